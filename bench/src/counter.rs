@@ -1,5 +1,4 @@
-//! A guest's counter, seen from outside: read through `/proc/PID/mem` where QEMU keeps it, without a question to QEMU, whose
-//! monitor answers nobody while it loads.
+//! A guest's counter, read through `/proc/PID/mem` of its QEMU, whose monitor does not respond while it loads.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -14,18 +13,18 @@ pub(crate) struct Counter {
 }
 
 impl Counter {
-    /// The counter at this guest-physical address; QEMU is asked (`gpa2hva`) where that is.
+    /// Opens the counter at this guest-physical address, which QEMU translates (`gpa2hva`).
     pub(crate) fn at(qemu: &Qemu, guest_address: u64) -> Result<Self> {
-        let said = qemu.qmp().hmp(&format!("gpa2hva {guest_address:#x}"))?;
-        let address = said.split_whitespace().last().and_then(|word| word.strip_prefix("0x"));
+        let reply = qemu.qmp().hmp(&format!("gpa2hva {guest_address:#x}"))?;
+        let address = reply.split_whitespace().last().and_then(|word| word.strip_prefix("0x"));
         let address = address.and_then(|digits| u64::from_str_radix(digits, 16).ok());
-        let address = address.with_context(|| format!("`gpa2hva` says `{}`", said.trim()))?;
+        let address = address.with_context(|| format!("gpa2hva: unexpected reply `{}`", reply.trim()))?;
         let path = format!("/proc/{}/mem", qemu.pid());
         let memory = File::open(&path).with_context(|| format!("{path} cannot be read"))?;
         Ok(Self { memory, address })
     }
 
-    /// How far it is; 0 while its page has not come (postcopy), which the kernel calls an error of input.
+    /// Reads the counter; 0 while its page has not arrived (postcopy), for which the kernel reports an input error.
     pub(crate) fn read(&self) -> Result<u64> {
         let mut word = [0; 8];
         match self.memory.read_exact_at(&mut word, self.address) {

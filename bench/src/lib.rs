@@ -1,14 +1,14 @@
 //! Whole-path benchmarks: real guests, side by side with the peers found on the machine.
 //!
 //! ```text
-//! towline bench [TABLE...]  ─►  run  ─►  ram, live, instant, lanes  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
-//!                                          └─ rounds: contenders A B C, then B C A …, so that none has the machine to itself
+//! cargo xtask bench [TABLE...]  ─►  run  ─►  ram, live, instant, lanes  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
+//!                                                └─ rounds: contenders A B C, then B C A …, so that none has the machine to itself
 //! ```
-//! What is compared was measured in one run, interleaved; a figure is a median with its spread, and a ratio is taken round
-//! by round before its median is. Nothing is published without its peer beside it. What cannot be measured stays in its
-//! table as a row with the reason. Guests, processes and files go when the run ends, also when it is cancelled.
+//! Contenders are measured interleaved in one run. A figure is a median with its spread; a ratio is taken round by round before its
+//! median. Every figure is published beside its peer's. A contender that cannot be measured is a row with the reason. Guests,
+//! processes and files are removed at the end, also of a cancelled run.
 //!
-//! What this is not: a test. It asserts nothing about speed, and its figures are of the machine that it ran on.
+//! Out of scope: tests. Nothing about speed is asserted, and figures hold for the machine that they were measured on.
 
 mod counter;
 pub mod instant;
@@ -32,40 +32,40 @@ use towline_channel::Cancel;
 
 use crate::table::Table;
 
-/// What to measure.
+/// Options of a run.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Names of tables; all if empty.
+    /// Names of the tables; empty: all.
     pub tables: Vec<String>,
-    /// Also write each table here, as text and as JSON.
+    /// Directory for each table as text and as JSON.
     pub report: Option<PathBuf>,
-    /// Runs of each row, at least 1.
+    /// Number of runs of each row, at least 1.
     pub runs: usize,
-    /// MiB of the guests, for tables that have several sizes; theirs if empty.
+    /// Memory of the guests in MiB, for tables with several sizes; empty: their default.
     pub sizes_mib: Vec<u64>,
-    /// Only rows whose group's name has one of these in it, for tables with very many; all if empty.
+    /// Parts of the names of the groups to measure, for tables with many rows; empty: all.
     pub rows: Vec<String>,
-    /// The binary under test.
+    /// Binary under test.
     pub towline: PathBuf,
-    /// Where peers are that are not found by themselves, by name.
+    /// This program, which also runs the ends of `lanes`.
+    pub own: PathBuf,
+    /// Programs of peers that are not found by themselves, by name.
     pub peers: Vec<(String, PathBuf)>,
-    /// The filters of system calls whose cost `sandbox` measures.
-    pub filters: Vec<sandbox::calls::Filter>,
-    /// Ends the run early; everything is put away.
+    /// Cancels the run, which then removes what it created.
     pub cancel: Cancel,
 }
 
-/// Where `cargo xtask peers` puts what it builds.
+/// Directory of the programs that `cargo xtask peers` builds.
 const PEERS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/peers/bin");
 
 impl Options {
-    /// A peer's program: where the user says, where `cargo xtask peers` puts it, or anywhere in `PATH`.
+    /// Finds a peer's program: an option's, that of `cargo xtask peers`, or one in `PATH`.
     fn peer(&self, name: &str) -> Option<PathBuf> {
-        let given = self.peers.iter().find(|(known, _)| known == name).map(|(_, path)| path.clone());
+        let configured = self.peers.iter().find(|(known, _)| known == name).map(|(_, path)| path.clone());
         let path = std::env::var_os("PATH").unwrap_or_default();
-        let places = std::iter::once(Path::new(PEERS).join(name))
+        let candidates = std::iter::once(Path::new(PEERS).join(name))
             .chain(std::env::split_paths(&path).map(|directory| directory.join(name)));
-        given.or_else(|| places.into_iter().find(|place| place.is_file()))
+        configured.or_else(|| candidates.into_iter().find(|path| path.is_file()))
     }
 
     fn net(&self, parameters: net::Parameters) -> net::Parameters {
@@ -74,17 +74,17 @@ impl Options {
     }
 }
 
-/// No table has this name.
+/// Error of an unknown table.
 #[derive(Debug, thiserror::Error)]
-#[error("there is no table {name:?}; there are: {}", known.join(", "))]
+#[error("unknown table {name:?}: expected one of {}", known.join(", "))]
 pub struct UnknownTable {
-    /// What was asked for.
+    /// The requested name.
     pub name: String,
-    /// What there is.
+    /// Names of all tables.
     pub known: Vec<&'static str>,
 }
 
-/// What `towline bench NAME` runs.
+/// A benchmark by its name on the command line.
 struct Benchmark {
     name: &'static str,
     measure: fn(&Options) -> Result<Vec<Table>>,
@@ -157,12 +157,8 @@ const BENCHMARKS: [Benchmark; 12] = [
     Benchmark {
         name: "sandbox",
         measure: |options| {
-            let (filters, cancel) = (options.filters.clone(), options.cancel.clone());
-            Ok(vec![sandbox::calls::measure(&sandbox::calls::Parameters {
-                filters,
-                runs: options.runs,
-                cancel,
-            })?])
+            let (runs, cancel) = (options.runs, options.cancel.clone());
+            Ok(vec![sandbox::calls::measure(&sandbox::calls::Parameters { runs, cancel })?])
         },
     },
     Benchmark {
@@ -174,19 +170,19 @@ const BENCHMARKS: [Benchmark; 12] = [
 ];
 
 fn parameters(options: &Options) -> lanes::Parameters {
-    lanes::Parameters::of(&options.towline, options.runs, options.cancel.clone())
+    lanes::Parameters::of(&options.own, options.runs, options.cancel.clone())
 }
 
-/// Measures and prints.
+/// Measures tables and prints them.
 ///
 /// # Errors
-/// A table is unknown ([`UnknownTable`], before anything runs), the machine lacks what all rows need, it was cancelled, or
-/// the report cannot be written.
+/// A table is unknown ([`UnknownTable`], before anything runs), the machine lacks something that all rows need, the run was
+/// cancelled, or the report cannot be written.
 pub fn run(options: &Options) -> Result<()> {
     let chosen = chosen(&options.tables)?;
-    ensure!(options.runs > 0, "0 runs measure nothing, expected at least 1");
+    ensure!(options.runs > 0, "0 runs: expected at least 1");
     if let Some(directory) = &options.report {
-        // Now rather than after all is measured.
+        // Before the measurements, so that an error is reported early.
         std::fs::create_dir_all(directory)?;
     }
     for benchmark in chosen {
@@ -218,11 +214,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_unknown_table_is_named_with_those_that_are_known() {
+    fn an_unknown_table_is_an_error_with_the_known_ones() {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "there is no table \"disk\"; there are: ram, live, instant, lanes, lanes-busy, calls, vsock, vsock-guests, net, net-queues, sandbox, sandbox-paths"
+            "unknown table \"disk\": expected one of ram, live, instant, lanes, lanes-busy, calls, vsock, vsock-guests, net, net-queues, sandbox, sandbox-paths"
         );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }

@@ -1,4 +1,4 @@
-//! What the figures were taken on, in a few words, without names or dates.
+//! Description of the machine, without names or dates.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use memmap2::{Advice, MmapOptions};
 
 const PAGE_BYTES: usize = 4096;
 
-/// One line per fact.
+/// Returns one line per property.
 pub(crate) fn describe() -> Vec<String> {
     let processors = std::thread::available_parallelism().map_or(0, usize::from);
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default().trim().to_owned();
@@ -16,13 +16,14 @@ pub(crate) fn describe() -> Vec<String> {
         memory.lines().find_map(|line| line.strip_prefix("MemTotal:")?.split_whitespace().next());
     let memory_gib =
         memory_kib.and_then(|kib| kib.parse::<f64>().ok()).unwrap_or_default() / f64::from(1 << 20);
-    let virtual_machine = match read("/proc/cpuinfo").contains(" hypervisor") {
-        true => "a virtual machine",
-        false => "no virtual machine",
+    let virtual_machine = if read("/proc/cpuinfo").contains(" hypervisor") {
+        "a virtual machine"
+    } else {
+        "not a virtual machine"
     };
     let huge = |name: &str| {
         let text = read(&format!("/sys/kernel/mm/transparent_hugepage/{name}"));
-        text.split(['[', ']']).nth(1).unwrap_or("not there").to_owned()
+        text.split(['[', ']']).nth(1).unwrap_or("not available").to_owned()
     };
     vec![
         format!(
@@ -30,11 +31,11 @@ pub(crate) fn describe() -> Vec<String> {
             read("/proc/sys/kernel/osrelease")
         ),
         format!("transparent huge pages: {}, for shared memory: {}", huge("enabled"), huge("shmem_enabled")),
-        format!("load average when it began: {}", read("/proc/loadavg")),
+        format!("load average at the start: {}", read("/proc/loadavg")),
     ]
 }
 
-/// Memory that can be had without taking it from anybody but the page cache, in bytes.
+/// Returns the memory that is free or in the page cache, in bytes.
 pub(crate) fn available_memory() -> Result<u64> {
     let text = std::fs::read_to_string("/proc/meminfo")?;
     let kib = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.split_whitespace().next());
@@ -42,10 +43,10 @@ pub(crate) fn available_memory() -> Result<u64> {
     Ok(kib << 10)
 }
 
-/// The filesystem that `path` lies on, by the type that it tells of itself.
+/// Returns the name of the filesystem of `path`.
 pub(crate) fn filesystem(path: &Path) -> String {
-    let Ok(found) = rustix::fs::statfs(path) else { return "an unknown filesystem".into() };
-    match found.f_type {
+    let Ok(statistics) = rustix::fs::statfs(path) else { return "an unknown filesystem".into() };
+    match statistics.f_type {
         0xEF53 => "ext4".into(),
         0x0102_1994 => "tmpfs".into(),
         0x5846_5342 => "XFS".into(),
@@ -55,12 +56,12 @@ pub(crate) fn filesystem(path: &Path) -> String {
     }
 }
 
-/// Touches so much memory, in huge pages, and frees it. A virtual machine's host takes back what was freed within seconds, and
-/// whoever touches it first then pays up to 30 µs for each 4 KiB: which contender that is would decide everything. After this
-/// all find memory that the host backs, and pay for their own first touch only.
-pub(crate) fn settle(bytes: u64) -> Result<()> {
+/// Touches this amount of memory, in huge pages, and frees it. The host of a virtual machine reclaims freed memory within seconds, and
+/// the next touch then costs up to 30 µs for each 4 KiB, which would dominate the figure of one contender. After this call the
+/// memory is backed by the host, and each contender only pays for its own first touch.
+pub(crate) fn prefault(bytes: u64) -> Result<()> {
     let mut memory = MmapOptions::new().len(usize::try_from(bytes)?).map_anon()?;
-    // A kernel without huge pages gives small ones, which is all that its QEMU gets as well.
+    // A kernel without huge pages uses small ones, for QEMU too.
     let _ = memory.advise(Advice::HugePage);
     memory.iter_mut().step_by(PAGE_BYTES).for_each(|byte| *byte = 1);
     Ok(())

@@ -1,4 +1,4 @@
-//! Tables into files.
+//! Report files.
 
 use std::path::Path;
 
@@ -7,18 +7,18 @@ use serde_json::{Value, json};
 
 use crate::table::Table;
 
-/// The machine and the tables below each other.
+/// Formats the machine and the tables as text.
 pub(crate) fn text(machine: &[String], tables: &[Table]) -> String {
     let machine: String = machine.iter().map(|line| format!("{line}\n")).collect();
     tables.iter().fold(machine, |text, table| format!("{text}\n{table}"))
 }
 
-/// The same for machines, with every single run.
+/// Formats the same as JSON, with the values of every run.
 pub(crate) fn json(machine: &[String], tables: &[Table]) -> Value {
     json!({ "machine": machine, "tables": tables.iter().map(Table::to_json).collect::<Vec<_>>() })
 }
 
-/// `DIR/NAME.txt` and `DIR/NAME.json`.
+/// Writes `DIR/NAME.txt` and `DIR/NAME.json`.
 pub(crate) fn write(directory: &Path, name: &str, text: &str, json: &Value) -> Result<()> {
     let put = |extension: &str, content: &str| {
         let path = directory.join(format!("{name}.{extension}"));

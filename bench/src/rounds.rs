@@ -1,35 +1,35 @@
-//! Contenders that take turns.
+//! Interleaved measurement.
 //!
-//! A machine changes while it is measured: others come and go, memory that was freed goes back to a host and is dear
-//! again. So contenders run A B C, C B A, B C A … and not A A B B C C: every second round goes backwards, and every second
-//! one begins with the next contender, so that none always runs first or behind the same neighbour.
+//! A machine changes during a measurement: other programs run, and freed memory returns to the host and is expensive to touch again.
+//! So contenders run A B C, C B A, B C A … and not A A B B C C: every second round runs backwards, and every second one begins with
+//! the next contender, so that none always runs first, or after the same one.
 
 use anyhow::Result;
 use towline_channel::Cancel;
 
-/// What a contender's runs gave, in the order of the rounds.
+/// Result of a contender's runs, in the order of the rounds.
 #[derive(Debug, Clone)]
 pub struct Outcome<T> {
-    /// A value for each round that succeeded.
+    /// Values of the successful rounds.
     pub values: Vec<T>,
-    /// Why it left the contest.
+    /// Error that ended its runs.
     pub failure: Option<String>,
 }
 
-/// Someone who takes part.
+/// One of the compared programs or methods.
 #[derive(Debug, Clone)]
 pub struct Contender {
     /// Contenders are compared with others of their group, and run near them in time.
     pub group: String,
-    /// How progress names it.
+    /// Name among its group.
     pub label: String,
 }
 
-/// Runs every contender `runs` times; `measure` gets its index and is not called again for one that failed. Progress goes
-/// to standard error.
+/// Runs every contender `runs` times. `measure` receives its index, and is not called again for one that failed. Progress is printed
+/// on standard error.
 ///
 /// # Errors
-/// It was cancelled.
+/// The run was cancelled.
 pub fn run<T>(
     contenders: &[Contender],
     runs: usize,
@@ -50,7 +50,7 @@ pub fn run<T>(
             match measure(index) {
                 Ok(value) => outcome.values.push(value),
                 Err(error) => {
-                    // What fails because everything is being put away says nothing of the contender.
+                    // A failure during cancellation is not the contender's.
                     cancel.check()?;
                     eprintln!("round {}/{runs}: {group}: {label}: {error:#}", round + 1);
                     outcome.failure = Some(format!("{error:#}"));
@@ -61,7 +61,7 @@ pub fn run<T>(
     Ok(outcomes)
 }
 
-/// Groups in their order; within a group, every second round backwards and every second one from the next member on.
+/// Returns the order of a round: groups in their order, their members rotated and reversed.
 fn order(contenders: &[Contender], round: usize) -> Vec<usize> {
     let indices: Vec<usize> = (0..contenders.len()).collect();
     let groups = indices.chunk_by(|first, second| contenders[*first].group == contenders[*second].group);
@@ -89,14 +89,14 @@ mod tests {
     }
 
     #[test]
-    fn every_round_has_everybody_in_another_order() {
+    fn every_round_has_another_order_of_all() {
         let contenders = contenders(&["a", "a", "a", "b", "b"]);
         let orders: Vec<_> = (0..4).map(|round| order(&contenders, round)).collect();
         assert_eq!(orders, [[0, 1, 2, 3, 4], [2, 1, 0, 4, 3], [1, 2, 0, 4, 3], [0, 2, 1, 3, 4]]);
     }
 
     #[test]
-    fn who_fails_is_out_and_the_others_go_on() {
+    fn a_contender_that_failed_is_not_run_again() {
         let mut calls = [0; 2];
         let outcomes = run(&contenders(&["a", "a"]), 3, &Cancel::new().unwrap(), |index| {
             calls[index] += 1;
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn cancelling_is_no_contenders_failure() {
+    fn cancellation_is_not_a_contenders_failure() {
         let cancel = Cancel::new().unwrap();
         let result = run(&contenders(&["a"]), 3, &cancel, |_| -> Result<()> {
             cancel.cancel();

@@ -1,8 +1,8 @@
-//! `towline bench sandbox-paths`: what whole commands do confined, `--sandbox on` against `none`.
+//! `cargo xtask bench sandbox-paths`: throughput of whole commands with `--sandbox on` and `none`.
 //!
-//! Both take turns in each row: one stream of a guest's over vsock, frames that a guest sends, and an image that is copied over TCP
-//! to another towline, which puts it into its memory and hashes it. The time of a copy is that of its process, so that what it takes
-//! to confine that counts too.
+//! Both take turns in each row: a stream of a guest over vsock, frames that a guest sends, and an image that is copied over TCP to
+//! another towline, which receives it into memory and hashes it. The time of a copy is that of its processes, and so includes the
+//! confinement.
 
 pub mod calls;
 
@@ -20,35 +20,35 @@ use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 use crate::{net, vsock};
 
-/// What it may cost.
+/// Goal of the ratio.
 const RATIO_MIN: f64 = 0.99;
 const SETTINGS: [&str; 2] = ["none", "on"];
 const LANES: &str = "4";
 const COPY_WITHIN: Duration = Duration::from_secs(120);
 
-/// What is measured.
+/// Parameters of the measurement.
 #[derive(Debug, Clone)]
 pub struct Parameters {
-    /// How long each window is.
+    /// Length of each window.
     pub window: Duration,
-    /// MiB of the guest that is copied.
+    /// Memory of the copied guest in MiB.
     pub memory_mib: u64,
-    /// Runs of each row.
+    /// Number of runs of each row.
     pub runs: usize,
-    /// The binary under test.
+    /// Binary under test.
     pub towline: PathBuf,
-    /// Ends it early.
+    /// Cancels the measurement.
     pub cancel: Cancel,
 }
 
 impl Parameters {
-    /// The published table.
+    /// Returns the parameters of the published table.
     pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
         Self { window: Duration::from_secs(1), memory_mib: 2048, runs, towline: towline.into(), cancel }
     }
 }
 
-/// A row, of either setting.
+/// A measured command.
 #[derive(Debug, Clone, Copy)]
 struct Work {
     name: &'static str,
@@ -67,10 +67,10 @@ struct Bench {
     directory: TempDir,
 }
 
-/// Measures all.
+/// Measures the table.
 ///
 /// # Errors
-/// It was cancelled, or there is no image to copy. A contender that fails is a row that says so.
+/// The run was cancelled, or the image cannot be created. A contender that fails is a row with the reason.
 pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     let bench = Bench { parameters: parameters.clone(), directory: TempDir::with_prefix("towline-bench-")? };
     let memory = format!("mem:{}M", parameters.memory_mib);
@@ -109,7 +109,7 @@ impl Bench {
         Ok(net::sent_frames(&parameters)?.rate() / 1e3)
     }
 
-    /// From the start of who sends until both have ended.
+    /// Measures from the start of the sender to the end of both processes.
     fn copy(&self, setting: &'static str) -> Result<f64> {
         self.parameters.cancel.check()?;
         let options = ["copy", "--multifd-channels", LANES, "--sandbox", setting];
@@ -127,7 +127,7 @@ impl Bench {
 
 fn table(parameters: &Parameters, contenders: &[Contender], outcomes: &[Outcome<f64>]) -> Table {
     let rows = contenders.iter().zip(outcomes).enumerate().map(|(index, (contender, outcome))| {
-        // Each pair's first is without.
+        // The first of each pair is unconfined.
         let base = &outcomes[index / 2 * 2].values;
         let ratio = Summary::of_ratios(&outcome.values, base);
         let content = match (&outcome.failure, Summary::of(outcome.values.iter().copied()), ratio) {
@@ -148,6 +148,6 @@ fn table(parameters: &Parameters, contenders: &[Contender], outcomes: &[Outcome<
         title: format!("Whole commands in a sandbox, {} runs, median (min–max)", parameters.runs),
         columns: vec!["what", "rate", "× none", "goal"],
         rows: rows.collect(),
-        notes: vec!["a copy's time is of both its processes, from the start of the one that sends".into()],
+        notes: vec!["a copy's time is of both processes, from the start of the sender".into()],
     }
 }

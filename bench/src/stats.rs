@@ -2,21 +2,21 @@
 
 use std::fmt;
 
-/// What several runs of one thing say. No mean: a single run that was disturbed would move it.
+/// Summary of several runs. It has no mean, which a single disturbed run would change.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Summary {
-    /// The middle value; between the two middle ones if there is an even number.
+    /// Median.
     pub median: f64,
-    /// The smallest value.
+    /// Smallest value.
     pub min: f64,
-    /// The largest value.
+    /// Largest value.
     pub max: f64,
-    /// How many values there are.
+    /// Number of values.
     pub count: usize,
 }
 
 impl Summary {
-    /// `None` if there are no values.
+    /// Summarizes values; `None` without any.
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut values: Vec<f64> = values.into_iter().collect();
         values.sort_by(f64::total_cmp);
@@ -26,15 +26,15 @@ impl Summary {
         Some(Self { median, min, max, count })
     }
 
-    /// Of `values` against `base`, value by value: both were measured in the same round, and what disturbed the machine
-    /// then disturbed both. Rounds that only one of them has are left out.
+    /// Summarizes the ratios of `values` to `base`, round by round: a disturbance of the machine then affects both. Rounds that only
+    /// one of them has are left out.
     pub fn of_ratios(values: &[f64], base: &[f64]) -> Option<Self> {
         Self::of(values.iter().zip(base).map(|(value, base)| value / base))
     }
 }
 
 impl fmt::Display for Summary {
-    /// `1.23 (1.10–1.40)`; the precision is that of each number, two digits unless said.
+    /// Formats `1.23 (1.10–1.40)`; the precision applies to each number, and is 2 by default.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let digits = f.precision().unwrap_or(2);
         write!(f, "{:.digits$} ({:.digits$}–{:.digits$})", self.median, self.min, self.max)
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_written_with_its_spread() {
+    fn a_summary_is_formatted_with_its_spread() {
         let summary = Summary::of([1.0, 2.0, 4.0]).unwrap();
         assert_eq!(summary.to_string(), "2.00 (1.00–4.00)");
         assert_eq!(format!("{summary:.0}"), "2 (1–4)");

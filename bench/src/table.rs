@@ -22,11 +22,11 @@ const GAP: &str = "  ";
 pub struct Table {
     /// Its name in JSON.
     pub name: &'static str,
-    /// The line above it.
+    /// Line above it.
     pub title: String,
-    /// Heads of the columns, the first of which is the rows' names.
+    /// Headings of the columns, the first of which has the names of the rows.
     pub columns: Vec<&'static str>,
-    /// What was measured, or not.
+    /// Rows.
     pub rows: Vec<Row>,
     /// Lines below it.
     pub notes: Vec<String>,
@@ -35,30 +35,30 @@ pub struct Table {
 /// A row.
 #[derive(Debug, Clone)]
 pub struct Row {
-    /// Rows in succession with the same group stand below its name; empty: none.
+    /// Group, whose name precedes consecutive rows of it; empty: none.
     pub group: String,
-    /// What was measured.
+    /// Name of the row.
     pub label: String,
-    /// What came of it.
+    /// Figures, or the reason for their lack.
     pub content: Content,
 }
 
-/// What stands in a row behind its label.
+/// Content of a row after its label.
 #[derive(Debug, Clone)]
 pub enum Content {
-    /// A cell for each column behind the first, and for machines the figures themselves.
+    /// Figures.
     Measured {
-        /// As printed.
+        /// Cells of the columns after the first, as printed.
         cells: Vec<String>,
-        /// Whatever the cells were made of.
+        /// Data of the cells, for programs.
         data: Value,
     },
-    /// Why there is no figure.
+    /// Reason for the lack of figures.
     Missing(String),
 }
 
 impl Table {
-    /// For machines.
+    /// Formats it for programs.
     pub fn to_json(&self) -> Value {
         let row = |row: &Row| {
             let mut value = json!({ "group": row.group, "label": row.label });
@@ -78,7 +78,7 @@ impl Table {
         json!({ "name": self.name, "title": self.title, "rows": rows, "notes": self.notes })
     }
 
-    /// The width of each column in characters.
+    /// Returns the width of each column in characters.
     fn widths(&self) -> Vec<usize> {
         let mut widths: Vec<usize> = self.columns.iter().map(|column| width(column)).collect();
         for row in &self.rows {
@@ -133,7 +133,7 @@ impl fmt::Display for Table {
     }
 }
 
-/// The first cell to the left, the others to the right.
+/// Writes a line, its first cell aligned left, the others right.
 fn line<'a>(
     f: &mut fmt::Formatter<'_>,
     widths: &[usize],
@@ -157,7 +157,7 @@ fn padded(text: &str, to: usize) -> String {
     format!("{text}{}", " ".repeat(to.saturating_sub(width(text))))
 }
 
-/// Characters: our tables hold none that are wide.
+/// Returns the width in characters, none of which is wide in these tables.
 fn width(text: &str) -> usize {
     text.chars().count()
 }
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn text_is_aligned_and_says_what_is_missing() {
+    fn text_is_aligned_and_has_the_reasons() {
         let wanted = "A table\n\
                       what                       s     ×\n\
                       ────────────  ──────────────  ────\n\

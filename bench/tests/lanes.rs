@@ -1,4 +1,4 @@
-//! The benchmark of lanes runs, on guests so small that its figures mean nothing.
+//! The benchmark of lanes runs, with small guests whose figures are meaningless.
 
 use std::path::Path;
 use std::time::Duration;
@@ -6,27 +6,22 @@ use std::time::Duration;
 use towline_bench::lanes::{Load, Parameters, calls, measure};
 use towline_bench::table::{Content, Table};
 use towline_channel::Cancel;
-use towline_lab::{require_lab, skip, towline_binary};
+use towline_lab::require_lab;
 
-/// Of the smallest guest; `None` where there is no towline.
-fn parameters(name: &str, has_qemu: bool) -> Option<Parameters> {
-    match towline_binary() {
-        Ok(towline) => Some(Parameters {
-            memory_mib: 32,
-            calls_mib: 32,
-            lanes: vec![1, 3],
-            iperf_seconds: 1,
-            has_qemu,
-            ..Parameters::of(&towline, 1, Cancel::new().expect("a descriptor is left"))
-        }),
-        Err(error) => {
-            skip(name, &format!("{error:#}"));
-            None
-        }
+/// Returns the parameters of the smallest guest.
+fn parameters(has_qemu: bool) -> Parameters {
+    let program = Path::new(env!("CARGO_BIN_EXE_towline-bench"));
+    Parameters {
+        memory_mib: 32,
+        calls_mib: 32,
+        lanes: vec![1, 3],
+        iperf_seconds: 1,
+        has_qemu,
+        ..Parameters::of(program, 1, Cancel::new().expect("a descriptor is left"))
     }
 }
 
-/// Every row has figures; a machine may lack iperf3, and zero-copy.
+/// Asserts that every row has figures; iperf3 and zero-copy may be missing.
 fn assert_measured(tables: &[Table]) {
     let missing: Vec<_> = tables
         .iter()
@@ -44,7 +39,7 @@ fn every_row_of_lanes_is_measured() {
     if !require_lab(test) {
         return;
     }
-    let Some(parameters) = parameters(test, true) else { return };
+    let parameters = parameters(true);
     let tables = measure(&parameters, &[Load::Idle]).unwrap();
     let names: Vec<_> = tables.iter().map(|table| table.name).collect();
     assert_eq!(names, ["lanes", "lanes-cold", "lanes-goals"]);
@@ -53,10 +48,8 @@ fn every_row_of_lanes_is_measured() {
 }
 
 #[test]
-fn busy_and_pinned_rows_are_measured_without_a_qemu_too() {
-    let Some(parameters) = parameters("busy_and_pinned_rows_are_measured_without_a_qemu_too", false) else {
-        return;
-    };
+fn busy_and_pinned_rows_are_measured_without_qemu() {
+    let parameters = parameters(false);
     let tables = measure(&parameters, &[Load::Stress, Load::Pinned]).unwrap();
     let names: Vec<_> = tables.iter().map(|table| table.name).collect();
     assert_eq!(names, ["lanes-stress", "lanes-pinned", "lanes-goals"]);
@@ -64,8 +57,8 @@ fn busy_and_pinned_rows_are_measured_without_a_qemu_too() {
 }
 
 #[test]
-fn vectors_move_the_same_pages_in_fewer_calls() {
-    let Some(parameters) = parameters("vectors_move_the_same_pages_in_fewer_calls", false) else { return };
+fn vectored_sends_need_fewer_calls() {
+    let parameters = parameters(false);
     let tables = calls(&parameters).unwrap();
     assert_measured(&tables);
     let source = |row: usize, key: &str| match &tables[0].rows[row].content {
@@ -75,7 +68,7 @@ fn vectors_move_the_same_pages_in_fewer_calls() {
     for pair in [[0, 1], [2, 3]] {
         let pages = pair.map(|row| source(row, "plain-pages") + source(row, "duplicate-pages"));
         assert_eq!(pages, [32 << 8; 2]);
-        // 256 pages a call, or 128 with a packet's header, against 8.
+        // 256 pages per call, or 128 with a packet's header, against 8.
         let [linear, vectored] = pair.map(|row| source(row, "sends"));
         assert!(vectored * 10 < linear, "{vectored} {linear}");
     }
@@ -83,7 +76,7 @@ fn vectors_move_the_same_pages_in_fewer_calls() {
 
 #[test]
 fn a_cancelled_run_ends() {
-    let Some(parameters) = parameters("a_cancelled_run_ends", false) else { return };
+    let parameters = parameters(false);
     let cancel = parameters.cancel.clone();
     let canceller = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(300));
@@ -96,8 +89,8 @@ fn a_cancelled_run_ends() {
 
 #[test]
 fn an_end_that_does_not_start_is_an_error() {
-    let towline = Path::new("/nowhere/towline");
-    let parameters = Parameters::of(towline, 1, Cancel::new().expect("a descriptor is left"));
+    let program = Path::new("/nowhere/towline-bench");
+    let parameters = Parameters::of(program, 1, Cancel::new().expect("a descriptor is left"));
     let error = calls(&parameters).unwrap_err();
-    assert!(format!("{error:#}").contains("/nowhere/towline cannot be started"), "{error:#}");
+    assert!(format!("{error:#}").contains("/nowhere/towline-bench cannot be started"), "{error:#}");
 }

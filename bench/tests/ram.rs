@@ -1,4 +1,4 @@
-//! The benchmark itself runs, on a guest so small that its figures mean nothing.
+//! The benchmark of images runs, with a small guest whose figures are meaningless.
 
 use std::time::{Duration, Instant};
 
@@ -26,8 +26,8 @@ fn parameters(name: &str) -> Option<Parameters> {
 }
 
 #[test]
-fn every_row_is_measured_and_nothing_stays_behind() {
-    let Some(parameters) = parameters("every_row_is_measured_and_nothing_stays_behind") else { return };
+fn every_row_is_measured_and_files_are_removed() {
+    let Some(parameters) = parameters("every_row_is_measured_and_files_are_removed") else { return };
     let directory = tempfile::tempdir().unwrap();
     let parameters = Parameters { directory: directory.path().into(), ..parameters };
     let tables = measure(&parameters).unwrap();
@@ -36,18 +36,18 @@ fn every_row_is_measured_and_nothing_stays_behind() {
     let missing: Vec<_> = tables
         .iter()
         .flat_map(|table| &table.rows)
-        // A machine may lack iperf3, and a filesystem direct I/O.
+        // iperf3 and direct I/O may be missing.
         .filter(|row| !row.label.contains("iperf3") && !row.label.contains("direct-io"))
         .filter(|row| matches!(row.content, Content::Missing(_)))
         .collect();
     assert!(missing.is_empty(), "{missing:?}");
     assert!(tables.iter().all(|table| !table.rows.is_empty()), "{tables:?}");
-    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "files stay behind");
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "files are left");
 }
 
 #[test]
-fn a_cancelled_run_ends_and_leaves_nothing() {
-    let Some(parameters) = parameters("a_cancelled_run_ends_and_leaves_nothing") else { return };
+fn a_cancelled_run_ends_and_removes_its_files() {
+    let Some(parameters) = parameters("a_cancelled_run_ends_and_removes_its_files") else { return };
     let directory = tempfile::tempdir().unwrap();
     let parameters = Parameters { directory: directory.path().into(), ..parameters };
     let cancel = parameters.cancel.clone();
@@ -59,5 +59,5 @@ fn a_cancelled_run_ends_and_leaves_nothing() {
     let error = measure(&parameters).unwrap_err();
     assert!(error.is::<towline_channel::Error>(), "{error:#}");
     canceller.join().unwrap();
-    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "files stay behind");
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "files are left");
 }

@@ -1,4 +1,4 @@
-//! The benches of vhost-user devices run, so short that their figures mean nothing.
+//! The benchmarks of vhost-user devices run, with short windows whose figures are meaningless.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -11,15 +11,15 @@ use towline_lab::{skip, towline_binary};
 
 const WINDOW: Duration = Duration::from_millis(200);
 
-/// The binary, and the labels of rows that must be there: its own only if it has this command.
+/// Returns the binary, and the labels of the rows that must exist: towline's own only if it has this command.
 fn towline(name: &str, command: &str, labels: &[&'static str]) -> Option<(PathBuf, Vec<&'static str>)> {
     let towline = towline_binary().map_err(|error| skip(name, &format!("{error:#}"))).ok()?;
-    let said = Command::new(&towline).args([command, "--help"]).output().expect("it starts");
+    let output = Command::new(&towline).args([command, "--help"]).output().expect("towline starts");
     let mut labels = labels.to_vec();
-    if said.status.success() {
+    if output.status.success() {
         labels.push("towline");
     } else {
-        skip(name, &format!("this towline has no `{command}`; only what it is compared with is measured"));
+        skip(name, &format!("this towline has no `{command}`; only the peers are measured"));
     }
     Some((towline, labels))
 }
@@ -28,7 +28,7 @@ fn cancel() -> Cancel {
     Cancel::new().expect("a descriptor is left")
 }
 
-/// Rows of these labels that have no figure, with the reason.
+/// Returns the rows with these labels that have no figure, with the reason.
 fn missing<'t>(tables: &'t [Table], labels: &'t [&str]) -> Vec<String> {
     let rows = tables.iter().flat_map(|table| &table.rows);
     rows.filter(|row| labels.contains(&row.label.as_str()))

@@ -1,17 +1,17 @@
-//! The index of an image in an object store: whatever is read can be written and is read again as it was.
+//! The index of an image in an object store: an index that is decoded is encoded and decoded again unchanged.
 
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use towline_image::index::{Index, MAGIC, VERSION};
 
-/// Beside whole objects, contents in a frame that is right: else the hash would keep the fuzzer out for ever.
+/// Contents in a valid frame: the fuzzer would never find their hash.
 fn framed(content: &[u8]) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend_from_slice(&VERSION.to_le_bytes());
     bytes.extend_from_slice(&(content.len() as u64).to_le_bytes());
     bytes.extend_from_slice(blake3::hash(content).as_bytes());
-    bytes.extend(zstd::bulk::compress(content, 1).expect("room for what does not compress"));
+    bytes.extend(zstd::bulk::compress(content, 1).expect("space for incompressible contents"));
     bytes
 }
 
@@ -27,7 +27,7 @@ fuzz_target!(|input: &[u8]| {
                 .filter(|name| **name != towline_image::ChunkHash::Zero)
                 .count()
         );
-        let again = Index::parse(&index.encode().expect("it was read")).expect("it was written");
-        assert_eq!(again, index);
+        let decoded = Index::parse(&index.encode().expect("it was decoded")).expect("it was encoded");
+        assert_eq!(decoded, index);
     }
 });

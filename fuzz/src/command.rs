@@ -1,10 +1,10 @@
-//! How a target is run. Depends on nothing, so that whoever runs them can include this file as a module.
+//! Command that runs a fuzz target. Without dependencies, so that other programs can include this file as a module.
 
 use std::io;
 use std::path::Path;
 use std::process::Command;
 
-/// Every target, with the longest input that is worth its time.
+/// All targets, with the maximum length of their inputs.
 pub const TARGETS: [(&str, u32); 12] = [
     ("main_channel", 2048),
     ("lane", 4096),
@@ -20,19 +20,19 @@ pub const TARGETS: [(&str, u32); 12] = [
     ("net_device", 2048),
 ];
 
-/// `cargo fuzz run` of a target, `runs` inputs long, in the repository at `root`. It needs cargo-fuzz (`cargo install
-/// cargo-fuzz --locked`) and no nightly toolchain: without a sanitizer, libFuzzer's coverage is all it takes. What it
-/// finds interesting goes to `fuzz/corpus`, which is not kept; it starts from that and from `fuzz/seeds`.
+/// Returns `cargo fuzz run` of a target with `runs` inputs, in the repository at `root`. It needs cargo-fuzz (`cargo install
+/// cargo-fuzz --locked`) but no nightly toolchain, because it uses no sanitizer. Inputs with new coverage are stored in
+/// `fuzz/corpus`, which is not under version control; a run starts from these and from `fuzz/seeds`.
 ///
 /// # Errors
-/// That the corpus's directory cannot be made.
+/// If the directory of the corpus cannot be created.
 pub fn run(root: &Path, target: &str, runs: u64) -> io::Result<Command> {
     let length_max = TARGETS.iter().find(|(name, _)| *name == target).map_or(4096, |(_, length)| *length);
     let mut command = Command::new("cargo");
     command.current_dir(root).args(["fuzz", "run", "--fuzz-dir", "fuzz", "--sanitizer", "none", target]);
-    let place = |kind: &str| root.join("fuzz").join(kind).join(target);
-    std::fs::create_dir_all(place("corpus"))?;
-    command.args([place("corpus"), place("seeds")]);
+    let path = |kind: &str| root.join("fuzz").join(kind).join(target);
+    std::fs::create_dir_all(path("corpus"))?;
+    command.args([path("corpus"), path("seeds")]);
     command.args(["--", &format!("-runs={runs}"), &format!("-max_len={length_max}"), "-rss_limit_mb=2048"]);
     Ok(command)
 }

@@ -1,4 +1,4 @@
-//! The fuzz targets' bodies, which are the crates' own tests too.
+//! Bodies of the fuzz targets, shared with the tests of the crates.
 #![allow(dead_code, reason = "each target uses one of them")]
 
 #[path = "../../crates/protocol/tests/stream/harness.rs"]

@@ -1,9 +1,8 @@
-//! What a program with Rust's own start has, and a fuzz target has not.
+//! Set-up that Rust's runtime does for programs, but libFuzzer does not for targets.
 
 use std::sync::Once;
 
-/// Has writes to pipes and sockets without a reader fail, as in every program whose `main` is Rust's: a frontend may give such
-/// descriptors.
+/// Ignores SIGPIPE, as Rust's runtime does: a frontend may send descriptors of pipes and sockets without a reader.
 pub fn ignore_sigpipe() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

@@ -222,7 +222,7 @@ fn compression_without_effect_is_refused() {
     let output = refused(2, &["--compression", "zstd", "a.img", "b.img"]);
     assert!(output.starts_with("towline: --compression zstd between two images"), "{output}");
     let output = refused(2, &["--compression", "zlib", "--multifd-zstd-level", "3", "qmp:/nowhere", "a.img"]);
-    assert_eq!(output, "towline: --multifd-zstd-level is for --compression zstd\n");
+    assert_eq!(output, "towline: --multifd-zstd-level needs --compression zstd\n");
     let output = refused(2, &["--compression", "qpl", "qmp:/nowhere", "a.img"]);
     assert!(output.contains("'qpl'") && output.contains("none, zlib, zstd"), "{output}");
     let output =

@@ -112,7 +112,7 @@ fn memory_of_another_size_is_refused_on_both_sides() {
     let address = listening(&receiver);
     let sender = copy(&["mem:64M", &address]).wait(WITHIN).unwrap();
     assert_eq!(sender.status.code(), Some(1), "{}", sender.stderr);
-    assert!(sender.stderr.contains("gone, as a synthetic one goes with its process"), "{}", sender.stderr);
+    assert!(sender.stderr.contains("gone: a synthetic guest ends with its process"), "{}", sender.stderr);
     let receiver = receiver.wait(WITHIN).unwrap();
     assert_eq!(receiver.status.code(), Some(1), "{}", receiver.stderr);
     assert!(receiver.stderr.contains("67108864 bytes of memory"), "{}", receiver.stderr);
@@ -125,7 +125,7 @@ fn invalid_mem_options_are_refused_before_anything_is_created() {
         (["mem:64M", "null:"], "mem: receives a synthetic guest"),
         (["mem:", "mem:"], "mem: as SOURCE needs a size"),
         (["mem:64M", "mem:64M,dirty=1M"], "dirty is for a SOURCE"),
-        (["mem:64M,speed=1", "mem:"], "is none of dirty=BYTES"),
+        (["mem:64M,speed=1", "mem:"], "expected dirty=BYTES"),
     ] {
         let refused = copy(&arguments).wait(WITHIN).unwrap();
         assert_eq!(refused.status.code(), Some(2), "{arguments:?}: {}", refused.stderr);

@@ -350,11 +350,11 @@ fn endpoints_without_tls_are_refused() {
     );
     let message = refused(&["a.img", "exec:cat"]);
     assert!(
-        message.starts_with("towline: --tls-creds with exec:cat: only tcp:, unix: and wss:// speak TLS"),
+        message.starts_with("towline: --tls-creds with exec:cat: only tcp:, unix: and wss:// support TLS"),
         "{message}"
     );
     let message = refused(&["a.img", "unix:/nowhere"]);
-    assert!(message.contains("say with --tls-hostname which its certificate is for"), "{message}");
+    assert!(message.contains("give that of its certificate with --tls-hostname"), "{message}");
     let message = refused(&["--tls-hostname", "x", "tcp:127.0.0.1:0", "a.img"]);
     assert!(message.contains("--tls-hostname is the name of a destination"), "{message}");
     let lanes = ["--zero-copy-send", "on", "--multifd-channels", "2", "a.img", "tcp:127.0.0.1:1"];

@@ -18,7 +18,7 @@ pub(crate) fn cargo<const N: usize>(arguments: [&str; N]) -> Command {
     command
 }
 
-/// `command` in the time that nothing else wants.
+/// `command` at the lowest priority.
 pub(crate) fn at_leisure(command: &Command) -> Command {
     let mut nice = Command::new("nice");
     nice.args(["-n", "19"]).arg(command.get_program()).args(command.get_args()).stdin(Stdio::null());
@@ -43,13 +43,13 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
         .output()
         .with_context(|| format!("{} cannot be started", shown(command)))?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        bail!("{} failed with {}: {}", shown(command), output.status, last_lines(&said, 12));
+        let text = String::from_utf8_lossy(&output.stderr);
+        bail!("{} failed with {}: {}", shown(command), output.status, last_lines(&text, 12));
     }
-    String::from_utf8(output.stdout).with_context(|| format!("{} wrote what is not UTF-8", shown(command)))
+    String::from_utf8(output.stdout).with_context(|| format!("{} wrote invalid UTF-8", shown(command)))
 }
 
-/// `command` as one would type it.
+/// `command` as it would be typed.
 pub(crate) fn shown(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
@@ -61,7 +61,7 @@ pub(crate) fn last_lines(text: &str, count: usize) -> String {
     lines[lines.len().saturating_sub(count)..].join("\n")
 }
 
-/// Where cargo puts what it builds.
+/// Cargo's target directory.
 pub(crate) fn target_directory() -> Result<PathBuf> {
     let directory = metadata()?["target_directory"].as_str().map(PathBuf::from);
     directory.context("cargo metadata without target_directory")
@@ -70,5 +70,5 @@ pub(crate) fn target_directory() -> Result<PathBuf> {
 /// `cargo metadata` of the workspace's own packages.
 pub(crate) fn metadata() -> Result<serde_json::Value> {
     let text = output(&mut cargo(["metadata", "--no-deps", "--format-version", "1"]))?;
-    serde_json::from_str(&text).context("cargo metadata wrote what is not JSON")
+    serde_json::from_str(&text).context("cargo metadata wrote invalid JSON")
 }

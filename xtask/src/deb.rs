@@ -1,10 +1,10 @@
-//! `cargo xtask deb`: a Debian package, and whether it works where it is installed.
+//! `cargo xtask deb`: builds a Debian package, installs it into an empty root and runs it there.
 //!
 //! ```text
 //!   cargo build ─► a tree as it will stand on a host ─► dpkg-deb ─► dpkg --root into an empty root ─► run from there
 //! ```
-//! Everything in it that can be made by the program is: manual pages and completions. What it is not: an upload to Debian,
-//! which wants source packages and debhelper.
+//! The program generates its manual pages and completions. Out of scope: an upload to Debian, which takes source packages
+//! and debhelper.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -25,7 +25,7 @@ const COMPLETIONS: [(&str, &str); 3] = [
 ];
 const DOCUMENTS: [&str; 4] = ["README.md", "CHANGELOG.md", "LICENSE-APACHE", "LICENSE-MIT"];
 
-/// Builds the package, of the `debug` build if that is wished, and installs and runs it below `target/`.
+/// Builds the package, of the `debug` build if asked to, and installs and runs it below `target/`.
 pub(crate) fn run(debug: bool) -> Result<()> {
     let (profile, directory) = if debug { ("dev", "debug") } else { ("release", "release") };
     run_command(&mut cargo(["build", "--package", "towline-cli", "--profile", profile]))?;
@@ -152,19 +152,19 @@ fn check(package: &Path, root: &Path, version: &str) -> Result<()> {
     ]);
     output(install.arg(format!("--root={}", root.display())).arg("--install").arg(package))?;
     let program = root.join("usr/bin/towline");
-    let said = output(Command::new(&program).arg("--version"))?;
+    let found = output(Command::new(&program).arg("--version"))?;
     ensure!(
-        said.trim() == format!("towline {version}"),
-        "--version says {said:?}, expected towline {version}"
+        found.trim() == format!("towline {version}"),
+        "--version prints {found:?}, expected towline {version}"
     );
     for descriptor in files(&root.join("usr/share/qemu/vhost-user"))? {
         let text = fs::read_to_string(&descriptor)?;
         let value: serde_json::Value =
             serde_json::from_str(&text).with_context(|| descriptor.display().to_string())?;
         let binary = value["binary"].as_str().and_then(|path| path.strip_prefix('/')).context("no binary")?;
-        let told = output(Command::new(root.join(binary)).args(["--fd", "3", "--print-capabilities"]))?;
-        let told: serde_json::Value = serde_json::from_str(&told)?;
-        ensure!(told["type"] == value["type"], "{}: {told} of {value}", descriptor.display());
+        let reported = output(Command::new(root.join(binary)).args(["--fd", "3", "--print-capabilities"]))?;
+        let reported: serde_json::Value = serde_json::from_str(&reported)?;
+        ensure!(reported["type"] == value["type"], "{}: {reported} of {value}", descriptor.display());
     }
     for unit in files(&root.join("usr/lib/systemd/system"))? {
         let text = fs::read_to_string(&unit)?;
@@ -200,7 +200,7 @@ fn put_all(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What is in a directory, by name.
+/// Entries of a directory, by name.
 fn files(directory: &Path) -> Result<Vec<PathBuf>> {
     let entries = fs::read_dir(directory).with_context(|| directory.display().to_string())?;
     let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;

@@ -1,7 +1,7 @@
-//! `cargo xtask errors`: `docs/errors.md`, made of the sources, so that table and code cannot drift apart.
+//! `cargo xtask errors`: `docs/errors.md`, generated from the sources, so that table and code cannot drift apart.
 //!
-//! Every `#[error("…")]` of the crates that are shipped is a row: its text, with what is filled in in braces, and what the
-//! variant's documentation says of it. `cargo xtask lint` says so when the file is older than the sources.
+//! Every `#[error("…")]` of the crates that are shipped is a row: its text, with its arguments in braces, and the variant's
+//! documentation. `cargo xtask lint` prints a note when the file is older than the sources.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -18,12 +18,12 @@ const CRATES: [&str; 10] =
 const HEAD: &str = "\
 # Errors
 
-What towline says when something cannot be, by the part that says it. Words in braces are filled in: the thing, where it is, what
-was found, what was expected. Where there is a way out, the text has it behind the semicolon or the colon. What stands behind an error
-(`{source}`) is the operating system's or another error of this page. Exit codes: 1 refused or failed, with the guest safe at its
+Error messages of towline, by the crate that reports them. Words in braces are replaced: the thing, its place, the value
+found, the value expected. The remedy, where there is one, follows a semicolon or a colon. `{source}` is an error of the
+operating system or another error of this page. Exit codes: 1 refused or failed, with the guest safe at its
 source; 2 usage; 3 failed, and the guest's state must be looked at; 4 (`check`) could not tell ([copy](copy.md)).
 
-This page is made of the sources (`cargo xtask errors`).
+This page is generated from the sources (`cargo xtask errors`).
 ";
 
 /// One error.
@@ -38,11 +38,11 @@ pub(crate) fn write() -> Result<()> {
     fs::write(root().join(PAGE), page()?).context(PAGE)
 }
 
-/// Says if the page is not what the sources say. A new error is no reason to fail a change that is right in all else.
+/// Prints a note if the page is older than the sources. A new error alone does not fail a change.
 pub(crate) fn check() -> Result<()> {
     let found = fs::read_to_string(root().join(PAGE)).context(PAGE)?;
     if found != page()? {
-        println!("lint: note: {PAGE} is older than the sources; `cargo xtask errors` makes it anew");
+        println!("lint: note: {PAGE} is older than the sources; `cargo xtask errors` regenerates it");
     }
     Ok(())
 }
@@ -81,7 +81,7 @@ fn sources(directory: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The errors of one file, in their order. One that only passes another on (`transparent`) is none.
+/// The errors of one file, in their order. A `transparent` one has no text of its own and is skipped.
 fn rows_of(source: &str) -> Vec<Row> {
     const MARK: &str = "#[error(";
     let starts = source.match_indices(MARK).filter(|(at, _)| {
@@ -119,7 +119,7 @@ fn literal(source: &str) -> Option<(String, &str)> {
     None
 }
 
-/// What is behind the text, up to the attribute's end.
+/// Arguments behind the text, up to the attribute's end.
 fn arguments(rest: &str) -> Vec<String> {
     let (mut depth, mut arguments, mut one) = (0, Vec::new(), String::new());
     for character in rest.chars() {

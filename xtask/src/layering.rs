@@ -1,4 +1,5 @@
-//! `cargo xtask layering`: who may use whom, read from `cargo metadata`, and that no files of `control` import each other in a circle.
+//! `cargo xtask layering`: checks which crate depends on which, by `cargo metadata`, and that no files of `control` import
+//! each other in a circle.
 //!
 //! Only what is shipped counts: normal and build dependencies. Tests may use the lab.
 
@@ -9,7 +10,7 @@ use serde_json::Value;
 
 use crate::command::{metadata, root};
 
-/// What a crate of the workspace may use of the others.
+/// Crates of the workspace that a crate may depend on.
 enum May {
     Use(&'static [&'static str]),
     UseAllBut(&'static [&'static str]),
@@ -38,19 +39,20 @@ const TABLE: &[(&str, May)] = &[
             "towline-protocol",
         ]),
     ),
-    ("towline-cli", May::UseAllBut(&[])),
+    ("towline-sandbox", May::Use(&[])),
+    ("towline-cli", May::UseAllBut(&["towline-lab", "towline-bench", "towline-frontend", "xtask"])),
     ("towline-lab", May::UseAllBut(&["towline-cli", "towline-bench", "xtask"])),
     ("towline-bench", May::UseAllBut(&["towline-cli", "xtask"])),
     ("towline-fuzz", May::UseAllBut(&["towline-cli", "towline-bench", "xtask"])),
     ("xtask", May::Use(&["towline-lab"])),
 ];
-/// The crate that knows bytes and no system calls, and what its root must say of it.
+/// The crate without system calls, and the attributes that its root must have.
 const PURE_CRATE: &str = "crates/protocol/src/lib.rs";
 
-/// The crate whose files import each other in no circle: its plans did once, and a change of one was a change of all.
+/// The crate whose files must not import each other in a circle: its plans once did, and each change touched all of them.
 const WITHOUT_CIRCLES: &str = "crates/control/src";
 
-/// Fails on any edge that the table does not have, if `protocol` is no longer pure, and on a circle of imports in `control`.
+/// Fails on any edge that the table does not have, if `protocol` is not pure, and on a circle of imports in `control`.
 pub(crate) fn run() -> Result<()> {
     let mut faults = faults(&metadata()?)?;
     let source = std::fs::read_to_string(root().join(PURE_CRATE));
@@ -147,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pure_crate_says_so() {
+    fn the_pure_crate_has_its_attributes() {
         assert!(impurities("//! x\n#![no_std]\n#![forbid(unsafe_code)]\n").is_empty());
         let wanted =
             [format!("{PURE_CRATE} lacks #![no_std]"), format!("{PURE_CRATE} lacks #![forbid(unsafe_code)]")];

@@ -1,4 +1,4 @@
-//! `cargo xtask lint`: all that can be said of the sources without running them.
+//! `cargo xtask lint`: checks of the sources that do not run them.
 
 mod lexer;
 mod sources;
@@ -10,53 +10,56 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::command::{cargo, root, run as run_command};
-use crate::{errors, layering};
+use crate::{errors, layering, publish};
 
 type Check = (&'static str, fn() -> Result<()>);
 
 /// The guest's agent, a workspace of its own.
 const AGENT: [&str; 2] = ["--manifest-path", "lab/agent/Cargo.toml"];
 
-/// Those that compile next to nothing.
-const QUICK: [Check; 5] = [
+/// Checks that compile next to nothing.
+const QUICK: [Check; 6] = [
     ("formatting", || run_command(&mut cargo(["fmt", "--all", "--check"]))),
     ("layering", layering::run),
     ("sources", sources),
     ("the table of errors", errors::check),
+    ("dependencies of a device", publish::check_device_dependencies),
     ("the agent", || {
         run_command(cargo(["fmt"]).args(AGENT).arg("--check"))?;
         let mut clippy = cargo(["clippy", "--quiet"]);
         run_command(clippy.args(AGENT).args(["--target-dir", "target/lab/agent", "--", "-D", "warnings"]))
     }),
 ];
-const COMPILED: [Check; 2] = [
+const COMPILED: [Check; 4] = [
     ("clippy", || {
         // The fuzz targets' tests are those of the crates that they include, and are linted there.
         let mut clippy = cargo(["clippy", "--quiet", "--workspace", "--exclude", "towline-fuzz"]);
         run_command(clippy.args(["--all-targets", "--", "-D", "warnings"]))
     }),
     ("documentation", || run_command(&mut documentation())),
+    ("packages", publish::check_packages),
+    ("public API", publish::api::check),
 ];
 
-/// Runs every check, also after one has failed, and names those that did.
+/// Runs every check, also after a failure, and names those that failed.
 pub(crate) fn run() -> Result<()> {
     run_those(QUICK.into_iter().chain(COMPILED))
 }
 
-/// Runs those that compile next to nothing. Whoever builds all the same has the others of [`with_clippy`] and [`documentation`].
+/// Runs the checks that compile next to nothing. A caller that builds everything adds [`with_clippy`] and [`documentation`].
 pub(crate) fn quick() -> Result<()> {
     run_those(QUICK.into_iter())
 }
 
-/// Makes the documentation; its warnings are errors.
+/// Builds the documentation; its warnings are errors.
 pub(crate) fn documentation() -> Command {
     let mut doc = cargo(["doc", "--quiet", "--workspace", "--no-deps"]);
     doc.env("RUSTDOCFLAGS", "-D warnings");
     doc
 }
 
-/// Has clippy look at whatever `build` compiles of the workspace; its warnings are errors. One pass then does what two did: clippy's
-/// driver is the compiler with more lints. Whoever uses what was built is run this way too, or cargo builds it again.
+/// Has clippy check all that `build` compiles of the workspace; its warnings are errors. One pass replaces two: clippy's
+/// driver is the compiler with more lints. Commands that use the build run with the same settings, or cargo builds it again.
 pub(crate) fn with_clippy(build: &mut Command) -> Result<&mut Command> {
     let cargo = std::env::var_os("CARGO").context("CARGO is not set; run this by `cargo xtask`")?;
     let driver = Path::new(&cargo).with_file_name("clippy-driver");

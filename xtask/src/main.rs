@@ -1,19 +1,22 @@
 //! The workspace's own tasks: `cargo xtask TASK`.
 //!
-//! Set-up, lints, the test run, the demonstration and the long runs, one file each. What is here runs on a
-//! developer's or CI's machine and is no part of the product. `setup` is the only task that changes the machine, and
+//! Set-up, lints, the test run, the demonstration and the long runs, one file each. They run on a
+//! developer's or CI's machine and are not part of the product. `setup` is the only task that changes the machine, and
 //! only when something is missing.
 
+mod bench;
 mod command;
 mod deb;
 mod demo;
 mod errors;
 mod layering;
 mod lint;
+mod publish;
 mod setup;
 mod soak;
 mod test;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -28,32 +31,41 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Bring this Debian 12 machine what the lab needs: QEMUs 7.2 to 11.1, guest kernels, tools, initramfs archives.
+    /// Install what the lab needs on this Debian 12 machine: QEMUs 7.2 to 11.1, guest kernels, tools, initramfs archives.
     Setup {
         /// Only the part that needs root (packages); nothing is written below target/.
         #[arg(long)]
         system: bool,
-        /// Bring nothing; say whether Debian has a newer QEMU than those that towline is tested with.
+        /// Install nothing; print newer QEMU versions of Debian than those that towline is tested with.
         #[arg(long, conflicts_with = "system")]
         newer: bool,
     },
-    /// Bring the programs that the benches of vhost-user devices compare with, below target/peers.
+    /// Measure on real guests, with release builds; `cargo xtask bench --help` lists tables and options.
+    #[command(disable_help_flag = true)]
+    Bench {
+        /// Tables and options.
+        #[arg(value_name = "ARGS", trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
+    },
+    /// Install the peers that the benches of vhost-user devices compare with, below target/peers.
     Peers,
     /// Formatting, clippy, layering, file lengths, unsafe code outside sys, documentation.
     Lint,
     /// Check the dependency edges between the workspace's crates.
     Layering,
-    /// All that CI runs: set-up, lints, build, every test, short fuzz runs; ends with one line of counts.
+    /// Everything that CI runs: set-up, lints, build, every test, short fuzz runs; ends with one line of counts.
     Test,
     /// The short fuzz runs alone.
     Fuzz,
     /// Save a running Linux guest to a file and restore it, with the release build and stock QEMU.
     Demo,
-    /// Write docs/errors.md anew, of the sources.
+    /// Generate docs/errors.md from the sources.
     Errors,
+    /// Write the public API of each published library beside its manifest.
+    Api,
     /// A Debian package below target/deb, installed into an empty root and run there.
     Deb {
-        /// Of the debug build, which is quicker.
+        /// Package the debug build, which is quicker.
         #[arg(long)]
         debug: bool,
     },
@@ -68,6 +80,7 @@ fn main() -> ExitCode {
     let outcome = match Arguments::parse().task {
         Task::Setup { newer: true, .. } => setup::newer(),
         Task::Setup { system, .. } => setup::run(system),
+        Task::Bench { arguments } => bench::run(&arguments),
         Task::Peers => setup::peers::run(),
         Task::Lint => lint::run(),
         Task::Layering => layering::run(),
@@ -75,6 +88,7 @@ fn main() -> ExitCode {
         Task::Fuzz => test::fuzz(),
         Task::Demo => demo::run(),
         Task::Errors => errors::write(),
+        Task::Api => publish::api::write(),
         Task::Deb { debug } => deb::run(debug),
         Task::Soak { name } => soak::run(name.as_deref()),
     };

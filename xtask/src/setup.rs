@@ -1,4 +1,4 @@
-//! `cargo xtask setup`: what the lab needs, on a Debian 12 machine.
+//! `cargo xtask setup`: installs what the lab needs on a Debian 12 machine.
 //!
 //! ```text
 //! the machine   QEMU 10.0 (bookworm-backports), iperf3, socat, ip, ethtool, tcpdump, xz, g++, venv: apt, as root
@@ -14,8 +14,8 @@
 //!               python-qmp/ QEMU's own qmp-shell, likewise                 never installed
 //!               vsock-tests/ the kernel's own, only for their soak           never installed
 //! ```
-//! Each part is made where nobody looks and moved into its place at the end, so a part that is there is whole. With
-//! everything there the task looks at the parts and returns; nothing is fetched.
+//! Each part is built in a temporary directory and renamed into place at the end, so a part that exists is complete. If all
+//! parts exist, nothing is fetched.
 
 mod apt;
 mod archive;

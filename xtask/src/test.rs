@@ -1,11 +1,11 @@
-//! `cargo xtask test`: all that CI runs, and one line of counts at its end.
+//! `cargo xtask test`: everything that CI runs, with one line of counts at its end.
 //!
 //! Tests and the towline that they drive are built with the dev profile: optimised enough, with overflow checks, and one build
 //! instead of two, which clippy watches. A step that fails does not keep the next ones from running.
 //!
 //! The lab's guests are emulated, and what such a guest does depends on what else the machine does. A few tests that fail are
-//! run again, alone, at most twice; those that pass then are told as FLAKY, by name, and do not fail the whole. They are bugs all the
-//! same, of the test or of what it tests.
+//! run again, alone, at most twice; those that pass then are reported as FLAKY, by name, and do not fail the run. They are bugs all the
+//! same, of the test or of the code under test.
 
 mod counts;
 pub(crate) mod fuzz;
@@ -21,14 +21,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 
 use crate::command::{at_leisure, cargo, run as run_command, shown, target_directory};
-use crate::{lint, setup};
+use crate::{lint, publish, setup};
 use counts::Counts;
 
-/// What all tests together may take, their build included.
+/// Time limit of all tests together, their build included.
 const TESTS_WITHIN: Duration = Duration::from_secs(50 * 60);
-/// More failures than this are no accident.
+/// With more failures than this none is run again.
 const RUN_AGAIN_MAX: usize = 8;
-/// How often they are run again.
+/// Maximum number of reruns.
 const AGAIN_TIMES_MAX: usize = 2;
 
 /// Runs everything; prints the closing line last.
@@ -67,7 +67,7 @@ fn step(name: &str, counts: &mut Counts, work: impl FnOnce(&mut Counts) -> Resul
     if let Err(error) = &outcome {
         println!("{name}: {error:#}");
         counts.failures.push(name.to_owned());
-        // A failure that no test stands for is counted all the same.
+        // A failure that is not a test's is counted too.
         counts.failed = counts.failed.max(failed_before + 1);
     }
     println!("== {name}: {:.1} s", started.elapsed().as_secs_f64());
@@ -79,20 +79,20 @@ fn build() -> Result<()> {
     run_command(built(&mut cargo(["test", "--workspace", "--no-run"]))?)
 }
 
-/// Compiles, in the time that tests leave, what is wanted behind them.
+/// Compiles, in the time that tests leave, what later steps need.
 fn compile_beside() -> Result<()> {
     let documented = run_command(&mut at_leisure(&lint::documentation()));
-    // If it fails, it fails again where it is used, and is said there.
+    // A failure is reported by the step that uses the targets.
     let _ = run_command(&mut at_leisure(&fuzz::build(&fuzz::targets()?)));
-    documented
+    documented.and(publish::check_packages()).and(publish::api::check())
 }
 
-/// As all of this is built: once, so that nothing is kept for a next time.
+/// Settings of the one build: nothing is kept for an incremental one.
 fn built(command: &mut Command) -> Result<&mut Command> {
     lint::with_clippy(command.env("CARGO_INCREMENTAL", "0"))
 }
 
-/// Runs all tests, and `beside` them what is compiled at leisure: the lab waits for its guests every now and then.
+/// Runs all tests, and `beside` them what is compiled at leisure: the lab often waits for its guests.
 fn tests(counts: &mut Counts, beside: &mut Option<JoinHandle<Result<()>>>) -> Result<()> {
     let mut found = Counts::default();
     let outcome = watched(&mut tests_command(&[])?, TESTS_WITHIN, |line| {
@@ -100,7 +100,7 @@ fn tests(counts: &mut Counts, beside: &mut Option<JoinHandle<Result<()>>>) -> Re
         beside.get_or_insert_with(|| spawn(compile_beside));
         found.read(line);
     });
-    // Not if a build failed or time ran out: then there are failures that no name stands for.
+    // Not if a build failed or time ran out: such failures have no names.
     let all_named = found.failed == found.failures.len() && !found.failures.is_empty();
     let outcome = match outcome {
         Err(_) if all_named && found.failed <= RUN_AGAIN_MAX => (1..AGAIN_TIMES_MAX)
@@ -148,7 +148,7 @@ fn watched(command: &mut Command, within: Duration, mut look: impl FnMut(&str)) 
     let output = child.stdout.take().context("the output was asked for")?;
     let (sender, lines) = channel();
     let reader = spawn(move || {
-        // Ends with the output; a line that is no UTF-8 is shown as well as can be.
+        // Ends with the output; bytes that are not UTF-8 are replaced.
         for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
             if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
                 break;

@@ -1,4 +1,4 @@
-//! One lane that sends packets out of a mapped memfd, in one of many ways.
+//! A lane that sends packets from a mapped memfd by one of the methods.
 
 use std::fs::File;
 use std::net::TcpStream;
@@ -14,12 +14,12 @@ use crate::sys::Ring;
 pub(crate) const HEADER_BYTES: usize = 1344;
 pub(crate) const PACKET_BYTES: usize = 512 << 10;
 const PAGE_BYTES: usize = 4096;
-/// QEMU's `IO_BUF_SIZE`: what a plain writer gathers before it writes.
+/// QEMU's `IO_BUF_SIZE`, the buffer of plain writes.
 const LINEAR_BYTES: usize = 32 << 10;
 
-/// How packets are sent.
+/// Method of sending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Method {
     Vectored { buffers: usize },
     TwoCalls { more: bool },
     Linear,
@@ -30,7 +30,7 @@ pub(crate) enum Way {
     Uring { registered: bool },
 }
 
-/// A memfd that was touched.
+/// A touched memfd.
 pub(crate) struct Memory {
     file: File,
     map: MmapMut,
@@ -52,11 +52,11 @@ impl Memory {
     }
 }
 
-/// A connection, and what its way needs.
+/// A connection with the resources of its method.
 pub(crate) struct Lane<'a> {
     channel: TcpChannel,
     memory: &'a Memory,
-    way: Way,
+    method: Method,
     header: [u8; HEADER_BYTES],
     linear: Vec<u8>,
     pipe: Option<(OwnedFd, OwnedFd)>,
@@ -64,41 +64,41 @@ pub(crate) struct Lane<'a> {
 }
 
 impl<'a> Lane<'a> {
-    pub(crate) fn new(stream: TcpStream, memory: &'a Memory, way: Way) -> Result<Self> {
+    pub(crate) fn new(stream: TcpStream, memory: &'a Memory, method: Method) -> Result<Self> {
         let mut channel = TcpChannel::new(stream.into())?;
-        if matches!(way, Way::ZeroCopy { .. }) {
+        if matches!(method, Method::ZeroCopy { .. }) {
             channel.enable_zero_copy()?;
         }
-        let pipe = match way {
-            Way::Splice => {
+        let pipe = match method {
+            Method::Splice => {
                 let (reader, writer) = rustix::pipe::pipe()?;
                 rustix::pipe::fcntl_setpipe_size(&writer, PACKET_BYTES)?;
                 Some((reader, writer))
             }
             _ => None,
         };
-        let ring = match way {
-            Way::Uring { registered } => Some(Ring::new(memory.bytes(), registered)?),
+        let ring = match method {
+            Method::Uring { registered } => Some(Ring::new(memory.bytes(), registered)?),
             _ => None,
         };
         let (header, linear) = ([7; HEADER_BYTES], vec![0; LINEAR_BYTES]);
-        Ok(Self { channel, memory, way, header, linear, pipe, ring })
+        Ok(Self { channel, memory, method, header, linear, pipe, ring })
     }
 
-    /// Sends the packet whose pages begin there.
+    /// Sends the packet whose pages begin at this offset.
     pub(crate) fn send(&mut self, offset: usize) -> Result<()> {
         let pages = &self.memory.bytes()[offset..offset + PACKET_BYTES];
         let header = IoBuf::from(&self.header);
-        match self.way {
-            Way::Vectored { buffers } => {
+        match self.method {
+            Method::Vectored { buffers } => {
                 let all: Vec<_> = std::iter::once(header).chain(split(pages, buffers)).collect();
                 self.channel.send_all(&all, SendFlags::empty())?;
             }
-            Way::TwoCalls { more } => {
+            Method::TwoCalls { more } => {
                 self.send_header(more)?;
                 self.channel.send_all(&[IoBuf::from(pages)], SendFlags::empty())?;
             }
-            Way::Linear => {
+            Method::Linear => {
                 let mut rest = vec![header, IoBuf::from(pages)];
                 while let Some(first) = rest.first().copied() {
                     let copied = gather(&rest, &mut self.linear);
@@ -114,29 +114,29 @@ impl<'a> Lane<'a> {
                     rest.retain(|buffer| !buffer.is_empty());
                 }
             }
-            Way::PageByPage => {
+            Method::PageByPage => {
                 self.send_header(true)?;
                 for page in split(pages, PACKET_BYTES / PAGE_BYTES) {
                     self.channel.send_all(&[page], SendFlags::empty())?;
                 }
             }
-            Way::ZeroCopy { buffers, more } => {
+            Method::ZeroCopy { buffers, more } => {
                 self.send_header(more)?;
                 let pages: Vec<_> = split(pages, buffers).collect();
                 self.channel.send_all(&pages, SendFlags::ZERO_COPY)?;
             }
-            Way::SendFile => self.send_file(offset)?,
-            Way::Splice => self.splice(offset)?,
-            Way::Uring { .. } => {
+            Method::SendFile => self.send_file(offset)?,
+            Method::Splice => self.splice(offset)?,
+            Method::Uring { .. } => {
                 let fd = self.channel.as_fd().expect("a socket");
-                let ring = self.ring.as_mut().expect("made for this way");
+                let ring = self.ring.as_mut().expect("created for this method");
                 ring.send(fd, &self.header, self.memory.bytes(), offset..offset + PACKET_BYTES)?;
             }
         }
         Ok(())
     }
 
-    /// Waits until the kernel reads none of the memory any more.
+    /// Waits until the kernel no longer reads the memory.
     pub(crate) fn finish(&mut self) -> Result<()> {
         if let Some(ring) = &mut self.ring {
             return ring.finish();
@@ -156,7 +156,7 @@ impl<'a> Lane<'a> {
         while left > 0 {
             let fd = self.channel.as_fd().expect("a socket");
             let sent = rustix::fs::sendfile(fd, self.memory.file.as_fd(), Some(&mut at), left)?;
-            ensure!(sent > 0, "sendfile sends nothing");
+            ensure!(sent > 0, "sendfile sent nothing");
             left -= sent;
         }
         Ok(())
@@ -164,18 +164,18 @@ impl<'a> Lane<'a> {
 
     fn splice(&self, offset: usize) -> Result<()> {
         self.send_header(true)?;
-        let (reader, writer) = self.pipe.as_ref().expect("made for this way");
+        let (reader, writer) = self.pipe.as_ref().expect("created for this method");
         let (mut at, mut left) = (offset as u64, PACKET_BYTES);
         while left > 0 {
             let flags = SpliceFlags::empty();
-            let taken = rustix::pipe::splice(&self.memory.file, Some(&mut at), writer, None, left, flags)?;
-            ensure!(taken > 0, "splice takes nothing");
-            left -= taken;
-            let mut held = taken;
-            while held > 0 {
+            let spliced = rustix::pipe::splice(&self.memory.file, Some(&mut at), writer, None, left, flags)?;
+            ensure!(spliced > 0, "splice moved nothing");
+            left -= spliced;
+            let mut in_pipe = spliced;
+            while in_pipe > 0 {
                 let more = if left > 0 { SpliceFlags::MORE } else { flags };
                 let fd = self.channel.as_fd().expect("a socket");
-                held -= rustix::pipe::splice(reader, None, fd, None, held, more)?;
+                in_pipe -= rustix::pipe::splice(reader, None, fd, None, in_pipe, more)?;
             }
         }
         Ok(())

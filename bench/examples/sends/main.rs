@@ -1,15 +1,15 @@
-//! Ways to send a lane's packets, side by side: what docs/adr has decided on, and what it has not.
+//! Methods of sending a lane's packets, those that docs/adr chose and those that it rejected.
 //!
 //! ```text
 //! cargo run --release -p towline-bench --example sends -- [RUNS [MIB]]
 //!
-//!   memfd, mapped and touched ── one way ──► TCP on the loopback ──► a thread that reads into a warm buffer
+//!   memfd, mapped and touched ── one method ──► TCP on the loopback ──► a thread that reads into a warm buffer
 //! ```
-//! A packet is a header of 1344 bytes and 512 KiB of pages. Each run has a connection of its own; its clock ends when the
-//! reader has said that it has all, and the kernel that it reads none of the memory any more. Contenders take turns, and
-//! ratios are taken round by round.
+//! A packet is a header of 1344 bytes and 512 KiB of pages. Each run has its own connection, and ends when the
+//! reader has acknowledged everything and the kernel no longer reads the memory. Contenders take turns, and ratios are taken
+//! round by round.
 //!
-//! Limits: on the loopback the kernel copies what is sent with `MSG_ZEROCOPY` or `SEND_ZC`, but not what `sendfile` sends.
+//! Limits: on the loopback the kernel copies `MSG_ZEROCOPY` and `SEND_ZC` sends, but not those of `sendfile`.
 
 mod lane;
 mod sys;
@@ -26,18 +26,18 @@ use towline_bench::stats::Summary;
 use towline_bench::table::{Content, Row, Table};
 use towline_channel::Cancel;
 
-use lane::{HEADER_BYTES, Lane, Memory, PACKET_BYTES, Way};
+use lane::{HEADER_BYTES, Lane, Memory, Method, PACKET_BYTES};
 
 const RUNS_DEFAULT: usize = 7;
 const MIB_DEFAULT: usize = 1024;
 
-/// How a run goes, beside the way.
+/// Settings of a run besides its method.
 #[derive(Debug, Clone, Copy, Default)]
 struct Setting {
-    /// `SO_SNDBUF` and `SO_RCVBUF` in bytes; 0: as the kernel has them, which it adapts.
+    /// `SO_SNDBUF` and `SO_RCVBUF` in bytes; 0: the kernel's automatic sizes.
     send_buffer: usize,
     receive_buffer: usize,
-    /// Both threads on one CPU, or each on its own.
+    /// CPUs of both threads.
     pinned: Option<[usize; 2]>,
 }
 
@@ -59,45 +59,45 @@ fn main() -> Result<()> {
         .map(|(group, label, ..)| Contender { group: (*group).into(), label: (*label).into() })
         .collect();
     let outcomes = rounds::run(&contenders, runs, &Cancel::new()?, |index| {
-        let (_, _, way, setting) = entries[index];
-        run(&memory, way, setting)
+        let (_, _, method, setting) = entries[index];
+        run(&memory, method, setting)
     })?;
     print!("{}", table(&contenders, &outcomes, mib));
     Ok(())
 }
 
-/// Group, label, way, setting. The first is what the others are held against.
-fn entries() -> Vec<(&'static str, &'static str, Way, Setting)> {
+/// Returns group, label, method and setting of each contender; the first of a group is its base.
+fn entries() -> Vec<(&'static str, &'static str, Method, Setting)> {
     let plain = Setting::default();
     let buffers = |send_buffer, receive_buffer| Setting { send_buffer, receive_buffer, ..plain };
     let pinned = |cpus| Setting { pinned: Some(cpus), ..plain };
-    let ways = "ways";
+    let methods = "methods";
     vec![
-        (ways, "vectored: header and one buffer", Way::Vectored { buffers: 1 }, plain),
-        (ways, "vectored: header and 128 pages", Way::Vectored { buffers: 128 }, plain),
-        (ways, "header in its own call", Way::TwoCalls { more: false }, plain),
-        (ways, "header in its own call, MSG_MORE", Way::TwoCalls { more: true }, plain),
-        (ways, "copied into 32 KiB, written", Way::Linear, plain),
-        (ways, "a page a call", Way::PageByPage, plain),
-        (ways, "MSG_ZEROCOPY, one buffer", Way::ZeroCopy { buffers: 1, more: true }, plain),
-        (ways, "MSG_ZEROCOPY, 128 pages", Way::ZeroCopy { buffers: 128, more: true }, plain),
-        (ways, "MSG_ZEROCOPY, without MSG_MORE", Way::ZeroCopy { buffers: 1, more: false }, plain),
-        (ways, "sendfile", Way::SendFile, plain),
-        (ways, "splice through a pipe", Way::Splice, plain),
-        (ways, "io_uring SEND_ZC, registered", Way::Uring { registered: true }, plain),
-        (ways, "io_uring SEND_ZC", Way::Uring { registered: false }, plain),
-        ("buffers", "vectored, as it is", Way::Vectored { buffers: 1 }, plain),
-        ("buffers", "vectored, SO_SNDBUF 256 KiB", Way::Vectored { buffers: 1 }, buffers(256 << 10, 0)),
-        ("buffers", "vectored, SO_SNDBUF 4 MiB", Way::Vectored { buffers: 1 }, buffers(4 << 20, 0)),
-        ("buffers", "vectored, SO_RCVBUF 4 MiB", Way::Vectored { buffers: 1 }, buffers(0, 4 << 20)),
-        ("buffers", "vectored, both 4 MiB", Way::Vectored { buffers: 1 }, buffers(4 << 20, 4 << 20)),
-        ("threads", "vectored, anywhere", Way::Vectored { buffers: 1 }, plain),
-        ("threads", "vectored, each on its own CPU", Way::Vectored { buffers: 1 }, pinned([0, 1])),
-        ("threads", "vectored, both on one CPU", Way::Vectored { buffers: 1 }, pinned([0, 0])),
+        (methods, "vectored: header and one buffer", Method::Vectored { buffers: 1 }, plain),
+        (methods, "vectored: header and 128 pages", Method::Vectored { buffers: 128 }, plain),
+        (methods, "header in its own call", Method::TwoCalls { more: false }, plain),
+        (methods, "header in its own call, MSG_MORE", Method::TwoCalls { more: true }, plain),
+        (methods, "copied into 32 KiB, written", Method::Linear, plain),
+        (methods, "one page per call", Method::PageByPage, plain),
+        (methods, "MSG_ZEROCOPY, one buffer", Method::ZeroCopy { buffers: 1, more: true }, plain),
+        (methods, "MSG_ZEROCOPY, 128 pages", Method::ZeroCopy { buffers: 128, more: true }, plain),
+        (methods, "MSG_ZEROCOPY, without MSG_MORE", Method::ZeroCopy { buffers: 1, more: false }, plain),
+        (methods, "sendfile", Method::SendFile, plain),
+        (methods, "splice through a pipe", Method::Splice, plain),
+        (methods, "io_uring SEND_ZC, registered", Method::Uring { registered: true }, plain),
+        (methods, "io_uring SEND_ZC", Method::Uring { registered: false }, plain),
+        ("buffers", "vectored, as it is", Method::Vectored { buffers: 1 }, plain),
+        ("buffers", "vectored, SO_SNDBUF 256 KiB", Method::Vectored { buffers: 1 }, buffers(256 << 10, 0)),
+        ("buffers", "vectored, SO_SNDBUF 4 MiB", Method::Vectored { buffers: 1 }, buffers(4 << 20, 0)),
+        ("buffers", "vectored, SO_RCVBUF 4 MiB", Method::Vectored { buffers: 1 }, buffers(0, 4 << 20)),
+        ("buffers", "vectored, both 4 MiB", Method::Vectored { buffers: 1 }, buffers(4 << 20, 4 << 20)),
+        ("threads", "vectored, anywhere", Method::Vectored { buffers: 1 }, plain),
+        ("threads", "vectored, each on its own CPU", Method::Vectored { buffers: 1 }, pinned([0, 1])),
+        ("threads", "vectored, both on one CPU", Method::Vectored { buffers: 1 }, pinned([0, 0])),
     ]
 }
 
-fn run(memory: &Memory, way: Way, setting: Setting) -> Result<Figures> {
+fn run(memory: &Memory, method: Method, setting: Setting) -> Result<Figures> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     if setting.receive_buffer > 0 {
         rustix::net::sockopt::set_socket_recv_buffer_size(&listener, setting.receive_buffer)?;
@@ -113,15 +113,15 @@ fn run(memory: &Memory, way: Way, setting: Setting) -> Result<Figures> {
         let receiver = scope.spawn(move || receive(far, total, setting.pinned.map(|cpus| cpus[1])));
         let sender = scope.spawn(move || -> Result<(f64, f64)> {
             pin(setting.pinned.map(|cpus| cpus[0]))?;
-            let mut answer = near.try_clone()?;
-            let mut lane = Lane::new(near, memory, way)?;
+            let mut replies = near.try_clone()?;
+            let mut lane = Lane::new(near, memory, method)?;
             let (begun, cpu) = (Instant::now(), cpu_time());
             for packet in 0..packets {
                 lane.send(packet * PACKET_BYTES)?;
             }
             lane.finish()?;
             let cpu = cpu_time() - cpu;
-            answer.read_exact(&mut [0])?;
+            replies.read_exact(&mut [0])?;
             Ok((begun.elapsed().as_secs_f64(), cpu.as_secs_f64()))
         });
         let (seconds, sender_cpu) = sender.join().expect("no panic")?;
@@ -130,16 +130,16 @@ fn run(memory: &Memory, way: Way, setting: Setting) -> Result<Figures> {
     })
 }
 
-/// Reads so many bytes and says that it has them; returns the CPU time that it took.
+/// Reads `total` bytes, and acknowledges them. Returns the CPU time.
 fn receive(mut stream: TcpStream, total: usize, cpu: Option<usize>) -> Result<Duration> {
     pin(cpu)?;
     let mut buffer = vec![1; PACKET_BYTES];
     let mut left = total;
     let begun = cpu_time();
     while left > 0 {
-        let most = left.min(buffer.len());
-        let received = stream.read(&mut buffer[..most])?;
-        ensure!(received > 0, "the sender has ended with {left} bytes to go");
+        let length = left.min(buffer.len());
+        let received = stream.read(&mut buffer[..length])?;
+        ensure!(received > 0, "the sender closed the connection with {left} bytes missing");
         left -= received;
     }
     stream.write_all(&[0])?;
@@ -150,7 +150,7 @@ fn pin(cpu: Option<usize>) -> Result<()> {
     let Some(cpu) = cpu else { return Ok(()) };
     let mut set = rustix::thread::CpuSet::new();
     set.set(cpu);
-    rustix::thread::sched_setaffinity(None, &set).with_context(|| format!("no CPU {cpu}"))
+    rustix::thread::sched_setaffinity(None, &set).with_context(|| format!("pinning to CPU {cpu}"))
 }
 
 fn cpu_time() -> Duration {
@@ -187,7 +187,7 @@ fn table(contenders: &[Contender], outcomes: &[Outcome<Figures>], mib: usize) ->
     Table {
         name: "sends",
         title: format!("One lane, {mib} MiB over the loopback; median (smallest–largest)"),
-        columns: vec!["way", "GB/s", "sender CPU ms/GB", "receiver CPU ms/GB", "sender CPU, of the first"],
+        columns: vec!["method", "GB/s", "sender CPU ms/GB", "receiver CPU ms/GB", "sender CPU, × the first"],
         rows: rows.collect(),
         notes: Vec::new(),
     }

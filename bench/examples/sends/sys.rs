@@ -1,4 +1,4 @@
-//! What cannot be had safely: a mapping of a memfd, and io_uring.
+//! Unsafe parts: a mapping of a memfd, and io_uring.
 
 use std::fs::File;
 use std::ops::Range;
@@ -8,40 +8,39 @@ use anyhow::{Context, Result, ensure};
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use memmap2::{MmapMut, MmapOptions};
 
-/// `MSG_MORE` and `MSG_WAITALL` of `socket.h`, the latter for sends that are not to end half-way.
+/// `MSG_MORE` and `MSG_WAITALL` of `socket.h`, the latter against partial sends.
 const MORE: i32 = 0x8000;
 const WAIT_ALL: i32 = 0x100;
 const ENTRIES: u32 = 64;
 const HEADER: u64 = 1;
 const PAGES: u64 = 2;
 
-/// Maps a file that nobody else has.
+/// Maps a file without other users.
 pub(crate) fn map(file: &File, options: &MmapOptions) -> Result<MmapMut> {
-    // SAFETY: it is a memfd that was just made; nobody else writes or cuts it.
+    // SAFETY: the file is a new memfd, which no other process writes or truncates.
     Ok(unsafe { options.map_mut(file)? })
 }
 
-/// An io_uring that sends packets, the memory registered as one buffer or not.
+/// An io_uring that sends packets, with or without registered memory.
 pub(crate) struct Ring {
     ring: IoUring,
     registered: bool,
-    /// Notifications that are still to come.
+    /// Number of pending notifications.
     outstanding: usize,
 }
 
 impl Ring {
     pub(crate) fn new(memory: &[u8], registered: bool) -> Result<Self> {
-        let ring = IoUring::new(ENTRIES).context("no io_uring")?;
+        let ring = IoUring::new(ENTRIES).context("io_uring")?;
         if registered {
             let whole = libc::iovec { iov_base: memory.as_ptr().cast_mut().cast(), iov_len: memory.len() };
-            // SAFETY: the memory outlives the ring (both are of one run), and is only read.
-            unsafe { ring.submitter().register_buffers(&[whole]) }
-                .context("the memory cannot be registered")?;
+            // SAFETY: the memory outlives the ring, and is only read.
+            unsafe { ring.submitter().register_buffers(&[whole]) }.context("registering the memory")?;
         }
         Ok(Self { ring, registered, outstanding: 0 })
     }
 
-    /// Sends a header, copied, and pages; returns when both were taken.
+    /// Sends a header, copied, and pages. Returns when both are sent.
     pub(crate) fn send(
         &mut self,
         fd: BorrowedFd<'_>,
@@ -55,13 +54,13 @@ impl Ring {
         let pages = opcode::SendZc::new(fd, memory[pages].as_ptr(), page_bytes).flags(WAIT_ALL);
         let pages = if self.registered { pages.buf_index(Some(0)) } else { pages };
         let both = [head.flags(squeue::Flags::IO_LINK).user_data(HEADER), pages.build().user_data(PAGES)];
-        // SAFETY: both buffers live until their results have come (waited for below), the pages until the end of the
-        // run, which waits for their notifications.
+        // SAFETY: both buffers live until their completions, which are awaited below, and the pages until the end of the run, which
+        // awaits their notifications.
         unsafe { self.ring.submission().push_multiple(&both) }.context("the ring is full")?;
         let mut results = 0;
         while results < 2 {
             self.ring.submit_and_wait(1)?;
-            results += self.take([head_bytes, page_bytes])?;
+            results += self.reap([head_bytes, page_bytes])?;
         }
         Ok(())
     }
@@ -70,13 +69,13 @@ impl Ring {
     pub(crate) fn finish(&mut self) -> Result<()> {
         while self.outstanding > 0 {
             self.ring.submit_and_wait(1)?;
-            self.take([0; 2])?;
+            self.reap([0; 2])?;
         }
         Ok(())
     }
 
-    /// Books what has come; returns how many were results.
-    fn take(&mut self, [header, pages]: [u32; 2]) -> Result<usize> {
+    /// Processes completions. Returns the number of results.
+    fn reap(&mut self, [header, pages]: [u32; 2]) -> Result<usize> {
         let mut results = 0;
         for entry in self.ring.completion() {
             if cqueue::notif(entry.flags()) {

@@ -9,25 +9,25 @@ use towline_lab::{Qemu, Towline};
 use super::{Bench, MIB, WITHIN};
 use crate::counter::Counter;
 
-/// A Linux in its image.
+/// A Linux guest in an image.
 pub(super) struct Stored {
     pub(super) path: PathBuf,
-    /// How far it had counted.
+    /// Its counter.
     pub(super) tick: u64,
-    /// Where it counts, guest-physical.
+    /// Guest-physical address of its counter.
     tick_address: u64,
-    /// Of its data.
+    /// Hash of its data.
     hash: String,
 }
 
-/// A QEMU that waits.
+/// A QEMU that waits for the guest.
 pub(super) struct Waiting {
     pub(super) qemu: Qemu,
     pub(super) counter: Counter,
 }
 
 impl Stored {
-    /// Boots it, fills it, stores it and ends it.
+    /// Boots and fills the guest, and saves it.
     pub(super) fn make(bench: &Bench<'_>) -> Result<Self> {
         eprintln!("instant: booting {} MiB, and filling {} MiB", bench.memory_mib, bench.data_mib());
         let source = bench.builder().start()?;
@@ -36,7 +36,7 @@ impl Stored {
         let hash = agent.hash()?;
         let info = agent.info()?;
         let address = info.iter().find(|(key, _)| key == "tick_address").map(|(_, value)| value.as_str());
-        let address = address.context("the agent does not say where it counts")?;
+        let address = address.context("the agent does not report tick_address")?;
         let tick_address = match address.strip_prefix("0x") {
             Some(digits) => u64::from_str_radix(digits, 16)?,
             None => address.parse()?,
@@ -46,7 +46,7 @@ impl Stored {
         let from = format!("qmp:{}", source.qmp_path().display());
         let to = format!("file:{}", path.display());
         Towline::start(&bench.parameters.towline, ["copy", &from, &to])?.wait_done(WITHIN)?;
-        // It ran until it was stored, and stands still since.
+        // The guest is paused since it was saved.
         let tick = Counter::at(&source, tick_address)?.read()?;
         Ok(Self { path, tick, tick_address, hash })
     }
@@ -57,7 +57,7 @@ impl Stored {
         path.into()
     }
 
-    /// The next restore is the first of its kind.
+    /// Removes the working set, so that the next restore is like a first one.
     pub(super) fn forget_working_set(&self) -> Result<()> {
         match std::fs::remove_file(self.working_set()) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
@@ -65,7 +65,7 @@ impl Stored {
         }
     }
 
-    /// The next restore knows what one before it needed; one is made for that.
+    /// Ensures that a working set exists, if necessary by a restore.
     pub(super) fn know_working_set(&self, bench: &Bench<'_>) -> Result<()> {
         if self.working_set().is_file() {
             return Ok(());
@@ -78,10 +78,10 @@ impl Stored {
         Ok(())
     }
 
-    /// Its data are what they were.
+    /// Checks that its data are unchanged.
     pub(super) fn prove(&self, qemu: &Qemu) -> Result<()> {
         let found = qemu.linux(WITHIN)?.hash()?;
-        ensure!(found == self.hash, "the guest's data hash to {found}, before they did to {}", self.hash);
+        ensure!(found == self.hash, "the hash of the guest's data is {found}, expected {}", self.hash);
         Ok(())
     }
 }
@@ -93,14 +93,14 @@ impl Waiting {
         Ok(Self { qemu, counter })
     }
 
-    /// Has QEMU count how long its processors wait for pages.
+    /// Has QEMU measure the time that its processors wait for pages.
     pub(super) fn count_waits(&self, on: bool) -> Result<()> {
         let capabilities = json!({ "capabilities": [{ "capability": "postcopy-blocktime", "state": on }] });
         self.qemu.qmp().execute("migrate-set-capabilities", capabilities)?;
         Ok(())
     }
 
-    /// How long they did, together.
+    /// Returns that time of all processors in milliseconds.
     pub(super) fn blocked_ms(&self) -> Result<Option<u64>> {
         let info = self.qemu.qmp().execute("query-migrate", Value::Null)?;
         let each = info["postcopy-vcpu-blocktime"].as_array();

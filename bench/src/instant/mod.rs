@@ -1,15 +1,15 @@
-//! `towline bench instant`: a stored guest that runs at once, against QEMU's own restore and QEMU's own postcopy.
+//! `cargo xtask bench instant`: a restored guest that runs at once, against QEMU's own restore and postcopy.
 //!
 //! ```text
 //!   image ─► waiting QEMU     QEMU's mapped-ram, 4 channels · towline copy · --postcopy · with preempt · with its working set
 //!   QEMU  ─► waiting QEMU     postcopy, with and without preempt
-//!   for each: RUNNING · first new tick · everything there · faults, and how long they took
+//!   for each: time to RUNNING · to the first new tick · to completion · faults and their latencies
 //! ```
-//! A Linux of each size, three quarters of it random. Its counter is read out of the destination's memory past QEMU, but only once
-//! QEMU says that it runs: a read between QEMU's discarding its memory and watching it would put a page there.
+//! A Linux guest of each size, three quarters of it random. Its counter is read from the destination's memory, but only once QEMU
+//! reports that it runs: an earlier read could allocate a page between QEMU's discard of the memory and its userfaultfd.
 //!
-//! Limits: one guest at a time, TCG; how long QEMU's own source takes for a fault is nowhere to be asked before QEMU 10.1, so
-//! p50 and p99 are of towline's, and beside them stands for both what the destination says of its processors' waiting.
+//! Limits: one guest at a time, TCG. QEMU before 10.1 does not report the latency of faults at its source, so p50 and p99 are towline's;
+//! the destination's own measurement of its processors' waiting covers both.
 
 mod guest;
 
@@ -28,60 +28,60 @@ use crate::table::{Content, Row, Table};
 use guest::{Stored, Waiting};
 
 const MIB: u64 = 1 << 20;
-/// How much of a guest is random.
+/// Share of a guest's memory that is random.
 const DATA_PERCENT: u64 = 75;
-/// MiB that stay with the guest's kernel.
+/// Memory of the guest's kernel in MiB.
 const KERNEL_MIB: u64 = 128;
 const WITHIN: Duration = Duration::from_secs(300);
-const LOOK_INTERVAL: Duration = Duration::from_micros(500);
-/// How often a destination is asked whether it has everything: often enough, and not so that the answers cost it much.
+const POLL_INTERVAL: Duration = Duration::from_micros(500);
+/// Interval of queries for completion, long enough not to load the destination.
 const COMPLETE_INTERVAL: Duration = Duration::from_millis(2);
-/// MiB that have to be left where two guests are beside each other.
+/// Spare memory beside two guests in MiB.
 const SPARE_MIB: u64 = 1024;
 
-/// What is measured, on what guests.
+/// Parameters of the measurement.
 #[derive(Debug, Clone)]
 pub struct Parameters {
-    /// MiB that each guest has.
+    /// Memory of each guest in MiB.
     pub sizes_mib: Vec<u64>,
-    /// Runs of each row.
+    /// Number of runs of each row.
     pub runs: usize,
-    /// The binary under test.
+    /// Binary under test.
     pub towline: PathBuf,
-    /// Where images go, and are removed from.
+    /// Directory of temporary images.
     pub directory: PathBuf,
-    /// Ends it early.
+    /// Cancels the measurement.
     pub cancel: Cancel,
 }
 
 impl Parameters {
-    /// Guests of 1, 4 and 8 GiB; images under `$TMPDIR`.
+    /// Returns the published parameters: guests of 1, 4 and 8 GiB, images in `$TMPDIR`.
     pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
         let (sizes_mib, directory) = (vec![1024, 4096, 8192], std::env::temp_dir());
         Self { sizes_mib, runs, towline: towline.into(), directory, cancel }
     }
 }
 
-/// How the guest gets there.
+/// Contender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Means {
+enum Method {
     Qemu,
     Copy,
     Postcopy { preempt: bool, working_set: bool },
     Live { preempt: bool },
 }
 
-const MEANS: [Means; 7] = [
-    Means::Qemu,
-    Means::Copy,
-    Means::Postcopy { preempt: false, working_set: false },
-    Means::Postcopy { preempt: true, working_set: false },
-    Means::Postcopy { preempt: true, working_set: true },
-    Means::Live { preempt: false },
-    Means::Live { preempt: true },
+const METHODS: [Method; 7] = [
+    Method::Qemu,
+    Method::Copy,
+    Method::Postcopy { preempt: false, working_set: false },
+    Method::Postcopy { preempt: true, working_set: false },
+    Method::Postcopy { preempt: true, working_set: true },
+    Method::Live { preempt: false },
+    Method::Live { preempt: true },
 ];
 
-impl Means {
+impl Method {
     fn label(self) -> &'static str {
         match self {
             Self::Qemu => "QEMU's own restore, 4 channels",
@@ -95,23 +95,23 @@ impl Means {
     }
 }
 
-/// One arrival, from the command on.
+/// Times of one arrival since the command.
 #[derive(Debug, Clone, Default)]
 struct Arrival {
     running: Duration,
     tick: Duration,
     complete: Duration,
     faults: Option<u64>,
-    /// Of towline's own faults, in microseconds.
+    /// p50 and p99 of towline's faults in microseconds.
     latency: Option<(u64, u64)>,
-    /// What the destination's processors waited in all, in milliseconds.
+    /// Total waiting time of the destination's processors in milliseconds.
     blocked_ms: Option<u64>,
 }
 
-/// Measures all; with [`Parameters::of`] about a quarter of an hour for three runs.
+/// Measures the tables; with [`Parameters::of`] about a quarter of an hour for three runs.
 ///
 /// # Errors
-/// There is no QEMU, a guest does not get going, or it was cancelled. A contender that fails is a row that says so.
+/// QEMU is missing, a guest does not start, or the run was cancelled. A contender that fails is a row with the reason.
 pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     let qemu = towline_lab::paths::QEMU_10_0;
     ensure!(Path::new(qemu).is_file(), "{qemu} is missing; run `cargo xtask setup`");
@@ -126,7 +126,7 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     Ok(vec![table])
 }
 
-/// What belongs to the guests of one size.
+/// Benchmark of one size.
 struct Bench<'a> {
     parameters: &'a Parameters,
     memory_mib: u64,
@@ -144,34 +144,34 @@ impl Bench<'_> {
 
     fn rows(&self) -> Result<Vec<Row>> {
         let stored = Stored::make(self)?;
-        let all: Vec<(bool, Means)> =
-            [true, false].iter().flat_map(|cached| MEANS.iter().map(|means| (*cached, *means))).collect();
+        let all: Vec<(bool, Method)> =
+            [true, false].iter().flat_map(|cached| METHODS.iter().map(|method| (*cached, *method))).collect();
         let group = |cached: bool| {
             let cache = if cached { "in" } else { "not in" };
             format!("{} MiB guest, image {cache} the page cache", self.memory_mib)
         };
         let contenders: Vec<Contender> = all
             .iter()
-            .map(|(cached, means)| Contender { group: group(*cached), label: means.label().into() })
+            .map(|(cached, method)| Contender { group: group(*cached), label: method.label().into() })
             .collect();
         let outcomes = rounds::run(&contenders, self.parameters.runs, &self.parameters.cancel, |index| {
-            let (cached, means) = all[index];
-            self.arrive(&stored, cached, means)
+            let (cached, method) = all[index];
+            self.arrive(&stored, cached, method)
         })?;
-        let of = |cached: bool, means: Means, figure: fn(&Arrival) -> Duration| {
-            let at = all.iter().position(|contender| *contender == (cached, means));
+        let of = |cached: bool, method: Method, figure: fn(&Arrival) -> Duration| {
+            let at = all.iter().position(|contender| *contender == (cached, method));
             at.map(|at| seconds(&outcomes[at], figure)).unwrap_or_default()
         };
-        // Two QEMUs read no image: their figures are those of the rounds with it in the page cache.
+        // QEMU to QEMU reads no image: its figures are those of the rounds with the page cache.
         let peers = |cached: bool, preempt: bool| Peers {
-            running: of(cached, Means::Qemu, |arrival| arrival.running),
-            complete: of(cached, Means::Qemu, |arrival| arrival.complete),
-            live: of(true, Means::Live { preempt }, |arrival| arrival.complete),
+            running: of(cached, Method::Qemu, |arrival| arrival.running),
+            complete: of(cached, Method::Qemu, |arrival| arrival.complete),
+            live: of(true, Method::Live { preempt }, |arrival| arrival.complete),
         };
         let rows =
-            all.iter().zip(&outcomes).zip(contenders).map(|(((cached, means), outcome), contender)| {
+            all.iter().zip(&outcomes).zip(contenders).map(|(((cached, method), outcome), contender)| {
                 let preempt =
-                    matches!(means, Means::Postcopy { preempt: true, .. } | Means::Live { preempt: true });
+                    matches!(method, Method::Postcopy { preempt: true, .. } | Method::Live { preempt: true });
                 let content = match &outcome.failure {
                     Some(reason) => Content::Missing(reason.clone()),
                     None => measured(outcome, &peers(*cached, preempt)),
@@ -181,10 +181,10 @@ impl Bench<'_> {
         Ok(rows.collect())
     }
 
-    fn arrive(&self, stored: &Stored, cached: bool, means: Means) -> Result<Arrival> {
-        match means {
-            Means::Live { .. } if !cached => bail!("no image is read: as above"),
-            Means::Live { preempt } => {
+    fn arrive(&self, stored: &Stored, cached: bool, method: Method) -> Result<Arrival> {
+        match method {
+            Method::Live { .. } if !cached => bail!("no image is read; see above"),
+            Method::Live { preempt } => {
                 let needed = 2 * (self.data_mib() + KERNEL_MIB) + SPARE_MIB;
                 let available = crate::machine::available_memory()? / MIB;
                 ensure!(
@@ -195,28 +195,29 @@ impl Bench<'_> {
             }
             _ => {}
         }
-        if let Means::Postcopy { working_set: true, .. } = means {
+        if let Method::Postcopy { working_set: true, .. } = method {
             stored.know_working_set(self)?;
         } else {
             stored.forget_working_set()?;
         }
         let waiting = Waiting::start(self, stored)?;
-        match cached {
-            true => crate::ram::read_once(&stored.path)?,
-            false => crate::ram::drop_cached(&stored.path)?,
+        if cached {
+            crate::ram::read_once(&stored.path)?;
+        } else {
+            crate::ram::drop_cached(&stored.path)?;
         }
-        crate::machine::settle(self.data_mib() * MIB / 4 * 5)?;
-        match means {
-            Means::Qemu => self.by_qemu(stored, &waiting),
-            Means::Copy => self.by_towline(stored, &waiting, &[]),
-            Means::Postcopy { preempt, .. } => {
+        crate::machine::prefault(self.data_mib() * MIB / 4 * 5)?;
+        match method {
+            Method::Qemu => self.by_qemu(stored, &waiting),
+            Method::Copy => self.by_towline(stored, &waiting, &[]),
+            Method::Postcopy { preempt, .. } => {
                 let options: &[&str] =
                     if preempt { &["--postcopy", "--postcopy-preempt"] } else { &["--postcopy"] };
                 let arrival = self.by_towline(stored, &waiting, options)?;
                 stored.prove(&waiting.qemu)?;
                 Ok(arrival)
             }
-            Means::Live { .. } => bail!("not of an image"),
+            Method::Live { .. } => bail!("a live migration has no image"),
         }
     }
 
@@ -248,7 +249,7 @@ impl Bench<'_> {
         let complete = self.complete(waiting, started)?;
         let finished = towline.wait_done(WITHIN)?;
         let mut events = finished.stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-        let completed = events.next_back().context("towline said nothing")?;
+        let completed = events.next_back().context("towline printed no event")?;
         let faults = &completed["postcopy"]["faults"];
         Ok(Arrival {
             running,
@@ -260,7 +261,7 @@ impl Bench<'_> {
         })
     }
 
-    /// From a QEMU that holds the guest, paused, so that it does not compete for the processors.
+    /// Migrates from a QEMU with the guest, which is paused until then so that it does not use the processors.
     fn live(&self, stored: &Stored, preempt: bool) -> Result<Arrival> {
         let source = Waiting::start(self, stored)?;
         let (image, to) =
@@ -283,12 +284,12 @@ impl Bench<'_> {
         let uri = format!("unix:{}", self.directory.path().join("live.sock").display());
         waiting.qemu.qmp().execute("migrate-incoming", json!({ "uri": uri }))?;
         source.qemu.qmp().execute("cont", Value::Null)?;
-        crate::machine::settle(self.data_mib() * MIB / 4 * 5)?;
+        crate::machine::prefault(self.data_mib() * MIB / 4 * 5)?;
         let started = Instant::now();
         source.qemu.qmp().execute("migrate", json!({ "uri": uri }))?;
-        // At once, as an image's guest goes: no pass before it.
+        // At once, without a precopy pass, as with an image.
         source.qemu.qmp().execute("migrate-start-postcopy", Value::Null)?;
-        // The source's counter stands still since the switch.
+        // The source's counter does not change after the switchover.
         let past = || source.counter.read();
         let (running, tick) = self.watch(&past, &waiting, started, &mut || Ok(()))?;
         let complete = self.complete(&waiting, started)?;
@@ -297,16 +298,16 @@ impl Bench<'_> {
         Ok(Arrival { running, tick, complete, faults, latency: None, blocked_ms: waiting.blocked_ms()? })
     }
 
-    /// Waits for RUNNING, and for the first tick; `look` fails when they cannot come.
+    /// Waits for RUNNING and for the first tick; `check` fails when they cannot happen.
     fn watch(
         &self,
         past: &dyn Fn() -> Result<u64>,
         waiting: &Waiting,
         started: Instant,
-        look: &mut dyn FnMut() -> Result<()>,
+        check: &mut dyn FnMut() -> Result<()>,
     ) -> Result<(Duration, Duration)> {
-        self.wait("a guest that runs", || {
-            look()?;
+        self.wait("the guest to run", || {
+            check()?;
             Ok((waiting.qemu.qmp().status()? == "running").then_some(()))
         })?;
         let running = started.elapsed();
@@ -314,7 +315,7 @@ impl Bench<'_> {
         Ok((running, started.elapsed()))
     }
 
-    /// Waits until the destination says that it has everything, and says when that was.
+    /// Waits until the destination reports completion. Returns the time since the start.
     fn complete(&self, waiting: &Waiting, started: Instant) -> Result<Duration> {
         let deadline = Instant::now() + WITHIN;
         loop {
@@ -323,7 +324,11 @@ impl Bench<'_> {
             match info["status"].as_str() {
                 Some("completed") => return Ok(started.elapsed()),
                 Some("failed") => bail!("the destination failed: {info}"),
-                _ => ensure!(Instant::now() < deadline, "it has not everything after {} s", WITHIN.as_secs()),
+                _ => ensure!(
+                    Instant::now() < deadline,
+                    "the destination is incomplete after {} s",
+                    WITHIN.as_secs()
+                ),
             }
             std::thread::sleep(COMPLETE_INTERVAL);
         }
@@ -337,7 +342,7 @@ impl Bench<'_> {
                 return Ok(value);
             }
             ensure!(Instant::now() < deadline, "{what}: not within {} s", WITHIN.as_secs());
-            std::thread::sleep(LOOK_INTERVAL);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -358,7 +363,7 @@ fn table(parameters: &Parameters) -> Table {
             "ms to RUNNING",
             "QEMU's own ×",
             "ms to first tick",
-            "s until all is there",
+            "s to completion",
             "× QEMU's own",
             "× QEMU to QEMU",
             "faults",
@@ -369,13 +374,13 @@ fn table(parameters: &Parameters) -> Table {
         rows: Vec::new(),
         notes: vec![
             "the clock starts with towline's process, or with `migrate-incoming` (QEMU to QEMU: `migrate`); the destination was ready".into(),
-            "QEMU's own ×: how many times sooner the guest runs than with QEMU's own restore of the same round".into(),
-            "until all is there: until the destination says that it has everything; ×: of what QEMU's own restore, and postcopy from QEMU \
-             to QEMU with and without preempt like this row, take in the same round"
+            "QEMU's own ×: time to RUNNING of QEMU's own restore in the same round, divided by the row's".into(),
+            "to completion: until the destination reports it; ×: of the time of QEMU's own restore, and of postcopy from QEMU to QEMU \
+             with the row's preempt setting, in the same round"
                 .into(),
             "fault p50, p99: from a request's arrival at towline until its page was handed to the kernel".into(),
-            "processors waited: the destination's own word (postcopy-blocktime), of all its processors together".into(),
-            "after each --postcopy the guest hashed its data: equal, or the row says otherwise".into(),
+            "processors waited: the destination's postcopy-blocktime, of all its processors".into(),
+            "after each --postcopy the guest hashed its data, equal unless the row has an error".into(),
         ],
     }
 }
@@ -384,7 +389,7 @@ fn seconds(outcome: &Outcome<Arrival>, of: impl Fn(&Arrival) -> Duration) -> Vec
     outcome.values.iter().map(|arrival| of(arrival).as_secs_f64()).collect()
 }
 
-/// What a row is compared with, in seconds.
+/// Figures that a row is compared with, in seconds.
 struct Peers {
     running: Vec<f64>,
     complete: Vec<f64>,

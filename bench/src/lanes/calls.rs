@@ -1,5 +1,5 @@
-//! How many calls move how many pages in how many seconds, as pages copied into a linear buffer and as vectors: the comparison
-//! that QEMU's vectored stream was proposed with (Kemari, 2010), on one main channel, and on lanes besides.
+//! Number of calls, pages and seconds with pages copied into a linear buffer and with vectors: the comparison of the proposal for
+//! QEMU's vectored stream (Kemari, 2010), on one main channel and on lanes.
 
 use anyhow::Result;
 use serde_json::json;
@@ -10,7 +10,7 @@ use super::{MIB, Parameters};
 use crate::rounds::{self, Contender, Outcome};
 use crate::table::{Content, Row, Table};
 
-/// Of 1,052,950 pages 36,150 were duplicate there.
+/// In that proposal 36,150 of 1,052,950 pages were duplicate.
 const ZERO_PERCENT: u64 = 3;
 const LANES: [usize; 2] = [0, 4];
 const MODES: [Mode; 2] = [Mode::Linear, Mode::Vectored];
@@ -18,14 +18,14 @@ const MODES: [Mode; 2] = [Mode::Linear, Mode::Vectored];
 /// Measures the table.
 ///
 /// # Errors
-/// The ends do not start, or it was cancelled.
+/// The ends do not start, or the run was cancelled.
 pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     let bytes = parameters.calls_mib * MIB;
     let mut source = End::start(
-        &parameters.towline,
+        &parameters.program,
         &json!({ "source": { "bytes": bytes, "zero-percent": ZERO_PERCENT } }),
     )?;
-    let mut destination = End::start(&parameters.towline, &json!({ "destination": { "bytes": bytes } }))?;
+    let mut destination = End::start(&parameters.program, &json!({ "destination": { "bytes": bytes } }))?;
     let entries: Vec<_> = LANES.into_iter().flat_map(|lanes| MODES.map(|mode| (lanes, mode))).collect();
     let contender = |&(lanes, mode): &(usize, Mode)| {
         let group = if lanes == 0 { "one main channel".into() } else { format!("{lanes} lanes") };
@@ -46,7 +46,9 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
         ),
         columns: vec!["what", "calls", "plain pages", "duplicate pages", "s", "± s", "CPU s/GB"],
         rows,
-        notes: vec!["the first row is how a page went before: copied into a buffer of 32 KiB, which is written when it is full".into()],
+        notes: vec![
+            "the first row copies pages into a buffer of 32 KiB, which is written when it is full".into(),
+        ],
     }])
 }
 
@@ -76,7 +78,7 @@ fn row(contender: &Contender, outcome: &Outcome<Cost>) -> Row {
     Row { group, label, content }
 }
 
-/// The mean, and the standard deviation of the sample; 0 of one value.
+/// Returns the mean and the standard deviation of the sample; 0 for one value.
 fn mean_and_deviation(values: &[f64]) -> (f64, f64) {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;

@@ -1,12 +1,13 @@
-//! One end of a measured migration, a process of its own, so that its CPU time is its own: told by lines of JSON on standard
-//! input what to do, it answers with one each.
+//! One end of a measured migration, in a process of its own, whose CPU time is measured. Requests are lines of JSON on standard input,
+//! each with a reply on standard output.
 //!
 //! ```text
 //!   {"source": {…}}       fills memory once ─► "ready"      {"address", "lanes", "mode", …} ─► seconds, CPU, calls
 //!   {"destination": {…}}  touches memory once ─► "ready"    {"lanes", "cold"} ─► address ─► seconds, CPU
-//!   {"spin": N}           N threads that do nothing ─► "ready", until standard input ends
+//!   {"spin": N}           N busy threads ─► "ready", until standard input ends
 //! ```
 
+use std::ffi::OsString;
 use std::io::{BufRead, Write};
 use std::num::NonZeroUsize;
 use std::os::fd::AsFd;
@@ -33,11 +34,13 @@ use towline_migration::{
 use super::layers::{Calls, Counted, Linear, OnePage};
 use crate::machine;
 
+/// Option that has the program run an end; its value is the role as JSON.
+pub(super) const ROLE_OPTION: &str = "--end";
 const WITHIN: Duration = Duration::from_secs(30);
-/// More than the guest, as what it backs is taken in huge pages too.
-const SETTLE_QUARTERS: u64 = 5;
+/// Quarters of the guest's memory to prefault: more than the guest, as its backing uses huge pages too.
+const PREFAULT_QUARTERS: u64 = 5;
 
-/// How the source sends.
+/// Method of sending.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
     Linear,
@@ -49,7 +52,7 @@ pub(super) enum Mode {
 }
 
 impl Mode {
-    /// Those without TLS.
+    /// Methods without TLS.
     pub(super) const PLAIN: [Self; 5] =
         [Self::Linear, Self::OnePage, Self::Vectored, Self::ZeroCopy, Self::Auto];
 
@@ -66,7 +69,7 @@ impl Mode {
 
     fn of(name: &str) -> Result<Self> {
         let mut modes = Self::PLAIN.into_iter().chain([Self::Tls]);
-        modes.find(|mode| mode.name() == name).with_context(|| format!("no mode {name:?}"))
+        modes.find(|mode| mode.name() == name).with_context(|| format!("unknown mode {name:?}"))
     }
 
     fn layer(self, channel: Box<dyn Channel>) -> Arc<dyn Channel> {
@@ -91,43 +94,51 @@ impl Mode {
     }
 }
 
+/// Returns the role of an end, if this is its command line.
+pub fn role(words: &[OsString]) -> Option<&str> {
+    match words {
+        [_, option, role] if option == ROLE_OPTION => role.to_str(),
+        _ => None,
+    }
+}
+
 /// Runs an end until its standard input ends.
 ///
 /// # Errors
-/// It was told what cannot be; or a migration failed.
+/// A request is invalid, or a migration failed.
 pub fn serve(role: &str) -> Result<()> {
-    let role: Value = serde_json::from_str(role).context("the role of a bench's end")?;
+    let role: Value = serde_json::from_str(role).context("role of an end")?;
     if let Some(threads) = role["spin"].as_u64() {
         return spin(threads);
     }
     if let Some(shape) = role.get("source") {
         return source(shape);
     }
-    destination(role.get("destination").context("a source or a destination")?)
+    destination(role.get("destination").context("expected the role source, destination or spin")?)
 }
 
-/// Answers each line.
-fn answer(mut work: impl FnMut(&Value) -> Result<Value>) -> Result<()> {
-    say(&json!("ready"))?;
+/// Replies to each line.
+fn serve_requests(mut work: impl FnMut(&Value) -> Result<Value>) -> Result<()> {
+    write_line(&json!("ready"))?;
     for line in std::io::stdin().lock().lines() {
         let request: Value = serde_json::from_str(&line?)?;
         let cpus: Option<Vec<usize>> = request["cpus"]
             .as_array()
             .map(|cpus| cpus.iter().filter_map(|cpu| Some(cpu.as_u64()? as usize)).collect());
         pin(cpus.as_deref())?;
-        let answer = work(&request).unwrap_or_else(|error| json!({ "failed": format!("{error:#}") }));
-        say(&answer)?;
+        let reply = work(&request).unwrap_or_else(|error| json!({ "failed": format!("{error:#}") }));
+        write_line(&reply)?;
     }
     Ok(())
 }
 
-fn say(value: &Value) -> Result<()> {
+fn write_line(value: &Value) -> Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{value}")?;
     Ok(out.flush()?)
 }
 
-/// Threads that come later inherit it.
+/// Pins this thread; threads that are started later inherit that.
 fn pin(cpus: Option<&[usize]>) -> Result<()> {
     let mut set = CpuSet::new();
     match cpus {
@@ -142,7 +153,7 @@ fn source(shape: &Value) -> Result<()> {
     let zero_percent = shape["zero-percent"].as_u64().unwrap_or(0) as u8;
     let shape = Shape { zero_percent, backing: synthetic::Backing::Memfd, ..Shape::of_length(length) };
     let guest = Synthetic::new(shape)?;
-    answer(|request| guest.run(|guest| send(guest, request))?)
+    serve_requests(|request| guest.run(|guest| send(guest, request))?)
 }
 
 fn send(guest: &LiveMemory<'_>, request: &Value) -> Result<Value> {
@@ -176,8 +187,8 @@ fn send(guest: &LiveMemory<'_>, request: &Value) -> Result<Value> {
     }))
 }
 
-fn destination(room: &Value) -> Result<()> {
-    let length = room["bytes"].as_u64().context("bytes")?;
+fn destination(shape: &Value) -> Result<()> {
+    let length = shape["bytes"].as_u64().context("bytes")?;
     let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
     let file = synthetic::memfd(length, false)?;
     let backing = Backing::Shared { file: file.as_fd(), offset: 0 };
@@ -185,16 +196,16 @@ fn destination(room: &Value) -> Result<()> {
     warm.populate(threads)?;
     let warm = Checked::new(warm, threads);
     let mut is_verified = false;
-    answer(|request| {
+    serve_requests(|request| {
         let lanes = request["lanes"].as_u64().unwrap_or_default() as usize;
         let tls =
             request["tls"].as_str().map(|directory| TlsServer::load(Path::new(directory))).transpose()?;
         if request["cold"] == true {
-            machine::settle(length / 4 * SETTLE_QUARTERS)?;
+            machine::prefault(length / 4 * PREFAULT_QUARTERS)?;
             let cold = Checked::new(Memory::adopting(length), threads).without_check();
             return receive(&cold, lanes, tls);
         }
-        // The first time it is proven that all comes; then the content is the same each time.
+        // The first copy is verified; later ones have the same contents.
         if std::mem::replace(&mut is_verified, true) {
             receive(warm.memory(), lanes, tls)
         } else {
@@ -207,7 +218,7 @@ fn receive(sink: &dyn Sink, lanes: usize, tls: Option<TlsServer>) -> Result<Valu
     let cancel = Cancel::new()?;
     let options = ListenOptions { tls, ..ListenOptions::default() };
     let listener = Listener::bind_with(&Address::Tcp { host: "127.0.0.1".into(), port: 0 }, &options)?;
-    say(&json!({ "address": listener.local_address().to_string() }))?;
+    write_line(&json!({ "address": listener.local_address().to_string() }))?;
     let connections = incoming::gather(listener, lanes, Instant::now() + WITHIN, WITHIN, &cancel)?;
     let (begun, cpu) = (Instant::now(), cpu_seconds());
     let engine =
@@ -216,7 +227,7 @@ fn receive(sink: &dyn Sink, lanes: usize, tls: Option<TlsServer>) -> Result<Valu
     Ok(json!({ "seconds": begun.elapsed().as_secs_f64(), "cpu": cpu_seconds() - cpu }))
 }
 
-/// CPU time of this process so far, user and system.
+/// Returns the CPU time of this process, user and system.
 fn cpu_seconds() -> f64 {
     let now = clock_gettime(ClockId::ProcessCPUTime);
     now.tv_sec as f64 + now.tv_nsec as f64 / 1e9
@@ -224,7 +235,7 @@ fn cpu_seconds() -> f64 {
 
 fn spin(threads: u64) -> Result<()> {
     if threads > 1024 {
-        bail!("{threads} threads that do nothing: at most 1024");
+        bail!("{threads} busy threads: expected at most 1024");
     }
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -235,7 +246,7 @@ fn spin(threads: u64) -> Result<()> {
                 }
             });
         }
-        let result = answer(|_| Ok(Value::Null));
+        let result = serve_requests(|_| Ok(Value::Null));
         is_over.store(true, Ordering::Relaxed);
         result
     })

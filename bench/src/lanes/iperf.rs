@@ -1,4 +1,4 @@
-//! iperf3 with as many streams as there are lanes.
+//! iperf3 with one stream for each lane.
 
 use std::ffi::OsString;
 use std::net::TcpListener;
@@ -13,9 +13,9 @@ use super::process::Cost;
 
 const MARGIN: Duration = Duration::from_secs(15);
 
-/// One run between two iperf3s; CPU time is what each says of itself.
+/// Runs iperf3; the CPU time is from its own report.
 pub(super) fn run(streams: usize, seconds: u64, cpus: Option<(&[usize], &[usize])>) -> Result<Cost> {
-    // Found free a moment ago: iperf3 takes no socket that is open already.
+    // A port that was free just now, as iperf3 does not accept an open socket.
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port().to_string();
     let (from, to) = cpus.unzip();
     let server = ["-s", "-1", "-B", "127.0.0.1", "-p", &port];
@@ -23,16 +23,15 @@ pub(super) fn run(streams: usize, seconds: u64, cpus: Option<(&[usize], &[usize]
     let (time, streams) = (seconds.to_string(), streams.to_string());
     let client = ["-c", "127.0.0.1", "-p", &port, "-t", &time, "-P", &streams, "-J"];
     let within = Duration::from_secs(seconds) + MARGIN;
-    let report = wait_until("an iperf3 that reaches the other", within, || {
+    let report = wait_until("a connection between two iperf3", within, || {
         let finished = start(&client, from)?.wait(within)?;
-        // With -J iperf3 says in its report that it reached nobody, and exits with 0.
-        let report: Value =
-            serde_json::from_str(&finished.stdout).context("iperf3 reports what is not JSON")?;
+        // With -J iperf3 reports a failed connection in its report, and exits with 0.
+        let report: Value = serde_json::from_str(&finished.stdout).context("iperf3's report is not JSON")?;
         Ok(report["end"]["sum_received"]["bytes"].is_number().then_some(report))
     })?;
     server.kill()?;
     let end = &report["end"];
-    let number = |value: &Value| value.as_f64().context("iperf3's report lacks a figure");
+    let number = |value: &Value| value.as_f64().context("missing number in iperf3's report");
     let seconds = number(&end["sum_received"]["seconds"])?;
     let percent = number(&end["cpu_utilization_percent"]["host_total"])?
         + number(&end["cpu_utilization_percent"]["remote_total"])?;
@@ -40,7 +39,7 @@ pub(super) fn run(streams: usize, seconds: u64, cpus: Option<(&[usize], &[usize]
     Ok(Cost { seconds, cpu_seconds: percent / 100.0 * seconds, bytes, source: Value::Null })
 }
 
-/// Starts it, on these CPUs if any are named.
+/// Starts it, on these CPUs if there are any.
 fn start(arguments: &[&str], cpus: Option<&[usize]>) -> Result<Process> {
     let arguments = arguments.iter().map(OsString::from);
     let started = match cpus {
@@ -51,5 +50,5 @@ fn start(arguments: &[&str], cpus: Option<&[usize]>) -> Result<Process> {
             Process::start(Path::new("taskset"), first.into_iter().chain(arguments))
         }
     };
-    started.context("iperf3 is not there; install it (`apt-get install iperf3`)")
+    started.context("iperf3 is missing; install it (`apt-get install iperf3`)")
 }

@@ -1,4 +1,4 @@
-//! Channels that are written to in the plain ways, and one that counts.
+//! Channels that send by simpler methods, and one that counts calls.
 //!
 //! ```text
 //!   engine ─► Linear | OnePage ─► Counted ─► TCP
@@ -19,10 +19,10 @@ use towline_channel::{
 /// QEMU's linear buffer before its stream took vectors.
 const LINEAR_BYTES: usize = 32 << 10;
 const PAGE_BYTES: usize = 4096;
-/// Of so many calls one is timed: reading a thread's clock is a system call of its own.
+/// Interval of timed calls, as reading a thread's clock is a system call too.
 const TIMED_EVERY: u64 = 8;
 
-/// Calls that send, of all channels of a migration.
+/// Send calls of all channels of a migration.
 #[derive(Debug, Default)]
 pub(super) struct Calls {
     sends: AtomicU64,
@@ -35,21 +35,21 @@ impl Calls {
         self.sends.load(Ordering::Relaxed)
     }
 
-    /// CPU time of a call, in nanoseconds.
+    /// Returns the CPU time of a call in nanoseconds.
     pub(super) fn call_ns(&self) -> f64 {
         let timed = self.timed.load(Ordering::Relaxed).max(1);
         self.timed_ns.load(Ordering::Relaxed) as f64 / timed as f64
     }
 }
 
-/// Counts.
+/// Counts and times send calls.
 #[derive(Debug)]
 pub(super) struct Counted {
     inner: Box<dyn Channel>,
     calls: Arc<Calls>,
 }
 
-/// Copies what is sent into a linear buffer and writes that: when it is full, and when nothing follows at once.
+/// Copies data into a linear buffer, which is written when it is full or no data follows.
 #[derive(Debug)]
 pub(super) struct Linear {
     inner: Box<dyn Channel>,
@@ -62,7 +62,7 @@ struct Buffer {
     filled: usize,
 }
 
-/// Sends a page a call.
+/// Sends one page per call.
 #[derive(Debug)]
 pub(super) struct OnePage {
     inner: Box<dyn Channel>,
@@ -87,7 +87,7 @@ impl OnePage {
     }
 }
 
-/// All but `send`.
+/// Forwards all functions but `send`.
 macro_rules! forward {
     () => {
         fn peer(&self) -> &str {
@@ -177,7 +177,7 @@ mod tests {
     use super::*;
     use towline_channel::pair;
 
-    /// What comes out when 100,000 bytes go in as a header and pages, and by how many calls.
+    /// Sends 100,000 bytes as a header and pages. Returns the received bytes and the number of calls.
     fn sent(layer: impl FnOnce(Box<dyn Channel>) -> Box<dyn Channel>) -> (Vec<u8>, u64) {
         let (one, other) = pair(1 << 20);
         let calls = Arc::<Calls>::default();
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_change_how_and_not_what_is_sent() {
+    fn layers_change_the_calls_and_not_the_data() {
         assert_eq!(sent(|channel| channel).1, 1);
         assert_eq!(sent(|channel| Box::new(Linear::new(channel))).1, 100_000_u64.div_ceil(32 << 10));
         assert_eq!(

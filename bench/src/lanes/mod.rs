@@ -1,18 +1,18 @@
-//! `towline bench lanes`: memory to memory over TCP on the loopback, against QEMU's multifd and iperf3.
+//! `cargo xtask bench lanes`: memory to memory over TCP on the loopback, against QEMU's multifd and iperf3.
 //!
 //! ```text
 //!   warm   source process ═ 1, 2, 4, 8 lanes ═ destination process     linear buffer · a page a call · vectored · zero-copy · auto
 //!          QEMU ═ multifd ═ QEMU, with and without zero-copy-send      memory: a preallocated memfd at both ends
 //!   tls    both with TLS
 //!          iperf3 -P 1, 2, 4, 8
-//!   cold   the same into memory that nobody has touched
+//!   cold   the same into untouched memory
 //!   calls  one main channel: calls, pages and seconds of a 4 GiB guest, linear buffer and vectored
 //! ```
 //!
-//! CPU time is user and system of both ends' processes, from before the connections are made until the guest has arrived.
-//! A GB is 10⁹ bytes of pages that went with content.
+//! CPU time is user and system time of both processes, from before the connections until the guest has arrived. A GB is 10⁹ bytes of
+//! page contents.
 //!
-//! Limits: the guest is a synthetic one that stands still, and QEMU's is stopped; both are filled with noise.
+//! Limits: the synthetic guest does not write, and QEMU's is stopped; both are filled with random data.
 
 mod calls;
 mod end;
@@ -34,37 +34,37 @@ use crate::rounds::{self, Contender, Outcome};
 use crate::table::Table;
 pub use calls::measure as calls;
 use end::Mode;
-pub use end::serve;
+pub use end::{role, serve};
 use process::{Cost, End, Job};
 
 const MIB: u64 = 1 << 20;
 
-/// What is measured.
+/// Parameters of the measurement.
 #[derive(Debug, Clone)]
 pub struct Parameters {
-    /// MiB that the guest has, and that QEMU's fills.
+    /// Memory of the guest in MiB, which QEMU's fills.
     pub memory_mib: u64,
-    /// MiB of the guest whose calls are counted.
+    /// Memory of the guest of `calls` in MiB.
     pub calls_mib: u64,
     /// Numbers of lanes.
     pub lanes: Vec<usize>,
-    /// Runs of each row.
+    /// Number of runs of each row.
     pub runs: usize,
-    /// Runs of each row of `calls`.
+    /// Number of runs of each row of `calls`.
     pub calls_runs: usize,
-    /// Seconds that iperf3 runs.
+    /// Duration of iperf3 in seconds.
     pub iperf_seconds: u64,
-    /// Whether QEMU is among the contenders.
+    /// True if QEMU is among the contenders.
     pub has_qemu: bool,
-    /// The binary under test.
-    pub towline: PathBuf,
-    /// Ends it early.
+    /// The program that runs the ends: this one.
+    pub program: PathBuf,
+    /// Cancels the measurement.
     pub cancel: Cancel,
 }
 
 impl Parameters {
-    /// The guest of the published tables: 2 GiB, and 4 GiB for `calls`.
-    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
+    /// Returns the parameters of the published tables: guests of 2 GiB, and 4 GiB for `calls`.
+    pub fn of(program: &Path, runs: usize, cancel: Cancel) -> Self {
         Self {
             memory_mib: 2048,
             calls_mib: 4096,
@@ -73,32 +73,32 @@ impl Parameters {
             calls_runs: 2 * runs,
             iperf_seconds: 2,
             has_qemu: true,
-            towline: towline.into(),
+            program: program.into(),
             cancel,
         }
     }
 }
 
-/// What else the machine does.
+/// Other load on the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Load {
-    /// Nothing.
+    /// None.
     Idle,
-    /// A thread on each CPU computes.
+    /// A computing thread on each CPU.
     Stress,
-    /// Nothing; the source's processes run on the first half of the CPUs, the destination's on the other.
+    /// None; the source's processes run on the first half of the CPUs, the destination's on the other.
     Pinned,
 }
 
-/// Who takes part in a row.
+/// Contender of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Means {
+enum Method {
     Towline(Mode),
     Qemu(Peer),
     Iperf,
 }
 
-/// How QEMU's multifd sends.
+/// Settings of QEMU's multifd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Peer {
     Plain,
@@ -106,13 +106,13 @@ enum Peer {
     Tls,
 }
 
-/// A row to be.
+/// A row to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Entry {
     load: Load,
     is_cold: bool,
     lanes: usize,
-    means: Means,
+    method: Method,
 }
 
 impl Entry {
@@ -131,12 +131,12 @@ impl Entry {
     }
 
     fn label(&self) -> &'static str {
-        match self.means {
-            Means::Towline(mode) => mode.name(),
-            Means::Qemu(Peer::Plain) => "QEMU's multifd",
-            Means::Qemu(Peer::ZeroCopy) => "QEMU's multifd, zero-copy-send",
-            Means::Qemu(Peer::Tls) => "QEMU's multifd, TLS",
-            Means::Iperf => "iperf3",
+        match self.method {
+            Method::Towline(mode) => mode.name(),
+            Method::Qemu(Peer::Plain) => "QEMU's multifd",
+            Method::Qemu(Peer::ZeroCopy) => "QEMU's multifd, zero-copy-send",
+            Method::Qemu(Peer::Tls) => "QEMU's multifd, TLS",
+            Method::Iperf => "iperf3",
         }
     }
 }
@@ -144,7 +144,7 @@ impl Entry {
 /// Measures under these loads.
 ///
 /// # Errors
-/// The ends do not start, or it was cancelled. A contender that fails is a row that says so.
+/// The ends do not start, or the run was cancelled. A contender that fails is a row with the reason.
 pub fn measure(parameters: &Parameters, loads: &[Load]) -> Result<Vec<Table>> {
     let entries = entries(parameters, loads);
     let mut bench = Bench::new(parameters)?;
@@ -155,17 +155,17 @@ pub fn measure(parameters: &Parameters, loads: &[Load]) -> Result<Vec<Table>> {
 }
 
 fn entries(parameters: &Parameters, loads: &[Load]) -> Vec<Entry> {
-    let takes_part = |means: &Means| parameters.has_qemu || !matches!(means, Means::Qemu(_));
-    let peers = [Means::Qemu(Peer::Plain), Means::Qemu(Peer::ZeroCopy), Means::Iperf];
-    let warm: Vec<_> = Mode::PLAIN.map(Means::Towline).into_iter().chain(peers).filter(takes_part).collect();
-    let tls = [Means::Towline(Mode::Tls), Means::Qemu(Peer::Tls)];
-    let cold = [Means::Towline(Mode::Vectored), Means::Qemu(Peer::Plain)];
-    let [tls, cold] = [tls, cold].map(|means| means.into_iter().filter(takes_part).collect::<Vec<_>>());
-    // Beside the rows that they are held against, in the same round.
+    let takes_part = |method: &Method| parameters.has_qemu || !matches!(method, Method::Qemu(_));
+    let peers = [Method::Qemu(Peer::Plain), Method::Qemu(Peer::ZeroCopy), Method::Iperf];
+    let warm: Vec<_> = Mode::PLAIN.map(Method::Towline).into_iter().chain(peers).filter(takes_part).collect();
+    let tls = [Method::Towline(Mode::Tls), Method::Qemu(Peer::Tls)];
+    let cold = [Method::Towline(Mode::Vectored), Method::Qemu(Peer::Plain)];
+    let [tls, cold] = [tls, cold].map(|method| method.into_iter().filter(takes_part).collect::<Vec<_>>());
+    // In the same round as the rows that they are compared with.
     let idle: Vec<_> = warm.iter().chain(&tls).copied().collect();
-    let of = |load, is_cold, means: &[Means]| -> Vec<Entry> {
+    let of = |load, is_cold, method: &[Method]| -> Vec<Entry> {
         let lanes = parameters.lanes.iter();
-        let entry = |&lanes| means.iter().map(move |&means| Entry { load, is_cold, lanes, means });
+        let entry = |&lanes| method.iter().map(move |&method| Entry { load, is_cold, lanes, method });
         lanes.flat_map(entry).collect()
     };
     let warm_under = |&load: &Load| of(load, false, if load == Load::Idle { &idle } else { &warm });
@@ -176,13 +176,13 @@ fn entries(parameters: &Parameters, loads: &[Load]) -> Vec<Entry> {
     entries
 }
 
-/// What lives as long as the measurement.
+/// Resources of the whole measurement.
 struct Bench<'a> {
     parameters: &'a Parameters,
     source: End,
     destination: End,
     qemu: Option<Result<qemu::Source>>,
-    /// Certificates for both ends, ours and QEMU's.
+    /// Certificates for both ends, towline's and QEMU's.
     certificates: TempDir,
     /// CPUs of sources and of destinations, for pinned runs.
     halves: (Vec<usize>, Vec<usize>),
@@ -191,16 +191,16 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(parameters: &'a Parameters) -> Result<Self> {
         let bytes = parameters.memory_mib * MIB;
-        let end = |role: &str| End::start(&parameters.towline, &json!({ role: { "bytes": bytes } }));
+        let end = |role: &str| End::start(&parameters.program, &json!({ role: { "bytes": bytes } }));
         eprintln!("lanes: filling {} MiB of a synthetic guest", parameters.memory_mib);
-        let source = end("source").context("a source")?;
-        let destination = end("destination").context("a destination")?;
+        let source = end("source").context("source")?;
+        let destination = end("destination").context("destination")?;
         let certificates = tempfile::Builder::new().prefix("towline-bench-").tempdir()?;
-        Authority::new("towline bench")?.furnish(certificates.path())?;
+        Authority::new("towline-bench")?.furnish(certificates.path())?;
         let qemu = parameters.has_qemu.then(|| qemu::Source::start(parameters, certificates.path()));
         let cpus: Vec<usize> = (0..std::thread::available_parallelism().map_or(1, usize::from)).collect();
         let (first, second) = cpus.split_at(cpus.len().div_ceil(2));
-        // A machine with one CPU has one half.
+        // With one CPU both halves are the same.
         let second = if second.is_empty() { first } else { second };
         let halves = (first.to_vec(), second.to_vec());
         Ok(Self { parameters, source, destination, qemu, certificates, halves })
@@ -209,33 +209,35 @@ impl<'a> Bench<'a> {
     fn run(&mut self, entry: Entry) -> Result<Cost> {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let stress = match entry.load {
-            Load::Stress => Some(End::start(&self.parameters.towline, &json!({ "spin": threads }))?),
+            Load::Stress => Some(End::start(&self.parameters.program, &json!({ "spin": threads }))?),
             _ => None,
         };
         let halves = (entry.load == Load::Pinned).then_some((&self.halves.0[..], &self.halves.1[..]));
-        let cost = match entry.means {
-            Means::Towline(mode) => {
+        let cost = match entry.method {
+            Method::Towline(mode) => {
                 let tls = (mode == Mode::Tls).then(|| self.certificates.path());
                 let Entry { lanes, is_cold, .. } = entry;
                 let job = Job { mode: mode.name(), lanes, is_cold, cpus: halves, tls };
                 process::migrate(&mut self.source, &mut self.destination, job)
             }
-            Means::Qemu(peer) => {
-                let source = self.qemu.as_ref().context("QEMU takes no part")?;
+            Method::Qemu(peer) => {
+                let source = self.qemu.as_ref().context("QEMU is not among the contenders")?;
                 let source = source.as_ref().map_err(|error| anyhow::anyhow!("{error:#}"))?;
                 let Entry { lanes, is_cold, .. } = entry;
                 let certificates = self.certificates.path();
-                source
-                    .migrate(self.parameters, qemu::Way { lanes, peer, is_cold, cpus: halves, certificates })
+                source.migrate(
+                    self.parameters,
+                    qemu::Settings { lanes, peer, is_cold, cpus: halves, certificates },
+                )
             }
-            Means::Iperf => iperf::run(entry.lanes, self.parameters.iperf_seconds, halves),
+            Method::Iperf => iperf::run(entry.lanes, self.parameters.iperf_seconds, halves),
         };
         drop(stress);
         cost
     }
 }
 
-/// What a contender's rounds gave.
+/// Results of a contender.
 type Costs = Outcome<Cost>;
 
 #[cfg(test)]

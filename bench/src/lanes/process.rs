@@ -1,4 +1,4 @@
-//! The ends' processes as the bench has them.
+//! Processes of the ends, as seen by the benchmark.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -7,22 +7,24 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-/// An end of a measured migration. Dropping it ends it.
+use super::end::ROLE_OPTION;
+
+/// An end of a measured migration, which ends when this is dropped.
 pub(super) struct End {
     child: Child,
     input: Option<ChildStdin>,
     output: BufReader<ChildStdout>,
 }
 
-/// What a migration between two ends cost.
+/// Cost of a migration between two ends.
 #[derive(Debug, Clone)]
 pub(super) struct Cost {
     pub(super) seconds: f64,
-    /// Of both ends.
+    /// CPU time of both ends.
     pub(super) cpu_seconds: f64,
-    /// Bytes of pages that went with content.
+    /// Bytes of page contents.
     pub(super) bytes: f64,
-    /// What the source counted besides.
+    /// Other counters of the source.
     pub(super) source: Value,
 }
 
@@ -37,30 +39,30 @@ impl Cost {
 }
 
 impl End {
-    /// Starts a process with this role and waits until it is ready.
-    pub(super) fn start(towline: &Path, role: &Value) -> Result<Self> {
-        let mut command = Command::new(towline);
-        command.args(["bench", "--end", &role.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    /// Starts a process with this role, and waits until it is ready.
+    pub(super) fn start(program: &Path, role: &Value) -> Result<Self> {
+        let mut command = Command::new(program);
+        command.args([ROLE_OPTION, &role.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child =
-            command.spawn().with_context(|| format!("{} cannot be started", towline.display()))?;
+            command.spawn().with_context(|| format!("{} cannot be started", program.display()))?;
         let input = child.stdin.take();
-        let output = BufReader::new(child.stdout.take().context("standard output was asked for")?);
+        let output = BufReader::new(child.stdout.take().context("standard output")?);
         let mut end = Self { child, input, output };
-        let ready = end.hear()?;
-        ensure!(ready == "ready", "{role} says {ready}, expected \"ready\"");
+        let ready = end.receive()?;
+        ensure!(ready == "ready", "{role}: unexpected reply {ready}, expected \"ready\"");
         Ok(end)
     }
 
-    fn tell(&mut self, request: &Value) -> Result<()> {
-        let input = self.input.as_mut().context("it was ended")?;
+    fn send(&mut self, request: &Value) -> Result<()> {
+        let input = self.input.as_mut().context("standard input is closed")?;
         writeln!(input, "{request}")?;
         Ok(input.flush()?)
     }
 
-    fn hear(&mut self) -> Result<Value> {
+    fn receive(&mut self) -> Result<Value> {
         let mut line = String::new();
         if self.output.read_line(&mut line)? == 0 {
-            bail!("an end has ended: {}", self.child.wait()?);
+            bail!("an end exited: {}", self.child.wait()?);
         }
         let value: Value = serde_json::from_str(&line)?;
         match value["failed"].as_str() {
@@ -72,14 +74,14 @@ impl End {
 
 impl Drop for End {
     fn drop(&mut self) {
-        // It ends with its input; one that hangs is killed, and it is nobody else's.
+        // It exits at the end of its input; a hanging one is killed.
         drop(self.input.take());
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// How two ends are to work together.
+/// Settings of a migration.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Job<'a> {
     pub(super) mode: &'a str,
@@ -87,18 +89,18 @@ pub(super) struct Job<'a> {
     pub(super) is_cold: bool,
     /// CPUs of the source and of the destination, if they are pinned.
     pub(super) cpus: Option<(&'a [usize], &'a [usize])>,
-    /// Certificates, if the channels are to have TLS.
+    /// Certificates, for TLS channels.
     pub(super) tls: Option<&'a Path>,
 }
 
-/// Has `source` send to `destination`.
+/// Migrates from `source` to `destination`.
 pub(super) fn migrate(source: &mut End, destination: &mut End, job: Job<'_>) -> Result<Cost> {
     let (from, to) = job.cpus.unzip();
-    destination.tell(&json!({ "lanes": job.lanes, "cold": job.is_cold, "cpus": to, "tls": job.tls }))?;
-    let address = destination.hear()?["address"].take();
+    destination.send(&json!({ "lanes": job.lanes, "cold": job.is_cold, "cpus": to, "tls": job.tls }))?;
+    let address = destination.receive()?["address"].take();
     let Job { lanes, mode, tls, .. } = job;
-    source.tell(&json!({ "address": address, "lanes": lanes, "mode": mode, "cpus": from, "tls": tls }))?;
-    let (sent, received) = (source.hear(), destination.hear());
+    source.send(&json!({ "address": address, "lanes": lanes, "mode": mode, "cpus": from, "tls": tls }))?;
+    let (sent, received) = (source.receive(), destination.receive());
     let (sent, received) = (sent?, received?);
     let number =
         |value: &Value, key: &str| value[key].as_f64().with_context(|| format!("{value} without {key}"));

@@ -1,4 +1,4 @@
-//! QEMU's own multifd, from one stock QEMU to another.
+//! QEMU's multifd, between two stock QEMUs.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,17 +13,17 @@ use super::process::Cost;
 use super::{MIB, Parameters, Peer};
 use crate::machine;
 
-/// How long the guest may take to fill its memory.
+/// Timeout of filling the guest's memory.
 const FILL_WITHIN: Duration = Duration::from_secs(240);
 const MIGRATE_WITHIN: Duration = Duration::from_secs(120);
-/// QEMU's "as fast as it goes"; its default is 128 MiB/s.
+/// Practically unlimited; QEMU's default is 128 MiB/s.
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
-/// Memory that the guest does not fill: the image and the firmware's own.
+/// Memory that the guest does not fill: its own image and the firmware's.
 const SPARE_MIB: u64 = 16;
-/// What the lab's guest can reach and fill.
+/// Memory that the lab's guest can address and fill.
 const FILL_MIB_MAX: u64 = 2040;
 const WORDS_PER_PAGE: u32 = 1024;
-/// Ticks of a second in `/proc/PID/stat` (`USER_HZ`, which is 100 on every Linux that QEMU runs on).
+/// Ticks of a second in `/proc/PID/stat` (`USER_HZ`, 100 on every Linux that QEMU supports).
 const TICKS_PER_SECOND: f64 = 100.0;
 
 /// A QEMU whose guest has filled its memory and is stopped.
@@ -31,9 +31,9 @@ pub(super) struct Source {
     qemu: Qemu,
 }
 
-/// How it is to migrate.
+/// Settings of a migration.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Way<'a> {
+pub(super) struct Settings<'a> {
     pub(super) lanes: usize,
     pub(super) peer: Peer,
     pub(super) is_cold: bool,
@@ -59,7 +59,7 @@ impl Source {
     pub(super) fn start(parameters: &Parameters, certificates: &Path) -> Result<Self> {
         eprintln!("lanes: filling {} MiB of a QEMU's guest", parameters.memory_mib.min(FILL_MIB_MAX));
         let qemu = builder(parameters, false, certificates, "client").start()?;
-        wait_until("a guest that has filled its memory", FILL_WITHIN, || {
+        wait_until("the guest to fill its memory", FILL_WITHIN, || {
             parameters.cancel.check()?;
             Ok(qemu.filled()?.then_some(()))
         })?;
@@ -68,7 +68,7 @@ impl Source {
         Ok(source)
     }
 
-    /// Stops it, also after it was migrated away.
+    /// Stops the guest, also after a migration.
     fn stop(&self) -> Result<()> {
         if self.qemu.qmp().status()? == "postmigrate" {
             self.qemu.qmp().execute("cont", Value::Null)?;
@@ -77,26 +77,26 @@ impl Source {
         Ok(())
     }
 
-    /// Migrates into a QEMU that is started for it.
-    pub(super) fn migrate(&self, parameters: &Parameters, way: Way<'_>) -> Result<Cost> {
-        let destination = builder(parameters, way.is_cold, way.certificates, "server");
+    /// Migrates to a new QEMU.
+    pub(super) fn migrate(&self, parameters: &Parameters, settings: Settings<'_>) -> Result<Cost> {
+        let destination = builder(parameters, settings.is_cold, settings.certificates, "server");
         let destination = destination.incoming_defer().start()?;
-        if way.is_cold {
-            machine::settle(parameters.memory_mib * MIB / 4 * 5)?;
+        if settings.is_cold {
+            machine::prefault(parameters.memory_mib * MIB / 4 * 5)?;
         }
-        set(&self.qemu, way.lanes, way.peer)?;
-        // To receive into memory no copy can be spared.
-        let peer = if way.peer == Peer::ZeroCopy { Peer::Plain } else { way.peer };
-        set(&destination, way.lanes, peer)?;
+        set(&self.qemu, settings.lanes, settings.peer)?;
+        // Zero-copy is not supported when receiving.
+        let peer = if settings.peer == Peer::ZeroCopy { Peer::Plain } else { settings.peer };
+        set(&destination, settings.lanes, peer)?;
         let everywhere: Vec<usize> = (0..CpuSet::MAX_CPU).collect();
-        let (from, to) = way.cpus.unwrap_or((&everywhere, &everywhere));
+        let (from, to) = settings.cpus.unwrap_or((&everywhere, &everywhere));
         pin(&self.qemu, from)?;
         pin(&destination, to)?;
         destination.qmp().execute("migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" }))?;
         let info = destination.qmp().execute("query-migrate", Value::Null)?;
         let port = info["socket-address"][0]["port"]
             .as_str()
-            .context("no port in the destination's query-migrate")?;
+            .context("the destination's query-migrate has no port")?;
         let before = (cpu_seconds(&self.qemu)?, cpu_seconds(&destination)?);
         let migrated = self.wait(parameters, &format!("tcp:127.0.0.1:{port}"));
         let cpu_seconds = cpu_seconds(&self.qemu)? - before.0 + cpu_seconds(&destination)? - before.1;
@@ -134,7 +134,7 @@ fn set(qemu: &Qemu, lanes: usize, peer: Peer) -> Result<()> {
         let capabilities = [capability("multifd", true), capability("zero-copy-send", is_zero_copy)];
         qemu.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))
     };
-    // Zero-copy and TLS are refused beside each other, so the one goes before the other comes.
+    // QEMU refuses zero-copy together with TLS, so the former is disabled before the latter is enabled.
     capabilities(false)?;
     let tls = if peer == Peer::Tls { "tls" } else { "" };
     let parameters =
@@ -146,7 +146,7 @@ fn set(qemu: &Qemu, lanes: usize, peer: Peer) -> Result<()> {
     Ok(())
 }
 
-/// All threads that there are; those that come later inherit it.
+/// Pins all threads; later ones inherit that.
 fn pin(qemu: &Qemu, cpus: &[usize]) -> Result<()> {
     let mut set = CpuSet::new();
     cpus.iter().for_each(|&cpu| set.set(cpu));
@@ -157,10 +157,10 @@ fn pin(qemu: &Qemu, cpus: &[usize]) -> Result<()> {
     Ok(())
 }
 
-/// User and system time of all its threads, also those that ended.
+/// Returns the user and system time of all its threads, also exited ones.
 fn cpu_seconds(qemu: &Qemu) -> Result<f64> {
     let text = std::fs::read_to_string(format!("/proc/{}/stat", qemu.pid()))?;
-    // The name before may hold anything, also blanks.
+    // The name before may contain anything, also spaces.
     let (_, fields) = text.rsplit_once(')').context("/proc/PID/stat without a name")?;
     let mut ticks = fields.split_whitespace().skip(11).map(str::parse::<f64>);
     let mut next = || ticks.next().context("/proc/PID/stat is too short");

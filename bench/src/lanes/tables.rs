@@ -1,13 +1,13 @@
-//! The tables of `lanes`, and which goals they meet.
+//! Tables and goals of `lanes`.
 
 use serde_json::{Value, json};
 
 use super::end::Mode;
-use super::{Costs, Entry, Load, Means, Parameters, Peer};
+use super::{Costs, Entry, Load, Method, Parameters, Peer};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 
-/// The goals: a ratio at least, or at most, so large.
+/// Goals, as ratios.
 const VECTORED_MIN: f64 = 1.2;
 const QEMU_WARM_MIN: f64 = 1.1;
 const QEMU_COLD_MIN: f64 = 1.5;
@@ -15,22 +15,29 @@ const QEMU_CPU_MAX: f64 = 0.8;
 const IPERF_MIN: f64 = 1.0;
 const AUTO_MIN: f64 = 0.97;
 const TLS_MIN: f64 = 0.6;
-const QEMU: Means = Means::Qemu(Peer::Plain);
-const QEMU_TLS: Means = Means::Qemu(Peer::Tls);
-const VECTORED: Means = Means::Towline(Mode::Vectored);
+const QEMU: Method = Method::Qemu(Peer::Plain);
+const QEMU_TLS: Method = Method::Qemu(Peer::Tls);
+const VECTORED: Method = Method::Towline(Mode::Vectored);
 
-/// What each row is held against.
-struct Found<'a> {
+/// Bound of a ratio.
+#[derive(Debug, Clone, Copy)]
+enum Bound {
+    Min(f64),
+    Max(f64),
+}
+
+/// Results, for comparison of rows.
+struct Results<'a> {
     entries: &'a [Entry],
     outcomes: &'a [Costs],
 }
 
 pub(super) fn all(parameters: &Parameters, entries: &[Entry], outcomes: &[Costs]) -> Vec<Table> {
-    let found = Found { entries, outcomes };
+    let results = Results { entries, outcomes };
     let kinds = [
         ("lanes", Load::Idle, false, "memory touched before, machine idle"),
-        ("lanes-cold", Load::Idle, true, "destination's memory touched within the figure"),
-        ("lanes-stress", Load::Stress, false, "memory touched before, a thread on each CPU computes"),
+        ("lanes-cold", Load::Idle, true, "destination's memory touched during the measurement"),
+        ("lanes-stress", Load::Stress, false, "memory touched before, a computing thread on each CPU"),
         ("lanes-pinned", Load::Pinned, false, "memory touched before, each side on its half of the CPUs"),
     ];
     let mut tables = Vec::new();
@@ -39,32 +46,32 @@ pub(super) fn all(parameters: &Parameters, entries: &[Entry], outcomes: &[Costs]
             .filter(|&row| (entries[row].load, entries[row].is_cold) == (load, is_cold))
             .collect();
         if !rows.is_empty() {
-            tables.push(found.table(parameters, name, what, &rows));
+            tables.push(results.table(parameters, name, what, &rows));
         }
     }
-    tables.push(found.goals());
+    tables.push(results.goals());
     tables
 }
 
-impl Found<'_> {
-    /// Of the same load and number of lanes.
-    fn beside(&self, entry: Entry, means: Means) -> Option<&Costs> {
-        let wanted = Entry { means, ..entry };
+impl Results<'_> {
+    /// Returns the results of another contender under the same load and with as many lanes.
+    fn beside(&self, entry: Entry, method: Method) -> Option<&Costs> {
+        let wanted = Entry { method, ..entry };
         let index = self.entries.iter().position(|other| *other == wanted)?;
         Some(&self.outcomes[index])
     }
 
-    fn ratio(&self, entry: Entry, base: Means, figure: impl Fn(&Costs) -> Vec<f64>) -> Option<Summary> {
-        let (own, base) = (self.beside(entry, entry.means)?, self.beside(entry, base)?);
+    fn ratio(&self, entry: Entry, base: Method, figure: impl Fn(&Costs) -> Vec<f64>) -> Option<Summary> {
+        let (own, base) = (self.beside(entry, entry.method)?, self.beside(entry, base)?);
         Summary::of_ratios(&figure(own), &figure(base))
     }
 
-    /// The mode of ours that has the highest median rate.
-    fn best(&self, entry: Entry) -> Option<Means> {
-        let median = |means| Some(Summary::of(rates(self.beside(entry, means)?))?.median);
+    /// Returns towline's mode with the highest median rate.
+    fn best(&self, entry: Entry) -> Option<Method> {
+        let median = |method| Some(Summary::of(rates(self.beside(entry, method)?))?.median);
         let rated =
-            Mode::PLAIN.map(Means::Towline).into_iter().filter_map(|means| Some((median(means)?, means)));
-        rated.max_by(|one, other| one.0.total_cmp(&other.0)).map(|(_, means)| means)
+            Mode::PLAIN.map(Method::Towline).into_iter().filter_map(|method| Some((median(method)?, method)));
+        rated.max_by(|one, other| one.0.total_cmp(&other.0)).map(|(_, method)| method)
     }
 
     fn table(&self, parameters: &Parameters, name: &'static str, what: &str, rows: &[usize]) -> Table {
@@ -114,7 +121,7 @@ impl Found<'_> {
                 let cells = vec![
                     rate.to_string(),
                     cell(self.ratio(entry, QEMU, rates)),
-                    median(self.ratio(entry, Means::Iperf, rates)),
+                    median(self.ratio(entry, Method::Iperf, rates)),
                     cell(Summary::of(cpu(outcome))),
                     median(self.ratio(entry, QEMU, cpu)),
                     median(of("send-ns", 1e-3)),
@@ -127,65 +134,72 @@ impl Found<'_> {
     }
 
     fn goals(&self) -> Table {
-        let mut rows = Vec::new();
-        let mut goal = |entry: Entry, label: &str, ratio: Option<Summary>, (bound, at_least): (f64, bool)| {
-            let Some(ratio) = ratio else { return };
-            let is_met = if at_least { ratio.median >= bound } else { ratio.median <= bound };
-            let bound = format!("{} {bound}", if at_least { "≥" } else { "≤" });
-            let cells = vec![ratio.to_string(), bound, if is_met { "yes" } else { "no" }.into()];
-            let data = json!({ "ratio": ratio.median, "met": is_met });
-            let (group, content) = (entry.contender().group, Content::Measured { cells, data });
-            rows.push(Row { group, label: label.into(), content });
-        };
-        for entry in self.entries.iter().filter(|entry| entry.means == VECTORED) {
-            let entry = *entry;
-            if entry.is_cold {
-                goal(
-                    entry,
-                    "vectored, rate against QEMU's",
-                    self.ratio(entry, QEMU, rates),
-                    (QEMU_COLD_MIN, true),
-                );
-                continue;
-            }
-            let linear = self.ratio(entry, Means::Towline(Mode::Linear), rates);
-            goal(entry, "vectored, rate against 32 KiB buffer", linear, (VECTORED_MIN, true));
-            goal(
-                entry,
-                "vectored, rate against QEMU's",
-                self.ratio(entry, QEMU, rates),
-                (QEMU_WARM_MIN, true),
-            );
-            goal(entry, "vectored, CPU against QEMU's", self.ratio(entry, QEMU, cpu), (QEMU_CPU_MAX, false));
-            let auto = Entry { means: Means::Towline(Mode::Auto), ..entry };
-            if let Some(best) = self.best(entry) {
-                goal(
-                    entry,
-                    "auto, rate against the best mode",
-                    self.ratio(auto, best, rates),
-                    (AUTO_MIN, true),
-                );
-            }
-            goal(
-                entry,
-                "vectored, rate against iperf3",
-                self.ratio(entry, Means::Iperf, rates),
-                (IPERF_MIN, true),
-            );
-            if entry.load == Load::Idle {
-                let tls = Entry { means: Means::Towline(Mode::Tls), ..entry };
-                goal(entry, "TLS, rate against vectored", self.ratio(tls, VECTORED, rates), (TLS_MIN, true));
-                let label = "TLS, rate against QEMU's with TLS";
-                goal(entry, label, self.ratio(tls, QEMU_TLS, rates), (QEMU_WARM_MIN, true));
-            }
-        }
+        let vectored = self.entries.iter().filter(|entry| entry.method == VECTORED);
+        let rows = vectored.flat_map(|entry| {
+            let goals = if entry.is_cold { vec![self.cold_goal(*entry)] } else { self.warm_goals(*entry) };
+            let group = entry.contender().group;
+            goals.into_iter().filter_map(move |goal| goal.row(&group))
+        });
         Table {
             name: "lanes-goals",
             title: "Ratios, round by round, against their goals".into(),
             columns: vec!["what", "ratio", "goal", "met"],
-            rows,
+            rows: rows.collect(),
             notes: Vec::new(),
         }
+    }
+
+    fn cold_goal(&self, entry: Entry) -> Goal {
+        let ratio = self.ratio(entry, QEMU, rates);
+        Goal::new("vectored, rate against QEMU's", ratio, Bound::Min(QEMU_COLD_MIN))
+    }
+
+    fn warm_goals(&self, entry: Entry) -> Vec<Goal> {
+        let linear = self.ratio(entry, Method::Towline(Mode::Linear), rates);
+        let auto = Entry { method: Method::Towline(Mode::Auto), ..entry };
+        let best = self.best(entry).and_then(|best| self.ratio(auto, best, rates));
+        let qemu = self.ratio(entry, QEMU, rates);
+        let iperf = self.ratio(entry, Method::Iperf, rates);
+        let mut goals = vec![
+            Goal::new("vectored, rate against 32 KiB buffer", linear, Bound::Min(VECTORED_MIN)),
+            Goal::new("vectored, rate against QEMU's", qemu, Bound::Min(QEMU_WARM_MIN)),
+            Goal::new("vectored, CPU against QEMU's", self.ratio(entry, QEMU, cpu), Bound::Max(QEMU_CPU_MAX)),
+            Goal::new("auto, rate against the best mode", best, Bound::Min(AUTO_MIN)),
+            Goal::new("vectored, rate against iperf3", iperf, Bound::Min(IPERF_MIN)),
+        ];
+        if entry.load == Load::Idle {
+            let tls = Entry { method: Method::Towline(Mode::Tls), ..entry };
+            let (plain, qemu) = (self.ratio(tls, VECTORED, rates), self.ratio(tls, QEMU_TLS, rates));
+            goals.push(Goal::new("TLS, rate against vectored", plain, Bound::Min(TLS_MIN)));
+            goals.push(Goal::new("TLS, rate against QEMU's with TLS", qemu, Bound::Min(QEMU_WARM_MIN)));
+        }
+        goals
+    }
+}
+
+/// A ratio and its goal.
+struct Goal {
+    label: &'static str,
+    ratio: Option<Summary>,
+    bound: Bound,
+}
+
+impl Goal {
+    fn new(label: &'static str, ratio: Option<Summary>, bound: Bound) -> Self {
+        Self { label, ratio, bound }
+    }
+
+    /// Returns its row, if the ratio was measured.
+    fn row(&self, group: &str) -> Option<Row> {
+        let ratio = self.ratio?;
+        let (is_met, bound) = match self.bound {
+            Bound::Min(min) => (ratio.median >= min, format!("≥ {min}")),
+            Bound::Max(max) => (ratio.median <= max, format!("≤ {max}")),
+        };
+        let cells = vec![ratio.to_string(), bound, if is_met { "yes" } else { "no" }.into()];
+        let data = json!({ "ratio": ratio.median, "met": is_met });
+        let content = Content::Measured { cells, data };
+        Some(Row { group: group.into(), label: self.label.into(), content })
     }
 }
 

@@ -1,4 +1,4 @@
-//! The guest: Linux with the lab's agent, at the QEMU where it runs at the moment.
+//! The guest: Linux with the lab's agent, in its present QEMU.
 
 use std::time::Duration;
 
@@ -8,18 +8,18 @@ use towline_lab::{Builder, LinuxGuest, Qemu, Version};
 use super::{MIB, Parameters};
 use crate::counter::Counter;
 
-/// How long it may take to boot, to answer, to fill and to check.
+/// Timeout of booting, replies, filling and checking.
 const WITHIN: Duration = Duration::from_secs(120);
 
-/// A guest that runs.
+/// A running guest.
 pub(super) struct Guest {
     pub(super) qemu: Qemu,
-    /// Where its counter lies, guest-physical.
+    /// Guest-physical address of its counter.
     tick_address: u64,
     pub(super) counter: Counter,
 }
 
-/// A QEMU that waits for it.
+/// A QEMU that waits for the guest.
 pub(super) struct Waiting {
     pub(super) qemu: Qemu,
     pub(super) counter: Counter,
@@ -38,7 +38,7 @@ impl Guest {
         agent.dirty(parameters.dirty_rate, parameters.dirty_mib * MIB)?;
         let info = agent.info()?;
         let address = info.iter().find(|(key, _)| key == "tick_address").map(|(_, value)| value.as_str());
-        let address = address.context("the agent does not say where it counts")?;
+        let address = address.context("the agent does not report tick_address")?;
         let tick_address = match address.strip_prefix("0x") {
             Some(digits) => u64::from_str_radix(digits, 16)?,
             None => address.parse()?,
@@ -51,19 +51,19 @@ impl Guest {
         Ok(Self { qemu, tick_address, counter })
     }
 
-    /// A QEMU of the same kind.
+    /// Starts a QEMU with the same configuration, which waits for the guest.
     pub(super) fn destination(&self, parameters: &Parameters) -> Result<Waiting> {
         let qemu = builder(parameters).incoming_defer().start()?;
         let counter = Counter::at(&qemu, self.tick_address)?;
         Ok(Waiting { qemu, counter })
     }
 
-    /// The guest has arrived there: it checks what it has written and counts on.
-    pub(super) fn arrive(&self, there: Waiting, parameters: &Parameters) -> Result<Self> {
-        let mut agent: LinuxGuest = there.qemu.linux(WITHIN)?;
+    /// Has the guest check its memory after its arrival, and count.
+    pub(super) fn arrive(&self, destination: Waiting, parameters: &Parameters) -> Result<Self> {
+        let mut agent: LinuxGuest = destination.qemu.linux(WITHIN)?;
         let pages = agent.check()?;
-        ensure!(pages == parameters.dirty_mib * MIB / 4096, "{pages} pages were checked");
+        ensure!(pages == parameters.dirty_mib * MIB / 4096, "{pages} pages were checked, expected all");
         agent.wait_ticking(WITHIN)?;
-        Ok(Self { qemu: there.qemu, tick_address: self.tick_address, counter: there.counter })
+        Ok(Self { qemu: destination.qemu, tick_address: self.tick_address, counter: destination.counter })
     }
 }

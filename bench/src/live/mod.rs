@@ -1,12 +1,12 @@
-//! `towline bench live`: a busy Linux guest goes from QEMU to QEMU, through towline and directly.
+//! `cargo xtask bench live`: a busy Linux guest moves from QEMU to QEMU, through towline and directly.
 //!
 //! ```text
 //!   QEMU ── multifd ─────────────────► QEMU        directly
-//!   QEMU ── multifd ─► towline ── multifd ─► QEMU  through it, one hop more
+//!   QEMU ── multifd ─► towline ── multifd ─► QEMU  through towline
 //! ```
-//! One guest is moved all the time, each run to a QEMU that was just started, and the contenders take turns. It writes
-//! memory in a pattern that it checks itself after every run. How long it stood still is seen from outside: its counter is
-//! read past both QEMUs, and the gap is from the last step at the source to the first one at the destination.
+//! The same guest moves in every run, each time to a new QEMU, and the contenders take turns. It writes a pattern into memory, which it
+//! checks after every run. Its standstill is measured from outside: its counter is read from both QEMUs' memory, from the last step
+//! at the source to the first at the destination.
 //!
 //! Limits: one guest, two virtual processors, TCG, both QEMUs on one host.
 
@@ -24,40 +24,40 @@ use crate::rounds::{self, Contender, Outcome};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 use guest::Guest;
-use moves::{Means, Moved};
+use moves::{Method, Moved};
 
 const MIB: u64 = 1 << 20;
-/// At most so many times the standstill and QEMU's own downtime of a direct move.
+/// Goal of standstill and QEMU's downtime, as a ratio to a direct move.
 const DOWNTIME_MAX: f64 = 1.25;
-/// At most so many times its total time.
+/// Goal of the total time, as a ratio to a direct move.
 const TOTAL_MAX: f64 = 1.15;
-const MEANS: [Means; 2] = [Means::Direct, Means::Towline];
+const METHODS: [Method; 2] = [Method::Direct, Method::Towline];
 
-/// What is measured, on what guest.
+/// Parameters of the measurement.
 #[derive(Debug, Clone)]
 pub struct Parameters {
-    /// MiB that the guest has.
+    /// Memory of the guest in MiB.
     pub memory_mib: u64,
-    /// MiB of it that hold random data.
+    /// Random data in it in MiB.
     pub data_mib: u64,
-    /// Bytes per second that it writes meanwhile.
+    /// Rate of its writes in bytes per second.
     pub dirty_rate: u64,
-    /// MiB that it writes, round and round.
+    /// Range of its writes in MiB.
     pub dirty_mib: u64,
-    /// How long it may stand still, as both are told.
+    /// Downtime limit of both contenders.
     pub downtime_limit: Duration,
-    /// Lanes of towline and channels of QEMU; a group each, 0 for none.
+    /// Numbers of lanes of towline and channels of QEMU, a group each; 0: none.
     pub lanes: Vec<usize>,
-    /// Runs of each row.
+    /// Number of runs of each row.
     pub runs: usize,
-    /// The binary under test.
+    /// Binary under test.
     pub towline: PathBuf,
-    /// Ends it early.
+    /// Cancels the measurement.
     pub cancel: Cancel,
 }
 
 impl Parameters {
-    /// The guest of the published table: 1 GiB, half of it random, 20 MB/s written.
+    /// Returns the parameters of the published table: 1 GiB, half of it random, 20 MB/s written.
     pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
         Self {
             memory_mib: 1024,
@@ -73,34 +73,34 @@ impl Parameters {
     }
 }
 
-/// Measures all; takes a few minutes with [`Parameters::of`].
+/// Measures the tables; takes a few minutes with [`Parameters::of`].
 ///
 /// # Errors
-/// The lab is not there, the guest does not boot, or it was cancelled. A contender that fails is a row that says so.
+/// The lab is missing, the guest does not boot, or the run was cancelled. A contender that fails is a row with the reason.
 pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     if let Some(part) = towline_lab::paths::missing() {
         anyhow::bail!("{part} is missing; run `cargo xtask setup`");
     }
     ensure!(
         parameters.dirty_mib + parameters.data_mib < parameters.memory_mib,
-        "the guest has no room for that"
+        "the guest has too little memory for its data"
     );
-    let all: Vec<(usize, Means)> =
-        parameters.lanes.iter().flat_map(|&lanes| MEANS.map(|means| (lanes, means))).collect();
+    let all: Vec<(usize, Method)> =
+        parameters.lanes.iter().flat_map(|&lanes| METHODS.map(|method| (lanes, method))).collect();
     let contenders: Vec<Contender> = all
         .iter()
-        .map(|(lanes, means)| Contender { group: group(*lanes), label: means.label().into() })
+        .map(|(lanes, method)| Contender { group: group(*lanes), label: method.label().into() })
         .collect();
     let mut guest = None;
     let outcomes = rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| {
-        let (lanes, means) = all[index];
-        // A guest that a contender lost is booted again for the others.
+        let (lanes, method) = all[index];
+        // A guest that a contender has lost is booted again.
         let at = match guest.take() {
             Some(at) => at,
             None => Guest::boot(parameters)?,
         };
-        let (moved, there) = moves::run(parameters, &at, means, lanes)?;
-        guest = Some(there);
+        let (moved, moved_guest) = moves::run(parameters, &at, method, lanes)?;
+        guest = Some(moved_guest);
         Ok(moved)
     })?;
     Ok(vec![table(parameters, &contenders, &outcomes), goals(&contenders, &outcomes)])
@@ -113,7 +113,7 @@ fn group(lanes: usize) -> String {
     }
 }
 
-/// What a column shows of a run.
+/// Figure of a column.
 type Figure = fn(&Moved) -> f64;
 
 const FIGURES: [(&str, Figure, usize); 4] = [
@@ -162,16 +162,16 @@ fn table(parameters: &Parameters, contenders: &[Contender], outcomes: &[Outcome<
                 "standstill: from the last step of the guest's counter at the source (it steps every 5 ms) to the first at the destination; {} ms allowed",
                 parameters.downtime_limit.as_millis()
             ),
-            "s to done: from the command (towline: its process's start; directly: `migrate`, settings made before) until towline ends or the source says `completed`, and the guest runs there".into(),
-            "QEMU's: what query-migrate says at the source afterwards".into(),
-            "after every run the guest checks all that it has written; memory for the destination was touched and freed just before".into(),
+            "s to done: from the command (towline: its process's start; directly: `migrate`, settings made before) until towline ends or the source is `completed`, and the guest runs at the destination".into(),
+            "QEMU's: query-migrate at the source afterwards".into(),
+            "after every run the guest checks its memory; memory for the destination was touched and freed just before".into(),
         ],
     }
 }
 
 fn goals(contenders: &[Contender], outcomes: &[Outcome<Moved>]) -> Table {
     let mut rows = Vec::new();
-    for (pair, labels) in outcomes.chunks_exact(MEANS.len()).zip(contenders.chunks_exact(MEANS.len())) {
+    for (pair, labels) in outcomes.chunks_exact(METHODS.len()).zip(contenders.chunks_exact(METHODS.len())) {
         for ((name, figure, _), max) in
             FIGURES.into_iter().zip([DOWNTIME_MAX, DOWNTIME_MAX, TOTAL_MAX, TOTAL_MAX])
         {

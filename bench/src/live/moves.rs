@@ -1,4 +1,4 @@
-//! One move: by QEMU alone or through towline, with the guest's counter watched at both ends.
+//! A move by QEMU alone or through towline, with the guest's counter read at both ends.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -12,19 +12,19 @@ use super::{MIB, Parameters};
 use crate::machine;
 
 const MOVE_WITHIN: Duration = Duration::from_secs(120);
-/// How often each counter is read.
-const LOOK_INTERVAL: Duration = Duration::from_micros(500);
-/// QEMU's "as fast as it goes"; its default is 128 MiB/s.
+/// Interval of reading the counters.
+const POLL_INTERVAL: Duration = Duration::from_micros(500);
+/// Practically unlimited; QEMU's default is 128 MiB/s.
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
 
-/// By what.
+/// Contender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Means {
+pub(super) enum Method {
     Direct,
     Towline,
 }
 
-/// What a move showed.
+/// Figures of a move.
 #[derive(Debug, Clone)]
 pub(super) struct Moved {
     pub(super) standstill: Duration,
@@ -33,7 +33,7 @@ pub(super) struct Moved {
     pub(super) total_ms: f64,
 }
 
-impl Means {
+impl Method {
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Direct => "QEMU to QEMU directly",
@@ -42,38 +42,43 @@ impl Means {
     }
 }
 
-/// Moves the guest; where it is then.
-pub(super) fn run(parameters: &Parameters, at: &Guest, means: Means, lanes: usize) -> Result<(Moved, Guest)> {
-    let there = at.destination(parameters)?;
-    let listens = match means {
-        Means::Direct => Some(prepare(parameters, &at.qemu, &there.qemu, lanes)?),
-        Means::Towline => None,
+/// Moves the guest. Returns the figures, and the guest at its destination.
+pub(super) fn run(
+    parameters: &Parameters,
+    at: &Guest,
+    method: Method,
+    lanes: usize,
+) -> Result<(Moved, Guest)> {
+    let destination = at.destination(parameters)?;
+    let listens = match method {
+        Method::Direct => Some(prepare(parameters, &at.qemu, &destination.qemu, lanes)?),
+        Method::Towline => None,
     };
-    machine::settle(parameters.memory_mib * MIB)?;
+    machine::prefault(parameters.memory_mib * MIB)?;
     parameters.cancel.check()?;
     let over = AtomicBool::new(false);
     let (done, standstill) = std::thread::scope(|scope| {
-        let watch = scope.spawn(|| standstill(at, &there, &over));
+        let watch = scope.spawn(|| standstill(at, &destination, &over));
         let done = match &listens {
-            Some(uri) => directly(&at.qemu, &there.qemu, uri),
-            None => through(parameters, &at.qemu, &there.qemu, lanes),
+            Some(uri) => directly(&at.qemu, &destination.qemu, uri),
+            None => through(parameters, &at.qemu, &destination.qemu, lanes),
         };
         if done.is_err() {
             over.store(true, Ordering::Relaxed);
         }
-        let watched = watch.join().unwrap_or_else(|_| bail!("the watcher panicked"));
+        let watched = watch.join().unwrap_or_else(|_| bail!("the thread that reads the counters panicked"));
         done.and_then(|done| Ok((done, watched?)))
     })?;
     let info = at.qemu.qmp().execute("query-migrate", Value::Null)?;
     let number =
-        |name: &str| info[name].as_f64().with_context(|| format!("query-migrate without {name}: {info}"));
+        |name: &str| info[name].as_f64().with_context(|| format!("query-migrate has no {name}: {info}"));
     let moved = Moved { standstill, downtime_ms: number("downtime")?, done, total_ms: number("total-time")? };
-    let guest = at.arrive(there, parameters)?;
+    let guest = at.arrive(destination, parameters)?;
     Ok((moved, guest))
 }
 
-/// From the counter's last step at the source to its first at the destination.
-fn standstill(at: &Guest, there: &Waiting, over: &AtomicBool) -> Result<Duration> {
+/// Returns the time from the counter's last step at the source to its first at the destination.
+fn standstill(at: &Guest, destination: &Waiting, over: &AtomicBool) -> Result<Duration> {
     let deadline = Instant::now() + MOVE_WITHIN;
     let (mut last, mut stepped) = (at.counter.read()?, Instant::now());
     loop {
@@ -82,15 +87,15 @@ fn standstill(at: &Guest, there: &Waiting, over: &AtomicBool) -> Result<Duration
         if now != last {
             (last, stepped) = (now, Instant::now());
         }
-        // The page may come several times before the guest does: it runs when it steps beyond what the source has.
-        if there.counter.read()? > last {
+        // The page may arrive several times before the guest runs: only a step beyond the source's counter counts.
+        if destination.counter.read()? > last {
             return Ok(stepped.elapsed());
         }
-        std::thread::sleep(LOOK_INTERVAL);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// Sets both QEMUs and has the destination listen; where.
+/// Configures both QEMUs, and has the destination listen. Returns its address.
 fn prepare(parameters: &Parameters, source: &Qemu, destination: &Qemu, lanes: usize) -> Result<String> {
     for qemu in [source, destination] {
         let capability = |name: &str, state: bool| json!({ "capability": name, "state": state });
@@ -138,7 +143,7 @@ fn through(parameters: &Parameters, source: &Qemu, destination: &Qemu, lanes: us
     ensure!(
         finished.status.success(),
         "{}",
-        finished.stderr.lines().next().unwrap_or("towline failed silently")
+        finished.stderr.lines().next().unwrap_or("towline failed without an error")
     );
     Ok(done)
 }

@@ -1,5 +1,4 @@
-//! The guest's card: drivers that send and receive frames as fast as the backend takes and gives them, and one that joins it
-//! to a tap.
+//! Drivers of the guest's card: they send and receive frames at the backend's full rate, or connect it to a tap.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read as _, Write as _};
@@ -21,27 +20,26 @@ use crate::vhost::Signals;
 
 /// Entries of each ring: QEMU's default.
 const RING_SIZE: u16 = 256;
-/// Frames between two publications.
+/// Frames per update of a ring.
 const BATCH: usize = 32;
-/// The longest sleep; it is then seen whether all is over.
+/// Maximum sleep between checks for the end.
 const SLEEP: Duration = Duration::from_millis(20);
-/// A transmit ring that stands still for so long is broken.
+/// Timeout of progress of the transmit ring.
 const ROOM_WITHIN: Duration = Duration::from_secs(10);
 
-/// A card with its queues running.
+/// A card with running queues.
 pub(super) struct Card {
-    // Hung up on when the card goes.
+    // Disconnected when the card is dropped.
     frontend: Frontend,
     features: u64,
     pairs: Vec<Pair>,
 }
 
 impl Card {
-    /// Negotiates and starts `queues` pairs, with every feature that the backend has. Receive buffers are what Linux posts
-    /// with these features.
+    /// Negotiates every feature of the backend, and starts `queues` pairs. Receive buffers are those of Linux with these features.
     pub(super) fn start(mut frontend: Frontend, queues: usize, transmit_bytes: usize) -> Result<Self> {
-        let wished = feature::EVENT_IDX | feature::INDIRECT | net::MRG_RXBUF | net::OFFLOADS | net::MQ;
-        let features = frontend.negotiate(0, wished, 0)?.features;
+        let wanted = feature::EVENT_IDX | feature::INDIRECT | net::MRG_RXBUF | net::OFFLOADS | net::MQ;
+        let features = frontend.negotiate(0, wanted, 0)?.features;
         let super_frames = features & (net::GUEST_TSO4 | net::GUEST_TSO6) != 0;
         let receive_bytes = match features & net::MRG_RXBUF {
             0 if super_frames => HEADER_BYTES + FRAME_BYTES_MAX,
@@ -63,15 +61,15 @@ impl Card {
         Ok(Self { frontend, features, pairs })
     }
 
-    /// Whether the guest's kernel leaves segments and checksums to the backend.
+    /// Returns true if the guest's kernel leaves segmentation and checksums to the backend.
     pub(super) fn offloads(&self) -> bool {
         self.features & net::HOST_TSO4 != 0 && self.features & net::CSUM != 0
     }
 
-    /// Sends frames of this kind from the first queue until it is over.
+    /// Sends frames of this kind from the first queue until the end.
     pub(super) fn transmit(mut self, kind: Kind, signals: &Arc<Signals>) -> Result<JoinHandle<Result<()>>> {
         let able = kind != Kind::Super || self.offloads();
-        ensure!(able, "the backend takes no super-frames (no HOST_TSO4)");
+        ensure!(able, "the backend does not accept super-frames (HOST_TSO4)");
         let (signals, bytes) = (Arc::clone(signals), kind.bytes());
         Ok(std::thread::spawn(move || {
             let _frontend = &self.frontend;
@@ -90,7 +88,7 @@ impl Card {
         }))
     }
 
-    /// Receives on the first queue until it is over; frames count by their bytes where they are parts of super-frames.
+    /// Receives on the first queue until the end. Parts of super-frames are counted in bytes.
     pub(super) fn receive(mut self, kind: Kind, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
         let signals = Arc::clone(signals);
         std::thread::spawn(move || {
@@ -110,7 +108,7 @@ impl Card {
         })
     }
 
-    /// Joins each pair with a queue of a tap.
+    /// Connects each pair to a queue of a tap.
     pub(super) fn pump(self, taps: Vec<File>, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
         let signals = Arc::clone(signals);
         std::thread::spawn(move || {
@@ -121,7 +119,7 @@ impl Card {
                     scope.spawn(move || pump(pair, &tap, signals))
                 });
                 let pumps: Vec<_> = pumps.collect();
-                pumps.into_iter().try_for_each(|pump| pump.join().expect("it does not panic"))
+                pumps.into_iter().try_for_each(|pump| pump.join().expect("the thread does not panic"))
             })
         })
     }
@@ -142,7 +140,7 @@ fn pump(mut pair: Pair, mut tap: &File, signals: &Signals) -> Result<()> {
             }
         }
         pair.flush();
-        // A tap that is full loses frames, as a card's ring does.
+        // A full tap drops frames, as a card's ring does.
         moved += pair.receive(|frame| drop(frame.write(|parts| tap.write_vectored(parts))))?;
         moved += pair.reclaim()?;
         if moved == 0 {

@@ -1,31 +1,30 @@
-//! Frames: made once, sent many times.
+//! Frames, built once and sent many times.
 
 use towline_frontend::net::HEADER_BYTES;
 
-/// To an address that no interface has: whoever gets it drops it.
-const NOBODY: [u8; 6] = [0x02, 0, 0, 0, 0, 0x99];
+/// Address of no interface: every receiver drops the frame.
+const UNKNOWN: [u8; 6] = [0x02, 0, 0, 0, 0, 0x99];
 const SOURCE: [u8; 6] = [0x02, 0, 0, 0, 0, 0x98];
-/// "Local experimental" (IEEE 802): no protocol listens.
+/// "Local experimental" EtherType (IEEE 802), without a protocol.
 const EXPERIMENTAL: [u8; 2] = [0x88, 0xb5];
 const IPV4: [u8; 2] = [0x08, 0x00];
 const ETHERNET_BYTES: usize = 14;
 const HEADERS_BYTES: usize = ETHERNET_BYTES + 40;
-/// Of virtio-net: a partial checksum; segments of TCP over IPv4.
+/// virtio-net: a partial checksum; TCP segmentation over IPv4.
 const NEEDS_CSUM: u8 = 1;
 const GSO_TCPV4: u8 = 1;
 /// Bytes of TCP in each segment of a super-frame.
 const SEGMENT_BYTES: u16 = 1448;
 const SEGMENTS: usize = 45;
-/// The longest super-frame of whole segments that is shorter than what an interface takes in one piece (64 KiB, all headers
-/// included); a longer one would be cut by the kernel.
+/// Longest super-frame of whole segments below an interface's limit (64 KiB with all headers); the kernel would split a longer one.
 pub(super) const SUPER_BYTES: usize = HEADERS_BYTES + SEGMENTS * SEGMENT_BYTES as usize;
 
-/// What is sent.
+/// Kind of frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A frame of so many bytes (Ethernet header included, checksum not).
+    /// A frame of this length, with its Ethernet header and without its checksum.
     Plain(usize),
-    /// A super-frame of TCP.
+    /// A TCP super-frame.
     Super,
 }
 
@@ -37,7 +36,7 @@ impl Kind {
         }
     }
 
-    /// How many packets it is on a wire.
+    /// Returns the number of packets on a wire.
     pub(super) fn segments(self) -> usize {
         if self == Self::Super { SEGMENTS } else { 1 }
     }
@@ -49,11 +48,11 @@ impl Kind {
         }
     }
 
-    /// Header of 12 bytes and frame.
+    /// Returns the frame after a header of 12 bytes.
     pub(super) fn bytes(self) -> Vec<u8> {
         let mut bytes = vec![0; HEADER_BYTES + self.len()];
         let (header, frame) = bytes.split_at_mut(HEADER_BYTES);
-        frame[..6].copy_from_slice(&NOBODY);
+        frame[..6].copy_from_slice(&UNKNOWN);
         frame[6..12].copy_from_slice(&SOURCE);
         frame[12..14].copy_from_slice(&EXPERIMENTAL);
         if self == Self::Super {
@@ -69,7 +68,7 @@ impl Kind {
     }
 }
 
-/// Headers of TCP over IPv4 for all of `packet`.
+/// Writes the IPv4 and TCP headers of `packet`.
 fn tcp_ip(packet: &mut [u8]) {
     let len = u16::try_from(packet.len()).expect("a packet of at most 65535 bytes");
     packet[0] = 0x45;
@@ -79,7 +78,7 @@ fn tcp_ip(packet: &mut [u8]) {
     packet[12..20].copy_from_slice(&[192, 0, 2, 1, 192, 0, 2, 2]);
     let sum: u32 = packet[..20].chunks(2).map(|two| u32::from(u16::from_be_bytes([two[0], two[1]]))).sum();
     let folded = (sum & 0xffff) + (sum >> 16);
-    let checksum = !u16::try_from((folded & 0xffff) + (folded >> 16)).expect("it is folded");
+    let checksum = !u16::try_from((folded & 0xffff) + (folded >> 16)).expect("the sum is folded");
     packet[10..12].copy_from_slice(&checksum.to_be_bytes());
     packet[20..24].copy_from_slice(&[0x30, 0x39, 0x1f, 0x90]);
     packet[32..34].copy_from_slice(&[0x50, 0x10]);
@@ -91,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_ip_header_sums_up_to_all_ones() {
+    fn the_sum_of_an_ip_header_is_all_ones() {
         let bytes = Kind::Super.bytes();
         let header = &bytes[HEADER_BYTES + ETHERNET_BYTES..][..20];
         let sum: u32 = header.chunks(2).map(|two| u32::from(u16::from_be_bytes([two[0], two[1]]))).sum();

@@ -1,4 +1,4 @@
-//! Two hosts made of network namespaces: the one behind the backend's tap, and the "guest" behind the driver.
+//! Two hosts as network namespaces: one on the backend's tap, and the "guest" on the driver's.
 //!
 //! ```text
 //!   namespace outside                          this process                        namespace inside
@@ -11,9 +11,9 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use towline_lab::Network;
 
-/// The backend's tap.
+/// Tap of the backend.
 pub(super) const TAP: &str = "tap0";
-/// The driver's.
+/// Tap of the driver.
 pub(super) const GUEST_TAP: &str = "tap1";
 pub(super) const OUTSIDE: &str = "10.99.0.1";
 pub(super) const INSIDE: &str = "10.99.0.2";
@@ -26,7 +26,7 @@ pub(super) struct Host {
 impl Host {
     pub(super) fn new() -> Result<Self> {
         let host = Self { network: Network::new()? };
-        // No frame shall be of the kernel's own making.
+        // The kernel must not send frames of its own.
         host.run(&[
             "sysctl",
             "-qw",
@@ -36,7 +36,7 @@ impl Host {
         Ok(host)
     }
 
-    /// What stands before a program to have it run in here; it becomes that program.
+    /// Returns the command that executes a program in this namespace.
     pub(super) fn prefix(&self) -> Vec<String> {
         self.network.prefix()
     }
@@ -44,29 +44,32 @@ impl Host {
     pub(super) fn run(&self, line: &[&str]) -> Result<()> {
         let prefix = self.prefix();
         let output = Command::new(&prefix[0]).args(&prefix[1..]).args(line).output()?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "`{}` fails: {}", line.join(" "), said.trim());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "`{}` failed: {}", line.join(" "), stderr.trim());
         Ok(())
     }
 
-    /// Runs `body` in a thread that is in this namespace, as are the threads that it starts.
+    /// Runs `body` in a thread in this namespace, which threads that it starts inherit.
     pub(super) fn within<T: Send>(&self, body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         let path = format!("/proc/{}/ns/net", self.holder()?);
         std::thread::scope(|scope| {
-            scope.spawn(|| enter(Path::new(&path)).and_then(|()| body())).join().expect("it does not panic")
+            scope
+                .spawn(|| enter(Path::new(&path)).and_then(|()| body()))
+                .join()
+                .expect("the thread does not panic")
         })
     }
 
-    /// The namespace's file, for threads that enter it by themselves.
+    /// Returns the path of the namespace, for [`enter`].
     pub(super) fn path(&self) -> Result<String> {
         Ok(format!("/proc/{}/ns/net", self.holder()?))
     }
 
-    /// The process that `prefix` names.
+    /// Returns the process of the namespace.
     fn holder(&self) -> Result<String> {
         let prefix = self.prefix();
         let at = prefix.iter().position(|word| word == "--target");
-        at.and_then(|at| prefix.get(at + 1)).cloned().context("a namespace without a holder")
+        at.and_then(|at| prefix.get(at + 1)).cloned().context("the namespace has no process")
     }
 }
 
@@ -78,7 +81,7 @@ pub(super) fn enter(path: &Path) -> Result<()> {
     move_into_link_name_space(std::os::fd::AsFd::as_fd(&file), kind).context("setns (root is needed)")
 }
 
-/// Frames that an interface of this thread's namespace has (taken, given).
+/// Returns the received and sent frames of an interface of this thread's namespace.
 pub(super) fn frames(interface: &str) -> Result<(u64, u64)> {
     let text = std::fs::read_to_string("/proc/thread-self/net/dev")?;
     let line = text.lines().find_map(|line| line.trim().strip_prefix(interface)?.strip_prefix(':'));

@@ -1,15 +1,15 @@
-//! `towline bench net`: a vhost-user NIC's frames and TCP, against other backends, the tap itself and a veth pair.
+//! `cargo xtask bench net`: frames and TCP of a vhost-user network card, against other backends, the tap itself and a veth pair.
 //!
 //! ```text
-//!   frames   driver ── rings ── backend ── tap0 ── kernel, which drops them         and a packet socket's frames back
-//!            write/read on the tap in a loop                                        the limit of who goes through a tap
+//!   frames   driver ── rings ── backend ── tap0 ── kernel, which drops them         and frames of a packet socket back
+//!            write/read on the tap in a loop                                        the limit of backends on a tap
 //!            driver ── rings ── towline ── xdp0 ── veth ── xdp1 ── kernel, which drops them (AF_XDP's copy mode)
 //!   TCP      applications ── kernel ── tap1 ── driver ── rings ── backend ── tap0 ── kernel ── applications
 //!            applications ── kernel ── veth ── kernel ── applications               the limit
 //! ```
-//! There is no guest: the driver of `towline-frontend` takes its place, so that the backend is what is measured. For TCP it
-//! joins its rings to a tap in a namespace of its own, whose kernel is the guest's. All of it shares this machine's
-//! processors; `norm` is the figure for each percent of one processor that the whole machine spent.
+//! The driver of `towline-frontend` replaces the guest, so that only the backend is measured. For TCP it connects its rings to a tap in
+//! a namespace of its own, whose kernel is the guest's. Everything shares this machine's processors; `norm` is the figure per percent
+//! of one processor that the whole machine used.
 //!
 //! Limits: needs root, for namespaces and taps.
 
@@ -48,61 +48,61 @@ use tcp::{Applications, Traffic};
 pub const TESTPMD: &str = "dpdk-testpmd";
 /// Cloud Hypervisor's backend.
 pub const VHOST_USER_NET: &str = "vhost_user_net";
-/// What leaves by AF_XDP, and where it comes out.
+/// Interface of AF_XDP, and its peer.
 const XDP: &str = "xdp0";
 const XDP_PEER: &str = "xdp1";
-/// How long a backend may take for its tap.
+/// Timeout of the creation of a backend's tap.
 const TAP_WITHIN: Duration = Duration::from_secs(30);
-/// Frames that go into the tap with one call.
+/// Frames per call into the tap.
 const INJECT_BATCH: usize = 32;
 /// Memory for DPDK, in MiB.
 const DPDK_MIB: &str = "1024";
 
-/// What is measured.
+/// Parameters of the measurement.
 #[derive(Debug, Clone)]
 pub struct Parameters {
-    /// Which tables: `net` alone means frames and one queue's TCP; with `queues` also the multiqueue rows.
+    /// True for `net-queues`; else frames and TCP on one queue.
     pub multiqueue: bool,
     /// Message sizes of streams, in bytes.
     pub stream_sizes: Vec<usize>,
     /// Message sizes of streams with several sessions.
     pub session_sizes: Vec<usize>,
-    /// Sizes of requests.
-    pub ask_sizes: Vec<usize>,
-    /// Sessions of streams.
+    /// Sizes of requests in bytes.
+    pub request_sizes: Vec<usize>,
+    /// Numbers of concurrent streams.
     pub stream_sessions: Vec<usize>,
-    /// Sessions of requests.
-    pub ask_sessions: Vec<usize>,
-    /// Pairs of queues.
+    /// Numbers of concurrent requests.
+    pub request_sessions: Vec<usize>,
+    /// Numbers of queue pairs.
     pub queues: Vec<usize>,
-    /// How long each window is.
+    /// Length of each window.
     pub window: Duration,
-    /// Runs of each row.
+    /// Number of runs of each row.
     pub runs: usize,
-    /// The binary under test.
+    /// Binary under test.
     pub towline: PathBuf,
-    /// towline's `--sandbox`; `None`: as if a user said nothing.
+    /// Value of towline's `--sandbox`; `None`: its default.
     pub sandbox: Option<&'static str>,
-    /// dpdk-testpmd, where there is one.
+    /// dpdk-testpmd, if available.
     pub testpmd: Option<PathBuf>,
-    /// vhost_user_net, where there is one.
+    /// vhost_user_net, if available.
     pub vhost_user_net: Option<PathBuf>,
-    /// Rows whose name has one of these texts; all if empty.
+    /// Parts of the names of the rows to measure; empty: all.
     pub rows: Vec<String>,
-    /// Ends it early.
+    /// Cancels the measurement.
     pub cancel: Cancel,
 }
 
 impl Parameters {
-    /// The published tables of one queue.
+    /// Returns the parameters of the published tables of one queue.
     pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
         Self {
             multiqueue: false,
             stream_sizes: [32, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10].into(),
             session_sizes: Vec::new(),
-            ask_sizes: vec![64],
+            request_sizes: vec![64],
             stream_sessions: vec![1],
-            ask_sessions: vec![1],
+            request_sessions: vec![1],
             queues: vec![1],
             window: Duration::from_secs(1),
             runs,
@@ -115,21 +115,21 @@ impl Parameters {
         }
     }
 
-    /// The published tables of several queues.
+    /// Returns the parameters of the published tables of several queues.
     pub fn multiqueue(towline: &Path, runs: usize, cancel: Cancel) -> Self {
         Self {
             multiqueue: true,
             stream_sizes: vec![64, 256, 512, 1 << 10, 4 << 10, 16 << 10],
-            ask_sizes: vec![1, 64, 256],
+            request_sizes: vec![1, 64, 256],
             stream_sessions: vec![1, 2, 4],
-            ask_sessions: vec![1, 20, 50, 100],
+            request_sessions: vec![1, 20, 50, 100],
             queues: vec![1, 2, 4],
             ..Self::of(towline, runs, cancel)
         }
     }
 }
 
-/// What goes through.
+/// Measured traffic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Work {
     Transmit(Kind),
@@ -137,17 +137,17 @@ enum Work {
     Tcp(Traffic),
 }
 
-/// Who carries it.
+/// Contender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Carrier {
     Towline,
-    /// It, always asleep where nothing comes.
+    /// towline without busy-polling.
     Sleeping,
-    /// It, which sends by AF_XDP over a veth pair, whose driver copies.
+    /// towline with AF_XDP on a veth pair, whose driver copies.
     Xdp,
     VhostUserNet,
     Testpmd,
-    /// The tap, or for TCP a veth pair.
+    /// The tap itself, or a veth pair for TCP.
     Limit,
 }
 
@@ -167,21 +167,17 @@ struct Figure {
 
 type Figures = Outcome<Figure>;
 
-/// Measures all.
+/// Measures the tables.
 ///
 /// # Errors
-/// It was cancelled, or no row is chosen. A contender that fails is a row that says so.
+/// It was cancelled, or no row is selected. A contender that fails is a row with the reason.
 pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     let chosen = |entry: &Entry| {
         let name = entry.contender().group;
         parameters.rows.is_empty() || parameters.rows.iter().any(|text| name.contains(text))
     };
     let entries: Vec<Entry> = entries(parameters).into_iter().filter(chosen).collect();
-    ensure!(
-        !entries.is_empty(),
-        "no row's name has one of {:?}; without --rows all are run",
-        parameters.rows
-    );
+    ensure!(!entries.is_empty(), "no row matches --rows {:?}: leave it out for all rows", parameters.rows);
     let contenders: Vec<Contender> = entries.iter().map(|entry| entry.contender()).collect();
     let outcomes = rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| {
         run(parameters, entries[index])
@@ -189,10 +185,10 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     Ok(tables::Run { parameters, entries, outcomes }.tables())
 }
 
-/// Frames of 1514 bytes that the guest sends through towline.
+/// Measures frames of 1514 bytes from the guest through towline.
 ///
 /// # Errors
-/// The backend fails, or it was cancelled.
+/// The backend fails, or the run was cancelled.
 pub(crate) fn sent_frames(parameters: &Parameters) -> Result<Window> {
     let entry = Entry { work: Work::Transmit(Kind::Plain(1514)), queues: 1, carrier: Carrier::Towline };
     run(parameters, entry).map(|figure| figure.window)
@@ -210,10 +206,10 @@ fn entries(parameters: &Parameters) -> Vec<Entry> {
             Carrier::Limit,
         ];
         let entry = |carrier| Entry { work, queues, carrier };
-        // The limit has no queues, and is measured once; how one waits is for those who wait for answers.
+        // The limit has no queues, and is measured once. Busy-polling matters for requests only.
         let wanted = |it: &Entry| match it.carrier {
             Carrier::Limit => it.queues == 1,
-            Carrier::Sleeping => matches!(it.work, Work::Tcp(Traffic::Ask { .. })),
+            Carrier::Sleeping => matches!(it.work, Work::Tcp(Traffic::Request { .. })),
             Carrier::Xdp => matches!(it.work, Work::Transmit(_)),
             _ => true,
         };
@@ -234,11 +230,11 @@ fn entries(parameters: &Parameters) -> Vec<Entry> {
             }
         }
     }
-    for anew in [false, true] {
-        for &sessions in &parameters.ask_sessions {
-            for &size in &parameters.ask_sizes {
+    for reconnects in [false, true] {
+        for &sessions in &parameters.request_sessions {
+            for &size in &parameters.request_sizes {
                 for &queues in &parameters.queues {
-                    add(Work::Tcp(Traffic::Ask { size, sessions, anew }), queues);
+                    add(Work::Tcp(Traffic::Request { size, sessions, reconnects }), queues);
                 }
             }
         }
@@ -269,7 +265,7 @@ impl Bench<'_> {
         window(&self.signals, backend, self.parameters.window, &self.parameters.cancel)
     }
 
-    /// Frames through a backend.
+    /// Measures frames through a backend.
     fn frames(&self) -> Result<Figure> {
         let directory = TempDir::with_prefix("towline-bench-")?;
         let socket = directory.path().join("net.sock");
@@ -301,18 +297,18 @@ impl Bench<'_> {
             }
         };
         let measured = self.window(Some(&mut backend));
-        // Now: a backend may end with its driver, and its tap with it.
+        // Read before the driver ends, as a backend may end with it and remove its tap.
         let total = self.signals.units.load(Ordering::Relaxed) as f64;
         let taken = self.outside.within(|| hosts::frames(if is_xdp { XDP_PEER } else { TAP }));
         self.signals.stop.store(true, Ordering::Relaxed);
-        let ended = card.join().expect("it does not panic");
+        let ended = card.join().expect("the thread does not panic");
         if let Some(injector) = injector {
-            injector.join().expect("it does not panic")?;
+            injector.join().expect("the thread does not panic")?;
         }
         let mut window = measured?;
         ended?;
         match self.entry.work {
-            // What the driver got back counts only as far as the other end has it.
+            // Completed frames count only if the other end has received them.
             Work::Transmit(kind) => {
                 let packets = if is_xdp { kind.segments() } else { 1 };
                 window.units *= (taken?.0 as f64 / packets as f64 / total).min(1.0);
@@ -323,30 +319,30 @@ impl Bench<'_> {
         Ok(Figure { window, p50_us: 0.0, p99_us: 0.0 })
     }
 
-    /// Waits for the backend's tap and sets it up.
+    /// Waits for the backend's tap, and configures it.
     fn tap_is_up(&self) -> Result<()> {
         wait_until("the backend's tap", TAP_WITHIN, || {
             self.parameters.cancel.check()?;
             Ok(self.outside.run(&["ip", "link", "set", TAP, "up"]).is_ok().then_some(()))
         })?;
-        // Addresses are not there twice: a backend may have set its own.
+        // A backend may have set an address of its own.
         let _ = self.outside.run(&["ip", "address", "flush", "dev", TAP]);
         self.outside.run(&["ip", "address", "add", &format!("{OUTSIDE}/24"), "dev", TAP])
     }
 
-    /// Frames out of the kernel into the tap, as many as it takes.
+    /// Sends frames from the kernel into the tap at its full rate.
     fn inject(&self, kind: Kind) -> Result<JoinHandle<Result<()>>> {
         let (path, signals) = (self.outside.path()?, Arc::clone(&self.signals));
         Ok(std::thread::spawn(move || {
             hosts::enter(Path::new(&path))?;
             let injector = sys::Injector::new(TAP)?;
             let mut bytes = kind.bytes();
-            // A packet socket's header lacks the number of buffers.
+            // A packet socket's header does not have the number of buffers.
             bytes.drain(10..12);
             while !signals.is_over() {
                 match injector.send(&bytes, INJECT_BATCH) {
                     Ok(INJECT_BATCH) => {}
-                    // Full: whoever empties it may need this processor.
+                    // Full: the reader may need this processor.
                     _ => std::thread::yield_now(),
                 }
             }
@@ -354,7 +350,7 @@ impl Bench<'_> {
         }))
     }
 
-    /// Frames through the tap, by calls in a loop.
+    /// Measures frames through the tap, by calls in a loop.
     fn tap(&self) -> Result<Figure> {
         let mut tap = self.outside.within(|| sys::tap(TAP, false, true))?;
         self.tap_is_up()?;
@@ -391,9 +387,9 @@ impl Bench<'_> {
         };
         let measured = self.window(None);
         self.signals.stop.store(true, Ordering::Relaxed);
-        let ended = thread.join().expect("it does not panic");
+        let ended = thread.join().expect("the thread does not panic");
         if let Some(injector) = injector {
-            injector.join().expect("it does not panic")?;
+            injector.join().expect("the thread does not panic")?;
         }
         ended?;
         Ok(Figure { window: measured?, p50_us: 0.0, p99_us: 0.0 })
@@ -407,14 +403,14 @@ impl Bench<'_> {
         };
         let (mut backend, pump) = if self.entry.carrier == Carrier::Limit {
             let holder = inside.path()?;
-            let peer = holder.split('/').nth(2).context("a namespace without a holder")?;
+            let peer = holder.split('/').nth(2).context("the namespace has no process")?;
             let line = ["ip", "link", "add", TAP, "type", "veth", "peer", "name", GUEST_TAP, "netns", peer];
             self.outside.run(&line)?;
             (None, None)
         } else {
             let socket = directory.path().join("net.sock");
             let mut backend = self.backend(&socket, directory.path())?;
-            // A kernel's super-frames are as long as they like: what a buffer has no room for would be cut off, and resent.
+            // The kernel's super-frames have any length: a frame that exceeds a buffer would be truncated, and resent.
             let (queues, bytes) = (self.entry.queues, FRAME_BYTES_MAX);
             let card = match Card::start(backend.connect(&socket)?, queues, bytes) {
                 Ok(card) => card,
@@ -433,25 +429,26 @@ impl Bench<'_> {
             Ok((measured, applications.end(&self.signals)))
         });
         self.signals.power_off.store(true, Ordering::Relaxed);
-        let ended = pump.map_or(Ok(()), |pump| pump.join().expect("it does not panic"));
+        let ended = pump.map_or(Ok(()), |pump| pump.join().expect("the thread does not panic"));
         let (window, latencies) = measured?;
         let (window, mut latencies): (Window, Latencies) = (window?, latencies?);
         ended?;
         Ok(Figure { window, p50_us: latencies.quantile(0.5), p99_us: latencies.quantile(0.99) })
     }
 
-    /// The backend, in the namespace outside.
+    /// Starts the backend in the outer namespace.
     fn backend(&self, socket: &Path, directory: &Path) -> Result<Backend> {
         let (socket, queues) = (socket.display().to_string(), self.entry.queues.to_string());
         let (program, missing) = match self.entry.carrier {
             Carrier::Towline | Carrier::Sleeping | Carrier::Xdp => (Some(&self.parameters.towline), ""),
-            Carrier::VhostUserNet => {
-                (self.parameters.vhost_user_net.as_ref(), "name it: --peer vhost_user_net=PATH")
-            }
+            Carrier::VhostUserNet => (
+                self.parameters.vhost_user_net.as_ref(),
+                "vhost_user_net is missing; give --peer vhost_user_net=PATH",
+            ),
             Carrier::Testpmd => {
-                (self.parameters.testpmd.as_ref(), "dpdk-testpmd is missing; `cargo xtask peers` brings it")
+                (self.parameters.testpmd.as_ref(), "dpdk-testpmd is missing; run `cargo xtask peers`")
             }
-            Carrier::Limit => (None, "it has no backend"),
+            Carrier::Limit => (None, "the limit has no backend"),
         };
         let program = program.context(missing)?.display().to_string();
         let arguments: Vec<String> = match self.entry.carrier {
@@ -482,7 +479,7 @@ impl Bench<'_> {
     }
 }
 
-/// DPDK without huge pages, between its vhost and its tap driver.
+/// Returns the arguments of DPDK without huge pages, between its vhost and its tap driver.
 fn testpmd(socket: &str, queues: &str) -> Vec<String> {
     let vhost = format!("net_vhost0,iface={socket},queues={queues},client=0");
     let tap = format!("net_tap0,iface={TAP}");
@@ -518,11 +515,11 @@ impl Entry {
             Work::Transmit(kind) => format!("transmit, {}", kind.name()),
             Work::Receive(kind) => format!("receive, {}", kind.name()),
             Work::Tcp(Traffic::Stream { size, sessions: count, to_guest }) => {
-                let way = if to_guest { "to the guest" } else { "from the guest" };
-                format!("TCP stream {way}, {size} B, {}, {queues}", sessions(count))
+                let direction = if to_guest { "to the guest" } else { "from the guest" };
+                format!("TCP stream {direction}, {size} B, {}, {queues}", sessions(count))
             }
-            Work::Tcp(Traffic::Ask { size, sessions: count, anew }) => {
-                let what = if anew { "TCP_CRR" } else { "TCP_RR" };
+            Work::Tcp(Traffic::Request { size, sessions: count, reconnects }) => {
+                let what = if reconnects { "TCP_CRR" } else { "TCP_RR" };
                 format!("{what}, {size} B, {}, {queues}", sessions(count))
             }
         };

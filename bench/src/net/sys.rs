@@ -1,4 +1,4 @@
-//! Taps and packet sockets: what the standard library and rustix have no calls for.
+//! Taps and packet sockets, for which the standard library and rustix have no functions.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -19,10 +19,10 @@ const HEADER_BYTES: libc::c_int = 12;
 const PACKET_VNET_HDR: libc::c_int = 15;
 const PACKET_QDISC_BYPASS: libc::c_int = 20;
 
-/// A queue of a tap of the namespace that this thread is in; made if it is not there. Frames have a header of 12 bytes.
+/// Opens a queue of a tap in this thread's namespace; creates the tap if needed. Frames have a header of 12 bytes.
 pub(super) fn tap(name: &str, multiqueue: bool, offloads: bool) -> Result<File> {
     let file = File::options().read(true).write(true).open("/dev/net/tun").context("/dev/net/tun")?;
-    // SAFETY: all zeros are an `ifreq`.
+    // SAFETY: all zero is a valid `ifreq`.
     let mut request: libc::ifreq = unsafe { zeroed() };
     for (to, from) in request.ifr_name.iter_mut().zip(name.bytes().take(libc::IFNAMSIZ - 1)) {
         *to = from.cast_signed();
@@ -31,7 +31,7 @@ pub(super) fn tap(name: &str, multiqueue: bool, offloads: bool) -> Result<File> 
     let flags = flags | if multiqueue { libc::IFF_MULTI_QUEUE } else { 0 };
     request.ifr_ifru.ifru_flags = i16::from_ne_bytes((flags as u16).to_ne_bytes());
     let size = HEADER_BYTES;
-    // SAFETY: each call gets what its number is for: an `ifreq`, a pointer to an int, a number.
+    // SAFETY: each request has its type of argument: an `ifreq`, a pointer to an int, a number.
     let outcome = unsafe {
         let fd = file.as_raw_fd();
         let calls = [
@@ -42,65 +42,64 @@ pub(super) fn tap(name: &str, multiqueue: bool, offloads: bool) -> Result<File> 
         calls.into_iter().min()
     };
     if outcome < Some(0) {
-        return Err(io::Error::last_os_error()).with_context(|| format!("the tap {name}"));
+        return Err(io::Error::last_os_error()).with_context(|| format!("tap {name}"));
     }
     rustix::io::ioctl_fionbio(&file, true)?;
     Ok(file)
 }
 
-/// Many frames, each behind a header of virtio-net of 10 bytes, in one call.
+/// Sends many frames with a virtio-net header of 10 bytes in one call.
 pub(super) struct Injector {
     fd: OwnedFd,
 }
 
 impl Injector {
-    /// Into an interface of the namespace that this thread is in.
+    /// Opens an interface of this thread's namespace.
     pub(super) fn new(interface: &str) -> Result<Self> {
         let protocol = i32::from((libc::ETH_P_ALL as u16).to_be());
-        // SAFETY: numbers go in, a descriptor comes out.
+        // SAFETY: the call has no pointers.
         let number = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
         if number < 0 {
-            return Err(io::Error::last_os_error()).context("a packet socket (root is needed)");
+            return Err(io::Error::last_os_error()).context("packet socket (needs root)");
         }
-        // SAFETY: the descriptor was made just now and is nobody else's.
+        // SAFETY: the descriptor is new and has no other owner.
         let fd = unsafe { OwnedFd::from_raw_fd(number) };
         for option in [PACKET_VNET_HDR, PACKET_QDISC_BYPASS] {
             let on: libc::c_int = 1;
             let len = size_of::<libc::c_int>() as libc::socklen_t;
-            // SAFETY: the option is an int.
+            // SAFETY: the option's value is an int.
             let set =
                 unsafe { libc::setsockopt(number, libc::SOL_PACKET, option, (&raw const on).cast(), len) };
             if set < 0 {
-                return Err(io::Error::last_os_error()).context("a packet socket's option");
+                return Err(io::Error::last_os_error()).context("option of a packet socket");
             }
         }
         let name = std::ffi::CString::new(interface)?;
-        // SAFETY: all zeros are an address.
+        // SAFETY: all zero is a valid address.
         let mut address: libc::sockaddr_ll = unsafe { zeroed() };
         address.sll_family = libc::AF_PACKET as u16;
         address.sll_protocol = protocol as u16;
-        // SAFETY: a name that ends with 0.
+        // SAFETY: the name is NUL-terminated.
         address.sll_ifindex = unsafe { libc::if_nametoindex(name.as_ptr()) }.cast_signed();
         let len = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
-        // SAFETY: the address is of this type and length.
+        // SAFETY: the address has this type and length.
         if unsafe { libc::bind(number, (&raw const address).cast(), len) } < 0 {
-            return Err(io::Error::last_os_error())
-                .with_context(|| format!("a packet socket on {interface}"));
+            return Err(io::Error::last_os_error()).with_context(|| format!("packet socket on {interface}"));
         }
         Ok(Self { fd })
     }
 
-    /// Sends the frame `count` times; how often it was taken. None if the interface is full.
+    /// Sends the frame up to `count` times. Returns how many were accepted; an error if the interface is full.
     pub(super) fn send(&self, frame: &[u8], count: usize) -> io::Result<usize> {
         let slices = [IoSlice::new(frame)];
-        // SAFETY: all zeros are a message.
+        // SAFETY: all zero is a valid message.
         let mut message: libc::mmsghdr = unsafe { zeroed() };
         // An `IoSlice` has the layout of an `iovec`.
         message.msg_hdr.msg_iov = slices.as_ptr().cast_mut().cast();
         message.msg_hdr.msg_iovlen = 1;
         let mut messages = vec![message; count];
-        let count = u32::try_from(count).expect("a batch is short");
-        // SAFETY: the messages and what they point to live until the call is over, and are only read.
+        let count = u32::try_from(count).expect("a batch is small");
+        // SAFETY: the messages and their buffers live until the call returns, and are only read.
         let sent = unsafe { libc::sendmmsg(self.fd.as_raw_fd(), messages.as_mut_ptr(), count, 0) };
         if sent < 0 {
             return Err(io::Error::last_os_error());

@@ -1,4 +1,4 @@
-//! Figures into tables.
+//! Tables of the figures.
 
 use serde_json::{Value, json};
 
@@ -13,9 +13,9 @@ const TRANSMIT_MIN: f64 = 1.7;
 const RECEIVE_MIN: f64 = 5.0;
 const TO_GUEST_MIN: f64 = 6.0;
 const FROM_GUEST_MIN: f64 = 1.2;
-const ASK_MIN: f64 = 1.2;
+const REQUEST_MIN: f64 = 1.2;
 const TAP_MIN: f64 = 0.9;
-/// More queues may cost so much, which is within the noise of most machines.
+/// Goal of several queues against one, within the noise of most machines.
 const QUEUES_MIN: f64 = 0.95;
 const LARGE: usize = 64 << 10;
 
@@ -34,8 +34,8 @@ impl Run<'_> {
             tables.push(self.series());
             tables.push(self.frames());
         }
-        tables.extend([self.streams(), self.asks(), self.goals()]);
-        // Of a part of the rows, what shows none of it.
+        tables.extend([self.streams(), self.requests(), self.goals()]);
+        // With --rows some tables are empty.
         tables.retain(|table| !table.rows.is_empty());
         tables
     }
@@ -54,7 +54,7 @@ impl Run<'_> {
     }
 
     fn beside(&self, entry: Entry, carrier: Carrier) -> Option<Summary> {
-        // The limit has no queues.
+        // The limit is measured with one queue.
         let queues = if carrier == Carrier::Limit { 1 } else { entry.queues };
         self.ratio(entry, Entry { carrier, queues, ..entry })
     }
@@ -83,8 +83,8 @@ impl Run<'_> {
             columns,
             rows: rows.collect(),
             notes: vec![
-                "× peer: against vhost_user_net; norm: the figure for each % of one processor that the machine spent".into(),
-                "QEMU's in-process virtio-net has no socket to drive; it would want an emulated guest: see docs/benchmarks.md".into(),
+                "× peer: against vhost_user_net; norm: the figure per % of one processor that the machine used".into(),
+                "QEMU's in-process virtio-net has no socket to drive; its guest would be emulated: see docs/benchmarks.md".into(),
             ],
         }
     }
@@ -125,9 +125,9 @@ impl Run<'_> {
         })
     }
 
-    fn asks(&self) -> Table {
+    fn requests(&self) -> Table {
         let columns = vec!["what", "1/s", "× peer", "× veth", "p50 µs", "p99 µs", "machine % CPU", "norm"];
-        let wanted = |work| matches!(work, Work::Tcp(Traffic::Ask { .. }));
+        let wanted = |work| matches!(work, Work::Tcp(Traffic::Request { .. }));
         self.table(("net-requests", "TCP requests and connections"), columns, wanted, |entry, figures| {
             vec![
                 cell(Summary::of(figures.values.iter().map(rate)), 0),
@@ -178,11 +178,11 @@ impl Run<'_> {
             }
         }
         let title = "TCP by message size, medians".into();
-        let notes = vec!["–: that peer is not on this machine".into()];
+        let notes = vec!["–: the peer is not available".into()];
         Table { name: "net-series", title, columns, rows, notes }
     }
 
-    /// In the shape of the series of 2013: sizes and sessions down, queues across, with norm.
+    /// Returns the table in the shape of QEMU's series of 2013: sizes and sessions down, queues across, with norm.
     fn queues(&self) -> Table {
         let columns = vec!["size × sessions", "1 queue", "norm", "2 queues", "norm", "4 queues", "norm"];
         let mut rows = Vec::new();
@@ -197,8 +197,12 @@ impl Run<'_> {
                     Traffic::Stream { size, sessions, to_guest: false } => {
                         ("guest sending, Mbit/s", size, sessions, |it| gigabits(it) * 1e3, 0)
                     }
-                    Traffic::Ask { size, sessions, anew: false } => ("TCP_RR, 1/s", size, sessions, rate, 0),
-                    Traffic::Ask { size, sessions, anew: true } => ("TCP_CRR, 1/s", size, sessions, rate, 0),
+                    Traffic::Request { size, sessions, reconnects: false } => {
+                        ("TCP_RR, 1/s", size, sessions, rate, 0)
+                    }
+                    Traffic::Request { size, sessions, reconnects: true } => {
+                        ("TCP_CRR, 1/s", size, sessions, rate, 0)
+                    }
                 };
                 let mut cells = Vec::new();
                 for queues in [1, 2, 4] {
@@ -251,9 +255,9 @@ impl Run<'_> {
                         goal(entry, "against one queue", fewer, QUEUES_MIN);
                     }
                 }
-                Work::Tcp(Traffic::Ask { sessions, .. }) => {
+                Work::Tcp(Traffic::Request { sessions, .. }) => {
                     if entry.queues == 1 {
-                        goal(entry, &peer, against, ASK_MIN);
+                        goal(entry, &peer, against, REQUEST_MIN);
                     }
                     if sessions == 1 {
                         goal(entry, "against one queue", fewer, QUEUES_MIN);
@@ -279,7 +283,7 @@ fn gigabits(figure: &Figure) -> f64 {
     figure.window.rate() * 8.0 / 1e9
 }
 
-/// Units a second for each percent of a processor.
+/// Returns units per second and percent of a processor.
 fn norm(figure: &Figure) -> f64 {
     rate(figure) / figure.window.machine_percent
 }

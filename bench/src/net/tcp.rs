@@ -1,4 +1,4 @@
-//! TCP between the two hosts: streams, requests, connections.
+//! TCP between two hosts: streams, requests, connections.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddrV4, TcpListener, TcpStream};
@@ -17,18 +17,18 @@ use crate::vhost::latency::Latencies;
 const PORT: u16 = 5000;
 const READ_BYTES: usize = 256 << 10;
 const WITHIN: Duration = Duration::from_secs(15);
-/// How long a server waits before it looks whether all is over.
+/// Read timeout of a server, after which it checks for the end.
 const LOST_AFTER: Duration = Duration::from_secs(1);
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(2);
 const CONNECT_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What the applications do.
+/// Work of the applications.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Traffic {
-    /// One way, in messages of `size` bytes.
+    /// One direction, in messages of `size` bytes.
     Stream { size: usize, sessions: usize, to_guest: bool },
-    /// Request and answer of `size` bytes, from outside; `anew`: in a connection of its own each time.
-    Ask { size: usize, sessions: usize, anew: bool },
+    /// Request and response of `size` bytes, from outside; `reconnects`: each on a new connection.
+    Request { size: usize, sessions: usize, reconnects: bool },
 }
 
 /// The applications of both hosts.
@@ -52,7 +52,7 @@ impl Applications {
             latencies: Arc::default(),
             connected: Arc::default(),
         };
-        // Who receives a stream listens.
+        // The receiver of a stream listens.
         let listens_outside = matches!(traffic, Traffic::Stream { to_guest: false, .. });
         let (here, there) = if listens_outside { (outside, inside) } else { (inside, outside) };
         let address: Ipv4Addr = if listens_outside { OUTSIDE } else { INSIDE }.parse()?;
@@ -61,13 +61,13 @@ impl Applications {
         listener.set_nonblocking(true)?;
         all.serve(listener, traffic, signals)?;
         let sessions = match traffic {
-            Traffic::Stream { sessions, .. } | Traffic::Ask { sessions, .. } => sessions,
+            Traffic::Stream { sessions, .. } | Traffic::Request { sessions, .. } => sessions,
         };
         for _ in 0..sessions {
             all.client(traffic, (there.into(), address), signals);
         }
         if let Err(error) = all.wait_connected(sessions) {
-            // What a client says of it is worth more.
+            // A client's own error is more precise.
             return Err(all.end(signals).err().unwrap_or(error));
         }
         Ok(all)
@@ -87,9 +87,9 @@ impl Applications {
     }
 
     fn serve(&mut self, listener: TcpListener, traffic: Traffic, signals: &Arc<Signals>) -> Result<()> {
-        // A short connection is served by who accepted it: a thread for each would be measured instead.
+        // Short connections are served by the accepting thread, since thread creation would be measured otherwise.
         let (acceptors, inline) = match traffic {
-            Traffic::Ask { sessions, anew: true, .. } => (sessions, true),
+            Traffic::Request { sessions, reconnects: true, .. } => (sessions, true),
             _ => (1, false),
         };
         for _ in 0..acceptors {
@@ -109,12 +109,12 @@ impl Applications {
                         stream.set_nonblocking(false)?;
                         stream.set_nodelay(true)?;
                         if inline {
-                            served(stream, traffic, &signals);
+                            serve_connection(stream, traffic, &signals);
                             continue;
                         }
-                        streams.lock().expect("nobody panics with it").push(stream.try_clone()?);
+                        streams.lock().expect("no thread panics with it").push(stream.try_clone()?);
                         let signals = &signals;
-                        scope.spawn(move || served(stream, traffic, signals));
+                        scope.spawn(move || serve_connection(stream, traffic, signals));
                     }
                     Ok(())
                 })
@@ -132,40 +132,40 @@ impl Applications {
             enter(&host)?;
             let first = connect(address, &signals)?;
             connected.fetch_add(1, Ordering::Relaxed);
-            // A connection that its client closes must not live on here.
-            if !matches!(traffic, Traffic::Ask { anew: true, .. }) {
-                streams.lock().expect("nobody panics with it").push(first.try_clone()?);
+            // A clone would keep a connection open that its client closes.
+            if !matches!(traffic, Traffic::Request { reconnects: true, .. }) {
+                streams.lock().expect("no thread panics with it").push(first.try_clone()?);
             }
             match traffic {
                 Traffic::Stream { size, .. } => send(first, size, &signals),
-                Traffic::Ask { size, anew, .. } => {
-                    let latencies = ask(first, size, anew.then_some(address), &signals)?;
-                    all.lock().expect("nobody panics with it").append(latencies);
+                Traffic::Request { size, reconnects, .. } => {
+                    let latencies = requests(first, size, reconnects.then_some(address), &signals)?;
+                    all.lock().expect("no thread panics with it").append(latencies);
                     Ok(())
                 }
             }
         }));
     }
 
-    /// Ends all. The first error, and the latencies.
+    /// Ends all threads. Returns the latencies, or the first error.
     pub(super) fn end(mut self, signals: &Signals) -> Result<Latencies> {
         signals.stop.store(true, Ordering::Relaxed);
-        for stream in self.streams.lock().expect("nobody panics with it").drain(..) {
-            // It may be shut already.
+        for stream in self.streams.lock().expect("no thread panics with it").drain(..) {
+            // It may be shut down already.
             let _ = stream.shutdown(Shutdown::Both);
         }
         let mut outcome = Ok(());
         for thread in self.threads.drain(..) {
-            outcome = outcome.and(thread.join().expect("it does not panic"));
+            outcome = outcome.and(thread.join().expect("the thread does not panic"));
         }
         outcome?;
-        Ok(std::mem::take(&mut self.latencies.lock().expect("nobody panics with it")))
+        Ok(std::mem::take(&mut self.latencies.lock().expect("no thread panics with it")))
     }
 }
 
 fn within<T: Send>(host: &str, body: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| {
-        scope.spawn(|| enter(host.as_ref()).and_then(|()| body())).join().expect("it does not panic")
+        scope.spawn(|| enter(host.as_ref()).and_then(|()| body())).join().expect("the thread does not panic")
     })
 }
 
@@ -176,7 +176,7 @@ fn wait(listener: &TcpListener) -> Result<()> {
     Ok(())
 }
 
-/// The first connection waits until frames get through: a link that came up just now loses some.
+/// Connects, with retries while the link drops frames after it came up.
 fn connect(address: SocketAddrV4, signals: &Signals) -> Result<TcpStream> {
     let until = Instant::now() + WITHIN;
     loop {
@@ -188,7 +188,7 @@ fn connect(address: SocketAddrV4, signals: &Signals) -> Result<TcpStream> {
                 return Ok(stream);
             }
             Err(error) if Instant::now() > until || signals.is_over() => {
-                return Err(error).context("no TCP connection comes about");
+                return Err(error).context("cannot connect");
             }
             Err(_) => std::thread::sleep(CONNECT_INTERVAL),
         }
@@ -197,7 +197,7 @@ fn connect(address: SocketAddrV4, signals: &Signals) -> Result<TcpStream> {
 
 fn send(mut stream: TcpStream, size: usize, signals: &Signals) -> Result<()> {
     let message = vec![0x5a; size];
-    // As netperf and iperf3 have it: TCP may gather small messages.
+    // As in netperf and iperf3: TCP may coalesce small messages.
     stream.set_nodelay(false)?;
     while !signals.is_over() {
         match stream.write_all(&message) {
@@ -209,15 +209,20 @@ fn send(mut stream: TcpStream, size: usize, signals: &Signals) -> Result<()> {
     Ok(())
 }
 
-fn ask(first: TcpStream, size: usize, anew: Option<SocketAddrV4>, signals: &Signals) -> Result<Latencies> {
+fn requests(
+    first: TcpStream,
+    size: usize,
+    reconnects: Option<SocketAddrV4>,
+    signals: &Signals,
+) -> Result<Latencies> {
     let (mut latencies, mut bytes, mut known) = (Latencies::default(), vec![0x5a; size], Some(first));
     while !signals.is_over() {
         let started = Instant::now();
-        let mut stream = match (known.take(), anew) {
+        let mut stream = match (known.take(), reconnects) {
             (Some(stream), _) => stream,
             (None, Some(address)) => {
                 let stream = match TcpStream::connect(address) {
-                    // The port was used a moment ago, and the other side still answered to that: as good as not tried.
+                    // The port was used just before, and the peer replied to the old connection: retry.
                     Err(error)
                         if matches!(
                             error.kind(),
@@ -226,22 +231,22 @@ fn ask(first: TcpStream, size: usize, anew: Option<SocketAddrV4>, signals: &Sign
                     {
                         continue;
                     }
-                    stream => stream.context("no further connection comes about")?,
+                    stream => stream.context("cannot reconnect")?,
                 };
                 stream.set_nodelay(true)?;
                 stream.set_read_timeout(Some(WITHIN))?;
-                // The client's port is free again at once: thousands of connections a second would use them up.
+                // A reset at close frees the client's port at once: thousands of connections per second would exhaust them.
                 rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO))?;
                 stream
             }
-            (None, None) => anyhow::bail!("the connection is gone"),
+            (None, None) => anyhow::bail!("the connection was closed"),
         };
-        let done = stream.write_all(&bytes).and_then(|()| stream.read_exact(&mut bytes));
+        let result = stream.write_all(&bytes).and_then(|()| stream.read_exact(&mut bytes));
         if signals.is_over() {
             break;
         }
-        done.context("no answer comes")?;
-        if anew.is_none() {
+        result.context("no response")?;
+        if reconnects.is_none() {
             known = Some(stream);
         }
         signals.add(1);
@@ -252,14 +257,14 @@ fn ask(first: TcpStream, size: usize, anew: Option<SocketAddrV4>, signals: &Sign
     Ok(latencies)
 }
 
-/// What a server does with a connection, until it ends.
-fn served(mut stream: TcpStream, traffic: Traffic, signals: &Signals) {
+/// Serves a connection until its end.
+fn serve_connection(mut stream: TcpStream, traffic: Traffic, signals: &Signals) {
     let mut bytes = vec![0; READ_BYTES];
-    // That a client has gone is told once, and a backend that is flooded may lose it.
+    // A flooded backend may drop the packet that closes a connection, so reads have a timeout.
     if stream.set_read_timeout(Some(LOST_AFTER)).is_err() {
         return;
     }
-    let once = matches!(traffic, Traffic::Ask { anew: true, .. });
+    let once = matches!(traffic, Traffic::Request { reconnects: true, .. });
     loop {
         let len = match stream.read(&mut bytes) {
             Ok(0) => return,
@@ -269,8 +274,8 @@ fn served(mut stream: TcpStream, traffic: Traffic, signals: &Signals) {
         };
         match traffic {
             Traffic::Stream { .. } => signals.add(len as u64),
-            Traffic::Ask { .. } if stream.write_all(&bytes[..len]).is_err() => return,
-            Traffic::Ask { .. } => {}
+            Traffic::Request { .. } if stream.write_all(&bytes[..len]).is_err() => return,
+            Traffic::Request { .. } => {}
         }
     }
 }

@@ -1,6 +1,6 @@
-//! The guests: stock QEMU with the lab's smallest guest, and its counter seen from outside.
+//! The guests: stock QEMU with the lab's smallest guest, and its counter.
 //!
-//! The first tick is seen within half a millisecond; the destination's only page that this touches early is the counter's own.
+//! The first tick is detected within half a millisecond. Reading the counter touches only its own page at the destination.
 
 use std::time::{Duration, Instant};
 
@@ -11,36 +11,35 @@ use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Version};
 use super::Bench;
 use crate::counter::Counter;
 
-/// How long the guest may take to fill its memory.
+/// Timeout of filling the guest's memory.
 const FILL_WITHIN: Duration = Duration::from_secs(180);
-/// How long a guest that has arrived may take to count on.
+/// Timeout of the first tick after an arrival.
 const TICK_WITHIN: Duration = Duration::from_secs(120);
-/// The counter of the lab's smallest guest, as its module documentation draws it.
+/// The counter of the lab's smallest guest, see its module documentation.
 const COUNTER_ADDRESS: u64 = 0x11_0008;
 /// Random words that fill a page.
 const WORDS_PER_PAGE: u32 = 1024;
 
-/// What memory a guest has.
+/// Kind of a guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Memory {
-    /// QEMU's default: a destination's pages are made when they are first touched.
+    /// QEMU's default: a destination's pages are allocated at first touch.
     Cold,
-    /// A shared memfd that QEMU has touched before it starts.
+    /// A shared memfd that QEMU touches before it starts.
     Preallocated,
 }
 
-/// A guest that has filled its memory, and is stopped whenever it is not saved: on a machine of few processors its
-/// counting would compete with what is measured.
+/// A guest that has filled its memory. It is stopped except during a save, so that its counting does not use the processors.
 pub(super) struct Source {
     pub(super) qemu: Qemu,
     pub(super) counter: Counter,
 }
 
-/// A QEMU that waits.
+/// A QEMU that waits for the guest.
 pub(super) struct Destination {
     pub(super) qemu: Qemu,
     counter: Counter,
-    /// From its process's start until its monitor answered.
+    /// Time from the start of the process to the first reply of its monitor.
     pub(super) start_time: Duration,
 }
 
@@ -64,24 +63,24 @@ impl Source {
     pub(super) fn start(bench: &Bench<'_>, memory: Memory) -> Result<Self> {
         eprintln!("ram: filling {} MiB of a guest ({})", bench.parameters.data_mib, memory.as_text());
         let qemu = builder(bench, memory).start()?;
-        bench.wait("a guest that has filled its memory", FILL_WITHIN, || Ok(qemu.filled()?.then_some(())))?;
+        bench.wait("the guest to fill its memory", FILL_WITHIN, || Ok(qemu.filled()?.then_some(())))?;
         let counter = Counter::at(&qemu, COUNTER_ADDRESS)?;
         let source = Self { qemu, counter };
         source.stop()?;
         Ok(source)
     }
 
-    /// Stops it, also after it was migrated away.
+    /// Stops the guest, also after a migration.
     pub(super) fn stop(&self) -> Result<()> {
         if self.qemu.qmp().status()? == "postmigrate" {
-            // QEMU wants to hear that the guest is still wanted here before it migrates it again.
+            // QEMU requires `cont` before it migrates the guest again.
             self.qemu.qmp().execute("cont", Value::Null)?;
         }
         self.qemu.qmp().execute("stop", Value::Null)?;
         Ok(())
     }
 
-    /// Runs it.
+    /// Runs the guest.
     pub(super) fn cont(&self) -> Result<()> {
         self.qemu.qmp().execute("cont", Value::Null)?;
         Ok(())
@@ -89,7 +88,7 @@ impl Source {
 }
 
 impl Destination {
-    /// Starts it and waits until it is ready: monitor there, memory touched if it is to be.
+    /// Starts it, and waits until its monitor responds, with preallocated memory touched.
     pub(super) fn start(bench: &Bench<'_>, memory: Memory) -> Result<Self> {
         let started = Instant::now();
         let qemu = builder(bench, memory).incoming_defer().start()?;
@@ -98,7 +97,7 @@ impl Destination {
         Ok(Self { qemu, counter, start_time })
     }
 
-    /// Waits until the guest has counted beyond `past`, and says when that was seen.
+    /// Waits until the guest has counted beyond `past`. Returns the time.
     pub(super) fn first_tick(&self, bench: &Bench<'_>, past: u64) -> Result<Instant> {
         let waited = bench.wait("the guest's first tick at the destination", TICK_WITHIN, || {
             Ok((self.counter.read()? > past).then(Instant::now))
@@ -106,7 +105,7 @@ impl Destination {
         waited.with_context(|| format!("QEMU wrote: {}", self.qemu.stderr().trim()))
     }
 
-    /// Whether the guest has counted beyond `past`.
+    /// Returns true if the guest has counted beyond `past`.
     pub(super) fn ticks(&self, past: u64) -> Result<bool> {
         Ok(self.counter.read()? > past)
     }

@@ -1,4 +1,4 @@
-//! What the machine itself can do: the measures that rates are held against.
+//! Limits of the machine that rates are compared with.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -12,12 +12,12 @@ use super::{Named, Parameters};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 
-/// Bytes of each side of the copy: more than any cache holds.
+/// Size of a copy, larger than any cache.
 const COPY_BYTES: usize = 256 << 20;
 const COPIES: usize = 8;
 const MARGIN: Duration = Duration::from_secs(15);
 
-/// In GB/s, or why there is no figure.
+/// Limits in GB/s, or the reason for the lack of a figure.
 pub(super) struct Limits {
     copy: Summary,
     tcp: std::result::Result<f64, String>,
@@ -33,7 +33,7 @@ pub(super) fn measure(parameters: &Parameters) -> Result<Limits> {
 }
 
 impl Limits {
-    /// The limits, and each rate as a share of them.
+    /// Returns the limits, and each rate as a share of them.
     pub(super) fn table(&self, rates: &[Named]) -> Table {
         let mut rows = vec![Row {
             group: "limits".into(),
@@ -86,20 +86,19 @@ fn copy() -> Summary {
     Summary::of(rates).expect("there are several copies")
 }
 
-/// One stream from an iperf3 to another.
+/// Measures one TCP stream by iperf3.
 fn tcp(time: Duration) -> Result<f64> {
-    // Found free a moment ago: iperf3 takes no socket that is open already.
+    // A port that was free just now, as iperf3 does not accept an open socket.
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port().to_string();
     let iperf3 = Path::new("iperf3");
     let mut server = Process::start(iperf3, ["-s", "-1", "-B", "127.0.0.1", "-p", &port])
-        .context("iperf3 is not there; install it (`apt-get install iperf3`)")?;
+        .context("iperf3 is missing; install it (`apt-get install iperf3`)")?;
     let seconds = time.as_secs().max(1).to_string();
     let client = || Process::start(iperf3, ["-c", "127.0.0.1", "-p", &port, "-t", &seconds, "-J"]);
-    let bits = wait_until("an iperf3 that reaches the other", time + MARGIN, || {
+    let bits = wait_until("a connection between two iperf3", time + MARGIN, || {
         let finished = client()?.wait(time + MARGIN)?;
-        // With -J iperf3 says in its report that it reached nobody, and exits with 0.
-        let report: Value =
-            serde_json::from_str(&finished.stdout).context("iperf3 reports what is not JSON")?;
+        // With -J iperf3 reports a failed connection in its report, and exits with 0.
+        let report: Value = serde_json::from_str(&finished.stdout).context("iperf3's report is not JSON")?;
         Ok(report["end"]["sum_received"]["bits_per_second"].as_f64())
     })?;
     server.kill()?;

@@ -1,12 +1,11 @@
-//! `towline bench ram`: saving and restoring a guest's memory, against QEMU's own mapped-ram files and its multifd.
+//! `cargo xtask bench ram`: save and restore of a guest's memory, against QEMU's mapped-ram files and its multifd.
 //!
 //! ```text
 //!   save      running QEMU ─► file           QEMU's own · QEMU's own with direct-io · towline
 //!   restore   file ─► waiting QEMU ─► tick   QEMU's own · towline: handed over, verified, streamed · QEMU to QEMU, live
 //!   limits    a copy in this process, one TCP stream
 //! ```
-//! Every restore is of one and the same image, with all contenders; its guest's counter, read out of the destination's
-//! memory past QEMU, ends the clock.
+//! All contenders restore the same image. A measurement ends when the guest's counter, read from the destination's memory, steps.
 //!
 //! Limits: one guest, mostly random pages, one virtual processor, TCG.
 
@@ -33,44 +32,44 @@ use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 
 const MIB: u64 = 1 << 20;
-/// Free space beyond two images that a run wants.
+/// Free space that a run needs beyond two images.
 const SPACE_MARGIN: u64 = 1 << 30;
-/// How often a process or a counter is looked at.
-const LOOK_INTERVAL: Duration = Duration::from_micros(500);
+/// Interval of checks of a process or counter.
+const POLL_INTERVAL: Duration = Duration::from_micros(500);
 
-/// What [`Bench::settle`] does, below the tables.
-const SETTLED: &str = "just before the clock starts, memory was touched and freed, so that a host above backs it: see docs/benchmarks.md";
+/// Note on [`Bench::prefault`] below the tables.
+const PREFAULTED: &str = "just before each measurement, memory was touched and freed, so that the host backs it: see docs/benchmarks.md";
 
-/// What is measured, on what guest.
+/// Parameters of the measurement.
 #[derive(Debug, Clone)]
 pub struct Parameters {
-    /// MiB that the guest has.
+    /// Memory of the guest in MiB.
     pub memory_mib: u64,
-    /// MiB of it that hold random data; the rest is zero.
+    /// Random data in it in MiB; the rest is zero.
     pub data_mib: u64,
     /// Lanes of towline and channels of QEMU.
     pub lanes: usize,
-    /// Runs of each row.
+    /// Number of runs of each row.
     pub runs: usize,
-    /// How long one TCP stream is measured.
+    /// Duration of the measurement of a TCP stream.
     pub tcp_time: Duration,
-    /// The binary under test.
+    /// Binary under test.
     pub towline: PathBuf,
-    /// Where images go, and are removed from.
+    /// Directory of temporary images.
     pub directory: PathBuf,
-    /// Ends it early.
+    /// Cancels the measurement.
     pub cancel: Cancel,
 }
 
-/// What all parts of a run share.
+/// Shared by all parts of a run.
 struct Bench<'a> {
     parameters: &'a Parameters,
-    /// Of the images; goes with this value.
+    /// Directory of the images, removed when this is dropped.
     directory: TempDir,
 }
 
 impl Parameters {
-    /// The guest of the published table: 3 GiB, half of it random; images under `$TMPDIR`.
+    /// Returns the published parameters: a guest of 3 GiB, half of it random; images in `$TMPDIR`.
     pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
         Self {
             memory_mib: 3072,
@@ -89,11 +88,11 @@ impl Parameters {
     }
 }
 
-/// Measures all; takes some minutes with [`Parameters::of`].
+/// Measures the tables; takes some minutes with [`Parameters::of`].
 ///
 /// # Errors
-/// There is no QEMU or no room for the images, the guest does not get going, or it was cancelled. A contender that fails
-/// is a row that says so.
+/// QEMU is missing, there is too little space for the images, the guest does not start, or the run was cancelled. A contender that fails
+/// is a row with the reason.
 pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     ensure!(
         Path::new(towline_lab::paths::QEMU_10_0).is_file(),
@@ -121,13 +120,13 @@ impl<'a> Bench<'a> {
     fn new(parameters: &'a Parameters) -> Result<Self> {
         let directory = tempfile::Builder::new().prefix("towline-bench-").tempdir_in(&parameters.directory);
         let directory = directory
-            .with_context(|| format!("no directory for images in {}", parameters.directory.display()))?;
+            .with_context(|| format!("directory for images in {}", parameters.directory.display()))?;
         let space = rustix::fs::statvfs(directory.path())?;
         let free = space.f_bavail * space.f_frsize;
         let wanted = 2 * parameters.data_bytes() + SPACE_MARGIN;
         ensure!(
             free >= wanted,
-            "{} has {} MiB free, two images and a margin need {}; free some, or set TMPDIR",
+            "{}: {} MiB are free, two images and a margin need {}; free some space, or set TMPDIR",
             parameters.directory.display(),
             free / MIB,
             wanted / MIB
@@ -135,22 +134,22 @@ impl<'a> Bench<'a> {
         Ok(Self { parameters, directory })
     }
 
-    /// Where images lie, in words.
+    /// Describes the location of the images.
     fn images(&self) -> String {
         let kind = machine::filesystem(self.directory.path());
         format!("images on {kind}; removed after every save, so that each save writes new blocks")
     }
 
-    /// As [`machine::settle`], for more memory than the guest's data will take.
-    fn settle(&self) -> Result<()> {
-        machine::settle(self.parameters.data_bytes() / 4 * 5)
+    /// Calls [`machine::prefault`] for more memory than the guest's data need.
+    fn prefault(&self) -> Result<()> {
+        machine::prefault(self.parameters.data_bytes() / 4 * 5)
     }
 
     fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    /// Asks `condition` until it says when it came true.
+    /// Waits until `condition` returns a value.
     fn wait<T>(
         &self,
         what: &str,
@@ -166,12 +165,12 @@ impl<'a> Bench<'a> {
             if Instant::now() >= deadline {
                 bail!("{what}: not within {} s", within.as_secs());
             }
-            std::thread::sleep(LOOK_INTERVAL);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// What a contender's rounds came to, for the tables that are made of several.
+/// Summary of a contender, for the tables of several.
 #[derive(Debug, Clone)]
 struct Named {
     group: String,
@@ -179,7 +178,7 @@ struct Named {
     value: Summary,
 }
 
-/// What towline counted in a contender's last round.
+/// towline's counters of a contender's last round.
 #[derive(Debug, Clone)]
 struct Counters {
     group: String,
@@ -187,17 +186,17 @@ struct Counters {
     ram: Value,
 }
 
-/// One of the tables with what others need of it.
+/// A table, with figures for others.
 struct Part {
     table: Table,
-    /// Against QEMU's own of the same group.
+    /// Ratios to QEMU's own of the same group.
     ratios: Vec<Named>,
-    /// In GB/s.
+    /// Rates in GB/s.
     rates: Vec<Named>,
     counters: Vec<Counters>,
 }
 
-/// A row for an outcome, from `cells` if there is any value.
+/// Returns the row of an outcome, with `cells` if it has values.
 fn row<T>(
     group: &str,
     label: &str,
@@ -214,12 +213,12 @@ fn row<T>(
     Row { group: group.into(), label: label.into(), content }
 }
 
-/// A summary's text, or a dash where there is none.
+/// Formats a summary; a dash without one.
 fn cell(summary: Option<Summary>) -> String {
     summary.map_or_else(|| "–".into(), |summary| summary.to_string())
 }
 
-/// The calls and pages of each kind.
+/// Returns the table of calls and pages.
 fn counters(counted: &[Counters]) -> Table {
     const COLUMNS: [(&str, &str); 6] = [
         ("plain pages", "normal"),
@@ -242,13 +241,10 @@ fn counters(counted: &[Counters]) -> Table {
     };
     Table {
         name: "counters",
-        title: "What towline counted in the last round (its --json)".into(),
+        title: "towline's counters of the last round (--json)".into(),
         columns: std::iter::once("what").chain(COLUMNS.iter().map(|(title, _)| *title)).collect(),
         rows: counted.iter().map(row).collect(),
-        notes: vec![
-            "a handed over image is loaded by QEMU itself: towline moves no page, and makes no call for one"
-                .into(),
-        ],
+        notes: vec!["a handed-over image is loaded by QEMU itself, without pages or calls of towline".into()],
     }
 }
 
@@ -257,14 +253,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_contender_that_failed_has_its_reason_for_a_row() {
+    fn a_failed_contender_is_a_row_with_its_reason() {
         let outcome = Outcome { values: vec![1.0], failure: Some("no direct I/O".into()) };
         let row = row("g", "l", &outcome, |_| unreachable!());
         assert!(matches!(row.content, Content::Missing(reason) if reason == "no direct I/O"));
     }
 
     #[test]
-    fn counters_say_what_towline_did_not() {
+    fn missing_counters_are_dashes() {
         let counted = Counters {
             group: "g".into(),
             label: "l".into(),

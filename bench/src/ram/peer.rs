@@ -1,4 +1,4 @@
-//! QEMU's own: mapped-ram files and multifd, driven over the lab's monitor.
+//! QEMU's mapped-ram files and multifd, controlled over QMP.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -10,25 +10,25 @@ use towline_lab::Qemu;
 use super::Bench;
 
 const MIGRATE_WITHIN: Duration = Duration::from_secs(120);
-/// QEMU's "as fast as it goes"; its default is 128 MiB/s.
+/// Practically unlimited; QEMU's default is 128 MiB/s.
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
 
-/// How QEMU is to migrate.
+/// Kind of migration by QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
-    /// Into or out of a file with pages at fixed places.
+pub(super) enum Migration {
+    /// A file with pages at fixed offsets.
     MappedRam {
-        /// Past the page cache.
+        /// Direct I/O.
         direct_io: bool,
     },
     /// A stream with lanes.
     Multifd,
 }
 
-/// Sets capabilities and parameters; not part of what is timed.
-pub(super) fn set(bench: &Bench<'_>, qemu: &Qemu, way: Way) -> Result<()> {
-    let mapped_ram = way != Way::Multifd;
-    let direct_io = way == Way::MappedRam { direct_io: true };
+/// Sets capabilities and parameters, before the measurement.
+pub(super) fn set(bench: &Bench<'_>, qemu: &Qemu, migration: Migration) -> Result<()> {
+    let mapped_ram = migration != Migration::Multifd;
+    let direct_io = migration == Migration::MappedRam { direct_io: true };
     let capability = |name: &str, state: bool| json!({ "capability": name, "state": state });
     let capabilities = [capability("multifd", true), capability("mapped-ram", mapped_ram)];
     qemu.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
@@ -41,7 +41,7 @@ pub(super) fn set(bench: &Bench<'_>, qemu: &Qemu, way: Way) -> Result<()> {
     Ok(())
 }
 
-/// Migrates and waits until QEMU says `completed`; the time between.
+/// Migrates, and returns the time until QEMU reports `completed`.
 pub(super) fn migrate(bench: &Bench<'_>, qemu: &Qemu, uri: &str) -> Result<Duration> {
     let started = Instant::now();
     qemu.qmp().execute("migrate", json!({ "uri": uri }))?;
@@ -55,7 +55,7 @@ pub(super) fn migrate(bench: &Bench<'_>, qemu: &Qemu, uri: &str) -> Result<Durat
     })
 }
 
-/// Has a QEMU that waits load from there.
+/// Has a waiting QEMU load from this address.
 pub(super) fn incoming(qemu: &Qemu, uri: &str) -> Result<()> {
     qemu.qmp().execute_within("migrate-incoming", json!({ "uri": uri }), MIGRATE_WITHIN)?;
     Ok(())

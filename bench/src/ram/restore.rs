@@ -1,4 +1,4 @@
-//! Restoring: a file becomes a running guest, in memory that is cold or warm, out of a page cache that is one or the other.
+//! Restores into cold and warm memory, from a cold or warm page cache.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,15 +11,15 @@ use rustix::io::Errno;
 use serde_json::{Value, json};
 
 use super::guest::{Destination, Memory, Source};
-use super::peer::{self, Way};
+use super::peer::{self, Migration};
 use super::towline::{Copy, image_uri, qmp_uri};
-use super::{Bench, Counters, Named, Part, SETTLED, cell, row};
+use super::{Bench, Counters, Named, PREFAULTED, Part, cell, row};
 use crate::rounds::{self, Contender};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Means {
+enum Method {
     Qemu,
     HandedOver,
     Verified,
@@ -28,60 +28,60 @@ enum Means {
     Live,
 }
 
-/// Where a restore goes to and out of what.
+/// Conditions of a restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Place {
+struct Scenario {
     memory: Memory,
-    /// The image is in the page cache.
+    /// True if the image is in the page cache.
     cached: bool,
 }
 
 /// One restore.
 #[derive(Debug, Clone)]
 struct Restored {
-    /// From the command to the first tick.
+    /// Time from the command to the first tick.
     command: Duration,
-    /// From the destination process's start to the first tick, without the bench's own steps between.
+    /// Time from the start of the destination's process to the first tick, without the benchmark's own steps.
     process: Duration,
     ram: Option<Value>,
 }
 
-const PLACES: [(Place, &[Means]); 3] = [
+const SCENARIOS: [(Scenario, &[Method]); 3] = [
     (
-        Place { memory: Memory::Cold, cached: true },
+        Scenario { memory: Memory::Cold, cached: true },
         &[
-            Means::Qemu,
-            Means::HandedOver,
-            Means::Verified,
-            Means::Streamed,
-            Means::StreamedVerified,
-            Means::Live,
+            Method::Qemu,
+            Method::HandedOver,
+            Method::Verified,
+            Method::Streamed,
+            Method::StreamedVerified,
+            Method::Live,
         ],
     ),
     (
-        Place { memory: Memory::Preallocated, cached: true },
+        Scenario { memory: Memory::Preallocated, cached: true },
         &[
-            Means::Qemu,
-            Means::HandedOver,
-            Means::Verified,
-            Means::Streamed,
-            Means::StreamedVerified,
-            Means::Live,
+            Method::Qemu,
+            Method::HandedOver,
+            Method::Verified,
+            Method::Streamed,
+            Method::StreamedVerified,
+            Method::Live,
         ],
     ),
     (
-        Place { memory: Memory::Preallocated, cached: false },
-        &[Means::Qemu, Means::HandedOver, Means::Verified, Means::Streamed],
+        Scenario { memory: Memory::Preallocated, cached: false },
+        &[Method::Qemu, Method::HandedOver, Method::Verified, Method::Streamed],
     ),
 ];
-/// The goals: group, contender, against which, whether a time or a rate is compared, and the bound.
+/// Goals, as ratios of times, or of rates (`RATE`).
 const HANDED_OVER_MAX: f64 = 1.0;
 const STREAMED_COLD_MAX: f64 = 1.1;
 const STREAMED_WARM_RATE_MIN: f64 = 0.9;
 const SAVE_MAX: f64 = 1.0;
 const LIVE_WITHIN: Duration = Duration::from_secs(120);
 
-impl Means {
+impl Method {
     fn label(self) -> &'static str {
         match self {
             Self::Qemu => "QEMU's own",
@@ -94,7 +94,7 @@ impl Means {
     }
 }
 
-impl Place {
+impl Scenario {
     fn label(self) -> String {
         let memory = match self.memory {
             Memory::Cold => "cold memory (default)",
@@ -105,36 +105,38 @@ impl Place {
     }
 }
 
-/// The image that all restores are of.
+/// The restored image.
 struct Image {
     path: PathBuf,
     /// The guest's counter in it.
     counter: u64,
 }
 
-/// Saves `source` once while it runs, and runs all restores.
+/// Saves `source` once while it runs, and measures all restores.
 pub(super) fn measure(bench: &Bench<'_>, source: &Source) -> Result<Part> {
     let image = save_running(bench, source)?;
-    let all: Vec<(Place, Means)> =
-        PLACES.iter().flat_map(|(place, means)| means.iter().map(|means| (*place, *means))).collect();
+    let all: Vec<(Scenario, Method)> = SCENARIOS
+        .iter()
+        .flat_map(|(scenario, method)| method.iter().map(|method| (*scenario, *method)))
+        .collect();
     let contenders: Vec<Contender> = all
         .iter()
-        .map(|(place, means)| Contender { group: place.label(), label: means.label().into() })
+        .map(|(scenario, method)| Contender { group: scenario.label(), label: method.label().into() })
         .collect();
     let outcomes = rounds::run(&contenders, bench.parameters.runs, &bench.parameters.cancel, |index| {
-        let (place, means) = all[index];
-        restore(bench, source, &image, place, means)
+        let (scenario, method) = all[index];
+        restore(bench, source, &image, scenario, method)
     })?;
     let seconds = |index: usize| -> Vec<f64> {
         outcomes[index].values.iter().map(|restored| restored.command.as_secs_f64()).collect()
     };
     let mut part = Part { table: table(bench), ratios: Vec::new(), rates: Vec::new(), counters: Vec::new() };
     let bytes = bench.parameters.data_bytes() as f64;
-    for (index, (place, means)) in all.iter().enumerate() {
-        let find = |wanted| all.iter().position(|(at, means)| at == place && *means == wanted);
+    for (index, (scenario, method)) in all.iter().enumerate() {
+        let find = |wanted| all.iter().position(|(at, method)| at == scenario && *method == wanted);
         let against =
             |wanted| Summary::of_ratios(&seconds(index), &find(wanted).map(seconds).unwrap_or_default());
-        let ratio = against(Means::Qemu);
+        let ratio = against(Method::Qemu);
         let rates: Vec<f64> = seconds(index).iter().map(|time| bytes / time / 1e6).collect();
         let Contender { group, label } = contenders[index].clone();
         part.table
@@ -143,9 +145,9 @@ pub(super) fn measure(bench: &Bench<'_>, source: &Source) -> Result<Part> {
         let named = |value| Named { group: group.clone(), label: label.clone(), value };
         part.ratios.extend(ratio.map(named));
         part.rates.extend(Summary::of(rates.iter().map(|rate| rate / 1e3)).map(named));
-        if *means == Means::Streamed {
-            // As a rate, so the other way round than times.
-            let live = find(Means::Live).map(seconds).unwrap_or_default();
+        if *method == Method::Streamed {
+            // As a rate, so the other method round than times.
+            let live = find(Method::Live).map(seconds).unwrap_or_default();
             let rate = Summary::of_ratios(&live, &seconds(index));
             part.ratios.extend(rate.map(|value| Named {
                 group: group.clone(),
@@ -160,10 +162,10 @@ pub(super) fn measure(bench: &Bench<'_>, source: &Source) -> Result<Part> {
     Ok(part)
 }
 
-/// How the streamed restore's rate against a live migration's is called among the ratios.
+/// Label of the streamed restore's rate against a live migration's.
 const RATE_LABEL: &str = "towline --stream, rate against live";
 
-/// The goals beside what was found.
+/// Returns the goals with their figures.
 pub(super) fn goals(saves: &[Named], restores: &[Named]) -> Table {
     let mut rows = Vec::new();
     let mut judge = |found: &[Named], goal: &str, label: &str, met: &dyn Fn(f64) -> bool| {
@@ -177,7 +179,7 @@ pub(super) fn goals(saves: &[Named], restores: &[Named]) -> Table {
         }
     };
     judge(saves, "≤ 1.0 × QEMU's own time", "towline", &|ratio| ratio <= SAVE_MAX);
-    judge(restores, "≤ 1.0 × QEMU's own time", Means::HandedOver.label(), &|ratio| {
+    judge(restores, "≤ 1.0 × QEMU's own time", Method::HandedOver.label(), &|ratio| {
         ratio <= HANDED_OVER_MAX
     });
     let within = |warm: bool| -> Vec<Named> {
@@ -185,7 +187,7 @@ pub(super) fn goals(saves: &[Named], restores: &[Named]) -> Table {
         restores.iter().filter(|ratio| is_warm(&ratio.group) == warm).cloned().collect()
     };
     let (cold, warm) = (within(false), within(true));
-    judge(&cold, "≤ 1.1 × QEMU's own time", Means::Streamed.label(), &|ratio| ratio <= STREAMED_COLD_MAX);
+    judge(&cold, "≤ 1.1 × QEMU's own time", Method::Streamed.label(), &|ratio| ratio <= STREAMED_COLD_MAX);
     judge(&warm, "≥ 0.9 × live's rate", RATE_LABEL, &|ratio| ratio >= STREAMED_WARM_RATE_MIN);
     Table {
         name: "goals",
@@ -209,10 +211,10 @@ fn table(bench: &Bench<'_>) -> Table {
         notes: vec![
             "from command: towline's process start, or QEMU's `migrate-incoming` (live: `migrate`); the destination was ready".into(),
             "from process start: the destination's start until its monitor answers, and the former".into(),
-            "cold memory is first touched by the restore; where huge pages are to be had, QEMU's default memory gets them".into(),
-            SETTLED.into(),
+            "cold memory is first touched by the restore; QEMU's default memory uses huge pages where available".into(),
+            PREFAULTED.into(),
             "in the page cache: read once just before; not in it: written out and dropped (POSIX_FADV_DONTNEED) just before".into(),
-            "all restores are of one image that towline wrote; its guest ran when it was saved".into(),
+            "all restores are of one image that towline wrote of a running guest".into(),
         ],
     }
 }
@@ -234,7 +236,7 @@ fn save_running(bench: &Bench<'_>, source: &Source) -> Result<Image> {
     source.cont()?;
     Copy::start(bench, &qmp_uri(&source.qemu), &image_uri(&path), &[])?.wait(bench)?;
     let counter = source.counter.read()?;
-    ensure!(counter > 0, "the guest that was saved counts at 0, expected more");
+    ensure!(counter > 0, "the counter of the saved guest is 0, expected more");
     source.stop()?;
     Ok(Image { path, counter })
 }
@@ -243,28 +245,28 @@ fn restore(
     bench: &Bench<'_>,
     source: &Source,
     image: &Image,
-    place: Place,
-    means: Means,
+    scenario: Scenario,
+    method: Method,
 ) -> Result<Restored> {
-    if means != Means::Live {
-        if place.cached { read_once(&image.path)? } else { drop_cached(&image.path)? }
+    if method != Method::Live {
+        if scenario.cached { read_once(&image.path)? } else { drop_cached(&image.path)? }
     }
-    let destination = Destination::start(bench, place.memory)?;
-    let options: &[&str] = match means {
-        Means::Qemu => return by_qemu(bench, image, &destination),
-        Means::Live => return live(bench, source, &destination),
-        Means::HandedOver => &[],
-        Means::Verified => &["--verify"],
-        Means::Streamed => &["--stream"],
-        Means::StreamedVerified => &["--stream", "--verify"],
+    let destination = Destination::start(bench, scenario.memory)?;
+    let options: &[&str] = match method {
+        Method::Qemu => return by_qemu(bench, image, &destination),
+        Method::Live => return live(bench, source, &destination),
+        Method::HandedOver => &[],
+        Method::Verified => &["--verify"],
+        Method::Streamed => &["--stream"],
+        Method::StreamedVerified => &["--stream", "--verify"],
     };
     let uri = image_uri(&image.path);
-    bench.settle()?;
+    bench.prefault()?;
     let mut copy = Copy::start(bench, &uri, &qmp_uri(&destination.qemu), options)?;
-    // A towline that fails never makes the guest tick: then its own words count.
+    // After a failure of towline the guest does not tick, and its error is returned.
     while copy.runs()? && !destination.ticks(image.counter)? {
         bench.parameters.cancel.check()?;
-        std::thread::sleep(super::LOOK_INTERVAL);
+        std::thread::sleep(super::POLL_INTERVAL);
     }
     let started = copy.started;
     let seen = Instant::now();
@@ -275,23 +277,23 @@ fn restore(
 }
 
 fn by_qemu(bench: &Bench<'_>, image: &Image, destination: &Destination) -> Result<Restored> {
-    peer::set(bench, &destination.qemu, Way::MappedRam { direct_io: false })?;
-    bench.settle()?;
+    peer::set(bench, &destination.qemu, Migration::MappedRam { direct_io: false })?;
+    bench.prefault()?;
     let started = Instant::now();
     peer::incoming(&destination.qemu, &peer::file_uri(&image.path))?;
     let tick = destination.first_tick(bench, image.counter)?;
     Ok(Restored::new(destination, tick - started, None))
 }
 
-/// QEMU to QEMU. The source stays stopped, for a counting guest would take a processor from QEMU's threads; so the
-/// destination is told to run as soon as it has everything, as towline does.
+/// Migrates from QEMU to QEMU. The source stays stopped, so that a counting guest does not use a processor of QEMU's threads; the
+/// destination runs on `cont` once it has everything, as with towline.
 fn live(bench: &Bench<'_>, source: &Source, destination: &Destination) -> Result<Restored> {
     let uri = format!("unix:{}", destination.qemu.directory().join("live.sock").display());
-    peer::set(bench, &source.qemu, Way::Multifd)?;
-    peer::set(bench, &destination.qemu, Way::Multifd)?;
+    peer::set(bench, &source.qemu, Migration::Multifd)?;
+    peer::set(bench, &destination.qemu, Migration::Multifd)?;
     peer::incoming(&destination.qemu, &uri)?;
     let counter = source.counter.read()?;
-    bench.settle()?;
+    bench.prefault()?;
     let started = Instant::now();
     let run = || -> Result<Duration> {
         source.qemu.qmp().execute("migrate", json!({ "uri": uri }))?;
@@ -321,7 +323,7 @@ impl Restored {
     }
 }
 
-/// Brings what the file holds into the page cache; its holes would only fill it with zeros.
+/// Reads the file's data into the page cache, without its holes.
 pub(crate) fn read_once(path: &Path) -> Result<()> {
     let file = File::open(path)?;
     let mut buffer = vec![0; 1 << 20];
@@ -341,7 +343,7 @@ pub(crate) fn read_once(path: &Path) -> Result<()> {
     }
 }
 
-/// Takes it out of the page cache.
+/// Writes the file back, and drops it from the page cache.
 pub(crate) fn drop_cached(path: &Path) -> Result<()> {
     let file = File::open(path)?;
     file.sync_all()?;

@@ -1,4 +1,4 @@
-//! Saving: a guest's memory becomes a file.
+//! Saves of a guest's memory to a file.
 
 use std::fs::File;
 use std::time::{Duration, Instant};
@@ -7,33 +7,34 @@ use anyhow::Result;
 use serde_json::{Value, json};
 
 use super::guest::{Memory, Source};
-use super::peer::{self, Way};
+use super::peer::{self, Migration};
 use super::towline::{Copy, image_uri, qmp_uri};
-use super::{Bench, Counters, Named, Part, SETTLED, cell, row};
+use super::{Bench, Counters, Named, PREFAULTED, Part, cell, row};
 use crate::rounds::{self, Contender};
 use crate::stats::Summary;
 use crate::table::Table;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Means {
+enum Method {
     Qemu { direct_io: bool },
     Towline,
 }
 
-const MEANS: [Means; 3] = [Means::Qemu { direct_io: false }, Means::Qemu { direct_io: true }, Means::Towline];
+const METHODS: [Method; 3] =
+    [Method::Qemu { direct_io: false }, Method::Qemu { direct_io: true }, Method::Towline];
 const MEMORY: [Memory; 2] = [Memory::Cold, Memory::Preallocated];
 
 /// One save.
 #[derive(Debug, Clone)]
 struct Saved {
-    /// Until who saved said that it was done.
+    /// Time until the contender reported completion.
     done: Duration,
-    /// Until the file was on the disk.
+    /// Time until the file was synced.
     synced: Duration,
     ram: Option<Value>,
 }
 
-impl Means {
+impl Method {
     fn label(self) -> &'static str {
         match self {
             Self::Qemu { direct_io: false } => "QEMU's own",
@@ -43,29 +44,29 @@ impl Means {
     }
 }
 
-/// Runs all saves: out of `source`, and out of one with preallocated memory that lives here only.
+/// Measures all saves, of `source` and of a guest with preallocated memory.
 pub(super) fn measure(bench: &Bench<'_>, source: &Source) -> Result<Part> {
     let preallocated = Source::start(bench, Memory::Preallocated)?;
-    let all: Vec<(Memory, Means)> =
-        MEMORY.into_iter().flat_map(|memory| MEANS.map(|means| (memory, means))).collect();
+    let all: Vec<(Memory, Method)> =
+        MEMORY.into_iter().flat_map(|memory| METHODS.map(|method| (memory, method))).collect();
     let contenders: Vec<Contender> = all
         .iter()
-        .map(|(memory, means)| Contender {
+        .map(|(memory, method)| Contender {
             group: format!("save out of {}", memory.as_text()),
-            label: means.label().into(),
+            label: method.label().into(),
         })
         .collect();
     let outcomes = rounds::run(&contenders, bench.parameters.runs, &bench.parameters.cancel, |index| {
-        let (memory, means) = all[index];
-        save(bench, if memory == Memory::Cold { source } else { &preallocated }, means)
+        let (memory, method) = all[index];
+        save(bench, if memory == Memory::Cold { source } else { &preallocated }, method)
     })?;
     let mut part = Part { table: table(bench), ratios: Vec::new(), rates: Vec::new(), counters: Vec::new() };
     for group in 0..MEMORY.len() {
-        let base = group * MEANS.len();
+        let base = group * METHODS.len();
         let seconds = |index: usize| -> Vec<f64> {
             outcomes[index].values.iter().map(|saved| saved.done.as_secs_f64()).collect()
         };
-        for (offset, means) in MEANS.into_iter().enumerate() {
+        for (offset, method) in METHODS.into_iter().enumerate() {
             let index = base + offset;
             let Contender { group, label } = contenders[index].clone();
             let ratio_plain = Summary::of_ratios(&seconds(index), &seconds(base));
@@ -74,7 +75,7 @@ pub(super) fn measure(bench: &Bench<'_>, source: &Source) -> Result<Part> {
                 cells(bench, saved, ratio_plain, ratio_direct)
             }));
             let bytes = bench.parameters.data_bytes() as f64;
-            if let (Means::Towline, Some(last)) = (means, outcomes[index].values.last()) {
+            if let (Method::Towline, Some(last)) = (method, outcomes[index].values.last()) {
                 let ram = last.ram.clone().unwrap_or_default();
                 part.counters.push(Counters { group: group.clone(), label: label.clone(), ram });
                 let named = |value| Named { group: group.clone(), label: label.clone(), value };
@@ -98,11 +99,11 @@ fn table(bench: &Bench<'_>) -> Table {
         columns: vec!["what", "s", "MB/s", "× QEMU's own", "× with direct-io", "s to disk"],
         rows: Vec::new(),
         notes: vec![
-            "s: from the command (towline: its process's start; QEMU: `migrate`) until it says done".into(),
+            "s: from the command (towline: its process's start; QEMU: `migrate`) until it reports completion".into(),
             "s to disk: the same and fsync. towline is synced when it is done, QEMU is not: its file was synced here".into(),
             "towline hashes every chunk (BLAKE3) and writes a manifest, QEMU does neither".into(),
             "the guest is stopped meanwhile; its memory was touched long ago (warm)".into(),
-            SETTLED.into(),
+            PREFAULTED.into(),
             bench.images(),
         ],
     }
@@ -128,19 +129,19 @@ fn cells(
     (cells, json!({ "seconds": done, "seconds-to-disk": synced }))
 }
 
-fn save(bench: &Bench<'_>, source: &Source, means: Means) -> Result<Saved> {
+fn save(bench: &Bench<'_>, source: &Source, method: Method) -> Result<Saved> {
     let path = bench.path("save.img");
-    if let Means::Qemu { direct_io } = means {
-        peer::set(bench, &source.qemu, Way::MappedRam { direct_io })?;
+    if let Method::Qemu { direct_io } = method {
+        peer::set(bench, &source.qemu, Migration::MappedRam { direct_io })?;
     }
-    bench.settle()?;
-    let saved = match means {
-        Means::Qemu { .. } => peer::migrate(bench, &source.qemu, &peer::file_uri(&path)).and_then(|done| {
+    bench.prefault()?;
+    let saved = match method {
+        Method::Qemu { .. } => peer::migrate(bench, &source.qemu, &peer::file_uri(&path)).and_then(|done| {
             let before = Instant::now();
             File::open(&path)?.sync_all()?;
             Ok(Saved { done, synced: done + before.elapsed(), ram: None })
         }),
-        Means::Towline => Copy::start(bench, &qmp_uri(&source.qemu), &image_uri(&path), &[])
+        Method::Towline => Copy::start(bench, &qmp_uri(&source.qemu), &image_uri(&path), &[])
             .and_then(|copy| copy.wait(bench))
             .map(|copied| Saved { done: copied.time, synced: copied.time, ram: Some(copied.ram) }),
     };

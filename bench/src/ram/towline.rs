@@ -1,4 +1,4 @@
-//! towline itself, run as a user would.
+//! towline, run as by a user.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -10,20 +10,20 @@ use towline_lab::{Qemu, Towline};
 use super::Bench;
 
 const COPY_WITHIN: Duration = Duration::from_secs(120);
-/// What is left to do for a process whose end was seen.
+/// Timeout of reaping a process that has exited.
 const END_WITHIN: Duration = Duration::from_secs(10);
 
-/// A `towline copy` that was started.
+/// A running `towline copy`.
 pub(super) struct Copy {
     pub(super) started: Instant,
     process: Towline,
 }
 
-/// One that succeeded.
+/// A successful copy.
 pub(super) struct Copied {
-    /// From the process's start to its end.
+    /// Time from the process's start to its end.
     pub(super) time: Duration,
-    /// `ram` of its event `completed`.
+    /// Field `ram` of its event `completed`.
     pub(super) ram: Value,
 }
 
@@ -49,7 +49,7 @@ impl Copy {
             bench.wait("towline's end", COPY_WITHIN, || Ok((!self.process.runs()?).then(Instant::now)))?;
         let finished = self.process.wait(END_WITHIN)?;
         if !finished.status.success() {
-            bail!("{}", finished.stderr.lines().next().unwrap_or("towline failed and did not say why"));
+            bail!("{}", finished.stderr.lines().next().unwrap_or("towline failed without an error"));
         }
         let events = finished.stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
         let completed = events.into_iter().find(|event| event["event"] == "completed");
@@ -57,7 +57,7 @@ impl Copy {
         Ok(Copied { time: ended - self.started, ram })
     }
 
-    /// Whether it still runs.
+    /// Returns true while it is running.
     pub(super) fn runs(&mut self) -> Result<bool> {
         self.process.runs()
     }

@@ -1,13 +1,13 @@
-//! `towline bench sandbox`: what a filter costs the system calls that move data.
+//! `cargo xtask bench sandbox`: cost of a filter for the system calls that move data.
 //!
 //! ```text
-//!   one process ─┬─ a thread that is not confined      turns of milliseconds: A B C, C B A, …
+//!   one process ─┬─ an unconfined thread               turns of milliseconds: A B C, C B A, …
 //!                └─ a thread for each filter           each turn the same calls, on one processor
 //! ```
-//! A filter may bind a single thread, so threads of one process, with and without, do the same calls in turns of milliseconds,
-//! and what a call takes is their own processor time (and instructions, where the machine counts them), not that of the clock: what
-//! else the machine does hardly shows. A ratio is taken turn by turn; its median has an interval, so that it can be seen whether one
-//! percent could be told from none.
+//! A filter may apply to a single thread. So threads of one process, with and without filters, make the same calls in turns of
+//! milliseconds. The cost of a call is the thread's processor time (and instructions, where the machine counts them), which other
+//! programs hardly influence. A ratio is taken turn by turn; the confidence interval of its median shows if one percent can be
+//! distinguished from zero.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::OwnedFd;
@@ -27,45 +27,53 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::json;
 use towline_channel::Cancel;
+use towline_sandbox::Policy;
 
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 
-/// How long a turn is about.
+/// Approximate length of a turn.
 const TURN: Duration = Duration::from_millis(2);
-/// Turns for each run that is asked for.
+/// Number of turns for each run.
 const TURNS_PER_RUN: usize = 200;
-/// Calls of which it is found out how many make a turn.
+/// Number of calls that calibrate the length of a turn.
 const PROBE_CALLS: u32 = 200;
-/// Turns before those that count.
+/// Number of turns before the measured ones.
 const WARM_UP_TURNS: usize = 20;
-/// What it may cost.
+/// Goal of the ratio.
 const RATIO_MAX: f64 = 1.01;
 
-/// A filter of the command's.
+/// A command's filter.
 #[derive(Debug, Clone, Copy)]
-pub struct Filter {
-    /// Whose it is.
-    pub name: &'static str,
-    /// Confines the calling thread.
-    pub confine: fn() -> Result<(), String>,
+struct Filter {
+    /// The command.
+    name: &'static str,
+    /// Applies it to the calling thread.
+    confine: fn() -> Result<(), String>,
 }
 
-/// What is measured.
+/// The filters that are compared with none.
+const FILTERS: [Filter; 2] = [
+    Filter { name: "a device", confine: || Policy::default().filter_calls_of_thread() },
+    Filter {
+        name: "a copy",
+        confine: || Policy { connects_unix: true, opens: true, ..Policy::default() }.filter_calls_of_thread(),
+    },
+];
+
+/// Parameters of the measurement.
 #[derive(Debug, Clone)]
 pub struct Parameters {
-    /// Beside none.
-    pub filters: Vec<Filter>,
-    /// Runs of several turns each.
+    /// Number of runs, of several turns each.
     pub runs: usize,
-    /// Ends it early.
+    /// Cancels the measurement.
     pub cancel: Cancel,
 }
 
-/// Something done again and again: one or two calls.
+/// The measured operation: one or two calls.
 type Work = Box<dyn FnMut() -> rustix::io::Result<()>>;
 
-/// Makes one, in the thread that does it.
+/// Creates one, in the thread that measures it.
 type Make = fn() -> Result<Work>;
 
 const WORKS: [(&str, Make); 4] = [
@@ -75,23 +83,23 @@ const WORKS: [(&str, Make); 4] = [
     ("write and read of an eventfd", notifications),
 ];
 
-/// What a turn took.
+/// Cost of one call.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     nanoseconds: f64,
     instructions: Option<f64>,
 }
 
-/// A thread that takes turns.
+/// A measuring thread.
 struct Contender {
     turns: Sender<u32>,
     samples: Receiver<Result<Sample>>,
 }
 
-/// Measures all.
+/// Measures the table.
 ///
 /// # Errors
-/// It was cancelled, or the machine cannot do the calls.
+/// The run was cancelled, or the machine does not support a call.
 pub fn measure(parameters: &Parameters) -> Result<Table> {
     let mut rows = Vec::new();
     for (name, work) in WORKS {
@@ -99,16 +107,18 @@ pub fn measure(parameters: &Parameters) -> Result<Table> {
     }
     Ok(Table {
         name: "sandbox",
-        title: format!("What a filter costs system calls, {} turns, median", parameters.runs * TURNS_PER_RUN),
+        title: format!(
+            "Cost of a filter for system calls, {} turns, median",
+            parameters.runs * TURNS_PER_RUN
+        ),
         columns: vec!["what", "processor time", "× none", "95 % of it", "instructions, × none", "goal"],
         rows,
-        notes: vec!["of the threads' own processor time; the interval is that of the median".into()],
+        notes: vec!["processor time of the threads; the interval is that of the median".into()],
     })
 }
 
 fn compare(parameters: &Parameters, name: &str, work: Make) -> Result<Vec<Row>> {
-    let settings: Vec<Option<Filter>> =
-        std::iter::once(None).chain(parameters.filters.iter().copied().map(Some)).collect();
+    let settings: Vec<Option<Filter>> = std::iter::once(None).chain(FILTERS.map(Some)).collect();
     let contenders: Vec<Contender> =
         settings.iter().map(|setting| Contender::start(work, *setting)).collect::<Result<_>>()?;
     let probe = contenders[0].turn(PROBE_CALLS)?;
@@ -145,7 +155,7 @@ fn row(name: &str, setting: Option<Filter>, base: &[Sample], of: &[Sample]) -> R
     let goal = match ratio {
         _ if setting.is_none() => "–".into(),
         Median { low, high, .. } if low <= RATIO_MAX && high > RATIO_MAX => {
-            format!("≤ {RATIO_MAX}: cannot be told")
+            format!("≤ {RATIO_MAX}: undecided")
         }
         Median { high, .. } => format!("≤ {RATIO_MAX}: {}", if high <= RATIO_MAX { "yes" } else { "no" }),
     };
@@ -167,7 +177,7 @@ fn row(name: &str, setting: Option<Filter>, base: &[Sample], of: &[Sample]) -> R
     Row { group: name.into(), label, content: Content::Measured { cells, data } }
 }
 
-/// A median, and where that of very many turns is with 95 %.
+/// A median, with the bounds of its confidence interval of 95 %.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Median {
     median: f64,
@@ -180,7 +190,7 @@ impl Median {
         let mut ratios: Vec<f64> = values.iter().zip(base).map(|(value, base)| value / base).collect();
         ratios.sort_by(f64::total_cmp);
         let median = Summary::of(ratios.iter().copied())?.median;
-        // By ranks (the binomial distribution, as a normal one): no matter how turns are distributed.
+        // By ranks (the binomial distribution, approximated by a normal one), whatever the distribution of turns.
         let (middle, reach) = (ratios.len() as f64 / 2.0, 0.98 * (ratios.len() as f64).sqrt());
         let rank = |rank: f64| ratios[(rank.max(0.0) as usize).min(ratios.len() - 1)];
         Some(Self { median, low: rank((middle - reach).floor()), high: rank((middle + reach).ceil()) })
@@ -189,15 +199,15 @@ impl Median {
 
 impl Contender {
     fn start(work: Make, filter: Option<Filter>) -> Result<Self> {
-        let (turns, asked) = channel::<u32>();
-        let (answer, samples) = channel();
+        let (turns, requests) = channel::<u32>();
+        let (results, samples) = channel();
         let run = move || {
             let (mut work, mut counter) = match prepare(work, filter) {
                 Ok(prepared) => prepared,
-                Err(error) => return drop(answer.send(Err(error))),
+                Err(error) => return drop(results.send(Err(error))),
             };
-            for calls in asked {
-                if answer.send(turn(&mut work, counter.as_mut(), calls)).is_err() {
+            for calls in requests {
+                if results.send(turn(&mut work, counter.as_mut(), calls)).is_err() {
                     return;
                 }
             }
@@ -206,19 +216,19 @@ impl Contender {
         Ok(Self { turns, samples })
     }
 
-    /// The cost of one call, of a number of calls.
+    /// Measures one turn of this number of calls.
     fn turn(&self, calls: u32) -> Result<Sample> {
-        // If it is gone, it has said why.
+        // A thread that has ended has sent its error.
         let _ = self.turns.send(calls);
-        self.samples.recv().map_err(|_| anyhow!("a thread that takes turns has ended"))?
+        self.samples.recv().map_err(|_| anyhow!("a measuring thread has ended"))?
     }
 }
 
 fn prepare(work: Make, filter: Option<Filter>) -> Result<(Work, Option<Counter>)> {
-    // All on the last one: the first has more to do for others.
+    // All on the last processor: the first one handles more interrupts.
     let mut cpus = CpuSet::new();
     cpus.set(thread::available_parallelism()?.get() - 1);
-    sched_setaffinity(None, &cpus).context("a thread cannot be bound to a processor")?;
+    sched_setaffinity(None, &cpus).context("binding a thread to a processor")?;
     let work = work()?;
     let counter = Builder::new(Hardware::INSTRUCTIONS).include_kernel().build();
     let counter = counter.and_then(|mut counter| counter.enable().map(|()| counter)).ok();
@@ -229,24 +239,24 @@ fn prepare(work: Make, filter: Option<Filter>) -> Result<(Work, Option<Counter>)
 }
 
 fn turn(work: &mut Work, mut counter: Option<&mut Counter>, calls: u32) -> Result<Sample> {
-    let counted = |counter: &mut Option<&mut Counter>| -> Result<Option<u64>> {
+    let read = |counter: &mut Option<&mut Counter>| -> Result<Option<u64>> {
         Ok(counter.as_mut().map(|counter| counter.read()).transpose()?)
     };
     let time =
-        || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).context("a time before all times");
-    let (count, begun) = (counted(&mut counter)?, time()?);
+        || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).context("negative processor time");
+    let (count, begun) = (read(&mut counter)?, time()?);
     for _ in 0..calls {
         work()?;
     }
-    let (took, now) = (time()? - begun, counted(&mut counter)?);
-    ensure!(!took.is_zero(), "{calls} calls took no processor time");
+    let (took, now) = (time()? - begun, read(&mut counter)?);
+    ensure!(!took.is_zero(), "{calls} calls used no processor time");
     let each = |total: f64| total / f64::from(calls);
     let instructions = now.zip(count).map(|(now, count)| each((now - count) as f64));
     Ok(Sample { nanoseconds: each(took.as_nanos() as f64), instructions })
 }
 
 fn pair(kind: SocketType) -> Result<(OwnedFd, OwnedFd)> {
-    socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).context("a pair of sockets")
+    socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).context("socketpair")
 }
 
 fn messages(bytes: usize) -> Result<Work> {
@@ -274,7 +284,7 @@ fn packets() -> Result<Work> {
 }
 
 fn notifications() -> Result<Work> {
-    let fd = eventfd(0, EventfdFlags::CLOEXEC).context("an eventfd")?;
+    let fd = eventfd(0, EventfdFlags::CLOEXEC).context("eventfd")?;
     let mut count = [0; 8];
     Ok(Box::new(move || {
         rustix::io::write(&fd, &1u64.to_ne_bytes())?;
@@ -298,8 +308,8 @@ mod tests {
     }
 
     #[test]
-    fn threads_take_turns_whatever_binds_them() {
-        let filter = Filter { name: "nobody", confine: || Ok(()) };
+    fn confined_threads_are_measured_and_errors_returned() {
+        let filter = Filter { name: "nothing", confine: || Ok(()) };
         for (name, work) in WORKS {
             let contender = Contender::start(work, Some(filter)).unwrap();
             let sample = contender.turn(10).unwrap();

@@ -1,4 +1,4 @@
-//! A backend: any program that serves a vhost-user socket.
+//! Backend processes: programs that serve a vhost-user socket.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use towline_frontend::Frontend;
 
-/// Lines of its log that an error shows.
+/// Number of log lines in an error.
 const LOG_LINES: usize = 5;
-/// How long it may take to listen.
+/// Timeout of listening.
 const START_WITHIN: Duration = Duration::from_secs(30);
-/// After so long it is looked whether it still runs.
+/// Interval of checks that it is still running.
 const START_STEP: Duration = Duration::from_millis(100);
 
-/// A program that runs. Dropping it kills it.
+/// A running backend, killed when this is dropped.
 #[derive(Debug)]
 pub struct Backend {
     child: Child,
@@ -28,7 +28,7 @@ impl Backend {
     /// Starts it, with its output in a file of this directory.
     ///
     /// # Errors
-    /// It is not there.
+    /// The program does not exist.
     pub fn start<I, A>(directory: &Path, program: &Path, arguments: I) -> Result<Self>
     where
         I: IntoIterator<Item = A>,
@@ -44,15 +44,15 @@ impl Backend {
         Ok(Self { child, name, log })
     }
 
-    /// Its process.
+    /// Returns its process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Connects to its socket, when it is there.
+    /// Connects to its socket, once that exists.
     ///
     /// # Errors
-    /// It ended, or is too slow.
+    /// It has exited, or does not listen in time.
     pub fn connect(&mut self, socket: &Path) -> Result<Frontend> {
         let until = Instant::now() + START_WITHIN;
         loop {
@@ -65,22 +65,22 @@ impl Backend {
         }
     }
 
-    /// That it still runs.
+    /// Checks that it is running.
     ///
     /// # Errors
-    /// How it ended.
+    /// It has exited, with its status and log.
     pub fn check(&mut self) -> Result<()> {
         let Some(status) = self.child.try_wait()? else { return Ok(()) };
         let log = std::fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = log.lines().rev().take(LOG_LINES).collect();
         let lines: Vec<&str> = lines.into_iter().rev().collect();
-        bail!("{} ended: {status}; its last words: {}", self.name, lines.join(" | "))
+        bail!("{} exited: {status}; end of its log: {}", self.name, lines.join(" | "))
     }
 }
 
 impl Drop for Backend {
     fn drop(&mut self) {
-        // It may be gone already, and a destructor has nobody to tell.
+        // It may have exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

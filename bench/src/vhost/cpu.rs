@@ -1,29 +1,29 @@
-//! CPU time, from the kernel.
+//! CPU time from the kernel's accounting.
 
 use anyhow::{Context, Result};
 use rustix::time::{ClockId, clock_gettime};
 
-/// Ticks of a second in `/proc` (`USER_HZ`, which is 100 on every Linux that we run on).
+/// Ticks of a second in `/proc` (`USER_HZ`, 100 on every supported Linux).
 const TICKS_PER_SECOND: f64 = 100.0;
-/// In `/proc/stat`: which numbers behind `cpu` are time in which somebody worked.
+/// Indices of the busy times in the line `cpu` of `/proc/stat`.
 const BUSY: [usize; 6] = [0, 1, 2, 5, 6, 7];
 
-/// Seconds of CPU time so far.
+/// CPU time in seconds.
 #[derive(Debug, Clone, Copy)]
 pub struct Usage {
-    /// Of the backend.
+    /// Time of the backend.
     pub backend: f64,
-    /// Of this process.
+    /// Time of this process.
     pub own: f64,
-    /// Of everybody.
+    /// Time of the whole machine.
     pub machine: f64,
 }
 
 impl Usage {
-    /// Up to this moment.
+    /// Reads the present times.
     ///
     /// # Errors
-    /// The backend is gone.
+    /// The backend has exited.
     pub fn now(backend: Option<u32>) -> Result<Self> {
         let own = clock_gettime(ClockId::ProcessCPUTime);
         Ok(Self {
@@ -33,7 +33,7 @@ impl Usage {
         })
     }
 
-    /// From then on.
+    /// Returns the time since then.
     pub fn since(&self, before: &Self) -> Self {
         Self {
             backend: self.backend - before.backend,
@@ -43,9 +43,9 @@ impl Usage {
     }
 }
 
-/// Of all threads that a process has.
+/// Returns the time of all threads of a process.
 fn process(pid: u32) -> Result<f64> {
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).context("the backend is gone")?;
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).context("the backend has exited")?;
     let mut nanoseconds = 0.0;
     for task in tasks {
         // A thread may end meanwhile.

@@ -1,21 +1,21 @@
-//! Latencies, and how they are spread.
+//! Latencies and their quantiles.
 
-/// Microseconds, of one measurement.
+/// Latencies of one measurement in microseconds.
 #[derive(Debug, Clone, Default)]
 pub struct Latencies(Vec<f64>);
 
 impl Latencies {
-    /// One more, in microseconds.
+    /// Adds a latency in microseconds.
     pub fn push(&mut self, microseconds: f64) {
         self.0.push(microseconds);
     }
 
-    /// Those of another thread.
+    /// Adds those of another thread.
     pub fn append(&mut self, mut other: Self) {
         self.0.append(&mut other.0);
     }
 
-    /// The latency that this share of them (0 to 1) does not exceed; 0 if there is none.
+    /// Returns the latency that this share of them (0 to 1) does not exceed; 0 without any.
     pub fn quantile(&mut self, share: f64) -> f64 {
         if self.0.is_empty() {
             return 0.0;
@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_are_values_that_were_measured() {
+    fn quantiles_are_measured_values() {
         let mut latencies = Latencies::default();
         assert_eq!(latencies.quantile(0.5), 0.0);
         (1..=101).rev().for_each(|value| latencies.push(f64::from(value)));

@@ -1,10 +1,10 @@
-//! What the benches of vhost-user devices share: backends as processes, what they cost, and windows of measured time.
+//! Shared by the benchmarks of vhost-user devices: backend processes, their cost, and measured windows.
 //!
 //! ```text
 //!   Backend (a process) ◄── socket, rings ── towline_frontend's drivers in this process: no guest, nothing emulated
-//!      └─ its CPU time from /proc/PID/task/*/schedstat;  ours from our own clock;  everybody's from /proc/stat
+//!      └─ its CPU time from /proc/PID/task/*/schedstat;  this process's from its clock;  the machine's from /proc/stat
 //! ```
-//! A figure is of a window behind a warm-up: counters and clocks are read at both its ends, while everything runs.
+//! A figure is of a window after a warm-up: counters and clocks are read at its ends, while everything runs.
 
 pub mod backend;
 pub mod cpu;
@@ -19,44 +19,44 @@ use towline_channel::Cancel;
 use backend::Backend;
 use cpu::Usage;
 
-/// Before a window: rings fill, sockets' buffers grow, memory is touched.
+/// Time before a window, in which rings fill, socket buffers grow and memory is touched.
 const WARM_UP: Duration = Duration::from_millis(300);
-/// How long a window waits for something to be done at all, beyond its length.
+/// Extension of a window in which nothing was done.
 const DONE_WITHIN: Duration = Duration::from_secs(10);
-/// How often a window looks whether it was cancelled.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+/// Interval of checks for cancellation.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What threads of one measurement share.
+/// Shared state of the threads of a measurement.
 #[derive(Debug, Default)]
 pub struct Signals {
     /// Units done: bytes, frames, transactions.
     pub units: AtomicU64,
-    /// Latencies count now.
+    /// True while latencies are recorded.
     pub measuring: AtomicBool,
-    /// Applications end.
+    /// True when applications have to end.
     pub stop: AtomicBool,
-    /// Applications have ended; now guests do, who answered them.
+    /// True when guests have to end, after the applications.
     pub power_off: AtomicBool,
 }
 
 impl Signals {
-    /// More units.
+    /// Adds units.
     pub fn add(&self, units: u64) {
         self.units.fetch_add(units, Ordering::Relaxed);
     }
 
-    /// Whether applications end.
+    /// Returns true if applications have to end.
     pub fn is_over(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
 }
 
-/// What a window gave.
+/// Result of a window.
 #[derive(Debug, Clone, Copy)]
 pub struct Window {
-    /// Its length in seconds.
+    /// Length in seconds.
     pub seconds: f64,
-    /// Units that were done.
+    /// Number of units.
     pub units: f64,
     /// CPU time of the backend and this process, in percent of one processor.
     pub cpu_percent: f64,
@@ -67,16 +67,16 @@ pub struct Window {
 }
 
 impl Window {
-    /// Units a second.
+    /// Returns the units per second.
     pub fn rate(&self) -> f64 {
         self.units / self.seconds
     }
 }
 
-/// Warms up, and measures.
+/// Measures a window after a warm-up.
 ///
 /// # Errors
-/// It was cancelled, nothing was done, or the backend died.
+/// It was cancelled, nothing was done, or the backend exited.
 pub fn window(
     signals: &Signals,
     backend: Option<&mut Backend>,
@@ -88,9 +88,9 @@ pub fn window(
     let before = (Usage::now(pid)?, signals.units.load(Ordering::Relaxed), Instant::now());
     signals.measuring.store(true, Ordering::Relaxed);
     sleep(length, cancel)?;
-    // On a machine that is busy with others, a window lasts until something was done.
+    // On a busy machine a window lasts until something was done.
     while signals.units.load(Ordering::Relaxed) == before.1 && before.2.elapsed() < length + DONE_WITHIN {
-        sleep(LOOK_INTERVAL, cancel)?;
+        sleep(POLL_INTERVAL, cancel)?;
     }
     signals.measuring.store(false, Ordering::Relaxed);
     let (units, seconds) =
@@ -114,7 +114,7 @@ fn sleep(length: Duration, cancel: &Cancel) -> Result<()> {
     let until = Instant::now() + length;
     while let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
         cancel.check()?;
-        std::thread::sleep(left.min(LOOK_INTERVAL));
+        std::thread::sleep(left.min(POLL_INTERVAL));
     }
     Ok(())
 }

@@ -1,13 +1,13 @@
-//! `towline bench vsock-guests`: many guests of one process, one of which means harm.
+//! `cargo xtask bench vsock-guests`: many guests of one process, one of them hostile.
 //!
 //! ```text
 //!   15 guests ── a stream each ──┐
-//!                                ├─ one towline vsock ── their readers: what they get is what counts
+//!                                ├─ one towline vsock ── readers, whose throughput is measured
 //!   1 guest ─── the same, or ────┘
-//!               packets of no use to anybody, as many as it can
+//!               useless packets at its full rate
 //! ```
-//! The others' throughput with the hostile one is compared with that beside one more of their own: a guest that is busy takes
-//! its share of the processors, and one that means harm shall take no more.
+//! The throughput of 15 guests beside the hostile one is compared with that beside another ordinary one: a hostile guest must not use
+//! more than its share of the processors.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use tempfile::TempDir;
 use towline_frontend::vsock::{Guest, HOST_CID, Header, op};
 
 use super::guest::Machine;
-use super::host::{Host, Place};
+use super::host::{Host, Target};
 use super::{Buffers, Direction, Parameters, Work};
 use crate::rounds::{self, Contender, Outcome};
 use crate::stats::Summary;
@@ -29,36 +29,36 @@ use crate::table::{Content, Row, Table};
 use crate::vhost::backend::Backend;
 use crate::vhost::{Signals, Window, window};
 
-/// All of them.
+/// Number of guests.
 const GUESTS: u64 = 16;
 const CID_FIRST: u64 = 3;
-/// Who is hostile, if one is.
+/// CID of the hostile guest.
 const HOSTILE: u64 = CID_FIRST + GUESTS - 1;
 const MESSAGE_BYTES: usize = 16 << 10;
-/// What the others keep of their throughput.
+/// Goal of the others' throughput, as a ratio.
 const OTHERS_MIN: f64 = 0.9;
-/// Packets between two publications of the hostile one's ring.
+/// Packets per update of the hostile guest's ring.
 const FLOOD: usize = 32;
 const SLEEP: Duration = Duration::from_millis(20);
 
-/// Measures both.
+/// Measures the table.
 ///
 /// # Errors
-/// It was cancelled.
+/// The run was cancelled.
 pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
-    let labels = ["beside one of their own", "beside one that is hostile"];
+    let labels = ["beside an ordinary guest", "beside a hostile guest"];
     let contender = |label: &str| Contender {
         group: format!("{} of {GUESTS} guests, a stream of 16 KiB from each", GUESTS - 1),
         label: label.into(),
     };
     let contenders = labels.map(contender);
     let outcomes =
-        rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| run(parameters, index == 1))?;
+        rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| run(parameters, LAST[index]))?;
     Ok(vec![table(parameters, &contenders, &outcomes)])
 }
 
-/// The throughput of all but the last one.
-fn run(parameters: &Parameters, hostile: bool) -> Result<Window> {
+/// Measures the throughput of all guests but the last one.
+fn run(parameters: &Parameters, last: Last) -> Result<Window> {
     let directory = TempDir::with_prefix("towline-bench-")?;
     let path = |kind: &str, cid: u64| directory.path().join(format!("{kind}{cid}"));
     let mut arguments = vec!["vsock".to_owned()];
@@ -72,7 +72,13 @@ fn run(parameters: &Parameters, hostile: bool) -> Result<Window> {
     let mut parties = Parties::default();
     let begun = (CID_FIRST..CID_FIRST + GUESTS).try_for_each(|cid| {
         let own = &signals[usize::from(cid == HOSTILE)];
-        parties.add(&mut backend, (path("d", cid), path("v", cid)), cid, own, hostile && cid == HOSTILE)
+        parties.add(
+            &mut backend,
+            (path("d", cid), path("v", cid)),
+            cid,
+            own,
+            if cid == HOSTILE { last } else { Last::Ordinary },
+        )
     });
     let measured =
         begun.and_then(|()| window(&signals[0], Some(&mut backend), parameters.window, &parameters.cancel));
@@ -80,7 +86,16 @@ fn run(parameters: &Parameters, hostile: bool) -> Result<Window> {
     measured
 }
 
-/// Guests and those who read what they send.
+/// Behaviour of the last guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Last {
+    Ordinary,
+    Hostile,
+}
+
+const LAST: [Last; 2] = [Last::Ordinary, Last::Hostile];
+
+/// Guests, and the readers of their streams.
 #[derive(Default)]
 struct Parties {
     hosts: Vec<Host>,
@@ -94,17 +109,17 @@ impl Parties {
         (socket, uds): (PathBuf, PathBuf),
         cid: u64,
         signals: &Arc<Signals>,
-        hostile: bool,
+        last: Last,
     ) -> Result<()> {
         let work = Work::Stream { size: MESSAGE_BYTES, connections: 1, direction: Direction::FromGuest };
         let frontend = backend.connect(&socket)?;
         let mut machine = Machine::start(frontend, cid, Buffers::Linux, work, signals)?;
-        if hostile {
+        if last == Last::Hostile {
             self.guests.push(machine.spawn_with(flood));
             return Ok(());
         }
         let mut host = Host::default();
-        let listening = host.read(signals, &Place::Vsock(uds).listener(), 1);
+        let listening = host.read(signals, &Target::Vsock(uds).listener(), 1);
         self.hosts.push(host);
         listening?;
         machine.connect()?;
@@ -120,13 +135,13 @@ impl Parties {
         }
         signals.iter().for_each(|signals| signals.power_off.store(true, Ordering::Relaxed));
         for guest in self.guests {
-            outcome = outcome.and(guest.join().expect("it does not panic"));
+            outcome = outcome.and(guest.join().expect("the thread does not panic"));
         }
         outcome
     }
 }
 
-/// A turn of a guest that sends what no driver sends: of connections that are not there, without end, of no known kind.
+/// Sends packets that violate the specification: of unknown connections, with wrong lengths and of unknown kinds.
 fn flood(guest: &mut Guest, turn: u64) -> Result<()> {
     guest.reclaim()?;
     for index in 0..FLOOD as u64 {
@@ -180,7 +195,7 @@ fn table(parameters: &Parameters, contenders: &[Contender], outcomes: &[Outcome<
         columns: vec!["what", "Gbit/s, all together", "ratio", "goal"],
         rows: rows.collect(),
         notes: vec![
-            "the hostile one sends packets of unknown connections, kinds and lengths, and requests".into(),
+            "the hostile guest sends packets of unknown connections, kinds and lengths, and requests".into(),
         ],
     }
 }

@@ -1,4 +1,4 @@
-//! The guest: a thread with a driver, which sleeps when there is nothing to do.
+//! The guest: a thread with a driver, which sleeps when idle.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,30 +17,30 @@ use super::host::PORT;
 use super::{Buffers, Direction, Work};
 use crate::vhost::Signals;
 
-/// Entries of each ring, as QEMU has them.
+/// Entries of each ring, as in QEMU.
 const RING_SIZE: u16 = 128;
-/// Packets between two publications of the transmit ring.
+/// Packets per update of the transmit ring.
 const BATCH: usize = 16;
-/// The longest sleep; it is then seen whether all is over.
+/// Maximum sleep between checks for the end.
 const SLEEP: Duration = Duration::from_millis(20);
-/// How long an accepted stream may take.
+/// Timeout of a connection.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 
-/// A guest with what its applications do.
+/// A guest and its applications.
 pub(super) struct Machine {
-    // Hung up on when the guest goes.
+    // Disconnected when the guest is dropped.
     _frontend: Frontend,
     guest: Guest,
     work: Work,
     signals: Arc<Signals>,
-    /// Streams to the host; what is left of the message that is being sent.
+    /// Streams to the host, with the unsent rest of the current message.
     sending: HashMap<Ports, usize>,
-    /// Answers for which there was no room.
-    owed: Vec<(Ports, u32)>,
+    /// Responses that wait for space in the ring.
+    pending: Vec<(Ports, u32)>,
 }
 
 impl Machine {
-    /// Boots on a backend.
+    /// Starts the guest on a backend.
     pub(super) fn start(
         mut frontend: Frontend,
         cid: u64,
@@ -48,22 +48,22 @@ impl Machine {
         work: Work,
         signals: &Arc<Signals>,
     ) -> Result<Self> {
-        let wished = feature::EVENT_IDX | feature::INDIRECT | FEATURE_STREAM;
-        let agreed = frontend.negotiate(0, wished, 0)?;
+        let wanted = feature::EVENT_IDX | feature::INDIRECT | FEATURE_STREAM;
+        let negotiated = frontend.negotiate(0, wanted, 0)?;
         let receive_bytes = match buffers {
             Buffers::Linux => LINUX_BUFFER_BYTES,
             Buffers::Large => PAYLOAD_BYTES_MAX + towline_frontend::vsock::HEADER_BYTES,
         };
-        let features = agreed.features;
+        let features = negotiated.features;
         let options = Options { cid, size: RING_SIZE, receive_bytes, features, takes_at_once: true };
         let memory = Arc::new(Memory::new(Guest::memory_bytes(&options))?);
         frontend.set_mem_table(Some(&memory))?;
         let guest = Guest::start(&mut frontend, &memory, options)?;
-        let (sending, owed) = (HashMap::new(), Vec::new());
-        Ok(Self { _frontend: frontend, guest, work, signals: Arc::clone(signals), sending, owed })
+        let (sending, pending) = (HashMap::new(), Vec::new());
+        Ok(Self { _frontend: frontend, guest, work, signals: Arc::clone(signals), sending, pending })
     }
 
-    /// Opens the streams that the guest opens.
+    /// Opens the streams from the guest.
     pub(super) fn connect(&mut self) -> Result<()> {
         let Work::Stream { connections, direction: Direction::FromGuest, .. } = self.work else {
             return Ok(());
@@ -73,20 +73,20 @@ impl Machine {
         let until = Instant::now() + CONNECT_WITHIN;
         while self.sending.len() < connections {
             ensure!(Instant::now() < until, "{} of {connections} streams were accepted", self.sending.len());
-            self.turn()?;
+            self.poll()?;
             self.guest.wait(false, SLEEP)?;
         }
         Ok(())
     }
 
-    /// Runs until it is over.
+    /// Runs until the end of the measurement.
     pub(super) fn spawn(mut self) -> JoinHandle<Result<()>> {
         std::thread::spawn(move || {
             while !self.signals.power_off.load(Ordering::Relaxed) {
-                let came = self.turn()?;
+                let received = self.poll()?;
                 let more = self.send()?;
-                if !came && !more {
-                    let blocked = !self.sending.is_empty() || !self.owed.is_empty();
+                if !received && !more {
+                    let blocked = !self.sending.is_empty() || !self.pending.is_empty();
                     self.guest.wait(blocked && !self.guest.has_room(), SLEEP)?;
                 }
             }
@@ -94,7 +94,7 @@ impl Machine {
         })
     }
 
-    /// Runs this, with the number of the turn, until it is over.
+    /// Calls this repeatedly, with a number, until the end of the measurement.
     pub(super) fn spawn_with(
         mut self,
         turn: impl Fn(&mut Guest, u64) -> Result<()> + Send + 'static,
@@ -109,32 +109,32 @@ impl Machine {
         })
     }
 
-    /// What has come. True if something had.
-    fn turn(&mut self) -> Result<bool> {
-        let Self { guest, work, signals, sending, owed, .. } = self;
-        let came = guest.poll(|guest, event| match event {
+    /// Processes received packets. Returns true if there were any.
+    fn poll(&mut self) -> Result<bool> {
+        let Self { guest, work, signals, sending, pending, .. } = self;
+        let received = guest.poll(|guest, event| match event {
             Event::Request(ports) => guest.accept(ports),
             Event::Connected(ports) => {
                 sending.insert(ports, 0);
             }
             Event::Data { ports, len, .. } => match work {
                 Work::Stream { .. } => signals.add(len.into()),
-                Work::Ask { .. } if guest.send_any(ports, len) => {}
-                Work::Ask { .. } => owed.push((ports, len)),
+                Work::Request { .. } if guest.send_any(ports, len) => {}
+                Work::Request { .. } => pending.push((ports, len)),
             },
-            // As Linux does: whoever shuts both ends gets a reset.
+            // As Linux: a reset for a peer that shuts both directions.
             Event::Shutdown(ports, _) => guest.reset(ports),
             Event::Reset(ports) => {
                 sending.remove(&ports);
             }
             Event::Credit(_) => {}
         })?;
-        owed.retain(|(ports, len)| !guest.send_any(*ports, *len));
+        pending.retain(|(ports, len)| !guest.send_any(*ports, *len));
         guest.tx().publish();
-        Ok(came > 0)
+        Ok(received > 0)
     }
 
-    /// Sends what there is credit and room for. True if there was.
+    /// Sends what credit and ring allow. Returns true if anything was sent.
     fn send(&mut self) -> Result<bool> {
         let Work::Stream { size, direction: Direction::FromGuest, .. } = self.work else { return Ok(false) };
         let mut sent = false;

@@ -1,4 +1,4 @@
-//! The host's applications, over Unix sockets: through a vsock backend, or to each other as its limit.
+//! Applications of the host, over Unix sockets: through a vsock backend, or to each other as the limit.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -15,53 +15,53 @@ use super::Direction;
 use crate::vhost::Signals;
 use crate::vhost::latency::Latencies;
 
-/// The port that somebody listens on.
+/// Port of the listening application.
 pub(super) const PORT: u32 = 1024;
-/// What a receiving application reads at once.
+/// Size of a receiving application's reads.
 const READ_BYTES: usize = 256 << 10;
-/// How long a connection may take, and an answer.
+/// Timeout of a connection and of a response.
 const WITHIN: Duration = Duration::from_secs(10);
 
-/// Where the other end of a stream is.
+/// Other end of a stream.
 #[derive(Debug, Clone)]
-pub(super) enum Place {
-    /// Behind a backend's socket, by Firecracker's convention.
+pub(super) enum Target {
+    /// A guest, by Firecracker's convention on a backend's socket.
     Vsock(PathBuf),
-    /// At this socket.
+    /// An application at this socket.
     Socket(PathBuf),
 }
 
-/// Threads of this process; they end when the signals say so and their sockets are shut.
+/// Threads of this process, which end on their signal and the shutdown of their sockets.
 #[derive(Debug, Default)]
 pub(super) struct Host {
     threads: Vec<JoinHandle<Result<()>>>,
-    /// One end of each stream, to end who waits in it.
+    /// One end of each stream, to shut it down.
     streams: Arc<Mutex<Vec<UnixStream>>>,
     latencies: Arc<Mutex<Latencies>>,
 }
 
-impl Place {
-    /// A stream to the guest, or to who stands for it.
+impl Target {
+    /// Connects to the guest, or to the application in its place.
     fn connect(&self) -> Result<UnixStream> {
         let (Self::Vsock(path) | Self::Socket(path)) = self;
         let mut stream = UnixStream::connect(path).with_context(|| format!("{}", path.display()))?;
         stream.set_read_timeout(Some(WITHIN))?;
         stream.set_write_timeout(Some(WITHIN))?;
         if matches!(self, Self::Vsock(_)) {
-            // In one piece: vhost-device-vsock refuses one that comes in several.
+            // In one write: vhost-device-vsock refuses a request in several.
             stream.write_all(format!("CONNECT {PORT}\n").as_bytes())?;
             let mut line = Vec::new();
             let mut byte = [0];
             while byte != [b'\n'] {
-                ensure!(stream.read(&mut byte)? == 1, "the backend refuses a connection to port {PORT}");
+                ensure!(stream.read(&mut byte)? == 1, "the backend refused a connection to port {PORT}");
                 line.push(byte[0]);
             }
-            ensure!(line.starts_with(b"OK "), "it says {:?}", String::from_utf8_lossy(&line));
+            ensure!(line.starts_with(b"OK "), "unexpected reply {:?}", String::from_utf8_lossy(&line));
         }
         Ok(stream)
     }
 
-    /// Where guests find an application of the host's.
+    /// Returns the path of the socket that guests connect to.
     pub(super) fn listener(&self) -> PathBuf {
         match self {
             Self::Vsock(path) => format!("{}_{PORT}", path.display()).into(),
@@ -76,19 +76,19 @@ impl Host {
     }
 
     fn keep(&self, stream: &UnixStream) -> Result<()> {
-        self.streams.lock().expect("nobody panics with it").push(stream.try_clone()?);
+        self.streams.lock().expect("no thread panics with it").push(stream.try_clone()?);
         Ok(())
     }
 
-    /// Writes messages of `size` bytes into streams of its own.
+    /// Writes messages of `size` bytes to new streams.
     pub(super) fn write(
         &mut self,
         signals: &Arc<Signals>,
-        place: &Place,
+        target: &Target,
         (size, connections): (usize, usize),
     ) -> Result<()> {
         for _ in 0..connections {
-            let mut stream = place.connect()?;
+            let mut stream = target.connect()?;
             self.keep(&stream)?;
             let signals = Arc::clone(signals);
             self.spawn(move || {
@@ -106,7 +106,7 @@ impl Host {
         Ok(())
     }
 
-    /// Reads what comes in streams that others open; counts bytes.
+    /// Reads streams that others open, and counts bytes.
     pub(super) fn read(&mut self, signals: &Arc<Signals>, path: &Path, connections: usize) -> Result<()> {
         let listener = UnixListener::bind(path)?;
         let (streams, signals) = (Arc::clone(&self.streams), Arc::clone(signals));
@@ -116,36 +116,36 @@ impl Host {
                 let mut readers = Vec::new();
                 while readers.len() < connections {
                     let Some(stream) = accept(&listener, &signals)? else { break };
-                    streams.lock().expect("nobody panics with it").push(stream.try_clone()?);
+                    streams.lock().expect("no thread panics with it").push(stream.try_clone()?);
                     let signals = &signals;
                     readers.push(scope.spawn(move || drain(stream, signals)));
                 }
-                readers.into_iter().try_for_each(|reader| reader.join().expect("it does not panic"))
+                readers.into_iter().try_for_each(|reader| reader.join().expect("the thread does not panic"))
             })
         });
         Ok(())
     }
 
-    /// Asks and waits for the answer, again and again; `anew`: in a stream of its own each time.
-    pub(super) fn ask(
+    /// Sends requests and waits for their responses; `reconnects`: each on a new stream.
+    pub(super) fn request(
         &mut self,
         signals: &Arc<Signals>,
-        place: &Place,
-        (size, connections, anew): (usize, usize, bool),
+        target: &Target,
+        (size, connections, reconnects): (usize, usize, bool),
     ) -> Result<()> {
         for _ in 0..connections {
-            let (signals, place, all) = (Arc::clone(signals), place.clone(), Arc::clone(&self.latencies));
+            let (signals, target, all) = (Arc::clone(signals), target.clone(), Arc::clone(&self.latencies));
             self.spawn(move || {
                 let (mut latencies, mut bytes) = (Latencies::default(), vec![0x5a; size]);
                 let mut known = None;
                 while !signals.is_over() {
                     let started = Instant::now();
-                    let done = exchange(&place, known.take(), &mut bytes);
+                    let result = exchange(&target, known.take(), &mut bytes);
                     if signals.is_over() {
                         break;
                     }
-                    let stream = done?;
-                    if !anew {
+                    let stream = result?;
+                    if !reconnects {
                         known = Some(stream);
                     } else {
                         drop(stream);
@@ -155,18 +155,18 @@ impl Host {
                         latencies.push(started.elapsed().as_secs_f64() * 1e6);
                     }
                 }
-                all.lock().expect("nobody panics with it").append(latencies);
+                all.lock().expect("no thread panics with it").append(latencies);
                 Ok(())
             });
         }
         Ok(())
     }
 
-    /// Answers what comes with the same.
-    pub(super) fn answer(&mut self, signals: &Arc<Signals>, path: &Path, threads: usize) -> Result<()> {
+    /// Echoes what it receives.
+    pub(super) fn echo(&mut self, signals: &Arc<Signals>, path: &Path, threads: usize) -> Result<()> {
         let listener = UnixListener::bind(path)?;
         listener.set_nonblocking(true)?;
-        // Each serves whom it accepted: a thread for each connection would be measured instead.
+        // Each thread serves its own connections, since thread creation would be measured otherwise.
         for _ in 0..threads {
             let (listener, signals) = (listener.try_clone()?, Arc::clone(signals));
             self.spawn(move || {
@@ -183,39 +183,39 @@ impl Host {
         Ok(())
     }
 
-    /// Ends all threads. The first error of any of them, and their latencies.
+    /// Ends all threads. Returns their latencies, or the first error.
     pub(super) fn end(mut self, signals: &Signals) -> Result<Latencies> {
         self.finish(signals)?;
-        Ok(std::mem::take(&mut self.latencies.lock().expect("nobody panics with it")))
+        Ok(std::mem::take(&mut self.latencies.lock().expect("no thread panics with it")))
     }
 
     fn finish(&mut self, signals: &Signals) -> Result<()> {
         signals.stop.store(true, Ordering::Relaxed);
-        for stream in self.streams.lock().expect("nobody panics with it").drain(..) {
-            // It may be shut already.
+        for stream in self.streams.lock().expect("no thread panics with it").drain(..) {
+            // It may be shut down already.
             let _ = stream.shutdown(Shutdown::Both);
         }
         let mut outcome = Ok(());
         for thread in self.threads.drain(..) {
-            let ended = thread.join().expect("it does not panic");
+            let ended = thread.join().expect("the thread does not panic");
             outcome = outcome.and(ended);
         }
         outcome
     }
 }
 
-/// Asks, in the stream that is there or in a new one.
-fn exchange(place: &Place, known: Option<UnixStream>, bytes: &mut [u8]) -> Result<UnixStream> {
+/// Sends a request on this stream, or a new one, and waits for the response.
+fn exchange(target: &Target, known: Option<UnixStream>, bytes: &mut [u8]) -> Result<UnixStream> {
     let mut stream = match known {
         Some(stream) => stream,
-        None => place.connect()?,
+        None => target.connect()?,
     };
     stream.write_all(bytes)?;
-    stream.read_exact(bytes).context("no answer comes")?;
+    stream.read_exact(bytes).context("no response")?;
     Ok(stream)
 }
 
-/// The next stream, or none if it is over.
+/// Accepts the next stream; `None` at the end of the measurement.
 fn accept(listener: &UnixListener, signals: &Signals) -> Result<Option<UnixStream>> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     let step = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
@@ -246,22 +246,22 @@ fn drain(mut stream: UnixStream, signals: &Signals) -> Result<()> {
     }
 }
 
-/// What both ends do when the one is the host's application and the other, in the guest's place, too.
+/// Starts the applications of both ends, without a backend.
 pub(super) fn without_backend(
     host: &mut Host,
     signals: &Arc<Signals>,
-    place: &Place,
+    target: &Target,
     work: super::Work,
 ) -> Result<()> {
-    let path = place.listener();
+    let path = target.listener();
     match work {
         super::Work::Stream { size, connections, direction: Direction::ToGuest | Direction::FromGuest } => {
             host.read(signals, &path, connections)?;
-            host.write(signals, place, (size, connections))
+            host.write(signals, target, (size, connections))
         }
-        super::Work::Ask { size, connections, anew } => {
-            host.answer(signals, &path, connections)?;
-            host.ask(signals, place, (size, connections, anew))
+        super::Work::Request { size, connections, reconnects } => {
+            host.echo(signals, &path, connections)?;
+            host.request(signals, target, (size, connections, reconnects))
         }
     }
 }

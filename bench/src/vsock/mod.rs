@@ -1,13 +1,13 @@
-//! `towline bench vsock`: a vsock backend's streams, against vhost-device-vsock and against a plain Unix socket.
+//! `cargo xtask bench vsock`: streams of a vsock backend, against vhost-device-vsock and a plain Unix socket.
 //!
 //! ```text
 //!   application ── Unix socket ── backend ── rings in shared memory ── driver in this process (no guest is emulated)
-//!   application ── Unix socket ── application                           what the host's own part of it costs: the limit
+//!   application ── Unix socket ── application                           the limit: the host's own part
 //! ```
-//! Every measurement has a backend of its own. CPU time is of both sides: the backend, and this process with applications
-//! and driver. The driver sleeps on its eventfd when it has nothing to do, as a guest does.
+//! Every measurement has its own backend process. CPU time includes both sides: the backend, and this process with applications and
+//! driver. The driver sleeps on its eventfd when idle, as a guest does.
 //!
-//! Limits: the driver does not copy what it receives, and sends what its buffers hold: a guest's own work is not measured.
+//! Limits: the driver does not copy data, so a guest's own work is not measured.
 
 pub mod crowd;
 mod guest;
@@ -29,46 +29,46 @@ use crate::vhost::backend::Backend;
 use crate::vhost::latency::Latencies;
 use crate::vhost::{Signals, Window, window};
 use guest::Machine;
-use host::{Host, Place};
+use host::{Host, Target};
 
-/// The guest's context.
+/// CID of the guest.
 const CID: u64 = 3;
-/// The program that is compared with.
+/// Program of the peer.
 pub const PEER: &str = "vhost-device-vsock";
 
-/// What is measured.
+/// Parameters of the measurement.
 #[derive(Debug, Clone)]
 pub struct Parameters {
     /// Message sizes of streams, in bytes.
     pub sizes: Vec<usize>,
-    /// How many streams at once.
+    /// Numbers of concurrent streams.
     pub connections: Vec<usize>,
-    /// Size of a request and of its answer, in bytes.
-    pub ask_bytes: usize,
-    /// How long each window is.
+    /// Size of a request and its response in bytes.
+    pub request_bytes: usize,
+    /// Length of each window.
     pub window: Duration,
-    /// Runs of each row.
+    /// Number of runs of each row.
     pub runs: usize,
-    /// Only groups of rows whose name has one of these in it; all if empty.
+    /// Parts of the names of the groups to measure; empty: all.
     pub rows: Vec<String>,
-    /// The binary under test.
+    /// Binary under test.
     pub towline: PathBuf,
-    /// towline's `--sandbox`; `None`: as if a user said nothing.
+    /// Value of towline's `--sandbox`; `None`: its default.
     pub sandbox: Option<&'static str>,
-    /// vhost-device-vsock, where there is one.
+    /// vhost-device-vsock, if available.
     pub peer: Option<PathBuf>,
-    /// Ends it early.
+    /// Cancels the measurement.
     pub cancel: Cancel,
 }
 
 impl Parameters {
-    /// The published tables: 32 B to 512 KiB, 1 and 8 streams, windows of a second.
+    /// Returns the parameters of the published tables: 32 B to 512 KiB, 1 and 8 streams, windows of a second.
     pub fn of(towline: &Path, peer: Option<PathBuf>, runs: usize, cancel: Cancel) -> Self {
         Self {
             sizes: [32, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10]
                 .into(),
             connections: vec![1, 8],
-            ask_bytes: 64,
+            request_bytes: 64,
             window: Duration::from_secs(1),
             runs,
             rows: Vec::new(),
@@ -80,30 +80,30 @@ impl Parameters {
     }
 }
 
-/// Which way a stream goes.
+/// Direction of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Direction {
     ToGuest,
     FromGuest,
 }
 
-/// What applications do.
+/// Work of the applications.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Work {
     Stream { size: usize, connections: usize, direction: Direction },
-    Ask { size: usize, connections: usize, anew: bool },
+    Request { size: usize, connections: usize, reconnects: bool },
 }
 
 /// The guest's receive buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Buffers {
-    /// Of 4 KiB, as Linux has them.
+    /// 4 KiB, as in Linux.
     Linux,
-    /// Of 64 KiB.
+    /// 64 KiB.
     Large,
 }
 
-/// Who carries it.
+/// Contender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Carrier {
     Towline,
@@ -115,12 +115,12 @@ enum Carrier {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Entry {
     work: Work,
-    /// Also of the socket's rows, which have none: they stand beside each.
+    /// Also set for the socket's rows, which are shown beside each.
     buffers: Buffers,
     carrier: Carrier,
 }
 
-/// What a run of a row gave.
+/// Result of a run of a row.
 #[derive(Debug, Clone, Copy)]
 struct Figure {
     window: Window,
@@ -128,10 +128,10 @@ struct Figure {
     p99_us: f64,
 }
 
-/// Measures all; takes a quarter of an hour with [`Parameters::of`] and five runs.
+/// Measures the tables; takes a quarter of an hour with [`Parameters::of`] and five runs.
 ///
 /// # Errors
-/// It was cancelled. A contender that fails is a row that says so.
+/// The run was cancelled. A contender that fails is a row with the reason.
 pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     let entries = entries(parameters);
     let contenders: Vec<Contender> = entries.iter().map(Entry::contender).collect();
@@ -141,17 +141,17 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     Ok(tables::Run { parameters, entries, outcomes }.tables())
 }
 
-/// One stream of 64 KiB messages from the guest through towline.
+/// Measures one stream of 64 KiB messages from the guest through towline.
 ///
 /// # Errors
-/// The backend fails, or it was cancelled.
+/// The backend fails, or the run was cancelled.
 pub(crate) fn one_stream(parameters: &Parameters) -> Result<Window> {
     let work = Work::Stream { size: 64 << 10, connections: 1, direction: Direction::FromGuest };
     let entry = Entry { work, buffers: Buffers::Linux, carrier: Carrier::Towline };
     run(parameters, entry).map(|figure| figure.window)
 }
 
-/// What is measured of each row.
+/// Results of a row.
 type Figures = Outcome<Figure>;
 
 fn entries(parameters: &Parameters) -> Vec<Entry> {
@@ -164,7 +164,7 @@ fn entries(parameters: &Parameters) -> Vec<Entry> {
     for direction in all {
         for &connections in &parameters.connections {
             for buffers in [Buffers::Linux, Buffers::Large] {
-                // What a guest receives with has no part in what it sends.
+                // Receive buffers do not affect streams from the guest.
                 if direction == Direction::FromGuest && buffers == Buffers::Large {
                     continue;
                 }
@@ -174,9 +174,9 @@ fn entries(parameters: &Parameters) -> Vec<Entry> {
             }
         }
     }
-    for anew in [false, true] {
+    for reconnects in [false, true] {
         for &connections in &parameters.connections {
-            add(Work::Ask { size: parameters.ask_bytes, connections, anew }, Buffers::Linux);
+            add(Work::Request { size: parameters.request_bytes, connections, reconnects }, Buffers::Linux);
         }
     }
     let wanted = |entry: &Entry| {
@@ -191,9 +191,9 @@ fn run(parameters: &Parameters, entry: Entry) -> Result<Figure> {
     let directory = TempDir::with_prefix("towline-bench-")?;
     let signals = Arc::new(Signals::default());
     if entry.carrier == Carrier::Socket {
-        let place = Place::Socket(directory.path().join("limit.sock"));
+        let target = Target::Socket(directory.path().join("limit.sock"));
         let mut host = Host::default();
-        let measured = host::without_backend(&mut host, &signals, &place, entry.work)
+        let measured = host::without_backend(&mut host, &signals, &target, entry.work)
             .and_then(|()| window(&signals, None, parameters.window, &parameters.cancel));
         return figure(measured, host.end(&signals));
     }
@@ -204,24 +204,26 @@ fn run(parameters: &Parameters, entry: Entry) -> Result<Figure> {
             Ok(machine) => machine,
             Err(error) => return Err(backend.check().err().unwrap_or(error)),
         };
-    let place = Place::Vsock(uds);
+    let target = Target::Vsock(uds);
     let mut host = Host::default();
     let measured = (|| {
         if let Work::Stream { connections, direction: Direction::FromGuest, .. } = entry.work {
-            host.read(&signals, &place.listener(), connections)?;
+            host.read(&signals, &target.listener(), connections)?;
             machine.connect()?;
         }
         let thread = machine.spawn();
         let begun = match entry.work {
             Work::Stream { size, connections, direction: Direction::ToGuest } => {
-                host.write(&signals, &place, (size, connections))
+                host.write(&signals, &target, (size, connections))
             }
             Work::Stream { .. } => Ok(()),
-            Work::Ask { size, connections, anew } => host.ask(&signals, &place, (size, connections, anew)),
+            Work::Request { size, connections, reconnects } => {
+                host.request(&signals, &target, (size, connections, reconnects))
+            }
         };
         let window =
             begun.and_then(|()| window(&signals, Some(&mut backend), parameters.window, &parameters.cancel));
-        // The applications end first, and only then the guest that answers them.
+        // The applications end before the guest that responds to them.
         Ok((window, thread))
     })();
     let (window, thread) = match measured {
@@ -230,7 +232,7 @@ fn run(parameters: &Parameters, entry: Entry) -> Result<Figure> {
     };
     let latencies = host.end(&signals);
     signals.power_off.store(true, Ordering::Relaxed);
-    let ended = thread.map_or(Ok(()), |thread| thread.join().expect("it does not panic"));
+    let ended = thread.map_or(Ok(()), |thread| thread.join().expect("the thread does not panic"));
     let figure = figure(window, latencies)?;
     ended?;
     Ok(figure)
@@ -255,9 +257,9 @@ fn backend(
         return Backend::start(directory, &parameters.towline, arguments);
     }
     let peer = parameters.peer.as_ref();
-    ensure!(peer.is_some(), "{PEER} is missing; `cargo xtask peers` builds it");
+    ensure!(peer.is_some(), "{PEER} is missing; run `cargo xtask peers`");
     let arguments = [format!("--guest-cid={cid}"), format!("--socket={socket}"), format!("--uds-path={uds}")];
-    Backend::start(directory, peer.expect("it was asked for above"), arguments)
+    Backend::start(directory, peer.expect("checked above"), arguments)
 }
 
 impl Entry {
@@ -277,10 +279,10 @@ impl Entry {
             Work::Stream { size, connections, direction: Direction::FromGuest } => {
                 (format!("from the guest, {}", streams(connections)), bytes(size))
             }
-            Work::Ask { size, connections, anew: false } => {
+            Work::Request { size, connections, reconnects: false } => {
                 (format!("request and response, {}", streams(connections)), bytes(size))
             }
-            Work::Ask { size, connections, anew: true } => {
+            Work::Request { size, connections, reconnects: true } => {
                 (format!("connect, request, close, {}", streams(connections)), bytes(size))
             }
         };
@@ -298,7 +300,7 @@ impl Carrier {
     }
 }
 
-/// A size in words.
+/// Formats a size.
 fn bytes(size: usize) -> String {
     if size.is_multiple_of(1024) { format!("{} KiB", size / 1024) } else { format!("{size} B") }
 }

@@ -1,4 +1,4 @@
-//! Figures into tables.
+//! Tables of the figures.
 
 use serde_json::{Value, json};
 
@@ -12,7 +12,7 @@ const TO_GUEST_SMALL_SOCKET_MIN: f64 = 0.95;
 const FROM_GUEST_PEER_MIN: f64 = 2.5;
 const FROM_GUEST_SMALL_PEER_MIN: f64 = 3.0;
 const LARGE_SOCKET_MIN: f64 = 0.6;
-const ASK_MIN: f64 = 1.5;
+const REQUEST_MIN: f64 = 1.5;
 const CONNECT_MIN: f64 = 2.5;
 const SMALL: usize = 256;
 const MEDIUM: usize = 4 << 10;
@@ -30,7 +30,7 @@ impl Run<'_> {
             self.series(),
             self.streams("vsock-to-guest", "to the guest", Direction::ToGuest),
             self.streams("vsock-from-guest", "from the guest", Direction::FromGuest),
-            self.asks(),
+            self.requests(),
             self.goals(),
         ]
     }
@@ -77,9 +77,9 @@ impl Run<'_> {
         self.row(entry, cells)
     }
 
-    fn asks(&self) -> Table {
+    fn requests(&self) -> Table {
         let rows = self.entries.iter().filter_map(|entry| match entry.work {
-            Work::Ask { .. } => Some(self.ask(*entry)),
+            Work::Request { .. } => Some(self.request(*entry)),
             Work::Stream { .. } => None,
         });
         Table {
@@ -90,11 +90,11 @@ impl Run<'_> {
             ),
             columns: vec!["what", "1/s", "× peer", "× Unix socket", "p50 µs", "p99 µs", "1/s per % CPU"],
             rows: rows.collect(),
-            notes: vec!["connections: CONNECT, its OK, request, answer, close".into()],
+            notes: vec!["connections: CONNECT, its OK, request, response, close".into()],
         }
     }
 
-    fn ask(&self, entry: Entry) -> Row {
+    fn request(&self, entry: Entry) -> Row {
         let cells = |figures: &Figures| {
             let of = |figure: fn(&Figure) -> f64, digits| {
                 cell(Summary::of(figures.values.iter().map(figure)), digits)
@@ -123,7 +123,7 @@ impl Run<'_> {
         Row { group: contender.group, label: contender.label, content }
     }
 
-    /// In the shape of the kernel's series of 2019: sizes across, before and after below each other.
+    /// Returns the table in the shape of the kernel's series of 2019: sizes across, contenders down.
     fn series(&self) -> Table {
         let columns = [
             "", "32 B", "64 B", "256 B", "1 KiB", "4 KiB", "16 KiB", "64 KiB", "128 KiB", "256 KiB",
@@ -201,8 +201,8 @@ impl Run<'_> {
                     }
                     goal(entry, "efficiency against the peer", peer(efficiency), 1.0);
                 }
-                Work::Ask { connections: 1, anew, .. } => {
-                    let least = if anew { CONNECT_MIN } else { ASK_MIN };
+                Work::Request { connections: 1, reconnects, .. } => {
+                    let least = if reconnects { CONNECT_MIN } else { REQUEST_MIN };
                     goal(entry, "rate against the peer", peer(rate), least);
                 }
                 _ => {}
@@ -226,7 +226,7 @@ fn gigabits(figure: &Figure) -> f64 {
     figure.window.rate() * 8.0 / 1e9
 }
 
-/// Mbit/s for each percent of a processor.
+/// Returns Mbit/s per percent of a processor.
 fn efficiency(figure: &Figure) -> f64 {
     gigabits(figure) * 1e3 / figure.window.cpu_percent
 }

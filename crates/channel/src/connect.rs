@@ -2,9 +2,9 @@
 
 use crate::exec::ExecChannel;
 use crate::file::FileChannel;
-use crate::tls::{TlsChannel, TlsClient};
+use crate::layers;
+use crate::tls::TlsClient;
 use crate::wait::Deadline;
-use crate::websocket::WebSocketChannel;
 use crate::{Address, Cancel, Channel, Error, Result, fd, tcp, unix};
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ pub struct ConnectOptions {
     /// True if zero-copy sends are wanted. Where they are unavailable (another kind, an old kernel), the channel
     /// opens without [`Capabilities::ZERO_COPY`](crate::Capabilities::ZERO_COPY).
     pub zero_copy: bool,
-    /// Speak TLS: the server has to show a certificate.
+    /// TLS credentials; the server has to present a certificate. Without the feature `tls` there are none.
     pub tls: Option<TlsClient>,
 }
 
@@ -36,7 +36,7 @@ pub fn connect(address: &Address, deadline: Instant, cancel: &Cancel) -> Result<
 /// [`Listener`](crate::Listener)).
 ///
 /// # Errors
-/// [`Error::Cancelled`] as soon as the token is pulled, [`Error::Timeout`] at the deadline, [`Error::Resolve`],
+/// [`Error::Cancelled`] as soon as the token is cancelled, [`Error::Timeout`] at the deadline, [`Error::Resolve`],
 /// [`Error::BadAddress`], [`Error::Tls`], [`Error::WebSocket`], and [`Error::Io`]: with `ConnectOptions::retry`, that of the last attempt.
 pub fn connect_with(
     address: &Address,
@@ -78,7 +78,7 @@ fn secured(
             return Err(address.bad("it names no host; give the name in its certificate (--tls-hostname)"));
         }
     };
-    Ok(Box::new(TlsChannel::client(channel, tls, host, deadline, cancel)?))
+    layers::tls_client(channel, tls, host, deadline, cancel)
 }
 
 fn once(address: &Address, until: &Deadline<'_>, options: &ConnectOptions) -> Result<Box<dyn Channel>> {
@@ -104,7 +104,7 @@ fn upgraded(
     let (Address::WebSocket { path, .. }, Some(host)) = (address, address.authority()) else {
         return Ok(channel);
     };
-    Ok(Box::new(WebSocketChannel::client(channel, &host, path, deadline, cancel)?))
+    layers::websocket_client(channel, &host, path, deadline, cancel)
 }
 
 /// Returns true if this is how it looks when the peer is not there yet.

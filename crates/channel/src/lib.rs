@@ -21,6 +21,14 @@
 //! [`FDS_MAX`] descriptors in one message. Only `tcp:` has [`Capabilities::ZERO_COPY`], when it was asked for
 //! ([`ConnectOptions`], [`ListenOptions`]) and the kernel can.
 //!
+//! | feature | adds | needs |
+//! |---|---|---|
+//! | `tls` | TLS 1.3 over any channel | rustls, aws-lc (a C compiler) |
+//! | `websocket` | `ws://`; with `tls`, `wss://` | tungstenite |
+//! | `testing` | the layers of `fault` | – |
+//!
+//! No feature is on by default, and no type or variant depends on one: without it, its use is [`Error::Unsupported`].
+//!
 //! ```
 //! use std::time::{Duration, Instant};
 //! use towline_channel::{Cancel, ChannelExt, IoBuf, IoBufMut, Listener, SendFlags, connect};
@@ -47,10 +55,14 @@ mod channel;
 mod connect;
 mod error;
 mod exec;
+#[cfg(feature = "testing")]
 pub mod fault;
 mod fd;
 mod file;
+#[cfg(any(feature = "tls", feature = "websocket"))]
 mod framed;
+mod guess;
+mod layers;
 mod listen;
 mod pair;
 mod pending_handshakes;
@@ -59,10 +71,15 @@ mod socket;
 mod splice;
 mod sys;
 mod tcp;
+#[cfg(feature = "tls")]
+mod tls;
+#[cfg(not(feature = "tls"))]
+#[path = "tls_absent.rs"]
 mod tls;
 mod unix;
 mod unix_listen;
 mod wait;
+#[cfg(feature = "websocket")]
 mod websocket;
 mod zero_copy;
 
@@ -74,6 +91,7 @@ pub use error::{Error, Result};
 pub use exec::ExecChannel;
 pub use fd::inherit;
 pub use file::FileChannel;
+pub use guess::describe_plain;
 pub use listen::{ListenOptions, Listener, is_exhausted};
 pub use pair::{PairChannel, pair};
 pub use splice::Splice;
@@ -82,7 +100,10 @@ pub use sys::fd::take_over;
 pub use sys::io::{readv, writev};
 pub use sys::iobuf::{IoBuf, IoBufMut, gather, scatter, total_len, total_len_mut};
 pub use tcp::{TcpChannel, check_zero_copy};
-pub use tls::{TlsChannel, TlsClient, TlsServer, describe_plain};
+#[cfg(feature = "tls")]
+pub use tls::TlsChannel;
+pub use tls::{TlsClient, TlsServer};
 pub use unix::UnixChannel;
+#[cfg(feature = "websocket")]
 pub use websocket::WebSocketChannel;
 pub use zero_copy::{ZeroCopyLease, ZeroCopySend, ZeroCopySends, ZeroCopyStatistics};

@@ -2,13 +2,13 @@
 
 use crate::exec::ExecChannel;
 use crate::file::FileChannel;
+use crate::layers;
 use crate::pending_handshakes::{Handshake, PendingHandshakes};
 use crate::tcp::{self, TcpChannel};
-use crate::tls::{TlsChannel, TlsServer};
+use crate::tls::TlsServer;
 use crate::unix::UnixChannel;
 use crate::unix_listen::UnixListener;
 use crate::wait::Deadline;
-use crate::websocket::WebSocketChannel;
 use crate::{Address, Cancel, Channel, Error, Result, fd};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
@@ -92,6 +92,11 @@ impl Listener {
                 local = Address::Tcp { host: bound.ip().to_string(), port: bound.port() };
                 Kind::Tcp(fd)
             }
+            #[cfg(not(feature = "websocket"))]
+            Address::WebSocket { .. } => {
+                return Err(Error::unsupported(&address.to_string(), layers::WITHOUT_WEBSOCKET));
+            }
+            #[cfg(feature = "websocket")]
             Address::WebSocket { secure, host, port, path } => {
                 let (fd, bound) = tcp::bind(host, *port, &address.to_string())?;
                 let (host, port) = (bound.ip().to_string(), bound.port());
@@ -155,10 +160,10 @@ impl Listener {
         let until = Deadline::new("accept", &self.address, deadline, cancel);
         if let Kind::Single(single) = &self.kind {
             let channel = take(single, &until)?;
-            return Ok(match &self.options.tls {
-                Some(tls) => Box::new(TlsChannel::server(channel, tls, deadline, cancel)?),
-                None => channel,
-            });
+            return match &self.options.tls {
+                Some(tls) => layers::tls_server(channel, tls, deadline, cancel),
+                None => Ok(channel),
+            };
         }
         let fd = self.kind.as_fd().expect("all but single ones have a socket");
         let Some(pending) = &self.pending else {
@@ -219,12 +224,12 @@ fn handshake_for(address: &Address, options: &ListenOptions) -> Option<Arc<Hands
     Some(Arc::new(move |connection: Box<dyn Channel>, deadline, cancel: &Cancel| {
         let peer = connection.peer().to_owned();
         let opened = || -> Result<Box<dyn Channel>> {
-            let secured: Box<dyn Channel> = match &tls {
-                Some(tls) => Box::new(TlsChannel::server(connection, tls, deadline, cancel)?),
+            let secured = match &tls {
+                Some(tls) => layers::tls_server(connection, tls, deadline, cancel)?,
                 None => connection,
             };
             match &path {
-                Some(path) => Ok(Box::new(WebSocketChannel::server(secured, path, deadline, cancel)?)),
+                Some(path) => layers::websocket_server(secured, path, deadline, cancel),
                 None => Ok(secured),
             }
         };

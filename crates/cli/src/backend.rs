@@ -1,19 +1,19 @@
-//! towline as a vhost-user backend that others find and start: `docs/interop/vhost-user.rst` and `vhost-user.json` of QEMU.
+//! Discovery of towline as a vhost-user backend: `docs/interop/vhost-user.rst` and `vhost-user.json` of QEMU.
 //!
-//! Whoever looks for a backend finds a JSON file with a path to a program, runs it with `--print-capabilities`, later with
-//! `--socket-path` or `--fd`. The path has no room for a command's name, so a link of the name `towline-net` or `towline-vsock`
-//! to this program is that command.
+//! A management application finds the path of a program in a JSON file, and runs it with `--print-capabilities`, later with
+//! `--socket-path` or `--fd`. The path cannot contain a command, so a link to this program named `towline-net` or
+//! `towline-vsock` runs that command.
 
 use std::ffi::OsString;
 use std::path::Path;
 
 use serde_json::{Value, json};
 
-/// Why a service manager's socket is none.
-pub(crate) const NOT_PASSED: &str = "LISTEN_FDS is set, but for another process (LISTEN_PID): give --socket PATH or --fd N, or start this one by its unit";
+/// Error of a process that inherited LISTEN_FDS of another one.
+pub(crate) const NO_ACTIVATION: &str = "socket activation: LISTEN_FDS is for another process (LISTEN_PID); give --socket PATH or --fd N, or start the unit";
 const OPTION: &str = "--print-capabilities";
 
-/// A kind of device that this program is a backend of.
+/// Type of device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Backend {
     Net,
@@ -23,7 +23,7 @@ pub(crate) enum Backend {
 impl Backend {
     const ALL: [Self; 2] = [Self::Net, Self::Vsock];
 
-    /// The command, and `VHostUserBackendType`.
+    /// Returns the command, which is also the `VHostUserBackendType`.
     fn name(self) -> &'static str {
         match self {
             Self::Net => "net",
@@ -35,13 +35,13 @@ impl Backend {
         Self::ALL.into_iter().find(|backend| backend.name() == name)
     }
 
-    /// `VHostUserBackendCapabilities`; these two kinds have no features of their own.
+    /// Returns the `VHostUserBackendCapabilities`; these types have no features of their own.
     pub(crate) fn capabilities(self) -> Value {
         json!({ "type": self.name() })
     }
 }
 
-/// The words of the command line, with the command that the program's own name stands for.
+/// Returns the command line, with the command that the program's name implies.
 pub(crate) fn with_command(words: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.collect();
     let own = words.first().and_then(|word| Path::new(word).file_name()?.to_str());
@@ -51,18 +51,16 @@ pub(crate) fn with_command(words: impl Iterator<Item = OsString>) -> Vec<OsStrin
     words
 }
 
-/// Whose capabilities are asked for; all other options count for nothing then.
-pub(crate) fn asked(words: &[OsString]) -> Option<Backend> {
+/// Returns the backend whose capabilities are requested; all other options are ignored then.
+pub(crate) fn capabilities_request(words: &[OsString]) -> Option<Backend> {
     let backend = words.get(1)?.to_str().and_then(Backend::of)?;
     words[2..].iter().any(|word| word == OPTION).then_some(backend)
 }
 
-/// Why a device has nobody to serve, if neither its command line nor a service manager gives it a socket.
-pub(crate) fn lacks_socket(socket: Option<&Path>, fd: Option<i32>) -> Option<&'static str> {
-    let is_there = socket.is_some() || fd.is_some() || std::env::var_os("LISTEN_FDS").is_some();
-    (!is_there).then_some(
-        "no socket: give --socket PATH or --fd N, or have a service manager pass one (LISTEN_FDS, socket activation)",
-    )
+/// Returns an error if neither the command line nor a service manager provides a socket.
+pub(crate) fn missing_socket(socket: Option<&Path>, fd: Option<i32>) -> Option<&'static str> {
+    let is_present = socket.is_some() || fd.is_some() || std::env::var_os("LISTEN_FDS").is_some();
+    (!is_present).then_some("no socket: give --socket PATH or --fd N, or use socket activation (LISTEN_FDS)")
 }
 
 #[cfg(test)]
@@ -74,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_is_a_command() {
+    fn the_name_of_a_link_is_a_command() {
         assert_eq!(
             words("/usr/lib/towline/towline-net --fd 3"),
             ["/usr/lib/towline/towline-net", "net", "--fd", "3"]
@@ -84,15 +82,15 @@ mod tests {
     }
 
     #[test]
-    fn capabilities_are_told_whatever_else_is_asked() {
-        let backend = asked(&words("towline-vsock --print-capabilities")).unwrap();
+    fn capabilities_are_printed_whatever_the_other_options() {
+        let backend = capabilities_request(&words("towline-vsock --print-capabilities")).unwrap();
         assert_eq!(backend.capabilities().to_string(), r#"{"type":"vsock"}"#);
         assert_eq!(
-            asked(&words("towline net --socket-path x --print-capabilities --nonsense")),
+            capabilities_request(&words("towline net --socket-path x --print-capabilities --nonsense")),
             Some(Backend::Net)
         );
-        assert_eq!(asked(&words("towline net --fd 3")), None);
-        assert_eq!(asked(&words("towline copy --print-capabilities")), None);
-        assert_eq!(asked(&[]), None);
+        assert_eq!(capabilities_request(&words("towline net --fd 3")), None);
+        assert_eq!(capabilities_request(&words("towline copy --print-capabilities")), None);
+        assert_eq!(capabilities_request(&[]), None);
     }
 }

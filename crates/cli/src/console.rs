@@ -1,17 +1,17 @@
-//! Standard output and standard error, each written by a thread of its own.
+//! Standard output and standard error, each written by its own thread.
 //!
 //! ```text
 //!   plan, engine, signals, log ── push: never blocks ──► queue ──► thread ── write(2) ──► pipe, file, terminal
 //! ```
-//! A pipe that is not read and a terminal whose output is stopped (Ctrl-S) block the thread that writes, and no other: the
-//! copy goes on, and signals are obeyed. What cannot be written at all (a closed pipe, a full disk) is dropped.
+//! A pipe that is not read, or a terminal whose output is stopped (Ctrl-S), blocks only the writing thread: the copy continues,
+//! and signals are handled. Output that cannot be written at all (a closed pipe, a full disk) is dropped.
 //!
-//! What a queue holds is bounded by what may be in it ([`Keep`]): of progress the latest line of each destination, of notices,
-//! statistics and the log [`LIMITED_BYTES_MAX`], beyond which they are dropped and counted; phases and outcomes are never
-//! dropped, and a command has less than twenty lines of them for each destination.
+//! The queues are bounded by the kind of line ([`Keep`]): the latest progress of each destination; [`LIMITED_BYTES_MAX`] of
+//! notices, statistics and log lines, beyond which they are dropped and counted; phases and results are never dropped, and a
+//! command has fewer than twenty of them for each destination.
 //!
-//! No thread is started before [`start`]: a process that confines itself calls that afterwards, since landlock binds only the
-//! threads that are started later. Until then lines wait. At the end of a process [`finish`] writes what waits.
+//! Threads are started by [`start`], which a process calls after it has confined itself, as landlock restricts only threads that
+//! are started later. Lines wait until then. [`finish`] writes the remaining ones at the end of the process.
 
 mod queue;
 
@@ -28,34 +28,34 @@ pub(crate) use queue::Keep;
 pub(crate) use queue::Output;
 use queue::Sink;
 
-/// Notices, statistics and lines of the log that may wait, in bytes.
+/// Maximum size of waiting notices, statistics and log lines.
 pub(crate) const LIMITED_BYTES_MAX: usize = 256 << 10;
-/// How long output that is not read may delay the end of a process.
-const FINISH_WITHIN: Duration = Duration::from_secs(2);
-/// How often it is looked whether a process that waits for a reader shall end.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+/// Time limit of the remaining output at the end of the process.
+const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
+/// Interval of checks for a signal while the process waits for a reader.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 static CONSOLE: OnceLock<Console> = OnceLock::new();
 
 struct Console {
     stdout: Output,
     stderr: Output,
-    /// A signal asked for the end: a reader is no longer waited for.
-    hurries: AtomicBool,
+    /// True after a signal: the process no longer waits for readers.
+    is_ending: AtomicBool,
 }
 
 fn console() -> &'static Console {
     CONSOLE.get_or_init(|| {
         let stderr = Output::new(Sink::Stderr);
-        // One queue for one file, so that lines keep their order and no line is written into a bar.
-        let stdout = if is_one_file() { stderr.beside(Sink::Stdout) } else { Output::new(Sink::Stdout) };
-        Console { stdout, stderr, hurries: AtomicBool::new(false) }
+        // A common file has a common queue, which keeps the lines' order and keeps them out of a progress bar.
+        let stdout = if is_one_file() { stderr.with_sink(Sink::Stdout) } else { Output::new(Sink::Stdout) };
+        Console { stdout, stderr, is_ending: AtomicBool::new(false) }
     })
 }
 
-/// Whether standard output and standard error are the same file.
+/// Returns true if standard output and standard error are the same file.
 fn is_one_file() -> bool {
-    let identity = |path: &str| std::fs::metadata(path).map(|found| (found.dev(), found.ino())).ok();
+    let identity = |path: &str| std::fs::metadata(path).map(|metadata| (metadata.dev(), metadata.ino())).ok();
     let [stdout, stderr] = ["/proc/self/fd/1", "/proc/self/fd/2"].map(identity);
     stdout.is_some() && stdout == stderr
 }
@@ -65,71 +65,72 @@ pub(crate) fn print(keep: Keep, text: &str) {
     console().stdout.push(keep, line(text));
 }
 
-/// Queues a line for standard output, once there is room for it: for commands that hold no guest.
-pub(crate) fn print_when_there_is_room(text: &str) {
-    let Console { stdout, hurries, .. } = console();
+/// Queues a line for standard output once the queue has space: for commands that do not hold a guest.
+pub(crate) fn print_blocking(text: &str) {
+    let Console { stdout, is_ending, .. } = console();
     stdout.start();
-    while !stdout.wait_room(LIMITED_BYTES_MAX, Instant::now() + LOOK_INTERVAL) {
-        if hurries.load(Relaxed) {
+    while !stdout.wait_space(LIMITED_BYTES_MAX, Instant::now() + CHECK_INTERVAL) {
+        if is_ending.load(Relaxed) {
             return;
         }
     }
     stdout.push(Keep::Always, line(text));
 }
 
-/// Queues a line for standard error that is not dropped: an outcome, or an answer to a signal.
+/// Queues a line for standard error that is never dropped: a result, or the response to a signal.
 pub(crate) fn error(text: &str) {
     console().stderr.push(Keep::Always, line(&format!("towline: {text}")));
 }
 
-/// Queues a line for standard error, if there is room for it.
+/// Queues a line for standard error if the queue has space.
 pub(crate) fn notice(text: &str) {
     console().stderr.push(Keep::Limited, line(&format!("towline: {text}")));
 }
 
-/// The bars on standard error, which are taken away while a line is written there. Only what [`draw`] is given may draw them.
+/// Returns the progress bars on standard error, which are hidden while a line is written there. Only functions passed to [`draw`]
+/// may draw them.
 pub(crate) fn bars() -> &'static MultiProgress {
     console().stderr.bars()
 }
 
-/// Has the writing thread draw; `Keep::Latest` replaces what was to be drawn before.
+/// Queues a drawing function for the writing thread; `Keep::Latest` replaces an earlier one.
 pub(crate) fn draw(keep: Keep, draw: impl FnOnce() + Send + 'static) {
     console().stderr.push_draw(keep, Box::new(draw));
 }
 
-/// Starts the writing threads. To be called once the process is confined.
+/// Starts the writing threads. To be called after the process has confined itself.
 pub(crate) fn start() {
     let Console { stdout, stderr, .. } = console();
     stdout.start();
     stderr.start();
 }
 
-/// A signal asked for the end: from now on a reader delays it by [`FINISH_WITHIN`] at most.
-pub(crate) fn hurry() {
-    console().hurries.store(true, Relaxed);
+/// Limits the time for which readers can delay the end of the process to [`FINISH_TIMEOUT`], after a signal.
+pub(crate) fn limit_flush() {
+    console().is_ending.store(true, Relaxed);
 }
 
-/// Whether the end of a process waits for whoever reads its output.
+/// Time for which the end of the process waits for the readers of its output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Readers {
-    /// [`FINISH_WITHIN`] at most.
-    Briefly,
-    /// Until all is read, or a signal comes.
-    ToTheEnd,
+pub(crate) enum Flush {
+    /// At most [`FINISH_TIMEOUT`].
+    Limited,
+    /// Until all is read, or a signal arrives.
+    All,
 }
 
-/// Writes what waits. What is not read in time is lost.
-pub(crate) fn finish(readers: Readers) {
+/// Writes the remaining output. Output that is not read in time is lost.
+pub(crate) fn finish(flush: Flush) {
     start();
-    let Console { stdout, stderr, hurries } = console();
-    let mut deadline = (readers == Readers::Briefly).then(|| Instant::now() + FINISH_WITHIN);
+    let Console { stdout, stderr, is_ending } = console();
+    let mut deadline = (flush == Flush::Limited).then(|| Instant::now() + FINISH_TIMEOUT);
     for output in [stderr, stdout] {
         loop {
-            if hurries.load(Relaxed) && deadline.is_none() {
-                deadline = Some(Instant::now() + FINISH_WITHIN);
+            if is_ending.load(Relaxed) && deadline.is_none() {
+                deadline = Some(Instant::now() + FINISH_TIMEOUT);
             }
-            let look = Instant::now() + LOOK_INTERVAL;
-            if output.wait_written(deadline.map_or(look, |deadline| deadline.min(look))) {
+            let check = Instant::now() + CHECK_INTERVAL;
+            if output.wait_written(deadline.map_or(check, |deadline| deadline.min(check))) {
                 break;
             }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
@@ -139,18 +140,18 @@ pub(crate) fn finish(readers: Readers) {
     }
 }
 
-/// Sends panics the way of all lines: the default hook writes to standard error itself, which may block.
+/// Reports panics through the queue: the default hook writes to standard error itself, which may block.
 pub(crate) fn catch_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let thread = std::thread::current();
         let backtrace = std::backtrace::Backtrace::capture();
-        let traced = backtrace.status() == std::backtrace::BacktraceStatus::Captured;
-        let backtrace = if traced { format!("\n{backtrace}") } else { String::new() };
+        let is_captured = backtrace.status() == std::backtrace::BacktraceStatus::Captured;
+        let backtrace = if is_captured { format!("\n{backtrace}") } else { String::new() };
         notice(&format!("thread '{}' {panic}{backtrace}", thread.name().unwrap_or("unnamed")));
     }));
 }
 
-/// Where the log goes. Writing to it never fails, which `tracing_subscriber` would report by a panic.
+/// Writer of the log. It never fails, which `tracing_subscriber` would report by a panic.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Log;
 
@@ -173,7 +174,7 @@ impl io::Write for Log {
     }
 }
 
-/// A queue and a thread for a socket of datagrams, one for each push.
+/// Returns a queue for a datagram socket; each push is one datagram.
 pub(crate) fn datagrams(socket: std::os::unix::net::UnixDatagram) -> Output {
     Output::new(Sink::Descriptor(std::sync::Arc::new(socket.into())))
 }

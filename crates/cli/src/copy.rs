@@ -1,120 +1,122 @@
 //! `towline copy` and `towline move`.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
-use towline_control::monitor::Monitor;
-use towline_control::plan::{self, Destination, Observer, Recipient, Request, Source};
-use towline_control::statistics::Counting;
+use towline_control::plan::{self, CloneTarget, Destination, Observer, Request, Source};
+use towline_control::statistics::StatsSource;
+use towline_control::status_server::StatusServer;
 
-use crate::Exit;
 use crate::args::{CopyArgs, MoveArgs, TransferArgs};
 use crate::endpoint::Endpoint;
+use crate::exit::Exit;
+use crate::lock::lock;
 use crate::log::RequestId;
 use crate::notify::Notifier;
-use crate::outcome::Outcome;
+use crate::observability::ObservabilityArgs;
+use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
 use crate::signals::cancel_on_signals;
 use crate::sockets::private;
-use crate::watch::WatchArgs;
 use crate::{request, sandbox};
 
 /// Runs `copy`.
 pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
     reporter.begun(request);
-    let outcome =
-        Outcome { reporter: &reporter, source: &args.source, verb: "copied", is_one_of_several: false };
+    let results = Results::of(Verb::Copied, &reporter, &args.source);
     let source = match args.source.source() {
         Ok(source) => source,
-        Err(text) => return Ok(outcome.usage(&text)),
+        Err(text) => return Ok(results.usage(&text)),
     };
     if args.destinations.len() > 1 && !source.is_image() {
         let text = format!(
-            "{} destinations, but {} can be read only once: copy it to an image first, and the image to all of them",
+            "{} destinations, but {} can be read only once: copy it to an image first, then the image to all of them",
             args.destinations.len(),
             args.source
         );
-        return Ok(outcome.usage(&text));
+        return Ok(results.usage(&text));
     }
     let destinations: Result<Vec<_>, _> = args.destinations.iter().map(Endpoint::destination).collect();
     let destinations = match destinations {
         Ok(destinations) => destinations,
-        Err(text) => return Ok(outcome.usage(&text)),
+        Err(text) => return Ok(results.usage(&text)),
     };
     let options = match request::of_copy(args, &source) {
         Ok(options) => options,
-        Err(text) => return Ok(outcome.usage(&text)),
+        Err(text) => return Ok(results.usage(&text)),
     };
-    let promise = match args.transfer.postcopy.postcopy {
-        true => {
-            "a guest that does not run yet stays where it is, one that runs gets the rest of its memory first"
-        }
-        false => "the source keeps its guest, unless that is being handed over already",
+    let consequence = if args.transfer.postcopy.postcopy {
+        "the source keeps its guest, unless that runs at the destination already, which then gets its memory first"
+    } else {
+        "the source keeps its guest, unless the switchover is in progress"
     };
-    if destinations.len() > 1 && args.transfer.watch.is_wanted() {
-        return Ok(outcome.usage(
-            "--qmp and --metrics show one copy, and there are several DESTs: start one towline for each",
-        ));
+    if destinations.len() > 1 && args.transfer.observability.is_requested() {
+        return Ok(results.usage("--qmp and --metrics are for one DEST: start one towline for each"));
     }
     let notifier = Notifier::from_environment();
     confine(&args.transfer, &source, &destinations, &options);
-    let cancel = cancel_on_signals(promise)?;
+    let cancel = cancel_on_signals(consequence)?;
     if destinations.len() > 1 {
         return Ok(clones(args, &source, &destinations, &options, &cancel));
     }
     let (Some(endpoint), Some(destination)) = (args.destinations.first(), destinations.first()) else {
-        return Ok(outcome.usage("a copy needs a destination"));
+        return Ok(results.usage("a copy needs a destination"));
     };
     let observer = (&reporter, &notifier);
-    let copied = watched(&source, destination, &options, &cancel, &observer, &args.transfer.watch);
+    let copied = observed(&source, destination, &options, &cancel, &observer, &args.transfer.observability);
     notifier.stopping();
     let copied = copied?;
     reporter.finish();
-    Ok(match copied {
-        Ok(report) => {
-            outcome.done(endpoint, &report);
-            Exit::Done
-        }
-        Err(failure) => outcome.failed(endpoint, &failure),
-    })
+    Ok(report(&results, endpoint, &copied))
 }
 
-/// Leaves this process what a copy between these ends needs.
-fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], options: &Request) {
-    match sandbox::of_copy(source, destinations, options, args.watch.qmp.as_deref()) {
-        Some(mut policy) => {
-            args.watch.metrics.iter().for_each(|address| policy.listens_tcp(address.port()));
-            args.sandbox.confine(&policy);
+/// Reports the result of a copy to one destination.
+fn report(results: &Results<'_>, destination: &Endpoint, copied: &plan::CopyResult) -> Exit {
+    match copied {
+        Ok(report) => {
+            results.done(destination, report);
+            Exit::Done
         }
-        None => args.sandbox.cannot_confine(sandbox::COMMANDS),
+        Err(failure) => results.failed(destination, failure),
     }
 }
 
-/// Copies to one destination, watched if that is wanted.
-fn watched(
+/// Confines this process to what a copy between these endpoints needs.
+fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], options: &Request) {
+    match sandbox::policy_of_copy(source, destinations, options, args.observability.qmp.as_deref()) {
+        Some(mut policy) => {
+            args.observability.metrics.iter().for_each(|address| policy.bind.add(address.port()));
+            args.sandbox.confine(&policy);
+        }
+        None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),
+    }
+}
+
+/// Copies to one destination, with the servers of `--qmp` and `--metrics`.
+fn observed(
     source: &Source,
     destination: &Destination,
     options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
-    watch: &WatchArgs,
-) -> Result<plan::Outcome> {
-    if !watch.is_wanted() {
+    observability: &ObservabilityArgs,
+) -> Result<plan::CopyResult> {
+    if !observability.is_requested() {
         return Ok(plan::copy(source, destination, options, cancel, observer));
     }
-    let monitor = Arc::new(Monitor::new(format!("towline {}", std::process::id()), options, cancel));
+    let monitor = Arc::new(StatusServer::new(format!("towline {}", std::process::id()), options, cancel));
     let serve = |path: &PathBuf| {
         private(|| Ok(monitor.serve(path)?)).with_context(|| format!("--qmp {}", path.display()))
     };
-    let server = watch.qmp.as_ref().map(serve).transpose()?;
-    let counting = Arc::clone(&monitor) as Arc<dyn Counting>;
-    let watched = watch.with(server, &counting)?;
+    let server = observability.qmp.as_ref().map(serve).transpose()?;
+    let counting = Arc::clone(&monitor) as Arc<dyn StatsSource>;
+    let observers = observability.with_server(server, &counting)?;
     let copied = plan::copy(source, destination, options, cancel, &(observer, &*monitor));
     monitor.ended(copied.as_ref());
-    drop(watched);
+    drop(observers);
     Ok(copied)
 }
 
@@ -127,36 +129,28 @@ fn clones(
     cancel: &Cancel,
 ) -> Exit {
     let (reporter, reporters) = Reporter::several(&args.output, &args.destinations);
-    let outcome =
-        Outcome { reporter: &reporter, source: &args.source, verb: "copied", is_one_of_several: true };
+    let results = Results::of(Verb::Copied, &reporter, &args.source);
+    let results = Results { destinations: Destinations::Several, ..results };
     let recipients: Vec<_> = destinations
         .iter()
         .zip(&reporters)
-        .map(|(destination, reporter)| Recipient { destination, observer: reporter })
+        .map(|(destination, reporter)| CloneTarget { destination, observer: reporter })
         .collect();
-    // The worst that became of any of them.
+    // The worst result.
     let exit = Mutex::new(Exit::Done);
-    let ended = |index: usize, copied: &plan::Outcome| {
+    let ended = |index: usize, copied: &plan::CopyResult| {
         reporters[index].finish();
-        // Held while it is told, so that what is said of one stands together.
-        let mut exit = exit.lock().unwrap_or_else(PoisonError::into_inner);
-        let (endpoint, this) = (&args.destinations[index], Exit::Done);
-        let this = match copied {
-            Ok(report) => {
-                outcome.done(endpoint, report);
-                this
-            }
-            Err(failure) => outcome.failed(endpoint, failure),
-        };
-        *exit = (*exit).max(this);
+        // Locked during the report, so that the lines of one destination are together.
+        let mut exit = lock(&exit);
+        *exit = (*exit).max(report(&results, &args.destinations[index], copied));
     };
     match plan::copy_to_all(source, &recipients, options, cancel, &reporter, &ended) {
         Ok(outcomes) => {
-            let exit = exit.into_inner().unwrap_or_else(PoisonError::into_inner);
-            outcome.all(&outcomes, exit);
+            let exit = *lock(&exit);
+            results.all(&outcomes, exit);
             exit
         }
-        Err(failure) => Outcome { is_one_of_several: false, ..outcome }.refused(&failure),
+        Err(failure) => results.refused(&failure),
     }
 }
 
@@ -164,39 +158,33 @@ fn clones(
 pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
     reporter.begun(request);
-    let outcome =
-        Outcome { reporter: &reporter, source: &args.source, verb: "moved", is_one_of_several: false };
+    let results = Results::of(Verb::Moved, &reporter, &args.source);
     let source = match args.source.source() {
         Ok(source @ Source::Qmp(_)) => source,
         Ok(_) => {
             let text = format!(
-                "move ends the QEMU that it takes the guest from, and so needs its qmp: socket; for {} use `copy`",
+                "move ends the QEMU at its SOURCE, and so needs a qmp: endpoint; for {} use `copy`",
                 args.source
             );
-            return Ok(outcome.usage(&text));
+            return Ok(results.usage(&text));
         }
-        Err(text) => return Ok(outcome.usage(&text)),
+        Err(text) => return Ok(results.usage(&text)),
     };
     if args.resume {
-        return Ok(outcome.usage("move ends its SOURCE, --resume lets it run on: use `copy --resume`"));
+        return Ok(results.usage("--resume: a moved guest does not continue at SOURCE; use `copy --resume`"));
     }
     let destination = match args.destination.destination() {
         Ok(destination) => destination,
-        Err(text) => return Ok(outcome.usage(&text)),
+        Err(text) => return Ok(results.usage(&text)),
     };
     let options = match request::of_move(args, &destination) {
         Ok(options) => options,
-        Err(text) => return Ok(outcome.usage(&text)),
+        Err(text) => return Ok(results.usage(&text)),
     };
     confine(&args.transfer, &source, std::slice::from_ref(&destination), &options);
     let cancel = cancel_on_signals("the source keeps its guest")?;
-    let moved = watched(&source, &destination, &options, &cancel, &reporter, &args.transfer.watch)?;
+    let observability = &args.transfer.observability;
+    let moved = observed(&source, &destination, &options, &cancel, &reporter, observability)?;
     reporter.finish();
-    Ok(match moved {
-        Ok(report) => {
-            outcome.done(&args.destination, &report);
-            Exit::Done
-        }
-        Err(failure) => outcome.failed(&args.destination, &failure),
-    })
+    Ok(report(&results, &args.destination, &moved))
 }

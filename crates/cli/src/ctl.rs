@@ -1,46 +1,15 @@
-//! `towline ctl`: one command to a running towline, or to a QEMU, and its answer.
+//! `towline ctl`: sends a QMP command to a running towline or QEMU, and prints the reply.
 
 use std::io::Write as _;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use serde_json::{Map, Value};
 use towline_qmp::{Client, Options};
 
-use crate::Exit;
+use crate::args::CtlArgs;
 use crate::console;
-
-/// Speak QMP to a running towline, or to a QEMU
-///
-/// Sends one command and prints its answer. Without a command, prints those that there are.
-#[derive(Debug, clap::Args)]
-#[command(after_long_help = "\
-Examples:
-  How far a copy is that was begun with `--qmp /run/towline/a.sock`:
-    towline ctl /run/towline/a.sock query-migrate
-  Let it go faster, and end it:
-    towline ctl /run/towline/a.sock migrate-set-parameters max-bandwidth=500000000
-    towline ctl /run/towline/a.sock migrate_cancel
-  Pull a guest's network cable (QEMU's own monitor):
-    towline ctl /run/vm/a.qmp set_link name=net0 up=false
-  Arguments as JSON:
-    towline ctl /run/vm/a.qmp qom-get '{\"path\": \"/machine\", \"property\": \"type\"}'
-")]
-pub(crate) struct CtlArgs {
-    /// The Unix socket that it listens on
-    #[arg(value_name = "SOCKET")]
-    socket: PathBuf,
-    /// What to do; without it, which commands there are is printed
-    #[arg(value_name = "COMMAND")]
-    command: Option<String>,
-    /// KEY=VALUE, where VALUE is JSON or text and a dot in KEY reaches into an object; or one JSON object
-    #[arg(value_name = "ARGS")]
-    arguments: Vec<String>,
-    /// How long it may take to answer, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 10)]
-    timeout: u64,
-}
+use crate::exit::Exit;
 
 /// Runs `ctl`.
 pub(crate) fn run(args: &CtlArgs) -> Result<Exit> {
@@ -51,8 +20,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<Exit> {
             return Ok(Exit::Usage);
         }
     };
-    let within = Duration::from_secs(args.timeout);
-    let options = Options { deadline: within, greeting_deadline: within, ..Options::default() };
+    let timeout = Duration::from_secs(args.timeout);
+    let options = Options { deadline: timeout, greeting_deadline: timeout, ..Options::default() };
     let mut client = Client::connect(&args.socket, &options)?;
     let Some(command) = &args.command else {
         for name in names(&client.execute_raw("query-commands", None)?) {
@@ -61,11 +30,11 @@ pub(crate) fn run(args: &CtlArgs) -> Result<Exit> {
         return Ok(Exit::Done);
     };
     let value = client.execute_raw(command, arguments)?;
-    print(&serde_json::to_string_pretty(&value).context("an answer that cannot be shown")?)?;
+    print(&serde_json::to_string_pretty(&value).context("formatting the reply")?)?;
     Ok(Exit::Done)
 }
 
-/// In order of the alphabet.
+/// Returns the names of the commands, sorted.
 fn names(commands: &Value) -> Vec<String> {
     let names = commands.as_array().into_iter().flatten();
     let mut names: Vec<String> =
@@ -74,26 +43,25 @@ fn names(commands: &Value) -> Vec<String> {
     names
 }
 
-/// A JSON object as a whole, or `key=value` each, where a value that is JSON is taken as that and any other as text. A key with dots
-/// reaches into objects, as on QEMU's own command line.
+/// Parses one JSON object, or arguments `key=value`, where a value is JSON if it can be, else text. Dots in a key address nested
+/// objects, as on QEMU's own command line.
 fn arguments(words: &[String]) -> Result<Option<Map<String, Value>>, String> {
     if let [word] = words
         && word.starts_with('{')
     {
         return match serde_json::from_str(word) {
             Ok(Value::Object(object)) => Ok(Some(object)),
-            Ok(_) => Err(format!("{word} is no JSON object")),
-            Err(error) => Err(format!("{word} is no JSON object: {error}")),
+            Ok(_) => Err(format!("{word}: expected a JSON object")),
+            Err(error) => Err(format!("{word}: expected a JSON object: {error}")),
         };
     }
     let mut arguments = Map::new();
     for word in words {
-        let (key, value) = word.split_once('=').ok_or_else(|| {
-            format!("{word} is no argument: expected KEY=VALUE, or one JSON object for all")
-        })?;
+        let (key, value) =
+            word.split_once('=').ok_or_else(|| format!("{word}: expected KEY=VALUE, or one JSON object"))?;
         let value = serde_json::from_str(value).unwrap_or_else(|_| Value::from(value));
         put(&mut arguments, key, value)
-            .map_err(|()| format!("{word}: a part of {key} is a value already"))?;
+            .map_err(|()| format!("{word}: a prefix of {key} is a value already"))?;
     }
     Ok((!arguments.is_empty()).then_some(arguments))
 }
@@ -135,9 +103,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_none_is_named() {
-        assert!(of(&["up"]).unwrap_err().starts_with("up is no argument"));
-        assert!(of(&["{\"a\":"]).unwrap_err().starts_with("{\"a\": is no JSON object"));
-        assert!(of(&["a=1", "a.b=2"]).unwrap_err().contains("a part of a.b is a value already"));
+    fn invalid_arguments_are_refused() {
+        assert!(of(&["up"]).unwrap_err().starts_with("up: expected KEY=VALUE"));
+        assert!(of(&["{\"a\":"]).unwrap_err().starts_with("{\"a\":: expected a JSON object"));
+        assert!(of(&["a=1", "a.b=2"]).unwrap_err().contains("a prefix of a.b is a value already"));
     }
 }

@@ -1,4 +1,6 @@
-//! Endpoints as they are written on the command line.
+//! Endpoints of the command line.
+
+mod memory;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -7,9 +9,9 @@ use std::str::FromStr;
 use towline_channel::Address;
 use towline_control::plan;
 
-use crate::memory::Memory;
+pub(crate) use memory::Memory;
 
-/// A URI of the command line.
+/// Endpoint as parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     Qmp(PathBuf),
@@ -19,18 +21,18 @@ pub(crate) enum Endpoint {
     Store(towline_image::store::Location),
     Memory(Memory),
     Null,
-    /// With a secret in it, and why that cannot be. The parser of the command line would show what it refuses.
+    /// Location with a secret, and the reason to refuse it. The parser would print the whole text.
     #[cfg(feature = "store")]
     Secret(String),
-    /// What was written down of one end; for `check`.
+    /// Recorded facts; for `check`.
     Facts(PathBuf),
     /// A `migration_version` attribute; for `check`.
     Attribute(PathBuf),
-    /// A device of ours, by its control socket; for `check`.
+    /// A device of towline, by its control socket; for `check`.
     Control(PathBuf),
 }
 
-/// How endpoints of object stores begin.
+/// Schemes of object stores.
 #[cfg(not(feature = "store"))]
 const STORES: [&str; 6] = ["s3://", "gs://", "az://", "http://", "https://", "store:"];
 
@@ -39,7 +41,7 @@ impl FromStr for Endpoint {
 
     fn from_str(text: &str) -> Result<Self, String> {
         #[cfg(feature = "store")]
-        if towline_image::store::Location::is_one(text) {
+        if towline_image::store::Location::has_scheme(text) {
             use towline_image::store::Error;
             return match text.parse() {
                 Ok(location) => Ok(Self::Store(location)),
@@ -49,12 +51,12 @@ impl FromStr for Endpoint {
         }
         #[cfg(not(feature = "store"))]
         if STORES.iter().any(|scheme| text.starts_with(scheme)) {
-            return Err("this towline was built without object stores (cargo's feature `store`)".into());
+            return Err("this towline was built without object stores (feature `store`)".into());
         }
         let Some((scheme, rest)) = text.split_once(':') else { return image(text) };
         match scheme {
             "qmp" if rest.is_empty() => {
-                Err("qmp: needs the path of a QMP socket, as qmp:/run/vm/a.qmp".into())
+                Err("qmp: needs the path of a QMP socket, such as qmp:/run/vm/a.qmp".into())
             }
             "qmp" => Ok(Self::Qmp(rest.into())),
             "file" => image(rest),
@@ -67,20 +69,20 @@ impl FromStr for Endpoint {
             "tcp" | "unix" | "ws" | "wss" | "fd" | "exec" => {
                 text.parse().map(Self::Stream).map_err(|error| format!("{error}"))
             }
-            // A path may have a colon in it, but then it has a slash too, or it is written with file: before it.
+            // A path with a colon contains a slash, or is written with file: before it.
             _ if text.contains('/') => image(text),
             _ => Err(format!(
-                "unknown scheme {scheme:?}: qmp:, tcp:, unix:, ws://, wss://, fd:, exec:, file:, s3://, gs://, az://, http(s)://, store:, mem:, null:, or a path (a file of this name is file:{text})"
+                "unknown scheme {scheme:?}: expected qmp:, tcp:, unix:, ws://, wss://, fd:, exec:, file:, s3://, gs://, az://, http(s)://, store:, mem:, null:, or a path; write a file of this name as file:{text}"
             )),
         }
     }
 }
 
 fn image(path: &str) -> Result<Endpoint, String> {
-    match path {
-        "" => Err("an image needs a path".into()),
-        path => Ok(Endpoint::Image(path.into())),
+    if path.is_empty() {
+        return Err("file: needs the path of an image".into());
     }
+    Ok(Endpoint::Image(path.into()))
 }
 
 impl fmt::Display for Endpoint {
@@ -103,7 +105,7 @@ impl fmt::Display for Endpoint {
 }
 
 impl Endpoint {
-    /// Whether it is a stored guest.
+    /// Returns true if it is a stored guest.
     pub(crate) fn is_image(&self) -> bool {
         match self {
             Self::Image(_) => true,
@@ -113,7 +115,7 @@ impl Endpoint {
         }
     }
 
-    /// As a source.
+    /// Converts it into a source.
     pub(crate) fn source(&self) -> Result<plan::Source, String> {
         match self {
             Self::Qmp(path) => Ok(plan::Source::Qmp(path.clone())),
@@ -122,14 +124,14 @@ impl Endpoint {
             #[cfg(feature = "store")]
             Self::Store(location) => Ok(plan::Source::Store(location.clone())),
             Self::Memory(memory) => memory.shape().map(plan::Source::Memory),
-            Self::Null => Err("null: has no guest to copy".into()),
+            Self::Null => Err("null: cannot be a SOURCE".into()),
             #[cfg(feature = "store")]
             Self::Secret(why) => Err(why.clone()),
-            Self::Facts(_) | Self::Attribute(_) | Self::Control(_) => Err(self.only_checked()),
+            Self::Facts(_) | Self::Attribute(_) | Self::Control(_) => Err(self.error_of_check_only()),
         }
     }
 
-    /// As a destination.
+    /// Converts it into a destination.
     pub(crate) fn destination(&self) -> Result<plan::Destination, String> {
         Ok(match self {
             Self::Qmp(path) => plan::Destination::Qmp(path.clone()),
@@ -137,16 +139,16 @@ impl Endpoint {
             Self::Image(path) => plan::Destination::Image(path.clone()),
             #[cfg(feature = "store")]
             Self::Store(location) => plan::Destination::Store(location.clone()),
-            Self::Memory(memory) => plan::Destination::Memory(memory.room()?),
+            Self::Memory(memory) => plan::Destination::Memory(memory.destination()?),
             Self::Null => plan::Destination::Null,
             #[cfg(feature = "store")]
             Self::Secret(why) => return Err(why.clone()),
-            Self::Facts(_) | Self::Attribute(_) | Self::Control(_) => return Err(self.only_checked()),
+            Self::Facts(_) | Self::Attribute(_) | Self::Control(_) => return Err(self.error_of_check_only()),
         })
     }
 
-    fn only_checked(&self) -> String {
-        format!("{self} is no guest and takes none: it is for `towline check`")
+    fn error_of_check_only(&self) -> String {
+        format!("{self} is neither SOURCE nor DEST of a copy: it is for `towline check`")
     }
 }
 
@@ -155,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_form_is_read_and_shown() {
+    fn every_form_is_parsed_and_formatted() {
         for (text, shown) in [
             ("qmp:/run/a.qmp", "qmp:/run/a.qmp"),
             ("guest.img", "file:guest.img"),
@@ -179,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_endpoint_says_what_would_be() {
+    fn errors_name_the_expected_forms() {
         let error = "guest:img".parse::<Endpoint>().unwrap_err();
         assert!(error.contains("file:guest:img"), "{error}");
         #[cfg(feature = "store")]

@@ -5,9 +5,9 @@ use serde_json::json;
 use towline_control::plan::Source;
 use towline_image::store::{ConditionalWrites, Garbage, Location};
 
-use crate::Exit;
 use crate::args::InspectArgs;
 use crate::console;
+use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::signals::cancel_on_signals;
 use crate::units::{count, size};
@@ -16,14 +16,14 @@ use crate::units::{count, size};
 pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
     let Source::Store(prefix) = source else {
         console::error(&format!(
-            "--garbage looks through a store's prefix, as s3://BUCKET/PREFIX; {} is none",
+            "{}: --garbage needs the prefix of a store, such as s3://BUCKET/PREFIX",
             args.source
         ));
         return Ok(Exit::Usage);
     };
     let removes = args.garbage.remove_garbage;
-    let cancel = Some(cancel_on_signals("what was removed stays removed")?);
-    let tell = |object: &towline_image::store::Object| {
+    let cancel = Some(cancel_on_signals("chunks that were removed stay removed")?);
+    let report = |object: &towline_image::store::Object| {
         let (key, age) = (&object.key, object.age.as_secs());
         let what = if removes { "removed" } else { "garbage" };
         reporter.event(what, json!({ "object": key, "bytes": object.bytes, "age": age }));
@@ -31,10 +31,10 @@ pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> R
     };
     let age = args.garbage.garbage_age;
     let found = if removes {
-        Garbage::remove(prefix, age, cancel, &mut |object| tell(object))?
+        Garbage::remove(prefix, age, cancel, &mut |object| report(object))?
     } else {
         let found = Garbage::find(prefix, age, cancel)?;
-        found.objects.iter().for_each(tell);
+        found.objects.iter().for_each(report);
         found
     };
     let bytes: u64 = found.objects.iter().map(|object| object.bytes).sum();
@@ -46,10 +46,10 @@ pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> R
             "images": found.images,
             "uploads": found.uploads,
             "readers": found.readers,
-            "kept": { "chunks": found.kept.0, "bytes": found.kept.1, "readers": found.kept_for },
+            "kept": { "chunks": found.kept.chunks, "bytes": found.kept.bytes, "readers": found.kept_for },
             "conditional-writes": found.conditional_writes.map(|found| conditions(found).0),
-            "used": { "chunks": found.used.0, "bytes": found.used.1 },
-            "young": { "chunks": found.young.0, "bytes": found.young.1 },
+            "used": { "chunks": found.used.chunks, "bytes": found.used.bytes },
+            "young": { "chunks": found.young.chunks, "bytes": found.young.bytes },
             "garbage": { "objects": found.objects.len(), "bytes": bytes },
             "removed": removes,
         }),
@@ -58,7 +58,7 @@ pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> R
     Ok(Exit::Done)
 }
 
-/// What a collection found to be garbage.
+/// Unreferenced objects of a collection.
 #[derive(Clone, Copy)]
 struct Swept {
     bytes: u64,
@@ -71,8 +71,8 @@ fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: Swe
     reporter.line(&format!(
         "{prefix}: {} images name {} chunks in {}",
         count(found.images as u64),
-        count(found.used.0),
-        size(found.used.1)
+        count(found.used.chunks),
+        size(found.used.bytes)
     ));
     reporter.line(&format!(
         "  garbage       {} objects in {}, {}",
@@ -81,17 +81,17 @@ fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: Swe
         if removes { "removed" } else { "not removed (--remove-garbage)" }
     ));
     reporter.line(&format!(
-        "  too young     {} chunks in {} (--garbage-age); uploads under way: {}, readers: {}",
-        count(found.young.0),
-        size(found.young.1),
+        "  too young     {} chunks in {} (--garbage-age); uploads in progress: {}, readers: {}",
+        count(found.young.chunks),
+        size(found.young.bytes),
         found.uploads,
         found.readers
     ));
-    if found.kept.0 > 0 {
+    if found.kept.chunks > 0 {
         reporter.line(&format!(
-            "  kept          {} chunks in {}, of images that were replaced or removed while they are read by {}",
-            count(found.kept.0),
-            size(found.kept.1),
+            "  kept          {} chunks in {}, of replaced or removed images that are still read by {}",
+            count(found.kept.chunks),
+            size(found.kept.bytes),
             found.kept_for.join(", ")
         ));
     }
@@ -100,20 +100,20 @@ fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: Swe
     }
 }
 
-/// What the store enforces, for programs and for people.
+/// Returns the identifier of the conditions that the store enforces, and a sentence.
 fn conditions(writes: ConditionalWrites) -> (&'static str, &'static str) {
     match writes {
         ConditionalWrites::All => (
             "all",
-            "the store enforces conditions: a lease that is gone cannot come back, an image is replaced as it was seen",
+            "the store enforces conditional puts: an expired lease cannot reappear, and a changed image is not replaced",
         ),
         ConditionalWrites::Create => (
             "create",
-            "the store creates conditionally only: of two --overwrite of one image at once the last one stays",
+            "the store enforces conditional creation only: of two concurrent --overwrite of an image the last one wins",
         ),
         ConditionalWrites::None => (
             "none",
-            "the store enforces no conditions: of two images of one name stored at once the last one stays",
+            "the store does not enforce conditional puts: of two concurrent images of one name the last one wins",
         ),
     }
 }

@@ -1,44 +1,19 @@
-//! What packages need of the command line: completions for shells, and manual pages.
+//! Shell completions and manual pages, generated from the command line.
 
 use std::io::{ErrorKind, Write as _};
-use std::path::PathBuf;
 
 use anyhow::{Context as _, Result};
 use clap::CommandFactory as _;
-use clap_complete::Shell;
 
-use crate::Exit;
-use crate::args::Args;
-
-/// Print what a shell needs to complete towline's commands and options
-#[derive(Debug, clap::Args)]
-#[command(after_long_help = "\
-Examples:
-  For the bash of this user:
-    towline completions bash > ~/.local/share/bash-completion/completions/towline
-  For everybody's zsh:
-    towline completions zsh > /usr/share/zsh/vendor-completions/_towline
-")]
-pub(crate) struct CompletionsArgs {
-    /// Which one
-    #[arg(value_name = "SHELL")]
-    shell: Shell,
-}
-
-/// Write the manual pages into a directory
-#[derive(Debug, clap::Args)]
-pub(crate) struct ManArgs {
-    /// Where towline.1, towline-copy.1 … are put; made if it is not there
-    #[arg(value_name = "DIR")]
-    directory: PathBuf,
-}
+use crate::args::{Args, CompletionsArgs, ManArgs};
+use crate::exit::Exit;
 
 /// Runs `completions`.
 pub(crate) fn completions(args: &CompletionsArgs) -> Result<Exit> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut Args::command(), "towline", &mut script);
     match std::io::stdout().write_all(&script) {
-        // A reader that has seen enough (`| head`) is no failure.
+        // A reader that stops early (`| head`) is not an error.
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("standard output"),
         _ => Ok(Exit::Done),
     }
@@ -55,6 +30,8 @@ pub(crate) fn man(args: &ManArgs) -> Result<Exit> {
 
 #[cfg(test)]
 mod tests {
+    use clap_complete::Shell;
+
     use super::*;
 
     #[test]
@@ -72,7 +49,7 @@ mod tests {
     }
 
     #[test]
-    fn completions_know_the_options() {
+    fn completions_contain_the_options() {
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
             let mut text = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "towline", &mut text);

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use towline_control::plan::{self, Means, Request, Source, Survey, Task};
+use towline_control::plan::{self, DiscardSink, Request, Source, Task, TransferOptions};
 use towline_control::qemu::Qemu;
 #[cfg(feature = "store")]
 use towline_image::StoredGuest as _;
@@ -16,20 +16,19 @@ use towline_protocol::BlockIndex;
 use towline_protocol::device_state::Device;
 use towline_qmp as qmp;
 
-use crate::Exit;
 use crate::args::{InspectArgs, Switch};
-use crate::console;
+use crate::exit::Exit;
 use crate::progress::Reporter;
-use crate::sandbox;
 use crate::signals::cancel_on_signals;
 use crate::units::{count, size};
+use crate::{console, sandbox};
 
-/// Threads that compare an image with its checksums.
+/// Number of threads that compare an image with its checksums.
 const VERIFY_THREADS: usize = 4;
 
 /// Runs the command.
 pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
-    let reporter = Reporter::new(&args.output).waits_for_readers();
+    let reporter = Reporter::new(&args.output).blocking();
     let source = match args.source.source() {
         Ok(source) => source,
         Err(text) => {
@@ -42,12 +41,12 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
         return crate::garbage::run(&reporter, &source, args);
     }
     if args.verify && !source.is_image() {
-        console::error(&format!("--verify compares an image with its checksums; {} is none", args.source));
+        console::error(&format!("{}: --verify needs an image", args.source));
         return Ok(Exit::Usage);
     }
-    match sandbox::of_copy(&source, &[], &options(args), None) {
+    match sandbox::policy_of_copy(&source, &[], &request(args), None) {
         Some(policy) => args.sandbox.confine(&policy),
-        None => args.sandbox.cannot_confine(sandbox::COMMANDS),
+        None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),
     }
     match source {
         Source::Image(path) => image(&reporter, &path, args.verify),
@@ -56,7 +55,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
         Source::Qmp(path) => qemu(&reporter, &path),
         Source::Memory(_) => {
             console::error(&format!(
-                "{} is made when it is copied; there is nothing to look at",
+                "{}: a synthetic guest exists only while it is copied; there is nothing to inspect",
                 args.source
             ));
             Ok(Exit::Usage)
@@ -71,7 +70,7 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
         image.verify(VERIFY_THREADS, &|_| {})?;
     }
     let allocated = image.file().metadata().with_context(|| path.display().to_string())?.blocks() * 512;
-    let chain = image.layers().map(|layer| Link::of(&layer)).collect::<Result<Vec<_>>>()?;
+    let chain = image.layers().map(|layer| Layer::of(&layer)).collect::<Result<Vec<_>>>()?;
     let blocks: Vec<Value> = image
         .ram_blocks()
         .iter()
@@ -82,7 +81,6 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
         })
         .collect();
     let devices = image.devices();
-    let manifest = image.manifest();
     let facts = json!({
         "kind": "image",
         "path": path.display().to_string(),
@@ -93,40 +91,45 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
         "blocks": blocks,
         "device-state": { "offset": image.device_state_offset(), "length": devices.bytes().len() },
         "devices": devices_json(devices.devices()),
-        "manifest": manifest.map(|manifest| json!({
-            "created": manifest.created().to_string(),
-            "source": manifest.origin().source,
-            "qemu": manifest.origin().qemu,
-            "path": image.manifest_path().map(|path| path.display().to_string()),
-            "sealed": image.is_sealed(),
-        })),
+        "manifest": manifest(&image),
         "verified": verify,
         "loadable-by-qemu": !image.is_incremental(),
-        "chain": chain.iter().map(Link::json).collect::<Vec<_>>(),
+        "chain": chain.iter().map(Layer::json).collect::<Vec<_>>(),
     });
     reporter.event("inspected", facts.clone());
-    let what = match image.is_incremental() {
-        false => "an image that QEMU 9.0 and later loads (`-incoming file:`, mapped-ram)",
-        true => {
-            "an incremental image: no QEMU loads it by itself; towline restores it, `towline copy` makes a whole one of it"
-        }
+    let what = if image.is_incremental() {
+        "an incremental image, which towline restores; `towline copy` merges it into a full one for QEMU"
+    } else {
+        "an image that QEMU 9.0 and later loads (`-incoming file:`, mapped-ram)"
     };
     reporter.line(&format!("{}: {what}", path.display()));
-    tell_head(reporter, &facts);
+    print_head(reporter, &facts);
     reporter.line(&format!("  file          {} long, {} allocated", size(image.length()), size(allocated)));
-    tell_manifest(reporter, &image, verify);
+    print_manifest(reporter, &image, verify);
     if image.is_incremental() {
-        reporter.line(&format!("  chain         {} images, the whole one last", chain.len()));
-        chain.iter().for_each(|link| link.tell(reporter));
+        reporter.line(&format!("  chain         {} images, the full one last", chain.len()));
+        chain.iter().for_each(|layer| layer.print(reporter));
     }
-    tell_blocks(reporter, &blocks);
-    tell_devices(reporter, devices.devices(), devices.bytes().len());
+    print_blocks(reporter, &blocks);
+    print_devices(reporter, devices.devices(), devices.bytes().len());
     Ok(Exit::Done)
 }
 
-fn tell_manifest(reporter: &Reporter, image: &Image, verify: bool) {
+/// Returns the field `manifest` of the event `inspected`.
+fn manifest(image: &Image) -> Option<Value> {
+    let manifest = image.manifest()?;
+    Some(json!({
+        "created": manifest.created().to_string(),
+        "source": manifest.origin().source,
+        "qemu": manifest.origin().qemu,
+        "path": image.manifest_path().map(|path| path.display().to_string()),
+        "sealed": image.is_sealed(),
+    }))
+}
+
+fn print_manifest(reporter: &Reporter, image: &Image, verify: bool) {
     let Some(manifest) = image.manifest() else {
-        reporter.line("  manifest      none: made by QEMU itself? There are no checksums; `towline copy IMAGE NEW` makes them");
+        reporter.line("  manifest      none, as in images of QEMU itself: no checksums; `towline copy IMAGE NEW` adds them");
         return;
     };
     reporter.line(&format!(
@@ -134,23 +137,23 @@ fn tell_manifest(reporter: &Reporter, image: &Image, verify: bool) {
         manifest.created(),
         manifest.origin().source,
         manifest.origin().qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default(),
-        if verify { "every checksum is right" } else { "not compared (--verify)" }
+        if verify { "every checksum matches" } else { "not compared (--verify)" }
     ));
     if !image.is_sealed() {
         reporter.line(
-            "                of an earlier version: memory and device state have checksums, the manifest itself has none; `towline copy IMAGE NEW` makes one that has",
+            "                of an earlier version, without a checksum of the manifest itself; `towline copy IMAGE NEW` adds it",
         );
     }
     if let Some(path) = image.manifest_path().filter(|path| *path != sidecar_path(image.path())) {
         reporter.line(&format!(
-            "                it is {}, as a crash left it: keep it with the image",
+            "                in {}, as after a crash: keep this file with the image",
             path.display()
         ));
     }
 }
 
-/// One image of a chain.
-struct Link {
+/// An image of a chain.
+struct Layer {
     path: String,
     created: Option<String>,
     content: Option<String>,
@@ -158,7 +161,7 @@ struct Link {
     allocated: u64,
 }
 
-impl Link {
+impl Layer {
     fn of(layer: &LayerInfo<'_>) -> Result<Self> {
         let path = layer.path.display().to_string();
         Ok(Self {
@@ -180,11 +183,11 @@ impl Link {
         })
     }
 
-    fn tell(&self, reporter: &Reporter) {
-        let made = self.created.as_deref().unwrap_or("unknown");
+    fn print(&self, reporter: &Reporter) {
+        let created = self.created.as_deref().unwrap_or("unknown");
         let (chunks, allocated) = (count(self.chunks as u64), size(self.allocated));
         reporter.line(&format!(
-            "    {:<38} {made}  {chunks:>7} chunks are its own  {allocated:>11} allocated",
+            "    {:<38} {created}  {chunks:>7} own chunks  {allocated:>11} allocated",
             self.path
         ));
     }
@@ -196,7 +199,7 @@ fn stored_image(
     location: &towline_image::store::Location,
     verify: bool,
 ) -> Result<Exit> {
-    let cancel = cancel_on_signals("nothing was changed")?;
+    let cancel = cancel_on_signals("nothing is changed")?;
     let image = towline_image::store::StoredImage::open(location, Some(cancel))?;
     if verify {
         image.verify(&|_| {})?;
@@ -231,21 +234,19 @@ fn stored_image(
         "loadable-by-qemu": false,
     });
     reporter.event("inspected", facts.clone());
-    reporter.line(&format!(
-        "{location}: an image in an object store; QEMU loads it when it was copied to a file:"
-    ));
-    tell_head(reporter, &facts);
+    reporter.line(&format!("{location}: an image in an object store; QEMU loads a copy in a file"));
+    print_head(reporter, &facts);
     reporter.line(&format!(
         "  chunks        {} of {}, named by an index of {}: {}",
         count(chunks as u64),
         size(index.chunk_bytes()),
         size(image.index_bytes()),
-        if verify { "all there, and every one is right" } else { "not compared (--verify)" }
+        if verify { "complete, and every checksum matches" } else { "not compared (--verify)" }
     ));
     let qemu = index.origin().qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default();
-    reporter.line(&format!("  made          {}, from {}{qemu}", index.created(), index.origin().source));
-    tell_blocks(reporter, &blocks);
-    tell_devices(reporter, devices.devices(), devices.bytes().len());
+    reporter.line(&format!("  created       {}, from {}{qemu}", index.created(), index.origin().source));
+    print_blocks(reporter, &blocks);
+    print_devices(reporter, devices.devices(), devices.bytes().len());
     Ok(Exit::Done)
 }
 
@@ -271,23 +272,24 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
     });
     reporter.event("inspected", shown.clone());
     reporter.line(&format!("{}: QEMU {}", qemu.socket(), qemu.version_text()));
-    tell_head(reporter, &shown);
+    print_head(reporter, &shown);
     reporter.line(&format!("  uuid          {}", facts.uuid));
-    reporter
-        .line(&format!("  capabilities  {}", if on.is_empty() { "none on".into() } else { on.join(", ") }));
+    reporter.line(&format!("  capabilities  {}", if on.is_empty() { "none".into() } else { on.join(", ") }));
     match facts.blocked_reasons() {
         [] => reporter.line("  migration     not blocked"),
         reasons => reporter.line(&format!("  migration     blocked: {}", reasons.join("; "))),
     }
-    tell_blocks(reporter, &blocks);
+    print_blocks(reporter, &blocks);
     Ok(Exit::Done)
 }
 
-fn options(args: &InspectArgs) -> Request {
-    let means = Means { multifd_channels: Some(args.multifd_channels), ..Means::default() };
-    let task = Task::Copy { means, run: None, resume: false, base: None };
+/// Returns the request of a stream's inspection.
+fn request(args: &InspectArgs) -> Request {
+    let transfer =
+        TransferOptions { multifd_channels: Some(args.multifd_channels), ..TransferOptions::default() };
+    let task = Task::Copy { transfer, run: None, resume: false, base: None };
     Request {
-        compression: args.compression.at(None, None),
+        compression: args.compression.with_level(None, None),
         tls: args.tls.tls(),
         return_path: args.return_path == Switch::On,
         ..Request::new(task)
@@ -295,18 +297,18 @@ fn options(args: &InspectArgs) -> Request {
 }
 
 fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
-    let survey = Survey::default();
+    let survey = DiscardSink::default();
     let cancel = cancel_on_signals("the source keeps its guest")?;
-    let surveyed = plan::survey(source, &survey, &options(args), &cancel, reporter);
+    let surveyed = plan::inspect_stream(source, &survey, &request(args), &cancel, reporter);
     reporter.finish();
     let moved = match surveyed {
         Ok(moved) => moved,
         Err(failure) => {
             console::error(&failure.to_string());
-            return Ok(Exit::Safe);
+            return Ok(Exit::Failed);
         }
     };
-    let seen = survey.seen();
+    let seen = survey.summary();
     let devices = seen.device_state.as_ref();
     let blocks: Vec<Value> =
         seen.blocks.iter().map(|block| json!({ "name": block.name, "length": block.length })).collect();
@@ -321,19 +323,19 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
     });
     reporter.event("inspected", facts.clone());
     reporter.line(&format!(
-        "{}: a migration stream; its source was told that nothing arrived and keeps its guest",
+        "{}: a migration stream; its source was informed of a failure and keeps its guest",
         args.source
     ));
-    tell_head(reporter, &facts);
+    print_head(reporter, &facts);
     reporter.line(&format!(
         "  memory        {} plain pages, {} zero pages, {} in all",
         count(moved.normal),
         count(moved.duplicate),
         size(moved.transferred)
     ));
-    tell_blocks(reporter, &blocks);
+    print_blocks(reporter, &blocks);
     if let Some(state) = devices {
-        tell_devices(reporter, state.devices(), state.bytes().len());
+        print_devices(reporter, state.devices(), state.bytes().len());
     }
     Ok(Exit::Done)
 }
@@ -345,13 +347,13 @@ fn devices_json(devices: &[Device]) -> Value {
         .collect()
 }
 
-fn tell_head(reporter: &Reporter, facts: &Value) {
+fn print_head(reporter: &Reporter, facts: &Value) {
     let text = |key: &str| facts[key].as_str().unwrap_or("unknown").to_owned();
     reporter.line(&format!("  machine type  {}", text("machine-type")));
     reporter.line(&format!("  run state     {}", text("run-state")));
 }
 
-fn tell_blocks(reporter: &Reporter, blocks: &[Value]) {
+fn print_blocks(reporter: &Reporter, blocks: &[Value]) {
     reporter.line(&format!("  blocks        {}", blocks.len()));
     for block in blocks {
         let length = size(block["length"].as_u64().unwrap_or_default());
@@ -363,7 +365,7 @@ fn tell_blocks(reporter: &Reporter, blocks: &[Value]) {
     }
 }
 
-fn tell_devices(reporter: &Reporter, devices: &[Device], bytes: usize) {
+fn print_devices(reporter: &Reporter, devices: &[Device], bytes: usize) {
     reporter.line(&format!("  devices       {} in {}", devices.len(), size(bytes as u64)));
     for device in devices {
         let Device { name, instance, version, .. } = device;

@@ -1,8 +1,8 @@
 //! Logs: on standard error, one line each, every line of a copy with the copy's id. Nothing waits for them to be read
 //! ([`console`]).
 //!
-//! `--log` or `TOWLINE_LOG` say what is logged, in the words of `tracing`: `debug`, or `warn,towline_vhost_user=debug`. A copy has
-//! one process, so what is logged by any of its threads is of that copy; its id is in the first of its JSON events too.
+//! `--log` or `TOWLINE_LOG` contains a filter of `tracing`: `debug`, or `warn,towline_vhost_user=debug`. A copy is a process of its
+//! own, so every line belongs to it and begins with its id, which is in the first JSON event too.
 
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
@@ -16,10 +16,10 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::console;
 
-/// What the environment calls it.
+/// Variable of the filter.
 const VARIABLE: &str = "TOWLINE_LOG";
 
-/// Names one request among all that a log may have: 64 random bits.
+/// Identifier of one request in a log: 64 random bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RequestId(u64);
 
@@ -35,9 +35,9 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// Begins to log. `wished` is what the command line says; each line has the `request`, if there is one.
-pub(crate) fn begin(wished: Option<&str>, request: Option<RequestId>) -> Result<()> {
-    let filter = match wished {
+/// Initialises logging with the filter of the command line. Each line begins with the `request`, if there is one.
+pub(crate) fn init(filter: Option<&str>, request: Option<RequestId>) -> Result<()> {
+    let filter = match filter {
         Some(text) => EnvFilter::try_new(text).with_context(|| {
             format!("--log {text}: expected a level (error, warn, info, debug, trace) or targets with levels, as warn,towline_net=debug")
         })?,
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_have_names_of_their_own() {
+    fn request_ids_are_unique() {
         let [first, second] = [RequestId::new(), RequestId::new()];
         assert_ne!(first, second);
         assert_eq!(first.to_string().len(), 16);

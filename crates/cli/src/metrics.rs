@@ -1,10 +1,10 @@
-//! `--metrics`: what is counted, for Prometheus and whoever reads its text form (OpenMetrics 1.0).
+//! `--metrics`: statistics in Prometheus' text format (OpenMetrics 1.0).
 //!
 //! ```text
-//!   GET /metrics ── one of CLIENTS_MAX threads ── Counting::statistics ── text
+//!   GET /metrics ── one of CLIENTS_MAX threads ── StatsSource::statistics ── text
 //! ```
-//! HTTP 1.1 as far as a scraper needs it: one request a connection, no body. Limits: [`CLIENTS_MAX`] connections at once, one more
-//! waits in the kernel; a request has [`REQUEST_BYTES_MAX`] and a peer [`PEER_WITHIN`].
+//! HTTP/1.1 as far as a scraper needs it: one request per connection, without a body. Limits: [`CLIENTS_MAX`] connections at a time,
+//! further ones wait in the kernel's backlog; [`REQUEST_BYTES_MAX`] for a request, [`CLIENT_TIMEOUT`] for a client.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -19,16 +19,16 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, 
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit as Suffix};
 use rustix::net::Shutdown;
-use towline_control::statistics::{Counting, Number, Subject, Trend, Unit};
+use towline_control::statistics::{Metric, StatsObject, StatsSource, StatsType, StatsUnit};
 
-/// Connections that are answered at once.
+/// Maximum number of connections served at a time.
 const CLIENTS_MAX: usize = 4;
-/// The longest request, its headers counted.
+/// Maximum length of a request with its headers.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
-/// How long a peer may take to ask, and to take the answer.
-const PEER_WITHIN: Duration = Duration::from_secs(5);
-/// How long a thread rests when it can take nobody.
-const REST: Duration = Duration::from_millis(100);
+/// Timeout of a client's request, and of the response.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Delay after a failed `accept`.
+const RETRY_DELAY: Duration = Duration::from_millis(100);
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// A listener and its threads, which end when this is dropped.
@@ -40,8 +40,8 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
-    /// Listens there.
-    pub(crate) fn start(address: SocketAddr, counting: &Arc<dyn Counting>) -> io::Result<Self> {
+    /// Starts to listen.
+    pub(crate) fn start(address: SocketAddr, counting: &Arc<dyn StatsSource>) -> io::Result<Self> {
         let listener = Arc::new(TcpListener::bind(address)?);
         let stop = Arc::new(AtomicBool::new(false));
         let thread = |_| {
@@ -57,7 +57,7 @@ impl Metrics {
 impl Drop for Metrics {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
-        // Linux lets go of all who wait to accept. If it did not, they would end with the process.
+        // On Linux this wakes every thread in `accept`. Otherwise they would end with the process.
         if rustix::net::shutdown(&*self.listener, Shutdown::Both).is_ok() {
             for thread in self.threads.drain(..) {
                 let _ = thread.join();
@@ -66,8 +66,8 @@ impl Drop for Metrics {
     }
 }
 
-/// Answers one after the other.
-fn serve(listener: &TcpListener, counting: &dyn Counting, stop: &AtomicBool) {
+/// Serves one connection after the other.
+fn serve(listener: &TcpListener, counting: &dyn StatsSource, stop: &AtomicBool) {
     loop {
         let accepted = listener.accept();
         if stop.load(Ordering::Acquire) {
@@ -75,28 +75,28 @@ fn serve(listener: &TcpListener, counting: &dyn Counting, stop: &AtomicBool) {
         }
         match accepted {
             Ok((stream, peer)) => {
-                if let Err(error) = answer(&stream, counting) {
-                    tracing::debug!(%peer, %error, "metrics");
+                if let Err(error) = respond(&stream, counting) {
+                    tracing::debug!(%peer, %error, "metrics client failed");
                 }
             }
             Err(error) => {
-                tracing::warn!(%error, "nobody can be shown the metrics");
-                thread::sleep(REST);
+                tracing::warn!(%error, "metrics listener failed");
+                thread::sleep(RETRY_DELAY);
             }
         }
     }
 }
 
-/// Answers the one request of a connection.
-fn answer(mut stream: &TcpStream, counting: &dyn Counting) -> io::Result<()> {
-    stream.set_write_timeout(Some(PEER_WITHIN))?;
+/// Responds to the request of a connection.
+fn respond(mut stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()> {
+    stream.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let (status, kind, body) = match request(stream)?.as_deref() {
         Some("GET /metrics") => ("200 OK", CONTENT_TYPE, exposition(&counting.statistics())),
         Some(other) if other.starts_with("GET ") => {
-            ("404 Not Found", "text/plain", "what there is, is at /metrics\n".to_owned())
+            ("404 Not Found", "text/plain", "not found; see /metrics\n".to_owned())
         }
-        Some(_) => ("405 Method Not Allowed", "text/plain", "only GET\n".to_owned()),
-        None => ("431 Request Header Fields Too Large", "text/plain", "too long a request\n".to_owned()),
+        Some(_) => ("405 Method Not Allowed", "text/plain", "only GET is supported\n".to_owned()),
+        None => ("431 Request Header Fields Too Large", "text/plain", "the request is too long\n".to_owned()),
     };
     let length = body.len();
     let head = format!(
@@ -106,20 +106,20 @@ fn answer(mut stream: &TcpStream, counting: &dyn Counting) -> io::Result<()> {
     stream.write_all(body.as_bytes())
 }
 
-/// The method and the path, once all headers have come; `None` if they are too many.
+/// Reads a request, and returns its method and path. `None`: it is too long.
 fn request(mut stream: &TcpStream) -> io::Result<Option<String>> {
-    let until = Instant::now() + PEER_WITHIN;
+    let until = Instant::now() + CLIENT_TIMEOUT;
     let mut bytes = Vec::new();
-    let mut piece = [0; 1024];
+    let mut buffer = [0; 1024];
     while !bytes.windows(4).any(|end| end == b"\r\n\r\n") {
         if bytes.len() > REQUEST_BYTES_MAX {
             return Ok(None);
         }
         let left = until.saturating_duration_since(Instant::now());
         stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-        match stream.read(&mut piece)? {
+        match stream.read(&mut buffer)? {
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            count => bytes.extend_from_slice(&piece[..count]),
+            count => bytes.extend_from_slice(&buffer[..count]),
         }
     }
     let text = String::from_utf8_lossy(&bytes);
@@ -129,31 +129,31 @@ fn request(mut stream: &TcpStream) -> io::Result<Option<String>> {
     Ok(Some(format!("{method} {path}")))
 }
 
-/// The text of all of it.
-fn exposition(subjects: &[Subject]) -> String {
+/// Formats the statistics.
+fn exposition(subjects: &[StatsObject]) -> String {
     let mut registry = Registry::with_prefix("towline");
     registry.register_collector(Box::new(Snapshot(subjects.to_vec())));
     let mut body = String::new();
-    // Writing to a string does not fail.
+    // Writing to a string cannot fail.
     let _ = text::encode(&mut body, &registry);
     body
 }
 
-/// What was counted at one moment.
+/// Statistics at one time.
 #[derive(Debug)]
-struct Snapshot(Vec<Subject>);
+struct Snapshot(Vec<StatsObject>);
 
 impl Collector for Snapshot {
-    /// Each number is a family, with a line for each subject of its kind.
+    /// Encodes a metric family for each number, with a sample for each object of its kind.
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut kinds: Vec<&Subject> = Vec::new();
+        let mut kinds: Vec<&StatsObject> = Vec::new();
         for subject in &self.0 {
             if kinds.iter().all(|kind| kind.kind != subject.kind) {
                 kinds.push(subject);
             }
         }
         for kind in kinds {
-            for number in &kind.numbers {
+            for number in &kind.metrics {
                 self.family(&mut encoder, kind.kind, number)?;
             }
         }
@@ -162,23 +162,23 @@ impl Collector for Snapshot {
 }
 
 impl Snapshot {
-    fn family(&self, encoder: &mut DescriptorEncoder<'_>, kind: &str, number: &Number) -> fmt::Result {
-        let metric = match number.trend {
-            Trend::Cumulative => MetricType::Counter,
-            Trend::Instant => MetricType::Gauge,
+    fn family(&self, encoder: &mut DescriptorEncoder<'_>, kind: &str, number: &Metric) -> fmt::Result {
+        let metric = match number.stats_type {
+            StatsType::Cumulative => MetricType::Counter,
+            StatsType::Instant => MetricType::Gauge,
         };
         let unit = match number.unit {
-            Unit::Count => None,
-            Unit::Bytes => Some(Suffix::Bytes),
-            Unit::Milliseconds => Some(Suffix::Seconds),
+            StatsUnit::Count => None,
+            StatsUnit::Bytes => Some(Suffix::Bytes),
+            StatsUnit::Milliseconds => Some(Suffix::Seconds),
         };
-        // The unit is put behind the name again.
+        // The encoder appends the unit.
         let name = if unit.is_some() { number.name.trim_end_matches("bytes") } else { number.name };
         let name = format!("{kind}-{name}").trim_end_matches('-').replace('-', "_");
-        let about = format!("{}.", number.about);
+        let about = format!("{}.", number.help);
         let mut encoder = encoder.encode_descriptor(&name, &about, unit.as_ref(), metric)?;
         for subject in self.0.iter().filter(|subject| subject.kind == kind) {
-            let Some(found) = subject.numbers.iter().find(|one| one.name == number.name) else { continue };
+            let Some(found) = subject.metrics.iter().find(|one| one.name == number.name) else { continue };
             let labels: Vec<(&str, &str)> =
                 subject.labels.iter().map(|(key, value)| (*key, value.as_str())).collect();
             if labels.is_empty() {
@@ -191,16 +191,16 @@ impl Snapshot {
     }
 }
 
-/// One line.
-fn sample(encoder: &mut MetricEncoder<'_>, number: &Number) -> fmt::Result {
+/// Encodes one sample.
+fn sample(encoder: &mut MetricEncoder<'_>, number: &Metric) -> fmt::Result {
     let seconds = number.value as f64 / 1e3;
-    match (number.trend, number.unit) {
-        (Trend::Cumulative, Unit::Milliseconds) => {
+    match (number.stats_type, number.unit) {
+        (StatsType::Cumulative, StatsUnit::Milliseconds) => {
             encoder.encode_counter::<NoLabelSet, f64, f64>(&seconds, None)
         }
-        (Trend::Cumulative, _) => encoder.encode_counter::<NoLabelSet, u64, f64>(&number.value, None),
-        (Trend::Instant, Unit::Milliseconds) => encoder.encode_gauge(&seconds),
-        (Trend::Instant, _) => encoder.encode_gauge(&number.value),
+        (StatsType::Cumulative, _) => encoder.encode_counter::<NoLabelSet, u64, f64>(&number.value, None),
+        (StatsType::Instant, StatsUnit::Milliseconds) => encoder.encode_gauge(&seconds),
+        (StatsType::Instant, _) => encoder.encode_gauge(&number.value),
     }
 }
 
@@ -208,23 +208,23 @@ fn sample(encoder: &mut MetricEncoder<'_>, number: &Number) -> fmt::Result {
 mod tests {
     use super::*;
 
-    fn subjects() -> Vec<Subject> {
-        let queue = |queue: &str| Subject {
+    fn subjects() -> Vec<StatsObject> {
+        let queue = |queue: &str| StatsObject {
             kind: "net-queue",
             labels: vec![("tap", "a\"b\\".into()), ("queue", queue.into())],
-            numbers: vec![
-                Number::events("packets", "frames", 7),
-                Number::bytes("bytes", "their bytes", 700),
-                Number::bytes("to-host-bytes", "to the host", 1),
-                Number::level("time", "so long", 1500).in_milliseconds(),
-                Number::level("pending", "under way", 0),
+            metrics: vec![
+                Metric::counter("packets", "frames", 7),
+                Metric::byte_counter("bytes", "their bytes", 700),
+                Metric::byte_counter("to-host-bytes", "to the host", 1),
+                Metric::gauge("time", "duration", 1500).in_milliseconds(),
+                Metric::gauge("pending", "in flight", 0),
             ],
         };
         vec![queue("0"), queue("1")]
     }
 
     #[test]
-    fn each_number_is_a_family_of_lines() {
+    fn each_number_is_a_metric_family() {
         let text = exposition(&subjects());
         let wanted = "\
 # HELP towline_net_queue_packets frames.
@@ -248,36 +248,36 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"1\"} 7
 
     struct Fixed;
 
-    impl Counting for Fixed {
-        fn statistics(&self) -> Vec<Subject> {
+    impl StatsSource for Fixed {
+        fn statistics(&self) -> Vec<StatsObject> {
             subjects()
         }
     }
 
-    fn ask(address: SocketAddr, request: &str) -> String {
+    fn get(address: SocketAddr, request: &str) -> String {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         stream.write_all(request.as_bytes()).unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
+        let mut response = String::new();
+        stream.read_to_string(&mut response).unwrap();
+        response
     }
 
     #[test]
-    fn scrapers_are_answered_and_others_told() {
-        let counting: Arc<dyn Counting> = Arc::new(Fixed);
+    fn other_requests_than_a_scrape_are_errors() {
+        let counting: Arc<dyn StatsSource> = Arc::new(Fixed);
         let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), &counting).unwrap();
         let address = metrics.listener.local_addr().unwrap();
         let silent = TcpStream::connect(address).unwrap();
-        let answer = ask(address, "GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n");
-        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        let response = get(address, "GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n");
+        let (head, body) = response.split_once("\r\n\r\n").unwrap();
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains(CONTENT_TYPE), "{head}");
         assert!(head.contains(&format!("Content-Length: {}\r\n", body.len())), "{head}");
         assert_eq!(body, exposition(&subjects()));
-        assert!(ask(address, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
-        assert!(ask(address, "POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405 "));
+        assert!(get(address, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
+        assert!(get(address, "POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405 "));
         drop(silent);
         drop(metrics);
-        assert!(TcpStream::connect(address).is_err(), "nobody listens any more");
+        assert!(TcpStream::connect(address).is_err(), "the listener is closed");
     }
 }

@@ -1,35 +1,37 @@
-//! `towline moves` and `towline resume`: moves that were interrupted when the guest was handed over.
+//! `towline moves` and `towline resume`: moves that were interrupted at their switchover.
 
 use anyhow::Result;
 use serde_json::{Value, json};
-use towline_control::moves::{self, Chosen, End, Listed, Record, Resumed, Role};
+use towline_control::moves::{self, ListedMove, MoveEnd, MoveRecord, ResumeChoice, Resumed, Role};
 
-use crate::Exit;
 use crate::args::{MovesArgs, ResumeArgs, Side};
-use crate::console;
+use crate::exit::Exit;
 use crate::progress::Reporter;
+use crate::{console, events};
 
 /// Runs `moves`.
 pub(crate) fn run(args: &MovesArgs) -> Result<Exit> {
-    let reporter = Reporter::new(&args.output).waits_for_readers();
+    let reporter = Reporter::new(&args.output).blocking();
     let (listed, bad) = moves::list()?;
     for one in &listed {
-        reporter.event("move", shown(one));
-        tell(&reporter, one);
+        reporter.event("move", fields(one));
+        print(&reporter, one);
     }
     for error in &bad {
         reporter.event("unreadable", json!({ "error": error.to_string() }));
         console::error(&error.to_string());
     }
-    let exit = if bad.is_empty() { Exit::Done } else { Exit::Safe };
-    reporter.event("moves", json!({ "moves": listed.len(), "unreadable": bad.len(), "exit": exit.code() }));
+    let exit = if bad.is_empty() { Exit::Done } else { Exit::Failed };
+    let counts = json!({ "moves": listed.len(), "unreadable": bad.len() });
+    reporter.event("moves", events::with_exit(counts, exit));
     if listed.is_empty() && bad.is_empty() {
-        reporter.line("no move is undecided on this host, for this user");
+        reporter.line("no undecided moves of this user on this host");
     }
     Ok(exit)
 }
 
-fn shown(listed: &Listed) -> Value {
+/// Returns the fields of the event `move`.
+fn fields(listed: &ListedMove) -> Value {
     let record = &listed.record;
     json!({
         "id": record.id,
@@ -38,7 +40,7 @@ fn shown(listed: &Listed) -> Value {
         "source": end(record, &record.source),
         "destination": end(record, &record.destination),
         "undecided": listed.undecided(),
-        "said": record.said,
+        "message": record.message,
         "since": record.begun_ms,
         "changed": record.changed_ms,
         "owner-pid": listed.owner,
@@ -48,16 +50,16 @@ fn shown(listed: &Listed) -> Value {
     })
 }
 
-fn end(record: &Record, end: &End) -> Value {
+fn end(record: &MoveRecord, end: &MoveEnd) -> Value {
     match end {
-        End::Qemu { socket, pid, .. } => {
+        MoveEnd::Qemu { socket, pid, .. } => {
             json!({ "endpoint": end.to_string(), "socket": socket, "pid": pid, "exited": record.has_exited(end) })
         }
-        End::Peer { .. } | End::Stored => json!({ "endpoint": end.to_string() }),
+        MoveEnd::Peer { .. } | MoveEnd::Stored => json!({ "endpoint": end.to_string() }),
     }
 }
 
-fn tell(reporter: &Reporter, listed: &Listed) {
+fn print(reporter: &Reporter, listed: &ListedMove) {
     let record = &listed.record;
     let role = match record.role {
         Role::Source => "source",
@@ -80,42 +82,57 @@ fn tell(reporter: &Reporter, listed: &Listed) {
 pub(crate) fn resume(args: &ResumeArgs) -> Exit {
     let reporter = Reporter::new(&args.output);
     match moves::resume(&args.id, chosen(args)) {
-        Ok(resumed) => told(&reporter, &resumed),
+        Ok(resumed) => report(&reporter, &resumed),
         Err(error) => {
             let exit = match error {
                 moves::Error::Unknown { .. } | moves::Error::Ambiguous { .. } => Exit::Usage,
                 moves::Error::NotRunning { .. } | moves::Error::Io { .. } | moves::Error::Qemu(_) => {
-                    Exit::LookAt
+                    Exit::NeedsAttention
                 }
-                _ => Exit::Safe,
+                _ => Exit::Failed,
             };
-            reporter
-                .event("failed", json!({ "id": args.id, "error": error.to_string(), "exit": exit.code() }));
+            let fields = json!({ "id": args.id, "error": error.to_string(), "reason": reason(&error) });
+            reporter.event("failed", events::with_exit(fields, exit));
             console::error(&error.to_string());
             exit
         }
     }
 }
 
-fn chosen(args: &ResumeArgs) -> Option<Chosen> {
+fn chosen(args: &ResumeArgs) -> Option<ResumeChoice> {
     let role = |side: &Side| match side {
         Side::Here => None,
         Side::Source => Some(Role::Source),
         Side::Destination => Some(Role::Destination),
     };
     match (&args.run_here, &args.discard, args.forget) {
-        (Some(side), _, _) => Some(Chosen::RunHere(role(side))),
-        (_, Some(side), _) => Some(Chosen::Discard(role(side))),
-        (_, _, true) => Some(Chosen::Forget),
+        (Some(side), _, _) => Some(ResumeChoice::RunHere(role(side))),
+        (_, Some(side), _) => Some(ResumeChoice::Discard(role(side))),
+        (_, _, true) => Some(ResumeChoice::Forget),
         _ => None,
     }
 }
 
-fn told(reporter: &Reporter, resumed: &Resumed) -> Exit {
+/// Returns the identifier of the reason for a failed `resume`.
+fn reason(error: &moves::Error) -> &'static str {
+    match error {
+        moves::Error::Unknown { .. } => "unknown-id",
+        moves::Error::Ambiguous { .. } => "ambiguous-id",
+        moves::Error::InUse { .. } => "in-use",
+        moves::Error::Refused { .. } => "refused",
+        moves::Error::NotRunning { .. } => "destination-not-running",
+        moves::Error::Qemu(_) => "qemu",
+        moves::Error::Io { .. } | moves::Error::Format { .. } | moves::Error::Directory(_) => "record",
+        _ => "other",
+    }
+}
+
+fn report(reporter: &Reporter, resumed: &Resumed) -> Exit {
     let Resumed { id, done, undecided, .. } = resumed;
-    let exit = if undecided.is_none() { Exit::Done } else { Exit::LookAt };
+    let exit = if undecided.is_none() { Exit::Done } else { Exit::NeedsAttention };
     let name = if undecided.is_none() { "resumed" } else { "undecided" };
-    reporter.event(name, json!({ "id": id, "done": done, "undecided": undecided, "exit": exit.code() }));
+    let fields = json!({ "id": id, "done": done, "undecided": undecided });
+    reporter.event(name, events::with_exit(fields, exit));
     let state = if undecided.is_none() { "finished" } else { "still undecided" };
     reporter.line(&format!("move {id}: {state}"));
     done.iter().for_each(|text| reporter.line(&format!("  {text}")));

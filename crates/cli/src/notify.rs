@@ -1,7 +1,7 @@
-//! Tells a service manager how it goes, by systemd's protocol (`sd_notify(3)`).
+//! Notification of a service manager by systemd's protocol (`sd_notify(3)`).
 //!
-//! Its socket is connected to at once, for a confined process may not later. Without `NOTIFY_SOCKET` nothing is told; a manager
-//! that does not listen keeps nobody from working.
+//! The socket is connected at once, as a confined process cannot connect later. Without `NOTIFY_SOCKET` nothing is sent; a manager
+//! that does not listen is ignored.
 
 use std::ffi::OsStr;
 use std::io;
@@ -15,48 +15,48 @@ use towline_control::plan::{Observer, Phase};
 
 use crate::console::{self, Keep, Output};
 
-/// How long the end of a process waits for a manager that does not read.
-const STOPPED_WITHIN: Duration = Duration::from_secs(1);
+/// Time limit of the last notification.
+const STOPPING_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A service manager, if there is one. What it is told is queued: one that does not read delays nothing but the end.
+/// The service manager, if there is one. Notifications are queued: a manager that does not read delays only the end.
 #[derive(Debug)]
 pub(crate) struct Notifier(Option<Output>);
 
 impl Notifier {
-    /// The one that started this process.
+    /// Connects to the manager that started this process.
     pub(crate) fn from_environment() -> Self {
-        let Some(place) = std::env::var_os("NOTIFY_SOCKET").filter(|place| !place.is_empty()) else {
+        let Some(address) = std::env::var_os("NOTIFY_SOCKET").filter(|address| !address.is_empty()) else {
             return Self(None);
         };
-        let socket = connected(&place);
+        let socket = connected(&address);
         if let Err(error) = &socket {
-            tracing::warn!(?place, %error, "the service manager cannot be told anything");
+            tracing::warn!(?address, %error, "cannot notify the service manager");
         }
         Self(socket.ok().map(console::datagrams))
     }
 
-    /// What was asked for is there: it listens.
+    /// Reports that the process is ready.
     pub(crate) fn ready(&self, status: &str) {
-        self.tell(&format!("READY=1\nSTATUS={status}\n"));
+        self.send(&format!("READY=1\nSTATUS={status}\n"));
     }
 
-    /// How far it is.
+    /// Reports a status.
     pub(crate) fn status(&self, status: &str) {
-        self.tell(&format!("STATUS={status}\n"));
+        self.send(&format!("STATUS={status}\n"));
     }
 
-    /// It ends.
+    /// Reports the end of the process.
     pub(crate) fn stopping(&self) {
-        self.tell("STOPPING=1\n");
+        self.send("STOPPING=1\n");
         if let Some(output) = &self.0
-            && !output.wait_written(Instant::now() + STOPPED_WITHIN)
+            && !output.wait_written(Instant::now() + STOPPING_TIMEOUT)
         {
-            tracing::debug!("the service manager does not read");
+            tracing::debug!("the service manager did not read the last notification");
         }
     }
 
-    /// There are few: a command is ready once, and a copy has few phases.
-    fn tell(&self, text: &str) {
+    /// Queues a notification. A process sends few: one when it is ready, and one for each phase of a copy.
+    fn send(&self, text: &str) {
         if let Some(output) = &self.0 {
             output.start();
             output.push(Keep::Always, text.into());
@@ -64,27 +64,27 @@ impl Notifier {
     }
 }
 
-/// A copy is ready when it listens for its source, or else when it has reached both ends.
+/// A copy is ready when it listens for its source, or else when it is connected to both ends.
 impl Observer for Notifier {
     fn phase(&self, phase: Phase) {
         match phase {
-            Phase::Transfer => self.ready("a guest is being copied"),
+            Phase::Transfer => self.ready("copying a guest"),
             Phase::Loaded => self.status("the guest is at its destination"),
-            Phase::Release => self.tell("STOPPING=1\n"),
+            Phase::Release => self.send("STOPPING=1\n"),
             _ => {}
         }
     }
 
     fn listening(&self, address: &Address) {
-        self.ready(&format!("waits for a guest at {address}"));
+        self.ready(&format!("waiting for a guest at {address}"));
     }
 }
 
-/// A socket to the manager that listens there: a path, or `@` and an abstract name.
-pub(crate) fn connected(place: &OsStr) -> io::Result<UnixDatagram> {
-    let address = match place.as_bytes() {
+/// Returns a socket connected to the manager at this address: a path, or `@` and an abstract name.
+pub(crate) fn connected(address: &OsStr) -> io::Result<UnixDatagram> {
+    let address = match address.as_bytes() {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
-        _ => SocketAddr::from_pathname(place)?,
+        _ => SocketAddr::from_pathname(address)?,
     };
     let socket = UnixDatagram::unbound()?;
     socket.connect_addr(&address)?;
@@ -96,25 +96,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_manager_hears_of_it() {
+    fn notifications_reach_the_manager() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("notify");
         let manager = UnixDatagram::bind(&path).unwrap();
         let notifier = Notifier(Some(console::datagrams(connected(path.as_os_str()).unwrap())));
         notifier.listening(&"tcp:127.0.0.1:4444".parse().unwrap());
         notifier.stopping();
-        let hear = || {
+        let receive = || {
             let mut bytes = [0; 200];
             let length = manager.recv(&mut bytes).unwrap();
             String::from_utf8_lossy(&bytes[..length]).into_owned()
         };
-        assert_eq!(hear(), "READY=1\nSTATUS=waits for a guest at tcp:127.0.0.1:4444\n");
-        assert_eq!(hear(), "STOPPING=1\n");
+        assert_eq!(receive(), "READY=1\nSTATUS=waiting for a guest at tcp:127.0.0.1:4444\n");
+        assert_eq!(receive(), "STOPPING=1\n");
     }
 
     #[test]
-    fn nobody_hears_without_one() {
-        Notifier(None).ready("it runs");
+    fn without_a_manager_nothing_is_sent() {
+        Notifier(None).ready("running");
         assert!(connected(OsStr::new("/nonexistent/notify")).is_err());
     }
 }

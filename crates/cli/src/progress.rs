@@ -1,12 +1,13 @@
-//! How a copy goes: a bar on a terminal, or a JSON object per event.
+//! Progress of a copy: a bar on a terminal, or a JSON object per event.
 
 use std::io::IsTerminal;
 use std::mem::ManuallyDrop;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
+use towline_channel::Address;
 use towline_control::plan::{Observer, Phase, Progress};
 use towline_migration::Snapshot;
 use towline_migration::postcopy::FaultCounts;
@@ -14,32 +15,35 @@ use towline_migration::postcopy::FaultCounts;
 use crate::args::Output;
 use crate::console::{self, Keep};
 use crate::endpoint::Endpoint;
+use crate::events;
+use crate::lock::lock;
 use crate::log::RequestId;
 use crate::units::{count, size};
 
-/// How often progress is told in JSON.
+/// Interval of progress events.
 const JSON_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Tells the user, by the queues of [`console`]: none of its calls waits for a reader, but [`Reporter::line`] and
-/// [`Reporter::event`] of one that [`Reporter::waits_for_readers`].
+/// Reports to the user by the queues of [`console`]. Its functions never wait for a reader, except [`Reporter::line`] and
+/// [`Reporter::event`] of one that is [`Reporter::blocking`].
 #[derive(Debug)]
 pub(crate) struct Reporter {
     json: bool,
     quiet: bool,
-    waits: bool,
+    is_blocking: bool,
     bar: Option<Bar>,
-    told: Mutex<Option<Instant>>,
-    /// Tells this one's progress from that of others.
+    /// Time of the last progress event.
+    reported: Mutex<Option<Instant>>,
+    /// Key of this reporter's progress in the queue.
     key: usize,
-    /// The one of several destinations that this tells of.
+    /// Destination of this reporter, if there are several.
     destination: Option<String>,
 }
 
-/// A bar, which the thread that writes standard error draws. Only that thread may call it: while a terminal's output is
-/// stopped, a draw blocks with the bar locked.
+/// A progress bar, drawn by the thread that writes standard error. Only that thread may use it: while a terminal's output is
+/// stopped, drawing blocks with the bar locked.
 #[derive(Debug)]
 struct Bar {
-    // Dropping the last handle draws.
+    // Not dropped, as dropping the last handle draws.
     bar: ManuallyDrop<ProgressBar>,
     shown: Mutex<Shown>,
 }
@@ -58,7 +62,7 @@ impl Reporter {
         Self::with_bar(output, 0, bars, None)
     }
 
-    /// One for all of several destinations, and one for each, with bars below each other.
+    /// Returns a reporter for all of several destinations, and one for each, with bars below each other.
     pub(crate) fn several(output: &Output, destinations: &[Endpoint]) -> (Self, Vec<Self>) {
         let bars = bars(output);
         let one = |(index, destination): (usize, &Endpoint)| {
@@ -75,30 +79,36 @@ impl Reporter {
         destination: Option<String>,
     ) -> Self {
         let (json, quiet) = (output.json, output.quiet);
-        Self { json, quiet, waits: false, bar: bars.map(Bar::new), told: Mutex::new(None), key, destination }
+        Self {
+            json,
+            quiet,
+            is_blocking: false,
+            bar: bars.map(Bar::new),
+            reported: Mutex::new(None),
+            key,
+            destination,
+        }
     }
 
-    /// Lines and events wait until there is room for them: for commands that may print much, and hold no guest.
-    pub(crate) fn waits_for_readers(self) -> Self {
-        Self { waits: true, ..self }
+    /// Has lines and events wait for space in the queue: for commands that may print much, and do not hold a guest.
+    pub(crate) fn blocking(self) -> Self {
+        Self { is_blocking: true, ..self }
     }
 
-    /// The first event of a copy: by what its lines in the log are known.
+    /// Writes the first event of a copy, with the id that its log lines begin with.
     pub(crate) fn begun(&self, request: Option<RequestId>) {
         if let Some(request) = request {
             self.event("begun", json!({ "request": request.to_string() }));
         }
     }
 
-    /// Writes an event's line, in JSON.
+    /// Writes an event, with `--json`.
     pub(crate) fn event(&self, name: &str, fields: Value) {
-        match self.waits {
-            true => {
-                if let Some(line) = self.json_line(name, fields) {
-                    console::print_when_there_is_room(&line);
-                }
-            }
-            false => self.queue(Keep::Always, name, fields),
+        if !self.is_blocking {
+            return self.queue(Keep::Always, name, fields);
+        }
+        if let Some(line) = self.json_line(name, fields) {
+            console::print_blocking(&line);
         }
     }
 
@@ -108,19 +118,14 @@ impl Reporter {
         }
     }
 
-    fn json_line(&self, name: &str, fields: Value) -> Option<String> {
+    fn json_line(&self, name: &str, mut fields: Value) -> Option<String> {
         if !self.json {
             return None;
         }
-        let mut event = Map::new();
-        event.insert("event".into(), name.into());
         if let Some(destination) = &self.destination {
-            event.insert("destination".into(), destination.as_str().into());
+            fields["destination"] = destination.as_str().into();
         }
-        if let Value::Object(fields) = fields {
-            event.extend(fields);
-        }
-        Some(Value::Object(event).to_string())
+        Some(events::line(name, fields))
     }
 
     /// Writes a line for people.
@@ -128,13 +133,14 @@ impl Reporter {
         if self.json || self.quiet {
             return;
         }
-        match self.waits {
-            true => console::print_when_there_is_room(text),
-            false => console::print(Keep::Always, text),
+        if self.is_blocking {
+            console::print_blocking(text);
+        } else {
+            console::print(Keep::Always, text);
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub(crate) fn finish(&self) {
         if let Some(bar) = &self.bar {
             let bar = ProgressBar::clone(&bar.bar);
@@ -143,7 +149,7 @@ impl Reporter {
     }
 }
 
-/// Bars on standard error, if that is a terminal.
+/// Returns the bars on standard error, if that is a terminal.
 fn bars(output: &Output) -> Option<&'static MultiProgress> {
     let draws = !output.json && !output.quiet && std::io::stderr().is_terminal();
     draws.then(console::bars)
@@ -160,7 +166,7 @@ impl Bar {
     }
 
     fn shown(&self) -> MutexGuard<'_, Shown> {
-        self.shown.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shown)
     }
 
     fn draw(&self, key: usize) {
@@ -176,16 +182,7 @@ impl Bar {
 
 impl Observer for Reporter {
     fn phase(&self, phase: Phase) {
-        let name = match phase {
-            Phase::Prepare => "prepare",
-            Phase::Connect => "connect",
-            Phase::Transfer => "transfer",
-            Phase::Switchover => "switchover",
-            Phase::Loaded => "loaded",
-            Phase::Release => "release",
-            Phase::CutOver => "cut-over",
-            Phase::Running => "running",
-        };
+        let name = events::phase(phase);
         if let Some(bar) = &self.bar {
             bar.shown().prefix = match &self.destination {
                 Some(destination) => format!("{destination} {name}"),
@@ -196,20 +193,24 @@ impl Observer for Reporter {
         self.queue(Keep::Always, "phase", json!({ "phase": name }));
     }
 
+    fn listening(&self, address: &Address) {
+        self.queue(Keep::Always, "listening", json!({ "address": address.to_string() }));
+    }
+
     fn progress(&self, progress: &Progress) {
         let moved = &progress.moved;
         if let Some(bar) = &self.bar {
             let mut shown = bar.shown();
             shown.length = moved.total;
             shown.position = ((moved.normal + moved.duplicate) * 4096).min(moved.total);
-            shown.message = live(progress);
+            shown.message = message(progress);
             drop(shown);
             bar.draw(self.key);
         }
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.json && told.is_none_or(|at| at.elapsed() >= JSON_INTERVAL) {
-            *told = Some(Instant::now());
-            let rest = json!({
+        let mut reported = lock(&self.reported);
+        if self.json && reported.is_none_or(|at| at.elapsed() >= JSON_INTERVAL) {
+            *reported = Some(Instant::now());
+            let fields = json!({
                 "ram": ram(moved),
                 "pass": pass(progress),
                 "bytes-rate": progress.rate,
@@ -220,16 +221,16 @@ impl Observer for Reporter {
                 "faults": progress.faults.as_ref().map(faults),
                 "expected-time": progress.expected_time().map(|time| time.as_millis() as u64),
             });
-            self.queue(Keep::Latest(self.key), "progress", rest);
+            self.queue(Keep::Latest(self.key), "progress", fields);
         }
     }
 
     fn notice(&self, text: &str) {
         self.queue(Keep::Limited, "notice", json!({ "text": text }));
         if !self.json && !self.quiet {
-            let of =
+            let prefix =
                 self.destination.as_ref().map(|destination| format!("{destination}: ")).unwrap_or_default();
-            console::notice(&format!("{of}{text}"));
+            console::notice(&format!("{prefix}{text}"));
         }
     }
 }
@@ -238,7 +239,7 @@ fn pass(progress: &Progress) -> u64 {
     progress.pass.unwrap_or(progress.moved.dirty_sync_count).max(1)
 }
 
-/// What a guest waited for, in microseconds.
+/// Formats postcopy faults for an event.
 pub(crate) fn faults(faults: &FaultCounts) -> Value {
     json!({
         "requests": faults.requests,
@@ -249,7 +250,7 @@ pub(crate) fn faults(faults: &FaultCounts) -> Value {
     })
 }
 
-/// The same for people.
+/// Formats postcopy faults for people.
 pub(crate) fn faults_text(faults: &FaultCounts) -> String {
     let mut text = format!("{} faults", count(faults.requests));
     if let (Some(p50), Some(p99)) = (faults.latency_p50, faults.latency_p99) {
@@ -259,8 +260,8 @@ pub(crate) fn faults_text(faults: &FaultCounts) -> String {
     text
 }
 
-/// What there is to say of a guest that runs meanwhile.
-fn live(progress: &Progress) -> String {
+/// Returns the bar's message.
+fn message(progress: &Progress) -> String {
     if let Some(faults) = &progress.faults {
         return faults_text(faults);
     }
@@ -269,7 +270,7 @@ fn live(progress: &Progress) -> String {
         text += &format!(", dirtied {}/s", size(rate));
     }
     if let Some(percent) = progress.throttle_percent.filter(|&percent| percent > 0) {
-        text += &format!(", slowed by {percent} %");
+        text += &format!(", throttled by {percent} %");
     }
     if let Some(downtime) = progress.expected_downtime.filter(|_| progress.pass > Some(1)) {
         text += &format!(", downtime {} ms", downtime.as_millis());
@@ -280,7 +281,7 @@ fn live(progress: &Progress) -> String {
     }
 }
 
-/// The counters as `query-migrate` names them.
+/// Returns the counters with the names of `query-migrate`.
 pub(crate) fn ram(moved: &Snapshot) -> Value {
     Value::Object(moved.entries().into_iter().map(|(name, value)| (name, value.into())).collect())
 }

@@ -1,19 +1,19 @@
-//! `towline repair`: puts back what a towline that was killed has left changed in a QEMU, and removes what it left of an image.
+//! `towline repair`: undoes the changes of a killed towline in a QEMU, and removes the partial files of an image.
 
 use std::path::Path;
 
 use serde_json::json;
 use towline_control::moves;
 use towline_control::plan::Source;
-use towline_control::qemu::{Qemu, Repaired};
+use towline_control::qemu::{Qemu, RepairReport};
 use towline_image::leftover::{self, Partial};
 use towline_qmp::Options;
 
-use crate::Exit;
 use crate::args::RepairArgs;
-use crate::console;
+use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::units::size;
+use crate::{console, events};
 
 /// Runs `repair`.
 pub(crate) fn run(args: &RepairArgs) -> Exit {
@@ -23,51 +23,47 @@ pub(crate) fn run(args: &RepairArgs) -> Exit {
         Ok(Source::Image(path)) => return partials(&reporter, &path),
         Ok(_) => {
             return usage(&format!(
-                "{}: only a QEMU (qmp:PATH), an image and a directory of images can be repaired",
+                "{}: expected a QEMU (qmp:PATH), an image or a directory of images",
                 args.target
             ));
         }
         Err(text) => return usage(&text),
     };
     let socket = path.display().to_string();
-    tell_undecided(&path);
+    note_undecided_moves(&path);
     match Qemu::repair(&path, &Options::default()) {
         Ok(None) => {
-            reporter.event(
-                "repaired",
-                json!({ "socket": socket, "owner-pid": null, "done": [], "left": [], "exit": 0 }),
-            );
+            let fields =
+                json!({ "socket": socket, "state": "clean", "owner-pid": null, "done": [], "left": [] });
+            reporter.event("repaired", events::with_exit(fields, Exit::Done));
             reporter.line(&format!("QEMU on {socket}: nothing to repair"));
             Exit::Done
         }
-        Ok(Some(repaired)) => tell(&reporter, &repaired),
+        Ok(Some(repaired)) => report(&reporter, &repaired),
         Err(error) => {
-            reporter.event(
-                "failed",
-                json!({ "socket": socket, "error": error.to_string(), "exit": Exit::Safe.code() }),
-            );
-            eprintln!("towline: {error}");
-            Exit::Safe
+            let fields = json!({ "socket": socket, "error": error.to_string(), "reason": "qemu" });
+            reporter.event("failed", events::with_exit(fields, Exit::Failed));
+            console::error(&error.to_string());
+            Exit::Failed
         }
     }
 }
 
-/// What `repair` does not do: a guest that was being handed over is `resume`'s.
-fn tell_undecided(path: &std::path::Path) {
+/// Names the undecided moves of a QEMU, which `resume` finishes.
+fn note_undecided_moves(path: &Path) {
     let Ok(qemu) = Qemu::inspect(path, &Options::default()) else { return };
     for id in moves::undecided_of(&qemu) {
         console::error(&format!(
-            "note: the guest of this QEMU has a part in move {id}, which is undecided: towline resume {id}"
+            "note: move {id} of the guest of this QEMU is undecided: towline resume {id}"
         ));
     }
 }
 
-fn tell(reporter: &Reporter, repaired: &Repaired) -> Exit {
-    let Repaired { socket, owner, done, left, .. } = repaired;
-    let exit = if left.is_empty() { Exit::Done } else { Exit::Safe };
-    let fields =
-        json!({ "socket": socket, "owner-pid": owner, "done": done, "left": left, "exit": exit.code() });
-    reporter.event("repaired", fields);
+fn report(reporter: &Reporter, repaired: &RepairReport) -> Exit {
+    let RepairReport { socket, owner, done, left, .. } = repaired;
+    let (exit, state) = if left.is_empty() { (Exit::Done, "repaired") } else { (Exit::Failed, "incomplete") };
+    let fields = json!({ "socket": socket, "state": state, "owner-pid": owner, "done": done, "left": left });
+    reporter.event("repaired", events::with_exit(fields, exit));
     reporter.line(&format!("QEMU on {socket} was left changed by a towline that is gone (process {owner})"));
     for text in done {
         reporter.line(&format!("  repaired      {text}"));
@@ -78,7 +74,7 @@ fn tell(reporter: &Reporter, repaired: &Repaired) -> Exit {
     exit
 }
 
-/// Removes the partial files of an image, or lists those in a directory.
+/// Removes the partial files of an image, or lists those of a directory.
 fn partials(reporter: &Reporter, path: &Path) -> Exit {
     let is_directory = path.is_dir();
     let found = if is_directory { leftover::list(path) } else { leftover::remove(path) };
@@ -86,27 +82,33 @@ fn partials(reporter: &Reporter, path: &Path) -> Exit {
     let found = match found {
         Ok(found) => found,
         Err(error) => {
-            let fields = json!({ "path": shown, "error": error.to_string(), "exit": Exit::Safe.code() });
-            reporter.event("failed", fields);
-            eprintln!("towline: {error}");
-            return Exit::Safe;
+            let fields = json!({ "path": shown, "error": error.to_string(), "reason": "image" });
+            reporter.event("failed", events::with_exit(fields, Exit::Failed));
+            console::error(&error.to_string());
+            return Exit::Failed;
         }
     };
     let files: Vec<_> = found
         .iter()
         .map(|Partial { path, allocated, writer }| {
-            let removed = !is_directory && writer.is_none();
-            json!({ "path": path, "allocated": allocated, "writer": writer, "removed": removed })
+            let state = match writer {
+                Some(_) => "in-use",
+                None if is_directory => "leftover",
+                None => "removed",
+            };
+            let removed = state == "removed";
+            json!({ "path": path, "state": state, "allocated": allocated, "writer": writer, "removed": removed })
         })
         .collect();
-    reporter.event("repaired", json!({ "path": shown, "partials": files, "exit": 0 }));
+    let fields = json!({ "path": shown, "partials": files });
+    reporter.event("repaired", events::with_exit(fields, Exit::Done));
     if found.is_empty() {
         reporter.line(&format!("{shown}: no partial files"));
     }
     for Partial { path, allocated, writer } in &found {
         let what = match writer {
-            Some(writer) => format!("stays: {writer} writes it"),
-            None if is_directory => "left by a writer that is gone; `towline repair IMAGE` removes it".into(),
+            Some(writer) => format!("in use by {writer}"),
+            None if is_directory => "left by a killed writer; `towline repair IMAGE` removes it".into(),
             None => "removed".into(),
         };
         reporter.line(&format!("{}  {} allocated  {what}", path.display(), size(*allocated)));
@@ -115,6 +117,6 @@ fn partials(reporter: &Reporter, path: &Path) -> Exit {
 }
 
 fn usage(text: &str) -> Exit {
-    eprintln!("towline: {text}");
+    console::error(text);
     Exit::Usage
 }

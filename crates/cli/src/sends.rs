@@ -1,14 +1,15 @@
-//! How each lane sent its pages, for people and for machines.
+//! Sends of each lane, in lines and in events.
 
 use serde_json::{Value, json};
 use towline_migration::{LaneSends, SendMethod, SendReason, SendTotals};
 
+use crate::events;
 use crate::units::count;
 
-/// One line for all lanes that did alike; none where there was nothing to choose.
+/// Returns a line for the lanes of each method and reason, except for lanes without a choice.
 pub(crate) fn lines(lanes: &[LaneSends]) -> Vec<String> {
     let mut alike: Vec<(SendMethod, SendReason, Vec<&LaneSends>)> = Vec::new();
-    for lane in lanes.iter().filter(|lane| is_of_interest(lane)) {
+    for lane in lanes.iter().filter(|lane| has_choice(lane)) {
         match alike.iter_mut().find(|(method, reason, _)| (*method, *reason) == (lane.method, lane.reason)) {
             Some((_, _, lanes)) => lanes.push(lane),
             None => alike.push((lane.method, lane.reason, vec![lane])),
@@ -17,13 +18,14 @@ pub(crate) fn lines(lanes: &[LaneSends]) -> Vec<String> {
     alike.iter().map(|(method, reason, lanes)| line(*method, *reason, lanes)).collect()
 }
 
-/// An object for each lane.
+/// Returns an object for each lane.
 pub(crate) fn json(lanes: &[LaneSends]) -> Value {
     let lane = |(number, lane): (usize, &LaneSends)| {
         json!({
             "lane": number,
             "mode": lane.method.to_string(),
-            "reason": lane.reason.to_string(),
+            "reason": events::send_reason(lane.reason),
+            "reason-text": lane.reason.to_string(),
             "switches": lane.switches,
             "plain": totals(&lane.plain),
             "zero-copy": totals(&lane.zero_copy),
@@ -34,8 +36,8 @@ pub(crate) fn json(lanes: &[LaneSends]) -> Value {
     lanes.iter().enumerate().map(lane).collect()
 }
 
-/// Not one that was told to send plainly, or could nothing else.
-fn is_of_interest(lane: &LaneSends) -> bool {
+/// Returns false for a lane that was configured to send plainly, or cannot send otherwise.
+fn has_choice(lane: &LaneSends) -> bool {
     let is_choice = !matches!(lane.reason, SendReason::Unsupported | SendReason::Compressed);
     is_choice && (lane.method, lane.reason) != (SendMethod::Plain, SendReason::Asked)
 }
@@ -73,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lanes_that_did_alike_share_a_line() {
+    fn lanes_of_one_method_and_reason_share_a_line() {
         let packets = |packets| SendTotals { packets, ..SendTotals::default() };
         let measured = SendTotals {
             packets: 30,
@@ -116,6 +118,6 @@ mod tests {
         );
         let json = json(&[copied]);
         assert_eq!(json[0]["plain"]["cpu-ns-per-packet"], 25_000);
-        assert_eq!(json[0]["mode"], "plain");
+        assert_eq!((&json[0]["mode"], &json[0]["reason"]), (&"plain".into(), &"copied".into()));
     }
 }

@@ -1,5 +1,5 @@
-//! SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) cancel: the copy ends in order, and the source runs on. A second one
-//! ends the process at once.
+//! SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) cancel: a copy is undone, and its source continues. A second signal ends
+//! the process at once.
 
 mod sys;
 
@@ -13,26 +13,25 @@ use towline_channel::Cancel;
 
 use crate::console;
 
-/// The signals that ask for the end in order. SIGHUP is not among them where it is ignored (`nohup`).
-pub(crate) fn ending() -> Vec<libc::c_int> {
-    let hangs_up = (!sys::is_ignored(SIGHUP)).then_some(SIGHUP);
-    [SIGINT, SIGTERM].into_iter().chain(hangs_up).collect()
+/// Returns the signals that request an orderly end: not SIGHUP where it is ignored (`nohup`).
+pub(crate) fn shutdown_signals() -> Vec<libc::c_int> {
+    let hangup = (!sys::is_ignored(SIGHUP)).then_some(SIGHUP);
+    [SIGINT, SIGTERM].into_iter().chain(hangup).collect()
 }
 
-/// A token that the signals cancel; `promise` says what becomes of what was begun. Starts threads: a process that confines
-/// itself does so first.
-pub(crate) fn cancel_on_signals(promise: &'static str) -> Result<Cancel> {
+/// Returns a token that the signals cancel. `consequence` is printed then. Starts threads, so a process confines itself before.
+pub(crate) fn cancel_on_signals(consequence: &'static str) -> Result<Cancel> {
     console::start();
-    let cancel = Cancel::new().context("no event descriptor can be had")?;
-    let mut signals = Signals::new(ending()).context("signals cannot be caught")?;
+    let cancel = Cancel::new().context("cancellation token")?;
+    let mut signals = Signals::new(shutdown_signals()).context("signal handlers")?;
     let token = cancel.clone();
     let listen = move || {
         let mut signals = signals.forever();
         if signals.next().is_some() {
-            // Queued, not written: whoever reads it has no say in what follows.
-            console::error(&format!("cancelling; {promise} (again to end at once)"));
+            // Queued, so that a slow reader does not delay the cancellation.
+            console::error(&format!("cancelling; {consequence} (again to end at once)"));
             token.cancel();
-            console::hurry();
+            console::limit_flush();
         }
         if let Some(signal) = signals.next() {
             end_at_once(signal);
@@ -42,8 +41,7 @@ pub(crate) fn cancel_on_signals(promise: &'static str) -> Result<Cancel> {
     Ok(cancel)
 }
 
-/// The user insists: whatever is half done stays so. QEMU's own fall-back lets the guest run on; what it was set to for the copy
-/// stays set.
+/// Ends the process without cleanup. The guest continues by QEMU's own fallback; its migration settings remain changed.
 fn end_at_once(signal: libc::c_int) {
     let _ = emulate_default_handler(signal);
 }

@@ -1,4 +1,4 @@
-//! Who may connect to the sockets that this process makes, and who to trust at their other ends.
+//! Permissions of the Unix sockets of this process, and authentication of their peers.
 
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::os::unix::ffi::OsStrExt as _;
@@ -9,30 +9,30 @@ use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags};
 use rustix::process::{Uid, geteuid, umask};
 use towline_channel::{Address, Channel, Listener};
 
-/// What the group may do with a socket that is given to it and nothing else is said.
-const OF_GROUP: u32 = 0o660;
+/// Default permissions with `--socket-group`.
+const GROUP_MODE: u32 = 0o660;
 
-/// Who may connect to the sockets at which devices are served.
+/// Permissions of the sockets of devices.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct SocketArgs {
-    /// Group of the socket at --socket, by its name or number
+    /// Group of the socket at --socket, by name or number
     #[arg(long, value_name = "GROUP")]
     socket_group: Option<String>,
-    /// Permissions of the socket at --socket, in octal [default: 660 with --socket-group, else by the umask]
+    /// Permissions of the socket at --socket, in octal [default: 660 with --socket-group, else the umask's]
     #[arg(long, value_name = "MODE", value_parser = mode)]
     socket_mode: Option<u32>,
 }
 
 impl SocketArgs {
-    /// Why these options are refused where this process makes no such socket.
-    pub(crate) fn lack_of_socket(&self, makes_one: bool) -> Option<&'static str> {
+    /// Returns the reason to refuse these options without a path to listen on.
+    pub(crate) fn without_path(&self, path: Option<&Path>) -> Option<&'static str> {
         let is_given = self.socket_group.is_some() || self.socket_mode.is_some();
-        (is_given && !makes_one).then_some(
-            "--socket-group and --socket-mode are for a socket at --socket PATH; one that is passed has its owner's",
+        (is_given && path.is_none()).then_some(
+            "--socket-group and --socket-mode are for a socket at --socket PATH; an inherited one has its owner's",
         )
     }
 
-    /// Listens at a path. At no moment may more connect than these options say.
+    /// Listens at a path. At no moment does the socket have wider permissions than requested.
     pub(crate) fn listen(&self, path: &Path) -> Result<Listener> {
         let address = Address::Unix(path.to_owned());
         let Some(group) = &self.socket_group else {
@@ -43,29 +43,28 @@ impl SocketArgs {
         };
         let gid = gid(group)?;
         let listener = private(|| Ok(Listener::bind(&address)?))?;
-        open_to_group(path, gid, self.socket_mode.unwrap_or(OF_GROUP))
+        open_to_group(path, gid, self.socket_mode.unwrap_or(GROUP_MODE))
             .with_context(|| format!("--socket-group {group}: {}", path.display()))?;
         Ok(listener)
     }
 }
 
-/// Makes sockets that only their owner may connect to.
-pub(crate) fn private<T>(make: impl FnOnce() -> Result<T>) -> Result<T> {
-    with_mode(0o600, make)
+/// Creates sockets that only their owner may connect to.
+pub(crate) fn private<T>(create: impl FnOnce() -> Result<T>) -> Result<T> {
+    with_mode(0o600, create)
 }
 
-/// Makes sockets with these permissions: the kernel makes them with all, less the mask of the process. Other threads, of which
-/// there are none that make files then, have the same mask meanwhile.
-fn with_mode<T>(mode: u32, make: impl FnOnce() -> Result<T>) -> Result<T> {
+/// Creates sockets with these permissions, by the umask. The umask applies to all threads, of which no other creates files then.
+fn with_mode<T>(mode: u32, create: impl FnOnce() -> Result<T>) -> Result<T> {
     let before = umask(Mode::from_raw_mode(!mode & 0o777));
-    let made = make();
+    let created = create();
     umask(before);
-    made
+    created
 }
 
-/// Gives a socket that is there to a group, and only then the permissions.
+/// Changes the group of an existing socket, and then its permissions.
 fn open_to_group(path: &Path, gid: Gid, mode: u32) -> Result<(), rustix::io::Errno> {
-    // By a descriptor, so that it is one file that both change, and no link is followed.
+    // By a descriptor, so that both apply to the same file, and symbolic links are not followed.
     let file =
         rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
     rustix::fs::chownat(&file, c"", None, Some(gid), AtFlags::EMPTY_PATH)?;
@@ -73,7 +72,7 @@ fn open_to_group(path: &Path, gid: Gid, mode: u32) -> Result<(), rustix::io::Err
     rustix::fs::chmodat(CWD, opened, Mode::from_raw_mode(mode), AtFlags::empty())
 }
 
-/// A group by its name, as the system's databases have it, or by its number.
+/// Looks up a group by name or number.
 fn gid(group: &str) -> Result<Gid> {
     let number = match group.parse() {
         Ok(number) => Some(number),
@@ -82,7 +81,7 @@ fn gid(group: &str) -> Result<Gid> {
         }
     };
     let number = number.filter(|number| *number != u32::MAX);
-    number.map(Gid::from_raw).with_context(|| format!("--socket-group {group}: there is no such group"))
+    number.map(Gid::from_raw).with_context(|| format!("--socket-group {group}: no such group"))
 }
 
 fn mode(text: &str) -> Result<u32> {
@@ -90,23 +89,23 @@ fn mode(text: &str) -> Result<u32> {
     mode.with_context(|| format!("{text}: expected permissions in octal, 0 to 777, such as 660"))
 }
 
-/// Refuses a process at the other end of a Unix socket that is neither of this one's user nor root's.
+/// Refuses the peer of a Unix socket unless it runs as this process's user or root.
 pub(crate) fn check_peer(channel: &dyn Channel) -> Result<()> {
-    let fd = channel.as_fd().context("the other end has no descriptor to ask about it")?;
+    let fd = channel.as_fd().context("the channel has no descriptor")?;
     let (pid, user) = peer(fd)?;
     let ours = geteuid();
     ensure_trusted(user, ours).with_context(|| format!("process {pid}"))
 }
 
 fn peer(fd: BorrowedFd<'_>) -> Result<(i32, Uid)> {
-    let found = rustix::net::sockopt::socket_peercred(fd).context("SO_PEERCRED")?;
-    Ok((found.pid.as_raw_nonzero().get(), found.uid))
+    let credentials = rustix::net::sockopt::socket_peercred(fd).context("SO_PEERCRED")?;
+    Ok((credentials.pid.as_raw_nonzero().get(), credentials.uid))
 }
 
 fn ensure_trusted(peer: Uid, ours: Uid) -> Result<()> {
     ensure!(
         peer == ours || peer.is_root(),
-        "it is of user {}, expected user {} or root: start both processes as the same user",
+        "it runs as user {}, expected user {} or root: start both processes as the same user",
         peer.as_raw(),
         ours.as_raw()
     );
@@ -116,20 +115,25 @@ fn ensure_trusted(peer: Uid, ours: Uid) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+    use std::sync::Mutex;
     use std::time::{Duration, Instant};
 
     use towline_channel::{Cancel, connect};
 
     use super::*;
+    use crate::lock::lock;
 
     fn found(path: &Path) -> (u32, u32) {
         let found = path.symlink_metadata().unwrap();
         (found.permissions().mode() & 0o777, found.gid())
     }
 
-    /// Each in a process of its own would be cleaner: the mask is the process's, but nothing else here makes sockets of others.
+    /// The umask is the whole process's, so tests that change it take turns.
+    static UMASK: Mutex<()> = Mutex::new(());
+
     #[test]
-    fn sockets_have_the_permissions_and_the_group_that_are_asked_for() {
+    fn sockets_have_the_requested_permissions_and_group() {
+        let _turn = lock(&UMASK);
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
         let own = rustix::process::getegid().as_raw();
@@ -154,12 +158,13 @@ mod tests {
         assert_eq!(found(&path).0, 0o600);
         drop(listener);
         let error = args(Some("no-such-group"), None).listen(&path).unwrap_err();
-        assert!(error.to_string().contains("there is no such group"), "{error}");
+        assert!(error.to_string().contains("no such group"), "{error}");
         assert!(mode("8").is_err() && mode("1777").is_err() && mode("660").unwrap() == 0o660);
     }
 
     #[test]
     fn another_users_process_is_refused() {
+        let _turn = lock(&UMASK);
         let directory = tempfile::tempdir().unwrap();
         std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
         let address = Address::Unix(directory.path().join("socket"));
@@ -173,7 +178,7 @@ mod tests {
         let [one, other] = [1000, 1001].map(Uid::from_raw);
         assert!(ensure_trusted(root, one).is_ok() && ensure_trusted(one, one).is_ok());
         let error = ensure_trusted(other, one).unwrap_err().to_string();
-        assert!(error.contains("it is of user 1001, expected user 1000 or root"), "{error}");
+        assert!(error.contains("it runs as user 1001, expected user 1000 or root"), "{error}");
         if !geteuid().is_root() {
             println!("skipped in part: only root can connect as another user");
             return;
@@ -192,6 +197,6 @@ mod tests {
         drop(stranger);
         client.kill().unwrap();
         client.wait().unwrap();
-        assert!(error.contains("it is of user 65534, expected user 0 or root"), "{error}");
+        assert!(error.contains("it runs as user 65534, expected user 0 or root"), "{error}");
     }
 }

@@ -1,11 +1,11 @@
-//! `towline moves` and `towline resume` as a user or a program calls them.
+//! `towline moves` and `towline resume` on the command line.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 use std::process::{Command, Output};
 
 use serde_json::Value;
 
-/// Runs towline with a runtime directory of its own, where this user's is not /run.
+/// Runs towline with its own runtime directory, unless this user's is /run.
 fn towline(arguments: &[&str]) -> Output {
     let run = tempfile::tempdir().unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
@@ -17,14 +17,14 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn help_has_examples_and_exit_codes() {
+fn help_has_examples_and_exit_status() {
     for (command, wanted) in [
-        ("moves", ["towline moves --json", "Exit codes: 0"]),
+        ("moves", ["towline moves --json", "Exit status: 0"]),
         ("resume", ["towline resume 3f2a --run-here", "3 still undecided"]),
     ] {
         let output = towline(&[command, "--help"]);
         assert!(output.status.success());
-        // Lines are wrapped.
+        // Undoes the line breaks.
         let help = text(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
         for wanted in ["Examples:"].into_iter().chain(wanted) {
             assert!(help.contains(wanted), "{wanted:?} is not in {help}");
@@ -46,7 +46,7 @@ fn the_list_ends_with_a_count_in_json() {
 }
 
 #[test]
-fn an_id_that_is_not_recorded_is_a_usage_error() {
+fn an_unknown_id_is_a_usage_error() {
     for (id, json) in [("zzzz", false), ("", false), ("0/../0", true)] {
         let words: &[&str] = if json { &["resume", id, "--json"] } else { &["resume", id] };
         let output = towline(words);
@@ -61,7 +61,7 @@ fn an_id_that_is_not_recorded_is_a_usage_error() {
 }
 
 #[test]
-fn one_choice_is_made_at_a_time() {
+fn choices_exclude_each_other() {
     for choices in
         [["--run-here", "--discard"], ["--discard=source", "--forget"], ["--run-here=nowhere", "--quiet"]]
     {

@@ -1,4 +1,4 @@
-//! The program as a service manager sees it: told when it is ready, given a socket, confined.
+//! The program under a service manager: notifications, socket activation, confinement.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 use std::io::{Read as _, Write as _};
@@ -10,7 +10,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 const TOWLINE: &str = env!("CARGO_BIN_EXE_towline");
-const WITHIN: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A directory, and in it the socket of a service manager.
 struct Manager {
@@ -22,7 +22,7 @@ impl Manager {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let socket = UnixDatagram::bind(directory.path().join("notify")).unwrap();
-        socket.set_read_timeout(Some(WITHIN)).unwrap();
+        socket.set_read_timeout(Some(TIMEOUT)).unwrap();
         Self { directory, socket }
     }
 
@@ -35,23 +35,24 @@ impl Manager {
         Process(command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap())
     }
 
-    fn hears(&self, wanted: &str) {
+    /// Expects the next notification to begin with this text.
+    fn expect(&self, wanted: &str) {
         let mut bytes = [0; 400];
         let length =
-            self.socket.recv(&mut bytes).unwrap_or_else(|error| panic!("{wanted} was not told: {error}"));
-        let told = String::from_utf8_lossy(&bytes[..length]);
-        assert!(told.starts_with(wanted), "{told:?}, expected {wanted:?}");
+            self.socket.recv(&mut bytes).unwrap_or_else(|error| panic!("no notification {wanted}: {error}"));
+        let notification = String::from_utf8_lossy(&bytes[..length]);
+        assert!(notification.starts_with(wanted), "{notification:?}, expected {wanted:?}");
     }
 }
 
-/// Ends with the test.
+/// Killed at the end of the test.
 struct Process(Child);
 
 impl Process {
-    /// A line of every thread's status.
+    /// Returns a field of every thread's status.
     fn status(&self, key: &str) -> Vec<String> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).unwrap();
-        // A thread may end while it is looked at.
+        // A thread may end meanwhile.
         let texts = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("status")).ok());
         let value = |text: String| {
             let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':').map(str::trim));
@@ -60,24 +61,24 @@ impl Process {
         texts.map(value).collect()
     }
 
-    /// How it ended, once it has.
-    fn ended(&mut self) -> ExitStatus {
-        let until = Instant::now() + WITHIN;
+    /// Waits for its end.
+    fn wait(&mut self) -> ExitStatus {
+        let until = Instant::now() + TIMEOUT;
         loop {
             if let Some(status) = self.0.try_wait().unwrap() {
                 return status;
             }
-            assert!(Instant::now() < until, "it does not end");
+            assert!(Instant::now() < until, "the process does not end");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// Its exit code and what it said, after SIGTERM.
+    /// Sends SIGTERM. Returns the exit status and standard error.
     fn end(mut self) -> (Option<i32>, String) {
         signal(&self.0, "-TERM");
-        let mut said = String::new();
-        self.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-        (self.0.wait().unwrap().code(), said)
+        let mut stderr = String::new();
+        self.0.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+        (self.0.wait().unwrap().code(), stderr)
     }
 }
 
@@ -106,65 +107,65 @@ fn a_device_is_ready_confined_and_ends_in_order() {
     let uds = manager.path("uds");
     let rule = format!("unix:{}=guest:80", manager.path("port").display());
     let device = manager.start(vsock(&socket).args(["--forward", &rule, "--uds"]).arg(&uds));
-    manager.hears("READY=1\nSTATUS=guests: 1\n");
+    manager.expect("READY=1\nSTATUS=guests: 1\n");
     UnixStream::connect(&socket).unwrap();
     assert!(device.status("Seccomp").iter().all(|mode| mode == "2"), "{:?}", device.status("Seccomp"));
     assert!(device.status("NoNewPrivs").iter().all(|set| set == "1"));
-    let (code, said) = device.end();
-    manager.hears("STOPPING=1\n");
-    assert_eq!(code, Some(0), "{said}");
-    assert!(!said.contains("sandbox"), "{said}");
+    let (code, stderr) = device.end();
+    manager.expect("STOPPING=1\n");
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(!stderr.contains("sandbox"), "{stderr}");
     for made in [socket, uds, manager.path("port")] {
         assert!(!made.exists(), "{}", made.display());
     }
 }
 
-/// Landlock binds only threads that begin behind it.
+/// Landlock restricts only threads that are started later.
 #[test]
-fn every_thread_of_a_watched_device_is_confined() {
+fn every_thread_of_a_device_with_observers_is_confined() {
     let manager = Manager::new();
     let [socket, qmp] = ["vsock.sock", "qmp"].map(|name| manager.path(name));
     let options = ["--metrics", "127.0.0.1:0", "--sandbox", "on", "--log", "info", "--qmp"];
     let device = manager.start(vsock(&socket).args(options).arg(&qmp));
-    manager.hears("READY=1\nSTATUS=guests: 1\n");
+    manager.expect("READY=1\nSTATUS=guests: 1\n");
     let mut greeting = [0; 8];
     UnixStream::connect(&qmp).unwrap().read_exact(&mut greeting).unwrap();
     assert!(greeting.starts_with(b"{"), "{greeting:?}");
     assert!(device.status("Seccomp").iter().all(|mode| mode == "2"), "{:?}", device.status("Seccomp"));
-    let (code, said) = device.end();
-    assert_eq!(code, Some(0), "{said}");
-    assert!(!said.contains("the sandbox"), "{said}");
+    let (code, stderr) = device.end();
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(!stderr.contains("the sandbox"), "{stderr}");
     assert!(!socket.exists() && !qmp.exists());
 }
 
-/// Statistics that nobody reads, and a log and statistics that cannot be written.
+/// Output into a pipe that is full, and into one that is closed.
 #[test]
-fn a_device_ends_in_order_whatever_becomes_of_its_output() {
+fn a_device_ends_in_order_without_a_reader_of_its_output() {
     let manager = Manager::new();
     for name in ["-TERM", "-HUP"] {
         let (_reader, mut full) = std::io::pipe().unwrap();
         let size = rustix::pipe::fcntl_setpipe_size(&full, 4096).unwrap();
         full.write_all(&vec![b'.'; size]).unwrap();
-        let (gone, broken) = std::io::pipe().unwrap();
-        drop(gone);
+        let (reader, broken) = std::io::pipe().unwrap();
+        drop(reader);
         for [stdout, stderr] in [[full.try_clone().unwrap(), full], [broken.try_clone().unwrap(), broken]] {
             let socket = manager.path("vsock.sock");
             let mut command = Command::new(TOWLINE);
             command.args(["vsock", "--cid", "7", "--log", "debug", "--socket"]).arg(&socket);
             command.env("NOTIFY_SOCKET", manager.path("notify")).stdout(stdout).stderr(stderr);
             let mut device = Process(command.spawn().unwrap());
-            manager.hears("READY=1\n");
+            manager.expect("READY=1\n");
             signal(&device.0, "-USR1");
             signal(&device.0, name);
-            assert_eq!(device.ended().code(), Some(0));
-            manager.hears("STOPPING=1\n");
+            assert_eq!(device.wait().code(), Some(0));
+            manager.expect("STOPPING=1\n");
             assert!(!socket.exists());
         }
     }
 }
 
 #[test]
-fn a_reader_that_leaves_is_no_failure_of_completions() {
+fn completions_succeed_without_a_reader() {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     let output = Command::new(TOWLINE).args(["completions", "bash"]).stdout(writer).output().unwrap();
@@ -172,7 +173,7 @@ fn a_reader_that_leaves_is_no_failure_of_completions() {
 }
 
 #[test]
-fn a_devices_socket_is_whose_it_is_to_be() {
+fn a_devices_socket_has_the_requested_permissions() {
     let manager = Manager::new();
     let socket = manager.path("vsock.sock");
     let group = rustix::process::getegid().as_raw().to_string();
@@ -182,31 +183,34 @@ fn a_devices_socket_is_whose_it_is_to_be() {
         (&["--socket-group", &group, "--socket-mode", "620"][..], 0o620),
     ] {
         let device = manager.start(vsock(&socket).args(options));
-        manager.hears("READY=1\n");
+        manager.expect("READY=1\n");
         assert_eq!(std::fs::metadata(&socket).unwrap().mode() & 0o777, mode, "{options:?}");
         assert_eq!(device.end().0, Some(0));
-        manager.hears("STOPPING=1\n");
+        manager.expect("STOPPING=1\n");
     }
     let output = Command::new(TOWLINE)
         .args(["vsock", "--cid", "7", "--fd", "0", "--socket-mode", "660"])
         .output()
         .unwrap();
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(2), "{said}");
-    assert!(said.contains("--socket-group and --socket-mode are for a socket at --socket PATH"), "{said}");
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(
+        stderr.contains("--socket-group and --socket-mode are for a socket at --socket PATH"),
+        "{stderr}"
+    );
 }
 
 #[test]
-fn a_sandbox_can_be_left_out() {
+fn the_sandbox_can_be_disabled() {
     let manager = Manager::new();
     let device = manager.start(vsock(&manager.path("vsock.sock")).args(["--sandbox", "none"]));
-    manager.hears("READY=1\n");
+    manager.expect("READY=1\n");
     assert!(device.status("Seccomp").iter().all(|mode| mode == "0"));
     assert_eq!(device.end().0, Some(0));
 }
 
 #[test]
-fn a_device_takes_the_socket_of_its_manager() {
+fn a_device_listens_on_the_socket_of_its_manager() {
     let manager = Manager::new();
     let path = manager.path("vsock.sock");
     let listener = UnixListener::bind(&path).unwrap();
@@ -215,11 +219,11 @@ fn a_device_takes_the_socket_of_its_manager() {
     command.args(["-c", script, TOWLINE]).stdin(Stdio::from(OwnedFd::from(listener)));
     let device = manager.start(&mut command);
     drop(command);
-    manager.hears("READY=1\n");
+    manager.expect("READY=1\n");
     UnixStream::connect(&path).unwrap();
-    let (code, said) = device.end();
-    assert_eq!(code, Some(0), "{said}");
-    assert!(path.exists(), "it is the manager's");
+    let (code, stderr) = device.end();
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(path.exists(), "the socket belongs to the manager");
 }
 
 #[test]
@@ -228,16 +232,16 @@ fn a_copy_is_ready_when_it_listens() {
     let socket = manager.path("stream");
     let source = format!("unix:{}", socket.display());
     let copy = manager.start(Command::new(TOWLINE).args(["copy", &source, "null:"]));
-    manager.hears(&format!("READY=1\nSTATUS=waits for a guest at {source}\n"));
+    manager.expect(&format!("READY=1\nSTATUS=waiting for a guest at {source}\n"));
     assert!(socket.exists());
     assert!(copy.status("Seccomp").iter().all(|mode| mode == "2"));
-    let (code, said) = copy.end();
-    manager.hears("STOPPING=1\n");
-    assert_eq!(code, Some(1), "{said}");
+    let (code, stderr) = copy.end();
+    manager.expect("STOPPING=1\n");
+    assert_eq!(code, Some(1), "{stderr}");
 }
 
 #[test]
-fn logs_of_a_copy_have_its_id() {
+fn log_lines_of_a_copy_begin_with_its_id() {
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("none.img");
     let mut command = Command::new(TOWLINE);
@@ -252,19 +256,19 @@ fn logs_of_a_copy_have_its_id() {
     let id = begun.split('"').find(|word| word.len() == 16 && word.chars().all(|c| c.is_ascii_hexdigit()));
     let id = id.unwrap_or_else(|| panic!("no id in {begun}"));
     assert!(begun.contains(r#""event":"begun""#), "{begun}");
-    let said = String::from_utf8(output.stderr).unwrap();
-    for line in said.lines().filter(|line| !line.starts_with("towline: ")) {
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    for line in stderr.lines().filter(|line| !line.starts_with("towline: ")) {
         assert!(line.starts_with(id), "{line}");
     }
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
 }
 
 #[test]
-fn what_is_missing_is_a_matter_of_usage() {
+fn missing_options_are_usage_errors() {
     let output = Command::new(TOWLINE).args(["net", "--tap", "none"]).output().unwrap();
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(2), "{said}");
-    assert!(said.contains("give --socket PATH or --fd N, or have a service manager pass one"), "{said}");
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("give --socket PATH or --fd N, or use socket activation"), "{stderr}");
     let output =
         Command::new(TOWLINE).args(["copy", "--log", "towline=loud", "a", "null:"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));

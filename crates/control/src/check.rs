@@ -1,12 +1,12 @@
-//! Would it run there? The facts of both ends, gathered for [`towline_compat`].
+//! Preflight check: gathers the facts of both ends for [`towline_compat`].
 //!
 //! ```text
-//!   qmp:PATH    a QEMU is asked (nothing is changed)        exec:COMMAND   what it prints: facts, or a -dump-vmstate
+//!   qmp:PATH    a QEMU is queried (nothing is changed)        exec:COMMAND   its output: facts, or a -dump-vmstate
 //!   an image    its head and device state are read          facts:FILE     the same from a file
 //!   attr:PATH   a migration_version attribute is read; as a destination, the source's string is written to it
-//!   ctl:SOCKET  a device of ours is asked the same, and for the rest of what it is
+//!   ctl:SOCKET  a device of ours: the same, and its other facts
 //! ```
-//! What it is not: the verdict, which is the rules'.
+//! Out of scope: the verdict, which the rules give.
 
 mod attribute;
 mod device;
@@ -27,14 +27,14 @@ pub use recorded::Error as RecordedError;
 
 /// One end of a check.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum End {
+pub enum CheckEnd {
     /// A QEMU, by its QMP socket.
     Qmp(PathBuf),
     /// An image.
     Image(PathBuf),
-    /// A file of facts, or of what a QEMU binary dumped.
+    /// A file of facts, or of a QEMU binary's dump.
     Facts(PathBuf),
-    /// A command that prints the same.
+    /// A command that prints such a file.
     Command(String),
     /// A `migration_version` attribute.
     Attribute(PathBuf),
@@ -42,17 +42,17 @@ pub enum End {
     Control(PathBuf),
 }
 
-/// How the guest is to get there.
+/// Options of the planned transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Intent {
-    /// Lanes that it would go by; `None`: not known yet.
+    /// Number of lanes; `None` if it is not known yet.
     pub lanes: Option<usize>,
-    /// It is to run there before its memory has come.
+    /// The guest is to run before its memory has arrived.
     pub is_postcopy: bool,
 }
 
-impl End {
-    /// What is known of it. Nothing is changed there.
+impl CheckEnd {
+    /// Gathers the facts. Nothing is changed there.
     ///
     /// # Errors
     /// [`Error`].
@@ -60,7 +60,7 @@ impl End {
         match self {
             Self::Qmp(path) => {
                 let mut qemu = Qemu::inspect(path, &qmp::Options::default())?;
-                Ok(Subject::Qemu(Box::new(qemu.compatibility()?)).into())
+                Ok(Subject::Qemu(Box::new(qemu.compat_facts()?)).into())
             }
             Self::Image(path) => Ok(image(&Image::open(path)?)),
             Self::Facts(path) => {
@@ -76,7 +76,7 @@ impl End {
         }
     }
 
-    /// Gives the source's version string to a device that is asked.
+    /// Passes the source's version to a device; the error is its reply.
     fn write(&self, version: &str, device_type: &str) -> Result<(), String> {
         match self {
             Self::Attribute(path) => attribute::write(path, version)
@@ -86,25 +86,25 @@ impl End {
         }
     }
 
-    /// Whether it is asked now, rather than having been asked at another time.
+    /// Returns true if the facts are current, not recorded earlier.
     #[must_use]
     pub fn is_live(&self) -> bool {
         matches!(self, Self::Qmp(_) | Self::Attribute(_) | Self::Control(_))
     }
 }
 
-/// The verdict on a pair of ends. An attribute or a device as the destination is given the source's version.
+/// Checks a pair of ends. An attribute or a device as the destination gets the source's version.
 ///
 /// # Errors
 /// [`Error`] of either end.
-pub fn check(source: &End, destination: &End, intent: Intent) -> Result<Report, Error> {
+pub fn check(source: &CheckEnd, destination: &CheckEnd, intent: Intent) -> Result<Report, Error> {
     let (guest, there) = (source.facts()?, destination.facts()?);
     let is_live = destination.is_live();
-    let is_one_host = is_live && (source.is_live() || matches!(source, End::Image(_)));
+    let is_one_host = is_live && (source.is_live() || matches!(source, CheckEnd::Image(_)));
     let Intent { lanes, is_postcopy } = intent;
     let pair = Pair { source: &guest, destination: &there, lanes, is_postcopy, is_live, is_one_host };
     let mut report = evaluate(&pair);
-    if let End::Attribute(_) | End::Control(_) = destination {
+    if let CheckEnd::Attribute(_) | CheckEnd::Control(_) = destination {
         let device_type = match &guest.subject {
             Subject::Device(device) => device.device_type.as_str(),
             Subject::Attribute(attribute) => attribute.device_type.as_str(),
@@ -115,7 +115,7 @@ pub fn check(source: &End, destination: &End, intent: Intent) -> Result<Report, 
     Ok(report)
 }
 
-/// The facts of an image that is open.
+/// Facts of an open image.
 pub(crate) fn image(image: &dyn StoredGuest) -> Facts {
     let section = |device: &towline_protocol::device_state::Device| Section {
         name: device.name.clone(),
@@ -134,7 +134,7 @@ pub(crate) fn image(image: &dyn StoredGuest) -> Facts {
     Subject::Image(facts).into()
 }
 
-/// The facts of a stored guest of whose devices nothing is known.
+/// Facts of a stored guest whose devices are not known.
 pub(crate) fn stored(machine_type: &str, ram_blocks: &[towline_protocol::RamBlock]) -> Facts {
     let blocks = blocks(ram_blocks);
     Subject::Image(ImageFacts { machine: machine_type.into(), blocks, ..ImageFacts::default() }).into()
@@ -150,10 +150,10 @@ fn blocks(ram_blocks: &[towline_protocol::RamBlock]) -> Vec<Block> {
     ram_blocks.iter().map(block).collect()
 }
 
-/// Writes facts down, for [`End::Facts`] to be read on another host or another day.
+/// Writes facts to a file for [`CheckEnd::Facts`].
 ///
 /// # Errors
-/// That the file cannot be written, or is there already.
+/// The file cannot be written, or exists.
 pub fn write_facts(path: &Path, facts: &Facts) -> std::io::Result<()> {
     recorded::write(path, facts)
 }

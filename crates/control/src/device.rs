@@ -1,21 +1,22 @@
-//! Devices as QMP shows them: what they count, whether they have their guest, their link, and whether a guest of another one could go on here.
+//! QMP server of devices: statistics, run state, link, and compatibility with another device's guest.
 //!
 //! ```text
-//!   clients ── qmp::Server ──► DeviceMonitor ──► Managed (a network card, a guest's vsock …), one or several
+//!   clients ── qmp::Server ──► DeviceStatusServer ──► ManagedDevice (a network card, a guest's vsock …), one or several
 //! ```
-//! **`migration_version`**: `query-migration-version` reads a device's version string, which was made when the device was started and
-//! which only its own type may look into; `check-migration-version` writes the *source's* string to the *destination's* device, which
-//! answers: it could migrate here, or an errno. That both are of one type is looked at first. Refusals begin with the errno's name, as
-//! `EINVAL: …`; why is in the log as well.
+//! **`migration_version`**: `query-migration-version` reads a device's version string, which is built when the
+//! device is started and which only its own type parses; `check-migration-version` writes the *source's* string
+//! to the *destination's* device, which accepts it or returns an errno. The types are compared first. Refusals
+//! begin with the errno's name, as `EINVAL: …`; the log has the reason as well.
 //!
-//! What it is not: it opens no socket ([`Server`](towline_qmp::Server) does) and knows no device; whoever has some implements [`Managed`].
+//! Out of scope: sockets, which [`Server`](towline_qmp::Server) opens, and the devices, which implement
+//! [`ManagedDevice`].
 
 use serde_json::{Map, Value, json};
 use towline_compat::facts::Device as DeviceFacts;
 use towline_compat::{Facts, Subject as FactsSubject, limits};
 use towline_qmp::{Commands, Refusal};
 
-use crate::statistics::{self, Counting, Subject, known, text};
+use crate::statistics::{self, StatsObject, StatsSource, check_names, text_argument};
 
 const NAMES: [&str; 8] = [
     "query-status",
@@ -28,61 +29,61 @@ const NAMES: [&str; 8] = [
     "quit",
 ];
 
-/// What a device that cannot be migrated answers.
+/// Errno of a device that cannot be migrated.
 pub const ENODEV: &str = "ENODEV";
-/// What a device answers to a version that it cannot take.
+/// Errno of a device for a version that it does not accept.
 pub const EINVAL: &str = "EINVAL";
 
-/// One device.
-pub trait Managed: Send + Sync {
-    /// How it is called here, among those of this process: a tap's name, a context.
+/// A device.
+pub trait ManagedDevice: Send + Sync {
+    /// Name among the devices of this process: a tap's name, a CID.
     fn name(&self) -> String;
 
-    /// Its type, version and features, as `check` compares them. What there is of it when the process starts stays: the string of
-    /// [`DeviceFacts::migration_version`] is made once.
+    /// Type, version and features, as `check` compares them. They are fixed when the process starts: the string
+    /// of [`DeviceFacts::migration_version`] is built once.
     fn facts(&self) -> DeviceFacts;
 
-    /// Whether a frontend has set it to work.
+    /// Returns true if a frontend uses the device.
     fn is_running(&self) -> bool;
 
-    /// Whether a guest of a device with this version could go on here.
+    /// Checks that a guest of a device with this version could continue here.
     ///
     /// # Errors
-    /// Why not, in words.
+    /// The reason against it, as text.
     fn accepts(&self, version: &str) -> Result<(), String>;
 
-    /// What it has counted.
-    fn statistics(&self) -> Vec<Subject>;
+    /// Current statistics.
+    fn statistics(&self) -> Vec<StatsObject>;
 
-    /// Its link: both directions stop, or go on.
+    /// Sets the link: both directions stop, or continue.
     ///
     /// # Errors
-    /// That it has none, in words.
+    /// The device has no link; as text.
     fn set_link(&self, up: bool) -> Result<(), String>;
 }
 
-/// See the module.
-pub struct DeviceMonitor {
-    devices: Vec<Box<dyn Managed>>,
+/// See the module's text.
+pub struct DeviceStatusServer {
+    devices: Vec<Box<dyn ManagedDevice>>,
     quit: Box<dyn Fn() + Send + Sync>,
 }
 
-impl std::fmt::Debug for DeviceMonitor {
+impl std::fmt::Debug for DeviceStatusServer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let names = self.devices.iter().map(|device| device.name()).collect::<Vec<_>>();
-        f.debug_struct("DeviceMonitor").field("devices", &names).finish_non_exhaustive()
+        f.debug_struct("DeviceStatusServer").field("devices", &names).finish_non_exhaustive()
     }
 }
 
-impl DeviceMonitor {
-    /// For these devices, which `quit` ends.
-    pub fn new(devices: Vec<Box<dyn Managed>>, quit: impl Fn() + Send + Sync + 'static) -> Self {
+impl DeviceStatusServer {
+    /// A server for these devices, which `quit` ends.
+    pub fn new(devices: Vec<Box<dyn ManagedDevice>>, quit: impl Fn() + Send + Sync + 'static) -> Self {
         Self { devices, quit: Box::new(quit) }
     }
 
-    /// The one called as the argument `id` says; without it, the only one.
-    fn device(&self, arguments: &Map<String, Value>, argument: &str) -> Result<&dyn Managed, Refusal> {
-        let found = match text(arguments, argument)? {
+    /// The device that the argument names; without it, the only one.
+    fn device(&self, arguments: &Map<String, Value>, argument: &str) -> Result<&dyn ManagedDevice, Refusal> {
+        let found = match text_argument(arguments, argument)? {
             Some(name) => self.devices.iter().find(|device| device.name() == name),
             None => self.devices.first().filter(|_| self.devices.len() == 1),
         };
@@ -93,51 +94,51 @@ impl DeviceMonitor {
     }
 
     fn version(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-        known(arguments, &["id"])?;
+        check_names(arguments, &["id"])?;
         let device = self.device(arguments, "id")?;
         let facts = device.facts();
         match (facts.unmigratable, facts.migration_version) {
             (None, Some(version)) => Ok(json!({ "type": facts.device_type, "version": version })),
-            (why, _) => Err(refused(device, ENODEV, &why.unwrap_or_default())),
+            (reason, _) => Err(refused(device, ENODEV, &reason.unwrap_or_default())),
         }
     }
 
     fn check(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-        known(arguments, &["id", "type", "version"])?;
+        check_names(arguments, &["id", "type", "version"])?;
         let device = self.device(arguments, "id")?;
         let missing = |name| Refusal::because(format!("Parameter '{name}' is missing"));
-        let kind = text(arguments, "type")?.ok_or_else(|| missing("type"))?;
-        let version = text(arguments, "version")?.ok_or_else(|| missing("version"))?;
+        let kind = text_argument(arguments, "type")?.ok_or_else(|| missing("type"))?;
+        let version = text_argument(arguments, "version")?.ok_or_else(|| missing("version"))?;
         let facts = device.facts();
         if kind != facts.device_type {
-            let why =
+            let reason =
                 format!("the source's device is of type {kind:?}, this one of type {:?}", facts.device_type);
-            return Err(refused(device, EINVAL, &why));
+            return Err(refused(device, EINVAL, &reason));
         }
-        if let Some(why) = &facts.unmigratable {
-            return Err(refused(device, ENODEV, why));
+        if let Some(reason) = &facts.unmigratable {
+            return Err(refused(device, ENODEV, reason));
         }
         if version.len() > limits::MIGRATION_VERSION_BYTES_MAX {
-            let why = format!(
+            let reason = format!(
                 "a version of {} bytes, expected at most {}",
                 version.len(),
                 limits::MIGRATION_VERSION_BYTES_MAX
             );
-            return Err(refused(device, EINVAL, &why));
+            return Err(refused(device, EINVAL, &reason));
         }
-        // As an attribute's reader has it, with the line's end.
+        // An attribute's reader may keep the newline.
         let version = version.strip_suffix('\n').unwrap_or(version);
-        device.accepts(version).map(|()| json!({})).map_err(|why| refused(device, EINVAL, &why))
+        device.accepts(version).map(|()| json!({})).map_err(|reason| refused(device, EINVAL, &reason))
     }
 
     fn facts(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-        known(arguments, &["id"])?;
+        check_names(arguments, &["id"])?;
         let facts = Facts::from(FactsSubject::Device(self.device(arguments, "id")?.facts()));
         serde_json::from_slice(&facts.to_json()).map_err(|error| Refusal::because(error.to_string()))
     }
 
     fn set_link(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-        known(arguments, &["name", "up"])?;
+        check_names(arguments, &["name", "up"])?;
         let device = self.device(arguments, "name")?;
         let up = arguments.get("up").and_then(Value::as_bool);
         let up = up.ok_or_else(|| Refusal::because("Parameter 'up' expects a boolean"))?;
@@ -150,28 +151,28 @@ impl DeviceMonitor {
     }
 }
 
-impl Counting for DeviceMonitor {
-    fn statistics(&self) -> Vec<Subject> {
+impl StatsSource for DeviceStatusServer {
+    fn statistics(&self) -> Vec<StatsObject> {
         self.devices.iter().flat_map(|device| device.statistics()).collect()
     }
 }
 
-impl Commands for DeviceMonitor {
+impl Commands for DeviceStatusServer {
     fn names(&self) -> &[&'static str] {
         &NAMES
     }
 
     fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
         match name {
-            "query-status" => known(arguments, &[]).map(|()| self.status()),
-            "query-stats" => statistics::query(&Counting::statistics(self), arguments),
-            "query-stats-schemas" => statistics::schemas(&Counting::statistics(self), arguments),
+            "query-status" => check_names(arguments, &[]).map(|()| self.status()),
+            "query-stats" => statistics::query(&StatsSource::statistics(self), arguments),
+            "query-stats-schemas" => statistics::schemas(&StatsSource::statistics(self), arguments),
             "query-migration-version" => self.version(arguments),
             "check-migration-version" => self.check(arguments),
             "query-device-facts" => self.facts(arguments),
             "set_link" => self.set_link(arguments),
             "quit" => {
-                known(arguments, &[])?;
+                check_names(arguments, &[])?;
                 (self.quit)();
                 Ok(json!({}))
             }
@@ -180,10 +181,10 @@ impl Commands for DeviceMonitor {
     }
 }
 
-/// Says it in the log too: whoever asked may have been told the errno only.
-fn refused(device: &dyn Managed, errno: &str, why: &str) -> Refusal {
-    tracing::warn!(device = device.name(), errno, why, "migration_version");
-    Refusal::because(format!("{errno}: {why}"))
+/// Logs the reason too: the client may show the errno only.
+fn refused(device: &dyn ManagedDevice, errno: &str, reason: &str) -> Refusal {
+    tracing::warn!(device = device.name(), errno, reason, "migration_version");
+    Refusal::because(format!("{errno}: {reason}"))
 }
 
 #[cfg(test)]

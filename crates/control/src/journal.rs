@@ -1,20 +1,22 @@
-//! What towline has changed in a QEMU and not put back yet, in a file that outlives a towline that is killed.
+//! Journal of the changes that towline has made in a QEMU and not undone, in a file that outlives a killed
+//! towline.
 //!
 //! ```text
-//!   connect ─► lock the QEMU's journal ─► each change: record it, make it, ─► put it back: record done ─► no records left: remove
+//!   connect ─► lock the QEMU's journal ─► each change: record, change, ─► undo: record done ─► no records left: remove
 //!                 │ locked: another towline works on this QEMU
-//!                 └ records of a towline that is gone: put back first (when it is connected to)
+//!                 └ records of a killed towline: undone first
 //! ```
-//! A journal is a file of lines of JSON below the runtime directory ([`Directory`]), named by the process of its QEMU: its id and start
-//! time. A record is written and synced before the change that it undoes (but for temporary directories, right behind it), by one `write`;
-//! a line that was cut off at the end was of a change that was never made. The owner holds a lock (`flock`) on the file for as long as it lives.
+//! A journal is a file of JSON lines in the runtime directory ([`RuntimeDirectory`]), named by the id and start
+//! time of QEMU's process. A record is written by one `write` and synced before its change is made (for
+//! temporary directories right after), so that a truncated last line belongs to a change that was never made.
+//! The owner holds a lock (`flock`) on the file as long as it lives.
 //!
-//! Where the process of a QEMU is not known, the journal is named by the device and inode of the monitor's socket, and holds its path
-//! and, where the file system knows it, the time at which it was made. Then a journal that was written through one monitor is not found
-//! through another one.
+//! If QEMU's process is not known, the journal is named by the device and inode of the monitor's socket, and
+//! holds the socket's path and, if the file system has it, its creation time. Such a journal is not found
+//! through another monitor.
 
-mod directory;
 mod record;
+mod runtime_directory;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,51 +24,52 @@ use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat, unlinkat};
 use rustix::io::Errno;
 
+use crate::lock::lock;
 use crate::process::{Process, ProcessState, start_time};
 
-pub use directory::{Directory, DirectoryError};
-pub use record::{Changed, Record};
+pub use record::{ChangedValue, UndoRecord};
 use record::{Contents, Header, Line, VERSION};
 pub(crate) use record::{now_ms, pid_namespace};
+pub use runtime_directory::{RuntimeDirectory, RuntimeDirectoryError};
 
 /// Maximum size of a journal that is read.
 const BYTES_MAX: u64 = 1 << 20;
-/// How often a journal that its owner removed in the same moment is opened again.
+/// Maximum number of attempts to open a journal that its owner is removing.
 const ATTEMPTS_MAX: u32 = 16;
 
-/// Why a journal cannot be used.
+/// Error of a journal.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Its owner lives.
+    /// Another towline owns it.
     #[error(
         "another towline{} works on QEMU at {socket}: wait until it has ended, or end it first", owner_text(*.pid)
     )]
     InUse {
         /// The monitor's socket.
         socket: String,
-        /// The owner's process, if it is known.
+        /// The owner's process, if known.
         pid: Option<i32>,
     },
-    /// There is no place for it.
+    /// No directory for journals.
     #[error(transparent)]
-    Directory(#[from] DirectoryError),
-    /// It cannot be read or written.
+    Directory(#[from] RuntimeDirectoryError),
+    /// The journal cannot be read or written.
     #[error("journal {path}: {source}")]
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
-    /// It holds something else than records of this version.
+    /// A line is not a record of this version.
     #[error(
-        "journal {path}, line {line}: expected a record of version {VERSION}, found another ({reason}): it is of another version of \
+        "journal {path}, line {line}: expected a record of version {VERSION}, found another ({reason}): it belongs to another version of \
          towline, which can repair the QEMU; or remove it"
     )]
     Format {
@@ -74,7 +77,7 @@ pub enum Error {
         path: PathBuf,
         /// Counted from 1.
         line: usize,
-        /// What does not fit.
+        /// The difference.
         reason: String,
     },
 }
@@ -83,15 +86,15 @@ fn owner_text(pid: Option<i32>) -> String {
     pid.map(|pid| format!(" (process {pid})")).unwrap_or_default()
 }
 
-/// The locked journal of one QEMU. Clones are of the same one.
+/// The locked journal of one QEMU. Clones share it.
 ///
-/// The file is removed when the last of them is dropped, if it has no records or its QEMU has exited.
+/// The file is removed when the last clone is dropped, if it has no records or its QEMU has exited.
 #[derive(Clone, Debug)]
 pub struct Journal(Arc<Mutex<State>>);
 
-/// A record that is written.
+/// A record in a journal.
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub struct JournalEntry {
     journal: Journal,
     id: u64,
 }
@@ -103,19 +106,19 @@ struct State {
     name: String,
     path: PathBuf,
     header: Header,
-    records: BTreeMap<u64, Record>,
+    records: BTreeMap<u64, UndoRecord>,
     next_id: u64,
     process: Arc<Process>,
 }
 
 impl Journal {
-    /// Opens and locks the journal of the QEMU whose monitor is at `socket`. Also the id of the process that left the records in it, if
-    /// there are any.
+    /// Opens and locks the journal of the QEMU whose monitor is at `socket`. Also returns the id of the process
+    /// that left records in it, if there are any.
     ///
     /// # Errors
     /// [`Error::InUse`] if another towline has it, [`Error::Io`], [`Error::Format`].
     pub fn open(
-        directory: &Directory,
+        directory: &RuntimeDirectory,
         socket: &Path,
         process: &Arc<Process>,
     ) -> Result<(Self, Option<i32>), Error> {
@@ -137,7 +140,7 @@ impl Journal {
             if !is_ours {
                 return Err(in_use(socket, &path, &text));
             }
-            // The owner before removed it while we opened it.
+            // Its owner removed it while it was opened.
             if !is_named(&file, directory, &name) {
                 continue;
             }
@@ -161,37 +164,37 @@ impl Journal {
             };
             return state.take_over(owner, text.ends_with('\n'));
         }
-        Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is removed and made over and over")))
+        Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is removed and created repeatedly")))
     }
 
-    /// Records what undoes a change, durably, before the change is made.
+    /// Records how to undo a change, durably, before the change is made.
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn write(&self, record: &Record) -> Result<Entry, Error> {
+    pub fn write(&self, record: &UndoRecord) -> Result<JournalEntry, Error> {
         let mut state = self.state();
         let id = state.next_id;
         state.append(&Line::Record { id, record: record.clone() })?;
         state.next_id += 1;
         state.records.insert(id, record.clone());
-        Ok(Entry { journal: self.clone(), id })
+        Ok(JournalEntry { journal: self.clone(), id })
     }
 
-    /// What is not put back, the newest first.
+    /// Records that are not undone, the newest first.
     #[must_use]
-    pub fn records(&self) -> Vec<(Entry, Record)> {
-        let entry = |id: &u64| Entry { journal: self.clone(), id: *id };
+    pub fn records(&self) -> Vec<(JournalEntry, UndoRecord)> {
+        let entry = |id: &u64| JournalEntry { journal: self.clone(), id: *id };
         self.state().records.iter().rev().map(|(id, record)| (entry(id), record.clone())).collect()
     }
 
-    /// The migrations in it are over.
+    /// Removes the records of migrations, which are over.
     pub(crate) fn end_migrations(&self) {
         let records = self.records().into_iter();
-        let migrations = records.filter(|(_, record)| matches!(record, Record::Migration { .. }));
+        let migrations = records.filter(|(_, record)| matches!(record, UndoRecord::Migration { .. }));
         migrations.for_each(|(entry, _)| entry.done());
     }
 
-    /// Drops all records: nothing is left to be put back.
+    /// Removes all records: nothing is left to undo.
     pub fn clear(&self) {
         for (entry, _) in self.records() {
             entry.done();
@@ -199,20 +202,22 @@ impl Journal {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 
-impl Entry {
-    /// The change is undone, or nothing is left of it. A journal that cannot be written is logged: what it has is undone once more.
+impl JournalEntry {
+    /// Removes the record: its change is undone, or obsolete. A journal that cannot be written is logged; the
+    /// change is then undone once more.
     pub fn done(&self) {
         let mut state = self.journal.state();
         if state.records.remove(&self.id).is_none() {
             return;
         }
-        let written = match state.records.is_empty() {
-            true => state.restart(),
-            false => state.append(&Line::Done { id: self.id }),
+        let written = if state.records.is_empty() {
+            state.restart()
+        } else {
+            state.append(&Line::Done { id: self.id })
         };
         if let Err(error) = written {
             tracing::warn!(%error, "a record that is done stays in the journal");
@@ -221,13 +226,14 @@ impl Entry {
 }
 
 impl State {
-    /// Names us as the owner behind the one before, whose records stay if they are of the same QEMU.
+    /// Records this process as the new owner. Records of the previous owner are kept if they are of the same
+    /// QEMU.
     fn take_over(mut self, before: Option<Header>, is_whole: bool) -> Result<(Journal, Option<i32>), Error> {
         let left_by = before
             .filter(|found| !self.records.is_empty() && self.header.is_same_qemu(found, &self.process))
             .map(|found| found.pid);
         if left_by.is_some() {
-            // A line that was cut off ends here.
+            // Ends a truncated line.
             let begun = if is_whole { "" } else { "\n" };
             self.append_after(begun, &Line::Begun(self.header.clone()))?;
         } else {
@@ -237,7 +243,7 @@ impl State {
         Ok((Journal(Arc::new(Mutex::new(self))), left_by))
     }
 
-    /// Without records.
+    /// Removes all records from the file.
     fn restart(&mut self) -> Result<(), Error> {
         self.file.set_len(0).map_err(|source| Error::Io { path: self.path.clone(), source })?;
         self.append(&Line::Begun(self.header.clone()))
@@ -268,7 +274,7 @@ impl Drop for State {
 }
 
 /// Removes the journals of QEMUs that have exited.
-pub(crate) fn sweep(directory: &Directory) {
+pub(crate) fn sweep(directory: &RuntimeDirectory) {
     for name in directory.names() {
         let Some((pid, started)) = record::process_of(&name) else { continue };
         let gone = match start_time(pid) {
@@ -281,8 +287,8 @@ pub(crate) fn sweep(directory: &Directory) {
     }
 }
 
-/// Whether a towline that is gone has left changes of the QEMU of this process, which started then.
-pub(crate) fn journal_left(directory: &Directory, pid: i32, start_time: u64) -> bool {
+/// Returns true if a killed towline has left changes in the QEMU of this process and start time.
+pub(crate) fn journal_left(directory: &RuntimeDirectory, pid: i32, start_time: u64) -> bool {
     let name = record::name_of(pid, start_time);
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let Ok(fd) = openat(directory.fd(), &name, flags, Mode::empty()) else { return false };
@@ -292,24 +298,24 @@ pub(crate) fn journal_left(directory: &Directory, pid: i32, start_time: u64) -> 
     is_free && records.is_some_and(|contents| !contents.records.is_empty())
 }
 
-fn remove_stale(directory: &Directory, name: &str) -> io::Result<()> {
+fn remove_stale(directory: &RuntimeDirectory, name: &str) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut file = File::from(openat(directory.fd(), name, flags, Mode::empty())?);
     flock(&file, FlockOperation::NonBlockingLockExclusive)?;
     let text = read(&mut file)?;
     let Ok(Contents { owner: Some(header), records }) = record::parse(&text) else { return Ok(()) };
-    // In another pid namespace, that QEMU may live under this id.
+    // That QEMU may live under this id in another pid namespace.
     if !header.is_of_our_namespace() || header.owner_lives() {
         return Ok(());
     }
-    records.values().filter_map(Record::remove_files).for_each(drop);
+    records.values().filter_map(UndoRecord::remove_files).for_each(drop);
     if is_named(&file, directory, name) {
         unlinkat(directory.fd(), name, AtFlags::empty())?;
     }
     Ok(())
 }
 
-/// The text of a file that is ours, up to [`BYTES_MAX`].
+/// Text of a file of ours, up to [`BYTES_MAX`].
 pub(crate) fn read(file: &mut File) -> io::Result<String> {
     let mut bytes = Vec::new();
     file.rewind()?;
@@ -320,12 +326,12 @@ pub(crate) fn read(file: &mut File) -> io::Result<String> {
             format!("expected at most {BYTES_MAX} bytes"),
         ));
     }
-    // A line may be cut off within a character.
+    // A line may be truncated within a character.
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Whether the file is what its name leads to.
-pub(crate) fn is_named(file: &File, directory: &Directory, name: &str) -> bool {
+/// Returns true if the name still leads to this file.
+pub(crate) fn is_named(file: &File, directory: &RuntimeDirectory, name: &str) -> bool {
     let (Ok(open), Ok(named)) = (file.metadata(), statat(directory.fd(), name, AtFlags::SYMLINK_NOFOLLOW))
     else {
         return false;

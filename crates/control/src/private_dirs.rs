@@ -1,8 +1,9 @@
-//! Private directories in the directory for temporary files, and those that towlines which were killed have left there.
+//! Private directories below the directory for temporary files, and removal of those that killed towlines have
+//! left.
 //!
-//! Each is named `towline-sockets-PID-N`. Its owner holds the file `owner` in it locked (`flock`) for as long as it lives, and the kernel
-//! drops the lock with the process, in whatever pid namespace that was. One whose file can be locked is nobody's, and is removed. (The
-//! directory itself is locked by whoever binds a socket in it.)
+//! Each is named `towline-sockets-PID-N`. Its owner holds a lock (`flock`) on the file `owner` in it as long as
+//! it lives, and the kernel releases the lock with the process, in any pid namespace. A directory whose file
+//! can be locked is abandoned, and removed. (Binding a socket locks the directory itself.)
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind};
@@ -15,37 +16,38 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
-/// How the names begin.
+/// Prefix of the names.
 const PREFIX: &str = "towline-sockets-";
-/// The file that its owner holds locked.
+/// File that the owner holds locked.
 const LOCK: &str = "owner";
-/// Names tried at most.
+/// Maximum number of names that are tried.
 const NAMES_MAX: u32 = 10_000;
-/// Entries of the directory for temporary files that are looked at.
+/// Maximum number of entries of the directory for temporary files that are listed.
 const ENTRIES_MAX: usize = 100_000;
 
-/// A directory that only its owner can enter, and the lock that says that it is used.
+/// A directory that only its owner can enter, and the lock that marks it as in use.
 #[derive(Debug)]
-pub(crate) struct Made {
+pub(crate) struct LockedDir {
     pub(crate) path: PathBuf,
-    /// `None` on a filesystem without locks, where nobody takes it for a leftover either.
+    /// `None` on a file system without locks, where no directory counts as abandoned either.
     _lock: Option<File>,
 }
 
-/// Where they are made.
+/// Directory for temporary files.
 ///
 /// # Errors
-/// The working directory is gone, and `TMPDIR` is relative to it.
-pub(crate) fn place() -> io::Result<PathBuf> {
-    // QEMU has a working directory of its own.
+/// The working directory was removed, and `TMPDIR` is relative to it.
+pub(crate) fn temp_dir() -> io::Result<PathBuf> {
+    // QEMU has its own working directory.
     std::path::absolute(std::env::temp_dir())
 }
 
-/// Makes one in `place`, of a name that is free: a process of the same number may have one, in another pid namespace.
+/// Creates a directory in `place` under a free name: a process with the same id in another pid namespace may
+/// have one.
 ///
 /// # Errors
-/// The kernel makes none.
-pub(crate) fn make(place: &Path) -> io::Result<Made> {
+/// The system's.
+pub(crate) fn create(place: &Path) -> io::Result<LockedDir> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -56,16 +58,16 @@ pub(crate) fn make(place: &Path) -> io::Result<Made> {
             Err(error) => return Err(error),
         }
         match lock(&path, File::options().create_new(true)) {
-            Ok(_lock) => return Ok(Made { path, _lock }),
-            // Another towline took it for a leftover in the moment before it was locked.
+            Ok(_lock) => return Ok(LockedDir { path, _lock }),
+            // Another towline took it for abandoned in the moment before it was locked.
             Err(error) if is_others(&error) && number < NAMES_MAX => {}
             Err(error) => return Err(error),
         }
     }
 }
 
-/// Removes from `place` what nobody holds; what cannot be removed stays. Gives what was removed.
-pub(crate) fn sweep(place: &Path) -> Vec<PathBuf> {
+/// Removes abandoned directories from `place`; those that cannot be removed stay. Returns the removed ones.
+pub(crate) fn remove_abandoned(place: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(place).into_iter().flatten().take(ENTRIES_MAX).flatten();
     let ours = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_name));
     ours.map(|entry| entry.path()).filter(|path| remove(path)).collect()
@@ -73,7 +75,7 @@ pub(crate) fn sweep(place: &Path) -> Vec<PathBuf> {
 
 fn remove(path: &Path) -> bool {
     let removed = match lock(path, &mut File::options()) {
-        // In a directory that others write to too, its name says nothing about whose it is.
+        // In a directory that other users can write to, the name does not prove the owner.
         Ok(Some(lock)) if lock.metadata().is_ok_and(|found| found.uid() != geteuid().as_raw()) => {
             return false;
         }
@@ -88,7 +90,7 @@ fn remove(path: &Path) -> bool {
     removed.is_ok()
 }
 
-/// Opens and locks the file in it that its owner holds; `None` where there are no locks.
+/// Opens and locks the file `owner` in it; `None` if the file system has no locks.
 fn lock(path: &Path, options: &mut OpenOptions) -> io::Result<Option<File>> {
     if !fs::symlink_metadata(path)?.is_dir() {
         return Err(ErrorKind::NotADirectory.into());
@@ -102,9 +104,10 @@ fn lock(path: &Path, options: &mut OpenOptions) -> io::Result<Option<File>> {
         Err(errno) => return Err(errno.into()),
     }
     let (open, named) = (file.metadata()?, fs::symlink_metadata(&path)?);
-    match (open.dev(), open.ino()) == (named.dev(), named.ino()) {
-        true => Ok(Some(file)),
-        false => Err(Errno::NOENT.into()),
+    if (open.dev(), open.ino()) == (named.dev(), named.ino()) {
+        Ok(Some(file))
+    } else {
+        Err(Errno::NOENT.into())
     }
 }
 
@@ -123,13 +126,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nobody_holds_is_removed_and_nothing_else() {
+    fn only_abandoned_directories_are_removed() {
         let place = tempfile::tempdir().unwrap();
-        let ours = make(place.path()).unwrap();
-        let mut left = make(place.path()).unwrap();
+        let ours = create(place.path()).unwrap();
+        let mut left = create(place.path()).unwrap();
         fs::write(left.path.join("socket"), b"").unwrap();
-        assert_eq!(sweep(place.path()), [""; 0].map(PathBuf::from), "both are held");
-        // As the kernel does when their owner dies.
+        assert_eq!(remove_abandoned(place.path()), [""; 0].map(PathBuf::from), "both are held");
+        // As the kernel does when the owner exits.
         left._lock = None;
         let others = ["towline-sockets-1", "towline-sockets-1-x", "towline-1-0", "other"];
         for name in others {
@@ -137,21 +140,21 @@ mod tests {
         }
         std::os::unix::fs::symlink(&ours.path, place.path().join("towline-sockets-1-1")).unwrap();
         fs::write(place.path().join("towline-sockets-1-2"), b"").unwrap();
-        assert_eq!(sweep(place.path()), [left.path]);
+        assert_eq!(remove_abandoned(place.path()), [left.path]);
         assert!(ours.path.is_dir());
         assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1 + others.len() + 2);
     }
 
     #[test]
-    fn a_name_that_is_taken_is_passed_over() {
+    fn existing_names_are_skipped() {
         let place = tempfile::tempdir().unwrap();
-        let first = make(place.path()).unwrap();
+        let first = create(place.path()).unwrap();
         let number: u32 = first.path.to_str().unwrap().rsplit('-').next().unwrap().parse().unwrap();
         let taken: Vec<_> = (number + 1..number + 20)
             .map(|number| place.path().join(format!("{PREFIX}{}-{number}", process::id())))
             .collect();
         taken.iter().for_each(|path| fs::create_dir(path).unwrap());
-        let second = make(place.path()).unwrap();
+        let second = create(place.path()).unwrap();
         assert!(!taken.contains(&second.path) && second.path != first.path);
     }
 }

@@ -1,7 +1,8 @@
-//! The process of a QEMU: which one it is, and whether it has exited.
+//! Identifies the process of a QEMU, and detects its exit.
 //!
-//! `SO_PEERCRED` names the process that last called `listen` on the socket that was connected to: QEMU, or a proxy. A process is
-//! therefore taken for QEMU's only if the threads of the guest's vCPUs, which QEMU itself names (`query-cpus-fast`), are its threads.
+//! `SO_PEERCRED` names the process that last called `listen` on the connected socket: QEMU, or a proxy. A
+//! process is therefore identified as QEMU only if the threads of the guest's vCPUs, which QEMU itself reports
+//! (`query-cpus-fast`), are its threads.
 //!
 //! ```text
 //!   SO_PEERCRED ─► has the vCPU threads? ─ yes, in our pid namespace ─────────────────────────────────► known
@@ -10,11 +11,12 @@
 //!                                                                     or the path of its monitor? ──── yes ─► known
 //!                                                                                                  └── no ──► unknown
 //! ```
-//! The second proof is needed because the thread ids of a QEMU on another host, or in a container, may be those of a process here too.
-//! A known process is held by a pidfd, opened before the proof, so that its pid cannot come to mean another process.
+//! The second proof is needed because the thread ids of a QEMU on another host or in a container may also exist
+//! here. A known process is held by a pidfd, opened before the proof, so that its id cannot come to mean
+//! another process.
 //!
-//! Limits: Linux 5.3 (`pidfd_open`), and a `/proc` of our own pid namespace that shows QEMU. Without them, and for a machine without
-//! vCPUs, the process is unknown, and never said to have exited.
+//! Limits: Linux 5.3 (`pidfd_open`), and a `/proc` of our own pid namespace that shows QEMU. Without them, and
+//! for a machine without vCPUs, the process is unknown, and never reported as exited.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -29,7 +31,7 @@ use serde_json::Value;
 use towline_qmp::commands::{QueryCpusFast, QueryUuid};
 use towline_qmp::{self as qmp, Client};
 
-/// Maximum number of threads that are looked at to find those of the vCPUs in another pid namespace.
+/// Maximum number of threads that are searched for those of the vCPUs in another pid namespace.
 const THREADS_MAX: usize = 4096;
 /// Longest single wait for the pidfd; a longer one is repeated.
 const POLL_MAX: Duration = Duration::from_secs(3600);
@@ -37,30 +39,30 @@ const POLL_MAX: Duration = Duration::from_secs(3600);
 /// The process of a QEMU.
 #[derive(Debug)]
 pub enum Process {
-    /// Proven to be QEMU's.
+    /// It is proven to be QEMU's.
     Known {
-        /// Its id in our pid namespace.
+        /// Id in our pid namespace.
         pid: i32,
-        /// When it started, in clock ticks since boot (field 22 of `/proc/PID/stat`).
+        /// Start time, in clock ticks since boot (field 22 of `/proc/PID/stat`).
         start_time: u64,
         /// Refers to this process even after its id is reused.
         pidfd: OwnedFd,
     },
     /// Not identified.
     Unknown {
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
-/// What is known of a process.
+/// State of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcessState {
     /// It has not exited.
     Running,
     /// It has exited, or is a zombie.
     Exited,
-    /// The process is not known, so neither is its state.
+    /// The process is not known.
     Unknown,
 }
 
@@ -68,7 +70,7 @@ impl Process {
     /// Identifies the process of the QEMU that `client` is connected to.
     ///
     /// # Errors
-    /// Those of the connection. Whatever else is missing makes the process [`Process::Unknown`].
+    /// Those of the connection. Any other failure makes the process [`Process::Unknown`].
     pub(crate) fn identify(client: &mut Client) -> Result<Self, qmp::Error> {
         let threads = match client.execute(&QueryCpusFast) {
             Ok(cpus) => cpus.iter().filter_map(|cpu| i32::try_from(cpu.thread_id).ok()).collect(),
@@ -87,9 +89,9 @@ impl Process {
             Ok(pidfd) => pidfd,
             Err(errno) => return Ok(Self::unknown(format!("pidfd_open of process {pid}: {errno}"))),
         };
-        // What was seen before the pidfd was opened may have been of an earlier process of this id.
+        // The checks before `pidfd_open` may have seen an earlier process with this id.
         if candidate(peer, &threads) != Ok((pid, proof)) {
-            return Ok(Self::unknown(format!("process {pid} changed while it was looked at")));
+            return Ok(Self::unknown(format!("process {pid} changed while it was being identified")));
         }
         if proof == Proof::Threads && !command_line_is_of(client, pid)? {
             return Ok(Self::unknown(format!(
@@ -103,7 +105,7 @@ impl Process {
         };
         Ok(match process.state() {
             ProcessState::Running => process,
-            _ => Self::unknown(format!("process {pid} exited while it was looked at")),
+            _ => Self::unknown(format!("process {pid} exited while it was being identified")),
         })
     }
 
@@ -112,7 +114,7 @@ impl Process {
         Self::Unknown { reason }
     }
 
-    /// Whether it has exited by now.
+    /// The current state.
     #[must_use]
     pub fn state(&self) -> ProcessState {
         self.state_within(Duration::ZERO)
@@ -135,7 +137,7 @@ impl Process {
         }
     }
 
-    /// Whether both are known to be one process.
+    /// Returns true if both are known to be one process.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         match (self, other) {
@@ -147,23 +149,23 @@ impl Process {
         }
     }
 
-    /// Whether it is known which process it is.
+    /// Returns true if the process is identified.
     #[must_use]
     pub fn is_known(&self) -> bool {
         matches!(self, Self::Known { .. })
     }
 }
 
-/// What the threads of a process prove.
+/// Evidence from the threads of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Proof {
-    /// It listens on the monitor's socket and has the vCPU threads, in our pid namespace: it is QEMU.
+    /// It listens on the monitor's socket and has the vCPU threads in our pid namespace: it is QEMU.
     ListenerAndThreads,
     /// It has threads with the ids of the vCPU threads.
     Threads,
 }
 
-/// The process that may be QEMU's, and what proves it; or why there is none.
+/// The process that may be QEMU's, and the evidence; or the reason why there is none.
 fn candidate(peer: i32, threads: &BTreeSet<i32>) -> Result<(i32, Proof), String> {
     if threads.is_empty() {
         return Err("QEMU has no vCPU threads".into());
@@ -181,7 +183,7 @@ fn candidate(peer: i32, threads: &BTreeSet<i32>) -> Result<(i32, Proof), String>
     Ok((pid, Proof::Threads))
 }
 
-/// A `/proc` of another pid namespace would show other processes under the ids that we mean.
+/// Checks that `/proc` is of our own pid namespace: another one would show other processes under our ids.
 fn check_own_proc() -> Result<(), String> {
     let own = Status::read("/proc/self/status").map_err(|error| format!("/proc/self/status: {error}"))?;
     if own.ids == [getpid().as_raw_pid()] {
@@ -190,7 +192,7 @@ fn check_own_proc() -> Result<(), String> {
     Err("/proc is of another pid namespace than this process".into())
 }
 
-/// Whether these are threads of `pid`, other than its first, in our pid namespace.
+/// Returns true if these are threads of `pid`, other than its first, in our pid namespace.
 fn has_threads(pid: i32, threads: &BTreeSet<i32>) -> bool {
     threads.iter().all(|thread| {
         let status = Status::read(&format!("/proc/{pid}/task/{thread}/status"));
@@ -198,7 +200,7 @@ fn has_threads(pid: i32, threads: &BTreeSet<i32>) -> bool {
     })
 }
 
-/// As [`has_threads`], where `pid` runs in a pid namespace below ours and the threads are named as they are there.
+/// As [`has_threads`] for a `pid` in a pid namespace below ours, in which the threads have these ids.
 fn has_threads_below(pid: i32, threads: &BTreeSet<i32>) -> bool {
     let Ok(first) = Status::read(&format!("/proc/{pid}/status")) else { return false };
     let Some((own, 1..)) = first.ids.last().map(|own| (*own, first.ids.len() - 1)) else { return false };
@@ -212,7 +214,7 @@ fn has_threads_below(pid: i32, threads: &BTreeSet<i32>) -> bool {
     threads.is_subset(&ids)
 }
 
-/// The one process of our pid namespace that these are threads of, none of them its first.
+/// The one process of our pid namespace that has these threads, none of them its first.
 fn process_of(threads: &BTreeSet<i32>) -> Result<i32, String> {
     let mut found = None;
     for thread in threads {
@@ -228,7 +230,8 @@ fn process_of(threads: &BTreeSet<i32>) -> Result<i32, String> {
     found.ok_or_else(|| "QEMU has no vCPU threads".into())
 }
 
-/// Whether the command line of a process has what QEMU says of itself: its UUID, or the path of a Unix socket of its monitors.
+/// Returns true if the command line of a process contains QEMU's UUID, or the path of a Unix socket of its
+/// monitors.
 fn command_line_is_of(client: &mut Client, pid: i32) -> Result<bool, qmp::Error> {
     let Ok(bytes) = fs::read(format!("/proc/{pid}/cmdline")) else { return Ok(false) };
     let text = String::from_utf8_lossy(&bytes);
@@ -254,7 +257,7 @@ fn has_uuid(words: &[&str], uuid: &str) -> bool {
             .any(|pair| pair[0].trim_start_matches('-') == "uuid" && pair[1].eq_ignore_ascii_case(uuid))
 }
 
-/// The absolute path of a chardev that is a listening Unix socket: `unix:PATH,server=on`, connected or not.
+/// Absolute path of a chardev that is a listening Unix socket: `unix:PATH,server=on`, connected or not.
 fn listening_path(chardev: &Value) -> Option<&str> {
     let name = chardev["filename"].as_str()?;
     let name = name.strip_prefix("disconnected:").unwrap_or(name);
@@ -262,11 +265,11 @@ fn listening_path(chardev: &Value) -> Option<&str> {
     (path.starts_with('/') && options.contains("server")).then_some(path)
 }
 
-/// Of `/proc/PID/status` or `/proc/PID/task/TID/status`.
+/// Parsed `/proc/PID/status` or `/proc/PID/task/TID/status`.
 #[derive(Debug, PartialEq, Eq)]
 struct Status {
     tgid: i32,
-    /// The thread's id in each pid namespace, from that of `/proc` to its own.
+    /// Id of the thread in each pid namespace, from that of `/proc` to its own.
     ids: Vec<i32>,
 }
 
@@ -287,20 +290,20 @@ impl Status {
     }
 }
 
-/// Our own process, and when it started; 0 without a `/proc` that says so.
+/// Id and start time of our own process; the time is 0 without a readable `/proc`.
 pub(crate) fn own_process() -> (i32, u64) {
     let pid = getpid().as_raw_pid();
     (pid, start_time(pid).unwrap_or_default())
 }
 
-/// When a process started, in clock ticks since boot.
+/// Start time of a process, in clock ticks since boot.
 pub(crate) fn start_time(pid: i32) -> io::Result<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     parse_start_time(&text)
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time in its field 22"))
 }
 
-/// The second field, the name in parentheses, may have any characters in it.
+/// The second field, the name in parentheses, may contain any characters.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(") ")?;
     rest.split(' ').nth(22 - 3)?.trim().parse().ok()

@@ -1,57 +1,58 @@
-//! What is counted, as `query-stats` and metrics show it: subjects with labels, and numbers of each.
+//! Statistics as `query-stats` and metrics show them: objects with labels, and the metrics of each.
 //!
 //! ```text
 //!   net-queue {tap=vm0, way=rx, queue=0}   packets 17, bytes 4242, …      QMP: qom-path /net-queue/vm0/rx/0
 //! ```
-//! What it is not: kept anywhere. Whoever counts makes these when somebody asks.
+//! Out of scope: storage. Sources build these objects for each query.
 
 use serde_json::{Map, Value, json};
 use towline_qmp::Refusal;
 
-/// All kinds of subjects that there are anywhere.
+/// All kinds of objects.
 const KINDS: [&str; 6] = ["migration", "migration-lane", "net", "net-queue", "vsock", "vsock-connection"];
-/// What QEMU calls who counted; its own are `kvm` and `cryptodev`.
+/// Name of the provider; QEMU's own are `kvm` and `cryptodev`.
 const PROVIDER: &str = "towline";
 
-/// One subject, and its numbers.
+/// An object, and its metrics.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Subject {
-    /// Its kind, in lower case with hyphens: one of `migration`, `migration-lane`, `net`, `net-queue`, `vsock`, `vsock-connection`.
+pub struct StatsObject {
+    /// Kind, in lower case with hyphens: one of `migration`, `migration-lane`, `net`, `net-queue`, `vsock`,
+    /// `vsock-connection`.
     pub kind: &'static str,
-    /// Which of its kind.
+    /// Labels that identify it among its kind.
     pub labels: Vec<(&'static str, String)>,
-    /// What was counted; the same names for each of a kind.
-    pub numbers: Vec<Number>,
+    /// Metrics; each object of a kind has the same names.
+    pub metrics: Vec<Metric>,
 }
 
-/// One number.
+/// A metric.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Number {
-    /// In lower case with hyphens; bytes are called so at the end.
+pub struct Metric {
+    /// Name, in lower case with hyphens; it ends in `bytes` if it counts bytes.
     pub name: &'static str,
-    /// What it means, in one sentence without a full stop.
-    pub about: &'static str,
-    /// How it behaves.
-    pub trend: Trend,
-    /// What it is counted in.
-    pub unit: Unit,
-    /// How much.
+    /// Description in one sentence without a full stop.
+    pub help: &'static str,
+    /// Type.
+    pub stats_type: StatsType,
+    /// Unit.
+    pub unit: StatsUnit,
+    /// Value.
     pub value: u64,
 }
 
-/// How a number behaves.
+/// Type of a metric, as in QAPI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Trend {
-    /// It only grows.
+pub enum StatsType {
+    /// It only increases.
     Cumulative,
-    /// It is as it is at this moment.
+    /// It is the value of this moment.
     Instant,
 }
 
-/// What a number is counted in.
+/// Unit of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unit {
-    /// Things.
+pub enum StatsUnit {
+    /// No unit.
     Count,
     /// Bytes.
     Bytes,
@@ -59,44 +60,44 @@ pub enum Unit {
     Milliseconds,
 }
 
-impl Number {
-    /// Things that happened so far.
-    pub fn events(name: &'static str, about: &'static str, value: u64) -> Self {
-        Self { name, about, trend: Trend::Cumulative, unit: Unit::Count, value }
+impl Metric {
+    /// A counter of events.
+    pub fn counter(name: &'static str, help: &'static str, value: u64) -> Self {
+        Self { name, help, stats_type: StatsType::Cumulative, unit: StatsUnit::Count, value }
     }
 
-    /// Bytes so far.
-    pub fn bytes(name: &'static str, about: &'static str, value: u64) -> Self {
-        Self { name, about, trend: Trend::Cumulative, unit: Unit::Bytes, value }
+    /// A counter of bytes.
+    pub fn byte_counter(name: &'static str, help: &'static str, value: u64) -> Self {
+        Self { name, help, stats_type: StatsType::Cumulative, unit: StatsUnit::Bytes, value }
     }
 
-    /// How many there are now.
-    pub fn level(name: &'static str, about: &'static str, value: u64) -> Self {
-        Self { name, about, trend: Trend::Instant, unit: Unit::Count, value }
+    /// A current value.
+    pub fn gauge(name: &'static str, help: &'static str, value: u64) -> Self {
+        Self { name, help, stats_type: StatsType::Instant, unit: StatsUnit::Count, value }
     }
 
-    /// The same in bytes.
+    /// The same metric in bytes.
     #[must_use]
     pub fn in_bytes(self) -> Self {
-        Self { unit: Unit::Bytes, ..self }
+        Self { unit: StatsUnit::Bytes, ..self }
     }
 
-    /// The same in milliseconds.
+    /// The same metric in milliseconds.
     #[must_use]
     pub fn in_milliseconds(self) -> Self {
-        Self { unit: Unit::Milliseconds, ..self }
+        Self { unit: StatsUnit::Milliseconds, ..self }
     }
 
     fn schema(&self) -> Value {
-        let trend = match self.trend {
-            Trend::Cumulative => "cumulative",
-            Trend::Instant => "instant",
+        let stats_type = match self.stats_type {
+            StatsType::Cumulative => "cumulative",
+            StatsType::Instant => "instant",
         };
-        let mut schema = json!({ "name": self.name, "type": trend, "exponent": 0 });
+        let mut schema = json!({ "name": self.name, "type": stats_type, "exponent": 0 });
         match self.unit {
-            Unit::Count => {}
-            Unit::Bytes => schema["unit"] = "bytes".into(),
-            Unit::Milliseconds => {
+            StatsUnit::Count => {}
+            StatsUnit::Bytes => schema["unit"] = "bytes".into(),
+            StatsUnit::Milliseconds => {
                 (schema["unit"], schema["base"], schema["exponent"]) =
                     ("seconds".into(), 10.into(), (-3).into());
             }
@@ -105,70 +106,69 @@ impl Number {
     }
 }
 
-impl Subject {
+impl StatsObject {
     fn path(&self) -> String {
         let labels = self.labels.iter().map(|(_, value)| value.as_str());
         std::iter::once("").chain([self.kind]).chain(labels).collect::<Vec<_>>().join("/")
     }
 }
 
-/// Who counts.
-pub trait Counting: Send + Sync {
-    /// All that is counted, at this moment.
-    fn statistics(&self) -> Vec<Subject>;
+/// A source of statistics.
+pub trait StatsSource: Send + Sync {
+    /// All objects with their current values.
+    fn statistics(&self) -> Vec<StatsObject>;
 }
 
-/// `query-stats`: `target` is the kind (all, if it is left out), `providers` as in QEMU.
-pub(crate) fn query(subjects: &[Subject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-    known(arguments, &["target", "providers"])?;
-    let target = text(arguments, "target")?;
+/// Executes `query-stats`: `target` is the kind (all if it is absent), `providers` as in QEMU.
+pub(crate) fn query(objects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    check_names(arguments, &["target", "providers"])?;
+    let target = text_argument(arguments, "target")?;
     if let Some(target) = target.filter(|target| !KINDS.contains(target)) {
         return Err(Refusal::because(format!("Parameter 'target' does not accept value '{target}'")));
     }
-    let Some(names) = wanted(arguments)? else { return Ok(json!([])) };
-    let is_wanted = |number: &&Number| names.as_ref().is_none_or(|names| names.contains(&number.name));
-    let one = |subject: &Subject| {
-        let stats = subject.numbers.iter().filter(is_wanted);
+    let Some(names) = selected_names(arguments)? else { return Ok(json!([])) };
+    let is_selected = |metric: &&Metric| names.as_ref().is_none_or(|names| names.contains(&metric.name));
+    let one = |object: &StatsObject| {
+        let stats = object.metrics.iter().filter(is_selected);
         let stats: Value =
-            stats.map(|number| json!({ "name": number.name, "value": number.value })).collect();
-        json!({ "provider": PROVIDER, "qom-path": subject.path(), "stats": stats })
+            stats.map(|metric| json!({ "name": metric.name, "value": metric.value })).collect();
+        json!({ "provider": PROVIDER, "qom-path": object.path(), "stats": stats })
     };
-    Ok(subjects
-        .iter()
-        .filter(|subject| target.is_none_or(|target| subject.kind == target))
-        .map(one)
-        .collect())
+    Ok(objects.iter().filter(|object| target.is_none_or(|target| object.kind == target)).map(one).collect())
 }
 
-/// `query-stats-schemas`.
-pub(crate) fn schemas(subjects: &[Subject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-    known(arguments, &["provider"])?;
-    if text(arguments, "provider")?.is_some_and(|provider| provider != PROVIDER) {
+/// Executes `query-stats-schemas`.
+pub(crate) fn schemas(objects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    check_names(arguments, &["provider"])?;
+    if text_argument(arguments, "provider")?.is_some_and(|provider| provider != PROVIDER) {
         return Ok(json!([]));
     }
-    let mut kinds: Vec<&Subject> = Vec::new();
-    for subject in subjects {
-        if kinds.iter().all(|kind| kind.kind != subject.kind) {
-            kinds.push(subject);
+    let mut kinds: Vec<&StatsObject> = Vec::new();
+    for object in objects {
+        if kinds.iter().all(|kind| kind.kind != object.kind) {
+            kinds.push(object);
         }
     }
-    let schema = |subject: &&Subject| {
-        let stats: Value = subject.numbers.iter().map(Number::schema).collect();
-        json!({ "provider": PROVIDER, "target": subject.kind, "stats": stats })
+    let schema = |object: &&StatsObject| {
+        let stats: Value = object.metrics.iter().map(Metric::schema).collect();
+        json!({ "provider": PROVIDER, "target": object.kind, "stats": stats })
     };
     Ok(kinds.iter().map(schema).collect())
 }
 
 /// Refuses arguments that a command does not have.
-pub(crate) fn known(arguments: &Map<String, Value>, names: &[&str]) -> Result<(), Refusal> {
+pub(crate) fn check_names(arguments: &Map<String, Value>, names: &[&str]) -> Result<(), Refusal> {
     match arguments.keys().find(|key| !names.contains(&key.as_str())) {
         None => Ok(()),
         Some(key) => Err(Refusal::because(format!("Parameter '{key}' is unexpected"))),
     }
 }
 
-/// An argument that is text, if it is there.
-pub(crate) fn text<'a>(arguments: &'a Map<String, Value>, name: &str) -> Result<Option<&'a str>, Refusal> {
+/// A text argument, if it is present.
+pub(crate) fn text_argument<'a>(
+    arguments: &'a Map<String, Value>,
+    name: &str,
+) -> Result<Option<&'a str>, Refusal> {
     match arguments.get(name) {
         None => Ok(None),
         Some(Value::String(text)) => Ok(Some(text)),
@@ -176,9 +176,9 @@ pub(crate) fn text<'a>(arguments: &'a Map<String, Value>, name: &str) -> Result<
     }
 }
 
-/// Of `providers`: `None` if ours is not wanted, and the names that are, if not all.
-#[allow(clippy::type_complexity, reason = "two questions with one answer each, used once")]
-fn wanted(arguments: &Map<String, Value>) -> Result<Option<Option<Vec<&str>>>, Refusal> {
+/// Names in `providers`: `None` if our provider is not among them, `Some(None)` for all metrics.
+#[allow(clippy::type_complexity, reason = "the provider and its names are both optional")]
+fn selected_names(arguments: &Map<String, Value>) -> Result<Option<Option<Vec<&str>>>, Refusal> {
     let Some(providers) = arguments.get("providers") else { return Ok(Some(None)) };
     let wrong = || Refusal::because("Invalid parameter type for 'providers', expected: array");
     let ours = providers.as_array().ok_or_else(wrong)?.iter().find(|one| one["provider"] == PROVIDER);
@@ -189,34 +189,34 @@ fn wanted(arguments: &Map<String, Value>) -> Result<Option<Option<Vec<&str>>>, R
 mod tests {
     use super::*;
 
-    fn subjects() -> Vec<Subject> {
-        let queue = |way: &str, packets| Subject {
+    fn objects() -> Vec<StatsObject> {
+        let queue = |way: &str, packets| StatsObject {
             kind: "net-queue",
             labels: vec![("tap", "vm0".into()), ("way", way.into()), ("queue", "0".into())],
-            numbers: vec![
-                Number::events("packets", "frames", packets),
-                Number::bytes("bytes", "their bytes", 2 * packets),
-                Number::level("pending", "under way", 1),
+            metrics: vec![
+                Metric::counter("packets", "frames", packets),
+                Metric::byte_counter("bytes", "their bytes", 2 * packets),
+                Metric::gauge("pending", "under way", 1),
             ],
         };
         vec![queue("rx", 3), queue("tx", 5)]
     }
 
-    fn ask(arguments: &Value) -> Result<Value, Refusal> {
-        query(&subjects(), arguments.as_object().unwrap())
+    fn execute(arguments: &Value) -> Result<Value, Refusal> {
+        query(&objects(), arguments.as_object().unwrap())
     }
 
     #[test]
-    fn they_are_in_qemus_shape() {
-        let all = ask(&json!({})).unwrap();
+    fn statistics_have_qemus_format() {
+        let all = execute(&json!({})).unwrap();
         assert_eq!(all[1]["qom-path"], "/net-queue/vm0/tx/0");
         assert_eq!(all[1]["stats"][1], json!({ "name": "bytes", "value": 10 }));
-        assert_eq!(all, ask(&json!({ "target": "net-queue" })).unwrap());
+        assert_eq!(all, execute(&json!({ "target": "net-queue" })).unwrap());
         let one = json!({ "providers": [{ "provider": "towline", "names": ["pending"] }] });
-        let one = ask(&one).unwrap();
+        let one = execute(&one).unwrap();
         assert_eq!(one[0]["stats"], json!([{ "name": "pending", "value": 1 }]));
-        assert_eq!(ask(&json!({ "providers": [{ "provider": "kvm" }] })).unwrap(), json!([]));
-        let schemas = schemas(&subjects(), &Map::new()).unwrap();
+        assert_eq!(execute(&json!({ "providers": [{ "provider": "kvm" }] })).unwrap(), json!([]));
+        let schemas = schemas(&objects(), &Map::new()).unwrap();
         assert_eq!(schemas.as_array().unwrap().len(), 1, "{schemas}");
         assert_eq!(
             schemas[0]["stats"][1],
@@ -225,14 +225,14 @@ mod tests {
     }
 
     #[test]
-    fn what_there_is_not_is_refused() {
+    fn unknown_arguments_are_refused() {
         for (arguments, text) in [
             (json!({ "target": "vm" }), "does not accept value 'vm'"),
             (json!({ "target": 1 }), "expected: string"),
             (json!({ "providers": 1 }), "expected: array"),
             (json!({ "vcpus": [] }), "'vcpus' is unexpected"),
         ] {
-            let Err(Refusal::Because(found)) = ask(&arguments) else { panic!("not refused: {text}") };
+            let Err(Refusal::Because(found)) = execute(&arguments) else { panic!("not refused: {text}") };
             assert!(found.contains(text), "{found}");
         }
     }

@@ -1,4 +1,4 @@
-//! What is left changed in a stock QEMU is put back by its journal.
+//! Changes of a killed towline in a stock QEMU are undone by its journal.
 
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
@@ -9,14 +9,14 @@ use std::os::unix::net::UnixListener;
 
 use common::{Binary, TestQemu, binaries, skipped, until};
 use serde_json::{Map, json};
-use towline_control::journal::{self, Directory, Record};
-use towline_control::qemu::{Error, Qemu, Repaired, Settings, Wanted};
+use towline_control::journal::{self, RuntimeDirectory, UndoRecord};
+use towline_control::qemu::{AppliedSettings, Error, MigrationSettings, Qemu, RepairReport};
 use towline_qmp::Options;
 use towline_qmp::commands::{Capability, Migrate, MigrationParameters, MigrationStatus};
 
-/// The QEMUs, if this user has a place for journals.
+/// The QEMUs, if this user has a directory for journals.
 fn with_journals(test: &str) -> Vec<Binary> {
-    match Directory::open() {
+    match RuntimeDirectory::open() {
         Ok(_) => binaries(test),
         Err(error) => {
             skipped(test, &error.to_string());
@@ -26,26 +26,26 @@ fn with_journals(test: &str) -> Vec<Binary> {
 }
 
 fn connect(process: &TestQemu) -> Qemu {
-    // Its monitor is there once a client had it.
+    // Its monitor accepts connections once a client was connected.
     drop(process.client());
     Qemu::connect(process.path("qmp"), &Options::default()).unwrap()
 }
 
-fn repair(process: &TestQemu) -> Option<Repaired> {
+fn repair(process: &TestQemu) -> Option<RepairReport> {
     Qemu::repair(process.path("qmp"), &Options::default()).unwrap()
 }
 
-fn wanted() -> Wanted {
-    Wanted {
+fn wanted() -> MigrationSettings {
+    MigrationSettings {
         capabilities: [(Capability::EVENTS, true), (Capability::MULTIFD, true)].into(),
         parameters: MigrationParameters { multifd_channels: Some(5), ..MigrationParameters::default() },
     }
 }
 
-/// As by a kill: what a dropped `Settings` has changed stays, and stays in the journal.
+/// As after a kill: what a dropped `AppliedSettings` has changed stays, and stays in the journal.
 fn leave_changed(mut qemu: Qemu) -> MigrationParameters {
     let before = qemu.facts().parameters.clone();
-    let mut settings = Settings::apply(&mut qemu, &wanted()).unwrap();
+    let mut settings = AppliedSettings::apply(&mut qemu, &wanted()).unwrap();
     let more = MigrationParameters { max_bandwidth: Some(4711), ..MigrationParameters::default() };
     settings.change(&mut qemu, more).unwrap();
     drop(settings);
@@ -54,8 +54,8 @@ fn leave_changed(mut qemu: Qemu) -> MigrationParameters {
 }
 
 #[test]
-fn settings_are_put_back_through_a_monitor_of_any_process() {
-    let test = "settings_are_put_back_through_a_monitor_of_any_process";
+fn settings_are_restored_for_known_and_unknown_processes() {
+    let test = "settings_are_restored_for_known_and_unknown_processes";
     for binary in with_journals(test) {
         // Without vCPUs the process is not known, and the journal is named by the socket.
         for args in [["-machine", "q35"], ["-machine", "none"]] {
@@ -76,12 +76,12 @@ fn settings_are_put_back_through_a_monitor_of_any_process() {
 }
 
 #[test]
-fn settings_that_are_put_back_leave_no_record() {
-    for binary in with_journals("settings_that_are_put_back_leave_no_record") {
+fn restored_settings_leave_no_record() {
+    for binary in with_journals("restored_settings_leave_no_record") {
         let process = TestQemu::q35(&binary, &[]);
         let mut qemu = connect(&process);
-        let settings = Settings::apply(&mut qemu, &wanted()).unwrap();
-        qemu.record(&Record::migration("unix:a")).unwrap();
+        let settings = AppliedSettings::apply(&mut qemu, &wanted()).unwrap();
+        qemu.record(&UndoRecord::migration("unix:a")).unwrap();
         settings.restore(&mut qemu).unwrap();
         drop(qemu);
         assert_eq!(repair(&process), None);
@@ -89,8 +89,8 @@ fn settings_that_are_put_back_leave_no_record() {
 }
 
 #[test]
-fn two_at_once_are_refused() {
-    for binary in with_journals("two_at_once_are_refused") {
+fn second_towline_is_refused() {
+    for binary in with_journals("second_towline_is_refused") {
         let process = TestQemu::q35(&binary, &["-qmp", "unix:{dir}/second,server=on,wait=off"]);
         let first = connect(&process);
         let path = process.path("second");
@@ -113,7 +113,7 @@ fn two_at_once_are_refused() {
 fn unplugged_devices_are_plugged_again() {
     for binary in with_journals("unplugged_devices_are_plugged_again") {
         let process = TestQemu::q35(&binary, &["-device", "pcie-root-port,id=rp1,chassis=1,addr=6"]);
-        let device = |id: &str, driver: &str| Record::Device {
+        let device = |id: &str, driver: &str| UndoRecord::Device {
             path: format!("/machine/peripheral/{id}"),
             add: Map::from_iter(
                 [("driver", driver), ("id", id), ("bus", "rp1")]
@@ -136,19 +136,19 @@ fn unplugged_devices_are_plugged_again() {
     }
 }
 
-/// The migration that a killed towline began goes to where nobody reads any more.
+/// The migration that a killed towline started goes to a socket that is not read any more.
 #[test]
-fn its_own_migration_is_cancelled_and_another_is_not() {
-    for binary in with_journals("its_own_migration_is_cancelled_and_another_is_not") {
+fn own_migration_is_cancelled_and_others_are_not() {
+    for binary in with_journals("own_migration_is_cancelled_and_others_are_not") {
         for begun_by in [Begun::Us, Begun::Others, Begun::OthersLater] {
             let process = TestQemu::q35(&binary, &[]);
             let mut qemu = connect(&process);
-            let settings = Settings::apply(&mut qemu, &wanted_without_lanes()).unwrap();
+            let settings = AppliedSettings::apply(&mut qemu, &wanted_without_lanes()).unwrap();
             let path = process.path("stream");
             let listener = UnixListener::bind(&path).unwrap();
             let command = Migrate::to_uri(format!("unix:{}", path.display()));
             if begun_by == Begun::OthersLater {
-                qemu.record(&Record::Migration { to: "unix:a".into(), begun_ms: 1 }).unwrap();
+                qemu.record(&UndoRecord::Migration { to: "unix:a".into(), begun_ms: 1 }).unwrap();
             }
             match begun_by {
                 Begun::Us => qemu.migrate(&command).unwrap(),
@@ -187,10 +187,10 @@ enum Begun {
     OthersLater,
 }
 
-fn wanted_without_lanes() -> Wanted {
-    Wanted {
+fn wanted_without_lanes() -> MigrationSettings {
+    MigrationSettings {
         capabilities: [(Capability::EVENTS, true)].into(),
-        // Slow enough that its memory, which is all zeroes, does not go through meanwhile.
+        // Slow enough that its memory of zeroes is not sent meanwhile.
         parameters: MigrationParameters { max_bandwidth: Some(4096), ..MigrationParameters::default() },
     }
 }
@@ -199,15 +199,15 @@ fn connect_without_repair(process: &TestQemu) -> Qemu {
     Qemu::inspect(process.path("qmp"), &Options::default()).unwrap()
 }
 
-/// After `quit`, nothing is left of it.
+/// After `quit` no journal is left.
 #[test]
-fn journal_goes_with_its_qemu() {
-    for binary in with_journals("journal_goes_with_its_qemu") {
+fn journal_is_removed_with_its_qemu() {
+    for binary in with_journals("journal_is_removed_with_its_qemu") {
         let process = TestQemu::q35(&binary, &[]);
         let mut qemu = connect(&process);
-        Settings::apply(&mut qemu, &wanted()).unwrap().keep();
+        AppliedSettings::apply(&mut qemu, &wanted()).unwrap().keep();
         let names = || {
-            let entries = std::fs::read_dir(Directory::open().unwrap().path()).unwrap();
+            let entries = std::fs::read_dir(RuntimeDirectory::open().unwrap().path()).unwrap();
             let prefix = format!("qemu-{}-", process.child.id());
             entries.flatten().filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix)).count()
         };

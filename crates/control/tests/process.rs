@@ -1,4 +1,4 @@
-//! Which process a QEMU is, and whether it has exited: never said of another process, and never guessed.
+//! Identification of a QEMU's process and of its exit: never of another process, and never guessed.
 
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
@@ -19,9 +19,9 @@ use towline_control::qemu::{Process, ProcessState, Qemu};
 use towline_qmp::Options;
 
 const UUID: &str = "6b5f1c1e-6a0d-4a6c-9a3f-0d2f4a8b7c11";
-/// How long it is waited for an exit that must not be reported.
+/// Wait for an exit that must not be reported.
 const MOMENT: Duration = Duration::from_millis(300);
-/// Names the monitor to a test that runs itself again, in other namespaces.
+/// Variable with the monitor's socket for a test that runs itself again in other namespaces.
 const SOCKET: &str = "TOWLINE_PROCESS_SOCKET";
 
 fn connect(process: &TestQemu) -> Qemu {
@@ -62,29 +62,29 @@ fn socat(near: &Path, far: &Path) -> Option<Killed> {
 }
 
 #[test]
-fn qemu_that_listens_is_identified_and_its_exit_seen() {
-    for binary in binaries("qemu_that_listens_is_identified_and_its_exit_seen") {
+fn listening_qemu_is_identified_and_its_exit_seen() {
+    for binary in binaries("listening_qemu_is_identified_and_its_exit_seen") {
         let mut process = TestQemu::q35(&binary, &["-smp", "2"]);
         let qemu = connect(&process);
         assert_eq!(pid(&qemu), i32::try_from(process.child.id()).unwrap());
         assert_eq!(qemu.process().state(), ProcessState::Running);
-        assert!(!qemu.has_ended(MOMENT));
+        assert!(!qemu.has_exited(MOMENT));
         // A zombie until it is waited for: it has exited all the same.
         process.signal("-KILL");
-        assert!(qemu.has_ended(WAIT));
+        assert!(qemu.has_exited(WAIT));
         process.kill();
         assert_eq!(qemu.process().state(), ProcessState::Exited, "its pid may be another's now");
     }
 }
 
 #[test]
-fn end_of_a_proxy_is_not_the_end_of_qemu() {
-    for binary in binaries("end_of_a_proxy_is_not_the_end_of_qemu") {
+fn exit_of_a_proxy_is_not_the_exit_of_qemu() {
+    for binary in binaries("exit_of_a_proxy_is_not_the_exit_of_qemu") {
         let mut process = TestQemu::q35(&binary, &[]);
         drop(process.client());
         let near = process.path("proxy");
         let Some(proxy) = socat(&near, &process.path("qmp")) else {
-            return skipped("end_of_a_proxy_is_not_the_end_of_qemu", "no socat on PATH");
+            return skipped("exit_of_a_proxy_is_not_the_exit_of_qemu", "no socat on PATH");
         };
         let mut qemu = Qemu::connect(&near, &Options::default()).unwrap();
         let listener = qemu.facts().peer.unwrap().pid;
@@ -92,19 +92,19 @@ fn end_of_a_proxy_is_not_the_end_of_qemu() {
         assert_eq!(pid(&qemu), i32::try_from(process.child.id()).unwrap());
         drop(proxy);
         assert!(qemu.status().unwrap_err().to_string().contains("lost"));
-        assert!(!qemu.has_ended(MOMENT), "only the proxy has exited");
+        assert!(!qemu.has_exited(MOMENT), "only the proxy has exited");
         assert!(connect(&process).status().is_ok());
         process.kill();
-        assert!(qemu.has_ended(WAIT));
+        assert!(qemu.has_exited(WAIT));
     }
 }
 
 #[test]
-fn qemu_that_was_passed_its_socket_is_identified() {
-    for binary in binaries("qemu_that_was_passed_its_socket_is_identified") {
+fn qemu_with_an_inherited_socket_is_identified() {
+    for binary in binaries("qemu_with_an_inherited_socket_is_identified") {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("passed");
-        // As a manager does: without close-on-exec, under the number that QEMU is told.
+        // As a manager does: without close-on-exec, under the number in QEMU's arguments.
         let listener = OwnedFd::from(UnixListener::bind(&path).unwrap());
         rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty()).unwrap();
         let chardev = format!("socket,id=passed,fd={},server=on,wait=off", listener.as_raw_fd());
@@ -116,7 +116,7 @@ fn qemu_that_was_passed_its_socket_is_identified() {
         assert_eq!(pid(&qemu), i32::try_from(process.child.id()).unwrap());
         assert_eq!(qemu.process().state(), ProcessState::Running);
         process.kill();
-        assert!(qemu.has_ended(WAIT));
+        assert!(qemu.has_exited(WAIT));
     }
 }
 
@@ -128,12 +128,12 @@ fn qemu_without_vcpus_is_not_identified() {
         assert_eq!(reason(&qemu), "QEMU has no vCPU threads");
         process.kill();
         assert_eq!(qemu.process().state(), ProcessState::Unknown);
-        assert!(!qemu.has_ended(MOMENT));
+        assert!(!qemu.has_exited(MOMENT));
         qemu.quit().unwrap();
     }
 }
 
-/// A QEMU in a container names its threads as they are called there.
+/// A QEMU in a container reports its threads by their ids in the container.
 #[test]
 fn qemu_in_a_pid_namespace_below_ours_is_identified() {
     const TEST: &str = "qemu_in_a_pid_namespace_below_ours_is_identified";
@@ -154,11 +154,11 @@ fn qemu_in_a_pid_namespace_below_ours_is_identified() {
         let found = pid(&qemu);
         assert_ne!(found, i32::try_from(process.child.id()).unwrap(), "that is unshare");
         let name = fs::read_to_string(format!("/proc/{found}/comm")).unwrap();
-        // A QEMU with a C library of its own runs under that one's loader.
+        // A QEMU with its own C library runs under that library's loader.
         assert!(name.starts_with("qemu-system") || name.starts_with("ld-linux"), "{name}");
-        assert!(!qemu.has_ended(MOMENT));
+        assert!(!qemu.has_exited(MOMENT));
         process.kill();
-        assert!(qemu.has_ended(WAIT));
+        assert!(qemu.has_exited(WAIT));
     }
 }
 
@@ -181,7 +181,7 @@ fn from_another_pid_namespace_no_exit_is_reported() {
     }
 }
 
-/// The host's `/proc` in a container shows other processes under the ids that the container knows.
+/// The host's `/proc` in a container shows other processes under the container's ids.
 #[test]
 fn with_a_foreign_proc_no_exit_is_reported() {
     let lines = look_from("with_a_foreign_proc_no_exit_is_reported", &["--pid", "--fork"], "true");
@@ -191,7 +191,7 @@ fn with_a_foreign_proc_no_exit_is_reported() {
     }
 }
 
-/// Whether this user may make such namespaces; says so if not.
+/// Returns true if this user may create such namespaces; prints the reason if not.
 fn can_unshare(test: &str, args: &[&str]) -> bool {
     let can = Command::new("unshare").args(args).arg("true").status().is_ok_and(|status| status.success());
     if !can {
@@ -200,8 +200,9 @@ fn can_unshare(test: &str, args: &[&str]) -> bool {
     can
 }
 
-/// Runs this test again in namespaces of its own, after the shell command `prepare`, and has it connect to a QEMU that is killed
-/// then. Two lines each: why QEMU's process is not known, and whether it is said to have ended.
+/// Runs this test again in its own namespaces, after the shell command `prepare`, and has it connect to a QEMU
+/// that is then killed. Returns two lines each: why QEMU's process is not known, and whether it is reported as
+/// exited.
 fn look_from(test: &str, args: &[&str], prepare: &str) -> Vec<Vec<String>> {
     if let Some(socket) = std::env::var_os(SOCKET) {
         looks(Path::new(&socket));
@@ -229,11 +230,11 @@ fn look_from(test: &str, args: &[&str], prepare: &str) -> Vec<Vec<String>> {
     looked.collect()
 }
 
-/// What the test does there.
+/// The part of the test in those namespaces.
 fn looks(socket: &Path) {
     let qemu = Qemu::connect(socket, &Options::default()).unwrap();
     println!("\nLOOKED {}", reason(&qemu));
     let mut killed = [0; 7];
     std::io::stdin().read_exact(&mut killed).unwrap();
-    println!("\nLOOKED ended: {}", qemu.has_ended(MOMENT));
+    println!("\nLOOKED ended: {}", qemu.has_exited(MOMENT));
 }

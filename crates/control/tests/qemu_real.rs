@@ -7,7 +7,7 @@ mod common;
 
 use common::{TestQemu, binaries};
 use serde_json::{Map, json};
-use towline_control::qemu::{Error, Incoming, Qemu, Settings, Wanted};
+use towline_control::qemu::{AppliedSettings, Error, Incoming, MigrationSettings, Qemu};
 use towline_qmp as qmp;
 use towline_qmp::commands::{Capability, MigrateIncoming, MigrationParameters, RunState, SocketAddress};
 
@@ -17,8 +17,8 @@ fn connect(qemu: &TestQemu) -> Qemu {
     Qemu::new(qemu.client()).unwrap()
 }
 
-fn wanted(capabilities: &[(Capability, bool)], parameters: MigrationParameters) -> Wanted {
-    Wanted { capabilities: capabilities.iter().cloned().collect(), parameters }
+fn wanted(capabilities: &[(Capability, bool)], parameters: MigrationParameters) -> MigrationSettings {
+    MigrationSettings { capabilities: capabilities.iter().cloned().collect(), parameters }
 }
 
 #[test]
@@ -64,8 +64,8 @@ fn facts_of_no_machine() {
 }
 
 #[test]
-fn a_waiting_qemu_is_told_from_one_that_listens() {
-    for binary in binaries("a_waiting_qemu_is_told_from_one_that_listens") {
+fn deferred_qemu_differs_from_a_listening_one() {
+    for binary in binaries("deferred_qemu_differs_from_a_listening_one") {
         let process = TestQemu::q35(&binary, &["-incoming", "defer"]);
         let mut qemu = connect(&process);
         assert!(qemu.facts().waits_for_migrate_incoming());
@@ -86,8 +86,8 @@ fn a_waiting_qemu_is_told_from_one_that_listens() {
 }
 
 #[test]
-fn settings_are_put_back() {
-    for binary in binaries("settings_are_put_back") {
+fn settings_are_restored() {
+    for binary in binaries("settings_are_restored") {
         let process = TestQemu::q35(&binary, &[]);
         let mut qemu = connect(&process);
         let before = qemu.facts().clone();
@@ -102,7 +102,7 @@ fn settings_are_put_back() {
             &[(Capability::MULTIFD, true), (Capability::RETURN_PATH, true), (Capability::XBZRLE, false)],
             parameters,
         );
-        let settings = Settings::apply(&mut qemu, &wanted).unwrap();
+        let settings = AppliedSettings::apply(&mut qemu, &wanted).unwrap();
         let mut changed = settings.before();
         changed.sort();
         let bandwidth = format!("max-bandwidth (was {})", before.parameters.max_bandwidth.unwrap());
@@ -121,7 +121,7 @@ fn settings_are_put_back() {
         );
         assert_eq!(facts.parameters.other["announce-rounds"], 7);
 
-        let again = Settings::apply(&mut qemu, &wanted).unwrap();
+        let again = AppliedSettings::apply(&mut qemu, &wanted).unwrap();
         assert_eq!(again.before(), Vec::<String>::new(), "only what differs is changed");
         again.restore(&mut qemu).unwrap();
         settings.restore(&mut qemu).unwrap();
@@ -141,8 +141,10 @@ fn settings_that_exclude_each_other_change_in_order() {
             ..MigrationParameters::default()
         };
         let zero_copy = |on| [(Capability::MULTIFD, true), (Capability::ZERO_COPY_SEND, on)];
-        let first = Settings::apply(&mut qemu, &wanted(&zero_copy(false), compression("zlib"))).unwrap();
-        let second = Settings::apply(&mut qemu, &wanted(&zero_copy(true), compression("none"))).unwrap();
+        let first =
+            AppliedSettings::apply(&mut qemu, &wanted(&zero_copy(false), compression("zlib"))).unwrap();
+        let second =
+            AppliedSettings::apply(&mut qemu, &wanted(&zero_copy(true), compression("none"))).unwrap();
         second.restore(&mut qemu).unwrap();
         assert_eq!(qemu.refresh().unwrap().parameters.multifd_compression.as_deref(), Some("zlib"));
         first.restore(&mut qemu).unwrap();
@@ -161,19 +163,19 @@ fn unknown_settings_are_named_and_nothing_stays_changed() {
         let socket = process.path("qmp").display().to_string();
 
         let teleport = [(Capability::MULTIFD, true), (Capability::new("teleport"), true)];
-        let error =
-            Settings::apply(&mut qemu, &wanted(&teleport, MigrationParameters::default())).unwrap_err();
+        let error = AppliedSettings::apply(&mut qemu, &wanted(&teleport, MigrationParameters::default()))
+            .unwrap_err();
         let expected = format!(
             "QEMU {version} on {socket} has no migration capability teleport: use a QEMU that has it, or go without"
         );
         assert_eq!(error.to_string(), expected);
 
-        // The parameter is refused after `xbzrle` was put off, so that is undone.
+        // The parameter is refused after `xbzrle` was disabled, so that is undone.
         let xbzrle = wanted(&[(Capability::XBZRLE, true)], MigrationParameters::default());
-        let settings = Settings::apply(&mut qemu, &xbzrle).unwrap();
+        let settings = AppliedSettings::apply(&mut qemu, &xbzrle).unwrap();
         let parameters = MigrationParameters::from_map(Map::from_iter([("teleport".to_owned(), json!(1))]));
-        let error =
-            Settings::apply(&mut qemu, &wanted(&[(Capability::XBZRLE, false)], parameters)).unwrap_err();
+        let error = AppliedSettings::apply(&mut qemu, &wanted(&[(Capability::XBZRLE, false)], parameters))
+            .unwrap_err();
         assert!(
             matches!(&error.cause, Error::UnknownParameter { parameter, .. } if parameter == "teleport")
                 && error.left.is_none(),
@@ -187,24 +189,24 @@ fn unknown_settings_are_named_and_nothing_stays_changed() {
 }
 
 #[test]
-fn refused_settings_carry_qemus_words() {
-    for binary in binaries("refused_settings_carry_qemus_words") {
+fn refused_settings_have_qemus_text() {
+    for binary in binaries("refused_settings_have_qemus_text") {
         let process = TestQemu::q35(&binary, &[]);
         let mut qemu = connect(&process);
         let zero_copy = wanted(&[(Capability::ZERO_COPY_SEND, true)], MigrationParameters::default());
-        let error = Settings::apply(&mut qemu, &zero_copy).unwrap_err();
+        let error = AppliedSettings::apply(&mut qemu, &zero_copy).unwrap_err();
         let Error::Qmp(qmp::Error::Refusal { command, .. }) = &error.cause else { panic!("{error}") };
         assert_eq!((command.as_str(), error.left.is_none()), ("migrate-set-capabilities", true));
     }
 }
 
 #[test]
-fn settings_of_a_dead_qemu_are_reported() {
-    for binary in binaries("settings_of_a_dead_qemu_are_reported") {
+fn settings_of_an_exited_qemu_are_reported() {
+    for binary in binaries("settings_of_an_exited_qemu_are_reported") {
         let mut process = TestQemu::q35(&binary, &[]);
         let mut qemu = connect(&process);
         let multifd = wanted(&[(Capability::MULTIFD, true)], MigrationParameters::default());
-        let settings = Settings::apply(&mut qemu, &multifd).unwrap();
+        let settings = AppliedSettings::apply(&mut qemu, &multifd).unwrap();
         process.kill();
         let error = settings.restore(&mut qemu).unwrap_err();
         assert_eq!(error.left, ["multifd (was off)"]);
@@ -212,25 +214,25 @@ fn settings_of_a_dead_qemu_are_reported() {
             matches!(error.cause.as_deref(), Some(Error::Qmp(qmp::Error::Disconnected { .. }))),
             "{error}"
         );
-        let error = Settings::apply(&mut qemu, &multifd).unwrap_err();
+        let error = AppliedSettings::apply(&mut qemu, &multifd).unwrap_err();
         assert!(matches!(&error.cause, Error::Qmp(qmp::Error::Disconnected { .. })), "{error}");
         qemu.quit().unwrap();
     }
 }
 
 #[test]
-fn settings_that_cannot_be_put_back_are_named() {
-    for binary in binaries("settings_that_cannot_be_put_back_are_named") {
+fn settings_that_cannot_be_restored_are_named() {
+    for binary in binaries("settings_that_cannot_be_restored_are_named") {
         let process = TestQemu::q35(&binary, &["-incoming", "defer"]);
         let mut qemu = connect(&process);
         let on = wanted(
             &[(Capability::MULTIFD, true), (Capability::POSTCOPY_PREEMPT, false)],
             MigrationParameters { multifd_channels: Some(5), ..MigrationParameters::default() },
         );
-        let settings = Settings::apply(&mut qemu, &on).unwrap();
-        // Somebody else turned on what needs it.
+        let settings = AppliedSettings::apply(&mut qemu, &on).unwrap();
+        // Another party enabled a capability that needs it.
         let zero_copy = wanted(&[(Capability::ZERO_COPY_SEND, true)], MigrationParameters::default());
-        Settings::apply(&mut qemu, &zero_copy).unwrap().keep();
+        AppliedSettings::apply(&mut qemu, &zero_copy).unwrap().keep();
         let error = settings.restore(&mut qemu).unwrap_err();
         assert_eq!(error.left, ["multifd (was off)"], "{error}");
         assert_eq!(
@@ -241,7 +243,7 @@ fn settings_that_cannot_be_put_back_are_named() {
     }
 }
 
-/// What virtio devices offer, of a QEMU that can be asked: one after 10.0 may abort.
+/// Offered features of virtio devices, if the QEMU can be queried: one after 10.0 may abort.
 fn check_virtio(facts: &towline_compat::facts::Qemu) {
     let inner = facts.device_at("pci/06.0/00.0/virtio").unwrap();
     let version = facts.version.as_str();
@@ -256,7 +258,7 @@ fn check_virtio(facts: &towline_compat::facts::Qemu) {
     assert!(facts.device_at("pci/07.0/virtio").unwrap().virtio.is_some());
 }
 
-/// What the compatibility rules look at is what the command line says.
+/// The facts for the compatibility rules match the command line.
 #[test]
 fn compatibility_of_a_guest() {
     for binary in binaries("compatibility_of_a_guest") {
@@ -277,7 +279,7 @@ fn compatibility_of_a_guest() {
             "virtio-blk-pci,drive=d0,addr=7",
         ];
         let process = TestQemu::q35(&binary, &args);
-        let facts = connect(&process).compatibility().unwrap();
+        let facts = connect(&process).compat_facts().unwrap();
         let cpus = facts.cpus.as_ref().unwrap();
         assert_eq!(cpus.iter().map(|cpu| cpu.apic_id).collect::<Vec<_>>(), [Some(0), Some(1), Some(2)]);
         assert!(cpus.iter().all(|cpu| cpu.model == "Nehalem"), "{cpus:?}");

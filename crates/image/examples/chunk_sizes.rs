@@ -1,9 +1,9 @@
-//! What a chunk's size costs: for each size how much of a second image of a guest is new to a store that has the first.
+//! Cost of chunk sizes: the share of a second image of a guest that is new to a store with the first one.
 //!
 //! ```text
 //! cargo run --release -p towline-image --example chunk_sizes -- FIRST.img SECOND.img
 //! ```
-//! Both are files. Nothing is stored: chunks are named and compressed as a store's are, and counted.
+//! Both are files. Nothing is stored: chunks are named and compressed as for a store, and counted.
 
 use std::collections::HashSet;
 use std::error::Error;
@@ -15,13 +15,13 @@ use towline_migration::Guest as _;
 use towline_protocol::{BlockIndex, PageRef};
 
 const SIZES: [u64; 7] = [64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20];
-/// As in a store.
+/// zstd level, as in a store.
 const LEVEL: i32 = 1;
-/// Requests at the same time, and what one takes beside its bytes on a store that is not near.
+/// Concurrent requests, and the latency of a request to a remote store.
 const REQUESTS: f64 = 32.0;
 const REQUEST_SECONDS: f64 = 0.020;
 
-/// One image in chunks of one size.
+/// Totals of one image with one chunk size.
 #[derive(Default)]
 struct Sum {
     chunks: u64,
@@ -31,7 +31,7 @@ struct Sum {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let paths: Vec<String> = std::env::args().skip(1).collect();
-    let [first, second] = &paths[..] else { return Err("two images, please".into()) };
+    let [first, second] = &paths[..] else { return Err("usage: chunk_sizes FIRST.img SECOND.img".into()) };
     let (first, second) = (Image::open(Path::new(first))?, Image::open(Path::new(second))?);
     println!(
         "| chunk | first: chunks | MiB | of an index, KiB | second: new chunks | MiB | share | hash and compress, MiB/s | requests of the first at 20 ms, s |"
@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("|---:|---:|---:|---:|---:|---:|---:|---:|---:|");
     for size in SIZES {
         let mut known = HashSet::new();
-        // The first pass brings the pages into this process's tables.
+        // The first pass faults the pages into this process.
         store(&first, size, &mut HashSet::new())?;
         let one = store(&first, size, &mut known)?;
         let two = store(&second, size, &mut known)?;
@@ -61,7 +61,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Names every chunk, and compresses those that are not known.
+/// Names every chunk, and compresses the new ones.
 fn store(image: &Image, size: u64, known: &mut HashSet<[u8; 32]>) -> Result<Sum, Box<dyn Error>> {
     let (mut sum, begun) = (Sum::default(), Instant::now());
     for (number, block) in image.ram_blocks().iter().enumerate() {

@@ -1,10 +1,10 @@
-//! What it costs to read an image: `cargo run --release -p towline-image --example reads [MIB]`.
+//! Cost of reading an image: `cargo run --release -p towline-image --example reads [MIB]`.
 //!
-//! - Compared with its manifest as it is delivered, against the hashes of the file's bytes that earlier versions compared.
-//! - From a mapping, against `pread` into a buffer: hashed, and sent over a socket.
+//! - Comparison with the manifest as delivered, against hashing the file's bytes, as earlier versions did.
+//! - Mapping against `pread` into a buffer: hashed, and sent over a socket.
 //!
-//! Turns alternate, in one process, on an image in the page cache. For each pair: the median of the ratios of neighbouring turns, and
-//! their spread.
+//! Both sides alternate, in one process, on an image in the page cache. Printed for each pair: the median of
+//! the ratios of neighbouring rounds, and their spread.
 
 use std::error::Error;
 use std::io::{Read, Write};
@@ -24,10 +24,10 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-const TURNS: usize = 11;
+const ROUNDS: usize = 11;
 const BLOCK: BlockIndex = BlockIndex(0);
 
-/// Whether a page has content, by its number.
+/// Returns true if the page of this number has content.
 type Shape = fn(u64) -> bool;
 
 const SHAPES: [(&str, Shape); 4] = [
@@ -46,14 +46,14 @@ fn main() -> Result<()> {
         println!("{name}, {mib} MiB:");
         pair("  verified / hashes of the file", &|| verified(&path), &|| by_file(&path))?;
         pair("  pread / mapped, hashed", &|| hashed_by_pread(&path), &|| by_file(&path))?;
-        pair("  pread / mapped, sent", &|| sent(&path, Way::Pread), &|| sent(&path, Way::Mapped))?;
+        pair("  pread / mapped, sent", &|| sent(&path, Method::Pread), &|| sent(&path, Method::Mapped))?;
         std::fs::remove_file(&path)?;
         std::fs::remove_file(directory.path().join("image.manifest.json"))?;
     }
     Ok(())
 }
 
-/// Prints how the first compares to the second.
+/// Prints the ratio of `first` to `second`.
 fn pair(name: &str, first: &dyn Fn() -> Result<()>, second: &dyn Fn() -> Result<()>) -> Result<()> {
     let timed = |run: &dyn Fn() -> Result<()>| -> Result<Duration> {
         let begun = Instant::now();
@@ -64,7 +64,7 @@ fn pair(name: &str, first: &dyn Fn() -> Result<()>, second: &dyn Fn() -> Result<
     second()?;
     let mut ratios = Vec::new();
     let mut times = [Vec::new(), Vec::new()];
-    for _ in 0..TURNS {
+    for _ in 0..ROUNDS {
         let (one, other) = (timed(first)?, timed(second)?);
         ratios.push(one.as_secs_f64() / other.as_secs_f64());
         times[0].push(one);
@@ -74,11 +74,11 @@ fn pair(name: &str, first: &dyn Fn() -> Result<()>, second: &dyn Fn() -> Result<
     times.iter_mut().for_each(|times| times.sort());
     println!(
         "{name:<34} {:.2} ({:.2} to {:.2}); medians {:?} and {:?}",
-        ratios[TURNS / 2],
+        ratios[ROUNDS / 2],
         ratios[0],
-        ratios[TURNS - 1],
-        times[0][TURNS / 2],
-        times[1][TURNS / 2]
+        ratios[ROUNDS - 1],
+        times[0][ROUNDS / 2],
+        times[1][ROUNDS / 2]
     );
     Ok(())
 }
@@ -101,7 +101,7 @@ fn store(path: &Path, length: u64, shape: Shape) -> Result<()> {
     writer.device_state(DeviceState::parse(&encode(&[("none", 1, b"state")]))?)?;
     writer.commit()?;
     writer.publish()?;
-    // Into the page cache.
+    // Read it into the page cache.
     std::fs::read(path)?;
     Ok(())
 }
@@ -110,7 +110,7 @@ fn verified(path: &Path) -> Result<()> {
     Ok(Image::open(path)?.verify(1, &|_| {})?)
 }
 
-/// Each chunk with content.
+/// Calls `each` for each chunk with content.
 fn chunks(image: &Image, mut each: impl FnMut(PageRef, u64) -> Result<()>) -> Result<()> {
     let length = image.blocks()[0].length;
     for offset in (0..length).step_by(CHUNK_BYTES as usize) {
@@ -125,13 +125,14 @@ fn chunks(image: &Image, mut each: impl FnMut(PageRef, u64) -> Result<()>) -> Re
 
 fn check(image: &Image, page: PageRef, found: ChunkHash) -> Result<()> {
     let manifest = image.manifest().ok_or("it has a manifest")?;
-    match found == manifest.chunk_hash(BLOCK, (page.offset / CHUNK_BYTES) as usize) {
-        true => Ok(()),
-        false => Err("another hash".into()),
+    if found == manifest.chunk_hash(BLOCK, (page.offset / CHUNK_BYTES) as usize) {
+        Ok(())
+    } else {
+        Err("another hash".into())
     }
 }
 
-/// What was compared before: the bytes of the file.
+/// The comparison of earlier versions: of the file's bytes.
 fn by_file(path: &Path) -> Result<()> {
     let image = Image::open(path)?;
     chunks(&image, |page, length| {
@@ -154,13 +155,13 @@ fn read(image: &Image, page: PageRef, buffer: &mut [u8]) -> Result<()> {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum Method {
     Pread,
     Mapped,
 }
 
-/// Sends all that has content over a Unix socket.
-fn sent(path: &Path, way: Way) -> Result<()> {
+/// Sends all content over a Unix socket.
+fn sent(path: &Path, way: Method) -> Result<()> {
     let image = Image::open(path)?;
     let (mut out, mut into) = UnixStream::pair()?;
     std::thread::scope(|scope| {
@@ -171,11 +172,11 @@ fn sent(path: &Path, way: Way) -> Result<()> {
         });
         let mut buffer = vec![0; CHUNK_BYTES as usize];
         let sent = chunks(&image, |page, length| match way {
-            Way::Pread => {
+            Method::Pread => {
                 read(&image, page, &mut buffer[..length as usize])?;
                 Ok(out.write_all(&buffer[..length as usize])?)
             }
-            Way::Mapped => {
+            Method::Mapped => {
                 image.prepare(page, length)?;
                 Ok(out.write_all(image.immutable(page, length).ok_or("an image does not change")?)?)
             }

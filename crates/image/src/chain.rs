@@ -1,4 +1,4 @@
-//! An image and those that it is based on, read as one.
+//! An image and its base images, read as one.
 //!
 //! ```text
 //!   new.img    chunk  0 · · 3 · ·      stored where it differs from old.img
@@ -7,36 +7,37 @@
 //!   read:             new old first new first first
 //! ```
 //!
-//! Every manifest has the checksums of the whole guest, so nothing else says where a chunk is: it is in a layer if its hash is
-//! not the next one's. A base is known by its content ([`Manifest::content`](crate::Manifest::content)), not by its path; one that
-//! was changed or is another image is refused with both hashes.
+//! Every manifest has the checksums of the whole guest, so no table says which file stores a chunk: a layer
+//! stores it if its hash differs from the next layer's. A base is identified by its content
+//! ([`Manifest::content`](crate::Manifest::content)), not by its path; if it was changed or replaced it is
+//! refused, and the error has both hashes.
 //!
-//! Limits: [`LAYERS_MAX`]; a byte of memory for each chunk. All layers have the same blocks.
+//! Limits: [`LAYERS_MAX`]; one byte of memory per chunk. All layers have the same blocks.
 
 use std::path::{Path, PathBuf};
 
 use towline_protocol::{PageRef, RamBlock};
 
-use crate::beside::pending_path;
 use crate::checksum::{CHUNK_BYTES, ChunkHash};
 use crate::layer::Layer;
 use crate::manifest::{Base, Block, base_of, sidecar_path};
+use crate::sidecar::staged_path;
 use crate::{Error, Result};
 
-/// Files of a chain: each costs descriptors, mappings and checks at every restore.
+/// Maximum number of files of a chain: each costs descriptors, mappings and checks at every restore.
 pub const LAYERS_MAX: usize = 16;
 
-/// A chain, at least one layer.
+/// A chain of at least one layer.
 #[derive(Debug)]
 pub(crate) struct Chain {
-    /// The image itself first, the whole one last.
+    /// The image itself first, the whole image last.
     layers: Vec<Layer>,
-    /// For each block and chunk its layer; empty where there is only one.
-    places: Vec<Vec<u8>>,
+    /// Index of the layer of each chunk, by block; empty for a single layer.
+    layer_indexes: Vec<Vec<u8>>,
 }
 
 impl Chain {
-    /// Opens the image at `path` and all that it is based on.
+    /// Opens the image at `path` and its base images.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let top = Layer::open(path)?;
         let mut layers = vec![top];
@@ -46,14 +47,14 @@ impl Chain {
             }
             layers.push(next);
         }
-        let places = match layers.len() {
+        let layer_indexes = match layers.len() {
             1 => Vec::new(),
-            _ => (0..layers[0].blocks.len()).map(|block| places(&layers, block)).collect(),
+            _ => (0..layers[0].blocks.len()).map(|block| layer_indexes(&layers, block)).collect(),
         };
-        Ok(Self { layers, places })
+        Ok(Self { layers, layer_indexes })
     }
 
-    /// Whether nothing of its files went away since they were opened.
+    /// Checks that no file was truncated since it was opened.
     pub(crate) fn check_intact(&self) -> Result<()> {
         self.layers.iter().try_for_each(Layer::check_intact)
     }
@@ -63,35 +64,35 @@ impl Chain {
         self.layers.first().expect("a chain has a layer")
     }
 
-    /// All of them, the whole image last.
+    /// All layers, the whole image last.
     pub(crate) fn layers(&self) -> &[Layer] {
         &self.layers
     }
 
-    /// The layer that the chunk of this page is read from.
+    /// The layer that stores the chunk of this page.
     pub(crate) fn layer_of(&self, page: PageRef) -> &Layer {
-        let place = self.places.get(page.block.index());
-        let place = place.map_or(0, |places| places[(page.offset / CHUNK_BYTES) as usize]);
-        &self.layers[usize::from(place)]
+        let indexes = self.layer_indexes.get(page.block.index());
+        let index = indexes.map_or(0, |indexes| indexes[(page.offset / CHUNK_BYTES) as usize]);
+        &self.layers[usize::from(index)]
     }
 
-    /// How many chunks are read from this layer; zeros are read from none.
+    /// Number of chunks that are read from this layer; chunks of zeros are not read.
     pub(crate) fn chunks_in(&self, layer: usize) -> usize {
         let manifest = self.top().manifest.as_ref();
         let blocks = manifest.map(crate::Manifest::blocks).unwrap_or_default();
-        let is_here = |block: usize, chunk: usize| match self.places.get(block) {
-            Some(places) => usize::from(places[chunk]) == layer,
+        let is_in_layer = |block: usize, chunk: usize| match self.layer_indexes.get(block) {
+            Some(indexes) => usize::from(indexes[chunk]) == layer,
             None => layer == 0,
         };
         let in_block = |(index, block): (usize, &Block)| {
             let chunks = block.chunks.iter().enumerate();
-            chunks.filter(|(chunk, hash)| **hash != ChunkHash::Zero && is_here(index, *chunk)).count()
+            chunks.filter(|(chunk, hash)| **hash != ChunkHash::Zero && is_in_layer(index, *chunk)).count()
         };
         blocks.iter().enumerate().map(in_block).sum()
     }
 }
 
-/// Whether a guest with these blocks can be stored on an image with those.
+/// Checks that a guest with these blocks can be stored on `base`.
 pub(crate) fn check_blocks(path: &Path, blocks: &[RamBlock], base: &Layer) -> Result<()> {
     let list = |blocks: &[RamBlock]| {
         let one = |block: &RamBlock| format!("{:?} of {} bytes", block.name, block.length);
@@ -111,7 +112,7 @@ pub(crate) fn check_blocks(path: &Path, blocks: &[RamBlock], base: &Layer) -> Re
 
 fn next_layer(layer: &Layer) -> Result<Option<Layer>> {
     let Some(base) = layer.base() else { return Ok(None) };
-    let path = place_of(&layer.path, base);
+    let path = resolve_base(&layer.path, base);
     let next = Layer::open(&path).map_err(|source| Error::BaseUnusable {
         path: layer.path.clone(),
         base: path.clone(),
@@ -131,9 +132,9 @@ fn next_layer(layer: &Layer) -> Result<Option<Layer>> {
     Ok(Some(next))
 }
 
-/// The files that an image is based on, by what its manifests say of each other; nothing is opened or compared but those. For a
-/// process that has to know beforehand which directories it will read in. What cannot be read ends the list: opening the image
-/// says why.
+/// The files that an image is based on, as named in their manifests; no image is opened or compared. For a
+/// process that must know in advance which directories it will read. A manifest that cannot be read ends the
+/// list: the error is reported when the image is opened.
 pub fn base_paths(image: &Path) -> Vec<PathBuf> {
     let mut paths: Vec<PathBuf> = Vec::new();
     let mut read = 0;
@@ -146,17 +147,17 @@ pub fn base_paths(image: &Path) -> Vec<PathBuf> {
             },
         };
         read += 1;
-        // Which of its two manifests is the image's is not looked at.
-        for manifest in [sidecar_path(&last), pending_path(&last)] {
-            let base = base_of(&manifest).map(|base| place_of(&last, &base));
+        // Both manifests are read, whichever of them belongs to the image.
+        for manifest in [sidecar_path(&last), staged_path(&last)] {
+            let base = base_of(&manifest).map(|base| resolve_base(&last, &base));
             paths.extend(base.filter(|base| !paths.contains(base)));
         }
     }
     paths
 }
 
-/// Where a base is: as its image says, or, if it is not there, beside that.
-pub(crate) fn place_of(image: &Path, base: &Base) -> PathBuf {
+/// Path of a base: as recorded in the image, or, if that does not exist, beside the image.
+pub(crate) fn resolve_base(image: &Path, base: &Base) -> PathBuf {
     let path = Path::new(&base.path);
     let directory = image.parent().unwrap_or(Path::new(""));
     match path.file_name() {
@@ -165,11 +166,11 @@ pub(crate) fn place_of(image: &Path, base: &Base) -> PathBuf {
     }
 }
 
-/// The layer of each chunk of a block.
-fn places(layers: &[Layer], block: usize) -> Vec<u8> {
+/// Index of the layer of each chunk of a block.
+fn layer_indexes(layers: &[Layer], block: usize) -> Vec<u8> {
     let manifests = layers.iter().filter_map(|layer| layer.manifest.as_ref());
     let lists: Vec<&[ChunkHash]> = manifests.map(|manifest| &manifest.blocks()[block].chunks[..]).collect();
-    let place = |chunk: usize| {
+    let index = |chunk: usize| {
         if lists[0][chunk] == ChunkHash::Zero {
             // A hole of the image itself.
             return 0;
@@ -177,5 +178,5 @@ fn places(layers: &[Layer], block: usize) -> Vec<u8> {
         let stored = lists.windows(2).position(|lists| lists[0][chunk] != lists[1][chunk]);
         u8::try_from(stored.unwrap_or(layers.len() - 1)).expect("bounded by LAYERS_MAX")
     };
-    (0..lists.first().map_or(0, |hashes| hashes.len())).map(place).collect()
+    (0..lists.first().map_or(0, |hashes| hashes.len())).map(index).collect()
 }

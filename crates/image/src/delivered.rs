@@ -1,23 +1,25 @@
-//! Memory as readers of an image get it: what the file holds where the page bitmap has a bit, and zeros elsewhere, whatever the file
-//! holds there. Stock QEMU leaves the old content of a page that became zero; damage may be anything.
+//! Memory as an image's readers see it: the file's content where the page bitmap has a bit, zeros elsewhere,
+//! whatever the file contains there. Stock QEMU leaves the old content of a page that became zero, and damage
+//! may leave anything.
 
 use std::ops::Range;
 
 use crate::checksum::{ChunkHash, hash_chunk, is_zero};
 
-/// What is hashed at once where content and zeros alternate: all of BLAKE3's width, and small enough for a cache.
-const PIECE_BYTES: usize = 64 << 10;
+/// Bytes hashed at once where content and zeros alternate: BLAKE3's full width, and small enough for a cache.
+const BUFFER_BYTES: usize = 64 << 10;
 
-static ZEROS: [u8; PIECE_BYTES] = [0; PIECE_BYTES];
+static ZEROS: [u8; BUFFER_BYTES] = [0; BUFFER_BYTES];
 
-/// Pages that are alike, as bytes of what they are a part of. Runs lie one behind the other, the first begins at 0.
+/// A run of pages that all have content or are all zero, as a byte range. Runs are contiguous; the first
+/// begins at 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Run {
     pub(crate) range: Range<usize>,
     pub(crate) has_content: bool,
 }
 
-/// A copy of the bytes as they are delivered.
+/// A copy of the bytes as delivered.
 #[cfg(any(feature = "store", test))]
 pub(crate) fn copy(bytes: &[u8], runs: &[Run]) -> Vec<u8> {
     let mut delivered = vec![0; bytes.len()];
@@ -25,7 +27,7 @@ pub(crate) fn copy(bytes: &[u8], runs: &[Run]) -> Vec<u8> {
     delivered
 }
 
-/// The hash of a chunk as it is delivered. Pages that are not are not read.
+/// Hash of a chunk as delivered. Pages without a bit are not read.
 pub(crate) fn hash(bytes: &[u8], runs: &[Run]) -> ChunkHash {
     match runs {
         [Run { has_content: true, .. }] => return hash_chunk(bytes),
@@ -36,47 +38,44 @@ pub(crate) fn hash(bytes: &[u8], runs: &[Run]) -> ChunkHash {
         return ChunkHash::Zero;
     }
     let mut hasher = blake3::Hasher::new();
-    let (mut at, mut first, mut piece) = (0, 0, vec![0; PIECE_BYTES]);
+    let (mut at, mut first, mut buffer) = (0, 0, vec![0; BUFFER_BYTES]);
     while at < bytes.len() {
         while runs[first].range.end <= at {
             first += 1;
         }
         let run = &runs[first];
-        let end = (at + PIECE_BYTES).min(bytes.len());
+        let end = (at + BUFFER_BYTES).min(bytes.len());
         if run.range.end < end {
-            let piece = &mut piece[..end - at];
-            gather(bytes, &runs[first..], at..end, piece);
-            hasher.update(piece);
+            let buffer = &mut buffer[..end - at];
+            gather(bytes, &runs[first..], at..end, buffer);
+            hasher.update(buffer);
             at = end;
             continue;
         }
-        // Whole pieces of one run, as many as there are.
-        let whole = match run.range.end == bytes.len() {
-            true => bytes.len(),
-            false => at + (run.range.end - at) / PIECE_BYTES * PIECE_BYTES,
+        // Hash as many whole buffers of one run as there are.
+        let whole = if run.range.end == bytes.len() {
+            bytes.len()
+        } else {
+            at + (run.range.end - at) / BUFFER_BYTES * BUFFER_BYTES
         };
-        match run.has_content {
-            true => {
-                hasher.update(&bytes[at..whole]);
-            }
-            false => (at..whole).step_by(PIECE_BYTES).for_each(|at| {
-                hasher.update(&ZEROS[..PIECE_BYTES.min(whole - at)]);
-            }),
+        if run.has_content {
+            hasher.update(&bytes[at..whole]);
+        } else {
+            (at..whole).step_by(BUFFER_BYTES).for_each(|at| {
+                hasher.update(&ZEROS[..BUFFER_BYTES.min(whole - at)]);
+            });
         }
         at = whole;
     }
     ChunkHash::Data(*hasher.finalize().as_bytes())
 }
 
-/// Puts a part of the bytes together as it is delivered.
+/// Copies a range of the bytes as delivered.
 fn gather(bytes: &[u8], runs: &[Run], range: Range<usize>, into: &mut [u8]) {
     for run in runs.iter().take_while(|run| run.range.start < range.end) {
         let part = run.range.start.max(range.start)..run.range.end.min(range.end);
-        let room = &mut into[part.start - range.start..part.end - range.start];
-        match run.has_content {
-            true => room.copy_from_slice(&bytes[part]),
-            false => room.fill(0),
-        }
+        let target = &mut into[part.start - range.start..part.end - range.start];
+        if run.has_content { target.copy_from_slice(&bytes[part]) } else { target.fill(0) }
     }
 }
 
@@ -99,9 +98,9 @@ mod tests {
     }
 
     proptest! {
-        /// Lengths of runs of all sizes, and chunks of any length.
+        /// Runs of all lengths, and chunks of any length.
         #[test]
-        fn it_is_the_hash_of_what_is_delivered(
+        fn the_hash_is_that_of_the_delivered_bytes(
             lengths in prop::collection::vec((any::<bool>(), 1..80_usize), 1..30),
             fill in prop_oneof![Just(0_u8), any::<u8>()],
         ) {

@@ -1,4 +1,4 @@
-//! What can be wrong with an image.
+//! Errors of images.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,72 +6,72 @@ use std::path::PathBuf;
 use crate::checksum::CorruptChunk;
 use crate::manifest::Digest;
 
-/// An image that cannot be read or written.
+/// Failure to read or write an image.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The file cannot be read.
     #[error("{}: {source}", path.display())]
     Read {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The file cannot be written.
     #[error("{}: {source}{}", path.display(), advice(source))]
     Write {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// A directory or device.
+    /// The path is a directory or a device.
     #[error("{}: not a regular file", path.display())]
     NotAFile {
-        /// Which.
+        /// The path.
         path: PathBuf,
     },
-    /// It is some other file.
+    /// The file is of another kind.
     #[error("{}: not an image: {found}, and an image begins with QEMU's \"QEVM\"; correct the path", path.display())]
     NotAnImage {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// What it is, or begins with.
+        /// Its first bytes, or that it is empty.
         found: String,
     },
-    /// It is a migration stream without QEMU's mapped-ram layout.
+    /// The file is a migration stream without QEMU's mapped-ram layout.
     #[error("{}: a migration stream, but not one with mapped-ram: convert it with `towline copy --return-path off exec:'cat FILE' file:IMAGE`", path.display())]
     NotMappedRam {
-        /// Which.
+        /// The file.
         path: PathBuf,
     },
-    /// It is no migration stream, or a broken one.
+    /// The file is not a migration stream, or is damaged.
     #[error("{}: at byte {offset:#x}: {source}", path.display())]
     Format {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Where.
+        /// Offset of the error.
         offset: u64,
-        /// What is wrong.
+        /// The error.
         source: towline_protocol::Error,
     },
-    /// It ends too early.
+    /// The file ends too early.
     #[error("{}: truncated: it ends at byte {length:#x} inside {awaiting}", path.display())]
     Truncated {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// Its length in bytes.
         length: u64,
-        /// What was to come next.
+        /// The next item that was expected.
         awaiting: &'static str,
     },
-    /// A guest larger than any that is stored.
-    #[error("{}: the guest says that it has {found} bytes of memory, at most {limit} are stored in an image: does it really?", path.display())]
+    /// The guest is larger than any that can be stored.
+    #[error("{}: the stream announces {found} bytes of guest memory, at most {limit} can be stored in an image; check the source", path.display())]
     TooLarge {
-        /// Which image was to be written.
+        /// The image to be written.
         path: PathBuf,
-        /// What the stream's block list adds up to.
+        /// Sum of the stream's block list in bytes.
         found: u64,
         /// The limit.
         limit: u64,
@@ -79,96 +79,96 @@ pub enum Error {
     /// The file lost pages while it was read.
     #[error("{}: not all of it could be read: the file has {found} bytes, expected {expected}; it was cut short while it was in use, or its disk fails: take another copy of it", path.display())]
     Lost {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// Its length in bytes.
         found: u64,
         /// Its length when it was opened.
         expected: u64,
     },
-    /// What stands between memory and device state is not what was stored.
+    /// The bytes between memory and device state are damaged.
     #[error("{}: at byte {offset:#x} the end of the memory is damaged; take another copy of the image or store the guest again", path.display())]
     MemoryEnd {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Where it should begin.
+        /// Offset at which they are expected.
         offset: u64,
     },
-    /// Another image is about to take the place of a base.
+    /// Another writer is about to replace a base.
     #[error("{}: it is about to be replaced by {holder}; wait for that, and take the new image as base", path.display())]
     BaseBusy {
         /// The base.
         path: PathBuf,
-        /// The process that replaces it, as far as it can be told.
+        /// The process that replaces it, as far as known.
         holder: String,
     },
-    /// A base was changed when what it has was dropped already.
-    #[error("{}: its base {} was replaced or changed in the moment in which the image was to appear: the image was dropped; store the guest again", path.display(), base.display())]
+    /// A base was changed after the image's copy of its chunks had been deallocated.
+    #[error("{}: its base {} was replaced or changed just before the image was complete, so the image was discarded; store the guest again", path.display(), base.display())]
     BaseChanged {
         /// The image.
         path: PathBuf,
         /// Its base.
         base: PathBuf,
     },
-    /// Its device state is cut off or broken.
+    /// The device state is truncated or damaged.
     #[error("{}: the device state at byte {offset:#x}: {source}", path.display())]
     DeviceState {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Where it begins.
+        /// Its offset.
         offset: u64,
-        /// What is wrong.
+        /// The error.
         source: towline_protocol::Error,
     },
-    /// Nothing to verify against.
+    /// There is no manifest to verify against.
     #[error("{}: there is no manifest beside it ({}), so there are no checksums to verify: it was made by QEMU itself, or its manifest was left behind", path.display(), sidecar.display())]
     NoManifest {
-        /// Which.
+        /// The image.
         path: PathBuf,
-        /// Where the manifest was looked for.
+        /// Path at which the manifest was expected.
         sidecar: PathBuf,
     },
-    /// A chunk is not what was stored.
+    /// A chunk differs from its checksum.
     #[error("{}: {source}", path.display())]
     Corrupt {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Where, and what was found.
+        /// The chunk, and the two hashes.
         source: Box<CorruptChunk>,
     },
-    /// An incremental image without what says on which.
+    /// An incremental image has no manifest, which would name its base.
     #[error("{}: an incremental image, but there is no manifest beside it ({}) that names its base: copy both files", path.display(), sidecar.display())]
     NoBase {
-        /// Which.
+        /// The image.
         path: PathBuf,
-        /// Where its manifest was looked for.
+        /// Path at which the manifest was expected.
         sidecar: PathBuf,
     },
-    /// An incremental image's base is missing or broken.
+    /// The base of an incremental image is missing or damaged.
     #[error("{}: an incremental image, and its base cannot be used: {source}; bring the base back (content {content}), to {} or beside the image", path.display(), base.display())]
     BaseUnusable {
         /// The image.
         path: PathBuf,
         /// Its base.
         base: PathBuf,
-        /// What the base held.
+        /// Content of the base when the image was stored.
         content: Digest,
-        /// What is wrong with it.
+        /// The error of the base.
         source: Box<Self>,
     },
-    /// The base is another image by now.
+    /// The base is another image than the one recorded.
     #[error("{}: its base {} is not the image that it was made on: its content is {found}, expected {expected}; bring that one back, no other will do", path.display(), base.display())]
     OtherBase {
         /// The image.
         path: PathBuf,
-        /// What was found where its base was.
+        /// The file found in place of the base.
         base: PathBuf,
-        /// What that holds.
+        /// Its content.
         found: String,
-        /// What its base held.
+        /// Content of the base when the image was stored.
         expected: Digest,
     },
-    /// The guest is not the base's.
+    /// The guest's RAM blocks differ from the base's.
     #[error("{}: the guest has {found}, its base {} has {expected}: another guest, or another memory size; store it whole, without --base", path.display(), base.display())]
     BaseDiffers {
         /// The image.
@@ -177,59 +177,65 @@ pub enum Error {
         base: PathBuf,
         /// The first RAM block that differs.
         found: String,
-        /// What the base has there.
+        /// The base's block in its place.
         expected: String,
     },
-    /// A chain of too many images.
-    #[error("{}: it is based on more images than the {limit} that a chain may have: make a whole one of it (`towline copy IMAGE NEW`), if it can still be read, or of its base", path.display())]
+    /// The chain has too many images.
+    #[error("{}: it is based on more images than the {limit} that a chain may have: copy it, or its base, to a whole image (`towline copy IMAGE NEW`)", path.display())]
     ChainTooLong {
         /// The image.
         path: PathBuf,
         /// The limit, itself included.
         limit: usize,
     },
-    /// An image that would replace what it is based on.
+    /// The image would replace one of its own bases.
     #[error("{}: the image would replace {}, which it is based on: choose another name", path.display(), base.display())]
     OwnBase {
         /// The image.
         path: PathBuf,
-        /// The file of its chain that has this name.
+        /// The file of the chain that has this name.
         base: PathBuf,
     },
-    /// A base that no manifest can name.
-    #[error("{:?}: its path is not UTF-8, and so no base of an image: rename it", path)]
+    /// The base's path cannot be recorded in a manifest.
+    #[error("{:?}: the path of a base must be UTF-8; rename it", path)]
     BasePath {
         /// The base.
         path: PathBuf,
     },
-    /// The manifest cannot be used.
+    /// The manifest is invalid.
     #[error(transparent)]
     Manifest(#[from] crate::manifest::Error),
-    /// The image's file cannot be made.
+    /// The image's file cannot be created.
     #[error(transparent)]
     AtomicFile(#[from] crate::atomic_file::Error),
-    /// A store, or an image in one.
-    #[cfg(feature = "store")]
+    /// Error of a store, or of an image in one: `store::Error`, with the feature `store`.
     #[error(transparent)]
-    Store(#[from] crate::store::Error),
-    /// A stream came in another order than the engine's.
+    Store(Box<dyn std::error::Error + Send + Sync>),
+    /// The stream's items arrived in an unexpected order.
     #[error("{}: {what}", path.display())]
     Order {
-        /// Which image was to be written.
+        /// The image to be written.
         path: PathBuf,
-        /// What was missing.
+        /// The missing item.
         what: &'static str,
     },
+}
+
+#[cfg(feature = "store")]
+impl From<crate::store::Error> for Error {
+    fn from(error: crate::store::Error) -> Self {
+        Self::Store(Box::new(error))
+    }
 }
 
 /// The result of every operation on an image.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The way out, where there is one.
+/// Remedy, where there is one.
 fn advice(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            ": make room there or choose another place; the guest runs on at its source and nothing was left behind"
+            ": free some space or choose another filesystem; the source keeps its guest and no partial file is left"
         }
         _ => "",
     }

@@ -1,6 +1,7 @@
-//! Bits that flip in an image or in one of its companions: each is found by `--verify`, or changes nothing of what a guest gets.
+//! FlippedBit bits in an image or its sidecars: each is detected by `--verify`, or does not change what a guest
+//! receives.
 //!
-//! `TOWLINE_SOAK_FLIPS` (`cargo xtask soak image-flips`) says how many to flip at random.
+//! `TOWLINE_SOAK_FLIPS` (`cargo xtask soak image-flips`) is the number of random bits.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,24 +12,24 @@ use towline_migration::Guest;
 use towline_protocol::mapped_ram::bitmap_bytes;
 use towline_protocol::{BlockIndex, PageRef};
 
-use crate::beside::pending_path;
 use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::crash_tests::unseal;
 use crate::index::{Contents, Index};
 use crate::manifest::{Digest, sidecar_path};
+use crate::sidecar::staged_path;
 use crate::testing::{LENGTHS, PAGE, TestGuest, delivered};
 use crate::{ChunkHash, Error, Existing, Image, Origin, WorkingSet};
 
-/// What became of a flipped bit.
+/// Effect of a flipped bit.
 #[derive(Debug, PartialEq, Eq)]
-enum Found {
-    ByOpening(String),
-    ByVerifying(String),
-    /// What is delivered is what it was.
+enum Effect {
+    DetectedByOpen(String),
+    DetectedByVerify(String),
+    /// The delivered content is unchanged.
     Harmless,
 }
 
-/// What is read, and what it delivers.
+/// An image and its delivered content.
 struct Subject {
     image: PathBuf,
     delivered: Digest,
@@ -40,15 +41,15 @@ impl Subject {
         Self { image, delivered }
     }
 
-    /// Flips a bit, looks, and flips it back. Panics where another guest would be delivered.
-    fn flip(&self, file: &Path, bit: u64) -> Found {
-        let flipped = Flipped::new(file, bit);
+    /// Flips a bit, verifies the image, and flips the bit back. Panics if changed content would be delivered.
+    fn flip(&self, file: &Path, bit: u64) -> Effect {
+        let flipped = FlippedBit::new(file, bit);
         let found = match verified(&self.image) {
-            Err(Failure::Opening(error)) => Found::ByOpening(error.to_string()),
-            Err(Failure::Verifying(error)) => Found::ByVerifying(error.to_string()),
+            Err(VerifyError::Open(error)) => Effect::DetectedByOpen(error.to_string()),
+            Err(VerifyError::Verify(error)) => Effect::DetectedByVerify(error.to_string()),
             Ok(delivered) => {
                 assert_eq!(delivered, self.delivered, "bit {bit} of {} is not found", file.display());
-                Found::Harmless
+                Effect::Harmless
             }
         };
         drop(flipped);
@@ -56,12 +57,12 @@ impl Subject {
     }
 }
 
-struct Flipped {
+struct FlippedBit {
     file: File,
     bit: u64,
 }
 
-impl Flipped {
+impl FlippedBit {
     fn new(path: &Path, bit: u64) -> Self {
         let flipped = Self { file: File::options().read(true).write(true).open(path).unwrap(), bit };
         flipped.flip();
@@ -75,24 +76,24 @@ impl Flipped {
     }
 }
 
-impl Drop for Flipped {
+impl Drop for FlippedBit {
     fn drop(&mut self) {
         self.flip();
     }
 }
 
 #[derive(Debug)]
-enum Failure {
-    Opening(Error),
-    Verifying(Error),
+enum VerifyError {
+    Open(Error),
+    Verify(Error),
 }
 
-/// What an image delivers that opens and verifies.
-fn verified(path: &Path) -> Result<Digest, Failure> {
-    let image = Image::open(path).map_err(Failure::Opening)?;
-    image.verify(1, &|_| {}).map_err(Failure::Verifying)?;
-    // And so do the copies that verify what they send: chunk by chunk.
-    let image = image.verify_on_read().map_err(Failure::Verifying)?;
+/// Content delivered by an image that opens and verifies.
+fn verified(path: &Path) -> Result<Digest, VerifyError> {
+    let image = Image::open(path).map_err(VerifyError::Open)?;
+    image.verify(1, &|_| {}).map_err(VerifyError::Verify)?;
+    // Also by `prepare`, chunk by chunk, as a copy does.
+    let image = image.verify_on_read().map_err(VerifyError::Verify)?;
     for (index, length) in LENGTHS.into_iter().enumerate() {
         for offset in (0..length).step_by(CHUNK_BYTES as usize) {
             let page = PageRef { block: BlockIndex(index as u32), offset };
@@ -102,7 +103,7 @@ fn verified(path: &Path) -> Result<Digest, Failure> {
     Ok(delivered(&image))
 }
 
-/// Where the parts of an image are, in bytes.
+/// Offsets of the parts of an image.
 struct Parts {
     head: u64,
     bitmap: u64,
@@ -141,86 +142,90 @@ fn stored() -> (TempDir, PathBuf) {
 }
 
 #[test]
-fn every_bit_of_a_bitmap_is_found() {
+fn every_flipped_bit_of_a_bitmap_is_detected() {
     let (_directory, path) = stored();
     let (subject, parts) = (Subject::new(path.clone()), Parts::of(&path));
     for bit in 0..parts.bitmap_bytes * 8 {
         let found = subject.flip(&path, parts.bitmap * 8 + bit);
-        let Found::ByVerifying(text) = &found else { panic!("bit {bit}: {found:?}") };
+        let Effect::DetectedByVerify(text) = &found else { panic!("bit {bit}: {found:?}") };
         assert!(text.contains("block \"b0\": the BLAKE3 of its page bitmap is "), "{text}");
     }
 }
 
-/// The first versions' manifests have no hashes of bitmaps. What is delivered is compared all the same, and the pages are counted.
+/// Manifests of the first versions have no hashes of bitmaps. The delivered content and the page counts are
+/// compared nevertheless.
 #[test]
-fn every_bit_of_a_bitmap_is_found_in_an_image_of_the_first_version() {
+fn every_flipped_bit_of_a_bitmap_is_detected_in_an_image_of_the_first_version() {
     let (_directory, path) = stored();
     unseal(&path);
     let (subject, parts) = (Subject::new(path.clone()), Parts::of(&path));
     assert!(!Image::open(&path).unwrap().is_sealed());
     for bit in 0..parts.bitmap_bytes * 8 {
         let found = subject.flip(&path, parts.bitmap * 8 + bit);
-        let Found::ByVerifying(text) = &found else { panic!("bit {bit}: {found:?}") };
-        assert!(text.contains("block \"b0\": its page bitmap says that "), "{text}");
+        let Effect::DetectedByVerify(text) = &found else { panic!("bit {bit}: {found:?}") };
+        assert!(text.contains("block \"b0\": its page bitmap has "), "{text}");
     }
-    // One page gone and another come: only the memory as it is delivered tells.
-    let _gone = Flipped::new(&path, parts.bitmap * 8);
-    let _come = Flipped::new(&path, parts.bitmap * 8 + 2);
+    // One page less and another one more: only the delivered memory differs.
+    let _gone = FlippedBit::new(&path, parts.bitmap * 8);
+    let _come = FlippedBit::new(&path, parts.bitmap * 8 + 2);
     let error = Image::open(&path).unwrap().verify(1, &|_| {}).unwrap_err();
     assert!(matches!(error, Error::Corrupt { .. }), "{error}");
     assert!(error.to_string().contains("block \"b0\", chunk 0"), "{error}");
 }
 
 #[test]
-fn every_bit_of_the_head_the_seal_the_memorys_end_and_the_device_state_is_found() {
+fn every_flipped_bit_of_header_seal_memory_end_and_device_state_is_detected() {
     let (_directory, path) = stored();
     let (subject, parts) = (Subject::new(path.clone()), Parts::of(&path));
     let seal_end = parts.seal + crate::seal::BYTES as u64;
     for range in [0..parts.head, parts.seal..seal_end, parts.memory_end..parts.end] {
         for bit in range.start * 8..range.end * 8 {
             let found = subject.flip(&path, bit);
-            assert_ne!(found, Found::Harmless, "bit {bit} ({:#x})", bit / 8);
+            assert_ne!(found, Effect::Harmless, "bit {bit} ({:#x})", bit / 8);
         }
     }
     assert!(parts.device_state > parts.memory_end);
-    // Between the seal and the pages nobody reads.
+    // The bytes between seal and pages are not read.
     for byte in [seal_end, parts.pages - 1] {
-        assert_eq!(subject.flip(&path, byte * 8), Found::Harmless);
+        assert_eq!(subject.flip(&path, byte * 8), Effect::Harmless);
     }
 }
 
 #[test]
-fn every_bit_of_a_manifest_is_found() {
+fn every_flipped_bit_of_a_manifest_is_detected() {
     let (_directory, path) = stored();
     let (subject, manifest) = (Subject::new(path.clone()), sidecar_path(&path));
     for bit in 0..std::fs::metadata(&manifest).unwrap().len() * 8 {
         let found = subject.flip(&manifest, bit);
-        assert!(matches!(found, Found::ByOpening(_)), "bit {bit}: {found:?}");
+        assert!(matches!(found, Effect::DetectedByOpen(_)), "bit {bit}: {found:?}");
     }
-    // And while it has not its name yet.
-    std::fs::rename(&manifest, pending_path(&path)).unwrap();
-    let found = subject.flip(&pending_path(&path), 8 * 100);
-    assert!(matches!(&found, Found::ByVerifying(text) if text.contains("there is no manifest")), "{found:?}");
+    // Also while it is staged.
+    std::fs::rename(&manifest, staged_path(&path)).unwrap();
+    let found = subject.flip(&staged_path(&path), 8 * 100);
+    assert!(
+        matches!(&found, Effect::DetectedByVerify(text) if text.contains("there is no manifest")),
+        "{found:?}"
+    );
 }
 
 #[test]
-fn a_flipped_page_is_found_where_it_is_delivered_and_only_there() {
+fn a_flipped_bit_of_a_page_is_detected_if_the_page_is_delivered() {
     let (_directory, path) = stored();
     let (subject, parts) = (Subject::new(path.clone()), Parts::of(&path));
     for (page, is_delivered) in [(0, true), (1, true), (2, false), (300, true), (511, false), (512, true)] {
         let found = subject.flip(&path, (parts.pages + page * PAGE as u64 + 77) * 8 + 3);
         match &found {
-            Found::ByVerifying(text) => {
+            Effect::DetectedByVerify(text) => {
                 let at = format!("chunk {}", page / 512);
                 assert!(is_delivered && text.contains(&at), "{text}");
             }
-            found => assert!(!is_delivered && *found == Found::Harmless, "page {page}: {found:?}"),
+            found => assert!(!is_delivered && *found == Effect::Harmless, "page {page}: {found:?}"),
         }
     }
 }
 
 #[test]
-fn a_chains_files_are_covered_where_they_are_read() {
+fn the_files_of_a_chain_are_verified_where_they_are_read() {
     let (directory, base) = stored();
     let path = directory.path().join("next.img");
     let mut guest = TestGuest::new(11, 1);
@@ -228,16 +233,16 @@ fn a_chains_files_are_covered_where_they_are_read() {
     guest.store(&path, Existing::Refuse, Some(&base)).unwrap();
     let subject = Subject::new(path.clone());
     let parts = Parts::of(&base);
-    // The second chunk is the base's, the first its own.
+    // The second chunk is read from the base, the first from the increment.
     let found = subject.flip(&base, (parts.pages + CHUNK_BYTES) * 8);
     assert!(
-        matches!(&found, Found::ByVerifying(text) if text.contains("guest.img: block \"b0\", chunk 1")),
+        matches!(&found, Effect::DetectedByVerify(text) if text.contains("guest.img: block \"b0\", chunk 1")),
         "{found:?}"
     );
-    assert_eq!(subject.flip(&base, parts.pages * 8), Found::Harmless);
+    assert_eq!(subject.flip(&base, parts.pages * 8), Effect::Harmless);
     let manifest = sidecar_path(&base);
     for bit in 0..std::fs::metadata(&manifest).unwrap().len() * 8 {
-        assert_ne!(subject.flip(&manifest, bit), Found::Harmless);
+        assert_ne!(subject.flip(&manifest, bit), Effect::Harmless);
     }
 }
 
@@ -253,7 +258,7 @@ fn working_set_path(path: &Path) -> PathBuf {
 }
 
 #[test]
-fn every_bit_of_a_working_set_is_found() {
+fn every_flipped_bit_of_a_working_set_is_detected() {
     let (_directory, path) = stored();
     let mut set = working_set(&path);
     let page = |index: u64| PageRef { block: BlockIndex(0), offset: index * PAGE as u64 };
@@ -262,14 +267,14 @@ fn every_bit_of_a_working_set_is_found() {
     assert_eq!(working_set(&path).runs().len(), 3);
     let file = working_set_path(&path);
     for bit in 0..std::fs::metadata(&file).unwrap().len() * 8 {
-        let _flipped = Flipped::new(&file, bit);
+        let _flipped = FlippedBit::new(&file, bit);
         let found = working_set(&path);
         assert!(found.runs().is_empty() || found == set, "bit {bit}: {:?}", found.runs());
     }
 }
 
 #[test]
-fn every_bit_of_an_index_is_found() {
+fn every_flipped_bit_of_an_index_is_detected() {
     let guest = TestGuest::new(11, 1);
     let state = guest.device_state();
     let names = |length: u64| vec![ChunkHash::Data([7; 32]); chunk_count(length) as usize];
@@ -296,11 +301,11 @@ fn every_bit_of_an_index_is_found() {
         }
         bytes[bit / 8] ^= 1 << (bit % 8);
     }
-    // Some bits of a compressed frame say nothing.
+    // Some bits of a compressed frame have no meaning.
     assert!(harmless < 16, "{harmless} of {}", bytes.len() * 8);
 }
 
-/// The long run: bits of any file of a chain, each file and each part as often as the others.
+/// Soak test: random bits of the files of a chain, each file and each part equally often.
 #[test]
 fn bits_at_random() {
     let count =
@@ -330,9 +335,9 @@ fn bits_at_random() {
             }
         };
         match subject.flip(&file, random.u64(range.start * 8..range.end * 8)) {
-            Found::ByOpening(_) => opening += 1,
-            Found::ByVerifying(_) => verifying += 1,
-            Found::Harmless => harmless += 1,
+            Effect::DetectedByOpen(_) => opening += 1,
+            Effect::DetectedByVerify(_) => verifying += 1,
+            Effect::Harmless => harmless += 1,
         }
     }
     assert_eq!(subject.delivered, verified(&path).unwrap(), "every bit was flipped back");
@@ -342,7 +347,7 @@ fn bits_at_random() {
 }
 
 #[test]
-fn memory_is_delivered_as_it_was_stored() {
+fn delivered_memory_equals_stored_memory() {
     let (_directory, path) = stored();
     let (image, memory) = (Image::open(&path).unwrap(), TestGuest::new(11, 1).memory());
     for (block, memory) in memory.iter().enumerate() {
@@ -353,9 +358,9 @@ fn memory_is_delivered_as_it_was_stored() {
     }
 }
 
-/// Whoever cuts an image short while it is read gets an error from us, and no signal.
+/// Truncating an image while it is read is an error and raises no signal.
 #[test]
-fn an_image_that_is_cut_short_while_it_is_open_is_an_error() {
+fn an_image_truncated_while_it_is_open_is_an_error() {
     for cut in [0, 4096, 1 << 20, (1 << 20) + 4096] {
         let (_directory, path) = stored();
         let image = Image::open(&path).unwrap();
@@ -363,7 +368,7 @@ fn an_image_that_is_cut_short_while_it_is_open_is_an_error() {
         File::options().write(true).open(&path).unwrap().set_len(cut).unwrap();
         let error = image.verify(2, &|_| {}).unwrap_err();
         assert!(matches!(&error, Error::Lost { found, .. } if *found == cut), "{cut}: {error}");
-        // And without --verify: the last thing that a destination gets is refused.
+        // Also without --verify: the device state, which a destination receives last, is refused.
         for (index, block) in copied.ram_blocks().iter().enumerate() {
             let page = PageRef { block: BlockIndex(index as u32), offset: 0 };
             assert!(!copied.immutable(page, block.length).unwrap().is_empty());

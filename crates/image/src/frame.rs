@@ -10,35 +10,35 @@ use crate::layer::{INCREMENTAL, memory_end};
 use crate::manifest::Digest;
 use crate::seal;
 
-/// Whether an image holds all of its guest.
+/// Kind of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum ImageKind {
     Whole,
-    /// What is in its base is not in it; no QEMU is to load it.
+    /// Chunks of the base are omitted; QEMU must not load it.
     Incremental,
 }
 
-/// See the module's text.
+/// The bytes of an image file that are not pages, and the layout.
 #[derive(Debug, Clone)]
 pub(crate) struct Frame {
     /// Header, configuration, section header and total.
     head: Vec<u8>,
     section_id: u32,
     blocks: Vec<RamBlock>,
-    /// Behind the last page.
+    /// End of the last page.
     end: u64,
 }
 
-/// Bytes, and where they belong in the file.
+/// Bytes and their offset in the file.
 pub(crate) type Part = (u64, Vec<u8>);
 
 impl Frame {
-    /// For a guest whose stream begins so.
+    /// Lays out the file of a guest whose stream has this header.
     pub(crate) fn new(
         configuration: &Configuration,
         section_id: u32,
         blocks: &[RamBlock],
-        kind: Kind,
+        kind: ImageKind,
     ) -> Self {
         let (mut head, mut blocks) = (head(configuration, section_id, kind), blocks.to_vec());
         let end = mapped_ram::place_all_reserving(&mut blocks, head.len() as u64, seal::BYTES as u64);
@@ -46,32 +46,32 @@ impl Frame {
         Self { head, section_id, blocks, end }
     }
 
-    /// The same with a head for a whole image, which is not longer, and every page where it is.
+    /// The same layout with the header of a whole image, which is not longer, and all pages in their places.
     pub(crate) fn whole(&self, configuration: &Configuration) -> Self {
-        let mut head = head(configuration, self.section_id, Kind::Whole);
+        let mut head = head(configuration, self.section_id, ImageKind::Whole);
         let mut blocks = self.blocks.clone();
         let mut placed = self.blocks.clone();
         mapped_ram::place_all(&mut placed, head.len() as u64);
-        // Only the first block's entry follows the head; the others follow the pages before them.
+        // Only the first block's entry follows the header; the others follow the previous block's pages.
         if let (Some(first), Some(placed)) = (blocks.first_mut(), placed.first()) {
-            let pages_offset = first.mapped.expect("placed").pages_offset;
+            let pages_offset = first.mapped.expect("laid out").pages_offset;
             first.mapped = placed.mapped.map(|mapped| MappedRamHeader { pages_offset, ..mapped });
         }
         ram::put_total(total(&blocks), &mut head);
         Self { head, blocks, ..self.clone() }
     }
 
-    /// The blocks with their places in the file.
+    /// The blocks with their positions in the file.
     pub(crate) fn blocks(&self) -> &[RamBlock] {
         &self.blocks
     }
 
-    /// Bytes of memory.
+    /// Length of the memory in bytes.
     pub(crate) fn total(&self) -> u64 {
         total(&self.blocks)
     }
 
-    /// Where the memory ends.
+    /// End of the memory in the file.
     pub(crate) fn end(&self) -> u64 {
         self.end
     }
@@ -84,7 +84,7 @@ impl Frame {
         }
     }
 
-    /// All parts, in the file's order. `bitmaps` are the blocks'.
+    /// All parts in file order. `bitmaps` has one entry per block.
     pub(crate) fn parts<'a>(
         &self,
         bitmaps: impl Iterator<Item = &'a [u8]>,
@@ -100,21 +100,21 @@ impl Frame {
         [head].into_iter().chain(list).chain([(self.end, tail)]).collect()
     }
 
-    /// Where the seal goes, and what it is for this text of a manifest.
+    /// Position and bytes of the seal for a manifest with this text.
     pub(crate) fn seal(&self, manifest: &[u8]) -> Option<Part> {
         Some((self.seal_offset()?, seal::encode(Digest::of(manifest)).to_vec()))
     }
 
-    /// Where the seal goes.
+    /// Offset of the seal.
     pub(crate) fn seal_offset(&self) -> Option<u64> {
         seal::offset(&self.blocks)
     }
 }
 
-fn head(configuration: &Configuration, section_id: u32, kind: Kind) -> Vec<u8> {
+fn head(configuration: &Configuration, section_id: u32, kind: ImageKind) -> Vec<u8> {
     let mut configuration = configuration.clone();
     configuration.capabilities.push(MAPPED_RAM.into());
-    if kind == Kind::Incremental {
+    if kind == ImageKind::Incremental {
         configuration.capabilities.push(INCREMENTAL.into());
     }
     let mut head = Vec::new();
@@ -128,7 +128,7 @@ fn total(blocks: &[RamBlock]) -> u64 {
     blocks.iter().map(|block| block.length).sum()
 }
 
-/// A block's place in the list, up to its bitmap.
+/// A block's entry in the list, up to its bitmap.
 fn entry(block: &RamBlock) -> Vec<u8> {
     let mut entry = Vec::new();
     ram::put_block(block, &mut entry);
@@ -137,5 +137,5 @@ fn entry(block: &RamBlock) -> Vec<u8> {
 }
 
 fn mapped(block: &RamBlock) -> MappedRamHeader {
-    block.mapped.expect("placed")
+    block.mapped.expect("laid out")
 }

@@ -1,15 +1,16 @@
-//! What is done to files and directories, step by step. Nothing of it is left outside of this crate's tests.
+//! Every modification of files and directories, as a step. Compiled to nothing outside of this crate's tests.
 //!
-//! Everything that writers do to a disk goes through [`step`]. A test records the steps and makes of them every state that a crash
-//! may leave ([`crate::crash_tests`]), lets a step fail, or does something of its own between two of them.
+//! Everything that writers change on disk goes through [`step`]. A test records the steps and derives from
+//! them every state that a crash may leave (`crash_tests`), makes a step fail, or runs a function
+//! between two of them.
 
 use rustix::io::Errno;
 
-/// Something done to a file, known by its [`Node`], or to a name in the directory.
+/// A modification of a file, identified by its [`Node`], or of a name in the directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(not(test), allow(dead_code, reason = "read by tests"))]
 pub(crate) enum Op {
-    /// The file of that name is opened, or made.
+    /// The file of that name is opened or created.
     Open {
         name: String,
         node: Node,
@@ -45,29 +46,29 @@ pub(crate) enum Op {
     SyncDirectory,
 }
 
-/// Faults of earlier versions, each of which the tests of crashes must find when it is put back.
+/// Bugs of earlier versions; the crash tests must detect each of them when it is enabled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(not(test), allow(dead_code, reason = "put back by tests"))]
 pub(crate) enum Fault {
-    /// The manifest takes its name before the image does.
+    /// The manifest is renamed before the image.
     ManifestFirst,
     /// No file is synced before it is renamed.
     FileNotSynced,
     /// No directory is synced.
     DirectoryNotSynced,
-    /// The manifest of an image that is about to appear is removed where the directory cannot be synced afterwards.
-    PendingRemoved,
-    /// A manifest is taken for the image's own by what it says of the guest alone.
+    /// The staged manifest is removed if the directory cannot be synced afterwards.
+    StagedManifestRemoved,
+    /// A manifest is accepted if it describes the image's guest, without comparing the seal.
     SealIgnored,
-    /// The old manifest is replaced by whatever file has its name then.
-    ReplacedUnseen,
-    /// What the base has is dropped without a look whether it still has it.
-    BaseNotSeenAgain,
-    /// A small file is written in its place.
+    /// The old manifest is replaced without checking that it is still the same file.
+    ReplacedUnchecked,
+    /// Chunks of the base are deallocated without checking the base again.
+    BaseNotRechecked,
+    /// A small file is overwritten in place.
     SidecarInPlace,
 }
 
-/// Tells files apart whatever their names.
+/// Identifies a file, whatever its name.
 pub(crate) type Node = u32;
 
 #[cfg(not(test))]
@@ -75,13 +76,13 @@ pub(crate) fn step<T>(_op: impl FnOnce() -> Op, run: impl FnOnce() -> Result<T, 
     run()
 }
 
-/// Whether this fault is put back.
+/// Returns true if this bug is enabled.
 #[cfg(not(test))]
 pub(crate) const fn is_on(_fault: Fault) -> bool {
     false
 }
 
-/// A number for a file that is opened.
+/// Number of a file that is opened.
 #[cfg(not(test))]
 pub(crate) fn node() -> Node {
     0
@@ -96,14 +97,14 @@ mod recording {
 
     use super::{Errno, Fault, Node, Op};
 
-    /// What happens while steps are recorded.
+    /// Interventions while steps are recorded.
     #[derive(Default)]
     pub(crate) struct Plan {
-        /// The step of this number fails.
+        /// Index of a step that fails, and its error.
         pub(crate) fails: Option<(usize, Errno)>,
-        /// Done before the steps of these numbers.
+        /// Functions to run before the steps with these indexes.
         pub(crate) before: Vec<(usize, Box<dyn FnOnce()>)>,
-        /// The fault that is put back.
+        /// The bug to enable.
         pub(crate) fault: Option<Fault>,
     }
 
@@ -119,7 +120,7 @@ mod recording {
         static RECORDING: RefCell<Option<Recording>> = const { RefCell::new(None) };
     }
 
-    /// Runs `work` and returns, beside what it does, the steps that this thread did.
+    /// Runs `work`; returns its result and the steps of this thread.
     pub(crate) fn record<T>(plan: Plan, work: impl FnOnce() -> T) -> (T, Vec<Op>) {
         RECORDING.set(Some(Recording { plan, ..Recording::default() }));
         let done = work();

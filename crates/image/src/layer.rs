@@ -1,6 +1,7 @@
-//! One image file by itself: opened, mapped and checked.
+//! A single image file: opened, mapped and checked.
 //!
-//! What it is not: a guest. A whole image is one layer, an incremental one is a layer on others ([`crate::Image`]).
+//! Not a guest by itself: a whole image has one layer, an incremental image has its own and its bases'
+//! ([`crate::Image`]).
 
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
@@ -17,18 +18,18 @@ use towline_protocol::ram::{self, RamFlags};
 use towline_protocol::section::{SectionType, put_footer};
 use towline_protocol::{BlockIndex, PageRef, RamBlock, Reader};
 
-use crate::beside::{self, Settled};
-use crate::manifest::{Base, Bitmap, Digest, Found, Manifest, sidecar_path};
+use crate::manifest::{Base, BitmapSummary, Digest, ImageFacts, Manifest, sidecar_path};
+use crate::sidecar::{self, ManifestName};
 use crate::sys::Mapping;
 use crate::{Error, Result, seal};
 
-/// The capability that an incremental image lists. No QEMU knows it, so none loads such an image by itself: it would take
-/// what is in the base for zeros.
+/// Capability listed in an incremental image. No QEMU knows it, so none loads such an image by itself: it
+/// would read the base's chunks as zeros.
 pub(crate) const INCREMENTAL: &str = "x-towline-incremental";
-/// More than any item of the stream needs to be decoded.
+/// Maximum bytes needed to decode an item of the stream.
 const WINDOW_BYTES: usize = 1 << 20;
-/// How often an image may be exchanged for another one while it is opened.
-const OPEN_TRIES_MAX: usize = 16;
+/// Maximum number of times that an image is opened again because it was replaced meanwhile.
+const OPEN_ATTEMPTS_MAX: usize = 16;
 
 /// A mapped image file.
 #[derive(Debug)]
@@ -36,28 +37,29 @@ pub(crate) struct Layer {
     pub(crate) path: PathBuf,
     pub(crate) file: Arc<File>,
     pub(crate) map: Mapping,
-    /// Without what is the file's own.
+    /// Without the capabilities that only concern the file.
     pub(crate) configuration: Configuration,
     pub(crate) section_id: u32,
     pub(crate) blocks: Vec<RamBlock>,
     pub(crate) device_state: DeviceState,
     pub(crate) device_state_offset: u64,
     pub(crate) manifest: Option<Manifest>,
-    /// Where the manifest is, if there is one.
-    pub(crate) settled: Settled,
+    /// Name under which the manifest was found.
+    pub(crate) manifest_name: ManifestName,
 }
 
 impl Layer {
-    /// Opens and checks the file at `path`: its structure, and that its manifest, if there is one, is its own.
+    /// Opens and checks the file at `path`: its structure, and that its manifest, if there is one, belongs to
+    /// it.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let mut names = beside::names(path);
-        for _ in 0..OPEN_TRIES_MAX {
+        let mut names = sidecar::file_ids(path);
+        for _ in 0..OPEN_ATTEMPTS_MAX {
             let opened = Self::open_once(path);
             if matches!(&opened, Ok(layer) if layer.manifest.is_some()) {
                 return opened;
             }
-            // Another image may have taken its place between its file and its manifest.
-            let now = beside::names(path);
+            // Another image may have been renamed to it between reading file and manifest.
+            let now = sidecar::file_ids(path);
             if now == names {
                 return opened;
             }
@@ -68,7 +70,7 @@ impl Layer {
 
     fn open_once(path: &Path) -> Result<Self> {
         let io = |source| Error::Read { path: path.into(), source };
-        // Without NONBLOCK a FIFO of that name could keep us here for ever.
+        // Without NONBLOCK, opening a FIFO of that name would block.
         let mut options = File::options();
         let file = options.read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path);
         let file = file.map_err(io)?;
@@ -96,12 +98,12 @@ impl Layer {
             device_state,
             device_state_offset: head.end as u64,
             manifest: None,
-            settled: Settled::Named,
+            manifest_name: ManifestName::Final,
         };
-        let found = beside::find(path, &layer.found());
+        let found = sidecar::find(path, &layer.facts());
         layer.check_intact()?;
-        if let Some((manifest, settled)) = found? {
-            (layer.manifest, layer.settled) = (Some(manifest), settled);
+        if let Some((manifest, name)) = found? {
+            (layer.manifest, layer.manifest_name) = (Some(manifest), name);
         }
         match (head.is_incremental, layer.base()) {
             (true, None) => Err(Error::NoBase { path: path.into(), sidecar: sidecar_path(path) }),
@@ -109,7 +111,7 @@ impl Layer {
         }
     }
 
-    /// What it is based on.
+    /// The base as recorded in the manifest.
     pub(crate) fn base(&self) -> Option<&Base> {
         self.manifest.as_ref()?.base()
     }
@@ -120,23 +122,25 @@ impl Layer {
         &self.map[start..start + length as usize]
     }
 
-    /// Has them mapped at once, which costs a fraction of a fault each; a kernel before 5.14 does it fault by fault.
+    /// Maps these pages at once, which is much cheaper than a fault for each; kernels before 5.14 fault them
+    /// one by one.
     pub(crate) fn populate(&self, page: PageRef, length: u64) {
         let start = (self.mapped(page.block).pages_offset + page.offset) as usize;
         self.map.populate(start, length as usize);
     }
 
-    /// 64 bits of a block's bitmap.
+    /// A 64-bit word of a block's bitmap.
     pub(crate) fn word(&self, block: BlockIndex, word: u64) -> u64 {
         let start = (self.mapped(block).bitmap_offset + 8 * word) as usize;
         let bytes = self.map[start..start + 8].try_into().expect("eight bytes");
         u64::from_le_bytes(bytes)
     }
 
-    /// Compares everything but the pages with the manifest: bitmaps, page counts, the end of the memory, the device state.
+    /// Compares everything except the pages with the manifest: bitmaps, page counts, the end of the memory,
+    /// the device state.
     ///
     /// # Errors
-    /// There is no manifest; the first of these that differs.
+    /// There is no manifest, or one of these differs.
     pub(crate) fn verify_frame(&self) -> Result<()> {
         let missing = || Error::NoManifest { path: self.path.clone(), sidecar: sidecar_path(&self.path) };
         let manifest = self.manifest.as_ref().ok_or_else(missing)?;
@@ -146,23 +150,27 @@ impl Layer {
 
     fn verify_against(&self, manifest: &Manifest) -> Result<()> {
         for (index, block) in self.blocks.iter().enumerate() {
-            let mapped = block.mapped.expect("every block of a mapped-ram file has its place");
+            let mapped = block.mapped.expect("every block of a mapped-ram file has a position");
             let (at, length) = (mapped.bitmap_offset as usize, bitmap_bytes(block.length, mapped.page_size));
             let bytes = &self.map[at..at + length as usize];
             let plain_pages = bytes.iter().map(|byte| u64::from(byte.count_ones())).sum();
-            manifest.check_bitmap(&self.path, index, Bitmap { blake3: Digest::of(bytes), plain_pages })?;
+            manifest.check_bitmap(
+                &self.path,
+                index,
+                BitmapSummary { blake3: Digest::of(bytes), plain_pages },
+            )?;
         }
         let expected = memory_end(self.section_id);
         let at = (self.device_state_offset as usize).saturating_sub(expected.len());
         if self.map.get(at..).is_none_or(|bytes| !bytes.starts_with(&expected)) {
             return Err(Error::MemoryEnd { path: self.path.clone(), offset: at as u64 });
         }
-        // As it lies in the file: what was read when the image was opened is not what another reader gets.
+        // Read again from the file: other readers may not get the bytes that were read when it was opened.
         let bytes = &self.map[self.device_state_offset as usize..];
         Ok(manifest.verify_device_state(&self.path, bytes)?)
     }
 
-    /// Whether nothing of the file went away since it was opened.
+    /// Checks that the file was not truncated since it was opened.
     ///
     /// # Errors
     /// [`Error::Lost`].
@@ -170,26 +178,27 @@ impl Layer {
         check_intact(&self.path, &self.file, &self.map)
     }
 
-    /// Locks the file for as long as it is open: no towline puts another image in its place.
+    /// Locks the file while it is open: no towline replaces it.
     ///
     /// # Errors
-    /// One is about to. A filesystem without locks is none.
+    /// A writer is replacing it. A filesystem without locks is not an error.
     pub(crate) fn lock(&self) -> Result<()> {
         match flock(&*self.file, FlockOperation::NonBlockingLockShared) {
-            Err(Errno::WOULDBLOCK) => {
-                Err(Error::BaseBusy { path: self.path.clone(), holder: crate::holders::holder(&self.file) })
-            }
+            Err(Errno::WOULDBLOCK) => Err(Error::BaseBusy {
+                path: self.path.clone(),
+                holder: crate::lock_holder::lock_holder(&self.file),
+            }),
             _ => Ok(()),
         }
     }
 
     fn mapped(&self, block: BlockIndex) -> MappedRamHeader {
-        self.blocks[block.index()].mapped.expect("every block of a mapped-ram file has its place")
+        self.blocks[block.index()].mapped.expect("every block of a mapped-ram file has a position")
     }
 
-    fn found(&self) -> Found<'_> {
+    fn facts(&self) -> ImageFacts<'_> {
         let first = self.blocks.first().and_then(|block| block.mapped);
-        Found {
+        ImageFacts {
             machine_type: &self.configuration.machine_type,
             blocks: &self.blocks,
             head: &self.map[..first.map_or(0, |mapped| mapped.bitmap_offset as usize)],
@@ -200,7 +209,7 @@ impl Layer {
     }
 }
 
-/// What stands between the last page and the device state: the sections that hold nothing.
+/// Bytes between the last page and the device state: empty sections.
 pub(crate) fn memory_end(section_id: u32) -> Vec<u8> {
     let mut bytes = Vec::new();
     ram::put_flag(RamFlags::EOS, &mut bytes);
@@ -215,18 +224,19 @@ pub(crate) fn memory_end(section_id: u32) -> Vec<u8> {
 fn check_intact(path: &Path, file: &File, map: &Mapping) -> Result<()> {
     let expected = map.len() as u64;
     let found = file.metadata().map_or(0, |metadata| metadata.len());
-    match map.is_lost() || found < expected {
-        true => Err(Error::Lost { path: path.into(), found, expected }),
-        false => Ok(()),
+    if map.is_lost() || found < expected {
+        Err(Error::Lost { path: path.into(), found, expected })
+    } else {
+        Ok(())
     }
 }
 
-/// What stands before the device state.
+/// Everything before the device state.
 struct Head {
     configuration: Configuration,
     section_id: u32,
     blocks: Vec<RamBlock>,
-    /// Where the device state begins.
+    /// Offset of the device state.
     end: usize,
     is_incremental: bool,
 }
@@ -255,7 +265,7 @@ impl Head {
                 Some(Event::Configuration(_)) => return Err(Error::NotMappedRam { path: path.into() }),
                 Some(Event::SectionStart(section)) => section_id = section.id,
                 Some(Event::Block(block)) => {
-                    let mapped = block.mapped.expect("asked for by the configuration");
+                    let mapped = block.mapped.expect("mapped-ram is in the configuration");
                     at = usize::try_from(mapped.end(block.length)).map_err(|_| truncated(state.awaits()))?;
                 }
                 Some(Event::DeviceState) => {
@@ -275,7 +285,7 @@ impl Head {
     }
 }
 
-/// Tells a file that was never an image from a damaged one.
+/// Distinguishes other files from damaged images.
 fn check_magic(path: &Path, map: &[u8]) -> Result<()> {
     let magic = configuration::MAGIC.to_be_bytes();
     let first = &map[..map.len().min(magic.len())];

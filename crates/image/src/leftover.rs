@@ -1,19 +1,19 @@
-//! Partial files: those of writers at work, and what writers that were killed have left.
+//! Partial files: the staging files of active writers, and those left by writers that were killed.
 //!
-//! A writer holds its partial locked for as long as it lives ([`atomic_file`](crate::atomic_file)), so one that can be locked is nobody's.
-//! The next writer of the same name takes it over; here it is found and removed without one.
+//! A writer has its partial locked while it runs ([`atomic_file`](crate::atomic_file)), so one that can be
+//! locked is left over. The next writer of the same name takes it over; this module lists and removes them.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use crate::atomic_file::{Left, Place};
-use crate::beside::pending_path;
+use crate::atomic_file::{DirectoryEntry, FoundPartial};
 use crate::manifest::sidecar_path;
+use crate::sidecar::staged_path;
 use crate::working_set::path_beside;
 use crate::{Error, Result};
 
-/// Bytes of a block of `stat`.
+/// Unit of a file's block count in `stat`.
 const BLOCK_BYTES: u64 = 512;
 
 /// A partial file.
@@ -21,14 +21,14 @@ const BLOCK_BYTES: u64 = 512;
 pub struct Partial {
     /// The file.
     pub path: PathBuf,
-    /// What it takes on the disk, in bytes.
+    /// Disk space of the file in bytes.
     pub allocated: u64,
-    /// The process that writes it, as far as it can be told; `None`: nobody does.
+    /// The process that writes it, as far as known; `None` if it is left over.
     pub writer: Option<String>,
 }
 
-/// The partial files in a directory, of whatever images. What has such a name and is no ordinary file, or cannot be opened by this user,
-/// is logged and left out.
+/// Lists the partial files in a directory, of all images. Files of such names that are not regular, or that
+/// this user cannot open, are logged and omitted.
 ///
 /// # Errors
 /// The directory cannot be read.
@@ -38,30 +38,30 @@ pub fn list(directory: &Path) -> Result<Vec<Partial>> {
     for entry in fs::read_dir(directory).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
         let stem = name.to_str().and_then(|name| name.strip_prefix('.')?.strip_suffix(".partial"));
-        // `.` and `..` are no names that a file could be given.
+        // `.` and `..` cannot be names of files.
         let Some(stem) = stem.filter(|stem| !matches!(*stem, "" | "." | "..")) else { continue };
-        match Place::find(&directory.join(stem)).and_then(|place| place.find_partial()) {
+        match DirectoryEntry::open(&directory.join(stem)).and_then(|entry| entry.find_partial()) {
             Ok(left) => found.extend(left.map(partial)),
-            Err(error) => tracing::warn!(%error, "not listed"),
+            Err(error) => tracing::warn!(%error, "skipped a partial file"),
         }
     }
     found.sort_by(|one, other| one.path.cmp(&other.path));
     Ok(found)
 }
 
-/// Removes what killed writers left of the image at `path`, and of its manifest and working set. Gives what was there: files that
-/// somebody writes stay.
+/// Removes left-over partial files of the image at `path`, its manifest and its working set. Returns all
+/// partial files found: those with an active writer are not removed.
 ///
 /// # Errors
-/// One of the files cannot be looked at or removed.
+/// One of the files cannot be read or removed.
 pub fn remove(path: &Path) -> Result<Vec<Partial>> {
     let mut found = Vec::new();
-    for part in [path.to_owned(), sidecar_path(path), pending_path(path), path_beside(path)] {
-        let place = Place::find(&part)?;
-        let Some(left) = place.find_partial()? else { continue };
+    for part in [path.to_owned(), sidecar_path(path), staged_path(path), path_beside(path)] {
+        let entry = DirectoryEntry::open(&part)?;
+        let Some(left) = entry.find_partial()? else { continue };
         if left.writer.is_none() {
-            // Still locked by us.
-            let removed = place.unlink_partial();
+            // Still locked by this process.
+            let removed = entry.unlink_partial();
             removed.map_err(|errno| Error::Write { path: left.path.clone(), source: errno.into() })?;
         }
         found.push(partial(left));
@@ -69,7 +69,7 @@ pub fn remove(path: &Path) -> Result<Vec<Partial>> {
     Ok(found)
 }
 
-fn partial(left: Left) -> Partial {
+fn partial(left: FoundPartial) -> Partial {
     let allocated = left.file.metadata().map_or(0, |metadata| metadata.blocks() * BLOCK_BYTES);
     Partial { path: left.path, allocated, writer: left.writer }
 }
@@ -80,7 +80,7 @@ mod tests {
     use crate::atomic_file::{AtomicFile, Existing};
 
     #[test]
-    fn what_nobody_writes_is_removed_and_what_somebody_writes_stays() {
+    fn partials_without_a_writer_are_removed_and_others_stay() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         let (image, other) = (path("guest.img"), path("other.img"));
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_names_do_not_keep_the_others_from_being_listed() {
+    fn odd_names_do_not_prevent_listing_the_others() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         for name in [".guest.img.partial", "...partial", "....partial"] {
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn who_lists_partials_does_not_keep_a_writer_from_its_own() {
+    fn listing_partials_does_not_block_a_writer() {
         const ROUNDS: usize = 1000;
         let directory = tempfile::tempdir().unwrap();
         let (image, barrier) = (directory.path().join("guest.img"), std::sync::Barrier::new(2));
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_ordinary_file_is_refused() {
+    fn files_that_are_not_regular_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         let (image, partial) =
             (directory.path().join("guest.img"), directory.path().join(".guest.img.partial"));

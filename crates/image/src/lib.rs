@@ -5,25 +5,28 @@
 //!   towline_migration::Outgoing ◄─ Image ◄─────── IMAGE (ours or QEMU's)
 //! ```
 //!
-//! An image may be incremental: it holds the chunks that are not its base's, and is read through it.
+//! An image may be incremental: it contains only the chunks that differ from its base image, and is read
+//! together with it.
 //!
-//! Saving a guest is an incoming migration into an [`ImageWriter`], restoring one an outgoing migration of an [`Image`].
+//! Saving a guest is an incoming migration into an [`ImageWriter`], restoring it an outgoing migration of an
+//! [`Image`].
 //!
 //! - [`checksum`]: BLAKE3 of each 2 MiB of memory, computed while pages arrive in any order.
 //! - [`manifest`]: the JSON sidecar that holds the checksums and binds itself to its image.
-//! - [`working_set`]: what earlier restores of an image needed at once.
-//! - [`index`]: what stands for an image in an object store, where its memory is chunks named by their hashes.
+//! - [`working_set`]: pages that earlier restores of an image requested.
+//! - [`index`]: an image's entry in an object store, where its memory is stored as chunks named by their
+//!   hashes.
 //! - `store` (a feature): images in object stores.
 //! - [`atomic_file`]: files that appear under their final name complete or not at all.
-//! - [`leftover`]: what writers that were killed left of such files.
+//! - [`leftover`]: partial files of writers that were killed.
 //!
-//! What it is not: it knows no QMP and starts no threads but to hash and to reach stores. Limits: Linux.
+//! Out of scope: QMP. Threads are only started to hash and to access stores. Limits: Linux.
 
 #![deny(unsafe_code)]
 
 pub mod atomic_file;
-mod began;
-mod beside;
+mod base_image;
+mod bitmap;
 mod chain;
 pub mod checksum;
 #[cfg(test)]
@@ -33,18 +36,21 @@ mod error;
 #[cfg(test)]
 mod flip_tests;
 mod frame;
-mod holders;
-mod increment;
 pub mod index;
 mod journal;
 mod layer;
 pub mod leftover;
+mod lock;
+mod lock_holder;
 pub mod manifest;
+mod page_runs;
 mod reader;
 mod seal;
+mod sidecar;
 #[cfg(feature = "store")]
 pub mod store;
 mod stored;
+mod stream_items;
 #[allow(unsafe_code, reason = "mapping a file has no safe form")]
 mod sys;
 #[cfg(test)]
@@ -54,10 +60,10 @@ pub mod working_set;
 mod writer;
 
 pub use atomic_file::Existing;
+pub use base_image::Increment;
 pub use chain::{LAYERS_MAX, base_paths};
 pub use checksum::ChunkHash;
 pub use error::{Error, Result};
-pub use increment::Increment;
 pub use manifest::{Manifest, Origin};
 pub use reader::{Image, LayerInfo, PageCount};
 pub use stored::{StoredGuest, Uploaded};

@@ -1,12 +1,13 @@
 //! Reading a stored guest: a mapped-ram file, ours or stock QEMU's, as a [`Guest`] that the engine can send.
 //!
-//! The file is mapped. A page that the bitmap calls zero is never touched, one that it has goes from the page cache into
-//! the channel without a copy in userspace. With [`Image::verify_on_read`] each 2 MiB is hashed just before it is first sent, as it
-//! is delivered: zeros where the bitmap says so. A restore of a damaged image fails before the destination has its device state,
-//! so no guest runs from it. The same goes for a file that is cut short meanwhile ([`Error::Lost`]).
+//! The file is mapped. Zero pages by the bitmap are never touched, the others go from the page cache into the
+//! channel without a copy in userspace. With [`Image::verify_on_read`] each 2 MiB is hashed just before it is
+//! first sent, as delivered, with zeros where the bitmap has no bit. A restore of a damaged image fails
+//! before the destination has its device state, so no guest runs from it. The same holds for a file that is
+//! truncated meanwhile ([`Error::Lost`]).
 //!
-//! An incremental image is read through the images that it is based on, chunk by chunk ([`chain`](crate::chain)). Any number of
-//! threads and copies read one [`Image`] at the same time.
+//! An incremental image is read through its base images, chunk by chunk ([`chain`](crate::chain)). Any number
+//! of threads and copies can read one [`Image`] at the same time.
 
 use std::fs::File;
 use std::io;
@@ -23,12 +24,12 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use crate::beside::{Settled, pending_path};
 use crate::chain::Chain;
 use crate::checksum::{self, CHUNK_BYTES};
 use crate::delivered::{self, Run};
 use crate::layer::Layer;
 use crate::manifest::{Manifest, sidecar_path};
+use crate::sidecar::{ManifestName, staged_path};
 use crate::verified::Verified;
 use crate::{Error, Result};
 
@@ -40,7 +41,7 @@ pub struct Image {
     verified: Verified,
 }
 
-/// How many of a block's pages have content.
+/// Numbers of pages of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCount {
     /// Pages with content.
@@ -52,45 +53,45 @@ pub struct PageCount {
 /// One file of a chain.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerInfo<'a> {
-    /// Where it is.
+    /// Path of the file.
     pub path: &'a Path,
     /// The open file.
     pub file: &'a File,
     /// `None` for a whole image that stock QEMU made.
     pub manifest: Option<&'a Manifest>,
-    /// Chunks of the guest that are read from it.
+    /// Number of the guest's chunks that are read from it.
     pub chunks: usize,
 }
 
 impl Image {
-    /// Opens and checks the image at `path`: its structure, that its manifest, if there is one, is its own, and the same of all
-    /// that it is based on.
+    /// Opens and checks the image at `path` and its base images: their structure, and that each manifest
+    /// belongs to its image.
     ///
     /// # Errors
-    /// The file cannot be read, is no mapped-ram file, ends too early, or has another image's manifest beside it; a base is
-    /// missing or was changed.
+    /// The file cannot be read, is not a mapped-ram file, is truncated, or has another image's manifest; a
+    /// base is missing or was changed.
     pub fn open(path: &Path) -> Result<Self> {
         let chain = Chain::open(path)?;
         let verified = Verified::new(&chain.top().blocks);
         Ok(Self { chain, verify: false, verified })
     }
 
-    /// Has every chunk compared with the manifest before it is first sent, and all else at once: page bitmaps, page counts, device
-    /// state.
+    /// Verifies page bitmaps, page counts and device state now, and every chunk before it is first sent.
     ///
     /// # Errors
-    /// There is no manifest, or one of these is not what it says.
+    /// There is no manifest, or one of these differs from it.
     pub fn verify_on_read(mut self) -> Result<Self> {
         self.top().verify_frame()?;
         self.verify = true;
         Ok(self)
     }
 
-    /// Compares the whole image with its manifest, with `threads` threads; `progress` is told of bytes done. Each chunk is
-    /// compared once for as long as the image is open, whoever asks.
+    /// Compares the whole image with its manifest, using `threads` threads; `progress` receives the bytes of
+    /// each chunk. Each chunk is verified only once while the image is open, whichever caller does it.
     ///
     /// # Errors
-    /// There is no manifest; or what differs: page bitmaps and counts, the device state, a chunk as it is delivered.
+    /// There is no manifest; page bitmaps or counts, the device state, or a chunk as delivered differ from
+    /// it.
     pub fn verify(&self, threads: usize, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
         self.top().verify_frame()?;
         let chunks: Vec<_> = self.chunks().collect();
@@ -109,7 +110,7 @@ impl Image {
         self.check_intact()
     }
 
-    /// Whether nothing of its files went away since they were opened: what is lost reads as zeros, which are no guest's.
+    /// Checks that no file was truncated since it was opened: lost pages read as zeros.
     ///
     /// # Errors
     /// [`Error::Lost`].
@@ -117,22 +118,22 @@ impl Image {
         self.chain.check_intact()
     }
 
-    /// Whether the hash of its manifest's text is in the file, so that a comparison with the manifest covers that too. Images
-    /// of earlier versions have none.
+    /// Returns true if the file has the hash of its manifest's text, so that comparing with the manifest
+    /// verifies that too. Images of earlier versions have none.
     pub fn is_sealed(&self) -> bool {
         self.manifest().is_some_and(|manifest| manifest.image().seal.is_some())
     }
 
-    /// Where its manifest is, if there is one: `NAME.manifest.json`, or beside that what a crash left there.
+    /// Path of the manifest, if there is one: `NAME.manifest.json`, or the staged one after a crash.
     pub fn manifest_path(&self) -> Option<PathBuf> {
         self.manifest()?;
-        Some(match self.top().settled {
-            Settled::Named => sidecar_path(self.path()),
-            Settled::Pending => pending_path(self.path()),
+        Some(match self.top().manifest_name {
+            ManifestName::Final => sidecar_path(self.path()),
+            ManifestName::Staged => staged_path(self.path()),
         })
     }
 
-    /// The path that it was opened by.
+    /// Path by which the image was opened.
     pub fn path(&self) -> &Path {
         &self.top().path
     }
@@ -142,13 +143,13 @@ impl Image {
         &self.top().file
     }
 
-    /// The same file opened once more: with a position of its own, which a duplicate has not.
+    /// Opens the same file again: unlike a duplicate, with a position of its own.
     ///
     /// # Errors
-    /// The kernel opens no further file.
+    /// The kernel cannot open another file.
     pub fn reopen(&self) -> Result<File> {
         let failed = |source| Error::Read { path: self.path().into(), source };
-        // By its descriptor, as its name may be another image's by now.
+        // By its descriptor: the name may be another image's by now.
         File::open(format!("/proc/self/fd/{}", self.file().as_raw_fd())).map_err(failed)
     }
 
@@ -157,17 +158,17 @@ impl Image {
         self.top().map.len() as u64
     }
 
-    /// `None` for an image that stock QEMU made.
+    /// The manifest; `None` for an image written by stock QEMU.
     pub fn manifest(&self) -> Option<&Manifest> {
         self.top().manifest.as_ref()
     }
 
-    /// Whether a part of the memory is in other images, so that QEMU cannot load it by itself.
+    /// Returns true if a part of the memory is in other images, so that QEMU cannot load the image itself.
     pub fn is_incremental(&self) -> bool {
         self.chain.layers().len() > 1
     }
 
-    /// The file and those that it is based on, the whole image last.
+    /// The file and those of its base images, the whole image last.
     pub fn layers(&self) -> impl Iterator<Item = LayerInfo<'_>> {
         self.chain.layers().iter().enumerate().map(|(index, layer)| LayerInfo {
             path: &layer.path,
@@ -182,12 +183,12 @@ impl Image {
         &self.top().device_state
     }
 
-    /// Where in the file it begins.
+    /// Offset of the device state in the file.
     pub fn device_state_offset(&self) -> u64 {
         self.top().device_state_offset
     }
 
-    /// The blocks with their places in the file.
+    /// The block list, with each block's position in the file.
     pub fn ram_blocks(&self) -> &[RamBlock] {
         &self.top().blocks
     }
@@ -200,11 +201,11 @@ impl Image {
         PageCount { plain: plain.min(pages), zero: pages.saturating_sub(plain) }
     }
 
-    /// The content of `length` bytes of a block, within one chunk; `None` where they are zero. Compared with the manifest where that
-    /// was asked for.
+    /// Content of `length` bytes of a block, within one chunk; `None` if they are zero. Verified after
+    /// [`Image::verify_on_read`].
     ///
     /// # Errors
-    /// The chunk is not what the manifest says.
+    /// The chunk differs from the manifest.
     #[cfg(feature = "store")]
     pub(crate) fn content(&self, block: BlockIndex, offset: u64, length: u64) -> Result<Option<Vec<u8>>> {
         let page = PageRef { block, offset };
@@ -215,13 +216,13 @@ impl Image {
         if runs.iter().all(|run| !run.has_content) {
             return Ok(None);
         }
-        // A copy, as what is hashed and then compressed must not become zeros in between.
+        // A copy, so that bytes cannot change to zeros between hashing and compression.
         let bytes = delivered::copy(self.bytes(page, length), &runs);
         self.check_intact()?;
         Ok(Some(bytes))
     }
 
-    /// What it means that a QEMU loaded the file itself: its pages, none of which we have touched.
+    /// Statistics of a migration in which QEMU loaded the file itself: its pages, none of which towline read.
     pub fn loaded_by_qemu(&self) -> Snapshot {
         let count =
             |index| self.count_pages(BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX")));
@@ -249,13 +250,13 @@ impl Image {
         })
     }
 
-    /// Compares the chunk that begins at `page`.
+    /// Verifies the chunk that begins at `page`.
     fn verify_chunk(&self, page: PageRef) -> Result<()> {
         let Some(manifest) = self.manifest() else { return Ok(()) };
         let block = &self.ram_blocks()[page.block.index()];
         let chunk = (page.offset / CHUNK_BYTES) as usize;
         let length = CHUNK_BYTES.min(block.length - page.offset);
-        self.verified.once(page.block, chunk, || {
+        self.verified.verify_once(page.block, chunk, || {
             let found = delivered::hash(self.bytes(page, length), &self.runs(page, length));
             let layer = self.chain.layer_of(page);
             if layer.map.is_lost() {
@@ -266,7 +267,7 @@ impl Image {
         })
     }
 
-    /// Which of `length` bytes from `page` on have content.
+    /// Runs of content and zeros in `length` bytes from `page` on.
     fn runs(&self, page: PageRef, length: u64) -> Vec<Run> {
         let (mut runs, mut at) = (Vec::new(), 0);
         while at < length {
@@ -278,7 +279,8 @@ impl Image {
         runs
     }
 
-    /// As [`Guest::extent`], of at most `length` bytes: who wants no more does not look through the whole bitmap.
+    /// As [`Guest::extent`], of at most `length` bytes, so that a short request does not scan the whole
+    /// bitmap.
     fn extent_within(&self, page: PageRef, length: u64) -> Extent {
         let first = page.offset / PAGE_SIZE;
         let last = self.ram_blocks()[page.block.index()].pages().min(first + length.div_ceil(PAGE_SIZE));
@@ -297,11 +299,11 @@ impl Image {
         Extent { pages: at.min(last) - first, kind }
     }
 
-    /// The bytes of these pages, which lie within one chunk of an incremental image; also those that are zero read so, because
-    /// holes do.
+    /// The bytes of these pages, which are within one chunk of an incremental image. Zero pages read as zeros
+    /// too, since they are holes.
     fn bytes(&self, page: PageRef, length: u64) -> &[u8] {
         let in_chunk = CHUNK_BYTES - page.offset % CHUNK_BYTES;
-        assert!(length <= in_chunk || !self.is_incremental(), "a unit lies within one chunk");
+        assert!(length <= in_chunk || !self.is_incremental(), "a unit is within one chunk");
         self.chain.layer_of(page).bytes(page, length)
     }
 }
@@ -335,7 +337,7 @@ impl Guest for Image {
         if !self.verify {
             return Ok(());
         }
-        // Whole chunks, however little of them is asked for.
+        // Whole chunks, even for a part of one.
         let first = page.offset - page.offset % CHUNK_BYTES;
         (first..page.offset + length)
             .step_by(CHUNK_BYTES as usize)
@@ -352,13 +354,13 @@ impl Guest for Image {
     }
 
     fn device_state(&self) -> towline_migration::Result<Vec<u8>> {
-        // All memory was sent. Without this no guest runs that got zeros for pages which went away.
+        // All memory was sent. This check keeps a guest from running with zeros instead of lost pages.
         self.check_intact().map_err(towline_migration::Error::guest)?;
         Ok(self.devices().bytes().to_vec())
     }
 }
 
-/// How an I/O error on an image is told.
+/// The error of a failed write to the image at `path`.
 pub(crate) fn write_error(path: &Path) -> impl Fn(io::Error) -> Error + '_ {
     move |source| Error::Write { path: path.into(), source }
 }

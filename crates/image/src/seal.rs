@@ -1,11 +1,12 @@
-//! What an image file says of its manifest: the BLAKE3 of the manifest's text, in room that no reader of the stream looks at.
+//! The seal: the BLAKE3 of the manifest's text, stored in the image file where no reader of the stream looks.
 //!
 //! ```text
 //!   … bitmap of the first block | "towline-seal 1\r\n" · 32 bytes, BLAKE3 of the manifest | … up to the first block's pages
 //! ```
 //!
-//! With it an image has one manifest and no other, even where two images are of guests with the same devices; and whatever is
-//! changed in a manifest is found without reading the memory. Images of earlier versions and of QEMU itself have none.
+//! The seal binds an image to exactly one manifest, even if two images are of guests with the same devices,
+//! and every change of a manifest is detected without reading the memory. Images of earlier versions and of
+//! QEMU itself have none.
 
 use towline_protocol::RamBlock;
 use towline_protocol::mapped_ram::bitmap_bytes;
@@ -13,10 +14,10 @@ use towline_protocol::mapped_ram::bitmap_bytes;
 use crate::manifest::Digest;
 
 const MAGIC: [u8; 16] = *b"towline-seal 1\r\n";
-/// Bytes that it takes.
+/// Length of a seal.
 pub(crate) const BYTES: usize = MAGIC.len() + 32;
 
-/// Where the seal of an image with these blocks is; `None`: there is no room for one.
+/// Offset of the seal of an image with these blocks; `None` if there is no space for one.
 pub(crate) fn offset(blocks: &[RamBlock]) -> Option<u64> {
     let first = blocks.first()?;
     let mapped = first.mapped?;
@@ -24,7 +25,7 @@ pub(crate) fn offset(blocks: &[RamBlock]) -> Option<u64> {
     (mapped.pages_offset - at >= BYTES as u64).then_some(at)
 }
 
-/// Its bytes.
+/// Encodes a seal.
 pub(crate) fn encode(manifest: Digest) -> [u8; BYTES] {
     let mut bytes = [0; BYTES];
     bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
@@ -32,7 +33,7 @@ pub(crate) fn encode(manifest: Digest) -> [u8; BYTES] {
     bytes
 }
 
-/// The seal of an image file, if it has one.
+/// Reads the seal of an image file, if it has one.
 pub(crate) fn read(file: &[u8], blocks: &[RamBlock]) -> Option<Digest> {
     let at = usize::try_from(offset(blocks)?).ok()?;
     let (magic, rest) = file.get(at..)?.split_first_chunk()?;

@@ -1,4 +1,4 @@
-//! What stored guests have in common, wherever their bytes are.
+//! Common interface of stored guests, in files and in stores.
 
 use std::path::Path;
 
@@ -9,37 +9,37 @@ use crate::{Image, Result};
 
 /// A stored guest that can be restored.
 pub trait StoredGuest: Guest {
-    /// How it was named, for people.
+    /// Name of the guest as given, for messages.
     fn name(&self) -> String;
 
-    /// Its device state, which is here.
+    /// Device state, which is loaded already.
     fn devices(&self) -> &DeviceState;
 
-    /// Where it is, if it is a file of this host.
+    /// Path of the image if it is a file of this host.
     fn local_path(&self) -> Option<&Path> {
         None
     }
 
-    /// The file, if it is one that QEMU can load.
+    /// The image if it is a file that QEMU can load.
     fn file_image(&self) -> Option<&Image> {
         None
     }
 
-    /// The image, if it is one of files: with its layers, if it is incremental.
+    /// The image if it is a file or a chain of files.
     fn image(&self) -> Option<&Image> {
         None
     }
 
-    /// Whether nothing of it went away since it was opened.
+    /// Checks that no file was truncated since it was opened.
     ///
     /// # Errors
-    /// A file was cut short: what was sent of it since may be zeros.
+    /// A file was truncated: pages sent since then may be zeros.
     fn check_intact(&self) -> Result<()> {
         Ok(())
     }
 }
 
-/// What an upload into a store did.
+/// Statistics of an upload into a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Uploaded {
     /// Chunks that were sent.
@@ -48,7 +48,7 @@ pub struct Uploaded {
     pub sent_bytes: u64,
     /// Bytes of memory in them.
     pub sent_memory_bytes: u64,
-    /// Chunks that the store, or another part of this guest, had already.
+    /// Chunks that the store, or another part of this guest, already contained.
     pub known_chunks: u64,
     /// Chunks of zeros, which are not stored.
     pub zero_chunks: u64,

@@ -17,16 +17,16 @@ use crate::{Existing, Image, ImageWriter, Origin, Result};
 pub(crate) const PAGE: usize = PAGE_SIZE as usize;
 pub(crate) const LENGTHS: [u64; 2] = [CHUNK_BYTES + PAGE_SIZE, PAGE_SIZE];
 
-/// A guest: its pages with content, and a byte of its device state.
+/// A guest: its pages with content, and one byte of its device state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TestGuest {
-    /// Block, page, and what the page is filled with.
+    /// Block, page, and the byte that fills the page.
     pub(crate) pages: Vec<(u32, u64, u8)>,
     pub(crate) device: u8,
 }
 
 impl TestGuest {
-    /// One whose pages have this in them; the page behind the first chunk has always the same.
+    /// A guest with pages filled from `fill`; the page after the first chunk is always the same.
     pub(crate) fn new(fill: u8, device: u8) -> Self {
         let pages = [0, 1, 7, 300].map(|page| (0, page, fill.wrapping_add(page as u8)));
         Self { pages: pages.into_iter().chain([(0, 512, 9), (1, 0, fill)]).collect(), device }
@@ -51,7 +51,7 @@ impl TestGuest {
         DeviceState::parse(&[&section[..], &tail.concat()].concat()).unwrap()
     }
 
-    /// Its memory, block after block.
+    /// The memory of all blocks.
     pub(crate) fn memory(&self) -> Vec<Vec<u8>> {
         let mut memory: Vec<_> = LENGTHS.iter().map(|&length| vec![0; length as usize]).collect();
         for &(block, page, fill) in &self.pages {
@@ -60,15 +60,15 @@ impl TestGuest {
         memory
     }
 
-    /// Stores it.
+    /// Stores the guest.
     pub(crate) fn store(&self, path: &Path, existing: Existing, base: Option<&Path>) -> Result<ImageWriter> {
         let writer = self.write(path, existing, base)?;
-        writer.commit().map_err(own)?;
-        writer.publish().map_err(own)?;
+        writer.commit().map_err(crate_error)?;
+        writer.publish().map_err(crate_error)?;
         Ok(writer)
     }
 
-    /// As far as to the end of the stream.
+    /// Stores the guest without committing it.
     pub(crate) fn write(&self, path: &Path, existing: Existing, base: Option<&Path>) -> Result<ImageWriter> {
         let writer = ImageWriter::create(path, existing, Origin::default())?;
         let writer = match base {
@@ -76,25 +76,25 @@ impl TestGuest {
             None => writer,
         };
         let configuration = Configuration { machine_type: "pc-q35-10.0".into(), ..Default::default() };
-        writer.configuration(&configuration).map_err(own)?;
-        writer.section_start(RamSection { kind: SectionKind::Start, id: 2 }).map_err(own)?;
-        writer.blocks(&Self::blocks()).map_err(own)?;
+        writer.configuration(&configuration).map_err(crate_error)?;
+        writer.section_start(RamSection { kind: SectionKind::Start, id: 2 }).map_err(crate_error)?;
+        writer.blocks(&Self::blocks()).map_err(crate_error)?;
         for &(block, page, fill) in &self.pages {
             let (content, offset) = ([fill; PAGE], page * PAGE_SIZE);
             let pages = Pages { block: BlockIndex(block), offsets: &[offset], contents: &[&content] };
-            writer.pages(Stream::Main, &pages).map_err(own)?;
+            writer.pages(Stream::Main, &pages).map_err(crate_error)?;
         }
-        writer.device_state(self.device_state()).map_err(own)?;
+        writer.device_state(self.device_state()).map_err(crate_error)?;
         Ok(writer)
     }
 }
 
-/// A directory in memory, where there is one: what is synced here is only told.
+/// A directory in memory if possible, where a sync is free.
 pub(crate) fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// What is delivered of an image that opens and verifies: a hash of device state and memory.
+/// Hash of device state and memory as delivered, of an image that opens and verifies.
 pub(crate) fn delivered(image: &Image) -> Digest {
     use towline_migration::{ExtentKind, Guest};
     use towline_protocol::PageRef;
@@ -119,8 +119,8 @@ pub(crate) fn delivered(image: &Image) -> Digest {
     Digest(*hasher.finalize().as_bytes())
 }
 
-/// The error of this crate within the engine's.
-fn own(error: towline_migration::Error) -> crate::Error {
+/// The crate's own error within the engine's.
+fn crate_error(error: towline_migration::Error) -> crate::Error {
     match error {
         towline_migration::Error::Guest(error) => *error.downcast().unwrap(),
         error => panic!("{error}"),

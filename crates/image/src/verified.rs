@@ -1,58 +1,55 @@
-//! Which chunks were compared with their checksum already: each is hashed once, however many copies read it at once.
+//! Chunks that have been compared with their checksum: each is hashed once, however many copies read it at
+//! the same time.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use towline_protocol::{BlockIndex, RamBlock};
 
+use crate::bitmap::Bitmap;
 use crate::checksum::chunk_count;
+use crate::lock::lock;
 
-/// Chunks that are compared at the same time at most; a thread that wants one of the same number waits.
-const TURNS: usize = 64;
+/// Maximum number of chunks compared at the same time; chunks that share a lock wait for each other.
+const LOCKS: usize = 64;
 
 /// A bit for each chunk.
 #[derive(Debug)]
 pub(crate) struct Verified {
-    turns: Vec<Mutex<()>>,
-    done: Vec<Vec<AtomicU64>>,
+    locks: Vec<Mutex<()>>,
+    done: Vec<Bitmap>,
 }
 
 impl Verified {
     pub(crate) fn new(blocks: &[RamBlock]) -> Self {
-        let words = |block: &RamBlock| {
-            (0..chunk_count(block.length).div_ceil(64)).map(|_| AtomicU64::new(0)).collect()
-        };
         Self {
-            turns: (0..TURNS).map(|_| Mutex::default()).collect(),
-            done: blocks.iter().map(words).collect(),
+            locks: (0..LOCKS).map(|_| Mutex::default()).collect(),
+            done: blocks.iter().map(|block| Bitmap::new(chunk_count(block.length))).collect(),
         }
     }
 
-    /// Runs `verify` unless it went well before for this chunk. Who comes while it runs waits for it.
-    pub(crate) fn once<E>(
+    /// Runs `verify` unless it has succeeded for this chunk. Concurrent callers wait for the first.
+    pub(crate) fn verify_once<E>(
         &self,
         block: BlockIndex,
         chunk: usize,
         verify: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
-        let (word, bit) = (&self.done[block.index()][chunk / 64], 1 << (chunk % 64));
-        let is_done = || word.load(Ordering::Acquire) & bit != 0;
-        if is_done() {
+        let (done, bit) = (&self.done[block.index()], chunk as u64);
+        if done.is_set(bit) {
             return Ok(());
         }
-        let _turn = self.turns[chunk % TURNS].lock().unwrap_or_else(PoisonError::into_inner);
-        if is_done() {
-            return Ok(());
+        let _lock = lock(&self.locks[chunk % LOCKS]);
+        if !done.is_set(bit) {
+            verify()?;
+            done.set(bit);
         }
-        verify()?;
-        word.fetch_or(bit, Ordering::Release);
         Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
 
@@ -62,7 +59,7 @@ mod tests {
         let block = |(name, length): (&str, u64)| RamBlock { name: name.into(), length, mapped: None };
         let verified = Verified::new(&blocks.map(block));
         let (runs, last) = (AtomicUsize::new(0), BlockIndex(1));
-        assert_eq!(verified.once(last, 149, || Err("damaged")), Err("damaged"));
+        assert_eq!(verified.verify_once(last, 149, || Err("damaged")), Err("damaged"));
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
@@ -71,12 +68,12 @@ mod tests {
                             runs.fetch_add(1, Ordering::Relaxed);
                             Ok::<(), &str>(())
                         };
-                        verified.once(last, chunk, run).unwrap();
+                        verified.verify_once(last, chunk, run).unwrap();
                     }
                 });
             }
         });
         assert_eq!(runs.into_inner(), 150);
-        assert_eq!(verified.once(BlockIndex(0), 2, || Err("not this one's")), Err("not this one's"));
+        assert_eq!(verified.verify_once(BlockIndex(0), 2, || Err("not this one's")), Err("not this one's"));
     }
 }

@@ -1,9 +1,10 @@
-//! What restored guests needed at once: a small file beside the image, `IMAGE.working-set.json`, that makes the next instant
-//! restore wait less.
+//! Pages that restored guests requested: a small file beside the image, `IMAGE.working-set.json`, that
+//! shortens the waits of the next instant restore.
 //!
-//! It holds runs of pages in the order in which guests asked for them. It is no part of the image and changes with each restore,
-//! so it is not in the manifest; a wrong one costs time only. It is bound to its image by a hash of the device state and the
-//! block list, and has one of its own runs: a damaged one is none. Limits: [`RUNS_MAX`] runs.
+//! It contains runs of pages in the order of the guests' requests. It is not part of the image and changes
+//! with each restore, so the manifest does not cover it; a wrong working set only costs time. It is bound to
+//! its image by a hash of device state and block list, and has a hash of its own runs: a damaged one is
+//! ignored. Limits: [`RUNS_MAX`] runs.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -15,17 +16,17 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::atomic_file::{Existing, write_sidecar};
-use crate::beside::check_part;
 use crate::manifest::Digest;
+use crate::sidecar::check_part;
 
 const FORMAT: &str = "towline working set";
 const VERSION: u32 = 1;
-/// Runs that are kept; what was asked for later is forgotten.
+/// Maximum number of runs; later requests are not recorded.
 pub const RUNS_MAX: usize = 1 << 15;
-/// More than so many runs take as text.
+/// Maximum length of the file.
 const BYTES_MAX: u64 = 4 << 20;
 
-/// See the module's text.
+/// Working set of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkingSet {
     path: PathBuf,
@@ -33,19 +34,19 @@ pub struct WorkingSet {
     runs: Vec<(PageRef, u64)>,
 }
 
-/// As it is stored: a run is its block's place in the list, its first page and its pages.
+/// Format of the file: a run is its block's index, its first page and its number of pages.
 #[derive(Debug, Serialize, Deserialize)]
 struct Stored {
     format: String,
     version: u32,
     guest: Digest,
     runs: Vec<(u32, u64, u64)>,
-    /// The BLAKE3 of the runs; the first ones had none.
+    /// The BLAKE3 of the runs; the first versions had none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     blake3: Option<Digest>,
 }
 
-/// Where the working set of an image is.
+/// Path of the working set of an image.
 pub(crate) fn path_beside(image: &Path) -> PathBuf {
     let mut path = image.as_os_str().to_owned();
     path.push(".working-set.json");
@@ -53,7 +54,7 @@ pub(crate) fn path_beside(image: &Path) -> PathBuf {
 }
 
 impl WorkingSet {
-    /// That of the image at `image`, empty if there is none that is this guest's.
+    /// Loads the working set of `image`; empty if there is none for this guest.
     pub fn load(image: &Path, blocks: &[RamBlock], device_state: &[u8]) -> Self {
         let (path, guest) = (path_beside(image), guest(blocks, device_state));
         let runs = match read(&path) {
@@ -63,12 +64,12 @@ impl WorkingSet {
         Self { path, guest, runs }
     }
 
-    /// The memory that was needed, in that order: first byte and bytes.
+    /// Recorded memory in order of the requests: first page and length in bytes.
     pub fn runs(&self) -> &[(PageRef, u64)] {
         &self.runs
     }
 
-    /// Adds pages that a guest asked for, in that order. Returns whether that is anything new.
+    /// Appends pages in the order of their requests. Returns true if any of them was not recorded yet.
     pub fn add(&mut self, pages: &[PageRef]) -> bool {
         let each = |&(page, length): &(PageRef, u64)| {
             (0..length)
@@ -94,10 +95,10 @@ impl WorkingSet {
         grown
     }
 
-    /// Writes it, completely or not at all.
+    /// Writes the file atomically.
     ///
     /// # Errors
-    /// The directory takes no file, or another file than a working set has its name.
+    /// The file cannot be created, or another file has its name.
     pub fn store(&self) -> Result<(), crate::atomic_file::Error> {
         let run =
             |&(page, length): &(PageRef, u64)| (page.block.0, page.offset / PAGE_SIZE, length / PAGE_SIZE);
@@ -112,13 +113,13 @@ impl WorkingSet {
     }
 }
 
-/// Tells a guest from others.
+/// Identity of the guest.
 fn guest(blocks: &[RamBlock], device_state: &[u8]) -> Digest {
     let blocks: Vec<_> = blocks.iter().map(|block| RamBlock { mapped: None, ..block.clone() }).collect();
     Digest::identity(b"working set", &blocks, Digest::of(device_state))
 }
 
-/// Whatever is wrong with it, there is none then.
+/// Reads the file; an invalid one is ignored.
 fn read(path: &Path) -> Option<Stored> {
     let file = File::open(path).ok()?;
     if !file.metadata().ok()?.is_file() {
@@ -139,7 +140,7 @@ fn hash(runs: &[(u32, u64, u64)]) -> Digest {
     Digest::of(&runs.iter().flat_map(bytes).collect::<Vec<u8>>())
 }
 
-/// Those that lie within their block.
+/// The runs that are within their block.
 fn runs(stored: &[(u32, u64, u64)], blocks: &[RamBlock]) -> Vec<(PageRef, u64)> {
     let run = |&(block, page, pages): &(u32, u64, u64)| {
         let all = blocks.get(block as usize)?.pages();
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_is_there_at_the_next_restore_and_is_this_guests_only() {
+    fn requests_are_recorded_for_the_next_restore_of_the_same_guest() {
         let directory = tempfile::tempdir().unwrap();
         let image = directory.path().join("guest.img");
         let blocks = [block(100)];
@@ -179,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_lies_costs_nothing() {
+    fn invalid_runs_and_damaged_files_are_ignored() {
         let directory = tempfile::tempdir().unwrap();
         let image = directory.path().join("guest.img");
         let blocks = [block(100)];

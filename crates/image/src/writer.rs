@@ -1,24 +1,24 @@
 //! Storing a guest: a [`Sink`] that becomes a mapped-ram file and its manifest.
 //!
 //! ```text
-//!   pages ──► the file, at their place        each run with one call, past the page cache where it is long enough
+//!   pages ──► the file                        each run with one call, past the page cache if it is long enough
 //!         └─► BlockHasher                     on the lane's own thread, while the bytes are in its cache
-//!   commit    re-read what came twice · holes where the base has it · bitmaps, block list, device state, seal · sync
-//!   publish   manifest under a name of its own · rename · the manifest's own rename ([`crate::beside`])
+//!   commit    re-read pages that were sent again · punch holes for chunks of the base · bitmaps, block list, device state, seal · sync
+//!   publish   stage the manifest · rename the image · rename the manifest ([`crate::sidecar`])
 //! ```
 //!
-//! No guest memory is held. Until [`Sink::publish`] renames it, the file has a temporary name; if anything fails it is
-//! removed, and the source, which hears of success only afterwards, keeps its guest.
+//! No guest memory is buffered. Until [`Sink::publish`] renames it, the file has a temporary name; after a
+//! failure it is removed, and the source, which only learns of success after that, keeps its guest.
 //!
-//! Direct I/O is not for its own sake: a page of page cache costs more to allocate than to write on many hosts (4–30 µs in
-//! a nested VM), and a stored guest would evict what the host has cached for better reasons. Where a filesystem has no
-//! direct I/O, or a run is short, writes go through the page cache.
+//! Direct I/O is used because a page of page cache costs more to allocate than to write on many hosts (4–30
+//! µs in a nested VM), and because a stored guest would evict more useful pages. Filesystems without direct
+//! I/O and short runs are written through the page cache.
 
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock, RwLock};
 
 use rustix::io::Errno;
 use towline_migration::{Pages, Sink, Stream};
@@ -29,24 +29,28 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::atomic_file::{AtomicFile, Existing};
-use crate::began::Began;
-use crate::beside::{self, FileId, Pending, Settled};
+use crate::base_image::{BaseImage, Increment};
+use crate::bitmap::Bitmap;
 use crate::checksum::{BlockHasher, ChunkHash, OpenBudget};
-use crate::frame::{Frame, Kind};
-use crate::increment::{Ground, Increment};
+use crate::frame::{Frame, ImageKind};
 use crate::layer::Layer;
+use crate::lock::{lock, lock_exclusive, lock_shared};
 use crate::manifest::{Contents, Digest, Manifest, Origin, sidecar_path};
+use crate::page_runs::page_runs;
 use crate::reader::write_error;
+use crate::sidecar::{self, FileId, ManifestName, StagedManifest};
+use crate::stream_items::{Missing, StreamItems};
 use crate::{Error, Result};
 
-/// Runs of at least this length go past the page cache: below it, a device's latency costs more than the copy.
+/// Minimum length of runs that are written past the page cache: below it, a device's latency costs more than
+/// the copy.
 const DIRECT_BYTES_MIN: usize = 64 << 10;
-/// What direct I/O wants memory, offset and length to be a multiple of, on every device with 4 KiB sectors or smaller.
+/// Alignment of memory, offset and length for direct I/O; valid for every device with sectors of up to 4 KiB.
 const DIRECT_ALIGNMENT: usize = 4096;
-/// Most memory of a guest that is stored. What a stream claims costs 56 KiB for each GiB (bitmap and checksums) before a
-/// page has come: 0.9 GiB at most.
+/// Maximum memory of a stored guest. A stream's announced length costs 56 KiB per GiB (bitmap and checksums)
+/// before any page arrives: 0.9 GiB at most.
 const RAM_BYTES_MAX: u64 = 16 << 40;
-/// Threads that re-read chunks which came twice.
+/// Threads that re-read chunks whose pages were sent again.
 const REREAD_THREADS: usize = 4;
 
 /// A guest that is being stored.
@@ -55,134 +59,139 @@ pub struct ImageWriter {
     path: PathBuf,
     origin: Origin,
     /// `None` for a whole image.
-    ground: Option<Ground>,
+    base: Option<BaseImage>,
     increment: OnceLock<Increment>,
-    /// `None` once it is committed.
+    /// `None` after the commit.
     file: RwLock<Option<AtomicFile>>,
     direct: AtomicBool,
-    began: Began,
+    items: StreamItems,
     layout: OnceLock<Layout>,
     hashers: RwLock<Vec<BlockHasher>>,
-    device_state: Mutex<Option<DeviceState>>,
-    /// The manifest that had its name when the writing began.
-    manifest_before: Option<FileId>,
-    /// Complete and synced, but for its name.
-    complete: Mutex<Option<Complete>>,
+    /// The manifest under the final name when writing began.
+    previous_manifest: Option<FileId>,
+    /// The complete and synced image, not renamed yet.
+    complete: Mutex<Option<CompleteImage>>,
     notices: Mutex<Vec<String>>,
 }
 
-/// Where everything goes.
+/// Layout of the image file.
 #[derive(Debug)]
 struct Layout {
     frame: Frame,
     /// A bit for each page that has content.
-    bitmaps: Vec<Vec<AtomicU64>>,
+    bitmaps: Vec<Bitmap>,
 }
 
-/// An image without a name.
+/// A complete image without its final name.
 #[derive(Debug)]
-struct Complete {
+struct CompleteImage {
     file: AtomicFile,
-    /// The text of its manifest.
+    /// Text of the manifest.
     manifest: Vec<u8>,
-    /// Whether it needs its base.
-    kind: Kind,
+    /// Kind of the image after the base was checked again.
+    kind: ImageKind,
 }
 
 impl ImageWriter {
-    /// Begins an image that will be `path`, under a temporary name beside it.
+    /// Creates an image that will be `path`, under a temporary name beside it.
     ///
     /// # Errors
-    /// The file cannot be made; another process is writing this image; it exists already and is not to be replaced, or is what
-    /// somebody stores an increment on; its name, or its manifest's, belongs to something else.
+    /// The file cannot be created; another process is writing this image; it exists and must not be replaced,
+    /// or is the base of an increment that is being stored; its name, or its manifest's, is reserved or
+    /// belongs to a file of another kind.
     pub fn create(path: &Path, existing: Existing, origin: Origin) -> Result<Self> {
-        beside::check_name(path)?;
+        sidecar::check_name(path)?;
         let file = AtomicFile::open(path, existing)?;
-        beside::check_parts(path)?;
-        let is_pending = || Layer::open(path).is_ok_and(|layer| layer.settled == Settled::Pending);
-        beside::settle_left(path, file.place(), is_pending)?;
-        let manifest_before = beside::before(path, file.place())?;
+        sidecar::check_parts(path)?;
+        let is_staged = || Layer::open(path).is_ok_and(|layer| layer.manifest_name == ManifestName::Staged);
+        sidecar::complete_interrupted(path, file.entry(), is_staged)?;
+        let previous_manifest = sidecar::current_manifest(path, file.entry())?;
         let direct = AtomicBool::new(file.has_direct());
         Ok(Self {
             path: path.into(),
             origin,
-            ground: None,
+            base: None,
             increment: OnceLock::new(),
             file: RwLock::new(Some(file)),
             direct,
-            began: Began::default(),
+            items: StreamItems::default(),
             layout: OnceLock::new(),
             hashers: RwLock::default(),
-            device_state: Mutex::default(),
-            manifest_before,
+            previous_manifest,
             complete: Mutex::default(),
             notices: Mutex::default(),
         })
     }
 
-    /// Has it hold only what differs from the image at `base`, which must be a stored state of the same guest.
+    /// Makes the image incremental: it will contain only chunks that differ from the image at `base`, which
+    /// must be a stored state of the same guest.
     ///
     /// # Errors
-    /// The base cannot be read, has no manifest, is itself what is to be replaced, or has too many bases of its own.
+    /// The base cannot be read, has no manifest, is the image to be replaced, or has too many bases of its
+    /// own.
     pub fn based_on(self, base: &Path) -> Result<Self> {
-        Ok(Self { ground: Some(Ground::open(&self.path, base)?), ..self })
+        Ok(Self { base: Some(BaseImage::open(&self.path, base)?), ..self })
     }
 
-    /// How much an incremental image holds itself, once it is committed; `None` for a whole one.
+    /// Number of chunks that an incremental image stores itself, after the commit; `None` for a whole image.
     pub fn increment(&self) -> Option<Increment> {
         self.increment.get().copied()
     }
 
-    /// What became otherwise than was asked for, for people to read.
+    /// Deviations from what was requested, as text for the user.
     pub fn notices(&self) -> Vec<String> {
-        self.notices.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.notices).clone()
     }
 
     fn notice(&self, text: String) {
-        self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(text);
+        lock(&self.notices).push(text);
     }
 
-    fn order(&self, what: &'static str) -> Error {
+    fn order_error(&self, what: &'static str) -> Error {
         Error::Order { path: self.path.clone(), what }
     }
 
+    fn missing(&self, Missing(what): Missing) -> Error {
+        self.order_error(what)
+    }
+
     fn layout(&self) -> Result<&Layout> {
-        self.layout.get().ok_or_else(|| self.order("pages came before the block list"))
+        self.layout.get().ok_or_else(|| self.order_error("pages arrived before the block list"))
     }
 
     fn with_file<T>(&self, work: impl FnOnce(&AtomicFile) -> io::Result<T>) -> Result<T> {
-        let file = self.file.read().unwrap_or_else(PoisonError::into_inner);
-        let file = file.as_ref().ok_or_else(|| self.order("pages came behind the stream's end"))?;
+        let file = lock_shared(&self.file);
+        let file =
+            file.as_ref().ok_or_else(|| self.order_error("pages arrived after the end of the stream"))?;
         work(file).map_err(write_error(&self.path))
     }
 
     fn configuration(&self) -> Result<&Configuration> {
-        self.began.configuration().ok_or_else(|| self.order("no configuration came"))
+        self.items.configuration().map_err(|missing| self.missing(missing))
     }
 
-    fn lay_out(&self, blocks: &[RamBlock]) -> Result<Layout> {
+    fn plan_layout(&self, blocks: &[RamBlock]) -> Result<Layout> {
         let configuration = self.configuration()?;
-        let kind = match &self.ground {
-            Some(ground) => {
-                ground.check(&self.path, blocks)?;
-                Kind::Incremental
+        let kind = match &self.base {
+            Some(base) => {
+                base.check(&self.path, blocks)?;
+                ImageKind::Incremental
             }
-            None => Kind::Whole,
+            None => ImageKind::Whole,
         };
-        let section = self.began.section().ok_or_else(|| self.order("no section began"))?;
-        let frame = Frame::new(configuration, section.id, blocks, kind);
+        let section_id = self.items.section_id().map_err(|missing| self.missing(missing))?;
+        let frame = Frame::new(configuration, section_id, blocks, kind);
         let found = frame.total();
         if found > RAM_BYTES_MAX {
             return Err(Error::TooLarge { path: self.path.clone(), found, limit: RAM_BYTES_MAX });
         }
-        // A filesystem that cannot hold it says so before memory is taken for it.
+        // Fails on a filesystem with too little space before memory is allocated for it.
         self.with_file(|file| Ok(file.set_length(frame.end())?))?;
-        let words = |block: &RamBlock| (0..block.pages().div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        let bitmaps = frame.blocks().iter().map(words).collect();
+        let bitmaps = frame.blocks().iter().map(|block| Bitmap::new(block.pages())).collect();
         Ok(Layout { frame, bitmaps })
     }
 
-    /// Writes consecutive pages of a block, whose contents lie in `contents`.
+    /// Writes consecutive pages of a block.
     fn write_run(&self, block: &RamBlock, offset: u64, contents: &[&[u8]]) -> Result<()> {
         let at = block.mapped.expect("laid out").pages_offset + offset;
         self.with_file(|file| {
@@ -192,7 +201,8 @@ impl ImageWriter {
                 && let Some(written) = file.write_all_direct_at(bytes, at)
             {
                 match written {
-                    // A filesystem or device that opens for direct I/O and then wants more alignment than ours.
+                    // A filesystem or device that allows direct I/O but requires a larger alignment than
+                    // ours.
                     Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                         self.direct.store(false, Ordering::Relaxed);
                     }
@@ -203,7 +213,8 @@ impl ImageWriter {
         })
     }
 
-    /// Pages that had content and are zero now: their place becomes a hole, so that the file reads as the guest does.
+    /// Punches a hole for pages that had content and are zero now, so that the file reads as the guest's
+    /// memory.
     fn clear(&self, block: &RamBlock, offset: u64, length: u64) -> Result<()> {
         let at = block.mapped.expect("laid out").pages_offset + offset;
         self.with_file(|file| {
@@ -214,9 +225,9 @@ impl ImageWriter {
         })
     }
 
-    /// The chunks' hashes, after reading again what came twice.
+    /// Hashes of all chunks, after re-reading those whose pages were sent again.
     fn hashes(&self, layout: &Layout) -> Result<Vec<Vec<ChunkHash>>> {
-        let hashers = std::mem::take(&mut *self.hashers.write().unwrap_or_else(PoisonError::into_inner));
+        let hashers = std::mem::take(&mut *lock_exclusive(&self.hashers));
         let finish = |(hasher, block): (BlockHasher, &RamBlock)| {
             let pages_offset = block.mapped.expect("laid out").pages_offset;
             hasher.finish(REREAD_THREADS, |offset, buffer| {
@@ -226,12 +237,12 @@ impl ImageWriter {
         hashers.into_iter().zip(layout.frame.blocks()).map(finish).collect()
     }
 
-    /// Chunks that the base has become holes. A filesystem without holes keeps them: nobody reads them.
-    fn drop_unchanged(&self, ground: &Ground, layout: &Layout, hashes: &[Vec<ChunkHash>]) -> Result<()> {
+    /// Deallocates the chunks that equal the base's. On a filesystem without holes they stay, unread.
+    fn punch_unchanged(&self, base: &BaseImage, layout: &Layout, hashes: &[Vec<ChunkHash>]) -> Result<()> {
         let mut total = Increment { stored: 0, in_base: 0 };
         for (index, (block, hashes)) in layout.frame.blocks().iter().zip(hashes).enumerate() {
             let pages_offset = block.mapped.expect("laid out").pages_offset;
-            let (runs, increment) = ground.unchanged(index, block.length, hashes);
+            let (runs, increment) = base.unchanged_ranges(index, block.length, hashes);
             total.stored += increment.stored;
             total.in_base += increment.in_base;
             for run in runs {
@@ -252,143 +263,125 @@ impl ImageWriter {
         bitmaps: &[Bitmap],
         hashes: Vec<Vec<ChunkHash>>,
         device_state: &DeviceState,
-        ground: Option<&Ground>,
+        base: Option<&BaseImage>,
     ) -> Result<Manifest> {
         let image_bytes = self.with_file(|file| Ok(file.file().metadata()?.len()))?;
-        let was_running = device_state.run_state().map(|state| state == "running");
         Ok(Manifest::new(Contents {
-            origin: &Origin { was_running, ..self.origin.clone() },
+            origin: &self.origin.clone().with_run_state(device_state),
             machine_type: &self.configuration()?.machine_type,
             blocks: frame.blocks(),
-            plain_pages: bitmaps.iter().map(|bitmap| bitmap.plain_pages).collect(),
+            plain_pages: bitmaps.iter().map(Bitmap::count).collect(),
             hashes,
             device_state,
             image_bytes,
             head: &frame.up_to_bitmap(),
-            bitmaps: bitmaps.iter().map(|bitmap| Digest::of(&bitmap.bytes)).collect(),
+            bitmaps: bitmaps.iter().map(|bitmap| Digest::of(&bitmap.to_bytes())).collect(),
             seal: frame.seal_offset(),
-            base: ground.map(|ground| ground.reference().clone()),
+            base: base.map(|base| base.reference().clone()),
         }))
     }
 
-    /// The base, if the image is to hold only what differs from it and it is still there.
-    fn base(&self) -> Option<&Ground> {
-        let ground = self.ground.as_ref()?;
-        if ground.is_still_there() {
-            return Some(ground);
+    /// The base if the image is incremental and the base has not changed.
+    fn unchanged_base(&self) -> Option<&BaseImage> {
+        let base = self.base.as_ref()?;
+        if base.is_unchanged() {
+            return Some(base);
         }
-        let (path, base) = (self.path.display(), ground.path().display());
+        let (path, base) = (self.path.display(), base.path().display());
         self.notice(format!(
-            "{base} was replaced, changed or moved while {path} was stored, so {path} became a whole image: it needs no base"
+            "{base} was replaced, changed or moved while {path} was stored, so {path} is a whole image that needs no base"
         ));
         None
     }
 
-    fn store(&self) -> Result<()> {
+    fn complete(&self) -> Result<()> {
         let layout = self.layout()?;
-        let device_state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let device_state = device_state.ok_or_else(|| self.order("no device state came"))?;
+        let device_state = self.items.take_device_state().map_err(|missing| self.missing(missing))?;
         let hashes = self.hashes(layout)?;
-        let ground = self.base();
-        let (frame, kind) = match (ground, &self.ground) {
-            (Some(ground), _) => {
-                self.drop_unchanged(ground, layout, &hashes)?;
-                (layout.frame.clone(), Kind::Incremental)
+        let base = self.unchanged_base();
+        let (frame, kind) = match (base, &self.base) {
+            (Some(base), _) => {
+                self.punch_unchanged(base, layout, &hashes)?;
+                (layout.frame.clone(), ImageKind::Incremental)
             }
-            (None, Some(_)) => (layout.frame.whole(self.configuration()?), Kind::Whole),
-            (None, None) => (layout.frame.clone(), Kind::Whole),
+            (None, Some(_)) => (layout.frame.whole(self.configuration()?), ImageKind::Whole),
+            (None, None) => (layout.frame.clone(), ImageKind::Whole),
         };
-        let bitmaps: Vec<_> = layout.bitmaps.iter().map(|words| Bitmap::new(words)).collect();
-        let bytes = bitmaps.iter().map(|bitmap| &bitmap.bytes[..]);
-        let parts = frame.parts(bytes, device_state.bytes());
+        let bitmaps: Vec<_> = layout.bitmaps.iter().map(Bitmap::to_bytes).collect();
+        let parts = frame.parts(bitmaps.iter().map(Vec::as_slice), device_state.bytes());
         self.with_file(|file| {
             parts.iter().try_for_each(|(at, bytes)| file.write_all_at(bytes, *at))?;
             let end = parts.last().map_or(0, |(at, bytes)| at + bytes.len() as u64);
             Ok(file.set_length(end)?)
         })?;
-        let manifest = self.manifest(&frame, &bitmaps, hashes, &device_state, ground)?;
+        let manifest = self.manifest(&frame, &layout.bitmaps, hashes, &device_state, base)?;
         let manifest = manifest.to_json(&sidecar_path(&self.path))?;
         if let Some((at, seal)) = frame.seal(&manifest) {
             self.with_file(|file| file.write_all_at(&seal, at))?;
         }
-        let file = self.file.write().unwrap_or_else(PoisonError::into_inner).take();
-        let file = file.ok_or_else(|| self.order("the image is complete already"))?;
+        let file = lock_exclusive(&self.file).take();
+        let file = file.ok_or_else(|| self.order_error("the image was committed twice"))?;
         file.sync().map_err(|errno| write_error(&self.path)(errno.into()))?;
-        *self.complete.lock().unwrap_or_else(PoisonError::into_inner) =
-            Some(Complete { file, manifest, kind });
+        *lock(&self.complete) = Some(CompleteImage { file, manifest, kind });
         Ok(())
     }
 
-    fn name(&self) -> Result<()> {
-        let complete = self.complete.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Complete { file, manifest, kind } =
-            complete.ok_or_else(|| self.order("the image is not complete"))?;
+    fn rename(&self) -> Result<()> {
+        let complete = lock(&self.complete).take();
+        let CompleteImage { file, manifest, kind } =
+            complete.ok_or_else(|| self.order_error("the image was not committed"))?;
         #[cfg(test)]
         if crate::journal::is_on(crate::journal::Fault::ManifestFirst) {
             crate::atomic_file::write_sidecar(&sidecar_path(&self.path), &manifest, Existing::Replace)?;
             return Ok(file.commit()?);
         }
-        let place = file.place().try_clone()?;
-        let pending = Pending::write(&self.path, self.manifest_before, &manifest)?;
-        // As late as can be: what the base has is in no other file any more.
-        if let Some(ground) = self.ground.as_ref().filter(|_| kind == Kind::Incremental)
-            && !ground.is_still_there()
+        let entry = file.entry().try_clone()?;
+        let staged = StagedManifest::write(&self.path, self.previous_manifest, &manifest)?;
+        // As late as possible: the base's chunks are in no other file any more.
+        if let Some(base) = self.base.as_ref().filter(|_| kind == ImageKind::Incremental)
+            && !base.is_unchanged()
         {
-            pending.discard(&place);
-            return Err(Error::BaseChanged { path: self.path.clone(), base: ground.path().into() });
+            staged.discard(&entry);
+            return Err(Error::BaseChanged { path: self.path.clone(), base: base.path().into() });
         }
-        let named = match file.rename() {
-            Ok(named) => named,
+        let renamed = match file.rename() {
+            Ok(renamed) => renamed,
             Err(error) => {
-                pending.discard(&place);
+                staged.discard(&entry);
                 return Err(error.into());
             }
         };
-        if let Err(error) = named.sync_directory() {
-            // Either image may be the one that is there after a crash: both manifests stay.
+        if let Err(error) = renamed.sync_directory() {
+            // After a crash either image may be the present one: both manifests stay.
             #[cfg(test)]
-            if crate::journal::is_on(crate::journal::Fault::PendingRemoved) {
-                pending.discard(&place);
+            if crate::journal::is_on(crate::journal::Fault::StagedManifestRemoved) {
+                staged.discard(&entry);
             }
             return Err(error.into());
         }
-        if pending.settle(&place, &named) == Settled::Pending {
-            let at = beside::pending_path(&self.path);
+        if staged.publish(&entry, &renamed) == ManifestName::Staged {
+            let at = sidecar::staged_path(&self.path);
             self.notice(format!("the manifest of {} is {}: keep both", self.path.display(), at.display()));
         }
         Ok(())
     }
 }
 
-/// A page bitmap as it stands in the file.
-struct Bitmap {
-    bytes: Vec<u8>,
-    plain_pages: u64,
-}
-
-impl Bitmap {
-    fn new(words: &[AtomicU64]) -> Self {
-        let words = words.iter().map(|word| word.load(Ordering::Relaxed));
-        let plain_pages = words.clone().map(|word| u64::from(word.count_ones())).sum();
-        Self { bytes: words.flat_map(u64::to_le_bytes).collect(), plain_pages }
-    }
-}
-
 impl Sink for ImageWriter {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.began.set_configuration(configuration);
+        self.items.set_configuration(configuration);
         Ok(())
     }
 
     fn section_start(&self, section: RamSection) -> towline_migration::Result<()> {
-        self.began.add_section(section);
+        self.items.add_section(section);
         Ok(())
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
-        let layout = self.lay_out(blocks).map_err(towline_migration::Error::guest)?;
+        let layout = self.plan_layout(blocks).map_err(towline_migration::Error::guest)?;
         let budget = OpenBudget::default();
-        *self.hashers.write().unwrap_or_else(PoisonError::into_inner) =
+        *lock_exclusive(&self.hashers) =
             blocks.iter().map(|block| BlockHasher::with_budget(block.length, budget.clone())).collect();
         self.layout.get_or_init(|| layout);
         Ok(())
@@ -412,16 +405,16 @@ impl Sink for ImageWriter {
     }
 
     fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
-        *self.device_state.lock().unwrap_or_else(PoisonError::into_inner) = Some(state);
+        self.items.set_device_state(state);
         Ok(())
     }
 
     fn commit(&self) -> towline_migration::Result<()> {
-        self.store().map_err(towline_migration::Error::guest)
+        self.complete().map_err(towline_migration::Error::guest)
     }
 
     fn publish(&self) -> towline_migration::Result<()> {
-        self.name().map_err(towline_migration::Error::guest)
+        self.rename().map_err(towline_migration::Error::guest)
     }
 }
 
@@ -429,20 +422,14 @@ impl ImageWriter {
     fn store_pages(&self, pages: &Pages<'_>) -> Result<()> {
         let layout = self.layout()?;
         let block = &layout.frame.blocks()[pages.block.index()];
-        let hashers = self.hashers.read().unwrap_or_else(PoisonError::into_inner);
-        let mut contents = Slices::new(pages.contents);
-        for run in pages.offsets.chunk_by(|first, second| first + PAGE_SIZE == *second) {
-            let slices = contents.take(run.len() * PAGE_SIZE as usize);
-            self.write_run(block, run[0], &slices)?;
-            let mut offset = run[0];
-            for slice in slices {
+        let hashers = lock_shared(&self.hashers);
+        for run in page_runs(pages) {
+            self.write_run(block, run.offset, &run.contents)?;
+            for (offset, slice) in run.slices() {
                 hashers[pages.block.index()].data(offset, slice);
-                offset += slice.len() as u64;
             }
-            let bitmap = &layout.bitmaps[pages.block.index()];
-            for page in run[0] / PAGE_SIZE..run[0] / PAGE_SIZE + run.len() as u64 {
-                bitmap[(page / 64) as usize].fetch_or(1 << (page % 64), Ordering::Relaxed);
-            }
+            let first = run.offset / PAGE_SIZE;
+            (first..first + run.pages).for_each(|page| layout.bitmaps[pages.block.index()].set(page));
         }
         Ok(())
     }
@@ -450,46 +437,15 @@ impl ImageWriter {
     fn store_zero(&self, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         let layout = self.layout()?;
         let bitmap = &layout.bitmaps[block.index()];
-        let hashers = self.hashers.read().unwrap_or_else(PoisonError::into_inner);
+        let hashers = lock_shared(&self.hashers);
         for run in offsets.chunk_by(|first, second| first + PAGE_SIZE == *second) {
             hashers[block.index()].zero(run[0], run.len() as u64 * PAGE_SIZE);
             for &offset in run {
-                let page = offset / PAGE_SIZE;
-                let bit = 1 << (page % 64);
-                if bitmap[(page / 64) as usize].fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
+                if bitmap.clear(offset / PAGE_SIZE) {
                     self.clear(&layout.frame.blocks()[block.index()], offset, PAGE_SIZE)?;
                 }
             }
         }
         Ok(())
-    }
-}
-
-/// Takes bytes off the front of a list of slices.
-pub(crate) struct Slices<'a> {
-    left: &'a [&'a [u8]],
-    /// Bytes taken of the first.
-    taken: usize,
-}
-
-impl<'a> Slices<'a> {
-    pub(crate) fn new(slices: &'a [&'a [u8]]) -> Self {
-        Self { left: slices, taken: 0 }
-    }
-
-    pub(crate) fn take(&mut self, length: usize) -> Vec<&'a [u8]> {
-        let mut slices = Vec::new();
-        let mut wanted = length;
-        while let (Some(first), 1..) = (self.left.first(), wanted) {
-            let rest = &first[self.taken..];
-            let part = &rest[..rest.len().min(wanted)];
-            slices.push(part);
-            wanted -= part.len();
-            self.taken += part.len();
-            if self.taken == first.len() {
-                (self.left, self.taken) = (&self.left[1..], 0);
-            }
-        }
-        slices
     }
 }

@@ -1,4 +1,4 @@
-//! Chains against a model: whatever was written to a guest between its images, each of them reads as the guest was.
+//! Chains compared with a model: every image reads as the guest was when it was stored.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::os::unix::fs::MetadataExt;
@@ -16,7 +16,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 const PAGE: usize = PAGE_SIZE as usize;
-/// Of three chunks and a short one, and of a page.
+/// A block of three chunks and a short one, and a block of one page.
 const LENGTHS: [u64; 2] = [3 * CHUNK_BYTES + 5 * PAGE_SIZE, PAGE_SIZE];
 
 /// One device section, EOF and the description.
@@ -38,7 +38,7 @@ fn blocks() -> Vec<RamBlock> {
     LENGTHS.iter().enumerate().map(block).collect()
 }
 
-/// A guest's memory, block after block.
+/// The memory of a guest, by block.
 #[derive(Clone)]
 struct Model(Vec<Vec<u8>>);
 
@@ -55,7 +55,7 @@ impl Model {
         }
     }
 
-    /// Chunks that are not the other's, and not zero.
+    /// Number of chunks that differ from the other's and are not zero.
     fn changed(&self, other: &Self) -> usize {
         let chunks = |model: &Self| -> Vec<Vec<u8>> {
             model.0.iter().flat_map(|block| block.chunks(CHUNK_BYTES as usize).map(<[u8]>::to_vec)).collect()
@@ -64,7 +64,7 @@ impl Model {
         chunks(self).into_iter().zip(chunks(other)).filter(differs).count()
     }
 
-    /// Stores it; the pages come in any order, some of them twice.
+    /// Stores the guest, with pages in any order and some of them twice.
     fn store(
         &self,
         path: &Path,
@@ -90,7 +90,7 @@ impl Model {
                 order.into_iter().map(|page| (0, page)).chain(again.into_iter().map(|page| (1, page)))
             {
                 let (content, offset) = (&memory[page * PAGE..][..PAGE], (page * PAGE) as u64);
-                // What comes twice was something else before.
+                // A page that arrives twice may have other content first.
                 let early = [0xee; PAGE];
                 let content = if times == 0 && random.u8(..8) == 0 { &early[..] } else { content };
                 put(&writer, block, offset, content);
@@ -105,7 +105,7 @@ impl Model {
         Ok(writer)
     }
 
-    /// Fails unless the image reads so, chunk by chunk and page by page.
+    /// Checks the image chunk by chunk and page by page.
     fn assert_is(&self, path: &Path) {
         let image = Image::open(path).unwrap().verify_on_read().unwrap();
         let bytes = AtomicUsize::new(0);
@@ -137,12 +137,11 @@ impl Model {
 }
 
 fn put(writer: &ImageWriter, block: BlockIndex, offset: u64, content: &[u8]) {
-    match content.iter().all(|byte| *byte == 0) {
-        true => writer.zero(Stream::Main, block, &[offset]).unwrap(),
-        false => {
-            let pages = Pages { block, offsets: &[offset], contents: &[content] };
-            writer.pages(Stream::Main, &pages).unwrap();
-        }
+    if content.iter().all(|byte| *byte == 0) {
+        writer.zero(Stream::Main, block, &[offset]).unwrap();
+    } else {
+        let pages = Pages { block, offsets: &[offset], contents: &[content] };
+        writer.pages(Stream::Main, &pages).unwrap();
     }
 }
 
@@ -157,7 +156,7 @@ fn every_image_of_a_chain_reads_as_the_guest_was() {
         models[0].store(&path(0), None, &mut random).unwrap();
         for link in 1..5 {
             let mut model = models[link - 1].clone();
-            // Sometimes nothing at all.
+            // Sometimes without any change.
             let pages = random.usize(..4);
             model.write(&mut random, pages);
             let writer = model.store(&path(link), Some(&path(link - 1)), &mut random).unwrap();
@@ -180,7 +179,7 @@ fn every_image_of_a_chain_reads_as_the_guest_was() {
 }
 
 #[test]
-fn a_base_is_known_by_what_it_holds() {
+fn a_base_is_identified_by_its_content() {
     let directory = tempfile::tempdir().unwrap();
     let mut random = fastrand::Rng::with_seed(1);
     let path = |name: &str| directory.path().join(name);
@@ -189,7 +188,7 @@ fn a_base_is_known_by_what_it_holds() {
     model.store(&path("base"), None, &mut random).unwrap();
     model.store(&path("next"), Some(&path("base")), &mut random).unwrap();
     let base = |error: Result<Image, Error>| error.err().unwrap();
-    // The same content, made again: it is the base.
+    // An image with the same content is the same base.
     std::fs::rename(path("base"), path("first")).unwrap();
     model.store(&path("base"), None, &mut random).unwrap();
     model.assert_is(&path("next"));
@@ -200,7 +199,7 @@ fn a_base_is_known_by_what_it_holds() {
     model.store(&path("base"), None, &mut random).unwrap();
     let other = base(Image::open(&path("next")));
     assert!(matches!(&other, Error::OtherBase { base, .. } if *base == path("base")), "{other}");
-    // A page less is another guest.
+    // A smaller block is another guest.
     let writer = ImageWriter::create(&path("small"), Existing::Refuse, Origin::default()).unwrap();
     let writer = writer.based_on(&path("base")).unwrap();
     writer.configuration(&Configuration::default()).unwrap();
@@ -212,7 +211,7 @@ fn a_base_is_known_by_what_it_holds() {
 }
 
 #[test]
-fn a_chain_has_an_end() {
+fn the_length_of_a_chain_is_limited() {
     let directory = tempfile::tempdir().unwrap();
     let mut random = fastrand::Rng::with_seed(2);
     let path = |link: usize| directory.path().join(format!("{link}.img"));
@@ -229,6 +228,6 @@ fn a_chain_has_an_end() {
     let error = own.based_on(&path(3)).err().unwrap();
     assert!(matches!(&error, Error::OwnBase { base, .. } if *base == path(1)), "{error}");
     let below: Vec<_> = (0..3).rev().map(path).collect();
-    assert_eq!(towline_image::base_paths(&path(3)), below, "what its manifests name");
+    assert_eq!(towline_image::base_paths(&path(3)), below, "bases named in its manifests");
     assert!(towline_image::base_paths(&path(0)).is_empty());
 }

@@ -122,6 +122,24 @@ pub enum Error {
     /// The guest writes faster than it can be sent; it runs on at its source.
     #[error(transparent)]
     CannotConverge(#[from] CannotConverge),
+    /// A block that is to be present at the destination is not the guest's.
+    #[error(
+        "the guest has no RAM block {block:?}, whose memory is said to be at the destination; its blocks are {}", found.join(", ")
+    )]
+    NoSuchBlock {
+        /// The block's name.
+        block: String,
+        /// Names of the guest's blocks.
+        found: Vec<String>,
+    },
+    /// Postcopy has the destination discard its memory.
+    #[error(
+        "postcopy would discard RAM block {block:?}, whose memory the destination already has: copy the guest without --postcopy"
+    )]
+    PresentInPostcopy {
+        /// The block's name.
+        block: String,
+    },
     /// A thread of this migration panicked; its own message has the location.
     #[error("a thread of the migration panicked; this is a bug of towline, please report its message")]
     Panicked,

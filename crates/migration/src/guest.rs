@@ -30,6 +30,14 @@ pub trait Guest: Sync {
         RAM_SECTION_ID
     }
 
+    /// Returns true if the destination already has the memory of this block, the same memory or a copy of it as it will be when the
+    /// guest is stopped: the block is announced, and none of its pages are named, prepared or sent. Constant during a migration;
+    /// refused by postcopy, whose destination discards what it has.
+    fn is_present(&self, block: BlockIndex) -> bool {
+        let _ = block;
+        false
+    }
+
     /// Starts to track writes: from its return on every write is in a later [`Self::harvest_dirty`]. Called before
     /// any page is named.
     ///

@@ -10,6 +10,8 @@
 //! - [`Guest`] and [`Sink`] are the engine's interfaces to the owner of the guest; this crate supplies [`LiveMemory`]
 //!   (a VMM's memory with its guest running in it), [`Memory`] (private or shared memory, either end) and [`Relay`]
 //!   (a sink that forwards, so that two QEMUs meet).
+//! - [`PresentGuest`] and [`PresentSink`] leave out memory that the destination already has: a mapped image, memory that two
+//!   QEMUs share.
 //! - [`DirtyTracker`] tracks a live guest's writes: the kernel's write protection, or KVM's dirty log.
 //! - [`convergence`] decides when a guest that writes is stopped, and when it is reported not to converge.
 //! - [`synthetic`] is a guest without a machine, with a checked pattern and a dirtying load.
@@ -35,6 +37,7 @@ mod live;
 pub mod memory;
 pub mod outgoing;
 pub mod postcopy;
+mod present;
 mod relay;
 mod session;
 mod statistics;
@@ -53,6 +56,7 @@ pub use live::{LiveBlock, LiveMemory};
 pub use memory::{Memory, MemoryError};
 pub use outgoing::{Outgoing, ZeroCopySend};
 pub use postcopy::Postcopy;
+pub use present::{PresentGuest, PresentSink};
 pub use relay::Relay;
 pub use session::Session;
 pub use statistics::{LaneSends, SendMethod, SendReason, SendTotals, Snapshot, Statistics};

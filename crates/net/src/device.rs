@@ -1,170 +1,180 @@
-//! The card as vhost-user sees it.
+//! The network card as a vhost-user device.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use towline_channel::IoBuf;
-use towline_vhost_user::{Device, ProtocolFeatures, Refusal, Worker};
+use towline_vhost_user::{BackendError, Device, ProtocolFeatures, Worker};
 
 use crate::features;
-use crate::pair::{Pair, RECEIVE, TRANSMIT};
+use crate::pair::{QueuePair, RECEIVE, TRANSMIT};
 use crate::rarp;
 use crate::state::State;
 use crate::statistics::{Counters, DropReason, QueueStatistics};
-use crate::tap::Taps;
-use crate::xdp::{Mode, Xdp};
+use crate::tap::{LinkState, TapError, Taps};
+use crate::xdp::{TransmitMode, Xdp};
 
-/// The first word of [`Device::migration_version`].
+/// First word of [`Device::migration_version`].
 const KIND: &str = "towline-net-1";
 
-/// What is up to the owner.
+/// Settings of a card.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// On which processors the threads run, one after the other and round again; wherever the kernel likes if empty.
+    /// Processors of the threads, assigned round-robin; the kernel chooses if empty.
     pub cpus: Vec<usize>,
-    /// How long a thread waits awake where requests and answers alternate; 0: never.
-    pub poll: Duration,
-    /// The frontend is told that its guest cannot be migrated with it.
+    /// Maximum time of busy-polling while requests and replies alternate; 0 disables it.
+    pub busy_poll: Duration,
+    /// Disables migration: no dirty log is offered.
     pub unmigratable: bool,
-    /// Its link and its counters travel with the guest; the card on the other host has to say so too.
+    /// Migrates the state of the link and the counters with the guest; the destination's card needs the same setting.
     pub device_state: bool,
 }
 
-/// A network card. One of it serves one guest, over as many connections as its frontend makes.
+/// A network card. It serves one guest, over any number of connections of its frontend, one after the other.
 #[derive(Debug)]
 pub struct Net {
     shared: Arc<Shared>,
 }
 
-/// What the threads share.
+/// State that the session and the workers share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) taps: Taps,
     pub(crate) xdp: Option<Xdp>,
-    /// By pair: a [`Mode`].
-    pub(crate) modes: Vec<AtomicU8>,
     pub(crate) options: Options,
-    /// What the driver took.
+    /// Features that the driver negotiated.
     pub(crate) features: AtomicU64,
-    /// By pair: receiving, transmitting.
+    link_up: AtomicBool,
+    /// Counters of each pair: receiving, transmitting.
     pub(crate) counters: Vec<[Counters; 2]>,
-    /// Whether anything goes between the guest and the tap.
-    pub(crate) linked: AtomicBool,
-    /// Whether the guest receives from this pair.
+    /// [`TransmitMode`] of each pair.
+    pub(crate) modes: Vec<AtomicU8>,
+    /// True for each pair whose receive ring runs.
     pub(crate) in_use: Vec<AtomicBool>,
-    /// By pair: whether a connection ended with chains under way by AF_XDP, on a queue that is not known to be free since.
-    pub(crate) left: Vec<AtomicBool>,
+    /// True for each pair whose last connection ended with AF_XDP frames in flight, until its queue is known to be free.
+    pub(crate) orphaned: Vec<AtomicBool>,
 }
 
 impl Shared {
-    /// What the connection before this one had under way on this pair is sent, or never will be. A ring that begins again may give
-    /// those chains again, and whatever becomes of them then, the guest has them back.
-    fn may_begin(&self, pair: usize) -> Result<(), Refusal> {
-        let Some(xdp) = self.xdp.as_ref().filter(|_| self.left[pair].load(Relaxed)) else { return Ok(()) };
+    pub(crate) fn link(&self) -> LinkState {
+        if self.link_up.load(Relaxed) { LinkState::Up } else { LinkState::Down }
+    }
+
+    /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may contain their chains
+    /// again, which would be completed while the network card still reads them.
+    fn check_orphaned(&self, pair: usize) -> Result<(), BackendError> {
+        let Some(xdp) = self.xdp.as_ref().filter(|_| self.orphaned[pair].load(Relaxed)) else {
+            return Ok(());
+        };
         match xdp.is_free(pair) {
             Ok(true) => {}
             Ok(false) => {
                 let name = xdp.name();
-                return Err(Refusal::for_now(format!(
-                    "{name} may still send frames of the connection before; look at the link and the driver of {name}, \
-                     or another program has the queue"
+                return Err(BackendError::temporary(format!(
+                    "{name} may still send frames of the previous connection: its queue is busy; check the link and the driver \
+                     of {name}, and that no other program uses the queue"
                 )));
             }
             Err(error) => {
-                tracing::warn!(pair, %error, "whether frames of the connection before are still sent cannot be found out");
+                tracing::warn!(pair, %error, "cannot determine if frames of the previous connection are still in flight");
             }
         }
-        self.left[pair].store(false, Relaxed);
+        self.orphaned[pair].store(false, Relaxed);
         Ok(())
     }
 }
 
 impl Net {
-    /// A card on these queues of a tap, a pair for each.
+    /// A card with a queue pair for each queue of the tap.
     pub fn new(taps: Taps, options: Options) -> Self {
         Self::with_xdp(taps, None, options)
     }
 
-    /// As [`Net::new`], but what the guest sends leaves by AF_XDP wherever it can.
+    /// As [`Net::new`], but frames of the guest are sent by AF_XDP where possible.
     pub fn with_xdp(taps: Taps, xdp: Option<Xdp>, options: Options) -> Self {
-        let counters = taps.queues().iter().map(|_| <[Counters; 2]>::default()).collect();
-        let modes = taps.queues().iter().map(|_| AtomicU8::new(Mode::Tap as u8)).collect();
-        let in_use = taps.queues().iter().map(|_| AtomicBool::new(false)).collect();
-        let left = taps.queues().iter().map(|_| AtomicBool::new(false)).collect();
-        let (features, linked) = (AtomicU64::new(0), AtomicBool::new(true));
-        Self {
-            shared: Arc::new(Shared { taps, xdp, modes, options, features, counters, linked, in_use, left }),
-        }
+        let pairs = taps.queues().len();
+        let flags = || (0..pairs).map(|_| AtomicBool::new(false)).collect();
+        let shared = Shared {
+            taps,
+            xdp,
+            options,
+            features: AtomicU64::new(0),
+            link_up: AtomicBool::new(true),
+            counters: (0..pairs).map(|_| <[Counters; 2]>::default()).collect(),
+            modes: (0..pairs).map(|_| AtomicU8::new(TransmitMode::Tap as u8)).collect(),
+            in_use: flags(),
+            orphaned: flags(),
+        };
+        Self { shared: Arc::new(shared) }
     }
 
-    /// Its tap.
+    /// The tap.
     pub fn taps(&self) -> &Taps {
         &self.shared.taps
     }
 
-    /// What each pair did so far: receiving (the guest), transmitting.
+    /// Statistics of each pair: receiving, transmitting.
     pub fn statistics(&self) -> Vec<[QueueStatistics; 2]> {
         let snapshot = |pair: &[Counters; 2]| [pair[0].snapshot(), pair[1].snapshot()];
         self.shared.counters.iter().map(snapshot).collect()
     }
 
-    /// Whether it was made to send by AF_XDP.
+    /// Returns true if the card has an interface for AF_XDP.
     pub fn uses_xdp(&self) -> bool {
         self.shared.xdp.is_some()
     }
 
-    /// Whether a state of its own travels with its guest.
-    pub fn has_state(&self) -> bool {
+    /// Returns true if the card's state migrates with its guest.
+    pub fn has_device_state(&self) -> bool {
         self.shared.options.device_state
     }
 
-    /// How each pair sends now.
-    pub fn modes(&self) -> Vec<Mode> {
-        self.shared.modes.iter().map(|mode| Mode::of(mode.load(Relaxed))).collect()
+    /// Current way of transmission of each pair.
+    pub fn transmit_modes(&self) -> Vec<TransmitMode> {
+        self.shared.modes.iter().map(|mode| TransmitMode::from_number(mode.load(Relaxed))).collect()
     }
 
-    /// What the driver took of [`Device::features`]; nothing before there is one.
-    pub fn features_taken(&self) -> u64 {
+    /// Features that the driver negotiated; none before a driver has.
+    pub fn negotiated_features(&self) -> u64 {
         self.shared.features.load(Relaxed)
     }
 
-    /// How many pairs the guest receives from.
+    /// Number of pairs whose receive ring runs.
     pub fn pairs_in_use(&self) -> usize {
         self.shared.in_use.iter().filter(|pair| pair.load(Relaxed)).count()
     }
 
-    /// Whether anything goes between the guest and the tap. While the link is down, what either side sends is thrown away and
-    /// counted ([`DropReason::Unlinked`]); the guest's driver is not told, which is the VMM's to do.
+    /// Sets the link up or down. While it is down, frames of both directions are discarded and counted
+    /// ([`DropReason::LinkDown`]). The driver is not notified; that is up to the VMM.
     pub fn set_link(&self, up: bool) {
-        let Shared { taps, counters, linked, .. } = &*self.shared;
-        if up && !linked.load(Relaxed) {
-            // A guest without buffers has left some in the tap.
-            counters[0][RECEIVE].drop(DropReason::Unlinked, taps.discard());
+        let Shared { taps, counters, link_up, .. } = &*self.shared;
+        if up && !link_up.load(Relaxed) {
+            // Frames that the tap kept because the receive ring was empty.
+            counters[0][RECEIVE].add_drops(DropReason::LinkDown, taps.discard());
         }
-        linked.store(up, Relaxed);
+        link_up.store(up, Relaxed);
     }
 
-    /// Whether the link is up.
-    pub fn is_linked(&self) -> bool {
-        self.shared.linked.load(Relaxed)
+    /// Returns true if the link is up.
+    pub fn is_link_up(&self) -> bool {
+        self.shared.link() == LinkState::Up
     }
 
     fn pairs(&self) -> usize {
         self.shared.taps.queues().len()
     }
 
-    /// Has the tap do what a driver with these features understands.
-    fn take(&self, taken: u64) -> Result<(), Refusal> {
+    /// Configures the tap for a driver that negotiated these features.
+    fn apply_features(&self, negotiated: u64) -> Result<(), TapError> {
         let (taps, before) = (&self.shared.taps, self.shared.features.load(Relaxed));
-        let refused = |error: crate::TapError| Refusal::new(error.to_string());
-        taps.set_header_bytes(features::header_bytes(taken)).map_err(refused)?;
-        taps.set_offloads(features::offloads(taken)).map_err(refused)?;
-        self.shared.features.store(taken, Relaxed);
-        // What waits already was made for the driver before.
-        if !features::offloads(taken).contains(features::offloads(before)) {
+        taps.set_header_bytes(features::header_bytes(negotiated))?;
+        taps.set_offloads(features::offloads(negotiated))?;
+        self.shared.features.store(negotiated, Relaxed);
+        // Frames that the tap holds already have the offloads of the previous driver.
+        if !features::offloads(negotiated).contains(features::offloads(before)) {
             let frames = taps.discard();
-            tracing::debug!(frames, "frames for another driver were thrown away");
+            tracing::debug!(frames, "discarded frames with offloads of the previous driver");
         }
         Ok(())
     }
@@ -179,7 +189,7 @@ impl Device for Net {
         self.pairs() * 2
     }
 
-    fn queue_number(&self) -> usize {
+    fn reported_queue_num(&self) -> usize {
         self.pairs()
     }
 
@@ -187,12 +197,12 @@ impl Device for Net {
         2
     }
 
-    /// A guest that sends again what got lost waits for ever for what still lies in its queue.
-    fn discards(&self, queue: usize) -> bool {
+    /// Transmit queues: a guest that retransmits would otherwise wait for the chains of a disabled queue without end.
+    fn drops_while_disabled(&self, queue: usize) -> bool {
         queue % 2 == TRANSMIT
     }
 
-    fn keeps_order(&self) -> bool {
+    fn completes_in_order(&self) -> bool {
         true
     }
 
@@ -201,42 +211,40 @@ impl Device for Net {
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {
-        let state = match self.shared.options.device_state {
-            true => ProtocolFeatures::DEVICE_STATE,
-            false => ProtocolFeatures::empty(),
-        };
+        let state =
+            if self.has_device_state() { ProtocolFeatures::DEVICE_STATE } else { ProtocolFeatures::empty() };
         ProtocolFeatures::RARP | ProtocolFeatures::NET_MTU | state
     }
 
-    fn save(&self) -> Result<Vec<u8>, Refusal> {
-        Ok(State { linked: self.is_linked(), counters: self.statistics() }.encode())
+    fn save(&self) -> Result<Vec<u8>, BackendError> {
+        Ok(State { link_up: self.is_link_up(), counters: self.statistics() }.encode())
     }
 
-    fn load(&self, state: &[u8]) -> Result<(), Refusal> {
+    fn load(&self, state: &[u8]) -> Result<(), BackendError> {
         let state = State::decode(state)?;
-        self.set_link(state.linked);
-        // Of a guest that had more pairs, the first ones.
-        for (counters, before) in self.shared.counters.iter().zip(&state.counters) {
-            counters.iter().zip(before).for_each(|(counters, before)| counters.go_on(before));
+        self.set_link(state.link_up);
+        // The source may have more pairs; those beyond ours are ignored.
+        for (counters, source) in self.shared.counters.iter().zip(&state.counters) {
+            counters.iter().zip(source).for_each(|(counters, source)| counters.add_source(source));
         }
         Ok(())
     }
 
-    fn acknowledge(&self, features: u64) -> Result<(), Refusal> {
-        self.take(features)
+    fn acknowledge(&self, features: u64) -> Result<(), BackendError> {
+        self.apply_features(features).map_err(|error| BackendError::new(error.to_string()))
     }
 
-    fn worker(&self, index: usize) -> Result<Box<dyn Worker>, Refusal> {
-        self.shared.may_begin(index)?;
-        Ok(Box::new(Pair::new(index, Arc::clone(&self.shared))?))
+    fn worker(&self, index: usize) -> Result<Box<dyn Worker>, BackendError> {
+        self.shared.check_orphaned(index)?;
+        Ok(Box::new(QueuePair::new(index, Arc::clone(&self.shared))?))
     }
 
-    /// Memory that has not come cannot be pinned.
+    /// Not with AF_XDP: memory that has not arrived cannot be pinned.
     fn allows_postcopy(&self) -> bool {
         self.shared.xdp.is_none()
     }
 
-    fn send_rarp(&self, mac: [u8; 6]) -> Result<(), Refusal> {
+    fn send_rarp(&self, mac: [u8; 6]) -> Result<(), BackendError> {
         let header = [0; 12];
         let header = &header[..features::header_bytes(self.shared.features.load(Relaxed))];
         let frame = rarp::frame(mac);
@@ -244,14 +252,14 @@ impl Device for Net {
         Ok(())
     }
 
-    fn set_mtu(&self, mtu: u16) -> Result<(), Refusal> {
+    fn set_mtu(&self, mtu: u16) -> Result<(), BackendError> {
         let taps = &self.shared.taps;
         match taps.mtu() {
-            Some(found) if found < mtu.into() && taps.is_made() => {
-                taps.set_mtu(mtu).map_err(|error| Refusal::new(error.to_string()))
+            Some(found) if found < mtu.into() && taps.is_created() => {
+                taps.set_mtu(mtu).map_err(|error| BackendError::new(error.to_string()))
             }
-            Some(found) if found < mtu.into() => Err(Refusal::new(format!(
-                "the guest's MTU is {mtu} (host_mtu) and that of {name} only {found}; `ip link set {name} mtu {mtu}`",
+            Some(found) if found < mtu.into() => Err(BackendError::new(format!(
+                "the guest's MTU is {mtu} (host_mtu), the MTU of {name} is {found}; run `ip link set {name} mtu {mtu}`",
                 name = taps.name()
             ))),
             _ => Ok(()),
@@ -262,47 +270,52 @@ impl Device for Net {
         !self.shared.options.unmigratable
     }
 
-    fn migration_version(&self) -> Result<String, Refusal> {
+    fn migration_version(&self) -> Result<String, BackendError> {
         if !self.is_migratable() {
-            return Err(Refusal::new("it was started so that it cannot be migrated"));
+            return Err(BackendError::new("it cannot be migrated: it was started with --unmigratable"));
         }
         let (features, pairs) = (self.features(), self.pairs());
         let mtu = self.shared.taps.mtu().map_or("unknown".to_owned(), |mtu| mtu.to_string());
-        let state = if self.shared.options.device_state { " state=1" } else { "" };
+        let state = if self.has_device_state() { " state=1" } else { "" };
         Ok(format!("{KIND} features={features:#x} pairs={pairs} mtu={mtu}{state}"))
     }
 
-    fn accepts(&self, source: &str) -> Result<(), Refusal> {
-        let ours = self.migration_version()?;
-        let refused = |why: String| Err(Refusal::new(format!("{why}; it is `{source}`, this is `{ours}`")));
-        let Some(theirs) = Version::parse(source) else {
-            return refused(format!("the source is no {KIND}"));
+    fn accepts(&self, source: &str) -> Result<(), BackendError> {
+        let destination = self.migration_version()?;
+        let refused = |reason: String| {
+            Err(BackendError::new(format!(
+                "{reason}; the source is `{source}`, this card is `{destination}`"
+            )))
         };
-        let here = Version::parse(&ours).ok_or(Refusal::new("its own version cannot be read"))?;
-        let missing = theirs.features & !here.features;
-        // MQ follows the number of pairs, which QEMU compares itself.
+        let Some(theirs) = Version::parse(source) else {
+            return refused(format!("the source is not a {KIND}"));
+        };
+        let ours =
+            Version::parse(&destination).ok_or(BackendError::new("the card's own version is invalid"))?;
+        let missing = theirs.features & !ours.features;
+        // MQ depends on the number of pairs, which QEMU compares itself.
         if missing & !features::MQ != 0 {
-            return refused(format!(
-                "features {missing:#x} of the source are not to be had on this host's tap"
-            ));
+            return refused(format!("the tap of this host lacks features {missing:#x} of the source"));
         }
-        if theirs.state != here.state {
-            return refused("one of the two cards has --device-state on, and the other one has not".into());
+        if theirs.state != ours.state {
+            return refused(
+                "only one of the two cards has --device-state on; give both the same setting".into(),
+            );
         }
-        match (theirs.mtu, here.mtu) {
-            (Some(there), Some(here)) if here < there => {
-                refused(format!("the MTU is {there} at the source and only {here} here"))
+        match (theirs.mtu, ours.mtu) {
+            (Some(theirs), Some(ours)) if ours < theirs => {
+                refused(format!("the MTU is {theirs} on the source and only {ours} on this host"))
             }
             _ => Ok(()),
         }
     }
 }
 
-/// What [`Device::migration_version`] says.
+/// Contents of [`Device::migration_version`].
 struct Version {
     features: u64,
     mtu: Option<u32>,
-    /// Whether a state travels.
+    /// True if the card's state migrates.
     state: bool,
 }
 

@@ -1,6 +1,6 @@
-//! Which virtio features the card has, and what of the tap each of them is.
+//! Virtio features of the card, and the offload of the tap that belongs to each.
 //!
-//! The control queue stays in QEMU, and with it what it alone can do: filters, MAC, RSS, `CTRL_GUEST_OFFLOADS`.
+//! The control queue stays in QEMU, with everything that needs it: filters, MAC, RSS, `CTRL_GUEST_OFFLOADS`.
 
 use virtio_bindings::virtio_config::VIRTIO_F_ANY_LAYOUT;
 use virtio_bindings::virtio_net as virtio;
@@ -8,7 +8,7 @@ use virtio_bindings::virtio_net as virtio;
 use towline_vhost_user::features::{EVENT_IDX, INDIRECT_DESC, VERSION_1};
 
 bitflags::bitflags! {
-    /// What the receiver of a tap's frames understands (`TUN_F_*`).
+    /// Offloads that the receiver of a tap's frames supports (`TUN_F_*`).
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
     pub(crate) struct Offloads: u32 {
         const CSUM = libc::TUN_F_CSUM;
@@ -27,7 +27,7 @@ const fn bit(number: u32) -> u64 {
 pub(crate) const MRG_RXBUF: u64 = bit(virtio::VIRTIO_NET_F_MRG_RXBUF);
 pub(crate) const MQ: u64 = bit(virtio::VIRTIO_NET_F_MQ);
 
-/// What does not depend on the tap. Some of it is QEMU's to do and only has to be allowed.
+/// Features that do not depend on the tap. Some are implemented by QEMU and only have to be offered.
 const ALWAYS: u64 = MRG_RXBUF
     | bit(virtio::VIRTIO_NET_F_MTU)
     | bit(virtio::VIRTIO_NET_F_STATUS)
@@ -37,7 +37,7 @@ const ALWAYS: u64 = MRG_RXBUF
     | bit(virtio::VIRTIO_NET_F_GUEST_ANNOUNCE)
     | bit(VIRTIO_F_ANY_LAYOUT);
 
-/// What the guest takes, and then the tap may hand over.
+/// Features with which the guest receives frames with offloads of the tap.
 const FROM_TAP: [(u64, Offloads); 7] = [
     (bit(virtio::VIRTIO_NET_F_GUEST_CSUM), Offloads::CSUM),
     (bit(virtio::VIRTIO_NET_F_GUEST_TSO4), Offloads::TSO4),
@@ -48,7 +48,7 @@ const FROM_TAP: [(u64, Offloads); 7] = [
     (bit(virtio::VIRTIO_NET_F_GUEST_USO6), Offloads::USO),
 ];
 
-/// What the guest may hand over if the tap knows it.
+/// Features with which the guest sends frames with offloads that the tap supports.
 const TO_TAP: [(u64, Offloads); 6] = [
     (bit(virtio::VIRTIO_NET_F_CSUM), Offloads::CSUM),
     (bit(virtio::VIRTIO_NET_F_HOST_TSO4), Offloads::TSO4),
@@ -58,7 +58,7 @@ const TO_TAP: [(u64, Offloads); 6] = [
     (bit(virtio::VIRTIO_NET_F_HOST_USO), Offloads::USO),
 ];
 
-/// How virtio calls them, the rings' own too.
+/// Names of the features in the virtio specification, with those of the rings.
 const NAMES: [(u64, &str); 25] = [
     (bit(virtio::VIRTIO_NET_F_GUEST_CSUM), "VIRTIO_NET_F_GUEST_CSUM"),
     (bit(virtio::VIRTIO_NET_F_GUEST_TSO4), "VIRTIO_NET_F_GUEST_TSO4"),
@@ -87,7 +87,7 @@ const NAMES: [(u64, &str); 25] = [
     (EVENT_IDX, "VIRTIO_RING_F_EVENT_IDX"),
 ];
 
-/// The names of these features, those without one by their number.
+/// Returns the names of these features, or their numbers if they have none.
 pub fn feature_names(features: u64) -> impl Iterator<Item = String> {
     let set = (0..u64::BITS).filter(move |number| features & 1 << number != 0);
     set.map(|number| {
@@ -96,25 +96,26 @@ pub fn feature_names(features: u64) -> impl Iterator<Item = String> {
     })
 }
 
-/// What a card on a tap that knows these offloads can do.
+/// Features of a card on a tap with these offloads.
 pub(crate) fn offered(offloads: Offloads, pairs: usize) -> u64 {
     let known = FROM_TAP.iter().chain(&TO_TAP).filter(|(_, offload)| offloads.contains(*offload));
     let multiqueue = if pairs > 1 { MQ } else { 0 };
     known.fold(ALWAYS | multiqueue, |features, (feature, _)| features | feature)
 }
 
-/// What the tap may hand to a guest that took these features. Both kinds of USO are one for the tap, so the guest must
-/// have taken both.
+/// Offloads of frames for a guest that negotiated these features. The tap has one switch for both kinds of USO, so the guest
+/// must have both.
 pub(crate) fn offloads(features: u64) -> Offloads {
-    let taken = FROM_TAP.iter().filter(|(feature, _)| features & feature != 0);
-    let refused = FROM_TAP.iter().filter(|(feature, _)| features & feature == 0);
-    let refused = refused.fold(Offloads::empty(), |all, (_, offload)| all | *offload);
-    let taken = taken.fold(Offloads::empty(), |all, (_, offload)| all | *offload) - refused;
-    // All others are done to frames whose checksum is still to be made.
-    if taken.contains(Offloads::CSUM) { taken } else { Offloads::empty() }
+    let offloads_of = |negotiated: bool| {
+        let features = FROM_TAP.iter().filter(|(feature, _)| (features & feature != 0) == negotiated);
+        features.fold(Offloads::empty(), |all, (_, offload)| all | *offload)
+    };
+    let supported = offloads_of(true) - offloads_of(false);
+    // The other offloads imply a checksum that is not computed yet.
+    if supported.contains(Offloads::CSUM) { supported } else { Offloads::empty() }
 }
 
-/// Bytes of virtio header before each frame: a driver from before 1.0 without merged buffers has no `num_buffers`.
+/// Length of the virtio header: that of a legacy driver without mergeable buffers has no `num_buffers`.
 pub(crate) fn header_bytes(features: u64) -> usize {
     if features & (VERSION_1 | MRG_RXBUF) == 0 { 10 } else { 12 }
 }
@@ -124,18 +125,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tap_hands_over_what_was_taken() {
+    fn offloads_follow_the_negotiated_features() {
         assert_eq!(offloads(offered(Offloads::all(), 1)), Offloads::all());
         let csum = bit(virtio::VIRTIO_NET_F_GUEST_CSUM);
         let tso = bit(virtio::VIRTIO_NET_F_GUEST_TSO4);
         assert_eq!(offloads(csum | tso | VERSION_1), Offloads::CSUM | Offloads::TSO4);
-        assert_eq!(offloads(tso), Offloads::empty(), "segmentation without checksums");
+        assert_eq!(offloads(tso), Offloads::empty(), "segmentation needs checksums");
         let uso = bit(virtio::VIRTIO_NET_F_GUEST_USO4);
-        assert_eq!(offloads(csum | uso), Offloads::CSUM, "one kind of USO");
+        assert_eq!(offloads(csum | uso), Offloads::CSUM, "USO needs both kinds");
     }
 
     #[test]
-    fn an_older_tap_offers_less() {
+    fn features_without_an_offload_of_the_tap_are_not_offered() {
         let features = offered(Offloads::all() - Offloads::USO, 2);
         assert_eq!(features & bit(virtio::VIRTIO_NET_F_HOST_USO), 0);
         assert_eq!(features & bit(virtio::VIRTIO_NET_F_GUEST_USO4), 0);
@@ -144,13 +145,13 @@ mod tests {
     }
 
     #[test]
-    fn features_have_names() {
+    fn features_are_named_as_in_the_specification() {
         let names: Vec<String> = feature_names(MRG_RXBUF | EVENT_IDX | 1 << 63).collect();
         assert_eq!(names, ["VIRTIO_NET_F_MRG_RXBUF", "VIRTIO_RING_F_EVENT_IDX", "feature 63"]);
     }
 
     #[test]
-    fn the_header_is_the_drivers() {
+    fn the_header_length_follows_the_driver() {
         assert_eq!((header_bytes(0), header_bytes(MRG_RXBUF), header_bytes(VERSION_1)), (10, 12, 12));
     }
 }

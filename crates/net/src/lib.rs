@@ -1,21 +1,24 @@
 //! A virtio network card behind vhost-user, between a guest and a tap of this host; QEMU migrates a guest that has one.
 //!
 //! ```text
-//!   guest ── ring 1, 3, … ─► Transmitter ── one writev a frame ─► queue of the tap ─► the host's stack, a bridge
-//!         ◄─ ring 0, 2, … ── Receiver ◄──── one readv a frame ───┘      (a Pair, a thread, a queue each)
+//!   guest ── ring 1, 3, … ─► Transmitter ── one writev per frame ─► queue of the tap ─► the host's stack, a bridge
+//!         ◄─ ring 0, 2, … ── Receiver ◄──── one readv per frame ───┘
+//!            (a QueuePair, a thread and a queue of the tap for each pair of rings)
 //! ```
 //! Frames go from guest memory into the kernel and back without a copy in this process, super-frames of 64 KiB as well:
-//! the virtio header is the tap's own, so segmentation and checksums are the kernel's, or the real card's behind it.
-//! What the tap may hand over follows what the guest's driver took, here and at a migration's destination.
+//! the virtio header is the tap's own, so segmentation and checksums are left to the kernel, or to the network card behind
+//! it. The offloads of the tap follow the features that the guest's driver negotiated, here and at a migration's destination.
 //!
-//! What it is not: no switch (a bridge does that), no control queue (QEMU keeps it), no address filter, no shaping.
+//! Out of scope: switching (a bridge does that), a control queue (QEMU has it), address filters, traffic shaping.
 //!
-//! Limits: [`PAIRS_MAX`] queue pairs, frames of [`FRAME_BYTES_MAX`] bytes. Chains are completed in the ring's order, so a
-//! process that dies loses frames that were under way and no descriptor: the next one begins where the used ring ends.
-//! Where it is written down: `docs/net.md`.
+//! Limits: [`PAIRS_MAX`] queue pairs, frames of [`FRAME_BYTES_MAX`] bytes. Chains are used in the order of the available
+//! ring, so a process that dies loses frames in flight and no descriptor: its successor continues at the used index.
+//! See `docs/net.md`.
 
+mod chains;
 mod device;
 mod features;
+mod lock;
 mod pair;
 mod rarp;
 mod receive;
@@ -31,12 +34,12 @@ pub use device::{Net, Options};
 pub use features::feature_names;
 pub use state::{STATE_VERSION, STATE_VERSION_MIN};
 pub use statistics::{DropReason, QueueStatistics};
-pub use tap::{Tap, TapError, Taps};
-pub use xdp::{Mode, Xdp, XdpError};
+pub use tap::{TapError, TapQueue, Taps};
+pub use xdp::{TransmitMode, Xdp, XdpError};
 
-/// The most queue pairs: what one byte names on the wire, two queues each.
+/// Maximum number of queue pairs: vhost-user names a ring by one byte, and a pair has two.
 pub const PAIRS_MAX: usize = towline_vhost_user::QUEUES_MAX / 2;
-/// The longest frame, with its virtio header: a super-frame of 64 KiB with room for its headers.
+/// Maximum length of a frame with its virtio header: a super-frame of 64 KiB and its headers.
 pub const FRAME_BYTES_MAX: usize = 68 << 10;
-/// After so many bytes the guest sees what was done, while the rest of the batch is: both sides work at once.
-const BYTES_A_BATCH: u64 = 64 << 10;
+/// Bytes after which a batch is published before it is complete, so that the guest and the device work at the same time.
+const PUBLISHED_BYTES: u64 = 64 << 10;

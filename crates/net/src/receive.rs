@@ -1,86 +1,104 @@
-//! From the tap to the guest: one `readv` a frame, straight into the guest's buffers.
+//! From the tap to the guest: one `readv` per frame, straight into the guest's buffers.
 //!
 //! ```text
-//!   pop a window of chains ─► gather as many as frames took lately, and the spill behind them ─► readv
-//!                               │ it fits: chains completed, num_buffers written; the next frame begins behind them
-//!                               │ longer:  what is in the spill goes into further chains
-//!                               └ the guest has too few: the frame is held until it gives more
+//!   pop a window of chains ─► gather as many as recent frames took, then the overflow buffer ─► readv
+//!                               │ it fits:    chains completed, num_buffers written; the next frame follows them
+//!                               │ longer:     the contents of the overflow buffer are copied to further chains
+//!                               └ no buffers: the frame is deferred until the driver makes more available
 //! ```
-//! A tap does not say how long its next frame is, and what `readv` has no room for is lost. Gathering 64 KiB for each small
-//! frame would be a waste, so as much is gathered as the longest of the last frames took, and behind it stands a spill of
-//! this process's own: nothing is lost, and copied is only what was longer than any before it. No frame is dropped for want
-//! of buffers either, and none is read while the guest has given none.
+//! A tap does not report the length of its next frame, and discards what `readv` has no room for. To gather 64 KiB for each
+//! small frame would be wasteful, so as much is gathered as the longest of the recent frames took, followed by an overflow
+//! buffer of this process. Nothing is lost, and only frames that are longer than those before are copied. No frame is dropped
+//! for lack of buffers either, and none is read while the receive ring is empty.
 
 use std::io;
 
-use towline_channel::{IOV_MAX, IoBufMut, gather};
-use towline_vhost_user::{Batch, Chain, Ring};
+use towline_channel::{IoBufMut, gather};
+use towline_vhost_user::{Batch, Next, Ring};
 
-use crate::statistics::{DropReason, Tally};
-use crate::tap::Tap;
-use crate::{BYTES_A_BATCH, FRAME_BYTES_MAX};
+use crate::chains::{Gathered, complete, gather_chains, recycled, write_chains};
+use crate::statistics::{BatchCounters, DropReason};
+use crate::tap::{FrameFormat, LinkState, TapContext};
+use crate::{FRAME_BYTES_MAX, PUBLISHED_BYTES};
 
-/// Frames in one turn; then the other direction, and the session, have theirs.
-const FRAMES_A_TURN: usize = 256;
-/// Frames after which the guest sees them, if more are there.
-const FRAMES_A_BATCH: usize = 64;
-/// Chains taken at a time, at least and at most.
+/// Maximum number of frames in one run; then the other direction and the session have theirs.
+const FRAMES_PER_RUN: usize = 256;
+/// Frames after which a batch is published, if more follow.
+const FRAMES_PER_BATCH: usize = 64;
+/// Minimum and maximum number of chains that are popped at once.
 const WINDOW: std::ops::RangeInclusive<usize> = 8..=256;
-/// Chains that a frame that is held may be spread over.
-const HELD_CHAINS_MAX: usize = 4096;
-/// Frames after which the longest of them is what the next ones are expected to be.
-const MEMORY_FRAMES: usize = 64;
-/// `num_buffers` of the virtio header.
-const NUM_BUFFERS: usize = 10;
-/// Errors in a row after which a tap is taken for gone.
+/// Maximum number of chains of a deferred frame.
+const DEFERRED_CHAINS_MAX: usize = 4096;
+/// Frames after which the longest of them becomes the expected length.
+const PREDICTION_FRAMES: usize = 64;
+/// Consecutive errors after which a tap is considered gone.
 const FAILURES_MAX: usize = 16;
 
-/// How frames look to this guest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Format {
-    /// Bytes of virtio header.
-    pub(crate) header_bytes: usize,
-    /// Whether a frame may be spread over several chains.
-    pub(crate) mergeable: bool,
-}
-
-/// Where frames come from, and how they are to look.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Line<'a> {
-    pub(crate) tap: &'a Tap,
-    pub(crate) format: Format,
-    /// Whether anything goes over it.
-    pub(crate) linked: bool,
-}
-
-/// The receiving half of a pair.
+/// The receiving half of a queue pair.
 pub(crate) struct Receiver {
     batch: Batch,
+    /// Number of chains that are popped at once.
     window: usize,
-    spill: Box<[u8]>,
-    /// A frame for which the guest had too few buffers, if it is not empty.
-    held: Vec<u8>,
-    /// Bytes that frames take, and what they took since that was last decided.
-    expected: usize,
-    longest: usize,
-    seen: usize,
+    /// Follows the guest's buffers in each `readv`.
+    overflow: Box<[u8]>,
+    /// A frame for which there were too few buffers; empty if there is none.
+    deferred: Vec<u8>,
+    lengths: LengthPrediction,
     failures: usize,
-    /// Waits for buffers of the guest's, not for frames.
-    pub(crate) starved: bool,
-    /// The tap is of no use any more.
-    pub(crate) gone: bool,
+    /// True while the ring is empty: the driver has to make buffers available before the next frame is read.
+    pub(crate) buffers_exhausted: bool,
+    /// True once the tap is gone; nothing is read from it again.
+    pub(crate) tap_failed: bool,
+    /// The list for `readv`, empty between frames; kept for its allocation.
+    bufs: Vec<IoBufMut<'static>>,
 }
 
-/// What became of an attempt to receive one frame.
+/// Predicts the length of the next frame from the recent ones.
+#[derive(Debug, Default)]
+struct LengthPrediction {
+    expected: usize,
+    /// Longest of the frames since the expected length was last lowered, and their number.
+    longest: usize,
+    frames: usize,
+}
+
+/// Result of an attempt to receive one frame.
 enum Received {
-    /// So many chains were completed with it.
-    Frame(usize),
-    /// There was none.
-    Nothing,
-    /// It is held, or was dropped; no chain was used.
-    Aside,
-    /// There are fewer chains left than frames took lately.
-    Short,
+    /// The frame fills this number of chains, which are completed.
+    Frame { chains: usize },
+    /// The tap has no frame.
+    TapEmpty,
+    /// The frame was discarded; no chain was used.
+    Dropped,
+    /// The frame waits for more buffers; no chain was used.
+    Deferred,
+    /// Fewer chains are left in the batch than recent frames took; nothing was read.
+    TooFewChains,
+}
+
+/// Handling of a batch whose remaining chains are fewer than recent frames took.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ShortBatch {
+    /// Pop another batch first.
+    Refill,
+    /// Read into those that there are.
+    Use,
+}
+
+/// A batch into which frames were received.
+struct Filled {
+    /// Number of chains that were used.
+    chains: usize,
+    tap_empty: bool,
+}
+
+/// State of a deferred frame after an attempt to deliver it.
+#[derive(PartialEq, Eq)]
+enum Delivery {
+    /// It was delivered or dropped.
+    Done,
+    /// There are still too few buffers.
+    Waits,
 }
 
 impl Receiver {
@@ -88,287 +106,265 @@ impl Receiver {
         Self {
             batch: Batch::new(),
             window: *WINDOW.start(),
-            spill: vec![0; FRAME_BYTES_MAX].into(),
-            held: Vec::new(),
-            expected: 0,
-            longest: 0,
-            seen: 0,
+            overflow: vec![0; FRAME_BYTES_MAX].into(),
+            deferred: Vec::new(),
+            lengths: LengthPrediction::default(),
             failures: 0,
-            starved: false,
-            gone: false,
+            buffers_exhausted: false,
+            tap_failed: false,
+            bufs: Vec::new(),
         }
     }
 
-    /// The guest has another driver: what is held was made for the one before.
-    pub(crate) fn forget(&mut self) {
-        self.held.clear();
-        self.starved = false;
+    /// Discards the deferred frame, whose header has the format of a former driver.
+    pub(crate) fn reset(&mut self) {
+        self.deferred.clear();
+        self.buffers_exhausted = false;
     }
 
-    /// Guest memory changes: nothing of the former one is kept mapped.
-    pub(crate) fn release(&mut self) {
+    /// Releases guest memory that is about to be unmapped.
+    pub(crate) fn release_memory(&mut self) {
         self.batch.clear();
     }
 
-    /// Receives for one turn. True if there may be more.
-    pub(crate) fn run(&mut self, ring: &mut Ring, line: Line<'_>, tally: &mut Tally) -> bool {
-        if self.gone {
-            ring.listen(false);
-            return false;
+    /// Receives up to [`FRAMES_PER_RUN`] frames.
+    pub(crate) fn run(&mut self, ring: &mut Ring, tap: TapContext<'_>, counted: &mut BatchCounters) -> Next {
+        if self.tap_failed {
+            ring.set_notification(false);
+            return Next::Wait;
         }
-        if !line.linked {
-            // Frames are dropped without the guest's buffers, so nobody has to be kicked for more of them.
-            ring.listen(false);
-            return self.discard(line, tally);
+        if tap.link == LinkState::Down {
+            // Frames are discarded without the guest's buffers, so kicks for more of them are not needed.
+            ring.set_notification(false);
+            return self.discard(tap, counted);
         }
-        if !self.held.is_empty() && !self.deliver_held(ring, line.format, tally) {
-            return self.starve(ring);
+        if self.deliver_deferred(ring, tap.format, counted) == Delivery::Waits {
+            return self.wait_for_buffers(ring);
         }
-        let mut left = FRAMES_A_TURN;
+        let mut left = FRAMES_PER_RUN;
         loop {
             if ring.pop(&mut self.batch, self.window) == 0 {
-                return self.starve(ring);
+                return self.wait_for_buffers(ring);
             }
-            self.starved = false;
-            let (used, over) = self.fill(ring, line, tally, &mut left);
-            let taken = self.batch.len();
-            ring.give_back(&mut self.batch, used);
+            self.buffers_exhausted = false;
+            let filled = self.fill(ring, tap, counted, &mut left);
+            let popped = self.batch.len();
+            ring.rewind(&mut self.batch, filled.chains);
             ring.publish();
-            if over || left == 0 {
-                ring.listen(false);
-                if used < taken / 4 {
+            if filled.tap_empty || left == 0 {
+                ring.set_notification(false);
+                if filled.chains < popped / 4 {
                     self.window = (self.window / 2).max(*WINDOW.start());
                 }
-                return left == 0;
+                return if left == 0 { Next::Again } else { Next::Wait };
             }
-            if !self.held.is_empty() {
-                if !self.deliver_held(ring, line.format, tally) {
-                    return self.starve(ring);
+            if !self.deferred.is_empty() {
+                if self.deliver_deferred(ring, tap.format, counted) == Delivery::Waits {
+                    return self.wait_for_buffers(ring);
                 }
-                // `fill` ended before it counted this frame.
+                // `fill` returned before it counted this frame.
                 left -= 1;
                 if left == 0 {
-                    ring.listen(false);
-                    return true;
+                    ring.set_notification(false);
+                    return Next::Again;
                 }
             }
             self.window = (self.window * 2).min(*WINDOW.end());
         }
     }
 
-    /// While the link is down: what comes is thrown away, and what is held too. True if there may be more.
-    fn discard(&mut self, line: Line<'_>, tally: &mut Tally) -> bool {
-        if !self.held.is_empty() {
-            tally.drop(DropReason::Unlinked);
-            self.held.clear();
+    /// Discards the frames of the tap, and the deferred one, while the link is down.
+    fn discard(&mut self, tap: TapContext<'_>, counted: &mut BatchCounters) -> Next {
+        if !self.deferred.is_empty() {
+            counted.add_drop(DropReason::LinkDown);
+            self.deferred.clear();
         }
-        for _ in 0..FRAMES_A_TURN {
-            match line.tap.read(&mut [IoBufMut::from(&mut *self.spill)]) {
-                Ok(_) => tally.drop(DropReason::Unlinked),
+        for _ in 0..FRAMES_PER_RUN {
+            match tap.queue.read(&mut [IoBufMut::from(&mut *self.overflow)]) {
+                Ok(_) => counted.add_drop(DropReason::LinkDown),
                 Err(error) => {
-                    self.fail(&error);
-                    return false;
+                    self.read_failed(&error);
+                    return Next::Wait;
                 }
             }
         }
-        true
+        Next::Again
     }
 
-    /// Nothing came. A tap that says so too often for another reason than that there is nothing is gone.
-    fn fail(&mut self, error: &io::Error) {
+    /// Counts errors other than an empty tap; gives the tap up after [`FAILURES_MAX`] of them in a row.
+    fn read_failed(&mut self, error: &io::Error) {
         if error.kind() == io::ErrorKind::WouldBlock {
             return;
         }
         self.failures += 1;
         if self.failures == FAILURES_MAX {
             tracing::error!(%error, "the tap is gone; nothing is received from it any more");
-            self.gone = true;
+            self.tap_failed = true;
         }
     }
 
-    /// The guest wakes us when it has more buffers.
-    fn starve(&mut self, ring: &mut Ring) -> bool {
-        self.starved = true;
-        ring.listen(true);
-        false
+    /// Requests a kick for the next buffers.
+    fn wait_for_buffers(&mut self, ring: &mut Ring) -> Next {
+        self.buffers_exhausted = true;
+        ring.set_notification(true);
+        Next::Wait
     }
 
-    /// Receives into the chains of the batch. How many were used, and whether there are no more frames.
+    /// Receives frames into the chains of the batch, `left` at most.
     fn fill(
         &mut self,
         ring: &mut Ring,
-        line: Line<'_>,
-        tally: &mut Tally,
+        tap: TapContext<'_>,
+        counted: &mut BatchCounters,
         left: &mut usize,
-    ) -> (usize, bool) {
-        // Whether the ring may have more chains than these.
-        let more = self.batch.len() == self.window;
-        let (mut at, mut unpublished, mut shown) = (0, 0, tally.bytes);
-        let mut bufs = Vec::new();
-        while *left > 0 && at < self.batch.len() {
-            let may_wait = at > 0 || (more && self.window < *WINDOW.end());
-            let received;
-            (received, bufs) = self.receive(ring, line, tally, (at, may_wait), bufs);
-            match received {
-                Received::Frame(chains) => at += chains,
-                Received::Nothing => return (at, true),
-                Received::Aside if self.held.is_empty() => {}
-                Received::Aside | Received::Short => return (at, false),
+    ) -> Filled {
+        // A full window: the ring may have more chains.
+        let window_full = self.batch.len() == self.window;
+        let can_grow = window_full && self.window < *WINDOW.end();
+        let (mut used, mut unpublished, mut published_bytes) = (0, 0, counted.bytes);
+        while *left > 0 && used < self.batch.len() {
+            let short = if used > 0 || can_grow { ShortBatch::Refill } else { ShortBatch::Use };
+            match self.receive(ring, tap, counted, used, short) {
+                Received::Frame { chains } => used += chains,
+                Received::Dropped => {}
+                Received::TapEmpty => return Filled { chains: used, tap_empty: true },
+                Received::Deferred | Received::TooFewChains => break,
             }
             *left -= 1;
             unpublished += 1;
-            if unpublished == FRAMES_A_BATCH || tally.bytes - shown >= BYTES_A_BATCH {
+            if unpublished == FRAMES_PER_BATCH || counted.bytes - published_bytes >= PUBLISHED_BYTES {
                 ring.publish();
-                (unpublished, shown) = (0, tally.bytes);
+                (unpublished, published_bytes) = (0, counted.bytes);
             }
         }
-        (at, false)
+        Filled { chains: used, tap_empty: false }
     }
 
-    /// Receives one frame into the chains from `at` on.
-    fn receive<'b>(
+    /// Receives one frame into the chains from `first` on.
+    fn receive(
         &mut self,
         ring: &mut Ring,
-        Line { tap, format, .. }: Line<'_>,
-        tally: &mut Tally,
-        (at, may_wait): (usize, bool),
-        bufs: Vec<IoBufMut<'_>>,
-    ) -> (Received, Vec<IoBufMut<'b>>) {
-        let Self { batch, spill, held, expected, .. } = self;
-        let mut bufs = emptied(bufs);
-        let (mut room, mut chains) = (0, 0);
-        let most = if format.mergeable { batch.len() - at } else { 1 };
-        for chain in (at..at + most).map(|index| batch.chain(index)) {
-            if (room >= *expected && room > 0) || bufs.len() + chain.writable().len() >= IOV_MAX {
-                break;
+        tap: TapContext<'_>,
+        counted: &mut BatchCounters,
+        first: usize,
+        short: ShortBatch,
+    ) -> Received {
+        let (format, expected) = (tap.format, self.lengths.expected);
+        let mut bufs: Vec<IoBufMut<'_>> = std::mem::take(&mut self.bufs);
+        let gathered = gather_chains(&self.batch, first, format, expected, &mut bufs);
+        if gathered.bytes < expected && format.mergeable && short == ShortBatch::Refill {
+            self.bufs = recycled(bufs);
+            return Received::TooFewChains;
+        }
+        bufs.push(IoBufMut::from(&mut *self.overflow));
+        let read = tap.queue.read(&mut bufs);
+        self.bufs = recycled(bufs);
+        match read {
+            Ok(length) => {
+                self.failures = 0;
+                self.lengths.record(length);
+                self.complete_frame(ring, format, counted, gathered, length)
             }
-            bufs.extend(chain.writable());
-            room += chain.writable_bytes() as usize;
-            chains += 1;
-        }
-        if room < *expected && format.mergeable && may_wait {
-            return (Received::Short, emptied(bufs));
-        }
-        let spill_bytes = spill.len();
-        bufs.push(IoBufMut::from(&mut **spill));
-        let length = match tap.read(&mut bufs) {
-            Ok(length) => length,
             Err(error) => {
-                let bufs = emptied(bufs);
-                self.fail(&error);
-                return (Received::Nothing, bufs);
+                self.read_failed(&error);
+                Received::TapEmpty
             }
-        };
-        self.failures = 0;
-        let bufs = emptied(bufs);
-        let behind = length.saturating_sub(room);
-        let received = if length < format.header_bytes || behind >= spill_bytes {
-            tally.drop(DropReason::TooLong);
-            Received::Aside
-        } else if behind == 0 {
-            Received::Frame(complete(ring, batch, at, length, format))
-        } else if !format.mergeable {
-            tally.drop(DropReason::TooLong);
-            Received::Aside
-        } else if spread(batch, at + chains, &spill[..behind]) {
-            tally.copied += 1;
-            Received::Frame(complete(ring, batch, at, length, format))
-        } else {
-            // What is in the guest's buffers already is taken out again: they are given back.
-            tally.copied += 1;
-            held.resize(room, 0);
-            let filled: Vec<_> =
-                batch.chains().skip(at).take(chains).flat_map(|chain| chain.writable()).collect();
-            gather(&filled.iter().map(IoBufMut::as_io_buf).collect::<Vec<_>>(), held);
-            held.extend_from_slice(&spill[..behind]);
-            Received::Aside
-        };
-        if matches!(received, Received::Frame(_)) {
-            tally.packets += 1;
-            tally.bytes += (length - format.header_bytes) as u64;
-        }
-        self.learn(length);
-        (received, bufs)
-    }
-
-    /// What the next frames are expected to take.
-    fn learn(&mut self, length: usize) {
-        self.expected = self.expected.max(length);
-        self.longest = self.longest.max(length);
-        self.seen += 1;
-        if self.seen == MEMORY_FRAMES {
-            (self.expected, self.longest, self.seen) = (self.longest, 0, 0);
         }
     }
 
-    /// Gives the guest the frame that is held, if it has the buffers by now. False if not.
-    fn deliver_held(&mut self, ring: &mut Ring, format: Format, tally: &mut Tally) -> bool {
-        let (batch, length) = (&mut self.batch, self.held.len());
-        ring.pop(batch, HELD_CHAINS_MAX);
-        let room: usize = batch.chains().map(|chain| chain.writable_bytes() as usize).sum();
-        if room >= length && format.mergeable {
-            spread(batch, 0, &self.held);
+    /// Completes the chains of a frame that was read into `gathered` and the overflow buffer.
+    fn complete_frame(
+        &mut self,
+        ring: &mut Ring,
+        format: FrameFormat,
+        counted: &mut BatchCounters,
+        gathered: Gathered,
+        length: usize,
+    ) -> Received {
+        let overflow = length.saturating_sub(gathered.bytes);
+        let too_long = overflow >= self.overflow.len() || (overflow > 0 && !format.mergeable);
+        if length < format.header_bytes || too_long {
+            counted.add_drop(DropReason::TooLong);
+            return Received::Dropped;
+        }
+        if overflow > 0 {
+            counted.copied += 1;
+            let next = gathered.first + gathered.chains;
+            if !write_chains(&self.batch, next, &self.overflow[..overflow]) {
+                self.defer(gathered, overflow);
+                return Received::Deferred;
+            }
+        }
+        let chains = complete(ring, &self.batch, gathered.first, length, format);
+        counted.add_frame(length - format.header_bytes);
+        Received::Frame { chains }
+    }
+
+    /// Copies a frame out of the guest's buffers and the overflow buffer, to be delivered later.
+    fn defer(&mut self, gathered: Gathered, overflow: usize) {
+        self.deferred.resize(gathered.bytes, 0);
+        let chains = self.batch.chains().skip(gathered.first).take(gathered.chains);
+        let filled: Vec<_> = chains.flat_map(|chain| chain.writable()).collect();
+        gather(&filled.iter().map(IoBufMut::as_io_buf).collect::<Vec<_>>(), &mut self.deferred);
+        self.deferred.extend_from_slice(&self.overflow[..overflow]);
+    }
+
+    /// Delivers the deferred frame, if there is one and the driver has made enough buffers available.
+    fn deliver_deferred(
+        &mut self,
+        ring: &mut Ring,
+        format: FrameFormat,
+        counted: &mut BatchCounters,
+    ) -> Delivery {
+        if self.deferred.is_empty() {
+            return Delivery::Done;
+        }
+        let (batch, length) = (&mut self.batch, self.deferred.len());
+        ring.pop(batch, DEFERRED_CHAINS_MAX);
+        if format.mergeable && write_chains(batch, 0, &self.deferred) {
             let used = complete(ring, batch, 0, length, format);
-            ring.give_back(batch, used);
+            ring.rewind(batch, used);
             ring.publish();
-            tally.packets += 1;
-            tally.bytes += (length - format.header_bytes) as u64;
+            counted.add_frame(length - format.header_bytes);
         } else {
-            let too_many = batch.len() == HELD_CHAINS_MAX || batch.is_full();
-            ring.give_back(batch, 0);
+            let too_many = batch.len() == DEFERRED_CHAINS_MAX || batch.is_full();
+            ring.rewind(batch, 0);
             if !too_many && format.mergeable {
-                return false;
+                return Delivery::Waits;
             }
-            tally.drop(DropReason::TooLong);
+            counted.add_drop(DropReason::TooLong);
         }
         // It may have grown to thousands of chains.
         batch.clear();
-        self.held.clear();
-        true
+        self.deferred.clear();
+        Delivery::Done
     }
 }
 
-/// Writes `bytes` to the chains from `first` on; false if there is not the room.
-fn spread(batch: &Batch, first: usize, bytes: &[u8]) -> bool {
-    let room: usize = batch.chains().skip(first).map(|chain| chain.writable_bytes() as usize).sum();
-    if room < bytes.len() {
-        return false;
-    }
-    let mut done = 0;
-    for chain in batch.chains().skip(first) {
-        if done == bytes.len() {
-            break;
+impl LengthPrediction {
+    /// Takes a frame of this length into account.
+    fn record(&mut self, length: usize) {
+        self.expected = self.expected.max(length);
+        self.longest = self.longest.max(length);
+        self.frames += 1;
+        if self.frames == PREDICTION_FRAMES {
+            *self = Self { expected: self.longest, ..Self::default() };
         }
-        done += chain.write_at(0, &bytes[done..]);
     }
-    true
 }
 
-/// Completes the chains from `at` on that a frame of this length has filled; how many.
-fn complete(ring: &mut Ring, batch: &Batch, at: usize, length: usize, format: Format) -> usize {
-    let (mut left, mut used) = (length, 0);
-    while left > 0 {
-        left = left.saturating_sub(batch.chain(at + used).writable_bytes() as usize);
-        used += 1;
-    }
-    // Before any chain is completed: that marks its pages in the dirty log, and what is written after a page was marked is lost
-    // in a migration.
-    if format.header_bytes > NUM_BUFFERS {
-        let count = u16::try_from(used).expect("the window is smaller").to_le_bytes();
-        batch.chain(at).write_at(NUM_BUFFERS, &count);
-    }
-    let mut left = length;
-    for index in at..at + used {
-        let chain: Chain<'_> = batch.chain(index);
-        let here = left.min(chain.writable_bytes() as usize);
-        left -= here;
-        ring.complete(chain, u32::try_from(here).expect("a frame is shorter"));
-    }
-    used
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// The same allocation, for buffers of another lifetime.
-fn emptied<'b>(mut bufs: Vec<IoBufMut<'_>>) -> Vec<IoBufMut<'b>> {
-    bufs.clear();
-    bufs.into_iter().map(|_| unreachable!("it is empty")).collect()
+    #[test]
+    fn the_expected_length_is_that_of_the_longest_recent_frame() {
+        let mut lengths = LengthPrediction::default();
+        [60, 1514, 90].into_iter().for_each(|length| lengths.record(length));
+        assert_eq!(lengths.expected, 1514);
+        (3..PREDICTION_FRAMES).for_each(|_| lengths.record(90));
+        assert_eq!(lengths.expected, 1514, "the longest of these frames");
+        (0..PREDICTION_FRAMES).for_each(|_| lengths.record(90));
+        assert_eq!(lengths.expected, 90);
+    }
 }

@@ -1,21 +1,21 @@
-//! What of a card travels with its guest, where both ends want that (`--device-state on`): whether its link is up, and what
-//! it has counted. Rings and features need no state: a frontend says them anew.
+//! State of a card that migrates with its guest if both ends have `--device-state on`: the link and the counters. Rings and
+//! features are not part of it: the frontend sets them again.
 //!
 //! ```text
 //!   "TLnet\0"  version u16  oldest u16  { tag u16  bytes u32  contents }…
 //! ```
-//! All little-endian. `version` is who wrote it, `oldest` the first that can read it. Each version has added a section
-//! (`STAGES`): who is older leaves out what it does not know, and who is newer takes what is not there as it is in a card
-//! that was just made. So a guest may go from an old host to a new one and back.
+//! All little-endian. `version` is that of the writer, `oldest` the oldest that can read it. Each version added a section
+//! (`SECTIONS`): an older reader skips sections that it does not know, a newer one uses the defaults of a new card for
+//! sections that are missing. So a guest may move from an old host to a new one and back.
 
-use towline_vhost_user::{QUEUES_MAX, Refusal};
+use towline_vhost_user::{BackendError, QUEUES_MAX};
 
 use crate::statistics::{DropReason, QueueStatistics};
 
-/// The version of the state that a card saves.
-pub const STATE_VERSION: u16 = STAGES[STAGES.len() - 1].version;
-/// The oldest that it loads; those that load this version's are as old.
-pub const STATE_VERSION_MIN: u16 = STAGES[0].version;
+/// Version of the state that a card saves.
+pub const STATE_VERSION: u16 = SECTIONS[SECTIONS.len() - 1].version;
+/// Oldest version that a card loads, and oldest that loads this version's state.
+pub const STATE_VERSION_MIN: u16 = SECTIONS[0].version;
 
 const MAGIC: &[u8; 6] = b"TLnet\0";
 const HEAD_BYTES: usize = 10;
@@ -23,32 +23,32 @@ const SECTION_BYTES: usize = 6;
 /// `packets`, `bytes` and each [`DropReason`].
 const COUNTERS: usize = 2 + DropReason::ALL.len();
 
-/// What a version added.
-struct Stage {
+/// A section, and the version that added it.
+struct Section {
     version: u16,
     tag: u16,
-    /// Appends the section's contents.
+    /// Appends the contents.
     save: fn(&State, &mut Vec<u8>),
-    /// Takes them; false if they are none.
+    /// Loads the contents. Returns false if they are invalid.
     load: fn(&mut State, &[u8]) -> bool,
 }
 
-const STAGES: [Stage; 2] = [
-    Stage { version: 1, tag: 1, save: save_link, load: load_link },
-    Stage { version: 2, tag: 2, save: save_counters, load: load_counters },
+const SECTIONS: [Section; 2] = [
+    Section { version: 1, tag: 1, save: save_link, load: load_link },
+    Section { version: 2, tag: 2, save: save_counters, load: load_counters },
 ];
 
 /// The state of a card.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct State {
-    pub(crate) linked: bool,
-    /// By pair: what was received and transmitted. What a ring counts is the ring's.
+    pub(crate) link_up: bool,
+    /// Counters of each pair: receiving, transmitting. Those of the rings are not included.
     pub(crate) counters: Vec<[QueueStatistics; 2]>,
 }
 
 impl Default for State {
     fn default() -> Self {
-        Self { linked: true, counters: Vec::new() }
+        Self { link_up: true, counters: Vec::new() }
     }
 }
 
@@ -57,69 +57,72 @@ impl State {
         self.encode_as(STATE_VERSION)
     }
 
-    /// As a card of this version writes it.
+    /// Encodes as a card of this version does.
     fn encode_as(&self, version: u16) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
         bytes.extend(version.to_le_bytes());
         bytes.extend(STATE_VERSION_MIN.to_le_bytes());
-        for stage in STAGES.iter().filter(|stage| stage.version <= version) {
+        for section in SECTIONS.iter().filter(|section| section.version <= version) {
             let mut contents = Vec::new();
-            (stage.save)(self, &mut contents);
-            bytes.extend(stage.tag.to_le_bytes());
+            (section.save)(self, &mut contents);
+            bytes.extend(section.tag.to_le_bytes());
             bytes.extend(u32::try_from(contents.len()).expect("a few numbers for each pair").to_le_bytes());
             bytes.extend(contents);
         }
         bytes
     }
 
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, Refusal> {
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, BackendError> {
         Self::decode_as(bytes, STATE_VERSION)
     }
 
-    /// As a card of this version reads it.
-    fn decode_as(bytes: &[u8], known: u16) -> Result<Self, Refusal> {
+    /// Decodes as a card of version `known` does.
+    fn decode_as(bytes: &[u8], known: u16) -> Result<Self, BackendError> {
         let Some((head, mut rest)) =
             bytes.split_first_chunk::<HEAD_BYTES>().filter(|_| bytes.starts_with(MAGIC))
         else {
-            return Err(Refusal::new(format!("{} bytes are no state of a network card", bytes.len())));
+            return Err(BackendError::new(format!(
+                "{} bytes are not the state of a network card",
+                bytes.len()
+            )));
         };
         let [version, oldest] = [6, 8].map(|at| u16::from_le_bytes([head[at], head[at + 1]]));
         if oldest > known {
-            return Err(Refusal::new(format!(
-                "the card's state has version {version}, which cards from version {oldest} on read, and this one knows {known}; use \
-                 a newer towline here"
+            return Err(BackendError::new(format!(
+                "the card's state has version {version}, readable from version {oldest} on, this card reads version {known}; use a \
+                 newer towline on this host"
             )));
         }
         let mut state = Self::default();
-        while let Some((head, behind)) = rest.split_first_chunk::<SECTION_BYTES>() {
+        while let Some((head, following)) = rest.split_first_chunk::<SECTION_BYTES>() {
             let tag = u16::from_le_bytes([head[0], head[1]]);
             let len = u32::from_le_bytes([head[2], head[3], head[4], head[5]]) as usize;
-            let Some((contents, behind)) = behind.split_at_checked(len) else {
-                let left = behind.len();
-                return Err(Refusal::new(format!(
-                    "section {tag} of the card's state has {left} bytes, not {len}"
+            let Some((contents, following)) = following.split_at_checked(len) else {
+                let left = following.len();
+                return Err(BackendError::new(format!(
+                    "section {tag} of the card's state is truncated: {left} bytes, expected {len}"
                 )));
             };
-            rest = behind;
-            match STAGES.iter().find(|stage| stage.tag == tag && stage.version <= known) {
-                Some(stage) if (stage.load)(&mut state, contents) => {}
+            rest = following;
+            match SECTIONS.iter().find(|section| section.tag == tag && section.version <= known) {
+                Some(section) if (section.load)(&mut state, contents) => {}
                 None if version > known => {}
-                _ => return Err(Refusal::new(format!("section {tag} of the card's state makes no sense"))),
+                _ => return Err(BackendError::new(format!("section {tag} of the card's state is invalid"))),
             }
         }
         match rest {
             [] => Ok(state),
-            _ => Err(Refusal::new(format!("{} bytes behind the card's state", rest.len()))),
+            _ => Err(BackendError::new(format!("{} bytes follow the card's state", rest.len()))),
         }
     }
 }
 
 fn save_link(state: &State, bytes: &mut Vec<u8>) {
-    bytes.push(state.linked.into());
+    bytes.push(state.link_up.into());
 }
 
 fn load_link(state: &mut State, bytes: &[u8]) -> bool {
-    state.linked = bytes == [1];
+    state.link_up = bytes == [1];
     matches!(bytes, [0 | 1])
 }
 
@@ -154,19 +157,19 @@ mod tests {
             drops: [1, 2, 3, 4, 5, packets],
             ..QueueStatistics::default()
         };
-        State { linked: false, counters: vec![[queue(7), queue(8)], [queue(9), queue(u64::MAX / 200)]] }
+        State { link_up: false, counters: vec![[queue(7), queue(8)], [queue(9), queue(u64::MAX / 200)]] }
     }
 
     #[test]
-    fn a_state_comes_back() {
+    fn a_state_survives_encoding() {
         assert_eq!(State::decode(&state().encode()), Ok(state()));
         assert_eq!(State::decode(&State::default().encode()), Ok(State::default()));
         assert_eq!((STATE_VERSION_MIN, STATE_VERSION), (1, 2));
     }
 
-    /// From every version to every other and back: what both know is kept, the rest is as in a new card.
+    /// Sections that both versions know are kept, the others are those of a new card.
     #[test]
-    fn a_guest_goes_between_cards_of_all_versions() {
+    fn a_state_migrates_between_all_versions_and_back() {
         let as_known = |version| match version {
             1 => State { counters: Vec::new(), ..state() },
             _ => state(),
@@ -179,7 +182,7 @@ mod tests {
                 assert_eq!(back, as_known(from.min(to)), "{from} to {to} and back");
             }
         }
-        // One that does not exist yet, with a section that nobody here knows.
+        // A future version with an unknown section.
         let mut newer = state().encode();
         newer[6] = 3;
         newer.extend([9, 0, 3, 0, 0, 0, 1, 2, 3]);
@@ -187,33 +190,35 @@ mod tests {
         newer[8] = 3;
         let error = State::decode(&newer).unwrap_err().to_string();
         assert!(
-            error.contains("version 3, which cards from version 3 on read, and this one knows 2"),
+            error.contains("version 3, readable from version 3 on, this card reads version 2"),
             "{error}"
         );
     }
 
     #[test]
-    fn what_is_none_is_refused_by_name() {
+    fn invalid_states_are_refused() {
         let bytes = state().encode();
         let error = |bytes: &[u8]| State::decode(bytes).unwrap_err().to_string();
-        assert!(error(&bytes[..9]).contains("9 bytes are no state of a network card"));
-        assert!(error(&bytes[..16]).contains("section 1 of the card's state has 0 bytes, not 1"));
-        assert!(error(&[&bytes[..], &[0]].concat()).contains("1 bytes behind the card's state"));
+        assert!(error(&bytes[..9]).contains("9 bytes are not the state of a network card"));
+        assert!(
+            error(&bytes[..16]).contains("section 1 of the card's state is truncated: 0 bytes, expected 1")
+        );
+        assert!(error(&[&bytes[..], &[0]].concat()).contains("1 bytes follow the card's state"));
         let mut link = bytes.clone();
         link[16] = 2;
-        assert!(error(&link).contains("section 1 of the card's state makes no sense"));
+        assert!(error(&link).contains("section 1 of the card's state is invalid"));
         let mut tag = bytes;
         tag[10] = 7;
-        assert!(error(&tag).contains("section 7 of the card's state makes no sense"));
+        assert!(error(&tag).contains("section 7 of the card's state is invalid"));
         let many = State { counters: vec![Default::default(); QUEUES_MAX / 2 + 1], ..State::default() };
-        assert!(error(&many.encode()).contains("section 2 of the card's state makes no sense"));
+        assert!(error(&many.encode()).contains("section 2 of the card's state is invalid"));
     }
 
     proptest! {
-        /// Any bytes behind a right beginning: an error, or a state that is written as it was read.
+        /// Any bytes, with or without a valid header: an error, or a state that survives encoding.
         #[test]
-        fn nonsense_does_no_harm(mut bytes in prop::collection::vec(prop_oneof![Just(0u8), 1..3u8, any::<u8>()], 0..400), whole: bool) {
-            if whole {
+        fn any_bytes_are_refused_or_survive_encoding(mut bytes in prop::collection::vec(prop_oneof![Just(0u8), 1..3u8, any::<u8>()], 0..400), with_header: bool) {
+            if with_header {
                 bytes.splice(0..0, [&MAGIC[..], &[2, 0, 1, 0]].concat());
             }
             if let Ok(state) = State::decode(&bytes) {

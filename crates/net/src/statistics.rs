@@ -1,78 +1,79 @@
-//! What each queue did, counted by its thread and read by whoever asks.
+//! Counters of each queue, written by its thread and read by any other.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use towline_vhost_user::{Ring, RingStatistics};
 
-/// Why a frame went nowhere.
+/// Reason for discarding a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DropReason {
     /// The host's interface is down.
-    Down,
-    /// The kernel does not take such a frame, or such a virtio header.
+    InterfaceDown,
+    /// The kernel does not accept the frame or its virtio header.
     Malformed,
-    /// It does not fit: into the guest's buffers, or into any frame.
+    /// Longer than the guest's buffers, or than any frame.
     TooLong,
-    /// The kernel had no memory or no room for it.
+    /// The kernel had no memory for it, or the interface no room.
     NoRoom,
-    /// The tap is gone, or refuses for another reason.
+    /// The tap is gone, or returns another error.
     Refused,
     /// The card's link is down ([`Net::set_link`](crate::Net::set_link)).
-    Unlinked,
+    LinkDown,
 }
 
 impl DropReason {
-    /// All of them.
+    /// All reasons, in the order of [`QueueStatistics::drops`].
     pub const ALL: [Self; 6] =
-        [Self::Down, Self::Malformed, Self::TooLong, Self::NoRoom, Self::Refused, Self::Unlinked];
+        [Self::InterfaceDown, Self::Malformed, Self::TooLong, Self::NoRoom, Self::Refused, Self::LinkDown];
 
-    /// As statistics call it.
+    /// Name in statistics.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Down => "down",
+            Self::InterfaceDown => "interface-down",
             Self::Malformed => "malformed",
             Self::TooLong => "too-long",
             Self::NoRoom => "no-room",
             Self::Refused => "refused",
-            Self::Unlinked => "unlinked",
+            Self::LinkDown => "link-down",
         }
     }
 }
 
-/// What a queue did since the process began.
+/// Counters of a queue since the process started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct QueueStatistics {
     /// Frames and super-frames.
     pub packets: u64,
     /// Their bytes, without virtio headers.
     pub bytes: u64,
-    /// Times that the used index was moved.
+    /// Updates of the used index.
     pub batches: u64,
-    /// Times that the guest was woken.
+    /// Notifications sent to the driver.
     pub notifications: u64,
-    /// Times that it did not want to be.
+    /// Notifications that the driver had suppressed.
     pub notifications_suppressed: u64,
-    /// Receiving: frames that were copied here, because the guest's buffers were too few when they came. Transmitting by
-    /// AF_XDP: those that somebody copied, the kernel or this process.
+    /// Receiving: frames that were copied in this process, as they did not fit into the buffers gathered for them.
+    /// Transmitting by AF_XDP: frames that the kernel or this process copied.
     pub copied: u64,
-    /// Transmitting by AF_XDP: frames that the device read from the guest's memory.
+    /// Transmitting by AF_XDP: frames that the network card read from guest memory.
     pub zero_copy: u64,
-    /// Transmitting by AF_XDP: frames that the kernel was shown in the guest's memory, whatever it did then.
+    /// Transmitting by AF_XDP: frames whose descriptors pointed into guest memory, whether the kernel copied them or not.
     pub referenced: u64,
-    /// Of these, how many it has now.
+    /// Referenced frames that are in flight now.
     pub pending: u64,
-    /// Frames that went nowhere, by [`DropReason::ALL`].
+    /// Discarded frames, in the order of [`DropReason::ALL`].
     pub drops: [u64; DropReason::ALL.len()],
 }
 
 impl QueueStatistics {
-    /// Frames that went nowhere for this reason.
+    /// Frames that were discarded for this reason.
     pub fn dropped(&self, reason: DropReason) -> u64 {
         self.drops[reason as usize]
     }
 }
 
-/// What is counted. Written by one thread, a batch at a time.
+/// Shared counters of a queue. One thread adds to them, once per batch.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     packets: AtomicU64,
@@ -88,16 +89,16 @@ pub(crate) struct Counters {
 }
 
 impl Counters {
-    /// Frames that went nowhere without a [`Tally`].
-    pub(crate) fn drop(&self, reason: DropReason, frames: usize) {
+    /// Counts frames that were discarded outside of the queue's thread.
+    pub(crate) fn add_drops(&self, reason: DropReason, frames: usize) {
         add(&self.drops[reason as usize], frames as u64);
     }
 
-    /// What the same queue did in another process.
-    pub(crate) fn go_on(&self, before: &QueueStatistics) {
-        add(&self.packets, before.packets);
-        add(&self.bytes, before.bytes);
-        self.drops.iter().zip(before.drops).for_each(|(drops, before)| add(drops, before));
+    /// Adds the counters of the same queue on a migration's source.
+    pub(crate) fn add_source(&self, source: &QueueStatistics) {
+        add(&self.packets, source.packets);
+        add(&self.bytes, source.bytes);
+        self.drops.iter().zip(source.drops).for_each(|(drops, source)| add(drops, source));
     }
 
     pub(crate) fn snapshot(&self) -> QueueStatistics {
@@ -116,38 +117,45 @@ impl Counters {
     }
 }
 
-/// What went one way since it was last asked.
+/// Frames that one run of a worker moved in one direction.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Moved {
+pub(crate) struct Volume {
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
 }
 
-/// A queue's own side of its [`Counters`].
+/// Counters of the queue's thread that are not yet in its shared [`Counters`].
 #[derive(Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct BatchCounters {
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
     pub(crate) copied: u64,
     pub(crate) zero_copy: u64,
     pub(crate) referenced: u64,
-    /// Not a sum: what it is now.
+    /// Current level, not a sum.
     pub(crate) pending: u64,
     drops: [u64; DropReason::ALL.len()],
-    /// What the ring had counted when it was last looked at.
+    /// Statistics of the ring at the last flush.
     ring: RingStatistics,
 }
 
-impl Tally {
-    pub(crate) fn drop(&mut self, reason: DropReason) {
+impl BatchCounters {
+    /// Counts a frame of this length, its virtio header not included.
+    pub(crate) fn add_frame(&mut self, bytes: usize) {
+        self.packets += 1;
+        self.bytes += bytes as u64;
+    }
+
+    /// Counts a discarded frame.
+    pub(crate) fn add_drop(&mut self, reason: DropReason) {
         self.drops[reason as usize] += 1;
     }
 
-    /// Adds what was gathered since the last time, the ring's share too.
-    pub(crate) fn settle(&mut self, ring: &Ring, counters: &Counters) -> Moved {
+    /// Adds everything since the last flush to the shared counters, with the statistics of the ring.
+    pub(crate) fn flush(&mut self, ring: &Ring, counters: &Counters) -> Volume {
         let now = ring.statistics();
         let before = std::mem::replace(&mut self.ring, now);
-        // A ring that was started anew counts from 0 again.
+        // A ring that was started again counts from 0.
         let before = if now.batches < before.batches { RingStatistics::default() } else { before };
         add(&counters.batches, now.batches - before.batches);
         add(&counters.notifications, now.notifications.saturating_sub(before.notifications));
@@ -155,10 +163,10 @@ impl Tally {
             &counters.notifications_suppressed,
             now.notifications_suppressed.saturating_sub(before.notifications_suppressed),
         );
-        let moved =
-            Moved { packets: std::mem::take(&mut self.packets), bytes: std::mem::take(&mut self.bytes) };
-        add(&counters.packets, moved.packets);
-        add(&counters.bytes, moved.bytes);
+        let volume =
+            Volume { packets: std::mem::take(&mut self.packets), bytes: std::mem::take(&mut self.bytes) };
+        add(&counters.packets, volume.packets);
+        add(&counters.bytes, volume.bytes);
         add(&counters.copied, std::mem::take(&mut self.copied));
         add(&counters.zero_copy, std::mem::take(&mut self.zero_copy));
         add(&counters.referenced, std::mem::take(&mut self.referenced));
@@ -166,7 +174,7 @@ impl Tally {
         for (counter, drops) in counters.drops.iter().zip(&mut self.drops) {
             add(counter, std::mem::take(drops));
         }
-        moved
+        volume
     }
 }
 

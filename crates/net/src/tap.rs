@@ -1,12 +1,12 @@
-//! The host's end: a tap or a macvtap, with a queue for each pair.
+//! The host's end: a tap or a macvtap, with a queue for each queue pair.
 //!
 //! ```text
-//!   name ── there? ── no ──► made, and gone with its last queue        ┐
-//!            └─ yes ─► a tap: /dev/net/tun   a macvtap: /dev/tapN      ├─► N queues, each with the virtio header
-//!   descriptors that a manager opened ─────────────────────────────────┘
+//!   name ── exists? ── no ──► a tap is created, and deleted with its last queue           ┐
+//!            └─ yes ─► a tap: /dev/net/tun   a macvtap: /dev/tapN                         ├─► N queues, virtio header
+//!   descriptors that a manager opened ────────────────────────────────────────────────────┘
 //! ```
-//! A queue whose pair is disabled is detached, so that the kernel steers no flow to it; the first one stays, because a
-//! tap is told things through a queue that is attached, and because a guest always has its first pair.
+//! The queue of a disabled pair is detached, so that the kernel steers no flow to it. The first one stays attached: a tap is
+//! configured through an attached queue, and a guest always has its first pair.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -19,91 +19,92 @@ use crate::PAIRS_MAX;
 use crate::features::Offloads;
 use crate::sys::{interface, tap};
 
-/// Frames that are thrown away at most when a tap is emptied: more than any queue of it holds.
+/// Maximum number of frames that are discarded when a tap is emptied: more than its queues hold.
 const STALE_FRAMES_MAX: usize = 1 << 16;
 
-/// Why there is no tap to be used.
+/// Reason why a tap cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum TapError {
-    /// A number of queues that there cannot be.
+    /// The number of queue pairs is out of range.
     #[error("{found} queue pairs; a vhost-user card has 1 to {PAIRS_MAX}")]
-    Pairs {
-        /// How many were asked for.
+    QueueCount {
+        /// Requested number.
         found: usize,
     },
     /// The device file cannot be opened.
-    #[error("{path} cannot be opened: {source}; {way_out}")]
+    #[error("cannot open {path}: {source}; {remedy}")]
     Open {
-        /// Which.
+        /// Path of the device file.
         path: String,
-        /// Why.
+        /// Error of `open`.
         source: io::Error,
-        /// What to do.
-        way_out: &'static str,
+        /// Proposed remedy.
+        remedy: &'static str,
     },
-    /// The interface does not take a queue.
-    #[error("interface {name} takes no queue {queue} of {queues}: {source}; {way_out}")]
+    /// A queue cannot be attached to the interface.
+    #[error("cannot attach queue {queue} of {queues} to interface {name}: {source}; {remedy}")]
     Attach {
-        /// The interface.
+        /// Name of the interface.
         name: String,
-        /// Which queue, from 0.
+        /// Index of the queue, from 0.
         queue: usize,
-        /// How many there are to be.
+        /// Requested number of queues.
         queues: usize,
-        /// Why.
+        /// Error of `TUNSETIFF`.
         source: io::Error,
-        /// What to do.
-        way_out: &'static str,
+        /// Proposed remedy.
+        remedy: &'static str,
     },
-    /// A descriptor that is no tap.
+    /// A descriptor is not a queue of a tap.
     #[error(
-        "descriptor {number} is no queue of a tap or macvtap ({source}); open one with IFF_TAP, IFF_NO_PI and IFF_VNET_HDR, or give the tap's name"
+        "descriptor {number} is not a queue of a tap or macvtap ({source}); open one with IFF_TAP, IFF_NO_PI and IFF_VNET_HDR, or give the tap's name"
     )]
-    NoTap {
-        /// Its place among those given, from 1.
+    NotTap {
+        /// Position of the descriptor in the list, from 1.
         number: usize,
-        /// Why.
+        /// Error of `TUNGETIFF`.
         source: io::Error,
     },
-    /// A descriptor of a tap that was opened differently.
+    /// A descriptor of a tap was opened with other flags.
     #[error("descriptor {number} ({name}) was opened {found}; open it {expected}")]
     Flags {
-        /// Its place among those given, from 1.
+        /// Position of the descriptor in the list, from 1.
         number: usize,
-        /// Its interface.
+        /// Name of its interface.
         name: String,
-        /// How it was opened.
+        /// Mode in which it was opened.
         found: &'static str,
-        /// How it should be.
+        /// Required flag.
         expected: &'static str,
     },
-    /// Descriptors of different taps.
+    /// The descriptors are of different interfaces.
     #[error("descriptor 1 is of interface {first} and descriptor {number} of {found}; all must be of one")]
-    Mixed {
-        /// The first one's interface.
+    MixedInterfaces {
+        /// Interface of the first descriptor.
         first: String,
-        /// Which is of another.
+        /// Position of the other descriptor in the list, from 1.
         number: usize,
-        /// That other interface.
+        /// Interface of that descriptor.
         found: String,
     },
-    /// A setting that is not taken.
+    /// A setting of the interface cannot be changed.
     #[error(
-        "{what} of interface {name} cannot be set: {source}; run with CAP_NET_ADMIN, or set it beforehand (`ip link set {name} …`)"
+        "cannot set {what} of interface {name}: {source}; run with CAP_NET_ADMIN, or set it before the start (`ip link set {name} …`)"
     )]
     Set {
-        /// The setting.
+        /// Name of the setting.
         what: &'static str,
-        /// The interface.
+        /// Name of the interface.
         name: String,
-        /// Why.
+        /// Error of the kernel.
         source: io::Error,
     },
 }
 
-/// One queue.
+/// One queue of a tap.
 #[derive(Debug)]
-pub struct Tap {
+pub struct TapQueue {
     fd: OwnedFd,
     multi_queue: bool,
     attached: AtomicBool,
@@ -113,21 +114,47 @@ pub struct Tap {
 #[derive(Debug)]
 pub struct Taps {
     name: String,
-    made: bool,
-    queues: Vec<Tap>,
-    known: Offloads,
+    created: bool,
+    queues: Vec<TapQueue>,
+    /// Offloads that this kernel's tap knows.
+    offloads: Offloads,
+}
+
+/// Format of frames, which follows the negotiated features.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct FrameFormat {
+    /// Length of the virtio header.
+    pub(crate) header_bytes: usize,
+    /// True if a frame may fill several chains (`VIRTIO_NET_F_MRG_RXBUF`).
+    pub(crate) mergeable: bool,
+}
+
+/// State of the card's link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LinkState {
+    Up,
+    Down,
+}
+
+/// The queue of a pair for one run, with the format of its frames and the state of the link.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TapContext<'a> {
+    pub(crate) queue: &'a TapQueue,
+    pub(crate) format: FrameFormat,
+    pub(crate) link: LinkState,
 }
 
 impl Taps {
-    /// Opens so many queues of this interface. One that is not there is made and set up, and goes with this process.
+    /// Opens `queues` queues of the interface. An interface that does not exist is created and brought up; it is deleted with
+    /// its last descriptor.
     ///
     /// # Errors
-    /// All but those of descriptors.
+    /// [`TapError::QueueCount`], [`TapError::Open`], [`TapError::Attach`], [`TapError::Set`].
     pub fn open(name: &str, queues: usize) -> Result<Self, TapError> {
-        check(queues)?;
+        check_count(queues)?;
         let set = |source| TapError::Set { what: "the name", name: name.to_owned(), source };
         let index = interface::index(name).map_err(set)?;
-        let macvtap = index.map(|index| format!("/dev/tap{index}")).filter(|path| is_device(path));
+        let macvtap = index.map(|index| format!("/dev/tap{index}")).filter(|path| is_char_device(path));
         let path = macvtap.clone().unwrap_or_else(|| "/dev/net/tun".to_owned());
         let mut multi_queue = queues > 1;
         let mut opened = Vec::with_capacity(queues);
@@ -135,69 +162,69 @@ impl Taps {
             let fd = open(&path)?;
             let flags = |multi: bool| tap::TAP | if multi { tap::MULTI_QUEUE } else { 0 };
             let mut attached = tap::attach(fd.as_fd(), name, flags(multi_queue));
-            // One queue of a tap that has room for many has to say that it knows.
+            // A single queue of a multiqueue tap has to be opened with IFF_MULTI_QUEUE too.
             if attached.is_err() && queues == 1 && index.is_some() {
                 multi_queue = true;
                 attached = tap::attach(fd.as_fd(), name, flags(true));
             }
             attached.map_err(|source| {
-                let (name, way_out) = (name.to_owned(), way_out(&source, queues));
-                TapError::Attach { name, queue, queues, source, way_out }
+                let (name, remedy) = (name.to_owned(), attach_remedy(&source, queues));
+                TapError::Attach { name, queue, queues, source, remedy }
             })?;
             opened.push(fd.into());
         }
         let taps = Self::new(name.to_owned(), index.is_none(), multi_queue, opened)?;
-        if taps.made {
-            interface::set_up(name).map_err(|source| taps.not_set("the state up", source))?;
+        if taps.created {
+            interface::set_up(name).map_err(|source| taps.not_set("IFF_UP", source))?;
         }
         Ok(taps)
     }
 
-    /// Queues that somebody else opened, all of one interface, with the virtio header and without packet information.
+    /// Adopts queues that another process opened, all of one interface, with the virtio header and without packet information.
     ///
     /// # Errors
-    /// [`TapError::Pairs`], [`TapError::NoTap`], [`TapError::Flags`], [`TapError::Mixed`], [`TapError::Set`].
+    /// [`TapError::QueueCount`], [`TapError::NotTap`], [`TapError::Flags`], [`TapError::MixedInterfaces`], [`TapError::Set`].
     pub fn from_fds(fds: Vec<OwnedFd>) -> Result<Self, TapError> {
-        check(fds.len())?;
+        check_count(fds.len())?;
         let mut first: Option<(String, i32)> = None;
         for (index, fd) in fds.iter().enumerate() {
             let number = index + 1;
             let (name, flags) =
-                tap::interface(fd.as_fd()).map_err(|source| TapError::NoTap { number, source })?;
+                tap::interface(fd.as_fd()).map_err(|source| TapError::NotTap { number, source })?;
             check_flags(number, &name, flags, fds.len())?;
             match &first {
                 Some((known, _)) if *known != name => {
-                    return Err(TapError::Mixed { first: known.clone(), number, found: name });
+                    return Err(TapError::MixedInterfaces { first: known.clone(), number, found: name });
                 }
                 Some(_) => {}
                 None => first = Some((name, flags)),
             }
         }
-        let (name, flags) = first.ok_or(TapError::Pairs { found: 0 })?;
-        // Whoever had them before may have detached some; those that are attached refuse it.
+        let (name, flags) = first.ok_or(TapError::QueueCount { found: 0 })?;
+        // The previous process may have detached some. Attached queues return an error, which is ignored.
         for fd in &fds {
             let _ = tap::set_queue(fd.as_fd(), true);
         }
         Self::new(name, false, flags & tap::MULTI_QUEUE != 0, fds)
     }
 
-    fn new(name: String, made: bool, multi_queue: bool, fds: Vec<OwnedFd>) -> Result<Self, TapError> {
-        let queue = |fd: OwnedFd| Tap { fd, multi_queue, attached: AtomicBool::new(true) };
-        let queues: Vec<Tap> = fds.into_iter().map(queue).collect();
-        let mut taps = Self { name, made, queues, known: Offloads::empty() };
+    fn new(name: String, created: bool, multi_queue: bool, fds: Vec<OwnedFd>) -> Result<Self, TapError> {
+        let queue = |fd: OwnedFd| TapQueue { fd, multi_queue, attached: AtomicBool::new(true) };
+        let queues: Vec<TapQueue> = fds.into_iter().map(queue).collect();
+        let mut taps = Self { name, created, queues, offloads: Offloads::empty() };
         for queue in &taps.queues {
             rustix::io::ioctl_fionbio(&queue.fd, true)
                 .map_err(|errno| taps.not_set("O_NONBLOCK", errno.into()))?;
         }
-        taps.known = taps.probe();
+        taps.offloads = taps.probe_offloads();
         taps.set_header_bytes(12)?;
-        // What is disabled from the start gets no flow.
-        taps.queues.iter().skip(1).for_each(|queue| queue.attach(false));
+        // Pairs are disabled at first, and get no flows.
+        taps.queues.iter().skip(1).for_each(|queue| queue.set_attached(false));
         Ok(taps)
     }
 
-    /// What this kernel's tap can hand over. Leaves it with none of it.
-    fn probe(&self) -> Offloads {
+    /// Determines the offloads that this kernel's tap knows, and disables all of them.
+    fn probe_offloads(&self) -> Offloads {
         let tries = [
             Offloads::all(),
             Offloads::all() - Offloads::USO,
@@ -205,40 +232,40 @@ impl Taps {
         ];
         let fd = self.control();
         let known = tries.into_iter().find(|offloads| tap::set_offloads(fd, offloads.bits()).is_ok());
-        // It knows none at worst, and none is taken by all.
+        // Every kernel accepts an empty set.
         let _ = tap::set_offloads(fd, 0);
         known.unwrap_or_default()
     }
 
-    /// The interface's name.
+    /// Name of the interface.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whether it was made here.
-    pub fn is_made(&self) -> bool {
-        self.made
+    /// Returns true if this process created the interface.
+    pub fn is_created(&self) -> bool {
+        self.created
     }
 
-    /// Its queues.
-    pub fn queues(&self) -> &[Tap] {
+    /// The queues, one for each pair.
+    pub fn queues(&self) -> &[TapQueue] {
         &self.queues
     }
 
-    /// After another process has had its descriptors: what is to be attached is, again.
+    /// Attaches the queues of enabled pairs again, after another process had the descriptors.
     pub fn reattach(&self) {
         for queue in self.queues.iter().filter(|queue| queue.is_attached()) {
-            // Those that are refuse it.
+            // Attached queues return an error, which is ignored.
             let _ = tap::set_queue(queue.fd.as_fd(), true);
         }
     }
 
-    /// Its MTU, if it is in this process's network.
+    /// MTU of the interface; `None` if it is in another network namespace.
     pub fn mtu(&self) -> Option<u32> {
         interface::mtu(&self.name).ok()
     }
 
-    /// Sets its MTU.
+    /// Sets the MTU of the interface.
     ///
     /// # Errors
     /// [`TapError::Set`].
@@ -247,26 +274,26 @@ impl Taps {
     }
 
     pub(crate) fn offloads(&self) -> Offloads {
-        self.known
+        self.offloads
     }
 
     pub(crate) fn set_offloads(&self, offloads: Offloads) -> Result<(), TapError> {
-        tap::set_offloads(self.control(), (offloads & self.known).bits())
+        tap::set_offloads(self.control(), (offloads & self.offloads).bits())
             .map_err(|source| self.not_set("the offloads", source))
     }
 
     pub(crate) fn set_header_bytes(&self, bytes: usize) -> Result<(), TapError> {
-        let bytes = i32::try_from(bytes).expect("it is 10 or 12");
+        let bytes = i32::try_from(bytes).expect("a virtio header has 10 or 12 bytes");
         tap::set_header_bytes(self.control(), bytes)
             .map_err(|source| self.not_set("the length of the virtio header", source))
     }
 
-    /// Throws away what waits to be received; how much that was.
+    /// Discards the frames that wait to be received. Returns their number.
     pub(crate) fn discard(&self) -> usize {
-        let mut scrap = [0; 64];
-        let mut frame =
-            || self.queues.iter().any(|queue| queue.read(&mut [IoBufMut::from(&mut scrap)]).is_ok());
-        (0..STALE_FRAMES_MAX).take_while(|_| frame()).count()
+        let mut buffer = [0; 64];
+        let mut discard_one =
+            || self.queues.iter().any(|queue| queue.read(&mut [IoBufMut::from(&mut buffer)]).is_ok());
+        (0..STALE_FRAMES_MAX).take_while(|_| discard_one()).count()
     }
 
     fn control(&self) -> BorrowedFd<'_> {
@@ -278,21 +305,21 @@ impl Taps {
     }
 }
 
-impl Tap {
-    /// One frame, its header first. Never waits.
+impl TapQueue {
+    /// Reads one frame, its virtio header first. Does not block.
     pub(crate) fn read(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<usize> {
         readv(self.fd.as_fd(), bufs)
     }
 
-    /// One frame, its header first. Never waits.
+    /// Writes one frame, its virtio header first. Does not block.
     pub(crate) fn write(&self, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
         writev(self.fd.as_fd(), bufs)
     }
 
-    /// Whether flows may be steered to it.
-    pub(crate) fn attach(&self, attached: bool) {
+    /// Lets the kernel steer flows to this queue, or not.
+    pub(crate) fn set_attached(&self, attached: bool) {
         if self.multi_queue && self.attached.swap(attached, Relaxed) != attached {
-            // Where it cannot, flows go to a queue that nobody reads from; worth knowing, and no reason to end.
+            // Not fatal: without it, some flows are steered to a queue that is not read.
             if let Err(error) = tap::set_queue(self.fd.as_fd(), attached) {
                 tracing::warn!(%error, attached, "TUNSETQUEUE");
             }
@@ -304,14 +331,14 @@ impl Tap {
     }
 }
 
-impl AsFd for Tap {
+impl AsFd for TapQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 }
 
-fn check(queues: usize) -> Result<(), TapError> {
-    if (1..=PAIRS_MAX).contains(&queues) { Ok(()) } else { Err(TapError::Pairs { found: queues }) }
+fn check_count(queues: usize) -> Result<(), TapError> {
+    if (1..=PAIRS_MAX).contains(&queues) { Ok(()) } else { Err(TapError::QueueCount { found: queues }) }
 }
 
 fn check_flags(number: usize, name: &str, flags: i32, count: usize) -> Result<(), TapError> {
@@ -331,34 +358,36 @@ fn check_flags(number: usize, name: &str, flags: i32, count: usize) -> Result<()
     Ok(())
 }
 
-fn is_device(path: &str) -> bool {
+fn is_char_device(path: &str) -> bool {
     use std::os::unix::fs::FileTypeExt as _;
     std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_char_device())
 }
 
 fn open(path: &str) -> Result<File, TapError> {
     OpenOptions::new().read(true).write(true).open(path).map_err(|source| {
-        let way_out = match source.kind() {
+        let remedy = match source.kind() {
             io::ErrorKind::NotFound => "load the module `tun`, or give open descriptors with --tap-fds",
             _ => "run as root, or give open descriptors with --tap-fds",
         };
-        TapError::Open { path: path.to_owned(), source, way_out }
+        TapError::Open { path: path.to_owned(), source, remedy }
     })
 }
 
-fn way_out(error: &io::Error, queues: usize) -> &'static str {
+fn attach_remedy(error: &io::Error, queues: usize) -> &'static str {
     match error.raw_os_error() {
-        Some(libc::EBUSY) => "another process has it; end that one, or make it with `multi_queue`",
+        Some(libc::EBUSY) => {
+            "another process has it open; end that process, or create the tap with `multi_queue`"
+        }
         Some(libc::EPERM) => {
             "run with CAP_NET_ADMIN, as its owner (`ip tuntap add … user U`), or use --tap-fds"
         }
         Some(libc::EINVAL) if queues > 1 => {
-            "it is no tap, or one for a single queue: make it with `ip tuntap add … mode tap multi_queue vnet_hdr`"
+            "it is not a tap, or has a single queue: create it with `ip tuntap add … mode tap multi_queue vnet_hdr`"
         }
         Some(libc::EINVAL) => {
-            "it is no tap, or in use; for a macvtap its /dev/tapN must be there (mknod makes it in a container)"
+            "it is not a tap, or in use; a macvtap needs its /dev/tapN (create it with mknod in a container)"
         }
-        Some(libc::E2BIG) => "more queues than the interface was made for (macvtap: `numrxqueues`)",
+        Some(libc::E2BIG) => "more queues than the interface was created with (macvtap: `numrxqueues`)",
         _ => "see `ip -d link show`",
     }
 }

@@ -1,8 +1,8 @@
-//! The dirty log is exact: a page is marked after the last write to it. A frontend reads and clears the log at every flush and copies
-//! the pages that were marked, as a migration does; what it has at the end is what the guest's memory is.
+//! The dirty log is exact: a page is marked after the last write to it. A frontend reads and clears the log at every flush, and
+//! copies the marked pages, as a migration does. At the end its copy equals guest memory.
 //!
-//! Alone in its binary, as the hook that sees each flush is the process's.
-#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+//! Alone in its binary, as the hook for flushes is global.
+#![allow(clippy::unwrap_used, reason = "a failure of a helper is a failure of its test")]
 
 mod common;
 
@@ -21,19 +21,19 @@ use towline_vhost_user::testing::on_log_flush;
 
 const PAGE: u64 = 4096;
 const MEMORY_BYTES: u64 = 48 << 20;
-/// A word of the log is as many bytes of guest memory: buffers that far apart fill the cache of 32 words within a frame or two.
+/// Guest memory of a word of the log. Buffers at this distance fill the cache of 32 words within a frame or two.
 const WORD_BYTES: u64 = 64 * PAGE;
 const BUFFERS: u64 = 160;
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// What a migration's destination has.
-struct Copied {
+/// The copy at a migration's destination.
+struct Destination {
     memory: Arc<Memory>,
     log: Memory,
     pages: Vec<Vec<u8>>,
 }
 
-impl Copied {
+impl Destination {
     fn sync(&mut self) {
         for page in self.log.take_marked() {
             let Some(at) = (page * PAGE).checked_sub(GUEST_BASE) else { continue };
@@ -44,7 +44,7 @@ impl Copied {
     }
 }
 
-/// One guest: what is received into its buffers, in some rounds, is what was copied.
+/// Buffers and features of a guest, and the number of rounds in which it receives frames.
 struct Case {
     receive_bytes: u32,
     spread: u64,
@@ -53,7 +53,15 @@ struct Case {
     rounds: usize,
 }
 
-fn migrates(case: &Case, (network, net, socket): (&Network, &Arc<Net>, &UdpSocket)) {
+/// Card and sender of frames.
+struct Host {
+    network: Network,
+    net: Arc<Net>,
+    socket: UdpSocket,
+}
+
+fn assert_migrates(case: &Case, host: &Host) {
+    let Host { network, net, socket } = host;
     let Case { receive_bytes, spread, features, seed, rounds } = *case;
     let mut random = fastrand::Rng::with_seed(seed);
     let (_served, mut frontend) = Served::start(network, net);
@@ -71,7 +79,8 @@ fn migrates(case: &Case, (network, net, socket): (&Network, &Arc<Net>, &UdpSocke
     frontend.set_features(features | LOG_ALL).unwrap();
     queues.iter().for_each(|queue| frontend.set_vring_addr(queue, true).unwrap());
     let pages = (0..MEMORY_BYTES / PAGE).map(|page| memory.bytes(GUEST_BASE + page * PAGE, PAGE as usize));
-    let copied = Arc::new(Mutex::new(Copied { memory: Arc::clone(&memory), log, pages: pages.collect() }));
+    let copied =
+        Arc::new(Mutex::new(Destination { memory: Arc::clone(&memory), log, pages: pages.collect() }));
     let at_flush = Arc::clone(&copied);
     on_log_flush(move || at_flush.lock().unwrap().sync());
     let mut order: Vec<u64> = (0..BUFFERS).collect();
@@ -83,11 +92,11 @@ fn migrates(case: &Case, (network, net, socket): (&Network, &Arc<Net>, &UdpSocke
         }
         queues[0].publish();
         order.clear();
-        // As many bytes as there is room for, in frames of every length.
-        let mut room = BUFFERS * u64::from(receive_bytes) / 2;
-        while room > 0 {
-            let length = random.u64(1..=65_000).min(room);
-            room -= length;
+        // Frames of any length that fill half of the buffers.
+        let mut left = BUFFERS * u64::from(receive_bytes) / 2;
+        while left > 0 {
+            let length = random.u64(1..=65_000).min(left);
+            left -= length;
             let bytes: Vec<u8> = (0..length).map(|_| random.u8(..)).collect();
             socket.send_to(&bytes, ("10.9.0.2", 9)).unwrap();
             let out = Buffer { guest: buffers, len: 64 };
@@ -115,14 +124,14 @@ fn migrates(case: &Case, (network, net, socket): (&Network, &Arc<Net>, &UdpSocke
             let now = memory.bytes(GUEST_BASE + page * PAGE, PAGE as usize);
             let then = &copied.pages[page as usize];
             let differs = now.iter().zip(then).position(|(now, then)| now != then);
-            assert_eq!(differs, None, "page {page} was written after it was marked");
+            assert_eq!(differs, None, "page {page} was written after its mark");
         }
     }
 }
 
 #[test]
-fn every_write_is_before_its_mark() {
-    let name = "every_write_is_before_its_mark";
+fn pages_are_marked_after_the_last_write() {
+    let name = "pages_are_marked_after_the_last_write";
     let network = match Network::new() {
         Ok(network) => network,
         Err(error) => return skip(name, &format!("no network of its own: {error:#}")),
@@ -138,11 +147,11 @@ fn every_write_is_before_its_mark() {
     let socket = network.enter(|| UdpSocket::bind(("10.9.0.1", 9)).unwrap()).unwrap();
     socket.set_write_timeout(Some(WITHIN)).unwrap();
     let net = Arc::new(Net::new(taps, Options::default()));
-    let host = (&network, &net, &socket);
-    // Long frames over buffers of a page, of which each has a word of the log of its own.
+    let host = Host { network, net, socket };
+    // Long frames in buffers of one page, each with its own word of the log.
     let case =
         |seed| Case { receive_bytes: 4096, spread: WORD_BYTES - 4096, features: MRG_RXBUF, seed, rounds: 3 };
-    (0..2).for_each(|seed| migrates(&case(seed), host));
+    (0..2).for_each(|seed| assert_migrates(&case(seed), &host));
     let shapes = (
         prop::sample::select(vec![256u32, 1536, 4096, 9000]),
         prop::sample::select(vec![0u64, 100, 3 * PAGE, WORD_BYTES]),
@@ -151,6 +160,6 @@ fn every_write_is_before_its_mark() {
     );
     let config = ProptestConfig { cases: 8, max_shrink_iters: 8, ..ProptestConfig::default() };
     proptest!(config, |((receive_bytes, spread, features, seed) in shapes)| {
-        migrates(&Case { receive_bytes, spread, features, seed, rounds: 2 }, host);
+        assert_migrates(&Case { receive_bytes, spread, features, seed, rounds: 2 }, &host);
     });
 }

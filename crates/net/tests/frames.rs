@@ -1,10 +1,10 @@
-//! Frames through the card on a real tap, with the drivers of `frontend` in place of a guest.
+//! Frames through a card on a real tap, with a driver of `towline-frontend` in place of a guest.
 //!
 //! ```text
 //!   a socket of this host ── UDP, one frame each ── tap0 ── Net ── rings ── a driver with buffers of every size
 //! ```
-//! The tap is in a network of its own and has an MTU of 65521, so that a datagram of any size is one frame.
-#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+//! The tap is in its own network namespace and has an MTU of 65521, so that a datagram of any length is one frame.
+#![allow(clippy::unwrap_used, reason = "a failure of a helper is a failure of its test")]
 
 mod common;
 
@@ -34,15 +34,24 @@ const HEADERS: usize = 14 + 20 + 8;
 /// The host's end of the card.
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
-    /// Made by the card.
+    /// A tap that the card creates.
     Tap,
-    /// On one end of a pair; the host has the other.
+    /// A macvtap on one end of a veth pair; the host has the other end.
     Macvtap,
 }
 
-/// A network with a card in it, served on a thread.
+/// Rings of the driver.
+#[derive(Clone, Copy)]
+struct QueueShape {
+    /// Length of a receive buffer.
+    receive_bytes: usize,
+    size: u16,
+    features: u64,
+}
+
+/// A card in a network namespace, served on a thread.
 struct Bench {
-    /// First, as it ends before what it uses.
+    // First, as it is to be dropped first.
     _served: Served,
     network: Network,
     net: Arc<Net>,
@@ -51,12 +60,13 @@ struct Bench {
 }
 
 impl Bench {
-    /// `None`, with the reason printed, where no network can be made.
+    /// Returns `None`, and prints the reason, if no network namespace can be created.
     fn new(name: &str, receive_bytes: usize, size: u16, features: u64) -> Option<Self> {
-        Self::on(Kind::Tap, name, (receive_bytes, size, features))
+        Self::on(Kind::Tap, name, QueueShape { receive_bytes, size, features })
     }
 
-    fn on(kind: Kind, name: &str, (receive_bytes, size, features): (usize, u16, u64)) -> Option<Self> {
+    fn on(kind: Kind, name: &str, queue: QueueShape) -> Option<Self> {
+        let QueueShape { receive_bytes, size, features } = queue;
         let network = match Network::new() {
             Ok(network) => network,
             Err(error) => {
@@ -80,7 +90,7 @@ impl Bench {
             }
         }
         let taps = network.enter(|| Taps::open(card, 1)).unwrap().unwrap();
-        assert_eq!(taps.is_made(), kind == Kind::Tap);
+        assert_eq!(taps.is_created(), kind == Kind::Tap);
         for line in [
             &format!("ip link set {host} mtu 65521"),
             &format!("ip address add 10.9.0.1/24 dev {host}"),
@@ -99,12 +109,11 @@ impl Bench {
         let pair = Pair::start(&mut frontend, &memory, 0, options).unwrap();
         let socket = network.enter(|| UdpSocket::bind(("10.9.0.1", PORT)).unwrap()).unwrap();
         socket.set_read_timeout(Some(WITHIN)).unwrap();
-        // Nothing here waits for ever.
         socket.set_write_timeout(Some(WITHIN)).unwrap();
         Some(Self { network, net, driver: (frontend, pair), socket, _served: served })
     }
 
-    /// Waits for so many datagrams and compares them with these.
+    /// Receives datagrams and compares them with these.
     fn expect(&mut self, wanted: &[Vec<u8>]) {
         let pair = &mut self.driver.1;
         let mut found = Vec::new();
@@ -132,8 +141,12 @@ impl Bench {
         }
     }
 
-    /// Waits for what is true of receiving and transmitting: counters follow a turn, frames are there before.
-    fn counts(&self, what: &str, wanted: impl Fn(&[QueueStatistics; 2]) -> bool) -> [QueueStatistics; 2] {
+    /// Waits until the statistics satisfy a condition: they are updated after the frames were delivered.
+    fn wait_for_statistics(
+        &self,
+        what: &str,
+        wanted: impl Fn(&[QueueStatistics; 2]) -> bool,
+    ) -> [QueueStatistics; 2] {
         towline_lab::wait_until(what, WITHIN, || {
             let found = self.net.statistics()[0];
             Ok(wanted(&found).then_some(found))
@@ -142,7 +155,7 @@ impl Bench {
     }
 }
 
-/// What a datagram to our port carries; nothing of any other frame.
+/// Payload of a datagram to our port; `None` for other frames.
 fn payload(frame: &[u8]) -> Option<&[u8]> {
     let is_ours = frame.len() >= HEADERS
         && frame[12..14] == [8, 0]
@@ -151,7 +164,7 @@ fn payload(frame: &[u8]) -> Option<&[u8]> {
     is_ours.then(|| &frame[HEADERS..])
 }
 
-/// A frame to the host's port, its virtio header first.
+/// A frame with a datagram to the host's port, its virtio header first.
 fn frame(host_mac: [u8; 6], payload: &[u8]) -> Vec<u8> {
     let mut frame = vec![0; HEADER_BYTES + HEADERS];
     let ethernet = &mut frame[HEADER_BYTES..];
@@ -169,8 +182,8 @@ fn frame(host_mac: [u8; 6], payload: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// Waits until nothing is being transmitted any more.
-fn all_back(pair: &mut Pair) {
+/// Waits until all transmitted chains are used.
+fn wait_until_sent(pair: &mut Pair) {
     while pair.tx().in_flight() > 0 {
         if pair.reclaim().unwrap() == 0 {
             pair.wait_room(WITHIN).unwrap();
@@ -180,7 +193,7 @@ fn all_back(pair: &mut Pair) {
 
 fn datagrams(count: usize, longest: usize) -> Vec<Vec<u8>> {
     let mut random = fastrand::Rng::with_seed(longest as u64);
-    // Mostly short ones, so that long ones come as a surprise.
+    // Mostly short ones, so that long ones exceed the expected length.
     let mut length = || if random.u8(..4) == 0 { random.usize(1..=longest) } else { random.usize(1..=100) };
     let lengths: Vec<usize> = (0..count).map(|_| length()).collect();
     lengths.into_iter().map(|length| (0..length).map(|_| random.u8(..)).collect()).collect()
@@ -198,42 +211,44 @@ fn frames_of_every_length_fit_into_buffers_of_every_length() {
         (68 << 10, 64, 0),
     ] {
         let Some(mut bench) = Bench::new(name, receive_bytes, size, features) else { return };
-        // Less at a time than the tap can hold.
+        // Less than the tap can queue.
         for _ in 0..4 {
             let datagrams = datagrams(200, longest);
             bench.send(&datagrams);
             bench.expect(&datagrams);
         }
-        let [receive, _] = bench.counts("800 frames", |[receive, _]| receive.packets >= 800);
+        let [receive, _] = bench.wait_for_statistics("800 frames", |[receive, _]| receive.packets >= 800);
         assert_eq!(receive.drops, DropReason::ALL.map(|_| 0), "{receive:?}");
         assert!(receive.notifications + receive.notifications_suppressed <= receive.batches, "{receive:?}");
     }
 }
 
 #[test]
-fn what_fits_into_no_buffer_is_dropped_and_counted() {
-    let name = "what_fits_into_no_buffer_is_dropped_and_counted";
+fn frames_longer_than_a_buffer_are_dropped_and_counted() {
+    let name = "frames_longer_than_a_buffer_are_dropped_and_counted";
     let Some(mut bench) = Bench::new(name, 2048, 64, 0) else { return };
     let sent = [vec![1; 100], vec![2; 3000], vec![3; 1900]];
     bench.send(&sent);
     bench.expect(&[sent[0].clone(), sent[2].clone()]);
-    bench.counts("a frame that was dropped", |[receive, _]| receive.dropped(DropReason::TooLong) == 1);
+    bench.wait_for_statistics("a frame that was dropped", |[receive, _]| {
+        receive.dropped(DropReason::TooLong) == 1
+    });
 }
 
 #[test]
-fn what_is_transmitted_arrives_and_a_disabled_queue_discards() {
-    let name = "what_is_transmitted_arrives_and_a_disabled_queue_discards";
+fn frames_are_transmitted_and_a_disabled_queue_discards_them() {
+    let name = "frames_are_transmitted_and_a_disabled_queue_discards_them";
     let Some(mut bench) = Bench::new(name, 1536, 256, feature::MRG_RXBUF) else { return };
-    // Everybody's, as the host's own is nobody's business here.
+    // Broadcast, as the host's own address is not known here.
     let mac = [0xff; 6];
     let (mut found, sent) = (vec![0; 1 << 16], datagrams(100, 60_000));
     for (round, datagram) in sent.iter().enumerate() {
         let (frontend, pair) = &mut bench.driver;
         if round % 10 == 9 {
             frontend.enable(1, false).unwrap();
-            assert!(pair.transmit(&frame(mac, b"to nobody")));
+            assert!(pair.transmit(&frame(mac, b"discarded")));
             pair.flush();
-            all_back(pair);
+            wait_until_sent(pair);
             frontend.enable(1, true).unwrap();
         }
         while pair.reclaim().unwrap() > 0 {}
@@ -250,19 +265,20 @@ fn what_is_transmitted_arrives_and_a_disabled_queue_discards() {
     pair.transmit(&[0; HEADER_BYTES + 3]);
     pair.transmit(&[0xff; HEADER_BYTES + 60]);
     pair.flush();
-    all_back(pair);
-    bench.counts("100 frames, and two that are none", |[_, transmit]| {
+    wait_until_sent(pair);
+    bench.wait_for_statistics("100 frames, and two malformed ones", |[_, transmit]| {
         transmit.packets == 100 && transmit.dropped(DropReason::Malformed) == 2
     });
 }
 
 #[test]
-fn a_macvtap_is_as_good() {
-    let name = "a_macvtap_is_as_good";
-    let shape = (1536, 256, feature::MRG_RXBUF | feature::OFFLOADS);
+fn frames_of_every_length_pass_a_macvtap() {
+    let name = "frames_of_every_length_pass_a_macvtap";
+    let shape =
+        QueueShape { receive_bytes: 1536, size: 256, features: feature::MRG_RXBUF | feature::OFFLOADS };
     let Some(mut bench) = Bench::on(Kind::Macvtap, name, shape) else { return };
     let sent = datagrams(100, 60_000);
-    // What waits in a macvtap is still its sender's, who may have to wait for more room.
+    // Frames queued in a macvtap are charged to the sender's socket, which may have no more room.
     for datagram in sent.chunks(1) {
         bench.send(datagram);
         bench.expect(datagram);
@@ -279,16 +295,16 @@ fn a_macvtap_is_as_good() {
 }
 
 #[test]
-fn the_network_hears_where_a_guest_is_now() {
-    let name = "the_network_hears_where_a_guest_is_now";
+fn a_rarp_is_sent_for_a_migrated_guest_and_the_mtu_is_raised() {
+    let name = "a_rarp_is_sent_for_a_migrated_guest_and_the_mtu_is_raised";
     let Some(mut bench) = Bench::new(name, 1536, 64, feature::MRG_RXBUF) else { return };
     for line in ["ip link add br0 type bridge", "ip link set br0 up", "ip link set tap0 master br0"] {
         bench.network.run(&line.split(' ').collect::<Vec<_>>()).unwrap();
     }
     let frontend = &mut bench.driver.0;
     let mac = [2, 0, 0, 9, 0, 2, 0, 0];
-    // A port of a bridge learns only after a while, in which it listens for others.
-    towline_lab::wait_until("a bridge that has learnt", WITHIN, || {
+    // A port of a bridge learns addresses only after its listening state.
+    towline_lab::wait_until("the bridge to learn the address", WITHIN, || {
         frontend.request(Code::SEND_RARP, &mac, &[])?;
         let mut show = std::process::Command::new("nsenter");
         show.args(&bench.network.prefix()[1..]).args(["bridge", "fdb", "show", "br", "br0"]);
@@ -296,14 +312,14 @@ fn the_network_hears_where_a_guest_is_now() {
         Ok(String::from_utf8_lossy(&known.stdout).contains(&format!("{GUEST_MAC} dev tap0")).then_some(()))
     })
     .unwrap();
-    // This one was made by the card, which raises its MTU as it is told.
+    // The card created this tap, so it may raise the MTU.
     frontend.request(Code::NET_SET_MTU, &9000u64.to_le_bytes(), &[]).unwrap();
     assert!(frontend.request(Code::NET_SET_MTU, &65_530u64.to_le_bytes(), &[]).is_err());
 }
 
 #[test]
-fn a_card_says_whose_guests_it_takes() {
-    let name = "a_card_says_whose_guests_it_takes";
+fn the_migration_version_decides_which_guests_are_accepted() {
+    let name = "the_migration_version_decides_which_guests_are_accepted";
     let Some(bench) = Bench::new(name, 1536, 64, feature::MRG_RXBUF) else { return };
     let version = bench.network.enter(|| bench.net.migration_version()).unwrap().unwrap();
     let accepts = |source: &str| bench.network.enter(|| bench.net.accepts(source)).unwrap();
@@ -312,17 +328,17 @@ fn a_card_says_whose_guests_it_takes() {
         "{version}"
     );
     accepts(&version).unwrap();
-    // More pairs are QEMU's matter.
+    // The number of pairs is compared by QEMU.
     accepts(&version.replace("pairs=1", "pairs=4")).unwrap();
     let reason = accepts(&version.replace("mtu=65521", "mtu=65522")).unwrap_err().to_string();
-    assert!(reason.starts_with("the MTU is 65522 at the source and only 65521 here"), "{reason}");
+    assert!(reason.starts_with("the MTU is 65522 on the source and only 65521 on this host"), "{reason}");
     let reason = accepts(&version.replace("features=0x", "features=0x8")).unwrap_err().to_string();
-    assert!(reason.contains("are not to be had"), "{reason}");
+    assert!(reason.starts_with("the tap of this host lacks features 0x8"), "{reason}");
     let reason = accepts("towline-vsock-1").unwrap_err().to_string();
-    assert!(reason.starts_with("the source is no towline-net-1"), "{reason}");
+    assert!(reason.starts_with("the source is not a towline-net-1"), "{reason}");
 }
 
-/// Mappings of this file in this process: the driver's own, and the card's.
+/// Number of mappings of this file in this process: the driver's, and the card's.
 fn mappings(file: std::os::fd::BorrowedFd<'_>) -> usize {
     let inode = rustix::fs::fstat(file).unwrap().st_ino.to_string();
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -330,8 +346,8 @@ fn mappings(file: std::os::fd::BorrowedFd<'_>) -> usize {
 }
 
 #[test]
-fn memory_that_is_taken_away_is_unmapped() {
-    let name = "memory_that_is_taken_away_is_unmapped";
+fn removed_memory_is_unmapped() {
+    let name = "removed_memory_is_unmapped";
     let Some(mut bench) = Bench::new(name, 1536, 256, feature::MRG_RXBUF) else { return };
     let sent = datagrams(20, 5000);
     bench.send(&sent);
@@ -339,23 +355,23 @@ fn memory_that_is_taken_away_is_unmapped() {
     let (frontend, pair) = &mut bench.driver;
     assert!(pair.transmit(&frame([0xff; 6], b"one")));
     pair.flush();
-    all_back(pair);
-    // One that is discarded as well.
+    wait_until_sent(pair);
+    // A frame on a disabled queue too.
     frontend.enable(1, false).unwrap();
-    assert!(pair.transmit(&frame([0xff; 6], b"to nobody")));
+    assert!(pair.transmit(&frame([0xff; 6], b"discarded")));
     pair.flush();
-    all_back(pair);
+    wait_until_sent(pair);
     let memory = Arc::clone(pair.rx().memory());
     assert_eq!(mappings(memory.fd()), 2);
     (0..2).for_each(|ring| assert!(frontend.stop(ring).is_ok()));
     frontend.set_mem_table(None).unwrap();
-    assert_eq!(mappings(memory.fd()), 1, "the card keeps memory that is the guest's no more");
+    assert_eq!(mappings(memory.fd()), 1, "the card keeps a mapping of removed memory");
 }
 
-/// What no driver does: chains of the wrong kind, empty frames, headers of nonsense. The card lives, and serves on.
+/// Frames of random bytes, with random virtio headers: the card continues to serve.
 #[test]
-fn nonsense_harms_nobody_else() {
-    let name = "nonsense_harms_nobody_else";
+fn random_frames_are_counted_as_malformed() {
+    let name = "random_frames_are_counted_as_malformed";
     let Some(mut bench) = Bench::new(name, 1536, 256, feature::MRG_RXBUF | feature::OFFLOADS) else { return };
     let mut random = fastrand::Rng::with_seed(7);
     for _ in 0..2000 {
@@ -372,19 +388,21 @@ fn nonsense_harms_nobody_else() {
     let sent = datagrams(50, 5000);
     bench.send(&sent);
     bench.expect(&sent);
-    bench.counts("frames of nonsense", |[_, transmit]| transmit.dropped(DropReason::Malformed) > 1000);
+    bench.wait_for_statistics("malformed frames", |[_, transmit]| {
+        transmit.dropped(DropReason::Malformed) > 1000
+    });
 }
 
-/// Its link stays down and its counters go on, on another host; a card that does not want that says so beforehand.
+/// The link stays down and the counters continue on the destination; a card without `device_state` is refused.
 #[test]
-fn a_cards_state_travels_with_its_guest() {
-    let name = "a_cards_state_travels_with_its_guest";
+fn the_state_of_a_card_migrates_with_its_guest() {
+    let name = "the_state_of_a_card_migrates_with_its_guest";
     let Some(mut here) = Bench::new(name, 2048, 64, feature::MRG_RXBUF) else { return };
     let Some(mut there) = Bench::new(name, 2048, 64, feature::MRG_RXBUF) else { return };
     let datagrams: Vec<Vec<u8>> = (0..20).map(|index| vec![index; 100]).collect();
     here.send(&datagrams);
     here.expect(&datagrams);
-    let before = here.counts("twenty frames", |pair| pair[0].packets >= 20);
+    let before = here.wait_for_statistics("twenty frames", |pair| pair[0].packets >= 20);
     here.net.set_link(false);
     let (frontend, _) = &mut here.driver;
     for ring in 0..2 {
@@ -396,15 +414,15 @@ fn a_cards_state_travels_with_its_guest() {
         frontend.stop(ring).unwrap();
     }
     let own = there.net.statistics()[0];
-    assert!(!frontend.load(&state[..state.len() - 1]).unwrap(), "half a state is taken");
-    assert!(there.net.is_linked() && there.net.statistics()[0] == own);
+    assert!(!frontend.load(&state[..state.len() - 1]).unwrap(), "a truncated state was loaded");
+    assert!(there.net.is_link_up() && there.net.statistics()[0] == own);
     assert!(frontend.load(&state).unwrap());
-    assert!(!there.net.is_linked());
+    assert!(!there.net.is_link_up());
     let after = there.net.statistics()[0];
     assert_eq!(after[0].packets, own[0].packets + before[0].packets);
     assert_eq!(after[0].bytes, own[0].bytes + before[0].bytes);
     let (ours, theirs) = (here.net.migration_version().unwrap(), there.net.migration_version().unwrap());
     assert!(there.net.accepts(&ours).is_ok() && theirs.ends_with(" state=1"), "{ours}, {theirs}");
     let refused = there.net.accepts(ours.strip_suffix(" state=1").unwrap()).unwrap_err().to_string();
-    assert!(refused.contains("one of the two cards has --device-state on"), "{refused}");
+    assert!(refused.contains("only one of the two cards has --device-state on"), "{refused}");
 }

@@ -25,9 +25,9 @@ pub use migration_settings::{
 };
 pub use state::{
     BlockDevice, BlockImage, BlockInserted, CommandName, Cont, CpuFast, HumanMonitorCommand, HumanReadable,
-    Machine, MemorySize, QomGet, QueryBlock, QueryCommands, QueryCpusFast, QueryMachines,
-    QueryMemorySizeSummary, QueryStatus, QueryUuid, QueryVersion, Quit, RunState, Status, Stop, Uuid,
-    Version, VersionTriple, XQueryRamblock,
+    Machine, Memdev, MemorySize, QomGet, QueryBlock, QueryCommands, QueryCpusFast, QueryMachines,
+    QueryMemdev, QueryMemorySizeSummary, QueryStatus, QueryUuid, QueryVersion, Quit, RunState, Status, Stop,
+    Uuid, Version, VersionTriple, XQueryRamblock,
 };
 
 /// The answer of commands that answer nothing.

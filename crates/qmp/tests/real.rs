@@ -69,6 +69,19 @@ fn typed_commands_read_what_qemu_answers() {
 }
 
 #[test]
+fn memory_backends_are_listed() {
+    for binary in binaries("memory_backends_are_listed") {
+        let spare = "memory-backend-memfd,id=spare,size=2M,prealloc=on";
+        let qemu = TestQemu::q35(&binary, &["-object", spare]);
+        let memdevs = qemu.client().execute(&QueryMemdev).unwrap();
+        let spare = memdevs.iter().find(|memdev| memdev.id.as_deref() == Some("spare")).unwrap();
+        assert_eq!((spare.size, spare.prealloc), (2 << 20, true));
+        assert_eq!(spare.other["share"], true);
+        assert!(memdevs.iter().any(|memdev| memdev.size == 64 << 20 && !memdev.prealloc), "{memdevs:?}");
+    }
+}
+
+#[test]
 fn refusals_carry_qemus_words() {
     for binary in binaries("refusals_carry_qemus_words") {
         let qemu = TestQemu::start(&binary, &["-machine", "none"]);

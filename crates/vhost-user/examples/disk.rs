@@ -1,11 +1,11 @@
-//! A read-only virtio disk whose content follows from its length alone: every word is its own number, mixed. QEMU migrates
-//! a guest that has one, as any process can serve it, and takes it back after a restart (`reconnect`).
+//! A read-only virtio disk whose contents depend on its length only: every word is a hash of its number. QEMU migrates a guest
+//! with such a disk, because any process can serve it, and reconnects to it after a restart (`reconnect`).
 //!
 //! ```text
 //! cargo run -p towline-vhost-user --example disk -- /tmp/disk.sock 8
 //! qemu-system-x86_64 … -object memory-backend-memfd,id=mem,size=1G,share=on -machine q35,memory-backend=mem \
 //!   -chardev socket,id=disk,path=/tmp/disk.sock,reconnect=1 -device vhost-user-blk-pci,chardev=disk,num-queues=1
-//! disk - 8 | sha256sum                   (the same content on standard output)
+//! disk - 8 | sha256sum                   (the same contents on standard output)
 //! ```
 
 use std::error::Error;
@@ -13,7 +13,7 @@ use std::io::Write as _;
 use std::sync::Arc;
 
 use towline_vhost_user::{
-    Address, Batch, Cancel, Chain, Device, Frontends, Listener, Next, ProtocolFeatures, Queues, Refusal,
+    Address, BackendError, Batch, Cancel, Chain, Device, Frontends, Listener, Next, ProtocolFeatures, Queues,
     Worker,
 };
 use virtio_bindings::virtio_blk::{
@@ -21,7 +21,7 @@ use virtio_bindings::virtio_blk::{
 };
 
 const SECTOR: u64 = 512;
-/// Copied at a time.
+/// Bytes copied at a time.
 const PART: usize = 4096;
 const BATCH: usize = 16;
 
@@ -55,17 +55,21 @@ impl Device for Disk {
         self.sectors.to_le_bytes().to_vec()
     }
 
-    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
         Ok(Box::new(Reader { sectors: self.sectors, batch: Batch::new() }))
     }
 
-    fn migration_version(&self) -> Result<String, Refusal> {
+    fn migration_version(&self) -> Result<String, BackendError> {
         Ok(format!("disk-1 sectors={}", self.sectors))
     }
 
-    fn accepts(&self, source: &str) -> Result<(), Refusal> {
+    fn accepts(&self, source: &str) -> Result<(), BackendError> {
         let ours = self.migration_version()?;
-        if source == ours { Ok(()) } else { Err(Refusal::new(format!("it is {source}, this is {ours}"))) }
+        if source == ours {
+            Ok(())
+        } else {
+            Err(BackendError::new(format!("it is {source}, this is {ours}")))
+        }
     }
 }
 
@@ -74,27 +78,27 @@ impl Worker for Reader {
         let Some(ring) = queues.ring(0) else { return Next::Wait };
         let count = ring.pop(&mut self.batch, BATCH);
         for chain in self.batch.chains() {
-            let written = answer(&chain, self.sectors);
+            let written = serve_request(&chain, self.sectors);
             ring.complete(chain, written);
         }
         if count == BATCH { Next::Again } else { Next::Wait }
     }
 }
 
-/// Does one request; how many bytes of the chain were written.
-fn answer(chain: &Chain<'_>, sectors: u64) -> u32 {
+/// Serves one request. Returns the number of bytes written to the chain.
+fn serve_request(chain: &Chain<'_>, sectors: u64) -> u32 {
     let (mut kind, mut sector) = ([0; 4], [0; 8]);
     let whole = chain.read_at(0, &mut kind) == 4 && chain.read_at(8, &mut sector) == 8;
-    // The last byte is for the status; without one there is nobody to answer.
-    let Some(room) = chain.writable_bytes().checked_sub(1) else { return 0 };
+    // The last writable byte is for the status.
+    let Some(data_bytes) = chain.writable_bytes().checked_sub(1) else { return 0 };
     let first = u64::from_le_bytes(sector);
     let fits = first
         .checked_mul(SECTOR)
-        .is_some_and(|start| u64::from(room) <= (sectors * SECTOR).saturating_sub(start));
+        .is_some_and(|start| u64::from(data_bytes) <= (sectors * SECTOR).saturating_sub(start));
     let status = match u32::from_le_bytes(kind) {
         VIRTIO_BLK_T_IN if whole && fits => {
-            for start in (0..room as usize).step_by(PART) {
-                let bytes = content(first * SECTOR + start as u64, PART.min(room as usize - start));
+            for start in (0..data_bytes as usize).step_by(PART) {
+                let bytes = contents(first * SECTOR + start as u64, PART.min(data_bytes as usize - start));
                 chain.write_at(start, &bytes);
             }
             VIRTIO_BLK_S_OK
@@ -102,17 +106,17 @@ fn answer(chain: &Chain<'_>, sectors: u64) -> u32 {
         VIRTIO_BLK_T_IN => VIRTIO_BLK_S_IOERR,
         _ => VIRTIO_BLK_S_UNSUPP,
     };
-    chain.write_at(room as usize, &[u8::try_from(status).unwrap_or(1)]);
-    room + 1
+    chain.write_at(data_bytes as usize, &[u8::try_from(status).unwrap_or(1)]);
+    data_bytes + 1
 }
 
-/// What the disk holds from this byte on; a multiple of eight.
-fn content(start: u64, len: usize) -> Vec<u8> {
-    let mixed = |word: u64| {
+/// Contents of the disk from `start` on, a multiple of eight.
+fn contents(start: u64, len: usize) -> Vec<u8> {
+    let hash = |word: u64| {
         let word = (word ^ (word >> 31)).wrapping_mul(0x7fb5_d329_728e_a185);
         (word ^ (word >> 27)).wrapping_mul(0x81da_def4_bc2d_d44d)
     };
-    (0..len.div_ceil(8) as u64).flat_map(|word| mixed(start / 8 + word + 1).to_le_bytes()).take(len).collect()
+    (0..len.div_ceil(8) as u64).flat_map(|word| hash(start / 8 + word + 1).to_le_bytes()).take(len).collect()
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -122,7 +126,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mib: u64 = std::env::args().nth(2).ok_or(usage)?.parse()?;
     if path == "-" {
         for at in 0..mib {
-            std::io::stdout().write_all(&content(at << 20, 1 << 20))?;
+            std::io::stdout().write_all(&contents(at << 20, 1 << 20))?;
         }
         return Ok(());
     }

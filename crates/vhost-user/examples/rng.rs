@@ -12,12 +12,12 @@ use std::io::Read as _;
 use std::sync::Arc;
 
 use towline_vhost_user::{
-    Address, Batch, Cancel, Device, Frontends, Listener, Next, Queues, Refusal, Worker,
+    Address, BackendError, Batch, Cancel, Device, Frontends, Listener, Next, Queues, Worker,
 };
 
-/// Entropy for one request; a driver that wants more asks again.
+/// Maximum number of bytes for one request. A driver that needs more sends another.
 const BYTES_MAX: usize = 4096;
-/// Requests between two looks at anything else.
+/// Maximum number of requests in one run.
 const BATCH: usize = 64;
 
 struct Rng;
@@ -40,7 +40,7 @@ impl Device for Rng {
         0
     }
 
-    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
         Ok(Box::new(Filler { source: File::open("/dev/urandom")?, batch: Batch::new() }))
     }
 }
@@ -66,7 +66,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let frontends = match (Frontends::from_service_manager()?, std::env::args_os().nth(1)) {
         (Some(socket), _) => socket,
         (None, path) => {
-            let path = path.ok_or("usage: rng SOCKET, or as a service with a socket of systemd's")?;
+            let path = path.ok_or("usage: rng SOCKET, or as a service with socket activation")?;
             Frontends::Listen(Listener::bind(&Address::Unix(path.into()))?)
         }
     };

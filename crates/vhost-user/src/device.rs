@@ -1,260 +1,304 @@
-//! What a device is: numbers and features, what it answers to the frontend, and workers that serve its queues.
+//! Interface of a virtio device: its features, its replies to the frontend, and the workers of its queues.
 
 use std::error::Error;
 use std::fmt;
 use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags};
-
 use crate::features::ProtocolFeatures;
+use crate::poll::{PollFlags, PollSet};
 use crate::worker::Queues;
 
-/// A device behind a vhost-user socket. Shared by the thread that answers the frontend, which makes every call here,
-/// and whoever watches it; the queues are served by its [`Worker`]s.
+/// A device behind a vhost-user socket. The thread of the connection makes every call here; the queues are served by
+/// [`Worker`]s. The value is shared with the program that monitors the device.
 ///
-/// Rings, memory, the dirty log and their features ([`features::OURS`](crate::features::OURS)) are the crate's.
+/// The crate itself implements rings, guest memory, the dirty log, and their features
+/// ([`features::COMMON`](crate::features::COMMON)).
 pub trait Device: Send + Sync {
-    /// What messages and threads are called after, in at most ten letters.
+    /// Name of the device in messages and of its threads, of at most ten letters.
     fn name(&self) -> &str;
 
-    /// How many queues it has, at most [`QUEUES_MAX`](crate::QUEUES_MAX).
+    /// Number of queues, at most [`QUEUES_MAX`](crate::QUEUES_MAX).
     fn queue_count(&self) -> usize;
 
-    /// What `GET_QUEUE_NUM` is answered: queues, but for a network card pairs, which is how QEMU compares it.
-    fn queue_number(&self) -> usize {
+    /// Reply to `GET_QUEUE_NUM`: the number of queues, but of queue pairs for a network card, as QEMU expects.
+    fn reported_queue_num(&self) -> usize {
         self.queue_count()
     }
 
-    /// How many queues beside each other one worker serves: 2 where a thread has a receive and a transmit queue.
+    /// Number of adjacent queues that one worker serves: 2 if a thread has a receive and a transmit queue.
     fn queues_per_worker(&self) -> usize {
         1
     }
 
-    /// Whether what the driver makes available to this queue is completed, and goes nowhere, while the frontend has the
-    /// queue disabled: packets to be sent. By default a disabled queue rests, as one with buffers to receive into does.
-    fn discards(&self, queue: usize) -> bool {
+    /// Returns true if chains of this queue are completed and their contents dropped while the frontend has the queue
+    /// disabled, as is required of transmit queues. By default a disabled queue is not processed, as is required of
+    /// receive queues.
+    fn drops_while_disabled(&self, queue: usize) -> bool {
         let _ = queue;
         false
     }
 
-    /// Whether chains are published in the order in which they were taken where no record of them outlives this process, so
-    /// that the used index tells the next one where to go on. Not for a device that keeps some for long while it is done
-    /// with others.
-    fn keeps_order(&self) -> bool {
+    /// Returns true if chains are published in the order in which they were popped when no record of them outlives this
+    /// process, so that the used index is the next process's `last_avail_idx`. Unsuitable for a device that keeps some
+    /// chains for long while it completes others.
+    fn completes_in_order(&self) -> bool {
         false
     }
 
-    /// Its own virtio features, of which the driver takes some.
+    /// The device's own virtio features, which are offered to the driver.
     fn features(&self) -> u64;
 
-    /// Its own protocol features, of [`ProtocolFeatures::BY_DEVICE`]; the calls that belong to them are made only when
-    /// the frontend takes them.
+    /// The device's own protocol features, of [`ProtocolFeatures::BY_DEVICE`]. Calls that belong to one of them are made
+    /// only if the frontend accepted it.
     fn protocol_features(&self) -> ProtocolFeatures {
         ProtocolFeatures::empty()
     }
 
-    /// The driver has taken these of all features. Comes before any queue runs, also on a migration's destination, and
-    /// again when the driver starts anew.
+    /// Sets the features that the driver accepted. Called before any queue runs, also on a migration's destination, and
+    /// again when a driver starts over.
     ///
     /// # Errors
-    /// That it cannot be, in words for the frontend's log; the connection ends.
-    fn acknowledge(&self, features: u64) -> Result<(), Refusal> {
+    /// If the device cannot work with them; the connection ends.
+    fn acknowledge(&self, features: u64) -> Result<(), BackendError> {
         let _ = features;
         Ok(())
     }
 
-    /// Makes the worker of the queues from `index * queues_per_worker` on, when a frontend connects.
+    /// Creates the worker of the queues from `index * queues_per_worker` on, when a frontend connects.
     ///
     /// # Errors
-    /// That something it needs is not there; the connection ends.
-    fn worker(&self, index: usize) -> Result<Box<dyn Worker>, Refusal>;
+    /// If a resource is missing; the connection ends.
+    fn worker(&self, index: usize) -> Result<Box<dyn Worker>, BackendError>;
 
-    /// The whole of its configuration space, at most [`CONFIG_BYTES_MAX`](crate::message::CONFIG_BYTES_MAX) bytes.
+    /// The whole configuration space, at most [`CONFIG_BYTES_MAX`](crate::message::CONFIG_BYTES_MAX) bytes.
     fn config(&self) -> Vec<u8> {
         Vec::new()
     }
 
-    /// The driver (or, if `migrated`, the frontend of a migration's destination) writes its configuration space.
+    /// Writes to the configuration space.
     ///
     /// # Errors
-    /// That this part is not to be written.
-    fn write_config(&self, offset: usize, bytes: &[u8], migrated: bool) -> Result<(), Refusal> {
-        let _ = (offset, bytes, migrated);
-        Err(Refusal::new("its configuration cannot be written"))
+    /// If this part is read-only.
+    fn write_config(&self, offset: usize, bytes: &[u8], source: ConfigSource) -> Result<(), BackendError> {
+        let _ = (offset, bytes, source);
+        Err(BackendError::new("its configuration cannot be written"))
     }
 
-    /// After a migration: tell the network where this address is now.
+    /// Announces the guest's address in the network after a migration.
     ///
     /// # Errors
-    /// That it could not be told.
-    fn send_rarp(&self, mac: [u8; 6]) -> Result<(), Refusal> {
+    /// If the announcement cannot be sent.
+    fn send_rarp(&self, mac: [u8; 6]) -> Result<(), BackendError> {
         let _ = mac;
-        Err(Refusal::new("it has no network"))
+        Err(BackendError::new("it has no network"))
     }
 
-    /// The frontend's MTU in bytes.
+    /// Sets the guest's MTU in bytes.
     ///
     /// # Errors
-    /// That such packets do not fit.
-    fn set_mtu(&self, mtu: u16) -> Result<(), Refusal> {
+    /// If such packets do not fit.
+    fn set_mtu(&self, mtu: u16) -> Result<(), BackendError> {
         let _ = mtu;
-        Err(Refusal::new("it has no network"))
+        Err(BackendError::new("it has no network"))
     }
 
-    /// Whether a guest may run here before its memory has come: postcopy's destination. Not for a device that hands memory
-    /// to hardware or pins it.
+    /// Returns true if a guest may run here before its memory has arrived (destination of a postcopy migration). False
+    /// for a device that pins memory or has hardware access it.
     fn allows_postcopy(&self) -> bool {
         true
     }
 
-    /// Whether its guest can be migrated; if not, the frontend is not offered the dirty log, and QEMU says no.
+    /// Returns true if the guest can be migrated. If not, the dirty log is not offered, and QEMU refuses to migrate.
     fn is_migratable(&self) -> bool {
         true
     }
 
-    /// Everything as before the first driver. No queue runs.
+    /// Restores the state before the first driver. No queue runs.
     fn reset(&self) {}
 
-    /// Its state for a migration, when no queue runs. For those who offer
+    /// Saves the device's state for a migration. No queue runs. Requires
     /// [`DEVICE_STATE`](ProtocolFeatures::DEVICE_STATE).
     ///
     /// # Errors
-    /// That it cannot be saved now.
-    fn save(&self) -> Result<Vec<u8>, Refusal> {
-        Err(Refusal::new("it has no state"))
+    /// If it cannot be saved now.
+    fn save(&self) -> Result<Vec<u8>, BackendError> {
+        Err(BackendError::new("it has no state"))
     }
 
-    /// Takes over the state that the same device of another process saved, before any queue runs.
+    /// Loads the state that the same device saved in another process, before any queue runs.
     ///
     /// # Errors
-    /// That it cannot be taken; the device is as it was before.
-    fn load(&self, state: &[u8]) -> Result<(), Refusal> {
+    /// If the state is not accepted; the device is unchanged then.
+    fn load(&self, state: &[u8]) -> Result<(), BackendError> {
         let _ = state;
-        Err(Refusal::new("it has no state"))
+        Err(BackendError::new("it has no state"))
     }
 
-    /// What stands for all that a migration needs to know of it: kind, features, limits. Opaque to everybody but the same
-    /// kind of device, which is asked with [`Device::accepts`].
+    /// Summary of everything that a migration depends on: kind, features, limits. Opaque to all but devices of the same
+    /// kind, which compare it in [`Device::accepts`].
     ///
     /// # Errors
-    /// That it cannot migrate.
-    fn migration_version(&self) -> Result<String, Refusal> {
-        Err(Refusal::new("it cannot be migrated"))
+    /// If the device cannot be migrated.
+    fn migration_version(&self) -> Result<String, BackendError> {
+        Err(BackendError::new("it cannot be migrated"))
     }
 
-    /// Whether a guest of a device with this [`Device::migration_version`] could go on here.
+    /// Checks that a guest of a device with this [`Device::migration_version`] could continue here.
     ///
     /// # Errors
-    /// Why not.
-    fn accepts(&self, source: &str) -> Result<(), Refusal> {
+    /// The difference that prevents it.
+    fn accepts(&self, source: &str) -> Result<(), BackendError> {
         let _ = source;
-        Err(Refusal::new("it cannot be migrated"))
+        Err(BackendError::new("it cannot be migrated"))
     }
 }
 
-/// Serves some queues, on a thread of its own, while a frontend is connected.
+/// Origin of a write to the configuration space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConfigSource {
+    /// The guest's driver.
+    Driver,
+    /// The frontend of a migration's destination.
+    Migration,
+}
+
+/// Serves some queues on a thread of its own while a frontend is connected.
 pub trait Worker: Send {
-    /// Does what there is to do without waiting: takes chains, completes them. Called when a queue was kicked, when
-    /// something of [`Worker::poll`] is ready, and when the frontend changed something.
+    /// Processes the queues without waiting: pops chains and completes them. Called after a kick, after an event of
+    /// [`Worker::poll`], and after a change by the frontend.
     fn run(&mut self, queues: &mut Queues<'_>) -> Next;
 
-    /// A queue has been started, before the next [`Worker::run`]. `fresh`: by a driver that has not used it before; else
-    /// it goes on where it stood, here or in another process.
+    /// Called when a queue was started, before the next [`Worker::run`]. `fresh` is true if its driver has not used it
+    /// before; otherwise the queue resumes where it was stopped, here or in another process.
     fn started(&mut self, queue: usize, fresh: bool) {
         let _ = (queue, fresh);
     }
 
-    /// What else than its queues it waits for.
-    fn poll<'w>(&'w self, fds: &mut Vec<PollFd<'w>>) {
+    /// Adds the descriptors that the worker waits for besides its queues.
+    fn poll<'w>(&'w self, fds: &mut PollSet<'w>) {
         let _ = fds;
     }
 
-    /// What became of the descriptors of [`Worker::poll`], in their order, before the next [`Worker::run`].
-    fn polled(&mut self, events: &[PollFlags]) {
+    /// Events of the descriptors of [`Worker::poll`], in their order, before the next [`Worker::run`].
+    fn on_ready(&mut self, events: &[PollFlags]) {
         let _ = events;
     }
 
-    /// Before a queue is stopped: completes what was taken from it and is still under way, until the deadline at most.
-    /// What is left then goes back empty.
+    /// Called before a queue is stopped: completes its chains in flight, by the deadline. Chains that remain are returned
+    /// to the driver with length 0.
     ///
     /// # Errors
-    /// That somebody outside of this process may still access chains of the queue, and who. None of them goes back to the
-    /// guest: the connection ends without an answer, and the queue goes on from its record or its used index, as after the
-    /// death of the process.
-    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
+    /// If hardware, the kernel or another process may still access chains of the queue. None of them is returned to the
+    /// guest then: the connection ends without a reply, and the queue resumes from its record or its used index, as after
+    /// the process was killed.
+    fn drain(
+        &mut self,
+        queue: usize,
+        queues: &mut Queues<'_>,
+        deadline: Instant,
+    ) -> Result<(), BackendError> {
         let _ = (queue, queues, deadline);
         Ok(())
     }
 
-    /// Before the guest's memory changes: ends what uses it without the rings knowing (a device of the host's that reads it
-    /// by itself), by the deadline, and clears the batches that it keeps ([`Batch::clear`](crate::Batch::clear)): each of them
-    /// keeps the former memory mapped. What is not completed then was under way in memory that is no longer there.
+    /// Called before the guest's memory changes: ends accesses that bypass the rings (a device that reads guest memory by
+    /// itself), by the deadline, and clears the batches that the worker keeps ([`Batch::clear`](crate::Batch::clear)),
+    /// since each keeps the former memory mapped. Chains that are not completed then refer to memory that is gone.
     ///
     /// # Errors
-    /// As [`Worker::drain`]: the connection ends.
-    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
+    /// As [`Worker::drain`]; the connection ends.
+    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), BackendError> {
         let _ = (queues, deadline);
         Ok(())
     }
 }
 
-/// What a worker wants after a run.
+/// Result of [`Worker::run`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// To wait until there is something to do.
+    /// Wait until there is an event.
     Wait,
-    /// To go on at once; it stopped only to let others have a turn, or waits awake. Drivers need not wake it.
+    /// Run again at once: there is more to do, or the worker busy-polls. Drivers need not kick it.
     Again,
 }
 
-/// Why a device does not do something, in words that name the thing and the way out.
+/// A request that a device refuses or cannot fulfil. The text names the thing, the value and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refusal {
+pub struct BackendError {
     reason: String,
-    /// It may pass: others give descriptors or memory back.
-    exhausted: bool,
-    /// It passes by itself.
-    passes: bool,
+    persistence: Persistence,
 }
 
-/// Whether the kernel has no descriptor or no memory left.
-pub(crate) fn is_exhausted(error: &std::io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
+/// Conditions under which a failure ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Persistence {
+    /// Until the device or the request changes.
+    Permanent,
+    /// Until other processes release descriptors or memory.
+    Exhausted,
+    /// The device recovers by itself.
+    Temporary,
 }
 
-impl Refusal {
-    /// Whether the reason is that the kernel has no descriptor or no memory left: it was made of such an error.
-    pub(crate) fn is_exhausted(&self) -> bool {
-        self.exhausted
-    }
-
-    /// Whether it was made by [`Refusal::for_now`].
-    pub(crate) fn passes(&self) -> bool {
-        self.passes
-    }
-
-    /// A refusal of [`Device::worker`] that passes: the connection is closed, and the next one may be served. Where there can be no
-    /// other connection, it is tried again each second.
-    pub fn for_now(reason: impl Into<String>) -> Self {
-        Self { reason: reason.into(), exhausted: false, passes: true }
-    }
-
-    /// A refusal with this reason.
+impl BackendError {
+    /// An error that a repetition does not change.
     pub fn new(reason: impl Into<String>) -> Self {
-        Self { reason: reason.into(), exhausted: false, passes: false }
+        Self { reason: reason.into(), persistence: Persistence::Permanent }
+    }
+
+    /// An error of [`Device::worker`] that passes by itself: the connection is closed, and the next one may be served. An
+    /// only connection is retried every second instead.
+    pub fn temporary(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), persistence: Persistence::Temporary }
+    }
+
+    /// Returns true if the kernel was out of descriptors or memory.
+    pub(crate) fn is_exhausted(&self) -> bool {
+        self.persistence == Persistence::Exhausted
+    }
+
+    /// Returns true for an error of [`BackendError::temporary`].
+    pub(crate) fn is_temporary(&self) -> bool {
+        self.persistence == Persistence::Temporary
     }
 }
 
-impl fmt::Display for Refusal {
+impl fmt::Display for BackendError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.reason)
     }
 }
 
-impl Error for Refusal {}
+impl Error for BackendError {}
 
-impl From<std::io::Error> for Refusal {
+impl From<std::io::Error> for BackendError {
     fn from(error: std::io::Error) -> Self {
-        Self { exhausted: is_exhausted(&error), passes: false, reason: error.to_string() }
+        let persistence = if is_exhausted(&error) { Persistence::Exhausted } else { Persistence::Permanent };
+        Self { reason: error.to_string(), persistence }
+    }
+}
+
+/// Returns true if the kernel is out of descriptors or memory.
+pub(crate) fn is_exhausted(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn errors_are_exhausted_temporary_or_permanent() {
+        let states = |error: &BackendError| (error.is_exhausted(), error.is_temporary());
+        for errno in [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM] {
+            let error = BackendError::from(io::Error::from_raw_os_error(errno));
+            assert_eq!(states(&error), (true, false), "{error}");
+        }
+        let refused = BackendError::from(io::Error::from_raw_os_error(libc::EACCES));
+        assert_eq!(states(&refused), (false, false), "{refused}");
+        assert_eq!(states(&BackendError::new("it has no state")), (false, false));
+        assert_eq!(states(&BackendError::temporary("a card still reads")), (false, true));
     }
 }

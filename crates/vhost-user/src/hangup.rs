@@ -1,4 +1,4 @@
-//! How a worker ends its guest's connection, and only that one.
+//! Ends the connection of a guest whose memory is lost, from the thread of a worker.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,27 +10,27 @@ use rustix::net::{Shutdown, shutdown};
 pub(crate) struct Hangup {
     /// The connection's socket, if it has one.
     socket: Option<OwnedFd>,
-    lost: AtomicBool,
+    memory_lost: AtomicBool,
 }
 
 impl Hangup {
-    /// For the connection with this socket.
+    /// Hangup of the connection with this socket.
     pub(crate) fn new(socket: Option<OwnedFd>) -> Self {
-        Self { socket, lost: AtomicBool::new(false) }
+        Self { socket, memory_lost: AtomicBool::new(false) }
     }
 
-    /// The guest's memory is gone: the connection ends, which the session's thread sees as its end.
+    /// Shuts the connection down because the guest's memory is lost. The session's thread reads the end of the stream.
     pub(crate) fn memory_lost(&self) {
-        if !self.lost.swap(true, Ordering::AcqRel)
+        if !self.memory_lost.swap(true, Ordering::AcqRel)
             && let Some(socket) = &self.socket
             && let Err(errno) = shutdown(socket, Shutdown::Both)
         {
-            tracing::debug!(%errno, "shutdown of a frontend's connection");
+            tracing::debug!(%errno, "cannot shut down the frontend's connection");
         }
     }
 
-    /// Whether it ended so.
+    /// Returns true after [`Hangup::memory_lost`].
     pub(crate) fn is_memory_lost(&self) -> bool {
-        self.lost.load(Ordering::Acquire)
+        self.memory_lost.load(Ordering::Acquire)
     }
 }

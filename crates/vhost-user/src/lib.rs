@@ -1,36 +1,39 @@
 //! The backend side of vhost-user: a virtio device in a process of its own, whose guest QEMU can migrate.
 //!
 //! ```text
-//!   frontend (QEMU) ── socket ── server ─► session ── orders ──► workers (a thread for each queue or pair)
-//!                                            │                      │  Worker::run: pop, complete
-//!          guest memory ◄── memory ──────────┴───────── ring, log ──┘
+//!   frontend (QEMU) ── socket ── server ─► connection ─► session ── commands ──► workers (a thread for each queue or pair)
+//!                                                          │                      │  Worker::run: pop, complete
+//!          guest memory ◄── memory ────────────────────────┴───────── ring, log ──┘
 //! ```
-//! What it is: the session with all that stock QEMU needs to migrate a device, guest memory by both kinds of addresses,
-//! split rings that are taken and given back in batches, the dirty log, and threads. A device is a [`Device`] with its
-//! [`Worker`]s; `examples/rng.rs` is one.
+//! The crate provides the session with everything that stock QEMU needs to migrate a device, guest memory by both kinds of
+//! addresses, split virtqueues that are processed in batches, the dirty log, and threads. A device is a [`Device`] with its
+//! [`Worker`]s; `examples/rng.rs` is a complete one.
 //!
-//! What it is not: no device, no frontend. Packed rings, `IOMMU`, in-band notifications and
-//! polled rings are left out and refused by name.
+//! Out of scope: devices and frontends. Packed virtqueues, `IOMMU`, in-band notifications and polled rings are not supported
+//! and are refused by name.
 //!
 //! Limits: [`QUEUES_MAX`] queues, [`REGIONS_MAX`] regions of memory, rings of [`RING_SIZE_MAX`] entries, chains as
-//! [`ring`] bounds them. Linux on a little-endian machine. `SIGPIPE` has to be ignored, as it is in programs whose `main` is Rust's:
-//! a frontend may give descriptors that nobody reads. Where it is written down: `docs/vhost-user.md`.
+//! [`ring`] bounds them. Linux on a little-endian machine. `SIGPIPE` has to be ignored, as in all programs whose `main` is
+//! Rust's, because a frontend may send descriptors without a reader. The documentation is `docs/vhost-user.md`.
 
-mod conversation;
-pub mod device;
-pub mod features;
+mod adaptive_poll;
+mod connection;
 #[cfg(test)]
-mod fuse;
-mod hand_over;
+mod crash_point;
+pub mod device;
+mod eventfd;
+pub mod features;
 mod hangup;
 mod kick;
+mod live_upgrade;
 pub mod log;
 mod mailbox;
 pub mod memory;
 pub mod message;
-mod pulse;
+mod poll;
 mod record;
 pub mod ring;
+mod serve_error;
 mod server;
 mod session;
 mod sys;
@@ -38,19 +41,20 @@ mod sys;
 pub mod testing;
 mod worker;
 
-pub use device::{Device, Next, Refusal, Worker};
+pub use adaptive_poll::{AdaptivePoller, Traffic};
+pub use device::{BackendError, ConfigSource, Device, Next, Worker};
 pub use features::ProtocolFeatures;
-pub use hand_over::{HandOverError, Left, Offer, hand_over};
-pub use memory::{Memory, MemoryError, Place, REGIONS_MAX, Region};
-pub use pulse::{Pulse, Traffic};
-pub use record::{Record, RecordError, STORED as STORED_RECORD, VERSION as RECORD_VERSION};
+pub use live_upgrade::{AbortedUpgrade, UpgradeError, UpgradeOffer, live_upgrade};
+pub use memory::{GuestRange, Memory, MemoryError, REGIONS_MAX, Region};
+pub use poll::{PollFlags, PollSet};
+pub use record::{InFlightRecord, RECORD_FD_NAME, RecordError, VERSION as RECORD_VERSION};
 pub use ring::{Batch, Chain, Head, RING_SIZE_MAX, Ring, RingFault, RingSetup, RingStatistics};
-pub use rustix::event::{PollFd, PollFlags};
-pub use server::{Frontends, ServeError, Service, serve};
+pub use serve_error::ServeError;
+pub use server::{Frontends, Service, serve};
 pub use session::{QUEUES_MAX, SessionError};
 pub use towline_channel::{Address, Cancel, Listener};
 pub use worker::Queues;
 
-// Tests share their driver with those outside of the crate.
+// Tests in this crate share their driver with the integration tests, which name the crate.
 #[cfg(test)]
 extern crate self as towline_vhost_user;

@@ -1,12 +1,12 @@
-//! The dirty log: which pages of the guest the device has written, told to a frontend that migrates it.
+//! The dirty log: a bitmap of the guest pages that the device wrote, for a frontend that migrates the guest.
 //!
 //! ```text
 //!   ring: mark(address, length) ─► word cache (32 words) ─ once a batch ─► fetch_or into the shared log
-//!             └─ nothing at all while the switch is off
+//!             └─ no effect while the switch is off
 //! ```
-//! A page is marked after it is written and before its batch is over, so whoever clears the log and then reads the page
-//! either sees the write or finds the mark later. Switch and log are changed between batches only, by the session, which
-//! answers the frontend when every ring has the change.
+//! A page is marked after it is written and before its batch ends, so a frontend that clears the log and then reads the page
+//! either reads the new contents or finds the mark later. The session changes switch and log between batches only, and replies
+//! to the frontend when every ring has the change.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use crate::sys::{Area, Mapping};
 
 /// Bytes of guest memory for each bit (`VHOST_LOG_PAGE`).
 pub const LOG_PAGE: u64 = 4096;
-/// Words that a ring gathers before it has to write them out.
+/// Number of words that a ring gathers before it writes them to the log.
 const CACHE_WORDS: usize = 32;
-/// The longest log that is mapped: enough for 2^48 bytes of guest addresses.
+/// Maximum size of a log, for 2^48 bytes of guest addresses.
 const LOG_BYTES_MAX: u64 = 1 << 33;
 
 /// The shared log.
@@ -30,42 +30,42 @@ pub struct DirtyLog {
     pages: u64,
 }
 
-/// Whether writes are logged. Shared by the session, which switches, and the rings.
+/// State of logging, on or off. Shared by the session, which sets it, and the rings.
 #[derive(Debug, Clone, Default)]
 pub struct LogSwitch(Arc<AtomicBool>);
 
-/// The log as a ring uses it.
+/// Marks of a ring that are not in the log yet.
 #[derive(Debug, Default)]
 pub(crate) struct DirtyCache {
     switch: LogSwitch,
     log: Option<Arc<DirtyLog>>,
-    /// Which word, and the bits to set in it.
+    /// Number of a word, and the bits to set in it.
     words: Vec<(u64, u64)>,
-    /// The first page that has no place in the log.
-    outside: Option<u64>,
+    /// First marked page that is outside the log.
+    outside_page: Option<u64>,
 }
 
 impl DirtyLog {
     /// Maps a log of `size` bytes.
     ///
     /// # Errors
-    /// [`MemoryError::TooLarge`] for a log that no guest needs or that is not of whole words, otherwise as for regions.
+    /// [`MemoryError::TooLarge`] for a log that is larger than any guest needs, or smaller than a word; otherwise as for regions.
     pub fn map(fd: OwnedFd, offset: u64, size: u64) -> Result<Self, MemoryError> {
         let words = size / 8;
         if size > LOG_BYTES_MAX || words == 0 {
             return Err(MemoryError::TooLarge { offset, size });
         }
         let mapping = Arc::new(Mapping::guarded(fd, offset, words * 8)?);
-        let len = usize::try_from(words * 8).expect("it is mapped");
+        let len = usize::try_from(words * 8).expect("the length is at most LOG_BYTES_MAX");
         let words = Area::new(&mapping, 0, len, 8).ok_or(MemoryError::TooLarge { offset, size })?;
         Ok(Self { words, pages: size / 8 * 64 })
     }
 }
 
 impl DirtyLog {
-    /// What was shared, as it was.
-    pub(crate) fn shared(&self) -> std::io::Result<LogMemory> {
-        let (fd, offset) = self.words.mapping().part()?;
+    /// The log's file, to share it with another process.
+    pub(crate) fn share(&self) -> std::io::Result<LogMemory> {
+        let (fd, offset) = self.words.mapping().share()?;
         Ok(LogMemory { size: self.pages / 8, offset, fd })
     }
 }
@@ -75,7 +75,7 @@ impl LogSwitch {
         self.0.store(on, Ordering::Release);
     }
 
-    /// Whether writes are logged at this moment.
+    /// Returns true while writes are logged.
     pub fn is_on(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
@@ -86,18 +86,18 @@ impl DirtyCache {
         Self { switch, log, ..Self::default() }
     }
 
-    /// Whether the log's memory was replaced by zeros after a fault.
+    /// Returns true if the log's memory was replaced by zeros after a fault.
     pub(crate) fn is_lost(&self) -> bool {
         self.log.as_ref().is_some_and(|log| log.words.mapping().is_lost())
     }
 
-    /// From now on into this log. What was gathered has been flushed.
+    /// Replaces the log, after writing the gathered marks to the former one.
     pub(crate) fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
-        self.write_out();
+        self.write_to_log();
         self.log = log;
     }
 
-    /// `len` bytes at a guest address were written.
+    /// Marks `len` written bytes at a guest address.
     pub(crate) fn mark(&mut self, guest: u64, len: u64) {
         if len == 0 || !self.switch.is_on() {
             return;
@@ -110,31 +110,31 @@ impl DirtyCache {
 
     fn mark_page(&mut self, page: u64) {
         if self.log.as_ref().is_none_or(|log| page >= log.pages) {
-            self.outside.get_or_insert(page);
+            self.outside_page.get_or_insert(page);
             return;
         }
         let (word, bit) = (page / 64, 1 << (page % 64));
-        // Most often it is the word of the page before.
+        // Usually the word of the previous page.
         match self.words.iter_mut().rev().find(|(known, _)| *known == word) {
             Some((_, bits)) => *bits |= bit,
             None => {
                 if self.words.len() == CACHE_WORDS {
-                    self.write_out();
+                    self.write_to_log();
                 }
                 self.words.push((word, bit));
             }
         }
     }
 
-    /// Writes out what was gathered. Returns a page that was written and has no place in the log, once.
+    /// Writes the gathered marks to the log. Returns the first page that was marked and is outside the log, once.
     pub(crate) fn flush(&mut self) -> Option<u64> {
-        self.write_out();
-        self.outside.take()
+        self.write_to_log();
+        self.outside_page.take()
     }
 
-    /// Sets the gathered bits in the log; the frontend can read and clear them from then on. A page outside of the log stays
-    /// recorded for [`Self::flush`].
-    fn write_out(&mut self) {
+    /// Sets the gathered bits in the log, where the frontend can read and clear them. A page outside the log stays recorded for
+    /// [`Self::flush`].
+    fn write_to_log(&mut self) {
         let Some(log) = &self.log else { return };
         for (word, bits) in self.words.drain(..) {
             let offset = usize::try_from(word * 8).expect("the log is mapped");
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn more_words_than_are_gathered_lose_no_page() {
+    fn an_overflowing_cache_loses_no_page() {
         let (mut cache, mut file) = cache(64 * 100);
         let pages: Vec<u64> = (0..100).map(|word| word * 64 + word % 64).collect();
         pages.iter().for_each(|page| cache.mark(page * LOG_PAGE, 1));
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_marked_while_it_is_off() {
+    fn no_page_is_marked_while_the_log_is_off() {
         let (mut cache, mut file) = cache(64);
         cache.switch.set(false);
         cache.mark(0, 1);
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_outside_is_reported_after_the_cache_overflowed_and_the_log_changed() {
+    fn a_page_outside_the_log_is_reported_after_an_overflow_and_a_change_of_the_log() {
         let (mut cache, _file) = cache(64 * 100);
         cache.mark(64 * 100 * LOG_PAGE, 1);
         (0..100).for_each(|word| cache.mark(word * 64 * LOG_PAGE, 1));
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_outside_is_told() {
+    fn a_page_outside_the_log_is_reported_once() {
         let (mut cache, _file) = cache(64);
         cache.mark(63 * LOG_PAGE, 2 * LOG_PAGE);
         assert_eq!(cache.flush(), Some(64));

@@ -1,14 +1,14 @@
-//! The guest's memory: what the frontend shared of it, and the two kinds of addresses that lead there.
+//! The guest's memory, as the frontend shares it, and its two kinds of addresses.
 //!
 //! ```text
 //!   guest address (descriptors, the log)  ─┐
 //!   user address (the frontend's: rings)  ─┴─► region, offset ─► IoBuf / IoBufMut, never a slice
 //! ```
-//! A [`Memory`] never changes. A new table is a new `Memory` that shares the regions which stay; it is handed to the
-//! rings between two batches, and the old one is unmapped when nobody has it any more.
+//! A [`Memory`] is immutable. A new table is a new `Memory` that shares the unchanged regions. The rings use it from the next
+//! batch on, and the former one is unmapped with its last reference.
 //!
-//! Limits: [`REGIONS_MAX`] regions. A file that its owner truncates after it was mapped ends its own session and no other: an
-//! access behind its end finds zeros, and the connection is closed ([ADR 11](../../../docs/adr/0011-a-sigbus-ends-one-session.md)).
+//! Limits: [`REGIONS_MAX`] regions. A file that the frontend truncates after it was mapped ends the session of that frontend
+//! only: an access behind its end reads zeros, and the connection is closed ([ADR 11](../../../docs/adr/0011-a-sigbus-ends-one-session.md)).
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -19,27 +19,28 @@ use towline_channel::{IoBuf, IoBufMut};
 use crate::message::RegionInfo;
 use crate::sys::{Area, Mapping};
 
-/// The most regions that a guest's memory may have.
+/// Maximum number of regions of a guest's memory.
 pub const REGIONS_MAX: usize = 256;
 
-/// Why memory cannot be had.
+/// Error of mapping guest memory or a dirty log.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum MemoryError {
-    /// It would not fit in any address space.
+    /// A region that does not fit in any address space.
     #[error("a region of {size} bytes at offset {offset} of its file is larger than any address space")]
     TooLarge {
-        /// Where it begins in its file.
+        /// Its offset in its file.
         offset: u64,
         /// Its length in bytes.
         size: u64,
     },
-    /// A region of nothing.
-    #[error("the region at guest address {guest:#x} has no byte")]
+    /// A region of length 0.
+    #[error("the region at guest address {guest:#x} has length 0")]
     Empty {
         /// Its guest address.
         guest: u64,
     },
-    /// Addresses that wrap.
+    /// Addresses that wrap around.
     #[error(
         "the region of {size:#x} bytes at guest address {guest:#x}, user address {user:#x} ends beyond 2^64"
     )]
@@ -51,42 +52,42 @@ pub enum MemoryError {
         /// Its length in bytes.
         size: u64,
     },
-    /// Two regions at one place.
+    /// Overlapping regions.
     #[error("the regions at guest addresses {one:#x} and {other:#x} overlap")]
     Overlap {
-        /// The one.
+        /// Guest address of the first.
         one: u64,
-        /// The other.
+        /// Guest address of the second.
         other: u64,
     },
     /// More than [`REGIONS_MAX`].
-    #[error("the guest's memory has {found} regions, at most {REGIONS_MAX} are taken")]
+    #[error("the guest's memory has {found} regions, at most {REGIONS_MAX} are supported")]
     TooMany {
-        /// How many.
+        /// Number of regions.
         found: usize,
     },
-    /// A region to be removed that is not there.
-    #[error("no region of {size:#x} bytes at guest address {guest:#x} is there to be removed")]
+    /// A region to be removed that does not exist.
+    #[error("no region of {size:#x} bytes at guest address {guest:#x} to remove")]
     Absent {
         /// Its guest address.
         guest: u64,
         /// Its length in bytes.
         size: u64,
     },
-    /// A file shorter than said.
+    /// A file that is too short.
     #[error("a region ends at {end:#x} in its file, which has {has:#x} bytes")]
     File {
-        /// Where the region ends.
+        /// End of the region.
         end: u64,
-        /// What the file has.
+        /// Size of the file.
         has: u64,
     },
-    /// The kernel said no.
-    #[error("shared memory cannot be mapped: {0}; was it made with share=on?")]
+    /// The mapping failed.
+    #[error("shared memory cannot be mapped: {0}; was it created with share=on?")]
     Map(std::io::Error),
 }
 
-/// A stretch of guest memory, mapped.
+/// A mapped region of guest memory.
 #[derive(Debug, Clone)]
 pub struct Region {
     guest: u64,
@@ -95,16 +96,16 @@ pub struct Region {
     mapping: Arc<Mapping>,
 }
 
-/// The guest's memory as it is for now.
+/// The guest's memory at one time.
 #[derive(Debug, Default)]
 pub struct Memory {
-    /// By guest address.
+    /// Ordered by guest address.
     regions: Vec<Region>,
 }
 
-/// A part of a region. Means nothing without the memory that it is of.
+/// A part of a region, which it identifies within its [`Memory`].
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Piece {
+pub(crate) struct Segment {
     region: u16,
     pub(crate) len: u32,
     offset: u64,
@@ -112,23 +113,23 @@ pub(crate) struct Piece {
 
 /// A part of one region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
-    /// Which of [`Memory::regions`].
+pub struct GuestRange {
+    /// Index in [`Memory::regions`].
     pub region: usize,
-    /// Where it begins there.
+    /// Offset in the region.
     pub offset: u64,
-    /// Its bytes.
+    /// Length in bytes.
     pub len: u32,
 }
 
-impl Piece {
-    pub(crate) fn place(&self) -> Place {
-        Place { region: self.region.into(), offset: self.offset, len: self.len }
+impl Segment {
+    pub(crate) fn range(&self) -> GuestRange {
+        GuestRange { region: self.region.into(), offset: self.offset, len: self.len }
     }
 
-    /// All but its first `len` bytes, which it has.
-    pub(crate) fn behind(&self, len: usize) -> Self {
-        let skipped = u32::try_from(len).expect("a piece is shorter than 4 GiB");
+    /// The segment without its first `len` bytes.
+    pub(crate) fn skip(&self, len: usize) -> Self {
+        let skipped = u32::try_from(len).expect("a segment is shorter than 4 GiB");
         Self { len: self.len - skipped, offset: self.offset + u64::from(skipped), ..*self }
     }
 }
@@ -156,13 +157,13 @@ impl Region {
         self.size
     }
 
-    /// The file that it is shared by, and where it begins there: for who needs it mapped in a way of its own.
+    /// File of the region, and its offset there, to map it in another way.
     pub fn file(&self) -> (&File, u64) {
         self.mapping.file()
     }
 
-    /// A region is told by its addresses and its size.
-    fn is(&self, info: &RegionInfo) -> bool {
+    /// Returns true if the region has these addresses and this size, which identify it.
+    fn matches(&self, info: &RegionInfo) -> bool {
         (self.guest, self.user, self.size)
             == (info.guest_address.get(), info.user_address.get(), info.size.get())
     }
@@ -186,7 +187,7 @@ impl Memory {
         Ok(Self { regions })
     }
 
-    /// This memory and one region more.
+    /// This memory with another region.
     ///
     /// # Errors
     /// Those of [`Memory::new`].
@@ -194,28 +195,28 @@ impl Memory {
         Self::new(self.regions.iter().cloned().chain([region]).collect())
     }
 
-    /// This memory without a region, which is told by its addresses and its size.
+    /// This memory without a region.
     ///
     /// # Errors
     /// [`MemoryError::Absent`].
     pub fn without(&self, info: &RegionInfo) -> Result<Self, MemoryError> {
         let (guest, size) = (info.guest_address.get(), info.size.get());
-        let place = self.regions.iter().position(|region| region.is(info));
-        let place = place.ok_or(MemoryError::Absent { guest, size })?;
+        let index = self.regions.iter().position(|region| region.matches(info));
+        let index = index.ok_or(MemoryError::Absent { guest, size })?;
         let mut regions = self.regions.clone();
-        regions.remove(place);
+        regions.remove(index);
         Ok(Self { regions })
     }
 
-    /// Its regions, by guest address.
+    /// The regions, ordered by guest address.
     pub fn regions(&self) -> &[Region] {
         &self.regions
     }
 
-    /// What was shared, as it was.
-    pub(crate) fn shared(&self) -> std::io::Result<Vec<(RegionInfo, OwnedFd)>> {
-        let shared = |region: &Region| {
-            let (fd, offset) = region.mapping.part()?;
+    /// The regions and their files, to share them with another process.
+    pub(crate) fn share(&self) -> std::io::Result<Vec<(RegionInfo, OwnedFd)>> {
+        let share = |region: &Region| {
+            let (fd, offset) = region.mapping.share()?;
             let info = RegionInfo {
                 guest_address: region.guest.into(),
                 size: region.size.into(),
@@ -224,36 +225,36 @@ impl Memory {
             };
             Ok((info, fd))
         };
-        self.regions.iter().map(shared).collect()
+        self.regions.iter().map(share).collect()
     }
 
-    /// Whether this very region is of it.
+    /// Returns true if it has this region.
     pub(crate) fn has(&self, info: &RegionInfo) -> bool {
-        self.regions.iter().any(|region| region.is(info))
+        self.regions.iter().any(|region| region.matches(info))
     }
 
-    /// How many bytes are shared.
+    /// Total size in bytes.
     pub fn size(&self) -> u64 {
         self.regions.iter().map(|region| region.size).sum()
     }
 
-    /// Where a guest address is mapped in this process.
-    pub(crate) fn own_address(&self, guest: u64) -> Option<u64> {
+    /// Address in this process of a guest address.
+    pub(crate) fn backend_address(&self, guest: u64) -> Option<u64> {
         let region = &self.regions[self.region_at(guest)?];
         Some(region.mapping.span().0.addr() as u64 + (guest - region.guest))
     }
 
-    /// Whether a part of it was replaced by zeros after a fault.
+    /// Returns true if a region was replaced by zeros after a fault.
     pub(crate) fn is_lost(&self) -> bool {
         self.mappings().any(Mapping::is_lost)
     }
 
-    /// What is mapped.
+    /// The mappings of the regions.
     pub(crate) fn mappings(&self) -> impl Iterator<Item = &Mapping> {
         self.regions.iter().map(|region| &*region.mapping)
     }
 
-    /// `len` bytes at an address of the frontend's, in one region.
+    /// `len` bytes at a user address, in one region.
     pub(crate) fn user_area(&self, user: u64, len: usize, align: usize) -> Option<Area> {
         let region = self.regions.iter().find(|region| user.wrapping_sub(region.user) < region.size)?;
         Area::new(&region.mapping, user - region.user, len, align)
@@ -265,18 +266,18 @@ impl Memory {
         Area::new(&region.mapping, guest - region.guest, len, 1)
     }
 
-    /// Appends the pieces of `len` bytes at a guest address; regions beside each other make several. False if a byte of
-    /// it is not there.
-    pub(crate) fn pieces(&self, guest: u64, len: u32, pieces: &mut Vec<Piece>) -> bool {
+    /// Appends the segments of `len` bytes at a guest address, several if they cross adjacent regions. Returns false if a byte
+    /// is outside all regions.
+    pub(crate) fn append_segments(&self, guest: u64, len: u32, segments: &mut Vec<Segment>) -> bool {
         let (mut guest, mut left) = (guest, u64::from(len));
         while left > 0 {
             let Some(index) = self.region_at(guest) else { return false };
             let region = &self.regions[index];
             let offset = guest - region.guest;
             let here = left.min(region.size - offset);
-            let index = u16::try_from(index).expect("there are at most REGIONS_MAX");
-            let len = u32::try_from(here).expect("it is at most `len`");
-            pieces.push(Piece { region: index, len, offset });
+            let index = u16::try_from(index).expect("at most REGIONS_MAX");
+            let len = u32::try_from(here).expect("at most `len`");
+            segments.push(Segment { region: index, len, offset });
             left -= here;
             match guest.checked_add(here) {
                 Some(next) => guest = next,
@@ -286,23 +287,23 @@ impl Memory {
         true
     }
 
-    pub(crate) fn guest_address(&self, piece: &Piece) -> u64 {
-        self.regions[usize::from(piece.region)].guest + piece.offset
+    pub(crate) fn guest_address(&self, segment: &Segment) -> u64 {
+        self.regions[usize::from(segment.region)].guest + segment.offset
     }
 
-    pub(crate) fn io_buf(&self, piece: &Piece) -> IoBuf<'_> {
-        let (mapping, offset) = self.place(piece);
-        mapping.io_buf(offset, piece.len as usize)
+    pub(crate) fn io_buf(&self, segment: &Segment) -> IoBuf<'_> {
+        let (mapping, offset) = self.locate(segment);
+        mapping.io_buf(offset, segment.len as usize)
     }
 
-    pub(crate) fn io_buf_mut(&self, piece: &Piece) -> IoBufMut<'_> {
-        let (mapping, offset) = self.place(piece);
-        mapping.io_buf_mut(offset, piece.len as usize)
+    pub(crate) fn io_buf_mut(&self, segment: &Segment) -> IoBufMut<'_> {
+        let (mapping, offset) = self.locate(segment);
+        mapping.io_buf_mut(offset, segment.len as usize)
     }
 
-    fn place(&self, piece: &Piece) -> (&Mapping, usize) {
-        let offset = usize::try_from(piece.offset).expect("a mapping is shorter than isize::MAX");
-        (&self.regions[usize::from(piece.region)].mapping, offset)
+    fn locate(&self, segment: &Segment) -> (&Mapping, usize) {
+        let offset = usize::try_from(segment.offset).expect("a mapping is shorter than isize::MAX");
+        (&self.regions[usize::from(segment.region)].mapping, offset)
     }
 
     fn region_at(&self, guest: u64) -> Option<usize> {
@@ -339,27 +340,28 @@ mod tests {
     }
 
     #[test]
-    fn what_crosses_regions_is_in_pieces() {
+    fn a_buffer_across_regions_has_several_segments() {
         let memory = Memory::new(vec![region(0x3000, 0, 0x1000), region(0x1000, 0x9000, 0x2000)]).unwrap();
-        let mut pieces = Vec::new();
-        assert!(memory.pieces(0x2ffe, 4, &mut pieces));
-        let places: Vec<_> = pieces.iter().map(|piece| (memory.guest_address(piece), piece.len)).collect();
-        assert_eq!(places, [(0x2ffe, 2), (0x3000, 2)]);
-        let mut bufs: Vec<_> = pieces.iter().map(|piece| memory.io_buf_mut(piece)).collect();
+        let mut segments = Vec::new();
+        assert!(memory.append_segments(0x2ffe, 4, &mut segments));
+        let found: Vec<_> =
+            segments.iter().map(|segment| (memory.guest_address(segment), segment.len)).collect();
+        assert_eq!(found, [(0x2ffe, 2), (0x3000, 2)]);
+        let mut bufs: Vec<_> = segments.iter().map(|segment| memory.io_buf_mut(segment)).collect();
         assert_eq!(scatter(b"abcd", &mut bufs), 4);
-        let bufs: Vec<_> = pieces.iter().map(|piece| memory.io_buf(piece)).collect();
+        let bufs: Vec<_> = segments.iter().map(|segment| memory.io_buf(segment)).collect();
         let mut bytes = [0; 4];
         assert_eq!(gather(&bufs, &mut bytes), 4);
         assert_eq!(&bytes, b"abcd");
     }
 
     #[test]
-    fn what_is_not_there_is_not_found() {
+    fn addresses_outside_the_regions_are_not_found() {
         let memory = Memory::new(vec![region(0x1000, 0x9000, 0x1000)]).unwrap();
         for (guest, len) in
             [(0xfff, 1), (0x1fff, 2), (0x2000, 1), (u64::MAX, 1), (u64::MAX - 1, 4), (0x1000, u32::MAX)]
         {
-            assert!(!memory.pieces(guest, len, &mut Vec::new()), "{guest:#x} {len}");
+            assert!(!memory.append_segments(guest, len, &mut Vec::new()), "{guest:#x} {len}");
         }
         assert!(memory.user_area(0x9ff0, 16, 16).is_some());
         assert!(memory.user_area(0x9ff8, 16, 8).is_none());
@@ -369,9 +371,9 @@ mod tests {
     }
 
     #[test]
-    fn regions_that_cannot_be_are_refused() {
+    fn invalid_regions_are_refused() {
         let refused = |info: &RegionInfo, has: u64| Region::map(info, file(has)).unwrap_err().to_string();
-        assert_eq!(refused(&info(0x1000, 0, 0, 0), 4096), "the region at guest address 0x1000 has no byte");
+        assert_eq!(refused(&info(0x1000, 0, 0, 0), 4096), "the region at guest address 0x1000 has length 0");
         assert_eq!(
             refused(&info(0, 0, 0x2000, 0x1000), 0x2000),
             "a region ends at 0x3000 in its file, which has 0x2000 bytes"
@@ -383,16 +385,13 @@ mod tests {
     }
 
     #[test]
-    fn regions_come_and_go() {
+    fn regions_are_added_and_removed() {
         let memory = Memory::new(vec![region(0, 0x10000, 0x1000)]).unwrap();
         let more = memory.with(region(0x4000, 0x20000, 0x1000)).unwrap();
         assert_eq!(more.size(), 0x2000);
         let less = more.without(&info(0, 0x10000, 0x1000, 0)).unwrap();
         assert_eq!((less.size(), less.guest_area(0x4000, 8).is_some()), (0x1000, true));
         let absent = less.without(&info(0, 0x10000, 0x1000, 0)).unwrap_err();
-        assert_eq!(
-            absent.to_string(),
-            "no region of 0x1000 bytes at guest address 0x0 is there to be removed"
-        );
+        assert_eq!(absent.to_string(), "no region of 0x1000 bytes at guest address 0x0 to remove");
     }
 }

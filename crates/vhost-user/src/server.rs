@@ -1,10 +1,12 @@
-//! The socket: who connects to whom, and a conversation over a channel.
+//! The sockets of a device: accepts or makes connections, and serves them.
 //!
 //! ```text
-//!   Listener / connect / a descriptor ─► Channel ─► serve: header, payload, descriptors ─► Session ─► answer
+//!   Listener / connect / a descriptor ─► Channel ─► Connection: header, payload, descriptors ─► Session ─► reply
 //! ```
-//! One frontend at a time, as QEMU has it: when it goes, all rings rest where they are, and the next one starts anew.
+//! One frontend at a time, as QEMU connects. When it disconnects, all rings stay where they are, and the next frontend starts
+//! a new session.
 
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,153 +14,121 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
-use towline_channel::{
-    Address, Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with, is_exhausted,
-};
+use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with};
 
-use crate::conversation::{Conversation, Workers};
+use crate::connection::{Connection, ConnectionResources};
 use crate::device::Device;
-use crate::record::{Record, RecordError, STORED};
-use crate::session::SessionError;
+use crate::record::{InFlightRecord, RECORD_FD_NAME};
+use crate::serve_error::ServeError;
 use crate::sys::inherited;
 
-/// How long a frontend may be away, or a step of waiting for one; waiting goes on behind it.
-const PATIENCE: Duration = Duration::from_secs(3600);
-
-/// Before a frontend that was lost is connected to again; there is nothing to wait for but time.
+/// Timeout of one attempt to get a frontend, which is repeated.
+const ATTEMPT_WITHIN: Duration = Duration::from_secs(3600);
+/// Interval before a lost frontend is connected to again, for which there is no event.
 const RECONNECT_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-
-/// After the kernel had no descriptor or no memory for a connection, or the device refused it for now; there is no event for that either.
+/// Interval after the kernel had no descriptor or memory for a connection, or the device refused it temporarily. There is no
+/// event for that either.
 const EXHAUSTED_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// Why a connection ended, other than by the frontend's own wish.
-#[derive(Debug, thiserror::Error)]
-pub enum ServeError {
-    /// The socket failed, or was cancelled.
-    #[error(transparent)]
-    Channel(#[from] towline_channel::Error),
-    /// A message that could not be answered any other way.
-    #[error("the frontend at {peer} is given up: {source}")]
-    Session {
-        /// The frontend.
-        peer: String,
-        /// Why.
-        source: SessionError,
-    },
-    /// A device that no frontend could use.
-    #[error("a device has 1 to {most} queues, this one has {found}", most = crate::QUEUES_MAX)]
-    Queues {
-        /// How many it has.
-        found: usize,
-    },
-    /// The record of what is in flight.
-    #[error(transparent)]
-    Record(#[from] RecordError),
-    /// More sockets than one device has.
-    #[error("the service manager passes {found} sockets, expected 1; give each device a unit of its own")]
-    Sockets {
-        /// How many it passes.
-        found: usize,
-    },
-    /// A descriptor that is no socket.
-    #[error("the descriptor given as a socket: {0}; give a Unix stream socket, listening or connected")]
-    Descriptor(Errno),
-}
-
-/// Where frontends come from.
+/// Source of a device's frontends.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum Frontends {
     /// They connect to this path; a stale socket there is replaced.
     Listen(Listener),
     /// They listen; connected to again whenever the connection is lost.
     Connect(Address),
-    /// A listening socket that somebody else made, a service manager for instance.
+    /// A listening socket that another process created, for instance a service manager.
     Inherited(OwnedFd),
-    /// One connection that somebody else made; served once.
+    /// One connection that another process made; served once.
     Connected(Box<dyn Channel>),
 }
 
 impl Frontends {
-    /// A descriptor from a service manager or a VM's manager, listening or connected.
+    /// Frontends of a descriptor from a service manager or a VM manager, listening or connected.
     ///
     /// # Errors
-    /// [`ServeError::Descriptor`] if it is no socket.
+    /// [`ServeError::Descriptor`] if it is not a socket.
     pub fn from_fd(fd: OwnedFd) -> Result<Self, ServeError> {
-        if sockopt::socket_acceptconn(&fd).map_err(ServeError::Descriptor)? {
+        if sockopt::socket_acceptconn(&fd).map_err(descriptor_error)? {
             return Ok(Self::Inherited(fd));
         }
         Ok(Self::Connected(Box::new(UnixChannel::new(fd, "the given descriptor")?)))
     }
 
-    /// The socket that a service manager has left open for this process, by systemd's protocol (socket activation); `None`
-    /// if there is none.
+    /// Frontends of the socket that a service manager passed to this process by systemd's protocol (socket activation);
+    /// `None` if it passed none.
     ///
     /// # Errors
-    /// [`ServeError::Sockets`] if there are several, [`ServeError::Descriptor`] if it is no socket.
+    /// [`ServeError::Sockets`] if there are several, [`ServeError::Descriptor`] if it is not a socket.
     pub fn from_service_manager() -> Result<Option<Self>, ServeError> {
         let names = inherited::names();
-        let is_socket = |index: &usize| names[*index] != STORED;
+        let is_socket = |index: &usize| names[*index] != RECORD_FD_NAME;
         match (0..names.len()).filter(is_socket).collect::<Vec<_>>()[..] {
             [] => Ok(None),
-            [index] => Self::from_fd(inherited::take(index).map_err(ServeError::Descriptor)?).map(Some),
+            [index] => Self::from_fd(inherited::take_fd(index).map_err(descriptor_error)?).map(Some),
             ref several => Err(ServeError::Sockets { found: several.len() }),
         }
     }
 
-    /// Serves one frontend after the other until cancelled. What goes wrong with one is logged and ends only that one.
+    /// Serves one frontend after the other until cancelled. An error of one is logged and ends only its connection.
     ///
     /// # Errors
     /// As [`Service::serve`], and [`ServeError::Record`].
     pub fn serve(self, device: &Arc<dyn Device>, cancel: &Cancel) -> Result<(), ServeError> {
         check_queues(device.as_ref())?;
-        Service::new(self).serve(device, &Record::new(device.queue_count())?, cancel)
+        Service::new(self).serve(device, &InFlightRecord::new(device.queue_count())?, cancel)
     }
 }
 
-/// A device's frontends, and the one that is connected: can be left and served again, also by
-/// [another process](crate::hand_over()).
+/// A device's frontends, and the connected one. Serving can be interrupted and resumed, also by
+/// [another process](crate::live_upgrade()).
 pub struct Service {
-    /// `None` once the only connection that there could be is served.
+    /// `None` once the only possible connection is taken.
     pub(crate) frontends: Option<Frontends>,
-    pub(crate) conversation: Option<Conversation>,
+    pub(crate) connection: Option<Connection>,
 }
 
 impl std::fmt::Debug for Service {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let connected = self.conversation.is_some();
+        let connected = self.connection.is_some();
         f.debug_struct("Service").field("frontends", &self.frontends).field("connected", &connected).finish()
     }
 }
 
 impl Service {
-    /// Before the first of them has connected.
+    /// A service without a connected frontend.
     pub fn new(frontends: Frontends) -> Self {
-        Self { frontends: Some(frontends), conversation: None }
+        Self { frontends: Some(frontends), connection: None }
     }
 
-    /// Serves one frontend after the other until cancelled, or goes on with the one that is connected. What goes wrong with
-    /// one is logged and ends only that one. The record, of all of the device's queues, says what is in flight.
+    /// Serves one frontend after the other until cancelled, beginning with the connected one. An error of one is logged and
+    /// ends only its connection. The record has the chains in flight of all queues of the device.
     ///
     /// # Errors
-    /// [`ServeError::Channel`] if no frontend can be had any more: with `Cancelled` if that was wished; the rings of a
-    /// frontend that is connected then run until this value is dropped. With [`Frontends::Connected`] also that
-    /// connection's own end. [`ServeError::Queues`].
+    /// [`ServeError::Channel`] if no further frontend can connect: `Cancelled` if that was the reason; the rings of a connected
+    /// frontend then run until this value is dropped. With [`Frontends::Connected`] also the error of that connection.
+    /// [`ServeError::Queues`].
     pub fn serve(
         &mut self,
         device: &Arc<dyn Device>,
-        record: &Record,
+        record: &InFlightRecord,
         cancel: &Cancel,
     ) -> Result<(), ServeError> {
         check_queues(device.as_ref())?;
-        let mut refused = false;
+        let mut was_temporary = false;
         loop {
-            let outcome = self.converse(device, record, cancel);
-            if outcome.is_err() {
+            let outcome = self.serve_one(device, record, cancel);
+            if let Err(error) = &outcome {
+                // A session that failed in a request can continue neither here nor in a new process.
+                if cancel.is_cancelled() && matches!(error, ServeError::Session { .. }) {
+                    self.connection = None;
+                }
                 cancel.check()?;
             }
-            let connected = self.conversation.take().is_some();
-            let passes = outcome.as_ref().is_err_and(ServeError::passes);
-            let logged = std::mem::replace(&mut refused, passes) && passes;
+            let connected = self.connection.take().is_some();
+            let temporary = outcome.as_ref().is_err_and(ServeError::is_temporary);
+            let logged = std::mem::replace(&mut was_temporary, temporary) && temporary;
             match outcome {
                 outcome if self.frontends.is_none() => return outcome,
                 Err(error) if !connected && !matches!(error, ServeError::Session { .. }) => {
@@ -170,110 +140,92 @@ impl Service {
                 _ => {}
             }
             if matches!(self.frontends, Some(Frontends::Connect(_))) {
-                rest(cancel, if passes { &EXHAUSTED_INTERVAL } else { &RECONNECT_INTERVAL })?;
+                wait(cancel, if temporary { &EXHAUSTED_INTERVAL } else { &RECONNECT_INTERVAL })?;
             }
         }
     }
-}
 
-impl Service {
-    /// With the one that is connected, or the next.
-    fn converse(
+    /// Serves the connected frontend, or the next one.
+    fn serve_one(
         &mut self,
         device: &Arc<dyn Device>,
-        record: &Record,
+        record: &InFlightRecord,
         cancel: &Cancel,
     ) -> Result<(), ServeError> {
-        if self.conversation.is_none() {
+        if self.connection.is_none() {
             let channel = match self.frontends.take() {
                 Some(Frontends::Connected(channel)) => channel,
                 Some(frontends) => self.frontends.insert(frontends).next(cancel)?,
                 None => return Ok(()),
             };
-            // One that is refused for now is closed, as its frontend may wait for an answer with its guest; the last one is kept.
-            let last = self.frontends.is_none();
-            let waits = |error: &ServeError| error.is_exhausted() || last && error.passes();
-            let workers = patiently_while(waits, cancel, || Workers::new(&*channel, device, Some(record)))?;
-            self.conversation = Some(Conversation::with(channel, device, workers));
+            // A connection that is refused temporarily is closed, because its frontend may block its guest while it waits for
+            // a reply. The only possible connection is kept.
+            let only = self.frontends.is_none();
+            let retries = |error: &ServeError| error.is_exhausted() || only && error.is_temporary();
+            let create = || ConnectionResources::new(&*channel, device, Some(record));
+            let resources = retry_while(retries, cancel, create)?;
+            self.connection = Some(Connection::with(channel, device, resources));
         }
-        self.conversation.as_mut().map_or(Ok(()), |conversation| conversation.serve(cancel))
+        self.connection.as_mut().map_or(Ok(()), |connection| connection.serve(cancel))
     }
 }
 
 impl Frontends {
-    /// The next one that connects, or is connected to.
+    /// Waits for the next frontend to connect, or connects to it.
     fn next(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
-        patiently_while(ServeError::is_exhausted, cancel, || self.attempt(cancel))
+        retry_while(ServeError::is_exhausted, cancel, || self.attempt(cancel))
     }
 
     fn attempt(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
         Ok(match self {
-            Self::Connected(_) => unreachable!("it is served, and not waited for"),
-            Self::Listen(listener) => patiently(|until| listener.accept(until, cancel))?,
+            Self::Connected(_) => unreachable!("a connected frontend is not waited for"),
+            Self::Listen(listener) => retry_timeouts(|until| listener.accept(until, cancel))?,
             Self::Connect(address) => {
                 let options = ConnectOptions { retry: true, ..ConnectOptions::default() };
-                patiently(|until| connect_with(address, until, cancel, &options))?
+                retry_timeouts(|until| connect_with(address, until, cancel, &options))?
             }
             Self::Inherited(socket) => Box::new(accept(socket, cancel)?),
         })
     }
 }
 
-impl ServeError {
-    /// Whether it passes when descriptors or memory are free again.
-    fn is_exhausted(&self) -> bool {
-        match self {
-            Self::Channel(error) => is_exhausted(error),
-            Self::Descriptor(errno) => {
-                [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM].contains(errno)
-            }
-            Self::Session { source, .. } => source.is_exhausted(),
-            _ => false,
-        }
-    }
-
-    /// Whether the device refused this connection and may take the next.
-    fn passes(&self) -> bool {
-        matches!(self, Self::Session { source, .. } if source.passes())
-    }
-}
-
-/// Repeats what fails with an error that `waits`: for want of descriptors, memory or threads others may give some back. The log has it once.
-fn patiently_while<T>(
-    waits: impl Fn(&ServeError) -> bool,
+/// Repeats an attempt whose error `retries`, because other processes may release descriptors, memory or threads. The first
+/// error is logged.
+fn retry_while<T>(
+    retries: impl Fn(&ServeError) -> bool,
     cancel: &Cancel,
     mut attempt: impl FnMut() -> Result<T, ServeError>,
 ) -> Result<T, ServeError> {
     let mut logged = false;
     loop {
         match attempt() {
-            Err(error) if waits(&error) => {
+            Err(error) if retries(&error) => {
                 if !std::mem::replace(&mut logged, true) {
                     tracing::error!(
                         %error,
                         "no frontend can be served; trying again every second. If descriptors are missing, raise the limit of open files (ulimit -n)"
                     );
                 }
-                rest(cancel, &EXHAUSTED_INTERVAL)?;
+                wait(cancel, &EXHAUSTED_INTERVAL)?;
             }
             outcome => return outcome,
         }
     }
 }
 
-/// Waits a while, or until cancelled: where there is nothing else to wait for, a processor shall not be kept busy.
-fn rest(cancel: &Cancel, interval: &Timespec) -> Result<(), ServeError> {
+/// Waits for an interval, or until cancelled.
+fn wait(cancel: &Cancel, interval: &Timespec) -> Result<(), ServeError> {
     match poll(&mut [PollFd::new(cancel, PollFlags::IN)], Some(interval)) {
         Ok(_) | Err(Errno::INTR) => Ok(cancel.check()?),
-        Err(errno) => Err(ServeError::Descriptor(errno)),
+        Err(errno) => Err(descriptor_error(errno)),
     }
 }
 
-fn patiently(
-    mut step: impl FnMut(Instant) -> towline_channel::Result<Box<dyn Channel>>,
+fn retry_timeouts(
+    mut attempt: impl FnMut(Instant) -> towline_channel::Result<Box<dyn Channel>>,
 ) -> towline_channel::Result<Box<dyn Channel>> {
     loop {
-        match step(Instant::now() + PATIENCE) {
+        match attempt(Instant::now() + ATTEMPT_WITHIN) {
             Err(towline_channel::Error::Timeout { .. }) => {}
             other => return other,
         }
@@ -285,29 +237,33 @@ fn accept(socket: &OwnedFd, cancel: &Cancel) -> Result<UnixChannel, ServeError> 
         let mut fds = [socket.as_fd(), cancel.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         match poll(&mut fds, None) {
             Ok(_) | Err(Errno::INTR) => cancel.check()?,
-            Err(errno) => return Err(ServeError::Descriptor(errno)),
+            Err(errno) => return Err(descriptor_error(errno)),
         }
         if !fds[0].revents().is_empty() {
             match accept_with(socket, SocketFlags::CLOEXEC) {
                 Ok(fd) => return Ok(UnixChannel::new(fd, "a frontend")?),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => {}
-                Err(errno) => return Err(ServeError::Descriptor(errno)),
+                Err(errno) => return Err(descriptor_error(errno)),
             }
         }
     }
 }
 
-/// Serves one frontend until it goes.
+fn descriptor_error(error: impl Into<io::Error>) -> ServeError {
+    ServeError::Descriptor(error.into())
+}
+
+/// Serves one frontend until it disconnects.
 ///
 /// # Errors
-/// [`ServeError::Queues`], [`ServeError::Channel`] (`Cancelled` too), [`ServeError::Session`].
+/// [`ServeError::Queues`], [`ServeError::Channel`] (also `Cancelled`), [`ServeError::Session`].
 pub fn serve(
     channel: &(dyn Channel + 'static),
     device: &Arc<dyn Device>,
     cancel: &Cancel,
 ) -> Result<(), ServeError> {
     check_queues(device.as_ref())?;
-    Conversation::new(channel, device, None)?.serve(cancel)
+    Connection::new(channel, device, None)?.serve(cancel)
 }
 
 fn check_queues(device: &dyn Device) -> Result<(), ServeError> {

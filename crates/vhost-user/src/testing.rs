@@ -1,19 +1,23 @@
-//! Hooks for tests of other crates; not part of the interface, and in no build that does not ask for the feature `testing`.
+//! Hooks for tests of other crates, with the feature `testing` only. Not part of the interface.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 type Hook = Box<dyn FnMut() + Send>;
 
 static LOG_FLUSHED: Mutex<Option<Hook>> = Mutex::new(None);
 
-/// Has this called whenever bits were written into a dirty log, by the thread that wrote them: what a frontend sees that reads and
-/// clears the log at that very moment.
+/// Sets a hook that is called after each write to a dirty log, by the writing thread. It simulates a frontend that reads and clears
+/// the log at that moment.
 pub fn on_log_flush(hook: impl FnMut() + Send + 'static) {
-    *LOG_FLUSHED.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(hook));
+    *lock() = Some(Box::new(hook));
 }
 
 pub(crate) fn log_flushed() {
-    if let Some(hook) = &mut *LOG_FLUSHED.lock().unwrap_or_else(PoisonError::into_inner) {
+    if let Some(hook) = &mut *lock() {
         hook();
     }
+}
+
+fn lock() -> MutexGuard<'static, Option<Hook>> {
+    LOG_FLUSHED.lock().unwrap_or_else(PoisonError::into_inner)
 }

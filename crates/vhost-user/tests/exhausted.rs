@@ -1,4 +1,4 @@
-//! A process that has no descriptor left for a frontend. Alone in its binary, as the limit is the process's.
+//! A process that has no descriptor left for a frontend. In a binary of its own, because the limit is that of the process.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::fs::File;
@@ -11,10 +11,10 @@ use std::time::Duration;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use towline_vhost_user::message::{Code, Header};
 use towline_vhost_user::{
-    Address, Cancel, Device, Frontends, Listener, Next, Queues, Refusal, ServeError, Worker,
+    Address, BackendError, Cancel, Device, Frontends, Listener, Next, Queues, ServeError, Worker,
 };
 
-/// A device with a queue that nobody uses.
+/// A device with unused queues.
 struct Idle;
 
 impl Device for Idle {
@@ -30,7 +30,7 @@ impl Device for Idle {
         0
     }
 
-    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
         Ok(Box::new(Idle))
     }
 }
@@ -43,14 +43,14 @@ impl Worker for Idle {
 
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// Every descriptor that the process may have, but for `spare`.
+/// Opens all descriptors that the process may have, except for `spare`.
 fn exhaust(spare: usize) -> Vec<File> {
     let mut files: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
     files.truncate(files.len() - spare);
     files
 }
 
-fn answered(stream: &mut UnixStream) -> std::io::Result<()> {
+fn request_queue_num(stream: &mut UnixStream) -> std::io::Result<()> {
     stream.set_read_timeout(Some(WITHIN))?;
     let header = Header { code: Code::GET_QUEUE_NUM, need_reply: false, length: 0 }.encode();
     stream.write_all(&header)?;
@@ -58,7 +58,7 @@ fn answered(stream: &mut UnixStream) -> std::io::Result<()> {
 }
 
 #[test]
-fn a_frontend_waits_until_there_is_a_descriptor_for_it() {
+fn a_frontend_is_served_when_descriptors_are_released() {
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(200), maximum: limit.maximum }).unwrap();
     let scratch = tempfile::TempDir::new().unwrap();
@@ -75,10 +75,10 @@ fn a_frontend_waits_until_there_is_a_descriptor_for_it() {
         };
         (cancel, std::thread::spawn(serve))
     }));
-    // They listen, and have what they need for that.
-    paths.iter().for_each(|path| answered(&mut UnixStream::connect(path).unwrap()).unwrap());
+    // They listen, and have all descriptors for that.
+    paths.iter().for_each(|path| request_queue_num(&mut UnixStream::connect(path).unwrap()).unwrap());
     for (path, spare) in [(&paths[0], 1), (&paths[1], 1), (&paths[0], 2), (&paths[1], 3), (&paths[0], 4)] {
-        // One of them is the frontend's own, the next for its connection, and then its workers want some.
+        // One of them is the frontend's own, the next for its connection, the others for its workers.
         let files = exhaust(spare);
         let mut stream = UnixStream::connect(path).unwrap();
         stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
@@ -87,9 +87,9 @@ fn a_frontend_waits_until_there_is_a_descriptor_for_it() {
             drop(files);
             panic!("spare {spare}: {:?}", backends.remove(at).1.join());
         }
-        assert_eq!(early.kind(), std::io::ErrorKind::WouldBlock, "nobody hangs up, and nobody answers");
+        assert_eq!(early.kind(), std::io::ErrorKind::WouldBlock, "the connection stays open without a reply");
         drop(files);
-        answered(&mut stream).unwrap();
+        request_queue_num(&mut stream).unwrap();
     }
     for (cancel, thread) in backends {
         cancel.cancel();

@@ -1,4 +1,4 @@
-//! Messages byte for byte, as the standard (QEMU's `docs/interop/vhost-user.rst`) lays them out.
+//! Messages byte for byte, as the specification (QEMU's `docs/interop/vhost-user.rst`) defines them.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 use std::fs::File;
@@ -8,7 +8,7 @@ use towline_vhost_user::message::{
     Code, Direction, HEADER_BYTES, Header, MessageError, PAYLOAD_BYTES_MAX, Reply, Request, VringState,
 };
 
-/// Bytes written as hexadecimal with blanks.
+/// Parses hexadecimal bytes with blanks.
 fn hex(text: &str) -> Vec<u8> {
     let digits: Vec<u8> = text.bytes().filter(|byte| !byte.is_ascii_whitespace()).collect();
     digits.chunks(2).map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap()).collect()
@@ -19,12 +19,12 @@ fn fds(count: usize) -> Vec<OwnedFd> {
     (0..count).map(|_| null.as_fd().try_clone_to_owned().unwrap()).collect()
 }
 
-/// A whole message with so many descriptors.
+/// Decodes a whole message with `count` descriptors.
 fn decode(text: &str, count: usize) -> Result<(Header, Request), MessageError> {
     let bytes = hex(text);
     let (header, payload) = bytes.split_first_chunk::<HEADER_BYTES>().unwrap();
     let header = Header::parse(header)?;
-    assert_eq!(header.length, payload.len(), "the golden bytes themselves");
+    assert_eq!(header.length, payload.len(), "an error in the golden bytes");
     Request::decode(header.code, payload, fds(count)).map(|request| (header, request))
 }
 
@@ -34,7 +34,7 @@ fn shown(text: &str, count: usize) -> String {
 }
 
 #[test]
-fn requests_without_descriptors() {
+fn requests_without_descriptors_are_decoded() {
     for (bytes, wanted) in [
         ("01000000 01000000 00000000", "GetFeatures"),
         ("02000000 01000000 08000000 0000004401000000", "SetFeatures(5435817984)"),
@@ -62,7 +62,7 @@ fn requests_without_descriptors() {
 }
 
 #[test]
-fn requests_about_rings() {
+fn requests_about_rings_are_decoded() {
     let Request::SetVringAddress(address) = decode(
         "09000000 01000000 28000000 03000000 01000000 1000000000000011 2000000000000022 3000000000000033 4000000000000044",
         0,
@@ -95,7 +95,7 @@ fn requests_about_rings() {
 }
 
 #[test]
-fn memory_and_log_and_state() {
+fn requests_about_memory_log_and_state_are_decoded() {
     let table = "05000000 01000000 48000000 02000000 00000000 \
                  0000000000000000 0000a00000000000 00000000007f0000 0000000000000000 \
                  0000000001000000 0000100000000000 0000b000007f0000 0000a00000000000";
@@ -115,7 +115,7 @@ fn memory_and_log_and_state() {
 }
 
 #[test]
-fn replies() {
+fn replies_are_encoded() {
     assert_eq!(
         Reply::Number(0x1_4400_0000).encode(Code::GET_FEATURES),
         hex("01000000 05000000 08000000 0000004401000000")
@@ -129,7 +129,7 @@ fn replies() {
 }
 
 #[test]
-fn what_is_no_request_is_named() {
+fn errors_of_messages_have_code_and_value() {
     let fault = |text: &str, count| decode(text, count).unwrap_err();
     let code = Code::SET_FEATURES;
     assert_eq!(fault("02000000 00000000 00000000", 0), MessageError::Version { code, found: 0 });
@@ -150,26 +150,26 @@ fn what_is_no_request_is_named() {
         "SET_MEM_TABLE has 8 bytes of payload, expected 40"
     );
     assert_eq!(fault("05000000 01000000 08000000 09000000 00000000", 0), MessageError::Regions { found: 9 });
-    for (text, said) in [
+    for (text, expected) in [
         (
             "0c000000 01000000 08000000 0002000000000000",
             "SET_VRING_KICK: its payload is 512, expected a ring below 256, and bit 8 for no descriptor",
         ),
         (
             "18000000 01000000 0c000000 ff000000 02000000 00000000",
-            "GET_CONFIG: the end of the part is 257, expected at most 256",
+            "GET_CONFIG: the end of the range is 257, expected at most 256",
         ),
         (
             "18000000 01000000 0c000000 ffffffff ffffffff 00000000",
-            "GET_CONFIG: the end of the part is 8589934590, expected at most 256",
+            "GET_CONFIG: the end of the range is 8589934590, expected at most 256",
         ),
         ("1f000000 01000000 00000000", "GET_INFLIGHT_FD is not supported (INFLIGHT_SHMFD is not offered)"),
         ("63000000 01000000 00000000", "request 99 is not supported"),
     ] {
-        assert_eq!(fault(text, 0).to_string(), said);
+        assert_eq!(fault(text, 0).to_string(), expected);
     }
     let mut long = hex("02000000 01000000 00000000");
     long[8..].copy_from_slice(&u32::to_le_bytes(PAYLOAD_BYTES_MAX as u32 + 1));
     let long = Header::parse(long.first_chunk().unwrap()).unwrap_err();
-    assert_eq!(long.to_string(), "SET_FEATURES has 4097 bytes of payload, at most 4096 are read");
+    assert_eq!(long.to_string(), "SET_FEATURES has 4097 bytes of payload, at most 4096 are accepted");
 }

@@ -1,4 +1,4 @@
-//! Stock QEMUs with devices of ours: a Linux guest uses them, loses them and gets them back, and is migrated with one.
+//! Stock QEMUs with the example devices: a Linux guest uses them, survives their restarts, and is migrated with one.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ const WITHIN: Duration = Duration::from_secs(120);
 const VERSIONS: [Version; 2] = [Version::V10_0, Version::V7_2];
 const DISK_MIB: u64 = 4;
 
-/// An example that runs; killed when dropped.
+/// A running example, killed when dropped.
 struct Process {
     child: Child,
 }
@@ -38,20 +38,20 @@ impl Drop for Process {
     }
 }
 
-/// An example as cargo builds it beside the tests.
+/// Path of an example, which cargo builds beside the tests.
 fn program(example: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let program = test.ancestors().nth(2).unwrap().join("examples").join(example);
     assert!(
         program.is_file(),
-        "{} is missing; `cargo build -p towline-vhost-user --examples` makes it",
+        "{} is missing; build it with `cargo build -p towline-vhost-user --examples`",
         program.display()
     );
     program
 }
 
 fn with_device(version: Version, socket: &Path, device: &str) -> towline_lab::Builder {
-    // QEMU's vhost-user-rng cannot wait for its backend, so it cannot be told to come back either.
+    // QEMU's vhost-user-rng does not wait for its backend, so it does not support reconnect either.
     let reconnect = if device.contains("rng") { "" } else { ",reconnect=1" };
     let chardev = format!("socket,id=dev,path={}{reconnect}", socket.display());
     Qemu::builder(version).memory_backend(MemoryBackend::Memfd { prealloc: false }).linux().args([
@@ -66,12 +66,12 @@ fn disk(version: Version, socket: &Path) -> towline_lab::Builder {
     with_device(version, socket, "vhost-user-blk-pci,num-queues=1")
 }
 
-/// SHA-256 of the disk's content, by a program that is not ours.
+/// SHA-256 of the disk's contents, by coreutils.
 fn disk_hash() -> String {
-    let mut content = Command::new(program("disk"));
-    let mut content = content.args(["-", &DISK_MIB.to_string()]).stdout(Stdio::piped()).spawn().unwrap();
-    let hash = Command::new("sha256sum").stdin(content.stdout.take().unwrap()).output().unwrap();
-    assert!(content.wait().unwrap().success());
+    let mut contents = Command::new(program("disk"));
+    let mut contents = contents.args(["-", &DISK_MIB.to_string()]).stdout(Stdio::piped()).spawn().unwrap();
+    let hash = Command::new("sha256sum").stdin(contents.stdout.take().unwrap()).output().unwrap();
+    assert!(contents.wait().unwrap().success());
     String::from_utf8(hash.stdout).unwrap().split(' ').next().unwrap().to_owned()
 }
 
@@ -79,29 +79,29 @@ fn shell(guest: &mut LinuxGuest, line: &str) -> String {
     guest.shell(line, WITHIN).unwrap().trim().to_owned()
 }
 
-/// How often the guest's loop has read the whole disk; every time it must have been right.
-fn rounds(guest: &mut LinuxGuest, hash: &str) -> usize {
-    // The loop makes it when it is through for the first time.
+/// Number of times that the guest has read the whole disk. Every one must have been correct.
+fn reads(guest: &mut LinuxGuest, hash: &str) -> usize {
+    // The guest's loop creates the file after its first read.
     let sums = shell(guest, "touch /tmp/sums; cat /tmp/sums");
     for line in sums.lines() {
-        assert!(line.starts_with(hash), "read wrongly: {line}, expected {hash}");
+        assert!(line.starts_with(hash), "wrong contents: {line}, expected {hash}");
     }
     sums.lines().count()
 }
 
-fn wait_rounds(guest: &mut LinuxGuest, hash: &str, more: usize) {
-    let wanted = rounds(guest, hash) + more;
-    wait_until("more rounds of reading", WITHIN, || Ok((rounds(guest, hash) >= wanted).then_some(())))
+fn wait_reads(guest: &mut LinuxGuest, hash: &str, more: usize) {
+    let wanted = reads(guest, hash) + more;
+    wait_until("more reads of the disk", WITHIN, || Ok((reads(guest, hash) >= wanted).then_some(())))
         .unwrap();
 }
 
-/// Reads the disk round and round, past what is in memory already.
-const READ_ON: &str = "(while :; do echo 1 > /proc/sys/vm/drop_caches; sha256sum /dev/vda >> /tmp/sums; done) \
+/// Reads the disk repeatedly, without the page cache.
+const READ_LOOP: &str = "(while :; do echo 1 > /proc/sys/vm/drop_caches; sha256sum /dev/vda >> /tmp/sums; done) \
                        > /tmp/reader 2>&1 & echo";
 
 #[test]
-fn a_guest_takes_entropy() {
-    if !require_lab("a_guest_takes_entropy") {
+fn a_guest_reads_entropy() {
+    if !require_lab("a_guest_reads_entropy") {
         return;
     }
     for version in VERSIONS {
@@ -132,12 +132,12 @@ fn a_disk_survives_the_death_of_its_process() {
         let mut device = Process::start("disk", &socket, &[&size]);
         let qemu = disk(version, &socket).start().unwrap();
         let mut guest = qemu.linux(BOOT_WITHIN).unwrap();
-        shell(&mut guest, READ_ON);
-        wait_rounds(&mut guest, &hash, 2);
+        shell(&mut guest, READ_LOOP);
+        wait_reads(&mut guest, &hash, 2);
         for _ in 0..3 {
             drop(device);
             device = Process::start("disk", &socket, &[&size]);
-            wait_rounds(&mut guest, &hash, 2);
+            wait_reads(&mut guest, &hash, 2);
         }
         drop(device);
     }
@@ -155,10 +155,10 @@ fn a_guest_is_migrated_with_its_disk() {
         let mut device = Process::start("disk", &sockets[0], &[&size]);
         let mut source = disk(version, &sockets[0]).start().unwrap();
         let mut guest = source.linux(BOOT_WITHIN).unwrap();
-        shell(&mut guest, READ_ON);
-        wait_rounds(&mut guest, &hash, 2);
+        shell(&mut guest, READ_LOOP);
+        wait_reads(&mut guest, &hash, 2);
         drop(guest);
-        // And once more from there: what was switched off is switched on again.
+        // And once more from there: the log is switched off and on again.
         for socket in &sockets[1..] {
             let next = Process::start("disk", socket, &[&size]);
             let destination = disk(version, socket).incoming_defer().start().unwrap();
@@ -166,7 +166,7 @@ fn a_guest_is_migrated_with_its_disk() {
             let copy = towline(["copy", "--json", &qmp(&source), &qmp(&destination)]).unwrap();
             copy.wait_done(WITHIN).unwrap();
             let mut guest = destination.linux(WITHIN).unwrap();
-            wait_rounds(&mut guest, &hash, 2);
+            wait_reads(&mut guest, &hash, 2);
             assert!(!shell(&mut guest, "dmesg").contains("I/O error"));
             (source, device) = (destination, next);
         }
@@ -174,12 +174,12 @@ fn a_guest_is_migrated_with_its_disk() {
     }
 }
 
-/// Memory that is sent before the guest is asked to go; most of it then comes on demand.
+/// Bandwidth of precopy, so low that most memory is sent on demand.
 const PRECOPY_BYTES_PER_SECOND: u64 = 4 << 20;
 
 #[test]
-fn a_guest_uses_its_disk_before_its_memory_has_come() {
-    if !require_lab("a_guest_uses_its_disk_before_its_memory_has_come") {
+fn a_guest_uses_its_disk_before_its_memory_has_arrived() {
+    if !require_lab("a_guest_uses_its_disk_before_its_memory_has_arrived") {
         return;
     }
     let (hash, size) = (disk_hash(), DISK_MIB.to_string());
@@ -189,13 +189,13 @@ fn a_guest_uses_its_disk_before_its_memory_has_come() {
         let _devices = [0, 1].map(|index| Process::start("disk", &sockets[index], &[&size]));
         let source = disk(version, &sockets[0]).start().unwrap();
         let mut guest = source.linux(BOOT_WITHIN).unwrap();
-        shell(&mut guest, READ_ON);
-        wait_rounds(&mut guest, &hash, 2);
+        shell(&mut guest, READ_LOOP);
+        wait_reads(&mut guest, &hash, 2);
         drop(guest);
         let destination = disk(version, &sockets[1]).incoming_defer().start().unwrap();
         let postcopy = json!({ "capabilities": [{ "capability": "postcopy-ram", "state": true }] });
         for qemu in [&source, &destination] {
-            // The destination asks its backends whether they can.
+            // The destination checks its backends for support.
             qemu.qmp().execute("migrate-set-capabilities", postcopy.clone()).unwrap();
         }
         let uri = json!({ "uri": format!("unix:{}", scratch.path().join("stream").display()) });
@@ -217,12 +217,12 @@ fn a_guest_uses_its_disk_before_its_memory_has_come() {
         .unwrap();
         assert!(info["ram"]["postcopy-requests"].as_u64().unwrap() > 0, "{version:?}: {info}");
         let mut guest = destination.linux(WITHIN).unwrap();
-        wait_rounds(&mut guest, &hash, 2);
+        wait_reads(&mut guest, &hash, 2);
         assert!(!shell(&mut guest, "dmesg").contains("I/O error"));
     }
 }
 
-/// Does what systemd does for a socket's service: descriptor 3 listens, and the environment says so.
+/// Passes a socket as systemd does for a service: descriptor 3 listens, with the environment for it.
 const SERVICE_MANAGER: &str = "import os, socket, sys\n\
     listener = socket.socket(socket.AF_UNIX)\n\
     listener.bind(sys.argv[1])\n\
@@ -236,7 +236,7 @@ const SERVICE_MANAGER: &str = "import os, socket, sys\n\
 fn a_service_managers_socket_is_served() {
     let name = "a_service_managers_socket_is_served";
     if Command::new("python3").arg("--version").output().is_err() {
-        return towline_lab::skip(name, "python3, which stands for systemd here, is missing");
+        return towline_lab::skip(name, "python3, which replaces systemd here, is missing");
     }
     let scratch = TempDir::with_prefix("towline-lab-").unwrap();
     let socket = scratch.path().join("rng.sock");

@@ -1,32 +1,39 @@
-//! One connection as the table has it, and what packets of the guest's come to.
+//! A connection as the table knows it: its identity, its state by the packets that were exchanged, and limits.
+//!
+//! ```text
+//!   host connects    RequestSent ── RESPONSE ──┐                   ┌── both directions ended ──► Closing ── RST ──► removed
+//!                                              ├──► Established ───┤
+//!   guest connects   Connecting ── connected ──┘                   └── RST, payload buffered ──► Draining ────────► removed
+//!   any state ── violation, timeout, error of the socket ──► Resetting ── RST sent or received ──► removed
+//! ```
 
-use crate::credit::{FromGuest, ToGuest};
-use crate::packet::{Ends, Kind, Shut};
+use crate::credit::{CreditViolation, PeerCredit, ReceiveWindow};
+use crate::packet::{Header, Kind, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags};
 
-/// What a guest may take.
+/// Limits of one guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at a time.
+    /// Maximum number of connections.
     pub connections: usize,
-    /// Bytes that one connection may have us keep.
+    /// Maximum window of one connection, in bytes.
     pub buf_alloc: u32,
-    /// Bytes of memory that all connections together may take, with their bookkeeping ([`Limits::cost`]).
+    /// Maximum memory of all connections together, in bytes, including their bookkeeping ([`Limits::cost`]).
     pub memory: u64,
-    /// Connections that were accepted and have not said `CONNECT` yet, and as many that wait for something else.
+    /// Maximum number of accepted sockets that have not sent `CONNECT` yet, and the capacity of the accept queue.
     pub handshakes: usize,
 }
 
-/// Descriptors that a process keeps for itself: logs, signals, control sockets and their clients.
+/// Descriptors that a process reserves for itself: logs, signals, control sockets and their clients.
 const DESCRIPTORS_OF_PROCESS: u64 = 64;
 /// Descriptors of a guest beside those of connections: its frontend, rings, memory, listeners.
 const DESCRIPTORS_OF_GUEST: u64 = 64;
 
-/// Bytes that a connection takes beside its window: its entries in tables and lists, and those of the pieces of what waits.
+/// Memory of a connection beside its window, in bytes: its entries in tables and queues, and those of its payload.
 const CONNECTION_BYTES: u64 = 4096;
 
 impl Limits {
-    /// These limits, as far as a guest's share of the descriptors of this process allows: `descriptors` for `guests` guests.
-    /// Three quarters of a share are for connections, so that a guest which has all of them leaves the others theirs.
+    /// Returns these limits, lowered to a guest's share of the process's `descriptors` if `guests` guests share them.
+    /// Three quarters of a share are for connections, so a guest that uses all of its own leaves the others theirs.
     #[must_use]
     pub fn within_descriptors(self, descriptors: u64, guests: usize) -> Self {
         let guests = u64::try_from(guests.max(1)).unwrap_or(u64::MAX);
@@ -40,9 +47,9 @@ impl Limits {
         }
     }
 
-    /// The most bytes of memory that a connection with this window can take: what waits, chunks of it that are partly sent
-    /// or partly empty, for messages two bits for each byte that say where they end, and the connection itself. Not its
-    /// socket's buffers, which are the kernel's.
+    /// Returns the maximum memory of a connection with this window: its buffered payload, chunks that are partly sent or
+    /// partly empty, for messages two bits per byte that mark their ends, and the connection itself. The buffers of its
+    /// socket are the kernel's and not included.
     pub fn cost(window: u32, kind: Kind) -> u64 {
         let window = u64::from(window);
         let marks = match kind {
@@ -59,121 +66,308 @@ impl Default for Limits {
     }
 }
 
-/// A connection's name between us and the guest.
+/// The 4-tuple of a connection, without the guest's own CID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Key {
-    /// The guest's port.
+pub struct ConnectionKey {
+    /// Port of the guest.
     pub guest_port: u32,
-    /// Whom it is connected with: the host or another guest.
+    /// CID of the peer: the host or another guest.
     pub peer_cid: u64,
-    /// Port there.
+    /// Port of the peer.
     pub peer_port: u32,
 }
 
-/// A place in the table, and which of its connections. Never means another one.
+/// Handle of a connection: a slot of the table and its generation. It is never reused for another connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Id {
-    /// The place.
+pub struct ConnectionId {
+    /// Index of the slot.
     pub index: u32,
-    /// How often it was used before.
+    /// Number of connections that used the slot before.
     pub generation: u32,
 }
 
-/// How far a connection is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Phase {
-    /// The host side has asked, the guest has not answered.
-    Asked,
-    /// The guest has asked, the host side is not there yet.
+/// State of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ConnectionState {
+    /// The host connects; the guest has not responded yet.
+    RequestSent,
+    /// The guest connects; the host's socket is not connected yet.
     Connecting,
-    /// Both are there.
-    Open,
-    /// Both ways are over; the guest has not confirmed it.
-    Over,
-    /// The guest is through with it, but not all that it sent has reached the host side.
-    Lingering,
-    /// It goes with the reset that is owed.
+    /// Both ends are connected.
+    Established,
+    /// Both directions have ended; the guest has not confirmed it with a RST.
+    Closing,
+    /// The guest has sent a RST, and payload from before it is still being forwarded.
+    Draining,
+    /// A RST is queued; it removes the connection.
     Resetting,
 }
 
+/// Action of the table on a packet of a known connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PacketAction {
+    /// Drop the packet: a RST is on its way, or was received before.
+    Ignore,
+    /// Answer with a RST, as for an unknown connection.
+    Refuse,
+    /// The guest resets the connection.
+    Close,
+    /// Forget the connection.
+    Remove,
+    /// The guest accepts the connection.
+    Accept,
+    /// Forward the payload.
+    Forward,
+    /// Only the header's credit counts.
+    UpdateCredit,
+    /// Send a credit update.
+    SendCredit,
+    /// The guest ends one or both directions.
+    Shutdown,
+    /// No driver may send this now: reset the connection.
+    Violation,
+}
+
+/// Event of the host's side of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HostEvent {
+    /// Its socket is connected.
+    Connected,
+    /// It ends one or both directions.
+    Shutdown,
+    /// It has closed the socket after both directions had ended.
+    Closed,
+    /// It resets the connection.
+    Reset,
+}
+
+impl ConnectionState {
+    /// Returns the action on a packet with this operation.
+    pub(crate) fn on_packet(self, operation: Operation) -> PacketAction {
+        use Operation as Op;
+        match (self, operation) {
+            (Self::Resetting, Op::Reset) => PacketAction::Remove,
+            (Self::Draining, Op::Reset) | (Self::Resetting, _) => PacketAction::Ignore,
+            (Self::Draining, _) => PacketAction::Refuse,
+            (_, Op::Reset) => PacketAction::Close,
+            (Self::RequestSent, Op::Response) => PacketAction::Accept,
+            (Self::Connecting | Self::Established | Self::Closing, Op::CreditUpdate) => {
+                PacketAction::UpdateCredit
+            }
+            (Self::Connecting | Self::Established | Self::Closing, Op::Shutdown) => PacketAction::Shutdown,
+            (Self::Established | Self::Closing, Op::ReadWrite) => PacketAction::Forward,
+            (Self::Established | Self::Closing, Op::CreditRequest) => PacketAction::SendCredit,
+            _ => PacketAction::Violation,
+        }
+    }
+
+    /// Returns the state after an event of the host's side, or `None` if the event is not legal in this state; it is
+    /// ignored then.
+    pub(crate) fn on_host(self, event: HostEvent) -> Option<Self> {
+        match (self, event) {
+            (Self::Connecting, HostEvent::Connected) | (Self::Established, HostEvent::Shutdown) => {
+                Some(Self::Established)
+            }
+            (Self::Established, HostEvent::Closed) => Some(Self::Closing),
+            (_, HostEvent::Reset) => Some(Self::Resetting),
+            _ => None,
+        }
+    }
+
+    /// Returns true if the connection is reset unless it leaves the state in time.
+    pub(crate) fn has_timeout(self) -> bool {
+        matches!(self, Self::RequestSent | Self::Connecting | Self::Closing)
+    }
+
+    /// Returns the name in reports.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::RequestSent => "request-sent",
+            Self::Connecting => "connecting",
+            Self::Established => "established",
+            Self::Closing => "closing",
+            Self::Draining => "draining",
+            Self::Resetting => "resetting",
+        }
+    }
+}
+
 bitflags::bitflags! {
+    /// Packets without payload that are queued for the guest, in the order in which they are sent.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-    pub(crate) struct Owed: u8 {
+    pub(crate) struct ControlPackets: u8 {
         const REQUEST = 1;
         const RESPONSE = 2;
-        const CREDIT = 4;
-        const ASK_CREDIT = 8;
+        const CREDIT_UPDATE = 4;
+        const CREDIT_REQUEST = 8;
         const SHUTDOWN = 16;
         const RESET = 32;
     }
 }
 
+/// End that initiated a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Initiator {
+    Guest,
+    Peer,
+}
+
 /// One connection.
 #[derive(Debug)]
 pub struct Connection {
-    /// Its name.
-    pub key: Key,
-    /// Bytes or messages.
+    /// Its 4-tuple.
+    pub key: ConnectionKey,
+    /// Stream or messages.
     pub kind: Kind,
-    /// How far it is.
-    pub phase: Phase,
-    /// What the guest said that it will not do any more.
-    pub guest_shut: Shut,
-    /// What the guest was told, or will be, that the host will not do any more.
-    pub host_shut: Shut,
-    pub(crate) to_guest: ToGuest,
-    pub(crate) from_guest: FromGuest,
-    pub(crate) owed: Owed,
-    pub(crate) in_line: bool,
-    /// The peer asked for it, not the guest.
-    pub(crate) incoming: bool,
+    /// Its state.
+    pub state: ConnectionState,
+    /// Directions that the guest has ended.
+    pub guest_shutdown: ShutdownFlags,
+    /// Directions that the host has ended, as sent to the guest or queued for it.
+    pub host_shutdown: ShutdownFlags,
+    pub(crate) peer_credit: PeerCredit,
+    pub(crate) receive_window: ReceiveWindow,
+    pub(crate) control: ControlPackets,
+    /// Its id is in the table's control queue.
+    pub(crate) in_control_queue: bool,
+    pub(crate) initiator: Initiator,
 }
 
-/// What a packet of the guest's asks of the engine.
+impl Connection {
+    /// Accounts for a data packet with `payload` bytes after its header.
+    ///
+    /// # Errors
+    /// [`CreditViolation`] if the guest may not send it.
+    pub(crate) fn receive(&mut self, header: &Header, payload: u32) -> Result<SeqFlags, CreditViolation> {
+        let len = header.len.get();
+        let is_valid = len <= payload && len <= PAYLOAD_BYTES_MAX;
+        if !is_valid || self.guest_shutdown.contains(ShutdownFlags::SEND) {
+            return Err(CreditViolation);
+        }
+        self.receive_window.receive(len)?;
+        Ok(SeqFlags::from_bits_truncate(header.flags.get()))
+    }
+
+    /// Returns the header of a packet for the guest with this CID. It advertises the connection's credit.
+    pub(crate) fn header(&mut self, guest_cid: u64, operation: Operation) -> Header {
+        let (buf_alloc, fwd_cnt) = self.receive_window.advertise();
+        Header {
+            source_cid: self.key.peer_cid.into(),
+            destination_cid: guest_cid.into(),
+            source_port: self.key.peer_port.into(),
+            destination_port: self.key.guest_port.into(),
+            len: 0.into(),
+            kind: self.kind.number().into(),
+            operation: operation.number().into(),
+            flags: 0.into(),
+            buf_alloc: buf_alloc.into(),
+            fwd_cnt: fwd_cnt.into(),
+        }
+    }
+}
+
+/// Cause of a connection's end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ClosedBy {
+    /// The guest has reset it.
+    Guest,
+    /// The guest has sent a packet that no driver may send.
+    Violation,
+}
+
+/// Action of the engine on a packet of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Inbound {
-    /// Nothing, or nothing but an answer that is owed now.
+    /// None; an answer may be queued.
     Nothing,
-    /// To be connected with the host side that its key names.
-    Connect(Id),
-    /// The guest has accepted.
-    Accepted(Id),
-    /// Payload for the host side.
-    Payload(Id, Ends),
-    /// There may be credit where there was none.
-    Credit(Id),
-    /// The guest said that it will not send or receive any more.
-    Shut(Id),
-    /// The connection is gone from the table; so is its host side to be. `true` if the guest wished so.
-    Gone(Id, bool),
+    /// Connect to the destination of the connection's key.
+    Connect(ConnectionId),
+    /// The guest has accepted the connection.
+    Accepted(ConnectionId),
+    /// Forward the payload to the host's socket.
+    Payload(ConnectionId, SeqFlags),
+    /// The guest's credit may have grown.
+    Credit(ConnectionId),
+    /// The guest has ended one or both directions.
+    Shutdown(ConnectionId),
+    /// The connection is closed; close its socket too.
+    Closed(ConnectionId, ClosedBy),
 }
 
-/// What the table has counted.
+/// Counters of a table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TableStatistics {
-    /// Connections that the guest asked for.
+    /// Connections that the guest initiated.
     pub requests_from_guest: u64,
-    /// Connections that the host side asked for.
+    /// Connections that the host or another guest initiated.
     pub requests_to_guest: u64,
     /// Connections refused because of a limit.
     pub refused_by_limit: u64,
-    /// Resets that were told to the guest.
+    /// RST packets sent to the guest.
     pub resets_sent: u64,
-    /// Resets that the guest sent.
+    /// RST packets received from the guest.
     pub resets_received: u64,
     /// Packets that no driver may send; their connections are reset.
     pub violations: u64,
-    /// Packets without a sender or a known form, dropped.
+    /// Packets dropped because their source CID or length is wrong.
     pub dropped: u64,
-    /// Packets that told nothing but credit.
+    /// Credit update packets sent.
     pub credit_updates_sent: u64,
-    /// Such of the guest.
+    /// Credit update packets received.
     pub credit_updates_received: u64,
 }
 
 #[cfg(test)]
 mod tests {
+    use super::ConnectionState::{Closing, Connecting, Draining, Established, RequestSent, Resetting};
     use super::*;
+
+    const STATES: [ConnectionState; 6] = [RequestSent, Connecting, Established, Closing, Draining, Resetting];
+
+    #[test]
+    fn every_packet_has_an_action_in_every_state() {
+        use PacketAction::{
+            Accept, Close, Forward, Ignore, Refuse, Remove, SendCredit, Shutdown, UpdateCredit, Violation,
+        };
+        // In the order of STATES.
+        let table = [
+            (Operation::Request, [Violation, Violation, Violation, Violation, Refuse, Ignore]),
+            (Operation::Response, [Accept, Violation, Violation, Violation, Refuse, Ignore]),
+            (Operation::Reset, [Close, Close, Close, Close, Ignore, Remove]),
+            (Operation::Shutdown, [Violation, Shutdown, Shutdown, Shutdown, Refuse, Ignore]),
+            (Operation::ReadWrite, [Violation, Violation, Forward, Forward, Refuse, Ignore]),
+            (Operation::CreditUpdate, [Violation, UpdateCredit, UpdateCredit, UpdateCredit, Refuse, Ignore]),
+            (Operation::CreditRequest, [Violation, Violation, SendCredit, SendCredit, Refuse, Ignore]),
+        ];
+        for (operation, actions) in table {
+            for (state, action) in STATES.into_iter().zip(actions) {
+                assert_eq!(state.on_packet(operation), action, "{operation:?} in {state:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_host_event_is_legal_or_ignored_in_every_state() {
+        let reset = Some(Resetting);
+        let table = [
+            (HostEvent::Connected, [None, Some(Established), None, None, None, None]),
+            (HostEvent::Shutdown, [None, None, Some(Established), None, None, None]),
+            (HostEvent::Closed, [None, None, Some(Closing), None, None, None]),
+            (HostEvent::Reset, [reset; 6]),
+        ];
+        for (event, results) in table {
+            for (state, result) in STATES.into_iter().zip(results) {
+                assert_eq!(state.on_host(event), result, "{event:?} in {state:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn states_that_wait_for_the_other_end_have_a_timeout() {
+        assert_eq!(STATES.map(ConnectionState::has_timeout), [true, true, false, true, false, false]);
+    }
 
     #[test]
     fn guests_share_the_descriptors_of_a_process() {

@@ -1,149 +1,157 @@
-//! Credit: how much either side may send before the other says that it has room again.
+//! Flow control of virtio-vsock: bytes that either side may send before the other reports free buffer space.
 //!
-//! Counts are modulo 2^32 and never compared but by their differences, which are at most a window. What the guest says is
-//! not believed beyond what it can be: it may be old (Linux sends headers of one connection from several threads), but it
-//! cannot have taken more than it was sent.
+//! Counters are modulo 2^32 and compared only by their differences, which are at most a window. A value of the guest is
+//! not believed beyond its possible range: it may be old (Linux sends packets of one connection from several threads), but
+//! `fwd_cnt` cannot exceed the bytes that were sent to it.
 
-/// The smallest window that a connection is given.
+use crate::packet::Kind;
+
+/// Smallest window of a connection.
 pub const WINDOW_MIN: u32 = 16 << 10;
-/// The largest window that a connection begins with; it grows while its host side keeps up. As Linux has it: a guest's
-/// message may be as long, and what is longer than a window is copied where it would be sent without a copy.
+/// Largest initial window; it grows while the host keeps up. The same as Linux: a guest's message may be as long, and a
+/// message longer than a window is copied where it could be sent without a copy.
 pub const WINDOW_FIRST_MAX: u32 = 256 << 10;
-/// The largest window that one grows to whose host side does not keep up.
+/// Largest window that a connection grows to while its host side does not keep up.
 pub const WINDOW_BEHIND_MAX: u32 = 256 << 10;
-/// The largest window at all: differences of counts stay far below half of 2^32.
+/// Largest window of all: differences of counters stay far below half of 2^32.
 pub const WINDOW_MAX: u32 = 256 << 20;
 
-/// No guest's own window counts as smaller than this: it only makes credit be told more often.
-const OWN_MIN: u32 = 4096;
+/// Smallest value that the guest's own `buf_alloc` counts as. A smaller one would only cause more credit updates.
+const GUEST_BUF_ALLOC_MIN: u32 = 4096;
 
-/// What may go to the guest.
+/// Credit for data to the guest.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct ToGuest {
-    sent: u32,
-    taken: u32,
-    alloc: u32,
+pub struct PeerCredit {
+    tx_cnt: u32,
+    fwd_cnt: u32,
+    buf_alloc: u32,
 }
 
-/// What the guest may send.
+/// Buffer space for data from the guest, as advertised to it.
 #[derive(Debug, Clone, Copy)]
-pub struct FromGuest {
-    received: u32,
-    forwarded: u32,
-    /// Of `forwarded`, what the guest knows.
-    told: u32,
-    window: u32,
-    /// Whether the host side was behind since the guest was last told.
-    behind: bool,
+pub struct ReceiveWindow {
+    rx_cnt: u32,
+    fwd_cnt: u32,
+    /// `fwd_cnt` of the last packet that was sent to the guest.
+    last_fwd_cnt_sent: u32,
+    buf_alloc: u32,
+    /// The host's socket was full since credit was last advertised.
+    congested: bool,
 }
 
-/// The guest said what cannot be.
+/// A violation of flow control by the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lie;
+pub struct CreditViolation;
 
-impl ToGuest {
-    /// How many bytes may be sent now.
-    pub fn room(&self) -> u32 {
-        self.alloc.saturating_sub(self.sent.wrapping_sub(self.taken))
+impl PeerCredit {
+    /// Returns the number of bytes that may be sent now.
+    pub fn available(&self) -> u32 {
+        self.buf_alloc.saturating_sub(self.tx_cnt.wrapping_sub(self.fwd_cnt))
     }
 
-    /// All that the guest could hold, were it empty.
-    pub fn alloc(&self) -> u32 {
-        self.alloc
+    /// Returns the size of the guest's receive buffer for the connection.
+    pub fn buf_alloc(&self) -> u32 {
+        self.buf_alloc
     }
 
-    /// So many bytes go to the guest.
-    pub fn send(&mut self, bytes: u32) {
-        self.sent = self.sent.wrapping_add(bytes);
+    /// Accounts for `bytes` that are sent to the guest.
+    pub fn consume(&mut self, bytes: u32) {
+        self.tx_cnt = self.tx_cnt.wrapping_add(bytes);
     }
 
-    /// What a header of the guest's says.
+    /// Updates the credit from a packet header of the guest.
     ///
     /// # Errors
-    /// [`Lie`] if it has taken more than it was sent.
-    pub fn hear(&mut self, alloc: u32, taken: u32) -> Result<(), Lie> {
-        let step = taken.wrapping_sub(self.taken);
-        if step <= self.sent.wrapping_sub(self.taken) {
-            (self.taken, self.alloc) = (taken, alloc);
+    /// [`CreditViolation`] if `fwd_cnt` exceeds the bytes that were sent.
+    pub fn update(&mut self, buf_alloc: u32, fwd_cnt: u32) -> Result<(), CreditViolation> {
+        let step = fwd_cnt.wrapping_sub(self.fwd_cnt);
+        if step <= self.tx_cnt.wrapping_sub(self.fwd_cnt) {
+            self.fwd_cnt = fwd_cnt;
+            self.buf_alloc = buf_alloc;
             return Ok(());
         }
-        // Behind what it said before: an old header, overtaken by another of its threads.
-        if self.taken.wrapping_sub(taken) <= WINDOW_MAX { Ok(()) } else { Err(Lie) }
+        // Behind the last value: an old header, overtaken by one of another of the guest's threads.
+        if self.fwd_cnt.wrapping_sub(fwd_cnt) <= WINDOW_MAX { Ok(()) } else { Err(CreditViolation) }
     }
 }
 
-impl FromGuest {
-    /// A window of so many bytes.
-    pub fn new(window: u32) -> Self {
-        Self { received: 0, forwarded: 0, told: 0, window, behind: false }
+impl ReceiveWindow {
+    /// Creates a window of `buf_alloc` bytes.
+    pub fn new(buf_alloc: u32) -> Self {
+        Self { rx_cnt: 0, fwd_cnt: 0, last_fwd_cnt_sent: 0, buf_alloc, congested: false }
     }
 
-    /// What goes into a header: the window, and what was forwarded.
-    pub fn say(&mut self) -> (u32, u32) {
-        self.told = self.forwarded;
-        self.behind = false;
-        (self.window, self.forwarded)
+    /// Returns `buf_alloc` and `fwd_cnt` for a header that is about to be sent.
+    pub fn advertise(&mut self) -> (u32, u32) {
+        self.last_fwd_cnt_sent = self.fwd_cnt;
+        self.congested = false;
+        (self.buf_alloc, self.fwd_cnt)
     }
 
-    /// The window in bytes.
-    pub fn window(&self) -> u32 {
-        self.window
+    /// Returns the size of the window in bytes.
+    pub fn buf_alloc(&self) -> u32 {
+        self.buf_alloc
     }
 
-    /// Bytes received and not forwarded yet.
-    pub fn kept(&self) -> u32 {
-        self.received.wrapping_sub(self.forwarded)
+    /// Returns the number of bytes that were received and not forwarded yet.
+    pub fn unforwarded(&self) -> u32 {
+        self.rx_cnt.wrapping_sub(self.fwd_cnt)
     }
 
-    /// So many bytes came.
+    /// Accounts for `bytes` from the guest.
     ///
     /// # Errors
-    /// [`Lie`] if there was no credit for them.
-    pub fn receive(&mut self, bytes: u32) -> Result<(), Lie> {
-        if bytes > self.window - self.kept() {
-            return Err(Lie);
+    /// [`CreditViolation`] if they exceed the guest's credit.
+    pub fn receive(&mut self, bytes: u32) -> Result<(), CreditViolation> {
+        if bytes > self.buf_alloc - self.unforwarded() {
+            return Err(CreditViolation);
         }
-        self.received = self.received.wrapping_add(bytes);
+        self.rx_cnt = self.rx_cnt.wrapping_add(bytes);
         Ok(())
     }
 
-    /// So many of them have left.
+    /// Accounts for `bytes` that reached the host's socket.
     pub fn forward(&mut self, bytes: u32) {
-        debug_assert!(bytes <= self.kept());
-        self.forwarded = self.forwarded.wrapping_add(bytes);
+        debug_assert!(bytes <= self.unforwarded());
+        self.fwd_cnt = self.fwd_cnt.wrapping_add(bytes);
     }
 
-    /// The host side could not take all.
-    pub fn fall_behind(&mut self) {
-        self.behind = true;
+    /// Records that the host's socket was full.
+    pub fn mark_congested(&mut self) {
+        self.congested = true;
     }
 
-    /// Whether to tell the guest now: half of what it knows of the window is used up, and a quarter can be given back.
-    /// Whoever waits for credit has used all of it, so it hears when a quarter is free again, and never more often.
+    /// Returns true if a credit update is to be sent now: half of the window that the guest knows of is used up, and a
+    /// quarter is free again. A guest that waits for credit has used up all of it, so it is notified as soon as a quarter
+    /// is free, and never more often.
     ///
-    /// `own`: the window that the guest gives us. Linux uses no more of ours than that (since 2026, and in its stable
-    /// kernels), and would wait for ever with the rest of a larger one.
+    /// `peer_buf_alloc` is the guest's own buffer. Linux uses no more of our window than that (since 2026, and in its stable
+    /// kernels), and would wait forever for the rest of a larger one.
     ///
-    /// `whole`: messages leave only when they are complete, so the guest may need any little room to end the one that it
-    /// has begun.
-    pub fn is_due(&self, own: u32, whole: bool) -> bool {
-        let window = self.window.min(own.max(OWN_MIN));
-        // A guest that sends more than it was told of, and no more than is free, does no harm.
-        let free_as_told = window.saturating_sub(self.received.wrapping_sub(self.told));
-        let news = self.forwarded.wrapping_sub(self.told);
-        free_as_told <= window / 2 && news >= if whole { 1 } else { window / 4 }
+    /// Messages leave only when they are complete, so for [`Kind::Seqpacket`] the guest may need any small free space to
+    /// end the message that it has begun.
+    pub fn needs_update(&self, peer_buf_alloc: u32, kind: Kind) -> bool {
+        let window = self.buf_alloc.min(peer_buf_alloc.max(GUEST_BUF_ALLOC_MIN));
+        // A guest may send more than was advertised, as long as there is space: no violation.
+        let free_as_advertised = window.saturating_sub(self.rx_cnt.wrapping_sub(self.last_fwd_cnt_sent));
+        let forwarded_since = self.fwd_cnt.wrapping_sub(self.last_fwd_cnt_sent);
+        let threshold = match kind {
+            Kind::Stream => window / 4,
+            Kind::Seqpacket => 1,
+        };
+        free_as_advertised <= window / 2 && forwarded_since >= threshold
     }
 
-    /// The window that would suit: twice as large, if the host side kept up; and a few packets anyway, so that one is on
-    /// its way while another is taken.
-    pub fn wanted(&self) -> u32 {
-        let twice = self.window.saturating_mul(2).min(WINDOW_MAX);
-        if self.behind { twice.min(WINDOW_BEHIND_MAX).max(self.window) } else { twice }
+    /// Returns the window to grow to: twice the present one if the host kept up, else a few packets, so that one is in
+    /// transit while another is forwarded.
+    pub fn desired(&self) -> u32 {
+        let twice = self.buf_alloc.saturating_mul(2).min(WINDOW_MAX);
+        if self.congested { twice.min(WINDOW_BEHIND_MAX).max(self.buf_alloc) } else { twice }
     }
 
-    /// Makes the window larger.
-    pub fn widen(&mut self, window: u32) {
-        self.window = self.window.max(window);
+    /// Grows the window to `buf_alloc` bytes, if that is more.
+    pub fn grow(&mut self, buf_alloc: u32) {
+        self.buf_alloc = self.buf_alloc.max(buf_alloc);
     }
 }
 
@@ -151,90 +159,92 @@ impl FromGuest {
 mod tests {
     use super::*;
 
+    const STREAM: Kind = Kind::Stream;
+
     #[test]
-    fn a_guest_that_took_more_than_it_was_sent_lies() {
-        let mut credit = ToGuest::default();
-        credit.hear(1000, 0).unwrap();
-        credit.send(600);
-        assert_eq!(credit.room(), 400);
-        assert_eq!(credit.hear(1000, 601), Err(Lie));
-        credit.hear(1000, 500).unwrap();
-        assert_eq!(credit.room(), 900);
+    fn forwarding_more_than_was_sent_is_a_violation() {
+        let mut credit = PeerCredit::default();
+        credit.update(1000, 0).unwrap();
+        credit.consume(600);
+        assert_eq!(credit.available(), 400);
+        assert_eq!(credit.update(1000, 601), Err(CreditViolation));
+        credit.update(1000, 500).unwrap();
+        assert_eq!(credit.available(), 900);
         // An old header changes nothing, not even the window.
-        credit.hear(7, 400).unwrap();
-        assert_eq!(credit.room(), 900);
-        // It may shrink, below what is under way too.
-        credit.hear(50, 500).unwrap();
-        assert_eq!(credit.room(), 0);
-        assert_eq!(credit.hear(1000, 500u32.wrapping_sub(WINDOW_MAX + 1)), Err(Lie));
+        credit.update(7, 400).unwrap();
+        assert_eq!(credit.available(), 900);
+        // It may shrink, even below the bytes in transit.
+        credit.update(50, 500).unwrap();
+        assert_eq!(credit.available(), 0);
+        assert_eq!(credit.update(1000, 500u32.wrapping_sub(WINDOW_MAX + 1)), Err(CreditViolation));
     }
 
     #[test]
-    fn counts_go_round() {
-        let mut credit = ToGuest { sent: u32::MAX - 1, taken: u32::MAX - 1, alloc: 100 };
-        credit.send(50);
-        assert_eq!(credit.room(), 50);
-        credit.hear(100, 20).unwrap();
-        assert_eq!(credit.room(), 72);
-        assert_eq!(credit.hear(100, 49), Err(Lie));
+    fn counters_wrap() {
+        let mut credit = PeerCredit { tx_cnt: u32::MAX - 1, fwd_cnt: u32::MAX - 1, buf_alloc: 100 };
+        credit.consume(50);
+        assert_eq!(credit.available(), 50);
+        credit.update(100, 20).unwrap();
+        assert_eq!(credit.available(), 72);
+        assert_eq!(credit.update(100, 49), Err(CreditViolation));
     }
 
     #[test]
-    fn credit_is_told_when_it_is_needed_and_not_more_often() {
-        let mut credit = FromGuest::new(1000);
-        credit.receive(500).unwrap();
-        assert!(!credit.is_due(u32::MAX, false));
-        credit.forward(249);
-        assert!(!credit.is_due(u32::MAX, false));
-        credit.forward(1);
-        assert!(credit.is_due(u32::MAX, false));
-        assert_eq!(credit.say(), (1000, 250));
-        assert!(!credit.is_due(u32::MAX, false));
-        assert_eq!(credit.receive(751), Err(Lie));
-        credit.receive(750).unwrap();
-        credit.forward(1000);
-        assert!(credit.is_due(u32::MAX, false));
+    fn an_update_is_due_when_half_is_used_and_a_quarter_is_free_again() {
+        let mut window = ReceiveWindow::new(1000);
+        window.receive(500).unwrap();
+        assert!(!window.needs_update(u32::MAX, STREAM));
+        window.forward(249);
+        assert!(!window.needs_update(u32::MAX, STREAM));
+        window.forward(1);
+        assert!(window.needs_update(u32::MAX, STREAM));
+        assert_eq!(window.advertise(), (1000, 250));
+        assert!(!window.needs_update(u32::MAX, STREAM));
+        assert_eq!(window.receive(751), Err(CreditViolation));
+        window.receive(750).unwrap();
+        window.forward(1000);
+        assert!(window.needs_update(u32::MAX, STREAM));
     }
 
     #[test]
-    fn whoever_has_used_all_is_told_in_the_end() {
-        for window in [1, 2, 3, 7, WINDOW_MIN] {
-            let mut credit = FromGuest::new(window);
-            credit.receive(window).unwrap();
-            credit.forward(window);
-            assert!(credit.is_due(u32::MAX, false), "{window}");
+    fn a_guest_without_credit_gets_an_update_whatever_the_window() {
+        for bytes in [1, 2, 3, 7, WINDOW_MIN] {
+            let mut window = ReceiveWindow::new(bytes);
+            window.receive(bytes).unwrap();
+            window.forward(bytes);
+            assert!(window.needs_update(u32::MAX, STREAM), "{bytes}");
         }
     }
 
     #[test]
-    fn a_guest_that_uses_only_as_much_as_it_gives_is_told_in_time() {
-        let mut credit = FromGuest::new(1 << 20);
-        credit.receive(256 << 10).unwrap();
-        credit.forward(256 << 10);
-        assert!(!credit.is_due(u32::MAX, false));
-        assert!(credit.is_due(256 << 10, false));
-        assert!(credit.is_due(0, false));
+    fn updates_follow_the_guests_own_buffer_if_it_is_smaller() {
+        let mut window = ReceiveWindow::new(1 << 20);
+        window.receive(256 << 10).unwrap();
+        window.forward(256 << 10);
+        assert!(!window.needs_update(u32::MAX, STREAM));
+        assert!(window.needs_update(256 << 10, STREAM));
+        assert!(window.needs_update(0, STREAM));
     }
 
     #[test]
-    fn a_message_that_began_can_be_ended() {
-        let mut credit = FromGuest::new(1000);
-        credit.receive(100).unwrap();
-        credit.forward(100);
-        credit.receive(900).unwrap();
-        assert!(credit.is_due(u32::MAX, true));
-        assert!(!credit.is_due(u32::MAX, false));
+    fn any_free_space_is_advertised_for_messages() {
+        let mut window = ReceiveWindow::new(1000);
+        window.receive(100).unwrap();
+        window.forward(100);
+        window.receive(900).unwrap();
+        assert!(window.needs_update(u32::MAX, Kind::Seqpacket));
+        assert!(!window.needs_update(u32::MAX, STREAM));
     }
 
     #[test]
     fn a_window_grows_while_the_host_keeps_up() {
-        let mut credit = FromGuest::new(200_000);
-        assert_eq!(credit.wanted(), 400_000);
-        credit.fall_behind();
-        assert_eq!(credit.wanted(), WINDOW_BEHIND_MAX);
-        credit.say();
-        credit.widen(credit.wanted());
-        credit.fall_behind();
-        assert_eq!((credit.window(), credit.wanted()), (400_000, 400_000));
+        let mut window = ReceiveWindow::new(200_000);
+        assert_eq!(window.desired(), 400_000);
+        window.mark_congested();
+        assert_eq!(window.desired(), WINDOW_BEHIND_MAX);
+        window.advertise();
+        window.grow(window.desired());
+        window.mark_congested();
+        assert_eq!((window.buf_alloc(), window.desired()), (400_000, 400_000));
     }
 }

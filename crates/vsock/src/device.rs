@@ -1,81 +1,89 @@
-//! The device of one guest: its queues, its context, and the thread that serves them.
+//! The device of one guest: its queues, its configuration, and its worker.
 
 use std::collections::VecDeque;
 use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
 use towline_channel::ZeroCopySend;
-use towline_vhost_user::{Device, Next, ProtocolFeatures, Pulse, Queues, Refusal, Worker};
+use towline_vhost_user::{
+    AdaptivePoller, BackendError, Device, Next, PollFlags, PollSet, ProtocolFeatures, Queues, Worker,
+};
 
 use crate::connection::Limits;
-use crate::engine::{Engine, News};
-use crate::gate::Gate;
-use crate::host::{Ears, Event, Host, HostSocket, Listening, wait_for_freed};
+use crate::engine::Engine;
+use crate::host::{Event, Host, HostConfig, HostListener, Listening, wait_for_completions};
+use crate::local_guests::{AcceptQueue, IncomingConnection, LocalGuests};
+use crate::lock::lock;
 use crate::packet::{HOST_CID, Kind};
-use crate::report::{Desk, Report};
-use crate::rules::{Place, Rule};
-use crate::siblings::{Mailbox, Siblings};
-use crate::sockets::Sockets as _;
+use crate::report::SharedReport;
+use crate::rules::{HostAddress, Rule};
+use crate::sockets::{CloseMode, Readiness, Sockets as _};
 use crate::state::State;
+use crate::statistics::Report;
+use crate::transport_reset::TransportReset;
 
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
 const EVENT: usize = 2;
 /// `VIRTIO_VSOCK_F_SEQPACKET`.
 const F_SEQPACKET: u64 = 1 << 1;
-/// Queues of a device: with the event queue, which QEMU keeps to itself and others leave to the device.
+/// Number of queues, including the event queue, which QEMU handles itself and other frontends leave to the device.
 pub const QUEUES: usize = 3;
-/// Before the context in [`Device::migration_version`]: what a state of this form is called.
+/// Prefix of [`Device::migration_version`], before the CID: the format of the state.
 const VERSION: &str = "vsock 1 seqpacket cid ";
-/// How long what is lent may take when the device ends, and, when its connections have been reset, until nothing is read.
-const LOANS_WITHIN: Duration = Duration::from_secs(1);
-const RESET_WITHIN: Duration = Duration::from_millis(100);
-/// What a device is made of.
+/// Time limit of zero-copy sends when the device ends.
+const COMPLETIONS_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time limit of the kernel for releasing the memory of connections that were reset.
+const RESET_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// Settings of a device.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// The guest's context.
+    /// CID of the guest.
     pub cid: u64,
-    /// Where whoever connects says `CONNECT`, and, with `_PORT`, where the guest's connections go.
+    /// Unix socket where clients send `CONNECT`. With `_PORT` appended, the destination of the guest's connections.
     pub uds: Option<PathBuf>,
-    /// The same for messages.
+    /// The same for `SOCK_SEQPACKET`.
     pub uds_seqpacket: Option<PathBuf>,
-    /// Whom else it may be connected with.
+    /// Forwarding rules.
     pub rules: Vec<Rule>,
-    /// Guests of the same process with a group in common reach each other by their contexts.
+    /// Groups of the guest. Guests of the same process with a group in common reach each other by their CIDs.
     pub groups: Vec<String>,
-    /// What it may take.
+    /// Limits of connections and memory.
     pub limits: Limits,
-    /// Whether packets of 16 KiB and more to TCP are sent without a copy.
+    /// Zero-copy sends of packets of 16 KiB and more to TCP.
     pub zero_copy_send: ZeroCopySend,
-    /// How long its thread waits awake where requests and answers alternate; 0: never.
-    pub poll: Duration,
-    /// Its guest cannot be migrated with it, and its frontend is told so.
+    /// Maximum time of busy-polling with request/response traffic; 0 disables it.
+    pub busy_poll: Duration,
+    /// True if the guest must not be migrated with the device.
     pub unmigratable: bool,
 }
 
-/// Why there is no device.
+/// Error of the creation of a device.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum DeviceError {
-    /// A place to listen at that cannot be had.
-    #[error("nobody can listen at {place}: {source}; end who listens there, or choose another place")]
+    /// An address of a listener is not available.
+    #[error(
+        "cannot listen on {address}: {source}; stop the process that listens there, or choose another address"
+    )]
     Listen {
-        /// The place.
-        place: String,
-        /// Why.
+        /// The address.
+        address: String,
+        /// Error of the call.
         source: io::Error,
     },
-    /// Two guests with one context.
-    #[error("the context {cid} is another guest's already; each needs one of its own")]
+    /// Another guest has the same CID.
+    #[error("CID {cid} is used by another guest; give each guest its own CID")]
     Cid {
-        /// The context.
+        /// The CID.
         cid: u64,
     },
-    /// No descriptor left, or so.
-    #[error("the device cannot be made: {0}")]
+    /// A resource of the system is exhausted, such as descriptors.
+    #[error("cannot create the device: {0}")]
     Io(#[from] io::Error),
 }
 
@@ -84,76 +92,84 @@ pub enum DeviceError {
 pub struct Vsock {
     cid: u64,
     limits: Limits,
-    poll: Duration,
+    busy_poll: Duration,
     unmigratable: bool,
-    ears: Arc<Ears>,
-    desk: Arc<Desk>,
-    passage: Arc<Passage>,
+    config: Arc<HostConfig>,
+    report: Arc<SharedReport>,
+    updates: Arc<SessionUpdates>,
 }
 
-/// What the thread that answers the frontend tells the one that serves the queues.
+/// Updates of the vhost-user session for the worker.
 #[derive(Debug, Default)]
-struct Passage {
-    /// A state that has come and was not taken over yet.
-    arrived: Mutex<Option<State>>,
+struct SessionUpdates {
+    /// State of a migrated guest that was loaded and not applied yet.
+    loaded: Mutex<Option<State>>,
+    /// The driver has read its CID.
     config_read: AtomicBool,
 }
 
 impl Vsock {
-    /// Makes a device and listens at its places; whoever connects waits until there is a guest.
+    /// Creates a device and its listeners. Clients wait in their backlogs until the guest is connected.
     ///
     /// # Errors
     /// [`DeviceError`].
-    pub fn new(settings: Settings, siblings: &Arc<Siblings>) -> Result<Self, DeviceError> {
-        let Settings { cid, uds, uds_seqpacket, rules, groups, limits, zero_copy_send, poll, unmigratable } =
-            settings;
-        let mut listening = Vec::new();
-        let mut add = |name: String, made: io::Result<Listening>, port| match made {
-            Ok(made) => {
-                listening.push((made, port));
-                Ok(())
-            }
-            Err(source) => Err(DeviceError::Listen { place: name, source }),
-        };
-        for (path, kind) in [(&uds, Kind::Stream), (&uds_seqpacket, Kind::Seqpacket)] {
-            if let Some(path) = path {
-                add(path.display().to_string(), Listening::unix(path, kind), None)?;
-            }
-        }
-        for rule in &rules {
-            if let Rule::In { from, port } = rule {
-                let name = match from {
-                    Place::Tcp(address) => address.to_string(),
-                    Place::Unix(path) => path.display().to_string(),
-                    Place::Vsock { port, .. } => format!("port {port} of the host's own vsock"),
-                };
-                add(name, Listening::place(from), Some(*port))?;
-            }
-        }
-        let mailbox = Arc::new(Mailbox::new(limits.handshakes)?);
-        if !siblings.add(cid, groups, Arc::clone(&mailbox)) {
+    pub fn new(settings: Settings, local_guests: &Arc<LocalGuests>) -> Result<Self, DeviceError> {
+        let Settings { cid, limits, busy_poll, unmigratable, zero_copy_send, .. } = settings;
+        let listeners = listeners(&settings)?;
+        let accept_queue = Arc::new(AcceptQueue::new(limits.handshakes)?);
+        if !local_guests.register(cid, settings.groups, Arc::clone(&accept_queue)) {
             return Err(DeviceError::Cid { cid });
         }
-        // The guest's messages go where its bytes go, unless only messages have a place.
-        let uds = uds.or(uds_seqpacket);
-        let siblings = Arc::clone(siblings);
-        let greetings_max = limits.handshakes;
-        let ears =
-            Arc::new(Ears { listening, uds, rules, zero_copy_send, cid, siblings, mailbox, greetings_max });
-        Ok(Self { cid, limits, poll, unmigratable, ears, desk: Arc::default(), passage: Arc::default() })
+        let config = Arc::new(HostConfig {
+            listeners,
+            // Connections of both types lead there, unless there is a path for messages only.
+            uds: settings.uds.or(settings.uds_seqpacket),
+            rules: settings.rules,
+            zero_copy_send,
+            cid,
+            local_guests: Arc::clone(local_guests),
+            accept_queue,
+            handshakes_max: limits.handshakes,
+        });
+        let (report, updates) = (Arc::default(), Arc::default());
+        Ok(Self { cid, limits, busy_poll, unmigratable, config, report, updates })
     }
 
-    /// What it has done so far.
+    /// Returns the statistics so far.
     pub fn report(&self) -> Report {
-        self.desk.ask(|| self.ears.mailbox.wake())
+        self.report.request(|| self.config.accept_queue.wake())
+    }
+
+    /// Returns true if a frontend is connected.
+    pub fn is_served(&self) -> bool {
+        self.report.has_worker()
     }
 }
 
-impl Vsock {
-    /// Whether a frontend is connected.
-    pub fn is_served(&self) -> bool {
-        self.desk.is_open()
+/// Opens the listeners of a device.
+fn listeners(settings: &Settings) -> Result<Vec<Listening>, DeviceError> {
+    let mut listeners = Vec::new();
+    let mut add = |address: String, bound: io::Result<HostListener>, port| {
+        let listener = bound.map_err(|source| DeviceError::Listen { address, source })?;
+        listeners.push(Listening { listener, port });
+        Ok::<_, DeviceError>(())
+    };
+    for (path, kind) in [(&settings.uds, Kind::Stream), (&settings.uds_seqpacket, Kind::Seqpacket)] {
+        if let Some(path) = path {
+            add(path.display().to_string(), HostListener::bind_unix(path, kind), None)?;
+        }
     }
+    for rule in &settings.rules {
+        if let Rule::Listen { from, port } = rule {
+            let address = match from {
+                HostAddress::Tcp(address) => address.to_string(),
+                HostAddress::Unix(path) => path.display().to_string(),
+                HostAddress::Vsock { port, .. } => format!("AF_VSOCK port {port}"),
+            };
+            add(address, HostListener::bind(from), Some(*port))?;
+        }
+    }
+    Ok(listeners)
 }
 
 impl Device for Vsock {
@@ -177,40 +193,35 @@ impl Device for Vsock {
         ProtocolFeatures::CONFIG | ProtocolFeatures::DEVICE_STATE
     }
 
-    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
-        let host = Host::new(Arc::clone(&self.ears))?;
-        let engine = Engine::new(self.cid, self.limits, seed(), host);
-        let (desk, passage) = (Arc::clone(&self.desk), Arc::clone(&self.passage));
-        let (gate, waiting) = (Gate::default(), VecDeque::new());
-        desk.open();
-        let (pulse, news) = (Pulse::new(self.poll), true);
-        Ok(Box::new(Server {
-            engine,
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
+        let host = Host::new(Arc::clone(&self.config))?;
+        self.report.add_worker();
+        Ok(Box::new(VsockWorker {
+            engine: Engine::new(self.cid, self.limits, port_seed(), host),
             limits: self.limits,
-            desk,
-            passage,
-            gate,
-            fresh: [false; 2],
-            served: [false; 2],
-            waiting,
-            pulse,
-            news,
+            report: Arc::clone(&self.report),
+            updates: Arc::clone(&self.updates),
+            transport_reset: TransportReset::default(),
+            deferred: VecDeque::new(),
+            queue_starts: [QueueStart::default(); 2],
+            poller: AdaptivePoller::new(self.busy_poll),
+            host_is_ready: true,
         }))
     }
 
     fn config(&self) -> Vec<u8> {
-        self.passage.config_read.store(true, Ordering::Relaxed);
+        self.updates.config_read.store(true, Ordering::Relaxed);
         self.cid.to_le_bytes().to_vec()
     }
 
-    fn save(&self) -> Result<Vec<u8>, Refusal> {
-        let Report { names, next_port, .. } = self.report();
-        Ok(State { cid: self.cid, next_port, connections: names }.encode())
+    fn save(&self) -> Result<Vec<u8>, BackendError> {
+        let Report { keys, next_port, .. } = self.report();
+        Ok(State { cid: self.cid, next_port, connections: keys }.encode())
     }
 
-    fn load(&self, state: &[u8]) -> Result<(), Refusal> {
+    fn load(&self, state: &[u8]) -> Result<(), BackendError> {
         let state = State::decode(state, self.cid)?;
-        *self.passage.arrived.lock().unwrap_or_else(PoisonError::into_inner) = Some(state);
+        *lock(&self.updates.loaded) = Some(state);
         Ok(())
     }
 
@@ -218,250 +229,272 @@ impl Device for Vsock {
         !self.unmigratable
     }
 
-    fn migration_version(&self) -> Result<String, Refusal> {
+    fn migration_version(&self) -> Result<String, BackendError> {
         if self.unmigratable {
-            return Err(Refusal::new("it was started so that it cannot be migrated"));
+            return Err(BackendError::new(
+                "the device was started with --unmigratable: it cannot be migrated",
+            ));
         }
         Ok(format!("{VERSION}{}", self.cid))
     }
 
-    fn accepts(&self, source: &str) -> Result<(), Refusal> {
+    fn accepts(&self, source: &str) -> Result<(), BackendError> {
         let cid = source.strip_prefix(VERSION);
         let cid =
-            cid.ok_or_else(|| Refusal::new(format!("`{source}`: expected `{VERSION}` and a context")))?;
+            cid.ok_or_else(|| BackendError::new(format!("`{source}`: expected `{VERSION}` and a CID")))?;
         if cid.parse() == Ok(self.cid) {
             return Ok(());
         }
         let own = self.cid;
-        Err(Refusal::new(format!(
-            "the guest has the context {cid}, and this is for {own}; give both the same --cid"
+        Err(BackendError::new(format!(
+            "the guest has CID {cid}, this device has CID {own}; give both the same --cid"
         )))
     }
 }
 
-/// Lets this process have as many descriptors as it may: each connection is one. Returns how many it has then.
-pub fn allow_descriptors() -> u64 {
+/// Raises the process's limit of descriptors to the hard limit: each connection needs one. Returns the limit.
+pub fn raise_descriptor_limit() -> u64 {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     if let Err(errno) = setrlimit(Resource::Nofile, limit) {
-        tracing::warn!(%errno, "the limit of open descriptors stays as it is");
+        tracing::warn!(%errno, "cannot raise the limit of descriptors");
     }
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Where the host's ports begin: elsewhere with every process, so that none is used again at once.
-fn seed() -> u32 {
+/// Returns the first ephemeral port, which differs from process to process so that no port is reused at once.
+fn port_seed() -> u32 {
     use std::hash::{BuildHasher as _, RandomState};
     RandomState::new().hash_one(std::process::id()) as u32
 }
 
-struct Server {
-    engine: Engine<Host>,
-    limits: Limits,
-    desk: Arc<Desk>,
-    passage: Arc<Passage>,
-    gate: Gate,
-    /// Whether this queue began anew, and the other one did not yet.
-    fresh: [bool; 2],
-    /// Whether this queue was started before.
-    served: [bool; 2],
-    waiting: VecDeque<(u32, Kind, u64, HostSocket)>,
-    pulse: Pulse,
-    /// Sockets have something to tell.
-    news: bool,
+/// Start of a data queue, as far as it shows whether the driver is another one.
+#[derive(Debug, Clone, Copy, Default)]
+struct QueueStart {
+    /// The queue was started before.
+    was_started: bool,
+    /// A new driver has started the queue, and not the other one yet.
+    is_first_of_driver: bool,
 }
 
-impl Drop for Server {
+struct VsockWorker {
+    engine: Engine<Host>,
+    limits: Limits,
+    report: Arc<SharedReport>,
+    updates: Arc<SessionUpdates>,
+    transport_reset: TransportReset,
+    /// Connections that are opened after the transport reset.
+    deferred: VecDeque<IncomingConnection>,
+    /// Of the receive and the transmit queue.
+    queue_starts: [QueueStart; 2],
+    poller: AdaptivePoller,
+    /// epoll has events of the host's side.
+    host_is_ready: bool,
+}
+
+impl Drop for VsockWorker {
     fn drop(&mut self) {
-        if let Err(reason) = self.await_loans(Instant::now() + LOANS_WITHIN) {
-            tracing::error!(%reason, "the device ends");
+        if let Err(reason) = self.finish_zero_copy(Instant::now() + COMPLETIONS_TIMEOUT) {
+            tracing::error!(%reason, "device ends with zero-copy sends in flight");
         }
-        self.write_down();
-        self.desk.close();
+        self.publish_report();
+        self.report.remove_worker();
     }
 }
 
-impl Server {
-    fn write_down(&self) {
-        let connections = self.engine.connections().collect();
-        self.desk.write(Report {
+impl VsockWorker {
+    fn publish_report(&self) {
+        self.report.publish(Report {
             statistics: self.engine.statistics(),
-            kept: self.engine.kept(),
-            names: self.engine.names(),
+            buffered_bytes: self.engine.buffered_bytes(),
+            keys: self.engine.keys(),
             next_port: self.engine.table().next_port(),
-            connections,
+            connections: self.engine.connections().collect(),
         });
     }
 
-    fn open(&mut self, port: u32, kind: Kind, cid: u64, socket: HostSocket) {
+    /// Opens a connection that a peer requests, or defers it until the transport reset is done.
+    fn admit(&mut self, incoming: IncomingConnection) {
+        if self.transport_reset.is_done() {
+            self.open(incoming);
+        } else if self.deferred.len() < self.limits.handshakes {
+            self.deferred.push_back(incoming);
+        }
+    }
+
+    fn open(&mut self, IncomingConnection { port, kind, cid, socket }: IncomingConnection) {
         let connections = self.limits.connections;
-        if cid != HOST_CID
-            && self.engine.table().incoming(cid) >= self.engine.sockets().sibling_share(connections)
-        {
+        let share = || self.engine.sockets().share_of_peer(connections);
+        if cid != HOST_CID && self.engine.table().opened_by(cid) >= share() {
             self.engine.refuse(socket);
             return;
         }
         if let Err(socket) = self.engine.open(port, kind, cid, socket) {
-            self.engine.sockets_mut().close(socket, true);
+            self.engine.sockets_mut().close(socket, CloseMode::Reset);
         }
     }
 
-    /// Lets those in who waited, when the guest knows that it came from elsewhere.
-    fn pass(&mut self, queues: &mut Queues<'_>) {
-        if self.gate == Gate::Open {
+    /// Advances a transport reset, and opens the deferred connections when it is done.
+    fn advance_transport_reset(&mut self, queues: &mut Queues<'_>) {
+        if self.transport_reset.is_done() {
             return;
         }
-        let now = self.engine.sockets().now_ms();
-        self.gate.pass(queues.ring(EVENT), &self.passage.config_read, now);
-        if self.gate == Gate::Open {
-            for (port, kind, cid, socket) in std::mem::take(&mut self.waiting) {
-                self.open(port, kind, cid, socket);
+        let now_ms = self.engine.sockets().now_ms();
+        self.transport_reset.advance(queues.ring(EVENT), &self.updates.config_read, now_ms);
+        if self.transport_reset.is_done() {
+            for incoming in std::mem::take(&mut self.deferred) {
+                self.open(incoming);
             }
         }
     }
 
-    fn hear(&mut self) {
-        let now = self.engine.sockets_mut().look_at_clock();
-        self.engine.tick(now);
-        if std::mem::take(&mut self.news) {
-            self.engine.sockets_mut().look();
+    fn begin_transport_reset(&mut self) {
+        let since_ms = self.engine.sockets_mut().read_clock();
+        self.transport_reset = TransportReset::Pending { since_ms };
+    }
+
+    fn process_host_events(&mut self) {
+        let now_ms = self.engine.sockets_mut().read_clock();
+        self.engine.tick(now_ms);
+        if std::mem::take(&mut self.host_is_ready) {
+            self.engine.sockets_mut().poll();
         }
         while let Some(event) = self.engine.sockets_mut().next_event() {
             match event {
-                Event::Readable(id, news) => self.engine.readable(id, news),
+                Event::Readable(id, readiness) => self.engine.readable(id, readiness),
                 Event::Writable(id) => self.engine.writable(id),
                 Event::Connected(id, socket) => self.engine.connected(id, socket),
                 Event::Error(id) => {
-                    if !self.engine.freed(id) {
-                        self.engine.readable(id, News::HungUp);
+                    if !self.engine.zero_copy_completed(id) {
+                        self.engine.readable(id, Readiness::Closed);
                     }
                 }
-                Event::Open { port, kind, cid, socket } => {
-                    if self.gate == Gate::Open {
-                        self.open(port, kind, cid, socket);
-                    } else if self.waiting.len() < self.limits.handshakes {
-                        self.waiting.push_back((port, kind, cid, socket));
-                    }
-                }
-                // The time is looked at with every turn.
-                Event::Tick => {}
+                Event::Incoming(incoming) => self.admit(incoming),
             }
         }
     }
-}
 
-impl Server {
-    /// Waits until the kernel reads nothing of the guest's memory any more. Who has not acknowledged by the deadline what
-    /// the kernel may have to send again is reset.
+    /// Waits until all zero-copy sends have completed. Connections whose peers have not acknowledged their data by the
+    /// deadline are reset, because the guest may overwrite memory that the kernel would have to send again.
     ///
     /// # Errors
-    /// That the kernel still reads something.
-    fn await_loans(&mut self, deadline: Instant) -> Result<(), Refusal> {
-        // Of what is held, a part may have been lent.
-        self.engine.let_go(None);
-        if self.all_free(deadline) {
+    /// The kernel still reads guest memory.
+    fn finish_zero_copy(&mut self, deadline: Instant) -> Result<(), BackendError> {
+        // A part of a retained chain may have been sent without a copy.
+        self.engine.complete_retained(None);
+        if self.wait_for_zero_copy(deadline) {
             return Ok(());
         }
-        let connections = self.engine.take_back();
-        tracing::warn!(connections, "reset: what was sent on them was not acknowledged, and the ring stops");
-        if self.all_free(deadline + RESET_WITHIN) {
+        let connections = self.engine.abort_zero_copy();
+        tracing::warn!(connections, "reset connections with unacknowledged zero-copy sends");
+        if self.wait_for_zero_copy(deadline + RESET_TIMEOUT) {
             return Ok(());
         }
-        let packets = self.engine.lent();
-        Err(Refusal::new(format!(
-            "the kernel still sends {packets} of its packets, whose connections were reset"
+        let packets = self.engine.zero_copy_in_flight();
+        Err(BackendError::new(format!(
+            "the kernel still reads {packets} packets of connections that were reset"
         )))
     }
 
-    fn all_free(&mut self, deadline: Instant) -> bool {
+    /// Returns true if all zero-copy sends have completed by the deadline.
+    fn wait_for_zero_copy(&mut self, deadline: Instant) -> bool {
         loop {
-            let lenders: Vec<_> = self.engine.lenders().map(|(id, _)| id).collect();
-            for id in &lenders {
-                self.engine.freed(*id);
+            let ids: Vec<_> = self.engine.zero_copy_sockets().map(|(id, _)| id).collect();
+            for id in ids {
+                self.engine.zero_copy_completed(id);
             }
-            if self.engine.lent() == 0 {
+            if self.engine.zero_copy_in_flight() == 0 {
                 return true;
             }
-            if !wait_for_freed(self.engine.lenders().map(|(_, socket)| socket), deadline) {
+            let sockets = self.engine.zero_copy_sockets().map(|(_, socket)| socket);
+            if !wait_for_completions(sockets, deadline) {
                 return false;
             }
         }
     }
 }
 
-impl Worker for Server {
+impl Worker for VsockWorker {
     fn run(&mut self, queues: &mut Queues<'_>) -> Next {
-        self.hear();
-        self.pass(queues);
+        self.process_host_events();
+        self.advance_transport_reset(queues);
+        let is_reset_done = self.transport_reset.is_done();
         let mut again = false;
         if let Some(ring) = queues.ring(EVENT) {
-            // Its buffers are of use only for an event.
-            ring.listen(self.gate != Gate::Open);
+            // New buffers matter only while an event is to be sent.
+            ring.set_notification(!is_reset_done);
         }
         if let Some(ring) = queues.ring(TRANSMIT) {
-            again |= self.engine.take(ring);
+            again |= self.engine.process_tx(ring) == Next::Again;
         }
-        let full = !self.engine.table().takes();
+        let was_full = !self.engine.table().accepts_packets();
         if let Some(ring) = queues.ring(RECEIVE) {
-            again |= self.engine.fill(ring);
+            again |= self.engine.process_rx(ring) == Next::Again;
         }
-        // What the guest could not say because it heard nothing can be said now.
-        again |= full && self.engine.table().takes();
-        if self.desk.is_wanted() {
-            self.write_down();
+        // Packets that waited for space for resets can be processed now.
+        again |= was_full && self.engine.table().accepts_packets();
+        if self.report.accept_request() {
+            self.publish_report();
         }
-        let wanted = self.engine.needs_time() || self.gate != Gate::Open;
-        self.engine.sockets_mut().keep_time(wanted);
-        again |= self.pulse.goes_on(self.engine.traffic(), Instant::now);
+        let needs_tick = self.engine.needs_tick() || !is_reset_done;
+        self.engine.sockets_mut().set_timer(needs_tick);
+        again |= self.poller.should_poll(self.engine.traffic(), Instant::now);
         if again { Next::Again } else { Next::Wait }
     }
 
     fn started(&mut self, queue: usize, fresh: bool) {
-        let arrived = self.passage.arrived.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(State { next_port, connections, .. }) = arrived {
-            tracing::info!(connections = connections.len(), "the guest has come from elsewhere");
-            self.engine.arrive(next_port, &connections);
-            self.gate = Gate::Tell(self.engine.sockets_mut().look_at_clock());
+        let loaded = lock(&self.updates.loaded).take();
+        if let Some(State { next_port, connections, .. }) = loaded {
+            tracing::info!(connections = connections.len(), "took over a migrated guest");
+            self.engine.take_over(next_port, &connections);
+            self.begin_transport_reset();
             return;
         }
         if queue != RECEIVE && queue != TRANSMIT {
             return;
         }
-        // A driver that goes on where another device left it has connections that do not exist any more.
-        let begins = !std::mem::replace(&mut self.served[queue], true);
-        if begins && !fresh && self.gate == Gate::Open {
-            self.gate = Gate::Tell(self.engine.sockets_mut().look_at_clock());
+        // A driver that continues where another device has stopped has connections that do not exist any more.
+        let was_started = std::mem::replace(&mut self.queue_starts[queue].was_started, true);
+        if !was_started && !fresh && self.transport_reset.is_done() {
+            self.begin_transport_reset();
         }
-        // Both queues of a new driver begin anew, one after the other; what is made between the two is its own.
-        let other = std::mem::take(&mut self.fresh[TRANSMIT - queue]);
-        self.fresh[queue] = fresh && !other;
-        if fresh && !other && !self.engine.table().is_empty() {
-            tracing::info!("the guest's driver begins anew; its connections are gone");
+        // A new driver starts both queues, one after the other; connections that are opened in between are its own.
+        let other = &mut self.queue_starts[TRANSMIT - queue];
+        let is_second = std::mem::take(&mut other.is_first_of_driver);
+        let is_first = fresh && !is_second;
+        self.queue_starts[queue].is_first_of_driver = is_first;
+        if is_first && !self.engine.table().is_empty() {
+            tracing::info!("closed all connections: the guest has a new driver");
             self.engine.restart();
         }
     }
 
-    fn poll<'w>(&'w self, fds: &mut Vec<PollFd<'w>>) {
-        fds.push(PollFd::new(self.engine.sockets(), PollFlags::IN));
+    fn poll<'w>(&'w self, fds: &mut PollSet<'w>) {
+        fds.add(self.engine.sockets(), PollFlags::IN);
     }
 
-    fn polled(&mut self, events: &[PollFlags]) {
-        self.news = events.iter().any(|events| !events.is_empty());
+    fn on_ready(&mut self, events: &[PollFlags]) {
+        self.host_is_ready = events.iter().any(|events| !events.is_empty());
     }
 
-    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
+    fn drain(
+        &mut self,
+        queue: usize,
+        queues: &mut Queues<'_>,
+        deadline: Instant,
+    ) -> Result<(), BackendError> {
         if queue == TRANSMIT {
-            self.await_loans(deadline)?;
-            self.engine.let_go(queues.ring(TRANSMIT));
+            self.finish_zero_copy(deadline)?;
+            self.engine.complete_retained(queues.ring(TRANSMIT));
         }
         Ok(())
     }
 
-    fn release(&mut self, queues: &mut Queues<'_>, _: Instant) -> Result<(), Refusal> {
-        // What is lent is pinned by the kernel, page by page, and needs no mapping of ours.
-        self.engine.let_go(queues.held(TRANSMIT));
-        self.engine.clear_idle();
+    fn release(&mut self, queues: &mut Queues<'_>, _: Instant) -> Result<(), BackendError> {
+        // The kernel has pinned the pages of zero-copy sends, so they need no mapping.
+        self.engine.complete_retained(queues.started_ring(TRANSMIT));
+        self.engine.drop_idle_batches();
         Ok(())
     }
 }

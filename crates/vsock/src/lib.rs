@@ -1,40 +1,44 @@
-//! A vsock device behind vhost-user: connections between a guest and sockets of its host.
+//! A vhost-user vsock device: connections between a guest and sockets of its host.
 //!
 //! ```text
-//!   guest ── rings ── Server (a thread for each guest) ── epoll ── sockets of the host
-//!                       └ Engine: Table (names, credit, what is owed) + lines (what is on the way)
+//!   guest ── rings ── worker (a thread for each guest) ── epoll ── sockets of the host
+//!                       └ Engine: Table (identities, credit, control packets) + payload in transit
 //! ```
-//! What it is: stream and seqpacket, both directions ended each on its own, Firecracker's convention over Unix sockets,
-//! rules for TCP and others, several guests in one process. [`Table`] is free of I/O, [`Engine`] of time and of sockets
-//! ([`Sockets`] are what it needs of them), so both can be run in virtual time.
+//! Features: stream and seqpacket sockets, half-closed connections, Firecracker's convention over Unix sockets, forwarding
+//! rules for TCP and others, several guests in one process. [`Table`] does no I/O; [`Engine`] depends on neither time nor
+//! real sockets (its interface to them is [`Sockets`]), so both run in virtual time too.
 //!
-//! What it is not: datagrams. The kernel's own vhost-vsock.
+//! Out of scope: datagrams, and the kernel's own vhost-vsock.
 //!
 //! Limits: [`Limits`] of connections and memory for each guest; packets of [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX)
-//! bytes; [`STRAYS_MAX`] answers to packets of no connection. For users: `docs/vsock.md`.
+//! bytes; [`PENDING_RESETS_MAX`] answers to packets of unknown connections. For users: `docs/vsock.md`.
 
 mod connection;
 pub mod credit;
 mod device;
 mod engine;
-mod gate;
 mod host;
+mod local_guests;
+mod lock;
 pub mod packet;
 mod report;
 mod rules;
-mod siblings;
 mod sockets;
 mod state;
+mod statistics;
 mod sys;
 mod table;
+mod transport_reset;
 
-pub use connection::{Connection, Id, Inbound, Key, Limits, Phase, TableStatistics};
-pub use device::{DeviceError, QUEUES, Settings, Vsock, allow_descriptors};
-pub use engine::{Engine, LineStatistics, News, PATIENCE_MS, Statistics};
-pub use report::{ConnectionReport, Report};
-pub use rules::{Place, Rule, RuleError, guest_cid};
-pub use siblings::Siblings;
-pub use sockets::{Connect, Front, Received, Sockets};
+pub use connection::{
+    ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionState, Inbound, Limits, TableStatistics,
+};
+pub use device::{DeviceError, QUEUES, Settings, Vsock, raise_descriptor_limit};
+pub use engine::{CONNECT_TIMEOUT_MS, Engine};
+pub use local_guests::LocalGuests;
+pub use rules::{HostAddress, Rule, RuleError, guest_cid};
+pub use sockets::{CloseMode, ConnectOutcome, Interest, Peeked, Readiness, Received, SendOutcome, Sockets};
 pub use state::STATE_VERSION;
-pub use table::{STRAYS_MAX, Table};
+pub use statistics::{ConnectionReport, ConnectionStatistics, Report, Statistics};
+pub use table::{DataHeaders, PENDING_RESETS_MAX, Table};
 pub use towline_channel::ZeroCopySend;

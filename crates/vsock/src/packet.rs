@@ -1,64 +1,64 @@
-//! The header of a packet, as section 5.10 of virtio 1.2 has it, and what its fields can be.
+//! Packet header of virtio-vsock (virtio 1.2, section 5.10) and the values of its fields.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Bytes of a header.
+/// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 44;
-/// The most bytes of payload in one packet; what Linux sends and takes at most.
+/// Maximum payload of one packet in bytes, the same as in Linux.
 pub const PAYLOAD_BYTES_MAX: u32 = 64 << 10;
-/// The context of the host (`VMADDR_CID_HOST`).
+/// CID of the host (`VMADDR_CID_HOST`).
 pub const HOST_CID: u64 = 2;
 
-/// A header, in wire order. Copied out of the guest's memory once, then decided upon.
+/// A header, in wire order. It is copied out of the guest's memory once, before it is interpreted.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
 #[repr(C)]
 pub struct Header {
-    /// Context of whom it comes from.
+    /// CID of the sender.
     pub source_cid: U64,
-    /// Context of whom it is for.
+    /// CID of the receiver.
     pub destination_cid: U64,
-    /// Port that it comes from.
+    /// Port of the sender.
     pub source_port: U32,
-    /// Port that it is for.
+    /// Port of the receiver.
     pub destination_port: U32,
-    /// Bytes behind the header.
+    /// Length of the payload in bytes.
     pub len: U32,
-    /// See [`Kind`].
+    /// Socket type, a [`Kind`].
     pub kind: U16,
-    /// See [`Operation`].
+    /// An [`Operation`].
     pub operation: U16,
-    /// By operation: [`Shut`] or [`Ends`].
+    /// [`ShutdownFlags`] or [`SeqFlags`], by operation.
     pub flags: U32,
-    /// How many bytes the sender of this can hold for the connection.
+    /// Size of the sender's receive buffer for the connection.
     pub buf_alloc: U32,
-    /// How many of all that it received its user has taken, modulo 2^32.
+    /// Number of received bytes that left this buffer, modulo 2^32.
     pub fwd_cnt: U32,
 }
 
-/// What a packet is for.
+/// Operation of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
-    /// Please let us be connected.
+    /// Request for a connection.
     Request,
-    /// We are.
+    /// Acceptance of a connection.
     Response,
-    /// There is no such connection (any more).
+    /// End of a connection, or answer to a packet of an unknown one (RST).
     Reset,
-    /// The sender will not send, or not receive, any more.
+    /// The sender sends, or receives, no more.
     Shutdown,
-    /// Payload.
+    /// Payload (RW).
     ReadWrite,
-    /// The sender's credit, which is in every header.
+    /// Nothing but the sender's credit, which every header has.
     CreditUpdate,
-    /// Tell me your credit.
+    /// Request for a credit update.
     CreditRequest,
 }
 
 impl Operation {
-    /// By its number; 0 and what the standard does not know are none.
+    /// Returns the operation with this number. The specification reserves 0 as invalid.
     pub fn from_number(number: u16) -> Option<Self> {
         Some(match number {
             1 => Self::Request,
@@ -72,7 +72,7 @@ impl Operation {
         })
     }
 
-    /// Its number.
+    /// Returns its number.
     pub fn number(self) -> u16 {
         match self {
             Self::Request => 1,
@@ -86,17 +86,17 @@ impl Operation {
     }
 }
 
-/// What a connection carries.
+/// Type of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// Bytes (`SOCK_STREAM`).
+    /// A stream of bytes (`SOCK_STREAM`).
     Stream,
     /// Messages (`SOCK_SEQPACKET`).
     Seqpacket,
 }
 
 impl Kind {
-    /// By its number.
+    /// Returns the type with this number.
     pub fn from_number(number: u16) -> Option<Self> {
         match number {
             1 => Some(Self::Stream),
@@ -105,7 +105,7 @@ impl Kind {
         }
     }
 
-    /// Its number.
+    /// Returns its number.
     pub fn number(self) -> u16 {
         match self {
             Self::Stream => 1,
@@ -115,32 +115,32 @@ impl Kind {
 }
 
 bitflags::bitflags! {
-    /// The flags of a [`Operation::Shutdown`].
+    /// Flags of [`Operation::Shutdown`].
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-    pub struct Shut: u32 {
-        /// Its sender receives no more.
+    pub struct ShutdownFlags: u32 {
+        /// The sender receives no more.
         const RECEIVE = 1;
-        /// Its sender sends no more.
+        /// The sender sends no more.
         const SEND = 2;
     }
 
-    /// The flags of a [`Operation::ReadWrite`] of messages.
+    /// Flags of [`Operation::ReadWrite`] between `SOCK_SEQPACKET` sockets.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-    pub struct Ends: u32 {
-        /// The message ends here.
-        const MESSAGE = 1;
-        /// And so does the record.
-        const RECORD = 2;
+    pub struct SeqFlags: u32 {
+        /// End of a message.
+        const EOM = 1;
+        /// End of a record (`MSG_EOR`).
+        const EOR = 2;
     }
 }
 
 impl Header {
-    /// A header out of its bytes.
+    /// Reads a header from its bytes.
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Self {
-        Self::read_from_bytes(bytes).expect("any bytes of this length are a header")
+        Self::read_from_bytes(bytes).expect("every bit pattern of this length is a header")
     }
 
-    /// A reset that answers this packet.
+    /// Returns the RST that answers this packet.
     pub fn reset(&self) -> Self {
         Self {
             source_cid: self.destination_cid,
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_header_has_the_bytes_of_the_standard() {
+    fn a_header_has_the_byte_layout_of_the_specification() {
         let header = Header {
             source_cid: 3.into(),
             destination_cid: 2.into(),
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_lead_there_and_back() {
+    fn operations_and_kinds_round_trip_through_their_numbers() {
         for number in 0..=u16::MAX {
             if let Some(operation) = Operation::from_number(number) {
                 assert_eq!(operation.number(), number);

@@ -1,175 +1,70 @@
-//! What a device has done, for whoever asks: its thread writes it down when it is asked, and when it ends.
+//! Exchange of reports: the worker publishes one on request, and when it ends.
 
-use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::connection::{Key, Phase};
-use crate::engine::{LineStatistics, Statistics};
-use crate::packet::Kind;
+use crate::lock::lock;
+use crate::statistics::Report;
 
-/// How long a thread may take to write it down; then what it last wrote is taken.
-const ANSWER_WITHIN: Duration = Duration::from_secs(1);
+/// Time limit of a worker for a report; after that the last published one is returned.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a device has done since its guest was last connected.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Report {
-    /// All together.
-    pub statistics: Statistics,
-    /// Bytes that are kept for sockets which do not take them.
-    pub kept: usize,
-    /// The names of all connections, and the port of the host side that comes next.
-    pub(crate) names: Vec<(Key, Kind)>,
-    pub(crate) next_port: u32,
-    /// Each connection that there is.
-    pub connections: Vec<(Key, Kind, Phase, LineStatistics)>,
-}
-
-impl fmt::Display for Report {
-    /// One line, and one for each connection.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Statistics {
-            table,
-            lines,
-            sends,
-            receives,
-            blocked,
-            stalled,
-            starved,
-            connections,
-            connections_peak,
-            lent,
-            taken_back,
-            memory_reserved,
-            memory_waits,
-        } = self.statistics;
-        write!(
-            f,
-            "connections={connections} peak={connections_peak} from_guest={} to_guest={} refused_by_limit={} \
-             bytes_to_host={} bytes_to_guest={} packets_from_guest={} packets_to_guest={} bytes_copied={} \
-             bytes_lent={} lent={lent} taken_back={taken_back} kept={} \
-             memory_reserved={memory_reserved} memory_waits={memory_waits} \
-             sends={sends} receives={receives} blocked={blocked} stalled={stalled} starved={starved} resets_sent={} \
-             resets_received={} violations={} dropped={} credit_updates_sent={} credit_updates_received={}",
-            table.requests_from_guest,
-            table.requests_to_guest,
-            table.refused_by_limit,
-            lines.bytes_to_host,
-            lines.bytes_to_guest,
-            lines.packets_from_guest,
-            lines.packets_to_guest,
-            lines.bytes_copied,
-            lines.bytes_lent,
-            self.kept,
-            table.resets_sent,
-            table.resets_received,
-            table.violations,
-            table.dropped,
-            table.credit_updates_sent,
-            table.credit_updates_received,
-        )?;
-        for (key, kind, phase, line) in &self.connections {
-            let kind = name(*kind);
-            write!(
-                f,
-                "\n  {kind} guest:{} {}:{} {} bytes_to_host={} bytes_to_guest={} bytes_copied={} bytes_lent={}",
-                key.guest_port,
-                key.peer_cid,
-                key.peer_port,
-                format!("{phase:?}").to_lowercase(),
-                line.bytes_to_host,
-                line.bytes_to_guest,
-                line.bytes_copied,
-                line.bytes_lent
-            )?;
-        }
-        Ok(())
-    }
-}
-
-/// A connection, as statistics show it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ConnectionReport {
-    /// `stream` or `seqpacket`.
-    pub kind: &'static str,
-    /// The guest's port.
-    pub guest_port: u32,
-    /// The context of the other end: the host's, or another guest's.
-    pub peer_cid: u64,
-    /// And its port.
-    pub peer_port: u32,
-    /// What went over it.
-    pub line: LineStatistics,
-}
-
-impl Report {
-    /// Each connection that there is.
-    pub fn connections(&self) -> impl Iterator<Item = ConnectionReport> {
-        self.connections.iter().map(|(key, kind, _, line)| ConnectionReport {
-            kind: name(*kind),
-            guest_port: key.guest_port,
-            peer_cid: key.peer_cid,
-            peer_port: key.peer_port,
-            line: *line,
-        })
-    }
-}
-
-fn name(kind: Kind) -> &'static str {
-    match kind {
-        Kind::Stream => "stream",
-        Kind::Seqpacket => "seqpacket",
-    }
-}
-
-/// Where it is written down.
+/// The last report of a device, shared by its workers and the threads that request it.
 #[derive(Debug, Default)]
-pub(crate) struct Desk {
-    wanted: AtomicBool,
-    /// And how often it was.
-    written: Mutex<(Report, u64)>,
-    news: Condvar,
-    /// Threads that can write.
-    writers: AtomicUsize,
+pub(crate) struct SharedReport {
+    requested: AtomicBool,
+    last: Mutex<Published>,
+    published: Condvar,
+    /// Running workers, which can publish a report.
+    workers: AtomicUsize,
 }
 
-impl Desk {
-    /// Whether somebody asks; only the first call says so.
-    pub(crate) fn is_wanted(&self) -> bool {
-        self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Acquire)
+#[derive(Debug, Default)]
+struct Published {
+    report: Report,
+    /// Number of reports so far.
+    count: u64,
+}
+
+impl SharedReport {
+    /// Returns true if a report is requested; only the first caller after a request sees that.
+    pub(crate) fn accept_request(&self) -> bool {
+        self.requested.load(Ordering::Relaxed) && self.requested.swap(false, Ordering::Acquire)
     }
 
-    /// A thread begins to write here.
-    pub(crate) fn open(&self) {
-        self.writers.fetch_add(1, Ordering::Relaxed);
+    /// Registers a worker that can publish.
+    pub(crate) fn add_worker(&self) {
+        self.workers.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// It writes no more.
-    pub(crate) fn close(&self) {
-        self.writers.fetch_sub(1, Ordering::Relaxed);
+    /// Removes a worker.
+    pub(crate) fn remove_worker(&self) {
+        self.workers.fetch_sub(1, Ordering::Relaxed);
     }
 
-    pub(crate) fn is_open(&self) -> bool {
-        self.writers.load(Ordering::Relaxed) > 0
+    /// Returns true if a worker is running.
+    pub(crate) fn has_worker(&self) -> bool {
+        self.workers.load(Ordering::Relaxed) > 0
     }
 
-    pub(crate) fn write(&self, report: Report) {
-        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
-        *written = (report, written.1 + 1);
-        self.news.notify_all();
+    /// Replaces the last report.
+    pub(crate) fn publish(&self, report: Report) {
+        let mut last = lock(&self.last);
+        *last = Published { report, count: last.count + 1 };
+        self.published.notify_all();
     }
 
-    /// Asks, by waking the thread, and gives what was written last.
-    pub(crate) fn ask(&self, wake: impl FnOnce()) -> Report {
-        let written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
-        if !self.is_open() {
-            return written.0.clone();
+    /// Requests a report, waits for it, and returns the last one. `wake` wakes the worker.
+    pub(crate) fn request(&self, wake: impl FnOnce()) -> Report {
+        let last = lock(&self.last);
+        if !self.has_worker() {
+            return last.report.clone();
         }
-        let before = written.1;
-        self.wanted.store(true, Ordering::Release);
+        let before = last.count;
+        self.requested.store(true, Ordering::Release);
         wake();
-        let waited = self.news.wait_timeout_while(written, ANSWER_WITHIN, |written| written.1 == before);
-        waited.unwrap_or_else(PoisonError::into_inner).0.0.clone()
+        let waited = self.published.wait_timeout_while(last, REPORT_TIMEOUT, |last| last.count == before);
+        waited.unwrap_or_else(PoisonError::into_inner).0.report.clone()
     }
 }

@@ -1,88 +1,89 @@
-//! Who may be connected with whom, beyond the convention of `PATH_PORT` and `CONNECT`.
+//! Forwarding rules: permitted connections beside Firecracker's convention of `PATH_PORT` and `CONNECT`.
 //!
 //! ```text
-//!   guest:PORT=tcp:ADDRESS    guest:PORT=unix:PATH      the guest connects to the host's PORT and gets that
-//!   guest:PORT=vsock:CID:PORT                           the same, by the host's own AF_VSOCK
-//!   tcp:ADDRESS=guest:PORT    unix:PATH=guest:PORT      we listen there; who connects gets the guest's PORT
-//!   vsock:PORT=guest:PORT                               the same, with the host's own AF_VSOCK
-//!   cid:N=uds:PATH                                      the guest connects to guest N, whose device's socket is PATH
+//!   guest:PORT=tcp:ADDRESS    guest:PORT=unix:PATH      connections of the guest to the host's PORT lead there
+//!   guest:PORT=vsock:CID:PORT                           the same, to AF_VSOCK of the host
+//!   tcp:ADDRESS=guest:PORT    unix:PATH=guest:PORT      the device listens there; clients reach PORT of the guest
+//!   vsock:PORT=guest:PORT                               the same, on AF_VSOCK of the host
+//!   cid:N=uds:PATH                                      the guest reaches guest N, whose device listens on PATH
 //! ```
-//! What has no rule is refused, but for the convention's own.
+//! Connections without a rule or the convention are refused.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// A place on the host.
+/// Address of a socket on the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
-    /// An address, numeric: nothing is resolved on the way.
+pub enum HostAddress {
+    /// A numeric address; names are not resolved.
     Tcp(SocketAddr),
     /// A Unix socket.
     Unix(PathBuf),
-    /// A socket of the host's own AF_VSOCK.
+    /// AF_VSOCK of the host.
     Vsock {
-        /// Whose; none: anybody's, to listen.
+        /// CID; `None` for any, to listen.
         cid: Option<u32>,
-        /// The port.
+        /// Port.
         port: u32,
     },
 }
 
-/// One rule.
+/// A forwarding rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rule {
-    /// The guest reaches a place by this port of the host.
-    Out {
-        /// The port.
+    /// Connections of the guest to a port of the host lead to an address.
+    Connect {
+        /// Port of the host.
         port: u32,
-        /// The place.
-        to: Place,
+        /// Destination.
+        to: HostAddress,
     },
-    /// A place leads to this port of the guest.
-    In {
-        /// The place.
-        from: Place,
-        /// The port.
+    /// Connections to an address lead to a port of the guest.
+    Listen {
+        /// Address to listen on.
+        from: HostAddress,
+        /// Port of the guest.
         port: u32,
     },
-    /// The guest reaches another guest by the socket of its device.
-    Sibling {
-        /// The other's context.
+    /// The guest reaches another guest through the socket of its device.
+    PeerGuest {
+        /// CID of the other guest.
         cid: u64,
-        /// The socket that takes `CONNECT`.
+        /// Path of the socket that accepts `CONNECT`.
         uds: PathBuf,
     },
 }
 
-/// A rule that is none.
+/// Error in the text of a rule.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum RuleError {
-    /// Not of the form.
+    /// The text is not a rule.
     #[error(
-        "`{found}` is no rule; expected guest:PORT=tcp:ADDRESS:PORT, guest:PORT=unix:PATH, guest:PORT=vsock:CID:PORT, \
+        "`{found}` is not a rule; expected guest:PORT=tcp:ADDRESS:PORT, guest:PORT=unix:PATH, guest:PORT=vsock:CID:PORT, \
          tcp:ADDRESS:PORT=guest:PORT, unix:PATH=guest:PORT, vsock:PORT=guest:PORT or cid:N=uds:PATH"
     )]
     Form {
-        /// What was given.
+        /// The text.
         found: String,
     },
-    /// A port that is none.
-    #[error("`{found}` is no port; expected a number below 2^32 - 1")]
+    /// Invalid port.
+    #[error("`{found}` is not a port; expected a number below 2^32 - 1")]
     Port {
-        /// What was given.
+        /// The text.
         found: String,
     },
-    /// A context that no other guest has.
-    #[error("`{found}` is no guest's context; expected a number above 2 and below 2^32 - 1")]
+    /// Invalid CID of a guest.
+    #[error("`{found}` is not a guest CID; expected a number from 3 to 2^32 - 2")]
     Cid {
-        /// What was given.
+        /// The text.
         found: String,
     },
-    /// An address that is none.
-    #[error("`{found}` is no address; expected one by numbers, such as 127.0.0.1:80 or [::1]:80")]
+    /// Invalid address.
+    #[error("`{found}` is not an address; expected a numeric one, such as 127.0.0.1:80 or [::1]:80")]
     Address {
-        /// What was given.
+        /// The text.
         found: String,
     },
 }
@@ -94,22 +95,23 @@ impl FromStr for Rule {
         let form = || RuleError::Form { found: text.to_owned() };
         let (from, to) = text.split_once('=').ok_or_else(form)?;
         if let (Some(cid), Some(path)) = (from.strip_prefix("cid:"), to.strip_prefix("uds:")) {
-            return Ok(Self::Sibling { cid: guest_cid(cid)?, uds: path.into() });
+            return Ok(Self::PeerGuest { cid: guest_cid(cid)?, uds: path.into() });
         }
-        // A path may have a `=` in it; then the guest is behind the last one.
+        // A path may contain `=`, so the guest follows the last one.
         if let Some(number) = from.strip_prefix("guest:") {
-            let to = place(to).ok_or_else(form)??;
-            // Nobody connects to anybody.
-            let somewhere = !matches!(to, Place::Vsock { cid: None, .. });
-            return if somewhere { Ok(Self::Out { port: port(number)?, to }) } else { Err(form()) };
+            let to = address(to).ok_or_else(form)??;
+            if matches!(to, HostAddress::Vsock { cid: None, .. }) {
+                return Err(form());
+            }
+            return Ok(Self::Connect { port: port(number)?, to });
         }
         let (from, to) = text.rsplit_once('=').ok_or_else(form)?;
         let number = to.strip_prefix("guest:").ok_or_else(form)?;
-        Ok(Self::In { from: place(from).ok_or_else(form)??, port: port(number)? })
+        Ok(Self::Listen { from: address(from).ok_or_else(form)??, port: port(number)? })
     }
 }
 
-/// A context that a guest can have.
+/// Parses the CID of a guest.
 ///
 /// # Errors
 /// [`RuleError::Cid`].
@@ -123,19 +125,19 @@ fn port(text: &str) -> Result<u32, RuleError> {
     port.ok_or_else(|| RuleError::Port { found: text.to_owned() })
 }
 
-fn place(text: &str) -> Option<Result<Place, RuleError>> {
+fn address(text: &str) -> Option<Result<HostAddress, RuleError>> {
     if let Some(path) = text.strip_prefix("unix:") {
-        return (!path.is_empty()).then(|| Ok(Place::Unix(path.into())));
+        return (!path.is_empty()).then(|| Ok(HostAddress::Unix(path.into())));
     }
     if let Some(address) = text.strip_prefix("vsock:") {
         let (cid, number) = match address.split_once(':') {
             Some((cid, number)) => (Some(cid.parse().ok()?), number),
             None => (None, address),
         };
-        return Some(port(number).map(|port| Place::Vsock { cid, port }));
+        return Some(port(number).map(|port| HostAddress::Vsock { cid, port }));
     }
     let address = text.strip_prefix("tcp:")?;
-    Some(address.parse().map(Place::Tcp).map_err(|_| RuleError::Address { found: address.to_owned() }))
+    Some(address.parse().map(HostAddress::Tcp).map_err(|_| RuleError::Address { found: address.to_owned() }))
 }
 
 #[cfg(test)]
@@ -143,30 +145,36 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rules_are_what_they_look_like() {
+    fn every_form_of_a_rule_is_parsed() {
         let rule = |text: &str| text.parse::<Rule>().unwrap();
-        let tcp = Place::Tcp("127.0.0.1:80".parse().unwrap());
-        assert_eq!(rule("guest:5=tcp:127.0.0.1:80"), Rule::Out { port: 5, to: tcp.clone() });
-        assert_eq!(rule("tcp:127.0.0.1:80=guest:5"), Rule::In { from: tcp, port: 5 });
-        let odd = Place::Unix("/a=b".into());
-        assert_eq!(rule("guest:5=unix:/a=b"), Rule::Out { port: 5, to: odd.clone() });
-        assert_eq!(rule("unix:/a=b=guest:5"), Rule::In { from: odd, port: 5 });
+        let tcp = HostAddress::Tcp("127.0.0.1:80".parse().unwrap());
+        assert_eq!(rule("guest:5=tcp:127.0.0.1:80"), Rule::Connect { port: 5, to: tcp.clone() });
+        assert_eq!(rule("tcp:127.0.0.1:80=guest:5"), Rule::Listen { from: tcp, port: 5 });
+        let odd = HostAddress::Unix("/a=b".into());
+        assert_eq!(rule("guest:5=unix:/a=b"), Rule::Connect { port: 5, to: odd.clone() });
+        assert_eq!(rule("unix:/a=b=guest:5"), Rule::Listen { from: odd, port: 5 });
         let (cid, port) = (Some(1), 9001);
-        assert_eq!(rule("guest:5=vsock:1:9001"), Rule::Out { port: 5, to: Place::Vsock { cid, port } });
-        assert_eq!(rule("vsock:9001=guest:5"), Rule::In { from: Place::Vsock { cid: None, port }, port: 5 });
-        assert_eq!(rule("cid:7=uds:/run/seven"), Rule::Sibling { cid: 7, uds: "/run/seven".into() });
+        assert_eq!(
+            rule("guest:5=vsock:1:9001"),
+            Rule::Connect { port: 5, to: HostAddress::Vsock { cid, port } }
+        );
+        assert_eq!(
+            rule("vsock:9001=guest:5"),
+            Rule::Listen { from: HostAddress::Vsock { cid: None, port }, port: 5 }
+        );
+        assert_eq!(rule("cid:7=uds:/run/seven"), Rule::PeerGuest { cid: 7, uds: "/run/seven".into() });
     }
 
     #[test]
-    fn what_is_no_rule_is_named() {
+    fn the_invalid_part_of_a_rule_is_named() {
         let error = |text: &str| text.parse::<Rule>().unwrap_err().to_string();
-        assert!(error("5").starts_with("`5` is no rule; expected guest:PORT=tcp:"));
-        assert!(error("guest:5=").starts_with("`guest:5=` is no rule"));
-        assert!(error("guest:5=vsock:9001").starts_with("`guest:5=vsock:9001` is no rule"));
-        assert!(error("vsock:x:1=guest:5").starts_with("`vsock:x:1=guest:5` is no rule"));
-        assert_eq!(error("guest:x=unix:/a"), "`x` is no port; expected a number below 2^32 - 1");
-        assert!(error("guest:4294967295=unix:/a").contains("is no port"));
-        assert!(error("tcp:localhost:80=guest:5").starts_with("`localhost:80` is no address"));
-        assert!(error("cid:2=uds:/a").starts_with("`2` is no guest's context"));
+        assert!(error("5").starts_with("`5` is not a rule; expected guest:PORT=tcp:"));
+        assert!(error("guest:5=").starts_with("`guest:5=` is not a rule"));
+        assert!(error("guest:5=vsock:9001").starts_with("`guest:5=vsock:9001` is not a rule"));
+        assert!(error("vsock:x:1=guest:5").starts_with("`vsock:x:1=guest:5` is not a rule"));
+        assert_eq!(error("guest:x=unix:/a"), "`x` is not a port; expected a number below 2^32 - 1");
+        assert!(error("guest:4294967295=unix:/a").contains("is not a port"));
+        assert!(error("tcp:localhost:80=guest:5").starts_with("`localhost:80` is not an address"));
+        assert!(error("cid:2=uds:/a").starts_with("`2` is not a guest CID"));
     }
 }

@@ -1,132 +1,171 @@
-//! What the engine needs of the host's side: sockets that never wait.
+//! Interface of the engine to the sockets of the host, all of which are non-blocking.
 
 use std::io;
 
 use towline_channel::{IoBuf, IoBufMut};
 
-use crate::connection::{Id, Key};
-use crate::packet::{Ends, Kind, Shut};
+use crate::connection::{ConnectionId, ConnectionKey};
+use crate::packet::{Kind, SeqFlags, ShutdownFlags};
 
-/// The host's side of connections. Who implements it tells the engine what became ready: with
-/// [`Engine::readable`](crate::Engine::readable) once each time that there is something new, with
-/// [`Engine::writable`](crate::Engine::writable) when that was asked for.
+/// The host's side of connections. An implementation reports events to the engine:
+/// [`Engine::readable`](crate::Engine::readable) once per edge, [`Engine::writable`](crate::Engine::writable) while its
+/// [`Interest`] includes it.
 pub trait Sockets {
-    /// One connected socket.
+    /// A connected socket.
     type Socket;
 
-    /// The guest wants to be connected with what this key names.
-    fn connect(&mut self, id: Id, key: Key, kind: Kind) -> Connect<Self::Socket>;
+    /// Connects to the destination of a key, as the guest has requested.
+    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, kind: Kind) -> ConnectOutcome<Self::Socket>;
 
-    /// A socket of the host's own that asked for a port is this connection now; news of it are told from now on, and what
-    /// it has already.
-    fn opened(&mut self, id: Id, socket: &Self::Socket);
+    /// Associates a socket of the host that requested a port of the guest with its connection. From now on its events are
+    /// reported, including data that it has already.
+    fn opened(&mut self, id: ConnectionId, socket: &Self::Socket);
 
-    /// The guest has accepted what this socket asked for; `port` is the host side's.
+    /// Notifies the client of this socket that the guest has accepted its connection; `port` is the host's port.
     ///
     /// # Errors
-    /// That the socket is gone.
-    fn accepted(&mut self, id: Id, socket: &Self::Socket, port: u32) -> io::Result<()>;
+    /// The client has closed the socket.
+    fn accepted(&mut self, id: ConnectionId, socket: &Self::Socket, port: u32) -> io::Result<()>;
 
-    /// Receives into these buffers, a message at most where messages are kept; at most
-    /// [`IOV_MAX`](towline_channel::IOV_MAX) - 1 buffers.
+    /// Receives into these buffers, at most [`IOV_MAX`](towline_channel::IOV_MAX) - 1 of them. From a socket with message
+    /// boundaries it receives one message.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if there is nothing, all others for good: also a message that is longer than the
-    /// buffers.
+    /// [`io::ErrorKind::WouldBlock`] if there is nothing. All others are permanent; one of them is a message that is longer
+    /// than the buffers.
     fn receive(&mut self, socket: &Self::Socket, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received>;
 
-    /// What comes next, without taking it. Empty messages are left out: vsock does not carry them.
+    /// Peeks at the next message, or the next bytes. Empty messages are dropped: vsock does not transport them.
     ///
     /// # Errors
     /// As [`Sockets::receive`].
-    fn front(&mut self, socket: &Self::Socket) -> io::Result<Front>;
+    fn peek(&mut self, socket: &Self::Socket) -> io::Result<Peeked>;
 
-    /// Sends these bytes, or some of them; all of them as one message where messages are kept, and then `ends` is what ends
-    /// with it.
+    /// Sends these bytes or a part of them. On a socket with message boundaries they are one message, which is sent as a
+    /// whole, and `flags` are those of its end.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if there is no room, all others for good.
-    fn send(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize>;
+    /// [`io::ErrorKind::WouldBlock`] if the socket's buffer is full. All others are permanent.
+    fn send(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>], flags: SeqFlags) -> io::Result<usize>;
 
-    /// Whether a stream's large packets are better sent by [`Sockets::lend`] now.
-    fn lends(&mut self, socket: &Self::Socket) -> bool {
+    /// Returns true if large packets of a stream are to be sent by [`Sockets::send_zero_copy`] at present.
+    fn uses_zero_copy(&mut self, socket: &Self::Socket) -> bool {
         let _ = socket;
         false
     }
 
-    /// Sends these bytes of a stream, or some of them, which are read also after the call: until [`Sockets::freed`] tells
-    /// at least the number that is returned with how many they are. No number: they were copied after all. Numbers rise,
-    /// from 1.
+    /// Sends these bytes of a stream or a part of them without a copy. They must stay unchanged until
+    /// [`Sockets::completed`] returns the number of this send, or a later one.
     ///
     /// # Errors
     /// As [`Sockets::send`].
-    fn lend(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>]) -> io::Result<(usize, Option<u64>)> {
-        Ok((self.send(socket, bufs, Ends::empty())?, None))
+    fn send_zero_copy(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>]) -> io::Result<SendOutcome> {
+        Ok(SendOutcome { bytes: self.send(socket, bufs, SeqFlags::empty())?, zero_copy: None })
     }
 
-    /// Up to which number loans are over. Who implements it calls [`Engine::freed`](crate::Engine::freed) when that has
-    /// changed.
-    fn freed(&mut self, socket: &Self::Socket) -> u64 {
+    /// Returns the number of the last zero-copy send such that it and all before it have completed. An implementation calls
+    /// [`Engine::zero_copy_completed`](crate::Engine::zero_copy_completed) when that has changed.
+    fn completed(&mut self, socket: &Self::Socket) -> u64 {
         let _ = socket;
         u64::MAX
     }
 
-    /// Its connection has ended while something is lent: nothing more is sent or received, but what was sent is delivered,
-    /// or, `reset`, dropped. It is closed when all is free.
-    fn part(&mut self, socket: &Self::Socket, reset: bool) {
-        let _ = reset;
-        self.shutdown(socket, Shut::all());
+    /// Ends the connection of a socket whose zero-copy sends have not completed. Nothing more is sent or received, but sent
+    /// data is delivered, or, with [`CloseMode::Reset`], discarded. The socket is closed when all sends have completed.
+    fn linger(&mut self, socket: &Self::Socket, mode: CloseMode) {
+        let _ = mode;
+        self.shutdown(socket, ShutdownFlags::all());
     }
 
-    /// Ends one way or both.
-    fn shutdown(&mut self, socket: &Self::Socket, what: Shut);
+    /// Shuts down one or both directions.
+    fn shutdown(&mut self, socket: &Self::Socket, directions: ShutdownFlags);
 
-    /// Whether to tell when there is room.
-    fn watch_writable(&mut self, id: Id, socket: &Self::Socket, wanted: bool);
+    /// Sets the events that are to be reported for a socket.
+    fn set_interest(&mut self, id: ConnectionId, socket: &Self::Socket, interest: Interest);
 
-    /// It is not needed any more; `reset`: and its end is not an orderly one.
-    fn close(&mut self, socket: Self::Socket, reset: bool);
+    /// Closes a socket.
+    fn close(&mut self, socket: Self::Socket, mode: CloseMode);
 
-    /// A connection that was to come [`Connect::Later`] is not wanted any more.
-    fn forget(&mut self, id: Id);
+    /// Cancels a connect that is [in progress](ConnectOutcome::InProgress).
+    fn cancel_connect(&mut self, id: ConnectionId);
 }
 
-/// What became of a wish to connect.
+/// Outcome of [`Sockets::connect`].
 #[derive(Debug)]
-pub enum Connect<S> {
-    /// Connected.
-    Now(S),
-    /// [`Engine::connected`](crate::Engine::connected) will be told.
-    Later,
-    /// There is nobody, or nobody whom the guest may have.
+pub enum ConnectOutcome<S> {
+    /// The socket is connected.
+    Connected(S),
+    /// The result will be reported to [`Engine::connected`](crate::Engine::connected).
+    InProgress,
+    /// There is no such destination, or the guest may not connect to it.
     Refused,
 }
 
-/// What comes next out of a socket.
+/// Events of a socket that are reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Front {
-    /// A message of this length in bytes; of a stream, at least so many bytes.
+pub enum Interest {
+    /// Data to receive, and the end of the connection.
+    Read,
+    /// Also space in the send buffer.
+    ReadWrite,
+}
+
+/// Way in which a socket is closed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CloseMode {
+    /// The peer receives the end of the stream.
+    Graceful,
+    /// The peer gets an error, if the socket's family can report one.
+    Reset,
+}
+
+/// Readiness of a socket to be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Readiness {
+    /// There is data.
+    Readable,
+    /// There is urgent data (`MSG_OOB`), at whose mark a read stops.
+    Urgent,
+    /// The peer sends no more.
+    ReadClosed,
+    /// The peer neither sends nor receives any more.
+    Closed,
+}
+
+/// Outcome of [`Sockets::peek`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Peeked {
+    /// A message of this length in bytes; of a stream, the minimum number of bytes.
     Bytes(usize),
-    /// The end.
-    End,
-    /// As many empty messages as are skipped at a time; there may be more. Ask again when others have had a turn.
+    /// The end of the stream.
+    Eof,
+    /// Only empty messages were found so far. The caller peeks again after other connections have had their turn.
     Skipped,
 }
 
-/// What was received.
+/// Outcome of [`Sockets::receive`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
-    /// How many bytes; 0 is the end.
+    /// Number of bytes; 0 is the end of the stream.
     pub bytes: usize,
-    /// Whether the socket may have more, though there was room in the buffers.
+    /// True if the socket may have more, although the buffers were not full.
     pub more: bool,
-    /// Of a message: whether a record ends with it.
-    pub record: bool,
+    /// True if the message ends a record (`MSG_EOR`).
+    pub eor: bool,
 }
 
 impl Received {
-    /// What ends with it, if it is a message.
-    pub fn ends(&self) -> Ends {
-        if self.record { Ends::all() } else { Ends::MESSAGE }
+    /// Returns the flags of the end of a message.
+    pub fn flags(&self) -> SeqFlags {
+        if self.eor { SeqFlags::all() } else { SeqFlags::EOM }
     }
+}
+
+/// Outcome of a send.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SendOutcome {
+    /// Number of bytes that were sent.
+    pub bytes: usize,
+    /// Number of the zero-copy send, counted from 1; `None` if the bytes were copied.
+    pub zero_copy: Option<u64>,
 }

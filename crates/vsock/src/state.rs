@@ -1,30 +1,30 @@
-//! What of a device travels with its guest: the names of its connections, so that the other side can reset them, and where
-//! its ports stand, so that none is used again at once.
+//! Device state for migration: the 4-tuples of the connections, so that the destination can reset them, and the next
+//! ephemeral port, so that no port is reused at once.
 //!
 //! ```text
 //!   "TLvsock\1"  cid u64  next port u32  count u32  count × { guest port u32, peer cid u64, peer port u32, kind u16 }
 //! ```
-//! All little-endian, nothing behind it. Connections do not travel: they are with sockets of a host.
+//! All fields are little-endian. Connections are not migrated: their sockets belong to a host.
 
-use towline_vhost_user::Refusal;
+use towline_vhost_user::BackendError;
 
-use crate::connection::Key;
+use crate::connection::ConnectionKey;
 use crate::packet::Kind;
 
-/// The version of the state that a device saves and loads.
+/// Version of the device state.
 pub const STATE_VERSION: u32 = 1;
 const MAGIC: &[u8; 8] = b"TLvsock\x01";
 const HEAD_BYTES: usize = 24;
 const ENTRY_BYTES: usize = 18;
-/// More connections than any table has ([`Limits::connections`](crate::Limits) is below, as descriptors are).
+/// Maximum number of connections in a state; above any [`Limits::connections`](crate::Limits).
 pub(crate) const CONNECTIONS_MAX: usize = 1 << 20;
 
-/// The state of a device.
+/// State of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct State {
     pub(crate) cid: u64,
     pub(crate) next_port: u32,
-    pub(crate) connections: Vec<(Key, Kind)>,
+    pub(crate) connections: Vec<(ConnectionKey, Kind)>,
 }
 
 impl State {
@@ -43,34 +43,40 @@ impl State {
         bytes
     }
 
-    /// Takes a state for the guest with this context.
-    pub(crate) fn decode(bytes: &[u8], cid: u64) -> Result<Self, Refusal> {
+    /// Decodes a state for the guest with this CID.
+    pub(crate) fn decode(bytes: &[u8], cid: u64) -> Result<Self, BackendError> {
         let Some((head, entries)) = bytes.split_first_chunk::<HEAD_BYTES>() else {
-            return Err(Refusal::new(format!("{} bytes are no state of a vsock device", bytes.len())));
+            return Err(BackendError::new(format!(
+                "a state of {} bytes is shorter than the header of a vsock device's state",
+                bytes.len()
+            )));
         };
         if !head.starts_with(MAGIC) {
-            return Err(Refusal::new("it is not a state of this device, or of another version of it"));
+            return Err(BackendError::new("the state is not that of a vsock device, or has another version"));
         }
         let found = u64::from_le_bytes(part(head, 8));
         if found != cid {
-            return Err(Refusal::new(format!(
-                "it is of the guest with the context {found}, and this is for {cid}; give both devices the same --cid"
+            return Err(BackendError::new(format!(
+                "the state is of a guest with CID {found}, this device has CID {cid}; give both devices the same --cid"
             )));
         }
         let count = u32::from_le_bytes(part(head, 20)) as usize;
         if count > CONNECTIONS_MAX || entries.len() != count * ENTRY_BYTES {
             let found = entries.len();
-            return Err(Refusal::new(format!("{found} bytes are not the names of {count} connections")));
+            return Err(BackendError::new(format!(
+                "the state has {found} bytes for {count} connections; expected {ENTRY_BYTES} each"
+            )));
         }
         let entry = |entry: &[u8]| {
             let kind = u16::from_le_bytes(part(entry, 16));
-            let key = Key {
+            let key = ConnectionKey {
                 guest_port: u32::from_le_bytes(part(entry, 0)),
                 peer_cid: u64::from_le_bytes(part(entry, 4)),
                 peer_port: u32::from_le_bytes(part(entry, 12)),
             };
             let kind = Kind::from_number(kind);
-            kind.map(|kind| (key, kind)).ok_or_else(|| Refusal::new("a connection of no known kind"))
+            kind.map(|kind| (key, kind))
+                .ok_or_else(|| BackendError::new("the state has a connection of an unknown socket type"))
         };
         let connections = entries.chunks_exact(ENTRY_BYTES).map(entry).collect::<Result<_, _>>()?;
         Ok(Self { cid, next_port: u32::from_le_bytes(part(head, 16)), connections })
@@ -78,7 +84,7 @@ impl State {
 }
 
 fn part<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    bytes[at..at + N].try_into().expect("the caller has compared lengths")
+    bytes[at..at + N].try_into().expect("the caller has checked the length")
 }
 
 #[cfg(test)]
@@ -86,7 +92,7 @@ mod tests {
     use super::*;
 
     fn state() -> State {
-        let key = |guest_port| Key { guest_port, peer_cid: 2, peer_port: 0x4000_0001 };
+        let key = |guest_port| ConnectionKey { guest_port, peer_cid: 2, peer_port: 0x4000_0001 };
         State {
             cid: 33,
             next_port: 0x4000_0007,
@@ -95,25 +101,25 @@ mod tests {
     }
 
     #[test]
-    fn a_state_comes_back() {
+    fn a_state_round_trips() {
         let bytes = state().encode();
         assert_eq!(bytes.len(), 24 + 2 * 18);
         assert_eq!(State::decode(&bytes, 33), Ok(state()));
     }
 
     #[test]
-    fn a_state_that_is_none_is_refused_by_name() {
+    fn an_invalid_state_is_refused_with_its_reason() {
         let bytes = state().encode();
         let error = |bytes: &[u8], cid| State::decode(bytes, cid).unwrap_err().to_string();
-        assert!(error(&bytes, 34).contains("context 33, and this is for 34"));
-        assert!(error(&bytes[..23], 33).contains("23 bytes are no state"));
-        assert!(error(&bytes[..50], 33).contains("26 bytes are not the names of 2 connections"));
-        assert!(error(&[bytes.clone(), vec![0]].concat(), 33).contains("37 bytes are not"));
+        assert!(error(&bytes, 34).contains("CID 33, this device has CID 34"));
+        assert!(error(&bytes[..23], 33).contains("a state of 23 bytes is shorter"));
+        assert!(error(&bytes[..50], 33).contains("26 bytes for 2 connections"));
+        assert!(error(&[bytes.clone(), vec![0]].concat(), 33).contains("37 bytes for 2 connections"));
         let mut other = bytes.clone();
         other[7] = 2;
         assert!(error(&other, 33).contains("another version"));
         let mut kind = bytes;
         kind[24 + 16] = 9;
-        assert!(error(&kind, 33).contains("no known kind"));
+        assert!(error(&kind, 33).contains("unknown socket type"));
     }
 }

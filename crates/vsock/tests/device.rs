@@ -1,4 +1,4 @@
-//! The whole device, with a driver over shared memory in the place of a guest, and real sockets.
+//! The entire device, with a driver over shared memory in place of a guest, and real sockets.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod common;
@@ -11,61 +11,50 @@ use towline_frontend::vsock::{Event, Guest, Options};
 use towline_frontend::wire::feature;
 use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
 use towline_vhost_user::Device as _;
-use towline_vsock::{Limits, Settings, Siblings, Vsock, ZeroCopySend};
+use towline_vsock::{Limits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
-use common::{CID, DEVICE_STATE, Served, WITHIN, bytes, reach, until};
+use common::{CID, DEVICE_STATE, Served, TIMEOUT, bytes, connect_guest, poll_until, send_until_full};
 
 #[test]
-fn what_is_held_when_a_ring_stops_is_not_lost() {
+fn packets_that_are_retained_when_a_ring_stops_are_not_lost() {
     let served = Served::new(Limits::default());
     let (mut frontend, mut guest) = served.guest();
-    let (ports, mut stream) = reach(&served, &mut guest, 5000);
-    // As much as the device takes for a socket that nobody reads.
+    let (ports, mut stream) = connect_guest(&served, &mut guest, 5000);
+    // As much as the device accepts for a socket that is not read.
     let content = bytes(8 << 20);
-    let (mut sent, mut idle) = (0, 0);
-    while idle < 20 {
-        let piece = &content[sent..(sent + 20_000).min(content.len())];
-        if guest.has_room() && guest.send(ports, piece, 0) {
-            sent += piece.len();
-            idle = 0;
-        } else {
-            idle += 1;
-            guest.wait(false, Duration::from_millis(10)).unwrap();
-        }
-        guest.poll(|_, _| ()).unwrap();
-    }
+    let sent = send_until_full(&mut guest, ports, &content, 20_000);
     assert!(sent > 200_000 && sent < content.len(), "{sent}");
     let in_flight = guest.tx().in_flight();
-    assert!(in_flight > 0, "chains are held");
+    assert!(in_flight > 0, "no chain is retained");
     let base = frontend.stop(1).unwrap();
     guest.poll(|_, _| ()).unwrap();
     assert_eq!(guest.tx().in_flight(), 0);
     frontend.start(guest.tx(), base).unwrap();
     guest.shutdown(ports, 2);
     guest.poll(|_, _| ()).unwrap();
-    let mut heard = Vec::new();
-    stream.read_to_end(&mut heard).unwrap();
-    assert!(heard == content[..sent], "{} of {sent} bytes", heard.len());
+    let mut received = Vec::new();
+    stream.read_to_end(&mut received).unwrap();
+    assert!(received == content[..sent], "{} of {sent} bytes", received.len());
 }
 
-/// First it sends no more, later it has gone: the guest hears of both, and need not send to find out.
+/// A program shuts down its sending side and closes later: the guest is notified of both without sending.
 #[test]
-fn a_host_that_ends_in_two_steps_is_told_in_two() {
+fn both_steps_of_an_end_are_reported_to_the_guest() {
     let served = Served::new(Limits::default());
     let (_frontend, mut guest) = served.guest();
-    let (ports, stream) = reach(&served, &mut guest, 5000);
+    let (ports, stream) = connect_guest(&served, &mut guest, 5000);
     stream.shutdown(std::net::Shutdown::Write).unwrap();
     let shut = |event| if let Event::Shutdown(found, flags) = event { Some((found, flags)) } else { None };
-    assert_eq!(until(&mut guest, |_, event| shut(event)), (ports, 2));
+    assert_eq!(poll_until(&mut guest, |_, event| shut(event)), (ports, 2));
     drop(stream);
-    assert_eq!(until(&mut guest, |_, event| shut(event)), (ports, 3));
+    assert_eq!(poll_until(&mut guest, |_, event| shut(event)), (ports, 3));
 }
 
 #[test]
-fn a_driver_that_begins_anew_has_no_connections() {
+fn a_new_driver_has_no_connections() {
     let served = Served::new(Limits::default());
     let (mut frontend, mut guest) = served.guest();
-    let (_, mut stream) = reach(&served, &mut guest, 5000);
+    let (_, mut stream) = connect_guest(&served, &mut guest, 5000);
     frontend.stop(0).unwrap();
     frontend.stop(1).unwrap();
     let options = Options {
@@ -78,26 +67,26 @@ fn a_driver_that_begins_anew_has_no_connections() {
     let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
     frontend.set_mem_table(Some(&memory)).unwrap();
     let mut guest = Guest::start(&mut frontend, &memory, options).unwrap();
-    let mut heard = Vec::new();
-    // Its end may be a reset.
-    let _ = stream.read_to_end(&mut heard);
-    assert!(heard.is_empty());
+    let mut received = Vec::new();
+    // It may end with a reset.
+    let _ = stream.read_to_end(&mut received);
+    assert!(received.is_empty());
     std::fs::remove_file(served.path("v_5000")).unwrap();
-    let (ports, mut stream) = reach(&served, &mut guest, 5000);
+    let (ports, mut stream) = connect_guest(&served, &mut guest, 5000);
     assert!(guest.send(ports, b"again", 0));
     guest.poll(|_, _| ()).unwrap();
-    let mut heard = [0; 5];
-    stream.read_exact(&mut heard).unwrap();
-    assert_eq!(&heard, b"again");
+    let mut received = [0; 5];
+    stream.read_exact(&mut received).unwrap();
+    assert_eq!(&received, b"again");
 }
 
 #[test]
-fn a_state_resets_what_the_guest_had_elsewhere() {
+fn a_migrated_guests_connections_are_reset() {
     let (here, there) = (Served::new(Limits::default()), Served::new(Limits::default()));
     let (mut frontend, mut guest) = here.guest();
-    let (ports, _stream) = reach(&here, &mut guest, 5000);
+    let (ports, _stream) = connect_guest(&here, &mut guest, 5000);
     let _other = here.connect(22);
-    let asked = until(&mut guest, |guest, event| match event {
+    let requested = poll_until(&mut guest, |guest, event| match event {
         Event::Request(ports) => {
             guest.accept(ports);
             Some(ports)
@@ -107,41 +96,41 @@ fn a_state_resets_what_the_guest_had_elsewhere() {
     guest.poll(|_, _| ()).unwrap();
     let bases = [0, 1].map(|index| frontend.stop(index).unwrap());
     let state = frontend.save().unwrap();
-    // The guest goes on with another device: same memory, same rings, connections that are not there.
-    let mut other = Frontend::connect(&there.path("d"), WITHIN).unwrap();
+    // The guest continues with another device: same memory, same rings, but none of its connections.
+    let mut other = Frontend::connect(&there.path("d"), TIMEOUT).unwrap();
     other.negotiate(0, 1 << 29, DEVICE_STATE).unwrap();
     other.set_mem_table(Some(&Arc::clone(guest.memory()))).unwrap();
-    assert!(!other.load(&state[1..]).unwrap(), "half a state is taken");
+    assert!(!other.load(&state[1..]).unwrap(), "a truncated state was accepted");
     assert!(other.load(&state).unwrap());
     other.start(guest.rx(), bases[0]).unwrap();
     other.start(guest.tx(), bases[1]).unwrap();
-    let mut left = vec![ports, asked];
-    until(&mut guest, |_, event| {
+    let mut left = vec![ports, requested];
+    poll_until(&mut guest, |_, event| {
         if let Event::Reset(ports) = event {
             left.retain(|other| *other != ports);
         }
         left.is_empty().then_some(())
     });
-    // New ones get other ports than the last process gave.
+    // New connections get other ports than those of the last process.
     let _stream = there.connect(22);
     let again =
-        until(&mut guest, |_, event| if let Event::Request(ports) = event { Some(ports) } else { None });
-    assert_eq!(again.1, asked.1 + 1);
+        poll_until(&mut guest, |_, event| if let Event::Request(ports) = event { Some(ports) } else { None });
+    assert_eq!(again.1, requested.1 + 1);
     assert_eq!(there.device.migration_version(), here.device.migration_version());
     assert!(there.device.accepts(&here.device.migration_version().unwrap()).is_ok());
     let refused = there.device.accepts("vsock 1 seqpacket cid 34").unwrap_err();
-    assert!(refused.to_string().contains("context 34, and this is for 33"));
+    assert!(refused.to_string().contains("CID 34, this device has CID 33"));
 }
 
-/// Where the event queue is the device's, the driver hears that its connections are gone, and gets none before it has.
+/// Where the event queue is the device's, the driver gets a transport reset, and no connection before it has processed it.
 #[test]
-fn nobody_is_let_in_before_the_guest_knows_that_it_was_moved() {
+fn connections_are_deferred_until_the_transport_reset_is_processed() {
     let (here, there) = (Served::new(Limits::default()), Served::new(Limits::default()));
     let (mut frontend, mut guest) = here.guest();
-    let (ports, _stream) = reach(&here, &mut guest, 5000);
+    let (ports, _stream) = connect_guest(&here, &mut guest, 5000);
     let bases = [0, 1].map(|index| frontend.stop(index).unwrap());
     let state = frontend.save().unwrap();
-    let mut other = Frontend::connect(&there.path("d"), WITHIN).unwrap();
+    let mut other = Frontend::connect(&there.path("d"), TIMEOUT).unwrap();
     let features = other.negotiate(0, feature::EVENT_IDX, DEVICE_STATE).unwrap().features;
     let memory = Arc::clone(guest.memory());
     other.set_mem_table(Some(&memory)).unwrap();
@@ -159,36 +148,35 @@ fn nobody_is_let_in_before_the_guest_knows_that_it_was_moved() {
     events.force_kick();
     let _stream = there.connect(22);
     let mut reset = false;
-    let mut told = None;
-    let deadline = Instant::now() + WITHIN;
-    while told.is_none() || !reset {
-        assert!(Instant::now() < deadline, "the event came: {}; the reset: {reset}", told.is_some());
+    let mut notified = None;
+    let deadline = Instant::now() + TIMEOUT;
+    while notified.is_none() || !reset {
+        assert!(Instant::now() < deadline, "the event came: {}; the reset: {reset}", notified.is_some());
         guest
             .poll(|_, event| match event {
                 Event::Reset(found) => reset |= found == ports,
-                event => panic!("{event:?} before the guest knows"),
+                event => panic!("{event:?} before the event"),
             })
             .unwrap();
-        told = told.or(events.pop_used().unwrap());
+        notified = notified.or(events.pop_used().unwrap());
         guest.wait(false, Duration::from_millis(10)).unwrap();
     }
-    let told = told.unwrap();
-    assert_eq!((told.token, told.len), (0, 4));
+    let notified = notified.unwrap();
+    assert_eq!((notified.token, notified.len), (0, 4));
     assert_eq!(memory.bytes(buffers[0].guest, 4), [0; 4], "VIRTIO_VSOCK_EVENT_TRANSPORT_RESET");
     for _ in 0..20 {
-        guest.poll(|_, event| panic!("{event:?} before the guest has taken the event")).unwrap();
+        guest.poll(|_, event| panic!("{event:?} before the guest has processed the event")).unwrap();
         guest.wait(false, Duration::from_millis(10)).unwrap();
     }
     assert!(events.add(&[], &[buffers[0]], 0));
     events.publish();
     events.force_kick();
-    until(&mut guest, |_, event| matches!(event, Event::Request((22, _))).then_some(()));
+    poll_until(&mut guest, |_, event| matches!(event, Event::Request((22, _))).then_some(()));
 }
 
-/// Siblings that nobody else has.
 #[test]
-fn a_context_is_one_guest_s() {
-    let siblings = Arc::new(Siblings::default());
+fn a_cid_can_be_used_by_one_guest_only() {
+    let local_guests = Arc::new(LocalGuests::default());
     let settings = |cid| Settings {
         cid,
         uds: None,
@@ -197,10 +185,10 @@ fn a_context_is_one_guest_s() {
         groups: Vec::new(),
         limits: Limits::default(),
         zero_copy_send: ZeroCopySend::Off,
-        poll: Duration::ZERO,
+        busy_poll: Duration::ZERO,
         unmigratable: false,
     };
-    let _one = Vsock::new(settings(3), &siblings).unwrap();
-    let other = Vsock::new(settings(3), &siblings).unwrap_err();
-    assert_eq!(other.to_string(), "the context 3 is another guest's already; each needs one of its own");
+    let _one = Vsock::new(settings(3), &local_guests).unwrap();
+    let other = Vsock::new(settings(3), &local_guests).unwrap_err();
+    assert_eq!(other.to_string(), "CID 3 is used by another guest; give each guest its own CID");
 }

@@ -1,5 +1,5 @@
-//! The dirty log of a vsock device is exact: whoever copies each page that is marked, as a migration does all the time, has in
-//! the end what the guest has. A page is marked after its last write, or it would differ.
+//! The dirty log of a vsock device is exact: a migration that copies each marked page has in the end the same memory as the
+//! guest. A page is marked after its last write, or its copy would differ.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod common;
@@ -16,33 +16,33 @@ use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, GUEST_BASE, Memory};
 use towline_vsock::Limits;
 
-use common::{CID, Served, WITHIN};
+use common::{CID, Served, TIMEOUT};
 
 const PAGE: u64 = 4096;
-/// Buffers of several pages, so many that a batch of packets marks more words of the log than a ring gathers.
+/// Number of buffers of several pages: a batch of packets marks more words of the log than a ring gathers.
 const BUFFERS: u16 = 1024;
 const BUFFER_BYTES: usize = 20_000;
 const CLIENTS: usize = 150;
-/// Packets that the guest receives.
+/// Number of packets that the guest receives.
 const PACKETS: u32 = 30_000;
 
-/// A migration: the pages that were marked, as they were when they were copied.
+/// A migration: copies of the marked pages.
 #[derive(Default)]
 struct Migration {
     pages: BTreeMap<u64, Vec<u8>>,
-    rounds: u64,
+    passes: u64,
 }
 
 impl Migration {
-    /// One look at the log, which clears it, and then at the pages.
+    /// Harvests the log, which clears it, and then copies the pages.
     fn copy(&mut self, log: &Memory, memory: &Memory) {
         for page in log.take_marked() {
             self.pages.insert(page, memory.bytes(page * PAGE, PAGE as usize));
         }
-        self.rounds += 1;
+        self.passes += 1;
     }
 
-    /// Every page in this range is what the migration has; what was never marked is what it was at the beginning.
+    /// Asserts that every page in this range equals its copy; pages that were never marked are as at the beginning.
     fn compare(&self, memory: &Memory, range: Range<u64>) {
         for page in range.start / PAGE..range.end.div_ceil(PAGE) {
             let zeroes = vec![0; PAGE as usize];
@@ -51,14 +51,14 @@ impl Migration {
             let at = found.iter().zip(copied).position(|(found, copied)| found != copied);
             assert!(
                 at.is_none(),
-                "page {page:#x} differs at byte {at:?}: it was written after it was marked"
+                "page {page:#x} differs from its copy at byte {at:?}: it was written after it was marked"
             );
         }
     }
 }
 
 fn start(served: &Served) -> (Frontend, Guest, Memory) {
-    let mut frontend = Frontend::connect(&served.path("d"), WITHIN).unwrap();
+    let mut frontend = Frontend::connect(&served.path("d"), TIMEOUT).unwrap();
     let agreed = frontend.negotiate(0, feature::EVENT_IDX, protocol::LOG_SHMFD).unwrap();
     let options = Options {
         cid: CID,
@@ -80,7 +80,7 @@ fn start(served: &Served) -> (Frontend, Guest, Memory) {
 
 #[test]
 fn a_page_is_marked_after_its_last_write() {
-    towline_vsock::allow_descriptors();
+    towline_vsock::raise_descriptor_limit();
     let served = Served::new(Limits::default());
     let (mut frontend, mut guest, log) = start(&served);
     let memory = Arc::clone(guest.memory());
@@ -104,12 +104,12 @@ fn a_page_is_marked_after_its_last_write() {
                 for client in &mut clients {
                     let len = [10, 300, 5000, 50_000][rng.usize(..4)];
                     rng.fill(&mut bytes[..10]);
-                    // It may be full.
+                    // Its buffer may be full.
                     let _ = client.write(&bytes[..len]);
                 }
             }
         });
-        let deadline = Instant::now() + WITHIN;
+        let deadline = Instant::now() + TIMEOUT;
         while packets < PACKETS {
             guest
                 .poll(|guest, event| match event {
@@ -122,7 +122,7 @@ fn a_page_is_marked_after_its_last_write() {
                     _ => {}
                 })
                 .unwrap();
-            assert!(Instant::now() < deadline, "{packets} packets came");
+            assert!(Instant::now() < deadline, "{packets} packets were received");
             guest.wait(false, Duration::from_millis(10)).unwrap();
         }
         frontend.stop(0).unwrap();
@@ -130,12 +130,12 @@ fn a_page_is_marked_after_its_last_write() {
         over.store(true, Ordering::Release);
         writing.join().unwrap();
         let mut migration = copying.join().unwrap();
-        // Nothing is written any more: the last look finds what is left.
+        // Nothing is written any more: the last pass copies the rest.
         migration.copy(&log, &memory);
         migration
     });
     assert!(last - first > u64::from(BUFFERS) * BUFFER_BYTES as u64 / 2, "{first:#x} to {last:#x}");
-    assert!(migration.rounds > 10, "{} looks at the log", migration.rounds);
+    assert!(migration.passes > 10, "{} passes", migration.passes);
     migration.compare(&memory, first..last);
     for used in [guest.rx().addresses().used, guest.tx().addresses().used] {
         migration.compare(&memory, used..used + 8 * u64::from(BUFFERS) + 6);

@@ -1,4 +1,4 @@
-//! What a guest's connections cost this process. Alone in its process, so that nobody else's memory is measured.
+//! Memory of a guest's connections. The test has a process of its own, so that no other memory is measured.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod common;
@@ -14,29 +14,29 @@ use towline_frontend::vsock::{Event, Guest};
 use towline_vsock::Limits;
 use towline_vsock::packet::Kind;
 
-use common::{Served, WITHIN, until};
+use common::{Served, TIMEOUT, poll_until};
 
-/// Of one guest, at a time.
+/// Number of simultaneous connections of one guest.
 const CONNECTIONS: u32 = 10_000;
-/// What `docs/vsock.md` says of a connection for which nothing waits, the driver's part of it included.
+/// Memory of an idle connection that `docs/vsock.md` states, including the driver's part.
 const CONNECTION_BYTES_MAX: u64 = 2048;
-/// Connections whose host side never reads.
+/// Number of connections whose program never reads.
 const SILENT: u32 = 64;
-/// Connections that are asked for and not made yet.
+/// Maximum number of requested connections that are not established yet.
 const AHEAD: u32 = 64;
 /// Descriptors beside one for each connection.
 const OTHERS: u64 = 200;
-/// Where a second process of this program listens, as the host's side of all connections.
+/// Environment variable: path where a second process of this program listens, as the host's end of all connections.
 const HOST: &str = "TOWLINE_VSOCK_HOST";
 
-/// Private memory of this process, in bytes.
+/// Returns the private memory of this process in bytes.
 fn private_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-/// The host's side, in a process of its own: so many descriptors are not to be had in one everywhere. Ends with its standard
+/// The host's end in a process of its own, because one process may not have descriptors for both. It ends with its standard
 /// input.
 #[test]
 fn the_host_side_of_another_test() {
@@ -47,7 +47,7 @@ fn the_host_side_of_another_test() {
     assert_eq!((streams.len(), end), (CONNECTIONS as usize, 0));
 }
 
-/// Ends when it is dropped.
+/// The second process. It ends on drop.
 struct HostSide(Child);
 
 impl HostSide {
@@ -55,9 +55,9 @@ impl HostSide {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "the_host_side_of_another_test"]).env(HOST, path);
         let child = command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let deadline = Instant::now() + WITHIN;
+        let deadline = Instant::now() + TIMEOUT;
         while UnixStream::connect(path).is_err() {
-            assert!(Instant::now() < deadline, "nobody listens at {}", path.display());
+            assert!(Instant::now() < deadline, "no process listens on {}", path.display());
             std::thread::sleep(Duration::from_millis(5));
         }
         Self(child)
@@ -68,7 +68,7 @@ impl Drop for HostSide {
     fn drop(&mut self) {
         drop(self.0.stdin.take());
         if std::thread::panicking() {
-            // It may wait for connections that do not come.
+            // It may still wait for connections.
             let _ = self.0.kill();
         }
         let status = self.0.wait().unwrap();
@@ -76,9 +76,9 @@ impl Drop for HostSide {
     }
 }
 
-/// No more at a time than fit into the listener's queue.
+/// Establishes all connections, at most as many at a time as fit into the listener's backlog.
 fn connect_all(guest: &mut Guest) {
-    let deadline = Instant::now() + WITHIN;
+    let deadline = Instant::now() + TIMEOUT;
     let mut connected = 0;
     for port in 0..CONNECTIONS {
         guest.request((port, 5000));
@@ -99,14 +99,14 @@ fn connect_all(guest: &mut Guest) {
     }
 }
 
-/// Sends into connections that nobody reads until none takes more.
+/// Sends to programs that never read, until no connection accepts more.
 fn fill(guest: &mut Guest) {
-    let piece = [0x5a; 16 << 10];
+    let packet = [0x5a; 16 << 10];
     let mut idle = 0;
     while idle < 20 {
         let mut sent = false;
         for port in 0..SILENT {
-            sent |= guest.has_room() && guest.send((port, 5000), &piece, 0);
+            sent |= guest.has_room() && guest.send((port, 5000), &packet, 0);
         }
         guest.poll(|_, _| ()).unwrap();
         idle = if sent { 0 } else { idle + 1 };
@@ -117,11 +117,11 @@ fn fill(guest: &mut Guest) {
 }
 
 #[test]
-fn ten_thousand_connections_take_the_memory_that_was_stated() {
-    towline_vsock::allow_descriptors();
+fn ten_thousand_connections_use_the_stated_memory() {
+    towline_vsock::raise_descriptor_limit();
     let most = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
     if most < u64::from(CONNECTIONS) + OTHERS {
-        let reason = format!("a process may have {most} descriptors, and each connection takes one");
+        let reason = format!("the limit is {most} descriptors, and each connection needs one");
         let _ = writeln!(std::io::stderr(), "SKIPPED ten_thousand_connections: {reason}");
         return;
     }
@@ -132,25 +132,28 @@ fn ten_thousand_connections_take_the_memory_that_was_stated() {
     let before = private_bytes();
     connect_all(&mut guest);
     let report = served.device.report();
-    assert_eq!((report.statistics.connections, report.kept), (CONNECTIONS.into(), 0));
+    assert_eq!((report.statistics.connections, report.buffered_bytes), (CONNECTIONS.into(), 0));
     assert_eq!(report.statistics.table.refused_by_limit, 0);
     let grown = private_bytes().saturating_sub(before);
     let most = u64::from(CONNECTIONS) * CONNECTION_BYTES_MAX;
-    assert!(grown <= most, "{CONNECTIONS} connections took {grown} bytes, at most {most} are stated");
-    // What waits for those who never read is in addition, and no more than is counted as kept.
+    assert!(grown <= most, "{CONNECTIONS} connections use {grown} bytes, at most {most} are stated");
+    // Payload for programs that never read comes in addition, and is at most what is counted as buffered.
     fill(&mut guest);
-    let kept = served.device.report().kept as u64;
-    assert!(kept > 0 && kept <= limits.memory, "{kept} bytes are kept");
+    let buffered = served.device.report().buffered_bytes as u64;
+    assert!(buffered > 0 && buffered <= limits.memory, "{buffered} bytes are buffered");
     let grown = private_bytes().saturating_sub(before);
-    let most = most + 2 * kept;
-    assert!(grown <= most, "with {kept} bytes kept they took {grown} bytes, at most {most} are stated");
+    let most = most + 2 * buffered;
+    assert!(
+        grown <= most,
+        "with {buffered} bytes buffered they use {grown} bytes, at most {most} are stated"
+    );
     let report = served.device.report();
     assert_eq!(report.statistics.connections, u64::from(CONNECTIONS));
 }
 
-/// Windows are promises of memory: when there is none left to promise, a connection is refused.
+/// Each window is reserved: without memory for another one, a connection is refused.
 #[test]
-fn what_cannot_be_promised_is_refused() {
+fn connections_without_memory_for_a_window_are_refused() {
     let memory = 8 * Limits::cost(16 << 10, Kind::Stream);
     let served = Served::new(Limits { memory, ..Limits::default() });
     let (_frontend, mut guest) = served.guest();
@@ -158,7 +161,7 @@ fn what_cannot_be_promised_is_refused() {
     let mut outcomes = Vec::new();
     for port in 0..9 {
         guest.request((port, 5000));
-        outcomes.push(until(&mut guest, |_, event| match event {
+        outcomes.push(poll_until(&mut guest, |_, event| match event {
             Event::Connected(_) => Some(true),
             Event::Reset(_) => Some(false),
             _ => None,

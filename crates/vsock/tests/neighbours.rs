@@ -1,10 +1,10 @@
-//! Sixteen guests of one process, three of which are hostile, each in its own way. The others get what they ask for.
+//! Sixteen guests of one process, three of which are hostile in different ways. The others keep their throughput and latency.
 //!
-//! Turns with and without hostility alternate, and each of the others sends at a fixed rate below what the machine can do, so
-//! that what is compared is what hostile guests take away and not how processors are shared. The slowest answers depend on that all the
-//! same, so there are turns with three threads that compute, too. The ordinary run asserts that
-//! everybody else goes on; `cargo xtask soak vsock-neighbours` runs more and longer turns, and asserts that the others get 0.9 of
-//! the bytes and wait at most twice as long for an answer: p50 beside quiet neighbours, p99 beside busy ones.
+//! Phases with and without hostile guests alternate. Each of the other guests sends at a fixed rate below the capacity of the
+//! machine, so that the effect of hostility is measured and not that of sharing CPUs. The highest latencies depend on the CPUs
+//! nevertheless, so there are phases with three computing threads too. The ordinary run asserts that all others make progress;
+//! `cargo xtask soak vsock-neighbours` runs more and longer phases, and asserts that the others keep 0.9 of their throughput and
+//! at most twice their latency: p50 beside quiet neighbours, p99 beside busy ones.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod common;
@@ -19,36 +19,37 @@ use std::time::{Duration, Instant};
 use rustix::net::{SendFlags, SocketAddrUnix};
 use towline_frontend::vsock::{BUF_ALLOC, Guest, HOST_CID, Header, op};
 use towline_frontend::{Buffer, Frontend};
-use towline_vsock::{Limits, Siblings};
+use towline_vsock::{Limits, LocalGuests};
 
-use common::{Served, listen_for_messages, message_socket};
+use common::{Served, listen_seqpacket, seqpacket_socket};
 
 const GUESTS: u64 = 16;
 const HOSTILE: u64 = 3;
 const CID_FIRST: u64 = 100;
-/// What each of the others sends, in bytes a second and at a time.
+/// Data rate of each of the others in bytes per second, and its unit.
 const RATE: u64 = 8 << 20;
-const PIECE: u32 = 32 << 10;
+const UNIT: u32 = 32 << 10;
 const PORT: u32 = 5000;
 
-/// What the three do in a turn.
+/// Behaviour of the three in a phase.
 #[derive(Clone, Copy, PartialEq)]
 enum Neighbours {
-    /// Nothing.
+    /// They are idle.
     Quiet,
-    /// They use processor time, and are not hostile: what a scheduler takes from the others is not a matter of hostility.
+    /// They use CPU time without hostility, to tell its effect from that of the scheduler.
     Busy,
+    /// They attack.
     Hostile,
 }
 
-/// Shared by all threads of a run.
+/// State that all threads of a run share.
 #[derive(Default)]
 struct Run {
     neighbours: AtomicU8,
     over: AtomicBool,
     /// Bytes that arrived at the host.
     arrived: AtomicU64,
-    /// Round trips of a turn, in microseconds.
+    /// Round trips of a phase in microseconds.
     trips_us: Mutex<Vec<u64>>,
     attacks: [AtomicU64; HOSTILE as usize],
 }
@@ -62,7 +63,7 @@ impl Run {
         self.neighbours.load(Ordering::Relaxed) == neighbours as u8
     }
 
-    /// Whether a hostile guest goes on, after a pause where it shall not.
+    /// Returns true if a hostile guest continues, after a pause in phases without hostility.
     fn attacks(&self, which: usize) -> bool {
         while !self.has(Neighbours::Hostile) && !self.is_over() {
             std::thread::park_timeout(Duration::from_millis(5));
@@ -72,7 +73,7 @@ impl Run {
     }
 }
 
-/// A hostile guest's driver has a processor of its own; here it takes what the others leave.
+/// A hostile guest's driver has CPUs of its own in reality; here it has the lowest priority.
 fn yield_to_others() {
     let _ = rustix::process::nice(19);
 }
@@ -92,11 +93,11 @@ fn header(cid: u64, peer: u64, ports: (u32, u32), kind: u16, op: u16) -> Header 
     }
 }
 
-/// Messages of very many pieces, of one byte, and without an end, to somebody who never reads; and then a new connection.
+/// Sends messages of many segments, of one byte, and without an end to a program that never reads, on one connection after another.
 fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest), host: &Path) {
     yield_to_others();
-    let listener = listen_for_messages(host);
-    // It may be refused a connection.
+    let listener = listen_seqpacket(host);
+    // The connection may be refused.
     rustix::io::ioctl_fionbio(&listener, true).unwrap();
     let mut hosts = Vec::new();
     let mut port = 1000;
@@ -122,8 +123,8 @@ fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest),
     }
 }
 
-/// Connections that come and go, to the host and to each of the other guests, and packets of no connection; nothing that is
-/// sent to it is taken.
+/// Opens and closes connections to the host and to each of the other guests, sends packets of unknown connections, and posts no
+/// buffers.
 fn flood(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest)) {
     yield_to_others();
     let mut port = 0u32;
@@ -143,10 +144,10 @@ fn flood(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest)) {
     }
 }
 
-/// Buffers to receive into that are of no use, while clients of the host send empty messages and say nothing.
+/// Posts useless receive buffers, while clients of the host send empty messages or nothing.
 fn waste(run: &Run, (_frontend, mut guest): (Frontend, Guest), directory: &Path) {
     yield_to_others();
-    let client = message_socket();
+    let client = seqpacket_socket();
     rustix::net::connect(&client, &SocketAddrUnix::new(directory.join("m")).unwrap()).unwrap();
     rustix::net::send(&client, b"CONNECT 22\n", SendFlags::empty()).unwrap();
     let mut silent = Vec::new();
@@ -171,41 +172,41 @@ fn waste(run: &Run, (_frontend, mut guest): (Frontend, Guest), directory: &Path)
     }
 }
 
-/// Sends at the rate, and asks for an answer with every piece.
+/// Sends at the fixed rate, and waits for the reply to every unit.
 fn work(run: &Run, (_frontend, mut guest): (Frontend, Guest)) {
     let ports = (6000, PORT);
     guest.request(ports);
-    common::until(&mut guest, |_, event| {
+    common::poll_until(&mut guest, |_, event| {
         (event == towline_frontend::vsock::Event::Connected(ports)).then_some(())
     });
-    let pause = Duration::from_micros(u64::from(PIECE) * 1_000_000 / RATE);
+    let pause = Duration::from_micros(u64::from(UNIT) * 1_000_000 / RATE);
     let mut next = Instant::now();
-    let mut asked: Option<Instant> = None;
+    let mut sent_at: Option<Instant> = None;
     while !run.is_over() {
-        if asked.is_none() && Instant::now() >= next && guest.send_any(ports, PIECE) {
-            asked = Some(Instant::now());
+        if sent_at.is_none() && Instant::now() >= next && guest.send_any(ports, UNIT) {
+            sent_at = Some(Instant::now());
             next = (next + pause).max(Instant::now() - 8 * pause);
         }
         guest
             .poll(|_, event| {
-                if let (towline_frontend::vsock::Event::Data { .. }, Some(since)) = (event, asked) {
+                if let (towline_frontend::vsock::Event::Data { .. }, Some(since)) = (event, sent_at) {
                     let took = u64::try_from(since.elapsed().as_micros()).unwrap();
                     run.trips_us.lock().unwrap().push(took);
-                    asked = None;
+                    sent_at = None;
                 }
             })
             .unwrap();
         let left = next.saturating_duration_since(Instant::now()).max(Duration::from_micros(100));
-        guest.wait(false, if asked.is_some() { Duration::from_millis(20) } else { left }).unwrap();
+        guest.wait(false, if sent_at.is_some() { Duration::from_millis(20) } else { left }).unwrap();
     }
 }
 
-/// The host's side of a guest that works: answers each piece with a byte.
-fn answer(run: &Run, listener: &UnixListener) {
+/// The host's end of a working guest: replies to each unit with a byte.
+fn reply(run: &Run, listener: &UnixListener) {
     let (mut stream, _) = listener.accept().unwrap();
-    let mut piece = vec![0; PIECE as usize];
-    while stream.read_exact(&mut piece).is_ok() {
-        run.arrived.fetch_add(PIECE.into(), Ordering::Relaxed);
+    let mut unit = vec![0; UNIT as usize];
+    while stream.read_exact(&mut unit).is_ok() {
+        run.arrived.fetch_add(UNIT.into(), Ordering::Relaxed);
         if stream.write_all(b"!").is_err() {
             return;
         }
@@ -216,7 +217,7 @@ fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
 }
 
-/// Takes a processor, as the thread of a guest that uses its device a lot, when the neighbours are to be busy.
+/// Uses a CPU, like the worker of a guest with much traffic, in phases with busy neighbours.
 fn compute(run: &Run) {
     while !run.is_over() {
         if run.has(Neighbours::Busy) {
@@ -227,17 +228,17 @@ fn compute(run: &Run) {
     }
 }
 
-/// What the others had in one turn.
-struct Turn {
+/// Measurements of the others in one phase.
+struct Phase {
     bytes: u64,
-    /// Of all of them, rising.
+    /// All round trips, ascending.
     trips_us: Vec<u64>,
 }
 
-impl Turn {
-    fn play(run: &Run, neighbours: Neighbours, millis: u64) -> Self {
+impl Phase {
+    fn run(run: &Run, neighbours: Neighbours, millis: u64) -> Self {
         run.neighbours.store(neighbours as u8, Ordering::Relaxed);
-        // What went before has its end; then it is counted.
+        // The phase before ends first.
         std::thread::sleep(Duration::from_millis(millis / 5));
         let before = run.arrived.load(Ordering::Relaxed);
         run.trips_us.lock().unwrap().clear();
@@ -248,29 +249,29 @@ impl Turn {
         Self { bytes, trips_us }
     }
 
-    /// The time within which so many of a hundred round trips were over, in microseconds.
+    /// Returns a percentile of the round trips in microseconds.
     fn percentile(&self, percent: usize) -> u64 {
-        let last = self.trips_us.len().checked_sub(1).expect("nobody else has an answer");
+        let last = self.trips_us.len().checked_sub(1).expect("the other guests have no reply");
         self.trips_us[last * percent / 100].max(1)
     }
 }
 
-/// Turns side by side: what the others have beside hostile guests, as a share of what they have otherwise.
+/// Measurements beside hostile guests, as a ratio of those without them.
 #[derive(Default)]
 struct Ratios {
     bytes: Vec<f64>,
-    /// p50, of quiet neighbours'.
+    /// Of p50, to that beside quiet neighbours.
     half: Vec<f64>,
-    /// p99, of busy neighbours', and of quiet ones'.
+    /// Of p99, to those beside busy and beside quiet neighbours.
     most: Vec<f64>,
     most_of_quiet: Vec<f64>,
 }
 
 impl Ratios {
-    fn add(&mut self, round: u64, [quiet, busy, hostile]: &[Turn; 3]) {
+    fn add(&mut self, round: u64, [quiet, busy, hostile]: &[Phase; 3]) {
         let ratio = |with: u64, without: u64| with as f64 / without.max(1) as f64;
         let [half, most] =
-            [50, 99].map(|percent| [quiet, busy, hostile].map(|turn| turn.percentile(percent)));
+            [50, 99].map(|percent| [quiet, busy, hostile].map(|phase| phase.percentile(percent)));
         self.bytes.push(ratio(hostile.bytes, quiet.bytes));
         self.half.push(ratio(half[2], half[0]));
         self.most.push(ratio(most[2], most[1]));
@@ -283,7 +284,7 @@ impl Ratios {
     }
 }
 
-/// The one in the middle.
+/// Returns the median.
 fn median(name: &str, mut ratios: Vec<f64>) -> f64 {
     ratios.sort_by(f64::total_cmp);
     let median = ratios[ratios.len() / 2];
@@ -291,32 +292,32 @@ fn median(name: &str, mut ratios: Vec<f64>) -> f64 {
     median
 }
 
-/// Plays so many rounds of all kinds of turns.
-fn play(run: &Run, rounds: u64, millis: u64) -> Ratios {
+/// Runs all kinds of phases `rounds` times.
+fn run_phases(run: &Run, rounds: u64, millis: u64) -> Ratios {
     let mut ratios = Ratios::default();
     for round in 0..rounds {
-        let mut turns = [Neighbours::Quiet, Neighbours::Busy, Neighbours::Hostile].map(|kind| (kind, None));
-        for index in 0..turns.len() {
-            let (kind, turn) = &mut turns[(index + round as usize) % 3];
-            *turn = Some(Turn::play(run, *kind, millis));
+        let mut phases = [Neighbours::Quiet, Neighbours::Busy, Neighbours::Hostile].map(|kind| (kind, None));
+        for index in 0..phases.len() {
+            let (kind, phase) = &mut phases[(index + round as usize) % 3];
+            *phase = Some(Phase::run(run, *kind, millis));
         }
-        let turns = turns.map(|(_, turn)| turn.expect("each was played"));
-        assert!(turns[2].bytes > 0, "nobody else gets anything");
-        ratios.add(round, &turns);
+        let phases = phases.map(|(_, phase)| phase.expect("each phase has run"));
+        assert!(phases[2].bytes > 0, "the other guests make no progress");
+        ratios.add(round, &phases);
     }
     ratios
 }
 
 #[test]
-fn hostile_guests_take_nothing_from_others() {
-    towline_vsock::allow_descriptors();
+fn hostile_guests_do_not_affect_others() {
+    towline_vsock::raise_descriptor_limit();
     let (rounds, millis) =
         (setting("TOWLINE_SOAK_NEIGHBOURS", 2), setting("TOWLINE_SOAK_NEIGHBOURS_MS", 300));
     let limits = Limits { connections: 256, memory: 64 << 20, handshakes: 32, ..Limits::default() };
-    let siblings = Arc::new(Siblings::default());
+    let local_guests = Arc::new(LocalGuests::default());
     let served: Vec<Served> = (CID_FIRST..CID_FIRST + GUESTS)
         .map(|cid| {
-            Served::among(limits, cid, &siblings, |settings, directory| {
+            Served::with_local_guests(limits, cid, &local_guests, |settings, directory| {
                 settings.groups.push("lab".to_owned());
                 settings.uds_seqpacket = Some(directory.join("m"));
             })
@@ -327,7 +328,7 @@ fn hostile_guests_take_nothing_from_others() {
         let run = &run;
         for (index, served) in served.iter().enumerate() {
             let cid = CID_FIRST + index as u64;
-            let pair = served.guest_with(if index == 0 { 2048 } else { 128 });
+            let pair = served.guest_with_rings(if index == 0 { 2048 } else { 128 });
             match index {
                 0 => {
                     let host = served.path(&format!("v_{PORT}"));
@@ -342,7 +343,7 @@ fn hostile_guests_take_nothing_from_others() {
                 }
                 _ => {
                     let listener = UnixListener::bind(served.path(&format!("v_{PORT}"))).unwrap();
-                    scope.spawn(move || answer(run, &listener));
+                    scope.spawn(move || reply(run, &listener));
                     scope.spawn(move || work(run, pair));
                 }
             }
@@ -350,27 +351,21 @@ fn hostile_guests_take_nothing_from_others() {
         (0..HOSTILE).for_each(|_| {
             scope.spawn(|| compute(run));
         });
-        let ratios = play(run, rounds, millis);
+        let ratios = run_phases(run, rounds, millis);
         run.over.store(true, Ordering::Relaxed);
         let Ratios { bytes, half, most, most_of_quiet } = ratios;
         let (bytes, half, most) = (
             median("bytes", bytes),
-            median("p50, of quiet neighbours'", half),
-            median("p99, of busy neighbours'", most),
+            median("p50, to quiet neighbours", half),
+            median("p99, to busy neighbours", most),
         );
-        median("p99, of quiet neighbours'", most_of_quiet);
+        median("p99, to quiet neighbours", most_of_quiet);
         println!("attacks {:?}", run.attacks);
         assert!(run.attacks.iter().all(|count| count.load(Ordering::Relaxed) > 0));
         if rounds > 2 {
-            assert!(bytes >= 0.9, "the others get {bytes:.3} of what they have without hostile guests");
-            assert!(
-                half <= 2.0,
-                "half of the round trips take {half:.2} times as long as beside quiet neighbours"
-            );
-            assert!(
-                most <= 2.0,
-                "the slowest round trips take {most:.2} times as long as beside busy neighbours"
-            );
+            assert!(bytes >= 0.9, "the others have {bytes:.3} of their throughput without hostile guests");
+            assert!(half <= 2.0, "p50 is {half:.2} times that beside quiet neighbours");
+            assert!(most <= 2.0, "p99 is {most:.2} times that beside busy neighbours");
         }
     });
     for (index, served) in served.iter().enumerate() {

@@ -46,7 +46,7 @@ const REPORTS: &[(&str, Condition)] = &[
         outcome.source == Some(GuestState::Gone) && outcome.image_is_right == Some(true)
     }),
     ("its source has ended", |outcome| outcome.source == Some(GuestState::Gone)),
-    ("at its source, if that still lives", |outcome| outcome.source != Some(GuestState::Part)),
+    ("at its source, if that still runs", |outcome| outcome.source != Some(GuestState::Part)),
     ("at its destination; its source could not be ended", |outcome| outcome.source != Some(GuestState::Live)),
     ("in its image;", |outcome| !outcome.destinations.contains(&GuestState::Busy)),
     ("the image is as it was", |outcome| !outcome.destinations.contains(&GuestState::Busy)),

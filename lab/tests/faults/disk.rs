@@ -52,7 +52,7 @@ fn a_full_disk_costs_the_image_and_not_the_guest() {
         println!("{size}: {}", finished.stderr);
         assert_safe(
             &finished,
-            &[&image, "No space left on device", "make room there or choose another place"],
+            &[&image, "No space left on device", "free some space or choose another filesystem"],
         );
         assert_eq!(finished.stdout, "", "what was left in the full filesystem");
         assert_runs(&source);

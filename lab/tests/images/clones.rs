@@ -130,8 +130,8 @@ fn a_failure_at_one_destination_does_not_affect_the_others() {
         assert!(result["error"].as_str().unwrap().contains(text), "{result}");
         assert!(finished.stderr.contains(&format!("towline: {name}: ")), "{}", finished.stderr);
     }
-    assert_eq!(result_of(&results, &qmp(&good))["destination-state"], "runs");
-    assert_eq!(result_of(&results, &format!("file:{copy}"))["destination-state"], "stored, synced");
+    assert_eq!(result_of(&results, &qmp(&good))["destination-state"], "running");
+    assert_eq!(result_of(&results, &format!("file:{copy}"))["destination-state"], "stored");
     let all: Value = serde_json::from_str(finished.stdout.lines().last().unwrap()).unwrap();
     assert_eq!((&all["event"], &all["completed"], &all["failed"]), (&"all".into(), &2.into(), &4.into()));
     assert_runs(&good);
@@ -178,7 +178,7 @@ fn clones_that_share_a_writable_disk_are_refused() {
         let error = result["error"].as_str().unwrap();
         assert!(error.contains("has the writable drive \"disk0\"") && error.contains(&other), "{error}");
     }
-    assert_eq!(result_of(&results, &names[2])["destination-state"], "runs");
+    assert_eq!(result_of(&results, &names[2])["destination-state"], "running");
     // One warning for all of them: their cards have the same address, and the guests do not know that they are
     // clones.
     let notices = finished.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());

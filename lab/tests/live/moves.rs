@@ -35,7 +35,7 @@ fn a_busy_linux_goes_on_at_its_destination() {
         let done = completed(&run(&line));
         assert_quit(&source);
         assert_eq!(done["source-state"], "ended", "{done}");
-        assert_eq!(done["destination-state"], "runs", "{done}");
+        assert_eq!(done["destination-state"], "running", "{done}");
         assert_eq!(done["multifd-channels"], lanes, "{done}");
         let (downtime, total) = (done["downtime"].as_u64().unwrap(), done["total-time"].as_u64().unwrap());
         assert!(downtime < total, "{done}");

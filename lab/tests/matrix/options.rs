@@ -55,7 +55,7 @@ fn an_image_runs_on_as_its_guest_did() {
     for how in [&["--stream"][..], &[]] {
         let destination = waiting(Row::Qemu10_0.builder());
         let done = completed(&[how, &[&image, &qmp(&destination)]].concat());
-        assert_eq!(done["destination-state"], "runs", "{done}");
+        assert_eq!(done["destination-state"], "running", "{done}");
         assert_eq!(destination.qmp().status().unwrap(), "running");
         assert!(destination.wait_counting(WITHIN).unwrap() > counter);
     }
@@ -70,14 +70,14 @@ fn resume_runs_the_source_on_and_it_can_be_copied_again() {
         let scratch = Scratch::new();
         let source = boot(row.builder());
         let done = completed(&["--resume", &qmp(&source), &scratch.text("first.img")]);
-        assert_eq!(done["source-state"], "runs on", "{done}");
+        assert_eq!(done["source-state"], "running", "{done}");
         assert_eq!(source.qmp().status().unwrap(), "running");
         source.wait_counting(WITHIN).unwrap();
         copy(&[&qmp(&source), &scratch.text("second.img")]);
         source.qmp().wait_status("postmigrate", WITHIN).unwrap();
         let third = [&qmp(&source)[..], &scratch.text("third.img")];
         let output = refused(1, &third);
-        assert!(output.contains("run it on first (`cont`), or pass --resume"), "{output}");
+        assert!(output.contains("resume it first (`cont`), or pass --resume"), "{output}");
         assert!(!scratch.path("third.img").exists());
         source.qmp().wait_status("postmigrate", WITHIN).unwrap();
         copy(&[&["--resume"], &third[..]].concat());
@@ -127,7 +127,7 @@ fn a_running_guest_goes_to_one_destination() {
     let (from, one, two) = (qmp(&source), scratch.text("one.img"), scratch.text("two.img"));
     let output = refused(2, &[&from, &one, &two]);
     let wanted = format!(
-        "towline: 2 destinations, but {from} can be read only once: copy it to an image first, and the image to all of them\n"
+        "towline: 2 destinations, but {from} can be read only once: copy it to an image first, then the image to all of them\n"
     );
     assert_eq!(output, wanted);
     assert!(!scratch.path("one.img").exists() && !scratch.path("two.img").exists());

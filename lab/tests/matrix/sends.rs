@@ -80,7 +80,7 @@ fn zero_copy_on_is_refused_where_it_is_unsupported() {
         for (more, destination, why) in [
             (&[][..], tcp, "only lanes have it"),
             (zlib, tcp, "--compression zlib copies every page"),
-            (lanes, &unix, "is no TCP connection"),
+            (lanes, &unix, "is not a TCP connection"),
             (lanes, &to, "goes through a Unix socket on this host"),
             (lanes, &other, "nothing is sent to DEST"),
         ] {

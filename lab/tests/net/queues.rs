@@ -64,7 +64,11 @@ fn invalid_taps_and_queues_are_refused_with_a_remedy() {
         (vec!["--socket", socket, "--tap-fds", "5:5"], 1, &["descriptor 5 is given twice"]),
         (vec!["--socket", socket, "--tap-fds", "77"], 1, &["descriptor 77 is not open"]),
         (vec!["--socket", socket, "--tap", "single", "--queues", "2"], 1, &["single", "multi_queue"]),
-        (vec!["--socket", socket, "--tap", "lo"], 1, &["interface lo takes no queue", "it is no tap"]),
+        (
+            vec!["--socket", socket, "--tap", "lo"],
+            1,
+            &["cannot attach queue 0 of 1 to interface lo", "it is not a tap"],
+        ),
         (vec!["--socket", socket, "--tap", "tap0", "--queues", "129"], 1, &["129 queue pairs", "1 to 128"]),
         (vec!["--socket", socket, "--tap", "a-name-that-is-too-long"], 1, &["a-name-that-is-too-long"]),
     ] {

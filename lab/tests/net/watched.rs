@@ -45,7 +45,7 @@ fn a_card_reports_its_queues_and_takes_its_link_down() {
     assert_eq!(status, json!({ "running": true, "status": "running" }));
     for queue in ["rx", "tx"] {
         assert!(number(&qmp, queue, "bytes") > 4 * (16 << 10), "{queue}");
-        assert_eq!(number(&qmp, queue, "dropped-unlinked"), 0, "{queue}");
+        assert_eq!(number(&qmp, queue, "dropped-link-down"), 0, "{queue}");
     }
     let facts = qmp.execute("query-device-facts", Value::Null).unwrap();
     let taken = facts["subject"]["negotiated"].as_array().unwrap();
@@ -56,12 +56,12 @@ fn a_card_reports_its_queues_and_takes_its_link_down() {
     wait_until("frames that are thrown away, both ways", WITHIN, || {
         host.send_to(b"anybody?", SocketAddr::new(GUEST.parse()?, ECHO))?;
         shell(&mut guest, &format!("ping -c 1 -W 1 {HOST} > /dev/null; true"));
-        Ok(["rx", "tx"].iter().all(|queue| number(&qmp, queue, "dropped-unlinked") > 0).then_some(()))
+        Ok(["rx", "tx"].iter().all(|queue| number(&qmp, queue, "dropped-link-down") > 0).then_some(()))
     })
     .unwrap();
     let scraped = network.enter(|| scrape(SocketAddr::from(([127, 0, 0, 1], 9)), WITHIN)).unwrap().unwrap();
     assert_eq!(scraped.get("towline_net_link{tap=\"tap0\"}"), Some(0.0), "{scraped:?}");
-    assert!(scraped.sum("towline_net_queue_dropped_unlinked_total") >= 2.0, "{scraped:?}");
+    assert!(scraped.sum("towline_net_queue_dropped_link_down_total") >= 2.0, "{scraped:?}");
 
     qmp.execute("set_link", json!({ "name": "tap0", "up": true })).unwrap();
     client.wait_blocks(4);

@@ -74,7 +74,7 @@ fn ends_that_cannot_be_queried_are_refused_with_a_remedy() {
         (
             &["check", "tcp:localhost:1", "qmp:/nowhere/b"],
             4,
-            "cannot be asked: write down what is known there",
+            "a stream cannot be queried; record the facts there",
         ),
         (&["check", "exec:echo no facts", "null:"], 2, "null: takes any guest"),
         (&["check", "exec:echo no facts", "exec:true"], 4, "not facts"),

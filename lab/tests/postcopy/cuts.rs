@@ -86,7 +86,7 @@ fn another_towline_goes_on_where_one_was_killed() {
     towline.kill().unwrap();
     destination.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
     let finished = run(&format!("copy --postcopy --recover --json {image} {}", qmp(&destination)));
-    assert_eq!(completed(&finished)["destination-state"], "runs");
+    assert_eq!(completed(&finished)["destination-state"], "running");
     prove_alive(&destination, count);
     // There is no migration left to resume.
     let finished = run(&format!("copy --postcopy --recover {image} {}", qmp(&destination)));
@@ -113,7 +113,7 @@ fn a_foreign_destination_is_recovered_when_it_listens_again() {
     destination.qmp().execute("migrate-pause", Value::Null).unwrap();
     destination.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
     wait_event(&mut towline, "a word of what is to be done", |event| {
-        event["text"].as_str().is_some_and(|text| text.contains("tell it `migrate-recover`"))
+        event["text"].as_str().is_some_and(|text| text.contains("send it `migrate-recover`"))
     });
     destination.qmp().execute("migrate-recover", json!({ "uri": address })).unwrap();
     let completed = completed(&towline.wait(WITHIN).unwrap());

@@ -29,9 +29,9 @@ fn options_that_exclude_postcopy_are_refused_before_the_copy() {
     let Stored { scratch, builder, image, count } = Stored::new();
     let destination = waiting(&builder);
     for (options, text) in [
-        ("--multifd-channels 2", "no QEMU takes pages on lanes once it runs"),
-        ("--compression zstd", "--compression is of lanes"),
-        ("--zero-copy-send on", "--zero-copy-send on is of lanes"),
+        ("--multifd-channels 2", "no QEMU receives pages on lanes once it runs"),
+        ("--compression zstd", "--compression applies to lanes"),
+        ("--zero-copy-send on", "--zero-copy-send on applies to lanes"),
         ("--return-path off", "needs the return path"),
         ("--recover --paused", "leave --run and --paused out"),
     ] {
@@ -146,7 +146,7 @@ fn a_running_guest_is_too_late_to_cancel() {
     crate::support::wait_event(&mut towline, "a word about it", |event| {
         event["text"].as_str().is_some_and(|text| text.contains("too late to cancel"))
     });
-    assert_eq!(completed(&towline.wait(WITHIN).unwrap())["destination-state"], "runs");
+    assert_eq!(completed(&towline.wait(WITHIN).unwrap())["destination-state"], "running");
     prove_alive(&destination, stored.count);
 }
 

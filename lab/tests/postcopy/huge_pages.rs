@@ -69,7 +69,7 @@ fn memory_of_huge_pages_comes_a_huge_page_at_a_time() {
         let destination = waiting(&huge());
         let finished = run(&format!("copy --postcopy{options} --json {image} {}", qmp(&destination)));
         let completed = completed(&finished);
-        assert_eq!(completed["destination-state"], "runs");
+        assert_eq!(completed["destination-state"], "running");
         assert_each_page_once(&completed);
         prove_alive(&destination, count);
     }

@@ -39,7 +39,7 @@ fn a_guest_that_writes_moves_and_its_memory_follows() {
     let completed = completed(&run(&line));
     assert_eq!(
         (&completed["source-state"], &completed["destination-state"]),
-        (&"ended".into(), &"runs".into())
+        (&"ended".into(), &"running".into())
     );
     assert!(source.wait_exit(WITHIN).unwrap().success());
     let statuses = statuses(&destination);

@@ -17,7 +17,7 @@ fn restores(version: Version, options: &str, times: u64) {
         let destination = waiting(&builder);
         let finished = run(&format!("copy --postcopy {options} --json {image} {}", qmp(&destination)));
         let completed = completed(&finished);
-        assert_eq!(completed["destination-state"], "runs");
+        assert_eq!(completed["destination-state"], "running");
         assert_eq!(completed["postcopy"]["recoveries"], 0);
         assert_each_page_once(&completed);
         let statuses = statuses(&destination);
@@ -60,7 +60,7 @@ fn a_paused_guest_stays_paused_while_its_memory_arrives() {
     let count = store(&builder, &image);
     let destination = waiting(&builder);
     let finished = run(&format!("copy --postcopy --paused --json {image} {}", qmp(&destination)));
-    assert_eq!(completed(&finished)["destination-state"], "loaded, paused");
+    assert_eq!(completed(&finished)["destination-state"], "paused");
     assert_eq!(destination.qmp().status().unwrap(), "paused");
     destination.check_filled().unwrap();
     destination.qmp().execute("cont", Value::Null).unwrap();

@@ -44,7 +44,7 @@ fn hostile_directories_are_refused() {
         let by = ["unshare", "--mount", "sh", "-c", &script, "sh"];
         let copy = format!("copy --resume --overwrite {} {}", qmp(&source), fixture.name("guest.img"));
         let finished = fixture.start(&by, &copy).wait(WITHIN).unwrap();
-        assert_ended(&finished, 0, &["are not put back", "is not safe for journals", reason]);
+        assert_ended(&finished, 0, &["are not restored", "is not safe for journals", reason]);
         let finished = fixture.start(&by, &format!("repair {}", qmp(&source))).wait(WITHIN).unwrap();
         assert_ended(&finished, 1, &["is not safe for journals", reason]);
         assert_eq!(std::fs::read_dir(&elsewhere).unwrap().count(), 0, "{prepare}");

@@ -30,9 +30,8 @@ fn a_staging_file_without_a_writer_is_removed() {
 
     let listed = fixture.run(&format!("repair {}", fixture.name("")));
     assert_ended(&listed, 0, &[]);
-    let writer = format!("stays: process {} (", alive.pid());
-    for text in [&left, "left by a writer that is gone; `towline repair IMAGE` removes it", &written, &writer]
-    {
+    let writer = format!("in use by process {} (", alive.pid());
+    for text in [&left, "left by a killed writer; `towline repair IMAGE` removes it", &written, &writer] {
         assert!(listed.stdout.contains(text), "no {text:?} in {}", listed.stdout);
     }
     assert!(std::fs::exists(&left).unwrap() && std::fs::exists(&written).unwrap());

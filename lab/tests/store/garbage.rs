@@ -42,7 +42,7 @@ fn uploads_and_collections_exclude_each_other() {
     std::fs::create_dir_all(fixture.path("vm/uploads")).unwrap();
     std::fs::write(fixture.path("vm/uploads/0123"), "another host").unwrap();
     let error = fixture.refused(&remove);
-    assert!(error.contains("1 upload(s) go on") && error.contains("uploads/0123"), "{error}");
+    assert!(error.contains("1 upload(s) are active") && error.contains("uploads/0123"), "{error}");
     // A lease that was not renewed for this long belongs to a process that has died.
     age(&fixture, "vm/uploads/0123", 2);
     fixture.done(&remove);

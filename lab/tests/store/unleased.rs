@@ -39,8 +39,8 @@ fn answer(mut stream: &TcpStream, directory: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-const NOTICE: &str = "is read without a lease (http:// and https:// are only read): a collection of garbage does not see this reader, so the \
-    image must be neither replaced nor removed until this has ended; for a lease, read it with credentials that may also write objects \
+const NOTICE: &str = "is read without a lease (http:// and https:// are read-only): garbage collection does not know of this reader, so the \
+    image must not be replaced or removed until it has finished; for a lease, read it with credentials that may also write objects \
     below readers/ of its prefix (docs/store.md)";
 
 #[test]
@@ -77,7 +77,7 @@ fn a_reader_without_a_lease_reports_it_and_names_collected_chunks() {
     let finished = slow.wait(WITHIN).unwrap();
     // 32 MiB are fetched ahead, not the whole image.
     assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);
-    let reason = "is missing in the store: this reader has no lease (http:// and https:// are only read), so a collection of garbage may \
+    let reason = "is missing in the store: this reader has no lease (http:// and https:// are read-only), so garbage collection may \
         have removed it after the image was replaced or removed; take another image, or store the guest again";
     assert!(finished.stderr.contains(reason), "{}", finished.stderr);
     assert!(finished.stderr.contains("the guest: in its image"), "{}", finished.stderr);

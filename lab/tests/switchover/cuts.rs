@@ -76,7 +76,7 @@ fn a_cut_after_the_outcome_lets_the_destination_run() {
     }
     let (source, destination) = play(Cut {
         trigger: cut(Flow::ToSource, SETTLED, false),
-        here: (3, "the destination's towline was to run it, and did not say that it did: look there"),
+        here: (3, "the destination's towline was to run it, and did not report that it did: look there"),
         there: (0, ""),
         states: ("postmigrate", "running"),
     });

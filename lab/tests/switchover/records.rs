@@ -328,7 +328,7 @@ fn a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy() {
         assert_ended(&host.run(&format!("copy --run {} {}", qmp(&source), qmp(&destination))), 0, &[]);
         let id = id(&host.only());
         let again = format!("copy --resume {} {}", qmp(&source), host.0.text("guest.img"));
-        assert_ended(&host.run(&again), 1, &["made to run there", "to run it here too would make two"]);
+        assert_ended(&host.run(&again), 1, &["made to run there", "to run it here too would run it twice"]);
         assert_ended(&host.run(&format!("resume {id} --run-here=source")), 1, &["refused", "runs at"]);
         assert_runs_only_in(&destination, &source);
         // Only one choice is left when the other QEMU has exited.

@@ -164,6 +164,9 @@ fn images_go_between_two_towlines_and_wrong_peers_are_refused() {
     };
     usage(&[&from, "wss://localhost:1/vm"], "wss://localhost:1/vm needs --tls-creds DIR");
     let directory = fixture.directory.path().to_str().unwrap();
-    usage(&["--tls-creds", directory, &from, "ws://localhost:1/vm"], "only tcp:, unix: and wss:// speak TLS");
+    usage(
+        &["--tls-creds", directory, &from, "ws://localhost:1/vm"],
+        "only tcp:, unix: and wss:// support TLS",
+    );
     usage(&[&from, "ws:localhost"], "expected ws://HOST[:PORT][/PATH], or wss://");
 }

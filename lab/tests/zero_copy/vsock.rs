@@ -106,8 +106,8 @@ fn run(network: &Network, guest: &mut LinuxGuest, asked: &str) -> (u64, u64) {
         let (_, rest) = output.split_once(key).unwrap_or_else(|| panic!("{key}: {output}"));
         rest.split_whitespace().next().unwrap().parse().unwrap()
     };
-    assert_eq!((number(" lent="), number(" taken_back=")), (0, 0), "{output}");
-    (number(" bytes_lent="), number("cpu "))
+    assert_eq!((number(" zero_copy_in_flight="), number(" zero_copy_resets=")), (0, 0), "{output}");
+    (number(" bytes_zero_copy="), number("cpu "))
 }
 
 #[test]

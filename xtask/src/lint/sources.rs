@@ -9,12 +9,12 @@ use super::words;
 
 /// Longest source file, in lines.
 const LINES_MAX: usize = 600;
-/// Directories with sources of ours.
+/// Directories that contain the project's sources.
 const DIRECTORIES: [&str; 5] = ["bench", "crates", "fuzz", "lab", "xtask"];
-/// What tools put below them.
+/// Directories below them that tools generate.
 const GENERATED: [&str; 4] = ["target", "artifacts", "corpus", "coverage"];
 
-/// What is wrong with the sources below `root`, one line each.
+/// Faults of the sources below `root`, one line each.
 pub(crate) fn faults(root: &Path) -> Result<Vec<String>> {
     let mut files = Vec::new();
     for directory in DIRECTORIES.iter().map(|name| root.join(name)).filter(|path| path.is_dir()) {

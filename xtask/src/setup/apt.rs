@@ -1,7 +1,7 @@
 //! apt and dpkg, driven without questions.
 //!
-//! Every call waits for other users of the package database up to a deadline, and every failure says what the tool
-//! said and what to do about it. Lists that are absent or out of date are fetched once.
+//! Every call waits for other users of the package database up to a deadline, and every failure has the tool's
+//! message and the remedy. Lists that are absent or out of date are fetched once.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use super::sources::{self, BACKPORTS, CODENAME, Format, Found};
 use crate::command::{last_lines, output, shown};
 
-/// How long another apt or dpkg may hold its lock.
+/// Maximum time that another apt or dpkg may hold its lock.
 const LOCK_WAIT: Duration = Duration::from_secs(300);
 const SOURCES: &str = "/etc/apt/sources.list";
 const SOURCES_DIRECTORY: &str = "/etc/apt/sources.list.d";

@@ -79,7 +79,7 @@ impl Archive {
         Ok(packages)
     }
 
-    /// Downloads what is not there yet of `packages`, which are called `what` when it is told.
+    /// Downloads those of `packages` that are missing; `what` names them in messages.
     pub(super) fn download(&self, packages: &[Package], what: &str) -> Result<()> {
         let place = self.directory.join("packages");
         let missing = packages.iter().filter(|package| !place.join(&package.file).is_file());
@@ -114,7 +114,7 @@ impl Archive {
     }
 }
 
-/// What has apt look here, and only here.
+/// Options that restrict apt to these directories.
 fn options(directory: &Path) -> Vec<String> {
     let at = |name: &str| directory.join(name).display().to_string();
     let nothing = "/dev/null".to_owned();

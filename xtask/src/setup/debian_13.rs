@@ -1,12 +1,12 @@
-//! What Debian 13 has and Debian 12 does not: later QEMUs, each with its own C library, and a later kernel for guests.
+//! Packages of Debian 13 that Debian 12 lacks: later QEMUs, each with its own C library, and a later kernel for guests.
 //!
 //! ```text
 //! target/lab/qemu-stable/     trixie             qemu-system-x86_64 (a script), version, usr/…
 //! target/lab/qemu-newest/     trixie-backports   likewise
 //! target/lab/kernel-newest/   trixie-backports   boot/vmlinuz-…, lib/modules/…
 //! ```
-//! Which versions these are is found. A machine whose mirror or keys do not bring them is told why, and the tests that want them are
-//! skipped.
+//! The versions are found, not fixed. If the machine's mirror or keys do not have them, the reason is printed, and the tests
+//! that need them are skipped.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -41,7 +41,7 @@ exec "$lib/ld-linux-x86-64.so.2" --inhibit-cache --library-path "$lib" "$here/bi
 const QEMUS: [(UnpackedQemu, &str); 2] =
     [(UnpackedQemu::Stable, STABLE), (UnpackedQemu::Newest, STABLE_BACKPORTS)];
 
-/// Brings what is missing; true if there was any. What cannot be had is told with its reason.
+/// Brings what is missing; true if there was any. The reason for what is unavailable is printed.
 pub(super) fn bring(lab: &Path) -> Result<bool> {
     let qemus: Vec<_> = QEMUS.into_iter().filter(|(qemu, _)| !qemu.directory(lab).is_dir()).collect();
     let wants_kernel = !paths::newest_kernel_directory(lab).is_dir();
@@ -98,26 +98,25 @@ pub(super) fn newer(lab: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What is to be said of the QEMU of a suite, and of the one in the lab that came from there.
+/// Comparison of the QEMU of a suite with the one in the lab that came from there.
 fn compared(there: Option<&str>, here: Option<(&str, &Path)>) -> String {
     let Some(there) = there else { return format!("no {EMULATOR}") };
-    let mut said = format!("QEMU {there}");
+    let mut text = format!("QEMU {there}");
     if let Some((here, place)) = here {
-        said += &match numbers(there) > numbers(here) {
-            true => format!(
-                ", NEWER than {here} in the lab; remove {} and run `cargo xtask setup` to test it",
-                place.display()
-            ),
-            false => ", as in the lab".to_owned(),
+        text += &if numbers(there) > numbers(here) {
+            let place = place.display();
+            format!(", NEWER than {here} in the lab; remove {place} and run `cargo xtask setup` to test it")
+        } else {
+            ", as in the lab".to_owned()
         };
     }
     if numbers(there).get(..2) > Some(&TESTED_TO) {
         let [major, minor] = TESTED_TO;
-        said += &format!(
+        text += &format!(
             ", NEWER than the QEMUs that towline is tested with, of which {major}.{minor} is the last"
         );
     }
-    said
+    text
 }
 
 /// `1:11.1.3+ds-1~bpo13+1` is 11.1.3.
@@ -202,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_qemu_is_told() {
+    fn a_newer_qemu_is_reported() {
         let place = Path::new("/lab/qemu-newest");
         assert_eq!(compared(None, None), "no qemu-system-x86");
         assert_eq!(compared(Some("11.1.9"), None), "QEMU 11.1.9");

@@ -19,7 +19,7 @@ use crate::command::{cargo, run as run_command, target_directory};
 const VSOCK: &str = "vhost-device-vsock";
 const VSOCK_VERSION: &str = "0.3.0";
 const TESTPMD: &str = "dpdk-testpmd";
-/// What brings it, with the drivers that it loads when it is told to.
+/// Its packages, with those of the drivers that it loads on request.
 const DPDK: [&str; 4] = ["dpdk-dev", "librte-net-vhost23", "librte-net-tap23", "librte-net-virtio23"];
 const LAST_DRIVER: &str = "usr/lib/x86_64-linux-gnu/dpdk/pmds-23.0/librte_net_virtio.so.23";
 /// Of what it depends on: libraries of its own and those that not every machine has.
@@ -63,7 +63,7 @@ fn vsock(peers: &Path) -> Result<()> {
 
 fn testpmd(peers: &Path) -> Result<()> {
     let place = peers.join("dpdk");
-    // One that was brought before its drivers were more is brought anew.
+    // An installation without the last driver is older than this list, and is replaced.
     if !place.join(LAST_DRIVER).exists() {
         if place.is_dir() {
             std::fs::remove_dir_all(&place).with_context(|| place.display().to_string())?;

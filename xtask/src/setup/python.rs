@@ -14,7 +14,7 @@ use crate::command::output;
 const S3_PACKAGES: [&str; 3] = ["moto[s3]==5.2.5", "flask==3.1.3", "flask-cors==6.0.5"];
 
 /// The environment of the WebSocket tests. True if it was made now. Without Python's `venv`, or without its package index, the
-/// tests that want it are skipped, and this says why.
+/// tests that want it are skipped, with the reason printed.
 pub(super) fn websockets(lab: &Path) -> Result<bool> {
     let (python, packages) = (paths::python(lab), ["websockets==15.0.1"]);
     environment(lab, &python, "python", &packages, "import websockets", "WebSocket")

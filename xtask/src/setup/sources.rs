@@ -32,7 +32,7 @@ pub(crate) struct SourcesFile {
     pub(crate) content: String,
 }
 
-/// What a file of sources says about the two suites of Debian 12.
+/// Entries of a sources file for the two suites of Debian 12.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Found {
     /// The backports suite is configured already.

@@ -1,4 +1,4 @@
-//! How many tests passed, failed and were skipped, read from what `cargo test` prints.
+//! Number of tests that passed, failed and were skipped, read from the output of `cargo test`.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    /// Adds what one line says.
+    /// Adds the counts of one line.
     pub(crate) fn read(&mut self, line: &str) {
         if let Some(result) = line.strip_prefix("test result: ") {
             // A test that skips itself returns early, and the harness takes that for a pass.

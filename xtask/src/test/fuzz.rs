@@ -12,12 +12,12 @@ use anyhow::{Context, Result, bail};
 use super::counts::Counts;
 use crate::command::{cargo, last_lines, metadata, root, run as run_command, shown, target_directory};
 
-/// What each target gets.
+/// Running time of each target.
 const RUN_SECONDS: u64 = 5;
-/// What a target may take beyond that: its last input may be a slow one.
+/// Time that a target may take beyond that: its last input may be slow.
 const GRACE: Duration = Duration::from_secs(60);
 
-/// How long a target runs.
+/// Limit of a target's run.
 #[derive(Clone, Copy)]
 enum Limit {
     Seconds(u64),
@@ -25,7 +25,7 @@ enum Limit {
     Runs(u64, u64),
 }
 
-/// So many inputs for each of these targets.
+/// Runs each of these targets with its number of inputs.
 pub(crate) fn long(wanted: &[(&str, u64)], within: Duration) -> Result<()> {
     build_all()?;
     for (name, runs) in wanted {
@@ -41,7 +41,7 @@ fn build_all() -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// What builds these targets: with the whole workspace's features, which the tests' build has too.
+/// Command that builds these targets, with the whole workspace's features, which the tests' build has too.
 pub(crate) fn build(names: &[String]) -> Command {
     let mut build = cargo(["build", "--quiet", "--workspace"]);
     build.args(names.iter().flat_map(|name| ["--bin", name])).env("CARGO_INCREMENTAL", "0");
@@ -60,13 +60,13 @@ pub(crate) fn run(counts: &mut Counts) -> Result<()> {
                 while let Some(name) = next.lock().ok().and_then(|mut next| next.next()) {
                     if let Err(error) = fuzz(name, Limit::Seconds(RUN_SECONDS)) {
                         eprintln!("fuzz {name}: {error:#}");
-                        failed.lock().expect("nobody panics with it").push(name.as_str());
+                        failed.lock().expect("no thread panics while it holds the lock").push(name.as_str());
                     }
                 }
             });
         }
     });
-    let failed = failed.into_inner().expect("nobody panics with it");
+    let failed = failed.into_inner().expect("no thread panics while it holds the lock");
     counts.passed += names.len() - failed.len();
     counts.failed += failed.len();
     if failed.is_empty() {
@@ -94,10 +94,10 @@ fn fuzz(name: &str, limit: Limit) -> Result<()> {
     command.args([option, "-print_final_stats=1".into(), "-rss_limit_mb=2048".into()]);
     command.arg(format!("-artifact_prefix={}/", artifacts.display())).arg(finds.path());
     command.args(kept.iter().filter(|kept| kept.is_dir())).current_dir(directory).stdin(Stdio::null());
-    let said = command.output().with_context(|| format!("{} cannot be started", shown(&command)))?;
-    let text = String::from_utf8_lossy(&said.stderr);
-    if !said.status.success() {
-        bail!("{} ended with {}:\n{}", shown(&command), said.status, last_lines(&text, 40));
+    let output = command.output().with_context(|| format!("{} cannot be started", shown(&command)))?;
+    let text = String::from_utf8_lossy(&output.stderr);
+    if !output.status.success() {
+        bail!("{} ended with {}:\n{}", shown(&command), output.status, last_lines(&text, 40));
     }
     let runs = text.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
     println!(

@@ -2,24 +2,12 @@
 
 use super::credentials::{CA_CERT, CA_CRL, CLIENT_CERT, SERVER_CERT, TlsClient, TlsServer};
 use crate::Error;
+use crate::guess::describe_plain;
 use rustls::{AlertDescription, CertificateError, Error as TlsError, PeerIncompatible};
 use std::path::Path;
 
 /// Number of leading bytes from which the peer's protocol is recognized.
 pub(super) const MAGIC_BYTES: usize = 4;
-/// First bytes of TLS: a handshake record of any version 3.x.
-const HELLO: [u8; 2] = [0x16, 3];
-
-/// Guesses the protocol from the first bytes, if it is a known one that belongs on another port.
-pub fn describe_plain(first: &[u8]) -> Option<&'static str> {
-    match first {
-        b"QEVM" => Some("a migration without TLS"),
-        [0x11, 0x22, 0x33, 0x44] => Some("a migration's lane without TLS"),
-        b"GET " => Some("HTTP without TLS"),
-        [a, b, ..] if [*a, *b] == HELLO => Some("TLS"),
-        _ => None,
-    }
-}
 
 /// A peer that begins with something else than TLS.
 pub(super) fn plain(peer: &str, what: &str) -> Error {
@@ -161,19 +149,5 @@ fn other(error: &TlsError) -> String {
             | PeerIncompatible::ServerDoesNotSupportTls12Or13,
         ) => "it does not speak TLS 1.3, which is needed here".into(),
         error => error.to_string(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_protocol_on_the_wrong_port_is_named_by_its_first_bytes() {
-        assert_eq!(describe_plain(b"QEVM"), Some("a migration without TLS"));
-        assert_eq!(describe_plain(&[0x11, 0x22, 0x33, 0x44]), Some("a migration's lane without TLS"));
-        assert_eq!(describe_plain(&[0x16, 3, 1, 2]), Some("TLS"));
-        assert_eq!(describe_plain(&[0x16]), None);
-        assert_eq!(describe_plain(b""), None);
     }
 }

@@ -4,6 +4,7 @@ use super::alert;
 use super::credentials::{TlsClient, TlsServer};
 use super::keys::{Connection, Keys};
 use super::record::Protection;
+use crate::guess::describe_plain;
 use crate::wait::Deadline;
 use crate::{Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use rustix::event::PollFlags;
@@ -63,7 +64,7 @@ pub(super) fn server(channel: &dyn Channel, tls: &TlsServer, deadline: &Deadline
     match flights.exchange(&mut connection) {
         Ok(()) => {}
         Err(Broken::Tls(error)) => {
-            let plain = alert::describe_plain(&flights.first).filter(|what| *what != "TLS");
+            let plain = describe_plain(&flights.first).filter(|what| *what != "TLS");
             return Err(plain.map_or_else(|| explain(&error), |what| alert::plain(channel.peer(), what)));
         }
         Err(Broken::Ended) => return Err(alert::ended_at_server(channel.peer(), tls, &flights.first)),

@@ -25,7 +25,6 @@ mod record;
 mod recv;
 mod send;
 
-pub use alert::describe_plain;
 pub use credentials::{TlsClient, TlsServer};
 
 use crate::channel::forward_channel;

@@ -79,7 +79,7 @@ impl<'a> Words<'a> {
                 "it answered with HTTP {}, expected 101: is this its path, and does it speak WebSocket there?",
                 response.status()
             ),
-            _ if crate::describe_plain(&self.head).is_some_and(|what| what == "TLS") => {
+            _ if crate::guess::describe_plain(&self.head).is_some_and(|what| what == "TLS") => {
                 "it begins with TLS: use wss:// at both ends, or ws://".into()
             }
             tungstenite::Error::Protocol(tungstenite::error::ProtocolError::HandshakeIncomplete) => {

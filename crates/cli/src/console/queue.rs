@@ -1,4 +1,4 @@
-//! A queue of lines, and the thread that writes them.
+//! A queue of lines, and its writing thread.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,19 +12,20 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
 use super::LIMITED_BYTES_MAX;
+use crate::lock::lock;
 
-/// Whether what is pushed may be dropped.
+/// Policy for an item while the queue is not written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {
-    /// Replaced by the next with this key: progress.
+    /// Replaced by the next item with this key: progress.
     Latest(usize),
-    /// Dropped while more than [`LIMITED_BYTES_MAX`] waits.
+    /// Dropped while more than [`LIMITED_BYTES_MAX`] are queued.
     Limited,
-    /// Never dropped. Whoever pushes it has only a bounded number.
+    /// Never dropped. The number of such items is bounded by the caller.
     Always,
 }
 
-/// Where lines go.
+/// Destination of lines.
 #[derive(Debug, Clone)]
 pub(super) enum Sink {
     Stdout,
@@ -32,7 +33,7 @@ pub(super) enum Sink {
     Descriptor(Arc<OwnedFd>),
 }
 
-/// One way into a queue.
+/// Handle of a queue, with a sink.
 #[derive(Clone)]
 pub(crate) struct Output {
     sink: Sink,
@@ -55,13 +56,13 @@ struct Shared {
 #[derive(Default)]
 struct Queue {
     items: VecDeque<Item>,
-    /// Of all items.
+    /// Size of all items.
     bytes: usize,
-    /// Lines that were dropped since one was written.
+    /// Number of lines dropped since the last write.
     dropped: u64,
-    /// The thread has an item that is not in `items` any more.
-    writes: bool,
-    started: bool,
+    /// True while the thread writes an item that it has removed from `items`.
+    is_writing: bool,
+    is_started: bool,
 }
 
 struct Item {
@@ -88,8 +89,8 @@ impl Output {
         Self { sink, shared: Arc::default() }
     }
 
-    /// Another way into the same queue, which leads elsewhere.
-    pub(super) fn beside(&self, sink: Sink) -> Self {
+    /// Returns a handle of the same queue with another sink.
+    pub(super) fn with_sink(&self, sink: Sink) -> Self {
         Self { sink, shared: Arc::clone(&self.shared) }
     }
 
@@ -97,7 +98,7 @@ impl Output {
         self.shared.bars.get_or_init(|| MultiProgress::with_draw_target(ProgressDrawTarget::stderr()))
     }
 
-    /// Queues bytes that are written together.
+    /// Queues bytes, which are written together.
     pub(crate) fn push(&self, keep: Keep, bytes: Vec<u8>) {
         self.shared.push(Item { keep, content: Content::Text(self.sink.clone(), bytes) });
     }
@@ -106,30 +107,30 @@ impl Output {
         self.shared.push(Item { keep, content: Content::Draw(draw) });
     }
 
-    /// Starts the thread, unless it runs. If it cannot be started, nothing is written.
+    /// Starts the thread, unless it is running. If it cannot be started, nothing is written.
     pub(crate) fn start(&self) {
         let mut queue = self.shared.queue();
-        if !queue.started {
+        if !queue.is_started {
             let shared = Arc::clone(&self.shared);
             let thread = thread::Builder::new().name("output".into()).spawn(move || shared.write());
-            queue.started = thread.is_ok();
+            queue.is_started = thread.is_ok();
         }
     }
 
-    /// Waits until no more than this waits to be written; whether that came before the deadline.
-    pub(super) fn wait_room(&self, bytes_max: usize, deadline: Instant) -> bool {
+    /// Waits until at most `bytes_max` are queued. Returns false if the deadline has passed.
+    pub(super) fn wait_space(&self, bytes_max: usize, deadline: Instant) -> bool {
         self.shared.wait(deadline, |queue| queue.bytes <= bytes_max)
     }
 
-    /// Waits until all is written; whether that came before the deadline.
+    /// Waits until everything is written. Returns false if the deadline has passed.
     pub(crate) fn wait_written(&self, deadline: Instant) -> bool {
-        self.shared.wait(deadline, |queue| queue.items.is_empty() && !queue.writes)
+        self.shared.wait(deadline, |queue| queue.items.is_empty() && !queue.is_writing)
     }
 }
 
 impl Shared {
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queue)
     }
 
     fn push(&self, item: Item) {
@@ -165,7 +166,7 @@ impl Shared {
         true
     }
 
-    /// Writes what comes, for ever.
+    /// Writes items for ever.
     fn write(&self) {
         loop {
             let mut queue = self.queue();
@@ -176,7 +177,7 @@ impl Shared {
                 queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
             };
             queue.bytes -= item.content.len();
-            queue.writes = true;
+            queue.is_writing = true;
             let dropped = std::mem::take(&mut queue.dropped);
             drop(queue);
             self.changed.notify_all();
@@ -186,16 +187,16 @@ impl Shared {
             }
             if dropped > 0 {
                 super::notice(&format!(
-                    "{dropped} lines of output were dropped, since they were not read in time"
+                    "{dropped} lines of output were dropped, as they were not read in time"
                 ));
             }
-            self.queue().writes = false;
+            self.queue().is_writing = false;
             self.changed.notify_all();
         }
     }
 
     fn text(&self, sink: &Sink, bytes: &[u8]) {
-        // There is no place to report a failure to. The next line is tried all the same: a disk may have room again.
+        // A failure cannot be reported. The next line is written anyway: a full disk may have space again.
         let _ = match self.bars.get() {
             Some(bars) => bars.suspend(|| sink.write_all(bytes)),
             None => sink.write_all(bytes),
@@ -213,7 +214,7 @@ impl Sink {
     }
 }
 
-/// Writes all, also to a descriptor that others have made non-blocking.
+/// Writes everything, also to a descriptor that another process has made non-blocking.
 fn write_all(fd: BorrowedFd<'_>, mut bytes: &[u8]) -> Result<(), Errno> {
     while !bytes.is_empty() {
         match rustix::io::write(fd, bytes) {
@@ -245,16 +246,16 @@ mod tests {
 
     fn read(mut reader: std::io::PipeReader, output: &Output) -> String {
         assert!(output.wait_written(Instant::now() + WITHIN));
-        let (mut text, mut piece) = (String::new(), [0; 1 << 16]);
+        let (mut text, mut buffer) = (String::new(), [0; 1 << 16]);
         while !text.ends_with("end\n") {
-            let count = reader.read(&mut piece).unwrap();
-            text.push_str(std::str::from_utf8(&piece[..count]).unwrap());
+            let count = reader.read(&mut buffer).unwrap();
+            text.push_str(std::str::from_utf8(&buffer[..count]).unwrap());
         }
         text
     }
 
     #[test]
-    fn the_latest_progress_replaces_what_waits_and_phases_stay() {
+    fn progress_replaces_queued_progress_and_phases_stay() {
         let (reader, output) = pipe();
         for (keep, text) in [
             (Keep::Always, "phase 1\n"),
@@ -271,29 +272,29 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_read_is_bounded_and_phases_are_not_lost() {
+    fn unread_output_is_bounded_and_results_are_not_lost() {
         let (reader, output) = pipe();
         let notice = vec![b'n'; 1000];
         for _ in 0..10_000 {
             output.push(Keep::Limited, notice.clone());
         }
         output.push(Keep::Always, b"end\n".to_vec());
-        let waits = output.shared.queue().bytes;
+        let queued = output.shared.queue().bytes;
         let dropped = output.shared.queue().dropped;
-        assert!(waits <= LIMITED_BYTES_MAX + 4, "{waits}");
+        assert!(queued <= LIMITED_BYTES_MAX + 4, "{queued}");
         assert_eq!(dropped as usize, 10_000 - LIMITED_BYTES_MAX / 1000);
         output.start();
-        // A pipe holds 64 KiB: the rest waits for its reader.
+        // A pipe holds 64 KiB, so the rest waits for its reader.
         assert!(!output.wait_written(Instant::now() + Duration::from_millis(1)));
         let reads = thread::spawn({
             let output = output.clone();
             move || {
                 let mut all = Vec::new();
                 let mut reader = reader;
-                let mut piece = [0; 1 << 16];
+                let mut buffer = [0; 1 << 16];
                 while !all.ends_with(b"end\n") {
-                    let count = reader.read(&mut piece).unwrap();
-                    all.extend_from_slice(&piece[..count]);
+                    let count = reader.read(&mut buffer).unwrap();
+                    all.extend_from_slice(&buffer[..count]);
                 }
                 drop(output);
                 all.len()
@@ -304,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_pipe_takes_all_and_says_nothing() {
+    fn writing_to_a_closed_pipe_ends() {
         let (reader, output) = pipe();
         drop(reader);
         output.push(Keep::Always, b"lost\n".to_vec());

@@ -1,4 +1,4 @@
-//! `migration_version` attributes: files that are read and written in one call each, as sysfs has them.
+//! `migration_version` attributes: files that are read and written in one call each, as in sysfs.
 //!
 //! ```text
 //! …/mdev_supported_types/i915-GVTg_V5_4/migration_version      the directory's name is the device's type
@@ -13,7 +13,7 @@ use rustix::fs::OFlags;
 use towline_compat::facts::{Attribute, Subject};
 use towline_compat::{Facts, limits};
 
-/// The type, which is the name of the directory that the attribute is really in, and the string or the errno.
+/// Reads the type, which is the name of the attribute's real directory, and the version or the errno.
 pub(super) fn read(path: &Path) -> io::Result<Facts> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let directory = fs::canonicalize(directory)?;
@@ -26,7 +26,7 @@ pub(super) fn read(path: &Path) -> io::Result<Facts> {
     Ok(Subject::Attribute(attribute).into())
 }
 
-/// In one call, as far as a page goes; one byte more, so that too many are seen to be.
+/// Reads in one call, up to a page plus one byte, so that an excess is noticed.
 fn version(path: &Path) -> io::Result<String> {
     let mut bytes = vec![0; limits::MIGRATION_VERSION_BYTES_MAX + 1];
     let length = options().read(true).open(path)?.read(&mut bytes)?;
@@ -34,7 +34,7 @@ fn version(path: &Path) -> io::Result<String> {
     String::from_utf8(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EILSEQ))
 }
 
-/// Writes the source's string as it was read. The errno is the device's answer.
+/// Writes the source's version unchanged. The errno is the device's reply.
 pub(super) fn write(path: &Path, version: &str) -> Result<(), i32> {
     let written = options().write(true).open(path).and_then(|mut file| file.write(version.as_bytes()));
     match written {
@@ -44,7 +44,7 @@ pub(super) fn write(path: &Path, version: &str) -> Result<(), i32> {
     }
 }
 
-/// Nothing is made or emptied, and a FIFO without another end is not waited for.
+/// Creates and truncates nothing, and does not wait for the other end of a FIFO.
 fn options() -> fs::OpenOptions {
     let mut options = File::options();
     options.custom_flags(OFlags::NONBLOCK.bits().cast_signed());
@@ -63,49 +63,49 @@ mod tests {
 
     use towline_compat::{ConfiguredBy, Verdict};
 
-    use super::super::{End, check};
+    use super::super::{CheckEnd, check};
     use super::*;
 
-    /// An attribute of a device of this type, for `with` to make.
-    fn attribute(directory: &Path, host: &str, kind: &str, with: impl FnOnce(&Path)) -> End {
+    /// An attribute of a device of this type, which `with` creates.
+    fn attribute(directory: &Path, host: &str, kind: &str, with: impl FnOnce(&Path)) -> CheckEnd {
         let path: PathBuf = directory.join(host).join(kind).join("migration_version");
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         with(&path);
-        End::Attribute(path)
+        CheckEnd::Attribute(path)
     }
 
     fn holding(text: &'static str) -> impl FnOnce(&Path) {
         move |path| fs::write(path, text).unwrap()
     }
 
-    fn verdict(source: &End, destination: &End) -> (Verdict, String) {
+    fn verdict(source: &CheckEnd, destination: &CheckEnd) -> (Verdict, String) {
         let report = check(source, destination, crate::check::Intent::default()).unwrap();
         let texts: Vec<_> = report.findings().iter().map(ToString::to_string).collect();
         (report.verdict(ConfiguredBy::Towline), texts.join("; "))
     }
 
     #[test]
-    fn the_sources_string_is_written_to_the_destination() {
+    fn version_of_the_source_is_written_to_the_destination() {
         let directory = tempfile::tempdir().unwrap();
         let source = attribute(directory.path(), "a", "net-1", holding("v2 mq=4\n"));
         let destination = attribute(directory.path(), "b", "net-1", holding("v3 mq=4\n"));
         assert_eq!(verdict(&source, &destination), (Verdict::Yes, String::new()));
-        let End::Attribute(path) = &destination else { panic!("made so") };
+        let CheckEnd::Attribute(path) = &destination else { panic!("made so") };
         assert_eq!(fs::read_to_string(path).unwrap(), "v2 mq=4\n");
     }
 
     #[test]
-    fn a_device_that_listens_gets_the_string_and_one_that_does_not_is_an_errno() {
+    fn attribute_without_a_reader_is_an_errno() {
         let directory = tempfile::tempdir().unwrap();
         let source = attribute(directory.path(), "a", "net-1", holding("v2"));
         let fifo = attribute(directory.path(), "b", "net-1", |path| {
             assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
         });
-        let End::Attribute(path) = &fifo else { panic!("made so") };
+        let CheckEnd::Attribute(path) = &fifo else { panic!("made so") };
         let (found, text) = verdict(&source, &fifo);
         assert_eq!(found, Verdict::No);
         assert!(text.contains("No such device or address (os error 6)"), "{text}");
-        // The device opens its end first; a write into a FIFO that is open does not wait.
+        // The device opens its end first; a write to a FIFO that is open does not wait.
         let mut device = options().read(true).open(path).unwrap();
         assert_eq!(verdict(&source, &fifo).0, Verdict::Yes);
         let mut got = [0; 8];
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn the_devices_errno_is_told() {
+    fn errno_of_the_device_is_reported() {
         let directory = tempfile::tempdir().unwrap();
         let source = attribute(directory.path(), "a", "net-1", holding("v2"));
         let full = attribute(directory.path(), "b", "net-1", |path| symlink("/dev/full", path).unwrap());
@@ -129,17 +129,17 @@ mod tests {
     }
 
     #[test]
-    fn types_are_compared_before_anything_is_written() {
+    fn types_are_compared_before_the_version_is_written() {
         let directory = tempfile::tempdir().unwrap();
         let source = attribute(directory.path(), "a", "net-1", holding("v2"));
         let other = attribute(directory.path(), "b", "vsock-1", holding("v1"));
         assert_eq!(verdict(&source, &other).0, Verdict::No);
-        let End::Attribute(path) = &other else { panic!("made so") };
+        let CheckEnd::Attribute(path) = &other else { panic!("made so") };
         assert_eq!(fs::read_to_string(path).unwrap(), "v1", "nothing was written");
-        // As sysfs has it: a device's mdev_type is a link to the type's directory.
+        // As in sysfs, where a device's mdev_type is a link to the type's directory.
         let link = directory.path().join("mdev_type");
         symlink(directory.path().join("a/net-1"), &link).unwrap();
         let there = attribute(directory.path(), "c", "net-1", holding("v2"));
-        assert_eq!(verdict(&End::Attribute(link.join("migration_version")), &there).0, Verdict::Yes);
+        assert_eq!(verdict(&CheckEnd::Attribute(link.join("migration_version")), &there).0, Verdict::Yes);
     }
 }

@@ -1,4 +1,4 @@
-//! Devices of ours, asked over their control sockets.
+//! Devices of ours, queried over their control sockets.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use towline_qmp::{self as qmp, Client};
 
 use super::error::Error;
 
-/// What it is, and its version.
+/// Facts of the device, with its version.
 pub(super) fn facts(path: &Path) -> Result<Facts, Error> {
     let fault = |source: qmp::Error| Error::Control { path: path.to_owned(), source: source.into() };
     let mut client = Client::connect(path, &qmp::Options::default()).map_err(fault)?;
@@ -18,7 +18,7 @@ pub(super) fn facts(path: &Path) -> Result<Facts, Error> {
         .map_err(|source| Error::Recorded { from, source: source.into() })
 }
 
-/// Gives it the source's version.
+/// Passes the source's version to the device; the error is its reply.
 pub(super) fn accepts(path: &Path, device_type: &str, version: &str) -> Result<(), String> {
     let arguments = [("type", device_type), ("version", version)];
     let arguments: Map<String, Value> =

@@ -1,4 +1,4 @@
-//! Why an end cannot be asked.
+//! Errors of gathering facts.
 
 use std::path::PathBuf;
 
@@ -7,19 +7,19 @@ use towline_qmp as qmp;
 use super::recorded::Error as RecordedError;
 use crate::qemu;
 
-/// Why an end's facts are not known.
+/// Error of gathering an end's facts.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A QEMU did not answer.
+    /// A QEMU could not be queried.
     #[error(transparent)]
     Qemu(#[from] qemu::Error),
-    /// A control socket did not answer, or not as one of a device.
+    /// A control socket could not be queried, or is not that of a device.
     #[error("ctl:{}: {source}", path.display())]
     Control {
         /// The socket.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: Box<qmp::Error>,
     },
     /// An image cannot be read.
@@ -28,17 +28,17 @@ pub enum Error {
     /// Recorded facts cannot be read.
     #[error("{from}: {source}")]
     Recorded {
-        /// Where they should have come from.
+        /// Where they were read from.
         from: String,
-        /// Why.
+        /// The reason.
         source: RecordedError,
     },
-    /// An attribute's type cannot be told.
+    /// The type of an attribute cannot be determined.
     #[error("{}: {source}", path.display())]
     Attribute {
         /// The attribute.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: std::io::Error,
     },
 }

@@ -1,4 +1,4 @@
-//! Facts that were written down.
+//! Recorded facts.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -7,17 +7,17 @@ use std::process::{Child, Command, Stdio};
 
 use towline_compat::{Facts, limits};
 
-/// Why recorded facts cannot be read.
+/// Error of recorded facts.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// They cannot be had.
+    /// They cannot be read.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// They are none.
+    /// They cannot be parsed.
     #[error(transparent)]
     Facts(#[from] towline_compat::Error),
-    /// The command that was to print them failed.
+    /// The command failed.
     #[error("the command ended with {0}; its own output says why")]
     Command(std::process::ExitStatus),
 }
@@ -26,14 +26,14 @@ pub(super) fn of_file(path: &Path) -> Result<Facts, Error> {
     Ok(Facts::parse(&bounded(File::open(path)?)?)?)
 }
 
-/// Runs `sh -c COMMAND` and reads what it prints.
+/// Runs `sh -c COMMAND` and reads its output.
 pub(super) fn of_command(command: &str) -> Result<Facts, Error> {
     let mut child =
         Command::new("/bin/sh").args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
     let read = child.stdout.take().map_or_else(|| Ok(Vec::new()), bounded);
     let ended = end(&mut child, &read)?;
     match read {
-        // Ended because nobody read on.
+        // It was ended because it printed too much.
         Ok(bytes) if bytes.len() > limits::FACTS_BYTES_MAX => Ok(Facts::parse(&bytes)?),
         Ok(_) if !ended.success() => Err(Error::Command(ended)),
         Ok(bytes) => Ok(Facts::parse(&bytes)?),
@@ -41,7 +41,7 @@ pub(super) fn of_command(command: &str) -> Result<Facts, Error> {
     }
 }
 
-/// One that printed too much, or more than is read, may print for ever.
+/// A command that printed too much may print for ever.
 fn end(child: &mut Child, read: &io::Result<Vec<u8>>) -> io::Result<std::process::ExitStatus> {
     let too_much = read.as_ref().map_or(true, |bytes| bytes.len() > limits::FACTS_BYTES_MAX);
     if too_much {
@@ -50,7 +50,7 @@ fn end(child: &mut Child, read: &io::Result<Vec<u8>>) -> io::Result<std::process
     child.wait()
 }
 
-/// One byte more than is taken, so that too many are seen to be.
+/// Reads one byte more than the limit, so that an excess is noticed.
 fn bounded(from: impl Read) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     from.take(limits::FACTS_BYTES_MAX as u64 + 1).read_to_end(&mut bytes)?;
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_from_the_file_and_from_a_command() {
+    fn facts_are_read_from_a_file_and_from_a_command() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("facts.json");
         let facts: Facts = Subject::Image(Image { machine: "m".into(), ..Image::default() }).into();
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_fails_or_never_ends_is_an_error() {
+    fn command_that_fails_or_never_ends_is_an_error() {
         assert!(matches!(of_command("exit 3"), Err(Error::Command(_))));
         assert!(matches!(of_command("yes"), Err(Error::Facts(towline_compat::Error::TooLong { .. }))));
         assert!(matches!(of_command("echo no facts"), Err(Error::Facts(_))));

@@ -1,4 +1,4 @@
-//! The lines of a journal.
+//! Lines of a journal.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,49 +13,49 @@ use towline_qmp::commands::Capability;
 
 use crate::process::{Process, own_process, start_time};
 
-/// The version of the lines.
+/// Version of the lines.
 pub(super) const VERSION: u32 = 1;
-/// How the name of every journal ends.
+/// Suffix of every journal's name.
 const SUFFIX: &str = ".journal";
 
-/// A setting before and after a change.
+/// A changed setting.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Changed<T> {
-    /// Before; `None`: QEMU did not show it.
+pub struct ChangedValue<T> {
+    /// Value before; `None` if QEMU did not report it.
     pub before: Option<T>,
-    /// What it was set to.
+    /// Value that was set.
     pub set: T,
 }
 
-/// One change, and what undoes it.
+/// A change, with what undoes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 #[non_exhaustive]
-pub enum Record {
+pub enum UndoRecord {
     /// Migration capabilities and parameters.
     Settings {
         /// By name.
-        capabilities: BTreeMap<Capability, Changed<bool>>,
+        capabilities: BTreeMap<Capability, ChangedValue<bool>>,
         /// By QEMU's names.
-        parameters: BTreeMap<String, Changed<Value>>,
+        parameters: BTreeMap<String, ChangedValue<Value>>,
     },
     /// A device that was unplugged.
     Device {
         /// Its QOM path.
         path: String,
-        /// The arguments of the `device_add` that plugs it again.
+        /// Arguments of the `device_add` that undoes it.
         add: Map<String, Value>,
     },
-    /// A migration that was begun.
+    /// A migration that was started.
     Migration {
         /// Its URI.
         to: String,
-        /// When, in milliseconds since 1970.
+        /// Start time, in milliseconds since 1970.
         begun_ms: u64,
     },
     /// A temporary directory.
     Directory {
-        /// Where.
+        /// Its path.
         path: PathBuf,
         /// Its device.
         device: u64,
@@ -64,14 +64,14 @@ pub enum Record {
     },
 }
 
-impl Record {
-    /// A migration that is begun now.
+impl UndoRecord {
+    /// A migration that starts now.
     #[must_use]
     pub fn migration(to: impl Into<String>) -> Self {
         Self::Migration { to: to.into(), begun_ms: now_ms() }
     }
 
-    /// A directory that is there.
+    /// An existing directory.
     ///
     /// # Errors
     /// The system's.
@@ -80,7 +80,7 @@ impl Record {
         Ok(Self::Directory { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino() })
     }
 
-    /// Removes a directory, if it is the recorded one; no other record is of files that may be removed. What was done, if anything.
+    /// Removes the directory if it is the recorded one; other records have no files. Returns what was done.
     pub(crate) fn remove_files(&self) -> Option<io::Result<String>> {
         let Self::Directory { path, device, inode } = self else { return None };
         let is_it = fs::symlink_metadata(path)
@@ -90,7 +90,7 @@ impl Record {
     }
 }
 
-/// Who writes a journal, and of which QEMU.
+/// Owner of a journal, and its QEMU.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Header {
@@ -98,13 +98,13 @@ pub(super) struct Header {
     /// The owner.
     pub(super) pid: i32,
     start_time: u64,
-    /// In which its ids are; `None` where it cannot be read.
+    /// Namespace of the process ids; `None` if it cannot be read.
     pid_namespace: Option<PathBuf>,
     /// The monitor's socket.
     socket: PathBuf,
     device: u64,
     inode: u64,
-    /// When the socket was made, in nanoseconds since 1970.
+    /// Creation time of the socket, in nanoseconds since 1970.
     created: Option<u64>,
 }
 
@@ -126,7 +126,7 @@ impl Header {
         })
     }
 
-    /// The journal's name, which [`process_of`] understands.
+    /// Name of the journal, which [`process_of`] parses.
     pub(super) fn name(&self, process: &Process) -> String {
         match process {
             Process::Known { pid, start_time, .. } => name_of(*pid, *start_time),
@@ -134,13 +134,13 @@ impl Header {
         }
     }
 
-    /// Whether a journal of our name is of our QEMU. An inode may be another socket's by now.
+    /// Returns true if a journal of our name is of our QEMU. Its inode may have been reused for another socket.
     pub(super) fn is_same_qemu(&self, found: &Self, process: &Process) -> bool {
         let key = |header: &Self| (header.socket.clone(), header.device, header.inode, header.created);
         process.is_known() || key(self) == key(found)
     }
 
-    /// Whether its owner runs. A lock says the same, but is dropped a moment before the process has exited.
+    /// Returns true if its owner runs. The lock is released a moment before the process has exited.
     pub(super) fn owner_lives(&self) -> bool {
         let is_other = own_process() != (self.pid, self.start_time);
         is_other && self.is_of_our_namespace() && start_time(self.pid).is_ok_and(|now| now == self.start_time)
@@ -162,36 +162,36 @@ pub(crate) fn pid_namespace() -> Option<PathBuf> {
     fs::read_link("/proc/self/ns/pid").ok()
 }
 
-/// The name of the journal of a QEMU whose process is known.
+/// Name of the journal of a QEMU whose process is known.
 pub(super) fn name_of(pid: i32, start_time: u64) -> String {
     format!("qemu-{pid}-{start_time}{SUFFIX}")
 }
 
-/// The id and start time of the process that a journal of this name is of.
+/// Id and start time of the process in a journal's name.
 pub(super) fn process_of(name: &str) -> Option<(i32, u64)> {
     let (pid, started) = name.strip_suffix(SUFFIX)?.strip_prefix("qemu-")?.split_once('-')?;
     Some((pid.parse().ok()?, started.parse().ok()?))
 }
 
-/// One line.
+/// A line.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Line {
     Begun(Header),
-    Record { id: u64, record: Record },
+    Record { id: u64, record: UndoRecord },
     Done { id: u64 },
 }
 
-/// What a journal holds.
+/// Contents of a journal.
 #[derive(Debug, Default)]
 pub(super) struct Contents {
     /// The last owner.
     pub(super) owner: Option<Header>,
-    /// Those that are not done, by their ids.
-    pub(super) records: BTreeMap<u64, Record>,
+    /// Records that are not done, by id.
+    pub(super) records: BTreeMap<u64, UndoRecord>,
 }
 
-/// A line that is not understood.
+/// A line that cannot be parsed.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct BadLine {
     /// Counted from 1.
@@ -199,7 +199,7 @@ pub(super) struct BadLine {
     pub(super) reason: String,
 }
 
-/// Reads the lines. One that was cut off is of a change that was not made.
+/// Parses the lines. A truncated line belongs to a change that was not made.
 pub(super) fn parse(text: &str) -> Result<Contents, BadLine> {
     let mut contents = Contents::default();
     for (index, line) in text.lines().enumerate() {

@@ -11,12 +11,12 @@ use super::*;
 use crate::process::own_process;
 
 /// A runtime directory, and a socket's path in it.
-struct Place {
+struct TestDirectory {
     base: TempDir,
     socket: PathBuf,
 }
 
-impl Place {
+impl TestDirectory {
     fn new() -> Self {
         let base = tempfile::tempdir().unwrap();
         let socket = base.path().join("qmp");
@@ -24,8 +24,8 @@ impl Place {
         Self { base, socket }
     }
 
-    fn directory(&self) -> Directory {
-        Directory::below(self.base.path()).unwrap()
+    fn directory(&self) -> RuntimeDirectory {
+        RuntimeDirectory::below(self.base.path()).unwrap()
     }
 
     fn open(&self, process: &Arc<Process>) -> Result<(Journal, Option<i32>), Error> {
@@ -64,19 +64,19 @@ fn unknown() -> Arc<Process> {
     Arc::new(Process::Unknown { reason: "a test".into() })
 }
 
-fn record() -> Record {
-    let parameters = [("max-bandwidth".to_owned(), Changed { before: Some(json!(1)), set: json!(2) })];
-    Record::Settings { capabilities: BTreeMap::new(), parameters: parameters.into() }
+fn record() -> UndoRecord {
+    let parameters = [("max-bandwidth".to_owned(), ChangedValue { before: Some(json!(1)), set: json!(2) })];
+    UndoRecord::Settings { capabilities: BTreeMap::new(), parameters: parameters.into() }
 }
 
 #[test]
 fn records_stay_until_they_are_done() {
     for process in [running(), unknown()] {
-        let place = Place::new();
+        let place = TestDirectory::new();
         let (journal, owner) = place.open(&process).unwrap();
         assert_eq!(owner, None);
         let first = journal.write(&record()).unwrap();
-        let second = journal.write(&Record::Migration { to: "unix:a".into(), begun_ms: 1 }).unwrap();
+        let second = journal.write(&UndoRecord::Migration { to: "unix:a".into(), begun_ms: 1 }).unwrap();
         first.done();
         drop((first, second, journal));
         // As after a kill, which drops the lock as well.
@@ -84,7 +84,7 @@ fn records_stay_until_they_are_done() {
         assert_eq!(owner, Some(getpid().as_raw_pid()));
         let records = journal.records();
         assert_eq!(records.len(), 1);
-        assert_eq!(records[0].1, Record::Migration { to: "unix:a".into(), begun_ms: 1 });
+        assert_eq!(records[0].1, UndoRecord::Migration { to: "unix:a".into(), begun_ms: 1 });
         let third = journal.write(&record()).unwrap();
         assert_eq!(journal.records()[0].1, record(), "the newest first");
         third.done();
@@ -95,8 +95,8 @@ fn records_stay_until_they_are_done() {
 }
 
 #[test]
-fn owner_that_lives_is_named() {
-    let place = Place::new();
+fn running_owner_of_a_journal_is_named() {
+    let place = TestDirectory::new();
     let (_journal, _) = place.open(&running()).unwrap();
     let error = place.open(&running()).unwrap_err();
     let expected = format!(
@@ -107,10 +107,10 @@ fn owner_that_lives_is_named() {
     assert_eq!(error.to_string(), expected);
 }
 
-/// A lock can be missing, as between two hosts; the process of the owner says the same.
+/// A lock can be missing, as between two hosts; the owner's process is evidence as well.
 #[test]
 fn owner_without_lock_is_refused_while_its_process_runs() {
-    let place = Place::new();
+    let place = TestDirectory::new();
     let (journal, _) = place.open(&running()).unwrap();
     let _ = journal.write(&record()).unwrap();
     drop(journal);
@@ -134,11 +134,11 @@ fn owner_without_lock_is_refused_while_its_process_runs() {
 }
 
 #[test]
-fn line_that_was_cut_off_is_of_no_change() {
-    let place = Place::new();
+fn truncated_last_line_is_ignored() {
+    let place = TestDirectory::new();
     let (journal, _) = place.open(&running()).unwrap();
     let _ = journal.write(&record()).unwrap();
-    let _ = journal.write(&Record::Migration { to: "unix:ä".into(), begun_ms: 1 }).unwrap();
+    let _ = journal.write(&UndoRecord::Migration { to: "unix:ä".into(), begun_ms: 1 }).unwrap();
     drop(journal);
     let path = place.only_file();
     let text = fs::read_to_string(&path).unwrap();
@@ -158,7 +158,7 @@ fn line_that_was_cut_off_is_of_no_change() {
 
 #[test]
 fn another_version_is_refused_and_kept() {
-    let place = Place::new();
+    let place = TestDirectory::new();
     let (journal, _) = place.open(&running()).unwrap();
     let _ = journal.write(&record()).unwrap();
     drop(journal);
@@ -170,10 +170,10 @@ fn another_version_is_refused_and_kept() {
     assert_eq!(fs::read_to_string(&path).unwrap(), text);
 }
 
-/// Another QEMU's socket may get the inode of one that is gone.
+/// A socket of another QEMU may get the inode of a removed one.
 #[test]
 fn journal_of_another_socket_with_this_inode_is_not_used() {
-    let place = Place::new();
+    let place = TestDirectory::new();
     let (journal, _) = place.open(&unknown()).unwrap();
     let _ = journal.write(&record()).unwrap();
     drop(journal);
@@ -185,8 +185,8 @@ fn journal_of_another_socket_with_this_inode_is_not_used() {
 }
 
 #[test]
-fn journals_of_exited_qemus_are_swept_with_their_directories() {
-    let place = Place::new();
+fn journals_of_exited_qemus_are_removed_with_their_directories() {
+    let place = TestDirectory::new();
     let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
     let pid = i32::try_from(child.id()).unwrap();
     let pidfd = pidfd_open(rustix::process::Pid::from_child(&child), PidfdFlags::empty()).unwrap();
@@ -195,7 +195,7 @@ fn journals_of_exited_qemus_are_swept_with_their_directories() {
     fs::create_dir(&left).unwrap();
     fs::write(left.join("source.sock"), "").unwrap();
     let (journal, _) = place.open(&process).unwrap();
-    let _ = journal.write(&Record::directory(&left).unwrap()).unwrap();
+    let _ = journal.write(&UndoRecord::directory(&left).unwrap()).unwrap();
     drop(journal);
     sweep(&place.directory());
     assert!(left.exists() && place.names().len() == 1, "it runs");
@@ -206,42 +206,42 @@ fn journals_of_exited_qemus_are_swept_with_their_directories() {
     assert!(!left.exists());
 }
 
-/// What has come to the place of a recorded directory is not ours to remove.
+/// A file that replaced a recorded directory must not be removed.
 #[test]
 fn only_the_recorded_directory_is_removed() {
-    let place = Place::new();
+    let place = TestDirectory::new();
     let (recorded, other) = (place.base.path().join("recorded"), place.base.path().join("other"));
     fs::create_dir(&recorded).unwrap();
     fs::create_dir(&other).unwrap();
-    let record = Record::directory(&recorded).unwrap();
+    let record = UndoRecord::directory(&recorded).unwrap();
     fs::remove_dir(&recorded).unwrap();
     symlink(&other, &recorded).unwrap();
     assert!(record.remove_files().unwrap().is_ok());
     assert!(recorded.is_symlink() && other.exists());
     assert!(record_of(&other).remove_files().unwrap().is_ok());
     assert!(!other.exists());
-    assert!(Record::migration("").remove_files().is_none());
+    assert!(UndoRecord::migration("").remove_files().is_none());
 }
 
-fn record_of(path: &Path) -> Record {
-    Record::directory(path).unwrap()
+fn record_of(path: &Path) -> UndoRecord {
+    UndoRecord::directory(path).unwrap()
 }
 
 fn reason(base: &Path) -> String {
-    match Directory::below(base).unwrap_err() {
-        DirectoryError::Unsafe { reason, .. } => reason,
+    match RuntimeDirectory::below(base).unwrap_err() {
+        RuntimeDirectoryError::Unsafe { reason, .. } => reason,
         other => panic!("{other}"),
     }
 }
 
 #[test]
-fn directories_are_made_and_are_ours() {
+fn missing_directories_are_created_privately() {
     let base = tempfile::tempdir().unwrap();
-    let directory = Directory::below(base.path()).unwrap();
+    let directory = RuntimeDirectory::below(base.path()).unwrap();
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
     assert_eq!(directory.path(), base.path().join("towline/journal"));
     assert_eq!((mode(directory.path()), mode(&base.path().join("towline"))), (0o700, 0o755));
-    Directory::below(base.path()).unwrap();
+    RuntimeDirectory::below(base.path()).unwrap();
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn symbolic_links_are_refused() {
     symlink(elsewhere.path(), base.path().join("towline/journal")).unwrap();
     assert_eq!(reason(base.path()), "it is a symbolic link or no directory");
     assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 0);
-    // The runtime directory itself is none either.
+    // The runtime directory itself must not be a symbolic link either.
     let link = elsewhere.path().join("run");
     symlink(base.path(), &link).unwrap();
     assert_eq!(reason(&link), "it is a symbolic link or no directory");
@@ -263,7 +263,7 @@ fn symbolic_links_are_refused() {
 #[test]
 fn directories_that_others_can_write_are_refused() {
     let base = tempfile::tempdir().unwrap();
-    Directory::below(base.path()).unwrap();
+    RuntimeDirectory::below(base.path()).unwrap();
     for (path, mode, expected) in [
         ("towline/journal", 0o750, "its mode is 0750, expected 0700"),
         ("towline/journal", 0o707, "its mode is 0707, expected 0700"),
@@ -276,21 +276,20 @@ fn directories_that_others_can_write_are_refused() {
         assert_eq!(reason(base.path()), expected);
         fs::set_permissions(&path, before).unwrap();
     }
-    Directory::below(base.path()).unwrap();
+    RuntimeDirectory::below(base.path()).unwrap();
 }
 
 #[test]
 fn directories_of_others_are_refused() {
     let own = geteuid();
     let base = tempfile::tempdir().unwrap();
-    let (path, owner) = match own.is_root() {
-        true => {
-            fs::create_dir_all(base.path().join("towline")).unwrap();
-            chown(base.path().join("towline"), Some(12345), None).unwrap();
-            (base.path(), 12345)
-        }
+    let (path, owner) = if own.is_root() {
+        fs::create_dir_all(base.path().join("towline")).unwrap();
+        chown(base.path().join("towline"), Some(12345), None).unwrap();
+        (base.path(), 12345)
+    } else {
         // Root's.
-        false => (Path::new("/"), 0),
+        (Path::new("/"), 0)
     };
     assert_eq!(reason(path), format!("its owner is user {owner}, expected {}", own.as_raw()));
 }

@@ -1,4 +1,4 @@
-//! What a record holds, and how its file reads.
+//! Contents and file format of a record.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -12,15 +12,15 @@ use towline_protocol::session::MoveId;
 use crate::journal::{now_ms, pid_namespace};
 use crate::process::own_process;
 use crate::process::{Process, start_time};
-use crate::switchover::{Decision, GuestRun, RunRequest, SourceAfter};
+use crate::switchover::{Decision, GuestRunState, RunRequest, SourceAction};
 
-/// The version of the file.
+/// Version of the format.
 pub(super) const VERSION: u32 = 1;
-/// How the name of every record begins and ends.
+/// Prefix and suffix of every record's name.
 const PREFIX: &str = "move-";
 const SUFFIX: &str = ".json";
 
-/// Names a move, at both of its ends: 32 hexadecimal digits.
+/// Id of a move at both of its ends: 32 hexadecimal digits.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Id(String);
@@ -36,7 +36,7 @@ impl Id {
         &self.0
     }
 
-    /// Whether these are its first digits.
+    /// Returns true if these are its first digits.
     #[must_use]
     pub fn begins_with(&self, digits: &str) -> bool {
         self.0.starts_with(&digits.to_ascii_lowercase())
@@ -53,7 +53,7 @@ impl fmt::Display for Id {
     }
 }
 
-/// Which ends of the move the towline that recorded it drove.
+/// Ends of the move that the recording towline drove.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Role {
@@ -75,20 +75,20 @@ impl Role {
     }
 }
 
-/// An end of a move, as seen by who recorded it.
+/// An end of a move, as the recording towline sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
-pub enum End {
-    /// A QEMU whose monitor is at hand.
+pub enum MoveEnd {
+    /// A QEMU whose monitor is connected.
     Qemu {
         /// The monitor's socket.
         socket: PathBuf,
-        /// QEMU's process; `None`: it could not be identified.
+        /// QEMU's process; `None` if it could not be identified.
         pid: Option<i32>,
-        /// When that started, in clock ticks since boot.
+        /// Start time of the process, in clock ticks since boot.
         start_time: Option<u64>,
     },
-    /// Whoever is at the other end of a connection.
+    /// The peer of a connection.
     Peer {
         /// Its address, as it was connected to or from.
         address: String,
@@ -97,7 +97,7 @@ pub enum End {
     Stored,
 }
 
-impl End {
+impl MoveEnd {
     /// A QEMU by its monitor and process.
     pub(crate) fn qemu(socket: &str, process: &Process) -> Self {
         let (pid, start_time) = match process {
@@ -108,8 +108,8 @@ impl End {
         Self::Qemu { socket, pid, start_time }
     }
 
-    /// Whether it is this QEMU. One that was not identified is known by its socket.
-    pub(crate) fn is(&self, other: &Self) -> bool {
+    /// Returns true if both are the same QEMU. QEMUs that were not identified are compared by socket.
+    pub(crate) fn is_same_qemu(&self, other: &Self) -> bool {
         match (self, other) {
             (
                 Self::Qemu { pid: Some(pid), start_time, .. },
@@ -122,21 +122,21 @@ impl End {
         }
     }
 
-    /// Whether it may be this QEMU: the same socket, where not both are identified.
-    pub(super) fn may_be(&self, other: &Self) -> bool {
+    /// Returns true if both may be the same QEMU: the same socket, unless both are identified.
+    pub(super) fn may_be_same_qemu(&self, other: &Self) -> bool {
         match (self, other) {
-            (Self::Qemu { pid: Some(_), .. }, Self::Qemu { pid: Some(_), .. }) => self.is(other),
+            (Self::Qemu { pid: Some(_), .. }, Self::Qemu { pid: Some(_), .. }) => self.is_same_qemu(other),
             (Self::Qemu { socket, .. }, Self::Qemu { socket: of_other, .. }) => socket == of_other,
             _ => false,
         }
     }
 
-    /// Whether it is a QEMU that is known to have exited. Its process is one of this namespace.
+    /// Returns true if it is a QEMU that is known to have exited. Its process id must be of this namespace.
     pub(super) fn has_exited(&self) -> bool {
         let Self::Qemu { pid: Some(pid), start_time: Some(started), .. } = self else { return false };
         match start_time(*pid) {
             Ok(now) => now != *started,
-            // A `/proc` that hides processes of others says the same of one that runs.
+            // A `/proc` that hides processes of others reports the same for a running one.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 Pid::from_raw(*pid).is_some_and(|pid| {
                     pidfd_open(pid, PidfdFlags::empty()).is_err_and(|errno| errno == Errno::SRCH)
@@ -147,7 +147,7 @@ impl End {
     }
 }
 
-impl fmt::Display for End {
+impl fmt::Display for MoveEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Qemu { socket, .. } => write!(f, "qmp:{}", socket.display()),
@@ -157,19 +157,19 @@ impl fmt::Display for End {
     }
 }
 
-/// How far a move has come.
+/// Last recorded stage of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Stage {
-    /// A destination that runs the guest by itself is given the last bytes.
+    /// A destination that runs the guest by itself is sent the last bytes.
     Commit,
-    /// The destination holds the guest; its source is acknowledged, and may be done with it.
+    /// The destination holds the guest; its source is acknowledged and may complete.
     Acknowledge,
-    /// The source is done; the towline at the destination is told to run the guest.
+    /// The source is done; the towline at the destination is sent the outcome.
     Complete,
-    /// The source is done; the guest is run at its destination.
+    /// The source is done; the guest is started at its destination.
     Run,
-    /// It is over. The source keeps an older state of the guest, which is not to be run on by a later copy.
+    /// The move is over. The source keeps an older state of the guest, which a later copy must not resume.
     Left,
 }
 
@@ -183,7 +183,7 @@ impl Stage {
         }
     }
 
-    /// `None`: nothing is left to be decided.
+    /// The decision of this stage; `None` if nothing is undecided.
     pub(crate) fn decision(self) -> Option<Decision> {
         match self {
             Self::Commit => Some(Decision::Commit),
@@ -195,31 +195,31 @@ impl Stage {
     }
 }
 
-/// What is to become of the guest, and what it did before.
+/// Requested result for the guest, and its run state before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Wanted {
-    /// Whether it ran, or slept, when it was stopped at its source.
+pub struct GuestPlan {
+    /// It was running or suspended when it was stopped at its source.
     pub live: bool,
-    /// Whether it is to run at its destination.
+    /// It is to run at its destination.
     pub run: bool,
-    /// Whether its source is ended when it is there: a move.
+    /// Its source is ended when it is there: a move.
     pub quit: bool,
 }
 
-impl Wanted {
-    pub(crate) fn of(guest: GuestRun, run: RunRequest, after: SourceAfter) -> Self {
+impl GuestPlan {
+    pub(crate) fn of(guest: GuestRunState, run: RunRequest, after: SourceAction) -> Self {
         let live = guest.is_live();
         let run = match run {
             RunRequest::AsItWas => live,
             RunRequest::Run => true,
             RunRequest::Pause => false,
         };
-        Self { live, run, quit: after == SourceAfter::Quit }
+        Self { live, run, quit: after == SourceAction::Quit }
     }
 }
 
-/// A process that works on a record.
+/// The process that works on a record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Owner {
@@ -238,40 +238,60 @@ impl Owner {
 /// The record of one move.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct Record {
+pub struct MoveRecord {
     version: u32,
-    /// Names the move.
+    /// Id of the move.
     pub id: Id,
-    /// Which ends are at hand.
+    /// Ends that are driven here.
     pub role: Role,
-    /// What was decided last.
+    /// The last decision.
     pub stage: Stage,
-    /// What the towline that recorded it said at its end; `None`: it was killed.
-    pub said: Option<String>,
-    /// What is to become of the guest.
-    pub wanted: Wanted,
-    /// Where the guest comes from.
-    pub source: End,
-    /// Where it goes.
-    pub destination: End,
-    /// When it was decided that something had to be recorded, in milliseconds since 1970.
+    /// Final message of the recording towline; `None` if it was killed.
+    #[serde(alias = "said")]
+    pub message: Option<String>,
+    /// Requested result for the guest.
+    #[serde(alias = "wanted")]
+    pub guest_plan: GuestPlan,
+    /// Source of the guest.
+    pub source: MoveEnd,
+    /// Destination of the guest.
+    pub destination: MoveEnd,
+    /// Time of the first decision, in milliseconds since 1970.
     pub begun_ms: u64,
-    /// When the stage was recorded, in milliseconds since 1970.
+    /// Time of the last decision, in milliseconds since 1970.
     pub changed_ms: u64,
     pub(super) owner: Owner,
 }
 
-impl Record {
-    /// One that is begun now, by this process.
-    pub(crate) fn new(id: Id, source: End, destination: End, stage: Stage, wanted: Wanted) -> Self {
+impl MoveRecord {
+    /// A record of this process, starting now.
+    pub(crate) fn new(
+        id: Id,
+        source: MoveEnd,
+        destination: MoveEnd,
+        stage: Stage,
+        guest_plan: GuestPlan,
+    ) -> Self {
         let role = match (&source, &destination) {
-            (End::Qemu { .. }, End::Qemu { .. }) => Role::Both,
-            (End::Qemu { .. }, _) => Role::Source,
+            (MoveEnd::Qemu { .. }, MoveEnd::Qemu { .. }) => Role::Both,
+            (MoveEnd::Qemu { .. }, _) => Role::Source,
             _ => Role::Destination,
         };
         let (begun_ms, owner) = (now_ms(), Owner::this());
-        let (version, said, changed_ms) = (VERSION, None, begun_ms);
-        Self { version, id, role, stage, said, wanted, source, destination, begun_ms, changed_ms, owner }
+        let (version, message, changed_ms) = (VERSION, None, begun_ms);
+        Self {
+            version,
+            id,
+            role,
+            stage,
+            message,
+            guest_plan,
+            source,
+            destination,
+            begun_ms,
+            changed_ms,
+            owner,
+        }
     }
 
     /// Time at which the move began, in UTC, to the second (RFC 3339).
@@ -279,33 +299,33 @@ impl Record {
         humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_millis(self.begun_ms)).to_string()
     }
 
-    /// The same at a later stage, by this process.
-    pub(crate) fn at(&self, stage: Stage) -> Self {
+    /// The same record at another stage, by this process.
+    pub(crate) fn at_stage(&self, stage: Stage) -> Self {
         Self { stage, changed_ms: now_ms(), owner: Owner::this(), ..self.clone() }
     }
 
-    /// The same, with what its towline says at its end.
-    pub(crate) fn saying(&self, said: &str) -> Self {
-        Self { said: Some(said.to_owned()), ..self.at(self.stage) }
+    /// The same record with the final message of its towline.
+    pub(crate) fn with_message(&self, message: &str) -> Self {
+        Self { message: Some(message.to_owned()), ..self.at_stage(self.stage) }
     }
 
-    /// Whether process ids that it holds are those of this process's namespace.
+    /// Returns true if its process ids are of this process's namespace.
     pub(super) fn is_of_this_namespace(&self) -> bool {
         self.owner.pid_namespace.is_some() && self.owner.pid_namespace == pid_namespace()
     }
 
-    /// Whether the QEMU of this end is known to have exited.
+    /// Returns true if the QEMU of this end is known to have exited.
     #[must_use]
-    pub fn has_exited(&self, end: &End) -> bool {
+    pub fn has_exited(&self, end: &MoveEnd) -> bool {
         self.is_of_this_namespace() && end.has_exited()
     }
 
-    /// The name of its file, which [`is_name`] knows.
+    /// Name of its file, which [`is_name`] accepts.
     pub(super) fn name(&self) -> String {
         format!("{PREFIX}{}-{}{SUFFIX}", self.id, self.role.name())
     }
 
-    /// Reads one; an error says what does not fit.
+    /// Parses a record; the error describes the difference.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let found: serde_json::Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
         match &found["version"] {
@@ -320,7 +340,7 @@ impl Record {
     }
 }
 
-/// Whether a file of this name is a record.
+/// Returns true if a file of this name is a record.
 pub(super) fn is_name(name: &str) -> bool {
     name.starts_with(PREFIX) && name.ends_with(SUFFIX)
 }

@@ -1,87 +1,89 @@
-//! Finishes a move that was interrupted: looks at the QEMUs that are at hand, and does what `switchover::resume` makes of it.
+//! Finishes an interrupted move: queries the QEMUs at hand, and carries out what `switchover::resume` decides.
 //!
-//! Nothing is decided here. Every record of the move is locked first, so that no other towline works on it, and what is to be done with a
-//! guest is recorded before it is done.
+//! Every record of the move is locked first, so that no other towline works on it, and each action on a guest
+//! is recorded before it is done.
 
-mod end;
+mod recorded_qemu;
 
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::record::{End, Record, Stage};
-use super::{Error, Id, Ledger, ledger, text};
-use crate::journal::Directory;
-use crate::switchover::{Case, Choice, Decision, Doubt, End as Side, Finish, Placed, SourceView};
-use end::Opened;
+use super::record::{MoveEnd, MoveRecord, Stage};
+use super::{Error, Id, RecordFile, record_file, text};
+use crate::journal::RuntimeDirectory;
+use crate::switchover::{
+    Choice, Decision, InterruptedMove, Placement, ResumeAction, ResumeBlocker, Side, SourceStatus,
+};
+use recorded_qemu::RecordedQemu;
 
-/// How long an end that is still under way, or does not answer, is looked at.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+/// Time for which an end that is busy or does not reply is queried.
+const EXAMINE_TIMEOUT: Duration = Duration::from_secs(10);
+const EXAMINE_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What an operator has chosen for a move that cannot be finished without.
+/// An operator's choice for a move that cannot be finished without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Chosen {
-    /// Run the guest at the end that is on this host, or at the one that is named.
+pub enum ResumeChoice {
+    /// Start the guest at the end on this host, or at the named one.
     RunHere(Option<super::Role>),
     /// End the QEMU of that end: the guest is at the other one.
     Discard(Option<super::Role>),
-    /// Remove the record and touch nothing.
+    /// Remove the record; touch no QEMU.
     Forget,
 }
 
-/// What came of it.
+/// Result of resuming a move.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Resumed {
     /// The move.
     pub id: Id,
-    /// What was done, or is: one sentence each.
+    /// Actions that were taken, and states that were found: one sentence each.
     pub done: Vec<String>,
-    /// Why it is still undecided, and what to look at; `None`: it is finished.
+    /// The reason for which it is still undecided, and what to look at; `None` if it is finished.
     pub undecided: Option<String>,
 }
 
-/// Finishes the move whose id begins with these digits, as far as what is seen allows, or as was chosen.
+/// Finishes the move whose id begins with these digits, as far as the evidence or the choice allows.
 ///
 /// # Errors
-/// Nothing was done, or what was begun could not be seen through; the record is still there then.
-pub fn resume(digits: &str, chosen: Option<Chosen>) -> Result<Resumed, Error> {
-    let directory = Directory::open()?;
+/// Nothing was done, or an action failed; the record still exists then.
+pub fn resume(digits: &str, chosen: Option<ResumeChoice>) -> Result<Resumed, Error> {
+    let directory = RuntimeDirectory::open()?;
     let id = find(&directory, digits)?;
-    let mut ledgers = Vec::new();
+    let mut files = Vec::new();
     for name in super::names_of(&directory, &id) {
-        ledgers.push(Ledger::open(&directory, &name)?);
+        files.push(RecordFile::open(&directory, &name)?);
     }
-    let Some(record) = joined(&ledgers) else { return Err(Error::Unknown { id: digits.to_owned() }) };
-    if chosen == Some(Chosen::Forget) {
-        forget(&mut ledgers)?;
+    let Some(record) = merge(&files) else { return Err(Error::Unknown { id: digits.to_owned() }) };
+    if chosen == Some(ResumeChoice::Forget) {
+        forget(&mut files)?;
         let done = vec!["its record is removed; nothing else was touched".into()];
         return Ok(Resumed { id, done, undecided: None });
     }
     let choice = chosen.map(|chosen| choice(chosen, &record)).transpose()?;
     Resume {
-        source: Opened::open(&record.source, &record),
-        destination: Opened::open(&record.destination, &record),
-        ledgers,
+        source: RecordedQemu::open(&record.source, &record),
+        destination: RecordedQemu::open(&record.destination, &record),
+        files,
         record,
         done: Vec::new(),
     }
     .run(choice)
 }
 
-fn find(directory: &Directory, digits: &str) -> Result<Id, Error> {
+fn find(directory: &RuntimeDirectory, digits: &str) -> Result<Id, Error> {
     if digits.is_empty() {
         return Err(Error::Unknown { id: digits.to_owned() });
     }
-    let (records, bad) = ledger::list(directory);
+    let (records, bad) = record_file::list(directory);
     let mut found: Vec<Id> =
         records.into_iter().map(|record| record.id).filter(|id| id.begins_with(digits)).collect();
     found.sort();
     found.dedup();
     match <[Id; 1]>::try_from(found) {
         Ok([id]) => Ok(id),
-        // One that cannot be read may be what is meant.
+        // A record that cannot be read may be the one that is meant.
         Err(found) if found.is_empty() => {
             let named = bad.into_iter().find(|error| match error {
                 Error::Format { path, .. } | Error::Io { path, .. } => {
@@ -95,28 +97,28 @@ fn find(directory: &Directory, digits: &str) -> Result<Id, Error> {
     }
 }
 
-/// What the records of a move say together: both of its ends may be on this host.
-fn joined(ledgers: &[Ledger]) -> Option<Record> {
-    let furthest = ledgers.iter().map(Ledger::record).max_by_key(|record| record.stage)?;
+/// Merges the records of a move, both of whose ends may be on this host.
+fn merge(files: &[RecordFile]) -> Option<MoveRecord> {
+    let furthest = files.iter().map(RecordFile::record).max_by_key(|record| record.stage)?;
     let mut joined = furthest.clone();
-    for record in ledgers.iter().map(Ledger::record) {
-        if matches!(record.source, End::Qemu { .. }) {
+    for record in files.iter().map(RecordFile::record) {
+        if matches!(record.source, MoveEnd::Qemu { .. }) {
             joined.source = record.source.clone();
-            joined.wanted.quit = record.wanted.quit;
+            joined.guest_plan.quit = record.guest_plan.quit;
         }
-        if matches!(record.destination, End::Qemu { .. }) {
+        if matches!(record.destination, MoveEnd::Qemu { .. }) {
             joined.destination = record.destination.clone();
         }
     }
     Some(joined)
 }
 
-fn forget(ledgers: &mut [Ledger]) -> Result<(), Error> {
-    ledgers.iter_mut().try_for_each(Ledger::remove)
+fn forget(files: &mut [RecordFile]) -> Result<(), Error> {
+    files.iter_mut().try_for_each(RecordFile::remove)
 }
 
-/// The end that is meant: that of this host, if it is not named.
-fn choice(chosen: Chosen, record: &Record) -> Result<Choice, Error> {
+/// The side that is meant: that of this host unless it is named.
+fn choice(chosen: ResumeChoice, record: &MoveRecord) -> Result<Choice, Error> {
     let side = |role: Option<super::Role>, option: &str| match role {
         Some(super::Role::Source) => Ok(Side::Source),
         Some(super::Role::Destination) => Ok(Side::Destination),
@@ -127,86 +129,88 @@ fn choice(chosen: Chosen, record: &Record) -> Result<Choice, Error> {
         }),
     };
     Ok(match chosen {
-        Chosen::RunHere(role) => Choice::Run(side(role, "--run-here")?),
-        Chosen::Discard(role) => Choice::Discard(side(role, "--discard")?),
-        Chosen::Forget => unreachable!("handled before"),
+        ResumeChoice::RunHere(role) => Choice::Run(side(role, "--run-here")?),
+        ResumeChoice::Discard(role) => Choice::Discard(side(role, "--discard")?),
+        ResumeChoice::Forget => unreachable!("handled before"),
     })
 }
 
 struct Resume {
-    ledgers: Vec<Ledger>,
-    record: Record,
-    source: Opened,
-    destination: Opened,
+    files: Vec<RecordFile>,
+    record: MoveRecord,
+    source: RecordedQemu,
+    destination: RecordedQemu,
     done: Vec<String>,
 }
 
 impl Resume {
     fn run(mut self, mut choice: Option<Choice>) -> Result<Resumed, Error> {
         self.done.extend(self.source.repaired().into_iter().chain(self.destination.repaired()));
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
-            let case = self.look();
-            let finish = match choice {
-                Some(chosen) => match case.chosen(chosen) {
-                    Ok(finish) => finish,
-                    Err(why @ (Doubt::SourceUnknown | Doubt::DestinationUnknown))
-                        if begun.elapsed() < LOOK_TIMEOUT =>
+            let case = self.examine();
+            let action = match choice {
+                Some(chosen) => match case.apply(chosen) {
+                    Ok(action) => action,
+                    Err(reason @ (ResumeBlocker::SourceUnknown | ResumeBlocker::DestinationUnknown))
+                        if started.elapsed() < EXAMINE_TIMEOUT =>
                     {
-                        Finish::Wait(why)
+                        ResumeAction::Wait(reason)
                     }
-                    Err(why) => {
-                        return Err(Error::Refused { text: text::refusal(chosen, why, &self.record) });
+                    Err(reason) => {
+                        return Err(Error::Refused { text: text::refusal(chosen, reason, &self.record) });
                     }
                 },
-                None => self.finish(&case),
+                None => self.next_action(&case),
             };
-            match finish {
-                Finish::Wait(_) if begun.elapsed() < LOOK_TIMEOUT => {
-                    thread::sleep(LOOK_INTERVAL);
+            match action {
+                ResumeAction::Wait(_) if started.elapsed() < EXAMINE_TIMEOUT => {
+                    thread::sleep(EXAMINE_INTERVAL);
                     continue;
                 }
-                Finish::Wait(doubt) | Finish::Ask(doubt) => return Ok(self.undecided(doubt)),
-                Finish::RunDestination => self.run_destination()?,
-                Finish::RunSource => return self.run_source(),
-                Finish::Quit(side) => self.quit(side)?,
-                Finish::AtDestination(placed) => return self.at_destination(placed, case),
-                Finish::AtSource => return self.at_source(),
-                Finish::Gone => return self.gone(),
+                ResumeAction::Wait(blocker) | ResumeAction::NeedsChoice(blocker) => {
+                    return Ok(self.undecided(blocker));
+                }
+                ResumeAction::RunDestination => self.run_destination()?,
+                ResumeAction::RunSource => return self.run_source(),
+                ResumeAction::Quit(side) => self.quit(side)?,
+                ResumeAction::AtDestination(placement) => return self.at_destination(placement, case),
+                ResumeAction::AtSource => return self.at_source(),
+                ResumeAction::Gone => return self.gone(),
             }
-            // It is carried out; what is left is seen.
+            // The choice is carried out; the next state follows from the evidence.
             choice = None;
         }
     }
 
-    fn look(&mut self) -> Case {
+    fn examine(&mut self) -> InterruptedMove {
         let decision = self.record.stage.decision().unwrap_or(Decision::Complete);
-        let mut case = Case::new(decision, self.record.wanted.run);
+        let mut case = InterruptedMove::new(decision, self.record.guest_plan.run);
         case.source = self.source.source_view();
         case.destination = self.destination.destination_view();
         case
     }
 
-    fn finish(&self, case: &Case) -> Finish {
+    fn next_action(&self, case: &InterruptedMove) -> ResumeAction {
         if self.record.stage != Stage::Left {
-            return case.finish();
+            return case.next_action();
         }
-        // Over, but for its source: that must not run until somebody wants it to.
+        // The move is over except for its source, which must not run without a request.
         match case.source {
-            Some(SourceView::HasGuest | SourceView::CompletedAndRun) => Finish::AtSource,
+            Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => ResumeAction::AtSource,
             _ => {
                 let mut alone = *case;
                 alone.destination = None;
-                alone.finish()
+                alone.next_action()
             }
         }
     }
 
-    /// Makes it durable at every record that is at hand.
+    /// Makes the stage durable in every record at hand.
     fn write(&mut self, stage: Stage) -> Result<(), Error> {
-        for ledger in &mut self.ledgers {
-            let record = ledger.record().at(stage);
-            ledger.write(record)?;
+        for file in &mut self.files {
+            let record = file.record().at_stage(stage);
+            file.write(record)?;
         }
         self.record.stage = stage;
         Ok(())
@@ -216,7 +220,7 @@ impl Resume {
         let before = self.record.stage.min(Stage::Acknowledge);
         self.write(Stage::Run)?;
         if let Err(error) = self.destination.run() {
-            // Whoever reads the error may run it elsewhere: the record is no evidence any more.
+            // The operator who gets this error may start it elsewhere: the record is no longer evidence.
             self.write(before)?;
             return Err(error);
         }
@@ -246,45 +250,45 @@ impl Resume {
         Ok(())
     }
 
-    /// The move is complete but for its source, which is ended if that was asked for.
-    fn at_destination(mut self, placed: Placed, case: Case) -> Result<Resumed, Error> {
-        let state = if placed == Placed::Running {
+    /// Completes the move: its source is ended if that was requested.
+    fn at_destination(mut self, placement: Placement, case: InterruptedMove) -> Result<Resumed, Error> {
+        let state = if placement == Placement::Running {
             "runs the guest"
         } else {
-            "holds the guest, paused, as was asked for"
+            "holds the guest, paused, as requested"
         };
         let text = format!("{} {state}", self.record.destination);
         if self.done.last() != Some(&text) {
             self.done.push(text);
         }
-        if case.source != Some(SourceView::Completed) {
+        if case.source != Some(SourceStatus::Completed) {
             return self.finished();
         }
-        if self.record.wanted.quit {
+        if self.record.guest_plan.quit {
             self.quit(Side::Source)?;
             return self.finished();
         }
         self.done.push(format!("{} is paused (postmigrate), with an older state of it", self.record.source));
-        if placed != Placed::Running {
+        if placement != Placement::Running {
             return self.finished();
         }
-        for ledger in &mut self.ledgers {
-            match matches!(ledger.record().source, End::Qemu { .. }) {
-                true => super::leave(ledger)?,
-                false => ledger.remove()?,
+        for file in &mut self.files {
+            if matches!(file.record().source, MoveEnd::Qemu { .. }) {
+                super::record_left_source(file)?;
+            } else {
+                file.remove()?;
             }
         }
         Ok(Resumed { id: self.record.id, done: self.done, undecided: None })
     }
 
     fn at_source(mut self) -> Result<Resumed, Error> {
-        let Record { id, source, destination, .. } = &self.record;
+        let MoveRecord { id, source, destination, .. } = &self.record;
         self.done.push(format!("{source} has the guest"));
-        let older = match self.destination.is_open() {
-            true => format!("{destination} holds an older state of it, paused: end it (`quit`)"),
-            false => {
-                format!("what {destination} holds of it must not run: there, `towline resume {id} --discard`")
-            }
+        let older = if self.destination.is_open() {
+            format!("{destination} holds an older state of it, paused: end it (`quit`)")
+        } else {
+            format!("what {destination} holds of it must not run: there, `towline resume {id} --discard`")
         };
         if self.record.stage != Stage::Left {
             self.done.push(older);
@@ -304,13 +308,13 @@ impl Resume {
     }
 
     fn finished(mut self) -> Result<Resumed, Error> {
-        forget(&mut self.ledgers)?;
+        forget(&mut self.files)?;
         Ok(Resumed { id: self.record.id, done: self.done, undecided: None })
     }
 
-    fn undecided(self, doubt: Doubt) -> Resumed {
-        let reasons = [&self.source, &self.destination].into_iter().filter_map(Opened::reason);
-        let mut text = text::doubt(doubt, &self.record);
+    fn undecided(self, blocker: ResumeBlocker) -> Resumed {
+        let reasons = [&self.source, &self.destination].into_iter().filter_map(RecordedQemu::reason);
+        let mut text = text::explain(blocker, &self.record);
         for reason in reasons {
             text = format!("{text} ({reason})");
         }

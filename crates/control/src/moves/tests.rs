@@ -8,20 +8,20 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::process::start_time;
-use ledger::list;
+use record_file::list;
 
 const ID: [u8; 16] = [0xab; 16];
 
 /// A runtime directory.
-struct Place(TempDir);
+struct TestDirectory(TempDir);
 
-impl Place {
+impl TestDirectory {
     fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
 
-    fn directory(&self) -> Directory {
-        Directory::below(self.0.path()).unwrap()
+    fn directory(&self) -> RuntimeDirectory {
+        RuntimeDirectory::below(self.0.path()).unwrap()
     }
 
     fn names(&self) -> Vec<String> {
@@ -31,28 +31,28 @@ impl Place {
         names
     }
 
-    fn path(&self, record: &Record) -> PathBuf {
+    fn path(&self, record: &MoveRecord) -> PathBuf {
         self.directory().path().join(record.name())
     }
 
-    fn ledger(&self, record: Record) -> Ledger {
-        Ledger::new(self.directory(), record)
+    fn file(&self, record: MoveRecord) -> RecordFile {
+        RecordFile::new(self.directory(), record)
     }
 }
 
 /// A QEMU that runs for as long as this test.
-fn running() -> End {
+fn running() -> MoveEnd {
     let pid = getpid().as_raw_pid();
-    End::Qemu { socket: "/run/vm/b.qmp".into(), pid: Some(pid), start_time: start_time(pid).ok() }
+    MoveEnd::Qemu { socket: "/run/vm/b.qmp".into(), pid: Some(pid), start_time: start_time(pid).ok() }
 }
 
-fn peer() -> End {
-    End::Peer { address: "tcp:10.0.0.1:4444".into() }
+fn peer() -> MoveEnd {
+    MoveEnd::Peer { address: "tcp:10.0.0.1:4444".into() }
 }
 
-fn record(source: End, destination: End) -> Record {
-    let wanted = Wanted { live: true, run: true, quit: true };
-    Record::new(Id::of(ID), source, destination, Stage::Acknowledge, wanted)
+fn record(source: MoveEnd, destination: MoveEnd) -> MoveRecord {
+    let guest_plan = GuestPlan { live: true, run: true, quit: true };
+    MoveRecord::new(Id::of(ID), source, destination, Stage::Acknowledge, guest_plan)
 }
 
 fn sleeper() -> Child {
@@ -65,43 +65,43 @@ fn end(mut child: Child) {
 }
 
 #[test]
-fn a_record_is_there_until_it_is_removed() {
-    let place = Place::new();
-    let mut ledger = place.ledger(record(peer(), running()));
-    ledger.write(ledger.record().clone()).unwrap();
-    let path = place.path(ledger.record());
+fn record_exists_until_it_is_removed() {
+    let place = TestDirectory::new();
+    let mut file = place.file(record(peer(), running()));
+    file.write(file.record().clone()).unwrap();
+    let path = place.path(file.record());
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
-    ledger.write(ledger.record().at(Stage::Run)).unwrap();
+    file.write(file.record().at_stage(Stage::Run)).unwrap();
     let (records, bad) = list(&place.directory());
     assert!(bad.is_empty(), "{bad:?}");
-    assert_eq!(records, [ledger.record().clone()]);
+    assert_eq!(records, [file.record().clone()]);
     assert_eq!((records[0].role, records[0].stage), (Role::Destination, Stage::Run));
     assert_eq!(place.names(), [format!("move-{}-destination.json", "ab".repeat(16))]);
-    ledger.remove().unwrap();
+    file.remove().unwrap();
     assert_eq!(place.names(), [""; 0]);
 }
 
 #[test]
-fn both_ends_of_a_move_on_one_host_have_records_of_their_own() {
-    let place = Place::new();
-    let mut ledgers = [place.ledger(record(running(), peer())), place.ledger(record(peer(), running()))];
-    for ledger in &mut ledgers {
-        ledger.write(ledger.record().clone()).unwrap();
+fn both_ends_of_a_move_on_one_host_have_separate_records() {
+    let place = TestDirectory::new();
+    let mut files = [place.file(record(running(), peer())), place.file(record(peer(), running()))];
+    for file in &mut files {
+        file.write(file.record().clone()).unwrap();
     }
     assert_eq!(names_of(&place.directory(), &Id::of(ID)).len(), 2);
 }
 
 #[test]
-fn a_record_that_somebody_works_on_is_refused_by_name() {
-    let place = Place::new();
-    let mut ledger = place.ledger(record(peer(), running()));
-    ledger.write(ledger.record().clone()).unwrap();
-    let name = ledger.record().name();
+fn record_in_use_is_refused_with_its_owner() {
+    let place = TestDirectory::new();
+    let mut file = place.file(record(peer(), running()));
+    file.write(file.record().clone()).unwrap();
+    let name = file.record().name();
     // Each later state is locked as well.
     for stage in [Stage::Acknowledge, Stage::Run] {
-        ledger.write(ledger.record().at(stage)).unwrap();
+        file.write(file.record().at_stage(stage)).unwrap();
         assert!(is_locked(&place.directory(), &name));
-        let error = Ledger::open(&place.directory(), &name).unwrap_err();
+        let error = RecordFile::open(&place.directory(), &name).unwrap_err();
         let expected = format!(
             "another towline (process {}) works on move {}: wait until it has ended, or end it first",
             getpid().as_raw_pid(),
@@ -109,11 +109,11 @@ fn a_record_that_somebody_works_on_is_refused_by_name() {
         );
         assert_eq!(error.to_string(), expected);
     }
-    drop(ledger);
+    drop(file);
     // A child that another test has just forked shares the lock until it executes its program.
     let until = std::time::Instant::now() + std::time::Duration::from_secs(2);
     let opened = loop {
-        match Ledger::open(&place.directory(), &name) {
+        match RecordFile::open(&place.directory(), &name) {
             Err(Error::InUse { .. }) if std::time::Instant::now() < until => std::thread::yield_now(),
             opened => break opened.unwrap(),
         }
@@ -122,11 +122,11 @@ fn a_record_that_somebody_works_on_is_refused_by_name() {
 }
 
 #[test]
-fn torn_and_foreign_records_are_refused_and_kept() {
-    let place = Place::new();
-    let mut ledger = place.ledger(record(peer(), running()));
-    ledger.write(ledger.record().clone()).unwrap();
-    let path = place.path(ledger.record());
+fn truncated_and_foreign_records_are_refused_and_kept() {
+    let place = TestDirectory::new();
+    let mut file = place.file(record(peer(), running()));
+    file.write(file.record().clone()).unwrap();
+    let path = place.path(file.record());
     let text = fs::read_to_string(&path).unwrap();
     let reason = |text: &str| {
         fs::write(&path, text).unwrap();
@@ -157,22 +157,32 @@ fn torn_and_foreign_records_are_refused_and_kept() {
     assert!(path.exists());
 }
 
+/// Earlier versions had other names for two fields.
 #[test]
-fn symbolic_links_and_pipes_are_no_records() {
-    let place = Place::new();
+fn records_of_earlier_versions_are_read() {
+    let current = record(peer(), running()).with_message("paused at both ends");
+    let text = serde_json::to_string(&current).unwrap();
+    let earlier = text.replace("\"message\":", "\"said\":").replace("\"guest-plan\":", "\"wanted\":");
+    assert!(earlier.contains("\"said\":\"paused") && earlier.contains("\"wanted\":{"), "{earlier}");
+    assert_eq!(MoveRecord::parse(&earlier), Ok(current));
+}
+
+#[test]
+fn symbolic_links_and_pipes_are_not_records() {
+    let place = TestDirectory::new();
     let name = record(peer(), running()).name();
     let path = place.directory().path().join(&name);
     let elsewhere = place.0.path().join("elsewhere");
     fs::write(&elsewhere, serde_json::to_string(&record(peer(), running())).unwrap()).unwrap();
     symlink(&elsewhere, &path).unwrap();
     assert!(matches!(list(&place.directory()).1.as_slice(), [Error::Io { .. }]));
-    assert!(Ledger::open(&place.directory(), &name).is_err());
+    assert!(RecordFile::open(&place.directory(), &name).is_err());
     // The first record of a move takes nobody's place, and does not follow the link.
     let before = fs::read_to_string(&elsewhere).unwrap();
-    let mut ledger = Ledger::new(place.directory(), record(peer(), running()));
-    let error = ledger.write(record(peer(), running())).unwrap_err();
+    let mut file = RecordFile::new(place.directory(), record(peer(), running()));
+    let error = file.write(record(peer(), running())).unwrap_err();
     assert!(matches!(&error, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::AlreadyExists));
-    ledger.remove().unwrap();
+    file.remove().unwrap();
     assert!(path.is_symlink());
     assert_eq!(fs::read_to_string(&elsewhere).unwrap(), before);
     fs::remove_file(&path).unwrap();
@@ -185,15 +195,13 @@ fn symbolic_links_and_pipes_are_no_records() {
 
 /// A file system of one page, which something else has filled.
 #[test]
-fn a_record_that_finds_no_room_leaves_the_one_before() {
-    let place = Place::new();
+fn record_on_a_full_disk_leaves_the_previous_one() {
+    let place = TestDirectory::new();
     let base = place.0.path();
     let mounted =
         Command::new("mount").args(["-t", "tmpfs", "-o", "size=32k,mode=755", "tmpfs"]).arg(base).output();
     if !mounted.is_ok_and(|output| output.status.success()) {
-        eprintln!(
-            "SKIPPED a_record_that_finds_no_room_leaves_the_one_before: only root may mount a file system"
-        );
+        eprintln!("SKIPPED record_on_a_full_disk_leaves_the_previous_one: only root may mount a file system");
         return;
     }
     let outcome = std::panic::catch_unwind(|| without_room(&place));
@@ -201,32 +209,49 @@ fn a_record_that_finds_no_room_leaves_the_one_before() {
     outcome.unwrap();
 }
 
-fn without_room(place: &Place) {
-    let mut ledger = place.ledger(record(peer(), running()));
-    ledger.write(ledger.record().clone()).unwrap();
+fn without_room(place: &TestDirectory) {
+    let mut file = place.file(record(peer(), running()));
+    file.write(file.record().clone()).unwrap();
     let full = std::iter::repeat_n(0_u8, 1 << 20).collect::<Vec<_>>();
     fs::write(place.directory().path().join("filler"), full).unwrap_err();
-    let error = ledger.write(ledger.record().at(Stage::Run)).unwrap_err();
+    let error = file.write(file.record().at_stage(Stage::Run)).unwrap_err();
     assert!(matches!(&error, Error::Io { source, .. } if source.raw_os_error() == Some(28)), "{error}");
     let (records, bad) = list(&place.directory());
     assert!(bad.is_empty(), "{bad:?}");
     assert_eq!(records[0].stage, Stage::Acknowledge);
-    assert_eq!(ledger.record().stage, Stage::Acknowledge);
+    assert_eq!(file.record().stage, Stage::Acknowledge);
     // Nothing without a name is left, and it is locked as before.
-    assert_eq!(place.names(), ["filler".to_owned(), ledger.record().name()]);
-    assert!(is_locked(&place.directory(), &ledger.record().name()));
-    ledger.remove().unwrap();
+    assert_eq!(place.names(), ["filler".to_owned(), file.record().name()]);
+    assert!(is_locked(&place.directory(), &file.record().name()));
+    file.remove().unwrap();
+}
+
+/// Later decisions must go by the record that a towline on this host would find.
+#[test]
+fn record_that_is_renamed_and_not_synced_is_the_current_one() {
+    let place = TestDirectory::new();
+    let mut file = RecordFile::new(place.directory().unsyncable(), record(peer(), running()));
+    for stage in [Stage::Acknowledge, Stage::Run] {
+        let error = file.write(file.record().at_stage(stage)).unwrap_err();
+        let errno = Some(rustix::io::Errno::BADF.raw_os_error());
+        assert!(matches!(&error, Error::Io { source, .. } if source.raw_os_error() == errno), "{error}");
+        assert_eq!(file.record().stage, stage);
+        let (records, bad) = list(&place.directory());
+        assert!(bad.is_empty(), "{bad:?}");
+        assert_eq!(records, [file.record().clone()]);
+        assert!(is_locked(&place.directory(), &file.record().name()));
+    }
 }
 
 #[test]
-fn what_was_left_of_a_source_goes_with_its_qemu() {
-    let place = Place::new();
+fn record_of_a_left_source_is_removed_with_its_qemu() {
+    let place = TestDirectory::new();
     let child = sleeper();
     let pid = i32::try_from(child.id()).unwrap();
-    let source = End::Qemu { socket: "a".into(), pid: Some(pid), start_time: start_time(pid).ok() };
-    let mut ledger = place.ledger(record(source.clone(), peer()));
-    ledger.write(ledger.record().at(Stage::Left)).unwrap();
-    drop(ledger);
+    let source = MoveEnd::Qemu { socket: "a".into(), pid: Some(pid), start_time: start_time(pid).ok() };
+    let mut file = place.file(record(source.clone(), peer()));
+    file.write(file.record().at_stage(Stage::Left)).unwrap();
+    drop(file);
     let other = running();
     sweep_all(&place, &other);
     assert_eq!(list(&place.directory()).0.len(), 1, "its QEMU runs");
@@ -238,7 +263,7 @@ fn what_was_left_of_a_source_goes_with_its_qemu() {
 }
 
 /// As [`sweep`], until no child that another test has just forked holds a lock.
-fn sweep_all(place: &Place, source: &End) {
+fn sweep_all(place: &TestDirectory, source: &MoveEnd) {
     let before = place.names();
     let until = std::time::Instant::now() + std::time::Duration::from_millis(200);
     while place.names() == before && std::time::Instant::now() < until {
@@ -247,30 +272,30 @@ fn sweep_all(place: &Place, source: &End) {
 }
 
 #[test]
-fn an_undecided_move_does_not_go_with_its_qemu() {
-    let place = Place::new();
+fn record_of_an_undecided_move_outlives_its_qemu() {
+    let place = TestDirectory::new();
     let child = sleeper();
     let pid = i32::try_from(child.id()).unwrap();
-    let destination = End::Qemu { socket: "b".into(), pid: Some(pid), start_time: start_time(pid).ok() };
-    let mut ledger = place.ledger(record(peer(), destination));
-    ledger.write(ledger.record().clone()).unwrap();
-    drop(ledger);
+    let destination = MoveEnd::Qemu { socket: "b".into(), pid: Some(pid), start_time: start_time(pid).ok() };
+    let mut file = place.file(record(peer(), destination));
+    file.write(file.record().clone()).unwrap();
+    drop(file);
     end(child);
     sweep(&place.directory(), &peer());
     assert_eq!(list(&place.directory()).0.len(), 1);
 }
 
 #[test]
-fn a_move_goes_when_both_of_its_qemus_were_here_and_have_exited() {
-    let (place, children) = (Place::new(), [sleeper(), sleeper()]);
+fn record_is_removed_when_both_local_qemus_have_exited() {
+    let (place, children) = (TestDirectory::new(), [sleeper(), sleeper()]);
     let ends = children.each_ref().map(|child| {
         let pid = i32::try_from(child.id()).unwrap();
-        End::Qemu { socket: "b".into(), pid: Some(pid), start_time: start_time(pid).ok() }
+        MoveEnd::Qemu { socket: "b".into(), pid: Some(pid), start_time: start_time(pid).ok() }
     });
     // By two towlines, each of which knows one end.
     for (source, destination) in [(ends[0].clone(), peer()), (peer(), ends[1].clone())] {
-        let mut ledger = place.ledger(record(source, destination));
-        ledger.write(ledger.record().clone()).unwrap();
+        let mut file = place.file(record(source, destination));
+        file.write(file.record().clone()).unwrap();
     }
     let [source, destination] = children;
     end(source);
@@ -282,8 +307,8 @@ fn a_move_goes_when_both_of_its_qemus_were_here_and_have_exited() {
 }
 
 #[test]
-fn files_of_writers_that_were_killed_are_removed_when_they_are_old() {
-    let place = Place::new();
+fn old_temporary_files_of_killed_writers_are_removed() {
+    let place = TestDirectory::new();
     let path = place.directory().path().join(".move-x.json.1-0");
     fs::write(&path, "{").unwrap();
     list(&place.directory());
@@ -295,12 +320,12 @@ fn files_of_writers_that_were_killed_are_removed_when_they_are_old() {
 }
 
 #[test]
-fn what_is_undecided_names_both_ends_and_the_way_out() {
+fn description_of_an_undecided_move_names_both_ends_and_the_remedy() {
     for stage in [Stage::Commit, Stage::Acknowledge, Stage::Complete, Stage::Run, Stage::Left] {
-        let record = record(running(), peer()).at(stage);
+        let record = record(running(), peer()).at_stage(stage);
         let text = text::undecided(&record);
         assert!(text.contains("qmp:/run/vm/b.qmp") && text.contains("tcp:10.0.0.1:4444"), "{text}");
-        let listed = Listed { record, owner: None, exited: Vec::new(), changed: Vec::new() };
+        let listed = ListedMove { record, owner: None, exited: Vec::new(), changed: Vec::new() };
         let expected = match stage {
             Stage::Left => {
                 "nothing: the record keeps a later copy from running qmp:/run/vm/b.qmp, and goes with that QEMU".into()
@@ -312,37 +337,39 @@ fn what_is_undecided_names_both_ends_and_the_way_out() {
 }
 
 #[test]
-fn process_ids_of_another_pid_namespace_say_nothing() {
-    let gone = End::Qemu { socket: "/run/vm/b.qmp".into(), pid: Some(i32::MAX), start_time: Some(1) };
+fn process_ids_of_another_pid_namespace_are_no_evidence() {
+    let gone = MoveEnd::Qemu { socket: "/run/vm/b.qmp".into(), pid: Some(i32::MAX), start_time: Some(1) };
     let here = record(gone.clone(), peer());
     assert!(here.has_exited(&gone));
     let mut text: serde_json::Value = serde_json::to_value(&here).unwrap();
     for namespace in [serde_json::json!("pid:[1]"), serde_json::Value::Null] {
         text["owner"]["pid-namespace"] = namespace;
-        let there = Record::parse(&text.to_string()).unwrap();
+        let there = MoveRecord::parse(&text.to_string()).unwrap();
         assert!(!there.has_exited(&gone), "{text}");
     }
 }
 
-/// The id of an incoming move is its peer's word.
+/// The id of an incoming move comes from its peer.
 #[test]
-fn a_second_move_of_the_same_id_is_refused_and_leaves_the_first() {
-    let place = Place::new();
-    let mut first = place.ledger(record(peer(), running()));
-    first.write(first.record().at(Stage::Acknowledge)).unwrap();
-    let mut second = Ledger::new(place.directory(), record(peer(), running()));
-    assert!(second.write(record(peer(), running()).at(Stage::Run)).is_err());
+fn second_move_with_the_same_id_is_refused_and_keeps_the_first() {
+    let place = TestDirectory::new();
+    let mut first = place.file(record(peer(), running()));
+    first.write(first.record().at_stage(Stage::Acknowledge)).unwrap();
+    let mut second = RecordFile::new(place.directory(), record(peer(), running()));
+    assert!(second.write(record(peer(), running()).at_stage(Stage::Run)).is_err());
     second.remove().unwrap();
     let (records, _) = list(&place.directory());
     assert_eq!(records.iter().map(|record| record.stage).collect::<Vec<_>>(), [Stage::Acknowledge]);
 }
 
 #[test]
-fn a_qemu_that_one_side_could_not_identify_is_known_by_its_socket() {
+fn unidentified_qemu_is_compared_by_socket() {
     let known = running();
-    let End::Qemu { socket, .. } = known.clone() else { unreachable!() };
-    let unknown = End::Qemu { socket, pid: None, start_time: None };
-    assert!(known.may_be(&unknown) && unknown.may_be(&known) && !known.is(&unknown));
-    let other = End::Qemu { socket: "/run/vm/other.qmp".into(), pid: None, start_time: None };
-    assert!(!known.may_be(&other));
+    let MoveEnd::Qemu { socket, .. } = known.clone() else { unreachable!() };
+    let unknown = MoveEnd::Qemu { socket, pid: None, start_time: None };
+    assert!(
+        known.may_be_same_qemu(&unknown) && unknown.may_be_same_qemu(&known) && !known.is_same_qemu(&unknown)
+    );
+    let other = MoveEnd::Qemu { socket: "/run/vm/other.qmp".into(), pid: None, start_time: None };
+    assert!(!known.may_be_same_qemu(&other));
 }

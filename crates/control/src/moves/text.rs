@@ -1,58 +1,58 @@
-//! What is said of a record: what is undecided, and what to do.
+//! Texts about records: what is undecided, and what to do.
 
-use super::{End, Listed, Record, Role, Stage};
-use crate::switchover::{Choice, Doubt, End as Side};
+use super::{ListedMove, MoveEnd, MoveRecord, Role, Stage};
+use crate::switchover::{Choice, ResumeBlocker, Side};
 
-/// What is undecided of a move, by its record: a sentence.
-pub(super) fn undecided(record: &Record) -> String {
+/// Describes what is undecided of a move, by its record.
+pub(super) fn undecided(record: &MoveRecord) -> String {
     let (source, destination) = (&record.source, &record.destination);
     match (record.stage, record.role) {
         (Stage::Commit, _) => format!(
-            "{destination} was given everything, and may run the guest; {source} stands still, or has it back if its migration failed"
+            "{destination} was sent everything, and may run the guest; {source} is stopped, or has it back if its migration failed"
         ),
         (Stage::Acknowledge, Role::Destination) => format!(
-            "{destination} holds the guest, paused; whether the source, reached by {source}, is done with it is not known"
+            "{destination} holds the guest, paused; it is not known whether its source, reached by {source}, is done with it"
         ),
         (Stage::Acknowledge, Role::Source) => format!(
-            "{destination} holds the guest, paused, and was not told to run it; {source} is done with it, or has it back if its migration failed"
+            "{destination} holds the guest, paused, and did not get the outcome; {source} is done with it, or has it back if its migration failed"
         ),
         (Stage::Acknowledge, Role::Both) => {
             format!(
-                "{destination} holds the guest, paused; whether {source} is done with it was not seen yet"
+                "{destination} holds the guest, paused; it is not known yet whether {source} is done with it"
             )
         }
         (Stage::Complete, _) => format!(
-            "{source} is done with the guest, and the towline at {destination} is told to run it: whether it does is not known"
+            "{source} is done with the guest, and the towline at {destination} is sent that: it is not known whether it runs there"
         ),
         (Stage::Run, _) => {
             format!(
-                "{source} is done with the guest, and {destination} is told to run it: whether it does was not seen"
+                "{source} is done with the guest, and {destination} is being started: it is not known whether it runs"
             )
         }
         (Stage::Left, _) => left(record),
     }
 }
 
-/// Why the guest of a source that was copied is not to be run on.
-pub(super) fn left(record: &Record) -> String {
-    let Record { id, source, destination, .. } = record;
+/// Reason for which the guest of a copied source must not be resumed.
+pub(super) fn left(record: &MoveRecord) -> String {
+    let MoveRecord { id, source, destination, .. } = record;
     match record.stage {
-        Stage::Left if record.wanted.run => format!(
-            "the guest of {source} was copied to {destination} and made to run there (move {id}): to run it here too would make two of it; end \
+        Stage::Left if record.guest_plan.run => format!(
+            "the guest of {source} was copied to {destination} and made to run there (move {id}): to run it here too would run it twice; end \
              this QEMU, or, if it does not run there, `towline resume {id} --run-here=source`"
         ),
         Stage::Left => format!(
-            "the guest of {source} was paused when it was copied to {destination} (move {id}), and QEMU sends it again only when it was run on: \
-             run it on first (`cont`), if it may run"
+            "the guest of {source} was paused when it was copied to {destination} (move {id}), and QEMU sends it again only after it was resumed: \
+             resume it first (`cont`), if it may run"
         ),
         _ => format!(
-            "the guest of {source} has a part in a move to {destination} that is undecided: `towline resume {id}` first"
+            "the guest of {source} is part of a move to {destination} that is undecided: `towline resume {id}` first"
         ),
     }
 }
 
-/// What to do: one command or sentence each.
-pub(super) fn advice(listed: &Listed) -> Vec<String> {
+/// Commands to run, and other advice.
+pub(super) fn advice(listed: &ListedMove) -> Vec<String> {
     let id = &listed.record.id;
     let mut advice = Vec::new();
     match (listed.owner, listed.record.stage) {
@@ -74,83 +74,83 @@ pub(super) fn advice(listed: &Listed) -> Vec<String> {
     advice
 }
 
-/// Why a move is not finished by itself, and what to look at.
-pub(super) fn doubt(doubt: Doubt, record: &Record) -> String {
-    let Record { id, source, destination, .. } = record;
+/// Reason for which a move is not finished automatically, and what to look at.
+pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
+    let MoveRecord { id, source, destination, .. } = record;
     let since = record.begun();
-    match doubt {
-        Doubt::DestinationWaits => format!(
-            "{source} is done with the guest (postmigrate), and the towline at {destination} was not told to run it. On that host, run it: \
+    match blocker {
+        ResumeBlocker::DestinationWaits => format!(
+            "{source} is done with the guest (postmigrate), and the towline at {destination} did not get the outcome. On that host, run it: \
              `towline resume {id} --run-here`; then end this source: `towline resume {id} --discard`. Or take the guest back: on that host \
              `towline resume {id} --discard`, and only then here `towline resume {id} --run-here`"
         ),
-        Doubt::DestinationMayRun => format!(
+        ResumeBlocker::DestinationMayRun => format!(
             "{source} is done with the guest (postmigrate), and {destination} MAY RUN IT. Look there (`query-status`; `towline moves`). If it runs \
              there, end this source: `towline resume {id} --discard`. Only if it does not, and will not: end that QEMU, and then run the guest \
              here: `towline resume {id} --run-here`. TWO GUESTS ON ONE DISK DESTROY IT"
         ),
-        Doubt::SourceElsewhere => format!(
+        ResumeBlocker::SourceElsewhere => format!(
             "{destination} holds the whole guest, paused. Look at its source, which sent it from {source} (`query-status`; `towline resume {id}` if \
              a towline is there). If its status is `postmigrate`, or that QEMU has exited, and it neither ran on nor was sent elsewhere after {since}: \
              `towline resume {id} --run-here`. If it runs or is paused there, or did since: `towline resume {id} --discard`. TWO GUESTS ON ONE DISK \
              DESTROY IT"
         ),
-        Doubt::SourceLost => format!(
+        ResumeBlocker::SourceLost => format!(
             "{destination} holds the whole guest as it was at {since}, paused; {source} has exited, and it is not known whether it was done with the \
              guest before. If it ran on there after that time, or was sent elsewhere, its disks are newer than its memory at {destination}: \
              end that (`towline resume {id} --forget`, then `quit`). If it did not: `towline resume {id} --run-here=destination`"
         ),
-        Doubt::DestinationStopped => format!(
-            "{destination} holds the guest, which stopped there by itself or is being sent on (`query-status` says why): it is not run or ended from here. \
+        ResumeBlocker::DestinationStopped => format!(
+            "{destination} holds the guest, which stopped there by itself or is being sent on (`query-status` shows why): it is not run or ended from here. \
              Act by its monitor, end the source if it is left, and then `towline resume {id} --forget`"
         ),
-        Doubt::BothMayRun => format!(
+        ResumeBlocker::BothMayRun => format!(
             "{source} HAS THE GUEST, and {destination}, which was given everything, MAY RUN IT TOO. Look there now (`query-status`): if it runs there, \
              end one of the two; if not, end that QEMU. Then `towline resume {id} --forget`. TWO GUESTS ON ONE DISK DESTROY IT"
         ),
-        Doubt::SourceUnknown => format!(
-            "{source} does not answer, or still sends: what it does with the guest is not known. Try again when it answers, or when it has exited"
+        ResumeBlocker::SourceUnknown => format!(
+            "{source} does not reply, or is still migrating: its state is not known. Try again when it replies, or when it has exited"
         ),
-        Doubt::DestinationUnknown => format!(
-            "{destination} does not answer, or still loads: whether it runs the guest is not known. Try again when it answers, or when it has exited"
+        ResumeBlocker::DestinationUnknown => format!(
+            "{destination} does not reply, or is still loading: it is not known whether it runs the guest. Try again when it replies, or when it has exited"
         ),
-        Doubt::DestinationLost => format!(
+        ResumeBlocker::DestinationLost => format!(
             "{source} holds the guest as it was when it was sent (postmigrate); {destination} has exited or failed, and MAY HAVE RUN IT before. If it \
              did, its disks are newer than its memory here: end it (`quit`) and start the guest again. Only if it never ran there: \
              `towline resume {id} --run-here=source`"
         ),
-        Doubt::RunsTwice => {
+        ResumeBlocker::RunsTwice => {
             format!(
                 "the guest RUNS AT BOTH ENDS, {source} and {destination}: stop one of them at once (`stop`), and end it"
             )
         }
-        Doubt::SourceHasIt => format!("{source} has the guest"),
-        Doubt::DestinationHasIt => {
+        ResumeBlocker::SourceHasGuest => format!("{source} has the guest"),
+        ResumeBlocker::DestinationHasGuest => {
             format!("the guest runs at {destination}, or may have run there since it was to")
         }
-        Doubt::NotHere => "that end is on another host, or its QEMU has exited".into(),
-        Doubt::OnlyHere => "no other QEMU is known to hold the guest".into(),
+        ResumeBlocker::NotOnThisHost => "that end is on another host, or its QEMU has exited".into(),
+        ResumeBlocker::OnlyCopy => "no other QEMU is known to hold the guest".into(),
     }
 }
 
-/// Why a choice is refused.
-pub(super) fn refusal(choice: Choice, why: Doubt, record: &Record) -> String {
+/// Reason for which a choice is refused.
+pub(super) fn refusal(choice: Choice, reason: ResumeBlocker, record: &MoveRecord) -> String {
     let end = |side: Side| match side {
         Side::Source => &record.source,
         Side::Destination => &record.destination,
     };
-    let text = doubt(why, record);
+    let text = explain(reason, record);
     match choice {
         Choice::Run(side) => format!("the guest is not run at {}: {text}", end(side)),
         Choice::Discard(side) => format!("{} is not ended: {text}", end(side)),
     }
 }
 
-/// The end of this record that is on this host; `None`: both are.
-pub(super) fn only_side(record: &Record) -> Option<Side> {
+/// The end that is on this host; `None` if both are.
+pub(super) fn only_side(record: &MoveRecord) -> Option<Side> {
     match (&record.source, &record.destination) {
-        (End::Qemu { .. }, End::Qemu { .. }) => None,
-        (End::Qemu { .. }, _) => Some(Side::Source),
+        (MoveEnd::Qemu { .. }, MoveEnd::Qemu { .. }) => None,
+        (MoveEnd::Qemu { .. }, _) => Some(Side::Source),
         _ => Some(Side::Destination),
     }
 }

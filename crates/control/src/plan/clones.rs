@@ -1,17 +1,17 @@
 //! One image, several destinations: clones of one guest.
 //!
 //! ```text
-//!   check all ─► open the image once ─► look at the QEMUs beside each other ─► a copy for each, at the same time
-//!                                            └─ those that share a disk are refused     each succeeds or fails by itself
+//!   check all ─► open the image once ─► compare the QEMUs ─► a copy for each, at the same time
+//!                                         └─ those that share a disk are refused     each succeeds or fails by itself
 //! ```
 //!
-//! Every copy is the one that [`copy`](super::copy) makes, out of one mapping, so the page cache holds the image once and a
-//! chunk is verified once. What goes wrong at a destination is that destination's: the others do not hear of it.
+//! Every copy is the one that [`copy`](super::copy) makes, from one mapping, so that the page cache holds the
+//! image once and a chunk is verified once. A failure at one destination does not affect the others.
 //!
-//! What it is not: it gives clones no identity of their own. They wake up as the same guest; `docs/clones.md` says what that
-//! means. Limits: [`CLONES_AT_ONCE`]; the others wait for their turn.
+//! Out of scope: clones get no identity of their own and wake up as the same guest; see `docs/clones.md`.
+//! Limit: [`CLONES_AT_ONCE`]; further copies wait for a free slot.
 
-mod neighbours;
+mod conflicts;
 
 use std::collections::HashSet;
 use std::sync::OnceLock;
@@ -21,72 +21,73 @@ use std::thread;
 use towline_channel::Cancel;
 use towline_image::StoredGuest;
 
-use super::context::Run;
-use super::copy::stored;
+use super::context::Context;
+use super::copy::copy_stored;
 use super::endpoint;
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::progress::{Observer, Phase};
 use super::report::Report;
 use super::request::Request;
-use super::validate::checked;
+use super::validate::validate;
 
-/// Copies under way at the same time. Each has some ten threads and a descriptor for each lane.
+/// Maximum number of copies in progress. Each has about ten threads and a descriptor for each lane.
 pub const CLONES_AT_ONCE: usize = 32;
-/// Destinations of one call.
+/// Maximum number of destinations of one call.
 pub const CLONES_MAX: usize = 1024;
 
-/// One of several destinations, and who hears how the copy to it goes.
+/// A destination, with the observer of the copy to it.
 #[derive(Clone, Copy)]
-pub struct Recipient<'a> {
-    /// Where the guest goes.
+pub struct CloneTarget<'a> {
+    /// The destination.
     pub destination: &'a Destination,
-    /// Hears of this copy alone.
+    /// Observer of this copy.
     pub observer: &'a dyn Observer,
 }
 
-/// What came of one copy.
-pub type Outcome = Result<Report, Failure>;
+/// Result of one copy.
+pub type CopyResult = Result<Report, Failure>;
 
-/// Copies one image to all `recipients` at once. `observer` hears what concerns all of them, `ended` of each copy as soon as it
-/// ends (from several threads). Returns what came of each, in their order.
+/// Copies one image to all `targets` at once. `observer` receives notices that concern all of them; `ended` is
+/// called for each copy as soon as it ends, from several threads. Returns the results in the order of
+/// `targets`.
 ///
 /// # Errors
-/// Nothing was touched: the source is no image or cannot be opened, or one of the copies is no possible one.
+/// Nothing was touched: the source is not an image or cannot be opened, or one of the copies is not possible.
 pub fn copy_to_all(
     source: &Source,
-    recipients: &[Recipient<'_>],
+    targets: &[CloneTarget<'_>],
     options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
-    ended: &(dyn Fn(usize, &Outcome) + Sync),
-) -> Result<Vec<Outcome>, Failure> {
+    ended: &(dyn Fn(usize, &CopyResult) + Sync),
+) -> Result<Vec<CopyResult>, Failure> {
     if !source.is_image() {
         return Err(Failure::untouched(Error::Usage(
             "several destinations, but only an image can be read several times: copy the guest to an image first, and the image to all of them"
                 .into(),
         )));
     }
-    let plans = plans(source, recipients, options).map_err(Failure::untouched)?;
+    let plans = validate_all(source, targets, options).map_err(Failure::untouched)?;
     let image = endpoint::open(source, options, cancel, observer).map_err(Failure::untouched)?;
-    let monitors: Vec<_> = recipients.iter().map(|recipient| recipient.destination.monitor()).collect();
-    let found = neighbours::look(&monitors);
+    let monitors: Vec<_> = targets.iter().map(|target| target.destination.monitor()).collect();
+    let found = conflicts::find(&monitors);
     found.notes.iter().for_each(|note| observer.notice(note));
-    let outcomes: Vec<OnceLock<Outcome>> = recipients.iter().map(|_| OnceLock::new()).collect();
-    let end = |index: usize, outcome: Outcome| {
+    let outcomes: Vec<OnceLock<CopyResult>> = targets.iter().map(|_| OnceLock::new()).collect();
+    let end = |index: usize, outcome: CopyResult| {
         ended(index, &outcome);
         outcomes[index].get_or_init(|| outcome);
     };
     for (index, error) in found.refused {
         end(index, Err(Failure::untouched(error)));
     }
-    let queue: Vec<_> = (0..recipients.len()).filter(|&index| outcomes[index].get().is_none()).collect();
+    let queue: Vec<_> = (0..targets.len()).filter(|&index| outcomes[index].get().is_none()).collect();
     let next = AtomicUsize::new(0);
     let worker = || {
         while let Some(&index) = queue.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let ((options, lanes), recipient) = (&plans[index], &recipients[index]);
-            let run = Run::new(options, *lanes, cancel, recipient.observer);
-            end(index, one(image.as_ref(), recipient, &run));
+            let ((options, lanes), target) = (&plans[index], &targets[index]);
+            let context = Context::new(options, *lanes, cancel, target.observer);
+            end(index, copy_one(image.as_ref(), target, &context));
         }
     };
     thread::scope(|scope| {
@@ -100,27 +101,31 @@ pub fn copy_to_all(
         .collect())
 }
 
-fn one(image: &(dyn StoredGuest + 'static), recipient: &Recipient<'_>, run: &Run<'_>) -> Outcome {
-    // One that had to wait for its turn.
-    run.check_cancelled().map_err(Failure::untouched)?;
-    recipient.observer.phase(Phase::Prepare);
-    stored(image, recipient.destination, run)
+fn copy_one(
+    image: &(dyn StoredGuest + 'static),
+    target: &CloneTarget<'_>,
+    context: &Context<'_>,
+) -> CopyResult {
+    // It may have waited for a free slot.
+    context.check_cancelled().map_err(Failure::untouched)?;
+    target.observer.phase(Phase::Prepare);
+    copy_stored(image, target.destination, context)
 }
 
-/// Refuses what can be refused before anything is touched: all of it, as it is one command.
-fn plans(
+/// Refuses impossible copies before anything is touched: all of them, since they are one command.
+fn validate_all(
     source: &Source,
-    recipients: &[Recipient<'_>],
+    targets: &[CloneTarget<'_>],
     options: &Request,
 ) -> Result<Vec<(Request, usize)>, Error> {
-    if recipients.len() > CLONES_MAX {
-        let found = recipients.len();
+    if targets.len() > CLONES_MAX {
+        let found = targets.len();
         return Err(Error::Usage(format!("{found} destinations, at most {CLONES_MAX} at once")));
     }
     let mut seen = HashSet::new();
-    let again = recipients.iter().find(|recipient| !seen.insert(recipient.destination.place()));
-    if let Some(Recipient { destination, .. }) = again {
+    let again = targets.iter().find(|target| !seen.insert(target.destination.key()));
+    if let Some(CloneTarget { destination, .. }) = again {
         return Err(Error::Usage(format!("{destination} is named twice, and takes one guest")));
     }
-    recipients.iter().map(|recipient| checked(source, recipient.destination, options)).collect()
+    targets.iter().map(|target| validate(source, target.destination, options)).collect()
 }

@@ -1,9 +1,9 @@
-//! Compressed lanes: what is refused beforehand, and QEMU's parameters for the rest.
+//! QEMU's migration parameters for compressed lanes.
 
 use towline_migration::Compression;
 use towline_qmp::commands::MigrationParameters;
 
-/// What a QEMU is told of it.
+/// Migration parameters for this compression.
 pub(super) fn parameters(compression: Compression, lanes: usize) -> MigrationParameters {
     let (zlib, zstd) = match compression {
         Compression::None => (None, None),

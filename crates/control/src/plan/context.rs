@@ -1,4 +1,4 @@
-//! What every part of one copy has at hand.
+//! State that all parts of one copy share.
 
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -12,23 +12,23 @@ use super::error::Error;
 use super::progress::{Observer, Progress};
 use super::report::{DestinationState, Report, SourceState};
 use super::request::Request;
-use super::{blame, tls, zero_copy};
+use super::{error_origin, tls, zero_copy};
 use crate::qemu::Qemu;
 
-/// What every part of a copy needs to know.
-pub(super) struct Run<'a> {
+/// Context of one copy.
+pub(super) struct Context<'a> {
     pub(super) options: &'a Request,
     pub(super) lanes: usize,
     pub(super) cancel: &'a Cancel,
     pub(super) observer: &'a dyn Observer,
-    begun: Instant,
+    started: Instant,
     memory: OnceLock<synthetic::Outcome>,
     uploaded: OnceLock<Uploaded>,
     sending: OnceLock<Arc<Statistics>>,
     increment: OnceLock<Increment>,
 }
 
-impl<'a> Run<'a> {
+impl<'a> Context<'a> {
     pub(super) fn new(
         options: &'a Request,
         lanes: usize,
@@ -37,11 +37,11 @@ impl<'a> Run<'a> {
     ) -> Self {
         let (memory, uploaded) = (OnceLock::new(), OnceLock::new());
         let (sending, increment) = (OnceLock::new(), OnceLock::new());
-        let begun = Instant::now();
-        Self { options, lanes, cancel, observer, begun, memory, uploaded, sending, increment }
+        let started = Instant::now();
+        Self { options, lanes, cancel, observer, started, memory, uploaded, sending, increment }
     }
 
-    /// Begins the image that will be `path`.
+    /// Starts to write the image `path`.
     pub(super) fn image_writer(&self, path: &Path, origin: Origin) -> Result<ImageWriter, Error> {
         let existing = if self.options.overwrite { Existing::Replace } else { Existing::Refuse };
         let writer = ImageWriter::create(path, existing, origin)?;
@@ -51,7 +51,8 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Notes how much an incremental image holds itself, for the report, and says what became otherwise than was asked for.
+    /// Records the share of an incremental image that it holds itself, for the report, and passes its notices
+    /// on.
     pub(super) fn set_increment(&self, writer: &ImageWriter) {
         writer.notices().iter().for_each(|notice| self.observer.notice(notice));
         if let Some(increment) = writer.increment() {
@@ -59,31 +60,33 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Notes who counts how each lane to the destination sends its pages.
+    /// Sets the statistics of the lanes to the destination.
     pub(super) fn set_sending(&self, sending: &Arc<Statistics>) {
         self.sending.get_or_init(|| Arc::clone(sending));
     }
 
-    /// Notes what arrived in memory of this process, for the report.
+    /// Records the guest that was received into memory of this process, for the report.
     pub(super) fn set_memory(&self, outcome: synthetic::Outcome) {
         self.memory.get_or_init(|| outcome);
     }
 
-    /// Notes what was sent to an object store, for the report.
+    /// Records the upload to an object store, for the report.
     #[cfg(feature = "store")]
     pub(super) fn set_uploaded(&self, uploaded: Uploaded) {
         self.uploaded.get_or_init(|| uploaded);
     }
 
-    /// Connects to a stream's destination.
-    pub(super) fn reach(&self, address: &Address, uuid: [u8; 16]) -> Result<outgoing::Connections, Error> {
+    /// Connects to the destination of a stream.
+    pub(super) fn connect(&self, address: &Address, uuid: [u8; 16]) -> Result<outgoing::Connections, Error> {
         let deadline = Instant::now() + self.options.connect_timeout;
         let options = tls::connecting(self.options)?;
         let connected = outgoing::connect(address, self.lanes, uuid, &options, deadline, self.cancel);
-        connected.map_err(|error| blame::lanes_lost(error.into(), self.lanes, self.options.compression))
+        connected.map_err(|error| {
+            error_origin::explain_lane_loss(error.into(), self.lanes, self.options.compression)
+        })
     }
 
-    /// Passes on what comes in to these connections. `session` is that of the incoming migration.
+    /// Returns a relay to these connections. `session` is that of the incoming migration.
     pub(super) fn relay(
         &self,
         session: &Arc<Session>,
@@ -95,45 +98,47 @@ impl<'a> Run<'a> {
         Ok(Box::new(relay))
     }
 
-    /// Since the first question.
+    /// Time since the context was created.
     pub(super) fn elapsed(&self) -> std::time::Duration {
-        self.begun.elapsed()
+        self.started.elapsed()
     }
 
-    /// Says what of an earlier towline was put back in this QEMU when it was connected to.
-    pub(super) fn tell_repaired(&self, qemu: &Qemu) {
+    /// Sends a notice if connecting to this QEMU repaired changes of an earlier towline.
+    pub(super) fn report_repair(&self, qemu: &Qemu) {
         if let Some(repaired) = qemu.repaired() {
             self.observer.notice(&repaired.to_string());
         }
     }
 
-    /// Ends here if the user said so.
+    /// Returns an error if the command was cancelled.
     pub(super) fn check_cancelled(&self) -> Result<(), Error> {
-        match self.cancel.is_cancelled() {
-            true => Err(Error::Cancelled),
-            false => Ok(()),
-        }
+        if self.cancel.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
     }
 
-    /// Tells how far the memory is.
-    pub(super) fn report(&self, statistics: &Statistics, progress: Progress) {
+    /// Reports the progress of the memory to the observer.
+    pub(super) fn report_progress(&self, statistics: &Statistics, progress: Progress) {
         self.observer.progress(&Progress { moved: statistics.snapshot(), ..progress });
         if let Some(sending) = self.sending.get() {
             self.observer.lanes(&sending.lane_sends());
         }
     }
 
-    /// A report of a copy that went well.
-    pub(super) fn done(&self, moved: Snapshot, source: SourceState, destination: DestinationState) -> Report {
+    /// Builds the report of a copy that completed.
+    pub(super) fn build_report(
+        &self,
+        moved: Snapshot,
+        source: SourceState,
+        destination: DestinationState,
+    ) -> Report {
         Report {
             moved,
-            total_time: self.begun.elapsed(),
+            total_time: self.started.elapsed(),
             downtime_ms: None,
             multifd_channels: self.lanes,
             compression: self.options.compression,
             zero_copy_send: self.options.zero_copy_send,
             lane_sends: self.sending.get().map(|sending| sending.lane_sends()).unwrap_or_default(),
-            handed_over: false,
+            loaded_by_qemu: false,
             source,
             destination,
             uploaded: self.uploaded.get().copied(),

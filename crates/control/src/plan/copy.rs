@@ -1,31 +1,29 @@
-//! A copy, from what is asked for to its column.
-
-use std::sync::Arc;
+//! Entry points: a copy, and the inspection of a stream.
 
 use towline_channel::Cancel;
 use towline_image::StoredGuest;
-use towline_migration::{Snapshot, Statistics};
+use towline_migration::Snapshot;
 use towline_protocol::session::Receiver;
 
-use super::context::Run;
+use super::context::Context;
+use super::discard_sink::DiscardSink;
 use super::endpoint::{self, StoredSource};
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
+use super::incoming::IncomingStream;
 use super::progress::{Observer, Phase, Progress};
-use super::receive::{Arriving, receive};
 use super::report::Report;
 use super::request::{PostcopyOptions, Request};
-use super::survey::Survey;
-use super::switch::Switch;
+use super::shared_switchover::SharedSwitchover;
 use super::transfer::transfer;
-use super::validate::{checked, checked_survey};
-use super::{fit, postcopy};
+use super::validate::{validate, validate_stream};
+use super::{postcopy, preflight};
 use crate::switchover::{DestinationKind, SourceKind};
 
 /// Copies a guest; returns when it is safe at its destination.
 ///
 /// # Errors
-/// Why not, and where the guest is; see [`Failure`].
+/// The reason and the location of the guest; see [`Failure`].
 pub fn copy(
     source: &Source,
     destination: &Destination,
@@ -33,73 +31,65 @@ pub fn copy(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Report, Failure> {
-    let (options, lanes) = checked(source, destination, options).map_err(Failure::untouched)?;
-    let run = Run::new(&options, lanes, cancel, observer);
+    let (options, lanes) = validate(source, destination, options).map_err(Failure::untouched)?;
+    let context = Context::new(&options, lanes, cancel, observer);
     observer.phase(Phase::Prepare);
-    fit::devices(options.devices(), observer).map_err(Failure::untouched)?;
+    preflight::check_devices(options.devices(), observer).map_err(Failure::untouched)?;
     match options.postcopy() {
-        None => transfer(endpoint::source(source, &run)?.as_mut(), destination, &run),
-        Some(how) => ahead(source, destination, how, &run),
+        None => transfer(endpoint::source(source, &context)?.as_mut(), destination, &context),
+        Some(how) => copy_by_postcopy(source, destination, how, &context),
     }
 }
 
-/// Has the guest run at its destination before its memory is there.
-fn ahead(
+/// Runs the guest at its destination before its memory is there.
+fn copy_by_postcopy(
     source: &Source,
     destination: &Destination,
     how: PostcopyOptions,
-    run: &Run<'_>,
+    context: &Context<'_>,
 ) -> Result<Report, Failure> {
     if let (Some(from), Some(to)) = (source.monitor(), destination.monitor()) {
-        return postcopy::migrate(from, to, how, run);
+        return postcopy::migrate(from, to, how, context);
     }
-    let image = endpoint::open(source, run.options, run.cancel, run.observer);
-    postcopy::restore(image.map_err(Failure::untouched)?.as_ref(), destination, how, run)
+    let image = endpoint::open(source, context.options, context.cancel, context.observer);
+    postcopy::restore(image.map_err(Failure::untouched)?.as_ref(), destination, how, context)
 }
 
-/// Copies an image that is open, and that other copies may read at the same time.
-pub(super) fn stored(
+/// Copies an open image, which other copies may read at the same time.
+pub(super) fn copy_stored(
     image: &(dyn StoredGuest + 'static),
     destination: &Destination,
-    run: &Run<'_>,
+    context: &Context<'_>,
 ) -> Result<Report, Failure> {
-    match run.options.postcopy() {
-        None => transfer(&mut StoredSource::new(image), destination, run),
-        Some(how) => postcopy::restore(image, destination, how, run),
+    match context.options.postcopy() {
+        None => transfer(&mut StoredSource::new(image), destination, context),
+        Some(how) => postcopy::restore(image, destination, how, context),
     }
 }
 
-/// Receives the stream that `source` names into `survey` and keeps nothing: the guest stays where it is.
+/// Receives the stream that `source` names and keeps nothing: the guest stays at its source.
 ///
 /// # Errors
-/// The stream did not come to its end.
-pub fn survey(
+/// The stream failed before its end.
+pub fn inspect_stream(
     source: &Source,
-    survey: &Survey,
+    sink: &DiscardSink,
     options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Snapshot, Failure> {
     let Some(address) = source.stream() else {
-        return Err(Failure::untouched(Error::Usage("only a stream can be surveyed".into())));
+        return Err(Failure::untouched(Error::Usage("only a stream can be inspected".into())));
     };
-    let lanes = checked_survey(source, options).map_err(Failure::untouched)?;
-    let run = Run::new(options, lanes, cancel, observer);
-    let switch = Switch::new(SourceKind::Stream, DestinationKind::Stored, options);
-    let session = switch.session();
+    let lanes = validate_stream(source, options).map_err(Failure::untouched)?;
+    let context = Context::new(options, lanes, cancel, observer);
+    let switchover = SharedSwitchover::new(SourceKind::Stream, DestinationKind::Stored, options);
     observer.phase(Phase::Connect);
-    let connections = endpoint::listen(address, &run).map_err(Failure::untouched)?;
-    let statistics = Arc::new(Statistics::default());
-    let arriving = Arriving {
-        connections: &connections,
-        session: &session,
-        statistics: &statistics,
-        switch: &switch,
-        sink: survey,
-        receiver: Receiver::Stores,
-    };
-    match receive(&arriving, &run, &mut || Ok(Progress::default())) {
-        Err(error) if !survey.is_complete() => Err(Failure::untouched(error)),
-        _ => Ok(statistics.snapshot()),
+    let mut incoming = IncomingStream::default();
+    incoming
+        .connected(switchover.session(), endpoint::listen(address, &context).map_err(Failure::untouched)?);
+    match incoming.receive(sink, Receiver::Stores, &switchover, &context, &mut || Ok(Progress::default())) {
+        Err(error) if !sink.is_complete() => Err(Failure::untouched(error)),
+        _ => Ok(incoming.moved()),
     }
 }

@@ -1,4 +1,4 @@
-//! A QEMU that waits as the destination: checked, told where to listen, and to run when it may.
+//! A QEMU that waits for a guest, driven by its monitor: checked, configured, told to listen, and started.
 
 mod postcopy;
 
@@ -16,25 +16,25 @@ use towline_qmp::commands::{
     AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState, Status,
 };
 
-use super::context::Run;
+use super::context::Context;
 use super::error::Error;
-use super::fit::{Guest, uuid_bytes};
+use super::preflight::{GuestFacts, uuid_bytes};
 use super::private_dir::PrivateDir;
 use super::request::Request;
-use super::vsock::Vsocks;
-use super::{blame, compression};
-use crate::qemu::{self, Facts, Incoming, Qemu, Settings, Wanted};
-use crate::switchover::{DestinationView, Started};
+use super::vsock::DetachedVsocks;
+use super::{compression, error_origin};
+use crate::qemu::{self, AppliedSettings, Facts, Incoming, MigrationSettings, Qemu};
+use crate::switchover::{DestinationStatus, StartResult};
 
-/// How long a QEMU that has everything may take to leave `inmigrate`.
+/// Timeout for a QEMU that has everything to leave `inmigrate`.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long an answer of a QEMU that loads a file is waited for, until it is looked whether we were cancelled.
-const SILENCE_MAX: Duration = Duration::from_millis(500);
+/// Timeout of one query to a QEMU that loads a file; a cancellation is checked after each.
+const LOAD_QUERY_TIMEOUT: Duration = Duration::from_millis(500);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// How long a QEMU whose monitor is closed may take to exit.
+/// Timeout for the exit of a QEMU whose monitor is disconnected.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
 
-const MUST_BE_OFF: [Capability; 7] = [
+const UNSUPPORTED_CAPABILITIES: [Capability; 7] = [
     Capability::XBZRLE,
     Capability::POSTCOPY_RAM,
     Capability::POSTCOPY_PREEMPT,
@@ -44,23 +44,23 @@ const MUST_BE_OFF: [Capability; 7] = [
     Capability::SWITCHOVER_ACK,
 ];
 
-/// A guest that was to run, and does not, as far as is known.
+/// A guest that was to be started and does not run, as far as is known.
 #[derive(Debug)]
-pub(super) struct RunFailed {
-    pub(super) started: Started,
+pub(super) struct StartFailure {
+    pub(super) started: StartResult,
     pub(super) error: Box<Error>,
 }
 
-/// A QEMU whose connection was lost.
+/// State of a QEMU whose postcopy connection was lost.
 #[derive(Debug)]
-pub(super) enum Fate {
-    /// It listens there again.
-    Listens(Address),
-    /// It is not ready to.
-    NotYet,
+pub(super) enum RecoveryState {
+    /// It listens again at this address.
+    Listening(Address),
+    /// It is not ready to listen.
+    NotReady,
     /// It has everything.
-    Complete,
-    /// It gave the guest up.
+    Completed,
+    /// It failed.
     Failed(String),
 }
 
@@ -68,17 +68,17 @@ pub(super) enum Fate {
 #[derive(Debug)]
 pub(super) struct QmpDestination {
     qemu: Qemu,
-    settings: Option<Settings>,
+    settings: Option<AppliedSettings>,
     dir: PrivateDir,
     fdset: Option<i64>,
-    /// It was told to load a guest, which QEMU does once.
-    told: bool,
-    /// How often it was told to listen again for a guest whose memory stopped coming.
-    listened: u32,
+    /// It got `migrate-incoming`, which QEMU accepts once.
+    is_incoming_started: bool,
+    /// Number of times that `migrate-recover` succeeded.
+    recoveries: u32,
 }
 
 impl QmpDestination {
-    /// Connects and checks that it waits, and to be told where.
+    /// Connects and checks that it waits for `migrate-incoming`.
     pub(super) fn prepare(path: &Path) -> Result<Self, Error> {
         Self::of(Qemu::connect(path, &qmp::Options::default())?)
     }
@@ -97,7 +97,7 @@ impl QmpDestination {
             }
         }
         let dir = PrivateDir::for_qemu(&qemu)?;
-        Ok(Self { qemu, settings: None, dir, fdset: None, told: false, listened: 0 })
+        Ok(Self { qemu, settings: None, dir, fdset: None, is_incoming_started: false, recoveries: 0 })
     }
 
     /// The QEMU.
@@ -105,34 +105,34 @@ impl QmpDestination {
         &self.qemu
     }
 
-    /// What was found.
+    /// The facts.
     pub(super) fn facts(&self) -> &Facts {
         self.qemu.facts()
     }
 
     /// Refuses a guest that would not run in this QEMU.
-    pub(super) fn check(&mut self, guest: &Guest, run: &Run<'_>) -> Result<(), Error> {
-        guest.check(&mut self.qemu, run)
+    pub(super) fn check(&mut self, guest: &GuestFacts, context: &Context<'_>) -> Result<(), Error> {
+        guest.check(&mut self.qemu, context)
     }
 
-    /// Refuses if these could not be put in here.
-    pub(super) fn check_vsocks(&mut self, vsocks: &Vsocks) -> Result<(), Error> {
+    /// Refuses devices that could not be attached here.
+    pub(super) fn check_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
         vsocks.check(&mut self.qemu)
     }
 
-    /// Puts them in.
-    pub(super) fn attach(&mut self, vsocks: &Vsocks) -> Result<(), Error> {
+    /// Attaches the devices.
+    pub(super) fn attach_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
         vsocks.attach(&mut self.qemu)
     }
 
-    /// Sets QEMU, has it load and stay paused, and connects to it.
+    /// Configures QEMU, has it load the guest and stay paused, and connects to it.
     pub(super) fn start(
         &mut self,
         lanes: usize,
         options: &Request,
         cancel: &Cancel,
     ) -> Result<Connections, Error> {
-        self.set(lanes, false, options.compression)?;
+        self.apply_settings(lanes, false, options.compression)?;
         let path = self.stream_path();
         self.listen(format!("unix:{}", path.display()))?;
         let uuid = uuid_bytes(&self.facts().uuid);
@@ -145,24 +145,29 @@ impl QmpDestination {
         self.dir.join("destination.sock")
     }
 
-    /// True where this QEMU can load an image's file itself.
+    /// Returns true if this QEMU can load the file of an image itself.
     pub(super) fn loads_images(&self) -> bool {
         self.facts().capabilities.contains_key(&Capability::MAPPED_RAM)
     }
 
-    /// Has QEMU load the image in `file` itself, and stay paused. The file goes as a descriptor, so QEMU needs no right to
-    /// its path.
+    /// Has QEMU load the image in `file` itself and stay paused. The file is passed as a descriptor, so that
+    /// QEMU needs no permission for its path.
     pub(super) fn load(&mut self, file: &File, lanes: usize) -> Result<(), Error> {
-        self.set(lanes, true, Compression::None)?;
+        self.apply_settings(lanes, true, Compression::None)?;
         let add = AddFd { fdset_id: None, opaque: Some("towline image".into()) };
         let added = self.qemu.client().execute_with_fds(&add, &[file.as_fd()])?;
         self.fdset = Some(added.fdset_id);
         self.listen(format!("file:/dev/fdset/{}", added.fdset_id))
     }
 
-    fn set(&mut self, lanes: usize, mapped_ram: bool, compression: Compression) -> Result<(), Error> {
+    fn apply_settings(
+        &mut self,
+        lanes: usize,
+        mapped_ram: bool,
+        compression: Compression,
+    ) -> Result<(), Error> {
         let known = &self.facts().capabilities;
-        let mut capabilities: BTreeMap<_, _> = off(known).collect();
+        let mut capabilities: BTreeMap<_, _> = disabled_capabilities(known).collect();
         capabilities.insert(Capability::MULTIFD, lanes > 0);
         if known.contains_key(&Capability::MAPPED_RAM) {
             capabilities.insert(Capability::MAPPED_RAM, mapped_ram);
@@ -172,24 +177,28 @@ impl QmpDestination {
             tls_creds: Some(String::new()),
             ..compression::parameters(compression, lanes)
         };
-        self.settings = Some(Settings::apply(&mut self.qemu, &Wanted { capabilities, parameters })?);
+        self.settings =
+            Some(AppliedSettings::apply(&mut self.qemu, &MigrationSettings { capabilities, parameters })?);
         Ok(())
     }
 
     fn listen(&mut self, uri: String) -> Result<(), Error> {
-        // Told while it waits, so that it loads and stays paused: until the source says that it is done, the guest may
-        // only run there.
+        // Sent while it waits, so that it loads and stays paused: until the source is done, the guest may run
+        // only there.
         self.qemu.stop()?;
         let version = &self.facts().version.qemu;
         let stays = (version.major, version.minor) >= (9, 1);
         let command =
             MigrateIncoming { exit_on_error: stays.then_some(false), ..MigrateIncoming::on_uri(uri) };
-        self.told = true;
+        self.is_incoming_started = true;
         self.qemu.client().execute(&command)?;
         Ok(())
     }
 
-    /// Whether QEMU has loaded everything; an error if it failed to.
+    /// Returns true if QEMU has loaded everything.
+    ///
+    /// # Errors
+    /// It failed to.
     pub(super) fn is_loaded(&mut self) -> Result<bool, Error> {
         let migration = self.qemu.migration()?;
         match migration.status {
@@ -201,19 +210,20 @@ impl QmpDestination {
         }
     }
 
-    /// An error if it failed to load the guest; one that does not answer just now has not.
-    pub(super) fn has_not_failed(&mut self) -> Result<(), Error> {
+    /// Returns an error if it failed to load the guest; a missing reply is not a failure.
+    pub(super) fn check_not_failed(&mut self) -> Result<(), Error> {
         match self.is_loaded() {
-            Err(error) if !blame::is_silent(&error) => Err(error),
+            Err(error) if !error_origin::is_timeout(&error) => Err(error),
             _ => Ok(()),
         }
     }
 
-    /// As [`is_loaded`](Self::is_loaded), of a QEMU that loads a file itself. Its monitor answers nobody while it does, for
-    /// as long as the guest is large and the disk is slow, so silence means "not yet"; one that dies closes its socket.
+    /// As [`is_loaded`](Self::is_loaded), of a QEMU that loads a file itself. Meanwhile its monitor does not
+    /// reply, for as long as the guest is large and the disk is slow, so a timeout means "not yet"; a QEMU that
+    /// exits closes its socket.
     pub(super) fn has_loaded_file(&mut self) -> Result<bool, Error> {
         let deadline = self.qemu.client().deadline();
-        self.qemu.client().set_deadline(SILENCE_MAX);
+        self.qemu.client().set_deadline(LOAD_QUERY_TIMEOUT);
         let loaded = self.is_loaded();
         self.qemu.client().set_deadline(deadline);
         match loaded {
@@ -222,20 +232,20 @@ impl QmpDestination {
         }
     }
 
-    /// What it does with the guest. An answer that does not come says nothing; a process that has exited does.
-    pub(super) fn view(&mut self) -> DestinationView {
-        match self.qemu.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
-            Ok(None) => DestinationView::Unknown,
+    /// Queries the state of the guest. A missing reply is no evidence; an exited process is.
+    pub(super) fn query_status(&mut self) -> DestinationStatus {
+        match self.qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+            Ok(None) => DestinationStatus::Unknown,
             Ok(Some((migration, _))) if migration.status == Some(MigrationStatus::FAILED) => {
-                DestinationView::Failed
+                DestinationStatus::Failed
             }
-            Ok(Some((_, status))) if status.status == RunState::INMIGRATE => DestinationView::Loading,
-            Ok(Some((_, status))) if is_live(&status) => DestinationView::Running,
-            Ok(Some(_)) => DestinationView::Loaded,
-            Err(_) if self.qemu.has_ended(ENDED_TIMEOUT) => DestinationView::Exited,
+            Ok(Some((_, status))) if status.status == RunState::INMIGRATE => DestinationStatus::Loading,
+            Ok(Some((_, status))) if is_live(&status) => DestinationStatus::Running,
+            Ok(Some(_)) => DestinationStatus::Loaded,
+            Err(_) if self.qemu.has_exited(ENDED_TIMEOUT) => DestinationStatus::Exited,
             Err(error) => {
-                tracing::debug!(%error, "the destination does not answer");
-                DestinationView::Unknown
+                tracing::debug!(%error, "the destination does not reply");
+                DestinationStatus::Unknown
             }
         }
     }
@@ -246,7 +256,7 @@ impl QmpDestination {
         loop {
             match self.is_loaded() {
                 Ok(true) => return Ok(()),
-                Err(error) if !blame::is_silent(&error) => return Err(error),
+                Err(error) if !error_origin::is_timeout(&error) => return Err(error),
                 Ok(false) | Err(_) => {}
             }
             if Instant::now() >= deadline {
@@ -257,19 +267,19 @@ impl QmpDestination {
         }
     }
 
-    /// Runs the guest, and sees that it does.
-    pub(super) fn run_guest(&mut self) -> Result<Started, RunFailed> {
-        let ran = self.wait_loaded().and_then(|()| Ok(self.qemu.cont()?));
-        let error = match ran {
+    /// Starts the guest and checks that it runs.
+    pub(super) fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
+        let was_running = self.wait_loaded().and_then(|()| Ok(self.qemu.cont()?));
+        let error = match was_running {
             Ok(()) => None,
-            Err(error) if blame::is_silent(&error) => Some(error),
+            Err(error) if error_origin::is_timeout(&error) => Some(error),
             Err(error) => return Err(self.not_run(error)),
         };
         let deadline = Instant::now() + LOADED_TIMEOUT;
         loop {
-            match self.qemu.patiently(|qemu| qemu.status()) {
-                Ok(Some(status)) if is_live(&status) => return Ok(Started::Live),
-                // What was not answered may be carried out yet.
+            match self.qemu.try_query(|qemu| qemu.status()) {
+                Ok(Some(status)) if is_live(&status) => return Ok(StartResult::Live),
+                // A command without a reply may still be carried out.
                 Ok(Some(status)) if error.is_none() => return Err(self.stopped_again(&status)),
                 Ok(_) if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
                 Ok(Some(status)) => return Err(self.stopped_again(&status)),
@@ -277,32 +287,39 @@ impl QmpDestination {
                     let socket = self.qemu.socket().to_owned();
                     let (status, waited) = ("nothing".into(), LOADED_TIMEOUT);
                     let error = error.unwrap_or(Error::NotCompleted { socket, status, waited });
-                    return Err(RunFailed { started: Started::Unknown, error: Box::new(error) });
+                    return Err(StartFailure { started: StartResult::Unknown, error: Box::new(error) });
                 }
                 Err(error) => return Err(self.not_run(error.into())),
             }
         }
     }
 
-    fn stopped_again(&mut self, status: &Status) -> RunFailed {
-        self.leave();
+    fn stopped_again(&mut self, status: &Status) -> StartFailure {
+        self.keep_settings();
         let (socket, status) = (self.qemu.socket().to_owned(), status.status.as_str().into());
-        RunFailed { started: Started::StoppedAgain, error: Box::new(Error::NotRunning { socket, status }) }
+        StartFailure {
+            started: StartResult::StoppedAgain,
+            error: Box::new(Error::NotRunning { socket, status }),
+        }
     }
 
-    fn not_run(&mut self, error: Error) -> RunFailed {
-        self.leave();
+    fn not_run(&mut self, error: Error) -> StartFailure {
+        self.keep_settings();
         let started = match &error {
-            error if blame::is_refusal(error) => Started::Refused,
-            error if blame::is_gone(error) && self.qemu.has_ended(ENDED_TIMEOUT) => Started::Exited,
-            _ => Started::Unknown,
+            error if error_origin::is_refusal(error) => StartResult::Refused,
+            error if error_origin::is_monitor_lost(error) && self.qemu.has_exited(ENDED_TIMEOUT) => {
+                StartResult::Exited
+            }
+            _ => StartResult::Unknown,
         };
-        RunFailed { started, error: Box::new(error) }
+        StartFailure { started, error: Box::new(error) }
     }
 
-    /// Puts QEMU's settings back. Returns what to note. The last look at a QEMU that has the guest: if it ended meanwhile, that is
-    /// the error.
-    pub(super) fn release(&mut self) -> Result<Vec<String>, Error> {
+    /// Restores QEMU's settings. Returns notices. This is the last query of a QEMU that has the guest.
+    ///
+    /// # Errors
+    /// QEMU has exited meanwhile.
+    pub(super) fn restore_settings(&mut self) -> Result<Vec<String>, Error> {
         let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
         let mut notes: Vec<_> =
             restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect();
@@ -318,11 +335,11 @@ impl QmpDestination {
         Ok(notes)
     }
 
-    /// After a failure: nothing runs here. Says what is left.
-    pub(super) fn undo(&mut self, holds: bool) -> Vec<String> {
+    /// Rolls back after a failure, when nothing runs here. Returns notices about changes that are left.
+    pub(super) fn roll_back(&mut self, holds: bool) -> Vec<String> {
         let status = self.qemu.status();
         match self.settings.take() {
-            Some(settings) if !self.told && status.is_ok() => {
+            Some(settings) if !self.is_incoming_started && status.is_ok() => {
                 let restored = settings.restore(&mut self.qemu);
                 return restored.err().map(|error| error.to_string()).into_iter().collect();
             }
@@ -330,9 +347,9 @@ impl QmpDestination {
             None => {}
         }
         match status {
-            // A guest that is whole here may be nowhere else.
+            // A complete guest may be the only copy.
             Ok(status) if holds && status.status != RunState::INMIGRATE => Vec::new(),
-            Ok(status) if self.told && !status.running => {
+            Ok(status) if self.is_incoming_started && !status.running => {
                 vec![format!(
                     "QEMU on {} may hold a part of the guest: end it and start it again before the next copy",
                     self.qemu.socket()
@@ -342,14 +359,14 @@ impl QmpDestination {
         }
     }
 
-    /// Whether it was this QEMU that failed.
-    pub(super) fn is_to_blame(&self, error: &Error) -> bool {
-        blame::is_of(error, self.qemu.socket(), &self.stream_path())
+    /// Returns true if the error comes from this QEMU.
+    pub(super) fn is_error_origin(&self, error: &Error) -> bool {
+        error_origin::is_from(error, self.qemu.socket(), &self.stream_path())
     }
 
-    /// Replaces an error of the stream to QEMU by its own reason, where it has one.
+    /// Replaces an error of the stream to QEMU by QEMU's own reason, if it has one.
     pub(super) fn explain(&mut self, error: Error) -> Error {
-        if !self.is_to_blame(&error) {
+        if !self.is_error_origin(&error) {
             return error;
         }
         let socket = self.qemu.socket().to_owned();
@@ -357,7 +374,9 @@ impl QmpDestination {
             Ok(migration) if migration.status.as_ref().is_some_and(MigrationStatus::has_failed) => {
                 migration.error_desc.unwrap_or_else(|| "its own log says why".into())
             }
-            Err(gone) if blame::is_gone(&gone) => "it ended while it loaded; its own log says why".into(),
+            Err(gone) if error_origin::is_monitor_lost(&gone) => {
+                "it ended while it loaded; its own log says why".into()
+            }
             _ => return error,
         };
         tracing::debug!(%error, "the destination failed");
@@ -365,12 +384,12 @@ impl QmpDestination {
     }
 }
 
-/// Whether the guest runs, or sleeps and wakes up by itself.
+/// Returns true if the guest runs, or is suspended and wakes up by itself.
 pub(super) fn is_live(status: &Status) -> bool {
     status.running || status.status == RunState::SUSPENDED
 }
 
-/// Those of the capabilities that it knows which must be off.
-fn off(known: &BTreeMap<Capability, bool>) -> impl Iterator<Item = (Capability, bool)> {
-    MUST_BE_OFF.into_iter().filter(|name| known.contains_key(name)).map(|name| (name, false))
+/// Unsupported capabilities that this QEMU knows, disabled.
+fn disabled_capabilities(known: &BTreeMap<Capability, bool>) -> impl Iterator<Item = (Capability, bool)> {
+    UNSUPPORTED_CAPABILITIES.into_iter().filter(|name| known.contains_key(name)).map(|name| (name, false))
 }

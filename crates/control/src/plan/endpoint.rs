@@ -1,6 +1,5 @@
-//! The ends of a copy as values: each is built here from what was asked for, and nowhere else is it asked which one it is.
+//! The ends of a copy as values. The kind of an end is evaluated only here, where its value is built.
 
-mod contract;
 mod image;
 mod memory;
 mod null;
@@ -8,52 +7,57 @@ mod qemu;
 #[cfg(feature = "store")]
 mod store;
 mod stream;
+mod traits;
 
 use towline_channel::Cancel;
 use towline_image::StoredGuest;
 
-use super::context::Run;
+use super::context::Context;
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::progress::Observer;
 use super::request::Request;
 
-pub(super) use contract::{Departure, DestinationEndpoint, Origin, SourceEndpoint, Undo};
-pub(super) use image::{StoredSource, lost};
-pub(super) use qemu::{QemuDestination, asked};
+pub(super) use image::{StoredSource, explain_truncation};
+pub(super) use qemu::{QemuDestination, query_failed};
 pub(super) use stream::listen;
+pub(super) use traits::{DestinationEndpoint, GuestDescription, Rollback, SourceControl, SourceEndpoint};
 
-/// The source, which has been asked, but not changed.
-pub(super) fn source(source: &Source, run: &Run<'_>) -> Result<Box<dyn SourceEndpoint>, Failure> {
+/// Opens the source: it is queried, and not changed.
+pub(super) fn source(source: &Source, context: &Context<'_>) -> Result<Box<dyn SourceEndpoint>, Failure> {
     Ok(match source {
-        Source::Qmp(path) => Box::new(qemu::QemuSource::new(path, run)?),
+        Source::Qmp(path) => Box::new(qemu::QemuSource::new(path, context)?),
         Source::Stream(address) => Box::new(stream::StreamSource::new(address)),
         Source::Memory(shape) => Box::new(memory::MemorySource::new(shape).map_err(Failure::untouched)?),
         stored => {
-            let image = open(stored, run.options, run.cancel, run.observer);
+            let image = open(stored, context.options, context.cancel, context.observer);
             Box::new(StoredSource::new(image.map_err(Failure::untouched)?))
         }
     })
 }
 
-/// The destination of what departs. It has been asked whether it would take it, but not changed.
+/// Opens the destination of this guest: it is queried whether it would take it, and not changed.
 pub(super) fn destination(
     destination: &Destination,
-    departure: Departure<'_>,
-    run: &Run<'_>,
+    description: GuestDescription<'_>,
+    context: &Context<'_>,
 ) -> Result<Box<dyn DestinationEndpoint>, Error> {
     Ok(match destination {
-        Destination::Qmp(path) => Box::new(QemuDestination::new(path, &departure, run)?),
-        Destination::Stream(address) => Box::new(stream::StreamDestination::new(address, &departure)),
-        Destination::Image(path) => Box::new(image::ImageDestination::new(path, departure.origin, run)?),
+        Destination::Qmp(path) => Box::new(QemuDestination::new(path, &description, context)?),
+        Destination::Stream(address) => Box::new(stream::StreamDestination::new(address, &description)),
+        Destination::Image(path) => {
+            Box::new(image::ImageDestination::new(path, description.origin, context)?)
+        }
         #[cfg(feature = "store")]
-        Destination::Store(location) => Box::new(store::StoreDestination::new(location, departure, run)?),
+        Destination::Store(location) => {
+            Box::new(store::StoreDestination::new(location, description, context)?)
+        }
         Destination::Memory(room) => Box::new(memory::MemoryDestination::new(room)?),
         Destination::Null => Box::new(null::NullDestination::default()),
     })
 }
 
-/// A stored guest, to be read by any number of copies.
+/// Opens a stored guest, which any number of copies may read.
 pub(super) fn open(
     source: &Source,
     options: &Request,
@@ -65,7 +69,7 @@ pub(super) fn open(
         #[cfg(feature = "store")]
         Source::Store(location) => Ok(Box::new(store::open(location, options, cancel, observer)?)),
         Source::Qmp(_) | Source::Stream(_) | Source::Memory(_) => {
-            // Without object stores nothing is read that could be cancelled.
+            // Without object stores there is no read to cancel.
             let _ = cancel;
             Err(Error::Usage("only an image can be read several times".into()))
         }

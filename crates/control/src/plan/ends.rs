@@ -1,4 +1,4 @@
-//! What is copied from where to where, as it is asked for.
+//! Source and destination of a copy, as requested.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 use towline_channel::Address;
 use towline_migration::synthetic;
 
-/// Where a guest comes from.
+/// Source of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// A running QEMU, by its QMP socket.
     Qmp(PathBuf),
-    /// Somebody's QEMU runs `migrate` to us, who listen there.
+    /// An address of ours, to which another party's QEMU or towline connects.
     Stream(Address),
     /// An image.
     Image(PathBuf),
@@ -22,35 +22,35 @@ pub enum Source {
     Memory(synthetic::Shape),
 }
 
-/// Where it goes.
+/// Destination of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
     /// A QEMU that waits with `-incoming defer`, by its QMP socket.
     Qmp(PathBuf),
     /// A QEMU or towline that listens there.
     Stream(Address),
-    /// An image to be made.
+    /// An image to be written.
     Image(PathBuf),
-    /// An image to be made in an object store.
+    /// An image to be written to an object store.
     #[cfg(feature = "store")]
     Store(towline_image::store::Location),
-    /// Memory of this process, where it is verified (or hashed) and then dropped.
-    Memory(MemoryRoom),
-    /// Nowhere: counts and drops. The source is told that it failed, so its guest runs on.
+    /// Memory of this process, in which the guest is verified (or hashed) and then discarded.
+    Memory(MemoryOptions),
+    /// Nothing: counts and discards. The source gets an error, so that its guest runs on.
     Null,
 }
 
-/// What takes one guest only.
+/// Identity of a destination that takes one guest only.
 #[derive(Debug, PartialEq, Eq, Hash)]
-pub(super) enum Place {
+pub(super) enum DestinationKey {
     Path(PathBuf),
     Address(String),
-    /// Any number of them.
+    /// A destination that takes any number of guests.
     Many(usize),
 }
 
 impl Source {
-    /// Whether it is a stored guest.
+    /// Returns true if it is a stored guest.
     pub fn is_image(&self) -> bool {
         match self {
             Self::Image(_) => true,
@@ -60,7 +60,7 @@ impl Source {
         }
     }
 
-    /// The QMP socket of a QEMU.
+    /// The QMP socket, if it is a QEMU.
     pub(super) fn monitor(&self) -> Option<&Path> {
         match self {
             Self::Qmp(path) => Some(path),
@@ -68,7 +68,7 @@ impl Source {
         }
     }
 
-    /// The address of a stream.
+    /// The address, if it is a stream.
     pub(super) fn stream(&self) -> Option<&Address> {
         match self {
             Self::Stream(address) => Some(address),
@@ -78,7 +78,7 @@ impl Source {
 }
 
 impl Destination {
-    /// Whether it becomes a stored guest.
+    /// Returns true if the guest is stored there.
     pub fn is_image(&self) -> bool {
         match self {
             Self::Image(_) => true,
@@ -88,7 +88,7 @@ impl Destination {
         }
     }
 
-    /// The QMP socket of a QEMU.
+    /// The QMP socket, if it is a QEMU.
     pub(super) fn monitor(&self) -> Option<&Path> {
         match self {
             Self::Qmp(path) => Some(path),
@@ -96,7 +96,7 @@ impl Destination {
         }
     }
 
-    /// The address of a stream.
+    /// The address, if it is a stream.
     pub(super) fn stream(&self) -> Option<&Address> {
         match self {
             Self::Stream(address) => Some(address),
@@ -104,18 +104,20 @@ impl Destination {
         }
     }
 
-    /// What it takes up, which no second guest can have.
-    pub(super) fn place(&self) -> Place {
+    /// Identity, by which two destinations that cannot both take a guest are equal.
+    pub(super) fn key(&self) -> DestinationKey {
         match self {
             Self::Qmp(path) | Self::Image(path) => {
-                Place::Path(path.canonicalize().unwrap_or_else(|_| path.clone()))
+                DestinationKey::Path(path.canonicalize().unwrap_or_else(|_| path.clone()))
             }
             Self::Stream(address) if !matches!(address, Address::Exec(_)) => {
-                Place::Address(address.to_string())
+                DestinationKey::Address(address.to_string())
             }
             #[cfg(feature = "store")]
-            Self::Store(location) => Place::Address(location.to_string()),
-            Self::Stream(_) | Self::Memory(_) | Self::Null => Place::Many(std::ptr::from_ref(self).addr()),
+            Self::Store(location) => DestinationKey::Address(location.to_string()),
+            Self::Stream(_) | Self::Memory(_) | Self::Null => {
+                DestinationKey::Many(std::ptr::from_ref(self).addr())
+            }
         }
     }
 }
@@ -136,9 +138,9 @@ impl fmt::Display for Destination {
 
 /// Memory of this process as a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct MemoryRoom {
-    /// Bytes that are made, and touched, before the source is asked for anything; `None`: as many as the guest has, when it
-    /// says so.
+pub struct MemoryOptions {
+    /// Bytes to allocate and populate before the source is queried; `None` to allocate as many as the guest has
+    /// once that is known.
     pub length: Option<u64>,
     /// In reserved huge pages; needs a length.
     pub is_huge: bool,

@@ -1,4 +1,4 @@
-//! Why a copy failed, and where the guest is then.
+//! Errors of a copy, and the state of the guest after them.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use towline_qmp as qmp;
 
-use super::outcomes::{GuestState, Place};
+use super::outcomes::{GuestLocation, GuestState};
 use crate::qemu;
 
-/// Why.
+/// Reason for the failure of a copy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
@@ -31,7 +31,7 @@ pub enum Error {
     #[error("{0}")]
     Usage(String),
     #[error(
-        "the guest on {socket} was copied before and is paused since (postmigrate), and QEMU sends a guest only once: run it on first (`cont`), or pass --resume, which does that and runs it on afterwards too"
+        "the guest on {socket} was copied before and has been paused since (postmigrate), and QEMU sends a guest only once: resume it first (`cont`), or pass --resume, which does that and resumes it afterwards too"
     )]
     NeedsCont { socket: String },
     #[error("QEMU on {socket} has no guest to copy: its status is `{status}`; is this the destination?")]
@@ -53,7 +53,7 @@ pub enum Error {
     #[error("the guest does not fit {destination}: {}", reasons.join("; "))]
     DoesNotFit { destination: String, reasons: Vec<String> },
     #[error(
-        "QEMU on {socket} was told to load a guest before (migration status {status}), and takes no second one: end it and start it again with `-incoming defer`"
+        "QEMU on {socket} got `migrate-incoming` before (migration status {status}), which it accepts once: end it and start it again with `-incoming defer`"
     )]
     UsedUp { socket: String, status: String },
     #[error(
@@ -65,18 +65,18 @@ pub enum Error {
     )]
     LanesNotTaken { peer: String, lanes: usize, waited: Duration },
     #[error(
-        "QEMU on {socket} has no guest whose memory stopped coming (its migration status is `{status}`, expected `postcopy-paused`): --recover is for such a one only"
+        "QEMU on {socket} has no interrupted postcopy (its migration status is `{status}`, expected `postcopy-paused`): --recover needs one"
     )]
     NothingToRecover { socket: String, status: String },
     #[error(
-        "the connection to the running guest was lost ({source}), and no other could be made within {waited:?}"
+        "the connection to the running guest was lost ({source}), and could not be restored within {waited:?}"
     )]
     NotRecovered { source: towline_migration::Error, waited: Duration },
-    #[error("the QEMUs lost their connection, and made no other one within {waited:?}")]
+    #[error("the QEMUs lost their connection, which could not be restored within {waited:?}")]
     NotConnectedAgain { waited: Duration },
-    #[error("{device} cannot be taken out of the guest of QEMU on {socket}: {text}")]
+    #[error("{device} cannot be detached from the guest of QEMU on {socket}: {text}")]
     NotDetached { socket: String, device: String, text: String },
-    #[error("{device} is not in the guest of QEMU on {socket} again: {text}")]
+    #[error("{device} is not attached to the guest of QEMU on {socket} again: {text}")]
     NotAttached { socket: String, device: String, text: String },
     #[error("QEMU on {socket} ended while its guest was copied; its own log says why")]
     SourceEnded { socket: String },
@@ -84,34 +84,34 @@ pub enum Error {
     SourceFailed { socket: String, text: String },
     #[error("QEMU on {socket} could not load the guest: {text}")]
     DestinationFailed { socket: String, text: String },
-    #[error("QEMU on {socket} did not say within {waited:?} that it is done: it says `{status}`")]
+    #[error("QEMU on {socket} did not complete within {waited:?}: its status is `{status}`")]
     NotCompleted { socket: String, status: String, waited: Duration },
     #[error(
-        "{peer} was acknowledged and did not close its connection within {waited:?}, so that it is not known whether it is done with the guest"
+        "{peer} was acknowledged and did not close its connection within {waited:?}, so it is not known whether it is done with the guest"
     )]
     SourceNotDone { peer: String, waited: Duration },
     #[error(
-        "{peer} reset its connection after it was acknowledged: whether it had read that, and is done with the guest, is not known"
+        "{peer} reset its connection after it was acknowledged: it is not known whether it had read that and is done with the guest"
     )]
     SourceReset { peer: String },
     #[error("the towline at the other end did not report within {waited:?}")]
     PeerSilent { waited: Duration },
-    #[error("QEMU on {socket} was told to run the guest, and its status is `{status}`; its own log says why")]
+    #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]
     NotRunning { socket: String, status: String },
     #[error(
-        "QEMU on {socket} has the writable drive {drive:?} ({file}), and so has QEMU on {other}: two clones that write one disk destroy it; give each a copy of its own, as the disk was when the guest was stored (`qemu-img create -b` makes one that shares what is not written)"
+        "QEMU on {socket} has the writable drive {drive:?} ({file}), and so has QEMU on {other}: two clones that write one disk destroy it; give each a copy of its own, as the disk was when the guest was stored (`qemu-img create -b` creates one that shares unwritten data)"
     )]
     SharedDrive { socket: String, drive: String, file: String, other: String },
     #[error("{why}{}", slowed(*throttle))]
     CannotConverge { why: towline_migration::convergence::CannotConverge, throttle: Option<u64> },
-    #[error("a directory for the stream's socket cannot be made in {}: {source}", path.display())]
+    #[error("a directory for the stream's socket cannot be created in {}: {source}", path.display())]
     PrivateDir { path: PathBuf, source: std::io::Error },
     #[error("cancelled")]
     Cancelled,
 }
 
 fn slowed(throttle: Option<u64>) -> String {
-    throttle.map(|percent| format!(" (it is slowed down by {percent} % already)")).unwrap_or_default()
+    throttle.map(|percent| format!(" (it is throttled by {percent} % already)")).unwrap_or_default()
 }
 
 impl From<qmp::Error> for Error {
@@ -123,11 +123,11 @@ impl From<qmp::Error> for Error {
 /// A copy that failed.
 #[derive(Debug)]
 pub struct Failure {
-    /// Why.
+    /// The reason.
     pub error: Box<Error>,
-    /// Where the guest is.
+    /// The state of the guest.
     pub guest: GuestState,
-    /// What could not be put back, or what else to know.
+    /// Changes that could not be undone, and other notices.
     pub notes: Vec<String>,
 }
 
@@ -138,9 +138,9 @@ impl Failure {
     }
 }
 
-/// A failure after which somebody must look.
-pub(crate) fn look_at(error: Error, place: Place) -> Failure {
-    Failure { error: Box::new(error), guest: GuestState::look_at(place), notes: Vec::new() }
+/// A failure after which an operator must look at the guest.
+pub(crate) fn needs_attention(error: Error, location: GuestLocation) -> Failure {
+    Failure { error: Box::new(error), guest: GuestState::needs_attention(location), notes: Vec::new() }
 }
 
 impl fmt::Display for Failure {

@@ -1,68 +1,69 @@
-//! What became of a guest, in one table: for a person, for a script (`--json`) and for a shell.
+//! Outcomes of failed copies and moves in one table: sentence, identifier for `--json`, exit code.
 //!
-//! A sentence of a [`Row`] follows "the guest: ". Exit codes: 1, the guest is where it was; 3, somebody has to look.
+//! The sentence of an [`OutcomeRow`] follows "the guest: ". Exit code 1: the guest is where it was. Exit code
+//! 3: an operator must look at it.
 
 use std::borrow::Cow;
 
 use super::report::{DestinationState, SourceState};
-use crate::switchover::Held;
+use crate::switchover::Unresolved;
 
-/// What is said of a guest whose copy or move failed.
+/// Outcome of a failed copy or move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Row {
-    /// In `--json`, as `guest-state`. It stays the same where a sentence is put in other words.
+pub struct OutcomeRow {
+    /// Identifier in `--json` (`guest-state`). It stays the same if the sentence is reworded.
     pub id: &'static str,
     /// The exit code.
     pub exit_code: u8,
-    /// Where the guest is, and what to do.
+    /// Location of the guest, and what to do.
     pub text: &'static str,
 }
 
-/// Where the guest is after a failure.
+/// Location of a guest after a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Place {
+pub(crate) enum GuestLocation {
     /// At its source, as it was.
     AtSource,
     /// In its image.
     InImage,
-    /// It was a synthetic one.
+    /// It was a synthetic guest.
     WithProcess,
-    /// Where it was, as far as this copy goes.
+    /// Unchanged by this copy; its QEMU could not be reached.
     Unreached,
-    /// At its destination, and what was taken out of it is not in it again.
+    /// At its destination, but its vsock could not be attached there.
     WithoutVsock,
-    /// It runs, and an image that was cut short may have given it zeros.
+    /// It runs, and a truncated image may have given it zeros.
     ImageCutShort,
-    /// It runs without the rest of its memory, which is not sent any more.
+    /// It runs without the rest of its memory, and no more is sent.
     PostcopyPaused,
-    /// The same, and its image cannot be read to its end.
+    /// As `PostcopyPaused`, and its image cannot be read to its end.
     PostcopyUnreadable,
     /// It ran at its destination, whose QEMU has exited.
     PostcopyEnded,
-    /// It has its memory; what it does is not known.
+    /// It has all of its memory; its run state is not known.
     PostcopyArrived,
-    /// Its source's QEMU gave up after the switch.
+    /// Its source's QEMU failed after the switch to postcopy.
     PostcopyRefused,
-    /// Each of two QEMUs holds a part of it, and they have lost each other.
+    /// Each of two QEMUs holds a part of it, and their connection is lost.
     PostcopySplit,
-    /// As the switchover has it.
-    Held(Held),
-    /// The same, of a guest whose source is an image, which stays as it was.
-    HeldOfImage(Held),
+    /// As the switchover reports.
+    Unresolved(Unresolved),
+    /// As the switchover reports, of a guest whose source is an image, which stays as it was.
+    UnresolvedOfImage(Unresolved),
 }
 
-impl Place {
-    /// Its row of the table.
-    pub(crate) fn row(self) -> Row {
+impl GuestLocation {
+    /// The row of the table.
+    pub(crate) fn row(self) -> OutcomeRow {
         let (id, exit_code, text) = match self {
             Self::AtSource => ("at-source", 1, "safe at its source"),
             Self::InImage => ("in-image", 1, "in its image, which is as it was"),
-            Self::WithProcess => ("ended-with-process", 1, "gone, as a synthetic one goes with its process"),
+            Self::WithProcess => ("ended-with-process", 1, "gone: a synthetic guest ends with its process"),
             Self::Unreached => ("unreached", 1, "not touched; its QEMU could not be reached"),
             Self::WithoutVsock => (
                 "without-vsock",
                 3,
-                "at its destination, whole, but for its vsock, which could not be put in there (`device_add`)",
+                "at its destination, whole, except for its vsock, which could not be attached there (`device_add`)",
             ),
             Self::ImageCutShort => (
                 "image-cut-short",
@@ -85,154 +86,158 @@ impl Place {
                 "it ran at its destination, which has ended, and the guest with it; the image holds it as it was stored",
             ),
             Self::PostcopyArrived => {
-                ("postcopy-arrived", 3, "at its destination, with all of its memory: look what it does there")
+                ("postcopy-arrived", 3, "at its destination, with all of its memory: check its state there")
             }
             Self::PostcopyRefused => (
                 "postcopy-refused",
                 3,
-                "it was switched to its destination, which could not take it: look at both, and run it on at the source (`cont`) only if it does not run there",
+                "it was switched to its destination, which could not take it: look at both, and resume it at the source (`cont`) only if it does not run there",
             ),
             Self::PostcopySplit => (
                 "postcopy-split",
                 3,
-                "it runs at its destination with a part of its memory, and the source holds the rest: do not run it there; where both QEMUs live, `migrate-recover` at the destination and `migrate` with resume at the source go on",
+                "it runs at its destination with a part of its memory, and the source holds the rest: do not run it there; if both QEMUs still run, `migrate-recover` at the destination and `migrate` with resume at the source resume it",
             ),
-            Self::Held(held) => return of_held(held),
-            Self::HeldOfImage(held) => return of_image(held),
+            Self::Unresolved(unresolved) => return unresolved_row(unresolved),
+            Self::UnresolvedOfImage(unresolved) => return image_row(unresolved),
         };
-        Row { id, exit_code, text }
+        OutcomeRow { id, exit_code, text }
     }
 }
 
-/// Of a guest that was stopped at its source.
-fn of_held(held: Held) -> Row {
-    let text = match held {
-        Held::DestinationHolds => {
-            "whole at its destination, paused; its source did not say whether it is done: look at the source, and run the guest at one of them only (`cont`)"
+/// Row of a guest that was stopped at its source.
+fn unresolved_row(unresolved: Unresolved) -> OutcomeRow {
+    let text = match unresolved {
+        Unresolved::DestinationHolds => {
+            "whole at its destination, paused; its source did not report whether it is done: look at the source, and run the guest at one of them only (`cont`)"
         }
-        Held::Undecided => {
+        Unresolved::Undecided => {
             "whole at its destination, paused; whether its source is done with it is not known: run it here (`cont`) only if it does not run there"
         }
-        Held::DestinationMayRun => {
-            "at its destination, which was sent everything and may run it; its source, if it still has it, holds it paused (postmigrate): look at the destination, and run it on at the source (`cont`) only if it does not run there"
+        Unresolved::DestinationMayRun => {
+            "at its destination, which was sent everything and may run it; its source, if it still has it, holds it paused (postmigrate): look at the destination, and resume it at the source (`cont`) only if it does not run there"
         }
-        Held::BothMayRun => {
+        Unresolved::BothMayRun => {
             "running at its source, whose migration was cancelled there when the destination had everything: look at the destination, which may run it too, and end one of them"
         }
-        Held::SourceRunByOthers => {
-            "running at its source, where it was run by somebody else after the copy was complete; the destination holds a copy of it, paused: run only one of them"
+        Unresolved::SourceRunByOthers => {
+            "running at its source, where another party resumed it after the copy was complete; the destination holds a copy of it, paused: run only one of them"
         }
-        Held::BothPaused => "paused at both ends: run it on where you want it (`cont`), not at both",
-        Held::StoppedAgain => {
+        Unresolved::BothPaused => "paused at both ends: resume it (`cont`) at one of them only",
+        Unresolved::StoppedAgain => {
             "at its destination, where it was run and stopped again; its source still holds it as it was before that, paused (postmigrate): run only one of them"
         }
-        Held::DestinationLost => {
-            "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, run it on at the source (`cont`)"
+        Unresolved::DestinationLost => {
+            "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, resume it at the source (`cont`)"
         }
-        Held::DestinationUnknown => {
+        Unresolved::DestinationUnknown => {
             "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)"
         }
-        Held::DestinationOnly => "paused at the destination, whole (`cont` runs it on); its source has ended",
-        Held::DestinationAlone => {
-            "at its destination, which does not answer any more: look whether it runs there; its source has ended"
+        Unresolved::DestinationOnly => {
+            "paused at the destination, whole (`cont` resumes it); its source has ended"
         }
-        Held::BothExited => "lost: both QEMUs have ended",
-        Held::SourceExited => {
+        Unresolved::DestinationAlone => {
+            "at its destination, which does not reply any more: check whether it runs there; its source has ended"
+        }
+        Unresolved::BothExited => "lost: both QEMUs have ended",
+        Unresolved::SourceExited => {
             "lost: its source's QEMU has ended, and the guest with it; the destination has only a part of it, which does not run"
         }
-        Held::SourceExitedSince => {
-            "lost: its source's QEMU has ended, and the guest with it, after it ran on there; what the destination may hold of it is older"
+        Unresolved::SourceExitedSince => {
+            "lost: its source's QEMU has ended, and the guest with it, after it ran on there; the destination's state of it is older"
         }
-        Held::SourceUnknown => {
-            "at its source, if that still lives: the guest runs on there as soon as QEMU sees that the copy failed (if not: `cont`)"
+        Unresolved::SourceUnknown => {
+            "at its source, if that still runs: the guest is resumed there as soon as QEMU sees that the copy failed (if not: `cont`)"
         }
-        Held::SourceNotEnded => {
-            "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not run it there"
+        Unresolved::SourceNotEnded => {
+            "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not resume it there"
         }
-        Held::SourceNotResumed => "stored; at its source it is still paused: run it on (`cont`)",
-        Held::StoredOnly => "stored, and nowhere else: its source's QEMU has ended",
-        Held::PeerWaits => "paused at both ends: the outcome could not be sent to the destination's towline",
-        Held::PeerUnknown => {
-            "paused at its source (postmigrate); the destination's towline was to run it, and did not say that it did: look there, and run only one of them"
+        Unresolved::SourceNotResumed => "stored; at its source it is still paused: resume it (`cont`)",
+        Unresolved::StoredOnly => "stored, and nowhere else: its source's QEMU has ended",
+        Unresolved::PeerWaits => {
+            "paused at both ends: the outcome could not be sent to the destination's towline"
         }
-        Held::PeerDidNotRun => {
-            "paused at both ends: the destination's towline could not run it; run it on where you want it (`cont`), not at both"
+        Unresolved::PeerUnknown => {
+            "paused at its source (postmigrate); the destination's towline was to run it, and did not report that it did: look there, and run only one of them"
+        }
+        Unresolved::PeerDidNotRun => {
+            "paused at both ends: the destination's towline could not run it; resume it (`cont`) at one of them only"
         }
     };
-    Row { id: id_of(held), exit_code: 3, text }
+    OutcomeRow { id: id_of(unresolved), exit_code: 3, text }
 }
 
-fn id_of(held: Held) -> &'static str {
-    match held {
-        Held::DestinationHolds => "destination-holds",
-        Held::Undecided => "undecided",
-        Held::DestinationMayRun => "destination-may-run",
-        Held::BothMayRun => "both-may-run",
-        Held::SourceRunByOthers => "source-run-by-others",
-        Held::BothPaused => "both-paused",
-        Held::StoppedAgain => "stopped-again",
-        Held::DestinationLost => "destination-lost",
-        Held::DestinationUnknown => "destination-unknown",
-        Held::DestinationOnly => "destination-only",
-        Held::DestinationAlone => "destination-alone",
-        Held::BothExited => "both-exited",
-        Held::SourceExited => "source-exited",
-        Held::SourceExitedSince => "source-exited-since",
-        Held::SourceUnknown => "source-unknown",
-        Held::SourceNotEnded => "source-not-ended",
-        Held::SourceNotResumed => "source-not-resumed",
-        Held::StoredOnly => "stored-only",
-        Held::PeerWaits => "peer-waits",
-        Held::PeerUnknown => "peer-unknown",
-        Held::PeerDidNotRun => "peer-did-not-run",
+fn id_of(unresolved: Unresolved) -> &'static str {
+    match unresolved {
+        Unresolved::DestinationHolds => "destination-holds",
+        Unresolved::Undecided => "undecided",
+        Unresolved::DestinationMayRun => "destination-may-run",
+        Unresolved::BothMayRun => "both-may-run",
+        Unresolved::SourceRunByOthers => "source-run-by-others",
+        Unresolved::BothPaused => "both-paused",
+        Unresolved::StoppedAgain => "stopped-again",
+        Unresolved::DestinationLost => "destination-lost",
+        Unresolved::DestinationUnknown => "destination-unknown",
+        Unresolved::DestinationOnly => "destination-only",
+        Unresolved::DestinationAlone => "destination-alone",
+        Unresolved::BothExited => "both-exited",
+        Unresolved::SourceExited => "source-exited",
+        Unresolved::SourceExitedSince => "source-exited-since",
+        Unresolved::SourceUnknown => "source-unknown",
+        Unresolved::SourceNotEnded => "source-not-ended",
+        Unresolved::SourceNotResumed => "source-not-resumed",
+        Unresolved::StoredOnly => "stored-only",
+        Unresolved::PeerWaits => "peer-waits",
+        Unresolved::PeerUnknown => "peer-unknown",
+        Unresolved::PeerDidNotRun => "peer-did-not-run",
     }
 }
 
-/// Of a guest whose image stays as it was.
-fn of_image(held: Held) -> Row {
-    let text = match held {
-        Held::DestinationMayRun => {
+/// Row of a guest whose image stays as it was.
+fn image_row(unresolved: Unresolved) -> OutcomeRow {
+    let text = match unresolved {
+        Unresolved::DestinationMayRun => {
             "at its destination, which was sent everything and may run it: look there; the image is as it was"
         }
-        Held::BothPaused => {
+        Unresolved::BothPaused => {
             "paused at the destination, which has loaded it: run it there (`cont`), or end it; the image is as it was"
         }
-        Held::StoppedAgain => {
+        Unresolved::StoppedAgain => {
             "at its destination, where it was run and stopped again: look there; the image is as it was"
         }
-        Held::DestinationLost => {
+        Unresolved::DestinationLost => {
             "in its image; its destination was lost when it was to run it, so it may have run there; the image is as it was"
         }
-        Held::DestinationUnknown => {
+        Unresolved::DestinationUnknown => {
             "in its image; whether it runs at its destination is not known: look there"
         }
-        held => return of_held(held),
+        unresolved => return unresolved_row(unresolved),
     };
-    Row { text, ..of_held(held) }
+    OutcomeRow { text, ..unresolved_row(unresolved) }
 }
 
-/// Where a guest is after a failure.
+/// State of a guest after a failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GuestState {
     /// At its source, as it was.
     Safe,
-    /// Where it was, as far as this copy goes: its QEMU could not be reached, so nothing is known of it.
+    /// Unchanged by this copy: its QEMU could not be reached, so nothing is known of it.
     Unreached,
-    /// Somebody must look.
-    LookAt(Whereabouts),
+    /// An operator must look at it.
+    NeedsAttention(LocatedGuest),
 }
 
-/// Where a guest is at which somebody must look.
+/// Location of a guest that an operator must look at.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Whereabouts {
-    place: Place,
-    /// The monitor of its source, if that is driven.
+pub struct LocatedGuest {
+    location: GuestLocation,
+    /// Monitor of its source, if that is driven.
     source: Option<String>,
 }
 
-/// What kept a guest before it was copied.
+/// Category of the source that holds a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Keeper {
+pub enum SourceCategory {
     /// A QEMU.
     Qemu,
     /// An image.
@@ -242,33 +247,36 @@ pub enum Keeper {
 }
 
 impl GuestState {
-    /// Somebody must look; its source is no QEMU that is driven, or is not named.
-    pub(crate) fn look_at(place: Place) -> Self {
-        Self::LookAt(Whereabouts { place, source: None })
+    /// An operator must look at it; its source is not driven, or not named.
+    pub(crate) fn needs_attention(location: GuestLocation) -> Self {
+        Self::NeedsAttention(LocatedGuest { location, source: None })
     }
 
-    /// The same, of a guest whose source's monitor is `socket`.
-    pub(crate) fn look_at_source(held: Held, socket: &str) -> Self {
-        Self::LookAt(Whereabouts { place: Place::Held(held), source: Some(socket.to_owned()) })
+    /// An operator must look at it; the monitor of its source is `socket`.
+    pub(crate) fn unresolved_at(unresolved: Unresolved, socket: &str) -> Self {
+        Self::NeedsAttention(LocatedGuest {
+            location: GuestLocation::Unresolved(unresolved),
+            source: Some(socket.to_owned()),
+        })
     }
 
-    /// Its row of the table, by what kept the guest before.
-    pub fn row(&self, keeper: Keeper) -> Row {
-        let place = match (self, keeper) {
-            (Self::Safe, Keeper::Qemu) => Place::AtSource,
-            (Self::Safe, Keeper::Image) => Place::InImage,
-            (Self::Safe, Keeper::Process) => Place::WithProcess,
-            (Self::Unreached, _) => Place::Unreached,
-            (Self::LookAt(whereabouts), _) => whereabouts.place,
+    /// The row of the table, by the category of the source.
+    pub fn row(&self, keeper: SourceCategory) -> OutcomeRow {
+        let location = match (self, keeper) {
+            (Self::Safe, SourceCategory::Qemu) => GuestLocation::AtSource,
+            (Self::Safe, SourceCategory::Image) => GuestLocation::InImage,
+            (Self::Safe, SourceCategory::Process) => GuestLocation::WithProcess,
+            (Self::Unreached, _) => GuestLocation::Unreached,
+            (Self::NeedsAttention(whereabouts), _) => whereabouts.location,
         };
-        place.row()
+        location.row()
     }
 
-    /// The row's sentence; it names the source's QEMU where that is known.
-    pub fn text(&self, keeper: Keeper) -> Cow<'static, str> {
+    /// The row's sentence, which names the source's QEMU if that is known.
+    pub fn text(&self, keeper: SourceCategory) -> Cow<'static, str> {
         let text = self.row(keeper).text;
         match self {
-            Self::LookAt(Whereabouts { source: Some(socket), .. }) => {
+            Self::NeedsAttention(LocatedGuest { source: Some(socket), .. }) => {
                 text.replace("its source's QEMU", &format!("its source, QEMU on {socket},")).into()
             }
             _ => text.into(),
@@ -277,11 +285,11 @@ impl GuestState {
 }
 
 impl SourceState {
-    /// The guest at its source after a copy or move that went well (exit code 0), for people and in `--json`.
+    /// State at the source after a copy or move that completed (exit code 0), for people and in `--json`.
     pub fn text(self) -> &'static str {
         match self {
             Self::Running => "runs on",
-            Self::Paused => "paused (postmigrate); `cont` runs it on",
+            Self::Paused => "paused (postmigrate); `cont` resumes it",
             Self::Ended => "ended",
             Self::Unchanged => "as it was",
         }
@@ -289,14 +297,14 @@ impl SourceState {
 }
 
 impl DestinationState {
-    /// The guest at its destination after a copy or move that went well (exit code 0), for people and in `--json`.
+    /// State at the destination after a copy or move that completed (exit code 0), for people and in `--json`.
     pub fn text(self) -> &'static str {
         match self {
             Self::Running => "runs",
             Self::Paused => "loaded, paused",
             Self::Stored => "stored, synced",
             Self::Loaded => "loaded",
-            Self::Received => "received into memory, which is gone with this process",
+            Self::Received => "received into memory, which ends with this process",
             Self::Dropped => "counted and dropped",
         }
     }

@@ -1,4 +1,4 @@
-//! The session with a towline at the other end, behind the end of the stream: frames over its main channel.
+//! Session with a towline at the other end, after the end of the stream: frames over its main channel.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,49 +8,68 @@ use towline_channel::{
 };
 use towline_protocol::Reader;
 use towline_protocol::return_path::Message;
-use towline_protocol::session::{FromDestination, FromSource};
+use towline_protocol::session::{FromDestination, FromSource, GuestPlacement, Run as WireRun};
 
 use super::error::Error;
+use crate::switchover::{PeerMessage, Placement, RunRequest};
 
-/// How long one look for a frame may take.
-const LOOK: Duration = Duration::from_millis(50);
-/// How long a frame may take to be sent.
+/// Longest wait for a frame in one call.
+const RECEIVE_TIME: Duration = Duration::from_millis(50);
+/// Timeout for sending a frame.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// More bytes than any frame has.
 const INPUT_BYTES: usize = 1024;
 
-/// The other towline.
+/// A session with another towline.
 #[derive(Debug)]
-pub(super) struct Peer {
+pub(super) struct PeerSession {
     channel: Arc<dyn Channel>,
     input: Vec<u8>,
 }
 
-/// What a look for a frame found.
+/// Result of receiving a frame.
 #[derive(Debug)]
 pub(super) enum Received<T> {
     Frame(T),
-    /// Nothing yet.
+    /// No frame has arrived yet.
     Nothing,
-    /// The connection is lost, or what came is no frame.
+    /// The connection is lost, or the received bytes are not a frame.
     Lost(Error),
 }
 
-impl Peer {
-    /// The towline at the other end of this channel, the main one of a migration that has ended.
+impl PeerSession {
+    /// A session over this channel, the main one of a migration that has ended.
     pub(super) fn new(channel: Arc<dyn Channel>) -> Self {
         Self { channel, input: Vec::new() }
     }
 
-    /// Sends a frame to the destination's towline.
-    pub(super) fn send_outcome(&self, frame: FromSource) -> Result<(), Error> {
+    /// Sends the destination's towline that the source is done with the guest.
+    pub(super) fn send_completed(&self, run: RunRequest) -> Result<(), Error> {
+        self.send_outcome(FromSource::Completed(to_wire_run(run)))
+    }
+
+    /// Sends the destination's towline that the source has its guest back.
+    pub(super) fn send_aborted(&self) -> Result<(), Error> {
+        self.send_outcome(FromSource::Aborted)
+    }
+
+    /// Sends the source's towline that the guest is in its requested state.
+    pub(super) fn send_placement(&self, placement: Placement) -> Result<(), Error> {
+        self.send_report(&FromDestination::Settled(to_wire_placement(placement)))
+    }
+
+    /// Sends the source's towline that the guest could not be started.
+    pub(super) fn send_not_run(&self, reason: String) -> Result<(), Error> {
+        self.send_report(&FromDestination::NotRun(reason))
+    }
+
+    fn send_outcome(&self, frame: FromSource) -> Result<(), Error> {
         let mut bytes = Vec::new();
         frame.to_command().encode(&mut bytes);
         self.send(&bytes)
     }
 
-    /// Sends a frame to the source's towline.
-    pub(super) fn send_settled(&self, frame: &FromDestination) -> Result<(), Error> {
+    fn send_report(&self, frame: &FromDestination) -> Result<(), Error> {
         let mut bytes = Vec::new();
         frame.to_message().encode(&mut bytes);
         self.send(&bytes)
@@ -61,14 +80,14 @@ impl Peer {
         Ok(self.channel.send_all(&[IoBuf::from(bytes)], SendFlags::empty())?)
     }
 
-    /// Looks for a frame of the source's towline.
-    pub(super) fn outcome(&mut self) -> Received<FromSource> {
-        self.receive(FromSource::decode)
+    /// Receives a message from the source's towline.
+    pub(super) fn receive_outcome(&mut self) -> Received<PeerMessage> {
+        self.receive(FromSource::decode).map(from_wire_outcome)
     }
 
-    /// Looks for a frame of the destination's towline. What a relay passes on besides is skipped.
-    pub(super) fn settled(&mut self) -> Received<FromDestination> {
-        self.receive(|reader| {
+    /// Receives a message from the destination's towline. Other frames, which a relay forwards, are skipped.
+    pub(super) fn receive_report(&mut self) -> Received<PeerMessage> {
+        let frame = self.receive(|reader| {
             loop {
                 match Message::decode(reader)? {
                     None => return Ok(None),
@@ -79,14 +98,15 @@ impl Peer {
                     }
                 }
             }
-        })
+        });
+        frame.map(from_wire_report)
     }
 
     fn receive<T>(
         &mut self,
         decode: impl Fn(&mut Reader<'_>) -> towline_protocol::Result<Option<T>>,
     ) -> Received<T> {
-        let until = Instant::now() + LOOK;
+        let until = Instant::now() + RECEIVE_TIME;
         loop {
             let mut reader = Reader::new(&self.input);
             match decode(&mut reader) {
@@ -128,5 +148,57 @@ impl Peer {
 
     fn closed(&self) -> Error {
         ChannelError::Cut { peer: self.channel.peer().to_owned() }.into()
+    }
+}
+
+impl<T> Received<T> {
+    fn map<U>(self, to: impl FnOnce(T) -> U) -> Received<U> {
+        match self {
+            Self::Frame(frame) => Received::Frame(to(frame)),
+            Self::Nothing => Received::Nothing,
+            Self::Lost(error) => Received::Lost(error),
+        }
+    }
+}
+
+fn from_wire_outcome(frame: FromSource) -> PeerMessage {
+    match frame {
+        FromSource::Completed(WireRun::AsItWas) => PeerMessage::Completed(RunRequest::AsItWas),
+        FromSource::Completed(WireRun::Run) => PeerMessage::Completed(RunRequest::Run),
+        FromSource::Completed(WireRun::Pause) => PeerMessage::Completed(RunRequest::Pause),
+        // A second greeting carries no outcome, and no towline sends it.
+        FromSource::Aborted | FromSource::Hello(_) => PeerMessage::Aborted,
+    }
+}
+
+fn from_wire_report(frame: FromDestination) -> PeerMessage {
+    match frame {
+        FromDestination::Settled(settled) => PeerMessage::Placed(match settled {
+            GuestPlacement::Running => Placement::Running,
+            GuestPlacement::Paused => Placement::Paused,
+            GuestPlacement::Loaded => Placement::Loaded,
+            GuestPlacement::Stored => Placement::Stored,
+        }),
+        FromDestination::NotRun(reason) => {
+            tracing::warn!(reason, "the destination's towline could not run the guest");
+            PeerMessage::NotRun
+        }
+    }
+}
+
+fn to_wire_run(run: RunRequest) -> WireRun {
+    match run {
+        RunRequest::AsItWas => WireRun::AsItWas,
+        RunRequest::Run => WireRun::Run,
+        RunRequest::Pause => WireRun::Pause,
+    }
+}
+
+fn to_wire_placement(placement: Placement) -> GuestPlacement {
+    match placement {
+        Placement::Running => GuestPlacement::Running,
+        Placement::Paused => GuestPlacement::Paused,
+        Placement::Loaded => GuestPlacement::Loaded,
+        Placement::Stored => GuestPlacement::Stored,
     }
 }

@@ -1,61 +1,61 @@
-//! How a copy goes, for whoever watches it.
+//! Progress of a copy, for an observer.
 
 use std::time::Duration;
 
 use towline_channel::Address;
 use towline_migration::{LaneSends, Snapshot};
 
-/// How far a copy is.
+/// Phase of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
-    /// Both ends are asked and set.
+    /// Both ends are queried and configured.
     Prepare,
-    /// Somebody is waited for, or reached.
+    /// Waiting for a peer, or connecting to one.
     Connect,
-    /// Memory moves, while the guest runs.
+    /// Memory is transferred while the guest runs.
     Transfer,
-    /// A guest that comes in was stopped at its source: the rest of its memory and its device state follow.
+    /// An incoming guest was stopped at its source: the rest of its memory and its device state follow.
     Switchover,
-    /// The destination has everything; the source hears it next.
+    /// The destination has everything; the source is acknowledged next.
     Loaded,
-    /// The guest is there and its source was told so.
+    /// The guest is at its destination and its source was acknowledged.
     Release,
-    /// The source says that it is done with the guest, or has ended: it may run at the destination.
+    /// The source has completed or exited: the guest may run at the destination.
     CutOver,
-    /// The destination was told to run it, and does.
+    /// The guest runs at the destination.
     Running,
 }
 
-/// Receives callbacks of a copy's progress. Called from the plan's thread, and within a transfer from the engine's, which waits: each
-/// callback returns at once, and never blocks on a reader of what it writes.
+/// Receives the progress of a copy. Called from the plan's thread and, during the transfer, from the engine's,
+/// which waits: each callback returns at once and never blocks on a reader of its output.
 pub trait Observer: Sync {
-    /// The next phase begins.
+    /// The next phase starts.
     fn phase(&self, phase: Phase) {
         let _ = phase;
     }
 
-    /// Called several times a second while memory moves.
+    /// Called several times a second while memory is transferred.
     fn progress(&self, progress: &Progress) {
         let _ = progress;
     }
 
-    /// Whoever connects there from now on is heard: the source is waited for.
+    /// The address accepts connections of a source from now on.
     fn listening(&self, address: &Address) {
         let _ = address;
     }
 
-    /// How each lane to the destination has sent so far; called with [`Observer::progress`].
+    /// Statistics of each lane to the destination so far; called together with [`Observer::progress`].
     fn lanes(&self, lanes: &[LaneSends]) {
         let _ = lanes;
     }
 
-    /// Something the user should know, though nothing failed.
+    /// A notice for the user; nothing failed.
     fn notice(&self, text: &str) {
         let _ = text;
     }
 }
 
-/// Two that hear the same.
+/// Forwards to both observers.
 impl<A: Observer + ?Sized, B: Observer + ?Sized> Observer for (&A, &B) {
     fn phase(&self, phase: Phase) {
         self.0.phase(phase);
@@ -83,29 +83,29 @@ impl<A: Observer + ?Sized, B: Observer + ?Sized> Observer for (&A, &B) {
     }
 }
 
-/// How far the memory is.
+/// Progress of the memory transfer.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Progress {
-    /// What this side has counted.
+    /// Counters of this side.
     pub moved: Snapshot,
-    /// Passes over the memory that the source's QEMU has begun; this and all below only if one says so.
+    /// Passes over the memory that the source's QEMU has started; this and all below only if a QEMU reports it.
     pub pass: Option<u64>,
-    /// How fast the source sends, in bytes per second.
+    /// Rate at which the source sends, in bytes per second.
     pub rate: Option<u64>,
-    /// How fast the source's guest writes its memory, in bytes per second.
+    /// Rate at which the source's guest writes its memory, in bytes per second.
     pub dirty_rate: Option<u64>,
-    /// What is left, in bytes.
+    /// Remaining bytes.
     pub remaining: Option<u64>,
-    /// How far the guest is slowed down, in percent.
+    /// Throttle of the guest, in percent.
     pub throttle_percent: Option<u64>,
-    /// How long the guest would stand still if it were stopped now.
+    /// Downtime if the guest were stopped now.
     pub expected_downtime: Option<Duration>,
-    /// What a guest that runs already waited for.
+    /// Faults of a guest that already runs.
     pub faults: Option<towline_migration::postcopy::FaultCounts>,
 }
 
 impl Progress {
-    /// How long what is left takes while the guest writes on; `None` if that is not known, or does not end.
+    /// Time to send the remaining bytes while the guest keeps writing; `None` if it is not known, or unlimited.
     pub fn expected_time(&self) -> Option<Duration> {
         let (remaining, rate) = (self.remaining?, self.rate?);
         let gains = rate.checked_sub(self.dirty_rate.unwrap_or(0)).filter(|&gains| gains > 0)?;

@@ -1,4 +1,4 @@
-//! What a copy came to.
+//! Reports of completed copies.
 
 use std::time::Duration;
 
@@ -6,41 +6,41 @@ use towline_image::{Increment, Uploaded};
 use towline_migration::postcopy::FaultCounts;
 use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend, synthetic};
 
-/// What was done.
+/// Report of a completed copy.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// What moved.
+    /// Counters of the transfer.
     pub moved: Snapshot,
-    /// From the first question to the guest's being safe.
+    /// Time from the first query until the guest was safe.
     pub total_time: Duration,
-    /// How long the guest stood still, as the source's QEMU has it, in milliseconds.
+    /// Downtime in milliseconds, as the source's QEMU reports it.
     pub downtime_ms: Option<u64>,
-    /// Lanes used.
+    /// Number of lanes.
     pub multifd_channels: usize,
-    /// How they were compressed.
+    /// Compression of the lanes.
     pub compression: Compression,
-    /// What was asked of lanes to the destination.
+    /// Requested zero-copy sends on lanes to the destination.
     pub zero_copy_send: ZeroCopySend,
-    /// How each lane to the destination sent its pages; none if there is no stream to it.
+    /// Statistics of each lane to the destination; empty without a stream to it.
     pub lane_sends: Vec<LaneSends>,
     /// QEMU loaded the image itself.
-    pub handed_over: bool,
-    /// The source's guest now.
+    pub loaded_by_qemu: bool,
+    /// State of the guest at the source.
     pub source: SourceState,
-    /// The destination's guest now.
+    /// State of the guest at the destination.
     pub destination: DestinationState,
-    /// What was sent to an object store.
+    /// Upload to an object store.
     pub uploaded: Option<Uploaded>,
-    /// What arrived in memory of this process.
+    /// Guest received in memory of this process.
     pub memory: Option<synthetic::Outcome>,
-    /// How much an incremental image holds itself.
+    /// Share of an incremental image that it holds itself.
     pub increment: Option<Increment>,
-    /// How its memory followed a guest that ran at once.
+    /// Statistics of postcopy.
     pub postcopy: Option<PostcopyReport>,
 }
 
 impl Report {
-    /// How many bytes of pages went as one byte over compressed lanes, their headers counted; `None` if nothing did.
+    /// Bytes of pages for each byte on compressed lanes, including headers; `None` without compressed bytes.
     pub fn compression_ratio(&self) -> Option<f64> {
         let moved = &self.moved;
         let is_compressed = self.compression != Compression::None && moved.multifd_bytes > 0;
@@ -48,45 +48,45 @@ impl Report {
     }
 }
 
-/// The guest at its source after a copy.
+/// State of the guest at its source after a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SourceState {
-    /// Runs on (`--resume`).
+    /// It runs (`--resume`).
     Running,
-    /// Paused in QEMU's `postmigrate`.
+    /// It is paused (`postmigrate`).
     Paused,
-    /// Its QEMU has ended.
+    /// Its QEMU was ended.
     Ended,
-    /// Not ours to say: a stream, or an image as it was.
+    /// Not driven here, or an image, which is as it was.
     Unchanged,
 }
 
-/// The guest at its destination after a copy.
+/// State of the guest at its destination after a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DestinationState {
-    /// Runs.
+    /// It runs.
     Running,
-    /// Loaded, paused.
+    /// It is loaded and paused.
     Paused,
-    /// Stored.
+    /// It is stored.
     Stored,
-    /// Loaded by somebody else, who decides.
+    /// It is loaded; another party decides whether it runs.
     Loaded,
-    /// Received into memory, looked through, and dropped with it.
+    /// It was received into memory, verified and discarded.
     Received,
-    /// Counted and dropped.
+    /// It was counted and discarded.
     Dropped,
 }
 
-/// How a guest's memory followed it.
+/// Statistics of a postcopy.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct PostcopyReport {
-    /// What it waited for.
+    /// Faults of the guest.
     pub faults: FaultCounts,
-    /// Pages that the working set of earlier restores named.
+    /// Pages in the working set of earlier restores.
     pub working_set_pages: u64,
-    /// From the first question to a guest that was seen to run; `None`: nobody could look.
+    /// Time from the first query until the guest was seen to run; `None` if it could not be queried.
     pub running_after: Option<Duration>,
-    /// Connections that were lost and made again.
+    /// Number of connections that were recovered.
     pub recoveries: u64,
 }

@@ -1,128 +1,128 @@
-//! What is asked for: a task with the options that it has, and how the guest travels.
+//! Requests: a task with its options, and the options of the transfer.
 //!
-//! An option stands where it means something, so that most of what does not go together cannot be written down. What depends on the
-//! two ends is in `validate`.
+//! Each option belongs to the tasks that have it, so that most impossible combinations cannot be expressed.
+//! `validate` checks what depends on the two ends.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use towline_migration::{Compression, Tuning, ZeroCopySend};
 
-/// A copy, a move, a snapshot, or a guest that runs before its memory has come. See the command line for what each option does.
+/// A copy, a move, a snapshot or a postcopy. The help of the command line describes the options.
 #[derive(Debug, Clone)]
 pub struct Request {
-    /// What becomes of the guest.
+    /// The task.
     pub task: Task,
-    /// How lanes are compressed; both ends alike. A relay decompresses and compresses again.
+    /// Compression of lanes, the same at both ends. A relay decompresses and compresses again.
     pub compression: Compression,
-    /// Whether the kernel reads the pages on lanes where they are, rather than copying them.
+    /// Use of `MSG_ZEROCOPY` on lanes.
     pub zero_copy_send: ZeroCopySend,
-    /// Streams are encrypted; `None`: they are not.
+    /// TLS on streams; `None` for none.
     pub tls: Option<Tls>,
-    /// How long the guest may stand still.
+    /// Maximum downtime.
     pub downtime_limit: Duration,
     /// Compare an image with its manifest while it is read.
     pub verify: bool,
-    /// Whether streams have a return path. Without one nobody hears of a failure at the other end.
+    /// Streams have a return path. Without one a failure at the other end is not noticed.
     pub return_path: bool,
-    /// Stream an image even where QEMU could load the file itself.
+    /// Stream an image even if QEMU could load the file itself.
     pub stream: bool,
-    /// Replace an image of the same name.
+    /// Replace an existing image of the same name.
     pub overwrite: bool,
-    /// How long the other end may take to connect or to be reached.
+    /// Timeout for the other end to connect, or to be connected to.
     pub connect_timeout: Duration,
-    /// Changes rate and downtime while it goes on.
+    /// Changes of rate and downtime while the copy runs.
     pub tuning: Tuning,
 }
 
-/// What becomes of the guest at both ends.
+/// Task of a command.
 #[derive(Debug, Clone)]
 pub enum Task {
-    /// It is copied, and its source keeps it: paused, or as it was stored.
+    /// The guest is copied and stays at its source: paused, or as it was stored.
     Copy {
-        /// How its memory goes.
-        means: Means,
-        /// Whether it runs at a `qmp:` destination; `None`: as it did.
+        /// Options of the transfer.
+        transfer: TransferOptions,
+        /// Run state at a `qmp:` destination; `None` keeps the guest's.
         run: Option<bool>,
-        /// Let a `qmp:` source run on afterwards, and begin with `cont` if it was copied before.
+        /// Resume a `qmp:` source afterwards, and before if it is paused since an earlier copy.
         resume: bool,
-        /// Store only what differs from this image.
+        /// Store only the difference to this image.
         base: Option<PathBuf>,
     },
-    /// It is copied, and the QEMU at its source is ended when it is at its destination.
+    /// The guest is copied, and the QEMU at its source is ended when it is at its destination.
     Move {
-        /// How its memory goes.
-        means: Means,
-        /// Whether it runs at a `qmp:` destination; `None`: as it did.
+        /// Options of the transfer.
+        transfer: TransferOptions,
+        /// Run state at a `qmp:` destination; `None` keeps the guest's.
         run: Option<bool>,
-        /// Take a vhost-user-vsock out of the guest before it is moved, and put it in again at its `qmp:` destination.
+        /// Detach a vhost-user-vsock before the move, and attach it again at the `qmp:` destination.
         detach_vsock: bool,
-        /// See [`Devices`].
+        /// Devices to compare first; see [`Devices`].
         devices: Devices,
     },
-    /// An image of this instant is taken while the guest of a `qmp:` source runs on (QEMU's background-snapshot), on a single channel
-    /// and as fast as it goes.
+    /// An image of this instant is stored while the guest of a `qmp:` source runs (QEMU's background-snapshot),
+    /// over a single channel without a rate limit.
     Snapshot {
-        /// Store only what differs from this image.
+        /// Store only the difference to this image.
         base: Option<PathBuf>,
     },
-    /// The destination runs the guest at once, and its memory follows.
+    /// Postcopy: the destination runs the guest at once, and its memory follows.
     Postcopy {
-        /// How its memory goes.
-        means: Means,
-        /// How it begins.
+        /// Options of the transfer.
+        transfer: TransferOptions,
+        /// Beginning of the postcopy.
         start: PostcopyStart,
-        /// Pages that are waited for go on a channel of their own.
+        /// Send requested pages over a preempt channel.
         preempt: bool,
-        /// Remembers beside the image what the guest needed at once, for the next time.
+        /// Store the working set beside the image, for the next restore.
         record_working_set: bool,
     },
 }
 
-/// Devices of ours that serve the guest, by their control sockets: that at the source, and that at the destination. The move is refused
-/// if one would not take the guest from the other.
+/// Devices of ours that serve the guest, by their control sockets: at the source and at the destination. The
+/// move is refused if a destination's device could not continue with the source's state.
 pub type Devices = Vec<(PathBuf, PathBuf)>;
 
-/// How a guest by postcopy begins.
+/// Beginning of a postcopy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PostcopyStart {
-    /// Its source keeps it: paused, or as it was stored.
+    /// The guest stays at its source: paused, or as it was stored.
     Copy {
-        /// Whether it runs; `None`: as it did.
+        /// Run state at the destination; `None` keeps the guest's.
         run: Option<bool>,
     },
     /// The QEMU at its source is ended.
     Move {
-        /// Whether it runs; `None`: as it did.
+        /// Run state at the destination; `None` keeps the guest's.
         run: Option<bool>,
-        /// See [`Devices`].
+        /// Devices to compare first; see [`Devices`].
         devices: Devices,
     },
-    /// It runs at its destination already, and its memory has stopped coming.
+    /// The guest already runs at its destination, and its postcopy was interrupted.
     Recover,
 }
 
-/// How memory goes.
+/// Options of the transfer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Means {
-    /// Lanes at both ends; 0: none. `None`: 4 where QMP can set them, else none.
+pub struct TransferOptions {
+    /// Number of lanes; 0 disables them. `None`: 4 if QMP can set them at both ends, else 0.
     pub multifd_channels: Option<usize>,
-    /// Bytes per second; `None`: as fast as it goes.
+    /// Maximum rate in bytes per second; `None` for unlimited.
     pub max_bandwidth: Option<u64>,
-    /// Have a `qmp:` source slow its guest down if that writes too fast (QEMU's auto-converge).
+    /// Have a `qmp:` source throttle its guest if that writes too fast (QEMU's auto-converge).
     pub throttle: bool,
 }
 
-/// How streams are encrypted.
+/// TLS on streams.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tls {
-    /// A directory with the file names of QEMU's `tls-creds-x509`.
+    /// Directory with the file names of QEMU's `tls-creds-x509`.
     pub credentials: PathBuf,
-    /// What the certificate of a server must be for; `None`: the host of its address.
+    /// Host name in the server's certificate; `None` for the host of its address.
     pub hostname: Option<String>,
 }
 
-/// How a copy by postcopy is made.
+/// Options of a postcopy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PostcopyOptions {
     pub(crate) preempt: bool,
@@ -138,12 +138,12 @@ impl Default for Request {
 
 impl Default for Task {
     fn default() -> Self {
-        Self::Copy { means: Means::default(), run: None, resume: false, base: None }
+        Self::Copy { transfer: TransferOptions::default(), run: None, resume: false, base: None }
     }
 }
 
 impl Request {
-    /// This task, with what the command line has where it names no option.
+    /// This task, with the defaults of the command line.
     pub fn new(task: Task) -> Self {
         Self {
             task,
@@ -160,15 +160,17 @@ impl Request {
         }
     }
 
-    /// How memory goes; a background snapshot has no choice.
-    pub(crate) fn means(&self) -> Means {
+    /// Options of the transfer; a background snapshot has none.
+    pub(crate) fn transfer_options(&self) -> TransferOptions {
         match &self.task {
-            Task::Copy { means, .. } | Task::Move { means, .. } | Task::Postcopy { means, .. } => *means,
-            Task::Snapshot { .. } => Means::default(),
+            Task::Copy { transfer, .. } | Task::Move { transfer, .. } | Task::Postcopy { transfer, .. } => {
+                *transfer
+            }
+            Task::Snapshot { .. } => TransferOptions::default(),
         }
     }
 
-    /// Whether the guest is to run at its destination; `None`: as it did.
+    /// Requested run state at the destination; `None` keeps the guest's.
     pub(crate) fn run(&self) -> Option<bool> {
         match &self.task {
             Task::Copy { run, .. } | Task::Move { run, .. } => *run,
@@ -179,27 +181,27 @@ impl Request {
         }
     }
 
-    /// Whether a guest that was paused by an earlier copy runs on, and after this one too.
+    /// Returns true if a guest that an earlier copy paused is resumed, before and after this copy.
     pub(crate) fn resumes(&self) -> bool {
         matches!(self.task, Task::Copy { resume: true, .. })
     }
 
-    /// Whether the QEMU at the source is ended.
+    /// Returns true if the QEMU at the source is ended.
     pub(crate) fn ends_source(&self) -> bool {
         matches!(self.task, Task::Move { .. } | Task::Postcopy { start: PostcopyStart::Move { .. }, .. })
     }
 
-    /// Whether devices that QEMU does not migrate are taken out of the guest.
+    /// Returns true if devices that QEMU does not migrate are detached.
     pub(crate) fn detaches_vsock(&self) -> bool {
         matches!(self.task, Task::Move { detach_vsock: true, .. })
     }
 
-    /// Whether it is an image of this instant.
+    /// Returns true for an image of this instant.
     pub(crate) fn is_snapshot(&self) -> bool {
         matches!(self.task, Task::Snapshot { .. })
     }
 
-    /// Devices that are compared beforehand.
+    /// Devices that are compared first.
     pub(crate) fn devices(&self) -> &[(PathBuf, PathBuf)] {
         match &self.task {
             Task::Move { devices, .. }
@@ -208,7 +210,7 @@ impl Request {
         }
     }
 
-    /// The image from which only what differs is stored.
+    /// The base image of an incremental image.
     pub fn base(&self) -> Option<&Path> {
         match &self.task {
             Task::Copy { base, .. } | Task::Snapshot { base } => base.as_deref(),
@@ -216,12 +218,12 @@ impl Request {
         }
     }
 
-    /// Whether the guest runs before its memory has come.
+    /// Returns true if the guest runs before its memory has arrived.
     pub fn is_postcopy(&self) -> bool {
         matches!(self.task, Task::Postcopy { .. })
     }
 
-    /// How it does.
+    /// Options of a postcopy; `None` for other tasks.
     pub(crate) fn postcopy(&self) -> Option<PostcopyOptions> {
         match &self.task {
             Task::Postcopy { start, preempt, record_working_set, .. } => Some(PostcopyOptions {
@@ -233,7 +235,7 @@ impl Request {
         }
     }
 
-    /// The same, with a guest that stays paused at a `qmp:` destination.
+    /// The same request with a guest that stays paused at a `qmp:` destination.
     pub(crate) fn paused(mut self) -> Self {
         if let Task::Copy { run, .. } = &mut self.task {
             *run = Some(false);

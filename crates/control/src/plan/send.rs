@@ -1,43 +1,43 @@
-//! The engine's sending half, under supervision.
+//! Sends a guest of this process with the engine, under supervision.
 
 use std::sync::Arc;
 
 use towline_migration::{Guest, Outgoing, Snapshot, Statistics, outgoing};
 
-use super::context::Run;
+use super::context::Context;
 use super::error::Error;
 use super::progress::{Phase, Progress};
-use super::supervise::supervised;
-use super::switch::Switch;
+use super::shared_switchover::SharedSwitchover;
+use super::supervise::run_supervised;
 
-/// Sends a guest that is here, and calls `look` again and again meanwhile.
+/// Sends a guest of this process, and calls `poll` at intervals.
 pub(super) fn send(
     guest: &dyn Guest,
     connections: &outgoing::Connections,
-    switch: &Arc<Switch>,
-    run: &Run<'_>,
-    look: &mut dyn FnMut() -> Result<(), Error>,
+    switchover: &Arc<SharedSwitchover>,
+    context: &Context<'_>,
+    poll: &mut dyn FnMut() -> Result<(), Error>,
 ) -> Result<Snapshot, Error> {
-    run.check_cancelled()?;
-    run.observer.phase(Phase::Transfer);
-    let session = switch.session();
+    context.check_cancelled()?;
+    context.observer.phase(Phase::Transfer);
+    let session = switchover.session();
     let statistics = Arc::new(Statistics::default());
     let options = outgoing::Options {
-        return_path: run.options.return_path,
-        max_bandwidth: run.options.means().max_bandwidth,
-        downtime_limit: run.options.downtime_limit,
-        answer_timeout: run.options.connect_timeout,
-        compression: run.options.compression,
-        zero_copy_send: run.options.zero_copy_send,
+        return_path: context.options.return_path,
+        max_bandwidth: context.options.transfer_options().max_bandwidth,
+        downtime_limit: context.options.downtime_limit,
+        answer_timeout: context.options.connect_timeout,
+        compression: context.options.compression,
+        zero_copy_send: context.options.zero_copy_send,
         ..outgoing::Options::default()
     };
     let engine = Outgoing::new(Arc::clone(&session), Arc::clone(&statistics), options);
-    run.set_sending(&statistics);
-    let mut look = || {
-        run.report(&statistics, Progress::default());
-        look()
+    context.set_sending(&statistics);
+    let mut poll = || {
+        context.report_progress(&statistics, Progress::default());
+        poll()
     };
-    supervised(run, &session, switch, &mut look, || engine.run(connections, guest))?;
-    run.report(&statistics, Progress::default());
+    run_supervised(context, &session, switchover, &mut poll, || engine.run(connections, guest))?;
+    context.report_progress(&statistics, Progress::default());
     Ok(statistics.snapshot())
 }

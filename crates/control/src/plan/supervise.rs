@@ -1,4 +1,4 @@
-//! Runs the engine in a thread of its own while the plan's thread watches the rest: QMP, the user, the clock.
+//! Runs the engine in a thread of its own while the plan's thread watches QMP, cancellation and timeouts.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -7,26 +7,26 @@ use std::time::Duration;
 use towline_channel::Cancel;
 use towline_migration::Session;
 
-use super::context::Run;
+use super::context::Context;
 use super::error::Error;
-use super::switch::Switch;
+use super::shared_switchover::SharedSwitchover;
 
-/// How often the watcher looks.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+/// Interval at which the watcher polls.
+const WATCH_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Runs `work`; until it is done calls `look` again and again. A cancellation, or `look`'s error, fails the session, which
-/// makes `work` end.
+/// Runs `work` and calls `poll` at intervals until it is done. A cancellation or an error of `poll` fails the
+/// session, which ends `work`.
 pub(super) fn supervise<T: Send>(
     session: &Session,
-    switch: &Switch,
+    switchover: &SharedSwitchover,
     cancel: &Cancel,
-    look: &mut dyn FnMut() -> Result<(), towline_migration::Error>,
+    poll: &mut dyn FnMut() -> Result<(), towline_migration::Error>,
     work: impl FnOnce() -> T + Send,
 ) -> T {
     let watcher = thread::current();
     // Not the thread's end, which comes a moment after it woke us.
     let done = AtomicBool::new(false);
-    let mut asked = false;
+    let mut cancel_handled = false;
     thread::scope(|scope| {
         let worker = scope.spawn(|| {
             let result = work();
@@ -35,18 +35,18 @@ pub(super) fn supervise<T: Send>(
             result
         });
         while !done.load(Ordering::Acquire) && !worker.is_finished() {
-            thread::park_timeout(LOOK_INTERVAL);
+            thread::park_timeout(WATCH_INTERVAL);
             if done.load(Ordering::Acquire) {
                 break;
             }
-            if cancel.is_cancelled() && !asked {
-                asked = true;
-                // Not where the guest may run at its destination already.
-                if switch.cancel() {
+            if cancel.is_cancelled() && !cancel_handled {
+                cancel_handled = true;
+                // Not if the guest may already run at its destination.
+                if switchover.cancel() {
                     session.fail(towline_migration::Error::Cancelled);
                 }
             }
-            if let Err(error) = look() {
+            if let Err(error) = poll() {
                 session.fail(error);
             }
         }
@@ -58,16 +58,16 @@ pub(super) fn supervise<T: Send>(
 }
 
 /// Runs the engine under supervision.
-pub(super) fn supervised<T: Send>(
-    run: &Run<'_>,
+pub(super) fn run_supervised<T: Send>(
+    context: &Context<'_>,
     session: &Session,
-    switch: &Switch,
-    look: &mut dyn FnMut() -> Result<(), Error>,
+    switchover: &SharedSwitchover,
+    poll: &mut dyn FnMut() -> Result<(), Error>,
     work: impl FnOnce() -> Result<T, towline_migration::Error> + Send,
 ) -> Result<T, Error> {
-    session.follow(&run.options.tuning);
-    let mut look = || look().map_err(towline_migration::Error::guest);
-    let result = supervise(session, switch, run.cancel, &mut look, work);
+    session.follow(&context.options.tuning);
+    let mut poll = || poll().map_err(towline_migration::Error::guest);
+    let result = supervise(session, switchover, context.cancel, &mut poll, work);
     result.map_err(|error| match error {
         towline_migration::Error::Cancelled => Error::Cancelled,
         towline_migration::Error::Guest(error) => match error.downcast::<Error>() {

@@ -1,4 +1,4 @@
-//! Encrypted streams: what is refused beforehand, and the credentials for the rest.
+//! TLS options of streams.
 
 use towline_channel::{ConnectOptions, ListenOptions, TlsClient, TlsServer};
 
@@ -7,13 +7,13 @@ use super::request::Request;
 use super::request::Tls;
 use super::zero_copy;
 
-/// How to listen for a stream.
+/// Options for a listener.
 pub(super) fn listening(options: &Request) -> Result<ListenOptions, Error> {
     let tls = options.tls.as_ref().map(|tls| TlsServer::load(&tls.credentials)).transpose()?;
     Ok(ListenOptions { tls, ..ListenOptions::default() })
 }
 
-/// How to connect to one.
+/// Options for a connection.
 pub(super) fn connecting(options: &Request) -> Result<ConnectOptions, Error> {
     let load = |tls: &Tls| TlsClient::load(&tls.credentials, tls.hostname.as_deref());
     let tls = options.tls.as_ref().map(load).transpose()?;

@@ -1,89 +1,94 @@
-//! The column of a copy, whatever its ends are. What fails is concluded below it, in one place.
+//! The phases of a copy between any two ends, with failures handled in one place below them.
 
-use super::conclude::{Concluded, Conclusion, conclude};
-use super::context::Run;
+use super::context::Context;
 use super::endpoint::{self, DestinationEndpoint, SourceEndpoint};
 use super::ends::Destination;
 use super::error::{Error, Failure};
+use super::executor::{Ends, SwitchoverReport, conclude};
 use super::outcomes::GuestState;
 use super::progress::Phase;
 use super::report::{DestinationState, Report};
-use super::switch::Switch;
+use super::shared_switchover::SharedSwitchover;
 use crate::switchover::Directive;
 
-/// Has the guest of `source` go to `destination`.
+/// Transfers the guest of `source` to `destination`.
 pub(super) fn transfer(
     source: &mut dyn SourceEndpoint,
     destination: &Destination,
-    run: &Run<'_>,
+    context: &Context<'_>,
 ) -> Result<Report, Failure> {
-    let departure = source.prepare(destination.monitor().is_some(), run)?;
-    let mut to = endpoint::destination(destination, departure, run).map_err(Failure::untouched)?;
+    let description = source.prepare(destination.monitor().is_some(), context)?;
+    let mut to = endpoint::destination(destination, description, context).map_err(Failure::untouched)?;
     let to = to.as_mut();
-    let switch = Switch::new(source.kind(), to.kind(), run.options);
-    let moved = source.start(to, &switch, run).and_then(|()| {
-        record(source, to, &switch, run);
-        source.transfer(to, &switch, run)
+    let switchover = SharedSwitchover::new(source.kind(), to.kind(), context.options);
+    let moved = source.start(to, &switchover, context).and_then(|()| {
+        record(source, to, &switchover, context);
+        source.transfer(to, &switchover, context)
     });
-    if moved.is_err() && to.has_dropped() {
-        return dropped(source, to, &switch, run);
+    if moved.is_err() && to.has_discarded() {
+        return dropped(source, to, &switchover, context);
     }
     let (directive, error) = match moved {
         Ok(()) => {
-            run.observer.phase(Phase::Release);
-            (source.delivered(to, &switch), None)
+            context.observer.phase(Phase::Release);
+            (source.delivered(to, &switchover), None)
         }
-        Err(error) => (switch.failed(&error), Some(error)),
+        Err(error) => (switchover.failed(&error), Some(error)),
     };
-    if error.is_some() && directive != Directive::Hold {
+    if error.is_some() && directive != Directive::AcknowledgeUnconfirmed {
         source.disconnect(to);
     }
-    let ends = Conclusion { switch: &switch, origin: source.origin(), target: to, run, error };
+    let ends = Ends { switchover: &switchover, source: source.control(), destination: to, context, error };
     let concluded = conclude(ends, directive);
     source.close();
     match concluded {
-        Ok(concluded) => Ok(report(source, to, &concluded, run)),
+        Ok(concluded) => Ok(report(source, to, &concluded, context)),
         Err(failure) => Err(source.explain(failure)),
     }
 }
 
-/// From here on, what the switchover decides is recorded.
-fn record(source: &dyn SourceEndpoint, to: &dyn DestinationEndpoint, switch: &Switch, run: &Run<'_>) {
-    if let Some(end) = source.end_of_move() {
-        switch.keep_record(end, to.end_of_move(), run);
+/// Starts to record the decisions of the switchover.
+fn record(
+    source: &dyn SourceEndpoint,
+    to: &dyn DestinationEndpoint,
+    switchover: &SharedSwitchover,
+    context: &Context<'_>,
+) {
+    if let Some(end) = source.move_end() {
+        switchover.keep_record(end, to.move_end(), context);
     }
-    if let Some(link) = source.link() {
-        switch.connected(link);
+    if let Some(link) = source.main_channel() {
+        switchover.connected(link);
     }
 }
 
 fn report(
     source: &dyn SourceEndpoint,
     to: &dyn DestinationEndpoint,
-    concluded: &Concluded,
-    run: &Run<'_>,
+    concluded: &SwitchoverReport,
+    context: &Context<'_>,
 ) -> Report {
-    let Concluded { source: origin, destination, downtime_ms } = *concluded;
-    let handed_over = to.is_handed_over();
-    Report { downtime_ms, handed_over, ..run.done(source.moved(), origin, destination) }
+    let SwitchoverReport { source: origin, destination, downtime_ms } = *concluded;
+    let loaded_by_qemu = to.is_loaded_by_qemu();
+    Report { downtime_ms, loaded_by_qemu, ..context.build_report(source.moved(), origin, destination) }
 }
 
-/// The destination has counted the guest, and kept nothing: the source sees that its stream fails, and its guest runs on.
+/// The destination has counted and discarded the guest: the source's stream fails, and its guest runs on.
 fn dropped(
     source: &mut dyn SourceEndpoint,
     to: &mut dyn DestinationEndpoint,
-    switch: &Switch,
-    run: &Run<'_>,
+    switchover: &SharedSwitchover,
+    context: &Context<'_>,
 ) -> Result<Report, Failure> {
     source.disconnect(to);
     let error = Error::Cancelled;
-    let directive = switch.failed(&error);
-    let ends = Conclusion { switch, origin: source.origin(), target: to, run, error: Some(error) };
+    let directive = switchover.failed(&error);
+    let ends = Ends { switchover, source: source.control(), destination: to, context, error: Some(error) };
     let failure = match conclude(ends, directive) {
-        Ok(concluded) => return Ok(report(source, to, &concluded, run)),
+        Ok(concluded) => return Ok(report(source, to, &concluded, context)),
         Err(failure) if failure.guest != GuestState::Safe => return Err(failure),
         Err(failure) => failure,
     };
-    failure.notes.iter().for_each(|note| run.observer.notice(note));
-    Ok(run.done(source.moved(), source.state_if_dropped(), DestinationState::Dropped))
+    failure.notes.iter().for_each(|note| context.observer.notice(note));
+    Ok(context.build_report(source.moved(), source.state_after_discard(), DestinationState::Dropped))
 }

@@ -1,4 +1,4 @@
-//! What can be refused before anything is touched: options that do not go with each other, or with these two ends.
+//! Refuses, before anything is touched, options that exclude each other or do not fit the two ends.
 
 use towline_channel::{Address, check_zero_copy};
 use towline_migration::{Compression, ZeroCopySend};
@@ -9,15 +9,17 @@ use super::request::Request;
 use super::tls;
 use crate::qemu::Qemu;
 
-/// Lanes where both ends can be told: enough to fill a fast link, few enough for a small host.
+/// Default number of lanes if both ends can be configured: enough to fill a fast link, few enough for a small
+/// host.
 const LANES_DEFAULT: usize = 4;
 /// The first QEMU that has lanes in a migration that may become postcopy.
 const LANES_BESIDE_POSTCOPY_SINCE: (u32, u32) = (10, 1);
-/// More than QEMU's parameter takes.
+/// Maximum of QEMU's parameter.
 const LANES_MAX: usize = towline_protocol::limits::LANES_MAX;
 
-/// Refuses what can be refused before anything is touched. Returns the options as they are meant for these two, and the lanes.
-pub(super) fn checked(
+/// Validates a request before anything is touched. Returns the request as it applies to these ends, and the
+/// number of lanes.
+pub(super) fn validate(
     source: &Source,
     destination: &Destination,
     options: &Request,
@@ -36,8 +38,8 @@ pub(super) fn checked(
     Ok((one_guest(source, destination, options)?, lanes))
 }
 
-/// The same of a stream that is only looked at. Returns the lanes.
-pub(super) fn checked_survey(source: &Source, options: &Request) -> Result<usize, Error> {
+/// Validates a request to inspect a stream. Returns the number of lanes.
+pub(super) fn validate_stream(source: &Source, options: &Request) -> Result<usize, Error> {
     let lanes = lanes(source, &Destination::Null, options)?;
     check_compression(source, &Destination::Null, options, lanes)?;
     check_tls(source, &Destination::Null, options)?;
@@ -47,13 +49,13 @@ pub(super) fn checked_survey(source: &Source, options: &Request) -> Result<usize
 fn lanes(source: &Source, destination: &Destination, options: &Request) -> Result<usize, Error> {
     if options.is_postcopy() {
         check_postcopy(source, options)?;
-        let lanes = options.means().multifd_channels.unwrap_or(0);
+        let lanes = options.transfer_options().multifd_channels.unwrap_or(0);
         return if lanes > LANES_MAX { Err(too_many(lanes)) } else { Ok(lanes) };
     }
     let streams = [source.stream(), destination.stream()];
     let streams = || streams.iter().flatten();
     let default = if streams().next().is_some() || options.is_snapshot() { 0 } else { LANES_DEFAULT };
-    let lanes = options.means().multifd_channels.unwrap_or(default);
+    let lanes = options.transfer_options().multifd_channels.unwrap_or(default);
     if lanes > LANES_MAX {
         return Err(too_many(lanes));
     }
@@ -74,7 +76,7 @@ fn too_many(lanes: usize) -> Error {
 }
 
 /// Refuses a QEMU that has no lanes in a migration that may become postcopy, at either end.
-pub(super) fn takes_lanes_beside_postcopy(qemu: &Qemu) -> Result<(), Error> {
+pub(super) fn check_multifd_with_postcopy(qemu: &Qemu) -> Result<(), Error> {
     let version = &qemu.facts().version.qemu;
     if (version.major, version.minor) >= LANES_BESIDE_POSTCOPY_SINCE {
         return Ok(());
@@ -86,7 +88,7 @@ pub(super) fn takes_lanes_beside_postcopy(qemu: &Qemu) -> Result<(), Error> {
     )))
 }
 
-/// Refuses a source and a destination between which there is no way.
+/// Refuses a source and a destination between which no transfer is possible.
 fn check_pair(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
     let text = match (source, destination) {
         (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
@@ -115,7 +117,7 @@ fn check_pair(source: &Source, destination: &Destination, options: &Request) -> 
     Err(Error::Usage(text.into()))
 }
 
-/// Sees to it that a copy does not end with two guests that run.
+/// Prevents a copy that would end with two running guests.
 fn one_guest(source: &Source, destination: &Destination, options: &Request) -> Result<Request, Error> {
     let options = options.clone();
     if !options.resumes() || source.monitor().is_none() {
@@ -141,14 +143,14 @@ fn one_guest(source: &Source, destination: &Destination, options: &Request) -> R
 fn check_throttle(source: &Source, options: &Request) -> Result<(), Error> {
     match source {
         Source::Qmp(_) | Source::Memory(_) => Ok(()),
-        _ if options.means().throttle => Err(Error::Usage(
+        _ if options.transfer_options().throttle => Err(Error::Usage(
             "--throttle is for a qmp: source, whose QEMU slows its guest down: set auto-converge on at the QEMU that sends".into(),
         )),
         _ => Ok(()),
     }
 }
 
-/// A source is ended only where its guest goes on, or is kept.
+/// A source is ended only if its guest continues elsewhere, or is stored.
 fn check_end(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
     let text = match (source, destination) {
         _ if !options.ends_source() => return Ok(()),
@@ -162,11 +164,11 @@ fn check_end(source: &Source, destination: &Destination, options: &Request) -> R
     Err(Error::Usage(text.into()))
 }
 
-/// A device that is taken out has to be put in somewhere.
+/// A detached device must be attached somewhere.
 fn check_vsock(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
     match (source.monitor(), destination.monitor()) {
         (None, _) | (_, None) if options.detaches_vsock() => Err(Error::Usage(
-            "--detach-vsock needs a qmp: destination, where the device is put in again".into(),
+            "--detach-vsock needs a qmp: destination, where the device is attached again".into(),
         )),
         _ => Ok(()),
     }
@@ -197,7 +199,7 @@ fn check_return_path(source: &Source, destination: &Destination, options: &Reque
     let from_stream = matches!(source, Source::Stream(_));
     match (source, destination) {
         (Source::Qmp(_), _) => Err(Error::Usage(
-            "--return-path off with a running guest: QEMU would end it though nobody has said that it arrived".into(),
+            "--return-path off with a running guest: QEMU would end it although its arrival is not acknowledged".into(),
         )),
         // An image is as safe afterwards as before, and so is the file behind a pipe.
         (_, Destination::Stream(_)) if !from_stream => Ok(()),
@@ -213,7 +215,7 @@ fn only_streams() -> Error {
     )
 }
 
-/// Refuses compression where it would do nothing.
+/// Refuses compression that would have no effect.
 fn check_compression(
     source: &Source,
     destination: &Destination,
@@ -237,7 +239,7 @@ fn check_compression(
     }
 }
 
-/// Refuses `on` where pages would be copied all the same, with the reason.
+/// Refuses `on` if pages would be copied all the same, with the reason.
 fn check_zero_copy_send(
     source: &Source,
     destination: &Destination,
@@ -247,14 +249,14 @@ fn check_zero_copy_send(
     if options.zero_copy_send != ZeroCopySend::On {
         return Ok(());
     }
-    let why = match destination {
+    let reason = match destination {
         Destination::Stream(Address::Tcp { .. }) => return zero_copy_over_tcp(options, lanes),
-        // Within this process, lanes are TCP over the loopback.
+        // Within this process, lanes are TCP over the loopback interface.
         Destination::Memory(_) if !matches!(source, Source::Qmp(_) | Source::Stream(_)) => {
             return zero_copy_over_tcp(options, lanes);
         }
         Destination::Stream(address) => {
-            format!("{address} is no TCP connection, and the kernel has it for TCP only")
+            format!("{address} is not a TCP connection, and the kernel supports it for TCP only")
         }
         Destination::Qmp(_) => {
             "the stream to a qmp: DEST goes through a Unix socket on this host, where the kernel always copies"
@@ -262,7 +264,7 @@ fn check_zero_copy_send(
         }
         _ => "nothing is sent to DEST".to_owned(),
     };
-    Err(zero_copy_refused(&why))
+    Err(zero_copy_refused(&reason))
 }
 
 fn zero_copy_over_tcp(options: &Request, lanes: usize) -> Result<(), Error> {
@@ -287,7 +289,7 @@ fn zero_copy_refused(why: &str) -> Error {
     Error::Usage(format!("--zero-copy-send on: {why}; `auto` goes without where it must"))
 }
 
-/// Refuses TLS where it would do nothing, and credentials that are no good, before anything is touched.
+/// Refuses TLS that would have no effect, and invalid credentials, before anything is touched.
 fn check_tls(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
     let (from, to) = (source.stream(), destination.stream());
     let streams = || [from, to].into_iter().flatten();
@@ -309,18 +311,18 @@ fn check_tls(source: &Source, destination: &Destination, options: &Request) -> R
     };
     if let Some(address) = streams().find(|address| !carries(address)) {
         return Err(Error::Usage(format!(
-            "--tls-creds with {address}: only tcp:, unix: and wss:// speak TLS; leave the option out"
+            "--tls-creds with {address}: only tcp:, unix: and wss:// support TLS; leave the option out"
         )));
     }
     match (to, &tls.hostname) {
         (None, Some(_)) => {
             return Err(Error::Usage(
-                "--tls-hostname is the name of a destination that is connected to (tcp:, unix:), and here nobody is: leave the option out".into(),
+                "--tls-hostname is the name of a destination that is connected to (tcp:, unix:), and there is none here: leave the option out".into(),
             ));
         }
         (Some(address @ Address::Unix(_)), None) => {
             return Err(Error::Usage(format!(
-                "--tls-creds with {address}, which names no host: say with --tls-hostname which its certificate is for"
+                "--tls-creds with {address}, which has no host name: give that of its certificate with --tls-hostname"
             )));
         }
         _ => {}
@@ -334,116 +336,32 @@ fn check_tls(source: &Source, destination: &Destination, options: &Request) -> R
     Ok(())
 }
 
-/// Refuses what does not go with it, before anything is touched.
+/// Refuses options that exclude postcopy, before anything is touched.
 fn check_postcopy(source: &Source, options: &Request) -> Result<(), Error> {
-    let lanes = options.means().multifd_channels.unwrap_or(0);
+    let lanes = options.transfer_options().multifd_channels.unwrap_or(0);
     let recovers = options.postcopy().is_some_and(|postcopy| postcopy.recover);
     let text = match source {
         Source::Stream(_) => {
-            "--postcopy with a stream as its source: who sends it decides; set postcopy-ram at both QEMUs and connect them without towline"
+            "--postcopy with a stream as its source: its sender decides; set postcopy-ram at both QEMUs and connect them without towline"
         }
-        Source::Memory(_) => "--postcopy is for a guest that a QEMU can run, and mem: is none",
+        Source::Memory(_) => "--postcopy is for a guest that a QEMU can run, and mem: is not one",
         Source::Qmp(_) if recovers => {
             "--recover is for the guest of an image: two QEMUs that lost each other have `migrate-recover` and `migrate` with resume"
         }
         source if lanes > 0 && !matches!(source, Source::Qmp(_)) => {
-            "--multifd-channels with --postcopy: the guest of an image runs before its memory is sent, and no QEMU takes pages on lanes once it runs; leave it out"
+            "--multifd-channels with --postcopy: the guest of an image runs before its memory is sent, and no QEMU receives pages on lanes once it runs; leave it out"
         }
         _ if options.compression != Compression::None && lanes == 0 => {
-            "--compression is of lanes, and --postcopy has none: leave it out"
+            "--compression applies to lanes, and --postcopy has none: leave it out"
         }
         _ if options.zero_copy_send == ZeroCopySend::On => {
-            "--zero-copy-send on is of lanes, and --postcopy has none: leave it out"
+            "--zero-copy-send on applies to lanes, and --postcopy has none: leave it out"
         }
-        _ if !options.return_path => "--postcopy needs the return path, on which pages are asked for",
+        _ if !options.return_path => "--postcopy needs the return path, on which pages are requested",
         _ => return Ok(()),
     };
     Err(Error::Usage(text.into()))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::ends::MemoryRoom;
-    use super::super::request::{Means, PostcopyStart, Task};
-    use super::*;
-
-    fn postcopy() -> Request {
-        let start = PostcopyStart::Copy { run: None };
-        let means = Means::default();
-        Request::new(Task::Postcopy { means, start, preempt: false, record_working_set: true })
-    }
-
-    fn qmp() -> Destination {
-        Destination::Qmp("b.qmp".into())
-    }
-
-    #[test]
-    fn pairs_without_a_way_are_refused() {
-        let memory = Source::Memory(towline_migration::synthetic::Shape::of_length(64 << 20));
-        let (image, running) = (Source::Image("a.img".into()), Source::Qmp("a.qmp".into()));
-        let (file, tcp) =
-            (Destination::Image("b.img".into()), Destination::Stream("tcp:b:1".parse().unwrap()));
-        let exec = Destination::Stream("exec:cat".parse().unwrap());
-        let no_guest =
-            "--postcopy is for a destination that runs the guest: qmp:, tcp: or unix: with a QEMU behind it";
-        let no_qemus = "--postcopy of a running guest is between two qmp: QEMUs, which do it themselves; an image goes to tcp: and unix: too";
-        for (source, destination, request, text) in [
-            (
-                &memory,
-                &qmp(),
-                Request::default(),
-                "a synthetic guest (mem:) has no devices, so no QEMU can load it: copy it to mem:, an image or a stream",
-            ),
-            (
-                &memory,
-                &Destination::Null,
-                Request::default(),
-                "null: takes a stream; mem: receives a synthetic guest and verifies it",
-            ),
-            (
-                &image,
-                &Destination::Null,
-                Request::default(),
-                "null: takes a stream; to check an image, `inspect --verify` it",
-            ),
-            (&image, &file, postcopy(), no_guest),
-            (&image, &exec, postcopy(), no_guest),
-            (&image, &Destination::Memory(MemoryRoom::default()), postcopy(), no_guest),
-            (&running, &tcp, postcopy(), no_qemus),
-            (&running, &file, postcopy(), no_qemus),
-        ] {
-            assert_eq!(checked(source, destination, &request).unwrap_err().to_string(), text);
-        }
-        for (source, destination) in [(&image, &qmp()), (&image, &tcp), (&running, &qmp())] {
-            assert!(checked(source, destination, &postcopy()).is_ok());
-        }
-        assert!(checked(&running, &Destination::Null, &Request::default()).is_ok());
-    }
-
-    #[test]
-    fn a_source_that_runs_on_leaves_its_copy_paused() {
-        let task = |run| Task::Copy { means: Means::default(), run, resume: true, base: None };
-        let source = Source::Qmp("a.qmp".into());
-        let (request, lanes) = checked(&source, &qmp(), &Request::new(task(None))).unwrap();
-        assert_eq!((request.run(), lanes), (Some(false), LANES_DEFAULT));
-        let error = checked(&source, &qmp(), &Request::new(task(Some(true)))).unwrap_err();
-        assert_eq!(error.to_string(), "--resume with --run: the same guest would run twice");
-    }
-
-    #[test]
-    fn a_move_that_keeps_nothing_is_refused() {
-        let (means, devices) = (Means::default(), Vec::new());
-        let task = Task::Move { means, run: None, detach_vsock: true, devices };
-        let request = Request::new(task);
-        let source = Source::Qmp("a.qmp".into());
-        for (destination, text) in [
-            (Destination::Null, "null: keeps nothing, so its source is not ended: copy to it"),
-            (
-                Destination::Image("a.img".into()),
-                "--detach-vsock needs a qmp: destination, where the device is put in again",
-            ),
-        ] {
-            assert_eq!(checked(&source, &destination, &request).unwrap_err().to_string(), text);
-        }
-    }
-}
+mod tests;

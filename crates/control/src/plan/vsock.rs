@@ -1,14 +1,14 @@
-//! `--detach-vsock`: a vhost-user-vsock, which QEMU (to 10.0 at least) refuses to migrate, is taken out of the guest before a move and
-//! put in again at the destination.
+//! `--detach-vsock`: detaches a vhost-user-vsock, which QEMU (to 10.0 at least) refuses to migrate, before a
+//! move, and attaches it again at the destination.
 //!
 //! ```text
-//!   both ends checked ─► device_del, the guest gives it up ─► the move ─► the guest runs there ─► device_add
-//!                             └─ whatever fails, and the guest stays at its source: device_add there again
+//!   both ends checked ─► device_del, the guest releases it ─► the move ─► the guest runs there ─► device_add
+//!                             └─ failure, and the guest stays at its source: device_add there
 //! ```
-//! Connections end with the device; who listens in the guest goes on listening, and accepts again as soon as its kernel has the new one.
-//! The device is away for as long as memory moves, because QEMU looks at it when it is told `migrate`.
+//! Connections end with the device; listeners in the guest stay, and accept again as soon as its kernel has the
+//! new device. The device is detached while memory is transferred because QEMU checks for it at `migrate`.
 //!
-//! What it is not: a way for other devices. It has to be behind a port from which it can be unplugged (`pcie-root-port`).
+//! Out of scope: other devices. The device must be behind a port that can be unplugged (`pcie-root-port`).
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -19,74 +19,74 @@ use towline_compat::facts;
 use towline_qmp as qmp;
 
 use super::error::Error;
-use crate::journal::{Entry, Record};
+use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::Qemu;
 
-/// Its types, of which one knows the old virtio too.
+/// Prefix of its types, one of which supports legacy virtio.
 const KIND: &str = "vhost-user-vsock";
-/// Where devices are that the user named, and that nobody did.
-const PLACES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
-/// Properties that it is put in with again, where they can be read.
+/// QOM containers of devices with and without a user-defined id.
+const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+/// Properties that are restored, if they can be read.
 const PROPERTIES: [&str; 5] = ["chardev", "seqpacket", "iommu_platform", "ats", "packed"];
-/// How long a guest may take to give a device up: with an attention button, five seconds and what it has to do.
+/// Timeout for the guest to release a device: an attention button takes five seconds.
 const UNPLUG_TIMEOUT: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// One of a guest's.
+/// A vsock of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Vsock {
     driver: String,
-    /// `None` if nobody named it.
+    /// `None` if it has no id.
     id: Option<String>,
     path: String,
     bus: String,
     properties: Map<String, Value>,
 }
 
-/// Those of a source, and how far they are.
+/// The vsocks of a source, and how many were detached.
 #[derive(Debug, Default)]
-pub(super) struct Vsocks {
+pub(super) struct DetachedVsocks {
     all: Vec<Vsock>,
-    /// How many of them the guest was asked to give up.
-    asked: usize,
-    /// In the source's journal: those that were unplugged there.
-    entries: Vec<Entry>,
+    /// Number of vsocks for which the guest got an unplug request.
+    unplugged: usize,
+    /// Entries in the source's journal, of unplugged devices.
+    entries: Vec<JournalEntry>,
 }
 
-/// Whether QEMU's reason not to migrate is such a device.
-pub(super) fn is_reason(reason: &str) -> bool {
+/// Returns true if QEMU's reason not to migrate is such a device.
+pub(super) fn is_vsock_blocker(reason: &str) -> bool {
     reason.contains(KIND)
 }
 
-/// Takes them out of what is known of a guest, as they will be out of the guest.
-pub(super) fn forget(facts: &mut facts::Qemu) {
-    facts.blocked_reasons.retain(|reason| !is_reason(reason));
+/// Removes the devices from the facts of a guest, as they will be detached.
+pub(super) fn remove_from_facts(facts: &mut facts::Qemu) {
+    facts.blocked_reasons.retain(|reason| !is_vsock_blocker(reason));
     if let Some(devices) = &mut facts.devices {
         devices.retain(|device| !device.kind.starts_with(KIND));
     }
 }
 
-impl Vsocks {
-    /// Those that there are.
+impl DetachedVsocks {
+    /// Finds the vsocks of a QEMU.
     pub(super) fn find(qemu: &mut Qemu) -> Result<Self, Error> {
         let mut all = Vec::new();
-        for place in PLACES {
-            for (name, driver) in children(qemu, place)? {
+        for container in CONTAINERS {
+            for (name, driver) in children(qemu, container)? {
                 if driver.starts_with(KIND) {
-                    all.push(Vsock::read(qemu, place, name, driver)?);
+                    all.push(Vsock::read(qemu, container, name, driver)?);
                 }
             }
         }
-        Ok(Self { all, asked: 0, entries: Vec::new() })
+        Ok(Self { all, unplugged: 0, entries: Vec::new() })
     }
 
-    /// Refuses a destination that could not take them.
+    /// Refuses a destination at which they could not be attached.
     pub(super) fn check(&self, waiting: &mut Qemu) -> Result<(), Error> {
         let mut reasons = Vec::new();
-        let there = children(waiting, PLACES[0])?;
+        let there = children(waiting, CONTAINERS[0])?;
         if let Some((name, _)) = there.iter().find(|(_, driver)| driver.starts_with(KIND)) {
             reasons.push(format!(
-                "{name} is there already: start it without, it is put in when the guest is there"
+                "{name} is there already: start it without; it is attached when the guest is there"
             ));
         }
         let chardevs = waiting.client().execute_raw("query-chardev", None)?;
@@ -95,7 +95,7 @@ impl Vsocks {
             let labels = chardevs.as_array().into_iter().flatten().map(|one| &one["label"]);
             if !labels.into_iter().any(|label| label == chardev) {
                 reasons.push(format!(
-                    "it has no -chardev with the id {chardev}, by which {vsock} would be connected"
+                    "it has no -chardev with the id {chardev}, to which {vsock} would be connected"
                 ));
             }
             if there.iter().all(|(name, _)| *name != vsock.bus) {
@@ -105,35 +105,36 @@ impl Vsocks {
                 ));
             }
         }
-        match reasons.is_empty() {
-            true => Ok(()),
-            false => Err(Error::DoesNotFit { destination: format!("QEMU on {}", waiting.socket()), reasons }),
+        if reasons.is_empty() {
+            Ok(())
+        } else {
+            Err(Error::DoesNotFit { destination: format!("QEMU on {}", waiting.socket()), reasons })
         }
     }
 
-    /// Has the guest give them up.
+    /// Unplugs them from the guest.
     pub(super) fn detach(&mut self, qemu: &mut Qemu, cancel: &Cancel) -> Result<(), Error> {
-        while let Some(vsock) = self.all.get(self.asked) {
+        while let Some(vsock) = self.all.get(self.unplugged) {
             let refused = |text: String, qemu: &Qemu| Error::NotDetached {
                 socket: qemu.socket().to_owned(),
                 device: vsock.to_string(),
                 text,
             };
             if !qemu.status()?.running {
-                let text = "it is paused, and only a guest that runs can give a device up: `cont` it first";
+                let text = "it is paused, and only a running guest can release a device: `cont` it first";
                 return Err(refused(text.into(), qemu));
             }
             let entry = qemu.record(&vsock.record());
             match qemu.client().execute_raw("device_del", Some(one("id", &vsock.path))) {
                 Ok(_) => self.entries.extend(entry),
                 Err(qmp::Error::Refusal { desc, .. }) => {
-                    entry.iter().for_each(Entry::done);
-                    let text = format!("{desc} (it has to be behind a pcie-root-port)");
+                    entry.iter().for_each(JournalEntry::done);
+                    let text = format!("{desc} (it must be behind a pcie-root-port)");
                     return Err(refused(text, qemu));
                 }
                 Err(error) => return Err(error.into()),
             }
-            self.asked += 1;
+            self.unplugged += 1;
             let deadline = Instant::now() + UNPLUG_TIMEOUT;
             while vsock.is_there(qemu)? {
                 if cancel.is_cancelled() {
@@ -141,7 +142,7 @@ impl Vsocks {
                 }
                 if Instant::now() >= deadline {
                     let text = format!(
-                        "its kernel has not given it up within {UNPLUG_TIMEOUT:?}, and may do so yet"
+                        "its kernel has not released it within {UNPLUG_TIMEOUT:?}, and may still do so"
                     );
                     return Err(refused(text, qemu));
                 }
@@ -151,29 +152,29 @@ impl Vsocks {
         Ok(())
     }
 
-    /// Puts in again what was taken out, at either end.
+    /// Attaches the detached devices, at either end.
     pub(super) fn attach(&self, qemu: &mut Qemu) -> Result<(), Error> {
-        for vsock in &self.all[..self.asked] {
+        for vsock in &self.all[..self.unplugged] {
             if vsock.is_there(qemu)? {
                 return Err(Error::NotAttached {
                     socket: qemu.socket().into(),
                     device: vsock.to_string(),
-                    text: "the guest was asked to give it up and has not yet: if it does, put it in by hand (`device_add`)".into(),
+                    text: "the guest got an unplug request and has not released it yet: when it does, attach it manually (`device_add`)".into(),
                 });
             }
             vsock.add(qemu)?;
         }
         // At the destination too: the guest has them again, and its source must not.
-        self.entries.iter().for_each(Entry::done);
+        self.entries.iter().for_each(JournalEntry::done);
         Ok(())
     }
 }
 
 impl Vsock {
-    fn read(qemu: &mut Qemu, place: &str, name: String, driver: String) -> Result<Self, Error> {
-        let path = format!("{place}/{name}");
+    fn read(qemu: &mut Qemu, container: &str, name: String, driver: String) -> Result<Self, Error> {
+        let path = format!("{container}/{name}");
         let bus = get(qemu, &path, "parent_bus")?;
-        // By the path of the bus, whose last part is its name.
+        // The last part of the bus's path is its name.
         let bus = bus.as_str().and_then(|bus| bus.rsplit('/').next()).unwrap_or_default().to_owned();
         let mut properties = Map::new();
         for property in PROPERTIES {
@@ -184,23 +185,23 @@ impl Vsock {
                 Err(error) => return Err(error),
             }
         }
-        let id = (place == PLACES[0]).then_some(name);
+        let id = (container == CONTAINERS[0]).then_some(name);
         Ok(Self { driver, id, path, bus, properties })
     }
 
     fn is_there(&self, qemu: &mut Qemu) -> Result<bool, Error> {
-        let Some((place, name)) = self.path.rsplit_once('/') else { return Ok(false) };
+        let Some((container, name)) = self.path.rsplit_once('/') else { return Ok(false) };
         let listed =
-            children(qemu, place)?.iter().any(|(found, driver)| found == name && *driver == self.driver);
-        Ok(listed || qemu.migration()?.blocked_reasons.iter().any(|reason| is_reason(reason)))
+            children(qemu, container)?.iter().any(|(found, driver)| found == name && *driver == self.driver);
+        Ok(listed || qemu.migration()?.blocked_reasons.iter().any(|reason| is_vsock_blocker(reason)))
     }
 
-    /// What undoes that it is unplugged.
-    fn record(&self) -> Record {
-        Record::Device { path: self.path.clone(), add: self.arguments() }
+    /// The undo record of its removal.
+    fn record(&self) -> UndoRecord {
+        UndoRecord::Device { path: self.path.clone(), add: self.arguments() }
     }
 
-    /// Of `device_add`.
+    /// Arguments of `device_add`.
     fn arguments(&self) -> Map<String, Value> {
         let mut arguments = self.properties.clone();
         arguments.insert("driver".into(), self.driver.clone().into());
@@ -228,11 +229,11 @@ impl std::fmt::Display for Vsock {
     }
 }
 
-/// What lies below a path, and of which type it is.
+/// Children of a QOM path, with their types.
 fn children(qemu: &mut Qemu, path: &str) -> Result<Vec<(String, String)>, Error> {
     let listed = match qemu.client().execute_raw("qom-list", Some(one("path", path))) {
         Ok(listed) => listed,
-        // Where nobody has put anything there is no such place.
+        // An empty container does not exist.
         Err(qmp::Error::Refusal { .. }) => return Ok(Vec::new()),
         Err(error) => return Err(error.into()),
     };
@@ -258,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn its_facts_are_forgotten_and_no_others() {
+    fn only_facts_about_vsocks_are_removed() {
         let device = |kind: &str| facts::QemuDevice { kind: kind.into(), ..facts::QemuDevice::default() };
         let mut facts = facts::Qemu {
             blocked_reasons: ["0000:01:00.0/vhost-user-vsock", "0000:00:02.0/nvme"]
@@ -267,7 +268,7 @@ mod tests {
             devices: Some(["vhost-user-vsock-pci", "vhost-user-vsock-device", "nvme"].map(device).into()),
             ..facts::Qemu::default()
         };
-        forget(&mut facts);
+        remove_from_facts(&mut facts);
         assert_eq!(facts.blocked_reasons, ["non-migratable device: 0000:00:02.0/nvme"]);
         assert_eq!(facts.devices.unwrap(), [device("nvme")]);
     }

@@ -1,17 +1,17 @@
-//! Zero-copy sends: what `on` cannot have, said before anything is touched.
+//! Zero-copy options of lanes.
 
 use towline_migration::outgoing::LaneOptions;
 use towline_migration::{Compression, ZeroCopySend};
 
 use super::request::Request;
 
-/// Whether lanes are to be connected so that they can.
+/// Returns true if lanes are to be connected for zero-copy sends.
 pub(super) fn is_wanted(options: &Request) -> bool {
     let copied = options.compression != Compression::None || options.tls.is_some();
     options.zero_copy_send != ZeroCopySend::Off && !copied
 }
 
-/// How lanes send.
+/// Send options of lanes.
 pub(super) fn lane_options(options: &Request) -> LaneOptions {
     LaneOptions { compression: options.compression, zero_copy_send: options.zero_copy_send }
 }

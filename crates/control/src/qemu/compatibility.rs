@@ -1,7 +1,7 @@
-//! What a QEMU tells of itself for [`towline_compat`]: beyond its [`Facts`](super::Facts), its processors, devices with what
-//! their drivers agreed upon, backends and drives.
+//! Facts about a QEMU for [`towline_compat`]: beyond its [`Facts`](super::facts::Facts), its processors,
+//! devices with their negotiated features, backends and drives.
 //!
-//! What a QEMU does not know how to tell is left out; the rules say then that they do not know.
+//! Facts that a QEMU cannot report are left out; the rules then report that they do not know.
 
 use std::collections::BTreeMap;
 
@@ -10,9 +10,13 @@ use towline_compat::facts::{self, Block, Cpu, FeatureWord, MemoryBackend, Netdev
 use towline_qmp as qmp;
 use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
 
-use super::{Error, Incoming, Qemu, device_tree, drives, virtio};
+use super::connection::Qemu;
+use super::error::Error;
+use super::facts::Incoming;
+use super::ram_block::RamBlock;
+use super::{device_tree, drives, virtio};
 
-/// The machine's switches that a guest sees.
+/// Properties of the machine that a guest sees.
 const MACHINE_PROPERTIES: [&str; 13] = [
     "smp",
     "memory",
@@ -28,22 +32,22 @@ const MACHINE_PROPERTIES: [&str; 13] = [
     "nvdimm",
     "max-ram-below-4g",
 ];
-/// Processors whose APIC ids are asked for.
+/// Maximum number of processors whose APIC ids are queried.
 const APIC_IDS_MAX: usize = 1024;
-/// Buses between a device and its host bridge.
+/// Maximum number of buses between a device and its host bridge.
 const BUSES_MAX: usize = 16;
-/// What ends the QOM type of a processor, behind its model and architecture.
+/// Suffix of a processor's QOM type, after its model and architecture.
 const CPU_SUFFIX: &str = "-cpu";
-/// What a virtio device is called below its PCI function.
+/// Name of a virtio device below its PCI function.
 const VIRTIO_CHILD: &str = "/virtio-backend";
 
-/// The first QEMU that may abort when it is asked for the status of a virtio device.
+/// The first QEMU that may abort in a query for the status of a virtio device.
 const VIRTIO_STATUS_ABORTS_SINCE: (u32, u32) = (10, 1);
 
 impl Qemu {
-    /// What is known already, for rules about machine and memory; nothing is asked.
+    /// Facts that need no further query, for rules about machine and memory.
     #[must_use]
-    pub fn memory(&self) -> facts::Qemu {
+    pub fn basic_facts(&self) -> facts::Qemu {
         let facts = self.facts();
         facts::Qemu {
             version: facts.version.qemu.to_string(),
@@ -59,14 +63,15 @@ impl Qemu {
         }
     }
 
-    /// Asks for all that the compatibility rules look at.
+    /// Queries everything that the compatibility rules need.
     ///
     /// # Errors
-    /// [`Error::Qmp`]: the monitor is gone or hangs. Questions that this QEMU does not know are no errors.
-    pub fn compatibility(&mut self) -> Result<facts::Qemu, Error> {
+    /// [`Error::Qmp`]: the monitor is disconnected or does not reply. A query that this QEMU does not know is
+    /// not an error.
+    pub fn compat_facts(&mut self) -> Result<facts::Qemu, Error> {
         self.refresh()?;
-        let cpus = self.ask(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
-        let mut devices = self.monitor("info qtree")?.map(|text| device_tree::parse(&text));
+        let cpus = self.query(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
+        let mut devices = self.human_command("info qtree")?.map(|text| device_tree::parse(&text));
         if let Some(devices) = &mut devices {
             self.virtio(devices)?;
         }
@@ -74,45 +79,49 @@ impl Qemu {
             Some(cpu) => self.property(&cpu.qom_path, "feature-words")?.map(|words| feature_words(&words)),
             None => None,
         };
-        let mut known = facts::Qemu { devices, cpu_features, ..self.memory() };
+        let mut known = facts::Qemu { devices, cpu_features, ..self.basic_facts() };
         known.cpus = match cpus {
             Some(cpus) => Some(self.cpus(&cpus)?),
             None => None,
         };
-        known.netdevs = self.monitor("info network")?.map(|text| netdevs(&text));
-        known.kvm = self.raw("query-kvm", None)?.and_then(|answer| answer["enabled"].as_bool());
-        known.memory_backends = self.raw("query-memdev", None)?.map(|answer| memory_backends(&answer));
-        known.drives = self.raw("query-block", None)?.map(|answer| drives::drives(&answer));
+        known.netdevs = self.human_command("info network")?.map(|text| netdevs(&text));
+        known.kvm = self.query_raw("query-kvm", None)?.and_then(|reply| reply["enabled"].as_bool());
+        known.memory_backends = self.query_raw("query-memdev", None)?.map(|reply| memory_backends(&reply));
+        known.drives = self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply));
         known.machine_properties = Some(self.machine_properties()?);
         Ok(known)
     }
 
-    /// Whether the guest's processors are run by KVM; they may be emulated where QEMU does not tell.
+    /// Returns true if KVM runs the guest's processors; false if QEMU does not report it.
     pub(crate) fn is_kvm(&mut self) -> Result<bool, Error> {
-        Ok(self.raw("query-kvm", None)?.is_some_and(|answer| answer["enabled"] == true))
+        Ok(self.query_raw("query-kvm", None)?.is_some_and(|reply| reply["enabled"] == true))
     }
 
-    /// `None` where QEMU refuses to answer.
-    fn ask<T>(&mut self, question: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<Option<T>, Error> {
-        match question(self) {
-            Ok(answer) => Ok(Some(answer)),
+    /// Returns `None` if QEMU refuses the query.
+    fn query<T>(&mut self, query: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<Option<T>, Error> {
+        match query(self) {
+            Ok(reply) => Ok(Some(reply)),
             Err(Error::Qmp(qmp::Error::Refusal { .. } | qmp::Error::Shape { .. })) => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    fn raw(&mut self, command: &str, arguments: Option<Map<String, Value>>) -> Result<Option<Value>, Error> {
-        self.ask(|qemu| Ok(qemu.client.execute_raw(command, arguments)?))
+    fn query_raw(
+        &mut self,
+        command: &str,
+        arguments: Option<Map<String, Value>>,
+    ) -> Result<Option<Value>, Error> {
+        self.query(|qemu| Ok(qemu.client.execute_raw(command, arguments)?))
     }
 
-    fn monitor(&mut self, line: &str) -> Result<Option<String>, Error> {
+    fn human_command(&mut self, line: &str) -> Result<Option<String>, Error> {
         let command = HumanMonitorCommand { command_line: line.into() };
-        self.ask(|qemu| Ok(qemu.client.execute(&command)?))
+        self.query(|qemu| Ok(qemu.client.execute(&command)?))
     }
 
     fn property(&mut self, path: &str, property: &str) -> Result<Option<Value>, Error> {
         let Value::Object(arguments) = json!({ "path": path, "property": property }) else { return Ok(None) };
-        self.raw("qom-get", Some(arguments))
+        self.query_raw("qom-get", Some(arguments))
     }
 
     fn machine_properties(&mut self) -> Result<BTreeMap<String, Value>, Error> {
@@ -128,14 +137,15 @@ impl Qemu {
     fn cpus(&mut self, cpus: &[CpuFast]) -> Result<Vec<Cpu>, Error> {
         let mut known = Vec::with_capacity(cpus.len());
         for (index, cpu) in cpus.iter().enumerate() {
-            // One model for all.
+            // All processors have the same model.
             let model = match known.first().map(|first: &Cpu| first.model.clone()) {
                 Some(model) => model,
                 None => self.cpu_model(cpu)?,
             };
-            let apic_id = match index < APIC_IDS_MAX {
-                true => self.property(&cpu.qom_path, "apic-id")?.and_then(|id| id.as_u64()),
-                false => None,
+            let apic_id = if index < APIC_IDS_MAX {
+                self.property(&cpu.qom_path, "apic-id")?.and_then(|id| id.as_u64())
+            } else {
+                None
             };
             let props = cpu.other.get("props").and_then(Value::as_object);
             let topology =
@@ -152,19 +162,20 @@ impl Qemu {
         Ok(kind.strip_suffix(suffix.as_str()).unwrap_or(kind).to_owned())
     }
 
-    /// Adds what virtio devices and their drivers agreed upon, where QEMU can be asked: 11.1.3 aborts, and its guest with it, when it is
-    /// asked for the status of any virtio device that has no vhost; 10.0.13 answers. Those between are not asked either.
+    /// Adds the features that virtio devices and their drivers negotiated, if QEMU can be queried: 11.1.3
+    /// aborts, and its guest with it, in a query for any virtio device without vhost; 10.0.13 replies. Versions
+    /// between are not queried either.
     fn virtio(&mut self, devices: &mut [QemuDevice]) -> Result<(), Error> {
         let version = &self.facts.version.qemu;
         if (version.major, version.minor) >= VIRTIO_STATUS_ABORTS_SINCE {
             return Ok(());
         }
-        let Some(Value::Array(listed)) = self.raw("x-query-virtio", None)? else { return Ok(()) };
+        let Some(Value::Array(listed)) = self.query_raw("x-query-virtio", None)? else { return Ok(()) };
         for path in listed.iter().filter_map(|entry| entry["path"].as_str()) {
             let Some(place) = self.virtio_place(path)? else { continue };
             let Some(device) = devices.iter_mut().find(|device| device.place == place) else { continue };
             let Value::Object(arguments) = json!({ "path": path }) else { continue };
-            if let Some(status) = self.raw("x-query-virtio-status", Some(arguments))? {
+            if let Some(status) = self.query_raw("x-query-virtio-status", Some(arguments))? {
                 let offered = virtio::names(&status["host-features"]);
                 device.virtio =
                     Some(Virtio { offered, negotiated: virtio::names(&status["guest-features"]) });
@@ -173,7 +184,7 @@ impl Qemu {
         Ok(())
     }
 
-    /// Where a virtio device is, as [`device_tree`] has it; `None` for one that is not on PCI.
+    /// Address of a virtio device in the format of [`device_tree`]; `None` if it is not on PCI.
     fn virtio_place(&mut self, path: &str) -> Result<Option<String>, Error> {
         let Some(mut device) = path.strip_suffix(VIRTIO_CHILD).map(str::to_owned) else { return Ok(None) };
         let mut addresses = Vec::new();
@@ -192,7 +203,7 @@ impl Qemu {
     }
 }
 
-/// A slot and a function, as a number or as text.
+/// A slot and a function, from a number or text.
 fn pci_address(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),
@@ -213,7 +224,7 @@ fn incoming(incoming: &Incoming) -> facts::Incoming {
     }
 }
 
-fn block(block: &super::RamBlock) -> Block {
+fn block(block: &RamBlock) -> Block {
     Block {
         name: block.name.clone(),
         page_bytes: block.page_bytes,
@@ -235,7 +246,7 @@ fn feature_words(words: &Value) -> Vec<FeatureWord> {
     words.as_array().into_iter().flatten().filter_map(word).collect()
 }
 
-fn memory_backends(answer: &Value) -> Vec<MemoryBackend> {
+fn memory_backends(reply: &Value) -> Vec<MemoryBackend> {
     let is_on = |value: &Value| value.as_bool().unwrap_or_default();
     let backend = |entry: &Value| MemoryBackend {
         id: entry["id"].as_str().unwrap_or_default().to_owned(),
@@ -243,7 +254,7 @@ fn memory_backends(answer: &Value) -> Vec<MemoryBackend> {
         prealloc: is_on(&entry["prealloc"]),
         share: is_on(&entry["share"]),
     };
-    answer.as_array().into_iter().flatten().map(backend).collect()
+    reply.as_array().into_iter().flatten().map(backend).collect()
 }
 
 /// ` \ n0: index=0,type=user,net=10.0.2.0` in `info network`; NICs are devices, and not listed again.
@@ -261,7 +272,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn backends_are_read_and_nics_are_not() {
+    fn netdevs_are_parsed_and_nics_skipped() {
         let text = "net0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\n \\ n0: index=0,type=user,net=10.0.2.0\n\
              alone: index=0,type=tap,ifname=t0\n";
         let found: Vec<_> = netdevs(text).into_iter().map(|netdev| (netdev.id, netdev.kind)).collect();
@@ -269,14 +280,14 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_numbers_or_text() {
+    fn pci_addresses_are_numbers_or_text() {
         assert_eq!(pci_address(&json!(250)), Some("1f.2".into()));
         assert_eq!(pci_address(&json!("02.0")), Some("02.0".into()));
         assert_eq!(pci_address(&json!(-1)), None);
     }
 
     #[test]
-    fn feature_words_that_are_none_are_left_out() {
+    fn invalid_feature_words_are_skipped() {
         let words =
             json!([{ "cpuid-register": "ECX", "cpuid-input-eax": 1, "features": 5 }, { "features": 1 }]);
         let found = feature_words(&words);

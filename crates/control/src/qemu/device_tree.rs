@@ -1,7 +1,7 @@
-//! The devices of a QEMU, read from `info qtree`.
+//! Devices of a QEMU, parsed from `info qtree`.
 //!
-//! QMP proper tells a device's properties one question at a time, a thousand for an ordinary guest; this text has them all. It
-//! is a tree by indentation:
+//! QMP proper reports one property per query, a thousand for an ordinary guest; this text has them all. It is a
+//! tree by indentation:
 //!
 //! ```text
 //! bus: main-system-bus
@@ -18,17 +18,18 @@
 //!           dev: virtio-net-device, id ""
 //!             mac = "52:54:00:12:34:56"
 //! ```
-//! What tells devices apart in a stream is where they are, so each gets a place: `pci/02.0`, `pci/02.0/virtio`,
-//! `pci/1c.0/00.0` behind a port, `pci/1f.2/bus1/unit0` for a disk on a controller's second bus. What has no address is named
-//! by its type, and numbered in the order in which it was made, which is the reverse of the text's.
+//! The stream identifies devices by their position, so each gets a place: `pci/02.0`, `pci/02.0/virtio`,
+//! `pci/1c.0/00.0` behind a port, `pci/1f.2/bus1/unit0` for a disk on a controller's second bus. A device
+//! without an address is named by its type, and numbered in the order of creation, which is the reverse of the
+//! text's.
 
 use std::collections::BTreeMap;
 
 use towline_compat::facts::QemuDevice;
 
-/// Buses whose devices have an `addr` of slot and function.
+/// Types of buses whose devices have an `addr` of slot and function.
 const PCI_BUSES: [&str; 4] = ["PCI", "PCIE", "pxb-bus", "pxb-pcie-bus"];
-/// Properties by which devices on other buses are told apart, with the bus's type.
+/// Properties that distinguish devices on other buses, by the bus's type.
 const ADDRESSES: [(&str, &[&str]); 4] = [
     ("IDE", &["unit"]),
     ("SCSI", &["channel", "scsi-id", "lun"]),
@@ -39,7 +40,7 @@ const ADDRESSES: [(&str, &[&str]); 4] = [
 struct Bus {
     indent: usize,
     kind: String,
-    /// The device that it belongs to.
+    /// The device that has this bus.
     device: Option<usize>,
 }
 
@@ -47,7 +48,7 @@ struct Entry {
     indent: usize,
     bus: Option<usize>,
     device: QemuDevice,
-    /// Where on a USB bus.
+    /// Port on a USB bus.
     port: Option<String>,
 }
 
@@ -56,7 +57,7 @@ enum Open {
     Device(usize),
 }
 
-/// Reads the text. What it does not know it passes over.
+/// Parses the text. Unknown lines are skipped.
 pub(super) fn parse(text: &str) -> Vec<QemuDevice> {
     let (mut buses, mut entries): (Vec<Bus>, Vec<Entry>) = (Vec::new(), Vec::new());
     let mut open: Vec<Open> = Vec::new();
@@ -124,7 +125,7 @@ impl Entry {
     }
 }
 
-/// A number without its other forms, text without its quotes.
+/// A number without its other notations, text without its quotes.
 fn plain(value: &str) -> &str {
     let is_number = value.starts_with(|c: char| c.is_ascii_digit() || c == '-');
     match value.split_once(" (") {
@@ -137,9 +138,9 @@ fn unquoted(text: &str) -> &str {
     text.strip_prefix('"').and_then(|text| text.strip_suffix('"')).unwrap_or(text)
 }
 
-/// Gives each device its place. Parents come before their children.
+/// Sets the place of each device. Parents come before their children.
 fn places(buses: &[Bus], entries: &mut [Entry]) {
-    // From the end, so that what is made later does not change the numbers of what was there before.
+    // From the end, so that a device that is created later does not change the numbers of the others.
     let mut bus_numbers = vec![0; buses.len()];
     let mut counts: BTreeMap<Option<usize>, usize> = BTreeMap::new();
     for (index, bus) in buses.iter().enumerate().rev() {
@@ -263,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn values_lose_their_other_forms() {
+    fn values_have_one_notation() {
         let devices = parse(TEXT);
         let value = |index: usize, name: &str| devices[index].properties.get(name).map(String::as_str);
         assert_eq!(value(0, "timers"), Some("3"));
@@ -275,7 +276,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn never_panics(text in "( {0,6}(bus: a|type PCI|type IDE|dev: d, id \"x\"|addr = 1|unit = é|, port 1)\n){0,40}") {
+        fn parser_never_panics(text in "( {0,6}(bus: a|type PCI|type IDE|dev: d, id \"x\"|addr = 1|unit = é|, port 1)\n){0,40}") {
             let _ = parse(&text);
         }
     }

@@ -1,8 +1,8 @@
-//! A QEMU's drives, from `query-block`, and who locks their files.
+//! Drives of a QEMU, from `query-block`, and the locks on their files.
 //!
-//! QEMU locks single bytes of an image: byte 100 + n while it has permission n, byte 200 + n while it wants nobody else to have
-//! it; permission 1 is to write (block/file-posix.c). `/proc/locks` shows all of a host's, also those of processes that we may
-//! not look into. A QEMU that waits for a guest has none.
+//! QEMU locks single bytes of an image: byte 100 + n while it has permission n, byte 200 + n to exclude
+//! permission n for others; permission 1 is writing (block/file-posix.c). `/proc/locks` lists all locks of a
+//! host, also of processes that we may not inspect. A QEMU that waits for a guest has none.
 
 use std::cell::LazyCell;
 use std::fs;
@@ -12,27 +12,28 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use serde_json::Value;
 use towline_compat::facts::{Drive, Lock};
 
-/// Held by who writes.
+/// Locked by a writer.
 const WRITES_BYTE: u64 = 101;
-/// Held by who wants nobody else to.
+/// Locked to exclude other writers.
 const NO_OTHER_WRITES_BYTE: u64 = 201;
-/// Of some thousand locks.
+/// Size of several thousand locks.
 const LOCKS_BYTES: usize = 256 << 10;
-/// What a virtio device is called below its PCI function.
+/// Name of a virtio device below its PCI function.
 const VIRTIO_CHILD: &str = "/virtio-backend";
 
-/// Read when the first drive is looked at.
+/// Text of `/proc/locks`, read for the first drive.
 type Locks = LazyCell<String>;
 
-/// Those with a medium.
-pub(super) fn drives(answer: &Value) -> Vec<Drive> {
+/// The drives that have a medium.
+pub(super) fn drives(reply: &Value) -> Vec<Drive> {
     let locks: Locks = LazyCell::new(locks);
-    answer.as_array().into_iter().flatten().filter_map(|entry| drive(entry, &locks)).collect()
+    reply.as_array().into_iter().flatten().filter_map(|entry| drive(entry, &locks)).collect()
 }
 
-/// All of this host's locks; empty if they cannot be had.
+/// All locks of this host; empty if they cannot be read.
 ///
-/// A read may wait until every processor has let go of the list (10 ms and more), so they are few, and none for no drive.
+/// A read may wait for every processor to release the list (10 ms and more), so it is read once, and not
+/// without drives.
 fn locks() -> String {
     let mut text = String::with_capacity(LOCKS_BYTES);
     let read = fs::File::open("/proc/locks").and_then(|mut file| file.read_to_string(&mut text));
@@ -57,7 +58,7 @@ fn drive(entry: &Value, locks: &Locks) -> Option<Drive> {
     })
 }
 
-/// What this host knows of a file.
+/// Identity and lock of a file, as far as this host knows them.
 fn look(file: &str, locks: &Locks) -> (Option<String>, Lock) {
     let Ok(metadata) = fs::metadata(file) else { return (None, Lock::Unknown) };
     if !metadata.is_file() && !metadata.file_type().is_block_device() {
@@ -98,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn locks_are_told_by_their_bytes() {
+    fn lock_state_follows_from_the_locked_bytes() {
         let line = |bytes: &str| {
             format!(
                 "1: POSIX  ADVISORY  WRITE 7 08:01:9 0 EOF\n2: OFDLCK ADVISORY  READ -1 00:1f:42 {bytes}\n"
@@ -113,13 +114,13 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_without_a_medium_is_none() {
-        let answer = serde_json::json!([
+    fn drive_without_a_medium_is_skipped() {
+        let reply = serde_json::json!([
             { "device": "cd", "removable": true },
             { "device": "", "qdev": "/machine/peripheral/d/virtio-backend", "inserted":
                 { "drv": "raw", "ro": false, "image": { "filename": "/nowhere/x", "virtual-size": 5 } } }
         ]);
-        let found = drives(&answer);
+        let found = drives(&reply);
         assert_eq!(found.len(), 1);
         assert_eq!((found[0].device.as_str(), found[0].virtual_bytes), ("/machine/peripheral/d", 5));
         assert_eq!(found[0].lock, Lock::Unknown);

@@ -1,34 +1,34 @@
-//! The guest's memory blocks, read from `info ramblock`.
+//! RAM blocks of the guest, parsed from `info ramblock`.
 //!
-//! QMP proper does not tell them. The text is a table whose name column may hold spaces or nothing, and whose columns
-//! grew: `Offset Used Total` in 7.2, with `HVA RO` after them in 10.0. So rows are read from the right, by the columns
-//! that the heading names.
+//! QMP proper does not report them. The text is a table whose name column may be empty or contain spaces, and
+//! which got more columns: `Offset Used Total` in 7.2, with `HVA RO` after them in 10.0. So rows are parsed
+//! from the right, by the columns of the heading.
 
-/// A block of the guest's memory.
+/// A RAM block of the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RamBlock {
-    /// The name it has in the stream, for example `pc.ram`; empty for a block that is not migrated.
+    /// Name in the stream, for example `pc.ram`; empty for a block that is not migrated.
     pub name: String,
-    /// Bytes a page of the memory behind it: more than 4096 for huge pages.
+    /// Page size of the memory behind it: more than 4096 for huge pages.
     pub page_bytes: u64,
     /// Bytes in use.
     pub used_bytes: u64,
-    /// Bytes it may grow to.
+    /// Maximum size in bytes.
     pub max_bytes: u64,
 }
 
 impl RamBlock {
-    /// Whether the stream carries it. QEMU names a block when it makes it migratable.
+    /// Returns true if the stream carries it. QEMU names a block when it makes it migratable.
     #[must_use]
     pub fn is_migrated(&self) -> bool {
         !self.name.is_empty()
     }
 }
 
-/// A text that is not `info ramblock`'s.
+/// Error in the text of `info ramblock`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RamBlockError {
-    /// The columns are not there.
+    /// The heading lacks a column.
     #[error(
         "expected `info ramblock` to begin with a heading of Block Name, PSize, Used and Total, found \"{found}\""
     )]
@@ -36,7 +36,7 @@ pub enum RamBlockError {
         /// The first line.
         found: String,
     },
-    /// A row does not fit them.
+    /// A row does not match the heading.
     #[error("expected a row of `info ramblock` under \"{heading}\", found \"{found}\"")]
     Row {
         /// The first line.
@@ -46,7 +46,7 @@ pub enum RamBlockError {
     },
 }
 
-/// Where things are, counted from the right.
+/// Positions of the columns, counted from the right.
 struct Columns {
     count: usize,
     used: usize,
@@ -93,7 +93,7 @@ fn row(line: &str, columns: &Columns) -> Option<RamBlock> {
     })
 }
 
-/// Takes the last word off a line.
+/// Removes the last word of a line, and returns it.
 fn pop_word<'a>(line: &mut &'a str) -> Option<&'a str> {
     let trimmed = line.trim_end();
     let at = trimmed.rfind(' ').map_or(0, |space| space + 1);
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_the_columns_of_7_2() {
+    fn parses_the_columns_of_7_2() {
         let expected = vec![
             block("pc.ram", 2 << 20, 64 << 20, 64 << 20),
             block("", 4096, 2 << 20, 2 << 20),
@@ -144,12 +144,12 @@ mod tests {
     }
 
     #[test]
-    fn reads_the_columns_of_10_0_and_names_with_spaces() {
+    fn parses_the_columns_of_10_0_and_names_with_spaces() {
         assert_eq!(parse(TEXT_10_0), Ok(vec![block("a name 0x1", 1 << 30, 0x20000, 0x200000)]));
     }
 
     #[test]
-    fn names_what_it_cannot_read() {
+    fn errors_quote_the_invalid_line() {
         let found = "unknown command: 'info ramblock'".to_owned();
         assert_eq!(parse(&found), Err(RamBlockError::Heading { found }));
         let heading = TEXT_7_2.lines().next().unwrap();
@@ -160,7 +160,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn never_panics(text in "(.*\n)?( *Block Name *PSize( Used| Total| HVA| é){0,5}\n)?(.*\n){0,3}") {
+        fn parser_never_panics(text in "(.*\n)?( *Block Name *PSize( Used| Total| HVA| é){0,5}\n)?(.*\n){0,3}") {
             let _ = parse(&text);
         }
     }

@@ -1,7 +1,8 @@
-//! Puts back what a towline that was killed has left changed in a QEMU, by its journal.
+//! Repairs what a killed towline left changed in a QEMU, by its journal.
 //!
-//! Settings can be put back only when no migration is under way: one that was begun by that towline is cancelled, and any is waited for.
-//! One in postcopy is left alone: it can go on, and cancelling it would cost the guest. What somebody else has changed since stays.
+//! Settings can be restored only when no migration is in progress: one that the killed towline started is
+//! cancelled, and any other is waited for. Postcopy is left alone: it can be resumed, and cancelling it would
+//! destroy the guest. Settings that another party has changed since stay.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,95 +14,74 @@ use serde_json::{Map, Value};
 use towline_qmp as qmp;
 use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrationInfo, MigrationStatus, RunState};
 
+use super::connection::Qemu;
+use super::error::Error;
+use super::facts::Incoming;
+use super::repaired::RepairReport;
 use super::settings::Change;
-use super::{Error, Incoming, Qemu};
-use crate::journal::{Changed, Directory, Error as JournalError, Journal, Record, now_ms, sweep};
+use crate::journal::{
+    ChangedValue, Error as JournalError, Journal, RuntimeDirectory, UndoRecord, now_ms, sweep,
+};
 use crate::private_dirs;
 
-/// How long a migration that was cancelled may take to end, and any to be cleaned up.
-const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long one that is not recorded may take to end by itself, as it does soon if it went to the towline that is gone.
+/// Timeout for a cancelled migration to end, and for any to be cleaned up.
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(10);
+/// Timeout for a migration that is not recorded to end by itself, as it does soon if it went to the killed
+/// towline.
 const END_TIMEOUT: Duration = Duration::from_secs(3);
-/// In which a migration can be cancelled without a doubt about where the guest is.
+/// States in which a migration can be cancelled without a doubt about the location of the guest.
 const CANCELLABLE: [MigrationStatus; 3] =
     [MigrationStatus::SETUP, MigrationStatus::ACTIVE, MigrationStatus::PRE_SWITCHOVER];
-/// How far the time at which a migration was begun may be from the time that its age says.
-const BEGUN_WITHIN_MS: u64 = 5000;
+/// Maximum difference between the recorded start of a migration and the one that its age implies.
+const START_TOLERANCE_MS: u64 = 5000;
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// What was put back, and what could not be.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Repaired {
-    /// The monitor's socket.
-    pub socket: String,
-    /// The process of the towline that left it.
-    pub owner: i32,
-    /// What was done, in words.
-    pub done: Vec<String>,
-    /// What is as that towline left it, and why. It stays in the journal.
-    pub left: Vec<String>,
-}
-
-impl fmt::Display for Repaired {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { socket, owner, done, left } = self;
-        write!(f, "QEMU on {socket} was left changed by a towline that is gone (process {owner})")?;
-        if !done.is_empty() {
-            write!(f, "; repaired: {}", done.join(", "))?;
-        }
-        if !left.is_empty() {
-            write!(f, "; not repaired: {}", left.join(", "))?;
-        }
-        Ok(())
-    }
-}
-
-/// What became of one change.
-enum Outcome {
-    /// It is undone, or nothing is left to be undone: in words.
+/// Result of undoing one change.
+enum RecordOutcome {
+    /// It is undone or obsolete, as these texts describe.
     Done(Vec<String>),
-    /// It stays: why.
+    /// It stays, for this reason.
     Left(String),
 }
 
-impl Outcome {
+impl RecordOutcome {
     fn done(text: String) -> Self {
         Self::Done(vec![text])
     }
 }
 
 impl Qemu {
-    /// Puts back what an earlier towline left changed in the QEMU whose monitor is at `path`. `None`: there was nothing. Private
-    /// directories that towlines left which are gone are removed besides.
+    /// Repairs the QEMU whose monitor is at `path`; returns `None` if nothing was left changed. Also removes
+    /// the private directories of killed towlines.
     ///
     /// # Errors
     /// As [`Qemu::connect`], and those of its journal.
-    pub fn repair(path: impl AsRef<Path>, options: &qmp::Options) -> Result<Option<Repaired>, Error> {
+    pub fn repair(path: impl AsRef<Path>, options: &qmp::Options) -> Result<Option<RepairReport>, Error> {
         let path = path.as_ref();
-        private_dirs::place().iter().for_each(|place| drop(private_dirs::sweep(place)));
+        private_dirs::temp_dir().iter().for_each(|place| drop(private_dirs::remove_abandoned(place)));
         let mut qemu = Self::inspect(path, options)?;
         qemu.take_journal(path)?;
         Ok(qemu.repaired.take())
     }
 
-    /// Begins a migration, which is recorded first. The record is done when the settings of this QEMU are put back.
+    /// Starts a migration, after recording it. The record is done when this QEMU's settings are restored.
     ///
     /// # Errors
     /// [`Error::Qmp`].
     pub fn migrate(&mut self, command: &Migrate) -> Result<(), Error> {
         let to = serde_json::to_value(&command.target).map(|target| target.to_string()).unwrap_or_default();
-        let entry = self.record(&Record::migration(to));
-        let begun = self.client.execute(command);
-        if matches!(begun, Err(qmp::Error::Refusal { .. }))
+        let entry = self.record(&UndoRecord::migration(to));
+        let accepted = self.client.execute(command);
+        if matches!(accepted, Err(qmp::Error::Refusal { .. }))
             && let Some(entry) = entry
         {
             entry.done();
         }
-        begun?;
+        accepted?;
         Ok(())
     }
 
-    /// QEMU takes settings only when no migration is under way: those that were recorded are over.
+    /// Removes the records of migrations: QEMU accepts settings only when no migration is in progress.
     pub(super) fn end_migrations(&self) {
         if let Some(journal) = &self.journal {
             journal.end_migrations();
@@ -109,7 +89,7 @@ impl Qemu {
     }
 
     pub(super) fn take_journal(&mut self, path: &Path) -> Result<(), Error> {
-        let directory = Directory::open().map_err(JournalError::from)?;
+        let directory = RuntimeDirectory::open().map_err(JournalError::from)?;
         let (journal, owner) = Journal::open(&directory, path, &self.process)?;
         self.journal = Some(journal.clone());
         sweep(&directory);
@@ -120,37 +100,38 @@ impl Qemu {
         Ok(())
     }
 
-    fn put_back(&mut self, journal: &Journal, owner: i32) -> Result<Repaired, Error> {
+    fn put_back(&mut self, journal: &Journal, owner: i32) -> Result<RepairReport, Error> {
         let records = journal.records();
-        let begun = records.iter().filter_map(|(_, record)| match record {
-            Record::Migration { begun_ms, .. } => Some(*begun_ms),
+        let started = records.iter().filter_map(|(_, record)| match record {
+            UndoRecord::Migration { begun_ms, .. } => Some(*begun_ms),
             _ => None,
         });
-        let begun: Vec<u64> = begun.collect();
-        let unsettled = self.settle(&begun)?;
+        let started: Vec<u64> = started.collect();
+        let busy = self.wait_until_idle(&started)?;
         let mut repaired =
-            Repaired { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };
+            RepairReport { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };
         for (entry, record) in records {
-            let outcome = match (&unsettled, record.remove_files()) {
-                (_, Some(Ok(done))) => Outcome::done(done),
-                (_, Some(Err(error))) => Outcome::Left(format!("{}: {error}", name(&record))),
-                (Some(text), None) => Outcome::Left(format!("{}: {text}", name(&record))),
+            let outcome = match (&busy, record.remove_files()) {
+                (_, Some(Ok(done))) => RecordOutcome::done(done),
+                (_, Some(Err(error))) => RecordOutcome::Left(format!("{}: {error}", name(&record))),
+                (Some(text), None) => RecordOutcome::Left(format!("{}: {text}", name(&record))),
                 (None, None) => self.undo(&record)?,
             };
             match outcome {
-                Outcome::Done(done) => {
+                RecordOutcome::Done(done) => {
                     entry.done();
                     repaired.done.extend(done);
                 }
-                Outcome::Left(left) => repaired.left.push(left),
+                RecordOutcome::Left(left) => repaired.left.push(left),
             }
         }
         Ok(repaired)
     }
 
-    /// Waits until no migration is under way, and cancels one that was begun at one of these times. If one still is: why.
-    fn settle(&mut self, begun: &[u64]) -> Result<Option<String>, Error> {
-        let began = Instant::now();
+    /// Waits until no migration is in progress, and cancels one that was started at one of these times. Returns
+    /// the reason if one still is.
+    fn wait_until_idle(&mut self, started: &[u64]) -> Result<Option<String>, Error> {
+        let start = Instant::now();
         let mut cancelled = false;
         loop {
             let migration = self.migration()?;
@@ -164,13 +145,13 @@ impl Qemu {
             if self.facts.incoming == Incoming::Listening {
                 return Ok(Some("it waits for a guest".into()));
             }
-            let is_ours = || begun.iter().any(|begun| was_begun_at(&migration, *begun));
+            let is_ours = || started.iter().any(|started| was_started_at(&migration, *started));
             if !cancelled && CANCELLABLE.contains(&status) && is_ours() && !self.is_completing()? {
                 self.client.execute(&MigrateCancel)?;
                 cancelled = true;
             }
-            let limit = if cancelled || status.is_final() { SETTLE_TIMEOUT } else { END_TIMEOUT };
-            if began.elapsed() >= limit {
+            let limit = if cancelled || status.is_final() { CLEANUP_TIMEOUT } else { END_TIMEOUT };
+            if start.elapsed() >= limit {
                 let waited = limit.as_secs();
                 return Ok(Some(format!("its migration has not ended within {waited} s (status {status})")));
             }
@@ -178,12 +159,14 @@ impl Qemu {
         }
     }
 
-    /// Whether the guest stands still to be handed over: by now it may run at a destination that does not need us.
+    /// Returns true if the guest is stopped for the switchover: by now it may run at a destination that does
+    /// not depend on us.
     fn is_completing(&mut self) -> Result<bool, Error> {
         Ok(self.status()?.status == RunState::FINISH_MIGRATE)
     }
 
-    /// Whether QEMU still holds a migration that it says is over; settings that change meanwhile can make it abort.
+    /// Returns true if QEMU has not cleaned up a finished migration; settings that change meanwhile can make it
+    /// abort.
     fn cleans_up_migration(&mut self) -> Result<bool, Error> {
         match self.client.execute_raw("query-yank", None) {
             Ok(instances) => {
@@ -196,22 +179,22 @@ impl Qemu {
     }
 
     /// Undoes one change.
-    fn undo(&mut self, record: &Record) -> Result<Outcome, Error> {
+    fn undo(&mut self, record: &UndoRecord) -> Result<RecordOutcome, Error> {
         Ok(match record {
-            Record::Settings { capabilities, parameters } => {
+            UndoRecord::Settings { capabilities, parameters } => {
                 self.put_settings_back(capabilities, parameters)?
             }
-            Record::Device { path, add } => self.plug_again(path, add)?,
-            Record::Migration { to, .. } => Outcome::done(format!("migration to {to} has ended")),
-            Record::Directory { .. } => Outcome::Done(Vec::new()),
+            UndoRecord::Device { path, add } => self.plug_again(path, add)?,
+            UndoRecord::Migration { to, .. } => RecordOutcome::done(format!("migration to {to} has ended")),
+            UndoRecord::Directory { .. } => RecordOutcome::Done(Vec::new()),
         })
     }
 
     fn put_settings_back(
         &mut self,
-        capabilities: &BTreeMap<Capability, Changed<bool>>,
-        parameters: &BTreeMap<String, Changed<Value>>,
-    ) -> Result<Outcome, Error> {
+        capabilities: &BTreeMap<Capability, ChangedValue<bool>>,
+        parameters: &BTreeMap<String, ChangedValue<Value>>,
+    ) -> Result<RecordOutcome, Error> {
         let capabilities_now = self.capabilities_now()?;
         let parameters_now = self.parameters_now()?.to_map();
         let mut done = Vec::new();
@@ -239,16 +222,16 @@ impl Qemu {
                         .map(|(name, state)| format!("{name} {}", if *state { "on" } else { "off" })),
                 );
                 done.extend(wanted_parameters.iter().map(|(name, value)| format!("{name} {value}")));
-                Outcome::Done(done)
+                RecordOutcome::Done(done)
             }
             Err(Error::Qmp(error @ qmp::Error::Refusal { .. })) => {
-                Outcome::Left(format!("migration settings: {error}"))
+                RecordOutcome::Left(format!("migration settings: {error}"))
             }
             Err(error) => return Err(error),
         })
     }
 
-    fn plug_again(&mut self, path: &str, add: &Map<String, Value>) -> Result<Outcome, Error> {
+    fn plug_again(&mut self, path: &str, add: &Map<String, Value>) -> Result<RecordOutcome, Error> {
         let (place, device) = path.rsplit_once('/').unwrap_or_default();
         let arguments = Map::from_iter([("path".to_owned(), place.into())]);
         let listed = match self.client.execute_raw("qom-list", Some(arguments)) {
@@ -257,30 +240,33 @@ impl Qemu {
             Err(error) => return Err(error.into()),
         };
         if listed.as_array().into_iter().flatten().any(|entry| entry["name"] == device) {
-            return Ok(Outcome::done(format!("device {device} was not unplugged")));
+            return Ok(RecordOutcome::done(format!("device {device} was not unplugged")));
         }
         if self.status()?.status == RunState::POSTMIGRATE {
-            return Ok(Outcome::done(format!("device {device} stays unplugged: the guest was migrated")));
+            return Ok(RecordOutcome::done(format!(
+                "device {device} stays unplugged: the guest was migrated"
+            )));
         }
         match self.client.execute_raw("device_add", Some(add.clone())) {
-            Ok(_) => Ok(Outcome::done(format!("device {device} plugged again"))),
+            Ok(_) => Ok(RecordOutcome::done(format!("device {device} plugged again"))),
             Err(qmp::Error::Refusal { desc, .. }) => {
-                Ok(Outcome::Left(format!("device {device} is unplugged: {desc}")))
+                Ok(RecordOutcome::Left(format!("device {device} is unplugged: {desc}")))
             }
             Err(error) => Err(error.into()),
         }
     }
 }
 
-/// Whether this migration, which is under way, is the one that was begun then, and not somebody's later one.
-fn was_begun_at(migration: &MigrationInfo, begun_ms: u64) -> bool {
-    // QEMU tells its age once it is set up.
+/// Returns true if this migration, which is in progress, is the one that was started then, and not a later one
+/// of another party.
+fn was_started_at(migration: &MigrationInfo, begun_ms: u64) -> bool {
+    // QEMU reports its age once it is set up.
     let age_ms = migration.total_time.and_then(|age| u64::try_from(age).ok()).unwrap_or_default();
-    now_ms().saturating_sub(age_ms).abs_diff(begun_ms) <= BEGUN_WITHIN_MS
+    now_ms().saturating_sub(age_ms).abs_diff(begun_ms) <= START_TOLERANCE_MS
 }
 
-impl<T: Clone + PartialEq + fmt::Display> Changed<T> {
-    /// What it is to be set to; `None` if nothing is to be done. Notes what else there is to say of it.
+impl<T: Clone + PartialEq + fmt::Display> ChangedValue<T> {
+    /// Value to restore; `None` if there is nothing to do. Adds other findings to `notes`.
     fn before_if_unchanged_since(&self, now: Option<&T>, name: &str, notes: &mut Vec<String>) -> Option<T> {
         match (&self.before, now) {
             (before, now) if before.as_ref() == now => None,
@@ -297,15 +283,15 @@ impl<T: Clone + PartialEq + fmt::Display> Changed<T> {
     }
 }
 
-fn name(record: &Record) -> String {
+fn name(record: &UndoRecord) -> String {
     match record {
-        Record::Settings { capabilities, parameters } => {
+        UndoRecord::Settings { capabilities, parameters } => {
             let names =
                 capabilities.keys().map(Capability::as_str).chain(parameters.keys().map(String::as_str));
             names.collect::<Vec<_>>().join(", ")
         }
-        Record::Device { path, .. } => format!("device {path}"),
-        Record::Migration { to, .. } => format!("migration to {to}"),
-        Record::Directory { path, .. } => path.display().to_string(),
+        UndoRecord::Device { path, .. } => format!("device {path}"),
+        UndoRecord::Migration { to, .. } => format!("migration to {to}"),
+        UndoRecord::Directory { path, .. } => path.display().to_string(),
     }
 }

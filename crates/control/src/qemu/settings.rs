@@ -1,14 +1,16 @@
-//! Capabilities and parameters for the length of a migration.
+//! Capabilities and parameters for the duration of a migration.
 //!
-//! [`Settings::apply`] changes what differs and remembers what was there; [`Settings::restore`] puts that back, and
-//! nothing else, so that somebody else's change in between survives. Neither trusts its memory of the present: both
-//! ask QEMU first.
+//! [`AppliedSettings::apply`] changes what differs and keeps the old values; [`AppliedSettings::restore`]
+//! restores those, and nothing else, so that another party's change in between survives. Both query QEMU first
+//! instead of relying on cached values.
 //!
-//! Each change is recorded in the QEMU's [journal](crate::journal) before it is made, so that it can be put back after a towline that
-//! is killed. The record is done when everything is put back; it stays while QEMU runs with a changed setting.
+//! Each change is recorded in the QEMU's [journal](crate::journal) before it is made, so that it can be undone
+//! after a towline was killed. The record is done when everything is restored; it stays while QEMU runs with a
+//! changed setting.
 //!
-//! Capabilities and parameters exclude each other (zero-copy and compression, say), and QEMU checks after each
-//! command. So: first what goes off, then parameters, then what comes on.
+//! Capabilities and parameters exclude each other (zero-copy and compression, for example), and QEMU checks
+//! after each command. So capabilities are disabled first, then parameters are set, then capabilities are
+//! enabled.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,40 +21,41 @@ use towline_qmp::commands::{
     Capability, CapabilityState, MigrateSetCapabilities, MigrateSetParameters, MigrationParameters,
 };
 
-use super::{Error, Qemu};
-use crate::journal::{Changed, Entry, Record};
+use super::connection::Qemu;
+use super::error::Error;
+use crate::journal::{ChangedValue, JournalEntry, UndoRecord};
 
-/// How a QEMU shall be set.
+/// Capabilities and parameters that a QEMU is to have.
 #[derive(Clone, Debug, PartialEq, Default)]
-pub struct Wanted {
-    /// Capabilities that matter; others are left alone.
+pub struct MigrationSettings {
+    /// Capabilities to set; others are left alone.
     pub capabilities: BTreeMap<Capability, bool>,
-    /// Parameters that matter; others are left alone.
+    /// Parameters to set; others are left alone.
     pub parameters: MigrationParameters,
 }
 
-/// Settings that were changed, and what was there before.
+/// Settings that were changed, with the old values.
 ///
-/// To be ended by [`Settings::restore`] or [`Settings::keep`]; one that is dropped is logged.
+/// To be ended by [`AppliedSettings::restore`] or [`AppliedSettings::keep`]; a dropped one is logged.
 #[derive(Debug)]
-#[must_use = "what was there before is only put back by `restore`"]
-pub struct Settings {
+#[must_use = "only `restore` restores the old values"]
+pub struct AppliedSettings {
     socket: String,
     capabilities: BTreeMap<Capability, bool>,
     parameters: Map<String, Value>,
-    /// Parameters that QEMU did not show before: there is no value to put back.
+    /// Parameters that QEMU did not report before: there is no value to restore.
     unset_before: Vec<String>,
-    entries: Vec<Entry>,
+    entries: Vec<JournalEntry>,
     ended: bool,
 }
 
-/// A setting could not be made.
+/// A setting could not be applied.
 #[derive(Debug, thiserror::Error)]
 pub struct ApplyError {
-    /// Why.
+    /// The reason.
     #[source]
     pub cause: Error,
-    /// What could not be put back after that, if something.
+    /// Settings that could not be restored after that.
     pub left: Option<Box<RestoreError>>,
 }
 
@@ -66,7 +69,7 @@ impl fmt::Display for ApplyError {
     }
 }
 
-/// Settings that are not as they were.
+/// Settings that were not restored.
 #[derive(Debug, thiserror::Error)]
 #[error("QEMU on {socket} is left with changed migration settings {}: {}", .left.join(", "), reason(.cause.as_deref()))]
 pub struct RestoreError {
@@ -74,17 +77,18 @@ pub struct RestoreError {
     pub socket: String,
     /// `NAME (was VALUE)`, each.
     pub left: Vec<String>,
-    /// Why; `None`: QEMU has no way to unset them.
+    /// The reason; `None` if QEMU has no way to unset them.
     #[source]
     pub cause: Option<Box<Error>>,
 }
 
-impl Settings {
-    /// Sets what is wanted and differs. On failure, what was set already is put back.
+impl AppliedSettings {
+    /// Applies settings that differ. On failure, those that were applied are restored.
     ///
     /// # Errors
-    /// [`Error::UnknownCapability`] before anything was changed, [`Error::UnknownParameter`], and QEMU's refusals.
-    pub fn apply(qemu: &mut Qemu, wanted: &Wanted) -> Result<Self, ApplyError> {
+    /// [`Error::UnknownCapability`] before anything was changed, [`Error::UnknownParameter`], and QEMU's
+    /// refusals.
+    pub fn apply(qemu: &mut Qemu, wanted: &MigrationSettings) -> Result<Self, ApplyError> {
         let parameters = wanted.parameters.to_map();
         let change = Change::between(qemu, &wanted.capabilities, &parameters)
             .map_err(|cause| ApplyError { cause, left: None })?;
@@ -115,7 +119,8 @@ impl Settings {
         }
     }
 
-    /// Changes parameters under way. What they were before any change of ours is what [`Self::restore`] puts back.
+    /// Changes parameters during a migration. [`Self::restore`] restores the values from before the first
+    /// change.
     ///
     /// # Errors
     /// QEMU's refusals.
@@ -130,10 +135,11 @@ impl Settings {
         Ok(())
     }
 
-    /// Puts back what was there. QEMU refuses while a migration is under way.
+    /// Restores the old values. QEMU refuses that while a migration is in progress.
     ///
     /// # Errors
-    /// Which settings are not as they were, and why: a QEMU that is gone, a refusal, or no way to unset.
+    /// The settings that were not restored, and the reason: a disconnected QEMU, a refusal, or no way to unset
+    /// them.
     pub fn restore(mut self, qemu: &mut Qemu) -> Result<(), RestoreError> {
         self.ended = true;
         let made = Change::between(qemu, &self.capabilities, &self.parameters)
@@ -148,7 +154,7 @@ impl Settings {
         left.extend(self.unset_before.iter().map(|name| format!("{name} (was unset)")));
         match made {
             Ok(()) if left.is_empty() => {
-                self.entries.iter().for_each(Entry::done);
+                self.entries.iter().for_each(JournalEntry::done);
                 qemu.end_migrations();
                 Ok(())
             }
@@ -156,18 +162,19 @@ impl Settings {
         }
     }
 
-    /// Leaves QEMU as it is now set, because it has ended or cannot be asked. If it runs, its journal has what was there before.
+    /// Leaves QEMU's settings as they are, because it has exited or does not reply. If it runs, its journal has
+    /// the old values.
     pub fn keep(mut self) {
         self.ended = true;
     }
 
-    /// What was changed, as `NAME (was VALUE)`.
+    /// Changed settings, as `NAME (was VALUE)`.
     #[must_use]
     pub fn before(&self) -> Vec<String> {
         describe(&self.capabilities, &self.parameters)
     }
 
-    /// After a refusal, a parameter that QEMU still does not show was not set.
+    /// After a refusal, a parameter that QEMU still does not report was not set.
     fn forget_what_was_never_set(&mut self, qemu: &mut Qemu) {
         if let Ok(now) = qemu.parameters_now() {
             let now = now.to_map();
@@ -176,25 +183,25 @@ impl Settings {
     }
 }
 
-impl Drop for Settings {
+impl Drop for AppliedSettings {
     fn drop(&mut self) {
         let changed = !self.capabilities.is_empty() || !self.parameters.is_empty();
         if changed && !self.ended {
-            tracing::warn!(socket = self.socket, left = ?self.before(), "migration settings are not put back");
+            tracing::warn!(socket = self.socket, left = ?self.before(), "migration settings are not restored");
         }
     }
 }
 
-/// What differs between a QEMU and how it shall be.
+/// Difference between a QEMU's settings and the requested ones.
 pub(super) struct Change {
     capabilities: BTreeMap<Capability, bool>,
     parameters: Map<String, Value>,
-    /// Of `parameters`, those that QEMU shows now.
+    /// Current values of `parameters` that QEMU reports.
     parameters_before: Map<String, Value>,
 }
 
 impl Change {
-    /// Of parameters alone.
+    /// A change of parameters only.
     fn of_parameters(parameters: Map<String, Value>, now: &Map<String, Value>) -> Self {
         let mut change = Self { capabilities: BTreeMap::new(), parameters, parameters_before: now.clone() };
         change.keep_what_differs();
@@ -206,21 +213,21 @@ impl Change {
         self.parameters_before.retain(|name, _| self.parameters.contains_key(name));
     }
 
-    /// What undoes it; `None` if nothing changes.
-    fn record(&self) -> Option<Record> {
+    /// The undo record; `None` if nothing changes.
+    fn record(&self) -> Option<UndoRecord> {
         if self.capabilities.is_empty() && self.parameters.is_empty() {
             return None;
         }
         let capabilities = self.capabilities.iter();
         let parameters = self.parameters.iter();
-        Some(Record::Settings {
+        Some(UndoRecord::Settings {
             capabilities: capabilities
-                .map(|(name, &set)| (name.clone(), Changed { before: Some(!set), set }))
+                .map(|(name, &set)| (name.clone(), ChangedValue { before: Some(!set), set }))
                 .collect(),
             parameters: parameters
                 .map(|(name, set)| {
                     let before = self.parameters_before.get(name).cloned();
-                    (name.clone(), Changed { before, set: set.clone() })
+                    (name.clone(), ChangedValue { before, set: set.clone() })
                 })
                 .collect(),
         })
@@ -255,7 +262,7 @@ impl Change {
         self.set_capabilities(qemu, true)
     }
 
-    /// As [`Change::make`], but goes on after a refusal. The error is the first.
+    /// As [`Change::make`], but continues after a refusal. Returns the first error.
     pub(super) fn make_what_can_be(self, qemu: &mut Qemu) -> Result<(), Error> {
         let off = self.set_capabilities(qemu, false);
         let parameters = self.set_parameters(qemu);

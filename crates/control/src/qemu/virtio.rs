@@ -1,8 +1,8 @@
-//! Names of virtio features, as `x-query-virtio-status` has them.
+//! Names of virtio features, from `x-query-virtio-status`.
 //!
-//! It names those that its QEMU knows and gives the others as numbers, so that one feature is a name from a new QEMU and a bit
-//! from an old one. Bits of any device are named here; of a device's own bits, what the old one's numbers can be is not known
-//! here, and they stay `bit N`.
+//! QEMU names the features that it knows and reports the others as numbers, so that one feature is a name from
+//! a new QEMU and a bit from an old one. Bits of any device are named here; device-specific bits of an old QEMU
+//! are ambiguous and stay `bit N`.
 
 use std::collections::BTreeSet;
 
@@ -27,7 +27,7 @@ const TRANSPORT: [(u32, &str); 15] = [
     (30, "VHOST_USER_F_PROTOCOL_FEATURES"),
 ];
 
-/// The features of one of the status's sets.
+/// Features of one set of the status.
 pub(super) fn names(set: &Value) -> BTreeSet<String> {
     let named =
         ["transports", "dev-features"].into_iter().flat_map(|key| set[key].as_array().into_iter().flatten());
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_old_qemus_number_is_a_new_ones_name() {
+    fn feature_bit_of_an_old_qemu_gets_the_name_of_a_new_one() {
         let old = json!({ "transports": [], "dev-features": [], "unknown-dev-features": 1_u64 << 40 });
         let new =
             json!({ "transports": ["VIRTIO_F_RING_RESET: Driver can reset a queue"], "dev-features": [] });

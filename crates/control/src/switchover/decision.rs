@@ -1,102 +1,14 @@
-//! What is durable before it is acted on.
-//!
-//! ```text
-//!   asked for ─► Recording ─ Recorded ──► acted on
-//!                    └────── NotRecorded ─► not acted on: the stream fails, or the guest stays paused where it is
-//! ```
-//! A record is kept where a guest can come to be at two ends of which a QEMU of ours is one. An image stays as it is, and what is stored
-//! runs nowhere: there is nothing to decide later.
-
-use super::fault::Fault;
-use super::outcome::Held;
-use super::{Directive, Input, Outcome, PeerMessage, SourceKind, Stage, Switchover};
-use crate::switchover::DestinationKind;
+//! Decisions of the switchover.
 
 /// A decision, in the order in which they are taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Decision {
-    /// A destination that runs the guest by itself is given the last bytes.
+    /// A destination that runs the guest by itself is sent the last bytes.
     Commit,
-    /// The destination holds the guest; its source is acknowledged, and may be done with it.
+    /// The destination holds the guest; its source is acknowledged and may complete.
     Acknowledge,
-    /// The source is done with the guest; the towline at its destination is told to run it.
+    /// The source is done with the guest; the towline at its destination is sent the outcome.
     Complete,
-    /// The source is done with the guest; it is run at its destination.
+    /// The source is done with the guest; the guest is started at its destination.
     Run,
-}
-
-impl Switchover {
-    /// Whether what is decided has to outlive this process.
-    pub(crate) fn keeps_record(&self) -> bool {
-        let (source, destination) = (self.request.source, self.request.destination);
-        let can_be_at_both = source != SourceKind::Stored && destination != DestinationKind::Stored;
-        can_be_at_both && (source == SourceKind::Qemu || destination == DestinationKind::Qemu)
-    }
-
-    /// Has a decision recorded that is acted on afterwards.
-    pub(super) fn decide(&mut self, decision: Decision) -> Directive {
-        self.stage = Stage::Recording(decision);
-        if !self.keeps_record() || self.has_fault(Fault::ActsBeforeRecord) {
-            return self.recorded(decision);
-        }
-        Directive::Record(decision)
-    }
-
-    pub(super) fn recording(&mut self, input: Input, decision: Decision) -> Directive {
-        match (decision, input) {
-            (_, Input::Recorded) => self.recorded(decision),
-            (Decision::Commit | Decision::Acknowledge, Input::NotRecorded) => self.not_passed(),
-            // The stream failed meanwhile, and nothing was acted on.
-            (Decision::Commit | Decision::Acknowledge, _) => {
-                self.stage = Stage::Transfer;
-                self.undo()
-            }
-            (Decision::Complete, _) => Directive::End(Outcome::Look(Held::PeerWaits)),
-            (Decision::Run, _) => self.not_run(),
-        }
-    }
-
-    fn recorded(&mut self, decision: Decision) -> Directive {
-        match decision {
-            Decision::Commit | Decision::Acknowledge if self.aborting => self.not_passed(),
-            Decision::Commit => {
-                (self.sent, self.stage) = (true, Stage::Committed);
-                Directive::Proceed
-            }
-            Decision::Acknowledge => {
-                (self.sent, self.stage) = (true, Stage::Acknowledged);
-                Directive::Proceed
-            }
-            Decision::Complete => {
-                self.stage = Stage::Reporting;
-                Directive::Send(PeerMessage::Completed(self.request.run))
-            }
-            Decision::Run => {
-                self.stage = Stage::Starting;
-                Directive::RunDestination
-            }
-        }
-    }
-
-    /// A point of no return is not passed: the stream is to fail.
-    fn not_passed(&mut self) -> Directive {
-        self.stage = Stage::Transfer;
-        Directive::Refuse
-    }
-
-    /// The guest is not run at its destination, which holds it.
-    fn not_run(&mut self) -> Directive {
-        self.held_there(if self.source_gone() { Held::DestinationOnly } else { Held::BothPaused })
-    }
-
-    /// It is not in order at its destination. The towline at its source gets a message only if it is certain that the guest does not run:
-    /// without one it reports that the destination may run it.
-    pub(super) fn held_there(&mut self, held: Held) -> Directive {
-        let is_certain = held == Held::BothPaused || self.has_fault(Fault::ReportsNotRunUnseen);
-        if self.request.source == SourceKind::Towline && is_certain {
-            self.stage = Stage::Failing(held);
-            return Directive::Send(PeerMessage::NotRun);
-        }
-        Directive::End(Outcome::Look(held))
-    }
 }

@@ -1,87 +1,87 @@
-//! What the switchover is asked for, what it takes in, and what it directs.
+//! Request, inputs and directives of the switchover.
 
 use super::decision::Decision;
-use super::outcome::{Outcome, Placed};
+use super::outcome::{Outcome, Placement};
 
-/// What holds the guest before.
+/// Kind of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum SourceKind {
-    /// A QEMU whose monitor is at hand.
+    /// A QEMU whose monitor is connected.
     Qemu,
-    /// A stream of a QEMU that is driven by somebody else: its connection is all that is seen of it.
+    /// A stream from a QEMU that another party drives: only its connection is visible.
     Stream,
-    /// A stream of another towline, which reports the outcome.
+    /// A stream from another towline, which reports the outcome.
     Towline,
     /// An image, or memory of this process: no guest runs there.
     Stored,
 }
 
-/// What is to hold it afterwards.
+/// Kind of the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum DestinationKind {
-    /// A QEMU whose monitor is at hand; it loads and stays paused until `cont`.
+    /// A QEMU whose monitor is connected; it loads the guest and stays paused until `cont`.
     Qemu,
     /// A stream to a QEMU that runs the guest by itself as soon as it has the last byte.
     Stream,
-    /// A stream to another towline, which passes it on to a QEMU that runs the guest by itself.
+    /// A stream to another towline, which relays it to a QEMU that runs the guest by itself.
     Relayed,
-    /// A stream to another towline, which runs the guest when it has the outcome.
+    /// A stream to another towline, which starts the guest when it has the outcome.
     Towline,
     /// An image, an object store, or memory: no guest runs there.
     Stored,
 }
 
 impl DestinationKind {
-    /// Whether the guest may run there as soon as the last byte is there.
+    /// Returns true if the guest may run there as soon as the last byte has arrived.
     pub(crate) fn runs_by_itself(self) -> bool {
         matches!(self, Self::Stream | Self::Relayed)
     }
 }
 
-/// Whether the guest is to run at its destination.
+/// Requested run state of the guest at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum RunRequest {
-    /// As it did at its source when it was stopped for the switchover.
+    /// The state that it had at its source when it was stopped for the switchover.
     AsItWas,
-    /// In any case.
+    /// Always running.
     Run,
-    /// In no case.
+    /// Always paused.
     Pause,
 }
 
-/// What becomes of a source whose guest is at its destination.
+/// Action at the source when its guest is at the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum SourceAfter {
+pub(crate) enum SourceAction {
     /// It stays paused (`postmigrate`).
-    Stay,
-    /// It runs on: only where no guest runs at the destination.
+    KeepPaused,
+    /// It is resumed; only if no guest runs at the destination.
     Resume,
-    /// It is ended.
+    /// Its QEMU is ended.
     Quit,
 }
 
-/// What was asked for.
+/// Request of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Request {
+pub(crate) struct SwitchoverRequest {
     pub(crate) source: SourceKind,
     pub(crate) destination: DestinationKind,
     pub(crate) run: RunRequest,
-    pub(crate) after: SourceAfter,
+    pub(crate) after: SourceAction,
 }
 
-/// What the guest did when it was stopped for the switchover, as QEMU's `globalstate` section has it.
+/// Run state of the guest when it was stopped for the switchover, from QEMU's `globalstate` section.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum GuestRun {
-    /// `running`, or nothing is said, which QEMU takes for the same.
+pub(crate) enum GuestRunState {
+    /// `running`, or no section, which QEMU treats alike.
     Running,
-    /// `suspended`: it sleeps, and wakes up by itself or by an event. It is live.
+    /// `suspended`: the guest is in S3 and wakes up by itself or by an event. It is live.
     Suspended,
-    /// Paused, shut down, panicked, stopped by an I/O error: `cont` is not for a migration to decide.
+    /// Paused, shut down, panicked or stopped by an I/O error: a migration does not resume it.
     Stopped,
 }
 
-impl GuestRun {
-    /// From the text of the `globalstate` section; `None` where a stream has none.
+impl GuestRunState {
+    /// Parses the text of the `globalstate` section; `None` for a stream without one.
     pub(crate) fn from_state(state: Option<&str>) -> Self {
         match state {
             None | Some("running") => Self::Running,
@@ -90,163 +90,166 @@ impl GuestRun {
         }
     }
 
-    /// Whether its processors run, or will when it wakes up.
+    /// Returns true if its vCPUs run, or will when it wakes up.
     pub(crate) fn is_live(self) -> bool {
         self != Self::Stopped
     }
 }
 
-/// What a source's QEMU is seen to do.
+/// State of the source's QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum SourceView {
-    /// Its migration goes on.
+pub(crate) enum SourceStatus {
+    /// Its migration is in progress.
     Migrating,
-    /// Its migration is complete, and the guest is stopped there (`postmigrate`).
+    /// Its migration is complete and the guest is stopped (`postmigrate`).
     Completed,
-    /// Its migration is complete, and somebody has run the guest there since.
-    CompletedAndRun,
-    /// Its migration failed or was cancelled, or there was none: it has its guest, in the state that it had before.
+    /// Its migration was complete and the guest has been resumed there since.
+    CompletedThenResumed,
+    /// Its migration failed, was cancelled or never started: it has its guest in the state from before.
     HasGuest,
-    /// Its process has exited: it cannot run the guest any more.
+    /// Its process has exited and cannot run the guest any more.
     Exited,
-    /// No answer, or the monitor is closed.
+    /// It does not reply, or the monitor is disconnected.
     Unknown,
 }
 
-/// What a destination's QEMU is seen to do.
+/// State of the destination's QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum DestinationView {
-    /// It is there, and stopped by itself: by an error, a panic or its own shutdown. Only a later look tells this from `Loaded`.
+pub(crate) enum DestinationStatus {
+    /// It has the guest, which stopped by itself: an error, a panic or a shutdown. Only a later query tells
+    /// this from `Loaded`.
     Stopped,
-    /// It waits for the guest, or loads it.
+    /// It waits for the guest or loads it.
     Loading,
-    /// It holds the whole guest, and does not run it.
+    /// It holds the whole guest, paused.
     Loaded,
-    /// The guest runs there, or is suspended there and wakes up by itself.
+    /// The guest runs, or is suspended and wakes up by itself.
     Running,
     /// It could not load the guest.
     Failed,
     /// Its process has exited.
     Exited,
-    /// No answer, or the monitor is closed.
+    /// It does not reply, or the monitor is disconnected.
     Unknown,
 }
 
-/// What a `cont` at the destination came to.
+/// Result of `cont` at the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Started {
+pub(crate) enum StartResult {
     /// The guest is live.
     Live,
-    /// It was accepted, and the guest is not live: somebody or something stopped it again.
+    /// It was accepted, and the guest was stopped again.
     StoppedAgain,
     /// QEMU refused it.
     Refused,
     /// QEMU's process has exited.
     Exited,
-    /// No answer within the deadline, or the monitor is closed.
+    /// No reply within the deadline, or the monitor is disconnected.
     Unknown,
 }
 
-/// What the connection to a source that somebody else drives shows.
+/// State of the connection to a source that another party drives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Link {
+pub(crate) enum SourceLink {
     /// Open, with nothing to read.
     Open,
     /// Closed by the source, which had read everything that was sent to it.
     Closed,
-    /// Reset, or closed with something unread: the source gave up before it read the last message.
+    /// Reset, or closed with unread data: the source gave up before it read the last message.
     Reset,
 }
 
-/// What another towline says.
+/// Message between two towlines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum PeerMessage {
-    /// Of the source's towline: the source is done with the guest, which is the destination's.
+    /// From the source's towline: the source is done with the guest, which is now the destination's.
     Completed(RunRequest),
-    /// Of the source's towline: the source has its guest back.
+    /// From the source's towline: the source has its guest back.
     Aborted,
-    /// Of the destination's towline: the guest is there, running or paused as it was to be.
-    Settled(Placed),
-    /// Of the destination's towline: it holds the guest, and could not run it.
+    /// From the destination's towline: the guest is in its requested state.
+    Placed(Placement),
+    /// From the destination's towline: it holds the guest and could not start it.
     NotRun,
 }
 
-/// What has happened.
+/// An event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Input {
-    /// The destination has loaded all but the last bytes, which are to be sent: a destination that runs by itself runs then.
-    CommitRequested(GuestRun),
-    /// The destination holds everything and has said so; the source is to be acknowledged.
-    AcknowledgeRequested { guest: GuestRun, source: Link },
-    /// The stream went through, the source's acknowledgement with it.
+    /// The destination has loaded everything but the last bytes, which are about to be sent. A destination that
+    /// runs the guest by itself runs it then.
+    CommitRequested(GuestRunState),
+    /// The destination has acknowledged; the source is to be acknowledged.
+    AcknowledgeRequested { guest: GuestRunState, source: SourceLink },
+    /// The stream is complete, including the source's acknowledgement.
     Delivered,
-    /// The stream, or anything that was done meanwhile, failed.
+    /// The stream, or another action meanwhile, failed.
     Failed,
-    /// The destination said that it could not load the guest, before or after the last bytes.
+    /// The destination reported that it could not load the guest, before or after the last bytes.
     DestinationRefused,
-    /// The source was looked at.
-    Source(SourceView),
-    /// The connection to a source that somebody else drives was looked at.
-    SourceLink(Link),
-    /// The destination was looked at.
-    Destination(DestinationView),
-    /// The guest was to be run at the destination.
-    Started(Started),
+    /// The source was queried.
+    Source(SourceStatus),
+    /// The connection to a source that another party drives was probed.
+    SourceLink(SourceLink),
+    /// The destination was queried.
+    Destination(DestinationStatus),
+    /// Starting the guest at the destination had this result.
+    Started(StartResult),
     /// The other towline sent a message.
     Peer(PeerMessage),
     /// The connection to the other towline is lost.
     PeerLost,
-    /// A directive was carried out: what was sent is on its way, the source is in order.
+    /// A directive was carried out: the message is sent, the source is restored.
     Done,
     /// A directive could not be carried out.
     NotDone,
-    /// What is waited for has not come within its deadline.
+    /// A deadline has passed.
     TimedOut,
     /// The decision is durable.
     Recorded,
-    /// It is not, as far as is known.
+    /// The decision is not durable, or not known to be.
     NotRecorded,
-    /// The user wants to cancel.
+    /// The user cancels the command.
     Cancel,
 }
 
-/// What to do next.
+/// The next action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Directive {
-    /// Go on with what is under way.
+    /// Continue.
     Proceed,
-    /// Do not send what was to be sent: the stream is to fail.
+    /// Do not send the bytes in question: the stream is to fail.
     Refuse,
     /// Fail the stream and close its connections.
     Abort,
-    /// Make this durable, and say when it is: nothing is done by it before.
+    /// Make this decision durable and report that; do not act on it before.
     Record(Decision),
-    /// It is too late to cancel; say so.
+    /// Report that it is too late to cancel.
     TooLate,
-    /// Acknowledge the source, so that it stops for good, although its destination has not answered.
-    Hold,
-    /// Look at the source again.
-    LookAtSource,
-    /// Cancel the migration of the source, which this command began.
-    CancelSource,
-    /// Look at the connection to the source again.
-    LookAtLink,
-    /// Look at the destination again.
-    LookAtDestination,
-    /// Wait for the other towline.
+    /// Acknowledge the source although its destination has not confirmed the guest, so that the source stops
+    /// for good.
+    AcknowledgeUnconfirmed,
+    /// Query the source again.
+    QuerySource,
+    /// Cancel the source's migration, which this command started.
+    CancelMigration,
+    /// Probe the connection to the source again.
+    ProbeSourceLink,
+    /// Query the destination again.
+    QueryDestination,
+    /// Wait for a message of the other towline.
     AwaitPeer,
-    /// Run the guest at the destination, and see whether it does.
+    /// Start the guest at the destination and check that it runs.
     RunDestination,
     /// Send this to the other towline.
     Send(PeerMessage),
-    /// The destination is in order: put its settings back.
-    SettleDestination,
-    /// Put the source's settings back and leave its guest as it is.
+    /// Restore the destination's settings: the guest is in its final state.
+    FinalizeDestination,
+    /// Restore the source's settings and leave its guest as it is.
     RestoreSource,
-    /// Put the source's settings back and run its guest, which this migration stopped.
+    /// Restore the source's settings and resume its guest, which this migration stopped.
     ResumeSource,
     /// End the source's QEMU.
     QuitSource,
-    /// The end.
+    /// End the command.
     End(Outcome),
 }

@@ -1,39 +1,40 @@
-//! Faults that the machine once had, to be put back by its model: each has to be found there. None exists outside of tests.
+//! Faults that the machine once had. The model injects them to prove that it would find them; none exists
+//! outside of tests.
 
-/// One of them.
+/// A fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[cfg_attr(not(test), allow(dead_code, reason = "only tests put one back"))]
+#[cfg_attr(not(test), allow(dead_code, reason = "only tests inject one"))]
 pub(super) enum Fault {
-    /// A cancellation is carried out after a destination that runs by itself was given the last bytes.
+    /// A cancellation is carried out after a destination that runs the guest by itself was sent the last bytes.
     CancelAfterCommit,
-    /// A stream that breaks then gives the source its guest back.
+    /// A stream that fails then gives the source its guest back.
     UndoesCommitted,
-    /// Whether a source that somebody else drives is still there is not looked at.
+    /// The connection to a source that another party drives is not probed.
     IgnoresLink,
-    /// A monitor without an answer counts as a process that has exited.
-    SilenceIsExit,
-    /// A source that was cancelled counts as complete, for the destination has everything.
-    CompletesWhatWasCancelled,
-    /// A destination runs the guest when the towline at its source is lost.
+    /// A monitor that does not reply counts as a process that has exited.
+    TimeoutIsExit,
+    /// A source that was cancelled counts as complete because the destination has everything.
+    CompletesCancelledSource,
+    /// A destination starts the guest when the towline at its source is lost.
     RunsWhenCut,
-    /// A destination that has everything is given up with its source.
-    LosesWhatWasSent,
-    /// A decision is acted on and not recorded first.
+    /// A destination that has everything is abandoned together with its source.
+    AbandonsCompleteDestination,
+    /// A decision is acted on before it is recorded.
     ActsBeforeRecord,
-    /// A move is finished by its record at one end, and by no evidence of the other.
+    /// A move is finished by its record at one end without evidence of the other.
     ResumesWithoutEvidence,
-    /// The towline at the source gets the message that the guest does not run though that was not seen.
+    /// The source's towline is sent that the guest does not run, although that was not seen.
     ReportsNotRunUnseen,
 }
 
-/// Which one is there.
+/// The injected fault, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub(super) struct Switch {
+pub(super) struct FaultSwitch {
     #[cfg(test)]
     fault: Option<Fault>,
 }
 
-impl Switch {
+impl FaultSwitch {
     #[cfg(not(test))]
     pub(super) fn has(self, _fault: Fault) -> bool {
         false
@@ -44,7 +45,7 @@ impl Switch {
         self.fault == Some(fault)
     }
 
-    /// With this fault.
+    /// A switch with this fault injected.
     #[cfg(test)]
     pub(super) fn with(fault: Fault) -> Self {
         Self { fault: Some(fault) }

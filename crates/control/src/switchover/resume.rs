@@ -1,362 +1,296 @@
-//! How a move that was interrupted is finished: by what was recorded of it, and a look at the ends that are at hand.
+//! Finishes an interrupted move by its records and the state of the QEMUs at hand.
 //!
 //! ```text
 //!   record, or those of both ends ─┐
-//!   the source's QEMU ─────────────┼─► Case ─► Finish: run it there · it is there · it is at its source · somebody has to choose
-//!   the destination's QEMU ────────┘             └─ Choice of an operator, refused where what is seen speaks against it
+//!   the source's QEMU ─────────────┼─► InterruptedMove ─► ResumeAction: start it · it is there · it is at its source · needs a choice
+//!   the destination's QEMU ────────┘             └─ Choice of an operator, refused if the evidence is against it
 //! ```
-//! As the machine above: no I/O, no clock. A guest is run only where both ends are known not to run it: the other one is seen, or the
-//! record says that it had ended its part before this end was to run the guest. A source that has exited is no evidence that it was done: it may
-//! have failed to send, run on, and exited later. A guest that may have run at a destination that is lost, or that has run since it was sent, is
-//! not run from the older state without a choice: its disks are newer than its memory there.
+//! As the machine above it does no I/O and has no clock. A guest is started only if the other end is known not
+//! to run it: that end is queried, or the record proves that it was done before this end was to start the
+//! guest. An exited source is no evidence of that: it may have failed to send, resumed the guest, and exited
+//! later. A guest that may have run at a lost destination, or that has run since it was sent, is not resumed
+//! from its older state without a choice: its disks are newer than its memory there.
 
 use super::decision::Decision;
-use super::events::{DestinationView, SourceView};
-use super::fault::{Fault, Switch};
-use super::outcome::Placed;
+use super::events::{DestinationStatus, SourceStatus};
+use super::fault::{Fault, FaultSwitch};
+use super::outcome::Placement;
 
-/// One of the two.
+/// An end of a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum End {
+pub(crate) enum Side {
     Source,
     Destination,
 }
 
-/// What is known of a move that was interrupted.
+/// Evidence about an interrupted move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Case {
-    /// The last that was recorded, at either end.
+pub(crate) struct InterruptedMove {
+    /// The last recorded decision, of either end.
     pub(crate) decision: Decision,
-    /// Whether the guest is to run at its destination.
+    /// The guest is to run at its destination.
     pub(crate) runs: bool,
-    /// What its source is seen to do; `None`: it cannot be looked at from here.
-    pub(crate) source: Option<SourceView>,
-    /// The same of its destination.
-    pub(crate) destination: Option<DestinationView>,
-    pub(super) fault: Switch,
+    /// State of its source; `None` if that cannot be queried from here.
+    pub(crate) source: Option<SourceStatus>,
+    /// State of its destination; `None` if that cannot be queried from here.
+    pub(crate) destination: Option<DestinationStatus>,
+    pub(super) fault: FaultSwitch,
 }
 
-/// What to do with it.
+/// Next action for an interrupted move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Finish {
-    /// Look again: something is still under way, or does not answer.
-    Wait(Doubt),
-    /// Run it at its destination; that is recorded first.
+pub(crate) enum ResumeAction {
+    /// Query again: an operation is in progress, or a QEMU does not reply.
+    Wait(ResumeBlocker),
+    /// Start it at its destination; record that first.
     RunDestination,
-    /// Run it at its source, as an operator chose.
+    /// Start it at its source, as an operator chose.
     RunSource,
-    /// End the QEMU of this end, as an operator chose.
-    Quit(End),
-    /// It is at its destination, and its source is to be put in order as was asked for.
-    AtDestination(Placed),
-    /// It is at its source; what its destination holds is not to be run.
+    /// End the QEMU of this side, as an operator chose.
+    Quit(Side),
+    /// It is at its destination; finish its source as requested.
+    AtDestination(Placement),
+    /// It is at its source; the destination's state must not be run.
     AtSource,
     /// No QEMU at hand has it any more.
     Gone,
-    /// Somebody has to choose.
-    Ask(Doubt),
+    /// An operator has to choose.
+    NeedsChoice(ResumeBlocker),
 }
 
-/// Why it cannot be finished without somebody's choice, or a choice cannot be.
+/// Reason for which a move needs an operator's choice, or for which a choice is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Doubt {
-    /// The destination is on another host, and waits for a decision.
+pub(crate) enum ResumeBlocker {
+    /// The destination is on another host and waits for the outcome.
     DestinationWaits,
-    /// The destination is on another host, and may run it.
+    /// The destination is on another host and may run it.
     DestinationMayRun,
     /// The source is on another host, and it is not known whether it is done with the guest.
     SourceElsewhere,
     /// The source has exited, and it is not known whether it was done with the guest before.
     SourceLost,
-    /// The source does not answer, or still sends.
+    /// The source does not reply or is still migrating.
     SourceUnknown,
-    /// The destination does not answer, or still loads.
+    /// The destination does not reply or is still loading.
     DestinationUnknown,
-    /// The destination has exited, and may have run it.
+    /// The destination has exited and may have run it.
     DestinationLost,
-    /// It stopped by itself at the destination, or is not in a state from which it is run.
+    /// It stopped by itself at the destination, or is in a state that `cont` is not for.
     DestinationStopped,
     /// It is at the source, and may run at the destination too, which is on another host.
     BothMayRun,
     /// It runs at both ends.
     RunsTwice,
-    /// It runs, or would run, at the source.
-    SourceHasIt,
-    /// It is at the destination.
-    DestinationHasIt,
+    /// The source has it, running or about to run.
+    SourceHasGuest,
+    /// The destination has it.
+    DestinationHasGuest,
     /// This end does not hold it.
-    NotHere,
+    NotOnThisHost,
     /// No other end is known to hold it.
-    OnlyHere,
+    OnlyCopy,
 }
 
-/// What an operator has chosen.
+/// Choice of an operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Choice {
-    /// Run the guest at this end.
-    Run(End),
-    /// End this end's QEMU: the guest is at the other.
-    Discard(End),
+    /// Start the guest at this end.
+    Run(Side),
+    /// End this side's QEMU: the guest is at the other.
+    Discard(Side),
 }
 
-impl Case {
-    /// With nothing seen yet.
+impl InterruptedMove {
+    /// A move with this record and no end queried yet.
     pub(crate) fn new(decision: Decision, runs: bool) -> Self {
-        Self { decision, runs, source: None, destination: None, fault: Switch::default() }
+        Self { decision, runs, source: None, destination: None, fault: FaultSwitch::default() }
     }
 
-    /// What to do, by what is known.
-    pub(crate) fn finish(&self) -> Finish {
+    /// Derives the next action from the evidence.
+    pub(crate) fn next_action(&self) -> ResumeAction {
         match (self.source, self.destination) {
             (Some(source), Some(destination)) => self.with_both(source, destination),
             (Some(source), None) => self.at_source(source),
             (None, Some(destination)) => self.at_destination(destination),
-            (None, None) => Finish::Gone,
+            (None, None) => ResumeAction::Gone,
         }
     }
 
-    fn with_both(&self, source: SourceView, destination: DestinationView) -> Finish {
+    fn with_both(&self, source: SourceStatus, destination: DestinationStatus) -> ResumeAction {
         match (source, destination) {
-            (SourceView::HasGuest | SourceView::CompletedAndRun, DestinationView::Running) => {
-                Finish::Ask(Doubt::RunsTwice)
+            (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed, DestinationStatus::Running) => {
+                ResumeAction::NeedsChoice(ResumeBlocker::RunsTwice)
             }
-            (SourceView::HasGuest | SourceView::CompletedAndRun, DestinationView::Unknown) => {
-                Finish::Wait(Doubt::DestinationUnknown)
+            (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed, DestinationStatus::Unknown) => {
+                ResumeAction::Wait(ResumeBlocker::DestinationUnknown)
             }
-            (SourceView::HasGuest | SourceView::CompletedAndRun, _) => Finish::AtSource,
-            (SourceView::Completed | SourceView::Exited, DestinationView::Running) => {
-                Finish::AtDestination(Placed::Running)
+            (SourceStatus::HasGuest | SourceStatus::CompletedThenResumed, _) => ResumeAction::AtSource,
+            (SourceStatus::Completed | SourceStatus::Exited, DestinationStatus::Running) => {
+                ResumeAction::AtDestination(Placement::Running)
             }
-            (SourceView::Completed, DestinationView::Loaded) => self.placed_or_run(),
-            (SourceView::Exited, DestinationView::Loaded) if self.is_source_done() => self.placed_or_run(),
-            (SourceView::Exited, DestinationView::Loaded) => Finish::Ask(Doubt::SourceLost),
-            (SourceView::Completed | SourceView::Exited, DestinationView::Stopped) => {
-                Finish::Ask(Doubt::DestinationStopped)
+            (SourceStatus::Completed, DestinationStatus::Loaded) => self.start_or_finish(),
+            (SourceStatus::Exited, DestinationStatus::Loaded) if self.is_source_done() => {
+                self.start_or_finish()
             }
-            (_, DestinationView::Unknown | DestinationView::Loading) => {
-                Finish::Wait(Doubt::DestinationUnknown)
+            (SourceStatus::Exited, DestinationStatus::Loaded) => {
+                ResumeAction::NeedsChoice(ResumeBlocker::SourceLost)
             }
-            (SourceView::Completed, DestinationView::Exited | DestinationView::Failed) => {
-                Finish::Ask(Doubt::DestinationLost)
+            (SourceStatus::Completed | SourceStatus::Exited, DestinationStatus::Stopped) => {
+                ResumeAction::NeedsChoice(ResumeBlocker::DestinationStopped)
             }
-            (SourceView::Exited, DestinationView::Exited | DestinationView::Failed) => Finish::Gone,
-            (SourceView::Migrating | SourceView::Unknown, _) => Finish::Wait(Doubt::SourceUnknown),
+            (_, DestinationStatus::Unknown | DestinationStatus::Loading) => {
+                ResumeAction::Wait(ResumeBlocker::DestinationUnknown)
+            }
+            (SourceStatus::Completed, DestinationStatus::Exited | DestinationStatus::Failed) => {
+                ResumeAction::NeedsChoice(ResumeBlocker::DestinationLost)
+            }
+            (SourceStatus::Exited, DestinationStatus::Exited | DestinationStatus::Failed) => {
+                ResumeAction::Gone
+            }
+            (SourceStatus::Migrating | SourceStatus::Unknown, _) => {
+                ResumeAction::Wait(ResumeBlocker::SourceUnknown)
+            }
         }
     }
 
-    fn at_source(&self, source: SourceView) -> Finish {
-        // Up to the acknowledgement a destination waits; behind it, it was told, or runs by itself.
+    fn at_source(&self, source: SourceStatus) -> ResumeAction {
+        // Until the source is acknowledged its destination waits; after that it was sent the outcome, or runs
+        // the guest by itself.
         let waits = self.decision == Decision::Acknowledge;
         match source {
-            SourceView::HasGuest | SourceView::CompletedAndRun if waits => Finish::AtSource,
-            SourceView::HasGuest | SourceView::CompletedAndRun => Finish::Ask(Doubt::BothMayRun),
-            SourceView::Completed if waits => Finish::Ask(Doubt::DestinationWaits),
-            SourceView::Completed => Finish::Ask(Doubt::DestinationMayRun),
-            SourceView::Exited => Finish::Gone,
-            SourceView::Migrating | SourceView::Unknown => Finish::Wait(Doubt::SourceUnknown),
+            SourceStatus::HasGuest | SourceStatus::CompletedThenResumed if waits => ResumeAction::AtSource,
+            SourceStatus::HasGuest | SourceStatus::CompletedThenResumed => {
+                ResumeAction::NeedsChoice(ResumeBlocker::BothMayRun)
+            }
+            SourceStatus::Completed if waits => ResumeAction::NeedsChoice(ResumeBlocker::DestinationWaits),
+            SourceStatus::Completed => ResumeAction::NeedsChoice(ResumeBlocker::DestinationMayRun),
+            SourceStatus::Exited => ResumeAction::Gone,
+            SourceStatus::Migrating | SourceStatus::Unknown => {
+                ResumeAction::Wait(ResumeBlocker::SourceUnknown)
+            }
         }
     }
 
-    fn at_destination(&self, destination: DestinationView) -> Finish {
-        let is_ours = self.is_source_done();
+    fn at_destination(&self, destination: DestinationStatus) -> ResumeAction {
+        let is_source_done = self.is_source_done();
         match destination {
-            DestinationView::Running => Finish::AtDestination(Placed::Running),
-            DestinationView::Loaded if is_ours => self.placed_or_run(),
-            DestinationView::Loaded => Finish::Ask(Doubt::SourceElsewhere),
-            DestinationView::Stopped => Finish::Ask(Doubt::DestinationStopped),
-            DestinationView::Exited | DestinationView::Failed => Finish::Gone,
-            DestinationView::Loading | DestinationView::Unknown => Finish::Wait(Doubt::DestinationUnknown),
+            DestinationStatus::Running => ResumeAction::AtDestination(Placement::Running),
+            DestinationStatus::Loaded if is_source_done => self.start_or_finish(),
+            DestinationStatus::Loaded => ResumeAction::NeedsChoice(ResumeBlocker::SourceElsewhere),
+            DestinationStatus::Stopped => ResumeAction::NeedsChoice(ResumeBlocker::DestinationStopped),
+            DestinationStatus::Exited | DestinationStatus::Failed => ResumeAction::Gone,
+            DestinationStatus::Loading | DestinationStatus::Unknown => {
+                ResumeAction::Wait(ResumeBlocker::DestinationUnknown)
+            }
         }
     }
 
-    /// Recorded only when the source was known to be done with the guest.
+    /// Returns true if the record proves that the source was done with the guest.
     fn is_source_done(&self) -> bool {
         self.decision >= Decision::Complete || self.fault.has(Fault::ResumesWithoutEvidence)
     }
 
-    fn placed_or_run(&self) -> Finish {
-        if self.runs { Finish::RunDestination } else { Finish::AtDestination(Placed::Paused) }
+    fn start_or_finish(&self) -> ResumeAction {
+        if self.runs { ResumeAction::RunDestination } else { ResumeAction::AtDestination(Placement::Paused) }
     }
 
-    /// The guest was to be run at the destination: what that holds may be newer than what the source does.
+    /// Returns true if the guest was to be started at the destination: its state there may be newer than the
+    /// source's.
     fn may_have_run(&self) -> bool {
         self.decision == Decision::Run
-            && !matches!(self.source, Some(SourceView::HasGuest | SourceView::CompletedAndRun))
+            && !matches!(self.source, Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed))
     }
 
-    /// What an operator's choice comes to; or what speaks against it.
-    pub(crate) fn chosen(&self, choice: Choice) -> Result<Finish, Doubt> {
+    /// Applies an operator's choice.
+    ///
+    /// # Errors
+    /// The evidence against it.
+    pub(crate) fn apply(&self, choice: Choice) -> Result<ResumeAction, ResumeBlocker> {
         match choice {
-            Choice::Run(End::Source) => self.run_source(),
-            Choice::Run(End::Destination) => self.run_destination(),
-            Choice::Discard(End::Source) => self.discard_source(),
-            Choice::Discard(End::Destination) => self.discard_destination(),
+            Choice::Run(Side::Source) => self.run_source(),
+            Choice::Run(Side::Destination) => self.run_destination(),
+            Choice::Discard(Side::Source) => self.discard_source(),
+            Choice::Discard(Side::Destination) => self.discard_destination(),
         }
     }
 
-    fn run_source(&self) -> Result<Finish, Doubt> {
+    fn run_source(&self) -> Result<ResumeAction, ResumeBlocker> {
         match (self.source, self.destination) {
-            (None | Some(SourceView::Exited), _) => Err(Doubt::NotHere),
-            (Some(SourceView::Unknown | SourceView::Migrating), _) => Err(Doubt::SourceUnknown),
-            (_, Some(DestinationView::Running)) => Err(Doubt::DestinationHasIt),
-            (_, Some(DestinationView::Stopped)) => Err(Doubt::DestinationStopped),
-            (_, Some(DestinationView::Loaded)) if self.may_have_run() => Err(Doubt::DestinationHasIt),
-            (_, Some(DestinationView::Unknown)) => Err(Doubt::DestinationUnknown),
-            (Some(SourceView::Completed), _) => Ok(Finish::RunSource),
-            (Some(SourceView::HasGuest | SourceView::CompletedAndRun), _) => Ok(Finish::AtSource),
-        }
-    }
-
-    fn run_destination(&self) -> Result<Finish, Doubt> {
-        match (self.source, self.destination) {
-            (_, None | Some(DestinationView::Exited | DestinationView::Failed)) => Err(Doubt::NotHere),
-            (_, Some(DestinationView::Unknown | DestinationView::Loading)) => Err(Doubt::DestinationUnknown),
-            (Some(SourceView::HasGuest | SourceView::CompletedAndRun), _) => Err(Doubt::SourceHasIt),
-            (Some(SourceView::Unknown | SourceView::Migrating), _) => Err(Doubt::SourceUnknown),
-            (_, Some(DestinationView::Running)) => Ok(Finish::AtDestination(Placed::Running)),
-            (_, Some(DestinationView::Stopped)) => Err(Doubt::DestinationStopped),
-            (_, Some(DestinationView::Loaded)) => Ok(Finish::RunDestination),
-        }
-    }
-
-    fn discard_source(&self) -> Result<Finish, Doubt> {
-        match (self.source, self.destination) {
-            (None, _) => Err(Doubt::NotHere),
-            (Some(SourceView::Exited), _) => Ok(Finish::Gone),
-            (Some(SourceView::HasGuest | SourceView::CompletedAndRun), _) => Err(Doubt::SourceHasIt),
-            (Some(SourceView::Unknown | SourceView::Migrating), _) => Err(Doubt::SourceUnknown),
-            (_, Some(DestinationView::Unknown)) => Err(Doubt::DestinationUnknown),
-            (_, Some(DestinationView::Exited | DestinationView::Failed | DestinationView::Loading)) => {
-                Err(Doubt::OnlyHere)
+            (None | Some(SourceStatus::Exited), _) => Err(ResumeBlocker::NotOnThisHost),
+            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => Err(ResumeBlocker::SourceUnknown),
+            (_, Some(DestinationStatus::Running)) => Err(ResumeBlocker::DestinationHasGuest),
+            (_, Some(DestinationStatus::Stopped)) => Err(ResumeBlocker::DestinationStopped),
+            (_, Some(DestinationStatus::Loaded)) if self.may_have_run() => {
+                Err(ResumeBlocker::DestinationHasGuest)
             }
-            (Some(SourceView::Completed), _) => Ok(Finish::Quit(End::Source)),
+            (_, Some(DestinationStatus::Unknown)) => Err(ResumeBlocker::DestinationUnknown),
+            (Some(SourceStatus::Completed), _) => Ok(ResumeAction::RunSource),
+            (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
+                Ok(ResumeAction::AtSource)
+            }
         }
     }
 
-    fn discard_destination(&self) -> Result<Finish, Doubt> {
+    fn run_destination(&self) -> Result<ResumeAction, ResumeBlocker> {
         match (self.source, self.destination) {
-            (_, None) => Err(Doubt::NotHere),
-            (_, Some(DestinationView::Exited)) => Ok(Finish::Gone),
-            (_, Some(DestinationView::Running)) => Err(Doubt::DestinationHasIt),
-            (_, Some(DestinationView::Stopped)) => Err(Doubt::DestinationStopped),
-            (_, Some(DestinationView::Loaded)) if self.may_have_run() => Err(Doubt::DestinationHasIt),
-            (_, Some(DestinationView::Unknown)) => Err(Doubt::DestinationUnknown),
-            (Some(SourceView::Exited), Some(DestinationView::Loaded)) => Err(Doubt::OnlyHere),
-            (Some(SourceView::Unknown), Some(DestinationView::Loaded)) => Err(Doubt::SourceUnknown),
-            (_, Some(_)) => Ok(Finish::Quit(End::Destination)),
+            (_, None | Some(DestinationStatus::Exited | DestinationStatus::Failed)) => {
+                Err(ResumeBlocker::NotOnThisHost)
+            }
+            (_, Some(DestinationStatus::Unknown | DestinationStatus::Loading)) => {
+                Err(ResumeBlocker::DestinationUnknown)
+            }
+            (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
+                Err(ResumeBlocker::SourceHasGuest)
+            }
+            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => Err(ResumeBlocker::SourceUnknown),
+            (_, Some(DestinationStatus::Running)) => Ok(ResumeAction::AtDestination(Placement::Running)),
+            (_, Some(DestinationStatus::Stopped)) => Err(ResumeBlocker::DestinationStopped),
+            (_, Some(DestinationStatus::Loaded)) => Ok(ResumeAction::RunDestination),
+        }
+    }
+
+    fn discard_source(&self) -> Result<ResumeAction, ResumeBlocker> {
+        match (self.source, self.destination) {
+            (None, _) => Err(ResumeBlocker::NotOnThisHost),
+            (Some(SourceStatus::Exited), _) => Ok(ResumeAction::Gone),
+            (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
+                Err(ResumeBlocker::SourceHasGuest)
+            }
+            (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => Err(ResumeBlocker::SourceUnknown),
+            (_, Some(DestinationStatus::Unknown)) => Err(ResumeBlocker::DestinationUnknown),
+            (_, Some(DestinationStatus::Exited | DestinationStatus::Failed | DestinationStatus::Loading)) => {
+                Err(ResumeBlocker::OnlyCopy)
+            }
+            (Some(SourceStatus::Completed), _) => Ok(ResumeAction::Quit(Side::Source)),
+        }
+    }
+
+    fn discard_destination(&self) -> Result<ResumeAction, ResumeBlocker> {
+        match (self.source, self.destination) {
+            (_, None) => Err(ResumeBlocker::NotOnThisHost),
+            (_, Some(DestinationStatus::Exited)) => Ok(ResumeAction::Gone),
+            (_, Some(DestinationStatus::Running)) => Err(ResumeBlocker::DestinationHasGuest),
+            (_, Some(DestinationStatus::Stopped)) => Err(ResumeBlocker::DestinationStopped),
+            (_, Some(DestinationStatus::Loaded)) if self.may_have_run() => {
+                Err(ResumeBlocker::DestinationHasGuest)
+            }
+            (_, Some(DestinationStatus::Unknown)) => Err(ResumeBlocker::DestinationUnknown),
+            (Some(SourceStatus::Exited), Some(DestinationStatus::Loaded)) => Err(ResumeBlocker::OnlyCopy),
+            (Some(SourceStatus::Unknown), Some(DestinationStatus::Loaded)) => {
+                Err(ResumeBlocker::SourceUnknown)
+            }
+            (_, Some(_)) => Ok(ResumeAction::Quit(Side::Destination)),
         }
     }
 }
 
 #[cfg(test)]
-impl Case {
-    /// As the model has it, with a fault put back.
-    pub(super) fn with_fault(self, fault: Switch) -> Self {
+impl InterruptedMove {
+    /// The move with an injected fault.
+    pub(super) fn with_fault(self, fault: FaultSwitch) -> Self {
         Self { fault, ..self }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const SOURCES: [SourceView; 6] = [
-        SourceView::Migrating,
-        SourceView::Completed,
-        SourceView::CompletedAndRun,
-        SourceView::HasGuest,
-        SourceView::Exited,
-        SourceView::Unknown,
-    ];
-    const DESTINATIONS: [DestinationView; 7] = [
-        DestinationView::Stopped,
-        DestinationView::Loading,
-        DestinationView::Loaded,
-        DestinationView::Running,
-        DestinationView::Failed,
-        DestinationView::Exited,
-        DestinationView::Unknown,
-    ];
-    const DECISIONS: [Decision; 4] =
-        [Decision::Commit, Decision::Acknowledge, Decision::Complete, Decision::Run];
-
-    fn cases() -> Vec<Case> {
-        let mut cases = Vec::new();
-        for decision in DECISIONS {
-            for source in SOURCES.map(Some).into_iter().chain([None]) {
-                for destination in DESTINATIONS.map(Some).into_iter().chain([None]) {
-                    for runs in [true, false] {
-                        cases.push(Case { source, destination, ..Case::new(decision, runs) });
-                    }
-                }
-            }
-        }
-        cases
-    }
-
-    /// Neither what is known nor a choice runs a guest that is seen to run, or to be about to, at the other end.
-    #[test]
-    fn nothing_runs_a_guest_that_is_seen_at_the_other_end() {
-        let choices = [Choice::Run(End::Source), Choice::Run(End::Destination)];
-        for case in cases() {
-            let finishes =
-                choices.iter().filter_map(|&choice| case.chosen(choice).ok()).chain([case.finish()]);
-            for finish in finishes {
-                let other = match finish {
-                    Finish::RunDestination => {
-                        !matches!(case.source, None | Some(SourceView::Completed | SourceView::Exited))
-                    }
-                    Finish::RunSource => {
-                        matches!(case.destination, Some(DestinationView::Running | DestinationView::Unknown))
-                    }
-                    _ => false,
-                };
-                assert!(!other, "{finish:?} of {case:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn no_choice_ends_a_guest_that_runs_or_the_only_copy() {
-        for case in cases() {
-            if case.chosen(Choice::Discard(End::Source)) == Ok(Finish::Quit(End::Source)) {
-                assert_eq!(case.source, Some(SourceView::Completed), "{case:?}");
-                let holds = [
-                    None,
-                    Some(DestinationView::Loaded),
-                    Some(DestinationView::Running),
-                    Some(DestinationView::Stopped),
-                ];
-                assert!(holds.contains(&case.destination), "{case:?}");
-            }
-            if case.chosen(Choice::Discard(End::Destination)) == Ok(Finish::Quit(End::Destination)) {
-                assert_ne!(case.destination, Some(DestinationView::Running), "{case:?}");
-                let is_only = case.source == Some(SourceView::Exited)
-                    && case.destination == Some(DestinationView::Loaded);
-                assert!(!is_only, "{case:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn a_guest_that_may_have_run_at_a_lost_destination_is_not_run_at_its_source_unasked() {
-        for case in cases() {
-            assert_ne!(case.finish(), Finish::RunSource, "{case:?}");
-        }
-        let exited = Case {
-            source: Some(SourceView::Exited),
-            destination: Some(DestinationView::Loaded),
-            ..Case::new(Decision::Acknowledge, true)
-        };
-        assert_eq!(exited.finish(), Finish::Ask(Doubt::SourceLost));
-        assert_eq!(exited.chosen(Choice::Run(End::Destination)), Ok(Finish::RunDestination));
-        let lost = Case {
-            source: Some(SourceView::Completed),
-            destination: Some(DestinationView::Exited),
-            ..Case::new(Decision::Acknowledge, true)
-        };
-        assert_eq!(lost.finish(), Finish::Ask(Doubt::DestinationLost));
-        assert_eq!(lost.chosen(Choice::Run(End::Source)), Ok(Finish::RunSource));
-        assert_eq!(lost.chosen(Choice::Discard(End::Source)), Err(Doubt::OnlyHere));
-    }
-}
+mod tests;

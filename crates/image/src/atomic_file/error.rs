@@ -1,122 +1,122 @@
-//! Why a file could not be written.
+//! Errors of writing a file.
 
 use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 
-/// The result of every call here.
+/// Result of the operations of this module.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a file could not be written.
+/// Failure to write a file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Another writer is at it.
+    /// Another process is writing the file.
     #[error("{}: another process is writing this file (it holds {} locked); wait for it, or choose another name", path.display(), partial.display())]
     Busy {
         /// The final name.
         path: PathBuf,
-        /// The file that is locked.
+        /// The locked partial.
         partial: PathBuf,
     },
-    /// The file that has the name must stay what it is for somebody.
-    #[error("{} is in use: {holder} stores an increment on it and needs it as it is; wait for that, or choose another name", path.display())]
+    /// Another process needs the file under the final name to stay there.
+    #[error("{} is in use: {holder} stores an increment on it; wait until it has finished, or choose another name", path.display())]
     InUse {
         /// The final name.
         path: PathBuf,
-        /// The process that uses it, as far as it can be told.
+        /// The process that uses it, as far as known.
         holder: String,
     },
-    /// A file that belongs to an image, or to a writer, would be taken for something else.
-    #[error("{}: a name that ends in {suffix:?} is that of a part of another image; choose another name", path.display())]
+    /// The name is reserved for parts of images.
+    #[error("{}: names that end in {suffix:?} are reserved for parts of images; choose another name", path.display())]
     Reserved {
-        /// The name that was asked for.
+        /// The requested name.
         path: PathBuf,
-        /// The ending that is reserved.
+        /// The reserved suffix.
         suffix: &'static str,
     },
-    /// A part of the image would replace a file that is something else.
+    /// A file of another kind has the name of a part of the image.
     #[error("{} is not {expected}, which would be written under this name; move it away, or choose another name for the image", path.display())]
     Foreign {
-        /// The file that is in the way.
+        /// The file with that name.
         path: PathBuf,
-        /// What it should be.
+        /// Kind of file that is expected there.
         expected: &'static str,
     },
-    /// The final name is taken.
+    /// The final name exists.
     #[error("{} exists already; choose another name, remove it, or pass --overwrite", path.display())]
     Exists {
         /// The final name.
         path: PathBuf,
     },
-    /// Something there is no ordinary file.
+    /// The file is not a regular one.
     #[error("{} is a {found}, expected a regular file or nothing; name the file itself, in a directory of its own", path.display())]
     NotRegular {
-        /// What was found.
+        /// The file.
         path: PathBuf,
         /// Its kind.
         found: &'static str,
     },
-    /// The path has no last part that could name a file.
+    /// The path does not end in a file name.
     #[error("{:?} does not name a file; give a directory and a file name", path)]
     NoName {
-        /// The path as given.
+        /// The path.
         path: PathBuf,
     },
-    /// The directory is not there, or is none.
+    /// The directory does not exist.
     #[error("{}: {} is no directory; create it, or correct the path", path.display(), directory.display())]
     NoDirectory {
         /// The final name.
         path: PathBuf,
-        /// Where it should be.
+        /// The directory.
         directory: PathBuf,
     },
-    /// The filesystem takes no writes.
+    /// The filesystem is read-only.
     #[error("{}: {op}: the filesystem is mounted read-only; choose another directory, or remount it", path.display())]
     ReadOnly {
-        /// What was being done.
+        /// The operation.
         op: &'static str,
-        /// With what.
+        /// The file.
         path: PathBuf,
     },
-    /// This user may not.
+    /// The user lacks permission.
     #[error("{}: {op}: not permitted; write as the directory's owner, or choose another directory", path.display())]
     Permission {
-        /// What was being done.
+        /// The operation.
         op: &'static str,
-        /// With what.
+        /// The file.
         path: PathBuf,
     },
     /// The filesystem or the user's quota is full.
     #[error("{}: {op}: no space left; free some, or choose another filesystem", path.display())]
     NoSpace {
-        /// What was being done.
+        /// The operation.
         op: &'static str,
-        /// With what.
+        /// The file.
         path: PathBuf,
     },
-    /// The filesystem has no `flock`.
+    /// The filesystem does not support `flock`.
     #[error("{}: this filesystem cannot lock files ({source}); choose a local one, or mount it with locking", path.display())]
     NoLocks {
         /// The file.
         path: PathBuf,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: std::io::Error,
     },
-    /// Somebody removed or replaced the partial under our hands.
-    #[error("{} was removed or replaced while it was being written; leave such files alone and write again", partial.display())]
+    /// Another process removed or replaced the partial.
+    #[error("{} was removed or replaced while it was being written; repeat the command", partial.display())]
     PartialGone {
         /// The partial.
         partial: PathBuf,
     },
-    /// Anything else that the kernel says.
+    /// Any other error of the kernel.
     #[error("{}: {op}: {source}", path.display())]
     Io {
-        /// What was being done.
+        /// The operation.
         op: &'static str,
-        /// With what.
+        /// The file.
         path: PathBuf,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: std::io::Error,
     },
 }

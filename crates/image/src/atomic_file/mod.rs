@@ -1,25 +1,26 @@
 //! Files that appear under their final name complete or not at all.
 //!
 //! ```text
-//!   open      .NAME.partial, created or taken over from a crashed writer · flock · is it still that name's file?
-//!             NAME, if it is to be replaced: flock, so that nobody stores an increment on what goes away
-//!   write     through the page cache, or past it (direct I/O) where the filesystem takes that
+//!   open      .NAME.partial, created or taken over from a crashed writer · flock · check the name again
+//!             NAME, if it is to be replaced: flock, so that no increment is stored on it meanwhile
+//!   write     through the page cache, or past it (direct I/O) if the filesystem supports that
 //!   commit    fsync file · rename to NAME · fsync directory
-//!   drop      without commit: the partial is removed
+//!   drop      without a commit: the partial is removed
 //! ```
 //!
-//! A crash leaves a partial, which nobody holds locked; the next writer of the same name takes it over, emptied. Two
-//! writers of one name at once are impossible: the second one gets [`Error::Busy`]. Whoever has the old file of the final name open
-//! keeps that; whoever needs it to stay what it is holds a shared `flock` of it, and the writer gets [`Error::InUse`].
+//! A crash leaves a partial without a lock; the next writer of the same name takes it over and empties it.
+//! Two writers of one name are impossible: the second one fails with [`Error::Busy`]. Readers that have the
+//! replaced file open keep it. A process that needs the file to stay under its name has a shared `flock` on
+//! it, and the writer fails with [`Error::InUse`].
 //!
-//! Every step goes through the crate's journal, so that tests can make each state of a crash out of them.
+//! Every step goes through the crate's journal, so that tests can derive all states of a crash.
 //!
-//! What it is not: a lock against other programs (`flock` is advisory). Limits: one directory, so one filesystem, which
-//! must know `flock`, across hosts too if several write there (NFS mounted with `local_lock` or `nolock` does not);
-//! files are made with mode 0600, for they hold a guest's memory.
+//! Not a lock against other programs (`flock` is advisory). Limits: one directory, so one filesystem, which
+//! must support `flock`, across hosts if several write there (NFS mounted with `local_lock` or `nolock` does
+//! not). Files have mode 0600, as they contain a guest's memory.
 
+mod directory_entry;
 mod error;
-mod place;
 #[cfg(test)]
 mod tests;
 
@@ -31,96 +32,96 @@ use std::path::Path;
 use rustix::fs::{self, FallocateFlags};
 use rustix::io::{Errno, pwritev};
 
+pub(crate) use directory_entry::{DirectoryEntry, FoundPartial};
 pub use error::{Error, Result};
-pub(crate) use place::{Left, Place};
 
 use crate::journal::{self, Node, Op};
 use error::failed;
 
-/// What to do with a file that has the final name already.
+/// Action if the final name already exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Existing {
-    /// Leave it, and fail.
+    /// Keep the file and fail.
     #[default]
     Refuse,
-    /// Put the new file in its stead, at once and completely.
+    /// Replace the file atomically.
     Replace,
 }
 
 /// A file being written, under the name `.NAME.partial` until [`commit`](Self::commit).
 #[derive(Debug)]
 pub struct AtomicFile {
-    place: Place,
+    entry: DirectoryEntry,
     file: File,
     direct: Option<File>,
     existing: Existing,
-    /// The file that is to be replaced, locked.
+    /// The file to be replaced, locked.
     replaced: Option<File>,
     node: Node,
-    /// Whether the partial is still there for us to remove.
+    /// True if the partial must be removed on drop.
     is_partial: bool,
 }
 
 impl AtomicFile {
-    /// Begins the file that will be `path`; an empty one, open for reading and writing.
+    /// Opens an empty file for reading and writing that will be `path`.
     ///
     /// # Errors
-    /// The final name is taken ([`Error::Exists`], with [`Existing::Refuse`]), in use ([`Error::InUse`]) or no file, another writer is
-    /// at it, or the directory takes no file.
+    /// The final name exists ([`Error::Exists`], with [`Existing::Refuse`]), is in use ([`Error::InUse`]) or
+    /// not a regular file; another writer is active; the file cannot be created.
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
-        let place = Place::find(path)?;
-        place.check_final(existing)?;
+        let entry = DirectoryEntry::open(path)?;
+        entry.check_final(existing)?;
         let node = journal::node();
-        let file = place.lock_partial(node)?;
-        // From here on the partial is ours, and goes when this is dropped.
-        let mut this = Self { place, file, direct: None, existing, replaced: None, node, is_partial: true };
+        let file = entry.lock_partial(node)?;
+        // From here on the partial is ours and removed on drop.
+        let mut this = Self { entry, file, direct: None, existing, replaced: None, node, is_partial: true };
         this.lock_replaced()?;
-        this.set_length(0).map_err(|errno| failed("empty", &this.place.partial_path(), errno))?;
-        this.direct = this.place.open_direct(&this.file)?;
+        this.set_length(0).map_err(|errno| failed("empty", &this.entry.partial_path(), errno))?;
+        this.direct = this.entry.open_direct(&this.file)?;
         Ok(this)
     }
 
-    /// The file, through the page cache; to be read, and written by the calls below.
+    /// The file through the page cache, for reading; to be written by the methods below.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Whether its filesystem takes writes past the page cache (`O_DIRECT`).
+    /// Returns true if the filesystem supports writes past the page cache (`O_DIRECT`).
     pub fn has_direct(&self) -> bool {
         self.direct.is_some()
     }
 
     /// The final name.
     pub fn path(&self) -> &Path {
-        &self.place.path
+        &self.entry.path
     }
 
-    /// The directory, and the names in it.
-    pub(crate) fn place(&self) -> &Place {
-        &self.place
+    /// The final and temporary names, and their directory.
+    pub(crate) fn entry(&self) -> &DirectoryEntry {
+        &self.entry
     }
 
-    /// Writes these bytes at byte `at`.
+    /// Writes `bytes` at offset `at`.
     ///
     /// # Errors
-    /// The kernel's answer; a part may have been written.
+    /// The kernel's error; a part may have been written.
     pub fn write_all_at(&self, bytes: &[u8], at: u64) -> io::Result<()> {
         self.write_all_vectored_at(&[bytes], at)
     }
 
-    /// Writes these bytes, one slice behind the other, from byte `at` on.
+    /// Writes the slices consecutively from offset `at` on.
     ///
     /// # Errors
-    /// The kernel's answer; a part may have been written.
+    /// The kernel's error; a part may have been written.
     pub fn write_all_vectored_at(&self, contents: &[&[u8]], at: u64) -> io::Result<()> {
         let op = || Op::Write { node: self.node, at, bytes: contents.concat() };
         Ok(journal::step(op, || write_all_vectored_at(&self.file, contents, at))?)
     }
 
-    /// The same past the page cache; `None` where [`has_direct`](Self::has_direct) is not.
+    /// Writes `bytes` past the page cache; `None` without [`has_direct`](Self::has_direct).
     ///
     /// # Errors
-    /// `InvalidInput` where memory, offset or length are not aligned as the device wants it; the kernel's answer.
+    /// `InvalidInput` if memory, offset or length are not aligned for the device; else the kernel's error.
     pub fn write_all_direct_at(&self, bytes: &[u8], at: u64) -> Option<io::Result<()>> {
         let direct = self.direct.as_ref()?;
         let op = || Op::Write { node: self.node, at, bytes: bytes.to_vec() };
@@ -128,62 +129,62 @@ impl AtomicFile {
         Some(journal::step(op, write).map_err(io::Error::from))
     }
 
-    /// Makes a hole: `length` bytes from byte `at` on read as zeros, and take no room.
+    /// Punches a hole of `length` bytes at offset `at`, which then reads as zeros.
     ///
     /// # Errors
-    /// `EOPNOTSUPP` and `ENOSYS` on a filesystem without holes; the kernel's answer.
+    /// `EOPNOTSUPP` and `ENOSYS` on a filesystem without holes; else the kernel's error.
     pub fn punch(&self, at: u64, length: u64) -> Result<(), Errno> {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let op = || Op::Punch { node: self.node, at, length };
         journal::step(op, || fs::fallocate(&self.file, flags, at, length))
     }
 
-    /// Cuts the file to this length, or extends it by a hole.
+    /// Truncates the file to `length`, or extends it by a hole.
     ///
     /// # Errors
-    /// The kernel's answer.
+    /// The kernel's error.
     pub fn set_length(&self, length: u64) -> Result<(), Errno> {
         journal::step(|| Op::SetLength { node: self.node, length }, || fs::ftruncate(&self.file, length))
     }
 
-    /// Has all that was written on the disk when it returns.
+    /// Syncs the file to disk.
     ///
     /// # Errors
-    /// The kernel's answer; what was written may be lost.
+    /// The kernel's error; written data may be lost.
     pub fn sync(&self) -> Result<(), Errno> {
         journal::step(|| Op::Sync { node: self.node }, || fs::fsync(&self.file))
     }
 
-    /// Gives the file its final name, once its bytes are on the disk.
+    /// Syncs the file and renames it to the final name.
     ///
     /// # Errors
-    /// Whatever fails, the final name has its old file or none, and the partial is removed; only where the directory's
-    /// own fsync fails, the new file is there, but may be gone again after a power failure.
+    /// After any failure the old file, if any, keeps the final name and the partial is removed; only if the
+    /// sync of the directory fails, the new file has the name but may lose it in a power failure.
     pub fn commit(self) -> Result<()> {
         self.rename()?.sync_directory()
     }
 
-    /// The first part of [`commit`](Self::commit): the new file has the name, but may lose it again by a power failure.
+    /// The first part of [`commit`](Self::commit): renames the file, without syncing the directory.
     ///
     /// # Errors
-    /// The final name has its old file or none, and the partial is removed.
-    pub(crate) fn rename(mut self) -> Result<Named> {
-        let partial = self.place.partial_path();
+    /// The old file, if any, keeps the final name, and the partial is removed.
+    pub(crate) fn rename(mut self) -> Result<RenamedFile> {
+        let partial = self.entry.partial_path();
         self.sync().map_err(|errno| failed("write to disk", &partial, errno))?;
-        if !self.place.is_partial(&self.file)? {
+        if !self.entry.is_partial(&self.file)? {
             self.is_partial = false;
             return Err(Error::PartialGone { partial });
         }
         self.lock_replaced()?;
-        self.place.rename_partial(self.existing)?;
+        self.entry.rename_partial(self.existing)?;
         self.is_partial = false;
-        Ok(Named(self))
+        Ok(RenamedFile(self))
     }
 
-    /// Locks the file that has the final name, for it is to be replaced.
+    /// Locks the file that is about to be replaced.
     fn lock_replaced(&mut self) -> Result<()> {
         if self.existing == Existing::Replace {
-            self.replaced = self.place.lock_final(self.replaced.as_ref())?;
+            self.replaced = self.entry.lock_final(self.replaced.as_ref())?;
         }
         Ok(())
     }
@@ -191,27 +192,27 @@ impl AtomicFile {
 
 impl Drop for AtomicFile {
     fn drop(&mut self) {
-        // Before the lock goes with the file: afterwards the name may be another writer's.
-        if self.is_partial && matches!(self.place.is_partial(&self.file), Ok(true)) {
-            let _ = self.place.unlink_partial();
+        // Before the lock is released with the file: after that the name may be another writer's.
+        if self.is_partial && matches!(self.entry.is_partial(&self.file), Ok(true)) {
+            let _ = self.entry.unlink_partial();
         }
     }
 }
 
-/// A file under its final name, which stays locked until this is dropped.
+/// A file under its final name, locked until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Named(AtomicFile);
+pub(crate) struct RenamedFile(AtomicFile);
 
-impl Named {
-    /// Has the name last.
+impl RenamedFile {
+    /// Makes the rename permanent.
     pub(crate) fn sync_directory(&self) -> Result<()> {
-        self.0.place.sync()
+        self.0.entry.sync()
     }
 
-    /// Whether the name is still this file's.
-    pub(crate) fn is_named(&self) -> bool {
-        let place = &self.0.place;
-        matches!((place.stat(&place.name), fs::fstat(&self.0.file)), (Ok(Some(named)), Ok(ours))
+    /// Returns true if the name still belongs to this file.
+    pub(crate) fn still_has_name(&self) -> bool {
+        let entry = &self.0.entry;
+        matches!((entry.stat(&entry.name), fs::fstat(&self.0.file)), (Ok(Some(named)), Ok(ours))
             if (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino))
     }
 }
@@ -227,20 +228,20 @@ pub fn write_sidecar(path: &Path, bytes: &[u8], existing: Existing) -> Result<()
     }
     let sidecar = AtomicFile::open(path, existing)?;
     let written = sidecar.write_all_at(bytes, 0);
-    written.map_err(|error| failed("write", &sidecar.place.partial_path(), errno_of(&error)))?;
+    written.map_err(|error| failed("write", &sidecar.entry.partial_path(), errno_of(&error)))?;
     sidecar.commit()
 }
 
-/// What [`journal::Fault::SidecarInPlace`] does instead.
+/// Implements [`journal::Fault::SidecarInPlace`].
 #[cfg(test)]
 fn write_in_place(path: &Path, bytes: &[u8]) -> Result<()> {
-    let place = Place::find(path)?;
-    let (node, name) = (journal::node(), place.name.to_string_lossy().into_owned());
+    let entry = DirectoryEntry::open(path)?;
+    let (node, name) = (journal::node(), entry.name.to_string_lossy().into_owned());
     let file = journal::step(
         || Op::Open { name, node },
         || {
             let flags = fs::OFlags::CREATE | fs::OFlags::RDWR;
-            fs::openat(place.directory(), &place.name, flags, fs::Mode::RUSR | fs::Mode::WUSR)
+            fs::openat(entry.directory(), &entry.name, flags, fs::Mode::RUSR | fs::Mode::WUSR)
         },
     );
     let file = File::from(file.map_err(|errno| failed("open", path, errno))?);

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// Names the file that a child process is to begin.
+/// Path of the file to be written by a child process.
 const CHILD_PATH: &str = "TOWLINE_TEST_ATOMIC_FILE";
 
 fn directory() -> (TempDir, PathBuf) {
@@ -54,7 +54,7 @@ fn nothing_is_left_without_commit() {
 }
 
 #[test]
-fn a_second_writer_is_told_who_is_first() {
+fn a_second_writer_is_refused_while_the_first_is_active() {
     let (_directory, path) = directory();
     let first = AtomicFile::open(&path, Existing::Refuse).unwrap();
     let error = AtomicFile::open(&path, Existing::Refuse).unwrap_err();
@@ -64,7 +64,7 @@ fn a_second_writer_is_told_who_is_first() {
 }
 
 #[test]
-fn many_writers_are_one_after_the_other() {
+fn concurrent_writers_are_serialized() {
     let (directory, path) = directory();
     let commits = std::thread::scope(|scope| {
         let write = || {
@@ -120,7 +120,7 @@ fn a_file_that_appears_meanwhile_is_not_overwritten() {
 }
 
 #[test]
-fn a_partial_that_was_taken_away_is_no_success() {
+fn a_commit_fails_if_the_partial_was_removed() {
     let (directory, path) = directory();
     let file = AtomicFile::open(&path, Existing::Refuse).unwrap();
     std::fs::remove_file(directory.path().join(".guest.img.partial")).unwrap();
@@ -159,7 +159,7 @@ fn only_regular_files_are_replaced() {
 }
 
 #[test]
-fn a_path_without_directory_or_name_is_named() {
+fn a_path_without_directory_or_name_is_an_error() {
     let (directory, path) = directory();
     let missing = directory.path().join("missing");
     let error = AtomicFile::open(&missing.join("x"), Existing::Refuse).unwrap_err();
@@ -176,11 +176,11 @@ fn a_path_without_directory_or_name_is_named() {
 }
 
 #[test]
-fn what_the_kernel_refuses_has_a_way_out() {
-    let told = |errno| failed("create", Path::new("/x/y"), errno).to_string();
-    assert!(told(Errno::ROFS).starts_with("/x/y: create: the filesystem is mounted read-only; choose"));
-    assert!(told(Errno::ACCESS).starts_with("/x/y: create: not permitted; write as"));
-    assert!(told(Errno::DQUOT).starts_with("/x/y: create: no space left; free some"));
+fn kernel_errors_have_a_remedy() {
+    let text = |errno| failed("create", Path::new("/x/y"), errno).to_string();
+    assert!(text(Errno::ROFS).starts_with("/x/y: create: the filesystem is mounted read-only; choose"));
+    assert!(text(Errno::ACCESS).starts_with("/x/y: create: not permitted; write as"));
+    assert!(text(Errno::DQUOT).starts_with("/x/y: create: no space left; free some"));
 }
 
 #[test]
@@ -194,7 +194,7 @@ fn a_sidecar_is_written_whole() {
 }
 
 #[test]
-fn a_file_that_somebody_needs_as_it_is_is_not_replaced() {
+fn a_file_with_a_shared_lock_is_not_replaced() {
     let (directory, path) = directory();
     std::fs::write(&path, "base").unwrap();
     let user = File::open(&path).unwrap();
@@ -203,12 +203,12 @@ fn a_file_that_somebody_needs_as_it_is_is_not_replaced() {
     assert!(matches!(&error, Error::InUse { path: used, .. } if *used == path), "{error}");
     assert!(error.to_string().contains("process"), "{error}");
     assert_eq!(names(&directory), ["guest.img"], "the partial is gone");
-    // And nobody begins to need it while it is replaced.
+    // Nor can it be locked while it is being replaced.
     drop(user);
     let file = AtomicFile::open(&path, Existing::Replace).unwrap();
     let user = File::open(&path).unwrap();
     assert!(fs::flock(&user, FlockOperation::NonBlockingLockShared).is_err());
-    // Another file of that name, which is needed: also in the last moment.
+    // Another file in use is renamed to that name: detected at the last moment.
     let other = directory.path().join("other");
     std::fs::write(&other, "needed").unwrap();
     let needed = File::open(&other).unwrap();
@@ -219,7 +219,7 @@ fn a_file_that_somebody_needs_as_it_is_is_not_replaced() {
     assert_eq!(names(&directory), ["guest.img"]);
 }
 
-/// Kills its process when a test ends, however it ends.
+/// Kills its process on drop.
 struct Killed(Child);
 
 impl Drop for Killed {
@@ -229,14 +229,14 @@ impl Drop for Killed {
     }
 }
 
-/// Not a test of its own: what the child of the next one does.
+/// Child process of the next test, not a test of its own.
 #[test]
 fn child_that_writes_until_killed() {
     let Some(path) = std::env::var_os(CHILD_PATH) else { return };
     let file = AtomicFile::open(Path::new(&path), Existing::Replace).unwrap();
     file.write_all_at(b"half a guest", 0).unwrap();
     println!("\nwriting");
-    // Ends with the parent, whatever becomes of that.
+    // Ends with the parent.
     let _ = std::io::stdin().read(&mut [0]);
     std::process::abort();
 }

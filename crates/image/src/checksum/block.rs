@@ -1,4 +1,4 @@
-//! One block's checksums while its pages arrive.
+//! Computes a block's checksums while its pages arrive.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,38 +6,39 @@ use std::{mem, thread};
 
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::subtree::{Node, OpenChunk, Place, places};
+use super::subtree::{Node, OpenChunk, Subtree, subtrees};
 use super::{CHUNK_BYTES, ChunkHash, chunk_count, hash_chunk};
+use crate::lock::lock;
 
-/// Memory that the open chunks of one [`OpenBudget`] may take: some 27,000 chunks with a run of pages missing (53 GiB
-/// of guest), or 1,700 chunks of which every second page came.
+/// Default memory for open chunks in an [`OpenBudget`]: some 27,000 chunks with a run of pages missing (53
+/// GiB of guest memory), or 1,700 chunks of which every second page has arrived.
 pub const OPEN_BYTES_MAX: usize = 16 << 20;
 
-/// Bounds what open chunks take, of one block or of several together. A clone is the same budget.
+/// Limits the memory of open chunks, of one block or of several together. Clones share the budget.
 #[derive(Debug, Clone)]
 pub struct OpenBudget {
     bytes_left: Arc<AtomicUsize>,
 }
 
 impl OpenBudget {
-    /// A budget of so many bytes.
+    /// A budget of `bytes` bytes.
     pub fn new(bytes: usize) -> Self {
         Self { bytes_left: Arc::new(AtomicUsize::new(bytes)) }
     }
 
-    /// What is left of it.
+    /// Remaining bytes.
     pub fn bytes_left(&self) -> usize {
         self.bytes_left.load(Ordering::Relaxed)
     }
 
-    fn take(&self, bytes: usize) -> bool {
-        let taken = self
+    fn reserve(&self, bytes: usize) -> bool {
+        let reserved = self
             .bytes_left
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes));
-        taken.is_ok()
+        reserved.is_ok()
     }
 
-    fn give_back(&self, bytes: usize) {
+    fn release(&self, bytes: usize) {
         self.bytes_left.fetch_add(bytes, Ordering::Relaxed);
     }
 }
@@ -51,17 +52,17 @@ impl Default for OpenBudget {
 
 /// Hashes a block's chunks while its pages arrive, in any order and from any number of threads.
 ///
-/// Pages that come again replace what they were before. Where their old value is still by itself, and always where they
-/// were zeros, that is all; where it is already part of a larger one, the chunk turns *stale* and is read again in
+/// A page that arrives again replaces its earlier content. That is free if the old value has not been merged
+/// yet, and always if the page was zero; otherwise the chunk becomes *stale* and is read again in
 /// [`finish`](Self::finish). Hashing is done outside any lock; there is one lock per chunk.
 ///
-/// Whoever lets two threads bring the *same* page at the same time does not know which content the block has in the
-/// end, and neither does this: such writes are to be ordered, as those to the block itself.
+/// Callers must order writes of the *same* page, as they must order the writes to the block itself: otherwise
+/// the hashed content is undefined.
 ///
 /// # Memory
-/// 48 B per chunk (24 KiB per GiB), and for each open chunk 38 B per value: at most 9 values (608 B with room
-/// to grow) when its pages come in order, at most 256 (9.5 KiB) in the worst order. Open chunks take no more than their [`OpenBudget`] together; what
-/// would go beyond turns stale. No page is held.
+/// 48 B per chunk (24 KiB per GiB), and for each open chunk 38 B per value: at most 9 values (608 B with
+/// spare capacity) if its pages arrive in order, at most 256 (9.5 KiB) in the worst order. The open chunks
+/// together stay within their [`OpenBudget`]: beyond it they become stale. No page is buffered.
 #[derive(Debug)]
 pub struct BlockHasher {
     length: u64,
@@ -71,7 +72,7 @@ pub struct BlockHasher {
 
 #[derive(Debug)]
 enum Chunk {
-    /// Nothing came: zero.
+    /// No page arrived: zero.
     Missing,
     Zero,
     Data([u8; 32]),
@@ -89,64 +90,64 @@ impl Chunk {
 }
 
 impl BlockHasher {
-    /// For a block of `length` bytes, with a budget of its own.
+    /// A hasher for a block of `length` bytes, with its own budget.
     ///
     /// # Panics
-    /// If `length` is no multiple of [`PAGE_SIZE`]; the protocol refuses such blocks.
+    /// If `length` is not a multiple of [`PAGE_SIZE`]; the protocol refuses such blocks.
     pub fn new(length: u64) -> Self {
         Self::with_budget(length, OpenBudget::default())
     }
 
-    /// As [`new`](Self::new), with a budget that other blocks may share.
+    /// As [`new`](Self::new), with a budget that several blocks can share.
     pub fn with_budget(length: u64, budget: OpenBudget) -> Self {
         assert!(length.is_multiple_of(PAGE_SIZE), "a block of {length} bytes is not made of whole pages");
         let chunks = (0..chunk_count(length)).map(|_| Mutex::new(Chunk::Missing)).collect();
         Self { length, chunks, budget }
     }
 
-    /// The pages from byte `offset` on are `bytes`: whole pages, any number of them.
+    /// Adds whole pages with content `bytes` at byte `offset`.
     ///
-    /// Aligned runs are hashed fastest: from 16 KiB on as fast as BLAKE3 gets on one core, single pages at about half
-    /// that. Bytes that are zero are found to be so.
+    /// Aligned runs are hashed fastest: from 16 KiB on at BLAKE3's full speed on one core, single pages at
+    /// about half of it. Zeros are detected.
     ///
     /// # Panics
     /// If these are not whole pages of the block.
     pub fn data(&self, offset: u64, bytes: &[u8]) {
         for run in self.runs(offset, bytes.len() as u64) {
-            if !self.wants(&run) {
+            if !self.is_needed(&run) {
                 continue;
             }
             let bytes = &bytes[run.skipped..];
             let nodes: Vec<Node> =
-                run.places().map(|place| Node::hash(place, run.first, bytes, run.pages)).collect();
+                run.subtrees().map(|subtree| Node::hash(subtree, run.first, bytes, run.pages)).collect();
             self.put(&run, &nodes);
         }
     }
 
-    /// The `length` bytes from byte `offset` on are zero: whole pages, any number of them.
+    /// Adds `length` bytes of zero pages at byte `offset`.
     ///
     /// # Panics
     /// If these are not whole pages of the block.
     pub fn zero(&self, offset: u64, length: u64) {
         for run in self.runs(offset, length) {
-            let nodes: Vec<Node> = run.places().map(Node::zero).collect();
+            let nodes: Vec<Node> = run.subtrees().map(Node::zero).collect();
             self.put(&run, &nodes);
         }
     }
 
-    /// How many chunks [`finish`](Self::finish) would read again.
+    /// Number of chunks that [`finish`](Self::finish) would read again.
     pub fn stale_chunks(&self) -> usize {
         (0..self.chunks.len()).filter(|&index| matches!(*self.chunk(index), Chunk::Stale)).count()
     }
 
-    /// The block's hashes; a page that never came is zero.
+    /// Hashes of all chunks; a page that never arrived is zero.
     ///
-    /// Stale chunks are read by `reread(offset, buffer)`, which fills the whole buffer with the block's bytes from
-    /// `offset` on, in up to `threads` threads. A buffer is a chunk long (the last chunk may be shorter) and aligned to a
-    /// page, as direct I/O wants it.
+    /// Stale chunks are read by `reread(offset, buffer)`, which must fill the buffer with the block's bytes
+    /// at `offset`, in up to `threads` threads. A buffer has a chunk's length (the last one may be shorter)
+    /// and is page-aligned, as direct I/O requires.
     ///
     /// # Errors
-    /// The first one of `reread`, after which nothing more is read.
+    /// The first error of `reread`, after which reading stops.
     pub fn finish<E, F>(mut self, threads: usize, reread: F) -> Result<Vec<ChunkHash>, E>
     where
         E: Send,
@@ -159,7 +160,7 @@ impl BlockHasher {
                 Chunk::Missing | Chunk::Zero => ChunkHash::Zero,
                 Chunk::Data(hash) => ChunkHash::Data(hash),
                 Chunk::Open(open) => {
-                    self.budget.give_back(open.bytes());
+                    self.budget.release(open.bytes());
                     open.close()
                 }
                 Chunk::Stale => {
@@ -193,8 +194,8 @@ impl BlockHasher {
         })
     }
 
-    /// False if the run changes nothing any more, because its chunk will be read again.
-    fn wants(&self, run: &Run) -> bool {
+    /// Returns false if the run has no effect because its chunk will be read again.
+    fn is_needed(&self, run: &Run) -> bool {
         let mut chunk = self.chunk(run.chunk);
         if !run.is_whole() && matches!(*chunk, Chunk::Data(_)) {
             *chunk = Chunk::Stale;
@@ -204,11 +205,11 @@ impl BlockHasher {
 
     fn put(&self, run: &Run, nodes: &[Node]) {
         let mut chunk = self.chunk(run.chunk);
-        // It stays stale unless something else is found out below.
+        // Stale unless another state is found below.
         let before = mem::replace(&mut *chunk, Chunk::Stale);
         let mut open = match before {
             Chunk::Open(mut open) => {
-                self.budget.give_back(open.bytes());
+                self.budget.release(open.bytes());
                 if run.is_whole() {
                     open.clear();
                 }
@@ -226,7 +227,7 @@ impl BlockHasher {
         }
         if let Some(hash) = open.root() {
             *chunk = Chunk::done(hash);
-        } else if self.budget.take(open.bytes()) {
+        } else if self.budget.reserve(open.bytes()) {
             *chunk = Chunk::Open(open);
         } else if open.is_zero() {
             *chunk = Chunk::Missing;
@@ -234,7 +235,7 @@ impl BlockHasher {
     }
 
     fn chunk(&self, index: usize) -> MutexGuard<'_, Chunk> {
-        self.chunks[index].lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.chunks[index])
     }
 }
 
@@ -242,21 +243,21 @@ impl Drop for BlockHasher {
     fn drop(&mut self) {
         for chunk in &mut self.chunks {
             if let Chunk::Open(open) = chunk.get_mut().unwrap_or_else(PoisonError::into_inner) {
-                self.budget.give_back(open.bytes());
+                self.budget.release(open.bytes());
             }
         }
     }
 }
 
-/// What one call brings for one chunk.
+/// The pages of one call that are in one chunk.
 struct Run {
     chunk: usize,
-    /// Its first page and the one behind its last, in the chunk.
+    /// First page and the one after the last, within the chunk.
     first: u16,
     end: u16,
-    /// The chunk's pages.
+    /// Pages of the chunk.
     pages: u16,
-    /// How many of the call's bytes belong to chunks before.
+    /// Bytes of the call that belong to earlier chunks.
     skipped: usize,
 }
 
@@ -265,12 +266,12 @@ impl Run {
         self.first == 0 && self.end == self.pages
     }
 
-    fn places(&self) -> impl Iterator<Item = Place> {
-        places(self.first, self.end, self.pages)
+    fn subtrees(&self) -> impl Iterator<Item = Subtree> {
+        subtrees(self.first, self.end, self.pages)
     }
 }
 
-/// What a test compares with the documentation.
+/// For a test that compares the documentation with reality.
 #[cfg(test)]
 pub(super) fn memory_per_chunk() -> usize {
     size_of::<Mutex<Chunk>>()
@@ -309,7 +310,7 @@ where
     })
 }
 
-/// A chunk's worth of bytes that begins at a page boundary.
+/// A page-aligned buffer for a chunk.
 struct Buffer {
     bytes: Vec<u8>,
     from: usize,

@@ -1,4 +1,4 @@
-//! The tree over one chunk's pages: places in it, and the values that a chunk under way has.
+//! BLAKE3's tree over a chunk's pages: subtrees, and the chaining values of an open chunk.
 
 use blake3::Hasher;
 use blake3::hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
@@ -9,12 +9,12 @@ use super::{ChunkHash, is_zero};
 
 /// An aligned run of `1 << level` pages of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct Subtree {
     pub(super) first: u16,
     pub(super) level: u8,
 }
 
-impl Place {
+impl Subtree {
     fn end(self) -> u16 {
         self.first + (1 << self.level)
     }
@@ -27,30 +27,34 @@ impl Place {
         Self { first: self.first & !(1 << self.level), level: self.level + 1 }
     }
 
-    /// Whether BLAKE3's tree over a chunk of `pages` has a chaining value here: inside it, and not its root.
+    /// Returns true if BLAKE3's tree over a chunk of `pages` has a chaining value here: within the chunk, and
+    /// not its root.
     fn is_within(self, pages: u16) -> bool {
         self.end() <= pages && 1 << self.level < pages
     }
 }
 
-/// Cuts the pages `first..end` of a chunk of `pages` into the fewest places.
-pub(super) fn places(first: u16, end: u16, pages: u16) -> impl Iterator<Item = Place> {
+/// Splits the pages `first..end` of a chunk of `pages` into the fewest subtrees.
+pub(super) fn subtrees(first: u16, end: u16, pages: u16) -> impl Iterator<Item = Subtree> {
     let mut next = first;
     std::iter::from_fn(move || {
         if next == end {
             return None;
         }
-        let mut place = Place { first: next, level: 0 };
-        // A chunk of one page has one place, which is its root.
-        while place.parent().first == next && place.parent().end() <= end && place.parent().is_within(pages) {
-            place = place.parent();
+        let mut subtree = Subtree { first: next, level: 0 };
+        // A chunk of one page has one subtree, which is its root.
+        while subtree.parent().first == next
+            && subtree.parent().end() <= end
+            && subtree.parent().is_within(pages)
+        {
+            subtree = subtree.parent();
         }
-        next = place.end();
-        Some(place)
+        next = subtree.end();
+        Some(subtree)
     })
 }
 
-/// What is known of a place's bytes.
+/// Hash of a subtree's bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Value {
     Zero,
@@ -59,40 +63,40 @@ pub(super) enum Value {
 }
 
 impl Value {
-    fn of(place: Place, bytes: &[u8], pages: u16) -> Self {
+    fn of(subtree: Subtree, bytes: &[u8], pages: u16) -> Self {
         if is_zero(bytes) {
             Self::Zero
         } else if pages == 1 {
             Self::Data(*blake3::hash(bytes).as_bytes())
         } else {
-            Self::Data(chaining_value(u64::from(place.first) * PAGE_SIZE, bytes))
+            Self::Data(chaining_value(u64::from(subtree.first) * PAGE_SIZE, bytes))
         }
     }
 }
 
-/// Hashes `bytes`, which lie `offset` bytes into their chunk and are a place of it.
+/// Hashes `bytes`, a subtree at byte `offset` of its chunk.
 pub(super) fn chaining_value(offset: u64, bytes: &[u8]) -> ChainingValue {
     Hasher::new().set_input_offset(offset).update(bytes).finalize_non_root()
 }
 
-/// A place and its value.
+/// A subtree and its value.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Node {
-    place: Place,
+    subtree: Subtree,
     value: Value,
 }
 
 impl Node {
-    /// Zeros at `place`.
-    pub(super) fn zero(place: Place) -> Self {
-        Self { place, value: Value::Zero }
+    /// A subtree of zeros.
+    pub(super) fn zero(subtree: Subtree) -> Self {
+        Self { subtree, value: Value::Zero }
     }
 
-    /// Hashes the bytes of `place`, the chunk's page `first` being the first of `run`.
-    pub(super) fn hash(place: Place, first: u16, run: &[u8], pages: u16) -> Self {
-        let from = usize::from(place.first - first) * PAGE_SIZE as usize;
-        let to = usize::from(place.end() - first) * PAGE_SIZE as usize;
-        Self { place, value: Value::of(place, &run[from..to], pages) }
+    /// Hashes a subtree's bytes; `run` begins at page `first` of the chunk.
+    pub(super) fn hash(subtree: Subtree, first: u16, run: &[u8], pages: u16) -> Self {
+        let from = usize::from(subtree.first - first) * PAGE_SIZE as usize;
+        let to = usize::from(subtree.end() - first) * PAGE_SIZE as usize;
+        Self { subtree, value: Value::of(subtree, &run[from..to], pages) }
     }
 
     pub(super) fn is_zero(&self) -> bool {
@@ -101,7 +105,7 @@ impl Node {
 
     fn chaining_value(&self) -> &ChainingValue {
         match &self.value {
-            Value::Zero => zeros(self.place),
+            Value::Zero => zeros(self.subtree),
             Value::Data(value) => value,
         }
     }
@@ -115,15 +119,16 @@ impl Node {
                 Mode::Hash,
             )),
         };
-        Self { place: left.place.parent(), value }
+        Self { subtree: left.subtree.parent(), value }
     }
 }
 
-/// A page of a place whose value is already part of a larger one.
+/// Error for a page whose value has been merged into a larger subtree's.
 #[derive(Debug)]
 pub(super) struct Merged;
 
-/// A chunk under way: the values so far, in order and disjoint, no two of them siblings. A page without one is zero.
+/// A partially received chunk: its values so far, in order and disjoint, no two of them siblings. A page
+/// without a value is zero.
 #[derive(Debug)]
 pub(super) struct OpenChunk {
     nodes: Vec<Node>,
@@ -131,31 +136,31 @@ pub(super) struct OpenChunk {
 }
 
 impl OpenChunk {
-    /// Of a chunk of `pages`, none of which came yet.
+    /// An empty chunk of `pages`.
     pub(super) fn new(pages: u16) -> Self {
         Self { nodes: Vec::new(), pages }
     }
 
-    /// Forgets every value.
+    /// Removes all values.
     pub(super) fn clear(&mut self) {
         self.nodes.clear();
     }
 
-    /// Memory behind this value.
+    /// Allocated memory.
     pub(super) fn bytes(&self) -> usize {
         self.nodes.capacity() * size_of::<Node>()
     }
 
-    /// Takes the value of a place, in the stead of what was there.
+    /// Inserts the value of a subtree, replacing earlier values of its pages.
     ///
-    /// Zeros can always be replaced, their value comes from a table; then the other pages of their run count as
-    /// missing, which is zero too, and get no value until they come. (Were they kept, each page of data would at once be
-    /// merged with its zero neighbours, and the next page would find itself merged.)
+    /// Zeros can always be replaced, since their value is in a table; the other pages of their run then count
+    /// as missing, which is zero too, and get no value until they arrive. (Otherwise each page of data would
+    /// be merged at once with its zero neighbours, and the next page could no longer replace one of them.)
     pub(super) fn insert(&mut self, mut node: Node) -> Result<(), Merged> {
-        let from = self.nodes.partition_point(|other| other.place.end() <= node.place.first);
-        let to = self.nodes.partition_point(|other| other.place.first < node.place.end());
+        let from = self.nodes.partition_point(|other| other.subtree.end() <= node.subtree.first);
+        let to = self.nodes.partition_point(|other| other.subtree.first < node.subtree.end());
         if let [there] = &self.nodes[from..to]
-            && there.place.level > node.place.level
+            && there.subtree.level > node.subtree.level
         {
             match (there.is_zero(), node.is_zero()) {
                 (true, true) => return Ok(()),
@@ -165,11 +170,11 @@ impl OpenChunk {
         }
         self.nodes.drain(from..to);
         let mut at = from;
-        while node.place.parent().is_within(self.pages) {
-            let sibling = node.place.sibling();
-            let is_left = sibling.first < node.place.first;
+        while node.subtree.parent().is_within(self.pages) {
+            let sibling = node.subtree.sibling();
+            let is_left = sibling.first < node.subtree.first;
             let index = at.wrapping_sub(usize::from(is_left));
-            if self.nodes.get(index).is_none_or(|other| other.place != sibling) {
+            if self.nodes.get(index).is_none_or(|other| other.subtree != sibling) {
                 break;
             }
             let other = self.nodes.remove(index);
@@ -180,9 +185,9 @@ impl OpenChunk {
         Ok(())
     }
 
-    /// The chunk's hash, once each page has a value.
+    /// Hash of the chunk once each page has a value.
     pub(super) fn root(&self) -> Option<ChunkHash> {
-        let pages: u16 = self.nodes.iter().map(|node| 1 << node.place.level).sum();
+        let pages: u16 = self.nodes.iter().map(|node| 1 << node.subtree.level).sum();
         if pages < self.pages {
             return None;
         }
@@ -200,22 +205,22 @@ impl OpenChunk {
         Some(ChunkHash::Data(*root.as_bytes()))
     }
 
-    /// The chunk's hash, the missing pages being zeros.
+    /// Hash of the chunk, with zeros for missing pages.
     pub(super) fn close(mut self) -> ChunkHash {
         let mut gaps = Vec::new();
         let mut next = 0;
         for node in &self.nodes {
-            gaps.extend(places(next, node.place.first, self.pages));
-            next = node.place.end();
+            gaps.extend(subtrees(next, node.subtree.first, self.pages));
+            next = node.subtree.end();
         }
-        gaps.extend(places(next, self.pages, self.pages));
+        gaps.extend(subtrees(next, self.pages, self.pages));
         for gap in gaps {
             self.insert(Node::zero(gap)).expect("a gap has no value");
         }
         self.root().expect("no gap is left")
     }
 
-    /// True if there are zeros only.
+    /// Returns true if all values are zeros.
     pub(super) fn is_zero(&self) -> bool {
         self.nodes.iter().all(Node::is_zero)
     }

@@ -1,4 +1,4 @@
-//! Against `blake3::hash` of the bytes in one go.
+//! Comparison with `blake3::hash` of all bytes at once.
 
 use std::convert::Infallible;
 
@@ -8,12 +8,12 @@ use super::*;
 
 const PAGE: usize = PAGE_SIZE as usize;
 
-/// What a test does to a block: pages `first..first + pages` become zeros, or bytes made from `seed`.
+/// A write to a block: pages `first..first + pages` become zeros, or bytes derived from `seed`.
 #[derive(Debug, Clone)]
 struct Write {
     first: usize,
     pages: usize,
-    /// 0 is zeros told as such, 1 zeros told as data.
+    /// 0: zeros passed to `zero`; 1: zeros passed to `data`.
     seed: u8,
 }
 
@@ -22,7 +22,7 @@ impl Write {
         let mut random = fastrand::Rng::with_seed(self.seed.into());
         let mut bytes = vec![0; self.pages * PAGE];
         for page in bytes.chunks_exact_mut(PAGE) {
-            // Some pages of a run are zero, and of the others only the last byte tells.
+            // Some pages of a run are zero; in the others only the last byte differs from zero.
             if self.seed > 1 && random.u8(..4) > 0 {
                 page[PAGE - 1] = random.u8(1..);
             }
@@ -44,9 +44,12 @@ impl Write {
 }
 
 fn expected(block: &[u8]) -> Vec<ChunkHash> {
-    let hash = |chunk: &[u8]| match chunk.iter().all(|&byte| byte == 0) {
-        true => ChunkHash::Zero,
-        false => ChunkHash::Data(*blake3::hash(chunk).as_bytes()),
+    let hash = |chunk: &[u8]| {
+        if chunk.iter().all(|&byte| byte == 0) {
+            ChunkHash::Zero
+        } else {
+            ChunkHash::Data(*blake3::hash(chunk).as_bytes())
+        }
     };
     block.chunks(CHUNK_BYTES as usize).map(hash).collect()
 }
@@ -60,7 +63,7 @@ fn finish(hasher: BlockHasher, threads: usize, block: &[u8]) -> Vec<ChunkHash> {
     hasher.finish(threads, reread).unwrap()
 }
 
-/// Disjoint writes that cover a block in order, but for what is left out (seed 255).
+/// Disjoint writes that cover a block in order, except for omitted ones (seed 255).
 fn pass(pages: usize) -> impl Strategy<Value = Vec<Write>> {
     let runs = prop::collection::vec((1_usize..300, prop_oneof![Just(0), Just(1), 2_u8..=255]), 1..24);
     (runs, any::<u64>(), any::<bool>()).prop_map(move |(runs, seed, shuffled)| {
@@ -89,7 +92,7 @@ fn passes() -> impl Strategy<Value = (usize, Vec<Vec<Write>>)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Several passes over a block, each from several threads, with room for few or for many open chunks.
+    /// Several passes over a block, each from several threads, with memory for few or for many open chunks.
     #[test]
     fn threads_agree_with_blake3(
         (pages, passes) in passes(), threads in 1_usize..5, budget in prop_oneof![0_usize..3000, Just(OPEN_BYTES_MAX)],
@@ -109,7 +112,7 @@ proptest! {
         prop_assert_eq!(finish(hasher, threads, &block), expected(&block));
     }
 
-    /// Overlapping writes of all sizes, one after the other.
+    /// Overlapping writes of all sizes, one after another.
     #[test]
     fn rewrites_agree_with_blake3(
         pages in 1_usize..700, writes in prop::collection::vec((any::<u32>(), 0_u32..11, 0_u8..6), 0..80),
@@ -149,7 +152,7 @@ fn every_tail_length_is_a_tree_of_its_own() {
 }
 
 #[test]
-fn pages_in_any_order_need_no_second_look() {
+fn pages_in_any_order_need_no_reread() {
     let (hasher, block) = one_chunk();
     let mut pages: Vec<usize> = (0..usize::from(CHUNK_PAGES)).collect();
     fastrand::Rng::with_seed(1).shuffle(&mut pages);
@@ -170,7 +173,7 @@ fn data_may_replace_zeros_page_by_page() {
 }
 
 #[test]
-fn zeros_may_replace_a_value_that_stands_alone() {
+fn zeros_may_replace_a_value_that_is_not_merged() {
     let (hasher, mut block) = one_chunk();
     hasher.data(0, &block[..CHUNK_BYTES as usize / 2]);
     hasher.zero(0, CHUNK_BYTES / 2);
@@ -180,7 +183,7 @@ fn zeros_may_replace_a_value_that_stands_alone() {
 }
 
 #[test]
-fn a_page_of_a_finished_chunk_makes_it_stale_and_the_whole_chunk_mends_it() {
+fn a_chunk_is_stale_after_one_of_its_pages_changes_until_it_arrives_whole() {
     let (hasher, block) = one_chunk();
     hasher.data(0, &block);
     assert_eq!(hasher.stale_chunks(), 0);
@@ -191,7 +194,7 @@ fn a_page_of_a_finished_chunk_makes_it_stale_and_the_whole_chunk_mends_it() {
 }
 
 #[test]
-fn the_first_failure_of_a_second_look_is_the_result() {
+fn the_first_failed_reread_is_the_result() {
     let (hasher, block) = one_chunk();
     hasher.data(0, &block);
     hasher.zero(0, PAGE_SIZE);
@@ -199,14 +202,14 @@ fn the_first_failure_of_a_second_look_is_the_result() {
 }
 
 #[test]
-fn the_budget_is_kept_and_given_back() {
+fn the_budget_is_observed_and_released() {
     let budget = OpenBudget::new(4096);
     let hasher = BlockHasher::with_budget(64 * CHUNK_BYTES, budget.clone());
     for chunk in 0..64 {
         hasher.data(chunk * CHUNK_BYTES, &[1; PAGE]);
     }
     assert!(hasher.stale_chunks() > 0 && hasher.stale_chunks() < 64);
-    // What comes at once needs no budget.
+    // A whole chunk at once needs no budget.
     hasher.data(63 * CHUNK_BYTES, &vec![1; CHUNK_BYTES as usize]);
     let stale = hasher.stale_chunks();
     hasher.zero(0, 63 * CHUNK_BYTES);
@@ -220,7 +223,7 @@ fn memory_per_chunk_is_as_documented() {
     assert_eq!(block::memory_per_chunk(), 48);
     let mut open = subtree::OpenChunk::new(CHUNK_PAGES);
     let page =
-        |first| subtree::Node::hash(subtree::Place { first, level: 0 }, first, &[1; PAGE], CHUNK_PAGES);
+        |first| subtree::Node::hash(subtree::Subtree { first, level: 0 }, first, &[1; PAGE], CHUNK_PAGES);
     for first in 0..CHUNK_PAGES - 1 {
         open.insert(page(first)).unwrap();
         assert!(open.bytes() <= 16 * 38, "{} bytes after page {first}", open.bytes());

@@ -1,11 +1,11 @@
-//! The chaining values of zeros: BLAKE3 hashes a place along with the bytes, so each place has its own.
+//! Chaining values of zeros: BLAKE3 hashes the position too, so each subtree has its own.
 
 use std::sync::LazyLock;
 
 use blake3::hazmat::{ChainingValue, Mode, merge_subtrees_non_root};
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::subtree::{Place, chaining_value};
+use super::subtree::{Subtree, chaining_value};
 use super::{CHUNK_BYTES, CHUNK_PAGES};
 
 /// One list per level, pages first; 32 KiB in all. The whole chunk is a root and has no chaining value.
@@ -21,7 +21,7 @@ static LEVELS: LazyLock<Vec<Vec<ChainingValue>>> = LazyLock::new(|| {
     levels
 });
 
-/// The chaining value of zeros at `place` of a chunk.
-pub(super) fn zeros(place: Place) -> &'static ChainingValue {
-    &LEVELS[usize::from(place.level)][usize::from(place.first >> place.level)]
+/// The chaining value of zeros in a subtree of a chunk.
+pub(super) fn zeros(subtree: Subtree) -> &'static ChainingValue {
+    &LEVELS[usize::from(subtree.level)][usize::from(subtree.first >> subtree.level)]
 }

@@ -1,11 +1,12 @@
-//! What a crash may leave of what was done to files: a model of a disk that keeps no more than it has to.
+//! Model of a disk after a crash, which keeps no more than it must.
 //!
-//! - What was done to a file before its last `fsync` is there. Of what was done since, each step may be there or not, by itself, and of
-//!   a write its first half only.
-//! - What was done to names before the directory's last `fsync` is there. Of what was done since, each step may be there or not, by
-//!   itself; a rename or an exchange is one step.
+//! - Changes of a file before its last `fsync` are kept. Each later change may be kept or lost,
+//!   independently, and of a write only the first half may be kept.
+//! - Changes of names before the directory's last `fsync` are kept. Each later change may be kept or lost,
+//!   independently; a rename or exchange is atomic.
 //!
-//! That is less than any filesystem keeps: most write names in order, and a file's data before the name that it is given.
+//! That is weaker than any filesystem: most keep the order of renames, and write a file's data before its new
+//! name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -14,34 +15,34 @@ use std::path::Path;
 
 use crate::journal::{Node, Op};
 
-/// Most steps on names of which every subset is made.
+/// Maximum number of unsynced changes of names; all subsets are tried.
 const NAME_STEPS_MAX: usize = 10;
-/// Most steps on the contents of files of which every subset is made.
+/// Maximum number of unsynced changes of files of which all subsets are tried.
 const CONTENT_STEPS_MAX: usize = 4;
 
-/// A disk before anything was done: all of it is kept.
+/// Files of the disk before the first step, all of them synced.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Disk {
     files: BTreeMap<String, Vec<u8>>,
 }
 
-/// One state after a crash: which of the steps are kept.
+/// A state after a crash: the changes that were kept.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct State {
-    /// Which file has which name: one that was there before, or one that was opened.
-    names: BTreeMap<String, Id>,
-    /// For each of these files the steps that are kept of it; the last of a pair is half done.
-    contents: BTreeMap<Id, Vec<(usize, bool)>>,
+    /// File of each name: an earlier one, or one that was opened.
+    names: BTreeMap<String, DiskFile>,
+    /// Steps of each of these files that were kept; the second of a pair is true for a half-written one.
+    contents: BTreeMap<DiskFile, Vec<(usize, bool)>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Id {
-    Before(String),
+enum DiskFile {
+    Existing(String),
     Opened(Node),
 }
 
 impl Disk {
-    /// As the directory is now.
+    /// Reads the files of a directory.
     pub(super) fn of(directory: &Path) -> Self {
         let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap());
         let file = |entry: std::fs::DirEntry| {
@@ -50,12 +51,13 @@ impl Disk {
         Self { files: entries.map(file).collect() }
     }
 
-    /// Every state that a crash after the first `done` of these steps may leave, and more random ones of those that are too many.
+    /// Every state that a crash after the first `done` steps may leave, or a random selection if there are
+    /// too many.
     pub(super) fn states(&self, ops: &[Op], done: usize, random: &mut fastrand::Rng) -> BTreeSet<State> {
         let ops = &ops[..done];
         let synced = ops.iter().rposition(|op| *op == Op::SyncDirectory).map_or(0, |at| at + 1);
         let (kept, open): (Vec<usize>, Vec<usize>) =
-            (0..ops.len()).filter(|&at| is_of_names(&ops[at])).partition(|&at| at < synced);
+            (0..ops.len()).filter(|&at| changes_names(&ops[at])).partition(|&at| at < synced);
         assert!(open.len() <= NAME_STEPS_MAX, "{open:?}");
         let mut states = BTreeSet::new();
         for subset in 0..1_u32 << open.len() {
@@ -68,21 +70,21 @@ impl Disk {
         states
     }
 
-    /// Makes a state in an empty directory.
+    /// Recreates a state in `directory`, which is emptied first.
     pub(super) fn make(&self, state: &State, ops: &[Op], directory: &Path) {
         for entry in std::fs::read_dir(directory).unwrap() {
             std::fs::remove_file(entry.unwrap().path()).unwrap();
         }
-        let mut made: BTreeMap<&Id, &str> = BTreeMap::new();
+        let mut made: BTreeMap<&DiskFile, &str> = BTreeMap::new();
         for (name, id) in &state.names {
             let path = directory.join(name);
             if let Some(first) = made.get(id) {
-                // A rename that is half there leaves both names to one file; ours are atomic, so this is no state.
+                // A half-done rename would leave two names of one file; renames are atomic.
                 panic!("{first} and {name} are one file");
             }
             made.insert(id, name);
             let file = File::options().create_new(true).read(true).write(true).open(&path).unwrap();
-            if let Id::Before(before) = id {
+            if let DiskFile::Existing(before) = id {
                 write_sparse(&file, &self.files[before]);
             }
             for &(step, half) in state.contents.get(id).into_iter().flatten() {
@@ -91,29 +93,29 @@ impl Disk {
         }
     }
 
-    fn names(&self, ops: &[Op], steps: impl Iterator<Item = usize>) -> BTreeMap<String, Id> {
+    fn names(&self, ops: &[Op], steps: impl Iterator<Item = usize>) -> BTreeMap<String, DiskFile> {
         let mut names: BTreeMap<_, _> =
-            self.files.keys().map(|name| (name.clone(), Id::Before(name.clone()))).collect();
-        // Which file a name led to when a step was done, whatever is kept of it.
-        let meant = self.meant(ops);
+            self.files.keys().map(|name| (name.clone(), DiskFile::Existing(name.clone()))).collect();
+        // Files of the names when each step was executed, whether or not the step is kept.
+        let affected = self.affected(ops);
         for step in steps {
             match &ops[step] {
                 Op::Open { name, .. } => {
-                    names.entry(name.clone()).or_insert_with(|| meant[&step][0].clone());
+                    names.entry(name.clone()).or_insert_with(|| affected[&step][0].clone());
                 }
                 Op::Rename { from, to } => {
-                    let id = meant[&step][0].clone();
+                    let id = affected[&step][0].clone();
                     names.retain(|_, other| *other != id);
                     names.insert(to.clone(), id);
                     let _ = from;
                 }
                 Op::Exchange { first, second } => {
-                    let ids = meant[&step].clone();
+                    let ids = affected[&step].clone();
                     names.retain(|_, other| !ids.contains(other));
                     names.insert(second.clone(), ids[0].clone());
                     names.insert(first.clone(), ids[1].clone());
                 }
-                Op::Unlink { name } if names.get(name) == Some(&meant[&step][0]) => {
+                Op::Unlink { name } if names.get(name) == Some(&affected[&step][0]) => {
                     names.remove(name);
                 }
                 _ => {}
@@ -122,15 +124,15 @@ impl Disk {
         names
     }
 
-    /// The files that each step on names was done to.
-    fn meant(&self, ops: &[Op]) -> BTreeMap<usize, Vec<Id>> {
+    /// Files affected by each step on names.
+    fn affected(&self, ops: &[Op]) -> BTreeMap<usize, Vec<DiskFile>> {
         let mut names: BTreeMap<_, _> =
-            self.files.keys().map(|name| (name.clone(), Id::Before(name.clone()))).collect();
-        let mut meant = BTreeMap::new();
+            self.files.keys().map(|name| (name.clone(), DiskFile::Existing(name.clone()))).collect();
+        let mut affected = BTreeMap::new();
         for (step, op) in ops.iter().enumerate() {
             let ids = match op {
                 Op::Open { name, node } => {
-                    vec![names.entry(name.clone()).or_insert(Id::Opened(*node)).clone()]
+                    vec![names.entry(name.clone()).or_insert(DiskFile::Opened(*node)).clone()]
                 }
                 Op::Rename { from, to } => {
                     let id = names.remove(from).unwrap();
@@ -146,21 +148,21 @@ impl Disk {
                 Op::Unlink { name } => vec![names.remove(name).unwrap()],
                 _ => continue,
             };
-            meant.insert(step, ids);
+            affected.insert(step, ids);
         }
-        meant
+        affected
     }
 
-    /// What may be kept of the files that have names.
+    /// Contents that the named files may have.
     fn contents(
         &self,
         ops: &[Op],
-        names: &BTreeMap<String, Id>,
+        names: &BTreeMap<String, DiskFile>,
         random: &mut fastrand::Rng,
-    ) -> Vec<BTreeMap<Id, Vec<(usize, bool)>>> {
+    ) -> Vec<BTreeMap<DiskFile, Vec<(usize, bool)>>> {
         let opened = self.opened(ops);
         let mut all = vec![BTreeMap::new()];
-        // What is in a partial is never read.
+        // Partial files are never read.
         for (_, id) in names.iter().filter(|(name, _)| !name.ends_with(".partial")) {
             let nodes: Vec<Node> = opened.iter().filter(|(_, of)| *of == id).map(|(node, _)| *node).collect();
             let steps: Vec<usize> = (0..ops.len())
@@ -170,7 +172,7 @@ impl Disk {
             let synced = steps.iter().rposition(|&at| is_sync(at)).map_or(0, |at| at + 1);
             let (kept, open) = steps.split_at(synced);
             let subsets = subsets(open, random);
-            let with = |contents: &BTreeMap<Id, Vec<(usize, bool)>>| {
+            let with = |contents: &BTreeMap<DiskFile, Vec<(usize, bool)>>| {
                 let one = |subset: &Vec<(usize, bool)>| {
                     let steps = kept.iter().map(|&at| (at, false)).chain(subset.iter().copied());
                     let mut contents = contents.clone();
@@ -184,18 +186,19 @@ impl Disk {
         all
     }
 
-    /// Which file each opening led to.
-    fn opened(&self, ops: &[Op]) -> BTreeMap<Node, Id> {
-        let meant = self.meant(ops);
+    /// File opened by each node.
+    fn opened(&self, ops: &[Op]) -> BTreeMap<Node, DiskFile> {
+        let affected = self.affected(ops);
         let opened = |(at, op): (usize, &Op)| match op {
-            Op::Open { node, .. } => Some((*node, meant[&at][0].clone())),
+            Op::Open { node, .. } => Some((*node, affected[&at][0].clone())),
             _ => None,
         };
         ops.iter().enumerate().filter_map(opened).collect()
     }
 }
 
-/// Subsets of the steps: all of a few; of many none, all, all but one, only one, and some at random, some of them half done.
+/// Subsets of the steps: all of a few; of many none, all, all but one, single ones, and random ones, some
+/// with a half-written last step.
 fn subsets(steps: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<(usize, bool)>> {
     let of = |is_kept: &dyn Fn(usize) -> bool| -> Vec<(usize, bool)> {
         (0..steps.len()).filter(|&at| is_kept(at)).map(|at| (steps[at], false)).collect()
@@ -221,7 +224,7 @@ fn subsets(steps: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<(usize, bool)
     subsets
 }
 
-fn is_of_names(op: &Op) -> bool {
+fn changes_names(op: &Op) -> bool {
     matches!(op, Op::Open { .. } | Op::Rename { .. } | Op::Exchange { .. } | Op::Unlink { .. })
 }
 
@@ -249,7 +252,7 @@ fn apply(file: &File, op: &Op, half: bool) {
     }
 }
 
-/// Without the pages that are zero, for speed.
+/// Writes the bytes without pages of zeros, for speed.
 fn write_sparse(file: &File, bytes: &[u8]) {
     file.set_len(bytes.len() as u64).unwrap();
     for (page, content) in

@@ -1,8 +1,8 @@
-//! Crashes, failures and races at every step of every writer: whatever happens, a name leads to the complete old image or to the
-//! complete new one, and opens and verifies.
+//! Crashes, failures and races at every step of every writer: in every case the name refers to the complete
+//! old image or to the complete new one, which opens and verifies.
 //!
-//! `TOWLINE_SOAK_CRASHES` (`cargo xtask soak image-crashes`) says how many rounds to make, with other guests, and with a second
-//! writer after each crash that is crashed as well.
+//! `TOWLINE_SOAK_CRASHES` (`cargo xtask soak image-crashes`) is the number of rounds with other guests and
+//! with a second writer after each crash, which crashes too.
 
 mod disk;
 mod races;
@@ -16,42 +16,42 @@ use towline_protocol::{BlockIndex, PageRef};
 
 use self::disk::Disk;
 use self::races::races;
-use crate::beside::pending_path;
 use crate::journal::{Fault, Op, Plan, record};
 use crate::manifest::{Digest, Manifest, sidecar_path};
+use crate::sidecar::staged_path;
 use crate::testing::{PAGE, TestGuest, delivered, directory};
 use crate::{Existing, Image, WorkingSet};
 
-/// What a failing step may answer.
+/// Errors of failing steps.
 const ERRNOS: [Errno; 3] = [Errno::PERM, Errno::DQUOT, Errno::IO];
 const NAME: &str = "guest.img";
 
-/// What a name leads to.
+/// State of a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Outcome {
     Absent,
-    /// An image that opens, and verifies if it has a manifest; by what is delivered of it.
+    /// An image that opens, and verifies if it has a manifest; compared by its delivered content.
     Image {
         delivered: Digest,
         has_manifest: bool,
     },
-    /// Runs of a working set.
+    /// Number of runs of a working set.
     WorkingSet(usize),
     Broken(String),
 }
 
-/// Looks at a directory.
-type Look = fn(&Path) -> Outcome;
-/// Does something in a directory.
-type Act = fn(&Path) -> Result<(), String>;
+/// Inspects a directory.
+type Inspect = fn(&Path) -> Outcome;
+/// Modifies a directory.
+type Action = fn(&Path) -> Result<(), String>;
 
-/// A writer, and what is there before it begins.
+/// A writer, and the state before it.
 #[derive(Clone, Copy)]
 struct Scenario {
     name: &'static str,
-    before: Act,
-    write: Act,
-    look: Look,
+    before: Action,
+    write: Action,
+    inspect: Inspect,
 }
 
 #[derive(Debug, Default, Clone, Copy)]
@@ -97,7 +97,7 @@ fn old() -> TestGuest {
     TestGuest::new(11, 1)
 }
 
-/// Another memory, and the same devices: what its manifest says of the guest fits the old image too.
+/// Different memory with the same devices: its manifest also describes the old image's guest.
 fn new() -> TestGuest {
     TestGuest::new(22, 1)
 }
@@ -122,20 +122,20 @@ fn overwrite(directory: &Path) -> Result<(), String> {
     store(&new(), &directory.join(NAME), Existing::Replace, None)
 }
 
-/// An image as QEMU itself makes them.
-fn qemus_image(directory: &Path) -> Result<(), String> {
+/// An image as QEMU writes it.
+fn image_by_qemu(directory: &Path) -> Result<(), String> {
     old_image(directory)?;
     std::fs::remove_file(sidecar_path(&directory.join(NAME))).map_err(|error| error.to_string())
 }
 
-/// An image of the first version: no hash of its manifest in it, and no hashes of bitmaps in the manifest.
-fn first_versions_image(directory: &Path) -> Result<(), String> {
+/// An image of the first version: no seal, and no hashes of bitmaps in the manifest.
+fn image_of_first_version(directory: &Path) -> Result<(), String> {
     old_image(directory)?;
     unseal(&directory.join(NAME));
     Ok(())
 }
 
-/// Makes an image what the first version wrote.
+/// Reduces an image to the format of the first version.
 pub(crate) fn unseal(path: &Path) {
     use std::os::unix::fs::FileExt as _;
 
@@ -185,34 +185,39 @@ fn a_larger_working_set(directory: &Path) -> Result<(), String> {
 }
 
 const SCENARIOS: [Scenario; 8] = [
-    Scenario { name: "a new image", before: nothing, write: fresh, look: image },
-    Scenario { name: "an image in place of another", before: old_image, write: overwrite, look: image },
-    Scenario { name: "in place of one of QEMU's", before: qemus_image, write: overwrite, look: image },
-    Scenario { name: "in place of an old one", before: first_versions_image, write: overwrite, look: image },
-    Scenario { name: "an increment", before: a_base, write: increment, look: image },
+    Scenario { name: "a new image", before: nothing, write: fresh, inspect: image },
+    Scenario { name: "an image in place of another", before: old_image, write: overwrite, inspect: image },
+    Scenario { name: "in place of one of QEMU's", before: image_by_qemu, write: overwrite, inspect: image },
+    Scenario {
+        name: "in place of an old one",
+        before: image_of_first_version,
+        write: overwrite,
+        inspect: image,
+    },
+    Scenario { name: "an increment", before: a_base, write: increment, inspect: image },
     Scenario {
         name: "an increment in place of another",
         before: a_base_and_an_increment,
         write: overwrite_increment,
-        look: image,
+        inspect: image,
     },
-    Scenario { name: "a working set", before: nothing, write: a_working_set, look: working_set },
+    Scenario { name: "a working set", before: nothing, write: a_working_set, inspect: working_set },
     Scenario {
         name: "a working set in place of another",
         before: a_working_set,
         write: a_larger_working_set,
-        look: working_set,
+        inspect: working_set,
     },
 ];
 
-/// How a scenario is played.
+/// Options of a run.
 #[derive(Clone, Copy, Default)]
-struct Play {
+struct RunOptions {
     fault: Option<Fault>,
-    /// A step that fails.
+    /// A step that fails, and its error.
     fails: Option<(usize, Errno)>,
-    /// Another writer comes after each n-th crash.
-    after_each: Option<usize>,
+    /// Run another writer after every n-th crash.
+    writer_every: Option<usize>,
 }
 
 fn plan(fault: Option<Fault>) -> Plan {
@@ -229,56 +234,61 @@ fn copy_files(from: &Path, to: &Path) {
     }
 }
 
-/// Plays a scenario on what is in `from` and looks at every state that a crash may leave; returns what was counted, or what was
-/// found.
-fn play(scenario: &Scenario, from: &Path, play: Play, random: &mut fastrand::Rng) -> Result<Counts, String> {
-    let looks = |directory: &Path| record(plan(play.fault), || (scenario.look)(directory)).0;
+/// Runs a scenario on the files of `from` and inspects every state that a crash may leave; returns the
+/// numbers of states, or the first violation.
+fn run(
+    scenario: &Scenario,
+    from: &Path,
+    options: RunOptions,
+    random: &mut fastrand::Rng,
+) -> Result<Counts, String> {
+    let inspect = |directory: &Path| record(plan(options.fault), || (scenario.inspect)(directory)).0;
     let (work, crashed) = (directory(), directory());
     copy_files(from, work.path());
-    let before = looks(work.path());
+    let before = inspect(work.path());
     let disk = Disk::of(work.path());
-    // What it comes to without a failure.
+    // Result without a failure.
     (scenario.write)(work.path()).map_err(|error| format!("{}: {error}", scenario.name))?;
-    let after = looks(work.path());
+    let after = inspect(work.path());
     copy_files(from, work.path());
-    let plan = Plan { fails: play.fails, fault: play.fault, ..Plan::default() };
+    let plan = Plan { fails: options.fails, fault: options.fault, ..Plan::default() };
     let (written, ops) = record(plan, || (scenario.write)(work.path()));
-    let told = |what: &str, found: &Outcome| {
-        let (name, fails, fault) = (scenario.name, play.fails, play.fault);
+    let failure = |what: &str, found: &Outcome| {
+        let (name, fails, fault) = (scenario.name, options.fails, options.fault);
         format!(
-            "{name} (step that fails: {fails:?}, fault: {fault:?}): {what}: {found:?}, wanted {before:?} or {after:?}"
+            "{name} (failing step: {fails:?}, bug: {fault:?}): {what}: {found:?}, expected {before:?} or {after:?}"
         )
     };
-    let now = looks(work.path());
+    let now = inspect(work.path());
     if now != after && (written.is_ok() || now != before) {
-        return Err(told(&format!("it ended with {written:?}"), &now));
+        return Err(failure(&format!("the writer returned {written:?}"), &now));
     }
     let mut counts = Counts { runs: 1, steps: ops.len(), ..Counts::default() };
     let mut seen = BTreeSet::new();
     for done in (0..=ops.len()).rev() {
         for state in disk.states(&ops, done, random) {
-            // The end comes first: what is there after a success is judged by more than what is there on the way.
+            // From the end, since a state after success is checked more strictly.
             if !seen.insert(state.clone()) {
                 continue;
             }
             disk.make(&state, &ops, crashed.path());
             counts.states += 1;
-            let found = looks(crashed.path());
+            let found = inspect(crashed.path());
             let must_be_new = done == ops.len() && written.is_ok();
             if found != after && (must_be_new || found != before) {
                 let last = ops[..done].last();
-                return Err(told(
+                return Err(failure(
                     &format!("after {done} of {} steps ({:?}), {state:?}", ops.len(), last.map(brief)),
                     &found,
                 ));
             }
-            if play.after_each.is_some_and(|each| counts.states.is_multiple_of(each)) {
+            if options.writer_every.is_some_and(|each| counts.states.is_multiple_of(each)) {
                 counts.writers_after += 1;
                 (scenario_after(scenario).write)(crashed.path())
-                    .map_err(|error| told(&format!("the next writer after {state:?}: {error}"), &found))?;
-                let found = looks(crashed.path());
+                    .map_err(|error| failure(&format!("the next writer after {state:?}: {error}"), &found))?;
+                let found = inspect(crashed.path());
                 if found != after {
-                    return Err(told(&format!("the next writer after {state:?}"), &found));
+                    return Err(failure(&format!("the next writer after {state:?}"), &found));
                 }
             }
         }
@@ -286,7 +296,7 @@ fn play(scenario: &Scenario, from: &Path, play: Play, random: &mut fastrand::Rng
     Ok(counts)
 }
 
-/// The same, for a name that may be taken.
+/// The same scenario for a name that may exist.
 fn scenario_after(scenario: &Scenario) -> Scenario {
     let write = match scenario.name {
         "a new image" => overwrite,
@@ -303,13 +313,13 @@ fn brief(op: &Op) -> String {
     }
 }
 
-fn begun(scenario: &Scenario) -> TempDir {
+fn prepared(scenario: &Scenario) -> TempDir {
     let directory = crate::testing::directory();
     (scenario.before)(directory.path()).unwrap();
     directory
 }
 
-/// Rounds of a long run; none in an ordinary one.
+/// Number of rounds of a soak run; 0 in an ordinary one.
 fn rounds() -> u64 {
     std::env::var("TOWLINE_SOAK_CRASHES").ok().and_then(|text| text.parse().ok()).unwrap_or(0)
 }
@@ -318,31 +328,31 @@ fn rounds() -> u64 {
 fn a_crash_at_any_step_leaves_the_old_image_or_the_new_one() {
     let mut random = fastrand::Rng::with_seed(1);
     for scenario in &SCENARIOS {
-        let play_it = Play { after_each: Some(3), ..Play::default() };
-        let counts = play(scenario, begun(scenario).path(), play_it, &mut random).unwrap();
+        let options = RunOptions { writer_every: Some(3), ..RunOptions::default() };
+        let counts = run(scenario, prepared(scenario).path(), options, &mut random).unwrap();
         println!("{}: {counts:?}", scenario.name);
         assert!(counts.states >= 3 && counts.writers_after > 0, "{}: {counts:?}", scenario.name);
     }
 }
 
 #[test]
-fn a_step_that_fails_leaves_the_old_image_or_the_new_one_whatever_crashes_then() {
+fn a_failing_step_and_a_crash_leave_the_old_image_or_the_new_one() {
     let mut random = fastrand::Rng::with_seed(2);
     for scenario in &SCENARIOS {
-        let from = begun(scenario);
+        let from = prepared(scenario);
         let steps = steps(scenario, from.path());
         let mut total = Counts::default();
         for step in 0..steps {
             let errno = ERRNOS[step % ERRNOS.len()];
-            let play_it = Play { fails: Some((step, errno)), ..Play::default() };
-            total.add(play(scenario, from.path(), play_it, &mut random).unwrap());
+            let options = RunOptions { fails: Some((step, errno)), ..RunOptions::default() };
+            total.add(run(scenario, from.path(), options, &mut random).unwrap());
         }
         println!("{}: {total:?}", scenario.name);
         assert_eq!(total.runs, steps);
     }
 }
 
-/// The steps of a scenario, failed ones and those without a trace among them.
+/// Number of steps of a scenario without failures.
 fn steps(scenario: &Scenario, from: &Path) -> usize {
     let work = directory();
     copy_files(from, work.path());
@@ -352,49 +362,50 @@ fn steps(scenario: &Scenario, from: &Path) -> usize {
 }
 
 #[test]
-fn each_fault_of_earlier_versions_is_found_when_it_is_put_back() {
+fn each_bug_of_earlier_versions_is_detected() {
     let mut random = fastrand::Rng::with_seed(3);
     let mut crashes = |scenario: &Scenario, fault| {
-        let play_it = Play { fault: Some(fault), ..Play::default() };
-        play(scenario, begun(scenario).path(), play_it, &mut random).map(drop)
+        let options = RunOptions { fault: Some(fault), ..RunOptions::default() };
+        run(scenario, prepared(scenario).path(), options, &mut random).map(drop)
     };
     let over = &SCENARIOS[1];
     let found = |fault: Fault, result: Result<(), String>| match result {
-        Ok(()) => panic!("{fault:?} is not found"),
+        Ok(()) => panic!("{fault:?} is not detected"),
         Err(text) => println!("{fault:?}: {}", &text[..text.len().min(300)]),
     };
     for fault in [Fault::ManifestFirst, Fault::FileNotSynced, Fault::DirectoryNotSynced, Fault::SealIgnored] {
         found(fault, crashes(over, fault));
     }
     found(Fault::SidecarInPlace, crashes(&SCENARIOS[7], Fault::SidecarInPlace));
-    found(Fault::ReplacedUnseen, races(over, Some(Fault::ReplacedUnseen)).map(drop));
-    let from = begun(over);
+    found(Fault::ReplacedUnchecked, races(over, Some(Fault::ReplacedUnchecked)).map(drop));
+    let from = prepared(over);
     let fails = (0..steps(over, from.path())).find_map(|step| {
         let fails = Some((step, Errno::IO));
-        let play_it = Play { fault: Some(Fault::PendingRemoved), fails, ..Play::default() };
-        play(over, from.path(), play_it, &mut random).err()
+        let options =
+            RunOptions { fault: Some(Fault::StagedManifestRemoved), fails, ..RunOptions::default() };
+        run(over, from.path(), options, &mut random).err()
     });
-    found(Fault::PendingRemoved, fails.map_or(Ok(()), Err));
+    found(Fault::StagedManifestRemoved, fails.map_or(Ok(()), Err));
 }
 
-/// The long run: other guests each round, every step failing with every error, and a second writer after each crash, which is
-/// crashed as well.
+/// Soak test: other guests in each round, every step failing with some error, and a second writer after each
+/// crash, which crashes too.
 #[test]
 fn crashes_of_writers_after_crashes() {
     let mut total = Counts::default();
     for round in 0..rounds() {
         let mut random = fastrand::Rng::with_seed(round);
         for scenario in &SCENARIOS {
-            let from = begun(scenario);
-            let play_it = Play { after_each: Some(1), ..Play::default() };
-            total.add(play(scenario, from.path(), play_it, &mut random).unwrap());
+            let from = prepared(scenario);
+            let options = RunOptions { writer_every: Some(1), ..RunOptions::default() };
+            total.add(run(scenario, from.path(), options, &mut random).unwrap());
             for step in 0..steps(scenario, from.path()) {
-                let play_it = Play {
+                let options = RunOptions {
                     fails: Some((step, ERRNOS[random.usize(..ERRNOS.len())])),
-                    after_each: Some(5),
-                    ..Play::default()
+                    writer_every: Some(5),
+                    ..RunOptions::default()
                 };
-                total.add(play(scenario, from.path(), play_it, &mut random).unwrap());
+                total.add(run(scenario, from.path(), options, &mut random).unwrap());
             }
             total.add(after_crashes(scenario, from.path(), &mut random).unwrap());
         }
@@ -402,7 +413,7 @@ fn crashes_of_writers_after_crashes() {
     }
 }
 
-/// Plays a scenario again from each state that a crash of it may leave.
+/// Runs a scenario again from each state that a crash of it may leave.
 fn after_crashes(scenario: &Scenario, from: &Path, random: &mut fastrand::Rng) -> Result<Counts, String> {
     let (work, crashed) = (directory(), directory());
     copy_files(from, work.path());
@@ -414,24 +425,24 @@ fn after_crashes(scenario: &Scenario, from: &Path, random: &mut fastrand::Rng) -
     let (again, mut total) = (scenario_after(scenario), Counts::default());
     for state in states {
         disk.make(&state, &ops, crashed.path());
-        total.add(play(&again, crashed.path(), Play::default(), random)?);
+        total.add(run(&again, crashed.path(), RunOptions::default(), random)?);
     }
     Ok(total)
 }
 
 #[test]
-fn a_manifest_that_waits_for_its_name_is_found_and_gets_it_from_the_next_writer() {
+fn a_staged_manifest_is_found_and_renamed_by_the_next_writer() {
     let directory = crate::testing::directory();
     let path = directory.path().join(NAME);
     old().store(&path, Existing::Refuse, None).unwrap();
-    let pending = pending_path(&path);
+    let pending = staged_path(&path);
     std::fs::rename(sidecar_path(&path), &pending).unwrap();
     store(&new(), &directory.path().join("other.img"), Existing::Refuse, None).unwrap();
     std::fs::rename(sidecar_path(&directory.path().join("other.img")), sidecar_path(&path)).unwrap();
     let image = Image::open(&path).unwrap();
     image.verify(1, &|_| {}).unwrap();
     assert_eq!(image.manifest_path().as_deref(), Some(&*pending));
-    // A writer that gives up has put it in order all the same.
+    // Even a writer that is dropped completes the rename.
     drop(new().write(&path, Existing::Replace, None).unwrap());
     let image = Image::open(&path).unwrap();
     image.verify(1, &|_| {}).unwrap();

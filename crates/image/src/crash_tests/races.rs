@@ -1,4 +1,5 @@
-//! Others at work on the same names: another image comes, a base goes, a reader opens, a name belongs to something else.
+//! Concurrent changes of the same names: another image is renamed to them, a base is removed, a reader opens,
+//! a name is used by another file.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -7,25 +8,25 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use super::{
-    NAME, Outcome, SCENARIOS, Scenario, a_working_set, begun, copy_files, image, new, old, steps, store,
+    NAME, Outcome, SCENARIOS, Scenario, a_working_set, copy_files, image, new, old, prepared, steps, store,
 };
 use crate::atomic_file;
-use crate::beside::pending_path;
 use crate::journal::{Fault, Op, Plan, record};
 use crate::manifest::sidecar_path;
+use crate::sidecar::staged_path;
 use crate::testing::{TestGuest, directory};
 use crate::{Error, Existing, Image};
 
-/// For anything that must come.
-const WITHIN: Duration = Duration::from_secs(60);
+/// Deadline for concurrent operations.
+const DEADLINE: Duration = Duration::from_secs(60);
 
-/// An image that somebody else moves to the name, with its manifest.
-struct Foreign {
+/// An image that another program moves to the name, with its manifest.
+struct OtherImage {
     directory: TempDir,
     outcome: Outcome,
 }
 
-impl Foreign {
+impl OtherImage {
     fn new() -> Self {
         let directory = crate::testing::directory();
         store(&TestGuest::new(77, 1), &directory.path().join(NAME), Existing::Refuse, None).unwrap();
@@ -40,7 +41,7 @@ impl Foreign {
 
     /// Moves one of its files to a path.
     fn moves(&self, part: fn(&Path) -> PathBuf, to: PathBuf) -> Box<dyn FnOnce()> {
-        let (from, way) = (part(&self.directory.path().join(NAME)), to.with_extension("on-its-way"));
+        let (from, way) = (part(&self.directory.path().join(NAME)), to.with_extension("moving"));
         Box::new(move || {
             std::fs::copy(from, &way).unwrap();
             std::fs::rename(way, to).unwrap();
@@ -48,9 +49,10 @@ impl Foreign {
     }
 }
 
-/// Plays all the moments at which the files of another image may come. Whichever has the name at the end is complete.
+/// Runs a scenario with the files of another image arriving at all pairs of steps. The image that has the
+/// name at the end must be complete.
 pub(super) fn races(scenario: &Scenario, fault: Option<Fault>) -> Result<usize, String> {
-    let (from, work, foreign) = (begun(scenario), directory(), Foreign::new());
+    let (from, work, foreign) = (prepared(scenario), directory(), OtherImage::new());
     let directory = work.path();
     let steps = steps(scenario, from.path());
     let whole = {
@@ -61,22 +63,21 @@ pub(super) fn races(scenario: &Scenario, fault: Option<Fault>) -> Result<usize, 
     let mut runs = 0;
     let mut one = |moments: [usize; 2], image_first: bool| {
         copy_files(from.path(), directory);
-        let parts: [fn(&Path) -> PathBuf; 2] = match image_first {
-            true => [Path::to_owned, sidecar_path],
-            false => [sidecar_path, Path::to_owned],
-        };
+        let parts: [fn(&Path) -> PathBuf; 2] =
+            if image_first { [Path::to_owned, sidecar_path] } else { [sidecar_path, Path::to_owned] };
         let comes = |index: usize| (moments[index], foreign.comes(directory, parts[index]));
         let plan = Plan { before: vec![comes(0), comes(1)], fault, ..Plan::default() };
         let (written, _) = record(plan, || (scenario.write)(directory));
         runs += 1;
         let found = image(directory);
-        match found == foreign.outcome || (written.is_ok() && found == whole) {
-            true => Ok(()),
-            false => Err(format!("{}: moments {moments:?}, {written:?}: {found:?}", scenario.name)),
+        if found == foreign.outcome || (written.is_ok() && found == whole) {
+            Ok(())
+        } else {
+            Err(format!("{}: moments {moments:?}, {written:?}: {found:?}", scenario.name))
         }
     };
     for first in 0..steps {
-        // Both at once, in either order; and the manifest long before its image.
+        // Both at once, in either order; and the manifest some steps before its image.
         one([first, first], true)?;
         one([first, first], false)?;
         for second in (first + 1..steps).filter(|_| first + 24 >= steps) {
@@ -87,7 +88,7 @@ pub(super) fn races(scenario: &Scenario, fault: Option<Fault>) -> Result<usize, 
 }
 
 #[test]
-fn whoever_takes_the_name_meanwhile_has_a_complete_image_or_is_replaced_by_one() {
+fn an_image_moved_to_the_name_meanwhile_stays_complete_or_is_replaced() {
     for scenario in &SCENARIOS[..2] {
         let runs = races(scenario, None).unwrap();
         println!("{}: {runs} races", scenario.name);
@@ -95,39 +96,40 @@ fn whoever_takes_the_name_meanwhile_has_a_complete_image_or_is_replaced_by_one()
     }
 }
 
-/// What somebody does to a base.
+/// A concurrent change of a base.
 #[derive(Debug, Clone, Copy)]
-enum Event {
-    Goes,
-    Changes,
+enum BaseChange {
+    Removed,
+    Replaced,
 }
 
-impl Event {
-    fn happens(self, directory: &Path, other: &Foreign) -> Vec<Box<dyn FnOnce()>> {
+impl BaseChange {
+    fn actions(self, directory: &Path, other: &OtherImage) -> Vec<Box<dyn FnOnce()>> {
         let base = directory.join("base.img");
         match self {
-            Self::Goes => {
+            Self::Removed => {
                 vec![Box::new(move || std::fs::rename(&base, base.with_extension("gone")).unwrap())]
             }
-            Self::Changes => [sidecar_path, Path::to_owned as fn(&Path) -> PathBuf]
+            Self::Replaced => [sidecar_path, Path::to_owned as fn(&Path) -> PathBuf]
                 .map(|part| other.moves(part, part(&base)))
                 .into(),
         }
     }
 }
 
-/// How often an increment ended up without its base, and how often as a whole image instead, whatever the moment.
-fn without_base(event: Event, fault: Option<Fault>) -> [usize; 2] {
-    let (scenario, other) = (&SCENARIOS[4], Foreign::new());
-    let from = begun(scenario);
+/// Numbers of steps at which the change leaves an increment without its base, and at which it leads to a
+/// whole image.
+fn without_base(event: BaseChange, fault: Option<Fault>) -> [usize; 2] {
+    let (scenario, other) = (&SCENARIOS[4], OtherImage::new());
+    let from = prepared(scenario);
     let (steps, [mut broken, mut whole]) = (steps(scenario, from.path()), [0; 2]);
     for moment in 0..steps - 1 {
         let work = directory();
         copy_files(from.path(), work.path());
-        let before = event.happens(work.path(), &other).into_iter().map(|event| (moment, event)).collect();
+        let before = event.actions(work.path(), &other).into_iter().map(|event| (moment, event)).collect();
         let plan = Plan { before, fault, ..Plan::default() };
         let (written, ops) = record(plan, || (scenario.write)(work.path()));
-        // Once it has its name it is an increment like any other, whose base has to stay.
+        // After the rename the increment's base must stay, as for any other.
         let named = ops.iter().position(|op| matches!(op, Op::Rename { to, .. } if to == NAME));
         if named.is_some_and(|named| moment > named) {
             break;
@@ -140,29 +142,29 @@ fn without_base(event: Event, fault: Option<Fault>) -> [usize; 2] {
             Err(error) => assert!(!work.path().join(NAME).exists(), "{moment}: {error}"),
         }
     }
-    println!("{event:?}, {fault:?}: of {steps} moments {broken} leave no image, {whole} a whole one");
+    println!("{event:?}, {fault:?}: of {steps} steps {broken} leave no readable image, {whole} a whole one");
     [broken, whole]
 }
 
 #[test]
-fn a_base_that_goes_away_meanwhile_makes_the_image_a_whole_one() {
-    for event in [Event::Goes, Event::Changes] {
+fn an_increment_becomes_whole_if_its_base_changes_meanwhile() {
+    for event in [BaseChange::Removed, BaseChange::Replaced] {
         let [broken, whole] = without_base(event, None);
-        // Two: between the last look and the rename, which only another program can hit.
+        // Two: between the last check and the rename.
         assert!(broken <= 2 && whole > 5, "{event:?}: {broken} broken, {whole} whole");
-        let [broken, _] = without_base(event, Some(Fault::BaseNotSeenAgain));
-        assert!(broken > 10, "{event:?}: the fault is not found");
+        let [broken, _] = without_base(event, Some(Fault::BaseNotRechecked));
+        assert!(broken > 10, "{event:?}: the bug is not detected");
     }
 }
 
 #[test]
-fn whoever_opens_an_image_while_it_is_replaced_gets_one_of_both() {
+fn an_image_opened_during_its_replacement_is_complete() {
     let directory = crate::testing::directory();
     let path = directory.path().join(NAME);
     let guests = [old(), new()];
     store(&guests[0], &path, Existing::Refuse, None).unwrap();
     let (done, opened) = (AtomicBool::new(false), AtomicUsize::new(0));
-    let deadline = Instant::now() + WITHIN;
+    let deadline = Instant::now() + DEADLINE;
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
@@ -192,7 +194,7 @@ fn a_base_is_not_replaced_while_an_increment_is_stored_on_it() {
     let ours = format!("process {} (", std::process::id());
     assert!(error.contains("base.img is in use: ") && error.contains(&ours), "{error}");
     drop(writer);
-    // And the other way round.
+    // And vice versa.
     let writer = new().write(&base, Existing::Replace, None).unwrap();
     let error = new().write(&next, Existing::Refuse, Some(&base)).unwrap_err();
     assert!(matches!(&error, Error::BaseBusy { path, .. } if *path == base), "{error}");
@@ -201,7 +203,7 @@ fn a_base_is_not_replaced_while_an_increment_is_stored_on_it() {
 }
 
 #[test]
-fn names_and_files_that_are_parts_of_other_images_are_left_alone() {
+fn reserved_names_and_files_of_other_kinds_are_refused() {
     let directory = crate::testing::directory();
     let path = directory.path().join(NAME);
     old().store(&path, Existing::Refuse, None).unwrap();
@@ -212,22 +214,22 @@ fn names_and_files_that_are_parts_of_other_images_are_left_alone() {
         let is_reserved = matches!(&error, Error::AtomicFile(atomic_file::Error::Reserved { .. }));
         assert!(is_reserved, "{name}: {error}");
     }
-    for part in [sidecar_path(&path), pending_path(&path)] {
+    for part in [sidecar_path(&path), staged_path(&path)] {
         let theirs = std::fs::read(&part).ok();
-        std::fs::write(&part, "somebody's letters").unwrap();
+        std::fs::write(&part, "other content").unwrap();
         let error = new().write(&path, Existing::Replace, None).unwrap_err();
         let is_foreign =
             matches!(&error, Error::AtomicFile(atomic_file::Error::Foreign { path, .. }) if *path == part);
         assert!(is_foreign, "{error}");
-        assert_eq!(std::fs::read(&part).unwrap(), b"somebody's letters");
+        assert_eq!(std::fs::read(&part).unwrap(), b"other content");
         match theirs {
             Some(bytes) => std::fs::write(&part, bytes).unwrap(),
             None => std::fs::remove_file(&part).unwrap(),
         }
     }
     let set = directory.path().join("guest.img.working-set.json");
-    std::fs::write(&set, "somebody's letters").unwrap();
+    std::fs::write(&set, "other content").unwrap();
     assert!(a_working_set(directory.path()).unwrap_err().contains("is not a working set"));
-    assert_eq!(std::fs::read(&set).unwrap(), b"somebody's letters");
+    assert_eq!(std::fs::read(&set).unwrap(), b"other content");
     Image::open(&path).unwrap().verify(1, &|_| {}).unwrap();
 }

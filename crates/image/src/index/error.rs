@@ -1,68 +1,68 @@
-//! What can be wrong with an index.
+//! Errors of indexes.
 
-/// Why an index cannot be used or written.
+/// Failure to read or write an index.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// It is some other object.
-    #[error("this is no index of an image, which begins with \"towline-index\"; correct the name")]
-    NoIndex,
-    /// It is newer than this program.
+    /// The object is of another kind.
+    #[error("not the index of an image, which begins with \"towline-index\"; correct the name")]
+    NotAnIndex,
+    /// The index is newer than this program.
     #[error(
         "the index has version {found}, this towline reads 1 to {known}; use a towline that is as new as the one that made it"
     )]
     Version {
         /// Its version.
         found: u32,
-        /// The newest that is known here.
+        /// Newest version that this program supports.
         known: u32,
     },
-    /// It ends too early.
-    #[error("the index is truncated: it ends behind {found} bytes; store the guest again")]
+    /// The index ends too early.
+    #[error("the index is truncated: it ends after {found} bytes; store the guest again")]
     Truncated {
-        /// Its bytes.
+        /// Its length in bytes.
         found: u64,
     },
-    /// It is larger than any.
+    /// The index exceeds the size limit.
     #[error(
-        "the index has {found} bytes before compression, at most {limit} are taken: is the guest really that large?"
+        "the index has {found} bytes before compression, at most {limit} are allowed; check the size of the guest"
     )]
     TooLarge {
-        /// Its bytes.
+        /// Its length in bytes.
         found: u64,
         /// The limit.
         limit: u64,
     },
-    /// Its compressed part is not what was written.
+    /// The compressed content is damaged.
     #[error("the index is damaged or truncated: {why}; store the guest again")]
     Content {
-        /// What is wrong.
+        /// The error.
         why: String,
     },
-    /// Its head is not what was written.
+    /// The head is malformed.
     #[error("the index's head cannot be read: {why}; store the guest again")]
     Head {
-        /// The field or place, and what is wrong there.
+        /// The field or position, and the error there.
         why: String,
     },
-    /// A number contradicts a limit.
+    /// A number exceeds a limit.
     #[error("the index is inconsistent: {field} is {found}, expected {expected}; store the guest again")]
     Field {
-        /// Which.
+        /// The field.
         field: String,
-        /// What it says.
+        /// Its value.
         found: u64,
-        /// What it may say.
+        /// Permitted values.
         expected: String,
     },
-    /// It has not a name for each chunk.
+    /// The number of names differs from that of the chunks.
     #[error(
         "the index is inconsistent: it names {found} chunks, its blocks have {expected}; store the guest again"
     )]
     Names {
-        /// How many it has.
+        /// Number of names.
         found: u64,
-        /// How many the lengths call for.
+        /// Number of chunks of the blocks.
         expected: u64,
     },
 }

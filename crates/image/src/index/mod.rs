@@ -1,21 +1,23 @@
-//! The index of an image in an object store: what the guest is, and the name of every chunk of its memory.
+//! The index of an image in an object store: a description of the guest, and the names of all chunks of its
+//! memory.
 //!
-//! What it is not: it reads and writes no store, and holds no memory. It is written last, so that an index that is there
-//! names only chunks that are there.
+//! This module accesses no store and contains no memory. An index is written last, so that a present index
+//! only names chunks that are present.
 //!
 //! ```text
-//!   16 bytes  "towline-index\r\n\0"       so that a transfer as text is told
+//!   16 bytes  "towline-index\r\n\0"       detects a transfer as text
 //!   le32      version (1)
-//!   le64      n, bytes of the content before compression
+//!   le64      length of the content before compression
 //!   32 bytes  BLAKE3 of the content
 //!   zstd      content: le32 length of the head · head (JSON) · a name for each chunk
 //! ```
 //!
-//! A chunk's name is the BLAKE3 of its bytes, 32 bytes; 32 bytes of zero are a chunk of zeros, which is not stored. The
-//! names stand in the order of the block list, and behind them those of the device state, which has chunks too.
+//! A chunk's name is the BLAKE3 of its bytes, 32 bytes; 32 zero bytes denote a chunk of zeros, which is not
+//! stored. The names are in the order of the block list, followed by those of the device state, which is
+//! stored in chunks too.
 //!
-//! An index is somebody's object. [`Index::parse`] takes no more memory than its limits say, and what it returns is
-//! consistent: names fit lengths, lengths keep the protocol's limits.
+//! An index is untrusted. [`Index::parse`] uses no more memory than its limits allow, and its result is
+//! consistent: the names match the lengths, which are within the protocol's limits.
 
 mod error;
 #[cfg(test)]
@@ -31,54 +33,54 @@ pub use error::Error;
 use crate::manifest::{Digest, Timestamp};
 use crate::{ChunkHash, Origin};
 
-/// What an index begins with.
+/// First bytes of an index.
 pub const MAGIC: [u8; 16] = *b"towline-index\r\n\0";
-/// The version that is written, and the newest that is read.
+/// Version that is written, and newest that can be read.
 pub const VERSION: u32 = 1;
-/// Largest index before compression: a guest of 2 TiB in chunks of 256 KiB, or of 512 GiB in the smallest.
+/// Maximum length of the content: a guest of 2 TiB in chunks of 256 KiB, or of 512 GiB in the smallest.
 pub const CONTENT_BYTES_MAX: u64 = 256 << 20;
-/// Largest index as it is stored: names do not compress.
+/// Maximum length of a stored index: names are incompressible.
 pub const INDEX_BYTES_MAX: u64 = CONTENT_BYTES_MAX + (1 << 20);
-/// Largest head: the protocol's most blocks, with names of 255 bytes, all of them escaped.
+/// Maximum length of the head: the protocol's maximum of blocks with names of 255 bytes, all of them escaped.
 pub const HEAD_BYTES_MAX: usize = 8 << 20;
-/// Smallest chunk.
+/// Smallest chunk size.
 pub const CHUNK_BYTES_MIN: u64 = 64 << 10;
-/// Largest chunk.
+/// Largest chunk size.
 pub const CHUNK_BYTES_MAX: u64 = 4 << 20;
 
-/// Everything before the compressed content.
+/// Length of everything before the compressed content.
 const FRAME_BYTES: usize = MAGIC.len() + 4 + 8 + 32;
-/// Names compress not at all, tables of zeros and the head very well, and fast.
+/// zstd level: names are incompressible, tables of zeros and the head compress well at any level.
 const LEVEL: i32 = 3;
-/// A name's bytes.
+/// Length of a name.
 const NAME_BYTES: usize = 32;
 
 /// An image's index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Index {
     head: Head,
-    /// For each block, and then for the device state.
+    /// By block, then those of the device state.
     names: Vec<Vec<ChunkHash>>,
 }
 
-/// What an index is made of.
+/// Values from which an index is made.
 #[derive(Debug)]
 pub struct Contents<'a> {
-    /// Machine type and what else begins the stream.
+    /// Header of the stream.
     pub configuration: &'a Configuration,
-    /// The number of the stream's `ram` sections.
+    /// Section id of the stream's `ram` sections.
     pub section_id: u32,
-    /// Where the guest came from.
+    /// Origin of the guest.
     pub origin: &'a Origin,
-    /// A power of two from [`CHUNK_BYTES_MIN`] to [`CHUNK_BYTES_MAX`].
+    /// Chunk size, a power of two from [`CHUNK_BYTES_MIN`] to [`CHUNK_BYTES_MAX`].
     pub chunk_bytes: u64,
     /// The block list.
     pub blocks: &'a [RamBlock],
-    /// For each block the names of its chunks.
+    /// Names of the chunks, by block.
     pub names: Vec<Vec<ChunkHash>>,
     /// The device state.
     pub device_state: &'a [u8],
-    /// The names of its chunks.
+    /// Names of its chunks.
     pub device_state_names: Vec<ChunkHash>,
 }
 
@@ -113,10 +115,10 @@ struct State {
 }
 
 impl Index {
-    /// The index of an image whose chunks are all stored.
+    /// Creates the index of an image whose chunks are stored.
     ///
     /// # Panics
-    /// If there is not a name for each chunk.
+    /// If the number of names differs from that of the chunks.
     pub fn new(contents: Contents<'_>) -> Self {
         let Contents { configuration, blocks, device_state, .. } = contents;
         let head = Head {
@@ -142,10 +144,10 @@ impl Index {
         Self { head, names }
     }
 
-    /// Its bytes.
+    /// Encodes the index.
     ///
     /// # Errors
-    /// It is larger than any reader takes.
+    /// It is larger than any reader accepts.
     pub fn encode(&self) -> Result<Vec<u8>, Error> {
         let head = serde_json::to_vec(&self.head).map_err(|error| Error::Head { why: error.to_string() })?;
         let count: usize = self.names.iter().map(Vec::len).sum();
@@ -173,17 +175,17 @@ impl Index {
         Ok(bytes)
     }
 
-    /// Reads an index.
+    /// Parses an index.
     ///
     /// # Errors
-    /// It is none, is newer than this program, damaged, cut off or inconsistent.
+    /// The object is not an index, is newer than this program, damaged, truncated or inconsistent.
     pub fn parse(bytes: &[u8]) -> Result<Self, Error> {
         let content = content(bytes)?;
         let truncated = || Error::Content { why: "it ends inside the head".into() };
         let (length, rest) = content.split_first_chunk::<4>().ok_or_else(truncated)?;
         let length = u32::from_le_bytes(*length) as usize;
         if length > HEAD_BYTES_MAX {
-            let why = format!("its head has {length} bytes, at most {HEAD_BYTES_MAX} are taken");
+            let why = format!("its head has {length} bytes, at most {HEAD_BYTES_MAX} are allowed");
             return Err(Error::Head { why });
         }
         let (head, table) = rest.split_at_checked(length).ok_or_else(truncated)?;
@@ -202,7 +204,7 @@ impl Index {
         Ok(Self { head, names })
     }
 
-    /// Machine type and what else begins the stream.
+    /// Header of the stream.
     pub fn configuration(&self) -> Configuration {
         Configuration {
             machine_type: self.head.machine_type.clone(),
@@ -212,7 +214,7 @@ impl Index {
         }
     }
 
-    /// The number of the stream's `ram` sections.
+    /// Section id of the stream's `ram` sections.
     pub fn section_id(&self) -> u32 {
         self.head.section_id
     }
@@ -223,12 +225,12 @@ impl Index {
         self.head.blocks.iter().map(block).collect()
     }
 
-    /// How many bytes a chunk covers; the last of a block may cover less.
+    /// Chunk size; the last chunk of a block may be shorter.
     pub fn chunk_bytes(&self) -> u64 {
         self.head.chunk_size
     }
 
-    /// The names of a block's chunks.
+    /// Names of a block's chunks.
     ///
     /// # Panics
     /// If there is no such block.
@@ -237,17 +239,17 @@ impl Index {
         &self.names[block.index()]
     }
 
-    /// The names of the device state's chunks.
+    /// Names of the device state's chunks.
     pub fn device_state_names(&self) -> &[ChunkHash] {
         self.names.last().map_or(&[], Vec::as_slice)
     }
 
-    /// The device state's length in bytes, and its BLAKE3.
+    /// Length of the device state in bytes, and its BLAKE3.
     pub fn device_state(&self) -> (u64, Digest) {
         (self.head.device_state.length, self.head.device_state.blake3)
     }
 
-    /// Every name in it, of memory and device state.
+    /// All names, of memory and device state.
     pub fn all_names(&self) -> impl Iterator<Item = [u8; 32]> + '_ {
         self.names.iter().flatten().filter_map(|name| match name {
             ChunkHash::Zero => None,
@@ -255,19 +257,19 @@ impl Index {
         })
     }
 
-    /// When the image was made.
+    /// Time at which the image was made.
     pub fn created(&self) -> Timestamp {
         self.head.created
     }
 
-    /// Where the guest came from.
+    /// Origin of the guest.
     pub fn origin(&self) -> &Origin {
         &self.head.origin
     }
 }
 
 impl Head {
-    /// How many chunks each block and the device state have.
+    /// Numbers of chunks of each block and of the device state.
     fn counts(&self) -> Vec<u64> {
         let lengths = self.blocks.iter().map(|block| block.length).chain([self.device_state.length]);
         lengths.map(|length| length.div_ceil(self.chunk_size)).collect()
@@ -317,14 +319,14 @@ impl Head {
     }
 }
 
-/// The content behind the frame, decompressed and compared with its hash.
+/// Decompresses the content and compares it with its hash.
 fn content(bytes: &[u8]) -> Result<Vec<u8>, Error> {
     let truncated = Error::Truncated { found: bytes.len() as u64 };
     let Some((magic, rest)) = bytes.split_first_chunk::<16>() else {
-        return Err(if MAGIC.starts_with(bytes) { truncated } else { Error::NoIndex });
+        return Err(if MAGIC.starts_with(bytes) { truncated } else { Error::NotAnIndex });
     };
     if *magic != MAGIC {
-        return Err(Error::NoIndex);
+        return Err(Error::NotAnIndex);
     }
     let Some((version, rest)) = rest.split_first_chunk::<4>() else { return Err(truncated) };
     let version = u32::from_le_bytes(*version);
@@ -337,7 +339,7 @@ fn content(bytes: &[u8]) -> Result<Vec<u8>, Error> {
     if length > CONTENT_BYTES_MAX {
         return Err(Error::TooLarge { found: length, limit: CONTENT_BYTES_MAX });
     }
-    // What the frame claims is believed only as far as its compressed form can bear.
+    // The announced length must be possible for the compressed content.
     let bound = zstd::bulk::Decompressor::upper_bound(compressed);
     if bound.is_some_and(|bound| (bound as u64) < length) {
         return Err(Error::Truncated { found: bytes.len() as u64 });
@@ -345,7 +347,7 @@ fn content(bytes: &[u8]) -> Result<Vec<u8>, Error> {
     let content = zstd::bulk::decompress(compressed, length as usize);
     let content = content.map_err(|error| Error::Content { why: error.to_string() })?;
     if content.len() as u64 != length || Digest::of(&content) != Digest(*hash) {
-        return Err(Error::Content { why: "its BLAKE3 is another".into() });
+        return Err(Error::Content { why: "its BLAKE3 differs".into() });
     }
     Ok(content)
 }

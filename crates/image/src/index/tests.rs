@@ -32,7 +32,7 @@ fn index() -> Index {
 }
 
 #[test]
-fn what_is_written_is_read() {
+fn a_written_index_is_read_back() {
     let written = index();
     let read = Index::parse(&written.encode().unwrap()).unwrap();
     assert_eq!(read, written);
@@ -44,7 +44,7 @@ fn what_is_written_is_read() {
 }
 
 #[test]
-fn an_index_that_is_cut_anywhere_is_refused() {
+fn an_index_truncated_anywhere_is_refused() {
     let bytes = index().encode().unwrap();
     for length in 0..bytes.len() {
         let error = Index::parse(&bytes[..length]).unwrap_err().to_string();
@@ -59,7 +59,7 @@ fn an_index_with_any_bit_flipped_is_refused() {
     for bit in 0..8 * bytes.len() {
         let mut flipped = bytes.clone();
         flipped[bit / 8] ^= 1 << (bit % 8);
-        // The frame of zstd has a bit or two that say nothing; whatever is read is what was written.
+        // A bit or two of zstd's frame have no meaning; whatever is read equals what was written.
         if let Ok(read) = Index::parse(&flipped) {
             assert_eq!(read, written, "bit {bit}");
         }
@@ -67,8 +67,8 @@ fn an_index_with_any_bit_flipped_is_refused() {
 }
 
 #[test]
-fn other_objects_and_newer_versions_are_told() {
-    assert!(matches!(Index::parse(b"{\"format\": \"something else\"}"), Err(Error::NoIndex)));
+fn other_objects_and_newer_versions_are_refused() {
+    assert!(matches!(Index::parse(b"{\"format\": \"something else\"}"), Err(Error::NotAnIndex)));
     let mut bytes = index().encode().unwrap();
     bytes[16] = 2;
     assert!(matches!(Index::parse(&bytes), Err(Error::Version { found: 2, known: 1 })));
@@ -78,7 +78,7 @@ fn other_objects_and_newer_versions_are_told() {
 }
 
 #[test]
-fn names_must_fit_the_lengths() {
+fn the_number_of_names_must_match_the_lengths() {
     let mut odd = index();
     odd.names[0].pop();
     let error = Index::parse(&odd.encode().unwrap()).unwrap_err();
@@ -94,7 +94,7 @@ fn names_must_fit_the_lengths() {
 
 proptest! {
     #[test]
-    fn no_bytes_make_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300), whole in any::<bool>()) {
+    fn arbitrary_bytes_are_refused_without_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300), whole in any::<bool>()) {
         let mut input = index().encode().unwrap();
         if whole { input.truncate(FRAME_BYTES); input.extend(bytes) } else { input = bytes }
         prop_assert!(Index::parse(&input).is_err());

@@ -1,4 +1,4 @@
-//! Whether a manifest is consistent, and whether it is its image's.
+//! Checks that a manifest is consistent and belongs to its image.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -6,30 +6,30 @@ use std::path::Path;
 use towline_protocol::limits;
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::error::shown;
-use super::{Block, Digest, Error, Found, Manifest, Result, VERSION, sidecar_path};
+use super::error::truncated;
+use super::{Block, Digest, Error, ImageFacts, Manifest, Result, VERSION, sidecar_path};
 use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::journal::{self, Fault};
 
-/// What Linux takes as a path.
+/// Linux's limit for paths.
 const BASE_PATH_BYTES_MAX: usize = 4096;
 
-/// A page bitmap as it was found.
+/// Hash and page count of a page bitmap.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Bitmap {
-    /// The hash of its bytes.
+pub(crate) struct BitmapSummary {
+    /// Hash of its bytes.
     pub(crate) blake3: Digest,
-    /// The bits that are set.
+    /// Number of set bits.
     pub(crate) plain_pages: u64,
 }
 
 impl Manifest {
-    /// Compares the manifest of `image` with what was found there: whether they belong together, and whether the device
-    /// state is the one that was stored.
+    /// Checks that the manifest belongs to `image` with these properties, and that the device state is the
+    /// stored one.
     ///
     /// # Errors
-    /// Which of the two does not fit the other, and where.
-    pub fn check(&self, image: &Path, found: &Found<'_>) -> Result<()> {
+    /// The first difference.
+    pub fn check(&self, image: &Path, found: &ImageFacts<'_>) -> Result<()> {
         let path = sidecar_path(image);
         self.check_guest(&path, found)?;
         let (length, expected) = (found.image_bytes, self.image.length);
@@ -45,7 +45,7 @@ impl Manifest {
         Err(Error::OtherImage { path, image: image.into(), found, expected })
     }
 
-    /// Compares what the image says of its manifest's text with the hash of that text, which was read at `path`.
+    /// Compares the seal in the image with the hash of the manifest's text, which was read at `path`.
     ///
     /// # Errors
     /// [`Error::Seal`] and [`Error::NoSeal`].
@@ -54,7 +54,7 @@ impl Manifest {
         image: &Path,
         path: &Path,
         text: Digest,
-        found: &Found<'_>,
+        found: &ImageFacts<'_>,
     ) -> Result<()> {
         let (path, image) = (path.to_owned(), image.to_owned());
         match (found.seal, self.image.seal) {
@@ -67,11 +67,11 @@ impl Manifest {
         }
     }
 
-    /// Compares a block's page bitmap, whose bytes have this hash, in which so many pages have content.
+    /// Compares a block's page bitmap with the manifest.
     ///
     /// # Errors
     /// [`Error::Bitmap`], [`Error::PageCount`].
-    pub(crate) fn check_bitmap(&self, image: &Path, block: usize, found: Bitmap) -> Result<()> {
+    pub(crate) fn check_bitmap(&self, image: &Path, block: usize, found: BitmapSummary) -> Result<()> {
         let stored = &self.blocks[block];
         let (path, name) = (sidecar_path(image), stored.name.clone());
         match stored.bitmap {
@@ -93,7 +93,7 @@ impl Manifest {
         }
     }
 
-    /// Compares the hash of the device state with that of these bytes.
+    /// Compares the hash of the device state with that of `bytes`.
     ///
     /// # Errors
     /// [`Error::DeviceState`].
@@ -106,7 +106,7 @@ impl Manifest {
         Err(Error::DeviceState { path: sidecar_path(image), image: image.into(), place, found, expected })
     }
 
-    /// Names the device whose part is not what it was, if it is one alone; empty if that cannot be told.
+    /// Names the only device whose state differs; empty if several do or the hashes are missing.
     fn changed_device(&self, bytes: &[u8]) -> String {
         let state = &self.device_state;
         let ends = state.devices.iter().skip(1).map(|device| device.offset).chain([state.length]);
@@ -125,9 +125,9 @@ impl Manifest {
         }
     }
 
-    fn check_guest(&self, path: &Path, found: &Found<'_>) -> Result<()> {
+    fn check_guest(&self, path: &Path, found: &ImageFacts<'_>) -> Result<()> {
         let differs = |field: String, found: &dyn Display, expected: &dyn Display| {
-            let (found, expected) = (shown(&found.to_string()), shown(&expected.to_string()));
+            let (found, expected) = (truncated(&found.to_string()), truncated(&expected.to_string()));
             Err(Error::Differs { path: path.into(), field, found, expected })
         };
         if self.machine_type != found.machine_type {
@@ -147,7 +147,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Checks each field against the others and against the protocol's limits.
+    /// Checks each field against the others and the protocol's limits.
     pub(super) fn check_fields(&self, path: &Path) -> Result<()> {
         let machine_type = self.machine_type.len();
         if machine_type > limits::MACHINE_NAME_BYTES_MAX {
@@ -194,10 +194,9 @@ impl Manifest {
         if state.length > limit {
             return bad("length", &state.length, &at_most(limit, "bytes"));
         }
-        // Whatever the length, the sum has no overflow that is within the file.
+        // The sum must not overflow, whatever the length.
         if state.offset.checked_add(state.length).is_none_or(|end| end > self.image.length) {
-            let expected =
-                at_most(self.image.length.saturating_sub(state.length), "(the image ends behind it)");
+            let expected = at_most(self.image.length.saturating_sub(state.length), "(the end of the image)");
             return bad("offset", &state.offset, &expected);
         }
         if state.devices.len() > limits::DEVICES_MAX {
@@ -222,7 +221,7 @@ impl Manifest {
 }
 
 impl Block {
-    /// `left` is what this block may have at most.
+    /// `left` is the maximum length of this block.
     fn check(&self, path: &Path, index: usize, left: u64) -> Result<()> {
         let bad = |field: &str, found: &dyn Display, expected: &dyn Display| {
             Err(Error::field(path, format!("blocks[{index}].{field}"), found, expected))
@@ -231,7 +230,7 @@ impl Block {
             let expected = at_most(limits::NAME_BYTES_MAX as u64, "bytes");
             return bad(
                 "name",
-                &format!("{} bytes long ({:?})", self.name.len(), shown(&self.name)),
+                &format!("{} bytes long ({:?})", self.name.len(), truncated(&self.name)),
                 &expected,
             );
         }

@@ -1,133 +1,133 @@
-//! What can be wrong with a manifest, and whose fault it is.
+//! Errors of manifests.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::Digest;
 
-/// The result of every call here.
+/// Result of the operations of this module.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Bytes of a hostile text that an error shows.
+/// Maximum length of untrusted text in an error.
 const SHOWN_BYTES_MAX: usize = 80;
 
-/// Why a manifest cannot be used or written.
+/// Failure to read or write a manifest.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// It is a directory, a FIFO or a device.
-    #[error("{} is not a regular file, which a manifest is; correct the path", path.display())]
+    /// The path is a directory, a FIFO or a device.
+    #[error("{} is not a regular file, as a manifest must be; correct the path", path.display())]
     NotRegular {
-        /// What was found.
+        /// The path.
         path: PathBuf,
     },
-    /// It is longer than any manifest of this image.
+    /// The manifest is longer than any of this image.
     #[error("{}: {found} bytes, but a manifest of this image's blocks has at most {limit}; take the manifest that came with the image", path.display())]
     TooLong {
         /// The manifest.
         path: PathBuf,
-        /// Its bytes.
+        /// Its length in bytes.
         found: u64,
         /// The limit for the image's block list.
         limit: u64,
     },
-    /// Its text cannot be read.
-    #[error("{}: no valid manifest: {why}; it is damaged or was changed: copy it again", path.display())]
+    /// The manifest is malformed.
+    #[error("{}: invalid manifest: {why}; it is damaged or was changed: copy it again", path.display())]
     Json {
         /// The manifest.
         path: PathBuf,
-        /// The field or place, and what is wrong there.
+        /// The field or position, and the error there.
         why: String,
     },
-    /// It is JSON of something else.
+    /// The file is JSON of another format.
     #[error("{}: `format` is {found:?}, expected \"towline-image\"; this is not an image's manifest, correct the path", path.display())]
     Format {
         /// The file.
         path: PathBuf,
-        /// What its `format` says.
+        /// Value of its `format`.
         found: String,
     },
-    /// It is newer than this program.
+    /// The manifest is newer than this program.
     #[error("{}: manifest version {found}, this towline reads 1 to {known}; use a towline that is as new as the one that made it", path.display())]
     Version {
         /// The manifest.
         path: PathBuf,
         /// Its version.
         found: u32,
-        /// The newest version that is known here.
+        /// Newest version that this program supports.
         known: u32,
     },
-    /// A field contradicts the others or a limit.
+    /// A field contradicts another one or a limit.
     #[error("{}: `{field}` is {found}, expected {expected}; the manifest is damaged or was changed: copy it again", path.display())]
     Field {
         /// The manifest.
         path: PathBuf,
         /// The field, e.g. `blocks[2].length`.
         field: String,
-        /// What it says.
+        /// Its value.
         found: String,
-        /// What it may say.
+        /// Permitted values.
         expected: String,
     },
-    /// It describes another guest than the image holds.
+    /// The manifest describes another guest than the image.
     #[error("{}: `{field}` is {found}, the image has {expected}; the manifest belongs to another image: take the one that came with this image", path.display())]
     Differs {
         /// The manifest.
         path: PathBuf,
         /// The field, e.g. `blocks[2].length`.
         field: String,
-        /// What it says.
+        /// Its value.
         found: String,
-        /// What the image says.
+        /// Value in the image.
         expected: String,
     },
-    /// The image has not the length it was stored with.
+    /// The image does not have the length in its manifest.
     #[error("{}: the image has {found} bytes, its manifest {} says {expected}; it was cut short or changed, or is another image: copy both again", image.display(), path.display())]
     ImageLength {
         /// The manifest.
         path: PathBuf,
         /// The image.
         image: PathBuf,
-        /// The image's bytes.
+        /// Length of the image.
         found: u64,
-        /// The manifest's idea of them.
+        /// Length in the manifest.
         expected: u64,
     },
-    /// The manifest was made for another image.
+    /// The manifest belongs to another image.
     #[error("{} has the identity {found}, its manifest {} was made for {expected}; they do not belong together: take the manifest that came with this image", image.display(), path.display())]
     OtherImage {
         /// The manifest.
         path: PathBuf,
         /// The image.
         image: PathBuf,
-        /// The image's identity.
+        /// Identity of the image.
         found: Digest,
-        /// The manifest's idea of it.
+        /// Identity in the manifest.
         expected: Digest,
     },
-    /// The image names another text than its manifest has.
+    /// The image's seal is of another manifest.
     #[error("{}: its BLAKE3 is {found}, the image {} was stored with a manifest of {expected}; the manifest is damaged, was changed or is another image's, or the image is damaged there: copy both again", path.display(), image.display())]
     Seal {
         /// The manifest.
         path: PathBuf,
         /// The image.
         image: PathBuf,
-        /// The hash of the manifest's text.
+        /// Hash of the manifest's text.
         found: Digest,
-        /// The hash that the image has.
+        /// Hash in the image.
         expected: Digest,
     },
-    /// The image does not name its manifest's text where the manifest says so.
-    #[error("{}: at byte {offset:#x} there is not the hash of its manifest {}; the image is damaged there, or the manifest is another image's: copy both again", image.display(), path.display())]
+    /// The image has no seal where the manifest expects it.
+    #[error("{}: at byte {offset:#x} the hash of its manifest {} is missing; the image is damaged there, or the manifest is another image's: copy both again", image.display(), path.display())]
     NoSeal {
         /// The manifest.
         path: PathBuf,
         /// The image.
         image: PathBuf,
-        /// Where it should be in the image.
+        /// Offset in the image.
         offset: u64,
     },
-    /// A page bitmap is not the one that was stored.
+    /// A page bitmap differs from the stored one.
     #[error("{}: block {block:?}: the BLAKE3 of its page bitmap is {found}, the manifest {} says {expected}; the image is damaged there: take another copy of it or store the guest again", image.display(), path.display())]
     Bitmap {
         /// The manifest.
@@ -136,13 +136,13 @@ pub enum Error {
         image: PathBuf,
         /// The block's name.
         block: String,
-        /// The hash of what is there.
+        /// Hash of the bitmap in the image.
         found: Box<Digest>,
-        /// The hash of what was stored.
+        /// Hash in the manifest.
         expected: Box<Digest>,
     },
-    /// A page bitmap has more or fewer pages than were stored.
-    #[error("{}: block {block:?}: its page bitmap says that {found} pages have content, the manifest {} says {expected}; the image is damaged there: take another copy of it or store the guest again", image.display(), path.display())]
+    /// A page bitmap has another number of pages than the stored one.
+    #[error("{}: block {block:?}: its page bitmap has {found} pages with content, the manifest {} says {expected}; the image is damaged there: take another copy of it or store the guest again", image.display(), path.display())]
     PageCount {
         /// The manifest.
         path: PathBuf,
@@ -150,12 +150,12 @@ pub enum Error {
         image: PathBuf,
         /// The block's name.
         block: String,
-        /// Bits that are set.
+        /// Number of set bits.
         found: u64,
-        /// Pages that were stored with content.
+        /// Number in the manifest.
         expected: u64,
     },
-    /// The head is the manifest's, the device state is not.
+    /// The image belongs to the manifest, except for its device state.
     #[error("{}: the device state{place}: its BLAKE3 is {found}, the manifest {} says {expected}; the image is damaged there, or the manifest is of another image of such a guest: copy both again", image.display(), path.display())]
     DeviceState {
         /// The manifest.
@@ -164,30 +164,30 @@ pub enum Error {
         image: PathBuf,
         /// The device that differs, if it is only one; else empty.
         place: String,
-        /// The hash of what is there.
+        /// Hash of the device state in the image.
         found: Box<Digest>,
-        /// The hash of what was stored.
+        /// Hash in the manifest.
         expected: Digest,
     },
-    /// The kernel does not let us read it.
+    /// The manifest cannot be read.
     #[error("{}: {op}: {source}; check that the file may be read by this user", path.display())]
     Io {
-        /// What was being done.
+        /// The operation.
         op: &'static str,
         /// The manifest.
         path: PathBuf,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: std::io::Error,
     },
 }
 
 impl Error {
     pub(super) fn invalid_json(path: &Path, error: &serde_json::Error) -> Self {
-        Self::Json { path: path.into(), why: shown(&error.to_string()) }
+        Self::Json { path: path.into(), why: truncated(&error.to_string()) }
     }
 
     pub(super) fn format(path: &Path, found: &str) -> Self {
-        Self::Format { path: path.into(), found: shown(found) }
+        Self::Format { path: path.into(), found: truncated(found) }
     }
 
     pub(super) fn field(
@@ -199,14 +199,14 @@ impl Error {
         Self::Field {
             path: path.into(),
             field,
-            found: shown(&found.to_string()),
+            found: truncated(&found.to_string()),
             expected: expected.to_string(),
         }
     }
 }
 
-/// As much of somebody's text as belongs into an error.
-pub(super) fn shown(text: &str) -> String {
+/// Truncates untrusted text for an error.
+pub(super) fn truncated(text: &str) -> String {
     if text.len() <= SHOWN_BYTES_MAX {
         return text.into();
     }

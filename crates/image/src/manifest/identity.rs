@@ -1,4 +1,4 @@
-//! What binds a manifest to its image.
+//! Hashes that bind a manifest to its image.
 
 use std::fmt;
 
@@ -8,10 +8,10 @@ use towline_protocol::RamBlock;
 use super::Manifest;
 use crate::checksum::ChunkHash;
 
-/// The BLAKE3 key context of an identity: it says what was hashed, so that no other hash can be one.
+/// BLAKE3 key context of an identity, so that no other hash can equal one.
 const CONTEXT: &str = "towline-image 2025 identity of a mapped-ram file, version 1";
 
-/// The same for a content.
+/// BLAKE3 key context of a content.
 const CONTENT_CONTEXT: &str = "towline-image 2026 content of a stored guest, version 1";
 
 /// A BLAKE3 hash; 64 hex digits as text.
@@ -20,16 +20,16 @@ const CONTENT_CONTEXT: &str = "towline-image 2026 content of a stored guest, ver
 pub struct Digest(pub [u8; 32]);
 
 impl Digest {
-    /// The hash of these bytes.
+    /// Hashes `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         Self(*blake3::hash(bytes).as_bytes())
     }
 
-    /// The identity of an image: everything in the file but the pages and their bitmaps.
+    /// Identity of an image: everything in the file except the pages and their bitmaps.
     ///
-    /// `head` are the file's bytes up to the first block's bitmap (header, configuration, the start of the `ram` section),
-    /// `blocks` the block list with its mapped-ram headers, `device_state` the hash of all that follows the memory. Each
-    /// part is hashed with its length before it, so no two images make the same bytes.
+    /// `head` is the file up to the first block's bitmap (header, configuration, the start of the `ram`
+    /// section), `blocks` the block list with its mapped-ram headers, `device_state` the hash of all bytes
+    /// after the memory. Each part is preceded by its length, so that different images hash different bytes.
     pub fn identity(head: &[u8], blocks: &[RamBlock], device_state: Self) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key(CONTEXT);
         let mut part = |bytes: &[u8]| {
@@ -51,7 +51,7 @@ impl Digest {
         Self(*hasher.finalize().as_bytes())
     }
 
-    /// Hash of an image's identity, of all its chunks' hashes, and of what it is based on.
+    /// Content of an image: hash of its identity, of all its chunks' hashes, and of its base's content.
     pub(super) fn content(manifest: &Manifest) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key(CONTENT_CONTEXT);
         hasher.update(&manifest.image().identity.0);
@@ -87,7 +87,7 @@ impl TryFrom<String> for Digest {
     fn try_from(text: String) -> Result<Self, String> {
         let hash = blake3::Hash::from_hex(&text);
         let hash =
-            hash.map_err(|_| format!("a hash has 64 hex digits, not {:?}", super::error::shown(&text)))?;
+            hash.map_err(|_| format!("a hash has 64 hex digits, not {:?}", super::error::truncated(&text)))?;
         Ok(Self(*hash.as_bytes()))
     }
 }

@@ -1,6 +1,7 @@
-//! The manifest beside an image: what the image is, and the checksums of its memory and device state.
+//! The manifest beside an image: a description of the image, and the checksums of its memory and device
+//! state.
 //!
-//! What it is not: needed to load the image. The image is a mapped-ram file that QEMU loads without it.
+//! The manifest is not needed to load the image, which is a mapped-ram file that QEMU loads without it.
 //!
 //! ```json
 //! { "format": "towline-image", "version": 1,
@@ -22,16 +23,18 @@
 //!   "version": 2, "base": { "path": "old.img", "content": "<64 hex digits>" }
 //! ```
 //!
-//! Its chunks are those of the whole guest: one whose hash is the base's is in the base and not in the file.
+//! Its chunks are those of the whole guest: one whose hash equals the base's is stored in the base and not in
+//! the file.
 //!
-//! `null` is a chunk of zeros. Offsets of devices count from the device state's beginning, all others from the file's. A
-//! device's hash is that of the bytes up to the next device, or to the end. A bitmap's hash is that of its bytes in the file.
-//! `seal` is where the file has the hash of the manifest's text, so that not a byte of it can be changed. The first manifests had
-//! none of these three.
-//! Fields that this version does not know are ignored; a version that it does not know is refused.
+//! `null` is a chunk of zeros. Offsets of devices are relative to the device state, all others to the file. A
+//! device's hash covers the bytes up to the next device or the end. A bitmap's hash covers its bytes in the
+//! file. `seal` is the offset in the file of the hash of the manifest's text, which protects every byte of
+//! it. The first manifests had none of these three.
+//! Unknown fields are ignored, an unknown version is refused.
 //!
-//! A manifest is somebody's file. [`Manifest::load`] reads no more bytes than its image's block list calls for, and what it
-//! returns is consistent: hashes fit lengths, offsets lie in the file, names and counts keep the protocol's limits.
+//! A manifest is untrusted. [`Manifest::load`] reads no more bytes than the image's block list requires, and
+//! its result is consistent: hashes match lengths, offsets are within the file, names and counts are within
+//! the protocol's limits.
 
 mod check;
 mod error;
@@ -53,23 +56,23 @@ use towline_protocol::{BlockIndex, RamBlock};
 
 use crate::checksum::{CHUNK_BYTES, ChunkHash, chunk_count};
 
-pub(crate) use check::Bitmap;
+pub(crate) use check::BitmapSummary;
 pub use error::{Error, Result};
 pub use identity::Digest;
 pub use text::Timestamp;
 
-/// What `format` says.
+/// Value of `format`.
 pub const FORMAT: &str = "towline-image";
-/// The newest version that is read. Only incremental images need it, and are written with it.
+/// Newest version that can be read. Only incremental images need it and are written with it.
 pub const VERSION: u32 = 2;
-/// The version of all other images.
+/// Version of all other images.
 const VERSION_WHOLE: u32 = 1;
 
-/// A manifest's most bytes apart from its blocks: 65,536 devices with names of ordinary length.
+/// Maximum length without the blocks: 65,536 devices with names of ordinary length.
 pub const FIXED_BYTES_MAX: u64 = 24 << 20;
-/// And for each block: a name of 255 bytes, all of them escaped, and numbers.
+/// Maximum length per block: a name of 255 bytes, all of them escaped, and numbers.
 pub const BLOCK_BYTES_MAX: u64 = 4096;
-/// And for each chunk: 64 hex digits, quotation marks, a comma, a new line and its indentation.
+/// Maximum length per chunk: 64 hex digits, quotation marks, a comma, a new line and its indentation.
 pub const CHUNK_HASH_BYTES_MAX: u64 = 96;
 
 /// An image's manifest.
@@ -89,91 +92,98 @@ pub struct Manifest {
     device_state: StoredState,
 }
 
-/// What a manifest is made of.
+/// Values from which a manifest is made.
 #[derive(Debug)]
 pub struct Contents<'a> {
-    /// Where the guest came from.
+    /// Origin of the guest.
     pub origin: &'a Origin,
     /// QEMU's machine type with its version.
     pub machine_type: &'a str,
-    /// The block list, with each block's place in the file.
+    /// The block list, with each block's position in the file.
     pub blocks: &'a [RamBlock],
-    /// For each block how many pages have content.
+    /// Pages with content, by block.
     pub plain_pages: Vec<u64>,
-    /// For each block the hashes of its chunks.
+    /// Hashes of the chunks, by block.
     pub hashes: Vec<Vec<ChunkHash>>,
-    /// The device state, which ends where the file does.
+    /// The device state, which ends at the end of the file.
     pub device_state: &'a DeviceState,
-    /// The file's length.
+    /// Length of the file.
     pub image_bytes: u64,
-    /// The file's first bytes, as in [`Found::head`].
+    /// The file's first bytes, as in [`ImageFacts::head`].
     pub head: &'a [u8],
-    /// For each block the hash of its page bitmap, as it stands in the file.
+    /// Hash of the page bitmap in the file, by block.
     pub bitmaps: Vec<Digest>,
-    /// Where the file has the hash of this manifest's text.
+    /// Offset of the hash of this manifest's text in the file.
     pub seal: Option<u64>,
-    /// What an incremental image is based on.
+    /// The base of an incremental image.
     pub base: Option<Base>,
 }
 
-/// What was found in an image, for [`Manifest::check`] to compare.
+/// Properties of an image file that [`Manifest::check`] compares.
 #[derive(Debug, Clone, Copy)]
-pub struct Found<'a> {
+pub struct ImageFacts<'a> {
     /// The machine type in the configuration section.
     pub machine_type: &'a str,
-    /// The block list, with each block's place in the file.
+    /// The block list, with each block's position in the file.
     pub blocks: &'a [RamBlock],
     /// The file's bytes up to the first block's bitmap.
     pub head: &'a [u8],
-    /// All that follows the memory.
+    /// All bytes after the memory.
     pub device_state: &'a [u8],
-    /// The file's length.
+    /// Length of the file.
     pub image_bytes: u64,
-    /// What the file says is the BLAKE3 of its manifest's text; `None` where it says nothing.
+    /// The BLAKE3 of the manifest's text as recorded in the file, if it has a seal.
     pub seal: Option<Digest>,
 }
 
-/// Where a stored guest came from.
+/// Origin of a stored guest.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Origin {
-    /// The kind of source, for people to read.
+    /// Kind of source, for people to read.
     pub source: String,
     /// The version of the QEMU that ran the guest, if known.
     pub qemu: Option<String>,
-    /// Migration capabilities that matter for who loads the image, by QEMU's names.
+    /// Migration capabilities that are required to load the image, by QEMU's names.
     #[serde(default)]
     pub capabilities: Vec<String>,
-    /// Whether the guest ran when it was stored; `None` if the source did not say.
+    /// True if the guest was running when it was stored; `None` if the source did not report it.
     pub was_running: Option<bool>,
 }
 
-/// The image that an incremental one is based on.
+impl Origin {
+    /// The same origin, with the run state in the guest's device state.
+    pub(crate) fn with_run_state(self, state: &DeviceState) -> Self {
+        Self { was_running: state.run_state().map(|state| state == "running"), ..self }
+    }
+}
+
+/// Reference to the base of an incremental image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
-    /// Where it was: a name in the image's own directory, or an absolute path.
+    /// File name in the image's own directory, or an absolute path.
     pub path: String,
-    /// What it was, wherever it is: its manifest's [`Manifest::content`].
+    /// Content of the base ([`Manifest::content`]), which identifies it at any path.
     pub content: Digest,
 }
 
-/// The file that a manifest belongs to.
+/// The image file of a manifest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageFile {
-    /// Its length in bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// Tells it from other images.
+    /// Hash that distinguishes it from other images.
     pub identity: Digest,
-    /// Where the file has the BLAKE3 of this manifest's text. Images of the first versions have none.
+    /// Offset of the BLAKE3 of this manifest's text in the file. Images of the first versions have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seal: Option<u64>,
 }
 
-/// One RAM block.
+/// A RAM block.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Block {
     /// QEMU's idstr.
     pub name: String,
-    /// Its length in bytes, a multiple of the page size.
+    /// Length in bytes, a multiple of the page size.
     pub length: u64,
     /// Pages with content in the file.
     pub pages_plain: u64,
@@ -187,16 +197,16 @@ pub struct Block {
     pub chunks: Vec<ChunkHash>,
 }
 
-/// The opaque bytes behind the memory.
+/// The device state, which follows the memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoredState {
-    /// Where it begins in the file.
+    /// Offset in the file.
     pub offset: u64,
-    /// How many bytes it has.
+    /// Length in bytes.
     pub length: u64,
-    /// Their BLAKE3.
+    /// BLAKE3 of the bytes.
     pub blake3: Digest,
-    /// The devices in it, in order.
+    /// Its devices, in order.
     pub devices: Vec<Device>,
 }
 
@@ -205,22 +215,23 @@ pub struct StoredState {
 pub struct Device {
     /// The idstr.
     pub name: String,
-    /// Tells devices of one name apart.
+    /// Distinguishes devices with the same name.
     pub instance: u32,
-    /// The version of its state.
+    /// Version of its state.
     pub version: u32,
-    /// Where its section begins in the device state.
+    /// Offset of its section in the device state.
     pub offset: u64,
-    /// The BLAKE3 of the bytes from there to the next device, or to the end.
+    /// BLAKE3 of the bytes from there to the next device, or to the end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blake3: Option<Digest>,
 }
 
 impl Manifest {
-    /// The manifest of an image that is complete now.
+    /// Creates the manifest of a complete image.
     ///
     /// # Panics
-    /// If `plain_pages`, `hashes` or `bitmaps` have not one entry per block, or the device state is longer than the file.
+    /// If `plain_pages`, `hashes` or `bitmaps` do not have one entry per block, or the device state is longer
+    /// than the file.
     pub fn new(contents: Contents<'_>) -> Self {
         let Contents { origin, machine_type, blocks, plain_pages, hashes, device_state, .. } = contents;
         let Contents { image_bytes, head, bitmaps, seal, base, .. } = contents;
@@ -259,7 +270,7 @@ impl Manifest {
         }
     }
 
-    /// The most bytes that the manifest of an image with these blocks may have.
+    /// Maximum length of the manifest of an image with these blocks.
     pub fn bytes_max(blocks: &[RamBlock]) -> u64 {
         blocks.iter().fold(FIXED_BYTES_MAX, |sum, block| {
             let chunks = chunk_count(block.length).saturating_mul(CHUNK_HASH_BYTES_MAX);
@@ -270,8 +281,8 @@ impl Manifest {
     /// Reads the manifest beside `image`, whose block list is `blocks`; `None` if there is none.
     ///
     /// # Errors
-    /// It cannot be read, is too long, no manifest, of a newer version or inconsistent. Whether it is this very image's
-    /// is for [`check`](Self::check) to say.
+    /// The manifest cannot be read, is too long, malformed, of a newer version or inconsistent.
+    /// [`check`](Self::check) compares it with the image.
     pub fn load(image: &Path, blocks: &[RamBlock]) -> Result<Option<Self>> {
         Ok(Self::load_from(&sidecar_path(image), blocks)?.map(|(manifest, _)| manifest))
     }
@@ -282,12 +293,12 @@ impl Manifest {
         bytes.map(|bytes| Ok((Self::parse(path, &bytes)?, Digest::of(&bytes)))).transpose()
     }
 
-    /// Reads a manifest's text; `path` is for errors to name. The caller bounds its length.
+    /// Parses a manifest; `path` is for errors only. The caller limits the length.
     ///
     /// # Errors
     /// As [`load`](Self::load).
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
-        /// What every version begins with.
+        /// First fields of every version.
         #[derive(Deserialize)]
         struct Head {
             format: String,
@@ -306,10 +317,10 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// The manifest's text.
+    /// Encodes the manifest.
     ///
     /// # Errors
-    /// It is inconsistent, so that no reader would take it; `path` is for errors to name.
+    /// It is inconsistent, so that no reader would accept it; `path` is for errors only.
     pub fn to_json(&self, path: &Path) -> Result<Vec<u8>> {
         self.check_fields(path)?;
         let mut bytes = serde_json::to_vec_pretty(self).map_err(|error| Error::invalid_json(path, &error))?;
@@ -322,64 +333,64 @@ impl Manifest {
         &self.machine_type
     }
 
-    /// When the image was made.
+    /// Time at which the image was made.
     pub fn created(&self) -> Timestamp {
         self.created
     }
 
-    /// The program that made it, with its version.
+    /// Program that made it, with its version.
     pub fn created_by(&self) -> &str {
         &self.created_by
     }
 
-    /// Where the guest came from.
+    /// Origin of the guest.
     pub fn origin(&self) -> &Origin {
         &self.origin
     }
 
-    /// What an incremental image is based on; `None` for a whole one.
+    /// The base of an incremental image; `None` for a whole one.
     pub fn base(&self) -> Option<&Base> {
         self.base.as_ref()
     }
 
-    /// What the image holds, as a hash: two images of one content are the same guest at the same instant, in the same file
-    /// layout and on the same base, whenever and wherever they were made.
+    /// Hash of the image's content: images with the same content are of the same guest at the same instant,
+    /// in the same file layout and on the same base, whenever and wherever they were made.
     pub fn content(&self) -> Digest {
         Digest::content(self)
     }
 
-    /// The file that this describes.
+    /// The image file.
     pub fn image(&self) -> ImageFile {
         self.image
     }
 
-    /// The memory, in the block list's order.
+    /// The blocks in the block list's order.
     pub fn blocks(&self) -> &[Block] {
         &self.blocks
     }
 
-    /// What follows the memory.
+    /// The device state.
     pub fn device_state(&self) -> &StoredState {
         &self.device_state
     }
 
-    /// The hash of a block's chunk number `chunk`.
+    /// The hash of chunk `chunk` of a block.
     ///
     /// # Panics
-    /// If there is no such chunk in the block list that the manifest was checked against.
+    /// If the block list against which the manifest was checked has no such chunk.
     pub fn chunk_hash(&self, block: BlockIndex, chunk: usize) -> ChunkHash {
         self.blocks[block.index()].chunks[chunk]
     }
 }
 
-/// Where the manifest of `image` is: `guest.img.manifest.json` beside `guest.img`.
+/// Path of the manifest of `image`: `guest.img.manifest.json` beside `guest.img`.
 pub fn sidecar_path(image: &Path) -> PathBuf {
     let mut path = image.as_os_str().to_owned();
     path.push(".manifest.json");
     path.into()
 }
 
-/// The devices of a guest, each with the hash of its part.
+/// The devices of a guest, each with the hash of its bytes.
 fn devices(state: &DeviceState) -> Vec<Device> {
     let (bytes, devices) = (state.bytes(), state.devices());
     let ends = devices.iter().skip(1).map(|device| device.offset).chain([bytes.len()]);
@@ -393,10 +404,10 @@ fn devices(state: &DeviceState) -> Vec<Device> {
     devices.iter().zip(ends).map(device).collect()
 }
 
-/// What is read of a manifest whose blocks are not known yet: enough for a guest of some TiB.
+/// Maximum length of a manifest whose blocks are not known: enough for a guest of several TiB.
 const ANY_BYTES_MAX: u64 = 256 << 20;
 
-/// The base that the manifest at `path` names, if there is one that can be read.
+/// The base that the manifest at `path` names, if it can be read.
 pub(crate) fn base_of(path: &Path) -> Option<Base> {
     #[derive(Deserialize)]
     struct Named {
@@ -406,8 +417,8 @@ pub(crate) fn base_of(path: &Path) -> Option<Base> {
     serde_json::from_slice::<Named>(&bytes).ok()?.base
 }
 
-/// Whether the file at `path` says that it is a manifest.
-pub(crate) fn is_one(path: &Path) -> bool {
+/// Returns true if the file at `path` is a manifest by its `format`.
+pub(crate) fn is_manifest(path: &Path) -> bool {
     #[derive(Deserialize)]
     struct Named {
         format: String,
@@ -418,14 +429,14 @@ pub(crate) fn is_one(path: &Path) -> bool {
 
 fn read(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     let failed = |op| move |source| Error::Io { op, path: path.into(), source };
-    // Without NONBLOCK a FIFO of that name could keep us here for ever.
+    // Without NONBLOCK, opening a FIFO of that name would block.
     let mut options = File::options();
     options.read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed());
     let file = match options.open(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         file => file.map_err(failed("open"))?,
     };
-    let metadata = file.metadata().map_err(failed("look at"))?;
+    let metadata = file.metadata().map_err(failed("stat"))?;
     if !metadata.is_file() {
         return Err(Error::NotRegular { path: path.into() });
     }

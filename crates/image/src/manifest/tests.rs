@@ -1,4 +1,4 @@
-//! Round trips, contradictions one by one, and arbitrary JSON.
+//! Round trips, contradictions, and arbitrary JSON.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -70,7 +70,7 @@ fn parse(value: &Value) -> Result<Manifest> {
     Manifest::parse(Path::new(PATH), &serde_json::to_vec(value).unwrap())
 }
 
-/// The message of the manifest with `value` at `pointer`.
+/// Error of the manifest with `value` at `pointer`.
 fn refused(pointer: &str, value: Value) -> String {
     let mut changed = self::value();
     *changed.pointer_mut(pointer).unwrap() = value;
@@ -78,7 +78,7 @@ fn refused(pointer: &str, value: Value) -> String {
 }
 
 #[test]
-fn it_is_stored_and_loaded() {
+fn a_manifest_is_stored_and_loaded() {
     let directory = tempfile::TempDir::new().unwrap();
     let image = directory.path().join("guest.img");
     assert_eq!(Manifest::load(&image, &blocks()).unwrap(), None);
@@ -90,11 +90,11 @@ fn it_is_stored_and_loaded() {
     assert!(text.contains("\"format\": \"towline-image\",\n  \"version\": 1,"), "{text}");
     assert!(text.contains("null,\n"), "{text}");
     manifest.blocks[0].chunks.pop();
-    assert!(matches!(manifest.to_json(&image), Err(Error::Field { .. })), "no reader would take it");
+    assert!(matches!(manifest.to_json(&image), Err(Error::Field { .. })), "no reader would accept it");
 }
 
 #[test]
-fn it_says_what_was_given() {
+fn a_manifest_has_the_values_from_which_it_was_made() {
     let (origin, device_state, manifest) = (origin(), device_state(), manifest());
     assert_eq!((manifest.machine_type(), manifest.origin()), ("pc-q35-10.0", &origin));
     assert_eq!(manifest.created_by(), format!("towline {}", env!("CARGO_PKG_VERSION")));
@@ -108,7 +108,7 @@ fn it_says_what_was_given() {
 }
 
 #[test]
-fn what_it_does_not_know_is_ignored() {
+fn unknown_fields_are_ignored() {
     let mut value = value();
     value["later"] = json!({ "a": [1, 2] });
     value["blocks"][0]["later"] = json!("b");
@@ -120,7 +120,7 @@ fn what_it_does_not_know_is_ignored() {
 }
 
 #[test]
-fn a_newer_version_is_refused_whatever_it_has() {
+fn a_newer_version_is_refused_before_its_fields_are_read() {
     let error =
         Manifest::parse(Path::new(PATH), br#"{"format": "towline-image", "version": 3, "blocks": 7}"#);
     let error = error.unwrap_err();
@@ -134,7 +134,7 @@ fn a_newer_version_is_refused_whatever_it_has() {
 }
 
 #[test]
-fn contradictions_are_named() {
+fn contradictory_fields_are_named() {
     let q = |pointer: &str, value: Value, expected: &str| {
         let message = refused(pointer, value);
         assert!(message.starts_with(&format!("guest.json: {expected}")), "{message}");
@@ -176,15 +176,15 @@ fn contradictions_are_named() {
     q(
         "/created",
         json!("yesterday"),
-        "no valid manifest: a time is RFC 3339 in UTC, as 2025-11-21T09:30:00Z, not ",
+        "invalid manifest: a time is RFC 3339 in UTC, as 2025-11-21T09:30:00Z, not ",
     );
-    q("/image/identity", json!("abc"), "no valid manifest: a hash has 64 hex digits, not \"abc\"");
+    q("/image/identity", json!("abc"), "invalid manifest: a hash has 64 hex digits, not \"abc\"");
 }
 
 #[test]
-fn another_image_is_named() {
+fn differences_from_the_image_are_named() {
     let (manifest, blocks, state) = (manifest(), blocks(), device_state());
-    let found = Found {
+    let found = ImageFacts {
         machine_type: "pc-q35-10.0",
         blocks: &blocks,
         head: b"head",
@@ -194,42 +194,42 @@ fn another_image_is_named() {
     };
     let image = Path::new("guest.img");
     manifest.check(image, &found).unwrap();
-    let q = |found: Found<'_>, expected: &str| {
+    let q = |found: ImageFacts<'_>, expected: &str| {
         let message = manifest.check(image, &found).unwrap_err().to_string();
         assert!(message.starts_with(expected), "{message}");
     };
     let json = "guest.img.manifest.json";
     let machine =
         format!("{json}: `machine_type` is pc-q35-10.0, the image has pc-i440fx-7.2; the manifest belongs");
-    q(Found { machine_type: "pc-i440fx-7.2", ..found }, &machine);
+    q(ImageFacts { machine_type: "pc-i440fx-7.2", ..found }, &machine);
     q(
-        Found { blocks: &blocks[..1], ..found },
+        ImageFacts { blocks: &blocks[..1], ..found },
         &format!("{json}: `blocks` is 2 entries long, the image has 1 entries"),
     );
     let mut others = self::blocks();
     others[1].length += PAGE_SIZE;
     q(
-        Found { blocks: &others, ..found },
+        ImageFacts { blocks: &others, ..found },
         &format!("{json}: `blocks[1].length` is 4096, the image has 8192; "),
     );
     others[0].name = "ram".into();
     q(
-        Found { blocks: &others, ..found },
+        ImageFacts { blocks: &others, ..found },
         &format!("{json}: `blocks[0].name` is pc.ram, the image has ram; "),
     );
     let short = format!("guest.img: the image has 9 bytes, its manifest {json} says 9437184; ");
-    q(Found { image_bytes: 9, ..found }, &short);
+    q(ImageFacts { image_bytes: 9, ..found }, &short);
     let identity = Digest::identity(b"Head", &blocks, Digest::of(state.bytes()));
     let other = format!("guest.img has the identity {identity}, its manifest {json} was made for ");
-    q(Found { head: b"Head", ..found }, &other);
+    q(ImageFacts { head: b"Head", ..found }, &other);
     let mut placed = self::blocks();
     towline_protocol::mapped_ram::place_all(&mut placed, 100);
-    q(Found { blocks: &placed, ..found }, "guest.img has the identity ");
+    q(ImageFacts { blocks: &placed, ..found }, "guest.img has the identity ");
     let damaged = format!(
         "guest.img: the device state: its BLAKE3 is {}, the manifest {json} says ",
         Digest::of(b"state")
     );
-    q(Found { device_state: b"state", ..found }, &damaged);
+    q(ImageFacts { device_state: b"state", ..found }, &damaged);
     // One byte of the second device, and then one of the first as well.
     let mut bytes = state.bytes().to_vec();
     let offset = state.devices()[1].offset;
@@ -238,20 +238,20 @@ fn another_image_is_named() {
     let one = format!(
         "guest.img: the device state, in device \"cpu\" (instance 0, from byte {at:#x} of the file): its"
     );
-    q(Found { device_state: &bytes, ..found }, &one);
+    q(ImageFacts { device_state: &bytes, ..found }, &one);
     bytes[19] ^= 1;
-    q(Found { device_state: &bytes, ..found }, "guest.img: the device state: its BLAKE3 is ");
+    q(ImageFacts { device_state: &bytes, ..found }, "guest.img: the device state: its BLAKE3 is ");
     let mut before_hashes = manifest.clone();
     before_hashes.device_state.devices.iter_mut().for_each(|device| device.blake3 = None);
     let message =
-        before_hashes.check(image, &Found { device_state: &bytes, ..found }).unwrap_err().to_string();
+        before_hashes.check(image, &ImageFacts { device_state: &bytes, ..found }).unwrap_err().to_string();
     assert!(message.starts_with("guest.img: the device state: its BLAKE3 is "), "{message}");
     manifest.verify_device_state(image, state.bytes()).unwrap();
     assert!(matches!(manifest.verify_device_state(image, b""), Err(Error::DeviceState { .. })));
 }
 
 #[test]
-fn only_a_file_of_fitting_size_is_read() {
+fn only_regular_files_within_the_limit_are_read() {
     let directory = tempfile::TempDir::new().unwrap();
     let image = directory.path().join("guest.img");
     let path = sidecar_path(&image);
@@ -271,7 +271,7 @@ fn only_a_file_of_fitting_size_is_read() {
 }
 
 #[test]
-fn a_large_guests_manifest_keeps_the_limit() {
+fn a_large_guests_manifest_is_within_the_limit() {
     let mut manifest = manifest();
     let (chunks, length) = (4096, 4096 * CHUNK_BYTES);
     manifest.image.length = length * 2;
@@ -288,7 +288,7 @@ fn a_large_guests_manifest_keeps_the_limit() {
     assert!(bytes.len() as u64 <= 4096 + BLOCK_BYTES_MAX + chunks as u64 * CHUNK_HASH_BYTES_MAX);
 }
 
-/// Anything that JSON has.
+/// Any JSON value.
 fn json_value() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
@@ -309,7 +309,7 @@ fn json_value() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Each value of a manifest, by its JSON pointer.
+/// JSON pointers to all values of a manifest.
 fn pointers(value: &Value, at: &str, all: &mut Vec<String>) {
     all.push(at.into());
     match value {
@@ -322,7 +322,8 @@ fn pointers(value: &Value, at: &str, all: &mut Vec<String>) {
 }
 
 proptest! {
-    /// A few values of a good manifest are exchanged: it is refused, or it is consistent and can be written again.
+    /// A few values of a valid manifest are replaced: it is refused, or it is consistent and can be written
+    /// again.
     #[test]
     fn hostile_json_is_an_error_or_consistent(changes in prop::collection::vec((any::<prop::sample::Index>(), json_value()), 1..4)) {
         let mut value = value();

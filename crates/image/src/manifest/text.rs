@@ -1,32 +1,32 @@
-//! Values that JSON has as text.
+//! Values that are strings in JSON.
 
 use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-use super::error::shown;
+use super::error::truncated;
 
-/// The last second of the year 9999; RFC 3339 has four digits for a year.
+/// Last second of the year 9999: RFC 3339 has four digits for a year.
 const SECONDS_MAX: u64 = 253_402_300_799;
 
 /// A second between 1970 and 9999, UTC; RFC 3339 as text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Timestamp {
-    /// Since 1970.
+    /// Seconds since 1970.
     seconds: u64,
 }
 
 impl Timestamp {
-    /// By this machine's clock.
+    /// The current time of this host.
     pub fn now() -> Self {
         SystemTime::now().into()
     }
 }
 
 impl From<SystemTime> for Timestamp {
-    /// Without its fraction of a second; a clock that is outside those years is set to the nearest one.
+    /// Truncated to seconds, and clamped to those years.
     fn from(time: SystemTime) -> Self {
         let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         Self { seconds: seconds.min(SECONDS_MAX) }
@@ -57,13 +57,13 @@ impl TryFrom<String> for Timestamp {
     fn try_from(text: String) -> Result<Self, String> {
         let time = humantime::parse_rfc3339(&text);
         let time = time.map_err(|why| {
-            format!("a time is RFC 3339 in UTC, as 2025-11-21T09:30:00Z, not {:?}: {why}", shown(&text))
+            format!("a time is RFC 3339 in UTC, as 2025-11-21T09:30:00Z, not {:?}: {why}", truncated(&text))
         })?;
         Ok(time.into())
     }
 }
 
-/// Hashes of chunks: hex digits, `null` for zeros.
+/// Hashes of chunks: hex digits, or `null` for zeros.
 pub(super) mod chunks {
     use serde::{Deserialize, Deserializer, Serializer};
 

@@ -1,4 +1,4 @@
-//! A prefix of a store, open for one operation: its objects, and the thread that asks for them.
+//! A prefix of a store, opened for one operation: its objects and the runtime that executes requests.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -10,24 +10,24 @@ use tokio::sync::Semaphore;
 use towline_channel::Cancel;
 
 use super::clock::Clock;
-use super::hold::Gate;
+use super::lease_state::LeaseGuard;
 use super::location::{Location, Scheme};
-use super::objects::{Objects, Put};
+use super::objects::{Objects, WriteMode};
 use super::runtime::FILE_THREADS;
 use super::{Error, Result, Runtime, service};
 
-/// How many objects a listing gives at a time.
+/// Objects processed per step of a listing.
 const PAGE_OBJECTS: usize = 1000;
 
-/// Names of objects that a listing gives at once to whoever takes them.
-type Found<'a> = &'a mut dyn FnMut(ObjectMeta) -> Result<()>;
+/// Callback for each object of a listing.
+type ObjectVisitor<'a> = &'a mut dyn FnMut(ObjectMeta) -> Result<()>;
 
-/// A prefix, open.
+/// An open prefix.
 #[derive(Debug)]
 pub(super) struct Store {
     objects: Objects,
     runtime: Runtime,
-    gate: Gate,
+    guard: LeaseGuard,
     cancel: Option<Cancel>,
 }
 
@@ -40,62 +40,60 @@ impl Deref for Store {
 }
 
 impl Store {
-    /// Opens the prefix; nothing is asked of the store yet. `cancel` ends every wait for it.
+    /// Opens the prefix without sending a request. `cancel` ends every wait.
     pub(super) fn open(prefix: &Location, cancel: Option<Cancel>) -> Result<Self> {
         let runtime = Runtime::start().map_err(|why| Error::Host { what: "the store's thread", why })?;
-        let gate = Gate::default();
-        let objects = Objects::new(service::open(prefix, &gate)?, prefix, Clock::System)?;
-        Ok(Self { objects, runtime, gate, cancel })
+        let guard = LeaseGuard::default();
+        let objects = Objects::new(service::open(prefix, &guard)?, prefix, Clock::System)?;
+        Ok(Self { objects, runtime, guard, cancel })
     }
 
-    /// Of a simulated participant.
+    /// For a simulated participant.
     #[cfg(test)]
-    pub(super) fn simulated(objects: Objects, gate: Gate, actor: super::simulation::Actor) -> Self {
-        Self { objects, runtime: Runtime::Simulated(actor), gate, cancel: None }
+    pub(super) fn simulated(objects: Objects, guard: LeaseGuard, actor: super::simulation::Actor) -> Self {
+        Self { objects, runtime: Runtime::Simulated(actor), guard, cancel: None }
     }
 
-    /// The objects alone, which requests in the background keep.
+    /// The objects, for requests in the background.
     pub(super) fn objects(&self) -> &Objects {
         &self.objects
     }
 
-    /// Where requests are made.
+    /// Executor of requests.
     pub(super) fn runtime(&self) -> &Runtime {
         &self.runtime
     }
 
-    /// What every request that changes something passes.
-    pub(super) fn gate(&self) -> &Gate {
-        &self.gate
+    /// Guard of all modifying requests.
+    pub(super) fn guard(&self) -> &LeaseGuard {
+        &self.guard
     }
 
-    /// Ends here if somebody said so.
+    /// Fails if the operation was cancelled.
     pub(super) fn check_cancelled(&self) -> Result<()> {
         #[cfg(test)]
         if let Runtime::Simulated(actor) = &self.runtime
-            && actor.is_dead()
+            && actor.has_crashed()
         {
             return Err(Error::Cancelled);
         }
-        match self.cancel.as_ref().is_some_and(Cancel::is_cancelled) {
-            true => Err(Error::Cancelled),
-            false => Ok(()),
-        }
+        if self.cancel.as_ref().is_some_and(Cancel::is_cancelled) { Err(Error::Cancelled) } else { Ok(()) }
     }
 
-    /// Of a store in a directory: as many as it has threads, for requests that would queue up before them and cannot be cancelled there.
+    /// For a store in a directory: a slot per thread, for requests that would be queued for them and could
+    /// not be cancelled there.
     pub(super) fn file_slots(&self) -> Option<Arc<Semaphore>> {
         let is_real = matches!(self.runtime, Runtime::Thread(_));
         let is_directory = self.location().scheme() == Scheme::Directory;
         (is_real && is_directory).then(|| Arc::new(Semaphore::new(FILE_THREADS)))
     }
 
-    /// Has something done by the store's thread.
+    /// Runs `work` in the background.
     pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         self.runtime.spawn(work);
     }
 
-    /// Has something done by the store's thread and waits for it, unless it is cancelled.
+    /// Runs `work` and waits for its result or for cancellation.
     pub(super) fn wait<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T>> + Send + 'static,
@@ -103,31 +101,31 @@ impl Store {
         self.runtime.wait(self.cancel.as_ref(), work)?
     }
 
-    /// As [`Self::wait`], whether or not it is cancelled: what is announced or taken back at the very end.
-    pub(super) fn wait_anyway<T: Send + 'static>(
+    /// As [`Self::wait`], ignoring cancellation: for requests at the very end of an operation.
+    pub(super) fn wait_uncancelled<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Result<T> {
         self.runtime.wait(None, work)?
     }
 
-    /// An object's bytes, at most `limit`; `None` if it is not there.
+    /// An object's bytes, at most `limit`; `None` if it does not exist.
     pub(super) fn get(&self, key: &str, limit: u64) -> Result<Option<Bytes>> {
-        self.wait(self.getting(key, limit))
+        self.wait(self.get_future(key, limit))
     }
 
-    /// As [`Self::get`], to be waited for elsewhere.
-    pub(super) fn getting(
+    /// As [`Self::get`], as a future.
+    pub(super) fn get_future(
         &self,
         key: &str,
         limit: u64,
     ) -> impl Future<Output = Result<Option<Bytes>>> + Send + use<> {
-        let found = self.getting_version(key, limit);
+        let found = self.get_with_meta_future(key, limit);
         async move { Ok(found.await?.map(|(bytes, _)| bytes)) }
     }
 
-    /// As [`Self::getting`], with what is known of the object.
-    pub(super) fn getting_version(
+    /// As [`Self::get_future`], with the object's metadata.
+    pub(super) fn get_with_meta_future(
         &self,
         key: &str,
         limit: u64,
@@ -136,24 +134,24 @@ impl Store {
         async move { objects.get(&key, limit).await }
     }
 
-    /// Puts an object, to be waited for elsewhere.
-    pub(super) fn putting(
+    /// Puts an object, as a future.
+    pub(super) fn put_future(
         &self,
         key: &str,
         bytes: Bytes,
-        mode: Put,
+        mode: WriteMode,
     ) -> impl Future<Output = Result<()>> + Send + use<> {
         let (objects, key) = (self.objects.clone(), key.to_owned());
         async move { objects.put(&key, bytes, mode).await.map(drop) }
     }
 
-    /// What is known of an object; `None` if it is not there.
+    /// Metadata of an object; `None` if it does not exist.
     pub(super) fn find(&self, key: &str) -> Result<Option<ObjectMeta>> {
-        self.wait(self.finding(key))
+        self.wait(self.head_future(key))
     }
 
-    /// As [`Self::find`], to be waited for elsewhere.
-    pub(super) fn finding(
+    /// As [`Self::find`], as a future.
+    pub(super) fn head_future(
         &self,
         key: &str,
     ) -> impl Future<Output = Result<Option<ObjectMeta>>> + Send + use<> {
@@ -161,31 +159,31 @@ impl Store {
         async move { objects.head(&key).await }
     }
 
-    /// Removes an object; one that is not there is no failure. Not ended by who wants to end.
+    /// Removes an object if it exists. Ignores cancellation.
     pub(super) fn delete(&self, key: &str) -> Result<()> {
         let (objects, key) = (self.objects.clone(), key.to_owned());
-        self.wait_anyway(async move { objects.remove(&key).await })
+        self.wait_uncancelled(async move { objects.remove(&key).await })
     }
 
-    /// Gives each object below `directory` (`""`: right in the prefix, and none below it) to `found`, with its whole path.
-    pub(super) fn list(&self, directory: &str, found: Found<'_>) -> Result<()> {
-        let failed = |shown: String| move |error| Error::store("cannot be listed", shown)(error);
+    /// Calls `visit` for each object below `directory`, or, for `""`, for each object directly in the prefix.
+    pub(super) fn list(&self, directory: &str, visit: ObjectVisitor<'_>) -> Result<()> {
+        let failed = |name: String| move |error| Error::store("cannot be listed", name)(error);
         if directory.is_empty() {
-            let (objects, shown) = (self.objects.clone(), self.location().to_string());
-            let listed = self.wait(async move { objects.list_top().await.map_err(failed(shown)) })?;
-            return listed.into_iter().try_for_each(found);
+            let (objects, name) = (self.objects.clone(), self.location().to_string());
+            let listed = self.wait(async move { objects.list_top().await.map_err(failed(name)) })?;
+            return listed.into_iter().try_for_each(visit);
         }
         let mut pages = self.objects.listing(directory).try_chunks(PAGE_OBJECTS);
         loop {
-            let shown = self.shown(directory);
+            let name = self.object_name(directory);
             let next = async move {
                 let page = pages.next().await.transpose();
-                Ok((page.map_err(|error| failed(shown)(error.1))?, pages))
+                Ok((page.map_err(|error| failed(name)(error.1))?, pages))
             };
             let page;
             (page, pages) = self.wait(next)?;
             match page {
-                Some(page) => page.into_iter().try_for_each(&mut *found)?,
+                Some(page) => page.into_iter().try_for_each(&mut *visit)?,
                 None => return Ok(()),
             }
         }

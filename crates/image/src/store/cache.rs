@@ -1,22 +1,23 @@
-//! Which chunks are here, which are on their way, and which may go.
+//! State of the chunks: absent, in flight, or in memory.
 //!
 //! ```text
 //!   absent ─► fetching ─► fetched (compressed) ─► filling ─► resident ─► absent
-//!                 └─► failed                      a thread that wants it      oldest first, unless somebody uses it
+//!                 └─► failed                      by a waiting thread      oldest first, unless in use
 //! ```
-//! A thread *uses* what it asked for last, until it asks for something else; nobody's use ends when it is given back. What this is
-//! not: it fetches and decompresses nothing.
+//! A thread *uses* the chunks that it acquired last, until it acquires others; chunks acquired without a
+//! thread are used until they are released. This module neither fetches nor decompresses.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::thread::ThreadId;
 
 use bytes::Bytes;
 
-use super::spool::Number;
+use super::spool::ChunkNumber;
 use super::{Error, Result, Runtime};
+use crate::lock::lock;
 
-/// The state of every chunk that is not absent.
+/// State of all chunks that are not absent.
 #[derive(Debug, Default)]
 pub(super) struct Cache {
     state: Mutex<State>,
@@ -25,14 +26,14 @@ pub(super) struct Cache {
 
 #[derive(Debug, Default)]
 struct State {
-    chunks: HashMap<Number, Chunk>,
-    /// Resident ones, oldest first.
-    resident: VecDeque<Number>,
-    /// What threads use.
-    used: HashMap<ThreadId, Vec<Number>>,
-    /// Chunks that are fetching or fetched.
-    ahead: usize,
-    /// Those that are fetching.
+    chunks: HashMap<ChunkNumber, Chunk>,
+    /// Resident chunks, oldest first.
+    resident: VecDeque<ChunkNumber>,
+    /// Chunks used by each thread.
+    used: HashMap<ThreadId, Vec<ChunkNumber>>,
+    /// Number of chunks that are fetching or fetched.
+    outstanding: usize,
+    /// Number of chunks that are fetching.
     fetching: usize,
 }
 
@@ -44,42 +45,50 @@ enum Chunk {
     Resident {
         users: usize,
     },
-    /// For whoever asks for it next, who tries anew after that.
+    /// For the next thread that acquires the chunk, after which it is absent.
     Failed(Error),
 }
 
-/// What a thread that wants a chunk has to do.
+/// Limits within which a chunk is fetched.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FetchLimits {
+    /// Maximum number of chunks that are fetching or fetched.
+    pub(super) chunks: usize,
+    /// Maximum number of chunks that are fetching.
+    pub(super) requests: usize,
+}
+
+/// Result of acquiring a chunk.
 #[derive(Debug)]
-pub(super) enum Turn {
-    /// Nothing: it is here, and is used by the thread from now on.
-    Here,
-    /// Decompress it, and say so ([`Cache::filled`]).
-    Fill(Bytes),
+pub(super) enum Acquired {
+    /// The chunk is resident and used by the thread from now on.
+    Resident,
+    /// The caller must decompress it and call [`Cache::filled`] or [`Cache::fill_failed`].
+    MustFill(Bytes),
 }
 
 impl Cache {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
-    /// The thread uses nothing any more. Gives what may go, oldest first, until at most `limit` are resident; these are absent
-    /// then.
-    pub(super) fn release(&self, thread: ThreadId, limit: usize, mut forget: impl FnMut(Number)) {
+    /// Ends the thread's uses. Evicts unused chunks, oldest first, until at most `limit` are resident.
+    pub(super) fn release_thread(&self, thread: ThreadId, limit: usize, mut evict: impl FnMut(ChunkNumber)) {
         let mut state = self.lock();
         for number in state.used.remove(&thread).unwrap_or_default() {
             if let Some(Chunk::Resident { users }) = state.chunks.get_mut(&number) {
                 *users -= 1;
             }
         }
-        let mut looks = state.resident.len();
-        while state.resident.len() > limit && looks > 0 {
-            looks -= 1;
+        let mut checks = state.resident.len();
+        while state.resident.len() > limit && checks > 0 {
+            checks -= 1;
             let Some(number) = state.resident.pop_front() else { break };
             match state.chunks.get(&number) {
                 Some(Chunk::Resident { users: 0 }) => {
                     state.chunks.remove(&number);
-                    // Under the lock: nobody fills it meanwhile.
-                    forget(number);
+                    // Under the lock, so that no thread fills it meanwhile.
+                    evict(number);
                 }
                 Some(_) => state.resident.push_back(number),
                 None => {}
@@ -87,42 +96,45 @@ impl Cache {
         }
     }
 
-    /// Gives back what nobody in particular uses. What is not used any more may go, and is absent then.
-    pub(super) fn give_back(&self, numbers: impl Iterator<Item = Number>, mut forget: impl FnMut(Number)) {
+    /// Releases chunks that were acquired without a thread. Unused chunks are evicted.
+    pub(super) fn release(
+        &self,
+        numbers: impl Iterator<Item = ChunkNumber>,
+        mut evict: impl FnMut(ChunkNumber),
+    ) {
         let mut state = self.lock();
         for number in numbers {
             if let Some(Chunk::Resident { users }) = state.chunks.get_mut(&number) {
                 *users = users.saturating_sub(1);
                 if *users == 0 {
                     state.chunks.remove(&number);
-                    forget(number);
+                    evict(number);
                 }
             }
         }
     }
 
-    /// Says that somebody fetches this chunk now, if it is absent and fewer than `limit` are ahead, and fewer than `requests` of
-    /// these fetching.
-    pub(super) fn claim(&self, number: Number, limit: usize, requests: usize) -> bool {
+    /// Marks an absent chunk as being fetched if the limits permit. Returns true if the caller must fetch it.
+    pub(super) fn claim(&self, number: ChunkNumber, limits: FetchLimits) -> bool {
         let mut state = self.lock();
-        let is_too_many = state.ahead >= limit || state.fetching >= requests;
-        if is_too_many || state.chunks.contains_key(&number) {
+        let is_limited = state.outstanding >= limits.chunks || state.fetching >= limits.requests;
+        if is_limited || state.chunks.contains_key(&number) {
             return false;
         }
-        state.ahead += 1;
+        state.outstanding += 1;
         state.fetching += 1;
         state.chunks.insert(number, Chunk::Fetching);
         true
     }
 
-    /// A fetch came to its end.
-    pub(super) fn fetched(&self, number: Number, result: Result<Bytes>) {
+    /// Records the result of a fetch.
+    pub(super) fn fetched(&self, number: ChunkNumber, result: Result<Bytes>) {
         let mut state = self.lock();
         state.fetching -= 1;
         let chunk = match result {
             Ok(bytes) => Chunk::Fetched(bytes),
             Err(error) => {
-                state.ahead -= 1;
+                state.outstanding -= 1;
                 Chunk::Failed(error)
             }
         };
@@ -131,33 +143,33 @@ impl Cache {
         self.changed.notify_all();
     }
 
-    /// Waits until a chunk that was claimed is here, or is to be filled by the caller. It is used by that thread from then on, or by
-    /// nobody in particular. `look` is called meanwhile.
-    pub(super) fn take(
+    /// Waits until a claimed chunk is resident or must be filled by the caller, and marks it as used by
+    /// `thread`, if there is one. `check_cancelled` is called meanwhile.
+    pub(super) fn acquire(
         &self,
         thread: Option<ThreadId>,
-        number: Number,
+        number: ChunkNumber,
         runtime: &Runtime,
-        look: &dyn Fn() -> Result<()>,
-    ) -> Result<Option<Turn>> {
+        check_cancelled: &dyn Fn() -> Result<()>,
+    ) -> Result<Option<Acquired>> {
         let mut state = self.lock();
         loop {
             match state.chunks.get_mut(&number) {
-                // Somebody took it away again, or its failure was told.
+                // Evicted, or its failure was returned to another thread.
                 None => return Ok(None),
                 Some(Chunk::Resident { users }) => {
                     *users += 1;
                     if let Some(thread) = thread {
                         state.used.entry(thread).or_default().push(number);
                     }
-                    return Ok(Some(Turn::Here));
+                    return Ok(Some(Acquired::Resident));
                 }
                 Some(chunk @ Chunk::Fetched(_)) => {
                     let Chunk::Fetched(bytes) = std::mem::replace(chunk, Chunk::Filling) else {
                         unreachable!("just matched");
                     };
-                    state.ahead -= 1;
-                    return Ok(Some(Turn::Fill(bytes)));
+                    state.outstanding -= 1;
+                    return Ok(Some(Acquired::MustFill(bytes)));
                 }
                 Some(Chunk::Failed(_)) => {
                     let Some(Chunk::Failed(error)) = state.chunks.remove(&number) else {
@@ -166,32 +178,33 @@ impl Cache {
                     return Err(error);
                 }
                 Some(Chunk::Fetching | Chunk::Filling) => {
-                    state = runtime.pause(&self.changed, &self.state, state);
-                    look()?;
+                    state = runtime.wait_for_change(&self.changed, &self.state, state);
+                    check_cancelled()?;
                 }
             }
         }
     }
 
-    /// The chunk that [`Turn::Fill`] was said of is here now, and used by the thread; or cannot be had.
-    pub(super) fn filled(&self, thread: Option<ThreadId>, number: Number, is_here: bool) {
+    /// Marks the chunk of [`Acquired::MustFill`] as resident and used by the thread.
+    pub(super) fn filled(&self, thread: Option<ThreadId>, number: ChunkNumber) {
         let mut state = self.lock();
-        match is_here {
-            true => {
-                state.chunks.insert(number, Chunk::Resident { users: 1 });
-                if let Some(thread) = thread {
-                    state.used.entry(thread).or_default().push(number);
-                    state.resident.push_back(number);
-                }
-            }
-            false => drop(state.chunks.remove(&number)),
+        state.chunks.insert(number, Chunk::Resident { users: 1 });
+        if let Some(thread) = thread {
+            state.used.entry(thread).or_default().push(number);
+            state.resident.push_back(number);
         }
         drop(state);
         self.changed.notify_all();
     }
 
-    /// Whether its bytes are here.
-    pub(super) fn is_resident(&self, number: Number) -> bool {
+    /// Marks the chunk of [`Acquired::MustFill`] as absent, since it could not be filled.
+    pub(super) fn fill_failed(&self, number: ChunkNumber) {
+        self.lock().chunks.remove(&number);
+        self.changed.notify_all();
+    }
+
+    /// Returns true if the chunk is resident.
+    pub(super) fn is_resident(&self, number: ChunkNumber) -> bool {
         matches!(self.lock().chunks.get(&number), Some(Chunk::Resident { .. }))
     }
 }
@@ -210,63 +223,73 @@ mod tests {
         Runtime::start().unwrap()
     }
 
-    fn bring(cache: &Cache, number: Number) {
-        assert!(cache.claim(number, 9, 9));
+    fn limits(chunks: usize, requests: usize) -> FetchLimits {
+        FetchLimits { chunks, requests }
+    }
+
+    fn load(cache: &Cache, number: ChunkNumber) {
+        assert!(cache.claim(number, limits(9, 9)));
         cache.fetched(number, Ok(Bytes::from_static(b"x")));
-        let turn = cache.take(Some(thread()), number, &runtime(), &|| Ok(())).unwrap();
-        assert!(matches!(turn, Some(Turn::Fill(_))), "{turn:?}");
-        cache.filled(Some(thread()), number, true);
+        let acquired = cache.acquire(Some(thread()), number, &runtime(), &|| Ok(())).unwrap();
+        assert!(matches!(acquired, Some(Acquired::MustFill(_))), "{acquired:?}");
+        cache.filled(Some(thread()), number);
     }
 
     #[test]
-    fn what_a_thread_uses_stays_and_the_oldest_goes_first() {
+    fn chunks_in_use_stay_and_the_oldest_is_evicted_first() {
         let cache = Cache::default();
-        (0..3).for_each(|number| bring(&cache, number));
+        (0..3).for_each(|number| load(&cache, number));
         let other = std::thread::spawn(thread).join().unwrap();
-        assert!(matches!(cache.take(Some(other), 0, &runtime(), &|| Ok(())), Ok(Some(Turn::Here))));
-        let mut gone = Vec::new();
-        cache.release(thread(), 1, |number| gone.push(number));
-        assert_eq!(gone, [1, 2]);
+        assert!(matches!(
+            cache.acquire(Some(other), 0, &runtime(), &|| Ok(())),
+            Ok(Some(Acquired::Resident))
+        ));
+        let mut evicted = Vec::new();
+        cache.release_thread(thread(), 1, |number| evicted.push(number));
+        assert_eq!(evicted, [1, 2]);
         assert!(cache.is_resident(0) && !cache.is_resident(1));
-        cache.release(other, 0, |number| gone.push(number));
-        assert_eq!(gone, [1, 2, 0]);
+        cache.release_thread(other, 0, |number| evicted.push(number));
+        assert_eq!(evicted, [1, 2, 0]);
     }
 
     #[test]
-    fn what_nobody_in_particular_uses_goes_when_it_is_given_back() {
+    fn a_chunk_acquired_without_a_thread_stays_until_it_is_released() {
         let cache = Cache::default();
-        assert!(cache.claim(4, 9, 9));
+        assert!(cache.claim(4, limits(9, 9)));
         cache.fetched(4, Ok(Bytes::from_static(b"x")));
-        assert!(matches!(cache.take(None, 4, &runtime(), &|| Ok(())), Ok(Some(Turn::Fill(_)))));
-        cache.filled(None, 4, true);
-        assert!(matches!(cache.take(None, 4, &runtime(), &|| Ok(())), Ok(Some(Turn::Here))));
-        let mut gone = Vec::new();
-        cache.release(thread(), 0, |number| gone.push(number));
-        cache.give_back([4, 5].into_iter(), |number| gone.push(number));
-        assert!(gone.is_empty() && cache.is_resident(4));
-        cache.give_back([4].into_iter(), |number| gone.push(number));
-        assert_eq!(gone, [4]);
+        assert!(matches!(cache.acquire(None, 4, &runtime(), &|| Ok(())), Ok(Some(Acquired::MustFill(_)))));
+        cache.filled(None, 4);
+        assert!(matches!(cache.acquire(None, 4, &runtime(), &|| Ok(())), Ok(Some(Acquired::Resident))));
+        let mut evicted = Vec::new();
+        cache.release_thread(thread(), 0, |number| evicted.push(number));
+        cache.release([4, 5].into_iter(), |number| evicted.push(number));
+        assert!(evicted.is_empty() && cache.is_resident(4));
+        cache.release([4].into_iter(), |number| evicted.push(number));
+        assert_eq!(evicted, [4]);
         assert!(!cache.is_resident(4));
     }
 
     #[test]
-    fn only_so_many_are_ahead_and_a_failure_is_told_once() {
+    fn fetches_are_limited_and_a_failure_is_returned_once() {
         let cache = Cache::default();
         assert!(
-            cache.claim(1, 1, 9) && !cache.claim(1, 9, 9) && !cache.claim(2, 1, 9) && !cache.claim(2, 9, 1)
+            cache.claim(1, limits(1, 9))
+                && !cache.claim(1, limits(9, 9))
+                && !cache.claim(2, limits(1, 9))
+                && !cache.claim(2, limits(9, 1))
         );
         cache.fetched(1, Err(Error::Cancelled));
-        assert!(cache.claim(2, 1, 1));
-        assert!(matches!(cache.take(Some(thread()), 1, &runtime(), &|| Ok(())), Err(Error::Cancelled)));
-        assert!(cache.take(Some(thread()), 1, &runtime(), &|| Ok(())).unwrap().is_none());
-        assert!(cache.claim(1, 2, 2));
+        assert!(cache.claim(2, limits(1, 1)));
+        assert!(matches!(cache.acquire(Some(thread()), 1, &runtime(), &|| Ok(())), Err(Error::Cancelled)));
+        assert!(cache.acquire(Some(thread()), 1, &runtime(), &|| Ok(())).unwrap().is_none());
+        assert!(cache.claim(1, limits(2, 2)));
     }
 
     #[test]
-    fn who_waits_may_be_told_to_end() {
+    fn a_wait_can_be_cancelled() {
         let cache = Cache::default();
-        assert!(cache.claim(1, 1, 1));
-        let error = cache.take(Some(thread()), 1, &runtime(), &|| Err(Error::Cancelled)).unwrap_err();
+        assert!(cache.claim(1, limits(1, 1)));
+        let error = cache.acquire(Some(thread()), 1, &runtime(), &|| Err(Error::Cancelled)).unwrap_err();
         assert!(matches!(error, Error::Cancelled));
     }
 }

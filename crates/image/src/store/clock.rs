@@ -1,4 +1,4 @@
-//! The clock of leases: time since the host's start, suspended time included.
+//! The clock of leases: time since boot, including suspended time.
 
 use std::time::Duration;
 
@@ -8,23 +8,23 @@ use rustix::time::{ClockId, clock_gettime};
 #[cfg(test)]
 use super::simulation::Actor;
 
-/// Where time comes from.
+/// Source of time.
 #[derive(Debug, Clone)]
 pub(super) enum Clock {
-    /// `CLOCK_BOOTTIME`: a host that was suspended for an hour is an hour older, which `CLOCK_MONOTONIC` does not count.
+    /// `CLOCK_BOOTTIME`, which counts the time for which a host is suspended, unlike `CLOCK_MONOTONIC`.
     System,
-    /// The clock of a simulated participant.
+    /// Clock of a simulated participant.
     #[cfg(test)]
     Simulated(Actor),
 }
 
 impl Clock {
-    /// Time since the start of the host.
+    /// Time since boot.
     pub(super) fn now(&self) -> Duration {
         match self {
             Self::System => {
                 let time = clock_gettime(ClockId::Boottime);
-                // Neither is ever negative on Linux.
+                // Never negative on Linux.
                 Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
             }
             #[cfg(test)]
@@ -32,7 +32,7 @@ impl Clock {
         }
     }
 
-    /// Ends after `time`; suspended time does not count here.
+    /// Waits for `time`, not counting suspended time.
     pub(super) fn sleep(&self, time: Duration) -> BoxFuture<'static, ()> {
         match self {
             Self::System => Box::pin(tokio::time::sleep(time)),

@@ -1,6 +1,6 @@
-//! The HTTP client under the stores: hyper over rustls, HTTP/1.1, with the host's certificate authorities.
+//! The stores' HTTP client: hyper over rustls, HTTP/1.1, with the host's certificate authorities.
 //!
-//! What it is not: it follows no redirects, knows no proxies, and tries nothing again, which is `object_store`'s work.
+//! Does not follow redirects, use proxies, or retry, which `object_store` does.
 
 use std::error::Error as StdError;
 use std::sync::Arc;
@@ -16,44 +16,44 @@ use object_store::client::{
     HttpResponse, HttpResponseBody, HttpService,
 };
 
-use super::hold::Gate;
+use super::lease_state::LeaseGuard;
 
-/// How long a connection may take.
+/// Timeout of a connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a server may take to answer a request, its body sent.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a connection is kept for the next request.
+/// Timeout of a response after its request was sent.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Time for which an idle connection is kept.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Makes clients.
+/// Creates clients.
 #[derive(Debug)]
 pub(super) struct Connector {
-    gate: Gate,
+    guard: LeaseGuard,
 }
 
 impl Connector {
-    /// Whose clients' requests pass `gate` if they change something.
-    pub(super) fn new(gate: Gate) -> Self {
-        Self { gate }
+    /// A connector whose clients check modifying requests with `guard`.
+    pub(super) fn new(guard: LeaseGuard) -> Self {
+        Self { guard }
     }
 }
 
 #[derive(Debug)]
 struct Service {
-    gate: Gate,
+    guard: LeaseGuard,
     client: Client<HttpsConnector<TcpConnector>, HttpRequestBody>,
 }
 
-/// A server that says nothing.
+/// Error of a server that does not respond.
 #[derive(Debug, thiserror::Error)]
-#[error("no answer within {} s", ANSWER_TIMEOUT.as_secs())]
-struct Silent;
+#[error("no response within {} s", RESPONSE_TIMEOUT.as_secs())]
+struct ResponseTimeout;
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let allows_http = options.get_config_value(&ClientConfigKey::AllowHttp).as_deref() == Some("true");
         let mut roots = rustls::RootCertStore::empty();
-        // Whoever has none can still reach a server that is not encrypted.
+        // Without authorities an unencrypted server can still be used.
         let (added, ignored) =
             roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         tracing::debug!(added, ignored, "certificate authorities");
@@ -73,7 +73,7 @@ impl HttpConnector for Connector {
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_TIMEOUT)
             .build(https);
-        Ok(HttpClient::new(Service { gate: self.gate.clone(), client }))
+        Ok(HttpClient::new(Service { guard: self.guard.clone(), client }))
     }
 }
 
@@ -81,22 +81,22 @@ impl HttpConnector for Connector {
 impl HttpService for Service {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         if !request.method().is_safe() {
-            // Of this kind none is tried again.
-            self.gate.check().map_err(|lost| HttpError::new(HttpErrorKind::Unknown, lost))?;
+            // An error of this kind is not retried.
+            self.guard.check().map_err(|lost| HttpError::new(HttpErrorKind::Unknown, lost))?;
         }
-        let answer = tokio::time::timeout(ANSWER_TIMEOUT, self.client.request(request)).await;
-        let answer = answer.map_err(|_| HttpError::new(HttpErrorKind::Timeout, Silent))?;
-        let answer = answer.map_err(|error| {
+        let response = tokio::time::timeout(RESPONSE_TIMEOUT, self.client.request(request)).await;
+        let response = response.map_err(|_| HttpError::new(HttpErrorKind::Timeout, ResponseTimeout))?;
+        let response = response.map_err(|error| {
             let kind = if error.is_connect() { HttpErrorKind::Connect } else { kind(&error) };
             HttpError::new(kind, error)
         })?;
-        let (parts, body) = answer.into_parts();
+        let (parts, body) = response.into_parts();
         let body = http_body_util::BodyExt::map_err(body, |error| HttpError::new(kind(&error), error));
         Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body)))
     }
 }
 
-/// What went wrong, as far as it decides whether it is worth another try.
+/// Kind of an error, which decides if the request is retried.
 fn kind(error: &(dyn StdError + 'static)) -> HttpErrorKind {
     let mut cause = Some(error);
     while let Some(error) = cause {
@@ -121,10 +121,10 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
 
     use super::super::clock::Clock;
-    use super::super::hold::Hold;
+    use super::super::lease_state::LeaseState;
     use super::*;
 
-    /// The error of a request to a port that nobody listens on.
+    /// The error of a request to a port without a listener.
     async fn error_of(client: &HttpClient, method: hyper::Method) -> String {
         let request = hyper::Request::builder().method(method).uri("http://127.0.0.1:9/vm/chunks/aa");
         let error = client.execute(request.body(HttpRequestBody::empty()).unwrap()).await.unwrap_err();
@@ -138,12 +138,13 @@ mod tests {
     }
 
     #[test]
-    fn once_the_lease_is_lost_no_attempt_that_changes_something_is_sent() {
-        let hold = Arc::new(Hold::new("s3://b/vm".into(), Clock::System, Clock::System.now(), None));
-        let gate = Gate::default();
-        gate.depend_on(&hold);
+    fn no_modifying_request_is_sent_after_the_lease_was_lost() {
+        let lease_state =
+            Arc::new(LeaseState::new("s3://b/vm".into(), Clock::System, Clock::System.now(), None));
+        let guard = LeaseGuard::default();
+        guard.require(&lease_state);
         let options = ClientOptions::new().with_allow_http(true);
-        let client = Connector::new(gate).connect(&options).unwrap();
+        let client = Connector::new(guard).connect(&options).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             use hyper::Method;
@@ -152,7 +153,7 @@ mod tests {
             for method in changes.clone() {
                 assert!(!error_of(&client, method).await.contains("lease"));
             }
-            hold.lose("it was removed".into());
+            lease_state.mark_lost("it was removed".into());
             for method in changes {
                 let error = error_of(&client, method).await;
                 assert!(error.contains("the lease of this process was lost: it was removed"), "{error}");

@@ -1,15 +1,16 @@
-//! AWS's shared files: a profile's keys and region. `object_store` reads the environment and asks the instance itself.
+//! Keys and region of a profile in AWS's shared files. `object_store` reads the environment and instance
+//! metadata itself.
 //!
-//! What it is not: it knows static keys and regions only, no roles and no single sign-on; for these, export their keys.
+//! Supports only static keys and regions, not roles or single sign-on; for these, export their keys.
 
 use std::path::PathBuf;
 
 use super::{Error, Result};
 
-/// Larger than any such file that people write.
+/// Maximum length of such a file.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// What a profile has.
+/// Settings of a profile.
 #[derive(Default, PartialEq, Eq)]
 pub(super) struct Profile {
     pub(super) key_id: Option<String>,
@@ -18,7 +19,7 @@ pub(super) struct Profile {
     pub(super) region: Option<String>,
 }
 
-/// Keys are not to be seen in a log.
+/// Keys must not appear in logs.
 impl std::fmt::Debug for Profile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Profile").field("has_keys", &self.secret.is_some()).finish_non_exhaustive()
@@ -26,7 +27,7 @@ impl std::fmt::Debug for Profile {
 }
 
 impl Profile {
-    /// The profile that the environment names, from the files that it names.
+    /// Loads the profile that the environment selects, from the files that it names.
     pub(super) fn load() -> Result<Self> {
         let name = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"].iter().find_map(|name| std::env::var(name).ok());
         let name = name.unwrap_or_else(|| "default".into());
@@ -34,7 +35,7 @@ impl Profile {
         for (variable, file) in
             [("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config")]
         {
-            if let Some(path) = place(variable, file) {
+            if let Some(path) = file_path(variable, file) {
                 profile.read(&path, &name)?;
             }
         }
@@ -48,15 +49,15 @@ impl Profile {
             _ => return Ok(()),
         };
         if length > FILE_BYTES_MAX {
-            return Err(bad(format!("{length} bytes, at most {FILE_BYTES_MAX} are read")));
+            return Err(bad(format!("{length} bytes, at most {FILE_BYTES_MAX} are allowed")));
         }
         let text = std::fs::read_to_string(path).map_err(|error| bad(error.kind().to_string()))?;
-        self.take(&text, name);
+        self.merge(&text, name);
         Ok(())
     }
 
-    /// What is there already stays.
-    fn take(&mut self, text: &str, name: &str) {
+    /// Existing settings are kept.
+    fn merge(&mut self, text: &str, name: &str) {
         let mut is_ours = false;
         for line in text.lines().map(str::trim) {
             if let Some(section) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
@@ -76,7 +77,7 @@ impl Profile {
     }
 }
 
-fn place(variable: &str, file: &str) -> Option<PathBuf> {
+fn file_path(variable: &str, file: &str) -> Option<PathBuf> {
     match std::env::var_os(variable) {
         Some(path) => Some(path.into()),
         None => Some(PathBuf::from(std::env::var_os("HOME")?).join(".aws").join(file)),
@@ -90,11 +91,11 @@ mod tests {
     #[test]
     fn a_profile_is_found_in_both_files() {
         let mut profile = Profile::default();
-        profile.take(
+        profile.merge(
             "[other]\naws_access_key_id=X\n[lab]\n aws_access_key_id = A\n# c\n aws_secret_access_key=B=\n",
             "lab",
         );
-        profile.take("[profile lab]\nregion = eu-central-1\naws_access_key_id = late\n", "lab");
+        profile.merge("[profile lab]\nregion = eu-central-1\naws_access_key_id = late\n", "lab");
         let found = (profile.key_id.as_deref(), profile.secret.as_deref(), profile.region.as_deref());
         assert_eq!(found, (Some("A"), Some("B="), Some("eu-central-1")));
         assert!(!format!("{profile:?}").contains("B="));

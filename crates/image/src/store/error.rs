@@ -1,102 +1,102 @@
-//! What can be wrong with a store, and with what is in it.
+//! Errors of stores and of the images in them.
 
 use std::io;
 
 use crate::index;
 
-/// Why an image cannot be stored in or read from a store.
+/// Failure to store an image or to read it from a store.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The location is not one.
+    /// The location is invalid.
     #[error("{text}")]
     Location {
-        /// What it is, and what is expected.
+        /// The location and the expected form.
         text: String,
     },
-    /// The location may have a secret in it, so nothing of it is repeated.
+    /// The location may contain a secret, so it is not repeated.
     #[error(
         "{scheme}: an address has no user, password or query (@, ?, #); credentials come from the environment or the usual files (docs/store.md)"
     )]
     Secret {
-        /// How it begins.
+        /// Its scheme.
         scheme: &'static str,
     },
-    /// The store refuses or cannot be reached.
-    #[error("{object}: {op}: {answer}{}", advice(answer))]
+    /// The store is unreachable or refused a request.
+    #[error("{object}: {op}: {error}{}", advice(error))]
     Store {
-        /// What was being done.
+        /// The failed operation.
         op: &'static str,
-        /// The object, or the store.
+        /// The object or the store.
         object: String,
-        /// Its answer, which is in the text: whoever walks causes would say it twice.
-        answer: Box<object_store::Error>,
+        /// The store's error. Not a `source`, since the text already contains it.
+        error: Box<object_store::Error>,
     },
-    /// There is no such image.
+    /// The image does not exist.
     #[error("{image}: there is no such image: the store has no {object:?}")]
     NoImage {
         /// The image.
         image: String,
-        /// Its index.
+        /// Its index object.
         object: String,
     },
-    /// There is one already.
+    /// The image already exists.
     #[error("{image}: it exists already; give another name, or --overwrite")]
     Exists {
         /// The image.
         image: String,
     },
-    /// The index cannot be used.
+    /// The index is invalid.
     #[error("{image}: {why}")]
     Index {
         /// The image.
         image: String,
-        /// Why not.
+        /// The error.
         why: index::Error,
     },
-    /// A chunk is named by the index and not there.
-    #[error("{image}: {place}: chunk {chunk} is missing in the store: {absence}; take another image, or store the guest again", place = shown(place))]
+    /// A chunk that the index references is missing.
+    #[error("{image}: {position}: chunk {chunk} is missing in the store: {absence}; take another image, or store the guest again", position = position_text(position))]
     Missing {
         /// The image.
         image: String,
-        /// Block and offset.
-        place: Place,
-        /// Its object.
+        /// Position of the chunk in the guest.
+        position: ChunkPosition,
+        /// Object of the chunk.
         chunk: String,
-        /// Why that can be.
+        /// Possible reason.
         absence: Absence,
     },
-    /// A chunk's bytes are not those of its name.
-    #[error("{image}: {place}: chunk {chunk} is damaged in the store: {why}; remove that object and store the guest again, or take another image", place = shown(place))]
+    /// A chunk's content does not match its name.
+    #[error("{image}: {position}: chunk {chunk} is damaged in the store: {why}; remove that object and store the guest again, or take another image", position = position_text(position))]
     Damaged {
         /// The image.
         image: String,
-        /// Block and offset.
-        place: Place,
-        /// Its object.
+        /// Position of the chunk in the guest.
+        position: ChunkPosition,
+        /// Object of the chunk.
         chunk: String,
-        /// How that is known.
+        /// The difference.
         why: String,
     },
-    /// The device state is not the one that was stored.
+    /// The device state does not match its hash.
     #[error("{image}: the device state: {why}; store the guest again")]
     DeviceState {
         /// The image.
         image: String,
-        /// What is wrong.
+        /// The difference.
         why: String,
     },
-    /// Larger than what belongs there.
-    #[error("{object}: it has more than {limit} bytes, which is no object of towline's; correct the name")]
+    /// The object is longer than allowed.
+    #[error("{object}: it has more than {limit} bytes, too many for an object of towline; correct the name")]
     TooLong {
-        /// Which.
+        /// The object.
         object: String,
         /// The limit.
         limit: u64,
     },
-    /// Another process removes garbage.
+    /// Another process is collecting garbage.
     #[error(
-        "{store}: garbage is being removed there by {owner}: try again when that has ended, or in an hour if it was broken off"
+        "{store}: garbage is being removed there by {owner}: try again when it has finished, or after an hour if it was interrupted"
     )]
     Collecting {
         /// The prefix.
@@ -104,31 +104,31 @@ pub enum Error {
         /// The other process and its lease.
         owner: String,
     },
-    /// Another process stores an image.
+    /// Another process is storing an image.
     #[error(
-        "{store}: {count} upload(s) go on there, or were broken off within the last hour, one of them of {owner}: try again when they have ended; nothing was removed"
+        "{store}: {count} upload(s) are active there, or were interrupted within the last hour, one of them of {owner}: try again when they have finished; nothing was removed"
     )]
     Uploading {
         /// The prefix.
         store: String,
-        /// How many.
+        /// Number of uploads.
         count: usize,
         /// One of the processes and its lease.
         owner: String,
     },
-    /// The lease was not held all the time, so chunks may have been taken for garbage.
+    /// There was a time without a lease, in which needed chunks may have been collected.
     #[error(
-        "{store}: the lease of this process was lost: {why}; others may have taken what it counts on for garbage; run the command again, chunks that are there are not sent again"
+        "{store}: the lease of this process was lost: {why}; another process may have removed chunks that it needs; repeat the command, existing chunks are not sent again"
     )]
     Lost {
         /// The prefix.
         store: String,
-        /// How.
+        /// Reason for the loss.
         why: String,
     },
-    /// An image that is read is not to be removed.
+    /// The image is being read.
     #[error(
-        "{image}: it is being read by {readers}: try again when they have ended, or in an hour if they were broken off; nothing was removed",
+        "{image}: it is being read by {readers}: try again when they have finished, or after an hour if they were interrupted; nothing was removed",
         readers = readers.join(", ")
     )]
     InUse {
@@ -137,96 +137,96 @@ pub enum Error {
         /// The processes and their leases.
         readers: Vec<String>,
     },
-    /// Others replace the same object all the time.
-    #[error("{object}: other processes replace it again and again; run the command when they have ended")]
+    /// Other processes keep replacing the object.
+    #[error("{object}: other processes keep replacing it; repeat the command when they have finished")]
     Changed {
-        /// Which.
+        /// The object.
         object: String,
     },
-    /// An image that cannot be read keeps all chunks.
+    /// An index that cannot be read prevents garbage collection.
     #[error(
-        "{image}: {why}; while it is there, nobody can say which chunks are garbage, so nothing was removed: remove it, or use a newer towline"
+        "{image}: {why}; as long as it exists, garbage cannot be determined, so nothing was removed: remove it, or use a newer towline"
     )]
     KeepsGarbage {
         /// The image.
         image: String,
-        /// What is wrong.
+        /// The error.
         why: index::Error,
     },
-    /// Room for pages on this host.
+    /// The spool cannot be created or written.
     #[error(
-        "{path}: {why}: pages wait there until they are sent; have TMPDIR name a directory with room for the guest's memory"
+        "{path}: {why}: pages are stored there until they are sent; set TMPDIR to a directory with enough space for the guest's memory"
     )]
     Spool {
         /// The directory.
         path: String,
-        /// Why.
+        /// The kernel's error.
         why: io::Error,
     },
-    /// A stream came in another order than the engine's.
+    /// The stream's items arrived in an unexpected order.
     #[error("{image}: {what}")]
     Order {
-        /// The image that was to be stored.
+        /// The image to be stored.
         image: String,
-        /// What was missing.
+        /// The missing item.
         what: &'static str,
     },
     /// This host lacks memory, threads or descriptors.
     #[error("{what}: {why}")]
     Host {
-        /// For what.
+        /// The resource.
         what: &'static str,
-        /// Why.
+        /// The kernel's error.
         why: io::Error,
     },
     /// A file with credentials cannot be used.
     #[error("{path}: {why}")]
     Credentials {
-        /// Which.
+        /// The file.
         path: String,
-        /// What is wrong; never what is in it.
+        /// The error; never the file's content.
         why: String,
     },
-    /// The image that is stored cannot be read.
+    /// The image to be stored cannot be read.
     #[error(transparent)]
     Image(Box<crate::Error>),
-    /// Somebody asked for the end.
+    /// The operation was cancelled.
     #[error("cancelled")]
     Cancelled,
 }
 
-/// The result of every operation on a store.
+/// Result of the operations on stores.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Where in a guest a chunk belongs.
+/// Position of a chunk in a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
-    /// The block's name; `None` for the device state.
+pub struct ChunkPosition {
+    /// Name of the block; `None` for the device state.
     pub block: Option<String>,
-    /// The chunk's first byte in it.
+    /// Offset of the chunk.
     pub offset: u64,
 }
 
-/// Why a chunk that an index names may be missing.
+/// Possible reason for which a referenced chunk is missing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Absence {
-    /// The reader has had a lease all along.
+    /// The reader had a lease all the time.
     #[error(
-        "another program removed it, for this reader's lease keeps it from towline's collections of garbage"
+        "another program removed it, since this reader's lease protects it from towline's garbage collection"
     )]
     Leased,
     /// The reader's lease was not renewed in time.
-    #[error("a collection of garbage may have removed it while this reader's lease was lost ({why})")]
+    #[error("garbage collection may have removed it while this reader's lease was lost ({why})")]
     LeaseLost {
-        /// How it was lost.
+        /// Reason for the loss.
         why: String,
     },
-    /// The reader may not write, so it has no lease.
+    /// The reader has no write permission and thus no lease.
     #[error(
-        "this reader has no lease ({why}), so a collection of garbage may have removed it after the image was replaced or removed"
+        "this reader has no lease ({why}), so garbage collection may have removed it after the image was replaced or removed"
     )]
     Unleased {
-        /// Why it may not.
+        /// Reason for which it cannot write.
         why: String,
     },
 }
@@ -237,46 +237,54 @@ impl Error {
         object: impl Into<String>,
     ) -> impl FnOnce(object_store::Error) -> Self {
         let object = object.into();
-        move |answer| Self::Store { op, object, answer: Box::new(answer) }
+        move |error| Self::Store { op, object, error: Box::new(error) }
     }
 
-    /// Whether the request certainly did nothing, and will not. Of one that failed in another way it may still arrive.
+    /// The same error as one of the engine.
+    pub(super) fn into_migration(self) -> towline_migration::Error {
+        match self {
+            Self::Cancelled => towline_migration::Error::Cancelled,
+            error => towline_migration::Error::guest(crate::Error::from(error)),
+        }
+    }
+
+    /// Returns true if the request had and will have no effect. After other failures it may still arrive.
     pub(super) fn is_final(&self) -> bool {
-        use object_store::Error as Answer;
+        use object_store::Error as Cause;
 
         match self {
-            Self::Store { answer, .. } => matches!(
-                **answer,
-                Answer::PermissionDenied { .. }
-                    | Answer::Unauthenticated { .. }
-                    | Answer::NotSupported { .. }
-                    | Answer::NotImplemented { .. }
-                    | Answer::InvalidPath { .. }
-                    | Answer::UnknownConfigurationKey { .. }
+            Self::Store { error, .. } => matches!(
+                **error,
+                Cause::PermissionDenied { .. }
+                    | Cause::Unauthenticated { .. }
+                    | Cause::NotSupported { .. }
+                    | Cause::NotImplemented { .. }
+                    | Cause::InvalidPath { .. }
+                    | Cause::UnknownConfigurationKey { .. }
             ),
             Self::Lost { .. } | Self::Exists { .. } | Self::Changed { .. } => true,
             _ => false,
         }
     }
 
-    /// Whether the store does not know this kind of request.
+    /// Returns true if the store does not support this kind of request.
     pub(super) fn is_unsupported(&self) -> bool {
-        use object_store::Error as Answer;
+        use object_store::Error as Cause;
 
-        let Self::Store { answer, .. } = self else { return false };
-        matches!(**answer, Answer::NotSupported { .. } | Answer::NotImplemented { .. })
+        let Self::Store { error, .. } = self else { return false };
+        matches!(**error, Cause::NotSupported { .. } | Cause::NotImplemented { .. })
     }
 
-    /// Whether the store lets this process only read.
+    /// Returns true if the store is read-only for this process.
     pub(super) fn is_read_only(&self) -> bool {
-        use object_store::Error as Answer;
+        use object_store::Error as Cause;
 
-        let Self::Store { answer, .. } = self else { return false };
-        if let Answer::PermissionDenied { .. } | Answer::Unauthenticated { .. } = **answer {
+        let Self::Store { error, .. } = self else { return false };
+        if let Cause::PermissionDenied { .. } | Cause::Unauthenticated { .. } = **error {
             return true;
         }
-        // A directory answers with what the kernel said.
-        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&**answer);
+        // The error of a directory contains the kernel's.
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&**error);
         while let Some(error) = cause {
             let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
             if let Some(io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem) = kind {
@@ -288,21 +296,21 @@ impl Error {
     }
 }
 
-fn shown(place: &Place) -> String {
-    match &place.block {
-        Some(block) => format!("block {block:?}, from byte {:#x}", place.offset),
-        None => format!("the device state, from byte {:#x}", place.offset),
+fn position_text(position: &ChunkPosition) -> String {
+    match &position.block {
+        Some(block) => format!("block {block:?}, from byte {:#x}", position.offset),
+        None => format!("the device state, from byte {:#x}", position.offset),
     }
 }
 
-/// The way out, where there is one.
+/// Remedy, where there is one.
 fn advice(error: &object_store::Error) -> &'static str {
     match error {
         object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
             "; credentials come from the environment or the usual files (docs/store.md)"
         }
         object_store::Error::Generic { .. } => {
-            "; is the endpoint right and reachable, and are there credentials (docs/store.md)?"
+            "; check the endpoint, the network and the credentials (docs/store.md)"
         }
         _ => "",
     }

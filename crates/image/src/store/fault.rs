@@ -1,31 +1,31 @@
-//! Faults of earlier versions, which the simulation puts back to show that it finds them.
+//! Bugs of earlier versions, which the simulation enables to prove that it detects them.
 
-/// A rule of the leases that is broken on purpose. Outside of tests none ever is.
+/// A rule of the lease protocol that is deliberately broken. Never enabled outside of tests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
-    /// All collectors share one lease, do not look for each other, and the first that ends removes it.
+    /// Collectors share one lease and do not check for each other; the first one to end removes it.
     SharedCollection,
-    /// A renewal after a gap of any length is a renewal, and creates a lease that is gone.
+    /// A renewal succeeds after a gap of any length, and recreates a removed lease.
     GapHeals,
-    /// The clock of leases stands while its host is suspended.
+    /// The clock of leases does not count suspended time.
     #[cfg(test)]
     SuspendedTimeIgnored,
-    /// An index is put without a look at the upload's lease.
+    /// An index is put without checking the upload's lease.
     IndexUnchecked,
-    /// A collector removes without a look at its own lease.
+    /// A collector removes objects without checking its own lease.
     RemovalUnchecked,
-    /// An upload looks for collectors before its own lease is there.
-    UploadLooksFirst,
-    /// A collector does not look at the leases of readers.
+    /// An upload checks for collectors before its own lease exists.
+    UploadChecksFirst,
+    /// A collector ignores the leases of readers.
     ReadersIgnored,
     /// A collector lists readers before it reads the indexes.
     ReadersFirst,
-    /// A reader does not look whether its index is still there once its lease is.
+    /// A reader does not check its index again after creating its lease.
     ReaderUnconfirmed,
-    /// A collector takes a reader's index that it does not find for one that names nothing.
+    /// A collector assumes that a missing index of a reader references no chunks.
     UnknownIndexIgnored,
-    /// An upload removes its lease though its index may still arrive.
+    /// An upload removes its lease although its index may still arrive.
     LateIndexIgnored,
-    /// A collector removes its lease though a removal may still arrive.
+    /// A collector removes its lease although a removal may still arrive.
     LateRemovalIgnored,
 }

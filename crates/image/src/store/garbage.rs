@@ -1,4 +1,4 @@
-//! Chunks that no index names: what uploads that were broken off, and images that were removed, leave behind.
+//! Collection of chunks that no index references: remains of interrupted uploads and of removed images.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -9,66 +9,83 @@ use towline_channel::Cancel;
 
 use super::access::Store;
 use super::fault::Fault;
-use super::images::{RETIRED, retired};
-use super::lease::{FoundLease, Kind, Lease, age, leases};
+use super::images::{RETIRED, retired_key};
+use super::lease::{Lease, LeaseEntry, LeaseKind, age, leases};
 use super::location::{Location, SUFFIX};
 use super::{ConditionalWrites, Error, Result, chunk};
 use crate::index::{INDEX_BYTES_MAX, Index};
 use crate::manifest::Digest;
 
-/// Images of one prefix that are looked at.
+/// Maximum number of images of a prefix.
 const IMAGES_MAX: usize = 100_000;
 
-/// An object that nobody needs.
+/// An object that is not needed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Object {
-    /// Its key below the prefix.
+    /// Key below the prefix.
     pub key: String,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub bytes: u64,
-    /// How long ago it was put there, by the store's clock.
+    /// Time since it was put, by the store's clock.
     pub age: Duration,
 }
 
-/// What is in a prefix, and what of it is garbage.
+/// A number of chunks and their length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ChunkTotals {
+    /// Number of chunks.
+    pub chunks: u64,
+    /// Length of their objects in bytes.
+    pub bytes: u64,
+}
+
+impl ChunkTotals {
+    fn add(&mut self, bytes: u64) {
+        self.chunks += 1;
+        self.bytes += bytes;
+    }
+}
+
+/// Contents of a prefix, and the garbage in it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Garbage {
-    /// The images.
+    /// Number of images.
     pub images: usize,
-    /// Chunks that they name, and the bytes of these.
-    pub used: (u64, u64),
-    /// Chunks that none of them names, but too young to be called garbage: an upload may be about to name them.
-    pub young: (u64, u64),
-    /// Chunks that only readers need, of images that were replaced or removed meanwhile, and the bytes of these.
-    pub kept: (u64, u64),
-    /// The readers for which they are kept, for people.
+    /// Chunks referenced by the images.
+    pub used: ChunkTotals,
+    /// Unreferenced chunks that are too young to be garbage, since an upload may still reference them.
+    pub young: ChunkTotals,
+    /// Chunks that only readers of replaced or removed images need.
+    pub kept: ChunkTotals,
+    /// Descriptions of the readers for which they are kept.
     pub kept_for: Vec<String>,
-    /// Uploads that go on.
+    /// Number of active uploads.
     pub uploads: usize,
-    /// Readers of images.
+    /// Number of active readers.
     pub readers: usize,
-    /// What may be removed, in this order.
+    /// Objects that may be removed, in this order.
     pub objects: Vec<Object>,
-    /// Which conditions the store enforces on writes; known only to who may write.
+    /// Conditional writes that the store enforces; only known to a process that may write.
     pub conditional_writes: Option<ConditionalWrites>,
 }
 
 impl Garbage {
-    /// Looks through a prefix: chunks that are older than `age_min` and named by no image are garbage. `Err` of a single image
-    /// names it: while nobody knows what it names, nothing is garbage.
+    /// Lists a prefix: chunks older than `age_min` that no image references are garbage. An index that cannot
+    /// be read is an error, since its chunks are unknown.
     ///
     /// # Errors
-    /// The store cannot be reached or refuses, or an image cannot be read.
+    /// The store is unreachable or refuses access, or an index cannot be read.
     pub fn find(prefix: &Location, age_min: Duration, cancel: Option<Cancel>) -> Result<Self> {
         let store = Arc::new(Store::open(prefix, cancel)?);
         find(&store, age_min, SystemTime::now())
     }
 
-    /// Removes what [`Self::find`] would find, unless somebody uploads or collects; tells `removed` of each object. Returns what was
-    /// removed.
+    /// Removes the objects that [`Self::find`] would find, unless an upload or another collection is active;
+    /// calls `removed` for each. Returns what was found, with the removed objects.
     ///
     /// # Errors
-    /// As [`Self::find`], [`Error::Uploading`] and [`Error::Collecting`]; [`Error::Lost`] when the rest was left alone.
+    /// As [`Self::find`]; [`Error::Uploading`] and [`Error::Collecting`]; [`Error::Lost`] if the remaining
+    /// objects were kept.
     pub fn remove(
         prefix: &Location,
         age_min: Duration,
@@ -76,30 +93,31 @@ impl Garbage {
         removed: &mut dyn FnMut(&Object),
     ) -> Result<Self> {
         if !prefix.scheme().is_writable() {
-            let text = format!("{prefix}: http:// and https:// are only read");
+            let text = format!("{prefix}: http:// and https:// are read-only");
             return Err(Error::Location { text });
         }
         Self::remove_in(&Arc::new(Store::open(prefix, cancel)?), age_min, removed)
     }
 
-    /// As [`Self::remove`], in a store that is open.
+    /// As [`Self::remove`], in an open store.
     pub(super) fn remove_in(
         store: &Arc<Store>,
         age_min: Duration,
         removed: &mut dyn FnMut(&Object),
     ) -> Result<Self> {
         let lease = Lease::collection(store)?;
-        let mut found = find(store, age_min, lease.now()?)?;
+        let mut found = find(store, age_min, lease.store_time()?)?;
         found.conditional_writes = Some(lease.writes());
         for object in &found.objects {
             store.check_cancelled()?;
-            let (objects, hold, key) =
-                (store.objects().clone(), Arc::clone(lease.hold()), object.key.clone());
-            let done = store.wait_anyway(async move { objects.remove_held(&key, &hold).await });
+            let (objects, lease_state, key) =
+                (store.objects().clone(), Arc::clone(lease.state()), object.key.clone());
+            let done =
+                store.wait_uncancelled(async move { objects.remove_with_lease(&key, &lease_state).await });
             if let Err(error) = done {
-                if !error.is_final() && !store.has(Fault::LateRemovalIgnored) {
-                    // It may still arrive.
-                    lease.leave();
+                if !error.is_final() && !store.has_fault(Fault::LateRemovalIgnored) {
+                    // The request may still arrive.
+                    lease.keep_in_store();
                 }
                 return Err(error);
             }
@@ -108,31 +126,32 @@ impl Garbage {
         Ok(found)
     }
 
-    fn add_dead(&mut self, lease: FoundLease) {
-        let FoundLease { key, bytes, age } = lease;
+    fn add_expired(&mut self, lease: LeaseEntry) {
+        let LeaseEntry { key, bytes, age } = lease;
         self.objects.push(Object { key, bytes, age });
     }
 }
 
-/// What the images of a prefix name.
+/// Chunks and indexes referenced by the images of a prefix.
 #[derive(Default)]
-struct Named {
+struct Referenced {
     chunks: HashSet<[u8; 32]>,
     indexes: HashSet<Digest>,
 }
 
-/// What readers need beside that.
+/// Further chunks and indexes that readers need.
 #[derive(Default)]
-struct Kept {
+struct ReaderNeeds {
     chunks: HashSet<[u8; 32]>,
     indexes: HashSet<Digest>,
-    /// A reader's index is nowhere, so it may need anything.
+    /// The index of a reader is missing, so it may need any chunk.
     is_unknown: bool,
 }
 
-/// The order of the looks matters. Chunks first: what is put later is not in the list, and no upload goes on. Copies of indexes next: one
-/// that is made later stays. Indexes before readers: a reader whose lease comes after the list of leases has seen its index
-/// after that, so the index was there before, too.
+/// The order of requests matters. Chunks are listed first: chunks put later are not in the list, and no
+/// upload is active. Copies of indexes come next: later ones are kept. Indexes are read before the leases of
+/// readers are listed: a reader whose lease is created after that list confirms its index after that, so the
+/// index was read here too.
 fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbage> {
     let mut chunks = Vec::new();
     store.list(chunk::DIRECTORY, &mut |object| {
@@ -148,35 +167,35 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
         copies.push(Object { key: store.key(&object), bytes: object.size, age });
         Ok(())
     })?;
-    let early = store.has(Fault::ReadersFirst).then(|| leases(store, Kind::Reader, now)).transpose()?;
-    let named = named(store, &mut garbage)?;
+    let early =
+        store.has_fault(Fault::ReadersFirst).then(|| leases(store, LeaseKind::Reader, now)).transpose()?;
+    let referenced = referenced(store, &mut garbage)?;
     let mut readers = Vec::new();
-    for kind in Kind::ALL {
+    for kind in LeaseKind::ALL {
         let found = match &early {
-            Some(early) if kind == Kind::Reader => early.clone(),
+            Some(early) if kind == LeaseKind::Reader => early.clone(),
             _ => leases(store, kind, now)?,
         };
-        let (alive, dead): (Vec<_>, Vec<_>) = found.into_iter().partition(FoundLease::is_alive);
-        // Before any chunk: whoever is taken for dead finds that out first.
-        dead.into_iter().for_each(|lease| garbage.add_dead(lease));
+        let (alive, expired): (Vec<_>, Vec<_>) = found.into_iter().partition(LeaseEntry::is_alive);
+        // Leases are removed before any chunk, so that an owner that is considered dead detects it first.
+        expired.into_iter().for_each(|lease| garbage.add_expired(lease));
         match kind {
-            Kind::Upload => garbage.uploads = alive.len(),
-            Kind::Reader => readers = alive,
-            Kind::Collection => {}
+            LeaseKind::Upload => garbage.uploads = alive.len(),
+            LeaseKind::Reader => readers = alive,
+            LeaseKind::Collection => {}
         }
     }
     garbage.readers = readers.len();
-    let kept = kept(store, &named, &readers, &mut garbage)?;
-    let needed: HashSet<_> = kept.indexes.iter().map(|index| retired(*index)).collect();
+    let needs = reader_needs(store, &referenced, &readers, &mut garbage)?;
+    let needed: HashSet<_> = needs.indexes.iter().map(|index| retired_key(*index)).collect();
     garbage.objects.extend(copies.into_iter().filter(|copy| !needed.contains(&copy.key)));
     for (name, bytes, age) in chunks {
-        let add = |(count, sum): (u64, u64)| (count + 1, sum + bytes);
-        if named.chunks.contains(&name) {
-            garbage.used = add(garbage.used);
-        } else if kept.is_unknown || kept.chunks.contains(&name) {
-            garbage.kept = add(garbage.kept);
+        if referenced.chunks.contains(&name) {
+            garbage.used.add(bytes);
+        } else if needs.is_unknown || needs.chunks.contains(&name) {
+            garbage.kept.add(bytes);
         } else if age < age_min {
-            garbage.young = add(garbage.young);
+            garbage.young.add(bytes);
         } else {
             garbage.objects.push(Object { key: chunk::key(&name), bytes, age });
         }
@@ -184,13 +203,18 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
     Ok(garbage)
 }
 
-/// What live readers need that no image names.
-fn kept(store: &Arc<Store>, named: &Named, readers: &[FoundLease], garbage: &mut Garbage) -> Result<Kept> {
-    let mut kept = Kept::default();
-    if store.has(Fault::ReadersIgnored) {
-        return Ok(kept);
+/// Unreferenced chunks that live readers need.
+fn reader_needs(
+    store: &Arc<Store>,
+    referenced: &Referenced,
+    readers: &[LeaseEntry],
+    garbage: &mut Garbage,
+) -> Result<ReaderNeeds> {
+    let mut needs = ReaderNeeds::default();
+    if store.has_fault(Fault::ReadersIgnored) {
+        return Ok(needs);
     }
-    // The names of each copy are read once, however many read it.
+    // Each copy is read once, even if it has several readers.
     let mut copies: HashMap<Digest, Option<Index>> = HashMap::new();
     for lease in readers {
         let owner = match lease.owner(store)? {
@@ -198,14 +222,14 @@ fn kept(store: &Arc<Store>, named: &Named, readers: &[FoundLease], garbage: &mut
             Some(owner) => owner.ok(),
         };
         let index = owner.and_then(|owner| owner.index);
-        if index.is_some_and(|index| named.indexes.contains(&index)) {
+        if index.is_some_and(|index| referenced.indexes.contains(&index)) {
             continue;
         }
-        garbage.kept_for.push(lease.shown(store));
+        garbage.kept_for.push(lease.describe_owner(store));
         let copy = match index {
             None => None,
             Some(index) => {
-                kept.indexes.insert(index);
+                needs.indexes.insert(index);
                 match copies.entry(index) {
                     Entry::Occupied(known) => known.into_mut().as_ref(),
                     Entry::Vacant(new) => new.insert(copy(store, index)?).as_ref(),
@@ -213,44 +237,45 @@ fn kept(store: &Arc<Store>, named: &Named, readers: &[FoundLease], garbage: &mut
             }
         };
         match copy {
-            Some(copy) => kept.chunks.extend(copy.all_names()),
-            None => kept.is_unknown |= !store.has(Fault::UnknownIndexIgnored),
+            Some(copy) => needs.chunks.extend(copy.all_names()),
+            None => needs.is_unknown |= !store.has_fault(Fault::UnknownIndexIgnored),
         }
     }
-    Ok(kept)
+    Ok(needs)
 }
 
-/// The copy of an index that was replaced or removed, if there is one that can be read.
+/// The copy of a replaced or removed index, if it exists and is valid.
 fn copy(store: &Arc<Store>, index: Digest) -> Result<Option<Index>> {
-    let bytes = store.get(&retired(index), INDEX_BYTES_MAX)?;
+    let bytes = store.get(&retired_key(index), INDEX_BYTES_MAX)?;
     let whole = bytes.filter(|bytes| Digest::of(bytes) == index);
     Ok(whole.and_then(|bytes| Index::parse(&bytes).ok()))
 }
 
-/// Everything that the prefix's images name.
-fn named(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Named> {
+/// Everything that the prefix's images reference.
+fn referenced(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Referenced> {
     let mut keys = Vec::new();
     store.list("", &mut |object| {
         let key = store.key(&object);
         if key.ends_with(SUFFIX) {
             keys.push(key);
         }
-        match keys.len() > IMAGES_MAX {
-            true => Err(Error::Location {
+        if keys.len() > IMAGES_MAX {
+            Err(Error::Location {
                 text: format!("{}: more than {IMAGES_MAX} images; use several prefixes", store.location()),
-            }),
-            false => Ok(()),
+            })
+        } else {
+            Ok(())
         }
     })?;
-    let mut named = Named::default();
+    let mut referenced = Referenced::default();
     for key in keys {
-        // One that was removed meanwhile names nothing.
+        // An image removed meanwhile references nothing.
         let Some(bytes) = store.get(&key, INDEX_BYTES_MAX)? else { continue };
         let index = Index::parse(&bytes);
-        let index = index.map_err(|why| Error::KeepsGarbage { image: store.shown(&key), why })?;
-        named.chunks.extend(index.all_names());
-        named.indexes.insert(Digest::of(&bytes));
+        let index = index.map_err(|why| Error::KeepsGarbage { image: store.object_name(&key), why })?;
+        referenced.chunks.extend(index.all_names());
+        referenced.indexes.insert(Digest::of(&bytes));
         garbage.images += 1;
     }
-    Ok(named)
+    Ok(referenced)
 }

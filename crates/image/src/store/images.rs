@@ -1,14 +1,14 @@
-//! The index objects of a prefix: who reads them, how one is replaced and removed.
+//! Index objects of a prefix: their readers, replacement and removal.
 //!
 //! ```text
-//!   publish   is the old index read? then keep a copy as retired/BLAKE3 ─► put the new one, if the old one is still the one that was seen
+//!   publish   old index has readers? copy it to retired/BLAKE3 ─► put the new one, if the old one has not changed
 //!   remove    the same ─► remove the index
 //! ```
 //!
-//! An image in a store has no companions beside its chunks: whatever describes it is in its index, which one request replaces. So
-//! there is the old image or the new one, whenever the process ends. What the old one names is garbage afterwards, unless a reader's
-//! lease names the old index: a collector finds what that one names in the copy, or, if somebody else than towline removed the
-//! index, leaves everything alone while the reader is alive.
+//! Everything except an image's chunks is in its index, which one request replaces. So there is either the
+//! old image or the new one, whenever the process ends. The old one's chunks become garbage, unless a
+//! reader's lease names the old index: a collector finds its chunks in the copy, or, if another program
+//! removed the index, keeps all chunks while the reader is alive.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -19,88 +19,95 @@ use towline_channel::Cancel;
 
 use super::access::Store;
 use super::fault::Fault;
-use super::lease::{Kind, Lease, leases};
+use super::lease::{Lease, LeaseKind, leases};
 use super::location::{Location, SUFFIX};
-use super::objects::{Put, version};
+use super::objects::{WriteMode, version_of};
 use super::{Error, Result};
 use crate::Existing;
 use crate::index::INDEX_BYTES_MAX;
 use crate::manifest::Digest;
 
-/// Where copies of indexes are that were replaced or removed while somebody read them.
+/// Directory of copies of indexes that were replaced or removed while they were read.
 pub(super) const RETIRED: &str = "retired";
-/// Attempts to replace or to read an index that somebody else replaces meanwhile.
+/// Maximum number of attempts to replace or read an index that other processes replace.
 const ATTEMPTS_MAX: usize = 8;
 
-/// What becomes of an image that is read while it is removed.
+/// Action if an image to be removed has readers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InUse {
-    /// It stays, and its readers are named.
+    /// Keep the image and report its readers.
     Refuse,
-    /// It is removed; its chunks stay until its readers end.
+    /// Remove the image; its chunks are kept until the readers end.
     KeepChunks,
 }
 
 /// A process that reads an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Reader {
-    /// Process, host and lease, for people.
-    pub shown: String,
-    /// The BLAKE3 of the index that it reads.
+pub struct ImageReader {
+    /// Description of process, host and lease.
+    pub description: String,
+    /// BLAKE3 of the index that it reads.
     pub index: Digest,
 }
 
-/// Who reads the image now, or was killed while it did within the last hour.
+/// Lists readers of the image, including those killed within the last hour.
 ///
 /// # Errors
-/// The store cannot be reached or refuses.
-pub fn readers(image: &Location, cancel: Option<Cancel>) -> Result<Vec<Reader>> {
+/// The store is unreachable or refuses access.
+pub fn readers(image: &Location, cancel: Option<Cancel>) -> Result<Vec<ImageReader>> {
     let store = Arc::new(Store::open(&image.parent(), cancel)?);
     readers_in(&store, &key(image)?)
 }
 
-/// Removes an image from its store; chunks that only it named are garbage then. Gives the readers for which they stay.
+/// Removes an image; chunks that only it references become garbage. Returns the readers for which they are
+/// kept.
 ///
 /// # Errors
-/// [`Error::NoImage`]; [`Error::InUse`] with [`InUse::Refuse`]; the store cannot be reached or refuses.
-pub fn remove_image(image: &Location, in_use: InUse, cancel: Option<Cancel>) -> Result<Vec<Reader>> {
+/// [`Error::NoImage`]; [`Error::InUse`] with [`InUse::Refuse`]; the store is unreachable or refuses access.
+pub fn remove_image(image: &Location, in_use: InUse, cancel: Option<Cancel>) -> Result<Vec<ImageReader>> {
     if !image.scheme().is_writable() {
-        return Err(Error::Location { text: format!("{image}: http:// and https:// are only read") });
+        return Err(Error::Location { text: format!("{image}: http:// and https:// are read-only") });
     }
     let store = Arc::new(Store::open(&image.parent(), cancel)?);
     remove_in(&store, &image.to_string(), &key(image)?, in_use)
 }
 
-/// The key of an image's index.
+/// Key of an image's index.
 pub(super) fn key(image: &Location) -> Result<String> {
     Ok(format!("{}{SUFFIX}", image.name()?))
 }
 
-pub(super) fn remove_in(store: &Arc<Store>, image: &str, key: &str, in_use: InUse) -> Result<Vec<Reader>> {
+pub(super) fn remove_in(
+    store: &Arc<Store>,
+    image: &str,
+    key: &str,
+    in_use: InUse,
+) -> Result<Vec<ImageReader>> {
     if store.find(key)?.is_none() {
-        return Err(Error::NoImage { image: image.into(), object: store.shown(key) });
+        return Err(Error::NoImage { image: image.into(), object: store.object_name(key) });
     }
     let readers = retire(store, key, in_use)?;
     store.delete(key)?;
     Ok(readers)
 }
 
-/// The readers of the image with this key. All leases count, also old ones: this process has no lease of its own to tell their age by.
-fn readers_in(store: &Arc<Store>, key: &str) -> Result<Vec<Reader>> {
+/// Readers of the image with this key. Expired leases are included: without a lease of its own this process
+/// does not know the store's time.
+fn readers_in(store: &Arc<Store>, key: &str) -> Result<Vec<ImageReader>> {
     let mut readers = Vec::new();
-    for lease in leases(store, Kind::Reader, SystemTime::UNIX_EPOCH)? {
+    for lease in leases(store, LeaseKind::Reader, SystemTime::UNIX_EPOCH)? {
         let Some(Ok(owner)) = lease.owner(store)? else { continue };
         if let (Some(image), Some(index)) = (&owner.image, owner.index)
             && image == key
         {
-            readers.push(Reader { shown: lease.shown(store), index });
+            readers.push(ImageReader { description: lease.describe_owner(store), index });
         }
     }
     Ok(readers)
 }
 
-/// Keeps a copy of the index with this key for its readers, and gives these.
-fn retire(store: &Arc<Store>, key: &str, in_use: InUse) -> Result<Vec<Reader>> {
+/// Copies the index with this key for its readers, and returns them.
+fn retire(store: &Arc<Store>, key: &str, in_use: InUse) -> Result<Vec<ImageReader>> {
     let mut readers = readers_in(store, key)?;
     if readers.is_empty() {
         return Ok(readers);
@@ -109,26 +116,26 @@ fn retire(store: &Arc<Store>, key: &str, in_use: InUse) -> Result<Vec<Reader>> {
     let index = Digest::of(&bytes);
     readers.retain(|reader| reader.index == index);
     if in_use == InUse::Refuse && !readers.is_empty() {
-        let image = store.shown(key.strip_suffix(SUFFIX).unwrap_or(key));
-        let readers = readers.into_iter().map(|reader| reader.shown).collect();
+        let image = store.object_name(key.strip_suffix(SUFFIX).unwrap_or(key));
+        let readers = readers.into_iter().map(|reader| reader.description).collect();
         return Err(Error::InUse { image, readers });
     }
     if !readers.is_empty() {
-        store.wait(store.putting(&retired(index), bytes, Put::Replace))?;
+        store.wait(store.put_future(&retired_key(index), bytes, WriteMode::Replace))?;
     }
     Ok(readers)
 }
 
-/// The key of the copy of an index.
-pub(super) fn retired(index: Digest) -> String {
+/// Key of the copy of an index.
+pub(super) fn retired_key(index: Digest) -> String {
     format!("{RETIRED}/{index}")
 }
 
-/// Makes an image visible whose chunks are all there: its index is put, or nothing happens.
+/// Publishes an image whose chunks are all stored by putting its index.
 ///
 /// # Errors
-/// [`Error::Lost`] if the upload's lease was not held; [`Error::Exists`], [`Error::Changed`]. If it is not known whether the index is
-/// there, it is looked for; if it may still arrive, the lease stays.
+/// [`Error::Lost`] without the upload's lease; [`Error::Exists`], [`Error::Changed`]. After an inconclusive
+/// failure the index is read again; if it may still arrive, the lease stays.
 pub(super) fn publish(
     store: &Arc<Store>,
     lease: &Lease,
@@ -140,7 +147,7 @@ pub(super) fn publish(
         let (found, readers) = match existing {
             Existing::Refuse => (None, Vec::new()),
             Existing::Replace => {
-                let found = store.wait_anyway(store.finding(key))?;
+                let found = store.wait_uncancelled(store.head_future(key))?;
                 let readers =
                     if found.is_some() { retire(store, key, InUse::KeepChunks)? } else { Vec::new() };
                 (found, readers)
@@ -148,88 +155,88 @@ pub(super) fn publish(
         };
         for reader in readers {
             tracing::info!(
-                reader = reader.shown,
+                reader = reader.description,
                 image = key,
-                "the replaced image's chunks stay for its reader"
+                "keeping the chunks of the replaced image for its reader"
             );
         }
         let mode = match (existing, found) {
-            (Existing::Refuse, _) => Put::Create,
+            (Existing::Refuse, _) => WriteMode::Create,
             (Existing::Replace, Some(found)) if lease.writes() == super::ConditionalWrites::All => {
-                Put::Update(version(&found))
+                WriteMode::Update(version_of(&found))
             }
-            (Existing::Replace, _) => Put::Replace,
+            (Existing::Replace, _) => WriteMode::Replace,
         };
-        match put(store, lease, key, bytes, mode) {
+        match put_index(store, lease, key, bytes, mode) {
             Err(Error::Changed { .. }) => {}
             done => return done,
         }
     }
-    Err(Error::Changed { object: store.shown(key) })
+    Err(Error::Changed { object: store.object_name(key) })
 }
 
-/// Puts an index, and finds out what became of it if the store does not say.
-fn put(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: Put) -> Result<()> {
-    let (objects, hold) = (store.objects().clone(), Arc::clone(lease.hold()));
+/// Puts an index, and reads it again if the result is unknown.
+fn put_index(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: WriteMode) -> Result<()> {
+    let (objects, lease_state) = (store.objects().clone(), Arc::clone(lease.state()));
     let request = {
         let (key, bytes) = (key.to_owned(), bytes.clone());
-        async move { objects.put_held(&key, bytes, mode, &hold).await }
+        async move { objects.put_with_lease(&key, bytes, mode, &lease_state).await }
     };
-    let error = match store.wait_anyway(request) {
+    let error = match store.wait_uncancelled(request) {
         Ok(_) => return Ok(()),
         Err(error) if error.is_final() => return Err(error),
         Err(error) => error,
     };
-    if !store.has(Fault::LateIndexIgnored) {
-        lease.leave();
+    if !store.has_fault(Fault::LateIndexIgnored) {
+        lease.keep_in_store();
     }
-    match store.wait_anyway(store.getting(key, bytes.len() as u64)) {
+    match store.wait_uncancelled(store.get_future(key, bytes.len() as u64)) {
         Ok(Some(found)) if found == *bytes => Ok(()),
         _ => Err(error),
     }
 }
 
-/// An index, and the lease that keeps what it names.
+/// An index, and the lease that protects its chunks.
 #[derive(Debug)]
-pub(super) struct ReadIndex {
-    /// The object's bytes.
+pub(super) struct LeasedIndex {
+    /// Object of the index.
     pub(super) bytes: Bytes,
-    /// If the store lets this process only read: how it says so.
+    /// The lease, or the error of a store that is read-only for this process.
     pub(super) lease: Result<Lease, String>,
 }
 
-/// Reads an index for a long time: nothing that it names is removed while the lease is held.
+/// Reads an index and protects its chunks by a lease.
 ///
 /// # Errors
-/// [`Error::NoImage`], or the store cannot be reached or refuses.
-pub(super) fn read(store: &Arc<Store>, image: &str, key: &str) -> Result<ReadIndex> {
+/// [`Error::NoImage`], or the store is unreachable or refuses access.
+pub(super) fn read_leased(store: &Arc<Store>, image: &str, key: &str) -> Result<LeasedIndex> {
     for _ in 0..ATTEMPTS_MAX {
-        let found = store.wait(store.getting_version(key, INDEX_BYTES_MAX))?;
-        let none = || Error::NoImage { image: image.into(), object: store.shown(key) };
+        let found = store.wait(store.get_with_meta_future(key, INDEX_BYTES_MAX))?;
+        let none = || Error::NoImage { image: image.into(), object: store.object_name(key) };
         let (bytes, meta) = found.ok_or_else(none)?;
         if !store.location().scheme().is_writable() {
-            return Ok(ReadIndex { bytes, lease: Err("http:// and https:// are only read".into()) });
+            return Ok(LeasedIndex { bytes, lease: Err("http:// and https:// are read-only".into()) });
         }
         let lease = match Lease::reader(store, key, Digest::of(&bytes)) {
             Ok(lease) => lease,
             Err(error) if error.is_read_only() => {
-                return Ok(ReadIndex { bytes, lease: Err(error.to_string()) });
+                return Ok(LeasedIndex { bytes, lease: Err(error.to_string()) });
             }
             Err(error) => return Err(error),
         };
-        // Whoever replaced or removed it before the lease was there did not see the lease.
-        if store.has(Fault::ReaderUnconfirmed) || is_still(store, key, &meta, &bytes)? {
-            return Ok(ReadIndex { bytes, lease: Ok(lease) });
+        // A process that replaced or removed the index before the lease existed did not see the lease.
+        if store.has_fault(Fault::ReaderUnconfirmed) || is_current(store, key, &meta, &bytes)? {
+            return Ok(LeasedIndex { bytes, lease: Ok(lease) });
         }
     }
-    Err(Error::Changed { object: store.shown(key) })
+    Err(Error::Changed { object: store.object_name(key) })
 }
 
-/// Whether the object is the one that was read.
-fn is_still(store: &Arc<Store>, key: &str, meta: &ObjectMeta, bytes: &Bytes) -> Result<bool> {
+/// Returns true if the object is still the one that was read.
+fn is_current(store: &Arc<Store>, key: &str, meta: &ObjectMeta, bytes: &Bytes) -> Result<bool> {
     if meta.e_tag.is_some() || meta.version.is_some() {
         let found = store.find(key)?;
-        return Ok(found.is_some_and(|found| version(&found) == version(meta)));
+        return Ok(found.is_some_and(|found| version_of(&found) == version_of(meta)));
     }
     Ok(store.get(key, INDEX_BYTES_MAX)?.is_some_and(|found| found == *bytes))
 }

@@ -1,19 +1,21 @@
-//! Leases: what a process that stores, reads or collects holds in the store, so that nobody removes what it counts on.
+//! Leases: objects by which uploads, readers and collectors announce themselves in the store, so that no
+//! needed object is removed.
 //!
 //! ```text
-//!   upload      uploads/ID      put it ─► is a collection alive? then end ─► list chunks ─► … ─► check · put the index ─► remove it
-//!   reader      readers/ID      get the index ─► put it, naming the index ─► is the index still that one? ─► … ─► remove it
-//!   collection  collections/ID  put it ─► is another collection or an upload alive? then end ─► list ─► (check · remove)… ─► remove it
+//!   upload      uploads/ID      create ─► collection alive? refuse ─► list chunks ─► … ─► check the lease · put the index ─► remove
+//!   reader      readers/ID      get the index ─► create, naming the index ─► index unchanged? ─► … ─► remove
+//!   collection  collections/ID  create ─► collection or upload alive? refuse ─► list ─► (check the lease · remove a chunk)… ─► remove
 //! ```
 //!
-//! - Each raises its own lease before it looks for the others', so on a store that is consistent, as they all are, at least one
-//!   of two sees the other.
-//! - A lease is renewed every [`LEASE_INTERVAL`], and only while it exists: one that is gone is lost. A gap of [`LEASE_GAP_MAX`]
-//!   loses it for ever, by a clock that counts suspended time ([`Hold`]).
-//! - A lease that is not renewed for [`LEASE_AGE_MAX`], by the store's own times, belongs to a dead process. That is twice
-//!   the gap, so whoever is taken for dead knows it already; the other half is for requests on their way.
-//! - A request that may still arrive though it failed keeps the lease ([`Lease::leave`]): it grows old in the store, and nobody
-//!   begins what that request could disturb.
+//! - Each process creates its own lease before it lists the others'. Stores are strongly consistent, so of
+//!   two processes at least one finds the other.
+//! - A lease is renewed every [`LEASE_INTERVAL`], and only while it exists: one that was removed is lost. A
+//!   gap of [`LEASE_GAP_MAX`](super::LEASE_GAP_MAX), by a clock that counts suspended time, loses it for good ([`LeaseState`]).
+//! - The owner of a lease that was not renewed for [`LEASE_AGE_MAX`], by the store's own times, is considered
+//!   dead. That is twice the gap, so the owner itself has detected the loss; the other half is for its
+//!   requests in flight.
+//! - If a failed request may still arrive, the lease stays in the store ([`Lease::keep_in_store`]) until it
+//!   expires, so that no conflicting operation begins.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -25,33 +27,33 @@ use serde::{Deserialize, Serialize};
 
 use super::access::Store;
 use super::fault::Fault;
-use super::hold::Hold;
-use super::objects::{Objects, Put, version};
+use super::lease_state::LeaseState;
+use super::objects::{Objects, WriteMode, version_of};
 use super::{Error, LEASE_AGE_MAX, LEASE_INTERVAL, LEASE_RETRY_INTERVAL, Result};
 use crate::manifest::{Digest, Timestamp};
 
-/// Largest lease that is read.
+/// Maximum length of a lease.
 const LEASE_BYTES_MAX: u64 = 4096;
-/// Attempts of one renewal that finds another version of its lease than the last one it knows: each follows an attempt whose answer was
-/// lost.
-const VERSIONS_MAX: usize = 4;
+/// Attempts of a renewal that finds another version of its lease than expected: each follows one whose
+/// response was lost.
+const RENEWAL_ATTEMPTS_MAX: usize = 4;
 
-/// What a lease is for.
+/// Kind of process that a lease is of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// An image is being stored.
+pub(super) enum LeaseKind {
+    /// An upload.
     Upload,
-    /// An image is being read.
+    /// A reader.
     Reader,
-    /// Garbage is being removed.
+    /// A garbage collection.
     Collection,
 }
 
-impl Kind {
+impl LeaseKind {
     /// All kinds.
     pub(super) const ALL: [Self; 3] = [Self::Upload, Self::Reader, Self::Collection];
 
-    /// Where leases of this kind are.
+    /// Directory of these leases.
     pub(super) fn directory(self) -> &'static str {
         match self {
             Self::Upload => "uploads",
@@ -61,25 +63,26 @@ impl Kind {
     }
 }
 
-/// Which conditions the store enforces on writes, as far as a lease has found out.
+/// Conditional writes that a store enforces, as far as a lease has found out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ConditionalWrites {
-    /// An object is created only if there is none, and replaced only if it is the version that was read.
+    /// Create and update: an object is created only if it does not exist, and replaced only if it has the
+    /// expected version.
     All,
-    /// An object is created only if there is none.
+    /// Create only.
     Create,
-    /// None; a look beforehand has to do.
+    /// None; only a check before the write is possible.
     #[default]
     None,
 }
 
-/// The content of a lease: JSON.
+/// Content of a lease, as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Owner {
-    /// The key of the image's index.
+pub(super) struct LeaseOwner {
+    /// Key of the image's index.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) image: Option<String>,
-    /// The BLAKE3 of the index object that a reader needs.
+    /// BLAKE3 of the index that a reader needs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) index: Option<Digest>,
     host: String,
@@ -88,8 +91,8 @@ pub(super) struct Owner {
     renewals: u64,
 }
 
-impl Owner {
-    /// This process, at work on an image.
+impl LeaseOwner {
+    /// A lease owned by this process, for an image.
     pub(super) fn new(image: Option<String>, index: Option<Digest>) -> Self {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         Self { image, index, host, process: std::process::id(), began: Timestamp::now(), renewals: 0 }
@@ -101,170 +104,172 @@ impl Owner {
         Ok(bytes.into())
     }
 
-    fn shown(&self) -> String {
+    fn describe(&self) -> String {
         format!("process {} of host {:?}, since {}", self.process, self.host, self.began)
     }
 }
 
-/// A lease that was found.
+/// A lease found in the store.
 #[derive(Debug, Clone)]
-pub(super) struct FoundLease {
-    /// Its key.
+pub(super) struct LeaseEntry {
+    /// Key of the lease.
     pub(super) key: String,
-    /// Its bytes.
+    /// Length in bytes.
     pub(super) bytes: u64,
-    /// How long ago it was renewed.
+    /// Time since the last renewal.
     pub(super) age: Duration,
 }
 
-impl FoundLease {
-    /// Whether its owner may be alive.
+impl LeaseEntry {
+    /// Returns true if its owner may be alive.
     pub(super) fn is_alive(&self) -> bool {
         self.age < LEASE_AGE_MAX
     }
 
-    /// What it says; `None` if it went meanwhile, the error text if it cannot be read.
-    pub(super) fn owner(&self, store: &Store) -> Result<Option<Result<Owner, String>>> {
+    /// Content of the lease; `None` if it was removed meanwhile, the error's text if it is invalid.
+    pub(super) fn owner(&self, store: &Store) -> Result<Option<Result<LeaseOwner, String>>> {
         let bytes = store.get(&self.key, LEASE_BYTES_MAX)?;
         Ok(bytes.map(|bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string())))
     }
 
-    /// Its owner, for people.
-    pub(super) fn shown(&self, store: &Store) -> String {
+    /// Description of its owner.
+    pub(super) fn describe_owner(&self, store: &Store) -> String {
         let owner = match self.owner(store) {
-            Ok(Some(Ok(owner))) => owner.shown(),
+            Ok(Some(Ok(owner))) => owner.describe(),
             _ => "an unknown process".to_owned(),
         };
-        format!("{owner} ({})", store.shown(&self.key))
+        format!("{owner} ({})", store.object_name(&self.key))
     }
 }
 
-/// The leases of one kind.
-pub(super) fn leases(store: &Store, kind: Kind, now: SystemTime) -> Result<Vec<FoundLease>> {
+/// Lists the leases of a kind.
+pub(super) fn leases(store: &Store, kind: LeaseKind, now: SystemTime) -> Result<Vec<LeaseEntry>> {
     let mut found = Vec::new();
     store.list(kind.directory(), &mut |object| {
         let age = age(object.last_modified.into(), now);
-        found.push(FoundLease { key: store.key(&object), bytes: object.size, age });
+        found.push(LeaseEntry { key: store.key(&object), bytes: object.size, age });
         Ok(())
     })?;
     Ok(found)
 }
 
-/// A lease that is renewed until it is dropped, which removes it. What a process that was killed leaves of it grows old.
+/// A lease that is renewed until it is dropped, which removes it. The lease of a killed process expires.
 #[derive(Debug)]
 pub(super) struct Lease {
     store: Arc<Store>,
-    hold: Arc<Hold>,
+    lease_state: Arc<LeaseState>,
     object: Arc<tokio::sync::Mutex<LeaseObject>>,
     writes: ConditionalWrites,
-    /// Dropped, it ends the renewals.
+    /// Dropped to stop the renewals.
     alive: Option<Arc<()>>,
-    is_left: AtomicBool,
+    is_kept: AtomicBool,
 }
 
-/// The lease as it is in the store.
+/// The lease's object in the store.
 #[derive(Debug)]
 struct LeaseObject {
     key: String,
-    owner: Owner,
+    owner: LeaseOwner,
     version: UpdateVersion,
 }
 
 impl Lease {
-    /// Says that somebody uploads the image with this key, and that nobody removes garbage.
+    /// Creates the lease of an upload of the image with this key. Fails if a collection is active.
     pub(super) fn upload(store: &Arc<Store>, image: &str) -> Result<Self> {
-        if store.has(Fault::UploadLooksFirst) {
-            let found = leases(store, Kind::Collection, SystemTime::UNIX_EPOCH)?;
+        if store.has_fault(Fault::UploadChecksFirst) {
+            let found = leases(store, LeaseKind::Collection, SystemTime::UNIX_EPOCH)?;
             if let Some(found) = found.first() {
-                return Err(collecting(store, found));
+                return Err(collection_active(store, found));
             }
         }
-        let lease = Self::raise(store, Kind::Upload, Owner::new(Some(image.into()), None))?;
-        let now = lease.now()?;
-        let collections = if store.has(Fault::UploadLooksFirst) {
+        let lease = Self::create(store, LeaseKind::Upload, LeaseOwner::new(Some(image.into()), None))?;
+        let now = lease.store_time()?;
+        let collections = if store.has_fault(Fault::UploadChecksFirst) {
             Vec::new()
         } else {
-            leases(store, Kind::Collection, now)?
+            leases(store, LeaseKind::Collection, now)?
         };
         match collections.iter().find(|found| found.is_alive()) {
-            Some(found) => Err(collecting(store, found)),
+            Some(found) => Err(collection_active(store, found)),
             None => Ok(lease),
         }
     }
 
-    /// Says that somebody reads the image with this key, whose index has this BLAKE3.
+    /// Creates the lease of a reader of the image with this key, whose index has this BLAKE3.
     pub(super) fn reader(store: &Arc<Store>, image: &str, index: Digest) -> Result<Self> {
-        Self::raise(store, Kind::Reader, Owner::new(Some(image.into()), Some(index)))
+        Self::create(store, LeaseKind::Reader, LeaseOwner::new(Some(image.into()), Some(index)))
     }
 
-    /// Says that somebody removes garbage, and that nobody else does and nobody uploads.
+    /// Creates the lease of a collection. Fails if another collection or an upload is active.
     pub(super) fn collection(store: &Arc<Store>) -> Result<Self> {
-        let lease = Self::raise(store, Kind::Collection, Owner::new(None, None))?;
-        let now = lease.now()?;
+        let lease = Self::create(store, LeaseKind::Collection, LeaseOwner::new(None, None))?;
+        let now = lease.store_time()?;
         let own = lease.key();
-        let others = leases(store, Kind::Collection, now)?;
+        let others = leases(store, LeaseKind::Collection, now)?;
         let other = others.iter().find(|found| found.is_alive() && found.key != own);
-        if let Some(other) = other.filter(|_| !store.has(Fault::SharedCollection)) {
-            return Err(collecting(store, other));
+        if let Some(other) = other.filter(|_| !store.has_fault(Fault::SharedCollection)) {
+            return Err(collection_active(store, other));
         }
-        let uploads = leases(store, Kind::Upload, now)?;
+        let uploads = leases(store, LeaseKind::Upload, now)?;
         let mut alive = uploads.iter().filter(|found| found.is_alive());
         match alive.next() {
             Some(first) => Err(Error::Uploading {
                 store: store.location().to_string(),
                 count: 1 + alive.count(),
-                owner: first.shown(store),
+                owner: first.describe_owner(store),
             }),
             None => Ok(lease),
         }
     }
 
-    fn raise(store: &Arc<Store>, kind: Kind, owner: Owner) -> Result<Self> {
-        let shared = kind == Kind::Collection && store.has(Fault::SharedCollection);
+    fn create(store: &Arc<Store>, kind: LeaseKind, owner: LeaseOwner) -> Result<Self> {
+        let shared = kind == LeaseKind::Collection && store.has_fault(Fault::SharedCollection);
         let key = if shared { format!("{}/0", kind.directory()) } else { new_key(kind) };
         let begun = store.clock().now();
-        let mode = if shared { Put::Replace } else { Put::Create };
+        let mode = if shared { WriteMode::Replace } else { WriteMode::Create };
         let (objects, bytes) = (store.objects().clone(), owner.bytes()?);
         let put = {
             let key = key.clone();
             async move { objects.put(&key, bytes, mode).await }
         };
         let version = store.wait(put)?;
-        let hold = Hold::new(store.location().to_string(), store.clock().clone(), begun, store.fault());
+        let lease_state =
+            LeaseState::new(store.location().to_string(), store.clock().clone(), begun, store.fault());
         let mut lease = Self {
             store: Arc::clone(store),
-            hold: Arc::new(hold),
+            lease_state: Arc::new(lease_state),
             object: Arc::new(tokio::sync::Mutex::new(LeaseObject { key, owner, version })),
             writes: ConditionalWrites::None,
             alive: Some(Arc::default()),
-            is_left: AtomicBool::new(false),
+            is_kept: AtomicBool::new(false),
         };
-        if kind != Kind::Reader {
-            // A reader changes nothing but its own lease.
-            store.gate().depend_on(&lease.hold);
+        if kind != LeaseKind::Reader {
+            // A reader modifies only its own lease.
+            store.guard().require(&lease.lease_state);
             lease.writes = lease.probe()?;
         }
-        lease.keep(kind);
+        lease.start_renewal(kind);
         Ok(lease)
     }
 
-    /// Finds out which conditions the store enforces: a wrong version of the lease must not be replaced.
+    /// Detects the conditional writes of the store by an update that must fail: its expected version is
+    /// wrong.
     fn probe(&self) -> Result<ConditionalWrites> {
         let (objects, object) = (self.store.objects().clone(), Arc::clone(&self.object));
         self.store.wait(async move {
             let mut object = object.lock().await;
             let wrong = UpdateVersion { e_tag: Some("\"0\"".into()), version: Some("1".into()) };
             object.owner.renewals += 1;
-            let updated = objects.put(&object.key, object.owner.bytes()?, Put::Update(wrong)).await;
+            let updated = objects.put(&object.key, object.owner.bytes()?, WriteMode::Update(wrong)).await;
             match updated {
-                // It takes any version: there are no conditions.
+                // The store ignores the condition.
                 Ok(version) => {
                     object.version = version;
                     Ok(ConditionalWrites::None)
                 }
                 Err(Error::Changed { .. }) => Ok(ConditionalWrites::All),
                 Err(error) if error.is_unsupported() => {
-                    let again = objects.put(&object.key, object.owner.bytes()?, Put::Create).await;
+                    let again = objects.put(&object.key, object.owner.bytes()?, WriteMode::Create).await;
                     match again {
                         Err(Error::Exists { .. }) => Ok(ConditionalWrites::Create),
                         Err(error) => Err(error),
@@ -279,12 +284,12 @@ impl Lease {
         })
     }
 
-    /// Renews it from now on.
-    fn keep(&self, kind: Kind) {
+    /// Starts the renewals.
+    fn start_renewal(&self, kind: LeaseKind) {
         let alive = self.alive.as_ref().map(Arc::downgrade).unwrap_or_default();
         let renewal = Renewal {
             objects: self.store.objects().clone(),
-            hold: Arc::clone(&self.hold),
+            lease_state: Arc::clone(&self.lease_state),
             object: Arc::clone(&self.object),
             writes: self.writes,
             kind,
@@ -293,34 +298,35 @@ impl Lease {
         self.store.spawn(renewal.run());
     }
 
-    /// What the store's clock says: the time of the lease itself.
-    pub(super) fn now(&self) -> Result<SystemTime> {
+    /// The store's current time: that of the lease itself.
+    pub(super) fn store_time(&self) -> Result<SystemTime> {
         let key = self.key();
         match self.store.find(&key)? {
             Some(found) => Ok(found.last_modified.into()),
             None => {
-                self.hold.lose(format!("{} was removed by somebody", self.store.shown(&key)));
-                self.hold.check().map(|()| SystemTime::UNIX_EPOCH)
+                self.lease_state
+                    .mark_lost(format!("{} was removed by another process", self.store.object_name(&key)));
+                self.lease_state.check().map(|()| SystemTime::UNIX_EPOCH)
             }
         }
     }
 
-    /// Whether it is held.
-    pub(super) fn hold(&self) -> &Arc<Hold> {
-        &self.hold
+    /// State of the lease.
+    pub(super) fn state(&self) -> &Arc<LeaseState> {
+        &self.lease_state
     }
 
-    /// Which conditions the store enforces; a reader does not ask.
+    /// Conditional writes that the store enforces; not detected for readers.
     pub(super) fn writes(&self) -> ConditionalWrites {
         self.writes
     }
 
-    /// Leaves it in the store when it is dropped, to grow old there: a request that failed may still arrive.
-    pub(super) fn leave(&self) {
-        self.is_left.store(true, Ordering::Relaxed);
+    /// Keeps the lease in the store after it is dropped, until it expires: a failed request may still arrive.
+    pub(super) fn keep_in_store(&self) {
+        self.is_kept.store(true, Ordering::Relaxed);
     }
 
-    /// Its key. Waits for a renewal under way.
+    /// Key of the lease. Waits for a renewal in flight.
     pub(super) fn key(&self) -> String {
         let object = Arc::clone(&self.object);
         let key = self.store.runtime().wait(None, async move { object.lock().await.key.clone() });
@@ -331,28 +337,28 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         self.alive.take();
-        if self.is_left.load(Ordering::Relaxed) {
+        if self.is_kept.load(Ordering::Relaxed) {
             return;
         }
         let (objects, object) = (self.store.objects().clone(), Arc::clone(&self.object));
-        // Behind a renewal under way, which would bring it back.
-        let removed = self.store.wait_anyway(async move {
+        // After a renewal in flight, which would recreate it.
+        let removed = self.store.wait_uncancelled(async move {
             let object = object.lock().await;
             objects.remove(&object.key).await
         });
         if let Err(error) = removed {
-            tracing::warn!(%error, "the lease of this process stays; it counts for an hour");
+            tracing::warn!(%error, "cannot remove the lease of this process; it expires in an hour");
         }
     }
 }
 
-/// The renewals of a lease.
+/// Renews a lease in the background.
 struct Renewal {
     objects: Objects,
-    hold: Arc<Hold>,
+    lease_state: Arc<LeaseState>,
     object: Arc<tokio::sync::Mutex<LeaseObject>>,
     writes: ConditionalWrites,
-    kind: Kind,
+    kind: LeaseKind,
     alive: Weak<()>,
 }
 
@@ -366,52 +372,52 @@ impl Renewal {
                 return;
             }
             let begun = self.objects.clock().now();
-            let heals = self.objects.has(Fault::GapHeals);
-            let renewed = match self.hold.check() {
-                Err(_) if self.kind == Kind::Reader => self.replace(&mut object).await,
+            let heals = self.objects.has_fault(Fault::GapHeals);
+            let renewed = match self.lease_state.check() {
+                Err(_) if self.kind == LeaseKind::Reader => self.replace(&mut object).await,
                 Err(_) if !heals => return,
                 _ => self.renew(&mut object).await,
             };
             interval = match renewed {
                 Ok(()) => {
-                    self.hold.renewed(begun);
+                    self.lease_state.mark_renewed(begun);
                     LEASE_INTERVAL
                 }
                 Err(error) => {
-                    tracing::warn!(%error, lease = self.objects.shown(&object.key), "the lease was not renewed");
+                    tracing::warn!(%error, lease = self.objects.object_name(&object.key), "cannot renew the lease");
                     LEASE_RETRY_INTERVAL
                 }
             };
         }
     }
 
-    /// Renews the lease if it exists; else it is lost.
+    /// Renews the lease if it exists, else marks it as lost.
     async fn renew(&self, object: &mut LeaseObject) -> Result<()> {
         object.owner.renewals += 1;
         let bytes = object.owner.bytes()?;
-        for _ in 0..VERSIONS_MAX {
+        for _ in 0..RENEWAL_ATTEMPTS_MAX {
             if self.writes != ConditionalWrites::All {
                 match self.objects.head(&object.key).await? {
-                    Some(found) => object.version = version(&found),
-                    None if self.objects.has(Fault::GapHeals) => {}
+                    Some(found) => object.version = version_of(&found),
+                    None if self.objects.has_fault(Fault::GapHeals) => {}
                     None => break,
                 }
             }
-            // A store that knows no versions has had its look.
+            // Without conditional updates the check above has to suffice.
             let mode = match self.writes {
-                ConditionalWrites::All => Put::Update(object.version.clone()),
-                ConditionalWrites::Create | ConditionalWrites::None => Put::Replace,
+                ConditionalWrites::All => WriteMode::Update(object.version.clone()),
+                ConditionalWrites::Create | ConditionalWrites::None => WriteMode::Replace,
             };
             match self.objects.put(&object.key, bytes.clone(), mode).await {
                 Ok(version) => {
                     object.version = version;
                     return Ok(());
                 }
-                // Gone, or an earlier attempt arrived and its answer did not.
+                // The lease was removed, or an earlier attempt arrived and its response was lost.
                 Err(Error::Changed { .. }) => match self.objects.head(&object.key).await? {
-                    Some(found) => object.version = version(&found),
-                    None if self.objects.has(Fault::GapHeals) => {
-                        object.version = self.objects.put(&object.key, bytes, Put::Replace).await?;
+                    Some(found) => object.version = version_of(&found),
+                    None if self.objects.has_fault(Fault::GapHeals) => {
+                        object.version = self.objects.put(&object.key, bytes, WriteMode::Replace).await?;
                         return Ok(());
                     }
                     None => break,
@@ -419,31 +425,31 @@ impl Renewal {
                 Err(error) => return Err(error),
             }
         }
-        let shown = self.objects.shown(&object.key);
-        self.hold.lose(format!("{shown} was removed or replaced by another process"));
-        self.hold.check()
+        let shown = self.objects.object_name(&object.key);
+        self.lease_state.mark_lost(format!("{shown} was removed or replaced by another process"));
+        self.lease_state.check()
     }
 
-    /// A reader whose lease was lost goes on while its chunks are there, and keeps those that still are by another lease.
+    /// A reader whose lease was lost continues while its chunks exist, and protects them by a new lease.
     async fn replace(&self, object: &mut LeaseObject) -> Result<()> {
         let key = new_key(self.kind);
         let begun = self.objects.clock().now();
-        object.version = self.objects.put(&key, object.owner.bytes()?, Put::Create).await?;
+        object.version = self.objects.put(&key, object.owner.bytes()?, WriteMode::Create).await?;
         object.key = key;
-        self.hold.replace(begun);
+        self.lease_state.mark_replaced(begun);
         Ok(())
     }
 }
 
-fn new_key(kind: Kind) -> String {
+fn new_key(kind: LeaseKind) -> String {
     format!("{}/{:016x}{:016x}", kind.directory(), fastrand::u64(..), fastrand::u64(..))
 }
 
-fn collecting(store: &Store, found: &FoundLease) -> Error {
-    Error::Collecting { store: store.location().to_string(), owner: found.shown(store) }
+fn collection_active(store: &Store, found: &LeaseEntry) -> Error {
+    Error::Collecting { store: store.location().to_string(), owner: found.describe_owner(store) }
 }
 
-/// How old something of that time is; nothing is younger than now.
+/// Age of an object with this time; never negative.
 pub(super) fn age(time: SystemTime, now: SystemTime) -> Duration {
     now.duration_since(time).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! Where an image is: `s3://BUCKET/PREFIX/NAME` and the like.
+//! Locations of images: `s3://BUCKET/PREFIX/NAME` and the like.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,25 +6,25 @@ use std::str::FromStr;
 
 use super::{Error, Result};
 
-/// What stands behind an image's name in its store.
+/// Suffix of an image's index.
 pub(super) const SUFFIX: &str = ".towline";
-/// Longest segment of a path: stores take 1024 bytes in all.
+/// Maximum length of a segment of the path; stores allow 1024 bytes in all.
 const SEGMENT_BYTES_MAX: usize = 200;
-/// Most segments.
+/// Maximum number of segments.
 const SEGMENTS_MAX: usize = 16;
 
-/// The kind of store.
+/// Kind of store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scheme {
-    /// Amazon S3 and what speaks as it does.
+    /// Amazon S3 and compatible stores.
     S3,
     /// Google Cloud Storage.
     Google,
-    /// Azure Blob Storage; the account is in the environment.
+    /// Azure Blob Storage; the account comes from the environment.
     Azure,
     /// Read-only, from any web server.
     Http,
-    /// As [`Self::Http`], encrypted.
+    /// As [`Self::Http`], with TLS.
     Https,
     /// A directory of this host.
     Directory,
@@ -45,30 +45,30 @@ impl Scheme {
         found.map_or("", |(text, _)| *text)
     }
 
-    /// Whether images can be put there.
+    /// Returns true if images can be written there.
     pub fn is_writable(self) -> bool {
         !matches!(self, Self::Http | Self::Https)
     }
 }
 
-/// An image in a store, or a prefix that has images.
+/// Location of an image in a store, or of a prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Location {
     scheme: Scheme,
     /// Bucket, container, or host with its port; empty for a directory.
     authority: String,
-    /// The root, for a directory whether the path began with one.
+    /// True for a directory with an absolute path.
     is_absolute: bool,
     segments: Vec<String>,
 }
 
 impl Location {
-    /// Whether this is how a location begins.
-    pub fn is_one(text: &str) -> bool {
+    /// Returns true if `text` begins with the scheme of a store.
+    pub fn has_scheme(text: &str) -> bool {
         Scheme::ALL.iter().any(|(scheme, _)| text.starts_with(scheme))
     }
 
-    /// The kind of store.
+    /// Kind of store.
     pub fn scheme(&self) -> Scheme {
         self.scheme
     }
@@ -78,7 +78,7 @@ impl Location {
         &self.authority
     }
 
-    /// The image's name, which is the last segment.
+    /// Name of the image: the last segment.
     pub(super) fn name(&self) -> Result<&str> {
         let name = self.segments.last().filter(|name| *name != "." && *name != "..");
         let none =
@@ -86,13 +86,13 @@ impl Location {
         name.map(|name| name.strip_suffix(SUFFIX).unwrap_or(name)).ok_or_else(none)
     }
 
-    /// The prefix that an image's name stands behind.
+    /// Prefix of the image.
     pub(super) fn parent(&self) -> Self {
         let segments = self.segments[..self.segments.len().saturating_sub(1)].to_vec();
         Self { segments, ..self.clone() }
     }
 
-    /// The prefix within the bucket; for a directory none.
+    /// Prefix within the bucket; empty for a directory.
     pub(super) fn prefix(&self) -> String {
         match self.scheme {
             Scheme::Directory => String::new(),
@@ -100,14 +100,14 @@ impl Location {
         }
     }
 
-    /// The directory, for one.
+    /// Path of a store in a directory.
     pub(super) fn directory(&self) -> PathBuf {
         let root = if self.is_absolute { "/" } else { "./" };
         PathBuf::from(format!("{root}{}", self.segments.join("/")))
     }
 
-    /// An object of this prefix, for people.
-    pub(super) fn object(&self, key: &str) -> String {
+    /// Name of an object of this prefix, for messages.
+    pub(super) fn object_name(&self, key: &str) -> String {
         let shown = self.to_string();
         format!("{}/{key}", shown.strip_suffix('/').unwrap_or(&shown))
     }
@@ -124,7 +124,7 @@ impl FromStr for Location {
                 }
             })?;
         let rest = &text[begin.len()..];
-        // Nothing of it is repeated: it may be a secret.
+        // Not repeated in the error, as it may be a secret.
         if scheme != Scheme::Directory
             && (rest.split('/').next().is_some_and(|authority| authority.contains('@'))
                 || rest.contains(['?', '#']))
@@ -138,13 +138,13 @@ impl FromStr for Location {
         let bad = |why: String| Error::Location { text: format!("{text}: {why}") };
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.:[]".contains(c);
         if scheme != Scheme::Directory && (authority.is_empty() || !authority.chars().all(is_plain)) {
-            return Err(bad(format!("a bucket or host is expected behind {begin}")));
+            return Err(bad(format!("a bucket or host is expected after {begin}")));
         }
         let segments: Vec<String> =
             path.split('/').filter(|segment| !segment.is_empty()).map(str::to_owned).collect();
         if segments.len() > SEGMENTS_MAX && scheme != Scheme::Directory {
             return Err(bad(format!(
-                "its path has {} parts, at most {SEGMENTS_MAX} are taken",
+                "its path has {} parts, at most {SEGMENTS_MAX} are allowed",
                 segments.len()
             )));
         }
@@ -152,24 +152,25 @@ impl FromStr for Location {
             check_segment(segment, scheme).map_err(bad)?;
         }
         if scheme == Scheme::Directory && segments.is_empty() {
-            return Err(bad("a path is expected behind store:, as store:/srv/images/guest".into()));
+            return Err(bad("a path is expected after store:, as in store:/srv/images/guest".into()));
         }
         Ok(Self { scheme, authority: authority.into(), is_absolute: path.starts_with('/'), segments })
     }
 }
 
-/// What every store takes as it is, and no shell, URL or log has to quote.
+/// Only characters that every store accepts, and that need no quoting in shells, URLs or logs.
 fn check_segment(segment: &str, scheme: Scheme) -> Result<(), String> {
     if scheme == Scheme::Directory && matches!(segment, "." | "..") {
         return Ok(());
     }
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.+=,".contains(c);
     let plain = segment.chars().all(is_plain) && !segment.chars().all(|c| c == '.');
-    match plain && segment.len() <= SEGMENT_BYTES_MAX {
-        true => Ok(()),
-        false => Err(format!(
-            "{segment:?} is no part of a name here: up to {SEGMENT_BYTES_MAX} letters, digits and -_.+=,"
-        )),
+    if plain && segment.len() <= SEGMENT_BYTES_MAX {
+        Ok(())
+    } else {
+        Err(format!(
+            "{segment:?} is not valid in a name, which has up to {SEGMENT_BYTES_MAX} letters, digits and -_.+=,"
+        ))
     }
 }
 
@@ -191,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_form_is_read_and_shown() {
+    fn every_scheme_is_parsed_and_displayed() {
         for (text, prefix, name) in [
             ("s3://bucket/guest", "", "guest"),
             ("s3://bucket/a/b/guest.towline", "a/b", "guest"),
@@ -206,22 +207,22 @@ mod tests {
         }
         let location: Location = "store:/srv/images/guest".parse().unwrap();
         assert_eq!(location.parent().directory(), PathBuf::from("/srv/images"));
-        assert_eq!(location.parent().object("chunks"), "store:/srv/images/chunks");
+        assert_eq!(location.parent().object_name("chunks"), "store:/srv/images/chunks");
         let location: Location = "store:guest".parse().unwrap();
         assert_eq!(location.parent().directory(), PathBuf::from("./"));
         assert_eq!(location.to_string(), "store:guest");
     }
 
     #[test]
-    fn what_is_none_says_what_would_be_and_repeats_no_secret() {
+    fn an_invalid_location_is_explained_and_no_secret_is_repeated() {
         let error = |text: &str| text.parse::<Location>().unwrap_err().to_string();
         for text in ["s3://key:hunter2@bucket/x", "https://host/x?sig=hunter2", "https://u:hunter2@host/x"] {
             assert!(!error(text).contains("hunter2"), "{}", error(text));
             assert!(error(text).contains("environment"), "{}", error(text));
         }
         assert!(error("s3:///guest").contains("a bucket or host is expected"));
-        assert!(error("s3://bucket/a b").contains("\"a b\" is no part of a name"));
-        assert!(error("s3://bucket/../x").contains("\"..\" is no part of a name"));
+        assert!(error("s3://bucket/a b").contains("\"a b\" is not valid in a name"));
+        assert!(error("s3://bucket/../x").contains("\"..\" is not valid in a name"));
         assert!("s3://bucket".parse::<Location>().unwrap().name().is_err());
     }
 }

@@ -3,24 +3,25 @@
 //! ```text
 //!   PREFIX/NAME.towline          an image's index, written last                     `crate::index`
 //!   PREFIX/chunks/ab/abcd….zst   a chunk: zstd of the bytes whose BLAKE3 is its name, shared by all images of the prefix
-//!   PREFIX/retired/BLAKE3        a copy of an index that was replaced or removed while somebody read it
-//!   PREFIX/uploads/ID            a lease: somebody stores an image now, or was killed     `lease`
-//!   PREFIX/readers/ID            a lease: somebody reads an image now
-//!   PREFIX/collections/ID        a lease: somebody removes garbage now
+//!   PREFIX/retired/BLAKE3        a copy of an index that was replaced or removed while it was being read
+//!   PREFIX/uploads/ID            a lease: an image is being stored                `lease`
+//!   PREFIX/readers/ID            a lease: an image is being read
+//!   PREFIX/collections/ID        a lease: garbage is being collected
 //! ```
 //!
 //! - [`Location`]: `s3://BUCKET/PREFIX/NAME` and the like.
-//! - [`StoreWriter`]: a [`towline_migration::Sink`]. Pages gather in a spool; a chunk whose pages are all there is
-//!   hashed, compressed and sent in the background, unless the store has it.
-//! - [`StoredImage`]: a [`towline_migration::Guest`]. Chunks are fetched when their pages are asked for, some ahead, and compared
-//!   with their names before any of their bytes leaves.
-//! - [`Garbage`]: chunks that no index names.
-//! - [`remove_image`], [`readers`]: an image and who uses it.
+//! - [`StoreWriter`]: a [`towline_migration::Sink`]. Pages are collected in a spool; a chunk with all its
+//!   pages is hashed, compressed and sent in the background, unless the store already has it.
+//! - [`StoredImage`]: a [`towline_migration::Guest`]. Chunks are fetched on request and ahead, and compared
+//!   with their names before any byte is used.
+//! - [`Garbage`]: chunks that no index references.
+//! - [`remove_image`], [`readers`]: removing an image, and head_future its readers.
 //!
-//! What it is not: a filesystem, or a cache that outlives its process. Limits: no proxies; one HTTP/1.1 connection for each request
-//! under way; the S3, Google and Azure credentials that `object_store` knows, and profiles of AWS's files with static keys.
+//! Out of scope: caching between processes. Limits: no proxies; one HTTP/1.1 connection per concurrent
+//! request; the S3, Google and Azure credentials that `object_store` supports, and static keys in AWS
+//! profiles.
 //!
-//! `object_store` is asynchronous. Its runtime is one thread of its own (`runtime`); everything else here blocks.
+//! `object_store` is asynchronous: its runtime has a thread of its own (`runtime`), everything else blocks.
 
 mod access;
 mod cache;
@@ -31,9 +32,9 @@ mod credentials;
 mod error;
 mod fault;
 mod garbage;
-mod hold;
 mod images;
 mod lease;
+mod lease_state;
 mod location;
 mod objects;
 mod reader;
@@ -50,9 +51,9 @@ mod tests;
 
 use std::time::Duration;
 
-pub use error::{Absence, Error, Place, Result};
-pub use garbage::{Garbage, Object};
-pub use images::{InUse, Reader, readers, remove_image};
+pub use error::{Absence, ChunkPosition, Error, Result};
+pub use garbage::{ChunkTotals, Garbage, Object};
+pub use images::{ImageReader, InUse, readers, remove_image};
 pub use lease::ConditionalWrites;
 pub use location::{Location, Scheme};
 pub use reader::StoredImage;
@@ -60,26 +61,25 @@ pub use upload::store_image;
 pub use writer::StoreWriter;
 
 use runtime::Runtime;
-#[cfg(doc)]
-use spool::Spool;
 
-/// How many bytes of memory a chunk covers. Measured: docs/store.md.
+/// Bytes of memory per chunk. Measured: docs/store.md.
 pub const CHUNK_BYTES: u64 = 256 << 10;
-/// Requests that send chunks at the same time, and that fetch them ahead.
+/// Maximum number of concurrent requests that send chunks, and of those that prefetch them.
 const REQUESTS_MAX: usize = 32;
-/// How long a request is tried again before it fails.
+/// Time for which a request is retried.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(60);
-/// How often it is.
+/// Maximum number of retries.
 const RETRIES_MAX: usize = 10;
-/// Decompressed chunks that are kept for pages that have not been asked for yet.
+/// Capacity of the cache of decompressed chunks.
 const CACHE_BYTES: u64 = 128 << 20;
-/// Memory that chunks cover which were fetched, or are being fetched, before they are asked for.
-const AHEAD_BYTES: u64 = 32 << 20;
-/// How often a lease is renewed.
+/// Maximum memory of chunks that are prefetched, in the cache or being fetched.
+const PREFETCH_BYTES: u64 = 32 << 20;
+/// Interval at which a lease is renewed.
 const LEASE_INTERVAL: Duration = Duration::from_secs(5 * 60);
-/// How soon that is tried again after it failed.
+/// Interval at which a failed renewal is retried.
 const LEASE_RETRY_INTERVAL: Duration = Duration::from_secs(30);
-/// After how long without a renewal everybody takes a lease's owner for dead.
+/// Age of the last renewal after which other processes consider a lease's owner dead.
 const LEASE_AGE_MAX: Duration = Duration::from_secs(60 * 60);
-/// After how long without a renewal the owner itself does. What it sent before has the rest of [`LEASE_AGE_MAX`] to arrive.
+/// Time without a renewal after which the owner considers its lease lost. Requests sent before have the rest
+/// of [`LEASE_AGE_MAX`] to arrive.
 const LEASE_GAP_MAX: Duration = Duration::from_secs(30 * 60);

@@ -1,4 +1,4 @@
-//! The objects of a prefix, and the few requests that are made of them.
+//! The objects of a prefix, and requests for them.
 
 use std::sync::Arc;
 
@@ -11,33 +11,33 @@ use object_store::{
 
 use super::clock::Clock;
 use super::fault::Fault;
-use super::hold::Hold;
+use super::lease_state::LeaseState;
 use super::location::{Location, SUFFIX};
 use super::{Error, Result};
 
-/// The objects below a prefix. A clone refers to the same.
+/// The objects of a prefix. Clones refer to the same.
 #[derive(Debug, Clone)]
 pub(super) struct Objects {
     objects: Arc<dyn ObjectStore>,
     prefix: Path,
-    shown: Location,
+    location: Location,
     clock: Clock,
     fault: Option<Fault>,
 }
 
-/// What becomes of an object of the same name.
+/// Condition of a write.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Put {
-    /// It is replaced.
+pub(super) enum WriteMode {
+    /// Replaces an existing object.
     Replace,
-    /// It stays, and the call fails. A store without conditional writes replaces it.
+    /// Fails if the object exists. A store without conditional writes replaces it.
     Create,
-    /// It is replaced if it is this version; else, or if there is none, the call fails.
+    /// Fails unless the object has this version.
     Update(UpdateVersion),
 }
 
-/// The version of an object that was found.
-pub(super) fn version(meta: &ObjectMeta) -> UpdateVersion {
+/// The version of an object with this metadata.
+pub(super) fn version_of(meta: &ObjectMeta) -> UpdateVersion {
     UpdateVersion { e_tag: meta.e_tag.clone(), version: meta.version.clone() }
 }
 
@@ -45,22 +45,22 @@ impl Objects {
     pub(super) fn new(objects: Arc<dyn ObjectStore>, prefix: &Location, clock: Clock) -> Result<Self> {
         let path = Path::parse(prefix.prefix())
             .map_err(|error| Error::Location { text: format!("{prefix}: {error}") })?;
-        Ok(Self { objects, prefix: path, shown: prefix.clone(), clock, fault: None })
+        Ok(Self { objects, prefix: path, location: prefix.clone(), clock, fault: None })
     }
 
-    /// With a rule broken.
+    /// Enables a bug.
     #[cfg(test)]
     pub(super) fn with_fault(self, fault: Option<Fault>) -> Self {
         Self { fault, ..self }
     }
 
-    /// The rule that is broken here.
+    /// The enabled bug.
     pub(super) fn fault(&self) -> Option<Fault> {
         self.fault
     }
 
-    /// Whether this rule is broken here; outside of tests none is.
-    pub(super) fn has(&self, fault: Fault) -> bool {
+    /// Returns true if this bug is enabled; never outside of tests.
+    pub(super) fn has_fault(&self, fault: Fault) -> bool {
         self.fault == Some(fault)
     }
 
@@ -71,24 +71,24 @@ impl Objects {
 
     /// The prefix.
     pub(super) fn location(&self) -> &Location {
-        &self.shown
+        &self.location
     }
 
-    /// An object of the prefix, for people.
-    pub(super) fn shown(&self, key: &str) -> String {
-        self.shown.object(key)
+    /// Name of an object of the prefix, for messages.
+    pub(super) fn object_name(&self, key: &str) -> String {
+        self.location.object_name(key)
     }
 
-    /// An object's key within the prefix.
+    /// Key of an object within the prefix.
     pub(super) fn key(&self, object: &ObjectMeta) -> String {
         let whole = object.location.as_ref();
         let rest = whole.strip_prefix(self.prefix.as_ref()).unwrap_or(whole);
         rest.trim_start_matches('/').to_owned()
     }
 
-    /// An object's bytes, at most `limit`, and its version; `None` if it is not there.
+    /// An object's bytes, at most `limit`, and its metadata; `None` if it does not exist.
     pub(super) async fn get(&self, key: &str, limit: u64) -> Result<Option<(Bytes, ObjectMeta)>> {
-        let object = self.shown(key);
+        let object = self.object_name(key);
         let found = match self.objects.get(&self.path(key)).await {
             Err(object_store::Error::NotFound { .. }) => return Ok(None),
             found => found.map_err(Error::store("cannot be read", &object))?,
@@ -101,7 +101,7 @@ impl Objects {
         let mut parts = found.into_stream();
         while let Some(part) = parts.next().await {
             bytes.extend_from_slice(&part.map_err(Error::store("cannot be read", &object))?);
-            // A server may send more than it said.
+            // A server may send more than it announced.
             if bytes.len() as u64 > limit {
                 return Err(Error::TooLong { object, limit });
             }
@@ -109,27 +109,27 @@ impl Objects {
         Ok(Some((bytes.freeze(), meta)))
     }
 
-    /// What is known of an object; `None` if it is not there.
+    /// Metadata of an object; `None` if it does not exist.
     pub(super) async fn head(&self, key: &str) -> Result<Option<ObjectMeta>> {
         match self.objects.head(&self.path(key)).await {
             Err(object_store::Error::NotFound { .. }) => Ok(None),
-            found => Ok(Some(found.map_err(Error::store("cannot be looked at", self.shown(key)))?)),
+            found => Ok(Some(found.map_err(Error::store("cannot be read", self.object_name(key)))?)),
         }
     }
 
-    /// Puts an object, and gives its version.
+    /// Puts an object and returns its version.
     ///
     /// # Errors
-    /// [`Error::Exists`] and [`Error::Changed`] say that the condition of `mode` was not met, [`Error::Store`] anything else; whether
-    /// the object is there then is known only if [`Error::is_final`].
-    pub(super) async fn put(&self, key: &str, bytes: Bytes, mode: Put) -> Result<UpdateVersion> {
-        let failed = Error::store("cannot be written", self.shown(key));
+    /// [`Error::Exists`] and [`Error::Changed`] if the condition of `mode` was not met, else
+    /// [`Error::Store`]; the object may have been written unless [`Error::is_final`].
+    pub(super) async fn put(&self, key: &str, bytes: Bytes, mode: WriteMode) -> Result<UpdateVersion> {
+        let failed = Error::store("cannot be written", self.object_name(key));
         let refused = match mode {
-            Put::Replace => {
+            WriteMode::Replace => {
                 return self.request(key, bytes, PutMode::Overwrite).await.map(Into::into).map_err(failed);
             }
-            Put::Create => match self.request(key, bytes.clone(), PutMode::Create).await {
-                // Stores without conditional writes: the look beforehand has to do.
+            WriteMode::Create => match self.request(key, bytes.clone(), PutMode::Create).await {
+                // The store has no conditional writes: the caller's earlier check has to suffice.
                 Err(
                     object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. },
                 ) => {
@@ -137,21 +137,23 @@ impl Objects {
                     return done.map(Into::into).map_err(failed);
                 }
                 Err(object_store::Error::AlreadyExists { .. }) => {
-                    let object = self.shown(key);
+                    let object = self.object_name(key);
                     Error::Exists { image: object.strip_suffix(SUFFIX).unwrap_or(&object).to_owned() }
                 }
                 done => return done.map(Into::into).map_err(failed),
             },
-            Put::Update(version) => match self.request(key, bytes.clone(), PutMode::Update(version)).await {
-                Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => {
-                    Error::Changed { object: self.shown(key) }
+            WriteMode::Update(version) => {
+                match self.request(key, bytes.clone(), PutMode::Update(version)).await {
+                    Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => {
+                        Error::Changed { object: self.object_name(key) }
+                    }
+                    done => return done.map(Into::into).map_err(failed),
                 }
-                done => return done.map(Into::into).map_err(failed),
-            },
+            }
         };
-        // An attempt that arrived, though its answer did not, makes the next one find its own work.
+        // After an attempt that arrived but whose response was lost, the next one finds its own object.
         match self.get(key, bytes.len() as u64).await {
-            Ok(Some((found, meta))) if found == bytes => Ok(version(&meta)),
+            Ok(Some((found, meta))) if found == bytes => Ok(version_of(&meta)),
             _ => Err(refused),
         }
     }
@@ -161,42 +163,42 @@ impl Objects {
         self.objects.put_opts(&self.path(key), PutPayload::from_bytes(bytes), options).await
     }
 
-    /// As [`Self::put`], if the lease is held. The look at the lease and the request are one step: nothing is waited for in between.
-    pub(super) async fn put_held(
+    /// As [`Self::put`], if the lease is held. Check and request are one step, without a wait between them.
+    pub(super) async fn put_with_lease(
         &self,
         key: &str,
         bytes: Bytes,
-        mode: Put,
-        hold: &Hold,
+        mode: WriteMode,
+        lease_state: &LeaseState,
     ) -> Result<UpdateVersion> {
-        if !self.has(Fault::IndexUnchecked) {
-            hold.check()?;
+        if !self.has_fault(Fault::IndexUnchecked) {
+            lease_state.check()?;
         }
         self.put(key, bytes, mode).await
     }
 
-    /// Removes an object; one that is not there is no failure.
+    /// Removes an object if it exists.
     pub(super) async fn remove(&self, key: &str) -> Result<()> {
         match self.objects.delete(&self.path(key)).await {
             Err(object_store::Error::NotFound { .. }) => Ok(()),
-            done => done.map_err(Error::store("cannot be removed", self.shown(key))),
+            done => done.map_err(Error::store("cannot be removed", self.object_name(key))),
         }
     }
 
-    /// As [`Self::remove`], if the lease is held; in one step as [`Self::put_held`].
-    pub(super) async fn remove_held(&self, key: &str, hold: &Hold) -> Result<()> {
-        if !self.has(Fault::RemovalUnchecked) {
-            hold.check()?;
+    /// As [`Self::remove`], if the lease is held; in one step as [`Self::put_with_lease`].
+    pub(super) async fn remove_with_lease(&self, key: &str, lease_state: &LeaseState) -> Result<()> {
+        if !self.has_fault(Fault::RemovalUnchecked) {
+            lease_state.check()?;
         }
         self.remove(key).await
     }
 
-    /// The objects right in the prefix, and none below it.
+    /// Objects directly in the prefix.
     pub(super) async fn list_top(&self) -> object_store::Result<Vec<ObjectMeta>> {
         Ok(self.objects.list_with_delimiter(Some(&self.prefix)).await?.objects)
     }
 
-    /// All objects below a directory of the prefix.
+    /// Objects below a directory of the prefix.
     pub(super) fn listing(
         &self,
         directory: &str,

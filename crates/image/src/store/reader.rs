@@ -1,14 +1,15 @@
-//! Reading an image in a store, as a [`Guest`] that the engine can send.
+//! Reads an image from a store, as a [`Guest`] for the engine.
 //!
 //! ```text
-//!   prepare ─► ask for its chunks, and for some behind them ─► decompress · compare with the name ─► memory of ours ─► memory()
+//!   prepare ─► fetch its chunks, prefetch the following ─► decompress · compare with the name ─► own memory ─► memory()
 //! ```
 //!
-//! Chunks are asked for at once when they are needed, whatever else is under way; what is fetched ahead follows the order in which
-//! pages are asked for. What a thread prepared stays until the same thread prepares something else, or, with postcopy, until it is given back.
+//! Needed chunks are requested at once, regardless of other requests in flight; prefetching follows the order
+//! in which pages are prepared. Memory prepared by a thread stays until the same thread prepares other pages
+//! or, with postcopy, until it is released.
 //!
-//! Every byte was compared with a hash before it leaves here, with and without `--verify`. Limits: [`CACHE_BYTES`] of memory, some
-//! more with many lanes (2 MiB each), and [`AHEAD_BYTES`] on the way.
+//! Every byte is compared with a hash before it is used, with and without `--verify`. Limits: [`CACHE_BYTES`]
+//! of memory, some more with many lanes (2 MiB each), and [`PREFETCH_BYTES`] in flight.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,69 +24,72 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::access::Store;
-use super::cache::{Cache, Turn};
-use super::images::{self, ReadIndex};
+use super::cache::{Acquired, Cache, FetchLimits};
+use super::images::{self, LeasedIndex};
 use super::lease::Lease;
 use super::location::Location;
-use super::spool::Number;
-use super::upload::{first_reason, threads};
-use super::{AHEAD_BYTES, Absence, CACHE_BYTES, Error, Place, REQUESTS_MAX, Result, chunk};
+use super::spool::ChunkNumber;
+use super::upload::{first_error, threads};
+use super::{Absence, CACHE_BYTES, ChunkPosition, Error, PREFETCH_BYTES, REQUESTS_MAX, Result, chunk};
 use crate::index::Index;
 use crate::{ChunkHash, PageCount, StoredGuest};
 
-/// What is needed now waits for nothing else.
-const AT_ONCE: (usize, usize) = (usize::MAX, usize::MAX);
+/// Needed chunks are requested regardless of others.
+const UNLIMITED: FetchLimits = FetchLimits { chunks: usize::MAX, requests: usize::MAX };
 
-/// An image in a store, open.
+/// An open image in a store.
 #[derive(Debug)]
 pub struct StoredImage {
     image: String,
-    /// Keeps the chunks that the index names; or why there is none.
+    /// Protects the chunks that the index references; or the reason for which there is no lease.
     lease: Result<Lease, String>,
     store: Arc<Store>,
     index: Index,
-    /// As the index has them.
+    /// Copied from the index.
     configuration: Configuration,
     blocks: Vec<RamBlock>,
     device_state: DeviceState,
     index_bytes: u64,
-    /// For each block its first chunk's number.
-    firsts: Vec<Number>,
-    /// For each block room for its memory, of which only resident chunks take any; `None` for one without pages.
+    /// Number of the first chunk of each block.
+    first_chunks: Vec<ChunkNumber>,
+    /// Reserved memory of each block, of which only resident chunks are allocated; `None` for a block without
+    /// pages.
     memory: Vec<Option<Region>>,
     cache: Arc<Cache>,
-    /// What is prepared stays until it is given back.
-    is_given_back: bool,
+    /// True if prepared memory stays until it is released.
+    retains_until_release: bool,
 }
 
 impl StoredImage {
-    /// Fetches and checks the index, and the device state. `cancel` ends every wait for the store.
+    /// Fetches and checks the index and the device state. `cancel` ends every wait for the store.
     ///
     /// # Errors
-    /// There is no such image, it is damaged, or the store cannot be reached or refuses.
+    /// The image does not exist or is damaged, or the store is unreachable or refuses access.
     pub fn open(location: &Location, cancel: Option<Cancel>) -> Result<Self> {
         let store = Arc::new(Store::open(&location.parent(), cancel)?);
         Self::open_in(store, location.to_string(), &images::key(location)?)
     }
 
-    /// As [`Self::open`], in a store that is open.
+    /// As [`Self::open`], in an open store.
     pub(super) fn open_in(store: Arc<Store>, image: String, key: &str) -> Result<Self> {
-        let ReadIndex { bytes, lease } = images::read(&store, &image, key)?;
+        let LeasedIndex { bytes, lease } = images::read_leased(&store, &image, key)?;
         let index = Index::parse(&bytes).map_err(|why| Error::Index { image: image.clone(), why })?;
         let device_state = device_state(&store, &image, &index, &lease)?;
         let blocks = index.blocks();
-        let (mut firsts, mut next) = (Vec::with_capacity(blocks.len()), 0);
+        let (mut first_chunks, mut next) = (Vec::with_capacity(blocks.len()), 0);
         let mut memory = Vec::with_capacity(blocks.len());
         for (number, block) in blocks.iter().enumerate() {
-            firsts.push(next);
+            first_chunks.push(next);
             next += index.names(BlockIndex(u32::try_from(number).expect("bounded by BLOCKS_MAX"))).len();
             memory.push(match usize::try_from(block.length) {
                 Ok(0) => None,
                 Ok(length) => Some(
                     Region::reserved(length)
-                        .map_err(|why| Error::Host { what: "addresses for the guest's memory", why })?,
+                        .map_err(|why| Error::Host { what: "address space for the guest's memory", why })?,
                 ),
-                Err(_) => return Err(Error::TooLong { object: store.shown(key), limit: usize::MAX as u64 }),
+                Err(_) => {
+                    return Err(Error::TooLong { object: store.object_name(key), limit: usize::MAX as u64 });
+                }
             });
         }
         let (configuration, index_bytes) = (index.configuration(), bytes.len() as u64);
@@ -99,36 +103,37 @@ impl StoredImage {
             blocks,
             device_state,
             index_bytes,
-            firsts,
+            first_chunks,
             memory,
             cache,
-            is_given_back: false,
+            retains_until_release: false,
         })
     }
 
-    /// Says that what is prepared is given back ([`Guest::release`]) and stays until then, whichever thread prepared it.
+    /// Keeps prepared memory until [`Guest::release`], whichever thread prepared it.
     #[must_use]
-    pub fn given_back(mut self) -> Self {
-        self.is_given_back = true;
+    pub fn retained_until_release(mut self) -> Self {
+        self.retains_until_release = true;
         self
     }
 
-    /// Fetches every chunk and compares it with its name; `progress` is told of bytes of memory done.
+    /// Fetches all chunks and compares them with their names; `progress` receives the bytes of each.
     ///
     /// # Errors
-    /// The first that was found missing or damaged.
+    /// The first missing or damaged chunk.
     pub fn verify(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
         let numbers: Vec<_> = self.data_chunks().collect();
         let next = AtomicUsize::new(0);
         let worker = || {
-            // One is fetched while another is compared.
+            // More threads than processors: some fetch while others compare.
             let at = |place: usize| numbers.get(place).copied();
             while let Some((block, index)) = at(next.fetch_add(1, Ordering::Relaxed)) {
-                let (name, length, place) = self.chunk(block, index);
+                let (name, length, position) = self.chunk(block, index);
                 let Some(name) = name else { continue };
                 let object = self.store.get(&chunk::key(&name), chunk::object_bytes_max(length))?;
-                let object = object.ok_or_else(|| self.missing(&name, place.clone()))?;
-                chunk::decompress(&object, &name, length).map_err(|why| self.damaged(&name, place, why))?;
+                let object = object.ok_or_else(|| self.missing(&name, position.clone()))?;
+                chunk::decompress(&object, &name, length)
+                    .map_err(|why| self.damaged(&name, position, why))?;
                 progress(length);
             }
             Ok(())
@@ -136,33 +141,34 @@ impl StoredImage {
         thread::scope(|scope| {
             let count = REQUESTS_MAX.min(4 * threads());
             let workers: Vec<_> = (0..count).map(|_| scope.spawn(worker)).collect();
-            let joined = workers.into_iter().map(|worker| worker.join().expect("comparing does not panic"));
-            first_reason(joined.collect()).map(drop)
+            let joined = workers.into_iter().map(|worker| worker.join().expect("workers do not panic"));
+            first_error(joined.collect()).map(drop)
         })
     }
 
-    /// If no lease keeps the image's chunks while it is read, because this process may only read: that, and what its user has to see to.
+    /// A notice for the user if no lease protects the image's chunks because this process has no write
+    /// permission.
     pub fn notice(&self) -> Option<String> {
         let why = self.lease.as_ref().err()?;
         Some(format!(
-            "{} is read without a lease ({why}): a collection of garbage does not see this reader, so the image must be neither replaced \
-             nor removed until this has ended; for a lease, read it with credentials that may also write objects below readers/ of its \
+            "{} is read without a lease ({why}): garbage collection does not know of this reader, so the image must not be replaced \
+             or removed until it has finished; for a lease, read it with credentials that may also write objects below readers/ of its \
              prefix (docs/store.md)",
             self.image
         ))
     }
 
-    /// Its index.
+    /// Index of the image.
     pub fn index(&self) -> &Index {
         &self.index
     }
 
-    /// The index's length as it is stored.
+    /// Length of the index in the store.
     pub fn index_bytes(&self) -> u64 {
         self.index_bytes
     }
 
-    /// A block's pages that are in stored chunks, and those in chunks of zeros; among the first some may be zero too.
+    /// Numbers of a block's pages in stored chunks and in chunks of zeros; the former may include zero pages.
     pub fn count_pages(&self, block: BlockIndex) -> PageCount {
         let length = self.blocks[block.index()].length;
         let bytes = self.index.chunk_bytes();
@@ -182,46 +188,48 @@ impl StoredImage {
         })
     }
 
-    /// A chunk's name, unless it is zero, its length and where it belongs.
-    fn chunk(&self, block: BlockIndex, index: usize) -> (Option<[u8; 32]>, u64, Place) {
+    /// Name of a chunk unless it is zero, its length and position.
+    fn chunk(&self, block: BlockIndex, index: usize) -> (Option<[u8; 32]>, u64, ChunkPosition) {
         let held = &self.blocks[block.index()];
         let offset = index as u64 * self.index.chunk_bytes();
         let name = match self.index.names(block)[index] {
             ChunkHash::Zero => None,
             ChunkHash::Data(name) => Some(name),
         };
-        let place = Place { block: Some(held.name.clone()), offset };
-        (name, self.index.chunk_bytes().min(held.length - offset), place)
+        let position = ChunkPosition { block: Some(held.name.clone()), offset };
+        (name, self.index.chunk_bytes().min(held.length - offset), position)
     }
 
-    fn number(&self, block: BlockIndex, index: usize) -> Number {
-        self.firsts[block.index()] + index
+    fn number(&self, block: BlockIndex, index: usize) -> ChunkNumber {
+        self.first_chunks[block.index()] + index
     }
 
-    /// The block and the index in it of a chunk with this number.
-    fn of_number(&self, number: Number) -> (BlockIndex, usize) {
-        // Of blocks without chunks, which begin where the next one does, the last is the one that has any.
-        let block = self.firsts.partition_point(|&first| first <= number) - 1;
-        (BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX")), number - self.firsts[block])
+    /// Block and index of the chunk with this number.
+    fn chunk_at(&self, number: ChunkNumber) -> (BlockIndex, usize) {
+        // Blocks without chunks have the same first chunk as the next block; the last of these is the right
+        // one.
+        let block = self.first_chunks.partition_point(|&first| first <= number) - 1;
+        (BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX")), number - self.first_chunks[block])
     }
 
-    fn missing(&self, name: &[u8; 32], place: Place) -> Error {
-        let (image, chunk) = (self.image.clone(), self.store.shown(&chunk::key(name)));
-        Error::Missing { image, place, chunk, absence: absence(&self.lease) }
+    fn missing(&self, name: &[u8; 32], position: ChunkPosition) -> Error {
+        let (image, chunk) = (self.image.clone(), self.store.object_name(&chunk::key(name)));
+        Error::Missing { image, position, chunk, absence: absence(&self.lease) }
     }
 
-    fn damaged(&self, name: &[u8; 32], place: Place, why: String) -> Error {
-        let chunk = self.store.shown(&chunk::key(name));
-        Error::Damaged { image: self.image.clone(), place, chunk, why }
+    fn damaged(&self, name: &[u8; 32], position: ChunkPosition, why: String) -> Error {
+        let chunk = self.store.object_name(&chunk::key(name));
+        Error::Damaged { image: self.image.clone(), position, chunk, why }
     }
 
-    /// Asks for a chunk, unless it is here or on its way, or as many are as may be.
-    fn ask(&self, block: BlockIndex, index: usize, (limit, requests): (usize, usize)) -> bool {
-        let (name, length, place) = self.chunk(block, index);
+    /// Requests a chunk unless it is present or in flight, or a limit is reached. Returns true if it was
+    /// requested.
+    fn request(&self, block: BlockIndex, index: usize, limits: FetchLimits) -> bool {
+        let (name, length, position) = self.chunk(block, index);
         let number = self.number(block, index);
-        let Some(name) = name.filter(|_| self.cache.claim(number, limit, requests)) else { return false };
-        let get = self.store.getting(&chunk::key(&name), chunk::object_bytes_max(length));
-        let (cache, missing) = (Arc::clone(&self.cache), self.missing(&name, place));
+        let Some(name) = name.filter(|_| self.cache.claim(number, limits)) else { return false };
+        let get = self.store.get_future(&chunk::key(&name), chunk::object_bytes_max(length));
+        let (cache, missing) = (Arc::clone(&self.cache), self.missing(&name, position));
         self.store.spawn(async move {
             let result = get.await.and_then(|found| found.ok_or(missing));
             cache.fetched(number, result);
@@ -229,11 +237,11 @@ impl StoredImage {
         true
     }
 
-    /// Asks for what follows.
-    fn ask_ahead(&self, block: BlockIndex, behind: usize) {
-        let limit = (AHEAD_BYTES / self.index.chunk_bytes()) as usize;
-        // Looking costs too: no further than what could be ahead, were everything data.
-        let (mut block, mut index) = (block, behind);
+    /// Prefetches the following chunks.
+    fn prefetch(&self, block: BlockIndex, end: usize) {
+        let limit = (PREFETCH_BYTES / self.index.chunk_bytes()) as usize;
+        // Bounded by the number of chunks that may be prefetched, since skipping zeros costs time too.
+        let (mut block, mut index) = (block, end);
         for _ in 0..limit {
             while index >= self.index.names(block).len() {
                 (block, index) = (BlockIndex(block.0 + 1), 0);
@@ -241,31 +249,37 @@ impl StoredImage {
                     return;
                 }
             }
-            self.ask(block, index, (limit, REQUESTS_MAX));
+            self.request(block, index, FetchLimits { chunks: limit, requests: REQUESTS_MAX });
             index += 1;
         }
     }
 
-    /// Sees to it that a chunk's bytes are in memory, used by this thread.
+    /// Waits until a chunk is in memory and pins it for this thread.
     fn fetch(&self, block: BlockIndex, index: usize) -> Result<()> {
-        let (Some(name), length, place) = self.chunk(block, index) else { return Ok(()) };
-        let thread = (!self.is_given_back).then(|| thread::current().id());
+        let (Some(name), length, position) = self.chunk(block, index) else { return Ok(()) };
+        let thread = (!self.retains_until_release).then(|| thread::current().id());
         let number = self.number(block, index);
-        let look = || self.store.check_cancelled();
+        let check_cancelled = || self.store.check_cancelled();
         let object = loop {
-            self.ask(block, index, AT_ONCE);
-            let turn = self.cache.take(thread, number, self.store.runtime(), &look);
-            // The lease may have been lost since it was asked for.
-            let is_missing = matches!(turn, Err(Error::Missing { .. }));
-            match turn.map_err(|error| if is_missing { self.missing(&name, place.clone()) } else { error })? {
+            self.request(block, index, UNLIMITED);
+            let acquired = self.cache.acquire(thread, number, self.store.runtime(), &check_cancelled);
+            // The lease may have been lost since the request was sent.
+            let is_missing = matches!(acquired, Err(Error::Missing { .. }));
+            match acquired
+                .map_err(|error| if is_missing { self.missing(&name, position.clone()) } else { error })?
+            {
                 None => {}
-                Some(Turn::Here) => return Ok(()),
-                Some(Turn::Fill(object)) => break object,
+                Some(Acquired::Resident) => return Ok(()),
+                Some(Acquired::MustFill(object)) => break object,
             }
         };
-        let filled = self.fill(block, place.offset, &object, &name, length);
-        self.cache.filled(thread, number, filled.is_ok());
-        filled.map_err(|why| self.damaged(&name, place, why))
+        let filled = self.fill(block, position.offset, &object, &name, length);
+        if let Err(why) = filled {
+            self.cache.fill_failed(number);
+            return Err(self.damaged(&name, position, why));
+        }
+        self.cache.filled(thread, number);
+        Ok(())
     }
 
     fn fill(
@@ -282,30 +296,30 @@ impl StoredImage {
         Ok(())
     }
 
-    pub(super) fn make_ready(&self, page: PageRef, length: u64) -> Result<()> {
+    pub(super) fn prepare_chunks(&self, page: PageRef, length: u64) -> Result<()> {
         let chunk_bytes = self.index.chunk_bytes();
         let limit = (CACHE_BYTES / chunk_bytes) as usize;
-        if !self.is_given_back {
-            self.cache.release(thread::current().id(), limit, |number| self.forget(number));
+        if !self.retains_until_release {
+            self.cache.release_thread(thread::current().id(), limit, |number| self.evict(number));
         }
         let first = (page.offset / chunk_bytes) as usize;
-        let behind = (page.offset + length).div_ceil(chunk_bytes) as usize;
-        for index in first..behind {
-            self.ask(page.block, index, AT_ONCE);
+        let end = (page.offset + length).div_ceil(chunk_bytes) as usize;
+        for index in first..end {
+            self.request(page.block, index, UNLIMITED);
         }
-        // Who gives back has preparers of its own, in an order of its own.
-        if !self.is_given_back {
-            self.ask_ahead(page.block, behind);
+        // With explicit release the caller has prefetching threads of its own.
+        if !self.retains_until_release {
+            self.prefetch(page.block, end);
         }
-        (first..behind).try_for_each(|index| self.fetch(page.block, index))
+        (first..end).try_for_each(|index| self.fetch(page.block, index))
     }
 
-    /// Gives the memory of a chunk back.
-    fn forget(&self, number: Number) {
-        let (block, index) = self.of_number(number);
-        let (_, length, place) = self.chunk(block, index);
+    /// Deallocates the memory of a chunk.
+    fn evict(&self, number: ChunkNumber) {
+        let (block, index) = self.chunk_at(number);
+        let (_, length, position) = self.chunk(block, index);
         if let Some(memory) = &self.memory[block.index()] {
-            memory.discard(place.offset as usize, length as usize);
+            memory.discard(position.offset as usize, length as usize);
         }
     }
 }
@@ -343,21 +357,21 @@ impl Guest for StoredImage {
         Extent { pages: (end - page.offset) / PAGE_SIZE, kind }
     }
 
-    /// A chunk is fetched as a whole anyway.
+    /// A chunk is fetched as a whole.
     fn unit_bytes(&self) -> u64 {
         self.index.chunk_bytes()
     }
 
     fn prepare(&self, page: PageRef, length: u64) -> towline_migration::Result<()> {
-        self.make_ready(page, length).map_err(guest)
+        self.prepare_chunks(page, length).map_err(Error::into_migration)
     }
 
     fn release(&self, page: PageRef, length: u64) {
-        if self.is_given_back {
+        if self.retains_until_release {
             let (block, chunk_bytes) = (page.block, self.index.chunk_bytes());
             let chunks = page.offset / chunk_bytes..(page.offset + length).div_ceil(chunk_bytes);
             let numbers = chunks.map(|index| self.number(block, index as usize));
-            self.cache.give_back(numbers, |number| self.forget(number));
+            self.cache.release(numbers, |number| self.evict(number));
         }
     }
 
@@ -368,13 +382,13 @@ impl Guest for StoredImage {
             let index = index as usize;
             let is_zero = self.index.names(page.block)[index] == ChunkHash::Zero;
             let here = is_zero || self.cache.is_resident(self.number(page.block, index));
-            assert!(here, "pages are prepared by the thread that sends them");
+            assert!(here, "pages must be prepared by the thread that sends them");
         }
         let memory = self.memory[page.block.index()].as_ref().expect("a block with pages has memory");
         memory.span().io_buf(page.offset as usize, length as usize)
     }
 
-    /// A page that is not here is not known to be zero.
+    /// A page that is not resident may have content.
     fn is_zero(&self, page: PageRef) -> bool {
         let index = (page.offset / self.index.chunk_bytes()) as usize;
         match &self.memory[page.block.index()] {
@@ -390,11 +404,11 @@ impl Guest for StoredImage {
     }
 }
 
-/// Why a chunk of an image that is read with this lease may be missing.
+/// Possible reason for which a chunk is missing.
 fn absence(lease: &Result<Lease, String>) -> Absence {
     match lease {
         Err(why) => Absence::Unleased { why: why.clone() },
-        Ok(lease) => lease.hold().gap().map_or(Absence::Leased, |why| Absence::LeaseLost { why }),
+        Ok(lease) => lease.state().loss().map_or(Absence::Leased, |why| Absence::LeaseLost { why }),
     }
 }
 
@@ -413,19 +427,19 @@ fn device_state(
             bytes.resize(bytes.len() + left as usize, 0);
             continue;
         };
-        let place = || Place { block: None, offset: bytes.len() as u64 };
+        let position = || ChunkPosition { block: None, offset: bytes.len() as u64 };
         let key = chunk::key(name);
         let object = store.get(&key, chunk::object_bytes_max(left))?;
         let object = object.ok_or_else(|| Error::Missing {
             image: image.into(),
-            place: place(),
-            chunk: store.shown(&key),
+            position: position(),
+            chunk: store.object_name(&key),
             absence: absence(lease),
         })?;
         let part = chunk::decompress(&object, name, left).map_err(|why| Error::Damaged {
             image: image.into(),
-            place: place(),
-            chunk: store.shown(&key),
+            position: position(),
+            chunk: store.object_name(&key),
             why,
         })?;
         bytes.extend_from_slice(&part);
@@ -436,11 +450,4 @@ fn device_state(
         return Err(wrong(format!("its BLAKE3 is {found}, the index says {hash}")));
     }
     DeviceState::parse(&bytes).map_err(|error| wrong(error.to_string()))
-}
-
-fn guest(error: Error) -> towline_migration::Error {
-    match error {
-        Error::Cancelled => towline_migration::Error::Cancelled,
-        error => towline_migration::Error::guest(crate::Error::Store(error)),
-    }
 }

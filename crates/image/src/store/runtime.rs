@@ -1,4 +1,4 @@
-//! The asynchronous part of the process: one thread, and a way to wait for it.
+//! The asynchronous runtime in its own thread, and blocking waits for it.
 
 use std::future::Future;
 use std::io;
@@ -15,26 +15,26 @@ use super::Error;
 #[cfg(test)]
 use super::simulation::Actor;
 
-/// How often who waits looks whether somebody wants to stop.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
-/// As [`LOOK_INTERVAL`], where a change is notified.
+/// Interval at which a waiting thread checks for cancellation.
+const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(20);
+/// As [`CANCEL_CHECK_INTERVAL`], if changes are notified.
 const NOTIFIED_INTERVAL: Duration = Duration::from_millis(50);
-/// Threads for files, which have no asynchronous form: a store in a directory uses them.
+/// Threads for files, which have no asynchronous interface: used by stores in directories.
 pub(super) const FILE_THREADS: usize = 4;
 
-/// Where requests are made.
+/// Executor of requests.
 #[derive(Debug)]
 pub(super) enum Runtime {
     /// A thread of its own.
-    Thread(Worker),
-    /// A simulated participant, which does everything in its one thread.
+    Thread(RuntimeThread),
+    /// A simulated participant, which does everything in its single thread.
     #[cfg(test)]
     Simulated(Actor),
 }
 
-/// A runtime in a thread of its own; what is under way ends with it.
+/// A runtime in its own thread; dropping it cancels its tasks.
 #[derive(Debug)]
-pub(super) struct Worker {
+pub(super) struct RuntimeThread {
     handle: Handle,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -48,14 +48,14 @@ impl Runtime {
         let handle = runtime.handle().clone();
         let (stop, stopped) = oneshot::channel::<()>();
         let serve = move || {
-            // Ends when the sender goes.
+            // Returns when the sender is dropped.
             let _ = runtime.block_on(stopped);
         };
         let thread = thread::Builder::new().name("store".into()).spawn(serve)?;
-        Ok(Self::Thread(Worker { handle, stop: Some(stop), thread: Some(thread) }))
+        Ok(Self::Thread(RuntimeThread { handle, stop: Some(stop), thread: Some(thread) }))
     }
 
-    /// Has something done there, and does not wait.
+    /// Runs `work` in the background.
     pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         match self {
             Self::Thread(worker) => drop(worker.handle.spawn(work)),
@@ -64,10 +64,10 @@ impl Runtime {
         }
     }
 
-    /// Has something done there and waits for it.
+    /// Runs `work` and waits for its result.
     ///
     /// # Errors
-    /// [`Error::Cancelled`]; the work is dropped.
+    /// [`Error::Cancelled`]; `work` is dropped.
     pub(super) fn wait<T: Send + 'static>(
         &self,
         cancel: Option<&Cancel>,
@@ -81,7 +81,7 @@ impl Runtime {
     }
 
     /// Waits until `changed` is notified, or for a short time.
-    pub(super) fn pause<'a, T>(
+    pub(super) fn wait_for_change<'a, T>(
         &self,
         changed: &Condvar,
         mutex: &'a Mutex<T>,
@@ -96,13 +96,13 @@ impl Runtime {
             Self::Simulated(actor) => {
                 drop(guard);
                 actor.pause();
-                mutex.lock().unwrap_or_else(PoisonError::into_inner)
+                crate::lock::lock(mutex)
             }
         }
     }
 }
 
-impl Worker {
+impl RuntimeThread {
     fn wait<T: Send + 'static>(
         &self,
         cancel: Option<&Cancel>,
@@ -110,11 +110,11 @@ impl Worker {
     ) -> Result<T, Error> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let task = self.handle.spawn(async move {
-            // Nobody waits any more for who was cancelled.
+            // The receiver is gone if the wait was cancelled.
             let _ = sender.send(work.await);
         });
         loop {
-            match receiver.recv_timeout(LOOK_INTERVAL) {
+            match receiver.recv_timeout(CANCEL_CHECK_INTERVAL) {
                 Ok(value) => return Ok(value),
                 Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Error::Cancelled),
                 Err(mpsc::RecvTimeoutError::Timeout) if cancel.is_some_and(Cancel::is_cancelled) => {
@@ -127,14 +127,14 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
+impl Drop for RuntimeThread {
     fn drop(&mut self) {
         self.stop.take();
-        // Who drops it last may be a task of its own, which cannot wait for its end.
+        // The last owner may be one of its own tasks, which cannot join the thread.
         if let Some(thread) =
             self.thread.take().filter(|thread| thread.thread().id() != thread::current().id())
         {
-            // A panic there has been told by its own message.
+            // A panic has printed its own message.
             let _ = thread.join();
         }
     }

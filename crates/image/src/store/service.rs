@@ -1,4 +1,4 @@
-//! Opening a store: which service, which credentials.
+//! Opens a store: selects the service and its credentials.
 
 use std::io;
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use object_store::{BackoffConfig, ClientOptions, ObjectStore, RetryConfig};
 
 use super::connector::Connector;
 use super::credentials::Profile;
-use super::hold::Gate;
+use super::lease_state::LeaseGuard;
 use super::location::{Location, Scheme};
 use super::{Error, RETRIES_MAX, RETRY_TIMEOUT, Result};
 
-/// The objects of a prefix. Every request that changes something passes `gate`.
-pub(super) fn open(prefix: &Location, gate: &Gate) -> Result<Arc<dyn ObjectStore>> {
+/// Opens the objects of a prefix. Modifying requests are checked with `guard`.
+pub(super) fn open(prefix: &Location, guard: &LeaseGuard) -> Result<Arc<dyn ObjectStore>> {
     let retry = RetryConfig {
         backoff: BackoffConfig { max_backoff: Duration::from_secs(5), ..BackoffConfig::default() },
         max_retries: RETRIES_MAX,
@@ -26,7 +26,7 @@ pub(super) fn open(prefix: &Location, gate: &Gate) -> Result<Arc<dyn ObjectStore
     };
     let failed = |error| Error::store("cannot be used", prefix.to_string())(error);
     let bucket = prefix.authority();
-    let connector = || Connector::new(gate.clone());
+    let connector = || Connector::new(guard.clone());
     Ok(match prefix.scheme() {
         Scheme::S3 => {
             let profile = Profile::load()?;

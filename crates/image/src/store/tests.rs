@@ -28,7 +28,7 @@ fn location(directory: &tempfile::TempDir) -> Location {
     format!("store:{}/vm/a", directory.path().display()).parse().unwrap()
 }
 
-/// Stores this memory page by page in a random order, some pages with something else first.
+/// Stores this memory page by page in random order, some pages with other content first.
 fn store(location: &Location, memory: &[Vec<u8>], random: &mut fastrand::Rng) {
     let writer =
         StoreWriter::create(location, Existing::Refuse, Origin::default(), &Cancel::new().unwrap()).unwrap();
@@ -43,12 +43,11 @@ fn store(location: &Location, memory: &[Vec<u8>], random: &mut fastrand::Rng) {
     }
     let put = |block: usize, page: usize, bytes: &[u8]| {
         let (block, offsets) = (BlockIndex(block as u32), [(page * PAGE) as u64]);
-        match bytes.iter().all(|&byte| byte == 0) {
-            true => writer.zero(Stream::Main, block, &offsets).unwrap(),
-            false => {
-                let pages = Pages { block, offsets: &offsets, contents: &[bytes] };
-                writer.pages(Stream::Main, &pages).unwrap();
-            }
+        if bytes.iter().all(|&byte| byte == 0) {
+            writer.zero(Stream::Main, block, &offsets).unwrap();
+        } else {
+            let pages = Pages { block, offsets: &offsets, contents: &[bytes] };
+            writer.pages(Stream::Main, &pages).unwrap();
         }
     };
     for &(block, page) in pages.iter().filter(|_| random.bool()) {
@@ -72,7 +71,7 @@ fn memory(lengths: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<u8>> {
                 random.fill(page);
             }
         }
-        // Whole chunks of zeros too.
+        // Also whole chunks of zeros.
         bytes.iter_mut().skip(CHUNK_BYTES as usize).take(CHUNK_BYTES as usize).for_each(|byte| *byte = 0);
         bytes
     };
@@ -80,7 +79,7 @@ fn memory(lengths: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn what_came_in_any_order_is_read_in_any_order() {
+fn pages_stored_in_any_order_are_read_in_any_order() {
     let directory = tempfile::tempdir().unwrap();
     let location = location(&directory);
     let mut random = fastrand::Rng::with_seed(5);
@@ -110,7 +109,7 @@ fn what_came_in_any_order_is_read_in_any_order() {
     });
 }
 
-/// As a lane does.
+/// Reads and checks pages as a lane does.
 fn read(image: &StoredImage, page: PageRef, length: u64, expected: &[u8]) {
     image.prepare(page, length).unwrap();
     let mut bytes = vec![1; length as usize];
@@ -125,14 +124,14 @@ fn read(image: &StoredImage, page: PageRef, length: u64, expected: &[u8]) {
         match extent.kind {
             ExtentKind::Zero => assert!(is_zero),
             ExtentKind::Unknown => assert_eq!(image.is_zero(here), is_zero),
-            ExtentKind::Data => panic!("a store knows chunks only"),
+            ExtentKind::Data => panic!("a store has no page bitmap"),
         }
         at += PAGE_SIZE;
     }
 }
 
 #[test]
-fn more_than_the_cache_is_read_and_what_goes_comes_again() {
+fn memory_beyond_the_cache_is_evicted_and_fetched_again() {
     let directory = tempfile::tempdir().unwrap();
     let location = location(&directory);
     let length = CACHE_BYTES as usize + 64 * CHUNK_BYTES as usize;
@@ -148,7 +147,7 @@ fn more_than_the_cache_is_read_and_what_goes_comes_again() {
     }
 }
 
-/// Memory without zeros.
+/// Memory without pages of zeros.
 fn filled(lengths: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<u8>> {
     let mut of_length = |&length: &usize| {
         let mut bytes = vec![0; length];
@@ -158,7 +157,7 @@ fn filled(lengths: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<u8>> {
     lengths.iter().map(&mut of_length).collect()
 }
 
-/// The objects of a store in a directory, and what they are.
+/// Paths of all objects of a store in a directory.
 fn objects(directory: &std::path::Path) -> Vec<std::path::PathBuf> {
     let (mut found, mut left) = (Vec::new(), vec![directory.to_owned()]);
     while let Some(directory) = left.pop() {
@@ -171,7 +170,7 @@ fn objects(directory: &std::path::Path) -> Vec<std::path::PathBuf> {
     found
 }
 
-/// Everything that the image delivers: head, blocks, memory and device state; or why not.
+/// All that the image delivers (header, blocks, memory and device state), or the error.
 fn delivered(location: &Location) -> Result<Vec<Vec<u8>>, Error> {
     let image = StoredImage::open(location, None)?;
     image.verify(&|_| {})?;
@@ -180,7 +179,7 @@ fn delivered(location: &Location) -> Result<Vec<Vec<u8>>, Error> {
     parts.push(vec![image.ram_section_id() as u8]);
     for (number, block) in image.blocks().iter().enumerate() {
         let page = PageRef { block: BlockIndex(number as u32), offset: 0 };
-        image.make_ready(page, block.length)?;
+        image.prepare_chunks(page, block.length)?;
         let mut bytes = vec![0; block.length as usize];
         gather(&[image.memory(page, block.length)], &mut bytes);
         parts.extend([block.name.clone().into_bytes(), bytes]);
@@ -188,7 +187,7 @@ fn delivered(location: &Location) -> Result<Vec<Vec<u8>>, Error> {
     Ok(parts)
 }
 
-/// Flipped bits of each object, spread over it; `index` and `chunk` flip every one of theirs.
+/// Maximum number of flipped bits per object, spread over it.
 const FLIPS_MAX: usize = 100;
 
 #[test]
@@ -198,11 +197,11 @@ fn a_flipped_bit_of_any_object_is_found_or_changes_nothing() {
     let mut random = fastrand::Rng::with_seed(8);
     let chunk = CHUNK_BYTES as usize;
     store(&location, &filled(&[PAGE, chunk + PAGE], &mut random), &mut random);
-    // Chunks that changed after they were sent.
+    // Remove chunks that changed after they were sent.
     Garbage::remove(&location.parent(), Duration::ZERO, None, &mut |_| {}).unwrap();
     let expected = delivered(&location).unwrap();
     let objects = objects(directory.path());
-    // An index, the chunks of two blocks and that of the device state.
+    // The index, the chunks of two blocks and that of the device state.
     assert_eq!(objects.len(), 5, "{objects:?}");
     for object in objects {
         let whole = std::fs::read(&object).unwrap();
@@ -213,14 +212,14 @@ fn a_flipped_bit_of_any_object_is_found_or_changes_nothing() {
             bytes[bit / 8] ^= 1 << (bit % 8);
             std::fs::write(&object, bytes).unwrap();
             match delivered(&location) {
-                // zstd's frame has a few bits that say nothing.
+                // Some bits of zstd's frame have no meaning.
                 Ok(parts) => assert!(parts == expected, "bit {bit} of {}", object.display()),
                 Err(Error::Index { .. } | Error::Damaged { .. } | Error::DeviceState { .. }) => found += 1,
                 Err(error) => panic!("bit {bit} of {}: {error}", object.display()),
             }
         }
         assert!(found * 100 >= bits.div_ceil(step) * 90, "{}: only {found} found", object.display());
-        // Cut, longer, and of another name.
+        // Truncated, and with an additional byte.
         for bytes in [&whole[..whole.len() - 1], b"".as_slice(), &[&whole[..], b"x"].concat()] {
             std::fs::write(&object, bytes).unwrap();
             let error = delivered(&location).unwrap_err();
@@ -242,7 +241,7 @@ fn a_second_collection_is_refused_and_names_the_first() {
     let prefix = location.parent();
     let mut others = Vec::new();
     let removed = Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {
-        // In the middle of the first one.
+        // During the first collection.
         others.push(Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap_err().to_string());
         others.push(
             StoreWriter::create(&location, Existing::Refuse, Origin::default(), &Cancel::new().unwrap())
@@ -269,20 +268,20 @@ fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
     let found = readers(&location, None).unwrap();
     assert_eq!(found.len(), 1, "{found:?}");
     let error = remove_image(&location, InUse::Refuse, None).unwrap_err();
-    assert!(error.to_string().contains(&found[0].shown), "{error}");
+    assert!(error.to_string().contains(&found[0].description), "{error}");
     assert_eq!(remove_image(&location, InUse::KeepChunks, None).unwrap(), found);
     let prefix = location.parent();
     let collected = Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
     assert_eq!(
-        (collected.kept.0, collected.kept_for.len(), collected.objects.len()),
+        (collected.kept.chunks, collected.kept_for.len(), collected.objects.len()),
         (2, 1, 0),
         "{collected:?}"
     );
     read(&reader, PageRef { block: BlockIndex(0), offset: 0 }, 40 * PAGE_SIZE, &memory[0]);
-    // By another program, without a copy of its index: everything stays while it is read.
+    // Removed by another program, without a copy of the index: all chunks are kept while it is read.
     std::fs::remove_dir_all(directory.path().join("vm/retired")).unwrap();
     let collected = Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
-    assert_eq!((collected.kept.0, collected.objects.len()), (2, 0), "{collected:?}");
+    assert_eq!((collected.kept.chunks, collected.objects.len()), (2, 0), "{collected:?}");
     drop(reader);
     Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
     assert!(objects(directory.path()).is_empty());

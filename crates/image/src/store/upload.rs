@@ -1,11 +1,11 @@
-//! Sending chunks: each once, unless the store has it, and several at the same time.
+//! Sends chunks: each once, unless the store has it, and several concurrently.
 //!
-//! Hashing and compressing is done by whoever brings a chunk; its thread then waits only if too many requests are under way.
+//! Hashing and compression run in the calling thread, which only waits if too many requests are in flight.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 
 use tokio::sync::Semaphore;
@@ -17,58 +17,61 @@ use super::access::Store;
 use super::images;
 use super::lease::Lease;
 use super::location::Location;
-use super::objects::Put;
+use super::objects::WriteMode;
 use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
 use crate::index::{Contents, Index};
+use crate::lock::lock;
 use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
 
-/// Chunks of the store that are remembered, 32 bytes each; of others the store is asked one by one.
+/// Maximum number of the store's chunks that are remembered, at 32 bytes each; others are looked up one by
+/// one.
 const KNOWN_MAX: usize = 4 << 20;
-/// Threads that hash and compress.
+/// Maximum number of threads that hash and compress.
 const THREADS_MAX: usize = 8;
 
-/// An image on its way into a store.
+/// An image that is being uploaded.
 #[derive(Debug)]
 pub(super) struct Upload {
     store: Arc<Store>,
     image: String,
     key: String,
     existing: Existing,
-    shared: Arc<Shared>,
-    tally: Counters,
+    in_flight: Arc<InFlight>,
+    counters: Counters,
     known: Mutex<Known>,
-    /// Of a store in a directory: its threads are few, and what is queued for them cannot be cancelled.
+    /// Limits requests to a store in a directory: it has few threads, and requests queued for them cannot be
+    /// cancelled.
     slots: Option<Arc<Semaphore>>,
-    /// Requests that have not begun are given up.
-    given_up: Arc<AtomicBool>,
+    /// Requests that have not started are dropped.
+    is_cancelled: Arc<AtomicBool>,
     lease: Lease,
 }
 
-/// Before the lease goes, whose removal would wait for all that is queued.
+/// Set before the lease is dropped, whose removal would wait for all queued requests.
 impl Drop for Upload {
     fn drop(&mut self) {
-        self.given_up.store(true, Ordering::Relaxed);
+        self.is_cancelled.store(true, Ordering::Relaxed);
     }
 }
 
 #[derive(Debug, Default)]
 struct Known {
-    /// The second says that they were seen in the store or are sent now.
-    names: HashMap<[u8; 32], ()>,
-    /// The store has more than are remembered.
-    is_partial: bool,
+    /// Chunks that are in the store or being sent.
+    names: HashSet<[u8; 32]>,
+    /// The store has more chunks than are remembered.
+    is_incomplete: bool,
 }
 
-/// What requests under way and those who wait for them have in common.
+/// Requests in flight, shared with the threads that wait for them.
 #[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
+struct InFlight {
+    state: Mutex<InFlightState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    under_way: usize,
+struct InFlightState {
+    count: usize,
     failed: Option<Error>,
 }
 
@@ -82,11 +85,11 @@ struct Counters {
 }
 
 impl Upload {
-    /// Asks the store for what it has. After this, what can be refused has been.
+    /// Creates the lease and lists the store. All checks that may refuse the upload are done here.
     pub(super) fn begin(image: &Location, existing: Existing, cancel: Cancel) -> Result<Self> {
         if !image.scheme().is_writable() {
             let text = format!(
-                "{image}: http:// and https:// are only read: store it at s3://, gs://, az:// or store:"
+                "{image}: http:// and https:// are read-only: store it at s3://, gs://, az:// or store:"
             );
             return Err(Error::Location { text });
         }
@@ -94,7 +97,7 @@ impl Upload {
         Self::begin_in(store, image.to_string(), images::key(image)?, existing)
     }
 
-    /// As [`Self::begin`], in a store that is open.
+    /// As [`Self::begin`], in an open store.
     pub(super) fn begin_in(
         store: Arc<Store>,
         image: String,
@@ -107,143 +110,148 @@ impl Upload {
         let lease = Lease::upload(&store, &key)?;
         let mut known = Known::default();
         store.list(chunk::DIRECTORY, &mut |object| {
-            // An empty object is a crash's remainder in a directory.
+            // A crash may leave an empty object in a directory.
             match chunk::name(&store.key(&object)).filter(|_| object.size > 0) {
-                Some(_) if known.names.len() >= KNOWN_MAX => known.is_partial = true,
-                Some(name) => drop(known.names.insert(name, ())),
+                Some(_) if known.names.len() >= KNOWN_MAX => known.is_incomplete = true,
+                Some(name) => {
+                    known.names.insert(name);
+                }
                 None => {}
             }
             Ok(())
         })?;
-        let (shared, tally, known) = (Arc::default(), Counters::default(), Mutex::new(known));
-        let (slots, given_up) = (store.file_slots(), Arc::default());
-        Ok(Self { store, image, key, existing, shared, tally, known, slots, given_up, lease })
+        let (in_flight, counters, known) = (Arc::default(), Counters::default(), Mutex::new(known));
+        let (slots, is_cancelled) = (store.file_slots(), Arc::default());
+        Ok(Self { store, image, key, existing, in_flight, counters, known, slots, is_cancelled, lease })
     }
 
-    /// The image, for people.
+    /// Name of the image, for messages.
     pub(super) fn image(&self) -> &str {
         &self.image
     }
 
-    /// What was done so far.
-    pub(super) fn tally(&self) -> Uploaded {
+    /// Statistics of the upload so far.
+    pub(super) fn uploaded(&self) -> Uploaded {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Uploaded {
-            sent_chunks: read(&self.tally.sent_chunks),
-            sent_bytes: read(&self.tally.sent_bytes),
-            sent_memory_bytes: read(&self.tally.sent_memory_bytes),
-            known_chunks: read(&self.tally.known_chunks),
-            zero_chunks: read(&self.tally.zero_chunks),
+            sent_chunks: read(&self.counters.sent_chunks),
+            sent_bytes: read(&self.counters.sent_bytes),
+            sent_memory_bytes: read(&self.counters.sent_memory_bytes),
+            known_chunks: read(&self.counters.known_chunks),
+            zero_chunks: read(&self.counters.zero_chunks),
         }
     }
 
-    /// Sees to it that this chunk (`None`: zeros) will be in the store; says how it is called.
-    pub(super) fn bring(&self, bytes: Option<&[u8]>) -> Result<ChunkHash> {
+    /// Sends a chunk (`None`: zeros) unless the store has it, and returns its name.
+    pub(super) fn store_chunk(&self, bytes: Option<&[u8]>) -> Result<ChunkHash> {
         let hash = bytes.map_or(ChunkHash::Zero, chunk::hash);
         let (ChunkHash::Data(name), Some(bytes)) = (hash, bytes) else {
-            self.tally.zero_chunks.fetch_add(1, Ordering::Relaxed);
+            self.counters.zero_chunks.fetch_add(1, Ordering::Relaxed);
             return Ok(hash);
         };
         if self.is_known(name)? {
-            self.tally.known_chunks.fetch_add(1, Ordering::Relaxed);
+            self.counters.known_chunks.fetch_add(1, Ordering::Relaxed);
             return Ok(hash);
         }
         let object = chunk::compress(bytes);
-        self.take_turn()?;
-        self.tally.sent_chunks.fetch_add(1, Ordering::Relaxed);
-        self.tally.sent_bytes.fetch_add(object.len() as u64, Ordering::Relaxed);
-        self.tally.sent_memory_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        let put = self.store.putting(&chunk::key(&name), object, Put::Replace);
-        let shared = Arc::clone(&self.shared);
-        let (slots, given_up) = (self.slots.clone(), Arc::clone(&self.given_up));
+        self.reserve_request()?;
+        self.counters.sent_chunks.fetch_add(1, Ordering::Relaxed);
+        self.counters.sent_bytes.fetch_add(object.len() as u64, Ordering::Relaxed);
+        self.counters.sent_memory_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        let put = self.store.put_future(&chunk::key(&name), object, WriteMode::Replace);
+        let in_flight = Arc::clone(&self.in_flight);
+        let (slots, is_cancelled) = (self.slots.clone(), Arc::clone(&self.is_cancelled));
         self.store.spawn(async move {
             let _slot = match slots {
                 Some(slots) => slots.acquire_owned().await.ok(),
                 None => None,
             };
-            let result = if given_up.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { put.await };
-            let mut state = shared.lock();
-            state.under_way -= 1;
+            let result = if is_cancelled.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { put.await };
+            let mut state = in_flight.lock();
+            state.count -= 1;
             if let Err(error) = result {
                 state.failed.get_or_insert(error);
             }
             drop(state);
-            shared.changed.notify_all();
+            in_flight.changed.notify_all();
         });
         Ok(hash)
     }
 
-    /// Brings bytes that are not memory, in chunks.
-    pub(super) fn bring_all(&self, bytes: &[u8]) -> Result<Vec<ChunkHash>> {
-        bytes.chunks(CHUNK_BYTES as usize).map(|bytes| self.bring(Some(bytes))).collect()
+    /// Stores other bytes than memory, in chunks.
+    pub(super) fn store_bytes(&self, bytes: &[u8]) -> Result<Vec<ChunkHash>> {
+        bytes.chunks(CHUNK_BYTES as usize).map(|bytes| self.store_chunk(Some(bytes))).collect()
     }
 
-    /// Waits until everything that was brought is in the store.
-    pub(super) fn settle(&self) -> Result<()> {
-        let mut state = self.shared.lock();
-        while state.under_way > 0 && state.failed.is_none() {
+    /// Waits until all chunks are in the store.
+    pub(super) fn flush(&self) -> Result<()> {
+        let mut state = self.in_flight.lock();
+        while state.count > 0 && state.failed.is_none() {
             self.store.check_cancelled()?;
-            state = self.store.runtime().pause(&self.shared.changed, &self.shared.state, state);
+            state =
+                self.store.runtime().wait_for_change(&self.in_flight.changed, &self.in_flight.state, state);
         }
         match state.failed.take() {
-            // Without a lease nothing is sent any more, which is the reason then.
-            Some(error) => self.lease.hold().check().and(Err(error)),
+            // Without a lease no request is sent, so its loss is the reason.
+            Some(error) => self.lease.state().check().and(Err(error)),
             None => Ok(()),
         }
     }
 
-    /// Makes the image visible. Everything that `index` names is in the store.
+    /// Publishes the image. All chunks that `index` references are in the store.
     pub(super) fn publish(&self, index: &Index) -> Result<()> {
         let bytes = index.encode();
         let bytes = bytes.map_err(|why| Error::Index { image: self.image.clone(), why })?.into();
         images::publish(&self.store, &self.lease, &self.key, &bytes, self.existing)
     }
 
-    /// Whether the chunk is in the store, or on its way there; if not, it is the caller's now.
+    /// Returns true if the chunk is in the store or being sent; else the caller must send it.
     fn is_known(&self, name: [u8; 32]) -> Result<bool> {
-        let is_partial = {
-            let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-            if known.names.insert(name, ()).is_some() {
+        let is_incomplete = {
+            let mut known = lock(&self.known);
+            if !known.names.insert(name) {
                 return Ok(true);
             }
-            known.is_partial
+            known.is_incomplete
         };
-        Ok(is_partial && self.store.find(&chunk::key(&name))?.is_some())
+        Ok(is_incomplete && self.store.find(&chunk::key(&name))?.is_some())
     }
 
-    /// Waits until one more request may be made.
-    fn take_turn(&self) -> Result<()> {
-        let mut state = self.shared.lock();
-        while state.under_way >= REQUESTS_MAX && state.failed.is_none() {
+    /// Waits until another request may be sent.
+    fn reserve_request(&self) -> Result<()> {
+        let mut state = self.in_flight.lock();
+        while state.count >= REQUESTS_MAX && state.failed.is_none() {
             self.store.check_cancelled()?;
-            state = self.store.runtime().pause(&self.shared.changed, &self.shared.state, state);
+            state =
+                self.store.runtime().wait_for_change(&self.in_flight.changed, &self.in_flight.state, state);
         }
         self.store.check_cancelled()?;
         if let Some(error) = state.failed.take() {
-            // Others are to see it too.
+            // Other threads must fail too.
             state.failed = Some(Error::Cancelled);
             return Err(error);
         }
-        state.under_way += 1;
+        state.count += 1;
         Ok(())
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl InFlight {
+    fn lock(&self) -> MutexGuard<'_, InFlightState> {
+        lock(&self.state)
     }
 }
 
-/// How many threads hash and compress.
+/// Number of threads that hash and compress.
 pub(super) fn threads() -> usize {
     thread::available_parallelism().map_or(1, NonZeroUsize::get).min(THREADS_MAX)
 }
 
-/// Stores an image that is a file: straight from its mapping. `progress` is told of bytes of memory done.
+/// Stores an image file directly from its mapping. `progress` receives the bytes of each chunk.
 ///
 /// # Errors
-/// The store or the image; nothing is visible then, and the chunks that were sent are found again by the next try.
+/// The store or the image failed. Nothing is visible then, and the next attempt finds the chunks that were
+/// sent.
 pub fn store_image(
     image: &Image,
     to: &Location,
@@ -268,32 +276,31 @@ pub fn store_image(
             let index = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
             let bytes =
                 image.content(index, offset, length).map_err(|error| Error::Image(Box::new(error)))?;
-            done.push(((block, chunk), upload.bring(bytes.as_deref())?));
+            done.push(((block, chunk), upload.store_chunk(bytes.as_deref())?));
             progress(length);
         }
         Ok(done)
     };
     let done = thread::scope(|scope| {
         let workers: Vec<_> = (0..threads()).map(|_| scope.spawn(worker)).collect();
-        let joined = workers.into_iter().map(|worker| worker.join().expect("sending does not panic"));
-        // The first error is the reason; those of others may only say that they ended too.
+        let joined = workers.into_iter().map(|worker| worker.join().expect("workers do not panic"));
+        // The first error is the reason; later ones may only report cancellation.
         let results: Vec<Result<Vec<_>>> = joined.collect();
-        first_reason(results)
+        first_error(results)
     })?;
     let mut names: Vec<_> = counts.iter().map(|&count| vec![ChunkHash::Zero; count]).collect();
     for ((block, chunk), hash) in done.into_iter().flatten() {
         names[block][chunk] = hash;
     }
     let device_state = image.devices().bytes();
-    let device_state_names = upload.bring_all(device_state)?;
-    upload.settle()?;
-    let was_running = image.devices().run_state().map(|state| state == "running");
+    let device_state_names = upload.store_bytes(device_state)?;
+    upload.flush()?;
     let from = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
     let origin = image.manifest().map_or(from, |manifest| manifest.origin().clone());
     let index = Index::new(Contents {
         configuration: image.configuration(),
         section_id: image.ram_section_id(),
-        origin: &Origin { was_running, ..origin },
+        origin: &origin.with_run_state(image.devices()),
         chunk_bytes: CHUNK_BYTES,
         blocks,
         names,
@@ -301,11 +308,11 @@ pub fn store_image(
         device_state_names,
     });
     upload.publish(&index)?;
-    Ok((image.loaded_by_qemu(), upload.tally()))
+    Ok((image.loaded_by_qemu(), upload.uploaded()))
 }
 
-/// All values, or the error that says most.
-pub(super) fn first_reason<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
+/// All values, or the first error that is not a cancellation.
+pub(super) fn first_error<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     let (mut values, mut reason) = (Vec::new(), None);
     for result in results {
         match (result, &reason) {

@@ -1,13 +1,14 @@
-//! Storing a guest that arrives: a [`Sink`] that becomes chunks and an index.
+//! Stores an incoming guest: a [`Sink`] that becomes chunks and an index.
 //!
 //! ```text
-//!   pages ──► spool ──► a chunk has all its pages ──► hash · compress · send      threads of ours, in the background
-//!   commit    chunks that changed since, device state · wait until all are there
+//!   pages ──► spool ──► chunk with all its pages ──► hash · compress · send      worker threads, in the background
+//!   commit    chunks that changed since then, device state · wait until all are stored
 //!   publish   the index
 //! ```
 //!
-//! The source, which hears of success only after [`Sink::publish`], keeps its guest if anything fails. What was sent stays in the
-//! store: the next try does not send it again, and as garbage it can be removed.
+//! The source, which only learns of success after [`Sink::publish`], keeps its guest if anything fails.
+//! Chunks that were sent stay in the store: the next attempt does not send them again, or they are collected
+//! as garbage.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -21,12 +22,13 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::location::Location;
-use super::spool::{Number, Spool};
-use super::upload::{Upload, first_reason, threads};
+use super::spool::{ChunkNumber, Spool};
+use super::upload::{Upload, first_error, threads};
 use super::{CHUNK_BYTES, Error, Result};
-use crate::began::Began;
 use crate::index::{Contents, Index};
-use crate::writer::Slices;
+use crate::lock::lock;
+use crate::page_runs::page_runs;
+use crate::stream_items::{Missing, StreamItems};
 use crate::{Existing, Origin, Uploaded};
 
 /// A guest that is being stored.
@@ -34,63 +36,61 @@ use crate::{Existing, Origin, Uploaded};
 pub struct StoreWriter {
     origin: Origin,
     upload: Arc<Upload>,
-    began: Began,
+    items: StreamItems,
     blocks: OnceLock<Vec<RamBlock>>,
     spool: OnceLock<Arc<Spool>>,
     queue: Arc<Queue>,
     workers: Mutex<Vec<JoinHandle<Result<()>>>>,
-    device_state: Mutex<Option<DeviceState>>,
-    /// Everything that it names is there.
+    /// Index whose chunks are all stored.
     index: Mutex<Option<Index>>,
 }
 
-/// Chunks to be sent.
+/// Queue of chunks to be sent.
 #[derive(Debug, Default)]
 struct Queue {
-    waiting: Mutex<Waiting>,
+    state: Mutex<QueueState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
-    chunks: VecDeque<Number>,
-    /// No more come; workers end with the last.
+struct QueueState {
+    chunks: VecDeque<ChunkNumber>,
+    /// No more chunks are added; workers return after the last one.
     is_closed: bool,
-    /// Somebody failed, or nobody wants it any more.
-    is_given_up: bool,
+    /// A worker failed, or the writer was dropped.
+    is_aborted: bool,
 }
 
 impl StoreWriter {
-    /// Begins an image, and asks the store what it has.
+    /// Creates the lease of an upload and lists the store.
     ///
     /// # Errors
-    /// The store cannot be reached or refuses; the image exists already and is not to be replaced.
+    /// The store is unreachable or refuses access; the image exists and must not be replaced.
     pub fn create(to: &Location, existing: Existing, origin: Origin, cancel: &Cancel) -> Result<Self> {
         let upload = Arc::new(Upload::begin(to, existing, cancel.clone())?);
         Ok(Self {
             origin,
             upload,
-            began: Began::default(),
+            items: StreamItems::default(),
             blocks: OnceLock::new(),
             spool: OnceLock::new(),
             queue: Arc::default(),
             workers: Mutex::default(),
-            device_state: Mutex::default(),
             index: Mutex::default(),
         })
     }
 
-    /// What was sent so far.
-    pub fn tally(&self) -> Uploaded {
-        self.upload.tally()
+    /// Statistics of the upload so far.
+    pub fn uploaded(&self) -> Uploaded {
+        self.upload.uploaded()
     }
 
-    fn order(&self, what: &'static str) -> Error {
+    fn order_error(&self, what: &'static str) -> Error {
         Error::Order { image: self.upload.image().into(), what }
     }
 
     fn spool(&self) -> Result<&Arc<Spool>> {
-        self.spool.get().ok_or_else(|| self.order("pages came before the block list"))
+        self.spool.get().ok_or_else(|| self.order_error("pages arrived before the block list"))
     }
 
     fn begin(&self, blocks: &[RamBlock]) -> Result<()> {
@@ -102,54 +102,47 @@ impl StoreWriter {
     }
 
     fn start_workers(&self, spool: &Arc<Spool>) -> Result<()> {
-        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut workers = lock(&self.workers);
         for _ in 0..threads() {
             let (queue, upload, spool) =
                 (Arc::clone(&self.queue), Arc::clone(&self.upload), Arc::clone(spool));
             let worker = thread::Builder::new().name("upload".into()).spawn(move || {
-                let result = send_all(&queue, &upload, &spool);
+                let result = send_queued(&queue, &upload, &spool);
                 if result.is_err() {
-                    queue.give_up();
+                    queue.abort();
                 }
                 result
             });
-            workers.push(worker.map_err(|why| Error::Host { what: "threads that upload", why })?);
+            workers.push(worker.map_err(|why| Error::Host { what: "upload threads", why })?);
         }
         Ok(())
     }
 
-    /// Waits for the workers' end.
+    /// Joins the workers.
     fn join(&self) -> Result<()> {
-        let workers = std::mem::take(&mut *self.workers.lock().unwrap_or_else(PoisonError::into_inner));
+        let workers = std::mem::take(&mut *lock(&self.workers));
         let results = workers.into_iter().map(|worker| match worker.join() {
             Ok(result) => result,
             Err(panic) => std::panic::resume_unwind(panic),
         });
-        first_reason(results.collect()).map(drop)
+        first_error(results.collect()).map(drop)
     }
 
     fn store_pages(&self, pages: &Pages<'_>) -> Result<()> {
         let spool = self.spool()?;
         let mut complete = Vec::new();
-        let mut contents = Slices::new(pages.contents);
-        let page = towline_protocol::ram::PAGE_SIZE;
-        for run in pages.offsets.chunk_by(|first, second| first + page == *second) {
-            let mut offset = run[0];
-            for slice in contents.take(run.len() * page as usize) {
+        for run in page_runs(pages) {
+            for (offset, slice) in run.slices() {
                 spool.write(pages.block, offset, slice, &mut |number| complete.push(number))?;
-                offset += slice.len() as u64;
             }
         }
         self.queue.add(&complete);
-        self.check()
+        self.check_workers()
     }
 
-    /// A store that fails ends the migration when the next pages come, not at its end.
-    fn check(&self) -> Result<()> {
-        match self.queue.lock().is_given_up {
-            true => Err(self.join().err().unwrap_or(Error::Cancelled)),
-            false => Ok(()),
-        }
+    /// A failure of the store ends the migration with the next pages, not only at its end.
+    fn check_workers(&self) -> Result<()> {
+        if self.queue.lock().is_aborted { Err(self.join().err().unwrap_or(Error::Cancelled)) } else { Ok(()) }
     }
 
     fn store_zero(&self, block: BlockIndex, offsets: &[u64]) -> Result<()> {
@@ -162,55 +155,53 @@ impl StoreWriter {
         Ok(())
     }
 
-    fn finish(&self) -> Result<()> {
+    fn complete(&self) -> Result<()> {
         let spool = self.spool()?;
         self.queue.close();
         self.join()?;
-        // What came again since it was sent, or in part only. Nothing comes any more.
+        // Chunks that changed after they were sent, or were not complete. No more pages arrive.
         self.queue.reopen(spool.stale());
         self.start_workers(spool)?;
         self.join()?;
-        let state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let state = state.ok_or_else(|| self.order("no device state came"))?;
-        let device_state_names = self.upload.bring_all(state.bytes())?;
-        self.upload.settle()?;
-        let configuration = self.began.configuration().ok_or_else(|| self.order("no configuration came"))?;
-        let section = self.began.section().ok_or_else(|| self.order("no section began"))?;
-        let was_running = state.run_state().map(|state| state == "running");
+        let missing = |Missing(what)| self.order_error(what);
+        let state = self.items.take_device_state().map_err(missing)?;
+        let device_state_names = self.upload.store_bytes(state.bytes())?;
+        self.upload.flush()?;
         let index = Index::new(Contents {
-            configuration,
-            section_id: section.id,
-            origin: &Origin { was_running, ..self.origin.clone() },
+            configuration: self.items.configuration().map_err(missing)?,
+            section_id: self.items.section_id().map_err(missing)?,
+            origin: &self.origin.clone().with_run_state(&state),
             chunk_bytes: CHUNK_BYTES,
             blocks: self.blocks.get().map_or(&[], Vec::as_slice),
             names: spool.names(),
             device_state: state.bytes(),
             device_state_names,
         });
-        *self.index.lock().unwrap_or_else(PoisonError::into_inner) = Some(index);
+        *lock(&self.index) = Some(index);
         Ok(())
     }
 
-    fn show(&self) -> Result<()> {
-        let index = self.index.lock().unwrap_or_else(PoisonError::into_inner).take();
-        self.upload.publish(&index.ok_or_else(|| self.order("the image is not complete"))?)
+    fn publish_index(&self) -> Result<()> {
+        let index = lock(&self.index).take();
+        self.upload.publish(&index.ok_or_else(|| self.order_error("the image was not committed"))?)
     }
 }
 
 impl Drop for StoreWriter {
     fn drop(&mut self) {
-        self.queue.give_up();
-        // They may hold the upload, whose sign is to go with it; why they failed has been told, or is told by others.
+        self.queue.abort();
+        // The workers hold references to the upload, whose lease must be removed with it. Their error was
+        // reported, or another one is.
         let _ = self.join();
     }
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        lock(&self.state)
     }
 
-    fn add(&self, chunks: &[Number]) {
+    fn add(&self, chunks: &[ChunkNumber]) {
         if !chunks.is_empty() {
             self.lock().chunks.extend(chunks);
             self.changed.notify_all();
@@ -222,89 +213,82 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// With these, which are all.
-    fn reopen(&self, chunks: Vec<Number>) {
+    /// Queues the last chunks.
+    fn reopen(&self, chunks: Vec<ChunkNumber>) {
         self.lock().chunks = chunks.into();
         self.changed.notify_all();
     }
 
-    fn give_up(&self) {
-        self.lock().is_given_up = true;
+    fn abort(&self) {
+        self.lock().is_aborted = true;
         self.changed.notify_all();
     }
 
-    /// The next chunk; `None` when there are no more.
-    fn next(&self) -> Option<Number> {
-        let mut waiting = self.lock();
+    /// The next chunk; `None` after the last one.
+    fn next(&self) -> Option<ChunkNumber> {
+        let mut state = self.lock();
         loop {
-            if waiting.is_given_up {
+            if state.is_aborted {
                 return None;
             }
-            if let Some(number) = waiting.chunks.pop_front() {
+            if let Some(number) = state.chunks.pop_front() {
                 return Some(number);
             }
-            if waiting.is_closed {
+            if state.is_closed {
                 return None;
             }
-            waiting = self.changed.wait(waiting).unwrap_or_else(PoisonError::into_inner);
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
 
-/// A worker's life.
-fn send_all(queue: &Queue, upload: &Upload, spool: &Spool) -> Result<()> {
+/// Sends queued chunks until the queue is closed.
+fn send_queued(queue: &Queue, upload: &Upload, spool: &Spool) -> Result<()> {
     let mut buffer = Vec::new();
     while let Some(number) = queue.next() {
-        spool.finish(number, &mut buffer, |bytes| upload.bring(bytes))?;
+        spool.store_chunk(number, &mut buffer, |bytes| upload.store_chunk(bytes))?;
     }
     Ok(())
 }
 
 impl Sink for StoreWriter {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.began.set_configuration(configuration);
+        self.items.set_configuration(configuration);
         Ok(())
     }
 
     fn section_start(&self, section: RamSection) -> towline_migration::Result<()> {
-        self.began.add_section(section);
+        self.items.add_section(section);
         Ok(())
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
-        self.begin(blocks).map_err(guest)
+        self.begin(blocks).map_err(Error::into_migration)
     }
 
     fn pages(&self, _stream: Stream, pages: &Pages<'_>) -> towline_migration::Result<()> {
-        self.store_pages(pages).map_err(guest)
+        self.store_pages(pages).map_err(Error::into_migration)
     }
 
     fn zero(&self, _stream: Stream, block: BlockIndex, offsets: &[u64]) -> towline_migration::Result<()> {
-        self.store_zero(block, offsets).map_err(guest)
+        self.store_zero(block, offsets).map_err(Error::into_migration)
     }
 
     fn current(&self, page: PageRef, content: &mut [u8]) -> towline_migration::Result<()> {
         let mut read = || self.spool()?.current(page.block, page.offset, content);
-        read().map_err(guest)
+        read().map_err(Error::into_migration)
     }
 
     fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
-        *self.device_state.lock().unwrap_or_else(PoisonError::into_inner) = Some(state);
+        self.items.set_device_state(state);
         Ok(())
     }
 
     fn commit(&self) -> towline_migration::Result<()> {
-        self.finish().map_err(guest)
+        self.complete().map_err(Error::into_migration)
     }
 
     fn publish(&self) -> towline_migration::Result<()> {
-        self.show().map_err(guest)
-    }
-}
-
-fn guest(error: Error) -> towline_migration::Error {
-    match error {
-        Error::Cancelled => towline_migration::Error::Cancelled,
-        error => towline_migration::Error::guest(crate::Error::Store(error)),
+        self.publish_index().map_err(Error::into_migration)
     }
 }

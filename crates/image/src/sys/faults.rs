@@ -1,16 +1,17 @@
-//! Loads from a mapped file that find no page: the file was truncated, or its disk failed. The kernel raises SIGBUS, which
-//! would end the process; here it becomes a flag of the mapping.
+//! Handles loads from a mapped file that find no page because the file was truncated or its disk failed. The
+//! kernel raises SIGBUS, which would end the process; here it sets a flag of the mapping.
 //!
 //! ```text
-//!   load ──► no page ──► SIGBUS ──► an address in a guarded range?  yes: a page of zeros in its place, flag; the load goes on
-//!                                                                   no:  the handler that was there before, or the default
+//!   load ──► no page ──► SIGBUS ──► address in a guarded range?  yes: map a page of zeros, set the flag; the load continues
+//!                                                                   no:  the previous handler, or the default action
 //! ```
 //!
-//! The handler takes no lock and allocates nothing: ranges are in a list that only grows, whose entries are used again. Loads by
-//! the kernel (a vectored send, direct I/O) raise nothing; those calls fail with `EFAULT`.
+//! The handler takes no lock and allocates nothing: the ranges are in a list that only grows, whose entries
+//! are reused. Loads by the kernel (a vectored send, direct I/O) raise no signal; those calls fail with
+//! `EFAULT`.
 //!
-//! Limits: one handler for the process, installed with the first mapping; a program that replaces it later without calling
-//! it loses the guard.
+//! Limits: one handler for the process, installed with the first mapping. A program that replaces it later
+//! without calling it loses the guard.
 
 use std::cell::UnsafeCell;
 use std::io;
@@ -19,41 +20,41 @@ use std::ptr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
-/// Guards a mapped range from its creation to its drop.
+/// Guards a mapped range while it exists.
 #[derive(Debug)]
 pub(super) struct Guard(&'static Range);
 
-/// An entry of the list.
+/// Entry of the list.
 #[derive(Debug)]
 struct Range {
-    /// 0 where the entry is free.
+    /// 0 if the entry is free.
     start: AtomicUsize,
     end: AtomicUsize,
     lost: AtomicBool,
     claimed: AtomicBool,
-    /// Set once, before the entry is published.
+    /// Set before the entry is published, and never changed.
     next: *const Range,
 }
 
-// SAFETY: `next` is never written after the entry was published, and points to an entry that is never freed.
+// SAFETY: `next` is not written after the entry was published, and points to an entry that is never freed.
 unsafe impl Sync for Range {}
 
-/// The first entry.
+/// First entry of the list.
 static RANGES: AtomicPtr<Range> = AtomicPtr::new(ptr::null_mut());
 
-/// The host's page size, for the handler; set before it is installed.
+/// Page size of the host, for the handler; set before the handler is installed.
 static PAGE_BYTES: AtomicUsize = AtomicUsize::new(4096);
 
-/// What was installed before; written once, before the handler is installed.
-static BEFORE: Before = Before(UnsafeCell::new(MaybeUninit::uninit()));
+/// The previous action for SIGBUS; written once, before the handler is installed.
+static PREVIOUS: PreviousAction = PreviousAction(UnsafeCell::new(MaybeUninit::uninit()));
 
-struct Before(UnsafeCell<MaybeUninit<libc::sigaction>>);
+struct PreviousAction(UnsafeCell<MaybeUninit<libc::sigaction>>);
 
 // SAFETY: written once under `OnceLock`, before the handler that reads it is installed.
-unsafe impl Sync for Before {}
+unsafe impl Sync for PreviousAction {}
 
 impl Guard {
-    /// Guards the memory of `bytes`, which stays mapped for as long as this lives.
+    /// Guards the memory of `bytes`, which must stay mapped while the guard exists.
     pub(super) fn new(bytes: &[u8]) -> io::Result<Self> {
         install()?;
         let start = bytes.as_ptr().addr();
@@ -63,12 +64,12 @@ impl Guard {
             start + bytes.len().next_multiple_of(PAGE_BYTES.load(Ordering::Relaxed)),
             Ordering::Relaxed,
         );
-        // Last: from here on the handler takes it for a range.
+        // Last: from here on the handler uses the range.
         range.start.store(start, Ordering::Release);
         Ok(Self(range))
     }
 
-    /// Whether a load in the range found no page.
+    /// Returns true if a load in the range found no page.
     pub(super) fn is_lost(&self) -> bool {
         self.0.lost.load(Ordering::Acquire)
     }
@@ -91,7 +92,7 @@ fn ranges() -> impl Iterator<Item = &'static Range> {
     })
 }
 
-/// A free entry, or a new one.
+/// Claims a free entry or adds one.
 fn claim() -> &'static Range {
     let is_ours = |range: &&Range| {
         range.claimed.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
@@ -109,11 +110,11 @@ fn claim() -> &'static Range {
             next: first,
         }));
         match RANGES.compare_exchange(first, range, Ordering::AcqRel, Ordering::Acquire) {
-            // SAFETY: it was just leaked, and is never freed.
+            // SAFETY: the entry was just leaked and is never freed.
             Ok(_) => return unsafe { &*range },
             Err(now) => {
                 first = now;
-                // SAFETY: it was not published, so this is the only pointer to it.
+                // SAFETY: the entry was not published, so this is the only pointer to it.
                 drop(unsafe { Box::from_raw(range) });
             }
         }
@@ -125,14 +126,15 @@ fn install() -> io::Result<()> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     let installed = INSTALLED.get_or_init(|| {
         let failed = || io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
-        // SAFETY: asks for a number.
+        // SAFETY: only reads a constant of the system.
         if let Ok(bytes @ 1..) = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }) {
             PAGE_BYTES.store(bytes, Ordering::Relaxed);
         }
-        // SAFETY: only this closure, which runs once, writes it, and the handler that reads it is not installed yet.
-        let before = unsafe { (*BEFORE.0.get()).as_mut_ptr() };
-        // SAFETY: asks for the action alone; `before` has room for it.
-        if unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), before) } != 0 {
+        // SAFETY: only this closure, which runs once, writes it, and the handler that reads it is not
+        // installed yet.
+        let previous = unsafe { (*PREVIOUS.0.get()).as_mut_ptr() };
+        // SAFETY: only reads the current action, into a valid `sigaction`.
+        if unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), previous) } != 0 {
             return Err(failed());
         }
         // SAFETY: all zero is a valid `sigaction`: no handler, an empty mask.
@@ -140,7 +142,7 @@ fn install() -> io::Result<()> {
         let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) = on_fault;
         action.sa_sigaction = handler as usize;
         action.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER | libc::SA_ONSTACK;
-        // SAFETY: the handler has the type that SA_SIGINFO asks for and does only what a handler may.
+        // SAFETY: the handler has the type that SA_SIGINFO requires and is async-signal-safe.
         match unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) } {
             0 => Ok(()),
             _ => Err(failed()),
@@ -157,22 +159,23 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
         start != 0 && start <= address && address < range.end.load(Ordering::Relaxed)
     };
     if let Some(range) = ranges().find(is_hit)
-        && put_zeros(address)
+        && map_zeros(address)
     {
         range.lost.store(true, Ordering::Release);
         return;
     }
-    pass_on(signal, info, context);
+    forward(signal, info, context);
 }
 
-/// Maps zeros over the page at `address`.
-fn put_zeros(address: usize) -> bool {
+/// Maps a page of zeros at `address`.
+fn map_zeros(address: usize) -> bool {
     let bytes = PAGE_BYTES.load(Ordering::Relaxed);
     let page = address - address % bytes;
     // SAFETY: the thread's own `errno`, which the interrupted code may be about to read.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: the page lies in a range that a `Guard` names, so it belongs to a mapping of this crate, is read-only for everybody
-    // and is not unmapped while the interrupted load is under way. What is replaced holds no byte any more.
+    // SAFETY: the page is in a range of a `Guard`, so it belongs to a mapping of this crate, is read-only for
+    // all threads and is not unmapped while the interrupted load runs. The replaced page has no content any
+    // more.
     let mapped = unsafe {
         libc::mmap(
             ptr::with_exposed_provenance_mut(page),
@@ -188,19 +191,20 @@ fn put_zeros(address: usize) -> bool {
     mapped != libc::MAP_FAILED
 }
 
-/// Does what would have been done without us.
-fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+/// Calls the previous handler, or does the default action.
+fn forward(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: written before this handler was installed, and never again.
-    let before = unsafe { (*BEFORE.0.get()).assume_init_ref() };
-    match before.sa_sigaction {
+    let previous = unsafe { (*PREVIOUS.0.get()).assume_init_ref() };
+    match previous.sa_sigaction {
         libc::SIG_DFL | libc::SIG_IGN => {
-            // SAFETY: all zero is the default action; the load is done again and ends the process, as it would have.
+            // SAFETY: all zero is the default action; the load is repeated and ends the process, as without a
+            // guard.
             unsafe {
                 let default: libc::sigaction = std::mem::zeroed();
                 libc::sigaction(signal, &raw const default, ptr::null_mut());
             }
         }
-        handler if before.sa_flags & libc::SA_SIGINFO != 0 => {
+        handler if previous.sa_flags & libc::SA_SIGINFO != 0 => {
             // SAFETY: an action with SA_SIGINFO holds a function of this type; the arguments are the kernel's own.
             let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
                 unsafe { std::mem::transmute(handler) };

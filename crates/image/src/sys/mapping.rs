@@ -1,4 +1,4 @@
-//! A file mapped for reading, whose end may be cut off by somebody else at any time.
+//! A file mapped for reading, which another process may truncate at any time.
 
 use std::fs::File;
 use std::io;
@@ -8,31 +8,33 @@ use memmap2::{Advice, Mmap, MmapOptions};
 
 use super::faults::Guard;
 
-/// A mapped file. A load of a page that the file no longer has, or that its disk does not give, reads zeros instead of ending the
-/// process, and is remembered: [`Mapping::is_lost`].
+/// A mapped file. Loading a page that the file no longer has, or that its disk cannot read, yields zeros
+/// instead of ending the process, and is recorded: [`Mapping::is_lost`].
 #[derive(Debug)]
 pub(crate) struct Mapping {
-    /// Declared first: it is dropped before the memory is unmapped, so that it never guards somebody else's.
+    /// Declared first: dropped before the memory is unmapped, so that it never guards another mapping.
     guard: Guard,
     map: Mmap,
 }
 
 impl Mapping {
-    /// Maps the whole of `file`.
+    /// Maps the whole file.
     pub(crate) fn new(file: &File) -> io::Result<Self> {
-        // SAFETY: images are written under a temporary name and never changed under their own, so the bytes behind the slice
-        // stay what they are. Where somebody truncates one all the same, the guard puts zeros in place of what is gone, before
-        // any code sees a byte of that page again, and every user of the bytes asks `is_lost` before it relies on them.
+        // SAFETY: images are written under a temporary name and not changed under their own, so the bytes of
+        // the slice do not change. If another process truncates one nevertheless, the guard maps zeros in
+        // place of a missing page before any code sees a byte of it, and every user of the bytes checks
+        // `is_lost` before relying on them.
         let map = unsafe { MmapOptions::new().map(file) }?;
         Ok(Self { guard: Guard::new(&map)?, map })
     }
 
-    /// Whether a load from it found no page behind it since it was mapped.
+    /// Returns true if a load found no page since the file was mapped.
     pub(crate) fn is_lost(&self) -> bool {
         self.guard.is_lost()
     }
 
-    /// Has this part mapped at once, which costs a fraction of a fault each; a kernel before 5.14 does it fault by fault.
+    /// Maps this part at once, which is much cheaper than a fault for each page; kernels before 5.14 fault
+    /// them one by one.
     pub(crate) fn populate(&self, start: usize, length: usize) {
         let _ = self.map.advise_range(Advice::PopulateRead, start, length);
     }
@@ -59,26 +61,22 @@ mod tests {
     }
 
     #[test]
-    fn a_truncated_file_reads_as_zeros_and_is_known_as_lost() {
+    fn a_truncated_file_reads_as_zeros_and_is_marked_as_lost() {
         let (file, other) = (file(8), file(1));
         let (map, intact) = (Mapping::new(&file).unwrap(), Mapping::new(&other).unwrap());
         assert_eq!((map[7 * PAGE], map.is_lost()), (7, false));
         file.set_len(2 * PAGE as u64 + 5).unwrap();
-        assert_eq!(
-            (map[2 * PAGE + 4], map[2 * PAGE + 5], map.is_lost()),
-            (7, 0, false),
-            "the page of the end"
-        );
+        assert_eq!((map[2 * PAGE + 4], map[2 * PAGE + 5], map.is_lost()), (7, 0, false), "the last page");
         assert_eq!(map[3 * PAGE..5 * PAGE], [0; 2 * PAGE]);
         assert!(map.is_lost() && !intact.is_lost());
         assert_eq!((map[PAGE], intact[0]), (7, 7));
         drop(map);
-        // A new mapping, perhaps at the same place, begins without faults.
+        // A new mapping, perhaps at the same address, has no mark.
         assert!(!Mapping::new(&other).unwrap().is_lost());
     }
 
     #[test]
-    fn many_threads_may_fault_in_many_mappings_at_once() {
+    fn concurrent_faults_in_many_mappings_are_handled() {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
@@ -98,7 +96,7 @@ mod tests {
         });
     }
 
-    /// Not a test of its own: what the child of the next one does.
+    /// Child process of the next test, not a test of its own.
     #[test]
     fn child_that_faults_elsewhere() {
         if std::env::var_os("TOWLINE_TEST_FAULT_ELSEWHERE").is_none() {
@@ -106,14 +104,14 @@ mod tests {
         }
         let _installed = Mapping::new(&file(1)).unwrap();
         let file = file(1);
-        // SAFETY: nothing else has it mapped, and that it is cut short is the test.
+        // SAFETY: no other mapping exists; truncating the file under it is the purpose of the test.
         let foreign = unsafe { MmapOptions::new().map(&file) }.unwrap();
         file.set_len(0).unwrap();
         std::process::exit(i32::from(foreign[0]));
     }
 
     #[test]
-    fn a_fault_that_is_not_in_a_mapping_of_ours_still_ends_the_process() {
+    fn a_fault_outside_of_guarded_mappings_still_ends_the_process() {
         use std::os::unix::process::ExitStatusExt;
 
         let mut child = std::process::Command::new(std::env::current_exe().unwrap());

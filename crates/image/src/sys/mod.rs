@@ -1,4 +1,4 @@
-//! Mapping files. All `unsafe` of this crate is here.
+//! Mapped files. All `unsafe` code of this crate is here.
 
 mod faults;
 mod mapping;

@@ -8,7 +8,8 @@
 //!
 //! Each unit is taken by the next free lane, announced to the guest ([`Guest::prepare`]) and sent as packets straight
 //! from its memory. Without lanes the caller's thread sends it as records. The guest is stopped for the last pass
-//! only, and started again if anything fails before the destination acknowledged it.
+//! only, and started again if anything fails before the destination acknowledged it. Blocks that the destination already has
+//! ([`Guest::is_present`]) are in the block list of START and in no pass.
 
 mod connect;
 mod lane;
@@ -228,7 +229,7 @@ impl Outgoing {
 
     /// Header and configuration; opens the return path.
     fn begin(&self, connections: &Connections, shared: &Shared<'_>) -> Result<Option<ReturnPath>> {
-        self.statistics.set_total(shared.guest.blocks().iter().map(|block| block.length).sum());
+        self.statistics.set_total(Pass::full(shared.guest).bytes());
         let (configuration, lanes) = (shared.guest.configuration(), connections.lanes.len());
         shared.main().begin(configuration, self.options.return_path, lanes)?;
         Ok(match self.options.return_path {
@@ -265,7 +266,7 @@ impl Outgoing {
     fn iterate(&self, shared: &Shared<'_>, lanes: &mut [LaneWriter]) -> Result<Pass> {
         let Options { downtime_limit: downtime, switchover_cost, patience, .. } = self.options;
         let mut policy = Policy::new(Limits { downtime, switchover_cost, patience });
-        let mut pass = Pass::full(shared.guest.blocks());
+        let mut pass = Pass::full(shared.guest);
         loop {
             let (begun, sent_before) = (Instant::now(), self.statistics.snapshot().normal_bytes);
             shared.main().open_part();

@@ -26,18 +26,23 @@ struct Position {
 }
 
 impl Pass {
-    /// All memory.
-    pub(crate) fn full(blocks: &[RamBlock]) -> Self {
-        let block = |index: usize| BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX"));
-        let whole =
-            |(index, ram): (usize, &RamBlock)| (PageRef { block: block(index), offset: 0 }, ram.length);
-        Self { runs: blocks.iter().enumerate().map(whole).collect(), next: Mutex::default() }
+    /// All memory that the destination does not have.
+    pub(crate) fn full(guest: &dyn Guest) -> Self {
+        let whole = |(index, ram): (usize, &RamBlock)| {
+            let block = BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX"));
+            (!guest.is_present(block)).then_some((PageRef { block, offset: 0 }, ram.length))
+        };
+        Self { runs: guest.blocks().iter().enumerate().filter_map(whole).collect(), next: Mutex::default() }
     }
 
-    /// The pages that the guest wrote since the last harvest.
+    /// The pages that the guest wrote since the last harvest, but for memory that the destination has.
     pub(crate) fn harvested(guest: &dyn Guest) -> Result<Self> {
         let mut runs = Vec::new();
-        guest.harvest_dirty(&mut |page, length| runs.push((page, length)))?;
+        guest.harvest_dirty(&mut |page, length| {
+            if !guest.is_present(page.block) {
+                runs.push((page, length));
+            }
+        })?;
         Ok(Self { runs, next: Mutex::default() })
     }
 

@@ -46,7 +46,7 @@ use towline_protocol::{PageRef, RamBlock, machine};
 pub use faults::FaultCounts;
 
 use crate::outgoing::RecordWriter;
-use crate::{Error, Guest, Result, Session, Statistics};
+use crate::{Error, Guest, Result, Session, Statistics, present};
 use faults::Faults;
 use inbox::Inbox;
 use scheduler::SendScheduler;
@@ -195,6 +195,9 @@ impl<'g> Postcopy<'g> {
     }
 
     fn try_offer<'p>(&'p self, session: &Arc<Session>, link: &PostcopyChannels<'_>) -> Result<Offered<'p>> {
+        if let Some(block) = present::first(self.guest.0) {
+            return Err(Error::PresentInPostcopy { block: block.name.clone() });
+        }
         let mut connection = self.connect(session, link);
         let mut writer = self.writer(&link.main);
         let advised = Setup::advise(self.guest.0.configuration(), &self.blocks, writer.pending());

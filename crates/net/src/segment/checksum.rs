@@ -1,43 +1,43 @@
-//! The checksum of IP, TCP and UDP (RFC 1071), over bytes that lie in several places.
+//! The Internet checksum of IP, TCP and UDP (RFC 1071), over scattered bytes.
 //!
-//! A sum is kept in the order in which its bytes lie in memory, which is the same sum on any machine (RFC 1071, 2B): it
-//! is stored as it is loaded, and nothing is swapped but what begins at an odd place.
+//! Sums are in native byte order, which gives the same bytes on any machine (RFC 1071, 2B). Only parts that begin at an odd
+//! offset are swapped.
 
-/// Bytes that are summed in one go: their sum fits into 64 bits many times over.
+/// Bytes that are added as one integer; 64 bits have room for the sum of any frame.
 const STRIDE: usize = 4;
 
-/// A sum that grows by parts, as they follow each other.
+/// A running sum over consecutive parts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Sum {
     words: u64,
-    /// Whether the next byte is the second of a word.
+    /// True if the next byte is the second of a word.
     odd: bool,
 }
 
 impl Sum {
-    /// Adds the bytes that come next.
+    /// Adds the next bytes.
     pub fn add(&mut self, bytes: &[u8]) {
         self.append(of(bytes), bytes.len());
     }
 
-    /// Adds the sum of `len` bytes that come next, as [`of`] has it.
+    /// Adds the sum of the next `len` bytes, computed by [`of`].
     pub fn append(&mut self, sum: u16, len: usize) {
         let sum = if self.odd { sum.swap_bytes() } else { sum };
         self.words += u64::from(sum);
         self.odd ^= len % 2 == 1;
     }
 
-    /// Adds a word as it is on the wire.
+    /// Adds a word that is big-endian on the wire.
     pub fn word(&mut self, word: u16) {
         self.append(word.to_be(), 2);
     }
 
-    /// What stands in a checksum's field while the rest is still to be added: not inverted.
+    /// Contents of a checksum field that is to be completed later: not inverted.
     pub fn partial(self) -> [u8; 2] {
         fold(self.words).to_ne_bytes()
     }
 
-    /// What stands in the field at the end. Never 0, which UDP takes for "none" and means the same as this.
+    /// Contents of a complete checksum field. 0 is replaced by 0xffff, its equivalent, as UDP reserves 0 for "no checksum".
     pub fn finish(self) -> [u8; 2] {
         match !fold(self.words) {
             0 => [0xff; 2],
@@ -46,7 +46,7 @@ impl Sum {
     }
 }
 
-/// The sum of these bytes, which begin at an even place.
+/// Sum of these bytes, which begin at an even offset.
 pub fn of(bytes: &[u8]) -> u16 {
     let (words, rest) = bytes.as_chunks::<STRIDE>();
     let sum: u64 = words.iter().map(|word| u64::from(u32::from_ne_bytes(*word))).sum();
@@ -60,7 +60,7 @@ fn fold(sum: u64) -> u16 {
     while sum > 0xffff {
         sum = (sum & 0xffff) + (sum >> 16);
     }
-    u16::try_from(sum).expect("it was folded")
+    u16::try_from(sum).expect("a folded sum has 16 bits")
 }
 
 #[cfg(test)]
@@ -68,14 +68,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_example_of_rfc_1071() {
+    fn the_example_of_rfc_1071_has_its_sum() {
         let mut sum = Sum::default();
         sum.add(&[0x00, 0x01, 0xf2, 0x03, 0xf4, 0xf5, 0xf6, 0xf7]);
         assert_eq!((sum.partial(), sum.finish()), ([0xdd, 0xf2], [0x22, 0x0d]));
     }
 
     #[test]
-    fn parts_at_odd_places_sum_up_to_the_whole() {
+    fn parts_at_odd_offsets_have_the_sum_of_the_whole() {
         let bytes: Vec<u8> = (0..251u8).map(|byte| byte.wrapping_mul(37)).collect();
         let mut whole = Sum::default();
         whole.add(&bytes);
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_not_said_to_be_none() {
+    fn a_checksum_of_zero_is_sent_as_all_ones() {
         let mut sum = Sum::default();
         sum.add(&[0xff, 0xff]);
         assert_eq!(sum.finish(), [0xff, 0xff]);

@@ -1,6 +1,6 @@
-//! Where the headers of a frame are, and what of them differs from packet to packet.
+//! Layout of a frame's headers, and the fields that differ between its segments.
 
-use super::Partial;
+use super::PartialChecksum;
 use super::checksum::Sum;
 
 /// Ethernet without VLAN tags.
@@ -16,9 +16,9 @@ const UDP_BYTES: usize = 8;
 const TCP_BYTES: usize = 20;
 const TCP: u8 = 6;
 const UDP: u8 = 17;
-/// MF and the offset: of a packet that is no fragment they are 0.
+/// MF flag and fragment offset, which are 0 in a packet that is not fragmented.
 const FRAGMENT: u16 = 0x3fff;
-/// Of the byte at 13 of a TCP header.
+/// Flags in byte 13 of a TCP header.
 const FIN: u8 = 0x01;
 const PSH: u8 = 0x08;
 const CWR: u8 = 0x80;
@@ -29,7 +29,16 @@ pub(super) enum Network {
     V6,
 }
 
-/// Where each header begins.
+/// A segment of a super-frame.
+pub(super) struct Segment {
+    pub(super) index: usize,
+    pub(super) is_last: bool,
+    /// Offset of its payload in that of the super-frame, and its length.
+    pub(super) offset: usize,
+    pub(super) length: usize,
+}
+
+/// Offsets of the headers.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
     pub(super) network: Network,
@@ -40,8 +49,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Finds them; `None` if they are others, or not whole.
-    pub(super) fn of(headers: &[u8]) -> Option<Self> {
+    /// Parses the headers; `None` if they are truncated or of other protocols.
+    pub(super) fn parse(headers: &[u8]) -> Option<Self> {
         let mut ip = ETHERNET_BYTES;
         for _ in 0..VLANS_MAX {
             if VLAN.contains(&word(headers, ip - 2)?) {
@@ -70,61 +79,56 @@ impl Layout {
         whole.then_some(Self { network, tcp, ip, transport, payload })
     }
 
-    pub(super) fn partial(&self) -> Partial {
-        let start = u16::try_from(self.transport).expect("headers are short");
-        Partial { start, offset: if self.tcp { 16 } else { 6 } }
+    pub(super) fn partial_checksum(&self) -> PartialChecksum {
+        let start = u16::try_from(self.transport).expect("headers have at most 256 bytes");
+        PartialChecksum { start, offset: if self.tcp { 16 } else { 6 } }
     }
 
-    /// The IP header of packet `index`, with `length` bytes of payload.
-    pub(super) fn network(&self, out: &mut [u8], index: usize, length: usize) {
-        let (ip, end) = (self.ip, self.payload + length);
+    /// Updates the IP header of a segment.
+    pub(super) fn write_network(&self, out: &mut [u8], segment: &Segment) {
+        let (ip, end) = (self.ip, self.payload + segment.length);
         match self.network {
             Network::V4 => {
                 put(out, ip + 2, end - ip);
-                let id = word(out, ip + 4).expect("it is in the header");
-                put(out, ip + 4, usize::from(id) + index);
+                let id = word(out, ip + 4).expect("the header is complete");
+                put(out, ip + 4, usize::from(id) + segment.index);
                 put(out, ip + 10, 0);
                 let mut sum = Sum::default();
                 sum.add(&out[ip..self.transport]);
-                // To who compares, all ones are as good as 0.
+                // All ones are equivalent to 0 for a receiver.
                 out[ip + 10..ip + 12].copy_from_slice(&sum.finish());
             }
             Network::V6 => put(out, ip + 4, end - self.transport),
         }
     }
 
-    /// The TCP or UDP header of a packet whose `length` bytes of payload come `behind` others; in the checksum's field is
-    /// the sum of the pseudo-header.
-    pub(super) fn transport(
-        &self,
-        out: &mut [u8],
-        (index, last): (usize, bool),
-        (behind, length): (usize, usize),
-    ) {
-        let (at, whole) = (self.transport, self.payload - self.transport + length);
+    /// Updates the TCP or UDP header of a segment. The checksum field gets the sum of the pseudo-header.
+    pub(super) fn write_transport(&self, out: &mut [u8], segment: &Segment) {
+        let at = self.transport;
+        let whole = self.payload - self.transport + segment.length;
         if self.tcp {
             let bytes = [out[at + 4], out[at + 5], out[at + 6], out[at + 7]];
-            let behind = u32::try_from(behind).expect("a frame is short");
-            let sequence = u32::from_be_bytes(bytes).wrapping_add(behind);
+            let offset = u32::try_from(segment.offset).expect("a frame is shorter than 4 GiB");
+            let sequence = u32::from_be_bytes(bytes).wrapping_add(offset);
             out[at + 4..at + 8].copy_from_slice(&sequence.to_be_bytes());
-            if !last {
+            if !segment.is_last {
                 out[at + 13] &= !(FIN | PSH);
             }
-            if index > 0 {
+            if segment.index > 0 {
                 out[at + 13] &= !CWR;
             }
         } else {
             put(out, at + 4, whole);
         }
-        let (field, addresses) = match self.network {
-            Network::V4 => (self.partial(), self.ip + 12..self.ip + 20),
-            Network::V6 => (self.partial(), self.ip + 8..self.ip + 40),
+        let addresses = match self.network {
+            Network::V4 => self.ip + 12..self.ip + 20,
+            Network::V6 => self.ip + 8..self.ip + 40,
         };
         let mut pseudo = Sum::default();
         pseudo.add(&out[addresses]);
         pseudo.word(u16::from(if self.tcp { TCP } else { UDP }));
         pseudo.word(u16::try_from(whole).expect("a packet is shorter than 64 KiB"));
-        let field = at + usize::from(field.offset);
+        let field = at + usize::from(self.partial_checksum().offset);
         out[field..field + 2].copy_from_slice(&pseudo.partial());
     }
 }
@@ -133,7 +137,7 @@ fn word(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
 
-/// The low 16 bits of a number.
+/// Writes the low 16 bits of a number, big-endian.
 fn put(bytes: &mut [u8], at: usize, number: usize) {
     let number = u16::try_from(number & 0xffff).expect("16 bits");
     bytes[at..at + 2].copy_from_slice(&number.to_be_bytes());

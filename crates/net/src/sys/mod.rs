@@ -1,16 +1,16 @@
-//! All that is unsafe: the ioctls of taps and interfaces, and what is shared with AF_XDP.
+//! All unsafe code: ioctls of taps and interfaces, and memory that is shared with AF_XDP.
 
 pub(crate) mod interface;
-pub(crate) mod span;
 pub(crate) mod tap;
+pub(crate) mod umem_mapping;
 pub(crate) mod xsk;
 
 use std::io;
 
-/// Bytes of an interface's name with the NUL behind it.
+/// Maximum length of an interface's name with its NUL.
 pub(crate) const NAME_BYTES: usize = libc::IFNAMSIZ;
 
-/// A request about the interface of this name, which is shorter than [`NAME_BYTES`].
+/// A request about the interface of this name; EINVAL if it is not shorter than [`NAME_BYTES`].
 fn request(name: &str) -> io::Result<libc::ifreq> {
     if name.is_empty() || name.len() >= NAME_BYTES || name.bytes().any(|byte| byte == 0) {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -23,7 +23,7 @@ fn request(name: &str) -> io::Result<libc::ifreq> {
     Ok(request)
 }
 
-/// The name in an answer.
+/// Name of the interface in a response.
 fn name_of(request: &libc::ifreq) -> String {
     let bytes: Vec<u8> =
         request.ifr_name.iter().take_while(|byte| **byte != 0).map(|byte| byte.cast_unsigned()).collect();

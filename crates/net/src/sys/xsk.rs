@@ -1,10 +1,10 @@
-//! `linux/if_xdp.h`: the rings that an AF_XDP socket shares with the kernel.
+//! The rings that an AF_XDP socket shares with the kernel (`linux/if_xdp.h`).
 //!
 //! ```text
-//!   transmit     ours ─► the kernel   descriptors: where, how long, what follows
-//!   completion   ours ◄─ the kernel   places that it is done with, in any order
+//!   TX           we produce, the kernel consumes   descriptors: address, length, options
+//!   completion   the kernel produces, we consume   addresses of descriptors that were sent, in any order
 //! ```
-//! Each is an array of a power of two of entries with two counters, of which either side moves one.
+//! Each has a power of two of entries, a producer and a consumer index.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -14,45 +14,45 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::net::xdp::{XdpDesc, XdpDescOptions, XdpRingOffset};
 
-/// Which ring is mapped.
+/// Kind of a ring.
 #[derive(Debug, Clone, Copy)]
-enum Kind {
-    Transmit,
+enum RingKind {
+    Tx,
     Completion,
 }
 
-/// A ring that is mapped.
+/// A mapped ring.
 #[derive(Debug)]
-struct Shared {
+struct RingMapping {
     base: NonNull<u8>,
     len: usize,
     offsets: XdpRingOffset,
     size: u32,
 }
 
-// SAFETY: the addresses of a mapping that lives as long as this and has one user, who may be any thread.
-unsafe impl Send for Shared {}
+// SAFETY: addresses of a mapping that lives as long as this and has one owner, on any thread.
+unsafe impl Send for RingMapping {}
 
-/// Where descriptors go.
+/// The TX ring.
 #[derive(Debug)]
-pub(crate) struct Transmit {
-    shared: Shared,
+pub(crate) struct TxRing {
+    ring: RingMapping,
     produced: u32,
     consumed: u32,
 }
 
-/// Where addresses come from.
+/// The completion ring.
 #[derive(Debug)]
-pub(crate) struct Completion {
-    shared: Shared,
-    at: u32,
+pub(crate) struct CompletionRing {
+    ring: RingMapping,
+    consumed: u32,
 }
 
-impl Shared {
-    fn map(fd: BorrowedFd<'_>, kind: Kind, offsets: XdpRingOffset, size: u32) -> io::Result<Self> {
+impl RingMapping {
+    fn map(fd: BorrowedFd<'_>, kind: RingKind, offsets: XdpRingOffset, size: u32) -> io::Result<Self> {
         let (page, entry) = match kind {
-            Kind::Transmit => (libc::XDP_PGOFF_TX_RING as u64, size_of::<XdpDesc>()),
-            Kind::Completion => (libc::XDP_UMEM_PGOFF_COMPLETION_RING, size_of::<u64>()),
+            RingKind::Tx => (libc::XDP_PGOFF_TX_RING as u64, size_of::<XdpDesc>()),
+            RingKind::Completion => (libc::XDP_UMEM_PGOFF_COMPLETION_RING, size_of::<u64>()),
         };
         let entries = usize::try_from(offsets.desc).map_err(|_| io::ErrorKind::InvalidData)?;
         let len = entries + entry * size as usize;
@@ -62,15 +62,15 @@ impl Shared {
             return Err(io::ErrorKind::InvalidData.into());
         }
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::POPULATE);
-        // SAFETY: a new mapping at a place of the kernel's choice replaces nothing.
+        // SAFETY: a new mapping at an address chosen by the kernel replaces nothing.
         let base = unsafe { mmap(null_mut(), len, prot, flags, fd, page) }?;
         let base = NonNull::new(base.cast()).expect("the kernel maps nothing at 0");
         Ok(Self { base, len, offsets, size })
     }
 
     fn word(&self, at: u64) -> &AtomicU32 {
-        let at = usize::try_from(at).expect("it was compared with the mapping");
-        // SAFETY: `map` has seen that four aligned bytes are there; both sides use them as atomics.
+        let at = usize::try_from(at).expect("`map` has checked the offset");
+        // SAFETY: `map` has checked that four aligned bytes are mapped there; both sides access them atomically.
         unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(at).cast()) }
     }
 
@@ -82,82 +82,83 @@ impl Shared {
         self.word(self.offsets.consumer)
     }
 
-    /// Where entry `at`, counted without end, lies.
+    /// Pointer to entry `at`, a free-running index.
     fn entry<T>(&self, at: u32) -> *mut T {
         let index = (at & (self.size - 1)) as usize;
-        let at = usize::try_from(self.offsets.desc).expect("as in `map`") + index * size_of::<T>();
-        assert!(at + size_of::<T>() <= self.len, "an entry of another ring");
-        // SAFETY: it was compared just now.
+        let at = usize::try_from(self.offsets.desc).expect("`map` has checked the offset")
+            + index * size_of::<T>();
+        assert!(at + size_of::<T>() <= self.len, "the entries are those of another ring");
+        // SAFETY: asserted above.
         unsafe { self.base.as_ptr().add(at).cast() }
     }
 }
 
-impl Drop for Shared {
+impl Drop for RingMapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours alone, and goes with this.
+        // SAFETY: no other value uses the mapping.
         let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
         unmapped.expect("a mapping can be unmapped");
     }
 }
 
-impl Transmit {
+impl TxRing {
     pub(crate) fn map(fd: BorrowedFd<'_>, offsets: XdpRingOffset, size: u32) -> io::Result<Self> {
-        Ok(Self { shared: Shared::map(fd, Kind::Transmit, offsets, size)?, produced: 0, consumed: 0 })
+        Ok(Self { ring: RingMapping::map(fd, RingKind::Tx, offsets, size)?, produced: 0, consumed: 0 })
     }
 
-    /// How many descriptors there is room for.
-    pub(crate) fn room(&mut self) -> u32 {
-        self.waiting();
-        self.shared.size - self.produced.wrapping_sub(self.consumed)
+    /// Number of free entries.
+    pub(crate) fn free(&mut self) -> u32 {
+        self.unconsumed();
+        self.ring.size - self.produced.wrapping_sub(self.consumed)
     }
 
-    /// How many the kernel has not taken yet, of those written.
-    pub(crate) fn waiting(&mut self) -> u32 {
-        let consumed = self.shared.consumer().load(Ordering::Acquire);
-        // The kernel moves it forward only; whatever it were, we stay within the ring.
-        if self.produced.wrapping_sub(consumed) <= self.shared.size {
+    /// Number of descriptors that the kernel has not consumed yet.
+    pub(crate) fn unconsumed(&mut self) -> u32 {
+        let consumed = self.ring.consumer().load(Ordering::Acquire);
+        // The kernel only increases it. Any other value is ignored, to stay within the ring.
+        if self.produced.wrapping_sub(consumed) <= self.ring.size {
             self.consumed = consumed;
         }
         self.produced.wrapping_sub(self.consumed)
     }
 
-    /// Writes a descriptor, for which there is room. Seen after [`Self::publish`].
+    /// Writes a descriptor to a free entry. The kernel sees it after [`Self::publish`].
     pub(crate) fn push(&mut self, addr: u64, len: u32, options: u32) {
-        assert!(self.produced.wrapping_sub(self.consumed) < self.shared.size, "there is no room");
+        assert!(self.produced.wrapping_sub(self.consumed) < self.ring.size, "the TX ring is full");
         let descriptor = XdpDesc { addr, len, options: XdpDescOptions::from_bits_retain(options) };
-        let entry: *mut XdpDesc = self.shared.entry(self.produced);
-        // SAFETY: the entry is in the mapping and aligned, and ours until the counter is moved.
+        let entry: *mut XdpDesc = self.ring.entry(self.produced);
+        // SAFETY: the entry is in the mapping and aligned, and the kernel does not read it before the producer index is stored.
         unsafe { entry.write_volatile(descriptor) };
         self.produced = self.produced.wrapping_add(1);
     }
 
     pub(crate) fn publish(&mut self) {
-        self.shared.producer().store(self.produced, Ordering::Release);
+        self.ring.producer().store(self.produced, Ordering::Release);
     }
 
-    /// Whether the kernel wants to be called; always, if it cannot say so.
-    pub(crate) fn wants_a_call(&self) -> bool {
-        let flags = self.shared.offsets.flags;
-        flags.is_none_or(|at| self.shared.word(at).load(Ordering::Relaxed) & libc::XDP_RING_NEED_WAKEUP != 0)
+    /// Returns true if the kernel needs a wakeup (`XDP_RING_NEED_WAKEUP`), or does not report it.
+    pub(crate) fn needs_wakeup(&self) -> bool {
+        let flags = self.ring.offsets.flags;
+        flags.is_none_or(|at| self.ring.word(at).load(Ordering::Relaxed) & libc::XDP_RING_NEED_WAKEUP != 0)
     }
 }
 
-impl Completion {
+impl CompletionRing {
     pub(crate) fn map(fd: BorrowedFd<'_>, offsets: XdpRingOffset, size: u32) -> io::Result<Self> {
-        Ok(Self { shared: Shared::map(fd, Kind::Completion, offsets, size)?, at: 0 })
+        Ok(Self { ring: RingMapping::map(fd, RingKind::Completion, offsets, size)?, consumed: 0 })
     }
 
-    /// What the kernel is done with since the last time. How many.
-    pub(crate) fn take(&mut self, mut each: impl FnMut(u64)) -> u32 {
-        let there = self.shared.producer().load(Ordering::Acquire).wrapping_sub(self.at);
-        let there = there.min(self.shared.size);
-        for _ in 0..there {
-            let entry: *mut u64 = self.shared.entry(self.at);
+    /// Consumes all completions. Returns their number.
+    pub(crate) fn consume(&mut self, mut each: impl FnMut(u64)) -> u32 {
+        let count = self.ring.producer().load(Ordering::Acquire).wrapping_sub(self.consumed);
+        let count = count.min(self.ring.size);
+        for _ in 0..count {
+            let entry: *mut u64 = self.ring.entry(self.consumed);
             // SAFETY: the entry is in the mapping and aligned, and the kernel has written it.
             each(unsafe { entry.read_volatile() });
-            self.at = self.at.wrapping_add(1);
+            self.consumed = self.consumed.wrapping_add(1);
         }
-        self.shared.consumer().store(self.at, Ordering::Release);
-        there
+        self.ring.consumer().store(self.consumed, Ordering::Release);
+        count
     }
 }

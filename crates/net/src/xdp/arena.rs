@@ -1,31 +1,31 @@
-//! Room of our own for what is copied: headers and short packets in small chunks, others in large ones.
+//! Private memory for copies: small chunks for headers and short frames, large ones for the rest.
 //!
 //! ```text
-//!   a section   [4 KiB nobody uses][small × 2048][large × 128]
-//!   a chunk     [8 unused][24 metadata][what is sent .....]
+//!   a section   [4 KiB unused][small × 2048][large × 128]
+//!   a chunk     [8 unused][24 metadata][data ............]
 //! ```
-//! Nothing is sent from the first page, so that an address less a tag of [`super::ledger`] is one as well.
+//! The first page is not used, so that an address minus a tag of [`super::in_flight`] is still an address.
 
-/// Bytes before what is sent, metadata of the kernel's at their end.
-pub(super) const LEAD_BYTES: usize = 32;
+/// Bytes before the data, with the metadata of the kernel at their end.
+const HEADROOM_BYTES: usize = 32;
 const SMALL_BYTES: usize = 512;
 const LARGE_BYTES: usize = 4096;
 const SMALL_CHUNKS: u32 = 2048;
 const LARGE_CHUNKS: u32 = 128;
-const FIRST_BYTES: usize = 4096;
-/// Bytes of an arena.
+const UNUSED_BYTES: usize = 4096;
+/// Size of an arena.
 pub(super) const SECTION_BYTES: usize =
-    FIRST_BYTES + SMALL_BYTES * SMALL_CHUNKS as usize + LARGE_BYTES * LARGE_CHUNKS as usize;
-/// What fits into a small chunk.
-pub(super) const SMALL_ROOM: usize = SMALL_BYTES - LEAD_BYTES;
-/// What fits into a large one.
-pub(super) const LARGE_ROOM: usize = LARGE_BYTES - LEAD_BYTES;
+    UNUSED_BYTES + SMALL_BYTES * SMALL_CHUNKS as usize + LARGE_BYTES * LARGE_CHUNKS as usize;
+/// Maximum length of data in a small chunk.
+pub(super) const SMALL_DATA_BYTES: usize = SMALL_BYTES - HEADROOM_BYTES;
+/// Maximum length of data in a large chunk.
+pub(super) const LARGE_DATA_BYTES: usize = LARGE_BYTES - HEADROOM_BYTES;
 
-/// A chunk that is in use.
+/// An allocated chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Chunk(u32);
 
-/// Which chunks are free.
+/// Allocator of chunks.
 #[derive(Debug)]
 pub(super) struct Arena {
     small: Vec<u32>,
@@ -40,27 +40,27 @@ impl Arena {
         }
     }
 
-    /// One with room for so many bytes, at most [`LARGE_ROOM`].
-    pub(super) fn take(&mut self, bytes: usize) -> Option<Chunk> {
-        debug_assert!(bytes <= LARGE_ROOM, "{bytes} bytes in a chunk");
-        let list = if bytes <= SMALL_ROOM { &mut self.small } else { &mut self.large };
-        list.pop().map(Chunk)
+    /// Allocates a chunk for at most [`LARGE_DATA_BYTES`] bytes. `None` if no chunk of that size is free.
+    pub(super) fn alloc(&mut self, bytes: usize) -> Option<Chunk> {
+        debug_assert!(bytes <= LARGE_DATA_BYTES, "{bytes} bytes in a chunk");
+        let free = if bytes <= SMALL_DATA_BYTES { &mut self.small } else { &mut self.large };
+        free.pop().map(Chunk)
     }
 
     pub(super) fn free(&mut self, chunk: Chunk) {
-        let list = if chunk.0 < SMALL_CHUNKS { &mut self.small } else { &mut self.large };
-        list.push(chunk.0);
+        let free = if chunk.0 < SMALL_CHUNKS { &mut self.small } else { &mut self.large };
+        free.push(chunk.0);
     }
 }
 
 impl Chunk {
-    /// Where in the section what is sent begins.
-    pub(super) fn place(self) -> usize {
+    /// Offset of its data in the section.
+    pub(super) fn offset(self) -> usize {
         let start = match self.0.checked_sub(SMALL_CHUNKS) {
             None => self.0 as usize * SMALL_BYTES,
             Some(large) => SMALL_CHUNKS as usize * SMALL_BYTES + large as usize * LARGE_BYTES,
         };
-        FIRST_BYTES + start + LEAD_BYTES
+        UNUSED_BYTES + start + HEADROOM_BYTES
     }
 }
 
@@ -69,22 +69,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chunks_lie_beside_each_other_and_come_back() {
+    fn chunks_are_adjacent_and_can_be_allocated_again() {
         let mut arena = Arena::new();
-        let mut places = Vec::new();
+        let mut starts = Vec::new();
         for (bytes, size, count) in
-            [(1, SMALL_BYTES, SMALL_CHUNKS), (SMALL_ROOM + 1, LARGE_BYTES, LARGE_CHUNKS)]
+            [(1, SMALL_BYTES, SMALL_CHUNKS), (SMALL_DATA_BYTES + 1, LARGE_BYTES, LARGE_CHUNKS)]
         {
-            let chunks: Vec<Chunk> = std::iter::from_fn(|| arena.take(bytes)).collect();
+            let chunks: Vec<Chunk> = std::iter::from_fn(|| arena.alloc(bytes)).collect();
             assert_eq!(chunks.len(), count as usize);
-            places.extend(chunks.iter().map(|chunk| (chunk.place() - LEAD_BYTES, size)));
+            starts.extend(chunks.iter().map(|chunk| (chunk.offset() - HEADROOM_BYTES, size)));
             chunks.iter().for_each(|chunk| arena.free(*chunk));
-            assert_eq!(arena.take(bytes), chunks.last().copied());
+            assert_eq!(arena.alloc(bytes), chunks.last().copied());
         }
-        places.sort_unstable();
-        let mut end = FIRST_BYTES;
-        for (place, size) in places {
-            assert_eq!((place, place % size), (end, 0));
+        starts.sort_unstable();
+        let mut end = UNUSED_BYTES;
+        for (start, size) in starts {
+            assert_eq!((start, start % size), (end, 0));
             end += size;
         }
         assert_eq!(end, SECTION_BYTES);

@@ -1,4 +1,4 @@
-//! AF_XDP sockets that only transmit: opened here or by a manager, registered, bound, called.
+//! AF_XDP sockets that only transmit: opened here or by a manager, registered with a UMEM, bound, woken up.
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -12,48 +12,49 @@ use rustix::net::xdp::{
 };
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, bind, send, socket_with, sockopt};
 
-use super::umem::{Bound, Umem};
-use crate::sys::span::Span;
-use crate::sys::xsk::{Completion, Transmit};
+use super::umem::{BoundSocket, Umem};
+use crate::sys::umem_mapping::UmemMapping;
+use crate::sys::xsk::{CompletionRing, TxRing};
 
-/// Descriptors of a transmit ring.
-pub(super) const TRANSMIT_DESCRIPTORS: u32 = 2048;
-/// Descriptors that may be under way: what the completion ring holds, so that none has to wait for room in it.
-pub(super) const COMPLETIONS: u32 = 4096;
-/// Nothing is received, but there has to be one.
-const FILLS: u32 = 64;
-/// The most bytes of a descriptor with what stands before it.
+/// Entries of a TX ring.
+pub(super) const TX_ENTRIES: u32 = 2048;
+/// Entries of a completion ring, and maximum number of descriptors in flight, so that none has to wait for room in it.
+pub(super) const COMPLETION_ENTRIES: u32 = 4096;
+/// Entries of the fill ring, which is required although nothing is received.
+const FILL_ENTRIES: u32 = 64;
+/// Maximum number of bytes of a descriptor with its headroom.
 pub(super) const CHUNK_BYTES: u32 = 4096;
-/// `struct xsk_tx_metadata`: flags, a union of 16 bytes.
+/// Size of `struct xsk_tx_metadata`: flags, a union of 16 bytes.
 pub(super) const METADATA_BYTES: u32 = 24;
-/// What may wait in the device in copy mode; the default is 208 KiB.
+/// Send buffer in copy mode; the default is 208 KiB.
 const SEND_BUFFER_BYTES: usize = 4 << 20;
-/// Between two looks whether a queue is free.
-pub(super) const FREE_INTERVAL: Duration = Duration::from_millis(2);
-/// What is registered to find out whether a queue is free.
+/// Interval between attempts to bind to a busy queue.
+const BUSY_INTERVAL: Duration = Duration::from_millis(2);
+/// Size of the UMEM that is registered to find out if a queue is free.
 const PROBE_BYTES: usize = 4096;
 
-/// How frames get to the device.
+/// Current way of transmission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
+#[non_exhaustive]
+pub enum TransmitMode {
     /// By the tap.
     Tap,
-    /// By AF_XDP, and the kernel copies: the driver cannot do otherwise.
+    /// By AF_XDP with a copy in the kernel, as the driver has no zero-copy.
     Copy,
-    /// By AF_XDP, and the device reads the guest's memory.
+    /// By AF_XDP; the network card reads guest memory.
     ZeroCopy,
 }
 
-impl Mode {
-    /// Of its number.
-    pub(crate) fn of(number: u8) -> Self {
+impl TransmitMode {
+    /// Converts from its discriminant.
+    pub(crate) fn from_number(number: u8) -> Self {
         [Self::Tap, Self::Copy, Self::ZeroCopy]
             .into_iter()
             .find(|mode| *mode as u8 == number)
             .unwrap_or(Self::Tap)
     }
 
-    /// As statistics call it.
+    /// Name in statistics.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tap => "tap",
@@ -63,29 +64,46 @@ impl Mode {
     }
 }
 
-/// A socket that is bound.
-#[derive(Debug)]
-pub(super) struct Socket {
-    pub(super) transmit: Transmit,
-    pub(super) completion: Completion,
-    // Behind the rings: the kernel lets the queue go when they are unmapped and this is closed.
-    bound: Bound,
-    pub(super) zero_copy: bool,
-    /// Whether a packet may be of several descriptors.
-    pub(super) gathers: bool,
+/// A queue of an interface.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct QueueId {
+    /// Index of the interface.
+    pub(super) interface: u32,
+    pub(super) queue: u32,
 }
 
-/// A socket that nothing is done with yet.
+/// Relation of a socket to its UMEM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum UmemUse {
+    /// The UMEM is registered with this socket.
+    Registers,
+    /// The UMEM is registered with another socket, which is bound (`XDP_SHARED_UMEM`).
+    Shares,
+}
+
+/// A bound socket.
+#[derive(Debug)]
+pub(super) struct XdpSocket {
+    pub(super) tx: TxRing,
+    pub(super) completion: CompletionRing,
+    // Dropped after the rings: the kernel releases the queue once they are unmapped and this is closed.
+    bound: BoundSocket,
+    pub(super) zero_copy: bool,
+    /// True if a packet may have several descriptors (`XDP_USE_SG`).
+    pub(super) scatter_gather: bool,
+}
+
+/// Opens a socket.
 pub(super) fn open() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::XDP, SocketType::RAW, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Has the socket pin all of a span. Bytes of metadata before each descriptor's data, if it is wanted and the kernel has that
-/// (6.8).
-pub(super) fn register(fd: &OwnedFd, span: &Span, metadata: bool) -> io::Result<u32> {
+/// Registers a mapping as the UMEM of a socket, which pins it. Returns the length of the metadata before each descriptor's
+/// data; 0 if `metadata` is false or the kernel does not support it (before 6.8).
+pub(super) fn register(fd: &OwnedFd, mapping: &UmemMapping, metadata: bool) -> io::Result<u32> {
     let try_with = |flags: u32, tx_metadata_len: u32| {
         let flags = XdpUmemRegFlags::from_bits_retain(libc::XDP_UMEM_UNALIGNED_CHUNK_FLAG | flags);
-        let (addr, len, chunk_size) = (span.address(), span.len() as u64, CHUNK_BYTES);
+        let (addr, len, chunk_size) = (mapping.address(), mapping.len() as u64, CHUNK_BYTES);
         sockopt::set_xdp_umem_reg(
             fd,
             XdpUmemReg { addr, len, chunk_size, headroom: 0, flags, tx_metadata_len },
@@ -101,91 +119,95 @@ pub(super) fn register(fd: &OwnedFd, span: &Span, metadata: bool) -> io::Result<
     Ok(try_with(0, 0).map(|()| 0)?)
 }
 
-impl Socket {
-    /// Binds a socket to a queue of an interface. `umem` is registered with this one, or with another that is bound.
+impl XdpSocket {
+    /// Binds a socket to a queue. Retries while the queue is busy, for `busy_timeout` at most.
     pub(super) fn bind(
         fd: OwnedFd,
         umem: &Arc<Umem>,
-        shares: bool,
-        (interface, queue): (u32, u32),
-        patience: Duration,
+        umem_use: UmemUse,
+        queue: QueueId,
+        busy_timeout: Duration,
     ) -> io::Result<Self> {
-        // Where it may not be more, it stays what it is.
+        // Fails without CAP_NET_ADMIN; the default is used then.
         let _ = sockopt::set_socket_send_buffer_size_force(&fd, SEND_BUFFER_BYTES);
-        sockopt::set_xdp_umem_fill_ring_size(&fd, FILLS)?;
-        sockopt::set_xdp_umem_completion_ring_size(&fd, COMPLETIONS)?;
-        sockopt::set_xdp_tx_ring_size(&fd, TRANSMIT_DESCRIPTORS)?;
-        let address = |flags| SocketAddrXdp::new(flags, interface, queue);
-        if shares {
-            let addr = address(SocketAddrXdpFlags::XDP_SHARED_UMEM);
-            let shares = |other: &OwnedFd| {
-                let shared_umem_fd = other.as_fd();
-                bind(&fd, &SocketAddrXdpWithSharedUmem { addr: addr.clone(), shared_umem_fd })
-            };
-            // If the last one was closed just now, the next attempt registers it again.
-            patiently(patience, || umem.with_bound(shares).unwrap_or(Err(rustix::io::Errno::AGAIN)))?;
-        } else {
-            umem.gathers.store(bind_best(&fd, address, patience)?, Relaxed);
+        set_ring_sizes(&fd, TX_ENTRIES, COMPLETION_ENTRIES)?;
+        match umem_use {
+            UmemUse::Shares => {
+                let addr =
+                    SocketAddrXdp::new(SocketAddrXdpFlags::XDP_SHARED_UMEM, queue.interface, queue.queue);
+                let shares = |other: &OwnedFd| {
+                    let shared_umem_fd = other.as_fd();
+                    bind(&fd, &SocketAddrXdpWithSharedUmem { addr: addr.clone(), shared_umem_fd })
+                };
+                // EAGAIN if the last one was closed meanwhile: the next attempt registers the UMEM again.
+                retry_while_busy(busy_timeout, || {
+                    umem.with_bound(shares).unwrap_or(Err(rustix::io::Errno::AGAIN))
+                })?;
+            }
+            UmemUse::Registers => {
+                umem.scatter_gather.store(bind_best_mode(&fd, queue, busy_timeout)?, Relaxed);
+            }
         }
         let XdpMmapOffsets { tx, cr, .. } = sockopt::xdp_mmap_offsets(&fd)?;
         let options = sockopt::xdp_options(&fd)?;
         Ok(Self {
-            transmit: Transmit::map(fd.as_fd(), tx, TRANSMIT_DESCRIPTORS)?,
-            completion: Completion::map(fd.as_fd(), cr, COMPLETIONS)?,
+            tx: TxRing::map(fd.as_fd(), tx, TX_ENTRIES)?,
+            completion: CompletionRing::map(fd.as_fd(), cr, COMPLETION_ENTRIES)?,
             zero_copy: options.contains(XdpOptionsFlags::XDP_OPTIONS_ZEROCOPY),
-            gathers: umem.gathers.load(Relaxed),
-            bound: umem.enter(fd),
+            scatter_gather: umem.scatter_gather.load(Relaxed),
+            bound: umem.add_bound(fd),
         })
     }
 
-    /// Has the kernel send what was published.
-    pub(super) fn call(&self) -> io::Result<()> {
+    /// Has the kernel send the published descriptors.
+    pub(super) fn wake_up(&self) -> io::Result<()> {
         Ok(send(&self.bound, &[], SendFlags::DONTWAIT).map(drop)?)
     }
 
-    /// Descriptors that the kernel found to be none, and threw away.
-    pub(super) fn invalid(&self) -> u64 {
+    /// Number of descriptors that the kernel discarded as invalid.
+    pub(super) fn invalid_descriptors(&self) -> u64 {
         sockopt::xdp_statistics(&self.bound).map_or(0, |statistics| statistics.tx_invalid_descs)
     }
 }
 
-/// Whether a queue of an interface is nobody's, found out by being its owner for a moment. What was sent by a socket that is closed is
-/// no longer read then: the kernel takes a queue from the driver before somebody else can have it.
-pub(super) fn is_free(interface: u32, queue: u32) -> io::Result<bool> {
-    let (fd, span) = (open()?, Span::new(PROBE_BYTES, PROBE_BYTES, PROBE_BYTES, PROBE_BYTES)?);
-    register(&fd, &span, false)?;
-    sockopt::set_xdp_umem_fill_ring_size(&fd, FILLS)?;
-    sockopt::set_xdp_umem_completion_ring_size(&fd, FILLS)?;
-    sockopt::set_xdp_tx_ring_size(&fd, FILLS)?;
-    match bind(&fd, &SocketAddrXdp::new(SocketAddrXdpFlags::XDP_COPY, interface, queue)) {
+fn set_ring_sizes(fd: &OwnedFd, tx: u32, completion: u32) -> io::Result<()> {
+    sockopt::set_xdp_umem_fill_ring_size(fd, FILL_ENTRIES)?;
+    sockopt::set_xdp_umem_completion_ring_size(fd, completion)?;
+    Ok(sockopt::set_xdp_tx_ring_size(fd, tx)?)
+}
+
+/// Returns true if no socket is bound to a queue, by binding one for a moment. Frames of a socket that was closed are then no
+/// longer read: the kernel removes a socket from the driver before another one can be bound.
+pub(super) fn is_free(queue: QueueId) -> io::Result<bool> {
+    let (fd, mapping) = (open()?, UmemMapping::new(PROBE_BYTES, PROBE_BYTES, PROBE_BYTES, PROBE_BYTES)?);
+    register(&fd, &mapping, false)?;
+    set_ring_sizes(&fd, FILL_ENTRIES, FILL_ENTRIES)?;
+    match bind(&fd, &SocketAddrXdp::new(SocketAddrXdpFlags::XDP_COPY, queue.interface, queue.queue)) {
         Ok(()) => Ok(true),
         Err(rustix::io::Errno::BUSY) => Ok(false),
-        // An interface that goes takes its sockets with it.
+        // The sockets of an interface are released with it.
         Err(rustix::io::Errno::NODEV) => Ok(true),
         Err(errno) => Err(errno.into()),
     }
 }
 
-/// The best that the driver does; whether it takes packets of several descriptors.
-fn bind_best(
-    fd: &OwnedFd,
-    address: impl Fn(SocketAddrXdpFlags) -> SocketAddrXdp,
-    patience: Duration,
-) -> io::Result<bool> {
+/// Binds in the best mode of the driver. Returns true if it supports several descriptors per packet.
+fn bind_best_mode(fd: &OwnedFd, queue: QueueId, busy_timeout: Duration) -> io::Result<bool> {
     use SocketAddrXdpFlags as F;
     let tries = [
         (F::XDP_ZEROCOPY, true),
         (F::XDP_ZEROCOPY, false),
         (F::XDP_COPY, true),
-        // From before 6.6.
+        // Kernels before 6.6.
         (F::XDP_COPY, false),
     ];
     let mut failed = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
-    for (mode, gathers) in tries {
-        let several = if gathers { F::XDP_USE_SG } else { F::empty() };
-        match patiently(patience, || bind(fd, &address(mode | several | F::XDP_USE_NEED_WAKEUP))) {
-            Ok(()) => return Ok(gathers),
-            // Not this way; EINVAL is a kernel that does not know a flag.
+    for (mode, scatter_gather) in tries {
+        let flags = mode | if scatter_gather { F::XDP_USE_SG } else { F::empty() } | F::XDP_USE_NEED_WAKEUP;
+        let address = SocketAddrXdp::new(flags, queue.interface, queue.queue);
+        match retry_while_busy(busy_timeout, || bind(fd, &address)) {
+            Ok(()) => return Ok(scatter_gather),
+            // Not supported by the driver, or, with EINVAL, a flag that the kernel does not know.
             Err(errno @ (rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::INVAL)) => failed = errno.into(),
             Err(errno) => return Err(errno.into()),
         }
@@ -193,12 +215,12 @@ fn bind_best(
     Err(failed)
 }
 
-/// A queue is free some time after its last socket was closed, and there is no event that tells when.
-fn patiently(patience: Duration, bind: impl Fn() -> rustix::io::Result<()>) -> rustix::io::Result<()> {
-    let until = Instant::now() + patience;
+/// Retries while a queue is busy: it is released some time after its last socket was closed, and no event reports it.
+fn retry_while_busy(timeout: Duration, bind: impl Fn() -> rustix::io::Result<()>) -> rustix::io::Result<()> {
+    let deadline = Instant::now() + timeout;
     loop {
         match bind() {
-            Err(rustix::io::Errno::BUSY) if Instant::now() < until => std::thread::sleep(FREE_INTERVAL),
+            Err(rustix::io::Errno::BUSY) if Instant::now() < deadline => std::thread::sleep(BUSY_INTERVAL),
             outcome => return outcome,
         }
     }

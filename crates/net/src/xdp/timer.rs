@@ -1,4 +1,5 @@
-//! When to look for completions again: nothing tells of them. Soon while they come, and ever later while they do not.
+//! Timer for the next look at the completion ring, which has no event: soon while completions arrive, later and later while
+//! they do not.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,38 +12,48 @@ use rustix::time::{
 const SHORTEST: Duration = Duration::from_micros(50);
 const LONGEST: Duration = Duration::from_millis(10);
 
-/// See the module.
+/// Completions since the timer was armed last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Progress {
+    Some,
+    None,
+}
+
+/// A timer whose interval adapts to the completions.
 #[derive(Debug)]
-pub(super) struct Timer {
+pub(super) struct CompletionTimer {
     fd: OwnedFd,
-    wait: Duration,
+    interval: Duration,
     armed: bool,
 }
 
-impl Timer {
+impl CompletionTimer {
     pub(super) fn new() -> io::Result<Self> {
         let fd = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
-        Ok(Self { fd, wait: SHORTEST, armed: false })
+        Ok(Self { fd, interval: SHORTEST, armed: false })
     }
 
-    /// It fires once, after a while that depends on whether something came since the last time.
-    pub(super) fn arm(&mut self, came: bool) {
-        self.wait = if came { SHORTEST } else { (self.wait * 2).min(LONGEST) };
+    /// Lets the timer fire once.
+    pub(super) fn arm(&mut self, progress: Progress) {
+        self.interval = match progress {
+            Progress::Some => SHORTEST,
+            Progress::None => (self.interval * 2).min(LONGEST),
+        };
         let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let it_value = Timespec { tv_nsec: self.wait.subsec_nanos().into(), ..zero };
+        let it_value = Timespec { tv_nsec: self.interval.subsec_nanos().into(), ..zero };
         let set = timerfd_settime(
             &self.fd,
             TimerfdTimerFlags::empty(),
             &Itimerspec { it_interval: zero, it_value },
         );
-        set.expect("the time is one");
+        set.expect("the interval is a valid time");
         self.armed = true;
     }
 
-    /// Whether it had been armed and was waited for; not any more.
+    /// Drains the timer and marks it as not armed.
     pub(super) fn clear(&mut self) {
         if std::mem::take(&mut self.armed) {
-            // Not yet is as good.
+            // EAGAIN if it has not fired yet.
             let _ = rustix::io::read(&self.fd, &mut [0u8; 8]);
         }
     }
@@ -52,7 +63,7 @@ impl Timer {
     }
 }
 
-impl AsFd for Timer {
+impl AsFd for CompletionTimer {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }

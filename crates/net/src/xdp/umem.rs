@@ -1,159 +1,163 @@
-//! The guest's memory, and an arena for each pair, as one range of addresses that the kernel pins (UMEM).
+//! The UMEM: guest memory, with an arena for each pair, as one range of addresses that the kernel pins.
 //!
 //! ```text
 //!   [arena 0][arena 1] … [region with huge pages] … [region with small ones] …
 //! ```
-//! Regions need not lie in their order; they are beside each other, as a hole cannot be pinned. One whose pages cannot be put
-//! there (an odd offset in its file) stays outside, and what is sent from it is copied.
+//! Regions are adjacent, in any order, as a UMEM has no holes. A region that cannot be mapped so (an odd offset in its file)
+//! is not part of it, and frames in it are copied.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use rustix::fs::fstatfs;
-use towline_vhost_user::{Memory, Place};
+use towline_vhost_user::{GuestRange, Memory};
 
 use super::arena::SECTION_BYTES;
-use super::plan::Piece;
-use crate::sys::span::Span;
+use super::references::UmemRange;
+use crate::lock::lock;
+use crate::sys::umem_mapping::UmemMapping;
 
 const PAGE_BYTES: u64 = 4096;
 /// `HUGETLBFS_MAGIC`.
 const HUGE_PAGES: i64 = 0x9584_58f6;
 
-/// Memory that is pinned, as long as a socket uses it.
+/// Registered memory, pinned while a socket is bound to it.
 #[derive(Debug)]
 pub(crate) struct Umem {
-    pub(super) span: Arc<Span>,
+    pub(super) mapping: Arc<UmemMapping>,
     memory: Arc<Memory>,
-    /// By region of the memory.
-    regions: Vec<Option<Home>>,
-    /// The sockets that are bound. Each pair's has what is pinned for itself, so that a queue is free when its own socket is
-    /// closed; another pair's shares it from any of them.
+    /// Location of each region of guest memory.
+    regions: Vec<Option<RegionSlot>>,
+    /// Bound sockets. Each keeps a reference to the UMEM in the kernel, so a queue is free once its own socket is closed. The
+    /// socket of another pair shares the UMEM of any of them.
     bound: Mutex<Vec<Arc<OwnedFd>>>,
-    /// Bytes of metadata before each descriptor's data; 0 if the kernel has none.
+    /// Length of the metadata before each descriptor's data; 0 without metadata.
     pub(super) metadata_bytes: u32,
-    /// Whether packets may be of several descriptors; known once a socket is bound.
-    pub(super) gathers: AtomicBool,
-    /// How much each file held when it was pinned.
+    /// True if packets may have several descriptors; set when the first socket is bound.
+    pub(super) scatter_gather: AtomicBool,
+    /// Blocks of each region's file when it was pinned.
     blocks: Vec<u64>,
 }
 
-/// A socket that is bound: nobody else keeps it open.
+/// A bound socket, closed when this is dropped.
 #[derive(Debug)]
-pub(super) struct Bound {
+pub(super) struct BoundSocket {
     fd: Arc<OwnedFd>,
     umem: Arc<Umem>,
 }
 
-impl AsFd for Bound {
+impl AsFd for BoundSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 }
 
-impl Drop for Bound {
+impl Drop for BoundSocket {
     fn drop(&mut self) {
-        self.umem.sockets().retain(|fd| !Arc::ptr_eq(fd, &self.fd));
+        lock(&self.umem.bound).retain(|fd| !Arc::ptr_eq(fd, &self.fd));
     }
 }
 
-/// Where a region is.
+/// Location of a region in the UMEM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Home {
-    at: u64,
+struct RegionSlot {
+    offset: u64,
     page: u64,
 }
 
-/// What is known of a region.
+/// A region's size, and offset and page size of its file.
 #[derive(Debug, Clone, Copy)]
-struct Shape {
+struct RegionFile {
     size: u64,
     offset: u64,
     page: u64,
 }
 
-/// Where everything goes.
+/// Layout of the UMEM.
 #[derive(Debug, PartialEq, Eq)]
 struct Layout {
-    homes: Vec<Option<Home>>,
+    slots: Vec<Option<RegionSlot>>,
     align: u64,
     len: u64,
 }
 
 impl Umem {
-    /// Maps it; `register` has a socket pin it, told whether all of the guest's is in huge pages, and says how many bytes of
-    /// metadata it has.
+    /// Maps guest memory. `register` registers the mapping with a socket and returns the length of the metadata; its second
+    /// argument is true if all guest memory is in huge pages.
     pub(super) fn new(
         memory: &Arc<Memory>,
         pairs: usize,
-        register: impl FnOnce(&Span, bool) -> io::Result<u32>,
+        register: impl FnOnce(&UmemMapping, bool) -> io::Result<u32>,
     ) -> io::Result<Self> {
-        let own = SECTION_BYTES * pairs;
-        let shapes = memory.regions().iter().map(|region| {
+        let private_bytes = SECTION_BYTES * pairs;
+        let files = memory.regions().iter().map(|region| {
             let (file, offset) = region.file();
-            Ok(Shape { size: region.size(), offset, page: page_bytes(file)? })
+            Ok(RegionFile { size: region.size(), offset, page: page_bytes(file)? })
         });
-        let shapes = shapes.collect::<io::Result<Vec<Shape>>>()?;
-        let layout = lay(own as u64, &shapes);
+        let files = files.collect::<io::Result<Vec<RegionFile>>>()?;
+        let layout = Layout::new(private_bytes as u64, &files);
         let bytes =
             |bytes: u64| usize::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::ENOMEM));
-        let mut span = Span::new(bytes(layout.len)?, own, bytes(layout.align)?, SECTION_BYTES)?;
-        for (home, region) in layout.homes.iter().zip(memory.regions()) {
-            if let Some(home) = home {
+        let mut mapping =
+            UmemMapping::new(bytes(layout.len)?, private_bytes, bytes(layout.align)?, SECTION_BYTES)?;
+        for (slot, region) in layout.slots.iter().zip(memory.regions()) {
+            if let Some(slot) = slot {
                 let (file, offset) = region.file();
-                span.place(bytes(home.at)?, file, offset, bytes(region.size())?)?;
+                mapping.map_file(bytes(slot.offset)?, file, offset, bytes(region.size())?)?;
             }
         }
-        let huge = shapes.iter().all(|shape| shape.page > PAGE_BYTES);
-        let metadata_bytes = register(&span, huge)?;
+        let huge_pages = files.iter().all(|file| file.page > PAGE_BYTES);
+        let metadata_bytes = register(&mapping, huge_pages)?;
         let blocks = memory.regions().iter().map(|region| blocks(region.file().0)).collect();
-        let (memory, span) = (Arc::clone(memory), Arc::new(span));
-        let (gathers, bound) = (AtomicBool::new(false), Mutex::default());
-        Ok(Self { span, memory, regions: layout.homes, bound, metadata_bytes, gathers, blocks })
+        Ok(Self {
+            mapping: Arc::new(mapping),
+            memory: Arc::clone(memory),
+            regions: layout.slots,
+            bound: Mutex::default(),
+            metadata_bytes,
+            scatter_gather: AtomicBool::new(false),
+            blocks,
+        })
     }
 
-    /// A socket is bound. Closed with what is returned.
-    pub(super) fn enter(self: &Arc<Self>, fd: OwnedFd) -> Bound {
+    /// Adds a bound socket, which is closed when the returned value is dropped.
+    pub(super) fn add_bound(self: &Arc<Self>, fd: OwnedFd) -> BoundSocket {
         let (fd, umem) = (Arc::new(fd), Arc::clone(self));
-        umem.sockets().push(Arc::clone(&fd));
-        Bound { fd, umem }
+        lock(&umem.bound).push(Arc::clone(&fd));
+        BoundSocket { fd, umem }
     }
 
-    /// Does something with a socket that is bound, which stays so meanwhile. `None` if there is none any more.
+    /// Calls `act` with a bound socket, which is not closed meanwhile. `None` if no socket is bound.
     pub(super) fn with_bound<T>(&self, act: impl FnOnce(&OwnedFd) -> T) -> Option<T> {
-        self.sockets().first().map(|fd| act(fd))
+        lock(&self.bound).first().map(|fd| act(fd))
     }
 
-    fn sockets(&self) -> MutexGuard<'_, Vec<Arc<OwnedFd>>> {
-        self.bound.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Whether it is of this memory.
+    /// Returns true if it contains this memory.
     pub(super) fn is_of(&self, memory: &Arc<Memory>) -> bool {
         Arc::ptr_eq(&self.memory, memory)
     }
 
-    /// A part of the guest's memory, in here.
-    pub(super) fn piece(&self, place: Place) -> Piece {
-        let home = self.regions.get(place.region).copied().flatten();
-        let page = home.map_or(PAGE_BYTES, |home| home.page);
-        Piece { at: home.map(|home| home.at + place.offset), len: place.len, page }
+    /// Translates a range of guest memory.
+    pub(super) fn range(&self, guest: GuestRange) -> UmemRange {
+        let slot = self.regions.get(guest.region).copied().flatten();
+        let page = slot.map_or(PAGE_BYTES, |slot| slot.page);
+        UmemRange { offset: slot.map(|slot| slot.offset + guest.offset), len: guest.len, page }
     }
 
-    /// Whether all of the guest's memory is still what was pinned. What a balloon, or page reporting, has taken away is pinned
-    /// as it was, and what the guest gets instead is not seen from here.
-    pub(super) fn is_whole(&self) -> bool {
+    /// Returns true if no page was removed from guest memory since it was pinned. Pages that a balloon or page reporting has
+    /// discarded stay pinned with their old contents, and those that the guest gets instead are not part of the UMEM.
+    pub(super) fn is_intact(&self) -> bool {
         let now = self.memory.regions().iter().map(|region| blocks(region.file().0));
-        now.zip(&self.blocks).all(|(now, then)| now >= *then)
+        now.zip(&self.blocks).all(|(now, pinned)| now >= *pinned)
     }
 }
 
 fn blocks(file: &File) -> u64 {
-    // Of a file that cannot be asked nothing was taken.
+    // If it cannot be determined, nothing is assumed to be removed.
     file.metadata().map_or(u64::MAX, |metadata| metadata.blocks())
 }
 
@@ -162,22 +166,24 @@ fn page_bytes(file: &File) -> io::Result<u64> {
     Ok(if found.f_type == HUGE_PAGES { found.f_bsize.cast_unsigned() } else { PAGE_BYTES })
 }
 
-/// Regions with larger pages come first: as all lengths are multiples of their pages, each begins at a multiple of its own.
-fn lay(own: u64, shapes: &[Shape]) -> Layout {
-    let fits = |shape: &Shape| {
-        shape.page.is_power_of_two()
-            && shape.size.is_multiple_of(shape.page)
-            && shape.offset.is_multiple_of(shape.page)
-    };
-    let mut order: Vec<usize> = (0..shapes.len()).filter(|index| fits(&shapes[*index])).collect();
-    order.sort_by_key(|index| std::cmp::Reverse(shapes[*index].page));
-    let align = order.first().map_or(PAGE_BYTES, |index| shapes[*index].page);
-    let (mut homes, mut at) = (vec![None; shapes.len()], own);
-    for index in order {
-        homes[index] = Some(Home { at, page: shapes[index].page });
-        at = at.saturating_add(shapes[index].size);
+impl Layout {
+    /// Regions with larger pages come first: as each length is a multiple of the page size, all are aligned to their pages.
+    fn new(private_bytes: u64, files: &[RegionFile]) -> Self {
+        let fits = |file: &RegionFile| {
+            file.page.is_power_of_two()
+                && file.size.is_multiple_of(file.page)
+                && file.offset.is_multiple_of(file.page)
+        };
+        let mut order: Vec<usize> = (0..files.len()).filter(|index| fits(&files[*index])).collect();
+        order.sort_by_key(|index| std::cmp::Reverse(files[*index].page));
+        let align = order.first().map_or(PAGE_BYTES, |index| files[*index].page);
+        let (mut slots, mut offset) = (vec![None; files.len()], private_bytes);
+        for index in order {
+            slots[index] = Some(RegionSlot { offset, page: files[index].page });
+            offset = offset.saturating_add(files[index].size);
+        }
+        Self { slots, align, len: offset }
     }
-    Layout { homes, align, len: at }
 }
 
 #[cfg(test)]
@@ -185,20 +191,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn regions_lie_beside_each_other() {
+    fn regions_are_adjacent_and_aligned() {
         let (small, huge) = (PAGE_BYTES, 2 << 20);
-        let shapes = [
-            Shape { size: 0xa0000, offset: 0, page: small },
-            Shape { size: 8 << 20, offset: 2 << 20, page: huge },
-            Shape { size: 0x1800, offset: 0, page: small },
-            Shape { size: 0x2000, offset: 0x800, page: small },
-            Shape { size: 0x3000, offset: 0x1000, page: small },
+        let files = [
+            RegionFile { size: 0xa0000, offset: 0, page: small },
+            RegionFile { size: 8 << 20, offset: 2 << 20, page: huge },
+            RegionFile { size: 0x1800, offset: 0, page: small },
+            RegionFile { size: 0x2000, offset: 0x800, page: small },
+            RegionFile { size: 0x3000, offset: 0x1000, page: small },
         ];
-        let own = 0x81000;
-        let behind = own + (8 << 20);
-        let home = |at, page| Some(Home { at, page });
-        let homes = vec![home(behind, small), home(own, huge), None, None, home(behind + 0xa0000, small)];
-        assert_eq!(lay(own, &shapes), Layout { homes, align: huge, len: behind + 0xa3000 });
-        assert_eq!(lay(own, &[]), Layout { homes: vec![], align: small, len: own });
+        let private_bytes = 0x81000;
+        let second = private_bytes + (8 << 20);
+        let slot = |offset, page| Some(RegionSlot { offset, page });
+        let slots =
+            vec![slot(second, small), slot(private_bytes, huge), None, None, slot(second + 0xa0000, small)];
+        let expected = Layout { slots, align: huge, len: second + 0xa3000 };
+        assert_eq!(Layout::new(private_bytes, &files), expected);
+        let empty = Layout { slots: vec![], align: small, len: private_bytes };
+        assert_eq!(Layout::new(private_bytes, &[]), empty);
     }
 }

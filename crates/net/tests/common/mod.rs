@@ -1,5 +1,5 @@
-//! A card that is served on a thread of its network, for a driver in place of a guest.
-#![allow(dead_code, reason = "each test binary uses its own part")]
+//! A card served on a thread of its network namespace, with a driver in place of a guest.
+#![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use towline_lab::Network;
 use towline_net::Net;
 use towline_vhost_user::{Cancel, Device, ServeError};
 
-/// Ends with its value; a thread that panicked fails the test.
+/// A served card, ended when this is dropped. The test fails if its thread panicked.
 pub(crate) struct Served {
     cancel: Cancel,
     thread: Option<JoinHandle<(Result<(), ServeError>, bool)>>,
 }
 
 impl Served {
-    /// Serves it within this network; and who drives it.
+    /// Serves the card in this network. Returns its frontend too.
     pub(crate) fn start(network: &Network, net: &Arc<Net>) -> (Self, Frontend) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let cancel = Cancel::new().unwrap();
@@ -27,16 +27,16 @@ impl Served {
             let outcome = towline_vhost_user::serve(&channel, &device, &token);
             (outcome, token.is_cancelled())
         };
-        // A thread is of the network of its parent.
+        // A thread inherits the network namespace of its parent.
         let thread = Some(network.enter(|| std::thread::spawn(serve)).unwrap());
         (Self { cancel, thread }, Frontend::new(ours).unwrap())
     }
 }
 
 impl Served {
-    /// The card ends the connection; why.
+    /// Waits until the card ends the connection. Returns its error.
     pub(crate) fn failure(&mut self) -> ServeError {
-        let thread = self.thread.take().expect("it fails once");
+        let thread = self.thread.take().expect("`failure` is called once");
         thread.join().expect("the card's thread panicked").0.unwrap_err()
     }
 }

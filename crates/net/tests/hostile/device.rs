@@ -1,12 +1,11 @@
-//! The whole card and its session against a guest and a frontend that are hostile: an input is a list of steps, which may be
-//! anything that either can do. Whatever they did, three properties hold:
+//! The whole card and its session against a hostile guest and frontend. An input is a list of steps, which cover everything that
+//! either can do. After any steps three properties hold:
 //!
 //! - one second after the last step the process uses no processor time;
-//! - it has not more memory than `docs/net.md` says, by at most 10 %;
-//! - each stop (`GET_VRING_BASE`) is answered within its deadline, and when the frontend hangs up every thread ends.
+//! - its memory exceeds the limit in `docs/net.md` by at most 10 %;
+//! - each stop (`GET_VRING_BASE`) has a reply within its deadline, and all threads end when the frontend disconnects.
 //!
-//! The body is shared by the test in this directory and by the fuzz target `net_device`. One input at a time in a process, as it is
-//! the process that is measured.
+//! Shared by the test in this directory and the fuzz target `net_device`. One input at a time, as the process is measured.
 
 use std::net::UdpSocket;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -24,34 +23,34 @@ use towline_lab::Network;
 use towline_net::{Net, Options, Taps};
 use towline_vhost_user::{Cancel, Device};
 
-/// Steps of one input.
+/// Maximum number of steps of an input.
 const STEPS_MAX: usize = 200;
 const NEIGHBOUR: &str = "ip neigh replace 10.9.0.2 lladdr 02:00:00:09:00:02 nud permanent dev tap0";
 const MEMORY_BYTES: u64 = 1 << 18;
 const QUEUES: u32 = 2;
-/// Where each ring's parts are: 64 KiB for each.
+/// Distance of the rings, and offsets of their parts.
 const RING_STRIDE: u64 = 1 << 16;
 const AVAILABLE: u64 = 0x4000;
 const USED: u64 = 0x8000;
-/// What a stop may take: it drains for a second, and the machine may be busy.
+/// Time limit of a stop: it drains for a second, and the machine may be busy.
 const STOP_WITHIN: Duration = Duration::from_secs(10);
 const END_WITHIN: Duration = Duration::from_secs(20);
-/// What docs/net.md says of a card with one pair and a device state.
+/// Limit in docs/net.md for a card with one pair and a device state.
 const MEMORY_KIB_MAX: u64 = (4 + 64) << 10;
 
-/// What the process has for all inputs.
+/// Card and host, shared by all inputs.
 struct Rig {
     network: Network,
     net: Arc<Net>,
     host: UdpSocket,
-    /// Whether the tap was set down.
+    /// True if the tap is down.
     down: AtomicBool,
     /// Anonymous memory and threads before the first input.
     memory_kib: u64,
     threads: usize,
 }
 
-/// Why nothing can be tested here, if so.
+/// The rig, or the reason why there is none.
 static RIG: OnceLock<Result<Mutex<Rig>, String>> = OnceLock::new();
 
 impl Rig {
@@ -77,14 +76,16 @@ impl Rig {
         })
     }
 
-    /// Sets the interface up or down, as whoever runs the host may. Its neighbours are gone when it was down.
+    /// Sets the interface up or down, as an administrator may. The neighbour entry is lost when it is down.
     fn set_tap(&self, up: bool) {
         if self.down.swap(!up, Ordering::Relaxed) != up {
             return;
         }
         let way = if up { "ip link set tap0 up" } else { "ip link set tap0 down" };
         for line in [way, NEIGHBOUR].into_iter().take(1 + usize::from(up)) {
-            self.network.run(&line.split(' ').collect::<Vec<_>>()).expect("the network is ours");
+            self.network
+                .run(&line.split(' ').collect::<Vec<_>>())
+                .expect("the network namespace is writable");
         }
     }
 }
@@ -106,7 +107,7 @@ fn processor() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).expect("below a second"))
 }
 
-/// Bytes that say what to do; zeros when they are used up.
+/// The bytes of an input, followed by zeros.
 struct Input<'a>(&'a [u8]);
 
 impl Input<'_> {
@@ -129,7 +130,7 @@ impl Input<'_> {
     }
 }
 
-/// One guest with its frontend.
+/// A guest with its frontend.
 struct Guest<'r> {
     rig: &'r Rig,
     frontend: Frontend,
@@ -138,10 +139,10 @@ struct Guest<'r> {
     log: Memory,
     available: [u16; QUEUES as usize],
     kicks: Vec<OwnedFd>,
-    /// Ends of pipes that are kept open.
+    /// Open ends of pipes.
     pipes: Vec<OwnedFd>,
     running: [bool; QUEUES as usize],
-    /// Entries of each ring as it was started last.
+    /// Number of entries of each ring, as it was last started.
     sizes: [u32; QUEUES as usize],
 }
 
@@ -167,7 +168,7 @@ impl<'r> Guest<'r> {
         Ok(Self { rig, frontend, features, memory, log, available, kicks, pipes, running, sizes })
     }
 
-    /// Does one step. An error is a connection that is over, or a refusal, of which the frontend makes nothing.
+    /// Does one step. An error is a refusal, which the frontend ignores, or the end of the connection.
     fn step(&mut self, input: &mut Input<'_>) -> Done {
         let ring = input.below(QUEUES);
         match input.byte() % 23 {
@@ -230,16 +231,16 @@ impl<'r> Guest<'r> {
         self.frontend.enable(ring, input.byte() < 230)
     }
 
-    /// The answer comes within its deadline, whatever there was before.
+    /// Stops a ring, and asserts that the reply is in time.
     fn stop(&mut self, ring: u32) -> Done {
-        let begun = Instant::now();
+        let started = Instant::now();
         let stopped = self.frontend.stop(ring);
-        assert!(begun.elapsed() < STOP_WITHIN, "a stop took {:?}", begun.elapsed());
+        assert!(started.elapsed() < STOP_WITHIN, "a stop took {:?}", started.elapsed());
         self.running[ring as usize] = false;
         stopped.map(drop)
     }
 
-    /// Writes a descriptor, most often one that can be.
+    /// Writes a descriptor, usually a valid one.
     fn describe(&mut self, ring: u32, input: &mut Input<'_>) {
         let at = Self::base(ring) + 16 * u64::from(input.word() % 512);
         let guest = match input.byte() {
@@ -261,7 +262,7 @@ impl<'r> Guest<'r> {
         self.memory.write(at + 14, &(input.word() % 520).to_le_bytes());
     }
 
-    /// Makes some heads available, and kicks, mostly.
+    /// Makes some heads available, and usually kicks.
     fn offer(&mut self, ring: u32, input: &mut Input<'_>) {
         let (place, index) = (Self::base(ring) + AVAILABLE, &mut self.available[ring as usize]);
         let size = u64::from(input.pick(&[256u16, 8, 64, 2, 1, 512]));
@@ -279,7 +280,7 @@ impl<'r> Guest<'r> {
         }
     }
 
-    /// What a driver does that is not hostile: buffers for frames, or frames, of all lengths, as many as the ring has room for.
+    /// Fills the ring with valid buffers, or frames, as a well-behaved driver does.
     fn behave(&mut self, ring: u32, input: &mut Input<'_>) {
         let (size, place) = (self.sizes[ring as usize].clamp(1, 256) as u16, Self::base(ring) + AVAILABLE);
         let lens = [[1526u32, 12, 100, 4096, 65_600], [12 + 60, 12, 5, 12 + 1514, 65_600]];
@@ -304,7 +305,7 @@ impl<'r> Guest<'r> {
         let bytes = vec![7; usize::from(input.word())];
         for _ in 0..=input.pick(&[0, 1, 3, 15, 400]) {
             let length = input.pick(&[64, bytes.len(), 1400, 30_000]).min(bytes.len());
-            // A tap that is full takes nothing.
+            // Fails if the tap is full.
             let _ = self.rig.host.send_to(&bytes[..length], ("10.9.0.2", 9));
         }
     }
@@ -335,10 +336,10 @@ impl<'r> Guest<'r> {
         }
     }
 
-    /// Kicks, calls and errors by something that is no eventfd, or one with a will of its own.
+    /// Sets a kick, call or error descriptor that is not an eventfd, or one in semaphore mode.
     fn strange_descriptor(&mut self, ring: u32, input: &mut Input<'_>) -> Done {
         let file = |path: &str| {
-            std::fs::File::options().read(true).write(true).open(path).expect("it is there").into()
+            std::fs::File::options().read(true).write(true).open(path).expect("the file exists").into()
         };
         let fd: OwnedFd = match input.below(7) {
             0 => file("/dev/null"),
@@ -355,7 +356,7 @@ impl<'r> Guest<'r> {
 
     fn device_state(&mut self, input: &mut Input<'_>) -> Done {
         if input.below(4) == 0 {
-            // Only a transfer that is over has an end to wait for.
+            // CHECK_DEVICE_STATE waits for the end of the transfer.
             self.pipes.clear();
             return self.frontend.number(Code::CHECK_DEVICE_STATE).map(drop);
         }
@@ -365,9 +366,9 @@ impl<'r> Guest<'r> {
         if direction == 1 {
             let _ = rustix::io::write(&ours, input.0.get(..20).unwrap_or_default());
         }
-        let asked = self.frontend.query(Code::SET_DEVICE_STATE_FD, &halves(direction, 0), &[theirs.as_fd()]);
+        let reply = self.frontend.query(Code::SET_DEVICE_STATE_FD, &halves(direction, 0), &[theirs.as_fd()]);
         self.pipes.push(ours);
-        asked.map(drop)
+        reply.map(drop)
     }
 
     fn any_request(&mut self, input: &mut Input<'_>) -> Done {
@@ -376,7 +377,7 @@ impl<'r> Guest<'r> {
         let payload: Vec<u8> = (0..length).map(|_| input.byte()).collect();
         let fds = vec![self.log.fd(); usize::from(input.byte() % 4)];
         self.frontend.send(&request(code, true, &payload), code, &fds)?;
-        // Whether and how it is answered depends on what it is; the next exchange is one of numbers.
+        // Discards the reply, if there is one.
         self.frontend.stream().set_read_timeout(Some(Duration::from_millis(20))).expect("a time");
         let _ = std::io::Read::read(&mut self.frontend.stream(), &mut [0; 4096]);
         self.frontend.stream().set_read_timeout(Some(STOP_WITHIN)).expect("a time");
@@ -406,26 +407,26 @@ impl<'r> Guest<'r> {
         }
     }
 
-    /// Truncates guest memory, kicks, and gives the pages back, as zeros, before anything here touches them.
+    /// Truncates guest memory, kicks, and extends it again, with zeros, before this process accesses it.
     fn truncate(&mut self) -> Done {
-        rustix::fs::ftruncate(self.memory.fd(), 0).expect("it is ours");
+        rustix::fs::ftruncate(self.memory.fd(), 0).expect("the memory is a memfd");
         for kick in &self.kicks {
             let _ = rustix::io::write(kick, &1u64.to_ne_bytes());
         }
-        // What the answer is depends on whether the device has touched it by now.
-        let answered = self.frontend.number(Code::GET_FEATURES);
-        rustix::fs::ftruncate(self.memory.fd(), MEMORY_BYTES).expect("it is ours");
-        answered.map(drop)
+        // The reply depends on whether the device has accessed the memory.
+        let reply = self.frontend.number(Code::GET_FEATURES);
+        rustix::fs::ftruncate(self.memory.fd(), MEMORY_BYTES).expect("the memory is a memfd");
+        reply.map(drop)
     }
 }
 
-/// The connection is over, or nobody can tell what comes next on it.
+/// Returns true if the connection has ended, or is out of step.
 fn is_over(error: &Error) -> bool {
     !matches!(error, Error::Reply { found, .. } if found.starts_with('['))
 }
 
-/// A second after the last step no thread of the process runs. It is looked at sooner, too, so that most inputs need no second.
-fn assert_rests(what: &[u8]) {
+/// Asserts that the process is idle a second after the last step. Most inputs are idle sooner and need no second.
+fn assert_idle(input: &[u8]) {
     let until = Instant::now() + Duration::from_secs(1);
     loop {
         let (before, window) = (processor(), Duration::from_millis(15));
@@ -440,7 +441,7 @@ fn assert_rests(what: &[u8]) {
     let (before, window) = (processor(), Duration::from_millis(500));
     std::thread::sleep(window);
     let used = processor() - before;
-    assert!(used < window / 10, "{used:?} of {window:?} after {} bytes of input", what.len());
+    assert!(used < window / 10, "{used:?} of {window:?} after {} bytes of input", input.len());
 }
 
 struct Served {
@@ -455,7 +456,7 @@ impl Served {
         let (device, token): (Arc<dyn Device>, _) = (Arc::clone(net) as _, cancel.clone());
         let serve = move || {
             let channel = towline_channel::UnixChannel::new(theirs.into(), "the driver").expect("a socket");
-            // However it ends, it ends.
+            // Any result is permitted.
             let _ = towline_vhost_user::serve(&channel, &device, &token);
         };
         (Self { cancel, thread: Some(std::thread::spawn(serve)) }, ours)
@@ -464,7 +465,7 @@ impl Served {
     fn end(mut self) {
         self.cancel.cancel();
         let until = Instant::now() + END_WITHIN;
-        let thread = self.thread.take().expect("it is ended once");
+        let thread = self.thread.take().expect("`end` is called once");
         while !thread.is_finished() {
             assert!(Instant::now() < until, "the session does not end");
             std::thread::sleep(Duration::from_millis(1));
@@ -473,7 +474,7 @@ impl Served {
     }
 }
 
-/// Plays one input. Why it cannot be done on this machine, if so.
+/// Plays one input. The error is the reason why this machine cannot.
 #[allow(unreachable_pub, reason = "the fuzz target includes this file")]
 pub fn play(data: &[u8]) -> Result<(), String> {
     let rig = RIG.get_or_init(|| Rig::new().map(Mutex::new)).as_ref().map_err(String::clone)?;
@@ -488,14 +489,14 @@ pub fn play(data: &[u8]) -> Result<(), String> {
             }
             alive = !guest.step(&mut input).is_err_and(|error| is_over(&error));
         }
-        assert_rests(data);
+        assert_idle(data);
         let memory = memory_kib().saturating_sub(rig.memory_kib);
         assert!(
             memory <= MEMORY_KIB_MAX / 10 * 11,
-            "{memory} KiB more than before, at most {MEMORY_KIB_MAX} are stated"
+            "{memory} KiB more than before, the limit is {MEMORY_KIB_MAX}"
         );
         for ring in 0..QUEUES {
-            // Answers of before may still be in the socket; then the next one is not the stop's.
+            // A stop fails if replies of earlier requests are still in the socket.
             if alive && guest.running[ring as usize] {
                 alive = guest.stop(ring).is_ok();
             }
@@ -509,7 +510,7 @@ pub fn play(data: &[u8]) -> Result<(), String> {
         assert!(Instant::now() < until, "{} threads, {} before", threads(), rig.threads);
         std::thread::sleep(Duration::from_millis(1));
     }
-    // What the fuzzer, or the allocator, keeps of its own is not the card's.
+    // Memory that the fuzzer or the allocator keeps is not counted for the next input.
     rig.memory_kib = rig.memory_kib.max(memory_kib());
     Ok(())
 }

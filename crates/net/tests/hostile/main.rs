@@ -1,6 +1,6 @@
-//! Hostile guests and frontends against the whole card, by chance; `cargo xtask soak net-device` and the fuzz target `net_device` play
-//! more of them. `TOWLINE_SEEDS` says how many inputs, `TOWLINE_SECONDS` for how long at most.
-#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+//! Random steps of a hostile guest and frontend against the whole card. `cargo xtask soak net-device` and the fuzz target
+//! `net_device` play more of them. `TOWLINE_SEEDS` is the number of inputs, `TOWLINE_SECONDS` the time limit.
+#![allow(clippy::unwrap_used, reason = "a failure of a helper is a failure of its test")]
 
 mod device;
 
@@ -10,12 +10,12 @@ fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).map_or(otherwise, |value| value.parse().unwrap())
 }
 
-/// Random bytes are random steps; short inputs are played oftener.
+/// Random bytes are random steps; short inputs are more frequent.
 fn input(seed: u64) -> Vec<u8> {
     let mut random = fastrand::Rng::with_seed(seed);
     let longest = [60, 400, 1500][random.usize(..3)];
     let mut bytes = vec![random.u8(..), random.u8(..)];
-    // Two steps that start both rings, so that the others find them.
+    // Mostly, both rings are started first.
     if random.u8(..8) > 0 {
         bytes.extend([[0; 7], [1, 0, 0, 0, 0, 0, 0]].concat());
     }
@@ -23,27 +23,27 @@ fn input(seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// The steps of one input, by hand. The first two bytes are what is negotiated.
+/// An input of these steps. Its first two bytes select the negotiated features.
 fn steps(steps: &[&[u8]]) -> Vec<u8> {
     [&[&[0, 0][..]], steps].concat().concat()
 }
 
-/// Ring 0 of 256 entries from 0 on, enabled.
+/// Starts ring 0, of 256 entries, enabled, with base 0.
 const START_RECEIVING: &[u8] = &[0, 0, 0, 0, 0, 0, 0];
-/// Descriptor 0 of ring 0: 256 bytes to be written.
+/// Writes descriptor 0 of ring 0: 256 writable bytes.
 const DESCRIBE: &[u8] = &[0, 4, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0];
-/// Head 0 is made available, and the ring is kicked.
+/// Makes head 0 available and kicks.
 const OFFER: &[u8] = &[0, 7, 0, 1, 0, 0, 0, 0];
 const LINK_DOWN: &[u8] = &[0, 12, 0];
 const HOST_SENDS: &[u8] = &[0, 10, 0, 4, 15];
 
 #[test]
-fn a_card_whose_link_is_down_rests() {
-    let name = "a_card_whose_link_is_down_rests";
-    // A driver that starts while it is down, and one that was starved and posts buffers then.
+fn a_card_whose_link_is_down_is_idle() {
+    let name = "a_card_whose_link_is_down_is_idle";
+    // A driver that starts while the link is down, and one that adds the first buffers then.
     let started = steps(&[LINK_DOWN, START_RECEIVING, DESCRIBE, OFFER, HOST_SENDS]);
-    let starved = steps(&[START_RECEIVING, HOST_SENDS, LINK_DOWN, HOST_SENDS, DESCRIBE, OFFER]);
-    for input in [started, starved] {
+    let exhausted = steps(&[START_RECEIVING, HOST_SENDS, LINK_DOWN, HOST_SENDS, DESCRIBE, OFFER]);
+    for input in [started, exhausted] {
         if let Err(why) = device::play(&input) {
             return towline_lab::skip(name, &why);
         }
@@ -51,13 +51,13 @@ fn a_card_whose_link_is_down_rests() {
 }
 
 #[test]
-fn nothing_that_a_guest_or_frontend_does_keeps_the_card_busy() {
-    let name = "nothing_that_a_guest_or_frontend_does_keeps_the_card_busy";
+fn a_card_is_idle_after_any_steps_of_guest_and_frontend() {
+    let name = "a_card_is_idle_after_any_steps_of_guest_and_frontend";
     let (seeds, first) = (number("TOWLINE_SEEDS", 150), number("TOWLINE_FIRST_SEED", 0));
     let until = Instant::now() + Duration::from_secs(number("TOWLINE_SECONDS", 10));
     let mut played = 0;
     for seed in first..first + seeds {
-        // Shown by the harness if it fails.
+        // The test harness prints it on failure.
         println!("seed {seed}");
         if let Err(why) = device::play(&input(seed)) {
             return towline_lab::skip(name, &why);

@@ -15,6 +15,14 @@ pub(crate) enum Transport {
     Udp,
 }
 
+/// Contents of a checksum field of TCP or UDP.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Checksum {
+    /// The sum of the pseudo-header, to be completed by an offload.
+    Partial,
+    Complete,
+}
+
 #[derive(Debug, Clone)]
 pub(crate) struct Packet {
     pub(crate) vlans: usize,
@@ -54,7 +62,7 @@ impl Packet {
         [1, kind, 0, 0, low, high, start_low, start_high, offset, 0]
     }
 
-    /// The packets that it is to become.
+    /// Its segments.
     pub(crate) fn segments(&self, bytes: usize) -> Vec<Packet> {
         let count = self.payload.len().div_ceil(bytes);
         let segment = |(index, payload): (usize, &[u8])| {
@@ -72,13 +80,13 @@ impl Packet {
         self.payload.chunks(bytes).enumerate().map(segment).collect()
     }
 
-    /// Its bytes; with `partial` only the sum of the pseudo-header is where the checksum will be.
-    pub(crate) fn frame(&self, partial: bool) -> Vec<u8> {
+    /// Its bytes.
+    pub(crate) fn frame(&self, checksum: Checksum) -> Vec<u8> {
         let mut frame = vec![0x11; 12];
         for vlan in 0..self.vlans {
             frame.extend(if vlan == 0 && self.vlans == 2 { [0x88, 0xa8, 0, 5] } else { [0x81, 0, 0, 9] });
         }
-        let transport = self.transport(partial);
+        let transport = self.transport_bytes(checksum);
         match &self.ip {
             Ip::V4 { addresses, id, options, tos } => {
                 let length = u16::try_from(20 + options + transport.len()).unwrap().to_be_bytes();
@@ -104,7 +112,7 @@ impl Packet {
         frame
     }
 
-    fn transport(&self, partial: bool) -> Vec<u8> {
+    fn transport_bytes(&self, checksum: Checksum) -> Vec<u8> {
         let mut bytes = vec![0x12, 0x34, 0x56, 0x78];
         let field = match &self.transport {
             Transport::Tcp { sequence, flags, options } => {
@@ -128,16 +136,16 @@ impl Packet {
         pseudo.extend([0, self.protocol()]);
         pseudo.extend(u16::try_from(bytes.len()).unwrap().to_be_bytes());
         let pseudo = sum(&pseudo);
-        let field_value = match partial {
-            true => pseudo,
-            false => invert(end_around(u32::from(pseudo) + u32::from(sum(&bytes)))),
+        let field_value = match checksum {
+            Checksum::Partial => pseudo,
+            Checksum::Complete => invert(end_around(u32::from(pseudo) + u32::from(sum(&bytes)))),
         };
         bytes[field..field + 2].copy_from_slice(&field_value.to_be_bytes());
         bytes
     }
 }
 
-/// The sum of 16-bit words, as RFC 1071 words it.
+/// Sum of 16-bit words, as defined in RFC 1071.
 pub(crate) fn sum(bytes: &[u8]) -> u16 {
     let mut sum = 0;
     for word in bytes.chunks(2) {

@@ -1,4 +1,4 @@
-//! A card with AF_XDP on a veth pair, a driver, and who looks at the other end.
+//! A card with AF_XDP on a veth pair, a driver, and a receiver at the other end.
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
@@ -10,24 +10,24 @@ use towline_frontend::net::feature;
 use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
 use towline_frontend::{Buffer, Error, Frontend, GUEST_BASE, Memory, Queue, QueueOptions};
 use towline_lab::{Network, skip, wait_until};
-use towline_net::{Mode, Net, Options, QueueStatistics, Taps, Xdp};
+use towline_net::{Net, Options, QueueStatistics, Taps, TransmitMode, Xdp};
 
 use crate::common::Served;
-use crate::model::{Ip, Packet, Transport};
+use crate::model::{Checksum, Ip, Packet, Transport};
 
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 const REGION: u64 = 16 << 20;
 const MTU: usize = 4500;
-/// Frames that are under way at once, each in a part of memory of its own.
+/// Maximum number of frames in flight, each in its own part of memory.
 pub(crate) const SLOTS: u64 = 16;
 const SLOT: u64 = 512 << 10;
-/// The second slot lies across the border of both regions.
+/// Start of the slots. The second one crosses the boundary of the two regions.
 const SLOTS_AT: u64 = GUEST_BASE + REGION - SLOT - (32 << 10);
 const RING: u16 = 256;
 pub(crate) const VIRTIO: usize = 12;
 
 pub(crate) struct Bench {
-    /// First, as it ends before what it uses.
+    // First, as it is to be dropped first.
     pub(crate) served: Served,
     pub(crate) near: Network,
     _far: Network,
@@ -40,12 +40,12 @@ pub(crate) struct Bench {
 }
 
 impl Bench {
-    /// `None`, with the reason printed, where it cannot be had.
+    /// Returns `None`, and prints the reason, if this machine cannot run the test.
     pub(crate) fn new(name: &str, pairs: u32, change: impl FnOnce(Xdp) -> Xdp) -> Option<Self> {
         Self::on("out0", name, pairs, change)
     }
 
-    /// By the interface `out0`, or by `mac0`, a macvlan on it, whose packets go through what `out0` has of queueing.
+    /// By the interface `out0`, or by `mac0`, a macvlan on it, whose packets pass the queueing discipline of `out0`.
     pub(crate) fn on(
         interface: &str,
         name: &str,
@@ -86,12 +86,12 @@ impl Bench {
                 return None;
             }
         };
-        // On one processor, as a veth keeps no order over several.
+        // On one processor, as a veth does not keep the order over several.
         let options = Options { cpus: vec![0], ..Options::default() };
         let taps = near.enter(|| Taps::open("tap0", pairs as usize)).unwrap().unwrap();
         let net = Arc::new(Net::with_xdp(taps, Some(xdp), options));
         let (served, mut frontend) = Served::start(&near, &net);
-        let features = agree(&mut frontend).unwrap();
+        let features = negotiate(&mut frontend).unwrap();
         let memory = Arc::new(Memory::in_regions(REGION, 2).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
         let queue =
@@ -109,7 +109,7 @@ impl Bench {
         Some(Self { served, near, _far: far, net, frontend, memory, queues, receiver, random })
     }
 
-    /// Any frame that can go without the tap; what arrives of it.
+    /// A random frame that AF_XDP supports, and the packets that arrive.
     pub(crate) fn packet(&mut self) -> (Vec<u8>, Vec<Vec<u8>>) {
         let random = &mut self.random;
         let v4 = Ip::V4 {
@@ -125,7 +125,7 @@ impl Bench {
             options: 4 * random.usize(..=10),
         };
         let (super_frame, ip) = (random.bool(), if random.bool() { v4 } else { v6 });
-        // USO is not offered, as a guest that has it is rare.
+        // Without UDP segmentation, which is not negotiated.
         let transport = if super_frame || random.bool() { tcp } else { Transport::Udp };
         let longest = if super_frame { 60_000 } else { MTU - 140 };
         let length = if random.u8(..3) == 0 { random.usize(1..300) } else { random.usize(1..longest) };
@@ -134,19 +134,22 @@ impl Bench {
         let kind = random.u8(..3);
         if super_frame {
             let segment = random.u16(600..4280);
-            let arrives = packet.segments(segment.into()).iter().map(seen).collect();
-            return ([&packet.request(Some(segment))[..], &[0; 2], &packet.frame(true)].concat(), arrives);
+            let arrives = packet.segments(segment.into()).iter().map(received).collect();
+            return (
+                [&packet.request(Some(segment))[..], &[0; 2], &packet.frame(Checksum::Partial)].concat(),
+                arrives,
+            );
         }
         match kind {
-            0 => ([&[0; VIRTIO][..], &packet.frame(false)].concat(), vec![seen(&packet)]),
+            0 => ([&[0; VIRTIO][..], &packet.frame(Checksum::Complete)].concat(), vec![received(&packet)]),
             _ => {
-                let sent = [&packet.request(None)[..], &[0; 2], &packet.frame(true)].concat();
-                (sent, vec![seen(&packet)])
+                let sent = [&packet.request(None)[..], &[0; 2], &packet.frame(Checksum::Partial)].concat();
+                (sent, vec![received(&packet)])
             }
         }
     }
 
-    /// Transmits it in pieces at any places of its slot.
+    /// Transmits a frame in buffers at random offsets of its slot.
     pub(crate) fn transmit(&mut self, queue: usize, slot: u64, bytes: &[u8]) {
         let mut at = SLOTS_AT + slot * SLOT;
         let (mut left, mut buffers) = (bytes, Vec::new());
@@ -163,7 +166,7 @@ impl Bench {
         assert!(self.queues[queue].add(&buffers, &[], slot), "a ring has room for {SLOTS} chains");
     }
 
-    /// Transmits so many frames on this queue, and compares what arrives.
+    /// Transmits frames on this queue, and compares the packets that arrive.
     pub(crate) fn traffic(&mut self, queue: usize, frames: u64) {
         for _ in 0..frames.div_ceil(SLOTS) {
             let mut wanted = Vec::new();
@@ -177,23 +180,23 @@ impl Bench {
                 let found = self.receive();
                 assert!(found == *wanted, "packet {index}: {} bytes, not {}", found.len(), wanted.len());
             }
-            self.all_back(queue);
+            self.wait_until_sent(queue);
         }
     }
 
-    /// Waits for each slot to come back once.
-    pub(crate) fn all_back(&mut self, queue: usize) {
+    /// Waits until all chains are used, each once.
+    pub(crate) fn wait_until_sent(&mut self, queue: usize) {
         let queue = &mut self.queues[queue];
-        let mut back = HashSet::new();
+        let mut used_slots = HashSet::new();
         while queue.in_flight() > 0 {
             match queue.pop_used().unwrap() {
-                Some(used) => assert!(back.insert(used.token), "slot {} came back twice", used.token),
+                Some(used) => assert!(used_slots.insert(used.token), "slot {} was used twice", used.token),
                 None => queue.wait(WITHIN).unwrap(),
             }
         }
     }
 
-    /// The next packet that is one of the model's.
+    /// The next packet of the model; others are ignored.
     pub(crate) fn receive(&self) -> Vec<u8> {
         let mut bytes = vec![0; 1 << 16];
         loop {
@@ -209,20 +212,20 @@ impl Bench {
         self.net.statistics()[pair][1]
     }
 
-    pub(crate) fn is_in(&self, mode: Mode) {
-        wait_until("the mode", WITHIN, || Ok((self.net.modes()[0] == mode).then_some(()))).unwrap();
+    pub(crate) fn wait_for_mode(&self, mode: TransmitMode) {
+        wait_until("the mode", WITHIN, || Ok((self.net.transmit_modes()[0] == mode).then_some(()))).unwrap();
     }
 }
 
-/// What driver and card agree upon.
-pub(crate) fn agree(frontend: &mut Frontend) -> Result<u64, Error> {
+/// Negotiates the features of the driver.
+pub(crate) fn negotiate(frontend: &mut Frontend) -> Result<u64, Error> {
     let features = feature::OFFLOADS | feature::MRG_RXBUF;
     Ok(frontend.negotiate(features, EVENT_IDX | INDIRECT, 0)?.features)
 }
 
-/// As a packet socket has it: without the outer VLAN tag, which the kernel tells elsewhere.
-fn seen(packet: &Packet) -> Vec<u8> {
-    let mut frame = packet.frame(false);
+/// The packet as a packet socket receives it: without the outer VLAN tag, which is in the auxiliary data.
+fn received(packet: &Packet) -> Vec<u8> {
+    let mut frame = packet.frame(Checksum::Complete);
     if packet.vlans > 0 {
         frame.drain(12..16);
     }

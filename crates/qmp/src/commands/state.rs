@@ -184,6 +184,28 @@ pub struct MemorySize {
     pub plugged_memory: u64,
 }
 
+/// `query-memdev`: the `memory-backend-*` objects.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct QueryMemdev;
+command!(QueryMemdev, "query-memdev", Vec<Memdev>);
+
+/// A memory backend. Other properties are read by [`QomGet`] of `/objects/ID`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Memdev {
+    /// Its id; absent if it has none.
+    #[serde(default)]
+    pub id: Option<String>,
+    /// Bytes.
+    pub size: u64,
+    /// True if its memory was allocated at start.
+    #[serde(default)]
+    pub prealloc: bool,
+    /// Keys that we do not know.
+    #[serde(flatten)]
+    pub other: Map<String, Value>,
+}
+
 /// `query-cpus-fast`.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct QueryCpusFast;

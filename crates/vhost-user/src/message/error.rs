@@ -1,76 +1,79 @@
-//! What a message can be that is none.
+//! Errors of a message.
 
 use super::{Code, PAYLOAD_BYTES_MAX, TABLE_REGIONS_MAX};
 
-/// Bytes or descriptors that are no request. Always the frontend's fault.
+/// An invalid request of the frontend.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum MessageError {
     /// Another protocol.
     #[error("{code} has version {found}, expected 1; is the frontend one of vhost-user?")]
     Version {
-        /// What it is about.
+        /// The request.
         code: Code,
         /// The version in its flags.
         found: u32,
     },
-    /// An answer came where nothing was asked.
+    /// A reply instead of a request.
     #[error("{code} came as a reply, expected a request; are two backends connected to each other?")]
     ReplyAsRequest {
-        /// What it is about.
+        /// The request.
         code: Code,
     },
-    /// A payload longer than any.
-    #[error("{code} has {found} bytes of payload, at most {PAYLOAD_BYTES_MAX} are read")]
+    /// A payload that exceeds the limit.
+    #[error("{code} has {found} bytes of payload, at most {PAYLOAD_BYTES_MAX} are accepted")]
     TooLong {
-        /// What it is about.
+        /// The request.
         code: Code,
-        /// The length in its header.
+        /// Length in its header.
         found: usize,
     },
     /// A payload of the wrong length.
     #[error("{code} has {found} bytes of payload, expected {expected}")]
     Length {
-        /// What it is about.
+        /// The request.
         code: Code,
-        /// Its length.
+        /// Length of the payload.
         found: usize,
-        /// What its kind has.
+        /// Length for this request.
         expected: usize,
     },
-    /// More or fewer descriptors than its kind has.
+    /// A wrong number of descriptors.
     #[error("{code} came with {found} descriptors, expected {expected}")]
     Descriptors {
-        /// What it is about.
+        /// The request.
         code: Code,
-        /// How many came.
+        /// Number of descriptors.
         found: usize,
-        /// How many its kind has.
+        /// Number for this request.
         expected: usize,
     },
-    /// A number in the payload that cannot be.
+    /// An invalid number in the payload.
     #[error("{code}: {what} is {found}, expected {expected}")]
     Value {
-        /// What it is about.
+        /// The request.
         code: Code,
-        /// Which number.
+        /// Name of the number.
         what: &'static str,
         /// The number.
         found: u64,
-        /// What it may be.
+        /// The valid numbers.
         expected: &'static str,
     },
-    /// More regions than fit in one table.
-    #[error("SET_MEM_TABLE names {found} regions, at most {TABLE_REGIONS_MAX}; ADD_MEM_REG takes more")]
+    /// Too many regions for one table.
+    #[error(
+        "SET_MEM_TABLE has {found} regions, at most {TABLE_REGIONS_MAX} are accepted; add others by ADD_MEM_REG"
+    )]
     Regions {
-        /// How many.
+        /// Number of regions.
         found: u32,
     },
-    /// A request that this backend does not know or leaves out.
+    /// A request that this backend does not support.
     #[error("{code} is not supported{why}")]
     Unsupported {
-        /// What it is about.
+        /// The request.
         code: Code,
-        /// Which feature would have to be negotiated, and is not offered.
+        /// The feature that the request belongs to, in parentheses.
         why: &'static str,
     },
 }

@@ -1,13 +1,13 @@
-//! What frontend and backend say to each other, as bytes and as values. No I/O.
+//! The messages of vhost-user, as bytes and as values, without I/O.
 //!
 //! ```text
 //!   0        4        8        12
-//!   | request | flags  | length | payload ...            file descriptors ride on the first byte
-//!               bits 0-1 version 1, bit 2 reply, bit 3 an answer is wanted
+//!   | request | flags  | length | payload ...            descriptors belong to the first byte
+//!               bits 0-1 version 1, bit 2 reply, bit 3 need_reply
 //! ```
-//! Numbers are little-endian here (the standard says native; both ends share a machine). The source of the format is
-//! QEMU's `docs/interop/vhost-user.rst`. A payload has exactly the length of its request, and a request exactly the
-//! descriptors that it is for: anything else is a [`MessageError`] before anything is done.
+//! Numbers are little-endian (native in the specification; both ends share a machine). The source of the format is QEMU's
+//! `docs/interop/vhost-user.rst`. Lengths of payloads and numbers of descriptors have to match their request; everything else is
+//! a [`MessageError`] before the request has any effect.
 
 mod error;
 mod reply;
@@ -22,23 +22,23 @@ pub use error::MessageError;
 pub use reply::Reply;
 pub use request::{Direction, LogMemory, Request, VringFd};
 
-/// Bytes before a payload.
+/// Size of a header.
 pub const HEADER_BYTES: usize = 12;
-/// The longest payload that is read. The longest known one is a configuration space of [`CONFIG_BYTES_MAX`].
+/// Maximum size of a payload. The largest known one is a configuration space of [`CONFIG_BYTES_MAX`].
 pub const PAYLOAD_BYTES_MAX: usize = 4096;
-/// Regions in one `SET_MEM_TABLE` (`VHOST_MEMORY_BASELINE_NREGIONS`).
+/// Maximum number of regions in one `SET_MEM_TABLE` (`VHOST_MEMORY_BASELINE_NREGIONS`).
 pub const TABLE_REGIONS_MAX: usize = 8;
-/// The longest part of a configuration space in one message (`VHOST_USER_MAX_CONFIG_SIZE`).
+/// Maximum size of the configuration space in one message (`VHOST_USER_MAX_CONFIG_SIZE`).
 pub const CONFIG_BYTES_MAX: usize = 256;
 
 pub(crate) const VERSION: u32 = 1;
 pub(crate) const VERSION_MASK: u32 = 3;
 pub(crate) const FLAG_REPLY: u32 = 1 << 2;
 pub(crate) const FLAG_NEED_REPLY: u32 = 1 << 3;
-/// In the payload of requests with one descriptor: there is none.
+/// In the payload of requests with one descriptor: it is absent (`VHOST_USER_VRING_NOFD_MASK`).
 pub(crate) const NO_FD: u64 = 1 << 8;
 
-/// What a message is about. Unknown numbers are kept.
+/// Code of a request. Unknown codes are preserved.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Code(pub u32);
 
@@ -47,7 +47,7 @@ macro_rules! codes {
         impl Code {
             $(#[doc = concat!("`VHOST_USER_", stringify!($name), "`.")] pub const $name: Self = Self($number);)*
 
-            /// The standard's name; `None` for a number that this crate does not know.
+            /// Name in the specification; `None` for a code that this crate does not know.
             pub fn name(self) -> Option<&'static str> {
                 match self { $(Self::$name => Some(stringify!($name)),)* _ => None }
             }
@@ -81,26 +81,26 @@ impl fmt::Debug for Code {
     }
 }
 
-/// What comes before a payload.
+/// Header of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// What it is about.
+    /// The request.
     pub code: Code,
-    /// Whether the frontend waits for an answer, whatever the request.
+    /// True if the frontend requests an acknowledgement.
     pub need_reply: bool,
     /// Length of the payload in bytes, at most [`PAYLOAD_BYTES_MAX`].
     pub length: usize,
 }
 
 impl Header {
-    /// Reads a frontend's header.
+    /// Parses a frontend's header.
     ///
     /// # Errors
-    /// [`MessageError::Version`], [`MessageError::ReplyAsRequest`], [`MessageError::TooLong`]: after any of them the
-    /// stream is of no more use.
+    /// [`MessageError::Version`], [`MessageError::ReplyAsRequest`], [`MessageError::TooLong`]. The stream
+    /// cannot be read further.
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, MessageError> {
         let RawHeader { code, flags, length } =
-            RawHeader::read_from_bytes(bytes).expect("it has this length");
+            RawHeader::read_from_bytes(bytes).expect("HEADER_BYTES are a header");
         let (code, flags, length) = (Code(code.get()), flags.get(), length.get());
         if flags & VERSION_MASK != VERSION {
             return Err(MessageError::Version { code, found: flags & VERSION_MASK });
@@ -115,7 +115,7 @@ impl Header {
         Ok(Self { code, need_reply: flags & FLAG_NEED_REPLY != 0, length })
     }
 
-    /// The header as a frontend writes it.
+    /// Encodes the header of a request.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let need_reply = if self.need_reply { FLAG_NEED_REPLY } else { 0 };
         RawHeader::bytes(self.code, VERSION | need_reply, self.length)
@@ -132,31 +132,31 @@ pub(crate) struct RawHeader {
 
 impl RawHeader {
     pub(crate) fn bytes(code: Code, flags: u32, length: usize) -> [u8; HEADER_BYTES] {
-        let length = u32::try_from(length).expect("a payload is at most PAYLOAD_BYTES_MAX long");
+        let length = u32::try_from(length).expect("a payload has at most PAYLOAD_BYTES_MAX bytes");
         let header = Self { code: code.0.into(), flags: flags.into(), length: length.into() };
         zerocopy::transmute!(header)
     }
 }
 
-/// A stretch of guest memory as it is described on the wire.
+/// A region of guest memory (`VhostUserMemoryRegion`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct RegionInfo {
-    /// Where the guest has it.
+    /// Guest address.
     pub guest_address: U64,
     /// Length in bytes.
     pub size: U64,
-    /// Where the frontend has it; rings are named by such addresses.
+    /// Address in the frontend's process, which is also used for rings.
     pub user_address: U64,
-    /// Where it begins in the file that came along.
+    /// Offset in the file of its descriptor.
     pub mmap_offset: U64,
 }
 
-/// Where the parts of a ring are, in the frontend's addresses.
+/// User addresses of the parts of a ring (`vhost_vring_addr`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct VringAddress {
-    /// Which ring.
+    /// Number of the ring.
     pub index: U32,
     /// Bit 0: writes to the used ring are logged, at `log`.
     pub flags: U32,
@@ -166,15 +166,15 @@ pub struct VringAddress {
     pub used: U64,
     /// The available ring.
     pub available: U64,
-    /// Where the guest has the used ring, for the log.
+    /// Guest address of the used ring, for the log.
     pub log: U64,
 }
 
-/// A ring and a number: its size, its index, whether it is enabled.
+/// A ring and a number: its size, index, or enabled state (`vhost_vring_state`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct VringState {
-    /// Which ring.
+    /// Number of the ring.
     pub index: U32,
     /// The number.
     pub number: U32,

@@ -1,4 +1,4 @@
-//! Replies: what a backend answers. A descriptor that goes with one is the session's matter.
+//! Replies of the backend. Descriptors of replies are the session's.
 
 use zerocopy::IntoBytes;
 
@@ -6,41 +6,42 @@ use super::{
     CONFIG_BYTES_MAX, Code, FLAG_REPLY, RawConfig, RawHeader, RawTable, RegionInfo, VERSION, VringState,
 };
 
-/// An answer.
+/// A reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Reply {
-    /// A number: features, counts, or what became of a request (0 is well).
+    /// A number: features, a count, or the result of a request (0 is success).
     Number(u64),
-    /// Where a ring was stopped.
+    /// Available index of a stopped ring.
     VringBase(VringState),
-    /// A part of the configuration space.
+    /// Part of the configuration space.
     Config {
-        /// From this byte on.
+        /// Offset of the first byte.
         offset: u32,
-        /// As the frontend said.
+        /// Flags of the request.
         flags: u32,
-        /// What; empty says that it cannot be read.
+        /// Contents; empty if it cannot be read.
         bytes: Vec<u8>,
     },
-    /// Nothing but what came along as a descriptor.
+    /// No payload, only a descriptor.
     Empty,
-    /// In postcopy: where all regions are mapped here.
+    /// In postcopy: all regions with their addresses in the backend.
     Table(Vec<RegionInfo>),
-    /// In postcopy: where a region is mapped here.
+    /// In postcopy: a region with its address in the backend.
     Region(RegionInfo),
 }
 
 impl Reply {
-    /// The whole message that answers `code`.
+    /// Encodes the reply to `code`, with its header.
     ///
     /// # Panics
-    /// If more configuration than [`CONFIG_BYTES_MAX`] is to be sent.
+    /// If the configuration exceeds [`CONFIG_BYTES_MAX`].
     pub fn encode(&self, code: Code) -> Vec<u8> {
         let payload = match self {
             Self::Number(number) => number.to_le_bytes().to_vec(),
             Self::Empty => Vec::new(),
             Self::Table(regions) => {
-                let count = u32::try_from(regions.len()).expect("there are few");
+                let count = u32::try_from(regions.len()).expect("at most REGIONS_MAX");
                 let head = RawTable { regions: count.into(), padding: 0.into() };
                 [head.as_bytes(), regions.as_bytes()].concat()
             }
@@ -48,9 +49,9 @@ impl Reply {
             Self::VringBase(state) => state.as_bytes().to_vec(),
             Self::Config { offset, flags, bytes } => {
                 assert!(bytes.len() <= CONFIG_BYTES_MAX, "{} bytes of configuration", bytes.len());
-                let size = u32::try_from(bytes.len()).expect("it is bounded above");
+                let size = u32::try_from(bytes.len()).expect("at most CONFIG_BYTES_MAX");
                 let head = RawConfig { offset: (*offset).into(), size: size.into(), flags: (*flags).into() };
-                // A frontend takes an answer without a payload for a refusal.
+                // A frontend interprets a reply without a payload as a refusal.
                 if bytes.is_empty() { Vec::new() } else { [head.as_bytes(), bytes].concat() }
             }
         };

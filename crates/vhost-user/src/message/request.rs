@@ -1,4 +1,4 @@
-//! Requests: what a frontend asks for, with its own descriptors.
+//! Requests of the frontend, with their descriptors.
 
 use std::os::fd::OwnedFd;
 
@@ -10,114 +10,115 @@ use super::{
     TABLE_REGIONS_MAX, VringAddress, VringState,
 };
 
-/// A request, decoded and of the right shape. Whether it may come now is the session's to say.
+/// A decoded request with valid lengths and descriptors. The session checks that its state permits it.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum Request {
-    /// Which virtio features are offered?
+    /// Get the offered virtio features.
     GetFeatures,
-    /// These virtio features are taken.
+    /// Set the accepted virtio features.
     SetFeatures(u64),
-    /// The frontend is there.
+    /// Begin a session.
     SetOwner,
-    /// Obsolete; disables the rings.
+    /// Obsolete; disable the rings.
     ResetOwner,
-    /// All memory anew.
+    /// Replace all memory regions.
     SetMemTable(Vec<(RegionInfo, OwnedFd)>),
-    /// Where writes are logged.
+    /// Set the dirty log.
     SetLogBase(LogMemory),
-    /// Told when something was logged.
+    /// Set an eventfd for writes to the log, which this backend does not signal.
     SetLogFd(Option<OwnedFd>),
-    /// The size of a ring.
+    /// Set the size of a ring.
     SetVringNum(VringState),
-    /// Where the parts of a ring are.
+    /// Set the addresses of a ring.
     SetVringAddress(VringAddress),
-    /// Where a ring goes on.
+    /// Set the available index of a ring.
     SetVringBase(VringState),
-    /// Stop this ring; where was it?
+    /// Stop a ring and get its available index.
     GetVringBase(VringState),
-    /// By what the guest wakes us; starts the ring.
+    /// Set the kick eventfd of a ring, and start it.
     SetVringKick(VringFd),
-    /// By what we wake the guest.
+    /// Set the call eventfd of a ring.
     SetVringCall(VringFd),
-    /// By what we tell that a ring is broken.
+    /// Set the error eventfd of a ring.
     SetVringErr(VringFd),
-    /// Which protocol features are offered?
+    /// Get the offered protocol features.
     GetProtocolFeatures,
-    /// These protocol features are taken.
+    /// Set the accepted protocol features.
     SetProtocolFeatures(u64),
-    /// How many queues are there?
+    /// Get the number of queues.
     GetQueueNum,
     /// Enable (1) or disable (0) a ring.
     SetVringEnable(VringState),
-    /// Announce this address.
+    /// Announce the guest's address.
     SendRarp([u8; 6]),
-    /// The guest's MTU.
+    /// Set the guest's MTU.
     NetSetMtu(u64),
     /// Read the configuration space.
     GetConfig {
-        /// From this byte on.
+        /// Offset of the first byte.
         offset: u32,
-        /// So many bytes, at most [`CONFIG_BYTES_MAX`].
+        /// Number of bytes, at most [`CONFIG_BYTES_MAX`].
         size: u32,
-        /// 1: a migration's destination reads it.
+        /// 1: read by a migration's destination.
         flags: u32,
     },
     /// Write the configuration space.
     SetConfig {
-        /// From this byte on.
+        /// Offset of the first byte.
         offset: u32,
-        /// 1: it comes from a migration, not from the guest.
+        /// 1: of a migration, not of the guest.
         flags: u32,
-        /// What.
+        /// Contents.
         bytes: Vec<u8>,
     },
-    /// The device as it was before its first driver.
+    /// Reset the device.
     ResetDevice,
-    /// How many regions may there be?
+    /// Get the maximum number of memory regions.
     GetMaxMemSlots,
-    /// One more region.
+    /// Add a memory region.
     AddMemReg(RegionInfo, OwnedFd),
-    /// In postcopy: the frontend watches the regions that it was told the addresses of.
-    MemRegionsWatched,
-    /// One region less.
+    /// In postcopy: acknowledge the addresses of regions.
+    PostcopyRegionsAck,
+    /// Remove a memory region.
     RemMemReg(RegionInfo),
-    /// The virtio status byte.
+    /// Set the virtio status byte.
     SetStatus(u64),
-    /// What was the status byte?
+    /// Get the virtio status byte.
     GetStatus,
-    /// Save the device's state to, or load it from, this descriptor.
+    /// Save the device's state to a descriptor, or load it.
     SetDeviceStateFd(Direction, OwnedFd),
-    /// Has that gone well?
+    /// Get the result of the transfer.
     CheckDeviceState,
-    /// There will be postcopy: where are your faults told?
+    /// Prepare for postcopy and get the backend's userfaultfd.
     PostcopyAdvise,
-    /// Memory that is shared from now on is not there yet.
+    /// Memory that is shared from now on has not arrived yet.
     PostcopyListen,
-    /// All memory is there.
+    /// All memory has arrived.
     PostcopyEnd,
 }
 
-/// The log's shared memory.
+/// Shared memory of the dirty log.
 #[derive(Debug)]
 pub struct LogMemory {
     /// Length in bytes; each bit is a page of 4 KiB.
     pub size: u64,
-    /// Where it begins in the file.
+    /// Offset in the file.
     pub offset: u64,
     /// The file.
     pub fd: OwnedFd,
 }
 
-/// A ring and an eventfd, or none.
+/// A ring and its eventfd.
 #[derive(Debug)]
 pub struct VringFd {
-    /// Which ring.
+    /// Number of the ring.
     pub index: u8,
-    /// The eventfd; without one the other end has none and polls.
+    /// The eventfd; without one the other end polls.
     pub fd: Option<OwnedFd>,
 }
 
-/// Which way a device's state goes.
+/// Direction of a transfer of device state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// The backend writes it.
@@ -127,10 +128,10 @@ pub enum Direction {
 }
 
 impl Request {
-    /// Reads a payload and takes the descriptors that came with it.
+    /// Decodes a payload, with the descriptors of its message.
     ///
     /// # Errors
-    /// All of [`MessageError`] but those of a header. The message is understood as far as its end: the next can be read.
+    /// All of [`MessageError`] except for those of a header. The next message can be read.
     pub fn decode(code: Code, payload: &[u8], fds: Vec<OwnedFd>) -> Result<Self, MessageError> {
         let mut fds = Fds { code, fds };
         let request = match code {
@@ -146,10 +147,10 @@ impl Request {
             Code::SET_VRING_KICK => Self::SetVringKick(VringFd::decode(code, payload, &mut fds)?),
             Code::SET_VRING_CALL => Self::SetVringCall(VringFd::decode(code, payload, &mut fds)?),
             Code::SET_VRING_ERR => Self::SetVringErr(VringFd::decode(code, payload, &mut fds)?),
-            Code::ADD_MEM_REG if payload == [0; 8] => Self::MemRegionsWatched,
+            Code::ADD_MEM_REG if payload == [0; 8] => Self::PostcopyRegionsAck,
             Code::ADD_MEM_REG => Self::AddMemReg(single_region(code, payload)?, fds.one()?),
             Code::REM_MEM_REG => {
-                // Some frontends send the region's descriptor once more.
+                // Some frontends send the region's descriptor again.
                 fds.fds.clear();
                 Self::RemMemReg(single_region(code, payload)?)
             }
@@ -164,7 +165,7 @@ impl Request {
         Ok(request)
     }
 
-    /// Requests without descriptors and of a fixed length.
+    /// Decodes requests without descriptors and of a fixed length.
     fn plain(code: Code, payload: &[u8]) -> Result<Self, MessageError> {
         let number = || exactly::<U64>(code, payload).map(U64::get);
         let state = || exactly::<VringState>(code, payload);
@@ -195,7 +196,7 @@ impl Request {
             Code::POSTCOPY_ADVISE => nothing(Self::PostcopyAdvise),
             Code::POSTCOPY_LISTEN => nothing(Self::PostcopyListen),
             Code::POSTCOPY_END => nothing(Self::PostcopyEnd),
-            _ => Err(MessageError::Unsupported { code, why: left_out(code) }),
+            _ => Err(MessageError::Unsupported { code, why: missing_feature(code) }),
         }
     }
 
@@ -209,7 +210,7 @@ impl Request {
         }
         let count = count as usize;
         let bytes = count * size_of::<RegionInfo>();
-        // A frontend may send the whole of its array.
+        // A frontend may send its whole array.
         if rest.len() < bytes || rest.len() > TABLE_REGIONS_MAX * size_of::<RegionInfo>() {
             return Err(wrong(size_of::<RawTable>() + bytes));
         }
@@ -230,12 +231,12 @@ impl VringFd {
             let expected = "a ring below 256, and bit 8 for no descriptor";
             return Err(MessageError::Value { code, what: "its payload", found: number, expected });
         }
-        let index = u8::try_from(number & 0xff).expect("it is masked");
+        let index = u8::try_from(number & 0xff).expect("masked to 8 bits");
         Ok(Self { index, fd: fds.unless(number & NO_FD != 0)? })
     }
 }
 
-/// The descriptors of one message; those that are not taken are closed.
+/// Descriptors of one message. Unused ones are closed.
 struct Fds {
     code: Code,
     fds: Vec<OwnedFd>,
@@ -306,10 +307,10 @@ fn config(code: Code, payload: &[u8]) -> Result<Request, MessageError> {
     if !bounded {
         let found = u64::from(offset) + u64::from(size);
         let expected = "at most 256";
-        return Err(MessageError::Value { code, what: "the end of the part", found, expected });
+        return Err(MessageError::Value { code, what: "the end of the range", found, expected });
     }
     if code == Code::GET_CONFIG {
-        // The part itself may come along, as room for the answer.
+        // A frontend may send a buffer for the reply.
         if !bytes.is_empty() && bytes.len() != size as usize {
             return Err(wrong(size_of::<RawConfig>() + size as usize));
         }
@@ -321,7 +322,8 @@ fn config(code: Code, payload: &[u8]) -> Result<Request, MessageError> {
     Ok(Request::SetConfig { offset, flags, bytes: bytes.to_vec() })
 }
 
-fn left_out(code: Code) -> &'static str {
+/// The feature that an unsupported request belongs to.
+fn missing_feature(code: Code) -> &'static str {
     match code {
         Code::GET_INFLIGHT_FD | Code::SET_INFLIGHT_FD => " (INFLIGHT_SHMFD is not offered)",
         Code::SET_BACKEND_REQ_FD => " (BACKEND_REQ is not offered)",

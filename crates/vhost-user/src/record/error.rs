@@ -1,77 +1,78 @@
-//! Why a record is not taken.
+//! Errors of an in-flight record.
 
-/// Why a record is not taken.
+/// Error of an in-flight record.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum RecordError {
-    /// The file could not be read, made or mapped.
+    /// The file could not be read, created or mapped.
     #[error("the record of descriptors in flight {name}: {source}")]
     Io {
-        /// What it is called.
+        /// Name of the record.
         name: String,
-        /// Why.
+        /// Error of the system call.
         source: std::io::Error,
     },
-    /// Another process writes it.
+    /// Another process writes to it.
     #[error(
         "the record of descriptors in flight {name} is in use by another process; each device needs one of its own"
     )]
     InUse {
-        /// What it is called.
+        /// Name of the record.
         name: String,
     },
-    /// Something else.
-    #[error("{name} is no record of descriptors in flight; name another file, or remove it")]
-    NoRecord {
-        /// What it is called.
+    /// The file is not a record.
+    #[error("{name} is not a record of descriptors in flight; name another file, or remove it")]
+    NotARecord {
+        /// Name of the record.
         name: String,
     },
-    /// One of another version.
+    /// A record of another version.
     #[error(
         "the record of descriptors in flight {name} has version {found}, expected {expected}; start the version that \
          wrote it, or remove it while the guest is off",
         expected = super::VERSION
     )]
     Version {
-        /// What it is called.
+        /// Name of the record.
         name: String,
         /// Its version.
         found: u64,
     },
-    /// One of another device.
+    /// A record for another number of queues.
     #[error(
-        "the record of descriptors in flight {name} is of {found} queues, expected {expected}; give as many as before, or \
+        "the record of descriptors in flight {name} has {found} queues, expected {expected}; use as many as before, or \
          remove it while the guest is off"
     )]
     Queues {
-        /// What it is called.
+        /// Name of the record.
         name: String,
-        /// Of how many queues it is.
+        /// Its number of queues.
         found: usize,
-        /// How many the device has.
+        /// The device's number of queues.
         expected: usize,
     },
-    /// One that is too short or too long.
+    /// A record that is too short or too long.
     #[error(
         "the record of descriptors in flight {name} has {found} bytes, expected {expected}; remove it while the guest is off"
     )]
     Length {
-        /// What it is called.
+        /// Name of the record.
         name: String,
         /// Its length in bytes.
         found: u64,
-        /// What its header says.
+        /// Length according to its header.
         expected: u64,
     },
-    /// What nobody writes.
+    /// A record with impossible contents.
     #[error(
         "the record of descriptors in flight {name} is damaged: queue {index}: {what}; remove it while the guest is off"
     )]
     Damaged {
-        /// What it is called.
+        /// Name of the record.
         name: String,
-        /// Which queue.
+        /// Number of the queue.
         index: usize,
-        /// What is wrong, with the value.
+        /// The damage, with the value.
         what: String,
     },
 }

@@ -1,24 +1,25 @@
-//! What a device's rings have taken and not given back, kept where it outlives the process that did.
+//! The in-flight record: chains that a device's rings have popped and not published yet, in memory that outlives the process.
 //!
 //! ```text
-//!   0     header: "TOWLINEQ", version, queues, heads a queue                             a page
-//!   4096  queue 0: runs, entries, addresses, given, giving │ a word for each head        4096 + 8 × 32768 bytes
+//!   0     header: "TOWLINEQ", version, queues, heads per queue                                   a page
+//!   4096  queue 0: running, entries, addresses, published, publishing │ a word for each head     4096 + 8 × 32768 bytes
 //!         queue 1 …
 //! ```
-//! A head's word is 0 while the head is the driver's, else the number by which heads were taken in order. Chains are taken
-//! in the available ring's order, so where the next process goes on taking is what was given back plus what is marked; what
-//! is marked it takes first. Each step is one store, and between any two of them the record says what is true:
+//! The word of a head is 0 while the driver owns the head, otherwise the sequence number with which the head was popped. Heads
+//! are popped in the order of the available ring, so the next process's `last_avail_idx` is the number of published chains plus
+//! the number of marked heads; it resubmits the marked heads first. Each step is one store, and the record is valid between any
+//! two of them:
 //!
 //! ```text
-//!   take       the head's word is set                     (given + marked is where the available ring goes on)
-//!   publish    giving = used + n │ used entries │ used index │ the words of these heads = 0 │ given = giving
+//!   pop        the head's word is set                     (published + marked is last_avail_idx)
+//!   publish    publishing = used + n │ used entries │ used index │ words of these heads = 0 │ published = publishing
 //! ```
-//! A used index that equals `given` means that nothing was published since, one that equals `giving` that the words of the
-//! last entries of the used ring may not be cleared yet; any other one that the ring is another one, and then the record is
-//! of no use and goes.
+//! A used index that equals `published` means that no batch was published since. If it equals `publishing`, the words of the
+//! last used entries may not be cleared yet. With any other used index the ring is not the recorded one, and the record is
+//! discarded.
 //!
-//! What it is not: nothing of the guest's data, no addresses in memory of this process. All words are little-endian. The
-//! format is of this crate alone; [`VERSION`] moves when it changes.
+//! It contains no guest data and no addresses of this process. All words are little-endian. The format is private to this
+//! crate; a change increments [`VERSION`].
 
 mod error;
 mod queue;
@@ -38,48 +39,48 @@ use crate::QUEUES_MAX;
 use crate::ring::RING_SIZE_MAX;
 use crate::sys::{Area, Mapping, inherited};
 
-/// The version of the format that is written, and the only one that is read.
+/// Version of the format.
 pub const VERSION: u32 = 1;
 
-/// The name of the record in a service manager's store of descriptors.
-pub const STORED: &str = "towline-state";
+/// Name of the record in the file descriptor store of a service manager.
+pub const RECORD_FD_NAME: &str = "towline-state";
 
 const MAGIC: u64 = u64::from_le_bytes(*b"TOWLINEQ");
 const PAGE: usize = 4096;
-/// In the header, in bytes.
+/// Offsets in the header.
 const VERSION_AND_QUEUES: usize = 8;
 const HEADS: usize = 16;
-/// Of each queue: a page and its words.
+/// Size of a queue's part: a page, and the words of its heads.
 const QUEUE_BYTES: usize = PAGE + 8 * RING_SIZE_MAX as usize;
 
-/// The record of all queues of one device.
+/// In-flight record of all queues of one device.
 #[derive(Debug)]
-pub struct Record {
+pub struct InFlightRecord {
     mapping: Arc<Mapping>,
     queues: usize,
     durable: bool,
 }
 
-impl Record {
-    /// A record of this process: for frontends that come and go while it lives.
+impl InFlightRecord {
+    /// A record that ends with this process. It serves frontends that reconnect.
     ///
     /// # Errors
     /// [`RecordError::Io`], [`RecordError::Queues`].
     pub fn new(queues: usize) -> Result<Self, RecordError> {
-        let failed = |errno: Errno| RecordError::Io { name: STORED.to_owned(), source: errno.into() };
+        let failed = |errno: Errno| RecordError::Io { name: RECORD_FD_NAME.to_owned(), source: errno.into() };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd = memfd_create(STORED, flags).map_err(failed)?;
-        let mut record = Self::open(fd, queues, STORED)?;
+        let fd = memfd_create(RECORD_FD_NAME, flags).map_err(failed)?;
+        let mut record = Self::open(fd, queues, RECORD_FD_NAME)?;
         record.durable = false;
-        // Nobody who is handed it can cut it short under us.
+        // A process that receives the descriptor cannot truncate it.
         fcntl_add_seals(record.as_fd(), SealFlags::SHRINK | SealFlags::GROW).map_err(failed)?;
         Ok(record)
     }
 
-    /// The record in this file, which is made if the file is empty. `name` is what messages call it.
+    /// Opens the record in this file, or creates it if the file is empty. `name` identifies it in messages.
     ///
     /// # Errors
-    /// That it is in use by another process, is none, of another version, for another number of queues, or damaged.
+    /// If it is in use by another process, is not a record, has another version or number of queues, or is damaged.
     pub fn open(fd: OwnedFd, queues: usize, name: &str) -> Result<Self, RecordError> {
         if !(1..=QUEUES_MAX).contains(&queues) {
             return Err(RecordError::Queues { name: name.to_owned(), found: queues, expected: QUEUES_MAX });
@@ -95,7 +96,7 @@ impl Record {
         if found == 0 {
             ftruncate(&file, expected).map_err(|errno| failed(errno.into()))?;
         } else if found < PAGE as u64 {
-            return Err(RecordError::NoRecord { name: name.to_owned() });
+            return Err(RecordError::NotARecord { name: name.to_owned() });
         }
         let has = file.metadata().map_err(failed)?.len();
         let mapping = Mapping::new(file.into(), 0, has)
@@ -105,27 +106,29 @@ impl Record {
         Ok(record)
     }
 
-    /// The record that the service manager kept in its store for this process, under the name [`STORED`]; `None` if it has
-    /// none.
+    /// Opens the record that the service manager stored for this process under the name [`RECORD_FD_NAME`]; `None` if it has
+    /// stored none.
     ///
     /// # Errors
-    /// As [`Record::open`].
+    /// As [`InFlightRecord::open`].
     pub fn from_service_manager(queues: usize) -> Result<Option<Self>, RecordError> {
-        let Some(index) = inherited::names().iter().position(|name| name == STORED) else { return Ok(None) };
+        let Some(index) = inherited::names().iter().position(|name| name == RECORD_FD_NAME) else {
+            return Ok(None);
+        };
         let name = "in the service manager's store";
-        let fd = inherited::take(index)
+        let fd = inherited::take_fd(index)
             .map_err(|errno| RecordError::Io { name: name.to_owned(), source: errno.into() })?;
         Self::open(fd, queues, name).map(Some)
     }
 
-    /// So that the next process finds it: where this descriptor is kept, the record is.
+    /// Declares that the record outlives this process, because its descriptor is stored elsewhere.
     #[must_use]
-    pub fn kept(self) -> Self {
+    pub fn into_durable(self) -> Self {
         Self { durable: true, ..self }
     }
 
-    /// Nobody keeps it: it goes with this process.
-    pub(crate) fn forgotten(self) -> Self {
+    /// Declares that the record ends with this process.
+    pub(crate) fn into_volatile(self) -> Self {
         Self { durable: false, ..self }
     }
 
@@ -139,16 +142,16 @@ impl Record {
         let queues = u64::try_from(self.queues).expect("at most 256");
         match header.load_64(0, Acquire) {
             MAGIC => {}
-            // Who made it died before it was one; or it was made just now.
+            // Just created, or its process died before the header was complete.
             0 if found == expected => {
                 header.store_64(VERSION_AND_QUEUES, u64::from(VERSION) | queues << 32, Relaxed);
                 header.store_64(HEADS, RING_SIZE_MAX.into(), Relaxed);
                 header.store_64(0, MAGIC, Release);
             }
-            _ => return Err(RecordError::NoRecord { name: name() }),
+            _ => return Err(RecordError::NotARecord { name: name() }),
         }
-        let both = header.load_64(VERSION_AND_QUEUES, Relaxed);
-        let (version, recorded) = (both & u64::from(u32::MAX), both >> 32);
+        let word = header.load_64(VERSION_AND_QUEUES, Relaxed);
+        let (version, recorded) = (word & u64::from(u32::MAX), word >> 32);
         if version != u64::from(VERSION) {
             return Err(RecordError::Version { name: name(), found: version });
         }
@@ -157,7 +160,7 @@ impl Record {
             return Err(RecordError::Queues { name: name(), found, expected: self.queues });
         }
         if header.load_64(HEADS, Relaxed) != u64::from(RING_SIZE_MAX) {
-            return Err(RecordError::NoRecord { name: name() });
+            return Err(RecordError::NotARecord { name: name() });
         }
         if found != expected {
             return Err(RecordError::Length { name: name(), found, expected });
@@ -168,18 +171,18 @@ impl Record {
         Ok(())
     }
 
-    /// The part of one queue.
+    /// Part of one queue.
     pub(crate) fn queue(&self, index: usize) -> QueueRecord {
         assert!(index < self.queues, "queue {index} of a record of {}", self.queues);
         QueueRecord::new(self.area(PAGE + QUEUE_BYTES * index, QUEUE_BYTES), self.durable)
     }
 
     fn area(&self, start: usize, len: usize) -> Area {
-        Area::new(&self.mapping, start as u64, len, 8).expect("the file is as long as its header says")
+        Area::new(&self.mapping, start as u64, len, 8).expect("the length of the file was checked")
     }
 }
 
-impl AsFd for Record {
+impl AsFd for InFlightRecord {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.mapping.file().0.as_fd()
     }

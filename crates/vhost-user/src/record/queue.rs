@@ -1,4 +1,4 @@
-//! The record of one queue.
+//! The part of one queue in the in-flight record.
 
 use std::sync::atomic::Ordering::{Acquire, Release};
 
@@ -7,32 +7,33 @@ use crate::message::VringAddress;
 use crate::ring::RING_SIZE_MAX;
 use crate::sys::Area;
 
-/// In the page before the words, in bytes.
-const RUNS: usize = 0;
+/// Offsets in the page before the words.
+const RUNNING: usize = 0;
 const ENTRIES: usize = 8;
 const DESCRIPTORS: usize = 16;
 const AVAILABLE: usize = 24;
 const USED: usize = 32;
-const GIVEN: usize = 40;
-const GIVING: usize = 48;
+const PUBLISHED: usize = 40;
+const PUBLISHING: usize = 48;
+/// Difference of available and used index when the ring began.
 const SKIPPED: usize = 56;
 
-/// See the module above.
+/// In-flight record of a queue.
 #[derive(Debug, Clone)]
 pub(crate) struct QueueRecord {
     area: Area,
     durable: bool,
 }
 
-/// What a record says of a ring that goes on.
+/// State of a ring to resume.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct InFlight {
-    /// Heads that were taken and not given back, in the order in which they were.
+pub(crate) struct RecoveredRing {
+    /// Heads in flight, in the order in which they were popped.
     pub(crate) heads: Vec<u16>,
-    /// Chains given back, counted from where the ring began.
-    pub(crate) given: u64,
-    /// Where the available ring goes on behind them.
-    pub(crate) next: u16,
+    /// Number of chains published, counted from the used index with which the ring began.
+    pub(crate) published: u64,
+    /// Index of the next available entry to pop.
+    pub(crate) last_avail_idx: u16,
 }
 
 impl QueueRecord {
@@ -40,14 +41,14 @@ impl QueueRecord {
         Self { area, durable }
     }
 
-    /// Whether the next process will find it.
+    /// Returns true if the record outlives this process.
     pub(crate) fn is_durable(&self) -> bool {
         self.durable
     }
 
-    /// What is wrong with it.
+    /// Checks the record. Returns its damage, with the value.
     pub(super) fn check(&self) -> Result<(), String> {
-        match self.load(RUNS) {
+        match self.load(RUNNING) {
             0 => return Ok(()),
             1 => {}
             found => return Err(format!("its state is {found}, expected 0 or 1")),
@@ -58,105 +59,105 @@ impl QueueRecord {
                 "its ring has {entries} entries, expected a power of two up to {RING_SIZE_MAX}"
             ));
         }
-        let (given, giving) = (self.load(GIVEN), self.load(GIVING));
-        if giving.wrapping_sub(given) > entries || giving < given {
-            return Err(format!("{giving} chains were given back, expected {given} to {entries} more"));
+        let (published, publishing) = (self.load(PUBLISHED), self.load(PUBLISHING));
+        if publishing.wrapping_sub(published) > entries || publishing < published {
+            return Err(format!(
+                "{publishing} chains were published, expected {published} to {entries} more"
+            ));
         }
-        let mut orders: Vec<u64> = self.marked().into_iter().map(|(order, _)| order).collect();
-        orders.dedup();
-        if orders.len() != self.marked().len() {
-            return Err("two heads were taken at the same time".to_owned());
+        let mut sequence: Vec<u64> = self.marked().into_iter().map(|(seq, _)| seq).collect();
+        sequence.dedup();
+        if sequence.len() != self.marked().len() {
+            return Err("two heads have the same sequence number".to_owned());
         }
         Ok(())
     }
 
-    /// Of a ring with these parts: what is in flight, if it goes on. `used` is its used index, `entry` reads its used ring.
+    /// State of the ring with this size and these addresses, if it is the recorded one. `used_head` reads a head in its used
+    /// ring.
     pub(crate) fn recover(
         &self,
-        (entries, address): (u16, &VringAddress),
+        entries: u16,
+        address: &VringAddress,
         used: u16,
-        entry: impl Fn(u16) -> u32,
-    ) -> Option<InFlight> {
+        used_head: impl Fn(u16) -> u32,
+    ) -> Option<RecoveredRing> {
         let parts = [address.descriptors, address.available, address.used].map(|part| part.get());
-        let known = [DESCRIPTORS, AVAILABLE, USED].map(|offset| self.load(offset));
-        if self.load(RUNS) != 1 || self.load(ENTRIES) != u64::from(entries) || known != parts {
+        let recorded = [DESCRIPTORS, AVAILABLE, USED].map(|offset| self.load(offset));
+        if self.load(RUNNING) != 1 || self.load(ENTRIES) != u64::from(entries) || recorded != parts {
             return None;
         }
-        let (given, giving) = (self.load(GIVEN), self.load(GIVING));
-        let low = |count: u64| u16::try_from(count & 0xffff).expect("it is masked");
-        // A ring that has given nothing back has lost nothing, and looks like any that begins.
-        if used == low(given) && given > 0 {
-            self.store(GIVING, given);
-        } else if used == low(giving) && giving > 0 {
-            for at in given..giving {
-                let head = u16::try_from(entry(low(at))).ok().filter(|head| *head < entries)?;
+        let (published, publishing) = (self.load(PUBLISHED), self.load(PUBLISHING));
+        let low = |count: u64| u16::try_from(count & 0xffff).expect("masked to 16 bits");
+        // A ring without published chains has lost none, and looks like a new one.
+        if used == low(published) && published > 0 {
+            self.store(PUBLISHING, published);
+        } else if used == low(publishing) && publishing > 0 {
+            for index in published..publishing {
+                let head = u16::try_from(used_head(low(index))).ok().filter(|head| *head < entries)?;
                 self.clear(head);
             }
-            self.store(GIVEN, giving);
+            self.store(PUBLISHED, publishing);
         } else {
             return None;
         }
         let heads: Vec<u16> = self.marked().into_iter().map(|(_, head)| head).collect();
         let marked = heads.len() as u64;
-        Some(InFlight {
-            heads,
-            given: self.load(GIVEN),
-            next: used.wrapping_add(low(marked)).wrapping_add(low(self.load(SKIPPED))),
-        })
+        let last_avail_idx = used.wrapping_add(low(marked)).wrapping_add(low(self.load(SKIPPED)));
+        Some(RecoveredRing { heads, published: self.load(PUBLISHED), last_avail_idx })
     }
 
-    /// What is marked, in order.
+    /// Marked heads with their sequence numbers, in this order.
     fn marked(&self) -> Vec<(u64, u16)> {
         let entries = u16::try_from(self.load(ENTRIES)).unwrap_or(RING_SIZE_MAX).min(RING_SIZE_MAX);
-        let marked =
-            (0..entries).map(|head| (self.load(Self::word(head)), head)).filter(|(order, _)| *order != 0);
-        let mut marked: Vec<(u64, u16)> = marked.collect();
+        let words = (0..entries).map(|head| (self.load(Self::word(head)), head));
+        let mut marked: Vec<(u64, u16)> = words.filter(|(seq, _)| *seq != 0).collect();
         marked.sort_unstable();
         marked
     }
 
-    /// A ring begins, with nothing in flight: at this used index, and with this available entry.
-    pub(crate) fn begin(&self, (entries, address): (u16, &VringAddress), used: u16, next: u16) {
+    /// Begins the record of a ring without chains in flight.
+    pub(crate) fn begin(&self, entries: u16, address: &VringAddress, used: u16, last_avail_idx: u16) {
         self.end();
         (0..entries).for_each(|head| self.clear(head));
         self.store(ENTRIES, entries.into());
-        self.store(GIVEN, used.into());
-        self.store(GIVING, used.into());
-        self.store(SKIPPED, next.wrapping_sub(used).into());
-        self.moved(address);
-        self.store(RUNS, 1);
+        self.store(PUBLISHED, used.into());
+        self.store(PUBLISHING, used.into());
+        self.store(SKIPPED, last_avail_idx.wrapping_sub(used).into());
+        self.set_address(address);
+        self.store(RUNNING, 1);
     }
 
-    /// Its parts are elsewhere now.
-    pub(crate) fn moved(&self, address: &VringAddress) {
+    /// Records the addresses of the ring.
+    pub(crate) fn set_address(&self, address: &VringAddress) {
         self.store(DESCRIPTORS, address.descriptors.get());
         self.store(AVAILABLE, address.available.get());
         self.store(USED, address.used.get());
     }
 
-    /// The ring was stopped: whoever did that knows where it stands.
+    /// Ends the record of a ring that was stopped, because the frontend knows its state.
     pub(crate) fn end(&self) {
-        self.store(RUNS, 0);
+        self.store(RUNNING, 0);
     }
 
-    /// A head is taken, as the `order`th.
-    pub(crate) fn mark(&self, head: u16, order: u64) {
-        self.store(Self::word(head), order);
+    /// Records that a head was popped with this sequence number.
+    pub(crate) fn mark(&self, head: u16, seq: u64) {
+        self.store(Self::word(head), seq);
     }
 
-    /// A head is the driver's again.
+    /// Records that the driver owns a head again.
     pub(crate) fn clear(&self, head: u16) {
         self.store(Self::word(head), 0);
     }
 
-    /// Chains are about to be given back, so that it will have been so many.
-    pub(crate) fn giving(&self, count: u64) {
-        self.store(GIVING, count);
+    /// Records that chains are about to be published. `published` is their total afterwards.
+    pub(crate) fn begin_publish(&self, published: u64) {
+        self.store(PUBLISHING, published);
     }
 
-    /// It has been, and they are cleared.
-    pub(crate) fn gave(&self, count: u64) {
-        self.store(GIVEN, count);
+    /// Records that the chains are published and their heads cleared.
+    pub(crate) fn end_publish(&self, published: u64) {
+        self.store(PUBLISHED, published);
     }
 
     fn word(head: u16) -> usize {
@@ -167,10 +168,10 @@ impl QueueRecord {
         self.area.load_64(offset, Acquire)
     }
 
-    /// In the order of the program: a process that is killed has done all stores before one that it has done.
+    /// Stores in program order: if a killed process has done one store, it has done all earlier ones.
     fn store(&self, offset: usize, value: u64) {
         #[cfg(test)]
-        crate::fuse::burn();
+        crate::crash_point::reach();
         self.area.store_64(offset, value, Release);
     }
 }

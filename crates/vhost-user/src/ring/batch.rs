@@ -1,40 +1,40 @@
-//! Chains that were taken from a ring together.
+//! Chains that were popped together.
 
 use std::sync::Arc;
 
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
 
-use super::BATCH_PIECES_MAX;
-use crate::memory::{Memory, Piece, Place};
+use super::BATCH_SEGMENTS_MAX;
+use crate::memory::{GuestRange, Memory, Segment};
 
-/// Room for chains, to be used again and again; it keeps the memory that they are in.
+/// Popped chains, and a reference to the guest memory that they are in. Reusable.
 #[derive(Debug, Default)]
 pub struct Batch {
     pub(super) memory: Arc<Memory>,
-    pub(super) pieces: Vec<Piece>,
-    pub(super) chains: Vec<Shape>,
+    pub(super) segments: Vec<Segment>,
+    pub(super) chains: Vec<ChainLayout>,
     pub(super) epoch: u64,
 }
 
-/// Where a chain's pieces are: first those to read, then those to write.
+/// Position of a chain's segments in its batch: first the readable, then the writable ones.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Shape {
+pub(super) struct ChainLayout {
     pub(super) head: u16,
     pub(super) start: usize,
-    pub(super) writable: usize,
+    pub(super) writable_start: usize,
     pub(super) end: usize,
     pub(super) readable_bytes: u32,
     pub(super) writable_bytes: u32,
 }
 
-/// A chain: buffers that the driver has filled, then buffers that it wants filled.
+/// A descriptor chain: readable buffers, then writable ones.
 #[derive(Debug, Clone, Copy)]
 pub struct Chain<'b> {
     pub(super) batch: &'b Batch,
-    pub(super) shape: &'b Shape,
+    pub(super) layout: &'b ChainLayout,
 }
 
-/// What is left of a chain that is completed later, in any order. Not of use once its ring was stopped.
+/// Head of a chain that is completed later, in any order. Ignored once its ring was stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Head {
     pub(super) index: u16,
@@ -42,46 +42,46 @@ pub struct Head {
 }
 
 impl Batch {
-    /// A batch with nothing in it.
+    /// An empty batch.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// How many chains are in it.
+    /// Number of chains.
     pub fn len(&self) -> usize {
         self.chains.len()
     }
 
-    /// Whether there is none.
+    /// Returns true if there is no chain.
     pub fn is_empty(&self) -> bool {
         self.chains.is_empty()
     }
 
-    /// Whether it was cut at [`BATCH_PIECES_MAX`]: the ring may have more chains, and reports them again.
+    /// Returns true if the batch was cut at [`BATCH_SEGMENTS_MAX`]. The ring may have more chains then, and reports them again.
     pub fn is_full(&self) -> bool {
-        self.pieces.len() >= BATCH_PIECES_MAX
+        self.segments.len() >= BATCH_SEGMENTS_MAX
     }
 
-    /// Drops its chains, the memory that they are in, and its capacity. For batches that a worker keeps: guest memory stays
-    /// mapped as long as a batch refers to it ([`Worker::release`](crate::Worker::release)).
+    /// Drops the chains, the reference to their memory, and the capacity. Guest memory stays mapped as long as a batch refers
+    /// to it ([`Worker::release`](crate::Worker::release)).
     pub fn clear(&mut self) {
         *self = Self::default();
     }
 
-    /// One of them.
+    /// A chain, counted from 0.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If `index` is out of range.
     pub fn chain(&self, index: usize) -> Chain<'_> {
-        Chain { batch: self, shape: &self.chains[index] }
+        Chain { batch: self, layout: &self.chains[index] }
     }
 
-    /// All of them, in the driver's order.
+    /// The chains, in the order in which the driver made them available.
     pub fn chains(&self) -> impl ExactSizeIterator<Item = Chain<'_>> {
-        self.chains.iter().map(|shape| Chain { batch: self, shape })
+        self.chains.iter().map(|layout| Chain { batch: self, layout })
     }
 
-    /// The memory that its buffers are in, for whoever uses them longer than the batch lives.
+    /// Memory of the buffers, for uses that outlive the batch.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
@@ -91,41 +91,43 @@ impl Batch {
             self.memory = Arc::clone(memory);
         }
         self.epoch = epoch;
-        self.pieces.clear();
+        self.segments.clear();
         self.chains.clear();
     }
 }
 
 impl<'b> Chain<'b> {
-    /// What the driver has to say.
+    /// Buffers that the driver filled.
     pub fn readable(&self) -> impl ExactSizeIterator<Item = IoBuf<'b>> + use<'b> {
         let memory = &self.batch.memory;
-        self.batch.pieces[self.shape.start..self.shape.writable].iter().map(|piece| memory.io_buf(piece))
+        self.batch.segments[self.layout.start..self.layout.writable_start]
+            .iter()
+            .map(|segment| memory.io_buf(segment))
     }
 
-    /// Where the driver wants an answer. Say how much of it was written with
-    /// [`Ring::complete`](super::Ring::complete); what is written and not said is lost in a migration.
+    /// Buffers for the device to fill. [`Ring::complete`](super::Ring::complete) needs the number of bytes written: others are
+    /// lost in a migration.
     pub fn writable(&self) -> impl ExactSizeIterator<Item = IoBufMut<'b>> + use<'b> {
         let memory = &self.batch.memory;
-        self.writable_pieces().iter().map(|piece| memory.io_buf_mut(piece))
+        self.writable_segments().iter().map(|segment| memory.io_buf_mut(segment))
     }
 
-    /// Where [`Self::readable`] is in the batch's memory.
-    pub fn readable_places(&self) -> impl ExactSizeIterator<Item = Place> + use<'b> {
-        self.batch.pieces[self.shape.start..self.shape.writable].iter().map(Piece::place)
+    /// Positions of [`Self::readable`] in the batch's memory.
+    pub fn readable_ranges(&self) -> impl ExactSizeIterator<Item = GuestRange> + use<'b> {
+        self.batch.segments[self.layout.start..self.layout.writable_start].iter().map(Segment::range)
     }
 
-    /// Bytes in [`Self::readable`].
+    /// Number of bytes in [`Self::readable`].
     pub fn readable_bytes(&self) -> u32 {
-        self.shape.readable_bytes
+        self.layout.readable_bytes
     }
 
-    /// Bytes in [`Self::writable`].
+    /// Number of bytes in [`Self::writable`].
     pub fn writable_bytes(&self) -> u32 {
-        self.shape.writable_bytes
+        self.layout.writable_bytes
     }
 
-    /// Copies what the driver says from byte `offset` on; how many bytes there were. For headers: decide on the copy.
+    /// Copies readable bytes from `offset` on. Returns their number. For headers, which are to be validated as a copy.
     pub fn read_at(&self, offset: usize, bytes: &mut [u8]) -> usize {
         let mut skip = offset;
         let bufs = self.readable().filter_map(|buf| {
@@ -141,26 +143,27 @@ impl<'b> Chain<'b> {
         done
     }
 
-    /// Copies `bytes` to where the driver wants the answer, from byte `offset` on; how many bytes there was room for.
+    /// Copies `bytes` to the writable buffers from `offset` on. Returns the number of bytes that fit.
     pub fn write_at(&self, offset: usize, bytes: &[u8]) -> usize {
-        let (mut skip, mut done) = (offset, 0);
-        for piece in self.writable_pieces() {
-            let here = skip.min(piece.len as usize);
+        let mut skip = offset;
+        let mut done = 0;
+        for segment in self.writable_segments() {
+            let here = skip.min(segment.len as usize);
             skip -= here;
-            if here < piece.len as usize {
-                let rest = self.batch.memory.io_buf_mut(&piece.behind(here));
+            if here < segment.len as usize {
+                let rest = self.batch.memory.io_buf_mut(&segment.skip(here));
                 done += scatter(&bytes[done..], &mut [rest]);
             }
         }
         done
     }
 
-    /// To complete it later, when nothing is written to it: a packet that others still send.
+    /// Head, to complete the chain later without having written to it: a packet that the kernel still sends.
     pub fn head(&self) -> Head {
-        Head { index: self.shape.head, epoch: self.batch.epoch }
+        Head { index: self.layout.head, epoch: self.batch.epoch }
     }
 
-    pub(super) fn writable_pieces(&self) -> &'b [Piece] {
-        &self.batch.pieces[self.shape.writable..self.shape.end]
+    pub(super) fn writable_segments(&self) -> &'b [Segment] {
+        &self.batch.segments[self.layout.writable_start..self.layout.end]
     }
 }

@@ -1,125 +1,128 @@
-//! What a driver can do to a ring that ends it.
+//! Faults of a ring.
 
-use super::{CHAIN_BYTES_MAX, CHAIN_PIECES_MAX};
+use super::{CHAIN_BYTES_MAX, CHAIN_SEGMENTS_MAX};
 
-/// Why a ring was stopped. Always the driver's fault (or the frontend's, who said where the ring is); other rings go on.
+/// A violation by the driver that ends its ring, or by the frontend, which sets the ring's addresses. Other rings continue.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum RingFault {
-    /// A size that no ring has.
+    /// An invalid ring size.
     #[error("its size is {found}, expected a power of two up to 32768")]
     Size {
         /// The size.
         found: u32,
     },
-    /// A part of it that is nowhere, or not aligned.
+    /// A part of the ring that is outside guest memory, or not aligned.
     #[error(
         "its {part} at user address {user:#x} ({len} bytes, aligned to {align}) is not in the guest's memory"
     )]
-    Place {
-        /// Which part.
+    Unmapped {
+        /// The part.
         part: &'static str,
-        /// Where it should be, in the frontend's addresses.
+        /// Its address in the frontend's process.
         user: u64,
         /// Its length in bytes.
         len: usize,
         /// Its alignment in bytes.
         align: usize,
     },
-    /// More entries than there is room for.
-    #[error("its available index is {found}, at most {most} was possible (the device stands at {at})")]
-    Index {
-        /// What the driver wrote.
+    /// More available entries than free descriptors.
+    #[error(
+        "its available index is {found}, at most {most} was possible (last_avail_idx is {last_avail_idx})"
+    )]
+    AvailableIndex {
+        /// The driver's index.
         found: u16,
-        /// The largest it can be.
+        /// Highest possible index.
         most: u16,
-        /// Where the device is.
-        at: u16,
+        /// The device's index.
+        last_avail_idx: u16,
     },
-    /// The head of a chain outside the table.
+    /// A head outside the descriptor table.
     #[error("descriptor {found} was made available, but there are only {size}")]
     Head {
         /// The head.
         found: u16,
-        /// The table's size.
+        /// Size of the table.
         size: u16,
     },
-    /// A chain that the device still has.
+    /// A head that is in flight.
     #[error("descriptor {head} was made available a second time before it was used")]
-    Twice {
+    HeadInFlight {
         /// The head.
         head: u16,
     },
-    /// A link that leads outside the table.
+    /// A `next` field outside the table.
     #[error("in the chain of descriptor {head}, {found} comes next, but its table has only {size}")]
     Next {
-        /// The chain's head.
+        /// The head of the chain.
         head: u16,
-        /// The link.
+        /// The `next` field.
         found: u16,
-        /// The table's size.
+        /// Size of the table.
         size: usize,
     },
-    /// A chain that does not end.
-    #[error("the chain of descriptor {head} has more than {most} descriptors, or goes round")]
-    Long {
-        /// The chain's head.
+    /// A chain with too many descriptors, or with a loop.
+    #[error("the chain of descriptor {head} has more than {most} descriptors, or a loop")]
+    TooManyDescriptors {
+        /// The head of the chain.
         head: u16,
-        /// How many there may be.
+        /// Maximum number of descriptors.
         most: usize,
     },
-    /// Nothing to read or write.
-    #[error("a descriptor in the chain of {head} has no byte")]
-    Nothing {
-        /// The chain's head.
+    /// A descriptor of length 0.
+    #[error("a descriptor in the chain of {head} has length 0")]
+    EmptyDescriptor {
+        /// The head of the chain.
         head: u16,
     },
-    /// More bytes than one chain may have.
+    /// A chain with too many bytes.
     #[error("the chain of descriptor {head} has more than {CHAIN_BYTES_MAX} bytes")]
-    Bytes {
-        /// The chain's head.
+    TooManyBytes {
+        /// The head of the chain.
         head: u16,
     },
-    /// More pieces than one system call takes.
-    #[error("the chain of descriptor {head} lies in more than {CHAIN_PIECES_MAX} pieces")]
-    Pieces {
-        /// The chain's head.
+    /// A chain with more segments than one system call accepts.
+    #[error("the chain of descriptor {head} has more than {CHAIN_SEGMENTS_MAX} segments of memory")]
+    TooManySegments {
+        /// The head of the chain.
         head: u16,
     },
-    /// A buffer that is not in memory.
+    /// A buffer outside guest memory.
     #[error(
         "a buffer of {len} bytes at guest address {guest:#x}, in the chain of {head}, is not in the guest's memory"
     )]
     Buffer {
-        /// The chain's head.
+        /// The head of the chain.
         head: u16,
-        /// Where it should be.
+        /// Address of the buffer.
         guest: u64,
         /// Its length in bytes.
         len: u32,
     },
-    /// What the device reads must come before what it writes.
-    #[error("in the chain of descriptor {head}, a buffer to read comes after one to write")]
-    Order {
-        /// The chain's head.
+    /// A readable descriptor after a writable one.
+    #[error("in the chain of descriptor {head}, a readable buffer comes after a writable one")]
+    DescriptorOrder {
+        /// The head of the chain.
         head: u16,
     },
-    /// A table within a table, or without the feature, or with a link behind it, or of no whole descriptors.
+    /// An invalid indirect table: within another, without the feature, with a `next` field, or of a partial descriptor.
     #[error("the chain of descriptor {head} has an indirect table {why}")]
     Indirect {
-        /// The chain's head.
+        /// The head of the chain.
         head: u16,
-        /// What is wrong with it.
+        /// The violation.
         why: &'static str,
     },
-    /// Memory of it, or of the dirty log, cannot be accessed any more.
+    /// Memory of the ring or of the dirty log is no longer accessible.
     #[error(
-        "the guest's memory or the dirty log cannot be accessed any more (SIGBUS): its file was truncated, or has no page to give"
+        "the guest's memory or the dirty log cannot be accessed any more (SIGBUS): its file was truncated, or the kernel has no page for it"
     )]
     MemoryLost,
-    /// A write that the dirty log has no bit for: the guest would lose it in the migration that is under way.
+    /// A write that the dirty log has no bit for: the migration under way would lose it.
     #[error("page {page} was written and the dirty log has no bit for it")]
-    Log {
-        /// The page's number.
+    OutsideLog {
+        /// Number of the page.
         page: u64,
     },
 }

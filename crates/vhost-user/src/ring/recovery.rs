@@ -1,42 +1,45 @@
-//! A ring that goes on after the process that served it has died, or the frontend has gone and come again.
+//! Resumes a ring after the process that served it has died, or its frontend has reconnected.
 //!
-//! With a record that outlives this process, chains are published as they are done, and the next process takes again what
-//! the record says was in flight. Without one all that the next process has is the used index, so chains are published in
-//! the order in which they were taken, if the device wants that: one that is done early waits.
+//! With a record that outlives this process, chains are published as they complete, and the next process resubmits the chains
+//! that the record has in flight. Without one the next process knows the used index only, so the device may have its chains
+//! published in the order in which they were popped: a chain that completes early is kept back.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::{Batch, ENTRIES, Ring, RingFault, USED_BYTES};
+use super::{Batch, Completion, ENTRIES, Ring, RingFault, USED_BYTES};
 use crate::message::VringAddress;
 use crate::record::QueueRecord;
 
-/// What a ring needs of it.
+/// State of a ring for its recovery.
 #[derive(Debug, Default)]
 pub(super) struct Recovery {
     record: Option<QueueRecord>,
-    /// In flight when the process before died, and not taken again yet.
-    again: VecDeque<u16>,
-    /// The last order number of those.
-    recovered: u64,
-    given: u64,
-    ordered: bool,
-    /// Published in order: the number that comes next, and what was done before its turn.
+    /// Heads that were in flight in the previous process and are not popped yet.
+    resubmit: VecDeque<u16>,
+    /// Highest sequence number of those.
+    resubmit_seq_max: u64,
+    /// Number of chains published, counted as the record does.
     published: u64,
-    early: BTreeMap<u64, (u16, u32)>,
+    /// Chains are published in the order in which they were popped.
+    in_order: bool,
+    /// Sequence number of the chain that was published last, in order.
+    last_published_seq: u64,
+    /// Chains that completed early, by sequence number.
+    early: BTreeMap<u64, Completion>,
 }
 
 impl Recovery {
-    /// A head was taken.
-    pub(super) fn took(&self, head: u16, order: u64) {
+    /// Records that a head was popped.
+    pub(super) fn popped(&self, head: u16, seq: u64) {
         if let Some(record) = &self.record {
-            record.mark(head, order);
+            record.mark(head, seq);
         }
     }
 
-    /// It goes back to where it came from. True if that is not the available ring.
-    pub(super) fn gives_back(&mut self, head: u16, order: u64) -> bool {
-        if order <= self.recovered {
-            self.again.push_front(head);
+    /// Records that a head was rewound. Returns true if it will be resubmitted instead of popped from the available ring.
+    pub(super) fn rewound(&mut self, head: u16, seq: u64) -> bool {
+        if seq <= self.resubmit_seq_max {
+            self.resubmit.push_front(head);
             return true;
         }
         if let Some(record) = &self.record {
@@ -45,48 +48,48 @@ impl Recovery {
         false
     }
 
-    /// Whether a chain that is done may be published; else it is kept for its turn.
-    pub(super) fn is_due(&mut self, done: (u16, u32), order: u64) -> bool {
-        if self.ordered && order != self.published + 1 {
-            self.early.insert(order, done);
+    /// Returns true if a completed chain may be published; otherwise it is kept until its turn.
+    pub(super) fn may_publish(&mut self, completion: Completion, seq: u64) -> bool {
+        if self.in_order && seq != self.last_published_seq + 1 {
+            self.early.insert(seq, completion);
             return false;
         }
-        self.published += 1;
+        self.last_published_seq += 1;
         true
     }
 
-    /// What was waiting for the one before.
-    pub(super) fn next_due(&mut self) -> Option<(u16, u32)> {
-        let next = self.early.remove(&(self.published + 1))?;
-        self.published += 1;
+    /// The completed chain that follows the last published one.
+    pub(super) fn next_in_order(&mut self) -> Option<Completion> {
+        let next = self.early.remove(&(self.last_published_seq + 1))?;
+        self.last_published_seq += 1;
         Some(next)
     }
 
-    /// So many are about to be published.
-    pub(super) fn gives(&mut self, count: usize) {
+    /// Records that `count` chains are about to be published.
+    pub(super) fn begin_publish(&mut self, count: usize) {
         if let Some(record) = &self.record {
-            self.given += count as u64;
-            record.giving(self.given);
+            self.published += count as u64;
+            record.begin_publish(self.published);
             #[cfg(test)]
-            crate::fuse::burn();
+            crate::crash_point::reach();
         }
     }
 
-    /// They are.
-    pub(super) fn gave(&self, heads: impl Iterator<Item = (u16, u32)>) {
-        let Some(record) = &self.record else { return heads.for_each(drop) };
-        heads.for_each(|(head, _)| record.clear(head));
-        record.gave(self.given);
+    /// Records that they are published.
+    pub(super) fn end_publish(&self, completions: impl Iterator<Item = Completion>) {
+        let Some(record) = &self.record else { return completions.for_each(drop) };
+        completions.for_each(|completion| record.clear(completion.head));
+        record.end_publish(self.published);
     }
 
-    /// The ring's parts are elsewhere.
-    pub(super) fn moved(&self, address: &VringAddress) {
+    /// Records new addresses of the ring.
+    pub(super) fn remapped(&self, address: &VringAddress) {
         if let Some(record) = &self.record {
-            record.moved(address);
+            record.set_address(address);
         }
     }
 
-    /// The frontend knows where the ring stands.
+    /// Ends the record of the ring: from now on the frontend knows its state.
     pub(super) fn end(&self) {
         if let Some(record) = &self.record {
             record.end();
@@ -95,58 +98,60 @@ impl Recovery {
 }
 
 impl Ring {
-    /// What is taken and given back is in this record from now on. If it is of this very ring, the ring goes on as it says;
-    /// how many chains were in flight then. Comes before the first [`Ring::pop`].
-    pub(crate) fn go_on(&mut self, record: QueueRecord, keeps_order: bool) -> Option<usize> {
-        self.recovery.ordered = keeps_order && !record.is_durable();
-        let parts = (self.size, &self.address);
-        let entry = |at: u16| {
-            let slot = usize::from(at & (self.size - 1));
+    /// Records chains in flight from now on, before the first [`Ring::pop`]. If the record is of this very ring, the ring
+    /// resumes from it; returns the number of chains that were in flight then.
+    pub(crate) fn resume(&mut self, record: QueueRecord, in_order: bool) -> Option<usize> {
+        self.recovery.in_order = in_order && !record.is_durable();
+        let used_head = |index: u16| {
+            let slot = usize::from(index & (self.size - 1));
             self.parts.used.load_pair(ENTRIES + USED_BYTES * slot)[0]
         };
-        let known = record.recover(parts, self.used, entry).filter(|known| {
-            // What the frontend says was true when it looked: at most a ring before where the used index stands now.
-            let most = known.next.wrapping_sub(self.used).saturating_add(self.size);
-            known.next.wrapping_sub(self.next) <= most
+        let recovered = record.recover(self.size, &self.address, self.used_idx, used_head);
+        let recovered = recovered.filter(|recovered| {
+            // The frontend's base is the used index at an earlier time: at most a ring before the present one.
+            let most = recovered.last_avail_idx.wrapping_sub(self.used_idx).saturating_add(self.size);
+            recovered.last_avail_idx.wrapping_sub(self.last_avail_idx) <= most
         });
-        let Some(known) = known else {
-            record.begin(parts, self.used, self.next);
-            self.recovery.given = self.used.into();
+        let Some(recovered) = recovered else {
+            record.begin(self.size, &self.address, self.used_idx, self.last_avail_idx);
+            self.recovery.published = self.used_idx.into();
             self.recovery.record = Some(record);
             return None;
         };
-        for head in &known.heads {
-            self.order += 1;
-            self.taken[usize::from(*head)] = self.order;
-            // From 1 on again; who dies between two of them leaves them in order all the same.
-            record.mark(*head, self.order);
+        for head in &recovered.heads {
+            self.last_seq += 1;
+            self.in_flight_seq[usize::from(*head)] = self.last_seq;
+            // Numbered from 1 again. A crash between two of these stores leaves them in order all the same.
+            record.mark(*head, self.last_seq);
         }
-        (self.next, self.seen) = (known.next, known.next);
-        let count = known.heads.len();
+        self.last_avail_idx = recovered.last_avail_idx;
+        self.cached_avail_idx = recovered.last_avail_idx;
+        let count = recovered.heads.len();
         self.in_flight = u16::try_from(count).expect("at most the ring's entries");
-        let recovery = &mut self.recovery;
-        (recovery.again, recovery.recovered, recovery.given) = (known.heads.into(), self.order, known.given);
-        recovery.record = Some(record);
+        self.recovery.resubmit = recovered.heads.into();
+        self.recovery.resubmit_seq_max = self.last_seq;
+        self.recovery.published = recovered.published;
+        self.recovery.record = Some(record);
         Some(count)
     }
 
-    /// What the device before had, first of all.
-    pub(super) fn take_again(&mut self, batch: &mut Batch, most: usize) -> Result<(), RingFault> {
+    /// Pops the chains that were in flight in the previous process, before all others.
+    pub(super) fn resubmit(&mut self, batch: &mut Batch, most: usize) -> Result<(), RingFault> {
         while batch.len() < most
             && !batch.is_full()
-            && let Some(head) = self.recovery.again.pop_front()
+            && let Some(head) = self.recovery.resubmit.pop_front()
         {
             self.walk(head, batch)?;
         }
         Ok(())
     }
 
-    /// What the device has and is not done with, in order.
-    pub(super) fn left(&self) -> Vec<u16> {
-        let left = (0..self.size).map(|head| (self.taken[usize::from(head)], head));
+    /// Chains in flight that are not completed, in the order in which they were popped.
+    pub(super) fn incomplete(&self) -> Vec<u16> {
+        let heads = (0..self.size).map(|head| (self.in_flight_seq[usize::from(head)], head));
         let early = &self.recovery.early;
-        let mut left: Vec<_> = left.filter(|(order, _)| *order != 0 && !early.contains_key(order)).collect();
-        left.sort_unstable();
-        left.into_iter().map(|(_, head)| head).collect()
+        let mut heads: Vec<_> = heads.filter(|(seq, _)| *seq != 0 && !early.contains_key(seq)).collect();
+        heads.sort_unstable();
+        heads.into_iter().map(|(_, head)| head).collect()
     }
 }

@@ -1,73 +1,74 @@
-//! Why a session does not do what it is asked.
+//! Errors of a session.
 
-use crate::device::Refusal;
+use crate::device::BackendError;
 use crate::features::ProtocolFeatures;
 use crate::memory::MemoryError;
 use crate::message::MessageError;
 
-/// A request that was refused, or a device that cannot go on.
+/// A refused request, or a failure of the device.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum SessionError {
-    /// What came is no request.
+    /// The message is not a valid request.
     #[error(transparent)]
     Message(#[from] MessageError),
-    /// Memory or log that cannot be had.
+    /// Memory or log cannot be mapped.
     #[error(transparent)]
     Memory(#[from] MemoryError),
     /// Features that were not offered.
-    #[error("SET_FEATURES takes {unknown:#x}, which was not offered (offered: {offered:#x})")]
+    #[error("SET_FEATURES accepts {unknown:#x}, which was not offered (offered: {offered:#x})")]
     Features {
-        /// What was not offered.
+        /// Features that were not offered.
         unknown: u64,
-        /// What was.
+        /// Features that were offered.
         offered: u64,
     },
-    /// Other features than those which a ring runs with.
+    /// Other features than a running ring was started with.
     #[error(
         "SET_FEATURES changes the driver's features while ring {ring} runs; stop it with GET_VRING_BASE first"
     )]
     FeaturesWhileRunning {
-        /// A ring that runs.
+        /// A running ring.
         ring: usize,
     },
     /// Protocol features that were not offered.
-    #[error("SET_PROTOCOL_FEATURES takes {unknown:#x}, which was not offered (offered: {offered:#x})")]
+    #[error("SET_PROTOCOL_FEATURES accepts {unknown:#x}, which was not offered (offered: {offered:#x})")]
     ProtocolFeatures {
-        /// What was not offered.
+        /// Features that were not offered.
         unknown: u64,
-        /// What was.
+        /// Features that were offered.
         offered: u64,
     },
-    /// A request of a feature that was not taken.
-    #[error("{request} came, but {needed:?} was not negotiated")]
-    NotAgreed {
+    /// A request of a protocol feature that was not negotiated.
+    #[error("{request} requires {needed:?}, which was not negotiated")]
+    NotNegotiated {
         /// The request.
         request: &'static str,
-        /// What it needs.
+        /// The protocol feature.
         needed: ProtocolFeatures,
     },
     /// A ring that the device does not have.
-    #[error("{request} names ring {index}, but the device has {count}")]
-    NoRing {
+    #[error("{request} is for ring {index}, but the device has {count}")]
+    NoSuchRing {
         /// The request.
         request: &'static str,
         /// The ring.
         index: u64,
-        /// How many there are.
+        /// Number of rings.
         count: usize,
     },
-    /// A ring is to be started or changed at the wrong moment.
+    /// A request that the ring's state does not permit.
     #[error("{request} for ring {index}: {why}")]
-    Ring {
+    RingState {
         /// The request.
         request: &'static str,
         /// The ring.
         index: usize,
-        /// What is wrong.
+        /// The conflict.
         why: &'static str,
     },
     /// A number out of range.
-    #[error("{request} for ring {index} says {found}, expected {expected}")]
+    #[error("{request} for ring {index} has {found}, expected {expected}")]
     Value {
         /// The request.
         request: &'static str,
@@ -75,78 +76,78 @@ pub enum SessionError {
         index: usize,
         /// The number.
         found: u32,
-        /// What it may be.
+        /// The range.
         expected: &'static str,
     },
-    /// An MTU that none is.
-    #[error("NET_SET_MTU says {found}, expected at most 65535")]
+    /// An MTU out of range.
+    #[error("NET_SET_MTU has {found}, expected at most 65535")]
     Mtu {
         /// The number.
         found: u64,
     },
-    /// The device says no.
+    /// The device refused.
     #[error("{request}: the device refuses: {reason}")]
     Refused {
         /// The request.
         request: &'static str,
-        /// The device's words.
-        reason: Refusal,
+        /// Error of the device.
+        reason: BackendError,
     },
-    /// A worker could not be made.
-    #[error("worker {index} of the device cannot be made: {reason}")]
+    /// A worker could not be created.
+    #[error("worker {index} of the device cannot be created: {reason}")]
     Worker {
-        /// Which.
+        /// Number of the worker.
         index: usize,
-        /// The device's words.
-        reason: Refusal,
+        /// Error of the device.
+        reason: BackendError,
     },
-    /// A thread could not be had.
+    /// A thread could not be created.
     #[error("worker {index} has no thread: {source}; is the limit of processes (ulimit -u) reached?")]
     Thread {
-        /// Which.
+        /// Number of the worker.
         index: usize,
-        /// The operating system's answer.
+        /// Error of the system call.
         source: std::io::Error,
     },
-    /// The process is to end, and a worker does not answer.
+    /// The process is to end, and a worker does not reply.
     #[error(
-        "worker {index} does not answer, and the process is to end; it waits for memory that the frontend has to provide"
+        "worker {index} does not reply, and the process is to end; it waits for memory that the frontend has to provide"
     )]
     Cancelled {
-        /// Which.
+        /// Number of the worker.
         index: usize,
     },
     /// The kernel has no descriptor left.
-    #[error("no descriptor can be had for it: {source}; raise the limit of open files (ulimit -n)")]
+    #[error("no descriptor for the connection: {source}; raise the limit of open files (ulimit -n)")]
     Descriptor {
-        /// The operating system's answer.
+        /// Error of the system call.
         source: std::io::Error,
     },
-    /// The guest's memory cannot be accessed any more.
+    /// The guest's memory is no longer accessible.
     #[error(
-        "the guest's memory or its dirty log cannot be accessed any more (SIGBUS): its file was truncated, or has no page to give (huge pages?)"
+        "the guest's memory or its dirty log cannot be accessed any more (SIGBUS): its file was truncated, or the kernel has no page for it (huge pages?)"
     )]
     MemoryLost,
-    /// Chains that cannot go back to the guest.
+    /// Chains that must not return to the guest.
     #[error(
-        "ring {ring} cannot be stopped: {reason}; its chains stay in flight, and the connection ends so that the frontend does not take their memory for free"
+        "ring {ring} cannot be stopped: {reason}; its chains stay in flight, and the connection ends so that the frontend does not reuse their memory"
     )]
-    InUse {
+    ChainsInUse {
         /// The ring.
         ring: usize,
-        /// The device's words.
-        reason: Refusal,
+        /// Error of the device.
+        reason: BackendError,
     },
     /// A worker's thread ended, which is a bug of the device.
     #[error("worker {index} panicked; its message is on standard error")]
-    Gone {
-        /// Which.
+    WorkerPanicked {
+        /// Number of the worker.
         index: usize,
     },
 }
 
 impl SessionError {
-    /// Whether it may pass when others give descriptors, memory or threads back.
+    /// Returns true if it may pass when descriptors, memory or threads are released.
     pub(crate) fn is_exhausted(&self) -> bool {
         match self {
             Self::Worker { reason, .. } => reason.is_exhausted(),
@@ -159,17 +160,17 @@ impl SessionError {
         }
     }
 
-    /// Whether the device serves a connection later, and not this one.
-    pub(crate) fn passes(&self) -> bool {
-        matches!(self, Self::Worker { reason, .. } if reason.passes())
+    /// Returns true if the device refused this connection and may accept a later one.
+    pub(crate) fn is_temporary(&self) -> bool {
+        matches!(self, Self::Worker { reason, .. } if reason.is_temporary())
     }
 
-    /// Whether the connection ends, also for a frontend that takes refusals as answers.
-    pub(crate) fn is_the_end(&self) -> bool {
-        matches!(self, Self::Gone { .. } | Self::Cancelled { .. } | Self::InUse { .. })
+    /// Returns true if the connection ends even if the frontend requested an acknowledgement.
+    pub(crate) fn is_fatal(&self) -> bool {
+        matches!(self, Self::WorkerPanicked { .. } | Self::Cancelled { .. } | Self::ChainsInUse { .. })
     }
 
-    pub(crate) fn refused(request: &'static str, reason: Refusal) -> Self {
+    pub(crate) fn refused(request: &'static str, reason: BackendError) -> Self {
         Self::Refused { request, reason }
     }
 }

@@ -1,17 +1,17 @@
-//! The backend's side of a conversation: what was agreed upon, and what each request does to memory, log and rings.
+//! The session with one frontend: negotiated state, and the effect of each request on memory, log and rings.
 //!
 //! ```text
-//!   Offered ── SET_FEATURES ──► Agreed: rings may start                     a ring:
-//!      protocol features are taken before or after                  Idle ── SET_VRING_KICK ──► Running
-//!                                                                        ◄─ GET_VRING_BASE ──
+//!   offered ── SET_FEATURES ──► negotiated: rings may start                a ring:
+//!      protocol features are negotiated before or after            stopped ── SET_VRING_KICK ──► running
+//!                                                                          ◄─ GET_VRING_BASE ──
 //! ```
-//! No I/O of its own: requests come decoded, answers go back as values, and [`Rings`] does what there is to do to rings
-//! that run. A request that cannot be is refused by name. The frontend hears of it if it asked for an answer; if it did
-//! not, it would go on believing, so the connection ends ([`Session::handle`]'s error).
+//! Without I/O of its own: requests arrive decoded, replies leave as values, and [`Rings`] executes what concerns running
+//! rings. The error of an invalid request names it. A frontend that requested an acknowledgement receives the refusal; any
+//! other would assume success, so its connection ends.
 
 mod error;
-mod pack;
 mod postcopy;
+mod saved;
 mod state_transfer;
 mod vring;
 
@@ -19,39 +19,42 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 pub use error::SessionError;
-pub(crate) use pack::{Message, Packed};
+pub(crate) use saved::{SavedRequest, SavedSession};
 use towline_channel::Cancel;
 
-use crate::device::Device;
+use crate::device::{ConfigSource, Device};
 use crate::features::{self, ProtocolFeatures};
 use crate::log::{DirtyLog, LogSwitch};
 use crate::memory::{Memory, REGIONS_MAX, Region};
-use crate::message::{Direction, LogMemory, Reply, Request, VringAddress};
+use crate::message::{LogMemory, RegionInfo, Reply, Request, VringAddress};
 use crate::ring::{RingFault, RingSetup};
-use crate::sys::Faults;
+use crate::sys::Userfaultfd;
 use postcopy::Postcopy;
 use state_transfer::StateTransfer;
 use vring::Vring;
 
-/// The most queues of a device: what one byte names on the wire.
+/// Maximum number of queues of a device: one byte on the wire.
 pub const QUEUES_MAX: usize = 256;
 
-/// What a session needs of those who run the rings. Each call has taken effect when it returns.
+/// In `SET_CONFIG`: the configuration comes from a migration (`VHOST_SET_CONFIG_TYPE_MIGRATION`).
+const CONFIG_OF_MIGRATION: u32 = 1;
+
+/// The running rings, as the session uses them. A call has taken effect when it returns.
 pub(crate) trait Rings {
-    /// Calls that wait give up when this is cancelled.
+    /// Cancels waiting calls when `cancel` is cancelled.
     fn set_cancel(&mut self, cancel: &Cancel) {
         let _ = cancel;
     }
-    /// Starts a ring; its fault, if it cannot be one, is no fault of the session.
+    /// Starts a ring. Returns its fault if it cannot be started, which is not an error of the session.
     fn start(
         &mut self,
         ring: usize,
         setup: RingSetup,
         memory: &Arc<Memory>,
-        fds: (OwnedFd, Option<OwnedFd>),
+        fds: RingFds,
     ) -> Result<Option<RingFault>, SessionError>;
-    /// Drains and stops it; where it stands, if it ran.
-    fn stop(&mut self, ring: usize) -> Result<Option<Stopped>, SessionError>;
+    /// Drains and stops a ring. Returns `None` if it was not started.
+    fn stop(&mut self, ring: usize) -> Result<Option<StoppedRing>, SessionError>;
     fn enable(&mut self, ring: usize, enabled: bool) -> Result<(), SessionError>;
     fn set_kick(&mut self, ring: usize, fd: OwnedFd) -> Result<(), SessionError>;
     fn set_call(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError>;
@@ -59,59 +62,75 @@ pub(crate) trait Rings {
     fn set_address(&mut self, ring: usize, address: VringAddress) -> Result<(), SessionError>;
     fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), SessionError>;
     fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) -> Result<(), SessionError>;
-    /// Every batch that began before this is over.
-    fn settle(&mut self) -> Result<(), SessionError>;
+    /// Waits until every batch that has begun is published.
+    fn quiesce(&mut self) -> Result<(), SessionError>;
+}
+
+/// Eventfds with which a ring starts.
+#[derive(Debug)]
+pub(crate) struct RingFds {
+    pub(crate) kick: OwnedFd,
+    pub(crate) err: Option<OwnedFd>,
 }
 
 /// A ring that was stopped.
 #[derive(Debug, Default)]
-pub(crate) struct Stopped {
-    /// Where it goes on.
+pub(crate) struct StoppedRing {
+    /// Available index at which it resumes.
     pub(crate) base: u16,
-    /// What it was woken by, what it woke, and what its faults were told to.
     pub(crate) kick: Option<OwnedFd>,
     pub(crate) call: Option<OwnedFd>,
     pub(crate) err: Option<OwnedFd>,
 }
 
-/// What is agreed upon with one frontend.
+/// State of the session with one frontend.
 pub(crate) struct Session<R> {
     device: Arc<dyn Device>,
     rings: R,
     vrings: Vec<Vring>,
-    agreed: Agreed,
+    negotiated: Negotiated,
     memory: Arc<Memory>,
     switch: LogSwitch,
     log: Option<Arc<DirtyLog>>,
     status: u64,
     transfer: Option<StateTransfer>,
     postcopy: Option<Postcopy>,
-    /// A frontend has said that the device is its own.
+    /// `SET_OWNER` was received.
     owned: bool,
-    /// Whatever waits gives up when this is cancelled.
+    /// Cancels waiting requests.
     cancel: Option<Cancel>,
-    /// Goes with the next answer.
-    answer_fd: Option<OwnedFd>,
+    /// Descriptor for the next reply.
+    reply_fd: Option<OwnedFd>,
 }
 
-/// What was negotiated so far.
+/// Features that were negotiated so far.
 #[derive(Debug, Clone, Copy)]
-struct Agreed {
-    /// `None` until the frontend has taken some; no ring starts before.
+struct Negotiated {
+    /// `None` until `SET_FEATURES`; no ring starts before.
     features: Option<u64>,
     protocol: ProtocolFeatures,
+}
+
+/// Outcome of a request without a reply of its own.
+fn no_reply(outcome: Result<(), SessionError>) -> Result<Option<Reply>, SessionError> {
+    outcome.map(|()| None)
+}
+
+/// Reply with a number.
+fn number(number: u64) -> Result<Option<Reply>, SessionError> {
+    Ok(Some(Reply::Number(number)))
 }
 
 impl<R: Rings> Session<R> {
     /// A session before its first request.
     pub(crate) fn new(device: Arc<dyn Device>, rings: R) -> Self {
         let vrings = (0..device.queue_count()).map(|_| Vring::default()).collect();
-        let agreed = Agreed { features: None, protocol: ProtocolFeatures::empty() };
+        let negotiated = Negotiated { features: None, protocol: ProtocolFeatures::empty() };
         Self {
             device,
             rings,
             vrings,
-            agreed,
+            negotiated,
             memory: Arc::default(),
             switch: LogSwitch::default(),
             log: None,
@@ -120,75 +139,55 @@ impl<R: Rings> Session<R> {
             postcopy: None,
             owned: false,
             cancel: None,
-            answer_fd: None,
+            reply_fd: None,
         }
     }
 
-    /// Requests that wait are given up when this is cancelled.
+    /// Cancels waiting requests when `cancel` is cancelled.
     pub(crate) fn set_cancel(&mut self, cancel: &Cancel) {
         self.rings.set_cancel(cancel);
         self.cancel = Some(cancel.clone());
     }
 
-    /// Whether a frontend that asks for an answer gets one.
+    /// Returns true if acknowledgements are sent where the frontend requests them.
     pub(crate) fn acknowledges(&self) -> bool {
-        self.agreed.protocol.contains(ProtocolFeatures::REPLY_ACK)
+        self.negotiated.protocol.contains(ProtocolFeatures::REPLY_ACK)
     }
 
-    /// The descriptor that belongs to the answer just given, if one does.
-    pub(crate) fn take_answer_fd(&mut self) -> Option<OwnedFd> {
-        self.answer_fd.take()
+    /// Takes the descriptor that belongs to the last reply.
+    pub(crate) fn take_reply_fd(&mut self) -> Option<OwnedFd> {
+        self.reply_fd.take()
     }
 
-    /// Does what is asked. The answer, where the request has one of its own.
+    /// Handles a request. Returns its reply if it has one besides an acknowledgement.
     pub(crate) fn handle(&mut self, request: Request) -> Result<Option<Reply>, SessionError> {
-        self.check_agreed(&request)?;
-        let number = |number| Ok(Some(Reply::Number(number)));
-        let done = |()| None;
+        self.check_negotiated(&request)?;
         match request {
             Request::GetFeatures => number(self.offered()),
-            Request::SetFeatures(features) => self.set_features(features).map(done),
-            Request::SetOwner => self.set_owner().map(done),
-            Request::ResetOwner => self.enable_all(false).map(done),
+            Request::SetFeatures(features) => no_reply(self.set_features(features)),
+            Request::SetOwner => no_reply(self.set_owner()),
+            Request::ResetOwner => no_reply(self.enable_all(false)),
             Request::GetProtocolFeatures => number(self.offered_protocol().bits()),
-            Request::SetProtocolFeatures(bits) => self.set_protocol_features(bits).map(done),
-            Request::GetQueueNum => number(self.device.queue_number() as u64),
+            Request::SetProtocolFeatures(bits) => no_reply(self.set_protocol_features(bits)),
+            Request::GetQueueNum => number(self.device.reported_queue_num() as u64),
             Request::GetMaxMemSlots => number(REGIONS_MAX as u64),
-            Request::SetMemTable(regions) if regions.is_empty() && self.has_told() => self.watch().map(done),
-            Request::SetMemTable(regions) if self.listens() => self.tell_table(regions).map(Some),
-            Request::SetMemTable(regions) => {
-                let regions = regions.into_iter().map(|(info, fd)| Region::map(&info, fd));
-                let memory = Memory::new(regions.collect::<Result<_, _>>()?)?;
-                self.set_memory(memory).map(done)
-            }
-            Request::MemRegionsWatched => self.watch().map(done),
-            Request::AddMemReg(info, fd) if self.listens() => self.tell_region(&info, fd).map(Some),
-            // QEMU before 8.1 says both once for each queue pair.
-            Request::AddMemReg(info, _) if self.memory.has(&info) => Ok(None),
-            Request::RemMemReg(info) if !self.memory.has(&info) => Ok(None),
-            Request::AddMemReg(info, fd) => {
-                let memory = self.memory.with(Region::map(&info, fd)?)?;
-                self.set_memory(memory).map(done)
-            }
-            Request::RemMemReg(info) => {
-                let memory = self.memory.without(&info)?;
-                self.set_memory(memory).map(done)
-            }
+            Request::SetMemTable(regions) => self.set_mem_table(regions),
+            Request::PostcopyRegionsAck => no_reply(self.acknowledge_postcopy_regions()),
+            Request::AddMemReg(info, fd) => self.add_region(&info, fd),
+            Request::RemMemReg(info) => no_reply(self.remove_region(&info)),
             Request::SetLogBase(log) => self.set_log(log).map(Some),
-            // Nothing waits for it: who migrates looks at the log when it wants to.
+            // Not signalled: a frontend that migrates reads the log when it needs it.
             Request::SetLogFd(_) => Ok(None),
             Request::GetConfig { offset, size, flags } => Ok(Some(self.config(offset, size, flags))),
             Request::SetConfig { offset, flags, bytes } => {
-                let written = self.device.write_config(offset as usize, &bytes, flags & 1 != 0);
-                written.map(done).map_err(|reason| SessionError::refused("SET_CONFIG", reason))
+                no_reply(self.write_config(offset as usize, flags, &bytes))
             }
-            Request::SendRarp(mac) => self
-                .device
-                .send_rarp(mac)
-                .map(done)
-                .map_err(|reason| SessionError::refused("SEND_RARP", reason)),
-            Request::NetSetMtu(mtu) => self.set_mtu(mtu).map(done),
-            Request::ResetDevice => self.reset().map(done),
+            Request::SendRarp(mac) => {
+                let sent = self.device.send_rarp(mac);
+                no_reply(sent.map_err(|reason| SessionError::refused("SEND_RARP", reason)))
+            }
+            Request::NetSetMtu(mtu) => no_reply(self.set_mtu(mtu)),
+            Request::ResetDevice => no_reply(self.reset()),
             Request::SetStatus(status) => {
                 self.status = status;
                 Ok(None)
@@ -197,7 +196,7 @@ impl<R: Rings> Session<R> {
             Request::SetDeviceStateFd(direction, fd) => number(self.begin_transfer(direction, fd)),
             Request::CheckDeviceState => number(self.check_transfer()),
             Request::PostcopyAdvise => self.postcopy_advise().map(Some),
-            Request::PostcopyListen => self.postcopy_listen().map(done),
+            Request::PostcopyListen => no_reply(self.postcopy_listen()),
             Request::PostcopyEnd => {
                 self.postcopy = None;
                 Ok(None)
@@ -206,8 +205,8 @@ impl<R: Rings> Session<R> {
         }
     }
 
-    /// Refuses what belongs to a protocol feature that was not taken.
-    fn check_agreed(&self, request: &Request) -> Result<(), SessionError> {
+    /// Refuses requests of protocol features that were not negotiated.
+    fn check_negotiated(&self, request: &Request) -> Result<(), SessionError> {
         use ProtocolFeatures as P;
         let (name, needed) = match request {
             Request::SetLogBase(_) => ("SET_LOG_BASE", P::LOG_SHMFD),
@@ -226,56 +225,57 @@ impl<R: Rings> Session<R> {
             Request::PostcopyAdvise => ("POSTCOPY_ADVISE", P::PAGEFAULT),
             Request::PostcopyListen => ("POSTCOPY_LISTEN", P::PAGEFAULT),
             Request::PostcopyEnd => ("POSTCOPY_END", P::PAGEFAULT),
-            Request::MemRegionsWatched => ("ADD_MEM_REG", P::PAGEFAULT),
+            Request::PostcopyRegionsAck => ("ADD_MEM_REG", P::PAGEFAULT),
             _ => return Ok(()),
         };
-        if self.agreed.protocol.contains(needed) {
+        if self.negotiated.protocol.contains(needed) {
             return Ok(());
         }
-        Err(SessionError::NotAgreed { request: name, needed })
+        Err(SessionError::NotNegotiated { request: name, needed })
     }
 
     fn offered(&self) -> u64 {
         let unlogged = if self.device.is_migratable() { 0 } else { features::LOG_ALL };
-        (self.device.features() | features::OURS) & !unlogged
+        (self.device.features() | features::COMMON) & !unlogged
     }
 
     fn offered_protocol(&self) -> ProtocolFeatures {
-        let postcopy = match self.device.allows_postcopy() && Faults::new().is_ok() {
-            true => ProtocolFeatures::PAGEFAULT,
-            false => ProtocolFeatures::empty(),
-        };
-        ProtocolFeatures::ALWAYS | postcopy | (self.device.protocol_features() & ProtocolFeatures::BY_DEVICE)
+        let mut offered =
+            ProtocolFeatures::ALWAYS | (self.device.protocol_features() & ProtocolFeatures::BY_DEVICE);
+        if self.device.allows_postcopy() && Userfaultfd::new().is_ok() {
+            offered |= ProtocolFeatures::PAGEFAULT;
+        }
+        offered
     }
 
-    /// Also what switches the log on and off, on rings that run.
-    fn set_features(&mut self, taken: u64) -> Result<(), SessionError> {
+    /// Sets the accepted features. On running rings this also switches the dirty log.
+    fn set_features(&mut self, accepted: u64) -> Result<(), SessionError> {
         let offered = self.offered();
-        if taken & !offered != 0 {
-            return Err(SessionError::Features { unknown: taken & !offered, offered });
+        if accepted & !offered != 0 {
+            return Err(SessionError::Features { unknown: accepted & !offered, offered });
         }
-        let guests = |features: u64| features & !features::NOT_THE_GUESTS;
-        let known = self.agreed.features;
-        if known.map(guests) != Some(guests(taken)) {
+        let of_driver = |features: u64| features & !features::NOT_OF_THE_DRIVER;
+        let before = self.negotiated.features;
+        if before.map(of_driver) != Some(of_driver(accepted)) {
             if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
                 return Err(SessionError::FeaturesWhileRunning { ring });
             }
-            let taken = self.device.acknowledge(guests(taken));
-            taken.map_err(|reason| SessionError::refused("SET_FEATURES", reason))?;
+            let acknowledged = self.device.acknowledge(of_driver(accepted));
+            acknowledged.map_err(|reason| SessionError::refused("SET_FEATURES", reason))?;
         }
-        self.agreed.features = Some(taken);
-        self.switch.set(taken & features::LOG_ALL != 0);
-        if known.unwrap_or(0) & features::LOG_ALL != taken & features::LOG_ALL {
-            self.rings.settle()?;
+        self.negotiated.features = Some(accepted);
+        self.switch.set(accepted & features::LOG_ALL != 0);
+        if before.unwrap_or(0) & features::LOG_ALL != accepted & features::LOG_ALL {
+            self.rings.quiesce()?;
         }
         Ok(())
     }
 
     fn set_protocol_features(&mut self, bits: u64) -> Result<(), SessionError> {
         let offered = self.offered_protocol();
-        match ProtocolFeatures::from_bits(bits).filter(|taken| offered.contains(*taken)) {
-            Some(taken) => {
-                self.agreed.protocol = taken;
+        match ProtocolFeatures::from_bits(bits).filter(|accepted| offered.contains(*accepted)) {
+            Some(accepted) => {
+                self.negotiated.protocol = accepted;
                 Ok(())
             }
             None => {
@@ -283,6 +283,40 @@ impl<R: Rings> Session<R> {
                 Err(SessionError::ProtocolFeatures { unknown, offered: offered.bits() })
             }
         }
+    }
+
+    fn set_mem_table(&mut self, regions: Vec<(RegionInfo, OwnedFd)>) -> Result<Option<Reply>, SessionError> {
+        // In postcopy an empty table acknowledges the one before.
+        if regions.is_empty() && self.has_unacknowledged_regions() {
+            return no_reply(self.acknowledge_postcopy_regions());
+        }
+        if self.is_postcopy_listening() {
+            return self.map_postcopy_table(regions).map(Some);
+        }
+        let regions = regions.into_iter().map(|(info, fd)| Region::map(&info, fd));
+        let memory = Memory::new(regions.collect::<Result<_, _>>()?)?;
+        no_reply(self.set_memory(memory))
+    }
+
+    fn add_region(&mut self, info: &RegionInfo, fd: OwnedFd) -> Result<Option<Reply>, SessionError> {
+        if self.is_postcopy_listening() {
+            return self.map_postcopy_region(info, fd).map(Some);
+        }
+        // QEMU before 8.1 sends the request once for each queue pair.
+        if self.memory.has(info) {
+            return Ok(None);
+        }
+        let memory = self.memory.with(Region::map(info, fd)?)?;
+        no_reply(self.set_memory(memory))
+    }
+
+    fn remove_region(&mut self, info: &RegionInfo) -> Result<(), SessionError> {
+        // As in `add_region`.
+        if !self.memory.has(info) {
+            return Ok(());
+        }
+        let memory = self.memory.without(info)?;
+        self.set_memory(memory)
     }
 
     fn set_memory(&mut self, memory: Memory) -> Result<(), SessionError> {
@@ -297,7 +331,7 @@ impl<R: Rings> Session<R> {
         Ok(Reply::Number(0))
     }
 
-    /// A part that the device does not have reads as zeros, as with a device that knows fewer features.
+    /// Reads the configuration space. Bytes behind its end are zeros, as for a device with fewer features.
     fn config(&self, offset: u32, size: u32, flags: u32) -> Reply {
         let mut bytes = self.device.config();
         let (start, end) = (offset as usize, (offset + size) as usize);
@@ -305,20 +339,31 @@ impl<R: Rings> Session<R> {
         Reply::Config { offset, flags, bytes: bytes[start..end].to_vec() }
     }
 
+    fn write_config(&self, offset: usize, flags: u32, bytes: &[u8]) -> Result<(), SessionError> {
+        let migrated = flags & CONFIG_OF_MIGRATION != 0;
+        let source = if migrated { ConfigSource::Migration } else { ConfigSource::Driver };
+        let written = self.device.write_config(offset, bytes, source);
+        written.map_err(|reason| SessionError::refused("SET_CONFIG", reason))
+    }
+
     fn set_mtu(&self, mtu: u64) -> Result<(), SessionError> {
         let mtu = u16::try_from(mtu).map_err(|_| SessionError::Mtu { found: mtu })?;
         self.device.set_mtu(mtu).map_err(|reason| SessionError::refused("NET_SET_MTU", reason))
     }
 
-    /// The second one on a connection begins anew: QEMU's device was taken out of its guest and put in again, and the chardev stayed
-    /// connected. What was set for the device before is gone; what the protocol can do was agreed upon just before.
+    /// Handles `SET_OWNER`. The second one on a connection starts over: QEMU's device was unplugged from its guest and plugged
+    /// in again while the chardev stayed connected. All settings of the former device are dropped, except for the protocol
+    /// features, which were negotiated just before.
     fn set_owner(&mut self) -> Result<(), SessionError> {
         if !std::mem::replace(&mut self.owned, true) {
             return Ok(());
         }
         self.reset()?;
         self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
-        (self.agreed.features, self.transfer, self.postcopy, self.log) = (None, None, None, None);
+        self.negotiated.features = None;
+        self.transfer = None;
+        self.postcopy = None;
+        self.log = None;
         self.switch.set(false);
         self.rings.set_log(None)?;
         self.set_memory(Memory::default())
@@ -332,47 +377,6 @@ impl<R: Rings> Session<R> {
         self.status = 0;
         self.device.reset();
         Ok(())
-    }
-
-    /// Bits 0–7: 0 is well; bit 8: no descriptor comes back.
-    fn begin_transfer(&mut self, direction: Direction, fd: OwnedFd) -> u64 {
-        const NO_FD: u64 = 1 << 8;
-        if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
-            tracing::error!(ring, "SET_DEVICE_STATE_FD while this ring runs; stop it first");
-            return NO_FD | 1;
-        }
-        if self.transfer.as_ref().is_some_and(StateTransfer::is_under_way) {
-            tracing::error!(
-                "SET_DEVICE_STATE_FD while a transfer is under way; close its descriptor and ask CHECK_DEVICE_STATE first"
-            );
-            return NO_FD | 1;
-        }
-        // One that is over and was not asked for is dropped.
-        self.transfer = None;
-        match StateTransfer::begin(Arc::clone(&self.device), direction, fd) {
-            Ok(transfer) => {
-                self.transfer = Some(transfer);
-                NO_FD
-            }
-            Err(reason) => {
-                tracing::error!(%reason, "the device's state cannot be transferred");
-                NO_FD | 1
-            }
-        }
-    }
-
-    fn check_transfer(&mut self) -> u64 {
-        let Some(transfer) = self.transfer.take() else {
-            tracing::error!("CHECK_DEVICE_STATE without SET_DEVICE_STATE_FD");
-            return 1;
-        };
-        match transfer.finish(self.cancel.as_ref()) {
-            Ok(()) => 0,
-            Err(reason) => {
-                tracing::error!(%reason, "the device's state was not transferred");
-                1
-            }
-        }
     }
 }
 

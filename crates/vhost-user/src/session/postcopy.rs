@@ -1,46 +1,46 @@
-//! Postcopy at a migration's destination: the guest runs while its memory is still on its way.
+//! Postcopy at a migration's destination: the guest runs before its memory has arrived.
 //!
 //! ```text
-//!   ADVISE          a userfaultfd goes to the frontend, which reads our faults from it and fetches the pages
-//!   LISTEN          from now on memory is told, watched, and only then used:
-//!     SET_MEM_TABLE, ADD_MEM_REG …  ──► mapped; the answer says where
-//!     its acknowledgement           ──► watched; the rings have it
-//!   END             everything is there; nothing is watched any more
+//!   ADVISE          sends the frontend a userfaultfd, from which it reads our page faults
+//!   LISTEN          from now on memory is mapped, registered, and only then used:
+//!     SET_MEM_TABLE, ADD_MEM_REG …  ──► mapped; the reply has the addresses
+//!     their acknowledgement         ──► registered with the userfaultfd; the rings use it
+//!   END             all memory has arrived; nothing is registered any more
 //! ```
-//! A thread that touches a page too early waits in the kernel, be it within a system call; others go on.
+//! A thread that accesses a missing page waits in the kernel, even within a system call; other threads run on.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 
 use super::{Rings, Session, SessionError};
-use crate::device::Refusal;
+use crate::device::BackendError;
 use crate::memory::{Memory, Region};
 use crate::message::{RegionInfo, Reply};
-use crate::sys::Faults;
+use crate::sys::Userfaultfd;
 
-/// What is under way.
+/// A postcopy migration under way.
 pub(super) struct Postcopy {
-    faults: Faults,
+    userfaultfd: Userfaultfd,
     listening: bool,
-    /// Mapped, and the frontend knows where; not watched yet.
-    told: Option<Memory>,
+    /// Mapped memory whose addresses the frontend has not acknowledged yet.
+    unacknowledged: Option<Memory>,
 }
 
 impl<R: Rings> Session<R> {
     pub(super) fn postcopy_advise(&mut self) -> Result<Reply, SessionError> {
         let failed = |error: std::io::Error| {
-            let why =
-                format!("no userfaultfd can be had: {error}; it wants CAP_SYS_PTRACE or /dev/userfaultfd");
-            SessionError::refused("POSTCOPY_ADVISE", Refusal::new(why))
+            let why = format!(
+                "cannot create a userfaultfd: {error}; it requires CAP_SYS_PTRACE or /dev/userfaultfd"
+            );
+            SessionError::refused("POSTCOPY_ADVISE", BackendError::new(why))
         };
-        let faults = Faults::new().map_err(failed)?;
-        self.answer_fd = Some(faults.descriptor().map_err(failed)?);
-        self.postcopy = Some(Postcopy { faults, listening: false, told: None });
+        let userfaultfd = Userfaultfd::new().map_err(failed)?;
+        self.reply_fd = Some(userfaultfd.descriptor().map_err(failed)?);
+        self.postcopy = Some(Postcopy { userfaultfd, listening: false, unacknowledged: None });
         Ok(Reply::Empty)
     }
 
     pub(super) fn postcopy_listen(&mut self) -> Result<(), SessionError> {
-        let refused = |why: &str| SessionError::refused("POSTCOPY_LISTEN", Refusal::new(why));
+        let refused = |why: &str| SessionError::refused("POSTCOPY_LISTEN", BackendError::new(why));
         if self.vrings.iter().any(|vring| vring.running) {
             return Err(refused("rings run already"));
         }
@@ -48,63 +48,71 @@ impl<R: Rings> Session<R> {
         Ok(())
     }
 
-    /// Whether memory that comes now is not there yet.
-    pub(super) fn listens(&self) -> bool {
+    /// Returns true if the contents of new regions have not arrived yet.
+    pub(super) fn is_postcopy_listening(&self) -> bool {
         self.postcopy.as_ref().is_some_and(|postcopy| postcopy.listening)
     }
 
-    /// Whether the next acknowledgement is of memory.
-    pub(super) fn has_told(&self) -> bool {
-        self.postcopy.as_ref().is_some_and(|postcopy| postcopy.told.is_some())
+    /// Returns true if the frontend has to acknowledge addresses of regions.
+    pub(super) fn has_unacknowledged_regions(&self) -> bool {
+        self.postcopy.as_ref().is_some_and(|postcopy| postcopy.unacknowledged.is_some())
     }
 
-    pub(super) fn tell_table(&mut self, regions: Vec<(RegionInfo, OwnedFd)>) -> Result<Reply, SessionError> {
+    pub(super) fn map_postcopy_table(
+        &mut self,
+        regions: Vec<(RegionInfo, OwnedFd)>,
+    ) -> Result<Reply, SessionError> {
         let infos: Vec<RegionInfo> = regions.iter().map(|(info, _)| *info).collect();
         let mapped = regions.into_iter().map(|(info, fd)| Region::map(&info, fd));
         let memory = Memory::new(mapped.collect::<Result<_, _>>()?)?;
-        let told = infos.iter().map(|info| own(&memory, info)).collect();
-        self.tell(memory);
-        Ok(Reply::Table(told))
+        let mapped = infos.iter().map(|info| with_backend_address(&memory, info)).collect();
+        self.set_unacknowledged(memory);
+        Ok(Reply::Table(mapped))
     }
 
-    pub(super) fn tell_region(&mut self, info: &RegionInfo, fd: OwnedFd) -> Result<Reply, SessionError> {
-        let before = self.postcopy.as_ref().and_then(|postcopy| postcopy.told.as_ref());
+    pub(super) fn map_postcopy_region(
+        &mut self,
+        info: &RegionInfo,
+        fd: OwnedFd,
+    ) -> Result<Reply, SessionError> {
+        let before = self.postcopy.as_ref().and_then(|postcopy| postcopy.unacknowledged.as_ref());
         let before = before.unwrap_or(&self.memory);
         if before.has(info) {
-            return Ok(Reply::Region(own(before, info)));
+            return Ok(Reply::Region(with_backend_address(before, info)));
         }
         let memory = before.with(Region::map(info, fd)?)?;
-        let told = own(&memory, info);
-        self.tell(memory);
-        Ok(Reply::Region(told))
+        let mapped = with_backend_address(&memory, info);
+        self.set_unacknowledged(memory);
+        Ok(Reply::Region(mapped))
     }
 
-    fn tell(&mut self, memory: Memory) {
+    fn set_unacknowledged(&mut self, memory: Memory) {
         if let Some(postcopy) = &mut self.postcopy {
-            postcopy.told = Some(memory);
+            postcopy.unacknowledged = Some(memory);
         }
     }
 
-    /// The frontend is ready for faults in what it was told of.
-    pub(super) fn watch(&mut self) -> Result<(), SessionError> {
+    /// Uses the mapped memory: the frontend knows its addresses and resolves faults in it.
+    pub(super) fn acknowledge_postcopy_regions(&mut self) -> Result<(), SessionError> {
         let postcopy = self.postcopy.as_mut();
-        let told = postcopy.and_then(|postcopy| Some((postcopy.told.take()?, &postcopy.faults)));
-        let Some((memory, faults)) = told else {
-            let why = "nothing was told that could be acknowledged";
-            return Err(SessionError::refused("ADD_MEM_REG", Refusal::new(why)));
+        let mapped =
+            postcopy.and_then(|postcopy| Some((postcopy.unacknowledged.take()?, &postcopy.userfaultfd)));
+        let Some((memory, userfaultfd)) = mapped else {
+            let why = "no region was mapped that could be acknowledged";
+            return Err(SessionError::refused("ADD_MEM_REG", BackendError::new(why)));
         };
         for mapping in memory.mappings() {
-            faults.watch(mapping).map_err(|error| {
-                let why = format!("the guest's memory cannot be watched by userfaultfd: {error}");
-                SessionError::refused("SET_MEM_TABLE", Refusal::new(why))
+            userfaultfd.register(mapping).map_err(|error| {
+                let why = format!("cannot register the guest's memory with userfaultfd: {error}");
+                SessionError::refused("SET_MEM_TABLE", BackendError::new(why))
             })?;
         }
-        self.memory = Arc::new(memory);
-        self.rings.set_memory(&self.memory)
+        self.set_memory(memory)
     }
 }
 
-fn own(memory: &Memory, info: &RegionInfo) -> RegionInfo {
-    let address = memory.own_address(info.guest_address.get()).expect("it is of this memory");
+/// The region with its address in this process.
+fn with_backend_address(memory: &Memory, info: &RegionInfo) -> RegionInfo {
+    let address = memory.backend_address(info.guest_address.get()).expect("a region of this memory");
     RegionInfo { user_address: address.into(), ..*info }
 }

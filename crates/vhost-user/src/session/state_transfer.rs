@@ -1,7 +1,7 @@
-//! The device's own state, through a pipe of the frontend's, while the session goes on answering.
+//! Transfer of the device's own state through a pipe of the frontend, while the session continues to reply.
 //!
-//! The frontend owns the other end: it may send slowly, never, or without end. One transfer at a time, of at most
-//! [`DEVICE_STATE_BYTES_MAX`], that has to move within [`QUIET_MAX`]; dropping it ends it.
+//! The frontend owns the other end: it may send slowly, never, or without end. So there is one transfer at a time, of at most
+//! [`DEVICE_STATE_BYTES_MAX`], with progress at least every [`QUIET_MAX`]. Dropping a transfer ends it.
 
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
@@ -15,24 +15,69 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use towline_channel::Cancel;
 
-use crate::device::{Device, Refusal};
+use super::{Rings, Session};
+use crate::device::{BackendError, Device};
 use crate::message::Direction;
 
-/// The longest state that is taken. A device's own state is small: what is in rings and memory travels with the guest.
-pub(super) const DEVICE_STATE_BYTES_MAX: u64 = 64 << 20;
-/// How long no byte may come or go. On a migration's destination the frontend waits for its own stream.
+/// Maximum size of a state. A device's own state is small, because rings and memory travel with the guest.
+const DEVICE_STATE_BYTES_MAX: u64 = 64 << 20;
+/// Time limit without progress. On a migration's destination the frontend waits for its own stream.
 const QUIET_MAX: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
-/// How long CHECK_DEVICE_STATE waits for the rest, of which the frontend has seen the end already.
+/// Time limit of CHECK_DEVICE_STATE for the rest of the transfer. The frontend has seen its end already.
 const CHECK_WITHIN: Duration = Duration::from_secs(10);
-/// Between two looks whether the session is cancelled, while it waits.
+/// Interval at which a wait checks for cancellation.
 const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
-/// How long the thread may take to end when the transfer is dropped.
+/// Time limit for the thread to end when the transfer is dropped.
 const END_WITHIN: Duration = Duration::from_secs(1);
-/// Bytes that are read at a time.
+/// Size of a read.
 const READ_BYTES: usize = 64 << 10;
 
-/// What a load came to; nothing for a save.
+/// Loaded state; `None` for a save.
 type Outcome = io::Result<Option<Vec<u8>>>;
+
+impl<R: Rings> Session<R> {
+    /// Begins a transfer of the device's state. Reply: bits 0–7 are 0 on success; bit 8 is set without a descriptor.
+    pub(super) fn begin_transfer(&mut self, direction: Direction, fd: OwnedFd) -> u64 {
+        const NO_FD: u64 = 1 << 8;
+        if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
+            tracing::error!(ring, "SET_DEVICE_STATE_FD while a ring runs; stop it first");
+            return NO_FD | 1;
+        }
+        if self.transfer.as_ref().is_some_and(StateTransfer::is_under_way) {
+            tracing::error!(
+                "SET_DEVICE_STATE_FD during a transfer; close its descriptor and send CHECK_DEVICE_STATE first"
+            );
+            return NO_FD | 1;
+        }
+        // A finished transfer without CHECK_DEVICE_STATE is dropped.
+        self.transfer = None;
+        match StateTransfer::begin(Arc::clone(&self.device), direction, fd) {
+            Ok(transfer) => {
+                self.transfer = Some(transfer);
+                NO_FD
+            }
+            Err(reason) => {
+                tracing::error!(%reason, "cannot begin the transfer of the device's state");
+                NO_FD | 1
+            }
+        }
+    }
+
+    /// Waits for the end of the transfer. Reply: 0 on success.
+    pub(super) fn check_transfer(&mut self) -> u64 {
+        let Some(transfer) = self.transfer.take() else {
+            tracing::error!("CHECK_DEVICE_STATE without SET_DEVICE_STATE_FD");
+            return 1;
+        };
+        match transfer.finish(self.cancel.as_ref()) {
+            Ok(()) => 0,
+            Err(reason) => {
+                tracing::error!(%reason, "the transfer of the device's state failed");
+                1
+            }
+        }
+    }
+}
 
 /// A transfer under way.
 pub(super) struct StateTransfer {
@@ -43,13 +88,13 @@ pub(super) struct StateTransfer {
 }
 
 impl StateTransfer {
-    /// Begins it: a pipe holds less than a state, and the frontend reads only when it has our answer.
-    pub(super) fn begin(device: Arc<dyn Device>, direction: Direction, fd: OwnedFd) -> Result<Self, Refusal> {
+    /// Begins a transfer in a thread: a pipe holds less than a state, and the frontend reads only after our reply.
+    fn begin(device: Arc<dyn Device>, direction: Direction, fd: OwnedFd) -> Result<Self, BackendError> {
         let saved = match direction {
             Direction::Save => Some(device.save()?),
             Direction::Load => None,
         };
-        let stop = Cancel::new().map_err(|error| Refusal::new(error.to_string()))?;
+        let stop = Cancel::new().map_err(|error| BackendError::new(error.to_string()))?;
         rustix::io::ioctl_fionbio(&fd, true).map_err(io::Error::from)?;
         let pipe = Pipe { file: File::from(fd), stop: stop.clone() };
         let (sender, outcome) = channel();
@@ -58,47 +103,47 @@ impl StateTransfer {
                 Some(state) => pipe.write(&state).map(|()| None),
                 None => pipe.read().map(Some),
             };
-            // The frontend sees the end of the pipe before it is told anything.
+            // The frontend reads the end of the pipe before it sends CHECK_DEVICE_STATE.
             drop(pipe);
-            // A session that is gone does not need it.
+            // A session that was dropped does not receive it.
             let _ = sender.send(outcome);
         };
         let thread = std::thread::Builder::new().name("device-state".into()).spawn(transfer)?;
         Ok(Self { device, thread: Some(thread), outcome, stop })
     }
 
-    /// Whether its descriptor is still in use.
-    pub(super) fn is_under_way(&self) -> bool {
+    /// Returns true while its descriptor is in use.
+    fn is_under_way(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Waits for its end, which the frontend has seen already, and hands what was read to the device.
+    /// Waits for the end of the transfer, which the frontend has seen already, and loads the state into the device.
     ///
     /// # Errors
-    /// That it failed, or does not end: the frontend keeps its end of the pipe open.
-    pub(super) fn finish(self, cancel: Option<&Cancel>) -> Result<(), Refusal> {
+    /// If it failed, or does not end because the frontend keeps its end of the pipe open.
+    fn finish(self, cancel: Option<&Cancel>) -> Result<(), BackendError> {
         let until = Instant::now() + CHECK_WITHIN;
         let transferred = loop {
             match self.outcome.recv_timeout(CANCEL_INTERVAL) {
                 Ok(outcome) => break outcome,
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Refusal::new("the transfer's thread panicked"));
+                    return Err(BackendError::new("the transfer's thread panicked"));
                 }
                 Err(RecvTimeoutError::Timeout) if cancel.is_some_and(Cancel::is_cancelled) => {
-                    return Err(Refusal::new("the process is to end"));
+                    return Err(BackendError::new("cancelled because the process is to end"));
                 }
                 Err(RecvTimeoutError::Timeout) if Instant::now() >= until => {
                     let seconds = CHECK_WITHIN.as_secs();
-                    return Err(Refusal::new(format!(
-                        "the transfer is not over after {seconds} s; the frontend closes its end of the pipe before it asks"
+                    return Err(BackendError::new(format!(
+                        "the transfer has not ended after {seconds} s; the frontend has to close its end of the pipe first"
                     )));
                 }
                 Err(RecvTimeoutError::Timeout) => {}
             }
         };
         match transferred? {
-            Some(state) if state.len() as u64 > DEVICE_STATE_BYTES_MAX => Err(Refusal::new(format!(
-                "the state is longer than {DEVICE_STATE_BYTES_MAX} bytes; is it this device's?"
+            Some(state) if state.len() as u64 > DEVICE_STATE_BYTES_MAX => Err(BackendError::new(format!(
+                "the state has more than {DEVICE_STATE_BYTES_MAX} bytes; is it of this device?"
             ))),
             Some(state) => self.device.load(&state),
             None => Ok(()),
@@ -110,17 +155,17 @@ impl Drop for StateTransfer {
     fn drop(&mut self) {
         self.stop.cancel();
         let Some(thread) = self.thread.take() else { return };
-        // It ends as soon as it looks, unless the frontend has made the descriptor blocking again.
+        // It ends at its next check, unless the frontend has made the descriptor blocking again.
         match self.outcome.recv_timeout(END_WITHIN) {
             Ok(_) | Err(RecvTimeoutError::Disconnected) => drop(thread.join()),
             Err(RecvTimeoutError::Timeout) => {
-                tracing::error!("a transfer of device state does not end; its thread is left behind");
+                tracing::error!("a transfer of device state does not end; leaving its thread behind");
             }
         }
     }
 }
 
-/// The frontend's descriptor, and what ends the transfer.
+/// The frontend's descriptor, with a token that ends the transfer.
 struct Pipe {
     file: File,
     stop: Cancel,
@@ -138,7 +183,7 @@ impl Pipe {
         Ok(())
     }
 
-    /// All of it, or one byte more than is allowed.
+    /// Reads up to the end, or more than DEVICE_STATE_BYTES_MAX.
     fn read(&self) -> io::Result<Vec<u8>> {
         let mut state = Vec::new();
         let mut bytes = vec![0; READ_BYTES];
@@ -156,10 +201,10 @@ impl Pipe {
     }
 
     fn check(&self) -> io::Result<()> {
-        if self.stop.is_cancelled() { Err(io::Error::other("the transfer was given up")) } else { Ok(()) }
+        if self.stop.is_cancelled() { Err(io::Error::other("the transfer was cancelled")) } else { Ok(()) }
     }
 
-    /// After a call that failed: waits if it would have blocked.
+    /// Waits after a call that would have blocked; returns other errors.
     fn wait(&self, error: io::Error, events: PollFlags) -> io::Result<()> {
         self.check()?;
         match error.kind() {
@@ -174,7 +219,7 @@ impl Pipe {
         match poll(&mut fds, Some(&QUIET_MAX)) {
             Ok(0) => Err(io::Error::new(
                 io::ErrorKind::TimedOut,
-                format!("the frontend's pipe is quiet for {} s", QUIET_MAX.tv_sec),
+                format!("no progress in the frontend's pipe for {} s", QUIET_MAX.tv_sec),
             )),
             Ok(_) | Err(Errno::INTR) => self.check(),
             Err(errno) => Err(errno.into()),

@@ -1,19 +1,19 @@
-//! What is said of each ring, before it runs and while it does.
+//! Requests about rings, stopped or running.
 
 use std::os::fd::OwnedFd;
 
-use super::{Rings, Session, SessionError};
+use super::{RingFds, Rings, Session, SessionError, no_reply};
 use crate::features;
 use crate::message::{Reply, Request, VringAddress, VringFd, VringState};
 use crate::ring::{RING_SIZE_MAX, RingSetup};
 
-/// A ring as the frontend has described it.
+/// A ring as the frontend has set it up.
 #[derive(Debug, Default)]
 pub(super) struct Vring {
     pub(super) size: u32,
     pub(super) address: Option<VringAddress>,
     pub(super) base: u16,
-    /// As long as it does not run; then its thread has them.
+    /// Eventfds of a stopped ring; those of a running one are in its thread.
     pub(super) call: Option<OwnedFd>,
     pub(super) err: Option<OwnedFd>,
     pub(super) enabled: bool,
@@ -21,25 +21,24 @@ pub(super) struct Vring {
 }
 
 impl<R: Rings> Session<R> {
-    /// Everything with a ring in it.
+    /// Handles a request about a ring.
     pub(super) fn vring_request(&mut self, request: Request) -> Result<Option<Reply>, SessionError> {
-        let done = |()| None;
         match request {
-            Request::SetVringNum(state) => self.set_size(&state).map(done),
-            Request::SetVringAddress(address) => self.set_address(address).map(done),
-            Request::SetVringBase(state) => self.set_base(&state).map(done),
+            Request::SetVringNum(state) => no_reply(self.set_size(&state)),
+            Request::SetVringAddress(address) => no_reply(self.set_address(address)),
+            Request::SetVringBase(state) => no_reply(self.set_base(&state)),
             Request::GetVringBase(state) => {
                 let index = self.index("GET_VRING_BASE", state.index.get())?;
                 let base = self.stop(index)?;
                 let number = u32::from(base).into();
                 Ok(Some(Reply::VringBase(VringState { number, ..state })))
             }
-            Request::SetVringKick(kick) => self.set_kick(kick).map(done),
+            Request::SetVringKick(kick) => no_reply(self.set_kick(kick)),
             Request::SetVringCall(VringFd { index, fd }) => {
                 let index = self.index("SET_VRING_CALL", index.into())?;
                 let fd = non_blocking(fd);
                 if self.vrings[index].running {
-                    return self.rings.set_call(index, fd).map(done);
+                    return no_reply(self.rings.set_call(index, fd));
                 }
                 self.vrings[index].call = fd;
                 Ok(None)
@@ -48,34 +47,35 @@ impl<R: Rings> Session<R> {
                 let index = self.index("SET_VRING_ERR", index.into())?;
                 let fd = non_blocking(fd);
                 if self.vrings[index].running {
-                    return self.rings.set_err(index, fd).map(done);
+                    return no_reply(self.rings.set_err(index, fd));
                 }
                 self.vrings[index].err = fd;
                 Ok(None)
             }
-            Request::SetVringEnable(state) => self.set_enable(&state).map(done),
-            // All others are the session's own.
-            other => unreachable!("{other:?} has no ring"),
+            Request::SetVringEnable(state) => no_reply(self.set_enable(&state)),
+            other => unreachable!("{other:?} is handled by `Session::handle`"),
         }
     }
 
+    /// Checks the number of a ring.
     fn index(&self, request: &'static str, index: u32) -> Result<usize, SessionError> {
         let count = self.vrings.len();
         let known = usize::try_from(index).ok().filter(|index| *index < count);
-        known.ok_or(SessionError::NoRing { request, index: index.into(), count })
+        known.ok_or(SessionError::NoSuchRing { request, index: index.into(), count })
     }
 
-    fn idle(&self, request: &'static str, index: u32) -> Result<usize, SessionError> {
+    /// Checks the number of a ring that must be stopped.
+    fn stopped_index(&self, request: &'static str, index: u32) -> Result<usize, SessionError> {
         let index = self.index(request, index)?;
         if self.vrings[index].running {
             let why = "it runs; stop it with GET_VRING_BASE first";
-            return Err(SessionError::Ring { request, index, why });
+            return Err(SessionError::RingState { request, index, why });
         }
         Ok(index)
     }
 
     fn set_size(&mut self, state: &VringState) -> Result<(), SessionError> {
-        let index = self.idle("SET_VRING_NUM", state.index.get())?;
+        let index = self.stopped_index("SET_VRING_NUM", state.index.get())?;
         let found = state.number.get();
         if !found.is_power_of_two() || found > u32::from(RING_SIZE_MAX) {
             let expected = "a power of two up to 32768";
@@ -86,7 +86,7 @@ impl<R: Rings> Session<R> {
     }
 
     fn set_base(&mut self, state: &VringState) -> Result<(), SessionError> {
-        let index = self.idle("SET_VRING_BASE", state.index.get())?;
+        let index = self.stopped_index("SET_VRING_BASE", state.index.get())?;
         let found = state.number.get();
         let base = u16::try_from(found).map_err(|_| SessionError::Value {
             request: "SET_VRING_BASE",
@@ -98,7 +98,7 @@ impl<R: Rings> Session<R> {
         Ok(())
     }
 
-    /// On a ring that runs it says whether its used ring is logged.
+    /// Sets the addresses of a ring. For a running ring, the flag for logging its used ring may change.
     fn set_address(&mut self, address: VringAddress) -> Result<(), SessionError> {
         let index = self.index("SET_VRING_ADDR", address.index.get())?;
         self.vrings[index].address = Some(address);
@@ -111,12 +111,13 @@ impl<R: Rings> Session<R> {
     fn set_kick(&mut self, VringFd { index, fd }: VringFd) -> Result<(), SessionError> {
         let request = "SET_VRING_KICK";
         let index = self.index(request, index.into())?;
-        let refused = |why| SessionError::Ring { request, index, why };
-        let kick = non_blocking(fd).ok_or(refused("without an eventfd it would have to be polled"))?;
+        let refused = |why| SessionError::RingState { request, index, why };
+        let kick = non_blocking(fd).ok_or(refused("polled rings are not supported; send an eventfd"))?;
         if self.vrings[index].running {
             return self.rings.set_kick(index, kick);
         }
-        let features = self.agreed.features.ok_or(refused("no features were taken with SET_FEATURES"))?;
+        let features =
+            self.negotiated.features.ok_or(refused("no features yet; SET_FEATURES comes first"))?;
         let vring = &mut self.vrings[index];
         let address = vring.address.ok_or(refused("it has no address yet; SET_VRING_ADDR comes first"))?;
         let setup = RingSetup {
@@ -128,8 +129,9 @@ impl<R: Rings> Session<R> {
             switch: self.switch.clone(),
             log: self.log.clone(),
         };
-        let fault = self.rings.start(index, setup, &self.memory, (kick, vring.err.take()))?;
-        // One that is broken from the start is named by its thread; the others go on, and so does the session.
+        let fds = RingFds { kick, err: vring.err.take() };
+        let fault = self.rings.start(index, setup, &self.memory, fds)?;
+        // The thread has reported the fault; the session and the other rings continue.
         vring.running = fault.is_none();
         let enabled = vring.enabled || features & features::PROTOCOL_FEATURES == 0;
         self.rings.enable(index, enabled)
@@ -154,22 +156,24 @@ impl<R: Rings> Session<R> {
         Ok(())
     }
 
-    /// Stops a ring, if it runs; where it stands.
+    /// Stops a ring if it runs. Returns its available index.
     pub(super) fn stop(&mut self, index: usize) -> Result<u16, SessionError> {
         let stopped = self.rings.stop(index)?;
         let vring = &mut self.vrings[index];
-        (vring.running, vring.call, vring.err) = (false, None, None);
+        vring.running = false;
+        vring.call = None;
+        vring.err = None;
         vring.base = stopped.map_or(vring.base, |stopped| stopped.base);
         Ok(vring.base)
     }
 }
 
-/// A descriptor of somebody else's that no read or write may wait in.
+/// Makes the frontend's descriptor non-blocking.
 fn non_blocking(fd: Option<OwnedFd>) -> Option<OwnedFd> {
     if let Some(fd) = &fd
         && let Err(errno) = rustix::io::ioctl_fionbio(fd, true)
     {
-        tracing::warn!(%errno, "an eventfd that cannot be made non-blocking");
+        tracing::warn!(%errno, "cannot make an eventfd non-blocking");
     }
     fd
 }

@@ -1,33 +1,33 @@
-//! SIGBUS in memory that a frontend shares: an access behind the end of a file that was truncated, or to a huge page that the
+//! Handles SIGBUS in memory that a frontend shares: an access behind the end of a truncated file, or to a huge page that the
 //! kernel does not have.
 //!
 //! ```text
-//!   access ─► SIGBUS ─► handler: whose mapping? ─ ours ──► zero pages over all of it, marked as lost; the access is repeated
-//!                                               └ not ──► what the process did before: it ends
+//!   access ─► SIGBUS ─► handler: a guarded mapping? ─ yes ──► zero pages over all of it, marked as lost; the access is repeated
+//!                                                    └ no ──► the former action: the process ends
 //! ```
-//! The thread goes on with zeros, and finds between two batches that the memory is lost ([`faults`]). The handler makes one system
-//! call (`mmap`), takes no lock and allocates nothing. A system call that is given such memory fails with `EFAULT` and raises no
-//! signal.
+//! The thread continues with zeros, and detects between two batches that the memory is lost ([`faults`]). The handler makes one
+//! system call (`mmap`), takes no lock and allocates nothing. A system call that accesses such memory fails with `EFAULT` and
+//! raises no signal.
 //!
-//! A signal handler has no argument of ours, so the list of mappings is a static. Its entries are reused and never freed; each is
-//! protected by a sequence counter, so that the handler, which may run at any time, never uses half of one and half of another.
+//! A signal handler has no argument of its owner, so the list of mappings is a static. Its entries are reused and never freed; each
+//! is protected by a sequence counter, so that the handler, which may run at any time, never uses an inconsistent one.
 
 use std::io;
 use std::mem::zeroed;
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// All entries, newest first.
 static ENTRIES: AtomicPtr<Entry> = AtomicPtr::new(null_mut());
-/// Those that are not in use.
+/// Entries that are not in use.
 static FREE: Mutex<Vec<&'static Entry>> = Mutex::new(Vec::new());
-/// What was done at SIGBUS before; set before the handler is installed.
-static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
+/// Former action of SIGBUS; set before the handler is installed.
+static FORMER_ACTION: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
 static INSTALLED: OnceLock<bool> = OnceLock::new();
 static FAULTS: AtomicU64 = AtomicU64::new(0);
 
-/// A mapping that the handler knows.
+/// A mapping on the handler's list.
 #[derive(Debug)]
 struct Entry {
     /// Odd while the entry changes.
@@ -39,7 +39,7 @@ struct Entry {
     next: *const Entry,
 }
 
-// SAFETY: atomics, and a pointer that never changes to another entry, which lives for ever.
+// SAFETY: atomics, and a constant pointer to another entry, which is never freed.
 unsafe impl Send for Entry {}
 // SAFETY: as above.
 unsafe impl Sync for Entry {}
@@ -48,7 +48,7 @@ unsafe impl Sync for Entry {}
 #[derive(Debug)]
 pub(crate) struct Guard(&'static Entry);
 
-/// How many faults of guarded memory there were in this process.
+/// Number of faults of guarded memory in this process.
 pub(crate) fn faults() -> u64 {
     FAULTS.load(Ordering::Acquire)
 }
@@ -57,22 +57,21 @@ impl Guard {
     /// Guards a mapping, until this is dropped.
     ///
     /// # Safety
-    /// `start..start + len` is a mapping of the caller's that outlives this, in which no reference points, and that may be replaced
-    /// by zeros at any time.
+    /// `start..start + len` is a mapping of the caller that outlives this value, to which no reference points, and that may be
+    /// replaced by zeros at any time.
     ///
     /// # Errors
-    /// That the handler cannot be installed.
+    /// If the handler cannot be installed.
     pub(crate) unsafe fn new(start: *mut u8, len: usize) -> io::Result<Self> {
         if !*INSTALLED.get_or_init(|| install().is_ok()) {
-            return Err(io::Error::other("no handler for SIGBUS can be installed"));
+            return Err(io::Error::other("cannot install a handler for SIGBUS"));
         }
-        let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let entry = free.unwrap_or_else(Entry::add);
+        let entry = free_entries().pop().unwrap_or_else(Entry::add);
         entry.change(start.addr(), len);
         Ok(Self(entry))
     }
 
-    /// Whether the mapping was replaced by zeros.
+    /// Returns true if the mapping was replaced by zeros.
     pub(crate) fn is_lost(&self) -> bool {
         self.0.lost.load(Ordering::Acquire)
     }
@@ -81,12 +80,12 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         self.0.change(0, 0);
-        FREE.lock().unwrap_or_else(PoisonError::into_inner).push(self.0);
+        free_entries().push(self.0);
     }
 }
 
 impl Entry {
-    /// A new one at the head of the list, not in use.
+    /// Adds an unused entry at the head of the list.
     fn add() -> &'static Self {
         let entry = Self {
             sequence: AtomicUsize::new(0),
@@ -106,7 +105,7 @@ impl Entry {
         }
     }
 
-    /// By the one who has taken it from the free ones.
+    /// Changes an entry that the caller has removed from the free ones.
     fn change(&self, start: usize, len: usize) {
         let sequence = self.sequence.load(Ordering::Relaxed);
         self.sequence.store(sequence.wrapping_add(1), Ordering::Relaxed);
@@ -117,14 +116,19 @@ impl Entry {
         self.sequence.store(sequence.wrapping_add(2), Ordering::Release);
     }
 
-    /// Start and length, if this address is in it. An entry that changes is of another mapping: whoever accesses one keeps it.
+    /// Start and length, if this address is in the entry. An entry that changes is of another mapping, because a thread that
+    /// accesses a mapping keeps it.
     fn containing(&self, address: usize) -> Option<(usize, usize)> {
         let sequence = self.sequence.load(Ordering::Acquire);
         let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
         fence(Ordering::Acquire);
-        let whole = sequence.is_multiple_of(2) && self.sequence.load(Ordering::Relaxed) == sequence;
-        (whole && address.wrapping_sub(start) < len).then_some((start, len))
+        let consistent = sequence.is_multiple_of(2) && self.sequence.load(Ordering::Relaxed) == sequence;
+        (consistent && address.wrapping_sub(start) < len).then_some((start, len))
     }
+}
+
+fn free_entries() -> MutexGuard<'static, Vec<&'static Entry>> {
+    FREE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn install() -> io::Result<()> {
@@ -133,13 +137,13 @@ fn install() -> io::Result<()> {
     action.sa_sigaction = on_sigbus as *const () as usize;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
     // SAFETY: as above.
-    let before: &'static mut libc::sigaction = Box::leak(Box::new(unsafe { zeroed() }));
-    // SAFETY: both pointers are to structures of this function or for ever.
-    if unsafe { libc::sigaction(libc::SIGBUS, null(), before) } != 0 {
+    let former: &'static mut libc::sigaction = Box::leak(Box::new(unsafe { zeroed() }));
+    // SAFETY: the pointer is to a structure that is never freed.
+    if unsafe { libc::sigaction(libc::SIGBUS, null(), former) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    BEFORE.store(before, Ordering::Release);
-    // SAFETY: the handler keeps to what a handler may do (below).
+    FORMER_ACTION.store(former, Ordering::Release);
+    // SAFETY: the handler is async-signal-safe (see the module).
     match unsafe { libc::sigaction(libc::SIGBUS, &raw const action, null_mut()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -154,17 +158,17 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
     if of_access && replace(unsafe { (*info).si_addr() }.addr()) {
         return;
     }
-    // Not ours: as before. A fault is repeated when this returns; a signal that was sent is sent again.
-    // SAFETY: what was read by `sigaction` can be set by it, and `raise` is allowed in a handler.
+    // Not of guarded memory: the former action. A fault is repeated when this returns; a signal from a process is raised again.
+    // SAFETY: the action was read by `sigaction`, and `raise` is async-signal-safe.
     unsafe {
-        libc::sigaction(signal, BEFORE.load(Ordering::Acquire), null_mut());
+        libc::sigaction(signal, FORMER_ACTION.load(Ordering::Acquire), null_mut());
         if !of_access {
             libc::raise(signal);
         }
     }
 }
 
-/// Puts zeros over the mapping that this address is in. False if it is none of ours.
+/// Replaces the guarded mapping that contains this address by zeros. Returns false if there is none.
 fn replace(address: usize) -> bool {
     let mut next: *const Entry = ENTRIES.load(Ordering::Acquire);
     // SAFETY: entries are never freed.
@@ -172,19 +176,19 @@ fn replace(address: usize) -> bool {
         if let Some((start, len)) = entry.containing(address) {
             entry.lost.store(true, Ordering::Release);
             FAULTS.fetch_add(1, Ordering::AcqRel);
-            return zeros(start, len);
+            return map_zeros(start, len);
         }
         next = entry.next;
     }
     false
 }
 
-fn zeros(start: usize, len: usize) -> bool {
+fn map_zeros(start: usize, len: usize) -> bool {
     use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
     let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
     let start = std::ptr::without_provenance_mut(start);
-    // SAFETY: the mapping may be replaced by zeros at any time, as `Guard::new` was promised; rustix makes the system call itself,
-    // so `errno` of the interrupted thread stays as it is.
+    // SAFETY: the mapping may be replaced by zeros at any time (safety of `Guard::new`); rustix makes the system call itself, so
+    // `errno` of the interrupted thread does not change.
     unsafe { mmap_anonymous(start, len, prot, flags | MapFlags::FIXED) }.is_ok()
 }
 
@@ -207,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_truncated_reads_as_zeros_and_others_stay() {
+    fn a_truncated_file_reads_as_zeros_and_others_are_unchanged() {
         let before = faults();
         let ((cut, lost), (_whole, other)) = (mapped(1 << 16), mapped(1 << 16));
         let [lost, other] = [lost, other].map(std::sync::Arc::new);
@@ -223,19 +227,19 @@ mod tests {
         assert!(!other.is_lost());
         assert_eq!(areas[1].load_64(8192, Ordering::Relaxed), 7);
         drop((areas, lost));
-        // Its entry is free for the next one.
+        // The next guard reuses its entry.
         let (_file, next) = mapped(1 << 16);
         assert!(!next.is_lost());
     }
 
     #[test]
-    fn huge_pages_that_there_are_none_of_read_as_zeros() {
+    fn missing_huge_pages_read_as_zeros() {
         let Ok(fd) = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB) else {
-            println!("SKIPPED huge_pages_that_there_are_none_of_read_as_zeros: no hugetlbfs in this kernel");
+            println!("SKIPPED missing_huge_pages_read_as_zeros: no hugetlbfs in this kernel");
             return;
         };
         ftruncate(&fd, 2 << 20).unwrap();
-        // Not a multiple of the page's size: the kernel maps all of it.
+        // Not a multiple of the page size: the kernel maps the whole page.
         let mapping = std::sync::Arc::new(Mapping::guarded(fd, 0, 5000).unwrap());
         let area = crate::sys::Area::new(&mapping, 0, 4096, 8).unwrap();
         assert_eq!(area.load_64(8, Ordering::Relaxed), 0);
@@ -243,9 +247,9 @@ mod tests {
         assert_eq!(mapping.is_lost(), free.trim() == "0");
     }
 
-    /// In a process of its own, which has to die of it.
+    /// In a process of its own, which has to die of the signal.
     #[test]
-    fn a_fault_in_other_memory_ends_the_process_as_before() {
+    fn a_fault_in_unguarded_memory_ends_the_process() {
         const CHILD: &str = "TOWLINE_TEST_SIGBUS";
         if std::env::var_os(CHILD).is_some() {
             let (_file, _mapping) = mapped(4096);
@@ -258,7 +262,7 @@ mod tests {
             return;
         }
         let mut child = Command::new(std::env::current_exe().unwrap());
-        let name = "sys::guard::tests::a_fault_in_other_memory_ends_the_process_as_before";
+        let name = "sys::guard::tests::a_fault_in_unguarded_memory_ends_the_process";
         let output = child.args(["--exact", name, "--nocapture"]).env(CHILD, "1").output().unwrap();
         assert_eq!(output.status.signal(), Some(libc::SIGBUS), "{output:?}");
     }

@@ -1,5 +1,5 @@
-//! Descriptors that a service manager has left open, by systemd's protocol (`sd_listen_fds(3)`): sockets, and what was given
-//! to its store.
+//! Descriptors that a service manager passes, by systemd's protocol (`sd_listen_fds(3)`): sockets, and those in its file
+//! descriptor store.
 
 use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,12 +8,12 @@ use rustix::io::Errno;
 
 /// `SD_LISTEN_FDS_START`.
 const FIRST: i32 = 3;
-/// More than these are not looked at.
-const MOST: usize = 64;
-/// Each can be taken once.
+/// Maximum number of descriptors.
+const FDS_MAX: usize = 64;
+/// Descriptors that were taken, as bits.
 static TAKEN: AtomicU64 = AtomicU64::new(0);
 
-/// The names of the descriptors that were left for this very process; none without a service manager.
+/// Names of the descriptors that were passed to this very process; none without a service manager.
 pub(crate) fn names() -> Vec<String> {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<usize>().ok());
     if number("LISTEN_PID") != Some(std::process::id() as usize) {
@@ -22,25 +22,25 @@ pub(crate) fn names() -> Vec<String> {
     named(number("LISTEN_FDS").unwrap_or(0), &std::env::var("LISTEN_FDNAMES").unwrap_or_default())
 }
 
-/// A manager that names none leaves sockets.
+/// Names of `count` descriptors. A manager that names none passes sockets.
 fn named(count: usize, names: &str) -> Vec<String> {
     let names = names.split(':').map(str::to_owned).chain(std::iter::repeat(String::new()));
-    names.take(count.min(MOST)).collect()
+    names.take(count.min(FDS_MAX)).collect()
 }
 
-/// Takes one of them over; `EBADF` if it is not open, or taken.
-pub(crate) fn take(index: usize) -> Result<OwnedFd, Errno> {
+/// Takes a descriptor, once; `EBADF` if it is not open, or was taken.
+pub(crate) fn take_fd(index: usize) -> Result<OwnedFd, Errno> {
     let number = FIRST + i32::try_from(index).map_err(|_| Errno::BADF)?;
     // SAFETY: the call takes numbers.
     let open = unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0;
-    let there = open && index < names().len();
-    if !there || TAKEN.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0 {
+    let passed = open && index < names().len();
+    if !passed || TAKEN.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0 {
         return Err(Errno::BADF);
     }
-    // SAFETY: the variables name this process, so whoever started it has left the descriptor open for it; nobody else here
-    // takes it over, as it is taken once.
+    // SAFETY: the variables name this process, so the service manager has left the descriptor open for it; no other code here
+    // owns it, as it is taken once.
     let fd = unsafe { OwnedFd::from_raw_fd(number) };
-    // It shall not go on to children.
+    // Not for children.
     let flags = rustix::io::FdFlags::CLOEXEC;
     rustix::io::fcntl_setfd(&fd, flags).map(|()| fd)
 }
@@ -50,11 +50,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_as_many_as_descriptors() {
+    fn every_descriptor_has_a_name() {
         assert_eq!(named(0, "net.socket"), [""; 0]);
         assert_eq!(named(2, "net.socket:towline-state"), ["net.socket", "towline-state"]);
         assert_eq!(named(2, ""), ["", ""]);
         assert_eq!(named(1, "a:b"), ["a"]);
-        assert_eq!(named(usize::MAX, "").len(), MOST);
+        assert_eq!(named(usize::MAX, "").len(), FDS_MAX);
     }
 }

@@ -1,7 +1,7 @@
-//! Shared memory of another process: mapped, read and written without ever becoming a Rust reference.
+//! Shared memory of another process, mapped, read and written without ever becoming a Rust reference.
 //!
-//! The guest and the frontend write it at any time. Words are loaded and stored atomically, larger things are copied once
-//! by volatile reads, and buffers leave as [`IoBuf`], which only system calls look into.
+//! The guest and the frontend write to it at any time. Words are loaded and stored atomically, larger values are copied once
+//! by volatile reads, and buffers are passed on as [`IoBuf`], which only system calls read.
 
 use std::fs::File;
 use std::mem::size_of;
@@ -15,18 +15,18 @@ use vm_memory::{FileOffset, MmapRegion};
 use super::guard::Guard;
 use crate::memory::MemoryError;
 
-/// A part of a file, mapped. Unmapped when the last of its [`Area`]s is gone too.
+/// A mapped part of a file. Unmapped with the last of its [`Area`]s.
 #[derive(Debug)]
 pub(crate) struct Mapping {
-    /// Before the region that it guards.
+    /// Dropped before the region that it guards.
     guard: Option<Guard>,
     region: MmapRegion<()>,
-    /// Where the part begins in the mapping, which begins with the file: huge pages want offsets that suit them.
+    /// Offset of the part in the mapping, which begins with the file, because huge pages require aligned offsets.
     lead: usize,
     len: usize,
 }
 
-/// A part of a mapping, which it keeps.
+/// A part of a mapping, which it keeps mapped.
 #[derive(Debug, Clone)]
 pub(crate) struct Area {
     mapping: Arc<Mapping>,
@@ -35,55 +35,55 @@ pub(crate) struct Area {
 }
 
 impl Mapping {
-    /// As [`Self::new`], for a file that somebody else may truncate: an access that faults then (SIGBUS) finds zeros, and the
+    /// As [`Self::new`], for a file that another process may truncate: an access that faults then (SIGBUS) reads zeros, and the
     /// mapping is lost.
     pub(crate) fn guarded(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryError> {
         let mapping = Self::new(fd, offset, len)?;
-        // SAFETY: it is this mapping, of which no reference is ever made, and the guard is dropped first. What is read of shared
-        // memory may be anything at any time, zeros as well.
+        // SAFETY: the range is this mapping, of which no reference is ever made, and the guard is dropped first. Shared memory may
+        // have any contents at any time, so zeros as well.
         let guard = unsafe { Guard::new(mapping.region.as_ptr(), mapping.region.size()) };
         Ok(Self { guard: Some(guard.map_err(MemoryError::Map)?), ..mapping })
     }
 
-    /// Whether it was replaced by zeros after a fault.
+    /// Returns true if it was replaced by zeros after a fault.
     pub(crate) fn is_lost(&self) -> bool {
         self.guard.as_ref().is_some_and(Guard::is_lost)
     }
 
-    /// Maps `len` bytes of the file from `offset` on, to be read and written by all.
+    /// Maps `len` bytes of the file from `offset` on, shared, for reading and writing.
     pub(crate) fn new(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryError> {
         let end = offset.checked_add(len).filter(|end| *end <= isize::MAX as u64);
         let end = end.ok_or(MemoryError::TooLarge { offset, size: len })?;
         let file = File::from(fd);
-        // An access behind the end of a file is a fault (SIGBUS).
+        // An access behind the end of a file raises SIGBUS.
         let has = file.metadata().map_err(MemoryError::Map)?.len();
         if has < end {
             return Err(MemoryError::File { end, has });
         }
-        let len_of = |bytes: u64| usize::try_from(bytes).expect("it is at most isize::MAX");
-        // The kernel maps whole huge pages, and unmaps or replaces nothing less.
+        let len_of = |bytes: u64| usize::try_from(bytes).expect("at most isize::MAX");
+        // The kernel maps, unmaps and replaces whole huge pages only.
         let mapped = end.next_multiple_of(huge_page_bytes(&file));
         let region = MmapRegion::from_file(FileOffset::new(file, 0), len_of(mapped));
         let region = region.map_err(|error| {
-            tracing::debug!(%error, "mmap");
+            tracing::debug!(%error, "mmap failed");
             MemoryError::Map(std::io::Error::other(error.to_string()))
         })?;
         Ok(Self { guard: None, region, lead: len_of(offset), len: len_of(len) })
     }
 
-    /// Where its part of the file is, and how long. Nothing may be read or written there but through this value.
+    /// Address and length of the mapped part. All accesses go through this value.
     pub(crate) fn span(&self) -> (*mut u8, usize) {
         (self.pointer(0, self.len), self.len)
     }
 
-    /// Its file, and where it begins there.
+    /// The file, and the offset of the part there.
     pub(crate) fn file(&self) -> (&File, u64) {
-        let mapped = self.region.file_offset().expect("it was made of a file");
+        let mapped = self.region.file_offset().expect("the mapping is of a file");
         (mapped.file(), self.lead as u64)
     }
 
-    /// The same, to be kept or given to another process.
-    pub(crate) fn part(&self) -> std::io::Result<(OwnedFd, u64)> {
+    /// A duplicate of [`Self::file`], to share it with another process.
+    pub(crate) fn share(&self) -> std::io::Result<(OwnedFd, u64)> {
         let (file, lead) = self.file();
         Ok((file.try_clone()?.into(), lead))
     }
@@ -95,13 +95,13 @@ impl Mapping {
         unsafe { self.region.as_ptr().add(self.lead + offset) }
     }
 
-    /// Bytes to send.
+    /// Bytes to read by a system call.
     pub(crate) fn io_buf(&self, offset: usize, len: usize) -> IoBuf<'_> {
         // SAFETY: `pointer` has compared it with the mapping, which lives as long as the borrow and is readable.
         unsafe { IoBuf::from_raw_parts(self.pointer(offset, len), len) }
     }
 
-    /// Room for bytes.
+    /// Bytes to write by a system call.
     pub(crate) fn io_buf_mut(&self, offset: usize, len: usize) -> IoBufMut<'_> {
         // SAFETY: as in `io_buf`; it is writable, and no reference into a mapping is ever made.
         unsafe { IoBufMut::from_raw_parts(self.pointer(offset, len), len) }
@@ -128,27 +128,27 @@ impl Mapping {
 
     fn word_16(&self, offset: usize) -> &AtomicU16 {
         let pointer = self.pointer(offset, size_of::<u16>()).cast::<u16>();
-        assert!(pointer.is_aligned(), "a word of a ring at an odd place");
-        // SAFETY: two bytes are mapped there for as long as the borrow, and aligned; all of ours goes through atomics.
+        assert!(pointer.is_aligned(), "an unaligned word of a ring");
+        // SAFETY: two bytes are mapped there for as long as the borrow, and aligned; all accesses of this process are atomic.
         unsafe { AtomicU16::from_ptr(pointer) }
     }
 
     fn word_64(&self, offset: usize) -> &AtomicU64 {
         let pointer = self.pointer(offset, size_of::<u64>()).cast::<u64>();
-        assert!(pointer.is_aligned(), "a long word at an odd place");
-        // SAFETY: eight bytes are mapped there for as long as the borrow, and aligned; all of ours goes through atomics.
+        assert!(pointer.is_aligned(), "an unaligned word of 64 bits");
+        // SAFETY: eight bytes are mapped there for as long as the borrow, and aligned; all accesses of this process are atomic.
         unsafe { AtomicU64::from_ptr(pointer) }
     }
 }
 
-/// What the length of a file's mappings is a multiple of: 1 but on hugetlbfs.
+/// Granularity of a file's mappings: 1, except on hugetlbfs.
 fn huge_page_bytes(file: &File) -> u64 {
     let huge = rustix::fs::fstatfs(file).ok().filter(|stat| stat.f_type == libc::HUGETLBFS_MAGIC);
     huge.and_then(|stat| u64::try_from(stat.f_bsize).ok()).filter(|bytes| *bytes > 0).unwrap_or(1)
 }
 
 impl Area {
-    /// A part of the mapping; `None` if it does not have so much, or not aligned to `align`.
+    /// A part of the mapping; `None` if it is out of range or not aligned to `align`.
     pub(crate) fn new(mapping: &Arc<Mapping>, start: u64, len: usize, align: usize) -> Option<Self> {
         let start = usize::try_from(start).ok()?;
         let end = start.checked_add(len)?;
@@ -159,7 +159,7 @@ impl Area {
         Some(Self { mapping: Arc::clone(mapping), start, len })
     }
 
-    /// The whole of what it is a part of.
+    /// The mapping that contains it.
     pub(crate) fn mapping(&self) -> &Mapping {
         &self.mapping
     }
@@ -191,10 +191,10 @@ impl Area {
         self.mapping.word_64(self.at(offset, 8)).store(value.to_le(), order);
     }
 
-    /// As [`Self::store_pair`] wrote it.
+    /// Loads a pair of [`Self::store_pair`].
     pub(crate) fn load_pair(&self, offset: usize) -> [u32; 2] {
         let word = self.mapping.pointer(self.at(offset, 8), 8).cast::<u32>();
-        assert!(word.is_aligned(), "an element of a used ring at an odd place");
+        assert!(word.is_aligned(), "an unaligned element of a used ring");
         // SAFETY: eight bytes are readable there and aligned for `u32`; volatile, as the guest may write them.
         unsafe { [u32::from_le(word.read_volatile()), u32::from_le(word.add(1).read_volatile())] }
     }
@@ -204,10 +204,10 @@ impl Area {
         self.mapping.word_64(self.at(offset, 8)).fetch_or(bits.to_le(), Ordering::AcqRel);
     }
 
-    /// Two words of 32 bits beside each other, aligned to 4.
+    /// Stores two adjacent words of 32 bits, aligned to 4.
     pub(crate) fn store_pair(&self, offset: usize, pair: [u32; 2]) {
         let pointer = self.mapping.pointer(self.at(offset, 8), 8).cast::<u32>();
-        assert!(pointer.is_aligned(), "an element of a used ring at an odd place");
+        assert!(pointer.is_aligned(), "an unaligned element of a used ring");
         // SAFETY: eight bytes are writable there and aligned for `u32`; volatile, as the guest may read them.
         unsafe {
             pointer.write_volatile(pair[0].to_le());

@@ -1,10 +1,10 @@
-//! All that is unsafe: memory that others write while we read it.
+//! All unsafe code: memory that other processes write while this one reads it.
 
-mod faults;
 mod guard;
 pub(crate) mod inherited;
 mod mapping;
+mod userfaultfd;
 
-pub(crate) use faults::Faults;
 pub(crate) use guard::faults as memory_faults;
 pub(crate) use mapping::{Area, Mapping};
+pub(crate) use userfaultfd::Userfaultfd;

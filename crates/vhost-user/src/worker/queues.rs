@@ -1,38 +1,41 @@
-//! What a device sees of its queues.
+//! A device's view of its queues.
 
-use super::Slot;
+use super::slot::QueueSlot;
 use crate::ring::Ring;
 
 /// The queues of one worker.
 #[derive(Debug)]
 pub struct Queues<'a> {
-    pub(super) slots: &'a mut [Slot],
-    pub(super) first: usize,
+    slots: &'a mut [QueueSlot],
 }
 
-impl Queues<'_> {
-    /// The number of the first of them among all of the device's.
-    pub fn first(&self) -> usize {
-        self.first
+impl<'a> Queues<'a> {
+    pub(super) fn new(slots: &'a mut [QueueSlot]) -> Self {
+        Self { slots }
     }
 
-    /// How many there are.
+    /// Number of the first of them among all queues of the device.
+    pub fn first(&self) -> usize {
+        self.slots.first().map_or(0, |slot| slot.number)
+    }
+
+    /// Number of queues.
     pub fn len(&self) -> usize {
         self.slots.len()
     }
 
-    /// Never, with workers of this crate.
+    /// Returns true if there is no queue, which does not happen with workers of this crate.
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
 
-    /// One of them, counted from 0; `None` if it does not run now: stopped, disabled, broken or not there.
+    /// The ring of a queue, counted from 0. `None` if it is not to be processed: stopped, disabled, faulted, or absent.
     pub fn ring(&mut self, index: usize) -> Option<&mut Ring> {
-        self.slots.get_mut(index).filter(|slot| slot.runs())?.ring.as_mut()
+        self.slots.get_mut(index).filter(|slot| slot.is_running())?.ring.as_mut()
     }
 
-    /// One of them as long as it is there, also if it is disabled or broken: to complete what was taken from it before.
-    pub fn held(&mut self, index: usize) -> Option<&mut Ring> {
+    /// The ring of a queue while it is started, even if it is disabled or faulted: to complete chains in flight.
+    pub fn started_ring(&mut self, index: usize) -> Option<&mut Ring> {
         self.slots.get_mut(index)?.ring.as_mut()
     }
 }

@@ -1,4 +1,4 @@
-//! A backend with two rings, a driver for each, and what the backend has logged.
+//! A backend with two rings, a driver for each, and the backend's log.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -17,7 +17,7 @@ pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 pub(crate) const SIZE: u16 = 16;
 const NEEDED: u64 = protocol::REPLY_ACK | protocol::LOG_SHMFD | protocol::MEM_SLOTS;
 
-/// A backend that runs in a thread, and its guest.
+/// A backend in a thread, and its guest.
 pub(crate) struct Pair {
     pub(crate) frontend: Frontend,
     pub(crate) memory: Arc<Memory>,
@@ -29,7 +29,7 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    /// Everything negotiated, both rings running.
+    /// A pair with negotiated features and both rings running.
     pub(crate) fn start() -> Self {
         Self::with(feature::EVENT_IDX | feature::INDIRECT)
     }
@@ -54,13 +54,13 @@ impl Pair {
         Self { frontend, memory, features, rings, backend: Some(backend), buffers, count: 0 }
     }
 
-    /// The second ring answers as it should.
+    /// The second ring echoes a buffer.
     #[track_caller]
     pub(crate) fn other_echoes(&mut self) {
         self.echo(1);
     }
 
-    /// A ring gives back what it is told.
+    /// A ring echoes a buffer.
     #[track_caller]
     pub(crate) fn echo(&mut self, ring: usize) {
         self.count += 1;
@@ -75,13 +75,13 @@ impl Pair {
         assert_eq!(self.memory.bytes(back, 8), self.count.to_le_bytes());
     }
 
-    /// The backend says that the first ring is broken.
+    /// Waits until the backend reports a fault of the first ring.
     #[track_caller]
-    pub(crate) fn is_broken(&self) {
-        assert!(wait_any(&[self.rings[0].err()], WITHIN).unwrap(), "nothing is said of the broken ring");
+    pub(crate) fn wait_fault(&self) {
+        assert!(wait_any(&[self.rings[0].err()], WITHIN).unwrap(), "the fault is not reported");
     }
 
-    /// The guest resets its device: the first ring is stopped and begins anew, elsewhere.
+    /// The guest resets its device: the first ring is stopped and started at other addresses.
     #[track_caller]
     pub(crate) fn reset_first(&mut self) {
         self.frontend.stop(0).unwrap();
@@ -91,12 +91,12 @@ impl Pair {
         self.echo(0);
     }
 
-    /// The backend hangs up, and not the frontend.
-    pub(crate) fn end_by_itself(mut self) -> Result<(), ServeError> {
+    /// Waits until the backend closes the connection.
+    pub(crate) fn wait_closed_by_backend(mut self) -> Result<(), ServeError> {
         let backend = self.backend.take().unwrap();
         let until = std::time::Instant::now() + WITHIN;
         while !backend.is_finished() {
-            assert!(std::time::Instant::now() < until, "the backend does not hang up");
+            assert!(std::time::Instant::now() < until, "the backend does not close the connection");
             std::thread::yield_now();
         }
         backend.join().unwrap()
@@ -108,7 +108,7 @@ impl Pair {
     }
 }
 
-/// What was logged in this process; tests that look into it take turns.
+/// The log of this process. Tests that read it run one after the other.
 pub(crate) struct Log(MutexGuard<'static, ()>);
 
 #[derive(Clone)]
@@ -140,7 +140,7 @@ impl Log {
         Self(turn)
     }
 
-    /// How many lines hold this.
+    /// Number of lines that contain this text.
     pub(crate) fn count(&self, text: &str) -> usize {
         let _ = &self.0;
         let lines = LINES.get().unwrap().0.lock().unwrap();

@@ -1,4 +1,4 @@
-//! Frontends: features at will, memory that goes under a ring, conversations that nobody has.
+//! Hostile frontends: changes of features and memory at any time, requests in any order.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -8,23 +8,23 @@ use towline_frontend::{Error, Queue, QueueOptions};
 use crate::backend::{Log, Pair, SIZE};
 
 #[test]
-fn features_at_will() {
+fn features_change_only_while_no_ring_runs() {
     let _log = Log::new();
     let mut pair = Pair::start();
     for round in 0..40u64 {
-        // On rings that run, only those bits may change that are not the guest's.
+        // While rings run, only the frontend's own bits may change.
         let other = pair.features ^ (1 << (round % 40));
         let outcome = pair.frontend.set_features(other);
         let frontends = [feature::LOG_ALL, feature::PROTOCOL].contains(&(pair.features ^ other));
         match outcome {
-            Ok(()) => assert!(frontends, "{other:#x} was taken while rings run"),
+            Ok(()) => assert!(frontends, "{other:#x} was accepted while rings run"),
             Err(error) => assert!(matches!(error, Error::Reply { .. }), "{error}"),
         }
         pair.frontend.set_features(pair.features).unwrap();
         pair.echo(0);
         pair.other_echoes();
     }
-    // And with all of them stopped, whatever was offered; the rings then are of that kind.
+    // With all rings stopped any offered features may change, and the rings use them.
     for features in [1 << 32, 1 << 32 | 1 << 29, 1 << 32 | 1 << 28, pair.features] {
         let features = features | 1 << 30;
         (0..2).for_each(|ring| assert!(pair.frontend.stop(ring).unwrap() <= 200));
@@ -41,7 +41,7 @@ fn features_at_will() {
 }
 
 #[test]
-fn memory_that_goes_under_rings_that_are_kicked() {
+fn removed_memory_is_a_fault_of_each_ring() {
     let log = Log::new();
     let mut pair = Pair::start();
     pair.echo(0);
@@ -49,7 +49,7 @@ fn memory_that_goes_under_rings_that_are_kicked() {
         pair.rings.iter_mut().for_each(Queue::force_kick);
         pair.frontend.set_mem_table(None).unwrap();
         pair.rings.iter_mut().for_each(Queue::force_kick);
-        pair.is_broken();
+        pair.wait_fault();
         assert_eq!(log.count("is not in the guest's memory"), 2 * round, "a line for each ring");
         pair.frontend.set_mem_table(Some(&pair.memory)).unwrap();
         for index in 0..2 {
@@ -66,7 +66,7 @@ fn memory_that_goes_under_rings_that_are_kicked() {
 }
 
 #[test]
-fn slots_that_come_and_go_under_a_ring() {
+fn memory_slots_are_added_and_removed_while_rings_run() {
     let _log = Log::new();
     let mut pair = Pair::start();
     let other = towline_frontend::Memory::new(1 << 16).unwrap();
@@ -79,7 +79,7 @@ fn slots_that_come_and_go_under_a_ring() {
         };
         let payload = [words(&[0]), region.encode()].concat();
         pair.frontend.request(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
-        // The same again is nothing new; another one at its place is refused, and changes nothing.
+        // The same region again has no effect; an overlapping one is refused.
         pair.frontend.request(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
         let elsewhere = towline_frontend::wire::RegionInfo { user: region.user + (1 << 40), ..region };
         let elsewhere = [words(&[0]), elsewhere.encode()].concat();
@@ -97,10 +97,9 @@ fn slots_that_come_and_go_under_a_ring() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
 
-    /// Requests in any order with any numbers, on rings that run. Whatever becomes of it, the backend ends well when its
-    /// frontend hangs up.
+    /// Requests in any order with any numbers, while rings run. The backend ends when its frontend disconnects.
     #[test]
-    fn conversations_that_nobody_has(requests in vec((1..44u32, 0..4u32, 0..40u32, 0..3usize), 1..30)) {
+    fn arbitrary_requests_leave_no_thread_behind(requests in vec((1..44u32, 0..4u32, 0..40u32, 0..3usize), 1..30)) {
         let _log = Log::new();
         let mut pair = Pair::start();
         for (code, first, second, fds) in requests {
@@ -116,7 +115,7 @@ proptest! {
                 break;
             }
         }
-        // Given up or served, and no thread of it is stuck.
+        // Served or refused, but no thread is stuck.
         let _ = pair.end();
     }
 }

@@ -1,4 +1,4 @@
-//! Guests: rings that cannot be, and rings that change while they are read.
+//! Hostile guests: invalid rings, and rings that change while they are read.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,25 +12,25 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-fn descriptor(memory: &Memory, at: u64, (guest, len): (u64, u32), flags: u16, next: u16) {
+fn write_descriptor(memory: &Memory, at: u64, guest: u64, len: u32, flags: u16, next: u16) {
     memory.write(at, &guest.to_le_bytes());
     memory.write(at + 8, &len.to_le_bytes());
     memory.write(at + 12, &flags.to_le_bytes());
     memory.write(at + 14, &next.to_le_bytes());
 }
 
-/// The first ring gets descriptor 0 (and others) as `make` writes them, and is broken by it, in words with `fault`; the other
-/// one goes on, and after a reset the first too.
+/// The first ring processes descriptor 0, as `write` writes it, which is logged as `fault`. The other ring continues, and after a
+/// reset the first one too.
 #[track_caller]
-fn breaks(fault: &str, make: impl Fn(&Memory, RingAddresses)) {
+fn causes_fault(fault: &str, write: impl Fn(&Memory, RingAddresses)) {
     let log = Log::new();
     let mut pair = Pair::start();
     pair.echo(0);
-    make(&pair.memory, pair.rings[0].addresses());
+    write(&pair.memory, pair.rings[0].addresses());
     pair.rings[0].make_available(0);
     pair.rings[0].publish();
     pair.rings[0].force_kick();
-    pair.is_broken();
+    pair.wait_fault();
     (0..20).for_each(|_| pair.other_echoes());
     assert_eq!((log.count(fault), log.count("is broken")), (1, 1), "one line for one ring");
     pair.reset_first();
@@ -39,42 +39,46 @@ fn breaks(fault: &str, make: impl Fn(&Memory, RingAddresses)) {
 }
 
 #[test]
-fn chains_that_go_round() {
-    breaks("more than 16 descriptors, or goes round", |memory, places| {
+fn chains_with_loops_are_faults() {
+    causes_fault("more than 16 descriptors, or a loop", |memory, addresses| {
         for index in 0..SIZE {
-            let at = places.table + 16 * u64::from(index);
-            descriptor(memory, at, (GUEST_BASE, 8), NEXT, (index + 1) % SIZE);
+            let at = addresses.table + 16 * u64::from(index);
+            write_descriptor(memory, at, GUEST_BASE, 8, NEXT, (index + 1) % SIZE);
         }
     });
-    breaks("more than 4 descriptors, or goes round", |memory, places| {
-        // An indirect table whose last descriptor leads to its first.
+    causes_fault("more than 4 descriptors, or a loop", |memory, addresses| {
+        // An indirect table whose last descriptor links to its first.
         let table = GUEST_BASE + (1 << 19);
-        (0..4).for_each(|at| descriptor(memory, table + 16 * at, (GUEST_BASE, 1), NEXT, (at as u16 + 1) % 4));
-        descriptor(memory, places.table, (table, 64), INDIRECT, 0);
+        (0..4).for_each(|at| {
+            write_descriptor(memory, table + 16 * at, GUEST_BASE, 1, NEXT, (at as u16 + 1) % 4);
+        });
+        write_descriptor(memory, addresses.table, table, 64, INDIRECT, 0);
     });
-    breaks("an indirect table within another", |memory, places| {
-        // A table that is itself.
-        descriptor(memory, places.table, (places.table, 16), INDIRECT, 0);
+    causes_fault("an indirect table within another", |memory, addresses| {
+        // A table that contains itself.
+        write_descriptor(memory, addresses.table, addresses.table, 16, INDIRECT, 0);
     });
 }
 
 #[test]
-fn buffers_of_nothing_and_of_everything() {
+fn empty_and_oversized_buffers_are_faults() {
     let end = GUEST_BASE + (2 << 20);
     for (guest, len, fault) in [
-        (GUEST_BASE, 0, "has no byte"),
+        (GUEST_BASE, 0, "has length 0"),
         (GUEST_BASE, u32::MAX, "has more than 1073741824 bytes"),
         (GUEST_BASE, 1 << 30, "is not in the guest's memory"),
         (end - 4, 8, "is not in the guest's memory"),
         (u64::MAX - 3, 8, "is not in the guest's memory"),
         (0, 8, "is not in the guest's memory"),
     ] {
-        breaks(fault, |memory, places| descriptor(memory, places.table, (guest, len), WRITE, 0));
+        causes_fault(fault, |memory, addresses| {
+            write_descriptor(memory, addresses.table, guest, len, WRITE, 0);
+        });
     }
 }
 
 #[test]
-fn indices_that_jump() {
+fn available_indices_that_jump_are_faults() {
     for jump in [SIZE + 1, 0x7fff, 0xffff] {
         let log = Log::new();
         let mut pair = Pair::start();
@@ -83,7 +87,7 @@ fn indices_that_jump() {
         let now = pair.memory.load_16(index, Ordering::Relaxed);
         pair.memory.store_16(index, now.wrapping_add(jump), Ordering::Release);
         pair.rings[0].force_kick();
-        pair.is_broken();
+        pair.wait_fault();
         pair.other_echoes();
         assert_eq!(log.count("its available index is"), 1);
         pair.reset_first();
@@ -92,17 +96,17 @@ fn indices_that_jump() {
 }
 
 #[test]
-fn rings_that_lie_in_each_other() {
+fn overlapping_rings_affect_only_their_guest() {
     let _log = Log::new();
     let mut pair = Pair::start();
-    // The first ring has the places of the second: what it gives back goes into the other's used ring, whose driver is
-    // the only one to suffer.
+    // The first ring has the addresses of the second: its used entries are written to the other's ring, which affects only
+    // their own driver.
     pair.frontend.stop(0).unwrap();
     pair.frontend.stop(1).unwrap();
     let (first, second) = pair.rings.split_at_mut(1);
     for (used, base) in [(second[0].addresses().available, 0), (first[0].addresses().table, 7)] {
-        let places = first[0].addresses();
-        let user = [places.table, used, places.available].map(|guest| pair.memory.user(guest));
+        let addresses = first[0].addresses();
+        let user = [addresses.table, used, addresses.available].map(|guest| pair.memory.user(guest));
         let payload = [
             towline_frontend::wire::halves(0, 0),
             towline_frontend::wire::words(&user),
@@ -112,7 +116,7 @@ fn rings_that_lie_in_each_other() {
         pair.frontend.start(&first[0], base).unwrap();
         pair.frontend.request(Code::SET_VRING_ADDR, &payload.concat(), &[]).unwrap();
         for _ in 0..40 {
-            let back = Buffer { guest: places.table, len: 64 };
+            let back = Buffer { guest: addresses.table, len: 64 };
             first[0].add(&[], &[back], 0);
             first[0].publish();
             first[0].force_kick();
@@ -124,17 +128,17 @@ fn rings_that_lie_in_each_other() {
 }
 
 #[test]
-fn buffers_in_the_log_and_in_the_rings() {
+fn buffers_may_overlap_the_log_and_the_rings() {
     let _log = Log::new();
     let mut pair = Pair::start();
-    // The log is the guest's own memory: every mark changes what the guest has there, and every answer changes marks.
+    // The log is in the guest's own memory: every mark changes guest memory, and every used buffer changes marks.
     pair.frontend.set_log(&pair.memory).unwrap();
     let logged = pair.features | towline_frontend::wire::feature::LOG_ALL;
     pair.frontend.set_features(logged).unwrap();
     let ring = &mut pair.rings[0];
     pair.frontend.set_vring_addr(ring, true).unwrap();
-    let places = ring.addresses();
-    for guest in [GUEST_BASE, places.table, places.available, places.used] {
+    let addresses = ring.addresses();
+    for guest in [GUEST_BASE, addresses.table, addresses.available, addresses.used] {
         for _ in 0..SIZE {
             ring.add(&[Buffer { guest, len: 64 }], &[Buffer { guest, len: 64 }], 0);
             ring.publish();
@@ -148,7 +152,7 @@ fn buffers_in_the_log_and_in_the_rings() {
 }
 
 #[test]
-fn a_flood_of_kicks() {
+fn a_flood_of_kicks_does_not_block_the_other_ring() {
     let _log = Log::new();
     let mut pair = Pair::start();
     let kick = pair.rings[0].kick().try_clone_to_owned().unwrap();
@@ -159,7 +163,7 @@ fn a_flood_of_kicks() {
             let _ = rustix::io::write(&kick, &1u64.to_ne_bytes());
         }
     });
-    // The same thread serves both; it answers all the same, and so does the conversation.
+    // The same thread serves both rings; it serves the other one, and the session replies.
     for _ in 0..200 {
         pair.other_echoes();
     }
@@ -174,28 +178,28 @@ fn a_flood_of_kicks() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
 
-    /// Another processor of the guest writes into the first ring while the device works on it.
+    /// Another vCPU writes to the first ring while the device processes it.
     #[test]
-    fn rings_that_change_under_us(seed in any::<u64>()) {
+    fn concurrently_modified_rings_do_not_affect_others(seed in any::<u64>()) {
         let _log = Log::new();
         let mut pair = Pair::start();
-        let (memory, places) = (Arc::clone(&pair.memory), pair.rings[0].addresses());
+        let (memory, addresses) = (Arc::clone(&pair.memory), pair.rings[0].addresses());
         let over = Arc::new(AtomicBool::new(false));
-        let scribbling = Arc::clone(&over);
+        let stop = Arc::clone(&over);
         let scribbler = std::thread::spawn(move || {
             let mut state = seed | 1;
-            while !scribbling.load(Ordering::Relaxed) {
+            while !stop.load(Ordering::Relaxed) {
                 // xorshift; half of the words are small, so that some of them are valid.
                 state ^= state << 13;
                 state ^= state >> 7;
                 state ^= state << 17;
-                let (place, len) = [
-                    (places.table, 16 * u64::from(SIZE)),
-                    (places.available, 6 + 2 * u64::from(SIZE)),
-                    (places.used, 6 + 8 * u64::from(SIZE)),
+                let (start, len) = [
+                    (addresses.table, 16 * u64::from(SIZE)),
+                    (addresses.available, 6 + 2 * u64::from(SIZE)),
+                    (addresses.used, 6 + 8 * u64::from(SIZE)),
                 ][(state % 3) as usize];
                 let value = if state & 8 == 0 { (state >> 16) as u16 } else { (state >> 16) as u16 % SIZE };
-                memory.store_16(place + (state >> 32) % (len / 2) * 2, value, Ordering::Relaxed);
+                memory.store_16(start + (state >> 32) % (len / 2) * 2, value, Ordering::Relaxed);
             }
         });
         for _ in 0..30 {
@@ -207,7 +211,7 @@ proptest! {
             pair.rings[0].force_kick();
             pair.other_echoes();
         }
-        // It can be stopped and begin anew, as often as the guest likes.
+        // It can be stopped and started again.
         pair.frontend.stop(0).unwrap();
         let old = &pair.rings[0];
         pair.frontend.start(old, 3).unwrap();

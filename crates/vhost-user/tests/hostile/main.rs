@@ -1,5 +1,5 @@
-//! Guests and frontends that do what none may, with the whole backend: the ring that is broken ends with a line in the log,
-//! and the other one goes on.
+//! Guests and frontends that violate the specifications, with the whole backend: the ring with the fault ends with a line in
+//! the log, and the other one continues.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod backend;
@@ -9,3 +9,4 @@ mod guests;
 mod harness;
 mod refused;
 mod resting;
+mod upgrades;

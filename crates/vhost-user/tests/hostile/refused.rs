@@ -1,4 +1,4 @@
-//! Devices that take no connection for some time, or take some time to end one.
+//! Devices that refuse connections temporarily, or take time to end one.
 
 use std::io::Read as _;
 use std::os::fd::OwnedFd;
@@ -11,26 +11,27 @@ use std::time::{Duration, Instant};
 use towline_channel::UnixChannel;
 use towline_frontend::Frontend;
 use towline_vhost_user::{
-    Address, Cancel, Device, Frontends, Next, Queues, Record, Refusal, ServeError, Service, Worker, serve,
+    Address, BackendError, Cancel, Device, Frontends, InFlightRecord, Next, Queues, ServeError, Service,
+    Worker, serve,
 };
 
 use crate::backend::{Log, WITHIN};
 
-/// How long a connection is watched that nobody closes.
-const WATCHED: Duration = Duration::from_millis(300);
+/// Time for which a connection is expected to stay open.
+const STAYS_OPEN: Duration = Duration::from_millis(300);
 
 #[derive(Default)]
-struct Leaving {
-    free: AtomicBool,
-    /// How often it was asked for a worker.
-    asked: AtomicU64,
+struct Unavailable {
+    available: AtomicBool,
+    /// Number of workers requested.
+    requests: AtomicU64,
 }
 
 struct Idle;
 
-impl Device for Leaving {
+impl Device for Unavailable {
     fn name(&self) -> &str {
-        "leaving"
+        "unavailable"
     }
 
     fn queue_count(&self) -> usize {
@@ -41,12 +42,12 @@ impl Device for Leaving {
         0
     }
 
-    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
-        self.asked.fetch_add(1, Ordering::Relaxed);
-        match self.free.load(Ordering::Relaxed) {
-            true => Ok(Box::new(Idle)),
-            false => Err(Refusal::for_now("a card still reads")),
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        if !self.available.load(Ordering::Relaxed) {
+            return Err(BackendError::temporary("a card still reads"));
         }
+        Ok(Box::new(Idle))
     }
 }
 
@@ -57,18 +58,18 @@ impl Worker for Idle {
 }
 
 struct Backend {
-    device: Arc<Leaving>,
+    device: Arc<Unavailable>,
     cancel: Cancel,
     thread: JoinHandle<Result<(), ServeError>>,
 }
 
 impl Backend {
     fn start(frontends: Frontends) -> Self {
-        let (device, cancel) = (Arc::<Leaving>::default(), Cancel::new().unwrap());
+        let (device, cancel) = (Arc::<Unavailable>::default(), Cancel::new().unwrap());
         let (served, token) = (Arc::clone(&device), cancel.clone());
         let serve = move || {
             let device: Arc<dyn Device> = served;
-            Service::new(frontends).serve(&device, &Record::new(1)?, &token)
+            Service::new(frontends).serve(&device, &InFlightRecord::new(1)?, &token)
         };
         Self { device, cancel, thread: std::thread::spawn(serve) }
     }
@@ -84,61 +85,61 @@ impl Backend {
 }
 
 #[track_caller]
-fn is_closed(stream: &mut UnixStream) {
+fn assert_closed(stream: &mut UnixStream) {
     stream.set_read_timeout(Some(WITHIN)).unwrap();
-    assert_eq!(stream.read(&mut [0]).unwrap(), 0, "its frontend waits, with its guest");
+    assert_eq!(stream.read(&mut [0]).unwrap(), 0, "the connection is not closed");
 }
 
-fn is_served(stream: UnixStream) {
+fn assert_served(stream: UnixStream) {
     stream.set_read_timeout(Some(WITHIN)).unwrap();
     Frontend::new(stream).unwrap().negotiate(0, 0, 0).unwrap();
 }
 
 #[test]
-fn connections_are_closed_until_the_device_takes_one() {
+fn connections_are_closed_until_the_device_accepts_one() {
     let log = Log::new();
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("listen.sock");
     let listener = UnixListener::bind(&path).unwrap();
     let backend = Backend::start(Frontends::from_fd(OwnedFd::from(listener)).unwrap());
-    (0..3).for_each(|_| is_closed(&mut UnixStream::connect(&path).unwrap()));
-    backend.device.free.store(true, Ordering::Relaxed);
-    is_served(UnixStream::connect(&path).unwrap());
+    (0..3).for_each(|_| assert_closed(&mut UnixStream::connect(&path).unwrap()));
+    backend.device.available.store(true, Ordering::Relaxed);
+    assert_served(UnixStream::connect(&path).unwrap());
     assert_eq!(log.count("a card still reads"), 1);
     backend.end();
 }
 
 #[test]
-fn a_frontend_that_listens_is_connected_to_each_second() {
+fn a_listening_frontend_is_connected_to_every_second() {
     let log = Log::new();
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("frontend.sock");
     let listener = UnixListener::bind(&path).unwrap();
     let began = Instant::now();
     let backend = Backend::start(Frontends::Connect(Address::Unix(path)));
-    (0..3).for_each(|_| is_closed(&mut listener.accept().unwrap().0));
+    (0..3).for_each(|_| assert_closed(&mut listener.accept().unwrap().0));
     assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
-    backend.device.free.store(true, Ordering::Relaxed);
-    is_served(listener.accept().unwrap().0);
+    backend.device.available.store(true, Ordering::Relaxed);
+    assert_served(listener.accept().unwrap().0);
     assert_eq!(log.count("a card still reads"), 1);
     backend.end();
 }
 
 #[test]
-fn the_only_connection_is_kept() {
+fn the_only_possible_connection_stays_open() {
     let _log = Log::new();
     let (mut near, far) = UnixStream::pair().unwrap();
     let backend = Backend::start(Frontends::from_fd(far.into()).unwrap());
-    near.set_read_timeout(Some(WATCHED)).unwrap();
-    while backend.device.asked.load(Ordering::Relaxed) < 2 {
+    near.set_read_timeout(Some(STAYS_OPEN)).unwrap();
+    while backend.device.requests.load(Ordering::Relaxed) < 2 {
         assert_eq!(near.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
     }
-    backend.device.free.store(true, Ordering::Relaxed);
-    is_served(near);
+    backend.device.available.store(true, Ordering::Relaxed);
+    assert_served(near);
     backend.thread.join().unwrap().unwrap();
 }
 
-/// A device each of whose workers ends when all of them do.
+/// A device whose workers end only together.
 struct Together(Arc<Barrier>);
 
 impl Device for Together {
@@ -158,7 +159,7 @@ impl Device for Together {
         0
     }
 
-    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
         Ok(Box::new(Part(Arc::clone(&self.0))))
     }
 }
@@ -178,13 +179,13 @@ impl Drop for Part {
 }
 
 #[test]
-fn workers_end_at_the_same_time() {
+fn workers_end_concurrently() {
     let log = Log::new();
     let (near, far) = UnixStream::pair().unwrap();
     let channel = UnixChannel::new(far.into(), "a frontend").unwrap();
     let device: Arc<dyn Device> = Arc::new(Together(Arc::new(Barrier::new(3))));
     let backend = std::thread::spawn(move || serve(&channel, &device, &Cancel::new().unwrap()));
-    is_served(near);
+    assert_served(near);
     backend.join().unwrap().unwrap();
-    assert_eq!(log.count("a worker does not end"), 0, "each waits for the one before");
+    assert_eq!(log.count("a worker does not end"), 0, "a worker waited for another to end");
 }

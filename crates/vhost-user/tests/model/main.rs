@@ -1,15 +1,14 @@
 //! The notification protocol of `ring::notify` and the order of a mailbox's steps (`mailbox`), in every interleaving and with every
-//! value that the memory model allows.
+//! value that the memory model permits.
 //!
-//! The checker is loom and not shuttle: what can go wrong here is a store that is still in a store buffer when the other side
-//! loads (two stores, two loads, a fence between each), and shuttle's threads take turns under sequential consistency, where that
-//! does not exist. Without the fence in `arm` this model fails; with shuttle it would pass. The functions under test are generic
-//! over their words, so loom is a dependency of the tests alone and nothing of it is in a build. A binary of its own, because loom
-//! installs a handler for SIGBUS too.
-#![allow(clippy::unwrap_used, reason = "a lock of loom's is never poisoned")]
+//! The checker is loom and not shuttle: the error to be found is a store that is still in a store buffer when the other side loads
+//! (two stores, two loads, a fence between each), and shuttle's threads are sequentially consistent, which excludes it. Without the
+//! fence in `enable_and_recheck` this model fails; with shuttle it would pass. The functions under test are generic over their
+//! fields, so loom is a dependency of the tests only. A binary of its own, because loom installs a handler for SIGBUS too.
+#![allow(clippy::unwrap_used, reason = "loom never poisons a lock")]
 
 #[path = "../../src/mailbox.rs"]
-#[allow(dead_code, reason = "what is for the real queue")]
+#[allow(dead_code, reason = "the implementation for the real queue")]
 mod mailbox;
 #[path = "../../src/ring/notify.rs"]
 mod notify;
@@ -17,41 +16,42 @@ mod notify;
 use loom::sync::atomic::{AtomicU16, Ordering, fence};
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
+use std::collections::VecDeque;
 use std::sync::Arc;
 
-use mailbox::{Pop, Popped, Push, Wake};
+use mailbox::{Mailbox, Pop, Popped, Push, Wake};
 use notify::{NotificationWords, needs_event};
 
 /// An eventfd: readable or not.
 #[derive(Default)]
 struct Event {
-    raised: Mutex<bool>,
+    signalled: Mutex<bool>,
     changed: Condvar,
 }
 
 impl Event {
-    fn raise(&self) {
-        *self.raised.lock().unwrap() = true;
+    fn signal(&self) {
+        *self.signalled.lock().unwrap() = true;
         self.changed.notify_one();
     }
 
     fn wait(&self) {
-        let mut raised = self.raised.lock().unwrap();
-        while !*raised {
-            raised = self.changed.wait(raised).unwrap();
+        let mut signalled = self.signalled.lock().unwrap();
+        while !*signalled {
+            signalled = self.changed.wait(signalled).unwrap();
         }
-        *raised = false;
+        *signalled = false;
     }
 }
 
-/// The words of a ring. `fences` is off only to show that the model finds a fence that is missing.
+/// The fields of a ring. Without `fences` the model shows that it finds a missing fence.
 struct Shared {
     event_index: bool,
     fences: bool,
     available: AtomicU16,
     used: AtomicU16,
-    driver_wish: AtomicU16,
-    device_wish: AtomicU16,
+    driver_suppression: AtomicU16,
+    device_suppression: AtomicU16,
     kick: Event,
     call: Event,
 }
@@ -59,19 +59,29 @@ struct Shared {
 impl Shared {
     fn new(event_index: bool, fences: bool) -> Arc<Self> {
         let word = || AtomicU16::new(0);
-        let (available, used, driver_wish, device_wish) = (word(), word(), word(), word());
+        let (available, used, driver_suppression, device_suppression) = (word(), word(), word(), word());
         let (kick, call) = (Event::default(), Event::default());
-        Arc::new(Self { event_index, fences, available, used, driver_wish, device_wish, kick, call })
+        Arc::new(Self {
+            event_index,
+            fences,
+            available,
+            used,
+            driver_suppression,
+            device_suppression,
+            kick,
+            call,
+        })
     }
 
-    /// The driver adds an entry, and kicks if that is wanted.
+    /// The driver adds an entry, and kicks the device if necessary.
     fn add(&self, index: u16) {
         self.available.store(index, Ordering::Release);
         fence(Ordering::SeqCst);
-        let wish = self.device_wish.load(Ordering::Relaxed);
-        let wanted = if self.event_index { needs_event(wish, index, index - 1) } else { wish == 0 };
+        let suppression = self.device_suppression.load(Ordering::Relaxed);
+        let wanted =
+            if self.event_index { needs_event(suppression, index, index - 1) } else { suppression == 0 };
         if wanted {
-            self.kick.raise();
+            self.kick.signal();
         }
     }
 }
@@ -81,20 +91,20 @@ impl NotificationWords for Shared {
         self.event_index
     }
 
-    fn available_index(&self) -> u16 {
+    fn avail_idx(&self) -> u16 {
         self.available.load(Ordering::Acquire)
     }
 
-    fn driver_wish(&self) -> u16 {
-        self.driver_wish.load(Ordering::Relaxed)
+    fn driver_suppression(&self) -> u16 {
+        self.driver_suppression.load(Ordering::Relaxed)
     }
 
-    fn device_wish(&self) -> u16 {
-        self.device_wish.load(Ordering::Relaxed)
+    fn device_suppression(&self) -> u16 {
+        self.device_suppression.load(Ordering::Relaxed)
     }
 
-    fn set_device_wish(&self, wish: u16) {
-        self.device_wish.store(wish, Ordering::Relaxed);
+    fn set_device_suppression(&self, value: u16) {
+        self.device_suppression.store(value, Ordering::Relaxed);
     }
 
     fn full_fence(&self) {
@@ -104,15 +114,23 @@ impl NotificationWords for Shared {
     }
 }
 
-/// A driver adds two entries; a device takes what there is, or (`takes` false) leaves it, and sleeps between. It is over when the
-/// device has seen the last index; a kick that is lost is a deadlock, which loom reports.
-fn kicks(event_index: bool, fences: bool, takes: bool) {
+/// Behaviour of the device in a model.
+#[derive(Clone, Copy, PartialEq)]
+enum Device {
+    PopsEntries,
+    IgnoresEntries,
+}
+
+/// A driver adds two entries; a device runs and sleeps until it has loaded the last index. A lost kick is a deadlock, which loom
+/// reports.
+fn kicks(event_index: bool, device: Device) {
     const ENTRIES: u16 = 2;
     let mut model = loom::model::Builder::new();
-    // Every schedule takes a minute with flags, whose words change more often.
-    model.preemption_bound = (!event_index && takes).then_some(3);
+    // All schedules take a minute with flags, which change more often.
+    let pops = device == Device::PopsEntries;
+    model.preemption_bound = (!event_index && pops).then_some(3);
     model.check(move || {
-        let shared = Shared::new(event_index, fences);
+        let shared = Shared::new(event_index, true);
         let driver = thread::spawn({
             let shared = Arc::clone(&shared);
             move || (1..=ENTRIES).for_each(|index| shared.add(index))
@@ -120,14 +138,14 @@ fn kicks(event_index: bool, fences: bool, takes: bool) {
         let (mut reported, mut runs) = (0, 0);
         while reported != ENTRIES {
             runs += 1;
-            if takes {
-                // `Ring::pop`: a look at the index, which is thereby reported; and kicks are suppressed meanwhile.
+            if pops {
+                // `Ring::pop`: loads the index, which is thereby reported; kicks are suppressed in the meantime.
                 if !event_index {
-                    shared.set_device_wish(1);
+                    shared.set_device_suppression(1);
                 }
-                reported = shared.available_index();
+                reported = shared.avail_idx();
             }
-            if reported != ENTRIES && !notify::arm(&*shared, &mut reported).moved {
+            if reported != ENTRIES && !notify::enable_and_recheck(&*shared, &mut reported).moved {
                 shared.kick.wait();
             }
         }
@@ -139,58 +157,58 @@ fn kicks(event_index: bool, fences: bool, takes: bool) {
 
 #[test]
 fn no_kick_is_lost_with_event_indices() {
-    kicks(true, true, true);
+    kicks(true, Device::PopsEntries);
 }
 
 #[test]
 fn no_kick_is_lost_with_flags() {
-    kicks(false, true, true);
+    kicks(false, Device::PopsEntries);
 }
 
 #[test]
-fn a_device_that_leaves_entries_alone_runs_once_for_each_index() {
-    kicks(true, true, false);
-    kicks(false, true, false);
+fn a_device_that_ignores_entries_runs_once_for_each_index() {
+    kicks(true, Device::IgnoresEntries);
+    kicks(false, Device::IgnoresEntries);
 }
 
-/// One entry, one attempt to sleep: the device has seen the entry, or the driver has kicked.
-fn sees_or_is_kicked(fences: bool) {
+/// One entry, one attempt to sleep: the device has loaded the new index, or the driver has kicked it.
+fn loads_or_is_kicked(fences: bool) {
     loom::model(move || {
         let shared = Shared::new(true, fences);
-        shared.device_wish.store(9, Ordering::Relaxed);
+        shared.device_suppression.store(9, Ordering::Relaxed);
         let driver = thread::spawn({
             let shared = Arc::clone(&shared);
             move || shared.add(1)
         });
-        let moved = notify::arm(&*shared, &mut 0).moved;
+        let moved = notify::enable_and_recheck(&*shared, &mut 0).moved;
         driver.join().unwrap();
-        assert!(moved || *shared.kick.raised.lock().unwrap(), "a kick is lost");
+        assert!(moved || *shared.kick.signalled.lock().unwrap(), "a kick is lost");
     });
 }
 
 #[test]
-fn an_entry_is_seen_or_kicked_for() {
-    sees_or_is_kicked(true);
+fn an_entry_is_found_or_kicked_for() {
+    loads_or_is_kicked(true);
 }
 
 #[test]
 #[should_panic(expected = "a kick is lost")]
 fn a_missing_fence_is_found() {
-    sees_or_is_kicked(false);
+    loads_or_is_kicked(false);
 }
 
-/// The device gives an entry back while the driver enables its interrupt and sleeps.
+/// The device publishes a used entry while the driver enables its interrupt and sleeps.
 #[test]
 fn no_call_is_lost() {
     for event_index in [true, false] {
         loom::model(move || {
             let shared = Shared::new(event_index, true);
-            // Suppressed until the driver asks.
-            shared.driver_wish.store(if event_index { u16::MAX } else { 1 }, Ordering::Relaxed);
+            // Suppressed at first.
+            shared.driver_suppression.store(if event_index { u16::MAX } else { 1 }, Ordering::Relaxed);
             let driver = thread::spawn({
                 let shared = Arc::clone(&shared);
                 move || {
-                    shared.driver_wish.store(0, Ordering::Relaxed);
+                    shared.driver_suppression.store(0, Ordering::Relaxed);
                     fence(Ordering::SeqCst);
                     if shared.used.load(Ordering::Acquire) == 0 {
                         shared.call.wait();
@@ -199,19 +217,26 @@ fn no_call_is_lost() {
             });
             shared.used.store(1, Ordering::Release);
             if notify::wants_call(&*shared, 0, 1) {
-                shared.call.raise();
+                shared.call.signal();
             }
             driver.join().unwrap();
         });
     }
 }
 
-/// A mailbox of loom's.
-struct Queue(loom::sync::Mutex<(std::collections::VecDeque<u32>, bool)>);
+/// A queue for loom.
+#[derive(Default)]
+struct Queue(Mutex<Contents>);
+
+#[derive(Default)]
+struct Contents {
+    commands: VecDeque<u32>,
+    closed: bool,
+}
 
 impl Push<u32> for Queue {
     fn push(&self, command: u32) -> bool {
-        self.0.lock().unwrap().0.push_back(command);
+        self.0.lock().unwrap().commands.push_back(command);
         true
     }
 }
@@ -219,49 +244,50 @@ impl Push<u32> for Queue {
 impl Pop<u32> for Queue {
     fn pop(&self) -> Popped<u32> {
         let mut queue = self.0.lock().unwrap();
-        match queue.0.pop_front() {
+        match queue.commands.pop_front() {
             Some(command) => Popped::Command(command),
-            None if queue.1 => Popped::Closed,
+            None if queue.closed => Popped::Closed,
             None => Popped::Empty,
         }
     }
 }
 
 impl Wake for Event {
-    fn raise(&self) {
-        Self::raise(self);
+    fn signal(&self) {
+        Self::signal(self);
     }
 
     fn drain(&self) {
-        *self.raised.lock().unwrap() = false;
+        *self.signalled.lock().unwrap() = false;
     }
 }
 
-/// The session sends two commands and then closes the mailbox; the thread sleeps between. Every command is executed, in order, and
-/// the thread ends.
+/// The session sends two commands and then closes the mailbox; the thread sleeps in between. Every command is executed, in order,
+/// and the thread ends.
 #[test]
 fn no_command_is_lost() {
     loom::model(|| {
-        let queue = Arc::new(Queue(Mutex::default()));
+        let queue = Arc::new(Queue::default());
         let wake = Arc::new(Event::default());
         let session = thread::spawn({
             let (queue, wake) = (Arc::clone(&queue), Arc::clone(&wake));
             move || {
                 assert!(mailbox::send(&*queue, &*wake, 1) && mailbox::send(&*queue, &*wake, 2));
-                queue.0.lock().unwrap().1 = true;
-                Wake::raise(&*wake);
+                queue.0.lock().unwrap().closed = true;
+                Wake::signal(&*wake);
             }
         });
         let mut executed = Vec::new();
         loop {
-            // `poll` returns and leaves the eventfd as it is.
+            // `poll` returns without draining the eventfd.
             {
-                let mut raised = wake.raised.lock().unwrap();
-                while !*raised {
-                    raised = wake.changed.wait(raised).unwrap();
+                let mut signalled = wake.signalled.lock().unwrap();
+                while !*signalled {
+                    signalled = wake.changed.wait(signalled).unwrap();
                 }
             }
-            if !mailbox::process(&*queue, Some(&*wake), |command| executed.push(command)) {
+            let mailbox = mailbox::process(&*queue, Some(&*wake), |command| executed.push(command));
+            if mailbox == Mailbox::Closed {
                 break;
             }
         }

@@ -1,4 +1,4 @@
-//! A driver: the other side of a ring, in a file that both share.
+//! A driver for tests: the other side of a ring, in a file that both share.
 
 use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -10,17 +10,17 @@ use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{RegionInfo, VringAddress};
 use towline_vhost_user::{Memory, Region, Ring, RingFault, RingSetup, features};
 
-/// Where the guest has its memory, and where the frontend has it.
+/// Guest address and user address of the memory.
 pub(crate) const GUEST: u64 = 0x10_0000;
 pub(crate) const USER: u64 = 0x7f00_0000_0000;
 pub(crate) const MEMORY_BYTES: u64 = 0x8_0000;
 pub(crate) const TABLE: u64 = 0;
 pub(crate) const AVAILABLE: u64 = 0x4000;
 pub(crate) const USED: u64 = 0x8000;
-/// Indirect tables, one for each head.
+/// Offset of the indirect tables, one for each head.
 const TABLES: u64 = 0x1_0000;
 const TABLE_BYTES: u64 = 0x400;
-/// Buffers, one for each descriptor.
+/// Offset of the buffers, one for each descriptor.
 const BUFFERS: u64 = 0x4_0000;
 pub(crate) const BUFFER_BYTES: u64 = 0x400;
 
@@ -28,7 +28,27 @@ pub(crate) const NEXT: u16 = 1;
 pub(crate) const WRITE: u16 = 2;
 pub(crate) const INDIRECT: u16 = 4;
 
-/// Its memory and what it remembers.
+/// A descriptor (`struct virtq_desc`).
+#[derive(Clone, Copy)]
+pub(crate) struct Descriptor {
+    pub(crate) address: u64,
+    pub(crate) len: u32,
+    pub(crate) flags: u16,
+    pub(crate) next: u16,
+}
+
+impl Descriptor {
+    pub(crate) fn new(address: u64, len: u32, flags: u16, next: u16) -> Self {
+        Self { address, len, flags, next }
+    }
+
+    pub(crate) fn bytes(self) -> Vec<u8> {
+        let Self { address, len, flags, next } = self;
+        [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
+    }
+}
+
+/// The driver's state and its memory.
 pub(crate) struct Driver {
     pub(crate) file: File,
     pub(crate) size: u16,
@@ -38,8 +58,8 @@ pub(crate) struct Driver {
     chains: Vec<Vec<u16>>,
     pub(crate) available: u16,
     pub(crate) used: u16,
-    /// Heads that came back and were not away.
-    pub(crate) strange: usize,
+    /// Number of heads that were returned without being in flight.
+    pub(crate) unexpected_heads: usize,
 }
 
 impl Driver {
@@ -48,7 +68,7 @@ impl Driver {
         ftruncate(&fd, MEMORY_BYTES).unwrap();
         let free = (0..size).rev().collect();
         let chains = vec![Vec::new(); usize::from(size)];
-        Self { file: fd.into(), size, free, chains, available: 0, used: 0, strange: 0 }
+        Self { file: fd.into(), size, free, chains, available: 0, used: 0, unexpected_heads: 0 }
     }
 
     pub(crate) fn memory(&self) -> Arc<Memory> {
@@ -94,33 +114,24 @@ impl Driver {
     }
 
     /// Writes a descriptor of a table.
-    pub(crate) fn descriptor(
-        &self,
-        table: u64,
-        index: u16,
-        (address, len): (u64, u32),
-        (flags, next): (u16, u16),
-    ) {
-        let bytes =
-            [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()]
-                .concat();
-        self.put(table + 16 * u64::from(index), &bytes);
+    pub(crate) fn write_descriptor(&self, table: u64, index: u16, descriptor: Descriptor) {
+        self.put(table + 16 * u64::from(index), &descriptor.bytes());
     }
 
-    /// Makes a head available as it is.
-    pub(crate) fn offer(&mut self, head: u16) {
+    /// Makes a head available.
+    pub(crate) fn make_available(&mut self, head: u16) {
         self.put(AVAILABLE + 4 + 2 * u64::from(self.available % self.size), &head.to_le_bytes());
         self.available = self.available.wrapping_add(1);
         self.put(AVAILABLE + 2, &self.available.to_le_bytes());
     }
 
-    /// Where the buffer of a descriptor is in the file.
+    /// Offset of a descriptor's buffer.
     pub(crate) fn buffer(index: u16) -> u64 {
         BUFFERS + u64::from(index) * BUFFER_BYTES
     }
 
-    /// Makes a chain of buffers available: length, and whether the device writes. `None` if there are not enough
-    /// descriptors left.
+    /// Makes a chain of buffers available, each with its length and true if it is writable. `None` if there are not enough free
+    /// descriptors.
     pub(crate) fn add(&mut self, buffers: &[(u32, bool)], indirect: bool) -> Option<u16> {
         let wanted = if indirect { 1 } else { buffers.len() };
         if self.free.len() < wanted {
@@ -135,24 +146,24 @@ impl Driver {
             } else {
                 (indices[at], indices.get(at + 1).copied().unwrap_or(0))
             };
-            // Parts of one buffer, where a table has more descriptors than the ring.
+            // An indirect table, which may have more descriptors than the ring, has parts of one buffer.
             let buffer = if indirect { Self::buffer(head) + 64 * at as u64 } else { Self::buffer(here) };
             let flags = if *writable { WRITE } else { 0 } | if at < last { NEXT } else { 0 };
             let table = if indirect { TABLES + u64::from(head) * TABLE_BYTES } else { TABLE };
-            self.descriptor(table, here, (GUEST + buffer, *len), (flags, link));
+            self.write_descriptor(table, here, Descriptor::new(GUEST + buffer, *len, flags, link));
         }
         if indirect {
             let bytes = 16 * u32::try_from(buffers.len()).unwrap();
             let table = GUEST + TABLES + u64::from(head) * TABLE_BYTES;
-            self.descriptor(TABLE, head, (table, bytes), (INDIRECT, 0));
+            self.write_descriptor(TABLE, head, Descriptor::new(table, bytes, INDIRECT, 0));
         }
         self.chains[usize::from(head)] = indices;
-        self.offer(head);
+        self.make_available(head);
         Some(head)
     }
 
-    /// Takes one used entry: head and length.
-    pub(crate) fn take(&mut self) -> Option<(u16, u32)> {
+    /// Pops a used entry: head and length.
+    pub(crate) fn pop_used(&mut self) -> Option<(u16, u32)> {
         if self.word(USED + 2) == self.used {
             return None;
         }
@@ -160,22 +171,22 @@ impl Driver {
         let (head, len) = entry.split_at(4);
         let head = u16::try_from(u32::from_le_bytes(head.try_into().unwrap())).unwrap();
         self.used = self.used.wrapping_add(1);
-        self.strange += usize::from(self.chains[usize::from(head)].is_empty());
+        self.unexpected_heads += usize::from(self.chains[usize::from(head)].is_empty());
         self.free.append(&mut self.chains[usize::from(head)]);
         Some((head, u32::from_le_bytes(len.try_into().unwrap())))
     }
 
-    /// How many heads the device has.
-    pub(crate) fn away(&self) -> usize {
+    /// Number of heads that the device has.
+    pub(crate) fn heads_in_flight(&self) -> usize {
         self.chains.iter().filter(|chain| !chain.is_empty()).count()
     }
 
-    /// Says from which used entry on it wants to be woken.
-    pub(crate) fn want(&self, from: u16) {
+    /// Requests a notification from this used entry on (`used_event`).
+    pub(crate) fn set_used_event(&self, from: u16) {
         self.put(AVAILABLE + 4 + 2 * u64::from(self.size), &from.to_le_bytes());
     }
 
-    /// Whether the device wants to be kicked, after `old` entries were there.
+    /// Returns true if the device wants a kick after the available index moved from `old`.
     pub(crate) fn must_kick(&self, old: u16, features: u64) -> bool {
         if features & features::EVENT_IDX == 0 {
             return self.word(USED) & 1 == 0;

@@ -1,4 +1,4 @@
-//! The bodies of the fuzz targets, and short runs of them.
+//! Bodies of the fuzz targets, and short runs of them.
 #![allow(dead_code, unreachable_pub, reason = "each target uses one of them")]
 
 use std::fs::File;
@@ -12,41 +12,42 @@ use towline_frontend::GUEST_BASE;
 use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{Code, HEADER_BYTES, Header, RegionInfo, Request, VringAddress};
 use towline_vhost_user::{
-    Batch, Cancel, Device, Memory, Next, Queues, Refusal, Region, Ring, RingSetup, Worker, features, serve,
+    BackendError, Batch, Cancel, Device, Memory, Next, Queues, Region, Ring, RingSetup, Worker, features,
+    serve,
 };
 
-/// The most work that one input may cause: chains of a ring.
+/// Maximum number of chains that one input may cause.
 const CHAINS_MAX: usize = 256;
 const RING_BYTES: usize = 4096;
 
 fn file(bytes: u64) -> File {
     let fd = memfd_create("fuzz", MemfdFlags::CLOEXEC).expect("a memfd");
-    ftruncate(&fd, bytes).expect("room for it");
+    ftruncate(&fd, bytes).expect("space for it");
     fd.into()
 }
 
-/// One message: a byte that says how many descriptors come along, then header and payload.
+/// One message: a byte with the number of descriptors, then header and payload.
 pub fn message(data: &[u8]) {
     let Some((fds, rest)) = data.split_first() else { return };
     let Some((header, payload)) = rest.split_first_chunk::<HEADER_BYTES>() else { return };
     let Ok(header) = Header::parse(header) else { return };
     assert_eq!(Header::parse(&header.encode()), Ok(header));
-    let null = File::open("/dev/null").expect("it is there");
+    let null = File::open("/dev/null").expect("it exists");
     let fds = (0..fds % 12).map(|_| null.as_fd().try_clone_to_owned().expect("a descriptor")).collect();
     if let Err(error) = Request::decode(header.code, &payload[..payload.len().min(header.length)], fds) {
         assert!(error.to_string().starts_with(&header.code.to_string()), "{error}");
     }
 }
 
-/// Memory for a ring, mapped on both sides: a fresh mapping for each input would be most of its time.
+/// Memory of a ring, mapped on both sides and reused, because a mapping for each input would take most of the time.
 struct Page {
     guest: towline_frontend::Memory,
     memory: Arc<Memory>,
 }
 
 impl Page {
-    /// This thread's, for as long as the thread lives.
-    fn taken() -> Rc<Self> {
+    /// The page of this thread.
+    fn of_thread() -> Rc<Self> {
         thread_local!(static PAGE: Rc<Page> = Rc::new(Page::new()));
         PAGE.with(Rc::clone)
     }
@@ -60,15 +61,15 @@ impl Page {
             mmap_offset: 0.into(),
         };
         let region = Region::map(&info, guest.fd().try_clone_to_owned().expect("a descriptor"));
-        let memory = Arc::new(Memory::new(vec![region.expect("it is there")]).expect("one region"));
+        let memory = Arc::new(Memory::new(vec![region.expect("it exists")]).expect("one region"));
         Self { guest, memory }
     }
 }
 
-/// A ring of 8 entries in a page that is all the input's; every chain is answered, and the input goes on changing it.
+/// A ring of 8 entries in a page that the input fills. Every chain is echoed, and the input continues to change the page.
 pub fn ring(data: &[u8]) {
     let Some((mode, mut rest)) = data.split_first() else { return };
-    let page = Page::taken();
+    let page = Page::of_thread();
     let put = |bytes: &[u8], offset: u64| page.guest.write(GUEST_BASE + offset, bytes);
     put(&[0; RING_BYTES], 0);
     let first = rest.len().min(RING_BYTES / 2);
@@ -76,7 +77,7 @@ pub fn ring(data: &[u8]) {
     rest = &rest[first..];
     let features =
         [0, features::EVENT_IDX, features::INDIRECT_DESC, features::EVENT_IDX | features::INDIRECT_DESC];
-    // The parts lie beside each other, so that 300 bytes are a ring; or on each other.
+    // The parts are adjacent, so that 300 bytes are a ring; or they overlap.
     let used = if mode & 4 == 0 { 160 } else { 0 };
     let address = VringAddress {
         index: 0.into(),
@@ -96,10 +97,10 @@ pub fn ring(data: &[u8]) {
         switch: LogSwitch::default(),
         log: None,
     };
-    let mut ring = Ring::new(setup, Arc::clone(&page.memory), 1).expect("it is in memory");
+    let mut ring = Ring::new(setup, Arc::clone(&page.memory), 1).expect("its parts are in memory");
     let mut batch = Batch::new();
-    let mut done = 0;
-    while ring.fault().is_none() && done < CHAINS_MAX {
+    let mut total = 0;
+    while ring.fault().is_none() && total < CHAINS_MAX {
         let popped = ring.pop(&mut batch, 5);
         for chain in batch.chains() {
             let mut head = [0; 8];
@@ -108,8 +109,8 @@ pub fn ring(data: &[u8]) {
             ring.complete(chain, u32::try_from(written).expect("8 at most"));
         }
         ring.publish();
-        let more = ring.arm();
-        done += popped;
+        let more = ring.enable_notification_and_recheck();
+        total += popped;
         let Some((change, after)) = rest.split_first_chunk::<4>() else {
             if popped == 0 || !more { break } else { continue }
         };
@@ -118,14 +119,14 @@ pub fn ring(data: &[u8]) {
     }
 }
 
-/// A conversation: each message is its code, its flags, how many descriptors come along, its length and its payload.
+/// A session: each message is its code, flags, number of descriptors, length and payload.
 pub fn session(data: &[u8]) {
     let (near, far) = std::os::unix::net::UnixStream::pair().expect("a pair");
     let memory = file(1 << 16);
-    // What the guest has in its memory is the input's too.
+    // The input is the contents of guest memory too.
     memory.write_all_at(data.get(..1 << 16).unwrap_or(data), 0).expect("it fits");
     let mut rest = data;
-    // What fits in the socket, as nobody reads before all is written.
+    // As many as fit in the socket, which is read after all are written.
     for _ in 0..64 {
         let Some(([code, flags, fds, len], after)) = rest.split_first_chunk::<4>() else { break };
         let payload = &after[..after.len().min(usize::from(*len))];
@@ -140,18 +141,18 @@ pub fn session(data: &[u8]) {
     let channel = towline_channel::UnixChannel::new(OwnedFd::from(far), "fuzz").expect("a socket");
     let device: Arc<dyn Device> = Arc::new(Echo);
     let cancel = Cancel::new().expect("an eventfd");
-    // However it ends, it ends.
+    // Any outcome is valid, but it has to end.
     let _ = serve(&channel, &device, &cancel);
 }
 
 fn send(socket: &std::os::unix::net::UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
     let owned = socket.as_fd().try_clone_to_owned().expect("a descriptor");
     let channel = towline_channel::UnixChannel::new(owned, "fuzz").expect("a socket");
-    let sent = towline_channel::Channel::send_fds(&channel, bytes, fds).expect("there is room");
+    let sent = towline_channel::Channel::send_fds(&channel, bytes, fds).expect("space in the socket");
     assert_eq!(sent, bytes.len());
 }
 
-/// A device of two queues that answers with what it is told.
+/// A device of two queues that echoes its input.
 pub struct Echo;
 
 impl Device for Echo {
@@ -179,7 +180,7 @@ impl Device for Echo {
         vec![7; 20]
     }
 
-    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
         Ok(Box::new(Echo))
     }
 }
@@ -202,9 +203,9 @@ impl Worker for Echo {
     }
 }
 
-/// Short inputs by chance; the fuzzer does better.
+/// Short random inputs.
 #[cfg(test)]
-mod by_chance {
+mod random_inputs {
     use proptest::collection::vec;
     use proptest::prelude::*;
 
@@ -212,17 +213,17 @@ mod by_chance {
         #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
         #[test]
-        fn messages(data in vec(any::<u8>(), 0..300)) {
+        fn random_messages_are_decoded_or_refused(data in vec(any::<u8>(), 0..300)) {
             super::message(&data);
         }
 
         #[test]
-        fn rings(data in vec(prop_oneof![Just(0u8), 0..4u8, any::<u8>()], 0..900)) {
+        fn random_rings_are_processed_within_bounds(data in vec(prop_oneof![Just(0u8), 0..4u8, any::<u8>()], 0..900)) {
             super::ring(&data);
         }
 
         #[test]
-        fn sessions(data in vec(prop_oneof![Just(0u8), 1..44u8, any::<u8>()], 0..600)) {
+        fn random_sessions_end(data in vec(prop_oneof![Just(0u8), 1..44u8, any::<u8>()], 0..600)) {
             super::session(&data);
         }
     }

@@ -1,4 +1,4 @@
-//! Rings against a driver that behaves, in any order of events, and against drivers that do not.
+//! Rings with a conforming driver, in any order of events, and with hostile drivers.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod driver;

@@ -1,14 +1,14 @@
-//! The fuzz targets' seeds (`fuzz/seeds`): what a frontend and a driver that behave would say.
+//! Seeds of the fuzz targets (`fuzz/seeds`): messages of a conforming frontend, and rings of a conforming driver.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use towline_vhost_user::message::{Code, Header};
 
-use crate::driver::{INDIRECT, NEXT, WRITE};
+use crate::driver::{Descriptor, INDIRECT, NEXT, WRITE};
 use crate::harness;
 
-/// A target's seeds, by name.
+/// Seeds of a target, by name.
 type Seeds = BTreeMap<String, Vec<u8>>;
 type Body = fn(&[u8]);
 
@@ -20,8 +20,8 @@ fn halves(halves: &[u32]) -> Vec<u8> {
     halves.iter().flat_map(|half| half.to_le_bytes()).collect()
 }
 
-/// A conversation from the first request to the last ring's end.
-fn conversation() -> Vec<(Code, u8, Vec<u8>)> {
+/// Requests of a whole session: code, number of descriptors, payload.
+fn session_requests() -> Vec<(Code, u8, Vec<u8>)> {
     let address = [halves(&[0, 1]), words(&[0, 160, 128, 160])].concat();
     vec![
         (Code::GET_FEATURES, 0, vec![]),
@@ -55,7 +55,7 @@ fn messages() -> Seeds {
         let header = Header { code, need_reply: true, length: payload.len() }.encode();
         (code.to_string(), [&[fds], &header[..], &payload].concat())
     };
-    conversation().into_iter().map(message).collect()
+    session_requests().into_iter().map(message).collect()
 }
 
 fn sessions() -> Seeds {
@@ -63,20 +63,18 @@ fn sessions() -> Seeds {
         let head = [u8::try_from(code.0).unwrap(), 1, fds, u8::try_from(payload.len()).unwrap()];
         [&head[..], &payload].concat()
     };
-    [("whole".to_owned(), conversation().into_iter().flat_map(message).collect())].into()
+    [("whole".to_owned(), session_requests().into_iter().flat_map(message).collect())].into()
 }
 
 fn rings() -> Seeds {
-    let descriptor = |(address, len, flags, next): (u64, u32, u16, u16)| {
-        [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
-    };
     let ring = |mode: u8, table: &[(u64, u32, u16, u16)]| {
         let mut memory = vec![0; 2048];
-        for (at, entry) in table.iter().enumerate() {
-            memory[16 * at..][..16].copy_from_slice(&descriptor(*entry));
-            memory[512 + 16 * at..][..16].copy_from_slice(&descriptor(*entry));
+        for (at, &(address, len, flags, next)) in table.iter().enumerate() {
+            let bytes = Descriptor::new(address, len, flags, next).bytes();
+            memory[16 * at..][..16].copy_from_slice(&bytes);
+            memory[512 + 16 * at..][..16].copy_from_slice(&bytes);
         }
-        // One entry, the head 0.
+        // One available entry, with head 0.
         memory[130] = 1;
         [&[mode][..], &memory].concat()
     };
@@ -92,7 +90,7 @@ fn rings() -> Seeds {
 }
 
 #[test]
-fn the_fuzz_targets_start_from_these() {
+fn seeds_of_the_fuzz_targets_are_current() {
     let bodies: [(&str, Body, Seeds); 3] = [
         ("vhost_message", harness::message, messages()),
         ("vhost_session", harness::session, sessions()),
@@ -108,7 +106,7 @@ fn the_fuzz_targets_start_from_these() {
                 std::fs::create_dir_all(&directory).unwrap();
                 std::fs::write(&path, &seed).unwrap();
             }
-            assert!(std::fs::read(&path).unwrap() == seed, "{}: BLESS=1 makes it anew", path.display());
+            assert!(std::fs::read(&path).unwrap() == seed, "{}: BLESS=1 rewrites it", path.display());
         }
     }
 }

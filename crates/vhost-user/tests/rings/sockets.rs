@@ -1,4 +1,4 @@
-//! Whoever connects to whom: each frontend is served, one after the other, until it is enough.
+//! Backends that listen, connect, or inherit a socket: frontends are served one after the other until cancelled.
 
 use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;
@@ -21,27 +21,27 @@ struct Backend {
 impl Backend {
     fn start(frontends: Frontends) -> Self {
         let cancel = Cancel::new().unwrap();
-        let pulled = cancel.clone();
+        let token = cancel.clone();
         let thread = std::thread::spawn(move || {
             let device: Arc<dyn Device> = Arc::new(Echo);
-            frontends.serve(&device, &pulled)
+            frontends.serve(&device, &token)
         });
         Self { cancel, thread }
     }
 
-    /// Ends it while it waits for a frontend, or serves one.
-    fn cancelled(self) {
+    /// Cancels it while it waits for a frontend, or serves one.
+    fn cancel(self) {
         self.cancel.cancel();
         let error = self.thread.join().unwrap().unwrap_err();
         assert!(matches!(error, ServeError::Channel(towline_channel::Error::Cancelled)), "{error}");
     }
 }
 
-/// Asks how many queues there are; two.
+/// Requests the number of queues, which is two.
 #[track_caller]
-fn answered(stream: &mut UnixStream) {
+fn request_queue_num(stream: &mut UnixStream) {
     let header = Header { code: Code::GET_QUEUE_NUM, need_reply: false, length: 0 }.encode();
-    // In two pieces, as a stream may have it.
+    // In two parts, as a stream permits.
     stream.write_all(&header[..5]).unwrap();
     stream.write_all(&header[5..]).unwrap();
     let mut reply = [0; 20];
@@ -50,68 +50,68 @@ fn answered(stream: &mut UnixStream) {
     assert_eq!(reply[12..], 2u64.to_le_bytes());
 }
 
-/// A frontend that breaks off within a message, one that says nonsense, and one that behaves.
+/// A frontend that disconnects within a message, one that sends garbage, and a conforming one.
 fn frontends(path: &Path) -> UnixStream {
     let mut broken = UnixStream::connect(path).unwrap();
-    answered(&mut broken);
+    request_queue_num(&mut broken);
     broken.write_all(&[1, 0, 0]).unwrap();
     drop(broken);
-    let mut nonsense = UnixStream::connect(path).unwrap();
-    nonsense.write_all(&[0xff; 12]).unwrap();
-    // It is hung up on.
-    assert_eq!(nonsense.read(&mut [0; 1]).unwrap(), 0);
+    let mut garbage = UnixStream::connect(path).unwrap();
+    garbage.write_all(&[0xff; 12]).unwrap();
+    // Its connection is closed.
+    assert_eq!(garbage.read(&mut [0; 1]).unwrap(), 0);
     let mut last = UnixStream::connect(path).unwrap();
-    answered(&mut last);
+    request_queue_num(&mut last);
     last
 }
 
 #[test]
-fn a_backend_that_listens() {
+fn a_listening_backend_serves_frontends() {
     let scratch = TempDir::new().unwrap();
     let path = scratch.path().join("backend.sock");
     let backend = Backend::start(Frontends::Listen(Listener::bind(&Address::Unix(path.clone())).unwrap()));
     let _last = frontends(&path);
-    backend.cancelled();
-    assert!(!path.exists(), "it leaves no socket behind");
+    backend.cancel();
+    assert!(!path.exists(), "the socket file is left behind");
 }
 
 #[test]
-fn a_backend_with_a_socket_of_its_manager() {
+fn a_backend_serves_an_inherited_socket() {
     let scratch = TempDir::new().unwrap();
     let path = scratch.path().join("manager.sock");
     let listener = UnixListener::bind(&path).unwrap();
     let backend = Backend::start(Frontends::from_fd(OwnedFd::from(listener)).unwrap());
     drop(frontends(&path));
-    backend.cancelled();
+    backend.cancel();
 }
 
 #[test]
-fn a_backend_with_a_connection_of_its_manager() {
+fn a_backend_serves_an_inherited_connection() {
     let (mut near, far) = UnixStream::pair().unwrap();
     let backend = Backend::start(Frontends::from_fd(OwnedFd::from(far)).unwrap());
-    answered(&mut near);
+    request_queue_num(&mut near);
     drop(near);
-    // There is no other, so that was it.
+    // It has no other frontend, so it ends.
     backend.thread.join().unwrap().unwrap();
 }
 
 #[test]
-fn a_backend_that_connects_comes_back() {
+fn a_connecting_backend_reconnects() {
     let scratch = TempDir::new().unwrap();
     let path = scratch.path().join("frontend.sock");
-    // It comes before the frontend is there.
+    // Started before its frontend.
     let backend = Backend::start(Frontends::Connect(Address::Unix(path.clone())));
     for _ in 0..3 {
         let listener = UnixListener::bind(&path).unwrap();
         let (mut stream, _) = listener.accept().unwrap();
-        answered(&mut stream);
+        request_queue_num(&mut stream);
         std::fs::remove_file(&path).unwrap();
     }
-    backend.cancelled();
+    backend.cancel();
 }
 
 #[test]
-fn what_is_no_socket_is_refused() {
+fn a_descriptor_of_another_file_is_refused() {
     let null = std::fs::File::open("/dev/null").unwrap();
     let error = Frontends::from_fd(OwnedFd::from(null)).unwrap_err().to_string();
     assert!(error.starts_with("the descriptor given as a socket: "), "{error}");

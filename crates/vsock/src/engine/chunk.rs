@@ -1,23 +1,23 @@
-//! Payload that was copied because the host side is behind, and where messages end in it.
+//! Payload that was copied because the socket was full, and the ends of messages in it.
 //!
 //! ```text
 //!   bytes     sent │ offset ► waiting │ room up to the size of the chunk
-//!   messages  one bit for each byte: a message ends with it
+//!   messages  one bit for each byte: set for the last byte of a message
 //!   records   the same for records
 //! ```
-//! The marks take two bits for each byte, whatever the lengths of the messages are: a guest that sends messages of one byte
-//! makes this process keep no more than it was given a window for ([`Limits::cost`](crate::Limits::cost)).
+//! The marks take two bits per byte whatever the lengths of the messages are, so messages of one byte take no more memory
+//! than is reserved for their window ([`Limits::cost`](crate::Limits::cost)).
 
-use crate::packet::Ends;
+use crate::packet::{Kind, SeqFlags};
 
-/// What a buffer grows by at least, in bytes.
+/// Minimum growth of a buffer in bytes.
 const STEP_BYTES: usize = 512;
 
-/// A piece of copied payload.
+/// A part of the copied payload.
 #[derive(Debug, Default)]
 pub(super) struct Chunk {
     bytes: Vec<u8>,
-    /// How many of the bytes have been sent.
+    /// Number of bytes that were sent.
     offset: usize,
     size: usize,
     messages: Vec<u64>,
@@ -25,17 +25,17 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// An empty chunk that takes up to `size` bytes.
+    /// Creates an empty chunk for up to `size` bytes.
     pub(super) fn new(size: usize) -> Self {
         Self { size, ..Self::default() }
     }
 
-    /// How many bytes it still takes.
+    /// Returns the number of bytes that can be appended.
     pub(super) fn room(&self) -> usize {
         self.size.saturating_sub(self.bytes.len())
     }
 
-    /// Whether all of it has been sent.
+    /// Returns true if all of it was sent.
     pub(super) fn is_sent(&self) -> bool {
         self.offset == self.bytes.len()
     }
@@ -52,9 +52,8 @@ impl Chunk {
         fill(&mut self.bytes[start..]);
     }
 
-    /// Marks the last byte as the end of a message. False if there is no byte that could be one: nothing waits, or it is
-    /// marked already.
-    pub(super) fn end(&mut self, ends: Ends) -> bool {
+    /// Marks the last byte as the end of a message. Returns false if all was sent, or the byte is marked already.
+    pub(super) fn end_message(&mut self, flags: SeqFlags) -> bool {
         if self.is_sent() {
             return false;
         }
@@ -63,29 +62,32 @@ impl Chunk {
             return false;
         }
         set(&mut self.messages, last, words);
-        if ends.contains(Ends::RECORD) {
+        if flags.contains(SeqFlags::EOR) {
             set(&mut self.records, last, words);
         }
         true
     }
 
-    /// What waits: all of it, or, `whole`, the bytes up to the end of the first message and what ends there. No end: the
-    /// message goes on behind this chunk.
-    pub(super) fn front(&self, whole: bool) -> (&[u8], Ends) {
-        let last = if whole { next(&self.messages, self.offset) } else { None };
-        let Some(last) = last else { return (&self.bytes[self.offset..], Ends::empty()) };
-        let ends = if bit(&self.records, last) { Ends::all() } else { Ends::MESSAGE };
-        (&self.bytes[self.offset..=last], ends)
+    /// Returns the bytes that were not sent. For messages, those are the bytes up to the end of the first one, with its
+    /// flags; without flags the message continues in the next chunk.
+    pub(super) fn front(&self, kind: Kind) -> (&[u8], SeqFlags) {
+        let last = match kind {
+            Kind::Stream => None,
+            Kind::Seqpacket => next(&self.messages, self.offset),
+        };
+        let Some(last) = last else { return (&self.bytes[self.offset..], SeqFlags::empty()) };
+        let flags = if bit(&self.records, last) { SeqFlags::all() } else { SeqFlags::EOM };
+        (&self.bytes[self.offset..=last], flags)
     }
 
-    /// Up to `bytes` bytes have been sent. Returns how many of them were in this chunk.
+    /// Marks up to `bytes` bytes as sent. Returns the number of them that were in this chunk.
     pub(super) fn advance(&mut self, bytes: usize) -> usize {
         let here = bytes.min(self.bytes.len() - self.offset);
         self.offset += here;
         here
     }
 
-    /// Bytes of memory that it takes.
+    /// Returns its memory in bytes.
     pub(super) fn footprint(&self) -> usize {
         size_of::<Self>() + self.bytes.capacity() + 8 * (self.messages.capacity() + self.records.capacity())
     }
@@ -103,7 +105,7 @@ fn set(words: &mut Vec<u64>, at: usize, most: usize) {
     words[at / 64] |= 1 << (at % 64);
 }
 
-/// The first bit that is set at `from` or behind it.
+/// Returns the first set bit at or after `from`.
 fn next(words: &[u64], from: usize) -> Option<usize> {
     let first = words.get(from / 64)? & (u64::MAX << (from % 64));
     let rest = words[from / 64 + 1..].iter().copied();
@@ -120,31 +122,31 @@ mod tests {
     }
 
     #[test]
-    fn messages_come_out_as_they_went_in() {
+    fn messages_keep_their_boundaries() {
         let mut chunk = Chunk::new(1000);
         let lengths = [1, 63, 1, 64, 65, 200, 1, 1];
         let mut expected = Vec::new();
         for (index, len) in lengths.into_iter().enumerate() {
-            let ends = if index % 3 == 0 { Ends::all() } else { Ends::MESSAGE };
+            let flags = if index % 3 == 0 { SeqFlags::all() } else { SeqFlags::EOM };
             let bytes = vec![index as u8; len];
-            // In two pieces, where it has two bytes.
+            // In two parts, where it has two bytes.
             append(&mut chunk, &bytes[..len / 2]);
             append(&mut chunk, &bytes[len / 2..]);
-            assert!(chunk.end(ends));
-            assert!(!chunk.end(ends), "a byte ends one message");
-            expected.push((bytes, ends));
+            assert!(chunk.end_message(flags));
+            assert!(!chunk.end_message(flags), "a byte ends one message");
+            expected.push((bytes, flags));
         }
         append(&mut chunk, b"unfinished");
         assert_eq!(chunk.room(), 1000 - lengths.iter().sum::<usize>() - 10);
-        for (bytes, ends) in expected {
-            let (found, found_ends) = chunk.front(true);
-            assert_eq!((found, found_ends), (&bytes[..], ends));
+        for (bytes, flags) in expected {
+            let (found, found_flags) = chunk.front(Kind::Seqpacket);
+            assert_eq!((found, found_flags), (&bytes[..], flags));
             assert_eq!(chunk.advance(bytes.len()), bytes.len());
         }
-        assert_eq!(chunk.front(true), (&b"unfinished"[..], Ends::empty()));
-        assert_eq!(chunk.front(false), (&b"unfinished"[..], Ends::empty()));
+        assert_eq!(chunk.front(Kind::Seqpacket), (&b"unfinished"[..], SeqFlags::empty()));
+        assert_eq!(chunk.front(Kind::Stream), (&b"unfinished"[..], SeqFlags::empty()));
         assert_eq!((chunk.advance(100), chunk.is_sent()), (10, true));
-        assert!(!chunk.end(Ends::MESSAGE), "nothing waits that could end");
+        assert!(!chunk.end_message(SeqFlags::EOM), "all was sent");
     }
 
     #[test]
@@ -153,7 +155,7 @@ mod tests {
             let mut chunk = Chunk::new(size);
             for _ in 0..size {
                 append(&mut chunk, b"x");
-                assert!(chunk.end(Ends::all()));
+                assert!(chunk.end_message(SeqFlags::all()));
                 let len = chunk.bytes.len();
                 let most = size_of::<Chunk>() + len * 5 / 4 * 5 / 4 + 2 * STEP_BYTES;
                 assert!(chunk.footprint() <= most, "{} bytes for {len} messages", chunk.footprint());

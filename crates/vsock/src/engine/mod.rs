@@ -1,453 +1,427 @@
-//! Binds the table of connections to the rings and to the host's sockets.
+//! Engine of a device: connects the table of connections to the rings and to the host's sockets.
 //!
 //! ```text
-//!   transmit ring ─► take: headers to the table, payload to lines ─► one send for each connection and batch ─► socket
-//!   receive ring  ◄─ fill: what is owed, then turn by turn ◄───────── one receive into many buffers ◄───────── socket
+//!   transmit ring ─► process_tx: headers to the table, payload to send queues ─► one send per connection and batch ─► socket
+//!   receive ring  ◄─ process_rx: control packets, then round-robin ◄──────────── one receive into many buffers ◄───── socket
 //! ```
-//! No payload is copied, but for what must be kept: a packet that the host side does not take is held in the guest's ring
-//! as long as that has room for it, and copied otherwise; small packets that are copied are merged. How much a guest can
-//! have us keep is what it was promised in credit. Large packets may be lent to the kernel, which then reads them in the
-//! guest's memory when it needs them (`loans`).
+//! Payload is not copied, with one exception: a packet that its socket does not take is retained in the guest's ring while
+//! that has room for it, and copied otherwise; small packets that are copied are merged. The buffered bytes are limited by the
+//! guest's credit. Large packets may be sent without a copy in the kernel either (`zero_copy`).
 //!
-//! It waits for nothing, and knows the time only by what [`Engine::tick`] is told, so that it can be run in virtual time
-//! with sockets of a model.
+//! The engine never blocks, and its only clock is the argument of [`Engine::tick`], so it runs in virtual time with model
+//! sockets too.
 
+mod batch_pool;
 mod chunk;
-mod line;
-mod loans;
-mod queue;
+mod host_end;
+mod lifecycle;
+mod live_queue;
 mod to_guest;
 mod to_host;
+mod zero_copy;
 
-pub use line::LineStatistics;
-use line::{Line, Shelf};
-use loans::Parting;
-use queue::LiveQueue;
 use towline_vhost_user::{Batch, Ring, Traffic};
 
-use crate::connection::{Id, Key, Limits, Phase, TableStatistics};
-use crate::packet::{HEADER_BYTES, Kind, Shut};
-use crate::sockets::{Connect, Sockets};
+use self::batch_pool::BatchPool;
+use self::host_end::{HostEnd, HostEnds, Queues};
+use self::lifecycle::{Actions, Event, PeerState, ReceiveState, Transition};
+use self::live_queue::LiveQueue;
+use self::zero_copy::LingeringSocket;
+use crate::connection::{ConnectionId, ConnectionKey, ConnectionState, Limits};
+use crate::packet::{Kind, ShutdownFlags};
+use crate::sockets::{CloseMode, ConnectOutcome, Interest, Readiness, Sockets};
+use crate::statistics::{ConnectionReport, Statistics};
 use crate::table::Table;
 
-/// Where payload begins in a chain.
-const SKIP: usize = HEADER_BYTES;
-/// How long a connection may take to come about, or its end to be confirmed.
-pub const PATIENCE_MS: u64 = 10_000;
-/// How long a guest may be without credit before it is asked.
-const STALL_MS: u64 = 1_000;
+/// Time limit of a connect, and of the guest's confirmation that a connection has ended.
+pub const CONNECT_TIMEOUT_MS: u64 = 10_000;
+/// Time without credit after which the guest gets a credit request, and time after which pending resets are dropped.
+const CREDIT_TIMEOUT_MS: u64 = 1_000;
 
-/// What an engine has counted.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Statistics {
-    /// Of the table.
-    pub table: TableStatistics,
-    /// Of all connections, also those that are gone.
-    pub lines: LineStatistics,
-    /// Calls that sent to sockets.
-    pub sends: u64,
-    /// Calls that received from sockets.
-    pub receives: u64,
-    /// Times that a socket took less than there was.
-    pub blocked: u64,
-    /// Times that the guest had no credit for what there was.
-    pub stalled: u64,
-    /// Times that the guest's ring had no buffer for what there was.
-    pub starved: u64,
-    /// Connections now.
-    pub connections: u64,
-    /// The most connections at a time.
-    pub connections_peak: u64,
-    /// Packets that the kernel still reads in the guest's memory, now.
-    pub lent: u64,
-    /// Connections that were reset because it did not stop to in time.
-    pub taken_back: u64,
-    /// Bytes of memory that connections are given now, of [`Limits::memory`]: windows, their bookkeeping, and messages on
-    /// their way to the guest.
-    pub memory_reserved: u64,
-    /// Times that a message for the guest waited for memory.
-    pub memory_waits: u64,
-}
-
-/// What is new of a socket.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum News {
-    /// There is something to receive.
-    Data,
-    /// There is urgent data, at whose mark a read stops.
-    Urgent,
-    /// Its other end sends no more.
-    Ending,
-    /// Its other end neither sends nor receives any more.
-    HungUp,
-}
-
-/// All connections of one guest. See the module's head.
+/// All connections of one guest. See the module.
 pub struct Engine<S: Sockets> {
     table: Table,
     sockets: S,
-    lines: Vec<Option<Line<S::Socket>>>,
-    /// Connections with something for the guest, round-robin.
-    ready: LiveQueue<Id>,
-    /// Connections whose next message for the guest waits for memory.
-    waiting: LiveQueue<Id>,
-    /// Bytes of memory of messages on their way to the guest.
-    messages: u64,
-    /// Who got something of the guest's with this batch.
-    touched: Vec<Id>,
-    shelf: Shelf,
-    /// Sockets that have lent something when their connections ended.
-    parting: Vec<Parting<S::Socket>>,
-    buffers: Batch,
+    host_ends: HostEnds<S::Socket>,
+    /// Connections with data for the guest, round-robin.
+    ready: LiveQueue<ConnectionId>,
+    /// Connections whose next message to the guest waits for memory.
+    waiting_for_memory: LiveQueue<ConnectionId>,
+    /// Memory of messages in transit to the guest, in bytes.
+    message_bytes: u64,
+    /// Connections that packets of the present batch belong to.
+    touched: Vec<ConnectionId>,
+    pool: BatchPool,
+    lingering: Vec<LingeringSocket<S::Socket>>,
+    rx_batch: Batch,
     now_ms: u64,
-    deadlines: LiveQueue<(u64, Id)>,
-    stalls: LiveQueue<(u64, Id)>,
-    /// Since when the guest has left no room for answers.
+    /// Connections that are reset if they are still in a state with a timeout then.
+    timeouts: LiveQueue<(u64, ConnectionId)>,
+    credit_timers: LiveQueue<(u64, ConnectionId)>,
+    /// Time since when the queue of pending resets is full.
     full_since: Option<u64>,
-    /// Without packets that carry something to the guest: those are counted below.
+    /// Packets that carry no payload; data packets to the guest are counted in `statistics`.
     traffic: Traffic,
     statistics: Statistics,
 }
 
 impl<S: Sockets> Engine<S> {
-    /// An engine without connections.
+    /// Creates an engine without connections.
     pub fn new(cid: u64, limits: Limits, seed: u32, sockets: S) -> Self {
         Self {
             table: Table::new(cid, limits, seed),
             sockets,
-            lines: Vec::new(),
+            host_ends: HostEnds::default(),
             ready: LiveQueue::default(),
-            waiting: LiveQueue::default(),
-            messages: 0,
+            waiting_for_memory: LiveQueue::default(),
+            message_bytes: 0,
             touched: Vec::new(),
-            shelf: Shelf::default(),
-            parting: Vec::new(),
-            buffers: Batch::new(),
+            pool: BatchPool::default(),
+            lingering: Vec::new(),
+            rx_batch: Batch::new(),
             now_ms: 0,
-            deadlines: LiveQueue::default(),
-            stalls: LiveQueue::default(),
+            timeouts: LiveQueue::default(),
+            credit_timers: LiveQueue::default(),
             full_since: None,
             traffic: Traffic::default(),
             statistics: Statistics::default(),
         }
     }
 
-    /// The host's side.
+    /// Returns the host's side.
     pub fn sockets(&self) -> &S {
         &self.sockets
     }
 
-    /// The host's side, to be changed.
+    /// Returns the host's side for changes.
     pub fn sockets_mut(&mut self) -> &mut S {
         &mut self.sockets
     }
 
-    /// The connections by name.
+    /// Returns the table of connections.
     pub fn table(&self) -> &Table {
         &self.table
     }
 
-    /// What came and went so far, but for what only tells credit.
+    /// Returns the number of packets in both directions, without credit updates.
     pub(crate) fn traffic(&self) -> Traffic {
-        let to_guest = self.traffic.to_guest + self.statistics.lines.packets_to_guest;
+        let to_guest = self.traffic.to_guest + self.statistics.totals.packets_to_guest;
         Traffic { to_guest, ..self.traffic }
     }
 
-    /// What was counted so far.
+    /// Returns the counters.
     pub fn statistics(&self) -> Statistics {
-        let (connections, lent) = (self.table.len() as u64, self.lent() as u64);
-        let memory_reserved = self.table.reserved();
-        Statistics { table: self.table.statistics(), connections, lent, memory_reserved, ..self.statistics }
+        Statistics {
+            table: self.table.statistics(),
+            connections: self.table.len() as u64,
+            zero_copy_in_flight: self.zero_copy_in_flight() as u64,
+            memory_reserved: self.table.reserved(),
+            ..self.statistics
+        }
     }
 
-    /// Each connection and what it has moved.
-    pub fn connections(&self) -> impl Iterator<Item = (Key, Kind, Phase, LineStatistics)> + '_ {
-        self.lines.iter().flatten().filter_map(|line| {
-            let connection = self.table.get(line.id)?;
-            Some((connection.key, connection.kind, connection.phase, line.statistics))
+    /// Returns the statistics of each connection with a socket.
+    pub fn connections(&self) -> impl Iterator<Item = ConnectionReport> + '_ {
+        self.host_ends.iter().filter_map(|end| {
+            let connection = self.table.get(end.id)?;
+            Some(ConnectionReport::new(connection.key, connection.kind, connection.state, end.statistics))
         })
     }
 
-    /// The names of all connections, also of those whose host side has gone already.
-    pub fn names(&self) -> Vec<(Key, Kind)> {
+    /// Returns the keys of all connections, including those whose socket is closed.
+    pub fn keys(&self) -> Vec<(ConnectionKey, Kind)> {
         let connections = self.table.ids().filter_map(|id| self.table.get(id));
         connections.map(|connection| (connection.key, connection.kind)).collect()
     }
 
-    /// The guest has come from elsewhere, with connections that are not here: it will hear so of each.
-    pub fn arrive(&mut self, next_port: u32, connections: &[(Key, Kind)]) {
+    /// Takes over a guest that was migrated with connections that do not exist here: each of them is reset.
+    pub fn take_over(&mut self, next_port: u32, connections: &[(ConnectionKey, Kind)]) {
         self.restart();
         self.table.set_next_port(next_port);
         for (key, kind) in connections {
-            self.table.reset_pair(*key, *kind);
+            self.table.queue_reset(*key, *kind);
         }
     }
 
-    /// Bytes that are kept for sockets that do not take them.
-    pub fn kept(&self) -> usize {
-        self.lines.iter().flatten().map(|line| line.kept).sum()
+    /// Returns the number of bytes that are buffered for sockets that are full.
+    pub fn buffered_bytes(&self) -> usize {
+        self.host_ends.iter().map(|end| end.buffered_bytes).sum()
     }
 
-    /// Bytes of memory that connections take in this process, beside their sockets: never more than
+    /// Returns the memory of all connections in bytes, without their sockets. It never exceeds
     /// [`Statistics::memory_reserved`].
     pub fn footprint(&self) -> u64 {
-        let lines = self.lines.iter().flatten().map(|line| line.footprint() as u64);
-        lines.sum::<u64>() + self.messages
+        let ends = self.host_ends.iter().map(|end| end.footprint() as u64);
+        ends.sum::<u64>() + self.message_bytes
     }
 
-    /// Entries of all lists that wait for something, whose connections may be gone.
-    pub fn backlog(&self) -> usize {
-        self.ready.len() + self.waiting.len() + self.deadlines.len() + self.stalls.len()
+    /// Returns the number of entries in all queues, including those of closed connections.
+    pub fn queued_entries(&self) -> usize {
+        self.ready.len() + self.waiting_for_memory.len() + self.timeouts.len() + self.credit_timers.len()
     }
 
-    /// Pieces of guest memory that are described in batches which connections hold.
-    pub fn pieces(&self) -> usize {
-        self.shelf.pieces()
+    /// Returns the number of segments of guest memory that are described by batches in use.
+    pub fn segments(&self) -> usize {
+        self.pool.segments()
     }
 
-    /// Drops idle batches, which refer to the guest's memory as it was.
-    pub fn clear_idle(&mut self) {
-        self.shelf.clear_idle();
-        self.buffers = Batch::new();
+    /// Drops idle batches, which keep the guest's former memory mapped.
+    pub fn drop_idle_batches(&mut self) {
+        self.pool.drop_idle();
+        self.rx_batch = Batch::new();
     }
 
-    /// A socket of the host's asks for a port of the guest's. It comes back if there are too many already.
+    /// Opens a connection from a socket of the host to a port of the guest.
     ///
     /// # Errors
-    /// The socket.
+    /// The socket, if there are too many connections.
     pub fn open(
         &mut self,
         guest_port: u32,
         kind: Kind,
         peer_cid: u64,
         socket: S::Socket,
-    ) -> Result<Id, S::Socket> {
+    ) -> Result<ConnectionId, S::Socket> {
         let Some(id) = self.table.open(guest_port, kind, peer_cid) else { return Err(socket) };
         self.sockets.opened(id, &socket);
-        self.put(Line::new(id, kind, Some(socket)));
-        self.end_later(id);
+        self.insert(HostEnd::new(id, kind, Some(socket)));
+        self.start_timeout(id);
         Ok(id)
     }
 
-    /// A socket that asks for a port of the guest's is refused before it comes to the table.
+    /// Refuses a socket that requests a port of the guest.
     pub fn refuse(&mut self, socket: S::Socket) {
-        self.table.refuse();
-        self.sockets.close(socket, true);
+        self.table.count_refused();
+        self.sockets.close(socket, CloseMode::Reset);
     }
 
-    /// A connection that was to come later is there, or will not be.
-    pub fn connected(&mut self, id: Id, socket: Option<S::Socket>) {
-        let asked = self.table.get(id).is_some_and(|connection| connection.phase == Phase::Connecting);
-        match (socket, self.line(id)) {
-            (Some(socket), Some(line)) if asked => {
-                line.socket = Some(socket);
+    /// Completes a connect that was in progress; without a socket it has failed.
+    pub fn connected(&mut self, id: ConnectionId, socket: Option<S::Socket>) {
+        let state = self.table.get(id).map(|connection| connection.state);
+        let Some(socket) = socket else {
+            self.reset(id, CloseMode::Reset);
+            return;
+        };
+        match self.host_ends.get_mut(id) {
+            Some(end) if state == Some(ConnectionState::Connecting) => {
+                end.socket = Some(socket);
                 self.table.established(id);
-                self.line_up(id);
-                self.settle(id);
+                self.schedule_read(id);
+                self.update(id);
             }
-            (Some(socket), _) => self.sockets.close(socket, false),
-            (None, _) => self.end(id, true),
+            _ => self.sockets.close(socket, CloseMode::Graceful),
         }
     }
 
-    /// A socket has something new for the guest, or has ended.
-    pub fn readable(&mut self, id: Id, news: News) {
-        let Some(line) = self.line(id) else { return };
-        line.readable = true;
-        line.urgent |= news == News::Urgent;
-        line.ending |= matches!(news, News::Ending | News::HungUp);
-        line.hung_up |= news == News::HungUp;
-        if news == News::HungUp && line.ended && !line.deaf && !line.write_shut {
-            // Its end was told already, when only that was known.
-            self.deafen(id);
-        }
-        self.line_up(id);
+    /// Processes an edge of a socket's readiness.
+    pub fn readable(&mut self, id: ConnectionId, readiness: Readiness) {
+        let Some(end) = self.host_ends.get_mut(id) else { return };
+        end.has_urgent |= readiness == Readiness::Urgent;
+        self.on_event(id, Event::Ready(readiness));
+        self.schedule_read(id);
     }
 
-    /// A socket that was full takes more.
-    pub fn writable(&mut self, id: Id) {
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
-        if std::mem::take(&mut line.blocked)
-            && let Some(socket) = &line.socket
-        {
-            self.sockets.watch_writable(id, socket, false);
+    /// Sends queued data to a socket whose send buffer has space again.
+    pub fn writable(&mut self, id: ConnectionId) {
+        if self.host_ends.get_mut(id).is_some() {
+            self.on_event(id, Event::Writable);
+            self.flush(id);
         }
-        self.flush(id);
     }
 
-    /// What the time is, on any clock that only goes forward. Ends what takes too long.
+    /// Advances the clock, which is any monotonic one, and ends what has timed out.
     pub fn tick(&mut self, now_ms: u64) {
         self.now_ms = now_ms;
-        while self.deadlines.front().is_some_and(|(at, _)| *at <= now_ms) {
-            let Some((_, id)) = self.deadlines.pop() else { return };
-            let late = [Phase::Asked, Phase::Connecting, Phase::Over];
-            if self.table.get(id).is_some_and(|connection| late.contains(&connection.phase)) {
-                self.end(id, true);
+        while self.timeouts.front().is_some_and(|(at, _)| *at <= now_ms) {
+            let Some((_, id)) = self.timeouts.pop() else { return };
+            if self.table.get(id).is_some_and(|connection| connection.state.has_timeout()) {
+                self.reset(id, CloseMode::Reset);
             }
         }
-        while self.stalls.front().is_some_and(|(at, _)| *at <= now_ms) {
-            let Some((_, id)) = self.stalls.pop() else { return };
-            let Some(line) = self.line(id) else { continue };
-            line.stall_noted = false;
-            if line.stalled {
-                self.table.ask_credit(id);
+        while self.credit_timers.front().is_some_and(|(at, _)| *at <= now_ms) {
+            let Some((_, id)) = self.credit_timers.pop() else { return };
+            let Some(end) = self.host_ends.get_mut(id) else { continue };
+            end.queues.remove(Queues::CREDIT_TIMER);
+            if end.lifecycle.receive == ReceiveState::OutOfCredit {
+                self.table.request_credit(id);
             }
         }
-        if self.table.takes() {
+        if self.table.accepts_packets() {
             self.full_since = None;
-        } else if now_ms - *self.full_since.get_or_insert(now_ms) >= STALL_MS {
-            let forgotten = self.table.forget_strays();
-            tracing::debug!(forgotten, "resets that the guest did not take");
+        } else if now_ms - *self.full_since.get_or_insert(now_ms) >= CREDIT_TIMEOUT_MS {
+            let dropped = self.table.drop_pending_resets();
+            tracing::debug!(dropped, "dropped pending resets: the guest posts no buffers");
         }
     }
 
-    /// Whether [`Engine::tick`] is waited for.
-    pub fn needs_time(&self) -> bool {
-        !self.deadlines.is_empty() || !self.stalls.is_empty() || !self.table.takes()
+    /// Returns true if [`Engine::tick`] is to be called regularly.
+    pub fn needs_tick(&self) -> bool {
+        !self.timeouts.is_empty() || !self.credit_timers.is_empty() || !self.table.accepts_packets()
     }
 
-    /// The transmit ring stops: nothing of it is held any more. What is lent comes back by [`Engine::freed`], or is taken
-    /// back.
-    pub fn let_go(&mut self, ring: Option<&mut Ring>) {
-        for index in 0..self.lines.len() {
-            if let Some(id) = self.lines[index].as_ref().map(|line| line.id) {
-                self.copy_out(id);
-            }
+    /// Completes all chains that are retained in the transmit ring, after copying their payload. Zero-copy sends complete by
+    /// [`Engine::zero_copy_completed`], or are aborted.
+    pub fn complete_retained(&mut self, ring: Option<&mut Ring>) {
+        for id in self.host_ends.ids() {
+            self.copy_all(id);
         }
         if let Some(ring) = ring {
-            self.give_back(ring);
+            self.complete_chains(ring);
         }
     }
 
-    /// There is another driver, or another guest: no connection of before exists.
+    /// Removes all connections without notifying the guest, because its driver is another one.
     pub fn restart(&mut self) {
-        for index in 0..self.lines.len() {
-            if let Some(line) = self.lines[index].take() {
-                self.drop_line(line, true);
-            }
+        for id in self.host_ends.ids() {
+            self.close_socket(id, CloseMode::Reset);
         }
         self.table.clear();
-        (self.ready, self.waiting, self.deadlines, self.stalls) = Default::default();
+        self.ready = LiveQueue::default();
+        self.waiting_for_memory = LiveQueue::default();
+        self.timeouts = LiveQueue::default();
+        self.credit_timers = LiveQueue::default();
     }
 
-    fn line(&mut self, id: Id) -> Option<&mut Line<S::Socket>> {
-        Self::line_of(&mut self.lines, id)
-    }
-
-    fn line_of(lines: &mut [Option<Line<S::Socket>>], id: Id) -> Option<&mut Line<S::Socket>> {
-        lines.get_mut(id.index as usize)?.as_mut().filter(|line| line.id == id)
-    }
-
-    fn put(&mut self, line: Line<S::Socket>) {
-        let index = line.id.index as usize;
-        if self.lines.len() <= index {
-            self.lines.resize_with(index + 1, || None);
-        }
-        debug_assert!(self.lines[index].is_none(), "a line whose connection is gone");
-        self.lines[index] = Some(line);
+    fn insert(&mut self, end: HostEnd<S::Socket>) {
+        self.host_ends.insert(end);
         self.statistics.connections_peak = self.statistics.connections_peak.max(self.table.len() as u64);
     }
 
-    /// The host side goes, and nothing is said of it.
-    fn hang_up(&mut self, id: Id, reset: bool) {
-        if self.line(id).is_some()
-            && let Some(line) = self.lines[id.index as usize].take()
-        {
-            self.drop_line(line, reset);
+    /// Closes the socket of a connection, whose entry in the table stays.
+    fn close_socket(&mut self, id: ConnectionId, mode: CloseMode) {
+        if let Some(end) = self.host_ends.remove(id) {
+            self.close_host_end(end, mode);
         }
     }
 
-    /// The connection ends now, for both.
-    fn end(&mut self, id: Id, reset: bool) {
-        self.hang_up(id, reset);
+    /// Closes the socket of a connection and resets the guest's end.
+    fn reset(&mut self, id: ConnectionId, mode: CloseMode) {
+        self.close_socket(id, mode);
         self.table.reset(id);
     }
 
-    /// Puts a connection in line to be read, if there is reason to.
-    fn line_up(&mut self, id: Id) {
+    /// Appends a connection to the queue of those to be read, if it can be read.
+    fn schedule_read(&mut self, id: ConnectionId) {
         let Some(connection) = self.table.get(id) else { return };
-        let open = connection.phase == Phase::Open && !connection.guest_shut.contains(Shut::RECEIVE);
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
-        let something = line.readable || line.message.is_some();
-        if open && something && !line.stalled && !line.ended && !line.in_line {
-            line.in_line = true;
-            self.ready.push(id, |id| self.table.get(*id).is_some());
+        let receives = connection.state == ConnectionState::Established
+            && !connection.guest_shutdown.contains(ShutdownFlags::RECEIVE);
+        let Some(end) = self.host_ends.get_mut(id) else { return };
+        let is_readable = end.lifecycle.receive == ReceiveState::Readable;
+        if receives && is_readable && !end.queues.contains(Queues::READ) {
+            end.queues.insert(Queues::READ);
+            self.ready.push(id, |id| self.table.contains(*id));
         }
     }
 
-    /// Ends a connection whose other end has not confirmed its current state by then.
-    fn end_later(&mut self, id: Id) {
-        self.deadlines.push((self.now_ms + PATIENCE_MS, id), |(_, id)| self.table.get(*id).is_some());
+    /// Starts the timeout of the present state of a connection.
+    fn start_timeout(&mut self, id: ConnectionId) {
+        self.timeouts.push((self.now_ms + CONNECT_TIMEOUT_MS, id), |(_, id)| self.table.contains(*id));
     }
 
-    /// A message is on its way to the guest no more; others may have its memory.
+    /// Frees the memory of a message to the guest, and retries the messages that wait for memory.
     fn free_message(&mut self, message: &Vec<u8>) {
         let bytes = message.capacity() as u64;
-        self.messages -= bytes;
-        self.table.release(bytes);
-        while let Some(id) = self.waiting.pop() {
-            self.ready.push(id, |id| self.table.get(*id).is_some());
+        self.message_bytes -= bytes;
+        self.table.unreserve(bytes);
+        while let Some(id) = self.waiting_for_memory.pop() {
+            self.ready.push(id, |id| self.table.contains(*id));
         }
     }
 
-    /// After anything that may have been the last: ends what has ended.
-    fn settle(&mut self, id: Id) {
+    /// Ends directions, or the connection, once there is nothing left to do. To be called after every change of the guest's
+    /// shutdown flags, of the send queue, or of the directions.
+    fn update(&mut self, id: ConnectionId) {
         let Some(connection) = self.table.get(id) else { return };
-        let (phase, guest) = (connection.phase, connection.guest_shut);
-        let Some(line) = Self::line_of(&mut self.lines, id) else {
-            if phase == Phase::Over && guest.is_all() {
-                self.table.reset(id);
+        let (state, guest) = (connection.state, connection.guest_shutdown);
+        match self.host_ends.get_mut(id) {
+            Some(end) if end.socket.is_some() => {
+                let all_sent = end.send_queue.is_empty();
+                self.on_event(id, Event::Update { guest, all_sent });
             }
-            return;
-        };
-        let Some(socket) = &line.socket else {
-            // Nobody is there yet, and the guest does not want it any more.
-            if guest.is_all() {
-                self.end(id, false);
-            }
-            return;
-        };
-        let through = guest.contains(Shut::SEND) && line.out.is_empty();
-        if through && guest.contains(Shut::RECEIVE) {
-            // At once: whoever sees the two ways end one after the other takes the first for all that there is.
-            self.end(id, false);
-            return;
-        }
-        if guest.contains(Shut::RECEIVE) && !line.read_shut {
-            line.read_shut = true;
-            self.sockets.shutdown(socket, Shut::RECEIVE);
-        }
-        if through && !line.write_shut {
-            line.write_shut = true;
-            self.sockets.shutdown(socket, Shut::SEND);
-        }
-        if line.ended && (through || line.deaf) {
-            self.hang_up(id, false);
-            self.table.over(id);
-            self.end_later(id);
+            // The guest has closed it before its socket was connected.
+            Some(_) if guest.is_all() => self.reset(id, CloseMode::Graceful),
+            None if guest.is_all() && state == ConnectionState::Closing => self.table.reset(id),
+            _ => {}
         }
     }
 
-    /// Chains that nobody needs go back.
-    fn give_back(&mut self, ring: &mut Ring) {
-        for head in self.shelf.done.drain(..) {
+    /// Makes the transition of a connection on an event.
+    fn on_event(&mut self, id: ConnectionId, event: Event) {
+        let Some(end) = self.host_ends.get_mut(id) else { return };
+        let Some(Transition { next, actions }) = end.lifecycle.on(event) else {
+            debug_assert!(false, "{event:?} is not legal in {:?}", end.lifecycle);
+            return;
+        };
+        end.lifecycle = next;
+        if !actions.is_empty() {
+            self.act(id, actions);
+        }
+    }
+
+    fn act(&mut self, id: ConnectionId, actions: Actions) {
+        if actions.contains(Actions::CLOSE) {
+            self.reset(id, CloseMode::Graceful);
+            return;
+        }
+        let Some(end) = self.host_ends.get_mut(id) else { return };
+        if let Some(socket) = &end.socket {
+            let shutdowns = [
+                (Actions::SHUTDOWN_RECEIVE, ShutdownFlags::RECEIVE),
+                (Actions::SHUTDOWN_SEND, ShutdownFlags::SEND),
+            ];
+            for (_, direction) in shutdowns.into_iter().filter(|(action, _)| actions.contains(*action)) {
+                self.sockets.shutdown(socket, direction);
+            }
+            if actions.contains(Actions::WATCH_WRITABLE) {
+                self.sockets.set_interest(id, socket, Interest::ReadWrite);
+            }
+            if actions.contains(Actions::UNWATCH_WRITABLE) {
+                self.sockets.set_interest(id, socket, Interest::Read);
+            }
+        }
+        if actions.contains(Actions::DELIVER_EOF) {
+            self.table.shutdown(id, ShutdownFlags::SEND);
+        }
+        if actions.contains(Actions::REFUSE_DATA) {
+            end.discard(&mut self.pool);
+            self.table.forwarded(id, self.table.unforwarded(id));
+            self.table.shutdown(id, ShutdownFlags::RECEIVE);
+        }
+        if actions.contains(Actions::BEGIN_CLOSING) {
+            self.close_socket(id, CloseMode::Graceful);
+            self.table.close(id);
+            self.start_timeout(id);
+        } else if actions.intersects(Actions::DELIVER_EOF | Actions::REFUSE_DATA) {
+            self.update(id);
+        }
+    }
+
+    /// Completes the chains that are not in use any more.
+    fn complete_chains(&mut self, ring: &mut Ring) {
+        for head in self.pool.completed.drain(..) {
             ring.complete_head(head);
         }
     }
 
-    fn connect(&mut self, id: Id) {
+    /// Connects the socket of a connection that the guest has requested.
+    fn connect(&mut self, id: ConnectionId) {
         let Some(connection) = self.table.get(id) else { return };
         let (key, kind) = (connection.key, connection.kind);
         match self.sockets.connect(id, key, kind) {
-            Connect::Now(socket) => {
-                self.put(Line::new(id, kind, Some(socket)));
+            ConnectOutcome::Connected(socket) => {
+                self.insert(HostEnd::new(id, kind, Some(socket)));
                 self.table.established(id);
             }
-            Connect::Later => {
-                self.put(Line::new(id, kind, None));
-                self.end_later(id);
+            ConnectOutcome::InProgress => {
+                self.insert(HostEnd::new(id, kind, None));
+                self.start_timeout(id);
             }
-            Connect::Refused => self.table.reset(id),
+            ConnectOutcome::Refused => self.table.reset(id),
         }
+    }
+
+    /// Returns true if the peer of a socket sends no more.
+    fn is_read_closed(&mut self, id: ConnectionId) -> bool {
+        self.host_ends.get_mut(id).is_some_and(|end| end.lifecycle.peer != PeerState::Open)
     }
 }

@@ -3,79 +3,87 @@
 use std::io;
 
 use towline_channel::{IOV_MAX, IoBufMut};
-use towline_vhost_user::{Batch, Ring};
+use towline_vhost_user::{Batch, Next, Ring};
 use zerocopy::IntoBytes as _;
 
-use super::line::{is_heavy, pieces};
-use super::{Engine, SKIP, STALL_MS};
-use crate::connection::Id;
-use crate::packet::{Ends, HEADER_BYTES, Kind, Operation, PAYLOAD_BYTES_MAX, Shut};
-use crate::sockets::{Front, Received, Sockets};
+use super::batch_pool::{is_large, segments};
+use super::host_end::{PartialMessage, Queues};
+use super::lifecycle::{Event, ReceiveState};
+use super::{CREDIT_TIMEOUT_MS, Engine};
+use crate::connection::ConnectionId;
+use crate::packet::{HEADER_BYTES, Kind, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags};
+use crate::sockets::{CloseMode, Peeked, Received, Sockets};
 
-/// Buffers of the guest's that are taken together.
+/// Maximum number of the guest's buffers that are popped together.
 const BATCH: usize = 256;
-/// Batches before others have a turn.
+/// Number of batches before other work has its turn.
 const ROUNDS: usize = 8;
-/// Bytes that one connection may send before the next has its turn.
+/// Maximum number of bytes that one connection sends before the next has its turn.
 const QUANTUM: usize = 256 << 10;
-/// Turns of connections that turned out to have nothing, before the rings are looked at again.
+/// Number of connections without data that are read before the rings are processed again.
 const IDLE_TURNS: usize = 64;
-/// Pieces of memory that one call receives into: one is left for the mark of a message.
-const PIECES_MAX: usize = IOV_MAX - 1;
+/// Maximum number of segments that one call receives into; one is left for the flags of a message.
+const SEGMENTS_MAX: usize = IOV_MAX - 1;
+
+/// The guest's buffers for one connection: those of the present batch from `first` on, within the guest's credit.
+#[derive(Debug, Clone, Copy)]
+struct Space {
+    first: usize,
+    credit: usize,
+}
 
 impl<S: Sockets> Engine<S> {
-    /// Tells the guest what there is to tell, and fills its buffers. True if there is more, and only others should have a
-    /// turn.
-    pub fn fill(&mut self, ring: &mut Ring) -> bool {
+    /// Sends queued control packets and data of sockets to the guest. [`Next::Again`]: there is more.
+    pub fn process_rx(&mut self, ring: &mut Ring) -> Next {
         for _ in 0..ROUNDS {
-            let wanted = self.wanted();
+            let wanted = self.wanted_buffers();
             if wanted == 0 {
-                ring.listen(false);
-                return false;
+                ring.set_notification(false);
+                return Next::Wait;
             }
-            let mut buffers = std::mem::take(&mut self.buffers);
-            let count = ring.pop(&mut buffers, wanted);
-            self.buffers = buffers;
+            let mut batch = std::mem::take(&mut self.rx_batch);
+            let count = ring.pop(&mut batch, wanted);
+            self.rx_batch = batch;
             if count == 0 {
-                // Only now does it matter that the guest has new ones.
-                self.statistics.starved += 1;
-                ring.listen(true);
-                return false;
+                // Notifications of new buffers matter only now.
+                self.statistics.rx_ring_empty += 1;
+                ring.set_notification(true);
+                return Next::Wait;
             }
-            let heavy = is_heavy(pieces(&self.buffers));
+            let is_large = is_large(segments(&self.rx_batch));
             let used = self.fill_batch(ring, count);
-            ring.give_back(&mut self.buffers, used);
-            if heavy {
-                self.buffers = Batch::new();
+            ring.rewind(&mut self.rx_batch, used);
+            if is_large {
+                self.rx_batch = Batch::new();
             }
             if used == count {
                 ring.publish();
             }
         }
-        true
+        Next::Again
     }
 
-    /// How many buffers there is use for.
-    fn wanted(&mut self) -> usize {
-        let control = self.table.control_len();
-        let appetite = match self.ready.front().copied() {
-            Some(id) => self.line(id).map_or(1, |line| line.appetite),
+    /// Returns the number of buffers that are to be popped.
+    fn wanted_buffers(&mut self) -> usize {
+        let control = self.table.control_queue_len();
+        let data = match self.ready.front().copied() {
+            Some(id) => self.host_ends.get_mut(id).map_or(1, |end| end.rx_batch_hint),
             None => 0,
         };
-        (control + appetite).min(BATCH)
+        (control + data).min(BATCH)
     }
 
     fn fill_batch(&mut self, ring: &mut Ring, count: usize) -> usize {
         let (mut used, mut idle) = (0, 0);
         while used < count && idle < IDLE_TURNS {
-            let chain = self.buffers.chain(used);
+            let chain = self.rx_batch.chain(used);
             if (chain.writable_bytes() as usize) < HEADER_BYTES {
-                // Of no use to anybody, as the guest sees by its length.
+                // Too short for a header: the driver gets it back empty.
                 ring.complete(chain, 0);
                 used += 1;
             } else if let Some(header) = self.table.next_control() {
-                let credit = header.operation == Operation::CreditUpdate.number();
-                self.traffic.to_guest += u64::from(!credit);
+                let is_credit_update = header.operation == Operation::CreditUpdate.number();
+                self.traffic.to_guest += u64::from(!is_credit_update);
                 chain.write_at(0, header.as_bytes());
                 ring.complete(chain, HEADER_BYTES as u32);
                 used += 1;
@@ -90,277 +98,282 @@ impl<S: Sockets> Engine<S> {
         used
     }
 
-    /// Lets one connection have its turn. Returns how many buffers it filled.
-    fn fill_from(&mut self, id: Id, ring: &mut Ring, first: usize) -> usize {
-        let room = self.table.room(id) as usize;
+    /// Reads one connection. Returns the number of buffers that it filled.
+    fn fill_from(&mut self, id: ConnectionId, ring: &mut Ring, first: usize) -> usize {
+        let space = Space { first, credit: self.table.peer_credit(id) as usize };
         let Some(connection) = self.table.get(id) else { return 0 };
         let kind = connection.kind;
-        let deaf = connection.guest_shut.contains(Shut::RECEIVE);
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
-        line.in_line = false;
-        if deaf || line.ended || !(line.readable || line.message.is_some()) {
+        let receives = !connection.guest_shutdown.contains(ShutdownFlags::RECEIVE);
+        let Some(end) = self.host_ends.get_mut(id) else { return 0 };
+        end.queues.remove(Queues::READ);
+        if !receives || end.lifecycle.receive != ReceiveState::Readable {
             return 0;
         }
         let used = match kind {
-            Kind::Stream => self.fill_stream(id, ring, first, room),
-            Kind::Seqpacket => self.fill_message(id, ring, first, room),
+            Kind::Stream => self.fill_stream(id, ring, space),
+            Kind::Seqpacket => self.fill_message(id, ring, space),
         };
-        self.line_up(id);
+        self.schedule_read(id);
         used
     }
 
-    fn stall(&mut self, id: Id) {
-        self.statistics.stalled += 1;
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
-        line.stalled = true;
-        if !std::mem::replace(&mut line.stall_noted, true) {
-            self.stalls.push((self.now_ms + STALL_MS, id), |(_, id)| self.table.get(*id).is_some());
+    /// Stops reading a connection until the guest has credit, and requests credit if that takes long.
+    fn wait_for_credit(&mut self, id: ConnectionId) {
+        self.statistics.out_of_credit += 1;
+        self.on_event(id, Event::OutOfCredit);
+        let Some(end) = self.host_ends.get_mut(id) else { return };
+        if !end.queues.contains(Queues::CREDIT_TIMER) {
+            end.queues.insert(Queues::CREDIT_TIMER);
+            let at_ms = self.now_ms + CREDIT_TIMEOUT_MS;
+            self.credit_timers.push((at_ms, id), |(_, id)| self.table.contains(*id));
         }
     }
 
-    fn fill_stream(&mut self, id: Id, ring: &mut Ring, first: usize, room: usize) -> usize {
-        if room == 0 {
-            // An end needs no room, and the guest may be waiting for it.
-            if self.line(id).is_some_and(|line| line.ending) && self.is_at_end(id) {
-                self.ended(id);
+    fn fill_stream(&mut self, id: ConnectionId, ring: &mut Ring, space: Space) -> usize {
+        let Space { first, credit } = space;
+        if credit == 0 {
+            // The end of the stream needs no credit, and the guest may wait for it.
+            if self.is_read_closed(id) && self.is_at_eof(id) {
+                self.on_event(id, Event::Eof);
             } else {
-                self.stall(id);
+                self.wait_for_credit(id);
             }
             return 0;
         }
-        let most = room.min(QUANTUM);
+        let most = credit.min(QUANTUM);
         let mut bufs = Vec::with_capacity(BATCH);
-        let (mut offered, mut buffers) = (0, first);
-        while buffers < self.buffers.len() && offered < most && bufs.len() < PIECES_MAX {
-            let here = payload_bufs(&self.buffers, buffers, most - offered, &mut bufs);
-            offered += here;
-            buffers += 1;
+        let (mut offered, mut next) = (0, first);
+        while next < self.rx_batch.len() && offered < most && bufs.len() < SEGMENTS_MAX {
+            offered += append_payload_bufs(&self.rx_batch, next, most - offered, &mut bufs);
+            next += 1;
         }
         if offered == 0 {
-            return self.pass_over(ring, first);
+            // The buffer has space for a header only.
+            ring.complete(self.rx_batch.chain(first), 0);
+            return 1;
         }
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
-        let Some(socket) = &line.socket else { return 0 };
+        let Some(end) = self.host_ends.get_mut(id) else { return 0 };
+        let Some(socket) = &end.socket else { return 0 };
         self.statistics.receives += 1;
         let received = self.sockets.receive(socket, &mut bufs);
         drop(bufs);
-        let offered_buffers = buffers - first;
         match received {
             Ok(Received { bytes: 0, .. }) => {
-                self.ended(id);
+                self.on_event(id, Event::Eof);
                 0
             }
             Ok(Received { bytes, more, .. }) => {
-                line.readable = more || bytes == offered || line.ending || line.urgent;
-                let used = self.write_headers(id, ring, first, bytes, Ends::empty());
-                if let Some(line) = self.line(id) {
-                    line.appetite = if used == offered_buffers { 2 * used } else { used + 1 }.min(BATCH);
+                let may_have_more = more || bytes == offered || end.has_urgent;
+                if !may_have_more && !self.is_read_closed(id) {
+                    self.on_event(id, Event::Drained);
+                }
+                let used = self.send_headers(id, ring, first, bytes, SeqFlags::empty());
+                if let Some(end) = self.host_ends.get_mut(id) {
+                    let hint = if used == next - first { 2 * used } else { used + 1 };
+                    end.rx_batch_hint = hint.min(BATCH);
                 }
                 used
             }
-            Err(error) => self.failed(id, &error),
+            Err(error) => self.receive_failed(id, &error),
         }
     }
 
-    /// Whether nothing but its end is left in a socket.
-    fn is_at_end(&mut self, id: Id) -> bool {
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return false };
-        line.socket.as_ref().is_some_and(|socket| matches!(self.sockets.front(socket), Ok(Front::End)))
+    /// Returns true if only the end of the stream is left in a socket.
+    fn is_at_eof(&mut self, id: ConnectionId) -> bool {
+        let Some(end) = self.host_ends.get_mut(id) else { return false };
+        end.socket.as_ref().is_some_and(|socket| matches!(self.sockets.peek(socket), Ok(Peeked::Eof)))
     }
 
-    /// A buffer with room for a header only.
-    fn pass_over(&mut self, ring: &mut Ring, index: usize) -> usize {
-        ring.complete(self.buffers.chain(index), 0);
-        1
-    }
-
-    fn failed(&mut self, id: Id, error: &io::Error) -> usize {
+    /// Returns 0: no buffer was filled.
+    fn receive_failed(&mut self, id: ConnectionId, error: &io::Error) -> usize {
         if error.kind() == io::ErrorKind::WouldBlock {
-            if let Some(line) = self.line(id) {
-                line.readable = false;
-            }
+            self.on_event(id, Event::Drained);
         } else {
             tracing::debug!(%error, ?id, "a socket of the host failed");
-            self.end(id, true);
+            self.reset(id, CloseMode::Reset);
         }
         0
     }
 
-    /// The socket has sent all.
-    fn ended(&mut self, id: Id) {
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
-        line.ended = true;
-        line.readable = false;
-        // Nobody is left to receive either.
-        let hung_up = line.hung_up && !line.write_shut;
-        self.table.shut(id, Shut::SEND);
-        if hung_up { self.deafen(id) } else { self.settle(id) }
-    }
-
-    /// Puts headers in front of what was received. Returns how many buffers it took.
-    fn write_headers(&mut self, id: Id, ring: &mut Ring, first: usize, bytes: usize, ends: Ends) -> usize {
-        let (mut left, mut index) = (bytes, first);
+    /// Writes headers for `bytes` that were received into buffers. Returns the number of buffers; the last one has `flags`.
+    fn send_headers(
+        &mut self,
+        id: ConnectionId,
+        ring: &mut Ring,
+        first: usize,
+        bytes: usize,
+        flags: SeqFlags,
+    ) -> usize {
+        let Some(mut headers) = self.table.data_headers(id) else { return 0 };
+        let (mut left, mut next) = (bytes, first);
         while left > 0 {
-            let chain = self.buffers.chain(index);
-            index += 1;
-            let here = left.min(capacity(chain.writable_bytes()));
+            let chain = self.rx_batch.chain(next);
+            next += 1;
+            let here = left.min(payload_capacity(chain.writable_bytes()));
             if here == 0 {
                 ring.complete(chain, 0);
                 continue;
             }
             left -= here;
             let len = u32::try_from(here).expect("at most `PAYLOAD_BYTES_MAX`");
-            let header = self.table.data(id, len, if left == 0 { ends } else { Ends::empty() });
+            let header = headers.next(len, if left == 0 { flags } else { SeqFlags::empty() });
             chain.write_at(0, header.as_bytes());
             ring.complete(chain, HEADER_BYTES as u32 + len);
         }
-        let (used, bytes) = ((index - first) as u64, bytes as u64);
-        if let Some(line) = Self::line_of(&mut self.lines, id) {
-            line.statistics.bytes_to_guest += bytes;
-            line.statistics.packets_to_guest += used;
-        }
-        self.statistics.lines.bytes_to_guest += bytes;
-        self.statistics.lines.packets_to_guest += used;
-        index - first
+        self.count_sent(id, bytes, next - first);
+        next - first
     }
 
-    /// One message, whole: the guest is given its packets only when it has room for all.
-    fn fill_message(&mut self, id: Id, ring: &mut Ring, first: usize, room: usize) -> usize {
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
-        let Some(socket) = &line.socket else { return 0 };
-        if line.message.is_some() {
-            return self.fill_rest(id, ring, first, room);
+    fn count_sent(&mut self, id: ConnectionId, bytes: usize, packets: usize) {
+        let end = self.host_ends.get_mut(id).map(|end| &mut end.statistics);
+        for statistics in end.into_iter().chain([&mut self.statistics.totals]) {
+            statistics.bytes_to_guest += bytes as u64;
+            statistics.packets_to_guest += packets as u64;
         }
-        let len = match self.sockets.front(socket) {
-            Ok(Front::Bytes(len)) => len,
-            Ok(Front::End) => {
-                self.ended(id);
+    }
+
+    /// Sends one message, which the guest gets only when it has credit for the whole of it.
+    fn fill_message(&mut self, id: ConnectionId, ring: &mut Ring, space: Space) -> usize {
+        let Some(end) = self.host_ends.get_mut(id) else { return 0 };
+        let Some(socket) = &end.socket else { return 0 };
+        if end.message.is_some() {
+            return self.continue_message(id, ring, space);
+        }
+        let len = match self.sockets.peek(socket) {
+            Ok(Peeked::Bytes(len)) => len,
+            Ok(Peeked::Eof) => {
+                self.on_event(id, Event::Eof);
                 return 0;
             }
-            // It stays readable, behind the others.
-            Ok(Front::Skipped) => return 0,
-            Err(error) => return self.failed(id, &error),
+            // It stays readable, after the others.
+            Ok(Peeked::Skipped) => return 0,
+            Err(error) => return self.receive_failed(id, &error),
         };
-        if len > self.table.room_at_most(id) as usize {
+        let buf_alloc = self.table.peer_buf_alloc(id);
+        if len > buf_alloc as usize {
             tracing::warn!(
                 len,
+                buf_alloc,
                 ?id,
-                "a message is longer than the guest's buffer for the connection; it is reset"
+                "reset a connection: a message exceeds the guest's buffer for it"
             );
-            self.end(id, true);
+            self.reset(id, CloseMode::Reset);
             return 0;
         }
-        if len > room {
-            self.stall(id);
-            // It may have room for the whole of it that it did not think worth telling.
-            self.table.ask_credit(id);
+        if len > space.credit {
+            self.wait_for_credit(id);
+            // The guest may have space for all of it that it did not consider worth a credit update.
+            self.table.request_credit(id);
             return 0;
         }
         let mut bufs = Vec::with_capacity(BATCH);
-        let (mut offered, mut buffers) = (0, first);
-        while buffers < self.buffers.len() && offered < len && bufs.len() < PIECES_MAX {
-            offered += payload_bufs(&self.buffers, buffers, len - offered, &mut bufs);
-            buffers += 1;
+        let (mut offered, mut next) = (0, space.first);
+        while next < self.rx_batch.len() && offered < len && bufs.len() < SEGMENTS_MAX {
+            offered += append_payload_bufs(&self.rx_batch, next, len - offered, &mut bufs);
+            next += 1;
         }
         self.statistics.receives += 1;
         if offered < len {
             drop(bufs);
-            return self.receive_long(id, ring, (first, room), len);
+            return self.receive_long(id, ring, space, len);
         }
-        match self.sockets.receive(socket, &mut bufs) {
-            Ok(received) => {
-                drop(bufs);
-                self.write_headers(id, ring, first, received.bytes, received.ends())
-            }
-            Err(error) => {
-                drop(bufs);
-                self.failed(id, &error)
-            }
+        let received = self.sockets.receive(socket, &mut bufs);
+        drop(bufs);
+        match received {
+            Ok(received) => self.send_headers(id, ring, space.first, received.bytes, received.flags()),
+            Err(error) => self.receive_failed(id, &error),
         }
     }
 
-    /// A message that does not fit into the buffers that were taken: it is copied, and goes piece by piece.
-    fn receive_long(&mut self, id: Id, ring: &mut Ring, (first, room): (usize, usize), len: usize) -> usize {
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
-        let Some(socket) = &line.socket else { return 0 };
+    /// Copies a message that does not fit into the buffers that were popped. It is sent in parts.
+    fn receive_long(&mut self, id: ConnectionId, ring: &mut Ring, space: Space, len: usize) -> usize {
+        let Some(end) = self.host_ends.get_mut(id) else { return 0 };
+        let Some(socket) = &end.socket else { return 0 };
         let mut message = Vec::new();
         message.reserve_exact(len);
-        let bytes = message.capacity() as u64;
-        if !self.table.reserve(bytes) {
+        let memory = message.capacity() as u64;
+        if !self.table.reserve(memory) {
             self.statistics.memory_waits += 1;
-            line.in_line = true;
-            self.waiting.push(id, |id| self.table.get(*id).is_some());
+            end.queues.insert(Queues::READ);
+            self.waiting_for_memory.push(id, |id| self.table.contains(*id));
             return 0;
         }
-        self.messages += bytes;
+        self.message_bytes += memory;
         message.resize(len, 0);
         let received = match self.sockets.receive(socket, &mut [IoBufMut::from(&mut message[..])]) {
             Ok(received) => received,
             Err(error) => {
                 self.free_message(&message);
-                return self.failed(id, &error);
+                return self.receive_failed(id, &error);
             }
         };
         message.truncate(received.bytes);
-        line.appetite = (2 * line.appetite).min(BATCH);
-        line.statistics.bytes_copied += message.len() as u64;
-        self.statistics.lines.bytes_copied += message.len() as u64;
-        line.message = Some((message, 0, received.ends()));
-        self.fill_rest(id, ring, first, room)
+        end.rx_batch_hint = (2 * end.rx_batch_hint).min(BATCH);
+        end.statistics.bytes_copied += message.len() as u64;
+        self.statistics.totals.bytes_copied += message.len() as u64;
+        end.message = Some(PartialMessage { bytes: message, sent: 0, flags: received.flags() });
+        self.continue_message(id, ring, space)
     }
 
-    fn fill_rest(&mut self, id: Id, ring: &mut Ring, first: usize, room: usize) -> usize {
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
-        let Some((message, mut offset, end)) = line.message.take() else { return 0 };
-        let (mut index, mut room) = (first, room);
-        while index < self.buffers.len() && offset < message.len() && room > 0 {
-            let chain = self.buffers.chain(index);
-            index += 1;
-            let here = (message.len() - offset).min(capacity(chain.writable_bytes())).min(room);
+    /// Sends the rest of a message, as far as there are buffers and credit.
+    fn continue_message(&mut self, id: ConnectionId, ring: &mut Ring, space: Space) -> usize {
+        let Some(end) = self.host_ends.get_mut(id) else { return 0 };
+        let Some(mut message) = end.message.take() else { return 0 };
+        let Some(mut headers) = self.table.data_headers(id) else {
+            self.free_message(&message.bytes);
+            return 0;
+        };
+        let (mut next, mut credit) = (space.first, space.credit);
+        let (sent_before, mut packets) = (message.sent, 0);
+        while next < self.rx_batch.len() && message.sent < message.bytes.len() && credit > 0 {
+            let chain = self.rx_batch.chain(next);
+            next += 1;
+            let left = message.bytes.len() - message.sent;
+            let here = left.min(payload_capacity(chain.writable_bytes())).min(credit);
             if here == 0 {
                 ring.complete(chain, 0);
                 continue;
             }
-            chain.write_at(SKIP, &message[offset..offset + here]);
-            offset += here;
-            room -= here;
-            let ends = if offset == message.len() { end } else { Ends::empty() };
+            chain.write_at(HEADER_BYTES, &message.bytes[message.sent..message.sent + here]);
+            message.sent += here;
+            credit -= here;
+            packets += 1;
+            let flags = if here == left { message.flags } else { SeqFlags::empty() };
             let len = u32::try_from(here).expect("at most `PAYLOAD_BYTES_MAX`");
-            let header = self.table.data(id, len, ends);
-            chain.write_at(0, header.as_bytes());
+            chain.write_at(0, headers.next(len, flags).as_bytes());
             ring.complete(chain, HEADER_BYTES as u32 + len);
-            self.statistics.lines.bytes_to_guest += here as u64;
-            self.statistics.lines.packets_to_guest += 1;
-            if let Some(line) = Self::line_of(&mut self.lines, id) {
-                line.statistics.bytes_to_guest += here as u64;
-                line.statistics.packets_to_guest += 1;
-            }
         }
-        let stalls = room == 0 && offset < message.len();
-        match self.line(id).filter(|_| offset < message.len()) {
-            Some(line) => line.message = Some((message, offset, end)),
-            None => self.free_message(&message),
+        self.count_sent(id, message.sent - sent_before, packets);
+        let is_partial = message.sent < message.bytes.len();
+        match self.host_ends.get_mut(id).filter(|_| is_partial) {
+            Some(end) => end.message = Some(message),
+            None => self.free_message(&message.bytes),
         }
-        if stalls {
-            self.stall(id);
+        if is_partial && credit == 0 {
+            self.wait_for_credit(id);
         }
-        index - first
+        next - space.first
     }
 }
 
-/// What fits behind the header in a chain of so many bytes.
-fn capacity(writable: u32) -> usize {
+/// Returns the capacity for payload of a chain with this number of writable bytes.
+fn payload_capacity(writable: u32) -> usize {
     writable.saturating_sub(HEADER_BYTES as u32).min(PAYLOAD_BYTES_MAX) as usize
 }
 
-/// Appends the room for payload in one chain, at most `most` bytes of it and [`PIECES_MAX`] pieces in all. Returns its
-/// bytes.
-fn payload_bufs<'b>(batch: &'b Batch, index: usize, most: usize, bufs: &mut Vec<IoBufMut<'b>>) -> usize {
+/// Appends the payload space of one chain to `bufs`, at most `most` bytes of it and [`SEGMENTS_MAX`] segments in all. Returns
+/// its length in bytes.
+fn append_payload_bufs<'b>(
+    batch: &'b Batch,
+    index: usize,
+    most: usize,
+    bufs: &mut Vec<IoBufMut<'b>>,
+) -> usize {
     let chain = batch.chain(index);
-    let (mut skip, mut left) = (SKIP, most.min(capacity(chain.writable_bytes())));
+    let (mut skip, mut left) = (HEADER_BYTES, most.min(payload_capacity(chain.writable_bytes())));
     let mut offered = 0;
     for buf in chain.writable() {
-        if bufs.len() == PIECES_MAX || left == 0 {
+        if bufs.len() == SEGMENTS_MAX || left == 0 {
             break;
         }
         let here = skip.min(buf.len());

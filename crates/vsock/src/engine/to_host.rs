@@ -3,182 +3,196 @@
 use std::io;
 
 use towline_channel::IoBuf;
-use towline_vhost_user::Ring;
+use towline_vhost_user::{Next, Ring};
 
-use super::line::{HELD_MAX, Line, Out, chunk_bytes};
-use super::{Engine, SKIP};
-use crate::connection::{Id, Inbound};
-use crate::packet::{Ends, HEADER_BYTES, Header, Kind, Shut};
-use crate::sockets::Sockets;
+use super::Engine;
+use super::batch_pool::{ChainRef, PINNED_MAX};
+use super::host_end::{ChainPayload, Gathered, NextSend, Payload, Queues, SendMode, chunk_bytes};
+use super::lifecycle::{Event, ReceiveState, SendState};
+use crate::connection::{ClosedBy, ConnectionId, Inbound};
+use crate::packet::{HEADER_BYTES, Header, Kind, SeqFlags};
+use crate::sockets::{CloseMode, SendOutcome, Sockets};
 
-/// Packets that are looked at together.
+/// Number of packets that are processed together.
 const BATCH: usize = 128;
-/// Batches before others have a turn.
+/// Number of batches before other work has its turn.
 const ROUNDS: usize = 8;
-/// The share of the ring that may be held for sockets which do not take their bytes, or lent to the kernel.
-const HELD_SHARE: u16 = 4;
+/// The share of the ring whose chains may be pinned: a quarter.
+const PINNED_DIVISOR: u16 = 4;
+
+/// Disposition of a packet's chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ChainUse {
+    /// Its payload is in the send queue.
+    Queued,
+    /// It can be completed.
+    Done,
+}
 
 impl<S: Sockets> Engine<S> {
-    /// Takes what the guest has to say. True if there is more, and only others should have a turn.
-    pub fn take(&mut self, ring: &mut Ring) -> bool {
+    /// Processes packets of the transmit ring. [`Next::Again`]: there are more.
+    pub fn process_tx(&mut self, ring: &mut Ring) -> Next {
         for _ in 0..ROUNDS {
-            self.give_back(ring);
-            // What is not looked at shall not keep us awake either.
-            let takes = self.table.takes();
-            ring.listen(takes);
-            if !takes {
-                return false;
+            self.complete_chains(ring);
+            // Packets that are not processed need no notification either.
+            let accepts_packets = self.table.accepts_packets();
+            ring.set_notification(accepts_packets);
+            if !accepts_packets {
+                return Next::Wait;
             }
-            let slot = self.shelf.free();
-            let count = ring.pop(self.shelf.batch_mut(slot), BATCH);
-            self.shelf.measure(slot);
+            let batch = self.pool.idle_slot();
+            let count = ring.pop(self.pool.batch_mut(batch), BATCH);
+            self.pool.count_segments(batch);
             for chain in 0..count {
-                self.packet(slot, chain, ring);
+                self.process_packet(ChainRef { batch, chain }, ring);
             }
-            self.shelf.held_max = usize::from(ring.size() / HELD_SHARE).min(HELD_MAX);
+            self.pool.pinned_max = usize::from(ring.size() / PINNED_DIVISOR).min(PINNED_MAX);
             let mut touched = std::mem::take(&mut self.touched);
             for id in touched.drain(..) {
-                if let Some(line) = self.line(id) {
-                    line.touched = false;
+                if let Some(end) = self.host_ends.get_mut(id) {
+                    end.queues.remove(Queues::FLUSH);
                 }
                 self.flush(id);
-                self.hold(id);
+                self.retain_or_copy(id);
             }
             self.touched = touched;
-            self.give_back(ring);
-            self.shelf.trim();
+            self.complete_chains(ring);
+            self.pool.trim();
             if count < BATCH {
-                return false;
+                return Next::Wait;
             }
             ring.publish();
         }
-        true
+        Next::Again
     }
 
-    fn packet(&mut self, slot: usize, index: usize, ring: &mut Ring) {
-        let chain = self.shelf.batch(slot).chain(index);
+    fn process_packet(&mut self, chain: ChainRef, ring: &mut Ring) {
+        let packet = self.pool.batch(chain.batch).chain(chain.chain);
         let mut bytes = [0; HEADER_BYTES];
-        if chain.read_at(0, &mut bytes) < HEADER_BYTES {
+        if packet.read_at(0, &mut bytes) < HEADER_BYTES {
             self.table.drop_packet();
-            ring.complete(chain, 0);
+            ring.complete(packet, 0);
             return;
         }
         let header = Header::parse(&bytes);
-        let payload = chain.readable_bytes() - HEADER_BYTES as u32;
+        let payload = packet.readable_bytes() - HEADER_BYTES as u32;
         let inbound = self.table.from_guest(&header, payload);
         self.traffic.from_guest += u64::from(!matches!(inbound, Inbound::Credit(_)));
-        if let Inbound::Payload(id, ends) = inbound {
-            self.statistics.lines.packets_from_guest += 1;
-            if self.payload(id, (slot, index), header.len.get(), ends) {
+        if let Inbound::Payload(id, flags) = inbound {
+            self.statistics.totals.packets_from_guest += 1;
+            let len = header.len.get();
+            let payload = ChainPayload { chain, offset: 0, len, flags, zero_copy: None };
+            if self.queue_payload(id, payload) == ChainUse::Queued {
                 return;
             }
         }
-        ring.complete(self.shelf.batch(slot).chain(index), 0);
+        ring.complete(self.pool.batch(chain.batch).chain(chain.chain), 0);
         match inbound {
-            Inbound::Nothing | Inbound::Payload(..) => {}
+            Inbound::Nothing | Inbound::Payload(..) | Inbound::Credit(_) => {}
             Inbound::Connect(id) => self.connect(id),
             Inbound::Accepted(id) => self.accepted(id),
-            Inbound::Credit(_) => {}
-            Inbound::Shut(id) => self.touch(id),
-            Inbound::Gone(id, by_guest) => self.gone(id, by_guest),
+            Inbound::Shutdown(id) => self.touch(id),
+            Inbound::Closed(id, by) => self.closed(id, by),
         }
-        if let Inbound::Credit(id) | Inbound::Shut(id) | Inbound::Payload(id, _) | Inbound::Accepted(id) =
+        if let Inbound::Credit(id) | Inbound::Shutdown(id) | Inbound::Payload(id, _) | Inbound::Accepted(id) =
             inbound
         {
-            self.resume(id);
+            self.update_credit(id);
         }
     }
 
-    /// Puts a packet's payload in line for its socket. False if its chain is not needed.
-    fn payload(&mut self, id: Id, (slot, chain): (usize, usize), len: u32, ends: Ends) -> bool {
-        let taken = match Self::line_of(&mut self.lines, id) {
-            Some(line) if !line.deaf => {
-                line.statistics.packets_from_guest += 1;
-                let is_end = line.kind == Kind::Seqpacket && ends.contains(Ends::MESSAGE);
-                let end = if is_end { ends } else { Ends::empty() };
-                if len == 0 {
-                    is_end && line.end_message(end)
-                } else {
-                    line.out.push_back(Out::Chain { slot, chain, offset: 0, len, end, loan: None });
-                    self.shelf.take(slot);
-                    true
-                }
-            }
-            // Nobody receives it; the guest was told, or will be.
-            _ => {
-                self.table.forwarded(id, len);
-                false
-            }
+    /// Appends a packet's payload to the send queue of its socket.
+    fn queue_payload(&mut self, id: ConnectionId, mut payload: ChainPayload) -> ChainUse {
+        let Some(end) = self.host_ends.get_mut(id).filter(|end| end.lifecycle.send != SendState::PeerClosed)
+        else {
+            // It is discarded. The guest was notified that the peer receives no more, or will be.
+            self.table.forwarded(id, payload.len);
+            return ChainUse::Done;
         };
-        if taken {
-            self.touch(id);
-            self.resume(id);
+        end.statistics.packets_from_guest += 1;
+        let ends_message = end.kind == Kind::Seqpacket && payload.flags.contains(SeqFlags::EOM);
+        if !ends_message {
+            payload.flags = SeqFlags::empty();
         }
-        taken && len > 0
+        let chain_use = if payload.len > 0 {
+            end.send_queue.push_back(Payload::Chain(payload));
+            self.pool.add_user(payload.chain.batch);
+            ChainUse::Queued
+        } else if ends_message && end.end_message(payload.flags) {
+            ChainUse::Done
+        } else {
+            return ChainUse::Done;
+        };
+        self.touch(id);
+        self.update_credit(id);
+        chain_use
     }
 
-    /// A guest that had no room may have some.
-    fn resume(&mut self, id: Id) {
-        let room = self.table.room(id);
-        if let Some(line) = self.line(id)
-            && line.stalled
-            && room > 0
+    /// Resumes the direction to the guest if it has credit again.
+    fn update_credit(&mut self, id: ConnectionId) {
+        let credit = self.table.peer_credit(id);
+        if let Some(end) = self.host_ends.get_mut(id)
+            && end.lifecycle.receive == ReceiveState::OutOfCredit
+            && credit > 0
         {
-            line.stalled = false;
-            self.line_up(id);
+            self.on_event(id, Event::Credit);
+            self.schedule_read(id);
         }
     }
 
-    fn touch(&mut self, id: Id) {
-        match self.line(id) {
-            Some(line) if line.touched => {}
-            Some(line) => {
-                line.touched = true;
+    /// Has a connection flushed after the present batch.
+    fn touch(&mut self, id: ConnectionId) {
+        match self.host_ends.get_mut(id) {
+            Some(end) if end.queues.contains(Queues::FLUSH) => {}
+            Some(end) => {
+                end.queues.insert(Queues::FLUSH);
                 self.touched.push(id);
             }
-            None => self.settle(id),
+            None => self.update(id),
         }
     }
 
-    fn accepted(&mut self, id: Id) {
+    /// Notifies the client of a connection that the guest has accepted it.
+    fn accepted(&mut self, id: ConnectionId) {
         let port = self.table.get(id).map_or(0, |connection| connection.key.peer_port);
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
-        let Some(socket) = &line.socket else { return };
+        let Some(end) = self.host_ends.get_mut(id) else { return };
+        let Some(socket) = &end.socket else { return };
         if let Err(error) = self.sockets.accepted(id, socket, port) {
-            // What it has said before is for the guest all the same.
-            tracing::debug!(%error, port, "who asked for this connection has gone");
-            self.refused(id, &error);
+            // Data that the client sent before is forwarded nevertheless.
+            tracing::debug!(%error, port, "client closed before the guest accepted");
+            self.send_failed(id, &error);
         }
-        self.line_up(id);
+        self.schedule_read(id);
     }
 
-    /// The guest has reset it, or has done what none may. What it sent before is still for the host side, if that takes it.
-    fn gone(&mut self, id: Id, by_guest: bool) {
-        if by_guest && self.line(id).is_some_and(|line| !line.blocked) {
+    /// Closes the socket of a connection that was removed. Data that a guest has sent before its RST is forwarded if the
+    /// socket takes it.
+    fn closed(&mut self, id: ConnectionId, by: ClosedBy) {
+        let has_space = self.host_ends.get_mut(id).is_some_and(|end| end.lifecycle.send != SendState::Full);
+        if by == ClosedBy::Guest && has_space {
             self.flush(id);
         }
-        self.hang_up(id, true);
+        self.close_socket(id, CloseMode::Reset);
     }
 
-    /// Sends what waits for a socket, as far as it takes it.
-    pub(super) fn flush(&mut self, id: Id) {
+    /// Sends the send queue, as far as the socket takes it.
+    pub(super) fn flush(&mut self, id: ConnectionId) {
         loop {
-            let Some(line) = Self::line_of(&mut self.lines, id) else { return };
-            let whole = line.kind == Kind::Seqpacket;
-            let Some(socket) = line.socket.as_ref().filter(|_| !line.blocked && !line.out.is_empty()) else {
-                break;
-            };
-            let (entries, lends) = if !whole && line.has_large(&self.shelf) && self.sockets.lends(socket) {
-                line.lendable(&self.shelf)
+            let Some(end) = self.host_ends.get_mut(id) else { return };
+            let can_send = end.lifecycle.send == SendState::Open && !end.send_queue.is_empty();
+            let Some(socket) = end.socket.as_ref().filter(|_| can_send) else { break };
+            let has_large = end.kind == Kind::Stream && end.has_zero_copy_payload(&self.pool);
+            let next = if has_large && self.sockets.uses_zero_copy(socket) {
+                end.next_send(&self.pool)
             } else {
-                (usize::MAX, false)
+                NextSend::COPY
             };
-            let mut bufs: Vec<IoBuf<'_>> = Vec::with_capacity(line.out.len());
-            let Some((bytes, ends)) = line.gather(&self.shelf, whole, entries, &mut bufs) else {
+            let mut bufs: Vec<IoBuf<'_>> = Vec::with_capacity(end.send_queue.len());
+            let Ok(Gathered { bytes, flags }) = end.gather(&self.pool, next.entries, &mut bufs) else {
                 drop(bufs);
-                // Copied, a message has a piece for each chunk.
-                if self.copy_out(id) == 0 {
-                    self.end(id, true);
+                // Once it is copied, a message has a segment for each chunk.
+                if self.copy_all(id) == 0 {
+                    self.reset(id, CloseMode::Reset);
                     return;
                 }
                 continue;
@@ -187,103 +201,83 @@ impl<S: Sockets> Engine<S> {
                 break;
             }
             self.statistics.sends += 1;
-            let sent = match lends {
-                true => self.sockets.lend(socket, &bufs),
-                false => self.sockets.send(socket, &bufs, ends).map(|sent| (sent, None)),
+            let outcome = match next.mode {
+                SendMode::ZeroCopy => self.sockets.send_zero_copy(socket, &bufs),
+                SendMode::Copy => {
+                    let sent = self.sockets.send(socket, &bufs, flags);
+                    sent.map(|bytes| SendOutcome { bytes, zero_copy: None })
+                }
             };
             drop(bufs);
-            match sent {
-                Ok((sent, loan)) => self.sent(id, (sent, loan), sent < bytes),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.sent(id, (0, None), true),
+            let outcome = match outcome {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(SendOutcome::default()),
+                outcome => outcome,
+            };
+            match outcome {
+                Ok(outcome) => {
+                    self.sent(id, outcome);
+                    if outcome.bytes < bytes {
+                        self.socket_full(id);
+                    }
+                    self.table.forwarded(id, u32::try_from(outcome.bytes).expect("at most a window"));
+                }
                 Err(error) => {
-                    self.refused(id, &error);
+                    self.send_failed(id, &error);
                     return;
                 }
             }
         }
-        self.settle(id);
+        self.update(id);
     }
 
-    fn sent(&mut self, id: Id, (bytes, loan): (usize, Option<u64>), blocked: bool) {
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
-        if let Some(number) = loan {
-            line.loans.begin(number);
+    fn sent(&mut self, id: ConnectionId, outcome: SendOutcome) {
+        let Some(end) = self.host_ends.get_mut(id) else { return };
+        if let Some(send) = outcome.zero_copy {
+            end.zero_copy.issue(send);
         }
-        line.advance(bytes, loan, &mut self.shelf);
-        for statistics in [&mut line.statistics, &mut self.statistics.lines] {
-            statistics.bytes_to_host += bytes as u64;
-            statistics.bytes_lent += if loan.is_some() { bytes as u64 } else { 0 };
+        end.advance(outcome, &mut self.pool);
+        let bytes = outcome.bytes as u64;
+        for statistics in [&mut end.statistics, &mut self.statistics.totals] {
+            statistics.bytes_to_host += bytes;
+            statistics.bytes_zero_copy += if outcome.zero_copy.is_some() { bytes } else { 0 };
         }
-        if blocked {
-            line.blocked = true;
-            self.statistics.blocked += 1;
-            if let Some(socket) = &line.socket {
-                self.sockets.watch_writable(id, socket, true);
-            }
-            self.table.fell_behind(id);
-        }
-        self.table.forwarded(id, u32::try_from(bytes).expect("a window is shorter"));
     }
 
-    /// The socket takes nothing any more. It may still have something for the guest, unless it was reset.
-    fn refused(&mut self, id: Id, error: &io::Error) {
-        tracing::debug!(%error, ?id, "a socket of the host takes nothing any more");
-        if error.kind() != io::ErrorKind::BrokenPipe {
-            self.end(id, true);
-            return;
-        }
-        self.deafen(id);
+    fn socket_full(&mut self, id: ConnectionId) {
+        self.statistics.socket_full += 1;
+        self.on_event(id, Event::Full);
+        self.table.mark_congested(id);
     }
 
-    /// Nobody is left to receive, which the guest is told.
-    pub(super) fn deafen(&mut self, id: Id) {
-        let kept = self.table.kept(id);
-        if let Some(line) = Self::line_of(&mut self.lines, id) {
-            line.discard(&mut self.shelf);
-            line.deaf = true;
+    /// Ends the direction to a socket whose peer receives no more. It may still have data for the guest, unless it was reset.
+    fn send_failed(&mut self, id: ConnectionId, error: &io::Error) {
+        tracing::debug!(%error, ?id, "a socket of the host receives no more");
+        if error.kind() == io::ErrorKind::BrokenPipe {
+            self.on_event(id, Event::SendRefused);
+        } else {
+            self.reset(id, CloseMode::Reset);
         }
-        self.table.forwarded(id, kept);
-        self.table.shut(id, Shut::RECEIVE);
-        self.settle(id);
     }
 
-    /// What did not leave with this batch is held or copied.
-    fn hold(&mut self, id: Id) {
-        let size = chunk_bytes(self.table.window(id));
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
-        if line.settled < line.out.len() {
-            let copied = line.settle(&mut self.shelf, size) as u64;
-            line.statistics.bytes_copied += copied;
-            self.statistics.lines.bytes_copied += copied;
+    /// Retains or copies payload of the present batch that was not sent.
+    fn retain_or_copy(&mut self, id: ConnectionId) {
+        let chunk_bytes = chunk_bytes(self.table.window(id));
+        let Some(end) = self.host_ends.get_mut(id) else { return };
+        if end.has_unsettled() {
+            let copied = end.retain_or_copy(&mut self.pool, chunk_bytes) as u64;
+            end.statistics.bytes_copied += copied;
+            self.statistics.totals.bytes_copied += copied;
         }
-        line.trim();
+        end.trim();
     }
 
-    /// Copies everything that a connection has in the ring. Returns how many bytes that were.
-    pub(super) fn copy_out(&mut self, id: Id) -> usize {
-        let size = chunk_bytes(self.table.window(id));
-        let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
-        let copied = line.let_go(&mut self.shelf, size);
-        line.statistics.bytes_copied += copied as u64;
-        self.statistics.lines.bytes_copied += copied as u64;
+    /// Copies all payload of a connection that is in the ring. Returns the number of bytes copied.
+    pub(super) fn copy_all(&mut self, id: ConnectionId) -> usize {
+        let chunk_bytes = chunk_bytes(self.table.window(id));
+        let Some(end) = self.host_ends.get_mut(id) else { return 0 };
+        let copied = end.copy_all(&mut self.pool, chunk_bytes);
+        end.statistics.bytes_copied += copied as u64;
+        self.statistics.totals.bytes_copied += copied as u64;
         copied
     }
 }
-
-impl<S> Line<S> {
-    /// The message that began ends, without another byte. False if none began: nobody could tell an empty message from
-    /// the end.
-    fn end_message(&mut self, ends_with: Ends) -> bool {
-        match self.out.back_mut() {
-            Some(Out::Chain { end, .. }) if end.is_empty() => {
-                *end = ends_with;
-                true
-            }
-            Some(Out::Kept(chunk)) => chunk.end(ends_with),
-            _ => false,
-        }
-    }
-}
-
-/// Payload lies behind the header, wherever descriptors end.
-const _: () = assert!(SKIP == HEADER_BYTES);

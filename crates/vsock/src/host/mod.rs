@@ -1,13 +1,14 @@
-//! The host's side over epoll: listeners, those who have connected and not yet said where to, connections under way, and
-//! the guests of the same process.
+//! The host's side over epoll: listeners, handshakes, connects in progress, connected sockets, and the accept queue for other
+//! guests of the process.
 //!
-//! Sockets are watched by edges: each tells once that there is something new, and the engine remembers that it may read
-//! on. A socket is watched for room only while it had none.
+//! Sockets are watched edge-triggered: each edge is reported once, and the engine remembers that it may read on. Space in a
+//! send buffer is reported only while the buffer is full.
 
-mod begin;
-mod convention;
-mod lending;
-mod socket;
+mod connect;
+mod handshake;
+mod listener;
+pub(crate) mod socket;
+mod zero_copy;
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -20,103 +21,36 @@ use rustix::event::{Timespec, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 use towline_channel::{IoBuf, IoBufMut, ZeroCopySend};
 
-use self::begin::Pending;
-use self::convention::Line;
-use self::lending::Lenders;
-pub(crate) use self::lending::wait_for_freed;
+use self::connect::PendingConnect;
+use self::handshake::{HandshakeLine, Handshakes, parse_connect};
+pub(crate) use self::listener::HostListener;
 pub(crate) use self::socket::HostSocket;
-pub(crate) use self::socket::Listening;
-use crate::connection::{Id, Key};
-use crate::engine::News;
-use crate::packet::{Ends, HOST_CID, Kind, Shut};
+use self::zero_copy::ZeroCopyPolicy;
+pub(crate) use self::zero_copy::wait_for_completions;
+use crate::connection::{ConnectionId, ConnectionKey};
+use crate::local_guests::{AcceptQueue, IncomingConnection, LocalGuests};
+use crate::packet::{HOST_CID, Kind, SeqFlags, ShutdownFlags};
 use crate::rules::Rule;
-use crate::siblings::{Incoming, Mailbox, Siblings};
-use crate::sockets::{Connect, Front, Received, Sockets};
+use crate::sockets::{
+    CloseMode, ConnectOutcome, Interest, Peeked, Readiness, Received, SendOutcome, Sockets,
+};
 
-/// How long they may take.
-const GREETING_MS: u64 = 10_000;
-/// Connections that are accepted before others have a turn.
-const ACCEPTS: usize = 64;
-/// What one look tells at most.
-const EVENTS: usize = 64;
-/// Ticks of the clock, when somebody waits for time.
+/// Time limit of a handshake.
+const HANDSHAKE_TIMEOUT_MS: u64 = 10_000;
+/// Maximum number of connections that are accepted before other work has its turn.
+const ACCEPTS_MAX: usize = 64;
+/// Maximum number of events per call to epoll.
+const EVENTS_MAX: usize = 64;
+/// Interval of the timer while it is needed.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-/// An [`Id`] never has this bit; what is not a connection has.
+/// Tags of epoll. Connections have their [`ConnectionId`], which never has this bit; all others have it.
 const OTHER: u64 = 1 << 63;
-/// What it is then, above the index.
+/// Kinds of the others, above the index.
 const TIMER: u64 = OTHER | 1 << 32;
-const MAIL: u64 = OTHER | 2 << 32;
+const ACCEPT_QUEUE: u64 = OTHER | 2 << 32;
 const LISTENER: u64 = OTHER | 3 << 32;
-const GREETING: u64 = OTHER | 4 << 32;
+const HANDSHAKE: u64 = OTHER | 4 << 32;
 const INDEX: u64 = u32::MAX as u64;
-
-/// All that listens for one guest, as long as its device is there.
-#[derive(Debug)]
-pub(crate) struct Ears {
-    /// What each leads to: a port of the guest's, or none if whoever connects says it.
-    pub(crate) listening: Vec<(Listening, Option<u32>)>,
-    /// Where the guest's own connections go: this path and `_PORT`.
-    pub(crate) uds: Option<PathBuf>,
-    pub(crate) rules: Vec<Rule>,
-    pub(crate) zero_copy_send: ZeroCopySend,
-    pub(crate) cid: u64,
-    pub(crate) siblings: Arc<Siblings>,
-    pub(crate) mailbox: Arc<Mailbox>,
-    /// The most handshakes under way.
-    pub(crate) greetings_max: usize,
-}
-
-/// What happened, for the engine.
-pub(crate) enum Event {
-    Readable(Id, News),
-    Writable(Id),
-    /// Either something that was lent is free, or the socket has failed.
-    Error(Id),
-    Connected(Id, Option<HostSocket>),
-    /// Somebody wants a port of the guest's.
-    Open {
-        port: u32,
-        kind: Kind,
-        cid: u64,
-        socket: HostSocket,
-    },
-    Tick,
-}
-
-/// Someone who has connected and not yet said where to.
-struct Greeting {
-    socket: HostSocket,
-    since_ms: u64,
-    /// In the order in which they came.
-    number: u64,
-}
-
-/// The sockets of one guest.
-pub(crate) struct Host {
-    epoll: OwnedFd,
-    timer: OwnedFd,
-    ticking: bool,
-    ears: Arc<Ears>,
-    deaf: bool,
-    /// How often it was looked, and when a listener last had somebody.
-    looks: u64,
-    accepted_at: u64,
-    greetings: Vec<Option<Greeting>>,
-    greeting_count: usize,
-    greeted: u64,
-    pending: HashMap<Id, Pending>,
-    lenders: Lenders,
-    events: VecDeque<Event>,
-    now_ms: u64,
-}
-
-fn id_of(data: u64) -> Id {
-    Id { index: data as u32, generation: (data >> 32) as u32 }
-}
-
-fn data_of(id: Id) -> u64 {
-    u64::from(id.index) | u64::from(id.generation) << 32
-}
 
 const READ: epoll::EventFlags = epoll::EventFlags::IN
     .union(epoll::EventFlags::PRI)
@@ -124,40 +58,108 @@ const READ: epoll::EventFlags = epoll::EventFlags::IN
     .union(epoll::EventFlags::ET);
 const WRITE: epoll::EventFlags = epoll::EventFlags::OUT.union(epoll::EventFlags::ET);
 
+/// A listener and its destination.
+#[derive(Debug)]
+pub(crate) struct Listening {
+    pub(crate) listener: HostListener,
+    /// Port of the guest; `None` if clients choose it by `CONNECT`.
+    pub(crate) port: Option<u32>,
+}
+
+/// Configuration of the host's side, and its listeners, which exist as long as the device.
+#[derive(Debug)]
+pub(crate) struct HostConfig {
+    pub(crate) listeners: Vec<Listening>,
+    /// Connections of the guest lead to this path and `_PORT`.
+    pub(crate) uds: Option<PathBuf>,
+    pub(crate) rules: Vec<Rule>,
+    pub(crate) zero_copy_send: ZeroCopySend,
+    pub(crate) cid: u64,
+    pub(crate) local_guests: Arc<LocalGuests>,
+    pub(crate) accept_queue: Arc<AcceptQueue>,
+    /// Maximum number of handshakes in progress.
+    pub(crate) handshakes_max: usize,
+}
+
+/// Event for the engine.
+pub(crate) enum Event {
+    Readable(ConnectionId, Readiness),
+    Writable(ConnectionId),
+    /// Zero-copy sends have completed, or the socket has failed.
+    Error(ConnectionId),
+    /// A connect has succeeded, or failed.
+    Connected(ConnectionId, Option<HostSocket>),
+    /// A peer requests a port of the guest.
+    Incoming(IncomingConnection),
+}
+
+/// The sockets of one guest.
+pub(crate) struct Host {
+    epoll: OwnedFd,
+    timer: OwnedFd,
+    timer_is_set: bool,
+    config: Arc<HostConfig>,
+    /// Listeners are not watched, because descriptors are exhausted.
+    accepts_paused: bool,
+    /// Number of polls so far, and of the last one at which a listener was ready.
+    polls: u64,
+    last_accept: u64,
+    handshakes: Handshakes,
+    pending: HashMap<ConnectionId, PendingConnect>,
+    zero_copy: ZeroCopyPolicy,
+    events: VecDeque<Event>,
+    now_ms: u64,
+}
+
+fn id_of(tag: u64) -> ConnectionId {
+    ConnectionId { index: tag as u32, generation: (tag >> 32) as u32 }
+}
+
+fn tag_of(id: ConnectionId) -> epoll::EventData {
+    epoll::EventData::new_u64(u64::from(id.index) | u64::from(id.generation) << 32)
+}
+
+fn flags_of(interest: Interest) -> epoll::EventFlags {
+    match interest {
+        Interest::Read => READ,
+        Interest::ReadWrite => READ | WRITE,
+    }
+}
+
 impl Host {
-    pub(crate) fn new(ears: Arc<Ears>) -> io::Result<Self> {
+    pub(crate) fn new(config: Arc<HostConfig>) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)?;
-        let data = epoll::EventData::new_u64;
-        epoll::add(&epoll, &timer, data(TIMER), epoll::EventFlags::IN)?;
-        epoll::add(&epoll, ears.mailbox.as_fd(), data(MAIL), epoll::EventFlags::IN)?;
-        for (index, (listening, _)) in ears.listening.iter().enumerate() {
-            epoll::add(&epoll, listening, data(LISTENER | index as u64), epoll::EventFlags::IN)?;
+        let tag = epoll::EventData::new_u64;
+        epoll::add(&epoll, &timer, tag(TIMER), epoll::EventFlags::IN)?;
+        epoll::add(&epoll, config.accept_queue.as_fd(), tag(ACCEPT_QUEUE), epoll::EventFlags::IN)?;
+        for (index, listening) in config.listeners.iter().enumerate() {
+            let tag = tag(LISTENER | index as u64);
+            epoll::add(&epoll, &listening.listener, tag, epoll::EventFlags::IN)?;
         }
-        let lenders = Lenders::new(ears.zero_copy_send);
+        let zero_copy = ZeroCopyPolicy::new(config.zero_copy_send);
+        let handshakes = Handshakes::new(config.handshakes_max);
         Ok(Self {
             epoll,
             timer,
-            ticking: false,
-            ears,
-            lenders,
-            deaf: false,
-            looks: 0,
-            accepted_at: 0,
-            greetings: Vec::new(),
-            greeting_count: 0,
-            greeted: 0,
+            timer_is_set: false,
+            config,
+            accepts_paused: false,
+            polls: 0,
+            last_accept: 0,
+            handshakes,
             pending: HashMap::new(),
+            zero_copy,
             events: VecDeque::new(),
             now_ms: 0,
         })
     }
 
-    /// Looks at what happened, without waiting. Ask [`Host::next_event`] for it.
-    pub(crate) fn look(&mut self) {
+    /// Polls all sockets without blocking, and queues events for [`Host::next_event`].
+    pub(crate) fn poll(&mut self) {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let mut space = [const { MaybeUninit::<epoll::Event>::uninit() }; EVENTS];
+        let mut space = [const { MaybeUninit::<epoll::Event>::uninit() }; EVENTS_MAX];
         let found = match epoll::wait(&self.epoll, &mut space, Some(&now)) {
             Ok((found, _)) => found,
             Err(rustix::io::Errno::INTR) => return,
@@ -166,16 +168,19 @@ impl Host {
                 return;
             }
         };
-        self.looks += 1;
+        self.polls += 1;
         for event in found {
-            let (data, flags) = (event.data.u64(), event.flags);
-            let index = (data & INDEX) as usize;
-            match data & !INDEX {
-                TIMER => self.time(),
-                MAIL => self.mail(),
+            let (tag, flags) = (event.data.u64(), event.flags);
+            let index = (tag & INDEX) as usize;
+            match tag & !INDEX {
+                TIMER => self.on_timer(),
+                ACCEPT_QUEUE => {
+                    let incoming = self.config.accept_queue.take_all();
+                    self.events.extend(incoming.into_iter().map(Event::Incoming));
+                }
                 LISTENER => self.accept(index),
-                GREETING => self.greet(index),
-                _ => self.connection(id_of(data), flags),
+                HANDSHAKE => self.continue_handshake(index),
+                _ => self.on_connection(id_of(tag), flags),
             }
         }
     }
@@ -184,166 +189,133 @@ impl Host {
         self.events.pop_front()
     }
 
-    /// The clock ticks while somebody waits for time.
-    pub(crate) fn keep_time(&mut self, wanted: bool) {
-        if self.ticking {
+    /// Sets the timer if the host's side needs it, or `needs_tick`.
+    pub(crate) fn set_timer(&mut self, needs_tick: bool) {
+        if self.timer_is_set {
             return;
         }
-        let again = || self.pending.values().any(|pending| matches!(pending, Pending::Again(..)));
-        if !(wanted || self.deaf || self.greeting_count > 0 || again()) {
+        let retries = || self.pending.values().any(|pending| matches!(pending, PendingConnect::Retry(..)));
+        if !(needs_tick || self.accepts_paused || !self.handshakes.is_empty() || retries()) {
             return;
         }
         let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value: TICK };
         match rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once) {
-            Ok(_) => self.ticking = true,
+            Ok(_) => self.timer_is_set = true,
             Err(errno) => tracing::error!(%errno, "timerfd_settime"),
         }
     }
 
-    fn time(&mut self) {
+    fn on_timer(&mut self) {
         let _ = rustix::io::read(&self.timer, &mut [0u8; 8]);
-        self.ticking = false;
-        self.look_at_clock();
-        self.events.push_back(Event::Tick);
-        let late = |greeting: &Greeting| self.now_ms.saturating_sub(greeting.since_ms) > GREETING_MS;
-        for place in &mut self.greetings {
-            if place.as_ref().is_some_and(late) {
-                *place = None;
-                self.greeting_count -= 1;
-            }
-        }
-        self.listen(true);
-        let again: Vec<Id> =
-            self.pending.iter().filter(|(_, p)| matches!(p, Pending::Again(..))).map(|(id, _)| *id).collect();
-        for id in again {
-            if let Some(Pending::Again(place, kind)) = self.pending.remove(&id) {
-                let connect = self.begin(id, &place, kind);
-                self.tell(id, connect);
+        self.timer_is_set = false;
+        let now_ms = self.read_clock();
+        self.handshakes.expire(now_ms, HANDSHAKE_TIMEOUT_MS);
+        self.resume_accepts();
+        let is_retry = |pending: &PendingConnect| matches!(pending, PendingConnect::Retry(..));
+        let retries: Vec<ConnectionId> =
+            self.pending.iter().filter(|(_, pending)| is_retry(pending)).map(|(id, _)| *id).collect();
+        for id in retries {
+            if let Some(PendingConnect::Retry(address, kind)) = self.pending.remove(&id) {
+                match self.connect_address(id, &address, kind) {
+                    ConnectOutcome::Connected(socket) => {
+                        self.events.push_back(Event::Connected(id, Some(socket)));
+                    }
+                    ConnectOutcome::Refused => self.events.push_back(Event::Connected(id, None)),
+                    ConnectOutcome::InProgress => {}
+                }
             }
         }
     }
 
-    /// How many connections each other guest of the process may have with this one.
-    pub(crate) fn sibling_share(&self, connections: usize) -> usize {
-        self.ears.siblings.share(self.ears.cid, connections)
+    /// Returns the share of each other guest of the process in this guest's connections.
+    pub(crate) fn share_of_peer(&self, connections: usize) -> usize {
+        self.config.local_guests.share(self.config.cid, connections)
     }
 
-    /// What time it is, in milliseconds.
-    pub(crate) fn look_at_clock(&mut self) -> u64 {
+    /// Reads the clock. Returns the time in milliseconds.
+    pub(crate) fn read_clock(&mut self) -> u64 {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         let part = |number: i64| u64::try_from(number).unwrap_or(0);
         self.now_ms = part(now.tv_sec) * 1000 + part(now.tv_nsec) / 1_000_000;
         self.now_ms
     }
 
+    /// Returns the time when the clock was last read.
     pub(crate) fn now_ms(&self) -> u64 {
         self.now_ms
     }
 
-    fn tell(&mut self, id: Id, connect: Connect<HostSocket>) {
-        match connect {
-            Connect::Now(socket) => self.events.push_back(Event::Connected(id, Some(socket))),
-            Connect::Refused => self.events.push_back(Event::Connected(id, None)),
-            Connect::Later => {}
+    /// Stops accepting connections until the next tick; they wait in the backlogs of the listeners.
+    fn pause_accepts(&mut self) {
+        if !self.accepts_paused {
+            self.accepts_paused = true;
+            self.watch_listeners(epoll::EventFlags::empty());
         }
     }
 
-    /// Whether more connections are taken; while there is no room they wait in the kernel.
-    fn listen(&mut self, wanted: bool) {
-        if self.deaf != wanted {
-            return;
+    fn resume_accepts(&mut self) {
+        if self.accepts_paused {
+            self.accepts_paused = false;
+            self.watch_listeners(epoll::EventFlags::IN);
         }
-        self.deaf = !wanted;
-        let flags = if wanted { epoll::EventFlags::IN } else { epoll::EventFlags::empty() };
-        for (index, (listening, _)) in self.ears.listening.iter().enumerate() {
-            let data = epoll::EventData::new_u64(LISTENER | index as u64);
-            if let Err(errno) = epoll::modify(&self.epoll, listening, data, flags) {
+    }
+
+    fn watch_listeners(&self, flags: epoll::EventFlags) {
+        for (index, listening) in self.config.listeners.iter().enumerate() {
+            let tag = epoll::EventData::new_u64(LISTENER | index as u64);
+            if let Err(errno) = epoll::modify(&self.epoll, &listening.listener, tag, flags) {
                 tracing::error!(%errno, "epoll_ctl");
             }
         }
     }
 
     fn accept(&mut self, index: usize) {
-        let since_ms = self.now_ms;
-        // To find that nobody else is there costs the kernel as much as to find somebody. It tells again if there is.
-        let crowded = self.looks - std::mem::replace(&mut self.accepted_at, self.looks) <= 1;
-        for _ in 0..if crowded { ACCEPTS } else { 1 } {
-            let (listening, port) = &self.ears.listening[index];
-            match (listening.accept(port.is_none()), *port) {
-                (Ok(socket), Some(port)) => {
-                    let kind = socket.kind();
-                    self.events.push_back(Event::Open { port, kind, cid: HOST_CID, socket });
-                }
+        // A call that finds the backlog empty costs as much as one that accepts. If there are more, epoll reports it again.
+        let is_busy = self.polls - std::mem::replace(&mut self.last_accept, self.polls) <= 1;
+        for _ in 0..if is_busy { ACCEPTS_MAX } else { 1 } {
+            let Listening { listener, port } = &self.config.listeners[index];
+            match (listener.accept(), *port) {
+                (Ok(socket), Some(port)) => self.incoming(socket, port),
                 (Ok(socket), None) => {
-                    self.make_room();
-                    let index = self.greetings.iter().position(Option::is_none).unwrap_or_else(|| {
-                        self.greetings.push(None);
-                        self.greetings.len() - 1
-                    });
-                    self.greeted += 1;
-                    self.greetings[index] = Some(Greeting { socket, since_ms, number: self.greeted });
-                    self.greeting_count += 1;
-                    self.greet(index);
+                    let slot = self.handshakes.start(socket.expecting_ok(), self.now_ms);
+                    self.continue_handshake(slot);
                 }
                 (Err(error), _) if error.kind() == io::ErrorKind::WouldBlock => return,
                 (Err(error), _) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                 (Err(error), _) => {
-                    tracing::warn!(%error, "no connection can be accepted for a second");
-                    self.listen(false);
+                    tracing::warn!(%error, "cannot accept connections for a second");
+                    self.pause_accepts();
                     return;
                 }
             }
         }
     }
 
-    /// Ends the oldest handshake if there are as many as there may be: clients that say nothing shut out nobody who does.
-    fn make_room(&mut self) {
-        if self.greeting_count < self.ears.greetings_max {
-            return;
-        }
-        let there = self.greetings.iter_mut().filter(|place| place.is_some());
-        if let Some(oldest) = there.min_by_key(|place| place.as_ref().map(|greeting| greeting.number)) {
-            *oldest = None;
-            self.greeting_count -= 1;
-        }
+    fn incoming(&mut self, socket: HostSocket, port: u32) {
+        let kind = socket.kind();
+        self.events.push_back(Event::Incoming(IncomingConnection { port, kind, cid: HOST_CID, socket }));
     }
 
-    /// Someone may have said where to.
-    fn greet(&mut self, index: usize) {
-        let Some(greeting) = self.greetings.get_mut(index).and_then(Option::take) else { return };
-        self.greeting_count -= 1;
-        let socket = &greeting.socket;
-        match socket.hear(convention::connect) {
-            Ok(Line::Whole(port, _)) => {
-                let Greeting { socket, .. } = greeting;
-                let kind = socket.kind();
-                self.events.push_back(Event::Open { port, kind, cid: HOST_CID, socket });
-            }
-            Ok(Line::More) => {
-                let data = epoll::EventData::new_u64(GREETING | index as u64);
-                // Known already, if this is not its first part.
-                match epoll::add(&self.epoll, socket, data, READ) {
-                    Ok(()) | Err(rustix::io::Errno::EXIST) => {
-                        self.greetings[index] = Some(greeting);
-                        self.greeting_count += 1;
-                    }
+    fn continue_handshake(&mut self, slot: usize) {
+        let Some(handshake) = self.handshakes.remove(slot) else { return };
+        match handshake.socket.receive_line(parse_connect) {
+            Ok(HandshakeLine::Complete { port, .. }) => self.incoming(handshake.socket, port),
+            Ok(HandshakeLine::Incomplete) => {
+                let tag = epoll::EventData::new_u64(HANDSHAKE | slot as u64);
+                // It is registered already, if this is not the first part of the line.
+                match epoll::add(&self.epoll, &handshake.socket, tag, READ) {
+                    Ok(()) | Err(rustix::io::Errno::EXIST) => self.handshakes.put_back(slot, handshake),
                     Err(errno) => tracing::warn!(%errno, "epoll_ctl"),
                 }
             }
-            Ok(Line::Wrong) => tracing::debug!("someone connected and did not say CONNECT and a port"),
-            Err(error) => tracing::debug!(%error, "someone connected and went"),
+            Ok(HandshakeLine::Invalid) => tracing::debug!("closed a client that did not send CONNECT PORT"),
+            Err(error) => tracing::debug!(%error, "a client closed before it sent CONNECT"),
         }
     }
 
-    fn mail(&mut self) {
-        for Incoming { port, kind, cid, socket } in self.ears.mailbox.take() {
-            self.events.push_back(Event::Open { port, kind, cid, socket });
-        }
-    }
-
-    fn connection(&mut self, id: Id, flags: epoll::EventFlags) {
+    fn on_connection(&mut self, id: ConnectionId, flags: epoll::EventFlags) {
         if self.pending.contains_key(&id) {
-            self.advance(id);
+            self.advance_connect(id);
             return;
         }
         if flags.contains(epoll::EventFlags::OUT) {
@@ -353,34 +325,35 @@ impl Host {
             self.events.push_back(Event::Error(id));
         }
         if flags.contains(epoll::EventFlags::PRI) {
-            self.events.push_back(Event::Readable(id, News::Urgent));
+            self.events.push_back(Event::Readable(id, Readiness::Urgent));
         }
-        let news = if flags.contains(epoll::EventFlags::HUP) {
-            News::HungUp
+        let readiness = if flags.contains(epoll::EventFlags::HUP) {
+            Readiness::Closed
         } else if flags.contains(epoll::EventFlags::RDHUP) {
-            News::Ending
+            Readiness::ReadClosed
         } else if flags.contains(epoll::EventFlags::IN) {
-            News::Data
+            Readiness::Readable
         } else {
             return;
         };
-        self.events.push_back(Event::Readable(id, news));
+        self.events.push_back(Event::Readable(id, readiness));
     }
 
-    fn watch(&self, id: Id, socket: &HostSocket, write: bool, known: bool) -> io::Result<()> {
-        let flags = if write { READ | WRITE } else { READ };
-        let data = epoll::EventData::new_u64(data_of(id));
-        let done = match known {
-            true => epoll::modify(&self.epoll, socket, data, flags),
-            false => epoll::add(&self.epoll, socket, data, flags),
-        };
+    fn register(&self, id: ConnectionId, socket: &HostSocket, interest: Interest) -> io::Result<()> {
+        let done = epoll::add(&self.epoll, socket, tag_of(id), flags_of(interest));
+        done.inspect_err(|errno| tracing::error!(%errno, "epoll_ctl"))?;
+        Ok(())
+    }
+
+    fn modify(&self, id: ConnectionId, socket: &HostSocket, interest: Interest) -> io::Result<()> {
+        let done = epoll::modify(&self.epoll, socket, tag_of(id), flags_of(interest));
         done.inspect_err(|errno| tracing::error!(%errno, "epoll_ctl"))?;
         Ok(())
     }
 }
 
 impl AsFd for Host {
-    /// Readable when [`Host::look`] has something to find.
+    /// Returns the descriptor that is readable when [`Host::poll`] finds events.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
@@ -389,75 +362,74 @@ impl AsFd for Host {
 impl Sockets for Host {
     type Socket = HostSocket;
 
-    fn connect(&mut self, id: Id, key: Key, kind: Kind) -> Connect<HostSocket> {
-        self.begin_for(id, key, kind)
+    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, kind: Kind) -> ConnectOutcome<HostSocket> {
+        self.connect_key(id, key, kind)
     }
 
-    fn opened(&mut self, id: Id, socket: &HostSocket) {
-        let data = epoll::EventData::new_u64(data_of(id));
-        let added = match epoll::add(&self.epoll, socket, data, READ) {
-            Err(rustix::io::Errno::EXIST) => epoll::modify(&self.epoll, socket, data, READ),
+    fn opened(&mut self, id: ConnectionId, socket: &HostSocket) {
+        // It is registered already if it had a handshake.
+        let added = match epoll::add(&self.epoll, socket, tag_of(id), READ) {
+            Err(rustix::io::Errno::EXIST) => epoll::modify(&self.epoll, socket, tag_of(id), READ),
             other => other,
         };
         if let Err(errno) = added {
             tracing::error!(%errno, "epoll_ctl");
             self.events.push_back(Event::Connected(id, None));
-        } else if socket.has_early() {
-            self.events.push_back(Event::Readable(id, News::Data));
+        } else if socket.has_buffered() {
+            self.events.push_back(Event::Readable(id, Readiness::Readable));
         }
     }
 
-    fn accepted(&mut self, _: Id, socket: &HostSocket, port: u32) -> io::Result<()> {
-        if socket.convention { socket.say(&format!("OK {port}\n")) } else { Ok(()) }
+    fn accepted(&mut self, _: ConnectionId, socket: &HostSocket, port: u32) -> io::Result<()> {
+        if socket.expects_ok { socket.send_line(&format!("OK {port}\n")) } else { Ok(()) }
     }
 
     fn receive(&mut self, socket: &HostSocket, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
         socket.receive(bufs)
     }
 
-    fn front(&mut self, socket: &HostSocket) -> io::Result<Front> {
-        socket.front()
+    fn peek(&mut self, socket: &HostSocket) -> io::Result<Peeked> {
+        socket.peek()
     }
 
-    fn send(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize> {
-        socket.send(bufs, ends)
+    fn send(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>], flags: SeqFlags) -> io::Result<usize> {
+        socket.send(bufs, flags)
     }
 
-    fn lends(&mut self, socket: &HostSocket) -> bool {
-        self.lenders.lends(socket, self.now_ms)
+    fn uses_zero_copy(&mut self, socket: &HostSocket) -> bool {
+        self.zero_copy.is_used(socket, self.now_ms)
     }
 
-    fn lend(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>]) -> io::Result<(usize, Option<u64>)> {
-        socket.lend(bufs)
+    fn send_zero_copy(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>]) -> io::Result<SendOutcome> {
+        socket.send_zero_copy(bufs)
     }
 
-    fn freed(&mut self, socket: &HostSocket) -> u64 {
-        self.lenders.freed(socket, self.now_ms)
+    fn completed(&mut self, socket: &HostSocket) -> u64 {
+        self.zero_copy.completed(socket, self.now_ms)
     }
 
-    fn part(&mut self, socket: &HostSocket, reset: bool) {
-        match reset {
-            true => socket.disconnect(),
-            false => socket.shutdown(Shut::all()),
+    fn linger(&mut self, socket: &HostSocket, mode: CloseMode) {
+        match mode {
+            CloseMode::Graceful => socket.shutdown(ShutdownFlags::all()),
+            CloseMode::Reset => socket.disconnect(),
         }
     }
 
-    fn shutdown(&mut self, socket: &HostSocket, what: Shut) {
-        socket.shutdown(what);
+    fn shutdown(&mut self, socket: &HostSocket, directions: ShutdownFlags) {
+        socket.shutdown(directions);
     }
 
-    fn watch_writable(&mut self, id: Id, socket: &HostSocket, wanted: bool) {
-        let _ = self.watch(id, socket, wanted, true);
+    fn set_interest(&mut self, id: ConnectionId, socket: &HostSocket, interest: Interest) {
+        let _ = self.modify(id, socket, interest);
     }
 
-    fn close(&mut self, socket: HostSocket, reset: bool) {
-        if reset {
-            socket.make_reset();
+    fn close(&mut self, socket: HostSocket, mode: CloseMode) {
+        if mode == CloseMode::Reset {
+            socket.reset_on_close();
         }
-        drop(socket);
     }
 
-    fn forget(&mut self, id: Id) {
+    fn cancel_connect(&mut self, id: ConnectionId) {
         self.pending.remove(&id);
     }
 }

@@ -1,59 +1,77 @@
-//! The calls that make sockets, none of which waits.
+//! Connected sockets of the host, all of them non-blocking.
 
 use std::cell::RefCell;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::fs::{CWD, FileType, lstat, unlinkat};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, acceptfrom_with, bind,
-    connect, connect_unspec, listen, recv, send, shutdown, socket_with, socketpair, sockopt,
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, connect_unspec,
+    recv, send, shutdown, socket_with, socketpair, sockopt,
 };
 
-use towline_channel::{IOV_MAX, IoBuf, IoBufMut, gather, scatter, total_len};
+use towline_channel::{IOV_MAX, IoBuf, IoBufMut, ZeroCopySends, gather, scatter, total_len};
 
-use super::convention::{LINE_BYTES_MAX, Line};
-use super::lending::Lending;
+use super::handshake::{HandshakeLine, LINE_BYTES_MAX};
 use crate::credit::WINDOW_FIRST_MAX;
-use crate::packet::{Ends, Kind, Shut};
-use crate::rules::Place;
-use crate::sockets::{Front, Received};
+use crate::packet::{Kind, SeqFlags, ShutdownFlags};
+use crate::rules::HostAddress;
+use crate::sockets::{Peeked, Received};
 use crate::sys::{self, VsockAddress};
 
-/// Connections that wait to be accepted.
-const BACKLOG: i32 = 1024;
-/// Empty messages that are skipped at a time.
+/// Maximum number of empty messages that are dropped at a time.
 const EMPTY_MAX: usize = 16;
-const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+/// Flags of every socket.
+pub(super) const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
-/// A socket of the host's side.
+/// A connected socket of the host.
 #[derive(Debug)]
 pub(crate) struct HostSocket {
     fd: OwnedFd,
     kind: Kind,
-    /// Of TCP: whose.
+    /// Address of the peer of a TCP socket.
     pub(super) peer: Option<IpAddr>,
-    pub(super) lending: RefCell<Lending>,
-    /// Whoever connected waits for `OK`.
-    pub(super) convention: bool,
-    /// Read already: the beginning of a line, or what stood right behind one and is the guest's.
-    early: RefCell<Vec<u8>>,
-    /// Of messages between two guests: a byte before each says what ends with it, which Unix sockets do not carry.
-    marked: bool,
+    pub(super) zero_copy: RefCell<ZeroCopyState>,
+    /// The client waits for `OK`.
+    pub(super) expects_ok: bool,
+    /// Bytes that were read already: the beginning of a line, or data that followed a line and is the guest's.
+    buffered: RefCell<Vec<u8>>,
+    framing: Framing,
 }
 
-/// How a connection that was begun stands.
+/// Framing of messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Framing {
+    /// The socket's own.
+    Plain,
+    /// Between two guests: a byte before each message has its flags, which Unix sockets do not transport.
+    Flags,
+}
+
+/// Zero-copy sends of a socket.
+#[derive(Debug, Default)]
+pub(super) enum ZeroCopyState {
+    /// It was not decided yet whether the socket uses them.
+    #[default]
+    Undecided,
+    /// The socket does not use them.
+    Disabled,
+    /// The socket uses them.
+    Enabled(ZeroCopySends),
+    /// The socket uses them no more; earlier ones may not have completed.
+    Stopped(ZeroCopySends),
+}
+
+/// State of a connect after its start.
 #[derive(Debug)]
-pub(super) enum Begun {
+pub(super) enum Started {
     Connected(HostSocket),
-    /// Writable when it is connected, or is not.
-    Waits(HostSocket),
-    /// The listener has no room for now.
-    Full,
+    /// The socket becomes writable when it is connected, or has failed.
+    InProgress(HostSocket),
+    /// The backlog of the listener is full.
+    BacklogFull,
 }
 
 impl AsFd for HostSocket {
@@ -62,7 +80,8 @@ impl AsFd for HostSocket {
     }
 }
 
-fn socket_type(kind: Kind) -> SocketType {
+/// Returns the type of sockets of this kind.
+pub(super) fn socket_type(kind: Kind) -> SocketType {
     match kind {
         Kind::Stream => SocketType::STREAM,
         Kind::Seqpacket => SocketType::SEQPACKET,
@@ -70,33 +89,45 @@ fn socket_type(kind: Kind) -> SocketType {
 }
 
 impl HostSocket {
-    pub(super) fn new(fd: OwnedFd, kind: Kind, peer: Option<IpAddr>, convention: bool) -> Self {
+    pub(super) fn new(fd: OwnedFd, kind: Kind, peer: Option<IpAddr>) -> Self {
         if peer.is_some() {
-            // Packets of the guest's go out as they come; whoever wants them joined has done so.
+            // Packets of the guest are sent as they come; its own stack has coalesced them if it wants that.
             let _ = sockopt::set_tcp_nodelay(&fd, true);
         }
         if kind == Kind::Seqpacket {
-            // It takes a message at once or never, and the guest's may be as long as a window. The kernel doubles what it is
-            // asked for, as far as its limit goes, whose default is enough.
+            // A message is sent as a whole or not at all, and may be as long as a window. The kernel doubles the value, up to
+            // a limit whose default is sufficient.
             let _ = sockopt::set_socket_send_buffer_size(&fd, WINDOW_FIRST_MAX as usize);
         }
-        let (lending, early) = (RefCell::default(), RefCell::default());
-        Self { fd, kind, peer, lending, convention, early, marked: false }
+        Self {
+            fd,
+            kind,
+            peer,
+            zero_copy: RefCell::default(),
+            expects_ok: false,
+            buffered: RefCell::default(),
+            framing: Framing::Plain,
+        }
+    }
+
+    /// Returns the socket as one whose client waits for `OK`.
+    pub(super) fn expecting_ok(self) -> Self {
+        Self { expects_ok: true, ..self }
     }
 
     pub(super) fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// Begins to connect.
-    pub(super) fn begin(place: &Place, kind: Kind) -> io::Result<Begun> {
-        let (fd, connected) = match place {
-            Place::Unix(path) => {
+    /// Starts to connect.
+    pub(super) fn connect(address: &HostAddress, kind: Kind) -> io::Result<Started> {
+        let (fd, connected) = match address {
+            HostAddress::Unix(path) => {
                 let fd = socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
                 let connected = connect(&fd, &SocketAddrUnix::new(path)?);
                 (fd, connected)
             }
-            Place::Tcp(address) => {
+            HostAddress::Tcp(address) => {
                 if kind != Kind::Stream {
                     return Err(Errno::PROTOTYPE.into());
                 }
@@ -105,359 +136,259 @@ impl HostSocket {
                 let connected = connect(&fd, address);
                 (fd, connected)
             }
-            Place::Vsock { cid, port } => {
+            HostAddress::Vsock { cid, port } => {
                 let fd = socket_with(AddressFamily::VSOCK, socket_type(kind), FLAGS, None)?;
                 let connected = connect(&fd, &VsockAddress::new(*cid, *port));
                 (fd, connected)
             }
         };
-        let peer = if let Place::Tcp(address) = place { Some(address.ip()) } else { None };
-        let socket = Self::new(fd, kind, peer, false);
+        let peer = if let HostAddress::Tcp(address) = address { Some(address.ip()) } else { None };
+        let socket = Self::new(fd, kind, peer);
         match connected {
-            Ok(()) => Ok(Begun::Connected(socket)),
-            Err(Errno::INPROGRESS | Errno::INTR) => Ok(Begun::Waits(socket)),
-            Err(Errno::AGAIN) => Ok(Begun::Full),
+            Ok(()) => Ok(Started::Connected(socket)),
+            Err(Errno::INPROGRESS | Errno::INTR) => Ok(Started::InProgress(socket)),
+            Err(Errno::AGAIN) => Ok(Started::BacklogFull),
             Err(errno) => Err(errno.into()),
         }
     }
 
-    /// Two that are connected with each other.
+    /// Returns two sockets for a connection between guests: that of the initiator, and that of the acceptor, which sends
+    /// `OK`.
     pub(crate) fn pair(kind: Kind) -> io::Result<(Self, Self)> {
         let (one, other) = socketpair(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
-        let marked = kind == Kind::Seqpacket;
-        let ends = [(one, false), (other, true)];
-        let [ours, theirs] = ends.map(|(fd, asks)| Self { marked, ..Self::new(fd, kind, None, asks) });
-        Ok((ours, theirs))
+        let framing = match kind {
+            Kind::Stream => Framing::Plain,
+            Kind::Seqpacket => Framing::Flags,
+        };
+        let [ours, theirs] = [one, other].map(|fd| Self { framing, ..Self::new(fd, kind, None) });
+        Ok((ours, theirs.expecting_ok()))
     }
 
-    /// What became of a connection that waited.
-    pub(super) fn outcome(&self) -> io::Result<()> {
+    /// Returns the result of a connect that was in progress.
+    pub(super) fn connect_result(&self) -> io::Result<()> {
         sockopt::socket_error(&self.fd)??;
         Ok(())
     }
 
-    /// Reads what somebody has said so far, in one call that may take more than the line: what is behind it is the first
-    /// that [`HostSocket::receive`] gives. An error if they have gone.
-    pub(super) fn hear<T>(&self, parse: fn(&[u8], bool) -> Line<T>) -> io::Result<Line<T>> {
-        let mut early = self.early.borrow_mut();
+    /// Reads and parses a line. One call may read more than the line; that data is the first that [`HostSocket::receive`]
+    /// returns.
+    ///
+    /// # Errors
+    /// The client has closed the socket, or the call's own.
+    pub(super) fn receive_line(&self, parse: fn(&[u8], Kind) -> HandshakeLine) -> io::Result<HandshakeLine> {
+        let mut buffered = self.buffered.borrow_mut();
         let mut bytes = [0; LINE_BYTES_MAX];
-        let before = early.len();
-        bytes[..before].copy_from_slice(&early);
+        let before = buffered.len();
+        bytes[..before].copy_from_slice(&buffered);
         let count = match recv(&self.fd, &mut bytes[before..], RecvFlags::DONTWAIT) {
             Ok((0, _)) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok((count, _)) => before + count,
-            Err(Errno::AGAIN) => return Ok(Line::More),
+            Err(Errno::AGAIN) => return Ok(HandshakeLine::Incomplete),
             Err(errno) => return Err(errno.into()),
         };
-        let line = parse(&bytes[..count], self.kind == Kind::Seqpacket);
-        let gone = match &line {
-            // The rest of a message goes with its line.
-            Line::Whole(..) if self.kind == Kind::Seqpacket => count,
-            Line::Whole(_, length) => *length,
-            Line::More | Line::Wrong => 0,
+        let line = parse(&bytes[..count], self.kind);
+        let consumed = match (line, self.kind) {
+            // The rest of the message is dropped with its line.
+            (HandshakeLine::Complete { .. }, Kind::Seqpacket) => count,
+            (HandshakeLine::Complete { length, .. }, Kind::Stream) => length,
+            (HandshakeLine::Incomplete | HandshakeLine::Invalid, _) => 0,
         };
-        // Of most sockets nothing stays, and then no memory either.
-        *early = bytes[gone..count].to_vec();
+        // An empty vector frees its memory.
+        *buffered = bytes[consumed..count].to_vec();
         Ok(line)
     }
 
-    /// Whether something of the guest's was read with a line.
-    pub(super) fn has_early(&self) -> bool {
-        !self.early.borrow().is_empty()
+    /// Returns true if data of the guest was read with a line.
+    pub(super) fn has_buffered(&self) -> bool {
+        !self.buffered.borrow().is_empty()
     }
 
     /// Receives into these buffers.
     pub(super) fn receive(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
-        let mut early = self.early.borrow_mut();
-        if early.is_empty() {
-            return if self.marked { self.receive_marked(bufs) } else { sys::receive(self.fd.as_fd(), bufs) };
+        let mut buffered = self.buffered.borrow_mut();
+        if !buffered.is_empty() {
+            let bytes = scatter(&buffered, bufs);
+            buffered.drain(..bytes);
+            return Ok(Received { bytes, more: true, eor: false });
         }
-        let bytes = scatter(&early, bufs);
-        early.drain(..bytes);
-        Ok(Received { bytes, more: true, record: false })
+        match self.framing {
+            Framing::Plain => sys::receive(self.fd.as_fd(), bufs),
+            Framing::Flags => self.receive_with_flags(bufs),
+        }
     }
 
-    fn receive_marked(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
-        let mut mark = [0];
+    fn receive_with_flags(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+        let mut flags = [0];
         let mut all = Vec::with_capacity(bufs.len() + 1);
-        all.push(IoBufMut::from(&mut mark));
+        all.push(IoBufMut::from(&mut flags));
         all.extend(bufs.iter_mut().map(|buf| buf.prefix(buf.len())));
         let received = sys::receive(self.fd.as_fd(), &mut all)?;
-        let record = Ends::from_bits_truncate(mark[0].into()).contains(Ends::RECORD);
-        Ok(Received { bytes: received.bytes.saturating_sub(mark.len()), record, ..received })
+        let eor = SeqFlags::from_bits_truncate(flags[0].into()).contains(SeqFlags::EOR);
+        Ok(Received { bytes: received.bytes.saturating_sub(flags.len()), eor, ..received })
     }
 
-    /// Sends these, or some of them; a message whole.
-    pub(super) fn send(&self, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize> {
-        if !self.marked {
+    /// Sends these buffers or a part of them; a message as a whole.
+    pub(super) fn send(&self, bufs: &[IoBuf<'_>], flags: SeqFlags) -> io::Result<usize> {
+        if self.framing == Framing::Plain {
             return sys::send(self.fd.as_fd(), bufs);
         }
-        let mark = [ends.bits() as u8];
+        let flags = [flags.bits() as u8];
         let mut copied = Vec::new();
-        let mut all = vec![IoBuf::from(&mark[..])];
+        let mut all = vec![IoBuf::from(&flags[..])];
         if bufs.len() < IOV_MAX {
             all.extend_from_slice(bufs);
         } else {
-            // One piece too many with the mark.
+            // With the flags there is one buffer too many.
             copied.resize(total_len(bufs), 0);
             gather(bufs, &mut copied);
             all.push(IoBuf::from(&copied[..]));
         }
-        Ok(sys::send(self.fd.as_fd(), &all)?.saturating_sub(mark.len()))
+        Ok(sys::send(self.fd.as_fd(), &all)?.saturating_sub(flags.len()))
     }
 
-    /// Takes a message of which it is known that it is empty.
-    fn skip_message(&self) -> io::Result<()> {
-        recv(&self.fd, &mut [0u8; 1][..], RecvFlags::DONTWAIT)?;
-        Ok(())
-    }
-
-    /// Sends a line, which always fits into a socket that nobody has written to.
-    pub(super) fn say(&self, line: &str) -> io::Result<()> {
+    /// Sends a line, which always fits into the empty buffer of a new socket.
+    pub(super) fn send_line(&self, line: &str) -> io::Result<()> {
         let sent = send(&self.fd, line.as_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
         if sent < line.len() { Err(io::ErrorKind::WriteZero.into()) } else { Ok(()) }
     }
 
-    /// What comes next. Empty messages, which vsock does not carry, are skipped, a few at a time: their sender may be
-    /// faster than this.
-    pub(super) fn front(&self) -> io::Result<Front> {
-        let early = self.early.borrow().len();
-        if early > 0 {
-            return Ok(Front::Bytes(early));
+    /// Peeks at the next message, or the next bytes. Empty messages, which vsock does not transport, are dropped, a few at a
+    /// time: their sender may be faster than this.
+    pub(super) fn peek(&self) -> io::Result<Peeked> {
+        let buffered = self.buffered.borrow().len();
+        if buffered > 0 {
+            return Ok(Peeked::Bytes(buffered));
         }
         for _ in 0..EMPTY_MAX {
             let (_, len) =
                 recv(&self.fd, &mut [0u8; 1][..], RecvFlags::PEEK | RecvFlags::TRUNC | RecvFlags::DONTWAIT)?;
-            // Between guests a message has a mark.
-            let len = len.saturating_sub(usize::from(self.marked));
+            let len = match self.framing {
+                Framing::Plain => len,
+                Framing::Flags => len.saturating_sub(1),
+            };
             if len > 0 {
-                return Ok(Front::Bytes(len));
+                return Ok(Peeked::Bytes(len));
             }
-            if self.kind == Kind::Stream || self.is_at_end()? {
-                return Ok(Front::End);
+            if self.kind == Kind::Stream || self.is_at_eof()? {
+                return Ok(Peeked::Eof);
             }
-            self.skip_message()?;
+            self.drop_message()?;
         }
-        Ok(Front::Skipped)
+        Ok(Peeked::Skipped)
     }
 
-    /// Of one that gives nothing: whether that is not just an empty message.
-    fn is_at_end(&self) -> io::Result<bool> {
+    /// Receives and drops an empty message.
+    fn drop_message(&self) -> io::Result<()> {
+        recv(&self.fd, &mut [0u8; 1][..], RecvFlags::DONTWAIT)?;
+        Ok(())
+    }
+
+    /// Returns true if a peek without data is the end of the stream, not an empty message.
+    fn is_at_eof(&self) -> io::Result<bool> {
         let mut fds = [PollFd::new(&self.fd, PollFlags::RDHUP)];
         rustix::event::poll(&mut fds, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 }))?;
         let ended = fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR);
         Ok(ended && rustix::io::ioctl_fionread(&self.fd)? == 0)
     }
 
-    pub(super) fn shutdown(&self, what: Shut) {
-        let how = match (what.contains(Shut::SEND), what.contains(Shut::RECEIVE)) {
+    pub(super) fn shutdown(&self, directions: ShutdownFlags) {
+        let sends = directions.contains(ShutdownFlags::SEND);
+        let how = match (sends, directions.contains(ShutdownFlags::RECEIVE)) {
             (true, true) => rustix::net::Shutdown::Both,
             (true, false) => rustix::net::Shutdown::Write,
             (false, true) => rustix::net::Shutdown::Read,
             (false, false) => return,
         };
-        // Its other end may have gone: that is what was wanted.
+        // It fails if the peer has closed, which has the same effect.
         let _ = shutdown(&self.fd, how);
     }
 
-    /// Resets a connection of TCP, and drops what was not delivered, but keeps the socket, which then tells when nothing
-    /// is read any more.
+    /// Resets a TCP connection and discards undelivered data, but keeps the socket, which then reports the completions of its
+    /// zero-copy sends.
     pub(super) fn disconnect(&self) {
         if let Err(errno) = connect_unspec(&self.fd) {
-            // A sandbox without leave to connect: it is reset when it is closed.
-            tracing::debug!(%errno, "a connection is not reset at once");
-            self.shutdown(Shut::all());
+            // A sandbox may forbid `connect`: the connection is reset when the socket is closed.
+            tracing::debug!(%errno, "cannot reset a connection at once");
+            self.shutdown(ShutdownFlags::all());
         }
     }
 
-    /// Lets its other end see that this is no orderly end.
-    pub(super) fn make_reset(&self) {
+    /// Makes a TCP connection end with a reset when the socket is closed.
+    pub(super) fn reset_on_close(&self) {
         if self.peer.is_some() {
             let _ = sockopt::set_socket_linger(&self.fd, Some(std::time::Duration::ZERO));
         }
     }
 }
 
-/// A socket that listens. Its file goes with it.
-#[derive(Debug)]
-pub(crate) struct Listening {
-    fd: OwnedFd,
-    kind: Kind,
-    file: Option<SocketFile>,
-}
-
-/// The file of a socket that listens.
-#[derive(Debug)]
-struct SocketFile {
-    path: PathBuf,
-    /// Device and inode.
-    identity: (u64, u64),
-}
-
-impl SocketFile {
-    fn new(path: &Path) -> io::Result<Self> {
-        let stat = lstat(path)?;
-        Ok(Self { path: path.to_owned(), identity: (stat.st_dev, stat.st_ino) })
-    }
-
-    /// Removes it, unless another socket has taken its place meanwhile.
-    fn remove(&self) {
-        if lstat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.identity) {
-            let _ = unlinkat(CWD, &self.path, rustix::fs::AtFlags::empty());
-        }
-    }
-}
-
-impl AsFd for Listening {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-}
-
-impl Listening {
-    /// Listens at a path. What another process left there is replaced; a socket that somebody listens at is not.
-    pub(crate) fn unix(path: &Path, kind: Kind) -> io::Result<Self> {
-        let address = SocketAddrUnix::new(path)?;
-        let fd = socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
-        if let Err(errno) = bind(&fd, &address) {
-            let is_socket =
-                lstat(path).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Socket);
-            let probe = socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
-            if errno != Errno::ADDRINUSE || !is_socket || connect(&probe, &address) != Err(Errno::CONNREFUSED)
-            {
-                return Err(errno.into());
-            }
-            unlinkat(CWD, path, rustix::fs::AtFlags::empty())?;
-            bind(&fd, &address)?;
-        }
-        let file = Some(SocketFile::new(path)?);
-        let listening = Self { fd, kind, file };
-        listen(&listening.fd, BACKLOG)?;
-        Ok(listening)
-    }
-
-    /// Listens at an address.
-    pub(crate) fn tcp(address: &SocketAddr) -> io::Result<Self> {
-        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-        let fd = socket_with(family, SocketType::STREAM, FLAGS, None)?;
-        sockopt::set_socket_reuseaddr(&fd, true)?;
-        bind(&fd, address)?;
-        listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind: Kind::Stream, file: None })
-    }
-
-    /// Listens at a port of the host's own AF_VSOCK.
-    fn vsock(cid: Option<u32>, port: u32) -> io::Result<Self> {
-        let fd = socket_with(AddressFamily::VSOCK, SocketType::STREAM, FLAGS, None)?;
-        bind(&fd, &VsockAddress::new(cid, port))?;
-        listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind: Kind::Stream, file: None })
-    }
-
-    pub(crate) fn place(place: &Place) -> io::Result<Self> {
-        match place {
-            Place::Vsock { cid, port } => Self::vsock(*cid, *port),
-            Place::Unix(path) => Self::unix(path, Kind::Stream),
-            Place::Tcp(address) => Self::tcp(address),
-        }
-    }
-
-    /// Who comes next; `convention`: who will say where to.
-    pub(super) fn accept(&self, convention: bool) -> io::Result<HostSocket> {
-        let (fd, from) = acceptfrom_with(&self.fd, FLAGS)?;
-        // Of a Unix socket's nameless ends there is none.
-        let peer = from.and_then(|from| SocketAddr::try_from(from).ok()).map(|from| from.ip());
-        Ok(HostSocket::new(fd, self.kind, peer, convention))
-    }
-}
-
-impl Drop for Listening {
-    fn drop(&mut self) {
-        if let Some(file) = &self.file {
-            file.remove();
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::convention;
+    use super::super::handshake::{parse_connect, parse_ok};
     use super::*;
 
-    fn received(socket: &HostSocket) -> (Vec<u8>, Ends) {
+    fn received(socket: &HostSocket) -> (Vec<u8>, SeqFlags) {
         let mut bytes = vec![0; 2 * IOV_MAX];
         let received = socket.receive(&mut [IoBufMut::from(&mut bytes[..])]).unwrap();
         bytes.truncate(received.bytes);
-        (bytes, received.ends())
+        (bytes, received.flags())
     }
 
     #[test]
-    fn between_guests_a_message_keeps_what_ends_with_it() {
+    fn messages_between_guests_keep_their_flags() {
         let (one, other) = HostSocket::pair(Kind::Seqpacket).unwrap();
-        other.say("OK 7\n").unwrap();
-        assert_eq!(one.hear(convention::ok).unwrap(), Line::Whole(7, 5));
+        other.send_line("OK 7\n").unwrap();
+        let line = HandshakeLine::Complete { port: 7, length: 5 };
+        assert_eq!(one.receive_line(parse_ok).unwrap(), line);
         let many = vec![IoBuf::from(&b"x"[..]); IOV_MAX];
-        for (bufs, ends) in [
-            (&[IoBuf::from(&b"one"[..]), IoBuf::from(&b"message"[..])][..], Ends::MESSAGE),
-            (&[IoBuf::from(&b"and a record"[..])], Ends::all()),
-            (&many[..50], Ends::all()),
+        for (bufs, flags) in [
+            (&[IoBuf::from(&b"one"[..]), IoBuf::from(&b"message"[..])][..], SeqFlags::EOM),
+            (&[IoBuf::from(&b"and a record"[..])], SeqFlags::all()),
+            (&many[..50], SeqFlags::all()),
         ] {
             let len = total_len(bufs);
-            assert_eq!(one.send(bufs, ends).unwrap(), len);
-            assert_eq!(other.front().unwrap(), Front::Bytes(len));
+            assert_eq!(one.send(bufs, flags).unwrap(), len);
+            assert_eq!(other.peek().unwrap(), Peeked::Bytes(len));
             let (bytes, found) = received(&other);
-            assert_eq!((bytes.len(), found), (len, ends));
+            assert_eq!((bytes.len(), found), (len, flags));
         }
-        assert_eq!(one.send(&many, Ends::MESSAGE).unwrap(), IOV_MAX);
-        assert_eq!(other.front().unwrap(), Front::Bytes(IOV_MAX));
+        assert_eq!(one.send(&many, SeqFlags::EOM).unwrap(), IOV_MAX);
+        assert_eq!(other.peek().unwrap(), Peeked::Bytes(IOV_MAX));
         drop(one);
         assert_eq!(received(&other).0.len(), IOV_MAX);
-        assert_eq!((other.front().unwrap(), received(&other).0.len()), (Front::End, 0));
+        assert_eq!((other.peek().unwrap(), received(&other).0.len()), (Peeked::Eof, 0));
     }
 
     #[test]
-    fn what_is_read_with_a_line_comes_first() {
+    fn data_that_was_read_with_a_line_comes_first() {
         let (one, other) = HostSocket::pair(Kind::Stream).unwrap();
-        one.say("CONN").unwrap();
-        assert_eq!(other.hear(convention::connect).unwrap(), Line::More);
-        assert_eq!(other.hear(convention::connect).unwrap(), Line::More);
-        one.say("ECT 52\nand data").unwrap();
-        assert_eq!(other.hear(convention::connect).unwrap(), Line::Whole(52, 11));
-        one.say(" and more").unwrap();
-        assert!(other.has_early());
-        assert_eq!(other.front().unwrap(), Front::Bytes(8));
+        one.send_line("CONN").unwrap();
+        assert_eq!(other.receive_line(parse_connect).unwrap(), HandshakeLine::Incomplete);
+        assert_eq!(other.receive_line(parse_connect).unwrap(), HandshakeLine::Incomplete);
+        one.send_line("ECT 52\nand data").unwrap();
+        let line = HandshakeLine::Complete { port: 52, length: 11 };
+        assert_eq!(other.receive_line(parse_connect).unwrap(), line);
+        one.send_line(" and more").unwrap();
+        assert!(other.has_buffered());
+        assert_eq!(other.peek().unwrap(), Peeked::Bytes(8));
         let mut bytes = [0; 5];
         let first = other.receive(&mut [IoBufMut::from(&mut bytes)]).unwrap();
-        assert_eq!((first, &bytes), (Received { bytes: 5, more: true, record: false }, b"and d"));
+        assert_eq!((first, &bytes), (Received { bytes: 5, more: true, eor: false }, b"and d"));
         assert_eq!((received(&other).0, received(&other).0), (b"ata".to_vec(), b" and more".to_vec()));
         drop(one);
-        assert!(!other.has_early());
-        assert_eq!(other.hear(convention::connect).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert!(!other.has_buffered());
+        assert_eq!(other.receive_line(parse_connect).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
 
     #[test]
-    fn empty_messages_are_skipped_a_few_at_a_time() {
+    fn empty_messages_are_dropped_a_few_at_a_time() {
         let (one, other) = HostSocket::pair(Kind::Seqpacket).unwrap();
         for _ in 0..2 * EMPTY_MAX {
-            assert_eq!(one.send(&[], Ends::MESSAGE).unwrap(), 0);
+            assert_eq!(one.send(&[], SeqFlags::EOM).unwrap(), 0);
         }
-        assert_eq!(one.send(&[IoBuf::from(b"x")], Ends::MESSAGE).unwrap(), 1);
+        assert_eq!(one.send(&[IoBuf::from(b"x")], SeqFlags::EOM).unwrap(), 1);
         for _ in 0..2 {
-            assert_eq!(other.front().unwrap(), Front::Skipped);
+            assert_eq!(other.peek().unwrap(), Peeked::Skipped);
         }
-        assert_eq!(other.front().unwrap(), Front::Bytes(1));
-    }
-
-    #[test]
-    fn a_file_that_another_socket_has_taken_over_stays() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("s");
-        let first = Listening::unix(&path, Kind::Stream).unwrap();
-        std::fs::remove_file(&path).unwrap();
-        let second = Listening::unix(&path, Kind::Stream).unwrap();
-        drop(first);
-        assert!(path.exists(), "the file of the second one");
-        drop(second);
-        assert!(!path.exists());
+        assert_eq!(other.peek().unwrap(), Peeked::Bytes(1));
     }
 }

@@ -1,4 +1,4 @@
-//! All that is unsafe: the vectored calls on sockets over buffers that Rust never looks into, and addresses of AF_VSOCK.
+//! All unsafe code: vectored calls on sockets with buffers that Rust never dereferences, and addresses of AF_VSOCK.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -10,11 +10,13 @@ use crate::sockets::Received;
 
 const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 
-// The calls are made without the C library's own functions, which are points at which a thread can be cancelled: to allow
-// that and to forbid it again is a part of what a short call costs.
+// System calls are made directly. The C library's functions are cancellation points, and enabling and disabling cancellation is
+// a part of the cost of a short call.
 
-/// `recvmsg(2)` that does not wait, into the first [`IOV_MAX`] of these buffers. A message that is longer than they are is an
-/// error of the kind [`io::ErrorKind::InvalidData`]: the rest of it is lost.
+/// Non-blocking `recvmsg(2)` into the first [`IOV_MAX`] of these buffers.
+///
+/// # Errors
+/// [`io::ErrorKind::InvalidData`] for a message that is longer than the buffers; the rest of it is lost. Others are the call's.
 pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
     let count = bufs.len().min(IOV_MAX);
     let room: usize = bufs[..count].iter().map(IoBufMut::len).sum();
@@ -23,20 +25,20 @@ pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Resu
     message.msg_iov = bufs.as_mut_ptr().cast();
     message.msg_iovlen = count as _;
     loop {
-        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the call, each over
-        // memory that is writable by its maker's promise. There is no room for ancillary data.
+        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the call, each of
+        // memory that is writable, as `IoBufMut` guarantees. There is no space for ancillary data.
         let done =
             unsafe { libc::syscall(libc::SYS_recvmsg, fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
         if let Ok(bytes) = usize::try_from(done) {
             if message.msg_flags & libc::MSG_TRUNC != 0 {
                 return Err(io::Error::new(
                     io::ErrorKind::InvalidData,
-                    format!("a message is longer than the {room} bytes that it was given room for"),
+                    format!("a message exceeds the {room} bytes of its buffers"),
                 ));
             }
-            // A socket stops where somebody has sent descriptors, which are dropped here.
-            let stopped = message.msg_flags & libc::MSG_CTRUNC != 0;
-            return Ok(Received { bytes, more: stopped || bytes == room, record: false });
+            // A read stops where descriptors were sent with the data; they are dropped here.
+            let has_stopped = message.msg_flags & libc::MSG_CTRUNC != 0;
+            return Ok(Received { bytes, more: has_stopped || bytes == room, eor: false });
         }
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
@@ -45,15 +47,15 @@ pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Resu
     }
 }
 
-/// `sendmsg(2)` that does not wait and raises no signal.
+/// Non-blocking `sendmsg(2)` that raises no signal.
 pub(crate) fn send(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
     // SAFETY: all zero is a valid `msghdr`: null pointers, no lengths.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = bufs.as_ptr().cast_mut().cast();
     message.msg_iovlen = bufs.len().min(IOV_MAX) as _;
     loop {
-        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBuf`) that lives across the call, each over
-        // memory that is readable by its maker's promise; the kernel only reads both.
+        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBuf`) that lives across the call, each of
+        // memory that is readable, as `IoBuf` guarantees; the kernel only reads both.
         let done = unsafe { libc::syscall(libc::SYS_sendmsg, fd.as_raw_fd(), &raw const message, FLAGS) };
         if let Ok(bytes) = usize::try_from(done) {
             return Ok(bytes);
@@ -69,7 +71,7 @@ pub(crate) fn send(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> 
 pub(crate) struct VsockAddress(libc::sockaddr_vm);
 
 impl VsockAddress {
-    /// A port of this context; none: of whatever contexts this machine has.
+    /// Creates the address of a port of this CID; `None` stands for all CIDs of the host.
     pub(crate) fn new(cid: Option<u32>, port: u32) -> Self {
         Self(libc::sockaddr_vm {
             svm_family: libc::AF_VSOCK as libc::sa_family_t,
@@ -81,7 +83,7 @@ impl VsockAddress {
     }
 }
 
-// SAFETY: `f` gets a pointer to a whole `sockaddr_vm` that lives across the call, and its length.
+// SAFETY: `f` gets a pointer to an entire `sockaddr_vm` that lives across the call, and its length.
 unsafe impl SocketAddrArg for VsockAddress {
     unsafe fn with_sockaddr<R>(&self, f: impl FnOnce(*const SocketAddrOpaque, SocketAddrLen) -> R) -> R {
         f((&raw const self.0).cast(), size_of::<libc::sockaddr_vm>() as SocketAddrLen)
@@ -99,19 +101,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_buffers_than_a_call_takes_do_not_hide_what_is_left() {
+    fn a_read_with_more_buffers_than_a_call_takes_reports_more_data() {
         let (mut near, far) = UnixStream::pair().unwrap();
         near.write_all(&[7; 1500]).unwrap();
         let mut bytes = [0; 2000];
         let mut bufs: Vec<IoBufMut<'_>> = bytes.chunks_mut(1).map(IoBufMut::from).collect();
         let first = receive(far.as_fd(), &mut bufs).unwrap();
-        assert_eq!(first, Received { bytes: IOV_MAX, more: true, record: false });
+        assert_eq!(first, Received { bytes: IOV_MAX, more: true, eor: false });
         let rest = receive(far.as_fd(), &mut bufs).unwrap();
         assert_eq!((rest.bytes, rest.more), (1500 - IOV_MAX, false));
     }
 
     #[test]
-    fn a_message_that_is_cut_is_an_error() {
+    fn a_truncated_message_is_an_error() {
         let (near, far) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::empty(), None).unwrap();
         send_message(&near, b"four", SendFlags::empty()).unwrap();

@@ -1,7 +1,7 @@
-//! A device that serves, with a driver over shared memory in the place of a guest.
+//! A running device, with a driver over shared memory in place of a guest.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
-use std::io::Write as _;
+use std::io::{Read, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -14,14 +14,15 @@ use towline_frontend::vsock::{Event, Guest, Options};
 use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, Memory};
 use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener};
-use towline_vsock::{Limits, Settings, Siblings, Vsock, ZeroCopySend};
+use towline_vsock::{Limits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
-pub(crate) const WITHIN: Duration = Duration::from_secs(60);
+/// Time limit of everything that a test waits for.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) const CID: u64 = 33;
 /// `VHOST_USER_PROTOCOL_F_DEVICE_STATE`.
 pub(crate) const DEVICE_STATE: u64 = 1 << 19;
 
-/// A device that serves.
+/// A running device.
 pub(crate) struct Served {
     directory: TempDir,
     cid: u64,
@@ -32,26 +33,26 @@ pub(crate) struct Served {
 
 impl Served {
     pub(crate) fn new(limits: Limits) -> Self {
-        Self::with(limits, CID, &[])
+        Self::with_rules(limits, CID, &[])
     }
 
-    /// A device for the guest `cid` with these rules.
-    pub(crate) fn with(limits: Limits, cid: u64, rules: &[String]) -> Self {
-        Self::adapted(limits, cid, |settings, _| {
+    /// Starts a device for the guest `cid` with these rules.
+    pub(crate) fn with_rules(limits: Limits, cid: u64, rules: &[String]) -> Self {
+        Self::with_settings(limits, cid, |settings, _| {
             settings.rules = rules.iter().map(|rule| rule.parse().unwrap()).collect();
         })
     }
 
-    /// A device for the guest `cid` whose settings are changed, given its directory.
-    pub(crate) fn adapted(limits: Limits, cid: u64, change: impl FnOnce(&mut Settings, &Path)) -> Self {
-        Self::among(limits, cid, &Arc::default(), change)
+    /// Starts a device for the guest `cid`. `change` adapts its settings, and gets its directory.
+    pub(crate) fn with_settings(limits: Limits, cid: u64, change: impl FnOnce(&mut Settings, &Path)) -> Self {
+        Self::with_local_guests(limits, cid, &Arc::default(), change)
     }
 
-    /// One of several guests of a process.
-    pub(crate) fn among(
+    /// Starts the device of one of several guests of a process.
+    pub(crate) fn with_local_guests(
         limits: Limits,
         cid: u64,
-        siblings: &Arc<Siblings>,
+        local_guests: &Arc<LocalGuests>,
         change: impl FnOnce(&mut Settings, &Path),
     ) -> Self {
         let directory = TempDir::with_prefix("towline-vsock-").unwrap();
@@ -62,13 +63,13 @@ impl Served {
             rules: Vec::new(),
             groups: Vec::new(),
             limits,
-            // The loopback copies in the end, but only the peer's acknowledgement frees a packet there too.
+            // The loopback copies in the end, but there too a send completes only when the peer has acknowledged the data.
             zero_copy_send: ZeroCopySend::On,
-            poll: Duration::from_micros(50),
+            busy_poll: Duration::from_micros(50),
             unmigratable: false,
         };
         change(&mut settings, directory.path());
-        let device = Arc::new(Vsock::new(settings, siblings).unwrap());
+        let device = Arc::new(Vsock::new(settings, local_guests).unwrap());
         let listener = Listener::bind(&Address::Unix(directory.path().join("d"))).unwrap();
         let cancel = Cancel::new().unwrap();
         let (serving, cancelled) = (Arc::clone(&device), cancel.clone());
@@ -84,13 +85,13 @@ impl Served {
     }
 
     pub(crate) fn guest(&self) -> (Frontend, Guest) {
-        self.guest_with(128)
+        self.guest_with_rings(128)
     }
 
-    /// A guest whose rings have so many entries.
-    pub(crate) fn guest_with(&self, size: u16) -> (Frontend, Guest) {
+    /// Connects a guest whose rings have `size` entries.
+    pub(crate) fn guest_with_rings(&self, size: u16) -> (Frontend, Guest) {
         let options = Options { cid: self.cid, size, receive_bytes: 4096, features: 0, takes_at_once: true };
-        let mut frontend = Frontend::connect(&self.path("d"), WITHIN).unwrap();
+        let mut frontend = Frontend::connect(&self.path("d"), TIMEOUT).unwrap();
         let agreed = frontend.negotiate(0, feature::EVENT_IDX, DEVICE_STATE | protocol::MEM_SLOTS).unwrap();
         let options = Options { features: agreed.features, ..options };
         let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
@@ -101,7 +102,7 @@ impl Served {
 
     pub(crate) fn connect(&self, port: u32) -> UnixStream {
         let mut stream = UnixStream::connect(self.path("v")).unwrap();
-        stream.set_read_timeout(Some(WITHIN)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
         stream
     }
@@ -117,46 +118,78 @@ impl Drop for Served {
     }
 }
 
-/// Polls until something is found.
-pub(crate) fn until<T>(guest: &mut Guest, mut found: impl FnMut(&mut Guest, Event) -> Option<T>) -> T {
-    let deadline = Instant::now() + WITHIN;
+/// Polls the driver until `found` returns a value.
+pub(crate) fn poll_until<T>(guest: &mut Guest, mut found: impl FnMut(&mut Guest, Event) -> Option<T>) -> T {
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let mut what = None;
         guest.poll(|guest, event| what = what.take().or(found(guest, event))).unwrap();
         if let Some(what) = what {
             return what;
         }
-        assert!(Instant::now() < deadline, "nothing came");
+        assert!(Instant::now() < deadline, "the expected event has not come");
         guest.wait(false, Duration::from_millis(20)).unwrap();
     }
 }
 
-/// The guest's connection to a socket of the host's.
-pub(crate) fn reach(served: &Served, guest: &mut Guest, port: u32) -> ((u32, u32), UnixStream) {
+/// Connects the guest to a Unix socket of the host.
+pub(crate) fn connect_guest(served: &Served, guest: &mut Guest, port: u32) -> ((u32, u32), UnixStream) {
     let listener = UnixListener::bind(served.path(&format!("v_{port}"))).unwrap();
     let ports = (port + 1000, port);
     guest.request(ports);
-    until(guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+    poll_until(guest, |_, event| (event == Event::Connected(ports)).then_some(()));
     let (stream, _) = listener.accept().unwrap();
-    stream.set_read_timeout(Some(WITHIN)).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     (ports, stream)
 }
 
-/// Sends all of this, as the host takes it.
+/// Sends all of this, as fast as the guest has credit.
 pub(crate) fn send_all(guest: &mut Guest, ports: (u32, u32), content: &[u8]) {
-    let deadline = Instant::now() + WITHIN;
+    let deadline = Instant::now() + TIMEOUT;
     let mut sent = 0;
     while sent < content.len() {
-        let room = (guest.credit(ports) as usize).min(60_000).min(content.len() - sent);
-        if room > 0 && guest.has_room() && guest.send(ports, &content[sent..sent + room], 0) {
-            sent += room;
+        let len = (guest.credit(ports) as usize).min(60_000).min(content.len() - sent);
+        if len > 0 && guest.has_room() && guest.send(ports, &content[sent..sent + len], 0) {
+            sent += len;
             continue;
         }
         guest.poll(|_, _| ()).unwrap();
-        assert!(Instant::now() < deadline, "{sent} of {} bytes were taken", content.len());
+        assert!(Instant::now() < deadline, "{sent} of {} bytes were sent", content.len());
         guest.wait(!guest.has_room(), Duration::from_millis(20)).unwrap();
     }
     guest.poll(|_, _| ()).unwrap();
+}
+
+/// Sends packets of `packet_bytes` until the device accepts no more for a while, or all was sent. Returns the number of bytes
+/// sent.
+pub(crate) fn send_until_full(
+    guest: &mut Guest,
+    ports: (u32, u32),
+    content: &[u8],
+    packet_bytes: usize,
+) -> usize {
+    let (mut sent, mut idle) = (0, 0);
+    while sent < content.len() && idle < 20 {
+        let packet = &content[sent..(sent + packet_bytes).min(content.len())];
+        if guest.has_room() && guest.send(ports, packet, 0) {
+            sent += packet.len();
+            idle = 0;
+        } else {
+            idle += 1;
+            guest.wait(false, Duration::from_millis(10)).unwrap();
+        }
+        guest.poll(|_, _| ()).unwrap();
+    }
+    sent
+}
+
+/// Reads a stream to its end, on a thread of its own.
+pub(crate) fn read_to_end(mut stream: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut received = Vec::new();
+        stream.read_to_end(&mut received).unwrap();
+        received
+    })
 }
 
 /// Bytes that differ from their neighbours.
@@ -164,16 +197,16 @@ pub(crate) fn bytes(count: usize) -> Vec<u8> {
     (0..count).map(|at| (at as u32).wrapping_mul(0x9e37_79b1).to_be_bytes()[0]).collect()
 }
 
-/// A socket of the host that keeps messages apart and listens.
-pub(crate) fn listen_for_messages(path: &Path) -> OwnedFd {
-    let fd = message_socket();
+/// Listens on a `SOCK_SEQPACKET` socket.
+pub(crate) fn listen_seqpacket(path: &Path) -> OwnedFd {
+    let fd = seqpacket_socket();
     rustix::net::bind(&fd, &rustix::net::SocketAddrUnix::new(path).unwrap()).unwrap();
     rustix::net::listen(&fd, 16).unwrap();
     fd
 }
 
-/// A socket of the host that keeps messages apart.
-pub(crate) fn message_socket() -> OwnedFd {
+/// Returns a `SOCK_SEQPACKET` socket.
+pub(crate) fn seqpacket_socket() -> OwnedFd {
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
 }

@@ -1,12 +1,12 @@
-//! The body of the fuzz target `vsock_device`: two devices, with hostile guests, clients of the host and each other as peers,
-//! in virtual time. Rings and engines are real, sockets are models (`pipes.rs`).
+//! Body of the fuzz target `vsock_device`: two devices in virtual time, with hostile guests, clients of the host and each other
+//! as peers. Rings and engines are real, sockets are models (`pipes.rs`).
 //!
 //! ```text
 //!   steps of 8 bytes ─► driver: packets, buffers, bad heads │ host: bytes, messages, ends │ device: turns, time, restarts
-//!                       after each step: memory within what is reserved, reserved within the limit, lists bounded
-//!                       at the end: the devices come to rest, every chain comes back once, all memory is given back
+//!                       after each step: memory at most as reserved, reserved at most the limit, queues bounded
+//!                       at the end: the devices become idle, every chain is completed once, all memory is released
 //! ```
-//! Content is not looked at; `main.rs` does that.
+//! Contents are not compared; `main.rs` does that.
 #![allow(dead_code, unreachable_pub, reason = "the fuzz target uses it")]
 
 use std::collections::HashMap;
@@ -15,26 +15,26 @@ use std::sync::Arc;
 use towline_frontend::{Buffer, Memory as Shared, Queue, QueueOptions};
 use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{RegionInfo, VringAddress};
-use towline_vhost_user::{Memory, Region, Ring, RingSetup};
+use towline_vhost_user::{Memory, Next, Region, Ring, RingSetup};
 use towline_vsock::packet::{HEADER_BYTES, Header, Kind, Operation};
-use towline_vsock::{Engine, Key, Limits, STRAYS_MAX};
+use towline_vsock::{ConnectionKey, Engine, Limits, PENDING_RESETS_MAX};
 use zerocopy::IntoBytes as _;
 
 use super::pipes::{CIDS, Net, World};
 
 const STEP: usize = 8;
-/// More steps make an input slow and find nothing that fewer do not.
+/// Maximum number of steps; more make an input slow and find nothing more.
 const STEPS_MAX: usize = 512;
 const CONNECTIONS: usize = 24;
-/// Enough for all windows, or so little that messages wait for it.
+/// Limits of memory: enough for all windows, and so little that messages wait for it.
 const MEMORY: [u64; 2] = [2 << 20, 160 << 10];
 /// Packets of a flood.
 const FLOOD: u32 = 100;
-/// The longest message of a host: one at a time may go beyond the limit.
+/// Maximum message of a host: one at a time may exceed the limit.
 const MESSAGE_MAX: u64 = 70_000;
-/// Turns until a device that nobody wants anything of rests.
+/// Maximum number of runs until a device without events is idle.
 const TURNS_MAX: usize = 20_000;
-/// Calls to sockets in one turn.
+/// Maximum number of calls to sockets in one run.
 const CALLS_MAX: u64 = 100_000;
 const GUEST_BYTES: u64 = 384 << 10;
 
@@ -42,13 +42,13 @@ const LENS: [u32; 8] = [0, 1, 7, 100, 4096, 8192, 20_000, 65_536];
 const EACH: [usize; 8] = [1 << 20, 1, 8, 64, 500, 4096, 16, 3000];
 const ALLOCS: [u32; 4] = [0, 5000, 256 << 10, u32::MAX];
 
-/// One driver: its rings, and what it was sent.
+/// A driver: its rings, and counters of received data.
 struct Driver {
     rx: Queue,
     tx: Queue,
     payload: u64,
     buffers: u64,
-    /// Bytes of each connection that came, by the guest's port, the peer and its port.
+    /// Received bytes by the guest's port, the peer and its port.
     received: HashMap<(u32, u64, u32), u32>,
     tokens: u64,
 }
@@ -74,7 +74,7 @@ fn map(shared: &Shared) -> Arc<Memory> {
             user_address: region.user.into(),
             mmap_offset: region.offset.into(),
         };
-        Region::map(&info, shared.fd().try_clone_to_owned().expect("a descriptor")).expect("it is there")
+        Region::map(&info, shared.fd().try_clone_to_owned().expect("a descriptor")).expect("a valid region")
     });
     Arc::new(Memory::new(regions.collect()).expect("its regions"))
 }
@@ -82,13 +82,13 @@ fn map(shared: &Shared) -> Arc<Memory> {
 fn rings(shared: &Arc<Shared>, memory: &Arc<Memory>, size: u16, epoch: u64) -> (Driver, Ring, Ring) {
     let queue = |index| Queue::new(shared, index, QueueOptions { size, features: 1 << 32 }).expect("a queue");
     let ring = |queue: &Queue| {
-        let places = queue.addresses();
+        let addresses = queue.addresses();
         let address = VringAddress {
             index: 0.into(),
             flags: 0.into(),
-            descriptors: shared.user(places.table).into(),
-            used: shared.user(places.used).into(),
-            available: shared.user(places.available).into(),
+            descriptors: shared.user(addresses.table).into(),
+            used: shared.user(addresses.used).into(),
+            available: shared.user(addresses.available).into(),
             log: 0.into(),
         };
         let setup = RingSetup {
@@ -100,7 +100,7 @@ fn rings(shared: &Arc<Shared>, memory: &Arc<Memory>, size: u16, epoch: u64) -> (
             switch: LogSwitch::default(),
             log: None,
         };
-        Ring::new(setup, Arc::clone(memory), epoch + u64::from(queue.index())).expect("it is well made")
+        Ring::new(setup, Arc::clone(memory), epoch + u64::from(queue.index())).expect("a valid ring")
     };
     let (rx, tx) = (queue(0), queue(1));
     let (rx_ring, tx_ring) = (ring(&rx), ring(&tx));
@@ -124,7 +124,7 @@ impl Guest {
         let [_, what, ports, shape, lens, flags, credit, host_port] = *step else { return };
         let cids = [2, CIDS[0], CIDS[1], 99];
         let (port, peer) = (u32::from(ports & 3), cids[usize::from(ports >> 2 & 3)]);
-        // A port that it asks for, or one that asked: those are given from 2^30 on.
+        // A port that the guest connects to, or an ephemeral port of the host.
         let peer_port = match ports >> 4 & 7 {
             port @ 0..=3 => u32::from(port),
             _ => (1 << 30) + u32::from(host_port & 31),
@@ -157,7 +157,7 @@ impl Guest {
         let head = Buffer { guest: self.driver.payload, len: HEADER_BYTES as u32 };
         let mut parts = parts(head, payload as usize, each, self.driver.tx.free_descriptors());
         if what == 0xfe {
-            // Not even a whole header.
+            // Shorter than a header.
             parts.iter_mut().for_each(|part| part.len = part.len.min(u32::from(lens >> 3) + 1));
             parts.truncate(1);
         }
@@ -167,14 +167,14 @@ impl Guest {
         }
     }
 
-    /// A message in two packets, of which the second has nothing but the end.
+    /// Posts a message in two packets, the second of which has only its end.
     fn message(&mut self, step: &[u8]) {
         let packet = |len, flags| [step[0], 0x10, step[2], step[3], len, flags, step[6], step[7]];
         self.packet(&packet(step[4] | 1, 0));
         self.packet(&packet(0, 1 | step[5] & 2));
     }
 
-    /// Packets of connections that nobody knows, each of which is to be reset.
+    /// Posts packets of unknown connections, each of which is answered with a reset.
     fn flood(&mut self, step: &[u8]) {
         for port in 0..FLOOD {
             self.packet(&[0, step[2] & 1, 0x40 | 8 | port as u8 & 3, 0, 1, 0, step[6], port as u8]);
@@ -197,18 +197,17 @@ impl Guest {
         self.driver.rx.publish();
     }
 
-    /// The driver looks at what came back. It fails at a chain that was not out.
+    /// Processes the used rings. The driver fails at a chain that was not in flight.
     fn reap(&mut self) {
-        while let Some(used) = self.driver.rx.pop_used().expect("a used ring that can be") {
+        while let Some(used) = self.driver.rx.pop_used().expect("a valid used ring") {
             if used.len == 0 {
                 continue;
             }
-            assert!(used.len as usize >= HEADER_BYTES, "{} bytes are no packet", used.len);
-            // All buffers are one: the header is that of the last packet. It says what a driver may be told.
+            assert!(used.len as usize >= HEADER_BYTES, "{} bytes are shorter than a header", used.len);
+            // All buffers share their memory, so the header is that of the last packet.
             let bytes = self.shared.bytes(self.driver.buffers, HEADER_BYTES);
             let header = Header::parse(bytes[..].try_into().expect("its length"));
-            let operation =
-                Operation::from_number(header.operation.get()).expect("an operation of the standard");
+            let operation = Operation::from_number(header.operation.get()).expect("a valid operation");
             assert_eq!(header.destination_cid.get(), self.cid);
             if operation == Operation::ReadWrite {
                 let peer = header.source_cid.get();
@@ -217,58 +216,58 @@ impl Guest {
                 *received = received.wrapping_add(header.len.get());
             }
         }
-        while self.driver.tx.pop_used().expect("a used ring that can be").is_some() {}
+        while self.driver.tx.pop_used().expect("a valid used ring").is_some() {}
     }
 
-    /// What happened at its sockets.
+    /// Processes the events of its sockets. Returns true if there was one.
     fn events(&mut self, net: &Net) -> bool {
         let mut any = false;
         for (id, end) in net.connected(self.cid) {
             any = true;
             self.engine.connected(id, end);
         }
-        for (port, kind, cid, end) in net.mail(self.cid) {
+        for (port, kind, cid, end) in net.incoming(self.cid) {
             any = true;
             if let Err(end) = self.engine.open(port, kind, cid, end) {
                 end.close();
             }
         }
-        for (id, news, room, freed) in net.news(self.cid) {
+        for (id, readiness, has_space, completed) in net.events(self.cid) {
             any = true;
-            if let Some(news) = news {
-                self.engine.readable(id, news);
+            if let Some(readiness) = readiness {
+                self.engine.readable(id, readiness);
             }
-            if room {
+            if has_space {
                 self.engine.writable(id);
             }
-            if freed {
-                self.engine.freed(id);
+            if completed {
+                self.engine.zero_copy_completed(id);
             }
         }
         any
     }
 
-    /// One turn of the device, as its thread has it. True if there is more to do at once.
+    /// Runs the device once, like its worker. Returns true if there is more to do at once.
     fn turn(&mut self, net: &Net) -> bool {
         let before = net.calls();
         let mut again = self.events(net);
-        again |= self.engine.take(&mut self.tx);
-        let full = !self.engine.table().takes();
-        again |= self.engine.fill(&mut self.rx);
-        again |= full && self.engine.table().takes();
+        again |= self.engine.process_tx(&mut self.tx) == Next::Again;
+        let full = !self.engine.table().accepts_packets();
+        again |= self.engine.process_rx(&mut self.rx) == Next::Again;
+        again |= full && self.engine.table().accepts_packets();
         self.rx.publish();
         self.tx.publish();
-        assert_eq!(self.rx.in_flight(), 0, "buffers to receive into are held");
+        assert_eq!(self.rx.in_flight(), 0, "receive buffers stay in flight");
         let calls = net.calls() - before;
-        assert!(calls < CALLS_MAX, "{calls} calls in one turn");
-        again |= self.rx.arm();
-        again |= self.tx.arm();
+        assert!(calls < CALLS_MAX, "{calls} calls in one run");
+        again |= self.rx.enable_notification_and_recheck();
+        again |= self.tx.enable_notification_and_recheck();
         again
     }
 
-    /// Its driver begins anew.
+    /// Replaces the driver by a new one.
     fn restart(&mut self, size: u16) {
-        self.engine.let_go(Some(&mut self.tx));
+        self.engine.complete_retained(Some(&mut self.tx));
         self.engine.restart();
         self.epoch += 2;
         self.shared = Arc::new(Shared::new(GUEST_BYTES).expect("a memfd"));
@@ -276,29 +275,29 @@ impl Guest {
         (self.driver, self.rx, self.tx) = rings(&self.shared, &self.memory, size, self.epoch);
     }
 
-    fn judge(&self) {
+    fn check(&self) {
         let statistics = self.engine.statistics();
         let (footprint, reserved) = (self.engine.footprint(), statistics.memory_reserved);
         assert!(footprint <= reserved, "it takes {footprint} bytes, {reserved} are reserved");
         assert!(reserved <= self.memory_max + MESSAGE_MAX, "{reserved} bytes are reserved");
-        assert!(self.engine.kept() as u64 <= reserved);
+        assert!(self.engine.buffered_bytes() as u64 <= reserved);
         assert!(statistics.connections <= CONNECTIONS as u64);
-        let backlog = self.engine.backlog();
-        assert!(backlog <= 4 * (64 + 4 * CONNECTIONS), "{backlog} entries wait");
-        assert!(self.engine.table().control_len() <= STRAYS_MAX + 4 * CONNECTIONS + 2);
+        let backlog = self.engine.queued_entries();
+        assert!(backlog <= 4 * (64 + 4 * CONNECTIONS), "{backlog} entries are queued");
+        assert!(self.engine.table().control_queue_len() <= PENDING_RESETS_MAX + 4 * CONNECTIONS + 2);
         let most = usize::from(self.tx.size() / 4) * 1024;
-        assert!(self.engine.pieces() <= most, "{} pieces are described", self.engine.pieces());
+        assert!(self.engine.segments() <= most, "{} segments are described", self.engine.segments());
     }
 }
 
-/// A chain of a head and `bytes` behind it, of which the first `each` are in one piece with the head and the others in pieces
-/// of `each`. None if there are not enough descriptors.
+/// Returns a chain of a head and `bytes` after it, in segments of `each` bytes; the head is in the first one. Empty if there are
+/// not enough descriptors.
 fn parts(head: Buffer, bytes: usize, each: usize, room: usize) -> Vec<Buffer> {
     let each = each.max(bytes.div_ceil(1024));
     if bytes.div_ceil(each).max(1) > room {
         return Vec::new();
     }
-    let len = |len: usize| u32::try_from(len).expect("it is short");
+    let len = |len: usize| u32::try_from(len).expect("a short buffer");
     let first = Buffer { len: head.len + len(each.min(bytes)), ..head };
     let start = head.guest + u64::from(head.len);
     let rest = (0..bytes).step_by(each).skip(1);
@@ -306,7 +305,7 @@ fn parts(head: Buffer, bytes: usize, each: usize, room: usize) -> Vec<Buffer> {
     std::iter::once(first).chain(rest).collect()
 }
 
-/// Runs an input: byte 0 chooses the size of the rings and the memory, then each step is 8 bytes.
+/// Runs an input: byte 0 selects the size of the rings and the memory, then each step is 8 bytes.
 pub fn device(data: &[u8]) {
     let Some((mode, steps)) = data.split_first() else { return };
     let size = [64, 2048, 16, 256][usize::from(mode & 3)];
@@ -335,20 +334,20 @@ pub fn device(data: &[u8]) {
                 now_ms += u64::from(amount % 12_000);
                 guest.engine.tick(now_ms);
             }
-            20 => net.free_loans(),
+            20 => net.complete_sends(),
             21 if step[1] & 7 == 0 => guest.restart(size),
             22 if step[1] & 7 == 0 => {
-                let key = Key { guest_port: u32::from(step[2]), peer_cid: 2, peer_port: 9 };
-                guest.engine.arrive(amount, &[(key, Kind::Stream)]);
+                let key = ConnectionKey { guest_port: u32::from(step[2]), peer_cid: 2, peer_port: 9 };
+                guest.engine.take_over(amount, &[(key, Kind::Stream)]);
             }
             23 if step[1] & 31 == 0 => {
-                // A head that is none: the ring is of no use any more.
+                // An invalid head: the device abandons the ring.
                 guest.driver.tx.make_available(size);
                 guest.driver.tx.publish();
             }
             24 => {
-                guest.engine.let_go(Some(&mut guest.tx));
-                guest.engine.clear_idle();
+                guest.engine.complete_retained(Some(&mut guest.tx));
+                guest.engine.drop_idle_batches();
             }
             25 => net.urgent(step[1]),
             26 if step[1] & 3 == 0 => net.fail(step[2]),
@@ -359,45 +358,48 @@ pub fn device(data: &[u8]) {
                 guest.reap();
             }
         }
-        guest.judge();
+        guest.check();
     }
-    rest(&mut guests, &net);
+    become_idle(&mut guests, &net);
 }
 
-/// Nobody wants anything any more: the devices come to rest, and when their rings stop all comes back.
-fn rest(guests: &mut [Guest; 2], net: &Net) {
+/// Without further events the devices become idle, and when their rings stop all chains are completed.
+fn become_idle(guests: &mut [Guest; 2], net: &Net) {
     let mut turns = 0;
     loop {
         let mut again = false;
         for guest in guests.iter_mut() {
             again |= guest.turn(net);
             guest.reap();
-            guest.judge();
+            guest.check();
         }
         if !again {
             break;
         }
         turns += 1;
-        assert!(turns < TURNS_MAX, "a device does not come to rest");
+        assert!(turns < TURNS_MAX, "a device does not become idle");
     }
     for guest in guests.iter_mut() {
-        guest.engine.let_go(Some(&mut guest.tx));
-        guest.engine.take_back();
-        net.free_loans();
+        guest.engine.complete_retained(Some(&mut guest.tx));
+        guest.engine.abort_zero_copy();
+        net.complete_sends();
         guest.events(net);
-        guest.engine.let_go(Some(&mut guest.tx));
+        guest.engine.complete_retained(Some(&mut guest.tx));
         guest.tx.publish();
-        assert_eq!((guest.engine.lent(), guest.engine.pieces()), (0, 0));
-        assert_eq!(guest.tx.in_flight(), 0, "chains do not come back");
+        assert_eq!((guest.engine.zero_copy_in_flight(), guest.engine.segments()), (0, 0));
+        assert_eq!(guest.tx.in_flight(), 0, "chains stay in flight");
         guest.reap();
         guest.engine.restart();
-        assert_eq!(guest.engine.statistics().memory_reserved, 0, "memory is not given back");
-        assert_eq!((guest.engine.footprint(), guest.engine.backlog(), guest.engine.kept()), (0, 0, 0));
+        assert_eq!(guest.engine.statistics().memory_reserved, 0, "memory is not released");
+        assert_eq!(
+            (guest.engine.footprint(), guest.engine.queued_entries(), guest.engine.buffered_bytes()),
+            (0, 0, 0)
+        );
     }
 }
 
 #[test]
-fn hostile_guests_and_peers_do_no_harm() {
+fn hostile_guests_and_peers_stay_within_the_limits() {
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
     let seeds = match number("TOWLINE_SEED") {
         Some(seed) => seed..seed + 1,
@@ -407,7 +409,7 @@ fn hostile_guests_and_peers_do_no_harm() {
         let mut rng = fastrand::Rng::with_seed(seed);
         let mut data = vec![0; 1 + STEP * rng.usize(1..200)];
         rng.fill(&mut data);
-        // Connections are few, so that packets meet some.
+        // Few connections, so that packets belong to some.
         let ports = rng.u8(..);
         for step in data[1..].chunks_exact_mut(STEP) {
             if rng.u8(..4) > 0 {
@@ -422,9 +424,9 @@ fn hostile_guests_and_peers_do_no_harm() {
     }
 }
 
-/// What was found once, and each kind of action.
+/// Inputs of former failures, and one of each kind of step.
 #[test]
-fn seeds_do_no_harm() {
+fn recorded_inputs_stay_within_the_limits() {
     let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds/vsock_device");
     let mut count = 0;
     for seed in std::fs::read_dir(directory).expect("the seeds") {

@@ -1,5 +1,5 @@
-//! A guest: a driver with two rings in a shared file, and connections that count every byte, written from the standard
-//! and not from the device.
+//! Model of a guest: a driver with two rings in a shared file, and connections that count every byte. It is written from the
+//! specification, not from the device.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
@@ -12,7 +12,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{RegionInfo, VringAddress};
 use towline_vhost_user::{Memory, Region, Ring, RingSetup, features};
-use towline_vsock::packet::{Ends, HEADER_BYTES, Header, Kind, Operation, Shut};
+use towline_vsock::packet::{HEADER_BYTES, Header, Kind, Operation, SeqFlags, ShutdownFlags};
 use zerocopy::IntoBytes as _;
 
 use crate::plan::{Plan, byte};
@@ -20,18 +20,18 @@ use crate::plan::{Plan, byte};
 pub(crate) const CID: u64 = 7;
 const GUEST: u64 = 0x10_0000;
 const USER: u64 = 0x7f00_0000_0000;
-/// Of each ring: its table, its available and its used ring, then a buffer for each descriptor.
+/// Memory of each ring: its table, its available and its used ring, then a buffer for each descriptor.
 const RING_BYTES: u64 = 0x8_0000;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
 const BUFFERS: u64 = 0x4000;
 const ENTRIES: u16 = 16;
 const BUFFER_BYTES: u64 = 0x6000;
-/// Enough that some packets are worth being lent.
+/// Long enough that some packets are sent without a copy.
 const PAYLOAD_MAX: u32 = 20_000;
 
-/// One ring, seen from the driver.
-pub(crate) struct Side {
+/// A ring as the driver sees it.
+pub(crate) struct DriverQueue {
     base: u64,
     free: Vec<u16>,
     chains: Vec<Vec<u16>>,
@@ -40,12 +40,12 @@ pub(crate) struct Side {
 }
 
 /// The memory of a guest.
-pub(crate) struct Machine {
+pub(crate) struct GuestMemory {
     file: File,
     memory: Arc<Memory>,
 }
 
-impl Machine {
+impl GuestMemory {
     pub(crate) fn new() -> Self {
         let fd = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, 2 * RING_BYTES).unwrap();
@@ -70,8 +70,8 @@ impl Machine {
         bytes
     }
 
-    /// A ring as nobody has used it: receive 0, transmit 1.
-    pub(crate) fn ring(&self, index: u64) -> (Side, Ring) {
+    /// Returns an unused ring: 0 to receive, 1 to transmit.
+    pub(crate) fn ring(&self, index: u64) -> (DriverQueue, Ring) {
         let base = index * RING_BYTES;
         self.put(base + AVAILABLE, &[0; 0x400]);
         self.put(base + USED, &[0; 0x400]);
@@ -94,17 +94,17 @@ impl Machine {
         };
         let ring = Ring::new(setup, Arc::clone(&self.memory), index + 1).unwrap();
         let chains = vec![Vec::new(); usize::from(ENTRIES)];
-        (Side { base, free: (0..ENTRIES).collect(), chains, available: 0, used: 0 }, ring)
+        (DriverQueue { base, free: (0..ENTRIES).collect(), chains, available: 0, used: 0 }, ring)
     }
 }
 
-impl Side {
+impl DriverQueue {
     fn buffer(&self, index: u16) -> u64 {
         self.base + BUFFERS + u64::from(index) * BUFFER_BYTES
     }
 
     /// Makes a chain of buffers available. `None` if there are too few descriptors.
-    fn add(&mut self, machine: &Machine, lens: &[u32], write: bool) -> Option<Vec<u16>> {
+    fn add(&mut self, memory: &GuestMemory, lens: &[u32], write: bool) -> Option<Vec<u16>> {
         if self.free.len() < lens.len() {
             return None;
         }
@@ -119,258 +119,262 @@ impl Side {
                 &flags.to_le_bytes(),
                 &next.unwrap_or(0).to_le_bytes(),
             ];
-            machine.put(self.base + 16 * u64::from(indices[at]), &bytes.concat());
+            memory.put(self.base + 16 * u64::from(indices[at]), &bytes.concat());
         }
         let entry = self.base + AVAILABLE + 4 + 2 * u64::from(self.available % ENTRIES);
-        machine.put(entry, &indices[0].to_le_bytes());
+        memory.put(entry, &indices[0].to_le_bytes());
         self.available = self.available.wrapping_add(1);
-        machine.put(self.base + AVAILABLE + 2, &self.available.to_le_bytes());
+        memory.put(self.base + AVAILABLE + 2, &self.available.to_le_bytes());
         self.chains[usize::from(indices[0])] = indices.clone();
         Some(indices)
     }
 
-    fn take(&mut self, machine: &Machine) -> Option<(Vec<u16>, u32)> {
-        if u16::from_le_bytes(machine.get(self.base + USED + 2)) == self.used {
+    fn pop_used(&mut self, memory: &GuestMemory) -> Option<(Vec<u16>, u32)> {
+        if u16::from_le_bytes(memory.get(self.base + USED + 2)) == self.used {
             return None;
         }
-        let entry: [u8; 8] = machine.get(self.base + USED + 4 + 8 * u64::from(self.used % ENTRIES));
+        let entry: [u8; 8] = memory.get(self.base + USED + 4 + 8 * u64::from(self.used % ENTRIES));
         let word = |at: usize| u32::from_le_bytes(entry[at..at + 4].try_into().unwrap());
         self.used = self.used.wrapping_add(1);
         let chain = std::mem::take(&mut self.chains[word(0) as usize]);
-        assert!(!chain.is_empty(), "a chain that the device did not have came back");
+        assert!(!chain.is_empty(), "a chain was used that was not in flight");
         self.free.extend(&chain);
         Some((chain, word(4)))
     }
 }
 
-/// A connection, seen from the guest.
+/// A connection as the guest sees it.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub(crate) struct GuestConnection {
     pub(crate) plan: Plan,
     pub(crate) open: bool,
-    pub(crate) gone: bool,
+    pub(crate) closed: bool,
     pub(crate) was_reset: bool,
-    /// What the program has written, and read.
+    /// Bytes that the program has written.
     sent: u32,
     pub(crate) received: u32,
     pub(crate) read: u32,
-    told: u32,
-    alloc: u32,
-    peer_alloc: u32,
-    peer_taken: u32,
-    pub(crate) host_shut: Shut,
-    pub(crate) shut: Shut,
-    /// Lengths of messages that came, and of the one that is coming.
+    advertised: u32,
+    buf_alloc: u32,
+    peer_buf_alloc: u32,
+    peer_fwd_cnt: u32,
+    pub(crate) host_shut: ShutdownFlags,
+    pub(crate) shut: ShutdownFlags,
+    /// Lengths of received messages, and of the one in progress.
     pub(crate) messages: Vec<u32>,
     message: u32,
 }
 
-impl Line {
-    fn room(&self) -> u32 {
-        self.peer_alloc - self.sent.wrapping_sub(self.peer_taken)
+impl GuestConnection {
+    fn credit(&self) -> u32 {
+        self.peer_buf_alloc - self.sent.wrapping_sub(self.peer_fwd_cnt)
     }
 
-    /// All that the host had for it has come, and was read.
+    /// Returns true if all data of the host, and its end, was received and read.
     pub(crate) fn has_read_all(&self) -> bool {
-        self.host_shut.contains(Shut::SEND) && self.read == self.received
+        self.host_shut.contains(ShutdownFlags::SEND) && self.read == self.received
     }
 }
 
 /// By the guest's port and the host's.
-pub(crate) type Name = (u32, u32);
+pub(crate) type Ports = (u32, u32);
 
 /// A guest and its programs.
 pub(crate) struct Guest {
-    machine: Machine,
-    receive: Side,
-    transmit: Side,
-    pub(crate) lines: BTreeMap<Name, Line>,
-    /// Plans of connections that the host will ask for, by the guest's port.
+    memory: GuestMemory,
+    receive: DriverQueue,
+    transmit: DriverQueue,
+    pub(crate) connections: BTreeMap<Ports, GuestConnection>,
+    /// Plans of connections that the host will open, by the guest's port.
     pub(crate) expected: BTreeMap<u32, Plan>,
     queue: VecDeque<Packet>,
-    /// What is in the transmit ring, by the first descriptor.
-    in_ring: BTreeMap<u16, (Name, Range<u32>)>,
+    /// Packets in the transmit ring, by the first descriptor.
+    in_ring: BTreeMap<u16, (Ports, Range<u32>)>,
     rx_bytes: u32,
-    alloc: u32,
+    buf_alloc: u32,
 }
 
-/// A packet, and which of its connection's bytes it has.
+/// A packet, and the range of its connection's bytes that it has.
 struct Packet {
     header: Header,
     payload: Vec<u8>,
-    bytes: (Name, Range<u32>),
+    bytes: (Ports, Range<u32>),
 }
 
 impl Guest {
-    pub(crate) fn new(machine: Machine, rng: &mut fastrand::Rng) -> (Self, Ring, Ring) {
-        let (receive, rx) = machine.ring(0);
-        let (transmit, tx) = machine.ring(1);
+    pub(crate) fn new(memory: GuestMemory, rng: &mut fastrand::Rng) -> (Self, Ring, Ring) {
+        let (receive, rx) = memory.ring(0);
+        let (transmit, tx) = memory.ring(1);
         let rx_bytes = [60, 300, 1500, 4096][rng.usize(..4)];
-        let alloc = [1, 100, 5000, 40_000][rng.usize(..4)].max(rng.u32(1..3000));
+        let buf_alloc = [1, 100, 5000, 40_000][rng.usize(..4)].max(rng.u32(1..3000));
         let guest = Self {
-            machine,
+            memory,
             receive,
             transmit,
-            lines: BTreeMap::new(),
+            connections: BTreeMap::new(),
             expected: BTreeMap::new(),
             queue: VecDeque::new(),
             in_ring: BTreeMap::new(),
             rx_bytes,
-            alloc,
+            buf_alloc,
         };
         (guest, rx, tx)
     }
 
-    pub(crate) fn into_machine(self) -> Machine {
-        self.machine
+    pub(crate) fn into_memory(self) -> GuestMemory {
+        self.memory
     }
 
-    /// The most that a message to this guest may have.
-    pub(crate) fn alloc(&self) -> u32 {
-        self.alloc
+    /// Returns the maximum length of a message to this guest.
+    pub(crate) fn buf_alloc(&self) -> u32 {
+        self.buf_alloc
     }
 
-    fn line(&self, plan: Plan) -> Line {
-        Line {
+    fn new_connection(&self, plan: Plan) -> GuestConnection {
+        GuestConnection {
             plan,
             open: false,
-            gone: false,
+            closed: false,
             was_reset: false,
             sent: 0,
             received: 0,
             read: 0,
-            told: 0,
-            alloc: self.alloc,
-            peer_alloc: 0,
-            peer_taken: 0,
-            host_shut: Shut::empty(),
-            shut: Shut::empty(),
+            advertised: 0,
+            buf_alloc: self.buf_alloc,
+            peer_buf_alloc: 0,
+            peer_fwd_cnt: 0,
+            host_shut: ShutdownFlags::empty(),
+            shut: ShutdownFlags::empty(),
             messages: Vec::new(),
             message: 0,
         }
     }
 
-    pub(crate) fn connect(&mut self, name: Name, plan: Plan) {
-        let line = self.line(plan);
-        self.lines.insert(name, line);
-        self.say(name, Operation::Request, 0, &[]);
+    pub(crate) fn connect(&mut self, ports: Ports, plan: Plan) {
+        let connection = self.new_connection(plan);
+        self.connections.insert(ports, connection);
+        self.send(ports, Operation::Request, 0, &[]);
     }
 
-    fn say(&mut self, name: Name, operation: Operation, flags: u32, payload: &[u8]) {
-        let line = self.lines.get_mut(&name).unwrap();
-        line.told = line.read;
+    fn send(&mut self, ports: Ports, operation: Operation, flags: u32, payload: &[u8]) {
+        let connection = self.connections.get_mut(&ports).unwrap();
+        connection.advertised = connection.read;
         let header = Header {
             source_cid: CID.into(),
             destination_cid: 2.into(),
-            source_port: name.0.into(),
-            destination_port: name.1.into(),
+            source_port: ports.0.into(),
+            destination_port: ports.1.into(),
             len: u32::try_from(payload.len()).unwrap().into(),
-            kind: line.plan.kind.number().into(),
+            kind: connection.plan.kind.number().into(),
             operation: operation.number().into(),
             flags: flags.into(),
-            buf_alloc: line.alloc.into(),
-            fwd_cnt: line.read.into(),
+            buf_alloc: connection.buf_alloc.into(),
+            fwd_cnt: connection.read.into(),
         };
-        let start = line.sent - u32::try_from(payload.len()).unwrap();
-        self.queue.push_back(Packet { header, payload: payload.to_vec(), bytes: (name, start..line.sent) });
+        let start = connection.sent - u32::try_from(payload.len()).unwrap();
+        self.queue.push_back(Packet {
+            header,
+            payload: payload.to_vec(),
+            bytes: (ports, start..connection.sent),
+        });
     }
 
-    /// The program writes up to `most` bytes, as credit allows; at its end it shuts down.
-    pub(crate) fn write(&mut self, name: Name, most: u32) {
-        let line = self.lines.get_mut(&name).unwrap();
-        if !line.open || line.gone || line.shut.contains(Shut::SEND) {
+    /// The program writes up to `most` bytes, as far as there is credit, and shuts down its sending side at the end.
+    pub(crate) fn write(&mut self, ports: Ports, most: u32) {
+        let connection = self.connections.get_mut(&ports).unwrap();
+        if !connection.open || connection.closed || connection.shut.contains(ShutdownFlags::SEND) {
             return;
         }
-        if line.sent == line.plan.guest_bytes() {
-            line.shut |= Shut::SEND;
-            let flags = line.shut.bits();
-            self.say(name, Operation::Shutdown, flags, &[]);
+        if connection.sent == connection.plan.guest_bytes() {
+            connection.shut |= ShutdownFlags::SEND;
+            let flags = connection.shut.bits();
+            self.send(ports, Operation::Shutdown, flags, &[]);
             return;
         }
-        let (left, ends) = line.plan.guest_message_at(line.sent);
-        let len = most.min(line.room()).min(left).min(PAYLOAD_MAX);
-        if len == 0 || line.host_shut.contains(Shut::RECEIVE) {
+        let (left, ends) = connection.plan.guest_message_at(connection.sent);
+        let len = most.min(connection.credit()).min(left).min(PAYLOAD_MAX);
+        if len == 0 || connection.host_shut.contains(ShutdownFlags::RECEIVE) {
             return;
         }
-        let payload: Vec<u8> = (0..len).map(|at| byte(line.plan.seed, line.sent + at)).collect();
-        line.sent += len;
-        let ends = if ends && len == left { Ends::MESSAGE } else { Ends::empty() };
-        self.say(name, Operation::ReadWrite, ends.bits(), &payload);
+        let payload: Vec<u8> = (0..len).map(|at| byte(connection.plan.seed, connection.sent + at)).collect();
+        connection.sent += len;
+        let ends = if ends && len == left { SeqFlags::EOM } else { SeqFlags::empty() };
+        self.send(ports, Operation::ReadWrite, ends.bits(), &payload);
     }
 
-    /// The program reads up to `most` bytes; the host hears of it as seldom as Linux would say it, or a bit oftener.
-    pub(crate) fn read(&mut self, name: Name, most: u32) {
-        let line = self.lines.get_mut(&name).unwrap();
-        line.read += most.min(line.received - line.read);
-        let due = line.read - line.told >= (line.alloc / 2).max(1);
-        if line.open && !line.gone && due {
-            self.say(name, Operation::CreditUpdate, 0, &[]);
+    /// The program reads up to `most` bytes; the guest sends credit updates about as rarely as Linux.
+    pub(crate) fn read(&mut self, ports: Ports, most: u32) {
+        let connection = self.connections.get_mut(&ports).unwrap();
+        connection.read += most.min(connection.received - connection.read);
+        let due = connection.read - connection.advertised >= (connection.buf_alloc / 2).max(1);
+        if connection.open && !connection.closed && due {
+            self.send(ports, Operation::CreditUpdate, 0, &[]);
         }
-        self.end_if_over(name);
+        self.close_if_done(ports);
     }
 
-    fn end_if_over(&mut self, name: Name) {
-        let line = self.lines.get_mut(&name).unwrap();
-        if line.gone || !line.open {
+    fn close_if_done(&mut self, ports: Ports) {
+        let connection = self.connections.get_mut(&ports).unwrap();
+        if connection.closed || !connection.open {
             return;
         }
-        let sent_all = line.shut.contains(Shut::SEND);
-        if line.host_shut.is_all() && line.read == line.received {
-            line.gone = true;
-            line.was_reset |= !sent_all;
-            self.say(name, Operation::Reset, 0, &[]);
-        } else if sent_all && line.has_read_all() && !line.shut.is_all() {
-            line.shut = Shut::all();
-            self.say(name, Operation::Shutdown, Shut::all().bits(), &[]);
+        let sent_all = connection.shut.contains(ShutdownFlags::SEND);
+        if connection.host_shut.is_all() && connection.read == connection.received {
+            connection.closed = true;
+            connection.was_reset |= !sent_all;
+            self.send(ports, Operation::Reset, 0, &[]);
+        } else if sent_all && connection.has_read_all() && !connection.shut.is_all() {
+            connection.shut = ShutdownFlags::all();
+            self.send(ports, Operation::Shutdown, ShutdownFlags::all().bits(), &[]);
         }
     }
 
-    /// The program dies: with what it has not read.
-    pub(crate) fn abort(&mut self, name: Name) {
-        let line = self.lines.get_mut(&name).unwrap();
-        if !line.gone {
-            (line.gone, line.was_reset) = (true, true);
-            self.say(name, Operation::Reset, 0, &[]);
+    /// The program aborts with unread data.
+    pub(crate) fn abort(&mut self, ports: Ports) {
+        let connection = self.connections.get_mut(&ports).unwrap();
+        if !connection.closed {
+            (connection.closed, connection.was_reset) = (true, true);
+            self.send(ports, Operation::Reset, 0, &[]);
         }
     }
 
-    /// The driver takes back what was sent: which bytes of which connections. It may write there again at once.
-    pub(crate) fn take_back(&mut self) -> Vec<(Name, Range<u32>)> {
+    /// The driver reclaims used packets, and overwrites them at once. Returns their bytes, by connection.
+    pub(crate) fn reclaim(&mut self) -> Vec<(Ports, Range<u32>)> {
         let mut back = Vec::new();
-        while let Some((chain, _)) = self.transmit.take(&self.machine) {
+        while let Some((chain, _)) = self.transmit.pop_used(&self.memory) {
             for index in &chain {
-                self.machine.put(self.transmit.buffer(*index), &[0xee; 64]);
+                self.memory.put(self.transmit.buffer(*index), &[0xee; 64]);
             }
             back.push(self.in_ring.remove(&chain[0]).unwrap());
         }
         back
     }
 
-    /// Whether nothing of the driver's is with the device.
-    pub(crate) fn has_all_back(&self) -> bool {
+    /// Returns true if no packet is in flight.
+    pub(crate) fn has_reclaimed_all(&self) -> bool {
         self.in_ring.is_empty()
     }
 
-    /// The driver puts packets into its ring, in one piece or several.
+    /// The driver makes packets available, each in one segment or several.
     pub(crate) fn transmit(&mut self, rng: &mut fastrand::Rng) {
         while let Some(Packet { header, payload, bytes: of }) = self.queue.front() {
             let of = of.clone();
             let bytes = [header.as_bytes(), payload].concat();
             let parts = rng.usize(1..=3).min(self.transmit.free.len());
             let step = bytes.len().div_ceil(parts.max(1)).max(1);
-            let pieces: Vec<&[u8]> = bytes.chunks(step).collect();
-            let lens: Vec<u32> = pieces.iter().map(|piece| piece.len() as u32).collect();
-            if parts == 0 || pieces.iter().any(|piece| piece.len() as u64 > BUFFER_BYTES) {
+            let segments: Vec<&[u8]> = bytes.chunks(step).collect();
+            let lens: Vec<u32> = segments.iter().map(|segment| segment.len() as u32).collect();
+            if parts == 0 || segments.iter().any(|segment| segment.len() as u64 > BUFFER_BYTES) {
                 return;
             }
             let buffers: Vec<u64> = {
-                let Some(indices) = self.transmit.add_later(&lens) else { return };
+                let Some(indices) = self.transmit.next_descriptors(&lens) else { return };
                 indices.iter().map(|index| self.transmit.buffer(*index)).collect()
             };
-            for (piece, at) in pieces.iter().zip(buffers) {
-                self.machine.put(at, piece);
+            for (segment, at) in segments.iter().zip(buffers) {
+                self.memory.put(at, segment);
             }
-            let chain = self.transmit.add(&self.machine, &lens, false).unwrap();
+            let chain = self.transmit.add(&self.memory, &lens, false).unwrap();
             self.in_ring.insert(chain[0], of);
             self.queue.pop_front();
         }
@@ -383,18 +387,18 @@ impl Guest {
     /// The driver posts buffers.
     pub(crate) fn post(&mut self, most: usize) {
         for _ in 0..most {
-            if self.receive.add(&self.machine, &[self.rx_bytes], true).is_none() {
+            if self.receive.add(&self.memory, &[self.rx_bytes], true).is_none() {
                 return;
             }
         }
     }
 
-    /// The driver looks at what was received.
+    /// The driver processes received packets.
     pub(crate) fn receive(&mut self) {
-        while let Some((chain, len)) = self.receive.take(&self.machine) {
-            assert!(len as usize >= HEADER_BYTES, "a buffer of {len} bytes came back: no header");
+        while let Some((chain, len)) = self.receive.pop_used(&self.memory) {
+            assert!(len as usize >= HEADER_BYTES, "a buffer of {len} bytes was used: shorter than a header");
             let mut bytes = vec![0; len as usize];
-            self.machine.file.read_exact_at(&mut bytes, self.receive.buffer(chain[0])).unwrap();
+            self.memory.file.read_exact_at(&mut bytes, self.receive.buffer(chain[0])).unwrap();
             let (header, payload) = bytes.split_first_chunk().unwrap();
             let header = Header::parse(header);
             assert_eq!((header.source_cid.get(), header.destination_cid.get()), (2, CID));
@@ -404,70 +408,73 @@ impl Guest {
     }
 
     fn packet(&mut self, header: &Header, payload: &[u8]) {
-        let name = (header.destination_port.get(), header.source_port.get());
-        let operation = Operation::from_number(header.operation.get()).expect("an operation of the standard");
+        let ports = (header.destination_port.get(), header.source_port.get());
+        let operation = Operation::from_number(header.operation.get()).expect("a valid operation");
         if operation == Operation::Request {
-            let plan = self.expected.remove(&name.0).expect("somebody listens there");
+            let plan = self.expected.remove(&ports.0).expect("a program listens on the port");
             assert_eq!(plan.kind.number(), header.kind.get());
-            let mut line = self.line(plan);
-            line.open = true;
-            line.peer_alloc = header.buf_alloc.get();
-            assert!(self.lines.insert(name, line).is_none(), "a port was used again at once");
-            self.say(name, Operation::Response, 0, &[]);
+            let mut connection = self.new_connection(plan);
+            connection.open = true;
+            connection.peer_buf_alloc = header.buf_alloc.get();
+            assert!(self.connections.insert(ports, connection).is_none(), "a port was reused at once");
+            self.send(ports, Operation::Response, 0, &[]);
             return;
         }
-        let Some(line) = self.lines.get_mut(&name).filter(|line| !line.gone) else {
-            // As any guest: what is not known is reset.
-            assert!(self.lines.contains_key(&name), "a packet of no connection that ever was");
+        let Some(connection) = self.connections.get_mut(&ports).filter(|connection| !connection.closed)
+        else {
+            assert!(self.connections.contains_key(&ports), "a packet of a connection that never existed");
             return;
         };
-        assert_eq!(line.plan.kind.number(), header.kind.get());
-        let taken = header.fwd_cnt.get();
+        assert_eq!(connection.plan.kind.number(), header.kind.get());
+        let fwd_cnt = header.fwd_cnt.get();
         if operation != Operation::Reset {
             assert!(
-                taken.wrapping_sub(line.peer_taken) <= line.sent - line.peer_taken,
-                "{taken} bytes were not sent"
+                fwd_cnt.wrapping_sub(connection.peer_fwd_cnt) <= connection.sent - connection.peer_fwd_cnt,
+                "{fwd_cnt} bytes were not sent"
             );
-            assert!(header.buf_alloc.get() >= line.peer_alloc, "its window became smaller");
-            (line.peer_taken, line.peer_alloc) = (taken, header.buf_alloc.get());
+            assert!(header.buf_alloc.get() >= connection.peer_buf_alloc, "the window has shrunk");
+            (connection.peer_fwd_cnt, connection.peer_buf_alloc) = (fwd_cnt, header.buf_alloc.get());
         }
         match operation {
-            Operation::Response => line.open = true,
-            Operation::ReadWrite => line.payload(header, payload),
+            Operation::Response => connection.open = true,
+            Operation::ReadWrite => connection.payload(header, payload),
             Operation::Shutdown => {
-                line.host_shut |= Shut::from_bits(header.flags.get()).expect("flags of the standard");
-                self.end_if_over(name);
+                connection.host_shut |= ShutdownFlags::from_bits(header.flags.get()).expect("valid flags");
+                self.close_if_done(ports);
             }
             Operation::Reset => {
-                // The end of one that was closed both ways; else something was lost.
-                line.was_reset |= !(line.shut.is_all() && line.has_read_all());
-                line.gone = true;
+                // Unless both directions had ended, data was lost.
+                connection.was_reset |= !(connection.shut.is_all() && connection.has_read_all());
+                connection.closed = true;
             }
-            Operation::CreditRequest => self.say(name, Operation::CreditUpdate, 0, &[]),
+            Operation::CreditRequest => self.send(ports, Operation::CreditUpdate, 0, &[]),
             Operation::CreditUpdate | Operation::Request => {}
         }
     }
 }
 
-impl Line {
+impl GuestConnection {
     fn payload(&mut self, header: &Header, payload: &[u8]) {
-        assert!(self.open && !self.host_shut.contains(Shut::SEND), "bytes behind the end");
-        let room = self.alloc - (self.received - self.told);
-        assert!(payload.len() as u32 <= room, "{} bytes and room for {room}", payload.len());
+        assert!(
+            self.open && !self.host_shut.contains(ShutdownFlags::SEND),
+            "data after the end of the stream"
+        );
+        let credit = self.buf_alloc - (self.received - self.advertised);
+        assert!(payload.len() as u32 <= credit, "{} bytes with credit for {credit}", payload.len());
         for (at, found) in (self.received..).zip(payload) {
             assert_eq!(*found, byte(!self.plan.seed, at), "byte {at} to the guest");
         }
         self.received += payload.len() as u32;
         self.message += payload.len() as u32;
-        if self.plan.kind == Kind::Seqpacket && header.flags.get() & Ends::MESSAGE.bits() != 0 {
+        if self.plan.kind == Kind::Seqpacket && header.flags.get() & SeqFlags::EOM.bits() != 0 {
             self.messages.push(std::mem::take(&mut self.message));
         }
     }
 }
 
-impl Side {
-    /// The descriptors that [`Side::add`] would take.
-    fn add_later(&self, lens: &[u32]) -> Option<Vec<u16>> {
+impl DriverQueue {
+    /// Returns the descriptors that [`DriverQueue::add`] will use.
+    fn next_descriptors(&self, lens: &[u32]) -> Option<Vec<u16>> {
         let start = self.free.len().checked_sub(lens.len())?;
         Some(self.free[start..].to_vec())
     }

@@ -1,5 +1,4 @@
-//! The host's programs and the kernel between them and the device: sockets that take and give what they like, when they
-//! like.
+//! Model of the host: programs, and the kernel between them and the device. Sockets transfer any part of the data at any time.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -8,61 +7,64 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
-use towline_vsock::packet::{Ends, Kind, Shut};
-use towline_vsock::{Connect, Front, Id, Key, News, Received, Sockets};
+use towline_vsock::packet::{Kind, SeqFlags, ShutdownFlags};
+use towline_vsock::{
+    CloseMode, ConnectOutcome, ConnectionId, ConnectionKey, Interest, Peeked, Readiness, Received,
+    SendOutcome, Sockets,
+};
 
 use crate::plan::{Plan, byte};
 
-/// One socket: the device's end, the kernel's buffers, and the program behind them.
+/// A socket: the device's end, the kernel's buffers, and the program at the other end.
 #[derive(Debug)]
 pub(crate) struct Socket {
     pub(crate) plan: Plan,
-    pub(crate) id: Option<Id>,
-    /// To the guest: what the program has written, and what the device has taken.
+    pub(crate) id: Option<ConnectionId>,
+    /// To the guest: bytes that the program has written, and that the device has received.
     written: u32,
-    taken: u32,
-    /// From the guest: what the device has given, and what the program has read.
-    pub(crate) given: u32,
+    received: u32,
+    /// From the guest: bytes that the device has sent, and that the program has read.
+    pub(crate) sent: u32,
     read: u32,
     capacity: u32,
-    /// Lengths of messages that were given.
+    /// Lengths of messages that were sent.
     pub(crate) messages: Vec<u32>,
-    /// The program shut down its sending.
+    /// The program has shut down its sending side.
     pub(crate) ended: bool,
-    /// The program has closed, or died.
+    /// The program has closed its socket, or aborted.
     pub(crate) closed: bool,
-    pub(crate) died: bool,
-    /// The device has shut down its sending, or closed.
-    pub(crate) end_seen: bool,
+    pub(crate) aborted: bool,
+    /// The device has shut down its sending side, or closed its socket.
+    pub(crate) eof_sent: bool,
     pub(crate) device_closed: bool,
     pub(crate) accepted: bool,
-    edge: bool,
-    watched: bool,
-    room_edge: bool,
-    /// Whether the kernel reads large packets in the guest's memory, the sends of which it does so, as where they begin and
-    /// end, how many are over, and whether that is new.
-    lends: bool,
-    loans: VecDeque<(u64, Range<u32>)>,
+    read_edge: bool,
+    watches_space: bool,
+    space_edge: bool,
+    /// True if the socket supports zero-copy sends.
+    zero_copy: bool,
+    /// Zero-copy sends that have not completed, with their bytes of the stream.
+    in_flight: VecDeque<(u64, Range<u32>)>,
     issued: u64,
-    over: u64,
-    loan_edge: bool,
-    /// The device has dropped what was not delivered.
-    dropped: bool,
+    completed: u64,
+    completion_edge: bool,
+    /// The device has reset the connection, and the kernel has discarded undelivered data.
+    discarded: bool,
 }
 
 pub(crate) type Shared = Rc<RefCell<Socket>>;
 
-/// All sockets, by the port that the guest asks for.
+/// All sockets, by the port that the guest connects to.
 pub(crate) struct World {
     pub(crate) rng: fastrand::Rng,
-    /// What the guest's connections will find.
+    /// Destinations of the guest's connections.
     pub(crate) listeners: BTreeMap<u32, Shared>,
-    /// Those that come later.
-    pub(crate) later: Vec<(Id, Shared)>,
+    /// Connects in progress.
+    pub(crate) connecting: Vec<(ConnectionId, Shared)>,
 }
 
 pub(crate) fn socket(plan: &Plan, rng: &mut fastrand::Rng) -> Shared {
-    // A long stream through the smallest of buffers would only take long.
+    // A long stream through the smallest buffer would only be slow.
     let capacity = [1, 100, 3000, 100_000][rng.usize(..4)].max(plan.guest_bytes() / 300);
     let longest = plan.guest.iter().copied().max().unwrap_or(1);
     Rc::new(RefCell::new(Socket {
@@ -70,30 +72,30 @@ pub(crate) fn socket(plan: &Plan, rng: &mut fastrand::Rng) -> Shared {
         plan: plan.clone(),
         id: None,
         written: 0,
-        taken: 0,
-        given: 0,
+        received: 0,
+        sent: 0,
         read: 0,
         messages: Vec::new(),
         ended: false,
         closed: false,
-        died: false,
-        end_seen: false,
+        aborted: false,
+        eof_sent: false,
         device_closed: false,
         accepted: false,
-        edge: false,
-        watched: false,
-        room_edge: false,
-        lends: rng.bool() && plan.kind == Kind::Stream,
-        loans: VecDeque::new(),
+        read_edge: false,
+        watches_space: false,
+        space_edge: false,
+        zero_copy: rng.bool() && plan.kind == Kind::Stream,
+        in_flight: VecDeque::new(),
         issued: 0,
-        over: 0,
-        loan_edge: false,
-        dropped: false,
+        completed: 0,
+        completion_edge: false,
+        discarded: false,
     }))
 }
 
 impl Socket {
-    /// The program writes; at its end it shuts down.
+    /// The program writes, and shuts down its sending side at the end.
     pub(crate) fn write(&mut self, most: u32) {
         if self.closed || self.ended {
             return;
@@ -106,7 +108,7 @@ impl Socket {
         } else {
             self.written += most.min(total - self.written);
         }
-        self.edge = true;
+        self.read_edge = true;
     }
 
     fn message_at(&self, at: u32) -> u32 {
@@ -120,84 +122,84 @@ impl Socket {
         0
     }
 
-    /// The program reads, and closes when all is over.
+    /// The program reads, and closes when both directions have ended.
     pub(crate) fn read(&mut self, most: u32) {
         if self.closed {
             return;
         }
-        self.read += most.min(self.given - self.read);
-        self.room_edge |= self.watched;
-        if self.read == self.given && self.end_seen && self.ended {
+        self.read += most.min(self.sent - self.read);
+        self.space_edge |= self.watches_space;
+        if self.read == self.sent && self.eof_sent && self.ended {
             self.closed = true;
-            self.edge = true;
+            self.read_edge = true;
         }
     }
 
-    /// The program dies.
-    pub(crate) fn die(&mut self) {
-        (self.closed, self.died, self.edge, self.room_edge) = (true, true, true, true);
+    /// The program aborts.
+    pub(crate) fn abort(&mut self) {
+        (self.closed, self.aborted, self.read_edge, self.space_edge) = (true, true, true, true);
     }
 
-    /// What epoll would tell.
-    pub(crate) fn news(&mut self) -> (Option<News>, bool) {
-        let news = if self.closed {
-            News::HungUp
+    /// Returns the events that epoll would report: readiness, and space in the send buffer.
+    pub(crate) fn events(&mut self) -> (Option<Readiness>, bool) {
+        let readiness = if self.closed {
+            Readiness::Closed
         } else if self.ended {
-            News::Ending
+            Readiness::ReadClosed
         } else {
-            News::Data
+            Readiness::Readable
         };
-        let room = self.watched && std::mem::take(&mut self.room_edge);
-        (std::mem::take(&mut self.edge).then_some(news), room)
+        let space = self.watches_space && std::mem::take(&mut self.space_edge);
+        (std::mem::take(&mut self.read_edge).then_some(readiness), space)
     }
 
-    /// The kernel is through with some of what it was lent: at most with what the program has read, or all if nobody will.
-    pub(crate) fn free_some(&mut self, rng: &mut fastrand::Rng) -> bool {
-        let gone = self.closed || self.dropped;
-        while let Some((number, bytes)) = self.loans.front()
-            && (gone || bytes.end <= self.read)
+    /// Completes some zero-copy sends: of data that the program has read, or of any if it never will be read.
+    pub(crate) fn complete_some(&mut self, rng: &mut fastrand::Rng) -> bool {
+        let is_unread = self.closed || self.discarded;
+        while let Some((number, bytes)) = self.in_flight.front()
+            && (is_unread || bytes.end <= self.read)
             && rng.u32(..3) > 0
         {
-            (self.over, self.loan_edge) = (*number, true);
-            self.loans.pop_front();
+            (self.completed, self.completion_edge) = (*number, true);
+            self.in_flight.pop_front();
         }
-        std::mem::take(&mut self.loan_edge)
+        std::mem::take(&mut self.completion_edge)
     }
 
-    /// Whether the kernel reads some of these bytes of the stream yet.
+    /// Returns true if the kernel still reads some of these bytes of the stream.
     pub(crate) fn reads(&self, bytes: &Range<u32>) -> bool {
         !bytes.is_empty()
-            && self.loans.iter().any(|(_, lent)| lent.start < bytes.end && bytes.start < lent.end)
+            && self.in_flight.iter().any(|(_, send)| send.start < bytes.end && bytes.start < send.end)
     }
 
-    /// Whether the program has all that the guest sent, and knows that it is all.
+    /// Returns true if the program has read all data of the guest, and the end of the stream.
     pub(crate) fn is_complete(&self) -> bool {
-        self.read == self.plan.guest_bytes() && self.end_seen
+        self.read == self.plan.guest_bytes() && self.eof_sent
     }
 }
 
 impl Sockets for World {
     type Socket = Shared;
 
-    fn connect(&mut self, id: Id, key: Key, _: Kind) -> Connect<Shared> {
-        let Some(socket) = self.listeners.remove(&key.peer_port) else { return Connect::Refused };
+    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, _: Kind) -> ConnectOutcome<Shared> {
+        let Some(socket) = self.listeners.remove(&key.peer_port) else { return ConnectOutcome::Refused };
         {
             let mut socket = socket.borrow_mut();
-            (socket.id, socket.accepted, socket.edge) = (Some(id), true, true);
+            (socket.id, socket.accepted, socket.read_edge) = (Some(id), true, true);
         }
         if self.rng.bool() {
-            return Connect::Now(socket);
+            return ConnectOutcome::Connected(socket);
         }
-        self.later.push((id, socket));
-        Connect::Later
+        self.connecting.push((id, socket));
+        ConnectOutcome::InProgress
     }
 
-    fn opened(&mut self, id: Id, socket: &Shared) {
+    fn opened(&mut self, id: ConnectionId, socket: &Shared) {
         let mut socket = socket.borrow_mut();
-        (socket.id, socket.edge) = (Some(id), true);
+        (socket.id, socket.read_edge) = (Some(id), true);
     }
 
-    fn accepted(&mut self, _: Id, socket: &Shared, _: u32) -> io::Result<()> {
+    fn accepted(&mut self, _: ConnectionId, socket: &Shared, _: u32) -> io::Result<()> {
         let mut socket = socket.borrow_mut();
         socket.accepted = true;
         if socket.closed { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
@@ -206,49 +208,49 @@ impl Sockets for World {
     fn receive(&mut self, socket: &Shared, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
         let mut socket = socket.borrow_mut();
         assert!(!socket.device_closed);
-        let waiting = socket.written - socket.taken;
+        let waiting = socket.written - socket.received;
         if waiting == 0 {
-            if socket.died && self.rng.bool() {
+            if socket.aborted && self.rng.bool() {
                 return Err(io::ErrorKind::ConnectionReset.into());
             }
             return if socket.ended || socket.closed {
-                Ok(Received { bytes: 0, more: false, record: false })
+                Ok(Received { bytes: 0, more: false, eor: false })
             } else {
                 Err(io::ErrorKind::WouldBlock.into())
             };
         }
         let room: u32 = bufs.iter().map(|buf| buf.len() as u32).sum();
-        assert!(room > 0, "a call without room");
+        assert!(room > 0, "a receive without space");
         let messages = socket.plan.kind == Kind::Seqpacket;
-        let all = if messages { socket.message_at(socket.taken) } else { waiting };
-        assert!(!messages || room >= all, "a message is cut");
-        // A call may give less than there is.
+        let all = if messages { socket.message_at(socket.received) } else { waiting };
+        assert!(!messages || room >= all, "a message is truncated");
+        // A call may return less than there is.
         let most = if messages || self.rng.bool() { all } else { self.rng.u32(1..=all) };
         let here = most.min(room);
         let seed = !socket.plan.seed;
-        let bytes: Vec<u8> = (0..here).map(|at| byte(seed, socket.taken + at)).collect();
+        let bytes: Vec<u8> = (0..here).map(|at| byte(seed, socket.received + at)).collect();
         assert_eq!(scatter(&bytes, bufs), bytes.len());
-        socket.taken += here;
-        Ok(Received { bytes: here as usize, more: socket.taken < socket.written, record: false })
+        socket.received += here;
+        Ok(Received { bytes: here as usize, more: socket.received < socket.written, eor: false })
     }
 
-    fn front(&mut self, socket: &Shared) -> io::Result<Front> {
+    fn peek(&mut self, socket: &Shared) -> io::Result<Peeked> {
         let socket = socket.borrow();
-        if socket.taken < socket.written {
-            return Ok(Front::Bytes(socket.message_at(socket.taken) as usize));
+        if socket.received < socket.written {
+            return Ok(Peeked::Bytes(socket.message_at(socket.received) as usize));
         }
-        if socket.ended || socket.closed { Ok(Front::End) } else { Err(io::ErrorKind::WouldBlock.into()) }
+        if socket.ended || socket.closed { Ok(Peeked::Eof) } else { Err(io::ErrorKind::WouldBlock.into()) }
     }
 
-    fn send(&mut self, socket: &Shared, bufs: &[IoBuf<'_>], _: Ends) -> io::Result<usize> {
+    fn send(&mut self, socket: &Shared, bufs: &[IoBuf<'_>], _: SeqFlags) -> io::Result<usize> {
         let mut socket = socket.borrow_mut();
-        assert!(!socket.device_closed && !socket.end_seen, "bytes behind the end");
+        assert!(!socket.device_closed && !socket.eof_sent, "data after the end of the stream");
         if socket.closed {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
         let len: usize = bufs.iter().map(IoBuf::len).sum();
         assert!(len > 0);
-        let room = socket.capacity - (socket.given - socket.read).min(socket.capacity);
+        let room = socket.capacity - (socket.sent - socket.read).min(socket.capacity);
         let messages = socket.plan.kind == Kind::Seqpacket;
         if room == 0 || (messages && len as u32 > room) {
             return Err(io::ErrorKind::WouldBlock.into());
@@ -256,62 +258,62 @@ impl Sockets for World {
         let here = if messages { len as u32 } else { (len as u32).min(self.rng.u32(1..=room)) };
         let mut bytes = vec![0; len];
         gather(bufs, &mut bytes);
-        for (at, found) in (socket.given..).zip(&bytes[..here as usize]) {
+        for (at, found) in (socket.sent..).zip(&bytes[..here as usize]) {
             assert_eq!(*found, byte(socket.plan.seed, at), "byte {at} from the guest");
         }
-        socket.given += here;
+        socket.sent += here;
         if messages {
             socket.messages.push(here);
         }
         Ok(here as usize)
     }
 
-    fn lends(&mut self, socket: &Shared) -> bool {
-        // It may be worth while now and then.
-        socket.borrow().lends && self.rng.u32(..4) > 0
+    fn uses_zero_copy(&mut self, socket: &Shared) -> bool {
+        // Not at all times.
+        socket.borrow().zero_copy && self.rng.u32(..4) > 0
     }
 
-    fn lend(&mut self, socket: &Shared, bufs: &[IoBuf<'_>]) -> io::Result<(usize, Option<u64>)> {
-        let start = socket.borrow().given;
-        let sent = self.send(socket, bufs, Ends::empty())?;
+    fn send_zero_copy(&mut self, socket: &Shared, bufs: &[IoBuf<'_>]) -> io::Result<SendOutcome> {
+        let start = socket.borrow().sent;
+        let bytes = self.send(socket, bufs, SeqFlags::empty())?;
         if self.rng.u32(..8) == 0 {
-            return Ok((sent, None));
+            return Ok(SendOutcome { bytes, zero_copy: None });
         }
         let mut socket = socket.borrow_mut();
-        assert!(socket.lends);
+        assert!(socket.zero_copy);
         socket.issued += 1;
-        let (number, bytes) = (socket.issued, start..socket.given);
-        socket.loans.push_back((number, bytes));
-        Ok((sent, Some(number)))
+        let (number, range) = (socket.issued, start..socket.sent);
+        socket.in_flight.push_back((number, range));
+        Ok(SendOutcome { bytes, zero_copy: Some(number) })
     }
 
-    fn freed(&mut self, socket: &Shared) -> u64 {
-        socket.borrow().over
+    fn completed(&mut self, socket: &Shared) -> u64 {
+        socket.borrow().completed
     }
 
-    fn part(&mut self, socket: &Shared, reset: bool) {
+    fn linger(&mut self, socket: &Shared, mode: CloseMode) {
         let mut socket = socket.borrow_mut();
-        assert!(!socket.loans.is_empty() || socket.loan_edge || socket.over > 0);
-        socket.end_seen = true;
-        socket.dropped |= reset;
+        assert!(!socket.in_flight.is_empty() || socket.completion_edge || socket.completed > 0);
+        socket.eof_sent = true;
+        socket.discarded |= mode == CloseMode::Reset;
     }
 
-    fn shutdown(&mut self, socket: &Shared, what: Shut) {
-        socket.borrow_mut().end_seen |= what.contains(Shut::SEND);
+    fn shutdown(&mut self, socket: &Shared, directions: ShutdownFlags) {
+        socket.borrow_mut().eof_sent |= directions.contains(ShutdownFlags::SEND);
     }
 
-    fn watch_writable(&mut self, _: Id, socket: &Shared, wanted: bool) {
+    fn set_interest(&mut self, _: ConnectionId, socket: &Shared, interest: Interest) {
         let mut socket = socket.borrow_mut();
-        socket.watched = wanted;
-        socket.room_edge = wanted;
+        socket.watches_space = interest == Interest::ReadWrite;
+        socket.space_edge = socket.watches_space;
     }
 
-    fn close(&mut self, socket: Shared, _: bool) {
+    fn close(&mut self, socket: Shared, _: CloseMode) {
         let mut socket = socket.borrow_mut();
-        (socket.device_closed, socket.end_seen) = (true, true);
+        (socket.device_closed, socket.eof_sent) = (true, true);
     }
 
-    fn forget(&mut self, id: Id) {
-        self.later.retain(|(other, _)| *other != id);
+    fn cancel_connect(&mut self, id: ConnectionId) {
+        self.connecting.retain(|(other, _)| *other != id);
     }
 }

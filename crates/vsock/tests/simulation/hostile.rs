@@ -1,7 +1,7 @@
-//! Guests that do what none may, against the table: bounded memory, and a reset where one is due.
+//! Hostile guests against the table: memory stays bounded, and violations are answered with resets.
 
-use towline_vsock::packet::{Ends, HOST_CID, Header, Kind, Operation, Shut};
-use towline_vsock::{Inbound, Limits, Phase, STRAYS_MAX, Table};
+use towline_vsock::packet::{HOST_CID, Header, Kind, Operation, SeqFlags, ShutdownFlags};
+use towline_vsock::{ClosedBy, ConnectionState, Inbound, Limits, PENDING_RESETS_MAX, Table};
 
 const CID: u64 = 9;
 
@@ -22,7 +22,7 @@ fn limits(connections: usize) -> Limits {
     Limits { connections, ..Limits::default() }
 }
 
-fn open(table: &mut Table, port: u32) -> towline_vsock::Id {
+fn open(table: &mut Table, port: u32) -> towline_vsock::ConnectionId {
     let Inbound::Connect(id) = table.from_guest(&header(Operation::Request, port), 0) else {
         panic!("no connection")
     };
@@ -39,43 +39,46 @@ fn expect_reset(table: &mut Table, port: u32) {
 }
 
 #[test]
-fn a_million_half_open_connections_are_a_few() {
+fn half_open_connections_are_limited() {
     let mut table = Table::new(CID, limits(1000), 0);
     for port in 0..1_000_000 {
-        if !table.takes() {
-            // The guest hears of it before more is taken.
+        if !table.accepts_packets() {
+            // Resets are sent before more packets are processed.
             while table.next_control().is_some() {}
         }
         table.from_guest(&header(Operation::Request, port), 0);
-        assert!(table.len() <= 1000 && table.control_len() <= STRAYS_MAX);
+        assert!(table.len() <= 1000 && table.control_queue_len() <= PENDING_RESETS_MAX);
     }
     assert_eq!(table.len(), 1000);
     assert_eq!(table.statistics().refused_by_limit, 999_000);
 }
 
 #[test]
-fn connections_that_come_and_go_leave_nothing_in_line() {
+fn closed_connections_leave_nothing_in_the_control_queue() {
     let mut table = Table::new(CID, limits(1000), 0);
     for port in 0..1_000_000 {
         let Inbound::Connect(id) = table.from_guest(&header(Operation::Request, port), 0) else {
             panic!("{port}")
         };
         table.established(id);
-        assert_eq!(table.from_guest(&header(Operation::Reset, port), 0), Inbound::Gone(id, true));
-        assert!(table.is_empty() && table.control_len() <= 16, "{}", table.control_len());
+        assert_eq!(
+            table.from_guest(&header(Operation::Reset, port), 0),
+            Inbound::Closed(id, ClosedBy::Guest)
+        );
+        assert!(table.is_empty() && table.control_queue_len() <= 16, "{}", table.control_queue_len());
     }
     assert_eq!(table.next_control(), None);
 }
 
 #[test]
-fn windows_are_promised_within_the_memory() {
+fn windows_are_reserved_within_the_limit_of_memory() {
     let memory = 1 << 20;
     let most = (memory / Limits::cost(16 << 10, Kind::Stream)) as usize;
     let mut table = Table::new(CID, Limits { memory, ..limits(100_000) }, 0);
     for port in 0..100_000 {
         table.from_guest(&header(Operation::Request, port), 0);
         assert!(table.len() <= most, "{} connections of 16 KiB in 1 MiB", table.len());
-        while !table.takes() {
+        while !table.accepts_packets() {
             table.next_control();
         }
     }
@@ -83,7 +86,7 @@ fn windows_are_promised_within_the_memory() {
 }
 
 #[test]
-fn what_nobody_knows_is_reset_but_resets() {
+fn packets_of_unknown_connections_are_answered_with_resets_except_resets() {
     let mut table = Table::new(CID, limits(10), 0);
     for operation in [
         Operation::Response,
@@ -97,7 +100,7 @@ fn what_nobody_knows_is_reset_but_resets() {
     }
     table.from_guest(&header(Operation::Reset, 5), 0);
     assert_eq!(table.next_control(), None);
-    // A kind and an operation that there is none of.
+    // An invalid type, and an invalid operation.
     for odd in [
         Header { kind: 3.into(), ..header(Operation::Request, 6) },
         Header { operation: 0.into(), ..header(Operation::Request, 6) },
@@ -105,33 +108,33 @@ fn what_nobody_knows_is_reset_but_resets() {
         table.from_guest(&odd, 0);
         expect_reset(&mut table, 6);
     }
-    // In another's name.
+    // A forged source CID.
     let forged = Header { source_cid: 77.into(), ..header(Operation::Request, 7) };
     assert_eq!(table.from_guest(&forged, 0), Inbound::Nothing);
     assert_eq!((table.next_control(), table.statistics().dropped), (None, 1));
 }
 
 #[test]
-fn what_none_may_do_ends_the_connection() {
+fn a_violation_resets_the_connection() {
     let data = |len: u32| Header { len: len.into(), ..header(Operation::ReadWrite, 5) };
     let cases: [(&str, Vec<(Header, u32)>); 8] = [
         ("more than its window", (0..9).map(|_| (data(60_000), 60_000)).collect()),
-        ("more than it says", vec![(data(100), 99)]),
-        ("more than a packet has", vec![(data(70_000), 70_000)]),
+        ("a header that exceeds the packet", vec![(data(100), 99)]),
+        ("more than the maximum payload", vec![(data(70_000), 70_000)]),
         (
-            "more taken than sent",
+            "a fwd_cnt beyond the bytes sent",
             vec![(Header { fwd_cnt: 1.into(), ..header(Operation::CreditUpdate, 5) }, 0)],
         ),
         (
-            "bytes behind its end",
+            "data after a shutdown",
             vec![
-                (Header { flags: Shut::SEND.bits().into(), ..header(Operation::Shutdown, 5) }, 0),
+                (Header { flags: ShutdownFlags::SEND.bits().into(), ..header(Operation::Shutdown, 5) }, 0),
                 (data(1), 1),
             ],
         ),
-        ("another kind", vec![(Header { kind: 2.into(), ..data(1) }, 1)]),
-        ("an answer to nothing", vec![(header(Operation::Response, 5), 0)]),
-        ("a request again", vec![(header(Operation::Request, 5), 0)]),
+        ("another socket type", vec![(Header { kind: 2.into(), ..data(1) }, 1)]),
+        ("a response without a request", vec![(header(Operation::Response, 5), 0)]),
+        ("a second request", vec![(header(Operation::Request, 5), 0)]),
     ];
     for (what, packets) in cases {
         let mut table = Table::new(CID, limits(10), 0);
@@ -139,23 +142,38 @@ fn what_none_may_do_ends_the_connection() {
         let last = packets
             .iter()
             .map(|(header, payload)| table.from_guest(header, *payload))
-            .find(|inbound| matches!(inbound, Inbound::Gone(..)));
-        assert_eq!(last, Some(Inbound::Gone(id, false)), "{what}");
-        assert_eq!(table.get(id).unwrap().phase, Phase::Resetting, "{what}");
+            .find(|inbound| matches!(inbound, Inbound::Closed(..)));
+        assert_eq!(last, Some(Inbound::Closed(id, ClosedBy::Violation)), "{what}");
+        assert_eq!(table.get(id).unwrap().state, ConnectionState::Resetting, "{what}");
         expect_reset(&mut table, 5);
         assert!(table.is_empty(), "{what}");
     }
 }
 
 #[test]
-fn credit_that_shrinks_or_is_nothing_sends_nothing() {
+fn credit_may_shrink_to_nothing() {
     let mut table = Table::new(CID, limits(10), 0);
     let id = open(&mut table, 5);
-    assert_eq!(table.room(id), 1000);
-    table.data(id, 600, Ends::empty());
-    for (alloc, room) in [(100u32, 0), (0, 0), (700, 100), (u32::MAX, u32::MAX - 600)] {
-        let update = Header { buf_alloc: alloc.into(), ..header(Operation::CreditUpdate, 5) };
+    assert_eq!(table.peer_credit(id), 1000);
+    table.data_headers(id).unwrap().next(600, SeqFlags::empty());
+    for (buf_alloc, credit) in [(100u32, 0), (0, 0), (700, 100), (u32::MAX, u32::MAX - 600)] {
+        let update = Header { buf_alloc: buf_alloc.into(), ..header(Operation::CreditUpdate, 5) };
         assert_eq!(table.from_guest(&update, 0), Inbound::Credit(id));
-        assert_eq!(table.room(id), room, "{alloc}");
+        assert_eq!(table.peer_credit(id), credit, "{buf_alloc}");
     }
+}
+
+/// A guest that resets a connection while the device's own reset waits for a buffer leaves nothing behind.
+#[test]
+fn a_reset_by_the_guest_removes_a_connection_that_is_being_reset() {
+    let mut table = Table::new(CID, limits(10), 0);
+    let id = open(&mut table, 5);
+    let data = Header { len: 100.into(), ..header(Operation::ReadWrite, 5) };
+    assert_eq!(table.from_guest(&data, 100), Inbound::Payload(id, SeqFlags::empty()));
+    let shutdown = Header { flags: ShutdownFlags::SEND.bits().into(), ..header(Operation::Shutdown, 5) };
+    assert_eq!(table.from_guest(&shutdown, 0), Inbound::Shutdown(id));
+    table.reset(id);
+    assert_eq!(table.from_guest(&header(Operation::Reset, 5), 0), Inbound::Closed(id, ClosedBy::Guest));
+    assert!(table.is_empty() && table.reserved() == 0);
+    assert_eq!(table.next_control(), None);
 }

@@ -1,8 +1,8 @@
-//! The body of the fuzz target `vsock_packet`: any packets and any events of the host's side against the table.
+//! Body of the fuzz target `vsock_packet`: arbitrary packets and events of the host's side against the table.
 #![allow(dead_code, unreachable_pub, reason = "the fuzz target uses it")]
 
-use towline_vsock::packet::{Ends, Header, Operation, Shut};
-use towline_vsock::{Id, Inbound, Limits, STRAYS_MAX, Table};
+use towline_vsock::packet::{Header, Operation, SeqFlags, ShutdownFlags};
+use towline_vsock::{ConnectionId, Inbound, Limits, PENDING_RESETS_MAX, Table};
 
 const CID: u64 = 3;
 const CONNECTIONS: usize = 8;
@@ -11,12 +11,12 @@ const MEMORY: u64 = 256 << 10;
 /// Bytes of one step.
 const STEP: usize = 16;
 
-/// Each step is 16 bytes: what happens, a port, operation, kind, flags, a length, credit.
+/// Runs an input. Each step is 16 bytes: event, port, operation, type, flags, length, credit.
 pub fn packets(data: &[u8]) {
     let limits =
         Limits { connections: CONNECTIONS, buf_alloc: 64 << 10, memory: MEMORY, ..Limits::default() };
     let mut table = Table::new(CID, limits, 0);
-    let mut ids: Vec<Id> = Vec::new();
+    let mut ids: Vec<ConnectionId> = Vec::new();
     for step in data.chunks_exact(STEP) {
         let word = |at: usize| u32::from_le_bytes(step[at..at + 4].try_into().expect("four bytes"));
         let id = ids.get(usize::from(step[1]) % ids.len().max(1)).copied();
@@ -29,19 +29,22 @@ pub fn packets(data: &[u8]) {
             (4, _) => ids.extend(table.open(u32::from(step[1] % 4), kind(step[3]), 2)),
             (5, Some(id)) => {
                 table.established(id);
-                table.forwarded(id, word(8).min(table.kept(id)));
+                table.forwarded(id, word(8).min(table.unforwarded(id)));
             }
             (6, Some(id)) => host(&mut table, id, step[2], word(8)),
             _ => control(&mut table, usize::from(step[1])),
         }
-        assert!(table.len() <= CONNECTIONS && table.control_len() <= STRAYS_MAX + 2 * CONNECTIONS + 2);
-        let kept: u64 = ids.iter().map(|id| u64::from(table.kept(*id))).sum();
-        assert!(kept <= table.reserved(), "{kept} bytes are kept, {} are reserved", table.reserved());
+        assert!(
+            table.len() <= CONNECTIONS
+                && table.control_queue_len() <= PENDING_RESETS_MAX + 2 * CONNECTIONS + 2
+        );
+        let kept: u64 = ids.iter().map(|id| u64::from(table.unforwarded(*id))).sum();
+        assert!(kept <= table.reserved(), "{kept} bytes are buffered, {} are reserved", table.reserved());
         assert!(table.reserved() <= MEMORY, "{} bytes are reserved", table.reserved());
         ids.retain(|id| table.get(*id).is_some());
     }
     control(&mut table, usize::MAX);
-    assert_eq!(table.control_len(), 0);
+    assert_eq!(table.control_queue_len(), 0);
 }
 
 fn kind(byte: u8) -> towline_vsock::packet::Kind {
@@ -49,7 +52,7 @@ fn kind(byte: u8) -> towline_vsock::packet::Kind {
     if byte & 1 == 0 { Kind::Stream } else { Kind::Seqpacket }
 }
 
-fn packet(table: &mut Table, step: &[u8], word: impl Fn(usize) -> u32) -> Option<Id> {
+fn packet(table: &mut Table, step: &[u8], word: impl Fn(usize) -> u32) -> Option<ConnectionId> {
     let header = Header {
         source_cid: if step[0] & 0x80 == 0 { CID } else { u64::from(word(8)) }.into(),
         destination_cid: 2.into(),
@@ -62,33 +65,33 @@ fn packet(table: &mut Table, step: &[u8], word: impl Fn(usize) -> u32) -> Option
         buf_alloc: word(8).into(),
         fwd_cnt: word(12).into(),
     };
-    let before = table.takes();
+    let before = table.accepts_packets();
     let inbound = table.from_guest(&header, header.len.get().saturating_sub(u32::from(step[5] & 1)));
-    assert!(before || !table.takes());
+    assert!(before || !table.accepts_packets());
     match inbound {
         Inbound::Connect(id) => {
             assert_eq!(Operation::from_number(header.operation.get()), Some(Operation::Request));
             Some(id)
         }
         Inbound::Payload(id, _) => {
-            assert!(table.kept(id) >= header.len.get());
+            assert!(table.unforwarded(id) >= header.len.get());
             None
         }
         _ => None,
     }
 }
 
-fn host(table: &mut Table, id: Id, what: u8, amount: u32) {
+fn host(table: &mut Table, id: ConnectionId, what: u8, amount: u32) {
     match what % 5 {
-        0 => table.shut(id, Shut::SEND),
-        1 => table.shut(id, Shut::RECEIVE),
-        2 => table.over(id),
+        0 => table.shutdown(id, ShutdownFlags::SEND),
+        1 => table.shutdown(id, ShutdownFlags::RECEIVE),
+        2 => table.close(id),
         3 => table.reset(id),
         _ => {
-            let room = table.room(id).min(amount).min(65536);
-            if table.get(id).is_some() && room > 0 {
-                let header = table.data(id, room, Ends::empty());
-                assert_eq!(header.len.get(), room);
+            let len = table.peer_credit(id).min(amount).min(65536);
+            if let Some(mut headers) = table.data_headers(id).filter(|_| len > 0) {
+                let header = headers.next(len, SeqFlags::empty());
+                assert_eq!(header.len.get(), len);
             }
         }
     }
@@ -106,12 +109,12 @@ fn control(table: &mut Table, most: usize) {
 }
 
 #[test]
-fn any_packets_do_no_harm() {
+fn arbitrary_packets_keep_the_table_within_its_limits() {
     let mut rng = fastrand::Rng::with_seed(3);
     for _ in 0..20_000 {
         let mut data = vec![0; STEP * rng.usize(1..100)];
         rng.fill(&mut data);
-        // Small numbers are those that matter.
+        // Small numbers are the interesting ones.
         for step in data.chunks_exact_mut(STEP) {
             if rng.bool() {
                 step[9..12].fill(0);

@@ -1,4 +1,4 @@
-//! Sockets of a model for hostile runs: pipes between two ends, each of which is a device or a program of the host.
+//! Model sockets for hostile runs: pipes between two ends, each of which is a device or a program of the host.
 #![allow(dead_code, unreachable_pub, reason = "the fuzz target uses it")]
 
 use std::cell::RefCell;
@@ -7,52 +7,55 @@ use std::io;
 use std::rc::Rc;
 
 use towline_channel::{IOV_MAX, IoBuf, IoBufMut, scatter};
-use towline_vsock::packet::{Ends, HOST_CID, Kind, Shut};
-use towline_vsock::{Connect, Front, Id, Key, News, Received, Sockets};
+use towline_vsock::packet::{HOST_CID, Kind, SeqFlags, ShutdownFlags};
+use towline_vsock::{
+    CloseMode, ConnectOutcome, ConnectionId, ConnectionKey, Interest, Peeked, Readiness, Received,
+    SendOutcome, Sockets,
+};
 
-/// The contexts of the two guests.
+/// CIDs of the two guests.
 pub(super) const CIDS: [u64; 2] = [7, 8];
-/// Empty messages that are skipped at a time, as the host's sockets do.
+/// Maximum number of empty messages that are dropped at a time, as by the host's sockets.
 const EMPTY_MAX: usize = 16;
-/// Messages that wait in a pipe, and the room for bytes of a stream.
+/// Maximum number of messages in a pipe.
 const MESSAGES_MAX: usize = 256;
 const PIPES_MAX: usize = 256;
 
-/// One way of a pipe.
+/// One direction of a pipe.
 #[derive(Debug, Default)]
-struct Way {
-    /// Lengths of messages; of a stream, of what was written at a time.
+struct Direction {
+    /// Lengths of messages; of a stream, lengths of writes.
     waiting: VecDeque<u32>,
     bytes: u32,
     capacity: u32,
     ended: bool,
 }
 
-/// One end, as its reader and watcher sees it.
+/// Events of one end.
 #[derive(Debug, Default)]
-struct Watch {
-    /// Whose: a guest's context and connection.
-    owner: Option<(u64, Id)>,
-    edge: bool,
+struct EndState {
+    /// CID and connection of the guest that owns it.
+    owner: Option<(u64, ConnectionId)>,
+    read_edge: bool,
     urgent: bool,
-    /// Every call fails: the other end has reset it.
+    /// The other end has reset the connection: every call fails.
     failed: bool,
-    wants_room: bool,
-    room: bool,
+    watches_space: bool,
+    space_edge: bool,
     closed: bool,
     issued: u64,
-    over: u64,
-    freed: bool,
+    completed: u64,
+    has_completions: bool,
 }
 
 #[derive(Debug)]
 struct Pipe {
     kind: Kind,
-    ways: [Way; 2],
-    ends: [Watch; 2],
+    directions: [Direction; 2],
+    ends: [EndState; 2],
     accepted: bool,
-    lends: bool,
-    /// Its second end is a program's of the host, not another guest's.
+    zero_copy: bool,
+    /// The second end belongs to a program of the host, not to another guest.
     has_program: bool,
 }
 
@@ -66,29 +69,29 @@ pub(super) struct End {
 }
 
 impl End {
-    /// Its owner is through with it.
+    /// Closes the end.
     pub(super) fn close(&self) {
         let mut pipe = self.pipe.borrow_mut();
         let (side, other) = (self.side, 1 - self.side);
         pipe.ends[side].closed = true;
         pipe.ends[side].owner = None;
-        pipe.ways[side].ended = true;
-        pipe.ends[other].edge = true;
-        pipe.ends[other].room = true;
+        pipe.directions[side].ended = true;
+        pipe.ends[other].read_edge = true;
+        pipe.ends[other].space_edge = true;
     }
 }
 
-/// What a guest's connection wants of another one: port, kind, who, and its end.
-type Letter = (u32, Kind, u64, End);
-/// What is new at a socket: to read, room, freed loans.
-type NewsOf = (Id, Option<News>, bool, bool);
+/// A connection of another guest: port, kind, CID of the other guest, and its end.
+type Incoming = (u32, Kind, u64, End);
+/// Events of a socket: readiness, space in the send buffer, completed zero-copy sends.
+type SocketEvents = (ConnectionId, Option<Readiness>, bool, bool);
 
 #[derive(Debug, Default)]
 struct State {
     pipes: Vec<SharedPipe>,
-    mail: [Vec<Letter>; 2],
-    /// Connections that were asked for and come later, by guest.
-    later: [Vec<(Id, End)>; 2],
+    incoming: [Vec<Incoming>; 2],
+    /// Connects in progress, by guest.
+    connecting: [Vec<(ConnectionId, End)>; 2],
     calls: u64,
     rng: u64,
 }
@@ -119,13 +122,13 @@ impl Net {
             Kind::Stream => [700, 3000, 200_000, 1 << 20][(state.rng >> 60) as usize & 3],
             Kind::Seqpacket => [300_000, 1 << 20][(state.rng >> 60) as usize & 1],
         };
-        let way = || Way { capacity, ..Way::default() };
+        let direction = || Direction { capacity, ..Direction::default() };
         let pipe = Rc::new(RefCell::new(Pipe {
             kind,
-            ways: [way(), way()],
+            directions: [direction(), direction()],
             ends: Default::default(),
             accepted: false,
-            lends: state.rng >> 59 & 1 == 0,
+            zero_copy: state.rng >> 59 & 1 == 0,
             has_program,
         }));
         if state.pipes.len() < PIPES_MAX {
@@ -134,7 +137,7 @@ impl Net {
         pipe
     }
 
-    /// The device's end of a client's connection.
+    /// Returns the device's end of a client's connection.
     pub(super) fn client(&self, kind: Kind) -> End {
         End { pipe: self.pipe(kind, true), side: 0 }
     }
@@ -145,52 +148,52 @@ impl Net {
         (count > 0).then(|| Rc::clone(&state.pipes[usize::from(which) % count]))
     }
 
-    /// One whose second end is a program's. Another guest's end is its device's alone, also while it is on its way there.
+    /// Returns a pipe to a program. The end of another guest belongs to its device, even before the device has it.
     fn program(&self, which: u8) -> Option<SharedPipe> {
         self.chosen(which).filter(|pipe| pipe.borrow().has_program)
     }
 
-    /// A program of the host writes: bytes, a message, or messages of nothing.
+    /// A program of the host writes: bytes, a message, or empty messages.
     pub(super) fn write(&self, which: u8, how: u8, amount: u32) {
         let Some(pipe) = self.program(which) else { return };
         let mut pipe = pipe.borrow_mut();
-        if pipe.ways[1].ended || pipe.ways[1].waiting.len() >= MESSAGES_MAX {
+        if pipe.directions[1].ended || pipe.directions[1].waiting.len() >= MESSAGES_MAX {
             return;
         }
         let len = 1 + amount % 70_000;
         match (pipe.kind, how % 4) {
-            (Kind::Seqpacket, 0) => pipe.ways[1].waiting.extend([0; 40]),
-            (Kind::Seqpacket, 1) => (0..20).for_each(|_| pipe.ways[1].push(1)),
-            _ => pipe.ways[1].push(len),
+            (Kind::Seqpacket, 0) => pipe.directions[1].waiting.extend([0; 40]),
+            (Kind::Seqpacket, 1) => (0..20).for_each(|_| pipe.directions[1].push(1)),
+            _ => pipe.directions[1].push(len),
         }
-        pipe.ends[0].edge = true;
+        pipe.ends[0].read_edge = true;
     }
 
     pub(super) fn read(&self, which: u8, amount: u32) {
         let Some(pipe) = self.program(which) else { return };
         let mut pipe = pipe.borrow_mut();
         let kind = pipe.kind;
-        pipe.ways[0].take(kind, 1 + amount);
-        pipe.ends[0].room = true;
+        pipe.directions[0].remove(kind, 1 + amount);
+        pipe.ends[0].space_edge = true;
     }
 
-    /// A program ends its side, in one of several ways.
+    /// A program shuts down its sending side, or closes its socket.
     pub(super) fn end(&self, which: u8, how: u8) {
         let Some(pipe) = self.program(which) else { return };
         if how & 1 == 0 {
             let mut pipe = pipe.borrow_mut();
-            pipe.ways[1].ended = true;
-            pipe.ends[0].edge = true;
+            pipe.directions[1].ended = true;
+            pipe.ends[0].read_edge = true;
         } else {
             End { pipe, side: 1 }.close();
         }
     }
 
-    /// A program resets its connection: what its end has is lost, and the device's calls fail.
+    /// A program resets its connection: data in the pipe is lost, and the device's calls fail.
     pub(super) fn fail(&self, which: u8) {
         if let Some(pipe) = self.program(which) {
             let end = &mut pipe.borrow_mut().ends[0];
-            (end.failed, end.edge, end.room) = (true, true, true);
+            (end.failed, end.read_edge, end.space_edge) = (true, true, true);
         }
     }
 
@@ -200,27 +203,27 @@ impl Net {
         }
     }
 
-    /// The kernel is through with everything that it reads.
-    pub(super) fn free_loans(&self) {
+    /// Completes all zero-copy sends.
+    pub(super) fn complete_sends(&self) {
         for pipe in &self.0.borrow().pipes {
             for end in &mut pipe.borrow_mut().ends {
-                end.freed |= end.over < end.issued;
-                end.over = end.issued;
+                end.has_completions |= end.completed < end.issued;
+                end.completed = end.issued;
             }
         }
     }
 
-    /// Connections of this guest's that came about, or did not.
-    pub(super) fn connected(&self, cid: u64) -> Vec<(Id, Option<End>)> {
+    /// Returns the connects of this guest that have succeeded or failed.
+    pub(super) fn connected(&self, cid: u64) -> Vec<(ConnectionId, Option<End>)> {
         let Some(guest) = guest(cid) else { return Vec::new() };
-        let later = std::mem::take(&mut self.0.borrow_mut().later[guest]);
+        let connecting = std::mem::take(&mut self.0.borrow_mut().connecting[guest]);
         let (mut done, mut wait) = (Vec::new(), Vec::new());
-        for (id, end) in later {
-            let (accepted, gone) = {
+        for (id, end) in connecting {
+            let (accepted, closed) = {
                 let pipe = end.pipe.borrow();
                 (pipe.accepted, pipe.ends[1 - end.side].closed)
             };
-            match (accepted, gone) {
+            match (accepted, closed) {
                 (true, _) => {
                     end.watch(cid, id);
                     done.push((id, Some(end)));
@@ -229,36 +232,37 @@ impl Net {
                 (false, false) => wait.push((id, end)),
             }
         }
-        self.0.borrow_mut().later[guest].extend(wait);
+        self.0.borrow_mut().connecting[guest].extend(wait);
         done
     }
 
-    pub(super) fn mail(&self, cid: u64) -> Vec<Letter> {
+    /// Returns the connections of other guests to this one.
+    pub(super) fn incoming(&self, cid: u64) -> Vec<Incoming> {
         let Some(guest) = guest(cid) else { return Vec::new() };
-        std::mem::take(&mut self.0.borrow_mut().mail[guest])
+        std::mem::take(&mut self.0.borrow_mut().incoming[guest])
     }
 
-    /// What is new at this guest's sockets.
-    pub(super) fn news(&self, cid: u64) -> Vec<NewsOf> {
+    /// Returns the events of this guest's sockets.
+    pub(super) fn events(&self, cid: u64) -> Vec<SocketEvents> {
         let pipes = self.0.borrow().pipes.clone();
         let mut all = Vec::new();
         for pipe in pipes {
             let mut pipe = pipe.borrow_mut();
             for side in 0..2 {
-                let (gone, ended) = (pipe.ends[1 - side].closed, pipe.ways[1 - side].ended);
+                let (closed, ended) = (pipe.ends[1 - side].closed, pipe.directions[1 - side].ended);
                 let end = &mut pipe.ends[side];
                 let Some((_, id)) = end.owner.filter(|(owner, _)| *owner == cid) else { continue };
-                let news = match (std::mem::take(&mut end.edge), std::mem::take(&mut end.urgent)) {
-                    (_, true) => Some(News::Urgent),
-                    (true, _) if gone => Some(News::HungUp),
-                    (true, _) if ended => Some(News::Ending),
-                    (true, _) => Some(News::Data),
+                let readiness = match (std::mem::take(&mut end.read_edge), std::mem::take(&mut end.urgent)) {
+                    (_, true) => Some(Readiness::Urgent),
+                    (true, _) if closed => Some(Readiness::Closed),
+                    (true, _) if ended => Some(Readiness::ReadClosed),
+                    (true, _) => Some(Readiness::Readable),
                     _ => None,
                 };
-                let room = end.wants_room && std::mem::take(&mut end.room);
-                let freed = std::mem::take(&mut end.freed);
-                if news.is_some() || room || freed {
-                    all.push((id, news, room, freed));
+                let has_space = end.watches_space && std::mem::take(&mut end.space_edge);
+                let completed = std::mem::take(&mut end.has_completions);
+                if readiness.is_some() || has_space || completed {
+                    all.push((id, readiness, has_space, completed));
                 }
             }
         }
@@ -266,28 +270,28 @@ impl Net {
     }
 }
 
-impl Way {
+impl Direction {
     fn push(&mut self, len: u32) {
         self.waiting.push_back(len);
         self.bytes += len;
     }
 
-    /// Takes bytes, or a message of at most as many.
-    fn take(&mut self, kind: Kind, most: u32) -> u32 {
-        let mut taken = 0;
+    /// Removes up to `most` bytes, or a message of at most that length.
+    fn remove(&mut self, kind: Kind, most: u32) -> u32 {
+        let mut removed = 0;
         while let Some(front) = self.waiting.front_mut() {
-            let here = (*front).min(most - taken);
-            (*front, taken) = (*front - here, taken + here);
+            let here = (*front).min(most - removed);
+            (*front, removed) = (*front - here, removed + here);
             if *front > 0 && kind == Kind::Stream {
                 break;
             }
             self.waiting.pop_front();
-            if kind == Kind::Seqpacket || taken == most {
+            if kind == Kind::Seqpacket || removed == most {
                 break;
             }
         }
         self.bytes = self.waiting.iter().sum();
-        taken
+        removed
     }
 }
 
@@ -297,10 +301,10 @@ impl End {
         if failed { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(()) }
     }
 
-    fn watch(&self, cid: u64, id: Id) {
+    fn watch(&self, cid: u64, id: ConnectionId) {
         let mut pipe = self.pipe.borrow_mut();
         let end = &mut pipe.ends[self.side];
-        (end.owner, end.edge) = (Some((cid, id)), true);
+        (end.owner, end.read_edge) = (Some((cid, id)), true);
     }
 }
 
@@ -323,38 +327,38 @@ impl World {
 impl Sockets for World {
     type Socket = End;
 
-    fn connect(&mut self, id: Id, key: Key, kind: Kind) -> Connect<End> {
+    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, kind: Kind) -> ConnectOutcome<End> {
         self.call();
         let own = guest(self.cid).expect("one of the two");
         if key.peer_cid == HOST_CID {
             let end = self.net.client(kind);
             end.pipe.borrow_mut().accepted = true;
             return match key.peer_port & 3 {
-                0 => Connect::Refused,
+                0 => ConnectOutcome::Refused,
                 1 => {
-                    self.net.0.borrow_mut().later[own].push((id, end));
-                    Connect::Later
+                    self.net.0.borrow_mut().connecting[own].push((id, end));
+                    ConnectOutcome::InProgress
                 }
                 _ => {
                     end.watch(self.cid, id);
-                    Connect::Now(end)
+                    ConnectOutcome::Connected(end)
                 }
             };
         }
-        let Some(other) = guest(key.peer_cid) else { return Connect::Refused };
+        let Some(other) = guest(key.peer_cid) else { return ConnectOutcome::Refused };
         let pipe = self.net.pipe(kind, false);
         let theirs = End { pipe: Rc::clone(&pipe), side: 1 };
         let mut state = self.net.0.borrow_mut();
-        state.mail[other].push((key.peer_port, kind, self.cid, theirs));
-        state.later[own].push((id, End { pipe, side: 0 }));
-        Connect::Later
+        state.incoming[other].push((key.peer_port, kind, self.cid, theirs));
+        state.connecting[own].push((id, End { pipe, side: 0 }));
+        ConnectOutcome::InProgress
     }
 
-    fn opened(&mut self, id: Id, socket: &End) {
+    fn opened(&mut self, id: ConnectionId, socket: &End) {
         socket.watch(self.cid, id);
     }
 
-    fn accepted(&mut self, _: Id, socket: &End, _: u32) -> io::Result<()> {
+    fn accepted(&mut self, _: ConnectionId, socket: &End, _: u32) -> io::Result<()> {
         let mut pipe = socket.pipe.borrow_mut();
         pipe.accepted = true;
         if pipe.ends[1 - socket.side].closed { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
@@ -362,116 +366,120 @@ impl Sockets for World {
 
     fn receive(&mut self, socket: &End, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
         self.call();
-        assert!(bufs.len() < IOV_MAX, "{} buffers, and one for the mark", bufs.len());
+        assert!(bufs.len() < IOV_MAX, "{} buffers, and one for the flags", bufs.len());
         socket.check()?;
         let mut pipe = socket.pipe.borrow_mut();
         let (kind, other) = (pipe.kind, 1 - socket.side);
         assert!(!pipe.ends[socket.side].closed);
         let room: u32 = bufs.iter().map(|buf| buf.len() as u32).sum();
-        assert!(room > 0, "a call without room");
-        let way = &mut pipe.ways[other];
-        match way.waiting.front() {
-            None if way.ended => return Ok(Received { bytes: 0, more: false, record: false }),
+        assert!(room > 0, "a receive without space");
+        let direction = &mut pipe.directions[other];
+        match direction.waiting.front() {
+            None if direction.ended => return Ok(Received { bytes: 0, more: false, eor: false }),
             None => return Err(io::ErrorKind::WouldBlock.into()),
-            Some(len) => assert!(kind == Kind::Stream || *len <= room, "a message is cut"),
+            Some(len) => assert!(kind == Kind::Stream || *len <= room, "a message is truncated"),
         }
-        let bytes = way.take(kind, room);
+        let bytes = direction.remove(kind, room);
         let more = bytes == room;
         scatter(&vec![0x5a; bytes as usize], bufs);
-        pipe.ends[other].room = true;
-        Ok(Received { bytes: bytes as usize, more, record: false })
+        pipe.ends[other].space_edge = true;
+        Ok(Received { bytes: bytes as usize, more, eor: false })
     }
 
-    fn front(&mut self, socket: &End) -> io::Result<Front> {
+    fn peek(&mut self, socket: &End) -> io::Result<Peeked> {
         self.call();
         socket.check()?;
         let mut pipe = socket.pipe.borrow_mut();
-        let (kind, way) = (pipe.kind, &mut pipe.ways[1 - socket.side]);
+        let (kind, direction) = (pipe.kind, &mut pipe.directions[1 - socket.side]);
         for _ in 0..EMPTY_MAX {
-            match way.waiting.front() {
-                Some(0) if kind == Kind::Seqpacket => way.waiting.pop_front(),
-                Some(len) => return Ok(Front::Bytes(*len as usize)),
-                None if way.ended => return Ok(Front::End),
+            match direction.waiting.front() {
+                Some(0) if kind == Kind::Seqpacket => direction.waiting.pop_front(),
+                Some(len) => return Ok(Peeked::Bytes(*len as usize)),
+                None if direction.ended => return Ok(Peeked::Eof),
                 None => return Err(io::ErrorKind::WouldBlock.into()),
             };
         }
-        Ok(Front::Skipped)
+        Ok(Peeked::Skipped)
     }
 
-    fn send(&mut self, socket: &End, bufs: &[IoBuf<'_>], _: Ends) -> io::Result<usize> {
+    fn send(&mut self, socket: &End, bufs: &[IoBuf<'_>], _: SeqFlags) -> io::Result<usize> {
         self.call();
         assert!(bufs.len() <= IOV_MAX, "{} buffers", bufs.len());
         socket.check()?;
         let mut pipe = socket.pipe.borrow_mut();
         let (kind, other) = (pipe.kind, 1 - socket.side);
-        assert!(!pipe.ends[socket.side].closed && !pipe.ways[socket.side].ended, "bytes behind the end");
+        assert!(
+            !pipe.ends[socket.side].closed && !pipe.directions[socket.side].ended,
+            "data after the end of the stream"
+        );
         if pipe.ends[other].closed {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
         let len: u32 = bufs.iter().map(|buf| buf.len() as u32).sum();
-        assert!(len > 0, "nothing is sent");
-        let way = &mut pipe.ways[socket.side];
-        let room = way.capacity.saturating_sub(way.bytes);
-        let full = way.waiting.len() >= MESSAGES_MAX;
+        assert!(len > 0, "an empty send");
+        let direction = &mut pipe.directions[socket.side];
+        let room = direction.capacity.saturating_sub(direction.bytes);
+        let full = direction.waiting.len() >= MESSAGES_MAX;
         if room == 0 || full || (kind == Kind::Seqpacket && len > room) {
             return Err(io::ErrorKind::WouldBlock.into());
         }
         let here = len.min(room);
-        way.push(here);
-        pipe.ends[other].edge = true;
+        direction.push(here);
+        pipe.ends[other].read_edge = true;
         Ok(here as usize)
     }
 
-    fn lends(&mut self, socket: &End) -> bool {
+    fn uses_zero_copy(&mut self, socket: &End) -> bool {
         let pipe = socket.pipe.borrow();
-        pipe.lends && pipe.kind == Kind::Stream
+        pipe.zero_copy && pipe.kind == Kind::Stream
     }
 
-    fn lend(&mut self, socket: &End, bufs: &[IoBuf<'_>]) -> io::Result<(usize, Option<u64>)> {
-        let sent = self.send(socket, bufs, Ends::empty())?;
+    fn send_zero_copy(&mut self, socket: &End, bufs: &[IoBuf<'_>]) -> io::Result<SendOutcome> {
+        let bytes = self.send(socket, bufs, SeqFlags::empty())?;
         let end = &mut socket.pipe.borrow_mut().ends[socket.side];
         end.issued += 1;
-        Ok((sent, Some(end.issued)))
+        Ok(SendOutcome { bytes, zero_copy: Some(end.issued) })
     }
 
-    fn freed(&mut self, socket: &End) -> u64 {
-        socket.pipe.borrow().ends[socket.side].over
+    fn completed(&mut self, socket: &End) -> u64 {
+        socket.pipe.borrow().ends[socket.side].completed
     }
 
-    fn part(&mut self, socket: &End, reset: bool) {
+    fn linger(&mut self, socket: &End, mode: CloseMode) {
         let mut pipe = socket.pipe.borrow_mut();
-        pipe.ways[socket.side].ended = true;
-        pipe.ends[1 - socket.side].edge = true;
+        pipe.directions[socket.side].ended = true;
+        pipe.ends[1 - socket.side].read_edge = true;
         let end = &mut pipe.ends[socket.side];
-        if reset {
-            end.freed |= end.over < end.issued;
-            end.over = end.issued;
+        if mode == CloseMode::Reset {
+            end.has_completions |= end.completed < end.issued;
+            end.completed = end.issued;
         }
     }
 
-    fn shutdown(&mut self, socket: &End, what: Shut) {
+    fn shutdown(&mut self, socket: &End, directions: ShutdownFlags) {
         let mut pipe = socket.pipe.borrow_mut();
-        if what.contains(Shut::SEND) {
-            pipe.ways[socket.side].ended = true;
-            pipe.ends[1 - socket.side].edge = true;
+        if directions.contains(ShutdownFlags::SEND) {
+            pipe.directions[socket.side].ended = true;
+            pipe.ends[1 - socket.side].read_edge = true;
         }
     }
 
-    fn watch_writable(&mut self, _: Id, socket: &End, wanted: bool) {
+    fn set_interest(&mut self, _: ConnectionId, socket: &End, interest: Interest) {
         let mut pipe = socket.pipe.borrow_mut();
-        let way = &pipe.ways[socket.side];
-        let room = way.bytes < way.capacity && way.waiting.len() < MESSAGES_MAX;
+        let direction = &pipe.directions[socket.side];
+        let room = direction.bytes < direction.capacity && direction.waiting.len() < MESSAGES_MAX;
         let end = &mut pipe.ends[socket.side];
-        (end.wants_room, end.room) = (wanted, wanted && room);
+        end.watches_space = interest == Interest::ReadWrite;
+        end.space_edge = end.watches_space && room;
     }
 
-    fn close(&mut self, socket: End, _: bool) {
+    fn close(&mut self, socket: End, _: CloseMode) {
         socket.close();
     }
 
-    fn forget(&mut self, id: Id) {
+    fn cancel_connect(&mut self, id: ConnectionId) {
         let Some(guest) = guest(self.cid) else { return };
-        self.net.0.borrow_mut().later[guest].retain(|(other, end)| {
+        self.net.0.borrow_mut().connecting[guest].retain(|(other, end)| {
             if *other == id {
                 end.close();
             }

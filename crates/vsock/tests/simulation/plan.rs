@@ -1,26 +1,26 @@
-//! What the two ends of a connection will send.
+//! Content that the two ends of a connection send.
 
 use towline_vsock::packet::Kind;
 
-/// A connection's content: its bytes follow from a seed, its messages are lengths.
+/// Content of a connection: its bytes are derived from a seed, its messages are lengths.
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
     pub(crate) kind: Kind,
     pub(crate) seed: u32,
     pub(crate) guest: Vec<u32>,
     pub(crate) host: Vec<u32>,
-    /// Whether somebody dies on the way.
-    pub(crate) dies: bool,
+    /// True if one of the ends aborts.
+    pub(crate) aborts: bool,
 }
 
-/// A byte of a stream: from the guest by its seed, to the guest by the seed's complement.
+/// Returns a byte of a stream: from the guest by its seed, to the guest by the complement of the seed.
 pub(crate) fn byte(seed: u32, at: u32) -> u8 {
     let mixed = (at ^ seed).wrapping_mul(0x9e37_79b1);
     (mixed >> 24) as u8
 }
 
 impl Plan {
-    /// `longest`: of messages to the guest; a stream through such a window is not much longer.
+    /// Creates a random plan. `longest` is the maximum message to the guest, and limits streams to it too.
     pub(crate) fn new(rng: &mut fastrand::Rng, longest: u32) -> Self {
         let kind = if rng.u32(..4) == 0 { Kind::Seqpacket } else { Kind::Stream };
         let mut lens = |longest: u32| {
@@ -30,7 +30,7 @@ impl Plan {
         };
         let (guest, host) =
             (lens(20_000), lens(if kind == Kind::Seqpacket { longest } else { 100 * longest }));
-        Self { kind, seed: rng.u32(..), guest, host, dies: rng.u32(..8) == 0 }
+        Self { kind, seed: rng.u32(..), guest, host, aborts: rng.u32(..8) == 0 }
     }
 
     pub(crate) fn guest_bytes(&self) -> u32 {
@@ -41,7 +41,7 @@ impl Plan {
         self.host.iter().sum()
     }
 
-    /// How much of the message at `sent` is left, and whether that matters.
+    /// Returns the rest of the message at `sent`, and true if the connection keeps message boundaries.
     pub(crate) fn guest_message_at(&self, sent: u32) -> (u32, bool) {
         let mut end = 0;
         for len in &self.guest {

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use towline_channel::Cancel;
 use towline_control::plan::{
-    Destination, Error, GuestState, Keeper, Means, Observer, Phase, Request, Source, Task, copy,
+    Destination, Error, GuestState, Observer, Phase, Request, Source, SourceCategory, Task, TransferOptions,
+    copy,
 };
 use towline_lab::{Qemu, Towline};
 
@@ -61,10 +62,11 @@ fn hooked_towline() {
     let orders: Value = serde_json::from_str(&orders).unwrap();
     let path = |name: &str| PathBuf::from(orders[name].as_str().unwrap());
     let lanes = orders["lanes"].as_u64().map(|lanes| lanes as usize);
-    let means = Means { multifd_channels: lanes, max_bandwidth: Some(BANDWIDTH), throttle: false };
+    let transfer =
+        TransferOptions { multifd_channels: lanes, max_bandwidth: Some(BANDWIDTH), throttle: false };
     let task = match orders["end-source"] == true {
-        true => Task::Move { means, run: None, detach_vsock: false, devices: Vec::new() },
-        false => Task::Copy { means, run: None, resume: false, base: None },
+        true => Task::Move { transfer, run: None, detach_vsock: false, devices: Vec::new() },
+        false => Task::Copy { transfer, run: None, resume: false, base: None },
     };
     let request = Request { downtime_limit: DOWNTIME_LIMIT, ..Request::new(task) };
     let observer = Hook { hold: orders["hold"].as_str().map(str::to_owned), go: path("go") };
@@ -79,7 +81,7 @@ fn hooked_towline() {
                 (Error::Usage(_), _) => (2, "untouched".into()),
                 (_, GuestState::Safe) => (1, "safe".into()),
                 (_, GuestState::Unreached) => (1, "unreached".into()),
-                (_, guest @ GuestState::LookAt(_)) => (3, guest.text(Keeper::Qemu)),
+                (_, guest @ GuestState::NeedsAttention(_)) => (3, guest.text(SourceCategory::Qemu)),
             };
             eprintln!("guest: {guest}");
             failure.notes.iter().for_each(|note| eprintln!("note: {note}"));

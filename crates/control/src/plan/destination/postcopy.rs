@@ -1,4 +1,4 @@
-//! A waiting QEMU that takes a guest by postcopy: set, told where to listen, asked what became of it, told to listen again.
+//! A waiting QEMU that takes a guest by postcopy: configured, told to listen, queried, recovered.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -15,23 +15,23 @@ use towline_qmp::commands::{
 use super::super::compression;
 use super::super::error::Error;
 use super::super::private_dir::PrivateDir;
-use super::super::validate::takes_lanes_beside_postcopy;
-use super::{Fate, QmpDestination};
-use crate::qemu::{self, Qemu, Settings, Wanted};
+use super::super::validate::check_multifd_with_postcopy;
+use super::{QmpDestination, RecoveryState};
+use crate::qemu::{self, AppliedSettings, MigrationSettings, Qemu};
 
-/// How long a destination that has everything may take to say so.
+/// Timeout for a destination that has everything to complete.
 const COMPLETED_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 impl QmpDestination {
-    /// As [`QmpDestination::prepare`], of one that is to take a guest by postcopy.
+    /// As [`QmpDestination::prepare`], for postcopy.
     pub(in super::super) fn prepare_postcopy(path: &Path) -> Result<Self, Error> {
         let options = qmp::Options { out_of_band: true, ..qmp::Options::default() };
         Self::of(Qemu::connect(path, &options)?)
     }
 
-    /// Connects to one that runs a guest whose memory stopped coming.
-    pub(in super::super) fn prepare_lost(path: &Path) -> Result<Self, Error> {
+    /// Connects to a QEMU that runs a guest whose postcopy was interrupted.
+    pub(in super::super) fn prepare_recovery(path: &Path) -> Result<Self, Error> {
         let options = qmp::Options { out_of_band: true, ..qmp::Options::default() };
         let qemu = Qemu::connect(path, &options)?;
         let facts = qemu.facts();
@@ -40,20 +40,20 @@ impl QmpDestination {
             return Err(Error::NothingToRecover { socket: qemu.socket().into(), status });
         }
         let dir = PrivateDir::for_qemu(&qemu)?;
-        Ok(Self { qemu, settings: None, dir, fdset: None, told: true, listened: 0 })
+        Ok(Self { qemu, settings: None, dir, fdset: None, is_incoming_started: true, recoveries: 0 })
     }
 
-    /// Whether it takes urgent pages on a channel of their own.
+    /// Returns true if it takes urgent pages on a preempt channel.
     pub(in super::super) fn preempts(&self) -> bool {
         self.facts().capabilities.get(&Capability::POSTCOPY_PREEMPT) == Some(&true)
     }
 
-    /// Whether a guest runs here now.
-    pub(in super::super) fn ran(&self) -> bool {
+    /// Returns true if a guest ran here when it was connected to.
+    pub(in super::super) fn was_running(&self) -> bool {
         self.facts().status.running
     }
 
-    /// The size of the pages behind each of these blocks here.
+    /// Sizes of the pages behind each of these blocks here.
     pub(in super::super) fn page_bytes(&self, blocks: &[RamBlock]) -> Vec<u64> {
         let of = |block: &RamBlock| {
             let here = self.facts().migrated_blocks().find(|here| here.name == block.name);
@@ -62,8 +62,8 @@ impl QmpDestination {
         blocks.iter().map(of).collect()
     }
 
-    /// Sets QEMU and has it listen. It runs the guest by itself when it is told to within the stream, if `runs`. Of lanes it takes what
-    /// is sent before that.
+    /// Configures QEMU and has it listen. If `runs`, it runs the guest by itself when the stream says so. Lanes
+    /// are used until then.
     pub(in super::super) fn start_postcopy(
         &mut self,
         preempt: bool,
@@ -71,10 +71,10 @@ impl QmpDestination {
         lanes: usize,
         compression: Compression,
     ) -> Result<Address, Error> {
-        self.refuse_what_cannot(preempt)?;
+        self.check_capabilities(preempt)?;
         let known = &self.facts().capabilities;
-        let mut wanted = Wanted {
-            capabilities: super::off(known).collect(),
+        let mut settings = MigrationSettings {
+            capabilities: super::disabled_capabilities(known).collect(),
             parameters: MigrationParameters {
                 multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
                 tls_creds: Some(String::new()),
@@ -83,22 +83,23 @@ impl QmpDestination {
         };
         for name in [Capability::MULTIFD, Capability::MAPPED_RAM] {
             if known.contains_key(&name) {
-                wanted.capabilities.insert(name, false);
+                settings.capabilities.insert(name, false);
             }
         }
         if lanes > 0 {
-            wanted.capabilities.insert(Capability::MULTIFD, true);
+            settings.capabilities.insert(Capability::MULTIFD, true);
         }
-        wanted.capabilities.insert(Capability::POSTCOPY_RAM, true);
-        wanted.capabilities.insert(Capability::EVENTS, true);
+        settings.capabilities.insert(Capability::POSTCOPY_RAM, true);
+        settings.capabilities.insert(Capability::EVENTS, true);
         if preempt || known.contains_key(&Capability::POSTCOPY_PREEMPT) {
-            wanted.capabilities.insert(Capability::POSTCOPY_PREEMPT, preempt);
+            settings.capabilities.insert(Capability::POSTCOPY_PREEMPT, preempt);
         }
-        self.settings = Some(Settings::apply(&mut self.qemu, &wanted)?);
-        match runs {
-            // Told while it waits: so it is even if it was started with -S.
-            true => self.qemu.cont()?,
-            false => self.qemu.stop()?,
+        self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
+        if runs {
+            // Set while it waits: it runs even if it was started with -S.
+            self.qemu.cont()?;
+        } else {
+            self.qemu.stop()?;
         }
         let path = self.stream_path();
         let version = &self.facts().version.qemu;
@@ -106,17 +107,17 @@ impl QmpDestination {
         let uri = format!("unix:{}", path.display());
         let command =
             MigrateIncoming { exit_on_error: stays.then_some(false), ..MigrateIncoming::on_uri(uri) };
-        self.told = true;
+        self.is_incoming_started = true;
         self.qemu.client().execute(&command)?;
         Ok(Address::Unix(path))
     }
 
     /// Refuses a QEMU that has no lanes in a migration that may become postcopy.
-    pub(in super::super) fn takes_lanes_beside_postcopy(&self) -> Result<(), Error> {
-        takes_lanes_beside_postcopy(&self.qemu)
+    pub(in super::super) fn check_multifd_with_postcopy(&self) -> Result<(), Error> {
+        check_multifd_with_postcopy(&self.qemu)
     }
 
-    fn refuse_what_cannot(&self, preempt: bool) -> Result<(), Error> {
+    fn check_capabilities(&self, preempt: bool) -> Result<(), Error> {
         let (facts, socket) = (self.facts(), self.qemu.socket());
         let unknown = |capability| {
             let version = self.qemu.version_text();
@@ -131,50 +132,53 @@ impl QmpDestination {
         Ok(())
     }
 
-    /// Whether the guest runs; `None` where QEMU does not answer just now, as when its machine waits for a page.
+    /// Returns true if the guest runs; `None` if QEMU does not reply now, as when its main loop waits for a
+    /// page.
     pub(in super::super) fn runs_now(&mut self) -> Result<Option<bool>, Error> {
-        Ok(self.qemu.patiently(|qemu| qemu.status())?.map(|status| status.running))
+        Ok(self.qemu.try_query(|qemu| qemu.status())?.map(|status| status.running))
     }
 
-    /// The connection was lost: what is to be done about it. Where it can, QEMU is told to listen again.
-    pub(in super::super) fn fate(&mut self) -> Result<Fate, Error> {
-        // Out of band: the machine may stand still for want of a page, and nothing else is answered then.
-        let path = self.dir.join(&format!("recover-{}.sock", self.listened + 1));
+    /// Determines the state after the connection was lost, and has QEMU listen again if it can.
+    pub(in super::super) fn recovery_state(&mut self) -> Result<RecoveryState, Error> {
+        // Out of band: the main loop may wait for a page, and nothing else gets a reply then.
+        let path = self.dir.join(&format!("recover-{}.sock", self.recoveries + 1));
         let uri = format!("unix:{}", path.display());
         match self.qemu.client().execute_out_of_band(&MigrateRecover { uri }) {
             Ok(_) => {
-                self.listened += 1;
-                return Ok(Fate::Listens(Address::Unix(path)));
+                self.recoveries += 1;
+                return Ok(RecoveryState::Listening(Address::Unix(path)));
             }
-            // A QEMU that was told once and lost nobody since goes on listening where it was told.
+            // A QEMU that got `migrate-recover` and no connection since goes on listening at that address.
             Err(qmp::Error::Refusal { desc, .. })
-                if desc.contains("triggered already") && self.listened > 0 =>
+                if desc.contains("triggered already") && self.recoveries > 0 =>
             {
-                let path = self.dir.join(&format!("recover-{}.sock", self.listened));
-                return Ok(Fate::Listens(Address::Unix(path)));
+                let path = self.dir.join(&format!("recover-{}.sock", self.recoveries));
+                return Ok(RecoveryState::Listening(Address::Unix(path)));
             }
             Err(qmp::Error::Refusal { desc, .. }) => tracing::debug!(desc, "no recovery yet"),
-            Err(qmp::Error::Timeout { .. }) => return Ok(Fate::NotYet),
+            Err(qmp::Error::Timeout { .. }) => return Ok(RecoveryState::NotReady),
             Err(error) => return Err(error.into()),
         }
-        let Some(migration) = self.qemu.patiently(|qemu| qemu.migration())? else { return Ok(Fate::NotYet) };
+        let Some(migration) = self.qemu.try_query(|qemu| qemu.migration())? else {
+            return Ok(RecoveryState::NotReady);
+        };
         Ok(match migration.status {
-            Some(status) if status == MigrationStatus::COMPLETED => Fate::Complete,
+            Some(status) if status == MigrationStatus::COMPLETED => RecoveryState::Completed,
             Some(status) if status == MigrationStatus::FAILED => {
-                Fate::Failed(migration.error_desc.unwrap_or_else(|| "its own log says why".into()))
+                RecoveryState::Failed(migration.error_desc.unwrap_or_else(|| "its own log says why".into()))
             }
-            _ => Fate::NotYet,
+            _ => RecoveryState::NotReady,
         })
     }
 
-    /// A connection of which only this side knows that it is lost: QEMU is told.
-    pub(in super::super) fn break_connection(&mut self) {
+    /// Notifies QEMU of a connection that only this side knows to be lost.
+    pub(in super::super) fn pause_migration(&mut self) {
         if let Err(error) = self.qemu.client().execute_out_of_band(&MigratePause) {
             tracing::debug!(%error, "migrate-pause");
         }
     }
 
-    /// The destination said that it has everything: waits until it is done with the migration.
+    /// Waits until the destination, which has reported that it has everything, completes its migration.
     pub(in super::super) fn wait_completed(&mut self) -> Result<(), Error> {
         let deadline = Instant::now() + COMPLETED_TIMEOUT;
         loop {
@@ -190,31 +194,32 @@ impl QmpDestination {
         }
     }
 
-    /// An error with QEMU's own words.
+    /// An error with QEMU's own text.
     pub(in super::super) fn failed(&self, text: &str) -> Error {
         Error::DestinationFailed { socket: self.qemu.socket().into(), text: text.into() }
     }
 
-    /// Runs the guest if all of its devices are there, whatever of its memory is still to come. Returns whether it runs.
-    pub(in super::super) fn start_loaded(&mut self) -> Result<bool, Error> {
-        let Some(status) = self.qemu.patiently(|qemu| qemu.status())? else { return Ok(false) };
+    /// Starts the guest if all of its devices are loaded, whatever of its memory is missing. Returns true if it
+    /// runs.
+    pub(in super::super) fn start_if_loaded(&mut self) -> Result<bool, Error> {
+        let Some(status) = self.qemu.try_query(|qemu| qemu.status())? else { return Ok(false) };
         if super::is_live(&status) {
             return Ok(true);
         }
         if status.status != RunState::PAUSED {
             return Ok(false);
         }
-        self.qemu.patiently(|qemu| qemu.cont())?;
-        Ok(self.qemu.patiently(|qemu| qemu.status())?.is_some_and(|status| super::is_live(&status)))
+        self.qemu.try_query(|qemu| qemu.cont())?;
+        Ok(self.qemu.try_query(|qemu| qemu.status())?.is_some_and(|status| super::is_live(&status)))
     }
 
-    /// Runs the guest if that is still to be done.
-    pub(in super::super) fn run_after_all(&mut self) -> Result<(), Error> {
-        if self.start_loaded()? { Ok(()) } else { self.check_runs() }
+    /// Starts the guest unless it runs.
+    pub(in super::super) fn ensure_running(&mut self) -> Result<(), Error> {
+        if self.start_if_loaded()? { Ok(()) } else { self.check_running() }
     }
 
-    /// The guest is to run; does it?
-    pub(in super::super) fn check_runs(&mut self) -> Result<(), Error> {
+    /// Returns an error if the guest does not run.
+    pub(in super::super) fn check_running(&mut self) -> Result<(), Error> {
         let status = self.qemu.status()?;
         if super::is_live(&status) {
             return Ok(());
@@ -223,8 +228,8 @@ impl QmpDestination {
         Err(Error::NotRunning { socket, status })
     }
 
-    /// Leaves QEMU as it is set, for whoever recovers it.
-    pub(in super::super) fn leave(&mut self) {
+    /// Leaves QEMU's settings as they are, for a later recovery.
+    pub(in super::super) fn keep_settings(&mut self) {
         if let Some(settings) = self.settings.take() {
             settings.keep();
         }

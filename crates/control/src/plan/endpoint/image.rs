@@ -1,4 +1,5 @@
-//! An image: read in place as a source, made as a destination. The source is any stored guest, those of object stores too.
+//! An image: read in place as a source, written as a destination. The source is any stored guest, also in an
+//! object store.
 
 use std::ops::Deref;
 use std::path::Path;
@@ -7,19 +8,19 @@ use std::sync::Arc;
 use towline_image::{Image, ImageWriter, Origin, StoredGuest};
 use towline_migration::{Sink, Snapshot};
 
-use super::super::context::Run;
+use super::super::context::Context;
 use super::super::error::{Error, Failure};
-use super::super::fit::Guest;
-use super::super::local;
-use super::super::outcomes::{GuestState, Place};
+use super::super::in_process;
+use super::super::outcomes::{GuestLocation, GuestState};
+use super::super::preflight::GuestFacts;
 use super::super::progress::Observer;
 use super::super::report::DestinationState;
 use super::super::request::Request;
-use super::super::switch::Switch;
-use super::contract::{Departure, DestinationEndpoint, Local, SourceEndpoint};
+use super::super::shared_switchover::SharedSwitchover;
+use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, SourceEndpoint};
 use crate::switchover::{Directive, SourceKind};
 
-/// Opens the image at `path`, to be read by any number of copies.
+/// Opens the image at `path`, which any number of copies may read.
 pub(in super::super) fn open(
     path: &Path,
     options: &Request,
@@ -33,7 +34,7 @@ pub(in super::super) fn open(
     Ok(if options.verify { image.verify_on_read()? } else { image })
 }
 
-/// A stored guest that is open, and that other copies may read at the same time. It stays as it is.
+/// An open stored guest, which other copies may read at the same time. It stays as it is.
 pub(in super::super) struct StoredSource<P> {
     image: P,
     moved: Snapshot,
@@ -50,21 +51,21 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
         SourceKind::Stored
     }
 
-    fn prepare(&mut self, is_compared: bool, run: &Run<'_>) -> Result<Departure<'_>, Failure> {
-        run.check_cancelled().map_err(Failure::untouched)?;
+    fn prepare(&mut self, is_compared: bool, context: &Context<'_>) -> Result<GuestDescription<'_>, Failure> {
+        context.check_cancelled().map_err(Failure::untouched)?;
         let origin = Origin { source: format!("image {}", self.image.name()), ..Origin::default() };
-        let guest = is_compared.then(|| Guest::of_image(&*self.image));
-        Ok(Departure { guest, origin, file: self.image.image() })
+        let guest = is_compared.then(|| GuestFacts::of_image(&*self.image));
+        Ok(GuestDescription { guest, origin, file: self.image.image() })
     }
 
     fn transfer(
         &mut self,
         to: &mut dyn DestinationEndpoint,
-        switch: &Arc<Switch>,
-        run: &Run<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
     ) -> Result<(), Error> {
-        let local = Local { guest: &*self.image, file: self.image.image(), is_stored: true };
-        self.moved = to.take(&local, switch, run)?;
+        let local = LocalGuest { guest: &*self.image, file: self.image.image(), is_stored: true };
+        self.moved = to.receive_guest(&local, switchover, context)?;
         Ok(())
     }
 
@@ -72,22 +73,22 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
         self.moved
     }
 
-    fn delivered(&self, to: &dyn DestinationEndpoint, switch: &Switch) -> Directive {
-        to.delivered(self.image.devices().run_state(), switch)
+    fn delivered(&self, to: &dyn DestinationEndpoint, switchover: &SharedSwitchover) -> Directive {
+        to.delivered(self.image.devices().run_state(), switchover)
     }
 
     fn explain(&self, failure: Failure) -> Failure {
-        lost(&*self.image, failure)
+        explain_truncation(&*self.image, failure)
     }
 }
 
-/// Names the reason where an image was cut short: a send of what is not there only says "bad address".
-pub(in super::super) fn lost(image: &dyn StoredGuest, failure: Failure) -> Failure {
+/// Replaces the reason if an image was truncated: a send of missing pages only fails with "bad address".
+pub(in super::super) fn explain_truncation(image: &dyn StoredGuest, failure: Failure) -> Failure {
     match image.check_intact() {
         Err(error) => {
             let guest = match failure.guest {
-                guest if guest == GuestState::look_at(Place::PostcopyPaused) => {
-                    GuestState::look_at(Place::PostcopyUnreadable)
+                guest if guest == GuestState::needs_attention(GuestLocation::PostcopyPaused) => {
+                    GuestState::needs_attention(GuestLocation::PostcopyUnreadable)
                 }
                 guest => guest,
             };
@@ -97,13 +98,13 @@ pub(in super::super) fn lost(image: &dyn StoredGuest, failure: Failure) -> Failu
     }
 }
 
-/// An image to be made.
+/// An image to be written.
 pub(in super::super) struct ImageDestination(ImageWriter);
 
 impl ImageDestination {
-    /// Begins the image that will be `path`.
-    pub(in super::super) fn new(path: &Path, origin: Origin, run: &Run<'_>) -> Result<Self, Error> {
-        Ok(Self(run.image_writer(path, origin)?))
+    /// Starts to write the image `path`.
+    pub(in super::super) fn new(path: &Path, origin: Origin, context: &Context<'_>) -> Result<Self, Error> {
+        Ok(Self(context.image_writer(path, origin)?))
     }
 }
 
@@ -112,12 +113,17 @@ impl DestinationEndpoint for ImageDestination {
         &self.0
     }
 
-    fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
-        local::copy(local.guest, &self.0, local.lanes(run), switch, run)
+    fn receive_guest(
+        &mut self,
+        local: &LocalGuest<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<Snapshot, Error> {
+        in_process::copy(local.guest, &self.0, local.lanes(context), switchover, context)
     }
 
-    fn settle(&mut self, run: &Run<'_>) -> Result<Vec<String>, Error> {
-        run.set_increment(&self.0);
+    fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
+        context.set_increment(&self.0);
         Ok(Vec::new())
     }
 

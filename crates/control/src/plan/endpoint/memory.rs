@@ -3,7 +3,7 @@
 //! ```text
 //!   mem:SIZE ─► fill ─► load runs ─► tcp:, unix:, fd:, exec:          the other end verifies
 //!                                └─► image · mem:                     within this process
-//!   anything ─► mem:    populated ahead, verified (or hashed) before the source hears that its guest has arrived
+//!   anything ─► mem:    populated ahead, verified (or hashed) before the source is acknowledged
 //! ```
 
 use std::num::NonZeroUsize;
@@ -14,23 +14,23 @@ use towline_image::Origin;
 use towline_migration::synthetic::{self, Checked, Shape, Synthetic};
 use towline_migration::{Memory, MemoryError, Sink, Snapshot};
 
-use super::super::context::Run;
-use super::super::ends::MemoryRoom;
+use super::super::context::Context;
+use super::super::ends::MemoryOptions;
 use super::super::error::{Error, Failure};
-use super::super::local;
+use super::super::in_process;
 use super::super::report::DestinationState;
-use super::super::switch::Switch;
-use super::contract::{Departure, DestinationEndpoint, Local, SourceEndpoint};
+use super::super::shared_switchover::SharedSwitchover;
+use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, SourceEndpoint};
 use crate::switchover::SourceKind;
 
-/// A synthetic guest, which ends with this.
+/// A synthetic guest, which ends when this is dropped.
 pub(in super::super) struct MemorySource {
     guest: Synthetic,
     moved: Snapshot,
 }
 
 impl MemorySource {
-    /// Makes the guest.
+    /// Creates the guest.
     pub(in super::super) fn new(shape: &Shape) -> Result<Self, Error> {
         let guest = Synthetic::new(*shape).map_err(towline_migration::Error::from)?;
         Ok(Self { guest, moved: Snapshot::default() })
@@ -42,21 +42,25 @@ impl SourceEndpoint for MemorySource {
         SourceKind::Stored
     }
 
-    fn prepare(&mut self, _is_compared: bool, run: &Run<'_>) -> Result<Departure<'_>, Failure> {
-        run.check_cancelled().map_err(Failure::untouched)?;
+    fn prepare(
+        &mut self,
+        _is_compared: bool,
+        context: &Context<'_>,
+    ) -> Result<GuestDescription<'_>, Failure> {
+        context.check_cancelled().map_err(Failure::untouched)?;
         let origin = Origin { source: "mem".into(), ..Origin::default() };
-        Ok(Departure { guest: None, origin, file: None })
+        Ok(GuestDescription { guest: None, origin, file: None })
     }
 
     fn transfer(
         &mut self,
         to: &mut dyn DestinationEndpoint,
-        switch: &Arc<Switch>,
-        run: &Run<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
     ) -> Result<(), Error> {
-        self.moved = self
-            .guest
-            .run(|guest| to.take(&Local { guest, file: None, is_stored: false }, switch, run))??;
+        self.moved = self.guest.run(|guest| {
+            to.receive_guest(&LocalGuest { guest, file: None, is_stored: false }, switchover, context)
+        })??;
         Ok(())
     }
 
@@ -65,12 +69,12 @@ impl SourceEndpoint for MemorySource {
     }
 }
 
-/// Memory that takes a guest.
+/// Memory that receives a guest.
 pub(in super::super) struct MemoryDestination(Checked);
 
 impl MemoryDestination {
-    /// Makes room for a guest.
-    pub(in super::super) fn new(room: &MemoryRoom) -> Result<Self, Error> {
+    /// Allocates memory for a guest.
+    pub(in super::super) fn new(room: &MemoryOptions) -> Result<Self, Error> {
         let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
         let memory = match room.length {
             None => Memory::adopting(available_bytes()),
@@ -80,7 +84,7 @@ impl MemoryDestination {
                     towline_migration::Error::from(MemoryError::Map { block, length, source })
                 };
                 let file = synthetic::memfd(length, room.is_huge).map_err(failed)?;
-                // Its pages stay when this mapping of it goes.
+                // Its pages outlive this mapping.
                 synthetic::populate(&file, length, threads).map_err(towline_migration::Error::from)?;
                 Memory::adopting_into(file, length)
             }
@@ -94,12 +98,17 @@ impl DestinationEndpoint for MemoryDestination {
         &self.0
     }
 
-    fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
-        local::copy(local.guest, &self.0, run.lanes, switch, run)
+    fn receive_guest(
+        &mut self,
+        local: &LocalGuest<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<Snapshot, Error> {
+        in_process::copy(local.guest, &self.0, context.lanes, switchover, context)
     }
 
-    fn settle(&mut self, run: &Run<'_>) -> Result<Vec<String>, Error> {
-        run.set_memory(self.0.outcome());
+    fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
+        context.set_memory(self.0.outcome());
         Ok(Vec::new())
     }
 
@@ -108,7 +117,7 @@ impl DestinationEndpoint for MemoryDestination {
     }
 }
 
-/// What the kernel says can be had without others losing theirs.
+/// Memory that the kernel reports as available.
 fn available_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));

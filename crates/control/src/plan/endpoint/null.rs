@@ -1,35 +1,40 @@
-//! `null:`, which counts and drops.
+//! `null:`, which counts and discards.
 
 use std::sync::Arc;
 
 use towline_migration::{Sink, Snapshot};
 
-use super::super::context::Run;
+use super::super::context::Context;
+use super::super::discard_sink::DiscardSink;
 use super::super::error::Error;
-use super::super::local;
+use super::super::in_process;
 use super::super::report::DestinationState;
-use super::super::survey::Survey;
-use super::super::switch::Switch;
-use super::contract::{DestinationEndpoint, Local};
+use super::super::shared_switchover::SharedSwitchover;
+use super::traits::{DestinationEndpoint, LocalGuest};
 
-/// See the module's text.
+/// The destination `null:`.
 #[derive(Debug, Default)]
-pub(in super::super) struct NullDestination(Survey);
+pub(in super::super) struct NullDestination(DiscardSink);
 
 impl DestinationEndpoint for NullDestination {
     fn sink(&self) -> &dyn Sink {
         &self.0
     }
 
-    fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
-        local::copy(local.guest, &self.0, run.lanes, switch, run)
+    fn receive_guest(
+        &mut self,
+        local: &LocalGuest<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<Snapshot, Error> {
+        in_process::copy(local.guest, &self.0, context.lanes, switchover, context)
     }
 
-    fn has_dropped(&self) -> bool {
+    fn has_discarded(&self) -> bool {
         self.0.is_complete()
     }
 
-    fn settle(&mut self, _: &Run<'_>) -> Result<Vec<String>, Error> {
+    fn finalize(&mut self, _: &Context<'_>) -> Result<Vec<String>, Error> {
         Ok(Vec::new())
     }
 

@@ -1,4 +1,4 @@
-//! A QEMU by its monitor: one that runs a guest as the source, one that waits for it as the destination.
+//! A QEMU that is driven by its monitor, as source and as destination.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,66 +8,69 @@ use std::time::{Duration, Instant};
 use towline_channel::Channel;
 use towline_image::{Image, Origin as ImageOrigin};
 use towline_migration::incoming::Connections;
-use towline_migration::{Compression, Relay, Session, Sink, Snapshot, Statistics};
+use towline_migration::{Compression, Relay, Session, Sink, Snapshot};
 
-use super::super::blame;
-use super::super::context::Run;
-use super::super::destination::{QmpDestination, RunFailed};
+use super::super::context::Context;
+use super::super::destination::{QmpDestination, StartFailure};
 use super::super::error::{Error, Failure};
+use super::super::error_origin;
+use super::super::incoming::IncomingStream;
 use super::super::outcomes::GuestState;
 use super::super::progress::Phase;
-use super::super::receive::{Arriving, receive};
 use super::super::report::{DestinationState, SourceState};
 use super::super::send::send;
+use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
-use super::super::switch::Switch;
-use super::super::vsock::Vsocks;
-use super::contract::{Departure, DestinationEndpoint, Local, Origin, SourceEndpoint, Undo, receiver};
-use crate::moves::End;
-use crate::switchover::{DestinationKind, DestinationView, Directive, GuestRun, SourceKind, Started};
+use super::super::vsock::DetachedVsocks;
+use super::traits::{
+    DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint, receiver,
+};
+use crate::moves::MoveEnd;
+use crate::switchover::{
+    DestinationKind, DestinationStatus, Directive, GuestRunState, SourceKind, StartResult,
+};
 
 /// Threads that compare an image with its manifest while QEMU loads it.
 const VERIFY_THREADS: usize = 2;
-/// How often a QEMU that loads by itself is asked.
+/// Interval of queries to a QEMU that loads by itself.
 const LOAD_INTERVAL: Duration = Duration::from_millis(2);
-/// How often one that is sent a guest of this process is asked.
+/// Interval of queries to a QEMU that is sent a guest of this process.
 const SEND_INTERVAL: Duration = Duration::from_millis(250);
 
-/// A failure of a QEMU that was only asked.
-pub(in super::super) fn asked(error: Error) -> Failure {
-    let guest = if blame::is_unreached(&error) { GuestState::Unreached } else { GuestState::Safe };
+/// Failure of a query; QEMU was not changed.
+pub(in super::super) fn query_failed(error: Error) -> Failure {
+    let guest =
+        if error_origin::is_monitor_unreachable(&error) { GuestState::Unreached } else { GuestState::Safe };
     Failure { guest, ..Failure::untouched(error) }
 }
 
 /// A QEMU that runs a guest.
 pub(in super::super) struct QemuSource {
     qemu: QmpSource,
-    session: Option<Arc<Session>>,
-    connections: Option<Connections>,
-    statistics: Arc<Statistics>,
+    incoming: IncomingStream,
 }
 
 impl QemuSource {
     /// Connects to it, and checks that its guest can be copied.
-    pub(in super::super) fn new(path: &Path, run: &Run<'_>) -> Result<Self, Failure> {
-        let qemu = QmpSource::prepare(path, run.options).map_err(asked)?;
-        run.tell_repaired(qemu.qemu());
-        Ok(Self { qemu, session: None, connections: None, statistics: Arc::default() })
+    pub(in super::super) fn new(path: &Path, context: &Context<'_>) -> Result<Self, Failure> {
+        let qemu = QmpSource::prepare(path, context.options).map_err(query_failed)?;
+        context.report_repair(qemu.qemu());
+        Ok(Self { qemu, incoming: IncomingStream::default() })
     }
 
-    /// Takes out of the guest what cannot be migrated, and connects both ends: the source last, because a destination that was set
-    /// to load and is not needed can be started again.
+    /// Detaches devices that cannot be migrated, and connects both ends: the source last, because a destination
+    /// that was set to load and is not needed can be started again.
     fn connect(
         &mut self,
         to: &mut dyn DestinationEndpoint,
         session: &Arc<Session>,
-        run: &Run<'_>,
+        context: &Context<'_>,
     ) -> Result<Connections, Error> {
         to.check_vsocks(&self.qemu.vsocks)?;
-        self.qemu.detach(run.cancel)?;
-        run.observer.phase(Phase::Connect);
-        to.connect(session, run)?;
-        self.qemu.start(run.lanes, run.options, run.cancel)
+        self.qemu.detach(context.cancel)?;
+        context.observer.phase(Phase::Connect);
+        to.connect(session, context)?;
+        self.qemu.start(context.lanes, context.options, context.cancel)
     }
 }
 
@@ -76,130 +79,134 @@ impl SourceEndpoint for QemuSource {
         SourceKind::Qemu
     }
 
-    fn prepare(&mut self, is_compared: bool, run: &Run<'_>) -> Result<Departure<'_>, Failure> {
-        // Nothing is changed before a device is detached, so that nothing has to be put back.
-        let guest = self.qemu.guest(is_compared).map_err(asked)?;
-        let guest = if run.options.detaches_vsock() { guest.without_vsocks() } else { guest };
-        let how = if run.options.is_snapshot() { "qmp (background-snapshot)" } else { "qmp" };
+    fn prepare(&mut self, is_compared: bool, context: &Context<'_>) -> Result<GuestDescription<'_>, Failure> {
+        // Before a device is detached nothing has changed, so that nothing has to be restored.
+        let guest = self.qemu.guest(is_compared).map_err(query_failed)?;
+        let guest = if context.options.detaches_vsock() { guest.without_vsocks() } else { guest };
+        let how = if context.options.is_snapshot() { "qmp (background-snapshot)" } else { "qmp" };
         let qemu = Some(self.qemu.version_text());
         let origin = ImageOrigin { source: how.into(), qemu, ..ImageOrigin::default() };
-        Ok(Departure { guest: Some(guest), origin, file: None })
+        Ok(GuestDescription { guest: Some(guest), origin, file: None })
     }
 
     fn start(
         &mut self,
         to: &mut dyn DestinationEndpoint,
-        switch: &Arc<Switch>,
-        run: &Run<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
     ) -> Result<(), Error> {
-        let session = Arc::clone(self.session.insert(switch.session()));
-        let connected = self.connect(to, &session, run);
+        let session = switchover.session();
         // A relay's destination waits for its first bytes.
-        self.connections = Some(connected.inspect_err(|_| {
+        let connections = self.connect(to, &session, context).inspect_err(|_| {
             session.fail(towline_migration::Error::Cancelled);
-        })?);
+        })?;
+        self.incoming.connected(session, connections);
         Ok(())
     }
 
     fn transfer(
         &mut self,
         to: &mut dyn DestinationEndpoint,
-        switch: &Arc<Switch>,
-        run: &Run<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
     ) -> Result<(), Error> {
-        let Self { session: Some(session), connections: Some(connections), statistics, qemu } = self else {
-            unreachable!("started before");
-        };
-        let (sink, receiver) = (to.sink(), receiver(to.kind()));
-        let arriving = Arriving { connections, session, statistics, switch, sink, receiver };
-        let received = receive(&arriving, run, &mut || qemu.look());
-        // Asked before anything is closed: which end it was says most then.
-        received.map_err(|error| if to.is_to_blame(&error) { error } else { self.qemu.explain(error) })
+        let Self { qemu, incoming } = self;
+        let received =
+            incoming.receive(to.sink(), receiver(to.kind()), switchover, context, &mut || qemu.poll());
+        // Queried before anything is closed, while the failed end still has the best reason.
+        received.map_err(|error| if to.is_error_origin(&error) { error } else { self.qemu.explain(error) })
     }
 
     fn moved(&self) -> Snapshot {
-        self.statistics.snapshot()
+        self.incoming.moved()
     }
 
-    fn end_of_move(&self) -> Option<End> {
-        Some(self.qemu.end_of_move())
+    fn move_end(&self) -> Option<MoveEnd> {
+        Some(self.qemu.move_end())
     }
 
-    fn link(&self) -> Option<Arc<dyn Channel>> {
-        self.connections.as_ref().map(Connections::main_channel)
+    fn main_channel(&self) -> Option<Arc<dyn Channel>> {
+        self.incoming.main_channel()
     }
 
-    /// A source whose connections break before it says that it is done would have failed.
+    /// A source whose connections break before it completes fails.
     fn disconnect(&mut self, to: &mut dyn DestinationEndpoint) {
-        self.connections = None;
+        self.incoming.disconnect();
         to.disconnect();
     }
 
-    fn origin(&mut self) -> Origin<'_> {
-        Origin::Qemu(&mut self.qemu)
+    fn control(&mut self) -> SourceControl<'_> {
+        SourceControl::Qemu(&mut self.qemu)
     }
 
-    fn state_if_dropped(&self) -> SourceState {
-        if self.qemu.ran { SourceState::Running } else { SourceState::Paused }
+    fn state_after_discard(&self) -> SourceState {
+        if self.qemu.was_running { SourceState::Running } else { SourceState::Paused }
     }
 
     fn close(&mut self) {
-        self.connections = None;
+        self.incoming.disconnect();
     }
 }
 
 /// A QEMU that waits for a guest.
 pub(in super::super) struct QemuDestination {
     qemu: QmpDestination,
-    /// There once it is connected for what comes in as a stream.
+    /// Set once it is connected for an incoming stream.
     relay: Option<Box<Relay>>,
-    is_handed_over: bool,
+    is_loaded_by_qemu: bool,
 }
 
 impl QemuDestination {
     /// Connects to it, and checks that the guest would run there.
     pub(in super::super) fn new(
         path: &Path,
-        departure: &Departure<'_>,
-        run: &Run<'_>,
+        description: &GuestDescription<'_>,
+        context: &Context<'_>,
     ) -> Result<Self, Error> {
         let mut qemu = QmpDestination::prepare(path)?;
-        run.tell_repaired(qemu.qemu());
-        if let Some(guest) = &departure.guest {
-            qemu.check(guest, run)?;
+        context.report_repair(qemu.qemu());
+        if let Some(guest) = &description.guest {
+            qemu.check(guest, context)?;
         }
         Ok(Self::of(qemu))
     }
 
-    /// One that is checked.
+    /// A destination that was checked before.
     pub(in super::super) fn of(qemu: QmpDestination) -> Self {
-        Self { qemu, relay: None, is_handed_over: false }
+        Self { qemu, relay: None, is_loaded_by_qemu: false }
     }
 
-    fn stream(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
-        let connections = self.qemu.start(run.lanes, run.options, run.cancel)?;
-        let mut asked = Instant::now();
-        send(local.guest, &connections, switch, run, &mut || {
-            if asked.elapsed() > SEND_INTERVAL {
-                asked = Instant::now();
-                self.qemu.has_not_failed()?;
+    fn stream(
+        &mut self,
+        local: &LocalGuest<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<Snapshot, Error> {
+        let connections = self.qemu.start(context.lanes, context.options, context.cancel)?;
+        let mut queried_at = Instant::now();
+        send(local.guest, &connections, switchover, context, &mut || {
+            if queried_at.elapsed() > SEND_INTERVAL {
+                queried_at = Instant::now();
+                self.qemu.check_not_failed()?;
             }
             Ok(())
         })
     }
 
-    /// QEMU loads the file itself; if asked to, we hash it beside that, and no guest runs from a damaged image.
-    fn load(&mut self, image: &Image, run: &Run<'_>) -> Result<Snapshot, Error> {
-        // A description of its own: a QEMU reads the stream at the file's position, and shares that with every duplicate.
+    /// Has QEMU load the file itself. With `--verify` it is hashed meanwhile, so that no guest runs from a
+    /// damaged image.
+    fn load(&mut self, image: &Image, context: &Context<'_>) -> Result<Snapshot, Error> {
+        // An open file description of its own: QEMU reads the stream at the file's position, which duplicates
+        // share.
         let file = image.reopen()?;
-        self.qemu.load(&file, run.lanes)?;
-        run.observer.phase(Phase::Transfer);
+        self.qemu.load(&file, context.lanes)?;
+        context.observer.phase(Phase::Transfer);
         thread::scope(|scope| {
             let verify = || image.verify(VERIFY_THREADS, &|_| {});
-            let verifier = run.options.verify.then(|| scope.spawn(verify));
+            let verifier = context.options.verify.then(|| scope.spawn(verify));
             let mut loaded = false;
             while !loaded || verifier.as_ref().is_some_and(|verifier| !verifier.is_finished()) {
-                run.check_cancelled()?;
+                context.check_cancelled()?;
                 loaded = loaded || self.qemu.has_loaded_file()?;
                 thread::park_timeout(LOAD_INTERVAL);
             }
@@ -218,79 +225,84 @@ impl DestinationEndpoint for QemuDestination {
         DestinationKind::Qemu
     }
 
-    fn end_of_move(&self) -> End {
-        End::qemu(self.qemu.qemu().socket(), self.qemu.qemu().process())
+    fn move_end(&self) -> MoveEnd {
+        MoveEnd::qemu(self.qemu.qemu().socket(), self.qemu.qemu().process())
     }
 
-    fn connect(&mut self, session: &Arc<Session>, run: &Run<'_>) -> Result<(), Error> {
-        let connections = self.qemu.start(run.lanes, run.options, run.cancel)?;
-        self.relay = Some(run.relay(session, connections)?);
+    fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
+        let connections = self.qemu.start(context.lanes, context.options, context.cancel)?;
+        self.relay = Some(context.relay(session, connections)?);
         Ok(())
     }
 
     fn sink(&self) -> &dyn Sink {
-        self.relay.as_deref().expect("connected before anything is received")
+        self.relay.as_deref().expect("connected by `connect`")
     }
 
-    fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
-        // QEMU reads the file itself as fast as it goes, and as it is.
-        let is_plain =
-            run.options.means().max_bandwidth.is_none() && run.options.compression == Compression::None;
-        let loads = !run.options.stream && self.qemu.loads_images() && is_plain;
+    fn receive_guest(
+        &mut self,
+        local: &LocalGuest<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<Snapshot, Error> {
+        // QEMU reads the file without a rate limit and uncompressed.
+        let is_plain = context.options.transfer_options().max_bandwidth.is_none()
+            && context.options.compression == Compression::None;
+        let loads = !context.options.stream && self.qemu.loads_images() && is_plain;
         let file = local.file.filter(|image| loads && !image.is_incremental());
-        self.is_handed_over = file.is_some();
-        run.observer.phase(Phase::Connect);
+        self.is_loaded_by_qemu = file.is_some();
+        context.observer.phase(Phase::Connect);
         let moved = match file {
-            Some(file) => self.load(file, run)?,
-            None => self.stream(local, switch, run)?,
+            Some(file) => self.load(file, context)?,
+            None => self.stream(local, switchover, context)?,
         };
         self.qemu.wait_loaded()?;
         Ok(moved)
     }
 
-    fn delivered(&self, run_state: Option<&str>, switch: &Switch) -> Directive {
-        switch.loaded(GuestRun::from_state(run_state))
+    fn delivered(&self, run_state: Option<&str>, switchover: &SharedSwitchover) -> Directive {
+        switchover.loaded(GuestRunState::from_state(run_state))
     }
 
-    fn is_handed_over(&self) -> bool {
-        self.is_handed_over
+    fn is_loaded_by_qemu(&self) -> bool {
+        self.is_loaded_by_qemu
     }
 
     fn disconnect(&mut self) {
         self.relay = None;
     }
 
-    fn view(&mut self) -> DestinationView {
-        self.qemu.view()
+    fn query_status(&mut self) -> DestinationStatus {
+        self.qemu.query_status()
     }
 
-    fn run_guest(&mut self) -> Result<Started, RunFailed> {
-        self.qemu.run_guest()
+    fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
+        self.qemu.start_guest()
     }
 
-    fn is_to_blame(&self, error: &Error) -> bool {
-        self.qemu.is_to_blame(error)
+    fn is_error_origin(&self, error: &Error) -> bool {
+        self.qemu.is_error_origin(error)
     }
 
-    fn settle(&mut self, _: &Run<'_>) -> Result<Vec<String>, Error> {
+    fn finalize(&mut self, _: &Context<'_>) -> Result<Vec<String>, Error> {
         self.qemu.wait_loaded()?;
-        self.qemu.release()
+        self.qemu.restore_settings()
     }
 
     fn stored_state(&self) -> DestinationState {
         DestinationState::Stored
     }
 
-    fn check_vsocks(&mut self, vsocks: &Vsocks) -> Result<(), Error> {
+    fn check_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
         self.qemu.check_vsocks(vsocks)
     }
 
-    fn attach(&mut self, vsocks: &Vsocks) -> Result<(), Error> {
-        self.qemu.attach(vsocks)
+    fn attach_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
+        self.qemu.attach_vsocks(vsocks)
     }
 
-    fn undo(&mut self, error: Error, _: &Run<'_>, undo: Undo) -> (Error, Vec<String>) {
+    fn roll_back(&mut self, error: Error, _: &Context<'_>, undo: Rollback) -> (Error, Vec<String>) {
         let error = if undo.is_cut_over { error } else { self.qemu.explain(error) };
-        (error, self.qemu.undo(undo.holds))
+        (error, self.qemu.roll_back(undo.holds))
     }
 }

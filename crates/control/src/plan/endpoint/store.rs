@@ -9,17 +9,17 @@ use towline_image::{Existing, Image};
 use towline_migration::{Guest as _, Sink, Snapshot};
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::super::context::Run;
+use super::super::context::Context;
 use super::super::error::Error;
-use super::super::local;
+use super::super::in_process;
 use super::super::progress::{Observer, Phase, Progress};
 use super::super::report::DestinationState;
 use super::super::request::Request;
-use super::super::switch::Switch;
-use super::contract::{Departure, DestinationEndpoint, Local};
+use super::super::shared_switchover::SharedSwitchover;
+use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest};
 
-/// Opens the image at `location`, to be read by any number of copies. The observer gets a notice if nothing keeps its chunks
-/// meanwhile.
+/// Opens the image at `location`, which any number of copies may read. The observer gets a notice if its chunks
+/// are not protected meanwhile.
 pub(in super::super) fn open(
     location: &Location,
     options: &Request,
@@ -28,31 +28,31 @@ pub(in super::super) fn open(
 ) -> Result<StoredImage, Error> {
     let image = match options.postcopy() {
         None => StoredImage::open(location, Some(cancel.clone())).map_err(failed)?,
-        // Once its guest runs, nobody can cancel: it needs its memory.
-        Some(_) => StoredImage::open(location, None).map_err(failed)?.given_back(),
+        // Once its guest runs it cannot be cancelled: the guest needs its memory.
+        Some(_) => StoredImage::open(location, None).map_err(failed)?.retained_until_release(),
     };
     image.notice().iter().for_each(|text| observer.notice(text));
     Ok(image)
 }
 
-/// An image to be made in a store.
+/// An image to be written to a store.
 pub(in super::super) enum StoreDestination {
-    /// What comes in as a stream.
+    /// From a stream.
     Writer(Box<StoreWriter>),
-    /// What is in a file, from its mapping.
+    /// From the mapping of a file.
     File(Location),
 }
 
 impl StoreDestination {
     pub(in super::super) fn new(
         location: &Location,
-        departure: Departure<'_>,
-        run: &Run<'_>,
+        description: GuestDescription<'_>,
+        context: &Context<'_>,
     ) -> Result<Self, Error> {
-        if departure.file.is_some() {
+        if description.file.is_some() {
             return Ok(Self::File(location.clone()));
         }
-        let writer = StoreWriter::create(location, existing(run), departure.origin, run.cancel);
+        let writer = StoreWriter::create(location, existing(context), description.origin, context.cancel);
         Ok(Self::Writer(Box::new(writer.map_err(failed)?)))
     }
 }
@@ -61,20 +61,27 @@ impl DestinationEndpoint for StoreDestination {
     fn sink(&self) -> &dyn Sink {
         match self {
             Self::Writer(writer) => writer.as_ref(),
-            Self::File(_) => unreachable!("what is in a file does not come in as a stream"),
+            Self::File(_) => unreachable!("a file is uploaded from its mapping"),
         }
     }
 
-    fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
+    fn receive_guest(
+        &mut self,
+        local: &LocalGuest<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<Snapshot, Error> {
         match (self, local.file) {
-            (Self::File(location), Some(file)) => upload(file, location, run),
-            (this, _) => local::copy(local.guest, this.sink(), local.lanes(run), switch, run),
+            (Self::File(location), Some(file)) => upload(file, location, context),
+            (this, _) => {
+                in_process::copy(local.guest, this.sink(), local.lanes(context), switchover, context)
+            }
         }
     }
 
-    fn settle(&mut self, run: &Run<'_>) -> Result<Vec<String>, Error> {
+    fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
         if let Self::Writer(writer) = self {
-            run.set_uploaded(writer.tally());
+            context.set_uploaded(writer.uploaded());
         }
         Ok(Vec::new())
     }
@@ -84,25 +91,25 @@ impl DestinationEndpoint for StoreDestination {
     }
 }
 
-/// Copies a file into a store, from its mapping.
-fn upload(image: &Image, location: &Location, run: &Run<'_>) -> Result<Snapshot, Error> {
-    run.check_cancelled()?;
-    run.observer.phase(Phase::Transfer);
+/// Uploads a file to a store from its mapping.
+fn upload(image: &Image, location: &Location, context: &Context<'_>) -> Result<Snapshot, Error> {
+    context.check_cancelled()?;
+    context.observer.phase(Phase::Transfer);
     let total = image.blocks().iter().map(|block| block.length).sum();
     let done = AtomicU64::new(0);
     let progress = |bytes: u64| {
         let pages = (done.fetch_add(bytes, Ordering::Relaxed) + bytes) / PAGE_SIZE;
         let moved = Snapshot { total, normal: pages, ..Snapshot::default() };
-        run.observer.progress(&Progress { moved, ..Progress::default() });
+        context.observer.progress(&Progress { moved, ..Progress::default() });
     };
-    let stored = store::store_image(image, location, existing(run), run.cancel, &progress);
+    let stored = store::store_image(image, location, existing(context), context.cancel, &progress);
     let (moved, uploaded) = stored.map_err(failed)?;
-    run.set_uploaded(uploaded);
+    context.set_uploaded(uploaded);
     Ok(moved)
 }
 
-fn existing(run: &Run<'_>) -> Existing {
-    if run.options.overwrite { Existing::Replace } else { Existing::Refuse }
+fn existing(context: &Context<'_>) -> Existing {
+    if context.options.overwrite { Existing::Replace } else { Existing::Refuse }
 }
 
 fn failed(error: store::Error) -> Error {

@@ -1,4 +1,4 @@
-//! A stream: somebody's QEMU or towline that connects to us as the source, or that listens as the destination.
+//! A stream: a QEMU or towline that another party drives, which connects to us or listens.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,47 +6,50 @@ use std::time::{Duration, Instant};
 use towline_channel::{Address, Channel, Listener};
 use towline_image::Origin as ImageOrigin;
 use towline_migration::incoming::{self, gather};
-use towline_migration::{Relay, Session, Sink, Snapshot, Statistics, outgoing};
+use towline_migration::{Relay, Session, Sink, Snapshot, outgoing};
 
-use super::super::context::Run;
+use super::super::context::Context;
 use super::super::error::{Error, Failure};
-use super::super::fit::uuid_bytes;
+use super::super::incoming::IncomingStream;
+use super::super::preflight::uuid_bytes;
 use super::super::progress::{Phase, Progress};
-use super::super::receive::{Arriving, receive};
 use super::super::report::DestinationState;
 use super::super::send::send;
+use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::LANES_TIMEOUT;
-use super::super::switch::Switch;
-use super::super::{blame, tls};
-use super::contract::{Departure, DestinationEndpoint, Local, Origin, SourceEndpoint, Undo, receiver};
-use crate::moves::End;
+use super::super::{error_origin, tls};
+use super::traits::{
+    DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint, receiver,
+};
+use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, SourceKind};
 
-/// A listener without a partner waits this long: until somebody comes or the user ends it.
+/// Timeout of a listener: until a peer connects or the user cancels.
 const LISTEN_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
-/// How long a source that has its answer may take to close its connections.
+/// Timeout for an acknowledged source to close its connections.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Waits for a source that connects to `address`.
-pub(in super::super) fn listen(address: &Address, run: &Run<'_>) -> Result<incoming::Connections, Error> {
-    let listener = Listener::bind_with(address, &tls::listening(run.options)?)?;
-    run.observer.notice(&format!("listening on {}", listener.local_address()));
-    run.observer.listening(listener.local_address());
+pub(in super::super) fn listen(
+    address: &Address,
+    context: &Context<'_>,
+) -> Result<incoming::Connections, Error> {
+    let listener = Listener::bind_with(address, &tls::listening(context.options)?)?;
+    context.observer.notice(&format!("listening on {}", listener.local_address()));
+    context.observer.listening(listener.local_address());
     let deadline = Instant::now() + LISTEN_TIMEOUT;
-    Ok(gather(listener, run.lanes, deadline, LANES_TIMEOUT, run.cancel)?)
+    Ok(gather(listener, context.lanes, deadline, LANES_TIMEOUT, context.cancel)?)
 }
 
-/// What somebody sends to an address of ours.
+/// A source that sends its guest to an address of ours.
 pub(in super::super) struct StreamSource {
     address: Address,
-    session: Option<Arc<Session>>,
-    connections: Option<incoming::Connections>,
-    statistics: Arc<Statistics>,
+    incoming: IncomingStream,
 }
 
 impl StreamSource {
     pub(in super::super) fn new(address: &Address) -> Self {
-        Self { address: address.clone(), session: None, connections: None, statistics: Arc::default() }
+        Self { address: address.clone(), incoming: IncomingStream::default() }
     }
 }
 
@@ -55,82 +58,75 @@ impl SourceEndpoint for StreamSource {
         SourceKind::Stream
     }
 
-    fn prepare(&mut self, _is_compared: bool, _run: &Run<'_>) -> Result<Departure<'_>, Failure> {
+    fn prepare(&mut self, _is_compared: bool, _run: &Context<'_>) -> Result<GuestDescription<'_>, Failure> {
         let origin = ImageOrigin { source: format!("stream to {}", self.address), ..ImageOrigin::default() };
-        Ok(Departure { guest: None, origin, file: None })
+        Ok(GuestDescription { guest: None, origin, file: None })
     }
 
     fn start(
         &mut self,
         to: &mut dyn DestinationEndpoint,
-        switch: &Arc<Switch>,
-        run: &Run<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
     ) -> Result<(), Error> {
-        let session = self.session.insert(switch.session());
-        run.observer.phase(Phase::Connect);
-        // The destination is as it was until somebody connects.
-        let connections = listen(&self.address, run)?;
-        if let Err(error) = to.connect(session, run) {
+        let session = switchover.session();
+        context.observer.phase(Phase::Connect);
+        // The destination is unchanged until a source connects.
+        let connections = listen(&self.address, context)?;
+        if let Err(error) = to.connect(&session, context) {
             connections.refuse();
             return Err(error);
         }
-        self.connections = Some(connections);
+        self.incoming.connected(session, connections);
         Ok(())
     }
 
     fn transfer(
         &mut self,
         to: &mut dyn DestinationEndpoint,
-        switch: &Arc<Switch>,
-        run: &Run<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
     ) -> Result<(), Error> {
-        let Self { session: Some(session), connections: Some(connections), statistics, .. } = self else {
-            unreachable!("started before");
-        };
-        let (sink, receiver) = (to.sink(), receiver(to.kind()));
-        let arriving = Arriving { connections, session, statistics, switch, sink, receiver };
-        receive(&arriving, run, &mut || Ok(Progress::default()))
+        let look = &mut || Ok(Progress::default());
+        self.incoming.receive(to.sink(), receiver(to.kind()), switchover, context, look)
     }
 
     fn moved(&self) -> Snapshot {
-        self.statistics.snapshot()
+        self.incoming.moved()
     }
 
-    fn end_of_move(&self) -> Option<End> {
-        self.link().map(|channel| End::Peer { address: channel.peer().to_owned() })
+    fn move_end(&self) -> Option<MoveEnd> {
+        self.main_channel().map(|channel| MoveEnd::Peer { address: channel.peer().to_owned() })
     }
 
-    fn link(&self) -> Option<Arc<dyn Channel>> {
-        self.connections.as_ref().map(incoming::Connections::main_channel)
+    fn main_channel(&self) -> Option<Arc<dyn Channel>> {
+        self.incoming.main_channel()
     }
 
-    fn origin(&mut self) -> Origin<'_> {
-        match &self.connections {
-            Some(connections) => Origin::Stream(connections.main_channel()),
-            None => Origin::Stored,
-        }
+    fn control(&mut self) -> SourceControl<'_> {
+        self.main_channel().map_or(SourceControl::Stored, SourceControl::Stream)
     }
 
     fn close(&mut self) {
-        if let Some(connections) = self.connections.take() {
+        if let Some(connections) = self.incoming.disconnect() {
             connections.linger(LINGER);
         }
     }
 }
 
-/// A QEMU that runs a guest by itself, or another towline, which listens at an address.
+/// A QEMU that runs the guest by itself, or another towline, listening at an address.
 pub(in super::super) struct StreamDestination {
     address: Address,
     uuid: [u8; 16],
-    /// There once it is connected for what comes in as a stream.
+    /// Set once it is connected for an incoming stream.
     relay: Option<Box<Relay>>,
-    /// There once it is connected for a guest of this process.
+    /// Set once it is connected for a guest of this process.
     sent: Option<outgoing::Connections>,
 }
 
 impl StreamDestination {
-    pub(in super::super) fn new(address: &Address, departure: &Departure<'_>) -> Self {
-        let uuid = departure.guest.as_ref().and_then(|guest| guest.uuid.as_deref());
+    pub(in super::super) fn new(address: &Address, description: &GuestDescription<'_>) -> Self {
+        let uuid = description.guest.as_ref().and_then(|guest| guest.uuid.as_deref());
         Self { address: address.clone(), uuid: uuid.map_or([0; 16], uuid_bytes), relay: None, sent: None }
     }
 }
@@ -140,24 +136,31 @@ impl DestinationEndpoint for StreamDestination {
         DestinationKind::Stream
     }
 
-    fn end_of_move(&self) -> End {
-        End::Peer { address: self.address.to_string() }
+    fn move_end(&self) -> MoveEnd {
+        MoveEnd::Peer { address: self.address.to_string() }
     }
 
-    fn connect(&mut self, session: &Arc<Session>, run: &Run<'_>) -> Result<(), Error> {
-        self.relay = Some(run.relay(session, run.reach(&self.address, self.uuid)?)?);
+    fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
+        self.relay = Some(context.relay(session, context.connect(&self.address, self.uuid)?)?);
         Ok(())
     }
 
     fn sink(&self) -> &dyn Sink {
-        self.relay.as_deref().expect("connected before anything is received")
+        self.relay.as_deref().expect("connected by `connect`")
     }
 
-    fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
-        run.observer.phase(Phase::Connect);
-        let connections = self.sent.insert(run.reach(&self.address, self.uuid)?);
-        let sent = send(local.guest, connections, switch, run, &mut || Ok(()));
-        sent.map_err(|error| blame::lanes_lost(error, run.lanes, run.options.compression))
+    fn receive_guest(
+        &mut self,
+        local: &LocalGuest<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<Snapshot, Error> {
+        context.observer.phase(Phase::Connect);
+        let connections = self.sent.insert(context.connect(&self.address, self.uuid)?);
+        let sent = send(local.guest, connections, switchover, context, &mut || Ok(()));
+        sent.map_err(|error| {
+            error_origin::explain_lane_loss(error, context.lanes, context.options.compression)
+        })
     }
 
     fn disconnect(&mut self) {
@@ -172,7 +175,7 @@ impl DestinationEndpoint for StreamDestination {
         }
     }
 
-    fn settle(&mut self, _: &Run<'_>) -> Result<Vec<String>, Error> {
+    fn finalize(&mut self, _: &Context<'_>) -> Result<Vec<String>, Error> {
         Ok(Vec::new())
     }
 
@@ -181,10 +184,11 @@ impl DestinationEndpoint for StreamDestination {
         DestinationState::Loaded
     }
 
-    fn undo(&mut self, error: Error, run: &Run<'_>, _: Undo) -> (Error, Vec<String>) {
-        match blame::peer_is(&error, &self.address.to_string()) {
-            true => (blame::lanes_lost(error, run.lanes, run.options.compression), Vec::new()),
-            false => (error, Vec::new()),
+    fn roll_back(&mut self, error: Error, context: &Context<'_>, _: Rollback) -> (Error, Vec<String>) {
+        if error_origin::is_from_peer(&error, &self.address.to_string()) {
+            (error_origin::explain_lane_loss(error, context.lanes, context.options.compression), Vec::new())
+        } else {
+            (error, Vec::new())
         }
     }
 }

@@ -1,18 +1,18 @@
-//! A test for each row: the whole sentence, the exit code, the identifier.
+//! One test for each row: sentence, exit code and identifier.
 
-use super::{GuestState, Keeper, Place, Row};
+use super::{GuestLocation, GuestState, OutcomeRow, SourceCategory};
 use crate::plan::report::{DestinationState, SourceState};
-use crate::switchover::Held;
+use crate::switchover::Unresolved;
 
 macro_rules! rows {
     ($($name:ident: $place:expr => $id:literal, $exit_code:literal, $text:literal;)*) => {
         $(#[test]
         fn $name() {
-            assert_eq!($place.row(), Row { id: $id, exit_code: $exit_code, text: $text });
+            assert_eq!($place.row(), OutcomeRow { id: $id, exit_code: $exit_code, text: $text });
         })*
 
         #[test]
-        fn no_two_sentences_are_alike() {
+        fn sentences_are_distinct() {
             let mut texts = vec![$($text),*];
             texts.sort_unstable();
             let count = texts.len();
@@ -23,76 +23,83 @@ macro_rules! rows {
 }
 
 rows! {
-    at_source: Place::AtSource => "at-source", 1, "safe at its source";
-    in_image: Place::InImage => "in-image", 1, "in its image, which is as it was";
-    with_process: Place::WithProcess => "ended-with-process", 1, "gone, as a synthetic one goes with its process";
-    unreached: Place::Unreached => "unreached", 1, "not touched; its QEMU could not be reached";
-    without_vsock: Place::WithoutVsock => "without-vsock", 3, "at its destination, whole, but for its vsock, which could not be put in there (`device_add`)";
-    image_cut_short: Place::ImageCutShort => "image-cut-short", 3, "it has its memory at its destination, but pages that were sent after the image was cut short may be zeros there: end it, and restore another copy of the image";
-    postcopy_paused: Place::PostcopyPaused => "postcopy-paused", 3, "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image is complete and unchanged: run `towline copy --postcopy --recover` with the same image and destination, which sends the rest";
-    postcopy_unreadable: Place::PostcopyUnreadable => "postcopy-unreadable", 3, "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot go on: end the destination, and restore another image of the guest";
-    postcopy_ended: Place::PostcopyEnded => "postcopy-ended", 3, "it ran at its destination, which has ended, and the guest with it; the image holds it as it was stored";
-    postcopy_arrived: Place::PostcopyArrived => "postcopy-arrived", 3, "at its destination, with all of its memory: look what it does there";
-    postcopy_refused: Place::PostcopyRefused => "postcopy-refused", 3, "it was switched to its destination, which could not take it: look at both, and run it on at the source (`cont`) only if it does not run there";
-    postcopy_split: Place::PostcopySplit => "postcopy-split", 3, "it runs at its destination with a part of its memory, and the source holds the rest: do not run it there; where both QEMUs live, `migrate-recover` at the destination and `migrate` with resume at the source go on";
-    destination_holds: Place::Held(Held::DestinationHolds) => "destination-holds", 3, "whole at its destination, paused; its source did not say whether it is done: look at the source, and run the guest at one of them only (`cont`)";
-    undecided: Place::Held(Held::Undecided) => "undecided", 3, "whole at its destination, paused; whether its source is done with it is not known: run it here (`cont`) only if it does not run there";
-    destination_may_run: Place::Held(Held::DestinationMayRun) => "destination-may-run", 3, "at its destination, which was sent everything and may run it; its source, if it still has it, holds it paused (postmigrate): look at the destination, and run it on at the source (`cont`) only if it does not run there";
-    both_may_run: Place::Held(Held::BothMayRun) => "both-may-run", 3, "running at its source, whose migration was cancelled there when the destination had everything: look at the destination, which may run it too, and end one of them";
-    source_run_by_others: Place::Held(Held::SourceRunByOthers) => "source-run-by-others", 3, "running at its source, where it was run by somebody else after the copy was complete; the destination holds a copy of it, paused: run only one of them";
-    both_paused: Place::Held(Held::BothPaused) => "both-paused", 3, "paused at both ends: run it on where you want it (`cont`), not at both";
-    stopped_again: Place::Held(Held::StoppedAgain) => "stopped-again", 3, "at its destination, where it was run and stopped again; its source still holds it as it was before that, paused (postmigrate): run only one of them";
-    destination_lost: Place::Held(Held::DestinationLost) => "destination-lost", 3, "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, run it on at the source (`cont`)";
-    destination_unknown: Place::Held(Held::DestinationUnknown) => "destination-unknown", 3, "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)";
-    destination_only: Place::Held(Held::DestinationOnly) => "destination-only", 3, "paused at the destination, whole (`cont` runs it on); its source has ended";
-    destination_alone: Place::Held(Held::DestinationAlone) => "destination-alone", 3, "at its destination, which does not answer any more: look whether it runs there; its source has ended";
-    both_exited: Place::Held(Held::BothExited) => "both-exited", 3, "lost: both QEMUs have ended";
-    source_exited: Place::Held(Held::SourceExited) => "source-exited", 3, "lost: its source's QEMU has ended, and the guest with it; the destination has only a part of it, which does not run";
-    source_exited_since: Place::Held(Held::SourceExitedSince) => "source-exited-since", 3, "lost: its source's QEMU has ended, and the guest with it, after it ran on there; what the destination may hold of it is older";
-    source_unknown: Place::Held(Held::SourceUnknown) => "source-unknown", 3, "at its source, if that still lives: the guest runs on there as soon as QEMU sees that the copy failed (if not: `cont`)";
-    source_not_ended: Place::Held(Held::SourceNotEnded) => "source-not-ended", 3, "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not run it there";
-    source_not_resumed: Place::Held(Held::SourceNotResumed) => "source-not-resumed", 3, "stored; at its source it is still paused: run it on (`cont`)";
-    stored_only: Place::Held(Held::StoredOnly) => "stored-only", 3, "stored, and nowhere else: its source's QEMU has ended";
-    peer_waits: Place::Held(Held::PeerWaits) => "peer-waits", 3, "paused at both ends: the outcome could not be sent to the destination's towline";
-    peer_unknown: Place::Held(Held::PeerUnknown) => "peer-unknown", 3, "paused at its source (postmigrate); the destination's towline was to run it, and did not say that it did: look there, and run only one of them";
-    peer_did_not_run: Place::Held(Held::PeerDidNotRun) => "peer-did-not-run", 3, "paused at both ends: the destination's towline could not run it; run it on where you want it (`cont`), not at both";
-    destination_may_run_of_an_image: Place::HeldOfImage(Held::DestinationMayRun) => "destination-may-run", 3, "at its destination, which was sent everything and may run it: look there; the image is as it was";
-    both_paused_of_an_image: Place::HeldOfImage(Held::BothPaused) => "both-paused", 3, "paused at the destination, which has loaded it: run it there (`cont`), or end it; the image is as it was";
-    stopped_again_of_an_image: Place::HeldOfImage(Held::StoppedAgain) => "stopped-again", 3, "at its destination, where it was run and stopped again: look there; the image is as it was";
-    destination_lost_of_an_image: Place::HeldOfImage(Held::DestinationLost) => "destination-lost", 3, "in its image; its destination was lost when it was to run it, so it may have run there; the image is as it was";
-    destination_unknown_of_an_image: Place::HeldOfImage(Held::DestinationUnknown) => "destination-unknown", 3, "in its image; whether it runs at its destination is not known: look there";
+    at_source: GuestLocation::AtSource => "at-source", 1, "safe at its source";
+    in_image: GuestLocation::InImage => "in-image", 1, "in its image, which is as it was";
+    with_process: GuestLocation::WithProcess => "ended-with-process", 1, "gone: a synthetic guest ends with its process";
+    unreached: GuestLocation::Unreached => "unreached", 1, "not touched; its QEMU could not be reached";
+    without_vsock: GuestLocation::WithoutVsock => "without-vsock", 3, "at its destination, whole, except for its vsock, which could not be attached there (`device_add`)";
+    image_cut_short: GuestLocation::ImageCutShort => "image-cut-short", 3, "it has its memory at its destination, but pages that were sent after the image was cut short may be zeros there: end it, and restore another copy of the image";
+    postcopy_paused: GuestLocation::PostcopyPaused => "postcopy-paused", 3, "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image is complete and unchanged: run `towline copy --postcopy --recover` with the same image and destination, which sends the rest";
+    postcopy_unreadable: GuestLocation::PostcopyUnreadable => "postcopy-unreadable", 3, "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot go on: end the destination, and restore another image of the guest";
+    postcopy_ended: GuestLocation::PostcopyEnded => "postcopy-ended", 3, "it ran at its destination, which has ended, and the guest with it; the image holds it as it was stored";
+    postcopy_arrived: GuestLocation::PostcopyArrived => "postcopy-arrived", 3, "at its destination, with all of its memory: check its state there";
+    postcopy_refused: GuestLocation::PostcopyRefused => "postcopy-refused", 3, "it was switched to its destination, which could not take it: look at both, and resume it at the source (`cont`) only if it does not run there";
+    postcopy_split: GuestLocation::PostcopySplit => "postcopy-split", 3, "it runs at its destination with a part of its memory, and the source holds the rest: do not run it there; if both QEMUs still run, `migrate-recover` at the destination and `migrate` with resume at the source resume it";
+    destination_holds: GuestLocation::Unresolved(Unresolved::DestinationHolds) => "destination-holds", 3, "whole at its destination, paused; its source did not report whether it is done: look at the source, and run the guest at one of them only (`cont`)";
+    undecided: GuestLocation::Unresolved(Unresolved::Undecided) => "undecided", 3, "whole at its destination, paused; whether its source is done with it is not known: run it here (`cont`) only if it does not run there";
+    destination_may_run: GuestLocation::Unresolved(Unresolved::DestinationMayRun) => "destination-may-run", 3, "at its destination, which was sent everything and may run it; its source, if it still has it, holds it paused (postmigrate): look at the destination, and resume it at the source (`cont`) only if it does not run there";
+    both_may_run: GuestLocation::Unresolved(Unresolved::BothMayRun) => "both-may-run", 3, "running at its source, whose migration was cancelled there when the destination had everything: look at the destination, which may run it too, and end one of them";
+    source_run_by_others: GuestLocation::Unresolved(Unresolved::SourceRunByOthers) => "source-run-by-others", 3, "running at its source, where another party resumed it after the copy was complete; the destination holds a copy of it, paused: run only one of them";
+    both_paused: GuestLocation::Unresolved(Unresolved::BothPaused) => "both-paused", 3, "paused at both ends: resume it (`cont`) at one of them only";
+    stopped_again: GuestLocation::Unresolved(Unresolved::StoppedAgain) => "stopped-again", 3, "at its destination, where it was run and stopped again; its source still holds it as it was before that, paused (postmigrate): run only one of them";
+    destination_lost: GuestLocation::Unresolved(Unresolved::DestinationLost) => "destination-lost", 3, "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, resume it at the source (`cont`)";
+    destination_unknown: GuestLocation::Unresolved(Unresolved::DestinationUnknown) => "destination-unknown", 3, "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)";
+    destination_only: GuestLocation::Unresolved(Unresolved::DestinationOnly) => "destination-only", 3, "paused at the destination, whole (`cont` resumes it); its source has ended";
+    destination_alone: GuestLocation::Unresolved(Unresolved::DestinationAlone) => "destination-alone", 3, "at its destination, which does not reply any more: check whether it runs there; its source has ended";
+    both_exited: GuestLocation::Unresolved(Unresolved::BothExited) => "both-exited", 3, "lost: both QEMUs have ended";
+    source_exited: GuestLocation::Unresolved(Unresolved::SourceExited) => "source-exited", 3, "lost: its source's QEMU has ended, and the guest with it; the destination has only a part of it, which does not run";
+    source_exited_since: GuestLocation::Unresolved(Unresolved::SourceExitedSince) => "source-exited-since", 3, "lost: its source's QEMU has ended, and the guest with it, after it ran on there; the destination's state of it is older";
+    source_unknown: GuestLocation::Unresolved(Unresolved::SourceUnknown) => "source-unknown", 3, "at its source, if that still runs: the guest is resumed there as soon as QEMU sees that the copy failed (if not: `cont`)";
+    source_not_ended: GuestLocation::Unresolved(Unresolved::SourceNotEnded) => "source-not-ended", 3, "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not resume it there";
+    source_not_resumed: GuestLocation::Unresolved(Unresolved::SourceNotResumed) => "source-not-resumed", 3, "stored; at its source it is still paused: resume it (`cont`)";
+    stored_only: GuestLocation::Unresolved(Unresolved::StoredOnly) => "stored-only", 3, "stored, and nowhere else: its source's QEMU has ended";
+    peer_waits: GuestLocation::Unresolved(Unresolved::PeerWaits) => "peer-waits", 3, "paused at both ends: the outcome could not be sent to the destination's towline";
+    peer_unknown: GuestLocation::Unresolved(Unresolved::PeerUnknown) => "peer-unknown", 3, "paused at its source (postmigrate); the destination's towline was to run it, and did not report that it did: look there, and run only one of them";
+    peer_did_not_run: GuestLocation::Unresolved(Unresolved::PeerDidNotRun) => "peer-did-not-run", 3, "paused at both ends: the destination's towline could not run it; resume it (`cont`) at one of them only";
+    destination_may_run_of_an_image: GuestLocation::UnresolvedOfImage(Unresolved::DestinationMayRun) => "destination-may-run", 3, "at its destination, which was sent everything and may run it: look there; the image is as it was";
+    both_paused_of_an_image: GuestLocation::UnresolvedOfImage(Unresolved::BothPaused) => "both-paused", 3, "paused at the destination, which has loaded it: run it there (`cont`), or end it; the image is as it was";
+    stopped_again_of_an_image: GuestLocation::UnresolvedOfImage(Unresolved::StoppedAgain) => "stopped-again", 3, "at its destination, where it was run and stopped again: look there; the image is as it was";
+    destination_lost_of_an_image: GuestLocation::UnresolvedOfImage(Unresolved::DestinationLost) => "destination-lost", 3, "in its image; its destination was lost when it was to run it, so it may have run there; the image is as it was";
+    destination_unknown_of_an_image: GuestLocation::UnresolvedOfImage(Unresolved::DestinationUnknown) => "destination-unknown", 3, "in its image; whether it runs at its destination is not known: look there";
 }
 
 #[test]
-fn an_image_has_the_rows_of_a_qemu_for_all_else() {
-    assert_eq!(Place::HeldOfImage(Held::PeerUnknown).row(), Place::Held(Held::PeerUnknown).row());
-}
-
-#[test]
-fn a_safe_guest_is_where_it_was_kept() {
-    let ids = [Keeper::Qemu, Keeper::Image, Keeper::Process].map(|keeper| GuestState::Safe.row(keeper).id);
-    assert_eq!(ids, ["at-source", "in-image", "ended-with-process"]);
-    assert_eq!(GuestState::Unreached.row(Keeper::Image).id, "unreached");
-}
-
-#[test]
-fn a_source_that_is_driven_is_named() {
-    let state = GuestState::look_at_source(Held::SourceExited, "/run/a.qmp");
+fn other_rows_of_an_image_are_those_of_a_qemu() {
     assert_eq!(
-        state.text(Keeper::Qemu),
+        GuestLocation::UnresolvedOfImage(Unresolved::PeerUnknown).row(),
+        GuestLocation::Unresolved(Unresolved::PeerUnknown).row()
+    );
+}
+
+#[test]
+fn safe_guest_is_at_its_source() {
+    let ids = [SourceCategory::Qemu, SourceCategory::Image, SourceCategory::Process]
+        .map(|keeper| GuestState::Safe.row(keeper).id);
+    assert_eq!(ids, ["at-source", "in-image", "ended-with-process"]);
+    assert_eq!(GuestState::Unreached.row(SourceCategory::Image).id, "unreached");
+}
+
+#[test]
+fn driven_source_is_named() {
+    let state = GuestState::unresolved_at(Unresolved::SourceExited, "/run/a.qmp");
+    assert_eq!(
+        state.text(SourceCategory::Qemu),
         "lost: its source, QEMU on /run/a.qmp, has ended, and the guest with it; the destination has only a part of it, which does not run"
     );
-    let unnamed = GuestState::look_at(Place::Held(Held::SourceExited));
-    assert_eq!(unnamed.text(Keeper::Qemu), Place::Held(Held::SourceExited).row().text);
+    let unnamed = GuestState::needs_attention(GuestLocation::Unresolved(Unresolved::SourceExited));
+    assert_eq!(
+        unnamed.text(SourceCategory::Qemu),
+        GuestLocation::Unresolved(Unresolved::SourceExited).row().text
+    );
 }
 
 #[test]
-fn what_went_well_is_told_of_both_ends() {
+fn success_texts_describe_both_ends() {
     use DestinationState as D;
     let sources = [SourceState::Running, SourceState::Paused, SourceState::Ended, SourceState::Unchanged];
     assert_eq!(
         sources.map(SourceState::text),
-        ["runs on", "paused (postmigrate); `cont` runs it on", "ended", "as it was"]
+        ["runs on", "paused (postmigrate); `cont` resumes it", "ended", "as it was"]
     );
     assert_eq!(
         [D::Running, D::Paused, D::Stored, D::Loaded, D::Received, D::Dropped].map(D::text),
@@ -101,7 +108,7 @@ fn what_went_well_is_told_of_both_ends() {
             "loaded, paused",
             "stored, synced",
             "loaded",
-            "received into memory, which is gone with this process",
+            "received into memory, which ends with this process",
             "counted and dropped"
         ]
     );

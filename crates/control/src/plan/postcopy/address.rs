@@ -1,30 +1,30 @@
-//! An address of somebody else's QEMU, which takes a guest by postcopy.
+//! An address of a QEMU that another party drives, as destination of a postcopy.
 
 use towline_channel::Address;
 
-use super::super::context::Run;
-use super::super::destination::Fate;
+use super::super::context::Context;
+use super::super::destination::RecoveryState;
 use super::super::error::Error;
 use super::super::request::PostcopyOptions;
-use super::end::End;
+use super::destination::PostcopyDestination;
 
 /// See the module's text.
-pub(super) struct AddressEnd(pub(super) Address);
+pub(super) struct AddressDestination(pub(super) Address);
 
-impl End for AddressEnd {
+impl PostcopyDestination for AddressDestination {
     fn listen(&mut self, _: PostcopyOptions, _: bool) -> Result<Address, Error> {
         Ok(self.0.clone())
     }
 
-    /// Nobody to ask: it listens again when somebody has told it to.
-    fn fate(&mut self) -> Result<Fate, Error> {
-        Ok(Fate::Listens(self.0.clone()))
+    /// It cannot be queried: it listens again after a `migrate-recover` there.
+    fn recovery_state(&mut self) -> Result<RecoveryState, Error> {
+        Ok(RecoveryState::Listening(self.0.clone()))
     }
 
-    fn wait_for_help(&mut self, why: &towline_migration::Error, run: &Run<'_>) {
+    fn reconnect_manually(&mut self, reason: &towline_migration::Error, context: &Context<'_>) {
         let address = &self.0;
-        run.observer.notice(&format!(
-            "{why}; the guest waits at its destination; {address} is tried again and again: if its QEMU does not listen there any more, tell it `migrate-recover` with that uri"
+        context.observer.notice(&format!(
+            "{reason}; the guest waits at its destination; {address} is tried again and again: if its QEMU does not listen there any more, send it `migrate-recover` with that uri"
         ));
     }
 }

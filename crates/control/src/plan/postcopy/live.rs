@@ -1,8 +1,8 @@
-//! A running guest goes from a QEMU to another one by postcopy: a pass over its memory while it runs, then it runs over there and
-//! the rest follows.
+//! Postcopy of a running guest between two QEMUs: one pass over its memory while it runs, then it runs at the
+//! destination and the rest follows.
 //!
-//! The two QEMUs are connected to each other directly, and this process drives them: nothing that it could do with the pages on
-//! their way is worth another hop for every fault. A connection between them that breaks is made again.
+//! The QEMUs are connected to each other directly and driven by this process: nothing that it could do with the
+//! pages would be worth another hop for every fault. A lost connection between them is recovered.
 //!
 //! ```text
 //!   both set ─► migrate ─► a pass ─► migrate-start-postcopy ─► postcopy-active ─► completed ─► released, or ended
@@ -13,84 +13,84 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::switchover::{DestinationKind, SourceKind};
+use crate::switchover::{DestinationKind, SourceKind, Unresolved};
 use towline_migration::Snapshot;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus, RamStats};
 
-use super::super::blame;
-use super::super::conclude::{self as ends, Conclusion, conclude};
-use super::super::context::Run;
-use super::super::destination::{Fate, QmpDestination};
-use super::super::endpoint::{Origin, QemuDestination, asked};
-use super::super::error::{Error, Failure, look_at};
-use super::super::outcomes::Place;
+use super::super::context::Context;
+use super::super::destination::{QmpDestination, RecoveryState};
+use super::super::endpoint::{QemuDestination, SourceControl, query_failed};
+use super::super::error::{Error, Failure, needs_attention};
+use super::super::error_origin;
+use super::super::executor::{Ends, conclude};
+use super::super::outcomes::GuestLocation;
 use super::super::progress::Phase;
 use super::super::report::PostcopyReport;
-use super::super::report::{DestinationState, Report};
+use super::super::report::{DestinationState, Report, SourceState};
 use super::super::request::PostcopyOptions;
-use super::super::source::QmpSource;
-use super::super::switch::Switch;
+use super::super::shared_switchover::SharedSwitchover;
+use super::super::source::{CopyEnd, GuestAction, QmpSource};
 use super::stored::{BREAK_AFTER, RECOVER_TIMEOUT};
 
-/// How often the QEMUs are asked.
-const ASK_INTERVAL: Duration = Duration::from_millis(20);
+/// Interval of queries to the QEMUs.
+const QUERY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Moves or copies the guest of the QEMU at `from` to that at `to`.
 pub(in super::super) fn migrate(
     from: &Path,
     to: &Path,
     options: PostcopyOptions,
-    run: &Run<'_>,
+    context: &Context<'_>,
 ) -> Result<Report, Failure> {
-    let mut source = QmpSource::prepare(from, run.options).map_err(asked)?;
-    run.tell_repaired(source.qemu());
-    let mut target = prepare(to, &mut source, run).map_err(Failure::untouched)?;
-    run.tell_repaired(target.qemu());
-    let switch = Switch::new(SourceKind::Qemu, DestinationKind::Qemu, run.options);
-    run.observer.phase(Phase::Connect);
-    // It stays paused until the source has switched, or says that it is done without.
-    let begun = target.start_postcopy(options.preempt, false, run.lanes, run.options.compression);
-    let begun =
-        begun.and_then(|address| source.start_postcopy(&address, options.preempt, run.lanes, run.options));
-    let switched = match begun.and_then(|()| switch_over(&mut source, run)) {
+    let mut source = QmpSource::prepare(from, context.options).map_err(query_failed)?;
+    context.report_repair(source.qemu());
+    let mut target = prepare(to, &mut source, context).map_err(Failure::untouched)?;
+    context.report_repair(target.qemu());
+    let switchover = SharedSwitchover::new(SourceKind::Qemu, DestinationKind::Qemu, context.options);
+    context.observer.phase(Phase::Connect);
+    // It stays paused until the source has switched to postcopy, or completes without it.
+    let started = target.start_postcopy(options.preempt, false, context.lanes, context.options.compression);
+    let started = started
+        .and_then(|address| source.start_postcopy(&address, options.preempt, context.lanes, context.options));
+    let switched = match started.and_then(|()| switch_over(&mut source, context)) {
         Ok(switched) => switched,
         Err(error) => {
             let error = target.explain(error);
-            let directive = switch.failed(&error);
-            let (origin, target) = (Origin::Qemu(&mut source), &mut QemuDestination::of(target));
-            let ends = Conclusion { switch: &switch, origin, target, run, error: Some(error) };
+            let directive = switchover.failed(&error);
+            let (source, destination) = (SourceControl::Qemu(&mut source), &mut QemuDestination::of(target));
+            let ends = Ends { switchover: &switchover, source, destination, context, error: Some(error) };
             let concluded = conclude(ends, directive)?;
-            return Ok(run.done(Snapshot::default(), concluded.source, concluded.destination));
+            return Ok(context.build_report(Snapshot::default(), concluded.source, concluded.destination));
         }
     };
-    let runs = run.options.run().unwrap_or(switched);
-    run.observer.phase(Phase::Switchover);
+    let runs = context.options.run().unwrap_or(switched);
+    context.observer.phase(Phase::Switchover);
     let (report, moved) = (PostcopyReport::default(), Snapshot::default());
-    let mut live = Live { source, target, run, report, moved, runs, told: false };
+    let mut live = LivePostcopy { source, target, context, report, moved, runs, late_cancel_reported: false };
     match live.follow() {
         Ok(downtime_ms) => live.finish(downtime_ms),
         Err(failure) => Err(failure),
     }
 }
 
-fn prepare(path: &Path, source: &mut QmpSource, run: &Run<'_>) -> Result<QmpDestination, Error> {
+fn prepare(path: &Path, source: &mut QmpSource, context: &Context<'_>) -> Result<QmpDestination, Error> {
     source.check_postcopy()?;
     let mut target = QmpDestination::prepare_postcopy(path)?;
-    if run.lanes > 0 {
-        source.takes_lanes_beside_postcopy()?;
-        target.takes_lanes_beside_postcopy()?;
+    if context.lanes > 0 {
+        source.check_multifd_with_postcopy()?;
+        target.check_multifd_with_postcopy()?;
     }
-    target.check(&source.guest(true)?, run)?;
+    target.check(&source.guest(true)?, context)?;
     Ok(target)
 }
 
-/// Waits for the end of the first pass, and switches. Returns whether the guest was live then.
-fn switch_over(source: &mut QmpSource, run: &Run<'_>) -> Result<bool, Error> {
-    run.observer.phase(Phase::Transfer);
-    let (mut cancelled, mut live) = (false, source.ran);
+/// Waits for the end of the first pass, and switches to postcopy. Returns true if the guest was live then.
+fn switch_over(source: &mut QmpSource, context: &Context<'_>) -> Result<bool, Error> {
+    context.observer.phase(Phase::Transfer);
+    let (mut cancelled, mut live) = (false, source.was_running);
     loop {
         let Some(migration) = source.migration()? else { continue };
-        run.observer.progress(&source.progress);
+        context.observer.progress(&source.progress);
         match &migration.status {
             Some(status) if *status == MigrationStatus::COMPLETED => return Ok(live),
             Some(status) if status.is_final() && cancelled => return Err(Error::Cancelled),
@@ -98,43 +98,43 @@ fn switch_over(source: &mut QmpSource, run: &Run<'_>) -> Result<bool, Error> {
             Some(status) if *status == MigrationStatus::ACTIVE => {
                 live = source.is_live()?.unwrap_or(live);
                 let passed = migration.ram.as_ref().is_some_and(|ram| source.has_passed_once(ram));
-                // A guest that is paused writes nothing: its first pass is its last, and there is nothing to switch for.
-                if live && passed && !cancelled && !run.cancel.is_cancelled() {
-                    source.switch()?;
+                // A paused guest writes nothing: its first pass is its last, and there is no need to switch.
+                if live && passed && !cancelled && !context.cancel.is_cancelled() {
+                    source.switch_to_postcopy()?;
                     return Ok(live);
                 }
             }
             _ => {}
         }
-        if run.cancel.is_cancelled() && !cancelled {
+        if context.cancel.is_cancelled() && !cancelled {
             cancelled = true;
-            source.cancel_own()?;
+            source.cancel_migration()?;
         }
-        thread::sleep(ASK_INTERVAL);
+        thread::sleep(QUERY_INTERVAL);
     }
 }
 
-/// From the switch on: the source holds the guest's memory, and the destination its processors.
-struct Live<'a> {
+/// The phase after the switch: the source holds the guest's memory, and the destination its vCPUs.
+struct LivePostcopy<'a> {
     source: QmpSource,
     target: QmpDestination,
-    run: &'a Run<'a>,
+    context: &'a Context<'a>,
     report: PostcopyReport,
-    /// What the source's QEMU counted.
+    /// Counters of the source's QEMU.
     moved: Snapshot,
     runs: bool,
-    told: bool,
+    late_cancel_reported: bool,
 }
 
-impl Live<'_> {
-    /// Until the source says that it is done. Returns how long the guest stood still, in milliseconds.
+impl LivePostcopy<'_> {
+    /// Waits until the source completes. Returns the downtime in milliseconds.
     fn follow(&mut self) -> Result<Option<u64>, Failure> {
         loop {
-            // A QEMU that does not answer just now says nothing of its guest.
+            // A missing reply is no evidence about the guest.
             let Some(migration) = self.source.migration().map_err(|error| self.lost(error))? else {
                 continue;
             };
-            self.run.observer.progress(&self.source.progress);
+            self.context.observer.progress(&self.source.progress);
             self.look(&migration);
             match &migration.status {
                 Some(status) if *status == MigrationStatus::COMPLETED => {
@@ -147,29 +147,29 @@ impl Live<'_> {
                 }
                 _ => {}
             }
-            thread::sleep(ASK_INTERVAL);
+            thread::sleep(QUERY_INTERVAL);
         }
     }
 
     fn look(&mut self, migration: &MigrationInfo) {
         if self.runs && self.report.running_after.is_none() && is_over_there(migration) && self.starts() {
-            self.report.running_after = Some(self.run.elapsed());
-            self.run.observer.phase(Phase::Running);
+            self.report.running_after = Some(self.context.elapsed());
+            self.context.observer.phase(Phase::Running);
         }
         if let Some(ram) = &migration.ram {
             self.report.faults.requests = ram.postcopy_requests;
             self.moved = moved(ram);
         }
-        if self.run.cancel.is_cancelled() && !self.told {
-            self.told = true;
+        if self.context.cancel.is_cancelled() && !self.late_cancel_reported {
+            self.late_cancel_reported = true;
             let text = "the guest runs at its destination, so it is too late to cancel: the rest of its memory is still sent";
-            self.run.observer.notice(text);
+            self.context.observer.notice(text);
         }
     }
 
-    /// The source has given its guest away: the destination runs it as soon as it has its devices.
+    /// Starts the guest as soon as the destination has its devices: the source cannot run it any more.
     fn starts(&mut self) -> bool {
-        match self.target.start_loaded() {
+        match self.target.start_if_loaded() {
             Ok(runs) => runs,
             Err(error) => {
                 tracing::debug!(%error, "the destination does not run the guest yet");
@@ -178,81 +178,100 @@ impl Live<'_> {
         }
     }
 
-    /// Both QEMUs lost their connection: the destination listens again, and the source goes on.
+    /// Recovers the connection between the QEMUs: the destination listens again, and the source resumes.
     fn recover(&mut self) -> Result<(), Failure> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut was_told = false;
         self.report.recoveries += 1;
         loop {
-            match self.target.fate() {
-                Ok(Fate::Complete) => return Ok(()),
-                Ok(Fate::Failed(text)) => {
+            match self.target.recovery_state() {
+                Ok(RecoveryState::Completed) => return Ok(()),
+                Ok(RecoveryState::Failed(text)) => {
                     let error = self.target.failed(&text);
                     return Err(self.failed(error));
                 }
-                Ok(Fate::Listens(address)) => match self.source.resume_to(&address) {
+                Ok(RecoveryState::Listening(address)) => match self.source.resume_to(&address) {
                     Ok(()) => {
-                        self.run.observer.notice("the QEMUs lost their connection; connected again");
+                        self.context.observer.notice("the QEMUs lost their connection; connected again");
                         return Ok(());
                     }
-                    Err(error) if blame::is_gone(&error) => return Err(self.lost(error)),
+                    Err(error) if error_origin::is_monitor_lost(&error) => return Err(self.lost(error)),
                     Err(error) => tracing::debug!(%error, "the source does not resume yet"),
                 },
-                Ok(Fate::NotYet) if begun.elapsed() >= BREAK_AFTER && !was_told => {
+                Ok(RecoveryState::NotReady) if started.elapsed() >= BREAK_AFTER && !was_told => {
                     was_told = true;
-                    self.target.break_connection();
+                    self.target.pause_migration();
                 }
-                Ok(Fate::NotYet) => {}
+                Ok(RecoveryState::NotReady) => {}
                 Err(error) => return Err(self.lost(error)),
             }
-            if begun.elapsed() >= RECOVER_TIMEOUT {
-                let error = Error::NotConnectedAgain { waited: begun.elapsed() };
+            if started.elapsed() >= RECOVER_TIMEOUT {
+                let error = Error::NotConnectedAgain { waited: started.elapsed() };
                 return Err(self.lost(error));
             }
-            thread::sleep(ASK_INTERVAL);
+            thread::sleep(QUERY_INTERVAL);
         }
     }
 
-    /// The source gave up, by its own word. Until the destination had all device state it keeps its guest.
+    /// The source reported a failure. It keeps its guest until the destination has all device state.
     fn failed(&mut self, error: Error) -> Failure {
-        self.source.forget();
-        self.target.leave();
-        look_at(error, Place::PostcopyRefused)
+        self.source.keep_settings();
+        self.target.keep_settings();
+        needs_attention(error, GuestLocation::PostcopyRefused)
     }
 
-    /// One of the monitors is lost, or the connection.
+    /// A monitor, or the connection between the QEMUs, is lost.
     fn lost(&mut self, error: Error) -> Failure {
-        self.source.forget();
-        self.target.leave();
-        look_at(error, Place::PostcopySplit)
+        self.source.keep_settings();
+        self.target.keep_settings();
+        needs_attention(error, GuestLocation::PostcopySplit)
     }
 
     fn finish(mut self, downtime_ms: Option<u64>) -> Result<Report, Failure> {
-        self.run.observer.phase(Phase::Release);
+        self.context.observer.phase(Phase::Release);
         let runs = self.runs;
         let finished = self.target.wait_completed();
-        let finished = finished.and_then(|()| if runs { self.target.run_after_all() } else { Ok(()) });
-        let notes = match finished.and_then(|()| self.target.release()) {
+        let finished = finished.and_then(|()| if runs { self.target.ensure_running() } else { Ok(()) });
+        let notes = match finished.and_then(|()| self.target.restore_settings()) {
             Ok(notes) => notes,
             Err(error) => {
-                self.source.forget();
-                return Err(look_at(error, Place::PostcopyArrived));
+                self.source.keep_settings();
+                return Err(needs_attention(error, GuestLocation::PostcopyArrived));
             }
         };
-        notes.iter().for_each(|note| self.run.observer.notice(note));
+        notes.iter().for_each(|note| self.context.observer.notice(note));
         if runs && self.report.running_after.is_none() {
-            self.report.running_after = Some(self.run.elapsed());
-            self.run.observer.phase(Phase::Running);
+            self.report.running_after = Some(self.context.elapsed());
+            self.context.observer.phase(Phase::Running);
         }
-        let (source, exact_ms) = ends::release_source(&mut self.source, self.run)?;
+        let (source, exact_ms) = release_source(&mut self.source, self.context)?;
         let downtime_ms = exact_ms.or(downtime_ms);
         let state = if runs { DestinationState::Running } else { DestinationState::Paused };
-        let report = self.run.done(self.moved, source, state);
+        let report = self.context.build_report(self.moved, source, state);
         Ok(Report { downtime_ms, postcopy: Some(self.report), ..report })
     }
 }
 
-/// Whether the source has sent everything but memory, and cannot run its guest any more.
+/// Restores or ends the source of a guest that runs elsewhere. Returns its state and the downtime in
+/// milliseconds.
+fn release_source(
+    source: &mut QmpSource,
+    context: &Context<'_>,
+) -> Result<(SourceState, Option<u64>), Failure> {
+    if context.options.ends_source() {
+        let ended = source
+            .quit()
+            .map_err(|error| needs_attention(error, GuestLocation::Unresolved(Unresolved::SourceNotEnded)))?;
+        return Ok((SourceState::Ended, ended));
+    }
+    let released = source
+        .restore(GuestAction::Leave, CopyEnd::Complete)
+        .map_err(|error| needs_attention(error, GuestLocation::Unresolved(Unresolved::SourceUnknown)))?;
+    released.notes.iter().for_each(|note| context.observer.notice(note));
+    Ok((SourceState::Paused, released.downtime_ms))
+}
+
+/// Returns true if the source has sent everything except memory, and cannot run its guest any more.
 fn is_over_there(migration: &MigrationInfo) -> bool {
     let status = migration.status.as_ref().map_or("", MigrationStatus::as_str);
     status.starts_with("postcopy-") && status != "postcopy-device" || status == "completed"

@@ -1,4 +1,4 @@
-//! A QEMU whose monitor we have, which takes a guest by postcopy.
+//! A QEMU whose monitor is connected, as destination of a postcopy.
 
 use std::path::Path;
 
@@ -6,53 +6,55 @@ use towline_channel::Address;
 use towline_migration::Compression;
 use towline_protocol::RamBlock;
 
-use super::super::blame;
-use super::super::context::Run;
-use super::super::destination::{Fate, QmpDestination};
-use super::super::error::{Error, Failure, look_at};
-use super::super::fit::Guest;
-use super::super::outcomes::{GuestState, Place};
+use super::super::context::Context;
+use super::super::destination::{QmpDestination, RecoveryState};
+use super::super::error::{Error, Failure, needs_attention};
+use super::super::error_origin;
+use super::super::outcomes::{GuestLocation, GuestState};
+use super::super::preflight::GuestFacts;
 use super::super::report::DestinationState;
 use super::super::request::PostcopyOptions;
-use super::end::{End, stopped};
-use super::stored::Stored;
+use super::destination::{PostcopyDestination, stopped};
+use super::stored::RestoreSource;
 
 /// See the module's text.
-pub(super) struct QemuEnd(QmpDestination);
+pub(super) struct DrivenDestination(QmpDestination);
 
-impl QemuEnd {
-    /// Checks what can be checked; nothing is changed.
+impl DrivenDestination {
+    /// Connects and checks it; nothing is changed.
     pub(super) fn prepare(
         path: &Path,
-        stored: &Stored<'_>,
+        stored: &RestoreSource<'_>,
         options: PostcopyOptions,
-        run: &Run<'_>,
+        context: &Context<'_>,
     ) -> Result<Self, Error> {
-        let mut qemu = match options.recover {
-            true => QmpDestination::prepare_lost(path)?,
-            false => QmpDestination::prepare_postcopy(path)?,
+        let mut qemu = if options.recover {
+            QmpDestination::prepare_recovery(path)?
+        } else {
+            QmpDestination::prepare_postcopy(path)?
         };
-        run.tell_repaired(qemu.qemu());
+        context.report_repair(qemu.qemu());
         let machine_type = &stored.guest.configuration().machine_type;
-        qemu.check(&Guest::of_blocks(machine_type, stored.guest.blocks()), run)?;
+        qemu.check(&GuestFacts::of_blocks(machine_type, stored.guest.blocks()), context)?;
         if options.recover && qemu.preempts() != options.preempt {
-            let (has, option) = match qemu.preempts() {
-                true => ("a preempt channel", "pass --postcopy-preempt"),
-                false => ("no preempt channel", "leave --postcopy-preempt out"),
+            let (has, option) = if qemu.preempts() {
+                ("a preempt channel", "pass --postcopy-preempt")
+            } else {
+                ("no preempt channel", "leave --postcopy-preempt out")
             };
-            return Err(Error::Usage(format!("the guest was begun with {has}: {option}")));
+            return Err(Error::Usage(format!("the guest was started with {has}: {option}")));
         }
         Ok(Self(qemu))
     }
 }
 
-impl End for QemuEnd {
+impl PostcopyDestination for DrivenDestination {
     fn is_driven(&self) -> bool {
         true
     }
 
-    fn ran(&self) -> bool {
-        self.0.ran()
+    fn was_running(&self) -> bool {
+        self.0.was_running()
     }
 
     fn page_bytes(&self, blocks: &[RamBlock]) -> Vec<u64> {
@@ -67,42 +69,43 @@ impl End for QemuEnd {
         self.0.runs_now().is_ok_and(|runs| runs == Some(true))
     }
 
-    fn fate(&mut self) -> Result<Fate, Error> {
-        self.0.fate()
+    fn recovery_state(&mut self) -> Result<RecoveryState, Error> {
+        self.0.recovery_state()
     }
 
-    fn wait_for_help(&mut self, _: &towline_migration::Error, _: &Run<'_>) {
-        self.0.break_connection();
+    fn reconnect_manually(&mut self, _: &towline_migration::Error, _: &Context<'_>) {
+        self.0.pause_migration();
     }
 
-    fn undo(&mut self, error: Error) -> (Error, Vec<String>) {
-        (self.0.explain(error), self.0.undo(false))
+    fn roll_back(&mut self, error: Error) -> (Error, Vec<String>) {
+        (self.0.explain(error), self.0.roll_back(false))
     }
 
-    fn give_back(&mut self) -> Vec<String> {
-        self.0.undo(false)
+    fn restore_unstarted(&mut self) -> Vec<String> {
+        self.0.roll_back(false)
     }
 
-    fn given_up(&mut self, _: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
+    fn load_failure(&mut self, _: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
         let error = self.0.failed(text);
-        self.0.leave();
-        match had_loaded {
-            true => look_at(error, Place::PostcopyEnded),
-            false => Failure { error: Box::new(error), guest: GuestState::Safe, notes: self.0.undo(false) },
+        self.0.keep_settings();
+        if had_loaded {
+            needs_attention(error, GuestLocation::PostcopyEnded)
+        } else {
+            Failure { error: Box::new(error), guest: GuestState::Safe, notes: self.0.roll_back(false) }
         }
     }
 
-    fn ended(&mut self, error: Error, had_loaded: bool) -> Failure {
-        self.0.leave();
-        match blame::is_gone(&error) {
+    fn monitor_failure(&mut self, error: Error, had_loaded: bool) -> Failure {
+        self.0.keep_settings();
+        match error_origin::is_monitor_lost(&error) {
             true if !had_loaded => Failure::untouched(error),
-            true => look_at(error, Place::PostcopyEnded),
-            false => look_at(error, Place::PostcopyPaused),
+            true => needs_attention(error, GuestLocation::PostcopyEnded),
+            false => needs_attention(error, GuestLocation::PostcopyPaused),
         }
     }
 
-    fn left(&mut self, error: Error) -> Failure {
-        self.0.leave();
+    fn interrupted(&mut self, error: Error) -> Failure {
+        self.0.keep_settings();
         stopped(error)
     }
 
@@ -112,10 +115,13 @@ impl End for QemuEnd {
 
     fn finish(&mut self, runs: bool) -> Result<Vec<String>, Failure> {
         let qemu = &mut self.0;
-        let finished = qemu.wait_completed().and_then(|()| if runs { qemu.check_runs() } else { Ok(()) });
-        finished.and_then(|()| qemu.release()).map_err(|error| match blame::is_gone(&error) {
-            true => look_at(error, Place::PostcopyEnded),
-            false => look_at(error, Place::PostcopyArrived),
+        let finished = qemu.wait_completed().and_then(|()| if runs { qemu.check_running() } else { Ok(()) });
+        finished.and_then(|()| qemu.restore_settings()).map_err(|error| {
+            if error_origin::is_monitor_lost(&error) {
+                needs_attention(error, GuestLocation::PostcopyEnded)
+            } else {
+                needs_attention(error, GuestLocation::PostcopyArrived)
+            }
         })
     }
 }

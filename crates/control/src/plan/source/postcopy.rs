@@ -1,21 +1,23 @@
-//! A running QEMU that sends its guest by postcopy to another one, by itself: started, switched, and recovered.
+//! A running QEMU that sends its guest by postcopy to another QEMU directly: started, switched, recovered.
 
 use towline_channel::Address;
 use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, MigrationInfo, RamStats, RunState};
 
-use super::super::converge;
+use super::super::convergence;
 use super::super::destination::is_live;
 use super::super::error::Error;
 use super::super::request::Request;
-use super::super::validate::takes_lanes_beside_postcopy;
-use super::{BANDWIDTH_UNLIMITED, QmpSource};
-use crate::qemu::Settings;
+use super::super::validate::check_multifd_with_postcopy;
+use super::configuration::BANDWIDTH_UNLIMITED;
+use super::qmp_source::QmpSource;
+use crate::qemu::AppliedSettings;
 
-/// The first QEMU that looks at the dirty log twice before it sends anything, as far as is known: 10.0 does not, 11.1 does.
+/// The first QEMU that reads the dirty log twice before it sends anything, as far as is known: 10.0 does not,
+/// 11.1 does.
 const LOOKS_TWICE_SINCE: (u32, u32) = (10, 1);
 
 impl QmpSource {
-    /// Sets QEMU and has it migrate to `address`, pass after pass until it is told to switch.
+    /// Configures QEMU and has it migrate to `address`, pass after pass until it switches to postcopy.
     pub(in super::super) fn start_postcopy(
         &mut self,
         address: &Address,
@@ -23,27 +25,30 @@ impl QmpSource {
         lanes: usize,
         options: &Request,
     ) -> Result<(), Error> {
-        let mut wanted = self.wanted(lanes, options);
-        wanted.capabilities.insert(Capability::POSTCOPY_RAM, true);
+        let mut settings = self.migration_settings(lanes, options);
+        settings.capabilities.insert(Capability::POSTCOPY_RAM, true);
         if preempt {
-            wanted.capabilities.insert(Capability::POSTCOPY_PREEMPT, true);
+            settings.capabilities.insert(Capability::POSTCOPY_PREEMPT, true);
         }
-        wanted.parameters.max_bandwidth = Some(options.means().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED));
-        // So much of what nobody waits for, too; 0 is QEMU's way to say "as fast as it goes".
-        wanted.parameters.max_postcopy_bandwidth = Some(options.means().max_bandwidth.unwrap_or(0));
-        self.settings = Some(Settings::apply(&mut self.qemu, &wanted)?);
-        self.wait_tidy()?;
-        self.begin(&Migrate::to_uri(address.to_string()))
+        settings.parameters.max_bandwidth =
+            Some(options.transfer_options().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED));
+        // The same rate for background pages; 0 is unlimited.
+        settings.parameters.max_postcopy_bandwidth =
+            Some(options.transfer_options().max_bandwidth.unwrap_or(0));
+        self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
+        self.wait_migration_cleanup()?;
+        self.start_migration(&Migrate::to_uri(address.to_string()))
     }
 
-    /// Refuses a guest that would lose what it writes.
+    /// Refuses a guest whose writes would be lost.
     ///
-    /// QEMU 11.1 looks at the dirty log twice before it sends the first page of a migration that may become postcopy. What an emulated
-    /// guest (TCG) writes between the two looks, and to the same pages from then on, is not seen any more: stale pages arrive. QEMU
-    /// 10.0 looks once; those between are not known to be right. A guest that is paused writes nothing.
+    /// QEMU 11.1 reads the dirty log twice before it sends the first page of a migration that may become
+    /// postcopy. An emulated guest's (TCG) writes between the two, and later ones to the same pages, are not
+    /// tracked: stale pages arrive. QEMU 10.0 reads it once; versions between are not known to be right. A
+    /// paused guest writes nothing.
     pub(in super::super) fn check_postcopy(&mut self) -> Result<(), Error> {
         let version = &self.qemu.facts().version.qemu;
-        if !self.ran || (version.major, version.minor) < LOOKS_TWICE_SINCE || self.qemu.is_kvm()? {
+        if !self.was_running || (version.major, version.minor) < LOOKS_TWICE_SINCE || self.qemu.is_kvm()? {
             return Ok(());
         }
         let reason = format!(
@@ -55,53 +60,54 @@ impl QmpSource {
     }
 
     /// Refuses a QEMU that has no lanes in a migration that may become postcopy.
-    pub(in super::super) fn takes_lanes_beside_postcopy(&self) -> Result<(), Error> {
-        takes_lanes_beside_postcopy(&self.qemu)
+    pub(in super::super) fn check_multifd_with_postcopy(&self) -> Result<(), Error> {
+        check_multifd_with_postcopy(&self.qemu)
     }
 
-    /// Whether QEMU has sent all of the guest's memory once. Where it would switch with nothing left to send, which the destination
-    /// refuses (QEMU 11.1), there is something left.
+    /// Returns true if QEMU has sent all of the guest's memory once. Newer versions would switch with nothing
+    /// left to send, which the destination refuses (QEMU 11.1), so they need remaining bytes.
     pub(in super::super) fn has_passed_once(&self, ram: &RamStats) -> bool {
         let version = &self.qemu.facts().version.qemu;
-        match (version.major, version.minor) < LOOKS_TWICE_SINCE {
-            true => ram.dirty_sync_count > 1,
-            false => ram.dirty_sync_count > 2 && ram.remaining > 0,
+        if (version.major, version.minor) < LOOKS_TWICE_SINCE {
+            ram.dirty_sync_count > 1
+        } else {
+            ram.dirty_sync_count > 2 && ram.remaining > 0
         }
     }
 
-    /// How the migration goes now; `None`: QEMU does not answer just now.
+    /// Queries the migration; `None` if QEMU does not reply now.
     pub(in super::super) fn migration(&mut self) -> Result<Option<MigrationInfo>, Error> {
-        let migration = self.qemu.patiently(|qemu| qemu.migration())?;
+        let migration = self.qemu.try_query(|qemu| qemu.migration())?;
         if let Some(migration) = &migration {
-            self.progress = converge::progress(migration);
+            self.progress = convergence::progress(migration);
         }
         Ok(migration)
     }
 
-    /// Whether its guest runs, or sleeps and wakes up by itself; `None`: it does not answer just now, or the migration itself has
-    /// stopped the guest, which says nothing of what it did before.
+    /// Returns true if its guest runs, or is suspended and wakes up by itself; `None` if QEMU does not reply
+    /// now, or the migration itself has stopped the guest.
     pub(in super::super) fn is_live(&mut self) -> Result<Option<bool>, Error> {
-        let status = self.qemu.patiently(|qemu| qemu.status())?;
+        let status = self.qemu.try_query(|qemu| qemu.status())?;
         let by_migration = [RunState::FINISH_MIGRATE, RunState::POSTMIGRATE];
         Ok(status.filter(|status| !by_migration.contains(&status.status)).map(|status| is_live(&status)))
     }
 
-    /// Has the guest go to its destination, and its memory follow.
-    pub(in super::super) fn switch(&mut self) -> Result<(), Error> {
+    /// Switches to postcopy.
+    pub(in super::super) fn switch_to_postcopy(&mut self) -> Result<(), Error> {
         self.qemu.client().execute(&MigrateStartPostcopy)?;
         Ok(())
     }
 
-    /// Goes on, over another connection, with what was interrupted.
+    /// Resumes an interrupted postcopy over another connection.
     pub(in super::super) fn resume_to(&mut self, address: &Address) -> Result<(), Error> {
         let command = Migrate { resume: Some(true), ..Migrate::to_uri(address.to_string()) };
         self.qemu.client().execute(&command)?;
         Ok(())
     }
 
-    /// QEMU's words for what is wrong.
+    /// An error with QEMU's own text.
     pub(in super::super) fn failed(&self, migration: &MigrationInfo) -> Error {
-        let text = migration.error_desc.clone().unwrap_or_else(|| "it does not say why".into());
+        let text = migration.error_desc.clone().unwrap_or_else(|| "it gives no reason".into());
         Error::SourceFailed { socket: self.qemu.socket().into(), text }
     }
 }

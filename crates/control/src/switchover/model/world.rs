@@ -1,33 +1,34 @@
-//! Everything that takes part, and every step that each can take.
+//! All parties of a world, and their steps.
 
 mod carry;
 mod resumed;
+mod steps;
 
-use super::super::fault::Switch;
+use super::super::fault::FaultSwitch;
 use super::super::{
-    Case, Decision, DestinationKind, Directive, Finish, GuestRun, Input, Link, Outcome, PeerMessage, Placed,
-    Request, RunRequest, SourceAfter, SourceKind, Switchover,
+    Decision, DestinationKind, Directive, GuestRunState, Input, InterruptedMove, Outcome, PeerMessage,
+    Placement, ResumeAction, RunRequest, SourceAction, SourceKind, SourceLink, Switchover, SwitchoverRequest,
 };
 
 /// The source's QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) enum Source {
-    /// Its guest is live or not, and its memory moves.
+    /// Its guest is live or not, and its memory is being sent.
     Migrating,
-    /// Everything was sent; it waits to be acknowledged.
+    /// Everything was sent; it waits for its acknowledgement.
     Waiting,
     /// `postmigrate`.
     Completed,
     /// It has its guest, as it was.
     HasGuest,
-    /// It was complete, and its guest runs again.
+    /// It had completed, and its guest was resumed.
     RunAgain,
     Exited,
     /// An image.
     Stored,
 }
 
-/// The destination's QEMU, or what stores the guest.
+/// The destination's QEMU, or the storage of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) enum Destination {
     Loading,
@@ -38,15 +39,15 @@ pub(in super::super) enum Destination {
     Exited,
 }
 
-/// A connection, and what is on its way over it.
+/// A connection and the messages in flight on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) struct Wire {
     pub(in super::super) open: bool,
     /// The whole stream has been sent.
     all: bool,
-    /// The destination's acknowledgement is on its way.
+    /// The destination's acknowledgement is in flight.
     shut: bool,
-    /// It was read.
+    /// The acknowledgement was read.
     shut_read: bool,
     down: Option<PeerMessage>,
     up: Option<PeerMessage>,
@@ -57,27 +58,27 @@ const FRESH: Wire = Wire { open: true, all: false, shut: false, shut_read: false
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Engine {
     Streaming,
-    /// May the last bytes be sent? That is being recorded.
+    /// The permission for the last bytes is being recorded.
     Committing,
     Sent,
-    /// May the source be acknowledged? That is being recorded.
+    /// The permission to acknowledge the source is being recorded.
     Acknowledging,
     Ended,
 }
 
-/// A towline, with a machine of its own.
+/// A towline with its own machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) struct Towline {
-    pub(in super::super) request: Request,
+    pub(in super::super) request: SwitchoverRequest,
     machine: Switchover,
     engine: Engine,
     todo: Option<Directive>,
     pub(in super::super) alive: bool,
     pub(in super::super) outcome: Option<Outcome>,
     cancelled: bool,
-    /// What is durable.
+    /// Its record on disk.
     pub(in super::super) record: Option<Decision>,
-    fault: Switch,
+    fault: FaultSwitch,
 }
 
 /// See the module's text.
@@ -85,22 +86,23 @@ pub(in super::super) struct Towline {
 pub(in super::super) struct World {
     pub(in super::super) source: Source,
     pub(in super::super) destination: Destination,
-    /// Whether the guest is live at its source when it is not stopped by the migration.
-    pub(in super::super) guest: GuestRun,
-    /// As the stream carried it.
-    pub(in super::super) carried: GuestRun,
+    /// Run state of the guest at its source unless the migration has stopped it.
+    pub(in super::super) guest: GuestRunState,
+    /// Run state in the stream.
+    pub(in super::super) carried: GuestRunState,
     pub(in super::super) towlines: [Option<Towline>; 2],
     wires: [Wire; 3],
     mishaps: u8,
-    /// An operator ran the guest where it was complete.
+    /// An operator resumed the guest at a completed source.
     pub(in super::super) operator_ran: bool,
-    /// An operator cancelled at the source, or a towline was killed, when a destination that runs by itself was given everything.
+    /// An operator cancelled at the source, or a towline was killed, after a destination that runs the guest by
+    /// itself was sent everything.
     pub(in super::super) window: bool,
-    /// A later towline has acted on a record, or found out where the guest is and said so.
+    /// A later towline has acted on a record, or found the guest and reported it.
     pub(in super::super) resumed: bool,
 }
 
-/// What somebody does.
+/// A step of one party.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) enum Step {
     SourceSendsTheRest,
@@ -111,9 +113,9 @@ pub(in super::super) enum Step {
     SourceIsAcknowledged,
     EngineFails(usize),
     Carry(usize, Reply),
-    /// A later towline looks at what is at hand of this one, and finishes the move if that is enough.
+    /// A later towline examines the ends of this one and finishes the move if that is enough.
     Resume(usize),
-    /// The same, with what is known at both ends.
+    /// A later towline examines both ends.
     ResumeBoth,
     // Mishaps.
     Cut(usize),
@@ -126,37 +128,45 @@ pub(in super::super) enum Step {
     Kill(usize),
 }
 
-/// How a directive turns out.
+/// Result of carrying out a directive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) enum Reply {
     True,
     Silent,
     TimedOut,
     Refused,
-    /// It took effect, and its answer is lost.
+    /// It took effect, and its reply is lost.
     Unanswered,
 }
 
 impl World {
-    pub(in super::super) fn with_one(request: Request, guest: GuestRun, mishaps: u8, fault: Switch) -> Self {
+    pub(in super::super) fn with_one(
+        request: SwitchoverRequest,
+        guest: GuestRunState,
+        mishaps: u8,
+        fault: FaultSwitch,
+    ) -> Self {
         Self::new(guest, mishaps, [Some(Towline::new(request, fault)), None])
     }
 
     pub(in super::super) fn with_two(
-        after: SourceAfter,
-        guest: GuestRun,
+        after: SourceAction,
+        guest: GuestRunState,
         mishaps: u8,
-        fault: Switch,
+        fault: FaultSwitch,
     ) -> Self {
         let run = RunRequest::AsItWas;
         let (source, destination) = (SourceKind::Qemu, DestinationKind::Towline);
-        let here = Towline::new(Request { source, destination, run, after }, fault);
+        let here = Towline::new(SwitchoverRequest { source, destination, run, after }, fault);
         let (source, destination) = (SourceKind::Towline, DestinationKind::Qemu);
-        let there = Towline::new(Request { source, destination, run, after: SourceAfter::Stay }, fault);
+        let there = Towline::new(
+            SwitchoverRequest { source, destination, run, after: SourceAction::KeepPaused },
+            fault,
+        );
         Self::new(guest, mishaps, [Some(here), Some(there)])
     }
 
-    fn new(guest: GuestRun, mishaps: u8, towlines: [Option<Towline>; 2]) -> Self {
+    fn new(guest: GuestRunState, mishaps: u8, towlines: [Option<Towline>; 2]) -> Self {
         let first = towlines[0].expect("there is one").request;
         let stored = first.source == SourceKind::Stored;
         Self {
@@ -177,7 +187,7 @@ impl World {
         self.towlines.iter().flatten().count()
     }
 
-    /// The kind of the destination proper.
+    /// Kind of the last destination.
     pub(in super::super) fn last_kind(&self) -> DestinationKind {
         self.towlines[self.count() - 1].expect("there is one").request.destination
     }
@@ -186,117 +196,14 @@ impl World {
         self.count()
     }
 
-    /// All steps that are possible now.
-    pub(in super::super) fn steps(&self) -> Vec<Step> {
-        let mut steps = Vec::new();
-        let mut add = |possible: bool, step: Step| possible.then(|| steps.push(step));
-        let last = self.wires[self.last_wire()];
-        add(self.source == Source::Migrating && self.wires[0].open, Step::SourceSendsTheRest);
-        add(self.destination == Destination::Loading && last.all, Step::DestinationLoads);
-        let can_fail = self.destination == Destination::Loading && last.all && self.mishaps > 0;
-        add(can_fail, Step::DestinationFails);
-        let acknowledged = self.source == Source::Waiting && self.wires[0].shut && self.wires[0].open;
-        add(acknowledged, Step::SourceIsAcknowledged);
-        for (index, towline) in self.towlines.iter().enumerate() {
-            let Some(towline) = towline.filter(|towline| towline.alive && towline.outcome.is_none()) else {
-                continue;
-            };
-            let (up, down) = (self.wires[index], self.wires[index + 1]);
-            let streams = towline.engine == Engine::Streaming;
-            add(streams && up.all && up.open && down.open, Step::EngineCommits(index));
-            let sent = towline.engine == Engine::Sent;
-            add(sent && down.shut, Step::EngineAcknowledges(index));
-            let broken = !(down.open || sent && down.shut) || !(up.open || streams && up.all);
-            add(
-                matches!(towline.engine, Engine::Streaming | Engine::Sent) && broken,
-                Step::EngineFails(index),
-            );
-            if let Some(directive) = towline.todo {
-                for reply in self.replies(index, directive) {
-                    add(true, Step::Carry(index, reply));
-                }
-            }
-            add(self.mishaps > 0 && !towline.cancelled, Step::Cancel(index));
-            add(self.mishaps > 0, Step::Kill(index));
-        }
-        for index in 0..self.count() {
-            add(self.is_left(index) && self.record(index).is_some(), Step::Resume(index));
-        }
-        let all_left = self.count() > 1 && (0..self.count()).all(|index| self.is_left(index));
-        add(all_left && self.decided().is_some(), Step::ResumeBoth);
-        if self.mishaps > 0 {
-            for wire in 0..=self.count() {
-                add(self.wires[wire].open && !(wire == 0 && self.source == Source::Stored), Step::Cut(wire));
-            }
-            let migrates = matches!(self.source, Source::Migrating | Source::Waiting);
-            add(migrates, Step::SourceCancelled);
-            add(self.source == Source::Migrating && self.guest.is_live(), Step::SourceStopped);
-            add(!matches!(self.source, Source::Exited | Source::Stored), Step::SourceExits);
-            add(self.source == Source::Completed, Step::SourceRunAgain);
-            let qemu = self.last_kind() != DestinationKind::Stored;
-            add(qemu && self.destination != Destination::Exited, Step::DestinationExits);
-        }
-        steps
-    }
-
-    fn replies(&self, index: usize, directive: Directive) -> Vec<Reply> {
-        let mishap = self.mishaps > 0;
-        let with = |possible: &[(bool, Reply)]| {
-            possible.iter().filter(|(is, _)| *is).map(|&(_, reply)| reply).collect::<Vec<_>>()
-        };
-        match directive {
-            Directive::LookAtSource => {
-                let waits = matches!(self.source, Source::Migrating | Source::Waiting);
-                with(&[
-                    (!waits, Reply::True),
-                    (waits && !self.wires[0].shut, Reply::TimedOut),
-                    (mishap, Reply::TimedOut),
-                ])
-            }
-            Directive::LookAtLink => {
-                with(&[(self.link() != Link::Open, Reply::True), (mishap, Reply::TimedOut)])
-            }
-            Directive::LookAtDestination => {
-                let waits = self.destination == Destination::Loading;
-                let comes = self.wires[self.last_wire()].all;
-                with(&[(!waits, Reply::True), (waits && !comes || mishap, Reply::TimedOut)])
-            }
-            Directive::AwaitPeer => {
-                let (up, down) = (self.wires[index], self.wires[index + 1]);
-                let towline = self.towlines[index].expect("it is there");
-                let (message, open) = match towline.request.source {
-                    SourceKind::Towline => (up.down, up.open),
-                    _ => (down.up, down.open),
-                };
-                with(&[(message.is_some() || !open, Reply::True), (mishap, Reply::TimedOut)])
-            }
-            Directive::RunDestination => with(&[
-                (true, Reply::True),
-                (mishap, Reply::Refused),
-                (mishap, Reply::Silent),
-                (mishap, Reply::Unanswered),
-            ]),
-            // A full disk; and a record that is there, but is not known to be.
-            Directive::Record(_) => {
-                with(&[(true, Reply::True), (mishap, Reply::Refused), (mishap, Reply::Unanswered)])
-            }
-            Directive::SettleDestination
-            | Directive::RestoreSource
-            | Directive::ResumeSource
-            | Directive::QuitSource
-            | Directive::CancelSource => with(&[(true, Reply::True), (mishap, Reply::Silent)]),
-            _ => vec![Reply::True],
-        }
-    }
-
-    /// What the connection to the source shows.
-    fn link(&self) -> Link {
+    /// State of the connection to the source.
+    fn link(&self) -> SourceLink {
         let wire = self.wires[0];
         match self.source {
-            Source::Completed | Source::RunAgain if wire.shut_read => Link::Closed,
-            Source::HasGuest | Source::Exited => Link::Reset,
-            _ if !wire.open => Link::Reset,
-            _ => Link::Open,
+            Source::Completed | Source::RunAgain if wire.shut_read => SourceLink::Closed,
+            Source::HasGuest | Source::Exited => SourceLink::Reset,
+            _ if !wire.open => SourceLink::Reset,
+            _ => SourceLink::Open,
         }
     }
 
@@ -356,7 +263,7 @@ impl World {
                 self.source = Source::HasGuest;
                 self.wires[0].open = false;
             }
-            Step::SourceStopped => self.guest = GuestRun::Stopped,
+            Step::SourceStopped => self.guest = GuestRunState::Stopped,
             Step::SourceExits => {
                 self.source = Source::Exited;
                 self.wires[0].open = false;
@@ -381,7 +288,7 @@ impl World {
         }
     }
 
-    /// A destination that runs by itself has everything.
+    /// Returns true if a destination that runs the guest by itself has everything.
     fn may_run_by_itself(&self) -> bool {
         self.last_kind() == DestinationKind::Stream && self.wires[self.last_wire()].all
     }
@@ -420,9 +327,9 @@ impl World {
         let source = if index == 0 {
             self.link()
         } else if self.wires[index].open {
-            Link::Open
+            SourceLink::Open
         } else {
-            Link::Reset
+            SourceLink::Reset
         };
         let input = Input::AcknowledgeRequested { guest: self.carried, source };
         let directive = self.handle(index, input);
@@ -448,7 +355,7 @@ impl World {
     fn fail(&mut self, index: usize, input: Input) {
         self.towline(index).engine = Engine::Ended;
         let directive = self.handle(index, input);
-        if directive != Directive::Hold {
+        if directive != Directive::AcknowledgeUnconfirmed {
             self.cut(index);
         }
         self.cut(index + 1);
@@ -467,7 +374,7 @@ impl World {
         match directive {
             Directive::End(outcome) => {
                 (towline.todo, towline.outcome) = (None, Some(outcome));
-                if !matches!(outcome, Outcome::Look(held) if held.is_open()) {
+                if !matches!(outcome, Outcome::Unresolved(held) if held.is_open()) {
                     towline.record = None;
                 }
                 // It closes its connections when it ends.
@@ -477,7 +384,7 @@ impl World {
         }
     }
 
-    /// What was sent before the close is still read at the other end.
+    /// Data sent before the close is still read at the other end.
     fn cut_behind(&mut self, index: usize) {
         self.cut(index);
         self.cut(index + 1);
@@ -497,13 +404,13 @@ impl World {
         }
     }
 
-    /// Whether nothing is left to do for anybody.
+    /// Returns true if every towline has ended.
     pub(in super::super) fn is_over(&self) -> bool {
         let over = |towline: &Towline| !towline.alive || towline.outcome.is_some();
         self.towlines.iter().flatten().all(over)
     }
 
-    /// Whether the guest runs at its source.
+    /// Returns true if the guest runs at its source.
     pub(in super::super) fn runs_at_source(&self) -> bool {
         match self.source {
             Source::Migrating | Source::HasGuest => self.guest.is_live(),
@@ -512,17 +419,17 @@ impl World {
         }
     }
 
-    /// Whether a towline has said that the guest is at its destination.
-    pub(in super::super) fn placed(&self, index: usize) -> Option<Placed> {
+    /// The guest's placement, if this towline has reported that it is at its destination.
+    pub(in super::super) fn placed(&self, index: usize) -> Option<Placement> {
         match self.towlines[index]?.outcome? {
-            Outcome::Done(placed) => Some(placed),
+            Outcome::Completed(placed) => Some(placed),
             _ => None,
         }
     }
 }
 
 impl Towline {
-    fn new(request: Request, fault: Switch) -> Self {
+    fn new(request: SwitchoverRequest, fault: FaultSwitch) -> Self {
         let mut machine = Switchover::new(request);
         machine.fault = fault;
         Self {

@@ -1,9 +1,10 @@
-//! A participant: a thread that runs only while the world gives it its turn, and the futures of its process.
+//! A participant: a thread that only runs when the world schedules it, and the background tasks of its
+//! process.
 
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -11,13 +12,14 @@ use futures_util::future::BoxFuture;
 
 use super::super::Error;
 use super::world::{Slot, World};
+use crate::lock::lock;
 
-/// A participant. A clone is the same one.
+/// A participant. Clones are the same one.
 #[derive(Clone)]
 pub(in crate::store) struct Actor {
     pub(super) world: World,
     pub(super) number: usize,
-    /// What runs in the background of its process.
+    /// Background tasks of its process.
     tasks: Arc<Mutex<Vec<BoxFuture<'static, ()>>>>,
 }
 
@@ -32,9 +34,9 @@ impl Actor {
         Self { world: world.clone(), number, tasks: Arc::default() }
     }
 
-    /// Whether its process has ended: nothing that it asks for happens any more.
-    pub(in crate::store) fn is_dead(&self) -> bool {
-        self.world.is_dead(self.number)
+    /// Returns true if its process has ended: its requests have no effect any more.
+    pub(in crate::store) fn has_crashed(&self) -> bool {
+        self.world.has_crashed(self.number)
     }
 
     /// `CLOCK_BOOTTIME` of its host.
@@ -42,27 +44,27 @@ impl Actor {
         self.world.boot_time(self.number)
     }
 
-    /// A timer of its process.
+    /// Starts a timer of its process.
     pub(in crate::store) fn sleep(&self, time: Duration) -> impl Future<Output = ()> + Send + use<> {
-        Answer(self.world.timer(self.number, time))
+        SlotFuture(self.world.timer(self.number, time))
     }
 
-    /// As a runtime's `spawn`.
+    /// Equivalent of a runtime's `spawn`.
     pub(in crate::store) fn spawn(&self, work: BoxFuture<'static, ()>) {
         self.lock().push(work);
     }
 
-    /// As a runtime's `block_on`.
+    /// Equivalent of a runtime's `block_on`.
     pub(in crate::store) fn wait<T>(&self, mut work: BoxFuture<'static, T>) -> Result<T, Error> {
         loop {
-            if self.is_dead() {
+            if self.has_crashed() {
                 return Err(Error::Cancelled);
             }
             if let Poll::Ready(value) = poll(&mut work) {
                 return Ok(value);
             }
             self.poll_tasks();
-            // One of them may have had what this waits for.
+            // One of the tasks may have completed it.
             if let Poll::Ready(value) = poll(&mut work) {
                 return Ok(value);
             }
@@ -70,28 +72,28 @@ impl Actor {
         }
     }
 
-    /// Lets something happen.
+    /// Yields until an event concerns the actor.
     pub(in crate::store) fn pause(&self) {
-        // What ended may be what is waited for.
-        if !self.is_dead() && !self.poll_tasks() {
+        // A completed task may be the one that the caller waits for.
+        if !self.has_crashed() && !self.poll_tasks() {
             self.world.park(self.number);
             self.poll_tasks();
         }
     }
 
-    /// Does nothing for this long, but for its process's background.
-    pub(super) fn rest(&self, time: Duration) {
+    /// Does nothing for `time`, except for background tasks.
+    pub(super) fn idle(&self, time: Duration) {
         if !time.is_zero() {
-            // A process that ended rests for ever.
+            // Fails if the process has ended.
             let _ = self.wait(Box::pin(self.sleep(time)));
         }
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<BoxFuture<'static, ()>>> {
-        self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.tasks)
     }
 
-    /// Whether one of them ended.
+    /// Polls the tasks. Returns true if one of them has completed.
     fn poll_tasks(&self) -> bool {
         let tasks = std::mem::take(&mut *self.lock());
         let mut is_one_done = false;
@@ -104,7 +106,7 @@ impl Actor {
         is_one_done
     }
 
-    /// Ends its background.
+    /// Drops the background tasks.
     pub(super) fn end(&self) {
         let tasks = std::mem::take(&mut *self.lock());
         drop(tasks);
@@ -112,18 +114,18 @@ impl Actor {
 }
 
 fn poll<T>(work: &mut BoxFuture<'static, T>) -> Poll<T> {
-    // Everything is polled whenever something happened to its actor.
+    // Without wakers: an actor's tasks are polled after every event that concerns it.
     work.as_mut().poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// Ends when something is in the slot.
-pub(super) struct Answer<T>(pub(super) Slot<T>);
+/// Completes when the slot is filled.
+pub(super) struct SlotFuture<T>(pub(super) Slot<T>);
 
-impl<T> Future for Answer<T> {
+impl<T> Future for SlotFuture<T> {
     type Output = T;
 
     fn poll(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<T> {
-        let found = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let found = lock(&self.0).take();
         found.map_or(Poll::Pending, Poll::Ready)
     }
 }

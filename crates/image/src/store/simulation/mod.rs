@@ -1,20 +1,23 @@
-//! Uploads, readers and collections on one prefix in simulated time, judged by what the owner of its images wants.
+//! Uploads, readers and collections on one prefix in simulated time, checked against the guarantees of
+//! docs/store.md.
 //!
 //! ```text
-//!   Scenario::random(seed) ─► World: actors, one at a time ─► requests ─► the model of a store ─► judge
+//!   Scenario::random(seed) ─► World: actors, one at a time ─► requests ─► model of a store ─► checks
 //! ```
 //!
-//! Real: everything of leases, uploads, index objects, collections and the reader, above `object_store`'s trait. A model: the
-//! store behind that trait ([`model`]), with four kinds of conditional writes, requests that fail, are late or lose their
-//! answer, and the attempts below the trait, which pass the gate as in `connector`. Actors crash and are suspended
-//! for hours. Not here: HTTP, the spool, threads that hash.
+//! Real code: leases, uploads, index objects, collections and the reader, above `object_store`'s trait.
+//! Simulated: the store behind that trait ([`model`]), with four kinds of conditional writes, requests that
+//! fail, are late or lose their response, and retries below the trait, which are checked as in `connector`.
+//! Actors crash and are suspended for hours. Not covered: HTTP, the spool, hashing threads.
 //!
-//! Judged: an index that is in the store names only chunks that are there, at every moment; a reader that has begun reads all of
-//! its image, unless the store saw its lease unrenewed for [`LEASE_AGE_MAX`], and then its error says so; once everybody has ended, one collection
-//! leaves nothing but the images and what they name, and an upload and a read succeed.
+//! Checked: a present index references only present chunks, at all times; a reader that has begun reads its
+//! whole image, unless its lease was not renewed for [`LEASE_AGE_MAX`], and then its error says so; after all
+//! actors have ended, one collection leaves only the images and their chunks, and an upload and a read
+//! succeed.
 //!
-//! No clock, and one thread at a time: a seed replays its run. `TOWLINE_SEEDS=first..last` (or a count) runs others than the first
-//! [`SEEDS`]; `cargo xtask soak store-leases` runs 100,000.
+//! Deterministic: without clocks, and one thread at a time, so a seed replays its run.
+//! `TOWLINE_SEEDS=first..last` (or a count) selects other seeds than the first [`SEEDS`]; `cargo xtask soak
+//! store-leases` runs 100,000.
 
 mod actor;
 mod model;
@@ -28,16 +31,16 @@ use std::ops::Range;
 
 pub(in crate::store) use actor::Actor;
 use scenario::Scenario;
-use world::{Tally, World};
+use world::{EventCounts, World};
 
 #[cfg(doc)]
 use super::LEASE_AGE_MAX;
 use super::fault::Fault;
 
-/// Scenarios of an ordinary run.
+/// Number of scenarios in an ordinary test run.
 const SEEDS: u64 = 600;
-/// Most scenarios in which a fault has to be found.
-const SEEDS_OF_FAULT: u64 = 50_000;
+/// Maximum number of scenarios to find a bug.
+const SEEDS_PER_BUG_MAX: u64 = 50_000;
 
 fn seeds() -> Range<u64> {
     let Ok(text) = std::env::var("TOWLINE_SEEDS") else { return 0..SEEDS };
@@ -48,8 +51,8 @@ fn seeds() -> Range<u64> {
     }
 }
 
-/// Runs a scenario; what is wrong names the seed, and with `TOWLINE_TRACE` set has every step.
-fn run_seed(seed: u64, fault: Option<Fault>) -> Result<Tally, String> {
+/// Runs a scenario. A violation names the seed and, if `TOWLINE_TRACE` is set, has all events.
+fn run_seed(seed: u64, fault: Option<Fault>) -> Result<EventCounts, String> {
     let scenario = Scenario::random(seed);
     let world = World::new(&scenario, fault);
     scenario::run(&scenario, &world).map_err(|error| {
@@ -61,17 +64,17 @@ fn run_seed(seed: u64, fault: Option<Fault>) -> Result<Tally, String> {
 #[test]
 fn every_order_leaves_whole_images_and_no_garbage() {
     let seeds = seeds();
-    let mut tally = Tally::default();
+    let mut counts = EventCounts::default();
     for seed in seeds.clone() {
         match run_seed(seed, None) {
-            Ok(found) => tally += found,
+            Ok(found) => counts += found,
             Err(error) => panic!("{error}"),
         }
     }
-    writeln!(io::stderr(), "{} seeds: {tally:?}", seeds.end - seeds.start).unwrap();
+    writeln!(io::stderr(), "{} seeds: {counts:?}", seeds.end - seeds.start).unwrap();
     if seeds == (0..SEEDS) {
-        // A simulation in which nothing happens finds nothing.
-        for (what, count) in tally.counts() {
+        // A simulation without events would find nothing.
+        for (what, count) in counts.all() {
             assert!(count > 0, "no {what}");
         }
     }
@@ -85,14 +88,14 @@ fn a_seed_replays_its_run() {
     }
 }
 
-/// Each fault, and the first seed that finds it, so that the ordinary tests need not look for it.
+/// Each bug and a seed that detects it, so that the ordinary tests need not search for it.
 const FAULTS: &[(Fault, u64)] = &[
     (Fault::SharedCollection, 1804),
     (Fault::GapHeals, 1253),
     (Fault::SuspendedTimeIgnored, 861),
     (Fault::IndexUnchecked, 1253),
     (Fault::RemovalUnchecked, 861),
-    (Fault::UploadLooksFirst, 782),
+    (Fault::UploadChecksFirst, 782),
     (Fault::ReadersIgnored, 1182),
     (Fault::ReadersFirst, 1695),
     (Fault::ReaderUnconfirmed, 227),
@@ -107,21 +110,21 @@ fn each_fault_that_is_put_back_is_found() {
         let found = run_seed(*seed, Some(*fault));
         assert!(
             found.is_err(),
-            "{fault:?} passes with seed {seed}: give the next one that find_faults prints"
+            "{fault:?} passes with seed {seed}: use one that every_fault_has_seeds_that_find_it prints"
         );
-        assert!(run_seed(*seed, None).is_ok(), "seed {seed} fails without {fault:?}, too");
+        assert!(run_seed(*seed, None).is_ok(), "seed {seed} also fails without {fault:?}");
     }
 }
 
-/// The first seeds that find each fault: for the table above, and in the soak.
+/// Searches the first seed that detects each bug: for the table above, and in the soak test.
 #[test]
 fn every_fault_has_seeds_that_find_it() {
-    // `all`, or the names of some.
+    // `all`, or names of bugs.
     let Ok(wanted) = std::env::var("TOWLINE_FIND_FAULTS") else { return };
     let is_wanted = |fault: &Fault| wanted == "all" || wanted.contains(&format!("{fault:?}"));
     let mut first = BTreeMap::new();
     for fault in scenario::ALL_FAULTS.into_iter().filter(is_wanted) {
-        let found = (0..SEEDS_OF_FAULT).find_map(|seed| Some((seed, run_seed(seed, Some(fault)).err()?)));
+        let found = (0..SEEDS_PER_BUG_MAX).find_map(|seed| Some((seed, run_seed(seed, Some(fault)).err()?)));
         let shown = found.as_ref().map(|(seed, error)| format!("{seed}: {}", error.lines().next().unwrap()));
         writeln!(io::stderr(), "{fault:?}: {shown:?}").unwrap();
         first.insert(format!("{fault:?}"), found.map(|(seed, _)| seed));

@@ -1,4 +1,5 @@
-//! A store as `object_store` shows one: strongly consistent, with times of a second's resolution and listings in pages.
+//! An object store behind `object_store`'s trait: strongly consistent, with times in seconds and paged
+//! listings.
 
 use std::fmt;
 use std::ops::Range;
@@ -16,26 +17,26 @@ use object_store::{
 };
 
 use super::super::fault::Fault;
-use super::super::hold::Gate;
-use super::actor::{Actor, Answer};
+use super::super::lease_state::LeaseGuard;
+use super::actor::{Actor, SlotFuture};
 
-/// Objects of one page of a listing.
+/// Objects per page of a listing.
 const PAGE_OBJECTS: usize = 4;
 
-/// What a store does with conditions of writes.
+/// Support of conditional writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Conditions {
-    /// It keeps all.
+    /// All conditions are enforced.
     All,
-    /// It creates conditionally, as a directory does.
+    /// Only creation, as in a directory.
     Create,
-    /// It refuses them.
+    /// Conditional requests are refused.
     Refused,
-    /// It takes no notice of them.
+    /// Conditions are ignored.
     Ignored,
 }
 
-/// A request that has come to the store.
+/// A request that has arrived at the store.
 #[derive(Debug, Clone)]
 pub(super) enum Request {
     Put {
@@ -49,7 +50,7 @@ pub(super) enum Request {
     Delete {
         key: String,
     },
-    /// Objects below `prefix` behind `after`.
+    /// Objects below `prefix` after the key `after`.
     List {
         prefix: String,
         after: String,
@@ -62,7 +63,7 @@ impl Request {
     }
 }
 
-/// An object.
+/// An object of the store.
 #[derive(Debug, Clone)]
 pub(super) struct Stored {
     pub(super) bytes: Bytes,
@@ -70,7 +71,7 @@ pub(super) struct Stored {
 }
 
 impl Stored {
-    /// As S3's: of the content.
+    /// Hash of the content, as in S3.
     pub(super) fn e_tag(&self) -> String {
         blake3::hash(&self.bytes).to_hex().to_string()
     }
@@ -87,7 +88,7 @@ impl Stored {
     }
 }
 
-/// What the store answers.
+/// Response of the store.
 #[derive(Debug)]
 pub(super) enum Reply {
     Put(PutResult),
@@ -96,7 +97,7 @@ pub(super) enum Reply {
     Done,
 }
 
-/// What an error is about; no more is said of it.
+/// Source of all simulated errors.
 fn simulated() -> Box<std::io::Error> {
     Box::new(std::io::Error::other("simulated"))
 }
@@ -121,11 +122,11 @@ pub(super) fn unsupported() -> Error {
     Error::NotImplemented { operation: "conditional writes".into(), implementer: "model".into() }
 }
 
-/// The store as one participant reaches it.
+/// The store as seen by one participant.
 #[derive(Debug, Clone)]
 pub(super) struct Model {
     pub(super) actor: Actor,
-    pub(super) gate: Gate,
+    pub(super) guard: LeaseGuard,
 }
 
 impl fmt::Display for Model {
@@ -136,19 +137,20 @@ impl fmt::Display for Model {
 
 impl Model {
     async fn request(&self, request: Request) -> Result<Reply> {
-        // What is sent over a network passes the gate whenever it is tried, behind credentials, names, connections and attempts that
-        // came to nothing. In a directory nothing is tried twice, and there is no gate.
+        // Requests over a network are checked at every attempt, after delays for credentials, name
+        // resolution, connections and failed attempts. Requests to a directory are not retried, and not
+        // checked.
         if self.actor.world.is_remote() {
             let before = self.actor.world.delay_before();
             if !before.is_zero() {
                 self.actor.sleep(before).await;
             }
-            // Of that fault's time there was no gate.
+            // The check did not exist in the version with this bug.
             if request.changes() && self.actor.world.fault() != Some(Fault::GapHeals) {
-                self.gate.check().map_err(|_| failed())?;
+                self.guard.check().map_err(|_| failed())?;
             }
         }
-        Answer(self.actor.world.send(self.actor.number, request)).await
+        SlotFuture(self.actor.world.send(self.actor.number, request)).await
     }
 }
 
@@ -225,7 +227,7 @@ impl ObjectStore for Model {
     }
 }
 
-/// The objects of a page.
+/// One page of a listing.
 pub(super) fn page<'a>(
     objects: impl Iterator<Item = (&'a String, &'a Stored)>,
     prefix: &str,
@@ -235,7 +237,7 @@ pub(super) fn page<'a>(
     below.take(PAGE_OBJECTS).map(|(key, stored)| stored.meta(key)).collect()
 }
 
-/// A model behind `object_store`'s trait.
+/// The model as `object_store`'s trait.
 pub(super) fn shared(model: Model) -> Arc<dyn ObjectStore> {
     Arc::new(model)
 }

@@ -1,4 +1,4 @@
-//! What participants do, by the real code.
+//! Tasks of participants, implemented by the real code.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,30 +20,30 @@ use super::world::Role;
 use crate::index::{Contents, Index};
 use crate::{Existing, Origin};
 
-/// Different pages that there are.
+/// Number of different pages.
 const PAGES: u8 = 8;
-/// Images.
+/// Keys of the images.
 const NAMES: [&str; 2] = ["a.towline", "b.towline"];
 
-/// What a participant does, and how long it rests between its steps at most.
+/// Task of a participant, with the maximum pause between its steps in seconds.
 #[derive(Debug, Clone)]
-pub(super) enum Part {
+pub(super) enum Task {
     Upload { image: usize, pages: Vec<u8>, replaces: bool, rest: f64 },
     Read { image: usize, rest: f64 },
     Collect { age_min: Duration, rest: f64 },
     Remove { image: usize, how: Removal },
 }
 
-/// How an image is removed.
+/// Way in which an image is removed.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Removal {
     Refuse,
     Keep,
-    /// By another program, which knows no readers.
+    /// By another program, which ignores readers.
     Foreign,
 }
 
-impl Part {
+impl Task {
     pub(super) fn random(rng: &mut Rng) -> Self {
         let rest = [0.0, 2.0, 60.0, 1200.0, 3000.0][rng.usize(..5)];
         let image = rng.usize(..NAMES.len());
@@ -64,8 +64,8 @@ impl Part {
         }
     }
 
-    /// Those that are in each other's way: a slow reader, the end of its image and a collection, in either order; or an upload that
-    /// counts on garbage, and collections.
+    /// Tasks that interfere: a slow reader, the removal of its image and a collection, in either order; or an
+    /// upload that reuses garbage, and collections.
     pub(super) fn contended(rng: &mut Rng) -> Vec<Self> {
         let image = rng.usize(..NAMES.len());
         let slow = |rng: &mut Rng| [0.0, 60.0, 1200.0][rng.usize(..3)];
@@ -89,10 +89,10 @@ impl Part {
                 let existing = if replaces { Existing::Replace } else { Existing::Refuse };
                 let uploaded = upload(actor, NAMES[image], &pages, existing, rest);
                 note(actor, "upload", &uploaded);
-                actor.world.count(|tally| match uploaded {
-                    Ok(()) => tally.published += 1,
-                    Err(Error::Collecting { .. }) => tally.uploads_refused += 1,
-                    Err(Error::Lost { .. }) => tally.leases_lost += 1,
+                actor.world.count(|counts| match uploaded {
+                    Ok(()) => counts.published += 1,
+                    Err(Error::Collecting { .. }) => counts.uploads_refused += 1,
+                    Err(Error::Lost { .. }) => counts.leases_lost += 1,
                     Err(_) => {}
                 });
             }
@@ -100,20 +100,23 @@ impl Part {
                 let read = read(actor, NAMES[image], rest);
                 note(actor, "read", &read);
                 let is_broken = matches!(read, Err(Error::Missing { .. } | Error::Damaged { .. }));
-                if is_broken && !actor.is_dead() && !actor.world.lease_expired(actor.number) {
+                if is_broken && !actor.has_crashed() && !actor.world.lease_expired(actor.number) {
                     actor
                         .world
-                        .fail(format!("a reader whose lease was alive: {}", read.as_ref().unwrap_err()));
+                        .fail(format!("a reader with a valid lease failed: {}", read.as_ref().unwrap_err()));
                 }
                 if let Err(Error::Missing { absence, .. }) = &read
                     && !matches!(absence, Absence::LeaseLost { .. })
-                    && !actor.is_dead()
+                    && !actor.has_crashed()
                 {
-                    actor.world.fail(format!("a reader that lost its lease: {}", read.as_ref().unwrap_err()));
+                    actor.world.fail(format!(
+                        "the error of a reader that lost its lease does not say so: {}",
+                        read.as_ref().unwrap_err()
+                    ));
                 }
-                actor.world.count(|tally| match read {
-                    Ok(()) => tally.read += 1,
-                    Err(_) => tally.read_failed += 1,
+                actor.world.count(|counts| match read {
+                    Ok(()) => counts.read += 1,
+                    Err(_) => counts.read_failed += 1,
                 });
             }
             Self::Collect { age_min, rest } => {
@@ -140,8 +143,8 @@ fn note<T>(actor: &Actor, what: &str, result: &Result<T, Error>) {
     actor.world.note(actor.number, || format!("{what} ends: {shown}"));
 }
 
-fn rest(actor: &Actor, most: f64) {
-    actor.rest(Duration::from_secs_f64(most * fastrand::f64()));
+fn idle(actor: &Actor, most: f64) {
+    actor.idle(Duration::from_secs_f64(most * fastrand::f64()));
 }
 
 fn page(page: u8) -> Vec<u8> {
@@ -150,21 +153,21 @@ fn page(page: u8) -> Vec<u8> {
     bytes
 }
 
-/// Stores a guest with a block for each page.
+/// Stores a guest with one block per page.
 fn upload(actor: &Actor, key: &str, pages: &[u8], existing: Existing, pause: f64) -> Result<(), Error> {
     let store = actor.world.store(actor);
     let upload = Upload::begin_in(store, key.into(), key.into(), existing)?;
     let mut names = Vec::new();
     for number in pages {
-        rest(actor, pause);
-        names.push(vec![upload.bring(Some(&page(*number)))?]);
+        idle(actor, pause);
+        names.push(vec![upload.store_chunk(Some(&page(*number)))?]);
     }
     let state = device_state::encode(&[("device", 1, &[pages.len() as u8])]);
-    let device_state_names = upload.bring_all(&state)?;
-    rest(actor, pause);
-    upload.settle()?;
-    rest(actor, pause / 2.0);
-    // The name says the page, so that a reader knows what to expect.
+    let device_state_names = upload.store_bytes(&state)?;
+    idle(actor, pause);
+    upload.flush()?;
+    idle(actor, pause / 2.0);
+    // The block's name is the page, for readers to compare.
     let block = |(index, number): (usize, &u8)| RamBlock {
         name: format!("{index}/{number}"),
         length: PAGE_SIZE,
@@ -184,17 +187,17 @@ fn upload(actor: &Actor, key: &str, pages: &[u8], existing: Existing, pause: f64
     upload.publish(&index)
 }
 
-/// Reads an image, block by block.
+/// Reads an image block by block.
 fn read(actor: &Actor, key: &str, pause: f64) -> Result<(), Error> {
     let image = StoredImage::open_in(actor.world.store(actor), key.into(), key)?;
     for (number, block) in image.blocks().iter().enumerate() {
-        rest(actor, pause);
+        idle(actor, pause);
         let at = PageRef { block: BlockIndex(number as u32), offset: 0 };
-        image.make_ready(at, PAGE_SIZE)?;
+        image.prepare_chunks(at, PAGE_SIZE)?;
         let mut bytes = vec![0; PAGE_SIZE as usize];
         gather(&[image.memory(at, PAGE_SIZE)], &mut bytes);
         let (_, expected) = block.name.split_once('/').unwrap();
-        assert_eq!(bytes, page(expected.parse().unwrap()), "what is delivered is what was stored");
+        assert_eq!(bytes, page(expected.parse().unwrap()), "content of {key}, block {number}");
     }
     Ok(())
 }
@@ -202,22 +205,22 @@ fn read(actor: &Actor, key: &str, pause: f64) -> Result<(), Error> {
 fn collect(actor: &Actor, age_min: Duration, pause: f64) -> Result<Garbage, Error> {
     let store: Arc<Store> = actor.world.store(actor);
     let removed = Garbage::remove_in(&store, age_min, &mut |_| {
-        actor.world.count(|tally| tally.removed += 1);
-        rest(actor, pause);
+        actor.world.count(|counts| counts.removed += 1);
+        idle(actor, pause);
     });
-    actor.world.count(|tally| match &removed {
+    actor.world.count(|counts| match &removed {
         Ok(found) => {
-            tally.collections += 1;
-            tally.kept_for_readers += u64::from(found.kept.0 > 0);
+            counts.collections += 1;
+            counts.kept_for_readers += u64::from(found.kept.chunks > 0);
         }
-        Err(Error::Collecting { .. } | Error::Uploading { .. }) => tally.collections_refused += 1,
-        Err(Error::Lost { .. }) => tally.leases_lost += 1,
+        Err(Error::Collecting { .. } | Error::Uploading { .. }) => counts.collections_refused += 1,
+        Err(Error::Lost { .. }) => counts.leases_lost += 1,
         Err(_) => {}
     });
     removed
 }
 
-/// Two images, and what a third left behind.
+/// Two images, and garbage of a third.
 pub(super) fn set_up(actor: &Actor) {
     for (key, pages) in [(NAMES[0], &[0, 1, 2][..]), ("gone.towline", &[4, 5, 6]), (NAMES[1], &[2, 3])] {
         upload(actor, key, pages, Existing::Refuse, 0.0).unwrap();
@@ -225,13 +228,13 @@ pub(super) fn set_up(actor: &Actor) {
     actor.world.store(actor).delete("gone.towline").unwrap();
 }
 
-/// What must work once everybody has gone: a collection, an upload, a read.
-pub(super) fn tidy(actor: &Actor) {
+/// Operations that must succeed after all other actors have ended: a collection, an upload, a read.
+pub(super) fn final_checks(actor: &Actor) {
     let result = collect(actor, Duration::ZERO, 0.0)
         .and_then(|_| upload(actor, NAMES[0], &[0, 7, 4], Existing::Replace, 0.0))
         .and_then(|()| read(actor, NAMES[0], 0.0))
         .and_then(|()| collect(actor, Duration::ZERO, 0.0));
     if let Err(error) = result {
-        actor.world.fail(format!("with nobody left: {error}"));
+        actor.world.fail(format!("after all actors have ended: {error}"));
     }
 }

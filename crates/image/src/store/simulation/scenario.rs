@@ -1,4 +1,4 @@
-//! What a seed makes: who does what, when, and what goes wrong.
+//! Scenarios derived from seeds: the actors' tasks, their start times, and the rates of failures.
 
 use std::time::Duration;
 
@@ -7,17 +7,17 @@ use fastrand::Rng;
 use super::super::chunk;
 use super::super::fault::Fault;
 use super::model::Conditions;
-use super::roles::{self, Part};
-use super::world::{Tally, World};
+use super::roles::{self, Task};
+use super::world::{EventCounts, World};
 
-/// All that can be put back.
+/// All bugs that can be enabled.
 pub(super) const ALL_FAULTS: [Fault; 12] = [
     Fault::SharedCollection,
     Fault::GapHeals,
     Fault::SuspendedTimeIgnored,
     Fault::IndexUnchecked,
     Fault::RemovalUnchecked,
-    Fault::UploadLooksFirst,
+    Fault::UploadChecksFirst,
     Fault::ReadersIgnored,
     Fault::ReadersFirst,
     Fault::ReaderUnconfirmed,
@@ -26,37 +26,37 @@ pub(super) const ALL_FAULTS: [Fault; 12] = [
     Fault::LateRemovalIgnored,
 ];
 
-/// Long enough that everything that is left of others is old.
+/// Time after which all leases of ended actors have expired.
 const LATER: Duration = Duration::from_secs(4 * 3600);
 
-/// How often things go wrong.
+/// Rates of failures.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Chaos {
-    /// Requests that do not arrive, that are late, and whose answer is lost: each.
+    /// Rate of lost requests, of late requests, and of lost responses, each.
     pub(super) failing: f64,
-    /// Requests that take up to minutes.
+    /// Rate of requests that take up to minutes.
     pub(super) slow: f64,
-    /// Actors that are suspended.
+    /// Rate of suspended actors.
     pub(super) suspensions: f64,
-    /// Others that are suspended behind a request, for less than loses a lease.
+    /// Rate of other actors that are suspended between requests, too briefly to lose a lease.
     pub(super) pauses: f64,
-    /// Actors that crash.
+    /// Rate of actors that crash.
     pub(super) crashes: f64,
 }
 
 impl Chaos {
-    /// Nothing goes wrong.
+    /// No failures.
     pub(super) const CALM: Self =
         Self { failing: 0.0, slow: 0.0, suspensions: 0.0, pauses: 0.0, crashes: 0.0 };
 }
 
-/// One run.
+/// A scenario.
 #[derive(Debug)]
 pub(super) struct Scenario {
     pub(super) seed: u64,
     pub(super) conditions: Conditions,
     pub(super) chaos: Chaos,
-    pub(super) parts: Vec<(Duration, Part)>,
+    pub(super) tasks: Vec<(Duration, Task)>,
 }
 
 impl Scenario {
@@ -71,36 +71,36 @@ impl Scenario {
             crashes: [0.0, 0.1][rng.usize(..2)],
         };
         let span = [1.0, 60.0, 1800.0, 10_000.0][rng.usize(..4)];
-        let mut parts = if rng.u8(..4) > 0 { Part::contended(&mut rng) } else { Vec::new() };
-        let more = if parts.is_empty() { rng.usize(3..=7) } else { rng.usize(0..=2) };
-        parts.extend((0..more).map(|_| Part::random(&mut rng)));
-        let mut starts: Vec<_> = parts.iter().map(|_| span * rng.f64()).collect();
+        let mut tasks = if rng.u8(..4) > 0 { Task::contended(&mut rng) } else { Vec::new() };
+        let more = if tasks.is_empty() { rng.usize(3..=7) } else { rng.usize(0..=2) };
+        tasks.extend((0..more).map(|_| Task::random(&mut rng)));
+        let mut starts: Vec<_> = tasks.iter().map(|_| span * rng.f64()).collect();
         match rng.u8(..3) {
             0 => {}
             1 => starts.sort_by(f64::total_cmp),
-            // Whoever is suspended in time is taken for dead by the others.
+            // Actors suspended for this time are considered dead by the others.
             _ => starts.iter_mut().skip(1).for_each(|start| *start = 3600.0 + 9000.0 * rng.f64()),
         }
-        let parts = starts.into_iter().map(Duration::from_secs_f64).zip(parts).collect();
-        Self { seed, conditions: kinds[rng.usize(..4)], chaos, parts }
+        let tasks = starts.into_iter().map(Duration::from_secs_f64).zip(tasks).collect();
+        Self { seed, conditions: kinds[rng.usize(..4)], chaos, tasks }
     }
 }
 
-/// Runs it: two images and some garbage are made, everybody does their part, and then nobody is left.
-pub(super) fn run(scenario: &Scenario, world: &World) -> Result<Tally, String> {
+/// Runs a scenario: creates two images and some garbage, runs all tasks, and checks the remaining objects.
+pub(super) fn run(scenario: &Scenario, world: &World) -> Result<EventCounts, String> {
     let at_once = Duration::ZERO;
     world.run(vec![(at_once, Box::new(roles::set_up))], Chaos::CALM)?;
-    let parts = scenario.parts.iter().map(|(start, part)| (*start, part.clone().role())).collect();
-    world.run(parts, scenario.chaos)?;
-    let tally = world.run(vec![(LATER, Box::new(roles::tidy))], Chaos::CALM)?;
-    let named = world.named();
+    let tasks = scenario.tasks.iter().map(|(start, task)| (*start, task.clone().role())).collect();
+    world.run(tasks, scenario.chaos)?;
+    let counts = world.run(vec![(LATER, Box::new(roles::final_checks))], Chaos::CALM)?;
+    let named = world.referenced();
     let left = world.keys().into_iter().find(|key| {
         let key = key.strip_prefix("vm/").unwrap_or(key);
         !key.ends_with(super::super::location::SUFFIX)
             && !chunk::name(key).is_some_and(|name| named.contains(&name))
     });
     match left {
-        Some(left) => Err(format!("{left} is left for ever")),
-        None => Ok(tally),
+        Some(left) => Err(format!("{left} is never collected")),
+        None => Ok(counts),
     }
 }

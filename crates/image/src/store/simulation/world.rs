@@ -1,11 +1,11 @@
-//! Time, turns and the store's objects.
+//! Simulated time, scheduling of actors, and the store's objects.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::ops::AddAssign;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use object_store::PutMode;
 
 use super::super::clock::Clock;
 use super::super::fault::Fault;
-use super::super::hold::Gate;
+use super::super::lease_state::LeaseGuard;
 use super::super::location::SUFFIX;
 use super::super::objects::Objects;
 use super::super::{LEASE_AGE_MAX, Location, access::Store, chunk};
@@ -22,29 +22,32 @@ use super::actor::Actor;
 use super::model::{self, Conditions, Model, Reply, Request, Stored};
 use super::scenario::{Chaos, Scenario};
 use crate::index::Index;
+use crate::lock::lock;
 
-/// Where an answer is put.
+/// Slot for the result of an operation.
 pub(super) type Slot<T> = Arc<Mutex<Option<T>>>;
-type Answered = object_store::Result<Reply>;
-/// What a participant does.
+type ReplyResult = object_store::Result<Reply>;
+/// Behaviour of a participant.
 pub(super) type Role = Box<dyn FnOnce(&Actor) + Send>;
 
-/// How long a client waits for an answer, all attempts together.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Longest time that a request whose client has given up is on its way: docs/store.md says why it is not longer.
+/// Timeout of a client's request, all attempts together.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
+/// Maximum time for which a request is in flight after its client's timeout; see docs/store.md for the
+/// reason.
 const LATE_MAX_S: f64 = 1200.0;
-/// How often such a request is late that publishes or removes.
-const LATE_DECISIVE: f64 = 0.3;
-/// Most requests behind which an actor is suspended: as many as a collection sends until it removes something.
-const PAUSED_BEHIND_MAX: usize = 16;
-/// Longest scenario; nobody does anything for so long.
+/// Probability that a request that publishes or removes is late.
+const LATE_DECISIVE_RATE: f64 = 0.3;
+/// Maximum number of requests before a planned suspension: as many as a collection sends before it removes an
+/// object.
+const SUSPENDED_AFTER_MAX: usize = 16;
+/// Maximum length of a scenario.
 const TIME_MAX: Duration = Duration::from_secs(72 * 3600);
-/// The prefix.
+/// Prefix of the simulated images.
 pub(super) const PREFIX: &str = "s3://model/vm";
 
-/// What happened in a scenario.
+/// Events counted in a scenario.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Tally {
+pub(super) struct EventCounts {
     pub(super) published: u64,
     pub(super) uploads_refused: u64,
     pub(super) leases_lost: u64,
@@ -59,9 +62,9 @@ pub(super) struct Tally {
     pub(super) crashed: u64,
 }
 
-impl Tally {
-    /// Every count with what it is of.
-    pub(super) fn counts(self) -> [(&'static str, u64); 12] {
+impl EventCounts {
+    /// All counters with their names.
+    pub(super) fn all(self) -> [(&'static str, u64); 12] {
         [
             ("images published", self.published),
             ("uploads refused", self.uploads_refused),
@@ -79,7 +82,7 @@ impl Tally {
     }
 }
 
-impl AddAssign for Tally {
+impl AddAssign for EventCounts {
     fn add_assign(&mut self, other: Self) {
         self.published += other.published;
         self.uploads_refused += other.uploads_refused;
@@ -96,7 +99,7 @@ impl AddAssign for Tally {
     }
 }
 
-/// Everything. A clone is the same.
+/// The simulated world. Clones share it.
 #[derive(Clone)]
 pub(super) struct World(Arc<Mutex<State>>);
 
@@ -115,15 +118,15 @@ struct State {
     events: BTreeMap<(Duration, u64), Event>,
     sequence: u64,
     objects: BTreeMap<String, Stored>,
-    /// What each index that is there names.
+    /// Chunks that each present index references.
     names: BTreeMap<String, HashSet<[u8; 32]>>,
     actors: Vec<ActorState>,
     violation: Option<String>,
-    tally: Tally,
+    counts: EventCounts,
     trace: Option<String>,
 }
 
-/// Where a turn is given back, and where the next one comes from.
+/// Channel on which a turn is returned, and the one on which the next one is received.
 type Parking = (Sender<()>, Arc<Mutex<Receiver<()>>>);
 
 #[derive(Default)]
@@ -131,20 +134,20 @@ struct ActorState {
     turn: Option<Sender<()>>,
     parked: Option<Parking>,
     is_done: bool,
-    is_dead: bool,
+    has_crashed: bool,
     suspended_until: Duration,
     suspended: Duration,
-    /// Requests that it is still to send before it is suspended, and for how long.
-    suspended_behind: Option<(usize, Duration)>,
-    /// When the store saw a lease of a reader of this actor renewed.
+    /// Number of requests until a planned suspension, and its duration.
+    suspended_after: Option<(usize, Duration)>,
+    /// Time at which the store received the last renewal of this actor's lease as a reader.
     lease_renewed: Option<Duration>,
     lease_expired: bool,
 }
 
 enum Event {
     Start(usize),
-    Arrive { actor: usize, request: Request, slot: Slot<Answered>, is_lost: bool },
-    Answer { actor: usize, slot: Slot<Answered>, answer: Answered },
+    Arrive { actor: usize, request: Request, slot: Slot<ReplyResult>, is_lost: bool },
+    Reply { actor: usize, slot: Slot<ReplyResult>, reply: ReplyResult },
     Timer { actor: usize, slot: Slot<()> },
     Suspend { actor: usize, time: Duration },
     Crash(usize),
@@ -164,29 +167,29 @@ impl World {
             names: BTreeMap::new(),
             actors: Vec::new(),
             violation: None,
-            tally: Tally::default(),
+            counts: EventCounts::default(),
             trace: std::env::var_os("TOWLINE_TRACE").map(|_| String::new()),
         })))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
-    /// The prefix, opened by a participant's process.
+    /// Opens the prefix for a participant's process.
     pub(super) fn store(&self, actor: &Actor) -> Arc<Store> {
         let location: Location = PREFIX.parse().unwrap();
-        let gate = Gate::default();
-        let model = model::shared(Model { actor: actor.clone(), gate: gate.clone() });
+        let guard = LeaseGuard::default();
+        let model = model::shared(Model { actor: actor.clone(), guard: guard.clone() });
         let objects = Objects::new(model, &location, Clock::Simulated(actor.clone())).unwrap();
-        Arc::new(Store::simulated(objects.with_fault(self.fault()), gate, actor.clone()))
+        Arc::new(Store::simulated(objects.with_fault(self.fault()), guard, actor.clone()))
     }
 
     pub(super) fn fault(&self) -> Option<Fault> {
         self.lock().fault
     }
 
-    /// Whether the store is reached over a network.
+    /// Returns true if the store is reached over a network.
     pub(super) fn is_remote(&self) -> bool {
         self.lock().conditions != Conditions::Create
     }
@@ -195,21 +198,21 @@ impl World {
         self.lock().trace.clone().unwrap_or_default()
     }
 
-    /// Something that happened to an actor, for people who follow a seed.
+    /// Adds an event of an actor to the trace.
     pub(super) fn note(&self, actor: usize, what: impl FnOnce() -> String) {
         self.lock().note(|| format!("actor {actor}: {}", what()));
     }
 
-    pub(super) fn count(&self, what: impl FnOnce(&mut Tally)) {
-        what(&mut self.lock().tally);
+    pub(super) fn count(&self, what: impl FnOnce(&mut EventCounts)) {
+        what(&mut self.lock().counts);
     }
 
     pub(super) fn fail(&self, why: String) {
         self.lock().fail(why);
     }
 
-    pub(super) fn is_dead(&self, actor: usize) -> bool {
-        self.lock().actors[actor].is_dead
+    pub(super) fn has_crashed(&self, actor: usize) -> bool {
+        self.lock().actors[actor].has_crashed
     }
 
     pub(super) fn boot_time(&self, actor: usize) -> Duration {
@@ -220,20 +223,21 @@ impl World {
         }
     }
 
-    /// Whether the store saw a lease of this actor's reader unrenewed for so long that it counts as dead.
+    /// Returns true if the lease of this actor as a reader was once not renewed for so long that its owner is
+    /// considered dead.
     pub(super) fn lease_expired(&self, actor: usize) -> bool {
         let state = self.lock();
         let found = &state.actors[actor];
         found.lease_expired || found.lease_renewed.is_none_or(|renewed| is_expired(renewed, state.now))
     }
 
-    /// All keys of the store.
+    /// Keys of all objects.
     pub(super) fn keys(&self) -> Vec<String> {
         self.lock().objects.keys().cloned().collect()
     }
 
-    /// The chunks that the images name.
-    pub(super) fn named(&self) -> HashSet<[u8; 32]> {
+    /// Chunks that the images reference.
+    pub(super) fn referenced(&self) -> HashSet<[u8; 32]> {
         self.lock().names.values().flatten().copied().collect()
     }
 
@@ -244,7 +248,7 @@ impl World {
         slot
     }
 
-    /// How long a client needs before its request is on its way.
+    /// Delay of a client before a request is sent.
     pub(super) fn delay_before(&self) -> Duration {
         let mut state = self.lock();
         let slow = state.chaos.slow;
@@ -252,23 +256,23 @@ impl World {
     }
 
     /// Sends a request.
-    pub(super) fn send(&self, actor: usize, request: Request) -> Slot<Answered> {
+    pub(super) fn send(&self, actor: usize, request: Request) -> Slot<ReplyResult> {
         let (mut state, slot) = (self.lock(), Slot::default());
         state.count_request(actor);
-        let (now, fate, failing) = (state.now, state.rng.f64(), state.chaos.failing);
-        let failure = Event::Answer { actor, slot: Arc::clone(&slot), answer: Err(model::failed()) };
-        // What matters most is late most often, or hardly any would get so far.
-        let late = if request.is_decisive() && failing > 0.0 { LATE_DECISIVE } else { failing };
+        let (now, roll, failing) = (state.now, state.rng.f64(), state.chaos.failing);
+        let failure = Event::Reply { actor, slot: Arc::clone(&slot), reply: Err(model::failed()) };
+        // Decisive requests are late more often than others, which would rarely happen otherwise.
+        let late = if request.is_decisive() && failing > 0.0 { LATE_DECISIVE_RATE } else { failing };
         let arrive = |is_lost| Event::Arrive { actor, request, slot: Arc::clone(&slot), is_lost };
-        if fate < failing {
-            // It does not arrive.
-            state.add(now + PATIENCE, failure);
-        } else if fate < failing + late {
+        if roll < failing {
+            // The request is lost.
+            state.add(now + REQUEST_TIMEOUT, failure);
+        } else if roll < failing + late {
             let late =
                 if state.rng.bool() { state.delay(0.01, LATE_MAX_S) } else { state.delay(60.0, LATE_MAX_S) };
             state.add(now + late, arrive(true));
-            state.add(now + PATIENCE, failure);
-            state.tally.late += 1;
+            state.add(now + REQUEST_TIMEOUT, failure);
+            state.counts.late += 1;
         } else {
             let slow = if state.rng.f64() < state.chaos.slow { 50.0 } else { 0.5 };
             let latency = state.delay(0.002, slow);
@@ -277,18 +281,18 @@ impl World {
         slot
     }
 
-    /// Gives the turn back until something happens to the actor.
+    /// Yields until an event concerns the actor.
     pub(super) fn park(&self, actor: usize) {
         let parked = self.lock().actors[actor].parked.clone();
         if let Some((parked, turn)) = parked {
-            // Without a world there is nobody to wait for.
+            // The world has ended if the other end is closed.
             let _ = parked.send(());
-            let _ = turn.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            let _ = lock(&turn).recv();
         }
     }
 
-    /// Lets these actors do what they do, each from its moment on, until all have ended and all requests have arrived.
-    pub(super) fn run(&self, roles: Vec<(Duration, Role)>, chaos: Chaos) -> Result<Tally, String> {
+    /// Runs these actors, each from its start time, until all have ended and no request is in flight.
+    pub(super) fn run(&self, roles: Vec<(Duration, Role)>, chaos: Chaos) -> Result<EventCounts, String> {
         let first = self.lock().actors.len();
         let (parked, back) = channel();
         self.lock().chaos = chaos;
@@ -308,7 +312,7 @@ impl World {
                 let (parked, seed) = (parked.clone(), self.lock().rng.u64(..));
                 scope.spawn(move || {
                     fastrand::seed(seed);
-                    let _ = taken.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                    let _ = lock(&taken).recv();
                     let done = catch_unwind(AssertUnwindSafe(|| role(&actor)));
                     actor.end();
                     if done.is_err() {
@@ -321,10 +325,10 @@ impl World {
             while self.step(&back) {}
         });
         let state = self.lock();
-        state.violation.clone().map_or(Ok(state.tally), Err)
+        state.violation.clone().map_or(Ok(state.counts), Err)
     }
 
-    /// One event; `false` when there is nothing left to do.
+    /// Handles one event. Returns false if there is nothing left to do.
     fn step(&self, back: &Receiver<()>) -> bool {
         let mut state = self.lock();
         let all_done = state.actors.iter().all(|actor| actor.is_done);
@@ -332,8 +336,8 @@ impl World {
             if all_done {
                 return false;
             }
-            state.violation.get_or_insert_with(|| "an actor does not come to its end".into());
-            state.actors.iter_mut().for_each(|actor| actor.is_dead = true);
+            state.violation.get_or_insert_with(|| "an actor does not end".into());
+            state.actors.iter_mut().for_each(|actor| actor.has_crashed = true);
             let next = state.actors.iter().position(|actor| !actor.is_done);
             drop(state);
             next.into_iter().for_each(|next| self.resume(next, back));
@@ -341,11 +345,11 @@ impl World {
         }
         let Some(((at, _), event)) = state.events.pop_first() else {
             if !all_done {
-                state.fail("everybody waits and nothing comes".into());
+                state.fail("deadlock: all actors wait and there are no events".into());
             }
             return !all_done;
         };
-        let woken = state.happen(at, event);
+        let woken = state.handle(at, event);
         drop(state);
         woken.into_iter().for_each(|actor| self.resume(actor, back));
         true
@@ -359,13 +363,13 @@ impl World {
         if let Some(turn) = turn
             && turn.send(()).is_ok()
         {
-            back.recv().expect("every actor comes back");
+            back.recv().expect("every actor yields");
         }
     }
 }
 
 fn is_expired(renewed: Duration, now: Duration) -> bool {
-    // The store's times are whole seconds.
+    // The store's times are in whole seconds.
     now.saturating_sub(renewed) + Duration::from_secs(2) >= LEASE_AGE_MAX
 }
 
@@ -387,12 +391,12 @@ impl State {
         self.violation.get_or_insert(why);
     }
 
-    /// From `least` to `most` seconds, every magnitude as likely.
+    /// A logarithmically distributed delay between `least` and `most` seconds.
     fn delay(&mut self, least: f64, most: f64) -> Duration {
         Duration::from_secs_f64(least * (most / least).powf(self.rng.f64()))
     }
 
-    /// What will happen to an actor that begins at `start`.
+    /// Plans suspensions and a crash of an actor that begins at `start`.
     fn plan(&mut self, actor: usize, start: Duration) {
         let chaos = self.chaos;
         if self.rng.f64() < chaos.suspensions {
@@ -402,10 +406,10 @@ impl State {
                 self.add(at, Event::Suspend { actor, time: Duration::from_secs(60 * minutes) });
             }
         } else if self.rng.f64() < chaos.pauses {
-            // Between two steps that follow each other at once, where a moment at random hardly ever is.
+            // Between two consecutive requests, which a random time would hardly ever hit.
             let minutes = [1, 5, 15, 28][self.rng.usize(..4)];
-            let requests = self.rng.usize(1..=PAUSED_BEHIND_MAX);
-            self.actors[actor].suspended_behind = Some((requests, Duration::from_secs(60 * minutes)));
+            let requests = self.rng.usize(1..=SUSPENDED_AFTER_MAX);
+            self.actors[actor].suspended_after = Some((requests, Duration::from_secs(60 * minutes)));
         }
         if self.rng.f64() < chaos.crashes {
             let at = start + self.delay(0.1, 10_000.0);
@@ -413,22 +417,22 @@ impl State {
         }
     }
 
-    /// Suspends an actor that has sent as many requests as were planned.
+    /// Suspends an actor after the planned number of requests.
     fn count_request(&mut self, actor: usize) {
-        let Some((left, time)) = &mut self.actors[actor].suspended_behind else { return };
+        let Some((left, time)) = &mut self.actors[actor].suspended_after else { return };
         *left -= 1;
         let time = (*left == 0).then_some(*time);
         if let Some(time) = time {
-            self.actors[actor].suspended_behind = None;
+            self.actors[actor].suspended_after = None;
             let now = self.now;
             self.add(now, Event::Suspend { actor, time });
         }
     }
 
-    /// Lets an event happen; gives the actor that has something to do then.
-    fn happen(&mut self, at: Duration, event: Event) -> Option<usize> {
+    /// Handles an event; returns the actor to resume.
+    fn handle(&mut self, at: Duration, event: Event) -> Option<usize> {
         let whose = match &event {
-            Event::Start(actor) | Event::Answer { actor, .. } | Event::Timer { actor, .. } => Some(*actor),
+            Event::Start(actor) | Event::Reply { actor, .. } | Event::Timer { actor, .. } => Some(*actor),
             _ => None,
         };
         if let Some(actor) = whose
@@ -441,8 +445,8 @@ impl State {
         self.now = at;
         match event {
             Event::Start(actor) => Some(actor),
-            Event::Answer { actor, slot, answer } => {
-                put(&slot, answer);
+            Event::Reply { actor, slot, reply } => {
+                put(&slot, reply);
                 Some(actor)
             }
             Event::Timer { actor, slot } => {
@@ -451,10 +455,10 @@ impl State {
             }
             Event::Suspend { actor, time } => {
                 let found = &mut self.actors[actor];
-                if !found.is_done && !found.is_dead && found.suspended_until <= at {
+                if !found.is_done && !found.has_crashed && found.suspended_until <= at {
                     found.suspended_until = at + time;
                     found.suspended += time;
-                    self.tally.suspended += 1;
+                    self.counts.suspended += 1;
                     self.note(|| format!("actor {actor}: suspended for {} s", time.as_secs()));
                 }
                 None
@@ -463,28 +467,30 @@ impl State {
                 if self.actors[actor].is_done {
                     return None;
                 }
-                self.actors[actor].is_dead = true;
-                self.tally.crashed += 1;
+                self.actors[actor].has_crashed = true;
+                self.counts.crashed += 1;
                 self.note(|| format!("actor {actor}: crashes"));
                 Some(actor)
             }
             Event::Arrive { actor, request, slot, is_lost } => {
-                let answer = self.apply(actor, &request);
-                self.note(|| format!("actor {actor}: {} -> {}", shown(&request), outcome(&answer, is_lost)));
+                let reply = self.apply(actor, &request);
+                self.note(|| {
+                    format!("actor {actor}: {} -> {}", request_text(&request), reply_text(&reply, is_lost))
+                });
                 if !is_lost {
                     let back = self.delay(0.002, 1.0);
-                    // An answer may be lost, too.
-                    let is_unheard = request.is_write() && self.rng.f64() < self.chaos.failing;
-                    let answer = if is_unheard { Err(model::failed()) } else { answer };
-                    let at = self.now + if is_unheard { PATIENCE } else { back };
-                    self.add(at, Event::Answer { actor, slot, answer });
+                    // A response may be lost too.
+                    let is_reply_lost = request.is_write() && self.rng.f64() < self.chaos.failing;
+                    let reply = if is_reply_lost { Err(model::failed()) } else { reply };
+                    let at = self.now + if is_reply_lost { REQUEST_TIMEOUT } else { back };
+                    self.add(at, Event::Reply { actor, slot, reply });
                 }
                 None
             }
         }
     }
 
-    fn apply(&mut self, actor: usize, request: &Request) -> Answered {
+    fn apply(&mut self, actor: usize, request: &Request) -> ReplyResult {
         match request {
             Request::Put { key, bytes, mode } => {
                 self.may_put(key, mode)?;
@@ -497,7 +503,7 @@ impl State {
                     self.actors[actor].lease_expired |= expired;
                 }
                 if key.ends_with(SUFFIX) {
-                    let index = Index::parse(bytes).expect("the real code made it");
+                    let index = Index::parse(bytes).expect("it was encoded by the real code");
                     self.names.insert(key.clone(), index.all_names().collect());
                     self.check(key);
                 }
@@ -534,7 +540,7 @@ impl State {
         }
     }
 
-    /// Every index names only what is there.
+    /// Checks that every index references only present chunks.
     fn check(&mut self, cause: &str) {
         let chunk = |name: &[u8; 32]| format!("vm/{}", chunk::key(name));
         let missing = self.names.iter().find_map(|(index, names)| {
@@ -546,7 +552,7 @@ impl State {
 }
 
 impl Request {
-    /// What publishes an image, or removes what one may need.
+    /// Returns true if the request publishes an image or removes chunks.
     fn is_decisive(&self) -> bool {
         match self {
             Self::Put { key, .. } => key.ends_with(SUFFIX),
@@ -561,10 +567,10 @@ impl Request {
 }
 
 fn put<T>(slot: &Slot<T>, value: T) {
-    *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
+    *lock(slot) = Some(value);
 }
 
-fn shown(request: &Request) -> String {
+fn request_text(request: &Request) -> String {
     let short = |key: &str| key.get(..30).unwrap_or(key).to_owned();
     match request {
         Request::Put { key, mode, .. } => format!("put {} {mode:?}", short(key)),
@@ -574,8 +580,8 @@ fn shown(request: &Request) -> String {
     }
 }
 
-fn outcome(answer: &Answered, is_lost: bool) -> String {
-    let text = match answer {
+fn reply_text(reply: &ReplyResult, is_lost: bool) -> String {
+    let text = match reply {
         Ok(Reply::Page(page)) => format!("{} objects", page.len()),
         Ok(_) => "ok".into(),
         Err(error) => error.to_string(),

@@ -1,7 +1,7 @@
-//! How a directive turns out.
+//! Carries out directives in a world.
 
 use super::super::super::{
-    Decision, DestinationView, Directive, Input, PeerMessage, SourceKind, SourceView, Started,
+    Decision, DestinationStatus, Directive, Input, PeerMessage, SourceKind, SourceStatus, StartResult,
 };
 use super::{Destination, Reply, Source, World};
 
@@ -16,37 +16,37 @@ impl World {
                 if reply != Reply::Refused {
                     self.towline(index).record = Some(decision);
                 }
-                // The source's connection is looked at once more before the last bytes go.
+                // The source's connection is probed once more before the last bytes are sent.
                 let is_open = decision != Decision::Commit || self.wires[index].open;
                 if reply == Reply::True && is_open { Input::Recorded } else { Input::NotRecorded }
             }
-            Directive::LookAtSource => Input::Source(self.source_view()),
-            Directive::LookAtLink => Input::SourceLink(self.link()),
-            Directive::LookAtDestination => Input::Destination(self.destination_view()),
+            Directive::QuerySource => Input::Source(self.source_view()),
+            Directive::ProbeSourceLink => Input::SourceLink(self.link()),
+            Directive::QueryDestination => Input::Destination(self.destination_view()),
             Directive::AwaitPeer => self.peer(index),
             Directive::RunDestination => self.run(reply),
-            Directive::Hold => {
+            Directive::AcknowledgeUnconfirmed => {
                 self.wires[index].shut = self.wires[index].open;
                 if self.wires[index].open { Input::Done } else { Input::NotDone }
             }
             Directive::Send(message) => self.send(index, message),
-            Directive::CancelSource => {
+            Directive::CancelMigration => {
                 if matches!(self.source, Source::Migrating | Source::Waiting) && reply == Reply::True {
                     self.source = Source::HasGuest;
                 }
                 Input::Done
             }
-            Directive::SettleDestination
+            Directive::FinalizeDestination
                 if self.destination == Destination::Exited && reply == Reply::True =>
             {
-                Input::Destination(DestinationView::Exited)
+                Input::Destination(DestinationStatus::Exited)
             }
             Directive::RestoreSource | Directive::ResumeSource | Directive::QuitSource
                 if self.source == Source::Exited =>
             {
                 match (directive, reply) {
                     (Directive::QuitSource, _) => Input::Done,
-                    (_, Reply::True) => Input::Source(SourceView::Exited),
+                    (_, Reply::True) => Input::Source(SourceStatus::Exited),
                     _ => Input::NotDone,
                 }
             }
@@ -64,41 +64,41 @@ impl World {
         }
     }
 
-    /// Nothing came within the deadline. A monitor that is silent is one that was asked before.
+    /// No event came within the deadline. Only a monitor that was reachable before can time out.
     fn timed_out(&mut self, directive: Directive) -> Input {
         let waits = match directive {
-            Directive::LookAtSource => matches!(self.source, Source::Migrating | Source::Waiting),
-            Directive::LookAtDestination => self.destination == Destination::Loading,
+            Directive::QuerySource => matches!(self.source, Source::Migrating | Source::Waiting),
+            Directive::QueryDestination => self.destination == Destination::Loading,
             _ => false,
         };
         if !waits {
             self.spend();
         }
         match directive {
-            // What a monitor that is closed shows before the deadline.
-            Directive::LookAtSource if !waits => Input::Source(SourceView::Unknown),
+            // The state that a closed monitor shows before the deadline.
+            Directive::QuerySource if !waits => Input::Source(SourceStatus::Unknown),
             _ => Input::TimedOut,
         }
     }
 
-    pub(super) fn source_view(&self) -> SourceView {
+    pub(super) fn source_view(&self) -> SourceStatus {
         match self.source {
-            Source::Migrating | Source::Waiting => SourceView::Migrating,
-            Source::Completed => SourceView::Completed,
-            Source::RunAgain => SourceView::CompletedAndRun,
-            Source::HasGuest => SourceView::HasGuest,
-            Source::Exited => SourceView::Exited,
-            Source::Stored => SourceView::Unknown,
+            Source::Migrating | Source::Waiting => SourceStatus::Migrating,
+            Source::Completed => SourceStatus::Completed,
+            Source::RunAgain => SourceStatus::CompletedThenResumed,
+            Source::HasGuest => SourceStatus::HasGuest,
+            Source::Exited => SourceStatus::Exited,
+            Source::Stored => SourceStatus::Unknown,
         }
     }
 
-    pub(super) fn destination_view(&self) -> DestinationView {
+    pub(super) fn destination_view(&self) -> DestinationStatus {
         match self.destination {
-            Destination::Loading => DestinationView::Loading,
-            Destination::Loaded | Destination::Stored => DestinationView::Loaded,
-            Destination::Running => DestinationView::Running,
-            Destination::Failed => DestinationView::Failed,
-            Destination::Exited => DestinationView::Exited,
+            Destination::Loading => DestinationStatus::Loading,
+            Destination::Loaded | Destination::Stored => DestinationStatus::Loaded,
+            Destination::Running => DestinationStatus::Running,
+            Destination::Failed => DestinationStatus::Failed,
+            Destination::Exited => DestinationStatus::Exited,
         }
     }
 
@@ -113,13 +113,13 @@ impl World {
 
     fn send(&mut self, index: usize, message: PeerMessage) -> Input {
         if message == PeerMessage::NotRun {
-            // What the source's operator is asked to look at is no evidence for this end any more.
+            // The source's operator may act on this message, so the record is no longer evidence for this end.
             let towline = self.towline(index);
             towline.record = towline.record.map(|decision| decision.min(Decision::Acknowledge));
         }
         let (wire, is_down) = match message {
             PeerMessage::Completed(_) | PeerMessage::Aborted => (index + 1, true),
-            PeerMessage::Settled(_) | PeerMessage::NotRun => (index, false),
+            PeerMessage::Placed(_) | PeerMessage::NotRun => (index, false),
         };
         let wire = &mut self.wires[wire];
         if !wire.open {
@@ -132,15 +132,15 @@ impl World {
 
     fn run(&mut self, reply: Reply) -> Input {
         let started = match (self.destination, reply) {
-            (Destination::Exited, Reply::True) => Started::Exited,
-            (Destination::Exited, _) => Started::Unknown,
-            (_, Reply::Refused) => Started::Refused,
-            (_, Reply::Silent) => Started::Unknown,
+            (Destination::Exited, Reply::True) => StartResult::Exited,
+            (Destination::Exited, _) => StartResult::Unknown,
+            (_, Reply::Refused) => StartResult::Refused,
+            (_, Reply::Silent) => StartResult::Unknown,
             (Destination::Loaded | Destination::Running, reply) => {
                 self.destination = Destination::Running;
-                if reply == Reply::Unanswered { Started::Unknown } else { Started::Live }
+                if reply == Reply::Unanswered { StartResult::Unknown } else { StartResult::Live }
             }
-            _ => Started::Refused,
+            _ => StartResult::Refused,
         };
         Input::Started(started)
     }

@@ -1,39 +1,45 @@
-//! A later towline, which has the records and a look at the QEMUs.
+//! A later towline, which has the records and queries the QEMUs.
 
-use super::super::super::End;
-use super::{Case, Decision, Destination, Finish, Placed, RunRequest, Source, SourceKind, World};
+use super::super::super::Side;
+use super::{
+    Decision, Destination, InterruptedMove, Placement, ResumeAction, RunRequest, Source, SourceKind, World,
+};
 use crate::switchover::DestinationKind;
 
 impl World {
-    /// What is durable of this towline.
+    /// The record of this towline on disk.
     pub(super) fn record(&self, index: usize) -> Option<Decision> {
         self.towlines[index]?.record
     }
 
-    /// The last that is recorded anywhere.
+    /// The last decision that is recorded anywhere.
     pub(super) fn decided(&self) -> Option<Decision> {
         self.towlines.iter().flatten().filter_map(|towline| towline.record).max()
     }
 
-    /// Whether no towline works on it any more.
+    /// Returns true if no towline works on it any more.
     pub(super) fn is_left(&self, index: usize) -> bool {
         self.towlines[index].is_some_and(|towline| !towline.alive || towline.outcome.is_some())
     }
 
-    /// What a towline on the host of this one knows.
-    pub(super) fn case(&self, index: usize) -> Case {
+    /// Evidence available to a towline on the host of this one.
+    pub(super) fn case(&self, index: usize) -> InterruptedMove {
         let towline = self.towlines[index].expect("it is there");
-        let case = Case::new(towline.record.expect("there is one"), self.is_to_run());
+        let case = InterruptedMove::new(towline.record.expect("there is one"), self.is_to_run());
         let source = (towline.request.source == SourceKind::Qemu).then(|| self.source_view());
         let is_driven = towline.request.destination == DestinationKind::Qemu;
         let destination = is_driven.then(|| self.destination_view());
-        Case { source, destination, ..case.with_fault(towline.fault) }
+        InterruptedMove { source, destination, ..case.with_fault(towline.fault) }
     }
 
-    /// What both know together.
-    pub(super) fn case_of_both(&self) -> Case {
-        let case = Case::new(self.decided().expect("there is one"), self.is_to_run());
-        Case { source: Some(self.source_view()), destination: Some(self.destination_view()), ..case }
+    /// Evidence available at both ends together.
+    pub(super) fn case_of_both(&self) -> InterruptedMove {
+        let case = InterruptedMove::new(self.decided().expect("there is one"), self.is_to_run());
+        InterruptedMove {
+            source: Some(self.source_view()),
+            destination: Some(self.destination_view()),
+            ..case
+        }
     }
 
     fn is_to_run(&self) -> bool {
@@ -44,39 +50,39 @@ impl World {
         }
     }
 
-    pub(super) fn resume(&mut self, index: usize, case: Case) {
-        let finish = case.finish();
-        self.resumed |= !matches!(finish, Finish::Wait(_) | Finish::Ask(_));
+    pub(super) fn resume(&mut self, index: usize, case: InterruptedMove) {
+        let finish = case.next_action();
+        self.resumed |= !matches!(finish, ResumeAction::Wait(_) | ResumeAction::NeedsChoice(_));
         match finish {
-            Finish::RunDestination => {
+            ResumeAction::RunDestination => {
                 self.towline(index).record = Some(Decision::Run);
                 self.destination = Destination::Running;
             }
-            Finish::AtDestination(placed) => {
+            ResumeAction::AtDestination(placed) => {
                 let is_there = match placed {
-                    Placed::Running => self.destination == Destination::Running,
+                    Placement::Running => self.destination == Destination::Running,
                     _ => self.destination == Destination::Loaded,
                 };
-                assert!(is_there, "it is not where it is said to be");
+                assert!(is_there, "the guest is not where the action assumes it");
                 self.forget(index, case);
             }
-            Finish::AtSource => {
+            ResumeAction::AtSource => {
                 assert!(
                     matches!(self.source, Source::HasGuest | Source::RunAgain),
-                    "its source does not have it"
+                    "the source does not have the guest"
                 );
                 self.forget(index, case);
             }
-            Finish::Gone => self.forget(index, case),
-            Finish::RunSource | Finish::Quit(End::Source | End::Destination) => {
-                unreachable!("nobody chose that")
+            ResumeAction::Gone => self.forget(index, case),
+            ResumeAction::RunSource | ResumeAction::Quit(Side::Source | Side::Destination) => {
+                unreachable!("needs an operator's choice")
             }
-            Finish::Wait(_) | Finish::Ask(_) => {}
+            ResumeAction::Wait(_) | ResumeAction::NeedsChoice(_) => {}
         }
     }
 
     /// The move is finished as far as this towline sees it; with both ends, for both.
-    fn forget(&mut self, index: usize, case: Case) {
+    fn forget(&mut self, index: usize, case: InterruptedMove) {
         let both = case.source.is_some() && case.destination.is_some();
         for (at, towline) in self.towlines.iter_mut().enumerate() {
             if let Some(towline) = towline

@@ -1,0 +1,56 @@
+//! `towline check`.
+
+use std::path::PathBuf;
+
+use super::Output;
+use crate::endpoint::Endpoint;
+
+/// Check whether a guest can be migrated to DEST, without moving anything
+///
+/// Queries both ends and changes nothing. `copy` and `move` run the same check first. The verdict assumes that towline
+/// configures both ends; a different result for QEMU's own `migrate` with the present settings is reported too.
+/// Exit status: 0 yes, also with notes; 1 no; 2 usage; 4 could not tell. Rules and remedies: docs/check.md.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Endpoints:
+  qmp:PATH          as SOURCE a QEMU that runs a guest, as DEST one started with `-incoming defer`
+  file:PATH, PATH   as SOURCE: an image
+  facts:FILE        a file written by --facts-out, or by a QEMU binary's -dump-vmstate
+  exec:COMMAND      a command that prints the same
+  attr:PATH         a migration_version attribute: the source's value is written to DEST's
+  ctl:SOCKET        a `towline net` or `towline vsock` with `--qmp SOCKET`: version, features, limits
+
+Examples:
+  Against a QEMU that waits on this host:
+    towline check qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
+  Between hosts without a connection:
+    towline check --facts-out a.facts qmp:/run/vm/a.qmp       (then copy the file)
+    towline check facts:a.facts qmp:/run/vm/b.qmp
+  Between two versions of QEMU, whose device states are compared field by field:
+    towline check exec:'qemu-10.0/qemu-system-x86_64 -M pc-q35-7.2 -dump-vmstate /dev/stdout' \\
+                  exec:'qemu-10.1/qemu-system-x86_64 -M pc-q35-7.2 -dump-vmstate /dev/stdout'
+  Two towline network cards, one through a forwarded socket:
+    towline check ctl:/run/vm/net0.qmp ctl:/run/there/net0.qmp
+  A mediated device:
+    towline check attr:/sys/bus/mdev/devices/UUID/mdev_type/migration_version \\
+      attr:/mnt/there/migration_version
+")]
+pub(crate) struct CheckArgs {
+    /// Endpoint that has the guest
+    #[arg(value_name = "SOURCE")]
+    pub(crate) source: Endpoint,
+    /// Endpoint that would receive it
+    #[arg(value_name = "DEST", required_unless_present = "facts_out", conflicts_with = "facts_out")]
+    pub(crate) destination: Option<Endpoint>,
+    /// File for the facts of SOURCE, for a later check with facts:FILE
+    #[arg(long, value_name = "FILE")]
+    pub(crate) facts_out: Option<PathBuf>,
+    /// Number of lanes (multifd channels) of the migration; 0 disables them
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub(crate) multifd_channels: usize,
+    /// Migration by postcopy, as with `move --postcopy`
+    #[arg(long)]
+    pub(crate) postcopy: bool,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}

@@ -1,0 +1,62 @@
+//! `towline copy`.
+
+use super::{ENDPOINTS, Output, TransferArgs};
+use crate::endpoint::Endpoint;
+
+/// Copy a guest: save it to an image, restore an image, or send it from one QEMU to another
+///
+/// A running SOURCE is left paused (QEMU's `postmigrate`), an image unchanged. The guest runs at a `qmp:` DEST if it ran
+/// at SOURCE. After a failure the guest continues at SOURCE, unless it is already safe at DEST.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  Save a running guest, which continues to run:
+    towline copy --resume qmp:/run/vm/a.qmp guest.img
+  Restore it into a QEMU started with `-incoming defer -qmp unix:/run/vm/b.qmp,server,nowait`:
+    towline copy --verify guest.img qmp:/run/vm/b.qmp
+  Clone three guests from one image (docs/clones.md):
+    towline copy guest.img qmp:/run/vm/b.qmp qmp:/run/vm/c.qmp qmp:/run/vm/d.qmp
+  Save only what changed since, and later merge the chain into a full image:
+    towline copy --resume --base guest.img qmp:/run/vm/a.qmp tuesday.img
+    towline copy tuesday.img full.img
+  Save this instant while the guest continues to run:
+    towline copy --live qmp:/run/vm/a.qmp guest.img
+  Run a restored guest within milliseconds, and load its memory on demand:
+    towline copy --postcopy guest.img qmp:/run/vm/b.qmp
+  Receive the `migrate tcp:HOST:4444` of a remote QEMU, with its capability return-path on:
+    towline copy tcp:0.0.0.0:4444 guest.img
+  Compress the lanes to a towline with the same options on another host:
+    towline copy --multifd-channels 4 --compression zstd guest.img tcp:OTHER:4444
+  Measure a link with a guest that dirties 20 MiB/s, and verify it; the first command runs there:
+    towline copy --multifd-channels 4 tcp:0.0.0.0:4444 mem:
+    towline copy --multifd-channels 4 mem:2G,dirty=20M tcp:OTHER:4444
+  Receive from a QEMU with tls-creds, with certificates in DIR (docs/tls.md):
+    towline copy --tls-creds DIR tcp:0.0.0.0:4444 guest.img
+  Save to an object store, where only new chunks are uploaded, and restore from it:
+    towline copy --resume qmp:/run/vm/a.qmp s3://BUCKET/vm/a-monday
+    towline copy s3://BUCKET/vm/a-monday qmp:/run/vm/b.qmp
+  Send through any filter:
+    towline copy guest.img exec:'zstd -1 | ssh other \"zstd -d > guest.stream\"' --return-path off
+")]
+#[command(after_help = ENDPOINTS)]
+pub(crate) struct CopyArgs {
+    /// Endpoint that has the guest
+    #[arg(value_name = "SOURCE")]
+    pub(crate) source: Endpoint,
+    /// Endpoint that receives it; several are possible if SOURCE is an image
+    #[arg(value_name = "DEST", required = true, num_args = 1..)]
+    pub(crate) destinations: Vec<Endpoint>,
+    #[command(flatten)]
+    pub(crate) transfer: TransferArgs,
+    /// Run the guest of a qmp: SOURCE again afterwards; also before, if it is paused since an earlier copy
+    #[arg(long, conflicts_with = "live")]
+    pub(crate) resume: bool,
+    /// Base image, an older state of the same guest; only chunks that differ from it are stored
+    #[arg(long, value_name = "IMAGE")]
+    pub(crate) base: Option<Endpoint>,
+    /// Image of this instant, while a qmp: SOURCE continues to run (QEMU's background-snapshot)
+    #[arg(long)]
+    pub(crate) live: bool,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}

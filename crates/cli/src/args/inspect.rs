@@ -1,0 +1,64 @@
+//! `towline inspect`.
+
+use super::{CompressionMethod, Output, Switch, TlsArgs};
+use crate::endpoint::Endpoint;
+use crate::sandbox::SandboxArgs;
+#[cfg(feature = "store")]
+use crate::units::hours;
+
+/// Show the parts of a guest: blocks, pages, devices and their versions, checksums, sizes
+///
+/// Reads an image, or queries a `qmp:` guest. From `tcp:`, `unix:`, `fd:` or `exec:` the whole guest is received, counted
+/// and discarded; its source is informed that the migration failed, and the guest continues there.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  towline inspect guest.img
+  towline inspect --verify --json guest.img
+  towline inspect qmp:/run/vm/a.qmp
+  towline inspect --verify s3://BUCKET/vm/a-monday
+  List the unreferenced chunks of a store, and remove them:
+    towline inspect --garbage s3://BUCKET/vm
+    towline inspect --remove-garbage s3://BUCKET/vm
+")]
+pub(crate) struct InspectArgs {
+    /// Image, qmp:PATH, prefix of a store, or stream (tcp:, unix:, fd:, exec:)
+    #[arg(value_name = "SOURCE")]
+    pub(crate) source: Endpoint,
+    /// Compare the whole image with its checksums
+    #[arg(long)]
+    pub(crate) verify: bool,
+    #[cfg(feature = "store")]
+    #[command(flatten)]
+    pub(crate) garbage: GarbageArgs,
+    /// Number of lanes of a stream; 0 disables them
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) multifd_channels: usize,
+    /// Compression of a stream's lanes
+    #[arg(long, value_name = "METHOD", default_value = "none")]
+    pub(crate) compression: CompressionMethod,
+    /// Return path of a stream
+    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    pub(crate) return_path: Switch,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+/// Options of garbage collection.
+#[cfg(feature = "store")]
+#[derive(Debug, clap::Args)]
+pub(crate) struct GarbageArgs {
+    /// List the chunks below SOURCE, a store's prefix, that no image references
+    #[arg(long)]
+    pub(crate) garbage: bool,
+    /// Remove them; refused during an upload below the same prefix
+    #[arg(long)]
+    pub(crate) remove_garbage: bool,
+    /// Minimum age in hours of unreferenced chunks; younger ones are kept for uploads that are resumed
+    #[arg(long, value_name = "HOURS", default_value = "24", value_parser = hours)]
+    pub(crate) garbage_age: std::time::Duration,
+}

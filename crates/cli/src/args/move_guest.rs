@@ -1,0 +1,56 @@
+//! `towline move`.
+
+use std::path::PathBuf;
+
+use super::{ENDPOINTS, Output, TransferArgs, key_and_value};
+use crate::endpoint::Endpoint;
+
+/// Move a running guest: copy it, and end SOURCE once the guest is at DEST
+///
+/// As `copy`; at the end SOURCE receives `quit`: once the guest runs at a `qmp:` DEST (or is loaded and paused there, if
+/// it was paused), once an image is complete and synced, or, with a stream, once SOURCE reports `completed`. After an
+/// earlier failure the guest continues at SOURCE.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  To a QEMU on this host, started with `-incoming defer -qmp unix:/run/vm/b.qmp,server,nowait`:
+    towline move qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
+  To another host; the first command runs there:
+    towline copy --multifd-channels 4 tcp:0.0.0.0:4444 qmp:/run/vm/b.qmp
+    towline move --multifd-channels 4 qmp:/run/vm/a.qmp tcp:OTHER:4444
+  With a check of the guest's towline network cards, which were started with --qmp:
+    towline move --device-ctl /run/vm/net-a.qmp=/run/vm/net-b.qmp \\
+      qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
+  Into an image:
+    towline move qmp:/run/vm/a.qmp guest.img
+")]
+#[command(after_help = ENDPOINTS)]
+pub(crate) struct MoveArgs {
+    /// Unplug a vhost-user-vsock, which QEMU does not migrate, and plug it in again at a qmp: DEST with the same -chardev
+    /// and pcie-root-port; connections end, listeners in the guest continue
+    #[arg(long)]
+    pub(crate) detach_vsock: bool,
+    /// Control sockets (--qmp) of a towline device at the source and its counterpart at the destination, whose
+    /// compatibility is checked before the move, as by `towline check ctl:SRC ctl:DST`; may be repeated
+    #[arg(long, value_name = "SRC=DST", value_parser = device_pair)]
+    pub(crate) device_ctl: Vec<(PathBuf, PathBuf)>,
+    /// QEMU that runs the guest: qmp:PATH
+    #[arg(value_name = "SOURCE")]
+    pub(crate) source: Endpoint,
+    /// Endpoint that receives the guest
+    #[arg(value_name = "DEST")]
+    pub(crate) destination: Endpoint,
+    #[command(flatten)]
+    pub(crate) transfer: TransferArgs,
+    /// Refused: a moved guest does not continue at SOURCE
+    #[arg(long, hide = true)]
+    pub(crate) resume: bool,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+fn device_pair(text: &str) -> Result<(PathBuf, PathBuf), String> {
+    let (source, destination) =
+        key_and_value(text).ok_or("expected SRC=DST, the control sockets of two devices")?;
+    Ok((source.into(), destination.into()))
+}

@@ -1,0 +1,106 @@
+//! `towline net`.
+
+use std::path::PathBuf;
+
+use super::Switch;
+use crate::observability::ObservabilityArgs;
+use crate::sandbox::SandboxArgs;
+use crate::sockets::SocketArgs;
+
+/// Run a network card for a guest on a tap of this host (vhost-user): multiqueue, all offloads, live migration
+///
+/// A missing tap is created, brought up, and removed at the end; create one that must stay, for instance on a bridge,
+/// first. SIGTERM and Ctrl-C end the card and print the statistics of its queues; SIGUSR1 prints them at any time. A card
+/// that is started again after a crash continues to serve its guest if QEMU's chardev has `reconnect=`.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  A tap with four queues on a bridge, and its QEMU, with shared memory:
+    ip tuntap add dev vm0 mode tap multi_queue vnet_hdr
+    ip link set vm0 master br0 up
+    towline net --socket /run/vm/net0.sock --tap vm0 --queues 4
+    qemu-system-x86_64 … -object memory-backend-memfd,id=mem,size=4G,share=on \\
+      -machine q35,memory-backend=mem \\
+      -chardev socket,id=net0,path=/run/vm/net0.sock,reconnect=1 \\
+      -netdev vhost-user,id=n0,chardev=net0,queues=4 -device virtio-net-pci,netdev=n0,mq=on
+  The same as the XML of a libvirt domain:
+    <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>
+    <interface type='vhostuser'>
+      <source type='unix' path='/run/vm/net0.sock' mode='client'>
+        <reconnect enabled='yes' timeout='1'/>
+      </source>
+      <model type='virtio'/><driver queues='4'/>
+    </interface>
+  Taps opened by a manager (descriptors 5 and 6), with worker threads on processors 2 and 3:
+    towline net --fd 4 --tap-fds 5:6 --cpus 2,3
+  Transmit by AF_XDP from pinned guest memory, through queue 0 of an SR-IOV function; receive by a
+  macvtap of the same function (docs/af-xdp.md lists drivers and requirements):
+    ip link add link ens1f0 name vm0 address 52:54:00:00:00:01 type macvtap mode bridge
+    ip link set vm0 up
+    towline net --socket /run/vm/net0.sock --tap vm0 --af-xdp ens1f0
+
+Exit status: 0 ended on request; 1 failed or refused; 2 usage.
+")]
+pub(crate) struct NetArgs {
+    /// Unix socket to listen on for QEMU; a stale one is replaced [default: the service manager's, unless --fd]
+    #[arg(long, value_name = "PATH", visible_alias = "socket-path", conflicts_with = "fd")]
+    pub(crate) socket: Option<PathBuf>,
+    /// Inherited socket, listening or connected
+    #[arg(long, value_name = "N")]
+    pub(crate) fd: Option<i32>,
+    #[command(flatten)]
+    pub(crate) access: SocketArgs,
+    /// Tap or macvtap; created if it does not exist
+    #[arg(long, value_name = "NAME", required_unless_present = "tap_fds", conflicts_with = "tap_fds")]
+    pub(crate) tap: Option<String>,
+    /// Inherited queues of one tap, opened with IFF_VNET_HDR
+    #[arg(long, value_name = "A:B:..", value_delimiter = ':')]
+    pub(crate) tap_fds: Vec<i32>,
+    /// Number of queue pairs, 1 to 128, each with a thread; QEMU's `queues=` may be lower [default: 1]
+    #[arg(long, value_name = "N", conflicts_with = "tap_fds")]
+    pub(crate) queues: Option<usize>,
+    /// MTU of the tap in bytes
+    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u16).range(68..), conflicts_with = "tap_fds")]
+    pub(crate) mtu: Option<u16>,
+    /// Interface that transmits from guest memory by AF_XDP; the tap only receives
+    #[arg(long, value_name = "IF")]
+    pub(crate) af_xdp: Option<String>,
+    /// Inherited AF_XDP sockets, not bound, one for each queue pair
+    #[arg(long, value_name = "A:B:..", value_delimiter = ':', requires = "af_xdp")]
+    pub(crate) xsk_fds: Vec<i32>,
+    /// First queue of the AF_XDP interface; the queue pairs use consecutive ones
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "af_xdp")]
+    pub(crate) xsk_queue: u32,
+    /// Processors of the worker threads, in the order of the queues
+    #[arg(long, value_name = "N,N,..", value_delimiter = ',')]
+    pub(crate) cpus: Vec<usize>,
+    /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0 disables
+    #[arg(long, value_name = "US", default_value_t = 50, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
+    pub(crate) poll_us: u64,
+    /// Record of descriptors in flight, with which a restarted card loses no buffers: a file (on a tmpfs), or `fd-store`,
+    /// the service manager's store (`FileDescriptorStoreMax=1`)
+    #[arg(long, value_name = "FILE|fd-store")]
+    pub(crate) state: Option<PathBuf>,
+    /// Socket for live upgrade: a new process with the same options takes over the device, its connection to QEMU and its
+    /// taps, and this one ends; after a failure this one continues. Only for processes of the same user or root, and not
+    /// with --af-xdp, as two processes cannot share a queue
+    #[arg(long, value_name = "SOCKET", conflicts_with = "af_xdp")]
+    pub(crate) hand_over: Option<PathBuf>,
+    /// Block the guest's migration; disables the dirty log
+    #[arg(long)]
+    pub(crate) unmigratable: bool,
+    /// Migration of the link state and counters (vhost-user's DEVICE_STATE, which stock QEMU does not use for network
+    /// cards); the same at both hosts
+    #[arg(long, value_name = "ON|OFF", default_value = "off")]
+    pub(crate) device_state: Switch,
+    #[command(flatten)]
+    pub(crate) observability: ObservabilityArgs,
+    /// Statistics as JSON objects on standard output (docs/json.md)
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Print the capabilities of this vhost-user backend, as in QEMU's vhost-user.json, and exit
+    #[arg(long)]
+    pub(crate) print_capabilities: bool,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
+}

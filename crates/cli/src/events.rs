@@ -1,0 +1,146 @@
+//! Events of `--json`, described by docs/json.md and docs/schema/events.json.
+//!
+//! Every state, reason and result is an identifier from an enumeration of the schema. Sentences for people are fields of their own,
+//! and may change. A change that is not an addition increments [`SCHEMA`].
+
+use serde_json::{Map, Value, json};
+use towline_control::plan::{DestinationState, Error, Phase, SourceState};
+use towline_migration::{SendReason, ZeroCopySend};
+
+use crate::exit::Exit;
+
+/// Version of the schema, in every event.
+pub(crate) const SCHEMA: u32 = 1;
+
+/// Formats an event.
+pub(crate) fn line(name: &str, fields: Value) -> String {
+    let mut event = Map::new();
+    event.insert("event".into(), name.into());
+    event.insert("schema".into(), SCHEMA.into());
+    if let Value::Object(fields) = fields {
+        event.extend(fields);
+    }
+    Value::Object(event).to_string()
+}
+
+/// Adds the exit status and its identifier to the fields of a last event.
+pub(crate) fn with_exit(mut fields: Value, exit: Exit) -> Value {
+    fields["exit"] = exit.code().into();
+    fields["outcome"] = outcome(exit).into();
+    fields
+}
+
+/// Returns the identifier of an exit status.
+pub(crate) fn outcome(exit: Exit) -> &'static str {
+    match exit {
+        Exit::Done => "done",
+        Exit::Failed => "failed",
+        Exit::Usage => "usage",
+        Exit::NeedsAttention => "needs-attention",
+        Exit::CouldNotTell => "could-not-tell",
+    }
+}
+
+/// Returns the identifier of a phase.
+pub(crate) fn phase(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Prepare => "prepare",
+        Phase::Connect => "connect",
+        Phase::Transfer => "transfer",
+        Phase::Switchover => "switchover",
+        Phase::Loaded => "loaded",
+        Phase::Release => "release",
+        Phase::CutOver => "cut-over",
+        Phase::Running => "running",
+    }
+}
+
+/// Returns the identifier of the guest's state at its source.
+pub(crate) fn source_state(state: SourceState) -> &'static str {
+    match state {
+        SourceState::Running => "running",
+        SourceState::Paused => "postmigrate",
+        SourceState::Ended => "ended",
+        SourceState::Unchanged => "unchanged",
+    }
+}
+
+/// Returns the identifier of the guest's state at its destination.
+pub(crate) fn destination_state(state: DestinationState) -> &'static str {
+    match state {
+        DestinationState::Running => "running",
+        DestinationState::Paused => "paused",
+        DestinationState::Stored => "stored",
+        DestinationState::Loaded => "loaded",
+        DestinationState::Received => "received",
+        DestinationState::Dropped => "discarded",
+    }
+}
+
+/// Returns the identifier of a lane's choice of sends.
+pub(crate) fn send_reason(reason: SendReason) -> &'static str {
+    match reason {
+        SendReason::Asked => "requested",
+        SendReason::Undecided => "undecided",
+        SendReason::Unsupported => "unsupported",
+        SendReason::Compressed => "compressed",
+        SendReason::Copied => "copied",
+        SendReason::CostsMore => "costs-more",
+        SendReason::CostsLess => "costs-less",
+        SendReason::NoMemory => "no-memory",
+    }
+}
+
+/// Returns the value of `--zero-copy-send`.
+pub(crate) fn zero_copy_send(setting: ZeroCopySend) -> &'static str {
+    match setting {
+        ZeroCopySend::Auto => "auto",
+        ZeroCopySend::On => "on",
+        ZeroCopySend::Off => "off",
+    }
+}
+
+/// Returns the identifier of the reason for a failure.
+pub(crate) fn reason(error: &Error) -> &'static str {
+    match error {
+        Error::Channel(_) => "channel",
+        Error::Image(_) => "image",
+        Error::Migration(_) => "migration",
+        Error::Qemu(_) => "qemu",
+        Error::Settings(_) => "settings",
+        Error::Check(_) => "check",
+        Error::Move(_) => "undecided-move",
+        Error::Usage(_) => "usage",
+        Error::NeedsCont { .. } => "source-postmigrate",
+        Error::NoGuest { .. } => "source-without-guest",
+        Error::Migrating { .. } => "source-migrating",
+        Error::Blocked { .. } => "source-blocked",
+        Error::NotWaiting { .. } | Error::WaitsElsewhere { .. } | Error::UsedUp { .. } => {
+            "destination-not-waiting"
+        }
+        Error::DoesNotFit { .. } => "incompatible",
+        Error::LaneLost { .. } | Error::LanesNotTaken { .. } => "lanes",
+        Error::NothingToRecover { .. } | Error::NotRecovered { .. } | Error::NotConnectedAgain { .. } => {
+            "recovery"
+        }
+        Error::NotDetached { .. } | Error::NotAttached { .. } => "device",
+        Error::SourceEnded { .. } => "source-exited",
+        Error::SourceFailed { .. } => "source-failed",
+        Error::DestinationFailed { .. } => "destination-failed",
+        Error::NotCompleted { .. } | Error::SourceNotDone { .. } | Error::SourceReset { .. } => {
+            "source-unknown"
+        }
+        Error::PeerSilent { .. } => "peer-silent",
+        Error::NotRunning { .. } => "destination-not-running",
+        Error::SharedDrive { .. } => "shared-drive",
+        Error::CannotConverge { .. } => "not-converging",
+        Error::PrivateDir { .. } => "private-directory",
+        Error::Cancelled => "cancelled",
+        _ => "other",
+    }
+}
+
+/// Returns the fields of an event `failed`, without its exit status.
+pub(crate) fn error(text: &str) -> Value {
+    json!({ "error": text })
+}

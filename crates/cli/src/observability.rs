@@ -1,0 +1,81 @@
+//! Observation of a running command: its control socket (`--qmp`) and its metrics (`--metrics`).
+
+mod net;
+mod vsock;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result};
+use towline_control::device::{DeviceStatusServer, ManagedDevice};
+use towline_control::statistics::StatsSource;
+use towline_qmp::{Commands, Server};
+
+use crate::metrics::Metrics;
+use crate::sandbox::Policy;
+use crate::sockets::private;
+
+pub(crate) use net::card;
+pub(crate) use vsock::guest;
+
+/// Addresses to listen on.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct ObservabilityArgs {
+    /// Unix socket of a QMP server, for `towline ctl`, `towline check ctl:PATH` and QEMU's own tools
+    #[arg(long, value_name = "PATH")]
+    pub(crate) qmp: Option<PathBuf>,
+    /// TCP address of Prometheus metrics, without authentication (http://ADDRESS:PORT/metrics)
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub(crate) metrics: Option<SocketAddr>,
+}
+
+/// Running servers, which end when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Observers {
+    _server: Option<Server>,
+    _metrics: Option<Metrics>,
+}
+
+impl ObservabilityArgs {
+    /// Returns true if either is requested.
+    pub(crate) fn is_requested(&self) -> bool {
+        self.qmp.is_some() || self.metrics.is_some()
+    }
+
+    /// Permits the sockets.
+    pub(crate) fn extend_policy(&self, policy: &mut Policy) {
+        self.qmp.iter().for_each(|path| policy.listens_unix(path));
+        self.metrics.iter().for_each(|address| policy.bind.add(address.port()));
+    }
+
+    /// Starts the servers of these devices; their QMP command `quit` calls the function.
+    pub(crate) fn of_devices(
+        &self,
+        devices: Vec<Box<dyn ManagedDevice>>,
+        quit: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Observers> {
+        let monitor = Arc::new(DeviceStatusServer::new(devices, quit));
+        let server = match &self.qmp {
+            Some(path) => {
+                let commands = Arc::clone(&monitor) as Arc<dyn Commands>;
+                let start = || Ok(Server::start(path, commands)?);
+                Some(private(start).with_context(|| format!("--qmp {}", path.display()))?)
+            }
+            None => None,
+        };
+        self.with_server(server, &(monitor as Arc<dyn StatsSource>))
+    }
+
+    /// Starts the metrics, beside a running QMP server.
+    pub(crate) fn with_server(
+        &self,
+        server: Option<Server>,
+        counting: &Arc<dyn StatsSource>,
+    ) -> Result<Observers> {
+        let metrics = self
+            .metrics
+            .map(|address| Metrics::start(address, counting).with_context(|| format!("--metrics {address}")));
+        Ok(Observers { _server: server, _metrics: metrics.transpose()? })
+    }
+}

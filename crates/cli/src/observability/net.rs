@@ -1,0 +1,133 @@
+//! Facts and statistics of a network card.
+
+use std::sync::Arc;
+
+use towline_compat::facts;
+use towline_control::device::ManagedDevice;
+use towline_control::statistics::{Metric, StatsObject};
+use towline_net::{DropReason, Net, QueueStatistics, STATE_VERSION, STATE_VERSION_MIN, feature_names};
+use towline_vhost_user::{Device, RING_SIZE_MAX, features};
+
+/// A network card.
+struct Card {
+    net: Arc<Net>,
+    /// As of the start of the process.
+    version: Result<String, String>,
+}
+
+/// Returns the card as an observed device.
+pub(crate) fn card(net: &Arc<Net>) -> Box<dyn ManagedDevice> {
+    let version = net.migration_version().map_err(|error| error.to_string());
+    Box::new(Card { net: Arc::clone(net), version })
+}
+
+impl ManagedDevice for Card {
+    fn name(&self) -> String {
+        self.net.taps().name().to_owned()
+    }
+
+    fn facts(&self) -> facts::Device {
+        let rings = features::COMMON & !(features::LOG_ALL | features::PROTOCOL_FEATURES);
+        // The queues in use; before a guest is connected all queues.
+        let queues = match self.net.pairs_in_use() {
+            0 => self.net.reported_queue_num(),
+            in_use => in_use,
+        };
+        facts::Device {
+            device_type: self.net.name().into(),
+            features: feature_names(self.net.features() | rings).collect(),
+            negotiated: feature_names(self.net.negotiated_features()).collect(),
+            queues: u16::try_from(queues).unwrap_or(u16::MAX),
+            ring_size_max: RING_SIZE_MAX,
+            mtu: self.net.taps().mtu().and_then(|mtu| mtu.try_into().ok()).unwrap_or(0),
+            state_version: if self.net.has_device_state() { STATE_VERSION.into() } else { 0 },
+            state_version_min: if self.net.has_device_state() { STATE_VERSION_MIN.into() } else { 0 },
+            migration_version: self.version.clone().ok(),
+            unmigratable: self.version.clone().err(),
+            ..facts::Device::default()
+        }
+    }
+
+    fn is_running(&self) -> bool {
+        self.net.pairs_in_use() > 0
+    }
+
+    fn accepts(&self, version: &str) -> Result<(), String> {
+        self.net.accepts(version).map_err(|error| error.to_string())
+    }
+
+    fn statistics(&self) -> Vec<StatsObject> {
+        let tap = self.net.taps().name();
+        let of = |labels: Vec<(&'static str, String)>, kind, metrics| StatsObject {
+            kind,
+            labels: [vec![("tap", tap.to_owned())], labels].concat(),
+            metrics,
+        };
+        let card = of(
+            Vec::new(),
+            "net",
+            vec![
+                Metric::gauge("link", "1 while the link is up", self.net.is_link_up().into()),
+                Metric::gauge(
+                    "pairs-in-use",
+                    "queue pairs in use by the guest",
+                    self.net.pairs_in_use() as u64,
+                ),
+            ],
+        );
+        let pairs = self.net.statistics();
+        let queues = pairs.iter().enumerate().flat_map(|(index, pair)| {
+            ["rx", "tx"].into_iter().zip(pair).map(move |(direction, queue)| {
+                of(vec![("way", direction.into()), ("queue", index.to_string())], "net-queue", metrics(queue))
+            })
+        });
+        std::iter::once(card).chain(queues).collect()
+    }
+
+    fn set_link(&self, up: bool) -> Result<(), String> {
+        self.net.set_link(up);
+        Ok(())
+    }
+}
+
+/// Returns the counters of a queue. `rx` is the guest's direction of receiving.
+fn metrics(queue: &QueueStatistics) -> Vec<Metric> {
+    let mut metrics = vec![
+        Metric::counter("packets", "frames and super-frames", queue.packets),
+        Metric::byte_counter("bytes", "bytes of the frames, without virtio headers", queue.bytes),
+        Metric::counter("batches", "updates of the used index", queue.batches),
+        Metric::counter("notifications", "notifications of the driver", queue.notifications),
+        Metric::counter(
+            "notifications-suppressed",
+            "notifications that the driver suppressed",
+            queue.notifications_suppressed,
+        ),
+        Metric::counter("copied", "frames copied by this process or the kernel", queue.copied),
+        Metric::counter("zero-copy", "frames read from guest memory by the network device", queue.zero_copy),
+        Metric::counter(
+            "referenced",
+            "frames passed to the kernel by reference to guest memory",
+            queue.referenced,
+        ),
+        Metric::gauge("pending", "frames in flight in the kernel", queue.pending),
+    ];
+    metrics.extend(DropReason::ALL.map(|reason| {
+        let (name, about) = dropped(reason);
+        Metric::counter(name, about, queue.dropped(reason))
+    }));
+    metrics
+}
+
+/// Returns the metric of a drop reason, and its help text.
+fn dropped(reason: DropReason) -> (&'static str, &'static str) {
+    match reason {
+        DropReason::InterfaceDown => {
+            ("dropped-interface-down", "frames dropped: the host's interface is down")
+        }
+        DropReason::Malformed => ("dropped-malformed", "frames dropped: malformed"),
+        DropReason::TooLong => ("dropped-too-long", "frames dropped: too long"),
+        DropReason::NoRoom => ("dropped-no-room", "frames dropped: the kernel's queue is full"),
+        DropReason::Refused => ("dropped-refused", "frames dropped: the tap refused them or is removed"),
+        DropReason::LinkDown => ("dropped-link-down", "frames dropped: the link is down"),
+    }
+}

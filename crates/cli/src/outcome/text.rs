@@ -1,0 +1,103 @@
+//! Report of a successful copy for people.
+
+use towline_control::plan::{PostcopyReport, Report};
+use towline_image::Increment;
+use towline_image::checksum::CHUNK_BYTES;
+
+use super::{Verb, memory};
+use crate::endpoint::Endpoint;
+use crate::progress::{Reporter, faults_text};
+use crate::sends;
+use crate::units::{count, size};
+
+/// Prints the report.
+pub(super) fn completed(
+    reporter: &Reporter,
+    verb: Verb,
+    [source, destination]: [&Endpoint; 2],
+    report: &Report,
+) {
+    let seconds = report.total_time.as_secs_f64();
+    reporter.line(&format!("{} {source} to {destination} in {seconds:.2} s", verb.name()));
+    transfer(reporter, report);
+    for line in sends::lines(&report.lane_sends) {
+        reporter.line(&format!("  lanes        {line}"));
+    }
+    if let Some(downtime_ms) = report.downtime_ms {
+        reporter.line(&format!("  downtime     {downtime_ms} ms"));
+    }
+    if let Some(report) = &report.postcopy {
+        postcopy(reporter, report);
+    }
+    if let Some(outcome) = &report.memory {
+        memory::print(reporter, outcome);
+    }
+    if let Some(Increment { stored, in_base }) = report.increment {
+        let (all, bytes) = (stored + in_base, stored as u64 * CHUNK_BYTES);
+        reporter.line(&format!(
+            "  stored       {stored} of {all} chunks ({}); the base has the others",
+            size(bytes)
+        ));
+    }
+    reporter.line(&format!("  source       {}", report.source.text()));
+    reporter.line(&format!("  destination  {}", report.destination.text()));
+}
+
+/// Prints the amounts of memory.
+fn transfer(reporter: &Reporter, report: &Report) {
+    let (moved, seconds) = (&report.moved, report.total_time.as_secs_f64());
+    reporter.line(&format!(
+        "  memory       {}: {} plain pages, {} zero pages",
+        size(moved.total),
+        count(moved.normal),
+        count(moved.duplicate)
+    ));
+    if let Some(uploaded) = &report.uploaded {
+        reporter.line(&format!(
+            "  uploaded     {} chunks in {}; {} were stored already, {} are zero",
+            count(uploaded.sent_chunks),
+            size(uploaded.sent_bytes),
+            count(uploaded.known_chunks),
+            count(uploaded.zero_chunks)
+        ));
+    }
+    if report.loaded_by_qemu {
+        reporter.line(&format!(
+            "  moved        by QEMU, {} channels, from the image itself",
+            report.multifd_channels
+        ));
+    } else {
+        reporter.line(&format!(
+            "  moved        {} at {}/s over {} lanes, in {} vectored, {} plain and {} spliced calls",
+            size(moved.transferred),
+            size((moved.transferred as f64 / seconds) as u64),
+            report.multifd_channels,
+            count(moved.vectored_calls),
+            count(moved.plain_calls),
+            count(moved.spliced_calls)
+        ));
+    }
+    if let Some(ratio) = report.compression_ratio() {
+        let (pages, wire) = (size(moved.normal_bytes), size(moved.multifd_bytes));
+        let method = report.compression.method().name();
+        reporter
+            .line(&format!("  compressed   {pages} of pages into {wire} on lanes, {ratio:.2}:1 ({method})"));
+    }
+}
+
+fn postcopy(reporter: &Reporter, report: &PostcopyReport) {
+    let faults = faults_text(&report.faults);
+    match report.running_after {
+        Some(time) => {
+            reporter.line(&format!("  ran after    {:.1} ms; {faults}", time.as_secs_f64() * 1e3));
+        }
+        None => reporter.line(&format!("  postcopy     {faults}")),
+    }
+    if report.working_set_pages > 0 {
+        let pages = count(report.working_set_pages);
+        reporter.line(&format!("  working set  {pages} pages of earlier restores were sent first"));
+    }
+    if report.recoveries > 0 {
+        reporter.line(&format!("  recovered    from {} lost connections", count(report.recoveries)));
+    }
+}

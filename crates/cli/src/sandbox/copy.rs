@@ -1,0 +1,182 @@
+//! Policy of `copy`, `move` and `inspect`, by their endpoints.
+
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+
+use towline_channel::Address;
+use towline_control::journal::RuntimeDirectory;
+use towline_control::plan::{Destination, Request, Source};
+
+use super::{Policy, Ports};
+
+/// Paths read by every copy: processors, memory, locks of drives, processes of QEMUs, the page map of this process.
+const SYSTEM: [&str; 3] = ["/proc", "/sys/devices/system", "/sys/fs/cgroup"];
+/// Paths that the C library reads to resolve host names, and CA certificates.
+const NAME_SERVICE: [&str; 7] =
+    ["/etc", "/usr", "/lib", "/lib64", "/run/systemd/resolve", "/run/resolvconf", "/run/NetworkManager"];
+/// Variables that name a file read by object stores or TLS.
+#[cfg(feature = "store")]
+const CREDENTIALS: [&str; 7] = [
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "AWS_CONFIG_FILE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+];
+/// Directories of credentials below the home directory.
+#[cfg(feature = "store")]
+const HOME_CREDENTIALS: [&str; 3] = [".aws", ".config/gcloud", ".azure"];
+/// Directory of pages that wait for their upload, without `TMPDIR`.
+#[cfg(feature = "store")]
+const SPOOL: &str = "/var/tmp";
+
+/// Reason that a copy to or from `exec:` is not confined.
+pub(crate) const EXEC_UNCONFINED: &str = "commands of exec: would be confined with this process";
+
+/// Returns the policy of a copy with these endpoints and options, and the control socket `qmp`. `None`: it cannot be confined, since
+/// it runs a command (`exec:`), whose needs are unknown.
+pub(crate) fn policy_of_copy(
+    source: &Source,
+    destinations: &[Destination],
+    request: &Request,
+    qmp: Option<&Path>,
+) -> Option<Policy> {
+    let mut policy = Policy { connects_unix: true, opens: true, ..Policy::default() };
+    policy.read.extend(SYSTEM.map(PathBuf::from));
+    // Private sockets between QEMU and this process.
+    policy.write.push(std::env::temp_dir());
+    if matches!(source, Source::Qmp(_)) || destinations.iter().any(|one| matches!(one, Destination::Qmp(_))) {
+        // Journals of QEMUs. A missing directory is reported where it is used.
+        policy.write.extend(RuntimeDirectory::open().ok().map(|directory| directory.path().to_owned()));
+    }
+    permit_source(&mut policy, source)?;
+    for destination in destinations {
+        permit_destination(&mut policy, destination)?;
+    }
+    // Drives that several QEMUs share are found in their open files.
+    policy.inspects_processes = destinations.len() > 1;
+    if is_local(source, destinations) {
+        // Lanes within this process are TCP connections by any free port.
+        (policy.bind, policy.connect) = (Ports::Any, Ports::Any);
+    }
+    if let (Source::Image(path), true) = (source, request.is_postcopy()) {
+        // The working set is stored beside the image.
+        policy.write.push(directory(path));
+    }
+    if let Some(base) = request.base() {
+        permit_image(&mut policy, base);
+    }
+    if let Some(tls) = &request.tls {
+        permit_directory(&mut policy, &tls.credentials);
+    }
+    policy.write.extend(qmp.map(directory));
+    Some(policy)
+}
+
+fn permit_source(policy: &mut Policy, source: &Source) -> Option<()> {
+    match source {
+        Source::Image(path) => permit_image(policy, path),
+        Source::Stream(address) => permit_stream(policy, address, Direction::Listen)?,
+        #[cfg(feature = "store")]
+        Source::Store(location) => permit_store(policy, location),
+        Source::Qmp(_) | Source::Memory(_) => {}
+    }
+    Some(())
+}
+
+fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<()> {
+    match destination {
+        Destination::Image(path) => policy.write.push(directory(path)),
+        Destination::Stream(address) => permit_stream(policy, address, Direction::Connect)?,
+        #[cfg(feature = "store")]
+        Destination::Store(location) => permit_store(policy, location),
+        Destination::Qmp(_) | Destination::Memory(_) | Destination::Null => {}
+    }
+    Some(())
+}
+
+/// Permits an image, the target of its symbolic link, and its base images.
+fn permit_image(policy: &mut Policy, path: &Path) {
+    for path in towline_image::base_paths(path).into_iter().chain([path.to_owned()]) {
+        policy.read.extend(path.canonicalize().ok().as_deref().map(directory));
+        policy.read.push(directory(&path));
+    }
+}
+
+/// Permits the files of a directory and the targets of symbolic links in it, with which certificates are often renewed.
+fn permit_directory(policy: &mut Policy, path: &Path) {
+    policy.read.push(path.to_owned());
+    let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+    policy.read.extend(entries.filter_map(|entry| entry.path().canonicalize().ok()));
+}
+
+/// Direction in which a stream is opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    Listen,
+    Connect,
+}
+
+fn permit_stream(policy: &mut Policy, address: &Address, direction: Direction) -> Option<()> {
+    match address {
+        Address::Tcp { host, port } | Address::WebSocket { host, port, .. } => {
+            match direction {
+                Direction::Listen => policy.bind.add(*port),
+                Direction::Connect => policy.connect.add(*port),
+            }
+            if !host.is_empty() && host.parse::<IpAddr>().is_err() {
+                permit_name_service(policy);
+            }
+        }
+        Address::Unix(path) => policy.write.push(directory(path)),
+        Address::Fd(_) => {}
+        Address::File { path, .. } => policy.write.push(directory(path)),
+        Address::Exec(_) => return None,
+    }
+    Some(())
+}
+
+fn permit_name_service(policy: &mut Policy) {
+    policy.resolves_names = true;
+    policy.read.extend(NAME_SERVICE.map(PathBuf::from));
+}
+
+#[cfg(feature = "store")]
+fn permit_store(policy: &mut Policy, location: &towline_image::store::Location) {
+    use towline_image::store::Scheme;
+
+    policy.write.push(std::env::var_os("TMPDIR").map_or_else(|| SPOOL.into(), PathBuf::from));
+    if location.scheme() == Scheme::Directory {
+        let shown = location.to_string();
+        let path = Path::new(shown.strip_prefix("store:").unwrap_or(&shown));
+        // A missing directory is created.
+        let existing = path.ancestors().skip(1).find(|path| path.is_dir() || path.as_os_str().is_empty());
+        policy.write.push(match existing {
+            Some(path) if !path.as_os_str().is_empty() => path.to_owned(),
+            _ => PathBuf::from("."),
+        });
+        return;
+    }
+    permit_name_service(policy);
+    policy.connect = Ports::Any;
+    policy.read.extend(CREDENTIALS.iter().filter_map(std::env::var_os).map(PathBuf::from));
+    let home = std::env::var_os("HOME").map(PathBuf::from);
+    policy.read.extend(home.iter().flat_map(|home| HOME_CREDENTIALS.map(|name| home.join(name))));
+}
+
+/// Returns the directory of a file.
+fn directory(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    }
+}
+
+/// Returns true if both ends of lanes may be in this process: neither a stream nor a QEMU at one end.
+fn is_local(source: &Source, destinations: &[Destination]) -> bool {
+    let is_remote =
+        |destination: &Destination| matches!(destination, Destination::Stream(_) | Destination::Qmp(_));
+    !matches!(source, Source::Stream(_) | Source::Qmp(_)) && !destinations.iter().all(is_remote)
+}

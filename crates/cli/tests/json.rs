@@ -1,0 +1,140 @@
+//! Events of `--json`: all that can be produced without a QEMU, validated by the schema, and their shapes.
+#![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use common::schema::Schema;
+use common::snapshot::Snapshots;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Events that need a QEMU, a tap or an interrupted move; the lab has tests of them.
+const ELSEWHERE: [&str; 6] = ["move", "unreadable", "resumed", "undecided", "statistics", "inspected, qemu"];
+
+/// Runs towline in a directory, and collects its events.
+struct Events {
+    directory: TempDir,
+    events: Vec<Value>,
+}
+
+impl Events {
+    fn command(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_towline"));
+        command.args(words).arg("--json").current_dir(self.directory.path());
+        command.env("XDG_RUNTIME_DIR", self.directory.path()).env_remove("TOWLINE_LOG");
+        command
+    }
+
+    /// Runs a command to its end with this exit status. Returns its last event.
+    fn run(&mut self, words: &[&str], status: i32) -> Value {
+        let output = self.command(words).output().unwrap();
+        assert_eq!(output.status.code(), Some(status), "{words:?}: {}", text(&output.stderr));
+        self.add(&output)
+    }
+
+    fn add(&mut self, output: &Output) -> Value {
+        let lines = text(&output.stdout);
+        self.events.extend(lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()));
+        self.events.last().unwrap().clone()
+    }
+
+    fn start(&self, words: &[&str]) -> Child {
+        self.command(words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    fn write(&self, name: &str, content: &str) {
+        std::fs::write(self.directory.path().join(name), content).unwrap();
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn wait_for(path: &Path) {
+    let deadline = Instant::now() + TIMEOUT;
+    while !path.exists() {
+        assert!(Instant::now() < deadline, "{} does not exist", path.display());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn events_follow_the_schema_and_have_their_recorded_shape() {
+    let mut towline = Events { directory: tempfile::tempdir().unwrap(), events: Vec::new() };
+    copies(&mut towline);
+    stores(&mut towline);
+    other_commands(&mut towline);
+
+    let schema = Schema::load();
+    let mut shapes = BTreeMap::new();
+    for event in &towline.events {
+        schema.validate(event).unwrap_or_else(|error| panic!("{error}\n{event}"));
+        shapes.entry(Schema::title(event)).or_insert_with(|| schema.shape(event));
+    }
+    let mut snapshots = Snapshots::open("events");
+    for (title, shape) in &shapes {
+        snapshots.compare(&format!("{}.json", title.replace(", ", "-")), &format!("{shape:#}\n"));
+    }
+    snapshots.finish();
+    let missing: Vec<_> = schema.titles().into_iter().filter(|title| !shapes.contains_key(*title)).collect();
+    let expected: Vec<_> = schema.titles().into_iter().filter(|title| ELSEWHERE.contains(title)).collect();
+    assert_eq!(missing, expected);
+}
+
+fn copies(towline: &mut Events) {
+    // Zero-copy sends depend on the kernel.
+    let done = towline.run(&["copy", "--zero-copy-send", "off", "mem:8M", "a.img"], 0);
+    assert_eq!((&done["source-state"], &done["destination-state"]), (&json!("unchanged"), &json!("stored")));
+    let all = towline.run(&["copy", "a.img", "b.img", "c.img"], 0);
+    assert_eq!((&all["event"], &all["outcome"]), (&json!("all"), &json!("done")));
+    let failed = towline.run(&["copy", "none.img", "d.img"], 1);
+    assert_eq!((&failed["guest-state"], &failed["reason"]), (&json!("in-image"), &json!("image")));
+    let usage = towline.run(&["copy", "null:", "d.img"], 2);
+    assert_eq!((&usage["outcome"], &usage["reason"]), (&json!("usage"), &json!("usage")));
+
+    let receiver = towline.start(&["copy", "unix:stream", "mem:"]);
+    wait_for(&towline.directory.path().join("stream"));
+    towline.run(&["copy", "a.img", "unix:stream"], 0);
+    let received = receiver.wait_with_output().unwrap();
+    assert!(received.status.success(), "{}", text(&received.stderr));
+    let received = towline.add(&received);
+    assert_eq!(received["destination-state"], "received");
+    assert!(received["memory"]["verified-pages"].is_u64(), "{received}");
+}
+
+fn stores(towline: &mut Events) {
+    towline.run(&["copy", "a.img", "store:images/a"], 0);
+    assert_eq!(towline.run(&["inspect", "--verify", "store:images/a"], 0)["kind"], "stored-image");
+    towline.run(&["copy", "mem:8M,seed=7", "other.img"], 0);
+    towline.run(&["copy", "--overwrite", "other.img", "store:images/a"], 0);
+    for option in ["--garbage", "--remove-garbage"] {
+        let found = towline.run(&["inspect", option, "--garbage-age", "0", "store:images"], 0);
+        assert!(found["garbage"]["objects"].as_u64().unwrap() > 0, "{found}");
+    }
+}
+
+fn other_commands(towline: &mut Events) {
+    assert_eq!(towline.run(&["inspect", "--verify", "a.img"], 0)["verified"], true);
+    towline.run(&["copy", "--return-path", "off", "a.img", "exec:cat > stream.bin"], 0);
+    let stream = towline.run(&["inspect", "--return-path", "off", "exec:cat stream.bin"], 0);
+    assert_eq!(stream["kind"], "stream");
+    towline.write("source.facts", "{}");
+    for (name, version) in [("here", "v1"), ("there", "v1")] {
+        towline.write(name, version);
+    }
+    let checked = towline.run(&["check", "attr:here", "attr:there"], 0);
+    assert_eq!(checked["verdict"], "yes", "{checked}");
+    towline.run(&["check", "--facts-out", "here.facts", "attr:here"], 0);
+    towline.run(&["moves"], 0);
+    assert_eq!(towline.run(&["resume", "zzzz"], 2)["reason"], "unknown-id");
+    towline.write(".guest.img.partial", "p");
+    let repaired = towline.run(&["repair", "."], 0);
+    assert_eq!(repaired["partials"][0]["state"], "leftover", "{repaired}");
+}

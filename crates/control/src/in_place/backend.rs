@@ -1,0 +1,204 @@
+//! Memory backends of a QEMU, as it describes them itself over QMP.
+//!
+//! A RAM block of a `memory-backend-*` object has the object's id as its name, or with old machine types the object's path
+//! (`x-use-canonical-path-for-ramblock-id`). QEMU 8.2 and later also report the address of each block.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+use towline_qmp::commands::{HumanMonitorCommand, QomGet, QueryMemdev};
+use towline_qmp::{self as qmp, Client};
+
+/// The only type of backend that maps a file which it is given.
+const FILE_BACKEND: &str = "memory-backend-file";
+/// Container of the objects that `-object` makes.
+const OBJECTS: &str = "/objects/";
+/// Names of the columns of `info ramblock` that are looked at.
+const PAGE_SIZE_COLUMN: &str = "PSize";
+const ADDRESS_COLUMN: &str = "HVA";
+
+/// A `memory-backend-*` object. A property is absent where this QEMU, or this type, does not have it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Backend {
+    /// Its id.
+    pub(super) id: String,
+    /// Its type, for example `memory-backend-file`.
+    pub(super) kind: String,
+    /// Its size in bytes.
+    pub(super) bytes: u64,
+    /// True if its pages were allocated at start.
+    pub(super) prealloc: bool,
+    /// True if it is mapped shared.
+    pub(super) share: bool,
+    /// The file, as it was named on the command line.
+    pub(super) path: Option<String>,
+    /// The first byte in the file; since 8.1.
+    pub(super) offset: Option<u64>,
+    /// True if the file was opened for reading only.
+    pub(super) readonly: bool,
+    /// `on`: the guest cannot write; `auto`: as `readonly`; since 8.2.
+    pub(super) rom: Option<String>,
+    /// True if the file's content is discarded when QEMU exits.
+    pub(super) discard_data: bool,
+}
+
+/// All backends of a QEMU with the names of their blocks.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Backends {
+    backends: Vec<Backend>,
+    /// Address of each block in QEMU; empty before QEMU 8.2.
+    addresses: BTreeMap<String, u64>,
+}
+
+impl Backend {
+    /// Returns true if it maps a file that it is given.
+    pub(super) fn maps_file(&self) -> bool {
+        self.kind == FILE_BACKEND
+    }
+}
+
+impl Backends {
+    pub(super) fn of(client: &mut Client) -> Result<Self, qmp::Error> {
+        let mut backends = Vec::new();
+        for memdev in client.execute(&QueryMemdev)? {
+            let Some(id) = memdev.id else { continue };
+            let mut get = |property: &str| property_of(client, &id, property);
+            let text = |value: Option<Value>| value.and_then(|value| Some(value.as_str()?.to_owned()));
+            let is_on = |value: Option<Value>| value.and_then(|value| value.as_bool()).unwrap_or_default();
+            backends.push(Backend {
+                kind: text(get("type")?).unwrap_or_default(),
+                bytes: memdev.size,
+                prealloc: memdev.prealloc,
+                share: is_on(get("share")?),
+                path: text(get("mem-path")?),
+                offset: get("offset")?.and_then(|value| value.as_u64()),
+                readonly: is_on(get("readonly")?),
+                rom: text(get("rom")?),
+                discard_data: is_on(get("discard-data")?),
+                id,
+            });
+        }
+        let command = HumanMonitorCommand { command_line: "info ramblock".into() };
+        let addresses =
+            if backends.is_empty() { BTreeMap::new() } else { addresses(&client.execute(&command)?) };
+        Ok(Self { backends, addresses })
+    }
+
+    /// The backend of a block.
+    pub(super) fn of_block(&self, block: &str) -> Option<&Backend> {
+        let id = block.strip_prefix(OBJECTS).unwrap_or(block);
+        self.backends.iter().find(|backend| backend.id == id)
+    }
+
+    /// Address of a block in QEMU, where QEMU reports it.
+    pub(super) fn address_of(&self, block: &str) -> Option<u64> {
+        self.addresses.get(block).copied()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Backend> {
+        self.backends.iter()
+    }
+
+    /// Returns true if no other backend has its size, so that it can be identified by that.
+    pub(super) fn is_alone_of_its_size(&self, backend: &Backend) -> bool {
+        self.backends.iter().filter(|other| other.bytes == backend.bytes).count() == 1
+    }
+}
+
+/// `None` where QEMU does not have the property.
+fn property_of(client: &mut Client, id: &str, property: &str) -> Result<Option<Value>, qmp::Error> {
+    let question = QomGet { path: format!("{OBJECTS}{id}"), property: property.into() };
+    match client.execute(&question) {
+        Ok(value) => Ok(Some(value)),
+        Err(qmp::Error::Refusal { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// The addresses in `info ramblock`, a table whose name column may hold spaces: it is read from the right.
+fn addresses(text: &str) -> BTreeMap<String, u64> {
+    let mut lines = text.lines();
+    let Some((_, columns)) = lines.next().and_then(|heading| heading.split_once(PAGE_SIZE_COLUMN)) else {
+        return BTreeMap::new();
+    };
+    let columns: Vec<&str> = columns.split_whitespace().collect();
+    let Some(column) = columns.iter().position(|column| *column == ADDRESS_COLUMN) else {
+        return BTreeMap::new();
+    };
+    lines.filter_map(|line| row(line, columns.len(), column)).collect()
+}
+
+/// Name and address of a row with `count` columns behind the page size, which has two words.
+fn row(line: &str, count: usize, column: usize) -> Option<(String, u64)> {
+    let mut rest = line.trim_end();
+    let mut words = Vec::with_capacity(count + 2);
+    for _ in 0..count + 2 {
+        let at = rest.rfind(' ').map_or(0, |space| space + 1);
+        words.push(&rest[at..]);
+        rest = rest[..at].trim_end();
+    }
+    let address = words[count - 1 - column].strip_prefix("0x")?;
+    let address = u64::from_str_radix(address, 16).ok()?;
+    Some((rest.trim().to_owned(), address)).filter(|(name, _)| !name.is_empty())
+}
+
+#[cfg(test)]
+impl Backends {
+    pub(super) fn new<'a>(
+        backends: impl IntoIterator<Item = Backend>,
+        addresses: impl IntoIterator<Item = (&'a str, u64)>,
+    ) -> Self {
+        let addresses = addresses.into_iter().map(|(name, address)| (name.to_owned(), address));
+        Self { backends: backends.into_iter().collect(), addresses: addresses.collect() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = concat!(
+        "              Block Name    PSize              Offset               Used              Total",
+        "                HVA  RO\n",
+        "                  pc.ram    4 KiB  0x0000000000000000 0x0000000004000000 0x0000000004000000",
+        " 0x00007fbbe3e00000  rw\n",
+        "              a name 0x1    1 GiB  0x0000000000200000 0x0000000000020000 0x0000000000200000",
+        " 0x00007fbbebe00000  ro\n",
+        "                            4 KiB  0x0000000000000000 0x0000000000200000 0x0000000000200000",
+        " 0x00007fbbebc00000  rw\n",
+        "  nonsense\n",
+    );
+
+    #[test]
+    fn addresses_of_blocks_are_read() {
+        let expected = [("a name 0x1".to_owned(), 0x7fbb_ebe0_0000), ("pc.ram".to_owned(), 0x7fbb_e3e0_0000)];
+        assert_eq!(addresses(TEXT), BTreeMap::from(expected));
+    }
+
+    #[test]
+    fn a_qemu_before_8_2_reports_no_addresses() {
+        let text = "              Block Name    PSize              Offset               Used              Total\n\
+                    pc.ram    2 MiB  0x0000000000200000 0x0000000004000000 0x0000000004000000\n";
+        assert_eq!(addresses(text), BTreeMap::new());
+        assert_eq!(addresses("unknown command: 'info ramblock'"), BTreeMap::new());
+        assert_eq!(addresses(""), BTreeMap::new());
+    }
+
+    #[test]
+    fn a_block_is_named_by_id_or_path() {
+        let backend = |id: &str, bytes| Backend { id: id.into(), bytes, ..Backend::default() };
+        let backends = Backends::new([backend("mem", 8), backend("more", 8), backend("small", 4)], []);
+        assert_eq!(backends.of_block("mem"), backends.of_block("/objects/mem"));
+        assert!(backends.of_block("mem").is_some());
+        assert!(backends.of_block("pc.bios").is_none());
+        assert!(!backends.is_alone_of_its_size(backends.of_block("mem").unwrap()));
+        assert!(backends.is_alone_of_its_size(backends.of_block("small").unwrap()));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_text_panics(text in "(.*\n)?( *Block Name *PSize( Used| Total| HVA| é){0,5}\n)?(.*\n){0,3}") {
+            let _ = addresses(&text);
+        }
+    }
+}

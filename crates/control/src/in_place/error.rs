@@ -1,0 +1,227 @@
+//! Reasons why memory is sent as ever, and why a copy is refused.
+
+use std::path::PathBuf;
+
+use super::maps::FileId;
+use crate::qemu;
+
+/// Reason why a block's memory is not proven to be at the destination, so that its pages are sent.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Reason {
+    /// The image is incremental.
+    #[error(
+        "{} is an incremental image, whose memory is in several files: `towline copy IMAGE NEW` makes a whole image of it", path.display()
+    )]
+    Incremental {
+        /// The image.
+        path: PathBuf,
+    },
+    /// No `memory-backend-*` object has the block's name.
+    #[error("no memory backend of QEMU has its name: only blocks of backends are mapped")]
+    NoBackend,
+    /// The backend is of another type.
+    #[error("its backend is a {found}, expected a memory-backend-file with mem-path= of the file")]
+    BackendType {
+        /// Its type.
+        found: String,
+    },
+    /// The destination is too old.
+    #[error("QEMU {found} cannot map a range of an image: offset= and rom= are in 8.2 and later")]
+    OldQemu {
+        /// Its version.
+        found: String,
+    },
+    /// The sizes differ.
+    #[error("its backend has {found} bytes, expected {expected}: give size= the size of the block")]
+    Size {
+        /// Bytes of the backend.
+        found: u64,
+        /// Bytes of the block.
+        expected: u64,
+    },
+    /// The guest could not write.
+    #[error("QEMU maps it read-only, so that its guest could not write: start QEMU with rom=off")]
+    ReadOnly,
+    /// QEMU does not report the block's address, and nothing else identifies its memory.
+    #[error("QEMU {found} does not report its address (`info ramblock`), and its size is not unique")]
+    NoAddress {
+        /// Its version.
+        found: String,
+    },
+    /// The process of a QEMU is not known.
+    #[error("QEMU's process is not identified: {why}")]
+    UnknownProcess {
+        /// The reason.
+        why: String,
+    },
+    /// The mappings of the process cannot be read.
+    #[error("{}: {text}; towline needs QEMU's user or CAP_SYS_PTRACE, and no sandbox (--sandbox none)", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Text of the error.
+        text: String,
+    },
+    /// A part of the block is not mapped.
+    #[error("a part of it is not mapped in QEMU's process")]
+    NotMapped,
+    /// The memory is of no file.
+    #[error("QEMU's process has memory of its own there, not a file")]
+    Anonymous,
+    /// The memory is of several files, or not in order.
+    #[error("it is mapped in parts that are not one range of one file")]
+    Split,
+    /// QEMU maps another file.
+    #[error(
+        "QEMU maps {path} ({found}), expected {expected}: the file was replaced after QEMU had opened it, or is another one"
+    )]
+    OtherFile {
+        /// Name of the mapped file.
+        path: String,
+        /// The mapped file.
+        found: FileId,
+        /// The expected file.
+        expected: FileId,
+    },
+    /// The range begins elsewhere in the file.
+    #[error("QEMU maps {path} from byte {found} on, expected {expected}: start QEMU with offset={expected}")]
+    Offset {
+        /// Name of the mapped file.
+        path: String,
+        /// First mapped byte.
+        found: u64,
+        /// First byte of the block in it.
+        expected: u64,
+    },
+    /// The memory is not the other QEMU's.
+    #[error("QEMU maps {path} ({found}), which the QEMU that has the guest does not map shared with it")]
+    NotOfTheOther {
+        /// Name of the mapped file.
+        path: String,
+        /// The mapped file.
+        found: FileId,
+    },
+    /// Writes would not reach the memory that both are to have.
+    #[error(
+        "QEMU maps it with share=off, so that it has private copies of what it writes: start QEMU with share=on"
+    )]
+    Private,
+    /// QEMU may change the image.
+    #[error(
+        "QEMU has the image open for writing, so that its guest could change it: start QEMU with share=off,readonly=on,rom=off"
+    )]
+    WritableImage,
+    /// A page of the mapping is no longer the file's.
+    #[error(
+        "QEMU has {bytes} bytes of private copies of it, whose content is not known: start QEMU without prealloc, and let nothing \
+         write before the guest is there"
+    )]
+    PrivateCopies {
+        /// Bytes of the copies.
+        bytes: u64,
+    },
+    /// The kernel does not report private copies.
+    #[error(
+        "the kernel does not report whether QEMU has private copies of it (no Anonymous in /proc/PID/smaps)"
+    )]
+    PrivateCopiesUnknown,
+    /// The image has no page bitmap bit where its file has content.
+    #[error(
+        "{} has old content at byte {offset}, where the guest has zeros, as QEMU leaves it in images of running guests: `towline copy \
+         IMAGE NEW` makes an image without",
+        path.display()
+    )]
+    StaleContent {
+        /// The image.
+        path: PathBuf,
+        /// Where in the file.
+        offset: u64,
+    },
+    /// Another process has the image locked, to replace it.
+    #[error("another towline is about to replace {}", path.display())]
+    Locked {
+        /// The image.
+        path: PathBuf,
+    },
+    /// The file cannot be examined.
+    #[error("{}: {text}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Text of the error.
+        text: String,
+    },
+}
+
+/// Reason why a copy, or an upgrade, is refused: it would damage memory that is in use.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A QEMU could not be asked.
+    #[error(transparent)]
+    Qemu(#[from] qemu::Error),
+    /// A reflink cannot be read.
+    #[error(transparent)]
+    Image(#[from] towline_image::Error),
+    /// Memory of the image is not what its manifest says.
+    #[error(transparent)]
+    Damaged(towline_migration::Error),
+    /// A restored guest could change the image.
+    #[error(
+        "QEMU on {socket} has the image {} open for writing (memory backend {backend:?}), so that its guest's writes or its balloon \
+         would change the image: start it with share=off,readonly=on,rom=off, or with a copy of the image of its own (a reflink)",
+        path.display()
+    )]
+    ImageWritable {
+        /// The monitor's socket.
+        socket: String,
+        /// Id of the backend.
+        backend: String,
+        /// The image.
+        path: PathBuf,
+    },
+    /// One QEMU's exit would discard the memory of the other.
+    #[error(
+        "memory backend {backend:?} of QEMU on {socket} has discard-data=on: its exit would discard memory that the other QEMU uses; \
+         start QEMU with discard-data=off"
+    )]
+    DiscardsData {
+        /// The monitor's socket.
+        socket: String,
+        /// Id of the backend.
+        backend: String,
+    },
+    /// A QEMU that loads would write into the guest that another one runs.
+    #[error(
+        "RAM block {block:?} of QEMU on {socket} is memory of the other QEMU's guest, and not that block of it: {reason}; loading would \
+         write into the guest"
+    )]
+    ForeignMemory {
+        /// The monitor's socket.
+        socket: String,
+        /// The block.
+        block: String,
+        /// The difference.
+        reason: Reason,
+    },
+    /// A copy of the image that shares its storage could not be made.
+    #[error(
+        "{} cannot be made as a reflink of {}: {source}; the filesystem needs FICLONE (XFS, btrfs), and both files on it",
+        path.display(), image.display()
+    )]
+    Reflink {
+        /// The image.
+        image: PathBuf,
+        /// The copy.
+        path: PathBuf,
+        /// The error.
+        source: std::io::Error,
+    },
+}
+
+impl From<towline_qmp::Error> for Error {
+    fn from(error: towline_qmp::Error) -> Self {
+        Self::Qemu(error.into())
+    }
+}

@@ -1,0 +1,302 @@
+//! The mappings of a process, as the kernel lists them in `/proc/PID/maps` and `/proc/PID/smaps` (proc(5)).
+//!
+//! A file is named there by the numbers of its device and inode as the kernel keeps them, which on some filesystems (btrfs,
+//! overlayfs) are not those of stat(2): they are comparable with each other only. Both files are mapped while they are compared,
+//! so neither number can come to mean another file.
+
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+/// Unit of the sizes in `smaps`.
+const KIB: u64 = 1024;
+/// Fields of `smaps` that count pages which are no longer the file's.
+const PRIVATE_FIELDS: [&str; 2] = ["Anonymous", "Swap"];
+
+/// A mounted `/proc`.
+#[derive(Debug, Clone)]
+pub(super) struct Proc(PathBuf);
+
+/// The file to read of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Detail {
+    /// Its mappings.
+    Mappings,
+    /// Its mappings, and how much of each is private copies. Costs time for memory that is in use.
+    PrivateCopies,
+}
+
+/// A file, as the kernel identifies it in a list of mappings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FileId {
+    /// Major number of its device.
+    pub major: u32,
+    /// Minor number of its device.
+    pub minor: u32,
+    /// Its inode; 0 for memory without a file.
+    pub inode: u64,
+}
+
+/// Destination of writes to a mapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sharing {
+    /// The process' own copies of the pages.
+    Private,
+    /// The file.
+    Shared,
+}
+
+/// One line of the list.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Mapping {
+    start: u64,
+    end: u64,
+    range: FileRange,
+}
+
+/// A range of a file that is mapped in one piece.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct FileRange {
+    pub(super) file: FileId,
+    /// The first byte of the range in the file.
+    pub(super) offset: u64,
+    pub(super) sharing: Sharing,
+    pub(super) is_writable: bool,
+    /// Name of the file when it was mapped, for messages.
+    pub(super) path: String,
+    /// Bytes of the mappings that are private copies; `None`: not listed.
+    pub(super) private_bytes: Option<u64>,
+}
+
+/// Reason why memory is not one range of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NotOneRange {
+    /// A part of it is not mapped.
+    Hole,
+    /// A part of it is of no file.
+    Anonymous,
+    /// Its parts are of several files, or not in the file's order.
+    Split,
+}
+
+impl std::fmt::Display for FileId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:x}:{:x} inode {}", self.major, self.minor, self.inode)
+    }
+}
+
+impl Default for Proc {
+    fn default() -> Self {
+        Self(PathBuf::from("/proc"))
+    }
+}
+
+impl Proc {
+    #[cfg(test)]
+    pub(super) fn at(path: &std::path::Path) -> Self {
+        Self(path.to_owned())
+    }
+
+    /// The file with the mappings of a process, which has a number or is `self`.
+    pub(super) fn path(&self, process: &str, detail: Detail) -> PathBuf {
+        self.0.join(process).join(match detail {
+            Detail::Mappings => "maps",
+            Detail::PrivateCopies => "smaps",
+        })
+    }
+
+    /// The mappings of a process, by address.
+    pub(super) fn mappings(&self, process: &str, detail: Detail) -> io::Result<Vec<Mapping>> {
+        // Names of files may be of any bytes.
+        let bytes = fs::read(self.path(process, detail))?;
+        Ok(parse(&String::from_utf8_lossy(&bytes)))
+    }
+}
+
+/// The range of a file that is mapped at `length` bytes from `address` on.
+pub(super) fn range_at(mappings: &[Mapping], address: u64, length: u64) -> Result<FileRange, NotOneRange> {
+    let end = address.checked_add(length).ok_or(NotOneRange::Hole)?;
+    let mut found: Option<FileRange> = None;
+    let mut at = address;
+    while at < end {
+        let mapping = mappings.iter().find(|mapping| (mapping.start..mapping.end).contains(&at));
+        let mapping = mapping.ok_or(NotOneRange::Hole)?;
+        if mapping.range.file.inode == 0 {
+            return Err(NotOneRange::Anonymous);
+        }
+        let offset = mapping.range.offset + (at - mapping.start);
+        found = Some(match found {
+            None => FileRange { offset, ..mapping.range.clone() },
+            Some(before) => before.joined(&mapping.range, offset, at - address).ok_or(NotOneRange::Split)?,
+        });
+        at = mapping.end;
+    }
+    found.ok_or(NotOneRange::Hole)
+}
+
+/// Returns true if `length` bytes of a file from `offset` on are mapped shared, wherever that is.
+pub(super) fn has_shared(mappings: &[Mapping], file: FileId, offset: u64, length: u64) -> bool {
+    mappings.iter().any(|mapping| {
+        let range = &mapping.range;
+        range.file == file
+            && range.sharing == Sharing::Shared
+            && range.offset <= offset
+            && mapping.end - mapping.start >= offset - range.offset + length
+    })
+}
+
+/// Returns true if a part of `length` bytes of a file from `offset` on is mapped shared.
+pub(super) fn overlaps_shared(mappings: &[Mapping], file: FileId, offset: u64, length: u64) -> bool {
+    mappings.iter().any(|mapping| {
+        let range = &mapping.range;
+        let is_before = range.offset + (mapping.end - mapping.start) <= offset;
+        let is_behind = offset + length <= range.offset;
+        range.file == file && range.sharing == Sharing::Shared && !is_before && !is_behind
+    })
+}
+
+impl FileRange {
+    /// This range with the next part of it, which begins at `offset` of its file and `distance` behind this one's begin.
+    fn joined(self, next: &Self, offset: u64, distance: u64) -> Option<Self> {
+        let continues =
+            next.file == self.file && next.sharing == self.sharing && offset == self.offset + distance;
+        let private = self.private_bytes.zip(next.private_bytes).map(|(one, other)| one + other);
+        let is_writable = self.is_writable && next.is_writable;
+        continues.then_some(Self { private_bytes: private, is_writable, ..self })
+    }
+}
+
+/// Reads either list. Lines that are neither a mapping nor a counted field are skipped.
+fn parse(text: &str) -> Vec<Mapping> {
+    let mut mappings: Vec<Mapping> = Vec::new();
+    for line in text.lines() {
+        if let Some(mapping) = parse_mapping(line) {
+            mappings.push(mapping);
+        } else if let (Some(last), Some(bytes)) = (mappings.last_mut(), parse_private(line)) {
+            last.range.private_bytes = Some(last.range.private_bytes.unwrap_or_default() + bytes);
+        }
+    }
+    mappings
+}
+
+/// `7f2a00000000-7f2a20000000 rw-p 00100000 fe:00 4711      /images/guest.img`
+fn parse_mapping(line: &str) -> Option<Mapping> {
+    let (addresses, rest) = line.split_once(' ')?;
+    let (permissions, rest) = rest.split_once(' ')?;
+    let (offset, rest) = rest.split_once(' ')?;
+    let (device, rest) = rest.split_once(' ')?;
+    let (inode, path) = rest.split_once(' ').unwrap_or((rest, ""));
+    let hex = |text: &str| u64::from_str_radix(text, 16).ok();
+    let number = |text: &str| u32::from_str_radix(text, 16).ok();
+    let (start, end) = addresses.split_once('-')?;
+    let (major, minor) = device.split_once(':')?;
+    let sharing = match permissions.as_bytes().get(3)? {
+        b's' => Sharing::Shared,
+        b'p' => Sharing::Private,
+        _ => return None,
+    };
+    let range = FileRange {
+        file: FileId { major: number(major)?, minor: number(minor)?, inode: inode.parse().ok()? },
+        offset: hex(offset)?,
+        sharing,
+        is_writable: permissions.as_bytes().get(1) == Some(&b'w'),
+        path: path.trim().to_owned(),
+        private_bytes: None,
+    };
+    Some(Mapping { start: hex(start)?, end: hex(end)?, range }).filter(|mapping| mapping.start < mapping.end)
+}
+
+/// `Anonymous:          128 kB`
+fn parse_private(line: &str) -> Option<u64> {
+    let (name, rest) = line.split_once(':')?;
+    if !PRIVATE_FIELDS.contains(&name) {
+        return None;
+    }
+    rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(KIB)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "\
+55d0c0000000-55d0c0001000 r-xp 00000000 fe:00 77                         /usr/bin/qemu-system-x86_64
+Size:                  4 kB
+Anonymous:             0 kB
+7f2a00000000-7f2a00200000 rw-p 00100000 fe:00 4711                       /images/a guest.img
+Size:               2048 kB
+Anonymous:            12 kB
+Swap:                  4 kB
+VmFlags: rd wr mr mw me
+7f2a00200000-7f2a00400000 rw-p 00300000 fe:00 4711                       /images/a guest.img
+Anonymous:             0 kB
+7f2a00400000-7f2a00500000 rw-p 00000000 00:00 0 
+7f2a00600000-7f2a00700000 rw-s 00000000 00:01 9                          /memfd:memory-backend-memfd (deleted)
+7ffd00000000-7ffd00021000 rw-p 00000000 00:00 0                          [stack]
+";
+
+    fn range(address: u64, length: u64) -> Result<FileRange, NotOneRange> {
+        range_at(&parse(TEXT), address, length)
+    }
+
+    #[test]
+    fn adjoining_mappings_of_a_file_are_one_range() {
+        let found = range(0x7f2a_0000_0000, 4 << 20).unwrap();
+        let expected = FileRange {
+            file: FileId { major: 0xfe, minor: 0, inode: 4711 },
+            offset: 1 << 20,
+            sharing: Sharing::Private,
+            is_writable: true,
+            path: "/images/a guest.img".into(),
+            private_bytes: Some(16 << 10),
+        };
+        assert_eq!(found, expected);
+        assert_eq!(found.file.to_string(), "fe:0 inode 4711");
+        assert_eq!(range(0x7f2a_0010_0000, 2 << 20).unwrap().offset, 2 << 20, "from within a mapping");
+        let memfd = range(0x7f2a_0060_0000, 1 << 20).unwrap();
+        assert_eq!((memfd.sharing, memfd.private_bytes), (Sharing::Shared, None));
+        assert_eq!(memfd.path, "/memfd:memory-backend-memfd (deleted)");
+    }
+
+    #[test]
+    fn other_memory_is_not_a_range() {
+        assert_eq!(range(0x7f2a_0000_0000, 5 << 20), Err(NotOneRange::Anonymous));
+        assert_eq!(range(0x7f2a_0040_0000, 1 << 20), Err(NotOneRange::Anonymous));
+        assert_eq!(range(0x7f2a_0060_0000, 2 << 20), Err(NotOneRange::Hole));
+        assert_eq!(range(0x7f2a_0050_0000, 1 << 20), Err(NotOneRange::Hole));
+        assert_eq!(range(0x7f2a_0000_0000, 0), Err(NotOneRange::Hole));
+        assert_eq!(range(u64::MAX, 2), Err(NotOneRange::Hole));
+        assert_eq!(range(0, u64::MAX), Err(NotOneRange::Hole));
+    }
+
+    #[test]
+    fn parts_out_of_order_are_not_a_range() {
+        let swapped = "1000-2000 rw-p 00001000 fe:00 5 /a\n2000-3000 rw-p 00000000 fe:00 5 /a\n";
+        assert_eq!(range_at(&parse(swapped), 0x1000, 0x2000), Err(NotOneRange::Split));
+        let mixed = "1000-2000 rw-p 00000000 fe:00 5 /a\n2000-3000 rw-s 00001000 fe:00 5 /a\n";
+        assert_eq!(range_at(&parse(mixed), 0x1000, 0x2000), Err(NotOneRange::Split));
+        let other = "1000-2000 rw-p 00000000 fe:00 5 /a\n2000-3000 rw-p 00001000 fe:00 6 /a\n";
+        assert_eq!(range_at(&parse(other), 0x1000, 0x2000), Err(NotOneRange::Split));
+    }
+
+    #[test]
+    fn shared_memory_is_found_wherever_it_is() {
+        let (mappings, file) = (parse(TEXT), FileId { major: 0, minor: 1, inode: 9 });
+        assert!(has_shared(&mappings, file, 0, 1 << 20));
+        assert!(has_shared(&mappings, file, 4096, (1 << 20) - 4096));
+        assert!(!has_shared(&mappings, file, 4096, 1 << 20), "longer than the mapping");
+        assert!(overlaps_shared(&mappings, file, 4096, 1 << 20));
+        assert!(!overlaps_shared(&mappings, file, 1 << 20, 4096), "behind it");
+        let private = FileId { major: 0xfe, minor: 0, inode: 4711 };
+        assert!(!overlaps_shared(&mappings, private, 1 << 20, 4096));
+        assert!(!has_shared(&mappings, private, 1 << 20, 4096));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_text_panics(text in "([0-9a-f]{0,17}-[0-9a-f]{0,17} [rwxps-]{0,5} [0-9a-f]{0,9} [0-9a-f:]{0,5} ?[0-9]{0,3}\n?|.*\n){0,4}",
+                          address: u64, length: u64) {
+            let _ = range_at(&parse(&text), address, length);
+        }
+    }
+}

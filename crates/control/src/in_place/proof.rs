@@ -1,0 +1,85 @@
+//! The proof itself: what QEMU says of a backend, what the kernel says of its mapping, and what both have to be. No I/O.
+
+use super::backend::Backend;
+use super::error::Reason;
+use super::maps::{FileId, FileRange, NotOneRange, Sharing};
+use super::{Kind, Mapped};
+
+/// Version since which QEMU maps ranges (`offset=`) of files that it opens for reading only (`rom=off`).
+const RANGES_SINCE: (u32, u32) = (8, 2);
+
+/// Memory that a block has to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Wanted<'a> {
+    /// Name of the block.
+    pub(super) block: &'a str,
+    /// Its length.
+    pub(super) bytes: u64,
+    pub(super) kind: Kind,
+    /// The file.
+    pub(super) file: FileId,
+    /// The block's first byte in it.
+    pub(super) offset: u64,
+}
+
+/// Refuses a backend by what QEMU itself says of it; the mapping need not be examined then.
+pub(super) fn check_backend(
+    backend: &Backend,
+    bytes: u64,
+    qemu: &towline_qmp::commands::Version,
+) -> Result<(), Reason> {
+    if !backend.maps_file() {
+        return Err(Reason::BackendType { found: backend.kind.clone() });
+    }
+    if (qemu.qemu.major, qemu.qemu.minor) < RANGES_SINCE {
+        return Err(Reason::OldQemu { found: qemu.qemu.to_string() });
+    }
+    if backend.bytes != bytes {
+        return Err(Reason::Size { found: backend.bytes, expected: bytes });
+    }
+    let is_rom = match backend.rom.as_deref() {
+        Some("on") => true,
+        Some("off") => false,
+        _ => backend.readonly,
+    };
+    if is_rom {
+        return Err(Reason::ReadOnly);
+    }
+    Ok(())
+}
+
+/// Returns true if QEMU has opened the backend's file for writing. Then its guest can change the file: by writes if it is mapped
+/// shared, and if it is private by a balloon, since QEMU discards memory of a file by punching holes into it.
+pub(super) fn may_change_file(backend: &Backend) -> bool {
+    backend.maps_file() && !backend.readonly
+}
+
+/// Compares what is mapped for a block with what has to be.
+pub(super) fn prove(wanted: &Wanted<'_>, found: Result<FileRange, NotOneRange>) -> Result<Mapped, Reason> {
+    let found = found.map_err(|reason| match reason {
+        NotOneRange::Hole => Reason::NotMapped,
+        NotOneRange::Anonymous => Reason::Anonymous,
+        NotOneRange::Split => Reason::Split,
+    })?;
+    if found.file != wanted.file {
+        let (path, found, expected) = (found.path, found.file, wanted.file);
+        return Err(Reason::OtherFile { path, found, expected });
+    }
+    if found.offset != wanted.offset {
+        let (path, found, expected) = (found.path, found.offset, wanted.offset);
+        return Err(Reason::Offset { path, found, expected });
+    }
+    if !found.is_writable {
+        return Err(Reason::ReadOnly);
+    }
+    match (wanted.kind, found.sharing, found.private_bytes) {
+        (Kind::CopyOnWrite, Sharing::Private, Some(0))
+        | (Kind::Reflink | Kind::Running, Sharing::Shared, _) => {
+            Ok(Mapped { block: wanted.block.to_owned(), bytes: wanted.bytes, kind: wanted.kind })
+        }
+        (Kind::CopyOnWrite, Sharing::Private, Some(bytes)) => Err(Reason::PrivateCopies { bytes }),
+        (Kind::CopyOnWrite, Sharing::Private, None) => Err(Reason::PrivateCopiesUnknown),
+        (Kind::CopyOnWrite, Sharing::Shared, _) => Err(Reason::WritableImage),
+        (Kind::Reflink | Kind::Running, Sharing::Private, _) => Err(Reason::Private),
+    }
+}

@@ -1,0 +1,114 @@
+//! Memory of a running guest, which another QEMU maps as well.
+
+use super::backend::{Backend, Backends};
+use super::maps::{Detail, FileId, Sharing, has_shared, overlaps_shared, range_at};
+use super::process::Mappings;
+use super::proof::{Wanted, check_backend, prove};
+use super::{Error, Intent, Kind, Mapped, Presence, Reason};
+use crate::qemu::Qemu;
+
+/// Proves which blocks of the guest that `old` runs are the same memory in `new`, which waits for it.
+///
+/// # Errors
+/// [`Error::DiscardsData`]; [`Error::ForeignMemory`]; [`Error::Qemu`].
+pub fn of_running(new: &mut Qemu, old: &mut Qemu) -> Result<Presence, Error> {
+    let (there, here) = (Backends::of(new.client())?, Backends::of(old.client())?);
+    let ends = Ends {
+        new: Side { backends: &there, process: Mappings::of(new, Detail::Mappings), qemu: &*new },
+        old: Side { backends: &here, process: Mappings::of(old, Detail::Mappings), qemu: &*old },
+    };
+    let mut presence = Presence::default();
+    for block in old.facts().migrated_blocks() {
+        let outcome = ends.block(&block.name, block.used_bytes);
+        match &outcome {
+            Ok(_) => {
+                ends.new.check_discards(&block.name)?;
+                ends.old.check_discards(&block.name)?;
+            }
+            Err(reason) => ends.check_foreign(&block.name, block.used_bytes, reason)?,
+        }
+        let is_file = there.of_block(&block.name).is_some_and(Backend::maps_file);
+        presence.add(&block.name, outcome, if is_file { Intent::Mapped } else { Intent::Other });
+    }
+    Ok(presence)
+}
+
+/// One of two QEMUs.
+struct Side<'a> {
+    backends: &'a Backends,
+    process: Mappings,
+    qemu: &'a Qemu,
+}
+
+impl Side<'_> {
+    fn backend(&self, block: &str) -> Result<&Backend, Reason> {
+        self.backends.of_block(block).ok_or(Reason::NoBackend)
+    }
+
+    /// The exit of one QEMU must leave the memory to the other.
+    fn check_discards(&self, block: &str) -> Result<(), Error> {
+        match self.backends.of_block(block) {
+            Some(backend) if backend.discard_data => {
+                let (socket, backend) = (self.qemu.socket().to_owned(), backend.id.clone());
+                Err(Error::DiscardsData { socket, backend })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The QEMU that waits, and the one that runs the guest.
+struct Ends<'a> {
+    new: Side<'a>,
+    old: Side<'a>,
+}
+
+impl Ends<'_> {
+    fn block(&self, block: &str, bytes: u64) -> Result<Mapped, Reason> {
+        let (backend, version) = (self.old.backend(block)?, &self.new.qemu.facts().version);
+        check_backend(self.new.backend(block)?, bytes, version)?;
+        let no_address =
+            |side: &Side<'_>| Reason::NoAddress { found: side.qemu.facts().version.qemu.to_string() };
+        let address = self.new.backends.address_of(block).ok_or_else(|| no_address(&self.new))?;
+        let new = range_at(self.new.process.get()?, address, bytes);
+        let mappings = self.old.process.get()?;
+        let old = match (self.old.backends.address_of(block), &new) {
+            (Some(address), _) => range_at(mappings, address, bytes),
+            (None, _) if !self.old.backends.is_alone_of_its_size(backend) => {
+                return Err(no_address(&self.old));
+            }
+            (None, Ok(range)) if !has_shared(mappings, range.file, range.offset, bytes) => {
+                let (path, found) = (range.path.clone(), range.file);
+                return Err(Reason::NotOfTheOther { path, found });
+            }
+            (None, _) => new.clone(),
+        };
+        let wanted = |file, offset| Wanted { block, bytes, kind: Kind::Running, file, offset };
+        // The old QEMU's side first: it has to write into the file as well.
+        let (file, offset) = match &old {
+            Ok(range) => (range.file, range.offset),
+            Err(_) => return prove(&wanted(FileId::default(), 0), old),
+        };
+        prove(&wanted(file, offset), old)?;
+        prove(&wanted(file, offset), new)
+    }
+
+    /// What is not this block must not be any other memory of the guest: its pages are to be sent.
+    fn check_foreign(&self, block: &str, bytes: u64, reason: &Reason) -> Result<(), Error> {
+        let (Some(address), Ok(new), Ok(old)) =
+            (self.new.backends.address_of(block), self.new.process.get(), self.old.process.get())
+        else {
+            return Ok(());
+        };
+        match range_at(new, address, bytes) {
+            Ok(range)
+                if range.sharing == Sharing::Shared
+                    && overlaps_shared(old, range.file, range.offset, bytes) =>
+            {
+                let (socket, block) = (self.new.qemu.socket().to_owned(), block.to_owned());
+                Err(Error::ForeignMemory { socket, block, reason: reason.clone() })
+            }
+            _ => Ok(()),
+        }
+    }
+}

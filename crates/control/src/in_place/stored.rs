@@ -1,0 +1,241 @@
+//! Memory of a stored guest: an image, or a reflink of one.
+
+use std::cell::OnceCell;
+use std::fs::{File, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use towline_channel::Cancel;
+use towline_image::Image;
+use towline_migration::Guest as _;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+use towline_qmp::{self as qmp, Client};
+
+use super::backend::{Backend, Backends};
+use super::maps::{Detail, FileRange, Mapping, range_at};
+use super::process::{Mappings, own_mappings};
+use super::proof::{Wanted, check_backend, may_change_file, prove};
+use super::{Error, Intent, Kind, Mapped, Presence, Reason, Reflink, Sent, content};
+use crate::qemu::Qemu;
+
+/// Threads that compare an image with its manifest.
+const VERIFY_THREADS: usize = 2;
+/// Memory that is compared at once: one chunk of a manifest.
+const VERIFY_BYTES: u64 = 2 << 20;
+/// Time limit of the monitor's replies to [`may_map`].
+const LOOK_DEADLINE: Duration = Duration::from_secs(2);
+
+/// Comparison of an image with its manifest before a guest runs from it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verify {
+    /// All of it is read and compared.
+    All,
+    /// None.
+    Nothing,
+}
+
+/// Proves which blocks of `image` a waiting QEMU maps copy-on-write.
+///
+/// # Errors
+/// [`Error::ImageWritable`]; [`Error::Qemu`].
+pub fn of_image(qemu: &mut Qemu, image: &Image) -> Result<Presence, Error> {
+    let backends = Backends::of(qemu.client())?;
+    for backend in image.ram_blocks().iter().filter_map(|block| backends.of_block(&block.name)) {
+        if may_change_file(backend) && is_file(backend, image) {
+            return Err(image_writable(qemu, backend, image));
+        }
+    }
+    of_stored(qemu, &backends, image, Kind::CopyOnWrite)
+}
+
+/// Proves which blocks of a reflink a waiting QEMU maps shared.
+///
+/// # Errors
+/// [`Error::Qemu`].
+pub fn of_reflink(qemu: &mut Qemu, reflink: &Reflink) -> Result<Presence, Error> {
+    let backends = Backends::of(qemu.client())?;
+    of_stored(qemu, &backends, reflink.image(), Kind::Reflink)
+}
+
+/// Returns true if a QEMU that waits at this monitor says that it maps this image, so that [`of_image`] looks into its process. False
+/// where one of them cannot be examined; the copy reports that.
+#[must_use]
+pub fn may_map(socket: &Path, image: &Path) -> bool {
+    let options =
+        qmp::Options { deadline: LOOK_DEADLINE, greeting_deadline: LOOK_DEADLINE, ..qmp::Options::default() };
+    let Ok(image) = image.metadata() else { return false };
+    let backends = Client::connect(socket, &options).and_then(|mut client| Backends::of(&mut client));
+    backends.is_ok_and(|backends| backends.iter().any(|backend| is_same(backend, &image)))
+}
+
+/// The memory of `image` that a waiting QEMU maps; `None`: all of it has to be sent. `notice` receives sentences for the user. With
+/// [`Verify::All`] mapped memory is read and compared here, until `cancel`; the image was opened for that
+/// ([`Image::verify_on_read`]).
+///
+/// # Errors
+/// Those of [`of_image`]; [`Error::Damaged`].
+pub fn offer(
+    qemu: &mut Qemu,
+    image: &Image,
+    verify: Verify,
+    cancel: &Cancel,
+    notice: &dyn Fn(&str),
+) -> Result<Option<Presence>, Error> {
+    let presence = of_image(qemu, image)?;
+    for Sent { block, reason, .. } in presence.sent.iter().filter(|sent| sent.is_unexpected) {
+        notice(&format!("memory of block {block:?} is sent, not mapped: {reason}"));
+    }
+    if presence.is_empty() {
+        return Ok(None);
+    }
+    if verify == Verify::All {
+        presence.names().try_for_each(|name| verify_block(image, name, cancel))?;
+    }
+    notice(&format!("memory is mapped from {}: its pages are not sent", image.path().display()));
+    Ok(Some(presence))
+}
+
+/// Compares a block with the manifest: its pages are not sent, and therefore not compared on their way.
+fn verify_block(image: &Image, name: &str, cancel: &Cancel) -> Result<(), Error> {
+    let blocks = (0..).map(BlockIndex).zip(image.ram_blocks());
+    for (index, block) in blocks.filter(|(_, block)| block.name == name) {
+        let next = AtomicU64::new(0);
+        let work = || -> towline_migration::Result<()> {
+            loop {
+                let offset = next.fetch_add(VERIFY_BYTES, Ordering::Relaxed);
+                if offset >= block.length || cancel.is_cancelled() {
+                    return Ok(());
+                }
+                let length = VERIFY_BYTES.min(block.length - offset);
+                image.prepare(PageRef { block: index, offset }, length)?;
+            }
+        };
+        thread::scope(|scope| {
+            let threads: Vec<_> = (0..VERIFY_THREADS).map(|_| scope.spawn(work)).collect();
+            threads.into_iter().try_for_each(|thread| thread.join().expect("comparing does not panic"))
+        })
+        .map_err(Error::Damaged)?;
+    }
+    Ok(())
+}
+
+fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Result<Presence, Error> {
+    let process = Mappings::of(qemu, Detail::PrivateCopies);
+    let own = OnceCell::new();
+    let mut presence = Presence::default();
+    for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
+        let stored = Stored { image, own: &own, index, block, kind };
+        let outcome = match backends.of_block(&block.name) {
+            None => Err(Reason::NoBackend),
+            Some(backend) => stored.prove(qemu, backend, backends.address_of(&block.name), &process),
+        };
+        if let (Err(Reason::WritableImage), Some(backend)) = (&outcome, backends.of_block(&block.name)) {
+            return Err(image_writable(qemu, backend, image));
+        }
+        let is_named = backends.of_block(&block.name).is_some_and(|backend| is_file(backend, image));
+        presence.add(&block.name, outcome, if is_named { Intent::Mapped } else { Intent::Other });
+    }
+    if !presence.is_empty() {
+        match locked(image) {
+            Ok(lock) => presence._lock = Some(lock),
+            Err(reason) => {
+                let mapped = std::mem::take(&mut presence.mapped);
+                mapped
+                    .iter()
+                    .for_each(|mapped| presence.add(&mapped.block, Err(reason.clone()), Intent::Mapped));
+            }
+        }
+    }
+    Ok(presence)
+}
+
+/// A block of an image.
+struct Stored<'a> {
+    image: &'a Image,
+    /// The mappings of this process, once they are needed.
+    own: &'a OnceCell<Result<Vec<Mapping>, Reason>>,
+    index: BlockIndex,
+    block: &'a RamBlock,
+    kind: Kind,
+}
+
+impl Stored<'_> {
+    fn prove(
+        &self,
+        qemu: &Qemu,
+        backend: &Backend,
+        address: Option<u64>,
+        process: &Mappings,
+    ) -> Result<Mapped, Reason> {
+        let (bytes, version) = (self.block.length, &qemu.facts().version);
+        check_backend(backend, bytes, version)?;
+        if self.image.is_incremental() {
+            return Err(Reason::Incremental { path: self.image.path().to_owned() });
+        }
+        let address = address.ok_or_else(|| Reason::NoAddress { found: version.qemu.to_string() })?;
+        let own = self.own_range()?;
+        let wanted =
+            Wanted { block: &self.block.name, bytes, kind: self.kind, file: own.file, offset: own.offset };
+        let found = range_at(process.get()?, address, bytes);
+        let is_image = found.as_ref().is_ok_and(|range| range.file == own.file);
+        if is_image && self.kind == Kind::CopyOnWrite && may_change_file(backend) {
+            return Err(Reason::WritableImage);
+        }
+        let mapped = prove(&wanted, found)?;
+        self.check_content(own.offset)?;
+        Ok(mapped)
+    }
+
+    /// The block in this process' own mapping of the image: the kernel names the file there as it does in QEMU.
+    fn own_range(&self) -> Result<FileRange, Reason> {
+        let page = PageRef { block: self.index, offset: 0 };
+        let bytes = self.image.immutable(page, PAGE_SIZE).ok_or(Reason::NotMapped)?;
+        let own = self.own.get_or_init(own_mappings);
+        let own = own.as_ref().map_err(Clone::clone)?;
+        range_at(own, bytes.as_ptr().addr() as u64, PAGE_SIZE).map_err(|_| Reason::NotMapped)
+    }
+
+    fn check_content(&self, begin: u64) -> Result<(), Reason> {
+        let path = || self.image.path().to_owned();
+        let failed = |error: &dyn std::fmt::Display| Reason::File { path: path(), text: error.to_string() };
+        let file = self.image.reopen().map_err(|error| failed(&error))?;
+        match content::stale_page(self.image, &file, self.index, begin) {
+            Ok(None) => Ok(()),
+            Ok(Some(offset)) => Err(Reason::StaleContent { path: path(), offset }),
+            Err(error) => Err(failed(&error)),
+        }
+    }
+}
+
+/// Returns true if the backend's path leads to the image now.
+fn is_file(backend: &Backend, image: &Image) -> bool {
+    image.file().metadata().is_ok_and(|metadata| is_same(backend, &metadata))
+}
+
+fn is_same(backend: &Backend, file: &Metadata) -> bool {
+    let named = backend.path.as_ref().filter(|_| backend.maps_file()).map(std::fs::metadata);
+    matches!(named, Some(Ok(named)) if (named.dev(), named.ino()) == (file.dev(), file.ino()))
+}
+
+fn image_writable(qemu: &Qemu, backend: &Backend, image: &Image) -> Error {
+    let (socket, backend) = (qemu.socket().to_owned(), backend.id.clone());
+    Error::ImageWritable { socket, backend, path: image.path().to_owned() }
+}
+
+/// The image, locked as its readers do, so that no towline replaces it meanwhile.
+fn locked(image: &Image) -> Result<File, Reason> {
+    let path = image.path().to_owned();
+    let file =
+        image.reopen().map_err(|error| Reason::File { path: path.clone(), text: error.to_string() })?;
+    match flock(&file, FlockOperation::NonBlockingLockShared) {
+        Err(Errno::WOULDBLOCK) => Err(Reason::Locked { path }),
+        // A filesystem without locks has none that would be violated.
+        _ => Ok(file),
+    }
+}

@@ -1,0 +1,277 @@
+//! The proof against lists of mappings in a made-up `/proc`.
+
+use serde_json::json;
+use tempfile::TempDir;
+use towline_qmp::commands::Version;
+
+use super::backend::Backend;
+use super::maps::{Detail, FileId, Proc, has_shared, range_at};
+use super::proof::{Wanted, check_backend, may_change_file, prove};
+use super::{Kind, Mapped, Reason};
+
+const MIB: u64 = 1 << 20;
+const PATH: &str = "/images/guest.img";
+/// Of the image.
+const FILE: FileId = FileId { major: 0xfe, minor: 0, inode: 4711 };
+/// Of `pc.ram` in QEMU, and in the image.
+const ADDRESS: u64 = 0x7f2a_0000_0000;
+const OFFSET: u64 = MIB;
+const BYTES: u64 = 512 * MIB;
+
+/// A `/proc` with one process, 99.
+struct FakeProc(TempDir);
+
+impl FakeProc {
+    fn new(lines: &[String]) -> Self {
+        let directory = TempDir::new().unwrap();
+        let process = directory.path().join("99");
+        std::fs::create_dir(&process).unwrap();
+        let code = "55d0c0000000-55d0c0001000 r-xp 00000000 fe:00 77                         /usr/bin/qemu\n";
+        let stack = "7ffd00000000-7ffd00021000 rw-p 00000000 00:00 0                          [stack]\n";
+        let text = lines.iter().map(|line| format!("{line}\n")).collect::<String>();
+        std::fs::write(process.join("smaps"), format!("{code}Anonymous: 8 kB\n{text}{stack}")).unwrap();
+        let is_mapping = |line: &&str| line.contains('-');
+        let maps: String = text.lines().filter(is_mapping).map(|line| format!("{line}\n")).collect();
+        std::fs::write(process.join("maps"), format!("{code}{maps}{stack}")).unwrap();
+        Self(directory)
+    }
+
+    fn prove_at(&self, wanted: &Wanted<'_>, address: u64, detail: Detail) -> Result<Mapped, Reason> {
+        let mappings = Proc::at(self.0.path()).mappings("99", detail).unwrap();
+        prove(wanted, range_at(&mappings, address, wanted.bytes))
+    }
+
+    fn prove(&self, wanted: &Wanted<'_>) -> Result<Mapped, Reason> {
+        self.prove_at(wanted, ADDRESS, Detail::PrivateCopies)
+    }
+}
+
+/// A line of `smaps` and the fields that follow it.
+fn mapping(start: u64, bytes: u64, permissions: &str, offset: u64, file: &str) -> Vec<String> {
+    let end = start + bytes;
+    let fields =
+        ["Size:             524288 kB", "Anonymous:             0 kB", "Swap:                  0 kB"];
+    [format!("{start:x}-{end:x} {permissions} {offset:08x} {file}")]
+        .into_iter()
+        .chain(fields.map(str::to_owned))
+        .collect()
+}
+
+fn image_lines() -> Vec<String> {
+    mapping(ADDRESS, BYTES, "rw-p", OFFSET, &format!("fe:00 4711        {PATH}"))
+}
+
+fn wanted(kind: Kind) -> Wanted<'static> {
+    Wanted { block: "pc.ram", bytes: BYTES, kind, file: FILE, offset: OFFSET }
+}
+
+fn proven(kind: Kind) -> Mapped {
+    Mapped { block: "pc.ram".into(), bytes: BYTES, kind }
+}
+
+#[test]
+fn the_range_of_the_image_is_proven() {
+    let private = FakeProc::new(&image_lines());
+    assert_eq!(private.prove(&wanted(Kind::CopyOnWrite)), Ok(proven(Kind::CopyOnWrite)));
+    // Two lines that continue each other, as after mprotect(2) of a part.
+    let file = format!("fe:00 4711 {PATH}");
+    let first = mapping(ADDRESS, 2 * MIB, "rw-p", OFFSET, &file);
+    let second = mapping(ADDRESS + 2 * MIB, BYTES - 2 * MIB, "rw-p", OFFSET + 2 * MIB, &file);
+    let split = FakeProc::new(&[first, second].concat());
+    assert_eq!(split.prove(&wanted(Kind::CopyOnWrite)), Ok(proven(Kind::CopyOnWrite)));
+    // The whole file in one mapping, the block within it.
+    let whole = FakeProc::new(&mapping(ADDRESS - OFFSET, BYTES + 8 * MIB, "rw-p", 0, &file));
+    assert_eq!(whole.prove(&wanted(Kind::CopyOnWrite)), Ok(proven(Kind::CopyOnWrite)));
+    // The same file without its name: it is the open one still.
+    let deleted = mapping(ADDRESS, BYTES, "rw-p", OFFSET, &format!("fe:00 4711 {PATH} (deleted)"));
+    assert_eq!(FakeProc::new(&deleted).prove(&wanted(Kind::CopyOnWrite)), Ok(proven(Kind::CopyOnWrite)));
+}
+
+#[test]
+fn shared_memory_of_a_reflink_or_a_running_qemu_is_proven() {
+    let shared = mapping(ADDRESS, BYTES, "rw-s", OFFSET, "fe:00 4711 /memfd:memory-backend-memfd (deleted)");
+    for kind in [Kind::Reflink, Kind::Running] {
+        let found = FakeProc::new(&shared).prove_at(&wanted(kind), ADDRESS, Detail::Mappings);
+        assert_eq!(found, Ok(proven(kind)));
+        // With the fields it is no other.
+        assert_eq!(FakeProc::new(&shared).prove(&wanted(kind)), Ok(proven(kind)));
+        let error = FakeProc::new(&image_lines()).prove(&wanted(kind)).unwrap_err();
+        assert_eq!(error, Reason::Private);
+    }
+}
+
+/// Each wrong list, and the reason for which the pages are sent.
+#[test]
+fn wrong_mappings_are_not_proven() {
+    let file = format!("fe:00 4711 {PATH}");
+    let at = |permissions: &str, offset: u64, file: &str| mapping(ADDRESS, BYTES, permissions, offset, file);
+    let other = |path: &str, found: FileId| Reason::OtherFile { path: path.into(), found, expected: FILE };
+    let elsewhere = |found| Reason::Offset { path: PATH.into(), found, expected: OFFSET };
+    let half = BYTES / 2;
+    let parts = |one: Vec<String>, two: Vec<String>| [one, two].concat();
+    let first = || mapping(ADDRESS, half, "rw-p", OFFSET, &file);
+    let next =
+        |permissions: &str, offset: u64, file: &str| mapping(ADDRESS + half, half, permissions, offset, file);
+    let copies = |line: usize, text: &str| {
+        let mut lines = image_lines();
+        text.clone_into(&mut lines[line]);
+        lines
+    };
+    let replaced = format!("{PATH} (deleted)");
+    let cases: Vec<(&str, Vec<String>, Reason)> = vec![
+        (
+            "inode",
+            at("rw-p", OFFSET, &format!("fe:00 4712 {PATH}")),
+            other(PATH, FileId { inode: 4712, ..FILE }),
+        ),
+        (
+            "device",
+            at("rw-p", OFFSET, &format!("fe:01 4711 {PATH}")),
+            other(PATH, FileId { minor: 1, ..FILE }),
+        ),
+        (
+            "replaced",
+            at("rw-p", OFFSET, &format!("fe:00 4700 {replaced}")),
+            other(&replaced, FileId { inode: 4700, ..FILE }),
+        ),
+        ("a page off", at("rw-p", OFFSET + 4096, &file), elsewhere(OFFSET + 4096)),
+        ("a page early", at("rw-p", OFFSET - 4096, &file), elsewhere(OFFSET - 4096)),
+        ("the file's begin", at("rw-p", 0, &file), elsewhere(0)),
+        ("shared", at("rw-s", OFFSET, &file), Reason::WritableImage),
+        ("read-only", at("r--p", OFFSET, &file), Reason::ReadOnly),
+        ("no file", at("rw-p", 0, "00:00 0 "), Reason::Anonymous),
+        ("nothing", Vec::new(), Reason::NotMapped),
+        ("a short mapping", mapping(ADDRESS, BYTES - 4096, "rw-p", OFFSET, &file), Reason::NotMapped),
+        (
+            "a gap",
+            parts(first(), mapping(ADDRESS + half + 4096, half, "rw-p", OFFSET + half, &file)),
+            Reason::NotMapped,
+        ),
+        ("the first half twice", parts(first(), next("rw-p", OFFSET, &file)), Reason::Split),
+        ("halves a page apart", parts(first(), next("rw-p", OFFSET + half + 4096, &file)), Reason::Split),
+        (
+            "halves of two files",
+            parts(first(), next("rw-p", OFFSET + half, "fe:00 4712 /other")),
+            Reason::Split,
+        ),
+        ("a shared half", parts(first(), next("rw-s", OFFSET + half, &file)), Reason::Split),
+        ("a read-only half", parts(first(), next("r--p", OFFSET + half, &file)), Reason::ReadOnly),
+        ("half a file", parts(first(), next("rw-p", 0, "00:00 0 ")), Reason::Anonymous),
+        (
+            "private pages",
+            copies(2, "Anonymous:            12 kB"),
+            Reason::PrivateCopies { bytes: 12 << 10 },
+        ),
+        ("pages in swap", copies(3, "Swap:                  4 kB"), Reason::PrivateCopies { bytes: 4 << 10 }),
+    ];
+    for (what, lines, expected) in cases {
+        assert_eq!(FakeProc::new(&lines).prove(&wanted(Kind::CopyOnWrite)), Err(expected), "{what}");
+    }
+}
+
+#[test]
+fn private_copies_have_to_be_reported() {
+    let lines: Vec<_> = image_lines().into_iter().filter(|line| line.contains('-')).collect();
+    let found = FakeProc::new(&lines).prove(&wanted(Kind::CopyOnWrite));
+    assert_eq!(found, Err(Reason::PrivateCopiesUnknown));
+    let found = FakeProc::new(&image_lines()).prove_at(&wanted(Kind::CopyOnWrite), ADDRESS, Detail::Mappings);
+    assert_eq!(found, Err(Reason::PrivateCopiesUnknown));
+}
+
+/// Two blocks of one size, each mapped where the other one is.
+#[test]
+fn blocks_in_another_order_are_not_proven() {
+    let file = format!("fe:00 4711 {PATH}");
+    let (first, second) = (OFFSET, OFFSET + BYTES);
+    let swapped = FakeProc::new(
+        &[
+            mapping(ADDRESS, BYTES, "rw-p", second, &file),
+            mapping(ADDRESS + 2 * BYTES, BYTES, "rw-p", first, &file),
+        ]
+        .concat(),
+    );
+    let cases = [("ram0", ADDRESS, first, second), ("ram1", ADDRESS + 2 * BYTES, second, first)];
+    for (block, address, expected, found) in cases {
+        let wanted = Wanted { block, offset: expected, ..wanted(Kind::CopyOnWrite) };
+        let reason = swapped.prove_at(&wanted, address, Detail::PrivateCopies).unwrap_err();
+        assert_eq!(reason, Reason::Offset { path: PATH.into(), found, expected });
+    }
+}
+
+/// A QEMU before 8.2 reports no addresses: the file decides.
+#[test]
+fn memory_without_an_address_is_found_by_its_file() {
+    let memfd = "00:01 9 /memfd:memory-backend-memfd (deleted)";
+    let old = FakeProc::new(&mapping(ADDRESS, BYTES, "rw-s", 0, memfd));
+    let mappings = Proc::at(old.0.path()).mappings("99", Detail::Mappings).unwrap();
+    let file = FileId { major: 0, minor: 1, inode: 9 };
+    assert!(has_shared(&mappings, file, 0, BYTES));
+    assert!(!has_shared(&mappings, FileId { inode: 10, ..file }, 0, BYTES));
+    assert!(!has_shared(&mappings, file, 4096, BYTES));
+    let private = FakeProc::new(&mapping(ADDRESS, BYTES, "rw-p", 0, memfd));
+    let mappings = Proc::at(private.0.path()).mappings("99", Detail::Mappings).unwrap();
+    assert!(!has_shared(&mappings, file, 0, BYTES));
+}
+
+fn backend() -> Backend {
+    Backend {
+        id: "pc.ram".into(),
+        kind: "memory-backend-file".into(),
+        bytes: BYTES,
+        path: Some(PATH.into()),
+        offset: Some(OFFSET),
+        readonly: true,
+        rom: Some("off".into()),
+        ..Backend::default()
+    }
+}
+
+fn version(text: &str) -> Version {
+    let numbers: Vec<u32> = text.split('.').map(|number| number.parse().unwrap()).collect();
+    let numbers = json!({ "major": numbers[0], "minor": numbers[1], "micro": numbers[2] });
+    serde_json::from_value(json!({ "qemu": numbers, "package": "" })).unwrap()
+}
+
+#[test]
+fn backends_that_cannot_map_the_image_are_not_examined() {
+    let check = |backend: &Backend, qemu: &str| check_backend(backend, BYTES, &version(qemu));
+    for qemu in ["8.2.0", "10.0.13", "11.1.3"] {
+        assert_eq!(check(&backend(), qemu), Ok(()));
+        assert_eq!(check(&Backend { readonly: false, rom: None, ..backend() }, qemu), Ok(()));
+    }
+    let ram = Backend { kind: "memory-backend-ram".into(), ..backend() };
+    let cases = [
+        (check(&ram, "10.0.2"), Reason::BackendType { found: "memory-backend-ram".into() }),
+        (check(&backend(), "8.1.5"), Reason::OldQemu { found: "8.1.5".into() }),
+        (check(&backend(), "7.2.22"), Reason::OldQemu { found: "7.2.22".into() }),
+        (
+            check(&Backend { bytes: BYTES + 4096, ..backend() }, "10.0.2"),
+            Reason::Size { found: BYTES + 4096, expected: BYTES },
+        ),
+        (check(&Backend { rom: Some("auto".into()), ..backend() }, "10.0.2"), Reason::ReadOnly),
+        (
+            check(&Backend { rom: Some("on".into()), readonly: false, ..backend() }, "10.0.2"),
+            Reason::ReadOnly,
+        ),
+    ];
+    for (found, expected) in cases {
+        assert_eq!(found, Err(expected));
+    }
+}
+
+#[test]
+fn only_a_file_that_is_open_for_reading_stays_as_it_is() {
+    assert!(!may_change_file(&backend()));
+    let writable = Backend { readonly: false, ..backend() };
+    assert!(may_change_file(&writable), "a balloon discards memory of the file");
+    assert!(may_change_file(&Backend { share: true, ..writable.clone() }));
+    assert!(!may_change_file(&Backend { kind: "memory-backend-memfd".into(), ..writable }));
+}
+
+#[test]
+fn reasons_name_the_way_out() {
+    let reason = Reason::Offset { path: PATH.into(), found: 0, expected: OFFSET };
+    let expected =
+        "QEMU maps /images/guest.img from byte 0 on, expected 1048576: start QEMU with offset=1048576";
+    assert_eq!(reason.to_string(), expected);
+}

@@ -1,0 +1,221 @@
+//! Files of records: replaced as a whole, and locked by the towline that works on the move.
+//!
+//! ```text
+//!   .move-ID-ROLE.json.PID-N: created, locked, written, fsync ─► rename to move-ID-ROLE.json ─► fsync of the directory
+//! ```
+//! Each state of a record is a file of its own, which is locked before it is named, and replaces the previous
+//! one. So a record is complete or missing, and locked as long as its owner lives.
+
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::{
+    AtFlags, FlockOperation, Mode, OFlags, RenameFlags, flock, fsync, openat, renameat, renameat_with,
+    unlinkat,
+};
+use rustix::io::Errno;
+use rustix::process::{geteuid, getpid};
+use std::os::unix::fs::MetadataExt as _;
+
+use super::record::{self, MoveRecord};
+use super::{Error, Id};
+use crate::journal::{RuntimeDirectory, is_named, read};
+
+/// Maximum number of attempts to open a record that its owner is replacing.
+const ATTEMPTS_MAX: u32 = 16;
+/// Attempts, and their interval, to take a lock that another process may have for a moment.
+const LOCK_ATTEMPTS: u32 = 10;
+const LOCK_INTERVAL: Duration = Duration::from_millis(10);
+/// Age from which a file without its final name is abandoned.
+const UNNAMED_MAX: Duration = Duration::from_secs(60);
+
+/// Makes temporary names unique within a process.
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
+/// The record of one move, which this process works on.
+#[derive(Debug)]
+pub(crate) struct RecordFile {
+    directory: RuntimeDirectory,
+    record: MoveRecord,
+    /// The locked file under the record's name; `None` until the first write.
+    file: Option<File>,
+}
+
+impl RecordFile {
+    /// A record that is not written yet.
+    pub(crate) fn new(directory: RuntimeDirectory, record: MoveRecord) -> Self {
+        Self { directory, record, file: None }
+    }
+
+    /// Takes over the record of this name, which no other process may work on.
+    pub(super) fn open(directory: &RuntimeDirectory, name: &str) -> Result<Self, Error> {
+        let path = directory.path().join(name);
+        let failed = |source: io::Error| Error::Io { path: path.clone(), source };
+        for _ in 0..ATTEMPTS_MAX {
+            let mut file = open(directory, name).map_err(failed)?;
+            let is_ours = lock(&file).map_err(failed)?;
+            if !is_named(&file, directory, name) {
+                continue;
+            }
+            let record = parse(&mut file, directory, name)?;
+            if !is_ours {
+                return Err(Error::InUse { id: record.id, pid: record.owner.pid });
+            }
+            return Ok(Self { directory: directory.clone(), record, file: Some(file) });
+        }
+        Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is replaced repeatedly")))
+    }
+
+    /// The record.
+    pub(crate) fn record(&self) -> &MoveRecord {
+        &self.record
+    }
+
+    /// Replaces the record durably.
+    ///
+    /// # Errors
+    /// [`Error::Io`]. [`Self::record`] is then the one on disk: the new one if only the sync of the directory
+    /// failed, in which case a crash of the host may leave the old one.
+    pub(crate) fn write(&mut self, record: MoveRecord) -> Result<(), Error> {
+        let name = record.name();
+        let path = self.directory.path().join(&name);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let unnamed = format!(".{name}.{}-{number}", getpid().as_raw_pid());
+        self.replace(record, &unnamed, &name).map_err(|source| {
+            // This fails if the file was renamed.
+            let _ = unlinkat(self.directory.fd(), &unnamed, AtFlags::empty());
+            Error::Io { path, source }
+        })
+    }
+
+    fn replace(&mut self, record: MoveRecord, unnamed: &str, name: &str) -> io::Result<()> {
+        let directory = self.directory.fd();
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut file = File::from(openat(directory, unnamed, flags, Mode::RUSR | Mode::WUSR)?);
+        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        let text = serde_json::to_string(&record)?;
+        file.write_all(text.as_bytes())?;
+        file.write_all(b"\n")?;
+        file.sync_all()?;
+        match self.file {
+            Some(_) => renameat(directory, unnamed, directory, name)?,
+            // A record of this name may be of another move, whose towline got the same id from its peer.
+            None => renameat_with(directory, unnamed, directory, name, RenameFlags::NOREPLACE)?,
+        }
+        // The file has its name, whatever becomes of the sync.
+        (self.file, self.record) = (Some(file), record);
+        Ok(fsync(self.directory.fd())?)
+    }
+
+    /// Removes the record: nothing is undecided.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub(crate) fn remove(&mut self) -> Result<(), Error> {
+        if self.file.is_none() {
+            return Ok(());
+        }
+        let name = self.record.name();
+        let removed = match unlinkat(self.directory.fd(), &name, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => fsync(self.directory.fd()),
+            Err(errno) => Err(errno),
+        };
+        removed
+            .map_err(|errno| Error::Io { path: self.directory.path().join(name), source: errno.into() })?;
+        self.file = None;
+        Ok(())
+    }
+}
+
+/// Locks a record; `false` if another process has the lock. A process that only checks for a lock holds one for
+/// a moment.
+fn lock(file: &File) -> io::Result<bool> {
+    for _ in 0..LOCK_ATTEMPTS {
+        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(true),
+            Err(Errno::AGAIN) => thread::sleep(LOCK_INTERVAL),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(false)
+}
+
+/// Returns true if a towline works on it.
+pub(super) fn is_locked(directory: &RuntimeDirectory, name: &str) -> bool {
+    let Ok(file) = open(directory, name) else { return false };
+    flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::AGAIN)
+}
+
+/// All records of a directory, and errors of those that cannot be read.
+pub(super) fn list(directory: &RuntimeDirectory) -> (Vec<MoveRecord>, Vec<Error>) {
+    let (mut records, mut bad) = (Vec::new(), Vec::new());
+    for name in directory.names() {
+        if !record::is_name(&name) {
+            remove_unnamed(directory, &name);
+            continue;
+        }
+        match look(directory, &name) {
+            Ok(record) => records.push(record),
+            // It was removed meanwhile.
+            Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => bad.push(error),
+        }
+    }
+    records.sort_by(|a, b| (a.begun_ms, &a.id, a.role).cmp(&(b.begun_ms, &b.id, b.role)));
+    (records, bad)
+}
+
+fn look(directory: &RuntimeDirectory, name: &str) -> Result<MoveRecord, Error> {
+    let failed = |source| Error::Io { path: directory.path().join(name), source };
+    parse(&mut open(directory, name).map_err(failed)?, directory, name)
+}
+
+fn open(directory: &RuntimeDirectory, name: &str) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    Ok(File::from(openat(directory.fd(), name, flags, Mode::empty())?))
+}
+
+/// Only files of our own may decide about guests.
+fn parse(file: &mut File, directory: &RuntimeDirectory, name: &str) -> Result<MoveRecord, Error> {
+    let path: PathBuf = directory.path().join(name);
+    let failed = |source| Error::Io { path: path.clone(), source };
+    let metadata = file.metadata().map_err(failed)?;
+    let refused = |reason: String| Error::Format { path: path.clone(), reason };
+    if metadata.uid() != geteuid().as_raw() {
+        return Err(refused(format!("it belongs to user {}", metadata.uid())));
+    }
+    if !metadata.is_file() || metadata.mode() & 0o022 != 0 {
+        return Err(refused("it is not a file that only its owner can write".into()));
+    }
+    let record = MoveRecord::parse(&read(file).map_err(failed)?).map_err(refused)?;
+    if record.name() != name {
+        return Err(refused(format!("it is of move {}", record.id)));
+    }
+    Ok(record)
+}
+
+/// Removes the file of a towline that was killed before the rename.
+fn remove_unnamed(directory: &RuntimeDirectory, name: &str) {
+    let is_unnamed = name.strip_prefix('.').is_some_and(|rest| rest.starts_with("move-"));
+    if !is_unnamed {
+        return;
+    }
+    let Ok(file) = open(directory, name) else { return };
+    let age = file.metadata().and_then(|found| found.modified()).ok();
+    let age = age.and_then(|at| SystemTime::now().duration_since(at).ok());
+    // A newer file is about to be locked by its owner.
+    let is_old = age.is_some_and(|age| age > UNNAMED_MAX);
+    if is_old && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
+        let _ = unlinkat(directory.fd(), name, AtFlags::empty());
+    }
+}
+
+/// Names of the records of a move.
+pub(super) fn names_of(directory: &RuntimeDirectory, id: &Id) -> Vec<String> {
+    let (records, _) = list(directory);
+    records.iter().filter(|record| record.id == *id).map(MoveRecord::name).collect()
+}

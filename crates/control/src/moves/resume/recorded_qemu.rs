@@ -1,0 +1,188 @@
+//! The QEMU of one end of an interrupted move, if it is on this host and proven to be the recorded one.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_qmp as qmp;
+use towline_qmp::commands::{MigrationStatus, RunState, Status};
+
+use super::super::{Error, MoveEnd, MoveRecord};
+use crate::qemu::{self, Qemu};
+use crate::switchover::{DestinationStatus, SourceStatus};
+
+/// Timeout for the exit of a QEMU whose monitor is disconnected.
+const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
+/// Timeout for a guest to run after `cont`.
+const RUN_TIMEOUT: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// See the module's text.
+#[derive(Debug)]
+pub(super) enum RecordedQemu {
+    Qemu(Box<Qemu>),
+    /// Its process has exited.
+    Exited,
+    /// Its state is not known, for this reason.
+    Unknown(String),
+    /// It is on another host, or an image.
+    Elsewhere,
+}
+
+impl RecordedQemu {
+    /// Connects, repairs what a killed towline left changed, and checks that it is the recorded QEMU.
+    pub(super) fn open(end: &MoveEnd, record: &MoveRecord) -> Self {
+        let MoveEnd::Qemu { socket, pid, .. } = end else { return Self::Elsewhere };
+        if !record.is_of_this_namespace() {
+            return Self::Unknown(format!(
+                "the move was recorded in another pid namespace, or one that /proc does not name, so that the process of {end} cannot be identified from \
+                 here: run `towline resume` where the move was made"
+            ));
+        }
+        if end.has_exited() {
+            return Self::Exited;
+        }
+        if pid.is_none() {
+            return Self::Unknown(format!(
+                "the process of {end} could not be identified when the move was recorded, so that another QEMU may have its socket now: look at it, \
+                 act by its monitor, and `--forget` the record"
+            ));
+        }
+        match Qemu::connect(socket, &qmp::Options::default()) {
+            Ok(qemu) if end.is_same_qemu(&MoveEnd::qemu(qemu.socket(), qemu.process())) => {
+                Self::Qemu(Box::new(qemu))
+            }
+            Ok(_) => Self::Unknown(format!("{} belongs to another process", socket.display())),
+            Err(_) if end.has_exited() => Self::Exited,
+            Err(error) => Self::Unknown(error.to_string()),
+        }
+    }
+
+    /// Reason for which its state is not known.
+    pub(super) fn reason(&self) -> Option<&str> {
+        match self {
+            Self::Unknown(reason) => Some(reason),
+            _ => None,
+        }
+    }
+
+    /// Returns true if its QEMU is, or was, on this host.
+    pub(super) fn is_at_hand(&self) -> bool {
+        !matches!(self, Self::Elsewhere)
+    }
+
+    /// Returns true if its monitor is connected.
+    pub(super) fn is_open(&self) -> bool {
+        matches!(self, Self::Qemu(_))
+    }
+
+    /// Report of repaired changes of an earlier towline.
+    pub(super) fn repaired(&self) -> Option<String> {
+        match self {
+            Self::Qemu(qemu) => qemu.repaired().map(ToString::to_string),
+            _ => None,
+        }
+    }
+
+    pub(super) fn source_view(&mut self) -> Option<SourceStatus> {
+        let qemu = match self {
+            Self::Qemu(qemu) => qemu,
+            Self::Exited => return Some(SourceStatus::Exited),
+            Self::Unknown(_) => return Some(SourceStatus::Unknown),
+            Self::Elsewhere => return None,
+        };
+        let view = match qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+            Ok(None) => SourceStatus::Unknown,
+            Err(_) if qemu.has_exited(ENDED_TIMEOUT) => SourceStatus::Exited,
+            Err(error) => {
+                *self = Self::Unknown(error.to_string());
+                return Some(SourceStatus::Unknown);
+            }
+            Ok(Some((_, status))) if status.status == RunState::FINISH_MIGRATE => SourceStatus::Migrating,
+            Ok(Some((migration, status))) => match migration.status {
+                Some(done) if done == MigrationStatus::COMPLETED => match status.status {
+                    state if state == RunState::POSTMIGRATE => SourceStatus::Completed,
+                    _ => SourceStatus::CompletedThenResumed,
+                },
+                Some(under_way) if !under_way.is_final() => SourceStatus::Migrating,
+                _ => SourceStatus::HasGuest,
+            },
+        };
+        Some(view)
+    }
+
+    pub(super) fn destination_view(&mut self) -> Option<DestinationStatus> {
+        let qemu = match self {
+            Self::Qemu(qemu) => qemu,
+            Self::Exited => return Some(DestinationStatus::Exited),
+            Self::Unknown(_) => return Some(DestinationStatus::Unknown),
+            Self::Elsewhere => return None,
+        };
+        let view = match qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+            Ok(None) => DestinationStatus::Unknown,
+            Err(_) if qemu.has_exited(ENDED_TIMEOUT) => DestinationStatus::Exited,
+            Err(error) => {
+                *self = Self::Unknown(error.to_string());
+                return Some(DestinationStatus::Unknown);
+            }
+            // A guest that runs may have been migrated again since, and that may have failed.
+            Ok(Some((_, status))) if is_live(&status) => DestinationStatus::Running,
+            Ok(Some((migration, status))) if status.status == RunState::INMIGRATE => {
+                if migration.status == Some(MigrationStatus::FAILED) {
+                    DestinationStatus::Failed
+                } else {
+                    DestinationStatus::Loading
+                }
+            }
+            Ok(Some((_, status))) if is_ready(&status) => DestinationStatus::Loaded,
+            // It is being migrated, or was, or has stopped by itself.
+            Ok(Some(_)) => DestinationStatus::Stopped,
+        };
+        Some(view)
+    }
+
+    /// Starts the guest and checks that it runs.
+    pub(super) fn run(&mut self) -> Result<(), Error> {
+        let qemu = self.qemu()?;
+        qemu.cont()?;
+        let started = Instant::now();
+        loop {
+            let status = qemu.try_query(Qemu::status)?;
+            match status {
+                Some(status) if is_live(&status) => return Ok(()),
+                Some(status) if started.elapsed() >= RUN_TIMEOUT => {
+                    let (socket, status) = (qemu.socket().to_owned(), status.status.as_str().to_owned());
+                    return Err(Error::NotRunning { socket, status });
+                }
+                None if started.elapsed() >= RUN_TIMEOUT => {
+                    let (socket, status) = (qemu.socket().to_owned(), "nothing".to_owned());
+                    return Err(Error::NotRunning { socket, status });
+                }
+                _ => thread::sleep(POLL_INTERVAL),
+            }
+        }
+    }
+
+    /// Ends QEMU.
+    pub(super) fn quit(&mut self) -> Result<(), Error> {
+        self.qemu()?.quit()?;
+        *self = Self::Exited;
+        Ok(())
+    }
+
+    fn qemu(&mut self) -> Result<&mut Qemu, qemu::Error> {
+        match self {
+            Self::Qemu(qemu) => Ok(qemu),
+            _ => Err(qemu::Error::OtherProcess { socket: "a QEMU that is not connected".into() }),
+        }
+    }
+}
+
+/// Returns true if the guest can be started, and was stopped by a command only.
+fn is_ready(status: &Status) -> bool {
+    [RunState::PAUSED, RunState::PRELAUNCH].contains(&status.status)
+}
+
+/// Returns true if the guest runs, or is suspended and wakes up by itself.
+fn is_live(status: &Status) -> bool {
+    status.running || status.status == RunState::SUSPENDED
+}

@@ -1,0 +1,273 @@
+//! Conflicts between the QEMUs that several clones are to run in: shared disks, MAC addresses, generation ids.
+//!
+//! Uses QMP only, with a short timeout: a QEMU that does not reply is not compared, and its own copy fails with
+//! the reason. [`compare`] is pure.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::Metadata;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+use towline_qmp::commands::{BlockDevice, QomGet};
+use towline_qmp::{self as qmp, Client, Options};
+
+use super::super::error::Error;
+
+/// Timeout of each query.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(2);
+/// Maximum number of devices of one QEMU that are queried.
+const DEVICES_MAX: usize = 256;
+/// QOM containers of the devices of QEMU's command line.
+const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+
+/// Conflicts that were found.
+#[derive(Debug, Default)]
+pub(super) struct Conflicts {
+    /// Destinations that must not get a clone, by their index.
+    pub(super) refused: Vec<(usize, Error)>,
+    /// Notices for the user.
+    pub(super) notes: Vec<String>,
+}
+
+/// Facts about one waiting QEMU.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct CloneQemu {
+    /// Index in the list of destinations.
+    index: usize,
+    socket: String,
+    drives: Vec<Drive>,
+    /// MAC addresses of its network cards, from its command line.
+    macs: Vec<String>,
+    generation_id: Option<String>,
+}
+
+/// A writable drive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Drive {
+    name: String,
+    file: String,
+    medium: Medium,
+}
+
+/// Identity of a drive's storage.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Medium {
+    /// Device and inode of a file, independent of its name.
+    File(u64, u64),
+    /// Number of a block device.
+    Device(u64),
+    /// Name that QEMU has for it.
+    Name(String),
+}
+
+/// Queries all QEMUs at once, by the monitors of the destinations that have one, and compares them.
+pub(super) fn find(monitors: &[Option<&Path>]) -> Conflicts {
+    let qemus: Vec<CloneQemu> = thread::scope(|scope| {
+        let query = |(index, monitor): (usize, &Option<&Path>)| {
+            let path = monitor.map(Path::to_owned)?;
+            Some(scope.spawn(move || query(index, &path)))
+        };
+        let queries: Vec<_> = monitors.iter().enumerate().filter_map(query).collect();
+        queries.into_iter().filter_map(|thread| thread.join().ok()?.ok()).collect()
+    });
+    compare(&qemus)
+}
+
+fn compare(qemus: &[CloneQemu]) -> Conflicts {
+    let mut found = Conflicts { refused: shared_drives(qemus), notes: Vec::new() };
+    if qemus.len() < 2 {
+        return found;
+    }
+    let with_cards = qemus.iter().filter(|qemu| !qemu.macs.is_empty()).count();
+    if with_cards > 1 {
+        let given: usize = qemus.iter().map(|qemu| qemu.macs.len()).sum();
+        let different =
+            qemus.iter().flat_map(|qemu| &qemu.macs).collect::<std::collections::HashSet<_>>().len();
+        let whatever = if different == given { ", whatever `mac=` says here" } else { "" };
+        found.notes.push(format!(
+            "{with_cards} of the clones have network cards: each sends with the stored guest's MAC addresses{whatever}; keep them in networks of their own, or change them in each guest"
+        ));
+    }
+    let without = qemus.iter().filter(|qemu| qemu.generation_id.is_none()).count();
+    if without > 0 {
+        found.notes.push(format!(
+            "{without} of the clones have no vmgenid device (`-device vmgenid,guid=auto`, the stored guest needs it too): their random numbers stay the same until other entropy is mixed in"
+        ));
+    }
+    let mut ids: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for qemu in qemus {
+        ids.entry(qemu.generation_id.as_deref().unwrap_or_default()).or_default().push(&qemu.socket);
+    }
+    for (id, sockets) in ids.iter().filter(|(id, sockets)| !id.is_empty() && sockets.len() > 1) {
+        found.notes.push(format!(
+            "QEMUs on {} have the same generation id {id}, so their guests do not see that they are clones: give each its own (`guid=auto`)",
+            sockets.join(", ")
+        ));
+    }
+    found
+}
+
+/// Destinations that can write a drive that another one can write too.
+fn shared_drives(qemus: &[CloneQemu]) -> Vec<(usize, Error)> {
+    let mut users: HashMap<&Medium, Vec<usize>> = HashMap::new();
+    for (at, qemu) in qemus.iter().enumerate() {
+        qemu.drives.iter().for_each(|drive| users.entry(&drive.medium).or_default().push(at));
+    }
+    let refusal = |(at, qemu): (usize, &CloneQemu)| {
+        qemu.drives.iter().find_map(|drive| {
+            let other = users[&drive.medium].iter().find(|&&other| other != at)?;
+            let error = Error::SharedDrive {
+                socket: qemu.socket.clone(),
+                drive: drive.name.clone(),
+                file: drive.file.clone(),
+                other: qemus[*other].socket.clone(),
+            };
+            Some((qemu.index, error))
+        })
+    };
+    qemus.iter().enumerate().filter_map(refusal).collect()
+}
+
+fn query(index: usize, path: &Path) -> Result<CloneQemu, qmp::Error> {
+    let options = Options { deadline: QUERY_TIMEOUT, greeting_deadline: QUERY_TIMEOUT, ..Options::default() };
+    let mut client = Client::connect(path, &options)?;
+    let pid = client.peer_credentials().ok().map(|peer| peer.pid).filter(|&pid| pid > 0);
+    let drives = client.execute(&towline_qmp::commands::QueryBlock)?;
+    let drives = drives.iter().filter_map(|drive| writable(drive, pid)).collect();
+    let macs = macs(&mut client)?;
+    let generation_id = match client.execute_raw("query-vm-generation-id", None) {
+        Ok(reply) => reply["guid"].as_str().map(str::to_owned),
+        // It has no such device.
+        Err(qmp::Error::Refusal { .. }) => None,
+        Err(error) => return Err(error),
+    };
+    Ok(CloneQemu { index, socket: client.socket().to_owned(), drives, macs, generation_id })
+}
+
+fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<Drive> {
+    let medium = device.inserted.as_ref().filter(|medium| !medium.ro)?;
+    let of = [Some(&device.device), device.qdev.as_ref(), medium.node_name.as_ref()];
+    let name = of.into_iter().flatten().find(|name| !name.is_empty());
+    Some(Drive {
+        name: name.cloned().unwrap_or_default(),
+        file: medium.file.clone(),
+        medium: medium_of(&medium.file, pid),
+    })
+}
+
+/// The identity of a file as QEMU sees it, or its name if the file cannot be seen from here.
+fn medium_of(file: &str, pid: Option<i32>) -> Medium {
+    let seen = |path: String| std::fs::metadata(path).ok();
+    let through = |pid: i32| {
+        if file.starts_with('/') {
+            seen(format!("/proc/{pid}/root{file}"))
+        } else {
+            seen(format!("/proc/{pid}/cwd/{file}"))
+        }
+    };
+    let found = pid.and_then(through).or_else(|| file.starts_with('/').then(|| seen(file.to_owned()))?);
+    found.as_ref().map_or_else(|| Medium::Name(file.to_owned()), identity)
+}
+
+fn identity(metadata: &Metadata) -> Medium {
+    if metadata.file_type().is_block_device() {
+        Medium::Device(metadata.rdev())
+    } else {
+        Medium::File(metadata.dev(), metadata.ino())
+    }
+}
+
+/// MAC addresses of the devices of QEMU's command line.
+fn macs(client: &mut Client) -> Result<Vec<String>, qmp::Error> {
+    let mut macs = Vec::new();
+    for container in CONTAINERS {
+        let arguments = Map::from_iter([("path".to_owned(), json!(container))]);
+        let listed = match client.execute_raw("qom-list", Some(arguments)) {
+            Ok(listed) => listed,
+            Err(qmp::Error::Refusal { .. }) => continue,
+            Err(error) => return Err(error),
+        };
+        let children = listed.as_array().into_iter().flatten().filter_map(child).take(DEVICES_MAX);
+        for name in children {
+            let get = QomGet { path: format!("{container}/{name}"), property: "mac".into() };
+            match client.execute(&get) {
+                Ok(Value::String(mac)) => macs.push(mac),
+                // Not a network card.
+                Ok(_) | Err(qmp::Error::Refusal { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    Ok(macs)
+}
+
+fn child(property: &Value) -> Option<&str> {
+    let is_child = property["type"].as_str()?.starts_with("child<");
+    property["name"].as_str().filter(|_| is_child)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn qemu(index: usize, files: &[&str]) -> CloneQemu {
+        let drive = |file: &&str| Drive {
+            name: "disk0".into(),
+            file: (*file).into(),
+            medium: Medium::Name((*file).into()),
+        };
+        let drives = files.iter().map(drive).collect();
+        CloneQemu { index, socket: format!("{index}.qmp"), drives, ..CloneQemu::default() }
+    }
+
+    #[test]
+    fn only_clones_that_share_a_disk_are_refused() {
+        let all = [qemu(0, &["a"]), qemu(2, &["b", "c"]), qemu(3, &["d"]), qemu(5, &["c"])];
+        let found = compare(&all);
+        let refused: Vec<_> =
+            found.refused.iter().map(|(index, error)| (*index, error.to_string())).collect();
+        let [(2, first), (5, second)] = &refused[..] else { panic!("{refused:?}") };
+        for (text, socket, other) in [(first, "2.qmp", "5.qmp"), (second, "5.qmp", "2.qmp")] {
+            let begins =
+                format!("QEMU on {socket} has the writable drive \"disk0\" (c), and so has QEMU on {other}");
+            assert!(text.starts_with(&begins), "{text}");
+        }
+    }
+
+    #[test]
+    fn shared_addresses_and_ids_of_clones_are_noted() {
+        let with = |index, mac: &str, id: Option<&str>| CloneQemu {
+            macs: vec![mac.into()],
+            generation_id: id.map(Into::into),
+            ..qemu(index, &[])
+        };
+        let found =
+            compare(&[with(0, "52:54:00:12:34:56", Some("x")), with(1, "52:54:00:12:34:56", Some("x"))]);
+        let [cards, ids] = &found.notes[..] else { panic!("{:?}", found.notes) };
+        assert!(cards.starts_with("2 of the clones have network cards: each sends with"), "{cards}");
+        assert!(!cards.contains("whatever"), "{cards}");
+        assert!(ids.starts_with("QEMUs on 0.qmp, 1.qmp have the same generation id x"), "{ids}");
+        let found = compare(&[with(0, "52:54:00:00:00:01", Some("x")), with(1, "52:54:00:00:00:02", None)]);
+        let [cards, without] = &found.notes[..] else { panic!("{:?}", found.notes) };
+        assert!(cards.contains("whatever `mac=` says here"), "{cards}");
+        assert!(without.starts_with("1 of the clones have no vmgenid device"), "{without}");
+        assert!(compare(&[with(0, "a", None)]).notes.is_empty(), "a single guest is not a clone");
+    }
+
+    #[test]
+    fn file_identity_does_not_depend_on_its_path() {
+        let directory = std::env::temp_dir();
+        let own = i32::try_from(std::process::id()).unwrap();
+        let path = directory.join(format!("towline-qemus-{own}"));
+        std::fs::write(&path, "").unwrap();
+        let twisted = format!("{}/../{}", directory.display(), path.strip_prefix("/").unwrap().display());
+        let (plain, other) = (medium_of(path.to_str().unwrap(), None), medium_of(&twisted, Some(own)));
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(plain, other);
+        assert!(matches!(plain, Medium::File(..)));
+        assert_eq!(medium_of("nbd://host/disk", Some(own)), Medium::Name("nbd://host/disk".into()));
+    }
+}

@@ -1,0 +1,105 @@
+//! Detects guests that write faster than they can be sent, by QEMU's figures and the engine's policy.
+//!
+//! QEMU itself decides when to stop its guest, and goes on for ever if that moment does not come. So its
+//! `query-migrate` is evaluated: [`Error::CannotConverge`] ends a copy whose passes do not become shorter. A
+//! QEMU that throttles its guest (auto-converge) is given time until it throttles it no further.
+
+use std::time::{Duration, Instant};
+
+use towline_migration::convergence::{Decision, Limits, Patience, Policy, Sample, Sampler};
+use towline_qmp::commands::{Capability, MigrationInfo, MigrationStatus};
+
+use super::error::Error;
+use super::progress::Progress;
+use super::request::Request;
+use crate::qemu::Facts;
+
+/// Default of QEMU's `max-cpu-throttle`, in percent.
+const THROTTLE_PERCENT_MAX: u8 = 99;
+/// Bytes in a megabit.
+const MEGABIT_BYTES: f64 = 1e6 / 8.0;
+
+/// Convergence of one source.
+#[derive(Debug)]
+pub(super) struct Convergence {
+    started: Instant,
+    sampler: Sampler,
+    policy: Policy,
+    /// Maximum throttle of the guest in percent; `None` if it is not throttled.
+    throttle_max: Option<u64>,
+    /// Throttle when the guest was last found not to converge.
+    throttle_then: Option<u64>,
+}
+
+impl Convergence {
+    pub(super) fn new(options: &Request, facts: &Facts) -> Self {
+        let downtime = options.downtime_limit;
+        let limits = Limits { downtime, switchover_cost: Duration::ZERO, patience: Patience::default() };
+        let throttles = options.transfer_options().throttle
+            || facts.capabilities.get(&Capability::AUTO_CONVERGE).is_some_and(|on| *on);
+        let max = facts.parameters.max_cpu_throttle.unwrap_or(THROTTLE_PERCENT_MAX);
+        Self {
+            started: Instant::now(),
+            sampler: Sampler::default(),
+            policy: Policy::new(limits),
+            throttle_max: throttles.then_some(max.into()),
+            throttle_then: None,
+        }
+    }
+
+    /// Sets the downtime limit from now on.
+    pub(super) fn set_downtime(&mut self, limit: Duration) {
+        self.policy.set_downtime(limit);
+    }
+
+    /// Evaluates a reply to `query-migrate`.
+    ///
+    /// # Errors
+    /// [`Error::CannotConverge`].
+    pub(super) fn observe(&mut self, migration: &MigrationInfo) -> Result<(), Error> {
+        let Some(ram) = migration.ram.as_ref().filter(|_| migration.status == Some(MigrationStatus::ACTIVE))
+        else {
+            return Ok(());
+        };
+        let sample = Sample {
+            at: self.started.elapsed(),
+            dirty_sync_count: ram.dirty_sync_count,
+            transferred: ram.transferred,
+            remaining: ram.remaining,
+            dirty_pages_rate: ram.dirty_pages_rate,
+            page_size: ram.page_size,
+            expected_downtime: milliseconds(migration.expected_downtime),
+        };
+        let Some(observation) = self.sampler.observe(sample) else { return Ok(()) };
+        let decision = self.policy.observe(&observation);
+        tracing::debug!(?observation, ?decision, "a pass");
+        let Decision::CannotConverge(why) = decision else { return Ok(()) };
+        let throttle = self.throttle_max.map(|max| (migration.cpu_throttle_percentage.unwrap_or(0), max));
+        match throttle {
+            // It is being throttled further, which may help.
+            Some((now, max)) if now < max && self.throttle_then != Some(now) => {
+                self.throttle_then = Some(now);
+                Ok(())
+            }
+            _ => Err(Error::CannotConverge { why, throttle: throttle.map(|(now, _)| now) }),
+        }
+    }
+}
+
+/// Progress from a reply to `query-migrate`.
+pub(super) fn progress(migration: &MigrationInfo) -> Progress {
+    let Some(ram) = &migration.ram else { return Progress::default() };
+    Progress {
+        pass: Some(ram.dirty_sync_count),
+        rate: Some((ram.mbps * MEGABIT_BYTES) as u64),
+        dirty_rate: Some(ram.dirty_pages_rate * ram.page_size),
+        remaining: Some(ram.remaining),
+        throttle_percent: migration.cpu_throttle_percentage,
+        expected_downtime: milliseconds(migration.expected_downtime),
+        ..Progress::default()
+    }
+}
+
+fn milliseconds(of: Option<i64>) -> Option<Duration> {
+    of.and_then(|ms| u64::try_from(ms).ok()).map(Duration::from_millis)
+}

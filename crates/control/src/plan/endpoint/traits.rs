@@ -1,0 +1,250 @@
+//! Source and destination of a copy, with their steps in the order in which they are called.
+//!
+//! ```text
+//!   source       prepare ─────────► start ─► transfer ─────────► disconnect ─► control ─► close
+//!   destination     └─► (opened) ─► connect ─► sink · receive_guest ─► query_status ─► start_guest ─► finalize
+//!                                                                       after a failure: roll_back ◄─┴─► attach_vsocks
+//! ```
+
+use std::sync::Arc;
+
+use towline_channel::Channel;
+use towline_image::{Image, Origin as ImageOrigin};
+use towline_migration::{Guest, Session, Sink, Snapshot};
+use towline_protocol::session::Receiver;
+
+use super::super::context::Context;
+use super::super::destination::StartFailure;
+use super::super::error::{Error, Failure};
+use super::super::preflight;
+use super::super::report::{DestinationState, SourceState};
+use super::super::shared_switchover::SharedSwitchover;
+use super::super::source::QmpSource;
+use super::super::vsock::DetachedVsocks;
+use crate::moves::MoveEnd;
+use crate::switchover::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, StartResult};
+
+/// Source of a guest.
+pub(in super::super) trait SourceEndpoint {
+    /// Kind of the source, for the switchover.
+    fn kind(&self) -> SourceKind;
+
+    /// Describes the guest; nothing is changed. `is_compared`: with the QEMU at the destination.
+    fn prepare(&mut self, is_compared: bool, context: &Context<'_>) -> Result<GuestDescription<'_>, Failure>;
+
+    /// Connects the destination and starts the migration.
+    fn start(
+        &mut self,
+        to: &mut dyn DestinationEndpoint,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<(), Error> {
+        let _ = (to, switchover, context);
+        Ok(())
+    }
+
+    /// Transfers all of the guest to the destination. The error is the best reason that either end has.
+    fn transfer(
+        &mut self,
+        to: &mut dyn DestinationEndpoint,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<(), Error>;
+
+    /// Counters of the transfer so far.
+    fn moved(&self) -> Snapshot;
+
+    /// The source in a record of the move; `None` if no record is needed, as for a stored guest.
+    fn move_end(&self) -> Option<MoveEnd> {
+        None
+    }
+
+    /// Main channel of the stream, once it is connected.
+    fn main_channel(&self) -> Option<Arc<dyn Channel>> {
+        None
+    }
+
+    /// Reports to the switchover that the stream is complete; returns its directive.
+    fn delivered(&self, to: &dyn DestinationEndpoint, switchover: &SharedSwitchover) -> Directive {
+        let _ = to;
+        switchover.handle(Input::Delivered)
+    }
+
+    /// Closes a failed stream, at both ends where the source is to see that.
+    fn disconnect(&mut self, to: &mut dyn DestinationEndpoint) {
+        let _ = to;
+    }
+
+    /// Handle by which the switchover's directives are carried out.
+    fn control(&mut self) -> SourceControl<'_> {
+        SourceControl::Stored
+    }
+
+    /// State of the guest if the destination has discarded it.
+    fn state_after_discard(&self) -> SourceState {
+        SourceState::Unchanged
+    }
+
+    /// Closes the stream after the switchover.
+    fn close(&mut self) {}
+
+    /// Replaces the reason of a failure by one that only the source knows.
+    fn explain(&self, failure: Failure) -> Failure {
+        failure
+    }
+}
+
+/// Description of a guest before anything is transferred.
+pub(in super::super) struct GuestDescription<'a> {
+    /// Facts for the preflight check; `None` if nothing is known.
+    pub(in super::super) guest: Option<preflight::GuestFacts>,
+    /// Origin, for the manifest of an image.
+    pub(in super::super) origin: ImageOrigin,
+    /// The guest's own image, possibly an incremental one.
+    #[cfg_attr(not(feature = "store"), expect(dead_code, reason = "used by object stores only"))]
+    pub(in super::super) file: Option<&'a Image>,
+}
+
+/// Means to drive a source after its stream.
+pub(in super::super) enum SourceControl<'a> {
+    /// A QEMU with its monitor.
+    Qemu(&'a mut QmpSource),
+    /// A connection to a source that another party drives.
+    Stream(Arc<dyn Channel>),
+    /// An image, or memory of this process.
+    Stored,
+}
+
+/// A guest of this process: an open image, or a synthetic one.
+pub(in super::super) struct LocalGuest<'a> {
+    pub(in super::super) guest: &'a dyn Guest,
+    /// The guest's own image, possibly an incremental one.
+    pub(in super::super) file: Option<&'a Image>,
+    /// It is stored, here or elsewhere.
+    pub(in super::super) is_stored: bool,
+}
+
+impl LocalGuest<'_> {
+    /// Number of lanes into an image: none from a stored guest, which has no stream.
+    pub(in super::super) fn lanes(&self, context: &Context<'_>) -> usize {
+        if self.is_stored { 0 } else { context.lanes }
+    }
+}
+
+/// Destination of a guest. The defaults are those of a guest that is kept within this process.
+pub(in super::super) trait DestinationEndpoint {
+    /// Kind of the destination, for the switchover.
+    fn kind(&self) -> DestinationKind {
+        DestinationKind::Stored
+    }
+
+    /// The destination in a record of the move.
+    fn move_end(&self) -> MoveEnd {
+        MoveEnd::Stored
+    }
+
+    /// Has the destination listen, and connects to it. `session` is that of the incoming migration.
+    fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
+        let _ = (session, context);
+        Ok(())
+    }
+
+    /// Sink for a guest that arrives as a stream.
+    ///
+    /// # Panics
+    /// The destination is a stream and not connected.
+    fn sink(&self) -> &dyn Sink;
+
+    /// Transfers a guest of this process.
+    fn receive_guest(
+        &mut self,
+        local: &LocalGuest<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<Snapshot, Error>;
+
+    /// Reports to the switchover that a guest of this process, in this run state, has arrived; returns its
+    /// directive.
+    fn delivered(&self, run_state: Option<&str>, switchover: &SharedSwitchover) -> Directive {
+        let _ = run_state;
+        switchover.handle(Input::Delivered)
+    }
+
+    /// Returns true if a complete guest was discarded.
+    fn has_discarded(&self) -> bool {
+        false
+    }
+
+    /// Returns true if QEMU has loaded an image by itself.
+    fn is_loaded_by_qemu(&self) -> bool {
+        false
+    }
+
+    /// Closes a failed stream.
+    fn disconnect(&mut self) {}
+
+    /// Main channel of an outgoing stream, whose peer may be another towline.
+    fn channel(&self) -> Option<Arc<dyn Channel>> {
+        None
+    }
+
+    /// Queries the state of the guest, if the destination is driven.
+    fn query_status(&mut self) -> DestinationStatus {
+        DestinationStatus::Loaded
+    }
+
+    /// Starts the guest and checks that it runs, if the destination is driven.
+    fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
+        Ok(StartResult::Live)
+    }
+
+    /// Returns true if the error comes from the connection to the destination.
+    fn is_error_origin(&self, error: &Error) -> bool {
+        let _ = error;
+        false
+    }
+
+    /// Restores the settings of a destination whose guest is in its final state. Returns notices.
+    fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error>;
+
+    /// State of a guest that is stored here.
+    fn stored_state(&self) -> DestinationState;
+
+    /// Refuses devices that could not be attached here.
+    fn check_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
+        let _ = vsocks;
+        Ok(())
+    }
+
+    /// Attaches the devices that were detached at the source.
+    fn attach_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
+        let _ = vsocks;
+        Ok(())
+    }
+
+    /// Rolls back after a failure. Returns the error, or QEMU's own reason if that is better, and notices.
+    fn roll_back(&mut self, error: Error, context: &Context<'_>, undo: Rollback) -> (Error, Vec<String>) {
+        let _ = (context, undo);
+        (error, Vec::new())
+    }
+}
+
+/// Extent of a rollback.
+#[derive(Debug, Clone, Copy)]
+pub(in super::super) struct Rollback {
+    /// The guest was to be started at the destination.
+    pub(in super::super) is_cut_over: bool,
+    /// The destination may have the only copy of the guest.
+    pub(in super::super) holds: bool,
+}
+
+/// Use of the guest at such a destination, as reported to a towline at the source.
+pub(in super::super) fn receiver(kind: DestinationKind) -> Receiver {
+    match kind {
+        DestinationKind::Qemu => Receiver::Waits,
+        DestinationKind::Stored => Receiver::Stores,
+        DestinationKind::Stream | DestinationKind::Relayed | DestinationKind::Towline => {
+            Receiver::RunsByItself
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Origin of an error that ended a stream: the first error names a connection, and the connection one of the
+//! two QEMUs. What the other QEMU then reports is a consequence, and would only hide the reason.
+
+use std::path::Path;
+
+use towline_channel::Error as ChannelError;
+use towline_migration::Compression;
+use towline_migration::Error as MigrationError;
+use towline_qmp as qmp;
+
+use super::error::Error;
+use crate::qemu;
+
+/// Returns true if `error` comes from the monitor at `monitor`, or from the stream over the socket at `stream`.
+pub(super) fn is_from(error: &Error, monitor: &str, stream: &Path) -> bool {
+    match error {
+        Error::Channel(error) => peer(error).is_some_and(|peer| is_socket(peer, stream)),
+        Error::Migration(error) => stream_peer(error).is_some_and(|peer| is_socket(peer, stream)),
+        Error::Qemu(qemu::Error::Qmp(qmp::Error::Disconnected { socket, .. })) => socket == monitor,
+        _ => false,
+    }
+}
+
+/// Returns true if the monitor is disconnected.
+pub(super) fn is_monitor_lost(error: &Error) -> bool {
+    matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if error.is_disconnected())
+}
+
+/// Returns true if QEMU did not reply in time; it may later.
+pub(super) fn is_timeout(error: &Error) -> bool {
+    matches!(error, Error::Qemu(qemu::Error::Qmp(qmp::Error::Timeout { .. })))
+}
+
+/// Returns true if QEMU refused the command.
+pub(super) fn is_refusal(error: &Error) -> bool {
+    matches!(error, Error::Qemu(qemu::Error::Qmp(qmp::Error::Refusal { .. })))
+}
+
+/// Returns true if the guest could not be read.
+pub(super) fn is_guest_error(error: &MigrationError) -> bool {
+    matches!(error, MigrationError::Guest(_))
+}
+
+/// Returns true if a thread ended because of a cancellation.
+pub(super) fn is_cancelled(error: &MigrationError) -> bool {
+    match error {
+        MigrationError::Cancelled => true,
+        MigrationError::Lane { source, .. } => is_cancelled(source),
+        _ => false,
+    }
+}
+
+/// Returns true if neither end of the stream failed: a cancellation, a damaged image, a full disk.
+pub(super) fn is_local(error: &Error) -> bool {
+    fn is(error: &MigrationError) -> bool {
+        match error {
+            MigrationError::Guest(_) | MigrationError::Cancelled => true,
+            MigrationError::Lane { source, .. } => is(source),
+            _ => false,
+        }
+    }
+    match error {
+        Error::Cancelled | Error::Image(_) => true,
+        Error::Migration(error) => is(error),
+        _ => false,
+    }
+}
+
+/// Adds the probable reason to the loss of lanes at a destination that another party drives: it expects fewer
+/// lanes, and accepts or keeps no others, or it expects another compression.
+pub(super) fn explain_lane_loss(error: Error, lanes: usize, compression: Compression) -> Error {
+    let compression = compression.method().name();
+    match error {
+        Error::Migration(MigrationError::Channel(ChannelError::Timeout {
+            op: "connect" | "TLS handshake" | "WebSocket handshake",
+            peer,
+            after,
+        })) if lanes > 0 => Error::LanesNotTaken { peer, lanes, waited: after },
+        Error::Migration(MigrationError::Lane { lane, source })
+            if matches!(*source, MigrationError::Channel(_)) =>
+        {
+            Error::LaneLost { lanes, compression, source: MigrationError::Lane { lane, source } }
+        }
+        error => error,
+    }
+}
+
+/// Returns true if the error comes from a stream's connection to this peer.
+pub(super) fn is_from_peer(error: &Error, peer: &str) -> bool {
+    matches!(error, Error::Migration(error) if stream_peer(error) == Some(peer))
+}
+
+/// Returns true if the monitor could not be reached, rather than refused a command.
+pub(super) fn is_monitor_unreachable(error: &Error) -> bool {
+    matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if !matches!(error, qmp::Error::Refusal { .. }))
+}
+
+fn is_socket(peer: &str, stream: &Path) -> bool {
+    peer.strip_prefix("unix:").is_some_and(|path| Path::new(path) == stream)
+}
+
+fn stream_peer(error: &MigrationError) -> Option<&str> {
+    match error {
+        MigrationError::Channel(error) => peer(error),
+        MigrationError::Protocol { peer, .. }
+        | MigrationError::Ended { peer, .. }
+        | MigrationError::NotAcknowledged { peer }
+        | MigrationError::NoAnswer { peer, .. } => Some(peer),
+        MigrationError::Lane { source, .. } => stream_peer(source),
+        _ => None,
+    }
+}
+
+fn peer(error: &ChannelError) -> Option<&str> {
+    match error {
+        ChannelError::Unsupported { peer, .. }
+        | ChannelError::Io { peer, .. }
+        | ChannelError::Timeout { peer, .. }
+        | ChannelError::Closed { peer, .. }
+        | ChannelError::Cut { peer }
+        | ChannelError::Tls { peer, .. }
+        | ChannelError::WebSocket { peer, .. } => Some(peer),
+        _ => None,
+    }
+}

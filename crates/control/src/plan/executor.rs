@@ -1,0 +1,417 @@
+//! Carries out the switchover's directives, from the end of the stream to the end of the command.
+//!
+//! ```text
+//!   the stream is complete, or failed ─► Switchover ─► directive ─► QMP, the connection, the other towline ─┐
+//!                                                ▲                                                           │
+//!                                                └───────────── result ◄─────────────────────────────────────┘
+//! ```
+//! Nothing is decided here: [`crate::switchover`] decides which end may run the guest.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_migration::probe_link;
+
+use super::context::Context;
+use super::destination::StartFailure;
+use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
+use super::error::{Error, Failure};
+use super::outcomes::{GuestLocation, GuestState, SourceCategory};
+use super::peer::{PeerSession, Received};
+use super::progress::Phase;
+use super::report::{DestinationState, SourceState};
+use super::shared_switchover::{SharedSwitchover, source_link};
+use super::source::{CopyEnd, GuestAction, QmpSource};
+use crate::switchover::{
+    Decision, DestinationStatus, Directive, Input, Outcome, PeerMessage, Placement, SourceLink, SourceStatus,
+    StartResult, Unresolved,
+};
+
+/// Timeout for a source to notice its closed stream, before its migration is cancelled.
+const STREAM_FAILURE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Timeout for a source to complete or fail its migration.
+const SOURCE_COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
+/// Timeout for a source that another party drives to close its connection after its acknowledgement.
+const SOURCE_CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Timeout for a destination that has everything to load it.
+const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
+/// Timeout for the report of another towline: longer than any of its own.
+const PEER_REPORT_TIMEOUT: Duration = Duration::from_secs(150);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+
+/// Both ends, and the error so far.
+pub(super) struct Ends<'a> {
+    pub(super) switchover: &'a SharedSwitchover,
+    pub(super) source: SourceControl<'a>,
+    pub(super) destination: &'a mut dyn DestinationEndpoint,
+    pub(super) context: &'a Context<'a>,
+    /// The first error, if one occurred.
+    pub(super) error: Option<Error>,
+}
+
+/// Result for a guest that is at its destination.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SwitchoverReport {
+    pub(super) source: SourceState,
+    pub(super) destination: DestinationState,
+    /// Downtime in milliseconds, as the source's QEMU reports it.
+    pub(super) downtime_ms: Option<u64>,
+}
+
+/// The current directive, and since when it has been repeated.
+struct Wait {
+    directive: Directive,
+    since: Instant,
+}
+
+struct Executor<'a> {
+    ends: Ends<'a>,
+    wait: Wait,
+    notes: Vec<String>,
+    downtime_ms: Option<u64>,
+    /// Error because of which the vsocks could not be attached.
+    not_attached: Option<Error>,
+    destination_peer: Option<PeerSession>,
+    source_peer: Option<PeerSession>,
+    cancel_handled: bool,
+    is_cut_over: bool,
+}
+
+/// Carries out directives from `first` until the end of the command.
+pub(super) fn conclude(ends: Ends<'_>, first: Directive) -> Result<SwitchoverReport, Failure> {
+    let source_peer = match &ends.source {
+        SourceControl::Stream(channel) => Some(PeerSession::new(Arc::clone(channel))),
+        _ => None,
+    };
+    let destination_peer = ends.destination.channel().map(PeerSession::new);
+    // A command that has failed does not report that it is too late to cancel.
+    let cancel_handled = ends.error.is_some();
+    let wait = Wait { directive: first, since: Instant::now() };
+    let (notes, downtime_ms) = (Vec::new(), None);
+    Executor {
+        ends,
+        wait,
+        notes,
+        downtime_ms,
+        not_attached: None,
+        destination_peer,
+        source_peer,
+        cancel_handled,
+        is_cut_over: false,
+    }
+    .run(first)
+}
+
+impl Executor<'_> {
+    fn run(mut self, first: Directive) -> Result<SwitchoverReport, Failure> {
+        let mut directive = first;
+        loop {
+            if let Directive::End(outcome) = directive {
+                return self.end(outcome);
+            }
+            if directive != self.wait.directive {
+                self.wait = Wait { directive, since: Instant::now() };
+            }
+            let input = self.carry_out(directive);
+            if input == Input::TimedOut {
+                self.wait.since = Instant::now();
+            }
+            self.handle_cancel();
+            directive = self.ends.switchover.handle(input);
+        }
+    }
+
+    fn handle_cancel(&mut self) {
+        if !self.cancel_handled && self.ends.context.cancel.is_cancelled() {
+            self.cancel_handled = true;
+            if !self.ends.switchover.cancel() {
+                let text = "the switchover is in progress, so it is too late to cancel";
+                self.ends.context.observer.notice(text);
+            }
+        }
+    }
+
+    fn waited(&self) -> Duration {
+        self.wait.since.elapsed()
+    }
+
+    fn carry_out(&mut self, directive: Directive) -> Input {
+        match directive {
+            Directive::QuerySource => self.query_source(),
+            Directive::ProbeSourceLink => self.probe_link(),
+            Directive::QueryDestination => self.query_destination(),
+            Directive::AwaitPeer => self.await_peer(),
+            Directive::RunDestination => self.start_destination(),
+            Directive::Send(message) => self.send(message),
+            Directive::FinalizeDestination => self.finalize(),
+            Directive::CancelMigration => self.with_source(|source| source.cancel_migration()),
+            Directive::RestoreSource => self.restore(GuestAction::Leave),
+            Directive::ResumeSource => self.restore(GuestAction::Resume),
+            Directive::QuitSource => self.quit(),
+            Directive::Record(decision) => self.record(decision),
+            // Directives of the engine. A source that is to be acknowledged unconfirmed has been acknowledged
+            // by it.
+            Directive::AcknowledgeUnconfirmed
+            | Directive::Proceed
+            | Directive::Refuse
+            | Directive::Abort
+            | Directive::TooLate
+            | Directive::End(_) => Input::Done,
+        }
+    }
+
+    fn query_source(&mut self) -> Input {
+        let limit = if self.ends.switchover.state().cancels_next() {
+            STREAM_FAILURE_TIMEOUT
+        } else {
+            SOURCE_COMPLETION_TIMEOUT
+        };
+        let live = self.ends.context.options.is_snapshot();
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Failed };
+        let view = source.query_status(live);
+        let is_over = self.wait.since.elapsed() >= limit;
+        if matches!(view, SourceStatus::Migrating | SourceStatus::Unknown) && is_over {
+            let error = source.not_completed(limit);
+            self.ends.error.get_or_insert(error);
+            return Input::TimedOut;
+        }
+        if view == SourceStatus::Migrating {
+            source.await_event(POLL_INTERVAL);
+        }
+        Input::Source(view)
+    }
+
+    fn probe_link(&mut self) -> Input {
+        let SourceControl::Stream(channel) = &self.ends.source else { return Input::Failed };
+        let found = source_link(probe_link(channel.as_ref()));
+        let peer = channel.peer().to_owned();
+        match found {
+            SourceLink::Open if self.waited() >= SOURCE_CLOSE_TIMEOUT => {
+                self.ends.error = Some(Error::SourceNotDone { peer, waited: SOURCE_CLOSE_TIMEOUT });
+                return Input::TimedOut;
+            }
+            SourceLink::Open => thread::sleep(POLL_INTERVAL.min(self.waited() / 4)),
+            SourceLink::Reset => {
+                self.ends.error = Some(Error::SourceReset { peer });
+            }
+            SourceLink::Closed => {}
+        }
+        Input::SourceLink(found)
+    }
+
+    fn query_destination(&mut self) -> Input {
+        let view = self.ends.destination.query_status();
+        if matches!(view, DestinationStatus::Loading | DestinationStatus::Unknown) {
+            if self.waited() >= LOADED_TIMEOUT {
+                return Input::TimedOut;
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+        Input::Destination(view)
+    }
+
+    /// Waits for the other towline; returns only after an event.
+    fn await_peer(&mut self) -> Input {
+        loop {
+            let found = match (&mut self.source_peer, &mut self.destination_peer) {
+                (Some(peer), _) if self.ends.switchover.state().awaits_outcome() => peer.receive_outcome(),
+                (_, Some(peer)) => peer.receive_report(),
+                _ => return Input::PeerLost,
+            };
+            match found {
+                Received::Frame(message) => return Input::Peer(message),
+                Received::Nothing if self.waited() >= PEER_REPORT_TIMEOUT => {
+                    self.ends.error.get_or_insert(Error::PeerSilent { waited: PEER_REPORT_TIMEOUT });
+                    return Input::TimedOut;
+                }
+                Received::Nothing => self.handle_cancel(),
+                Received::Lost(error) => {
+                    self.ends.error.get_or_insert(error);
+                    return Input::PeerLost;
+                }
+            }
+        }
+    }
+
+    fn send(&mut self, message: PeerMessage) -> Input {
+        let sent = match (message, &self.source_peer, &self.destination_peer) {
+            (PeerMessage::Completed(run), _, Some(peer)) => peer.send_completed(run),
+            (PeerMessage::Aborted, _, Some(peer)) => peer.send_aborted(),
+            (PeerMessage::Placed(placement), Some(peer), _) => peer.send_placement(placement),
+            (PeerMessage::NotRun, Some(peer), _) => {
+                let reason = self.ends.error.as_ref().map(Error::to_string).unwrap_or_default();
+                // The source's operator may start it there as soon as this arrives.
+                self.ends.switchover.retract().and_then(|()| peer.send_not_run(reason))
+            }
+            _ => Ok(()),
+        };
+        match sent {
+            Ok(()) => Input::Done,
+            Err(error) => {
+                self.ends.error.get_or_insert(error);
+                Input::NotDone
+            }
+        }
+    }
+
+    fn start_destination(&mut self) -> Input {
+        self.cut_over();
+        let started = match self.ends.destination.start_guest() {
+            Ok(started) => started,
+            Err(StartFailure { started, error }) => {
+                self.ends.error = Some(*error);
+                started
+            }
+        };
+        if started == StartResult::Live {
+            self.ends.context.observer.phase(Phase::Running);
+        }
+        Input::Started(started)
+    }
+
+    /// Reports that the source is done with the guest.
+    fn cut_over(&mut self) {
+        if !std::mem::replace(&mut self.is_cut_over, true) {
+            self.ends.context.observer.phase(Phase::CutOver);
+        }
+    }
+
+    fn finalize(&mut self) -> Input {
+        if !matches!(self.ends.source, SourceControl::Stored) {
+            self.cut_over();
+        }
+        match self.ends.destination.finalize(self.ends.context) {
+            Ok(notes) => {
+                notes.iter().for_each(|note| self.ends.context.observer.notice(note));
+                if let SourceControl::Qemu(source) = &self.ends.source {
+                    self.not_attached = self.ends.destination.attach_vsocks(&source.vsocks).err();
+                }
+                Input::Done
+            }
+            Err(error) => {
+                self.ends.error = Some(error);
+                match self.ends.destination.query_status() {
+                    DestinationStatus::Exited => Input::Destination(DestinationStatus::Exited),
+                    _ => Input::NotDone,
+                }
+            }
+        }
+    }
+
+    fn with_source(&mut self, act: impl FnOnce(&mut QmpSource) -> Result<(), Error>) -> Input {
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
+        match act(source) {
+            Ok(()) => Input::Done,
+            Err(error) => {
+                tracing::debug!(%error, "the source");
+                Input::NotDone
+            }
+        }
+    }
+
+    fn restore(&mut self, action: GuestAction) -> Input {
+        let end = if self.ends.error.is_some() { CopyEnd::Failed } else { CopyEnd::Complete };
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
+        match source.restore(action, end) {
+            Ok(released) => {
+                self.downtime_ms = released.downtime_ms.or(self.downtime_ms);
+                self.notes.extend(released.notes);
+                Input::Done
+            }
+            Err(error) => {
+                let exited = source.has_exited();
+                self.ends.error.get_or_insert(error);
+                if exited { Input::Source(SourceStatus::Exited) } else { Input::NotDone }
+            }
+        }
+    }
+
+    fn quit(&mut self) -> Input {
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
+        match source.quit() {
+            Ok(downtime_ms) => {
+                self.downtime_ms = downtime_ms.or(self.downtime_ms);
+                Input::Done
+            }
+            Err(error) => {
+                self.ends.error = Some(error);
+                Input::NotDone
+            }
+        }
+    }
+
+    fn record(&mut self, decision: Decision) -> Input {
+        match self.ends.switchover.record(decision) {
+            Ok(()) => Input::Recorded,
+            Err(error) => {
+                self.ends.error.get_or_insert(error);
+                Input::NotRecorded
+            }
+        }
+    }
+
+    fn end(mut self, outcome: Outcome) -> Result<SwitchoverReport, Failure> {
+        let message = match outcome {
+            Outcome::Unresolved(unresolved) => {
+                self.unresolved_state(unresolved).text(SourceCategory::Qemu).into_owned()
+            }
+            Outcome::Completed(_) | Outcome::Safe => String::new(),
+        };
+        self.notes.extend(self.ends.switchover.ended(outcome, &message));
+        let placement = match outcome {
+            Outcome::Completed(placement) => placement,
+            Outcome::Safe => return Err(self.failure(GuestState::Safe)),
+            Outcome::Unresolved(unresolved) => {
+                let guest = self.unresolved_state(unresolved);
+                return Err(self.failure(guest));
+            }
+        };
+        let exited = self.ends.switchover.state().has_source_exited();
+        let source = match &self.ends.source {
+            SourceControl::Qemu(source) => {
+                source.state_after(self.ends.context.options, exited, self.ends.switchover.state().guest())
+            }
+            SourceControl::Stream(_) | SourceControl::Stored => SourceState::Unchanged,
+        };
+        if let Some(error) = self.not_attached.take() {
+            self.ends.error = Some(error);
+            return Err(self.failure(GuestState::needs_attention(GuestLocation::WithoutVsock)));
+        }
+        self.notes.iter().for_each(|note| self.ends.context.observer.notice(note));
+        let destination = match placement {
+            Placement::Running => DestinationState::Running,
+            Placement::Paused => DestinationState::Paused,
+            Placement::Loaded => DestinationState::Loaded,
+            Placement::Stored => self.ends.destination.stored_state(),
+        };
+        Ok(SwitchoverReport { source, destination, downtime_ms: self.downtime_ms })
+    }
+
+    fn unresolved_state(&self, unresolved: Unresolved) -> GuestState {
+        match &self.ends.source {
+            SourceControl::Stored => {
+                GuestState::needs_attention(GuestLocation::UnresolvedOfImage(unresolved))
+            }
+            SourceControl::Qemu(source) => GuestState::unresolved_at(unresolved, source.socket()),
+            SourceControl::Stream(_) => GuestState::needs_attention(GuestLocation::Unresolved(unresolved)),
+        }
+    }
+
+    fn failure(mut self, guest: GuestState) -> Failure {
+        let error =
+            self.ends.switchover.not_recorded().or(self.ends.error.take()).unwrap_or(Error::Cancelled);
+        let holds = matches!(guest, GuestState::NeedsAttention(_));
+        let (error, notes) = self.ends.destination.roll_back(
+            error,
+            self.ends.context,
+            Rollback { is_cut_over: self.is_cut_over, holds },
+        );
+        self.notes.extend(notes);
+        if let (SourceControl::Qemu(source), GuestState::NeedsAttention(_)) = (&mut self.ends.source, &guest)
+        {
+            source.keep_settings();
+        }
+        Failure { error: Box::new(error), guest, notes: self.notes }
+    }
+}

@@ -1,0 +1,115 @@
+//! Preflight check of a guest and of its devices against the destination. QEMU itself would notice most
+//! differences only while it loads, with an unclear message, or never.
+//!
+//! The rules are in [`towline_compat`].
+
+use std::path::PathBuf;
+
+use towline_compat::facts::Subject;
+use towline_compat::{ConfiguredBy, Facts, Pair, Report, Severity, evaluate};
+use towline_image::StoredGuest;
+use towline_protocol::RamBlock;
+
+use super::context::Context;
+use super::error::Error;
+use super::progress::Observer;
+use super::vsock;
+use crate::check::{self, CheckEnd, Intent};
+use crate::qemu::Qemu;
+
+/// Facts about a guest that is to be sent.
+#[derive(Debug, Clone)]
+pub(super) struct GuestFacts {
+    /// `None` if the destination cannot be compared, so that the source was not queried either.
+    facts: Option<Facts>,
+    /// The UUID as QMP prints it; lanes carry it, and QEMU compares it with its own.
+    pub(super) uuid: Option<String>,
+}
+
+impl GuestFacts {
+    pub(super) fn of_image(image: &dyn StoredGuest) -> Self {
+        Self { facts: Some(check::image(image)), uuid: None }
+    }
+
+    /// A guest whose devices are not known.
+    pub(super) fn of_blocks(machine_type: &str, blocks: &[RamBlock]) -> Self {
+        Self { facts: Some(check::stored(machine_type, blocks)), uuid: None }
+    }
+
+    /// The same guest without the vsocks, which are detached before the transfer.
+    pub(super) fn without_vsocks(mut self) -> Self {
+        if let Some(Subject::Qemu(qemu)) = self.facts.as_mut().map(|facts| &mut facts.subject) {
+            vsock::remove_from_facts(qemu);
+        }
+        self
+    }
+
+    /// `is_compared`: its destination is a QEMU, too.
+    pub(super) fn of_qemu(qemu: &mut Qemu, is_compared: bool) -> Result<Self, Error> {
+        let uuid = Some(qemu.facts().uuid.clone());
+        let facts =
+            if is_compared { Some(Subject::Qemu(Box::new(qemu.compat_facts()?)).into()) } else { None };
+        Ok(Self { facts, uuid })
+    }
+
+    /// Refuses a guest that would not run in the waiting QEMU, and passes other findings on as notices.
+    pub(super) fn check(&self, waiting: &mut Qemu, context: &Context<'_>) -> Result<(), Error> {
+        let Some(source) = &self.facts else { return Ok(()) };
+        // A QEMU that already has a part of the guest gets no further queries: its main loop may wait for the
+        // rest.
+        let is_live = waiting.facts().waits_for_migrate_incoming();
+        let known = if is_live { waiting.compat_facts()? } else { waiting.basic_facts() };
+        let destination = Subject::Qemu(Box::new(known)).into();
+        let report = evaluate(&Pair {
+            source,
+            destination: &destination,
+            lanes: Some(context.lanes),
+            is_postcopy: context.options.is_postcopy(),
+            is_live,
+            is_one_host: true,
+        });
+        report_findings(&report, || format!("QEMU on {}", waiting.socket()), context.observer)
+    }
+}
+
+/// Refuses the move if a device at the destination could not continue with the state of its peer at the source.
+/// QEMU compares neither: a difference between two backends shows only when the guest uses it.
+pub(super) fn check_devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observer) -> Result<(), Error> {
+    for (here, there) in pairs {
+        let report = check::check(
+            &CheckEnd::Control(here.clone()),
+            &CheckEnd::Control(there.clone()),
+            Intent::default(),
+        )?;
+        report_findings(&report, || format!("the device on {}", there.display()), observer)?;
+    }
+    Ok(())
+}
+
+/// Refuses what a report forbids, and passes other findings on as notices.
+fn report_findings(
+    report: &Report,
+    destination: impl Fn() -> String,
+    observer: &dyn Observer,
+) -> Result<(), Error> {
+    let reasons = report.reasons(ConfiguredBy::Towline);
+    if !reasons.is_empty() {
+        return Err(Error::DoesNotFit { destination: destination(), reasons });
+    }
+    for finding in report.of(ConfiguredBy::Towline) {
+        let head = if finding.severity == Severity::Unknown { "it may not run there: " } else { "" };
+        observer.notice(&format!("check: {head}{finding}"));
+    }
+    Ok(())
+}
+
+/// Bytes of a UUID as QMP prints it.
+pub(super) fn uuid_bytes(text: &str) -> [u8; 16] {
+    let digits: Vec<u8> =
+        text.bytes().filter_map(|digit| (digit as char).to_digit(16)).map(|digit| digit as u8).collect();
+    let mut bytes = [0; 16];
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = pair[0] << 4 | pair[1];
+    }
+    bytes
+}

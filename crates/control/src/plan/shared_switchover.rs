@@ -1,0 +1,223 @@
+//! The switchover of one command, shared by the engine's threads, which call it at the points of no return, and
+//! the plan's thread.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+use towline_channel::Channel;
+use towline_migration::{Commit, Error as EngineError, LinkState, Session, SwitchoverGate, probe_link};
+use towline_protocol::session::{MoveId, Receiver};
+use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
+
+use crate::lock::lock;
+use crate::moves::MoveEnd;
+use crate::switchover::{
+    Decision, DestinationKind, Directive, GuestRunState, Input, Outcome, RunRequest, SourceAction,
+    SourceKind, SourceLink, Switchover, SwitchoverRequest,
+};
+
+use super::context::Context;
+use super::error::Error;
+use super::recorder::Recorder;
+use super::request;
+
+/// See the module's text.
+#[derive(Debug)]
+pub(super) struct SharedSwitchover {
+    machine: Mutex<Switchover>,
+    id: OnceLock<MoveId>,
+    recorder: Recorder,
+    /// Connection to the source.
+    link: OnceLock<Arc<dyn Channel>>,
+    /// Error because of which a point of no return was not passed.
+    not_recorded: Mutex<Option<Error>>,
+    /// Directive that followed the failure which the engine reported.
+    failed: OnceLock<Directive>,
+}
+
+impl SharedSwitchover {
+    /// The switchover of a command between these kinds of ends.
+    pub(super) fn new(
+        source: SourceKind,
+        destination: DestinationKind,
+        options: &request::Request,
+    ) -> Arc<Self> {
+        let after = match (options.ends_source(), options.resumes() && !options.is_snapshot()) {
+            (true, _) => SourceAction::Quit,
+            (false, true) => SourceAction::Resume,
+            (false, false) => SourceAction::KeepPaused,
+        };
+        let run = match options.run() {
+            None => RunRequest::AsItWas,
+            Some(true) => RunRequest::Run,
+            Some(false) => RunRequest::Pause,
+        };
+        let machine = Mutex::new(Switchover::new(SwitchoverRequest { source, destination, run, after }));
+        let (recorder, link) = (Recorder::default(), OnceLock::new());
+        let (id, not_recorded, failed) = (OnceLock::new(), Mutex::new(None), OnceLock::new());
+        Arc::new(Self { machine, id, recorder, link, not_recorded, failed })
+    }
+
+    /// Starts to record the decisions of a move between these ends.
+    pub(super) fn keep_record(&self, source: MoveEnd, destination: MoveEnd, context: &Context<'_>) {
+        self.recorder.begin(source, destination, &self.state(), context);
+    }
+
+    /// Sets the connection to the source.
+    pub(super) fn connected(&self, channel: Arc<dyn Channel>) {
+        self.link.get_or_init(|| channel);
+    }
+
+    /// Makes a decision durable.
+    pub(super) fn record(&self, decision: Decision) -> Result<(), Error> {
+        self.recorder.record(self.id(), decision, &self.state())
+    }
+
+    /// Withdraws the recorded decision to run the guest at the destination: it does not run there.
+    pub(super) fn retract(&self) -> Result<(), Error> {
+        self.recorder.retract()
+    }
+
+    /// Ends the record; `message` is the command's message about the guest. Returns a notice for the user.
+    pub(super) fn ended(&self, outcome: Outcome, message: &str) -> Option<String> {
+        self.recorder.end(self.id(), outcome, &self.state(), message)
+    }
+
+    /// Passes a point of no return, after its decision has been recorded.
+    fn pass(&self, input: Input) -> Directive {
+        let directive = self.handle(input);
+        let Directive::Record(decision) = directive else { return directive };
+        if let Err(error) = self.record(decision) {
+            *lock(&self.not_recorded) = Some(error);
+            return self.handle(Input::NotRecorded);
+        }
+        // A source that has disconnected by now resumes its guest.
+        let is_there = decision != Decision::Commit || self.is_source_there();
+        self.handle(if is_there { Input::Recorded } else { Input::NotRecorded })
+    }
+
+    /// Error because of which a decision could not be recorded. The engine only sees the refusal.
+    pub(super) fn not_recorded(&self) -> Option<Error> {
+        lock(&self.not_recorded).take()
+    }
+
+    fn is_source_there(&self) -> bool {
+        self.link.get().is_none_or(|channel| probe_link(channel.as_ref()) == LinkState::Open)
+    }
+
+    /// A session whose engine calls this at its points of no return.
+    pub(super) fn session(self: &Arc<Self>) -> Arc<Session> {
+        let session = Arc::new(Session::default());
+        let gate: Arc<dyn SwitchoverGate> = Arc::<Self>::clone(self);
+        session.set_gate(gate);
+        session
+    }
+
+    /// Processes an input; returns the next directive.
+    pub(super) fn handle(&self, input: Input) -> Directive {
+        let directive = self.machine().handle(input);
+        tracing::debug!(?input, ?directive, "switchover");
+        directive
+    }
+
+    /// Reports that a guest which no engine of ours transferred is loaded; returns the next directive.
+    pub(super) fn loaded(&self, guest: GuestRunState) -> Directive {
+        // A stream has the same run state, if there was one.
+        if self.pass(Input::CommitRequested(guest)) == Directive::Refuse {
+            return self.failed(&Error::Cancelled);
+        }
+        self.handle(Input::Delivered)
+    }
+
+    /// Cancels the command; returns true if the stream is to fail.
+    pub(super) fn cancel(&self) -> bool {
+        self.handle(Input::Cancel) == Directive::Abort
+    }
+
+    /// Reports a failure; returns the next directive. The engine may have reported it before.
+    pub(super) fn failed(&self, error: &Error) -> Directive {
+        let refused = matches!(error, Error::Migration(error) if is_refusal(error));
+        *self.failed.get_or_init(|| self.handle(failure(refused)))
+    }
+
+    /// A copy of the machine's state.
+    pub(super) fn state(&self) -> Switchover {
+        *self.machine()
+    }
+
+    /// Id of this move, which both towlines have.
+    pub(super) fn id(&self) -> MoveId {
+        *self.id.get_or_init(|| std::array::from_fn(|_| fastrand::u8(..)))
+    }
+
+    fn machine(&self) -> MutexGuard<'_, Switchover> {
+        // Every input leaves the machine consistent.
+        lock(&self.machine)
+    }
+}
+
+fn failure(refused: bool) -> Input {
+    if refused { Input::DestinationRefused } else { Input::Failed }
+}
+
+/// Returns true if the destination reported that it could not load the guest.
+fn is_refusal(error: &EngineError) -> bool {
+    matches!(
+        error,
+        EngineError::Protocol { source: ProtocolError::Misbehaved(PeerMisbehaved::ShutWithError { .. }), .. }
+    )
+}
+
+impl SwitchoverGate for SharedSwitchover {
+    fn destination(&self, receiver: Option<Receiver>) {
+        let kind = match receiver {
+            Some(Receiver::Waits) => DestinationKind::Towline,
+            Some(Receiver::Stores) => DestinationKind::Stored,
+            Some(Receiver::RunsByItself) => DestinationKind::Relayed,
+            None => return,
+        };
+        self.machine().found_destination(kind);
+    }
+
+    fn source_reports(&self, id: MoveId) {
+        self.id.get_or_init(|| id);
+        self.machine().found_source_towline();
+    }
+
+    fn move_id(&self) -> MoveId {
+        self.id()
+    }
+
+    fn confirms_loading(&self) -> bool {
+        self.machine().destination() == DestinationKind::Stream
+    }
+
+    fn commit(&self, run_state: Option<&str>) -> Commit {
+        match self.pass(Input::CommitRequested(GuestRunState::from_state(run_state))) {
+            Directive::Proceed if self.machine().destination().runs_by_itself() => Commit::Final,
+            Directive::Proceed => Commit::Reversible,
+            _ => Commit::Refused,
+        }
+    }
+
+    fn acknowledge(&self, run_state: Option<&str>, source: LinkState) -> bool {
+        let input = Input::AcknowledgeRequested {
+            guest: GuestRunState::from_state(run_state),
+            source: source_link(source),
+        };
+        self.pass(input) == Directive::Proceed
+    }
+
+    fn holds(&self, error: &EngineError) -> bool {
+        *self.failed.get_or_init(|| self.handle(failure(is_refusal(error))))
+            == Directive::AcknowledgeUnconfirmed
+    }
+}
+
+/// Translates the state of a connection.
+pub(super) fn source_link(state: LinkState) -> SourceLink {
+    match state {
+        LinkState::Open => SourceLink::Open,
+        LinkState::Closed => SourceLink::Closed,
+        LinkState::Reset => SourceLink::Reset,
+    }
+}

@@ -1,0 +1,173 @@
+//! A QEMU whose guest is to be copied: its state, and the checks before it is copied.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use towline_channel::Cancel;
+use towline_migration::Tuning;
+use towline_qmp as qmp;
+use towline_qmp::commands::{MigrationInfo, MigrationStatus, RunState};
+
+use super::super::convergence::Convergence;
+use super::super::error::Error;
+use super::super::error_origin;
+use super::super::preflight::GuestFacts;
+use super::super::private_dir::PrivateDir;
+use super::super::progress::Progress;
+use super::super::request::Request;
+use super::super::vsock::{self, DetachedVsocks};
+use crate::moves::{self, MoveEnd};
+use crate::qemu::{AppliedSettings, Qemu};
+
+/// Timeout for the exit of a QEMU whose monitor is disconnected.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A QEMU whose guest is to be copied.
+#[derive(Debug)]
+pub(in super::super) struct QmpSource {
+    pub(super) qemu: Qemu,
+    pub(super) settings: Option<AppliedSettings>,
+    /// The guest ran when it was connected to, or is resumed for this copy.
+    pub(in super::super) was_running: bool,
+    /// It is paused since an earlier copy, and is resumed for this one after all checks.
+    pub(super) resumes: bool,
+    /// It was resumed for this copy.
+    pub(super) resumed: bool,
+    /// The current migration is that of this command.
+    pub(super) started: bool,
+    /// Last reply to `query-migrate`.
+    pub(super) last_migration: Option<MigrationInfo>,
+    pub(super) dir: PrivateDir,
+    pub(super) queried_at: Instant,
+    pub(in super::super) progress: Progress,
+    pub(super) convergence: Convergence,
+    pub(super) tuning: Tuning,
+    /// Number of tuning changes that QEMU has.
+    pub(super) applied_changes: u64,
+    /// Devices that are detached for the move.
+    pub(in super::super) vsocks: DetachedVsocks,
+}
+
+impl QmpSource {
+    /// Connects and checks that this guest can be copied.
+    pub(in super::super) fn prepare(path: &Path, options: &Request) -> Result<Self, Error> {
+        let mut qemu = Qemu::connect(path, &qmp::Options::default())?;
+        let socket = qemu.socket().to_owned();
+        let facts = qemu.facts();
+        if let Some(status) = &facts.migration.status
+            && !status.is_final()
+        {
+            return Err(Error::Migrating { socket, status: status.as_str().into() });
+        }
+        let detached = |reason: &&String| options.detaches_vsock() && vsock::is_vsock_blocker(reason);
+        let reasons: Vec<String> =
+            facts.blocked_reasons().iter().filter(|reason| !detached(reason)).cloned().collect();
+        if !reasons.is_empty() {
+            return Err(Error::Blocked { socket, reasons });
+        }
+        let status = facts.status.status.clone();
+        if status == RunState::INMIGRATE {
+            return Err(Error::NoGuest { socket, status: status.as_str().into() });
+        }
+        let resumes = status == RunState::POSTMIGRATE;
+        moves::check_source(&qemu, resumes)?;
+        if resumes && !options.resumes() {
+            return Err(Error::NeedsCont { socket });
+        }
+        let was_running = qemu.facts().status.running || resumes;
+        let dir = PrivateDir::for_qemu(&qemu)?;
+        let (queried_at, progress) = (Instant::now(), Progress::default());
+        let convergence = Convergence::new(options, qemu.facts());
+        let tuning = options.tuning.clone();
+        let vsocks = if options.detaches_vsock() {
+            DetachedVsocks::find(&mut qemu)?
+        } else {
+            DetachedVsocks::default()
+        };
+        Ok(Self {
+            qemu,
+            settings: None,
+            was_running,
+            resumes,
+            resumed: false,
+            started: false,
+            last_migration: None,
+            dir,
+            queried_at,
+            progress,
+            convergence,
+            tuning,
+            applied_changes: 0,
+            vsocks,
+        })
+    }
+
+    /// Facts about its guest; all of them if it is compared with another QEMU.
+    pub(in super::super) fn guest(&mut self, is_compared: bool) -> Result<GuestFacts, Error> {
+        GuestFacts::of_qemu(&mut self.qemu, is_compared)
+    }
+
+    /// Detaches devices that QEMU does not migrate.
+    pub(in super::super) fn detach(&mut self, cancel: &Cancel) -> Result<(), Error> {
+        self.vsocks.detach(&mut self.qemu, cancel)
+    }
+
+    /// The QEMU.
+    pub(in super::super) fn qemu(&self) -> &Qemu {
+        &self.qemu
+    }
+
+    /// The source in a record of the move.
+    pub(in super::super) fn move_end(&self) -> MoveEnd {
+        MoveEnd::qemu(self.qemu.socket(), self.qemu.process())
+    }
+
+    /// The monitor's socket.
+    pub(in super::super) fn socket(&self) -> &str {
+        self.qemu.socket()
+    }
+
+    /// QEMU's version with its package.
+    pub(in super::super) fn version_text(&self) -> String {
+        self.qemu.version_text()
+    }
+
+    pub(super) fn stream_path(&self) -> PathBuf {
+        self.dir.join("source.sock")
+    }
+
+    /// Returns true if QEMU is known to have exited, and the guest with it.
+    pub(in super::super) fn has_exited(&self) -> bool {
+        self.qemu.has_exited(EXIT_TIMEOUT)
+    }
+
+    /// Leaves QEMU's settings as they are: it has exited, or cannot be configured.
+    pub(in super::super) fn keep_settings(&mut self) {
+        if let Some(settings) = self.settings.take() {
+            settings.keep();
+        }
+    }
+
+    /// Replaces an error of the stream by QEMU's own reason, if it has one. QEMU knows nothing of an error on
+    /// our side.
+    pub(in super::super) fn explain(&mut self, error: Error) -> Error {
+        let socket = self.qemu.socket().to_owned();
+        let is_protocol = matches!(error, Error::Migration(towline_migration::Error::Protocol { .. }));
+        if is_protocol || !error_origin::is_from(&error, &socket, &self.stream_path()) {
+            return error;
+        }
+        match self.qemu.migration().map_err(Error::from) {
+            Ok(migration) if migration.status.as_ref().is_some_and(MigrationStatus::has_failed) => {
+                match migration.error_desc {
+                    Some(text) => Error::SourceFailed { socket, text: format!("{text} ({error})") },
+                    None => error,
+                }
+            }
+            Err(gone) if error_origin::is_monitor_lost(&gone) && self.has_exited() => {
+                tracing::debug!(%error, "the source exited");
+                Error::SourceEnded { socket }
+            }
+            _ => error,
+        }
+    }
+}

@@ -1,0 +1,82 @@
+use super::super::ends::MemoryOptions;
+use super::super::request::{PostcopyStart, Task, TransferOptions};
+use super::*;
+
+fn postcopy() -> Request {
+    let start = PostcopyStart::Copy { run: None };
+    let transfer = TransferOptions::default();
+    Request::new(Task::Postcopy { transfer, start, preempt: false, record_working_set: true })
+}
+
+fn qmp() -> Destination {
+    Destination::Qmp("b.qmp".into())
+}
+
+#[test]
+fn pairs_without_a_transfer_are_refused() {
+    let memory = Source::Memory(towline_migration::synthetic::Shape::of_length(64 << 20));
+    let (image, running) = (Source::Image("a.img".into()), Source::Qmp("a.qmp".into()));
+    let (file, tcp) = (Destination::Image("b.img".into()), Destination::Stream("tcp:b:1".parse().unwrap()));
+    let exec = Destination::Stream("exec:cat".parse().unwrap());
+    let no_guest =
+        "--postcopy is for a destination that runs the guest: qmp:, tcp: or unix: with a QEMU behind it";
+    let no_qemus = "--postcopy of a running guest is between two qmp: QEMUs, which do it themselves; an image goes to tcp: and unix: too";
+    for (source, destination, request, text) in [
+        (
+            &memory,
+            &qmp(),
+            Request::default(),
+            "a synthetic guest (mem:) has no devices, so no QEMU can load it: copy it to mem:, an image or a stream",
+        ),
+        (
+            &memory,
+            &Destination::Null,
+            Request::default(),
+            "null: takes a stream; mem: receives a synthetic guest and verifies it",
+        ),
+        (
+            &image,
+            &Destination::Null,
+            Request::default(),
+            "null: takes a stream; to check an image, `inspect --verify` it",
+        ),
+        (&image, &file, postcopy(), no_guest),
+        (&image, &exec, postcopy(), no_guest),
+        (&image, &Destination::Memory(MemoryOptions::default()), postcopy(), no_guest),
+        (&running, &tcp, postcopy(), no_qemus),
+        (&running, &file, postcopy(), no_qemus),
+    ] {
+        assert_eq!(validate(source, destination, &request).unwrap_err().to_string(), text);
+    }
+    for (source, destination) in [(&image, &qmp()), (&image, &tcp), (&running, &qmp())] {
+        assert!(validate(source, destination, &postcopy()).is_ok());
+    }
+    assert!(validate(&running, &Destination::Null, &Request::default()).is_ok());
+}
+
+#[test]
+fn copy_of_a_resumed_source_stays_paused() {
+    let task = |run| Task::Copy { transfer: TransferOptions::default(), run, resume: true, base: None };
+    let source = Source::Qmp("a.qmp".into());
+    let (request, lanes) = validate(&source, &qmp(), &Request::new(task(None))).unwrap();
+    assert_eq!((request.run(), lanes), (Some(false), LANES_DEFAULT));
+    let error = validate(&source, &qmp(), &Request::new(task(Some(true)))).unwrap_err();
+    assert_eq!(error.to_string(), "--resume with --run: the same guest would run twice");
+}
+
+#[test]
+fn move_to_a_destination_that_keeps_nothing_is_refused() {
+    let (transfer, devices) = (TransferOptions::default(), Vec::new());
+    let task = Task::Move { transfer, run: None, detach_vsock: true, devices };
+    let request = Request::new(task);
+    let source = Source::Qmp("a.qmp".into());
+    for (destination, text) in [
+        (Destination::Null, "null: keeps nothing, so its source is not ended: copy to it"),
+        (
+            Destination::Image("a.img".into()),
+            "--detach-vsock needs a qmp: destination, where the device is attached again",
+        ),
+    ] {
+        assert_eq!(validate(&source, &destination, &request).unwrap_err().to_string(), text);
+    }
+}

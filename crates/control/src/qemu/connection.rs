@@ -1,0 +1,253 @@
+//! A QEMU whose monitor is connected.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use towline_qmp::commands::{
+    Capability, Cont, MigrationInfo, MigrationParameters, QueryMigrate, QueryMigrateParameters, QueryStatus,
+    Quit, Status, Stop,
+};
+use towline_qmp::{self as qmp, Client, Options};
+
+use super::error::Error;
+use super::facts::{self, Facts};
+use super::repaired::RepairReport;
+use crate::journal::{self, Journal, JournalEntry, UndoRecord};
+use crate::process::{Process, ProcessState};
+
+/// Timeout of a query to which QEMU may not reply for a while.
+const QUERY_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// A QEMU whose monitor is connected.
+#[derive(Debug)]
+pub struct Qemu {
+    pub(super) client: Client,
+    pub(super) process: Arc<Process>,
+    pub(super) facts: Facts,
+    pub(super) journal: Option<Journal>,
+    pub(super) repaired: Option<RepairReport>,
+}
+
+impl Qemu {
+    /// Connects to the monitor at `path` for changes: opens its journal, repairs what a killed towline left
+    /// changed ([`Qemu::repaired`]), and queries the facts.
+    ///
+    /// A journal that cannot be kept is logged, and the QEMU used without one.
+    ///
+    /// # Errors
+    /// As [`Qemu::inspect`]; [`journal::Error::InUse`] while another towline works on this QEMU.
+    pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
+        let path = path.as_ref();
+        let mut qemu = Self::inspect(path, options)?;
+        match qemu.take_journal(path) {
+            Ok(()) => {}
+            Err(error @ Error::Journal(journal::Error::InUse { .. })) => return Err(error),
+            Err(Error::Journal(error)) => {
+                let socket = qemu.socket();
+                tracing::warn!(
+                    "if this process is killed, the settings of QEMU on {socket} are not restored: {error}"
+                );
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(qemu)
+    }
+
+    /// Connects to the monitor at `path` and queries the facts. Changes nothing.
+    ///
+    /// # Errors
+    /// Those of [`Client::connect`] and of [`Qemu::refresh`].
+    pub fn inspect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
+        Self::new(Client::connect(path, options)?)
+    }
+
+    /// Queries the facts over an existing connection. Changes are not recorded in a journal.
+    ///
+    /// # Errors
+    /// Those of [`Qemu::refresh`].
+    pub fn new(mut client: Client) -> Result<Self, Error> {
+        // Before the facts: their replies prove that QEMU still ran after its process was identified.
+        let process = Arc::new(Process::identify(&mut client)?);
+        let facts = facts::facts(&mut client)?;
+        Ok(Self { client, process, facts, journal: None, repaired: None })
+    }
+
+    /// Changes of an earlier towline that [`Qemu::connect`] repaired, if any.
+    #[must_use]
+    pub fn repaired(&self) -> Option<&RepairReport> {
+        self.repaired.as_ref()
+    }
+
+    /// Records how to undo a change, before it is made. Returns `None` without a journal; one that cannot be
+    /// written is logged.
+    pub fn record(&self, record: &UndoRecord) -> Option<JournalEntry> {
+        match self.journal.as_ref()?.write(record) {
+            Ok(entry) => Some(entry),
+            Err(error) => {
+                let socket = self.socket();
+                tracing::warn!(
+                    "if this process is killed, a change of QEMU on {socket} is not undone: {error}"
+                );
+                None
+            }
+        }
+    }
+
+    /// The facts as of [`Qemu::new`] or the last [`Qemu::refresh`].
+    #[must_use]
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    /// Queries the facts again.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`]; [`Error::RamBlocks`] and [`Error::Machine`] for replies that no known QEMU gives.
+    pub fn refresh(&mut self) -> Result<&Facts, Error> {
+        self.facts = facts::facts(&mut self.client)?;
+        Ok(&self.facts)
+    }
+
+    /// The monitor's client, for all other commands and for events.
+    pub fn client(&mut self) -> &mut Client {
+        &mut self.client
+    }
+
+    /// The monitor's socket.
+    #[must_use]
+    pub fn socket(&self) -> &str {
+        self.client.socket()
+    }
+
+    /// QEMU's version with its package, for messages: `10.0.2 (Debian 1:10.0.2+ds-2)`.
+    #[must_use]
+    pub fn version_text(&self) -> String {
+        facts::version_text(&self.facts.version)
+    }
+
+    /// Queries the guest's run state.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn status(&mut self) -> Result<Status, Error> {
+        Ok(self.client.execute(&QueryStatus)?)
+    }
+
+    /// Queries something to which QEMU does not reply while it completes or loads a migration, or its main loop
+    /// waits for a page. Returns `None` if there was no reply.
+    ///
+    /// # Errors
+    /// Those of `query` except a timeout.
+    pub fn try_query<T>(
+        &mut self,
+        query: impl FnOnce(&mut Self) -> Result<T, Error>,
+    ) -> Result<Option<T>, Error> {
+        let deadline = self.client.deadline();
+        self.client.set_deadline(QUERY_TIMEOUT);
+        let reply = query(self);
+        self.client.set_deadline(deadline);
+        match reply {
+            Ok(reply) => Ok(Some(reply)),
+            Err(Error::Qmp(qmp::Error::Timeout { .. })) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Queries the migration.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn migration(&mut self) -> Result<MigrationInfo, Error> {
+        Ok(self.client.execute(&QueryMigrate)?)
+    }
+
+    /// Pauses the guest; a QEMU that waits for a guest leaves it paused.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn stop(&mut self) -> Result<(), Error> {
+        self.client.execute(&Stop)?;
+        Ok(())
+    }
+
+    /// Starts or resumes the guest.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn cont(&mut self) -> Result<(), Error> {
+        self.client.execute(&Cont)?;
+        Ok(())
+    }
+
+    /// The process, as identified when the monitor was connected.
+    #[must_use]
+    pub fn process(&self) -> &Process {
+        &self.process
+    }
+
+    /// Connects to the monitor's socket again, where another listener may have replaced a proxy that has
+    /// exited.
+    ///
+    /// # Errors
+    /// Those of [`Client::connect`]; [`Error::OtherProcess`] unless it is proven to be the same QEMU.
+    pub fn reconnect(&mut self) -> Result<(), Error> {
+        let options = Options { deadline: self.client.deadline(), ..Options::default() };
+        let mut client = Client::connect(self.client.socket(), &options)?;
+        let process = Process::identify(&mut client)?;
+        if !self.process.is_same(&process) {
+            return Err(Error::OtherProcess { socket: client.socket().to_owned() });
+        }
+        self.client = client;
+        Ok(())
+    }
+
+    /// Returns true if QEMU's process is known and exits within this time. False for a process that is not
+    /// known.
+    #[must_use]
+    pub fn has_exited(&self, within: Duration) -> bool {
+        self.process.state_within(within) == ProcessState::Exited
+    }
+
+    /// Ends QEMU and waits until it has closed the monitor and, if its process is known, has exited. A QEMU
+    /// that has already exited is not an error.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`], with a timeout if that takes longer than the client's deadline.
+    pub fn quit(&mut self) -> Result<(), Error> {
+        let started = Instant::now();
+        let mut result = self.client.execute(&Quit).map(|_| ());
+        while result.is_ok() {
+            let left = self.client.deadline().saturating_sub(started.elapsed());
+            if left == Duration::ZERO {
+                let socket = self.client.socket().to_owned();
+                let command = "quit (closing the monitor)".to_owned();
+                return Err(qmp::Error::Timeout { command, socket, waited: started.elapsed() }.into());
+            }
+            result = self.client.next_event(left).map(|_| ());
+        }
+        match result {
+            Err(error) if !error.is_disconnected() => return Err(error.into()),
+            _ => {}
+        }
+        let left = self.client.deadline().saturating_sub(started.elapsed());
+        if self.process.is_known() && !self.has_exited(left) {
+            let socket = self.client.socket().to_owned();
+            let command = "quit (its process's end)".to_owned();
+            return Err(qmp::Error::Timeout { command, socket, waited: started.elapsed() }.into());
+        }
+        if let Some(journal) = &self.journal {
+            journal.clear();
+        }
+        Ok(())
+    }
+
+    pub(super) fn capabilities_now(&mut self) -> Result<BTreeMap<Capability, bool>, Error> {
+        facts::capabilities(&mut self.client)
+    }
+
+    pub(super) fn parameters_now(&mut self) -> Result<MigrationParameters, Error> {
+        Ok(self.client.execute(&QueryMigrateParameters)?)
+    }
+}

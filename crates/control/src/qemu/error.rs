@@ -1,0 +1,68 @@
+//! Errors of queries to a QEMU and of its settings.
+
+use serde_json::Value;
+use towline_qmp as qmp;
+use towline_qmp::commands::Capability;
+
+use super::ram_block::RamBlockError;
+use crate::journal;
+
+/// Error of a query to a QEMU, or of its settings.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The monitor failed.
+    #[error(transparent)]
+    Qmp(#[from] qmp::Error),
+    /// The output of `info ramblock` cannot be parsed.
+    #[error("QEMU {version} on {socket}: {source}")]
+    RamBlocks {
+        /// The socket.
+        socket: String,
+        /// QEMU's version.
+        version: String,
+        /// The parse error.
+        source: RamBlockError,
+    },
+    /// The machine's type is not text that ends in `-machine`.
+    #[error("QEMU on {socket} names its machine {found}, expected text that ends in \"-machine\"")]
+    Machine {
+        /// The socket.
+        socket: String,
+        /// The reply.
+        found: Value,
+    },
+    /// Another process, or one that is not known, listens on the socket.
+    #[error("{socket} belongs to another process than the QEMU that was connected before")]
+    OtherProcess {
+        /// The socket.
+        socket: String,
+    },
+    /// Another towline works on it, or its journal cannot be used.
+    #[error(transparent)]
+    Journal(#[from] journal::Error),
+    /// This QEMU has no such capability.
+    #[error(
+        "QEMU {version} on {socket} has no migration capability {capability}: use a QEMU that has it, or go without"
+    )]
+    UnknownCapability {
+        /// Its name.
+        capability: Capability,
+        /// The socket.
+        socket: String,
+        /// QEMU's version.
+        version: String,
+    },
+    /// This QEMU has no such parameter.
+    #[error(
+        "QEMU {version} on {socket} has no migration parameter {parameter}: use a QEMU that has it, or go without"
+    )]
+    UnknownParameter {
+        /// Its name.
+        parameter: String,
+        /// The socket.
+        socket: String,
+        /// QEMU's version.
+        version: String,
+    },
+}

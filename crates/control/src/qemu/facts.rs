@@ -1,0 +1,137 @@
+//! Facts about a QEMU: version, machine, memory and migration settings, as of the last query.
+
+use std::collections::BTreeMap;
+
+use towline_qmp::commands::{
+    Capability, HumanMonitorCommand, MigrationInfo, MigrationParameters, MigrationStatus, QomGet,
+    QueryMigrate, QueryMigrateCapabilities, QueryMigrateParameters, QueryStatus, QueryUuid, QueryVersion,
+    RunState, Status, Version,
+};
+use towline_qmp::{Client, PeerCredentials};
+
+use super::error::Error;
+use super::ram_block::{self, RamBlock};
+
+/// Suffix that QEMU appends to a machine type's name for its QOM type.
+const MACHINE_SUFFIX: &str = "-machine";
+
+/// Facts about a QEMU as of the last query.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Facts {
+    /// Its version.
+    pub version: Version,
+    /// Its machine type as the stream carries it, for example `pc-q35-10.0`.
+    pub machine: String,
+    /// Run state of its guest.
+    pub status: Status,
+    /// RAM blocks of the guest, including those that are not migrated.
+    pub ram_blocks: Vec<RamBlock>,
+    /// The guest's UUID; all zeroes if it has none.
+    pub uuid: String,
+    /// The migration capabilities that this QEMU knows, on or off.
+    pub capabilities: BTreeMap<Capability, bool>,
+    /// The migration parameters.
+    pub parameters: MigrationParameters,
+    /// The current or last migration.
+    pub migration: MigrationInfo,
+    /// State of an incoming migration.
+    pub incoming: Incoming,
+    /// The process that listens on the monitor's socket, from the kernel: QEMU or a proxy.
+    pub peer: Option<PeerCredentials>,
+}
+
+impl Facts {
+    /// Reasons for which QEMU refuses to migrate this guest; empty if it does not.
+    #[must_use]
+    pub fn blocked_reasons(&self) -> &[String] {
+        &self.migration.blocked_reasons
+    }
+
+    /// Returns true if this QEMU waits for `migrate-incoming`.
+    #[must_use]
+    pub fn waits_for_migrate_incoming(&self) -> bool {
+        self.incoming == Incoming::Deferred
+    }
+
+    /// The blocks that the stream carries.
+    pub fn migrated_blocks(&self) -> impl Iterator<Item = &RamBlock> {
+        self.ram_blocks.iter().filter(|block| block.is_migrated())
+    }
+}
+
+/// State of an incoming migration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Incoming {
+    /// It has its own guest.
+    No,
+    /// It was started with `-incoming defer` and got no `migrate-incoming` yet. A 7.2 with `-incoming exec:` or
+    /// `fd:` looks the same, and refuses `migrate-incoming`.
+    Deferred,
+    /// It listens for its first connection.
+    Listening,
+    /// A guest is being received, or failed to load and QEMU stayed.
+    Loading(MigrationStatus),
+}
+
+impl Incoming {
+    fn of(status: &Status, migration: &MigrationInfo) -> Self {
+        if status.status != RunState::INMIGRATE {
+            return Self::No;
+        }
+        match &migration.status {
+            Some(status) if *status == MigrationStatus::SETUP => Self::Listening,
+            Some(status) if *status != MigrationStatus::NONE => Self::Loading(status.clone()),
+            // 7.2 reports no status before the first connection, only the address.
+            _ if !migration.socket_address.is_empty() => Self::Listening,
+            _ => Self::Deferred,
+        }
+    }
+}
+
+pub(super) fn facts(client: &mut Client) -> Result<Facts, Error> {
+    let version = client.execute(&QueryVersion)?;
+    let status = client.execute(&QueryStatus)?;
+    let migration = client.execute(&QueryMigrate)?;
+    Ok(Facts {
+        machine: machine(client)?,
+        ram_blocks: ram_blocks(client, &version)?,
+        uuid: client.execute(&QueryUuid)?.uuid,
+        capabilities: capabilities(client)?,
+        parameters: client.execute(&QueryMigrateParameters)?,
+        incoming: Incoming::of(&status, &migration),
+        peer: client.peer_credentials().ok(),
+        version,
+        status,
+        migration,
+    })
+}
+
+fn machine(client: &mut Client) -> Result<String, Error> {
+    let found = client.execute(&QomGet { path: "/machine".into(), property: "type".into() })?;
+    match found.as_str().and_then(|text| text.strip_suffix(MACHINE_SUFFIX)) {
+        Some(name) => Ok(name.to_owned()),
+        None => Err(Error::Machine { socket: client.socket().to_owned(), found }),
+    }
+}
+
+fn ram_blocks(client: &mut Client, version: &Version) -> Result<Vec<RamBlock>, Error> {
+    let text = client.execute(&HumanMonitorCommand { command_line: "info ramblock".into() })?;
+    ram_block::parse(&text).map_err(|source| Error::RamBlocks {
+        socket: client.socket().to_owned(),
+        version: version_text(version),
+        source,
+    })
+}
+
+pub(super) fn capabilities(client: &mut Client) -> Result<BTreeMap<Capability, bool>, Error> {
+    let states = client.execute(&QueryMigrateCapabilities)?;
+    Ok(states.into_iter().map(|state| (state.capability, state.state)).collect())
+}
+
+pub(super) fn version_text(version: &Version) -> String {
+    match version.package.as_str() {
+        "" => version.qemu.to_string(),
+        package => format!("{} ({package})", version.qemu),
+    }
+}

@@ -1,0 +1,117 @@
+//! From a source that is done with its guest to the end of the command.
+
+use super::decision::Decision;
+use super::events::{
+    DestinationKind, DestinationStatus, Directive, Input, PeerMessage, RunRequest, SourceAction, SourceKind,
+    SourceStatus, StartResult,
+};
+use super::machine::{Stage, Switchover};
+use super::outcome::{Outcome, Placement, Unresolved};
+
+impl Switchover {
+    /// The source cannot run the guest any more.
+    pub(super) fn complete(&mut self) -> Directive {
+        match self.request.destination {
+            DestinationKind::Stored => self.finalize(Placement::Stored),
+            DestinationKind::Stream | DestinationKind::Relayed => self.finalize(Placement::Loaded),
+            DestinationKind::Towline => self.decide(Decision::Complete),
+            DestinationKind::Qemu if self.runs() => self.decide(Decision::Run),
+            DestinationKind::Qemu => self.finalize(Placement::Paused),
+        }
+    }
+
+    pub(super) fn runs(&self) -> bool {
+        match self.request.run {
+            RunRequest::AsItWas => self.guest.is_live(),
+            RunRequest::Run => true,
+            RunRequest::Pause => false,
+        }
+    }
+
+    pub(super) fn reporting(&mut self, input: Input) -> Directive {
+        match input {
+            Input::Done => Directive::AwaitPeer,
+            Input::Peer(PeerMessage::Placed(placement)) if self.request.source == SourceKind::Towline => {
+                self.stage = Stage::Releasing(placement);
+                Directive::Send(PeerMessage::Placed(placement))
+            }
+            Input::Peer(PeerMessage::Placed(placement)) => self.release(placement),
+            Input::Peer(PeerMessage::NotRun) => {
+                Directive::End(Outcome::Unresolved(Unresolved::PeerDidNotRun))
+            }
+            _ => Directive::End(Outcome::Unresolved(Unresolved::PeerUnknown)),
+        }
+    }
+
+    pub(super) fn starting(&mut self, input: Input) -> Directive {
+        let unresolved = match input {
+            Input::Started(StartResult::Live) => return self.finalize(Placement::Running),
+            Input::Started(StartResult::StoppedAgain) => Unresolved::StoppedAgain,
+            Input::Started(StartResult::Refused) if self.is_source_gone() => Unresolved::DestinationOnly,
+            Input::Started(StartResult::Refused) => Unresolved::BothPaused,
+            Input::Started(StartResult::Exited) if self.is_source_gone() => Unresolved::BothExited,
+            Input::Started(StartResult::Exited) => Unresolved::DestinationLost,
+            _ => Unresolved::DestinationUnknown,
+        };
+        self.end_unresolved(unresolved)
+    }
+
+    /// Returns true if no QEMU at the source holds the guest.
+    pub(super) fn is_source_gone(&self) -> bool {
+        self.source_exited
+    }
+
+    pub(super) fn finalize(&mut self, placement: Placement) -> Directive {
+        self.stage = Stage::Finalizing(placement);
+        Directive::FinalizeDestination
+    }
+
+    pub(super) fn finalizing(&mut self, input: Input, placement: Placement) -> Directive {
+        match input {
+            Input::Destination(DestinationStatus::Exited) if self.is_source_gone() => {
+                Directive::End(Outcome::Unresolved(Unresolved::BothExited))
+            }
+            Input::Destination(DestinationStatus::Exited) => {
+                Directive::End(Outcome::Unresolved(Unresolved::DestinationLost))
+            }
+            Input::NotDone if self.is_source_gone() => {
+                Directive::End(Outcome::Unresolved(Unresolved::DestinationAlone))
+            }
+            Input::NotDone => Directive::End(Outcome::Unresolved(Unresolved::DestinationUnknown)),
+            _ if self.request.source == SourceKind::Towline => {
+                self.stage = Stage::Releasing(placement);
+                Directive::Send(PeerMessage::Placed(placement))
+            }
+            _ => self.release(placement),
+        }
+    }
+
+    pub(super) fn release(&mut self, placement: Placement) -> Directive {
+        if self.request.source != SourceKind::Qemu || self.source_exited {
+            return Directive::End(Outcome::Completed(placement));
+        }
+        self.stage = Stage::Releasing(placement);
+        match self.request.after {
+            SourceAction::Quit => Directive::QuitSource,
+            SourceAction::Resume
+                if !matches!(placement, Placement::Running | Placement::Loaded) && self.guest.is_live() =>
+            {
+                Directive::ResumeSource
+            }
+            _ => Directive::RestoreSource,
+        }
+    }
+
+    pub(super) fn releasing(&mut self, input: Input, placement: Placement) -> Directive {
+        let unresolved = match (input, self.request.source, self.request.after) {
+            (Input::NotDone, SourceKind::Qemu, SourceAction::Quit) => Unresolved::SourceNotEnded,
+            (Input::NotDone, SourceKind::Qemu, SourceAction::Resume) => Unresolved::SourceNotResumed,
+            (Input::Source(SourceStatus::Exited), _, SourceAction::Resume) => Unresolved::StoredOnly,
+            (Input::NotDone, SourceKind::Qemu, SourceAction::KeepPaused) => {
+                return Directive::End(Outcome::Completed(placement));
+            }
+            _ => return Directive::End(Outcome::Completed(placement)),
+        };
+        Directive::End(Outcome::Unresolved(unresolved))
+    }
+}

@@ -1,0 +1,328 @@
+//! The state machine: its stages, and the transfer until the source has completed.
+
+use super::decision::Decision;
+use super::events::{
+    DestinationKind, Directive, GuestRunState, Input, PeerMessage, RunRequest, SourceKind, SourceLink,
+    SourceStatus, SwitchoverRequest,
+};
+use super::fault::{Fault, FaultSwitch};
+use super::outcome::{Outcome, Placement, Unresolved};
+
+/// States; see the picture in the module's documentation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Stage {
+    /// Memory is transferred; the destination cannot run the guest.
+    Transfer,
+    /// This decision is being made durable and is then acted on.
+    Recording(Decision),
+    /// A destination that runs the guest by itself was sent the last bytes.
+    Committed,
+    /// The source was acknowledged and may complete.
+    Acknowledged,
+    /// The source was acknowledged, but the destination has not confirmed that it holds the guest: it may run
+    /// it or not.
+    AcknowledgedUnconfirmed,
+    /// The stream failed when the destination may hold everything: the source is queried first.
+    Undoing {
+        cancelled: bool,
+    },
+    /// The source's QEMU has exited; the destination, which was sent everything, is awaited.
+    TakingOver,
+    /// The other towline was sent the outcome.
+    Reporting,
+    /// The guest is being started at the destination.
+    Starting,
+    /// The guest is in its final state; the destination's settings are being restored.
+    Finalizing(Placement),
+    /// The source is being restored, resumed or ended.
+    Releasing(Placement),
+    /// The source has its guest back; its settings are being restored.
+    Restoring,
+    /// The other towline is sent that the source has its guest back.
+    Withdrawing,
+    /// The other towline is sent that the guest does not run here.
+    ReportingNotRun(Unresolved),
+    Ended(Outcome),
+}
+
+/// The state machine. It is copyable and comparable, so that the model can explore it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Switchover {
+    pub(super) request: SwitchoverRequest,
+    pub(super) stage: Stage,
+    /// The destination was sent everything except perhaps the last bytes: it may hold the whole guest.
+    pub(super) sent: bool,
+    /// Run state of the guest, from its stream.
+    pub(super) guest: GuestRunState,
+    /// A cancellation is being carried out.
+    pub(super) aborting: bool,
+    /// The source's QEMU exited during the migration.
+    pub(super) source_exited: bool,
+    pub(super) fault: FaultSwitch,
+}
+
+impl Switchover {
+    /// The machine of one command in its initial state.
+    pub(crate) fn new(request: SwitchoverRequest) -> Self {
+        Self {
+            request,
+            stage: Stage::Transfer,
+            sent: false,
+            guest: GuestRunState::Running,
+            aborting: false,
+            source_exited: false,
+            fault: FaultSwitch::default(),
+        }
+    }
+
+    /// Kind of the destination, as far as it is known.
+    pub(crate) fn destination(&self) -> DestinationKind {
+        self.request.destination
+    }
+
+    /// Records that the destination of a stream is a towline, and of which kind.
+    pub(crate) fn found_destination(&mut self, kind: DestinationKind) {
+        if self.request.destination == DestinationKind::Stream {
+            self.request.destination = kind;
+        }
+    }
+
+    /// Returns true if the source is a QEMU whose monitor is connected.
+    pub(crate) fn drives_source(&self) -> bool {
+        self.request.source == SourceKind::Qemu
+    }
+
+    /// The request, with the kinds of ends that were found.
+    pub(crate) fn request(&self) -> SwitchoverRequest {
+        self.request
+    }
+
+    /// The guest's run state when it was stopped, from its stream.
+    pub(crate) fn guest(&self) -> GuestRunState {
+        self.guest
+    }
+
+    /// Returns true if the source's QEMU is known to have exited.
+    pub(crate) fn has_source_exited(&self) -> bool {
+        self.source_exited
+    }
+
+    /// Returns true if the outcome of the source's towline is awaited, not the report of the destination's.
+    pub(crate) fn awaits_outcome(&self) -> bool {
+        matches!(self.stage, Stage::Acknowledged | Stage::AcknowledgedUnconfirmed)
+    }
+
+    /// Returns true if the source's migration is cancelled next unless it fails by itself.
+    pub(crate) fn cancels_next(&self) -> bool {
+        matches!(self.stage, Stage::Undoing { cancelled: false })
+    }
+
+    /// Records that the source of a stream is a towline, which reports the outcome.
+    pub(crate) fn found_source_towline(&mut self) {
+        if self.request.source == SourceKind::Stream {
+            self.request.source = SourceKind::Towline;
+        }
+    }
+
+    /// Processes an input; returns the next directive.
+    pub(crate) fn handle(&mut self, input: Input) -> Directive {
+        if input == Input::Cancel {
+            return self.cancel();
+        }
+        let directive = match self.stage {
+            // The reply to a recording that another input has overtaken.
+            _ if matches!(input, Input::Recorded | Input::NotRecorded) && !self.is_recording() => {
+                Directive::Refuse
+            }
+            Stage::Transfer | Stage::Committed => self.transfer(input),
+            Stage::Recording(decision) => self.recording(input, decision),
+            Stage::Acknowledged | Stage::AcknowledgedUnconfirmed => self.acknowledged(input),
+            Stage::Undoing { cancelled } => self.undoing(input, cancelled),
+            Stage::TakingOver => self.taking_over(input),
+            Stage::Reporting => self.reporting(input),
+            Stage::Starting => self.starting(input),
+            Stage::Finalizing(placement) => self.finalizing(input, placement),
+            Stage::Releasing(placement) => self.releasing(input, placement),
+            Stage::Restoring => self.restoring(input),
+            Stage::Withdrawing => self.withdrawing(),
+            Stage::ReportingNotRun(unresolved) => Directive::End(Outcome::Unresolved(unresolved)),
+            Stage::Ended(outcome) => Directive::End(outcome),
+        };
+        if let Directive::End(outcome) = directive {
+            self.stage = Stage::Ended(outcome);
+        }
+        directive
+    }
+
+    pub(super) fn is_recording(&self) -> bool {
+        matches!(self.stage, Stage::Recording(_))
+    }
+
+    /// Returns true if the model has injected this fault; never outside of tests.
+    pub(super) fn has_fault(&self, fault: Fault) -> bool {
+        self.fault.has(fault)
+    }
+
+    pub(super) fn cancel(&mut self) -> Directive {
+        match self.stage {
+            Stage::Transfer | Stage::Recording(Decision::Commit | Decision::Acknowledge) => {
+                self.aborting = true;
+                Directive::Abort
+            }
+            Stage::Committed if self.has_fault(Fault::CancelAfterCommit) => {
+                self.stage = Stage::Transfer;
+                Directive::Abort
+            }
+            _ => Directive::TooLate,
+        }
+    }
+
+    pub(super) fn transfer(&mut self, input: Input) -> Directive {
+        match input {
+            Input::CommitRequested(_) | Input::AcknowledgeRequested { .. } if self.aborting => {
+                Directive::Refuse
+            }
+            Input::CommitRequested(guest) => {
+                self.guest = guest;
+                if self.request.destination.runs_by_itself() {
+                    return self.decide(Decision::Commit);
+                }
+                self.sent = true;
+                Directive::Proceed
+            }
+            Input::AcknowledgeRequested { guest, source } => self.acknowledge(guest, source),
+            Input::Delivered => self.delivered(),
+            Input::DestinationRefused => self.undo(),
+            Input::Failed if self.stage == Stage::Committed => self.acknowledge_unconfirmed(),
+            _ => self.undo(),
+        }
+    }
+
+    /// The destination holds everything and the source is to be acknowledged. A source whose connection is
+    /// closed has given up and runs its guest, so it is refused.
+    pub(super) fn acknowledge(&mut self, guest: GuestRunState, source: SourceLink) -> Directive {
+        let runs = self.request.destination != DestinationKind::Stored;
+        let is_seen = runs && matches!(self.request.source, SourceKind::Stream | SourceKind::Towline);
+        let ignores = self.has_fault(Fault::IgnoresLink);
+        if is_seen && source != SourceLink::Open && !ignores {
+            return Directive::Refuse;
+        }
+        self.guest = guest;
+        if self.request.destination.runs_by_itself() {
+            // This was decided when it was sent the last bytes.
+            (self.sent, self.stage) = (true, Stage::Acknowledged);
+            return Directive::Proceed;
+        }
+        self.decide(Decision::Acknowledge)
+    }
+
+    pub(super) fn delivered(&mut self) -> Directive {
+        self.sent = true;
+        self.stage = Stage::Acknowledged;
+        self.await_source()
+    }
+
+    /// A destination that runs the guest by itself was sent the last bytes and has not acknowledged them. The
+    /// source is acknowledged so that it stops for good and the guest does not run twice.
+    pub(super) fn acknowledge_unconfirmed(&mut self) -> Directive {
+        if self.has_fault(Fault::UndoesCommitted) {
+            return self.undo();
+        }
+        match self.request.source {
+            SourceKind::Stored => Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun)),
+            SourceKind::Qemu | SourceKind::Stream | SourceKind::Towline => {
+                self.stage = Stage::AcknowledgedUnconfirmed;
+                Directive::AcknowledgeUnconfirmed
+            }
+        }
+    }
+
+    /// Directs what shows that the source is done with the guest.
+    pub(super) fn await_source(&mut self) -> Directive {
+        match self.request.source {
+            SourceKind::Qemu => Directive::QuerySource,
+            // A stored guest is complete, whatever becomes of a source that another party drives.
+            _ if self.request.destination == DestinationKind::Stored => self.complete(),
+            SourceKind::Stream => Directive::ProbeSourceLink,
+            SourceKind::Towline => Directive::AwaitPeer,
+            SourceKind::Stored => self.complete(),
+        }
+    }
+
+    pub(super) fn acknowledged(&mut self, input: Input) -> Directive {
+        let unresolved = self.stage == Stage::AcknowledgedUnconfirmed;
+        match input {
+            Input::Delivered | Input::Done => self.await_source(),
+            Input::Failed | Input::NotDone if self.request.source == SourceKind::Qemu => self.await_source(),
+            // The acknowledgement could not be sent or its connection broke: it is not known whether it
+            // arrived.
+            Input::Failed | Input::NotDone => self.undecided(),
+            Input::Source(SourceStatus::Completed) if unresolved => {
+                Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
+            }
+            Input::Source(SourceStatus::Completed) => self.complete(),
+            Input::Source(SourceStatus::CompletedThenResumed) => {
+                Directive::End(Outcome::Unresolved(Unresolved::SourceRunByOthers))
+            }
+            Input::Source(SourceStatus::HasGuest) => self.source_has_guest(),
+            Input::Source(SourceStatus::Exited) => {
+                self.source_exited = true;
+                if unresolved {
+                    Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
+                } else {
+                    self.complete()
+                }
+            }
+            Input::Source(SourceStatus::Migrating) => Directive::QuerySource,
+            Input::Source(SourceStatus::Unknown) if self.has_fault(Fault::TimeoutIsExit) => {
+                self.source_exited = true;
+                self.complete()
+            }
+            Input::Source(SourceStatus::Unknown) => Directive::QuerySource,
+            Input::SourceLink(SourceLink::Open) => Directive::ProbeSourceLink,
+            Input::SourceLink(SourceLink::Closed) if unresolved => {
+                Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
+            }
+            Input::SourceLink(SourceLink::Closed) => self.complete(),
+            Input::SourceLink(SourceLink::Reset) if self.has_fault(Fault::IgnoresLink) => self.complete(),
+            Input::SourceLink(SourceLink::Reset) => self.undecided(),
+            Input::Peer(PeerMessage::Completed(run)) => {
+                if self.request.run == RunRequest::AsItWas {
+                    self.request.run = run;
+                }
+                self.complete()
+            }
+            Input::Peer(PeerMessage::Aborted) => self.source_has_guest(),
+            Input::PeerLost | Input::TimedOut if self.has_fault(Fault::RunsWhenCut) => self.complete(),
+            _ => self.undecided(),
+        }
+    }
+
+    /// The source was acknowledged and did not complete: it was cancelled there, or failed.
+    pub(super) fn source_has_guest(&mut self) -> Directive {
+        if self.has_fault(Fault::CompletesCancelledSource) {
+            return self.complete();
+        }
+        match (self.request.destination, self.stage) {
+            (to, _) if to.runs_by_itself() => Directive::End(Outcome::Unresolved(Unresolved::BothMayRun)),
+            (DestinationKind::Towline, Stage::Acknowledged) => {
+                self.stage = Stage::Withdrawing;
+                Directive::Send(PeerMessage::Aborted)
+            }
+            _ => self.restore(false),
+        }
+    }
+
+    /// Neither end is started: it is not known whether the source is done with the guest.
+    pub(super) fn undecided(&self) -> Directive {
+        let unresolved = match (self.request.source, self.request.destination) {
+            _ if self.stage == Stage::AcknowledgedUnconfirmed => Unresolved::DestinationMayRun,
+            (_, DestinationKind::Stream | DestinationKind::Relayed) => Unresolved::DestinationMayRun,
+            (_, DestinationKind::Stored) => Unresolved::SourceUnknown,
+            (_, DestinationKind::Towline) => Unresolved::PeerWaits,
+            (SourceKind::Qemu, DestinationKind::Qemu) => Unresolved::DestinationHolds,
+            (_, DestinationKind::Qemu) => Unresolved::Undecided,
+        };
+        Directive::End(Outcome::Unresolved(unresolved))
+    }
+}

@@ -1,0 +1,113 @@
+//! Invariants of every world, and the meaning of each outcome.
+
+use super::super::outcome::{Outcome, Placement, Unresolved};
+use super::super::{DestinationKind, SourceAction, SourceKind};
+use super::world::{Destination, Source, Towline, World};
+
+/// Checks a world; the error describes the violation.
+pub(super) fn check(world: &World) -> Result<(), String> {
+    let twice = world.runs_at_source() && world.destination == Destination::Running;
+    if twice && !world.operator_ran && !world.window {
+        return Err("the guest runs at both ends".into());
+    }
+    // A towline's outcome is true until another towline acts on the guest.
+    for (index, towline) in world.towlines.iter().enumerate().filter(|_| !world.resumed) {
+        if let Some((towline, outcome)) = towline.and_then(|towline| Some((towline, towline.outcome?))) {
+            truthful(world, index, &towline, outcome)
+                .map_err(|text| format!("towline {index} ends with {outcome:?}: {text}"))?;
+        }
+    }
+    if !world.is_over() {
+        return Ok(());
+    }
+    not_lost(world)?;
+    known_to_somebody(world)
+}
+
+/// A guest that is stopped at both ends is reported by an outcome, or by a record that a later towline finds.
+fn known_to_somebody(world: &World) -> Result<(), String> {
+    let towlines = || world.towlines.iter().flatten();
+    let moves = towlines().all(|towline| {
+        let request = towline.request;
+        let ends = (request.source, request.destination);
+        let is_driven = ends.0 == SourceKind::Qemu || ends.1 == DestinationKind::Qemu;
+        is_driven && ends.0 != SourceKind::Stored && ends.1 != DestinationKind::Stored
+    });
+    let stands_still = world.source == Source::Completed && world.destination != Destination::Running;
+    let is_said = world.resumed
+        || towlines().any(|towline| {
+            towline.record.is_some()
+                || matches!(towline.outcome, Some(Outcome::Unresolved(_) | Outcome::Completed(_)))
+        });
+    if moves && world.carried.is_live() && stands_still && !is_said {
+        return Err("the guest is stopped, and nothing reports it".into());
+    }
+    Ok(())
+}
+
+/// Checks that an outcome describes the world.
+fn truthful(world: &World, index: usize, towline: &Towline, outcome: Outcome) -> Result<(), String> {
+    let gone = world.destination == Destination::Exited;
+    let right = match outcome {
+        Outcome::Completed(Placement::Running) => world.destination == Destination::Running || gone,
+        Outcome::Completed(Placement::Paused) => world.destination == Destination::Loaded || gone,
+        Outcome::Completed(Placement::Loaded) => {
+            matches!(world.destination, Destination::Running | Destination::Loaded) || gone
+        }
+        Outcome::Completed(Placement::Stored) => world.destination == Destination::Stored,
+        // A later exit of the source is not a false report.
+        Outcome::Safe if towline.request.source == SourceKind::Qemu => {
+            matches!(world.source, Source::HasGuest | Source::RunAgain | Source::Exited)
+        }
+        Outcome::Safe => world.destination != Destination::Running || world.operator_ran,
+        Outcome::Unresolved(Unresolved::BothExited) => world.source == Source::Exited && gone,
+        Outcome::Unresolved(Unresolved::SourceExited) => world.source == Source::Exited,
+        Outcome::Unresolved(Unresolved::StoredOnly) => {
+            world.source == Source::Exited && world.destination == Destination::Stored
+        }
+        Outcome::Unresolved(Unresolved::DestinationOnly) => world.source == Source::Exited,
+        Outcome::Unresolved(Unresolved::DestinationHolds | Unresolved::Undecided) => {
+            matches!(world.destination, Destination::Loaded) || gone
+        }
+        Outcome::Unresolved(Unresolved::PeerDidNotRun) => {
+            !matches!(world.destination, Destination::Running) || world.operator_ran
+        }
+        Outcome::Unresolved(Unresolved::BothPaused) => !matches!(world.destination, Destination::Running),
+        Outcome::Unresolved(_) => true,
+    };
+    if !right {
+        return Err(format!("source {:?}, destination {:?}", world.source, world.destination));
+    }
+    let ends = towline.request.after == SourceAction::Quit && towline.request.source == SourceKind::Qemu;
+    if ends && world.placed(index).is_some() && world.source != Source::Exited {
+        return Err("the source was to be ended".into());
+    }
+    Ok(())
+}
+
+/// A live guest runs, or is held where an operator was asked to look.
+fn not_lost(world: &World) -> Result<(), String> {
+    if !world.carried.is_live() || world.source == Source::Stored {
+        return Ok(());
+    }
+    let at_source =
+        matches!(world.source, Source::HasGuest | Source::Completed | Source::RunAgain | Source::Waiting);
+    let at_destination =
+        matches!(world.destination, Destination::Loaded | Destination::Running | Destination::Stored);
+    let dead = world.source == Source::Exited
+        && matches!(world.destination, Destination::Exited | Destination::Failed);
+    if !at_source && !at_destination && !dead && world.destination != Destination::Loading {
+        return Err("the guest is nowhere".into());
+    }
+    let only = world.towlines[0].expect("there is one");
+    // The only end that is left and could run it, and its towline saw everything.
+    let alone =
+        world.towlines[1].is_none() && only.alive && only.request.destination == DestinationKind::Qemu;
+    let runs_here = only.request.run != super::super::RunRequest::Pause;
+    let held = world.source == Source::Exited && world.destination == Destination::Loaded;
+    let gave_up = matches!(only.outcome, Some(Outcome::Unresolved(Unresolved::SourceExited)));
+    if alone && held && runs_here && gave_up && only.request.source == SourceKind::Qemu {
+        return Err("the destination holds the whole guest, and it was abandoned".into());
+    }
+    Ok(())
+}

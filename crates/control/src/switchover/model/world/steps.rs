@@ -1,0 +1,109 @@
+//! Steps that are possible in a world.
+
+use super::super::super::{DestinationKind, Directive, SourceKind, SourceLink};
+use super::{Destination, Engine, Reply, Source, Step, World};
+
+impl World {
+    /// All steps that are possible now.
+    pub(in super::super::super) fn steps(&self) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let mut add = |possible: bool, step: Step| possible.then(|| steps.push(step));
+        let last = self.wires[self.last_wire()];
+        add(self.source == Source::Migrating && self.wires[0].open, Step::SourceSendsTheRest);
+        add(self.destination == Destination::Loading && last.all, Step::DestinationLoads);
+        let can_fail = self.destination == Destination::Loading && last.all && self.mishaps > 0;
+        add(can_fail, Step::DestinationFails);
+        let acknowledged = self.source == Source::Waiting && self.wires[0].shut && self.wires[0].open;
+        add(acknowledged, Step::SourceIsAcknowledged);
+        for (index, towline) in self.towlines.iter().enumerate() {
+            let Some(towline) = towline.filter(|towline| towline.alive && towline.outcome.is_none()) else {
+                continue;
+            };
+            let (up, down) = (self.wires[index], self.wires[index + 1]);
+            let streams = towline.engine == Engine::Streaming;
+            add(streams && up.all && up.open && down.open, Step::EngineCommits(index));
+            let sent = towline.engine == Engine::Sent;
+            add(sent && down.shut, Step::EngineAcknowledges(index));
+            let broken = !(down.open || sent && down.shut) || !(up.open || streams && up.all);
+            add(
+                matches!(towline.engine, Engine::Streaming | Engine::Sent) && broken,
+                Step::EngineFails(index),
+            );
+            if let Some(directive) = towline.todo {
+                for reply in self.replies(index, directive) {
+                    add(true, Step::Carry(index, reply));
+                }
+            }
+            add(self.mishaps > 0 && !towline.cancelled, Step::Cancel(index));
+            add(self.mishaps > 0, Step::Kill(index));
+        }
+        for index in 0..self.count() {
+            add(self.is_left(index) && self.record(index).is_some(), Step::Resume(index));
+        }
+        let all_left = self.count() > 1 && (0..self.count()).all(|index| self.is_left(index));
+        add(all_left && self.decided().is_some(), Step::ResumeBoth);
+        if self.mishaps > 0 {
+            for wire in 0..=self.count() {
+                add(self.wires[wire].open && !(wire == 0 && self.source == Source::Stored), Step::Cut(wire));
+            }
+            let migrates = matches!(self.source, Source::Migrating | Source::Waiting);
+            add(migrates, Step::SourceCancelled);
+            add(self.source == Source::Migrating && self.guest.is_live(), Step::SourceStopped);
+            add(!matches!(self.source, Source::Exited | Source::Stored), Step::SourceExits);
+            add(self.source == Source::Completed, Step::SourceRunAgain);
+            let qemu = self.last_kind() != DestinationKind::Stored;
+            add(qemu && self.destination != Destination::Exited, Step::DestinationExits);
+        }
+        steps
+    }
+
+    fn replies(&self, index: usize, directive: Directive) -> Vec<Reply> {
+        let mishap = self.mishaps > 0;
+        let with = |possible: &[(bool, Reply)]| {
+            possible.iter().filter(|(is, _)| *is).map(|&(_, reply)| reply).collect::<Vec<_>>()
+        };
+        match directive {
+            Directive::QuerySource => {
+                let waits = matches!(self.source, Source::Migrating | Source::Waiting);
+                with(&[
+                    (!waits, Reply::True),
+                    (waits && !self.wires[0].shut, Reply::TimedOut),
+                    (mishap, Reply::TimedOut),
+                ])
+            }
+            Directive::ProbeSourceLink => {
+                with(&[(self.link() != SourceLink::Open, Reply::True), (mishap, Reply::TimedOut)])
+            }
+            Directive::QueryDestination => {
+                let waits = self.destination == Destination::Loading;
+                let comes = self.wires[self.last_wire()].all;
+                with(&[(!waits, Reply::True), (waits && !comes || mishap, Reply::TimedOut)])
+            }
+            Directive::AwaitPeer => {
+                let (up, down) = (self.wires[index], self.wires[index + 1]);
+                let towline = self.towlines[index].expect("it is there");
+                let (message, open) = match towline.request.source {
+                    SourceKind::Towline => (up.down, up.open),
+                    _ => (down.up, down.open),
+                };
+                with(&[(message.is_some() || !open, Reply::True), (mishap, Reply::TimedOut)])
+            }
+            Directive::RunDestination => with(&[
+                (true, Reply::True),
+                (mishap, Reply::Refused),
+                (mishap, Reply::Silent),
+                (mishap, Reply::Unanswered),
+            ]),
+            // A full disk; and a record that exists but is not known to.
+            Directive::Record(_) => {
+                with(&[(true, Reply::True), (mishap, Reply::Refused), (mishap, Reply::Unanswered)])
+            }
+            Directive::FinalizeDestination
+            | Directive::RestoreSource
+            | Directive::ResumeSource
+            | Directive::QuitSource
+            | Directive::CancelMigration => with(&[(true, Reply::True), (mishap, Reply::Silent)]),
+            _ => vec![Reply::True],
+        }
+    }
+}

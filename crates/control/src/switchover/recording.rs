@@ -1,0 +1,94 @@
+//! Decisions that are durable before they are acted on.
+//!
+//! ```text
+//!   requested ─► Recording ─ Recorded ──► acted on
+//!                    └────── NotRecorded ─► not acted on: the stream fails, or the guest stays paused where it is
+//! ```
+//! A record is kept if the guest can come to be at both ends and one of them is a QEMU that is driven here. An
+//! image stays as it is, and a stored guest does not run: there is nothing to decide later.
+
+use super::decision::Decision;
+use super::events::{DestinationKind, Directive, Input, PeerMessage, SourceKind};
+use super::fault::Fault;
+use super::machine::{Stage, Switchover};
+use super::outcome::{Outcome, Unresolved};
+
+impl Switchover {
+    /// Returns true if decisions must outlive this process.
+    pub(crate) fn keeps_record(&self) -> bool {
+        let (source, destination) = (self.request.source, self.request.destination);
+        let can_be_at_both = source != SourceKind::Stored && destination != DestinationKind::Stored;
+        can_be_at_both && (source == SourceKind::Qemu || destination == DestinationKind::Qemu)
+    }
+
+    /// Directs the record of a decision, which is then acted on.
+    pub(super) fn decide(&mut self, decision: Decision) -> Directive {
+        self.stage = Stage::Recording(decision);
+        if !self.keeps_record() || self.has_fault(Fault::ActsBeforeRecord) {
+            return self.recorded(decision);
+        }
+        Directive::Record(decision)
+    }
+
+    pub(super) fn recording(&mut self, input: Input, decision: Decision) -> Directive {
+        match (decision, input) {
+            (_, Input::Recorded) => self.recorded(decision),
+            (Decision::Commit | Decision::Acknowledge, Input::NotRecorded) => self.not_passed(),
+            // The stream failed meanwhile, and nothing was done.
+            (Decision::Commit | Decision::Acknowledge, _) => {
+                self.stage = Stage::Transfer;
+                self.undo()
+            }
+            (Decision::Complete, _) => Directive::End(Outcome::Unresolved(Unresolved::PeerWaits)),
+            (Decision::Run, _) => self.not_run(),
+        }
+    }
+
+    fn recorded(&mut self, decision: Decision) -> Directive {
+        match decision {
+            Decision::Commit | Decision::Acknowledge if self.aborting => self.not_passed(),
+            Decision::Commit => {
+                (self.sent, self.stage) = (true, Stage::Committed);
+                Directive::Proceed
+            }
+            Decision::Acknowledge => {
+                (self.sent, self.stage) = (true, Stage::Acknowledged);
+                Directive::Proceed
+            }
+            Decision::Complete => {
+                self.stage = Stage::Reporting;
+                Directive::Send(PeerMessage::Completed(self.request.run))
+            }
+            Decision::Run => {
+                self.stage = Stage::Starting;
+                Directive::RunDestination
+            }
+        }
+    }
+
+    /// A point of no return is not passed: the stream is to fail.
+    fn not_passed(&mut self) -> Directive {
+        self.stage = Stage::Transfer;
+        Directive::Refuse
+    }
+
+    /// The guest is not started at its destination, which holds it.
+    fn not_run(&mut self) -> Directive {
+        self.end_unresolved(if self.is_source_gone() {
+            Unresolved::DestinationOnly
+        } else {
+            Unresolved::BothPaused
+        })
+    }
+
+    /// The guest is not in order at its destination. The source's towline is sent a message only if it is
+    /// certain that the guest does not run here; without one it reports that the destination may run it.
+    pub(super) fn end_unresolved(&mut self, unresolved: Unresolved) -> Directive {
+        let is_certain = unresolved == Unresolved::BothPaused || self.has_fault(Fault::ReportsNotRunUnseen);
+        if self.request.source == SourceKind::Towline && is_certain {
+            self.stage = Stage::ReportingNotRun(unresolved);
+            return Directive::Send(PeerMessage::NotRun);
+        }
+        Directive::End(Outcome::Unresolved(unresolved))
+    }
+}

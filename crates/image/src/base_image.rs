@@ -1,0 +1,184 @@
+//! Storing an incremental image: chunks that equal those of the base image are not kept.
+//!
+//! Pages arrive in any order and from several threads, and a chunk's hash is final only when all of them
+//! have. So all pages are written, and at the end the chunks whose hashes equal the base's are deallocated
+//! (holes). The cost is the disk space of a whole image while it is stored, and one system call for each run
+//! of such chunks; nothing is read back.
+//!
+//! Deallocation cannot be undone. The base is therefore checked again first: if it was replaced or removed,
+//! the image becomes a whole one. It is checked once more just before the image is renamed. Its files are
+//! locked until then, so that no towline replaces them; if another program does, the image is discarded and
+//! the source keeps its guest.
+
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use towline_protocol::RamBlock;
+
+use crate::chain::{Chain, LAYERS_MAX, check_blocks, resolve_base};
+use crate::checksum::{CHUNK_BYTES, ChunkHash};
+use crate::journal::{self, Fault};
+use crate::manifest::{Base, Manifest, sidecar_path};
+use crate::sidecar::staged_path;
+use crate::{Error, Result};
+
+/// Number of chunks that an incremental image stores itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Increment {
+    /// Chunks that differ from the base's.
+    pub stored: usize,
+    /// Chunks that equal the base's and are not zero.
+    pub in_base: usize,
+}
+
+/// The base of an image that is being stored. Its files stay open and locked until the image is complete.
+#[derive(Debug)]
+pub(crate) struct BaseImage {
+    chain: Chain,
+    reference: Base,
+    image_path: PathBuf,
+    base_path: PathBuf,
+    /// Files of the chain and their manifests when the chain was opened.
+    opened: Vec<FileIdentity>,
+}
+
+/// Path and identity of a file; `None` if it does not exist.
+#[derive(Debug, PartialEq, Eq)]
+struct FileIdentity {
+    path: PathBuf,
+    state: Option<FileState>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct FileState {
+    device: u64,
+    inode: u64,
+    length: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl FileIdentity {
+    fn of(path: &Path) -> Self {
+        let state = |found: std::fs::Metadata| FileState {
+            device: found.dev(),
+            inode: found.ino(),
+            length: found.len(),
+            modified: (found.mtime(), found.mtime_nsec()),
+            changed: (found.ctime(), found.ctime_nsec()),
+        };
+        Self { path: path.into(), state: std::fs::metadata(path).ok().map(state) }
+    }
+}
+
+impl BaseImage {
+    /// Opens the image at `base` as the base of a new one at `image`.
+    pub(crate) fn open(image: &Path, base: &Path) -> Result<Self> {
+        let chain = Chain::open(base)?;
+        if chain.layers().len() == LAYERS_MAX {
+            return Err(Error::ChainTooLong { path: image.into(), limit: LAYERS_MAX });
+        }
+        let replaced = std::fs::metadata(image).ok().map(|found| (found.dev(), found.ino()));
+        let is_replaced = |file: &std::fs::File| {
+            file.metadata().is_ok_and(|found| Some((found.dev(), found.ino())) == replaced)
+        };
+        if let Some(layer) = chain.layers().iter().find(|layer| is_replaced(&layer.file)) {
+            return Err(Error::OwnBase { path: image.into(), base: layer.path.clone() });
+        }
+        let missing = || Error::NoManifest { path: base.into(), sidecar: sidecar_path(base) };
+        let content = chain.top().manifest.as_ref().ok_or_else(missing)?.content();
+        chain.layers().iter().try_for_each(crate::layer::Layer::lock)?;
+        let reference = Base { path: reference(image, base)?, content };
+        let (image_path, base_path) = (image.to_owned(), base.to_owned());
+        let mut base_image = Self { chain, reference, image_path, base_path, opened: Vec::new() };
+        // Taken before the base is opened a second time: every later change is detected.
+        base_image.opened = base_image.identities();
+        if base_image.content_matches() {
+            Ok(base_image)
+        } else {
+            Err(Error::BaseChanged { path: image.into(), base: base.into() })
+        }
+    }
+
+    /// Returns true if the image will be readable: its base has not changed and is still in its place.
+    pub(crate) fn is_unchanged(&self) -> bool {
+        journal::is_on(Fault::BaseNotRechecked) || self.identities() == self.opened || self.content_matches()
+    }
+
+    /// Path of the base as given.
+    pub(crate) fn path(&self) -> &Path {
+        &self.base_path
+    }
+
+    /// Identities of all files through which the image will be read.
+    fn identities(&self) -> Vec<FileIdentity> {
+        let layers = self.chain.layers().iter().map(|layer| layer.path.clone());
+        let layers = layers.chain([resolve_base(&self.image_path, &self.reference)]);
+        layers
+            .flat_map(|path| [sidecar_path(&path), staged_path(&path), path])
+            .map(|path| FileIdentity::of(&path))
+            .collect()
+    }
+
+    /// Opens the base as a reader of the image will, and compares its content.
+    fn content_matches(&self) -> bool {
+        let chain = Chain::open(&resolve_base(&self.image_path, &self.reference));
+        let manifest = chain.ok().and_then(|chain| chain.top().manifest.as_ref().map(Manifest::content));
+        manifest == Some(self.reference.content)
+    }
+
+    /// Entry for the image's manifest.
+    pub(crate) fn reference(&self) -> &Base {
+        &self.reference
+    }
+
+    /// Refuses a guest whose RAM blocks differ from the base's.
+    pub(crate) fn check(&self, image: &Path, blocks: &[RamBlock]) -> Result<()> {
+        check_blocks(image, blocks, self.chain.top())
+    }
+
+    /// Ranges of a block whose chunks equal the base's, and the number of chunks in them and outside.
+    pub(crate) fn unchanged_ranges(
+        &self,
+        block: usize,
+        length: u64,
+        hashes: &[ChunkHash],
+    ) -> (Vec<Range<u64>>, Increment) {
+        let manifest = self.chain.top().manifest.as_ref();
+        let base = manifest.and_then(|manifest| manifest.blocks().get(block));
+        let base = base.map_or(&[][..], |block| &block.chunks);
+        let (mut runs, mut increment) = (Vec::<Range<u64>>::new(), Increment { stored: 0, in_base: 0 });
+        for (chunk, hash) in hashes.iter().enumerate().filter(|(_, hash)| **hash != ChunkHash::Zero) {
+            if base.get(chunk) != Some(hash) {
+                increment.stored += 1;
+                continue;
+            }
+            increment.in_base += 1;
+            let start = chunk as u64 * CHUNK_BYTES;
+            let end = (start + CHUNK_BYTES).min(length);
+            match runs.last_mut().filter(|run| run.end == start) {
+                Some(run) => run.end = end,
+                None => runs.push(start..end),
+            }
+        }
+        (runs, increment)
+    }
+}
+
+/// A base in the image's own directory is recorded by its name alone, so that the directory can be moved as a
+/// whole.
+fn reference(image: &Path, base: &Path) -> Result<String> {
+    let io = |source| Error::Read { path: base.into(), source };
+    let base = base.canonicalize().map_err(io)?;
+    let directory = match image.parent() {
+        Some(parent) if parent != Path::new("") => parent.canonicalize().map_err(io)?,
+        _ => PathBuf::from(".").canonicalize().map_err(io)?,
+    };
+    let path = if base.parent() == Some(&directory) {
+        base.file_name().map(Path::new).unwrap_or(&base)
+    } else {
+        &base
+    };
+    path.to_str().map(str::to_owned).ok_or_else(|| Error::BasePath { path: base.clone() })
+}

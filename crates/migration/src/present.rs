@@ -1,0 +1,257 @@
+//! Memory that the destination already has: its blocks are announced, and their pages are not sent.
+//!
+//! ```text
+//!   Guest ─► PresentGuest ─► Outgoing ─► block list, pages of the other blocks, device state ─► destination
+//!   source that sends all ─► Incoming ─► PresentSink ─► the same ─► Relay ─► destination
+//! ```
+//!
+//! The memory of a block is present where the destination maps the image that the guest is stored in, or the memory of the QEMU
+//! that runs it. A source that knows nothing of that sends the block's pages all the same; [`PresentSink`] drops them on arrival.
+//!
+//! Out of scope: the proof that the memory is there and stays unchanged until the guest runs. It is the caller's; nothing in the
+//! stream would show that it is missing. Limits: not with postcopy, which discards the destination's memory.
+
+use std::collections::BTreeSet;
+use std::ops::Deref;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use towline_channel::{Channel, IoBuf, IoBufMut, ZeroCopyLease};
+use towline_protocol::configuration::Configuration;
+use towline_protocol::destination::{RamSection, SectionKind};
+use towline_protocol::device_state::DeviceState;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+use crate::guest::{Extent, Guest, Pages, ReturnPathWriter, Sink, Stream};
+use crate::{Error, Result};
+
+/// Blocks by their index.
+type Flags = Vec<bool>;
+
+/// A guest with blocks whose memory the destination already has.
+#[derive(Debug)]
+pub struct PresentGuest<P> {
+    guest: P,
+    is_present: Flags,
+}
+
+/// A sink before which the pages of some blocks are dropped, because its destination already has their memory.
+#[derive(Debug)]
+pub struct PresentSink<P> {
+    sink: P,
+    names: BTreeSet<String>,
+    /// Set with the block list.
+    is_present: OnceLock<Flags>,
+    dropped: AtomicU64,
+}
+
+/// The first block of a guest that is present.
+pub(crate) fn first(guest: &dyn Guest) -> Option<&RamBlock> {
+    let is_present = |index| guest.is_present(BlockIndex(index));
+    (0..).zip(guest.blocks()).find(|(index, _)| is_present(*index)).map(|(_, block)| block)
+}
+
+/// The blocks that have these names; each name has to be one of them.
+fn flags(blocks: &[RamBlock], names: &BTreeSet<String>) -> Result<Flags> {
+    let is_missing = |name: &&String| !blocks.iter().any(|block| block.name == **name);
+    if let Some(name) = names.iter().find(is_missing) {
+        let found = blocks.iter().map(|block| block.name.clone()).collect();
+        return Err(Error::NoSuchBlock { block: name.clone(), found });
+    }
+    Ok(blocks.iter().map(|block| names.contains(&block.name)).collect())
+}
+
+fn is_set(flags: &[bool], block: BlockIndex) -> bool {
+    flags.get(block.index()).copied().unwrap_or_default()
+}
+
+impl<P: Deref<Target: Guest>> PresentGuest<P> {
+    /// `guest`, of whose blocks those of these names are present at the destination.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchBlock`].
+    pub fn new(guest: P, names: impl IntoIterator<Item = impl Into<String>>) -> Result<Self> {
+        let names = names.into_iter().map(Into::into).collect();
+        let is_present = flags(guest.blocks(), &names)?;
+        Ok(Self { guest, is_present })
+    }
+}
+
+impl<P: Deref<Target: Guest> + Sync> Guest for PresentGuest<P> {
+    fn configuration(&self) -> &Configuration {
+        self.guest.configuration()
+    }
+
+    fn blocks(&self) -> &[RamBlock] {
+        self.guest.blocks()
+    }
+
+    fn ram_section_id(&self) -> u32 {
+        self.guest.ram_section_id()
+    }
+
+    fn is_present(&self, block: BlockIndex) -> bool {
+        is_set(&self.is_present, block) || self.guest.is_present(block)
+    }
+
+    fn start_tracking(&self) -> Result<()> {
+        self.guest.start_tracking()
+    }
+
+    fn stop_tracking(&self) -> Result<()> {
+        self.guest.stop_tracking()
+    }
+
+    fn extent(&self, page: PageRef) -> Extent {
+        self.guest.extent(page)
+    }
+
+    fn prepare(&self, page: PageRef, length: u64) -> Result<()> {
+        self.guest.prepare(page, length)
+    }
+
+    fn unit_bytes(&self) -> u64 {
+        self.guest.unit_bytes()
+    }
+
+    fn release(&self, page: PageRef, length: u64) {
+        self.guest.release(page, length);
+    }
+
+    fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
+        self.guest.memory(page, length)
+    }
+
+    fn immutable(&self, page: PageRef, length: u64) -> Option<&[u8]> {
+        self.guest.immutable(page, length)
+    }
+
+    fn is_zero(&self, page: PageRef) -> bool {
+        self.guest.is_zero(page)
+    }
+
+    fn harvest_dirty(&self, report: &mut dyn FnMut(PageRef, u64)) -> Result<()> {
+        self.guest.harvest_dirty(report)
+    }
+
+    fn stop(&self) -> Result<()> {
+        self.guest.stop()
+    }
+
+    fn start(&self) -> Result<()> {
+        self.guest.start()
+    }
+
+    fn device_state(&self) -> Result<Vec<u8>> {
+        self.guest.device_state()
+    }
+}
+
+impl<P: Deref<Target: Sink>> PresentSink<P> {
+    /// `sink`, which gets no pages of the blocks of these names: its destination has their memory.
+    pub fn new(sink: P, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        let names = names.into_iter().map(Into::into).collect();
+        Self { sink, names, is_present: OnceLock::new(), dropped: AtomicU64::new(0) }
+    }
+
+    /// Number of pages that were dropped so far, zero pages included.
+    pub fn dropped_pages(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+
+    fn has(&self, block: BlockIndex) -> bool {
+        self.is_present.get().is_some_and(|flags| is_set(flags, block))
+    }
+
+    fn count_dropped(&self, offsets: &[u64]) {
+        self.dropped.fetch_add(offsets.len() as u64, Ordering::Relaxed);
+    }
+}
+
+impl<P: Deref<Target: Sink> + Sync> Sink for PresentSink<P> {
+    fn configuration(&self, configuration: &Configuration) -> Result<()> {
+        self.sink.configuration(configuration)
+    }
+
+    fn blocks(&self, blocks: &[RamBlock]) -> Result<()> {
+        let flags = flags(blocks, &self.names)?;
+        self.is_present.get_or_init(|| flags);
+        self.sink.blocks(blocks)
+    }
+
+    fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
+        // Into memory that the destination has, nothing is received.
+        if self.has(page.block) { None } else { self.sink.buffer_for(page, length) }
+    }
+
+    fn pages_received_in_place(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+        self.sink.pages_received_in_place(stream, block, offsets)
+    }
+
+    fn splice_from(
+        &self,
+        stream: Stream,
+        from: &dyn Channel,
+        block: BlockIndex,
+        offsets: &[u64],
+    ) -> Option<Result<u64>> {
+        if self.has(block) { None } else { self.sink.splice_from(stream, from, block, offsets) }
+    }
+
+    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
+        if self.has(pages.block) {
+            self.count_dropped(pages.offsets);
+            return Ok(());
+        }
+        self.sink.pages(stream, pages)
+    }
+
+    fn lease(&self, stream: Stream) -> ZeroCopyLease {
+        self.sink.lease(stream)
+    }
+
+    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+        if self.has(block) {
+            self.count_dropped(offsets);
+            return Ok(());
+        }
+        self.sink.zero(stream, block, offsets)
+    }
+
+    fn current(&self, page: PageRef, content: &mut [u8]) -> Result<()> {
+        if self.has(page.block) {
+            // The page that is decoded from it is dropped.
+            content.fill(0);
+            return Ok(());
+        }
+        self.sink.current(page, content)
+    }
+
+    fn barrier(&self) -> Result<()> {
+        self.sink.barrier()
+    }
+
+    fn section_start(&self, section: RamSection) -> Result<()> {
+        self.sink.section_start(section)
+    }
+
+    fn section_end(&self, kind: SectionKind) -> Result<()> {
+        self.sink.section_end(kind)
+    }
+
+    fn device_state(&self, state: DeviceState) -> Result<()> {
+        self.sink.device_state(state)
+    }
+
+    fn commit(&self) -> Result<()> {
+        self.sink.commit()
+    }
+
+    fn publish(&self) -> Result<()> {
+        self.sink.publish()
+    }
+
+    fn return_path(&self, writer: ReturnPathWriter) {
+        self.sink.return_path(writer);
+    }
+}

@@ -1,0 +1,241 @@
+//! Guests whose memory the destination has in part: only the other blocks' pages are sent, or only they arrive.
+#![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use common::*;
+use fastrand::Rng;
+use proptest::prelude::*;
+use towline_migration::{
+    Compression, Error, Guest, Memory, Outgoing, Pages, Postcopy, PresentGuest, PresentSink, Relay, Result,
+    Session, Sink, Statistics, Stream, outgoing, postcopy,
+};
+use towline_protocol::configuration::Configuration;
+use towline_protocol::device_state::DeviceState;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+const BLOCKS: [(&str, u64); 4] = [("pc.ram", 1537), ("vga.vram", 37), ("pc.bios", 513), ("vga.rom", 1)];
+
+/// A sink that records what it gets, and keeps it in a memory.
+struct Recording {
+    memory: Arc<Memory>,
+    lists: Mutex<Vec<Vec<RamBlock>>>,
+    pages: Mutex<BTreeSet<(u32, u64)>>,
+}
+
+impl Recording {
+    fn new(machine: &str) -> Arc<Self> {
+        let memory = empty(machine, &BLOCKS);
+        Arc::new(Self { memory, lists: Mutex::default(), pages: Mutex::default() })
+    }
+
+    fn record(&self, block: BlockIndex, offsets: &[u64]) {
+        self.pages.lock().unwrap().extend(offsets.iter().map(|offset| (block.0, *offset)));
+    }
+
+    /// Fails unless it got the whole block list once, and pages of exactly the blocks that are not present.
+    fn assert_got_all_but(&self, present: &[&str], guest: &Memory) {
+        assert_eq!(*self.lists.lock().unwrap(), [guest.blocks().to_vec()]);
+        let expected: BTreeSet<_> = (0..)
+            .zip(guest.blocks())
+            .filter(|(_, block)| !present.contains(&block.name.as_str()))
+            .flat_map(|(index, block)| (0..block.length).step_by(PAGE).map(move |offset| (index, offset)))
+            .collect();
+        assert_eq!(*self.pages.lock().unwrap(), expected);
+        assert_eq!(difference_outside(present, guest, &self.memory), None);
+        let state = self.memory.take_device_state().unwrap();
+        assert_eq!(state.bytes(), Guest::device_state(guest).unwrap());
+        assert!(self.memory.is_committed());
+    }
+}
+
+impl Sink for Recording {
+    fn configuration(&self, configuration: &Configuration) -> Result<()> {
+        Sink::configuration(&*self.memory, configuration)
+    }
+
+    fn blocks(&self, blocks: &[RamBlock]) -> Result<()> {
+        self.lists.lock().unwrap().push(blocks.to_vec());
+        Sink::blocks(&*self.memory, blocks)
+    }
+
+    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
+        self.record(pages.block, pages.offsets);
+        self.memory.pages(stream, pages)
+    }
+
+    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+        self.record(block, offsets);
+        self.memory.zero(stream, block, offsets)
+    }
+
+    fn current(&self, page: PageRef, content: &mut [u8]) -> Result<()> {
+        self.memory.current(page, content)
+    }
+
+    fn device_state(&self, state: DeviceState) -> Result<()> {
+        Sink::device_state(&*self.memory, state)
+    }
+
+    fn commit(&self) -> Result<()> {
+        self.memory.commit()
+    }
+}
+
+/// As [`difference`], of the blocks that do not have these names.
+fn difference_outside(present: &[&str], one: &Memory, other: &Memory) -> Option<String> {
+    let (mut a, mut b) = ([0; PAGE], [0; PAGE]);
+    for (index, block) in one.blocks().iter().enumerate() {
+        if present.contains(&block.name.as_str()) {
+            continue;
+        }
+        for offset in (0..block.length).step_by(PAGE) {
+            one.read(at(index, offset), &mut a);
+            other.read(at(index, offset), &mut b);
+            if a != b {
+                return Some(format!("page {offset:#x} of block {:?}", block.name));
+            }
+        }
+    }
+    None
+}
+
+fn bytes_outside(present: &[&str]) -> u64 {
+    let others = BLOCKS.iter().filter(|(name, _)| !present.contains(name));
+    others.map(|(_, pages)| pages * PAGE as u64).sum()
+}
+
+/// The blocks whose bits are set.
+fn chosen(mask: usize) -> Vec<&'static str> {
+    let is_set = |(index, _): &(usize, &(&str, u64))| mask >> index & 1 == 1;
+    BLOCKS.iter().enumerate().filter(is_set).map(|(_, (name, _))| *name).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// The guest writes everywhere while it is sent.
+    #[test]
+    fn pages_of_present_blocks_are_not_sent(mask in 0..16_usize, lanes in 0..3_usize, machine in 0..3_usize, seed: u64) {
+        let (machine, present) = (MACHINES[machine], chosen(mask));
+        let (memory, writer) = Writer::guest(machine, &BLOCKS, seed);
+        writer.run(&memory, seed, &writer);
+        let guest = Arc::new(PresentGuest::new(Arc::clone(&memory), present.clone()).unwrap());
+        let sink = Recording::new(machine);
+        let outcome = migrate_over(vec![link(Kind::Unix, lanes)], &guest, &sink, options(), &Arc::default());
+        outcome.expect_success();
+        sink.assert_got_all_but(&present, &memory);
+        prop_assert_eq!(outcome.source.statistics.total, bytes_outside(&present));
+    }
+
+    /// A source that knows of no memory that is present sends all of it.
+    #[test]
+    fn pages_of_present_blocks_are_dropped_on_arrival(mask in 0..16_usize, lanes in 0..3_usize, machine in 0..3_usize, seed: u64) {
+        let (machine, present) = (MACHINES[machine], chosen(mask));
+        let (guest, writer) = Writer::guest(machine, &BLOCKS, seed);
+        writer.run(&guest, seed, &writer);
+        let recording = Recording::new(machine);
+        let sink = Arc::new(PresentSink::new(Arc::clone(&recording), present.clone()));
+        migrate_over(vec![link(Kind::Unix, lanes)], &guest, &sink, options(), &Arc::default()).expect_success();
+        recording.assert_got_all_but(&present, &guest);
+        let all: u64 = BLOCKS.iter().map(|(_, pages)| pages).sum();
+        prop_assert!(sink.dropped_pages() >= all - bytes_outside(&present) / PAGE as u64);
+    }
+}
+
+/// Pages are received straight into a memory, and never into what is present there.
+#[test]
+fn present_memory_is_not_received_into() {
+    for lanes in [0, 2] {
+        let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 3);
+        let memory = empty(MACHINES[0], &BLOCKS);
+        let mut rng = Rng::with_seed(9);
+        let before: Vec<u8> = (0..1537 * PAGE).map(|_| rng.u8(..)).collect();
+        memory.write(at(0, 0), &before);
+        let sink = Arc::new(PresentSink::new(Arc::clone(&memory), ["pc.ram"]));
+        migrate_over(vec![link(Kind::Unix, lanes)], &guest, &sink, options(), &Arc::default())
+            .expect_success();
+        let mut after = vec![0; before.len()];
+        memory.read(at(0, 0), &mut after);
+        assert!(before == after, "present memory was written");
+        assert_eq!(difference_outside(&["pc.ram"], &guest, &memory), None);
+        assert!(sink.dropped_pages() >= 1537);
+    }
+}
+
+/// The source sends all pages, because it cannot leave any out.
+#[test]
+fn a_relay_forwards_all_but_present_blocks() {
+    for lanes in [0, 2] {
+        let (guest, writer) = Writer::guest(MACHINES[0], &BLOCKS, 4);
+        writer.run(&guest, 4, &writer);
+        let recording = Recording::new(MACHINES[0]);
+        let (first, second) = (link(Kind::Unix, lanes), link(Kind::Unix, lanes));
+        let session = Arc::<Session>::default();
+        let relay = Relay::new(Arc::clone(&session), second.source);
+        let sink = PresentSink::new(&relay, ["pc.ram"]);
+        let (to, last) = (first.destination, second.destination);
+        thread::scope(|scope| {
+            let sent = scope.spawn(|| {
+                let engine = Outgoing::new(Arc::default(), Arc::default(), options());
+                engine.run(&first.source, &*guest)
+            });
+            let relayed = scope.spawn(|| receive(to, &sink, &session, Compression::None));
+            receive(last, &*recording, &Arc::default(), Compression::None).0.unwrap();
+            relayed.join().unwrap().0.unwrap();
+            sent.join().unwrap().unwrap();
+        });
+        recording.assert_got_all_but(&["pc.ram"], &guest);
+        assert!(sink.dropped_pages() >= 1537);
+    }
+}
+
+#[test]
+fn a_difference_to_a_dropped_page_can_be_decoded() {
+    let memory = empty(MACHINES[0], &BLOCKS);
+    let sink = PresentSink::new(Arc::clone(&memory), ["pc.ram"]);
+    Sink::blocks(&sink, memory.blocks()).unwrap();
+    memory.write(at(0, 0), &[7; PAGE]);
+    memory.write(at(1, 0), &[8; PAGE]);
+    let mut content = [1; PAGE];
+    sink.current(at(0, 0), &mut content).unwrap();
+    assert_eq!(content, [0; PAGE]);
+    sink.current(at(1, 0), &mut content).unwrap();
+    assert_eq!(content, [8; PAGE]);
+}
+
+#[test]
+fn a_block_that_the_guest_does_not_have_is_refused() {
+    let expected = "the guest has no RAM block \"mem\", whose memory is said to be at the destination; its blocks are pc.ram, vga.vram, \
+                    pc.bios, vga.rom";
+    let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 1);
+    let error = PresentGuest::new(&*guest, ["pc.ram", "mem"]).unwrap_err();
+    assert_eq!(error.to_string(), expected);
+    let sink = Arc::new(PresentSink::new(Recording::new(MACHINES[0]), ["mem"]));
+    let outcome =
+        migrate_over(vec![link(Kind::Unix, 0)], &guest, &sink, outgoing::Options::default(), &Arc::default());
+    assert_eq!(outcome.destination.result.unwrap_err().to_string(), expected);
+    assert!(outcome.source.result.is_err());
+}
+
+#[test]
+fn postcopy_refuses_present_memory() {
+    let (memory, _) = Writer::guest(MACHINES[0], &BLOCKS, 1);
+    let guest = PresentGuest::new(&*memory, ["pc.bios"]).unwrap();
+    let options = postcopy::Options {
+        max_bandwidth: None,
+        answer_timeout: Duration::from_secs(5),
+        working_set: Vec::new(),
+    };
+    let postcopy = Postcopy::new(&guest, &[4096; 4], options, Arc::<Statistics>::default());
+    let Link { source, destination } = link(Kind::Unix, 0);
+    let channels = postcopy::PostcopyChannels { main: source.main, preempt: None };
+    let error = postcopy.offer(&Arc::default(), &channels).unwrap_err();
+    assert!(matches!(&error, Error::PresentInPostcopy { block } if block == "pc.bios"), "{error}");
+    drop(destination);
+}

@@ -1,0 +1,152 @@
+//! Descriptors for the bytes of a frame in guest memory. Arithmetic only.
+
+use std::ops::Range;
+
+/// A part of a frame in guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct UmemRange {
+    /// Offset in the UMEM; `None` if its region is not part of the UMEM.
+    pub(super) offset: Option<u64>,
+    pub(super) len: u32,
+    /// Page size of its region; a page is contiguous in physical memory.
+    pub(super) page: u64,
+}
+
+/// Limits of a driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct DescriptorLimits {
+    /// Maximum number of bytes of a descriptor.
+    pub(super) bytes: u32,
+    /// True if a descriptor may cross a page boundary.
+    pub(super) crosses_pages: bool,
+    /// Bytes before each descriptor that must be in the same page, if it may not cross: room for metadata, used or not.
+    pub(super) headroom: u64,
+    /// Maximum number of descriptors of a packet.
+    pub(super) descriptors: usize,
+}
+
+/// Bytes of the UMEM that a descriptor covers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Reference {
+    pub(super) offset: u64,
+    pub(super) len: u32,
+}
+
+impl DescriptorLimits {
+    /// These limits for a packet that has other descriptors too.
+    pub(super) fn less(self, descriptors: usize) -> Self {
+        Self { descriptors: self.descriptors.saturating_sub(descriptors), ..self }
+    }
+}
+
+/// Appends references to the bytes `range` of a frame that consists of these parts. Returns false if the limits do not
+/// permit it; `out` is then incomplete.
+pub(super) fn references(
+    parts: &[UmemRange],
+    range: Range<usize>,
+    limits: &DescriptorLimits,
+    out: &mut Vec<Reference>,
+) -> bool {
+    let end = out.len() + limits.descriptors;
+    let (mut skip, mut left) = (range.start as u64, range.len() as u64);
+    for part in parts {
+        let len = u64::from(part.len);
+        let skipped = skip.min(len);
+        skip -= skipped;
+        let mut here = (len - skipped).min(left);
+        left -= here;
+        if here == 0 {
+            continue;
+        }
+        let Some(start) = part.offset else { return false };
+        let mut offset = start + skipped;
+        while here > 0 {
+            let mut bytes = here.min(limits.bytes.into());
+            if !limits.crosses_pages {
+                if offset % part.page < limits.headroom {
+                    return false;
+                }
+                bytes = bytes.min(part.page - offset % part.page);
+            }
+            if out.len() == end {
+                return false;
+            }
+            let len = u32::try_from(bytes).expect("it is at most `limits.bytes`");
+            out.push(Reference { offset, len });
+            offset += bytes;
+            here -= bytes;
+        }
+    }
+    left == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn part() -> impl Strategy<Value = UmemRange> {
+        (0u64..20_000, 1u32..9000, prop_oneof![Just(4096u64), Just(1 << 21)])
+            .prop_map(|(offset, len, page)| UmemRange { offset: Some(offset + (1 << 22)), len, page })
+    }
+
+    fn limits() -> impl Strategy<Value = DescriptorLimits> {
+        (1u32..=4096, any::<bool>(), prop_oneof![Just(0u64), Just(24)], 1usize..40).prop_map(
+            |(bytes, crosses_pages, headroom, descriptors)| DescriptorLimits {
+                bytes,
+                crosses_pages,
+                headroom,
+                descriptors,
+            },
+        )
+    }
+
+    proptest! {
+        /// Exactly the requested bytes, within all limits, or false.
+        #[test]
+        fn references_cover_the_bytes_within_the_limits(
+            parts in prop::collection::vec(part(), 1..6),
+            limits in limits(),
+            range in (0usize..30_000, 1usize..30_000),
+        ) {
+            let total: usize = parts.iter().map(|part| part.len as usize).sum();
+            let start = range.0 % total;
+            let range = start..(start + range.1).min(total);
+            let mut out = vec![Reference { offset: 1, len: 1 }];
+            if references(&parts, range.clone(), &limits, &mut out) {
+                let out = &out[1..];
+                prop_assert!(out.len() <= limits.descriptors);
+                for Reference { offset, len } in out {
+                    prop_assert!(*len > 0 && *len <= limits.bytes);
+                    let inside = |part: &&UmemRange| {
+                        let (start, end) = (part.offset.unwrap(), part.offset.unwrap() + u64::from(part.len));
+                        let (first, last) = (offset - limits.headroom, offset + u64::from(*len) - 1);
+                        (start..end).contains(offset) && last < end
+                            && (limits.crosses_pages || first / part.page == last / part.page)
+                    };
+                    prop_assert!(parts.iter().any(|part| inside(&part)), "{offset} {len}");
+                }
+                let all = |offset: u64, len: u32| offset..offset + u64::from(len);
+                let found: Vec<u64> =
+                    out.iter().flat_map(|reference| all(reference.offset, reference.len)).collect();
+                let bytes = parts.iter().flat_map(|part| all(part.offset.unwrap(), part.len));
+                let expected: Vec<u64> = bytes.skip(range.start).take(range.len()).collect();
+                prop_assert_eq!(found, expected);
+            } else if limits.crosses_pages {
+                // The number of descriptors is the only other limit.
+                let needed: usize = parts.iter().map(|part| (part.len / limits.bytes) as usize + 2).sum();
+                prop_assert!(needed > limits.descriptors);
+            }
+        }
+    }
+
+    #[test]
+    fn ranges_outside_of_the_umem_are_not_referenced() {
+        let limits = DescriptorLimits { bytes: 4096, crosses_pages: true, headroom: 0, descriptors: 17 };
+        let inside = UmemRange { offset: Some(1 << 20), len: 100, page: 4096 };
+        let parts = [inside, UmemRange { offset: None, ..inside }, inside];
+        let can = |range| references(&parts, range, &limits, &mut Vec::new());
+        assert_eq!([can(0..100), can(50..101), can(200..300), can(200..301)], [true, false, true, false]);
+    }
+}

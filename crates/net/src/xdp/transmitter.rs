@@ -1,0 +1,365 @@
+//! The transmitting half of a queue pair with AF_XDP: sends by a TX queue if one can be bound, otherwise by the tap.
+
+use std::os::fd::AsFd as _;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::{Timespec, poll};
+use towline_vhost_user::{BackendError, Batch, Head, Memory, Next, Ring};
+
+use super::Xdp;
+use super::socket::TransmitMode;
+use super::timer::{CompletionTimer, Progress};
+use super::tx_queue::{DrainScope, Drained, TxError, TxQueue, TxRun};
+use crate::device::Shared;
+use crate::statistics::{BatchCounters, DropReason};
+use crate::tap::TapContext;
+use crate::transmit::Transmitter;
+
+/// Interval of attempts to bind, after an error that may be temporary.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// Timeout of the first attempt while the queue is busy; the guest waits meanwhile.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time limit of frames in flight when the connection ends.
+const END_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time limit for a queue to become free after its socket was closed with chains in flight, while the guest waits for them.
+const CLOSED_TIMEOUT: Duration = Duration::from_secs(1);
+/// Interval of checks if such a queue is free.
+const FREE_INTERVAL: Duration = Duration::from_millis(5);
+
+/// See the module.
+pub(crate) struct XdpTransmitter {
+    pair: usize,
+    shared: Arc<Shared>,
+    batch: Batch,
+    queue: Option<TxQueue>,
+    /// Chains in flight of sockets that were closed: the network card may read them until the queue is free.
+    orphaned: Vec<Head>,
+    /// Time of the next check if the queue is free.
+    next_check: Instant,
+    timer: CompletionTimer,
+    failure: Option<Failure>,
+    /// The last warning, which is not repeated.
+    last_warning: String,
+}
+
+/// State of the chains of closed sockets.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Orphans {
+    /// There are none.
+    None,
+    /// They may still be read.
+    InFlight,
+    /// As `InFlight`, and only another bound socket will show that they are not.
+    Unknown,
+}
+
+/// A failed attempt to bind a queue.
+struct Failure {
+    memory: Weak<Memory>,
+    /// Time of the next attempt; `None` if it is not worthwhile before guest memory changes.
+    retry_at: Option<Instant>,
+}
+
+impl XdpTransmitter {
+    pub(crate) fn new(pair: usize, shared: Arc<Shared>) -> std::io::Result<Self> {
+        Ok(Self {
+            pair,
+            shared,
+            batch: Batch::new(),
+            queue: None,
+            orphaned: Vec::new(),
+            next_check: Instant::now(),
+            timer: CompletionTimer::new()?,
+            failure: None,
+            last_warning: String::new(),
+        })
+    }
+
+    /// Sends a limited number of frames, by AF_XDP or by `transmitter`.
+    pub(crate) fn run(
+        &mut self,
+        ring: &mut Ring,
+        tap: TapContext<'_>,
+        counted: &mut BatchCounters,
+        transmitter: &mut Transmitter,
+    ) -> Next {
+        self.timer.clear();
+        match self.check_orphans(Some(ring), counted) {
+            Orphans::None => self.ensure_queue(ring, counted),
+            Orphans::InFlight => self.timer.arm(Progress::None),
+            Orphans::Unknown => {
+                self.timer.arm(Progress::None);
+                self.ensure_queue(ring, counted);
+            }
+        }
+        let Some(queue) = &mut self.queue else {
+            let before = counted.packets;
+            let next = transmitter.run(ring, tap, counted);
+            counted.copied += counted.packets - before;
+            return next;
+        };
+        transmitter.blocked = false;
+        let before = queue.descriptors_in_flight();
+        match queue.run(ring, tap, counted, &mut self.batch) {
+            Ok(TxRun { next, tap_full }) => {
+                transmitter.blocked = tap_full;
+                let left = queue.descriptors_in_flight();
+                counted.pending = queue.chains_in_flight().into();
+                if left > 0 {
+                    self.timer.arm(if left < before { Progress::Some } else { Progress::None });
+                }
+                next
+            }
+            Err(error) => {
+                self.fail(Some(ring), counted, &error);
+                Next::Again
+            }
+        }
+    }
+
+    /// Processes completions while the ring or the link does not run.
+    pub(crate) fn reap_while_stopped(&mut self, mut ring: Option<&mut Ring>, counted: &mut BatchCounters) {
+        self.timer.clear();
+        if self.check_orphans(ring.as_deref_mut(), counted) != Orphans::None {
+            self.timer.arm(Progress::None);
+        }
+        let Some(queue) = &mut self.queue else { return };
+        match queue.wake_up().and_then(|()| queue.reap(ring.as_deref_mut())) {
+            Ok(progress) => {
+                counted.pending = queue.chains_in_flight().into();
+                if queue.descriptors_in_flight() > 0 {
+                    self.timer.arm(progress);
+                }
+            }
+            Err(error) => self.fail(ring.as_deref(), counted, &error),
+        }
+    }
+
+    /// Waits for the chains in flight of a ring that is about to be stopped. At the deadline the socket is closed, and the rest
+    /// is completed once the network card cannot read it any more.
+    ///
+    /// # Errors
+    /// The network card may still read some, after [`CLOSED_TIMEOUT`].
+    pub(crate) fn drain(
+        &mut self,
+        mut ring: Option<&mut Ring>,
+        counted: &mut BatchCounters,
+        deadline: Instant,
+    ) -> Result<(), BackendError> {
+        if let Some(queue) = &mut self.queue {
+            match queue.drain(ring.as_deref_mut(), deadline, DrainScope::Chains) {
+                Ok(Drained::Yes) => counted.pending = 0,
+                Ok(Drained::No) => {
+                    let frames = queue.chains_in_flight();
+                    tracing::warn!(
+                        pair = self.pair,
+                        frames,
+                        "closing an AF_XDP socket with frames in flight"
+                    );
+                    self.close_queue(counted);
+                }
+                Err(error) => self.fail(ring.as_deref(), counted, &error),
+            }
+        }
+        self.wait_for_orphans(ring, counted)
+    }
+
+    /// Waits for all frames in flight, and unpins guest memory, which is about to change.
+    ///
+    /// # Errors
+    /// As [`XdpTransmitter::drain`].
+    pub(crate) fn release(
+        &mut self,
+        mut ring: Option<&mut Ring>,
+        counted: &mut BatchCounters,
+        deadline: Instant,
+    ) -> Result<(), BackendError> {
+        self.batch.clear();
+        if let Some(queue) = &mut self.queue {
+            if let Err(error) = queue.drain(ring.as_deref_mut(), deadline, DrainScope::Everything) {
+                tracing::warn!(pair = self.pair, %error, "AF_XDP");
+            }
+            self.close_queue(counted);
+        }
+        self.wait_for_orphans(ring, counted)
+    }
+
+    /// The timer to poll, while completions are expected.
+    pub(crate) fn timer(&self) -> Option<BorrowedFd<'_>> {
+        self.timer.is_armed().then(|| self.timer.as_fd())
+    }
+
+    /// Binds a queue for the ring's memory, unless there is one or the next attempt is not due.
+    fn ensure_queue(&mut self, ring: &mut Ring, counted: &mut BatchCounters) {
+        let memory = Arc::clone(ring.memory());
+        if self.queue.as_ref().is_some_and(|queue| queue.is_of(&memory)) {
+            return;
+        }
+        self.close_queue(counted);
+        let same = |failure: &Failure| std::ptr::eq(failure.memory.as_ptr(), Arc::as_ptr(&memory));
+        if let Some(failure) = self.failure.as_ref().filter(|failure| same(failure))
+            && failure.retry_at.is_none_or(|retry_at| Instant::now() < retry_at)
+        {
+            return;
+        }
+        let shared = Arc::clone(&self.shared);
+        let Some(xdp) = &shared.xdp else { return };
+        // At first, the queue may be busy with our own previous socket.
+        let first = self.failure.is_none() && self.orphaned.is_empty();
+        let busy_timeout = if first { BUSY_TIMEOUT } else { Duration::ZERO };
+        let started = Instant::now();
+        match xdp.bind(self.pair, shared.taps.queues().len(), &memory, busy_timeout) {
+            Ok(None) => {}
+            Ok(Some(queue)) => {
+                let took_ms = started.elapsed().as_millis();
+                tracing::info!(
+                    pair = self.pair, interface = xdp.name(), mode = ?queue.mode(), took_ms, "AF_XDP"
+                );
+                self.set_mode(queue.mode());
+                (self.queue, self.failure) = (Some(queue), None);
+                self.last_warning.clear();
+                // The queue was free, or it could not have been bound.
+                self.complete_orphans(Some(ring), counted);
+            }
+            Err(error) => {
+                self.record_failure(&memory, retry_after(&error), &format!("{error}{}", hint(&error)));
+            }
+        }
+    }
+
+    /// Closes a queue that failed; frames go by the tap until the next attempt.
+    fn fail(&mut self, ring: Option<&Ring>, counted: &mut BatchCounters, error: &TxError) {
+        let memory = ring.map_or_else(Arc::default, |ring| Arc::clone(ring.memory()));
+        self.close_queue(counted);
+        let retry = if matches!(error, TxError::MemoryRemoved) { Retry::Never } else { Retry::Later };
+        self.record_failure(&memory, retry, &error.to_string());
+    }
+
+    fn record_failure(&mut self, memory: &Arc<Memory>, retry: Retry, reason: &str) {
+        let retry_at = (retry == Retry::Later).then(|| Instant::now() + RETRY_INTERVAL);
+        self.failure = Some(Failure { memory: Arc::downgrade(memory), retry_at });
+        if self.last_warning != reason {
+            tracing::warn!(pair = self.pair, "AF_XDP is not used, frames go by the tap: {reason}");
+            reason.clone_into(&mut self.last_warning);
+        }
+    }
+
+    /// Closes the socket. Its chains stay in flight until the queue is free.
+    fn close_queue(&mut self, counted: &mut BatchCounters) {
+        let Some(queue) = self.queue.take() else { return };
+        self.set_mode(TransmitMode::Tap);
+        self.orphaned.extend(queue.close());
+        self.next_check = Instant::now();
+        counted.pending = self.orphaned.len() as u64;
+    }
+
+    /// Checks every [`FREE_INTERVAL`] if the queue of a closed socket is free, and then completes its chains.
+    fn check_orphans(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) -> Orphans {
+        if self.orphaned.is_empty() {
+            return Orphans::None;
+        }
+        let now = Instant::now();
+        if now < self.next_check {
+            return Orphans::InFlight;
+        }
+        self.next_check = now + FREE_INTERVAL;
+        let Some(xdp) = &self.shared.xdp else { return Orphans::None };
+        match xdp.is_free(self.pair) {
+            Ok(false) => Orphans::InFlight,
+            Ok(true) => {
+                self.complete_orphans(ring, counted);
+                Orphans::None
+            }
+            Err(error) => {
+                tracing::debug!(pair = self.pair, %error, "cannot determine if the queue is free");
+                Orphans::Unknown
+            }
+        }
+    }
+
+    /// Completes the chains of closed sockets, which the network card does not read any more.
+    fn complete_orphans(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) {
+        let heads = std::mem::take(&mut self.orphaned);
+        let Some(ring) = ring.filter(|_| !heads.is_empty()) else { return };
+        counted.pending = 0;
+        for head in heads {
+            counted.add_drop(DropReason::Refused);
+            ring.complete_head(head);
+        }
+        ring.publish();
+    }
+
+    /// Waits until the chains of closed sockets are complete.
+    fn wait_for_orphans(
+        &mut self,
+        mut ring: Option<&mut Ring>,
+        counted: &mut BatchCounters,
+    ) -> Result<(), BackendError> {
+        let interval = Timespec { tv_sec: 0, tv_nsec: FREE_INTERVAL.subsec_nanos().into() };
+        let deadline = Instant::now() + CLOSED_TIMEOUT;
+        while !self.orphaned.is_empty() && self.check_orphans(ring.as_deref_mut(), counted) != Orphans::None {
+            if Instant::now() >= deadline {
+                let (frames, name) = (self.orphaned.len(), self.shared.xdp.as_ref().map_or("", Xdp::name));
+                return Err(BackendError::new(format!(
+                    "{name} may still send {frames} frames: its queue is busy {} s after the socket was closed; check the link \
+                     and the driver of {name}, and that no other program uses the queue",
+                    CLOSED_TIMEOUT.as_secs()
+                )));
+            }
+            let _ = poll(&mut [], Some(&interval));
+        }
+        Ok(())
+    }
+
+    fn set_mode(&self, mode: TransmitMode) {
+        self.shared.modes[self.pair].store(mode as u8, Relaxed);
+    }
+}
+
+impl Drop for XdpTransmitter {
+    fn drop(&mut self) {
+        // The rings are gone already; their frames are still sent.
+        if let Some(queue) = &mut self.queue
+            && let Err(error) = queue.drain(None, Instant::now() + END_TIMEOUT, DrainScope::Everything)
+        {
+            tracing::debug!(%error, "AF_XDP");
+        }
+        if !self.orphaned.is_empty() || self.queue.as_ref().is_some_and(|queue| queue.chains_in_flight() > 0)
+        {
+            self.shared.orphaned[self.pair].store(true, Relaxed);
+        }
+        // The mode is not reset: statistics that are read now describe the past.
+    }
+}
+
+/// Time of the next attempt to bind a queue.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Retry {
+    /// After [`RETRY_INTERVAL`].
+    Later,
+    /// When guest memory has changed.
+    Never,
+}
+
+/// A busy queue, or an interface that is down or missing, may be available later.
+fn retry_after(error: &std::io::Error) -> Retry {
+    match error.raw_os_error() {
+        Some(libc::EBUSY | libc::ENETDOWN | libc::ENXIO | libc::ENODEV | libc::EAGAIN) => Retry::Later,
+        _ => Retry::Never,
+    }
+}
+
+/// Remedy for an error of binding.
+fn hint(error: &std::io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::ENOBUFS | libc::ENOMEM) => {
+            "; the guest's memory is pinned: raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity)"
+        }
+        Some(libc::EINVAL) => "; does the interface have a queue of this number?",
+        Some(libc::EFAULT) => "; memory in a file on disk cannot be pinned, use a memfd",
+        _ => "",
+    }
+}

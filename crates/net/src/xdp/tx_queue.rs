@@ -1,0 +1,349 @@
+//! A bound socket of a queue pair: sends frames, and completes their chains.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{Timespec, poll};
+use towline_vhost_user::{Batch, Chain, Head, Memory, Next, Ring};
+
+use super::error_budget::ErrorBudget;
+use super::frame_builder::{BuildOutcome, FrameBuilder, GuestReferences};
+use super::in_flight::{FRAMES_MAX, InFlightFrames, tagged};
+use super::references::DescriptorLimits;
+use super::socket::{CHUNK_BYTES, COMPLETION_ENTRIES, TransmitMode, XdpSocket};
+use super::timer::Progress;
+use super::umem::Umem;
+use crate::statistics::{BatchCounters, DropReason};
+use crate::sys::umem_mapping::ArenaSection;
+use crate::tap::TapContext;
+use crate::transmit::{Sent, send_frame};
+
+/// Frames that are popped, and published to the kernel, together.
+const FRAMES_PER_BATCH: usize = 64;
+/// Maximum number of batches in one run; then the other direction and the session have theirs.
+const BATCHES_PER_RUN: usize = 4;
+/// Maximum number of descriptors of a packet that the kernel copies: its fragments (`MAX_SKB_FRAGS`).
+const COPY_DESCRIPTORS_MAX: usize = 17;
+/// Time without completions after which the socket is given up.
+const STALLED_AFTER: Duration = Duration::from_secs(5);
+/// Interval of looks at the completion ring while waiting for it.
+const DRAIN_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000 };
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct TxQueue {
+    // Before the memory that it uses: unmapped and closed first.
+    socket: XdpSocket,
+    umem: Arc<Umem>,
+    builder: FrameBuilder,
+    in_flight: InFlightFrames<Head>,
+    budget: ErrorBudget,
+    /// Time of the last completion, or of the last moment without frames in flight.
+    last_progress: Instant,
+    /// True if guest memory is to be checked after this batch.
+    check_memory: bool,
+}
+
+/// Error after which a queue cannot be used any more.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum TxError {
+    #[error("the kernel does not send: {0}")]
+    Send(io::Error),
+    #[error("the kernel completed a descriptor that was not in flight")]
+    UnknownCompletion,
+    #[error("no completions for {} s ({invalid} descriptors were invalid)", STALLED_AFTER.as_secs())]
+    Stalled { invalid: u64 },
+    #[error(
+        "pages were removed from the guest's memory (balloon, page reporting); AF_XDP needs a guest without these devices"
+    )]
+    MemoryRemoved,
+}
+
+/// Result of a run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TxRun {
+    pub(super) next: Next,
+    /// True if a frame waits for room in the tap.
+    pub(super) tap_full: bool,
+}
+
+/// Frames for whose completion a drain waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DrainScope {
+    /// Those that refer to guest memory.
+    Chains,
+    /// All.
+    Everything,
+}
+
+/// State after a drain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Drained {
+    Yes,
+    /// The deadline has passed.
+    No,
+}
+
+/// Result of an attempt to send a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum SendOutcome {
+    /// The frame was sent, or dropped and counted.
+    Done,
+    NoRoom,
+    TapFull,
+}
+
+impl TxQueue {
+    /// A queue of a pair, with a bound socket. `zero_copy_descriptors` is the maximum number of descriptors of a packet if the
+    /// socket is in zero-copy mode.
+    pub(super) fn new(
+        umem: Arc<Umem>,
+        socket: XdpSocket,
+        pair: usize,
+        zero_copy_descriptors: usize,
+        frame_bytes_max: usize,
+    ) -> io::Result<Self> {
+        let section = ArenaSection::acquire(&umem.mapping, pair);
+        let section = section.ok_or_else(|| io::Error::other("the pair's arena is still in use"))?;
+        let descriptors = match (socket.scatter_gather, socket.zero_copy) {
+            (false, _) => 1,
+            (true, false) => COPY_DESCRIPTORS_MAX,
+            (true, true) => zero_copy_descriptors,
+        };
+        let limits = DescriptorLimits {
+            bytes: CHUNK_BYTES - umem.metadata_bytes,
+            crosses_pages: !socket.zero_copy,
+            headroom: umem.metadata_bytes.into(),
+            descriptors,
+        };
+        Ok(Self {
+            socket,
+            builder: FrameBuilder::new(Arc::clone(&umem), section, limits, frame_bytes_max),
+            umem,
+            in_flight: InFlightFrames::new(),
+            budget: ErrorBudget::default(),
+            last_progress: Instant::now(),
+            check_memory: false,
+        })
+    }
+
+    pub(super) fn mode(&self) -> TransmitMode {
+        if self.socket.zero_copy { TransmitMode::ZeroCopy } else { TransmitMode::Copy }
+    }
+
+    /// Returns true if this memory is registered.
+    pub(super) fn is_of(&self, memory: &Arc<Memory>) -> bool {
+        self.umem.is_of(memory)
+    }
+
+    /// Number of descriptors in flight.
+    pub(super) fn descriptors_in_flight(&self) -> u32 {
+        self.in_flight.descriptors()
+    }
+
+    /// Number of the guest's chains in flight.
+    pub(super) fn chains_in_flight(&self) -> u32 {
+        self.in_flight.heads()
+    }
+
+    /// Sends up to [`BATCHES_PER_RUN`] batches.
+    pub(super) fn run(
+        &mut self,
+        ring: &mut Ring,
+        tap: TapContext<'_>,
+        counted: &mut BatchCounters,
+        batch: &mut Batch,
+    ) -> Result<TxRun, TxError> {
+        self.reap(Some(&mut *ring))?;
+        for _ in 0..BATCHES_PER_RUN {
+            let popped = ring.pop(batch, FRAMES_PER_BATCH);
+            let (mut sent, mut tap_full) = (popped, false);
+            for (index, chain) in batch.chains().enumerate() {
+                let outcome = self.send(chain, ring, tap, counted);
+                if outcome != SendOutcome::Done {
+                    (sent, tap_full) = (index, outcome == SendOutcome::TapFull);
+                    break;
+                }
+            }
+            ring.rewind(batch, sent);
+            self.socket.tx.publish();
+            self.wake_up()?;
+            let progress = self.reap(Some(&mut *ring))?;
+            ring.publish();
+            if std::mem::take(&mut self.check_memory) && !self.umem.is_intact() {
+                return Err(TxError::MemoryRemoved);
+            }
+            if popped == 0 {
+                ring.set_notification(true);
+                return Ok(TxRun { next: Next::Wait, tap_full });
+            }
+            if sent < popped {
+                ring.set_notification(false);
+                let again = progress == Progress::Some && !tap_full;
+                return Ok(TxRun { next: if again { Next::Again } else { Next::Wait }, tap_full });
+            }
+        }
+        Ok(TxRun { next: Next::Again, tap_full: false })
+    }
+
+    /// Sends one frame: by this queue, or by the tap if it is not supported here.
+    fn send(
+        &mut self,
+        chain: Chain<'_>,
+        ring: &mut Ring,
+        tap: TapContext<'_>,
+        counted: &mut BatchCounters,
+    ) -> SendOutcome {
+        let virtio_bytes = tap.format.header_bytes;
+        let frame_bytes = (chain.readable_bytes() as usize).saturating_sub(virtio_bytes);
+        let outcome = self.build(chain, virtio_bytes, ring.size());
+        match outcome {
+            BuildOutcome::NoRoom => return SendOutcome::NoRoom,
+            BuildOutcome::Unsupported => {
+                let before = counted.packets;
+                if send_frame(chain, tap, &mut Vec::new(), counted) == Sent::TapFull {
+                    return SendOutcome::TapFull;
+                }
+                counted.copied += counted.packets - before;
+                ring.complete(chain, 0);
+            }
+            BuildOutcome::TooLong => {
+                counted.add_drop(DropReason::TooLong);
+                ring.complete(chain, 0);
+            }
+            BuildOutcome::Referenced => {
+                self.commit(Some(chain.head()));
+                counted.add_frame(frame_bytes);
+                counted.referenced += 1;
+                *(if self.socket.zero_copy { &mut counted.zero_copy } else { &mut counted.copied }) += 1;
+            }
+            BuildOutcome::Copied => {
+                self.commit(None);
+                ring.complete(chain, 0);
+                counted.add_frame(frame_bytes);
+                counted.copied += 1;
+            }
+        }
+        self.check_memory |= self.budget.count_frame();
+        SendOutcome::Done
+    }
+
+    /// Builds the descriptors of a frame, and checks that the rings have room for them.
+    fn build(&mut self, chain: Chain<'_>, virtio_bytes: usize, ring_size: u16) -> BuildOutcome {
+        // At most half of the ring is in flight, further frames are copied: a slow network card does not hold all chains.
+        let chains_max = u32::from(ring_size / 2).min(u32::from(FRAMES_MAX) / 2);
+        let may_reference = self.in_flight.heads() < chains_max && !self.budget.is_exceeded();
+        let references = if may_reference { GuestReferences::Allowed } else { GuestReferences::Forbidden };
+        let mut outcome = self.builder.build(chain, virtio_bytes, references);
+        let built = matches!(outcome, BuildOutcome::Referenced | BuildOutcome::Copied);
+        if built && !self.has_room(self.builder.descriptors.len()) {
+            self.builder.discard();
+            outcome = BuildOutcome::NoRoom;
+        }
+        // With nothing in flight there will not be more room.
+        if outcome == BuildOutcome::NoRoom && self.in_flight.descriptors() == 0 {
+            outcome = BuildOutcome::Unsupported;
+        }
+        outcome
+    }
+
+    /// Writes the descriptors that were built to the TX ring.
+    fn commit(&mut self, head: Option<Head>) {
+        let count = u32::try_from(self.builder.descriptors.len()).expect("`has_room` has compared it");
+        if self.in_flight.descriptors() == 0 {
+            self.last_progress = Instant::now();
+        }
+        let tag = self.in_flight.insert(count, head, &self.builder.chunks);
+        let tag = tag.expect("`has_room` has found room for a frame");
+        for descriptor in self.builder.descriptors.drain(..) {
+            let address = tagged(descriptor.offset, tag);
+            self.socket.tx.push(address, descriptor.len, descriptor.options);
+        }
+        self.builder.chunks.clear();
+    }
+
+    /// Returns true if the rings have room for this number of descriptors.
+    fn has_room(&mut self, descriptors: usize) -> bool {
+        let count = u32::try_from(descriptors).unwrap_or(u32::MAX);
+        self.in_flight.has_room()
+            && count <= self.socket.tx.free()
+            && count <= COMPLETION_ENTRIES - self.in_flight.descriptors()
+    }
+
+    /// Has the kernel send the published descriptors, as many as it can now.
+    pub(super) fn wake_up(&mut self) -> Result<(), TxError> {
+        loop {
+            let unconsumed = self.socket.tx.unconsumed();
+            let needed = !self.socket.zero_copy || self.socket.tx.needs_wakeup();
+            if unconsumed == 0 || !needed {
+                return Ok(());
+            }
+            if let Err(error) = self.socket.wake_up() {
+                match error.raw_os_error() {
+                    // It sends a limited number at a time, or has no room.
+                    Some(libc::EAGAIN | libc::EINTR) => {}
+                    Some(libc::EBUSY | libc::ENOBUFS | libc::ENOMEM) => self.budget.count_error(),
+                    _ => return Err(TxError::Send(error)),
+                }
+            }
+            if self.socket.zero_copy || self.socket.tx.unconsumed() >= unconsumed {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Processes completions. Their chains are completed if there is a ring.
+    pub(super) fn reap(&mut self, mut ring: Option<&mut Ring>) -> Result<Progress, TxError> {
+        let (in_flight, builder) = (&mut self.in_flight, &mut self.builder);
+        let mut known = true;
+        let completions = self.socket.completion.consume(|address| {
+            let complete = |head| {
+                if let Some(ring) = &mut ring {
+                    ring.complete_head(head);
+                }
+            };
+            known &= in_flight.remove(address, |chunk| builder.free(chunk), complete);
+        });
+        if !known {
+            return Err(TxError::UnknownCompletion);
+        }
+        if completions > 0 || in_flight.descriptors() == 0 {
+            self.last_progress = Instant::now();
+        } else if self.last_progress.elapsed() > STALLED_AFTER {
+            return Err(TxError::Stalled { invalid: self.socket.invalid_descriptors() });
+        }
+        Ok(if completions > 0 { Progress::Some } else { Progress::None })
+    }
+
+    /// Waits until no frame of the scope is in flight, or until the deadline.
+    pub(super) fn drain(
+        &mut self,
+        mut ring: Option<&mut Ring>,
+        deadline: Instant,
+        scope: DrainScope,
+    ) -> Result<Drained, TxError> {
+        loop {
+            self.wake_up()?;
+            self.reap(ring.as_deref_mut())?;
+            let left = match scope {
+                DrainScope::Chains => self.in_flight.heads(),
+                DrainScope::Everything => self.in_flight.descriptors(),
+            };
+            if left == 0 {
+                return Ok(Drained::Yes);
+            }
+            if Instant::now() >= deadline {
+                return Ok(Drained::No);
+            }
+            // No event reports completions. A signal only shortens the interval.
+            let _ = poll(&mut [], Some(&DRAIN_INTERVAL));
+        }
+    }
+
+    /// Closes the socket, and unpins memory that no other pair uses. Returns the chains that are in flight, which the network
+    /// card may still read.
+    pub(super) fn close(self) -> impl Iterator<Item = Head> {
+        self.in_flight.into_heads()
+    }
+}

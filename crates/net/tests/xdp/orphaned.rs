@@ -1,0 +1,151 @@
+//! Sockets that are closed with frames in flight: their chains are completed once the kernel cannot read them any more.
+//!
+//! ```text
+//!   Net ── AF_XDP ── mac0 ── out0, whose queueing discipline holds packets back ═══ in0
+//! ```
+//! A queued packet belongs to the socket that sent it, whose queue is not free before it is sent.
+
+use std::sync::Arc;
+
+use rustix::fs::{FallocateFlags, fallocate};
+use towline_frontend::{GUEST_BASE, Memory, Queue, QueueOptions};
+use towline_lab::wait_until;
+use towline_net::{DropReason, Net, Options, Taps, TransmitMode, Xdp};
+
+use crate::bench::{Bench, SLOTS, VIRTIO, WITHIN, negotiate};
+use crate::common::Served;
+
+const FRAME_BYTES: usize = 1000;
+
+/// A card with frames in the queueing discipline, and their number.
+fn bench_with_queued_frames(name: &str) -> Option<(Bench, usize)> {
+    let mut bench = Bench::on("mac0", name, 1, |xdp| xdp)?;
+    // A burst of some packets, then a byte each second.
+    let queueing = "tc qdisc add dev out0 root tbf rate 8bit burst 5000 limit 10mb";
+    bench.near.run(&queueing.split(' ').collect::<Vec<_>>()).unwrap();
+    let frame = [&[0; VIRTIO][..], &[0x11; FRAME_BYTES]].concat();
+    (0..SLOTS).for_each(|slot| bench.transmit(0, slot, &frame));
+    bench.queues[0].publish();
+    wait_until("frames to be sent", WITHIN, || {
+        let found = bench.statistics(0);
+        // The burst is complete, the rest is in flight.
+        Ok((found.referenced == SLOTS && found.pending > 0 && found.pending < SLOTS - 3).then_some(()))
+    })
+    .unwrap();
+    bench.wait_for_mode(TransmitMode::Copy);
+    let used = pop_all(&mut bench.queues[0]);
+    Some((bench, SLOTS as usize - used))
+}
+
+/// Pops all used chains. Returns their number.
+fn pop_all(queue: &mut Queue) -> usize {
+    std::iter::from_fn(|| queue.pop_used().unwrap()).count()
+}
+
+fn release_queued_frames(bench: &Bench) {
+    bench.near.run(&"tc qdisc del dev out0 root".split(' ').collect::<Vec<_>>()).unwrap();
+}
+
+#[test]
+fn a_queue_that_cannot_be_stopped_ends_the_connection() {
+    let name = "a_queue_that_cannot_be_stopped_ends_the_connection";
+    let Some((mut bench, queued)) = bench_with_queued_frames(name) else { return };
+    assert!(bench.frontend.stop(1).is_err(), "the frontend has a reply although frames are in flight");
+    assert_eq!(pop_all(&mut bench.queues[0]), 0, "{queued} frames are still queued");
+    let error = bench.served.failure().to_string();
+    let wanted =
+        format!("mac0 may still send {queued} frames: its queue is busy 1 s after the socket was closed");
+    assert!(error.contains(&wanted), "{error}");
+    // The frontend connects again, with the used index unchanged: its ring contains those chains again.
+    let (mut served, _frontend) = Served::start(&bench.near, &bench.net);
+    let error = served.failure().to_string();
+    assert!(error.contains("mac0 may still send frames of the previous connection"), "{error}");
+    release_queued_frames(&bench);
+    let (served, mut frontend) = wait_until("the queue to be free", WITHIN, || {
+        let (mut served, mut frontend) = Served::start(&bench.near, &bench.net);
+        if negotiate(&mut frontend).is_ok() {
+            return Ok(Some((served, frontend)));
+        }
+        served.failure();
+        Ok(None)
+    })
+    .unwrap();
+    bench.served = served;
+    frontend.set_mem_table(Some(&bench.memory)).unwrap();
+    let base = u16::try_from(SLOTS as usize - queued).unwrap();
+    frontend.start(&bench.queues[0], base).unwrap();
+    bench.frontend = frontend;
+    bench.queues[0].force_kick();
+    bench.wait_until_sent(0);
+}
+
+#[test]
+fn chains_of_a_closed_socket_are_completed_when_its_queue_is_free() {
+    let name = "chains_of_a_closed_socket_are_completed_when_its_queue_is_free";
+    let Some((mut bench, queued)) = bench_with_queued_frames(name) else { return };
+    // There are no completions for some seconds.
+    bench.wait_for_mode(TransmitMode::Tap);
+    // Meanwhile frames go by the tap.
+    let frame = [&[0; VIRTIO][..], &[0x22; FRAME_BYTES]].concat();
+    bench.transmit(0, SLOTS, &frame);
+    bench.queues[0].publish();
+    bench.queues[0].wait(WITHIN).unwrap();
+    assert_eq!(bench.queues[0].pop_used().unwrap().map(|used| used.token), Some(SLOTS));
+    assert_eq!(pop_all(&mut bench.queues[0]), 0, "{queued} frames are still queued");
+    assert_eq!(bench.statistics(0).pending, queued as u64);
+    release_queued_frames(&bench);
+    bench.wait_until_sent(0);
+    // AF_XDP is tried again each second if there are frames to send.
+    wait_until("the mode", WITHIN, || {
+        bench.transmit(0, 0, &frame);
+        bench.queues[0].publish();
+        bench.wait_until_sent(0);
+        Ok((bench.net.transmit_modes()[0] == TransmitMode::Copy).then_some(()))
+    })
+    .unwrap();
+    assert_eq!(bench.statistics(0).dropped(DropReason::Refused), queued as u64);
+}
+
+/// Even the queue of the pair that registered the UMEM.
+#[test]
+fn a_queue_is_free_once_its_own_pair_has_closed_its_socket() {
+    let name = "a_queue_is_free_once_its_own_pair_has_closed_its_socket";
+    let Some(mut bench) = Bench::new(name, 2, |xdp| xdp) else { return };
+    bench.traffic(0, 32);
+    bench.traffic(1, 32);
+    assert_eq!(bench.net.transmit_modes(), [TransmitMode::Copy; 2]);
+    // A balloon removes memory: the first pair notices while it sends, and falls back to the tap.
+    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fallocate(bench.memory.fd(), hole, 4 << 20, 1 << 20).unwrap();
+    let frame = [&[0; VIRTIO][..], &[0x33; FRAME_BYTES]].concat();
+    while bench.net.transmit_modes()[0] == TransmitMode::Copy {
+        assert!(bench.statistics(0).packets < 10_000, "the removed memory is not noticed");
+        (0..SLOTS).for_each(|slot| bench.transmit(0, slot, &frame));
+        bench.queues[0].publish();
+        bench.wait_until_sent(0);
+    }
+    assert_eq!(bench.net.transmit_modes(), [TransmitMode::Tap, TransmitMode::Copy]);
+    // Another program can use its queue, and only that one.
+    let card = |queue| {
+        let made = bench.near.enter(|| {
+            let taps = Taps::open(&format!("tap{}", 5 + queue), 1).unwrap();
+            Net::with_xdp(taps, Some(Xdp::new("out0", queue, None).unwrap()), Options::default())
+        });
+        let net = Arc::new(made.unwrap());
+        let (_served, mut frontend) = Served::start(&bench.near, &net);
+        let features = negotiate(&mut frontend).unwrap();
+        let memory = Arc::new(Memory::new(1 << 20).unwrap());
+        frontend.set_mem_table(Some(&memory)).unwrap();
+        let mut ring = Queue::new(&memory, 1, QueueOptions { size: 16, features }).unwrap();
+        frontend.start(&ring, 0).unwrap();
+        let at = memory.alloc(frame.len() as u64, 8);
+        memory.write(at, &frame);
+        let len = u32::try_from(frame.len()).unwrap();
+        assert!(at >= GUEST_BASE && ring.add(&[towline_frontend::Buffer { guest: at, len }], &[], 0));
+        ring.publish();
+        ring.wait(WITHIN).unwrap();
+        net.transmit_modes()[0]
+    };
+    assert_eq!((card(0), card(1)), (TransmitMode::Copy, TransmitMode::Tap));
+    bench.traffic(1, 32);
+}

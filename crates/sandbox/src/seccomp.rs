@@ -1,0 +1,479 @@
+//! Seccomp: the permitted system calls.
+//!
+//! The kernel applies the strictest verdict of several filters. Some calls fail silently, with the error that the C library and
+//! this program expect of a system without them; of the others the listed ones are permitted, and the rest raises SIGSYS, which
+//! is logged ([`super::sys`]). A call without conditions costs nothing measurable: the kernel caches that it is always allowed.
+
+use std::collections::BTreeMap;
+
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    TargetArch, apply_filter, apply_filter_all_threads,
+};
+use syscalls::Sysno;
+
+use super::{Policy, Ports, sys};
+
+type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+type Built<T> = Result<T, seccompiler::BackendError>;
+
+/// Calls on memory, threads, time and open descriptors.
+const BASIC: &[Sysno] = &[
+    // Reading and writing.
+    Sysno::read,
+    Sysno::write,
+    Sysno::readv,
+    Sysno::writev,
+    Sysno::pread64,
+    Sysno::pwrite64,
+    Sysno::preadv,
+    Sysno::pwritev,
+    Sysno::preadv2,
+    Sysno::pwritev2,
+    Sysno::lseek,
+    Sysno::sendfile,
+    Sysno::splice,
+    Sysno::tee,
+    Sysno::vmsplice,
+    Sysno::copy_file_range,
+    // Descriptors.
+    Sysno::close,
+    Sysno::close_range,
+    Sysno::dup,
+    Sysno::dup3,
+    Sysno::pipe2,
+    Sysno::eventfd2,
+    Sysno::signalfd4,
+    Sysno::timerfd_create,
+    Sysno::timerfd_settime,
+    Sysno::timerfd_gettime,
+    Sysno::memfd_create,
+    Sysno::ppoll,
+    Sysno::pselect6,
+    Sysno::epoll_create1,
+    Sysno::epoll_ctl,
+    Sysno::epoll_pwait,
+    Sysno::epoll_pwait2,
+    // Open files; of others only their metadata.
+    Sysno::fstat,
+    Sysno::statx,
+    Sysno::fstatfs,
+    Sysno::statfs,
+    Sysno::ftruncate,
+    Sysno::fallocate,
+    Sysno::fsync,
+    Sysno::fdatasync,
+    Sysno::sync_file_range,
+    Sysno::fadvise64,
+    Sysno::flock,
+    Sysno::getcwd,
+    // Open sockets.
+    Sysno::accept,
+    Sysno::accept4,
+    Sysno::recvfrom,
+    Sysno::recvmsg,
+    Sysno::recvmmsg,
+    Sysno::shutdown,
+    Sysno::getsockopt,
+    Sysno::setsockopt,
+    Sysno::getsockname,
+    Sysno::getpeername,
+    // Memory.
+    Sysno::munmap,
+    Sysno::mremap,
+    Sysno::madvise,
+    Sysno::brk,
+    Sysno::mlock,
+    Sysno::mlock2,
+    Sysno::munlock,
+    Sysno::msync,
+    Sysno::mincore,
+    Sysno::membarrier,
+    Sysno::mbind,
+    Sysno::get_mempolicy,
+    Sysno::set_mempolicy,
+    Sysno::userfaultfd,
+    // Threads.
+    Sysno::futex,
+    Sysno::set_robust_list,
+    Sysno::get_robust_list,
+    Sysno::rseq,
+    Sysno::set_tid_address,
+    Sysno::exit,
+    Sysno::exit_group,
+    Sysno::restart_syscall,
+    Sysno::sched_yield,
+    Sysno::sched_getaffinity,
+    Sysno::sched_getparam,
+    Sysno::sched_getscheduler,
+    Sysno::sched_get_priority_max,
+    Sysno::sched_get_priority_min,
+    Sysno::getcpu,
+    Sysno::getpriority,
+    // A child whose `execve` failed.
+    Sysno::wait4,
+    Sysno::waitid,
+    // Signals.
+    Sysno::rt_sigaction,
+    Sysno::rt_sigprocmask,
+    Sysno::rt_sigreturn,
+    Sysno::rt_sigtimedwait,
+    Sysno::rt_sigsuspend,
+    Sysno::rt_sigpending,
+    Sysno::sigaltstack,
+    // Time.
+    Sysno::clock_gettime,
+    Sysno::clock_getres,
+    Sysno::clock_nanosleep,
+    Sysno::nanosleep,
+    Sysno::gettimeofday,
+    // Identity.
+    Sysno::getpid,
+    Sysno::getppid,
+    Sysno::gettid,
+    Sysno::getuid,
+    Sysno::geteuid,
+    Sysno::getgid,
+    Sysno::getegid,
+    Sysno::getresuid,
+    Sysno::getresgid,
+    Sysno::getgroups,
+    Sysno::getpgid,
+    Sysno::getsid,
+    Sysno::getrlimit,
+    Sysno::getrusage,
+    Sysno::times,
+    Sysno::uname,
+    Sysno::sysinfo,
+    Sysno::getrandom,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::dup2,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::pipe,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::poll,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::select,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::epoll_wait,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::eventfd,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::newfstatat,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::stat,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::lstat,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::time,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::getpgrp,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::arch_prctl,
+    #[cfg(target_arch = "aarch64")]
+    Sysno::fstatat,
+];
+
+/// Calls that open a file by its path. A copy needs them, restricted by landlock. A device's fail with `EACCES`: the C library
+/// tries to open some files by itself and continues without them.
+const OPEN: &[Sysno] = &[
+    Sysno::openat,
+    Sysno::openat2,
+    Sysno::readlinkat,
+    Sysno::faccessat,
+    Sysno::faccessat2,
+    Sysno::getdents64,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::open,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::readlink,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::access,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::creat,
+];
+
+/// Commands of `fcntl` that are refused: they make the kernel send signals to other processes.
+const FCNTL_SIGNALS: [libc::c_int; 4] = [libc::F_SETOWN, F_SETOWN_EX, F_SETSIG, libc::F_NOTIFY];
+/// `asm-generic/fcntl.h`.
+const F_SETSIG: libc::c_int = 10;
+/// `asm-generic/fcntl.h`.
+const F_SETOWN_EX: libc::c_int = 15;
+
+/// Calls that remove a file. A device may remove only its own sockets, where the kernel can restrict it to them; others fail
+/// silently, as the creator of a socket tries to remove it too.
+const REMOVE: &[Sysno] = &[
+    Sysno::unlinkat,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::unlink,
+];
+
+/// Calls that execute a program. They fail silently: the C library makes them in a child without handlers, and reports the error.
+const EXECUTE: &[Sysno] = &[Sysno::execve, Sysno::execveat];
+
+/// Calls of a copy that create, rename and own files, listen, connect, and detect the exit of a QEMU.
+const CREATE: &[Sysno] = &[
+    Sysno::pidfd_open,
+    Sysno::mkdirat,
+    Sysno::renameat,
+    Sysno::renameat2,
+    Sysno::linkat,
+    Sysno::fchmod,
+    Sysno::fchmodat,
+    Sysno::fchown,
+    Sysno::fchownat,
+    Sysno::utimensat,
+    Sysno::umask,
+    Sysno::bind,
+    Sysno::listen,
+    Sysno::connect,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::mkdir,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::rmdir,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::rename,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::link,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::chmod,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::chown,
+];
+
+/// Requests for sockets, terminals, attached taps (`linux/if_tun.h`), an interface's MTU and index (the scope of an IPv6 address),
+/// and this process's page tables (`PAGEMAP_SCAN`). All of `userfaultfd`'s are permitted too, by their type.
+const IOCTLS: &[u64] = &[
+    libc::FIONREAD,
+    libc::FIONBIO,
+    libc::FIOCLEX,
+    libc::TCGETS,
+    libc::TIOCGWINSZ,
+    libc::SIOCGIFMTU,
+    libc::SIOCGIFINDEX,
+    libc::TUNSETOFFLOAD,
+    libc::TUNSETVNETHDRSZ,
+    libc::TUNSETQUEUE,
+    libc::TUNGETIFF,
+    PAGEMAP_SCAN,
+];
+/// `linux/fs.h`.
+const PAGEMAP_SCAN: u64 = 0xc060_6610;
+/// Type of `UFFDIO_*`, their second byte.
+const UFFDIO: u64 = 0xaa00;
+
+/// Options of `prctl` that only concern the caller.
+const PRCTLS: &[libc::c_int] = &[
+    libc::PR_SET_NAME,
+    libc::PR_GET_NAME,
+    PR_SET_VMA,
+    PR_GET_AUXV,
+    libc::PR_SET_NO_NEW_PRIVS,
+    libc::PR_GET_NO_NEW_PRIVS,
+    libc::PR_GET_DUMPABLE,
+    libc::PR_GET_SECCOMP,
+    libc::PR_CAPBSET_READ,
+    libc::PR_SET_TIMERSLACK,
+    libc::PR_SET_THP_DISABLE,
+];
+
+/// `linux/prctl.h`: the processor's features, for the standard library.
+const PR_GET_AUXV: libc::c_int = 0x4155_5856;
+/// `linux/prctl.h`: names memory.
+const PR_SET_VMA: libc::c_int = 0x5356_4d41;
+
+/// Flags that `clone` must not have: it creates threads, not namespaces.
+const NAMESPACES: libc::c_int = libc::CLONE_NEWNS
+    | libc::CLONE_NEWCGROUP
+    | libc::CLONE_NEWUTS
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWUSER
+    | libc::CLONE_NEWPID
+    | libc::CLONE_NEWNET;
+
+/// Mask of a socket's type without its flags.
+const SOCKET_TYPE: u64 = 0xf;
+
+/// Threads that a filter applies to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Threads {
+    /// All threads of the process.
+    All,
+    /// The calling thread, and those that it starts.
+    Calling,
+}
+
+/// Installs the filters. With `paths`, addresses of path names, only files at these can be removed. The error describes what the
+/// kernel lacks.
+pub(super) fn apply(policy: &Policy, paths: Option<&[u64]>, threads: Threads) -> Result<(), String> {
+    let failed = |error: String| format!("seccomp: {error}; system calls are not restricted");
+    let filters = filters(policy, paths).map_err(|error| failed(error.to_string()))?;
+    sys::install_handler().map_err(|error| failed(error.to_string()))?;
+    for filter in &filters {
+        let applied = match threads {
+            Threads::All => apply_filter_all_threads(filter),
+            Threads::Calling => apply_filter(filter),
+        };
+        applied.map_err(|error| failed(error.to_string()))?;
+    }
+    Ok(())
+}
+
+/// Builds the filters in their order. The list of permitted calls comes last: it permits no further filter.
+fn filters(policy: &Policy, paths: Option<&[u64]>) -> Built<Vec<BpfProgram>> {
+    let arch = TargetArch::try_from(std::env::consts::ARCH)?;
+    let silent = |calls: &[Sysno], errno: libc::c_int| -> Built<BpfProgram> {
+        let action = SeccompAction::Errno(errno.unsigned_abs());
+        SeccompFilter::new(always(calls), SeccompAction::Allow, action, arch)?.try_into()
+    };
+    // The flags of `clone3` are in memory, which filters cannot read; without it the C library uses `clone`.
+    let mut filters = vec![silent(&[Sysno::clone3], libc::ENOSYS)?, silent(EXECUTE, libc::EPERM)?];
+    if !policy.opens {
+        filters.push(silent(OPEN, libc::EACCES)?);
+    }
+    if let Some(paths) = paths {
+        let action = SeccompAction::Errno(libc::EACCES.unsigned_abs());
+        let rules = removal_of_other_paths(paths)?;
+        filters.push(SeccompFilter::new(rules, SeccompAction::Allow, action, arch)?.try_into()?);
+    }
+    let listed = SeccompFilter::new(listed(policy)?, SeccompAction::Trap, SeccompAction::Allow, arch)?;
+    filters.push(listed.try_into()?);
+    Ok(filters)
+}
+
+/// Rules that match removals except by these addresses.
+fn removal_of_other_paths(paths: &[u64]) -> Built<Rules> {
+    let mut rules = always(REMOVE);
+    // `unlinkat(AT_FDCWD, path, 0)`: all bits of the address.
+    let conditions =
+        paths.iter().map(|path| SeccompCondition::new(1, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, *path));
+    if !paths.is_empty() {
+        let rule = SeccompRule::new(conditions.collect::<Built<_>>()?)?;
+        rules.insert(Sysno::unlinkat.id().into(), vec![rule]);
+    }
+    Ok(rules)
+}
+
+/// Rules of the permitted calls.
+fn listed(policy: &Policy) -> Built<Rules> {
+    let mut rules = always(BASIC);
+    rules.append(&mut always(REMOVE));
+    rules.append(&mut always(OPEN));
+    rules.append(&mut always(EXECUTE));
+    rules.append(&mut always(&[Sysno::clone3]));
+    if policy.opens {
+        rules.append(&mut always(CREATE));
+    } else if policy.connects_unix || policy.connects_vsock || !policy.connect.is_empty() {
+        rules.append(&mut always(&[Sysno::connect]));
+    }
+    rules.insert(Sysno::socket.id().into(), sockets(policy)?);
+    let (equal, masked) = (SeccompCmpOp::Eq, SeccompCmpOp::MaskedEq);
+    let mut ioctls = any(1, IOCTLS)?;
+    ioctls.push(rule(&[(1, masked(0xff00), UFFDIO)])?);
+    rules.insert(Sysno::ioctl.id().into(), ioctls);
+    let prctls: Vec<u64> = PRCTLS.iter().map(|option| u64::from(option.unsigned_abs())).collect();
+    rules.insert(Sysno::prctl.id().into(), any(0, &prctls)?);
+    let namespaces = u64::from(NAMESPACES.cast_unsigned());
+    rules.insert(Sysno::clone.id().into(), vec![rule(&[(0, masked(namespaces), 0)])?]);
+    let own = u64::from(std::process::id());
+    for call in [Sysno::kill, Sysno::tgkill] {
+        rules.insert(call.id().into(), any(0, &[own])?);
+    }
+    // 0 is the calling process.
+    for call in [Sysno::prlimit64, Sysno::sched_setaffinity, Sysno::sched_setscheduler] {
+        rules.insert(call.id().into(), any(0, &[0, own])?);
+    }
+    let priority = |who: u64| rule(&[(0, equal.clone(), libc::PRIO_PROCESS.into()), (1, equal.clone(), who)]);
+    rules.insert(Sysno::setpriority.id().into(), vec![priority(0)?, priority(own)?]);
+    let signalling = FCNTL_SIGNALS.map(|command| (1, SeccompCmpOp::Ne, u64::from(command.unsigned_abs())));
+    rules.insert(Sysno::fcntl.id().into(), vec![rule(&signalling)?]);
+    rules.append(&mut sends(policy)?);
+    rules.insert(Sysno::socketpair.id().into(), socket_pairs()?);
+    for call in [Sysno::mmap, Sysno::mprotect] {
+        // The C library's name service plugins are loaded as code.
+        let conditions = if policy.resolves_names {
+            Vec::new()
+        } else {
+            vec![rule(&[(2, masked(u64::from(libc::PROT_EXEC.unsigned_abs())), 0)])?]
+        };
+        rules.insert(call.id().into(), conditions);
+    }
+    Ok(rules)
+}
+
+/// Rules for sends. `MSG_FASTOPEN` connects by sending, which landlock's rules for ports do not cover. Where no socket can do so,
+/// or every port is permitted, the flags are not checked, since a check costs time on the data path.
+fn sends(policy: &Policy) -> Built<Rules> {
+    let calls = [(Sysno::sendto, 3), (Sysno::sendmmsg, 3), (Sysno::sendmsg, 2)];
+    let fast_open = u64::from(libc::MSG_FASTOPEN.unsigned_abs());
+    let rules = calls.into_iter().map(|(call, flags)| {
+        let conditions = if creates_tcp_sockets(policy) && policy.connect != Ports::Any {
+            vec![rule(&[(flags, SeccompCmpOp::MaskedEq(fast_open), 0)])?]
+        } else {
+            Vec::new()
+        };
+        Ok((call.id().into(), conditions))
+    });
+    rules.collect()
+}
+
+fn creates_tcp_sockets(policy: &Policy) -> bool {
+    policy.opens || !policy.connect.is_empty()
+}
+
+/// Rules for socket pairs. Datagram sockets are refused: they could send to any Unix socket by its path.
+fn socket_pairs() -> Built<Vec<SeccompRule>> {
+    let number = |number: libc::c_int| u64::from(number.unsigned_abs());
+    let kinds = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET].map(|kind| {
+        let kind = (1, SeccompCmpOp::MaskedEq(SOCKET_TYPE), number(kind));
+        rule(&[(0, SeccompCmpOp::Eq, number(libc::AF_UNIX)), kind])
+    });
+    kinds.into_iter().collect()
+}
+
+/// Rules for `socket`. Internet streams are TCP only: landlock's rules for ports do not cover others, such as MPTCP. An unconnected
+/// Unix socket is permitted for the `ioctl`s of interfaces.
+fn sockets(policy: &Policy) -> Built<Vec<SeccompRule>> {
+    let [stream, packets, datagrams] = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET, libc::SOCK_DGRAM];
+    let mut kinds = vec![(libc::AF_UNIX, stream, None)];
+    if policy.connects_unix {
+        kinds.push((libc::AF_UNIX, packets, None));
+    }
+    if policy.connects_vsock {
+        kinds.extend([(libc::AF_VSOCK, stream, None), (libc::AF_VSOCK, packets, None)]);
+    }
+    if creates_tcp_sockets(policy) {
+        for protocol in [0, libc::IPPROTO_TCP] {
+            kinds.extend([libc::AF_INET, libc::AF_INET6].map(|family| (family, stream, Some(protocol))));
+        }
+    }
+    if policy.resolves_names {
+        kinds.extend([libc::AF_INET, libc::AF_INET6, libc::AF_UNIX].map(|family| (family, datagrams, None)));
+        kinds.extend([libc::SOCK_RAW, datagrams].map(|kind| (libc::AF_NETLINK, kind, None)));
+    }
+    let number = |number: libc::c_int| u64::from(number.unsigned_abs());
+    let kinds = kinds.into_iter().map(|(family, kind, protocol)| {
+        let kind = (1, SeccompCmpOp::MaskedEq(SOCKET_TYPE), number(kind));
+        let mut conditions = vec![(0, SeccompCmpOp::Eq, number(family)), kind];
+        conditions.extend(protocol.map(|protocol| (2, SeccompCmpOp::Eq, number(protocol))));
+        rule(&conditions)
+    });
+    kinds.collect()
+}
+
+fn always(calls: &[Sysno]) -> Rules {
+    calls.iter().map(|call| (call.id().into(), Vec::new())).collect()
+}
+
+/// Rules that match any of these values of an argument.
+fn any(argument: u8, values: &[u64]) -> Built<Vec<SeccompRule>> {
+    values.iter().map(|value| rule(&[(argument, SeccompCmpOp::Eq, *value)])).collect()
+}
+
+/// Rule that matches all of these conditions, each on the low half of an argument, the part that these calls use.
+fn rule(conditions: &[(u8, SeccompCmpOp, u64)]) -> Built<SeccompRule> {
+    let condition = |(argument, operator, value): &(u8, SeccompCmpOp, u64)| {
+        SeccompCondition::new(*argument, SeccompCmpArgLen::Dword, operator.clone(), *value)
+    };
+    SeccompRule::new(conditions.iter().map(condition).collect::<Built<_>>()?)
+}

@@ -1,0 +1,204 @@
+//! The connection of one frontend: receives requests, has the session handle them, sends replies.
+
+use std::ops::Deref;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use towline_channel::{Cancel, Channel, ChannelExt, FDS_MAX, IoBuf, SendFlags};
+
+use crate::device::Device;
+use crate::hangup::Hangup;
+use crate::message::{HEADER_BYTES, Header, MessageError, Reply, Request};
+use crate::record::InFlightRecord;
+use crate::serve_error::ServeError;
+use crate::session::{SavedRequest, SavedSession, Session, SessionError};
+use crate::worker::WorkerPool;
+
+/// Time limit for the rest of a message, and for sending a reply.
+pub(crate) const MESSAGE_WITHIN: Duration = Duration::from_secs(10);
+
+/// A connection and its session. The rings run on while it is not served.
+pub(crate) struct Connection<C = Box<dyn Channel>> {
+    channel: C,
+    session: Session<WorkerPool>,
+    hangup: Arc<Hangup>,
+}
+
+/// System resources of a connection, which may be exhausted.
+pub(crate) struct ConnectionResources {
+    workers: WorkerPool,
+    hangup: Arc<Hangup>,
+}
+
+impl ConnectionResources {
+    pub(crate) fn new(
+        channel: &dyn Channel,
+        device: &Arc<dyn Device>,
+        record: Option<&InFlightRecord>,
+    ) -> Result<Self, ServeError> {
+        channel.set_timeouts(Some(MESSAGE_WITHIN), Some(MESSAGE_WITHIN))?;
+        let failed = |source: SessionError| ServeError::session(channel.peer(), source);
+        let socket = channel.as_fd().map(|fd| fd.try_clone_to_owned()).transpose();
+        let socket = socket.map_err(|source| failed(SessionError::Descriptor { source }))?;
+        let hangup = Arc::new(Hangup::new(socket));
+        let workers = WorkerPool::new(device.as_ref(), record, &hangup).map_err(failed)?;
+        Ok(Self { workers, hangup })
+    }
+}
+
+impl<C: Deref<Target = dyn Channel>> Connection<C> {
+    /// The connection of a frontend that has just connected.
+    pub(crate) fn new(
+        channel: C,
+        device: &Arc<dyn Device>,
+        record: Option<&InFlightRecord>,
+    ) -> Result<Self, ServeError> {
+        let resources = ConnectionResources::new(&*channel, device, record)?;
+        Ok(Self::with(channel, device, resources))
+    }
+
+    /// The connection of a frontend that has just connected, with its resources.
+    pub(crate) fn with(channel: C, device: &Arc<dyn Device>, resources: ConnectionResources) -> Self {
+        let ConnectionResources { workers, hangup } = resources;
+        Self { channel, session: Session::new(Arc::clone(device), workers), hangup }
+    }
+
+    /// Serves the frontend until it disconnects, or `cancel` is cancelled between two of its requests: then the error is
+    /// `Cancelled`, and the connection can be served again.
+    pub(crate) fn serve(&mut self, cancel: &Cancel) -> Result<(), ServeError> {
+        self.session.set_cancel(cancel);
+        let served = self.serve_requests(cancel);
+        if self.hangup.is_memory_lost() {
+            return Err(self.failed(SessionError::MemoryLost));
+        }
+        served
+    }
+
+    fn serve_requests(&mut self, cancel: &Cancel) -> Result<(), ServeError> {
+        loop {
+            if !self.channel.wait_recv(cancel)? {
+                return Err(towline_channel::Error::Cancelled.into());
+            }
+            let Some(message) = receive(&*self.channel)? else { return Ok(()) };
+            let Message { header: Header { code, need_reply, .. }, payload, fds } = message;
+            tracing::debug!(%code, need_reply, "request");
+            let request = Request::decode(code, &payload, fds).map_err(SessionError::from);
+            let outcome = request.and_then(|request| self.session.handle(request));
+            let acknowledges = need_reply && self.session.acknowledges();
+            let reply = match outcome {
+                Ok(Some(reply)) => reply,
+                Ok(None) if acknowledges => Reply::Number(0),
+                Ok(None) => continue,
+                Err(error) if acknowledges && !error.is_fatal() => {
+                    tracing::warn!(%error, "request refused");
+                    Reply::Number(1)
+                }
+                Err(error) => return Err(self.failed(error)),
+            };
+            let fd = self.session.take_reply_fd();
+            let fds: Vec<_> = fd.iter().map(AsFd::as_fd).collect();
+            send(&*self.channel, &reply.encode(code), &fds)?;
+        }
+    }
+
+    fn replay(&mut self, requests: Vec<SavedRequest>) -> Result<(), ServeError> {
+        for request in requests {
+            let handled = request.decode().and_then(|request| self.session.handle(request));
+            handled.map_err(|error| self.failed(error))?;
+        }
+        Ok(())
+    }
+
+    fn failed(&self, source: SessionError) -> ServeError {
+        ServeError::session(self.channel.peer(), source)
+    }
+}
+
+impl Connection {
+    /// Reason that prevents a live upgrade at this moment.
+    pub(crate) fn upgrade_obstacle(&self) -> Option<&'static str> {
+        self.session.upgrade_obstacle()
+    }
+
+    /// Stops the rings, and saves the session.
+    pub(crate) fn save(self) -> Result<(Box<dyn Channel>, SavedSession), ServeError> {
+        match self.session.save() {
+            Ok(saved) => Ok((self.channel, saved)),
+            Err(error) => Err(ServeError::session(self.channel.peer(), error)),
+        }
+    }
+
+    /// Restores a saved session. Its rings are started by [`Connection::start`].
+    pub(crate) fn restore(
+        channel: Box<dyn Channel>,
+        negotiated: Vec<SavedRequest>,
+        device: &Arc<dyn Device>,
+        record: Option<&InFlightRecord>,
+    ) -> Result<Self, ServeError> {
+        let mut connection = Self::new(channel, device, record)?;
+        connection.replay(negotiated)?;
+        Ok(connection)
+    }
+
+    /// Starts the rings that ran when the session was saved.
+    pub(crate) fn start(&mut self, starts: Vec<SavedRequest>) -> Result<(), ServeError> {
+        self.replay(starts)
+    }
+}
+
+/// Sends a message. Bytes that do not fit beside the descriptors follow them.
+pub(crate) fn send(channel: &dyn Channel, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), ServeError> {
+    let sent = if fds.is_empty() { 0 } else { channel.send_fds(bytes, fds)? };
+    Ok(channel.send_all(&[IoBuf::from(&bytes[sent..])], SendFlags::empty())?)
+}
+
+/// A message as received.
+pub(crate) struct Message {
+    pub(crate) header: Header,
+    pub(crate) payload: Vec<u8>,
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+/// Receives one message; `None` at the end of the stream. Descriptors arrive with the first byte of their message, and never
+/// with bytes of another one, because the kernel does not coalesce across them.
+pub(crate) fn receive(channel: &dyn Channel) -> Result<Option<Message>, ServeError> {
+    let mut fds = Vec::new();
+    let mut bytes = [0; HEADER_BYTES];
+    if fill(channel, &mut bytes, &mut fds)? == 0 {
+        return Ok(None);
+    }
+    let fault = |fault: MessageError| ServeError::session(channel.peer(), fault.into());
+    let header = Header::parse(&bytes).map_err(fault)?;
+    let mut payload = vec![0; header.length];
+    let got = fill(channel, &mut payload, &mut fds)?;
+    if got < header.length {
+        let (peer, wanted) = (channel.peer().to_owned(), header.length);
+        return Err(towline_channel::Error::Closed { peer, wanted, got }.into());
+    }
+    if fds.len() > FDS_MAX {
+        let (code, found) = (header.code, fds.len());
+        return Err(fault(MessageError::Descriptors { code, found, expected: FDS_MAX }));
+    }
+    Ok(Some(Message { header, payload, fds }))
+}
+
+/// Fills all of `bytes`, or nothing at the end of the stream. Returns the number of bytes.
+fn fill(
+    channel: &dyn Channel,
+    bytes: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+) -> Result<usize, towline_channel::Error> {
+    let mut got = 0;
+    while got < bytes.len() && fds.len() <= FDS_MAX {
+        match channel.recv_fds(&mut bytes[got..], fds)? {
+            0 if got == 0 => break,
+            0 => {
+                let (peer, wanted) = (channel.peer().to_owned(), bytes.len());
+                return Err(towline_channel::Error::Closed { peer, wanted, got });
+            }
+            received => got += received,
+        }
+    }
+    Ok(got)
+}

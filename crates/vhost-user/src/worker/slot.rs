@@ -1,0 +1,153 @@
+//! State of one queue in the thread of its worker.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
+
+use crate::device::Device;
+use crate::eventfd;
+use crate::kick::Kick;
+use crate::memory::Memory;
+use crate::message::VringAddress;
+use crate::record::{InFlightRecord, QueueRecord};
+use crate::ring::{Batch, Ring, RingFault, RingSetup};
+use crate::session::RingFds;
+
+/// Maximum number of chains that a disabled queue drops in one run.
+const DROPPED_PER_RUN: usize = 256;
+
+/// Outcome of [`QueueSlot::drop_chains`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Backlog {
+    Empty,
+    /// The queue may have more chains.
+    Remains,
+}
+
+/// A queue, with its ring while it is started.
+#[derive(Debug, Default)]
+pub(super) struct QueueSlot {
+    /// Number among all queues of the device.
+    pub(super) number: usize,
+    pub(super) ring: Option<Ring>,
+    pub(super) kick: Option<Kick>,
+    pub(super) err: Option<OwnedFd>,
+    pub(super) enabled: bool,
+    /// A fault was reported; the ring is not processed until it is started again.
+    pub(super) faulted: bool,
+    /// `last_avail_idx` of a ring that was abandoned.
+    pub(super) abandoned_avail_idx: Option<u16>,
+    /// Number of times that the queue was started.
+    starts: u64,
+    record: Option<QueueRecord>,
+    drops_while_disabled: bool,
+    completes_in_order: bool,
+}
+
+impl QueueSlot {
+    pub(super) fn new(device: &dyn Device, number: usize, record: Option<&InFlightRecord>) -> Self {
+        Self {
+            number,
+            record: record.map(|record| record.queue(number)),
+            drops_while_disabled: device.drops_while_disabled(number),
+            completes_in_order: device.completes_in_order(),
+            ..Self::default()
+        }
+    }
+
+    /// Returns true if the worker processes the queue.
+    pub(super) fn is_running(&self) -> bool {
+        self.ring.is_some() && self.enabled && !self.faulted
+    }
+
+    /// Returns true if chains are popped, by the worker or to be dropped.
+    pub(super) fn is_processed(&self) -> bool {
+        self.ring.is_some() && (self.enabled || self.drops_while_disabled) && !self.faulted
+    }
+
+    /// The ring, if its chains are popped.
+    pub(super) fn processed_ring(&mut self) -> Option<&mut Ring> {
+        if self.is_processed() { self.ring.as_mut() } else { None }
+    }
+
+    /// Starts the ring. Returns true if its driver has not used it before.
+    pub(super) fn start(
+        &mut self,
+        setup: RingSetup,
+        memory: Arc<Memory>,
+        fds: RingFds,
+    ) -> Result<bool, RingFault> {
+        self.starts += 1;
+        self.kick = Some(Kick::new(fds.kick));
+        self.err = fds.err;
+        self.faulted = false;
+        // Distinguishes chains of this ring from those of its predecessors and of other rings.
+        let epoch = self.number as u64 | self.starts << 16;
+        let mut ring = Ring::new(setup, memory, epoch).inspect_err(|fault| self.report(fault))?;
+        let record = self.record.clone();
+        if let Some(chains @ 1..) = record.and_then(|record| ring.resume(record, self.completes_in_order)) {
+            tracing::info!(ring = self.number, chains, "resubmitting chains that were in flight");
+        }
+        // The previous process may have died between a batch and its notification.
+        ring.call_driver();
+        let fresh = ring.is_fresh();
+        self.ring = Some(ring);
+        Ok(fresh)
+    }
+
+    /// Translates the ring's addresses again. A ring outside guest memory is abandoned.
+    pub(super) fn remap(&mut self, memory: Option<&Arc<Memory>>, address: Option<VringAddress>) {
+        let Some(ring) = &mut self.ring else { return };
+        let memory = memory.unwrap_or(ring.memory());
+        let address = address.unwrap_or(ring.address());
+        if let Err(fault) = ring.remap(Arc::clone(memory), address) {
+            self.report(&fault);
+            self.abandoned_avail_idx = self.ring.take().map(Ring::abandon);
+        }
+    }
+
+    /// Reports a new fault of the ring.
+    pub(super) fn report_fault(&mut self) {
+        if let Some(fault) = self.ring.as_ref().and_then(Ring::fault)
+            && !self.faulted
+        {
+            self.report(fault);
+            self.faulted = true;
+        }
+    }
+
+    /// Faults the ring if its memory is lost. Returns true if it is.
+    pub(super) fn fault_if_memory_lost(&mut self) -> bool {
+        let lost = self.ring.as_ref().is_some_and(Ring::has_lost_memory);
+        // The zeros in the place of the memory may have faulted it already.
+        if lost && !std::mem::replace(&mut self.faulted, true) {
+            log_fault(self.number, &RingFault::MemoryLost);
+        }
+        lost
+    }
+
+    /// Completes chains of a disabled queue without reading them.
+    pub(super) fn drop_chains(&mut self, batch: &mut Batch) -> Backlog {
+        let Some(ring) = &mut self.ring else { return Backlog::Empty };
+        ring.set_notification(true);
+        let popped = ring.pop(batch, DROPPED_PER_RUN);
+        for chain in batch.chains() {
+            ring.complete(chain, 0);
+        }
+        let remains = popped == DROPPED_PER_RUN || batch.is_full();
+        // The batch would keep the memory mapped.
+        batch.clear();
+        if remains { Backlog::Remains } else { Backlog::Empty }
+    }
+
+    fn report(&self, fault: &RingFault) {
+        log_fault(self.number, fault);
+        if let Some(err) = &self.err {
+            // If this fails the log still has the fault.
+            let _ = eventfd::signal(err.as_fd());
+        }
+    }
+}
+
+fn log_fault(ring: usize, fault: &RingFault) {
+    tracing::error!(ring, %fault, "the ring is broken; not processing it until its driver is reset");
+}

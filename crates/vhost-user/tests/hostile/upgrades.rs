@@ -1,0 +1,112 @@
+//! Live upgrades: a device changes its process. Both processes are threads here.
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use towline_channel::UnixChannel;
+use towline_frontend::wire::protocol;
+use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
+use towline_vhost_user::{
+    BackendError, Batch, Cancel, Device, Frontends, InFlightRecord, Next, Queues, ServeError, Service,
+    UpgradeOffer, Worker, live_upgrade,
+};
+
+use crate::backend::{Log, WITHIN};
+
+/// Time to drain a queue: less than the second that `Worker::drain` has.
+const DRAINED_AFTER: Duration = Duration::from_millis(400);
+
+/// A device that completes chains only when their queue is drained, like zero-copy sends without a completion.
+#[derive(Default)]
+struct SlowDevice {
+    popped: Arc<AtomicUsize>,
+}
+
+struct SlowWorker {
+    popped: Arc<AtomicUsize>,
+    batch: Batch,
+}
+
+impl Device for SlowDevice {
+    fn name(&self) -> &str {
+        "slow"
+    }
+
+    fn queue_count(&self) -> usize {
+        1
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
+        Ok(Box::new(SlowWorker { popped: Arc::clone(&self.popped), batch: Batch::new() }))
+    }
+}
+
+impl Worker for SlowWorker {
+    fn run(&mut self, queues: &mut Queues<'_>) -> Next {
+        if self.batch.is_empty()
+            && let Some(ring) = queues.ring(0)
+        {
+            self.popped.fetch_add(ring.pop(&mut self.batch, 1), Ordering::Relaxed);
+        }
+        Next::Wait
+    }
+
+    fn drain(
+        &mut self,
+        queue: usize,
+        queues: &mut Queues<'_>,
+        deadline: Instant,
+    ) -> Result<(), BackendError> {
+        assert!(Instant::now() + DRAINED_AFTER < deadline);
+        std::thread::sleep(DRAINED_AFTER);
+        let ring = queues.started_ring(queue).expect("a queue is drained before it is stopped");
+        self.batch.chains().for_each(|chain| ring.complete(chain, 0));
+        Ok(())
+    }
+}
+
+#[test]
+fn a_live_upgrade_waits_for_a_queue_that_is_being_drained() {
+    let _log = Log::new();
+    let (near, far) = UnixStream::pair().unwrap();
+    let (old_end, new_end) = UnixStream::pair().unwrap();
+    let popped = Arc::<AtomicUsize>::default();
+    let device: Arc<dyn Device> = Arc::new(SlowDevice { popped: Arc::clone(&popped) });
+    let (cancel, record) = (Cancel::new().unwrap(), InFlightRecord::new(1).unwrap());
+    let channel = UnixChannel::new(far.into(), "a frontend").unwrap();
+    let mut service = Service::new(Frontends::Connected(Box::new(channel)));
+    let (served, token) = (Arc::clone(&device), cancel.clone());
+    let old = std::thread::spawn(move || {
+        let ended = service.serve(&served, &record, &token).unwrap_err();
+        assert!(matches!(ended, ServeError::Channel(towline_channel::Error::Cancelled)), "{ended}");
+        let to = UnixChannel::new(old_end.into(), "the new process").unwrap();
+        live_upgrade(service, &served, &[], &record, &to).map_err(|aborted| aborted.error.to_string())
+    });
+    let mut frontend = Frontend::new(near).unwrap();
+    let features = frontend.negotiate(0, 0, protocol::REPLY_ACK).unwrap().features;
+    let memory = Arc::new(Memory::new(1 << 20).unwrap());
+    frontend.set_mem_table(Some(&memory)).unwrap();
+    let mut queue = Queue::new(&memory, 0, QueueOptions { size: 16, features }).unwrap();
+    frontend.start(&queue, 0).unwrap();
+    let buffer = Buffer { guest: memory.alloc(8, 8), len: 8 };
+    assert!(queue.add(&[], &[buffer], 7));
+    queue.publish();
+    let until = Instant::now() + WITHIN;
+    while popped.load(Ordering::Relaxed) == 0 {
+        assert!(Instant::now() < until, "the chain is not popped");
+        std::thread::yield_now();
+    }
+    // What a new process does by connecting: serving ends, and the rings of its session are stopped with the same token.
+    cancel.cancel();
+    let offer = UpgradeOffer::request(Box::new(UnixChannel::new(new_end.into(), "the old process").unwrap()));
+    let accepted = offer.map(|offer| offer.accept(&device, |_| None));
+    assert_eq!(old.join().unwrap(), Ok(()));
+    let (_service, _record) = accepted.unwrap().unwrap();
+    assert_eq!(queue.pop_used().unwrap().map(|used| used.token), Some(7));
+}

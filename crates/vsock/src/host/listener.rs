@@ -1,0 +1,132 @@
+//! Listening sockets of the host.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, FileType, lstat, unlinkat};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketType, acceptfrom_with, bind, connect, listen, socket_with, sockopt,
+};
+
+use super::socket::{FLAGS, HostSocket, socket_type};
+use crate::packet::Kind;
+use crate::rules::HostAddress;
+use crate::sys::VsockAddress;
+
+/// Length of the backlog.
+const BACKLOG: i32 = 1024;
+
+/// A listening socket. The file of a Unix socket is removed with it.
+#[derive(Debug)]
+pub(crate) struct HostListener {
+    fd: OwnedFd,
+    kind: Kind,
+    /// Held for its `Drop`.
+    _file: Option<SocketFile>,
+}
+
+/// File of a listening Unix socket. It is removed on drop, unless another socket has replaced it.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl SocketFile {
+    fn new(path: &Path) -> io::Result<Self> {
+        let stat = lstat(path)?;
+        Ok(Self { path: path.to_owned(), device: stat.st_dev, inode: stat.st_ino })
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let is_own = |stat: rustix::fs::Stat| stat.st_dev == self.device && stat.st_ino == self.inode;
+        if lstat(&self.path).is_ok_and(is_own) {
+            let _ = unlinkat(CWD, &self.path, AtFlags::empty());
+        }
+    }
+}
+
+impl AsFd for HostListener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl HostListener {
+    /// Listens on an address. Only streams can be forwarded.
+    pub(crate) fn bind(address: &HostAddress) -> io::Result<Self> {
+        match address {
+            HostAddress::Vsock { cid, port } => Self::bind_vsock(*cid, *port),
+            HostAddress::Unix(path) => Self::bind_unix(path, Kind::Stream),
+            HostAddress::Tcp(address) => Self::bind_tcp(address),
+        }
+    }
+
+    /// Listens on a path. The socket of a process that has ended is replaced; one on which a process listens is not.
+    pub(crate) fn bind_unix(path: &Path, kind: Kind) -> io::Result<Self> {
+        let address = SocketAddrUnix::new(path)?;
+        let fd = socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
+        if let Err(errno) = bind(&fd, &address) {
+            let is_socket =
+                lstat(path).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Socket);
+            let probe = socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
+            if errno != Errno::ADDRINUSE || !is_socket || connect(&probe, &address) != Err(Errno::CONNREFUSED)
+            {
+                return Err(errno.into());
+            }
+            unlinkat(CWD, path, AtFlags::empty())?;
+            bind(&fd, &address)?;
+        }
+        let file = Some(SocketFile::new(path)?);
+        listen(&fd, BACKLOG)?;
+        Ok(Self { fd, kind, _file: file })
+    }
+
+    fn bind_tcp(address: &SocketAddr) -> io::Result<Self> {
+        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let fd = socket_with(family, SocketType::STREAM, FLAGS, None)?;
+        sockopt::set_socket_reuseaddr(&fd, true)?;
+        bind(&fd, address)?;
+        listen(&fd, BACKLOG)?;
+        Ok(Self { fd, kind: Kind::Stream, _file: None })
+    }
+
+    fn bind_vsock(cid: Option<u32>, port: u32) -> io::Result<Self> {
+        let fd = socket_with(AddressFamily::VSOCK, SocketType::STREAM, FLAGS, None)?;
+        bind(&fd, &VsockAddress::new(cid, port))?;
+        listen(&fd, BACKLOG)?;
+        Ok(Self { fd, kind: Kind::Stream, _file: None })
+    }
+
+    /// Accepts a connection.
+    pub(super) fn accept(&self) -> io::Result<HostSocket> {
+        let (fd, from) = acceptfrom_with(&self.fd, FLAGS)?;
+        // Clients of a Unix socket have no address.
+        let peer = from.and_then(|from| SocketAddr::try_from(from).ok()).map(|from| from.ip());
+        Ok(HostSocket::new(fd, self.kind, peer))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_another_socket_has_replaced_is_not_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let first = HostListener::bind_unix(&path, Kind::Stream).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let second = HostListener::bind_unix(&path, Kind::Stream).unwrap();
+        drop(first);
+        assert!(path.exists(), "the file of the second one");
+        drop(second);
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,77 @@
+//! Memory of a guest's connections: the cost of each window, and messages in transit to the guest, are reserved within a limit.
+
+use crate::connection::Limits;
+use crate::credit::{WINDOW_FIRST_MAX, WINDOW_MIN};
+use crate::packet::Kind;
+
+/// Share of the remaining memory that a new connection gets, so that windows become smaller.
+const SHARE: u64 = 8192;
+/// Larger share while less than a quarter is reserved: with the default limit a full initial window.
+const SHARE_FIRST: u64 = SHARE / 16;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct MemoryBudget {
+    limit: u64,
+    reserved: u64,
+    /// Part of `reserved` for messages.
+    messages: u64,
+}
+
+impl MemoryBudget {
+    pub(super) fn new(limit: u64) -> Self {
+        Self { limit, reserved: 0, messages: 0 }
+    }
+
+    /// Returns the reserved memory in bytes.
+    pub(super) fn reserved(&self) -> u64 {
+        self.reserved
+    }
+
+    fn left(&self) -> u64 {
+        self.limit.saturating_sub(self.reserved)
+    }
+
+    /// Reserves the window of a new connection, of at most `buf_alloc` bytes. Returns its size, or `None` if there is no
+    /// memory for the smallest one.
+    pub(super) fn reserve_window(&mut self, buf_alloc: u32, kind: Kind) -> Option<u32> {
+        let left = self.left();
+        if left < Limits::cost(WINDOW_MIN.min(buf_alloc), kind) {
+            return None;
+        }
+        let share = if self.reserved < self.limit / 4 { SHARE_FIRST } else { SHARE };
+        let fair = u32::try_from(left / share).unwrap_or(u32::MAX).clamp(WINDOW_MIN, WINDOW_FIRST_MAX);
+        let window = fair.min(buf_alloc);
+        self.reserved += Limits::cost(window, kind);
+        Some(window)
+    }
+
+    /// Reserves the growth of a stream's window. Returns false if it needs more than half of the remaining memory.
+    pub(super) fn grow_window(&mut self, present: u32, desired: u32) -> bool {
+        let more = Limits::cost(desired, Kind::Stream) - Limits::cost(present, Kind::Stream);
+        let fits = more <= self.left() / 2;
+        if fits {
+            self.reserved += more;
+        }
+        fits
+    }
+
+    pub(super) fn free_window(&mut self, window: u32, kind: Kind) {
+        self.reserved -= Limits::cost(window, kind);
+    }
+
+    /// Reserves memory for a message. One at a time is always admitted.
+    pub(super) fn reserve_message(&mut self, bytes: u64) -> bool {
+        if bytes > self.left() && self.messages > 0 {
+            return false;
+        }
+        self.reserved += bytes;
+        self.messages += bytes;
+        true
+    }
+
+    pub(super) fn free_message(&mut self, bytes: u64) {
+        self.reserved -= bytes;
+        self.messages -= bytes;
+    }
+}

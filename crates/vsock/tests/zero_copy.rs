@@ -1,0 +1,188 @@
+//! Zero-copy sends of large packets to TCP: the kernel reads them in guest memory, so they are used only when the peer has
+//! acknowledged them. For data that the kernel has not transmitted yet, the loopback behaves like a network card.
+#![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
+
+mod common;
+
+use std::io::Read as _;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd as _;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::net::sockopt;
+use towline_frontend::Frontend;
+use towline_frontend::vsock::{Event, Guest};
+use towline_frontend::wire::{Code, RegionInfo, words};
+use towline_vsock::{Limits, Statistics};
+
+use common::{CID, Served, TIMEOUT, bytes, poll_until, read_to_end, send_all, send_until_full};
+
+const PORTS: (u32, u32) = (1080, 80);
+/// Length of a packet that is sent without a copy.
+const PACKET: usize = 60_000;
+
+/// A guest with a connection to TCP whose peer has a small buffer.
+struct ZeroCopyConnection {
+    served: Served,
+    frontend: Frontend,
+    guest: Guest,
+    peer: TcpStream,
+}
+
+impl ZeroCopyConnection {
+    fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        sockopt::set_socket_recv_buffer_size(&listener, 16 << 10).unwrap();
+        let rule = format!("guest:80=tcp:{}", listener.local_addr().unwrap());
+        let served = Served::with_rules(Limits::default(), CID, &[rule]);
+        let (frontend, mut guest) = served.guest();
+        guest.request(PORTS);
+        poll_until(&mut guest, |_, event| (event == Event::Connected(PORTS)).then_some(()));
+        let peer = listener.accept().unwrap().0;
+        peer.set_read_timeout(Some(TIMEOUT)).unwrap();
+        Self { served, frontend, guest, peer }
+    }
+
+    /// Returns a connection with as much data in transit as the device accepts for a peer that reads nothing, the content to
+    /// send, and the number of bytes sent of it.
+    fn full() -> (Self, Vec<u8>, usize) {
+        let (mut connection, content) = (Self::new(), bytes(32 << 20));
+        let sent = connection.fill(&content);
+        let statistics = connection.statistics();
+        assert!(sent < content.len() && statistics.totals.bytes_zero_copy > 0, "{sent}: {statistics:?}");
+        assert!(statistics.zero_copy_in_flight > 0, "{statistics:?}");
+        (connection, content, sent)
+    }
+
+    fn statistics(&self) -> Statistics {
+        self.served.device.report().statistics
+    }
+
+    /// Sends until the device accepts no more, or all of this. Returns the number of bytes sent.
+    fn fill(&mut self, content: &[u8]) -> usize {
+        send_until_full(&mut self.guest, PORTS, content, PACKET)
+    }
+
+    /// Starts to read at the peer.
+    fn read(&self) -> JoinHandle<Vec<u8>> {
+        read_to_end(self.peer.try_clone().unwrap())
+    }
+
+    /// Sends the rest of the content, and ends the connection when no packet is in flight any more.
+    fn send_rest(&mut self, rest: &[u8]) {
+        send_all(&mut self.guest, PORTS, rest);
+        self.wait_for_completions();
+        self.shutdown();
+    }
+
+    fn shutdown(&mut self) {
+        self.guest.shutdown(PORTS, 3);
+        self.guest.poll(|_, _| ()).unwrap();
+    }
+
+    /// Waits until no packet of the guest is in flight.
+    fn wait_for_completions(&mut self) {
+        let deadline = Instant::now() + TIMEOUT;
+        while self.guest.tx().in_flight() > 0 {
+            assert!(Instant::now() < deadline, "{:?}", self.statistics());
+            self.guest.poll(|_, _| ()).unwrap();
+            self.guest.wait(false, Duration::from_millis(10)).unwrap();
+        }
+    }
+}
+
+#[test]
+fn packets_are_used_when_the_peer_has_acknowledged_them() {
+    let (mut connection, content, sent) = ZeroCopyConnection::full();
+    let statistics = connection.statistics();
+    assert!(u64::from(connection.guest.tx().in_flight()) >= statistics.zero_copy_in_flight);
+    let reader = connection.read();
+    // The guest overwrites each buffer as soon as it is used.
+    connection.send_rest(&content[sent..]);
+    assert!(reader.join().unwrap() == content, "the peer has received other bytes");
+    let statistics = connection.statistics();
+    assert_eq!((statistics.zero_copy_in_flight, statistics.zero_copy_resets), (0, 0));
+    assert!(statistics.totals.bytes_zero_copy > 1 << 20, "{statistics:?}");
+}
+
+#[test]
+fn data_in_flight_when_a_connection_ends_is_delivered() {
+    let (mut connection, content, sent) = ZeroCopyConnection::full();
+    connection.shutdown();
+    let mut received = Vec::new();
+    connection.peer.read_to_end(&mut received).unwrap();
+    assert!(received == content[..sent], "{} of {sent} bytes", received.len());
+    connection.wait_for_completions();
+    assert_eq!(connection.statistics().zero_copy_resets, 0);
+}
+
+#[test]
+fn a_reset_of_the_guest_completes_all_packets_at_once() {
+    let (mut connection, ..) = ZeroCopyConnection::full();
+    connection.guest.reset(PORTS);
+    connection.wait_for_completions();
+    assert_eq!(connection.statistics().zero_copy_in_flight, 0);
+    // The reset follows the data that was transmitted already.
+    let error = connection.peer.read_to_end(&mut Vec::new()).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+}
+
+/// The guest may overwrite its memory when the ring has stopped, and a peer that has not acknowledged its data must not receive
+/// the new contents.
+#[test]
+fn a_ring_that_stops_resets_connections_with_unacknowledged_data() {
+    let (mut connection, content, sent) = ZeroCopyConnection::full();
+    connection.frontend.stop(1).unwrap();
+    connection.guest.poll(|_, _| ()).unwrap();
+    assert_eq!(connection.guest.tx().in_flight(), 0);
+    let statistics = connection.statistics();
+    assert_eq!((statistics.zero_copy_in_flight, statistics.zero_copy_resets), (0, 1), "{statistics:?}");
+    let mut received = Vec::new();
+    let error = connection.peer.read_to_end(&mut received).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+    assert!(received.len() < sent && received == content[..received.len()]);
+}
+
+/// Returns the number of mappings of a memfd with this name.
+fn mapped(name: &str) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains(&format!("memfd:{name} "))).count()
+}
+
+/// A region that was unplugged is unmapped, even if a peer acknowledges nothing.
+#[test]
+fn unplugged_memory_is_unmapped_while_packets_are_in_flight() {
+    let other = memfd_create("plugged", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&other, 1 << 20).unwrap();
+    let region = RegionInfo { guest: 0x1_0000_0000, size: 1 << 20, user: 0x1000_0000, offset: 0 };
+    let payload = [words(&[0]), region.encode()].concat();
+    let mut connection = ZeroCopyConnection::new();
+    connection.frontend.request(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
+    let content = bytes(32 << 20);
+    let sent = connection.fill(&content);
+    let in_flight = connection.statistics().zero_copy_in_flight;
+    assert!(sent < content.len() && in_flight > 0, "{in_flight} packets are in flight");
+    assert_eq!(mapped("plugged"), 1);
+    connection.frontend.request(Code::REM_MEM_REG, &payload, &[]).unwrap();
+    assert_eq!(mapped("plugged"), 0, "{in_flight} packets in flight keep it mapped");
+    let statistics = connection.statistics();
+    assert_eq!(statistics.zero_copy_in_flight, in_flight, "the peer has acknowledged nothing yet");
+    // The connection continues, and all packets complete.
+    let reader = connection.read();
+    connection.send_rest(&content[sent..]);
+    assert!(reader.join().unwrap() == content, "the peer has received other bytes");
+}
+
+#[test]
+fn a_ring_that_stops_waits_for_a_peer_that_reads() {
+    let (mut connection, content, sent) = ZeroCopyConnection::full();
+    let reader = connection.read();
+    let base = connection.frontend.stop(1).unwrap();
+    assert_eq!(connection.statistics().zero_copy_resets, 0);
+    connection.guest.poll(|_, _| ()).unwrap();
+    connection.frontend.start(connection.guest.tx(), base).unwrap();
+    connection.shutdown();
+    assert!(reader.join().unwrap() == content[..sent]);
+}

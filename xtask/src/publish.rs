@@ -1,0 +1,98 @@
+//! Requirements of publishing the crates: complete packages, light dependencies for device authors, and a snapshot of each
+//! public API.
+
+pub(crate) mod api;
+
+use anyhow::{Context, Result, bail};
+
+use crate::command::{cargo, metadata, output, shown};
+
+/// The crates that a device is made with, which compile neither a TLS library nor a WebSocket nor C.
+const DEVICE_CRATES: [&str; 3] = ["towline-vhost-user", "towline-net", "towline-vsock"];
+/// Packages that a device author does not expect to compile.
+const HEAVY: [&str; 7] = ["aws-lc-rs", "aws-lc-sys", "cc", "cmake", "ring", "rustls", "tungstenite"];
+
+/// A package that is published.
+pub(crate) struct Package {
+    pub(crate) name: String,
+    pub(crate) has_library: bool,
+}
+
+/// The workspace's packages without `publish = false`.
+pub(crate) fn packages() -> Result<Vec<Package>> {
+    let metadata = metadata()?;
+    let packages = metadata["packages"].as_array().context("cargo metadata without packages")?;
+    let published = packages.iter().filter(|package| package["publish"].is_null());
+    let described = published.map(|package| {
+        let name = package["name"].as_str().context("a package without a name")?.to_owned();
+        let targets = package["targets"].as_array().context("a package without targets")?;
+        let has_library = targets.iter().any(|target| target["kind"][0] == "lib");
+        Ok(Package { name, has_library })
+    });
+    described.collect()
+}
+
+/// Packs every published crate as `cargo publish` would. A manifest that lacks a version of a dependency, a licence or a
+/// description is an error.
+pub(crate) fn check_packages() -> Result<()> {
+    let mut package = cargo(["package", "--workspace", "--no-verify", "--allow-dirty", "--color", "never"]);
+    let published = packages()?;
+    for member in unpublished(&published)? {
+        package.args(["--exclude", &member]);
+    }
+    let packed = package.output().with_context(|| format!("{} cannot be started", shown(&package)))?;
+    let text = String::from_utf8_lossy(&packed.stderr);
+    if !packed.status.success() {
+        bail!("{} failed with {}:\n{text}", shown(&package), packed.status);
+    }
+    if let Some(warning) = text.lines().find(|line| line.starts_with("warning: manifest has no")) {
+        bail!("{warning}: add it to the crate's Cargo.toml; {} names the crate", shown(&package));
+    }
+    Ok(())
+}
+
+fn unpublished(published: &[Package]) -> Result<Vec<String>> {
+    let metadata = metadata()?;
+    let names = metadata["packages"].as_array().context("cargo metadata without packages")?.iter();
+    let names = names.filter_map(|package| package["name"].as_str());
+    let rest = names.filter(|name| published.iter().all(|package| package.name != *name));
+    Ok(rest.map(str::to_owned).collect())
+}
+
+/// Checks what a device made with one of these crates alone compiles.
+pub(crate) fn check_device_dependencies() -> Result<()> {
+    for name in DEVICE_CRATES {
+        let edges = ["tree", "--prefix", "none", "--format", "{p}", "--edges", "normal,build"];
+        let tree = output(cargo(edges).args(["--package", name]))?;
+        if let Some(heavy) = heavy_dependency(&tree) {
+            bail!("{name} depends on {heavy}; see `cargo tree --package {name} --invert {heavy}`");
+        }
+    }
+    Ok(())
+}
+
+/// The first of [`HEAVY`] in the output of `cargo tree`.
+fn heavy_dependency(tree: &str) -> Option<&'static str> {
+    let names = || tree.lines().filter_map(|line| line.split_whitespace().next());
+    HEAVY.into_iter().find(|heavy| names().any(|name| name == *heavy))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_heavy_dependency_is_found_by_its_whole_name() {
+        let tree = "towline-net v0.1.0 (/home/a)\nrustls-pki-types v1.0.0\nlibc v0.2.1\n";
+        assert_eq!(heavy_dependency(tree), None);
+        assert_eq!(heavy_dependency(&format!("{tree}rustls v0.23.1\n")), Some("rustls"));
+    }
+
+    #[test]
+    fn published_packages_are_the_crates_of_the_product() {
+        let packages = packages().unwrap();
+        let names: Vec<_> = packages.iter().map(|package| package.name.as_str()).collect();
+        assert!(names.contains(&"towline-vhost-user") && names.contains(&"towline-protocol"), "{names:?}");
+        assert!(!names.contains(&"towline-lab") && !names.contains(&"xtask"), "{names:?}");
+    }
+}
