@@ -31,7 +31,7 @@ fn builder() -> Builder {
 
 /// Waits until QEMU has seen that its migration failed.
 pub(crate) fn wait_migration_failed(qemu: &Qemu) {
-    wait_until("a QEMU that has given up", WITHIN, || {
+    wait_until("the end of a failed migration", WITHIN, || {
         let migration = qemu.qmp().execute("query-migrate", Value::Null)?;
         Ok(["failed", "cancelled"].iter().any(|status| migration["status"] == *status).then_some(()))
     })

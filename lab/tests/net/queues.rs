@@ -126,7 +126,7 @@ fn a_card_comes_and_goes_while_another_one_talks() {
         drop(second);
         // Its chardev is removed with it, a moment later.
         qmp.execute("netdev_del", json!({ "id": "n1" })).unwrap();
-        towline_lab::wait_until("a chardev that is gone", WITHIN, || {
+        towline_lab::wait_until("the end of a chardev", WITHIN, || {
             let chardevs = qmp.execute("query-chardev", json!({}))?;
             let has = chardevs.as_array().is_some_and(|all| all.iter().any(|one| one["label"] == "net1"));
             Ok((!has).then_some(()))

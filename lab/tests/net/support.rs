@@ -253,7 +253,7 @@ impl EchoClient {
     /// Waits until `more` further blocks have come back.
     pub(crate) fn wait_blocks(&self, more: u64) {
         let wanted = self.blocks.load(SeqCst) + more;
-        wait_until("a connection that goes on", WITHIN, || {
+        wait_until("progress of a connection", WITHIN, || {
             assert!(!self.longest.is_finished(), "the connection broke");
             Ok((self.blocks.load(SeqCst) >= wanted).then_some(()))
         })

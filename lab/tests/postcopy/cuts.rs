@@ -112,7 +112,7 @@ fn a_foreign_destination_is_recovered_when_it_listens_again() {
     std::fs::remove_file(scratch.path("destination.sock")).unwrap();
     destination.qmp().execute("migrate-pause", Value::Null).unwrap();
     destination.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
-    wait_event(&mut towline, "a word of what is to be done", |event| {
+    wait_event(&mut towline, "a notice with the remedy", |event| {
         event["text"].as_str().is_some_and(|text| text.contains("send it `migrate-recover`"))
     });
     destination.qmp().execute("migrate-recover", json!({ "uri": address })).unwrap();

@@ -143,7 +143,7 @@ fn a_running_guest_is_too_late_to_cancel() {
     let stored = Stored::new();
     let (destination, mut towline) = stored.restore_until_running("2M");
     interrupt(&towline);
-    crate::support::wait_event(&mut towline, "a word about it", |event| {
+    crate::support::wait_event(&mut towline, "a notice that it is too late", |event| {
         event["text"].as_str().is_some_and(|text| text.contains("too late to cancel"))
     });
     assert_eq!(completed(&towline.wait(WITHIN).unwrap())["destination-state"], "running");

@@ -86,7 +86,7 @@ fn a_cancellation_after_the_confirmation_comes_too_late() {
     wait_fired(&proxy);
     wait_quiet(&proxy);
     signal(towline.pid(), Signal::INT);
-    wait_until("a word about the cancellation", WITHIN, || {
+    wait_until("a notice of the cancellation", WITHIN, || {
         assert!(towline.runs()?, "it ended: {}", towline.stderr());
         Ok(towline.stderr().contains("cancelling").then_some(()))
     })

@@ -83,7 +83,7 @@ fn under_way(orders: &[String], control: &Path) -> Towline {
     let binary = towline_binary().unwrap().display().to_string();
     let line = [directory.as_str(), &binary].into_iter().chain(orders.iter().map(String::as_str));
     let mut moving = Towline::start(Path::new("/usr/bin/env"), line.chain(slowly)).unwrap();
-    wait_until("a move that goes on", WITHIN, || {
+    wait_until("a move under way", WITHIN, || {
         assert!(moving.runs()?, "it ended: {}", moving.stderr());
         let answer = Qmp::connect(control, WITHIN).and_then(|qmp| qmp.execute("query-migrate", json!({})));
         Ok(answer.is_ok_and(|answer| answer["status"] == "active").then_some(()))
