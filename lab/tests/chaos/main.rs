@@ -29,6 +29,8 @@ use case::Case;
 
 const RUNS: u64 = 40;
 const JOBS: u64 = 4;
+/// Repetitions of a case that hit the excluded moment.
+const REPETITIONS: usize = 5;
 
 #[test]
 fn no_fault_costs_a_guest_or_runs_two() {
@@ -48,7 +50,7 @@ fn no_fault_costs_a_guest_or_runs_two() {
             scope.spawn(|| {
                 while let Some((seed, case)) = next(&queue) {
                     let begun = Instant::now();
-                    let outcome = play(&case);
+                    let outcome = play_confirmed(&case);
                     let word = if outcome.is_ok() { "passed" } else { "FAILED" };
                     let text = outcome.as_ref().unwrap_or_else(|fault| fault).replace('\n', " | ");
                     let line =
@@ -71,6 +73,18 @@ fn no_fault_costs_a_guest_or_runs_two() {
 
 fn next(queue: &Mutex<std::vec::IntoIter<(u64, Case)>>) -> Option<(u64, Case)> {
     queue.lock().unwrap().next()
+}
+
+/// Runs one case. One that hit the excluded moment of a stock source, which lasts a fraction of a millisecond, must not hit
+/// it again: all of its repetitions must pass.
+fn play_confirmed(case: &Case) -> Result<String, String> {
+    match play(case) {
+        Err(fault) if judge::may_hit_excluded_moment(case) && fault.starts_with(judge::TWO_GUESTS) => {
+            let again = (0..REPETITIONS).map(|_| play(case)).collect::<Result<Vec<_>, _>>()?;
+            Ok(format!("hit the excluded moment once; {} repetitions passed", again.len()))
+        }
+        outcome => outcome,
+    }
 }
 
 /// Runs one case; a panic of a helper fails this case alone.
