@@ -108,8 +108,8 @@ fn forged_sizes_allocate_no_memory() {
     let number = |at: usize| u64::from_be_bytes(stream[at..at + 8].try_into().unwrap());
     let others = (number(total) & !0xfff) - number(length);
     for (claimed, text) in [
-        (1_u64 << 45, "the guest says that it has 35184372088832 bytes of memory, at most 17592186044416"),
-        (1 << 51, "the guest says that it has 2251799813685248 bytes of memory"),
+        (1_u64 << 45, "the stream announces 35184372088832 bytes of guest memory, at most 17592186044416"),
+        (1 << 51, "the stream announces 2251799813685248 bytes of guest memory"),
         (!0xfff, "the block list announces 18446744073709547520 bytes of RAM"),
     ] {
         let mut bytes = stream.clone();

@@ -228,7 +228,7 @@ fn the_events_of_a_copy() {
         assert_eq!(done["destination"], format!("file:{image}"));
         assert_eq!(done["multifd-channels"], 2);
         assert_eq!(done["handed-over"], false);
-        assert_eq!(done["source-state"], "paused (postmigrate); `cont` resumes it");
+        assert_eq!(done["source-state"], "postmigrate");
         assert_eq!(done["destination-state"], "stored");
         let migrated = wait_migrated(&source);
         assert!(number(&done["total-time"]) >= number(&migrated["downtime"]), "{done}");

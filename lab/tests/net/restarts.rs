@@ -74,7 +74,7 @@ fn another_process_takes_over_and_the_guest_notices_nothing() {
     // A card with other properties is refused, and the one that runs continues.
     let refused = start_card(&network, &socket, &arguments("1")).wait(WITHIN).unwrap();
     assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
-    let expected = "the process that runs has 2 queue pairs, this one is to have 1";
+    let expected = "the running process has 2 queue pairs, expected 1";
     assert!(refused.stderr.contains(expected), "{}", refused.stderr);
     clients.iter().for_each(|client| client.wait_blocks(5));
     let longest = clients.into_iter().map(EchoClient::end).max().unwrap();
