@@ -71,6 +71,22 @@ pub(crate) fn check_device_dependencies() -> Result<()> {
     Ok(())
 }
 
+/// Checks that the program is built with the features of its transports: they are off by default, and a build of the whole
+/// workspace would hide that they are missing.
+pub(crate) fn check_program_features() -> Result<()> {
+    let edges = ["tree", "--prefix", "none", "--package", "towline-cli", "--edges", "features,normal"];
+    let tree = output(&mut cargo(edges))?;
+    for feature in ["tls", "websocket"] {
+        let wanted = format!("towline-channel feature \"{feature}\"");
+        if !tree.contains(&wanted) {
+            bail!(
+                "towline-cli is built without {wanted}: add it to the dependency in crates/control/Cargo.toml"
+            );
+        }
+    }
+    Ok(())
+}
+
 /// The first of [`HEAVY`] in the output of `cargo tree`.
 fn heavy_dependency(tree: &str) -> Option<&'static str> {
     let names = || tree.lines().filter_map(|line| line.split_whitespace().next());

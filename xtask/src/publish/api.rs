@@ -70,7 +70,7 @@ fn libraries() -> Result<Vec<String>> {
     let wrapper = target_directory()?.join("rustdoc-json");
     fs::write(&wrapper, RUSTDOC).with_context(|| wrapper.display().to_string())?;
     fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755))?;
-    let mut doc = cargo(["doc", "--quiet", "--no-deps", "--lib"]);
+    let mut doc = cargo(["doc", "--quiet", "--no-deps", "--lib", "--all-features"]);
     doc.env("RUSTDOC", wrapper).env("TOWLINE_RUSTDOC", rustdoc()?);
     doc.env("RUSTDOCFLAGS", "-Z unstable-options --output-format json");
     doc.args(libraries.iter().flat_map(|library| ["--package", &library.name]));
