@@ -164,7 +164,7 @@ fn flood(guest: &mut Guest, turn: u64) -> Result<()> {
     }
     guest.tx().publish();
     guest.poll(|_, _| ())?;
-    if !guest.has_room() {
+    if !guest.can_send() {
         guest.wait(true, SLEEP)?;
     }
     Ok(())

@@ -87,7 +87,7 @@ impl Machine {
                 let more = self.send()?;
                 if !received && !more {
                     let blocked = !self.sending.is_empty() || !self.pending.is_empty();
-                    self.guest.wait(blocked && !self.guest.has_room(), SLEEP)?;
+                    self.guest.wait(blocked && !self.guest.can_send(), SLEEP)?;
                 }
             }
             Ok(())
@@ -145,7 +145,7 @@ impl Machine {
                     *left = size;
                 }
                 let len = (*left).min(PAYLOAD_BYTES_MAX).min(self.guest.credit(*ports) as usize);
-                if len == 0 || !self.guest.has_room() || !self.guest.send_any(*ports, u32::try_from(len)?) {
+                if len == 0 || !self.guest.can_send() || !self.guest.send_any(*ports, u32::try_from(len)?) {
                     break;
                 }
                 *left -= len;

@@ -151,7 +151,7 @@ pub trait Channel: Debug + Send + Sync {
         Err(Error::unsupported(self.peer(), "sending file descriptors; use a Unix socket"))
     }
 
-    /// Receives like [`Channel::recv`] and appends the descriptors that came with the bytes, all close-on-exec. The
+    /// Receives like [`Channel::recv`] and appends the descriptors received with the bytes, all close-on-exec. The
     /// kernel ends a receive behind bytes that had descriptors attached. (A plain `recv` closes them unseen.)
     ///
     /// # Errors

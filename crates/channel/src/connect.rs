@@ -49,7 +49,9 @@ pub fn connect_with(
     loop {
         cancel.check()?;
         match once(address, &until, options) {
-            Err(error) if options.retry && may_come_yet(address, &error) && !until.remaining().is_zero() => {
+            Err(error)
+                if options.retry && is_not_listening_yet(address, &error) && !until.remaining().is_zero() =>
+            {
                 until.pause(RETRY_INTERVAL)?;
             }
             Ok(channel) => {
@@ -107,8 +109,8 @@ fn upgraded(
     layers::websocket_client(channel, &host, path, deadline, cancel)
 }
 
-/// Returns true if this is how it looks when the peer is not there yet.
-fn may_come_yet(address: &Address, error: &Error) -> bool {
+/// Returns true for the error of an address that no process listens on yet.
+fn is_not_listening_yet(address: &Address, error: &Error) -> bool {
     match address {
         Address::Tcp { .. } | Address::WebSocket { .. } => error.raw_os_error() == Some(libc::ECONNREFUSED),
         Address::Unix(_) => matches!(error.raw_os_error(), Some(libc::ECONNREFUSED | libc::ENOENT)),

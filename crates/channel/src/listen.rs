@@ -159,7 +159,7 @@ impl Listener {
         cancel.check()?;
         let until = Deadline::new("accept", &self.address, deadline, cancel);
         if let Kind::Single(single) = &self.kind {
-            let channel = take(single, &until)?;
+            let channel = open_single(single, &until)?;
             return match &self.options.tls {
                 Some(tls) => layers::tls_server(channel, tls, deadline, cancel),
                 None => Ok(channel),
@@ -175,7 +175,7 @@ impl Listener {
             }
         };
         loop {
-            if let Some(opened) = pending.take() {
+            if let Some(opened) = pending.pop_ready() {
                 return opened;
             }
             until.wait(pending.fd(), PollFlags::IN)?;
@@ -241,7 +241,7 @@ fn handshake_for(address: &Address, options: &ListenOptions) -> Option<Arc<Hands
     }))
 }
 
-fn take(single: &Mutex<Option<Single>>, until: &Deadline<'_>) -> Result<Box<dyn Channel>> {
+fn open_single(single: &Mutex<Option<Single>>, until: &Deadline<'_>) -> Result<Box<dyn Channel>> {
     match single.lock().expect("no panic while it is held").take() {
         Some(Single::Open(channel)) => Ok(channel),
         Some(Single::Command(command)) => Ok(Box::new(ExecChannel::spawn(&command)?)),

@@ -83,8 +83,8 @@ impl PendingHandshakes {
     }
 
     /// Takes the result of a completed handshake, successful or not.
-    pub(crate) fn take(&self) -> Option<Result<Box<dyn Channel>>> {
-        self.done.take()
+    pub(crate) fn pop_ready(&self) -> Option<Result<Box<dyn Channel>>> {
+        self.done.pop_ready()
     }
 }
 
@@ -108,7 +108,7 @@ impl Finished {
         raise(self.ready.as_fd());
     }
 
-    fn take(&self) -> Option<Result<Box<dyn Channel>>> {
+    fn pop_ready(&self) -> Option<Result<Box<dyn Channel>>> {
         let mut results = self.lock();
         let first = results.pop_front();
         if results.is_empty() {

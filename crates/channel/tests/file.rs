@@ -1,4 +1,4 @@
-//! Files: the stream's cursor, offsets, and what stays of what was there.
+//! Files: the stream's cursor, offsets, and the former content that stays.
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 mod common;

@@ -87,7 +87,7 @@ fn data_received_ahead_is_reported_by_has_buffered() {
     assert!(!server.has_buffered());
 }
 
-/// A byte a record: a look at four of them is a look into four records.
+/// A byte a record: a peek at four bytes is a peek into four records.
 #[test]
 fn a_peek_sees_over_the_seams_of_records() {
     let (client, server) = pair();

@@ -94,7 +94,7 @@ fn a_process_that_is_killed_completes_no_chain_twice_and_loses_none() {
     // Until the socket is full, and the device has packets in flight.
     let mut idle = 0;
     while idle < 20 {
-        let sent = guest.has_room() && guest.send_any(stalled, 20_000);
+        let sent = guest.can_send() && guest.send_any(stalled, 20_000);
         guest.poll(|_, _| ()).unwrap();
         idle = if sent { 0 } else { idle + 1 };
         if !sent {

@@ -11,7 +11,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 
 use crate::memory::Memory;
 use crate::queue::Queue;
-use crate::wire::{self, Code, HEADER_BYTES, feature, halves, protocol, words};
+use crate::wire::{self, Code, HEADER_BYTES, encode_u64s, feature, halves, protocol};
 use crate::{Error, Result, system};
 
 /// The time that a backend may take for an answer.
@@ -101,7 +101,7 @@ impl Frontend {
         if missing != 0 {
             return Err(Error::Features { what: "features", wanted: needed, missing, offered });
         }
-        if offered & feature::PROTOCOL != 0 {
+        if offered & feature::PROTOCOL_FEATURES != 0 {
             let offered = self.number(Code::GET_PROTOCOL_FEATURES)?;
             let missing = needed_protocol & !offered;
             if missing != 0 {
@@ -110,10 +110,10 @@ impl Frontend {
             }
             let wanted = protocol::MQ | protocol::REPLY_ACK | protocol::MEM_SLOTS | protocol::CONFIG;
             let taken = offered & (needed_protocol | wanted | protocol::LOG_SHMFD);
-            self.send_unacked(Code::SET_PROTOCOL_FEATURES, &words(&[taken]), &[])?;
+            self.send_unacked(Code::SET_PROTOCOL_FEATURES, &encode_u64s(&[taken]), &[])?;
             self.negotiated.protocol = taken;
         }
-        let taken = offered & (needed | wanted | feature::PROTOCOL);
+        let taken = offered & (needed | wanted | feature::PROTOCOL_FEATURES);
         self.set_features(taken)?;
         Ok(self.negotiated)
     }
@@ -123,7 +123,7 @@ impl Frontend {
     /// # Errors
     /// Those of [`Frontend::query`].
     pub fn set_features(&mut self, taken: u64) -> Result<()> {
-        self.request(Code::SET_FEATURES, &words(&[taken]), &[])?;
+        self.request(Code::SET_FEATURES, &encode_u64s(&[taken]), &[])?;
         self.negotiated.features = taken;
         Ok(())
     }
@@ -149,7 +149,7 @@ impl Frontend {
         self.request(Code::SET_VRING_NUM, &halves(index, queue.size().into()), &[])?;
         self.request(Code::SET_VRING_BASE, &halves(index, base.into()), &[])?;
         self.set_vring_addr(queue, false)?;
-        let ring = words(&[index.into()]);
+        let ring = encode_u64s(&[index.into()]);
         self.request(Code::SET_VRING_CALL, &ring, &[queue.call()])?;
         self.request(Code::SET_VRING_ERR, &ring, &[queue.err()])?;
         self.request(Code::SET_VRING_KICK, &ring, &[queue.kick()])?;
@@ -163,7 +163,8 @@ impl Frontend {
     pub fn set_vring_addr(&mut self, queue: &Queue, logged: bool) -> Result<()> {
         let places = queue.addresses();
         let user = [places.table, places.used, places.available].map(|guest| queue.memory().user(guest));
-        let payload = [halves(queue.index(), logged.into()), words(&user), words(&[places.used])].concat();
+        let payload =
+            [halves(queue.index(), logged.into()), encode_u64s(&user), encode_u64s(&[places.used])].concat();
         self.request(Code::SET_VRING_ADDR, &payload, &[])
     }
 
@@ -172,7 +173,7 @@ impl Frontend {
     /// # Errors
     /// Those of [`Frontend::query`].
     pub fn enable(&mut self, index: u32, enabled: bool) -> Result<()> {
-        if self.negotiated.features & feature::PROTOCOL == 0 {
+        if self.negotiated.features & feature::PROTOCOL_FEATURES == 0 {
             return Ok(());
         }
         self.request(Code::SET_VRING_ENABLE, &halves(index, enabled.into()), &[])
@@ -192,7 +193,7 @@ impl Frontend {
         })
     }
 
-    /// The device's own state, when no ring runs (DEVICE_STATE was agreed upon).
+    /// The device's own state, when no ring runs (DEVICE_STATE was negotiated).
     ///
     /// # Errors
     /// Those of [`Frontend::query`]; that it cannot be saved.
@@ -233,7 +234,7 @@ impl Frontend {
     /// Those of [`Frontend::query`].
     pub fn set_log(&mut self, log: &Memory) -> Result<()> {
         let size = log.regions().map(|region| region.size).sum();
-        self.query(Code::SET_LOG_BASE, &words(&[size, 0]), &[log.fd()]).map(drop)
+        self.query(Code::SET_LOG_BASE, &encode_u64s(&[size, 0]), &[log.fd()]).map(drop)
     }
 
     /// A request that is answered with a number.
@@ -250,7 +251,7 @@ impl Frontend {
         })
     }
 
-    /// A request without an answer of its own. Where REPLY_ACK was agreed upon, it has taken effect when this returns.
+    /// A request without a reply of its own. If REPLY_ACK was negotiated, it has taken effect when this returns.
     ///
     /// # Errors
     /// Those of [`Frontend::query`], and [`Error::Reply`] for a refusal.

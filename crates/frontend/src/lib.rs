@@ -42,7 +42,7 @@ pub enum Error {
         request: &'static str,
     },
     /// It answered something else, or with an error.
-    #[error("the backend answers {request} with {found}, expected {expected}")]
+    #[error("the backend replies to {request} with {found}, expected {expected}")]
     Reply {
         /// The request.
         request: &'static str,

@@ -40,20 +40,20 @@ impl Memory {
     /// # Errors
     /// The kernel's.
     pub fn new(bytes: u64) -> Result<Self> {
-        Self::in_regions(bytes, 1)
+        Self::with_regions(bytes, 1)
     }
 
-    /// `bytes` in each of some regions.
+    /// Memory of `region_count` regions, each of `region_bytes`.
     ///
     /// # Errors
     /// The kernel's.
-    pub fn in_regions(bytes: u64, regions: u64) -> Result<Self> {
-        let region = bytes.next_multiple_of(PAGE);
+    pub fn with_regions(region_bytes: u64, region_count: u64) -> Result<Self> {
+        let region = region_bytes.next_multiple_of(PAGE);
         let fd = memfd_create("guest", MemfdFlags::CLOEXEC).map_err(system("memfd_create"))?;
-        ftruncate(&fd, region * regions).map_err(system("ftruncate"))?;
+        ftruncate(&fd, region * region_count).map_err(system("ftruncate"))?;
         let map = MmapOptions::new().populate().map_raw(&fd);
         let map = map.map_err(|source| crate::Error::System { what: "mmap", source })?;
-        Ok(Self { fd, shared: Shared::new(map), region, regions, next: AtomicU64::new(0) })
+        Ok(Self { fd, shared: Shared::new(map), region, regions: region_count, next: AtomicU64::new(0) })
     }
 
     /// The file.
@@ -64,10 +64,10 @@ impl Memory {
     /// Its regions, as described to a backend.
     pub fn regions(&self) -> impl Iterator<Item = RegionInfo> + '_ {
         (0..self.regions).map(|index| RegionInfo {
-            guest: GUEST_BASE + index * self.region,
+            guest_address: GUEST_BASE + index * self.region,
             size: self.region,
-            user: USER_BASE + index * (self.region + USER_STRIDE),
-            offset: index * self.region,
+            user_address: USER_BASE + index * (self.region + USER_STRIDE),
+            mmap_offset: index * self.region,
         })
     }
 

@@ -65,7 +65,7 @@ pub struct Options {
     pub features: u64,
 }
 
-/// A frame that came: its header, and where the rest is.
+/// A received frame: its header and the rest of it.
 #[derive(Debug)]
 pub struct Frame<'a> {
     memory: &'a Memory,
@@ -180,7 +180,7 @@ impl Pair {
         self.rx.publish();
     }
 
-    /// Takes what came and gives the buffers back.
+    /// Delivers received frames to `each`, and makes their buffers available again.
     ///
     /// # Errors
     /// [`Error::Used`]: an invalid used entry; [`Error::Timeout`]: a part of a frame is missing.

@@ -61,7 +61,7 @@ pub struct Buffer {
     pub len: u32,
 }
 
-/// A chain that came back.
+/// A used chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Used {
     /// The token of [`Queue::add`].
@@ -75,13 +75,13 @@ pub struct Used {
 pub struct QueueStatistics {
     /// Chains made available.
     pub added: u64,
-    /// Chains that came back.
+    /// Chains used by the device.
     pub used: u64,
-    /// Times that the device was woken.
+    /// Notifications sent to the device.
     pub kicks: u64,
-    /// Times that it did not want to be.
+    /// Notifications suppressed by the device.
     pub kicks_suppressed: u64,
-    /// Times that the device woke us.
+    /// Notifications received from the device.
     pub calls: u64,
 }
 
@@ -178,7 +178,7 @@ impl Queue {
         self.kick.as_fd()
     }
 
-    /// The eventfd by which the device wakes us.
+    /// The eventfd by which the device notifies the driver.
     pub fn call(&self) -> BorrowedFd<'_> {
         self.call.as_fd()
     }
@@ -261,7 +261,7 @@ impl Queue {
             return false;
         }
         self.memory.store_16(self.places.available + INDEX, self.staged, Ordering::Release);
-        // We write our index and then look what the device wants; it does so the other way round.
+        // The driver stores its index, then loads the device's event index; the device does both in the reverse order.
         fence(Ordering::SeqCst);
         let before = std::mem::replace(&mut self.published, self.staged);
         let wanted = if self.has(feature::EVENT_IDX) {
@@ -290,7 +290,7 @@ impl Queue {
         self.memory.load_16(self.places.used + INDEX, Ordering::Acquire) != self.seen
     }
 
-    /// Takes a chain that came back.
+    /// Pops a used chain.
     ///
     /// # Errors
     /// [`Error::Used`]: an id that the device does not have, or more bytes than the chain has.
@@ -312,7 +312,7 @@ impl Queue {
         let head = u16::try_from(id).ok().filter(|head| *head < self.size);
         let token = head.and_then(|head| Some((head, self.tokens[usize::from(head)].take()?)));
         let (head, token) =
-            token.ok_or_else(|| self.fault(format!("chain {id} comes back and was not out")))?;
+            token.ok_or_else(|| self.fault(format!("chain {id} is used but was not available")))?;
         let mut link = Some(head);
         while let Some(index) = link {
             link = self.links[usize::from(index)].take();
@@ -352,12 +352,12 @@ impl Queue {
 
     /// Drains the call eventfd. True if the device had signalled it.
     pub fn drain_call(&mut self) -> bool {
-        let heard = rustix::io::read(&self.call, &mut [0u8; 8]).is_ok();
-        self.statistics.calls += u64::from(heard);
-        heard
+        let was_signalled = rustix::io::read(&self.call, &mut [0u8; 8]).is_ok();
+        self.statistics.calls += u64::from(was_signalled);
+        was_signalled
     }
 
-    /// Sleeps until a chain has come back.
+    /// Sleeps until the device has used a chain.
     ///
     /// # Errors
     /// [`Error::Timeout`].
@@ -376,12 +376,12 @@ impl Queue {
         self.features & feature != 0
     }
 
-    /// The device's: with which available entry it wants to be woken.
+    /// Address of `avail_event`: the available entry at which the device wants a notification.
     fn available_event(&self) -> u64 {
         self.places.used + ENTRIES + 8 * u64::from(self.size)
     }
 
-    /// Ours: with which used entry we want to be woken.
+    /// Address of `used_event`: the used entry at which the driver wants a notification.
     fn used_event(&self) -> u64 {
         self.places.available + ENTRIES + 2 * u64::from(self.size)
     }
@@ -427,7 +427,7 @@ mod tests {
     use crate::memory::{GUEST_BASE, USER_BASE};
 
     fn queue(features: u64) -> Queue {
-        let memory = Arc::new(Memory::in_regions(1 << 16, 2).unwrap());
+        let memory = Arc::new(Memory::with_regions(1 << 16, 2).unwrap());
         Queue::new(&memory, 0, QueueOptions { size: 4, features }).unwrap()
     }
 
@@ -463,7 +463,10 @@ mod tests {
         queue.publish();
         assert_eq!(queue.free_descriptors(), 3, "an indirect chain takes one");
         recycle(&queue, 0, 9, 0);
-        assert_eq!(queue.pop_used().unwrap_err().to_string(), "ring 0: chain 9 comes back and was not out");
+        assert_eq!(
+            queue.pop_used().unwrap_err().to_string(),
+            "ring 0: chain 9 is used but was not available"
+        );
         recycle(&queue, 4, 0, 0);
         let error = queue.pop_used().unwrap_err().to_string();
         assert_eq!(error, "ring 0: its used index 5 is beyond the available index 1");
@@ -471,14 +474,14 @@ mod tests {
 
     #[test]
     fn memory_is_described_as_it_is_used() {
-        let memory = Memory::in_regions(1 << 16, 2).unwrap();
+        let memory = Memory::with_regions(1 << 16, 2).unwrap();
         let [first, second] = memory.regions().collect::<Vec<_>>().try_into().unwrap();
-        assert_eq!((first.guest, first.user, first.offset), (GUEST_BASE, USER_BASE, 0));
-        assert_eq!(memory.user(second.guest + 5), second.user + 5);
+        assert_eq!((first.guest_address, first.user_address, first.mmap_offset), (GUEST_BASE, USER_BASE, 0));
+        assert_eq!(memory.user(second.guest_address + 5), second.user_address + 5);
         // An allocation that would cross the border is placed after it.
         assert_eq!(memory.alloc(0xfff0, 16), GUEST_BASE);
-        assert_eq!(memory.alloc(0x20, 16), second.guest);
-        memory.write(second.guest - 2, b"abcd");
-        assert_eq!(memory.bytes(second.guest - 2, 4), b"abcd");
+        assert_eq!(memory.alloc(0x20, 16), second.guest_address);
+        memory.write(second.guest_address - 2, b"abcd");
+        assert_eq!(memory.bytes(second.guest_address - 2, 4), b"abcd");
     }
 }

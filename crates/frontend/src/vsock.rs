@@ -156,11 +156,11 @@ struct Stream {
     kind: u16,
     sent: u32,
     peer_alloc: u32,
-    peer_taken: u32,
+    peer_forwarded: u32,
     received: u32,
-    taken: u32,
-    /// The value of `consumed` last sent to the host.
-    told: u32,
+    forwarded: u32,
+    /// The value of `forwarded` last sent to the host (`fwd_cnt`).
+    advertised: u32,
 }
 
 /// Options of a guest.
@@ -297,7 +297,7 @@ impl Guest {
             }
             return None;
         };
-        (stream.peer_alloc, stream.peer_taken) = (header.buf_alloc, header.fwd_cnt);
+        (stream.peer_alloc, stream.peer_forwarded) = (header.buf_alloc, header.fwd_cnt);
         match header.op {
             op::REQUEST => Some(Event::Request(ports)),
             op::RESPONSE => Some(Event::Connected(ports)),
@@ -326,9 +326,9 @@ impl Guest {
     /// below one packet, as Linux does.
     pub fn consumed(&mut self, ports: Ports, len: u32) {
         let Some(stream) = self.streams.get_mut(&ports) else { return };
-        stream.taken = stream.taken.wrapping_add(len);
-        let free = BUF_ALLOC.wrapping_sub(stream.received.wrapping_sub(stream.told));
-        if free < PAYLOAD_BYTES_MAX as u32 && stream.taken != stream.told {
+        stream.forwarded = stream.forwarded.wrapping_add(len);
+        let free = BUF_ALLOC.wrapping_sub(stream.received.wrapping_sub(stream.advertised));
+        if free < PAYLOAD_BYTES_MAX as u32 && stream.forwarded != stream.advertised {
             self.control(ports, op::CREDIT_UPDATE, 0);
         }
     }
@@ -352,7 +352,7 @@ impl Guest {
     fn header(&mut self, ports: Ports, op: u16, (flags, len): (u32, u32)) -> Header {
         let cid = self.options.cid;
         let stream = self.streams.entry(ports).or_insert(Stream { kind: STREAM, ..Stream::default() });
-        stream.told = stream.taken;
+        stream.advertised = stream.forwarded;
         Header {
             src_cid: cid,
             dst_cid: stream.peer_cid.unwrap_or(HOST_CID),
@@ -363,7 +363,7 @@ impl Guest {
             op,
             flags,
             buf_alloc: BUF_ALLOC,
-            fwd_cnt: stream.taken,
+            fwd_cnt: stream.forwarded,
         }
     }
 
@@ -456,9 +456,9 @@ impl Guest {
 
     /// Number of bytes that the host takes now.
     pub fn credit(&self, ports: Ports) -> u32 {
-        self.streams
-            .get(&ports)
-            .map_or(0, |stream| stream.peer_alloc.saturating_sub(stream.sent.wrapping_sub(stream.peer_taken)))
+        self.streams.get(&ports).map_or(0, |stream| {
+            stream.peer_alloc.saturating_sub(stream.sent.wrapping_sub(stream.peer_forwarded))
+        })
     }
 
     /// Sends a packet of `len` bytes of whatever its buffer holds, if there is credit and room; seen with
@@ -489,12 +489,12 @@ impl Guest {
         true
     }
 
-    /// Returns true if there is a slot left to send from.
-    pub fn has_room(&self) -> bool {
+    /// Returns true if a packet can be sent: two descriptors and a transmit buffer are free.
+    pub fn can_send(&self) -> bool {
         self.tx.free_descriptors() >= 2 && !self.tx_free.is_empty()
     }
 
-    /// Sleeps until the host has sent something, or, if `for_room`, a share of the transmit ring came back. False if
+    /// Sleeps until the host has sent something, or, if `for_room`, a part of the transmit ring was used. False if
     /// nothing happened in this time.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ pub mod feature {
     /// `VHOST_F_LOG_ALL`.
     pub const LOG_ALL: u64 = 1 << 26;
     /// `VHOST_USER_F_PROTOCOL_FEATURES`.
-    pub const PROTOCOL: u64 = 1 << 30;
+    pub const PROTOCOL_FEATURES: u64 = 1 << 30;
 }
 
 /// Protocol feature bits (`VHOST_USER_PROTOCOL_F_*`).
@@ -60,19 +60,19 @@ codes! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RegionInfo {
     /// Its guest address.
-    pub guest: u64,
+    pub guest_address: u64,
     /// Its length in bytes.
     pub size: u64,
-    /// Its user address, by which rings are named.
-    pub user: u64,
-    /// Where it begins in its file.
-    pub offset: u64,
+    /// Its user address, in which ring addresses are given.
+    pub user_address: u64,
+    /// Offset of its first byte in its file.
+    pub mmap_offset: u64,
 }
 
 impl RegionInfo {
     /// Encodes it.
     pub fn encode(&self) -> Vec<u8> {
-        words(&[self.guest, self.size, self.user, self.offset])
+        encode_u64s(&[self.guest_address, self.size, self.user_address, self.mmap_offset])
     }
 }
 
@@ -92,9 +92,9 @@ pub fn reply(header: &[u8; HEADER_BYTES]) -> (u32, bool, usize) {
     (word(0), word(4) & (REPLY | 3) == REPLY | VERSION, word(8) as usize)
 }
 
-/// Numbers of 64 bits.
-pub fn words(words: &[u64]) -> Vec<u8> {
-    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+/// Encodes numbers of 64 bits.
+pub fn encode_u64s(numbers: &[u64]) -> Vec<u8> {
+    numbers.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
 /// Two numbers of 32 bits: a ring and its value.

@@ -1,4 +1,4 @@
-//! The buffers that a lane receives pages into: one, unless their reader takes its time.
+//! The buffers that a lane receives pages into: one, unless their reader is slow.
 //!
 //! ```text
 //!   Buffers   current ── filled, handed on ──► lease not done? ──► leased (oldest first) ── done ──► current again
@@ -20,9 +20,9 @@ const BUFFER_BYTES_MAX: usize = 96 << 20;
 /// Buffers of one lane: more than a socket's own buffer holds is never on its way.
 const BUFFERS_MAX: usize = 16;
 /// Interval at which a wait for a lease checks whether the migration failed.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// See the module's picture.
+/// Receive buffers of one lane.
 #[derive(Debug)]
 pub(crate) struct Buffers {
     /// The one to be filled.
@@ -39,7 +39,7 @@ impl Buffers {
         Ok(Self { current: Buffer::new(length)?, leased: VecDeque::new(), length, most })
     }
 
-    /// The current buffer was handed on and is read until `lease` is done: sees to it that another one is current then.
+    /// Makes another buffer the current one if this one is read until `lease` is done.
     pub(crate) fn rotate(&mut self, lease: ZeroCopyLease, session: &Session) -> Result<()> {
         if lease.is_done()? {
             return Ok(());
@@ -68,7 +68,7 @@ impl Buffers {
 /// Waits for a lease, or for the failure of the migration, which resets its connection.
 fn wait(lease: &ZeroCopyLease, session: &Session) -> Result<()> {
     loop {
-        match lease.wait(Instant::now() + LOOK_INTERVAL) {
+        match lease.wait(Instant::now() + POLL_INTERVAL) {
             Err(ChannelError::Timeout { .. }) => session.check()?,
             result => return Ok(result?),
         }

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   after each pass ──► Observation ──► Policy ──► Continue        what is left takes too long, but it becomes less
-//!   a look at a QEMU ─► Sampler ─┘             ├─► SwitchOver      what is left fits into the downtime
+//!   a query of QEMU ──► Sampler ─┘             ├─► SwitchOver      what is left fits into the downtime
 //!                                              └─► CannotConverge  it does not become less: figures, and ways out
 //! ```
 //!
@@ -13,7 +13,7 @@
 //! before, or six without a new lowest, the guest will not converge. So a burst of writing or a link that stalls
 //! costs a window, not the migration; and a guest that oscillates is not waited for indefinitely.
 //!
-//! Not here: slowing the guest down, and what becomes of it when it cannot converge.
+//! Not here: slowing the guest down, and the decision when it cannot converge.
 
 use std::fmt;
 use std::time::Duration;
@@ -165,7 +165,7 @@ pub struct CannotConverge {
     pub time: Duration,
 }
 
-/// See the module's picture.
+/// Decides after each pass of one migration.
 #[derive(Debug)]
 pub struct Policy {
     limits: Limits,

@@ -124,7 +124,7 @@ pub enum Error {
     CannotConverge(#[from] CannotConverge),
     /// A block that is to be present at the destination is not the guest's.
     #[error(
-        "the guest has no RAM block {block:?}, whose memory is said to be at the destination; its blocks are {}", found.join(", ")
+        "the guest has no RAM block {block:?}, whose memory is reported as present at the destination; its blocks are {}", found.join(", ")
     )]
     NoSuchBlock {
         /// The block's name.

@@ -70,8 +70,8 @@ pub trait SwitchoverGate: Debug + Send + Sync {
         true
     }
 
-    /// The stream failed behind a [`Commit::Final`]: is the source to be acknowledged all the same, so that it stops for good?
-    fn holds(&self, error: &Error) -> bool {
+    /// Returns true if the source must be acknowledged, so that it stops for good, although the stream failed after a [`Commit::Final`].
+    fn must_acknowledge_after(&self, error: &Error) -> bool {
         let _ = error;
         false
     }

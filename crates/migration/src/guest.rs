@@ -24,7 +24,7 @@ pub trait Guest: Sync {
     /// The RAM blocks, in the order in which they are sent.
     fn blocks(&self) -> &[RamBlock];
 
-    /// The number that the `ram` sections carry. A guest that came from a stream keeps that stream's, because its device
+    /// The number that the `ram` sections carry. A guest received in a stream keeps that stream's, because its device
     /// sections have numbers too.
     fn ram_section_id(&self) -> u32 {
         RAM_SECTION_ID
@@ -218,7 +218,7 @@ pub trait Sink: Sync {
         None
     }
 
-    /// Pages that came with content.
+    /// Pages received with content.
     ///
     /// # Errors
     /// They cannot be kept; the migration ends.

@@ -42,7 +42,7 @@ pub struct LiveBlock<'a> {
 type Hook<'a> = Box<dyn Fn() -> Result<()> + Send + Sync + 'a>;
 type DeviceStateHook<'a> = Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync + 'a>;
 
-/// See the module's picture.
+/// Guest memory mapped by a VMM, as the source of a migration.
 pub struct LiveMemory<'a> {
     configuration: Configuration,
     blocks: Vec<RamBlock>,
@@ -175,11 +175,11 @@ impl Guest for LiveMemory<'_> {
 
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
         let length = usize::try_from(length).expect("within a block that is mapped here");
-        self.span(page).io_buf(address(page), length)
+        self.span(page).io_buf(offset_in_block(page), length)
     }
 
     fn is_zero(&self, page: PageRef) -> bool {
-        self.span(page).is_zero(address(page), PAGE_SIZE as usize)
+        self.span(page).is_zero(offset_in_block(page), PAGE_SIZE as usize)
     }
 
     fn harvest_dirty(&self, report: &mut dyn FnMut(PageRef, u64)) -> Result<()> {
@@ -215,7 +215,7 @@ impl fmt::Debug for LiveMemory<'_> {
     }
 }
 
-/// An offset that was checked against a block, whose length fits.
-fn address(page: PageRef) -> usize {
+/// Offset of a page in its block. It was checked against the block, whose length fits.
+fn offset_in_block(page: PageRef) -> usize {
     usize::try_from(page.offset).expect("within a block that is mapped here")
 }

@@ -1,4 +1,4 @@
-//! A guest's memory that is ours, or mapped from whose it is: either end of a migration.
+//! A guest's memory, allocated here or mapped from a file of its owner: source or destination of a migration.
 //!
 //! ```text
 //!   vCPUs, writers ──► write() + mark_dirty() ──► Memory ──► Outgoing      extents · zero pages · dirty runs
@@ -61,7 +61,7 @@ pub enum Backing<'a> {
     },
 }
 
-/// See the module's picture.
+/// A guest's memory with its dirty map: source or destination of a migration.
 pub struct Memory {
     configuration: OnceLock<Configuration>,
     ram: OnceLock<Ram>,
@@ -83,13 +83,13 @@ type Hook = Box<dyn Fn() -> crate::Result<()> + Send + Sync>;
 /// The blocks, once they are known.
 struct Ram {
     blocks: Vec<RamBlock>,
-    places: Vec<Place>,
+    mapped: Vec<MappedBlock>,
     dirty: DirtyMap,
-    /// Pages that may hold something; those of shared blocks all may, whatever stands here.
+    /// Pages that may hold something; in shared blocks all may, whatever the map says.
     touched: DirtyMap,
 }
 
-struct Place {
+struct MappedBlock {
     region: Region,
     /// No other mapping writes here, so `touched` is exact.
     is_ours: bool,
@@ -136,7 +136,7 @@ impl Memory {
         *lock(&self.given_state) = Some(bytes);
     }
 
-    /// The device state that came; `None` before it did, and once it was taken.
+    /// The device state received; `None` before that, and once it was taken.
     pub fn take_device_state(&self) -> Option<DeviceState> {
         lock(&self.received_state).take()
     }
@@ -163,7 +163,7 @@ impl Memory {
     pub fn write(&self, at: PageRef, bytes: &[u8]) {
         let ram = self.ram();
         ram.touched.mark(at, bytes.len() as u64);
-        ram.span(at).write(address(at), bytes);
+        ram.span(at).write(offset_in_block(at), bytes);
         ram.dirty.mark(at, bytes.len() as u64);
     }
 
@@ -172,7 +172,7 @@ impl Memory {
     /// # Panics
     /// If it is not within the block.
     pub fn read(&self, at: PageRef, bytes: &mut [u8]) {
-        self.ram().span(at).read(address(at), bytes);
+        self.ram().span(at).read(offset_in_block(at), bytes);
     }
 
     /// Marks `length` bytes from `at` on as written by other means than [`Self::write`]: they are sent (again). To be
@@ -211,33 +211,33 @@ impl Memory {
 impl Ram {
     fn map(blocks: &[Block<'_>]) -> Result<Self, MemoryError> {
         let mut names = BTreeSet::new();
-        let mut places = Vec::new();
+        let mut mapped = Vec::new();
         for block in blocks {
             let is_new = names.insert(block.name) && names.len() <= limits::BLOCKS_MAX;
             if !is_new || block.name.len() > limits::NAME_BYTES_MAX {
                 return Err(MemoryError::Name { block: block.name.into() });
             }
-            places.push(block.map()?);
+            mapped.push(block.map()?);
         }
         let ram_block =
             |block: &Block<'_>| RamBlock { name: block.name.into(), length: block.length, mapped: None };
         let blocks: Vec<_> = blocks.iter().map(ram_block).collect();
         let (dirty, touched) = (DirtyMap::new(&blocks), DirtyMap::new(&blocks));
-        Ok(Self { blocks, places, dirty, touched })
+        Ok(Self { blocks, mapped, dirty, touched })
     }
 
     fn span(&self, page: PageRef) -> Span<'_> {
-        self.places[page.block.index()].region.span()
+        self.mapped[page.block.index()].region.span()
     }
 
     /// Returns true if a page is known to be zero without looking.
     fn is_untouched(&self, page: PageRef) -> bool {
-        self.places[page.block.index()].is_ours && !self.touched.is_marked(page)
+        self.mapped[page.block.index()].is_ours && !self.touched.is_marked(page)
     }
 }
 
 impl Block<'_> {
-    fn map(&self) -> Result<Place, MemoryError> {
+    fn map(&self) -> Result<MappedBlock, MemoryError> {
         let (block, found) = (self.name.to_owned(), self.length);
         if found == 0 || !found.is_multiple_of(PAGE_SIZE) || found > limits::RAM_BYTES_MAX {
             return Err(MemoryError::Length { block, found });
@@ -251,7 +251,7 @@ impl Block<'_> {
             }
         };
         let region = region.map_err(|source| MemoryError::Map { block, length: found, source })?;
-        Ok(Place { region, is_ours })
+        Ok(MappedBlock { region, is_ours })
     }
 
     fn check_file(&self, file: BorrowedFd<'_>, offset: u64) -> Result<(), MemoryError> {
@@ -276,8 +276,8 @@ impl fmt::Debug for Memory {
     }
 }
 
-/// An offset that was checked against a block, whose length fits.
-fn address(page: PageRef) -> usize {
+/// Offset of a page in its block. It was checked against the block, whose length fits.
+fn offset_in_block(page: PageRef) -> usize {
     usize::try_from(page.offset).expect("within a block that is mapped here")
 }
 

@@ -35,7 +35,7 @@ use crate::{Error, Pages, Result, Session, Sink, Statistics, Stream};
 /// The time that the destination may take to answer the stream's head.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// See the module's picture.
+/// A sink that forwards a migration to another destination.
 #[derive(Debug)]
 pub struct Relay {
     session: Arc<Session>,
@@ -129,13 +129,13 @@ impl Relay {
         Ok(writer.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn known(&self) -> &[RamBlock] {
+    fn blocks(&self) -> &[RamBlock] {
         self.blocks.get().map_or(&[], Vec::as_slice)
     }
 
     fn sync_lanes(&self) -> Result<()> {
         for lane in 0..self.lanes.len() {
-            self.lane(lane)?.sync(self.known()).map_err(Error::lane(lane))?;
+            self.lane(lane)?.sync(self.blocks()).map_err(Error::lane(lane))?;
         }
         for lane in 0..self.lanes.len() {
             self.lane(lane)?.flush().map_err(Error::lane(lane))?;
@@ -175,7 +175,7 @@ impl Sink for Relay {
     fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
         match stream {
             Stream::Lane(lane) => {
-                self.lane(lane)?.forward(pages.block, pages.offsets, pages.contents, self.known())
+                self.lane(lane)?.forward(pages.block, pages.offsets, pages.contents, self.blocks())
             }
             Stream::Main => {
                 let page = PAGE_SIZE as usize;
@@ -204,14 +204,14 @@ impl Sink for Relay {
     ) -> Option<Result<u64>> {
         let Stream::Lane(lane) = stream else { return None };
         match self.lane(lane) {
-            Ok(mut writer) => writer.splice(from, block, offsets, self.known()),
+            Ok(mut writer) => writer.splice(from, block, offsets, self.blocks()),
             Err(error) => Some(Err(error)),
         }
     }
 
     fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         match stream {
-            Stream::Lane(lane) => self.lane(lane)?.forward_zero(block, offsets, self.known()),
+            Stream::Lane(lane) => self.lane(lane)?.forward_zero(block, offsets, self.blocks()),
             Stream::Main => self.main().zero(block, offsets),
         }
     }
@@ -271,7 +271,7 @@ impl Drop for Relay {
     fn drop(&mut self) {
         // The buffers that it sent from are the incoming migration's, which has ended.
         if self.session.is_failed() {
-            self.connections.let_go();
+            self.connections.drain_zero_copy();
         }
     }
 }

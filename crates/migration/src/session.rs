@@ -22,7 +22,7 @@ use towline_protocol::session::{MoveId, Receiver};
 use crate::gate::{Commit, LinkState, SwitchoverGate};
 use crate::{Error, Result, Tuning};
 
-/// See the module's picture.
+/// State shared by the threads of one migration.
 #[derive(Debug, Default)]
 pub struct Session {
     state: Mutex<State>,
@@ -129,9 +129,9 @@ impl Session {
         Ok(())
     }
 
-    /// The migration failed with `error`: whether its source is to be acknowledged all the same.
-    pub(crate) fn holds_source(&self, error: &Error) -> bool {
-        self.is_committed() && self.gate.get().is_some_and(|gate| gate.holds(error))
+    /// Returns true if the source must be acknowledged although the migration failed with `error`.
+    pub(crate) fn must_acknowledge_after(&self, error: &Error) -> bool {
+        self.is_committed() && self.gate.get().is_some_and(|gate| gate.must_acknowledge_after(error))
     }
 
     fn is_committed(&self) -> bool {

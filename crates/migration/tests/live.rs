@@ -170,7 +170,7 @@ impl DirtyLog for Shared {
         Ok(())
     }
 
-    fn take(&self, block: BlockIndex, words: &mut [u64]) -> io::Result<()> {
+    fn fetch_and_clear(&self, block: BlockIndex, words: &mut [u64]) -> io::Result<()> {
         let left = self.0.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
         left.map_err(|_| io::Error::other("the log is gone"))?;
         for (word, own) in words.iter_mut().zip(&self.0.words[block.index()]) {

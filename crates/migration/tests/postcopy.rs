@@ -119,7 +119,7 @@ impl Guest for Stored {
 /// State that outlives the destination's connections.
 #[derive(Default)]
 struct Destination {
-    /// Each target page that came in postcopy or ahead of it.
+    /// Each target page received in postcopy or ahead of it.
     received: Mutex<HashSet<(usize, u64)>>,
     changed: Condvar,
     runs: AtomicBool,
@@ -278,7 +278,7 @@ impl Stream<'_> {
         let mut received = self.of.received.lock().unwrap();
         for page in pages {
             if !received.insert(page) {
-                self.of.wrong.lock().unwrap().push(format!("{page:?} came twice"));
+                self.of.wrong.lock().unwrap().push(format!("{page:?} received twice"));
             }
         }
         self.of.changed.notify_all();

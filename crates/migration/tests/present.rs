@@ -211,7 +211,7 @@ fn a_difference_to_a_dropped_page_can_be_decoded() {
 
 #[test]
 fn a_block_that_the_guest_does_not_have_is_refused() {
-    let expected = "the guest has no RAM block \"mem\", whose memory is said to be at the destination; its blocks are pc.ram, vga.vram, \
+    let expected = "the guest has no RAM block \"mem\", whose memory is reported as present at the destination; its blocks are pc.ram, vga.vram, \
                     pc.bios, vga.rom";
     let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 1);
     let error = PresentGuest::new(&*guest, ["pc.ram", "mem"]).unwrap_err();

@@ -1,6 +1,6 @@
 //! The reading end of a main channel.
 //!
-//! Not here: lanes ([`crate::multifd`]), and what becomes of pages. The machine consumes itself at each step, so a state
+//! Not here: lanes ([`crate::multifd`]), and the use of pages. The machine consumes itself at each step, so a state
 //! that was left cannot be used again:
 //!
 //! ```text
@@ -93,18 +93,18 @@ pub enum SectionKind {
 pub struct Barriers(Option<BarrierForm>);
 
 impl Barriers {
-    /// A FLUSH record is a barrier. True where it also ends a pass, as all do but START's own.
-    pub fn flush(&mut self) -> bool {
+    /// Records a FLUSH record, which is a barrier. Returns true if it also ends a pass, as all do but that of START.
+    pub fn on_flush_record(&mut self) -> bool {
         self.0.replace(BarrierForm::FlushRecord).is_some()
     }
 
     /// Handles the end of a section. Returns true if it is a barrier. To be called only with lanes.
-    pub fn section_end(&mut self) -> bool {
+    pub fn on_section_end(&mut self) -> bool {
         *self.0.get_or_insert(BarrierForm::EachSection) == BarrierForm::EachSection
     }
 }
 
-/// The machine; see the module's picture.
+/// State of the machine that reads a main channel.
 #[derive(Debug)]
 pub enum Destination {
     /// Nothing was read.
@@ -141,7 +141,7 @@ pub struct AwaitMachine {
 #[derive(Debug)]
 pub struct AwaitSubsection {
     configuration: Configuration,
-    /// Number of there that were.
+    /// Number of subsections read so far.
     count: usize,
     is_snapshot: bool,
 }
@@ -287,7 +287,7 @@ impl AwaitSection {
         let next = match SectionType::decode(kind, expected)? {
             SectionType::Command => match Command::decode(input)? {
                 Ok(command) => {
-                    refuse_foreign(&command)?;
+                    refuse_unsupported_command(&command)?;
                     return Ok((Destination::Sections(self), Some(Event::Command(command))));
                 }
                 Err(Incomplete) => None,
@@ -351,7 +351,7 @@ fn resume(mut ram: Box<Ram>, kind: u8, id: u32) -> Result<(RamSection, Destinati
     Ok((section, Destination::Records(AwaitRecord { ram, section })))
 }
 
-fn refuse_foreign(command: &Command) -> Result<()> {
+fn refuse_unsupported_command(command: &Command) -> Result<()> {
     let Command::Other { kind, .. } = command else { return Ok(()) };
     let feature = |what, switch| Err(PeerIncompatible::Feature { what, switch }.into());
     match *kind {

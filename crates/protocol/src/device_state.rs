@@ -5,7 +5,7 @@
 //! ```
 //!
 //! A device section's length is nowhere in it, so the end is found from behind: the stream ends with a description whose
-//! length leads exactly to the last byte that came, that is JSON, and that lists just the sections which are there, each
+//! length leads exactly to the last byte received, that is JSON, and that lists just the sections which are there, each
 //! begun where the one before it has its footer. A source waits for SHUT after it, so nothing follows. QEMU leaves the
 //! description out with `suppress-vmdesc=on` and after postcopy; such a stream never completes here.
 //!
@@ -158,7 +158,7 @@ impl Collector {
         Ok(())
     }
 
-    /// Number of bytes that came.
+    /// Number of bytes received.
     pub fn len(&self) -> usize {
         self.bytes.len()
     }

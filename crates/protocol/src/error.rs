@@ -14,7 +14,7 @@ pub enum Error {
     /// Well-formed, but not at this place.
     #[error("the peer broke the migration protocol: {0}")]
     Misbehaved(#[from] PeerMisbehaved),
-    /// Legal, but something that this side does not take part in.
+    /// Legal, but not supported by this side.
     #[error("the peer wants what cannot be done here: {0}")]
     Incompatible(#[from] PeerIncompatible),
 }
@@ -72,15 +72,15 @@ pub enum InvalidMessage {
     PacketSize { found: u64, pages: u32, expected: u64 },
     #[error("multifd packet: its {method} data cannot be decompressed: {fault}")]
     Compressed { method: &'static str, fault: String },
-    #[error("multifd packet: its {method} data gives {found} bytes of pages, expected {expected}")]
+    #[error("multifd packet: its {method} data decompresses to {found} bytes of pages, expected {expected}")]
     CompressedTooShort { method: &'static str, found: usize, expected: usize },
-    #[error("multifd packet: its {method} data gives more than the {expected} bytes of its pages")]
+    #[error("multifd packet: its {method} data decompresses to more than the {expected} bytes of its pages")]
     CompressedTooLong { method: &'static str, expected: usize },
     #[error(
         "multifd packet: {what} differs from what was sent (its checksum says so): something between the two towlines changes bytes; look at network cards, their drivers and what is in between, or move over TLS"
     )]
     Checksum { what: String },
-    #[error("multifd packet without the checksum that was agreed upon: its header was changed on the way")]
+    #[error("multifd packet without the negotiated checksum: its header was changed on the way")]
     ChecksumMissing,
     #[error("multifd packet: block name without its end")]
     PacketName,

@@ -48,7 +48,7 @@ pub fn lanes_carry_zero_pages(machine_type: &str) -> bool {
 
 /// True where the machine type's source ends its lanes in order, with TLS by a close_notify
 /// (`multifd-clean-tls-termination`, machine types ≥ 10.0). Below that they may just break off when all is sent.
-pub fn lanes_are_closed(machine_type: &str) -> bool {
+pub fn has_clean_tls_termination(machine_type: &str) -> bool {
     MachineVersion::of(machine_type).is_none_or(|version| version.major >= 10)
 }
 
@@ -78,10 +78,10 @@ mod tests {
     }
 
     #[test]
-    fn lanes_are_closed_in_order_from_10_0() {
-        assert!(!lanes_are_closed("pc-q35-9.2"));
-        assert!(lanes_are_closed("pc-q35-10.0"));
-        assert!(lanes_are_closed("microvm"));
+    fn lanes_end_with_close_notify_from_10_0() {
+        assert!(!has_clean_tls_termination("pc-q35-9.2"));
+        assert!(has_clean_tls_termination("pc-q35-10.0"));
+        assert!(has_clean_tls_termination("microvm"));
     }
 
     #[test]

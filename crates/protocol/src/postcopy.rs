@@ -147,7 +147,7 @@ impl PrefetchSection {
 
 impl Discarded {
     /// Opens a PART for pages that are sent ahead.
-    pub fn part(self, out: &mut Vec<u8>) -> PrefetchSection {
+    pub fn open_part(self, out: &mut Vec<u8>) -> PrefetchSection {
         self.0.open(SectionType::Part, out);
         PrefetchSection(self.0)
     }
@@ -310,7 +310,7 @@ impl Answers {
         self.awaits_shut = true;
     }
 
-    /// Takes a message in.
+    /// Processes a message.
     ///
     /// # Errors
     /// The destination failed, or sent an invalid message: a request outside its blocks, SHUT too early, a PONG to

@@ -12,7 +12,7 @@ use crate::{InvalidMessage, Result};
 pub enum Message {
     /// Everything is loaded (0), or loading failed.
     Shut(u32),
-    /// Answers PING.
+    /// Reply to PING.
     Pong(u32),
     /// Postcopy: pages are wanted, of `block` or of the request before.
     RequestPages {

@@ -101,7 +101,7 @@ impl CommandKind {
 /// A command with its data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Command {
-    /// The source wants answers on the same socket.
+    /// The source requests a return path on the same socket.
     OpenReturnPath,
     /// To be answered by PONG with the same value.
     Ping(u32),

@@ -7,7 +7,7 @@
 //!   COMMAND 0x7477 HELLO move id ─────────────────────►  behind the block list
 //!   … the stream …                   ◄─────────────────  SHUT 0: the guest is held here
 //!   COMMAND 0x7477 OUTCOME completed, or aborted ─────►
-//!                   ◄──────────────────────────────────  message 0x7477 SETTLED or NOT-RUN
+//!                   ◄──────────────────────────────────  message 0x7477 PLACED or NOT_RUN
 //! ```
 //! A QEMU repeats the value of a PING, so that both ends know the peer's kind before the first page, and a stream to
 //! a QEMU contains nothing that QEMU does not know. Frames of unknown kinds are kept as such: a later version adds
@@ -38,7 +38,7 @@ const VERSION_BITS: u32 = 0xff;
 const RECEIVER_BITS: u32 = 0xf00;
 const HELLO: u8 = 1;
 const OUTCOME: u8 = 2;
-const SETTLED: u8 = 3;
+const PLACED: u8 = 3;
 const NOT_RUN: u8 = 4;
 
 /// Names one move at both ends.
@@ -61,7 +61,7 @@ pub fn ping() -> u32 {
 }
 
 /// The version of a PING that requests a session.
-pub fn asked(value: u32) -> Option<u8> {
+pub fn requested_version(value: u32) -> Option<u8> {
     let version = (value & VERSION_BITS) as u8;
     (value & !VERSION_BITS == PING && version > 0).then_some(version)
 }
@@ -181,7 +181,7 @@ pub enum GuestPlacement {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FromDestination {
     /// The guest is there.
-    Settled(GuestPlacement),
+    Placed(GuestPlacement),
     /// It is held there, and could not be run: why.
     NotRun(String),
 }
@@ -190,14 +190,14 @@ impl FromDestination {
     /// The message that carries it.
     pub fn to_message(&self) -> Message {
         let data = match self {
-            Self::Settled(settled) => {
-                let settled = match settled {
+            Self::Placed(placement) => {
+                let placement = match placement {
                     GuestPlacement::Running => 0,
                     GuestPlacement::Paused => 1,
                     GuestPlacement::Loaded => 2,
                     GuestPlacement::Stored => 3,
                 };
-                [SETTLED, settled].into()
+                [PLACED, placement].into()
             }
             Self::NotRun(reason) => {
                 let bytes = &reason.as_bytes()[..reason.len().min(REASON_BYTES_MAX)];
@@ -211,10 +211,10 @@ impl FromDestination {
     pub fn of(message: &Message) -> Option<Self> {
         let Message::Other { kind: KIND, data } = message else { return None };
         match data.as_slice() {
-            [SETTLED, 0] => Some(Self::Settled(GuestPlacement::Running)),
-            [SETTLED, 1] => Some(Self::Settled(GuestPlacement::Paused)),
-            [SETTLED, 2] => Some(Self::Settled(GuestPlacement::Loaded)),
-            [SETTLED, 3] => Some(Self::Settled(GuestPlacement::Stored)),
+            [PLACED, 0] => Some(Self::Placed(GuestPlacement::Running)),
+            [PLACED, 1] => Some(Self::Placed(GuestPlacement::Paused)),
+            [PLACED, 2] => Some(Self::Placed(GuestPlacement::Loaded)),
+            [PLACED, 3] => Some(Self::Placed(GuestPlacement::Stored)),
             [NOT_RUN, reason @ ..] => Some(Self::NotRun(lossy(reason))),
             _ => None,
         }
@@ -227,7 +227,7 @@ mod tests {
 
     #[test]
     fn a_ping_is_answered_with_what_the_towline_does() {
-        let version = asked(ping()).expect("it asks");
+        let version = requested_version(ping()).expect("it requests a session");
         for receiver in [Receiver::Waits, Receiver::Stores, Receiver::RunsByItself] {
             assert_eq!(answered(pong(version, receiver)), Some(receiver));
             assert_eq!(
@@ -243,8 +243,8 @@ mod tests {
         for value in [0, 1, ping(), crate::source::PING_CHECKSUMS, crate::multifd::PONG_CHECKSUMS, u32::MAX] {
             assert_eq!(answered(value), None, "{value:#x}");
         }
-        assert_eq!(asked(crate::source::PING_CHECKSUMS), None);
-        assert_eq!(asked(crate::source::PING_SETUP), None);
+        assert_eq!(requested_version(crate::source::PING_CHECKSUMS), None);
+        assert_eq!(requested_version(crate::source::PING_SETUP), None);
     }
 
     #[test]
@@ -274,7 +274,7 @@ mod tests {
     #[test]
     fn frames_of_the_destination_pass_through_the_return_path() {
         let long = "x".repeat(REASON_BYTES_MAX + 1);
-        for frame in [FromDestination::Settled(GuestPlacement::Paused), FromDestination::NotRun(long.clone())]
+        for frame in [FromDestination::Placed(GuestPlacement::Paused), FromDestination::NotRun(long.clone())]
         {
             let mut bytes = Vec::new();
             frame.to_message().encode(&mut bytes);

@@ -54,12 +54,12 @@ impl Setup {
         Self(())
     }
 
-    /// As [`Self::begin`] with a return path, and sends `questions`, each a value of a PING, before the first PING,
+    /// As [`Self::begin`] with a return path, and sends `pings`, each a value of a PING, before the first PING,
     /// so that their replies precede its reply.
-    pub fn begin_asking(configuration: &Configuration, questions: &[u32], out: &mut Vec<u8>) -> Self {
+    pub fn begin_with_pings(configuration: &Configuration, pings: &[u32], out: &mut Vec<u8>) -> Self {
         configuration.encode(out);
         Command::OpenReturnPath.encode(out);
-        for &value in questions.iter().chain(&[PING_SETUP]) {
+        for &value in pings.iter().chain(&[PING_SETUP]) {
             Command::Ping(value).encode(out);
         }
         Self(())
@@ -89,7 +89,7 @@ pub struct Iterating(RamWriter);
 
 impl Iterating {
     /// Opens a PART.
-    pub fn part(self, out: &mut Vec<u8>) -> Part {
+    pub fn open_part(self, out: &mut Vec<u8>) -> Part {
         self.0.open(SectionType::Part, out);
         Part(self.0)
     }
@@ -240,7 +240,7 @@ impl Answers {
         self.awaits_shut = true;
     }
 
-    /// Takes a message in.
+    /// Processes a message.
     ///
     /// # Errors
     /// It failed to load the guest, or sent an invalid message, above all a SHUT before the stream's end.

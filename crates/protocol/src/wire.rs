@@ -28,7 +28,7 @@ impl<'a> Reader<'a> {
         self.position
     }
 
-    /// Goes back (or forth) to a position that [`Self::position`] gave.
+    /// Seeks to a position that [`Self::position`] returned.
     pub fn rewind(&mut self, position: usize) {
         self.position = position.min(self.bytes.len());
     }

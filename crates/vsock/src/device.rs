@@ -466,7 +466,7 @@ impl Worker for VsockWorker {
         self.queue_starts[queue].is_first_of_driver = is_first;
         if is_first && !self.engine.table().is_empty() {
             tracing::info!("closed all connections: the guest has a new driver");
-            self.engine.restart();
+            self.engine.drop_all_connections();
         }
     }
 

@@ -106,7 +106,7 @@ fn fill(guest: &mut Guest) {
     while idle < 20 {
         let mut sent = false;
         for port in 0..SILENT {
-            sent |= guest.has_room() && guest.send((port, 5000), &packet, 0);
+            sent |= guest.can_send() && guest.send((port, 5000), &packet, 0);
         }
         guest.poll(|_, _| ()).unwrap();
         idle = if sent { 0 } else { idle + 1 };

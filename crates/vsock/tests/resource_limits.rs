@@ -237,7 +237,7 @@ fn messages_of_one_byte_use_no_more_memory_than_is_stated() {
         let mut sent = false;
         for ports in &connected {
             for _ in 0..32 {
-                sent |= guest.has_room() && guest.send(*ports, b"x", END_OF_MESSAGE);
+                sent |= guest.can_send() && guest.send(*ports, b"x", END_OF_MESSAGE);
             }
             guest.poll(|_, _| ()).unwrap();
         }

@@ -14,7 +14,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::sockopt;
 use towline_frontend::Frontend;
 use towline_frontend::vsock::{Event, Guest};
-use towline_frontend::wire::{Code, RegionInfo, words};
+use towline_frontend::wire::{Code, RegionInfo, encode_u64s};
 use towline_vsock::{Limits, Statistics};
 
 use common::{CID, Served, TIMEOUT, bytes, poll_until, read_to_end, send_all, send_until_full};
@@ -156,8 +156,9 @@ fn mapped(name: &str) -> usize {
 fn unplugged_memory_is_unmapped_while_packets_are_in_flight() {
     let other = memfd_create("plugged", MemfdFlags::CLOEXEC).unwrap();
     ftruncate(&other, 1 << 20).unwrap();
-    let region = RegionInfo { guest: 0x1_0000_0000, size: 1 << 20, user: 0x1000_0000, offset: 0 };
-    let payload = [words(&[0]), region.encode()].concat();
+    let region =
+        RegionInfo { guest_address: 0x1_0000_0000, size: 1 << 20, user_address: 0x1000_0000, mmap_offset: 0 };
+    let payload = [encode_u64s(&[0]), region.encode()].concat();
     let mut connection = ZeroCopyConnection::new();
     connection.frontend.request(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
     let content = bytes(32 << 20);

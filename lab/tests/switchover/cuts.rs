@@ -4,7 +4,7 @@ use serde_json::Value;
 use towline_lab::{Action, Flow, Proxy, Qemu, Trigger, Version, require_lab};
 
 use crate::support::{
-    OUTCOME, SETTLED, SHUT, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end,
+    OUTCOME, PLACED, SHUT, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end,
     listens_at, qmp, small, start, waiting,
 };
 
@@ -75,7 +75,7 @@ fn a_cut_after_the_outcome_lets_the_destination_run() {
         return;
     }
     let (source, destination) = play(Cut {
-        trigger: cut(Flow::ToSource, SETTLED, false),
+        trigger: cut(Flow::ToSource, PLACED, false),
         here: (3, "the destination's towline was to run it, and did not report that it did: look there"),
         there: (0, ""),
         states: ("postmigrate", "running"),

@@ -13,7 +13,7 @@ use towline_lab::{
 };
 
 use crate::support::{
-    OUTCOME, SETTLED, SHUT, Scratch, SentCopy, Suspended, WITHIN, assert_ended, assert_runs_nowhere,
+    OUTCOME, PLACED, SHUT, Scratch, SentCopy, Suspended, WITHIN, assert_ended, assert_runs_nowhere,
     assert_runs_only_in, counting, end, is_live, listens_at, qmp, sent_to_a_suspended_destination, signal,
     small, wait_fired, waiting,
 };
@@ -192,7 +192,7 @@ fn a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy() {
         return;
     }
     let Cut { hosts: (here, there), source, destination } =
-        cut("copy", Flow::ToSource, SETTLED, false, Killed::Nobody);
+        cut("copy", Flow::ToSource, PLACED, false, Killed::Nobody);
     assert!(there.moves().is_empty(), "it ended well");
     let id = id(&here.only());
     let image = here.0.text("guest.img");

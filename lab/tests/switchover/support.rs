@@ -26,7 +26,7 @@ pub(crate) const PONG_LOADED: &[u8] = &[0, 2, 0, 4, 0x74, 0x77, 0x6c, 0x03];
 /// Beginning of the command with which a source's towline reports its outcome.
 pub(crate) const OUTCOME: &[u8] = &[8, 0x74, 0x77, 0, 3, 2];
 /// Beginning of the message with which a destination's towline reports its outcome.
-pub(crate) const SETTLED: &[u8] = &[0x74, 0x77, 0, 2, 3];
+pub(crate) const PLACED: &[u8] = &[0x74, 0x77, 0, 2, 3];
 
 /// Name of the last device section of a stream; the end of the stream follows.
 pub(crate) const LAST_SECTION: &[u8] = b"globalstate";

@@ -70,10 +70,10 @@ fn drives_a_vsock_in_the_guest() {
     }
     for number in 0..BYTES / PACKET {
         let bytes = packet(number);
-        while !(guest.has_room() && guest.credit(PORTS) as usize >= PACKET && guest.send(PORTS, &bytes, 0)) {
+        while !(guest.can_send() && guest.credit(PORTS) as usize >= PACKET && guest.send(PORTS, &bytes, 0)) {
             assert!(Instant::now() < deadline, "{number} packets were taken");
             guest.poll(|_, _| ()).unwrap();
-            guest.wait(!guest.has_room(), Duration::from_millis(10)).unwrap();
+            guest.wait(!guest.can_send(), Duration::from_millis(10)).unwrap();
         }
         guest.poll(|_, _| ()).unwrap();
     }

@@ -2,7 +2,7 @@
 //! destination.
 //!
 //! ```text
-//!   channel below ──▶ [ done │ data that are not taken │ packets that came │ room ]
+//!   channel below ──▶ [ done │ undelivered data       │ received packets   │ room ]
 //!                            ▲ plain                    ▲ start             ▲ end
 //! ```
 
@@ -10,7 +10,7 @@ use super::{Unpack, Unpacked};
 use crate::{Channel, Error, IoBufMut, IoCursorMut, RecvFlags, Result, scatter, total_len_mut};
 use std::ops::Range;
 
-/// Room for what came: at least some of the longest packets, so that one call brings many.
+/// Room for received bytes: at least some of the longest packets, so that one call receives many.
 const PACKETS: usize = 16;
 /// Maximum number of consecutive packets without data (empty ones, key updates, pings), which cost work and carry
 /// nothing.

@@ -46,10 +46,10 @@ pub(crate) trait Pack: Debug + Send {
 
 /// Takes packets apart.
 pub(crate) trait Unpack: Debug + Send {
-    /// Maximum number of bytes that must be there before a packet, or its next piece, can be taken apart.
+    /// Maximum number of bytes that must be received before a packet, or its next piece, can be decoded.
     const PACKET_BYTES_MAX: usize;
 
-    /// Takes the first packet, or a piece of one, from what came.
+    /// Decodes the first packet received, or a piece of one.
     ///
     /// # Errors
     /// The error; the stream ends there.
@@ -141,16 +141,18 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         let ended = || self.ended_recv.load(Ordering::Acquire);
         match total_len_mut(bufs) {
             0 => Ok(0),
-            _ => self.lock_inbox().recv(self.inner.as_ref(), bufs, flags, ended, || self.say_what_is_due()),
+            _ => self
+                .lock_inbox()
+                .recv(self.inner.as_ref(), bufs, flags, ended, || self.send_due_control_packets()),
         }
     }
 
     /// Sends the control packets of [`Pack::due`], unless another thread is sending.
-    fn say_what_is_due(&self) {
+    fn send_due_control_packets(&self) {
         if !self.has_ended_send()
             && let Ok(mut outbox) = self.outbox.try_lock()
         {
-            outbox.say_what_is_due(self.inner.as_ref(), || self.is_writable());
+            outbox.send_due_control_packets(self.inner.as_ref(), || self.is_writable());
         }
     }
 
@@ -169,9 +171,9 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
     }
 
     pub(crate) fn wait_recv(&self, until: &Cancel) -> Result<bool> {
-        // What came may be no data, or only the beginning of a packet.
+        // The received bytes may be no data, or only the beginning of a packet.
         while !self.lock_inbox().has_something(self.inner.peer()) {
-            self.say_what_is_due();
+            self.send_due_control_packets();
             if !self.inner.wait_recv(until)? {
                 return Ok(false);
             }

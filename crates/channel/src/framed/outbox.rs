@@ -49,7 +49,7 @@ impl<P: Pack> Outbox<P> {
     }
 
     /// Sends due control packets, as far as the channel below accepts them.
-    pub(super) fn say_what_is_due(&mut self, channel: &dyn Channel, now: impl Fn() -> bool) {
+    pub(super) fn send_due_control_packets(&mut self, channel: &dyn Channel, now: impl Fn() -> bool) {
         if self.closed || !self.pending.is_empty() || !now() {
             return;
         }
@@ -68,7 +68,7 @@ impl<P: Pack> Outbox<P> {
         Ok(())
     }
 
-    /// Ends the stream, as far as the channel below takes that `now`, which it is asked before each call.
+    /// Ends the stream, as far as the channel below accepts data, which `now` returns before each call.
     pub(super) fn close(&mut self, channel: &dyn Channel, now: impl Fn() -> bool) {
         if !self.closed && self.pending.is_empty() {
             self.pending = self.pack.end(&mut self.room);

@@ -29,8 +29,8 @@ pub(crate) struct Report {
 #[repr(C, align(8))]
 struct Control([u8; CONTROL]);
 
-/// Takes one entry from the queue, without waiting: `None` if it is empty, `Some(None)` for an entry of another shape.
-pub(crate) fn take(fd: BorrowedFd<'_>) -> io::Result<Option<Option<Report>>> {
+/// Reads one entry from the queue, without waiting: `None` if it is empty, `Some(None)` for an entry of another shape.
+pub(crate) fn read_entry(fd: BorrowedFd<'_>) -> io::Result<Option<Option<Report>>> {
     let mut control = Control([0; CONTROL]);
     let mut message = header(std::ptr::null_mut(), 0);
     message.msg_control = control.0.as_mut_ptr().cast();

@@ -62,7 +62,7 @@ pub(super) fn ended_at_server(peer: &str, tls: &TlsServer, first: &[u8]) -> Erro
             own.display()
         ),
         (Some(what), _) => return plain(peer, what),
-        (None, []) => "it ended the connection without a word".into(),
+        (None, []) => "it closed the connection without sending anything".into(),
         (None, _) => "it sent something else than TLS and ended the connection".into(),
     };
     Error::tls(peer, text)

@@ -28,9 +28,9 @@ pub(super) struct Handshaken {
     pub(super) tx: Protection,
     pub(super) rx: Protection,
     pub(super) keys: Keys,
-    /// Contents of records that came with the last flight.
+    /// Contents of records received with the last flight.
     pub(super) contents: Vec<u8>,
-    /// Records that came with it and were not opened.
+    /// Records received with it and not opened.
     pub(super) records: Vec<u8>,
     /// See [`super::TlsChannel`].
     pub(super) doubt: String,
@@ -225,7 +225,7 @@ impl<'a> Flights<'a> {
                     self.receive()?;
                 }
                 Err(error) => {
-                    self.say_why(connection);
+                    self.send_alert(connection);
                     return Err(Broken::Tls(error));
                 }
             }
@@ -234,8 +234,8 @@ impl<'a> Flights<'a> {
     }
 
     /// Sends the pending alert, if the peer still receives.
-    fn say_why(&mut self, connection: &mut impl Stepping) {
-        // Only as long as it has something to send: it must not look at the same bytes again.
+    fn send_alert(&mut self, connection: &mut impl Stepping) {
+        // Only as long as it has something to send: it must not process the same bytes again.
         while connection.has_outgoing() {
             let (discard, step) = connection.step(&mut self.incoming, &mut self.outgoing, &mut self.contents);
             self.incoming.drain(..discard);

@@ -45,7 +45,7 @@ pub struct TlsChannel {
     framed: Framed<Sealer, Opener>,
     /// Hint for a connection that the peer closes at its beginning.
     doubt: String,
-    heard: AtomicBool,
+    has_received: AtomicBool,
     sent: AtomicU64,
 }
 
@@ -97,12 +97,12 @@ impl TlsChannel {
         let keys = Arc::new(keys);
         let (sealer, opener) = (Sealer::new(tx, Arc::clone(&keys)), Opener::new(rx, keys));
         let framed = Framed::new(inner, sealer, send::BATCH_BYTES, opener, &contents, &records);
-        Self { framed, doubt, heard: AtomicBool::new(false), sent: AtomicU64::new(0) }
+        Self { framed, doubt, has_received: AtomicBool::new(false), sent: AtomicU64::new(0) }
     }
 
     fn received(&self, result: Result<usize>) -> Result<usize> {
         match result {
-            Ok(1..) => self.heard.store(true, Ordering::Relaxed),
+            Ok(1..) => self.has_received.store(true, Ordering::Relaxed),
             Err(error) if is_gone(&error) => return Err(self.doubted(error)),
             _ => {}
         }
@@ -121,7 +121,9 @@ impl TlsChannel {
     }
 
     fn doubted(&self, error: Error) -> Error {
-        match self.heard.load(Ordering::Relaxed) || self.sent.load(Ordering::Relaxed) > DOUBTED_BYTES_MAX {
+        match self.has_received.load(Ordering::Relaxed)
+            || self.sent.load(Ordering::Relaxed) > DOUBTED_BYTES_MAX
+        {
             true => error,
             false => Error::tls(self.peer(), self.doubt.clone()),
         }

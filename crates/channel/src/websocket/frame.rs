@@ -31,16 +31,16 @@ pub(super) enum Side {
     Server,
 }
 
-/// The last ping that came and was not answered; earlier ones need no answer.
+/// The last ping received and not answered; earlier ones need no answer.
 #[derive(Debug, Default)]
 pub(super) struct Pings(Mutex<Option<Vec<u8>>>);
 
 impl Pings {
-    fn came(&self, payload: &[u8]) {
+    fn record_ping(&self, payload: &[u8]) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(payload.to_vec());
     }
 
-    fn take(&self) -> Option<Vec<u8>> {
+    fn take_ping(&self) -> Option<Vec<u8>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
@@ -79,7 +79,7 @@ impl FrameWriter {
 
 impl Pack for FrameWriter {
     fn due(&mut self, room: &mut [u8], _peer: &str) -> Result<Option<Range<usize>>> {
-        Ok(self.pings.take().map(|payload| self.control(Control::Pong, &payload, room)))
+        Ok(self.pings.take_ping().map(|payload| self.control(Control::Pong, &payload, room)))
     }
 
     fn pack(&mut self, data: &mut IoCursor<'_, '_>, room: &mut [u8]) -> Range<usize> {
@@ -139,7 +139,7 @@ impl FrameReader {
             Control::Close => return Unpacked::End,
             Control::Ping => {
                 apply(mask.unwrap_or_default(), payload);
-                self.pings.came(payload);
+                self.pings.record_ping(payload);
             }
             _ => {}
         }
@@ -263,7 +263,7 @@ mod tests {
                 let bufs = [IoBuf::from(&content[..])];
                 let frame = writer.pack(&mut IoCursor::new(&bufs), &mut room);
                 bytes.extend_from_slice(&room[frame]);
-                pings.came(b"ping");
+                pings.record_ping(b"ping");
                 let pong = writer.due(&mut room, "peer").unwrap().unwrap();
                 bytes.extend_from_slice(&room[pong]);
             }

@@ -40,7 +40,7 @@ use std::time::{Duration, Instant};
 const MEMORY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of entries that are read at a time, so that a flood of errors does not block sending.
 const ENTRIES_MAX: usize = 1024;
-/// The longest wait without a look at the books, as another thread may have read what we wait for.
+/// The longest wait before the ledger is checked again, as another thread may have read the awaited completion.
 const SLICE: Duration = Duration::from_millis(5);
 /// The first pause when a socket in an error has `POLLERR` but no completion.
 const PAUSE: Duration = Duration::from_micros(100);
@@ -243,7 +243,7 @@ fn read(ledger: &mut Ledger, socket: BorrowedFd<'_>) -> std::io::Result<bool> {
         if ledger.finished() == ledger.open_end() {
             break;
         }
-        match error_queue::take(socket)? {
+        match error_queue::read_entry(socket)? {
             Some(report) => ledger.book(report),
             None => break,
         }

@@ -55,7 +55,7 @@ impl PeerSession {
 
     /// Sends the source's towline that the guest is in its requested state.
     pub(super) fn send_placement(&self, placement: Placement) -> Result<(), Error> {
-        self.send_report(&FromDestination::Settled(to_wire_placement(placement)))
+        self.send_report(&FromDestination::Placed(to_wire_placement(placement)))
     }
 
     /// Sends the source's towline that the guest could not be started.
@@ -173,7 +173,7 @@ fn from_wire_outcome(frame: FromSource) -> PeerMessage {
 
 fn from_wire_report(frame: FromDestination) -> PeerMessage {
     match frame {
-        FromDestination::Settled(settled) => PeerMessage::Placed(match settled {
+        FromDestination::Placed(placement) => PeerMessage::Placed(match placement {
             GuestPlacement::Running => Placement::Running,
             GuestPlacement::Paused => Placement::Paused,
             GuestPlacement::Loaded => Placement::Loaded,

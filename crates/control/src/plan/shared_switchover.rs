@@ -207,7 +207,7 @@ impl SwitchoverGate for SharedSwitchover {
         self.pass(input) == Directive::Proceed
     }
 
-    fn holds(&self, error: &EngineError) -> bool {
+    fn must_acknowledge_after(&self, error: &EngineError) -> bool {
         *self.failed.get_or_init(|| self.handle(failure(is_refusal(error))))
             == Directive::AcknowledgeUnconfirmed
     }

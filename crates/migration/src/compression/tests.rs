@@ -21,7 +21,7 @@ fn ends(compression: Compression) -> (Compressor, Decompressor) {
     (compressor, Decompressor::new(compression).unwrap().unwrap())
 }
 
-/// One page of this kind: zeros, one byte, text, what came before, noise.
+/// One page of this kind: zeros, one byte, text, a ramp, noise.
 fn page(kind: u8, rng: &mut Rng) -> Vec<u8> {
     let mut page = vec![0; PAGE];
     match kind % 5 {

@@ -28,9 +28,9 @@ const UNRELATED_MAX: usize = 64;
 /// Maximum number of connections of a migration that is not taken which are closed after its main channel.
 const REFUSED_MAX: usize = 256;
 /// The time that a look may take that has to wait for the rest of what began to come.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(1);
-/// When a connection is looked at again that has sent less than its magic: it would be ready all the time.
-const LOOK_INTERVAL: Duration = Duration::from_millis(10);
+const PEEK_TIMEOUT: Duration = Duration::from_secs(1);
+/// Interval at which a connection that has sent less than its magic is peeked at: it would be ready all the time.
+const PEEK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The connections of one incoming migration.
 #[derive(Debug)]
@@ -179,7 +179,11 @@ impl Connections {
                 }
             }
             for mut candidate in std::mem::take(&mut *unknown) {
-                match if ready.has(&candidate.channel) { candidate.look()? } else { Classified::Unknown } {
+                match if ready.has(&candidate.channel) {
+                    candidate.peek_first_bytes()?
+                } else {
+                    Classified::Unknown
+                } {
                     Classified::Lane(init) => return Err(self.too_many(candidate.channel, &init)),
                     Classified::Unknown => unknown.push(candidate),
                     Classified::Main | Classified::Unrelated => candidate.dropped(),
@@ -192,7 +196,7 @@ impl Connections {
         }
     }
 
-    /// Takes a connection that came when all were there.
+    /// Handles a connection accepted after all were complete.
     fn extra(&self, channel: Arc<dyn Channel>, unknown: &mut Vec<Candidate>) -> Result<()> {
         if can_wait(channel.as_ref()) {
             unknown.push(Candidate::new(channel));
@@ -229,7 +233,7 @@ struct Candidate {
     /// The part of its init packet that was read; empty before its magic was seen.
     init: Vec<u8>,
     /// Not looked at before.
-    next_look: Instant,
+    next_peek: Instant,
     /// Reason why it is unrelated, if known.
     why: Option<String>,
 }
@@ -249,7 +253,7 @@ impl Gathering {
         Self { main: None, lanes, registry, candidates: Vec::new(), refused: Vec::new() }
     }
 
-    /// Ends the connections that came so far, and those on their way.
+    /// Ends the connections accepted so far, and those in progress.
     fn refuse(mut self, listener: &Listener) {
         // The caller's cancellation does not apply here.
         let (Some(main), Ok(cancel)) = (&self.main, Cancel::new()) else { return };
@@ -319,7 +323,7 @@ impl Gathering {
                 self.candidates.push(candidate);
                 continue;
             }
-            match candidate.look()? {
+            match candidate.peek_first_bytes()? {
                 Classified::Main if self.main.is_none() => {
                     candidate.channel.set_timeouts(None, None)?;
                     self.main = Some(candidate.channel);
@@ -339,10 +343,10 @@ impl Gathering {
 impl Candidate {
     fn new(channel: Arc<dyn Channel>) -> Self {
         // A cipher gives nothing before a whole record has come.
-        if let Err(error) = channel.set_timeouts(Some(LOOK_TIMEOUT), None) {
+        if let Err(error) = channel.set_timeouts(Some(PEEK_TIMEOUT), None) {
             tracing::debug!(peer = channel.peer(), %error, "set_timeouts");
         }
-        Self { channel, init: Vec::new(), next_look: Instant::now(), why: None }
+        Self { channel, init: Vec::new(), next_peek: Instant::now(), why: None }
     }
 
     fn dropped(&self) {
@@ -354,7 +358,7 @@ impl Candidate {
     }
 
     /// Handles a connection that ended, failed, or sent other bytes.
-    fn stranger(&mut self, peeked: Result<usize, ChannelError>, first: &[u8]) -> Classified {
+    fn classify_unrelated(&mut self, peeked: Result<usize, ChannelError>, first: &[u8]) -> Classified {
         self.why = match peeked {
             Ok(0) => None,
             Ok(_) if describe_plain(first) == Some("TLS") => Some(
@@ -367,11 +371,11 @@ impl Candidate {
     }
 
     fn watched(&self) -> (&Arc<dyn Channel>, Instant) {
-        (&self.channel, self.next_look)
+        (&self.channel, self.next_peek)
     }
 
     /// Peeks at the received bytes; does not wait, as the channel is ready.
-    fn look(&mut self) -> Result<Classified> {
+    fn peek_first_bytes(&mut self) -> Result<Classified> {
         if self.init.is_empty() {
             let mut magic = [0; 4];
             let peeked = self.channel.recv(&mut [IoBufMut::from(&mut magic)], RecvFlags::PEEK);
@@ -379,18 +383,18 @@ impl Candidate {
                 (Ok(4), configuration::MAGIC) => return Ok(Classified::Main),
                 (Ok(4), multifd::MAGIC) => {}
                 (Ok(1..4), _) => {
-                    self.next_look = Instant::now() + LOOK_INTERVAL;
+                    self.next_peek = Instant::now() + PEEK_INTERVAL;
                     return Ok(Classified::Unknown);
                 }
                 (Err(ChannelError::Timeout { .. }), _) => return Ok(Classified::Unknown),
-                (peeked, _) => return Ok(self.stranger(peeked, &magic)),
+                (peeked, _) => return Ok(self.classify_unrelated(peeked, &magic)),
             }
         }
         let (mut bytes, had) = ([0; INIT_BYTES], self.init.len());
         match self.channel.recv(&mut [IoBufMut::from(&mut bytes[had..])], RecvFlags::empty()) {
             Err(ChannelError::Timeout { .. }) => return Ok(Classified::Unknown),
             Ok(0) => return Ok(Classified::Unrelated),
-            Err(error) => return Ok(self.stranger(Err(error), &[])),
+            Err(error) => return Ok(self.classify_unrelated(Err(error), &[])),
             Ok(received) => self.init.extend_from_slice(&bytes[had..had + received]),
         }
         match self.init.as_slice().try_into() {

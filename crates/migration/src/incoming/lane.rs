@@ -36,7 +36,7 @@ pub(super) fn run(index: usize, channel: &dyn Channel, shared: &Shared<'_>) {
 
 /// The checksum of a packet, and the hash of its header as received.
 #[derive(Clone, Copy)]
-struct Check {
+struct HeaderChecksum {
     header: u64,
     checksum: Option<Checksum>,
 }
@@ -75,33 +75,33 @@ impl<'a> Lane<'a> {
                 Err(ChannelError::Closed { .. }) => return Err(ended(self.channel, "a lane's next packet")),
                 Err(error) => return Err(error.into()),
             }
-            let check = self.check(&mut header)?;
+            let check = self.take_header_checksum(&mut header)?;
             let packet = Packet::decode(&header, self.shared.blocks());
             let packet = packet.map_err(Error::protocol(self.channel.peer()))?;
             self.require_checksum(&packet, check)?;
-            if self.take(&packet, check)? == Released::Closed {
+            if self.process_packet(&packet, check)? == Released::Closed {
                 return Ok(());
             }
         }
     }
 
-    /// Returns true if the source ends its lanes without a word, TLS or not; that nothing is missing the next barrier sees to.
+    /// Returns true if the source ends its lanes without close_notify. The next barrier detects what is missing.
     fn may_be_cut(&self) -> bool {
-        self.shared.machine_type.get().is_some_and(|name| !machine::lanes_are_closed(name))
+        self.shared.machine_type.get().is_some_and(|name| !machine::has_clean_tls_termination(name))
     }
 
-    /// Takes the checksum out of a header, and compares the header with it before anything of it is believed.
-    fn check(&self, header: &mut [u8; HEADER_BYTES]) -> Result<Check> {
+    /// Takes the checksum out of a header, and compares the header with it before any field is used.
+    fn take_header_checksum(&self, header: &mut [u8; HEADER_BYTES]) -> Result<HeaderChecksum> {
         let checksum = Checksum::take(header);
         let header = checksum.map_or(0, |_| checksum::of_header(header));
         if checksum.is_some_and(|checksum| checksum.header != Checksum::of_header(header)) {
             return Err(self.damaged(checksum::damaged(Damage::Header, &Packet::empty(), &[])));
         }
-        Ok(Check { header, checksum })
+        Ok(HeaderChecksum { header, checksum })
     }
 
     /// A source that was informed that checksums are compared omits none, except in packets that it sent before.
-    fn require_checksum(&self, packet: &Packet, check: Check) -> Result<()> {
+    fn require_checksum(&self, packet: &Packet, check: HeaderChecksum) -> Result<()> {
         let missing = check.checksum.is_none() && packet.block.is_some();
         match missing && self.shared.compares_checksums.load(Ordering::Acquire) {
             true => Err(self.damaged(InvalidMessage::ChecksumMissing)),
@@ -110,7 +110,7 @@ impl<'a> Lane<'a> {
     }
 
     /// Compares a packet, whose contents lie in these buffers, with what was sent.
-    fn verify(&self, packet: &Packet, check: Check, contents: &[IoBuf<'_>]) -> Result<()> {
+    fn verify(&self, packet: &Packet, check: HeaderChecksum, contents: &[IoBuf<'_>]) -> Result<()> {
         let Some(checksum) = check.checksum else { return Ok(()) };
         let hashed = if checksum.of_pages { contents } else { &[] };
         let sums = checksum::sums(check.header, packet.method, hashed);
@@ -126,7 +126,7 @@ impl<'a> Lane<'a> {
         Error::protocol(self.channel.peer())(message.into())
     }
 
-    fn take(&mut self, packet: &Packet, check: Check) -> Result<Released> {
+    fn process_packet(&mut self, packet: &Packet, check: HeaderChecksum) -> Result<Released> {
         let statistics = self.shared.statistics;
         statistics.count_lane(HEADER_BYTES);
         Statistics::add(&statistics.multifd_bytes, packet.data_bytes.into());
@@ -160,7 +160,7 @@ impl<'a> Lane<'a> {
     }
 
     /// Receives the contents of a packet's pages: into the sink's own memory where it has any, else into the buffer.
-    fn contents(&mut self, block: BlockIndex, packet: &Packet, check: Check) -> Result<()> {
+    fn contents(&mut self, block: BlockIndex, packet: &Packet, check: HeaderChecksum) -> Result<()> {
         let offsets = &packet.normal[..];
         if offsets.is_empty() {
             return self.verify(packet, check, &[]);
@@ -204,9 +204,9 @@ impl<'a> Lane<'a> {
     }
 
     /// Receives a compressed packet's pages into the buffer.
-    fn decompress(&mut self, packet: &Packet, check: Check) -> Result<()> {
+    fn decompress(&mut self, packet: &Packet, check: HeaderChecksum) -> Result<()> {
         let (compressed, pages) = (packet.data_bytes as usize, packet.normal.len());
-        // Taken out for as long as it is looked at together with the lane.
+        // Taken out while it is used together with the lane.
         let Some(mut decompressor) = self.decompressor.take() else { return Ok(()) };
         let mut input = [decompressor.receive(compressed)];
         self.channel.recv_exact(&mut input)?;

@@ -97,9 +97,9 @@ impl<'a> MainChannel<'a> {
         }
     }
 
-    /// A destination that runs the guest by itself may have it, without acknowledgement: the source is stopped for
-    /// good.
-    pub(super) fn hold(&self) {
+    /// Acknowledges the source without an acknowledgement of the destination, which may run the guest: the source
+    /// stops for good.
+    pub(super) fn acknowledge_regardless(&self) {
         if let Some(writer) = &self.return_path
             && let Err(error) = writer.send(&Message::Shut(0))
         {
@@ -179,7 +179,7 @@ impl<'a> MainChannel<'a> {
                 sink.section_start(*section)
             }
             Event::Flush => {
-                if self.barriers.flush() {
+                if self.barriers.on_flush_record() {
                     Statistics::add(&self.shared.statistics.dirty_sync_count, 1);
                 }
                 self.lead()
@@ -205,7 +205,7 @@ impl<'a> MainChannel<'a> {
         if kind == SectionKind::Start {
             self.connections.refuse_extra(EXTRA_TIMEOUT)?;
         }
-        if !self.connections.lanes.is_empty() && self.barriers.section_end() {
+        if !self.connections.lanes.is_empty() && self.barriers.on_section_end() {
             self.lead()?;
         }
         self.shared.sink.section_end(kind)
@@ -225,7 +225,7 @@ impl<'a> MainChannel<'a> {
             }
             Command::Ping(value) => {
                 let Some(writer) = &self.return_path else { return Ok(()) };
-                if let Some(version) = session::asked(*value) {
+                if let Some(version) = session::requested_version(*value) {
                     return writer.send(&Message::Pong(session::pong(version, self.options.receiver)));
                 }
                 match *value == PING_CHECKSUMS {

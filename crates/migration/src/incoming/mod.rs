@@ -166,8 +166,8 @@ impl Incoming {
             }
             Err(error) => {
                 let error = self.session.end(error);
-                match self.session.holds_source(&error) {
-                    true => main.hold(),
+                match self.session.must_acknowledge_after(&error) {
+                    true => main.acknowledge_regardless(),
                     false => connections.refuse(),
                 }
                 Err(error)

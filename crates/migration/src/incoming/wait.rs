@@ -42,11 +42,11 @@ pub(super) fn wait<'a>(
     let mut until = deadline;
     let mut watched = Vec::new();
     let mut ahead = Vec::new();
-    for (channel, next_look) in channels {
+    for (channel, next_peek) in channels {
         match channel.as_fd() {
-            Some(_) if next_look <= now && channel.has_buffered() => ahead.push(Arc::clone(channel)),
-            Some(fd) if next_look <= now => watched.push((channel, fd)),
-            _ => until = until.min(next_look),
+            Some(_) if next_peek <= now && channel.has_buffered() => ahead.push(Arc::clone(channel)),
+            Some(fd) if next_peek <= now => watched.push((channel, fd)),
+            _ => until = until.min(next_peek),
         }
     }
     let mut fds = vec![PollFd::new(cancel, PollFlags::IN), PollFd::from_borrowed_fd(listener, PollFlags::IN)];

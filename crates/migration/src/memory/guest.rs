@@ -6,7 +6,7 @@ use towline_channel::IoBuf;
 use towline_protocol::configuration::Configuration;
 use towline_protocol::{PageRef, RamBlock};
 
-use super::{Memory, MemoryError, address, lock};
+use super::{Memory, MemoryError, lock, offset_in_block};
 use crate::{Extent, ExtentKind, Guest, Result};
 
 /// Maximum number of pages looked at for one extent: those of a unit that is sent.
@@ -35,7 +35,7 @@ impl Guest for Memory {
 
     fn extent(&self, page: PageRef) -> Extent {
         let ram = self.ram();
-        if !ram.places[page.block.index()].is_ours {
+        if !ram.mapped[page.block.index()].is_ours {
             return Extent { pages: 1, kind: ExtentKind::Unknown };
         }
         let (pages, is_touched) = ram.touched.alike(page, EXTENT_PAGES_MAX);
@@ -44,12 +44,12 @@ impl Guest for Memory {
 
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
         let length = usize::try_from(length).expect("within a block that is mapped here");
-        self.ram().span(page).io_buf(address(page), length)
+        self.ram().span(page).io_buf(offset_in_block(page), length)
     }
 
     fn is_zero(&self, page: PageRef) -> bool {
         let page_bytes = towline_protocol::ram::PAGE_SIZE as usize;
-        self.ram().span(page).is_zero(address(page), page_bytes)
+        self.ram().span(page).is_zero(offset_in_block(page), page_bytes)
     }
 
     fn harvest_dirty(&self, report: &mut dyn FnMut(PageRef, u64)) -> Result<()> {

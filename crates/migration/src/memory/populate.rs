@@ -44,9 +44,9 @@ impl Memory {
         let ram = self.ram.get().ok_or(MemoryError::NoBlocks)?;
         let begun = Instant::now();
         let is_huge_advised = ram
-            .places
+            .mapped
             .iter()
-            .map(|place| place.region.span().advise_huge())
+            .map(|mapped| mapped.region.span().advise_huge())
             .fold(true, |all, one| all & one.is_ok());
         let chunks = chunks(ram);
         let (next, is_touched, failed) = (AtomicUsize::new(0), AtomicBool::new(false), Mutex::new(None));
@@ -81,7 +81,7 @@ fn chunks(ram: &Ram) -> Vec<Chunk<'_>> {
         })
     };
     let names = ram.blocks.iter().map(|block| block.name.as_str());
-    names.zip(ram.places.iter().map(|place| place.region.span())).flat_map(of).collect()
+    names.zip(ram.mapped.iter().map(|mapped| mapped.region.span())).flat_map(of).collect()
 }
 
 impl Chunk<'_> {

@@ -10,7 +10,7 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use super::{Backing, Block, Memory, MemoryError, Ram, address, lock};
+use super::{Backing, Block, Memory, MemoryError, Ram, lock, offset_in_block};
 use crate::{Pages, Result, Sink, Stream};
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -41,7 +41,7 @@ impl Sink for Memory {
         let ram = self.ram.get()?;
         // Before the bytes come: those of a migration that fails in the middle stay.
         ram.touched.mark(page, length);
-        Some(ram.span(page).io_buf_mut(address(page), usize::try_from(length).ok()?))
+        Some(ram.span(page).io_buf_mut(offset_in_block(page), usize::try_from(length).ok()?))
     }
 
     fn pages(&self, _stream: Stream, pages: &Pages<'_>) -> Result<()> {
@@ -50,7 +50,7 @@ impl Sink for Memory {
         for (&offset, content) in pages.offsets.iter().zip(contents) {
             let page = PageRef { block: pages.block, offset };
             ram.touched.mark(page, PAGE_SIZE);
-            ram.span(page).write(address(page), content);
+            ram.span(page).write(offset_in_block(page), content);
         }
         Ok(())
     }
@@ -60,15 +60,15 @@ impl Sink for Memory {
         for &offset in offsets {
             let page = PageRef { block, offset };
             // Zero pages are not written again: the first write of a page costs more than its transfer.
-            if !ram.is_untouched(page) && !ram.span(page).is_zero(address(page), PAGE) {
-                ram.span(page).write(address(page), &[0; PAGE]);
+            if !ram.is_untouched(page) && !ram.span(page).is_zero(offset_in_block(page), PAGE) {
+                ram.span(page).write(offset_in_block(page), &[0; PAGE]);
             }
         }
         Ok(())
     }
 
     fn current(&self, page: PageRef, content: &mut [u8]) -> Result<()> {
-        self.ram.get().ok_or(MemoryError::NoBlocks)?.span(page).read(address(page), content);
+        self.ram.get().ok_or(MemoryError::NoBlocks)?.span(page).read(offset_in_block(page), content);
         Ok(())
     }
 

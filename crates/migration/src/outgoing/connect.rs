@@ -34,7 +34,7 @@ pub struct Connections {
 impl Connections {
     /// After a failure, when all channels are shut down: returns when the kernel reads no memory any more that was sent
     /// without a copy. A peer that takes nothing is reset.
-    pub(crate) fn let_go(&self) {
+    pub(crate) fn drain_zero_copy(&self) {
         let deadline = Instant::now() + LEASE_PATIENCE;
         for lane in &self.lanes {
             let lease = lane.lease();

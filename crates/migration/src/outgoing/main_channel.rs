@@ -53,10 +53,10 @@ impl MainWriter {
         lanes: usize,
     ) -> Result<()> {
         let out = self.writer.pending();
-        let questions = [session::ping(), PING_CHECKSUMS];
+        let pings = [session::ping(), PING_CHECKSUMS];
         self.state = State::Setup(match (return_path, lanes) {
-            (true, 0) => Setup::begin_asking(configuration, &questions[..1], out),
-            (true, _) => Setup::begin_asking(configuration, &questions, out),
+            (true, 0) => Setup::begin_with_pings(configuration, &pings[..1], out),
+            (true, _) => Setup::begin_with_pings(configuration, &pings, out),
             (false, _) => Setup::begin(configuration, false, out),
         });
         self.flush()
@@ -75,7 +75,7 @@ impl MainWriter {
     /// Opens a PART.
     pub(crate) fn open_part(&mut self) {
         self.step(|state, out| match state {
-            State::Iterating(iterating) => State::Part(iterating.part(out)),
+            State::Iterating(iterating) => State::Part(iterating.open_part(out)),
             state => state,
         });
     }
@@ -127,7 +127,7 @@ impl MainWriter {
     }
 
     /// Sends a frame of a session between two towlines; between two sections.
-    pub(crate) fn say(&mut self, frame: FromSource) -> Result<()> {
+    pub(crate) fn send_session_frame(&mut self, frame: FromSource) -> Result<()> {
         frame.to_command().encode(self.writer.pending());
         self.flush()
     }

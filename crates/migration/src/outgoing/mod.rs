@@ -47,7 +47,7 @@ pub(crate) use records::RecordWriter;
 /// Options of an outgoing migration.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Open a return path and succeed only on the destination's word. Off for what cannot answer: a pipe, a file.
+    /// Open a return path, and succeed only if the destination acknowledges. Off for a pipe or a file, which cannot answer.
     pub return_path: bool,
     /// The time that the destination may take to answer the stream's head.
     pub answer_timeout: Duration,
@@ -57,7 +57,7 @@ pub struct Options {
     pub downtime_limit: Duration,
     /// The part of it for everything but memory: the device state, starting the guest at its destination.
     pub switchover_cost: Duration,
-    /// The time that a guest that writes as fast as it is sent is looked at before [`Self::unconverged`] decides.
+    /// Time for which a guest that writes as fast as it is sent is observed before [`Self::unconverged`] decides.
     pub patience: Patience,
     /// Handling of a guest that does not converge.
     pub unconverged: Unconverged,
@@ -161,7 +161,7 @@ impl Outgoing {
             // The destination learns it before the guest runs again.
             Err(error) => {
                 let error = self.session.end(error);
-                connections.let_go();
+                connections.drain_zero_copy();
                 Err(error)
             }
         };
@@ -306,10 +306,10 @@ impl Outgoing {
         Statistics::add(&self.statistics.dirty_sync_count, 1);
         if lanes.is_empty() {
             while let Some((page, length)) = pass.next() {
-                shared.limiter.take(length, shared.session)?;
+                shared.limiter.reserve(length, shared.session)?;
                 shared.guest.prepare(page, length)?;
                 let sent = shared.main().unit(shared.guest, page, length)?;
-                shared.limiter.give_back(length - sent);
+                shared.limiter.refund(length - sent);
             }
             return shared.main().flush();
         }
@@ -333,7 +333,7 @@ pub(crate) fn greet(session: &Session, main: &mut MainWriter, answers: &ReturnPa
     let receiver = answers.receiver();
     session.found_destination(receiver);
     match receiver {
-        Some(Receiver::Waits) => main.say(FromSource::Hello(session.move_id())),
+        Some(Receiver::Waits) => main.send_session_frame(FromSource::Hello(session.move_id())),
         _ => Ok(()),
     }
 }
@@ -366,11 +366,11 @@ fn send_units(shared: &Shared<'_>, lane: &mut LaneWriter, pass: &Pass) -> Result
     let blocks = shared.guest.blocks();
     while let Some((page, length)) = pass.next() {
         shared.session.check()?;
-        shared.limiter.take(length, shared.session)?;
+        shared.limiter.reserve(length, shared.session)?;
         shared.guest.prepare(page, length)?;
         let sent = send_unit(shared, lane, blocks, page, length)?;
         // Incompressible data becomes a little longer.
-        shared.limiter.give_back(length.saturating_sub(sent));
+        shared.limiter.refund(length.saturating_sub(sent));
     }
     lane.sync(blocks)?;
     // The last page is on its way by now, so the network is not idle meanwhile.

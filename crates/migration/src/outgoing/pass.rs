@@ -10,7 +10,7 @@ use crate::{Guest, Result, Session, Tuning};
 /// A unit's size and alignment: an image's checksums and a host's huge pages are of this size.
 const UNIT_BYTES: u64 = 2 << 20;
 /// Interval at which a throttled sender checks whether the migration failed.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Runs of memory to be sent.
 #[derive(Debug, Default)]
@@ -79,31 +79,31 @@ impl Pass {
     }
 }
 
-/// Holds all lanes together to a rate.
+/// Limits the rate of all lanes together.
 #[derive(Debug)]
 pub(crate) struct Limiter {
     bytes_per_second: Option<u64>,
-    taken: Mutex<Taken>,
+    reserved: Mutex<Reservation>,
 }
 
 #[derive(Debug)]
-struct Taken {
-    /// When the bytes taken so far have passed.
+struct Reservation {
+    /// Time at which the bytes reserved so far are sent.
     free: Instant,
-    /// The rate it was taken at.
+    /// Rate of the reservation.
     rate: Option<u64>,
-    /// Number of times that the rate had been changed by then.
+    /// Number of changes of the rate up to the reservation.
     changes: u64,
 }
 
 impl Limiter {
     pub(crate) fn new(bytes_per_second: Option<u64>) -> Self {
-        let taken = Taken { free: Instant::now(), rate: bytes_per_second, changes: 0 };
-        Self { bytes_per_second, taken: Mutex::new(taken) }
+        let reserved = Reservation { free: Instant::now(), rate: bytes_per_second, changes: 0 };
+        Self { bytes_per_second, reserved: Mutex::new(reserved) }
     }
 
     /// Waits until `bytes` more may be sent. A rate that changes meanwhile holds from that moment.
-    pub(crate) fn take(&self, bytes: u64, session: &Session) -> Result<()> {
+    pub(crate) fn reserve(&self, bytes: u64, session: &Session) -> Result<()> {
         loop {
             let Some((due, changes)) = self.due(bytes, session.tuning()) else { return Ok(()) };
             loop {
@@ -112,7 +112,7 @@ impl Limiter {
                     return Ok(());
                 }
                 session.check()?;
-                std::thread::sleep(left.min(LOOK_INTERVAL));
+                std::thread::sleep(left.min(POLL_INTERVAL));
                 if session.tuning().changes() != changes {
                     break;
                 }
@@ -122,25 +122,25 @@ impl Limiter {
 
     /// When `bytes` more may be sent, and at which rate that is; `None`: at once.
     fn due(&self, bytes: u64, tuning: &Tuning) -> Option<(Instant, u64)> {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
         let (now, changes) = (Instant::now(), tuning.changes());
-        if std::mem::replace(&mut taken.changes, changes) != changes {
-            // Bytes taken at another rate do not count in this one.
-            taken.free = now;
+        if std::mem::replace(&mut reserved.changes, changes) != changes {
+            // Bytes reserved at another rate do not count in this one.
+            reserved.free = now;
         }
-        taken.rate = tuning.max_bandwidth().unwrap_or(self.bytes_per_second);
-        let rate = taken.rate?;
+        reserved.rate = tuning.max_bandwidth().unwrap_or(self.bytes_per_second);
+        let rate = reserved.rate?;
         // Time that passed unused is not made up for.
-        let due = taken.free.max(now);
-        taken.free = due + time_of(bytes, rate);
+        let due = reserved.free.max(now);
+        reserved.free = due + time_of(bytes, rate);
         Some((due, changes))
     }
 
     /// Returns `bytes` that were taken and not sent: those of zero pages, and savings of compression.
-    pub(crate) fn give_back(&self, bytes: u64) {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(rate) = taken.rate else { return };
-        taken.free = taken.free.checked_sub(time_of(bytes, rate)).unwrap_or(taken.free);
+    pub(crate) fn refund(&self, bytes: u64) {
+        let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(rate) = reserved.rate else { return };
+        reserved.free = reserved.free.checked_sub(time_of(bytes, rate)).unwrap_or(reserved.free);
     }
 }
 
@@ -157,14 +157,14 @@ mod tests {
     fn raising_the_rate_wakes_a_throttled_sender() {
         let (limiter, session, tuning) = (Limiter::new(Some(1)), Session::default(), Tuning::default());
         session.follow(&tuning);
-        limiter.take(3600, &session).unwrap();
+        limiter.reserve(3600, &session).unwrap();
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| limiter.take(3600, &session));
+            let waits = scope.spawn(|| limiter.reserve(3600, &session));
             tuning.set_max_bandwidth(Some(1 << 40));
             waits.join().unwrap().unwrap();
         });
         tuning.set_max_bandwidth(None);
-        limiter.take(u64::MAX, &session).unwrap();
+        limiter.reserve(u64::MAX, &session).unwrap();
     }
 
     #[test]
@@ -198,11 +198,11 @@ mod tests {
     fn zero_pages_do_not_count_against_the_rate() {
         let (limiter, session) = (Limiter::new(Some(1)), Session::default());
         for _ in 0..1000 {
-            limiter.take(3600, &session).unwrap();
-            limiter.give_back(3600);
+            limiter.reserve(3600, &session).unwrap();
+            limiter.refund(3600);
         }
         session.fail(crate::Error::LaneEnded);
-        limiter.take(3600, &session).unwrap();
-        assert!(matches!(limiter.take(1, &session), Err(crate::Error::Cancelled)));
+        limiter.reserve(3600, &session).unwrap();
+        assert!(matches!(limiter.reserve(1, &session), Err(crate::Error::Cancelled)));
     }
 }

@@ -16,8 +16,8 @@ use crate::{Error, Result, Session};
 /// Room for one message, the largest of which is 516 bytes.
 const INPUT_BYTES: usize = 1024;
 /// Interval at which a waiter looks whether the migration failed.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
-/// The time that a waiter lets the listener read what came before the migration failed.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Time that a waiter allows the listener to read messages received before the migration failed.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Number of messages that are kept until the source's return path is open. A destination sends one, SWITCHOVER_ACK.
 const WAITING_MAX: usize = 16;
@@ -135,7 +135,7 @@ impl ReturnPath {
             if deadline.is_some_and(|deadline| now >= deadline) {
                 return Ok(false);
             }
-            let waited = self.shared.changed.wait_timeout(state, LOOK_INTERVAL);
+            let waited = self.shared.changed.wait_timeout(state, POLL_INTERVAL);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(true)
@@ -151,7 +151,7 @@ impl ReturnPath {
             end += received;
             let mut reader = Reader::new(&input[..end]);
             while let Some(message) = Message::decode(&mut reader).map_err(Error::protocol(&self.peer))? {
-                if self.take(message)? {
+                if self.process_message(message)? {
                     return Ok(());
                 }
             }
@@ -161,8 +161,8 @@ impl ReturnPath {
         }
     }
 
-    /// Takes a message in; true after the last one.
-    fn take(&self, message: Message) -> Result<bool> {
+    /// Processes a message; true after the last one.
+    fn process_message(&self, message: Message) -> Result<bool> {
         let mut state = self.state();
         if state.answers.handle(&message).map_err(Error::protocol(&self.peer))? == Answer::Other {
             match &mut state.forwarding {

@@ -26,7 +26,7 @@ pub(super) struct Faults {
 /// The request path at one moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct FaultCounts {
-    /// Requests for pages that came.
+    /// Requests for pages received.
     pub requests: u64,
     /// Pages that were sent for one.
     pub served: u64,

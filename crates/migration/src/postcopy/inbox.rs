@@ -17,9 +17,9 @@ use crate::{Error, Result, Session};
 const INPUT_BYTES: usize = 64 << 10;
 /// Requests that wait to be served. A destination has one for each thread that stands still at most.
 const REQUESTS_MAX: usize = 1 << 16;
-/// Interval at which a waiter looks whether the connection failed.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
-/// The time that a waiter lets the listener read what came before the failure.
+/// Interval at which a waiter checks for a failed connection.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Time that a waiter allows the listener to read the messages received before a failure.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// A request for pages.
@@ -35,10 +35,10 @@ pub(super) struct Request {
 pub(super) struct Inbox {
     peer: String,
     blocks: Arc<[Block]>,
-    heard: Mutex<InboxState>,
+    state: Mutex<InboxState>,
     changed: Condvar,
     /// For the request workers: one is woken for each request.
-    asked: Condvar,
+    requested: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -65,8 +65,8 @@ impl Inbox {
         blocks: &Arc<[Block]>,
     ) -> Arc<Self> {
         let (peer, blocks) = (channel.peer().to_owned(), Arc::clone(blocks));
-        let (heard, changed, asked) = (Mutex::default(), Condvar::new(), Condvar::new());
-        let inbox = Arc::new(Self { peer, blocks, heard, changed, asked });
+        let (state, changed, requested) = (Mutex::default(), Condvar::new(), Condvar::new());
+        let inbox = Arc::new(Self { peer, blocks, state, changed, requested });
         let (listener, session, channel) = (Arc::clone(&inbox), Arc::clone(session), Arc::clone(channel));
         thread::spawn(move || {
             let _guard = session.guard();
@@ -75,14 +75,14 @@ impl Inbox {
             }
             listener.state().ended = true;
             listener.changed.notify_all();
-            listener.asked.notify_all();
+            listener.requested.notify_all();
         });
         inbox
     }
 
     /// Waits for the answer to this PING.
     pub(super) fn wait_pong(&self, ping: u32, session: &Session, within: Duration) -> Result<()> {
-        self.wait(session, within, |heard| heard.pongs.contains(&ping))
+        self.wait(session, within, |state| state.pongs.contains(&ping))
     }
 
     /// Returns true if this PING was answered. After the end, all messages have been counted.
@@ -90,29 +90,29 @@ impl Inbox {
         self.state().pongs.contains(&ping)
     }
 
-    /// Waits until the listener has read everything that came before the connection ended.
+    /// Waits until the listener has read everything received before the connection ended.
     pub(super) fn wait_end(&self) {
         let deadline = Instant::now() + LAST_WORDS;
-        let mut heard = self.state();
-        while !heard.ended && Instant::now() < deadline {
-            heard = self.changed.wait_timeout(heard, LOOK_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
+        let mut state = self.state();
+        while !state.ended && Instant::now() < deadline {
+            state = self.changed.wait_timeout(state, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// Waits for the bitmaps of all blocks, and takes them.
+    /// Waits for the bitmaps of all blocks, and returns them.
     pub(super) fn wait_bitmaps(
         &self,
         session: &Session,
         within: Duration,
     ) -> Result<Vec<(BlockIndex, Vec<u8>)>> {
         let all = self.blocks.len();
-        self.wait(session, within, |heard| heard.bitmaps.len() >= all)?;
+        self.wait(session, within, |state| state.bitmaps.len() >= all)?;
         Ok(std::mem::take(&mut self.state().bitmaps))
     }
 
     /// Waits for RESUME_ACK.
     pub(super) fn wait_resume_ack(&self, session: &Session, within: Duration) -> Result<()> {
-        self.wait(session, within, |heard| heard.resume_ack)
+        self.wait(session, within, |state| state.resume_ack)
     }
 
     /// Allows SHUT from here on.
@@ -120,22 +120,22 @@ impl Inbox {
         self.state().answers.expect_shut();
     }
 
-    /// Waits until it does.
+    /// Waits for SHUT.
     pub(super) fn wait_shut(&self, session: &Session) -> Result<()> {
-        self.wait(session, Duration::MAX, |heard| heard.shut)
+        self.wait(session, Duration::MAX, |state| state.shut)
     }
 
     /// The next request; `None` when no further ones are to be served.
     pub(super) fn next_request(&self) -> Option<Request> {
-        let mut heard = self.state();
+        let mut state = self.state();
         loop {
-            if heard.closed || heard.ended && !heard.shut {
+            if state.closed || state.ended && !state.shut {
                 return None;
             }
-            if let Some(request) = heard.requests.pop_front() {
+            if let Some(request) = state.requests.pop_front() {
                 return Some(request);
             }
-            heard = self.asked.wait(heard).unwrap_or_else(PoisonError::into_inner);
+            state = self.requested.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -147,23 +147,23 @@ impl Inbox {
     /// Ends the waits for requests.
     pub(super) fn close(&self) {
         self.state().closed = true;
-        self.asked.notify_all();
+        self.requested.notify_all();
     }
 
     fn wait(&self, session: &Session, within: Duration, done: impl Fn(&InboxState) -> bool) -> Result<()> {
         let begun = Instant::now();
         let mut last_words_until = None;
-        let mut heard = self.state();
-        while !done(&heard) {
+        let mut state = self.state();
+        while !done(&state) {
             let now = Instant::now();
-            if heard.ended || session.is_failed() && now >= *last_words_until.get_or_insert(now + LAST_WORDS)
+            if state.ended || session.is_failed() && now >= *last_words_until.get_or_insert(now + LAST_WORDS)
             {
                 return Err(Error::Cancelled);
             }
             if now.duration_since(begun) >= within {
                 return Err(Error::NoAnswer { peer: self.peer.clone(), waited: within, lanes: 0 });
             }
-            heard = self.changed.wait_timeout(heard, LOOK_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_timeout(state, POLL_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(())
     }
@@ -180,46 +180,47 @@ impl Inbox {
                 });
             }
             input.extend_from_slice(&chunk[..received]);
-            let (taken, shut) = self.take(&input, Instant::now()).map_err(Error::protocol(&self.peer))?;
+            let (consumed, shut) =
+                self.process_messages(&input, Instant::now()).map_err(Error::protocol(&self.peer))?;
             self.changed.notify_all();
             if shut {
                 return Ok(());
             }
             // The remainder is a part of one message, or of a bitmap, whose length its block bounds.
-            input.drain(..taken);
+            input.drain(..consumed);
         }
     }
 
-    /// Takes all whole messages in. Returns how many bytes they had, and whether the last one came.
-    fn take(&self, input: &[u8], at: Instant) -> towline_protocol::Result<(usize, bool)> {
-        let mut heard = self.state();
+    /// Processes all whole messages. Returns their length in bytes, and true if SHUT was one of them.
+    fn process_messages(&self, input: &[u8], at: Instant) -> towline_protocol::Result<(usize, bool)> {
+        let mut state = self.state();
         let mut reader = Reader::new(input);
         loop {
-            if let Some(index) = heard.bitmap {
+            if let Some(index) = state.bitmap {
                 let Some(bits) = decode_bitmap(&mut reader, &self.blocks[index.index()])? else { break };
                 // One for each block was requested.
-                if heard.bitmaps.len() < self.blocks.len() {
-                    heard.bitmaps.push((index, bits));
+                if state.bitmaps.len() < self.blocks.len() {
+                    state.bitmaps.push((index, bits));
                 }
-                heard.bitmap = None;
+                state.bitmap = None;
                 continue;
             }
             let Some(message) = Message::decode(&mut reader)? else { break };
-            match heard.answers.handle(&message, &self.blocks)? {
-                ReturnMessage::Pong(value) if !heard.pongs.contains(&value) => heard.pongs.push(value),
-                ReturnMessage::Request { page, length } if heard.requests.len() < REQUESTS_MAX => {
-                    heard.requests.push_back(Request { page, length, at });
-                    self.asked.notify_one();
+            match state.answers.handle(&message, &self.blocks)? {
+                ReturnMessage::Pong(value) if !state.pongs.contains(&value) => state.pongs.push(value),
+                ReturnMessage::Request { page, length } if state.requests.len() < REQUESTS_MAX => {
+                    state.requests.push_back(Request { page, length, at });
+                    self.requested.notify_one();
                 }
                 ReturnMessage::Request { .. } => {
                     let found = format!("{REQUESTS_MAX} requests for pages and none of them served");
                     let expected = "one for each thread that waits";
                     return Err(towline_protocol::PeerMisbehaved::Unexpected { found, expected }.into());
                 }
-                ReturnMessage::Bitmap(index) => heard.bitmap = Some(index),
-                ReturnMessage::ResumeAck => heard.resume_ack = true,
+                ReturnMessage::Bitmap(index) => state.bitmap = Some(index),
+                ReturnMessage::ResumeAck => state.resume_ack = true,
                 ReturnMessage::Shut => {
-                    heard.shut = true;
+                    state.shut = true;
                     return Ok((reader.position(), true));
                 }
                 ReturnMessage::Pong(_) | ReturnMessage::Other => {}
@@ -230,6 +231,6 @@ impl Inbox {
 
     fn state(&self) -> MutexGuard<'_, InboxState> {
         // A panicking thread leaves lists and flags, all consistent at each step.
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -212,7 +212,7 @@ impl<'g> Postcopy<'g> {
         let loading = advised.blocks(self.guest.0.ram_section_id(), &self.blocks, writer.pending());
         let mut discarded = loading.discard(&self.blocks, writer.pending());
         if !self.options.working_set.is_empty() {
-            let mut part = discarded.part(writer.pending());
+            let mut part = discarded.open_part(writer.pending());
             self.send_prefetched(&mut writer, part.records())?;
             discarded = part.close(writer.pending());
         }

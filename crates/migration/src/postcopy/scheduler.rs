@@ -33,7 +33,7 @@ pub(super) struct Item {
     pub(super) is_needed: bool,
 }
 
-/// See the module's picture.
+/// Queues of the pages that the background sends.
 #[derive(Debug)]
 pub(super) struct SendScheduler {
     state: Mutex<State>,

@@ -21,8 +21,8 @@ const REQUEST_WORKERS: usize = 4;
 pub(super) const PREPARERS: usize = 4;
 /// Bytes that the background sends between checks for faults, with a preempt channel and without: a fault waits for
 /// them.
-const PIECE_BYTES: u64 = 256 << 10;
-const PIECE_BYTES_SHARED: u64 = 128 << 10;
+const SEND_STEP_BYTES: u64 = 256 << 10;
+const SEND_STEP_BYTES_SHARED: u64 = 128 << 10;
 
 /// The parts that all threads share.
 struct Service<'a> {
@@ -56,7 +56,7 @@ pub(super) fn serve(
             scope.spawn(|| service.guarded(|| service.serve_requests()));
         }
         for _ in 0..PREPARERS {
-            scope.spawn(|| service.guarded(|| service.prepare()));
+            scope.spawn(|| service.guarded(|| service.run_preparer()));
         }
         let filled = {
             let _guard = session.guard();
@@ -184,7 +184,7 @@ impl Service<'_> {
 
     /// A preparer. It begins while the destination loads its devices; only pages that it cannot accept yet wait until
     /// that is over.
-    fn prepare(&self) -> Result<()> {
+    fn run_preparer(&self) -> Result<()> {
         while let Some(item) = self.scheduler.next_to_prepare(&self.of.map) {
             if let Err(error) = self.of.units.prepare(self.of.guest.0, item.run.0, item.run.1) {
                 self.wait_loaded()?;
@@ -207,20 +207,20 @@ impl Service<'_> {
         session.check()
     }
 
-    /// Sends a run piece by piece; neighbours of faults that come meanwhile go in between.
+    /// Sends a run step by step; neighbours of faults that come meanwhile go in between.
     fn fill_run(&self, Item { run: (page, length), is_needed }: Item) -> Result<()> {
-        let piece_bytes = if self.preempt.is_some() { PIECE_BYTES } else { PIECE_BYTES_SHARED };
-        let piece_bytes = piece_bytes.max(self.of.map.page_bytes(page.block));
+        let step_bytes = if self.preempt.is_some() { SEND_STEP_BYTES } else { SEND_STEP_BYTES_SHARED };
+        let step_bytes = step_bytes.max(self.of.map.page_bytes(page.block));
         let end = page.offset + length;
         let mut offset = page.offset;
         while offset < end {
             self.connection.session.check()?;
-            let piece = (piece_bytes - offset % piece_bytes).min(end - offset);
-            self.fill_piece(PageRef { offset, ..page }, piece, is_needed)?;
-            offset += piece;
+            let step = (step_bytes - offset % step_bytes).min(end - offset);
+            self.send_unsent(PageRef { offset, ..page }, step, is_needed)?;
+            offset += step;
             while let Some((near, length)) = self.scheduler.next_neighbours() {
-                // At most a piece or two.
-                self.fill_piece(near, length, false)?;
+                // At most a step or two.
+                self.send_unsent(near, length, false)?;
                 self.of.units.put(self.of.guest.0, near, length);
             }
         }
@@ -228,12 +228,13 @@ impl Service<'_> {
         Ok(())
     }
 
-    fn fill_piece(&self, page: PageRef, length: u64, is_needed: bool) -> Result<()> {
+    /// Sends the pages of this range that are not sent yet. Only pages that no fault waits for count towards the rate.
+    fn send_unsent(&self, page: PageRef, length: u64, is_needed: bool) -> Result<()> {
         if self.of.map.is_whole(page, length) {
             return Ok(());
         }
         if !is_needed {
-            self.limiter.take(length, &self.connection.session)?;
+            self.limiter.reserve(length, &self.connection.session)?;
         }
         // A huge page reaches beyond what was prepared for it.
         let (first, whole) = self.of.map.whole_pages(page, length);
@@ -244,7 +245,7 @@ impl Service<'_> {
         let sent = self.main.background(send)?;
         self.of.units.put(self.of.guest.0, first, whole);
         if !is_needed {
-            self.limiter.give_back(length.saturating_sub(sent));
+            self.limiter.refund(length.saturating_sub(sent));
         }
         Ok(())
     }

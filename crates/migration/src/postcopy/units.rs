@@ -34,7 +34,16 @@ enum State {
     Done,
 }
 
-/// See the module's text.
+/// Result of [`Units::acquire_or_claim`].
+#[derive(Debug, Clone, Copy)]
+enum Acquired {
+    /// The unit is prepared, or it was sent as a whole.
+    Ready,
+    /// The caller prepares this number of bytes, from the unit's first one on.
+    Prepare(u64),
+}
+
+/// States of all units of one guest.
 #[derive(Debug)]
 pub(super) struct Units {
     unit_bytes: u64,
@@ -102,22 +111,24 @@ impl Units {
         let end = page.offset + length;
         let mut at = self.of(page).0;
         while at.offset < end {
-            let absent = self.begin(at, end);
-            if absent > 0 {
-                let result = guest.prepare(at, absent);
-                let state = match result {
-                    Ok(()) => State::Prepared { users: 1, idle: 0 },
-                    Err(_) => State::Absent,
-                };
-                self.set(at, absent, state);
-                result?;
-            }
-            at.offset += absent.max(self.unit_bytes);
+            at.offset += match self.acquire_or_claim(at, end) {
+                Acquired::Ready => self.unit_bytes,
+                Acquired::Prepare(bytes) => {
+                    let result = guest.prepare(at, bytes);
+                    let state = match result {
+                        Ok(()) => State::Prepared { users: 1, idle: 0 },
+                        Err(_) => State::Absent,
+                    };
+                    self.set(at, bytes, state);
+                    result?;
+                    bytes.max(self.unit_bytes)
+                }
+            };
         }
         Ok(())
     }
 
-    /// Ends a use. Gives units back that went as a whole, and idle ones if they are too many.
+    /// Ends a use. Releases units that are sent as a whole, and idle ones if there are too many.
     pub(super) fn put(&self, guest: &dyn Guest, page: PageRef, length: u64) {
         let end = page.offset + length;
         let (mut at, mut table) = (self.of(page).0, self.table());
@@ -181,20 +192,20 @@ impl Units {
         *table = Table { states: std::mem::take(&mut table.states), ..Table::default() };
     }
 
-    /// Uses the unit if it is prepared: 0. Otherwise the number of bytes from its first one on, up to `end`, for the
+    /// Acquires the unit if it is prepared. Otherwise claims it, and the absent ones after it up to `end`, for the
     /// caller to prepare.
-    fn begin(&self, unit: PageRef, end: u64) -> u64 {
+    fn acquire_or_claim(&self, unit: PageRef, end: u64) -> Acquired {
         let length = self.length(unit.block, unit.offset);
         let mut table = self.table();
         loop {
             match *table.state(unit, self.unit_bytes) {
-                State::Done => return 0,
+                State::Done => return Acquired::Ready,
                 State::Prepared { users, idle } => {
                     *table.state(unit, self.unit_bytes) = State::Prepared { users: users + 1, idle };
                     if users == 0 {
                         table.idle_bytes -= length;
                     }
-                    return 0;
+                    return Acquired::Ready;
                 }
                 State::Absent => break,
                 State::Preparing => {
@@ -209,7 +220,7 @@ impl Units {
             *table.state(at, self.unit_bytes) = State::Preparing;
             at.offset += self.length(at.block, at.offset);
         }
-        at.offset - unit.offset
+        Acquired::Prepare(at.offset - unit.offset)
     }
 
     fn set(&self, first: PageRef, length: u64, state: State) {

@@ -19,7 +19,7 @@ const VERSION: u32 = 1;
 const FACTS_BYTES: usize = 8 + 1 + 8;
 const HASH_BYTES: usize = 32;
 
-/// See the module's picture.
+/// Generation of each page of a stopped synthetic guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ledger {
     pub(super) pattern: Pattern,

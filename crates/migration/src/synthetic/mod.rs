@@ -90,7 +90,7 @@ impl Shape {
     }
 }
 
-/// See the module's picture.
+/// A synthetic guest: memory with a checked pattern, and threads that write in it.
 pub struct Synthetic {
     shape: Shape,
     region: Region,

@@ -27,7 +27,7 @@ pub trait DirtyLog: Send + Sync {
     ///
     /// # Errors
     /// It cannot be had; the migration ends.
-    fn take(&self, block: BlockIndex, words: &mut [u64]) -> io::Result<()>;
+    fn fetch_and_clear(&self, block: BlockIndex, words: &mut [u64]) -> io::Result<()>;
 
     /// Switches it off.
     ///
@@ -39,7 +39,7 @@ pub trait DirtyLog: Send + Sync {
 }
 
 impl<F: Fn(BlockIndex, &mut [u64]) -> io::Result<()> + Send + Sync> DirtyLog for F {
-    fn take(&self, block: BlockIndex, words: &mut [u64]) -> io::Result<()> {
+    fn fetch_and_clear(&self, block: BlockIndex, words: &mut [u64]) -> io::Result<()> {
         self(block, words)
     }
 }
@@ -61,14 +61,20 @@ impl<L: DirtyLog> Bitmap<L> {
         &self.log
     }
 
-    fn take(&self, memory: &[Span<'_>], report: &mut dyn FnMut(PageRef, u64)) -> Result<(), TrackerError> {
+    fn report_dirty(
+        &self,
+        memory: &[Span<'_>],
+        report: &mut dyn FnMut(PageRef, u64),
+    ) -> Result<(), TrackerError> {
         let mut words = Vec::new();
         for (block, span) in memory.iter().enumerate() {
             let pages = span.length() as u64 / PAGE;
             words.clear();
             words.resize(usize::try_from(pages.div_ceil(WORD_BITS)).expect("fewer than its pages"), 0);
             let index = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
-            self.log.take(index, &mut words).map_err(|source| TrackerError::Log { block, source })?;
+            self.log
+                .fetch_and_clear(index, &mut words)
+                .map_err(|source| TrackerError::Log { block, source })?;
             let behind = words.last().map_or(0, |last| (last >> ((pages - 1) % WORD_BITS)) >> 1);
             if behind != 0 {
                 let page = pages + u64::from(behind.trailing_zeros());
@@ -90,11 +96,11 @@ impl<L: DirtyLog> DirtyTracker for Bitmap<L> {
     ) -> Result<(), TrackerError> {
         self.log.start().map_err(|source| TrackerError::LogSwitch { on: true, source })?;
         // What stood in it before: everything is sent once anyway.
-        self.take(memory, &mut |_, _| {})
+        self.report_dirty(memory, &mut |_, _| {})
     }
 
     fn harvest(&self, memory: &[Span<'_>], report: &mut dyn FnMut(PageRef, u64)) -> Result<(), TrackerError> {
-        self.take(memory, report)
+        self.report_dirty(memory, report)
     }
 
     fn stop(&self, _memory: &[Span<'_>]) -> Result<(), TrackerError> {

@@ -72,7 +72,7 @@ impl<F: Fn(u32, &mut [u64]) -> io::Result<()> + Send + Sync> DirtyLog for KvmDir
         self.switch(true)
     }
 
-    fn take(&self, block: BlockIndex, words: &mut [u64]) -> io::Result<()> {
+    fn fetch_and_clear(&self, block: BlockIndex, words: &mut [u64]) -> io::Result<()> {
         let mut log = Vec::new();
         for slot in self.slots.iter().filter(|slot| slot.block == block) {
             let pages = slot.length / PAGE_SIZE;
@@ -167,11 +167,11 @@ mod tests {
             }
             let log = KvmDirtyLog::new(&slots, take(&logs));
             let mut words = [0; 5];
-            log.take(BlockIndex(1), &mut words).unwrap();
+            log.fetch_and_clear(BlockIndex(1), &mut words).unwrap();
             let found: BTreeSet<u64> = (0..320).filter(|page| words[*page as usize / 64] >> (page % 64) & 1 == 1).collect();
             prop_assert_eq!(found, written);
             let mut other = [0; 5];
-            log.take(BlockIndex(0), &mut other).unwrap();
+            log.fetch_and_clear(BlockIndex(0), &mut other).unwrap();
             prop_assert_eq!(other, [0; 5]);
         }
     }
@@ -204,7 +204,7 @@ mod tests {
             words[0] = 1 << 9;
             Ok(())
         });
-        let error = log.take(BlockIndex(0), &mut [0]).unwrap_err().to_string();
+        let error = log.fetch_and_clear(BlockIndex(0), &mut [0]).unwrap_err().to_string();
         assert_eq!(error, "slot 5, 40960 bytes at 0x3c000, does not lie in block 0");
     }
 }

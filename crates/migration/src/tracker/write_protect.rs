@@ -1,7 +1,7 @@
 //! Tracks writes by the kernel's write protection: the first write to each protected page lifts its protection.
 //!
 //! ```text
-//!   protected page ── first write: one short fault, no thread is asked ──► written ── harvest: PAGEMAP_SCAN ──► protected
+//!   protected page ── first write: one short fault, no userspace ──────► written ── harvest: PAGEMAP_SCAN ──► protected
 //! ```
 //!
 //! It sees every write through this process's mapping: of its threads, of KVM's guests, of system calls. It does not
@@ -20,7 +20,7 @@ use super::mappings::{self, Kind};
 use super::{DirtyTracker, TrackerError};
 use crate::sys::{Pagemap, STEP_BYTES, Span, Userfault, Which};
 
-/// See the module's picture.
+/// A dirty tracker that uses the kernel's write protection.
 #[derive(Debug)]
 pub struct WriteProtect {
     takes_shared: bool,

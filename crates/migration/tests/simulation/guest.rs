@@ -72,7 +72,7 @@ pub(crate) fn recognized(page: usize, bytes: &[u8]) -> Option<u64> {
     (content(page, version)[..] == *bytes).then(|| shown(version))
 }
 
-/// See the module's picture.
+/// Memory of a simulated guest.
 #[derive(Debug)]
 pub(crate) struct Guest {
     pub(crate) layout: Layout,

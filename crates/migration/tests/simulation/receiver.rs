@@ -193,7 +193,7 @@ impl Receiver {
             }
             Some(Event::Block(_)) => Some(self.block()),
             Some(Event::Flush) => {
-                self.barriers.flush();
+                self.barriers.on_flush_record();
                 self.leading = Some(Deed::Step);
                 Some(Deed::Step)
             }
@@ -220,7 +220,7 @@ impl Receiver {
     }
 
     fn section_end(&mut self, kind: SectionKind) -> Deed {
-        if self.lanes.is_empty() || !self.barriers.section_end() {
+        if self.lanes.is_empty() || !self.barriers.on_section_end() {
             return Deed::SectionEnd(kind);
         }
         self.leading = Some(Deed::SectionEnd(kind));

@@ -217,7 +217,7 @@ impl Relay {
                 self.awaits_pong = true;
             }
             Deed::SectionStart(section) => self.step_state(|state, out| match (state, section.kind) {
-                (State::Iterating(iterating), SectionKind::Part) => State::Part(iterating.part(out)),
+                (State::Iterating(iterating), SectionKind::Part) => State::Part(iterating.open_part(out)),
                 (State::Iterating(iterating), SectionKind::End) => State::End(iterating.end(out)),
                 (state, _) => state,
             }),

@@ -76,7 +76,7 @@ pub(crate) struct Fault {
     pub(crate) event: Event,
 }
 
-/// See the module's picture.
+/// One simulated migration with its faults.
 #[derive(Debug, Clone)]
 pub(crate) struct Scenario {
     pub(crate) machine: &'static str,

@@ -178,7 +178,7 @@ impl Source {
         self.out.is_empty() && self.lanes.iter().all(|lane| lane.out.is_empty())
     }
 
-    /// Takes what came back; whether anything did.
+    /// Processes received replies. Returns true if there were any.
     fn hear(&mut self, net: &mut Net) -> Result<bool, String> {
         let bytes = match net.recv(self.out.port, 512) {
             Ok(None) => return Ok(false),
@@ -213,7 +213,7 @@ impl Source {
 
     fn begin_pass(&mut self, net: &Net) {
         self.step_state(|state, out| match state {
-            State::Iterating(iterating) => State::Part(iterating.part(out)),
+            State::Iterating(iterating) => State::Part(iterating.open_part(out)),
             state => state,
         });
         self.pass_begun = net.now;
@@ -261,7 +261,7 @@ impl Source {
             return;
         }
         self.step_state(|state, out| match state {
-            State::Part(part) => State::Part(part.close(out).part(out)),
+            State::Part(part) => State::Part(part.close(out).open_part(out)),
             state => state,
         });
     }

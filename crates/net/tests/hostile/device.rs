@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::time::{ClockId, clock_gettime};
-use towline_frontend::wire::{Code, RegionInfo, feature, halves, protocol, request, words};
+use towline_frontend::wire::{Code, RegionInfo, encode_u64s, feature, halves, protocol, request};
 use towline_frontend::{Error, Frontend, GUEST_BASE, Memory, USER_BASE};
 use towline_lab::Network;
 use towline_net::{Net, Options, Taps};
@@ -160,7 +160,7 @@ impl<'r> Guest<'r> {
         let wished = input.pick(&wished) | input.pick(&merged);
         let needed = protocol::REPLY_ACK | protocol::LOG_SHMFD | protocol::MEM_SLOTS | 1 << 19;
         let features = frontend.negotiate(0, wished, needed)?.features;
-        let memory = Memory::in_regions(MEMORY_BYTES, 1)?;
+        let memory = Memory::with_regions(MEMORY_BYTES, 1)?;
         frontend.set_mem_table(Some(&memory))?;
         let log = Memory::new(1 << 16)?;
         let kicks = (0..QUEUES).map(|_| event(EventfdFlags::empty())).collect();
@@ -219,13 +219,13 @@ impl<'r> Guest<'r> {
         self.frontend.request(Code::SET_VRING_BASE, &halves(ring, base), &[])?;
         let user = USER_BASE + Self::base(ring) - GUEST_BASE;
         let used = if input.byte() < 240 { USED } else { AVAILABLE };
-        let places = words(&[user, user + used, user + AVAILABLE, Self::base(ring) + used]);
+        let places = encode_u64s(&[user, user + used, user + AVAILABLE, Self::base(ring) + used]);
         let payload = [halves(ring, input.below(2)), places].concat();
         self.frontend.request(Code::SET_VRING_ADDR, &payload, &[])?;
         let kick = self.kicks[ring as usize].as_fd().try_clone_to_owned().expect("a descriptor");
         let call = event(EventfdFlags::empty());
-        self.frontend.request(Code::SET_VRING_CALL, &words(&[ring.into()]), &[call.as_fd()])?;
-        self.frontend.request(Code::SET_VRING_KICK, &words(&[ring.into()]), &[kick.as_fd()])?;
+        self.frontend.request(Code::SET_VRING_CALL, &encode_u64s(&[ring.into()]), &[call.as_fd()])?;
+        self.frontend.request(Code::SET_VRING_KICK, &encode_u64s(&[ring.into()]), &[kick.as_fd()])?;
         self.running[ring as usize] = true;
         (self.sizes[ring as usize], self.available[ring as usize]) = (size, base as u16);
         self.frontend.enable(ring, input.byte() < 230)
@@ -322,12 +322,12 @@ impl<'r> Guest<'r> {
     fn change_memory(&mut self, input: &mut Input<'_>) -> Done {
         let at = u64::from(input.below(4));
         let region = RegionInfo {
-            guest: 0x8000_0000 + (at << 16),
+            guest_address: 0x8000_0000 + (at << 16),
             size: 1 << 16,
-            user: (1 << 30) + (at << 16),
-            offset: 0,
+            user_address: (1 << 30) + (at << 16),
+            mmap_offset: 0,
         };
-        let payload = [words(&[0]), region.encode()].concat();
+        let payload = [encode_u64s(&[0]), region.encode()].concat();
         match input.below(8) {
             0..=2 => self.frontend.request(Code::ADD_MEM_REG, &payload, &[self.log.fd()]),
             3 | 4 => self.frontend.request(Code::REM_MEM_REG, &payload, &[]),
@@ -351,7 +351,7 @@ impl<'r> Guest<'r> {
             _ => UnixStream::pair().expect("a pair").0.into(),
         };
         let code = input.pick(&[Code::SET_VRING_KICK, Code::SET_VRING_CALL, Code::SET_VRING_ERR]);
-        self.frontend.request(code, &words(&[ring.into()]), &[fd.as_fd()])
+        self.frontend.request(code, &encode_u64s(&[ring.into()]), &[fd.as_fd()])
     }
 
     fn device_state(&mut self, input: &mut Input<'_>) -> Done {
@@ -394,10 +394,10 @@ impl<'r> Guest<'r> {
 
     fn rarely(&mut self, input: &mut Input<'_>) -> Done {
         match input.byte() {
-            0..100 => self.frontend.request(Code::SET_STATUS, &words(&[input.byte().into()]), &[]),
+            0..100 => self.frontend.request(Code::SET_STATUS, &encode_u64s(&[input.byte().into()]), &[]),
             100..140 => self.frontend.request(Code::RESET_DEVICE, &[], &[]),
             140..160 => self.frontend.request(Code::SET_OWNER, &[], &[]),
-            160..170 => self.frontend.request(Code::SEND_RARP, &words(&[7]), &[]),
+            160..170 => self.frontend.request(Code::SEND_RARP, &encode_u64s(&[7]), &[]),
             170..180 => self.truncate(),
             180..200 => {
                 self.rig.set_tap(input.below(3) == 0);

@@ -92,7 +92,7 @@ impl Bench {
         let net = Arc::new(Net::with_xdp(taps, Some(xdp), options));
         let (served, mut frontend) = Served::start(&near, &net);
         let features = negotiate(&mut frontend).unwrap();
-        let memory = Arc::new(Memory::in_regions(REGION, 2).unwrap());
+        let memory = Arc::new(Memory::with_regions(REGION, 2).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
         let queue =
             |index| Queue::new(&memory, 2 * index + 1, QueueOptions { size: RING, features }).unwrap();

@@ -97,7 +97,7 @@ impl Writer {
             (Self::Setup(setup), SectionKind::Start) => {
                 Self::Iterating(setup.blocks(options, &blocks_of(items), out))
             }
-            (Self::Iterating(iterating), SectionKind::Part) => Self::Part(iterating.part(out)),
+            (Self::Iterating(iterating), SectionKind::Part) => Self::Part(iterating.open_part(out)),
             (Self::Iterating(iterating), SectionKind::End) => Self::End(iterating.end(out)),
             _ => panic!("{kind:?} out of order"),
         }

@@ -59,7 +59,7 @@ fn a_guest_runs_with_the_package_s_last_byte_and_its_pages_follow() {
     assert_eq!(out, [start, total, list, section_end()].concat());
 
     out.clear();
-    let mut part = loading.discard(&blocks, &mut out).part(&mut out);
+    let mut part = loading.discard(&blocks, &mut out).open_part(&mut out);
     part.records().page(page(1, PAGE_SIZE), &mut out);
     let discarded = part.close(&mut out);
     let discard =

@@ -121,7 +121,7 @@ fn write(
     };
     let (last, parts) = sections.split_last().unwrap();
     for records in parts {
-        let mut part = state.part(&mut out);
+        let mut part = state.open_part(&mut out);
         put(records, part.records(), &mut out);
         state = part.close(&mut out);
     }

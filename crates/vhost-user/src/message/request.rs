@@ -137,12 +137,12 @@ impl Request {
         let request = match code {
             Code::SET_MEM_TABLE => return Self::table(payload, fds),
             Code::SET_LOG_BASE => {
-                let RawLog { size, offset } = exactly(code, payload)?;
+                let RawLog { size, offset } = parse_exact(code, payload)?;
                 Self::SetLogBase(LogMemory { size: size.get(), offset: offset.get(), fd: fds.one()? })
             }
             Code::SET_LOG_FD => {
-                let number = exactly::<U64>(code, payload)?.get();
-                Self::SetLogFd(fds.unless(number & NO_FD != 0)?)
+                let number = parse_exact::<U64>(code, payload)?.get();
+                Self::SetLogFd(fds.optional(number & NO_FD != 0)?)
             }
             Code::SET_VRING_KICK => Self::SetVringKick(VringFd::decode(code, payload, &mut fds)?),
             Code::SET_VRING_CALL => Self::SetVringCall(VringFd::decode(code, payload, &mut fds)?),
@@ -167,16 +167,16 @@ impl Request {
 
     /// Decodes requests without descriptors and of a fixed length.
     fn plain(code: Code, payload: &[u8]) -> Result<Self, MessageError> {
-        let number = || exactly::<U64>(code, payload).map(U64::get);
-        let state = || exactly::<VringState>(code, payload);
-        let nothing = |request| exactly::<[u8; 0]>(code, payload).map(|_| request);
+        let number = || parse_exact::<U64>(code, payload).map(U64::get);
+        let state = || parse_exact::<VringState>(code, payload);
+        let nothing = |request| parse_exact::<[u8; 0]>(code, payload).map(|_| request);
         match code {
             Code::GET_FEATURES => nothing(Self::GetFeatures),
             Code::SET_FEATURES => number().map(Self::SetFeatures),
             Code::SET_OWNER => nothing(Self::SetOwner),
             Code::RESET_OWNER => nothing(Self::ResetOwner),
             Code::SET_VRING_NUM => state().map(Self::SetVringNum),
-            Code::SET_VRING_ADDR => exactly(code, payload).map(Self::SetVringAddress),
+            Code::SET_VRING_ADDR => parse_exact(code, payload).map(Self::SetVringAddress),
             Code::SET_VRING_BASE => state().map(Self::SetVringBase),
             Code::GET_VRING_BASE => state().map(Self::GetVringBase),
             Code::GET_PROTOCOL_FEATURES => nothing(Self::GetProtocolFeatures),
@@ -196,7 +196,7 @@ impl Request {
             Code::POSTCOPY_ADVISE => nothing(Self::PostcopyAdvise),
             Code::POSTCOPY_LISTEN => nothing(Self::PostcopyListen),
             Code::POSTCOPY_END => nothing(Self::PostcopyEnd),
-            _ => Err(MessageError::Unsupported { code, why: missing_feature(code) }),
+            _ => Err(MessageError::Unsupported { code, why: missing_feature_hint(code) }),
         }
     }
 
@@ -226,13 +226,13 @@ impl Request {
 
 impl VringFd {
     fn decode(code: Code, payload: &[u8], fds: &mut Fds) -> Result<Self, MessageError> {
-        let number = exactly::<U64>(code, payload)?.get();
+        let number = parse_exact::<U64>(code, payload)?.get();
         if number & !(NO_FD | 0xff) != 0 {
             let expected = "a ring below 256, and bit 8 for no descriptor";
             return Err(MessageError::Value { code, what: "its payload", found: number, expected });
         }
         let index = u8::try_from(number & 0xff).expect("masked to 8 bits");
-        Ok(Self { index, fd: fds.unless(number & NO_FD != 0)? })
+        Ok(Self { index, fd: fds.optional(number & NO_FD != 0)? })
     }
 }
 
@@ -249,8 +249,8 @@ impl Fds {
         if found == 1 { self.fds.pop().ok_or(fault) } else { Err(fault) }
     }
 
-    fn unless(&mut self, absent: bool) -> Result<Option<OwnedFd>, MessageError> {
-        if absent { self.none_left().map(|()| None) } else { self.one().map(Some) }
+    fn optional(&mut self, is_absent: bool) -> Result<Option<OwnedFd>, MessageError> {
+        if is_absent { self.none_left().map(|()| None) } else { self.one().map(Some) }
     }
 
     fn none_left(&self) -> Result<(), MessageError> {
@@ -261,7 +261,7 @@ impl Fds {
     }
 }
 
-fn exactly<T: FromBytes + KnownLayout + Immutable + Unaligned>(
+fn parse_exact<T: FromBytes + KnownLayout + Immutable + Unaligned>(
     code: Code,
     payload: &[u8],
 ) -> Result<T, MessageError> {
@@ -273,7 +273,7 @@ fn exactly<T: FromBytes + KnownLayout + Immutable + Unaligned>(
 }
 
 fn single_region(code: Code, payload: &[u8]) -> Result<RegionInfo, MessageError> {
-    exactly::<SingleRegion>(code, payload).map(|both| both.region)
+    parse_exact::<SingleRegion>(code, payload).map(|both| both.region)
 }
 
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
@@ -284,7 +284,7 @@ struct SingleRegion {
 }
 
 fn direction(code: Code, payload: &[u8]) -> Result<Direction, MessageError> {
-    let RawStateTransfer { direction, phase } = exactly(code, payload)?;
+    let RawStateTransfer { direction, phase } = parse_exact(code, payload)?;
     if phase.get() != 0 {
         let (what, found) = ("its phase", phase.get().into());
         return Err(MessageError::Value { code, what, found, expected: "0, the device being stopped" });
@@ -323,7 +323,7 @@ fn config(code: Code, payload: &[u8]) -> Result<Request, MessageError> {
 }
 
 /// The feature that an unsupported request belongs to.
-fn missing_feature(code: Code) -> &'static str {
+fn missing_feature_hint(code: Code) -> &'static str {
     match code {
         Code::GET_INFLIGHT_FD | Code::SET_INFLIGHT_FD => " (INFLIGHT_SHMFD is not offered)",
         Code::SET_BACKEND_REQ_FD => " (BACKEND_REQ is not offered)",

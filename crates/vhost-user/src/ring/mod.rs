@@ -203,7 +203,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Puts back the chains of the batch from `first` on, which were popped last and are not completed. The next [`Ring::pop`]
+    /// Returns to the ring the chains of the batch from `first` on, which were popped last and are not completed. The next [`Ring::pop`]
     /// returns them again.
     ///
     /// # Panics

@@ -43,7 +43,7 @@ impl Pair {
         });
         let mut frontend = Frontend::new(near).unwrap();
         let features = frontend.negotiate(0, wished, NEEDED).unwrap().features;
-        let memory = Arc::new(Memory::in_regions(1 << 20, 2).unwrap());
+        let memory = Arc::new(Memory::with_regions(1 << 20, 2).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
         let queue = |index| Queue::new(&memory, index, QueueOptions { size: SIZE, features }).unwrap();
         let rings = [queue(0), queue(1)];

@@ -2,7 +2,7 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use towline_frontend::wire::{Code, feature, halves, words};
+use towline_frontend::wire::{Code, encode_u64s, feature, halves};
 use towline_frontend::{Error, Queue, QueueOptions};
 
 use crate::backend::{Log, Pair, SIZE};
@@ -15,7 +15,7 @@ fn features_change_only_while_no_ring_runs() {
         // While rings run, only the frontend's own bits may change.
         let other = pair.features ^ (1 << (round % 40));
         let outcome = pair.frontend.set_features(other);
-        let frontends = [feature::LOG_ALL, feature::PROTOCOL].contains(&(pair.features ^ other));
+        let frontends = [feature::LOG_ALL, feature::PROTOCOL_FEATURES].contains(&(pair.features ^ other));
         match outcome {
             Ok(()) => assert!(frontends, "{other:#x} was accepted while rings run"),
             Err(error) => assert!(matches!(error, Error::Reply { .. }), "{error}"),
@@ -72,17 +72,18 @@ fn memory_slots_are_added_and_removed_while_rings_run() {
     let other = towline_frontend::Memory::new(1 << 16).unwrap();
     for at in 0..50u64 {
         let region = towline_frontend::wire::RegionInfo {
-            guest: 0x8000_0000 + at * (1 << 16),
+            guest_address: 0x8000_0000 + at * (1 << 16),
             size: 1 << 16,
-            user: 0x1000_0000 + at * (1 << 16),
-            offset: 0,
+            user_address: 0x1000_0000 + at * (1 << 16),
+            mmap_offset: 0,
         };
-        let payload = [words(&[0]), region.encode()].concat();
+        let payload = [encode_u64s(&[0]), region.encode()].concat();
         pair.frontend.request(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
         // The same region again has no effect; an overlapping one is refused.
         pair.frontend.request(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
-        let elsewhere = towline_frontend::wire::RegionInfo { user: region.user + (1 << 40), ..region };
-        let elsewhere = [words(&[0]), elsewhere.encode()].concat();
+        let elsewhere =
+            towline_frontend::wire::RegionInfo { user_address: region.user_address + (1 << 40), ..region };
+        let elsewhere = [encode_u64s(&[0]), elsewhere.encode()].concat();
         let twice = pair.frontend.request(Code::ADD_MEM_REG, &elsewhere, &[other.fd()]).unwrap_err();
         assert!(matches!(twice, Error::Reply { .. }), "{twice}");
         pair.echo(0);
@@ -105,7 +106,7 @@ proptest! {
         for (code, first, second, fds) in requests {
             let fds = vec![pair.memory.fd(); fds];
             let payload = match code {
-                9 => [halves(first, second), words(&[u64::from(second) << 36; 4])].concat(),
+                9 => [halves(first, second), encode_u64s(&[u64::from(second) << 36; 4])].concat(),
                 24 | 25 => [first.to_le_bytes(), second.to_le_bytes(), [0; 4]].concat(),
                 _ => halves(first, second),
             };

@@ -109,8 +109,8 @@ fn overlapping_rings_affect_only_their_guest() {
         let user = [addresses.table, used, addresses.available].map(|guest| pair.memory.user(guest));
         let payload = [
             towline_frontend::wire::halves(0, 0),
-            towline_frontend::wire::words(&user),
-            towline_frontend::wire::words(&[0]),
+            towline_frontend::wire::encode_u64s(&user),
+            towline_frontend::wire::encode_u64s(&[0]),
         ];
         use towline_frontend::wire::Code;
         pair.frontend.start(&first[0], base).unwrap();

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_channel::UnixChannel;
-use towline_frontend::wire::{Code, RegionInfo, feature, halves, protocol, words};
+use towline_frontend::wire::{Code, RegionInfo, encode_u64s, feature, halves, protocol};
 use towline_frontend::{Buffer, Error, Frontend, Memory, Queue, QueueOptions, wait_any};
 use towline_vhost_user::{BackendError, Cancel, Device, Next, Queues, ServeError, Worker, serve};
 
@@ -164,7 +164,7 @@ fn endless_kicks_are_polled_at_intervals() {
     let file = |path: &str| OwnedFd::from(std::fs::File::open(path).unwrap());
     let semaphore = eventfd(u32::MAX, EventfdFlags::SEMAPHORE | EventfdFlags::CLOEXEC).unwrap();
     let (closed, _) = std::io::pipe().unwrap();
-    let ring = words(&[0]);
+    let ring = encode_u64s(&[0]);
     // This one ends after it was paused.
     let ends = eventfd(300, EventfdFlags::SEMAPHORE | EventfdFlags::CLOEXEC).unwrap();
     for kick in [ends, semaphore, file("/dev/zero"), file("/dev/null"), file("/dev/urandom"), closed.into()] {
@@ -238,7 +238,7 @@ fn an_abandoned_ring_is_drained_when_it_is_stopped() {
     let before = served.runs.load(Ordering::Relaxed);
     served.add();
     served.wait_for_run(before);
-    let payload = [halves(0, 0), words(&[0x7000_0000; 3]), words(&[0])].concat();
+    let payload = [halves(0, 0), encode_u64s(&[0x7000_0000; 3]), encode_u64s(&[0])].concat();
     served.frontend.request(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
     assert!(wait_any(&[served.queue.err()], WITHIN).unwrap(), "the fault is not reported");
     assert!(served.frontend.stop(0).is_err(), "the frontend would reuse the memory");
@@ -258,8 +258,9 @@ fn removed_memory_is_unmapped() {
     let mut pair = Pair::start();
     let other = memfd_create("hotplugged", MemfdFlags::CLOEXEC).unwrap();
     ftruncate(&other, 1 << 20).unwrap();
-    let region = RegionInfo { guest: 0x8000_0000, size: 1 << 20, user: 0x1000_0000, offset: 0 };
-    let payload = [words(&[0]), region.encode()].concat();
+    let region =
+        RegionInfo { guest_address: 0x8000_0000, size: 1 << 20, user_address: 0x1000_0000, mmap_offset: 0 };
+    let payload = [encode_u64s(&[0]), region.encode()].concat();
     for _ in 0..3 {
         pair.frontend.request(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
         assert_eq!(mappings_of("hotplugged"), 1);
@@ -329,13 +330,14 @@ fn a_ring_in_missing_huge_pages_ends_only_its_session() {
     let mut other = Pair::start();
     let mut pair = Pair::start();
     pair.frontend.stop(0).unwrap();
-    let region = RegionInfo { guest: 0x8000_0000, size: 2 << 20, user: 0x1000_0000, offset: 0 };
-    let payload = [words(&[0]), region.encode()].concat();
+    let region =
+        RegionInfo { guest_address: 0x8000_0000, size: 2 << 20, user_address: 0x1000_0000, mmap_offset: 0 };
+    let payload = [encode_u64s(&[0]), region.encode()].concat();
     pair.frontend.request(Code::ADD_MEM_REG, &payload, &[huge.as_fd()]).unwrap();
-    let addresses = [region.user, region.user + 0x2000, region.user + 0x1000];
-    let payload = [halves(0, 0), words(&addresses), words(&[0])].concat();
+    let addresses = [region.user_address, region.user_address + 0x2000, region.user_address + 0x1000];
+    let payload = [halves(0, 0), encode_u64s(&addresses), encode_u64s(&[0])].concat();
     pair.frontend.request(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
-    pair.frontend.send_unacked(Code::SET_VRING_KICK, &words(&[0]), &[pair.rings[0].kick()]).unwrap();
+    pair.frontend.send_unacked(Code::SET_VRING_KICK, &encode_u64s(&[0]), &[pair.rings[0].kick()]).unwrap();
     let error = pair.wait_closed_by_backend().unwrap_err();
     assert!(error.to_string().contains("cannot be accessed any more (SIGBUS)"), "{error}");
     other.echo(0);

@@ -136,7 +136,7 @@ impl<S: Sockets> Engine<S> {
 
     /// Takes over a guest that was migrated with connections that do not exist here: each of them is reset.
     pub fn take_over(&mut self, next_port: u32, connections: &[(ConnectionKey, Kind)]) {
-        self.restart();
+        self.drop_all_connections();
         self.table.set_next_port(next_port);
         for (key, kind) in connections {
             self.table.queue_reset(*key, *kind);
@@ -271,7 +271,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Removes all connections without notifying the guest, because its driver is another one.
-    pub fn restart(&mut self) {
+    pub fn drop_all_connections(&mut self) {
         for id in self.host_ends.ids() {
             self.close_socket(id, CloseMode::Reset);
         }

@@ -111,7 +111,7 @@ impl<S: Sockets> Engine<S> {
         }
         let used = match kind {
             Kind::Stream => self.fill_stream(id, ring, space),
-            Kind::Seqpacket => self.fill_message(id, ring, space),
+            Kind::Seqpacket => self.deliver_message(id, ring, space),
         };
         self.schedule_read(id);
         used
@@ -233,7 +233,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Sends one message, which the guest gets only when it has credit for the whole of it.
-    fn fill_message(&mut self, id: ConnectionId, ring: &mut Ring, space: Space) -> usize {
+    fn deliver_message(&mut self, id: ConnectionId, ring: &mut Ring, space: Space) -> usize {
         let Some(end) = self.host_ends.get_mut(id) else { return 0 };
         let Some(socket) = &end.socket else { return 0 };
         if end.message.is_some() {
@@ -275,7 +275,7 @@ impl<S: Sockets> Engine<S> {
         self.statistics.receives += 1;
         if offered < len {
             drop(bufs);
-            return self.receive_long(id, ring, space, len);
+            return self.start_partial_message(id, ring, space, len);
         }
         let received = self.sockets.receive(socket, &mut bufs);
         drop(bufs);
@@ -286,7 +286,13 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Copies a message that does not fit into the buffers that were popped. It is sent in parts.
-    fn receive_long(&mut self, id: ConnectionId, ring: &mut Ring, space: Space, len: usize) -> usize {
+    fn start_partial_message(
+        &mut self,
+        id: ConnectionId,
+        ring: &mut Ring,
+        space: Space,
+        len: usize,
+    ) -> usize {
         let Some(end) = self.host_ends.get_mut(id) else { return 0 };
         let Some(socket) = &end.socket else { return 0 };
         let mut message = Vec::new();

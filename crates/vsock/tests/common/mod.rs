@@ -149,13 +149,13 @@ pub(crate) fn send_all(guest: &mut Guest, ports: (u32, u32), content: &[u8]) {
     let mut sent = 0;
     while sent < content.len() {
         let len = (guest.credit(ports) as usize).min(60_000).min(content.len() - sent);
-        if len > 0 && guest.has_room() && guest.send(ports, &content[sent..sent + len], 0) {
+        if len > 0 && guest.can_send() && guest.send(ports, &content[sent..sent + len], 0) {
             sent += len;
             continue;
         }
         guest.poll(|_, _| ()).unwrap();
         assert!(Instant::now() < deadline, "{sent} of {} bytes were sent", content.len());
-        guest.wait(!guest.has_room(), Duration::from_millis(20)).unwrap();
+        guest.wait(!guest.can_send(), Duration::from_millis(20)).unwrap();
     }
     guest.poll(|_, _| ()).unwrap();
 }
@@ -171,7 +171,7 @@ pub(crate) fn send_until_full(
     let (mut sent, mut idle) = (0, 0);
     while sent < content.len() && idle < 20 {
         let packet = &content[sent..(sent + packet_bytes).min(content.len())];
-        if guest.has_room() && guest.send(ports, packet, 0) {
+        if guest.can_send() && guest.send(ports, packet, 0) {
             sent += packet.len();
             idle = 0;
         } else {

@@ -69,10 +69,10 @@ struct Guest {
 fn map(shared: &Shared) -> Arc<Memory> {
     let regions = shared.regions().map(|region| {
         let info = RegionInfo {
-            guest_address: region.guest.into(),
+            guest_address: region.guest_address.into(),
             size: region.size.into(),
-            user_address: region.user.into(),
-            mmap_offset: region.offset.into(),
+            user_address: region.user_address.into(),
+            mmap_offset: region.mmap_offset.into(),
         };
         Region::map(&info, shared.fd().try_clone_to_owned().expect("a descriptor")).expect("a valid region")
     });
@@ -268,7 +268,7 @@ impl Guest {
     /// Replaces the driver by a new one.
     fn restart(&mut self, size: u16) {
         self.engine.complete_retained(Some(&mut self.tx));
-        self.engine.restart();
+        self.engine.drop_all_connections();
         self.epoch += 2;
         self.shared = Arc::new(Shared::new(GUEST_BYTES).expect("a memfd"));
         self.memory = map(&self.shared);
@@ -389,7 +389,7 @@ fn become_idle(guests: &mut [Guest; 2], net: &Net) {
         assert_eq!((guest.engine.zero_copy_in_flight(), guest.engine.segments()), (0, 0));
         assert_eq!(guest.tx.in_flight(), 0, "chains stay in flight");
         guest.reap();
-        guest.engine.restart();
+        guest.engine.drop_all_connections();
         assert_eq!(guest.engine.statistics().memory_reserved, 0, "memory is not released");
         assert_eq!(
             (guest.engine.footprint(), guest.engine.queued_entries(), guest.engine.buffered_bytes()),

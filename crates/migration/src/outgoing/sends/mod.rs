@@ -25,8 +25,12 @@ use crate::{Compression, Error, Result};
 use policy::Policy;
 
 /// Refuses zero-copy sends that are required and unavailable.
-pub(crate) fn check(asked: ZeroCopySend, compression: Compression, lanes: &[Arc<dyn Channel>]) -> Result<()> {
-    if asked != ZeroCopySend::On {
+pub(crate) fn check(
+    setting: ZeroCopySend,
+    compression: Compression,
+    lanes: &[Arc<dyn Channel>],
+) -> Result<()> {
+    if setting != ZeroCopySend::On {
         return Ok(());
     }
     let cannot = |lane: &&Arc<dyn Channel>| !lane.capabilities().contains(Capabilities::ZERO_COPY);
@@ -46,19 +50,19 @@ pub(crate) fn check(asked: ZeroCopySend, compression: Compression, lanes: &[Arc<
 pub(crate) struct PacketSender {
     channel: Arc<dyn Channel>,
     policy: Policy,
-    asked: ZeroCopySend,
+    setting: ZeroCopySend,
     /// Made when it is first needed.
     splice: Option<Splice>,
     statistics: Arc<Statistics>,
     /// The lane's published statistics.
-    told: Arc<Mutex<LaneSends>>,
+    published: Arc<Mutex<LaneSends>>,
 }
 
 impl PacketSender {
     pub(crate) fn new(
         channel: Arc<dyn Channel>,
         statistics: Arc<Statistics>,
-        asked: ZeroCopySend,
+        setting: ZeroCopySend,
         compression: Compression,
     ) -> Self {
         let can = match channel.capabilities().contains(Capabilities::ZERO_COPY) {
@@ -66,10 +70,10 @@ impl PacketSender {
             true => Ok(()),
             false => Err(SendReason::Unsupported),
         };
-        let policy = Policy::new(asked, can);
+        let policy = Policy::new(setting, can);
         let (method, reason) = policy.state();
-        let told = statistics.add_lane(LaneSends { method, reason, ..LaneSends::default() });
-        Self { channel, policy, asked, splice: None, statistics, told }
+        let published = statistics.add_lane(LaneSends { method, reason, ..LaneSends::default() });
+        Self { channel, policy, setting, splice: None, statistics, published }
     }
 
     /// Sends bytes other than a packet with pages.
@@ -82,10 +86,10 @@ impl PacketSender {
         if contents.is_empty() {
             return self.send_plain(header);
         }
-        if self.policy.wants_a_look() {
-            // Also reads the completions that have come.
+        if self.policy.needs_statistics() {
+            // Also reads the completions that have arrived.
             self.channel.lease().is_done()?;
-            self.policy.look(self.channel.zero_copy_statistics().unwrap_or_default());
+            self.policy.evaluate(self.channel.zero_copy_statistics().unwrap_or_default());
         }
         let bytes = total_len(contents);
         let method = self.policy.method(bytes);
@@ -104,15 +108,15 @@ impl PacketSender {
         }
         let cost = begun.map(|begun| cpu_time().saturating_sub(begun));
         self.policy.sent(bytes, method, cost);
-        self.tell(bytes, method, cost);
+        self.publish_sends(bytes, method, cost);
         Ok(())
     }
 
-    /// Returns true if contents can go on from there within the kernel. Where zero-copy sends are to be had and wanted, they are made.
+    /// Returns true if contents received on `from` can be spliced. Zero-copy sends, where possible and configured, go first.
     pub(crate) fn splices_from(&mut self, from: &dyn Channel) -> bool {
         let has_zero_copy = self.channel.capabilities().contains(Capabilities::ZERO_COPY);
         let wants_zero_copy =
-            self.asked == ZeroCopySend::On || (self.asked == ZeroCopySend::Auto && has_zero_copy);
+            self.setting == ZeroCopySend::On || (self.setting == ZeroCopySend::Auto && has_zero_copy);
         if wants_zero_copy || !Splice::joins(from, self.channel.as_ref()) {
             return false;
         }
@@ -132,12 +136,12 @@ impl PacketSender {
     /// Waits until the kernel reads none of the memory that was sent.
     pub(crate) fn flush(&self) -> Result<()> {
         let flushed = self.channel.flush()?;
-        if flushed == Flushed::AllCopied && self.asked == ZeroCopySend::On {
+        if flushed == Flushed::AllCopied && self.setting == ZeroCopySend::On {
             Statistics::add(&self.statistics.dirty_sync_missed_zero_copy, 1);
         }
         if let Some(now) = self.channel.zero_copy_statistics() {
-            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-            (told.copied, told.zero_copied) = (now.copied, now.zero_copied);
+            let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
+            (published.copied, published.zero_copied) = (now.copied, now.zero_copied);
         }
         Ok(())
     }
@@ -165,14 +169,14 @@ impl PacketSender {
         Ok(())
     }
 
-    fn tell(&self, bytes: usize, method: SendMethod, cost: Option<Duration>) {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+    fn publish_sends(&self, bytes: usize, method: SendMethod, cost: Option<Duration>) {
+        let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
         let state = self.policy.state();
-        told.switches += u64::from(told.method != state.0);
-        (told.method, told.reason) = state;
+        published.switches += u64::from(published.method != state.0);
+        (published.method, published.reason) = state;
         let totals = match method {
-            SendMethod::Plain => &mut told.plain,
-            SendMethod::ZeroCopy => &mut told.zero_copy,
+            SendMethod::Plain => &mut published.plain,
+            SendMethod::ZeroCopy => &mut published.zero_copy,
         };
         totals.packets += 1;
         totals.bytes += bytes as u64;

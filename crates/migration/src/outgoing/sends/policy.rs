@@ -4,7 +4,7 @@
 //!             one packet              its completion             SAMPLES of each, in turn
 //!   Ask ───── zero-copy ──► Answer ── truly without ──► Compare ── the cheaper way ──► Chosen
 //!    ▲                        └────── copied ──► Chosen(plain) ◄── copied · no memory ───┘ │
-//!    └──────────────────────────── after AGAIN packets ────────────────────────────────────┘
+//!    └────────────────────────── after RECONSIDER_AFTER_PACKETS ───────────────────────────┘
 //! ```
 //!
 //! Cost is the sending thread's CPU time per byte. The cost of a completion elsewhere, and effects on the network,
@@ -17,19 +17,19 @@ use towline_channel::ZeroCopyStatistics;
 use super::ZeroCopySend;
 use crate::statistics::{SendMethod, SendReason};
 
-/// Below this, pinning the pages and hearing of the completion costs about what the copy does.
+/// Below this, pinning the pages and reading the completion costs about what the copy does.
 pub(super) const LARGE_BYTES: usize = 64 << 10;
-/// Packets of each way that a decision rests on: their median, as any of them may be disturbed.
+/// Packets of each method that a decision rests on: their median, as any of them may be disturbed.
 pub(super) const SAMPLES: usize = 16;
-/// Packets until a decision is looked at again: 2 GiB of full ones. A probe that is copied costs one packet about 1.5 times.
-pub(super) const AGAIN: u32 = 4096;
-/// Number of times that a lane in zero-copy looks what became of its sends, in packets.
-const LOOK: u32 = 64;
+/// Packets until a decision is reconsidered: 2 GiB of full ones. A probe that is copied costs one packet about 1.5 times.
+pub(super) const RECONSIDER_AFTER_PACKETS: u32 = 4096;
+/// Interval in packets at which a lane that sends with zero-copy evaluates its completions.
+const EVALUATE_EVERY_PACKETS: u32 = 64;
 /// Minimum gain of the other method; a smaller one changes nothing.
 const GAIN_PERCENT_MIN: u64 = 5;
 /// One in this number of calls since the last check may have failed for lack of the kernel's memory.
 const NO_MEMORY_SHARE: u64 = 8;
-/// Outside of comparisons every so-manieth packet is measured, for the statistics.
+/// Outside of comparisons one packet in this number is measured, for the statistics.
 const MEASURE: u32 = 16;
 
 /// State of the policy for one lane.
@@ -38,11 +38,11 @@ pub(super) struct Policy {
     setting: Setting,
     phase: Phase,
     /// The method chosen last; plain before anything was.
-    held: SendMethod,
+    method: SendMethod,
     /// Packets since the phase began.
     packets: u32,
-    /// As of the last look.
-    known: ZeroCopyStatistics,
+    /// Statistics of the last evaluation.
+    evaluated: ZeroCopyStatistics,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,9 +76,9 @@ impl Policy {
         Self {
             setting,
             phase: Phase::Ask,
-            held: SendMethod::Plain,
+            method: SendMethod::Plain,
             packets: 0,
-            known: ZeroCopyStatistics::default(),
+            evaluated: ZeroCopyStatistics::default(),
         }
     }
 
@@ -107,19 +107,19 @@ impl Policy {
         bytes >= LARGE_BYTES && (compares || self.packets.is_multiple_of(MEASURE))
     }
 
-    /// Returns true if [`Self::look`] needs the channel's statistics before the next packet.
-    pub(super) fn wants_a_look(&self) -> bool {
+    /// Returns true if [`Self::evaluate`] needs the channel's statistics before the next packet.
+    pub(super) fn needs_statistics(&self) -> bool {
         self.is_auto()
             && match self.phase {
                 Phase::Answer => true,
-                Phase::Chosen(SendMethod::ZeroCopy, _) => self.packets.is_multiple_of(LOOK),
+                Phase::Chosen(SendMethod::ZeroCopy, _) => self.packets.is_multiple_of(EVALUATE_EVERY_PACKETS),
                 _ => false,
             }
     }
 
     /// Evaluates the totals of the channel's sends so far.
-    pub(super) fn look(&mut self, now: ZeroCopyStatistics) {
-        let before = std::mem::replace(&mut self.known, now);
+    pub(super) fn evaluate(&mut self, now: ZeroCopyStatistics) {
+        let before = std::mem::replace(&mut self.evaluated, now);
         let copied = now.copied - before.copied;
         let zero_copied = now.zero_copied - before.zero_copied;
         match self.phase {
@@ -151,7 +151,7 @@ impl Policy {
                 samples.extend(cost.map(|cost| per_mib(cost, bytes)));
                 self.compare();
             }
-            Phase::Chosen(_, reason) if self.packets >= AGAIN => {
+            Phase::Chosen(_, reason) if self.packets >= RECONSIDER_AFTER_PACKETS => {
                 let next = match reason {
                     SendReason::CostsMore | SendReason::CostsLess => Phase::compare(),
                     _ => Phase::Ask,
@@ -182,19 +182,19 @@ impl Policy {
             return;
         }
         let (plain, zero_copy) = (median(plain), median(zero_copy));
-        let (held, other) = match self.held {
+        let (method, other) = match self.method {
             SendMethod::Plain => (plain, zero_copy),
             SendMethod::ZeroCopy => (zero_copy, plain),
         };
-        let is_kept = other.saturating_mul(100) >= held.saturating_mul(100 - GAIN_PERCENT_MIN);
-        match is_kept == (self.held == SendMethod::ZeroCopy) {
+        let is_kept = other.saturating_mul(100) >= method.saturating_mul(100 - GAIN_PERCENT_MIN);
+        match is_kept == (self.method == SendMethod::ZeroCopy) {
             true => self.choose(SendMethod::ZeroCopy, SendReason::CostsLess),
             false => self.choose(SendMethod::Plain, SendReason::CostsMore),
         }
     }
 
     fn choose(&mut self, method: SendMethod, reason: SendReason) {
-        self.held = method;
+        self.method = method;
         self.enter(Phase::Chosen(method, reason));
     }
 

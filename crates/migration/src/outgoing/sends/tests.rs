@@ -11,7 +11,7 @@ use super::*;
 struct Spy {
     can: Capabilities,
     calls: Mutex<Vec<(usize, SendFlags)>>,
-    /// Calls without a copy that are refused for want of memory, from the first on.
+    /// Zero-copy calls that are refused for lack of memory, from the first on.
     refusals: Mutex<u32>,
     /// Results of the flushes.
     flushed: Mutex<VecDeque<Flushed>>,

@@ -8,7 +8,7 @@ struct Kernel {
     /// Nanoseconds that a packet takes.
     plain: u64,
     zero_copy: u64,
-    /// Every so-manieth packet wants for memory.
+    /// Interval in packets at which the kernel has no memory for one.
     hungry: Option<u64>,
     statistics: ZeroCopyStatistics,
     /// Packets by way.
@@ -22,8 +22,8 @@ impl Kernel {
     }
 
     fn send(&mut self, policy: &mut Policy, bytes: usize) -> SendMethod {
-        if policy.wants_a_look() {
-            policy.look(self.statistics);
+        if policy.needs_statistics() {
+            policy.evaluate(self.statistics);
         }
         let (method, measures) = (policy.method(bytes), policy.measures(bytes));
         self.counts[method as usize] += 1;
@@ -66,7 +66,7 @@ fn on_and_off_are_what_they_say_whatever_happens() {
             assert_eq!(kernel.send(&mut policy, bytes), method);
         }
         assert_eq!(policy.state(), (method, SendReason::Asked));
-        assert!(!policy.is_auto() && !policy.wants_a_look());
+        assert!(!policy.is_auto() && !policy.needs_statistics());
     }
     let mut policy = Policy::new(ZeroCopySend::Auto, Err(SendReason::Unsupported));
     Kernel::new(false, 9, 1).run(&mut policy, 100);
@@ -104,7 +104,7 @@ fn the_cheaper_way_is_found_and_kept() {
 #[test]
 fn a_way_whose_cost_changes_is_left_and_a_close_call_is_not() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(false, 100_000, 30_000));
-    let again = u64::from(AGAIN) + 100;
+    let again = u64::from(RECONSIDER_AFTER_PACKETS) + 100;
     kernel.run(&mut policy, again);
     assert_eq!(policy.state().0, SendMethod::ZeroCopy);
     kernel.plain = 29_000;
@@ -121,11 +121,11 @@ fn a_path_that_begins_to_copy_is_noticed_soon() {
     kernel.run(&mut policy, 100);
     assert_eq!(policy.state().0, SendMethod::ZeroCopy);
     kernel.copies = true;
-    kernel.run(&mut policy, 2 * u64::from(LOOK));
+    kernel.run(&mut policy, 2 * u64::from(EVALUATE_EVERY_PACKETS));
     assert_eq!(policy.state(), (SendMethod::Plain, SendReason::Copied));
     // And one that stops copying: at the next probe.
     kernel.copies = false;
-    kernel.run(&mut policy, u64::from(AGAIN) + 100);
+    kernel.run(&mut policy, u64::from(RECONSIDER_AFTER_PACKETS) + 100);
     assert_eq!(policy.state().0, SendMethod::ZeroCopy);
 }
 
@@ -136,7 +136,7 @@ fn a_kernel_without_memory_is_left_alone() {
     kernel.run(&mut policy, 1000);
     assert_eq!(policy.state().0, SendMethod::ZeroCopy, "rare failures are harmless");
     kernel.hungry = Some(2);
-    kernel.run(&mut policy, 2 * u64::from(LOOK));
+    kernel.run(&mut policy, 2 * u64::from(EVALUATE_EVERY_PACKETS));
     assert_eq!(policy.state(), (SendMethod::Plain, SendReason::NoMemory));
     let mut policy = auto();
     policy.starve();
@@ -159,11 +159,11 @@ fn until_its_completion_is_there_a_probe_decides_nothing() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(true, 100_000, 150_000));
     policy.sent(FULL, policy.method(FULL), None);
     for _ in 0..1000 {
-        policy.look(kernel.statistics);
+        policy.evaluate(kernel.statistics);
         assert_eq!((policy.method(FULL), policy.state().1), (SendMethod::Plain, SendReason::Undecided));
         policy.sent(FULL, SendMethod::Plain, None);
     }
     kernel.statistics.copied = 1;
-    policy.look(kernel.statistics);
+    policy.evaluate(kernel.statistics);
     assert_eq!(policy.state().1, SendReason::Copied);
 }
