@@ -104,7 +104,7 @@ pub(crate) fn extend_policy(policy: &mut Policy, guest: &Guest) {
         match rule {
             Rule::Connect { to: HostAddress::Tcp(address), .. } => policy.connect.add(address.port()),
             Rule::Connect { to: HostAddress::Unix(_), .. } | Rule::PeerGuest { .. } => {
-                policy.connects_unix = true
+                policy.connects_unix = true;
             }
             Rule::Connect { to: HostAddress::Vsock { .. }, .. } => policy.connects_vsock = true,
             Rule::Listen { from: HostAddress::Unix(path), .. } => policy.removes(path),
