@@ -1,4 +1,4 @@
-//! Whether KVM works here. /dev/kvm existing is no proof: some hosts offer it and then fail at the first instruction.
+//! A trial of KVM. The existence of /dev/kvm is no proof: some hosts offer it and then fail at the first instruction.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -6,10 +6,10 @@ use std::time::Duration;
 use crate::boot_sector::BootSector;
 use crate::qemu::{Accelerator, Qemu, Version};
 
-/// How long the trial guest may take until it counts.
+/// Time limit of the trial guest until it counts.
 const TRIAL_WITHIN: Duration = Duration::from_secs(5);
 
-/// Whether a guest gets going under KVM; found out once, with a small one.
+/// Returns true if a guest starts to run under KVM; tried once, with the small guest.
 pub(crate) fn kvm_works(version: Version) -> bool {
     static WORKS: OnceLock<bool> = OnceLock::new();
     *WORKS.get_or_init(|| {

@@ -1,7 +1,7 @@
-//! The smallest guest: it fills memory with a pattern, says so, and then counts and dirties for ever.
+//! The smallest guest: it fills memory with a pattern, reports that, and then counts and dirties memory for ever.
 //!
-//! Not a boot sector in the letter: a multiboot image, so no disk, no image lock, and the same on every version and
-//! machine type. The assembler is in `sys/guest_image.rs`.
+//! Strictly a multiboot image, not a boot sector, so it needs no disk and no image lock, and is the same on every
+//! version and machine type. The assembler is in `sys/guest_image.rs`.
 //!
 //! ```text
 //! 0x100000   the image; parameters at 0x100020: pages, words per page, seed, pages to sweep, whether to use popcnt
@@ -28,27 +28,27 @@ const COUNTER_ADDRESS: u64 = 0x11_0008;
 const READY: u64 = u64::from_le_bytes(*b"EADYRAND");
 const PAGE_SIZE: u64 = 4096;
 const PAGES_PER_MIB: u64 = 256;
-/// MiB at the top that stay the firmware's.
+/// MiB at the top that are left to the firmware.
 const RESERVED_TOP_MIB: u64 = 2;
 /// The guest's addresses are below this: its code is 32-bit.
 const REACH_MIB: u64 = 2048;
 
-/// What the small guest does.
+/// Parameters of the small guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BootSector {
-    /// MiB that are filled, from [`BootSector::FILL_ADDRESS`] on.
+    /// MiB that are filled, starting at [`BootSector::FILL_ADDRESS`].
     pub fill_mib: u64,
     /// Pseudo-random 32-bit words at the beginning of each filled page, 0 to 1024.
     pub words_per_page: u32,
-    /// Makes another pattern.
+    /// Seed of the pattern.
     pub seed: u32,
     /// Pages at the beginning of the filled range that are dirtied for ever.
     pub sweep_pages: u32,
-    /// Whether it uses the instruction `popcnt` for ever, which CPU models before Nehalem do not have.
+    /// True if it executes `popcnt` for ever, which CPU models before Nehalem do not have.
     pub uses_popcnt: bool,
 }
 
-/// The sweep as it was seen in one look.
+/// State of the sweep at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sweep {
     /// First byte of the last page.
@@ -73,7 +73,7 @@ impl BootSector {
         self.fill_mib * PAGES_PER_MIB
     }
 
-    /// What page `index` of the filled range holds; the first byte of a page of the sweep is 0 here.
+    /// Expected content of page `index` of the filled range; the first byte of a page of the sweep is 0 here.
     pub fn page(&self, index: u64) -> [u8; PAGE_SIZE as usize] {
         let mut page = [0; PAGE_SIZE as usize];
         let index = u32::try_from(index).expect("the filled range has fewer pages");
@@ -90,7 +90,7 @@ impl BootSector {
         page
     }
 
-    /// The image with these parameters, for a guest of so much memory.
+    /// Returns the image with these parameters, for a guest with `memory_mib` of memory.
     pub(crate) fn image(&self, memory_mib: u64) -> Result<Vec<u8>> {
         let start_mib = Self::FILL_ADDRESS >> 20;
         let room_mib = memory_mib.min(REACH_MIB).saturating_sub(start_mib + RESERVED_TOP_MIB);
@@ -117,12 +117,12 @@ impl BootSector {
 }
 
 impl Qemu {
-    /// Whether the small guest has filled its memory.
+    /// Returns true if the small guest has filled its memory.
     pub fn filled(&self) -> Result<bool> {
         Ok(self.read_u64(READY_ADDRESS)? == READY)
     }
 
-    /// The small guest's counter.
+    /// Reads the small guest's counter.
     pub fn counter(&self) -> Result<u64> {
         self.read_u64(COUNTER_ADDRESS)
     }
@@ -132,7 +132,7 @@ impl Qemu {
         wait_until("guest that has filled its memory", within, || Ok(self.filled()?.then_some(())))
     }
 
-    /// Waits until the small guest is ready and its counter moves; returns the counter.
+    /// Waits until the small guest has filled its memory and its counter advances; returns the counter.
     pub fn wait_counting(&self, within: Duration) -> Result<u64> {
         self.wait_filled(within)?;
         let before = self.counter()?;
@@ -142,8 +142,8 @@ impl Qemu {
         })
     }
 
-    /// Looks at the small guest's filled range: every page as it was written, the sweep in order. The guest must be
-    /// stopped. The error names the first page that is torn or stale.
+    /// Checks the small guest's filled range: every page as written, the sweep in order. The guest must be stopped.
+    /// The error names the first page that is torn or stale.
     pub fn check_filled(&self) -> Result<Sweep> {
         let guest = *self.boot_sector_guest()?;
         let length = guest.pages() * PAGE_SIZE;
@@ -167,7 +167,7 @@ impl Qemu {
     }
 }
 
-/// The sweep's first bytes must be n+1, … n+1, n, … n.
+/// Checks that the sweep's first bytes are n+1, … n+1, n, … n.
 fn in_order(firsts: &[u8]) -> Result<Sweep> {
     let Some(value) = firsts.last().copied() else { return Ok(Sweep { value: 0, position: 0 }) };
     let ahead = value.wrapping_add(1);

@@ -1,4 +1,4 @@
-//! Certificates made for a test, in directories laid out as QEMU's `tls-creds-x509` wants them.
+//! Certificates made for a test, in directories laid out for QEMU's `tls-creds-x509`.
 
 use std::path::Path;
 
@@ -9,19 +9,19 @@ use rcgen::{
     SerialNumber, date_time_ymd,
 };
 
-/// Who signs.
+/// A certificate authority.
 pub struct Authority(CertifiedIssuer<'static, KeyPair>);
 
-/// A certificate to be made.
+/// A certificate to be issued.
 #[derive(Debug, Clone, Copy)]
 pub struct Holder<'a> {
-    /// Its file names begin with this: `server` or `client`, which is also what it is for.
+    /// Role, and beginning of its file names: `server` or `client`.
     pub role: &'a str,
-    /// Host names and addresses that it is for.
+    /// Host names and addresses that it is valid for.
     pub names: &'a [&'a str],
-    /// Its number.
+    /// Serial number.
     pub serial: u64,
-    /// Its last year.
+    /// Last year of its validity.
     pub until: i32,
 }
 
@@ -34,7 +34,7 @@ impl Holder<'static> {
 }
 
 impl Authority {
-    /// Makes one with a key of its own.
+    /// Creates an authority with a key of its own.
     pub fn new(name: &str) -> Result<Self> {
         let mut params = params(&[], name, 2999)?;
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -47,11 +47,11 @@ impl Authority {
         Ok(std::fs::write(directory.join("ca-cert.pem"), self.0.pem())?)
     }
 
-    /// Makes and writes `ROLE-cert.pem` and `ROLE-key.pem`.
+    /// Issues a certificate and writes `ROLE-cert.pem` and `ROLE-key.pem`.
     pub fn issue(&self, directory: &Path, holder: Holder<'_>) -> Result<()> {
         let mut params = params(holder.names, holder.role, holder.until)?;
         params.serial_number = Some(holder.serial.into());
-        // QEMU wants the second one too, whatever the key.
+        // QEMU requires the key usage `keyEncipherment` too, whatever the key.
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
         params.extended_key_usages = vec![match holder.role {
             "server" => ExtendedKeyUsagePurpose::ServerAuth,
@@ -64,7 +64,7 @@ impl Authority {
         Ok(())
     }
 
-    /// Writes `ca-crl.pem`, which revokes the certificate of this number.
+    /// Writes `ca-crl.pem`, which revokes the certificate with this serial number.
     pub fn revoke(&self, directory: &Path, serial: u64) -> Result<()> {
         let revoked = RevokedCertParams {
             serial_number: SerialNumber::from(serial),
@@ -83,7 +83,7 @@ impl Authority {
         Ok(std::fs::write(directory.join("ca-crl.pem"), list.signed_by(&self.0)?.pem()?)?)
     }
 
-    /// All that a good directory has: this authority, a server's and a client's certificate.
+    /// Writes a complete set: the authority's, a server's and a client's certificate.
     pub fn furnish(&self, directory: &Path) -> Result<()> {
         self.write(directory)?;
         self.issue(directory, Holder::SERVER)?;

@@ -1,4 +1,4 @@
-//! A writer of newc cpio archives, the form in which Linux takes its initramfs.
+//! A writer of newc cpio archives, the format of Linux's initramfs.
 //!
 //! Format: Linux, Documentation/driver-api/early-userspace/buffer-format.rst. Times and owners are zero, so the same
 //! content makes the same archive.
@@ -18,27 +18,27 @@ const SYMBOLIC_LINK: u32 = 0o120_777;
 const REGULAR_FILE: u32 = 0o100_000;
 
 impl Archive {
-    /// A directory; its parent must have been added before.
+    /// Adds a directory; its parent must have been added before.
     pub fn directory(&mut self, path: &str) {
         self.entry(path, DIRECTORY, (0, 0), &[]);
     }
 
-    /// A file with its permission bits.
+    /// Adds a file with its permission bits.
     pub fn file(&mut self, path: &str, permissions: u32, content: &[u8]) {
         self.entry(path, REGULAR_FILE | permissions, (0, 0), content);
     }
 
-    /// A symbolic link at `path` to `target`.
+    /// Adds a symbolic link at `path` to `target`.
     pub fn link(&mut self, path: &str, target: &str) {
         self.entry(path, SYMBOLIC_LINK, (0, 0), target.as_bytes());
     }
 
-    /// A character device.
+    /// Adds a character device.
     pub fn character_device(&mut self, path: &str, number: (u32, u32)) {
         self.entry(path, CHARACTER_DEVICE, number, &[]);
     }
 
-    /// The archive with its trailer.
+    /// Returns the archive with its trailer.
     pub fn finish(mut self) -> Vec<u8> {
         self.entry(TRAILER, 0, (0, 0), &[]);
         self.bytes

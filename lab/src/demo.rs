@@ -1,7 +1,7 @@
 //! The demonstration: a running Linux is saved to a file and goes on in another QEMU.
 //!
-//! Both QEMUs are stock; towline is the release build, run as a user would. The guest itself says before and after
-//! what its memory holds and how far it has counted.
+//! Both QEMUs are stock; towline is the release build, run as a user would. The guest itself reports the hash of its
+//! memory and its counter before and after.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -58,7 +58,7 @@ pub fn run(towline: &Path) -> Result<()> {
     sizes(&image, &migrated)
 }
 
-/// Runs one step and prints what it was and how long it took.
+/// Runs one step and prints its name and duration.
 fn step<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let started = Instant::now();
     let outcome = work();

@@ -1,6 +1,6 @@
-//! What tests expect of a towline: how it ended, what it said, and a place for what it writes.
+//! Assertions on a towline: its exit, its output, its events, and a directory for its files.
 //!
-//! These fail the test that calls them, by panicking with all that towline said.
+//! They panic, with the whole output of towline, and so fail the calling test.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::collections::BTreeMap;
@@ -12,47 +12,47 @@ use tempfile::TempDir;
 
 use crate::{Finished, Qemu, Towline, wait_until};
 
-/// A directory for images and sockets, that goes with the test.
+/// A directory for images and sockets, removed with the test.
 pub struct Scratch(TempDir);
 
 impl Scratch {
-    /// An empty one.
+    /// Creates an empty directory.
     ///
     /// # Panics
-    /// If it cannot be made.
+    /// If it cannot be created.
     #[expect(clippy::new_without_default, reason = "it makes a directory")]
     pub fn new() -> Self {
         Self(tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap())
     }
 
-    /// A path in it.
+    /// Path of a file in it.
     pub fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
-    /// A path in it as an argument.
+    /// Path of a file in it, as an argument.
     pub fn text(&self, name: &str) -> String {
         self.path(name).display().to_string()
     }
 }
 
-/// The number that this environment variable holds, for long runs.
+/// Returns the number in this environment variable, which long runs set.
 ///
 /// # Panics
-/// If it holds something else.
+/// If it is not a number.
 pub fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
 }
 
-/// The endpoint that a QEMU is by its QMP socket.
+/// Endpoint of a QEMU's QMP socket.
 pub fn qmp(qemu: &Qemu) -> String {
     format!("qmp:{}", qemu.qmp_path().display())
 }
 
-/// Fails unless it ended with this code and said all this on its standard error, in this order.
+/// Asserts the exit status, and that the standard error contains all of `texts` in this order.
 ///
 /// # Panics
-/// If it did not.
+/// If one of them differs.
 #[track_caller]
 pub fn assert_ended(finished: &Finished, code: i32, texts: &[&str]) {
     let Finished { status, stdout, stderr } = finished;
@@ -66,15 +66,15 @@ pub fn assert_ended(finished: &Finished, code: i32, texts: &[&str]) {
     }
 }
 
-/// The lines of `--json` so far; the last one may be half written.
+/// Events of `--json` so far, without a last line that may be incomplete.
 pub fn events(stdout: &str) -> Vec<Value> {
     stdout.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
 
-/// The event that `--json` ends with.
+/// Returns the last event of `--json`, which must be `completed`.
 ///
 /// # Panics
-/// If it failed, or ended with another event.
+/// If towline failed, or its last event is another one.
 #[track_caller]
 pub fn completed(finished: &Finished) -> Value {
     assert_ended(finished, 0, &[]);
@@ -83,13 +83,18 @@ pub fn completed(finished: &Finished) -> Value {
     last
 }
 
-/// Waits until a towline with `--json` has told of such an event; it must not end before.
+/// Waits for an event of a towline with `--json`; towline must not exit before.
 ///
 /// # Panics
-/// If it ends before, or does not tell of it within that time.
-pub fn tells(towline: &mut Towline, what: &str, within: Duration, wanted: impl Fn(&Value) -> bool) -> Value {
+/// If towline exits before, or the event does not come in time.
+pub fn wait_event(
+    towline: &mut Towline,
+    what: &str,
+    within: Duration,
+    wanted: impl Fn(&Value) -> bool,
+) -> Value {
     wait_until(what, within, || {
-        // Asked first: what it says last may come between.
+        // Read before the events: the last event may come between the two.
         let runs = towline.runs()?;
         let found = events(&towline.stdout()).into_iter().find(|event| wanted(event));
         assert!(found.is_some() || runs, "it ended: {}{}", towline.stdout(), towline.stderr());
@@ -110,7 +115,7 @@ pub struct Settings {
 /// Queries the migration settings of a QEMU.
 ///
 /// # Panics
-/// QEMU does not answer.
+/// If QEMU does not reply.
 #[must_use]
 pub fn settings(qemu: &Qemu) -> Settings {
     let capabilities = qemu.qmp().execute("query-migrate-capabilities", Value::Null).unwrap();

@@ -1,4 +1,4 @@
-//! What a scraper of metrics demands: the text form of OpenMetrics 1.0, to the letter as far as counters and gauges go.
+//! A strict reader of metrics: the text format of OpenMetrics 1.0, for counters and gauges.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
@@ -10,11 +10,11 @@ use anyhow::{Context, Result, bail, ensure};
 /// Metrics of one scrape.
 #[derive(Debug, Default)]
 pub struct Exposition {
-    /// By name and labels, as they were written.
+    /// Values by name and labels, as written.
     samples: BTreeMap<String, f64>,
 }
 
-/// A family of metrics, while its lines come.
+/// A family of metrics whose lines are being read.
 #[derive(Default)]
 struct Family {
     name: String,
@@ -24,10 +24,10 @@ struct Family {
     samples: usize,
 }
 
-/// Asks `/metrics` there, and takes nothing that a strict reader would not.
+/// Requests `/metrics` from this address and refuses all that a strict reader would.
 ///
 /// # Errors
-/// That nobody answers, or something else.
+/// If the connection or the request fails, or the text is not valid.
 pub fn scrape(address: SocketAddr, within: Duration) -> Result<Exposition> {
     let mut stream = TcpStream::connect_timeout(&address, within).with_context(|| address.to_string())?;
     stream.set_read_timeout(Some(within))?;
@@ -45,10 +45,10 @@ pub fn scrape(address: SocketAddr, within: Duration) -> Result<Exposition> {
 }
 
 impl Exposition {
-    /// Reads a whole text.
+    /// Parses a whole text.
     ///
     /// # Errors
-    /// The line that is not as it must be.
+    /// The line that is not valid.
     pub fn parse(text: &str) -> Result<Self> {
         let lines = text.strip_suffix("# EOF\n").context("it does not end with # EOF")?;
         let (mut this, mut family, mut seen) = (Self::default(), Family::default(), BTreeSet::new());
@@ -63,12 +63,12 @@ impl Exposition {
         Ok(this)
     }
 
-    /// A sample by its name and labels, as `towline_net_packets_total{tap="a"}`.
+    /// Value of a sample by its name and labels, as `towline_net_packets_total{tap="a"}`.
     pub fn get(&self, name: &str) -> Option<f64> {
         self.samples.get(name).copied()
     }
 
-    /// The sum of all samples of a name, whatever their labels.
+    /// Sum of all samples of a name, whatever their labels.
     pub fn sum(&self, name: &str) -> f64 {
         let of = |sample: &&String| sample.split('{').next() == Some(name);
         self.samples.keys().filter(of).map(|sample| self.samples[sample]).sum()
@@ -133,7 +133,7 @@ fn is_name(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// `key="value",key="value"`, where a value has `\\`, `\"` and `\n` for what it may not have.
+/// Checks `key="value",key="value"`, where `\\`, `\"` and `\n` are the only escapes of a value.
 fn check_labels(mut text: &str) -> Result<()> {
     let mut keys = BTreeSet::new();
     while !text.is_empty() {
@@ -177,14 +177,14 @@ mod tests {
     const GOOD: &str = "# HELP a_bytes b.\n# TYPE a_bytes counter\n# UNIT a_bytes bytes\na_bytes_total{x=\"y\\\"\"} 1\na_bytes_total 2\n# EOF\n";
 
     #[test]
-    fn what_is_right_is_read() {
+    fn a_valid_exposition_is_read() {
         let found = Exposition::parse(GOOD).unwrap();
         assert_eq!(found.get("a_bytes_total"), Some(2.0));
         assert_eq!(found.sum("a_bytes_total").to_bits(), 3f64.to_bits());
     }
 
     #[test]
-    fn what_is_not_is_refused() {
+    fn invalid_expositions_are_refused() {
         for (from, to) in [
             ("# EOF\n", ""),
             ("a_bytes_total 2", "a_bytes 2"),

@@ -1,6 +1,6 @@
-//! Programs of this machine in a Linux guest: `socat`, `perl` and others that are not ours.
+//! Programs of this machine in a Linux guest: `socat`, `perl` and others that are not part of towline.
 //!
-//! Linux takes several archives behind each other, so they are one more behind the guest's own.
+//! Linux accepts several concatenated archives as its initramfs, so they follow the guest's own.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ fn relative(path: &Path) -> Result<&str> {
         .with_context(|| format!("{} is odd", path.display()))
 }
 
-/// What the dynamic linker would load with it, and the linker.
+/// Returns the libraries that the dynamic linker would load for a program, and the linker.
 fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("ldd cannot be started")?;
     ensure!(
@@ -47,7 +47,7 @@ fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
         program.display(),
         String::from_utf8_lossy(&output.stderr)
     );
-    let said = String::from_utf8_lossy(&output.stdout);
-    let paths = said.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
+    let text = String::from_utf8_lossy(&output.stdout);
+    let paths = text.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
     Ok(paths.map(PathBuf::from).collect())
 }

@@ -1,20 +1,20 @@
-//! The lab: stock QEMU guests that towline's tests move about.
+//! The lab: stock QEMU guests for towline's tests.
 //!
 //! ```text
 //! Qemu::builder(Version::V10_0).memory_mib(256).linux().start()?
 //!   ├─ qmp()        the lab's own QMP client, on a socket of its own
 //!   ├─ qmp_path()   a second QMP socket, for towline
 //!   ├─ linux()      the agent in the guest: tick, fill, hash, dirty, check
-//!   └─ memory_hash(), read_memory(), ram_blocks()   what QEMU says of the guest's memory
+//!   └─ memory_hash(), read_memory(), ram_blocks()   the guest's memory as QEMU reports it
 //! ```
-//! The lab's QMP client and its reading of memory are independent of towline's crates on purpose: a test that measured
-//! towline with towline would agree with itself. Every wait has a deadline, and every process and file goes with the
-//! value that stands for it.
+//! The lab's QMP client and its reading of memory are independent of towline's crates on purpose: a test that
+//! measured towline with towline would agree with itself. Every wait has a deadline, and every process and file is
+//! removed when its value is dropped.
 //!
 //! QEMUs are Debian 12's (7.2), its backports' (10.0), Debian 13's (10.0 with later fixes) and its backports' (11.1).
 //!
-//! The lab is for Debian 12 on x86-64, emulated (TCG) unless KVM is asked for and works. `cargo xtask setup` brings
-//! what it needs; see [`require_lab`].
+//! The lab is for Debian 12 on x86-64, emulated (TCG) unless KVM is requested and works. `cargo xtask setup` installs
+//! the parts that it needs; see [`require_lab`].
 
 mod accelerator;
 mod boot_sector;
@@ -58,11 +58,11 @@ use std::io::Write as _;
 /// Prints `SKIPPED name: reason`, past the test harness's capture, so that `cargo xtask test` counts it.
 pub fn skip(name: &str, reason: &str) {
     let mut stdout = std::io::stdout().lock();
-    // A closed standard output leaves nobody to tell.
+    // A closed standard output is ignored: the skip cannot be reported then.
     let _ = writeln!(stdout, "\nSKIPPED {name}: {reason}");
 }
 
-/// Whether the set-up has run; if not, the skip of `name` is printed with its reason.
+/// Returns true if the set-up has run; if not, prints the skip of `name` with its reason.
 ///
 /// ```no_run
 /// if !towline_lab::require_lab("restores_a_guest") {
@@ -80,7 +80,7 @@ pub fn require_lab(name: &str) -> bool {
     }
 }
 
-/// As [`require_lab`], and these QEMUs beside: not every machine can have those of Debian 13.
+/// As [`require_lab`], and these QEMUs are installed: not every machine can have those of Debian 13.
 #[must_use]
 pub fn require_qemu(name: &str, versions: &[Version]) -> bool {
     if !require_lab(name) {
@@ -93,7 +93,7 @@ pub fn require_qemu(name: &str, versions: &[Version]) -> bool {
     missing.is_none()
 }
 
-/// As [`require_lab`], and this kernel beside.
+/// As [`require_lab`], and this kernel is installed.
 #[must_use]
 pub fn require_kernel(name: &str, kernel: Kernel) -> bool {
     if !require_lab(name) {

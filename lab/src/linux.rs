@@ -1,7 +1,8 @@
-//! The Linux guest: its agent, spoken to over the second serial port.
+//! The Linux guest: a client of its agent on the second serial port.
 //!
-//! The agent's protocol is in `lab/agent/src/main.rs`. A guest that was moved has another QEMU and with it another
-//! socket: connect again, and [`LinuxGuest::wait_ready`] finds the beginning of a line and an answer of its own.
+//! The agent's protocol is in `lab/agent/src/main.rs`. After a migration the guest has another QEMU and with it
+//! another socket: connect again, and [`LinuxGuest::wait_ready`] finds the beginning of a line and a response with
+//! its own ID.
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
@@ -14,11 +15,11 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::qemu::Qemu;
 use crate::qmp::{is_timeout, remaining};
 
-/// How long the agent may take for an answer that costs nothing.
+/// Timeout of a request that needs no time.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long it may take for work on all of its memory: an emulated processor hashes some 60 MiB/s.
+/// Timeout of work on all of the guest's memory: an emulated processor hashes some 60 MiB/s.
 const WORK_WITHIN: Duration = Duration::from_secs(300);
-/// Time after which a `sync` is asked again: the first may have gone to a port that was not open yet.
+/// Interval after which `sync` is sent again: the port may not have been open for the first one.
 const SYNC_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A connection to the agent of one QEMU's guest.
@@ -29,7 +30,8 @@ pub struct LinuxGuest {
 }
 
 impl Qemu {
-    /// The agent of this QEMU's Linux, once it answers. Also right for a guest that has just been moved here.
+    /// Connects to the agent of this QEMU's Linux and waits until it responds. Also right for a guest that has just
+    /// been moved here.
     pub fn linux(&self, within: Duration) -> Result<LinuxGuest> {
         let mut guest = LinuxGuest::connect(self)?;
         guest.wait_ready(within).with_context(|| format!("the console says: {}", self.console().trim()))?;
@@ -38,7 +40,7 @@ impl Qemu {
 }
 
 impl LinuxGuest {
-    /// Connects to the serial port; says nothing yet.
+    /// Connects to the serial port and sends nothing yet.
     pub fn connect(qemu: &Qemu) -> Result<Self> {
         Self::connect_at(&qemu.serial_path())
     }
@@ -47,19 +49,19 @@ impl LinuxGuest {
     pub fn connect_at(path: &Path) -> Result<Self> {
         let stream = UnixStream::connect(path);
         let stream = stream.with_context(|| format!("no serial port at {}", path.display()))?;
-        // Answers to whoever was connected before must not be taken for ours.
+        // IDs begin at the current time: responses to an earlier connection must not be mistaken for ours.
         let start = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?;
         Ok(Self { stream, received: Vec::new(), next_id: u64::try_from(start.as_micros())? })
     }
 
-    /// Waits until the agent answers, whatever was said on the line before.
+    /// Waits until the agent responds, whatever was sent on the line before.
     pub fn wait_ready(&mut self, within: Duration) -> Result<()> {
         let deadline = Instant::now() + within;
         let first = self.next_id;
         loop {
             let id = self.send("\n", "sync", deadline)?;
             let until = deadline.min(Instant::now() + SYNC_INTERVAL);
-            // Any of our own will do: an early one may be answered late.
+            // Any ID of ours will do: an early request may be answered late.
             while let Some(line) = self.line(until)? {
                 if let Some((found, _)) = answer(&line)
                     && (first..=id).contains(&found)
@@ -75,7 +77,7 @@ impl LinuxGuest {
         }
     }
 
-    /// Asks anything of the agent; the value of its answer, or its words as an error.
+    /// Sends a request to the agent; returns the value of its response, or its text as an error.
     pub fn request(&mut self, command: &str, within: Duration) -> Result<String> {
         let deadline = Instant::now() + within;
         let id = self.send("", command, deadline)?;
@@ -86,7 +88,7 @@ impl LinuxGuest {
             match answer(&line) {
                 Some((found, Ok(value))) if found == id => return Ok(value),
                 Some((found, Err(text))) if found == id => bail!("the guest refused `{command}`: {text}"),
-                // Kernel noise, the greeting, or an answer to a question that was given up.
+                // Kernel messages, the greeting, or the response to a request that timed out.
                 _ => {}
             }
         }
@@ -97,7 +99,7 @@ impl LinuxGuest {
         self.number("tick", REPLY_TIMEOUT)
     }
 
-    /// Waits until the counter moves; returns it.
+    /// Waits until the counter advances; returns it.
     pub fn wait_ticking(&mut self, within: Duration) -> Result<u64> {
         let before = self.tick()?;
         crate::wait_until(&format!("guest that ticks on from {before}"), within, || {
@@ -106,8 +108,8 @@ impl LinuxGuest {
         })
     }
 
-    /// Fills `bytes` of fresh memory with what no compressor can shrink; frees what was filled before. Returns the
-    /// time that the guest took by its own clock.
+    /// Fills `bytes` of fresh memory with incompressible content; frees an earlier fill. Returns the time that it
+    /// took by the guest's own clock.
     pub fn fill(&mut self, bytes: u64, seed: u64) -> Result<Duration> {
         Ok(Duration::from_micros(self.number(&format!("fill {bytes} {seed}"), WORK_WITHIN)?))
     }
@@ -117,7 +119,7 @@ impl LinuxGuest {
         Ok(Duration::from_micros(self.number(&format!("zero {bytes}"), WORK_WITHIN)?))
     }
 
-    /// A hash of what was filled, in hexadecimal: XXH64 of the XXH64s of each 64 MiB.
+    /// Returns a hash of the filled memory, in hexadecimal: XXH64 of the XXH64s of each 64 MiB.
     pub fn hash(&mut self) -> Result<String> {
         self.request("hash", WORK_WITHIN)
     }
@@ -133,39 +135,39 @@ impl LinuxGuest {
         self.number("dirtied", REPLY_TIMEOUT)
     }
 
-    /// Ends the writing; what was written can still be checked. Returns the pages written.
+    /// Stops writing; the range can still be checked. Returns the pages written.
     pub fn stop_dirtying(&mut self) -> Result<u64> {
         self.number("dirty 0", REPLY_TIMEOUT)
     }
 
-    /// Looks at every page that `dirty` writes; an error names those that are torn or stale. Returns their number.
+    /// Checks every page that `dirty` writes; the error names those that are torn or stale. Returns their number.
     pub fn check(&mut self) -> Result<u64> {
         self.number("check", WORK_WITHIN)
     }
 
-    /// What the guest knows of itself, as `KEY=VALUE` pairs: uptime_s, memory_kib, free_kib, kernel, processors,
+    /// Returns the guest's facts as `KEY=VALUE` pairs: uptime_s, memory_kib, free_kib, kernel, processors,
     /// tick_address (guest-physical, for [`Qemu::read_u64`]).
     pub fn info(&mut self) -> Result<Vec<(String, String)>> {
-        let said = self.request("info", REPLY_TIMEOUT)?;
+        let message = self.request("info", REPLY_TIMEOUT)?;
         let pair = |word: &str| word.split_once('=').map(|(key, value)| (key.to_owned(), value.to_owned()));
-        Ok(said.split(' ').filter_map(pair).collect())
+        Ok(message.split(' ').filter_map(pair).collect())
     }
 
-    /// Runs a line of busybox shell in the guest; fails unless it exits with 0. Returns what it wrote.
+    /// Runs a line of busybox shell in the guest; fails unless it exits with 0. Returns its output.
     pub fn shell(&mut self, line: &str, within: Duration) -> Result<String> {
-        let said = self.request(&format!("sh {line}"), within)?;
-        let (status, output) = said.split_once('\n').context("`sh` answers with a status and output")?;
+        let message = self.request(&format!("sh {line}"), within)?;
+        let (status, output) = message.split_once('\n').context("`sh` answers with a status and output")?;
         ensure!(status == "0", "`{line}` exits with {status} in the guest: {output}");
         Ok(output.to_owned())
     }
 
-    /// Sends back whatever comes to this port, by TCP and UDP, from now on.
+    /// Starts an echo server in the guest on this port, TCP and UDP.
     pub fn echo(&mut self, port: u16) -> Result<()> {
         self.request(&format!("echo {port}"), REPLY_TIMEOUT).map(drop)
     }
 
-    /// Connects to an echo so many times, one after the other, sends so many bytes each time, and compares what comes back.
-    /// The time that it took by the guest's own clock.
+    /// Connects to an echo server `times` times, one after the other, sends `bytes` bytes on each connection, and
+    /// compares the echo. Returns the time that it took by the guest's own clock.
     pub fn talk(&mut self, to: SocketAddr, bytes: u64, times: u64) -> Result<Duration> {
         Ok(Duration::from_micros(self.number(&format!("talk {to} {bytes} {times}"), WORK_WITHIN)?))
     }
@@ -185,7 +187,7 @@ impl LinuxGuest {
         Ok(id)
     }
 
-    /// The next line, or `None` at the deadline.
+    /// Reads the next line; `None` at the deadline.
     fn line(&mut self, deadline: Instant) -> Result<Option<String>> {
         let mut chunk = [0; 4096];
         loop {
@@ -207,7 +209,7 @@ impl LinuxGuest {
     }
 }
 
-/// `ID ok VALUE` or `ID error TEXT`; anything else is noise.
+/// Parses `ID ok VALUE` or `ID error TEXT`; anything else is noise.
 fn answer(line: &str) -> Option<(u64, Result<String, String>)> {
     let (id, rest) = line.split_once(' ')?;
     let (kind, value) = rest.split_once(' ').unwrap_or((rest, ""));
@@ -242,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_told_from_noise() {
+    fn responses_are_distinguished_from_noise() {
         assert_eq!(answer("12 ok 7"), Some((12, Ok("7".into()))));
         assert_eq!(answer("12 ok"), Some((12, Ok(String::new()))));
         assert_eq!(answer(r"12 error a\nb\\n"), Some((12, Err("a\nb\\n".into()))));

@@ -1,4 +1,4 @@
-//! The guest's memory as QEMU itself tells it.
+//! The guest's memory as QEMU itself reports it.
 
 use std::time::Duration;
 
@@ -7,30 +7,30 @@ use serde_json::json;
 
 use crate::qemu::{Qemu, RAM_NAME};
 
-/// Bytes that are taken out of QEMU at a time: what the temporary file may grow to.
+/// Bytes that are dumped at once, and so the size limit of the temporary file.
 const CHUNK_SIZE: u64 = 64 << 20;
 const CHUNK_WITHIN: Duration = Duration::from_secs(60);
 
 /// A line of `info ramblock`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RamBlock {
-    /// Its name on the wire.
+    /// Name in the migration stream.
     pub name: String,
-    /// Bytes in use: what is migrated.
+    /// Used length: the bytes that are migrated.
     pub used_length: u64,
-    /// Bytes that it may grow to.
+    /// Maximum length.
     pub max_length: u64,
 }
 
-/// Guest-physical addresses that are RAM.
+/// A range of guest-physical addresses that is RAM.
 struct Range {
     address: u64,
     length: u64,
 }
 
 impl Qemu {
-    /// BLAKE3 over all of the guest's RAM in the order of its addresses, below and above 4 GiB. The guest must not
-    /// run, for a hash of moving memory means nothing.
+    /// BLAKE3 of all of the guest's RAM in the order of its addresses, below and above 4 GiB. The guest must be
+    /// stopped: a hash of changing memory means nothing.
     pub fn memory_hash(&self) -> Result<blake3::Hash> {
         let status = self.qmp().execute("query-status", serde_json::Value::Null)?;
         ensure!(
@@ -49,7 +49,7 @@ impl Qemu {
         Ok(hasher.finalize())
     }
 
-    /// Bytes of guest-physical memory (QMP `pmemsave`), whether the guest runs or not.
+    /// Reads guest-physical memory (QMP `pmemsave`), of a running or a stopped guest.
     pub fn read_memory(&self, address: u64, length: u64) -> Result<Vec<u8>> {
         let file = tempfile::NamedTempFile::new_in(self.directory())?;
         let arguments = json!({ "val": address, "size": length, "filename": file.path() });
@@ -59,15 +59,15 @@ impl Qemu {
         Ok(bytes)
     }
 
-    /// Eight bytes of guest-physical memory as a number (HMP `xp`), cheap enough to ask often.
+    /// Reads eight bytes of guest-physical memory as a number (HMP `xp`), cheap enough for polling.
     pub fn read_u64(&self, address: u64) -> Result<u64> {
-        let said = self.qmp().hmp(&format!("xp /1gx {address:#x}"))?;
-        let word = said.split_whitespace().last().and_then(|word| word.strip_prefix("0x"));
-        let word = word.with_context(|| format!("`xp` says `{}`", said.trim()))?;
-        u64::from_str_radix(word, 16).with_context(|| format!("`xp` says `{}`", said.trim()))
+        let output = self.qmp().hmp(&format!("xp /1gx {address:#x}"))?;
+        let word = output.split_whitespace().last().and_then(|word| word.strip_prefix("0x"));
+        let word = word.with_context(|| format!("`xp` says `{}`", output.trim()))?;
+        u64::from_str_radix(word, 16).with_context(|| format!("`xp` says `{}`", output.trim()))
     }
 
-    /// QEMU's RAM blocks (HMP `info ramblock`).
+    /// Returns QEMU's RAM blocks (HMP `info ramblock`).
     pub fn ram_blocks(&self) -> Result<Vec<RamBlock>> {
         let table = self.qmp().hmp("info ramblock")?;
         let blocks: Option<Vec<RamBlock>> = table.lines().skip(1).map(ram_block).collect();
@@ -84,7 +84,8 @@ impl Qemu {
     }
 }
 
-/// `  pc.ram    4 KiB  0x0000000000000000 0x0000000008000000 0x0000000008000000 …`: name, page size, offset, used, total.
+/// Parses `  pc.ram    4 KiB  0x0000000000000000 0x0000000008000000 0x0000000008000000 …`: name, page size, offset,
+/// used, maximum.
 fn ram_block(line: &str) -> Option<RamBlock> {
     let mut words = line.split_whitespace();
     let name = words.next()?.to_owned();
@@ -93,18 +94,18 @@ fn ram_block(line: &str) -> Option<RamBlock> {
     Some(RamBlock { name, used_length, max_length })
 }
 
-/// The ranges of the flat view that the address space `memory` has, that lie in the guest's main memory.
+/// Ranges of the guest's main memory in the flat view of the address space `memory`.
 fn ram_ranges(tree: &str) -> Vec<Range> {
     let view = tree.split("FlatView #").find(|view| view.contains("AS \"memory\"")).unwrap_or_default();
     view.lines().filter_map(ram_range).collect()
 }
 
-/// `  0000000000000000-00000000000bffff (prio 0, ram): pc.ram @0000000000000000 KVM`
+/// Parses `  0000000000000000-00000000000bffff (prio 0, ram): pc.ram @0000000000000000 KVM`.
 fn ram_range(line: &str) -> Option<Range> {
     let (range, rest) = line.trim().split_once(" (prio ")?;
     let (kind, name) = rest.split_once("): ")?;
     let in_ram = name.split_whitespace().next() == Some(RAM_NAME);
-    // Memory that the chipset has made read-only is memory still.
+    // Memory that the chipset has made read-only counts as memory.
     if !in_ram || !(kind.ends_with(" ram") || kind.ends_with(" rom")) {
         return None;
     }

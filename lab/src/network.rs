@@ -1,10 +1,10 @@
-//! A network of its own, gone with the value that stands for it.
+//! A network namespace that is removed when its [`Network`] is dropped.
 //!
 //! ```text
 //!   unshare --net sleep     holds the namespace; dies with this process, and the namespace, taps and all, with its last user
-//!   nsenter --net PROGRAM   a QEMU (Builder::within) or a towline that lives in it
+//!   nsenter --net PROGRAM   a QEMU (Builder::within) or a towline inside it
 //! ```
-//! Nothing of it is seen outside, and nothing outside is reached from it. Limits: needs root.
+//! It is isolated from the networks of the host. Limits: needs root.
 
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
@@ -19,13 +19,13 @@ use crate::wait::wait_until;
 
 const MADE_WITHIN: Duration = Duration::from_secs(10);
 
-/// See the module's picture.
+/// A network namespace; see the module's picture.
 pub struct Network {
     holder: Child,
 }
 
 impl Network {
-    /// A namespace with a loopback that is up.
+    /// Creates a namespace whose loopback is up.
     pub fn new() -> Result<Self> {
         let mut command = Command::new("unshare");
         command.args(["--net", "sleep", "infinity"]);
@@ -43,21 +43,21 @@ impl Network {
         Ok(network)
     }
 
-    /// Makes a tap for one QEMU (`-netdev tap,ifname=NAME,script=no,downscript=no`) with this address, as `10.0.2.2/24`. It
-    /// takes packets of any size without checksums, so the guest's card offers scatter-gather.
+    /// Creates a tap for one QEMU (`-netdev tap,ifname=NAME,script=no,downscript=no`) with this address, as
+    /// `10.0.2.2/24`. It accepts packets of any size without checksums, so the guest's card offers scatter-gather.
     pub fn add_tap(&self, name: &str, address: &str) -> Result<()> {
         self.run(&["ip", "tuntap", "add", "dev", name, "mode", "tap", "vnet_hdr"])?;
         self.run(&["ip", "address", "add", address, "dev", name])?;
         self.run(&["ip", "link", "set", name, "up"])
     }
 
-    /// What stands before a program and its arguments to have it run in here.
+    /// Command that runs a program in this namespace; the program and its arguments follow.
     pub fn prefix(&self) -> Vec<String> {
         let holder = self.holder.id().to_string();
         ["nsenter", "--target", &holder, "--net", "--"].map(str::to_owned).to_vec()
     }
 
-    /// A pair of interfaces, one in here and one there, both up.
+    /// Creates a veth pair between this namespace and `other`, both ends up.
     pub fn connect(&self, name: &str, other: &Self, other_name: &str) -> Result<()> {
         let holder = other.holder.id().to_string();
         self.run(&["ip", "link", "add", name, "type", "veth", "peer", "name", other_name, "netns", &holder])?;
@@ -65,7 +65,7 @@ impl Network {
         other.run(&["ip", "link", "set", other_name, "up"])
     }
 
-    /// Does something in here, on a thread that ends with it: sockets that it makes are of this network.
+    /// Runs `work` in this namespace, on a thread of its own: the sockets that it creates belong to this network.
     pub fn enter<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T> {
         let namespace = std::fs::File::open(format!("/proc/{}/ns/net", self.holder.id()))?;
         let entered = || {
@@ -76,20 +76,20 @@ impl Network {
             .map_err(|_| anyhow!("what was done in a network panicked"))?
     }
 
-    /// Runs a command in here, as `["ip", "link"]`.
+    /// Runs a command in this namespace, as `["ip", "link"]`.
     pub fn run(&self, line: &[&str]) -> Result<()> {
         let prefix = self.prefix();
         let output = Command::new(&prefix[0]).args(&prefix[1..]).args(line).output();
         let output = output.with_context(|| format!("{prefix:?} cannot be started"))?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "`{}` fails: {}", line.join(" "), said.trim());
+        let message = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "`{}` fails: {}", line.join(" "), message.trim());
         Ok(())
     }
 }
 
 impl Drop for Network {
     fn drop(&mut self) {
-        // It may be gone already, and a destructor has nobody to tell.
+        // The process may have exited already, and a destructor cannot return an error.
         let _ = self.holder.kill();
         let _ = self.holder.wait();
     }

@@ -1,4 +1,4 @@
-//! Where the set-up puts what the lab uses.
+//! Paths of the parts that the set-up installs for the lab.
 
 use std::path::{Path, PathBuf};
 
@@ -10,18 +10,18 @@ pub fn lab_directory() -> PathBuf {
     }
 }
 
-/// The workspace's root, as it was when the lab was built.
+/// Root of the workspace, as it was when the lab was built.
 pub fn workspace() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("lab lies one level below the root")
 }
 
-/// `LD_LIBRARY_PATH` for a program of an unpacked tree of Debian packages.
+/// Returns `LD_LIBRARY_PATH` for a program of an unpacked tree of Debian packages.
 pub fn library_path(tree: &Path) -> String {
     let directories = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"];
     directories.map(|directory| tree.join(directory).display().to_string()).join(":")
 }
 
-/// A kernel of Linux guests.
+/// A kernel for Linux guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
     /// Debian 12's own, 6.1.
@@ -30,7 +30,7 @@ pub enum Kernel {
     Newest,
 }
 
-/// The kernel that Linux guests boot, if the set-up has brought it.
+/// Returns the kernel image, if the set-up has installed it.
 pub fn kernel(lab: &Path, kernel: Kernel) -> Option<PathBuf> {
     let tree = match kernel {
         Kernel::Debian12 => lab.join("kernel"),
@@ -41,12 +41,12 @@ pub fn kernel(lab: &Path, kernel: Kernel) -> Option<PathBuf> {
     std::fs::read_dir(tree.join("boot")).ok()?.flatten().map(|entry| entry.path()).find(is_kernel)
 }
 
-/// Where the newest kernel and its modules are.
+/// Directory of the newest kernel and its modules.
 pub fn newest_kernel_directory(lab: &Path) -> PathBuf {
     lab.join("kernel-newest")
 }
 
-/// The archive that Linux guests boot with, whose modules are of that kernel.
+/// Initramfs of Linux guests with the modules of that kernel.
 pub fn initramfs(lab: &Path, kernel: Kernel) -> PathBuf {
     match kernel {
         Kernel::Debian12 => lab.join("initramfs"),
@@ -64,7 +64,7 @@ pub enum UnpackedQemu {
 }
 
 impl UnpackedQemu {
-    /// Where it is.
+    /// Directory that it is unpacked into.
     pub fn directory(self, lab: &Path) -> PathBuf {
         lab.join(match self {
             Self::Stable => "qemu-stable",
@@ -72,12 +72,12 @@ impl UnpackedQemu {
         })
     }
 
-    /// The script in its directory, which becomes the emulator's own process.
+    /// Start script in its directory, which execs the emulator.
     pub fn program(directory: &Path) -> PathBuf {
         directory.join("qemu-system-x86_64")
     }
 
-    /// Its version, as `11.1.3`, if the set-up has brought it.
+    /// Version, as `11.1.3`, if the set-up has installed it.
     pub fn version(self, lab: &Path) -> Option<String> {
         std::fs::read_to_string(self.directory(lab).join("version")).ok()
     }
@@ -98,15 +98,15 @@ pub fn qmp_python(lab: &Path) -> PathBuf {
     lab.join("python-qmp/bin/python")
 }
 
-/// The kernel's own tests of vsock, if their soak has brought them.
+/// The kernel's own vsock tests, if `cargo xtask soak vsock-kernel` has built them.
 pub fn vsock_tests(lab: &Path) -> PathBuf {
     lab.join("vsock-tests")
 }
 
-/// The emulator from the backports, installed.
+/// The installed emulator from the backports.
 pub const QEMU_10_0: &str = "/usr/bin/qemu-system-x86_64";
 
-/// The first part of the lab that is not there.
+/// Returns the first part of the lab that is missing.
 pub fn missing() -> Option<String> {
     let lab = lab_directory();
     let qemu_7_2 = lab.join("qemu-7.2/usr/bin/qemu-system-x86_64");

@@ -1,7 +1,7 @@
-//! Children that die with this process, whatever thread asked for them.
+//! Children that die with this process, whichever thread starts them.
 //!
-//! The kernel's death signal follows the *thread* that started a child. A test's helper thread may end long before the
-//! guest that it started should, so one thread that never ends starts them all.
+//! The kernel's death signal follows the *thread* that started a child. A test's helper thread may end long before
+//! its guest should, so one thread that never ends starts them all.
 
 use std::io;
 use std::process::{Child, Command};
@@ -23,7 +23,7 @@ pub(crate) fn spawn(command: Command) -> io::Result<Child> {
         std::thread::spawn(move || {
             for mut request in requests {
                 let child = die_with_parent(&mut request.command).spawn();
-                // An asker that is gone has no use for its child.
+                // If the requesting thread has ended, its child is not needed.
                 if let Err(unwanted) = request.answer.send(child)
                     && let Ok(mut child) = unwanted.0
                 {

@@ -1,10 +1,11 @@
-//! Programs of this machine, run in a guest: on a disk, with the libraries that they load.
+//! Programs of this machine in a guest: on a disk, with the libraries that they load.
 //!
 //! ```text
 //!   host   ldd PROGRAM ─► tar of bin/PROGRAM and its libraries ─► a raw disk    guest   tar -x -f /dev/vda
 //! ```
-//! So the very binary under test runs there, whatever it is linked with. Limits: the guest's processor can do what the
-//! host's code was compiled for (`-cpu max` can); what a program opens by itself while it runs is not there.
+//! So the very binary under test runs there, whatever it is linked with. Limits: the guest's processor must have the
+//! features that the host's code was compiled for (`-cpu max` has them); files that a program opens at run time are
+//! missing.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -18,7 +19,7 @@ use crate::LinuxGuest;
 /// An emulated disk gives some hundred MiB in a second.
 const UNPACK_WITHIN: Duration = Duration::from_secs(60);
 
-/// A disk to be given to one guest or several. Its file goes with it.
+/// A disk with programs, for one or more guests. Dropping it removes its file.
 pub struct ProgramDisk {
     file: NamedTempFile,
 }
@@ -41,7 +42,7 @@ impl ProgramDisk {
         Ok(Self { file })
     }
 
-    /// For [`Builder::args`](crate::Builder::args): the guest's first disk.
+    /// Arguments of QEMU ([`Builder::args`](crate::Builder::args)) that make it the guest's first disk.
     pub fn arguments(&self) -> [String; 4] {
         let path = self.file.path().display();
         let drive = format!("id=programs,if=none,format=raw,readonly=on,file={path}");
@@ -50,7 +51,7 @@ impl ProgramDisk {
 }
 
 impl LinuxGuest {
-    /// Puts the programs of the guest's [`ProgramDisk`] in their places.
+    /// Unpacks the guest's [`ProgramDisk`] into its root.
     pub fn unpack_programs(&mut self) -> Result<()> {
         self.shell("busybox tar -x -f /dev/vda -C /", UNPACK_WITHIN).map(drop)
     }
@@ -63,11 +64,11 @@ fn place(tree: &TempDir, at: &Path, file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What the program's loader will look for, itself included.
+/// Files that the program's loader opens, itself included.
 fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("ldd cannot be started")?;
-    let said = String::from_utf8_lossy(&output.stdout);
-    // It fails for a program that needs none.
+    let message = String::from_utf8_lossy(&output.stdout);
+    // It fails for a static program.
     let path = |line: &str| line.split_whitespace().find(|word| word.starts_with('/')).map(PathBuf::from);
-    Ok(said.lines().filter_map(path).collect())
+    Ok(message.lines().filter_map(path).collect())
 }

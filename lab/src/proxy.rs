@@ -1,4 +1,4 @@
-//! A TCP proxy in front of a destination: a link that a test slows down, holds, or cuts where it wants.
+//! A TCP proxy in front of a destination: a link that a test slows down, holds, or cuts at a chosen point.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -12,7 +12,7 @@ use rustix::net::sockopt::set_socket_linger;
 
 use crate::qmp::is_timeout;
 
-/// Time between two looks at what a test wants.
+/// Interval at which a test's settings are read.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 const BUFFER_BYTES: usize = 16 << 10;
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
@@ -26,29 +26,29 @@ pub enum Flow {
     ToSource,
 }
 
-/// What the proxy does where it finds the bytes of a [`Trigger`].
+/// Action of the proxy where it finds the bytes of a [`Trigger`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Forwards nothing in this direction until [`Proxy::release`].
     Hold(Flow),
-    /// Resets all connections, and accepts no more.
+    /// Resets all connections and accepts no more.
     Cut,
 }
 
-/// Bytes of a stream, and what is done at their first occurrence.
+/// Bytes of a stream, and the action at their first occurrence.
 #[derive(Debug, Clone)]
 pub struct Trigger {
-    /// Where they flow.
+    /// Direction in which they are searched for.
     pub flow: Flow,
-    /// The bytes.
+    /// Bytes to find.
     pub bytes: Vec<u8>,
-    /// Whether the bytes themselves are still forwarded.
+    /// True if the bytes themselves are forwarded before the action.
     pub forwards: bool,
-    /// What is done.
+    /// Action.
     pub action: Action,
 }
 
-/// See the module's text. Dropping it cuts the link.
+/// A link through the proxy; see the module's text. Dropping it cuts the link.
 pub struct Proxy {
     address: SocketAddr,
     shared: Arc<Shared>,
@@ -56,7 +56,7 @@ pub struct Proxy {
 
 #[derive(Default)]
 struct Shared {
-    /// Bytes per second in each direction; 0: as fast as it goes.
+    /// Bytes per second in each direction; 0: unlimited.
     rate: AtomicU64,
     held: [AtomicBool; 2],
     cut: AtomicBool,
@@ -66,23 +66,23 @@ struct Shared {
 }
 
 /// One direction of one connection.
-struct Way {
+struct Direction {
     flow: Flow,
-    /// What was received and is not forwarded yet.
+    /// Bytes that are received and not yet forwarded.
     pending: VecDeque<u8>,
-    /// How many bytes of that may be forwarded before the trigger's action, if its bytes were found.
+    /// Number of those bytes that may be forwarded before the trigger's action, once its bytes are found.
     action: Option<(usize, Action)>,
-    /// The end of what was received, in which the trigger's bytes may begin.
+    /// The last bytes received, which may be the beginning of the trigger's.
     tail: Vec<u8>,
-    /// The sender has ended; and that was passed on.
+    /// The sender has closed its direction; the receiver's is closed too.
     ended: bool,
     closed: bool,
-    /// No more is forwarded before.
+    /// Time before which no more is forwarded.
     next: Instant,
 }
 
 impl Proxy {
-    /// Listens on a port of its own, and connects to `destination` for each connection.
+    /// Listens on a free port, and connects to `destination` for each connection.
     pub fn start(destination: SocketAddr) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let address = listener.local_addr()?;
@@ -94,7 +94,7 @@ impl Proxy {
                 match listener.accept() {
                     Ok((source, _)) => {
                         let shared = Arc::clone(&accepting);
-                        // One that cannot be made, or breaks, is seen by the others as a connection that ends.
+                        // A connection that cannot be made or breaks looks like one that ends to its peers.
                         std::thread::spawn(move || shared.join(&source, destination));
                     }
                     Err(_) => std::thread::sleep(LOOK_INTERVAL),
@@ -104,7 +104,7 @@ impl Proxy {
         Ok(Self { address, shared })
     }
 
-    /// Where it listens.
+    /// Address that it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -114,22 +114,22 @@ impl Proxy {
         self.shared.rate.store(rate, Ordering::Release);
     }
 
-    /// Acts where these bytes are found next.
+    /// Sets the trigger, for the next occurrence of its bytes.
     pub fn set_trigger(&self, trigger: Trigger) {
         *self.shared.trigger() = Some(trigger);
     }
 
-    /// Whether the trigger's bytes were found.
+    /// Returns true if the trigger's bytes were found.
     pub fn has_fired(&self) -> bool {
         self.shared.fired.load(Ordering::Acquire)
     }
 
-    /// Bytes that were forwarded in this direction.
+    /// Bytes forwarded in this direction.
     pub fn forwarded(&self, flow: Flow) -> u64 {
         self.shared.forwarded[flow as usize].load(Ordering::Acquire)
     }
 
-    /// Forwards nothing in this direction until it is released.
+    /// Holds this direction until it is released.
     pub fn hold(&self, flow: Flow) {
         self.shared.held[flow as usize].store(true, Ordering::Release);
     }
@@ -139,7 +139,7 @@ impl Proxy {
         self.shared.held.iter().for_each(|held| held.store(false, Ordering::Release));
     }
 
-    /// Resets all connections, and accepts no more.
+    /// Resets all connections and accepts no more.
     pub fn cut(&self) {
         self.shared.cut.store(true, Ordering::Release);
     }
@@ -160,30 +160,30 @@ impl Shared {
         self.trigger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forwards both ways until both have ended, one breaks, or the link is cut.
+    /// Forwards in both directions until both have ended, one breaks, or the link is cut.
     fn join(&self, source: &TcpStream, destination: SocketAddr) -> Result<()> {
         let destination = &TcpStream::connect_timeout(&destination, CONNECT_WITHIN)?;
         for stream in [source, destination] {
             stream.set_nodelay(true)?;
             stream.set_nonblocking(true)?;
         }
-        let mut ways = [Way::new(Flow::ToDestination), Way::new(Flow::ToSource)];
-        while !self.is_cut() && !ways.iter().all(|way| way.closed) {
+        let mut directions = [Direction::new(Flow::ToDestination), Direction::new(Flow::ToSource)];
+        while !self.is_cut() && !directions.iter().all(|direction| direction.closed) {
             let mut moved = false;
-            for way in &mut ways {
-                let (from, to) = match way.flow {
+            for direction in &mut directions {
+                let (from, to) = match direction.flow {
                     Flow::ToDestination => (source, destination),
                     Flow::ToSource => (destination, source),
                 };
-                moved |= way.receive(self, from)?;
-                moved |= way.forward(self, to)?;
+                moved |= direction.receive(self, from)?;
+                moved |= direction.forward(self, to)?;
             }
             if !moved {
                 std::thread::sleep(LOOK_INTERVAL);
             }
         }
         if self.is_cut() {
-            // As a link that is lost, and not as a peer that closes in order.
+            // Reset, as on a lost link, not closed in order.
             for stream in [source, destination] {
                 set_socket_linger(stream, Some(Duration::ZERO))?;
             }
@@ -200,13 +200,13 @@ impl Shared {
     }
 }
 
-impl Way {
+impl Direction {
     fn new(flow: Flow) -> Self {
         let (pending, tail) = (VecDeque::new(), Vec::new());
         Self { flow, pending, action: None, tail, ended: false, closed: false, next: Instant::now() }
     }
 
-    /// Takes what there is, unless enough is pending. False if there is nothing.
+    /// Receives what is available, unless enough is pending. False if nothing was received.
     fn receive(&mut self, shared: &Shared, mut from: &TcpStream) -> Result<bool> {
         if self.ended || !self.pending.is_empty() {
             return Ok(false);
@@ -223,7 +223,7 @@ impl Way {
         Ok(true)
     }
 
-    /// Looks for the trigger's bytes in what was received last.
+    /// Searches the last received bytes for the trigger's.
     fn look_for(&mut self, shared: &Shared, received: &[u8]) {
         let mut trigger = shared.trigger();
         let Some(wanted) = trigger.as_ref().filter(|trigger| trigger.flow == self.flow) else { return };
@@ -240,7 +240,7 @@ impl Way {
         *trigger = None;
     }
 
-    /// Sends what may be sent. False if nothing could be.
+    /// Sends what may be sent. False if nothing could be sent.
     fn forward(&mut self, shared: &Shared, mut to: &TcpStream) -> Result<bool> {
         if let Some((0, action)) = self.action {
             self.action = None;
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trigger_that_comes_in_two_pieces_cuts_behind_or_before_its_bytes() {
+    fn a_trigger_in_two_segments_cuts_after_or_before_its_bytes() {
         for (forwards, expected) in [(true, &b"abcd"[..]), (false, b"ab")] {
             let (proxy, mut source, mut destination) = joined();
             let (flow, action) = (Flow::ToDestination, Action::Cut);
@@ -306,7 +306,7 @@ mod tests {
             destination.read_exact(&mut first).unwrap();
             source.write_all(b"cde").unwrap();
             let mut rest = Vec::new();
-            // What was forwarded comes first, and then the reset.
+            // Forwarded bytes come first, then the reset.
             let error = destination.read_to_end(&mut rest).unwrap_err();
             assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
             assert_eq!([&first[..], &rest].concat(), expected);
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_comes_when_it_is_released() {
+    fn held_bytes_arrive_when_the_link_is_released() {
         let (proxy, mut source, mut destination) = joined();
         proxy.hold(Flow::ToDestination);
         source.write_all(b"late").unwrap();

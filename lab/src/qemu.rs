@@ -1,4 +1,4 @@
-//! A running QEMU of the lab: how it is described, started, and ended.
+//! A QEMU of the lab: its description, start and end.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -18,16 +18,16 @@ use crate::qmp::Qmp;
 use crate::wait::wait_until;
 use crate::{accelerator, guest_programs, paths, process};
 
-/// How long a QEMU may take until its monitor answers.
+/// Time limit of a QEMU's start until its monitor answers.
 const START_WITHIN: Duration = Duration::from_secs(60);
 const DEFAULT_MEMORY_MIB: u64 = 128;
-/// What the kernel of a Linux guest is told.
+/// Kernel command line of a Linux guest.
 const KERNEL_COMMAND_LINE: &str =
     "console=ttyS0 quiet mitigations=off panic=-1 init_on_alloc=0 random.trust_cpu=on";
-/// The name that the guest's memory has on the wire, whatever backs it.
+/// Name of the guest's memory block in the stream, whatever backs it.
 pub(crate) const RAM_NAME: &str = "pc.ram";
 
-/// A QEMU that the set-up brings.
+/// A QEMU that the set-up installs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Version {
     /// Debian backports' QEMU 10.0.
@@ -36,11 +36,11 @@ pub enum Version {
     V7_2,
     /// Debian 13's own, 10.0 with later fixes. Not on every machine, see [`require_qemu`](crate::require_qemu).
     Stable,
-    /// The newest that Debian 13 has, in its backports: 11.1. Not on every machine either.
+    /// The newest in Debian 13's backports: 11.1. Not on every machine either.
     Newest,
 }
 
-/// What backs the guest's memory. Its block is called `pc.ram` either way, so both kinds can be each other's
+/// Backing of the guest's memory. The block is called `pc.ram` either way, so both kinds can be each other's
 /// destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryBackend {
@@ -48,34 +48,34 @@ pub enum MemoryBackend {
     Default,
     /// A shared memfd, its pages touched at start or not.
     Memfd {
-        /// Whether QEMU touches every page before it starts.
+        /// True if QEMU touches every page before it starts.
         prealloc: bool,
     },
 }
 
-/// How the guest is run.
+/// Accelerator of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accelerator {
     /// Emulated, one thread for each processor. Works everywhere.
     Tcg,
-    /// KVM, or no start.
+    /// KVM; QEMU does not start without it.
     Kvm,
-    /// KVM if a guest gets going under it on this machine (tried once), else TCG.
+    /// KVM if it works on this machine (tried once), else TCG.
     KvmIfItWorks,
 }
 
-/// What waits at the other end of a migration.
+/// Incoming migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Incoming {
-    /// Nothing: the guest boots.
+    /// None: the guest boots.
     No,
-    /// `-incoming defer`: `migrate-incoming` says later.
+    /// `-incoming defer`: `migrate-incoming` follows later.
     Defer,
     /// `-incoming URI`.
     Uri(String),
 }
 
-/// What runs in it.
+/// Software that runs in the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Guest {
     /// Firmware only.
@@ -103,7 +103,7 @@ pub struct Builder {
     paused: bool,
     kernel_arguments: String,
     arguments: Vec<String>,
-    /// What stands before the emulator's own command.
+    /// Command prefix before the emulator's own command.
     prefix: Vec<String>,
 }
 
@@ -119,7 +119,7 @@ pub struct Qemu {
 }
 
 impl Version {
-    /// The machine type that the lab gives a guest of this QEMU: its own newest q35.
+    /// Machine type of the lab's guests on this QEMU: its own newest q35.
     pub fn machine(self) -> &'static str {
         static STABLE: LazyLock<String> = LazyLock::new(|| machine_of(UnpackedQemu::Stable));
         static NEWEST: LazyLock<String> = LazyLock::new(|| machine_of(UnpackedQemu::Newest));
@@ -131,14 +131,14 @@ impl Version {
         }
     }
 
-    /// Whether QEMU keeps track of what an emulated guest writes. Before 9.0 its writes to a page are lost to the migration from
-    /// the second look at the dirty log on, whoever receives it (QEMU's "physmem: Fix migration dirty bitmap coherency with TCG
-    /// memory access").
+    /// Returns true if QEMU tracks the writes of an emulated guest. Before 9.0 its writes to a page are lost to the
+    /// migration from the second synchronisation of the dirty log on, for any receiver (QEMU's "physmem: Fix
+    /// migration dirty bitmap coherency with TCG memory access").
     pub fn tracks_emulated_writes(self) -> bool {
         self != Self::V7_2
     }
 
-    /// The program that starts it, with the paths that it needs.
+    /// Command that starts it, with the paths that it needs.
     pub fn command(self) -> Command {
         match self {
             Self::V10_0 => Command::new(paths::QEMU_10_0),
@@ -156,7 +156,7 @@ impl Version {
         }
     }
 
-    /// What of it the set-up has not brought.
+    /// First of its parts that the set-up has not installed.
     pub(crate) fn missing(self) -> Option<PathBuf> {
         let program = PathBuf::from(self.command().get_program());
         (!program.is_file()).then_some(program)
@@ -167,7 +167,7 @@ fn unpacked(qemu: UnpackedQemu) -> Command {
     Command::new(UnpackedQemu::program(&qemu.directory(&paths::lab_directory())))
 }
 
-/// The machine type of its series; the short name where it is not there, which nothing can start.
+/// Machine type of its release; the short name where it is not installed, which no QEMU starts.
 fn machine_of(qemu: UnpackedQemu) -> String {
     let version = qemu.version(&paths::lab_directory()).unwrap_or_default();
     let mut numbers = version.split('.');
@@ -184,31 +184,31 @@ impl Builder {
         self
     }
 
-    /// Guest memory in MiB; 128 unless said.
+    /// Guest memory in MiB; 128 by default.
     pub fn memory_mib(mut self, memory_mib: u64) -> Self {
         self.memory_mib = memory_mib;
         self
     }
 
-    /// What backs the memory.
+    /// Backing of the memory.
     pub fn memory_backend(mut self, backend: MemoryBackend) -> Self {
         self.backend = backend;
         self
     }
 
-    /// Virtual processors; 1 unless said.
+    /// Virtual processors; 1 by default.
     pub fn processors(mut self, processors: u32) -> Self {
         self.processors = processors;
         self
     }
 
-    /// `-cpu`; `max` unless said, which must not be moved between versions. `Nehalem` may.
+    /// `-cpu`; `max` by default, which must not be moved between versions. `Nehalem` may.
     pub fn cpu(mut self, model: &str) -> Self {
         model.clone_into(&mut self.cpu);
         self
     }
 
-    /// How the guest is run; TCG unless said.
+    /// Accelerator; TCG by default.
     pub fn accelerator(mut self, accelerator: Accelerator) -> Self {
         self.accelerator = accelerator;
         self
@@ -225,25 +225,26 @@ impl Builder {
         self.incoming(Incoming::Defer)
     }
 
-    /// What runs in it.
+    /// Software that runs in the guest.
     pub fn guest(mut self, guest: Guest) -> Self {
         self.guest = guest;
         self
     }
 
-    /// Linux with the lab's agent, and 256 MiB if no more memory was asked for so far.
+    /// Linux with the lab's agent, and 256 MiB unless more memory was requested so far.
     pub fn linux(mut self) -> Self {
         self.memory_mib = self.memory_mib.max(256);
         self.guest(Guest::Linux)
     }
 
-    /// The kernel of a Linux guest; Debian 12's unless said.
+    /// Kernel of a Linux guest; Debian 12's by default.
     pub fn kernel(mut self, kernel: Kernel) -> Self {
         self.kernel = kernel;
         self
     }
 
-    /// Programs of this machine that the Linux guest has too, at the same places, with the libraries that they need.
+    /// Programs of this machine that the Linux guest has too, under the same paths, with the libraries that they
+    /// need.
     pub fn guest_programs<I: IntoIterator<Item: Into<PathBuf>>>(mut self, programs: I) -> Self {
         self.guest_programs.extend(programs.into_iter().map(Into::into));
         self
@@ -260,19 +261,19 @@ impl Builder {
         self
     }
 
-    /// More words for the kernel of a Linux guest.
+    /// Appends to the kernel command line of a Linux guest.
     pub fn kernel_arguments(mut self, arguments: &str) -> Self {
         arguments.clone_into(&mut self.kernel_arguments);
         self
     }
 
-    /// More arguments for QEMU, after the lab's own.
+    /// Appends arguments of QEMU, after the lab's own.
     pub fn args<I: IntoIterator<Item: Into<String>>>(mut self, arguments: I) -> Self {
         self.arguments.extend(arguments.into_iter().map(Into::into));
         self
     }
 
-    /// Has it live in a network of its own.
+    /// Starts it in a network namespace.
     pub fn within(mut self, network: &Network) -> Self {
         self.prefix = network.prefix();
         self
@@ -293,11 +294,11 @@ impl Builder {
         let qmp = match connect(&mut child, &socket) {
             Ok(qmp) => qmp.with_stderr(stderr),
             Err(error) => {
-                // Whatever it hangs in, it must not outlive this call.
+                // Whatever it is blocked in, it must not outlive this call.
                 let _ = child.kill();
                 let _ = child.wait();
-                let said = std::fs::read_to_string(&stderr).unwrap_or_default();
-                return Err(error.context(format!("QEMU did not start; it wrote: {}", said.trim())));
+                let text = std::fs::read_to_string(&stderr).unwrap_or_default();
+                return Err(error.context(format!("QEMU did not start; it wrote: {}", text.trim())));
             }
         };
         let pid = child.id();
@@ -401,32 +402,32 @@ impl Qemu {
         &self.qmp
     }
 
-    /// A second QMP socket, free for towline or a test. QEMU serves one client at a time on it.
+    /// Path of a second QMP socket, free for towline or a test. QEMU serves one client at a time on it.
     pub fn qmp_path(&self) -> PathBuf {
         self.directory.path().join("qmp")
     }
 
-    /// The socket of the serial port that the agent listens on.
+    /// Path of the serial port that the agent listens on.
     pub fn serial_path(&self) -> PathBuf {
         self.directory.path().join("serial")
     }
 
-    /// A directory that goes with this QEMU.
+    /// Directory that is removed with this QEMU.
     pub fn directory(&self) -> &Path {
         self.directory.path()
     }
 
-    /// The emulator's process.
+    /// Process ID of the emulator.
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Its version.
+    /// Version.
     pub fn version(&self) -> Version {
         self.version
     }
 
-    /// The small guest that it was started with.
+    /// Parameters of the small guest that it was started with.
     pub fn boot_sector_guest(&self) -> Result<&BootSector> {
         match &self.guest {
             Guest::BootSector(boot_sector) => Ok(boot_sector),
@@ -434,28 +435,28 @@ impl Qemu {
         }
     }
 
-    /// What QEMU wrote to its standard error so far.
+    /// QEMU's standard error so far.
     pub fn stderr(&self) -> String {
         std::fs::read_to_string(self.directory.path().join("stderr")).unwrap_or_default()
     }
 
-    /// What the guest's kernel wrote to its console so far.
+    /// Console output of the guest's kernel so far.
     pub fn console(&self) -> String {
         let console = std::fs::read(self.directory.path().join("console")).unwrap_or_default();
         String::from_utf8_lossy(&console).into_owned()
     }
 
-    /// The exit status, if it has ended.
+    /// Exit status, if it has exited.
     pub fn exited(&self) -> Result<Option<ExitStatus>> {
         Ok(self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()?)
     }
 
-    /// Waits for it to end by itself.
+    /// Waits until it exits by itself.
     pub fn wait_exit(&self, within: Duration) -> Result<ExitStatus> {
         wait_until(&format!("end of QEMU {}", self.pid), within, || self.exited())
     }
 
-    /// Kills it (SIGKILL) and waits for its end.
+    /// Kills it (SIGKILL) and waits until it has exited.
     pub fn kill(&self) -> Result<()> {
         let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
         child.kill()?;
@@ -466,18 +467,18 @@ impl Qemu {
 
 impl Drop for Qemu {
     fn drop(&mut self) {
-        // It may be gone already, and a destructor has nobody to tell.
+        // It may have exited already, and a destructor cannot return an error.
         let _ = self.kill();
     }
 }
 
-/// Waits for the monitor, as long as the process lives.
+/// Waits for the monitor while the process lives.
 fn connect(child: &mut Child, socket: &Path) -> Result<Qmp> {
     let stream = wait_until("QEMU's monitor", START_WITHIN, || {
         if let Some(status) = child.try_wait()? {
             bail!("QEMU ended with {status}");
         }
-        // The socket's name is there a moment before it is listened on.
+        // The socket's file exists a moment before QEMU listens on it.
         let refused = |error: &std::io::Error| {
             matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)
         };

@@ -1,7 +1,6 @@
-//! The lab's own QMP client: blocking, one connection, one question at a time.
+//! The lab's own QMP client: blocking, one connection, one command at a time.
 //!
-//! Protocol: QEMU, docs/interop/qmp-spec.rst. Events that arrive between an answer and its question are kept until
-//! somebody waits for them.
+//! Protocol: QEMU, docs/interop/qmp-spec.rst. Events that arrive before a reply are kept until they are waited for.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -16,9 +15,9 @@ use serde_json::{Value, json};
 
 use crate::wait::wait_until;
 
-/// How long a command may take unless its caller says.
+/// Default timeout of a command.
 const COMMAND_WITHIN: Duration = Duration::from_secs(60);
-/// Events that are kept for those who wait later; the oldest go first.
+/// Maximum number of kept events; the oldest are dropped first.
 const EVENTS_MAX: usize = 4096;
 
 /// A connection to a QMP socket. Threads may share it.
@@ -27,14 +26,14 @@ pub struct Qmp {
     stderr: Option<PathBuf>,
 }
 
-/// What QEMU answered instead of a value; found with `error.downcast_ref`.
+/// QEMU's error reply; found with `error.downcast_ref`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QmpError {
     /// The command that was refused.
     pub command: String,
-    /// QEMU's class, as `GenericError`.
+    /// QEMU's error class, as `GenericError`.
     pub class: String,
-    /// QEMU's words.
+    /// QEMU's description.
     pub description: String,
 }
 
@@ -46,13 +45,13 @@ struct Connection {
 }
 
 impl Qmp {
-    /// Connects to a QMP socket that exists and says hello. Fails when another client holds the monitor.
+    /// Connects to an existing QMP socket and negotiates. Fails if another client holds the monitor.
     pub fn connect(path: &Path, within: Duration) -> Result<Self> {
         let stream = UnixStream::connect(path).with_context(|| format!("no QMP at {}", path.display()))?;
         Self::over(stream, within)
     }
 
-    /// Says hello on a connection that was just made.
+    /// Negotiates on a new connection.
     pub(crate) fn over(stream: UnixStream, within: Duration) -> Result<Self> {
         let deadline = Instant::now() + within;
         let mut connection = Connection { stream, received: Vec::new(), events: VecDeque::new(), next_id: 1 };
@@ -64,7 +63,7 @@ impl Qmp {
         Ok(Self { connection: Mutex::new(connection), stderr: None })
     }
 
-    /// Names the file whose end is shown in errors.
+    /// Sets the file whose end is shown in errors.
     pub(crate) fn with_stderr(mut self, stderr: PathBuf) -> Self {
         self.stderr = Some(stderr);
         self
@@ -75,7 +74,7 @@ impl Qmp {
         self.execute_within(command, arguments, COMMAND_WITHIN)
     }
 
-    /// Runs a command that may take longer than a minute, or must not.
+    /// Runs a command with another timeout than a minute.
     pub fn execute_within(
         &self,
         command: &str,
@@ -89,11 +88,11 @@ impl Qmp {
 
     /// Runs a command of the human monitor and returns its text.
     pub fn hmp(&self, line: &str) -> Result<String> {
-        let said = self.execute("human-monitor-command", json!({ "command-line": line }))?;
-        Ok(said.as_str().context("the human monitor answers with text")?.to_owned())
+        let output = self.execute("human-monitor-command", json!({ "command-line": line }))?;
+        Ok(output.as_str().context("the human monitor answers with text")?.to_owned())
     }
 
-    /// The next event of that name, kept or to come. Events before it stay kept.
+    /// Returns the next event of that name, kept or to come. Events before it stay kept.
     pub fn wait_event(&self, name: &str, within: Duration) -> Result<Value> {
         let deadline = Instant::now() + within;
         let outcome = self.locked(|connection| {
@@ -108,7 +107,7 @@ impl Qmp {
         outcome.map_err(|error| self.explained(error))
     }
 
-    /// Takes the events that were kept, without waiting.
+    /// Returns and clears the kept events, without waiting.
     pub fn take_events(&self) -> Vec<Value> {
         self.locked(|connection| connection.events.drain(..).collect())
     }
@@ -129,7 +128,7 @@ impl Qmp {
         .with_context(|| format!("the run state was {last}"))
     }
 
-    /// Waits for `query-migrate` to say `wanted`; fails at once if it says `failed` instead.
+    /// Waits until the status of `query-migrate` is `wanted`; fails at once if it is `failed` instead.
     pub fn wait_migration(&self, wanted: &str, within: Duration) -> Result<Value> {
         wait_until(&format!("migration {wanted}"), within, || {
             let info = self.execute("query-migrate", Value::Null)?;
@@ -145,14 +144,14 @@ impl Qmp {
         work(&mut self.connection.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Adds what QEMU wrote, unless QEMU itself said what is wrong.
+    /// Adds QEMU's standard error, unless the error is QEMU's own reply.
     fn explained(&self, error: anyhow::Error) -> anyhow::Error {
-        let said =
+        let output =
             self.stderr.as_ref().and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
-        if error.is::<QmpError>() || said.trim().is_empty() {
+        if error.is::<QmpError>() || output.trim().is_empty() {
             return error;
         }
-        error.context(format!("QEMU wrote: {}", said.trim()))
+        error.context(format!("QEMU wrote: {}", output.trim()))
     }
 }
 
@@ -180,7 +179,7 @@ impl Connection {
                 }
                 return Ok(message["return"].take());
             }
-            // An answer with another id belongs to a command that was given up.
+            // A reply with another ID belongs to a command that timed out.
         }
     }
 
@@ -222,12 +221,12 @@ impl fmt::Display for QmpError {
 
 impl std::error::Error for QmpError {}
 
-/// Time until `deadline`, and never the zero that a socket takes for "for ever".
+/// Time until `deadline`; never zero, which a socket would take for "no timeout".
 pub(crate) fn remaining(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
 }
 
-/// A read that ended because its time was up.
+/// Returns true if a read failed because its timeout passed.
 pub(crate) fn is_timeout(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
 }

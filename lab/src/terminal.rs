@@ -1,4 +1,4 @@
-//! A terminal, as a user sits at one.
+//! A pseudoterminal that stands for a user's terminal.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -6,10 +6,10 @@ use std::process::Stdio;
 
 use crate::sys;
 
-/// What Ctrl-S sends: the terminal stops output.
+/// The byte that Ctrl-S sends, which stops output.
 const XOFF: &[u8] = b"\x13";
 
-/// A terminal with the usual settings. Nothing reads what programs write to it.
+/// A terminal with the usual settings. Its output is not read.
 #[derive(Debug)]
 pub struct Terminal {
     watcher: File,
@@ -17,13 +17,13 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// Opens one.
+    /// Opens a terminal.
     pub fn open() -> io::Result<Self> {
         let [watcher, program] = sys::open_terminal()?.map(File::from);
         Ok(Self { watcher, program })
     }
 
-    /// For a program's output.
+    /// Handle for a program's output.
     pub fn output(&self) -> io::Result<Stdio> {
         self.program.try_clone().map(Stdio::from)
     }

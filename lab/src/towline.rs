@@ -20,29 +20,30 @@ pub struct Towline {
     directory: TempDir,
 }
 
-/// A towline that has ended.
+/// A towline that has exited.
 #[derive(Debug)]
 pub struct Finished {
-    /// How.
+    /// Exit status.
     pub status: ExitStatus,
-    /// All that it wrote to its standard output.
+    /// Its whole standard output.
     pub stdout: String,
-    /// All that it wrote to its standard error.
+    /// Its whole standard error.
     pub stderr: String,
 }
 
-/// Starts the towline to be tested with these arguments and no terminal.
+/// Starts the towline under test with these arguments and no terminal.
 pub fn towline<I: IntoIterator<Item: AsRef<OsStr>>>(arguments: I) -> Result<Towline> {
     Towline::start(&towline_binary()?, arguments)
 }
 
-/// The binary to be tested: `$TOWLINE_BIN`, else the one built beside this test, else the workspace's.
+/// Returns the path of the binary under test: `$TOWLINE_BIN`, else the one built beside this test, else the
+/// workspace's.
 pub fn towline_binary() -> Result<PathBuf> {
     if let Some(binary) = std::env::var_os("TOWLINE_BIN") {
         return Ok(binary.into());
     }
     let test = std::env::current_exe()?;
-    // A test lies in target/PROFILE/deps, a program in target/PROFILE.
+    // Tests are in target/PROFILE/deps, programs in target/PROFILE.
     let profiles = test.ancestors().skip(1).take(2).map(Path::to_path_buf);
     let target = paths::workspace().join("target");
     let places: Vec<PathBuf> =
@@ -59,20 +60,20 @@ impl Towline {
         Self::start_inheriting(binary, arguments, &[])
     }
 
-    /// As [`Towline::start`], with descriptors that stay open in it under the numbers that they have here.
+    /// As [`Towline::start`], with descriptors that stay open in the process under their numbers here.
     pub fn start_inheriting<I: IntoIterator<Item: AsRef<OsStr>>>(
         binary: &Path,
         arguments: I,
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<Self> {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir()?;
-        // Files, not pipes: whatever it writes, it never waits for us to read it.
+        // Files, not pipes: towline never blocks on a write.
         let file = |name: &str| File::create(directory.path().join(name)).map(Stdio::from);
         let output = [file("stdout")?, file("stderr")?];
         Self::spawn(binary, arguments, (directory, output), descriptors)
     }
 
-    /// As [`Towline::start`], with a standard output and a standard error of the caller's, whose content is not in
+    /// As [`Towline::start`], with the caller's standard output and standard error, whose content is not in
     /// [`Finished`].
     pub fn start_writing_to<I: IntoIterator<Item: AsRef<OsStr>>>(
         binary: &Path,
@@ -97,13 +98,13 @@ impl Towline {
         Ok(Self { child, line, directory })
     }
 
-    /// Its process.
+    /// Process ID.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Memory that is its own at this moment, in bytes: resident, and backed by no file (`RssAnon` and `RssShmem` of
-    /// proc(5)). `None` once it has ended.
+    /// Returns the process's private memory in bytes: resident, and backed by no file (`RssAnon` and `RssShmem` of
+    /// proc(5)). `None` once it has exited.
     pub fn own_memory(&self) -> Option<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).ok()?;
         let kib = |key: &str| {
@@ -113,32 +114,32 @@ impl Towline {
         Some((kib("RssAnon:")? + kib("RssShmem:")?) * 1024)
     }
 
-    /// The file that its standard output goes to.
+    /// Path of the file that receives its standard output.
     pub fn stdout_path(&self) -> PathBuf {
         self.directory.path().join("stdout")
     }
 
-    /// What it wrote to its standard output so far.
+    /// Standard output so far.
     pub fn stdout(&self) -> String {
         std::fs::read_to_string(self.directory.path().join("stdout")).unwrap_or_default()
     }
 
-    /// What it wrote to its standard error so far.
+    /// Standard error so far.
     pub fn stderr(&self) -> String {
         std::fs::read_to_string(self.directory.path().join("stderr")).unwrap_or_default()
     }
 
-    /// Whether it still runs.
+    /// Returns true if the process is running.
     pub fn runs(&mut self) -> Result<bool> {
         Ok(self.child.try_wait()?.is_none())
     }
 
-    /// Where it listens for its source, once it does; with `--json` an event says so.
+    /// Waits until it listens for its source, and returns the address; with `--json` an event has it.
     pub fn listens_at(&mut self, within: Duration) -> Result<String> {
         wait_until("a towline that listens", within, || {
-            let (runs, said) = (self.runs()?, self.stderr() + &self.stdout());
-            ensure!(runs, "{} ended: {said}", self.line);
-            let address = said.lines().find_map(|line| line.split_once("listening on "));
+            let (runs, text) = (self.runs()?, self.stderr() + &self.stdout());
+            ensure!(runs, "{} ended: {text}", self.line);
+            let address = text.lines().find_map(|line| line.split_once("listening on "));
             Ok(address.map(|(_, address)| address.trim().trim_end_matches(['"', '}']).to_owned()))
         })
     }
@@ -150,7 +151,7 @@ impl Towline {
         Ok(())
     }
 
-    /// Waits for its end, whatever its exit status.
+    /// Waits until it exits, with any exit status.
     pub fn wait(mut self, within: Duration) -> Result<Finished> {
         let status = wait_until("end of towline", within, || Ok(self.child.try_wait()?));
         let status =
@@ -158,7 +159,7 @@ impl Towline {
         Ok(Finished { status, stdout: self.stdout(), stderr: self.stderr() })
     }
 
-    /// Waits for its end and fails unless it exits with 0.
+    /// Waits until it exits, and fails unless the exit status is 0.
     pub fn wait_done(self, within: Duration) -> Result<Finished> {
         let line = self.line.clone();
         let finished = self.wait(within)?;
@@ -171,7 +172,7 @@ impl Towline {
 
 impl Drop for Towline {
     fn drop(&mut self) {
-        // It may be gone already, and a destructor has nobody to tell.
+        // The process may have exited already, and a destructor cannot return an error.
         let _ = self.kill();
     }
 }

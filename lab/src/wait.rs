@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-/// Time between two looks at a condition.
+/// Interval between two evaluations of a condition.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Asks `condition` until it gives a value, and fails with `what` after `within`.
+/// Evaluates `condition` until it returns a value, and fails with `what` after `within`.
 pub fn wait_until<T>(
     what: &str,
     within: Duration,

@@ -1,4 +1,4 @@
-//! Compressed lanes against stock QEMUs, each way: what arrives is what was there, to the byte, and it goes on.
+//! Compressed lanes to and from stock QEMUs: the guest's memory arrives unchanged to the byte, and the guest runs on.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::path::Path;
@@ -11,7 +11,7 @@ use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab, towl
 
 const WITHIN: Duration = Duration::from_secs(60);
 const METHODS: [&str; 2] = ["zlib", "zstd"];
-/// Half of each page is noise.
+/// Half of each page is incompressible.
 const GUEST: BootSector =
     BootSector { fill_mib: 16, words_per_page: 512, seed: 1, sweep_pages: 256, uses_popcnt: false };
 
@@ -21,9 +21,7 @@ fn builder(version: Version, machine: Version) -> Builder {
     builder.memory_mib(64).boot_sector(GUEST)
 }
 
-/// A guest that counts. On 7.2 it is stopped then: before 9.0 an emulated guest's writes to a page are lost to the migration
-/// from the second look at the dirty log on, whoever receives it (QEMU's "physmem: Fix migration dirty bitmap coherency with
-/// TCG memory access").
+/// Starts a guest and waits until it counts. On 7.2 it is stopped then, see [`Version::tracks_emulated_writes`].
 fn boot(version: Version, machine: Version) -> Qemu {
     let qemu = start(version, machine);
     if version == Version::V7_2 {
@@ -56,9 +54,9 @@ fn refused(code: i32, arguments: &[&str]) -> String {
     finished.stderr
 }
 
-/// A copy over compressed lanes, which must have saved a good part.
+/// Copies over compressed lanes, which must have saved a good part of the bytes.
 fn copy(method: &str, arguments: &[&str]) -> Value {
-    // A guest that writes faster than its pages are compressed is stopped for the rest all the same.
+    // A guest that writes faster than its pages are compressed must be stopped for the rest all the same.
     let how = ["--compression", method, "--downtime-limit", "10000"];
     let finished = start_copy(&[&how, arguments].concat()).wait_done(WITHIN).unwrap();
     let done = completed(&finished);
@@ -66,13 +64,14 @@ fn copy(method: &str, arguments: &[&str]) -> Value {
     assert_eq!(done["handed-over"], false, "{done}");
     let ratio = done["compression-ratio"].as_f64().unwrap();
     println!("{arguments:?}: {method} {ratio:.2}:1");
-    // How much more depends on how often a running guest's few written pages, which compress well, went again.
+    // The rest depends on the number of times that a running guest's few written pages, which compress well, were
+    // resent.
     assert!(ratio > 1.5, "{done}");
     assert!(done["ram"]["transferred"].as_u64() < done["ram"]["normal-bytes"].as_u64(), "{done}");
     done
 }
 
-/// Two stopped guests are equal in every byte, and the destination's goes on from there.
+/// Asserts that two stopped guests are equal in every byte, and that the destination's runs on from there.
 fn prove_equal(source: &Qemu, destination: &Qemu) {
     let counter = source.counter().unwrap();
     assert_eq!(destination.memory_hash().unwrap(), source.memory_hash().unwrap());
@@ -81,7 +80,7 @@ fn prove_equal(source: &Qemu, destination: &Qemu) {
     assert!(destination.wait_counting(WITHIN).unwrap() > counter);
 }
 
-/// Sets a QEMU as a user would who drives it without towline.
+/// Sets up a QEMU as a user would without towline.
 fn set(qemu: &Qemu, lanes: u64, method: &str) {
     let on = |name| json!({ "capability": name, "state": true });
     let capabilities = json!({ "capabilities": [on("multifd"), on("return-path")] });
@@ -149,8 +148,8 @@ tests! {
 }
 
 #[test]
-fn levels_are_those_of_qemu() {
-    if !require_lab("levels_are_those_of_qemu") {
+fn compression_levels_are_those_of_qemu() {
+    if !require_lab("compression_levels_are_those_of_qemu") {
         return;
     }
     let directory = scratch();
@@ -167,8 +166,8 @@ fn levels_are_those_of_qemu() {
 }
 
 #[test]
-fn a_source_with_another_method_is_told_both() {
-    if !require_lab("a_source_with_another_method_is_told_both") {
+fn a_source_with_another_compression_is_refused_with_both_methods() {
+    if !require_lab("a_source_with_another_compression_is_refused_with_both_methods") {
         return;
     }
     let source = boot(V10_0, V10_0);
@@ -195,8 +194,8 @@ fn a_source_with_another_method_is_told_both() {
 }
 
 #[test]
-fn a_destination_with_another_method_refuses() {
-    if !require_lab("a_destination_with_another_method_refuses") {
+fn a_destination_with_another_compression_is_refused() {
+    if !require_lab("a_destination_with_another_compression_is_refused") {
         return;
     }
     let directory = scratch();
@@ -208,24 +207,25 @@ fn a_destination_with_another_method_refuses() {
     let there = format!("unix:{}", in_directory(&directory, "there"));
     let incoming = json!({ "uri": there, "exit-on-error": false });
     destination.qmp().execute("migrate-incoming", incoming).unwrap();
-    let said = refused(1, &["--multifd-channels", "2", "--compression", "zstd", &image, &there]);
-    assert!(said.contains(&there) && said.contains("multifd-compression is not zstd"), "{said}");
-    assert!(said.contains("the guest: in its image, which is as it was"), "{said}");
+    let output = refused(1, &["--multifd-channels", "2", "--compression", "zstd", &image, &there]);
+    assert!(output.contains(&there) && output.contains("multifd-compression is not zstd"), "{output}");
+    assert!(output.contains("the guest: in its image, which is as it was"), "{output}");
 }
 
 #[test]
-fn what_would_do_nothing_is_refused() {
-    let said = refused(2, &["--compression", "zlib", "--multifd-channels", "0", "qmp:/nowhere", "a.img"]);
+fn compression_without_effect_is_refused() {
+    let output = refused(2, &["--compression", "zlib", "--multifd-channels", "0", "qmp:/nowhere", "a.img"]);
     let wanted = "towline: --compression zlib with 0 lanes: only lanes are compressed, the main channel never is; give both ends the same --multifd-channels, at least 1\n";
-    assert_eq!(said, wanted);
-    let said = refused(2, &["--compression", "zstd", "tcp:127.0.0.1:0", "a.img"]);
-    assert!(said.starts_with("towline: --compression zstd with 0 lanes"), "{said}");
-    let said = refused(2, &["--compression", "zstd", "a.img", "b.img"]);
-    assert!(said.starts_with("towline: --compression zstd between two images"), "{said}");
-    let said = refused(2, &["--compression", "zlib", "--multifd-zstd-level", "3", "qmp:/nowhere", "a.img"]);
-    assert_eq!(said, "towline: --multifd-zstd-level needs --compression zstd\n");
-    let said = refused(2, &["--compression", "qpl", "qmp:/nowhere", "a.img"]);
-    assert!(said.contains("'qpl'") && said.contains("none, zlib, zstd"), "{said}");
-    let said = refused(2, &["--compression", "zlib", "--multifd-zlib-level", "10", "qmp:/nowhere", "a.img"]);
-    assert!(said.contains("10") && said.contains("0..=9"), "{said}");
+    assert_eq!(output, wanted);
+    let output = refused(2, &["--compression", "zstd", "tcp:127.0.0.1:0", "a.img"]);
+    assert!(output.starts_with("towline: --compression zstd with 0 lanes"), "{output}");
+    let output = refused(2, &["--compression", "zstd", "a.img", "b.img"]);
+    assert!(output.starts_with("towline: --compression zstd between two images"), "{output}");
+    let output = refused(2, &["--compression", "zlib", "--multifd-zstd-level", "3", "qmp:/nowhere", "a.img"]);
+    assert_eq!(output, "towline: --multifd-zstd-level needs --compression zstd\n");
+    let output = refused(2, &["--compression", "qpl", "qmp:/nowhere", "a.img"]);
+    assert!(output.contains("'qpl'") && output.contains("none, zlib, zstd"), "{output}");
+    let output =
+        refused(2, &["--compression", "zlib", "--multifd-zlib-level", "10", "qmp:/nowhere", "a.img"]);
+    assert!(output.contains("10") && output.contains("0..=9"), "{output}");
 }

@@ -1,4 +1,4 @@
-//! The lab tests itself: both QEMUs, both guests, and a migration by stock QEMU alone.
+//! Tests of the lab itself: both QEMUs, both guests, and a migration by stock QEMU alone.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::time::{Duration, Instant};
@@ -96,13 +96,13 @@ fn dirties(guest: &mut LinuxGuest) {
 }
 
 #[test]
-fn linux_obeys_on_qemu_10_0() {
-    linux_obeys("linux_obeys_on_qemu_10_0", Version::V10_0);
+fn the_agent_works_on_qemu_10_0() {
+    linux_obeys("the_agent_works_on_qemu_10_0", Version::V10_0);
 }
 
 #[test]
-fn linux_obeys_on_qemu_7_2() {
-    linux_obeys("linux_obeys_on_qemu_7_2", Version::V7_2);
+fn the_agent_works_on_qemu_7_2() {
+    linux_obeys("the_agent_works_on_qemu_7_2", Version::V7_2);
 }
 
 #[test]
@@ -150,7 +150,7 @@ fn linux_moves_with_its_memory_and_its_agent() {
     if !require_lab("linux_moves_with_its_memory_and_its_agent") {
         return;
     }
-    // A part of the memory above 4 GiB, without the gigabytes that q35 would want for it.
+    // A part of the memory above 4 GiB, without the gigabytes that q35 would need for that.
     let machine = "pc-q35-10.0,max-ram-below-4g=256M";
     let builder = Qemu::builder(Version::V10_0).machine(machine).linux().memory_mib(512).processors(2);
     let source = builder.clone().start().unwrap();
@@ -170,8 +170,8 @@ fn linux_moves_with_its_memory_and_its_agent() {
 }
 
 #[test]
-fn kvm_is_tried_and_fallen_back_from() {
-    if !require_lab("kvm_is_tried_and_fallen_back_from") {
+fn kvm_falls_back_to_tcg() {
+    if !require_lab("kvm_falls_back_to_tcg") {
         return;
     }
     let builder = Qemu::builder(Version::V10_0).accelerator(Accelerator::KvmIfItWorks);
@@ -191,8 +191,8 @@ fn a_qemu_that_does_not_start_says_why() {
 }
 
 #[test]
-fn a_dropped_qemu_leaves_nothing() {
-    if !require_lab("a_dropped_qemu_leaves_nothing") {
+fn a_dropped_qemu_leaves_no_process_and_no_files() {
+    if !require_lab("a_dropped_qemu_leaves_no_process_and_no_files") {
         return;
     }
     // Started by a thread that ends, as helpers of tests do: the guest must live on.

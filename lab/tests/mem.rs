@@ -1,4 +1,5 @@
-//! `mem:` on the command line: a synthetic guest over every way there is, verified page by page, and real guests into memory.
+//! `mem:` on the command line: a synthetic guest over every kind of endpoint, verified page by page, and real guests
+//! into memory.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::time::Duration;
@@ -9,7 +10,7 @@ use towline_lab::{BootSector, Qemu, Towline, Version, require_lab, towline, wait
 
 const WITHIN: Duration = Duration::from_secs(60);
 const PAGES: u64 = 64 << 8;
-/// Tracked by the kernel, where it can: a machine that cannot has the same guest without a load.
+/// Dirty tracking by the kernel where it has it; other machines run the same guest without a load.
 const BUSY: &str = "mem:64M,dirty=20M,threads=2,seed=5";
 
 fn copy(arguments: &[&str]) -> Towline {
@@ -30,7 +31,7 @@ fn verified(completed: &Value) {
     assert_eq!(completed["ram"]["total"], PAGES * 4096, "{completed}");
 }
 
-/// The address that a towline listens on.
+/// Address that a towline listens on.
 fn listening(receiver: &Towline) -> String {
     let address = || {
         let stdout = receiver.stdout();
@@ -76,7 +77,7 @@ fn a_synthetic_guest_survives_an_image() {
     verified(&copied(&["--multifd-channels", "0", &image, "mem:64M"]));
 }
 
-/// Whoever truncates an image while it is sent gets an error from towline, whether the kernel reads its pages (lanes over TCP) or
+/// An image that is truncated while it is sent is an error, whether the kernel reads its pages (lanes over TCP) or
 /// towline itself (between two halves of one process, or hashed first).
 #[test]
 fn an_image_that_is_cut_short_under_way_is_an_error() {
@@ -118,7 +119,7 @@ fn memory_of_another_size_is_refused_on_both_sides() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_before_anything_is_made() {
+fn invalid_mem_options_are_refused_before_anything_is_created() {
     for (arguments, reason) in [
         (["mem:64M", "qmp:/nowhere"], "no QEMU can load it"),
         (["mem:64M", "null:"], "mem: receives a synthetic guest"),
@@ -133,8 +134,8 @@ fn what_cannot_be_is_refused_before_anything_is_made() {
 }
 
 #[test]
-fn a_real_guests_memory_is_told_by_its_hash() {
-    let test = "a_real_guests_memory_is_told_by_its_hash";
+fn a_real_guests_memory_has_the_same_hash_in_memory() {
+    let test = "a_real_guests_memory_has_the_same_hash_in_memory";
     if !require_lab(test) {
         return;
     }

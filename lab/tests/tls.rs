@@ -1,5 +1,5 @@
-//! Encrypted streams against stock QEMUs (`tls-creds-x509`), each way, and every way in which two ends do not trust each
-//! other: a reason in seconds, and a guest that runs on.
+//! Encrypted streams to and from stock QEMUs (`tls-creds-x509`), and every way in which one end rejects the other: an
+//! error within seconds, and a guest that runs on.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::path::{Path, PathBuf};
@@ -13,18 +13,18 @@ use towline_lab::{
 };
 
 const WITHIN: Duration = Duration::from_secs(60);
-/// How long anybody may take to say that it trusts nobody.
+/// Time limit of a rejection.
 const REFUSES_WITHIN: Duration = Duration::from_secs(30);
 const V10_0: Version = Version::V10_0;
 const V7_2: Version = Version::V7_2;
 
-/// A directory for the certificates of each of the two ends, and for the rest.
-struct Place {
+/// Directories for the certificates of both ends, and for other files.
+struct Fixture {
     authority: Authority,
     directory: TempDir,
 }
 
-impl Place {
+impl Fixture {
     fn new() -> Self {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
         let authority = Authority::new("the lab's CA").unwrap();
@@ -44,7 +44,7 @@ impl Place {
         self.directory.path().join(end)
     }
 
-    /// A QEMU with an object for TLS, whose guest is to come.
+    /// Builder of a QEMU with an object for TLS.
     fn qemu(&self, version: Version, machine: Version, endpoint: &str) -> Builder {
         // `-cpu max` is not the same in two versions.
         let builder = Qemu::builder(version).machine(machine.machine()).cpu("Nehalem");
@@ -52,8 +52,8 @@ impl Place {
         builder.memory_mib(64).boot_sector(BootSector::default()).args(["-object", &object])
     }
 
-    /// A guest that counts, on a QEMU that can connect with TLS. On 7.2 it is stopped then: before 9.0 an emulated guest's
-    /// writes may be lost to a migration.
+    /// Starts a guest on a QEMU that can connect with TLS, and waits until it counts. On 7.2 it is stopped then, see
+    /// [`Version::tracks_emulated_writes`].
     fn boot(&self, version: Version, machine: Version) -> Qemu {
         let qemu = self.qemu(version, machine, "client").start().unwrap();
         qemu.wait_counting(WITHIN).unwrap();
@@ -63,7 +63,7 @@ impl Place {
         qemu
     }
 
-    /// `towline copy` with its own certificates.
+    /// Starts `towline copy` with its own certificates.
     fn copy(&self, arguments: &[&str]) -> Towline {
         let credentials = self.path("towline");
         towline([&["copy", "--tls-creds", &credentials], arguments].concat()).unwrap()
@@ -77,7 +77,7 @@ impl Place {
         finished.stderr.replace(self.directory.path().to_str().unwrap(), "DIR")
     }
 
-    /// An image of a guest of this machine type.
+    /// Stores an image of a guest of this machine type.
     fn image(&self) -> String {
         let (source, image) = (self.boot(V10_0, V10_0), self.path("guest.img"));
         let from = format!("qmp:{}", source.qmp_path().display());
@@ -86,7 +86,7 @@ impl Place {
     }
 }
 
-/// Sets a QEMU as a user would who drives it without towline.
+/// Sets up a QEMU as a user would without towline.
 fn set(qemu: &Qemu, lanes: u64, tls: &Value) {
     let set = |name, state| json!({ "capability": name, "state": state });
     let capabilities = json!({ "capabilities": [set("multifd", lanes > 0), set("return-path", true)] });
@@ -96,12 +96,12 @@ fn set(qemu: &Qemu, lanes: u64, tls: &Value) {
     qemu.qmp().execute("migrate-set-parameters", parameters).unwrap();
 }
 
-/// Where a towline listens, once it does.
+/// Waits until a towline listens, and returns its address.
 fn listens_at(towline: &mut Towline) -> String {
     towline.listens_at(WITHIN).unwrap()
 }
 
-fn says(towline: &mut Towline, text: &str) {
+fn wait_stderr(towline: &mut Towline, text: &str) {
     wait_until(text, WITHIN, || {
         assert!(towline.runs()?, "towline ended: {}", towline.stderr());
         Ok(towline.stderr().contains(text).then_some(()))
@@ -110,7 +110,7 @@ fn says(towline: &mut Towline, text: &str) {
     .unwrap();
 }
 
-/// Has a waiting QEMU listen; returns where.
+/// Has a waiting QEMU listen; returns its address.
 fn listen(qemu: &Qemu, uri: &str) -> String {
     let mut arguments = json!({ "uri": uri });
     if qemu.version() != V7_2 {
@@ -120,11 +120,11 @@ fn listen(qemu: &Qemu, uri: &str) -> String {
     if uri.starts_with("unix:") {
         return uri.to_owned();
     }
-    let said = qemu.qmp().execute("query-migrate", Value::Null).unwrap();
-    format!("tcp:127.0.0.1:{}", said["socket-address"][0]["port"].as_str().unwrap())
+    let message = qemu.qmp().execute("query-migrate", Value::Null).unwrap();
+    format!("tcp:127.0.0.1:{}", message["socket-address"][0]["port"].as_str().unwrap())
 }
 
-/// The destination has the guest, and it goes on there. What was stopped is equal in every byte.
+/// Asserts that the destination has the guest, and that it runs on there. A stopped guest is equal in every byte.
 fn prove_equal(source: &Qemu, destination: &Qemu) {
     let ran = source.version() != V7_2;
     let loaded = if ran { "running" } else { "paused" };
@@ -138,15 +138,15 @@ fn prove_equal(source: &Qemu, destination: &Qemu) {
     assert!(destination.wait_counting(WITHIN).unwrap() > source.counter().unwrap());
 }
 
-/// A stock QEMU connects to towline with TLS, and towline to another one.
+/// A stock QEMU connects to towline with TLS, and towline to another QEMU.
 fn through_towline(version: Version, machine: Version, lanes: u64) {
     from_one_to_another([version, version], machine, lanes);
 }
 
 fn from_one_to_another([from, to]: [Version; 2], machine: Version, lanes: u64) {
-    let (place, count) = (Place::new(), lanes.to_string());
-    let (image, source) = (place.path("guest.img"), place.boot(from, machine));
-    let mut towline = place.copy(&["--multifd-channels", &count, "tcp:127.0.0.1:0", &image]);
+    let (fixture, count) = (Fixture::new(), lanes.to_string());
+    let (image, source) = (fixture.path("guest.img"), fixture.boot(from, machine));
+    let mut towline = fixture.copy(&["--multifd-channels", &count, "tcp:127.0.0.1:0", &image]);
     let uri = listens_at(&mut towline);
     set(&source, lanes, &json!({ "tls-creds": "tls" }));
     source.qmp().execute("migrate", json!({ "uri": uri })).unwrap();
@@ -155,16 +155,16 @@ fn from_one_to_another([from, to]: [Version; 2], machine: Version, lanes: u64) {
     source.qmp().wait_migration("completed", WITHIN).unwrap();
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
 
-    let destination = place.qemu(to, machine, "server").incoming_defer().start().unwrap();
+    let destination = fixture.qemu(to, machine, "server").incoming_defer().start().unwrap();
     set(&destination, lanes, &json!({ "tls-creds": "tls" }));
     let there = listen(&destination, "tcp:127.0.0.1:0");
     let copied =
-        place.copy(&["--verify", "--multifd-channels", &count, &image, &there]).wait(WITHIN).unwrap();
+        fixture.copy(&["--verify", "--multifd-channels", &count, &image, &there]).wait(WITHIN).unwrap();
     assert_eq!(copied.status.code(), Some(0), "{}{}", copied.stderr, destination.stderr());
     prove_equal(&source, &destination);
 }
 
-/// Each release with the newest one; `make test` has two of them, `cargo xtask soak versions` all.
+/// Each release with the newest one; `make test` runs two of them, `cargo xtask soak versions` all.
 #[test]
 fn the_newest_qemu_and_each_other_one() {
     use Version::{Newest, Stable};
@@ -211,36 +211,38 @@ tests! {
     a_destination_that_is_not_trusted_or_does_not_trust_is_named: destinations();
 }
 
-/// One on each host: the source's QEMU and the destination's are theirs, by QMP.
+/// A towline on each host drives its QEMU by QMP.
 fn two_towlines() {
-    let (place, source) = (Place::new(), Place::new().boot(V10_0, V10_0));
-    let destination = place.qemu(V10_0, V10_0, "server").incoming_defer().start().unwrap();
+    let (fixture, source) = (Fixture::new(), Fixture::new().boot(V10_0, V10_0));
+    let destination = fixture.qemu(V10_0, V10_0, "server").incoming_defer().start().unwrap();
     let to = format!("qmp:{}", destination.qmp_path().display());
-    let mut far = place.copy(&["--multifd-channels", "2", "tcp:127.0.0.1:0", &to]);
+    let mut far = fixture.copy(&["--multifd-channels", "2", "tcp:127.0.0.1:0", &to]);
     let uri = listens_at(&mut far);
     let from = format!("qmp:{}", source.qmp_path().display());
-    let near = place.copy(&["--multifd-channels", "2", &from, &uri]).wait(WITHIN).unwrap();
+    let near = fixture.copy(&["--multifd-channels", "2", &from, &uri]).wait(WITHIN).unwrap();
     assert_eq!(near.status.code(), Some(0), "{}", near.stderr);
     let far = far.wait(WITHIN).unwrap();
     assert_eq!(far.status.code(), Some(0), "{}", far.stderr);
     prove_equal(&source, &destination);
 }
 
-/// A QEMU connects to a towline that listens. It fails, its guest runs on, and towline says why and goes on listening.
+/// A QEMU connects to a listening towline. It fails, its guest runs on, and towline reports the reason and keeps
+/// listening.
 fn sources() {
-    let at_good = |_: &Place| {};
-    let spoil_ca = |place: &Place| Authority::new("another CA").unwrap().furnish(&place.end("qemu")).unwrap();
-    let expire = |place: &Place| {
+    let at_good = |_: &Fixture| {};
+    let spoil_ca =
+        |fixture: &Fixture| Authority::new("another CA").unwrap().furnish(&fixture.end("qemu")).unwrap();
+    let expire = |fixture: &Fixture| {
         let expired = Holder { until: 2011, ..Holder::SERVER };
-        place.authority.issue(&place.end("towline"), expired).unwrap();
+        fixture.authority.issue(&fixture.end("towline"), expired).unwrap();
     };
-    let without_client = |place: &Place| {
+    let without_client = |fixture: &Fixture| {
         for name in ["client-cert.pem", "client-key.pem"] {
-            std::fs::remove_file(place.end("qemu").join(name)).unwrap();
+            std::fs::remove_file(fixture.end("qemu").join(name)).unwrap();
         }
     };
     let right_behind = "it ended the connection right behind the handshake: it may not accept";
-    type Case<'a> = (&'a str, &'a dyn Fn(&Place), Value, &'a str);
+    type Case<'a> = (&'a str, &'a dyn Fn(&Fixture), Value, &'a str);
     let cases: [Case<'_>; 5] = [
         ("wrong CA", &spoil_ca, json!({ "tls-creds": "tls" }), "TLS with tcp:127.0.0.1:"),
         ("expired", &expire, json!({ "tls-creds": "tls" }), right_behind),
@@ -260,12 +262,12 @@ fn sources() {
     ];
     for (name, spoil, tls, text) in cases {
         for lanes in [0, 2] {
-            let place = Place::new();
-            spoil(&place);
-            let (count, image) = (lanes.to_string(), place.path("guest.img"));
-            let mut towline = place.copy(&["--multifd-channels", &count, "tcp:127.0.0.1:0", &image]);
+            let fixture = Fixture::new();
+            spoil(&fixture);
+            let (count, image) = (lanes.to_string(), fixture.path("guest.img"));
+            let mut towline = fixture.copy(&["--multifd-channels", &count, "tcp:127.0.0.1:0", &image]);
             let uri = listens_at(&mut towline);
-            let source = place.boot(V10_0, V10_0);
+            let source = fixture.boot(V10_0, V10_0);
             set(&source, lanes, &tls);
             fails_and_runs_on(&source, &uri, &mut towline, text);
             println!("{name}, {lanes} lanes: {}", towline.stderr());
@@ -273,19 +275,19 @@ fn sources() {
         }
     }
     // TLS where none is expected.
-    let place = Place::new();
-    let mut plain = towline(["copy", "tcp:127.0.0.1:0", &place.path("guest.img")]).unwrap();
+    let fixture = Fixture::new();
+    let mut plain = towline(["copy", "tcp:127.0.0.1:0", &fixture.path("guest.img")]).unwrap();
     let uri = listens_at(&mut plain);
-    let source = place.boot(V10_0, V10_0);
+    let source = fixture.boot(V10_0, V10_0);
     set(&source, 0, &json!({ "tls-creds": "tls" }));
     fails_and_runs_on(&source, &uri, &mut plain, "it begins with TLS: give --tls-creds here");
 }
 
 fn fails_and_runs_on(source: &Qemu, uri: &str, towline: &mut Towline, text: &str) {
     let begun = Instant::now();
-    // It may be refused by QEMU itself, at once.
+    // QEMU itself may refuse it at once.
     let _ = source.qmp().execute("migrate", json!({ "uri": uri }));
-    says(towline, text);
+    wait_stderr(towline, text);
     source.qmp().wait_migration("failed", WITHIN).unwrap();
     assert!(begun.elapsed() < REFUSES_WITHIN, "{:?}", begun.elapsed());
     assert_eq!(source.qmp().status().unwrap(), "running");
@@ -294,81 +296,84 @@ fn fails_and_runs_on(source: &Qemu, uri: &str, towline: &mut Towline, text: &str
 
 /// Towline connects to a QEMU that waits.
 fn destinations() {
-    let place = Place::new();
-    let image = place.image();
-    let waiting = |place: &Place, tls: &Value| {
-        let destination = place.qemu(V10_0, V10_0, "server").incoming_defer().start().unwrap();
+    let fixture = Fixture::new();
+    let image = fixture.image();
+    let waiting = |fixture: &Fixture, tls: &Value| {
+        let destination = fixture.qemu(V10_0, V10_0, "server").incoming_defer().start().unwrap();
         set(&destination, 0, tls);
         destination
     };
     let with_tls = || json!({ "tls-creds": "tls" });
     let refuse = |destination: &Qemu, options: &[&str], text: &str| {
         let there = listen(destination, "tcp:127.0.0.1:0");
-        let said = place.refused(1, &[options, &[&image, &there]].concat());
-        println!("{said}");
-        assert!(said.contains(text) && said.contains(&there), "{said}");
-        assert!(said.contains("the guest: in its image, which is as it was"), "{said}");
+        let message = fixture.refused(1, &[options, &[&image, &there]].concat());
+        println!("{message}");
+        assert!(message.contains(text) && message.contains(&there), "{message}");
+        assert!(message.contains("the guest: in its image, which is as it was"), "{message}");
     };
     let name = "not for \"other.lab\": name the host that it is for (--tls-hostname)";
-    refuse(&waiting(&place, &with_tls()), &["--tls-hostname", "other.lab"], name);
+    refuse(&waiting(&fixture, &with_tls()), &["--tls-hostname", "other.lab"], name);
     let no_tls = "in the handshake: either it does not speak TLS (tls-creds at the destination's QEMU)";
-    refuse(&waiting(&place, &json!({})), &[], no_tls);
+    refuse(&waiting(&fixture, &json!({})), &[], no_tls);
 
-    let destination = waiting(&place, &with_tls());
+    let destination = waiting(&fixture, &with_tls());
     let there = listen(&destination, "tcp:127.0.0.1:0");
     let plain = towline(["copy", &image, &there]).unwrap().wait(WITHIN).unwrap();
     assert_eq!(plain.status.code(), Some(1), "{}", plain.stderr);
     println!("plain to TLS: {}", plain.stderr);
 
     for name in ["client-cert.pem", "client-key.pem"] {
-        std::fs::remove_file(place.end("towline").join(name)).unwrap();
+        std::fs::remove_file(fixture.end("towline").join(name)).unwrap();
     }
     let wanted = "it may want a client certificate, and there is no DIR/towline/client-cert.pem";
-    refuse(&waiting(&place, &with_tls()), &[], wanted);
+    refuse(&waiting(&fixture, &with_tls()), &[], wanted);
 
-    place.authority.furnish(&place.end("towline")).unwrap();
-    place.authority.issue(&place.end("qemu"), Holder { until: 2011, ..Holder::SERVER }).unwrap();
-    // QEMU itself takes no expired certificate.
-    let expired = place.qemu(V10_0, V10_0, "server").incoming_defer().start();
+    fixture.authority.furnish(&fixture.end("towline")).unwrap();
+    fixture.authority.issue(&fixture.end("qemu"), Holder { until: 2011, ..Holder::SERVER }).unwrap();
+    // QEMU itself accepts no expired certificate.
+    let expired = fixture.qemu(V10_0, V10_0, "server").incoming_defer().start();
     assert!(expired.is_err_and(|error| format!("{error:#}").contains("expired")));
 
-    Authority::new("another CA").unwrap().furnish(&place.end("qemu")).unwrap();
+    Authority::new("another CA").unwrap().furnish(&fixture.end("qemu")).unwrap();
     let unknown = "its server certificate is not signed by the CA of DIR/towline/ca-cert.pem";
-    refuse(&waiting(&place, &with_tls()), &[], unknown);
+    refuse(&waiting(&fixture, &with_tls()), &[], unknown);
 }
 
 #[test]
-fn what_cannot_be_encrypted_is_refused() {
-    let place = Place::new();
-    let refused = |arguments: &[&str]| place.refused(2, arguments);
-    let said = refused(&["qmp:/nowhere", "qmp:/elsewhere"]);
+fn endpoints_without_tls_are_refused() {
+    let fixture = Fixture::new();
+    let refused = |arguments: &[&str]| fixture.refused(2, arguments);
+    let message = refused(&["qmp:/nowhere", "qmp:/elsewhere"]);
     assert!(
-        said.starts_with("towline: --tls-creds is for a stream (tcp:, unix:), and neither end is one"),
-        "{said}"
+        message.starts_with("towline: --tls-creds is for a stream (tcp:, unix:), and neither end is one"),
+        "{message}"
     );
-    let said = refused(&["a.img", "exec:cat"]);
+    let message = refused(&["a.img", "exec:cat"]);
     assert!(
-        said.starts_with("towline: --tls-creds with exec:cat: only tcp:, unix: and wss:// support TLS"),
-        "{said}"
+        message.starts_with("towline: --tls-creds with exec:cat: only tcp:, unix: and wss:// support TLS"),
+        "{message}"
     );
-    let said = refused(&["a.img", "unix:/nowhere"]);
-    assert!(said.contains("give that of its certificate with --tls-hostname"), "{said}");
-    let said = refused(&["--tls-hostname", "x", "tcp:127.0.0.1:0", "a.img"]);
-    assert!(said.contains("--tls-hostname is the name of a destination"), "{said}");
+    let message = refused(&["a.img", "unix:/nowhere"]);
+    assert!(message.contains("give that of its certificate with --tls-hostname"), "{message}");
+    let message = refused(&["--tls-hostname", "x", "tcp:127.0.0.1:0", "a.img"]);
+    assert!(message.contains("--tls-hostname is the name of a destination"), "{message}");
     let lanes = ["--zero-copy-send", "on", "--multifd-channels", "2", "a.img", "tcp:127.0.0.1:1"];
-    let said = refused(&lanes);
-    assert!(said.contains("--zero-copy-send on: --tls-creds encrypts a copy of every page"), "{said}");
-    std::fs::remove_file(place.end("towline").join("ca-cert.pem")).unwrap();
-    let said = place.refused(1, &["a.img", "tcp:127.0.0.1:1"]);
-    assert!(said.starts_with("towline: TLS credentials, DIR/towline/ca-cert.pem: No such file"), "{said}");
+    let message = refused(&lanes);
+    assert!(message.contains("--zero-copy-send on: --tls-creds encrypts a copy of every page"), "{message}");
+    std::fs::remove_file(fixture.end("towline").join("ca-cert.pem")).unwrap();
+    let message = fixture.refused(1, &["a.img", "tcp:127.0.0.1:1"]);
+    assert!(
+        message.starts_with("towline: TLS credentials, DIR/towline/ca-cert.pem: No such file"),
+        "{message}"
+    );
     let finished: Finished =
         towline(["copy", "--tls-hostname", "x", "a.img", "tcp:127.0.0.1:1"]).unwrap().wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(2), "{}", finished.stderr);
 }
 
-/// What docs/tls.md says makes certificates that both ends take.
+/// The commands in docs/tls.md create certificates that both ends accept.
 #[test]
-fn the_documentation_s_lines_make_good_certificates() {
+fn the_documented_commands_make_good_certificates() {
     let documentation = std::fs::read_to_string(towline_lab::paths::workspace().join("docs/tls.md")).unwrap();
     let (_, lines) = documentation.split_once("```sh\n").unwrap();
     let (lines, _) = lines.split_once("```").unwrap();

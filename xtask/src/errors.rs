@@ -13,8 +13,19 @@ use crate::command::root;
 
 const PAGE: &str = "docs/errors.md";
 /// Crates whose errors a user can see, from the wire up.
-const CRATES: [&str; 10] =
-    ["channel", "protocol", "migration", "image", "compat", "vhost-user", "net", "vsock", "qmp", "control"];
+const CRATES: [&str; 11] = [
+    "channel",
+    "protocol",
+    "migration",
+    "image",
+    "compat",
+    "vhost-user",
+    "net",
+    "vsock",
+    "qmp",
+    "launch",
+    "control",
+];
 const HEAD: &str = "\
 # Errors
 

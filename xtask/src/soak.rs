@@ -112,7 +112,7 @@ const SOAKS: &[Soak] = &[
         run: || {
             for test in [
                 "restores::a_guest_runs_at_once_and_gets_each_page_once",
-                "restores::and_with_a_preempt_channel_and_its_working_set_ahead",
+                "restores::a_guest_with_a_preempt_channel_and_its_working_set_gets_each_page_once",
             ] {
                 lab_test("postcopy", test, &[("TOWLINE_SOAK_RESTORES", "500")])?;
             }

@@ -38,6 +38,10 @@ pub(crate) fn tls_server(
 }
 
 /// Does a client's WebSocket handshake over `channel`: requests `path` of `host` (with its port).
+#[cfg_attr(
+    not(feature = "websocket"),
+    expect(clippy::needless_pass_by_value, reason = "the layer is absent")
+)]
 pub(crate) fn websocket_client(
     channel: Box<dyn Channel>,
     host: &str,
@@ -55,6 +59,10 @@ pub(crate) fn websocket_client(
 }
 
 /// Does a server's WebSocket handshake over `channel`; a request for another path than `path` is refused.
+#[cfg_attr(
+    not(feature = "websocket"),
+    expect(clippy::needless_pass_by_value, reason = "the layer is absent")
+)]
 pub(crate) fn websocket_server(
     channel: Box<dyn Channel>,
     path: &str,

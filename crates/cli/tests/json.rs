@@ -77,7 +77,10 @@ fn events_follow_the_schema_and_have_their_recorded_shape() {
     let mut shapes = BTreeMap::new();
     for event in &towline.events {
         schema.validate(event).unwrap_or_else(|error| panic!("{error}\n{event}"));
-        shapes.entry(Schema::title(event)).or_insert_with(|| schema.shape(event));
+        // The host may have undecided moves of others.
+        if !ELSEWHERE.contains(&Schema::title(event).as_str()) {
+            shapes.entry(Schema::title(event)).or_insert_with(|| schema.shape(event));
+        }
     }
     let mut snapshots = Snapshots::open("events");
     for (title, shape) in &shapes {

@@ -71,6 +71,7 @@ pub struct ImageWriter {
     previous_manifest: Option<FileId>,
     /// The complete and synced image, not renamed yet.
     complete: Mutex<Option<CompleteImage>>,
+    published: AtomicBool,
     notices: Mutex<Vec<String>>,
 }
 
@@ -119,6 +120,7 @@ impl ImageWriter {
             hashers: RwLock::default(),
             previous_manifest,
             complete: Mutex::default(),
+            published: AtomicBool::new(false),
             notices: Mutex::default(),
         })
     }
@@ -136,6 +138,16 @@ impl ImageWriter {
     /// Number of chunks that an incremental image stores itself, after the commit; `None` for a whole image.
     pub fn increment(&self) -> Option<Increment> {
         self.increment.get().copied()
+    }
+
+    /// Path of the image.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns true once the complete image has its name: a failure after that leaves it there.
+    pub fn is_published(&self) -> bool {
+        self.published.load(Ordering::Relaxed)
     }
 
     /// Deviations from what was requested, as text for the user.
@@ -414,7 +426,9 @@ impl Sink for ImageWriter {
     }
 
     fn publish(&self) -> towline_migration::Result<()> {
-        self.rename().map_err(towline_migration::Error::guest)
+        self.rename().map_err(towline_migration::Error::guest)?;
+        self.published.store(true, Ordering::Relaxed);
+        Ok(())
     }
 }
 

@@ -122,6 +122,7 @@ impl Service {
             if let Err(error) = &outcome {
                 // A session that failed in a request can continue neither here nor in a new process.
                 if cancel.is_cancelled() && matches!(error, ServeError::Session { .. }) {
+                    tracing::error!(%error, device = device.name(), "closing a connection that failed in a request");
                     self.connection = None;
                 }
                 cancel.check()?;

@@ -14,7 +14,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::net::{RecvFlags, SendFlags, SocketAddrUnix};
-use towline_frontend::vsock::{BUF_ALLOC, Event, Guest, HOST_CID, Header, Ports, op};
+use towline_frontend::vsock::{
+    BUF_ALLOC, Event, Guest, HOST_CID, Header, Ports, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op,
+};
 use towline_frontend::{Buffer, Queue, QueueOptions};
 use towline_vsock::Limits;
 
@@ -126,6 +128,38 @@ fn a_message_with_more_segments_than_a_call_takes_arrives() {
     let (_, len) = rustix::net::recv(&host, &mut found[..], RecvFlags::empty()).unwrap();
     assert!(found[..len] == [&content[..], b"+!"].concat(), "{len} bytes");
     assert_becomes_idle(&mut guest);
+    frontend.stop(1).unwrap();
+}
+
+/// The sender is killed in the middle of a message: its kernel ends both directions and resets the connection.
+#[test]
+fn a_connection_with_an_unfinished_message_ends_with_its_sender() {
+    let _exclusive = exclusive();
+    let served = Served::new(Limits::default());
+    let (mut frontend, mut guest) = served.guest_with_rings(64);
+    let listener = listen_seqpacket(&served.path("v_5000"));
+    let ports = (6000, 5000);
+    guest.request_seqpacket(ports);
+    poll_until(&mut guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+    let host = rustix::net::accept(&listener).unwrap();
+    assert!(guest.send(ports, b"whole", END_OF_MESSAGE));
+    assert!(guest.send(ports, b"unfinished", 0));
+    guest.poll(|_, _| ()).unwrap();
+    wait_for_packets(&served, &mut guest, 2);
+    guest.shutdown(ports, SHUTDOWN_RECEIVE | SHUTDOWN_SEND);
+    guest.reset(ports);
+    guest.poll(|_, _| ()).unwrap();
+    let deadline = Instant::now() + TIMEOUT;
+    while served.device.report().statistics.connections > 0 {
+        assert!(Instant::now() < deadline, "{:?}", served.device.report().statistics);
+        guest.poll(|_, _| ()).unwrap();
+    }
+    // The complete message is delivered, and nothing of the other one.
+    let mut found = [0; 64];
+    let (_, len) = rustix::net::recv(&host, &mut found[..], RecvFlags::empty()).unwrap();
+    assert_eq!(&found[..len], b"whole");
+    let (_, len) = rustix::net::recv(&host, &mut found[..], RecvFlags::empty()).unwrap();
+    assert_eq!(len, 0);
     frontend.stop(1).unwrap();
 }
 

@@ -1,4 +1,4 @@
-//! What an init does before anything else runs.
+//! Set-up of an init: mounts and modules.
 
 use std::ffi::CStr;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use rustix::mount::{MountFlags, mount};
 
-/// Modules to load, one file a line, each after those that it needs. Written by `cargo xtask setup`.
+/// Modules to load, one file a line, in the order of their dependencies. Written by `cargo xtask setup`.
 const MODULES: &str = "/modules/order";
 const VIRTIO_VENDOR: &str = "0x1af4";
 
@@ -22,7 +22,7 @@ pub(crate) fn mount_all() -> Result<()> {
     Ok(())
 }
 
-/// Loads the modules if the machine has a virtio device; without one they would only cost time.
+/// Loads the modules if the machine has a virtio device; otherwise they would only cost time.
 pub(crate) fn load_modules() {
     if !has_virtio() {
         return;

@@ -11,12 +11,12 @@ use crate::net;
 use crate::pattern::Memory;
 use crate::tick::Tick;
 
-/// Bytes that `dirty` writes when it is not told.
+/// Bytes that `dirty` writes by default.
 const DIRTY_LENGTH: usize = 64 << 20;
-/// Pages of each kind that `check` names.
+/// Maximum number of pages of each kind that `check` names.
 const PAGES_NAMED_MAX: usize = 8;
 
-/// What the guest has been asked to do so far.
+/// State of the guest as set by the commands so far.
 pub(crate) struct Agent {
     tick: Tick,
     memory: Option<Memory>,
@@ -28,7 +28,7 @@ impl Agent {
         Ok(Self { tick: Tick::start()?, memory: None, load: None })
     }
 
-    /// Obeys one line.
+    /// Runs one command.
     pub(crate) fn answer(&mut self, line: &str) -> Result<String> {
         let (command, rest) = line.split_once(' ').unwrap_or((line, ""));
         let words: Vec<&str> = rest.split_whitespace().collect();
@@ -59,7 +59,7 @@ impl Agent {
         }
     }
 
-    /// Frees the memory first: there may not be room for both.
+    /// Frees the old memory first: there may not be room for both.
     fn replace(&mut self, make: impl FnOnce() -> Result<Memory>) -> Result<String> {
         self.memory = None;
         let started = Instant::now();
@@ -124,7 +124,7 @@ impl Agent {
     }
 }
 
-/// Runs a line of shell; the value is the exit status, a newline, and what it wrote.
+/// Runs a line of shell; returns the exit status, a newline, and its output.
 fn shell(line: &str) -> Result<String> {
     let output = Command::new("/bin/busybox")
         .args(["sh", "-c", &format!("exec 2>&1; {line}")])

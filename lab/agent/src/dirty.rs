@@ -1,8 +1,8 @@
-//! A load that writes memory at a given rate, and can tell a torn or stale page afterwards.
+//! A load that writes memory at a given rate and detects torn and stale pages.
 //!
 //! Each page of the range carries its index, its generation, and words that follow from both. A ledger elsewhere in
-//! memory holds the generation that each page must have. A page whose words disagree is torn; one that agrees with
-//! itself but not with the ledger is stale.
+//! memory holds the generation that each page must have. A page whose words disagree is torn; a consistent page that
+//! disagrees with the ledger is stale.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,7 +14,7 @@ use memmap2::MmapMut;
 
 use crate::pattern::{PAGE_SIZE, mixed};
 
-/// Time between two bursts of writes.
+/// Interval of the bursts of writes.
 const BURST_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The range with its ledger, and the thread that writes it.
@@ -25,7 +25,7 @@ pub(crate) struct Load {
     writer: Option<JoinHandle<()>>,
 }
 
-/// What a look at every page found.
+/// Result of a check of every page.
 pub(crate) struct Verdict {
     pub(crate) pages: usize,
     pub(crate) torn: Vec<usize>,
@@ -39,7 +39,7 @@ struct Range {
 }
 
 impl Load {
-    /// Writes `length` bytes once, then goes on at `rate` bytes per second, round and round.
+    /// Writes `length` bytes once, then continues at `rate` bytes per second, round and round.
     pub(crate) fn start(length: usize, rate: u64) -> Result<Self> {
         ensure!(
             length > 0 && length.is_multiple_of(PAGE_SIZE),
@@ -67,7 +67,7 @@ impl Load {
         self.pages_written.load(Relaxed)
     }
 
-    /// Ends the writing; the range stays and can be checked.
+    /// Stops writing; the range stays and can be checked.
     pub(crate) fn stop(&mut self) {
         self.stop.store(true, Relaxed);
         if let Some(writer) = self.writer.take() {
@@ -75,7 +75,7 @@ impl Load {
         }
     }
 
-    /// Looks at every page. The writer waits meanwhile.
+    /// Checks every page. The writer is blocked meanwhile.
     pub(crate) fn check(&self) -> Verdict {
         self.range.lock().unwrap_or_else(PoisonError::into_inner).check()
     }
@@ -128,7 +128,7 @@ fn write(range: &Mutex<Range>, rate: u64, pages_written: &AtomicU64, stop: &Atom
     let mut last = Instant::now();
     while !stop.load(Relaxed) {
         let now = Instant::now();
-        // After a pause of the whole guest the debt of that time is dropped, not paid in one burst.
+        // After a pause of the whole guest, the bytes due for that time are dropped, not written in one burst.
         let elapsed = now.duration_since(last).min(BURST_INTERVAL * 4);
         last = now;
         due_bytes += u64::try_from(elapsed.as_micros()).expect("at most 40 ms") * rate / 1_000_000;
@@ -137,7 +137,7 @@ fn write(range: &Mutex<Range>, rate: u64, pages_written: &AtomicU64, stop: &Atom
             range.lock().unwrap_or_else(PoisonError::into_inner).write_next();
             pages_written.fetch_add(1, Relaxed);
             due_bytes -= PAGE_SIZE as u64;
-            // What cannot be reached is not saved up either.
+            // Bytes beyond the reachable rate are not carried over either.
             if last.elapsed() > BURST_INTERVAL * 4 {
                 due_bytes = 0;
             }

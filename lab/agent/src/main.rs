@@ -1,16 +1,16 @@
 //! The lab's guest: the first and only process of a small Linux.
 //!
-//! It mounts what a Linux needs, loads modules if there are virtio devices, keeps a counter going, and answers
-//! commands on the second serial port (the kernel's console is the first, so its noise cannot mix in):
+//! It mounts what a Linux needs, loads modules if there are virtio devices, steps a counter, and serves commands on
+//! the second serial port (the kernel's console is the first, so its messages cannot mix in):
 //!
 //! ```text
 //! → ID COMMAND ARGUMENTS\n
 //! ← ID ok VALUE\n      or      ID error TEXT\n
 //! ```
-//! The ID is the asker's, so an answer to somebody who is gone (the guest was moved, the socket is a new one) is
-//! told from one's own. Newlines and backslashes in a value are escaped with a backslash.
+//! The ID is chosen by the client, so that a response to an earlier client (the guest was moved, the socket is a new
+//! one) can be recognised. Newlines and backslashes in a value are escaped with a backslash.
 //!
-//! It is not part of the product, holds no secrets, and trusts whoever holds its serial port.
+//! It is not part of the product, holds no secrets, and trusts the client on its serial port.
 #![forbid(unsafe_code)]
 
 mod boot;
@@ -29,7 +29,7 @@ use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
 use commands::Agent;
 
 const COMMAND_PORT: &str = "/dev/ttyS1";
-/// Longest command line that is read.
+/// Maximum length of a command line.
 const LINE_LENGTH_MAX: usize = 64 << 10;
 
 fn main() {
@@ -65,7 +65,7 @@ fn run() -> Result<()> {
     }
 }
 
-/// The command port with no line discipline in the way.
+/// Opens the command port without a line discipline.
 fn open_port() -> Result<File> {
     let port = OpenOptions::new().read(true).write(true).open(COMMAND_PORT);
     let port =

@@ -1,4 +1,4 @@
-//! The guest's end of what is sent through its network card: an echo, and somebody who talks to one.
+//! Traffic of the guest through its network card: an echo server and a client of one.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -9,16 +9,16 @@ use anyhow::{Context, Result, ensure};
 
 use crate::pattern::next;
 
-/// What is read and written at a time, and the longest datagram.
+/// Size of a read or write, and of the longest datagram.
 const PART: usize = 64 << 10;
 
-/// Sends back whatever comes to this port, by TCP and UDP, IPv4 and IPv6, until the guest ends.
+/// Echoes on this port, by TCP and UDP, IPv4 and IPv6, until the guest ends.
 pub(crate) fn echo(port: u16) -> Result<()> {
     let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))?;
     let socket = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port))?;
     thread::Builder::new().name("echo".into()).spawn(move || {
         for stream in listener.incoming().flatten() {
-            // A peer that breaks off ends only its own.
+            // A peer that disconnects ends only its own connection.
             thread::spawn(move || drop(echo_stream(stream)));
         }
     })?;
@@ -46,20 +46,20 @@ fn echo_stream(mut stream: TcpStream) -> std::io::Result<()> {
     }
 }
 
-/// Connects to an echo so many times, one after the other, sends so many bytes each time, and compares what comes back.
-/// Returns the microseconds that it took.
+/// Connects to an echo server `times` times, one after the other, sends `bytes` bytes on each connection, and
+/// compares the echo. Returns the microseconds that it took.
 pub(crate) fn talk(address: &str, bytes: usize, times: u64) -> Result<u128> {
     let address: SocketAddr = address.parse().with_context(|| format!("`{address}` is no address"))?;
     let started = Instant::now();
     let mut state = started.elapsed().as_nanos() as u64;
     for time in 0..times {
         let seed = next(&mut state);
-        talk_once(address, bytes, seed).with_context(|| format!("connection {time}"))?;
+        connect_once(address, bytes, seed).with_context(|| format!("connection {time}"))?;
     }
     Ok(started.elapsed().as_micros())
 }
 
-fn talk_once(address: SocketAddr, bytes: usize, seed: u64) -> Result<()> {
+fn connect_once(address: SocketAddr, bytes: usize, seed: u64) -> Result<()> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_nodelay(true)?;
     let mut sender = stream.try_clone()?;
@@ -85,7 +85,7 @@ fn talk_once(address: SocketAddr, bytes: usize, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// The next part of a sequence, at most `left` bytes.
+/// Returns the next part of a sequence, at most `left` bytes.
 fn part(state: &mut u64, left: usize) -> Vec<u8> {
     let words = left.min(PART).div_ceil(8);
     let mut bytes: Vec<u8> = (0..words).flat_map(|_| next(state).to_le_bytes()).collect();

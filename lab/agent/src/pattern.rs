@@ -1,8 +1,8 @@
-//! Memory with contents that no compressor can shrink, made fast on an emulated processor.
+//! Memory with incompressible contents, generated fast on an emulated processor.
 //!
-//! A page is a table of pseudo-random words, one table for a seed, XORed with a key that is the page's own. That is
-//! one load, one XOR and one store for each 16 bytes, where a generator would need a chain of dependent steps for
-//! each 8. No two pages are alike, and within a page nothing repeats.
+//! A page is a table of pseudo-random words, one table per seed, XORed with a key of its own. That is one load, one
+//! XOR and one store for each 16 bytes, where a generator would need a chain of dependent steps for each 8. No two
+//! pages are alike, and within a page nothing repeats.
 
 use std::num::NonZero;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -16,7 +16,7 @@ pub(crate) const PAGE_SIZE: usize = 4096;
 /// Bytes that one thread hashes at a time.
 const PART_SIZE: usize = 64 << 20;
 
-/// A range of anonymous memory that the host asked for.
+/// A range of anonymous memory that the host requested.
 pub(crate) struct Memory {
     bytes: MmapMut,
 }
@@ -47,7 +47,7 @@ impl Memory {
         Ok(memory)
     }
 
-    /// XXH64 of the XXH64s of each [`PART_SIZE`] bytes, by all processors.
+    /// XXH64 of the XXH64s of each [`PART_SIZE`] bytes, computed on all processors.
     pub(crate) fn hash(&self) -> u64 {
         let next = AtomicUsize::new(0);
         let parts = self.bytes.len().div_ceil(PART_SIZE);
@@ -80,7 +80,7 @@ impl Memory {
     }
 }
 
-/// The next number of a splitmix64 sequence.
+/// Returns the next number of a splitmix64 sequence.
 pub(crate) fn next(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     mixed(*state)

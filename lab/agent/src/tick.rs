@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-/// Time between two steps.
+/// Interval of the counter.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(5);
 const PAGE_SIZE: u64 = 4096;
-/// Bits of a pagemap entry that are the frame's number (Documentation/admin-guide/mm/pagemap.rst).
+/// Bits of a pagemap entry that hold the frame number (Documentation/admin-guide/mm/pagemap.rst).
 const FRAME_MASK: u64 = (1 << 55) - 1;
 
 /// The counter, stepped by a thread of its own.
@@ -36,7 +36,7 @@ impl Tick {
         self.counter.load(Relaxed)
     }
 
-    /// Where the counter lies in the guest's physical memory, so that the host can read it without us.
+    /// Guest-physical address of the counter, for the host to read without the agent.
     pub(crate) fn physical_address(&self) -> Result<u64> {
         let address = &raw const *self.counter as u64;
         let mut pagemap = File::open("/proc/self/pagemap")?;

@@ -1,6 +1,6 @@
-//! The smallest guest, in assembler: see `boot_sector.rs` for what it does and where its numbers lie.
+//! The smallest guest, in assembler: see `boot_sector.rs` for its behaviour and its addresses.
 //!
-//! It is a multiboot image, so QEMU's own loader brings it to 1 MiB and enters it in 32-bit protected mode with paging
+//! It is a multiboot image, so QEMU's own loader loads it at 1 MiB and enters it in 32-bit protected mode with paging
 //! off. All addresses in it are numbers: it is data to this program, never linked, never run by it.
 
 use std::arch::global_asm;
@@ -67,7 +67,7 @@ towline_lab_guest_start:
     mov esi, dword ptr [0x10002c]
 9:  cmp dword ptr [0x100030], 0
     je 10f
-    popcnt ebx, eax                     # a processor without it faults, and nobody catches that
+    popcnt ebx, eax                     # a processor without it faults, and no handler catches it
 10: mov ebx, eax                        # counter += 1, in one store of 8 bytes
     mov ecx, edx
     add ebx, 1
@@ -92,7 +92,7 @@ unsafe extern "C" {
     static towline_lab_guest_end: u8;
 }
 
-/// The image as assembled, its parameters zero.
+/// Returns the image as assembled, with zero parameters.
 pub(crate) fn guest_image() -> &'static [u8] {
     let (start, end) = (addr_of!(towline_lab_guest_start), addr_of!(towline_lab_guest_end));
     // SAFETY: both symbols bound one read-only section of this program, defined above; nothing writes to it.

@@ -1,11 +1,11 @@
-//! A child that does not outlive the thread that started it, and what it inherits.
+//! Children that do not outlive the thread that started them, and the descriptors that they inherit.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
-/// Has the kernel kill the child when the thread that starts it ends.
+/// Makes the kernel kill the child when the thread that starts it ends.
 pub(crate) fn die_with_parent(command: &mut Command) -> &mut Command {
     let parent = std::process::id();
     let ask = move || {
@@ -15,7 +15,7 @@ pub(crate) fn die_with_parent(command: &mut Command) -> &mut Command {
         if outcome != 0 {
             return Err(io::Error::last_os_error());
         }
-        // The parent may have died before the signal was asked for.
+        // The parent may have died before the signal was requested.
         if parent_now.cast_unsigned() != parent {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
@@ -25,13 +25,13 @@ pub(crate) fn die_with_parent(command: &mut Command) -> &mut Command {
     unsafe { command.pre_exec(ask) }
 }
 
-/// Has descriptors stay open in the child, under the numbers that they have here. They must be open when it is started.
+/// Keeps descriptors open in the child, under their numbers here. They must be open when it is started.
 pub(crate) fn keep_open(command: &mut Command, descriptors: &[BorrowedFd<'_>]) {
     let numbers: Vec<_> = descriptors.iter().map(|descriptor| descriptor.as_raw_fd()).collect();
     if numbers.is_empty() {
         return;
     }
-    // In the child, not here: another thread may be starting a process that must not have them.
+    // In the child, not here: another thread may be starting a process that must not inherit them.
     let keep = move || {
         for &number in &numbers {
             // SAFETY: fcntl is async-signal-safe; it clears a flag of the child's own table and touches no memory.

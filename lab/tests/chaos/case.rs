@@ -1,54 +1,54 @@
-//! What is done in one run, all of which follows from its seed.
+//! The case of one run: guests, towlines and a fault, all derived from its seed.
 
 use std::ops::Range;
 use std::time::Duration;
 
 use fastrand::Rng;
 
-/// About how long an undisturbed run takes, in milliseconds.
+/// Approximate duration of an undisturbed run, in milliseconds.
 const RUN_MS: u64 = 1500;
-/// How long a process is suspended, or a link delayed, at most.
+/// Maximum time for which a process is suspended or a link delayed, in milliseconds.
 const PAUSE_MS: u64 = 1500;
-/// How far behind a phase a fault comes that is aimed at it, in microseconds.
+/// Maximum delay of a fault after the phase that it is aimed at, in microseconds.
 const BEHIND_US: u64 = 30_000;
-/// What the source may send: enough that the guest, which writes for ever, is stopped soon.
+/// Bandwidth limits: enough that the guest, which writes for ever, is stopped soon.
 const RATES_MIB: Range<u64> = 8..32;
-/// Phases with a switchover between them.
+/// Phases of a switchover.
 const PHASES: [&str; 5] = ["transfer", "switchover", "loaded", "release", "cut-over"];
 
-/// What is copied, from where to where.
+/// Source and destination of the copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// From QEMU to QEMU.
     Copy,
-    /// The same, and the source is ended.
+    /// The same, and the source exits.
     Move,
     /// From QEMU into an image.
     Save,
-    /// Out of an image, as a stream or by QEMU itself.
+    /// From an image, as a stream or loaded by QEMU itself.
     Restore { stream: bool },
-    /// Out of an image into two QEMUs.
+    /// From an image to two QEMUs.
     Clones,
     /// A move by a towline at each end, with a link between them.
     Towlines,
     /// A move to a stock QEMU that listens, over a link.
     ToStock,
-    /// From a stock QEMU that nobody of ours drives, over a link.
+    /// From a stock QEMU that no towline drives, over a link.
     FromStock,
 }
 
 impl Kind {
-    /// Whether there is a link that can be cut.
+    /// Returns true if there is a link that can be cut.
     pub(crate) fn has_link(self) -> bool {
         matches!(self, Self::Towlines | Self::ToStock | Self::FromStock)
     }
 
-    /// Whether a guest runs at its source at the beginning.
+    /// Returns true if a guest runs at its source at the beginning.
     pub(crate) fn has_source(self) -> bool {
         !matches!(self, Self::Restore { .. } | Self::Clones)
     }
 
-    /// How many QEMUs wait for it.
+    /// Number of destination QEMUs.
     pub(crate) fn destinations(self) -> usize {
         match self {
             Self::Save => 0,
@@ -57,13 +57,13 @@ impl Kind {
         }
     }
 
-    /// How many towlines there are.
+    /// Number of towlines.
     pub(crate) fn towlines(self) -> usize {
         if self == Self::Towlines { 2 } else { 1 }
     }
 }
 
-/// A process.
+/// A process that a fault hits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Victim {
     Source,
@@ -71,44 +71,44 @@ pub(crate) enum Victim {
     Towline(usize),
 }
 
-/// What goes wrong.
+/// A fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
     Nothing,
     /// SIGKILL.
     Kill(Victim),
-    /// SIGSTOP, and SIGCONT some time after.
+    /// SIGSTOP, and SIGCONT after this time.
     Suspend(Victim, Duration),
     /// The link is reset.
     Cut,
-    /// The link carries nothing for some time.
+    /// The link carries nothing for this time.
     Delay(Duration),
-    /// The filesystem that the image goes to has this many KiB: fewer than the guest fills.
+    /// The filesystem of the image has this many KiB: fewer than the guest fills.
     FullDisk(u64),
-    /// Somebody says this at the source's monitor.
+    /// An operator runs this command at the source's monitor.
     Operator(&'static str),
-    /// Somebody says `stop` there, and some time after `cont`.
+    /// An operator runs `stop` there, and `cont` after this time.
     StopAndCont(Duration),
-    /// A signal to a towline, and once more some time after.
+    /// A signal to a towline, and the same again after this time.
     Signal(usize, &'static str, Option<Duration>),
-    /// What the last towline writes goes into a pipe that is full, and that nobody reads.
+    /// The output of the last towline goes into a pipe that is full and not read.
     UnreadOutput,
-    /// The same, and its reader closes it: what is written then is `EPIPE`.
+    /// The same, and the reader closes it: further writes fail with `EPIPE`.
     ClosedOutput,
-    /// The last towline runs where nothing is mounted at `/proc`.
+    /// The last towline runs with nothing mounted at `/proc`.
     HiddenProc,
-    /// The proxy between towline and this QEMU's monitor ends.
+    /// The proxy between towline and this QEMU's monitor exits.
     CutMonitor(Victim),
-    /// It carries nothing for some time.
+    /// It carries nothing for this time.
     HoldMonitor(Victim, Duration),
 }
 
-/// When.
+/// Time of the fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Moment {
-    /// So long after the start.
+    /// This long after the start.
     After(Duration),
-    /// So long after a towline began this phase.
+    /// This long after a towline began this phase.
     Behind(&'static str, Duration),
 }
 
@@ -119,10 +119,10 @@ pub(crate) struct Case {
     pub(crate) fault: Fault,
     pub(crate) moment: Moment,
     pub(crate) lanes: usize,
-    /// Bytes per second that the source may send, in MiB.
+    /// Bandwidth limit of the source, in MiB per second.
     pub(crate) rate_mib: u64,
     pub(crate) sweep_pages: u32,
-    /// Whether there is a proxy in front of each monitor.
+    /// True if there is a proxy in front of each monitor.
     pub(crate) has_proxies: bool,
 }
 
@@ -142,7 +142,7 @@ impl Case {
         ];
         let kind = kinds[rng.usize(..kinds.len())];
         let fault = fault(&mut rng, kind);
-        // One whose output goes to nobody does not say where it is.
+        // A towline whose output is not read reports no phases.
         let is_hidden = matches!(fault, Fault::UnreadOutput | Fault::ClosedOutput);
         let moment = match rng.bool() || is_hidden {
             true => Moment::After(Duration::from_millis(rng.u64(..RUN_MS))),
@@ -161,17 +161,17 @@ impl Case {
         Self { kind, fault, moment, lanes, rate_mib, sweep_pages, has_proxies }
     }
 
-    /// Whether a process of this kind is killed.
+    /// Returns true if this process is killed.
     pub(crate) fn kills(&self, victim: Victim) -> bool {
         self.fault == Fault::Kill(victim)
     }
 
-    /// Whether what a towline says goes to nobody.
+    /// Returns true if the output of a towline is not read.
     pub(crate) fn hides_output(&self) -> bool {
         matches!(self.fault, Fault::UnreadOutput | Fault::ClosedOutput)
     }
 
-    /// Whether an operator may have paused the guest.
+    /// Returns true if an operator may have paused the guest.
     pub(crate) fn may_be_paused(&self) -> bool {
         matches!(self.fault, Fault::Operator("stop") | Fault::StopAndCont(_))
     }

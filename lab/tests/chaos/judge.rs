@@ -1,120 +1,140 @@
-//! What became of the guest, held against what was said of it.
+//! Comparison of the guest's fate with towline's report of it.
 
 use std::os::unix::process::ExitStatusExt;
 
 use towline_lab::Finished;
 
 use crate::case::{Case, Fault, Kind, Victim};
-use crate::guests::Held;
+use crate::guests::GuestState;
 
-/// What is there at the end.
+/// State at the end of a run.
 #[derive(Debug)]
-pub(crate) struct Seen {
-    /// How each towline ended; with two, the destination's is the first.
+pub(crate) struct Outcome {
+    /// Exit of each towline; with two, the destination's is the first.
     pub(crate) ends: Vec<Finished>,
-    pub(crate) source: Option<Held>,
-    pub(crate) destinations: Vec<Held>,
+    pub(crate) source: Option<GuestState>,
+    pub(crate) destinations: Vec<GuestState>,
     /// Files of the working directory.
     pub(crate) work: Vec<String>,
-    /// Temporary files.
+    /// Files in the directory for temporary files.
     pub(crate) tmp: Vec<String>,
-    /// Whether an image that has its name verifies.
+    /// Result of verifying the image, if there is one under its final name.
     pub(crate) image_is_right: Option<bool>,
 }
 
-/// Whether something is so.
-type IsSo = fn(&Seen) -> bool;
+/// A condition on the state at the end.
+type Condition = fn(&Outcome) -> bool;
 
-/// What a text with exit code 3 says, and what must be so then.
-const PLACES: &[(&str, IsSo)] = &[
-    ("paused at its source", |seen| seen.source == Some(Held::Whole)),
-    ("its source still holds it", |seen| seen.source == Some(Held::Whole)),
-    ("stored; at its source it is still paused", |seen| seen.source == Some(Held::Whole)),
-    ("running at its source", |seen| seen.source == Some(Held::Live)),
-    ("whole at its destination, paused", |seen| seen.destinations.contains(&Held::Whole)),
-    ("paused at the destination", |seen| seen.destinations.contains(&Held::Whole)),
-    ("paused at both ends", |seen| {
-        seen.source == Some(Held::Whole) && seen.destinations.contains(&Held::Whole)
+/// Texts of reports with exit status 3, and the condition that makes each of them true.
+const REPORTS: &[(&str, Condition)] = &[
+    ("paused at its source", |outcome| outcome.source == Some(GuestState::Whole)),
+    ("its source still holds it", |outcome| outcome.source == Some(GuestState::Whole)),
+    ("stored; at its source it is still paused", |outcome| outcome.source == Some(GuestState::Whole)),
+    ("running at its source", |outcome| outcome.source == Some(GuestState::Live)),
+    ("whole at its destination, paused", |outcome| outcome.destinations.contains(&GuestState::Whole)),
+    ("paused at the destination", |outcome| outcome.destinations.contains(&GuestState::Whole)),
+    ("paused at both ends", |outcome| {
+        outcome.source == Some(GuestState::Whole) && outcome.destinations.contains(&GuestState::Whole)
     }),
-    ("which was sent everything and may run it", |seen| seen.source != Some(Held::Live)),
-    ("has ended, and the guest with it", |seen| seen.source == Some(Held::Gone)),
-    ("both QEMUs have ended", |seen| {
-        seen.source == Some(Held::Gone) && seen.destinations.iter().all(|held| *held == Held::Gone)
+    ("which was sent everything and may run it", |outcome| outcome.source != Some(GuestState::Live)),
+    ("has ended, and the guest with it", |outcome| outcome.source == Some(GuestState::Gone)),
+    ("both QEMUs have ended", |outcome| {
+        outcome.source == Some(GuestState::Gone)
+            && outcome.destinations.iter().all(|guest_state| *guest_state == GuestState::Gone)
     }),
-    ("stored, and nowhere else", |seen| seen.source == Some(Held::Gone) && seen.image_is_right == Some(true)),
-    ("its source has ended", |seen| seen.source == Some(Held::Gone)),
-    ("at its source, if that still runs", |seen| seen.source != Some(Held::Part)),
-    ("at its destination; its source could not be ended", |seen| seen.source != Some(Held::Live)),
-    ("in its image;", |seen| !seen.destinations.contains(&Held::Busy)),
-    ("the image is as it was", |seen| !seen.destinations.contains(&Held::Busy)),
+    ("stored, and nowhere else", |outcome| {
+        outcome.source == Some(GuestState::Gone) && outcome.image_is_right == Some(true)
+    }),
+    ("its source has ended", |outcome| outcome.source == Some(GuestState::Gone)),
+    ("at its source, if that still runs", |outcome| outcome.source != Some(GuestState::Part)),
+    ("at its destination; its source could not be ended", |outcome| outcome.source != Some(GuestState::Live)),
+    ("in its image;", |outcome| !outcome.destinations.contains(&GuestState::Busy)),
+    ("the image is as it was", |outcome| !outcome.destinations.contains(&GuestState::Busy)),
 ];
 
-/// Compares it; one line that says what was found.
-pub(crate) fn judge(case: &Case, seen: &Seen, operator_ran: bool) -> Result<String, String> {
+/// Compares the two; returns a summary in one line.
+pub(crate) fn judge(case: &Case, outcome: &Outcome, operator_ran: bool) -> Result<String, String> {
     let checks = [
-        runs_twice(case, seen, operator_ran),
-        is_lost(case, seen),
-        is_untrue(case, seen),
-        leaves_files(case, seen),
+        runs_twice(case, outcome, operator_ran),
+        is_lost(case, outcome),
+        is_misreported(case, outcome),
+        leaves_files(case, outcome),
     ];
-    let found = format!("source {:?}, destinations {:?}, {}", seen.source, seen.destinations, said(seen));
+    let found =
+        format!("source {:?}, destinations {:?}, {}", outcome.source, outcome.destinations, reports(outcome));
     match checks.into_iter().flatten().next() {
-        Some(fault) => Err(format!("{fault}: {found}, work {:?}, tmp {:?}", seen.work, seen.tmp)),
+        Some(fault) => Err(format!("{fault}: {found}, work {:?}, tmp {:?}", outcome.work, outcome.tmp)),
         None => Ok(found),
     }
 }
 
-fn said(seen: &Seen) -> String {
+fn reports(outcome: &Outcome) -> String {
     let texts: Vec<_> =
-        seen.ends.iter().map(|end| format!("{}: {:?}", end.status, end.stderr.trim())).collect();
+        outcome.ends.iter().map(|end| format!("{}: {:?}", end.status, end.stderr.trim())).collect();
     texts.join("; ")
 }
 
-fn runs_twice(case: &Case, seen: &Seen, operator_ran: bool) -> Option<String> {
-    let live = seen.destinations.iter().chain(&seen.source).filter(|held| **held == Held::Live).count();
-    let is_allowed = operator_ran || case.kind == Kind::Clones || is_in_the_window(case, seen);
-    (live > 1 && !is_allowed).then(|| "two guests run".into())
+/// Fault of a case in which two guests run.
+pub(crate) const TWO_GUESTS: &str = "two guests run";
+
+fn runs_twice(case: &Case, outcome: &Outcome, operator_ran: bool) -> Option<String> {
+    let live = outcome
+        .destinations
+        .iter()
+        .chain(&outcome.source)
+        .filter(|guest_state| **guest_state == GuestState::Live)
+        .count();
+    let is_allowed = operator_ran || case.kind == Kind::Clones || is_outside_guarantee(case, outcome);
+    (live > 1 && !is_allowed).then(|| TWO_GUESTS.into())
 }
 
-/// With a destination that runs the guest by itself, docs/move.md says what no protocol can rule out between the last byte and the
-/// acknowledgement: a towline that is killed, and a cancellation at the source's own monitor, which is exit 3 and is named.
-pub(crate) fn is_in_the_window(case: &Case, seen: &Seen) -> bool {
+/// True in the cases that docs/move.md excludes from its guarantee if the destination runs the guest by itself,
+/// between the last byte and the acknowledgement: towline is killed, or the migration is cancelled at the source's
+/// own monitor, which exits with 3 and is named.
+pub(crate) fn is_outside_guarantee(case: &Case, outcome: &Outcome) -> bool {
     let is_named = |end: &Finished| {
         end.status.code() == Some(3)
             && end.stderr.contains("whose migration was cancelled there when the destination had everything")
     };
-    let is_cancelled = case.fault == Fault::Operator("migrate_cancel") && seen.ends.iter().any(is_named);
+    let is_cancelled = case.fault == Fault::Operator("migrate_cancel") && outcome.ends.iter().any(is_named);
     case.kind == Kind::ToStock && (is_cancelled || case.kills(Victim::Towline(0)))
 }
 
-/// A guest may go with a QEMU that was killed, if no other one has all of it.
-fn is_lost(case: &Case, seen: &Seen) -> Option<String> {
-    let held = |held: &Held| matches!(held, Held::Live | Held::Whole);
-    let is_stored = !case.kind.has_source() || seen.image_is_right == Some(true);
+/// True if two guests may run by the moment that docs/move.md excludes with a stock source: its migration is cancelled
+/// while it reads the acknowledgement. Nothing on the connection shows that to the destination.
+pub(crate) fn may_hit_excluded_moment(case: &Case) -> bool {
+    case.kind == Kind::FromStock && case.fault == Fault::Operator("migrate_cancel")
+}
+
+/// A guest may be lost with a QEMU that was killed, unless another QEMU has all of it.
+fn is_lost(case: &Case, outcome: &Outcome) -> Option<String> {
+    let guest_state = |guest_state: &GuestState| matches!(guest_state, GuestState::Live | GuestState::Whole);
+    let is_stored = !case.kind.has_source() || outcome.image_is_right == Some(true);
     let is_killed = case.kills(Victim::Source)
-        || (0..seen.destinations.len()).any(|at| case.kills(Victim::Destination(at)));
-    let is_somewhere = seen.destinations.iter().chain(&seen.source).any(held);
+        || (0..outcome.destinations.len()).any(|at| case.kills(Victim::Destination(at)));
+    let is_somewhere = outcome.destinations.iter().chain(&outcome.source).any(guest_state);
     (!is_somewhere && !is_stored && !is_killed).then(|| "the guest is lost".into())
 }
 
-fn is_untrue(case: &Case, seen: &Seen) -> Option<String> {
-    if seen.image_is_right == Some(false) {
+fn is_misreported(case: &Case, outcome: &Outcome) -> Option<String> {
+    if outcome.image_is_right == Some(false) {
         return Some("an image has its name and does not verify".into());
     }
-    seen.ends.iter().enumerate().find_map(|(index, end)| {
-        let has_source = case.kind != Kind::FromStock && index + 1 == seen.ends.len();
+    outcome.ends.iter().enumerate().find_map(|(index, end)| {
+        let has_source = case.kind != Kind::FromStock && index + 1 == outcome.ends.len();
         let fault = match end.status.code() {
             None => return end_by_signal(case, index, end),
-            Some(0) => done(case, seen, has_source),
-            Some(1) => safe(case, seen, has_source, &end.stderr),
-            Some(3) => look(case, seen, &end.stderr),
+            Some(0) => done(case, outcome, has_source),
+            Some(1) => safe(case, outcome, has_source, &end.stderr),
+            Some(3) => look(case, outcome, &end.stderr),
             Some(_) => Some("an exit code that no fault explains"),
         };
         fault.map(|fault| format!("towline {index}: {fault}"))
     })
 }
 
-/// SIGKILL is sent here; a signal that ends it comes twice, or before it is there to take it.
+/// A killed towline was sent SIGKILL by this test; one that was ended by another signal got it twice, or before it
+/// had installed its handlers.
 fn end_by_signal(case: &Case, index: usize, end: &Finished) -> Option<String> {
     let may = match case.fault {
         Fault::Kill(victim) => victim == Victim::Towline(index),
@@ -124,72 +144,78 @@ fn end_by_signal(case: &Case, index: usize, end: &Finished) -> Option<String> {
     (!may).then(|| format!("towline {index} ended by signal {:?}", end.status.signal()))
 }
 
-fn done(case: &Case, seen: &Seen, has_source: bool) -> Option<&'static str> {
+fn done(case: &Case, outcome: &Outcome, has_source: bool) -> Option<&'static str> {
     if case.kind == Kind::Save {
-        let kept = case.may_be_paused() || case.kills(Victim::Source) || seen.source == Some(Held::Live);
-        return match seen.image_is_right {
+        let kept =
+            case.may_be_paused() || case.kills(Victim::Source) || outcome.source == Some(GuestState::Live);
+        return match outcome.image_is_right {
             Some(true) if kept => None,
             Some(true) => Some("exit 0 with --resume, and the source does not run"),
             _ => Some("exit 0, and there is no image"),
         };
     }
-    for (index, held) in seen.destinations.iter().enumerate() {
-        match held {
-            Held::Live => {}
-            Held::Whole if case.may_be_paused() => {}
-            Held::Gone if case.kills(Victim::Destination(index)) => {}
+    for (index, guest_state) in outcome.destinations.iter().enumerate() {
+        match guest_state {
+            GuestState::Live => {}
+            GuestState::Whole if case.may_be_paused() => {}
+            GuestState::Gone if case.kills(Victim::Destination(index)) => {}
             _ => return Some("exit 0, and the guest does not run at its destination"),
         }
     }
     let ends_source = matches!(case.kind, Kind::Move | Kind::Towlines | Kind::ToStock);
-    match seen.source {
-        Some(Held::Gone) | None => None,
+    match outcome.source {
+        Some(GuestState::Gone) | None => None,
         Some(_) if ends_source && has_source => Some("exit 0 of a move, and its source lives"),
         _ => None,
     }
 }
 
-fn safe(case: &Case, seen: &Seen, has_source: bool, stderr: &str) -> Option<&'static str> {
-    if case.kind != Kind::Clones && seen.destinations.contains(&Held::Live) {
+fn safe(case: &Case, outcome: &Outcome, has_source: bool, stderr: &str) -> Option<&'static str> {
+    if case.kind != Kind::Clones && outcome.destinations.contains(&GuestState::Live) {
         return Some("exit 1, and the guest runs at its destination");
     }
-    match seen.source {
-        None | Some(Held::Live) => None,
-        Some(Held::Whole) if case.may_be_paused() => None,
-        Some(Held::Gone) if case.kills(Victim::Source) && !has_source => None,
-        Some(Held::Gone) if case.kills(Victim::Source) && stderr.contains("could not be reached") => None,
-        // The source's own towline was killed before it could run the guest on.
-        Some(Held::Whole) if !has_source && seen.ends.len() > 1 => None,
+    match outcome.source {
+        None | Some(GuestState::Live) => None,
+        Some(GuestState::Whole) if case.may_be_paused() => None,
+        Some(GuestState::Gone) if case.kills(Victim::Source) && !has_source => None,
+        Some(GuestState::Gone) if case.kills(Victim::Source) && stderr.contains("could not be reached") => {
+            None
+        }
+        // The source's own towline was killed before it could resume the guest.
+        Some(GuestState::Whole) if !has_source && outcome.ends.len() > 1 => None,
         _ => Some("exit 1, and the guest does not run at its source"),
     }
 }
 
-fn look(case: &Case, seen: &Seen, stderr: &str) -> Option<&'static str> {
+fn look(case: &Case, outcome: &Outcome, stderr: &str) -> Option<&'static str> {
     if case.hides_output() {
         return None;
     }
     let Some((_, guest)) = stderr.split_once("the guest: ") else {
         return Some("exit 3, and no word of the guest");
     };
-    let mut places = PLACES.iter().filter(|(text, _)| guest.contains(text)).peekable();
+    let mut places = REPORTS.iter().filter(|(text, _)| guest.contains(text)).peekable();
     if places.peek().is_none() {
         return Some("exit 3, with a place that this test does not know");
     }
-    // What was killed later may be gone from where it was.
+    // A QEMU that was killed later may no longer have it.
     let is_killed = matches!(case.fault, Fault::Kill(Victim::Source | Victim::Destination(_)));
-    let wrong = places.any(|(_, is_so)| !is_so(seen));
+    let wrong = places.any(|(_, is_so)| !is_so(outcome));
     (wrong && !is_killed).then_some("exit 3, and the guest is not where it says")
 }
 
-fn leaves_files(case: &Case, seen: &Seen) -> Option<String> {
-    // One that was killed could not remove what it had made.
-    if seen.ends.iter().any(|end| end.status.code().is_none()) {
+fn leaves_files(case: &Case, outcome: &Outcome) -> Option<String> {
+    // A killed towline could not remove its files.
+    if outcome.ends.iter().any(|end| end.status.code().is_none()) {
         return None;
     }
     let wanted: &[&str] = &["guest.img", "guest.img.manifest.json"];
-    let unknown = seen.work.iter().find(|name| !wanted.contains(&name.as_str()));
-    let unwanted =
-        seen.work.iter().find(|_| case.kind == Kind::Save && seen.ends[0].status.code() == Some(1));
-    let left = unknown.or(unwanted).or(seen.tmp.first());
+    let unknown = outcome.work.iter().find(|name| !wanted.contains(&name.as_str()));
+    // An image that was published before the failure is kept, and named.
+    let end = &outcome.ends[0];
+    let is_kept = end.stderr.contains("guest.img was complete before that, and is kept");
+    let failed = case.kind == Kind::Save && end.status.code() == Some(1) && !is_kept;
+    let unwanted = outcome.work.iter().find(|_| failed);
+    let left = unknown.or(unwanted).or(outcome.tmp.first());
     left.map(|name| format!("{name} is left"))
 }

@@ -1,4 +1,4 @@
-//! A proxy between towline and a monitor, as a management layer puts one there.
+//! A proxy between towline and a monitor, as a management layer may run one.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use towline_lab::Qemu;
 
-/// Time between two looks at whether the proxy is cut or held.
-const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+/// Interval at which the proxy checks whether it is cut or held.
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 const BUFFER_BYTES: usize = 16 << 10;
 
-/// Forwards each connection to the monitor until it is cut or dropped. File descriptors are not passed on.
+/// Forwards each connection to the monitor until it is cut or dropped. File descriptors are not forwarded.
 pub(crate) struct MonitorProxy {
     path: PathBuf,
     state: Arc<State>,
@@ -22,7 +22,7 @@ pub(crate) struct MonitorProxy {
 #[derive(Default)]
 struct State {
     cut: AtomicBool,
-    held: AtomicBool,
+    guest_state: AtomicBool,
 }
 
 impl MonitorProxy {
@@ -41,19 +41,19 @@ impl MonitorProxy {
         format!("qmp:{}", self.path.display())
     }
 
-    /// Ends all connections, and accepts no more.
+    /// Closes all connections, and accepts no more.
     pub(crate) fn cut(&self) {
         self.state.cut.store(true, Ordering::Release);
     }
 
     /// Forwards nothing until [`Self::release`].
     pub(crate) fn hold(&self) {
-        self.state.held.store(true, Ordering::Release);
+        self.state.guest_state.store(true, Ordering::Release);
     }
 
     /// Forwards again.
     pub(crate) fn release(&self) {
-        self.state.held.store(false, Ordering::Release);
+        self.state.guest_state.store(false, Ordering::Release);
     }
 }
 
@@ -72,12 +72,12 @@ impl State {
         while !self.is_cut() {
             match listener.accept() {
                 Ok((client, _)) => self.join(client, monitor),
-                Err(_) => std::thread::sleep(LOOK_INTERVAL),
+                Err(_) => std::thread::sleep(POLL_INTERVAL),
             }
         }
     }
 
-    /// Forwards both ways, in a thread each. A monitor that cannot be reached is a connection that closes.
+    /// Forwards both directions, in a thread each. If the monitor cannot be reached, the connection is closed.
     fn join(self: &Arc<Self>, client: UnixStream, monitor: &Path) {
         let Ok(server) = UnixStream::connect(monitor) else { return };
         let ways = [(client.try_clone(), server.try_clone()), (Ok(server), Ok(client))];
@@ -89,10 +89,10 @@ impl State {
 
     fn forward(&self, mut from: UnixStream, mut to: UnixStream) {
         let mut buffer = [0; BUFFER_BYTES];
-        from.set_read_timeout(Some(LOOK_INTERVAL)).unwrap();
+        from.set_read_timeout(Some(POLL_INTERVAL)).unwrap();
         while !self.is_cut() {
-            if self.held.load(Ordering::Acquire) {
-                std::thread::sleep(LOOK_INTERVAL);
+            if self.guest_state.load(Ordering::Acquire) {
+                std::thread::sleep(POLL_INTERVAL);
                 continue;
             }
             match from.read(&mut buffer) {
@@ -103,7 +103,7 @@ impl State {
             }
         }
         for stream in [from, to] {
-            // Its other end may be gone.
+            // The peer may have closed the connection.
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
     }

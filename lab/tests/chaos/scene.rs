@@ -1,4 +1,4 @@
-//! A run: who takes part, the fault, and the end.
+//! A run: its processes, the fault, and the end.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -17,68 +17,69 @@ use towline_lab::expect::{Scratch, Settings, events, qmp, settings};
 use towline_lab::{Finished, Flow, Incoming, Proxy, Qemu, Towline, towline_binary, wait_until};
 
 use crate::case::{Case, Fault, Kind, Moment, Victim};
-use crate::guests::{Guests, Held, WITHIN, builder, counting};
-use crate::judge::{self, Seen};
+use crate::guests::{GuestState, Guests, WITHIN, builder, counting};
+use crate::judge::{self, Outcome};
 use crate::monitor::MonitorProxy;
 
-/// Longer than any deadline of towline's own.
+/// Longer than any timeout of towline.
 const END_WITHIN: Duration = Duration::from_secs(300);
-const LOOK_INTERVAL: Duration = Duration::from_millis(5);
-/// How long a listener may wait for a source.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// Time after which a listener without a source is ended.
 const LISTEN_WITHIN: Duration = Duration::from_secs(20);
-/// How long the guest may be stopped.
+/// Maximum downtime in milliseconds.
 const DOWNTIME_MS: u64 = 1000;
 
-/// Mounts a filesystem of this size where only the command and its children see it, and runs towline there.
+/// Shell script: mounts a filesystem of this size that only the command and its children see, and runs towline there.
 const IN_A_SMALL_FILESYSTEM: &str = r#"mount -t tmpfs -o size=$1 none "$0" && shift && exec "$@""#;
 
-/// Mounts an empty filesystem at `/proc`, where only the command and its children see it, and runs towline there.
+/// Shell script: mounts an empty filesystem at `/proc` that only the command and its children see, and runs towline
+/// there.
 const WITHOUT_PROC: &str = r#"mount -t tmpfs none /proc && exec "$@""#;
 
-/// Runs towline's command line with its output into a pipe.
+/// Shell script: runs towline with its output redirected into a pipe.
 const INTO_A_PIPE: &str = r#"exec "$@" > "$0" 2>&1"#;
 
-struct Scene {
+struct Fixture {
     scratch: Scratch,
     guests: Guests,
-    /// The settings of the source before any towline began.
+    /// Migration settings of the source before any towline started.
     settings: Option<Settings>,
-    /// In front of the source's monitor, then of each destination's.
+    /// Proxies in front of the source's monitor and of each destination's.
     monitors: Vec<(Victim, MonitorProxy)>,
     link: Option<Proxy>,
     towlines: Vec<Towline>,
-    /// The other end of a towline's output.
+    /// Read end of a towline's output.
     reader: Mutex<Option<File>>,
 }
 
-/// Plays a case; what became of the guest, or what should not have.
+/// Runs a case; returns a summary of the guest's fate, or the fault that was found.
 pub(crate) fn play(case: &Case) -> Result<String, String> {
-    let mut scene = Scene::new(case);
-    let pids: Vec<_> = scene.towlines.iter().map(Towline::pid).collect();
-    let outputs = outputs(&scene.towlines);
+    let mut fixture = Fixture::new(case);
+    let pids: Vec<_> = fixture.towlines.iter().map(Towline::pid).collect();
+    let outputs = outputs(&fixture.towlines);
     let over = AtomicBool::new(false);
-    let Scene { guests, link, towlines, reader, monitors, .. } = &mut scene;
+    let Fixture { guests, link, towlines, reader, monitors, .. } = &mut fixture;
     let mut twice = None;
     let begun = Instant::now();
     let operator_ran = std::thread::scope(|scope| {
         let fault = scope.spawn(|| {
-            await_moment(case, &outputs, &over);
+            wait_moment(case, &outputs, &over);
             if case.fault == Fault::ClosedOutput {
                 reader.get_mut().unwrap().take();
             }
-            let stage = Stage { guests, link: link.as_ref(), monitors, towlines: &pids };
-            stage.strike(case.fault)
+            let targets = FaultTargets { guests, link: link.as_ref(), monitors, towlines: &pids };
+            targets.inject(case.fault)
         });
         let mut is_ended = false;
         while towlines.iter_mut().any(|towline| towline.runs().unwrap()) && begun.elapsed() < END_WITHIN {
-            // A listener waits for its source for ever; its user ends it.
+            // A listener waits for its source for ever, until its user ends it.
             let may_listen = case.kind.has_link() && begun.elapsed() > LISTEN_WITHIN;
-            if !is_ended && may_listen && waits_in_vain(towlines) {
+            if !is_ended && may_listen && listens_without_source(towlines) {
                 signal(towlines[0].pid(), Signal::TERM);
                 is_ended = true;
             }
-            std::thread::sleep(LOOK_INTERVAL);
-            // Two looks: what was seen in the middle of a change is no finding.
+            std::thread::sleep(POLL_INTERVAL);
+            // Checked twice: a state seen in the middle of a transition is no finding.
             if twice.is_none() && case.kind != Kind::Clones && guests.live() > 1 && guests.live() > 1 {
                 twice = Some("two guests run".to_owned());
             }
@@ -87,22 +88,22 @@ pub(crate) fn play(case: &Case) -> Result<String, String> {
         fault.join().unwrap()
     });
     drop(link.take());
-    let ends = scene.towlines.drain(..).map(|towline| towline.wait(Duration::ZERO));
+    let ends = fixture.towlines.drain(..).map(|towline| towline.wait(Duration::ZERO));
     let ends = ends.collect::<anyhow::Result<_>>().map_err(|error| format!("it does not end: {error:#}"))?;
-    let seen = scene.seen(case, ends)?;
-    let finished = scene.repair(case, &seen).and_then(|()| scene.resume(case, &seen));
-    match twice.filter(|_| !operator_ran && !judge::is_in_the_window(case, &seen)) {
-        Some(text) => Err(format!("{text}: {seen:?}")),
-        None => finished.and_then(|()| judge::judge(case, &seen, operator_ran)),
+    let outcome = fixture.outcome(case, ends)?;
+    let finished = fixture.repair(case, &outcome).and_then(|()| fixture.resume(case, &outcome));
+    match twice.filter(|_| !operator_ran && !judge::is_outside_guarantee(case, &outcome)) {
+        Some(text) => Err(format!("{text}: {outcome:?}")),
+        None => finished.and_then(|()| judge::judge(case, &outcome, operator_ran)),
     }
 }
 
-impl Scene {
+impl Fixture {
     fn new(case: &Case) -> Self {
         let scratch = Scratch::new();
         ["work", "tmp"].iter().for_each(|name| std::fs::create_dir(scratch.path(name)).unwrap());
         let source = case.kind.has_source().then(|| counting(case));
-        let mut scene = Self {
+        let mut fixture = Self {
             scratch,
             guests: Guests { source, destinations: Vec::new() },
             settings: None,
@@ -112,26 +113,26 @@ impl Scene {
             reader: Mutex::default(),
         };
         if !case.kind.has_source() {
-            scene.store(case);
+            fixture.store(case);
         }
         let incoming = match case.kind {
             Kind::ToStock => Incoming::Uri("tcp:127.0.0.1:0".into()),
             _ => Incoming::Defer,
         };
         for _ in 0..case.kind.destinations() {
-            scene.guests.destinations.push(builder(case).incoming(incoming.clone()).start().unwrap());
+            fixture.guests.destinations.push(builder(case).incoming(incoming.clone()).start().unwrap());
         }
-        // Some of these are set before a stock QEMU migrates, by us.
+        // Some of these are set by this test before a stock QEMU migrates.
         let is_driven = case.kind != Kind::FromStock;
-        scene.settings = scene.guests.source.as_ref().filter(|_| is_driven).map(settings);
+        fixture.settings = fixture.guests.source.as_ref().filter(|_| is_driven).map(settings);
         if case.has_proxies {
-            scene.put_proxies();
+            fixture.start_proxies();
         }
-        scene.begin(case);
-        scene
+        fixture.begin(case);
+        fixture
     }
 
-    fn put_proxies(&mut self) {
+    fn start_proxies(&mut self) {
         let destinations = self.guests.destinations.iter().enumerate();
         let destinations = destinations.map(|(at, qemu)| (Victim::Destination(at), qemu));
         let source = self.guests.source.as_ref().map(|qemu| (Victim::Source, qemu));
@@ -141,13 +142,13 @@ impl Scene {
         }
     }
 
-    /// The endpoint by which a towline reaches a QEMU.
+    /// Endpoint by which towline reaches a QEMU.
     fn endpoint(&self, victim: Victim, qemu: &Qemu) -> String {
         let proxy = self.monitors.iter().find(|(of, _)| *of == victim);
         proxy.map_or_else(|| qmp(qemu), |(_, proxy)| proxy.endpoint())
     }
 
-    /// An image of such a guest.
+    /// Stores a guest of this case in an image.
     fn store(&mut self, case: &Case) {
         let source = counting(case);
         let towline = self.towline(&format!("copy {} {}", qmp(&source), self.image()));
@@ -158,7 +159,7 @@ impl Scene {
         self.scratch.text("work/guest.img")
     }
 
-    /// Starts the towlines, and what they need.
+    /// Starts the towlines and the processes that they need.
     fn begin(&mut self, case: &Case) {
         let Case { lanes, rate_mib, .. } = case;
         let options = format!("--json --multifd-channels {lanes}");
@@ -198,7 +199,7 @@ impl Scene {
         self.towlines.push(towline);
     }
 
-    /// Starts a towline that listens; where it is reached over the link.
+    /// Starts a towline that listens; returns its address behind the link.
     fn listens(&mut self, line: &str) -> SocketAddr {
         let mut towline = self.towline(line);
         let address = towline.listens_at(WITHIN).unwrap();
@@ -224,7 +225,7 @@ impl Scene {
         self.start(&[], line)
     }
 
-    /// Starts towline by another command, which gets its command line as its last arguments.
+    /// Starts towline by another command, which receives its command line as the last arguments.
     fn start(&self, by: &[&str], line: &str) -> Towline {
         let tmp = format!("TMPDIR={}", self.scratch.text("tmp"));
         let binary = towline_binary().unwrap().display().to_string();
@@ -237,17 +238,17 @@ impl Scene {
         self.start(&["unshare", "-m", "sh", "-c", IN_A_SMALL_FILESYSTEM, &directory, &size], line)
     }
 
-    /// Starts it with its output into a pipe that is full.
+    /// Starts towline with its output redirected into a full pipe.
     fn start_on_a_pipe(&self, line: &str) -> Towline {
         let path = self.scratch.path("tmp/output");
         assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
-        // Both ways, so that there is a reader before there is a writer.
+        // Opened for reading and writing, so that there is a reader before there is a writer.
         let mut pipe =
             OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
         while pipe.write(&[b'x'; 4096]).is_ok() {}
         let reader = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
         let mut towline = self.start(&["sh", "-c", INTO_A_PIPE, &path.display().to_string()], line);
-        // Its shell has opened it when it has made way for towline.
+        // The shell has opened the pipe once it has replaced itself by towline.
         let (file, binary) = (format!("/proc/{}/cmdline", towline.pid()), towline_binary().unwrap());
         wait_until("a towline", WITHIN, || {
             let line = std::fs::read(&file).unwrap_or_default();
@@ -260,9 +261,9 @@ impl Scene {
         towline
     }
 
-    /// What is there when all towlines have ended.
-    fn seen(&self, case: &Case, ends: Vec<Finished>) -> Result<Seen, String> {
-        let (source, destinations) = self.guests.settle()?;
+    /// Collects the state after all towlines have exited.
+    fn outcome(&self, case: &Case, ends: Vec<Finished>) -> Result<Outcome, String> {
+        let (source, destinations) = self.guests.wait_stable()?;
         let left = |name: &str| {
             let entries = std::fs::read_dir(self.scratch.path(name)).unwrap();
             entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect()
@@ -274,23 +275,23 @@ impl Scene {
                     self.towline(&format!("inspect --verify {}", self.image())).wait(WITHIN).unwrap();
                 finished.status.success()
             });
-        Ok(Seen { ends, source, destinations, work, tmp, image_is_right })
+        Ok(Outcome { ends, source, destinations, work, tmp, image_is_right })
     }
 
-    /// Moves that are undecided are finished by what a later towline sees, or stay so; either way they make no second guest. Their records
-    /// are removed then.
-    fn resume(&self, case: &Case, seen: &Seen) -> Result<(), String> {
+    /// Undecided moves are finished by `resume`, or stay undecided; neither may run a second guest. Their records are
+    /// removed then.
+    fn resume(&self, case: &Case, outcome: &Outcome) -> Result<(), String> {
         let before = self.guests.live();
         for id in self.undecided() {
             let finished = self.towline(&format!("resume {id}")).wait(WITHIN).unwrap();
             let live = self.guests.live();
             if live > before.max(1) {
                 return Err(format!(
-                    "`resume` runs a second guest: {}{}, {case:?}, {seen:?}",
+                    "`resume` runs a second guest: {}{}, {case:?}, {outcome:?}",
                     finished.stdout, finished.stderr
                 ));
             }
-            // It may be finished, so that nothing is left to forget.
+            // It may be finished, so that there is no record to forget.
             let _ = self.towline(&format!("resume {id} --forget")).wait(WITHIN).unwrap();
         }
         match self.undecided().is_empty() {
@@ -299,7 +300,7 @@ impl Scene {
         }
     }
 
-    /// The moves that QEMUs of this run have a part in.
+    /// IDs of the undecided moves of this run's QEMUs.
     fn undecided(&self) -> BTreeSet<String> {
         let listed = self.towline("moves --json").wait(WITHIN).unwrap();
         let proxies = self.monitors.iter().map(|(_, proxy)| proxy.endpoint());
@@ -312,17 +313,17 @@ impl Scene {
         ours.map(|event| event["id"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// Settings that a towline has changed are put back when it ends with 0 or 1, and else by `repair`.
-    fn repair(&self, case: &Case, seen: &Seen) -> Result<(), String> {
-        let Some(before) = self.settings.as_ref().filter(|_| seen.source != Some(Held::Gone)) else {
+    /// Settings that a towline has changed are restored when it exits with 0 or 1, and otherwise by `repair`.
+    fn repair(&self, case: &Case, outcome: &Outcome) -> Result<(), String> {
+        let Some(before) = self.settings.as_ref().filter(|_| outcome.source != Some(GuestState::Gone)) else {
             return Ok(());
         };
         let source = self.guests.source.as_ref().unwrap();
         let is_cut = matches!(case.fault, Fault::CutMonitor(_));
-        if is_cut || seen.ends.iter().any(|end| !matches!(end.status.code(), Some(0 | 1))) {
+        if is_cut || outcome.ends.iter().any(|end| !matches!(end.status.code(), Some(0 | 1))) {
             let begun = Instant::now();
             let mut finished = self.towline(&format!("repair {}", qmp(source))).wait(WITHIN).unwrap();
-            // QEMU may take its time to be done with a migration that failed; `repair` says so, and is run again.
+            // QEMU may need time to clean up after a failed migration; `repair` reports that, and is run again.
             while !finished.status.success()
                 && finished.stdout.contains("has not ended within")
                 && begun.elapsed() < WITHIN
@@ -331,7 +332,7 @@ impl Scene {
             }
             if !finished.status.success() {
                 return Err(format!(
-                    "repair: {}: {}{}, {seen:?}",
+                    "repair: {}: {}{}, {outcome:?}",
                     finished.status, finished.stdout, finished.stderr
                 ));
             }
@@ -341,19 +342,19 @@ impl Scene {
         if changed.is_empty() {
             Ok(())
         } else {
-            Err(format!("the source is left with {changed:?}: {seen:?}"))
+            Err(format!("the source is left with {changed:?}: {outcome:?}"))
         }
     }
 }
 
-/// A line for each setting.
+/// Formats the settings, one per line.
 fn shown(settings: &Settings) -> Vec<String> {
     let capabilities = settings.capabilities.iter().map(|(name, state)| format!("{name} {state}"));
     capabilities.chain(settings.parameters.iter().map(|(name, value)| format!("{name} {value}"))).collect()
 }
 
-/// Whether the first towline listens for a source that never came, as when its link was cut before.
-fn waits_in_vain(towlines: &mut [Towline]) -> bool {
+/// Returns true if the first towline still listens, as when its link was cut before its source came.
+fn listens_without_source(towlines: &mut [Towline]) -> bool {
     let (listener, others) = towlines.split_first_mut().unwrap();
     let is_alone = others.iter_mut().all(|towline| !towline.runs().unwrap());
     let events = events(&listener.stdout());
@@ -362,53 +363,54 @@ fn waits_in_vain(towlines: &mut [Towline]) -> bool {
     is_alone && listens && !has_begun
 }
 
-/// Where a stock QEMU listens.
+/// Has a stock QEMU listen; returns the address.
 fn stock_address(qemu: &Qemu) -> SocketAddr {
     let migration = qemu.qmp().execute("query-migrate", Value::Null).unwrap();
     let port = migration["socket-address"][0]["port"].as_str().unwrap().parse().unwrap();
     SocketAddr::from((Ipv4Addr::LOCALHOST, port))
 }
 
-/// Where the towlines write their events.
+/// Paths of the towlines' events.
 fn outputs(towlines: &[Towline]) -> Vec<std::path::PathBuf> {
     towlines.iter().map(Towline::stdout_path).collect()
 }
 
-/// Waits until it is time; or until all is over.
-fn await_moment(case: &Case, outputs: &[std::path::PathBuf], over: &AtomicBool) {
+/// Waits for the moment of the fault, or the end of the run.
+fn wait_moment(case: &Case, outputs: &[std::path::PathBuf], over: &AtomicBool) {
     let begun = Instant::now();
     let is_over = || over.load(Ordering::Acquire);
     match case.moment {
         Moment::After(time) => {
             while begun.elapsed() < time && !is_over() {
-                std::thread::sleep(LOOK_INTERVAL);
+                std::thread::sleep(POLL_INTERVAL);
             }
         }
         Moment::Behind(phase, time) => {
-            let said = |path: &std::path::PathBuf| {
+            let message = |path: &std::path::PathBuf| {
                 let text = std::fs::read_to_string(path).unwrap_or_default();
                 events(&text).iter().any(|event| event["phase"] == phase)
             };
-            while !is_over() && !outputs.iter().any(said) {
-                std::thread::sleep(LOOK_INTERVAL);
+            while !is_over() && !outputs.iter().any(message) {
+                std::thread::sleep(POLL_INTERVAL);
             }
             std::thread::sleep(time);
         }
     }
 }
 
-/// What a fault acts on.
-struct Stage<'a> {
+/// Processes and links that a fault acts on.
+struct FaultTargets<'a> {
     guests: &'a Guests,
     link: Option<&'a Proxy>,
     monitors: &'a [(Victim, MonitorProxy)],
-    /// Their process ids.
+    /// Process IDs.
     towlines: &'a [u32],
 }
 
-impl Stage<'_> {
-    /// Does it. True if an operator ran a guest that was complete at its destination, for which towline is not to blame.
-    fn strike(&self, fault: Fault) -> bool {
+impl FaultTargets<'_> {
+    /// Injects the fault. True if an operator ran a guest that was complete at its destination, which is not
+    /// towline's fault.
+    fn inject(&self, fault: Fault) -> bool {
         match fault {
             Fault::Nothing
             | Fault::FullDisk(_)
@@ -429,12 +431,12 @@ impl Stage<'_> {
                 std::thread::sleep(time);
                 self.monitor(of).release();
             }
-            Fault::Operator(command) => says(self.guests, command),
+            Fault::Operator(command) => run_at_source(self.guests, command),
             Fault::StopAndCont(time) => {
-                says(self.guests, "stop");
+                run_at_source(self.guests, "stop");
                 std::thread::sleep(time);
-                says(self.guests, "cont");
-                return ran_what_was_complete(self.guests);
+                run_at_source(self.guests, "cont");
+                return operator_resumed_complete_guest(self.guests);
             }
             Fault::Signal(towline, name, again) => {
                 let name = if name == "INT" { Signal::INT } else { Signal::TERM };
@@ -469,19 +471,19 @@ impl Stage<'_> {
     }
 }
 
-/// A process that is a child of this test, which may have exited but whose id is its own until then.
+/// Sends a signal to a child of this test, which may have exited but is not reaped, so its process ID is valid.
 fn signal(pid: u32, signal: Signal) {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).unwrap();
-    // It may have ended by itself.
+    // It may have exited by itself.
     let _ = kill_process(pid, signal);
 }
 
-/// An operator's command at the source, which may have ended, or refuse it.
-fn says(guests: &Guests, command: &str) {
+/// Runs an operator's command at the source, which may have exited or may refuse it.
+fn run_at_source(guests: &Guests, command: &str) {
     let _ = guests.source.as_ref().unwrap().qmp().execute(command, Value::Null);
 }
 
-fn ran_what_was_complete(guests: &Guests) -> bool {
+fn operator_resumed_complete_guest(guests: &Guests) -> bool {
     let qmp = guests.source.as_ref().unwrap().qmp();
     let asked = wait_until("an answer", WITHIN, || {
         let (Ok(status), Ok(migration)) = (qmp.status(), qmp.execute("query-migrate", Value::Null)) else {

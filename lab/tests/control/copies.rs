@@ -1,5 +1,5 @@
-//! A copy that is asked, hurried and cancelled while it goes on, by `towline ctl`, by a QMP client and by QEMU's own `qmp-shell`; and
-//! whose metrics are scraped.
+//! A copy that is queried, changed and cancelled under way, by `towline ctl`, by a QMP client and by QEMU's own
+//! `qmp-shell`; and its metrics.
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
@@ -14,17 +14,17 @@ use towline_lab::{
 };
 
 const WITHIN: Duration = Duration::from_secs(60);
-/// At which 16 MiB would take the whole day.
+/// A rate at which 16 MiB would take the whole day.
 const CRAWLING: &str = "200";
 
-struct Place {
+struct Fixture {
     source: Qemu,
     directory: TempDir,
-    /// Where nobody listened when it was made.
+    /// Port that was free when the directory was made.
     metrics: SocketAddr,
 }
 
-impl Place {
+impl Fixture {
     fn new() -> Self {
         let guest = Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(BootSector::default());
         let source = guest.start().unwrap();
@@ -37,11 +37,11 @@ impl Place {
         self.directory.path().join(name).display().to_string()
     }
 
-    /// A copy into an image that would never end, once it moves.
+    /// Starts a copy into an image that would never end; returns when memory is sent.
     fn copy(&self) -> Towline {
         let (qmp, from) = (self.path("ctl.sock"), format!("qmp:{}", self.source.qmp_path().display()));
         let (image, metrics) = (self.path("guest.img"), self.metrics.to_string());
-        // Without lanes: with them, QEMU sends more than it may.
+        // Without lanes: with them, QEMU exceeds its bandwidth limit.
         let slowly = ["--multifd-channels", "0", "--max-bandwidth", CRAWLING, "--resume"];
         let options = [&slowly[..], &["--qmp", &qmp, "--metrics", &metrics]].concat();
         let mut towline = towline([&["copy", &from, &image][..], &options].concat()).unwrap();
@@ -68,37 +68,37 @@ impl Place {
 }
 
 #[test]
-fn a_copy_is_asked_and_hurried() {
-    if !require_lab("a_copy_is_asked_and_hurried") {
+fn a_copy_is_queried_and_its_bandwidth_raised() {
+    if !require_lab("a_copy_is_queried_and_its_bandwidth_raised") {
         return;
     }
-    let place = Place::new();
-    let towline = place.copy();
-    let monitor = place.qmp();
-    let found = place.ctl(&["query-migrate"]);
+    let fixture = Fixture::new();
+    let towline = fixture.copy();
+    let monitor = fixture.qmp();
+    let found = fixture.ctl(&["query-migrate"]);
     assert_eq!(found["status"], "active", "{found}");
     assert!(found["ram"]["remaining"].as_u64() > Some(0), "{found}");
     assert!(found["ram"]["total"].as_u64() >= Some(64 << 20), "{found}");
-    let parameters = place.ctl(&["query-migrate-parameters"]);
+    let parameters = fixture.ctl(&["query-migrate-parameters"]);
     assert_eq!(parameters, json!({ "downtime-limit": 300, "max-bandwidth": 200 }));
-    assert_eq!(place.ctl(&["query-status"]), json!({ "running": true, "status": "running" }));
-    let scraped = scrape(place.metrics, WITHIN).unwrap();
+    assert_eq!(fixture.ctl(&["query-status"]), json!({ "running": true, "status": "running" }));
+    let scraped = scrape(fixture.metrics, WITHIN).unwrap();
     assert_eq!(scraped.get("towline_migration_running"), Some(1.0), "{scraped:?}");
     assert_eq!(scraped.get("towline_migration_ended"), Some(0.0), "{scraped:?}");
     assert!(scraped.get("towline_migration_total_bytes") >= Some(f64::from(64 << 20)), "{scraped:?}");
     assert!(scraped.get("towline_migration_transferred_bytes_total") > Some(0.0), "{scraped:?}");
-    let stats = place.ctl(&["query-stats", "target=migration"]);
+    let stats = fixture.ctl(&["query-stats", "target=migration"]);
     assert_eq!(stats[0]["qom-path"], "/migration", "{stats}");
-    assert_eq!(place.ctl(&["migrate-set-parameters", "max-bandwidth=0", "downtime-limit=500"]), json!({}));
+    assert_eq!(fixture.ctl(&["migrate-set-parameters", "max-bandwidth=0", "downtime-limit=500"]), json!({}));
     monitor.wait_event("STOP", WITHIN).unwrap();
     let finished = towline.wait(WITHIN).unwrap();
     assert!(finished.status.success(), "{}", finished.stderr);
-    // All of them are there before the socket closes.
+    // All events are there before the socket closes.
     while monitor.wait_event("MIGRATION", WITHIN).unwrap()["data"]["status"] != "completed" {}
-    assert!(!PathBuf::from(place.path("ctl.sock")).exists(), "a socket that nobody listens on");
-    place.source.wait_counting(WITHIN).unwrap();
-    // What was changed under way is put back like all the rest.
-    let parameters = place.source.qmp().execute("query-migrate-parameters", Value::Null).unwrap();
+    assert!(!PathBuf::from(fixture.path("ctl.sock")).exists(), "a stale control socket");
+    fixture.source.wait_counting(WITHIN).unwrap();
+    // Settings changed under way are restored like all others.
+    let parameters = fixture.source.qmp().execute("query-migrate-parameters", Value::Null).unwrap();
     assert_eq!(
         (&parameters["downtime-limit"], &parameters["max-bandwidth"]),
         (&json!(300), &json!(134_217_728))
@@ -110,30 +110,30 @@ fn a_copy_is_cancelled_over_its_socket() {
     if !require_lab("a_copy_is_cancelled_over_its_socket") {
         return;
     }
-    let place = Place::new();
-    let towline = place.copy();
-    let refused = place.qmp().execute("migrate-set-parameters", json!({ "multifd-channels": 4 }));
+    let fixture = Fixture::new();
+    let towline = fixture.copy();
+    let refused = fixture.qmp().execute("migrate-set-parameters", json!({ "multifd-channels": 4 }));
     assert!(refused.unwrap_err().to_string().contains("multifd-channels"), "lanes cannot change under way");
-    let monitor = place.qmp();
-    assert_eq!(place.ctl(&["migrate_cancel"]), json!({}));
+    let monitor = fixture.qmp();
+    assert_eq!(fixture.ctl(&["migrate_cancel"]), json!({}));
     monitor.wait_event("MIGRATION", WITHIN).unwrap();
     let finished = towline.wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
     assert!(finished.stderr.contains("the guest: safe at its source"), "{}", finished.stderr);
-    place.source.wait_counting(WITHIN).unwrap();
-    assert!(!PathBuf::from(place.path("guest.img")).exists());
-    let ended = towline_ctl_fails(&place);
+    fixture.source.wait_counting(WITHIN).unwrap();
+    assert!(!PathBuf::from(fixture.path("guest.img")).exists());
+    let ended = towline_ctl_fails(&fixture);
     assert!(ended.contains("ctl.sock"), "{ended}");
 }
 
-/// What `ctl` says where nobody listens.
-fn towline_ctl_fails(place: &Place) -> String {
-    let finished = towline(["ctl", &place.path("ctl.sock"), "query-status"]).unwrap().wait(WITHIN).unwrap();
+/// Output of a `ctl` that must fail: no process listens at its socket.
+fn towline_ctl_fails(fixture: &Fixture) -> String {
+    let finished = towline(["ctl", &fixture.path("ctl.sock"), "query-status"]).unwrap().wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
     finished.stderr
 }
 
-/// QEMU's own client, which knows nothing of towline.
+/// QEMU's own client, which has no special support of towline.
 #[test]
 fn qmp_shell_works_unchanged() {
     let python = paths::qmp_python(&paths::lab_directory());
@@ -147,12 +147,12 @@ fn qmp_shell_works_unchanged() {
         );
         return;
     }
-    let place = Place::new();
-    let towline = place.copy();
-    // As a module: the script of that name holds the path of where its environment was made.
+    let fixture = Fixture::new();
+    let towline = fixture.copy();
+    // As a module: the script of that name contains the path in which its environment was created.
     let mut child = Command::new(python)
         .args(["-m", "qemu.qmp.qmp_shell"])
-        .arg(place.path("ctl.sock"))
+        .arg(fixture.path("ctl.sock"))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -162,11 +162,11 @@ fn qmp_shell_works_unchanged() {
         "query-status\nmigrate-set-parameters max-bandwidth=400\nquery-migrate-parameters\nmigrate_cancel\n";
     child.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
+    let text = String::from_utf8_lossy(&output.stdout);
     for wanted in ["Connected to QEMU", "\"running\": true", "\"max-bandwidth\": 400"] {
         assert!(
-            said.contains(wanted),
-            "{wanted:?} is not in {said}{}",
+            text.contains(wanted),
+            "{wanted:?} is not in {text}{}",
             String::from_utf8_lossy(&output.stderr)
         );
     }

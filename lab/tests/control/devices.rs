@@ -1,4 +1,4 @@
-//! Network cards and a vsock that wait for their guests: asked, compared with each other, and told to end.
+//! Network cards and a vsock device without guests: queried, compared with each other, and quit by command.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -10,18 +10,18 @@ use towline_lab::{Finished, Network, Towline, scrape, skip, towline, towline_bin
 
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// A network of its own, whose ports nobody has, and where sockets are.
-struct Place {
+/// A network namespace whose ports are free, and a directory for sockets.
+struct Fixture {
     network: Network,
     directory: TempDir,
 }
 
-impl Place {
+impl Fixture {
     fn path(&self, name: &str) -> String {
         self.directory.path().join(name).display().to_string()
     }
 
-    /// A device whose control socket is `NAME.qmp`, once that is there.
+    /// Starts a device with the control socket `NAME.qmp`, and waits for that.
     fn start(&self, name: &str, arguments: &[&str]) -> Towline {
         let (socket, qmp) = (self.path(&format!("{name}.sock")), self.path(&format!("{name}.qmp")));
         let (prefix, binary) = (self.network.prefix(), towline_binary().unwrap());
@@ -44,7 +44,7 @@ impl Place {
         if status.success() { Ok(serde_json::from_str(&stdout).unwrap()) } else { Err(stderr) }
     }
 
-    /// The exit code of a check, and all that was found.
+    /// Exit status of a check, and its output.
     fn check(&self, source: &str, destination: &str) -> (i32, String) {
         let end = |name: &str| match name.split_once(':') {
             Some((scheme, name)) => format!("{scheme}:{}", self.path(name)),
@@ -56,9 +56,9 @@ impl Place {
     }
 }
 
-fn place(name: &str) -> Option<Place> {
+fn fixture(name: &str) -> Option<Fixture> {
     match Network::new() {
-        Ok(network) => Some(Place { network, directory: TempDir::with_prefix("towline-lab-").unwrap() }),
+        Ok(network) => Some(Fixture { network, directory: TempDir::with_prefix("towline-lab-").unwrap() }),
         Err(error) => {
             skip(name, &format!("no network of its own: {error:#}"));
             None
@@ -67,25 +67,25 @@ fn place(name: &str) -> Option<Place> {
 }
 
 #[test]
-fn a_device_takes_the_version_of_its_like() {
-    let Some(place) = place("a_device_takes_the_version_of_its_like") else { return };
-    let a = place.start("a", &["net", "--tap", "tap0", "--queues", "2"]);
-    let b = place.start("b", &["net", "--tap", "tap1", "--queues", "2", "--mtu", "1400"]);
-    let _alike = place.start("alike", &["net", "--tap", "tap2", "--queues", "2"]);
-    let fixed = place.start("fixed", &["net", "--tap", "tap3", "--queues", "2", "--unmigratable"]);
-    let _vsock = place.start("vsock", &["vsock", "--cid", "7"]);
+fn a_device_accepts_the_recorded_version_of_another() {
+    let Some(fixture) = fixture("a_device_accepts_the_recorded_version_of_another") else { return };
+    let a = fixture.start("a", &["net", "--tap", "tap0", "--queues", "2"]);
+    let b = fixture.start("b", &["net", "--tap", "tap1", "--queues", "2", "--mtu", "1400"]);
+    let _alike = fixture.start("alike", &["net", "--tap", "tap2", "--queues", "2"]);
+    let fixed = fixture.start("fixed", &["net", "--tap", "tap3", "--queues", "2", "--unmigratable"]);
+    let _vsock = fixture.start("vsock", &["vsock", "--cid", "7"]);
 
-    let version = place.ctl("a", &["query-migration-version"]).unwrap();
+    let version = fixture.ctl("a", &["query-migration-version"]).unwrap();
     assert_eq!(version["type"], "net", "{version}");
     let given =
-        |name: &str, version: &Value| place.ctl(name, &["check-migration-version", &version.to_string()]);
+        |name: &str, version: &Value| fixture.ctl(name, &["check-migration-version", &version.to_string()]);
     assert_eq!(given("alike", &version), Ok(json!({})));
     let refused = given("b", &version).unwrap_err();
     assert!(refused.contains("EINVAL") && refused.contains("MTU"), "{refused}");
     assert!(b.stderr().contains("MTU"), "the log has the detail: {}", b.stderr());
     let other = given("vsock", &version).unwrap_err();
     assert!(other.contains("is of type"), "{other}");
-    assert!(place.ctl("fixed", &["query-migration-version"]).unwrap_err().contains("ENODEV"));
+    assert!(fixture.ctl("fixed", &["query-migration-version"]).unwrap_err().contains("ENODEV"));
     assert!(given("fixed", &version).unwrap_err().contains("ENODEV"));
 
     for (source, destination, code, text) in [
@@ -96,46 +96,47 @@ fn a_device_takes_the_version_of_its_like() {
         ("a", "fixed", 1, "cannot be migrated"),
         ("vsock", "vsock", 0, ""),
     ] {
-        let (found, said) = place.check(source, destination);
-        assert!(found == code && said.contains(text), "{source} to {destination}: {found} {said}");
+        let (found, message) = fixture.check(source, destination);
+        assert!(found == code && message.contains(text), "{source} to {destination}: {found} {message}");
     }
-    // Hosts that do not see each other: what was written down is given to the device that there is.
-    let facts = place.path("a.facts");
-    let written = towline(["check", "--facts-out", &facts, &format!("ctl:{}", place.path("a.qmp"))]).unwrap();
+    // Hosts that cannot reach each other: the recorded facts are compared with the existing device.
+    let facts = fixture.path("a.facts");
+    let written =
+        towline(["check", "--facts-out", &facts, &format!("ctl:{}", fixture.path("a.qmp"))]).unwrap();
     written.wait_done(WITHIN).unwrap();
-    assert_eq!(place.check("facts:a.facts", "alike").0, 0);
-    assert_eq!(place.check("facts:a.facts", "b").0, 1);
-    assert_eq!(place.check("facts:a.facts", "facts:a.facts").0, 0);
+    assert_eq!(fixture.check("facts:a.facts", "alike").0, 0);
+    assert_eq!(fixture.check("facts:a.facts", "b").0, 1);
+    assert_eq!(fixture.check("facts:a.facts", "facts:a.facts").0, 0);
 
-    // It may be gone before its answer is read.
-    let _ = place.ctl("fixed", &["quit"]);
+    // The process may have exited before its reply is read.
+    let _ = fixture.ctl("fixed", &["quit"]);
     fixed.wait_done(WITHIN).unwrap();
     drop(a);
 }
 
 #[test]
-fn devices_are_watched_before_their_guests_come() {
-    let Some(place) = place("devices_are_watched_before_their_guests_come") else { return };
+fn devices_without_guests_are_queried_and_scraped() {
+    let Some(fixture) = fixture("devices_without_guests_are_queried_and_scraped") else { return };
     let net = ["net", "--tap", "tap0", "--queues", "2", "--metrics", "127.0.0.1:9"];
-    let _net = place.start("net", &net);
-    let _vsock = place.start("vsock", &["vsock", "--cid", "7", "--metrics", "127.0.0.1:10"]);
+    let _net = fixture.start("net", &net);
+    let _vsock = fixture.start("vsock", &["vsock", "--cid", "7", "--metrics", "127.0.0.1:10"]);
     for name in ["net", "vsock"] {
-        let status = place.ctl(name, &["query-status"]).unwrap();
+        let status = fixture.ctl(name, &["query-status"]).unwrap();
         assert_eq!(status, json!({ "running": false, "status": "prelaunch" }), "{name}");
     }
-    let stats = place.ctl("net", &["query-stats", "target=net-queue"]).unwrap();
+    let stats = fixture.ctl("net", &["query-stats", "target=net-queue"]).unwrap();
     let paths: Vec<_> =
         stats.as_array().unwrap().iter().map(|one| one["qom-path"].as_str().unwrap()).collect();
     let queue = |way: &str, queue: u32| format!("/net-queue/tap0/{way}/{queue}");
     assert_eq!(paths, [queue("rx", 0), queue("tx", 0), queue("rx", 1), queue("tx", 1)]);
-    let schemas = place.ctl("vsock", &["query-stats-schemas"]).unwrap();
+    let schemas = fixture.ctl("vsock", &["query-stats-schemas"]).unwrap();
     assert_eq!(schemas[0]["target"], "vsock", "{schemas}");
-    assert_eq!(place.ctl("net", &["set_link", "name=tap0", "up=false"]), Ok(json!({})));
-    assert!(place.ctl("vsock", &["set_link", "up=false"]).unwrap_err().contains("no link"));
+    assert_eq!(fixture.ctl("net", &["set_link", "name=tap0", "up=false"]), Ok(json!({})));
+    assert!(fixture.ctl("vsock", &["set_link", "up=false"]).unwrap_err().contains("no link"));
 
     let metrics = |port: u16| {
         let address = SocketAddr::from(([127, 0, 0, 1], port));
-        place.network.enter(|| scrape(address, WITHIN)).unwrap().unwrap()
+        fixture.network.enter(|| scrape(address, WITHIN)).unwrap().unwrap()
     };
     let card = metrics(9);
     assert_eq!(card.get("towline_net_link{tap=\"tap0\"}"), Some(0.0), "{card:?}");

@@ -1,4 +1,5 @@
-//! How long a question takes while memory moves as fast as it can. Printed, and asserted nowhere: this machine may be busy.
+//! Response times of commands while memory is sent at full speed. Printed, and asserted nowhere: this machine may be
+//! busy.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use towline_lab::expect::number;
 use towline_lab::{Qmp, towline, wait_until};
 
 const WITHIN: Duration = Duration::from_secs(60);
-/// How long a copy of the soak may take.
+/// Time limit of the copy in the soak.
 const COPY_WITHIN: Duration = Duration::from_secs(300);
 
 #[test]
@@ -26,7 +27,7 @@ fn questions_are_answered_while_memory_moves() {
     })
     .unwrap();
     let mut took = Vec::new();
-    // Until it ends, and its socket with it. Only what is answered while memory moves counts.
+    // Until it ends, and its socket with it. Only replies while memory is sent count.
     loop {
         let asked = Instant::now();
         let Ok(answer) = qmp.execute("query-migrate", Value::Null) else { break };

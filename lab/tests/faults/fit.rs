@@ -1,19 +1,20 @@
-//! A guest that the waiting QEMU could not load is refused before anything moves, with both values.
+//! A guest that the waiting QEMU could not load is refused before anything is sent, with both values.
 
 use towline_lab::{BootSector, Builder, Qemu, Version, require_lab};
 
 use crate::support::{
-    Place, WITHIN, assert_ended, assert_runs, assert_safe, assert_waits, counting, guest, qmp, save, waiting,
+    Fixture, WITHIN, assert_ended, assert_runs, assert_safe, assert_waits, counting, guest, qmp, save,
+    waiting,
 };
 
-/// Copies to a QEMU that does not fit, and to it again when it does: it still waits.
-fn refused(place: &Place, source: &str, destination: &Qemu, options: &str, texts: &[&str]) {
-    let finished = place.run(&format!("copy {options} {source} {}", qmp(destination)));
+/// Copies to a QEMU that does not fit, which is refused and still waits.
+fn refused(fixture: &Fixture, source: &str, destination: &Qemu, options: &str, texts: &[&str]) {
+    let finished = fixture.run(&format!("copy {options} {source} {}", qmp(destination)));
     assert_safe(&finished, &[&["the guest does not fit QEMU on "], texts].concat());
     assert!(!finished.stderr.contains("note:"), "nothing was moved: {}", finished.stderr);
     assert_waits(destination);
     let answer = destination.qmp().execute("query-migrate", serde_json::Value::Null).unwrap();
-    assert_eq!(answer["status"], serde_json::Value::Null, "it was told nothing");
+    assert_eq!(answer["status"], serde_json::Value::Null, "a migration at the destination");
 }
 
 fn pc() -> Builder {
@@ -25,10 +26,10 @@ fn another_machine_type_or_memory_size_is_refused() {
     if !require_lab("another_machine_type_or_memory_size_is_refused") {
         return;
     }
-    let place = Place::new();
+    let fixture = Fixture::new();
     let source = counting(guest());
-    save(&place, guest(), "guest.img");
-    let image = place.name("guest.img");
+    save(&fixture, guest(), "guest.img");
+    let image = fixture.name("guest.img");
     let machine = "the guest's machine type is pc-q35-10.0, there it is pc-i440fx-10.0 (start it with -machine pc-q35-10.0)";
     let memory = "RAM block \"pc.ram\" has 67108864 bytes in the guest and 100663296 there (memory size, -m";
     for (builder, text) in [(pc(), machine), (guest().memory_mib(96), memory)] {
@@ -36,11 +37,11 @@ fn another_machine_type_or_memory_size_is_refused() {
         for (from, options) in
             [(qmp(&source), "--resume"), (image.clone(), "--stream"), (image.clone(), "--verify")]
         {
-            refused(&place, &from, &destination, options, &[text]);
+            refused(&fixture, &from, &destination, options, &[text]);
         }
     }
     assert_runs(&source);
-    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+    fixture.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
 
 #[test]
@@ -48,20 +49,20 @@ fn a_missing_device_is_named_by_its_memory() {
     if !require_lab("a_missing_device_is_named_by_its_memory") {
         return;
     }
-    let place = Place::new();
+    let fixture = Fixture::new();
     let display = ["-device", "VGA,vgamem_mb=8"];
     let source = counting(guest().args(display));
     let destination = waiting(&guest());
     let text = "the destination has no RAM block \"0000:00:01.0/vga.vram\" of 8388608 bytes (a device or memory backend is missing";
-    refused(&place, &qmp(&source), &destination, "--multifd-channels 0", &[text]);
-    refused(&place, &qmp(&source), &destination, "--resume", &[text]);
+    refused(&fixture, &qmp(&source), &destination, "--multifd-channels 0", &[text]);
+    refused(&fixture, &qmp(&source), &destination, "--resume", &[text]);
     assert_runs(&source);
-    // The same two can be brought together when the device is there.
+    // The same two fit once the device is there.
     let destination = waiting(&guest().args(display));
-    assert_ended(&place.run(&format!("copy {} {}", qmp(&source), qmp(&destination))), 0, &[]);
+    assert_ended(&fixture.run(&format!("copy {} {}", qmp(&source), qmp(&destination))), 0, &[]);
     assert_runs(&destination);
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
-    place.assert_holds(&[]);
+    fixture.assert_holds(&[]);
 }
 
 #[test]
@@ -69,7 +70,7 @@ fn another_uuid_is_refused_where_lanes_carry_it() {
     if !require_lab("another_uuid_is_refused_where_lanes_carry_it") {
         return;
     }
-    let place = Place::new();
+    let fixture = Fixture::new();
     let uuid = |last: &str| format!("5e1fd0d2-0000-4000-8000-00000000000{last}");
     let source = counting(guest().args(["-uuid".into(), uuid("1")]));
     let destination = waiting(&guest().args(["-uuid".into(), uuid("2")]));
@@ -79,18 +80,18 @@ fn another_uuid_is_refused_where_lanes_carry_it() {
         uuid("2"),
         uuid("1")
     );
-    refused(&place, &qmp(&source), &destination, "--multifd-channels 2", &[&text]);
+    refused(&fixture, &qmp(&source), &destination, "--multifd-channels 2", &[&text]);
     assert_runs(&source);
-    place.assert_holds(&[]);
+    fixture.assert_holds(&[]);
 }
 
-/// Several reasons are all named at once.
+/// All reasons are reported at once.
 #[test]
-fn every_reason_is_named() {
-    if !require_lab("every_reason_is_named") {
+fn all_reasons_are_reported_at_once() {
+    if !require_lab("all_reasons_are_reported_at_once") {
         return;
     }
-    let place = Place::new();
+    let fixture = Fixture::new();
     let source = counting(guest());
     let boot_sector = BootSector { fill_mib: 1, ..BootSector::default() };
     let other = Qemu::builder(Version::V7_2).memory_mib(48).boot_sector(boot_sector);
@@ -99,7 +100,7 @@ fn every_reason_is_named() {
         "the guest's machine type is pc-q35-10.0, there it is pc-q35-7.2",
         "RAM block \"pc.ram\" has 67108864 bytes in the guest and 50331648 there",
     ];
-    refused(&place, &qmp(&source), &destination, "--resume", &texts);
+    refused(&fixture, &qmp(&source), &destination, "--resume", &texts);
     assert_runs(&source);
-    place.assert_holds(&[]);
+    fixture.assert_holds(&[]);
 }

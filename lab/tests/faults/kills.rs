@@ -6,14 +6,14 @@ use serde_json::Value;
 use towline_lab::{Qemu, Towline, require_lab, wait_until};
 
 use crate::support::{
-    LOOK_AT, Place, SLOW, WITHIN, assert_ended, assert_runs, assert_runs_nothing, assert_safe, assert_waits,
-    counting, ends_soon, guest, moves, qmp, save, signal, small_guest, waiting,
+    Fixture, SLOW, UNCERTAIN, WITHIN, assert_ended, assert_runs, assert_runs_nothing, assert_safe,
+    assert_waits, counting, guest, qmp, save, signal, small_guest, wait_soon, wait_transferred, waiting,
 };
 
-/// A relay or restore that goes slowly to a QEMU that waits, with a MiB moved.
-fn under_way(place: &Place, from: &str, options: &str, destination: &Qemu) -> Towline {
-    let mut towline = place.towline(&format!("copy --json {SLOW} {options} {from} {}", qmp(destination)));
-    moves(&mut towline, 1 << 20);
+/// Starts a slow relay or restore to a waiting QEMU, and waits until a MiB was sent.
+fn under_way(fixture: &Fixture, from: &str, options: &str, destination: &Qemu) -> Towline {
+    let mut towline = fixture.towline(&format!("copy --json {SLOW} {options} {from} {}", qmp(destination)));
+    wait_transferred(&mut towline, 1 << 20);
     towline
 }
 
@@ -22,67 +22,67 @@ fn a_destination_that_dies_under_way_leaves_the_guest_at_its_source() {
     if !require_lab("a_destination_that_dies_under_way_leaves_the_guest_at_its_source") {
         return;
     }
-    let (place, source) = (Place::new(), counting(guest()));
-    save(&place, guest(), "guest.img");
+    let (fixture, source) = (Fixture::new(), counting(guest()));
+    save(&fixture, guest(), "guest.img");
     for (from, options) in [
         (qmp(&source), "--multifd-channels 4"),
         (qmp(&source), "--multifd-channels 0"),
-        (place.name("guest.img"), "--stream"),
-        (place.name("guest.img"), "--stream --multifd-channels 0"),
+        (fixture.name("guest.img"), "--stream"),
+        (fixture.name("guest.img"), "--stream --multifd-channels 0"),
     ] {
         let destination = waiting(&guest());
-        let towline = under_way(&place, &from, options, &destination);
+        let towline = under_way(&fixture, &from, options, &destination);
         let since = Instant::now();
         destination.kill().unwrap();
-        let finished = ends_soon(towline, since);
+        let finished = wait_soon(towline, since);
         let socket = destination.qmp_path().display().to_string();
         let texts =
             ["QEMU on ", &socket, "could not load the guest: it ended while it loaded; its own log says why"];
         assert_safe(&finished, &texts);
         assert_runs(&source);
-        // Gone already when towline starts.
-        let finished = place.run(&format!("copy {options} {from} {}", qmp(&destination)));
+        // Dead before towline starts.
+        let finished = fixture.run(&format!("copy {options} {from} {}", qmp(&destination)));
         assert_safe(
             &finished,
             &["no process listens on QMP socket ", &socket, "the QEMU that made it has ended"],
         );
         assert_runs(&source);
     }
-    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+    fixture.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
 
-/// A destination that hangs makes the copy wait; when it is killed, the copy ends.
+/// A destination that hangs makes the copy wait; when it is killed, the copy fails.
 #[test]
 fn a_destination_that_hangs_and_dies_leaves_the_guest_at_its_source() {
     if !require_lab("a_destination_that_hangs_and_dies_leaves_the_guest_at_its_source") {
         return;
     }
-    let (place, source) = (Place::new(), counting(guest()));
-    save(&place, guest(), "guest.img");
+    let (fixture, source) = (Fixture::new(), counting(guest()));
+    save(&fixture, guest(), "guest.img");
     for (from, options) in
-        [(qmp(&source), "--multifd-channels 2"), (place.name("guest.img"), "--stream --multifd-channels 0")]
+        [(qmp(&source), "--multifd-channels 2"), (fixture.name("guest.img"), "--stream --multifd-channels 0")]
     {
         let destination = waiting(&guest());
-        let towline = under_way(&place, &from, options, &destination);
+        let towline = under_way(&fixture, &from, options, &destination);
         signal(destination.pid(), "-STOP");
         std::thread::sleep(Duration::from_millis(700));
         let since = Instant::now();
         destination.kill().unwrap();
-        let finished = ends_soon(towline, since);
+        let finished = wait_soon(towline, since);
         assert_safe(&finished, &["QEMU on ", "could not load the guest: it ended while it loaded"]);
         assert_runs(&source);
     }
-    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+    fixture.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
 
-/// The moments of a whole copy, its END and its release among them. Whatever the moment: one guest, and it runs.
+/// At any moment of a whole copy, its END and its release among them: exactly one guest exists, and it runs.
 #[test]
 fn a_destination_that_dies_at_any_moment_costs_no_guest() {
     if !require_lab("a_destination_that_dies_at_any_moment_costs_no_guest") {
         return;
     }
-    let (place, source) = (Place::new(), counting(small_guest()));
-    let copy = |destination: &Qemu| place.towline(&format!("copy {} {}", qmp(&source), qmp(destination)));
+    let (fixture, source) = (Fixture::new(), counting(small_guest()));
+    let copy = |destination: &Qemu| fixture.towline(&format!("copy {} {}", qmp(&source), qmp(destination)));
     let destination = waiting(&small_guest());
     let begun = Instant::now();
     assert_ended(&copy(&destination).wait(WITHIN).unwrap(), 0, &[]);
@@ -94,35 +94,35 @@ fn a_destination_that_dies_at_any_moment_costs_no_guest() {
         std::thread::sleep(took * step / 12);
         let since = Instant::now();
         destination.kill().unwrap();
-        let finished = ends_soon(towline, since);
+        let finished = wait_soon(towline, since);
         match finished.status.code() {
             Some(0) => {
                 source.qmp().wait_status("postmigrate", WITHIN).unwrap();
                 source.qmp().execute("cont", Value::Null).unwrap();
             }
-            Some(LOOK_AT) => {
-                assert_ended(&finished, LOOK_AT, &["may have run there"]);
+            Some(UNCERTAIN) => {
+                assert_ended(&finished, UNCERTAIN, &["may have run there"]);
                 source.qmp().execute("cont", Value::Null).unwrap();
             }
             _ => assert_safe(&finished, &[]),
         }
         assert_runs(&source);
     }
-    place.assert_holds(&[]);
+    fixture.assert_holds(&[]);
 }
 
-/// The same of a restore: the image is as it was.
+/// The same for a restore: the image is unchanged.
 #[test]
 fn a_destination_that_dies_at_any_moment_costs_no_image() {
     if !require_lab("a_destination_that_dies_at_any_moment_costs_no_image") {
         return;
     }
-    let place = Place::new();
-    save(&place, small_guest(), "guest.img");
-    let image = place.name("guest.img");
+    let fixture = Fixture::new();
+    save(&fixture, small_guest(), "guest.img");
+    let image = fixture.name("guest.img");
     for options in ["--stream", "--multifd-channels 2"] {
         let copy =
-            |destination: &Qemu| place.towline(&format!("copy {options} {image} {}", qmp(destination)));
+            |destination: &Qemu| fixture.towline(&format!("copy {options} {image} {}", qmp(destination)));
         let destination = waiting(&small_guest());
         let begun = Instant::now();
         assert_ended(&copy(&destination).wait(WITHIN).unwrap(), 0, &[]);
@@ -133,61 +133,61 @@ fn a_destination_that_dies_at_any_moment_costs_no_image() {
             std::thread::sleep(took * step / 6);
             let since = Instant::now();
             destination.kill().unwrap();
-            let finished = ends_soon(towline, since);
+            let finished = wait_soon(towline, since);
             match finished.status.code() {
                 Some(0) => {}
-                Some(LOOK_AT) => {
-                    assert_ended(&finished, LOOK_AT, &["may have run there; the image is as it was"]);
+                Some(UNCERTAIN) => {
+                    assert_ended(&finished, UNCERTAIN, &["may have run there; the image is as it was"]);
                 }
                 _ => assert_safe(&finished, &[]),
             }
         }
     }
-    assert_ended(&place.run(&format!("inspect --verify {image}")), 0, &[]);
-    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+    assert_ended(&fixture.run(&format!("inspect --verify {image}")), 0, &[]);
+    fixture.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
 
 #[test]
-fn a_source_that_dies_takes_its_guest_along_and_towline_says_so() {
-    if !require_lab("a_source_that_dies_takes_its_guest_along_and_towline_says_so") {
+fn a_source_that_dies_under_way_loses_its_guest_which_is_reported() {
+    if !require_lab("a_source_that_dies_under_way_loses_its_guest_which_is_reported") {
         return;
     }
-    let place = Place::new();
-    save(&place, guest(), "old.img");
-    let before = std::fs::read(place.path("old.img")).unwrap();
+    let fixture = Fixture::new();
+    save(&fixture, guest(), "old.img");
+    let before = std::fs::read(fixture.path("old.img")).unwrap();
     let waits = waiting(&guest());
-    for to in [place.name("new.img"), format!("--overwrite {}", place.name("old.img")), qmp(&waits)] {
+    for to in [fixture.name("new.img"), format!("--overwrite {}", fixture.name("old.img")), qmp(&waits)] {
         let source = counting(guest());
-        let mut towline = place.towline(&format!("copy --json {SLOW} {} {to}", qmp(&source)));
-        moves(&mut towline, 1 << 20);
+        let mut towline = fixture.towline(&format!("copy --json {SLOW} {} {to}", qmp(&source)));
+        wait_transferred(&mut towline, 1 << 20);
         let since = Instant::now();
         source.kill().unwrap();
-        let finished = ends_soon(towline, since);
+        let finished = wait_soon(towline, since);
         let socket = source.qmp_path().display().to_string();
         let texts = [
             "the guest: ",
             &format!("its source, QEMU on {socket}, has ended, and the guest with it"),
             "the destination has only a part of it, which does not run",
         ];
-        assert_ended(&finished, LOOK_AT, &texts);
+        assert_ended(&finished, UNCERTAIN, &texts);
     }
     assert_waits(&waits);
     assert!(
-        std::fs::read(place.path("old.img")).unwrap() == before,
+        std::fs::read(fixture.path("old.img")).unwrap() == before,
         "a failed overwrite leaves the old image"
     );
-    place.assert_holds(&["old.img", "old.img.manifest.json"]);
+    fixture.assert_holds(&["old.img", "old.img.manifest.json"]);
 }
 
-/// The moments of a whole copy. Whatever the moment: what towline says of the guest is what became of it.
+/// At any moment of a whole copy: towline's report of the guest is true.
 #[test]
-fn a_source_that_dies_at_any_moment_is_told_of_truthfully() {
-    if !require_lab("a_source_that_dies_at_any_moment_is_told_of_truthfully") {
+fn a_source_that_dies_at_any_moment_is_reported_correctly() {
+    if !require_lab("a_source_that_dies_at_any_moment_is_reported_correctly") {
         return;
     }
-    let place = Place::new();
+    let fixture = Fixture::new();
     let copy = |source: &Qemu, destination: &Qemu| {
-        place.towline(&format!("copy {} {}", qmp(source), qmp(destination)))
+        fixture.towline(&format!("copy {} {}", qmp(source), qmp(destination)))
     };
     let (source, destination) = (counting(small_guest()), waiting(&small_guest()));
     let begun = Instant::now();
@@ -199,11 +199,11 @@ fn a_source_that_dies_at_any_moment_is_told_of_truthfully() {
         std::thread::sleep(took * step / 8);
         let since = Instant::now();
         source.kill().unwrap();
-        let finished = ends_soon(towline, since);
+        let finished = wait_soon(towline, since);
         match finished.status.code() {
             Some(0) => assert_runs(&destination),
-            Some(LOOK_AT) => {
-                assert_ended(&finished, LOOK_AT, &["has ended, and the guest with it"]);
+            Some(UNCERTAIN) => {
+                assert_ended(&finished, UNCERTAIN, &["has ended, and the guest with it"]);
                 assert_runs_nothing(&destination);
             }
             _ => {
@@ -212,7 +212,7 @@ fn a_source_that_dies_at_any_moment_is_told_of_truthfully() {
             }
         }
     }
-    place.assert_holds(&[]);
+    fixture.assert_holds(&[]);
 }
 
 #[test]
@@ -220,18 +220,18 @@ fn a_killed_towline_leaves_the_source_running() {
     if !require_lab("a_killed_towline_leaves_the_source_running") {
         return;
     }
-    let (place, source) = (Place::new(), counting(guest()));
+    let (fixture, source) = (Fixture::new(), counting(guest()));
     let destination = waiting(&guest());
-    for to in [place.name("guest.img"), qmp(&destination)] {
-        // Without lanes: a QEMU that loses several at once may hang, and nobody is left to see to that it does not.
+    for to in [fixture.name("guest.img"), qmp(&destination)] {
+        // Without lanes: a QEMU that loses several at once may hang, and no towline is left to prevent that.
         let line = format!("copy --json --multifd-channels 0 {SLOW} {} {to}", qmp(&source));
-        let mut towline = place.towline(&line);
-        moves(&mut towline, 1 << 20);
+        let mut towline = fixture.towline(&line);
+        wait_transferred(&mut towline, 1 << 20);
         towline.kill().unwrap();
         source.qmp().wait_migration("failed", WITHIN).unwrap();
         assert_runs(&source);
     }
-    assert_eq!(place.files("work"), [".guest.img.partial"]);
+    assert_eq!(fixture.files("work"), [".guest.img.partial"]);
     // Its memory is incomplete, so it never leaves this state.
     wait_until("a failed load", WITHIN, || {
         let answer = destination.qmp().execute("query-migrate", Value::Null)?;
@@ -239,10 +239,10 @@ fn a_killed_towline_leaves_the_source_running() {
     })
     .unwrap();
     assert_waits(&destination);
-    // The next copy takes over what was left, with the settings that towline could not put back.
-    let finished = place.run(&format!("copy --resume {} {}", qmp(&source), place.name("guest.img")));
+    // The next copy reuses the files that were left, and restores the settings that towline could not.
+    let finished = fixture.run(&format!("copy --resume {} {}", qmp(&source), fixture.name("guest.img")));
     assert_ended(&finished, 0, &[]);
-    assert_ended(&place.run(&format!("inspect --verify {}", place.name("guest.img"))), 0, &[]);
+    assert_ended(&fixture.run(&format!("inspect --verify {}", fixture.name("guest.img"))), 0, &[]);
     assert_runs(&source);
-    assert_eq!(place.files("work"), ["guest.img", "guest.img.manifest.json"]);
+    assert_eq!(fixture.files("work"), ["guest.img", "guest.img.manifest.json"]);
 }

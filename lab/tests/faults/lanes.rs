@@ -1,4 +1,4 @@
-//! Ends that disagree about lanes (multifd channels) say so quickly, with both numbers.
+//! Ends with different numbers of lanes (multifd channels) fail quickly, and name both numbers.
 
 use std::time::{Duration, Instant};
 
@@ -6,23 +6,23 @@ use serde_json::json;
 use towline_lab::require_lab;
 
 use crate::support::{
-    Place, WITHIN, assert_runs, assert_runs_nothing, assert_safe, counting, guest, listens_at, migrate, save,
-    set, waiting,
+    Fixture, WITHIN, assert_runs, assert_runs_nothing, assert_safe, counting, guest, listens_at, migrate,
+    save, set, waiting,
 };
 
-/// Ends within this, though both would wait for ever. The times to wait are towline's own, of 3 and 5 s, and stand in what it
-/// says.
+/// Time limit of the failure, though QEMU would wait for ever. The timeouts are towline's own, of 3 and 5 s, and
+/// appear in its messages.
 const QUICK: Duration = Duration::from_secs(30);
 
-/// A source with so many lanes (0: no multifd) and a towline that listens for others. Each time another source: how soon
-/// QEMU is done with lanes that nobody took is its own affair.
-fn disagree(place: &Place, theirs: u64, ours: u64, texts: &[&str]) {
+/// Migrates from a source with `theirs` lanes (0: no multifd) to a towline that listens for `ours`. Each time another
+/// source: the time that QEMU needs to clean up lanes that were not accepted is unknown.
+fn disagree(fixture: &Fixture, theirs: u64, ours: u64, texts: &[&str]) {
     let source = &counting(guest());
     let multifd = if theirs > 0 { "+multifd" } else { "-multifd" };
     set(source, &["+return-path", multifd], json!({ "multifd-channels": theirs.max(1) }));
-    let socket = format!("unix:{}", place.name("lanes.sock"));
+    let socket = format!("unix:{}", fixture.name("lanes.sock"));
     let mut towline =
-        place.towline(&format!("copy --multifd-channels {ours} {socket} {}", place.name("guest.img")));
+        fixture.towline(&format!("copy --multifd-channels {ours} {socket} {}", fixture.name("guest.img")));
     listens_at(&mut towline);
     let since = Instant::now();
     migrate(source, &socket);
@@ -32,30 +32,30 @@ fn disagree(place: &Place, theirs: u64, ours: u64, texts: &[&str]) {
     assert_safe(&finished, texts);
     source.qmp().wait_migration("failed", WITHIN).unwrap();
     assert_runs(source);
-    place.assert_holds(&[]);
+    fixture.assert_holds(&[]);
 }
 
 #[test]
-fn a_source_with_another_number_of_lanes_is_told_so() {
-    if !require_lab("a_source_with_another_number_of_lanes_is_told_so") {
+fn a_source_with_another_number_of_lanes_is_refused() {
+    if !require_lab("a_source_with_another_number_of_lanes_is_refused") {
         return;
     }
-    let place = Place::new();
-    disagree(&place, 2, 4, &["2 of 4 lanes connected within 5s", "multifd-channels 4 as here"]);
-    disagree(&place, 0, 4, &["0 of 4 lanes connected within 5s", "must have multifd on"]);
+    let fixture = Fixture::new();
+    disagree(&fixture, 2, 4, &["2 of 4 lanes connected within 5s", "multifd-channels 4 as here"]);
+    disagree(&fixture, 0, 4, &["0 of 4 lanes connected within 5s", "must have multifd on"]);
     let same = "the same multifd-channels";
-    disagree(&place, 8, 2, &["the source has ", " lanes or more, but 2 lanes are expected here", same]);
-    disagree(&place, 3, 0, &["the source has ", " lanes or more, but 0 lanes are expected here", same]);
+    disagree(&fixture, 8, 2, &["the source has ", " lanes or more, but 2 lanes are expected here", same]);
+    disagree(&fixture, 3, 0, &["the source has ", " lanes or more, but 0 lanes are expected here", same]);
 }
 
-/// Our side opens the lanes, and the QEMU that listens was told another number: it waits for ever, and says nothing.
+/// Our side opens the lanes, and the listening QEMU is configured for another number: it waits for ever, silently.
 #[test]
-fn a_destination_with_another_number_of_lanes_is_told_so() {
-    if !require_lab("a_destination_with_another_number_of_lanes_is_told_so") {
+fn a_destination_with_another_number_of_lanes_is_refused() {
+    if !require_lab("a_destination_with_another_number_of_lanes_is_refused") {
         return;
     }
-    let place = Place::new();
-    save(&place, guest(), "guest.img");
+    let fixture = Fixture::new();
+    save(&fixture, guest(), "guest.img");
     for (theirs, ours) in [(4, 2), (0, 2), (2, 0), (2, 4)] {
         let destination = waiting(&guest().paused());
         let multifd = if theirs > 0 { "+multifd" } else { "-multifd" };
@@ -64,13 +64,13 @@ fn a_destination_with_another_number_of_lanes_is_told_so() {
         let arguments = json!({ "uri": uri, "exit-on-error": false });
         destination.qmp().execute("migrate-incoming", arguments).unwrap();
         let since = Instant::now();
-        let image = place.name("guest.img");
+        let image = fixture.name("guest.img");
         let line = format!("copy --connect-timeout 3 --multifd-channels {ours} {image} {uri}");
-        let finished = place.run(&line);
+        let finished = fixture.run(&line);
         println!("{ours} to {theirs} after {:?}: {}", since.elapsed(), finished.stderr);
         assert!(since.elapsed() < QUICK, "{:?}", since.elapsed());
         assert_safe(&finished, &[&uri, "multifd-channels"]);
         assert_runs_nothing(&destination);
     }
-    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+    fixture.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }

@@ -1,4 +1,5 @@
-//! Output that is not read, or cannot be written: the copy goes on, signals are obeyed, and the exit code is a documented one.
+//! Output that is not read or cannot be written: the copy continues, signals work, and the exit status is a
+//! documented one.
 
 use std::io::{PipeReader, PipeWriter, Write as _};
 use std::process::Stdio;
@@ -7,10 +8,10 @@ use std::time::Instant;
 use towline_lab::{Qemu, Terminal, Towline, require_lab, towline_binary, wait_until};
 
 use crate::support::{
-    SAFE, SLOW, WITHIN, assert_runs, assert_waits, counting, ends_soon, guest, qmp, signal, waiting,
+    SAFE, SLOW, WITHIN, assert_runs, assert_waits, counting, guest, qmp, signal, wait_soon, waiting,
 };
 
-/// A pipe of one page, filled but for so many bytes, that nobody reads while its reader is kept.
+/// A pipe of one page with `free` free bytes, which is not read while its reader is kept.
 fn small_pipe(free: usize) -> (PipeReader, PipeWriter) {
     let (reader, mut writer) = std::io::pipe().unwrap();
     let size = rustix::pipe::fcntl_setpipe_size(&writer, 4096).unwrap();
@@ -18,7 +19,7 @@ fn small_pipe(free: usize) -> (PipeReader, PipeWriter) {
     (reader, writer)
 }
 
-/// One whose reader has gone.
+/// A pipe whose reader is closed.
 fn broken_pipe() -> Stdio {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
@@ -29,16 +30,16 @@ fn start(line: &str, output: [Stdio; 2]) -> Towline {
     Towline::start_writing_to(&towline_binary().unwrap(), line.split(' '), output).unwrap()
 }
 
-fn is_under_way(source: &Qemu) {
+fn wait_under_way(source: &Qemu) {
     source.qmp().wait_migration("active", WITHIN).unwrap();
 }
 
-/// Moves a guest, while something is done once it is under way; it must arrive.
+/// Moves a guest and runs `under_way` during the move; the guest must arrive.
 #[track_caller]
-fn arrives(options: &str, output: [Stdio; 2], under_way: impl FnOnce(&Towline)) {
+fn assert_moved(options: &str, output: [Stdio; 2], under_way: impl FnOnce(&Towline)) {
     let (source, destination) = (counting(guest()), waiting(&guest()));
     let towline = start(&format!("move {options} {SLOW} {} {}", qmp(&source), qmp(&destination)), output);
-    is_under_way(&source);
+    wait_under_way(&source);
     under_way(&towline);
     assert_runs(&destination);
     let finished = towline.wait(WITHIN).unwrap();
@@ -46,22 +47,23 @@ fn arrives(options: &str, output: [Stdio; 2], under_way: impl FnOnce(&Towline)) 
     source.wait_exit(WITHIN).unwrap();
 }
 
-/// Cancels a copy under way, whose output is as it is; the source runs on.
+/// Cancels a copy under way with these outputs; the source runs on.
 #[track_caller]
-fn is_cancelled(options: &str, output: [Stdio; 2], name: &str, under_way: impl FnOnce(&Towline)) {
+fn assert_cancelled(options: &str, output: [Stdio; 2], name: &str, under_way: impl FnOnce(&Towline)) {
     let (source, destination) = (counting(guest()), waiting(&guest()));
     let towline = start(&format!("copy {options} {SLOW} {} {}", qmp(&source), qmp(&destination)), output);
-    is_under_way(&source);
+    wait_under_way(&source);
     under_way(&towline);
     let since = Instant::now();
     signal(towline.pid(), name);
-    let finished = ends_soon(towline, since);
+    let finished = wait_soon(towline, since);
     assert_eq!(finished.status.code(), Some(SAFE), "{}", finished.status);
     assert_runs(&source);
     assert_waits(&destination);
 }
 
-/// The next event does not fit, so that whoever writes it would wait: the phases before memory moves have about 160 bytes.
+/// Free bytes that the next event does not fit into, so that a blocking write would hang: the phases before memory is
+/// sent take about 160 bytes.
 const ROOM: usize = 300;
 
 #[test]
@@ -70,7 +72,7 @@ fn a_guest_is_moved_while_events_are_not_read() {
         return;
     }
     let (_reader, writer) = small_pipe(ROOM);
-    arrives("--json", [writer.into(), Stdio::null()], |_| ());
+    assert_moved("--json", [writer.into(), Stdio::null()], |_| ());
 }
 
 #[test]
@@ -79,17 +81,17 @@ fn a_copy_is_cancelled_while_events_are_not_read() {
         return;
     }
     let (_reader, writer) = small_pipe(ROOM);
-    is_cancelled("--json", [writer.into(), Stdio::null()], "-TERM", |_| ());
+    assert_cancelled("--json", [writer.into(), Stdio::null()], "-TERM", |_| ());
 }
 
-/// What it says of the signal is not read either.
+/// Its message about the signal is not read either.
 #[test]
 fn a_copy_is_cancelled_while_standard_error_is_not_read() {
     if !require_lab("a_copy_is_cancelled_while_standard_error_is_not_read") {
         return;
     }
     let (_reader, writer) = small_pipe(0);
-    is_cancelled("--json --log debug", [Stdio::null(), writer.into()], "-INT", |_| ());
+    assert_cancelled("--json --log debug", [Stdio::null(), writer.into()], "-INT", |_| ());
 }
 
 #[test]
@@ -99,7 +101,7 @@ fn a_guest_is_moved_while_its_terminal_is_stopped() {
     }
     let terminal = Terminal::open().unwrap();
     let output = [terminal.output().unwrap(), terminal.output().unwrap()];
-    arrives("--log debug", output, |_| terminal.stop_output().unwrap());
+    assert_moved("--log debug", output, |_| terminal.stop_output().unwrap());
 }
 
 #[test]
@@ -109,21 +111,21 @@ fn a_copy_is_cancelled_while_its_terminal_is_stopped() {
     }
     let terminal = Terminal::open().unwrap();
     let output = [terminal.output().unwrap(), terminal.output().unwrap()];
-    is_cancelled("--paused", output, "-HUP", |_| terminal.stop_output().unwrap());
+    assert_cancelled("--paused", output, "-HUP", |_| terminal.stop_output().unwrap());
 }
 
 #[test]
-fn broken_pipes_neither_end_a_copy_nor_its_obedience() {
-    if !require_lab("broken_pipes_neither_end_a_copy_nor_its_obedience") {
+fn broken_pipes_neither_end_a_copy_nor_block_its_signals() {
+    if !require_lab("broken_pipes_neither_end_a_copy_nor_block_its_signals") {
         return;
     }
-    arrives("--log debug", [broken_pipe(), broken_pipe()], |_| ());
+    assert_moved("--log debug", [broken_pipe(), broken_pipe()], |_| ());
     for (options, name) in [("--json", "-TERM"), ("--log debug", "-INT")] {
-        is_cancelled(options, [broken_pipe(), broken_pipe()], name, |_| ());
+        assert_cancelled(options, [broken_pipe(), broken_pipe()], name, |_| ());
     }
 }
 
-/// A notice comes at once, and before anything has moved.
+/// A notice is written early, before anything is sent.
 #[test]
 fn a_notice_that_cannot_be_written_ends_nothing() {
     if !require_lab("a_notice_that_cannot_be_written_ends_nothing") {
@@ -140,5 +142,5 @@ fn a_notice_that_cannot_be_written_ends_nothing() {
     .unwrap();
     let since = Instant::now();
     signal(towline.pid(), "-TERM");
-    assert_eq!(ends_soon(towline, since).status.code(), Some(SAFE));
+    assert_eq!(wait_soon(towline, since).status.code(), Some(SAFE));
 }

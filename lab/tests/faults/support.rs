@@ -1,4 +1,4 @@
-//! What these tests share: a place to work in that can be looked through afterwards, and guests that count.
+//! Helpers of these tests: directories whose remaining files can be checked, and guests that count.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -8,26 +8,26 @@ use tempfile::TempDir;
 pub(crate) use towline_lab::expect::qmp;
 use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline_binary, wait_until};
 
-/// For anything that must come. Generous: two busy processors.
+/// Timeout of anything that must happen. Generous: two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
-/// How long towline may take to notice that a process at either end was killed.
+/// Time limit of towline to notice that a process at either end was killed.
 pub(crate) const NOTICES_WITHIN: Duration = Duration::from_secs(20);
-/// Slow enough that the guests here are under way for seconds.
+/// Bandwidth limit: the guests here take seconds.
 pub(crate) const SLOW: &str = "--max-bandwidth 4M";
 
-/// What QEMU 10.0 says, and ends, when it takes a lane that was closed before it could look which kind it is. Whether it
-/// does depends on who is quicker.
+/// Error of QEMU 10.0 when it accepts a lane that was closed before it could peek at its type; QEMU exits then. It
+/// depends on timing.
 const CLOSED_TOO_SOON: &str = "Failed to peek at channel";
 
 pub(crate) const SAFE: i32 = 1;
-pub(crate) const LOOK_AT: i32 = 3;
+pub(crate) const UNCERTAIN: i32 = 3;
 
-/// A directory for images and sockets, and one for towline's temporary files.
-pub(crate) struct Place {
+/// A working directory for images and sockets, and one for towline's temporary files.
+pub(crate) struct Fixture {
     directory: TempDir,
 }
 
-impl Place {
+impl Fixture {
     pub(crate) fn new() -> Self {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
         for name in ["work", "tmp"] {
@@ -36,22 +36,22 @@ impl Place {
         Self { directory }
     }
 
-    /// A path of the working directory.
+    /// Path of a file in the working directory.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join("work").join(name)
     }
 
-    /// The same, to be put into a command line.
+    /// The same, for a command line.
     pub(crate) fn name(&self, name: &str) -> String {
         self.path(name).display().to_string()
     }
 
-    /// Starts `towline` with these arguments, which spaces separate.
+    /// Starts `towline` with these space-separated arguments.
     pub(crate) fn towline(&self, arguments: &str) -> Towline {
         self.start(&[], arguments)
     }
 
-    /// Starts it by another command, which gets towline's command line as its last arguments.
+    /// Starts towline by another command, which receives its command line as the last arguments.
     pub(crate) fn start(&self, by: &[&str], arguments: &str) -> Towline {
         let tmp = format!("TMPDIR={}", self.directory.path().join("tmp").display());
         let binary = towline_binary().unwrap().display().to_string();
@@ -60,19 +60,19 @@ impl Place {
         Towline::start(Path::new("/usr/bin/env"), line.into_iter().chain(arguments.split(' '))).unwrap()
     }
 
-    /// Runs `towline` to its end.
+    /// Runs `towline` until it exits.
     pub(crate) fn run(&self, arguments: &str) -> Finished {
         self.towline(arguments).wait(WITHIN).unwrap()
     }
 
-    /// Fails unless exactly these files are in the working directory, and no temporary one.
+    /// Asserts that the working directory contains exactly these files, and that there are no temporary ones.
     #[track_caller]
     pub(crate) fn assert_holds(&self, names: &[&str]) {
         assert_eq!(self.files("work"), names, "what was left");
         assert_eq!(self.files("tmp"), [""; 0], "temporary files that were left");
     }
 
-    /// The files in one of the two directories, in order.
+    /// Sorted names of the files in one of the two directories.
     pub(crate) fn files(&self, directory: &str) -> Vec<String> {
         let entries = std::fs::read_dir(self.directory.path().join(directory)).unwrap();
         let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name();
@@ -82,7 +82,7 @@ impl Place {
     }
 }
 
-/// Fails unless it ended with this code and said all this, in order and once.
+/// Asserts the exit status, and that all of `texts` are in the standard error, in this order and once.
 #[track_caller]
 pub(crate) fn assert_ended(finished: &Finished, code: i32, texts: &[&str]) {
     let Finished { status, stderr, .. } = finished;
@@ -95,14 +95,14 @@ pub(crate) fn assert_ended(finished: &Finished, code: i32, texts: &[&str]) {
         }
     }
     assert!(!stderr.contains("panicked"), "{stderr}");
-    // Warnings in the log may be alike: each connection that is dropped has its own.
+    // Warnings in the log may be identical: one for each dropped connection.
     let lines: Vec<_> = stderr.lines().filter(|line| line.starts_with("towline: ")).collect();
     for (index, line) in lines.iter().enumerate() {
-        assert!(!lines[..index].contains(line), "said twice: {line}\n{stderr}");
+        assert!(!lines[..index].contains(line), "printed twice: {line}\n{stderr}");
     }
 }
 
-/// As [`assert_ended`], for a refusal or failure that left the guest safe at its source.
+/// As [`assert_ended`], for a refusal or failure after which the guest is safe at its source.
 #[track_caller]
 pub(crate) fn assert_safe(finished: &Finished, texts: &[&str]) {
     assert_ended(finished, SAFE, texts);
@@ -115,12 +115,12 @@ pub(crate) fn assert_safe(finished: &Finished, texts: &[&str]) {
     assert!(words.contains(&guest), "{}", finished.stderr);
 }
 
-/// A guest of 64 MiB, 16 of them with content, one of which is written for ever.
+/// A guest of 64 MiB, 16 of them filled, one of which is dirtied for ever.
 pub(crate) fn guest() -> Builder {
     Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(BootSector::default())
 }
 
-/// One that is quick to move: a single MiB has content.
+/// A guest that is moved fast: a single MiB is filled.
 pub(crate) fn small_guest() -> Builder {
     let boot_sector = BootSector { fill_mib: 1, sweep_pages: 16, ..BootSector::default() };
     Qemu::builder(Version::V10_0).memory_mib(16).boot_sector(boot_sector)
@@ -133,42 +133,42 @@ pub(crate) fn counting(builder: Builder) -> Qemu {
     qemu
 }
 
-/// A QEMU that waits for such a guest.
+/// Starts a QEMU that waits for such a guest.
 pub(crate) fn waiting(builder: &Builder) -> Qemu {
     builder.clone().incoming_defer().start().unwrap()
 }
 
-/// The guest runs, and counts.
+/// Asserts that the guest runs and counts.
 #[track_caller]
 pub(crate) fn assert_runs(qemu: &Qemu) {
     qemu.qmp().wait_status("running", WITHIN).unwrap();
     qemu.wait_counting(WITHIN).unwrap();
 }
 
-/// No guest runs in this QEMU, which lives.
+/// Asserts that this QEMU lives and runs no guest.
 #[track_caller]
 pub(crate) fn assert_waits(qemu: &Qemu) {
     let status = qemu.qmp().status().unwrap();
     assert!(["inmigrate", "paused", "prelaunch"].contains(&status.as_str()), "{status}");
 }
 
-/// No guest runs in this QEMU, which waits, or has ended because a lane was closed.
+/// Asserts that this QEMU runs no guest: it waits, or has exited because a lane was closed.
 #[track_caller]
 pub(crate) fn assert_runs_nothing(destination: &Qemu) {
     match destination.qmp().execute("query-status", Value::Null) {
         Ok(status) => assert_eq!(status["running"], false, "{status}"),
         Err(error) => {
             destination.wait_exit(WITHIN).unwrap();
-            let said = destination.stderr();
-            assert!(said.contains(CLOSED_TOO_SOON), "{error:#}: {said}");
+            let output = destination.stderr();
+            assert!(output.contains(CLOSED_TOO_SOON), "{error:#}: {output}");
         }
     }
 }
 
-/// Saves a guest that runs on, and ends it.
-pub(crate) fn save(place: &Place, builder: Builder, name: &str) {
+/// Stores a running guest, and ends its QEMU.
+pub(crate) fn save(fixture: &Fixture, builder: Builder, name: &str) {
     let source = counting(builder);
-    let finished = place.run(&format!("copy {} {}", qmp(&source), place.name(name)));
+    let finished = fixture.run(&format!("copy {} {}", qmp(&source), fixture.name(name)));
     assert_ended(&finished, 0, &[]);
 }
 
@@ -182,7 +182,7 @@ pub(crate) fn set(qemu: &Qemu, capabilities: &[&str], parameters: Value) {
     qemu.qmp().execute("migrate-set-parameters", parameters).unwrap();
 }
 
-/// Has QEMU migrate there, as soon as it has put the migration before in order.
+/// Starts QEMU's own migration, once QEMU has cleaned up after the last one.
 pub(crate) fn migrate(qemu: &Qemu, uri: &str) {
     wait_until("a QEMU that can migrate", WITHIN, || {
         let instances = qemu.qmp().execute("query-yank", Value::Null)?;
@@ -193,13 +193,13 @@ pub(crate) fn migrate(qemu: &Qemu, uri: &str) {
     qemu.qmp().execute("migrate", json!({ "uri": uri })).unwrap();
 }
 
-/// Where a towline listens, once it does.
+/// Waits until a towline listens, and returns its address.
 pub(crate) fn listens_at(towline: &mut Towline) -> String {
     towline.listens_at(WITHIN).unwrap()
 }
 
-/// Waits until towline's standard error has this text; it must not end before.
-pub(crate) fn says(towline: &mut Towline, text: &str) {
+/// Waits until towline's standard error contains this text; towline must not exit before.
+pub(crate) fn wait_stderr(towline: &mut Towline, text: &str) {
     wait_until(text, WITHIN, || {
         assert!(towline.runs()?, "towline ended: {}", towline.stderr());
         Ok(towline.stderr().contains(text).then_some(()))
@@ -207,8 +207,8 @@ pub(crate) fn says(towline: &mut Towline, text: &str) {
     .unwrap();
 }
 
-/// Waits until a towline with `--json` has moved this much.
-pub(crate) fn moves(towline: &mut Towline, bytes: u64) {
+/// Waits until a towline with `--json` has transferred this much.
+pub(crate) fn wait_transferred(towline: &mut Towline, bytes: u64) {
     wait_until(&format!("{bytes} bytes"), WITHIN, || {
         assert!(towline.runs()?, "towline ended: {}{}", towline.stdout(), towline.stderr());
         let events = towline.stdout();
@@ -225,9 +225,9 @@ pub(crate) fn signal(pid: u32, name: &str) {
     assert!(status.success(), "kill {name} {pid}");
 }
 
-/// Waits for towline's end after something was killed, and fails if it took too long to notice.
+/// Waits until towline exits after a process was killed; fails if it took too long to notice.
 #[track_caller]
-pub(crate) fn ends_soon(towline: Towline, since: Instant) -> Finished {
+pub(crate) fn wait_soon(towline: Towline, since: Instant) -> Finished {
     let finished = towline.wait(WITHIN).unwrap();
     let took = since.elapsed();
     println!("towline ended after {took:?}: {}", finished.stderr.trim());

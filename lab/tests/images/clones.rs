@@ -6,17 +6,17 @@ use serde_json::Value;
 use towline_lab::{Builder, Finished, Qemu, require_lab, wait_until};
 
 use crate::support::{
-    LOOK_AT, Place, SAFE, SLOW, WITHIN, assert_ended, assert_runs, assert_waits, counting, guest, moves, qmp,
-    save, small_guest, waiting,
+    Fixture, SAFE, SLOW, UNCERTAIN, WITHIN, assert_ended, assert_runs, assert_waits, counting, guest, qmp,
+    save, small_guest, wait_transferred, waiting,
 };
 
-/// `cargo xtask soak clones` says how big the guests are, in MiB.
+/// Environment variable with the guests' memory in MiB, for `cargo xtask soak clones`.
 const MEMORY_MIB_VARIABLE: &str = "TOWLINE_SOAK_CLONES_MIB";
 const CLONES: usize = 8;
-/// What a copy to eight guests at once may take of towline's own memory, whatever they have.
+/// Maximum private memory of a towline that copies to eight guests at once, whatever their size.
 const OWN_BYTES_MAX: u64 = 160 << 20;
 
-/// The guests of the test of many; small ones unless asked.
+/// The guests of the tests with many clones; small ones by default.
 fn many() -> Builder {
     match std::env::var(MEMORY_MIB_VARIABLE) {
         Ok(mib) => {
@@ -30,7 +30,7 @@ fn many() -> Builder {
     }
 }
 
-/// What `--json` said of each destination in the end.
+/// Final results of each destination in the events of `--json`.
 fn results(finished: &Finished) -> Vec<Value> {
     let events = finished.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     events.filter(|event| event["event"] == "completed" || event["event"] == "failed").collect()
@@ -46,12 +46,12 @@ fn eight_at_once(name: &str, options: &str) {
     if !require_lab(name) {
         return;
     }
-    let place = Place::new();
-    save(&place, many(), "guest.img");
+    let fixture = Fixture::new();
+    save(&fixture, many(), "guest.img");
     let clones: Vec<Qemu> = (0..CLONES).map(|_| waiting(&many())).collect();
     let names: Vec<String> = clones.iter().map(qmp).collect();
-    let line = format!("copy --json {options} {} {}", place.name("guest.img"), names.join(" "));
-    let mut towline = place.towline(&line);
+    let line = format!("copy --json {options} {} {}", fixture.name("guest.img"), names.join(" "));
+    let mut towline = fixture.towline(&line);
     let mut peak = 0;
     wait_until("end of towline", 5 * WITHIN, || {
         peak = peak.max(towline.own_memory().unwrap_or_default());
@@ -72,7 +72,7 @@ fn eight_at_once(name: &str, options: &str) {
         clone.check_filled().unwrap();
     }
     assert!(peak <= OWN_BYTES_MAX, "towline took {peak} bytes, expected at most {OWN_BYTES_MAX}");
-    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+    fixture.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn eight_guests_come_of_one_image_at_once() {
     eight_at_once("eight_guests_come_of_one_image_at_once", "--verify --stream");
 }
 
-/// QEMUs that load the file themselves must not read it at one position.
+/// QEMUs that load the file themselves must not share one file position.
 #[test]
 fn eight_qemus_load_one_image_at_once() {
     eight_at_once("eight_qemus_load_one_image_at_once", "--verify");
@@ -93,37 +93,37 @@ fn eight_guests_run_at_once_and_their_memory_follows() {
     eight_at_once("eight_guests_run_at_once_and_their_memory_follows", options);
 }
 
-/// Of six destinations four fail, each in its own way; the other two have the guest all the same.
+/// Of six destinations four fail, each for another reason; the other two get the guest all the same.
 #[test]
-fn what_fails_at_one_destination_is_that_ones() {
-    if !require_lab("what_fails_at_one_destination_is_that_ones") {
+fn a_failure_at_one_destination_does_not_affect_the_others() {
+    if !require_lab("a_failure_at_one_destination_does_not_affect_the_others") {
         return;
     }
-    let place = Place::new();
-    save(&place, guest(), "guest.img");
+    let fixture = Fixture::new();
+    save(&fixture, guest(), "guest.img");
     let (good, dies) = (waiting(&guest()), waiting(&guest()));
     let (busy, small) = (counting(small_guest()), waiting(&small_guest()));
-    let gone = format!("qmp:{}", place.name("nobody.qmp"));
-    let copy = place.name("copy.img");
+    let gone = format!("qmp:{}", fixture.name("missing.qmp"));
+    let copy = fixture.name("copy.img");
     let names = [qmp(&good), qmp(&dies), qmp(&busy), qmp(&small), gone.clone(), copy.clone()];
     // Slow, so that one can be killed half-way.
-    let line = format!("copy --json --stream {SLOW} {} {}", place.name("guest.img"), names.join(" "));
-    let mut towline = place.towline(&line);
-    moves(&mut towline, 1 << 20);
+    let line = format!("copy --json --stream {SLOW} {} {}", fixture.name("guest.img"), names.join(" "));
+    let mut towline = fixture.towline(&line);
+    wait_transferred(&mut towline, 1 << 20);
     dies.kill().unwrap();
     let finished = towline.wait(WITHIN).unwrap();
     assert_ended(&finished, SAFE, &[]);
     let results = results(&finished);
     assert_eq!(results.len(), names.len(), "{results:?}");
     let died = result_of(&results, &qmp(&dies))["error"].as_str().unwrap().to_owned();
-    // While it loaded, or while it was still being asked.
+    // During the load, or still during the preflight check.
     let words = ["ended while it loaded", "QEMU closed it (ended, crashed"];
     assert!(words.iter().any(|word| died.contains(word)), "{died}");
     for (name, text) in [
         (qmp(&dies), qmp(&dies).trim_start_matches("qmp:")),
         (qmp(&busy), "does not wait for a guest"),
         (qmp(&small), "RAM block \"pc.ram\" has 67108864 bytes in the guest and 16777216 there"),
-        (gone, "nobody.qmp"),
+        (gone, "missing.qmp"),
     ] {
         let result = result_of(&results, &name);
         assert_eq!((&result["event"], &result["exit"]), (&"failed".into(), &SAFE.into()), "{result}");
@@ -137,11 +137,11 @@ fn what_fails_at_one_destination_is_that_ones() {
     assert_runs(&good);
     assert_runs(&busy);
     assert_waits(&small);
-    place.assert_holds(&["copy.img", "copy.img.manifest.json", "guest.img", "guest.img.manifest.json"]);
-    assert_ne!(finished.status.code(), Some(LOOK_AT));
+    fixture.assert_holds(&["copy.img", "copy.img.manifest.json", "guest.img", "guest.img.manifest.json"]);
+    assert_ne!(finished.status.code(), Some(UNCERTAIN));
 }
 
-/// With a disk that is the file `name`, which is made.
+/// Adds a disk, backed by the file `disk`, which is created.
 fn with_disk(builder: &Builder, disk: &Path) -> Builder {
     std::fs::File::options().append(true).create(true).open(disk).unwrap().set_len(1 << 20).unwrap();
     builder.clone().args([
@@ -159,17 +159,17 @@ fn with_disk(builder: &Builder, disk: &Path) -> Builder {
 }
 
 #[test]
-fn clones_that_would_write_one_disk_are_refused() {
-    if !require_lab("clones_that_would_write_one_disk_are_refused") {
+fn clones_that_share_a_writable_disk_are_refused() {
+    if !require_lab("clones_that_share_a_writable_disk_are_refused") {
         return;
     }
-    let place = Place::new();
-    save(&place, with_disk(&guest(), &place.path("disk")), "guest.img");
-    let on = |disk: &str| waiting(&with_disk(&guest(), &place.path(disk)));
-    std::os::unix::fs::symlink(place.path("disk"), place.path("alias")).unwrap();
+    let fixture = Fixture::new();
+    save(&fixture, with_disk(&guest(), &fixture.path("disk")), "guest.img");
+    let on = |disk: &str| waiting(&with_disk(&guest(), &fixture.path(disk)));
+    std::os::unix::fs::symlink(fixture.path("disk"), fixture.path("alias")).unwrap();
     let (first, second, own) = (on("disk"), on("alias"), on("own"));
     let names = [qmp(&first), qmp(&second), qmp(&own)];
-    let finished = place.run(&format!("copy --json {} {}", place.name("guest.img"), names.join(" ")));
+    let finished = fixture.run(&format!("copy --json {} {}", fixture.name("guest.img"), names.join(" ")));
     assert_ended(&finished, SAFE, &[]);
     let results = results(&finished);
     for (name, other) in [(&names[0], &second), (&names[1], &first)] {
@@ -179,34 +179,36 @@ fn clones_that_would_write_one_disk_are_refused() {
         assert!(error.contains("has the writable drive \"disk0\"") && error.contains(&other), "{error}");
     }
     assert_eq!(result_of(&results, &names[2])["destination-state"], "running");
-    // Told once, of all: their cards have one address, and they do not know that they are clones.
+    // One warning for all of them: their cards have the same address, and the guests do not know that they are
+    // clones.
     let notices = finished.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let notices: Vec<_> = notices.filter(|event| event["event"] == "notice").collect();
     for text in ["3 of the clones have network cards", "3 of the clones have no vmgenid device"] {
-        let said = notices.iter().filter(|notice| notice["text"].as_str().unwrap().starts_with(text)).count();
-        assert_eq!(said, 1, "{text}: {notices:?}");
+        let count =
+            notices.iter().filter(|notice| notice["text"].as_str().unwrap().starts_with(text)).count();
+        assert_eq!(count, 1, "{text}: {notices:?}");
     }
     for waits in [&first, &second] {
         assert_waits(waits);
     }
     assert_runs(&own);
-    // Neither was told anything: alone it takes the guest.
+    // No command was sent to either: alone it loads the guest.
     drop(second);
-    assert_ended(&place.run(&format!("copy {} {}", place.name("guest.img"), qmp(&first))), 0, &[]);
+    assert_ended(&fixture.run(&format!("copy {} {}", fixture.name("guest.img"), qmp(&first))), 0, &[]);
     assert_runs(&first);
 }
 
 #[test]
-fn a_destination_that_is_named_twice_is_usage() {
-    if !require_lab("a_destination_that_is_named_twice_is_usage") {
+fn a_destination_that_is_named_twice_is_a_usage_error() {
+    if !require_lab("a_destination_that_is_named_twice_is_a_usage_error") {
         return;
     }
-    let place = Place::new();
-    save(&place, small_guest(), "guest.img");
+    let fixture = Fixture::new();
+    save(&fixture, small_guest(), "guest.img");
     let destination = waiting(&small_guest());
-    let (image, name) = (place.name("guest.img"), qmp(&destination));
-    let finished = place.run(&format!("copy {image} {name} {} {name}", place.name("other.img")));
+    let (image, name) = (fixture.name("guest.img"), qmp(&destination));
+    let finished = fixture.run(&format!("copy {image} {name} {} {name}", fixture.name("other.img")));
     assert_ended(&finished, 2, &[&format!("{name} is named twice, and takes one guest")]);
     assert_waits(&destination);
-    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+    fixture.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }

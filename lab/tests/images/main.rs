@@ -1,9 +1,9 @@
-//! What images are good for beyond one guest saved and restored once.
+//! Images beyond saving and restoring one guest once.
 //!
 //! ```text
-//!   clones     one image, several QEMUs at once; what goes wrong at one is its own
-//!   chains     incremental images: size, depth, damage in each file, a base that is gone or another one
-//!   instant    background snapshots: the guest runs on, the image is of one instant
+//!   clones     one image, several QEMUs at once; a failure at one does not affect the others
+//!   chains     incremental images: size, depth, damage in each file, a missing or wrong base
+//!   instant    background snapshots: the guest keeps running, the image is of one instant
 //! ```
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 

@@ -1,4 +1,5 @@
-//! Between two towlines packets carry checksums: a byte that is changed there is found, and its page is named.
+//! Packets between two towlines carry checksums: a byte that is changed on the way is detected, and its page is
+//! named.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -8,13 +9,13 @@ use towline_lab::{require_lab, wait_until};
 
 use crate::support::{WITHIN, assert_ended, completed, counting, qmp, small, start, waiting};
 
-/// The lane that is changed, by the order of its connection; 0 is the main channel.
+/// Index of the changed lane, by the order of its connection; 0 is the main channel.
 const LANE: usize = 2;
-/// Within a page of the lane's first packets: behind its init packet, the first SYNC and a header.
+/// Offset within a page of the lane's first packets: after its init packet, the first SYNC and a header.
 const BYTE: usize = 64 + 1344 + 1344 + 5000;
 const MULTIFD: [u8; 4] = [0x11, 0x22, 0x33, 0x44];
 
-/// Passes connections on to `there`, and changes a byte of one lane if asked to. Its threads end with the connections.
+/// Forwards connections to `there`, and changes a byte of one lane if `flips`. Its threads end with the connections.
 fn wire(there: String, flips: bool) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -58,11 +59,11 @@ fn a_byte_changed_between_two_towlines_is_found_and_its_page_named() {
         let line = format!("copy --json --multifd-channels 4 tcp:127.0.0.1:0 {}", qmp(&destination));
         let there = start(&line);
         let listening = wait_until("a towline that listens", WITHIN, || {
-            let said = there.stdout() + &there.stderr();
-            let address = said.split_once("listening on tcp:").map(|(_, rest)| {
+            let output = there.stdout() + &there.stderr();
+            let address = output.split_once("listening on tcp:").map(|(_, rest)| {
                 rest.chars().take_while(|c| c.is_ascii_digit() || ".:".contains(*c)).collect::<String>()
             });
-            Ok(address.filter(|_| said.contains('\n')))
+            Ok(address.filter(|_| output.contains('\n')))
         })
         .unwrap();
         let wire = wire(listening, flips);

@@ -1,4 +1,5 @@
-//! A guest that writes faster than it can be sent: it is told so in figures and runs on, or it is slowed down.
+//! A guest that writes faster than it can be sent: towline reports that with figures and the guest runs on, or it is
+//! throttled.
 
 use serde_json::Value;
 use towline_lab::{Qemu, require_lab};
@@ -6,9 +7,9 @@ use towline_lab::{Qemu, require_lab};
 use crate::support::{MIB, assert_ended, completed, events, linux, prove_alive, qmp, run, waiting, writing};
 
 const RATE: u64 = 60_000_000;
-/// A pass over it takes longer than the guest may stand still.
+/// A pass over it takes longer than the allowed downtime.
 const RANGE: u64 = 16 * MIB;
-/// Without lanes, over which QEMU sends up to a packet each more than it is allowed at a time.
+/// Without lanes, with which QEMU exceeds its bandwidth limit by up to a packet each.
 const SLOW: &str = "--multifd-channels 0 --max-bandwidth 24M --downtime-limit 100";
 
 fn auto_converge(qemu: &Qemu) -> bool {
@@ -49,8 +50,8 @@ fn a_guest_that_writes_too_fast_gets_a_verdict_and_runs_on() {
 }
 
 #[test]
-fn throttle_slows_such_a_guest_down_until_it_can_be_moved() {
-    if !require_lab("throttle_slows_such_a_guest_down_until_it_can_be_moved") {
+fn throttle_slows_a_guest_down_until_it_converges() {
+    if !require_lab("throttle_slows_a_guest_down_until_it_converges") {
         return;
     }
     let builder = linux(256);
@@ -68,7 +69,7 @@ fn throttle_slows_such_a_guest_down_until_it_can_be_moved() {
 }
 
 #[test]
-fn only_a_qemu_that_is_driven_can_be_told_to_throttle() {
+fn throttle_is_refused_without_a_monitor_at_the_source() {
     for source in ["guest.img", "tcp:127.0.0.1:1"] {
         let finished = run(&format!("copy --throttle {source} qmp:b.qmp"));
         assert_ended(&finished, 2, &["--throttle is for a qmp: source"]);

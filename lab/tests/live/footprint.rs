@@ -1,4 +1,5 @@
-//! A relay holds no guest: whatever the guest has, what towline takes for it is bounded, also where the destination is slow.
+//! A relay does not buffer a guest: towline's memory is bounded whatever the guest's size, also with a slow
+//! destination.
 
 use std::time::Duration;
 
@@ -6,7 +7,7 @@ use towline_lab::{Towline, require_lab, wait_until};
 
 use crate::support::{MIB, WITHIN, completed, events, linux, prove_alive, qmp, start, waiting, writing};
 
-/// What a relay may take.
+/// Maximum memory of a relay.
 const OWN_BYTES_MAX: u64 = 96 * MIB;
 const RANGE: u64 = 16 * MIB;
 
@@ -20,7 +21,7 @@ fn transferred(towline: &Towline) -> u64 {
     events.iter().filter_map(|event| event["ram"]["transferred"].as_u64()).max().unwrap_or_default()
 }
 
-/// Its destination is stopped for a while in the middle: nothing piles up in between, and the source waits.
+/// The destination is stopped for a while in the middle: nothing accumulates in between, and the source is blocked.
 #[test]
 fn a_relay_takes_little_memory_and_makes_its_source_wait() {
     if !require_lab("a_relay_takes_little_memory_and_makes_its_source_wait") {
@@ -32,7 +33,7 @@ fn a_relay_takes_little_memory_and_makes_its_source_wait() {
     let tick = guest.tick().unwrap();
     drop(guest);
     let destination = waiting(&builder);
-    // Slow enough that it is under way for some seconds.
+    // Slow enough that it takes some seconds.
     let line = format!(
         "copy --json --multifd-channels 16 --max-bandwidth 96M {} {}",
         qmp(&source),
@@ -46,7 +47,7 @@ fn a_relay_takes_little_memory_and_makes_its_source_wait() {
     })
     .unwrap();
     signal(destination.pid(), "-STOP");
-    // Until nothing more gets through, what was on its way had the time to pile up.
+    // Once no more bytes get through, all buffers between the two are full.
     let mut stood = (0, 0);
     wait_until("a source that waits", WITHIN, || {
         peak = peak.max(towline.own_memory().unwrap_or_default());
@@ -70,7 +71,7 @@ fn a_relay_takes_little_memory_and_makes_its_source_wait() {
     assert!(peak > 0, "it was never looked at");
     assert!(peak < OWN_BYTES_MAX, "{peak} bytes");
     assert!(done["downtime"].as_u64().is_some() && done["total-time"].as_u64() > Some(0), "{done}");
-    // Counted by both, so that no page was received twice or sent from elsewhere.
+    // Counted at both ends, so that no page was received twice or sent by another way.
     assert!(done["ram"]["normal"].as_u64() >= Some(256 * MIB / 4096), "{done}");
     prove_alive(&destination, RANGE, tick);
 }

@@ -1,4 +1,4 @@
-//! Two hosts, each a network namespace with a towline of its own: what goes between them goes over their one link.
+//! Two hosts, each a network namespace with a towline: all traffic between them goes over their one link.
 
 use std::process::Command;
 
@@ -14,7 +14,7 @@ const IP: &str = "/usr/sbin/ip";
 const ADDRESSES: [&str; 2] = ["10.213.77.1", "10.213.77.2"];
 const PORT: u16 = 4444;
 
-/// Two network namespaces joined by a veth pair. Dropping it takes both away, and the link with them.
+/// Two network namespaces connected by a veth pair. Dropping it removes both, and the link with them.
 struct Hosts {
     names: [String; 2],
 }
@@ -27,7 +27,7 @@ impl Hosts {
             ip(&["netns", "add", name])?;
         }
         let [a, b] = &hosts.names;
-        // Made within the first, so that no name of the machine's own is taken.
+        // Created within the first, so that no interface name of the machine is in the way.
         let link = ["link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", b];
         ip(&[&["-n", a][..], &link].concat())?;
         for (name, address) in hosts.names.iter().zip(ADDRESSES) {
@@ -37,7 +37,7 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// Starts a towline on one of them, with arguments that spaces separate.
+    /// Starts a towline on one of them, with space-separated arguments.
     fn towline(&self, host: usize, arguments: &str) -> Result<Towline> {
         let binary = towline_binary()?.display().to_string();
         let line = ["netns", "exec", &self.names[host], &binary];
@@ -48,7 +48,7 @@ impl Hosts {
 impl Drop for Hosts {
     fn drop(&mut self) {
         for name in &self.names {
-            // It may not have come to be, and a destructor has nobody to tell.
+            // It may not exist, and a destructor cannot return an error.
             let _ = ip(&["netns", "delete", name]);
         }
     }
@@ -56,12 +56,13 @@ impl Drop for Hosts {
 
 fn ip(arguments: &[&str]) -> Result<()> {
     let output = Command::new(IP).args(arguments).output().with_context(|| format!("{IP} cannot be run"))?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "ip {}: {}", arguments.join(" "), said.trim());
+    let text = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "ip {}: {}", arguments.join(" "), text.trim());
     Ok(())
 }
 
-/// Memory equal to the byte while both stand still; then it goes on at the destination.
+/// Asserts that memory is equal to the byte while both are stopped, and that the guest then runs on at the
+/// destination.
 fn prove(source: &Qemu, destination: &Qemu, tick: u64) {
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
     assert_eq!(destination.qmp().status().unwrap(), "paused");

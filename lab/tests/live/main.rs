@@ -1,4 +1,4 @@
-//! Guests that run, and write their memory, while they go from QEMU to QEMU through towline.
+//! Guests that run, and write their memory, while towline moves them from QEMU to QEMU.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod checksums;

@@ -1,17 +1,18 @@
-//! `towline move`: the guest goes on at its destination, its source is ended; on any failure it stays where it was.
+//! `towline move`: the guest runs on at its destination and its source exits; after any failure it stays at its
+//! source.
 
 use serde_json::{Value, json};
 use towline_lab::{Qemu, require_lab};
 
 use crate::support::{
     MIB, Scratch, WITHIN, assert_ended, completed, counting, linux, number, prove_alive, qmp, run, small,
-    start, tells, waiting, writing,
+    start, wait_event, waiting, writing,
 };
 
 const RATE: u64 = 20_000_000;
 const RANGE: u64 = 24 * MIB;
 
-/// The emulator ended by itself, as `quit` makes it.
+/// Asserts that the emulator has exited by itself, as after `quit`.
 #[track_caller]
 fn assert_quit(qemu: &Qemu) {
     let status = qemu.wait_exit(WITHIN).unwrap();
@@ -96,7 +97,9 @@ fn a_move_that_fails_leaves_its_source_running() {
             qmp(&source),
             qmp(&destination)
         ));
-        tells(&mut towline, "a MiB that moved", |event| event["ram"]["transferred"].as_u64() >= Some(MIB));
+        wait_event(&mut towline, "a MiB that moved", |event| {
+            event["ram"]["transferred"].as_u64() >= Some(MIB)
+        });
         destination.kill().unwrap();
         let finished = towline.wait(WITHIN).unwrap();
         assert_ended(&finished, 1, &["it ended while it loaded", "the guest: safe at its source"]);
@@ -110,10 +113,10 @@ fn a_move_that_fails_leaves_its_source_running() {
 }
 
 #[test]
-fn what_has_no_qemu_to_end_is_refused() {
+fn a_move_without_a_source_qemu_is_refused() {
     let source = "qmp:/nonexistent.qmp";
     for (arguments, texts) in [
-        ("guest.img qmp:b.qmp", &["needs its qmp: socket; for file:guest.img use `copy`"][..]),
+        ("guest.img qmp:b.qmp", &["needs a qmp: endpoint; for file:guest.img use `copy`"][..]),
         ("tcp:127.0.0.1:1 qmp:b.qmp", &["for tcp:127.0.0.1:1 use `copy`"]),
         (&format!("--resume {source} qmp:b.qmp"), &["use `copy --resume`"]),
         (&format!("{source} null:"), &["null: keeps nothing"]),

@@ -1,4 +1,4 @@
-//! What these tests share: guests that write while they are moved, and how a towline ended.
+//! Helpers of these tests: guests that write while they are moved.
 
 use std::time::Duration;
 
@@ -6,26 +6,26 @@ use serde_json::Value;
 pub(crate) use towline_lab::expect::{Scratch, assert_ended, completed, events, number, qmp};
 use towline_lab::{BootSector, Builder, Finished, LinuxGuest, Qemu, Towline, Version, expect, towline};
 
-/// For anything that must come. Generous: two busy processors.
+/// Timeout of anything that must happen. Generous: two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// Starts `towline` with these arguments, which spaces separate.
+/// Starts `towline` with these space-separated arguments.
 pub(crate) fn start(arguments: &str) -> Towline {
     towline(arguments.split(' ')).unwrap()
 }
 
-/// Runs `towline` to its end.
+/// Runs `towline` until it exits.
 pub(crate) fn run(arguments: &str) -> Finished {
     start(arguments).wait(WITHIN).unwrap()
 }
 
-/// Waits until a towline with `--json` has told of such an event; it must not end before.
-pub(crate) fn tells(towline: &mut Towline, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
-    expect::tells(towline, what, WITHIN, wanted)
+/// Waits for an event of a towline with `--json`; towline must not exit before.
+pub(crate) fn wait_event(towline: &mut Towline, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+    expect::wait_event(towline, what, WITHIN, wanted)
 }
 
-/// The small guest: 16 MiB with content, one of them written for ever.
+/// The small guest: 16 MiB filled, one of them dirtied for ever.
 pub(crate) fn small() -> Builder {
     Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(BootSector::default())
 }
@@ -56,7 +56,7 @@ pub(crate) fn writing(builder: &Builder, rate: u64, range: u64) -> (Qemu, LinuxG
     (qemu, guest)
 }
 
-/// The guest goes on where it was: it counts on from `tick`, and every page that it wrote is as it was written.
+/// Asserts that the guest runs on: it counts on from `tick`, and every page that it wrote is as written.
 pub(crate) fn prove_alive(qemu: &Qemu, range: u64, tick: u64) -> u64 {
     qemu.qmp().wait_status("running", WITHIN).unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();

@@ -1,4 +1,4 @@
-//! The four ways of a guest, on each QEMU, with each number of lanes.
+//! The four routes of a guest, on each QEMU, with each number of lanes.
 
 use towline_lab::{Version, require_lab};
 
@@ -20,7 +20,7 @@ fn through_an_image(row: Row, lanes: usize) {
     prove_equal(&source, &destination);
 }
 
-/// QEMU → image, which stock QEMU 10.0 loads: told so by QMP, and by towline that hands it over.
+/// QEMU → image, loaded by stock QEMU 10.0: once by QMP, and once by towline.
 fn loaded_by_qemu(row: Row, lanes: usize) {
     let scratch = Scratch::new();
     let image = scratch.path("guest.img");

@@ -1,7 +1,7 @@
-//! From each QEMU to each other as a machine that both know, in every way that a guest can go.
+//! From each QEMU to each other with a machine type that both have, by every route.
 //!
-//! `make test` has each way once or more with the newest QEMU at one end; all ways of all pairs run in `cargo xtask soak versions`,
-//! which prints the table. TLS has its own test (`lab/tests/tls.rs`).
+//! `make test` runs each route at least once with the newest QEMU at one end; all routes of all pairs run in `cargo
+//! xtask soak versions`, which prints the table. TLS has its own test (`lab/tests/tls.rs`).
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
@@ -24,7 +24,7 @@ struct Crossing {
     machine: Version,
 }
 
-/// All of them: each release next to the newest one, both ways where the older one is not the oldest.
+/// All crossings: each release with the newest one, both ways where the older one is not the oldest.
 const CROSSINGS: [Crossing; 6] = [
     Crossing { from: V7_2, to: Newest, machine: V7_2 },
     Crossing { from: V10_0, to: Newest, machine: V10_0 },
@@ -45,7 +45,8 @@ impl Crossing {
         builder.cpu("Nehalem").memory_mib(64).boot_sector(BootSector::default())
     }
 
-    /// A guest that counts; stopped where QEMU loses what an emulated guest writes while it is migrated.
+    /// Starts a guest and waits until it counts; stopped where QEMU loses the writes of an emulated guest during a
+    /// migration.
     fn boot(self) -> Qemu {
         let qemu = boot(self.builder(self.from));
         if !self.from.tracks_emulated_writes() {
@@ -58,55 +59,55 @@ impl Crossing {
         waiting(self.builder(self.to))
     }
 
-    /// Whether both QEMUs have what came with this one.
+    /// Returns true if both QEMUs have a feature.
     fn both(self, has: fn(Version) -> bool) -> bool {
         has(self.from) && has(self.to)
     }
 }
 
-/// How a guest goes.
-struct ConfiguredBy {
+/// A route of a guest.
+struct Route {
     name: &'static str,
     goes: fn(Crossing),
-    /// What QEMU must have for it, at either end.
+    /// Feature that QEMU must have, at either end.
     needs: fn(Version) -> bool,
 }
 
-const fn way(name: &'static str, goes: fn(Crossing)) -> ConfiguredBy {
-    ConfiguredBy { name, goes, needs: |_| true }
+const fn route(name: &'static str, goes: fn(Crossing)) -> Route {
+    Route { name, goes, needs: |_| true }
 }
 
-const WAYS: [ConfiguredBy; 20] = [
-    way("image, no lanes", |crossing| through_an_image(crossing, &["--multifd-channels", "0"])),
-    way("image, 4 lanes", |crossing| through_an_image(crossing, &["--multifd-channels", "4"])),
-    way("image, 4 lanes, zstd", |crossing| {
+const ROUTES: [Route; 20] = [
+    route("image, no lanes", |crossing| through_an_image(crossing, &["--multifd-channels", "0"])),
+    route("image, 4 lanes", |crossing| through_an_image(crossing, &["--multifd-channels", "4"])),
+    route("image, 4 lanes, zstd", |crossing| {
         through_an_image(crossing, &["--multifd-channels", "4", "--compression", "zstd"]);
     }),
-    way("image, loaded by QEMU if it can", handed_over),
-    ConfiguredBy { name: "QEMU's own image", goes: from_an_image_of_qemus, needs: |version| version != V7_2 },
-    way("--live image", live_image),
-    way("stream, no lanes", |crossing| between_two_sockets(crossing, 0)),
-    way("stream, 4 lanes", |crossing| between_two_sockets(crossing, 4)),
-    way("copy, no lanes", |crossing| relayed(crossing, &["--multifd-channels", "0"])),
-    way("copy, 4 lanes", |crossing| relayed(crossing, &["--multifd-channels", "4"])),
-    way("copy, 4 lanes, zstd", |crossing| {
+    route("image, loaded by QEMU if it can", handed_over),
+    Route { name: "QEMU's own image", goes: from_an_image_of_qemus, needs: |version| version != V7_2 },
+    route("--live image", live_image),
+    route("stream, no lanes", |crossing| between_two_sockets(crossing, 0)),
+    route("stream, 4 lanes", |crossing| between_two_sockets(crossing, 4)),
+    route("copy, no lanes", |crossing| relayed(crossing, &["--multifd-channels", "0"])),
+    route("copy, 4 lanes", |crossing| relayed(crossing, &["--multifd-channels", "4"])),
+    route("copy, 4 lanes, zstd", |crossing| {
         relayed(crossing, &["--multifd-channels", "4", "--compression", "zstd"]);
     }),
-    way("move, no lanes", |crossing| moved(crossing, &["--multifd-channels", "0"])),
-    way("move, 4 lanes", |crossing| moved(crossing, &["--multifd-channels", "4"])),
-    way("move, 4 lanes, zstd", |crossing| {
+    route("move, no lanes", |crossing| moved(crossing, &["--multifd-channels", "0"])),
+    route("move, 4 lanes", |crossing| moved(crossing, &["--multifd-channels", "4"])),
+    route("move, 4 lanes, zstd", |crossing| {
         moved(crossing, &["--multifd-channels", "4", "--compression", "zstd"]);
     }),
-    way("image, --postcopy", |crossing| restored(crossing, &["--postcopy"])),
-    way("image, --postcopy-preempt", |crossing| restored(crossing, &["--postcopy", "--postcopy-preempt"])),
-    way("copy --postcopy", |crossing| followed(crossing, &[])),
-    way("copy --postcopy-preempt", |crossing| followed(crossing, &["--postcopy-preempt"])),
-    ConfiguredBy {
+    route("image, --postcopy", |crossing| restored(crossing, &["--postcopy"])),
+    route("image, --postcopy-preempt", |crossing| restored(crossing, &["--postcopy", "--postcopy-preempt"])),
+    route("copy --postcopy", |crossing| followed(crossing, &[])),
+    route("copy --postcopy-preempt", |crossing| followed(crossing, &["--postcopy-preempt"])),
+    Route {
         name: "copy --postcopy, 4 lanes",
         goes: |crossing| followed(crossing, &["--multifd-channels", "4"]),
         needs: |version| version == Newest,
     },
-    ConfiguredBy {
+    Route {
         name: "copy --postcopy-preempt, 4 lanes, zstd",
         goes: |crossing| {
             followed(crossing, &["--postcopy-preempt", "--multifd-channels", "4", "--compression", "zstd"]);
@@ -115,7 +116,7 @@ const WAYS: [ConfiguredBy; 20] = [
     },
 ];
 
-/// Pairs and ways of `make test`.
+/// Pairs and routes of `make test`.
 const SHORT: [(Crossing, &str); 9] = [
     (UP, "image, 4 lanes"),
     (UP, "move, no lanes"),
@@ -134,21 +135,21 @@ fn guests_cross_from_version_to_version() {
         return;
     }
     let all = std::env::var_os("TOWLINE_SOAK_VERSIONS").is_some();
-    let named = |name: &str| WAYS.iter().find(|way| way.name == name).unwrap();
-    let cells: Vec<(Crossing, &ConfiguredBy)> = match all {
-        true => CROSSINGS.iter().flat_map(|crossing| WAYS.iter().map(|way| (*crossing, way))).collect(),
+    let named = |name: &str| ROUTES.iter().find(|route| route.name == name).unwrap();
+    let cells: Vec<(Crossing, &Route)> = match all {
+        true => CROSSINGS.iter().flat_map(|crossing| ROUTES.iter().map(|route| (*crossing, route))).collect(),
         false => SHORT.into_iter().map(|(crossing, name)| (crossing, named(name))).collect(),
     };
     let only = std::env::var("TOWLINE_CROSSING").unwrap_or_default();
     let (mut held, mut failed) = (0, Vec::new());
-    for (crossing, way) in cells.into_iter().filter(|(crossing, way)| crossing.both(way.needs)) {
-        let name = format!("{:?} to {:?}: {}", crossing.from, crossing.to, way.name);
+    for (crossing, route) in cells.into_iter().filter(|(crossing, route)| crossing.both(route.needs)) {
+        let name = format!("{:?} to {:?}: {}", crossing.from, crossing.to, route.name);
         if !name.contains(&only) {
             continue;
         }
         let begun = Instant::now();
-        // Nothing is used afterwards but the name.
-        match catch_unwind(AssertUnwindSafe(|| (way.goes)(crossing))) {
+        // Only the name is used from here on.
+        match catch_unwind(AssertUnwindSafe(|| (route.goes)(crossing))) {
             Ok(()) => held += 1,
             Err(_) => failed.push(name.clone()),
         }
@@ -187,7 +188,7 @@ fn from_an_image_of_qemus(crossing: Crossing) {
     prove_equal(&source, &destination);
 }
 
-/// The guest runs on, so only what it does not write can be compared.
+/// The guest runs on, so only memory that it does not write can be compared.
 fn live_image(crossing: Crossing) {
     let scratch = Scratch::new();
     let (image, source) = (scratch.text("guest.img"), crossing.boot());
@@ -230,8 +231,9 @@ fn moved(crossing: Crossing, how: &[&str]) {
     go_on(&destination, counter);
 }
 
-/// A guest goes on at its destination while most of what it wrote is still at the source. It writes too much for QEMU to come to an end
-/// without that. Where QEMU loses what an emulated guest writes it is stopped until the first pages have gone, or for good.
+/// A guest runs at its destination while most of its memory is still at the source (postcopy). It writes too much to
+/// converge without that. Where QEMU loses the writes of an emulated guest it is stopped until the first pages have
+/// been sent, or for good.
 fn followed(crossing: Crossing, how: &[&str]) {
     let (source, destination) = (crossing.boot(), crossing.waiting());
     let (counter, begins_stopped) =
@@ -260,7 +262,7 @@ fn followed(crossing: Crossing, how: &[&str]) {
     assert_eq!(finished.status.code(), Some(0), "{}; there: {}", finished.stderr, destination.stderr());
     let migrated = wait_migrated(&source);
     if crossing.from.tracks_emulated_writes() {
-        // An answer brings what was told before it.
+        // A reply comes after all events that precede it.
         destination.qmp().status().unwrap();
         let events = destination.qmp().take_events();
         assert!(events.iter().any(|event| event["data"]["status"] == "postcopy-active"), "{events:?}");
@@ -279,7 +281,7 @@ fn restored(crossing: Crossing, how: &[&str]) {
     go_on(&destination, counter);
 }
 
-/// The guest counts on from there, and what it was filled with is as it was.
+/// Asserts that the guest counts on from there, and that its filled memory is unchanged.
 fn go_on(destination: &Qemu, counter: u64) {
     destination.qmp().execute("cont", Value::Null).unwrap();
     assert!(destination.wait_counting(WITHIN).unwrap() > counter);

@@ -1,4 +1,4 @@
-//! The other streams: `unix:`, `exec:`, `fd:`, and what a user's QEMU may put into one.
+//! The other endpoints: `unix:`, `exec:`, `fd:`, and streams with features that a user's QEMU may enable.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,7 +13,7 @@ use crate::support::{
 
 const ROWS: [Row; 2] = [Row::Qemu10_0, Row::Qemu7_2];
 
-/// Puts a stored guest beside the one that it was, and looks.
+/// Restores a stored guest beside its original, and compares.
 fn prove_stored(row: Row, source: &Qemu, image: &str) {
     let destination = waiting(row.builder());
     copy(&["--stream", "--verify", "--paused", image, &qmp(&destination)]);
@@ -105,9 +105,9 @@ fn through_a_command_that_keeps_the_stream() {
             format!("exec:cat {}", scratch.text("stream")),
         );
         let source = row.boot();
-        // A running guest would be ended though nobody has said that it arrived.
-        let said = refused(2, &["--return-path", "off", &qmp(&source), &write]);
-        assert!(said.starts_with("towline: --return-path off with a running guest:"), "{said}");
+        // A running guest would be ended though its arrival is unconfirmed.
+        let output = refused(2, &["--return-path", "off", &qmp(&source), &write]);
+        assert!(output.starts_with("towline: --return-path off with a running guest:"), "{output}");
         assert_ne!(source.qmp().status().unwrap(), "postmigrate");
         copy(&[&qmp(&source), &image]);
         copy(&["--return-path", "off", &image, &write]);
@@ -127,7 +127,7 @@ fn from_the_file_of_a_stock_migration() {
         let source = row.boot();
         migrate_as_set(&source, &format!("exec:cat > {stream}"));
         wait_migrated(&source);
-        // The command may still be writing when QEMU is done; the stream says itself where it ends.
+        // The command may still be writing when QEMU is done; the stream itself contains its end.
         let read = format!("exec:cat {stream}");
         wait_until("whole stream", WITHIN, || {
             let finished = start_copy(&["--return-path", "off", &read, &image]).wait(WITHIN)?;
@@ -140,9 +140,9 @@ fn from_the_file_of_a_stock_migration() {
 
 #[test]
 fn a_command_cannot_have_lanes() {
-    let said = refused(2, &["--multifd-channels", "4", "exec:cat", "null:"]);
+    let output = refused(2, &["--multifd-channels", "4", "exec:cat", "null:"]);
     let wanted = "towline: --multifd-channels 4 with exec:cat: only tcp:, unix:, ws:// and wss:// have several connections; leave the option out\n";
-    assert_eq!(said, wanted);
+    assert_eq!(output, wanted);
 }
 
 #[test]
@@ -169,7 +169,7 @@ fn through_descriptors_that_were_inherited() {
     }
 }
 
-/// `towline copy` with a connection of ours as `fd:N`; our own end of it is closed.
+/// Runs `towline copy` with one of our connections as `fd:N`; our own end of it is closed.
 fn inheriting(connection: UnixStream, endpoints: &dyn Fn(String) -> Vec<String>) {
     let mut arguments = vec!["copy".to_owned()];
     arguments.extend(endpoints(format!("fd:{}", connection.as_raw_fd())));
@@ -179,8 +179,8 @@ fn inheriting(connection: UnixStream, endpoints: &dyn Fn(String) -> Vec<String>)
     towline.wait_done(WITHIN).unwrap();
 }
 
-/// A guest that is not done with before it is told so: two pages may be left at most, and each look at what was written finds
-/// more.
+/// A guest that does not converge until `downtime-limit` is raised: two pages may be left at most, and each
+/// synchronisation of the dirty log finds more.
 #[test]
 fn xbzrle_is_decoded() {
     if !require_lab("xbzrle_is_decoded") {

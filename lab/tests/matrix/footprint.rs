@@ -1,4 +1,4 @@
-//! How much memory towline itself takes: little, and no more for a bigger guest.
+//! Memory of towline itself: little, and no more for a bigger guest.
 
 use std::time::Duration;
 
@@ -6,16 +6,16 @@ use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab, wait
 
 use crate::support::{Scratch, WITHIN, boot, prove_equal, qmp, start_copy, waiting};
 
-/// What a copy with four lanes may take.
+/// Maximum memory of a copy with four lanes.
 const OWN_BYTES_MAX: u64 = 96 << 20;
-/// `cargo xtask soak rss` says how big the guest is, in MiB.
+/// Environment variable with the guest's memory in MiB, for `cargo xtask soak rss`.
 const MEMORY_MIB_VARIABLE: &str = "TOWLINE_SOAK_RSS_MIB";
 const MEMORY_MIB: u64 = 1024;
-/// The small guest reaches no further.
+/// Maximum memory of the small guest.
 const FILL_MIB_MAX: u64 = 1900;
 const COPY_WITHIN: Duration = Duration::from_secs(600);
 
-/// Runs to its end; the most memory of its own that it was seen with. A file that is mapped is not its own.
+/// Waits until towline exits; returns the maximum of its private memory. A mapped file does not count.
 fn own_memory_peak(mut towline: Towline) -> u64 {
     let mut peak = 0;
     wait_until("end of towline", COPY_WITHIN, || {

@@ -1,4 +1,4 @@
-//! A real Linux, which says itself what its memory holds and how far it has counted.
+//! A real Linux, which itself reports the hash of its memory and its counter.
 
 use towline_lab::{
     Builder, Kernel, LinuxGuest, Qemu, Version, require_kernel, require_lab, require_qemu, towline,
@@ -13,12 +13,12 @@ use crate::support::{
 const MIB: u64 = 1 << 20;
 
 fn builder() -> Builder {
-    // A part of the memory above 4 GiB, without the gigabytes that q35 would want for it.
+    // A part of the memory above 4 GiB, without the gigabytes that q35 would need for that.
     let machine = "pc-q35-10.0,max-ram-below-4g=128M";
     Qemu::builder(Version::V10_0).machine(machine).cpu("Nehalem").linux().memory_mib(320).processors(2)
 }
 
-/// A guest with something in its memory, and what it says of that.
+/// A guest with filled memory, and the facts that it reported.
 struct Known {
     source: Qemu,
     hash: String,
@@ -34,7 +34,7 @@ impl Known {
         (Self { source, hash, tick }, guest)
     }
 
-    /// Looks at the paused destination, lets it run on, and asks its agent.
+    /// Compares the paused destination, resumes it, and queries its agent.
     fn prove_moved_to(&self, destination: &Qemu) -> LinuxGuest {
         assert_eq!(destination.memory_hash().unwrap(), self.source.memory_hash().unwrap());
         destination.qmp().execute("cont", serde_json::Value::Null).unwrap();
@@ -95,7 +95,7 @@ fn between_two_sockets() {
     known.prove_moved_to(&destination);
 }
 
-/// Writes while it is copied; returns pages written before the copy began.
+/// Starts writing before a copy; returns the pages written before the copy began.
 fn dirtying(guest: &mut LinuxGuest) -> u64 {
     guest.dirty(48 * MIB, 24 * MIB).unwrap();
     let pages = 24 * MIB / 4096;
@@ -139,7 +139,7 @@ fn writing_while_it_is_stored() {
     let (known, mut guest) = Known::boot();
     let before = dirtying(&mut guest);
     drop(guest);
-    // Slow enough for several passes over what it writes.
+    // Slow enough for several passes over the written range.
     copy_with(4, &["--max-bandwidth", "128M", "--downtime-limit", "150", &qmp(&known.source), &image]);
     let destination = waiting(builder());
     copy(&["--verify", "--stream", "--paused", &image, &qmp(&destination)]);

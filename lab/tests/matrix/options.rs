@@ -1,11 +1,11 @@
-//! What the options promise: who is paused afterwards, who runs, and what is refused.
+//! Effects of the options: run states afterwards, and refusals.
 
 use serde_json::Value;
 use towline_lab::require_lab;
 
 use crate::support::{Row, Scratch, WITHIN, boot, completed, copy, prove_equal, qmp, refused, stop, waiting};
 
-/// A paused guest, stored, and copied in each of the three ways; what the destination does then.
+/// Stores a paused guest, copies it in each of the three ways, and asserts the destination's run state.
 fn paused_guest_arrives(how: &[&str], status: &str) {
     let scratch = Scratch::new();
     let image = scratch.text("guest.img");
@@ -76,8 +76,8 @@ fn resume_runs_the_source_on_and_it_can_be_copied_again() {
         copy(&[&qmp(&source), &scratch.text("second.img")]);
         source.qmp().wait_status("postmigrate", WITHIN).unwrap();
         let third = [&qmp(&source)[..], &scratch.text("third.img")];
-        let said = refused(1, &third);
-        assert!(said.contains("resume it first (`cont`), or pass --resume"), "{said}");
+        let output = refused(1, &third);
+        assert!(output.contains("resume it first (`cont`), or pass --resume"), "{output}");
         assert!(!scratch.path("third.img").exists());
         source.qmp().wait_status("postmigrate", WITHIN).unwrap();
         copy(&[&["--resume"], &third[..]].concat());
@@ -125,42 +125,43 @@ fn a_running_guest_goes_to_one_destination() {
     let scratch = Scratch::new();
     let source = boot(Row::Qemu10_0.builder());
     let (from, one, two) = (qmp(&source), scratch.text("one.img"), scratch.text("two.img"));
-    let said = refused(2, &[&from, &one, &two]);
+    let output = refused(2, &[&from, &one, &two]);
     let wanted = format!(
         "towline: 2 destinations, but {from} can be read only once: copy it to an image first, then the image to all of them\n"
     );
-    assert_eq!(said, wanted);
+    assert_eq!(output, wanted);
     assert!(!scratch.path("one.img").exists() && !scratch.path("two.img").exists());
     source.wait_counting(WITHIN).unwrap();
 }
 
 #[test]
-fn nothing_is_replaced_unasked() {
-    if !require_lab("nothing_is_replaced_unasked") {
+fn an_existing_image_is_not_replaced_without_overwrite() {
+    if !require_lab("an_existing_image_is_not_replaced_without_overwrite") {
         return;
     }
     let scratch = Scratch::new();
     let image = scratch.path("guest.img");
     std::fs::write(&image, "somebody's").unwrap();
     let source = boot(Row::Qemu10_0.builder());
-    let said = refused(1, &[&qmp(&source), image.to_str().unwrap()]);
+    let output = refused(1, &[&qmp(&source), image.to_str().unwrap()]);
     let wanted = "exists already; choose another name, remove it, or pass --overwrite\n";
     let wanted = format!("towline: {} {wanted}", image.display());
-    assert!(said.starts_with(&wanted), "{said}");
+    assert!(output.starts_with(&wanted), "{output}");
     assert_eq!(std::fs::read(&image).unwrap(), b"somebody's");
     assert_eq!(source.qmp().status().unwrap(), "running");
     source.wait_counting(WITHIN).unwrap();
 }
 
 #[test]
-fn a_bandwidth_limit_is_kept_by_whoever_sends() {
-    if !require_lab("a_bandwidth_limit_is_kept_by_whoever_sends") {
+fn a_bandwidth_limit_applies_to_qemu_and_to_towline() {
+    if !require_lab("a_bandwidth_limit_applies_to_qemu_and_to_towline") {
         return;
     }
     let scratch = Scratch::new();
     let image = scratch.text("guest.img");
     let source = boot(Row::Qemu10_0.builder());
-    // More than what the guest writes, so that it ends; with a limit, an image is streamed and not handed over.
+    // More than the guest's rate of writes, so that it converges; with a limit, an image is streamed and not loaded
+    // by QEMU.
     copy(&["--max-bandwidth", "1G", "--downtime-limit", "1000", &qmp(&source), &image]);
     let destination = waiting(Row::Qemu10_0.builder());
     let done = completed(&["--max-bandwidth", "1G", "--paused", &image, &qmp(&destination)]);
@@ -169,23 +170,23 @@ fn a_bandwidth_limit_is_kept_by_whoever_sends() {
 }
 
 #[test]
-fn a_destination_that_does_not_fit_is_told_before_anything_moves() {
-    if !require_lab("a_destination_that_does_not_fit_is_told_before_anything_moves") {
+fn a_destination_that_does_not_fit_is_refused_before_anything_is_sent() {
+    if !require_lab("a_destination_that_does_not_fit_is_refused_before_anything_is_sent") {
         return;
     }
     let scratch = Scratch::new();
     let image = scratch.text("guest.img");
     let source = boot(Row::Qemu10_0.builder());
     let destination = waiting(Row::Qemu7_2.builder().memory_mib(128));
-    let said = refused(1, &[&qmp(&source), &qmp(&destination)]);
+    let output = refused(1, &[&qmp(&source), &qmp(&destination)]);
     let machine = "the guest's machine type is pc-q35-10.0, there it is pc-q35-7.2 (start it with -machine pc-q35-10.0)";
     let memory = "RAM block \"pc.ram\" has 67108864 bytes in the guest and 134217728 there";
-    assert!(said.contains(machine) && said.contains(memory), "{said}");
+    assert!(output.contains(machine) && output.contains(memory), "{output}");
     assert_eq!(source.qmp().status().unwrap(), "running");
     source.wait_counting(WITHIN).unwrap();
     copy(&[&qmp(&source), &image]);
-    let said = refused(1, &[&image, &qmp(&destination)]);
-    assert!(said.contains(machine) && said.contains(memory), "{said}");
-    // It still waits: nothing was told to it.
+    let output = refused(1, &[&image, &qmp(&destination)]);
+    assert!(output.contains(machine) && output.contains(memory), "{output}");
+    // It still waits: no migration was started.
     assert_eq!(destination.qmp().status().unwrap(), "inmigrate");
 }

@@ -1,4 +1,4 @@
-//! `--zero-copy-send`: to stock QEMUs over the loopback, where the kernel copies all the same, and what is refused.
+//! `--zero-copy-send`: to stock QEMUs over the loopback, where the kernel copies all the same, and refusals.
 
 use serde_json::Value;
 use towline_lab::{Qemu, require_lab};
@@ -9,7 +9,7 @@ use crate::support::{
 
 const LANES: usize = 2;
 
-/// Copies to a QEMU that listens; what each lane is said to have done.
+/// Copies to a QEMU that listens; returns the report of each lane.
 fn sent_to(source: &str, destination: &Qemu, asked: &str) -> (Value, Vec<Value>) {
     let address = listen(destination, LANES);
     let lanes = LANES.to_string();
@@ -22,8 +22,8 @@ fn sent_to(source: &str, destination: &Qemu, asked: &str) -> (Value, Vec<Value>)
 }
 
 #[test]
-fn stock_qemus_take_what_is_sent_without_a_copy() {
-    if !require_lab("stock_qemus_take_what_is_sent_without_a_copy") {
+fn stock_qemus_receive_zero_copy_sends() {
+    if !require_lab("stock_qemus_receive_zero_copy_sends") {
         return;
     }
     let scratch = Scratch::new();
@@ -45,7 +45,7 @@ fn stock_qemus_take_what_is_sent_without_a_copy() {
             let missed = done["ram"]["dirty-sync-missed-zero-copy"].as_u64().unwrap();
             assert_eq!(missed > 0, asked == "on", "{done}");
             prove_equal(&source, &destination);
-            // Through a relay, which sends from the buffers that it received into.
+            // Through a relay, which sends from its receive buffers.
             run_a_little(&source);
             let destination = waiting(row.builder());
             let (_, lanes) = sent_to(&qmp(&source), &destination, asked);
@@ -55,7 +55,7 @@ fn stock_qemus_take_what_is_sent_without_a_copy() {
     }
 }
 
-/// Its memory is another afterwards, and it may be copied again.
+/// Runs the guest for a moment, so that its memory differs and it can be copied again.
 fn run_a_little(source: &Qemu) {
     source.qmp().execute("cont", Value::Null).unwrap();
     source.wait_counting(WITHIN).unwrap();
@@ -63,8 +63,8 @@ fn run_a_little(source: &Qemu) {
 }
 
 #[test]
-fn on_is_refused_where_there_is_no_zero_copy() {
-    if !require_lab("on_is_refused_where_there_is_no_zero_copy") {
+fn zero_copy_on_is_refused_where_it_is_unsupported() {
+    if !require_lab("zero_copy_on_is_refused_where_it_is_unsupported") {
         return;
     }
     let scratch = Scratch::new();

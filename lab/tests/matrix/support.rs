@@ -1,4 +1,4 @@
-//! What the tests share: the rows of the matrix, stock QEMU's half of a migration, and the proof.
+//! Helpers of these tests: the rows of the matrix, stock QEMU's part of a migration, and the comparison.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,10 +9,10 @@ use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline
 
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 const MEMORY_MIB: u64 = 64;
-/// A rate that no host reaches: QEMU's own default would make every test wait.
+/// A rate that no host reaches: QEMU's own default would slow every test down.
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
 
-/// Which QEMU, with its own machine type.
+/// A QEMU, with its own machine type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Row {
     Qemu10_0,
@@ -25,8 +25,8 @@ impl Row {
         self.boot_on(self.version())
     }
 
-    /// Starts this row's guest on a QEMU that may be another's. Where that loses what an emulated guest writes it is stopped then, see
-    /// [`Version::tracks_emulated_writes`].
+    /// Starts this row's guest on another QEMU and waits until it counts. Where that QEMU loses the writes of an
+    /// emulated guest it is stopped then, see [`Version::tracks_emulated_writes`].
     pub(crate) fn boot_on(self, version: Version) -> Qemu {
         let qemu = boot(self.builder_on(version));
         if !version.tracks_emulated_writes() {
@@ -42,17 +42,17 @@ impl Row {
         }
     }
 
-    /// This row's guest on this row's QEMU.
+    /// Builder of this row's guest on this row's QEMU.
     pub(crate) fn builder(self) -> Builder {
         self.builder_on(self.version())
     }
 
-    /// This row's guest on QEMU 10.0: what makes and loads images without towline.
+    /// Builder of this row's guest on QEMU 10.0, which stores and loads images without towline.
     pub(crate) fn builder_on_10_0(self) -> Builder {
         self.builder_on(Version::V10_0)
     }
 
-    /// This row's guest on a QEMU that may be another's.
+    /// Builder of this row's guest on another QEMU.
     pub(crate) fn builder_on(self, version: Version) -> Builder {
         let builder = Qemu::builder(version).machine(self.version().machine());
         // `-cpu max` is not the same in two versions.
@@ -80,18 +80,18 @@ pub(crate) fn waiting(builder: Builder) -> Qemu {
     builder.incoming_defer().start().unwrap()
 }
 
-/// `towline copy`, which must succeed.
+/// Runs `towline copy`, which must succeed.
 pub(crate) fn copy(arguments: &[&str]) -> Finished {
     start_copy(arguments).wait_done(WITHIN).unwrap()
 }
 
-/// `towline copy` with so many lanes, which must succeed.
+/// Runs `towline copy` with this number of lanes, which must succeed.
 pub(crate) fn copy_with(lanes: usize, arguments: &[&str]) -> Finished {
     let lanes = lanes.to_string();
     copy(&[&["--multifd-channels", &lanes], arguments].concat())
 }
 
-/// `towline copy --json`, which must succeed; its last event.
+/// Runs `towline copy --json`, which must succeed; returns its last event.
 pub(crate) fn completed(arguments: &[&str]) -> Value {
     let finished = copy(&[&["--json"], arguments].concat());
     let last = events(&finished.stdout).pop().unwrap();
@@ -99,7 +99,7 @@ pub(crate) fn completed(arguments: &[&str]) -> Value {
     last
 }
 
-/// `towline copy`, which must end with `code`; what it wrote to its standard error.
+/// Runs `towline copy`, which must exit with `code`; returns its standard error.
 pub(crate) fn refused(code: i32, arguments: &[&str]) -> String {
     let finished = start_copy(arguments).wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(code), "{}{}", finished.stdout, finished.stderr);
@@ -110,16 +110,16 @@ pub(crate) fn start_copy(arguments: &[&str]) -> Towline {
     towline([&["copy"], arguments].concat()).unwrap()
 }
 
-/// The lines that `--json` writes.
+/// Events of `--json`.
 pub(crate) fn events(stdout: &str) -> Vec<Value> {
     stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// The address that a `--json` towline says it listens on.
+/// Waits until a towline with `--json` listens; returns the address.
 pub(crate) fn listening_on(towline: &mut Towline) -> String {
     wait_until("towline that listens", WITHIN, || {
         let stdout = towline.stdout();
-        // The last line may be half written.
+        // The last line may be incomplete.
         let whole = stdout.rfind('\n').map_or("", |end| &stdout[..end]);
         let address = events(whole)
             .iter()
@@ -130,7 +130,7 @@ pub(crate) fn listening_on(towline: &mut Towline) -> String {
     .unwrap()
 }
 
-/// Capabilities and parameters for so many lanes, as a user would set them.
+/// Sets the capabilities and parameters for this number of lanes, as a user would.
 pub(crate) fn set_lanes(qemu: &Qemu, lanes: usize) {
     set_capability(qemu, "multifd", lanes > 0);
     if lanes > 0 {
@@ -143,28 +143,28 @@ pub(crate) fn set_capability(qemu: &Qemu, name: &str, on: bool) {
     qemu.qmp().execute("migrate-set-capabilities", arguments).unwrap();
 }
 
-/// Stock QEMU's `migrate`, begun with a return path.
+/// Starts stock QEMU's `migrate` with a return path.
 pub(crate) fn migrate(source: &Qemu, uri: &str, lanes: usize) {
     set_lanes(source, lanes);
     set_capability(source, "return-path", true);
     migrate_as_set(source, uri);
 }
 
-/// Stock QEMU's `migrate`, begun with the capabilities that it has.
+/// Starts stock QEMU's `migrate` with its current capabilities.
 pub(crate) fn migrate_as_set(source: &Qemu, uri: &str) {
     let unlimited = json!({ "max-bandwidth": BANDWIDTH_UNLIMITED });
     source.qmp().execute("migrate-set-parameters", unlimited).unwrap();
     source.qmp().execute("migrate", json!({ "uri": uri })).unwrap();
 }
 
-/// Waits until stock QEMU's migration is done and its guest is paused for good.
+/// Waits until stock QEMU's migration has completed and its guest is paused for good.
 pub(crate) fn wait_migrated(source: &Qemu) -> Value {
     let migration = source.qmp().wait_migration("completed", WITHIN).unwrap();
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
     migration
 }
 
-/// Stock QEMU's `migrate-incoming` on a port that it chooses; the address to connect to.
+/// Runs stock QEMU's `migrate-incoming` on a free port; returns the address.
 pub(crate) fn listen(destination: &Qemu, lanes: usize) -> String {
     set_lanes(destination, lanes);
     destination.qmp().execute("migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" })).unwrap();
@@ -173,7 +173,7 @@ pub(crate) fn listen(destination: &Qemu, lanes: usize) -> String {
     format!("tcp:127.0.0.1:{}", port.unwrap_or_else(|| panic!("no port in {migration}")))
 }
 
-/// Stock QEMU 10.0 stores its guest in a mapped-ram file.
+/// Has stock QEMU 10.0 store its guest in a mapped-ram file.
 pub(crate) fn store_by_qemu(source: &Qemu, image: &Path, lanes: usize) {
     set_lanes(source, lanes);
     set_capability(source, "mapped-ram", true);
@@ -181,7 +181,7 @@ pub(crate) fn store_by_qemu(source: &Qemu, image: &Path, lanes: usize) {
     wait_migrated(source);
 }
 
-/// Stock QEMU 10.0, a clone of `builder`, loads an image without towline and stays paused.
+/// Has stock QEMU 10.0, a clone of `builder`, load an image without towline and stay paused.
 pub(crate) fn load_by_qemu(builder: Builder, image: &Path, lanes: usize) -> Qemu {
     let destination = waiting(builder.paused());
     set_lanes(&destination, lanes);
@@ -192,7 +192,7 @@ pub(crate) fn load_by_qemu(builder: Builder, image: &Path, lanes: usize) -> Qemu
     destination
 }
 
-/// The proof: two stopped guests are equal in every byte, and the destination's goes on from there.
+/// Asserts that two stopped guests are equal in every byte, and that the destination's runs on from there.
 pub(crate) fn prove_equal(source: &Qemu, destination: &Qemu) {
     let counter = source.counter().unwrap();
     assert_eq!(destination.memory_hash().unwrap(), source.memory_hash().unwrap());

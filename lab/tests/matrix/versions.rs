@@ -1,4 +1,4 @@
-//! From one version of QEMU to another: the same machine type, a named CPU model, and each way.
+//! From one version of QEMU to another: the same machine type, a named CPU model, and both ways.
 
 use towline_lab::{Version, require_lab};
 
@@ -13,7 +13,7 @@ fn through_an_image(from: Version, to: Version) {
         let source = Row::Qemu7_2.boot_on(from);
         copy_with(lanes, &[&qmp(&source), &image]);
         let destination = waiting(Row::Qemu7_2.builder_on(to));
-        // Whether QEMU can load it itself is towline's to find out.
+        // Towline finds out itself if QEMU can load the image.
         copy(&["--verify", "--paused", &image, &qmp(&destination)]);
         prove_equal(&source, &destination);
     }

@@ -9,7 +9,7 @@
 use towline_lab::{Version, require_lab, skip};
 
 use crate::support::{
-    Conversation, GUEST, GUEST_6, WITHIN, builder, card, datagram, end, give_addresses, guest_address,
+    EchoClient, GUEST, GUEST_6, WITHIN, builder, card, datagram, end, give_addresses, guest_address,
     host_echo, network, path, scratch, set_up, sum, talk,
 };
 
@@ -53,14 +53,14 @@ fn a_guest_sends_by_af_xdp() {
     })
     .unwrap();
     guest.talk(echo, 4 << 20, 1).unwrap();
-    let conversation = Conversation::begin(&far, guest_address(GUEST));
-    conversation.goes_on(20);
-    // What is under way when the guest is stopped has been sent when it goes on.
+    let client = EchoClient::begin(&far, guest_address(GUEST));
+    client.wait_blocks(20);
+    // Packets under way when the guest was stopped have been sent when it runs on.
     for command in ["stop", "cont"] {
         qemu.qmp().execute(command, serde_json::Value::Null).unwrap();
     }
-    conversation.goes_on(20);
-    conversation.end();
+    client.wait_blocks(20);
+    client.end();
     drop(guest);
     drop(qemu);
     let statistics = end(card);

@@ -1,7 +1,7 @@
-//! A guest moves between two hosts on one bridge while it talks.
+//! A guest moves between two hosts on one bridge while it has an open connection.
 //!
 //! ```text
-//!   hub  br0 10.7.0.1, who talks to the guest
+//!   hub  br0 10.7.0.1, a client of the guest's echo
 //!    ├─ veth ── host a  br0 ── tap0 ── towline net ── QEMU a ─┐
 //!    └─ veth ── host b  br0 ── tap0 ── towline net ── QEMU b ◄┘ towline move
 //! ```
@@ -13,11 +13,11 @@ use towline_lab::expect::qmp;
 use towline_lab::{Builder, Network, Qemu, Towline, Version, require_lab, towline};
 
 use crate::support::{
-    Conversation, GUEST, WITHIN, add_tap, builder, builder_with, card, end, give_addresses, guest_address,
+    EchoClient, GUEST, WITHIN, add_tap, builder, builder_with, card, end, give_addresses, guest_address,
     network, number, path, scratch, set_up, sum,
 };
 
-/// A host of the picture, with its card.
+/// A host of the picture, with its card's process.
 struct Host {
     network: Network,
     card: Option<Towline>,
@@ -40,7 +40,7 @@ impl Host {
         Self { network, card: None, name }
     }
 
-    /// A QEMU on this host, behind a new card.
+    /// Starts a QEMU on this host, behind a new card.
     fn qemu(&mut self, scratch: &TempDir, build: impl Fn(&std::path::Path) -> Builder) -> Qemu {
         let socket = path(scratch, self.name);
         if let Some(card) = self.card.take() {
@@ -58,8 +58,9 @@ fn hub(name: &str) -> Option<Network> {
     Some(hub)
 }
 
-/// Moves a guest to and fro while it talks; the versions are those of the QEMUs, the first machine type is everybody's.
-fn moves(name: &str, versions: &[Version], queues: usize) -> Option<Duration> {
+/// Moves a guest to and fro with an open connection; `versions` are those of the QEMUs, and all use the first one's
+/// machine type.
+fn move_to_and_fro(name: &str, versions: &[Version], queues: usize) -> Option<Duration> {
     let hub = hub(name)?;
     let scratch = scratch();
     let mut hosts = [Host::new(&hub, "host-a"), Host::new(&hub, "host-b")];
@@ -72,23 +73,23 @@ fn moves(name: &str, versions: &[Version], queues: usize) -> Option<Duration> {
     let mut guest = source.linux(WITHIN).unwrap();
     set_up(&mut guest);
     drop(guest);
-    let conversations: Vec<_> = (0..2).map(|_| Conversation::begin(&hub, guest_address(GUEST))).collect();
-    conversations.iter().for_each(|conversation| conversation.goes_on(5));
+    let clients: Vec<_> = (0..2).map(|_| EchoClient::begin(&hub, guest_address(GUEST))).collect();
+    clients.iter().for_each(|client| client.wait_blocks(5));
     for (round, version) in versions[1..].iter().enumerate() {
         let host = &mut hosts[(round + 1) % 2];
         let destination = host.qemu(&scratch, |socket| build(*version)(socket).incoming_defer());
         let command = towline(["move", "--json", &qmp(&source), &qmp(&destination)]).unwrap();
         command.wait_done(WITHIN).unwrap();
-        conversations.iter().for_each(|conversation| conversation.goes_on(5));
+        clients.iter().for_each(|client| client.wait_blocks(5));
         source = destination;
     }
-    let longest = conversations.into_iter().map(Conversation::end).max();
+    let longest = clients.into_iter().map(EchoClient::end).max();
     let mut guest = source.linux(WITHIN).unwrap();
     let kernel = guest.shell("dmesg", WITHIN).unwrap();
     assert!(!kernel.contains("NETDEV WATCHDOG") && !kernel.contains("Oops"), "{kernel}");
     let here = &mut hosts[(versions.len() - 1) % 2];
     let statistics = end(here.card.take().unwrap());
-    // Super-frames of the host's reach the guest here too: the tap's offloads are the guest's.
+    // The host's super-frames reach the guest here too: the guest's offloads are set on the tap.
     let bytes_a_packet = sum(&statistics, "rx", "bytes") / sum(&statistics, "rx", "packets");
     assert!(bytes_a_packet > 1600, "{bytes_a_packet} bytes a packet: {statistics}");
     longest
@@ -101,25 +102,25 @@ fn a_guest_that_talks_moves_between_hosts() {
         return;
     }
     let rounds = usize::try_from(number("TOWLINE_SOAK_NET_MOVES", 2)).unwrap();
-    if let Some(longest) = moves(name, &vec![Version::V10_0; rounds + 1], 2) {
+    if let Some(longest) = move_to_and_fro(name, &vec![Version::V10_0; rounds + 1], 2) {
         println!("{rounds} moves; the longest block took {longest:?}");
     }
 }
 
 #[test]
-fn a_guest_that_talks_moves_between_versions() {
-    let name = "a_guest_that_talks_moves_between_versions";
+fn a_guest_with_open_connections_moves_between_versions() {
+    let name = "a_guest_with_open_connections_moves_between_versions";
     if !require_lab(name) {
         return;
     }
-    if let Some(longest) = moves(name, &[Version::V7_2, Version::V10_0, Version::V7_2], 1) {
+    if let Some(longest) = move_to_and_fro(name, &[Version::V7_2, Version::V10_0, Version::V7_2], 1) {
         println!("7.2, 10.0, 7.2; the longest block took {longest:?}");
     }
 }
 
 #[test]
-fn a_guest_that_talks_is_restored_at_once() {
-    let name = "a_guest_that_talks_is_restored_at_once";
+fn a_guest_with_open_connections_is_restored_by_postcopy() {
+    let name = "a_guest_with_open_connections_is_restored_by_postcopy";
     if !require_lab(name) {
         return;
     }
@@ -132,20 +133,20 @@ fn a_guest_that_talks_is_restored_at_once() {
     let mut guest = source.linux(WITHIN).unwrap();
     set_up(&mut guest);
     drop(guest);
-    let conversation = Conversation::begin(&network, guest_address(GUEST));
-    conversation.goes_on(5);
+    let client = EchoClient::begin(&network, guest_address(GUEST));
+    client.wait_blocks(5);
     let image = image.to_str().unwrap();
     towline(["copy", "--json", &qmp(&source), image]).unwrap().wait_done(WITHIN).unwrap();
     drop(source);
     end(first);
     let second = card(&network, &socket, &["--tap", "tap0"]);
     let destination = builder(Version::V10_0, &socket, 1).incoming_defer().start().unwrap();
-    // The card's threads fault as the guest does, on rings and buffers that have not come.
+    // The card's threads fault as the guest does, on rings and buffers that have not arrived.
     let restored = towline(["copy", "--postcopy", "--json", image, &qmp(&destination)]).unwrap();
-    conversation.goes_on(5);
+    client.wait_blocks(5);
     restored.wait_done(WITHIN).unwrap();
-    conversation.goes_on(5);
-    let longest = conversation.end();
+    client.wait_blocks(5);
+    let longest = client.end();
     assert!(sum(&end(second), "rx", "packets") > 0);
     println!("the longest block took {longest:?}");
 }

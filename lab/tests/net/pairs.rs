@@ -1,5 +1,6 @@
-//! Pairs of cards that differ in one thing: what `towline check` says of them, of the QEMUs (`qmp:`) and of the cards (`ctl:`), against
-//! what `towline move` does that is told of both, and what becomes of a Linux that is moved from the one to the other and talks.
+//! Pairs of cards that differ in one property: the verdicts of `towline check` on the QEMUs (`qmp:`) and on the cards
+//! (`ctl:`), the outcome of `towline move` with both, and of a Linux that is migrated from one to the other with an
+//! open connection.
 //!
 //! `make test` has two pairs that are not moved; `cargo xtask soak net-pairs` has all, and prints the table.
 
@@ -14,19 +15,19 @@ use crate::support::{
     set_up, talk,
 };
 
-/// UDP's and IPv4's headers.
+/// Length of UDP's and IPv4's headers.
 const HEADERS: usize = 28;
-/// Attempts of a datagram that may be lost, of one that should come and of one that should not.
+/// Attempts of a datagram that may be lost: of one that should arrive and of one that should not.
 const ATTEMPTS: usize = 20;
 
-/// A card, and a QEMU with it.
+/// A card, and its QEMU.
 #[derive(Clone, Copy)]
 struct Side {
     version: Version,
-    /// Of the card, and of QEMU.
+    /// Options of the card, and of QEMU.
     queues: (usize, usize),
     mtu: usize,
-    /// More of the guest's device, as `rx_queue_size=1024`.
+    /// More properties of the guest's device, as `rx_queue_size=1024`.
     property: Option<&'static str>,
     migratable: bool,
 }
@@ -38,7 +39,7 @@ struct Pair {
     name: &'static str,
     source: Side,
     destination: Side,
-    /// Whether the guest then talks on there.
+    /// True if the guest has a working network at its destination.
     runs: bool,
 }
 
@@ -67,7 +68,7 @@ fn pairs() -> Vec<Pair> {
     ]
 }
 
-/// A network with a bridge between a tap and everybody else, and a card on the tap.
+/// A network with a bridge between a tap and the hub, and a card on the tap.
 struct Host {
     _network: Network,
     _card: Towline,
@@ -110,7 +111,7 @@ impl Host {
     }
 }
 
-/// What is said of two ends: whether the guest would run, and in words.
+/// Verdict of `towline check` on two ends: true if the guest would run, and the text.
 fn check(source: &str, destination: &str) -> (bool, String) {
     let checked = towline(["check", "--json", source, destination]).unwrap();
     let Finished { status, stdout, stderr } = checked.wait(WITHIN).unwrap();
@@ -119,17 +120,17 @@ fn check(source: &str, destination: &str) -> (bool, String) {
     (status.success(), report["verdict"].as_str().unwrap().to_owned())
 }
 
-/// Whether the guest answers, also what just fits its network.
+/// Returns true if the guest answers, also to the largest packet of its network.
 fn talks(hub: &Network, mtu: usize) -> bool {
     let talks = || {
         talk(guest_address(GUEST), 1 << 18, 1);
         datagram(guest_address(GUEST), mtu - HEADERS, ATTEMPTS);
     };
-    // On a thread of its own, whose panic says that it does not.
+    // On a thread of its own: a panic there means that it does not.
     hub.enter(|| std::panic::catch_unwind(talks).is_ok()).unwrap()
 }
 
-/// Has QEMU itself migrate, and waits until the guest runs there; false if it does not get so far.
+/// Has QEMU itself migrate, and waits until the guest runs at its destination; false if it does not get so far.
 fn migrate(source: &Qemu, destination: &Qemu) -> bool {
     let uri = format!("unix:{}", destination.directory().join("stream").display());
     destination.qmp().execute("migrate-incoming", json!({ "uri": uri })).unwrap();
@@ -145,7 +146,7 @@ fn migrate(source: &Qemu, destination: &Qemu) -> bool {
     .unwrap()
 }
 
-/// One row: what was said, what happened, and what does not agree.
+/// Runs one pair: its row of the table, and its disagreements.
 fn judge(pair: &Pair) -> (String, Option<String>) {
     let hub = Network::new().unwrap();
     hub.run(&["ip", "link", "add", "br0", "type", "bridge"]).unwrap();
@@ -192,7 +193,9 @@ fn judge(pair: &Pair) -> (String, Option<String>) {
         }
     };
     if says != runs {
-        wrong.push(format!("said of QEMUs: {of_qemus}, of cards: {of_cards}; the guest talks on: {runs}"));
+        wrong.push(format!(
+            "verdict on QEMUs: {of_qemus}, of cards: {of_cards}; the guest has a network: {runs}"
+        ));
     }
     if runs != pair.runs {
         wrong.push(format!("it was to talk on: {}", pair.runs));

@@ -1,4 +1,4 @@
-//! Queues and taps of every kind, and what is refused.
+//! Queues and taps of every kind, and refusals.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use serde_json::json;
 use towline_lab::{Finished, Network, Qemu, Towline, Version, require_lab, towline_binary};
 
 use crate::support::{
-    Conversation, GUEST, MAC, VERSIONS, WITHIN, add_tap, builder, card, end, give_addresses, guest_address,
+    EchoClient, GUEST, MAC, VERSIONS, WITHIN, add_tap, builder, card, end, give_addresses, guest_address,
     network, path, scratch, set_up, shell, sum, talk,
 };
 
@@ -20,8 +20,8 @@ fn refused(network: &Network, arguments: &[&str]) -> Finished {
 }
 
 #[test]
-fn a_guest_with_one_queue_hears_all_flows_of_a_tap_with_four() {
-    let name = "a_guest_with_one_queue_hears_all_flows_of_a_tap_with_four";
+fn a_guest_with_one_queue_receives_all_flows_of_a_tap_with_four() {
+    let name = "a_guest_with_one_queue_receives_all_flows_of_a_tap_with_four";
     if !require_lab(name) {
         return;
     }
@@ -29,13 +29,13 @@ fn a_guest_with_one_queue_hears_all_flows_of_a_tap_with_four() {
     for version in VERSIONS {
         let scratch = scratch();
         let socket = path(&scratch, "net.sock");
-        // Nobody has made this tap before.
+        // This tap does not exist before.
         let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4", "--mtu", "1400"]);
         give_addresses(&network, "tap0");
         let qemu = builder(version, &socket, 1).start().unwrap();
         let mut guest = qemu.linux(WITHIN).unwrap();
         set_up(&mut guest);
-        // Enough connections that one of them would be steered to every queue.
+        // Enough connections that every queue would get one of them.
         network.enter(|| (0..16).for_each(|seed| talk(guest_address(GUEST), 64 << 10, seed))).unwrap();
         let statistics = end(card);
         assert!(sum(&statistics, "rx", "bytes") > 16 * (64 << 10), "{statistics}");
@@ -46,8 +46,8 @@ fn a_guest_with_one_queue_hears_all_flows_of_a_tap_with_four() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_with_the_way_out() {
-    let name = "what_cannot_be_is_refused_with_the_way_out";
+fn invalid_taps_and_queues_are_refused_with_a_remedy() {
+    let name = "invalid_taps_and_queues_are_refused_with_a_remedy";
     if !require_lab(name) {
         return;
     }
@@ -99,7 +99,7 @@ fn a_card_comes_and_goes_while_another_one_talks() {
     let qemu = qemu.start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
     set_up(&mut guest);
-    let conversation = Conversation::begin(&network, guest_address(GUEST));
+    let client = EchoClient::begin(&network, guest_address(GUEST));
     let qmp = qemu.qmp();
     for round in 0..crate::support::number("TOWLINE_SOAK_NET_PLUGS", 2) {
         let backend = json!({ "type": "socket", "data": { "addr": { "type": "unix", "data": { "path": second } },
@@ -119,29 +119,29 @@ fn a_card_comes_and_goes_while_another_one_talks() {
         .unwrap();
         shell(&mut guest, "ip addr add 10.8.0.2/24 dev eth1 && ip link set eth1 up");
         network.enter(|| talk(guest_address("10.8.0.2"), 256 << 10, round)).unwrap();
-        // It goes while it is in use.
-        let second = Conversation::begin(&network, guest_address("10.8.0.2"));
-        second.goes_on(2);
+        // It is removed while it is in use.
+        let second = EchoClient::begin(&network, guest_address("10.8.0.2"));
+        second.wait_blocks(2);
         unplug(&qemu);
         drop(second);
-        // Its chardev goes with it, a moment later.
+        // Its chardev is removed with it, a moment later.
         qmp.execute("netdev_del", json!({ "id": "n1" })).unwrap();
-        towline_lab::wait_until("a chardev that is gone", WITHIN, || {
+        towline_lab::wait_until("the end of a chardev", WITHIN, || {
             let chardevs = qmp.execute("query-chardev", json!({}))?;
             let has = chardevs.as_array().is_some_and(|all| all.iter().any(|one| one["label"] == "net1"));
             Ok((!has).then_some(()))
         })
         .unwrap();
-        conversation.goes_on(3);
+        client.wait_blocks(3);
     }
-    conversation.end();
+    client.end();
     assert!(shell(&mut guest, "ip link show eth0").contains(MAC));
     let statistics = end(other);
     assert!(sum(&statistics, "tx", "packets") > 0, "{statistics}");
     end(one);
 }
 
-/// Takes the second card away; the guest has to agree.
+/// Unplugs the second card; the guest has to agree.
 fn unplug(qemu: &Qemu) {
     qemu.qmp().execute("device_del", json!({ "id": "second" })).unwrap();
     qemu.qmp().wait_event("DEVICE_DELETED", WITHIN).unwrap();

@@ -1,11 +1,12 @@
-//! The card's process dies and is started again, or another one takes over from it, and the guest's connections go on.
+//! The card's process dies and is started again, or another one takes over from it, and the guest's connections
+//! survive.
 
 use std::os::unix::fs::PermissionsExt as _;
 
 use towline_lab::{Version, require_lab};
 
 use crate::support::{
-    Conversation, GUEST, VERSIONS, WITHIN, add_tap, builder, card, end, guest_address, host_echo, network,
+    EchoClient, GUEST, VERSIONS, WITHIN, add_tap, builder, card, end, guest_address, host_echo, network,
     number, path, scratch, set_up, start_card, sum,
 };
 
@@ -27,16 +28,15 @@ fn connections_survive_the_death_of_the_cards_process() {
         let qemu = builder(version, &socket, 2).start().unwrap();
         let mut guest = qemu.linux(WITHIN).unwrap();
         set_up(&mut guest);
-        let conversations: Vec<_> =
-            (0..3).map(|_| Conversation::begin(&network, guest_address(GUEST))).collect();
-        conversations.iter().for_each(|conversation| conversation.goes_on(5));
+        let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
+        clients.iter().for_each(|client| client.wait_blocks(5));
         for _ in 0..restarts {
             process.kill().unwrap();
             process = card(&network, &socket, &arguments);
-            conversations.iter().for_each(|conversation| conversation.goes_on(5));
+            clients.iter().for_each(|client| client.wait_blocks(5));
         }
-        let longest = conversations.into_iter().map(Conversation::end).max().unwrap();
-        // The other way round, on all buffers of the rings: a descriptor that was lost would be missing by now.
+        let longest = clients.into_iter().map(EchoClient::end).max().unwrap();
+        // The other direction, through all buffers of the rings: a lost descriptor would be missing by now.
         guest.talk(host_echo(&network), 2 << 20, 1).unwrap();
         let statistics = end(process);
         assert!(sum(&statistics, "rx", "packets") > 0, "{statistics}");
@@ -61,23 +61,23 @@ fn another_process_takes_over_and_the_guest_notices_nothing() {
     let mut guest = qemu.linux(WITHIN).unwrap();
     set_up(&mut guest);
     let mode = std::fs::metadata(&hand_over).unwrap().permissions().mode();
-    assert_eq!(mode & 0o777, 0o600, "whoever can connect has the card");
-    let conversations: Vec<_> = (0..3).map(|_| Conversation::begin(&network, guest_address(GUEST))).collect();
-    conversations.iter().for_each(|conversation| conversation.goes_on(5));
+    assert_eq!(mode & 0o777, 0o600, "any process that can connect has the card");
+    let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
+    clients.iter().for_each(|client| client.wait_blocks(5));
     for _ in 0..number("TOWLINE_SOAK_NET_UPGRADES", 3) {
         let successor = start_card(&network, &socket, &arguments("2"));
         let before = std::mem::replace(&mut process, successor).wait_done(WITHIN).unwrap();
         let last = before.stdout.lines().last().unwrap().to_owned();
         assert!(last.contains("statistics"), "{last}");
-        conversations.iter().for_each(|conversation| conversation.goes_on(5));
+        clients.iter().for_each(|client| client.wait_blocks(5));
     }
-    // One that is another card is refused, and the one that runs goes on.
+    // A card with other properties is refused, and the one that runs continues.
     let refused = start_card(&network, &socket, &arguments("1")).wait(WITHIN).unwrap();
     assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
-    let expected = "the process that runs has 2 queue pairs, this one is to have 1";
+    let expected = "the running process has 2 queue pairs, expected 1";
     assert!(refused.stderr.contains(expected), "{}", refused.stderr);
-    conversations.iter().for_each(|conversation| conversation.goes_on(5));
-    let longest = conversations.into_iter().map(Conversation::end).max().unwrap();
+    clients.iter().for_each(|client| client.wait_blocks(5));
+    let longest = clients.into_iter().map(EchoClient::end).max().unwrap();
     guest.talk(host_echo(&network), 2 << 20, 1).unwrap();
     let statistics = end(process);
     assert!(sum(&statistics, "rx", "packets") > 0, "{statistics}");

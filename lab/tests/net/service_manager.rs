@@ -1,9 +1,9 @@
-//! A real systemd starts the card, keeps its record, and starts it again when it has died.
+//! A real systemd starts the card, keeps its record, and restarts it after it has died.
 //!
 //! ```text
 //!   this test ── unshare (mounts, processes) ── sh ── systemd --user ── towline net --state fd-store
 //! ```
-//! It is an instance of its own, with a `/run` and control groups of its own, and ends with the test.
+//! It is an instance of its own, with its own `/run` and control groups, and ends with the test.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,22 +12,22 @@ use tempfile::TempDir;
 use towline_lab::{Network, Towline, Version, require_lab, skip, towline_binary, wait_until};
 
 use crate::support::{
-    Conversation, GUEST, WITHIN, add_tap, builder, guest_address, host_echo, network, number, path, scratch,
+    EchoClient, GUEST, WITHIN, add_tap, builder, guest_address, host_echo, network, number, path, scratch,
     set_up,
 };
 
 const SYSTEMD: &str = "/lib/systemd/systemd";
-/// Where control groups may be: version 1's hierarchy of systemd's own with version 2 beside it, or version 2.
+/// Possible paths of control groups: version 1's hierarchy of systemd's own with version 2 beside it, or version 2.
 const HIERARCHIES: [&str; 3] = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified", "/sys/fs/cgroup"];
 
-/// A systemd, and the control groups that it may use.
+/// A systemd, and its control groups.
 struct Manager {
     process: Towline,
     groups: Vec<PathBuf>,
 }
 
 impl Manager {
-    /// With one unit, `card.service`, which it starts.
+    /// Starts it with one unit, `card.service`, which it starts.
     fn start(network: &Network, home: &TempDir, unit: &str) -> Self {
         let units = home.path().join("systemd/user");
         fs::create_dir_all(&units).unwrap();
@@ -50,7 +50,7 @@ impl Manager {
         Self { process: Towline::start(Path::new(&prefix[0]), line).unwrap(), groups }
     }
 
-    /// The card's process, when it is another than this one.
+    /// Process ID of the card, once it differs from `before`.
     fn card(&mut self, socket: &Path, before: Option<u32>) -> u32 {
         let found = wait_until("the card's process", WITHIN, || {
             assert!(self.process.runs()?, "systemd ended: {}", self.process.stderr());
@@ -62,7 +62,7 @@ impl Manager {
 
 impl Drop for Manager {
     fn drop(&mut self) {
-        // All that it started goes with the shell, which is the first process of their namespace.
+        // All processes that it started exit with the shell, the first process of their namespace.
         let _ = self.process.kill();
         for group in &self.groups {
             let empty = || Ok(remove_groups(group).is_ok().then_some(()));
@@ -72,7 +72,7 @@ impl Drop for Manager {
     }
 }
 
-/// The innermost first, as the kernel wants it.
+/// Removes the innermost first, as the kernel requires.
 fn remove_groups(group: &Path) -> std::io::Result<()> {
     for entry in fs::read_dir(group)? {
         let entry = entry?;
@@ -83,7 +83,7 @@ fn remove_groups(group: &Path) -> std::io::Result<()> {
     fs::remove_dir(group)
 }
 
-/// The towline that has this word in its command line.
+/// Process ID of the towline that has this word in its command line.
 fn process_with(word: &Path) -> Option<u32> {
     let word = word.to_str().unwrap();
     fs::read_dir("/proc").unwrap().flatten().find_map(|entry| {
@@ -107,7 +107,7 @@ fn a_real_systemd_keeps_the_record() {
     add_tap(&network, 2);
     let (home, scratch) = (scratch(), scratch());
     let socket = path(&scratch, "net.sock");
-    // A binary of another name would not be found.
+    // A binary with another name would not be found.
     let towline = path(&scratch, "towline");
     std::os::unix::fs::symlink(towline_binary().unwrap().canonicalize().unwrap(), &towline).unwrap();
     let unit = format!(
@@ -123,18 +123,18 @@ fn a_real_systemd_keeps_the_record() {
     let qemu = builder(Version::V10_0, &socket, 2).start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
     set_up(&mut guest);
-    let conversations: Vec<_> = (0..3).map(|_| Conversation::begin(&network, guest_address(GUEST))).collect();
-    conversations.iter().for_each(|conversation| conversation.goes_on(5));
+    let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
+    clients.iter().for_each(|client| client.wait_blocks(5));
     for _ in 0..number("TOWLINE_SOAK_NET_RESTARTS", 2) {
         let pid = rustix::process::Pid::from_raw(card.cast_signed()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
         card = manager.card(&socket, Some(card));
         let given = fs::read_to_string(format!("/proc/{card}/environ")).unwrap();
         assert!(given.contains("LISTEN_FDS=1\0"), "systemd gives it back what it was given: {given}");
-        conversations.iter().for_each(|conversation| conversation.goes_on(5));
+        clients.iter().for_each(|client| client.wait_blocks(5));
     }
-    let longest = conversations.into_iter().map(Conversation::end).max().unwrap();
-    // On all buffers of the rings: a descriptor that was lost would be missing by now.
+    let longest = clients.into_iter().map(EchoClient::end).max().unwrap();
+    // Through all buffers of the rings: a lost descriptor would be missing by now.
     guest.talk(host_echo(&network), 2 << 20, 1).unwrap();
     let errors = fs::read_to_string(path(&scratch, "errors")).unwrap();
     assert!(!errors.contains("ERROR"), "{errors}");

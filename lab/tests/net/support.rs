@@ -1,4 +1,4 @@
-//! What these tests share: cards, guests with one, and who talks to them.
+//! Helpers of these tests: cards, guests with one, and traffic.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
@@ -15,19 +15,19 @@ use towline_lab::{
     Builder, LinuxGuest, MemoryBackend, Network, Qemu, Towline, Version, skip, towline_binary, wait_until,
 };
 
-/// For anything that must come. Generous: emulated guests on two busy processors.
+/// Timeout of anything that must happen. Generous: emulated guests on two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
-/// QEMUs that guests with a card run on.
+/// QEMUs that run guests with a card.
 pub(crate) const VERSIONS: [Version; 2] = [Version::V10_0, Version::V7_2];
-/// The guest's echo.
+/// Port of the guest's echo.
 pub(crate) const ECHO: u16 = 7;
 pub(crate) const HOST: &str = "10.7.0.1";
 pub(crate) const GUEST: &str = "10.7.0.2";
 pub(crate) const GUEST_6: &str = "fd07::2";
-/// The guest's address on its network.
+/// Address of the guest on its network.
 pub(crate) const MAC: &str = "52:54:00:07:00:02";
 
-/// A network of its own, or the printed reason why there is none.
+/// Creates a network namespace, or prints the skip of `name` with its reason.
 pub(crate) fn network(name: &str) -> Option<Network> {
     match Network::new() {
         Ok(network) => Some(network),
@@ -42,7 +42,7 @@ pub(crate) fn scratch() -> TempDir {
     TempDir::with_prefix("towline-lab-").unwrap()
 }
 
-/// Makes a tap that stays when nobody has it open, with the host's addresses.
+/// Creates a persistent tap, with the host's addresses.
 pub(crate) fn add_tap(network: &Network, queues: usize) {
     let add = ["ip", "tuntap", "add", "dev", "tap0", "mode", "tap", "vnet_hdr"];
     let multi: &[&str] = if queues > 1 { &["multi_queue"] } else { &[] };
@@ -50,14 +50,14 @@ pub(crate) fn add_tap(network: &Network, queues: usize) {
     give_addresses(network, "tap0");
 }
 
-/// The host's addresses, without waiting for anybody else who might have the IPv6 one.
+/// Sets the host's addresses, without duplicate detection of the IPv6 one.
 pub(crate) fn give_addresses(network: &Network, interface: &str) {
     network.run(&["ip", "address", "add", &format!("{HOST}/24"), "dev", interface]).unwrap();
     network.run(&["ip", "address", "add", "fd07::1/64", "dev", interface, "nodad"]).unwrap();
     network.run(&["ip", "link", "set", interface, "up"]).unwrap();
 }
 
-/// A `towline net` in a network.
+/// Starts `towline net` in a network.
 pub(crate) fn start_card(network: &Network, socket: &Path, arguments: &[&str]) -> Towline {
     let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
     let net = ["net", "--json", "--socket", socket.to_str().unwrap()];
@@ -65,7 +65,7 @@ pub(crate) fn start_card(network: &Network, socket: &Path, arguments: &[&str]) -
     Towline::start(Path::new(&prefix[0]), line.chain(net).chain(arguments.iter().copied())).unwrap()
 }
 
-/// A `towline net` in a network, listening.
+/// Starts `towline net` in a network, and waits until it listens.
 pub(crate) fn card(network: &Network, socket: &Path, arguments: &[&str]) -> Towline {
     let _ = std::fs::remove_file(socket);
     let mut card = start_card(network, socket, arguments);
@@ -77,7 +77,7 @@ pub(crate) fn card(network: &Network, socket: &Path, arguments: &[&str]) -> Towl
     card
 }
 
-/// Ends it as a service manager would; what its queues did.
+/// Ends a card as a service manager would; returns its final statistics.
 pub(crate) fn end(card: Towline) -> Value {
     let pid = rustix::process::Pid::from_raw(card.pid().cast_signed()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
@@ -86,20 +86,20 @@ pub(crate) fn end(card: Towline) -> Value {
     serde_json::from_str(last).unwrap()
 }
 
-/// Sums a number over all pairs.
+/// Sums a number of all queue pairs.
 pub(crate) fn sum(statistics: &Value, way: &str, key: &str) -> u64 {
     let pairs = statistics["pairs"].as_array().unwrap();
     pairs.iter().map(|pair| pair[way][key].as_u64().unwrap()).sum()
 }
 
-/// A Linux whose card is behind this socket.
+/// Builder of a Linux whose card is behind this socket.
 pub(crate) fn builder(version: Version, socket: &Path, queues: usize) -> Builder {
-    // QEMU 7.2 without KVM uses a null pointer when it sets the vectors of a vhost-user-net up.
+    // QEMU 7.2 without KVM dereferences a null pointer when it sets up the vectors of a vhost-user-net device.
     let vectors = if version == Version::V7_2 { 0 } else { 2 * queues + 2 };
     builder_with(version, socket, queues, vectors)
 }
 
-/// As [`builder`], with so many interrupt vectors; both ends of a migration must have the same.
+/// As [`builder`], with this number of interrupt vectors; both ends of a migration must have the same.
 pub(crate) fn builder_with(version: Version, socket: &Path, queues: usize, vectors: usize) -> Builder {
     Qemu::builder(version)
         .cpu("Nehalem")
@@ -124,7 +124,7 @@ pub(crate) fn shell(guest: &mut LinuxGuest, line: &str) -> String {
     guest.shell(line, WITHIN).unwrap().trim().to_owned()
 }
 
-/// Gives the guest's card its addresses and starts its echo.
+/// Configures the guest's addresses and starts its echo.
 pub(crate) fn set_up(guest: &mut LinuxGuest) {
     shell(guest, "ip link set lo up; sysctl -q -w net.ipv6.conf.eth0.accept_dad=0 2>/dev/null; true");
     shell(guest, "echo 0 > /proc/sys/net/ipv6/conf/eth0/accept_dad");
@@ -137,7 +137,7 @@ pub(crate) fn guest_address(ip: &str) -> SocketAddr {
     SocketAddr::new(ip.parse().unwrap(), ECHO)
 }
 
-/// The next bytes of a sequence that does not repeat.
+/// Returns the next bytes of a sequence that does not repeat.
 fn pattern(seed: u64, length: usize) -> Vec<u8> {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut bytes = vec![0; length];
@@ -158,10 +158,10 @@ fn connect(to: SocketAddr) -> TcpStream {
     stream
 }
 
-/// Bytes that are made and compared at a time.
+/// Bytes that are generated and compared at once.
 const PART: usize = 1 << 20;
 
-/// Sends so many bytes to an echo by TCP, and compares what comes back.
+/// Sends `length` bytes to an echo by TCP, and compares the echo.
 pub(crate) fn talk(to: SocketAddr, length: usize, seed: u64) {
     let parts = || (0..length).step_by(PART).map(|at| pattern(seed + at as u64, PART.min(length - at)));
     let mut stream = connect(to);
@@ -180,7 +180,7 @@ pub(crate) fn talk(to: SocketAddr, length: usize, seed: u64) {
     });
 }
 
-/// Sends a datagram to an echo until it comes back; so many attempts may be lost.
+/// Sends a datagram to an echo until it comes back; up to `attempts` may be lost.
 pub(crate) fn datagram(to: SocketAddr, length: usize, attempts: usize) {
     let socket = UdpSocket::bind(if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }).unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
@@ -188,7 +188,7 @@ pub(crate) fn datagram(to: SocketAddr, length: usize, attempts: usize) {
     for attempt in 0..attempts {
         let sent = pattern(attempt as u64, length);
         socket.send_to(&sent, to).unwrap();
-        // What came too late is not the answer to this one.
+        // A datagram that came too late is the echo of an earlier one.
         while let Ok((length, _)) = socket.recv_from(&mut found) {
             if found[..length] == sent {
                 return;
@@ -198,7 +198,7 @@ pub(crate) fn datagram(to: SocketAddr, length: usize, attempts: usize) {
     panic!("no datagram of {length} bytes came back from {to} in {attempts} attempts");
 }
 
-/// An echo in a network of this host, by TCP, until the test ends.
+/// Starts an echo in a network of this host, by TCP, until the test ends.
 pub(crate) fn host_echo(network: &Network) -> SocketAddr {
     let listener = network.enter(|| TcpListener::bind((HOST, 0)).unwrap()).unwrap();
     let address = listener.local_addr().unwrap();
@@ -218,8 +218,8 @@ pub(crate) fn host_echo(network: &Network) -> SocketAddr {
     address
 }
 
-/// One connection to the guest's echo that never rests: blocks of a sequence go out, and come back compared.
-pub(crate) struct Conversation {
+/// A connection to the guest's echo that is never idle: blocks of a sequence are sent, and their echo is compared.
+pub(crate) struct EchoClient {
     blocks: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
     longest: JoinHandle<Duration>,
@@ -228,7 +228,7 @@ pub(crate) struct Conversation {
 /// Bytes of each block.
 const BLOCK: usize = 16 << 10;
 
-impl Conversation {
+impl EchoClient {
     pub(crate) fn begin(network: &Network, to: SocketAddr) -> Self {
         let mut stream = network.enter(|| connect(to)).unwrap();
         let (blocks, stop) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
@@ -250,25 +250,25 @@ impl Conversation {
         Self { blocks, stop, longest }
     }
 
-    /// Waits until so many more blocks have come back.
-    pub(crate) fn goes_on(&self, more: u64) {
+    /// Waits until `more` further blocks have come back.
+    pub(crate) fn wait_blocks(&self, more: u64) {
         let wanted = self.blocks.load(SeqCst) + more;
-        wait_until("a connection that goes on", WITHIN, || {
+        wait_until("progress of a connection", WITHIN, || {
             assert!(!self.longest.is_finished(), "the connection broke");
             Ok((self.blocks.load(SeqCst) >= wanted).then_some(()))
         })
         .unwrap();
     }
 
-    /// Waits so long, while it goes on.
-    pub(crate) fn goes_on_for(all: &[Self], time: Duration) {
+    /// Waits for this time, in which all conversations must make progress.
+    pub(crate) fn run_for(all: &[Self], time: Duration) {
         let until = Instant::now() + time;
         while Instant::now() < until {
-            all.iter().for_each(|conversation| conversation.goes_on(1));
+            all.iter().for_each(|client| client.wait_blocks(1));
         }
     }
 
-    /// Ends it; the longest time that a block took.
+    /// Ends it; returns the longest time that a block took.
     pub(crate) fn end(self) -> Duration {
         self.stop.store(true, SeqCst);
         self.longest.join().expect("every block came back as it was sent")

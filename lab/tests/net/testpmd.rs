@@ -1,4 +1,4 @@
-//! A driver that is neither ours nor Linux's: DPDK's virtio-user, in dpdk-testpmd, which sends back whatever comes.
+//! A driver that is neither ours nor Linux's: DPDK's virtio-user, in dpdk-testpmd, which sends back all frames.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -27,12 +27,12 @@ fn another_driver_gets_and_sends_back_every_frame() {
     };
     let Some(network) = network(name) else { return };
     add_tap(&network, 4);
-    // Nothing but what is counted here.
+    // Only counted frames may be on this network.
     network.run(&["ip", "-6", "address", "flush", "dev", "tap0"]).unwrap();
     network.run(&["ip", "link", "set", "tap0", "addrgenmode", "none"]).unwrap();
     network.run(&["ip", "neigh", "add", GUEST, "lladdr", MAC, "dev", "tap0"]).unwrap();
     let seconds = Duration::from_secs(number("TOWLINE_SOAK_TESTPMD_SECONDS", 2));
-    // Addresses and ports are swapped: what comes back is an answer, and compared.
+    // Addresses and ports are swapped: the returned frame is an echo, and is compared.
     let answered = swap(&network, &program, "5tswap", || {
         let until = Instant::now() + seconds;
         let lengths = [1, 18, 300, 1472];
@@ -44,13 +44,13 @@ fn another_driver_gets_and_sends_back_every_frame() {
             }
         }
     });
-    // Only the Ethernet addresses are: nobody answers, and as much is sent as the tap takes.
+    // Only the Ethernet addresses are swapped: no frame is answered, and the tap's full rate is sent.
     let flooded = swap(&network, &program, "macswap", || {
         let sockets: Vec<_> = (0..64).map(|_| std::net::UdpSocket::bind("0.0.0.0:0").unwrap()).collect();
         let until = Instant::now() + seconds;
         while Instant::now() < until {
             for socket in &sockets {
-                // What the tap has no room for is the tap's to count.
+                // Frames that exceed the tap's queue are counted by the tap.
                 let _ = socket.send_to(&[7; 64], guest_address(GUEST));
             }
         }
@@ -58,7 +58,7 @@ fn another_driver_gets_and_sends_back_every_frame() {
     println!("{answered} frames came back and were compared, {flooded} were counted");
 }
 
-/// Swaps every frame that `traffic` causes; how many came back.
+/// Swaps every frame that `traffic` causes; returns the number of returned frames.
 fn swap(network: &Network, program: &Path, mode: &str, traffic: impl FnOnce() + Send) -> u64 {
     let scratch = scratch();
     let socket = path(&scratch, "net.sock");
@@ -75,13 +75,13 @@ fn swap(network: &Network, program: &Path, mode: &str, traffic: impl FnOnce() + 
     })
     .unwrap();
     network.enter(traffic).unwrap();
-    // What is under way comes back, but for what testpmd has no room for in its ring: that it counts. It is over when all
-    // three have counted the same, and still do two tables later.
+    // All frames under way are returned, except those that exceed testpmd's ring, which it counts. The end is reached
+    // when all three counters are equal, and are unchanged two tables later.
     let (mut sent, mut back, mut since) = (0, 0, usize::MAX);
     wait_until("the last frame", WITHIN, || {
-        let said = pmd.stdout();
-        let known = ["RX-packets:", "TX-packets:"].map(|key| number_behind(&said, key));
-        let tables = said.matches("NIC statistics").count();
+        let text = pmd.stdout();
+        let known = ["RX-packets:", "TX-packets:"].map(|key| number_behind(&text, key));
+        let tables = text.matches("NIC statistics").count();
         let now = counters(network);
         if known != [sent, back] || known != [now[0] - before[0], now[1] - before[1]] {
             (sent, back, since) = (now[0] - before[0], now[1] - before[1], tables);
@@ -91,13 +91,13 @@ fn swap(network: &Network, program: &Path, mode: &str, traffic: impl FnOnce() + 
     .unwrap_or_else(|error| panic!("{error:#}: {sent} sent, {back} came back; {}", pmd.stdout()));
     let pid = Pid::from_raw(pmd.pid().cast_signed()).unwrap();
     kill_process(pid, Signal::TERM).unwrap();
-    let said = pmd.wait(WITHIN).unwrap().stdout;
+    let text = pmd.wait(WITHIN).unwrap().stdout;
     let statistics = end(card);
-    // Of forwarding, which throws away what waits when it begins.
+    // Of forwarding, which drops frames that are queued when it begins.
     let [taken, given, dropped] =
-        ["RX-packets:", "TX-packets:", "TX-dropped:"].map(|key| number_behind(&said, key));
-    assert_eq!([given, taken], [back, back + dropped], "{said}");
-    assert!(taken <= sent && sent - taken <= EARLY_MAX, "{sent} sent, {taken} taken: {said}");
+        ["RX-packets:", "TX-packets:", "TX-dropped:"].map(|key| number_behind(&text, key));
+    assert_eq!([given, taken], [back, back + dropped], "{text}");
+    assert!(taken <= sent && sent - taken <= EARLY_MAX, "{sent} sent, {taken} taken: {text}");
     assert_eq!(
         [sum(&statistics, "rx", "packets"), sum(&statistics, "tx", "packets")],
         [sent, back],
@@ -109,7 +109,7 @@ fn swap(network: &Network, program: &Path, mode: &str, traffic: impl FnOnce() + 
     back
 }
 
-/// Frames that the host has sent to the tap and its reader has taken, and that came back.
+/// Counts frames that the host has sent to the tap and the card has read, and frames that were returned.
 fn counters(network: &Network) -> [u64; 2] {
     let prefix = network.prefix();
     let mut command = Command::new(&prefix[0]);
@@ -119,9 +119,9 @@ fn counters(network: &Network) -> [u64; 2] {
     ["tx", "rx"].map(|way| links[0]["stats64"][way]["packets"].as_u64().unwrap())
 }
 
-/// In the last table of testpmd's.
-fn number_behind(said: &str, key: &str) -> u64 {
-    let (_, behind) = said.rsplit_once(key).unwrap_or_else(|| panic!("no {key} in {said}"));
+/// Reads a number in the last table of testpmd.
+fn number_behind(text: &str, key: &str) -> u64 {
+    let (_, behind) = text.rsplit_once(key).unwrap_or_else(|| panic!("no {key} in {text}"));
     behind.split_whitespace().next().unwrap().parse().unwrap()
 }
 

@@ -1,21 +1,22 @@
-//! What goes through the card: every protocol, size and direction, with every queue and some of its offloads.
+//! Traffic through the card: every protocol, size and direction, with every number of queues and some of its
+//! offloads.
 
 use std::time::Duration;
 
 use towline_lab::{ProgramDisk, Version, require_lab, skip};
 
 use crate::support::{
-    Conversation, GUEST, GUEST_6, HOST, WITHIN, add_tap, builder, card, datagram, end, guest_address,
+    EchoClient, GUEST, GUEST_6, HOST, WITHIN, add_tap, builder, card, datagram, end, guest_address,
     host_echo, network, number, path, scratch, set_up, shell, sum, talk,
 };
 
 const MIB: usize = 1 << 20;
-/// What a guest says at most before it answers.
+/// Maximum unacknowledged bytes of the guest.
 const TALK_MIB: usize = 128;
-/// What a card with four queues may take.
+/// Maximum memory of a card with four queues.
 const OWN_KIB_MAX: u64 = 24 << 10;
 
-/// What a process has in memory and does not share with its guest.
+/// Memory of a process that is not shared with its guest.
 fn own_kib(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let kib = |line: &str| line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap();
@@ -79,14 +80,14 @@ fn every_kind_of_packet_goes_both_ways() {
         })
         .unwrap();
     let kib = own_kib(card.pid());
-    // The program's own pages count too, and it is larger while it is not optimised.
+    // The program's own pages count too, and it is larger when it is not optimised.
     let released = std::env::var_os("TOWLINE_SOAK_NET_MIB").is_some();
     assert!(!released || kib <= OWN_KIB_MAX, "the card takes {kib} KiB besides its guest's memory");
     println!("the card takes {kib} KiB besides its guest's memory");
     let statistics = end(card);
     assert!(sum(&statistics, "rx", "bytes") > 13 << 20, "{statistics}");
     assert!(sum(&statistics, "tx", "bytes") > 13 << 20, "{statistics}");
-    // Whoever sends 8 MiB in packets of 1448 bytes needs 5800 of them: here they are super-frames.
+    // 8 MiB in packets of 1448 bytes are 5800 packets: here they are super-frames.
     let bytes_a_packet = sum(&statistics, "tx", "bytes") / sum(&statistics, "tx", "packets");
     assert!(sum(&statistics, "rx", "notifications") <= sum(&statistics, "rx", "batches"), "{statistics}");
     println!("{bytes_a_packet} bytes a transmitted packet: {statistics}");
@@ -115,18 +116,18 @@ fn a_guests_settings_change_while_it_sends() {
     let combined: Vec<&str> = channels.lines().filter(|line| line.starts_with("Combined:")).collect();
     assert!(combined.len() == 2 && combined.iter().all(|line| line.ends_with('4')), "{channels}");
 
-    let conversations: Vec<_> = (0..4).map(|_| Conversation::begin(&network, guest_address(GUEST))).collect();
+    let clients: Vec<_> = (0..4).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
     let seconds = |name| Duration::from_secs(number(name, 0));
-    Conversation::goes_on_for(&conversations, seconds("TOWLINE_SOAK_NET_SECONDS"));
+    EchoClient::run_for(&clients, seconds("TOWLINE_SOAK_NET_SECONDS"));
     for change in
         ["-L eth0 combined 1", "-L eth0 combined 3", "-L eth0 combined 4", "-K eth0 sg off", "-K eth0 sg on"]
             .into_iter()
             .chain(["-K eth0 tso off", "-K eth0 tx off", "-K eth0 tx on", "-K eth0 sg on", "-K eth0 tso on"])
     {
         shell(&mut guest, &format!("ethtool {change}"));
-        conversations.iter().for_each(|conversation| conversation.goes_on(3));
+        clients.iter().for_each(|client| client.wait_blocks(3));
     }
-    // Whoever looks on and does not get on is in nobody's way.
+    // A monitor that does not read blocks nothing.
     let packets = std::process::Command::new("tcpdump").arg("--version").output();
     if packets.is_ok_and(|output| output.status.success()) {
         let prefix = network.prefix();
@@ -139,13 +140,13 @@ fn a_guests_settings_change_while_it_sends() {
         .unwrap();
         let pid = rustix::process::Pid::from_raw(dump.pid().cast_signed()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
-        conversations.iter().for_each(|conversation| conversation.goes_on(50));
-        Conversation::goes_on_for(&conversations, seconds("TOWLINE_SOAK_NET_SUSPENDED_S"));
+        clients.iter().for_each(|client| client.wait_blocks(50));
+        EchoClient::run_for(&clients, seconds("TOWLINE_SOAK_NET_SUSPENDED_S"));
     } else {
         skip(name, "its part with tcpdump: not here; run `cargo xtask setup`");
     }
-    for conversation in conversations {
-        conversation.end();
+    for client in clients {
+        client.end();
     }
     let statistics = end(card);
     for pair in statistics["pairs"].as_array().unwrap() {

@@ -1,4 +1,5 @@
-//! A card with a guest that talks: asked over its control socket, scraped, and unplugged from its network.
+//! A card with a guest that has an open connection: queried over its control socket, scraped, and its link taken
+//! down.
 
 use std::net::{SocketAddr, UdpSocket};
 
@@ -6,11 +7,11 @@ use serde_json::{Value, json};
 use towline_lab::{Qmp, Version, require_lab, scrape, wait_until};
 
 use crate::support::{
-    Conversation, ECHO, GUEST, HOST, WITHIN, add_tap, builder, card, guest_address, network, path, scratch,
+    ECHO, EchoClient, GUEST, HOST, WITHIN, add_tap, builder, card, guest_address, network, path, scratch,
     set_up, shell,
 };
 
-/// A number of a queue, over its control socket.
+/// Reads a number of a queue over the control socket.
 fn number(qmp: &Qmp, queue: &str, name: &str) -> u64 {
     let only = json!({ "providers": [{ "provider": "towline", "names": [name] }], "target": "net-queue" });
     let stats = qmp.execute("query-stats", only).unwrap();
@@ -22,8 +23,8 @@ fn number(qmp: &Qmp, queue: &str, name: &str) -> u64 {
 }
 
 #[test]
-fn a_card_is_asked_and_its_link_pulled() {
-    let name = "a_card_is_asked_and_its_link_pulled";
+fn a_card_reports_its_queues_and_takes_its_link_down() {
+    let name = "a_card_reports_its_queues_and_takes_its_link_down";
     if !require_lab(name) {
         return;
     }
@@ -36,8 +37,8 @@ fn a_card_is_asked_and_its_link_pulled() {
     let qemu = builder(Version::V10_0, &socket, 1).start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
     set_up(&mut guest);
-    let conversation = Conversation::begin(&network, guest_address(GUEST));
-    conversation.goes_on(4);
+    let client = EchoClient::begin(&network, guest_address(GUEST));
+    client.wait_blocks(4);
 
     let qmp = Qmp::connect(&control, WITHIN).unwrap();
     let status = qmp.execute("query-status", Value::Null).unwrap();
@@ -63,6 +64,6 @@ fn a_card_is_asked_and_its_link_pulled() {
     assert!(scraped.sum("towline_net_queue_dropped_link_down_total") >= 2.0, "{scraped:?}");
 
     qmp.execute("set_link", json!({ "name": "tap0", "up": true })).unwrap();
-    conversation.goes_on(4);
-    conversation.end();
+    client.wait_blocks(4);
+    client.end();
 }

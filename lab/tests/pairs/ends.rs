@@ -1,4 +1,4 @@
-//! Ends that are not two QEMUs which run: recorded facts, images, a QEMU binary, and those that cannot be asked.
+//! Ends other than two running QEMUs: recorded facts, images, a QEMU binary, and ends that cannot be queried.
 
 use serde_json::Value;
 use towline_lab::{BootSector, Builder, Finished, Qemu, Version, paths, require_lab, towline};
@@ -15,7 +15,7 @@ fn run(arguments: &[&str]) -> Finished {
     towline(arguments).unwrap().wait(WITHIN).unwrap()
 }
 
-/// The exit code and the ids of the rules that found something.
+/// Exit status, and the IDs of the rules with a finding.
 fn check(source: &str, destination: &str) -> (i32, Vec<String>) {
     let Finished { status, stdout, stderr } = run(&["check", "--json", source, destination]);
     let report: Value = serde_json::from_str(stdout.trim()).unwrap_or_else(|_| panic!("{stdout}{stderr}"));
@@ -24,14 +24,14 @@ fn check(source: &str, destination: &str) -> (i32, Vec<String>) {
     (status.code().unwrap(), rules.collect())
 }
 
-/// What a binary says of the states of its devices.
+/// Device states of a binary (`-dump-vmstate`).
 fn dump(machine: &str) -> String {
     format!("exec:{} -nodefaults -display none -M {machine} -dump-vmstate /dev/stdout", paths::QEMU_10_0)
 }
 
 #[test]
-fn recorded_ends_and_images_are_checked_too() {
-    if !require_lab("recorded_ends_and_images_are_checked_too") {
+fn recorded_facts_and_images_are_checked() {
+    if !require_lab("recorded_facts_and_images_are_checked") {
         return;
     }
     let source = guest().start().unwrap();
@@ -62,12 +62,12 @@ fn recorded_ends_and_images_are_checked_too() {
     assert_eq!(check(&image, &dumped), (0, Vec::new()));
     assert_eq!(check(&dumped, &dumped), (0, Vec::new()));
     assert_eq!(check(&image, &dump("pc-i440fx-10.0")), (1, vec!["machine-type".to_owned()]));
-    // A running QEMU does not tell which versions its states have.
+    // A running QEMU does not report the versions of its device states.
     assert_eq!(check(&endpoint(&source), &dumped), (4, vec!["kinds".to_owned()]));
 }
 
 #[test]
-fn ends_that_cannot_be_asked_say_what_to_do() {
+fn ends_that_cannot_be_queried_are_refused_with_a_remedy() {
     for (arguments, code, text) in [
         (["check", "facts:/nowhere/a", "facts:/nowhere/b"].as_slice(), 4, "/nowhere/a: No such file"),
         (&["check", "qmp:/nowhere/a", "qmp:/nowhere/b"], 4, "no QMP socket at /nowhere/a"),

@@ -1,16 +1,16 @@
-//! Disks of the pairs, gone with the test.
+//! Disks of the pairs, removed with the test.
 
 use std::path::PathBuf;
 
 use tempfile::TempDir;
 
-/// Bytes of each, as its guest sees it.
+/// Size of each, as its guest sees it.
 const DISK_BYTES: u64 = 1 << 20;
-/// Bytes of a cluster of qcow2, and their logarithm.
+/// Size of a qcow2 cluster, and its logarithm.
 const CLUSTER: u64 = 1 << CLUSTER_BITS;
 const CLUSTER_BITS: u32 = 16;
 
-/// Where they are, as long as this is there.
+/// Directory of the disks, removed on drop.
 pub(crate) struct Disks(TempDir);
 
 impl Disks {
@@ -18,12 +18,12 @@ impl Disks {
         Self(TempDir::with_prefix("towline-lab-").unwrap())
     }
 
-    /// An empty disk of this name.
+    /// Creates an empty raw disk.
     pub(crate) fn raw(&self, name: &str) -> PathBuf {
         self.disk(name, &[], DISK_BYTES)
     }
 
-    /// The same as a qcow2 file.
+    /// Creates an empty qcow2 disk.
     pub(crate) fn qcow2(&self, name: &str) -> PathBuf {
         self.disk(name, &empty_qcow2(), 4 * CLUSTER)
     }
@@ -36,14 +36,14 @@ impl Disks {
     }
 }
 
-/// Four clusters of version 2 (QEMU's `docs/interop/qcow2.txt`): the header, the refcount table with its one block behind it, and the
-/// first level of a map in which nothing is allocated.
+/// Four clusters of version 2 (QEMU's `docs/interop/qcow2.txt`): the header, the refcount table, its one block, and
+/// an empty L1 table.
 fn empty_qcow2() -> Vec<u8> {
     let [table, block, map] = [1, 2, 3].map(|cluster| cluster * CLUSTER);
     let header = [
         &b"QFI\xfb"[..],
         &2u32.to_be_bytes(),
-        // No backing file: neither where its name is nor how long.
+        // No backing file: offset and length are zero.
         &[0; 8],
         &[0; 4],
         &CLUSTER_BITS.to_be_bytes(),
@@ -55,7 +55,7 @@ fn empty_qcow2() -> Vec<u8> {
         &map.to_be_bytes(),
         &table.to_be_bytes(),
         &1u32.to_be_bytes(),
-        // No snapshots: neither how many nor where.
+        // No snapshots: count and offset are zero.
         &[0; 4],
         &[0; 8],
     ]

@@ -1,11 +1,11 @@
-//! A guest whose driver uses what its device offers: a Linux with a virtio NIC.
+//! A guest whose driver uses the features that its device offers: a Linux with a virtio NIC.
 
 use serde_json::{Value, json};
 use towline_lab::{Builder, Finished, Qemu, Version, require_lab, towline};
 
 use crate::run::{WITHIN, check, endpoint, migrate};
 
-/// Every virtio driver of Linux uses it where it is offered.
+/// Every virtio driver of Linux uses it if it is offered.
 const FEATURE: &str = "VIRTIO_RING_F_EVENT_IDX";
 
 fn guest(options: &str) -> Builder {
@@ -18,8 +18,8 @@ fn move_it(source: &Qemu, destination: &Qemu) -> Finished {
 }
 
 #[test]
-fn what_a_driver_uses_must_be_offered_there() {
-    if !require_lab("what_a_driver_uses_must_be_offered_there") {
+fn a_negotiated_feature_must_be_offered_at_the_destination() {
+    if !require_lab("a_negotiated_feature_must_be_offered_at_the_destination") {
         return;
     }
     let source = guest("").start().unwrap();
@@ -37,13 +37,13 @@ fn what_a_driver_uses_must_be_offered_there() {
     assert!(refused.stderr.contains(FEATURE), "{}", refused.stderr);
     agent.wait_ticking(WITHIN).unwrap();
 
-    // What it was kept from: QEMU sends everything, and the destination dies.
+    // The migration that the check prevents: QEMU sends everything, and the destination exits.
     let died = migrate(&source, &lacking, |_| Ok(true)).unwrap_err();
     assert!(died.contains("dead") && died.contains("eatures"), "{died}");
     source.qmp().execute("cont", Value::Null).unwrap();
     agent.wait_ticking(WITHIN).unwrap();
 
-    // With ACPI in use, QEMU sends a list of all processors that there may be.
+    // With ACPI in use, QEMU sends a list of all possible processors.
     let more = guest("").processors(2).incoming_defer().start().unwrap();
     let report = check(&source, &more);
     assert_eq!((&report["verdict"], &report["by-hand"]), (&json!("no"), &json!("no")), "{report}");

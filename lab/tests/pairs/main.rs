@@ -1,11 +1,11 @@
-//! Verdicts against what really happens: each pair of QEMUs is judged by `towline check`, then migrated by stock QEMU itself, then
-//! moved by `towline move`.
+//! Verdicts compared with outcomes: each pair of QEMUs is judged by `towline check`, then migrated by stock QEMU
+//! itself, then moved by `towline move`.
 //!
-//! For each pair three things are asserted. The verdict for a `migrate` by hand agrees with whether the guest then runs on at its
-//! destination ("could not tell" agrees with nothing). towline's own verdict agrees with how its move ends. And after the move the
-//! guest runs: at the destination if it was moved, else at the source.
+//! For each pair three things are asserted. The verdict on a `migrate` by hand agrees with its outcome: the guest
+//! runs on at its destination, or does not ("could not tell" agrees with neither). towline's own verdict agrees with
+//! the end of its move. And after the move the guest runs: at the destination if it was moved, else at the source.
 //!
-//! `make test` has a pair of each kind; all of them run in `cargo xtask soak pairs`, which prints the table.
+//! `make test` runs one pair of each kind; `cargo xtask soak pairs` runs all of them, and prints the table.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod ends;
@@ -18,7 +18,7 @@ use towline_lab::{Version, require_lab, require_qemu};
 
 use run::{Row, judge};
 
-/// Runs those pairs, prints the table, and fails with all that do not agree.
+/// Runs these pairs, prints the table, and fails with all disagreements.
 fn run(pairs: &[table::Pair]) {
     println!("{}", Row::HEADING);
     let rows: Vec<Row> = pairs.iter().map(judge).inspect(|row| println!("{row}")).collect();
@@ -26,7 +26,7 @@ fn run(pairs: &[table::Pair]) {
     assert!(wrong.is_empty(), "{} of {} pairs:\n{}", wrong.len(), rows.len(), wrong.join("\n"));
 }
 
-/// All of them if the soak asks, or one, or those of `make test`.
+/// Selects all pairs in the soak, or one by name, or those of `make test`.
 fn wanted(pairs: Vec<table::Pair>) -> Vec<table::Pair> {
     let all = std::env::var_os("TOWLINE_SOAK_PAIRS").is_some();
     let only = std::env::var("TOWLINE_PAIR").ok();

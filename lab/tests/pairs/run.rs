@@ -9,22 +9,23 @@ use towline_lab::{Finished, Network, Qemu, towline, wait_until};
 
 use crate::table::Pair;
 
-/// For what must come.
+/// Timeout of anything that must happen.
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
-/// For what need not come. It is waited out only where the guest does not run on, and then QEMU mostly says so at once.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// What a QEMU may take to end after it has closed the connection.
-const DYING: Duration = Duration::from_secs(5);
-const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+/// Time for events that need not happen. It passes only where the guest does not run on, and then QEMU mostly fails
+/// at once.
+const OUTCOME_WITHIN: Duration = Duration::from_secs(30);
+/// Time limit of a QEMU's exit after it has closed the connection.
+const EXIT_WITHIN: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// What was said of a pair, and what happened.
+/// Verdicts on a pair, and its outcome.
 pub(crate) struct Row {
     name: String,
     by_hand: String,
     stock: String,
     verdict: String,
     moved: String,
-    /// What does not agree.
+    /// Disagreements.
     pub(crate) wrong: Option<String>,
 }
 
@@ -41,7 +42,7 @@ impl fmt::Display for Row {
     }
 }
 
-/// Both QEMUs, and what they live in. The network goes last.
+/// Both QEMUs, and their directories. The network is dropped last.
 struct Ends {
     source: Qemu,
     destination: Qemu,
@@ -57,12 +58,12 @@ pub(crate) fn judge(pair: &Pair) -> Row {
     let mut wrong = Vec::new();
     let is_yes = |verdict: &str| verdict.starts_with("yes");
     let (by_hand, towline) = (verdict("by-hand"), verdict("verdict"));
-    let says = |verdict: &str| match verdict {
+    let verdict_of = |verdict: &str| match verdict {
         verdict if is_yes(verdict) => Some(true),
         "no" => Some(false),
         _ => None,
     };
-    if says(&by_hand) != Some(runs.is_ok()) {
+    if verdict_of(&by_hand) != Some(runs.is_ok()) {
         wrong.push(format!("by hand it says {by_hand:?}, stock QEMU: {runs:?}"));
     }
     if pair.runs != runs.is_ok() {
@@ -70,7 +71,7 @@ pub(crate) fn judge(pair: &Pair) -> Row {
     }
     let moved = match &finished {
         Ok(done) => {
-            if says(&towline) != Some(*done) {
+            if verdict_of(&towline) != Some(*done) {
                 wrong.push(format!("towline says {towline:?}, its move was done: {done}"));
             }
             if *done { "moved" } else { "refused, runs on" }
@@ -89,7 +90,7 @@ pub(crate) fn judge(pair: &Pair) -> Row {
     Row { name: pair.name.into(), by_hand, stock: stock.into(), verdict: towline, moved: moved.into(), wrong }
 }
 
-/// Starts both, the source's guest counting.
+/// Starts both QEMUs, the source's guest counting.
 fn start(pair: &Pair) -> Ends {
     let network = pair.taps.then(|| Network::new().unwrap());
     let within = |builder: towline_lab::Builder| match &network {
@@ -106,7 +107,7 @@ fn start(pair: &Pair) -> Ends {
     Ends { source, destination, _third: third, _network: network }
 }
 
-/// `+name`, `-name`: a capability; `name=value`: a parameter.
+/// Sets capabilities (`+name`, `-name`) and parameters (`name=value`).
 fn set(qemu: &Qemu, settings: &[&str]) {
     for setting in settings {
         let (command, arguments) = match setting.split_once('=') {
@@ -126,7 +127,7 @@ fn set(qemu: &Qemu, settings: &[&str]) {
     }
 }
 
-/// What `check` says, and whether the guest then runs there if QEMU migrates it.
+/// Verdict of `check`, and the outcome of QEMU's own migration.
 fn by_hand(pair: &Pair) -> (Value, Result<(), String>) {
     let ends = start(pair);
     let report = check(&ends.source, &ends.destination);
@@ -138,7 +139,7 @@ fn by_hand(pair: &Pair) -> (Value, Result<(), String>) {
     (report, runs)
 }
 
-/// Runs `towline check`, whose exit code must be what it says.
+/// Runs `towline check`, whose exit status must match its report.
 pub(crate) fn check(source: &Qemu, destination: &Qemu) -> Value {
     let checked = towline(["check", "--json", &endpoint(source), &endpoint(destination)]);
     let Finished { stdout, stderr, status } = checked.unwrap().wait(WITHIN).unwrap();
@@ -148,11 +149,11 @@ pub(crate) fn check(source: &Qemu, destination: &Qemu) -> Value {
     report
 }
 
-/// Has QEMU migrate, and waits until the guest is seen to go on there; why not, if it does not.
+/// Has QEMU migrate, and waits until the guest runs on at its destination; the error is the reason why it does not.
 pub(crate) fn migrate(
     source: &Qemu,
     destination: &Qemu,
-    mut goes_on: impl FnMut(&Qemu) -> Result<bool, String>,
+    mut counts_on: impl FnMut(&Qemu) -> Result<bool, String>,
 ) -> Result<(), String> {
     let uri = format!("unix:{}", destination.directory().join("stream").display());
     let told = destination.qmp().execute("migrate-incoming", json!({ "uri": uri }));
@@ -166,9 +167,10 @@ pub(crate) fn migrate(
             return Err(format!("the destination is dead ({status}): {}", destination.stderr().trim()));
         }
         if info["status"] == "failed" {
-            // The source sees the connection end before the destination's process has.
-            let dead =
-                destination.wait_exit(DYING).map(|status| format!("the destination is dead ({status}), "));
+            // The source sees the connection end before the destination's process has exited.
+            let dead = destination
+                .wait_exit(EXIT_WITHIN)
+                .map(|status| format!("the destination is dead ({status}), "));
             let there = destination.stderr();
             return Err(format!(
                 "{}the source failed: {info}; there: {}",
@@ -176,19 +178,19 @@ pub(crate) fn migrate(
                 there.trim()
             ));
         }
-        // Fails if the destination dies meanwhile, which the next look finds.
-        if destination.qmp().status().is_ok_and(|status| status == "running") && goes_on(destination)? {
+        // Fails if the destination exits meanwhile, which the next iteration finds.
+        if destination.qmp().status().is_ok_and(|status| status == "running") && counts_on(destination)? {
             return Ok(());
         }
-        let patience = if info["status"] == "completed" { WITHIN } else { PATIENCE };
+        let patience = if info["status"] == "completed" { WITHIN } else { OUTCOME_WITHIN };
         if begun.elapsed() >= patience {
             return Err(format!("it does not run; the source says {}", info["status"]));
         }
-        std::thread::sleep(LOOK_INTERVAL);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// Whether towline moved it; an error if the guest is lost, or not where it is said to be.
+/// Returns true if towline moved the guest; an error if the guest is lost, or not where towline reports it.
 fn move_it(pair: &Pair) -> Result<bool, String> {
     let ends = start(pair);
     let Ends { source, destination, .. } = &ends;

@@ -1,4 +1,4 @@
-//! The pairs: what the source and the destination have, and whether the guest then runs on.
+//! The pairs: properties of the source and of the destination, and the expected outcome.
 
 use std::path::Path;
 
@@ -6,12 +6,12 @@ use towline_lab::{BootSector, Builder, Qemu, Version};
 
 use crate::files::Disks;
 
-/// Two QEMUs.
+/// A pair of QEMUs.
 pub(crate) struct Pair {
     pub(crate) name: &'static str,
     pub(crate) source: Builder,
     pub(crate) destination: Builder,
-    /// What stock QEMU does with it, as it was seen; the test looks again.
+    /// Outcome of stock QEMU's migration, as observed; the test checks it again.
     pub(crate) runs: bool,
     /// Part of `make test`.
     pub(crate) is_short: bool,
@@ -20,7 +20,7 @@ pub(crate) struct Pair {
     pub(crate) destination_settings: &'static [&'static str],
     /// A QEMU beside them.
     pub(crate) third: Option<Builder>,
-    /// They live in a network of their own, where they make taps.
+    /// True if they run in a network namespace, where they create taps.
     pub(crate) taps: bool,
 }
 
@@ -39,7 +39,7 @@ fn common(version: Version) -> Builder {
     guest(version).machine("pc-q35-7.2")
 }
 
-/// A guest that uses what its CPU model has.
+/// A guest that uses the instructions of its CPU model.
 fn popcnt() -> Builder {
     let boot_sector = BootSector { fill_mib: 1, sweep_pages: 16, uses_popcnt: true, ..BootSector::default() };
     new().boot_sector(boot_sector)
@@ -59,7 +59,7 @@ fn pair(name: &'static str, source: Builder, destination: Builder, runs: bool) -
     }
 }
 
-/// Both alike but for these arguments, separated by spaces.
+/// Pair that differs in these arguments only, separated by spaces.
 fn args(name: &'static str, source: &str, destination: &str, runs: bool) -> Pair {
     pair(name, with(new(), source), with(new(), destination), runs)
 }
@@ -68,7 +68,7 @@ fn with(builder: Builder, arguments: &str) -> Builder {
     builder.args(arguments.split_whitespace())
 }
 
-/// Both alike but for how migration is set.
+/// Pair that differs in the migration settings only.
 fn settings(
     name: &'static str,
     source: &'static [&'static str],
@@ -84,7 +84,7 @@ fn short(pair: Pair) -> Pair {
 
 const BLK: &str = "-blockdev null-co,node-name=d0,size=1048576 -device virtio-blk-pci,drive=d0";
 
-/// All of them.
+/// All pairs.
 pub(crate) fn pairs(disks: &Disks) -> Vec<Pair> {
     [machines(), processors(), devices(), nics(), drives(disks), migration()].into_iter().flatten().collect()
 }
@@ -120,8 +120,8 @@ fn machines() -> Vec<Pair> {
     ]
 }
 
-/// Those with the newest QEMU, which not every machine has. None has virtio: of that the verdict is "could not tell", since QEMU 11.1 cannot
-/// be asked what a driver agreed upon.
+/// Pairs with the newest QEMU, which not every machine has. None has virtio: the verdict on that is "could not tell",
+/// since QEMU 11.1 cannot be queried for negotiated features.
 pub(crate) fn newest() -> Vec<Pair> {
     use Version::{Newest, Stable, V7_2, V10_0};
     let as_10_0 = |version| guest(version).machine("pc-q35-10.0");
@@ -147,7 +147,7 @@ pub(crate) fn newest() -> Vec<Pair> {
 fn processors() -> Vec<Pair> {
     let smp = |count: u32, topology: &str| with(new().processors(count), topology);
     vec![
-        // One more there is for Linux to show (`linux.rs`): this guest has no ACPI, so it would not mind.
+        // Another pair needs Linux (`linux.rs`): this guest has no ACPI, so it would not notice.
         short(pair("2 to 1 processors", new().processors(2), new(), false)),
         pair("2 sockets to 2 cores", smp(2, "-smp 2,sockets=2"), smp(2, "-smp 2,cores=2"), true),
         pair(
@@ -220,7 +220,7 @@ fn nics() -> Vec<Pair> {
         args("another MAC", &nic(",mac=52:54:00:00:00:01"), &nic(",mac=52:54:00:00:00:02"), true),
         args("another MTU", &nic(",host_mtu=1500"), &nic(",host_mtu=1400"), true),
         args("NIC's vectors 3 to 6", &nic(",vectors=3"), &nic(",vectors=6"), false),
-        args("a feature off that nobody uses", &nic(""), &nic(",gso=off"), true),
+        args("an unused feature off", &nic(""), &nic(",gso=off"), true),
         args("disable-legacy", &nic(""), &nic(",disable-legacy=on"), false),
         args("disable-modern", &nic(""), &nic(",disable-modern=on"), false),
         short(args("-netdev user to none", user, &nic(""), false)),

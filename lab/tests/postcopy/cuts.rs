@@ -1,4 +1,5 @@
-//! Connections that break while the guest runs and its memory is on its way: every page comes all the same, and each once.
+//! Connections that break while the guest runs and its memory is under way: every page arrives all the same, and each
+//! once.
 
 use std::time::Duration;
 
@@ -6,15 +7,16 @@ use serde_json::{Value, json};
 use towline_lab::{Qemu, Towline, Version, require_lab, wait_until};
 
 use crate::support::{
-    Scratch, WITHIN, completed, number, prove_alive, qmp, run, set_postcopy, small, start, store, tells,
-    tells_running, waiting,
+    Scratch, WITHIN, completed, number, prove_alive, qmp, run, set_postcopy, small, start, store, wait_event,
+    wait_running, waiting,
 };
 
-/// Breaks the destination's connections as a network would (its own `migrate-pause`). False if it had everything already.
+/// Breaks the destination's connections as a network would (its own `migrate-pause`). False if it had everything
+/// already.
 fn cut(destination: &Qemu) -> bool {
     let cut = destination.qmp().execute("migrate-pause", Value::Null);
     if cut.is_err() {
-        // Between two connections, or behind the last page.
+        // Between two connections, or after the last page.
         return false;
     }
     true
@@ -25,12 +27,12 @@ fn remaining(towline: &Towline) -> Option<u64> {
     events.iter().rev().find(|event| event["event"] == "progress")?["remaining"].as_u64()
 }
 
-/// One restore with up to `cuts` cuts at random moments. Returns how many there were.
+/// Runs one restore with up to `cuts` cuts at random moments. Returns their number.
 fn restore_with_cuts(image: &str, count: u64, options: &str, cuts: u64, random: &mut fastrand::Rng) -> u64 {
     let destination = waiting(&small(Version::V10_0));
     let line = format!("copy --postcopy {options} --max-bandwidth 6M --json {image} {}", qmp(&destination));
     let mut towline = start(&line);
-    tells_running(&mut towline);
+    wait_running(&mut towline);
     let mut made = 0;
     for _ in 0..cuts {
         std::thread::sleep(Duration::from_micros(random.u64(0..400_000)));
@@ -80,20 +82,20 @@ fn another_towline_goes_on_where_one_was_killed() {
     let destination = waiting(&builder);
     let mut towline =
         start(&format!("copy --postcopy --max-bandwidth 1M --json {image} {}", qmp(&destination)));
-    tells_running(&mut towline);
+    wait_running(&mut towline);
     towline.kill().unwrap();
     destination.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
     let finished = run(&format!("copy --postcopy --recover --json {image} {}", qmp(&destination)));
     assert_eq!(completed(&finished)["destination-state"], "running");
     prove_alive(&destination, count);
-    // There is nothing to go on with any more.
+    // There is no migration left to resume.
     let finished = run(&format!("copy --postcopy --recover {image} {}", qmp(&destination)));
     crate::support::assert_ended(&finished, 1, &["expected `postcopy-paused`", "in its image"]);
 }
 
 #[test]
-fn a_destination_of_somebody_else_s_is_recovered_when_it_listens_again() {
-    if !require_lab("a_destination_of_somebody_else_s_is_recovered_when_it_listens_again") {
+fn a_foreign_destination_is_recovered_when_it_listens_again() {
+    if !require_lab("a_foreign_destination_is_recovered_when_it_listens_again") {
         return;
     }
     let scratch = Scratch::new();
@@ -106,11 +108,11 @@ fn a_destination_of_somebody_else_s_is_recovered_when_it_listens_again() {
     let mut towline = start(&format!("copy --postcopy --max-bandwidth 2M --json {image} {address}"));
     destination.qmp().wait_status("running", WITHIN).unwrap();
     destination.qmp().wait_migration("postcopy-active", WITHIN).unwrap();
-    // Nobody finds the socket again on which it listens still.
+    // The socket that it still listens on is unreachable.
     std::fs::remove_file(scratch.path("destination.sock")).unwrap();
     destination.qmp().execute("migrate-pause", Value::Null).unwrap();
     destination.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
-    tells(&mut towline, "a word of what is to be done", |event| {
+    wait_event(&mut towline, "a notice with the remedy", |event| {
         event["text"].as_str().is_some_and(|text| text.contains("send it `migrate-recover`"))
     });
     destination.qmp().execute("migrate-recover", json!({ "uri": address })).unwrap();

@@ -1,4 +1,4 @@
-//! Ends before the guest runs, and after: what is said of where it is.
+//! Failures before and after the guest runs, and the reports of its place.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixListener;
@@ -8,30 +8,25 @@ use std::thread;
 use serde_json::Value;
 use towline_lab::{BootSector, Towline, Version, require_lab, require_qemu};
 
-use crate::support::{
-    Scratch, WITHIN, assert_ended, completed, prove_alive, qmp, run, small, start, store, tells_running,
-    waiting,
-};
+use crate::support::{Stored, WITHIN, assert_ended, completed, prove_alive, qmp, run, small, waiting};
 
 fn interrupt(towline: &Towline) {
     let killed = Command::new("kill").args(["-INT", &towline.pid().to_string()]).status().unwrap();
     assert!(killed.success());
 }
 
-/// What becomes of a guest that runs when its image cannot be read any more.
+/// State of a running guest whose image cannot be read any more.
 const UNREADABLE: &str = "the guest: at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); \
     the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy \
     --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot go on: end the destination, and \
     restore another image of the guest\n";
 
 #[test]
-fn what_does_not_go_with_it_is_refused_beforehand() {
-    if !require_lab("what_does_not_go_with_it_is_refused_beforehand") {
+fn options_that_exclude_postcopy_are_refused_before_the_copy() {
+    if !require_lab("options_that_exclude_postcopy_are_refused_before_the_copy") {
         return;
     }
-    let scratch = Scratch::new();
-    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
-    let count = store(&builder, &image);
+    let Stored { scratch, builder, image, count } = Stored::new();
     let destination = waiting(&builder);
     for (options, text) in [
         ("--multifd-channels 2", "no QEMU receives pages on lanes once it runs"),
@@ -48,7 +43,7 @@ fn what_does_not_go_with_it_is_refused_beforehand() {
         2,
         &["that runs the guest"],
     );
-    // A guest that does not fit is refused as always, and the destination is as it was.
+    // A guest that does not fit is refused as always, and the destination is untouched.
     let other = waiting(&small(Version::V10_0).memory_mib(96));
     let finished = run(&format!("copy --postcopy {image} {}", qmp(&other)));
     assert_ended(&finished, 1, &["does not fit", "in its image"]);
@@ -68,18 +63,18 @@ fn lanes_beside_postcopy_are_refused_by_a_qemu_that_has_none() {
     let (source, destination) = (builder.clone().start().unwrap(), waiting(&builder));
     let count = source.wait_counting(WITHIN).unwrap();
     let ends = format!("{} {}", qmp(&source), qmp(&destination));
-    let said = ["--multifd-channels with --postcopy: QEMU 10.0", "came with 10.1: leave the option out"];
-    assert_ended(&run(&format!("copy --postcopy --multifd-channels 2 {ends}")), 2, &said);
+    let output = ["--multifd-channels with --postcopy: QEMU 10.0", "came with 10.1: leave the option out"];
+    assert_ended(&run(&format!("copy --postcopy --multifd-channels 2 {ends}")), 2, &output);
     prove_alive(&source, count);
     let done = completed(&run(&format!("copy --postcopy --json {ends}")));
     assert_eq!(done["multifd-channels"], 0, "{done}");
     prove_alive(&destination, count);
 }
 
-/// From QEMU 10.1 on what an emulated guest writes is lost to a postcopy migration.
+/// From QEMU 10.1 on the writes of an emulated guest are lost to a postcopy migration.
 #[test]
-fn a_running_guest_that_would_lose_what_it_writes_is_refused() {
-    let name = "a_running_guest_that_would_lose_what_it_writes_is_refused";
+fn a_running_guest_whose_writes_would_be_lost_is_refused() {
+    let name = "a_running_guest_whose_writes_would_be_lost_is_refused";
     if !require_qemu(name, &[Version::Newest]) {
         return;
     }
@@ -87,12 +82,12 @@ fn a_running_guest_that_would_lose_what_it_writes_is_refused() {
     let (source, destination) = (builder.clone().start().unwrap(), waiting(&builder));
     let count = source.wait_counting(WITHIN).unwrap();
     let line = format!("copy --postcopy {} {}", qmp(&source), qmp(&destination));
-    let said = [
+    let output = [
         "cannot send this guest: --postcopy with a running guest that QEMU",
         "emulates",
         "safe at its source",
     ];
-    assert_ended(&run(&line), 1, &said);
+    assert_ended(&run(&line), 1, &output);
     prove_alive(&source, count);
     source.qmp().execute("stop", Value::Null).unwrap();
     let (memory, line) = (source.memory_hash().unwrap(), format!("{line} --paused"));
@@ -103,14 +98,13 @@ fn a_running_guest_that_would_lose_what_it_writes_is_refused() {
 }
 
 #[test]
-fn a_destination_that_goes_before_the_guest_runs_leaves_it_in_its_image() {
-    if !require_lab("a_destination_that_goes_before_the_guest_runs_leaves_it_in_its_image") {
+fn a_destination_that_disconnects_before_the_guest_runs_leaves_it_in_its_image() {
+    if !require_lab("a_destination_that_disconnects_before_the_guest_runs_leaves_it_in_its_image") {
         return;
     }
-    let scratch = Scratch::new();
-    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
-    store(&builder, &image);
-    // Takes the head and goes; the first time without a word, the second after its first answer says that it failed.
+    let Stored { scratch, image, .. } = Stored::new();
+    // Reads the header and disconnects; the first time without a message, the second after a failure on the return
+    // path.
     for answer in [&[][..], &[0, 1, 0, 4, 0, 0, 0, 1]] {
         let listener = UnixListener::bind(scratch.path("gone.sock")).unwrap();
         let gone = thread::spawn(move || {
@@ -126,17 +120,12 @@ fn a_destination_that_goes_before_the_guest_runs_leaves_it_in_its_image() {
 }
 
 #[test]
-fn a_destination_that_ends_when_the_guest_ran_is_told() {
-    if !require_lab("a_destination_that_ends_when_the_guest_ran_is_told") {
+fn a_destination_that_exits_after_the_guest_ran_is_reported() {
+    if !require_lab("a_destination_that_exits_after_the_guest_ran_is_reported") {
         return;
     }
-    let scratch = Scratch::new();
-    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
-    store(&builder, &image);
-    let destination = waiting(&builder);
-    let mut towline =
-        start(&format!("copy --postcopy --max-bandwidth 1M --json {image} {}", qmp(&destination)));
-    tells_running(&mut towline);
+    let stored = Stored::new();
+    let (destination, towline) = stored.restore_until_running("1M");
     destination.kill().unwrap();
     let finished = towline.wait(WITHIN).unwrap();
     assert_ended(
@@ -147,23 +136,18 @@ fn a_destination_that_ends_when_the_guest_ran_is_told() {
 }
 
 #[test]
-fn once_it_runs_it_is_too_late_to_cancel() {
-    if !require_lab("once_it_runs_it_is_too_late_to_cancel") {
+fn a_running_guest_is_too_late_to_cancel() {
+    if !require_lab("a_running_guest_is_too_late_to_cancel") {
         return;
     }
-    let scratch = Scratch::new();
-    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
-    let count = store(&builder, &image);
-    let destination = waiting(&builder);
-    let mut towline =
-        start(&format!("copy --postcopy --max-bandwidth 2M --json {image} {}", qmp(&destination)));
-    tells_running(&mut towline);
+    let stored = Stored::new();
+    let (destination, mut towline) = stored.restore_until_running("2M");
     interrupt(&towline);
-    crate::support::tells(&mut towline, "a word about it", |event| {
+    crate::support::wait_event(&mut towline, "a notice that it is too late", |event| {
         event["text"].as_str().is_some_and(|text| text.contains("too late to cancel"))
     });
     assert_eq!(completed(&towline.wait(WITHIN).unwrap())["destination-state"], "running");
-    prove_alive(&destination, count);
+    prove_alive(&destination, stored.count);
 }
 
 #[test]
@@ -171,11 +155,9 @@ fn damage_that_is_found_when_the_guest_runs_is_named() {
     if !require_lab("damage_that_is_found_when_the_guest_runs_is_named") {
         return;
     }
-    let scratch = Scratch::new();
-    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
-    store(&builder, &image);
+    let Stored { scratch: _scratch, builder, image, .. } = Stored::new();
     let mut bytes = std::fs::read(&image).unwrap();
-    // The head of a page that nothing writes and nobody needs at once.
+    // The head of a page that is not written, and not requested at once.
     let page = &BootSector::default().page(3000)[..64];
     let at = bytes.windows(64).position(|window| window == page).unwrap();
     bytes[at + 2000] ^= 1;
@@ -196,14 +178,10 @@ fn an_image_that_is_cut_short_when_the_guest_runs_is_named() {
     if !require_lab("an_image_that_is_cut_short_when_the_guest_runs_is_named") {
         return;
     }
-    let scratch = Scratch::new();
-    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
-    store(&builder, &image);
-    let destination = waiting(&builder);
-    let mut towline =
-        start(&format!("copy --postcopy --max-bandwidth 1M --json {image} {}", qmp(&destination)));
-    tells_running(&mut towline);
-    std::fs::File::options().write(true).open(&image).unwrap().set_len(2 << 20).unwrap();
+    let stored = Stored::new();
+    let (_destination, towline) = stored.restore_until_running("1M");
+    let image = &stored.image;
+    std::fs::File::options().write(true).open(image).unwrap().set_len(2 << 20).unwrap();
     let finished = towline.wait(WITHIN).unwrap();
     let named = format!("{image}: not all of it could be read: the file has 2097152 bytes, expected ");
     assert_ended(&finished, 3, &[&named, UNREADABLE]);

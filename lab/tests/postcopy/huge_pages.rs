@@ -1,4 +1,4 @@
-//! A destination whose memory is of huge pages takes them whole.
+//! A destination whose memory consists of huge pages receives them whole.
 
 use std::fs;
 
@@ -14,7 +14,7 @@ const FREE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
 /// 64 MiB of 2 MiB each, and a few.
 const PAGES: u64 = 36;
 
-/// Huge pages, some of them made for the test.
+/// Huge pages, some of them allocated for the test.
 struct HugePages {
     before: u64,
 }
@@ -24,14 +24,22 @@ fn read(path: &str) -> u64 {
 }
 
 impl HugePages {
-    /// `None`: there are none, and none can be made.
-    fn reserve() -> Option<Self> {
+    /// Reserves them. `None`, with the printed skip of `test`, without the lab or if there are too few and no more can be
+    /// allocated.
+    fn reserve(test: &str) -> Option<Self> {
+        if !require_lab(test) {
+            return None;
+        }
         let before = read(POOL);
         let pages = Self { before };
         if read(FREE) < PAGES {
             let _ = fs::write(POOL, (before + PAGES).to_string());
         }
-        (read(FREE) >= PAGES).then_some(pages)
+        if read(FREE) >= PAGES {
+            return Some(pages);
+        }
+        skip(test, &format!("{PAGES} huge pages of 2 MiB cannot be allocated ({POOL})"));
+        None
     }
 }
 
@@ -53,15 +61,7 @@ fn huge() -> Builder {
 #[test]
 fn memory_of_huge_pages_comes_a_huge_page_at_a_time() {
     let name = "memory_of_huge_pages_comes_a_huge_page_at_a_time";
-    if !require_lab(name) {
-        return;
-    }
-    let Some(_pages) = HugePages::reserve() else {
-        return skip(
-            name,
-            &format!("{PAGES} huge pages of 2 MiB are neither there nor can be made ({POOL})"),
-        );
-    };
+    let Some(_pages) = HugePages::reserve(name) else { return };
     let scratch = Scratch::new();
     let image = scratch.text("guest.img");
     let count = store(&small(Version::V10_0), &image);
@@ -78,15 +78,7 @@ fn memory_of_huge_pages_comes_a_huge_page_at_a_time() {
 #[test]
 fn a_move_between_different_pages_is_refused_before_anything_is_sent() {
     let name = "a_move_between_different_pages_is_refused_before_anything_is_sent";
-    if !require_lab(name) {
-        return;
-    }
-    let Some(_pages) = HugePages::reserve() else {
-        return skip(
-            name,
-            &format!("{PAGES} huge pages of 2 MiB are neither there nor can be made ({POOL})"),
-        );
-    };
+    let Some(_pages) = HugePages::reserve(name) else { return };
     let (source, destination) = (small(Version::V10_0).start().unwrap(), waiting(&huge()));
     let count = source.wait_counting(WITHIN).unwrap();
     let finished = run(&format!("move --postcopy {} {}", qmp(&source), qmp(&destination)));

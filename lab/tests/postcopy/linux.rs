@@ -1,9 +1,9 @@
-//! A real Linux, which hashes its memory while that is still coming.
+//! A real Linux, which hashes its memory while it is still arriving.
 
 use towline_lab::{Builder, Qemu, Version, require_lab};
 
 use crate::support::{
-    Scratch, WITHIN, assert_each_page_once, assert_ended, completed, qmp, run, start, tells_running, waiting,
+    Scratch, WITHIN, assert_each_page_once, assert_ended, completed, qmp, run, start, wait_running, waiting,
 };
 
 const MIB: u64 = 1 << 20;
@@ -12,7 +12,7 @@ fn builder() -> Builder {
     Qemu::builder(Version::V10_0).cpu("Nehalem").linux().memory_mib(256).processors(2)
 }
 
-/// Stores a Linux with so much content; returns its hash.
+/// Stores a Linux with `bytes` of content; returns its hash.
 fn store(image: &str, bytes: u64) -> String {
     let source = builder().start().unwrap();
     let mut guest = source.linux(WITHIN).unwrap();
@@ -24,8 +24,8 @@ fn store(image: &str, bytes: u64) -> String {
 }
 
 #[test]
-fn linux_hashes_its_memory_while_it_comes() {
-    if !require_lab("linux_hashes_its_memory_while_it_comes") {
+fn linux_hashes_its_memory_while_it_arrives() {
+    if !require_lab("linux_hashes_its_memory_while_it_arrives") {
         return;
     }
     let scratch = Scratch::new();
@@ -38,7 +38,7 @@ fn linux_hashes_its_memory_while_it_comes() {
             qmp(&destination)
         );
         let mut towline = start(&line);
-        tells_running(&mut towline);
+        wait_running(&mut towline);
         let mut guest = destination.linux(WITHIN).unwrap();
         assert_eq!(guest.hash().unwrap(), hash);
         guest.wait_ticking(WITHIN).unwrap();
@@ -50,12 +50,12 @@ fn linux_hashes_its_memory_while_it_comes() {
     }
 }
 
-/// Restores it, has it do its work while its memory comes, and returns how often it waited.
+/// Restores it, hashes its memory while that arrives, and returns the number of its faults.
 fn faults_of_a_restore(image: &str, hash: &str) -> u64 {
     let destination = waiting(&builder());
     let line = format!("copy --postcopy --max-bandwidth 6M --json {image} {}", qmp(&destination));
     let mut towline = start(&line);
-    tells_running(&mut towline);
+    wait_running(&mut towline);
     let mut guest = destination.linux(WITHIN).unwrap();
     assert_eq!(guest.hash().unwrap(), hash);
     drop(guest);
@@ -64,8 +64,8 @@ fn faults_of_a_restore(image: &str, hash: &str) -> u64 {
 }
 
 #[test]
-fn what_a_guest_needed_once_goes_first_the_next_time() {
-    if !require_lab("what_a_guest_needed_once_goes_first_the_next_time") {
+fn the_recorded_working_set_is_sent_first_the_next_time() {
+    if !require_lab("the_recorded_working_set_is_sent_first_the_next_time") {
         return;
     }
     let scratch = Scratch::new();

@@ -1,9 +1,9 @@
-//! Linux guests that run and write while they go from QEMU to QEMU, their memory behind them.
+//! Linux guests that run and write while they move from QEMU to QEMU, their memory following.
 
 use serde_json::{Value, json};
 use towline_lab::{Builder, LinuxGuest, Qemu, Version, require_lab};
 
-use crate::support::{WITHIN, completed, qmp, run, start, statuses, tells, tells_running, waiting};
+use crate::support::{WITHIN, completed, qmp, run, start, statuses, wait_event, wait_running, waiting};
 
 const MIB: u64 = 1 << 20;
 const WRITTEN: u64 = 24 * MIB;
@@ -12,7 +12,7 @@ fn builder() -> Builder {
     Qemu::builder(Version::V10_0).cpu("Nehalem").linux().memory_mib(256).processors(2)
 }
 
-/// A Linux that writes its memory; and how far it has counted.
+/// Starts a Linux that writes its memory; returns its counter, too.
 fn writing() -> (Qemu, u64) {
     let qemu = builder().start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
@@ -33,7 +33,7 @@ fn a_guest_that_writes_moves_and_its_memory_follows() {
         return;
     }
     let ((source, tick), destination) = (writing(), waiting(&builder()));
-    // So slow and so short that no pass leaves little enough to go without postcopy.
+    // So slow and so short that no pass converges without postcopy.
     let options = "--postcopy --postcopy-preempt --max-bandwidth 24M --downtime-limit 1";
     let line = format!("move {options} --json {} {}", qmp(&source), qmp(&destination));
     let completed = completed(&run(&line));
@@ -48,23 +48,23 @@ fn a_guest_that_writes_moves_and_its_memory_follows() {
 }
 
 #[test]
-fn two_qemus_that_lose_each_other_are_brought_together() {
-    if !require_lab("two_qemus_that_lose_each_other_are_brought_together") {
+fn a_broken_postcopy_between_two_qemus_is_recovered() {
+    if !require_lab("a_broken_postcopy_between_two_qemus_is_recovered") {
         return;
     }
     let ((source, tick), destination) = (writing(), waiting(&builder()));
     let line = format!("copy --postcopy --max-bandwidth 48M --json {} {}", qmp(&source), qmp(&destination));
     let mut towline = start(&line);
-    // What the guest wrote meanwhile shall take its time.
-    tells(&mut towline, "a pass that began", |event| event["phase"] == "transfer");
+    // A low limit, so that the pages written meanwhile take some time.
+    wait_event(&mut towline, "a pass that began", |event| event["phase"] == "transfer");
     let follow_at = |rate: u64| {
         let parameters = json!({ "max-postcopy-bandwidth": rate });
         source.qmp().execute("migrate-set-parameters", parameters).unwrap();
     };
     follow_at(1 << 20);
-    tells_running(&mut towline);
+    wait_running(&mut towline);
     destination.qmp().execute("migrate-pause", Value::Null).unwrap();
-    tells(&mut towline, "a connection made again", |event| {
+    wait_event(&mut towline, "a connection made again", |event| {
         event["text"].as_str().is_some_and(|text| text.contains("connected again"))
     });
     follow_at(0);

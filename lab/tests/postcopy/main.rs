@@ -1,4 +1,4 @@
-//! Guests that run at their destination before their memory is there, on stock QEMU.
+//! Guests that run at their destination before their memory has arrived, on stock QEMU.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod cuts;

@@ -1,14 +1,14 @@
-//! The small guest, restored again and again: it runs, counts on, and gets each page once.
+//! The small guest, restored repeatedly: it runs, counts on, and each page is sent once.
 
 use serde_json::Value;
 use towline_lab::{Version, require_lab, wait_until};
 
 use crate::support::{
     Scratch, WITHIN, assert_each_page_once, completed, events, number, prove_alive, qmp, run, small, start,
-    statuses, store, tells_running, waiting,
+    statuses, store, wait_running, waiting,
 };
 
-/// Restores it `times` times, and looks at it now and then.
+/// Restores it `times` times, and checks it now and then.
 fn restores(version: Version, options: &str, times: u64) {
     let scratch = Scratch::new();
     let (builder, image) = (small(version), scratch.text("guest.img"));
@@ -36,23 +36,23 @@ fn a_guest_runs_at_once_and_gets_each_page_once() {
 }
 
 #[test]
-fn and_with_a_preempt_channel_and_its_working_set_ahead() {
-    if require_lab("and_with_a_preempt_channel_and_its_working_set_ahead") {
+fn a_guest_with_a_preempt_channel_and_its_working_set_gets_each_page_once() {
+    if require_lab("a_guest_with_a_preempt_channel_and_its_working_set_gets_each_page_once") {
         restores(Version::V10_0, "--postcopy-preempt", number("TOWLINE_SOAK_RESTORES", 2));
     }
 }
 
 #[test]
-fn on_qemu_7_2_too() {
-    if require_lab("on_qemu_7_2_too") {
+fn a_guest_on_qemu_7_2_runs_at_once_and_gets_each_page_once() {
+    if require_lab("a_guest_on_qemu_7_2_runs_at_once_and_gets_each_page_once") {
         restores(Version::V7_2, "--verify", 1);
         restores(Version::V7_2, "--postcopy-preempt", 1);
     }
 }
 
 #[test]
-fn a_guest_that_was_paused_or_shall_be_stays_so_and_its_memory_comes() {
-    if !require_lab("a_guest_that_was_paused_or_shall_be_stays_so_and_its_memory_comes") {
+fn a_paused_guest_stays_paused_while_its_memory_arrives() {
+    if !require_lab("a_paused_guest_stays_paused_while_its_memory_arrives") {
         return;
     }
     let scratch = Scratch::new();
@@ -68,18 +68,18 @@ fn a_guest_that_was_paused_or_shall_be_stays_so_and_its_memory_comes() {
 }
 
 #[test]
-fn it_counts_while_most_of_its_memory_is_not_there() {
-    if !require_lab("it_counts_while_most_of_its_memory_is_not_there") {
+fn a_guest_counts_while_most_of_its_memory_is_missing() {
+    if !require_lab("a_guest_counts_while_most_of_its_memory_is_missing") {
         return;
     }
     let scratch = Scratch::new();
     let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
     let count = store(&builder, &image);
     let destination = waiting(&builder);
-    // Eight seconds for 16 MiB, if nobody asks for any of it.
+    // Eight seconds for 16 MiB, if the guest requests none of it.
     let line = format!("copy --postcopy --max-bandwidth 2M --json {image} {}", qmp(&destination));
     let mut towline = start(&line);
-    tells_running(&mut towline);
+    wait_running(&mut towline);
     wait_until("a guest that counts on", WITHIN, || Ok((destination.counter()? > count + 1).then_some(())))
         .unwrap();
     let finished = towline.wait(WITHIN).unwrap();

@@ -1,13 +1,14 @@
-//! A runtime directory that others could write to is not used: the copy goes on without a journal and says so, `repair` fails.
+//! A runtime directory that other users can write to is not used: the copy runs without a journal and reports that,
+//! `repair` fails.
 
 use std::process::Command;
 
 use towline_lab::expect::{assert_ended, qmp};
 use towline_lab::{BootSector, Qemu, Version, require_lab};
 
-use crate::support::{Place, WITHIN, user};
+use crate::support::{Fixture, WITHIN, user};
 
-/// Has towline see a `/run` of its own, prepared by a shell command; for this only root may mount.
+/// Shell script: runs towline with a `/run` of its own, prepared by a command; only root may mount.
 const PREPARE: &str = "mount -t tmpfs -o mode=755 tmpfs /run && cd /run && ";
 
 #[test]
@@ -23,8 +24,8 @@ fn hostile_directories_are_refused() {
     let boot_sector = BootSector { fill_mib: 1, sweep_pages: 16, ..BootSector::default() };
     let source = Qemu::builder(Version::V10_0).memory_mib(16).boot_sector(boot_sector).start().unwrap();
     source.wait_counting(WITHIN).unwrap();
-    let place = Place::new();
-    let elsewhere = place.name("elsewhere");
+    let fixture = Fixture::new();
+    let elsewhere = fixture.name("elsewhere");
     std::fs::create_dir(&elsewhere).unwrap();
     let link = format!("ln -s {elsewhere} towline");
     let inner = format!("mkdir towline && ln -s {elsewhere} towline/journal");
@@ -41,10 +42,10 @@ fn hostile_directories_are_refused() {
     ] {
         let script = format!("{PREPARE}{prepare} && exec \"$@\"");
         let by = ["unshare", "--mount", "sh", "-c", &script, "sh"];
-        let copy = format!("copy --resume --overwrite {} {}", qmp(&source), place.name("guest.img"));
-        let finished = place.start(&by, &copy).wait(WITHIN).unwrap();
+        let copy = format!("copy --resume --overwrite {} {}", qmp(&source), fixture.name("guest.img"));
+        let finished = fixture.start(&by, &copy).wait(WITHIN).unwrap();
         assert_ended(&finished, 0, &["are not restored", "is not safe for journals", reason]);
-        let finished = place.start(&by, &format!("repair {}", qmp(&source))).wait(WITHIN).unwrap();
+        let finished = fixture.start(&by, &format!("repair {}", qmp(&source))).wait(WITHIN).unwrap();
         assert_ended(&finished, 1, &["is not safe for journals", reason]);
         assert_eq!(std::fs::read_dir(&elsewhere).unwrap().count(), 0, "{prepare}");
     }

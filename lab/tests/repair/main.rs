@@ -1,4 +1,5 @@
-//! A towline that is killed in the middle of a copy: what it changed in the QEMU is put back by the next one, or by `repair`.
+//! A towline that is killed in the middle of a copy: its changes to the QEMU are undone by the next one, or by
+//! `repair`.
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 mod directories;
@@ -9,9 +10,9 @@ use serde_json::{Value, json};
 use towline_lab::expect::{Settings, assert_ended, events, qmp, settings};
 use towline_lab::{BootSector, Builder, Qemu, Version, require_lab};
 
-use support::{Place, WITHIN, killed_copy};
+use support::{Fixture, WITHIN, killed_copy};
 
-/// A guest that counts, and is large enough to be under way for seconds.
+/// A guest that counts, and is large enough that its copy takes seconds.
 fn guest(version: Version) -> Builder {
     Qemu::builder(version).memory_mib(64).boot_sector(BootSector::default())
 }
@@ -22,7 +23,7 @@ fn counting(builder: Builder) -> Qemu {
     qemu
 }
 
-/// What the killed copies here ask for differs from QEMU's defaults in all of these.
+/// Asserts that all settings differ from QEMU's defaults, as the killed copies here change them.
 fn assert_changed(before: &Settings, now: &Settings) {
     for name in ["max-bandwidth", "downtime-limit", "multifd-channels"] {
         assert_ne!(before.parameters[name], now.parameters[name], "{name} was not changed");
@@ -33,35 +34,36 @@ fn assert_changed(before: &Settings, now: &Settings) {
 }
 
 #[test]
-fn the_next_copy_puts_back_what_a_killed_one_left() {
-    if !require_lab("the_next_copy_puts_back_what_a_killed_one_left") {
+fn the_next_copy_restores_the_settings_that_a_killed_one_left() {
+    if !require_lab("the_next_copy_restores_the_settings_that_a_killed_one_left") {
         return;
     }
     for version in [Version::V7_2, Version::V10_0] {
-        let (place, source) = (Place::new(), counting(guest(version)));
+        let (fixture, source) = (Fixture::new(), counting(guest(version)));
         let before = settings(&source);
-        let killed = killed_copy(&place, &source);
+        let killed = killed_copy(&fixture, &source);
         assert_changed(&before, &settings(&source));
-        assert!(place.is_journaled(&source));
+        assert!(fixture.is_journaled(&source));
 
-        let finished = place.run(&format!("copy --resume {} {}", qmp(&source), place.name("next.img")));
+        let finished = fixture.run(&format!("copy --resume {} {}", qmp(&source), fixture.name("next.img")));
         let by = format!("was left changed by a towline that is gone (process {killed})");
         assert_ended(&finished, 0, &[&by, "repaired: "]);
         assert_eq!(settings(&source), before);
-        assert!(!place.is_journaled(&source));
+        assert!(!fixture.is_journaled(&source));
         source.wait_counting(WITHIN).unwrap();
     }
 }
 
-/// A program that reads the events is told as well.
+/// A reader of the events is notified as well.
 #[test]
-fn what_the_next_copy_puts_back_is_an_event() {
-    if !require_lab("what_the_next_copy_puts_back_is_an_event") {
+fn settings_restored_by_the_next_copy_are_an_event() {
+    if !require_lab("settings_restored_by_the_next_copy_are_an_event") {
         return;
     }
-    let (place, source) = (Place::new(), counting(guest(Version::V10_0)));
-    let killed = killed_copy(&place, &source);
-    let finished = place.run(&format!("copy --json --resume {} {}", qmp(&source), place.name("next.img")));
+    let (fixture, source) = (Fixture::new(), counting(guest(Version::V10_0)));
+    let killed = killed_copy(&fixture, &source);
+    let finished =
+        fixture.run(&format!("copy --json --resume {} {}", qmp(&source), fixture.name("next.img")));
     assert_ended(&finished, 0, &[]);
     let by = format!("was left changed by a towline that is gone (process {killed})");
     let notices: Vec<_> =
@@ -70,18 +72,18 @@ fn what_the_next_copy_puts_back_is_an_event() {
 }
 
 #[test]
-fn repair_puts_back_what_a_killed_copy_left() {
-    if !require_lab("repair_puts_back_what_a_killed_copy_left") {
+fn repair_restores_the_settings_that_a_killed_copy_left() {
+    if !require_lab("repair_restores_the_settings_that_a_killed_copy_left") {
         return;
     }
     for version in [Version::V7_2, Version::V10_0] {
-        let (place, source) = (Place::new(), counting(guest(version)));
+        let (fixture, source) = (Fixture::new(), counting(guest(version)));
         let before = settings(&source);
-        let killed = killed_copy(&place, &source);
-        // What somebody else has changed since is left alone.
+        let killed = killed_copy(&fixture, &source);
+        // Settings that another client has changed since are left alone.
         source.qmp().execute("migrate-set-parameters", json!({ "downtime-limit": 1234 })).unwrap();
 
-        let finished = place.run(&format!("repair --json {}", qmp(&source)));
+        let finished = fixture.run(&format!("repair --json {}", qmp(&source)));
         assert_ended(&finished, 0, &[]);
         let event: Value = serde_json::from_str(finished.stdout.trim()).unwrap();
         assert_eq!((&event["event"], &event["owner-pid"]), (&json!("repaired"), &json!(killed)));
@@ -93,28 +95,28 @@ fn repair_puts_back_what_a_killed_copy_left() {
         let mut expected = before;
         expected.parameters.insert("downtime-limit".into(), json!(1234));
         assert_eq!(settings(&source), expected);
-        assert!(!place.is_journaled(&source));
+        assert!(!fixture.is_journaled(&source));
 
-        let finished = place.run(&format!("repair {}", qmp(&source)));
+        let finished = fixture.run(&format!("repair {}", qmp(&source)));
         assert_ended(&finished, 0, &[]);
         assert!(finished.stdout.ends_with("nothing to repair\n"), "{}", finished.stdout);
     }
 }
 
-/// The destination of a relay, which holds a part of a guest, and its temporary directory.
+/// The destination of a relay, which has a part of a guest, and its temporary directory.
 #[test]
 fn a_destination_is_repaired_too() {
     if !require_lab("a_destination_is_repaired_too") {
         return;
     }
-    let (place, source) = (Place::new(), counting(guest(Version::V10_0)));
+    let (fixture, source) = (Fixture::new(), counting(guest(Version::V10_0)));
     let destination = guest(Version::V10_0).incoming_defer().start().unwrap();
     let (before, waits) = (settings(&source), settings(&destination));
-    let mut towline = place.copy_slowly(&source, &qmp(&destination));
+    let mut towline = fixture.copy_slowly(&source, &qmp(&destination));
     towline.kill().unwrap();
-    assert_ne!(place.temporary(), [""; 0], "directories of the killed towline");
+    assert_ne!(fixture.temporary(), [""; 0], "directories of the killed towline");
     for (qemu, expected) in [(&source, before), (&destination, waits)] {
-        let finished = place.run(&format!("repair {}", qmp(qemu)));
+        let finished = fixture.run(&format!("repair {}", qmp(qemu)));
         assert_ended(&finished, 0, &[]);
         assert!(finished.stdout.contains("  repaired      "), "{}", finished.stdout);
         assert_eq!(settings(qemu), expected);
@@ -130,25 +132,25 @@ fn a_qemu_that_another_towline_works_on_is_refused() {
     let directory = towline_lab::expect::Scratch::new();
     let second = directory.text("second");
     let monitor = ["-qmp".to_owned(), format!("unix:{second},server=on,wait=off")];
-    let (place, source) = (Place::new(), counting(guest(Version::V10_0).args(monitor)));
+    let (fixture, source) = (Fixture::new(), counting(guest(Version::V10_0).args(monitor)));
     let before = settings(&source);
-    let first = place.copy_slowly(&source, &place.name("first.img"));
+    let first = fixture.copy_slowly(&source, &fixture.name("first.img"));
     let set = settings(&source);
     let text = format!("another towline (process {}) works on QEMU at {second}", first.pid());
     for arguments in [
-        format!("copy --resume qmp:{second} {}", place.name("second.img")),
-        format!("move qmp:{second} {}", place.name("second.img")),
+        format!("copy --resume qmp:{second} {}", fixture.name("second.img")),
+        format!("move qmp:{second} {}", fixture.name("second.img")),
         format!("repair qmp:{second}"),
     ] {
-        let finished = place.run(&arguments);
+        let finished = fixture.run(&arguments);
         assert_ended(&finished, 1, &[&text]);
         assert_eq!(settings(&source), set, "{arguments}");
     }
-    // To look is not to change.
-    assert_ended(&place.run(&format!("inspect qmp:{second}")), 0, &[]);
+    // A dry run changes nothing.
+    assert_ended(&fixture.run(&format!("inspect qmp:{second}")), 0, &[]);
 
     support::signal(first.pid(), "-INT");
     assert_ended(&first.wait(WITHIN).unwrap(), 1, &[]);
     assert_eq!(settings(&source), before);
-    assert_ended(&place.run(&format!("copy --resume qmp:{second} {}", place.name("second.img"))), 0, &[]);
+    assert_ended(&fixture.run(&format!("copy --resume qmp:{second} {}", fixture.name("second.img"))), 0, &[]);
 }

@@ -1,38 +1,38 @@
-//! Whatever happens to a store's objects is named, and no guest gets a byte of it.
+//! Damage to a store's objects is reported by name, and no damaged byte reaches a guest.
 
 use std::path::PathBuf;
 
-use crate::support::Place;
+use crate::support::Fixture;
 
-/// A place with an image, and its chunks, largest first: the largest is memory.
-fn stored() -> (Place, String, Vec<PathBuf>) {
-    let place = Place::new();
-    let image = place.store("vm/a");
-    place.done(&["copy", "mem:24M,seed=4", &image]);
-    let mut chunks = place.files("vm/chunks");
+/// A store with an image, and its chunks, largest first: the largest is memory.
+fn stored() -> (Fixture, String, Vec<PathBuf>) {
+    let fixture = Fixture::new();
+    let image = fixture.store("vm/a");
+    fixture.done(&["copy", "mem:24M,seed=4", &image]);
+    let mut chunks = fixture.files("vm/chunks");
     chunks.sort_by_key(|path| std::cmp::Reverse(std::fs::metadata(path).unwrap().len()));
-    (place, image, chunks)
+    (fixture, image, chunks)
 }
 
-/// Every way to read the image says the same of it.
+/// Asserts that every way to read the image reports the same damage.
 #[track_caller]
-fn every_reader_says(place: &Place, image: &str, parts: &[&str]) {
-    let file = place.name("out.img");
+fn assert_every_reader_reports(fixture: &Fixture, image: &str, parts: &[&str]) {
+    let file = fixture.name("out.img");
     for arguments in [
         &["inspect", "--verify", image][..],
         &["copy", image, "mem:"],
         &["copy", "--multifd-channels", "2", image, "mem:"],
         &["copy", image, &file],
     ] {
-        let error = place.refused(arguments);
+        let error = fixture.refused(arguments);
         parts.iter().for_each(|part| assert!(error.contains(part), "{arguments:?}: no {part:?} in {error}"));
-        assert!(!place.path("out.img").exists());
+        assert!(!fixture.path("out.img").exists());
     }
 }
 
 #[test]
 fn a_flipped_bit_in_a_chunk_is_named() {
-    let (place, image, chunks) = stored();
+    let (fixture, image, chunks) = stored();
     let victim = &chunks[chunks.len() / 2];
     let whole = std::fs::read(victim).unwrap();
     let name = victim.file_name().unwrap().to_str().unwrap();
@@ -40,43 +40,47 @@ fn a_flipped_bit_in_a_chunk_is_named() {
         let mut bytes = whole.clone();
         bytes[at] ^= 0x10;
         std::fs::write(victim, &bytes).unwrap();
-        every_reader_says(&place, &image, &["damaged", name, "block \"mem.ram\", from byte 0x"]);
+        assert_every_reader_reports(&fixture, &image, &["damaged", name, "block \"mem.ram\", from byte 0x"]);
     }
     std::fs::write(victim, &whole[..whole.len() / 2]).unwrap();
-    every_reader_says(&place, &image, &["damaged", name, "block \"mem.ram\", from byte 0x"]);
+    assert_every_reader_reports(&fixture, &image, &["damaged", name, "block \"mem.ram\", from byte 0x"]);
     std::fs::write(victim, &whole).unwrap();
-    place.done(&["inspect", "--verify", &image]);
+    fixture.done(&["inspect", "--verify", &image]);
 }
 
 #[test]
-fn a_chunk_of_another_name_is_no_substitute() {
-    let (place, image, chunks) = stored();
+fn a_chunk_under_another_name_is_refused() {
+    let (fixture, image, chunks) = stored();
     std::fs::copy(&chunks[0], &chunks[1]).unwrap();
     let name = chunks[1].file_name().unwrap().to_str().unwrap();
-    every_reader_says(&place, &image, &["damaged", name, "its BLAKE3 is"]);
+    assert_every_reader_reports(&fixture, &image, &["damaged", name, "its BLAKE3 is"]);
 }
 
 #[test]
 fn a_missing_chunk_is_named_and_can_be_stored_again() {
-    let (place, image, chunks) = stored();
+    let (fixture, image, chunks) = stored();
     std::fs::remove_file(&chunks[0]).unwrap();
     let name = chunks[0].file_name().unwrap().to_str().unwrap();
-    every_reader_says(&place, &image, &["is missing in the store", name, "block \"mem.ram\", from byte 0x"]);
-    let again = place.done(&["copy", "--overwrite", "mem:24M,seed=4", &image]);
+    assert_every_reader_reports(
+        &fixture,
+        &image,
+        &["is missing in the store", name, "block \"mem.ram\", from byte 0x"],
+    );
+    let again = fixture.done(&["copy", "--overwrite", "mem:24M,seed=4", &image]);
     assert_eq!(crate::support::uploaded(&again, "sent-chunks"), 1, "{again}");
-    place.done(&["inspect", "--verify", &image]);
+    fixture.done(&["inspect", "--verify", &image]);
 }
 
 #[test]
 fn a_truncated_index_is_refused() {
-    let (place, image, _) = stored();
-    let path = place.path("vm/a.towline");
+    let (fixture, image, _) = stored();
+    let path = fixture.path("vm/a.towline");
     let whole = std::fs::read(&path).unwrap();
     for length in [10, 20, 60, whole.len() / 2, whole.len() - 1] {
         std::fs::write(&path, &whole[..length]).unwrap();
-        every_reader_says(&place, &image, &["truncated"]);
+        assert_every_reader_reports(&fixture, &image, &["truncated"]);
     }
-    // And while it is so, nobody can say what is garbage.
-    let error = place.refused(&["inspect", "--remove-garbage", "--garbage-age", "0", &place.store("vm")]);
+    // While the index is unreadable, no collection can know the garbage.
+    let error = fixture.refused(&["inspect", "--remove-garbage", "--garbage-age", "0", &fixture.store("vm")]);
     assert!(error.contains("a.towline") && error.contains("nothing was removed"), "{error}");
 }

@@ -1,97 +1,101 @@
-//! What nobody needs any more, and who is in whose way.
+//! Collection of unreferenced chunks, and its conflicts with uploads and readers.
 
 use std::time::{Duration, SystemTime};
 
 use towline_lab::wait_until;
 
-use crate::support::{BUCKET, Place, S3, WITHIN, last_event, uploaded};
+use crate::support::{BUCKET, Fixture, S3, WITHIN, last_event, uploaded};
 
-fn age(place: &Place, name: &str, hours: u64) {
-    let file = std::fs::File::options().write(true).open(place.path(name)).unwrap();
+fn age(fixture: &Fixture, name: &str, hours: u64) {
+    let file = std::fs::File::options().write(true).open(fixture.path(name)).unwrap();
     file.set_modified(SystemTime::now() - Duration::from_secs(3600 * hours)).unwrap();
 }
 
 #[test]
-fn only_what_no_image_names_is_removed() {
-    let place = Place::new();
-    place.done(&["copy", "mem:16M,seed=1", &place.store("vm/a")]);
-    place.done(&["copy", "mem:16M,seed=2", &place.store("vm/b")]);
-    let all = place.files("vm/chunks").len();
-    std::fs::remove_file(place.path("vm/a.towline")).unwrap();
-    let find = |more: &[&str]| place.done(&[&["inspect", &place.store("vm")], more].concat());
-    // Young ones may be somebody's who stores a guest right now.
+fn only_unreferenced_chunks_are_removed() {
+    let fixture = Fixture::new();
+    fixture.done(&["copy", "mem:16M,seed=1", &fixture.store("vm/a")]);
+    fixture.done(&["copy", "mem:16M,seed=2", &fixture.store("vm/b")]);
+    let all = fixture.files("vm/chunks").len();
+    std::fs::remove_file(fixture.path("vm/a.towline")).unwrap();
+    let find = |more: &[&str]| fixture.done(&[&["inspect", &fixture.store("vm")], more].concat());
+    // Young chunks may belong to an upload in progress.
     let found = find(&["--remove-garbage"]);
     assert_eq!((&found["images"], &found["garbage"]["objects"]), (&1.into(), &0.into()), "{found}");
     let young = found["young"]["chunks"].as_u64().unwrap();
     assert!(young > 0, "{found}");
     let found = find(&["--garbage", "--garbage-age", "0"]);
     assert_eq!(found["garbage"]["objects"], young, "{found}");
-    assert_eq!(place.files("vm/chunks").len(), all, "listing removes nothing");
+    assert_eq!(fixture.files("vm/chunks").len(), all, "listing removes nothing");
     find(&["--remove-garbage", "--garbage-age", "0"]);
-    assert_eq!(place.files("vm/chunks").len() as u64, all as u64 - young);
-    let out = place.done(&["copy", &place.store("vm/b"), "mem:"]);
+    assert_eq!(fixture.files("vm/chunks").len() as u64, all as u64 - young);
+    let out = fixture.done(&["copy", &fixture.store("vm/b"), "mem:"]);
     assert_eq!(out["memory"]["verified-pages"], 16 << 8, "{out}");
-    assert!(place.files("vm/collections").is_empty());
+    assert!(fixture.files("vm/collections").is_empty());
 }
 
 #[test]
-fn who_stores_and_who_removes_see_each_other() {
-    let place = Place::new();
-    place.done(&["copy", "mem:8M,seed=1", &place.store("vm/a")]);
-    let remove = ["inspect", "--remove-garbage", "--garbage-age", "0", &place.store("vm")];
-    std::fs::create_dir_all(place.path("vm/uploads")).unwrap();
-    std::fs::write(place.path("vm/uploads/0123"), "somebody").unwrap();
-    let error = place.refused(&remove);
+fn uploads_and_collections_exclude_each_other() {
+    let fixture = Fixture::new();
+    fixture.done(&["copy", "mem:8M,seed=1", &fixture.store("vm/a")]);
+    let remove = ["inspect", "--remove-garbage", "--garbage-age", "0", &fixture.store("vm")];
+    std::fs::create_dir_all(fixture.path("vm/uploads")).unwrap();
+    std::fs::write(fixture.path("vm/uploads/0123"), "another host").unwrap();
+    let error = fixture.refused(&remove);
     assert!(error.contains("1 upload(s) are active") && error.contains("uploads/0123"), "{error}");
-    // One that was not renewed for so long was broken off.
-    age(&place, "vm/uploads/0123", 2);
-    place.done(&remove);
-    assert!(place.files("vm/uploads").is_empty());
-    std::fs::create_dir_all(place.path("vm/collections")).unwrap();
+    // A lease that was not renewed for this long belongs to a process that has died.
+    age(&fixture, "vm/uploads/0123", 2);
+    fixture.done(&remove);
+    assert!(fixture.files("vm/uploads").is_empty());
+    std::fs::create_dir_all(fixture.path("vm/collections")).unwrap();
     let owner = r#"{"host":"elsewhere","process":77,"began":"2026-01-02T03:04:05Z","renewals":0}"#;
-    std::fs::write(place.path("vm/collections/0123"), owner).unwrap();
-    // Neither an upload nor a second collection begins, and both say whose the first one is.
-    for error in [place.refused(&["copy", "mem:8M,seed=2", &place.store("vm/b")]), place.refused(&remove)] {
+    std::fs::write(fixture.path("vm/collections/0123"), owner).unwrap();
+    // Neither an upload nor a second collection begins, and both name the owner of the first one.
+    for error in
+        [fixture.refused(&["copy", "mem:8M,seed=2", &fixture.store("vm/b")]), fixture.refused(&remove)]
+    {
         assert!(
             error.contains("garbage is being removed there by process 77 of host \"elsewhere\""),
             "{error}"
         );
         assert!(error.contains("collections/0123"), "{error}");
     }
-    assert_eq!(place.files("vm/collections").len(), 1, "the lease of the first one stays");
-    age(&place, "vm/collections/0123", 2);
-    place.done(&["copy", "mem:8M,seed=2", &place.store("vm/b")]);
-    let removed = place.done(&remove);
+    assert_eq!(fixture.files("vm/collections").len(), 1, "the lease of the first one stays");
+    age(&fixture, "vm/collections/0123", 2);
+    fixture.done(&["copy", "mem:8M,seed=2", &fixture.store("vm/b")]);
+    let removed = fixture.done(&remove);
     assert_eq!(removed["conditional-writes"], "create", "{removed}");
-    assert!(place.files("vm/collections").is_empty());
+    assert!(fixture.files("vm/collections").is_empty());
 }
 
 #[test]
 fn an_image_that_is_replaced_and_collected_is_read_to_its_end() {
-    let place = Place::new();
-    read_to_its_end(&place, &place.store("vm"), &|| place.files("vm/readers").len());
-    assert!(place.files("vm/retired").is_empty() && place.files("vm/readers").is_empty());
+    let fixture = Fixture::new();
+    read_to_its_end(&fixture, &fixture.store("vm"), &|| fixture.files("vm/readers").len());
+    assert!(fixture.files("vm/retired").is_empty() && fixture.files("vm/readers").is_empty());
 }
 
 #[test]
-fn and_so_it_is_in_s3() {
-    let Some(s3) = S3::start("and_so_it_is_in_s3") else { return };
+fn an_image_in_s3_that_is_replaced_and_collected_is_read_to_its_end() {
+    let Some(s3) = S3::start("an_image_in_s3_that_is_replaced_and_collected_is_read_to_its_end") else {
+        return;
+    };
     let readers = || s3.keys().iter().filter(|key| key.starts_with("vm/readers/")).count();
-    read_to_its_end(&s3.place(), &format!("s3://{BUCKET}/vm"), &readers);
+    read_to_its_end(&s3.fixture(), &format!("s3://{BUCKET}/vm"), &readers);
     let left = s3.keys();
     assert!(!left.iter().any(|key| key.contains("/retired/") || key.contains("/readers/")), "{left:?}");
 }
 
-/// A slow reader of an image that is replaced, then removed as garbage with everything that no image names.
-fn read_to_its_end(place: &Place, prefix: &str, readers: &dyn Fn() -> usize) {
+/// Reads an image slowly while it is replaced, then collected with every chunk that no image refers to.
+fn read_to_its_end(fixture: &Fixture, prefix: &str, readers: &dyn Fn() -> usize) {
     let image = format!("{prefix}/a");
-    let first = place.done(&["copy", "mem:64M,seed=1", &image]);
+    let first = fixture.done(&["copy", "mem:64M,seed=1", &image]);
     let sent = uploaded(&first, "sent-chunks");
-    let slow = place.start(&["copy", "--json", "--max-bandwidth", "6M", &image, "mem:"]);
+    let slow = fixture.start(&["copy", "--json", "--max-bandwidth", "6M", &image, "mem:"]);
     wait_until("a reader", WITHIN, || Ok((readers() > 0).then_some(()))).unwrap();
-    place.done(&["copy", "--overwrite", "mem:8M,seed=2", &image]);
+    fixture.done(&["copy", "--overwrite", "mem:8M,seed=2", &image]);
     let remove = ["inspect", "--remove-garbage", "--garbage-age", "0", prefix];
-    let found = place.done(&remove);
+    let found = fixture.done(&remove);
     assert_eq!((&found["readers"], &found["garbage"]["objects"]), (&1.into(), &0.into()), "{found}");
     let kept = found["kept"]["chunks"].as_u64().unwrap();
     assert!(kept > 0 && kept <= sent, "{found}");
@@ -99,8 +103,8 @@ fn read_to_its_end(place: &Place, prefix: &str, readers: &dyn Fn() -> usize) {
     assert!(named.contains(&format!("process {} of host", slow.pid())), "{named}");
     let read = last_event(&slow.wait_done(WITHIN).unwrap());
     assert_eq!(read["memory"]["verified-pages"], 64 << 8, "{read}");
-    // With its reader gone the old image is garbage, and its copied index with it.
-    let found = place.done(&remove);
+    // Once its reader has ended the old image is garbage, and its copied index with it.
+    let found = fixture.done(&remove);
     assert_eq!(found["garbage"]["objects"], kept + 1, "{found}");
-    place.done(&["inspect", "--verify", &image]);
+    fixture.done(&["inspect", "--verify", &image]);
 }

@@ -1,4 +1,4 @@
-//! Real guests: stored while they run on, stored again, brought back.
+//! Real guests: stored while they run, stored again, restored.
 
 use towline_lab::expect::qmp;
 use towline_lab::{Builder, Qemu, Version, require_lab, wait_until};
@@ -6,9 +6,9 @@ use towline_lab::{Builder, Qemu, Version, require_lab, wait_until};
 use crate::support::{BUCKET, S3, WITHIN, last_event, number, uploaded};
 
 const MIB: u64 = 1 << 20;
-/// What towline may take of its own while it serves a guest out of a store, however big that is.
+/// Maximum memory of a towline that serves a guest from a store, whatever its size.
 const OWN_BYTES_MAX: u64 = 160 << 20;
-/// What a guest's kernel needs beside its data.
+/// Memory of a guest's kernel beside its data.
 const KERNEL_MIB: u64 = 128;
 
 fn builder() -> Builder {
@@ -16,25 +16,25 @@ fn builder() -> Builder {
 }
 
 #[test]
-fn a_second_image_of_a_guest_sends_little_and_both_come_back() {
-    let test = "a_second_image_of_a_guest_sends_little_and_both_come_back";
+fn a_second_image_of_a_guest_sends_little_and_both_are_restored() {
+    let test = "a_second_image_of_a_guest_sends_little_and_both_are_restored";
     if !require_lab(test) {
         return;
     }
     let Some(s3) = S3::start(test) else { return };
-    let place = s3.place();
+    let fixture = s3.fixture();
     let source = builder().start().unwrap();
     let mut guest = source.linux(WITHIN).unwrap();
     guest.fill(96 * MIB, 5).unwrap();
     let (hash, tick) = (guest.hash().unwrap(), guest.wait_ticking(WITHIN).unwrap());
     let (one, two) = (format!("s3://{BUCKET}/vm/one"), format!("s3://{BUCKET}/vm/two"));
-    let first = place.done(&["copy", "--resume", &qmp(&source), &one]);
+    let first = fixture.done(&["copy", "--resume", &qmp(&source), &one]);
     // It runs on, and writes a little.
     guest.wait_ticking(WITHIN).unwrap();
     guest.dirty(4 * MIB, 2 * MIB).unwrap();
     guest.stop_dirtying().unwrap();
     let later = guest.wait_ticking(WITHIN).unwrap();
-    let second = place.done(&["copy", &qmp(&source), &two]);
+    let second = fixture.done(&["copy", &qmp(&source), &two]);
     let (all, more) = (uploaded(&first, "sent-bytes"), uploaded(&second, "sent-bytes"));
     println!(
         "{test}: the first image sent {all} bytes, the second {more}: {:.1} %",
@@ -44,7 +44,7 @@ fn a_second_image_of_a_guest_sends_little_and_both_come_back() {
     assert!(more * 100 <= all * 15, "{second}");
     for (image, least) in [(&one, tick), (&two, later)] {
         let destination = builder().incoming_defer().start().unwrap();
-        place.done(&["copy", image, &qmp(&destination)]);
+        fixture.done(&["copy", image, &qmp(&destination)]);
         let mut guest = destination.linux(WITHIN).unwrap();
         assert!(guest.wait_ticking(WITHIN).unwrap() >= least);
         assert_eq!(guest.hash().unwrap(), hash);
@@ -58,7 +58,7 @@ fn a_guest_in_a_store_runs_at_once_and_what_it_waits_for_comes_first() {
         return;
     }
     let Some(s3) = S3::start(test) else { return };
-    let place = s3.place();
+    let fixture = s3.fixture();
     let data_mib = number("TOWLINE_SOAK_STORE_MIB", 12);
     let builder = || builder().memory_mib(data_mib + KERNEL_MIB);
     let image = format!("s3://{BUCKET}/vm/instant");
@@ -68,14 +68,14 @@ fn a_guest_in_a_store_runs_at_once_and_what_it_waits_for_comes_first() {
         guest.fill(data_mib * MIB, 7).unwrap();
         let hash = guest.hash().unwrap();
         drop(guest);
-        place.done(&["copy", &qmp(&source), &image]);
+        fixture.done(&["copy", &qmp(&source), &image]);
         hash
     };
     let destination = builder().incoming_defer().start().unwrap();
-    let control = place.name("control");
-    // What nobody waits for takes many minutes, however slow the machine is that hashes.
+    let control = fixture.name("control");
+    // Pages without requests take many minutes, however slow the machine is that hashes.
     let limits = ["--max-bandwidth", "128K", "--qmp", &control, "--json"];
-    let mut towline = place.start(
+    let mut towline = fixture.start(
         &[&["copy", "--postcopy", "--postcopy-preempt", &image, &qmp(&destination)], &limits[..]].concat(),
     );
     wait_until("a guest that runs", WITHIN, || {
@@ -95,11 +95,11 @@ fn a_guest_in_a_store_runs_at_once_and_what_it_waits_for_comes_first() {
         hashing.join().unwrap().unwrap()
     });
     assert_eq!(found, hash);
-    // The guest has had all that it asked for, and the store still has most of what it did not.
-    let told = place.ctl(&control, &["query-migrate"]);
+    // The guest has received all requested pages, and the store still has most of the others.
+    let told = fixture.ctl(&control, &["query-migrate"]);
     assert_eq!(told["status"], "postcopy-active", "{told}");
     assert!(told["ram"]["remaining"].as_u64() > Some(0), "{told}");
-    place.ctl(&control, &["migrate-set-parameters", "max-bandwidth=0"]);
+    fixture.ctl(&control, &["migrate-set-parameters", "max-bandwidth=0"]);
     let completed = last_event(&towline.wait_done(WITHIN).unwrap());
     let (faults, ram) = (&completed["postcopy"]["faults"], &completed["ram"]);
     println!("{test}: {data_mib} MiB, {:.1} MiB of towline's own, {faults}", peak as f64 / MIB as f64);
@@ -117,22 +117,22 @@ fn no_guest_runs_from_a_damaged_store() {
     if !require_lab(test) {
         return;
     }
-    let place = crate::support::Place::new();
+    let fixture = crate::support::Fixture::new();
     let source = builder().memory_mib(96).start().unwrap();
     source.linux(WITHIN).unwrap();
-    let image = place.store("vm/a");
-    place.done(&["copy", &qmp(&source), &image]);
-    let chunks = place.files("vm/chunks");
+    let image = fixture.store("vm/a");
+    fixture.done(&["copy", &qmp(&source), &image]);
+    let chunks = fixture.files("vm/chunks");
     let victim = chunks.iter().max_by_key(|path| std::fs::metadata(path).unwrap().len()).unwrap();
     let mut bytes = std::fs::read(victim).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(victim, bytes).unwrap();
     let destination = builder().memory_mib(96).incoming_defer().start().unwrap();
-    let error = place.refused(&["copy", &image, &qmp(&destination)]);
+    let error = fixture.refused(&["copy", &image, &qmp(&destination)]);
     assert!(error.contains("is damaged in the store"), "{error}");
     assert!(error.contains(victim.file_name().unwrap().to_str().unwrap()), "{error}");
-    // Where it can be asked at all, it does not run.
+    // If it can be queried at all, it does not run.
     if let Ok(status) = destination.qmp().execute("query-status", serde_json::Value::Null) {
         assert_ne!(status["status"], "running");
     }

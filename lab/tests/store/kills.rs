@@ -1,12 +1,12 @@
-//! Uploads that are killed or cancelled: whatever index is there names only chunks that are there.
+//! Uploads that are killed or cancelled: an index never refers to a missing chunk.
 
 use std::time::{Duration, Instant};
 
 use towline_lab::wait_until;
 
-use crate::support::{Place, WITHIN, number, uploaded};
+use crate::support::{Fixture, WITHIN, number, uploaded};
 
-/// Uploads that are killed in a test; `cargo xtask soak uploads` has more.
+/// Number of killed uploads; `cargo xtask soak uploads` has more.
 const KILLS: u64 = 5;
 
 #[test]
@@ -14,38 +14,38 @@ fn an_upload_that_is_killed_leaves_no_index_that_names_a_missing_chunk() {
     let (kills, seed) = (number("TOWLINE_SOAK_UPLOADS", KILLS), number("TOWLINE_SOAK_SEED", 1));
     println!("{kills} uploads are killed, seed {seed}");
     let mut random = fastrand::Rng::with_seed(seed);
-    let place = Place::new();
-    let image = place.store("vm/a");
-    // How long one takes here that is not killed; chunks of all later ones are others.
+    let fixture = Fixture::new();
+    let image = fixture.store("vm/a");
+    // Duration of an upload that is not killed; the chunks of all later ones differ.
     let begun = Instant::now();
-    place.done(&["copy", "mem:64M,seed=1000", &image]);
+    fixture.done(&["copy", "mem:64M,seed=1000", &image]);
     let whole = begun.elapsed();
-    std::fs::remove_file(place.path("vm/a.towline")).unwrap();
+    std::fs::remove_file(fixture.path("vm/a.towline")).unwrap();
     let mut complete = 0;
     for kill in 0..kills {
         let from = format!("mem:64M,seed={}", kill + 1);
-        let mut towline = place.start(&["copy", "--overwrite", &from, &image]);
+        let mut towline = fixture.start(&["copy", "--overwrite", &from, &image]);
         std::thread::sleep(whole.mul_f64(random.f64() * 1.1));
         towline.kill().unwrap();
-        if place.path("vm/a.towline").exists() {
-            place.done(&["inspect", "--verify", &image]);
+        if fixture.path("vm/a.towline").exists() {
+            fixture.done(&["inspect", "--verify", &image]);
             complete += 1;
         }
     }
     println!("{complete} of them had an image, each whole");
-    // Who comes next goes on with what is there.
+    // The next upload reuses the chunks that are there.
     let last = format!("mem:64M,seed={kills}");
-    place.done(&["copy", "--overwrite", &last, &image]);
-    let out = place.done(&["copy", &image, "mem:"]);
+    fixture.done(&["copy", "--overwrite", &last, &image]);
+    let out = fixture.done(&["copy", &image, "mem:"]);
     assert_eq!(out["memory"]["verified-pages"], 64 << 8, "{out}");
 }
 
 #[test]
 fn an_upload_that_is_cancelled_leaves_no_index_and_is_resumed() {
-    let place = Place::new();
-    let image = place.store("vm/a");
-    let slow = place.start(&["copy", "--max-bandwidth", "24M", "mem:64M,seed=7", &image]);
-    wait_until("an upload under way", WITHIN, || Ok((place.files("vm/chunks").len() > 8).then_some(())))
+    let fixture = Fixture::new();
+    let image = fixture.store("vm/a");
+    let slow = fixture.start(&["copy", "--max-bandwidth", "24M", "mem:64M,seed=7", &image]);
+    wait_until("an upload under way", WITHIN, || Ok((fixture.files("vm/chunks").len() > 8).then_some(())))
         .unwrap();
     let pid = rustix::process::Pid::from_raw(slow.pid() as i32).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
@@ -54,10 +54,10 @@ fn an_upload_that_is_cancelled_leaves_no_index_and_is_resumed() {
     assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);
     assert!(finished.stderr.contains("towline: cancelled"), "{}", finished.stderr);
     assert!(cancelled.elapsed() < Duration::from_secs(60), "it went on to the end");
-    assert!(!place.path("vm/a.towline").exists());
-    assert!(place.files("vm/uploads").is_empty());
-    // Some of it is there, and is not sent again.
-    let again = place.done(&["copy", "mem:64M,seed=7", &image]);
+    assert!(!fixture.path("vm/a.towline").exists());
+    assert!(fixture.files("vm/uploads").is_empty());
+    // Some chunks are there, and are not sent again.
+    let again = fixture.done(&["copy", "mem:64M,seed=7", &image]);
     assert!(uploaded(&again, "known-chunks") > 8, "{again}");
-    place.done(&["inspect", "--verify", &image]);
+    fixture.done(&["inspect", "--verify", &image]);
 }

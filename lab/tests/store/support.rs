@@ -1,4 +1,4 @@
-//! A store for a test, and towlines that use it.
+//! Stores for tests, and towlines that use them.
 
 use std::ffi::OsString;
 use std::io::{Read, Write};
@@ -12,19 +12,19 @@ pub(crate) use towline_lab::expect::number;
 use towline_lab::{Finished, Towline, paths, skip, towline_binary, wait_until};
 
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
-/// What a test may call its bucket.
+/// Name of a test's bucket.
 pub(crate) const BUCKET: &str = "towline-lab";
-/// What is to be seen nowhere.
+/// Secret that must not appear anywhere.
 pub(crate) const SECRET: &str = "hunter2SECRETmarkedForTheTest";
 
-/// A directory that goes with the test; stores in it are `store:DIRECTORY/PREFIX/NAME`.
-pub(crate) struct Place {
+/// A directory that is removed with the test; stores in it are `store:DIRECTORY/PREFIX/NAME`.
+pub(crate) struct Fixture {
     directory: TempDir,
-    /// What every towline has in its environment.
+    /// Environment of every towline.
     environment: Vec<(String, String)>,
 }
 
-impl Place {
+impl Fixture {
     pub(crate) fn new() -> Self {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
         Self { directory, environment: Vec::new() }
@@ -42,14 +42,14 @@ impl Place {
         self.path(name).to_str().unwrap().to_owned()
     }
 
-    /// An image in a directory.
+    /// Endpoint of an image in a directory.
     pub(crate) fn store(&self, name: &str) -> String {
         format!("store:{}", self.name(name))
     }
 
-    /// A towline with this command line.
+    /// Starts a towline with this command line.
     pub(crate) fn start(&self, arguments: &[&str]) -> Towline {
-        // A user's own settings are none of the tests'.
+        // The user's own environment does not affect the tests.
         let mut line: Vec<OsString> = ["-u", "AWS_PROFILE", "-u", "AWS_ENDPOINT_URL"].map(Into::into).into();
         line.push(format!("HOME={}", self.directory.path().display()).into());
         line.extend(self.environment.iter().map(|(name, value)| format!("{name}={value}").into()));
@@ -58,26 +58,26 @@ impl Place {
         Towline::start(Path::new("/usr/bin/env"), line).unwrap()
     }
 
-    /// One that must succeed; its last event.
+    /// Runs a towline that must succeed; returns its last event.
     pub(crate) fn done(&self, arguments: &[&str]) -> Value {
         let finished = self.start(&[arguments, &["--json"]].concat()).wait_done(WITHIN).unwrap();
         last_event(&finished)
     }
 
-    /// The answer of a towline that runs to this command.
+    /// Sends a command to a running towline; returns the reply.
     pub(crate) fn ctl(&self, socket: &str, words: &[&str]) -> Value {
         let finished = self.start(&[&["ctl", socket], words].concat()).wait_done(WITHIN).unwrap();
         serde_json::from_str(&finished.stdout).unwrap()
     }
 
-    /// One that must be refused, or fail with its guest safe; what it wrote to its standard error.
+    /// Runs a towline that must be refused, or fail with its guest safe; returns its standard error.
     pub(crate) fn refused(&self, arguments: &[&str]) -> String {
         let finished = self.start(arguments).wait(WITHIN).unwrap();
         assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);
         finished.stderr
     }
 
-    /// All files below this directory that begin with it, sorted.
+    /// Sorted paths of all files whose path below this directory begins with `name`.
     pub(crate) fn files(&self, name: &str) -> Vec<PathBuf> {
         let mut found = Vec::new();
         let mut left = vec![self.path(name)];
@@ -109,7 +109,7 @@ pub(crate) struct S3 {
 }
 
 impl S3 {
-    /// `None`, and the skip is printed, where the set-up could not bring it.
+    /// Starts the server; `None`, with a printed skip, where the set-up could not install it.
     pub(crate) fn start(test: &str) -> Option<Self> {
         let python = paths::s3_python(&paths::lab_directory());
         if !python.is_file() {
@@ -131,34 +131,34 @@ impl S3 {
         self.port
     }
 
-    /// A place whose towlines know the server, by AWS's own variables.
-    pub(crate) fn place(&self) -> Place {
-        let mut place = Place::new();
-        place.set("AWS_ENDPOINT_URL", &format!("http://127.0.0.1:{}", self.port));
-        place.set("AWS_ALLOW_HTTP", "true");
-        place.set("AWS_ACCESS_KEY_ID", "AKIALAB");
-        place.set("AWS_SECRET_ACCESS_KEY", SECRET);
-        place
+    /// A directory whose towlines are configured for the server, by AWS's own variables.
+    pub(crate) fn fixture(&self) -> Fixture {
+        let mut fixture = Fixture::new();
+        fixture.set("AWS_ENDPOINT_URL", &format!("http://127.0.0.1:{}", self.port));
+        fixture.set("AWS_ALLOW_HTTP", "true");
+        fixture.set("AWS_ACCESS_KEY_ID", "AKIALAB");
+        fixture.set("AWS_SECRET_ACCESS_KEY", SECRET);
+        fixture
     }
 
-    /// From now on every `nth` request fails with `status`, and each takes `slow` milliseconds longer.
+    /// Makes every `nth` request from now on fail with `status`, and delays each by `slow` milliseconds.
     pub(crate) fn misbehave(&self, nth: u32, status: u32, slow: u32) {
         self.request("GET", &format!("/lab/reset?fail={nth}&status={status}&slow={slow}"));
     }
 
-    /// Counts since then.
+    /// Counters since then.
     pub(crate) fn state(&self) -> Value {
         serde_json::from_str(&self.request("GET", "/lab/state")).unwrap()
     }
 
-    /// The keys of all objects.
+    /// Keys of all objects.
     pub(crate) fn keys(&self) -> Vec<String> {
         let listing = self.request("GET", &format!("/{BUCKET}?list-type=2&max-keys=100000"));
         let keys = listing.split("<Key>").skip(1);
         keys.map(|rest| rest.split_once("</Key>").unwrap().0.to_owned()).collect()
     }
 
-    /// A plain request, by other code than towline's. The body of its answer.
+    /// Sends a plain request, independent of towline's code. Returns the body of the response.
     pub(crate) fn request(&self, method: &str, path: &str) -> String {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         stream.set_read_timeout(Some(WITHIN)).unwrap();

@@ -1,19 +1,19 @@
-//! Readers that may only read: no lease keeps their chunks, and they say so.
+//! Readers without write access: no lease protects their chunks, which they report.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 
-use crate::support::{Place, WITHIN, last_event};
+use crate::support::{Fixture, WITHIN, last_event};
 
-/// A web server of a directory, for as long as the test runs. Its address.
+/// Starts a web server of a directory, for as long as the test runs. Returns its address.
 fn serve(directory: PathBuf) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let directory = directory.clone();
-            // A client that goes away is no failure of the server's.
+            // A client that disconnects is no failure of the server.
             std::thread::spawn(move || drop(answer(&stream, &directory)));
         }
     });
@@ -44,12 +44,12 @@ const NOTICE: &str = "is read without a lease (http:// and https:// are read-onl
     below readers/ of its prefix (docs/store.md)";
 
 #[test]
-fn a_reader_without_a_lease_says_so_and_what_a_collection_then_takes() {
-    let place = Place::new();
-    place.done(&["copy", "mem:80M,seed=4", &place.store("vm/a")]);
-    let image = format!("{}/vm/a", serve(place.path("")));
+fn a_reader_without_a_lease_reports_it_and_names_collected_chunks() {
+    let fixture = Fixture::new();
+    fixture.done(&["copy", "mem:80M,seed=4", &fixture.store("vm/a")]);
+    let image = format!("{}/vm/a", serve(fixture.path("")));
 
-    let finished = place.start(&["copy", "--json", &image, "mem:"]).wait_done(WITHIN).unwrap();
+    let finished = fixture.start(&["copy", "--json", &image, "mem:"]).wait_done(WITHIN).unwrap();
     assert_eq!(last_event(&finished)["memory"]["verified-pages"], 80 << 8, "{}", finished.stdout);
     let notice = format!("{image} {NOTICE}");
     let notices = finished
@@ -57,14 +57,14 @@ fn a_reader_without_a_lease_says_so_and_what_a_collection_then_takes() {
         .lines()
         .filter(|line| line.contains("\"event\":\"notice\"") && line.contains(&notice));
     assert_eq!(notices.count(), 1, "{}", finished.stdout);
-    let finished = place.start(&["copy", &image, &place.name("out.img")]).wait_done(WITHIN).unwrap();
+    let finished = fixture.start(&["copy", &image, &fixture.name("out.img")]).wait_done(WITHIN).unwrap();
     assert!(finished.stderr.contains(&notice), "{}", finished.stderr);
-    // With a lease there is nothing to say.
-    let leased = place.start(&["copy", &place.store("vm/a"), "mem:"]).wait_done(WITHIN).unwrap();
+    // With a lease there is no notice.
+    let leased = fixture.start(&["copy", &fixture.store("vm/a"), "mem:"]).wait_done(WITHIN).unwrap();
     assert!(!leased.stderr.contains("lease"), "{}", leased.stderr);
 
-    // Its index is read, then the image is replaced and what it named is collected.
-    let slow = place.start(&["copy", "--json", "--max-bandwidth", "4M", &image, "mem:"]);
+    // The index is read, then the image is replaced and its chunks are collected.
+    let slow = fixture.start(&["copy", "--json", "--max-bandwidth", "4M", &image, "mem:"]);
     towline_lab::wait_until("a MiB", WITHIN, || {
         let events = slow.stdout();
         let events = events.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
@@ -72,10 +72,10 @@ fn a_reader_without_a_lease_says_so_and_what_a_collection_then_takes() {
         Ok((moved >= Some(1 << 20)).then_some(()))
     })
     .unwrap();
-    place.done(&["copy", "--overwrite", "mem:8M,seed=2", &place.store("vm/a")]);
-    place.done(&["inspect", "--remove-garbage", "--garbage-age", "0", &place.store("vm")]);
+    fixture.done(&["copy", "--overwrite", "mem:8M,seed=2", &fixture.store("vm/a")]);
+    fixture.done(&["inspect", "--remove-garbage", "--garbage-age", "0", &fixture.store("vm")]);
     let finished = slow.wait(WITHIN).unwrap();
-    // 32 MiB are fetched ahead, not all.
+    // 32 MiB are fetched ahead, not the whole image.
     assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);
     let reason = "is missing in the store: this reader has no lease (http:// and https:// are read-only), so garbage collection may \
         have removed it after the image was replaced or removed; take another image, or store the guest again";

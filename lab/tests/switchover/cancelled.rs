@@ -1,4 +1,4 @@
-//! A cancellation when everything is sent, while the destination has not loaded it yet.
+//! A cancellation after everything is sent, before the destination has loaded it.
 
 use rustix::process::Signal;
 use serde_json::Value;
@@ -12,20 +12,21 @@ use crate::support::{
 
 const VERSIONS: [Version; 2] = [Version::V10_0, Version::V7_2];
 
-/// Cancels it, and waits for its end.
+/// Cancels a copy, and waits until it exits.
 fn cancelled(towline: Towline) -> Finished {
     signal(towline.pid(), Signal::INT);
     end(towline)
 }
 
-/// Holds the link where the devices end.
+/// Holds the link where the device state ends.
 fn hold_at_the_end(proxy: &Proxy) {
     let action = Action::Hold(Flow::ToDestination);
     let bytes = LAST_SECTION.to_vec();
     proxy.set_trigger(Trigger { flow: Flow::ToDestination, bytes, forwards: true, action });
 }
 
-/// Suspends the destination's QEMU when it lacks the last bytes only, cancels when everything is sent, and lets it go on.
+/// Suspends the destination's QEMU when it lacks only the last bytes, cancels when everything is sent, and resumes
+/// it.
 fn cancel_while_it_loads<T>(proxy: &Proxy, destination: &Qemu, cancel: impl FnOnce() -> T) -> T {
     wait_fired(proxy);
     let suspended = Suspended::new(destination);
@@ -68,13 +69,13 @@ fn a_cancelled_restore_to_a_stock_destination_does_not_run() {
     let finished = cancel_while_it_loads(&proxy, &destination, || cancelled(towline));
     assert_ended(&finished, 1, &["cancelled", "the guest: in its image, which is as it was"]);
     wait_over(&destination);
-    assert!(!is_live(&destination), "it runs, and its image is said to hold it");
+    assert!(!is_live(&destination), "it runs, and its image is reported to hold it");
 }
 
-/// From the destination's confirmation on the guest may run there: it is too late to cancel, and the copy goes on.
+/// After the destination's confirmation the guest may run there: it is too late to cancel, and the copy continues.
 #[test]
-fn a_cancellation_behind_the_confirmation_comes_too_late() {
-    if !require_lab("a_cancellation_behind_the_confirmation_comes_too_late") {
+fn a_cancellation_after_the_confirmation_comes_too_late() {
+    if !require_lab("a_cancellation_after_the_confirmation_comes_too_late") {
         return;
     }
     let (source, (destination, address)) =
@@ -85,7 +86,7 @@ fn a_cancellation_behind_the_confirmation_comes_too_late() {
     wait_fired(&proxy);
     wait_quiet(&proxy);
     signal(towline.pid(), Signal::INT);
-    wait_until("a word about the cancellation", WITHIN, || {
+    wait_until("a notice of the cancellation", WITHIN, || {
         assert!(towline.runs()?, "it ended: {}", towline.stderr());
         Ok(towline.stderr().contains("cancelling").then_some(()))
     })
@@ -97,10 +98,10 @@ fn a_cancellation_behind_the_confirmation_comes_too_late() {
     assert_runs_only_in(&destination, &source);
 }
 
-/// The link is cut there: nobody knows whether the last bytes arrived, so the source is stopped for good.
+/// The link is cut there: the arrival of the last bytes is unknown, so the source is stopped for good.
 #[test]
-fn a_link_cut_behind_the_confirmation_leaves_the_source_paused() {
-    if !require_lab("a_link_cut_behind_the_confirmation_leaves_the_source_paused") {
+fn a_link_cut_after_the_confirmation_leaves_the_source_paused() {
+    if !require_lab("a_link_cut_after_the_confirmation_leaves_the_source_paused") {
         return;
     }
     for version in VERSIONS {
@@ -120,7 +121,7 @@ fn a_link_cut_behind_the_confirmation_leaves_the_source_paused() {
     }
 }
 
-/// Holds what comes behind the destination's confirmation that it has loaded all but the last bytes.
+/// Holds the stream after the destination's confirmation that it has loaded all but the last bytes.
 fn confirmed() -> Trigger {
     let action = Action::Hold(Flow::ToDestination);
     Trigger { flow: Flow::ToSource, bytes: PONG_LOADED.to_vec(), forwards: true, action }
@@ -157,7 +158,7 @@ fn a_cancellation_at_a_stock_source_while_the_destination_loads_leaves_one_guest
         migrate(&source, proxy.address());
         cancel_while_it_loads(&proxy, &destination, || {
             source.qmp().execute("migrate_cancel", Value::Null).unwrap();
-            // QEMU says `failed` if it sees the broken connection first.
+            // QEMU reports `failed` if it sees the broken connection first.
             wait_until("the end of a migration", WITHIN, || {
                 let migration = source.qmp().execute("query-migrate", Value::Null)?;
                 let is_over =

@@ -1,4 +1,4 @@
-//! The link between two towlines is cut behind the destination's acknowledgement, at each message that follows.
+//! The link between two towlines is cut after the destination's acknowledgement, at each message that follows.
 
 use serde_json::Value;
 use towline_lab::{Action, Flow, Proxy, Qemu, Trigger, Version, require_lab};
@@ -8,14 +8,14 @@ use crate::support::{
     listens_at, qmp, small, start, waiting,
 };
 
-/// Where it is cut, and what becomes of the guest.
+/// Position of the cut, and the expected reports and run states.
 struct Cut {
     trigger: Trigger,
-    /// The exit code of the source's towline, and what it says.
+    /// Exit status and message of the source's towline.
     here: (i32, &'static str),
-    /// That of the destination's.
+    /// Exit status and message of the destination's towline.
     there: (i32, &'static str),
-    /// What the QEMUs' run states are then.
+    /// Expected run states of both QEMUs.
     states: (&'static str, &'static str),
 }
 
@@ -42,8 +42,8 @@ const HELD_THERE: (i32, &str) =
     (3, "whole at its destination, paused; whether its source is done with it is not known");
 
 #[test]
-fn before_the_acknowledgement_arrives_the_source_runs_on() {
-    if !require_lab("before_the_acknowledgement_arrives_the_source_runs_on") {
+fn a_cut_before_the_acknowledgement_lets_the_source_run_on() {
+    if !require_lab("a_cut_before_the_acknowledgement_lets_the_source_run_on") {
         return;
     }
     let (source, destination) = play(Cut {
@@ -56,8 +56,8 @@ fn before_the_acknowledgement_arrives_the_source_runs_on() {
 }
 
 #[test]
-fn behind_the_acknowledgement_neither_runs_without_the_others_word() {
-    if !require_lab("behind_the_acknowledgement_neither_runs_without_the_others_word") {
+fn a_cut_after_the_acknowledgement_leaves_both_paused() {
+    if !require_lab("a_cut_after_the_acknowledgement_leaves_both_paused") {
         return;
     }
     for trigger in [cut(Flow::ToSource, SHUT, true), cut(Flow::ToDestination, OUTCOME, false)] {
@@ -70,8 +70,8 @@ fn behind_the_acknowledgement_neither_runs_without_the_others_word() {
 }
 
 #[test]
-fn behind_the_outcome_the_destination_runs_and_the_source_asks_to_look() {
-    if !require_lab("behind_the_outcome_the_destination_runs_and_the_source_asks_to_look") {
+fn a_cut_after_the_outcome_lets_the_destination_run() {
+    if !require_lab("a_cut_after_the_outcome_lets_the_destination_run") {
         return;
     }
     let (source, destination) = play(Cut {

@@ -1,4 +1,5 @@
-//! Monitors that are not the guest: a proxy in front of one ends, somebody else's migration, a guest that is not ours to run.
+//! Monitors without a reliable view of the guest: a proxy that exits, another client's migration, a guest that
+//! towline must not run.
 
 use std::cell::RefCell;
 use std::path::Path;
@@ -9,15 +10,15 @@ use serde_json::{Value, json};
 use towline_lab::{Qemu, Qmp, Version, require_lab, skip, wait_until};
 
 use crate::support::{
-    Scratch, Sent, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end, is_live,
-    qmp, reaches, sent_to_a_suspended_destination, signal, small, start, waiting,
+    Scratch, SentCopy, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end,
+    is_live, qmp, sent_to_a_suspended_destination, signal, small, start, wait_phase, waiting,
 };
 
 const SOCAT: &str = "/usr/bin/socat";
-/// Slow enough that the copy is under way.
+/// Slow enough that the copy takes a while.
 const SLOW: &str = "--max-bandwidth 1M";
 
-/// A proxy in front of a monitor, in a process of its own: the listener of its socket is not QEMU.
+/// A proxy in front of a monitor, in a process of its own: the process that listens on its socket is not QEMU.
 struct Socat(Child);
 
 impl Socat {
@@ -36,11 +37,11 @@ impl Drop for Socat {
     }
 }
 
-/// A copy that has sent everything, with a proxy in front of its source's monitor.
-fn sent_by_a_proxy(command: &str, scratch: &Scratch) -> (Sent, Socat) {
+/// Starts a copy with a proxy in front of its source's monitor, and waits until it has sent everything.
+fn sent_by_a_proxy(command: &str, scratch: &Scratch) -> (SentCopy, Socat) {
     let (proxy, socket) = (RefCell::new(None), scratch.text("a.qmp"));
     let sent = sent_to_a_suspended_destination(&|source, destination| {
-        // That of the try before, and its file.
+        // The proxy and socket file of the previous attempt.
         drop(proxy.borrow_mut().take());
         std::fs::remove_file(&socket).ok();
         *proxy.borrow_mut() = Some(Socat::start(&socket, source));
@@ -57,15 +58,15 @@ fn has_socat(name: &str) -> bool {
     found && require_lab(name)
 }
 
-/// The source completes by itself, and nobody can ask it: the destination holds the guest, and does not run it.
+/// The source completes by itself, and cannot be queried: the destination has the guest, and does not run it.
 #[test]
-fn a_proxy_that_ends_when_everything_is_sent_is_not_taken_for_qemus_end() {
-    let name = "a_proxy_that_ends_when_everything_is_sent_is_not_taken_for_qemus_end";
+fn a_proxy_that_exits_when_everything_is_sent_is_not_mistaken_for_qemus_exit() {
+    let name = "a_proxy_that_exits_when_everything_is_sent_is_not_mistaken_for_qemus_exit";
     if !has_socat(name) {
         return;
     }
     let (sent, proxy) = sent_by_a_proxy("move", &Scratch::new());
-    let Sent { suspended, towline, source, destination } = sent;
+    let SentCopy { suspended, towline, source, destination } = sent;
     drop(proxy);
     drop(suspended);
     let finished = end(towline);
@@ -75,14 +76,14 @@ fn a_proxy_that_ends_when_everything_is_sent_is_not_taken_for_qemus_end() {
         &["whole at its destination, paused; its source did not report whether it is done"],
     );
     assert!(!is_live(&source) || !is_live(&destination), "two guests run");
-    // What it says to do.
+    // The commands that the message names.
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
     assert_runs_nowhere(&source, &destination);
     destination.qmp().execute("cont", Value::Null).unwrap();
     assert_runs_only_in(&destination, &source);
 }
 
-/// The same, and the proxy is there again: the source is asked, and the move completes.
+/// The same, and the proxy is restarted: the source is queried, and the move completes.
 #[test]
 fn a_proxy_that_ends_and_is_started_again_costs_nothing() {
     let name = "a_proxy_that_ends_and_is_started_again_costs_nothing";
@@ -91,10 +92,10 @@ fn a_proxy_that_ends_and_is_started_again_costs_nothing() {
     }
     let scratch = Scratch::new();
     let (sent, proxy) = sent_by_a_proxy("copy", &scratch);
-    let Sent { suspended, towline, source, destination } = sent;
+    let SentCopy { suspended, towline, source, destination } = sent;
     let socket = scratch.text("a.qmp");
     drop(proxy);
-    // The file of a listener that has ended is in the way of the next one.
+    // The file of a listener that has exited is in the way of the next one.
     std::fs::remove_file(&socket).ok();
     drop(suspended);
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
@@ -113,7 +114,7 @@ fn a_proxy_that_ends_earlier_leaves_the_guest_at_its_source() {
     let (source, destination) = (counting(&builder), waiting(&builder));
     let proxy = Socat::start(&scratch.text("a.qmp"), &source);
     let mut towline = start(&format!("move {SLOW} qmp:{} {}", scratch.text("a.qmp"), qmp(&destination)));
-    reaches(&mut towline, "transfer");
+    wait_phase(&mut towline, "transfer");
     source.qmp().wait_migration("active", WITHIN).unwrap();
     drop(proxy);
     let finished = end(towline);
@@ -123,17 +124,18 @@ fn a_proxy_that_ends_earlier_leaves_the_guest_at_its_source() {
     assert_runs_only_in(&source, &destination);
 }
 
-/// The destination's monitor is held by another client, so that the copy fails late; meanwhile an operator begins a migration.
+/// The destination's monitor is held by another client, so that the copy fails late; meanwhile an operator starts a
+/// migration.
 #[test]
-fn a_migration_of_somebody_else_is_not_cancelled() {
-    if !require_lab("a_migration_of_somebody_else_is_not_cancelled") {
+fn another_clients_migration_is_not_cancelled() {
+    if !require_lab("another_clients_migration_is_not_cancelled") {
         return;
     }
     let (builder, scratch) = (small(Version::V10_0), Scratch::new());
     let (source, destination) = (counting(&builder), waiting(&builder));
     let holder = Qmp::connect(&destination.qmp_path(), WITHIN).unwrap();
     let mut towline = start(&format!("copy {} {}", qmp(&source), qmp(&destination)));
-    // It holds the source's monitor from its first look on, so another client waits there in vain.
+    // It holds the source's monitor from the preflight check on, so another client does not get a greeting there.
     wait_until("a towline at the source's monitor", WITHIN, || {
         assert!(towline.runs()?, "it ended: {}", towline.stderr());
         Ok(Qmp::connect(&source.qmp_path(), std::time::Duration::from_millis(500)).is_err().then_some(()))
@@ -149,7 +151,8 @@ fn a_migration_of_somebody_else_is_not_cancelled() {
     drop(holder);
 }
 
-/// At its source it stays as the copy left it, whatever becomes of the next one. (Of one that runs elsewhere see `records`.)
+/// At its source it stays as the copy left it, whatever the result of the next one. (For a guest that runs elsewhere
+/// see `records`.)
 #[test]
 fn a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused() {
     if !require_lab("a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused") {
@@ -160,10 +163,10 @@ fn a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused() {
     let nowhere = scratch.text("missing/guest.img");
     assert_ended(&end(start(&format!("copy --resume {} {nowhere}", qmp(&source)))), 1, &["is no directory"]);
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
-    // Nor one that is cancelled under way.
+    // Nor does a copy that is cancelled under way.
     let image = scratch.text("guest.img");
     let mut towline = start(&format!("copy --resume {SLOW} {} {image}", qmp(&source)));
-    reaches(&mut towline, "transfer");
+    wait_phase(&mut towline, "transfer");
     signal(towline.pid(), Signal::INT);
     assert_ended(&end(towline), 1, &["cancelled"]);
     assert!(!is_live(&source), "{:?}", source.qmp().status());

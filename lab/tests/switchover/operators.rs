@@ -1,18 +1,18 @@
-//! What an operator or the guest does to the run state meanwhile is kept.
+//! Changes of the run state by an operator or the guest during a copy are kept.
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::{Qemu, Towline, Version, require_lab};
 
 use crate::support::{
-    WITHIN, assert_ended, assert_runs_only_in, counting, end, is_live, qmp, reaches, signal, small, start,
+    WITHIN, assert_ended, assert_runs_only_in, counting, end, is_live, qmp, signal, small, start, wait_phase,
     waiting,
 };
 
-/// Slow enough that somebody can do something meanwhile.
+/// Slow enough that an operator can act during the copy.
 const SLOW: &str = "--max-bandwidth 1M";
 
-/// A copy, or a move, that goes slowly, between QEMUs started with these arguments.
+/// Starts a slow copy or move between QEMUs with these arguments.
 fn under_way(command: &str, arguments: &[&str], paused: bool) -> (Qemu, Qemu, Towline) {
     let builder = small(Version::V10_0).args(arguments.iter().copied());
     let (source, destination) = (counting(&builder), waiting(&builder));
@@ -20,17 +20,17 @@ fn under_way(command: &str, arguments: &[&str], paused: bool) -> (Qemu, Qemu, To
         source.qmp().execute("stop", Value::Null).unwrap();
     }
     let mut towline = start(&format!("{command} {SLOW} {} {}", qmp(&source), qmp(&destination)));
-    reaches(&mut towline, "transfer");
+    wait_phase(&mut towline, "transfer");
     source.qmp().wait_migration("active", WITHIN).unwrap();
     (source, destination, towline)
 }
 
-/// The rest goes at full speed.
+/// Raises the bandwidth limit for the rest.
 fn hurry(source: &Qemu) {
     source.qmp().execute("migrate-set-parameters", json!({ "max-bandwidth": 1_u64 << 40 })).unwrap();
 }
 
-/// The guest's ACPI sleep register: it sleeps in this state. As the guest itself would write it.
+/// Writes the guest's ACPI sleep register, as the guest itself would.
 fn sleep(qemu: &Qemu, value: u32) {
     qemu.qmp().hmp(&format!("o/h 0x604 {value:#x}")).unwrap();
 }
@@ -79,7 +79,7 @@ fn a_guest_run_during_a_copy_runs_at_its_destination() {
     assert_runs_only_in(&destination, &source);
 }
 
-/// There is nothing to run, and the move is complete all the same.
+/// There is no guest to run, and the move is complete all the same.
 #[test]
 fn a_guest_that_powers_off_during_a_move_is_moved_and_not_run() {
     if !require_lab("a_guest_that_powers_off_during_a_move_is_moved_and_not_run") {
@@ -110,7 +110,7 @@ fn a_guest_that_sleeps_is_woken_at_its_destination() {
             fall_asleep();
         }
         let mut towline = start(&format!("move {SLOW} {} {}", qmp(&source), qmp(&destination)));
-        reaches(&mut towline, "transfer");
+        wait_phase(&mut towline, "transfer");
         source.qmp().wait_migration("active", WITHIN).unwrap();
         if !asleep_before {
             fall_asleep();

@@ -1,4 +1,5 @@
-//! A move that is cut off or killed at the point of decision is recorded at both ends, and `towline moves` and `towline resume` finish it.
+//! A move that is cut off or killed at the point of no return is recorded at both ends, and `towline moves` and
+//! `towline resume` finish it.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -12,12 +13,12 @@ use towline_lab::{
 };
 
 use crate::support::{
-    OUTCOME, SETTLED, SHUT, Scratch, Sent, Suspended, WITHIN, assert_ended, assert_runs_nowhere,
+    OUTCOME, SETTLED, SHUT, Scratch, SentCopy, Suspended, WITHIN, assert_ended, assert_runs_nowhere,
     assert_runs_only_in, counting, end, is_live, listens_at, qmp, sent_to_a_suspended_destination, signal,
     small, wait_fired, waiting,
 };
 
-/// A host as far as records are concerned: a runtime directory of its own.
+/// A host as far as records are concerned: it has its own runtime directory.
 struct Host(Scratch);
 
 impl Host {
@@ -28,7 +29,7 @@ impl Host {
     }
 
     fn start(&self, arguments: &str) -> Towline {
-        // Root's records are in /run, everybody else's where XDG_RUNTIME_DIR says.
+        // Root's records are in /run, those of other users in XDG_RUNTIME_DIR.
         let script =
             "if [ $(id -u) = 0 ]; then mount --bind \"$0\" /run; fi; XDG_RUNTIME_DIR=\"$0\" exec \"$@\"";
         let run = self.0.text("run");
@@ -42,7 +43,7 @@ impl Host {
         end(self.start(arguments))
     }
 
-    /// The moves that are listed here.
+    /// Moves that are listed on this host.
     fn moves(&self) -> Vec<Value> {
         let finished = self.run("moves --json");
         assert_ended(&finished, 0, &[]);
@@ -51,7 +52,7 @@ impl Host {
         listed
     }
 
-    /// The only one.
+    /// The only recorded move.
     fn only(&self) -> Value {
         let mut moves = self.moves();
         assert_eq!(moves.len(), 1, "{moves:?}");
@@ -63,7 +64,7 @@ fn id(recorded: &Value) -> String {
     recorded["id"].as_str().unwrap().to_owned()
 }
 
-/// Whether this user may have a /run of its own.
+/// Returns true if this user may have a separate /run; if not, prints the skip of `name`.
 fn has_hosts(name: &str) -> bool {
     let can = Command::new("unshare").args(["--mount", "true"]).status();
     let can = can.is_ok_and(|status| status.success());
@@ -73,41 +74,41 @@ fn has_hosts(name: &str) -> bool {
     can && require_lab(name)
 }
 
-/// Two hosts whose towlines move a guest by a link that is cut at this moment, or at which one is killed.
+/// Two hosts that moved a guest over a link, which was cut or held at a given moment.
 struct Cut {
     hosts: (Host, Host),
     source: Qemu,
     destination: Qemu,
 }
 
-/// Which towline is killed when the link is held; `None`: the link is cut.
+/// Towline that is killed when the link is held; `None`: the link is cut.
 #[derive(Clone, Copy, PartialEq)]
-enum Dies {
+enum Killed {
     Nobody,
     Here,
     There,
 }
 
-fn cut(command: &str, flow: Flow, bytes: &[u8], forwards: bool, dies: Dies) -> Cut {
+fn cut(command: &str, flow: Flow, bytes: &[u8], forwards: bool, dies: Killed) -> Cut {
     let hosts = (Host::new(), Host::new());
     let builder = small(Version::V10_0);
     let (source, destination) = (counting(&builder), waiting(&builder));
     let options = "--json --multifd-channels 0";
     let mut there = hosts.1.start(&format!("copy {options} tcp:127.0.0.1:0 {}", qmp(&destination)));
     let proxy = Proxy::start(listens_at(&mut there)).unwrap();
-    let action = if dies == Dies::Nobody { Action::Cut } else { Action::Hold(flow) };
+    let action = if dies == Killed::Nobody { Action::Cut } else { Action::Hold(flow) };
     proxy.set_trigger(Trigger { flow, bytes: bytes.to_vec(), forwards, action });
     let mut here = hosts.0.start(&format!("{command} {options} {} tcp:{}", qmp(&source), proxy.address()));
     wait_fired(&proxy);
     match dies {
-        Dies::Nobody => {}
-        Dies::Here => here.kill().unwrap(),
-        Dies::There => there.kill().unwrap(),
+        Killed::Nobody => {}
+        Killed::Here => here.kill().unwrap(),
+        Killed::There => there.kill().unwrap(),
     }
-    if dies != Dies::Nobody {
+    if dies != Killed::Nobody {
         proxy.cut();
     }
-    for (towline, is_dead) in [(here, dies == Dies::Here), (there, dies == Dies::There)] {
+    for (towline, is_dead) in [(here, dies == Killed::Here), (there, dies == Killed::There)] {
         if !is_dead {
             let finished = end(towline);
             assert_ne!(finished.status.code(), Some(2), "{}", finished.stderr);
@@ -121,7 +122,7 @@ fn an_undecided_move_is_finished_at_its_destination() {
     if !has_hosts("an_undecided_move_is_finished_at_its_destination") {
         return;
     }
-    for dies in [Dies::Nobody, Dies::Here, Dies::There] {
+    for dies in [Killed::Nobody, Killed::Here, Killed::There] {
         let Cut { hosts: (here, there), source, destination } =
             cut("move", Flow::ToDestination, OUTCOME, false, dies);
         source.qmp().wait_status("postmigrate", WITHIN).unwrap();
@@ -133,7 +134,7 @@ fn an_undecided_move_is_finished_at_its_destination() {
             (&at_destination["role"], &at_destination["stage"]),
             (&json!("destination"), &json!("acknowledge"))
         );
-        // Neither end knows enough by itself.
+        // Neither end can decide by itself.
         for (host, text) in [(&here, "MAY RUN IT"), (&there, "Look at its source")] {
             assert_ended(&host.run(&format!("resume {id}")), 3, &["is undecided", text, "TWO GUESTS"]);
         }
@@ -150,12 +151,12 @@ fn an_undecided_move_is_finished_at_its_destination() {
 }
 
 #[test]
-fn an_undecided_move_is_taken_back() {
-    if !has_hosts("an_undecided_move_is_taken_back") {
+fn an_undecided_move_is_reverted_to_its_source() {
+    if !has_hosts("an_undecided_move_is_reverted_to_its_source") {
         return;
     }
     let Cut { hosts: (here, there), source, destination } =
-        cut("move", Flow::ToSource, SHUT, true, Dies::Nobody);
+        cut("move", Flow::ToSource, SHUT, true, Killed::Nobody);
     let id = id(&here.only());
     assert_ended(&there.run(&format!("resume {id} --discard")), 0, &[]);
     assert!(destination.wait_exit(WITHIN).unwrap().success());
@@ -165,14 +166,14 @@ fn an_undecided_move_is_taken_back() {
     assert!(here.moves().is_empty() && there.moves().is_empty());
 }
 
-/// The source runs on: its copy is not run, and the choice that would make two is for the other host to refuse to.
+/// The source runs on: the guest must not run at the destination too, which the other host refuses.
 #[test]
 fn a_destination_whose_source_runs_on_is_discarded() {
     if !has_hosts("a_destination_whose_source_runs_on_is_discarded") {
         return;
     }
     let Cut { hosts: (here, there), source, destination } =
-        cut("move", Flow::ToSource, SHUT, false, Dies::Nobody);
+        cut("move", Flow::ToSource, SHUT, false, Killed::Nobody);
     assert!(here.moves().is_empty(), "it ended with the guest safe at its source");
     let id = id(&there.only());
     assert_ended(&there.run(&format!("resume {id}")), 3, &["Look at its source"]);
@@ -183,14 +184,15 @@ fn a_destination_whose_source_runs_on_is_discarded() {
     assert!(there.moves().is_empty());
 }
 
-/// The destination ran it, and its source was not told: the source's towline is undecided, and the guest is not run there.
+/// The destination ran it without the source's knowledge: the source's towline is undecided, and the guest is not run
+/// there.
 #[test]
 fn a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy() {
     if !has_hosts("a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy") {
         return;
     }
     let Cut { hosts: (here, there), source, destination } =
-        cut("copy", Flow::ToSource, SETTLED, false, Dies::Nobody);
+        cut("copy", Flow::ToSource, SETTLED, false, Killed::Nobody);
     assert!(there.moves().is_empty(), "it ended well");
     let id = id(&here.only());
     let image = here.0.text("guest.img");
@@ -202,32 +204,33 @@ fn a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy() {
     assert!(source.wait_exit(WITHIN).unwrap().success());
 }
 
-/// Both ends on one host, and towline killed when the destination has everything: what the QEMUs show is enough.
+/// Both ends on one host, and towline killed when the destination has everything: the QEMUs' states suffice to
+/// decide.
 #[test]
-fn a_towline_killed_at_the_decision_on_one_host_is_finished_by_what_is_seen() {
-    if !has_hosts("a_towline_killed_at_the_decision_on_one_host_is_finished_by_what_is_seen") {
+fn a_move_killed_at_the_decision_on_one_host_is_finished_from_the_run_states() {
+    if !has_hosts("a_move_killed_at_the_decision_on_one_host_is_finished_from_the_run_states") {
         return;
     }
     let host = Host::new();
     let options = "--json --multifd-channels 0";
-    let Sent { suspended, mut towline, source, destination } =
+    let SentCopy { suspended, mut towline, source, destination } =
         sent_to_a_suspended_destination(&|source, destination| {
             host.start(&format!("move {options} {} {}", qmp(source), qmp(destination)))
         });
-    // The source is silent, so that its towline waits for it with the guest held at the destination.
+    // The source does not answer, so its towline waits for it with the guest held at the destination.
     let silent = Suspended::new(&source);
     drop(suspended);
     towline_lab::wait_until("a record", WITHIN, || Ok((!host.moves().is_empty()).then_some(()))).unwrap();
     let recorded = host.only();
     let id = id(&recorded);
     assert_eq!((&recorded["role"], &recorded["stage"]), (&json!("both"), &json!("acknowledge")));
-    // While it lives, it is the owner.
+    // While it lives, it owns the move.
     let owner = format!("another towline (process {})", recorded["owner-pid"]);
     assert_ended(&host.run(&format!("resume {id}")), 1, &[&owner, "works on move"]);
     towline.kill().unwrap();
     drop(silent);
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
-    // What would make two, or lose it, is refused.
+    // Choices that would run two guests, or lose it, are refused.
     assert_ended(&host.run(&format!("resume {id} --run-here")), 1, &["both ends are on this host: name one"]);
     let repaired = host.run(&format!("repair {}", qmp(&destination)));
     assert!(repaired.stderr.contains(&format!("towline resume {id}")), "{}", repaired.stderr);
@@ -244,7 +247,7 @@ fn the_wrong_choice_is_refused() {
         return;
     }
     let host = Host::new();
-    let Sent { suspended, mut towline, source, destination } =
+    let SentCopy { suspended, mut towline, source, destination } =
         sent_to_a_suspended_destination(&|source, destination| {
             host.start(&format!("copy --json --multifd-channels 0 {} {}", qmp(source), qmp(destination)))
         });
@@ -255,7 +258,7 @@ fn the_wrong_choice_is_refused() {
     drop(silent);
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
     let id = id(&host.only());
-    // Somebody has run it on at its source.
+    // An operator has resumed it at its source.
     source.qmp().execute("cont", Value::Null).unwrap();
     for (choice, text) in [("--run-here=destination", "has the guest"), ("--discard=source", "has the guest")]
     {
@@ -265,18 +268,18 @@ fn the_wrong_choice_is_refused() {
     source.qmp().execute("stop", Value::Null).unwrap();
     assert!(!is_live(&destination));
     assert_ended(&host.run(&format!("resume {id}")), 0, &[]);
-    assert!(!is_live(&destination), "the source has it, paused by somebody");
+    assert!(!is_live(&destination), "the source has it, paused");
     assert!(host.moves().is_empty());
 }
 
-/// A QEMU that has exited is shown as such, and its record goes.
+/// A QEMU that has exited is shown as such, and its record is removed.
 #[test]
 fn a_record_of_a_qemu_that_exited_is_shown_and_removed() {
     if !has_hosts("a_record_of_a_qemu_that_exited_is_shown_and_removed") {
         return;
     }
     let Cut { hosts: (here, there), source, destination } =
-        cut("move", Flow::ToDestination, OUTCOME, false, Dies::Nobody);
+        cut("move", Flow::ToDestination, OUTCOME, false, Killed::Nobody);
     signal(destination.pid(), Signal::KILL);
     destination.wait_exit(WITHIN).unwrap();
     let recorded = there.only();
@@ -303,14 +306,14 @@ fn a_paused_guest_that_is_copied_twice_is_not_run() {
     let finished = host.run(&format!("copy --resume {} {}", qmp(&source), image("2.img")));
     assert_ended(&finished, 1, &["was paused when it was copied"]);
     assert_eq!(source.qmp().status().unwrap(), "postmigrate");
-    // Whoever runs it on may have it copied again.
+    // After an operator has resumed it, it can be copied again.
     source.qmp().execute("cont", Value::Null).unwrap();
     assert_ended(&host.run(&format!("copy {} {}", qmp(&source), image("2.img"))), 0, &[]);
     assert_ended(&host.run(&format!("copy --resume {} {}", qmp(&source), image("3.img"))), 0, &[]);
     source.qmp().wait_status("running", WITHIN).unwrap();
 }
 
-/// Its destination was made to run: a later copy must not run the source too.
+/// Its destination runs: a later copy must not run the source too.
 #[test]
 fn a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy() {
     if !has_hosts("a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy") {
@@ -328,7 +331,7 @@ fn a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy() {
         assert_ended(&host.run(&again), 1, &["made to run there", "to run it here too would run it twice"]);
         assert_ended(&host.run(&format!("resume {id} --run-here=source")), 1, &["refused", "runs at"]);
         assert_runs_only_in(&destination, &source);
-        // It is one choice when the other one is gone.
+        // Only one choice is left when the other QEMU has exited.
         signal(destination.pid(), Signal::KILL);
         destination.wait_exit(WITHIN).unwrap();
         assert_ended(&host.run(&format!("resume {id}")), 3, &["is undecided"]);
@@ -338,7 +341,7 @@ fn a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy() {
     }
 }
 
-/// What cannot be recorded is not done: the guest stays where it is.
+/// A move without a record is not completed: the guest stays at its source.
 #[test]
 fn a_move_that_cannot_be_recorded_leaves_the_guest_at_its_source() {
     if !has_hosts("a_move_that_cannot_be_recorded_leaves_the_guest_at_its_source") {
@@ -353,7 +356,7 @@ fn a_move_that_cannot_be_recorded_leaves_the_guest_at_its_source() {
     }
     let builder = small(Version::V10_0);
     let (source, destination) = (counting(&builder), waiting(&builder));
-    // Journals that cannot be written are none.
+    // Journals that cannot be written are disabled.
     let script = "mount -t tmpfs -o size=64k,mode=755 tmpfs /run && mkdir -p /run/towline && mkdir -m 700 /run/towline/journal \
         && ! dd if=/dev/zero of=/run/filler bs=4k 2>/dev/null; exec \"$@\"";
     let binary = towline_binary().unwrap().display().to_string();
@@ -364,7 +367,7 @@ fn a_move_that_cannot_be_recorded_leaves_the_guest_at_its_source() {
     assert_runs_only_in(&source, &destination);
 }
 
-/// Nothing is left of a move that went well.
+/// A successful move leaves no record.
 #[test]
 fn a_move_that_goes_well_leaves_no_record() {
     if !has_hosts("a_move_that_goes_well_leaves_no_record") {

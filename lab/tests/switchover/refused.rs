@@ -1,12 +1,13 @@
-//! A destination that refuses the devices, late: the last byte is held back until it has loaded everything before it.
+//! A destination that refuses the device state, late: the last byte is held back until it has loaded everything
+//! before it.
 
 use towline_lab::{Version, require_lab};
 
 use crate::support::{assert_ended, assert_runs_only_in, counting, end, listening, qmp, small, start};
 
 #[test]
-fn a_device_that_a_stock_destination_cannot_load_leaves_the_source_running() {
-    if !require_lab("a_device_that_a_stock_destination_cannot_load_leaves_the_source_running") {
+fn a_device_state_that_a_stock_destination_cannot_load_leaves_the_source_running() {
+    if !require_lab("a_device_state_that_a_stock_destination_cannot_load_leaves_the_source_running") {
         return;
     }
     for version in [Version::V10_0, Version::V7_2] {

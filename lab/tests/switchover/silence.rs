@@ -1,4 +1,4 @@
-//! QEMUs that do not answer for a while: no answer is no news.
+//! QEMUs that do not answer for a while, which decides nothing.
 
 use std::time::{Duration, Instant};
 
@@ -7,23 +7,23 @@ use serde_json::{Value, json};
 use towline_lab::{BootSector, Builder, Proxy, Qemu, Version, require_lab};
 
 use crate::support::{
-    Sent, Suspended, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end, is_live,
-    listening, qmp, reaches, sent_to_a_suspended_destination, signal, small, start, waiting,
+    SentCopy, Suspended, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end,
+    is_live, listening, qmp, sent_to_a_suspended_destination, signal, small, start, wait_phase, waiting,
 };
 
-/// Longer than an answer is waited for.
+/// Longer than the timeout of a reply.
 const LONG: Duration = Duration::from_secs(12);
 
-/// A guest that writes all of its memory, so that the last pass has much to send.
+/// A guest that dirties all of its memory, so that the last pass is large.
 fn large() -> Builder {
     let boot_sector = BootSector { fill_mib: 40, sweep_pages: 10_000, ..BootSector::default() };
     Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(boot_sector)
 }
 
-/// QEMU sends its last pass with its main loop locked, and answers nothing until that is done.
+/// QEMU sends its last pass with its main loop locked, and does not answer until that is done.
 #[test]
-fn a_last_pass_longer_than_an_answer_may_take_completes() {
-    if !require_lab("a_last_pass_longer_than_an_answer_may_take_completes") {
+fn a_last_pass_longer_than_the_reply_timeout_completes() {
+    if !require_lab("a_last_pass_longer_than_the_reply_timeout_completes") {
         return;
     }
     let (source, (destination, address)) = (counting(&large()), listening(&large()));
@@ -38,7 +38,7 @@ fn a_last_pass_longer_than_an_answer_may_take_completes() {
     assert_runs_only_in(&destination, &source);
 }
 
-/// Keeps a QEMU from answering for longer than an answer is waited for.
+/// Keeps a QEMU from answering for longer than the timeout of a reply.
 fn silence(qemu: &Qemu) {
     let suspended = Suspended::new(qemu);
     let begun = Instant::now();
@@ -60,20 +60,21 @@ fn a_source_that_is_silent_in_mid_copy_goes_on() {
         qmp(&source),
         qmp(&destination)
     ));
-    reaches(&mut towline, "transfer");
+    wait_phase(&mut towline, "transfer");
     source.qmp().wait_migration("active", WITHIN).unwrap();
     silence(&source);
     assert_ended(&end(towline), 0, &[]);
     assert_runs_only_in(&destination, &source);
 }
 
-/// The destination has everything, and its source does not say whether it is done: the text says who holds the guest.
+/// The destination has everything, and its source does not report its completion: the text names the QEMU that has
+/// the guest.
 #[test]
-fn of_a_source_that_is_silent_at_the_end_it_is_said_that_the_destination_holds_the_guest() {
-    if !require_lab("of_a_source_that_is_silent_at_the_end_it_is_said_that_the_destination_holds_the_guest") {
+fn a_source_that_is_silent_at_the_end_leaves_the_guest_at_its_destination() {
+    if !require_lab("a_source_that_is_silent_at_the_end_leaves_the_guest_at_its_destination") {
         return;
     }
-    let Sent { suspended, towline, source, destination } =
+    let SentCopy { suspended, towline, source, destination } =
         sent_to_a_suspended_destination(&|source, destination| {
             start(&format!("copy {} {}", qmp(source), qmp(destination)))
         });
@@ -100,9 +101,9 @@ fn a_source_that_is_silent_while_memory_follows_goes_on() {
     let (source, destination) = (counting(&large()), waiting(&large()));
     let options = "--postcopy --max-bandwidth 24M --downtime-limit 1";
     let mut towline = start(&format!("move {options} {} {}", qmp(&source), qmp(&destination)));
-    reaches(&mut towline, "transfer");
+    wait_phase(&mut towline, "transfer");
     source.qmp().execute("migrate-set-parameters", json!({ "max-postcopy-bandwidth": 1 << 20 })).unwrap();
-    reaches(&mut towline, "switchover");
+    wait_phase(&mut towline, "switchover");
     silence(&source);
     source.qmp().execute("migrate-set-parameters", json!({ "max-postcopy-bandwidth": 0 })).unwrap();
     assert_ended(&end(towline), 0, &[]);
@@ -111,7 +112,7 @@ fn a_source_that_is_silent_while_memory_follows_goes_on() {
     destination.wait_counting(WITHIN).unwrap();
 }
 
-/// A cancellation meets the end of the first pass: one guest runs, whoever is quicker.
+/// A cancellation races with the end of the first pass: one guest runs in any case.
 #[test]
 fn a_postcopy_cancelled_at_any_moment_of_its_first_pass_leaves_one_guest() {
     if !require_lab("a_postcopy_cancelled_at_any_moment_of_its_first_pass_leaves_one_guest") {
@@ -121,7 +122,7 @@ fn a_postcopy_cancelled_at_any_moment_of_its_first_pass_leaves_one_guest() {
     for step in 0..8 {
         let (source, destination) = (counting(&builder), waiting(&builder));
         let mut towline = start(&format!("move --postcopy {} {}", qmp(&source), qmp(&destination)));
-        reaches(&mut towline, "transfer");
+        wait_phase(&mut towline, "transfer");
         std::thread::sleep(Duration::from_millis(8) * step);
         if towline.runs().unwrap() {
             signal(towline.pid(), Signal::INT);

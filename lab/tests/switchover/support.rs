@@ -1,4 +1,4 @@
-//! What these tests share: tiny guests, links that can be held, and what QEMU says of a guest.
+//! Helpers of these tests: tiny guests, links that can be held, and the run states of QEMUs.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -10,45 +10,45 @@ use towline_lab::{
     BootSector, Builder, Finished, Flow, Incoming, Proxy, Qemu, Towline, Version, expect, towline, wait_until,
 };
 
-/// For anything that must come. Generous: two busy processors.
+/// Timeout of anything that must happen. Generous: two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
-/// How long a QEMU that waits for nobody may take to answer.
+/// Time limit of a reply from a QEMU that is not blocked.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(3);
-/// How often a moment is tried for that may be missed.
+/// Attempts to hit a moment that may be missed.
 const TRIES: usize = 10;
-/// How long nothing has to flow until everything is taken for sent.
+/// Time without traffic after which everything counts as sent.
 const QUIET: Duration = Duration::from_millis(400);
 
 /// `SHUT 0` on the return path.
 pub(crate) const SHUT: &[u8] = &[0, 1, 0, 4, 0, 0, 0, 0];
-/// The answer to the question whether everything but the last bytes is loaded.
+/// The reply to the query if everything but the last bytes is loaded.
 pub(crate) const PONG_LOADED: &[u8] = &[0, 2, 0, 4, 0x74, 0x77, 0x6c, 0x03];
-/// The beginning of the command with which a source's towline reports its outcome.
+/// Beginning of the command with which a source's towline reports its outcome.
 pub(crate) const OUTCOME: &[u8] = &[8, 0x74, 0x77, 0, 3, 2];
-/// The beginning of the message with which a destination's towline reports what it did.
+/// Beginning of the message with which a destination's towline reports its outcome.
 pub(crate) const SETTLED: &[u8] = &[0x74, 0x77, 0, 2, 3];
 
-/// The name of the last device section of a stream; what follows is its end.
+/// Name of the last device section of a stream; the end of the stream follows.
 pub(crate) const LAST_SECTION: &[u8] = b"globalstate";
 
-/// Starts `towline` with these arguments, which spaces separate, and with events.
+/// Starts `towline` with these space-separated arguments, and with events.
 pub(crate) fn start(arguments: &str) -> Towline {
     let (command, rest) = arguments.split_once(' ').unwrap();
     towline([command, "--json", "--multifd-channels", "0"].into_iter().chain(rest.split_whitespace()))
         .unwrap()
 }
 
-/// Waits for its end.
+/// Waits until it exits.
 pub(crate) fn end(towline: Towline) -> Finished {
     towline.wait(WITHIN).unwrap()
 }
 
-/// Waits until it begins this phase; it must not end before.
-pub(crate) fn reaches(towline: &mut Towline, phase: &str) {
-    expect::tells(towline, &format!("phase {phase}"), WITHIN, |event| event["phase"] == phase);
+/// Waits until it begins this phase; it must not exit before.
+pub(crate) fn wait_phase(towline: &mut Towline, phase: &str) {
+    expect::wait_event(towline, &format!("phase {phase}"), WITHIN, |event| event["phase"] == phase);
 }
 
-/// A guest that is quick to move, and has something to send when it is stopped.
+/// A guest that moves fast, and has some memory to send when it is stopped.
 pub(crate) fn small(version: Version) -> Builder {
     let boot_sector = BootSector { fill_mib: 4, sweep_pages: 128, ..BootSector::default() };
     Qemu::builder(version).memory_mib(32).boot_sector(boot_sector)
@@ -61,12 +61,12 @@ pub(crate) fn counting(builder: &Builder) -> Qemu {
     qemu
 }
 
-/// A QEMU that waits for such a guest, to be driven by a towline.
+/// Starts a QEMU that waits for such a guest, to be driven by a towline.
 pub(crate) fn waiting(builder: &Builder) -> Qemu {
     builder.clone().incoming_defer().start().unwrap()
 }
 
-/// A stock QEMU that listens for such a guest, and runs it by itself.
+/// Starts a stock QEMU that listens for such a guest, and runs it by itself.
 pub(crate) fn listening(builder: &Builder) -> (Qemu, SocketAddr) {
     let qemu = builder.clone().incoming(Incoming::Uri("tcp:127.0.0.1:0".into())).start().unwrap();
     let migration = qemu.qmp().execute("query-migrate", Value::Null).unwrap();
@@ -74,13 +74,13 @@ pub(crate) fn listening(builder: &Builder) -> (Qemu, SocketAddr) {
     (qemu, SocketAddr::from((Ipv4Addr::LOCALHOST, port)))
 }
 
-/// Where a towline listens on TCP, once it does.
+/// Waits until a towline listens on TCP, and returns the address.
 pub(crate) fn listens_at(towline: &mut Towline) -> SocketAddr {
     let address = towline.listens_at(WITHIN).unwrap();
     address.strip_prefix("tcp:").unwrap().parse().unwrap()
 }
 
-/// Has a QEMU that no towline drives migrate there, with a return path.
+/// Has a QEMU that no towline drives migrate, with a return path.
 pub(crate) fn migrate(source: &Qemu, to: SocketAddr) {
     let capabilities = json!([{ "capability": "return-path", "state": true }]);
     source.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).unwrap();
@@ -93,7 +93,7 @@ pub(crate) fn signal(pid: u32, signal: Signal) {
     kill_process(pid, signal).unwrap();
 }
 
-/// Stops the process of a QEMU for as long as this lives, which is not longer than QEMU.
+/// Stops the process of a QEMU until it is dropped; QEMU must live as long.
 pub(crate) struct Suspended(u32);
 
 impl Suspended {
@@ -109,18 +109,18 @@ impl Drop for Suspended {
     }
 }
 
-/// A copy that has sent everything to a destination that is suspended.
-pub(crate) struct Sent {
-    // First, so that it goes on before it is ended.
+/// A copy that has sent everything to a suspended destination.
+pub(crate) struct SentCopy {
+    // First, so that it is resumed before its QEMU is ended.
     pub(crate) suspended: Suspended,
     pub(crate) towline: Towline,
     pub(crate) source: Qemu,
     pub(crate) destination: Qemu,
 }
 
-/// Starts a copy between two new QEMUs by `start`, and suspends the destination when the source has stopped its guest. What goes
-/// through before that is tried again.
-pub(crate) fn sent_to_a_suspended_destination(start: &dyn Fn(&Qemu, &Qemu) -> Towline) -> Sent {
+/// Starts a copy between two new QEMUs by `start`, and suspends the destination when the source has stopped its
+/// guest. If the switchover is faster than that, tries again.
+pub(crate) fn sent_to_a_suspended_destination(start: &dyn Fn(&Qemu, &Qemu) -> Towline) -> SentCopy {
     let boot_sector = BootSector { fill_mib: 1, sweep_pages: 8, ..BootSector::default() };
     let builder = Qemu::builder(Version::V10_0).memory_mib(32).boot_sector(boot_sector);
     for _ in 0..TRIES {
@@ -129,7 +129,7 @@ pub(crate) fn sent_to_a_suspended_destination(start: &dyn Fn(&Qemu, &Qemu) -> To
         source.qmp().wait_event("STOP", WITHIN).unwrap();
         let suspended = Suspended::new(&destination);
         if wait_sent(&source) {
-            return Sent { suspended, towline, source, destination };
+            return SentCopy { suspended, towline, source, destination };
         }
         drop(suspended);
         assert_ended(&end(towline), 0, &[]);
@@ -137,7 +137,7 @@ pub(crate) fn sent_to_a_suspended_destination(start: &dyn Fn(&Qemu, &Qemu) -> To
     panic!("the destination was quicker {TRIES} times");
 }
 
-/// Waits until the proxy has forwarded nothing for a while: everything is sent that can be.
+/// Waits until the proxy has forwarded nothing for a while: everything possible is sent.
 pub(crate) fn wait_quiet(proxy: &Proxy) {
     let mut last = (proxy.forwarded(Flow::ToDestination), Instant::now());
     wait_until("a quiet link", WITHIN, || {
@@ -150,8 +150,8 @@ pub(crate) fn wait_quiet(proxy: &Proxy) {
     .unwrap();
 }
 
-/// Waits until the source has sent everything; false if its migration is complete, or it does not answer: then it waits for the
-/// destination to take the rest.
+/// Waits until the source has sent everything. False if its migration has completed, or if it does not answer because
+/// it waits for the destination to read the rest.
 fn wait_sent(source: &Qemu) -> bool {
     let mut last = (0, Instant::now());
     let ask = |command: &str| source.qmp().execute_within(command, Value::Null, REPLY_TIMEOUT);
@@ -170,16 +170,16 @@ fn wait_sent(source: &Qemu) -> bool {
     .unwrap()
 }
 
-/// Waits until the trigger of this proxy was met.
+/// Waits until the trigger of this proxy has fired.
 pub(crate) fn wait_fired(proxy: &Proxy) {
     wait_until("the bytes that trigger the proxy", WITHIN, || Ok(proxy.has_fired().then_some(()))).unwrap();
 }
 
-/// Whether a guest is live in this QEMU: it runs, or sleeps and wakes up.
+/// Returns true if a guest is live in this QEMU: it runs, or sleeps and can wake up.
 pub(crate) fn is_live(qemu: &Qemu) -> bool {
     match qemu.qmp().status() {
         Ok(status) => ["running", "suspended"].contains(&status.as_str()),
-        // Only an emulator that has exited may be silent.
+        // Only an emulator that has exited may not answer.
         Err(_) => {
             qemu.wait_exit(WITHIN).unwrap();
             false
@@ -187,13 +187,13 @@ pub(crate) fn is_live(qemu: &Qemu) -> bool {
     }
 }
 
-/// Waits until an incoming migration is over, one way or another.
+/// Waits until an incoming migration has completed or failed.
 pub(crate) fn wait_over(destination: &Qemu) {
     wait_until("the end of an incoming migration", WITHIN, || {
         if destination.exited()?.is_some() {
             return Ok(Some(()));
         }
-        // It may exit between two questions.
+        // It may exit between two queries.
         let Ok(status) = destination.qmp().status() else { return Ok(None) };
         let Ok(migration) = destination.qmp().execute("query-migrate", Value::Null) else { return Ok(None) };
         Ok((status != "inmigrate" || migration["status"] == "failed").then_some(()))
@@ -201,7 +201,7 @@ pub(crate) fn wait_over(destination: &Qemu) {
     .unwrap();
 }
 
-/// The guest runs in this QEMU, and counts; it does not in the other one.
+/// Asserts that the guest runs and counts in `here`, and does not in `not_here`.
 #[track_caller]
 pub(crate) fn assert_runs_only_in(here: &Qemu, not_here: &Qemu) {
     wait_over(not_here);
@@ -211,7 +211,7 @@ pub(crate) fn assert_runs_only_in(here: &Qemu, not_here: &Qemu) {
     assert!(!is_live(not_here), "two guests run");
 }
 
-/// The guest runs in neither.
+/// Asserts that the guest runs in neither.
 #[track_caller]
 pub(crate) fn assert_runs_nowhere(one: &Qemu, other: &Qemu) {
     for qemu in [one, other] {

@@ -1,4 +1,4 @@
-//! Several guests: with each other, and without each other's harm; and one that is moved.
+//! Several guests: connections between them, isolation from each other, and one that is moved.
 
 use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
@@ -12,15 +12,15 @@ use towline_lab::{
 };
 
 use crate::support::{
-    WITHIN, connect, device_arguments, install_perl, linux, perl, shell, start_device, wait_said,
+    WITHIN, connect, device_arguments, install_perl, linux, perl, shell, start_device, wait_output,
 };
 
 fn echoes(uds: &Path) {
     let mut stream = connect(uds, 5001);
     stream.write_all(b"are you there").unwrap();
-    let mut heard = [0; 13];
-    stream.read_exact(&mut heard).unwrap();
-    assert_eq!(&heard, b"are you there");
+    let mut received = [0; 13];
+    stream.read_exact(&mut received).unwrap();
+    assert_eq!(&received, b"are you there");
 }
 
 #[test]
@@ -48,13 +48,13 @@ fn guests_of_one_process_reach_each_other_and_survive_each_other() {
         &mut guests[0],
         "CID=34 /usr/bin/perl /tmp/v.pl connect stream 5002 ask hello you > /tmp/ask 2>&1 & echo",
     );
-    wait_said(&mut guests[0], "ask", "answered heard 8");
-    // One that has no such group, or that is not there at all.
+    wait_output(&mut guests[0], "ask", "answered received 8");
+    // A CID without a common group, or of no guest at all.
     shell(
         &mut guests[0],
-        "CID=35 /usr/bin/perl /tmp/v.pl connect stream 5002 ask x > /tmp/nobody 2>&1 & echo",
+        "CID=35 /usr/bin/perl /tmp/v.pl connect stream 5002 ask x > /tmp/reset 2>&1 & echo",
     );
-    assert!(wait_said(&mut guests[0], "nobody", "refused").contains("reset"));
+    assert!(wait_output(&mut guests[0], "reset", "refused").contains("reset"));
     drop(guests.remove(0));
     let mut qemus = qemus.into_iter();
     drop(qemus.next());
@@ -64,7 +64,7 @@ fn guests_of_one_process_reach_each_other_and_survive_each_other() {
 
 const ROOT_PORT: &str = "pcie-root-port,id=plug,chassis=1,slot=1";
 
-/// A device, a QEMU whose guest can have it in a port, and where the host connects.
+/// A device, the builder of a QEMU whose guest can have it in a port, and the path of the host's socket.
 fn plugged(scratch: &TempDir, name: &str) -> (Towline, Builder, PathBuf) {
     let path = |end: &str| scratch.path().join(format!("{name}.{end}"));
     let (socket, uds) = (path("d"), path("v"));
@@ -75,15 +75,15 @@ fn plugged(scratch: &TempDir, name: &str) -> (Towline, Builder, PathBuf) {
     (device, qemu.args(["-device", ROOT_PORT, "-chardev", &chardev].map(str::to_owned)), uds)
 }
 
-/// Begins a move that would never end, and waits until memory moves and the device is out.
+/// Starts a move that would never end, and waits until memory is sent and the device is unplugged.
 fn under_way(orders: &[String], control: &Path) -> Towline {
     let slowly = ["--multifd-channels", "0", "--max-bandwidth", "200", "--qmp", control.to_str().unwrap()];
-    // What one that is killed leaves goes with the test.
+    // The files of a killed one are removed with the test.
     let directory = format!("TMPDIR={}", control.parent().unwrap().display());
     let binary = towline_binary().unwrap().display().to_string();
     let line = [directory.as_str(), &binary].into_iter().chain(orders.iter().map(String::as_str));
     let mut moving = Towline::start(Path::new("/usr/bin/env"), line.chain(slowly)).unwrap();
-    wait_until("a move that goes on", WITHIN, || {
+    wait_until("a move under way", WITHIN, || {
         assert!(moving.runs()?, "it ended: {}", moving.stderr());
         let answer = Qmp::connect(control, WITHIN).and_then(|qmp| qmp.execute("query-migrate", json!({})));
         Ok(answer.is_ok_and(|answer| answer["status"] == "active").then_some(()))
@@ -99,11 +99,11 @@ fn cancelled(orders: &[String], control: &Path) -> Finished {
     moving.wait(WITHIN).unwrap()
 }
 
-/// Stock QEMU does not migrate the device: it is taken out, and put in again at the other side, or at this one if the move is
-/// cancelled. Who listens in the guest goes on listening.
+/// Stock QEMU does not migrate the device: it is unplugged, and plugged at the destination, or at the source again if
+/// the move is cancelled. A listener in the guest keeps listening.
 #[test]
-fn a_guest_is_moved_without_its_device_and_finds_another() {
-    if !require_lab("a_guest_is_moved_without_its_device_and_finds_another") {
+fn a_guest_is_moved_with_its_device_unplugged_and_replaced() {
+    if !require_lab("a_guest_is_moved_with_its_device_unplugged_and_replaced") {
         return;
     }
     let scratch = TempDir::with_prefix("towline-lab-").unwrap();
@@ -118,7 +118,7 @@ fn a_guest_is_moved_without_its_device_and_finds_another() {
     let mut before = connect(&uds_a, 5001);
     let orders = |to: &Qemu| ["move".to_owned(), "--detach-vsock".to_owned(), qmp(&a), qmp(to)];
 
-    // One that could not take it: nothing is touched.
+    // A destination that could not have it: the device is not touched.
     let bare = linux(Version::V10_0).cpu("Nehalem").args(["-device", ROOT_PORT]);
     let bare = bare.incoming_defer().start().unwrap();
     let refused = towline(orders(&bare)).unwrap().wait(WITHIN).unwrap();
@@ -126,18 +126,18 @@ fn a_guest_is_moved_without_its_device_and_finds_another() {
     before.write_all(b"still there").unwrap();
     before.read_exact(&mut [0; 11]).unwrap();
 
-    // One that is cancelled when the device is out: it is put in again where it was.
+    // A move that is cancelled when the device is unplugged: it is plugged again where it was.
     let (_device_b, b, _) = plugged(&scratch, "b");
     let b = b.incoming_defer().start().unwrap();
     let finished = cancelled(&orders(&b), &scratch.path().join("control"));
     assert_ended(&finished, 1, &["safe at its source"]);
-    // The connection went with the device.
-    let mut heard = Vec::new();
-    let _ = before.read_to_end(&mut heard);
-    assert!(heard.is_empty());
+    // The connection ended with the device.
+    let mut received = Vec::new();
+    let _ = before.read_to_end(&mut received);
+    assert!(received.is_empty());
     echoes(&uds_a);
 
-    // One whose towline is killed then: `repair` puts it in again.
+    // A move whose towline is killed then: `repair` plugs it again.
     let (_device_k, k, _) = plugged(&scratch, "k");
     let k = k.incoming_defer().start().unwrap();
     under_way(&orders(&k), &scratch.path().join("control-k")).kill().unwrap();
@@ -146,11 +146,11 @@ fn a_guest_is_moved_without_its_device_and_finds_another() {
     towline(["repair".to_owned(), qmp(&k)]).unwrap().wait_done(WITHIN).unwrap();
     echoes(&uds_a);
 
-    // One that takes it.
+    // A destination that can have it.
     let (_device_c, c, uds_c) = plugged(&scratch, "c");
     let c = c.incoming_defer().start().unwrap();
     towline(orders(&c)).unwrap().wait_done(WITHIN).unwrap();
     echoes(&uds_c);
     let mut guest = c.linux(WITHIN).unwrap();
-    wait_said(&mut guest, "echo", "listening");
+    wait_output(&mut guest, "echo", "listening");
 }

@@ -1,25 +1,25 @@
-//! The kernel's own tests of vsock (`tools/testing/vsock`) between two guests that reach each other by their contexts.
+//! The kernel's own vsock tests (`tools/testing/vsock`) between two guests that are connected by their CIDs.
 //!
 //! ```text
 //!   guest 33: vsock_test, client ── vsock ── towline ── vsock ── guest 34: vsock_test, server
-//!             └────────────── TCP, over which the two agree on each step ──────────────┘
+//!              └────────────── TCP, which synchronises each step of the two ─────────────┘
 //! ```
-//! Each case is run alone, so that one that fails does not keep the others from being seen. `cargo xtask soak vsock-kernel`
-//! builds the programs and runs this; elsewhere it is skipped, since it takes minutes.
+//! Each case is run alone, so that one failure does not hide the others. `cargo xtask soak vsock-kernel` builds the
+//! programs and runs this; elsewhere it is skipped, since it takes minutes.
 
 use std::process::Command;
 
 use tempfile::TempDir;
 use towline_lab::{LinuxGuest, Qemu, Towline, Version, paths, require_lab, skip};
 
-use crate::support::{WITHIN, device_arguments, linux_with, shell, start_device, wait_said};
+use crate::support::{WITHIN, device_arguments, linux_with, shell, start_device, wait_output};
 
 const NAME: &str = "the_kernels_own_tests_pass_between_two_guests";
-/// The first port of the TCP connection on which the two ends agree; each case has its own.
+/// First port of the TCP control connection; each case has its own.
 const CONTROL_PORT: u32 = 4000;
-/// What a socket of the guests' holds at most.
+/// Maximum buffer size of a socket in the guests.
 const SOCKET_BYTES: u64 = 256 << 10;
-/// Cases that older kernels cannot pass, whatever is between them: a part of the name, and since when they can.
+/// Cases that older kernels cannot pass in any set-up: a part of the name, the first kernel that can, and the reason.
 const SINCE: [(&str, (u32, u32), &str); 9] = [
     ("invalid receive buffer", (6, 2), "errors of a transport as they are"),
     ("big message", (6, 2), "errors of a transport as they are"),
@@ -32,11 +32,11 @@ const SINCE: [(&str, (u32, u32), &str); 9] = [
     ("SIOCOUTQ", (6, 12), "the count of bytes that are not sent"),
 ];
 
-/// Cases that cannot be through sockets of the host, which two guests have between them too.
+/// Cases that cannot pass through sockets of the host, which are between the two guests too.
 const NOT_HERE: [(&str, &str); 1] =
     [("SHUT_RD", "a Unix socket tells that its other end receives no more when it is sent to, not before")];
 
-/// The two guests: who asks and who serves.
+/// The two guests: client and server.
 struct Pair {
     client: LinuxGuest,
     server: LinuxGuest,
@@ -72,28 +72,28 @@ fn pair() -> Pair {
     Pair { client, server, directory, _qemus: qemus, device, _scratch: scratch }
 }
 
-/// Starts a program in a guest's background; what it says, and how it ended, goes to a file.
+/// Starts a program in a guest's background; its output and exit status go to a file.
 fn begin(guest: &mut LinuxGuest, name: &str, line: &str) {
     shell(guest, &format!("({line}; echo \"exit $?\") > /tmp/{name} 2>&1 & echo"));
 }
 
-/// Whether both ends ended well; what they said.
+/// True if both ends exited with success, and their output.
 fn outcome(pair: &mut Pair, name: &str) -> (bool, String) {
-    let client = wait_said(&mut pair.client, name, "exit ");
+    let client = wait_output(&mut pair.client, name, "exit ");
     if !client.contains("exit 0") {
         // It would wait for the other end for ever.
         let _ = pair.server.shell("busybox killall vsock_test vsock_perf; true", WITHIN);
     }
-    let server = wait_said(&mut pair.server, name, "exit ");
-    let well = [&client, &server].iter().all(|said| said.contains("exit 0"));
+    let server = wait_output(&mut pair.server, name, "exit ");
+    let well = [&client, &server].iter().all(|report| report.contains("exit 0"));
     (well, format!("the client says:\n{client}the server says:\n{server}"))
 }
 
-/// What cases there are, in their order.
+/// Names of the cases, in their order.
 fn cases(directory: &str) -> Vec<String> {
-    let said = Command::new(format!("{directory}/vsock_test")).arg("--list").output().unwrap();
-    let said = String::from_utf8(said.stdout).unwrap();
-    let names = said.lines().filter_map(|line| line.split_once('\t')).filter(|(id, _)| *id != "ID");
+    let report = Command::new(format!("{directory}/vsock_test")).arg("--list").output().unwrap();
+    let report = String::from_utf8(report.stdout).unwrap();
+    let names = report.lines().filter_map(|line| line.split_once('\t')).filter(|(id, _)| *id != "ID");
     names.map(|(_, name)| name.to_owned()).collect()
 }
 
@@ -118,14 +118,14 @@ fn the_kernels_own_tests_pass_between_two_guests() {
     assert!(cases.len() > 20, "{cases:?}");
     let mut failed = Vec::new();
     for (index, name) in cases.iter().enumerate() {
-        if let Some(reason) = cannot_be(name, kernel) {
+        if let Some(reason) = skip_reason(name, kernel) {
             skip(&format!("{NAME}, {name}"), &reason);
             continue;
         }
-        let (well, said) = case(&mut pair, index, cases.len());
+        let (well, report) = case(&mut pair, index, cases.len());
         println!("{index:2} {name}: {}", if well { "ok" } else { "FAILED" });
         if !well {
-            failed.push(format!("{name}: {said}"));
+            failed.push(format!("{name}: {report}"));
         }
     }
     assert!(pair.device.runs().unwrap());
@@ -133,8 +133,8 @@ fn the_kernels_own_tests_pass_between_two_guests() {
     bytes(&mut pair, mebibytes.parse::<u64>().unwrap() << 20);
 }
 
-/// Why a case cannot pass.
-fn cannot_be(name: &str, kernel: (u32, u32)) -> Option<String> {
+/// Returns the reason if a case cannot pass.
+fn skip_reason(name: &str, kernel: (u32, u32)) -> Option<String> {
     let late = SINCE.iter().find(|(part, since, _)| name.contains(part) && kernel < *since);
     if let Some((_, (major, minor), what)) = late {
         return Some(format!("the guest's kernel is {}.{}; {what}: {major}.{minor}", kernel.0, kernel.1));
@@ -142,7 +142,7 @@ fn cannot_be(name: &str, kernel: (u32, u32)) -> Option<String> {
     NOT_HERE.iter().find(|(part, _)| name.contains(part)).map(|(_, reason)| (*reason).to_owned())
 }
 
-/// Runs one case of so many.
+/// Runs one case of `count`.
 fn case(pair: &mut Pair, index: usize, count: usize) -> (bool, String) {
     let others = (0..count).filter(|other| *other != index).map(|other| format!("--skip {other}"));
     let others: Vec<String> = others.collect();
@@ -154,32 +154,32 @@ fn case(pair: &mut Pair, index: usize, count: usize) -> (bool, String) {
     let (server, client) = (line("server", 33), line("client", 34));
     let name = format!("case{index}");
     begin(&mut pair.server, &name, &server);
-    wait_said(&mut pair.server, &name, "listening on");
+    wait_output(&mut pair.server, &name, "listening on");
     begin(&mut pair.client, &name, &client);
     outcome(pair, &name)
 }
 
-/// `vsock_perf` both ways; its figures are printed.
+/// Runs `vsock_perf` both ways; its figures are printed.
 fn bytes(pair: &mut Pair, count: u64) {
     for buffer in ["4K", "64K", "256K"] {
         let name = format!("perf{buffer}");
         let perf = format!("{}/vsock_perf --buf-size {buffer}", pair.directory);
         begin(&mut pair.server, &name, &perf);
-        // It does not say when it listens, so it is asked until it does.
+        // It prints nothing when it listens, so the client is started until it connects.
         let send = format!("{perf} --bytes {count} --sender 34");
         let client = format!("n=0; until {send}; do n=$((n+1)); [ $n -lt 100 ] || exit 1; sleep 0.1; done");
         begin(&mut pair.client, &name, &client);
-        let (well, said) = outcome(pair, &name);
-        assert!(well, "{said}");
+        let (well, report) = outcome(pair, &name);
+        assert!(well, "{report}");
         let number = |what: &str| -> u64 {
-            let line = said.lines().find_map(|line| line.strip_prefix(what));
-            line.unwrap_or_else(|| panic!("`{what}` is not said: {said}")).parse().unwrap()
+            let line = report.lines().find_map(|line| line.strip_prefix(what));
+            line.unwrap_or_else(|| panic!("no `{what}`: {report}")).parse().unwrap()
         };
         assert_eq!(number("total bytes sent: "), count);
-        // The receiver leaves when the sender has ended, with what its socket still holds unread.
+        // The receiver exits when the sender has ended, and leaves bytes in its socket unread.
         let received = number("total bytes received: ");
-        assert!((count - SOCKET_BYTES..=count).contains(&received), "{said}");
-        let figures = said.lines().filter(|line| line.contains("performance"));
+        assert!((count - SOCKET_BYTES..=count).contains(&received), "{report}");
+        let figures = report.lines().filter(|line| line.contains("performance"));
         println!("writes of {buffer}: {}", figures.collect::<Vec<_>>().join(", "));
     }
 }

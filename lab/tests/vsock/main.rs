@@ -1,4 +1,4 @@
-//! Guests of stock QEMUs with a vsock device of ours: their kernel's vsock, `socat` and Perl at their end.
+//! Guests of stock QEMUs with our vsock device: their kernel's vsock, with `socat` and Perl as their programs.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod guests;
@@ -12,22 +12,22 @@ mod watched;
 
 use towline_lab::{Kernel, Version, require_kernel, require_lab, require_qemu, skip};
 
-use support::Scene;
+use support::Fixture;
 
-/// All that one guest can show, one after the other: booting it takes longer than most of it.
+/// All tests of one guest, one after the other: booting it takes longer than most of them.
 fn all_of(version: Version, kernel: Kernel) {
     let tcp_port = stalls::free_port();
     let rule = format!("tcp:127.0.0.1:{tcp_port}=guest:5001");
-    // The loopback copies in the end; until then it is as on a network card.
-    let mut scene = Scene::with_kernel(version, kernel, &["--forward", &rule, "--zero-copy-send", "on"]);
-    scene.perl("echo", "listen stream 5001 echo");
-    peers_defects::what_others_do_wrong(&mut scene);
-    streams::bytes_go_both_ways(&mut scene);
-    streams::many_connections_and_each_end_on_its_own(&mut scene);
-    stalls::lose_nothing(&mut scene, tcp_port);
-    messages::stay_apart(&mut scene);
-    streams::a_death_is_seen_at_the_other_end(&mut scene);
-    assert!(scene.device.runs().unwrap());
+    // The loopback copies in the end; until then it behaves like a network card.
+    let mut fixture = Fixture::with_kernel(version, kernel, &["--forward", &rule, "--zero-copy-send", "on"]);
+    fixture.perl("echo", "listen stream 5001 echo");
+    peers_defects::other_backends_defects(&mut fixture);
+    streams::bytes_go_both_ways(&mut fixture);
+    streams::many_connections_and_half_closed_ones(&mut fixture);
+    stalls::stalls_lose_no_bytes(&mut fixture, tcp_port);
+    messages::keep_boundaries(&mut fixture);
+    streams::a_death_is_seen_at_the_other_end(&mut fixture);
+    assert!(fixture.device.runs().unwrap());
 }
 
 #[test]
@@ -44,7 +44,7 @@ fn a_guest_of_qemu_7_2() {
     }
 }
 
-/// In `cargo xtask soak versions`.
+/// Part of `cargo xtask soak versions`.
 #[test]
 fn a_linux_7_of_the_newest_qemu() {
     let name = "a_linux_7_of_the_newest_qemu";

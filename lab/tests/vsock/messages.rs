@@ -1,4 +1,4 @@
-//! Messages: each arrives whole, and as itself.
+//! Messages (SEQPACKET): each arrives whole, with its boundaries.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -7,11 +7,11 @@ use std::time::Duration;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept, bind, connect,
-    listen, recv, send, socket_with,
+    listen, recv, socket_with,
 };
 use towline_lab::{skip, wait_until};
 
-use crate::support::{Scene, WITHIN};
+use crate::support::{Fixture, WITHIN};
 
 fn socket() -> OwnedFd {
     let fd = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
@@ -24,68 +24,68 @@ fn patient(fd: OwnedFd) -> OwnedFd {
     fd
 }
 
-fn hear(fd: &OwnedFd) -> Vec<u8> {
+fn receive(fd: &OwnedFd) -> Vec<u8> {
     let mut bytes = vec![0; 1 << 20];
     let (count, _) = recv(fd, &mut bytes[..], RecvFlags::empty()).unwrap();
     bytes.truncate(count);
     bytes
 }
 
-fn say(fd: &OwnedFd, bytes: &[u8]) {
-    assert_eq!(send(fd, bytes, SendFlags::NOSIGNAL).unwrap(), bytes.len());
+fn send(fd: &OwnedFd, bytes: &[u8]) {
+    assert_eq!(rustix::net::send(fd, bytes, SendFlags::NOSIGNAL).unwrap(), bytes.len());
 }
 
 fn text(fd: &OwnedFd) -> String {
-    String::from_utf8(hear(fd)).unwrap()
+    String::from_utf8(receive(fd)).unwrap()
 }
 
-pub(crate) fn stay_apart(scene: &mut Scene) {
+pub(crate) fn keep_boundaries(fixture: &mut Fixture) {
     let listener = socket();
     rustix::io::ioctl_fionbio(&listener, true).unwrap();
-    let address = SocketAddrUnix::new(scene.scratch.path().join("v_6010")).unwrap();
+    let address = SocketAddrUnix::new(fixture.scratch.path().join("v_6010")).unwrap();
     bind(&listener, &address).unwrap();
     listen(&listener, 8).unwrap();
-    scene.perl("messages-ask", "connect seqpacket 6010 ask one two-and-a-half three");
-    let Some(fd) = accept_or_refused(scene, &listener) else {
+    fixture.perl("messages-ask", "connect seqpacket 6010 ask one two-and-a-half three");
+    let Some(fd) = accept_or_refused(fixture, &listener) else {
         let reason = "the guest is not offered VIRTIO_VSOCK_F_SEQPACKET by this QEMU";
-        skip(&format!("messages::stay_apart ({:?})", scene.version), reason);
+        skip(&format!("messages::keep_boundaries ({:?})", fixture.version), reason);
         return;
     };
     assert_eq!([text(&fd), text(&fd), text(&fd)], ["one", "two-and-a-half", "three"]);
-    assert!(hear(&fd).is_empty(), "the guest has ended");
-    say(&fd, b"an answer");
+    assert!(receive(&fd).is_empty(), "the guest has ended");
+    send(&fd, b"an answer");
     drop(fd);
-    scene.wait_said("messages-ask", "answered an answer");
-    let path = scene.scratch.path().join("m");
-    lengths(scene, &path);
+    fixture.wait_output("messages-ask", "answered an answer");
+    let path = fixture.scratch.path().join("m");
+    lengths(fixture, &path);
 }
 
-/// The guest's connection; `None` if its kernel cannot make one.
-fn accept_or_refused(scene: &mut Scene, listener: &OwnedFd) -> Option<OwnedFd> {
+/// Accepts the guest's connection; `None` if its kernel cannot create one.
+fn accept_or_refused(fixture: &mut Fixture, listener: &OwnedFd) -> Option<OwnedFd> {
     let outcome = wait_until("a connection of the guest's", WITHIN, || {
         if let Ok(fd) = accept(listener) {
             return Ok(Some(Some(patient(fd))));
         }
-        let said = scene.guest.shell("cat /tmp/messages-ask", WITHIN)?;
-        Ok(said.contains("refused").then_some(None))
+        let output = fixture.guest.shell("cat /tmp/messages-ask", WITHIN)?;
+        Ok(output.contains("refused").then_some(None))
     });
     outcome.unwrap()
 }
 
-/// Of every size, from one that fits into a buffer to more than the ring has room for at once.
-fn lengths(scene: &mut Scene, path: &Path) {
-    scene.perl("messages", "listen seqpacket 5010 messages");
+/// Sends messages of all sizes, from one that fits into a buffer to one larger than the ring.
+fn lengths(fixture: &mut Fixture, path: &Path) {
+    fixture.perl("messages", "listen seqpacket 5010 messages");
     let fd = socket();
     connect(&fd, &SocketAddrUnix::new(path).unwrap()).unwrap();
-    say(&fd, b"CONNECT 5010\n");
+    send(&fd, b"CONNECT 5010\n");
     assert!(text(&fd).starts_with("OK "));
     for length in [1, 2, 3700, 4096, 65_536, 65_537, 150_000, 1] {
-        say(&fd, &vec![7; length]);
+        send(&fd, &vec![7; length]);
         assert_eq!(text(&fd), length.to_string());
     }
-    // Many at a time are many.
+    // Many messages in flight keep their boundaries.
     for length in 1..100 {
-        say(&fd, &vec![7; length * 10]);
+        send(&fd, &vec![7; length * 10]);
     }
     for length in 1..100 {
         assert_eq!(text(&fd), (length * 10).to_string());

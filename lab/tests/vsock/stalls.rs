@@ -1,5 +1,5 @@
-//! Connections whose ends stall at random, for as long as one likes: every byte comes back, and the device's memory stays
-//! as it is.
+//! Connections whose ends stall at random, for an arbitrary time: every byte comes back, and the device's memory does
+//! not grow.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read as _, Write as _};
@@ -12,22 +12,22 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{Shutdown, shutdown};
 
-use crate::support::{Scene, WITHIN, connect};
+use crate::support::{Fixture, WITHIN, connect};
 
-/// Connections at a time.
+/// Parallel connections.
 const WORKERS: u64 = 6;
-/// What a connection sends at most.
+/// Maximum number of bytes of a connection.
 const LONGEST: usize = 4 << 20;
-/// How much the device may grow from its first tenth of the time on, in KiB: what one connection may have it keep, and what
-/// an allocator makes of that.
+/// Maximum growth of the device's memory after the first tenth of the time, in KiB: the buffers of one connection,
+/// and the allocator's overhead.
 const GROWTH_KIB: u64 = 8 << 10;
 
-/// How long, in seconds; `TOWLINE_SOAK_VSOCK_STALLS_S` says more.
+/// Duration in seconds; `TOWLINE_SOAK_VSOCK_STALLS_S` overrides it.
 fn seconds() -> u64 {
     std::env::var("TOWLINE_SOAK_VSOCK_STALLS_S").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(4)
 }
 
-/// A port that nobody has, for the device to listen at.
+/// Returns a free port for the device.
 pub(crate) fn free_port() -> u16 {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
 }
@@ -39,10 +39,10 @@ struct Tally {
     bytes: AtomicU64,
 }
 
-/// Needs who echoes on port 5001, also behind this port of TCP.
-pub(crate) fn lose_nothing(scene: &mut Scene, tcp_port: u16) {
+/// Needs an echo on port 5001, also behind this TCP port.
+pub(crate) fn stalls_lose_no_bytes(fixture: &mut Fixture, tcp_port: u16) {
     let time = Duration::from_secs(seconds());
-    let (until, tally, uds) = (Instant::now() + time, Arc::new(Tally::default()), scene.uds());
+    let (until, tally, uds) = (Instant::now() + time, Arc::new(Tally::default()), fixture.uds());
     let mut rng = fastrand::Rng::with_seed(7);
     let content: Arc<Vec<u8>> = Arc::new((0..2 * LONGEST).map(|_| rng.u8(..)).collect());
     let (mut first, mut last) = (None, 0);
@@ -60,7 +60,7 @@ pub(crate) fn lose_nothing(scene: &mut Scene, tcp_port: u16) {
             while Instant::now() + time * (10 - step) / 10 < until {
                 std::thread::sleep(time / 100);
             }
-            last = own_kib(scene.device.pid());
+            last = own_kib(fixture.device.pid());
             println!(
                 "{:>5} s: {} connections, {} of them abandoned, {} MiB came back, {last} KiB its own",
                 (time * step / 10).as_secs(),
@@ -72,19 +72,19 @@ pub(crate) fn lose_nothing(scene: &mut Scene, tcp_port: u16) {
         }
     });
     assert!(tally.connections.load(Ordering::Relaxed) >= WORKERS);
-    assert!(scene.device.runs().unwrap());
+    assert!(fixture.device.runs().unwrap());
     let first = first.unwrap();
     assert!(last <= first + GROWTH_KIB, "{first} KiB its own after a tenth of the time, {last} in the end");
 }
 
-/// Without the guest's memory, which is shared.
+/// Memory of a process, without the guest's, which is shared.
 fn own_kib(process: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
     line.split_whitespace().next().unwrap().parse().unwrap()
 }
 
-/// One connection: some bytes there, the same back, and the end behind the last. Some are given up half way.
+/// One connection: sends some bytes, reads the same back, then the end of the stream. Some are abandoned half way.
 fn talk(uds: &Path, tcp_port: u16, content: &Arc<Vec<u8>>, rng: &mut fastrand::Rng, tally: &Tally) {
     let stream = open(uds, tcp_port, rng);
     let total = [0, 1, 3000, 70_000, 1 << 20, LONGEST][rng.usize(..6)];
@@ -96,7 +96,7 @@ fn talk(uds: &Path, tcp_port: u16, content: &Arc<Vec<u8>>, rng: &mut fastrand::R
         let mut at = 0;
         while at < total {
             let here = other.usize(1..=256 << 10).min(total - at);
-            // Whoever was given up fails at some point.
+            // An abandoned connection fails at some point.
             if writer.write_all(&sent[start + at..start + at + here]).is_err() {
                 return false;
             }
@@ -112,7 +112,7 @@ fn talk(uds: &Path, tcp_port: u16, content: &Arc<Vec<u8>>, rng: &mut fastrand::R
         }
         let room = rng.usize(1..=buffer.len());
         let len = match reader.read(&mut buffer[..room]) {
-            // A process that was stopped for a while hears so.
+            // A process that was stopped for a while gets this error.
             Err(error) if error.kind() == ErrorKind::Interrupted => continue,
             len => len.unwrap(),
         };
@@ -125,7 +125,7 @@ fn talk(uds: &Path, tcp_port: u16, content: &Arc<Vec<u8>>, rng: &mut fastrand::R
         stall(rng);
     };
     if !ended {
-        // Both ways at once, with bytes under way.
+        // Both directions at once, with bytes under way.
         let _ = shutdown(&reader, Shutdown::Both);
         tally.abandoned.fetch_add(1, Ordering::Relaxed);
     }
@@ -135,7 +135,7 @@ fn talk(uds: &Path, tcp_port: u16, content: &Arc<Vec<u8>>, rng: &mut fastrand::R
     tally.bytes.fetch_add(at as u64, Ordering::Relaxed);
 }
 
-/// By either way, as a file: only reads and writes are of interest.
+/// Connects by either socket, and returns it as a file: only reads and writes matter.
 fn open(uds: &Path, tcp_port: u16, rng: &mut fastrand::Rng) -> File {
     if rng.bool() {
         return OwnedFd::from(connect(uds, 5001)).into();
@@ -146,7 +146,7 @@ fn open(uds: &Path, tcp_port: u16, rng: &mut fastrand::Rng) -> File {
     OwnedFd::from(stream).into()
 }
 
-/// Mostly not at all, now and then for a moment, seldom for long.
+/// Stalls: mostly not at all, now and then for a moment, seldom for long.
 fn stall(rng: &mut fastrand::Rng) {
     match rng.u32(..200) {
         0 => std::thread::sleep(Duration::from_millis(1500)),

@@ -1,4 +1,4 @@
-//! A guest with vsock, and programs at both ends: `socat` and Perl in the guest, sockets here.
+//! A guest with a vsock device, and programs at both ends: `socat` and Perl in the guest, sockets here.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,8 +13,8 @@ pub(crate) const CID: u64 = 33;
 
 /// Sockets in Perl, which needs no module for them: `perl v.pl listen|connect stream|seqpacket PORT MODE`.
 ///
-/// echo: says what it hears. answer: says how much it has heard when that has ended. silent: accepts and never reads.
-/// messages: says the length of each message. ask: says what its arguments are, ends, and prints the answer.
+/// echo: sends back all bytes. answer: sends the number of received bytes at their end. silent: accepts and never
+/// reads. messages: prints the length of each message. ask: sends its arguments, shuts down, and prints the reply.
 const PERL: &str = r#"
 $| = 1; $SIG{CHLD} = 'IGNORE'; $SIG{PIPE} = 'IGNORE';
 my ($way, $kind, $port, $mode, @rest) = @ARGV;
@@ -32,7 +32,7 @@ sub serve {
     if ($mode eq 'echo') { say_all($s, $b) or do { print "failed $!\n"; return } }
     if ($mode eq 'messages') { my $m = "$n"; syswrite($s, $m) }
   }
-  say_all($s, "heard $total") if $mode eq 'answer';
+  say_all($s, "received $total") if $mode eq 'answer';
   print "ended $total\n";
 }
 socket(my $s, 40, $type, 0) or die "socket $!";
@@ -53,7 +53,7 @@ if ($mode eq 'ask') {
 "#;
 
 /// A guest, its device, and a directory for their sockets.
-pub(crate) struct Scene {
+pub(crate) struct Fixture {
     pub(crate) guest: LinuxGuest,
     _qemu: Qemu,
     pub(crate) version: Version,
@@ -61,7 +61,7 @@ pub(crate) struct Scene {
     pub(crate) scratch: TempDir,
 }
 
-/// QEMU's arguments for a device whose process listens at `socket`.
+/// Arguments of QEMU for a device whose process listens at `socket`.
 pub(crate) fn device_arguments(socket: &Path) -> [String; 4] {
     [
         "-chardev".to_owned(),
@@ -75,7 +75,7 @@ pub(crate) fn linux(version: Version) -> towline_lab::Builder {
     linux_with(version, &["/usr/bin/socat", "/usr/bin/perl"])
 }
 
-/// A Linux whose memory a device can have, with these programs of this machine.
+/// Builder of a Linux whose memory is shared with a device, with these programs of this machine.
 pub(crate) fn linux_with(version: Version, programs: &[impl AsRef<Path>]) -> towline_lab::Builder {
     let builder = Qemu::builder(version).memory_backend(MemoryBackend::Memfd { prealloc: false });
     builder.linux().guest_programs(programs.iter().map(AsRef::as_ref))
@@ -88,7 +88,7 @@ pub(crate) fn start_device(arguments: &[&str], socket: &Path) -> Towline {
     device
 }
 
-impl Scene {
+impl Fixture {
     pub(crate) fn new(version: Version, more: &[&str]) -> Self {
         Self::with_kernel(version, Kernel::Debian12, more)
     }
@@ -115,22 +115,22 @@ impl Scene {
         shell(&mut self.guest, line)
     }
 
-    /// Runs the Perl program in the guest's background; what it says goes to a file.
+    /// Runs the Perl program in the guest's background; its output goes to a file.
     pub(crate) fn perl(&mut self, name: &str, arguments: &str) {
         perl(&mut self.guest, name, arguments);
     }
 
-    /// Waits until a program of the guest's has said so.
-    pub(crate) fn wait_said(&mut self, name: &str, what: &str) -> String {
-        wait_said(&mut self.guest, name, what)
+    /// Waits until the output of a program in the guest contains `what`.
+    pub(crate) fn wait_output(&mut self, name: &str, what: &str) -> String {
+        wait_output(&mut self.guest, name, what)
     }
 
-    /// Listens where the guest's connections to `port` go.
+    /// Listens for the guest's connections to `port`.
     pub(crate) fn listen(&self, port: u32) -> UnixListener {
         UnixListener::bind(self.scratch.path().join(format!("v_{port}"))).unwrap()
     }
 
-    /// Connects with a port of the guest's.
+    /// Connects to a port of the guest.
     pub(crate) fn connect(&self, port: u32) -> UnixStream {
         connect(&self.uds(), port)
     }
@@ -148,20 +148,20 @@ pub(crate) fn install_perl(guest: &mut LinuxGuest) {
 pub(crate) fn perl(guest: &mut LinuxGuest, name: &str, arguments: &str) {
     shell(guest, &format!("/usr/bin/perl /tmp/v.pl {arguments} > /tmp/{name} 2>&1 & echo"));
     if arguments.starts_with("listen") {
-        wait_said(guest, name, "listening");
+        wait_output(guest, name, "listening");
     }
 }
 
-pub(crate) fn wait_said(guest: &mut LinuxGuest, name: &str, what: &str) -> String {
-    let said = wait_until(&format!("`{what}` of {name}"), WITHIN, || {
-        let said = guest.shell(&format!("touch /tmp/{name}; cat /tmp/{name}"), WITHIN)?;
-        Ok(said.contains(what).then_some(said))
+pub(crate) fn wait_output(guest: &mut LinuxGuest, name: &str, what: &str) -> String {
+    let text = wait_until(&format!("`{what}` of {name}"), WITHIN, || {
+        let text = guest.shell(&format!("touch /tmp/{name}; cat /tmp/{name}"), WITHIN)?;
+        Ok(text.contains(what).then_some(text))
     });
-    match said {
-        Ok(said) => said,
+    match text {
+        Ok(text) => text,
         Err(error) => {
-            let said = shell(guest, &format!("cat /tmp/{name}; dmesg | tail -5"));
-            panic!("{error:#}: it said {said}");
+            let text = shell(guest, &format!("cat /tmp/{name}; dmesg | tail -5"));
+            panic!("{error:#}: output: {text}");
         }
     }
 }
@@ -172,34 +172,34 @@ pub(crate) fn patient(stream: UnixStream) -> UnixStream {
     stream
 }
 
-/// Says CONNECT and hears OK, byte by byte. Again, if it is refused: who listens in the guest may not be there yet, or may
-/// have its queue full.
+/// Sends CONNECT and reads OK, byte by byte. Retries if it is refused: the guest's program may not listen yet, or its
+/// backlog may be full.
 pub(crate) fn connect(uds: &Path, port: u32) -> UnixStream {
     let connected = wait_until("a listener in the guest that accepts", WITHIN, || {
         let mut stream = patient(UnixStream::connect(uds)?);
         stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
-        Ok(heard_ok(&mut stream).then_some(stream))
+        Ok(read_ok(&mut stream).then_some(stream))
     });
     connected.unwrap()
 }
 
-/// The answer, and not one byte more.
-pub(crate) fn hear_ok(stream: &mut UnixStream) {
-    assert!(heard_ok(stream), "closed without an answer");
+/// Reads the OK line, and not one byte more.
+pub(crate) fn expect_ok(stream: &mut UnixStream) {
+    assert!(read_ok(stream), "closed without an answer");
 }
 
-/// False if it was closed instead. Any other answer is a failure.
-fn heard_ok(stream: &mut UnixStream) -> bool {
+/// Returns false if the connection was closed instead. Any other reply is a failure.
+fn read_ok(stream: &mut UnixStream) -> bool {
     let mut line = Vec::new();
     BufReader::with_capacity(1, stream).read_until(b'\n', &mut line).unwrap();
     let line = String::from_utf8(line).unwrap();
     let port = line.strip_prefix("OK ").and_then(|rest| rest.strip_suffix('\n'));
-    assert!(line.is_empty() || port.is_some_and(|port| port.parse::<u32>().is_ok()), "heard {line:?}");
+    assert!(line.is_empty() || port.is_some_and(|port| port.parse::<u32>().is_ok()), "received {line:?}");
     !line.is_empty()
 }
 
-/// All until the end.
-pub(crate) fn hear_all(stream: &mut UnixStream) -> Vec<u8> {
+/// Reads until the end of the stream.
+pub(crate) fn read_all(stream: &mut UnixStream) -> Vec<u8> {
     let mut bytes = Vec::new();
     stream.read_to_end(&mut bytes).unwrap();
     bytes

@@ -1,4 +1,4 @@
-//! A device with a guest, asked over its control socket and scraped.
+//! A device with a guest, queried over its control socket and scraped.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
@@ -6,7 +6,7 @@ use std::net::TcpListener;
 use serde_json::json;
 use towline_lab::{Qmp, Version, require_lab, scrape, wait_until};
 
-use crate::support::{CID, Scene, WITHIN};
+use crate::support::{CID, Fixture, WITHIN};
 
 #[test]
 fn each_connection_is_counted() {
@@ -17,16 +17,16 @@ fn each_connection_is_counted() {
     let control = scratch.path().join("control");
     let metrics = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let more = ["--qmp", control.to_str().unwrap(), "--metrics", &metrics.to_string()];
-    let mut scene = Scene::new(Version::V10_0, &more);
-    scene.perl("echo", "listen stream 5001 echo");
-    let mut stream = scene.connect(5001);
+    let mut fixture = Fixture::new(Version::V10_0, &more);
+    fixture.perl("echo", "listen stream 5001 echo");
+    let mut stream = fixture.connect(5001);
     stream.write_all(&[7; 5000]).unwrap();
     stream.read_exact(&mut [0; 5000]).unwrap();
 
     let qmp = Qmp::connect(&control, WITHIN).unwrap();
     let status = qmp.execute("query-status", json!({})).unwrap();
     assert_eq!(status, json!({ "running": true, "status": "running" }));
-    // A thread that is kept from its processor answers with what it knew before.
+    // A thread that was not scheduled reports its previous values.
     wait_until("a connection that is counted", WITHIN, || {
         let stats = qmp.execute("query-stats", json!({ "target": "vsock-connection" }))?;
         let path = stats[0]["qom-path"].as_str().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! WebSockets against Python's `websockets`, as their client and as their server: fragments, pings, lanes, and a guest that
-//! arrives whole.
+//! WebSockets with Python's `websockets` as client and as server: fragments, pings, lanes, and a guest that arrives
+//! unchanged.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use towline_lab::{Towline, paths, skip, towline, wait_until};
 
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// Python with its `websockets`, unless the set-up could not bring it.
+/// Python with its `websockets`; `None`, with a printed skip, if the set-up could not install it.
 fn python(test: &str) -> Option<PathBuf> {
     let python = paths::python(&paths::lab_directory());
     if python.is_file() {
@@ -21,14 +21,14 @@ fn python(test: &str) -> Option<PathBuf> {
     None
 }
 
-/// What Python and two towlines have in common.
-struct Place {
+/// Files that are shared by Python and two towlines.
+struct Fixture {
     python: PathBuf,
     directory: TempDir,
     secure: bool,
 }
 
-impl Place {
+impl Fixture {
     fn new(python: PathBuf, secure: bool) -> Self {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
         Authority::new("the lab's CA").unwrap().furnish(directory.path()).unwrap();
@@ -39,7 +39,7 @@ impl Place {
         self.directory.path().join(name).to_str().unwrap().to_owned()
     }
 
-    /// A Python that relays; and the port where it listens.
+    /// Starts a Python relay; returns the port that it listens on, too.
     fn relay(&self, arguments: &[&str]) -> (Towline, u16) {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/websocket/relay.py");
         let directory = self.directory.path().to_str().unwrap();
@@ -53,7 +53,7 @@ impl Place {
         (relay, port.unwrap())
     }
 
-    /// `towline copy` from or to a WebSocket.
+    /// Starts `towline copy` from or to a WebSocket.
     fn copy(&self, arguments: &[&str]) -> Towline {
         let directory = self.directory.path().to_str().unwrap();
         let tls: &[&str] = if self.secure { &["--tls-creds", directory] } else { &[] };
@@ -64,7 +64,7 @@ impl Place {
         if self.secure { "wss" } else { "ws" }
     }
 
-    /// An image, and the name of another.
+    /// Path of an image, and of its copy.
     fn images(&self) -> (String, String) {
         let (from, to) = (self.path("from.img"), self.path("to.img"));
         towline(["copy", "mem:48M", &from]).unwrap().wait_done(WITHIN).unwrap();
@@ -72,7 +72,7 @@ impl Place {
     }
 }
 
-/// Where a towline listens, once it does.
+/// Waits until a towline listens, and returns its address.
 fn listens_at(towline: &mut Towline) -> String {
     towline.listens_at(WITHIN).unwrap()
 }
@@ -88,26 +88,26 @@ fn prove(from: &str, to: &str) {
     assert_eq!(blocks(from), blocks(to));
 }
 
-/// An image to Python's server, from there by TCP to another towline.
+/// Sends an image to Python's server, which forwards it by TCP to another towline.
 fn to_a_server(python: PathBuf, secure: bool, lanes: &str) {
-    let place = Place::new(python, secure);
-    let (from, to) = place.images();
+    let fixture = Fixture::new(python, secure);
+    let (from, to) = fixture.images();
     let mut far = towline(["copy", "--multifd-channels", lanes, "tcp:127.0.0.1:0", &to]).unwrap();
     let port = listens_at(&mut far).rsplit_once(':').unwrap().1.to_owned();
-    let (_relay, port) = place.relay(&["serve", "127.0.0.1", &port]);
-    let there = format!("{}://localhost:{port}/vm", place.scheme());
-    place.copy(&["--multifd-channels", lanes, &from, &there]).wait_done(WITHIN).unwrap();
+    let (_relay, port) = fixture.relay(&["serve", "127.0.0.1", &port]);
+    let there = format!("{}://localhost:{port}/vm", fixture.scheme());
+    fixture.copy(&["--multifd-channels", lanes, &from, &there]).wait_done(WITHIN).unwrap();
     far.wait_done(WITHIN).unwrap();
     prove(&from, &to);
 }
 
-/// An image by TCP to Python, which is the client of a towline that listens.
+/// Sends an image by TCP to Python, which is the client of a listening towline.
 fn from_a_client(python: PathBuf, secure: bool, lanes: &str) {
-    let place = Place::new(python, secure);
-    let (from, to) = place.images();
-    let here = format!("{}://127.0.0.1:0/vm", place.scheme());
-    let mut far = place.copy(&["--multifd-channels", lanes, &here, &to]);
-    let (_relay, port) = place.relay(&["connect", &listens_at(&mut far)]);
+    let fixture = Fixture::new(python, secure);
+    let (from, to) = fixture.images();
+    let here = format!("{}://127.0.0.1:0/vm", fixture.scheme());
+    let mut far = fixture.copy(&["--multifd-channels", lanes, &here, &to]);
+    let (_relay, port) = fixture.relay(&["connect", &listens_at(&mut far)]);
     let there = format!("tcp:127.0.0.1:{port}");
     towline(["copy", "--multifd-channels", lanes, &from, &there]).unwrap().wait_done(WITHIN).unwrap();
     far.wait_done(WITHIN).unwrap();
@@ -135,13 +135,13 @@ tests! {
 }
 
 #[test]
-fn between_two_towlines_and_what_is_refused() {
-    let place = Place::new(PathBuf::new(), false);
-    let (from, to) = place.images();
-    let mut far = place.copy(&["--multifd-channels", "2", "ws://127.0.0.1:0/vm/a", &to]);
+fn images_go_between_two_towlines_and_wrong_peers_are_refused() {
+    let fixture = Fixture::new(PathBuf::new(), false);
+    let (from, to) = fixture.images();
+    let mut far = fixture.copy(&["--multifd-channels", "2", "ws://127.0.0.1:0/vm/a", &to]);
     let here = listens_at(&mut far);
     let another = here.replace("/vm/a", "/vm/b");
-    let refused = place.copy(&["--multifd-channels", "2", &from, &another]).wait(WITHIN).unwrap();
+    let refused = fixture.copy(&["--multifd-channels", "2", &from, &another]).wait(WITHIN).unwrap();
     assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
     assert!(
         refused.stderr.contains("it answered with HTTP 404 Not Found, expected 101"),
@@ -149,9 +149,9 @@ fn between_two_towlines_and_what_is_refused() {
         refused.stderr
     );
     let plain = here.replace("ws://", "tcp:").replace("/vm/a", "");
-    let refused = place.copy(&[&from, &plain]).wait(WITHIN).unwrap();
+    let refused = fixture.copy(&[&from, &plain]).wait(WITHIN).unwrap();
     assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
-    place.copy(&["--multifd-channels", "2", &from, &here]).wait_done(WITHIN).unwrap();
+    fixture.copy(&["--multifd-channels", "2", &from, &here]).wait_done(WITHIN).unwrap();
     let far = far.wait_done(WITHIN).unwrap();
     assert!(far.stderr.contains("it requested the path /vm/b, expected /vm/a"), "{}", far.stderr);
     assert!(far.stderr.contains("it does not speak WebSocket"), "{}", far.stderr);
@@ -163,7 +163,7 @@ fn between_two_towlines_and_what_is_refused() {
         assert!(refused.stderr.contains(text), "{}", refused.stderr);
     };
     usage(&[&from, "wss://localhost:1/vm"], "wss://localhost:1/vm needs --tls-creds DIR");
-    let directory = place.directory.path().to_str().unwrap();
+    let directory = fixture.directory.path().to_str().unwrap();
     usage(
         &["--tls-creds", directory, &from, "ws://localhost:1/vm"],
         "only tcp:, unix: and wss:// support TLS",

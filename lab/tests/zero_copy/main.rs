@@ -1,12 +1,12 @@
-//! Zero-copy really happening: towline inside a guest sends over its virtio network card.
+//! Zero-copy sends that are really without a copy: towline inside a guest sends over its virtio network card.
 //!
 //! ```text
 //!   guest   towline copy mem: tcp:10.0.2.2:PORT ── virtio-net ── tap ──► network of its own   towline copy tcp:… mem:
 //!           towline copy mem: mem:              ── loopback (the kernel copies)
 //! ```
-//! The loopback and local virtual links always copy, so this is the only place where a send of ours is without a copy. (Over
-//! QEMU's user network, without a tap, the guest's card has no scatter-gather, and its kernel copies too.)
-//! Nothing is asserted of time; the table of CPU time is printed.
+//! The loopback and local virtual links always copy, so this is the only test in which a send is without a copy.
+//! (Over QEMU's user network, without a tap, the guest's card has no scatter-gather, and its kernel copies too.)
+//! CPU time is not asserted; its table is printed.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod vsock;
@@ -23,9 +23,9 @@ const WITHIN: Duration = Duration::from_secs(120);
 const LANES: &str = "2";
 /// Enough full packets on each lane for a decision: no zero pages.
 const GUEST: &str = "mem:160M,zero=0";
-/// All of it.
+/// All pages of it.
 const PAGES: u64 = 160 << 8;
-/// Packets that it makes.
+/// Packets for these pages.
 const PACKETS: u64 = PAGES / 128;
 
 /// A network with a tap for a guest's card.
@@ -35,7 +35,7 @@ fn network() -> anyhow::Result<Network> {
     Ok(network)
 }
 
-/// A Linux with a network card towards a network of this host, and these programs in it.
+/// Starts a Linux with a network card on a network of this host, and these programs in it.
 fn guest(network: &Network, programs: &[&Path]) -> (Qemu, LinuxGuest) {
     let disk = ProgramDisk::pack(programs).unwrap();
     let card =
@@ -46,7 +46,7 @@ fn guest(network: &Network, programs: &[&Path]) -> (Qemu, LinuxGuest) {
     guest.unpack_programs().unwrap();
     let up = "ip link set lo up && ip addr add 10.0.2.15/24 dev eth0 && ip link set eth0 up";
     guest.shell(up, WITHIN).unwrap();
-    // Bit 0 of a virtio card's features: it takes packets without checksums, and so from many places.
+    // Bit 0 of a virtio card's features, VIRTIO_NET_F_CSUM, without which Linux does not use scatter-gather.
     let features = guest.shell("cat /sys/class/net/eth0/device/features", WITHIN).unwrap();
     assert!(
         features.starts_with('1'),
@@ -55,12 +55,12 @@ fn guest(network: &Network, programs: &[&Path]) -> (Qemu, LinuxGuest) {
     (qemu, guest)
 }
 
-/// What a towline in the guest reports in the end.
+/// Runs a towline in the guest; returns its final report.
 fn report(guest: &mut LinuxGuest, arguments: &str) -> Value {
     let line = format!("towline copy --json --multifd-channels {LANES} {arguments}");
-    let said = guest.shell(&line, WITHIN).unwrap();
-    let last: Value = serde_json::from_str(said.lines().last().unwrap()).unwrap();
-    assert_eq!(last["event"], "completed", "{said}");
+    let output = guest.shell(&line, WITHIN).unwrap();
+    let last: Value = serde_json::from_str(output.lines().last().unwrap()).unwrap();
+    assert_eq!(last["event"], "completed", "{output}");
     last
 }
 
@@ -92,7 +92,7 @@ fn number(lane: &Value, key: &str) -> u64 {
     lane[key].as_u64().unwrap()
 }
 
-/// A row of the table: what the first lane measured of one way.
+/// Prints a row of the table: the measurements of the first lane.
 fn row(label: &str, lane: &Value, way: &str) {
     let of = &lane[way];
     println!(
@@ -104,8 +104,8 @@ fn row(label: &str, lane: &Value, way: &str) {
 }
 
 #[test]
-fn over_a_virtio_card_nothing_is_copied_and_on_loopback_all() {
-    let name = "over_a_virtio_card_nothing_is_copied_and_on_loopback_all";
+fn zero_copy_happens_on_a_virtio_card_and_not_on_loopback() {
+    let name = "zero_copy_happens_on_a_virtio_card_and_not_on_loopback";
     if !require_lab(name) {
         return;
     }
@@ -114,7 +114,7 @@ fn over_a_virtio_card_nothing_is_copied_and_on_loopback_all() {
         Err(error) => return skip(name, &format!("no network of its own: {error:#}")),
     };
     let (_qemu, mut guest) = guest(&network, &[&towline_binary().unwrap()]);
-    // Plain sends first: what the others are compared with.
+    // Plain sends first, as the base of the comparison.
     let off = over_the_card(&network, &mut guest, "off");
     let on = over_the_card(&network, &mut guest, "on");
     let auto = over_the_card(&network, &mut guest, "auto");

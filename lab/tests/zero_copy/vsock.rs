@@ -1,9 +1,9 @@
-//! What a guest sends over vsock to TCP, without a copy: `towline vsock` inside a guest, whose forwards end on this host.
+//! Zero-copy sends from a guest's vsock to TCP: `towline vsock` inside a guest, whose forwards end on this host.
 //!
 //! ```text
 //!   inside a guest:  a driver over shared memory ── vhost-user ── towline vsock ── virtio-net ── tap ──► a reader, here
 //! ```
-//! The driver is this very program, run there.
+//! The driver is this very test binary, run there.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -17,20 +17,20 @@ use towline_lab::{LinuxGuest, Network, Qemu, require_lab, skip, towline_binary};
 
 use super::WITHIN;
 
-/// Where the device waits for its driver, in the guest.
+/// Path in the guest of the device's socket.
 const SOCKET: &str = "/tmp/vsock.sock";
-/// Tells the driver that it is run for this.
+/// Environment variable that makes this binary the driver.
 const ASKED: &str = "TOWLINE_DRIVES_VSOCK";
 const PORTS: (u32, u32) = (1080, 80);
 const BYTES: usize = 16 << 20;
 const PACKET: usize = 60 << 10;
 
-/// What the driver sends: each packet has bytes of its own, so that one that is overwritten too early is noticed.
+/// Payload of the driver: each packet has its own bytes, so that an overwritten one is noticed.
 fn packet(number: usize) -> Vec<u8> {
     (0..PACKET).map(|at| ((at ^ number).wrapping_mul(0x9e37_79b1) >> 8) as u8).collect()
 }
 
-/// Of the streams that [`packet`] makes, how many bytes came, and whether they are right.
+/// Reads a stream of [`packet`]s: number of bytes, and true if they are right.
 fn read_stream(mut stream: impl std::io::Read) -> (usize, bool) {
     let (mut total, mut right) = (0, true);
     for number in 0.. {
@@ -48,7 +48,7 @@ fn read_stream(mut stream: impl std::io::Read) -> (usize, bool) {
     unreachable!("a stream ends")
 }
 
-/// Not a test of this machine's: what runs in the guest.
+/// Not a test on this machine: the process that runs in the guest.
 #[test]
 fn drives_a_vsock_in_the_guest() {
     if std::env::var_os(ASKED).is_none() {
@@ -85,7 +85,7 @@ fn drives_a_vsock_in_the_guest() {
     }
 }
 
-/// Of one run in the guest: bytes that were lent, and the device's CPU time in clock ticks.
+/// Runs the driver in the guest; returns the bytes sent without a copy, and the device's CPU time in clock ticks.
 fn run(network: &Network, guest: &mut LinuxGuest, asked: &str) -> (u64, u64) {
     let listener = network.enter(|| TcpListener::bind("10.0.2.2:0")).unwrap().unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -94,19 +94,19 @@ fn run(network: &Network, guest: &mut LinuxGuest, asked: &str) -> (u64, u64) {
     let driver = driver.file_name().unwrap().to_str().unwrap();
     let line = format!(
         "rm -f {SOCKET}; towline vsock --socket {SOCKET} --cid 33 --forward guest:80=tcp:10.0.2.2:{port} \
-         --zero-copy-send {asked} > /tmp/said 2>&1 & device=$!; \
-         while [ ! -S {SOCKET} ]; do kill -0 $device || exec cat /tmp/said; busybox usleep 10000; done; \
+         --zero-copy-send {asked} > /tmp/device.log 2>&1 & device=$!; \
+         while [ ! -S {SOCKET} ]; do kill -0 $device || exec cat /tmp/device.log; busybox usleep 10000; done; \
          {ASKED}=1 {driver} --exact vsock::drives_a_vsock_in_the_guest --nocapture > /tmp/driver 2>&1 || cat /tmp/driver; \
-         echo cpu $(busybox awk '{{print $14 + $15}}' /proc/$device/stat); kill $device; wait $device; cat /tmp/said"
+         echo cpu $(busybox awk '{{print $14 + $15}}' /proc/$device/stat); kill $device; wait $device; cat /tmp/device.log"
     );
-    let said = guest.shell(&line, WITHIN).unwrap();
+    let output = guest.shell(&line, WITHIN).unwrap();
     let (total, right) = reader.join().unwrap();
-    assert_eq!((total, right), (BYTES / PACKET * PACKET, true), "{said}");
+    assert_eq!((total, right), (BYTES / PACKET * PACKET, true), "{output}");
     let number = |key: &str| -> u64 {
-        let (_, rest) = said.split_once(key).unwrap_or_else(|| panic!("{key}: {said}"));
+        let (_, rest) = output.split_once(key).unwrap_or_else(|| panic!("{key}: {output}"));
         rest.split_whitespace().next().unwrap().parse().unwrap()
     };
-    assert_eq!((number(" zero_copy_in_flight="), number(" zero_copy_resets=")), (0, 0), "{said}");
+    assert_eq!((number(" zero_copy_in_flight="), number(" zero_copy_resets=")), (0, 0), "{output}");
     (number(" bytes_zero_copy="), number("cpu "))
 }
 
@@ -128,7 +128,7 @@ fn a_vsock_sends_over_a_virtio_card_without_a_copy() {
         println!("--zero-copy-send {asked:<5} {:>3} % lent, {cpu} ticks of CPU", 100 * lent / bytes);
         match asked {
             "off" => assert_eq!(lent, 0),
-            // `auto` leaves it with the first packet that the kernel copied.
+            // `auto` disables zero-copy at the first packet that the kernel copied.
             _ => assert!(lent > bytes / 2, "{lent} of {bytes} bytes"),
         }
     }

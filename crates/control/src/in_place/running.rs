@@ -93,7 +93,7 @@ impl Ends<'_> {
         prove(&wanted(file, offset), new)
     }
 
-    /// What is not this block must not be any other memory of the guest: its pages are to be sent.
+    /// Refuses a mapping of this block that is another memory of the guest, whose pages would have to be sent.
     fn check_foreign(&self, block: &str, bytes: u64, reason: &Reason) -> Result<(), Error> {
         let (Some(address), Ok(new), Ok(old)) =
             (self.new.backends.address_of(block), self.new.process.get(), self.old.process.get())

@@ -11,6 +11,7 @@
 //! as garbage.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 
@@ -43,6 +44,7 @@ pub struct StoreWriter {
     workers: Mutex<Vec<JoinHandle<Result<()>>>>,
     /// Index whose chunks are all stored.
     index: Mutex<Option<Index>>,
+    published: AtomicBool,
 }
 
 /// Queue of chunks to be sent.
@@ -77,7 +79,18 @@ impl StoreWriter {
             queue: Arc::default(),
             workers: Mutex::default(),
             index: Mutex::default(),
+            published: AtomicBool::new(false),
         })
+    }
+
+    /// The image, as in the messages of errors.
+    pub fn image(&self) -> &str {
+        self.upload.image()
+    }
+
+    /// Returns true once the index is written: a failure after that leaves the image in the store.
+    pub fn is_published(&self) -> bool {
+        self.published.load(Ordering::Relaxed)
     }
 
     /// Statistics of the upload so far.
@@ -289,6 +302,8 @@ impl Sink for StoreWriter {
     }
 
     fn publish(&self) -> towline_migration::Result<()> {
-        self.publish_index().map_err(Error::into_migration)
+        self.publish_index().map_err(Error::into_migration)?;
+        self.published.store(true, Ordering::Relaxed);
+        Ok(())
     }
 }

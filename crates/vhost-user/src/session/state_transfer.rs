@@ -18,6 +18,7 @@ use towline_channel::Cancel;
 use super::{Rings, Session};
 use crate::device::{BackendError, Device};
 use crate::message::Direction;
+use crate::worker::CANCELLED_WITHIN;
 
 /// Maximum size of a state. A device's own state is small, because rings and memory travel with the guest.
 const DEVICE_STATE_BYTES_MAX: u64 = 64 << 20;
@@ -122,14 +123,18 @@ impl StateTransfer {
     /// # Errors
     /// If it failed, or does not end because the frontend keeps its end of the pipe open.
     fn finish(self, cancel: Option<&Cancel>) -> Result<(), BackendError> {
-        let until = Instant::now() + CHECK_WITHIN;
+        let began = Instant::now();
+        let until = began + CHECK_WITHIN;
         let transferred = loop {
             match self.outcome.recv_timeout(CANCEL_INTERVAL) {
                 Ok(outcome) => break outcome,
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(BackendError::new("the transfer's thread panicked"));
                 }
-                Err(RecvTimeoutError::Timeout) if cancel.is_some_and(Cancel::is_cancelled) => {
+                // A live upgrade cancels the session too, and takes it over when this request is done.
+                Err(RecvTimeoutError::Timeout)
+                    if began.elapsed() >= CANCELLED_WITHIN && cancel.is_some_and(Cancel::is_cancelled) =>
+                {
                     return Err(BackendError::new("cancelled because the process is to end"));
                 }
                 Err(RecvTimeoutError::Timeout) if Instant::now() >= until => {

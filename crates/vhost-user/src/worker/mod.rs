@@ -16,5 +16,5 @@ mod queues;
 mod slot;
 mod thread;
 
-pub(crate) use pool::WorkerPool;
+pub(crate) use pool::{CANCELLED_WITHIN, WorkerPool};
 pub use queues::Queues;

@@ -28,7 +28,7 @@ use crate::sys;
 const END_WITHIN: Duration = Duration::from_secs(5);
 /// Time that a thread has for a command once its session is cancelled, by a signal or a live upgrade. Draining a queue, the
 /// longest command, takes a second at most.
-const CANCELLED_WITHIN: Duration = Duration::from_secs(5);
+pub(crate) const CANCELLED_WITHIN: Duration = Duration::from_secs(3);
 /// Interval at which a wait for a reply checks for cancellation.
 const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
 

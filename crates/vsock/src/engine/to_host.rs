@@ -10,7 +10,7 @@ use super::batch_pool::{ChainRef, PINNED_MAX};
 use super::host_end::{ChainPayload, Gathered, NextSend, Payload, Queues, SendMode, chunk_bytes};
 use super::lifecycle::{Event, ReceiveState, SendState};
 use crate::connection::{ClosedBy, ConnectionId, Inbound};
-use crate::packet::{HEADER_BYTES, Header, Kind, SeqFlags};
+use crate::packet::{HEADER_BYTES, Header, Kind, SeqFlags, ShutdownFlags};
 use crate::sockets::{CloseMode, SendOutcome, Sockets};
 
 /// Number of packets that are processed together.
@@ -198,6 +198,8 @@ impl<S: Sockets> Engine<S> {
                 continue;
             };
             if bytes == 0 {
+                drop(bufs);
+                self.drop_unfinished_message(id);
                 break;
             }
             self.statistics.sends += 1;
@@ -228,6 +230,16 @@ impl<S: Sockets> Engine<S> {
             }
         }
         self.update(id);
+    }
+
+    /// Discards a message whose end is missing, once its sender has ended its direction: nothing could ever be sent of it, and the
+    /// connection would stay for it.
+    fn drop_unfinished_message(&mut self, id: ConnectionId) {
+        let has_ended = self.table.get(id).is_some_and(|it| it.guest_shutdown.contains(ShutdownFlags::SEND));
+        if let Some(end) = self.host_ends.get_mut(id).filter(|end| has_ended && end.kind == Kind::Seqpacket) {
+            end.discard(&mut self.pool);
+            self.table.forwarded(id, self.table.unforwarded(id));
+        }
     }
 
     fn sent(&mut self, id: ConnectionId, outcome: SendOutcome) {

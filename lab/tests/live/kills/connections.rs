@@ -1,14 +1,16 @@
-//! A towline's connections to the two QEMUs, cut from outside: its descriptors are borrowed through a pidfd, and shut down.
+//! Connections of a towline to the two QEMUs, cut from outside: its descriptors are duplicated through a pidfd, and
+//! shut down.
 
 use std::os::fd::OwnedFd;
 
 use rustix::net::{Shutdown, SocketAddrAny, SocketAddrUnix, getpeername, getsockname, shutdown};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
-/// The names of the stream's sockets in towline's private directories.
+/// Names of the stream's sockets in towline's private directories.
 const STREAMS: [&str; 2] = ["source.sock", "destination.sock"];
 
-/// Connections of process `pid` that carry a stream: main channels and lanes, at both sides. Empty if it has none now.
+/// Connections of process `pid` that carry a stream: main channels and lanes, at both sides. Empty if there are none
+/// now.
 pub(super) fn streams(pid: u32) -> Vec<OwnedFd> {
     let Ok(pid) = i32::try_from(pid) else { return Vec::new() };
     let Some(process) = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()) else {
@@ -21,14 +23,14 @@ pub(super) fn streams(pid: u32) -> Vec<OwnedFd> {
     taken.filter(is_stream).collect()
 }
 
-/// Cuts it: both sides see it end.
+/// Shuts it down: both sides see it end.
 pub(super) fn cut(connection: &OwnedFd) {
     // It may have ended by itself.
     let _ = shutdown(connection, Shutdown::Both);
 }
 
 fn is_stream(socket: &OwnedFd) -> bool {
-    // A listener has a name as well, but nobody at its other end.
+    // A listener has a name as well, but no peer.
     let Ok(peer) = getpeername(socket) else { return false };
     let names = [getsockname(socket).ok(), peer];
     names.into_iter().flatten().any(|name| {

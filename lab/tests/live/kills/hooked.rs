@@ -1,5 +1,5 @@
-//! A towline that waits at a given moment: this test's own binary, started again, runs `plan::copy` with an observer that
-//! says which phase begins, and waits there if it is the one that was ordered. So towline itself has no hook.
+//! A towline that waits at a given phase: this test's own binary, started again, runs `plan::copy` with an observer
+//! that reports each phase and waits at the requested one. So towline itself needs no hook.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -12,22 +12,22 @@ use towline_control::plan::{
 };
 use towline_lab::{Qemu, Towline};
 
-/// Where the orders are found.
+/// Environment variable with the orders.
 const ORDERS: &str = "TOWLINE_LAB_ORDERS";
-/// Longer than any test: whoever waits for longer has been forgotten.
+/// Longer than any test: a process that waits for longer is abandoned.
 const HOLD_WITHIN: Duration = Duration::from_secs(60);
-/// Slow enough that there is a time in which the guest moves.
+/// Slow enough that the copy takes a while.
 const BANDWIDTH: u64 = 12 << 20;
 
-/// Enough for all that a guest here can write: the last of it goes at full speed, over lanes that cannot keep up.
+/// More memory than a guest here can write: the rest goes at full speed, over lanes that cannot keep up.
 const DOWNTIME_LIMIT: Duration = Duration::from_secs(2);
 
-/// What to do.
+/// Instructions for the hooked towline.
 pub(super) struct Orders {
     pub(super) lanes: usize,
-    /// A move, not a copy.
+    /// True for a move, false for a copy.
     pub(super) end_source: bool,
-    /// Where to wait, if anywhere, until the file `go` is there.
+    /// Phase to wait at, if any, until the file `go` exists.
     pub(super) hold: Option<Phase>,
     pub(super) go: PathBuf,
 }
@@ -48,16 +48,16 @@ impl Orders {
             format!("{ORDERS}={orders}"),
             binary.display().to_string(),
             "--exact".into(),
-            "kills::hooked::towline_under_orders".into(),
+            "kills::hooked::hooked_towline".into(),
             "--nocapture".into(),
         ];
         Towline::start(Path::new("/usr/bin/env"), arguments).unwrap()
     }
 }
 
-/// No test by itself: what [`Orders::start`] runs, in a process of its own.
+/// Not a test by itself: the process that [`Orders::start`] starts.
 #[test]
-fn towline_under_orders() {
+fn hooked_towline() {
     let Ok(orders) = std::env::var(ORDERS) else { return };
     let orders: Value = serde_json::from_str(&orders).unwrap();
     let path = |name: &str| PathBuf::from(orders[name].as_str().unwrap());
@@ -90,7 +90,7 @@ fn towline_under_orders() {
     });
 }
 
-/// Says each phase, and waits at one.
+/// Reports each phase, and waits at one.
 struct Hook {
     hold: Option<String>,
     go: PathBuf,
@@ -102,7 +102,7 @@ impl Observer for Hook {
         println!("phase {name}.");
         let begun = Instant::now();
         while self.hold.as_deref() == Some(&name) && !self.go.exists() {
-            assert!(begun.elapsed() < HOLD_WITHIN, "nobody says go");
+            assert!(begun.elapsed() < HOLD_WITHIN, "the file `go` is missing");
             std::thread::sleep(Duration::from_millis(1));
         }
     }

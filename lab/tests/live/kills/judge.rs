@@ -1,4 +1,4 @@
-//! What became of the guest, and whether it may.
+//! Judgement of the guest's fate after a kill.
 
 use std::time::{Duration, Instant};
 
@@ -8,39 +8,39 @@ use towline_lab::{Finished, Qemu};
 use super::{Victim, status};
 use crate::support::WITHIN;
 
-/// How long a QEMU that lives may be silent.
+/// Time for which a live QEMU may not answer.
 pub(super) const REPLY_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long a source may take to run on by itself.
+/// Time limit until a source resumes its guest by itself.
 const SETTLE_WITHIN: Duration = Duration::from_secs(20);
-const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Both QEMUs, seen past towline.
+/// Both QEMUs, observed without towline.
 pub(super) struct Watch<'a> {
     source: &'a Qemu,
     destination: &'a Qemu,
 }
 
-/// What was done, and said.
-pub(super) struct Seen {
+/// The kill, and towline's output.
+pub(super) struct Outcome {
     pub(super) victim: Victim,
-    /// Towline waited, so that it had all of its work behind the phase yet to do.
+    /// Towline waited at a phase, so that all later work was still to be done.
     pub(super) held: bool,
     pub(super) phases: Vec<String>,
-    /// How towline ended, if it was not killed.
-    pub(super) said: Option<Finished>,
+    /// Exit of towline, unless it was killed.
+    pub(super) finished: Option<Finished>,
 }
 
-/// A QEMU's guest.
+/// State of the guest in a QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Guest {
-    /// Its process has ended.
+    /// The process has exited.
     Gone,
     Runs,
-    /// It has a guest that `cont` runs.
+    /// All of it is there; `cont` runs it.
     Paused,
-    /// A destination that does not have all of it.
+    /// A destination that lacks a part of it.
     Part,
-    /// In the middle of a migration, or silent.
+    /// In the middle of a migration, or not answering.
     Busy,
 }
 
@@ -49,9 +49,9 @@ impl<'a> Watch<'a> {
         Self { source, destination }
     }
 
-    /// Fails if both run. The destination first: from the moment it runs the source must not.
-    pub(super) fn look(&self) -> Result<(), String> {
-        std::thread::sleep(LOOK_INTERVAL);
+    /// Fails if both run. The destination is queried first: from the moment it runs the source must not.
+    pub(super) fn check(&self) -> Result<(), String> {
+        std::thread::sleep(POLL_INTERVAL);
         let runs = |qemu: &Qemu| guest(qemu) == Guest::Runs;
         match runs(self.destination) && runs(self.source) {
             true => Err("two guests run".into()),
@@ -59,11 +59,11 @@ impl<'a> Watch<'a> {
         }
     }
 
-    /// Waits until nothing changes by itself any more.
-    fn settle(&self) -> Result<(Guest, Guest), String> {
+    /// Waits until no state changes by itself any more.
+    fn wait_stable(&self) -> Result<(Guest, Guest), String> {
         let deadline = Instant::now() + SETTLE_WITHIN;
         loop {
-            self.look()?;
+            self.check()?;
             let (destination, source) = (guest(self.destination), guest(self.source));
             if ![destination, source].contains(&Guest::Busy) {
                 return Ok((source, destination));
@@ -79,45 +79,45 @@ impl<'a> Watch<'a> {
     }
 }
 
-/// Compares what became of the guest with what may become of it and what was said.
-pub(super) fn judge(watch: &Watch<'_>, seen: &Seen) -> Result<String, String> {
-    let (source, destination) = watch.settle()?;
-    let code = seen.said.as_ref().and_then(|said| said.status.code());
-    let stderr = seen.said.as_ref().map_or("", |said| said.stderr.trim());
-    let told = |phase: &str| seen.phases.iter().any(|seen| seen == phase);
+/// Compares the guest's fate with the guarantees and with towline's report.
+pub(super) fn judge(watch: &Watch<'_>, outcome: &Outcome) -> Result<String, String> {
+    let (source, destination) = watch.wait_stable()?;
+    let code = outcome.finished.as_ref().and_then(|finished| finished.status.code());
+    let stderr = outcome.finished.as_ref().map_or("", |finished| finished.stderr.trim());
+    let is_reported = |phase: &str| outcome.phases.iter().any(|name| name == phase);
     let found = format!(
-        "source {source:?}, destination {destination:?}, exit {code:?}, last phase {}, said {stderr:?}",
-        seen.phases.last().map_or("none", String::as_str)
+        "source {source:?}, destination {destination:?}, exit {code:?}, last phase {}, stderr {stderr:?}",
+        outcome.phases.last().map_or("none", String::as_str)
     );
     let alive = [source, destination].iter().any(|guest| matches!(guest, Guest::Runs | Guest::Paused));
     if !alive {
-        // The killed QEMU's own was the sole complete one: the source's before the destination had it, or the
-        // destination's after it was told to run.
-        let may = match seen.victim {
-            Victim::Source => !told("Loaded"),
-            Victim::Destination => told("CutOver"),
+        // The killed QEMU had the sole complete guest: the source before the destination had it, or the destination
+        // after `cont` was sent to it.
+        let may = match outcome.victim {
+            Victim::Source => !is_reported("Loaded"),
+            Victim::Destination => is_reported("CutOver"),
             Victim::Towline | Victim::Connection => false,
         };
         let names =
             stderr.contains("has ended, and the guest with it") || stderr.contains("could not be reached");
-        let says = match (seen.victim, code) {
+        let is_consistent = match (outcome.victim, code) {
             (Victim::Source, Some(3)) => names,
-            // It was never asked, or not there when it was.
+            // The kill came too early for it, or the connection did not exist.
             (Victim::Source, Some(1)) => stderr.contains("unreached"),
             (Victim::Destination, Some(3)) => true,
-            // Towline was done before.
-            (Victim::Destination, Some(0)) => !seen.held,
+            // Towline had finished before.
+            (Victim::Destination, Some(0)) => !outcome.held,
             _ => false,
         };
-        return if may && says {
+        return if may && is_consistent {
             Ok(format!("gone with its QEMU: {found}"))
         } else {
             Err(format!("lost: {found}"))
         };
     }
-    let was_done = seen.victim == Victim::Destination && !seen.held;
+    let was_done = outcome.victim == Victim::Destination && !outcome.held;
     let fits = match code {
-        // Killed, so nothing was said.
+        // Killed, so there is no report.
         None => true,
         Some(0) => destination == Guest::Runs || (destination == Guest::Gone && was_done),
         Some(1) => source == Guest::Runs && destination != Guest::Runs,
@@ -129,7 +129,7 @@ pub(super) fn judge(watch: &Watch<'_>, seen: &Seen) -> Result<String, String> {
         _ => false,
     };
     if !fits {
-        return Err(format!("not as it was told: {found}"));
+        return Err(format!("misreported: {found}"));
     }
     if [source, destination].contains(&Guest::Runs) {
         return Ok(found);

@@ -1,12 +1,12 @@
-//! Somebody is killed while a guest moves: a QEMU, towline, or one connection. Afterwards both QEMUs are asked what became
-//! of the guest, and that is compared with what is promised (docs/move.md) and with what towline said.
+//! A process or a connection is killed while a guest moves: a QEMU, towline, or one connection. Afterwards the state
+//! of both QEMUs is compared with the guarantees (docs/move.md) and with towline's report.
 //!
 //! ```text
-//!   seed ─► Case ─► Scene: source, destination, towline that waits at a phase ─► kill ─► go ─► Verdict
+//!   seed ─► Case ─► source, destination, towline that waits at a phase ─► kill ─► go ─► Verdict
 //! ```
-//! Half of the cases are aimed: towline is held at a phase between the guest's stop and `cont`, or followed by a moment, or the
-//! source has just stopped its guest and sends the rest. The others come at any time. `TOWLINE_SOAK_KILLS` says how many,
-//! `TOWLINE_SOAK_SEED` where to begin, and `TOWLINE_SOAK_ONLY` what they must have in them, as `Towline,lanes: 4`.
+//! Half of the cases are aimed: towline is held at a phase between the guest's stop and `cont`, or the kill follows a
+//! phase or the source's stop by a moment. The others come at any time. `TOWLINE_SOAK_KILLS` is the number of runs,
+//! `TOWLINE_SOAK_SEED` the first seed, and `TOWLINE_SOAK_ONLY` words that a case must contain, as `Towline,lanes: 4`.
 
 mod connections;
 mod hooked;
@@ -22,26 +22,26 @@ use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab};
 
 use crate::support::{Scratch, WITHIN, number, waiting};
 use hooked::Orders;
-use judge::{Seen, Watch};
+use judge::{Outcome, Watch};
 
 const RUNS: u64 = 12;
-/// About how long an undisturbed run takes from its process's start, in milliseconds.
+/// Approximate duration of an undisturbed run from its process's start, in milliseconds.
 const RUN_MS: u64 = 1600;
-/// How far behind a phase a kill comes that is aimed behind it, in microseconds.
+/// Maximum delay of a kill after the phase that it is aimed at, in microseconds.
 const BEHIND_US: u64 = 4000;
-/// How far behind the guest's stop, in microseconds: all of the rest and the hand-over fit in.
+/// Maximum delay after the guest's stop, in microseconds: covers the rest of the stream and the whole switchover.
 const STOPPED_US: u64 = 25_000;
-/// MiB that the guest fills, and pages of it that it writes for ever: few, or half.
+/// MiB that the guest fills, and pages of it that it dirties for ever: few, or half.
 const FILL_MIB: u64 = 16;
 const SWEEPS: [u32; 2] = [64, 2048];
-/// How often is looked for what is waited for.
-const LOOK_INTERVAL: Duration = Duration::from_millis(1);
-/// How long everybody has to fill what there is to fill.
+/// Interval at which conditions are checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// Time after which all buffers on the way are full.
 const STUCK: Duration = Duration::from_millis(100);
-/// From the guest's stop to its going on elsewhere.
+/// Phases from the guest's stop until it runs at its destination.
 const WINDOW: [Phase; 5] = [Phase::Switchover, Phase::Loaded, Phase::Release, Phase::CutOver, Phase::Running];
 
-/// Who is killed.
+/// The process or connection that is killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
     Source,
@@ -50,23 +50,23 @@ enum Victim {
     Connection,
 }
 
-/// When.
+/// Time of the kill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Moment {
-    /// So long after towline's start.
+    /// This long after towline's start.
     After(Duration),
     /// While towline waits at the beginning of this phase.
     At(Phase),
-    /// So long after this phase was told; nobody waits.
+    /// This long after this phase was reported; towline does not wait.
     Behind(Phase, Duration),
-    /// So long after the source stopped its guest.
+    /// This long after the source stopped its guest.
     Stopped(Duration),
-    /// When the destination has hung for a while, since so long after towline's start or since the source stopped its guest:
-    /// every connection is full, and everybody waits for somebody.
+    /// After the destination has hung for a while, starting this long after towline's start or at the stop of the
+    /// source's guest: every connection is full, and all processes are blocked.
     Stuck(Option<Duration>),
 }
 
-/// One run, all of which follows from its seed.
+/// One run, all of it derived from its seed.
 #[derive(Debug)]
 struct Case {
     victim: Victim,
@@ -74,7 +74,7 @@ struct Case {
     lanes: usize,
     sweep_pages: u32,
     end_source: bool,
-    /// Which connection, of those that there are.
+    /// Index of the connection, among the existing ones.
     pick: u64,
 }
 
@@ -132,7 +132,7 @@ fn no_guest_is_lost_or_runs_twice() {
     assert!(failures.is_empty(), "{} of {runs}:\n{}", failures.len(), failures.join("\n"));
 }
 
-/// Plays one case; what became of the guest, or what should not have.
+/// Runs a case; returns a summary of the guest's fate, or the fault that was found.
 fn run(case: &Case) -> Result<String, String> {
     let scratch = Scratch::new();
     let source = guest(case).start().unwrap();
@@ -142,7 +142,7 @@ fn run(case: &Case) -> Result<String, String> {
     let orders = Orders { lanes: case.lanes, end_source: case.end_source, hold: case.hold(), go: go.clone() };
     let mut towline = orders.start(&source, &destination);
     let watch = Watch::new(&source, &destination);
-    await_moment(case, &source, &destination, &mut towline)?;
+    wait_moment(case, &source, &destination, &mut towline)?;
     match case.victim {
         Victim::Source => source.kill().unwrap(),
         Victim::Destination => destination.kill().unwrap(),
@@ -156,31 +156,31 @@ fn run(case: &Case) -> Result<String, String> {
     }
     std::fs::write(&go, "").unwrap();
     signal(&destination, Signal::CONT);
-    // It is not waited for first: what happens while it ends is the point.
+    // Its end is not awaited first: the events while it exits are the point of this test.
     while case.victim != Victim::Towline && towline.runs().unwrap() {
-        watch.look()?;
+        watch.check()?;
     }
     let phases = phases(&towline.stdout());
-    let said = match case.victim {
+    let finished = match case.victim {
         Victim::Towline => None,
         _ => Some(towline.wait(WITHIN).map_err(|error| format!("{error:#}"))?),
     };
-    let seen = Seen { victim: case.victim, held: case.hold().is_some(), phases, said };
-    judge::judge(&watch, &seen)
+    let outcome = Outcome { victim: case.victim, held: case.hold().is_some(), phases, finished };
+    judge::judge(&watch, &outcome)
 }
 
 /// Waits until it is time to kill.
-fn await_moment(case: &Case, source: &Qemu, destination: &Qemu, towline: &mut Towline) -> Result<(), String> {
+fn wait_moment(case: &Case, source: &Qemu, destination: &Qemu, towline: &mut Towline) -> Result<(), String> {
     match case.moment {
         Moment::After(time) => std::thread::sleep(time),
         Moment::Stopped(time) => {
-            await_stop(source, towline)?;
+            wait_stop(source, towline)?;
             std::thread::sleep(time);
         }
         Moment::Stuck(since) => {
             match since {
                 Some(time) => std::thread::sleep(time),
-                None => await_stop(source, towline)?,
+                None => wait_stop(source, towline)?,
             }
             signal(destination, Signal::STOP);
             std::thread::sleep(STUCK);
@@ -188,8 +188,8 @@ fn await_moment(case: &Case, source: &Qemu, destination: &Qemu, towline: &mut To
         Moment::At(phase) | Moment::Behind(phase, _) => {
             let line = format!("phase {phase:?}.\n");
             while !towline.stdout().contains(&line) {
-                must_run(towline)?;
-                std::thread::sleep(LOOK_INTERVAL);
+                assert_running(towline)?;
+                std::thread::sleep(POLL_INTERVAL);
             }
             if let Moment::Behind(_, time) = case.moment {
                 std::thread::sleep(time);
@@ -199,22 +199,22 @@ fn await_moment(case: &Case, source: &Qemu, destination: &Qemu, towline: &mut To
     Ok(())
 }
 
-/// Waits until the source stops its guest, as it says itself.
-fn await_stop(source: &Qemu, towline: &mut Towline) -> Result<(), String> {
-    while source.qmp().wait_event("STOP", LOOK_INTERVAL).is_err() {
-        must_run(towline)?;
+/// Waits until the source reports that its guest is stopped.
+fn wait_stop(source: &Qemu, towline: &mut Towline) -> Result<(), String> {
+    while source.qmp().wait_event("STOP", POLL_INTERVAL).is_err() {
+        assert_running(towline)?;
     }
     Ok(())
 }
 
-fn must_run(towline: &mut Towline) -> Result<(), String> {
+fn assert_running(towline: &mut Towline) -> Result<(), String> {
     match towline.runs().unwrap() {
         true => Ok(()),
         false => Err(format!("towline ended by itself: {}{}", towline.stdout(), towline.stderr())),
     }
 }
 
-/// Sends a signal to a QEMU, which may have ended.
+/// Sends a signal to a QEMU, which may have exited.
 fn signal(qemu: &Qemu, signal: Signal) {
     let pid = i32::try_from(qemu.pid()).ok().and_then(Pid::from_raw).unwrap();
     if qemu.exited().unwrap().is_none() {
@@ -222,13 +222,13 @@ fn signal(qemu: &Qemu, signal: Signal) {
     }
 }
 
-/// The phases that were told, in order.
+/// Reported phases, in order.
 fn phases(stdout: &str) -> Vec<String> {
     let names = stdout.lines().filter_map(|line| line.strip_prefix("phase ")?.strip_suffix('.'));
     names.map(str::to_owned).collect()
 }
 
-/// What a QEMU that lives says of its guest.
+/// Run state that a live QEMU reports.
 fn status(qemu: &Qemu) -> Option<Value> {
     qemu.qmp().execute_within("query-status", Value::Null, judge::REPLY_TIMEOUT).ok()
 }

@@ -1,6 +1,7 @@
 //! An image: read in place as a source, written as a destination. The source is any stored guest, also in an
 //! object store.
 
+use std::fmt::Display;
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use super::super::progress::Observer;
 use super::super::report::DestinationState;
 use super::super::request::Request;
 use super::super::shared_switchover::SharedSwitchover;
-use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, SourceEndpoint};
+use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceEndpoint};
 use crate::switchover::{Directive, SourceKind};
 
 /// Opens the image at `path`, which any number of copies may read.
@@ -134,4 +135,13 @@ impl DestinationEndpoint for ImageDestination {
     fn stored_state(&self) -> DestinationState {
         DestinationState::Stored
     }
+
+    fn roll_back(&mut self, error: Error, _: &Context<'_>, _: Rollback) -> (Error, Vec<String>) {
+        (error, self.0.is_published().then(|| kept(&self.0.path().display())).into_iter().collect())
+    }
+}
+
+/// Notice of an image that was published before the copy failed.
+pub(super) fn kept(image: &dyn Display) -> String {
+    format!("{image} was complete before that, and is kept: it has the guest as it was when it was stopped")
 }

@@ -16,7 +16,8 @@ use super::super::progress::{Observer, Phase, Progress};
 use super::super::report::DestinationState;
 use super::super::request::Request;
 use super::super::shared_switchover::SharedSwitchover;
-use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest};
+use super::image;
+use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback};
 
 /// Opens the image at `location`, which any number of copies may read. The observer gets a notice if its chunks
 /// are not protected meanwhile.
@@ -88,6 +89,14 @@ impl DestinationEndpoint for StoreDestination {
 
     fn stored_state(&self) -> DestinationState {
         DestinationState::Stored
+    }
+
+    fn roll_back(&mut self, error: Error, _: &Context<'_>, _: Rollback) -> (Error, Vec<String>) {
+        let notice = match self {
+            Self::Writer(writer) => writer.is_published().then(|| image::kept(&writer.image())),
+            Self::File(_) => None,
+        };
+        (error, notice.into_iter().collect())
     }
 }
 
