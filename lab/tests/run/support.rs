@@ -56,7 +56,7 @@ impl Saved {
         FILLED
     }
 
-    /// What `towline inspect` shows.
+    /// Event of `towline inspect`.
     pub(crate) fn inspect(&self) -> Value {
         let finished = towline(["inspect", "--json", &self.image()]).unwrap().wait_done(WITHIN).unwrap();
         serde_json::from_str(finished.stdout.lines().last().unwrap()).unwrap()
