@@ -7,6 +7,7 @@
 use std::io::{Read, Write};
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -41,8 +42,12 @@ impl Qemu {
 impl LinuxGuest {
     /// Connects to the serial port and sends nothing yet.
     pub fn connect(qemu: &Qemu) -> Result<Self> {
-        let path = qemu.serial_path();
-        let stream = UnixStream::connect(&path);
+        Self::connect_at(&qemu.serial_path())
+    }
+
+    /// Connects to the agent of a guest that others started, by its serial port.
+    pub fn connect_at(path: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(path);
         let stream = stream.with_context(|| format!("no serial port at {}", path.display()))?;
         // IDs begin at the current time: responses to an earlier connection must not be mistaken for ours.
         let start = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?;

@@ -36,6 +36,7 @@ const TABLE: &[(&str, May)] = &[
             "towline-compat",
             "towline-migration",
             "towline-image",
+            "towline-launch",
             "towline-channel",
             "towline-protocol",
         ]),

@@ -7,10 +7,8 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use towline_control::plan::{self, DiscardSink, Request, Source, Task, TransferOptions};
 use towline_control::qemu::Qemu;
-#[cfg(feature = "store")]
-use towline_image::StoredGuest as _;
 use towline_image::manifest::sidecar_path;
-use towline_image::{Image, LayerInfo};
+use towline_image::{Image, LayerInfo, StoredGuest as _};
 use towline_migration::Guest as _;
 use towline_protocol::BlockIndex;
 use towline_protocol::device_state::Device;
@@ -21,7 +19,7 @@ use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::signals::cancel_on_signals;
 use crate::units::{count, size};
-use crate::{console, sandbox};
+use crate::{command_line, console, sandbox};
 
 /// Number of threads that compare an image with its checksums.
 const VERIFY_THREADS: usize = 4;
@@ -92,6 +90,7 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
         "device-state": { "offset": image.device_state_offset(), "length": devices.bytes().len() },
         "devices": devices_json(devices.devices()),
         "manifest": manifest(&image),
+        "command-line": command_line::json(image.origin()),
         "verified": verify,
         "loadable-by-qemu": !image.is_incremental(),
         "chain": chain.iter().map(Layer::json).collect::<Vec<_>>(),
@@ -106,6 +105,7 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
     print_head(reporter, &facts);
     reporter.line(&format!("  file          {} long, {} allocated", size(image.length()), size(allocated)));
     print_manifest(reporter, &image, verify);
+    command_line::print(reporter, image.origin());
     if image.is_incremental() {
         reporter.line(&format!("  chain         {} images, the full one last", chain.len()));
         chain.iter().for_each(|layer| layer.print(reporter));
@@ -230,6 +230,7 @@ fn stored_image(
         "created": index.created().to_string(),
         "source": index.origin().source,
         "qemu": index.origin().qemu,
+        "command-line": command_line::json(image.origin()),
         "verified": verify,
         "loadable-by-qemu": false,
     });
@@ -245,6 +246,7 @@ fn stored_image(
     ));
     let qemu = index.origin().qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default();
     reporter.line(&format!("  created       {}, from {}{qemu}", index.created(), index.origin().source));
+    command_line::print(reporter, image.origin());
     print_blocks(reporter, &blocks);
     print_devices(reporter, devices.devices(), devices.bytes().len());
     Ok(Exit::Done)

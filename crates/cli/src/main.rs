@@ -6,6 +6,7 @@
 mod args;
 mod backend;
 mod check;
+mod command_line;
 mod console;
 mod copy;
 mod ctl;
@@ -26,8 +27,10 @@ mod notify;
 mod observability;
 mod outcome;
 mod progress;
+mod ps;
 mod repair;
 mod request;
+mod run;
 mod sandbox;
 mod sends;
 mod signals;
@@ -62,7 +65,9 @@ fn main() -> ExitCode {
     }
     let flush = match &args.command {
         // A guest or a service manager may wait for the end of the process.
-        Command::Copy(_) | Command::Move(_) | Command::Net(_) | Command::Vsock(_) => Flush::Limited,
+        Command::Copy(_) | Command::Move(_) | Command::Run(_) | Command::Net(_) | Command::Vsock(_) => {
+            Flush::Limited
+        }
         _ => Flush::All,
     };
     let run = AssertUnwindSafe(|| run(&args.command, request));
@@ -91,6 +96,8 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
     match command {
         Command::Copy(args) => copy::run(args, request),
         Command::Move(args) => copy::run_move(args, request),
+        Command::Run(args) => run::run(args),
+        Command::Ps(args) => ps::run(args),
         Command::Check(args) => check::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Repair(args) => Ok(repair::run(args)),

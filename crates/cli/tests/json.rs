@@ -14,8 +14,9 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Events that need a QEMU, a tap or an interrupted move; the lab has tests of them.
-const ELSEWHERE: [&str; 6] = ["move", "unreadable", "resumed", "undecided", "statistics", "inspected, qemu"];
+/// Events that need a QEMU, a guest, a tap or an interrupted move; the lab has tests of them.
+const ELSEWHERE: [&str; 7] =
+    ["move", "unreadable", "guest", "resumed", "undecided", "statistics", "inspected, qemu"];
 
 /// Runs towline in a directory, and collects its events.
 struct Events {
@@ -136,6 +137,7 @@ fn other_commands(towline: &mut Events) {
     assert_eq!(checked["verdict"], "yes", "{checked}");
     towline.run(&["check", "--facts-out", "here.facts", "attr:here"], 0);
     towline.run(&["moves"], 0);
+    assert_eq!(towline.run(&["ps"], 0)["guests"], 0);
     assert_eq!(towline.run(&["resume", "zzzz"], 2)["reason"], "unknown-id");
     towline.write(".guest.img.partial", "p");
     let repaired = towline.run(&["repair", "."], 0);

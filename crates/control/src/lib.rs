@@ -3,6 +3,7 @@
 //! ```text
 //! status_server   QMP server of one copy
 //! device          QMP server of devices; statistics: metrics in QEMU's format
+//! command_line    the command line of a QEMU, for the image of its guest
 //! check           preflight check: the facts of both ends
 //! plan            copies a guest from a source to a destination, with rollback
 //! qemu            one QEMU: facts, process, settings that are restored afterwards
@@ -16,6 +17,7 @@
 #![deny(unsafe_code)]
 
 pub mod check;
+pub mod command_line;
 pub mod device;
 pub mod in_place;
 pub mod journal;

@@ -64,7 +64,7 @@ pub use base_image::Increment;
 pub use chain::{LAYERS_MAX, base_paths};
 pub use checksum::ChunkHash;
 pub use error::{Error, Result};
-pub use manifest::{Manifest, Origin};
+pub use manifest::{Manifest, Origin, QemuProcess};
 pub use reader::{Image, LayerInfo, PageCount};
 pub use stored::{StoredGuest, Uploaded};
 pub use working_set::WorkingSet;

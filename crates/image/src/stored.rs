@@ -5,7 +5,7 @@ use std::path::Path;
 use towline_migration::Guest;
 use towline_protocol::device_state::DeviceState;
 
-use crate::{Image, Result};
+use crate::{Image, Manifest, Origin, Result};
 
 /// A stored guest that can be restored.
 pub trait StoredGuest: Guest {
@@ -14,6 +14,11 @@ pub trait StoredGuest: Guest {
 
     /// Device state, which is loaded already.
     fn devices(&self) -> &DeviceState;
+
+    /// Origin of the guest, if it was recorded.
+    fn origin(&self) -> Option<&Origin> {
+        None
+    }
 
     /// Path of the image if it is a file of this host.
     fn local_path(&self) -> Option<&Path> {
@@ -61,6 +66,10 @@ impl StoredGuest for Image {
 
     fn devices(&self) -> &DeviceState {
         Self::devices(self)
+    }
+
+    fn origin(&self) -> Option<&Origin> {
+        self.manifest().map(Manifest::origin)
     }
 
     fn local_path(&self) -> Option<&Path> {

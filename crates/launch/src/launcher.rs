@@ -28,8 +28,9 @@ use std::{fs, io};
 use rustix::process::{Signal, pidfd_send_signal};
 use towline_qmp::{Client, Options};
 
-use crate::command_line::CommandLine;
+use crate::command_line::{CommandLine, excerpt};
 use crate::host::HostArguments;
+use crate::memory::QemuVersion;
 use crate::policy::AllowedCommandLine;
 use crate::runtime::{RuntimeDirectory, RuntimeError, new_state};
 use process::{Exit, Spawned, spawn};
@@ -122,6 +123,14 @@ pub enum LaunchError {
         /// The system's error.
         source: io::Error,
     },
+    /// `--version` does not print a version.
+    #[error("{} is not a QEMU: with --version it printed {found:?}; name another with --qemu", binary.display())]
+    Version {
+        /// The program.
+        binary: PathBuf,
+        /// The beginning of its output.
+        found: String,
+    },
     /// It ended before its monitor answered.
     #[error("QEMU {} ended at its start ({status}): {log}; correct the option that it names", binary.display())]
     Exited {
@@ -210,12 +219,8 @@ impl Launcher {
         let log = self.directory.create_log()?;
         let errors =
             log.try_clone().map_err(|source| LaunchError::Binary { binary: host.binary.clone(), source })?;
-        let mut command = Command::new(&host.binary);
-        command.args(&arguments).current_dir(host.working_directory.as_deref().unwrap_or(Path::new("/")));
-        command.env_clear();
-        command.envs(INHERITED.iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
-        command.envs(host.environment.iter().map(|variable| (&variable.name, &variable.value)));
-        command.stdin(Stdio::null()).stdout(log).stderr(errors);
+        let mut command = command(host);
+        command.args(&arguments).stdout(log).stderr(errors);
         Ok((command, listener))
     }
 
@@ -362,6 +367,38 @@ impl Drop for RunningQemu {
             directory.remove();
         }
     }
+}
+
+/// The program in its environment.
+fn command(host: &HostArguments) -> Command {
+    let mut command = Command::new(&host.binary);
+    command.current_dir(host.working_directory.as_deref().unwrap_or(Path::new("/")));
+    command.env_clear();
+    command.envs(INHERITED.iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
+    command.envs(host.environment.iter().map(|variable| (&variable.name, &variable.value)));
+    command.stdin(Stdio::null());
+    command
+}
+
+impl QemuVersion {
+    /// Asks a QEMU for its version.
+    ///
+    /// # Errors
+    /// [`LaunchError::Binary`], [`LaunchError::Version`].
+    pub fn of_binary(host: &HostArguments) -> Result<Self, LaunchError> {
+        let binary = || host.binary.clone();
+        let output = command(host).arg("--version").output();
+        let output = output.map_err(|source| LaunchError::Binary { binary: binary(), source })?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        parse_version(&text).ok_or_else(|| LaunchError::Version { binary: binary(), found: excerpt(&text) })
+    }
+}
+
+/// Parses `QEMU emulator version 10.0.2 (Debian …)`.
+fn parse_version(text: &str) -> Option<QemuVersion> {
+    let (_, version) = text.lines().next()?.split_once("version ")?;
+    let mut numbers = version.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().ok());
+    Some(QemuVersion { major: numbers.next()??, minor: numbers.next()?? })
 }
 
 /// Logs the command line without its secrets.

@@ -72,6 +72,14 @@ impl Recorded {
 }
 
 impl CommandLine {
+    /// Accepts a command line that the user of this host wrote for this guest: as it is, with the options of its process.
+    ///
+    /// # Errors
+    /// A setting or an argument of `host` that is at fault.
+    pub fn accept(&self, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
+        finish(settings::apply(self, &host.settings)?, host)
+    }
+
     /// Accepts a command line whose origin is trusted as this host is: that of a process of the same user on it.
     ///
     /// # Errors
@@ -86,6 +94,14 @@ impl AllowedCommandLine {
     #[must_use]
     pub fn command_line(&self) -> &CommandLine {
         &self.command_line
+    }
+
+    /// Writes it as arguments for people, without the program's name and without secrets.
+    #[must_use]
+    pub fn to_shown_arguments(&self) -> Vec<OsString> {
+        let arguments = CommandLine::parse(self.to_arguments());
+        let recorded = arguments.and_then(|command_line| command_line.without_secrets());
+        recorded.map_or_else(|_| Vec::new(), |recorded| recorded.command_line().to_arguments())
     }
 
     /// Writes it as arguments, without the program's name. They are meant for `execve`, never for a shell.

@@ -1,4 +1,4 @@
-//! The directory of a running guest: `$XDG_RUNTIME_DIR/towline/NAME`, or `/run/towline/NAME`.
+//! The directory of a running guest: `$XDG_RUNTIME_DIR/towline/guests/NAME`, or `/run/towline/guests/NAME`.
 //!
 //! ```text
 //!   NAME/lock        locked (flock) by the launcher and by the QEMU that inherits it: the name is in use while either lives
@@ -151,10 +151,10 @@ impl RuntimeRoot {
             let stat = statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW);
             path.is_absolute() && stat.is_ok_and(|stat| stat.st_uid == geteuid().as_raw())
         });
-        Self::at(own.unwrap_or_else(|| "/run".into()).join("towline"))
+        Self::at(own.unwrap_or_else(|| "/run".into()).join("towline/guests"))
     }
 
-    /// A root at this path. Its parent must exist.
+    /// A root at this path. It is made when it is needed, with its parent.
     #[must_use]
     pub fn at(path: PathBuf) -> Self {
         Self { path }
@@ -171,6 +171,10 @@ impl RuntimeRoot {
     /// # Errors
     /// [`RuntimeError::Taken`] while that guest or its launcher lives; a root that others could write to.
     pub fn claim(&self, name: &GuestName) -> Result<RuntimeDirectory, RuntimeError> {
+        if let Some(parent) = self.path.parent() {
+            // Shared with journals and sockets. One that cannot be made is reported with the root.
+            let _ = mkdirat(CWD, parent, Mode::from(0o755));
+        }
         let root = open_private(CWD, &self.path, &self.path)?;
         let path = self.path.join(name.as_str());
         for _ in 0..ATTEMPTS_MAX {

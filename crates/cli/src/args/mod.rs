@@ -10,6 +10,7 @@ mod move_guest;
 mod moves;
 mod net;
 mod repair;
+mod run;
 mod transfer;
 mod vsock;
 
@@ -29,6 +30,7 @@ pub(crate) use move_guest::MoveArgs;
 pub(crate) use moves::{MovesArgs, ResumeArgs, Side};
 pub(crate) use net::NetArgs;
 pub(crate) use repair::RepairArgs;
+pub(crate) use run::{PsArgs, RunArgs};
 pub(crate) use transfer::TransferArgs;
 pub(crate) use vsock::VsockArgs;
 
@@ -48,6 +50,8 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     Copy(CopyArgs),
     Move(MoveArgs),
+    Run(RunArgs),
+    Ps(PsArgs),
     Check(CheckArgs),
     Inspect(InspectArgs),
     Repair(RepairArgs),

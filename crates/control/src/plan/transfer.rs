@@ -17,7 +17,11 @@ pub(super) fn transfer(
     destination: &Destination,
     context: &Context<'_>,
 ) -> Result<Report, Failure> {
-    let description = source.prepare(destination.monitor().is_some(), context)?;
+    let process = if destination.is_image() { source.record_process(context) } else { None };
+    let mut description = source.prepare(destination.monitor().is_some(), context)?;
+    if process.is_some() {
+        description.origin.process = process;
+    }
     let mut to = endpoint::destination(destination, description, context).map_err(Failure::untouched)?;
     let to = to.as_mut();
     let switchover = SharedSwitchover::new(source.kind(), to.kind(), context.options);

@@ -289,6 +289,9 @@ impl Head {
             let expected = at_most(limits::MACHINE_NAME_BYTES_MAX);
             return bad("machine_type's length", self.machine_type.len() as u64, expected);
         }
+        if let Some(field) = self.origin.overlong_field() {
+            return bad(field.name, field.found as u64, at_most(field.limit));
+        }
         let capabilities = self.capabilities.len();
         if capabilities > limits::CAPABILITIES_MAX
             || self.capabilities.iter().any(|name| name.len() > limits::NAME_BYTES_MAX)

@@ -12,7 +12,7 @@ use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::journal::{self, Fault};
 
 /// Linux's limit for paths.
-const BASE_PATH_BYTES_MAX: usize = 4096;
+pub(super) const PATH_BYTES_MAX: usize = 4096;
 
 /// Hash and page count of a page bitmap.
 #[derive(Debug, Clone, Copy)]
@@ -164,11 +164,20 @@ impl Manifest {
                 let expected = format!("none in version {}", self.version);
                 return Err(Error::field(path, "base".into(), "there", expected));
             }
-            if base.path.is_empty() || base.path.len() > BASE_PATH_BYTES_MAX {
+            if base.path.is_empty() || base.path.len() > PATH_BYTES_MAX {
                 let found = format!("{} bytes long", base.path.len());
-                let expected = format!("1 to {BASE_PATH_BYTES_MAX} bytes");
+                let expected = format!("1 to {PATH_BYTES_MAX} bytes");
                 return Err(Error::field(path, "base.path".into(), found, expected));
             }
+        }
+        if let Some(field) = self.origin.overlong_field() {
+            let expected = at_most(field.limit as u64, "bytes");
+            return Err(Error::field(
+                path,
+                field.name.into(),
+                format!("{} bytes long", field.found),
+                expected,
+            ));
         }
         if self.chunk_size != CHUNK_BYTES {
             return Err(Error::field(path, "chunk_size".into(), self.chunk_size, CHUNK_BYTES));

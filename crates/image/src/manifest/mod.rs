@@ -26,6 +26,13 @@
 //! Its chunks are those of the whole guest: one whose hash equals the base's is stored in the base and not in
 //! the file.
 //!
+//! The origin of a guest whose QEMU's command line was recorded has a `process` with it, as JSON in a string, so
+//! that readers which do not know its format need not parse it:
+//!
+//! ```json
+//!   "process": { "command_line": "{\"version\":1,…}", "working_directory": "/srv" }
+//! ```
+//!
 //! `null` is a chunk of zeros. Offsets of devices are relative to the device state, all others to the file. A
 //! device's hash covers the bytes up to the next device or the end. A bitmap's hash covers its bytes in the
 //! file. `seal` is the offset in the file of the hash of the manifest's text, which protects every byte of
@@ -68,6 +75,8 @@ pub const VERSION: u32 = 2;
 /// Version of all other images.
 const VERSION_WHOLE: u32 = 1;
 
+/// Maximum length of a recorded command line.
+pub const COMMAND_LINE_BYTES_MAX: usize = 512 << 10;
 /// Maximum length without the blocks: 65,536 devices with names of ordinary length.
 pub const FIXED_BYTES_MAX: u64 = 24 << 20;
 /// Maximum length per block: a name of 255 bytes, all of them escaped, and numbers.
@@ -148,9 +157,43 @@ pub struct Origin {
     pub capabilities: Vec<String>,
     /// True if the guest was running when it was stored; `None` if the source did not report it.
     pub was_running: Option<bool>,
+    /// Process of the QEMU that ran the guest, if it was recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub process: Option<QemuProcess>,
+}
+
+/// Process of a QEMU that ran a guest. Untrusted, as everything in an image: it is shown, and never started as it is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QemuProcess {
+    /// Its command line without secrets, in a format with a version of its own. Opaque here.
+    pub command_line: String,
+    /// Its working directory, if it could be read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub working_directory: Option<String>,
+}
+
+/// A field of an [`Origin`] that is longer than it may be, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OverlongField {
+    pub(crate) name: &'static str,
+    pub(crate) found: usize,
+    pub(crate) limit: usize,
 }
 
 impl Origin {
+    /// Returns the first field that is longer than it may be.
+    pub(crate) fn overlong_field(&self) -> Option<OverlongField> {
+        let process = self.process.as_ref()?;
+        let directory = process.working_directory.as_deref().unwrap_or_default();
+        [
+            ("origin.process.command_line", process.command_line.len(), COMMAND_LINE_BYTES_MAX),
+            ("origin.process.working_directory", directory.len(), check::PATH_BYTES_MAX),
+        ]
+        .into_iter()
+        .map(|(name, found, limit)| OverlongField { name, found, limit })
+        .find(|field| field.found > field.limit)
+    }
+
     /// The same origin, with the run state in the guest's device state.
     pub(crate) fn with_run_state(self, state: &DeviceState) -> Self {
         Self { was_running: state.run_state().map(|state| state == "running"), ..self }

@@ -38,7 +38,8 @@ fn device_state() -> DeviceState {
 
 fn origin() -> Origin {
     let qemu = Some("10.0.2".into());
-    Origin { source: "migration".into(), qemu, capabilities: vec!["multifd".into()], was_running: Some(true) }
+    let capabilities = vec!["multifd".into()];
+    Origin { source: "migration".into(), qemu, capabilities, was_running: Some(true), process: None }
 }
 
 fn contents<'a>(origin: &'a Origin, blocks: &'a [RamBlock], device_state: &'a DeviceState) -> Contents<'a> {
@@ -353,4 +354,27 @@ proptest! {
         let time = Timestamp::from(std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds));
         prop_assert_eq!(Timestamp::try_from(String::from(time)), Ok(time));
     }
+}
+
+#[test]
+fn recorded_process_is_optional_and_bounded() {
+    let (path, blocks) = (Path::new(PATH), blocks());
+    let state = device_state();
+    let with = |process| {
+        let origin = Origin { process, ..origin() };
+        Manifest::new(contents(&origin, &blocks, &state)).to_json(path)
+    };
+    let process =
+        QemuProcess { command_line: "{\"version\":1}".into(), working_directory: Some("/srv".into()) };
+    let parsed = Manifest::parse(path, &with(Some(process.clone())).unwrap()).unwrap();
+    assert_eq!(parsed.origin().process, Some(process));
+    let without = with(None).unwrap();
+    assert!(!String::from_utf8_lossy(&without).contains("process"));
+    assert_eq!(Manifest::parse(path, &without).unwrap().origin().process, None);
+    let command_line = "x".repeat(COMMAND_LINE_BYTES_MAX + 1);
+    let error = with(Some(QemuProcess { command_line, working_directory: None })).unwrap_err().to_string();
+    assert!(
+        error.contains("origin.process.command_line") && error.contains("at most 524288 bytes"),
+        "{error}"
+    );
 }

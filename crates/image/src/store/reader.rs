@@ -332,6 +332,10 @@ impl StoredGuest for StoredImage {
     fn devices(&self) -> &DeviceState {
         &self.device_state
     }
+
+    fn origin(&self) -> Option<&crate::Origin> {
+        Some(self.index().origin())
+    }
 }
 
 impl Guest for StoredImage {

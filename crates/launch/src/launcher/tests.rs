@@ -97,3 +97,15 @@ fn a_program_that_is_missing_is_an_error() {
     );
     assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
 }
+
+#[test]
+fn the_version_is_read_from_the_first_line() {
+    let version = |major, minor| Some(QemuVersion { major, minor });
+    assert_eq!(
+        parse_version("QEMU emulator version 10.0.2 (Debian 1:10.0.2+ds-2)\nCopyright"),
+        version(10, 0)
+    );
+    assert_eq!(parse_version("QEMU emulator version 8.2\n"), version(8, 2));
+    assert_eq!(parse_version("cat (GNU coreutils) 9.1\n"), None);
+    assert_eq!(parse_version("version x.1"), None);
+}

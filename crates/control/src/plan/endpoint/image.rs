@@ -54,7 +54,11 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
 
     fn prepare(&mut self, is_compared: bool, context: &Context<'_>) -> Result<GuestDescription<'_>, Failure> {
         context.check_cancelled().map_err(Failure::untouched)?;
-        let origin = Origin { source: format!("image {}", self.image.name()), ..Origin::default() };
+        // Of the same guest, whichever image it is in.
+        let recorded = self.image.origin().cloned().unwrap_or_default();
+        let Origin { qemu, process, .. } = recorded;
+        let origin =
+            Origin { source: format!("image {}", self.image.name()), qemu, process, ..Origin::default() };
         let guest = is_compared.then(|| GuestFacts::of_image(&*self.image));
         Ok(GuestDescription { guest, origin, file: self.image.image() })
     }

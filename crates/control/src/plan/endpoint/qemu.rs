@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::Channel;
-use towline_image::{Image, Origin as ImageOrigin};
+use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
 use towline_migration::incoming::Connections;
 use towline_migration::{Compression, Guest, Relay, Session, Sink, Snapshot};
 
@@ -25,6 +25,7 @@ use super::super::vsock::DetachedVsocks;
 use super::traits::{
     DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint, receiver,
 };
+use crate::command_line::{self, RecordError};
 use crate::in_place::{self, Presence, Verify};
 use crate::moves::MoveEnd;
 use crate::switchover::{
@@ -88,6 +89,16 @@ impl SourceEndpoint for QemuSource {
         let qemu = Some(self.qemu.version_text());
         let origin = ImageOrigin { source: how.into(), qemu, ..ImageOrigin::default() };
         Ok(GuestDescription { guest: Some(guest), origin, file: None })
+    }
+
+    fn record_process(&self, context: &Context<'_>) -> Option<QemuProcess> {
+        let recorded = command_line::record(self.qemu.qemu());
+        let notice = |reason: &RecordError| {
+            context.observer.notice(&format!(
+                "the image has no command line, so `towline run` needs all arguments of QEMU: {reason}"
+            ));
+        };
+        recorded.inspect_err(notice).ok()
     }
 
     fn start(

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use towline_channel::Channel;
-use towline_image::{Image, Origin as ImageOrigin};
+use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
 use towline_migration::{Guest, Session, Sink, Snapshot};
 use towline_protocol::session::Receiver;
 
@@ -31,6 +31,12 @@ pub(in super::super) trait SourceEndpoint {
 
     /// Describes the guest; nothing is changed. `is_compared`: with the QEMU at the destination.
     fn prepare(&mut self, is_compared: bool, context: &Context<'_>) -> Result<GuestDescription<'_>, Failure>;
+
+    /// Process of the QEMU that runs the guest, for an image.
+    fn record_process(&self, context: &Context<'_>) -> Option<QemuProcess> {
+        let _ = context;
+        None
+    }
 
     /// Connects the destination and starts the migration.
     fn start(

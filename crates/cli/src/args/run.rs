@@ -1,0 +1,78 @@
+//! `towline run` and `towline ps`.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use towline_launch::{GuestName, Setting};
+
+use super::Output;
+use crate::endpoint::Endpoint;
+
+/// Run the guest of an image: start a QEMU for it, restore it there, and supervise it
+///
+/// The command line is the one that was recorded with the image, and the arguments after `--`. An image may come from
+/// anyone: only options that are known to be harmless are used, and files, sockets, interfaces and programs come from
+/// --set and those arguments alone. What else the image has is refused by name. The command is printed before it is run.
+/// The guest's memory is mapped from the image, copy-on-write, where that is possible; the image must not change meanwhile.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  Save a guest and run it again:
+    towline copy qmp:/run/vm/a.qmp guest.img
+    towline run guest.img
+  With its disk, which an image cannot name:
+    towline run guest.img --set drive.disk0.file=/srv/a.qcow2 --set drive.disk0.format=qcow2
+  Three clones, each with a serial port of its own:
+    towline run guest.img --count 3 --name web --set serial.0=unix:/run/vm/{name}.sock,server=on,wait=off
+  An image without a command line needs all arguments:
+    towline run guest.img -- -machine pc-q35-10.0 -cpu Nehalem -m 512M -nodefaults
+  See the guests that run, and talk to one:
+    towline ps
+    towline ctl $XDG_RUNTIME_DIR/towline/guests/web-0/qmp.sock query-status
+
+Exit status: 0 all guests ran and have ended, by themselves or by Ctrl-C; 1 refused, failed, or a
+QEMU ended with an error; the guest is safe in its image; 2 usage.")]
+pub(crate) struct RunArgs {
+    /// Image in a file
+    #[arg(value_name = "IMAGE")]
+    pub(crate) image: Endpoint,
+    /// Name of the guest; with --count the clones' names are NAME-0, NAME-1, … [default: the image's file name]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) name: Option<GuestName>,
+    /// Number of clones
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) count: u32,
+    /// Fail if memory cannot be mapped from the image
+    #[arg(long, conflicts_with = "copy")]
+    pub(crate) share: bool,
+    /// Copy the memory instead
+    #[arg(long)]
+    pub(crate) copy: bool,
+    /// Value of this host for an option of the image (drive.disk0.file=/srv/a.raw); an option with an empty value is
+    /// removed. Here and in QEMU-ARGUMENTS {name} is the name of the clone, and n in braces its number (docs/run.md)
+    #[arg(long, value_name = "OPTION.KEY=VALUE")]
+    pub(crate) set: Vec<Setting>,
+    /// Use the image's command line as it is, with its files and programs: only for images that you trust like a program
+    #[arg(long)]
+    pub(crate) trust_command_line: bool,
+    /// The QEMU to start
+    #[arg(long, value_name = "BINARY", default_value = "qemu-system-x86_64")]
+    pub(crate) qemu: PathBuf,
+    /// Further arguments of QEMU; all of them if the image has no command line
+    #[arg(value_name = "QEMU-ARGUMENTS", last = true)]
+    pub(crate) arguments: Vec<OsString>,
+}
+
+/// List the guests that `towline run` supervises on this host
+///
+/// Covers the guests of this user. Exit status: 0, also if there are none; 1 the directory of guests cannot be read.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  towline ps
+  towline ps --json
+")]
+pub(crate) struct PsArgs {
+    #[command(flatten)]
+    pub(crate) output: Output,
+}

@@ -1,0 +1,93 @@
+//! Command lines of QEMU, as they are shown.
+
+use std::ffi::OsStr;
+
+use serde_json::{Value, json};
+use towline_control::command_line;
+use towline_image::Origin;
+
+use crate::progress::Reporter;
+
+/// Returns the field `command-line` of the event `inspected`; null without a record.
+pub(crate) fn json(origin: Option<&Origin>) -> Value {
+    let Some((origin, process)) = origin.and_then(|origin| Some((origin, origin.process.as_ref()?))) else {
+        return Value::Null;
+    };
+    let (mut arguments, mut left_out, mut error) = (Vec::new(), Vec::new(), None);
+    match command_line::recorded(origin) {
+        Ok(Some(recorded)) => {
+            arguments = recorded.command_line().to_arguments();
+            left_out = recorded.left_out().to_vec();
+        }
+        Ok(None) => {}
+        Err(reason) => error = Some(reason.to_string()),
+    }
+    json!({
+        "arguments": arguments.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>(),
+        "left-out": left_out,
+        "working-directory": process.working_directory,
+        "error": error,
+    })
+}
+
+/// Prints what the image has.
+pub(crate) fn print(reporter: &Reporter, origin: Option<&Origin>) {
+    let recorded = match origin.map(command_line::recorded) {
+        Some(Ok(Some(recorded))) => recorded,
+        Some(Err(error)) => return reporter.line(&format!("  command line  cannot be read: {error}")),
+        None | Some(Ok(None)) => {
+            return reporter.line("  command line  none: `towline run` needs all arguments of QEMU");
+        }
+    };
+    reporter.line(
+        "  command line  of the QEMU that ran the guest, untrusted as the image is; `towline run` uses it",
+    );
+    for option in recorded.command_line().options() {
+        let value = option.value_text().map(|value| format!(" {}", quoted(value.as_ref())));
+        reporter.line(&format!("    -{}{}", option.name, value.unwrap_or_default()));
+    }
+    for key in recorded.left_out() {
+        reporter.line(&format!(
+            "    left out: {} (a secret, set it with --set {key}=VALUE)",
+            quoted(key.as_ref())
+        ));
+    }
+    if let Some(directory) = origin.and_then(|origin| origin.process.as_ref()?.working_directory.as_deref()) {
+        reporter.line(&format!("    working directory: {}", quoted(directory.as_ref())));
+    }
+}
+
+/// Quotes a word for a shell, with control characters escaped.
+pub(crate) fn quoted(word: &OsStr) -> String {
+    let text: String = word.to_string_lossy().chars().map(|c| if c.is_control() { '?' } else { c }).collect();
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_=.,:/+@%".contains(c);
+    if !text.is_empty() && text.chars().all(is_plain) {
+        return text;
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use towline_image::QemuProcess;
+
+    use super::*;
+
+    #[test]
+    fn words_are_quoted_for_a_shell() {
+        assert_eq!(quoted("-m".as_ref()), "-m");
+        assert_eq!(quoted("a b".as_ref()), "'a b'");
+        assert_eq!(quoted("it's".as_ref()), r"'it'\''s'");
+        assert_eq!(quoted("".as_ref()), "''");
+        assert_eq!(quoted("\x1b[2J".as_ref()), "'?[2J'");
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_read_is_shown_as_such() {
+        let process =
+            QemuProcess { command_line: r#"{"version":9,"options":[]}"#.into(), working_directory: None };
+        let shown = json(Some(&Origin { process: Some(process), ..Origin::default() }));
+        assert!(shown["error"].as_str().is_some_and(|error| error.contains('9')), "{shown}");
+        assert_eq!(json(Some(&Origin::default())), Value::Null);
+    }
+}

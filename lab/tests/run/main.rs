@@ -1,0 +1,135 @@
+//! `towline run`: guests from an image, in QEMUs that towline starts and supervises.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+mod support;
+
+use towline_lab::{Version, require_lab, require_qemu};
+
+use crate::support::{CLONES, MIB, Saved, WITHIN};
+
+/// RAM that a clone may have of its own when it begins to run.
+const OWN_RAM_MAX: u64 = 24 * MIB;
+
+#[test]
+fn a_saved_guest_runs_again_by_its_recorded_command_line() {
+    let test = "a_saved_guest_runs_again_by_its_recorded_command_line";
+    if !require_lab(test) {
+        return;
+    }
+    let saved = Saved::new(Version::V10_0);
+    let shown = saved.inspect();
+    let words = shown["command-line"]["arguments"].as_array().unwrap();
+    assert!(
+        words.iter().any(|word| word == "-machine") && words.iter().all(|word| word != "-mon"),
+        "{shown}"
+    );
+
+    let refused = saved.run(&["--name", "web"], &[]).wait(WITHIN).unwrap();
+    assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
+    for key in ["; kernel=", "; initrd=", "chardev.agent.backend=socket: "] {
+        assert!(refused.stderr.contains(key), "{key}: {}", refused.stderr);
+    }
+    assert_eq!(saved.guests(), Vec::<String>::new());
+
+    let settings = saved.settings();
+    let mut run = saved.run(&["--name", "web", "--share"], &settings);
+    saved.assert_runs(&mut run, "web");
+    assert!(run.stdout().contains("memory-backend-file,id=pc.ram"), "{}", run.stdout());
+    assert!(run.stderr().contains("its pages are not sent"), "{}", run.stderr());
+    assert_eq!(saved.guests(), ["web"]);
+
+    let taken = saved
+        .run(&["--name", "web", "--copy"], &saved.settings_in("other-{name}.agent"))
+        .wait(WITHIN)
+        .unwrap();
+    assert_eq!(taken.status.code(), Some(1), "{}", taken.stderr);
+    assert!(taken.stderr.contains("name web is taken by process"), "{}", taken.stderr);
+    assert_eq!(saved.guests(), ["web"]);
+
+    saved.interrupt(run);
+    saved.assert_intact();
+}
+
+#[test]
+fn clones_share_the_memory_of_their_image() {
+    if !require_lab("clones_share_the_memory_of_their_image") {
+        return;
+    }
+    let saved = Saved::new(Version::V10_0);
+    let count = CLONES.to_string();
+    let mut run = saved.run(&["--name", "web", "--share", "--count", &count], &saved.settings());
+    let names: Vec<String> = (0..CLONES).map(|n| format!("web-{n}")).collect();
+    for name in &names {
+        saved.assert_runs(&mut run, name);
+    }
+    assert_eq!(saved.guests(), names);
+    let pss: u64 = names.iter().map(|name| saved.ram_pss(name)).sum();
+    println!("{CLONES} clones: {} KiB of RAM together", pss >> 10);
+    // What all read is counted once, in addition to what each wrote.
+    assert!(pss < CLONES as u64 * OWN_RAM_MAX + saved.filled(), "{pss}");
+    saved.interrupt(run);
+    saved.assert_intact();
+}
+
+#[test]
+fn a_clone_that_does_not_start_ends_the_others() {
+    if !require_lab("a_clone_that_does_not_start_ends_the_others") {
+        return;
+    }
+    let saved = Saved::new(Version::V10_0);
+    let shared = saved.run(&["--name", "web", "--count", "2"], &saved.settings_in("agent"));
+    let shared = shared.wait(WITHIN).unwrap();
+    assert_eq!(shared.status.code(), Some(1), "{}", shared.stderr);
+    assert!(shared.stderr.contains("is of both web-0 and web-1"), "{}", shared.stderr);
+    // Only the first clone's directory exists.
+    std::fs::create_dir(saved.path("log-0")).unwrap();
+    let file = saved.path("log-{n}").join("pid").display().to_string();
+    let failed = saved.run_with_more(&["--name", "web", "--count", "2"], &["-pidfile", &file]);
+    let failed = failed.wait(WITHIN).unwrap();
+    assert_eq!(failed.status.code(), Some(1), "{}", failed.stderr);
+    assert!(failed.stderr.contains("guest web-1: QEMU"), "{}", failed.stderr);
+    // The commands of both were printed.
+    assert_eq!(
+        failed.stdout.lines().filter(|line| line.contains("-machine")).count(),
+        2,
+        "{}",
+        failed.stdout
+    );
+    assert!(!saved.directory("web-0").exists() && !saved.directory("web-1").exists());
+    assert_eq!(saved.guests(), Vec::<String>::new());
+    saved.assert_intact();
+}
+
+#[test]
+fn memory_is_copied_on_request() {
+    if !require_lab("memory_is_copied_on_request") {
+        return;
+    }
+    let saved = Saved::new(Version::V10_0);
+    let mut run = saved.run(&["--copy", "--name", "web"], &saved.settings());
+    saved.assert_runs(&mut run, "web");
+    assert!(!run.stdout().contains("memory-backend-file"), "{}", run.stdout());
+    // A guest that ends by itself ends the command.
+    saved.quit("web");
+    run.wait_done(WITHIN).unwrap();
+    assert_eq!(saved.guests(), Vec::<String>::new());
+    assert!(!saved.directory("web").exists());
+}
+
+#[test]
+fn a_guest_of_the_newest_qemu_runs_by_the_users_arguments() {
+    let test = "a_guest_of_the_newest_qemu_runs_by_the_users_arguments";
+    if !require_qemu(test, &[Version::Newest]) {
+        return;
+    }
+    let saved = Saved::new(Version::Newest);
+    // Started by the dynamic linker of another Debian, so that its command line is not recorded.
+    assert!(saved.inspect()["command-line"].is_null());
+    let usage = saved.run(&["--name", "web"], &[]).wait(WITHIN).unwrap();
+    assert_eq!(usage.status.code(), Some(2), "{}", usage.stderr);
+    assert!(usage.stderr.contains("has no command line"), "{}", usage.stderr);
+    let mut run = saved.run_with_arguments(&["--name", "web", "--share"]);
+    saved.assert_runs(&mut run, "web");
+    saved.interrupt(run);
+    saved.assert_intact();
+}

@@ -1,0 +1,230 @@
+//! Helpers of these tests: an image of a Linux guest, and the guests that run from it.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use tempfile::TempDir;
+use towline_lab::expect::qmp;
+use towline_lab::{LinuxGuest, Qemu, Qmp, Towline, Version, towline, towline_binary, wait_until};
+
+/// Generous: two busy processors.
+pub(crate) const WITHIN: Duration = Duration::from_secs(120);
+pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const CLONES: usize = 3;
+const MEMORY_MIB: u64 = 512;
+/// The part of it that the guest fills and hashes.
+const FILLED: u64 = 96 * MIB;
+
+/// An image of a guest that ran, and the directories of the guests that run from it.
+pub(crate) struct Saved {
+    place: TempDir,
+    version: Version,
+    kernel: Vec<String>,
+    hash: String,
+    tick: u64,
+}
+
+impl Saved {
+    /// Boots a guest, fills a part of its memory, and has towline store it.
+    pub(crate) fn new(version: Version) -> Self {
+        let place = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
+        let guest = Qemu::builder(version).machine(Version::V10_0.machine()).cpu("Nehalem");
+        let source = guest.linux().memory_mib(MEMORY_MIB).processors(2).start().unwrap();
+        let mut linux = source.linux(WITHIN).unwrap();
+        linux.fill(FILLED, 5).unwrap();
+        let (hash, tick) = (linux.hash().unwrap(), linux.wait_ticking(WITHIN).unwrap());
+        let kernel = kernel(source.pid());
+        let saved = Self { place, version, kernel, hash, tick };
+        towline(["copy", &qmp(&source), &saved.image()]).unwrap().wait_done(WITHIN).unwrap();
+        saved
+    }
+
+    fn image(&self) -> String {
+        self.place.path().join("guest.img").display().to_string()
+    }
+
+    /// A path beside the image.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.place.path().join(name)
+    }
+
+    /// Memory that all clones have in common.
+    pub(crate) fn filled(&self) -> u64 {
+        FILLED
+    }
+
+    /// Event of `towline inspect`.
+    pub(crate) fn inspect(&self) -> Value {
+        let finished = towline(["inspect", "--json", &self.image()]).unwrap().wait_done(WITHIN).unwrap();
+        serde_json::from_str(finished.stdout.lines().last().unwrap()).unwrap()
+    }
+
+    /// The file is what it was.
+    pub(crate) fn assert_intact(&self) {
+        towline(["inspect", "--verify", &self.image()]).unwrap().wait_done(WITHIN).unwrap();
+    }
+
+    /// Values of this host for the guest's command line.
+    pub(crate) fn settings(&self) -> Vec<String> {
+        self.settings_in("{name}.agent")
+    }
+
+    /// As [`Saved::settings`], with the agent at this socket.
+    pub(crate) fn settings_in(&self, socket: &str) -> Vec<String> {
+        let socket = self.place.path().join(socket).display().to_string();
+        let [_, kernel, _, initrd, _, append] = self.kernel.as_slice() else { panic!("{:?}", self.kernel) };
+        vec![
+            format!("kernel={kernel}"),
+            format!("initrd={initrd}"),
+            format!("append={append}"),
+            format!("chardev.agent=socket,path={socket},server=on,wait=off"),
+            "serial.1=chardev:agent".to_owned(),
+        ]
+    }
+
+    /// Starts `towline run`.
+    pub(crate) fn run(&self, options: &[&str], settings: &[String]) -> Towline {
+        let settings = settings.iter().flat_map(|setting| ["--set", setting.as_str()]);
+        self.start(options.iter().copied().chain(settings).map(str::to_owned).collect())
+    }
+
+    /// Starts `towline run` with the settings and more arguments of QEMU.
+    pub(crate) fn run_with_more(&self, options: &[&str], arguments: &[&str]) -> Towline {
+        let settings = self.settings();
+        let settings = settings.iter().flat_map(|setting| ["--set", setting.as_str()]);
+        let words = options.iter().copied().chain(settings).chain(["--"]).chain(arguments.iter().copied());
+        self.start(words.map(str::to_owned).collect())
+    }
+
+    /// Starts `towline run` with all arguments of the guest.
+    pub(crate) fn run_with_arguments(&self, options: &[&str]) -> Towline {
+        let socket = self.place.path().join("{name}.agent").display().to_string();
+        let agent = format!("socket,id=agent,path={socket},server=on,wait=off");
+        let memory = format!("{MEMORY_MIB}M");
+        let own = [
+            "--",
+            "-nodefaults",
+            "-no-user-config",
+            "-no-reboot",
+            "-machine",
+            Version::V10_0.machine(),
+            "-accel",
+            "tcg,thread=multi",
+            "-cpu",
+            "Nehalem",
+            "-m",
+            &memory,
+            "-smp",
+            "2",
+            "-serial",
+            "null",
+            "-chardev",
+            &agent,
+            "-serial",
+            "chardev:agent",
+        ];
+        let words = options.iter().chain(&own).map(|word| (*word).to_owned());
+        self.start(words.chain(self.kernel.iter().cloned()).collect())
+    }
+
+    fn start(&self, words: Vec<String>) -> Towline {
+        let binary = self.version.command().get_program().to_str().unwrap().to_owned();
+        let directory = format!("XDG_RUNTIME_DIR={}", self.place.path().display());
+        let program = towline_binary().unwrap().display().to_string();
+        let before = [directory, program, "run".to_owned(), self.image(), "--qemu".to_owned(), binary];
+        // `env` is replaced by towline, under the same process id.
+        Towline::start("/usr/bin/env".as_ref(), before.into_iter().chain(words)).unwrap()
+    }
+
+    /// Names of the guests, as `towline ps` lists them.
+    pub(crate) fn guests(&self) -> Vec<String> {
+        self.listed().iter().map(|guest| guest["name"].as_str().unwrap().to_owned()).collect()
+    }
+
+    fn listed(&self) -> Vec<Value> {
+        let directory = format!("XDG_RUNTIME_DIR={}", self.place.path().display());
+        let program = towline_binary().unwrap().display().to_string();
+        let words = [directory, program, "ps".to_owned(), "--json".to_owned()];
+        let finished = Towline::start("/usr/bin/env".as_ref(), words).unwrap().wait_done(WITHIN).unwrap();
+        let events = finished.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        events.filter(|event| event["event"] == "guest").collect()
+    }
+
+    fn pid(&self, name: &str) -> u64 {
+        let listed = self.listed();
+        let guest = listed.iter().find(|guest| guest["name"] == name);
+        guest.and_then(|guest| guest["pid"].as_u64()).unwrap()
+    }
+
+    /// The runtime directory of a guest.
+    pub(crate) fn directory(&self, name: &str) -> PathBuf {
+        self.place.path().join("towline/guests").join(name)
+    }
+
+    /// Waits until the guest runs, and checks that it is the saved one.
+    pub(crate) fn assert_runs(&self, run: &mut Towline, name: &str) {
+        let line = format!("{name} runs, qmp:");
+        let result = wait_until("a guest that runs", WITHIN, || {
+            assert!(run.runs()?, "towline has ended: {}{}", run.stdout(), run.stderr());
+            Ok(run.stdout().contains(&line).then_some(()))
+        });
+        result.unwrap_or_else(|error| panic!("{error:#}: {}{}", run.stdout(), run.stderr()));
+        let mut linux = LinuxGuest::connect_at(&self.place.path().join(format!("{name}.agent"))).unwrap();
+        linux.wait_ready(WITHIN).unwrap();
+        assert!(linux.wait_ticking(WITHIN).unwrap() > self.tick);
+        assert_eq!(linux.hash().unwrap(), self.hash);
+    }
+
+    /// Ends a guest by its monitor.
+    pub(crate) fn quit(&self, name: &str) {
+        let monitor = Qmp::connect(&self.directory(name).join("qmp.sock"), WITHIN).unwrap();
+        monitor.execute("quit", Value::Null).unwrap();
+    }
+
+    /// Ends towline as Ctrl-C does, and checks that nothing is left.
+    pub(crate) fn interrupt(&self, run: Towline) {
+        let listed = self.listed();
+        assert!(!listed.is_empty());
+        let pid = Pid::from_raw(run.pid().cast_signed()).unwrap();
+        kill_process(pid, Signal::INT).unwrap();
+        run.wait_done(WITHIN).unwrap();
+        for guest in &listed {
+            let pid = &guest["pid"];
+            assert!(!PathBuf::from(format!("/proc/{pid}")).exists(), "process {pid} is left");
+        }
+        assert_eq!(fs::read_dir(self.place.path().join("towline/guests")).unwrap().count(), 0);
+    }
+
+    /// Proportional set size of the RAM that a guest maps from the image, in bytes.
+    pub(crate) fn ram_pss(&self, name: &str) -> u64 {
+        let smaps = fs::read_to_string(format!("/proc/{}/smaps", self.pid(name))).unwrap();
+        let (mut is_ram, mut kib) = (false, 0);
+        for line in smaps.lines() {
+            if let Some(pss) = line.strip_prefix("Pss:").filter(|_| is_ram) {
+                kib += pss.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap();
+            } else if line.split(' ').next().is_some_and(|word| word.contains('-')) {
+                is_ram = line.ends_with("/guest.img");
+            }
+        }
+        assert!(kib > 0, "{name} maps no image");
+        kib << 10
+    }
+}
+
+/// The options of a QEMU that name its kernel: `-kernel`, `-initrd`, `-append`, each with its value.
+fn kernel(pid: u32) -> Vec<String> {
+    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap();
+    let words: Vec<String> =
+        bytes.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
+    let options = ["-kernel", "-initrd", "-append"];
+    options
+        .iter()
+        .flat_map(|option| {
+            let at = words.iter().position(|word| word == option).unwrap();
+            words[at..at + 2].to_vec()
+        })
+        .collect()
+}
