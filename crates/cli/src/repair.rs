@@ -64,7 +64,9 @@ fn report(reporter: &Reporter, repaired: &RepairReport) -> Exit {
     let (exit, state) = if left.is_empty() { (Exit::Done, "repaired") } else { (Exit::Failed, "incomplete") };
     let fields = json!({ "socket": socket, "state": state, "owner-pid": owner, "done": done, "left": left });
     reporter.event("repaired", events::with_exit(fields, exit));
-    reporter.line(&format!("QEMU on {socket} was left changed by a towline that is gone (process {owner})"));
+    reporter.line(&format!(
+        "QEMU on {socket} was left changed by a towline process that has exited (pid {owner})"
+    ));
     for text in done {
         reporter.line(&format!("  repaired      {text}"));
     }

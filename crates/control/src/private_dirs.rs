@@ -84,7 +84,9 @@ fn remove(path: &Path) -> bool {
         Err(error) => Err(error),
     };
     match removed {
-        Ok(()) => tracing::info!(path = %path.display(), "removed what a towline that is gone has left"),
+        Ok(()) => {
+            tracing::info!(path = %path.display(), "removed the private directory of an exited process");
+        }
         Err(ref error) => tracing::debug!(path = %path.display(), %error, "a private directory stays"),
     }
     removed.is_ok()

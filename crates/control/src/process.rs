@@ -175,7 +175,7 @@ fn candidate(peer: i32, threads: &BTreeSet<i32>) -> Result<(i32, Proof), String>
         if has_threads(peer, threads) {
             return Ok((peer, Proof::ListenerAndThreads));
         }
-        if has_threads_below(peer, threads) {
+        if has_threads_in_child_pid_namespace(peer, threads) {
             return Ok((peer, Proof::Threads));
         }
     }
@@ -201,7 +201,7 @@ fn has_threads(pid: i32, threads: &BTreeSet<i32>) -> bool {
 }
 
 /// As [`has_threads`] for a `pid` in a pid namespace below ours, in which the threads have these ids.
-fn has_threads_below(pid: i32, threads: &BTreeSet<i32>) -> bool {
+fn has_threads_in_child_pid_namespace(pid: i32, threads: &BTreeSet<i32>) -> bool {
     let Ok(first) = Status::read(&format!("/proc/{pid}/status")) else { return false };
     let Some((own, 1..)) = first.ids.last().map(|own| (*own, first.ids.len() - 1)) else { return false };
     let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) else { return false };

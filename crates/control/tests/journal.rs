@@ -205,7 +205,7 @@ fn journal_is_removed_with_its_qemu() {
     for binary in with_journals("journal_is_removed_with_its_qemu") {
         let process = TestQemu::q35(&binary, &[]);
         let mut qemu = connect(&process);
-        AppliedSettings::apply(&mut qemu, &wanted()).unwrap().keep();
+        AppliedSettings::apply(&mut qemu, &wanted()).unwrap().leave_applied();
         let names = || {
             let entries = std::fs::read_dir(RuntimeDirectory::open().unwrap().path()).unwrap();
             let prefix = format!("qemu-{}-", process.child.id());

@@ -232,7 +232,7 @@ fn settings_that_cannot_be_restored_are_named() {
         let settings = AppliedSettings::apply(&mut qemu, &on).unwrap();
         // Another party enabled a capability that needs it.
         let zero_copy = wanted(&[(Capability::ZERO_COPY_SEND, true)], MigrationParameters::default());
-        AppliedSettings::apply(&mut qemu, &zero_copy).unwrap().keep();
+        AppliedSettings::apply(&mut qemu, &zero_copy).unwrap().leave_applied();
         let error = settings.restore(&mut qemu).unwrap_err();
         assert_eq!(error.left, ["multifd (was off)"], "{error}");
         assert_eq!(

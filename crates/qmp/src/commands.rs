@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 pub use fds::{AddFd, AddedFd, CloseFd, FdSet, FdSetFd, GetFd, QueryFdsets, RemoveFd};
 pub use migrate::{
     Address, Migrate, MigrateCancel, MigrateContinue, MigrateIncoming, MigratePause, MigrateRecover,
-    MigrateStartPostcopy, MigrationChannel, SocketAddress, Target,
+    MigrateStartPostcopy, MigrationChannel, MigrationEndpoint, SocketAddress,
 };
 pub use migration_info::{MigrationInfo, MigrationStatus, QueryMigrate, RamStats};
 pub use migration_settings::{
@@ -24,10 +24,10 @@ pub use migration_settings::{
     QueryMigrateCapabilities, QueryMigrateParameters,
 };
 pub use state::{
-    BlockDevice, BlockImage, BlockInserted, CommandName, Cont, CpuFast, HumanMonitorCommand, HumanReadable,
-    Machine, Memdev, MemorySize, QomGet, QueryBlock, QueryCommands, QueryCpusFast, QueryMachines,
-    QueryMemdev, QueryMemorySizeSummary, QueryStatus, QueryUuid, QueryVersion, Quit, RunState, Status, Stop,
-    Uuid, Version, VersionTriple, XQueryRamblock,
+    BlockDevice, BlockImage, BlockInserted, CommandName, Cont, CpuFast, HumanMonitorCommand,
+    HumanReadableText, Machine, Memdev, MemorySize, QomGet, QueryBlock, QueryCommands, QueryCpusFast,
+    QueryMachines, QueryMemdev, QueryMemorySizeSummary, QueryStatus, QueryUuid, QueryVersion, Quit, RunState,
+    Status, Stop, Uuid, Version, VersionTriple, XQueryRamblock,
 };
 
 /// The answer of commands that answer nothing.

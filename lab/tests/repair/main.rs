@@ -46,7 +46,7 @@ fn the_next_copy_restores_the_settings_that_a_killed_one_left() {
         assert!(fixture.is_journaled(&source));
 
         let finished = fixture.run(&format!("copy --resume {} {}", qmp(&source), fixture.name("next.img")));
-        let by = format!("was left changed by a towline that is gone (process {killed})");
+        let by = format!("was left changed by a towline process that has exited (pid {killed})");
         assert_ended(&finished, 0, &[&by, "repaired: "]);
         assert_eq!(settings(&source), before);
         assert!(!fixture.is_journaled(&source));
@@ -65,7 +65,7 @@ fn settings_restored_by_the_next_copy_are_an_event() {
     let finished =
         fixture.run(&format!("copy --json --resume {} {}", qmp(&source), fixture.name("next.img")));
     assert_ended(&finished, 0, &[]);
-    let by = format!("was left changed by a towline that is gone (process {killed})");
+    let by = format!("was left changed by a towline process that has exited (pid {killed})");
     let notices: Vec<_> =
         events(&finished.stdout).into_iter().filter(|event| event["event"] == "notice").collect();
     assert!(notices.iter().any(|event| event["text"].as_str().unwrap().contains(&by)), "{notices:?}");

@@ -158,7 +158,7 @@ pub(super) fn list(directory: &RuntimeDirectory) -> (Vec<MoveRecord>, Vec<Error>
             remove_unnamed(directory, &name);
             continue;
         }
-        match look(directory, &name) {
+        match load_record(directory, &name) {
             Ok(record) => records.push(record),
             // It was removed meanwhile.
             Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
@@ -169,7 +169,7 @@ pub(super) fn list(directory: &RuntimeDirectory) -> (Vec<MoveRecord>, Vec<Error>
     (records, bad)
 }
 
-fn look(directory: &RuntimeDirectory, name: &str) -> Result<MoveRecord, Error> {
+fn load_record(directory: &RuntimeDirectory, name: &str) -> Result<MoveRecord, Error> {
     let failed = |source| Error::Io { path: directory.path().join(name), source };
     parse(&mut open(directory, name).map_err(failed)?, directory, name)
 }

@@ -1,4 +1,4 @@
-//! Finishes an interrupted move: queries the QEMUs at hand, and carries out what `switchover::resume` decides.
+//! Finishes an interrupted move: queries the QEMUs on this host, and carries out what `switchover::resume` decides.
 //!
 //! Every record of the move is locked first, so that no other towline works on it, and each action on a guest
 //! is recorded before it is done.
@@ -176,7 +176,7 @@ impl Resume {
                 ResumeAction::Quit(side) => self.quit(side)?,
                 ResumeAction::AtDestination(placement) => return self.at_destination(placement, case),
                 ResumeAction::AtSource => return self.at_source(),
-                ResumeAction::Gone => return self.gone(),
+                ResumeAction::Gone => return self.finish_without_guest(),
             }
             // The choice is carried out; the next state follows from the evidence.
             choice = None;
@@ -206,7 +206,7 @@ impl Resume {
         }
     }
 
-    /// Makes the stage durable in every record at hand.
+    /// Makes the stage durable in every record on this host.
     fn write(&mut self, stage: Stage) -> Result<(), Error> {
         for file in &mut self.files {
             let record = file.record().at_stage(stage);
@@ -237,7 +237,7 @@ impl Resume {
                 self.record.destination
             ));
         }
-        self.finished()
+        self.finish()
     }
 
     fn quit(&mut self, side: Side) -> Result<(), Error> {
@@ -262,15 +262,15 @@ impl Resume {
             self.done.push(text);
         }
         if case.source != Some(SourceStatus::Completed) {
-            return self.finished();
+            return self.finish();
         }
         if self.record.guest_plan.quit {
             self.quit(Side::Source)?;
-            return self.finished();
+            return self.finish();
         }
         self.done.push(format!("{} is paused (postmigrate), with an older state of it", self.record.source));
         if placement != Placement::Running {
-            return self.finished();
+            return self.finish();
         }
         for file in &mut self.files {
             if matches!(file.record().source, MoveEnd::Qemu { .. }) {
@@ -293,21 +293,21 @@ impl Resume {
         if self.record.stage != Stage::Left {
             self.done.push(older);
         }
-        self.finished()
+        self.finish()
     }
 
-    fn gone(mut self) -> Result<Resumed, Error> {
+    fn finish_without_guest(mut self) -> Result<Resumed, Error> {
         let ends = [(&self.source, &self.record.source), (&self.destination, &self.record.destination)];
         for (opened, end) in ends {
             let text = format!("{end} is ended");
-            if opened.is_at_hand() && !self.done.contains(&text) {
+            if opened.is_on_this_host() && !self.done.contains(&text) {
                 self.done.push(format!("{end} has exited, or holds nothing of the guest"));
             }
         }
-        self.finished()
+        self.finish()
     }
 
-    fn finished(mut self) -> Result<Resumed, Error> {
+    fn finish(mut self) -> Result<Resumed, Error> {
         forget(&mut self.files)?;
         Ok(Resumed { id: self.record.id, done: self.done, undecided: None })
     }

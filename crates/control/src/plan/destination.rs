@@ -1,4 +1,4 @@
-//! A QEMU that waits for a guest, driven by its monitor: checked, configured, told to listen, and started.
+//! A QEMU that waits for a guest, controlled by its monitor: checks, configures and starts it.
 
 mod postcopy;
 
@@ -348,7 +348,7 @@ impl QmpDestination {
                 let restored = settings.restore(&mut self.qemu);
                 return restored.err().map(|error| error.to_string()).into_iter().collect();
             }
-            Some(settings) => settings.keep(),
+            Some(settings) => settings.leave_applied(),
             None => {}
         }
         match status {

@@ -24,7 +24,7 @@ pub(super) fn supervise<T: Send>(
     work: impl FnOnce() -> T + Send,
 ) -> T {
     let watcher = thread::current();
-    // Not the thread's end, which comes a moment after it woke us.
+    // Not the thread's end, which comes a moment after its notification.
     let done = AtomicBool::new(false);
     let mut cancel_handled = false;
     thread::scope(|scope| {

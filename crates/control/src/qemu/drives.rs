@@ -46,7 +46,7 @@ fn drive(entry: &Value, locks: &Locks) -> Option<Drive> {
     let names = [&entry["qdev"], &entry["device"], &inserted["node-name"]];
     let device = names.into_iter().map(text).find(|name| !name.is_empty()).unwrap_or_default();
     let file = text(&inserted["image"]["filename"]);
-    let (identity, lock) = look(&file, locks);
+    let (identity, lock) = identify_and_lock_state(&file, locks);
     Some(Drive {
         device: device.strip_suffix(VIRTIO_CHILD).unwrap_or(&device).to_owned(),
         format: text(&inserted["drv"]),
@@ -59,7 +59,7 @@ fn drive(entry: &Value, locks: &Locks) -> Option<Drive> {
 }
 
 /// Identity and lock of a file, as far as this host knows them.
-fn look(file: &str, locks: &Locks) -> (Option<String>, Lock) {
+fn identify_and_lock_state(file: &str, locks: &Locks) -> (Option<String>, Lock) {
     let Ok(metadata) = fs::metadata(file) else { return (None, Lock::Unknown) };
     if !metadata.is_file() && !metadata.file_type().is_block_device() {
         return (None, Lock::Unknown);

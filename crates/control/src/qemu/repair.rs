@@ -136,7 +136,7 @@ impl Qemu {
         loop {
             let migration = self.migration()?;
             let status = migration.status.clone().unwrap_or(MigrationStatus::NONE);
-            if status.is_final() && !self.cleans_up_migration()? {
+            if status.is_idle() && !self.cleans_up_migration()? {
                 return Ok(None);
             }
             if status.as_str().starts_with("postcopy") {
@@ -150,7 +150,7 @@ impl Qemu {
                 self.client.execute(&MigrateCancel)?;
                 cancelled = true;
             }
-            let limit = if cancelled || status.is_final() { CLEANUP_TIMEOUT } else { END_TIMEOUT };
+            let limit = if cancelled || status.is_idle() { CLEANUP_TIMEOUT } else { END_TIMEOUT };
             if start.elapsed() >= limit {
                 let waited = limit.as_secs();
                 return Ok(Some(format!("its migration has not ended within {waited} s (status {status})")));
@@ -213,7 +213,7 @@ impl Qemu {
             }
         }
         let put = Change::between(self, &wanted, &wanted_parameters)
-            .and_then(|change| change.make_what_can_be(self));
+            .and_then(|change| change.apply_best_effort(self));
         Ok(match put {
             Ok(()) => {
                 done.extend(

@@ -18,7 +18,7 @@ pub struct RepairReport {
 impl fmt::Display for RepairReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { socket, owner, done, left } = self;
-        write!(f, "QEMU on {socket} was left changed by a towline that is gone (process {owner})")?;
+        write!(f, "QEMU on {socket} was left changed by a towline process that has exited (pid {owner})")?;
         if !done.is_empty() {
             write!(f, "; repaired: {}", done.join(", "))?;
         }

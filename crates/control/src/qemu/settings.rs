@@ -36,7 +36,7 @@ pub struct MigrationSettings {
 
 /// Settings that were changed, with the old values.
 ///
-/// To be ended by [`AppliedSettings::restore`] or [`AppliedSettings::keep`]; a dropped one is logged.
+/// To be ended by [`AppliedSettings::restore`] or [`AppliedSettings::leave_applied`]; a dropped one is logged.
 #[derive(Debug)]
 #[must_use = "only `restore` restores the old values"]
 pub struct AppliedSettings {
@@ -105,15 +105,15 @@ impl AppliedSettings {
             entries: change.record().and_then(|record| qemu.record(&record)).into_iter().collect(),
             ended: false,
         };
-        match change.make(qemu) {
+        match change.apply(qemu) {
             Ok(()) => Ok(settings),
             Err(cause @ Error::Qmp(qmp::Error::Disconnected { .. })) => {
-                settings.keep();
+                settings.leave_applied();
                 Err(ApplyError { cause, left: None })
             }
             Err(cause) => {
                 let mut settings = settings;
-                settings.forget_what_was_never_set(qemu);
+                settings.drop_unset_parameters(qemu);
                 Err(ApplyError { cause, left: settings.restore(qemu).err().map(Box::new) })
             }
         }
@@ -143,7 +143,7 @@ impl AppliedSettings {
     pub fn restore(mut self, qemu: &mut Qemu) -> Result<(), RestoreError> {
         self.ended = true;
         let made = Change::between(qemu, &self.capabilities, &self.parameters)
-            .and_then(|change| change.make_what_can_be(qemu));
+            .and_then(|change| change.apply_best_effort(qemu));
         let mut left = match &made {
             Ok(()) => Vec::new(),
             Err(_) => match Change::between(qemu, &self.capabilities, &self.parameters) {
@@ -164,7 +164,7 @@ impl AppliedSettings {
 
     /// Leaves QEMU's settings as they are, because it has exited or does not reply. If it runs, its journal has
     /// the old values.
-    pub fn keep(mut self) {
+    pub fn leave_applied(mut self) {
         self.ended = true;
     }
 
@@ -175,7 +175,7 @@ impl AppliedSettings {
     }
 
     /// After a refusal, a parameter that QEMU still does not report was not set.
-    fn forget_what_was_never_set(&mut self, qemu: &mut Qemu) {
+    fn drop_unset_parameters(&mut self, qemu: &mut Qemu) {
         if let Ok(now) = qemu.parameters_now() {
             let now = now.to_map();
             self.unset_before.retain(|name| now.contains_key(name));
@@ -204,11 +204,11 @@ impl Change {
     /// A change of parameters only.
     fn of_parameters(parameters: Map<String, Value>, now: &Map<String, Value>) -> Self {
         let mut change = Self { capabilities: BTreeMap::new(), parameters, parameters_before: now.clone() };
-        change.keep_what_differs();
+        change.retain_changed();
         change
     }
 
-    fn keep_what_differs(&mut self) {
+    fn retain_changed(&mut self) {
         self.parameters.retain(|name, value| self.parameters_before.get(name) != Some(value));
         self.parameters_before.retain(|name, _| self.parameters.contains_key(name));
     }
@@ -252,18 +252,18 @@ impl Change {
             parameters_before: qemu.parameters_now()?.to_map(),
         };
         change.capabilities.retain(|name, state| now.get(name) != Some(state));
-        change.keep_what_differs();
+        change.retain_changed();
         Ok(change)
     }
 
-    fn make(self, qemu: &mut Qemu) -> Result<(), Error> {
+    fn apply(self, qemu: &mut Qemu) -> Result<(), Error> {
         self.set_capabilities(qemu, false)?;
         self.set_parameters(qemu)?;
         self.set_capabilities(qemu, true)
     }
 
-    /// As [`Change::make`], but continues after a refusal. Returns the first error.
-    pub(super) fn make_what_can_be(self, qemu: &mut Qemu) -> Result<(), Error> {
+    /// As [`Change::apply`], but continues after a refusal. Returns the first error.
+    pub(super) fn apply_best_effort(self, qemu: &mut Qemu) -> Result<(), Error> {
         let off = self.set_capabilities(qemu, false);
         let parameters = self.set_parameters(qemu);
         let on = self.set_capabilities(qemu, true);

@@ -1,4 +1,4 @@
-//! Finishes an interrupted move by its records and the state of the QEMUs at hand.
+//! Finishes an interrupted move by its records and the state of the QEMUs on this host.
 //!
 //! ```text
 //!   record, or those of both ends ─┐
@@ -52,7 +52,7 @@ pub(crate) enum ResumeAction {
     AtDestination(Placement),
     /// It is at its source; the destination's state must not be run.
     AtSource,
-    /// No QEMU at hand has it any more.
+    /// No QEMU on this host has it any more.
     Gone,
     /// An operator has to choose.
     NeedsChoice(ResumeBlocker),

@@ -7,14 +7,14 @@ use super::{Empty, MigrationStatus, command};
 /// Where a migration goes to or comes from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Target {
+pub enum MigrationEndpoint {
     /// `tcp:HOST:PORT`, `unix:PATH`, `fd:NAME`, `exec:COMMAND`, `file:PATH,offset=N` (file: QEMU 8.2).
     Uri(String),
     /// The same in structure, of QEMU 8.2 and later: no quoting, but a 7.2 refuses it.
     Channels(Vec<MigrationChannel>),
 }
 
-/// One entry of [`Target::Channels`].
+/// One entry of [`MigrationEndpoint::Channels`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MigrationChannel {
@@ -79,7 +79,7 @@ pub enum SocketAddress {
 pub struct Migrate {
     /// To where.
     #[serde(flatten)]
-    pub target: Target,
+    pub target: MigrationEndpoint,
     /// Go on with a postcopy migration that was interrupted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resume: Option<bool>,
@@ -90,7 +90,7 @@ impl Migrate {
     /// Begins to send to a URI.
     #[must_use]
     pub fn to_uri(uri: impl Into<String>) -> Self {
-        Self { target: Target::Uri(uri.into()), resume: None }
+        Self { target: MigrationEndpoint::Uri(uri.into()), resume: None }
     }
 }
 
@@ -101,7 +101,7 @@ impl Migrate {
 pub struct MigrateIncoming {
     /// Where.
     #[serde(flatten)]
-    pub target: Target,
+    pub target: MigrationEndpoint,
     /// True if QEMU exits when the migration fails; QEMU's default is yes. Of QEMU 9.1 and later.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exit_on_error: Option<bool>,
@@ -112,7 +112,7 @@ impl MigrateIncoming {
     /// Listens on a URI.
     #[must_use]
     pub fn on_uri(uri: impl Into<String>) -> Self {
-        Self { target: Target::Uri(uri.into()), exit_on_error: None }
+        Self { target: MigrationEndpoint::Uri(uri.into()), exit_on_error: None }
     }
 }
 

@@ -38,7 +38,7 @@ open_enum! {
 impl MigrationStatus {
     /// Returns true if nothing more happens by itself: completed, failed, cancelled, or none was ever started.
     #[must_use]
-    pub fn is_final(&self) -> bool {
+    pub fn is_idle(&self) -> bool {
         [Self::NONE, Self::COMPLETED, Self::FAILED, Self::CANCELLED].contains(self)
     }
 

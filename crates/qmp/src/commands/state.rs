@@ -158,12 +158,12 @@ command!(HumanMonitorCommand, "human-monitor-command", String);
 /// `x-query-ramblock`: the text of `info ramblock`. Not a stable command, by its `x-`.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct XQueryRamblock;
-command!(XQueryRamblock, "x-query-ramblock", HumanReadable);
+command!(XQueryRamblock, "x-query-ramblock", HumanReadableText);
 
 /// Text for people.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct HumanReadable {
+pub struct HumanReadableText {
     /// The text.
     pub human_readable_text: String,
 }

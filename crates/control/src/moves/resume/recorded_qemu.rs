@@ -66,7 +66,7 @@ impl RecordedQemu {
     }
 
     /// Returns true if its QEMU is, or was, on this host.
-    pub(super) fn is_at_hand(&self) -> bool {
+    pub(super) fn is_on_this_host(&self) -> bool {
         !matches!(self, Self::Elsewhere)
     }
 
@@ -103,7 +103,7 @@ impl RecordedQemu {
                     state if state == RunState::POSTMIGRATE => SourceStatus::Completed,
                     _ => SourceStatus::CompletedThenResumed,
                 },
-                Some(under_way) if !under_way.is_final() => SourceStatus::Migrating,
+                Some(under_way) if !under_way.is_idle() => SourceStatus::Migrating,
                 _ => SourceStatus::HasGuest,
             },
         };

@@ -1,4 +1,4 @@
-//! A waiting QEMU that takes a guest by postcopy: configured, told to listen, queried, recovered.
+//! A waiting QEMU that receives a guest by postcopy: configures, queries and recovers it.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -62,7 +62,7 @@ impl QmpDestination {
         blocks.iter().map(of).collect()
     }
 
-    /// Configures QEMU and has it listen. If `runs`, it runs the guest by itself when the stream says so. Lanes
+    /// Configures QEMU and has it listen. If `runs`, it runs the guest by itself when POSTCOPY_RUN arrives. Lanes
     /// are used until then.
     pub(in super::super) fn start_postcopy(
         &mut self,
@@ -231,7 +231,7 @@ impl QmpDestination {
     /// Leaves QEMU's settings as they are, for a later recovery.
     pub(in super::super) fn keep_settings(&mut self) {
         if let Some(settings) = self.settings.take() {
-            settings.keep();
+            settings.leave_applied();
         }
     }
 }

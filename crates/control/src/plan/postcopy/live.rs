@@ -93,8 +93,8 @@ fn switch_over(source: &mut QmpSource, context: &Context<'_>) -> Result<bool, Er
         context.observer.progress(&source.progress);
         match &migration.status {
             Some(status) if *status == MigrationStatus::COMPLETED => return Ok(live),
-            Some(status) if status.is_final() && cancelled => return Err(Error::Cancelled),
-            Some(status) if status.is_final() => return Err(source.failed(&migration)),
+            Some(status) if status.is_idle() && cancelled => return Err(Error::Cancelled),
+            Some(status) if status.is_idle() => return Err(source.failed(&migration)),
             Some(status) if *status == MigrationStatus::ACTIVE => {
                 live = source.is_live()?.unwrap_or(live);
                 let passed = migration.ram.as_ref().is_some_and(|ram| source.has_passed_once(ram));
@@ -135,13 +135,13 @@ impl LivePostcopy<'_> {
                 continue;
             };
             self.context.observer.progress(&self.source.progress);
-            self.look(&migration);
+            self.observe_status(&migration);
             match &migration.status {
                 Some(status) if *status == MigrationStatus::COMPLETED => {
                     return Ok(migration.downtime.and_then(|downtime| u64::try_from(downtime).ok()));
                 }
                 Some(status) if *status == MigrationStatus::POSTCOPY_PAUSED => self.recover()?,
-                Some(status) if status.is_final() => {
+                Some(status) if status.is_idle() => {
                     let error = self.source.failed(&migration);
                     return Err(self.failed(error));
                 }
@@ -151,8 +151,8 @@ impl LivePostcopy<'_> {
         }
     }
 
-    fn look(&mut self, migration: &MigrationInfo) {
-        if self.runs && self.report.running_after.is_none() && is_over_there(migration) && self.starts() {
+    fn observe_status(&mut self, migration: &MigrationInfo) {
+        if self.runs && self.report.running_after.is_none() && has_switched_over(migration) && self.starts() {
             self.report.running_after = Some(self.context.elapsed());
             self.context.observer.phase(Phase::Running);
         }
@@ -272,7 +272,7 @@ fn release_source(
 }
 
 /// Returns true if the source has sent everything except memory, and cannot run its guest any more.
-fn is_over_there(migration: &MigrationInfo) -> bool {
+fn has_switched_over(migration: &MigrationInfo) -> bool {
     let status = migration.status.as_ref().map_or("", MigrationStatus::as_str);
     status.starts_with("postcopy-") && status != "postcopy-device" || status == "completed"
 }

@@ -29,7 +29,7 @@ impl QmpSource {
                 return Ok(self.progress);
             };
             if migration.status == Some(MigrationStatus::FAILED) {
-                let text = migration.error_desc.unwrap_or_else(|| "it gives no reason".into());
+                let text = migration.error_desc.unwrap_or_else(|| "QEMU reports no reason".into());
                 return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
             }
             self.progress = convergence::progress(&migration);
@@ -58,7 +58,7 @@ impl QmpSource {
     pub(super) fn status_of(&self, migration: &MigrationInfo, status: &Status, live: bool) -> SourceStatus {
         let of_migration = migration.status.as_ref().filter(|_| self.started);
         match of_migration {
-            Some(status) if !status.is_final() => SourceStatus::Migrating,
+            Some(status) if !status.is_idle() => SourceStatus::Migrating,
             Some(done) if *done == MigrationStatus::COMPLETED => {
                 if status.running && !live {
                     SourceStatus::CompletedThenResumed

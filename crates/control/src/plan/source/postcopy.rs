@@ -14,7 +14,7 @@ use crate::qemu::AppliedSettings;
 
 /// The first QEMU that reads the dirty log twice before it sends anything, as far as is known: 10.0 does not,
 /// 11.1 does.
-const LOOKS_TWICE_SINCE: (u32, u32) = (10, 1);
+const READS_DIRTY_LOG_TWICE_SINCE: (u32, u32) = (10, 1);
 
 impl QmpSource {
     /// Configures QEMU and has it migrate to `address`, pass after pass until it switches to postcopy.
@@ -48,7 +48,10 @@ impl QmpSource {
     /// paused guest writes nothing.
     pub(in super::super) fn check_postcopy(&mut self) -> Result<(), Error> {
         let version = &self.qemu.facts().version.qemu;
-        if !self.was_running || (version.major, version.minor) < LOOKS_TWICE_SINCE || self.qemu.is_kvm()? {
+        if !self.was_running
+            || (version.major, version.minor) < READS_DIRTY_LOG_TWICE_SINCE
+            || self.qemu.is_kvm()?
+        {
             return Ok(());
         }
         let reason = format!(
@@ -68,7 +71,7 @@ impl QmpSource {
     /// left to send, which the destination refuses (QEMU 11.1), so they need remaining bytes.
     pub(in super::super) fn has_passed_once(&self, ram: &RamStats) -> bool {
         let version = &self.qemu.facts().version.qemu;
-        if (version.major, version.minor) < LOOKS_TWICE_SINCE {
+        if (version.major, version.minor) < READS_DIRTY_LOG_TWICE_SINCE {
             ram.dirty_sync_count > 1
         } else {
             ram.dirty_sync_count > 2 && ram.remaining > 0
@@ -107,7 +110,7 @@ impl QmpSource {
 
     /// An error with QEMU's own text.
     pub(in super::super) fn failed(&self, migration: &MigrationInfo) -> Error {
-        let text = migration.error_desc.clone().unwrap_or_else(|| "it gives no reason".into());
+        let text = migration.error_desc.clone().unwrap_or_else(|| "QEMU reports no reason".into());
         Error::SourceFailed { socket: self.qemu.socket().into(), text }
     }
 }

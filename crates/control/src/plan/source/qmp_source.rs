@@ -55,7 +55,7 @@ impl QmpSource {
         let socket = qemu.socket().to_owned();
         let facts = qemu.facts();
         if let Some(status) = &facts.migration.status
-            && !status.is_final()
+            && !status.is_idle()
         {
             return Err(Error::Migrating { socket, status: status.as_str().into() });
         }
@@ -144,7 +144,7 @@ impl QmpSource {
     /// Leaves QEMU's settings as they are: it has exited, or cannot be configured.
     pub(in super::super) fn keep_settings(&mut self) {
         if let Some(settings) = self.settings.take() {
-            settings.keep();
+            settings.leave_applied();
         }
     }
 

@@ -105,7 +105,7 @@ impl QmpSource {
     pub(super) fn check_not_failed(&mut self) -> Result<(), Error> {
         let Some(migration) = self.qemu.try_query(|qemu| qemu.migration())? else { return Ok(()) };
         if migration.status == Some(MigrationStatus::FAILED) {
-            let text = migration.error_desc.unwrap_or_else(|| "it gives no reason".into());
+            let text = migration.error_desc.unwrap_or_else(|| "QEMU reports no reason".into());
             return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
         }
         Ok(())
