@@ -6,7 +6,7 @@
 //!                                 │  source, destination
 //!                             evaluate()  ── rules/*: one file, one id each
 //!                                 ▼
-//!                              Report: findings (no · could not tell · note), each with its reason and the way out
+//!                              Report: findings (no · could not tell · note), each with its reason and remedy
 //! ```
 //!
 //! A verdict has two readings, because QEMU negotiates nothing: settings that [`ConfiguredBy::Towline`] makes equal

@@ -3,7 +3,7 @@
 
 use towline_compat::{ConfiguredBy, Facts, Pair, evaluate};
 
-/// Reads bytes as facts, and judges what came of it against itself both ways.
+/// Reads bytes as facts, and compares the result with itself in both directions.
 pub fn facts(bytes: &[u8]) {
     let middle = bytes.len() / 2;
     let parts = [bytes, &bytes[..middle], &bytes[middle..]];

@@ -58,7 +58,7 @@ impl WorkingSet {
     pub fn load(image: &Path, blocks: &[RamBlock], device_state: &[u8]) -> Self {
         let (path, guest) = (path_beside(image), guest(blocks, device_state));
         let runs = match read(&path) {
-            Some(stored) if stored.guest == guest => runs(&stored.runs, blocks),
+            Some(stored) if stored.guest == guest => valid_runs(&stored.runs, blocks),
             _ => Vec::new(),
         };
         Self { path, guest, runs }
@@ -141,7 +141,7 @@ fn hash(runs: &[(u32, u64, u64)]) -> Digest {
 }
 
 /// The runs that are within their block.
-fn runs(stored: &[(u32, u64, u64)], blocks: &[RamBlock]) -> Vec<(PageRef, u64)> {
+fn valid_runs(stored: &[(u32, u64, u64)], blocks: &[RamBlock]) -> Vec<(PageRef, u64)> {
     let run = |&(block, page, pages): &(u32, u64, u64)| {
         let all = blocks.get(block as usize)?.pages();
         let is_within = pages > 0 && page.checked_add(pages).is_some_and(|end| end <= all);

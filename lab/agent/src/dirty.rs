@@ -46,7 +46,7 @@ impl Load {
             "{length} bytes, expected a multiple of {PAGE_SIZE}"
         );
         let pages = length / PAGE_SIZE;
-        let bytes = MmapMut::map_anon(length).with_context(|| format!("no {length} bytes to be had"))?;
+        let bytes = MmapMut::map_anon(length).with_context(|| format!("no {length} bytes available"))?;
         let mut range = Range { bytes, generations: vec![0; pages], next: 0 };
         for _ in 0..pages {
             range.write_next();

@@ -76,7 +76,7 @@ impl Memory {
             length > 0 && length.is_multiple_of(PAGE_SIZE),
             "{length} bytes, expected a multiple of {PAGE_SIZE}"
         );
-        Ok(Self { bytes: MmapMut::map_anon(length).with_context(|| format!("no {length} bytes to be had"))? })
+        Ok(Self { bytes: MmapMut::map_anon(length).with_context(|| format!("no {length} bytes available"))? })
     }
 }
 

@@ -45,7 +45,10 @@ fn a_guest_that_writes_too_fast_gets_a_verdict_and_runs_on() {
     let last = progress.last().unwrap();
     assert!(last["pass"].as_u64() > Some(5), "{last}");
     for name in ["bytes-rate", "dirty-bytes-rate", "remaining", "expected-downtime"] {
-        assert!(progress.iter().any(|event| event[name].as_u64() > Some(0)), "{name} is never told: {last}");
+        assert!(
+            progress.iter().any(|event| event[name].as_u64() > Some(0)),
+            "{name} is never reported: {last}"
+        );
     }
 }
 

@@ -65,8 +65,8 @@ impl Binary {
         let states = types.map(|(name, value)| {
             let mut state = state(&value["Description"], 0);
             state.name = text(value, "Name");
-            state.version = number(value, "version_id");
-            state.version_min = number(value, "minimum_version_id");
+            state.version = u32_or_zero(value, "version_id");
+            state.version_min = u32_or_zero(value, "minimum_version_id");
             (name.clone(), state)
         });
         let binary = Self { machine, states: states.collect() };
@@ -92,15 +92,15 @@ fn state(value: &Value, depth: usize) -> State {
     let list = |key: &str| value[key].as_array().map(Vec::as_slice).unwrap_or_default();
     let field = |field: &Value| Field {
         name: text(field, "field"),
-        version: number(field, "version_id"),
+        version: u32_or_zero(field, "version_id"),
         size: field["size"].as_u64().unwrap_or_default(),
         conditional: field["field_exists"].as_bool().unwrap_or_default(),
         structure: field.get("Description").map(|inner| Box::new(state(inner, depth + 1))),
     };
     State {
         name: text(value, "name"),
-        version: number(value, "version_id"),
-        version_min: number(value, "minimum_version_id"),
+        version: u32_or_zero(value, "version_id"),
+        version_min: u32_or_zero(value, "minimum_version_id"),
         fields: list("Fields").iter().map(field).collect(),
         subsections: list("Subsections").iter().map(|inner| state(inner, depth + 1)).collect(),
     }
@@ -110,7 +110,7 @@ fn text(value: &Value, key: &str) -> String {
     value[key].as_str().unwrap_or_default().to_owned()
 }
 
-fn number(value: &Value, key: &str) -> u32 {
+fn u32_or_zero(value: &Value, key: &str) -> u32 {
     value[key].as_u64().and_then(|number| u32::try_from(number).ok()).unwrap_or_default()
 }
 

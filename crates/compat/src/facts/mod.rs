@@ -102,14 +102,14 @@ pub enum Error {
         /// The version found.
         found: u32,
     },
-    /// A list that is longer than anything real.
+    /// A list is longer than any real one.
     #[error("{found} {what}, at most {limit} are read")]
     TooMany {
         /// The list.
         what: &'static str,
         /// Its length.
         found: usize,
-        /// Number of there that may be.
+        /// Maximum length.
         limit: usize,
     },
 }

@@ -13,7 +13,7 @@ enum Effect {
     /// Nothing: it is the host's, or another rule looks at it.
     None,
     /// QEMU takes it and the guest runs on.
-    Taken(&'static str),
+    Compatible(&'static str),
     /// QEMU refuses the device's state.
     Refused(&'static str),
     /// Unknown: it is in no table.
@@ -23,7 +23,7 @@ enum Effect {
 const PCI_CONFIG: &str = "it is in PCI configuration space, which QEMU compares";
 const STREAM: &str = "it changes the device's state in the stream";
 
-/// Properties that are the host's, or that other rules look at: memory by its block, features by what was agreed upon.
+/// Properties that are the host's, or that other rules look at: memory by its block, features by what was negotiated.
 const NO_EFFECT: &[&str] = &[
     "netdev",
     "chardev",
@@ -131,7 +131,7 @@ const FEATURES: &[&str] = &[
     "scsi",
 ];
 
-const TAKEN: &[(&str, &str)] = &[
+const COMPATIBLE_DIFFERENCES: &[(&str, &str)] = &[
     ("mac", "the guest keeps its own address, which comes with its state"),
     ("host_mtu", "the guest keeps the MTU that it knows"),
     ("rx_queue_size", "the guest keeps its ring; give it the same for the next boot"),
@@ -208,8 +208,8 @@ fn compare(qemus: [&Qemu; 2], guest: &QemuDevice, there: &QemuDevice, findings: 
         let remedy = format!("start it with {name}={mine}");
         match effect(guest, there, name) {
             Effect::None => {}
-            Effect::Taken("") => findings.note(text, ""),
-            Effect::Taken(what) => findings.note(text, what),
+            Effect::Compatible("") => findings.note(text, ""),
+            Effect::Compatible(what) => findings.note(text, what),
             Effect::Refused(why) => findings.no(format!("{text}: {why}"), remedy),
             // The same machine type means the same device; other differences are internal to a version.
             Effect::Unknown if qemus[0].version != qemus[1].version => findings.note(text, ""),
@@ -231,8 +231,8 @@ fn effect(guest: &QemuDevice, there: &QemuDevice, name: &str) -> Effect {
         Effect::None
     } else if EXPRESS.contains(&name) || (guest.kind.ends_with("-port") && PORT.contains(&name)) {
         Effect::Refused(PCI_CONFIG)
-    } else if let Some(what) = of(TAKEN) {
-        Effect::Taken(what)
+    } else if let Some(what) = of(COMPATIBLE_DIFFERENCES) {
+        Effect::Compatible(what)
     } else if let Some(why) = of(REFUSED) {
         Effect::Refused(why)
     } else {
@@ -298,7 +298,7 @@ mod tests {
     #[test]
     fn no_property_is_in_two_tables() {
         let mut names: Vec<_> = NO_EFFECT.iter().chain(FEATURES).copied().collect();
-        names.extend(TAKEN.iter().chain(REFUSED).map(|(name, _)| *name));
+        names.extend(COMPATIBLE_DIFFERENCES.iter().chain(REFUSED).map(|(name, _)| *name));
         let count = names.len();
         names.sort_unstable();
         names.dedup();

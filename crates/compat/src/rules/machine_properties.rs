@@ -14,7 +14,7 @@ pub(super) const RULE: Rule = Rule {
 /// Properties that the facts of devices, memory and processors include.
 const SEEN_ELSEWHERE: &[&str] = &["hpet", "vmport", "i8042", "sata", "smbus", "pit", "pic", "acpi", "smp"];
 /// Those with which a guest was seen to run on.
-const TAKEN: &[&str] = &["smm", "nvdimm", "max-ram-below-4g"];
+const COMPATIBLE_DIFFERENCES: &[&str] = &["smm", "nvdimm", "max-ram-below-4g"];
 /// Part of the state of the memory hot-plug controller.
 const SLOTS: &str = "slots";
 /// Parts of a property that its own rule looks at.
@@ -33,7 +33,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         if mine == theirs {
         } else if mine.get(SLOTS) != theirs.get(SLOTS) {
             findings.no(format!("{text}: the slots are in the stream"), remedy);
-        } else if TAKEN.contains(&name.as_str()) {
+        } else if COMPATIBLE_DIFFERENCES.contains(&name.as_str()) {
             findings.note(text, remedy);
         } else {
             findings.unknown(text, remedy);

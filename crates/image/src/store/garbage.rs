@@ -232,7 +232,7 @@ fn reader_needs(
                 needs.indexes.insert(index);
                 match copies.entry(index) {
                     Entry::Occupied(known) => known.into_mut().as_ref(),
-                    Entry::Vacant(new) => new.insert(copy(store, index)?).as_ref(),
+                    Entry::Vacant(new) => new.insert(load_retired_index(store, index)?).as_ref(),
                 }
             }
         };
@@ -245,7 +245,7 @@ fn reader_needs(
 }
 
 /// The copy of a replaced or removed index, if it exists and is valid.
-fn copy(store: &Arc<Store>, index: Digest) -> Result<Option<Index>> {
+fn load_retired_index(store: &Arc<Store>, index: Digest) -> Result<Option<Index>> {
     let bytes = store.get(&retired_key(index), INDEX_BYTES_MAX)?;
     let whole = bytes.filter(|bytes| Digest::of(bytes) == index);
     Ok(whole.and_then(|bytes| Index::parse(&bytes).ok()))
