@@ -123,7 +123,7 @@ fn control(tree: &Path, version: &str, architecture: &str) -> Result<()> {
     Ok(())
 }
 
-/// The newest symbol version of glibc that the program asks for.
+/// The newest symbol version of glibc that the program requires.
 fn libc_needed(program: &[u8]) -> Result<String> {
     const MARK: &[u8] = b"GLIBC_2.";
     let numbers =
@@ -132,7 +132,7 @@ fn libc_needed(program: &[u8]) -> Result<String> {
             digits
                 .fold(0u32, |number, digit| number.saturating_mul(10).saturating_add(u32::from(digit - b'0')))
         });
-    let newest = numbers.max().context("the program asks for no glibc")?;
+    let newest = numbers.max().context("the program requires no glibc")?;
     Ok(format!("2.{newest}"))
 }
 

@@ -163,7 +163,7 @@ const SOAKS: &[Soak] = &[
     },
     Soak {
         name: "net-pairs",
-        about: "every pair of network cards that differ: the verdict against what becomes of a guest that is moved",
+        about: "every pair of network cards that differ: the verdict against the result of a move",
         run: || {
             lab_test(
                 "net",

@@ -46,6 +46,16 @@ const PHRASES: &[(&str, &str)] = &[
     ("which is no", "which is not a"),
     ("hand-over", "switchover (migration), live upgrade (devices)"),
     ("the standard says", "the specification requires"),
+    ("so-manieth", "one in `N`, the interval of"),
+    ("of there that", "of the items, by their name"),
+    ("came twice", "received twice"),
+    ("that came back", "used (chains), returned, received"),
+    ("what came of", "the result of"),
+    ("agreed upon", "negotiated"),
+    ("it is said", "reported, specified; name the source"),
+    ("sees to it", "ensures; or the verb itself"),
+    ("to be had", "available"),
+    ("whose it is", "of its owner"),
 ];
 /// Phrases that contain one of the above and are good English.
 const ALLOWED: &[&str] =

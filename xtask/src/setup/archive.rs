@@ -6,7 +6,7 @@
 //! DIRECTORY/status     what is installed: nothing, so that apt's resolver names all that a package needs, the C library included
 //! DIRECTORY/packages/  what was downloaded
 //! ```
-//! The machine's apt is configured as ever: its sources, lists and packages are neither read nor changed. It needs no root.
+//! The machine's apt configuration stays: its sources, lists and packages are neither read nor changed. It needs no root.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
