@@ -85,7 +85,7 @@ fn remove(path: &Path) -> bool {
     };
     match removed {
         Ok(()) => {
-            tracing::info!(path = %path.display(), "removed the private directory of a towline process that has exited")
+            tracing::info!(path = %path.display(), "removed the private directory of an exited process");
         }
         Err(ref error) => tracing::debug!(path = %path.display(), %error, "a private directory stays"),
     }

@@ -36,7 +36,7 @@ pub struct MigrationSettings {
 
 /// Settings that were changed, with the old values.
 ///
-/// To be ended by [`AppliedSettings::restore`] or [`AppliedSettings::keep`]; a dropped one is logged.
+/// To be ended by [`AppliedSettings::restore`] or [`AppliedSettings::leave_applied`]; a dropped one is logged.
 #[derive(Debug)]
 #[must_use = "only `restore` restores the old values"]
 pub struct AppliedSettings {
