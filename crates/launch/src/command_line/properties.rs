@@ -162,6 +162,14 @@ impl Properties {
         }
     }
 
+    /// As [`set`](Self::set), for a key whose value is a boolean.
+    pub(crate) fn set_switch(&mut self, key: &str, is_on: bool) {
+        match self {
+            Self::KeyValue(_) => self.set(key, if is_on { "on" } else { "off" }),
+            Self::Json(map) => drop(map.insert(key.to_owned(), Value::Bool(is_on))),
+        }
+    }
+
     /// Removes every value of a key.
     pub(crate) fn remove(&mut self, key: &str) {
         match self {
