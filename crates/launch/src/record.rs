@@ -157,7 +157,8 @@ impl TryFrom<Format> for Recorded {
             return Err(ParseError::TooManyLeftOut);
         }
         if let Some(key) = format.left_out.iter().find(|key| !may_be_left_out(key)) {
-            let reason = format!("left-out has {:?}, which is no secret", crate::command_line::excerpt(key));
+            let reason =
+                format!("left-out has {:?}, which is not a secret", crate::command_line::excerpt(key));
             return Err(ParseError::Recorded { reason });
         }
         let mut command_line = CommandLine::default();

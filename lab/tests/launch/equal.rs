@@ -158,7 +158,7 @@ fn consoles_and_networks_of_an_image_are_bounded() {
     for version in versions("consoles_and_networks_of_an_image_are_bounded", &VERSIONS) {
         let place = Place::new(version);
         let machine = version.machine();
-        let words = ["-nodefaults", "-machine", &machine, "-accel", "tcg", "-m", "64M", "-serial", "stdio"];
+        let words = ["-nodefaults", "-machine", machine, "-accel", "tcg", "-m", "64M", "-serial", "stdio"];
         let network = ["-netdev", "user,id=n0,restrict=off", "-device", "e1000,netdev=n0,romfile="];
         let recorded = CommandLine::parse(words.iter().chain(&network)).unwrap().record().unwrap();
         let mut launcher = place.launcher("bounded");

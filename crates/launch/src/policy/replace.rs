@@ -1,4 +1,4 @@
-//! What this host decides in an image's place: the accelerator, what the guest's network reaches, and where its consoles write.
+//! Values of this host in an image's place: the accelerator, the reach of the guest's network, and the other end of its consoles.
 
 use std::collections::BTreeSet;
 

@@ -241,8 +241,8 @@ fn options_with_which_the_launcher_would_lose_qemu_are_refused() {
             "-daemonize",
             "-daemonize: the process that the launcher supervises would end at once; leave it out",
         ),
-        ("-runas nobody", "-runas: with another user the kernel would not end QEMU"),
-        ("-run-with user=nobody", "-run-with user=: with another user"),
+        ("-runas daemon", "-runas: with another user the kernel would not end QEMU"),
+        ("-run-with user=daemon", "-run-with user=: with another user"),
         ("-chroot /srv", "-chroot: paths of this command line"),
         ("-run-with chroot=/srv", "-run-with chroot=: paths of this command line"),
     ] {
@@ -253,7 +253,7 @@ fn options_with_which_the_launcher_would_lose_qemu_are_refused() {
             assert!(text.starts_with(&format!("QEMU's arguments have {wanted}")), "{text}");
         }
     }
-    let set = host(&["runas=nobody"]);
+    let set = host(&["runas=daemon"]);
     assert!(matches!(
         recorded("-nodefaults").allow(&set),
         Err(Refused::Unsupervised { option: "-runas", .. })

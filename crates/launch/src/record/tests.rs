@@ -97,7 +97,7 @@ fn recorded_command_lines_of_another_form_are_refused() {
         let json = serde_json::json!({ "version": 1, "options": [], "left-out": [key] }).to_string();
         assert_eq!(
             error(&json),
-            ParseError::Recorded { reason: format!("left-out has {key:?}, which is no secret") }
+            ParseError::Recorded { reason: format!("left-out has {key:?}, which is not a secret") }
         );
     }
 }
