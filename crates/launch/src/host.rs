@@ -20,19 +20,22 @@ pub struct EnvironmentVariable {
 /// In all values but the binary's, `{n}` is the number of the clone, from 0, and `{name}` its name.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HostArguments {
-    /// The QEMU to start.
+    /// The QEMU to start: an absolute path, or a name that is looked up in `PATH`.
     pub binary: PathBuf,
     /// Directories of firmware (`-L`).
     pub firmware_directories: Vec<PathBuf>,
     /// Variables of QEMU's environment, beside the few that are inherited ([`Launcher`](crate::Launcher)).
     pub environment: Vec<EnvironmentVariable>,
-    /// QEMU's working directory; `/` by default.
+    /// QEMU's working directory, to which relative paths in settings and arguments are relative; `/` by default.
     pub working_directory: Option<PathBuf>,
-    /// Directory of a log file for each serial port and console. Without one, those of an image are refused.
+    /// Directory of a log file for each serial port and console of an image. Their length has no limit, so it belongs on a disk, not on a
+    /// tmpfs. Without one, QEMU keeps the last 64 KiB of each in a ring buffer (`ringbuf-read` of QMP).
     pub console_directory: Option<PathBuf>,
-    /// Values for the image's options (`--set`).
+    /// Values for the image's options (`--set`). What a setting leaves to the image is the image's choice: a disk whose `file` is set is
+    /// written to unless `readonly=on` is set too, and so is the file of a memory backend whose `mem-path` is set without `share=off`.
     pub settings: Vec<Setting>,
-    /// Further arguments of QEMU, as they are.
+    /// Further arguments of QEMU, as they are. Those with which it would not be the launcher's own process are refused: `-daemonize`,
+    /// `-runas`, `-chroot`, and the same in `-run-with`.
     pub arguments: Vec<OsString>,
 }
 

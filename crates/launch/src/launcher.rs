@@ -18,6 +18,7 @@ mod process;
 use std::ffi::OsString;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
@@ -261,6 +262,12 @@ impl Launcher {
         let chardev = format!("socket,id=towline-qmp,fd={},server=on,wait=off", listener.as_raw_fd());
         arguments.extend(["-chardev".into(), chardev.into()]);
         arguments.extend(["-mon".into(), "chardev=towline-qmp,mode=control".into()]);
+        // The human monitor, which QEMU would show on the guest's display, opens files and runs programs.
+        let own = CommandLine::parse(&guest.arguments).unwrap_or_default();
+        let has_monitor = |line: &CommandLine| line.named("monitor").next().is_some();
+        if !has_monitor(&guest.command_line) && !has_monitor(&own) {
+            arguments.extend(["-monitor".into(), "none".into()]);
+        }
         if self.incoming == Incoming::Defer {
             arguments.extend(["-incoming".into(), "defer".into()]);
         }
@@ -413,15 +420,23 @@ fn log_start(directory: &RuntimeDirectory, binary: &Path, arguments: &[OsString]
 
 /// The last lines of a file, without control characters.
 fn log_tail(path: &Path) -> String {
-    let bytes = fs::read(path).unwrap_or_default();
-    let bytes = &bytes[bytes.len().saturating_sub(LOG_BYTES_MAX)..];
-    let text = String::from_utf8_lossy(bytes);
+    let bytes = fs::File::open(path).and_then(|log| read_end(&log)).unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes);
     let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
     let lines = &lines[lines.len().saturating_sub(LOG_LINES_MAX)..];
     if lines.is_empty() {
         return "no message".into();
     }
     lines.join("\n").chars().map(|c| if c.is_control() && c != '\n' { '?' } else { c }).collect()
+}
+
+/// Reads at most the last [`LOG_BYTES_MAX`] bytes, however long the file is.
+fn read_end(log: &fs::File) -> io::Result<Vec<u8>> {
+    let start = log.metadata()?.len().saturating_sub(LOG_BYTES_MAX as u64);
+    let mut bytes = vec![0; LOG_BYTES_MAX];
+    let length = log.read_at(&mut bytes, start)?;
+    bytes.truncate(length);
+    Ok(bytes)
 }
 
 #[cfg(test)]

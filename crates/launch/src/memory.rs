@@ -328,6 +328,21 @@ mod tests {
     }
 
     #[test]
+    fn nodes_of_a_backend_in_json_are_kept() {
+        let words = r#"-object {"qom-type":"memory-backend-memfd","id":"m0","size":134217728,"host-nodes":[0,2],"policy":"bind","dump":false}"#;
+        let result = apply(words, Sharing::Shared, NEW, &[block("m0", 0, 128 << 20)]).unwrap();
+        let wanted =
+            "mem-path=/srv/a,,b.img,share=on,dump=off,host-nodes=0,host-nodes=2,policy=bind -display none";
+        assert!(result.ends_with(wanted), "{result}");
+        CommandLine::parse(words.split(' '))
+            .unwrap()
+            .record()
+            .unwrap()
+            .allow(&HostArguments::default())
+            .unwrap();
+    }
+
+    #[test]
     fn old_versions_are_refused_by_the_property_that_they_lack() {
         let old = QemuVersion { major: 7, minor: 2 };
         let error = |sharing, version, offset| {

@@ -3,12 +3,14 @@
 //! Everything is an allow-list: options, types of objects, devices and backends, their properties, and the form of each value
 //! ([`form`]). No form admits a path, so whatever is in the image, the argv has no path, socket, interface or program of its choice.
 //! Values for those come from [`HostArguments`]. Values that an image has in their place are refused rather than ignored, so that a
-//! guest does not start without a part of it.
+//! guest does not start without a part of it. The exceptions are in [`replace`]: consoles, what QEMU's own network reaches, scripts of
+//! taps, and the accelerator, where there is always another value with which the guest is the same.
 
 mod devices;
 mod form;
 mod options;
 mod refusal;
+mod replace;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -26,6 +28,9 @@ use crate::settings::{self, Candidate, Origin};
 use form::Form;
 use options::{Known, Rule, rule};
 
+const USER_REASON: &str = "with another user the kernel would not end QEMU with the process that started it; run that process as the user";
+const ROOT_REASON: &str = "paths of this command line and of the guest's directory would mean other files; run towline in a container";
+
 /// A command line that may be started. Made by [`Recorded::allow`], or by a caller who trusts its origin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AllowedCommandLine {
@@ -40,12 +45,15 @@ impl Recorded {
     /// # Errors
     /// [`Refused::Image`] with all refusals; or a setting or an argument of `host` that is at fault.
     pub fn allow(&self, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
+        let own = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
         let mut candidates = settings::apply(self.command_line(), &host.settings)?;
         let mut refusals = self.missing_secrets(host);
-        replace_consoles(&mut candidates, host);
+        replace::accelerator(&mut candidates, &own);
+        replace::networks(&mut candidates, &own);
+        replace::consoles(&mut candidates, host, &own);
         candidates.iter().for_each(|candidate| judge(candidate, &mut refusals));
         duplicate_ids(&candidates, &mut refusals);
-        if refusals.is_empty() { finish(candidates, host) } else { Err(Refused::Image(refusals)) }
+        if refusals.is_empty() { finish(candidates, host, &own) } else { Err(Refused::Image(refusals)) }
     }
 
     /// Accepts everything: the image decides what runs on this host and with which files. Values of `host` replace the image's.
@@ -120,15 +128,20 @@ fn trust(command_line: &CommandLine, host: &HostArguments) -> Result<AllowedComm
     candidates.retain(|candidate| {
         candidate.origin == Origin::Host || !is_of_process(candidate.option.name.as_str())
     });
-    finish(candidates, host)
+    let own = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
+    finish(candidates, host, &own)
 }
 
-fn finish(candidates: Vec<Candidate>, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
+fn finish(
+    candidates: Vec<Candidate>,
+    host: &HostArguments,
+    own: &CommandLine,
+) -> Result<AllowedCommandLine, Refused> {
     let mut command_line = CommandLine::default();
     for candidate in candidates {
         command_line.push(candidate.option).map_err(Refused::Argument)?;
     }
-    let own = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
+    command_line.options().iter().chain(own.options()).try_for_each(check_supervised)?;
     // Without an option for it, QEMU opens a window or listens for VNC.
     let is_display =
         |option: &QemuOption| ["display", "nographic", "vnc", "spice"].contains(&option.name.as_str());
@@ -144,6 +157,22 @@ fn finish(candidates: Vec<Candidate>, host: &HostArguments) -> Result<AllowedCom
         return Err(Refused::Argument(crate::ParseError::TooLong { found }));
     }
     Ok(allowed)
+}
+
+/// Fails if an option would have the launcher lose the QEMU that it starts.
+fn check_supervised(option: &QemuOption) -> Result<(), Refused> {
+    let has = |key| option.properties().is_some_and(|properties| properties.value(key).is_some());
+    let (name, reason) = match option.name.as_str() {
+        "daemonize" => {
+            ("-daemonize", "the process that the launcher supervises would end at once; leave it out")
+        }
+        "runas" => ("-runas", USER_REASON),
+        "run-with" if has("user") => ("-run-with user=", USER_REASON),
+        "chroot" => ("-chroot", ROOT_REASON),
+        "run-with" if has("chroot") => ("-run-with chroot=", ROOT_REASON),
+        _ => return Ok(()),
+    };
+    Err(Refused::Unsupervised { option: name, reason })
 }
 
 fn refusal(setting: String, found: &str, reason: Reason) -> Refusal {
@@ -165,7 +194,8 @@ fn judge(candidate: &Candidate, refusals: &mut Vec<Refusal>) {
         (Rule::Text(Form::Empty), OptionValue::Flag) => {}
         (Rule::Text(form), OptionValue::Text(text)) if form.admits(text) => {}
         (Rule::Text(form), _) => refuse(Reason::Form { expected: form.describe() }),
-        (Rule::Serial, OptionValue::Text(text)) if ["none", "null"].contains(&text.as_str()) => {}
+        (Rule::Serial, OptionValue::Text(text))
+            if ["none", "null"].contains(&text.as_str()) || replace::port_chardev(text).is_some() => {}
         (Rule::Serial, _) => refuse(Reason::Host),
         (Rule::Cpu, OptionValue::Cpu(cpu)) if is_cpu(cpu) => {}
         (Rule::Cpu, _) => refuse(Reason::Form { expected: "a CPU model and its features".into() }),
@@ -177,6 +207,7 @@ fn judge(candidate: &Candidate, refusals: &mut Vec<Refusal>) {
                 Err(type_key) => judged.refuse_type(type_key, refusals),
             }
             judged.judge_format(option.name, refusals);
+            judged.judge_tap(option, refusals);
         }
         (_, _) => refuse(Reason::Option),
     }
@@ -261,8 +292,17 @@ impl Judged<'_> {
     /// A disk whose file comes from this host has its format from this host too.
     fn judge_format(&self, name: OptionName, refusals: &mut Vec<Refusal>) {
         let has = |key: &str| self.trusted.contains(key);
-        if name.as_str() == "drive" && has("file") && !has("format") && !has("driver") {
+        let has_file = self.trusted.iter().any(|key| key == "file" || key.starts_with("file."));
+        if name.as_str() == "drive" && has_file && !has("format") && !has("driver") {
             refusals.push(refusal(format!("{}.format", self.address), "", Reason::Format));
+        }
+    }
+
+    /// A tap is this host's: without a name, QEMU makes one.
+    fn judge_tap(&self, option: &QemuOption, refusals: &mut Vec<Refusal>) {
+        let is_named = |key: &str| self.properties.value(key).is_some();
+        if replace::is_tap(option) && !["br", "fd", "fds", "helper", "ifname"].into_iter().any(is_named) {
+            refusals.push(refusal(format!("{}.ifname", self.address), "", Reason::Host));
         }
     }
 }
@@ -274,45 +314,6 @@ fn duplicate_ids(candidates: &[Candidate], refusals: &mut Vec<Refusal>) {
         let Some(id) = candidate.option.id() else { continue };
         if candidate.option.name.as_str() != "numa" && !seen.insert((candidate.option.name, id.clone())) {
             refusals.push(refusal(candidate.address.clone(), &id, Reason::DuplicateId));
-        }
-    }
-}
-
-/// Gives serial ports and consoles a log file of this host as their other end, whatever the image has there.
-fn replace_consoles(candidates: &mut [Candidate], host: &HostArguments) {
-    let Some(directory) = &host.console_directory else { return };
-    let Some(directory) = directory.to_str() else { return };
-    let consoles: BTreeSet<String> = candidates
-        .iter()
-        .filter_map(|candidate| {
-            candidate.option.properties().filter(|_| candidate.option.name.as_str() == "device")
-        })
-        .filter(|properties| devices::is_console(&properties.value("driver").unwrap_or_default()))
-        .filter_map(|properties| properties.value("chardev"))
-        .collect();
-    let (mut ports, mut logs) = (0, 0);
-    for candidate in candidates.iter_mut().filter(|candidate| candidate.origin != Origin::Host) {
-        let text = match (candidate.option.name.as_str(), &candidate.option.value) {
-            ("serial", OptionValue::Text(text)) => {
-                ports += 1;
-                let is_open = !["none", "null"].contains(&text.as_str());
-                // The number of the port names the file, and nothing of the image does.
-                is_open.then(|| format!("file:{directory}/serial{}.log", ports - 1))
-            }
-            ("chardev", OptionValue::Properties(properties)) => {
-                let id = properties.value("id").filter(|id| consoles.contains(id) && Form::Id.admits(id));
-                let directory = directory.replace(',', ",,");
-                id.map(|id| {
-                    logs += 1;
-                    format!("file,id={id},path={directory}/console{}.log", logs - 1)
-                })
-            }
-            _ => None,
-        };
-        let replaced = text.and_then(|text| QemuOption::parse(candidate.option.name, Some(&text)).ok());
-        if let Some(option) = replaced {
-            candidate.option = option;
-            candidate.origin = Origin::Host;
         }
     }
 }

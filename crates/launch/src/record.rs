@@ -13,7 +13,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::command_line::{CommandLine, OptionName, OptionValue, ParseError, Properties, QemuOption};
+use crate::command_line::{CommandLine, OptionName, OptionValue, ParseError, Properties, QemuOption, Syntax};
 use crate::limits::{COMMAND_LINE_BYTES_MAX, LEFT_OUT_MAX, NAME_BYTES_MAX, OPTIONS_MAX};
 use crate::policy::is_of_process;
 use crate::settings::addresses;
@@ -156,6 +156,11 @@ impl TryFrom<Format> for Recorded {
         if format.left_out.len() > LEFT_OUT_MAX || !format.left_out.iter().all(is_key) {
             return Err(ParseError::TooManyLeftOut);
         }
+        if let Some(key) = format.left_out.iter().find(|key| !may_be_left_out(key)) {
+            let reason =
+                format!("left-out has {:?}, which is not a secret", crate::command_line::excerpt(key));
+            return Err(ParseError::Recorded { reason });
+        }
         let mut command_line = CommandLine::default();
         let mut bytes = 0;
         for FormatOption { option, value } in format.options {
@@ -182,6 +187,21 @@ impl From<Recorded> for Format {
             options: recorded.command_line.options().iter().map(option).collect(),
             left_out: recorded.left_out,
         }
+    }
+}
+
+/// Returns true for a key that [`CommandLine::record`] may write: of a property, or of an option without any.
+fn may_be_left_out(key: &str) -> bool {
+    let (name, rest) = key.split_once('.').map_or((key, None), |(name, rest)| (name, Some(rest)));
+    let Some(name) = OptionName::find(name).filter(|name| !is_of_process(name.as_str())) else {
+        return false;
+    };
+    match (name.syntax(), rest) {
+        (Syntax::Properties { .. }, Some(rest)) => {
+            rest.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_./+".contains(&byte))
+        }
+        (Syntax::Text | Syntax::Global, rest) => rest.is_none_or(|number| number.parse::<usize>().is_ok()),
+        _ => false,
     }
 }
 

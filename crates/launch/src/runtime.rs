@@ -4,7 +4,6 @@
 //!   NAME/lock        locked (flock) by the launcher and by the QEMU that inherits it: the name is in use while either lives
 //!   NAME/qmp.sock    QEMU's monitor
 //!   NAME/qemu.log    standard output and error of QEMU
-//!   NAME/serialN.log what the guest writes to its serial ports
 //!   NAME/state.json  for `towline ps`
 //! ```
 //! Root and directory belong to the user alone (0700) and are not symbolic links. What a guest that has ended leaves is removed by the next
@@ -143,14 +142,19 @@ impl std::fmt::Display for GuestName {
     }
 }
 
+/// Returns true for a directory of this user that no other user may write to.
+fn is_own(path: &Path) -> bool {
+    let is_own = |stat: rustix::fs::Stat| {
+        stat.st_uid == geteuid().as_raw() && stat.st_mode & (Mode::WGRP | Mode::WOTH).as_raw_mode() == 0
+    };
+    path.is_absolute() && statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(is_own)
+}
+
 impl RuntimeRoot {
-    /// The root of this user: in `$XDG_RUNTIME_DIR` if it is the user's own, else in `/run`.
+    /// The root of this user: in `$XDG_RUNTIME_DIR` if it is the user's own and no other may write to it, else in `/run`.
     #[must_use]
     pub fn of_user() -> Self {
-        let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| {
-            let stat = statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW);
-            path.is_absolute() && stat.is_ok_and(|stat| stat.st_uid == geteuid().as_raw())
-        });
+        let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| is_own(path));
         Self::at(own.unwrap_or_else(|| "/run".into()).join("towline/guests"))
     }
 

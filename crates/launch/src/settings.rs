@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::str::FromStr;
 
-use crate::command_line::{CommandLine, OptionName, OptionValue, ParseError, QemuOption, Syntax, excerpt};
+use crate::command_line::{CommandLine, OptionName, OptionValue, ParseError, QemuOption, excerpt};
 use crate::limits::NAME_BYTES_MAX;
 
 /// A value for an option or for a property of one.
@@ -129,7 +129,7 @@ fn apply_one(candidates: &mut Vec<Option<Candidate>>, setting: &Setting) -> Resu
     let slot = &mut candidates[index];
     let Some(candidate) = slot else { return Ok(()) };
     match property {
-        None if value.is_empty() && name.syntax() != Syntax::Flag => *slot = None,
+        None if value.is_empty() => *slot = None,
         None => {
             let id = candidate.option.id();
             candidate.option = QemuOption::parse(name, Some(value)).map_err(fault)?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 use towline_lab::{Qmp, Version};
-use towline_launch::{Recorded, Setting};
+use towline_launch::{CommandLine, Recorded, Setting};
 
 use crate::support::{Place, VERSIONS, WITHIN, command_line, versions};
 
@@ -150,5 +150,32 @@ fn a_recorded_command_line_starts_an_equal_qemu() {
                 .collect::<Vec<_>>()
         };
         assert_eq!(without_name(&again), without_name(&recorded));
+    }
+}
+
+#[test]
+fn consoles_and_networks_of_an_image_are_bounded() {
+    for version in versions("consoles_and_networks_of_an_image_are_bounded", &VERSIONS) {
+        let place = Place::new(version);
+        let machine = version.machine();
+        let words = ["-nodefaults", "-machine", machine, "-accel", "tcg", "-m", "64M", "-serial", "stdio"];
+        let network = ["-netdev", "user,id=n0,restrict=off", "-device", "e1000,netdev=n0,romfile="];
+        let recorded = CommandLine::parse(words.iter().chain(&network)).unwrap().record().unwrap();
+        let mut launcher = place.launcher("bounded");
+        launcher.is_paused = true;
+        let host = place.host();
+        let running = launcher.start(&recorded.allow(&host).unwrap(), &host).unwrap();
+        let monitor = Qmp::connect(&running.qmp_path(), WITHIN).unwrap();
+        let chardevs = monitor.execute("query-chardev", Value::Null).unwrap();
+        let mut found: Vec<_> =
+            chardevs.as_array().unwrap().iter().map(|it| it["label"].as_str().unwrap()).collect();
+        found.sort_unstable();
+        // There is no human monitor.
+        assert_eq!(found, ["serial0", "towline-qmp"], "{version:?}: {chardevs}");
+        let read = json!({ "device": "serial0", "size": 16 });
+        assert_eq!(monitor.execute("ringbuf-read", read).unwrap(), "");
+        let info = json!({ "command-line": "info network" });
+        let info = monitor.execute("human-monitor-command", info).unwrap();
+        assert!(info.as_str().unwrap().contains("restrict=on"), "{info}");
     }
 }

@@ -103,8 +103,7 @@ fn host(args: &RunArgs, root: &RuntimeRoot, n: u32, name: &GuestName) -> Result<
         ..HostArguments::default()
     };
     let identity = GuestIdentity { n, name: name.as_str() };
-    let host = host.for_guest(identity).map_err(|error| Rejection::usage(error.to_string()))?;
-    Ok(HostArguments { console_directory: Some(root.path().join(name.as_str())), ..host })
+    host.for_guest(identity).map_err(|error| Rejection::usage(error.to_string()))
 }
 
 fn allowed(

@@ -114,7 +114,7 @@ impl Properties {
         }
     }
 
-    /// Returns keys and values as text, with nested JSON as it is written.
+    /// Returns keys and values as text. A list of numbers in JSON is a key with several values; other nested JSON is as it is written.
     pub fn pairs(&self) -> Vec<(&str, String)> {
         match self {
             Self::KeyValue(properties) => properties
@@ -123,7 +123,9 @@ impl Properties {
                     (property.key.as_str(), property.value.clone().unwrap_or_else(|| "on".to_owned()))
                 })
                 .collect(),
-            Self::Json(map) => map.iter().map(|(key, value)| (key.as_str(), scalar_text(value))).collect(),
+            Self::Json(map) => {
+                map.iter().flat_map(|(key, value)| texts(value).map(|text| (key.as_str(), text))).collect()
+            }
         }
     }
 
@@ -157,6 +159,14 @@ impl Properties {
                 };
                 map.insert(key.to_owned(), typed.unwrap_or_else(|| Value::String(value.to_owned())));
             }
+        }
+    }
+
+    /// As [`set`](Self::set), for a key whose value is a boolean.
+    pub(crate) fn set_switch(&mut self, key: &str, is_on: bool) {
+        match self {
+            Self::KeyValue(_) => self.set(key, if is_on { "on" } else { "off" }),
+            Self::Json(map) => drop(map.insert(key.to_owned(), Value::Bool(is_on))),
         }
     }
 
@@ -202,6 +212,17 @@ fn check_key(key: &str) -> Result<(), ValueError> {
         return Err(ValueError::Key { found: key.chars().take(NAME_BYTES_MAX).collect() });
     }
     Ok(())
+}
+
+/// The values of a key: one, or those of a list of numbers.
+fn texts(value: &Value) -> impl Iterator<Item = String> + '_ {
+    let values = match value {
+        Value::Array(values) if !values.is_empty() && values.iter().all(Value::is_number) => {
+            values.as_slice()
+        }
+        value => std::slice::from_ref(value),
+    };
+    values.iter().map(scalar_text)
 }
 
 fn scalar_text(value: &Value) -> String {
@@ -272,6 +293,13 @@ mod tests {
         let text = properties.to_text(Some("driver"));
         assert_eq!(text, r#"{"driver":"e1000","mac":"52:54:00:00:00:01","mq":false,"vectors":8}"#);
         assert_eq!(properties.value("mq").unwrap(), "off");
+    }
+
+    #[test]
+    fn lists_of_numbers_are_several_values() {
+        let properties = Properties::parse_json(r#"{"a":[0,1],"b":[],"c":["x"],"d":[1,[2]]}"#).unwrap();
+        let wanted = [("a", "0"), ("a", "1"), ("b", "[]"), ("c", "[\"x\"]"), ("d", "[1,[2]]")];
+        assert_eq!(properties.pairs(), wanted.map(|(key, value)| (key, value.to_owned())));
     }
 
     #[test]

@@ -51,8 +51,59 @@ fn own_options_precede_the_guests() {
     assert_eq!(
         words.join(" "),
         "-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=allow,resourcecontrol=deny -chardev socket,id=towline-qmp, \
-         -mon chardev=towline-qmp,mode=control -incoming defer -S -machine q35 -display none -name guest=web,debug-threads=on"
+         -mon chardev=towline-qmp,mode=control -monitor none -incoming defer -S -machine q35 -display none -name guest=web,debug-threads=on"
     );
+}
+
+#[test]
+fn human_monitor_is_the_hosts() {
+    let parent = tempfile::tempdir().unwrap();
+    let root = RuntimeRoot::at(parent.path().join("run"));
+    let launcher = Launcher::new(root.claim(&"web".parse().unwrap()).unwrap());
+    let listener = launcher.listen().unwrap();
+    let monitors = |arguments: &[&str]| {
+        let arguments = arguments.iter().map(OsString::from).collect();
+        let host = HostArguments { arguments, ..HostArguments::default() };
+        let guest = CommandLine::default().trust(&host).unwrap();
+        let words = launcher.arguments(&guest, &host, listener.as_fd());
+        let pairs = words.windows(2).filter(|pair| pair[0] == "-monitor");
+        pairs.map(|pair| pair[1].to_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(monitors(&[]), ["none"]);
+    assert_eq!(monitors(&["-monitor", "stdio"]), ["stdio"]);
+    assert_eq!(monitors(&["-monitor", "none"]), ["none"]);
+}
+
+#[test]
+fn only_the_end_of_a_log_is_read() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = parent.path().join("qemu.log");
+    let mut log = fs::File::create(&path).unwrap();
+    // More than this host has memory; it is a hole.
+    log.set_len(1 << 40).unwrap();
+    io::Seek::seek(&mut log, io::SeekFrom::End(0)).unwrap();
+    io::Write::write_all(&mut log, b"\nqemu: the end\n").unwrap();
+    let read = read_end(&fs::File::open(&path).unwrap()).unwrap();
+    assert_eq!(read.len(), LOG_BYTES_MAX);
+    assert!(log_tail(&path).ends_with("\nqemu: the end"));
+    assert_eq!(log_tail(&parent.path().join("missing")), "no message");
+}
+
+#[test]
+fn relative_paths_are_those_of_the_working_directory() {
+    let directory = tempfile::tempdir().unwrap();
+    let canonical = directory.path().canonicalize().unwrap();
+    let parent = tempfile::tempdir().unwrap();
+    let root = RuntimeRoot::at(parent.path().join("run"));
+    let launcher = Launcher::new(root.claim(&"web".parse().unwrap()).unwrap());
+    let host = HostArguments {
+        binary: "/bin/true".into(),
+        working_directory: Some(canonical.clone()),
+        ..HostArguments::default()
+    };
+    let guest = CommandLine::default().trust(&host).unwrap();
+    let (command, _listener) = launcher.prepare(&guest, &host).unwrap();
+    assert_eq!(command.get_current_dir(), Some(canonical.as_path()));
 }
 
 #[test]

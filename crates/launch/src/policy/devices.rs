@@ -65,11 +65,11 @@ const BLOCK: &[Known] = &[
     ("min_io_size", Size),
     ("opt_io_size", Size),
     ("physical_block_size", Size),
-    ("rerror", One(&["auto", "report", "ignore", "stop"])),
+    ("rerror", One(&["auto", "report", "stop"])),
     ("secs", Number),
     ("serial", Word),
     ("share-rw", Switch),
-    ("werror", One(&["auto", "report", "ignore", "stop", "enospc"])),
+    ("werror", One(&["auto", "report", "stop", "enospc"])),
     ("write-cache", Switch),
 ];
 const VIRTIO_BLOCK: &[Known] = &[

@@ -7,6 +7,8 @@ use std::net::IpAddr;
 pub(crate) enum Form {
     /// `on`, `off`, `yes`, `no`, `true`, `false`, `auto`.
     Switch,
+    /// A switch that only this host turns on.
+    Off,
     /// A decimal or hexadecimal number, with a sign or without.
     Number,
     /// A number with a unit.
@@ -15,7 +17,7 @@ pub(crate) enum Form {
     Word,
     /// Words and blanks.
     Label,
-    /// As a word; beginning with a letter. It refers to another option.
+    /// As a word; beginning with a letter, but not with `towline-`, as those of the launcher do. It refers to another option.
     Id,
     /// Six bytes in hexadecimal.
     Mac,
@@ -52,6 +54,7 @@ impl Form {
         }
         match self {
             Self::Switch => ["on", "off", "yes", "no", "true", "false", "auto"].contains(&value),
+            Self::Off => ["off", "no", "false"].contains(&value),
             Self::Number => {
                 let digits = value.strip_prefix('-').unwrap_or(value);
                 match digits.strip_prefix("0x") {
@@ -69,7 +72,11 @@ impl Form {
                 !value.is_empty()
                     && value.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.+ ()".contains(&b))
             }
-            Self::Id => value.starts_with(|c: char| c.is_ascii_alphabetic()) && is_word(value),
+            Self::Id => {
+                value.starts_with(|c: char| c.is_ascii_alphabetic())
+                    && is_word(value)
+                    && !value.starts_with("towline-")
+            }
             Self::Mac => {
                 let bytes: Vec<_> = value.split([':', '-']).collect();
                 bytes.len() == 6 && bytes.iter().all(|byte| hex(byte, 2))
@@ -103,11 +110,12 @@ impl Form {
     pub(crate) fn describe(self) -> String {
         match self {
             Self::Switch => "on, off or auto".into(),
+            Self::Off => "off, unless this host sets it".into(),
             Self::Number => "a number".into(),
             Self::Size => "a size".into(),
             Self::Word => "letters, digits and -_.+".into(),
             Self::Label => "letters, digits, blanks and -_.+()".into(),
-            Self::Id => "an id".into(),
+            Self::Id => "an id that does not begin with towline-".into(),
             Self::Mac => "a MAC address".into(),
             Self::PciAddress => "a PCI slot and function".into(),
             Self::Uuid => "a UUID".into(),
@@ -137,7 +145,8 @@ mod tests {
             (Form::Size, &["512M", "1073741824"], &["", "1/2", "G"]),
             (Form::Word, &["pc-q35-10.0", "a_b+c"], &["", ".", "..", "a/b", "a:b", "a b", "\u{e9}"]),
             (Form::Label, &["Standard PC (Q35 + ICH9)"], &["", "a/b", "a,b", "a:b"]),
-            (Form::Id, &["net0", "pci.1"], &["", "0", "a/b", "a|b"]),
+            (Form::Off, &["off", "no"], &["", "on", "auto"]),
+            (Form::Id, &["net0", "pci.1", "towline"], &["", "0", "a/b", "a|b", "towline-qmp"]),
             (Form::Mac, &["52:54:00:12:34:56", "0-1-2-3-4-5"], &["", "52:54:00:12:34", "g:1:2:3:4:5"]),
             (Form::PciAddress, &["1f.2", "0x3", "3"], &["", "1f.", "0000:01:00.0"]),
             (

@@ -2,7 +2,9 @@
 
 use super::devices;
 use super::form::Form;
-use Form::{Date, Host, Id, Label, Mac, Network, Number, One, PciAddress, Ranges, Size, Switch, Uuid, Word};
+use Form::{
+    Date, Host, Id, Label, Mac, Network, Number, Off, One, PciAddress, Ranges, Size, Switch, Uuid, Word,
+};
 
 /// A property and the form of its value.
 pub(super) type Known = (&'static str, Form);
@@ -171,7 +173,7 @@ const OBJECTS: &[(&str, &[Known])] = &[
     ("rng-random", &[("filename", Host), ("id", Id), ("qom-type", Word)]),
 ];
 
-/// QEMU's own network, which reaches whatever the host reaches; ports of the host, programs and files are the host's.
+/// QEMU's own network, which reaches nothing unless this host sets `restrict=off`; ports of the host, programs and files are the host's.
 const USER: &[Known] = &[
     ("bootfile", Host),
     ("dhcpstart", Network),
@@ -208,10 +210,10 @@ const TAP: &[Known] = &[
     ("script", One(&["no", ""])),
     ("sndbuf", Size),
     ("type", Word),
-    ("vhost", Switch),
+    ("vhost", Off),
     ("vhostfd", Host),
     ("vhostfds", Host),
-    ("vhostforce", Switch),
+    ("vhostforce", Off),
     ("vnet_hdr", Switch),
 ];
 const VHOST_USER: &[Known] =
@@ -240,13 +242,13 @@ const CHARDEVS: &[(&str, &[Known])] = &[
 ];
 
 /// Without the file and its format: a guest that wrote the header of another format into its disk could otherwise have this host open
-/// any file as that one's base.
+/// any file as that one's base. Nor may an image have writes lost or errors ignored on this host's disks.
 const DRIVE: &[Known] = &[
     ("aio", One(&["threads", "native", "io_uring"])),
     ("bus", Number),
-    ("cache", One(&["none", "writeback", "unsafe", "directsync", "writethrough"])),
+    ("cache", One(&["none", "writeback", "directsync", "writethrough"])),
     ("cache.direct", Switch),
-    ("cache.no-flush", Switch),
+    ("cache.no-flush", Off),
     ("cache.writeback", Switch),
     ("copy-on-read", Switch),
     ("detect-zeroes", One(&["on", "off", "unmap"])),
@@ -261,7 +263,7 @@ const DRIVE: &[Known] = &[
     ("media", One(&["disk", "cdrom"])),
     ("read-only", Switch),
     ("readonly", Switch),
-    ("rerror", One(&["auto", "report", "ignore", "stop"])),
+    ("rerror", One(&["auto", "report", "stop"])),
     ("throttling.bps-read", Number),
     ("throttling.bps-total", Number),
     ("throttling.bps-write", Number),
@@ -269,13 +271,13 @@ const DRIVE: &[Known] = &[
     ("throttling.iops-total", Number),
     ("throttling.iops-write", Number),
     ("unit", Number),
-    ("werror", One(&["auto", "report", "ignore", "stop", "enospc"])),
+    ("werror", One(&["auto", "report", "stop", "enospc"])),
 ];
 const BLOCKDEV: &[Known] = &[
     ("auto-read-only", Switch),
     ("backing", Host),
     ("cache.direct", Switch),
-    ("cache.no-flush", Switch),
+    ("cache.no-flush", Off),
     ("detect-zeroes", One(&["on", "off", "unmap"])),
     ("discard", One(&["ignore", "unmap"])),
     ("driver", Host),
@@ -448,7 +450,7 @@ const RULES: &[(&str, Rule)] = &[
     ("monitor", Rule::Process),
     ("msg", Rule::Process),
     ("mtdblock", Rule::Host),
-    ("name", Rule::Properties(&[("debug-threads", Switch), ("guest", Word), ("process", Word)])),
+    ("name", Rule::Properties(&[("debug-threads", Switch), ("guest", Word), ("process", Host)])),
     ("net", Rule::Typed { key: "type", types: NETS }),
     ("netdev", Rule::Typed { key: "type", types: NETDEVS }),
     ("nic", Rule::Typed { key: "type", types: NICS }),
@@ -459,7 +461,8 @@ const RULES: &[(&str, Rule)] = &[
     ("no-shutdown", FLAG),
     ("no-user-config", FLAG),
     ("nodefaults", FLAG),
-    ("nographic", FLAG),
+    // The serial port would write to the log without a limit.
+    ("nographic", Rule::Host),
     ("numa", Rule::Typed { key: "type", types: NUMA }),
     ("object", Rule::Typed { key: "qom-type", types: OBJECTS }),
     ("only-migratable", FLAG),
@@ -485,7 +488,8 @@ const RULES: &[(&str, Rule)] = &[
     ("singlestep", FLAG),
     ("smbios", Rule::Properties(SMBIOS)),
     ("smp", Rule::Properties(SMP)),
-    ("snapshot", FLAG),
+    // What the guest writes to this host's disks would be lost.
+    ("snapshot", Rule::Host),
     ("spice", Rule::Process),
     (
         "tpmdev",

@@ -57,6 +57,13 @@ pub enum Refused {
     Setting(SettingError),
     /// An argument of the user.
     Argument(crate::ParseError),
+    /// An option of the user with which QEMU would not be the launcher's own process.
+    Unsupervised {
+        /// The option.
+        option: &'static str,
+        /// The reason, and what to do.
+        reason: &'static str,
+    },
 }
 
 impl fmt::Display for Refusal {
@@ -87,6 +94,9 @@ impl fmt::Display for Refused {
             Self::Image(refusals) => refusals,
             Self::Setting(error) => return write!(f, "{error}"),
             Self::Argument(error) => return write!(f, "QEMU's arguments cannot be read: {error}"),
+            Self::Unsupervised { option, reason } => {
+                return write!(f, "QEMU's arguments have {option}: {reason}");
+            }
         };
         write!(f, "command line of the image is refused: ")?;
         for (index, refusal) in refusals.iter().take(SHOWN_MAX).enumerate() {

@@ -39,7 +39,8 @@ fn refusals(text: &str, host: &HostArguments) -> Vec<(String, Reason)> {
 #[test]
 fn an_images_files_and_descriptors_come_from_this_host() {
     let wanted = ["drive.disk0.file", "drive.disk0.format", "netdev.net0.fd", "netdev.net0.vhostfd"];
-    let wanted: Vec<_> = wanted.iter().map(|key| ((*key).to_owned(), Reason::Host)).collect();
+    let mut wanted: Vec<_> = wanted.iter().map(|key| ((*key).to_owned(), Reason::Host)).collect();
+    wanted.insert(3, ("netdev.net0.vhost".to_owned(), off()));
     assert_eq!(refusals(LIBVIRT, &host(&[])), wanted);
 }
 
@@ -81,7 +82,10 @@ fn a_trusted_command_line_keeps_its_paths_and_not_its_process() {
 fn a_disk_has_its_format_from_this_host() {
     let text = "-drive if=none,id=d0 -device virtio-blk-pci,drive=d0";
     let wanted = [("drive.d0.format".to_owned(), Reason::Format)];
-    assert_eq!(refusals(text, &host(&["drive.d0.file=/vm/a"])), wanted);
+    for setting in ["drive.d0.file=/vm/a", "drive.d0.file.filename=/vm/a", "drive.d0.file.driver=file"] {
+        assert_eq!(refusals(text, &host(&[setting])), wanted);
+    }
+    recorded(text).allow(&host(&["drive.d0.file.filename=/vm/a", "drive.d0.driver=raw"])).unwrap();
     recorded(text).allow(&host(&["drive.d0.file=/vm/a", "drive.d0.format=raw"])).unwrap();
 }
 
@@ -97,14 +101,168 @@ fn a_secret_that_was_left_out_has_to_be_given() {
 
 #[test]
 fn serial_ports_write_to_files_of_this_host() {
-    let text = "-serial file:/etc/passwd -serial none -serial stdio";
+    let text = "-serial file:/etc/passwd -serial none -serial stdio -nodefaults";
     let allowed = words(&recorded(text).allow(&host(&[])).unwrap());
     assert_eq!(
         allowed,
-        "-serial file:/run/towline/web/serial0.log -serial none -serial file:/run/towline/web/serial2.log -display none"
+        "-serial file:/run/towline/web/serial0.log -serial none -serial file:/run/towline/web/serial2.log -nodefaults \
+         -display none"
     );
-    let refused = refusals(text, &HostArguments::default());
-    assert_eq!(refused, [("serial.0".to_owned(), Reason::Host), ("serial.2".to_owned(), Reason::Host)]);
+}
+
+#[test]
+fn without_a_directory_consoles_are_ring_buffers() {
+    let text = "-nodefaults -serial file:/etc/passwd -serial null -chardev null,id=serial2 -serial stdio \
+                -chardev pty,id=c0 -device isa-serial,chardev=c0 -chardev socket,id=c1,path=/a -serial chardev:c1";
+    let allowed = recorded(text).allow(&HostArguments::default()).unwrap();
+    assert_eq!(
+        words(&allowed),
+        "-nodefaults -serial chardev:serial0 -serial null -chardev null,id=serial2 -serial chardev:serial2-ring \
+         -chardev ringbuf,id=c0,size=64K -device isa-serial,chardev=c0 -chardev ringbuf,id=c1,size=64K -serial chardev:c1 \
+         -chardev ringbuf,id=serial0,size=64K -chardev ringbuf,id=serial2-ring,size=64K -display none"
+    );
+    // A clone's image is allowed as it is.
+    let again = allowed.command_line().record().unwrap().allow(&HostArguments::default()).unwrap();
+    assert_eq!(words(&again), words(&allowed).replace(" -display none", "") + " -display none");
+    // The launcher's monitor is not a console.
+    let refused = refusals(
+        "-nodefaults -serial chardev:towline-qmp -device isa-serial,chardev=towline-qmp",
+        &host(&[]),
+    );
+    assert!(refused.iter().any(|(key, _)| key == "device.chardev"), "{refused:?}");
+}
+
+fn off() -> Reason {
+    Reason::Form { expected: "off, unless this host sets it".into() }
+}
+
+#[test]
+fn a_tap_is_named_by_this_host_and_runs_no_script() {
+    let text = "-netdev tap,id=n0";
+    let wanted = [("netdev.n0.ifname".to_owned(), Reason::Host)];
+    assert_eq!(refusals(text, &host(&[])), wanted);
+    assert_eq!(refusals("-netdev tap,id=n0,script=no", &host(&[])), wanted);
+    let with = |text: &str, settings: &[&str]| words(&recorded(text).allow(&host(settings)).unwrap());
+    assert_eq!(
+        with(text, &["netdev.n0.ifname=tap0"]),
+        "-netdev tap,id=n0,ifname=tap0,script=no,downscript=no -display none"
+    );
+    assert_eq!(
+        with(text, &["netdev.n0.ifname=tap0", "netdev.n0.script=/etc/up"]),
+        "-netdev tap,id=n0,ifname=tap0,script=/etc/up,downscript=no -display none"
+    );
+    // QEMU refuses scripts for a tap that is open.
+    assert_eq!(
+        with("-netdev tap,id=n0,script=no,downscript=no", &["netdev.n0.fd=5"]),
+        "-netdev tap,id=n0,fd=5 -display none"
+    );
+    assert_eq!(
+        with(r#"-netdev {"type":"tap","id":"n0"}"#, &["netdev.n0.ifname=tap0"]),
+        r#"-netdev {"downscript":"no","id":"n0","ifname":"tap0","script":"no","type":"tap"} -display none"#
+    );
+}
+
+#[test]
+fn vhost_has_the_consent_of_this_host() {
+    let text = "-netdev tap,id=n0,vhost=on";
+    let wanted = [("netdev.n0.vhost".to_owned(), off())];
+    assert_eq!(refusals(text, &host(&["netdev.n0.ifname=tap0"])), wanted);
+    assert_eq!(refusals(&text.replace("vhost", "vhostforce"), &host(&["netdev.n0.ifname=tap0"])).len(), 1);
+    recorded(text).allow(&host(&["netdev.n0.ifname=tap0", "netdev.n0.vhost=on"])).unwrap();
+}
+
+#[test]
+fn network_of_qemu_is_isolated_unless_this_host_opens_it() {
+    let with = |text: &str, settings: &[&str]| words(&recorded(text).allow(&host(settings)).unwrap());
+    for text in
+        ["-netdev user,id=n0", "-netdev user,id=n0,restrict=off", "-netdev user,id=n0,restrict=off,ipv6=on"]
+    {
+        let allowed = with(text, &[]);
+        assert!(allowed.contains("restrict=on") && !allowed.contains("restrict=off"), "{allowed}");
+        let allowed = with(text, &["netdev.n0.restrict=off"]);
+        assert!(allowed.contains("restrict=off") && !allowed.contains("restrict=on"), "{allowed}");
+    }
+    assert_eq!(with("-net nic -net user", &[]), "-net nic -net user,restrict=on -display none");
+    assert_eq!(with("-nic user", &[]), "-nic user,restrict=on -display none");
+    let json = r#"-netdev {"type":"user","id":"n0"}"#;
+    assert_eq!(with(json, &[]), r#"-netdev {"id":"n0","restrict":true,"type":"user"} -display none"#);
+    assert!(with(json, &["netdev.n0.restrict=off"]).contains(r#""restrict":false"#));
+    // QEMU's default network is of this kind.
+    assert_eq!(with("-machine q35", &[]), "-machine q35 -net nic -net user,restrict=on -display none");
+    assert_eq!(with("-nodefaults", &[]), "-nodefaults -display none");
+}
+
+#[test]
+fn accelerator_of_this_host_replaces_the_images() {
+    let with = |text: &str, settings: &[&str]| words(&recorded(text).allow(&host(settings)).unwrap());
+    let text = "-machine q35,accel=tcg -nodefaults -enable-kvm";
+    assert_eq!(with(text, &["accel=kvm"]), "-machine q35 -nodefaults -accel kvm -display none");
+    assert_eq!(with(text, &["machine.accel=kvm"]), "-machine q35,accel=kvm -nodefaults -display none");
+    assert_eq!(
+        with("-nodefaults -accel tcg -accel kvm", &["accel.1.accel=kvm"]),
+        "-nodefaults -accel kvm -display none"
+    );
+    let own = HostArguments { arguments: vec!["-accel".into(), "kvm".into()], ..HostArguments::default() };
+    let allowed = words(&recorded("-nodefaults -machine accel=tcg -accel tcg").allow(&own).unwrap());
+    assert_eq!(allowed, "-nodefaults -display none -accel kvm");
+    assert_eq!(with(text, &[]), "-machine q35,accel=tcg -nodefaults -enable-kvm -display none");
+}
+
+#[test]
+fn writes_and_errors_of_disks_are_not_ignored_for_an_image() {
+    for (text, key) in [
+        ("-drive id=d0,if=none,cache=unsafe", "drive.d0.cache"),
+        ("-drive id=d0,if=none,cache.no-flush=on", "drive.d0.cache.no-flush"),
+        ("-drive id=d0,if=none,werror=ignore", "drive.d0.werror"),
+        ("-drive id=d0,if=none,rerror=ignore", "drive.d0.rerror"),
+        ("-device ide-hd,id=h0,werror=ignore", "device.h0.werror"),
+        ("-device ide-hd,id=h0,rerror=ignore", "device.h0.rerror"),
+    ] {
+        let refused = refusals(text, &host(&[]));
+        assert_eq!(refused.len(), 1, "{refused:?}");
+        assert_eq!(refused[0].0, key);
+        let value = text.rsplit_once('=').unwrap().1;
+        recorded(text).allow(&host(&[&format!("{key}={value}")])).unwrap();
+    }
+    for text in ["-snapshot", "-nographic"] {
+        let key = &text[1..];
+        assert_eq!(refusals(text, &host(&[])), [(key.to_owned(), Reason::Host)]);
+        let allowed = words(&recorded(text).allow(&host(&[&format!("{key}=")])).unwrap());
+        assert!(!allowed.contains(text), "{allowed}");
+        let own = HostArguments { arguments: vec![text.into()], ..HostArguments::default() };
+        assert!(words(&recorded("-nodefaults").allow(&own).unwrap()).ends_with(text));
+    }
+}
+
+#[test]
+fn options_with_which_the_launcher_would_lose_qemu_are_refused() {
+    for (words, wanted) in [
+        (
+            "-daemonize",
+            "-daemonize: the process that the launcher supervises would end at once; leave it out",
+        ),
+        ("-runas daemon", "-runas: with another user the kernel would not end QEMU"),
+        ("-run-with user=daemon", "-run-with user=: with another user"),
+        ("-chroot /srv", "-chroot: paths of this command line"),
+        ("-run-with chroot=/srv", "-run-with chroot=: paths of this command line"),
+    ] {
+        let arguments: Vec<_> = words.split(' ').map(OsString::from).collect();
+        let own = HostArguments { arguments, ..HostArguments::default() };
+        for refused in [recorded("-nodefaults").allow(&own), CommandLine::default().trust(&own)] {
+            let text = refused.unwrap_err().to_string();
+            assert!(text.starts_with(&format!("QEMU's arguments have {wanted}")), "{text}");
+        }
+    }
+    let set = host(&["runas=daemon"]);
+    assert!(matches!(
+        recorded("-nodefaults").allow(&set),
+        Err(Refused::Unsupervised { option: "-runas", .. })
+    ));
+    let own = HostArguments {
+        arguments: vec!["-run-with".into(), "exit-with-parent=on".into()],
+        ..HostArguments::default()
+    };
+    recorded("-nodefaults").allow(&own).unwrap();
 }
 
 #[test]
@@ -122,7 +280,7 @@ fn the_message_names_each_refusal_and_the_way_out() {
 #[test]
 fn arguments_of_the_user_follow_as_they_are() {
     let host = HostArguments { arguments: vec!["-vnc".into(), ":1".into()], ..HostArguments::default() };
-    assert_eq!(words(&recorded("-machine q35").allow(&host).unwrap()), "-machine q35 -vnc :1");
+    assert_eq!(words(&recorded("-nodefaults").allow(&host).unwrap()), "-nodefaults -vnc :1");
     let host = HostArguments { arguments: vec!["-vcn".into()], ..HostArguments::default() };
     assert!(matches!(recorded("-machine q35").allow(&host), Err(Refused::Argument(_))));
 }

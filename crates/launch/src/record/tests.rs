@@ -93,6 +93,13 @@ fn recorded_command_lines_of_another_form_are_refused() {
     let json = serde_json::json!({ "version": 1, "options": [], "left-out": keys }).to_string();
     assert_eq!(error(&json), ParseError::TooManyLeftOut);
     assert_eq!(error(r#"{"version":1,"options":[],"left-out":["a=b"]}"#), ParseError::TooManyLeftOut);
+    for key in ["disk.d0.file", "monitor", "S", "cpu", "drive", "drive.d0.file (your password)", "hda.d0"] {
+        let json = serde_json::json!({ "version": 1, "options": [], "left-out": [key] }).to_string();
+        assert_eq!(
+            error(&json),
+            ParseError::Recorded { reason: format!("left-out has {key:?}, which is not a secret") }
+        );
+    }
 }
 
 #[test]

@@ -52,6 +52,18 @@ fn a_directory_of_others_is_refused() {
 }
 
 #[test]
+fn a_root_that_others_may_write_to_is_not_the_users() {
+    let parent = tempfile::tempdir().unwrap();
+    let set = |mode| {
+        std::fs::set_permissions(parent.path(), std::fs::Permissions::from_mode(mode)).unwrap();
+        is_own(parent.path())
+    };
+    assert!(set(0o700) && set(0o755));
+    assert!(!set(0o770) && !set(0o702));
+    assert!(!is_own(Path::new("relative")));
+}
+
+#[test]
 fn symbolic_links_are_not_followed() {
     let (parent, root) = root();
     drop(root.claim(&name("a")).unwrap());

@@ -73,6 +73,9 @@ fn options_of_the_process_are_refused() {
     for option in ["daemonize", "s", "S", "preconfig"] {
         assert_refused(option, None, option, &Reason::Process);
     }
+    for option in ["snapshot", "nographic"] {
+        assert_refused(option, None, option, &Reason::Host);
+    }
 }
 
 #[test]
@@ -135,7 +138,11 @@ fn properties_that_name_something_of_the_host_are_refused() {
             "{\"driver\":\"host_device\",\"filename\":\"/dev/sda\",\"node-name\":\"b\"}",
             "blockdev.b.filename",
         ),
+        ("netdev", "tap,id=n", "netdev.n.ifname"),
+        ("netdev", "tap,id=n,script=no,downscript=no", "netdev.n.ifname"),
+        ("netdev", "{\"type\":\"tap\",\"id\":\"n\"}", "netdev.n.ifname"),
         ("netdev", "tap,id=n,ifname=tap0", "netdev.n.ifname"),
+        ("name", "guest=a,process=sshd", "name.process"),
         ("netdev", "tap,id=n,fd=3", "netdev.n.fd"),
         ("netdev", "tap,id=n,helper=/tmp/owned", "netdev.n.helper"),
         ("netdev", "user,id=n,smb=/", "netdev.n.smb"),
@@ -228,24 +235,23 @@ fn properties_that_are_not_listed_are_refused() {
 
 #[test]
 fn values_of_another_form_are_refused() {
+    const ID: &str = "an id that does not begin with towline-";
     let forms = [
         ("device", "e1000,romfile=/etc/shadow", "device.romfile", "no value"),
         ("device", "e1000,mac=/etc/shadow", "device.mac", "a MAC address"),
-        ("device", "e1000,netdev=../n", "device.netdev", "an id"),
+        ("device", "isa-serial,chardev=towline-qmp", "device.chardev", ID),
+        ("netdev", "vhost-user,id=n,chardev=towline-qmp", "netdev.n.chardev", ID),
+        ("chardev", "null,id=towline-qmp", "chardev.towline-qmp.id", ID),
+        ("device", "e1000,netdev=../n", "device.netdev", ID),
         ("device", "{\"driver\":\"e1000\",\"addr\":{\"a\":\"/\"}}", "device.addr", "a PCI slot and function"),
         ("netdev", "tap,id=n,script=/tmp/owned", "netdev.n.script", "no or "),
         ("netdev", "tap,id=n,downscript=/tmp/owned", "netdev.n.downscript", "no or "),
         ("netdev", "user,id=n,net=/etc", "netdev.n.net", "an IP address"),
-        ("machine", "pflash0=/etc/shadow", "machine.pflash0", "an id"),
+        ("machine", "pflash0=/etc/shadow", "machine.pflash0", ID),
         ("machine", "accel=/etc", "machine.accel", "kvm or tcg or kvm:tcg or tcg:kvm"),
         ("accel", "xen", "accel.accel", "kvm or tcg"),
-        ("object", "iothread,id=i/..", "object.id", "an id"),
-        (
-            "drive",
-            "id=d,cache=/etc",
-            "drive.d.cache",
-            "none or writeback or unsafe or directsync or writethrough",
-        ),
+        ("object", "iothread,id=i/..", "object.id", ID),
+        ("drive", "id=d,cache=/etc", "drive.d.cache", "none or writeback or directsync or writethrough"),
         ("name", "guest=/etc", "name.guest", "letters, digits and -_.+"),
         ("smbios", "type=1,product=/etc", "smbios.product", "letters, digits, blanks and -_.+()"),
         ("uuid", "/etc/shadow", "uuid", "a UUID"),
@@ -348,7 +354,8 @@ const OPTIONS: &[(&str, &str)] = &[
     ("device", "virtio-net-pci,mac=52:54:00:00:00:01"),
     ("device", "{\"driver\":\"virtio-blk-pci\",\"bootindex\":1}"),
     ("netdev", "user,restrict=on"),
-    ("netdev", "tap,vhost=on"),
+    ("netdev", "tap,vhost=off"),
+    ("netdev", "hubport,hubid=1"),
     ("chardev", "null"),
     ("drive", "if=none,cache=none"),
     ("blockdev", "read-only=on"),

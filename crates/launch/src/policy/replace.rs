@@ -1,0 +1,183 @@
+//! Values of this host in an image's place: the accelerator, the reach of the guest's network, and the other end of its consoles.
+
+use std::collections::BTreeSet;
+
+use super::devices;
+use super::form::Form;
+use crate::command_line::{CommandLine, OptionName, OptionValue, QemuOption};
+use crate::host::HostArguments;
+use crate::settings::{Candidate, Origin};
+
+/// Options that make a network of their own, or state that there is none.
+const NETWORKS: [&str; 4] = ["netdev", "net", "nic", "nodefaults"];
+/// Bytes of a console that QEMU keeps in a ring buffer.
+const RING: &str = "64K";
+
+/// Removes the image's accelerators if this host names one: of several, QEMU takes the first that works.
+pub(super) fn accelerator(candidates: &mut Vec<Candidate>, own: &CommandLine) {
+    let is_of_host = |candidate: &Candidate| match &candidate.origin {
+        Origin::Host => names_accelerator(&candidate.option),
+        Origin::Image(trusted) => trusted.contains("accel"),
+    };
+    if !candidates.iter().any(is_of_host) && !own.options().iter().any(names_accelerator) {
+        return;
+    }
+    for candidate in candidates.iter_mut().filter(|candidate| !is_of_host(candidate)) {
+        if candidate.option.name.as_str() == "machine"
+            && let Some(properties) = candidate.option.properties_mut()
+        {
+            properties.remove("accel");
+        }
+    }
+    candidates.retain(|candidate| match candidate.option.name.as_str() {
+        "accel" | "enable-kvm" => is_of_host(candidate),
+        "machine" => candidate.option.properties().is_none_or(|properties| !properties.pairs().is_empty()),
+        _ => true,
+    });
+}
+
+fn names_accelerator(option: &QemuOption) -> bool {
+    let has_accelerator =
+        || option.properties().is_some_and(|properties| properties.value("accel").is_some());
+    match option.name.as_str() {
+        "accel" | "enable-kvm" => true,
+        "machine" => has_accelerator(),
+        _ => false,
+    }
+}
+
+/// Isolates QEMU's own network, QEMU's default one included, and has taps run no script, unless this host says otherwise.
+pub(super) fn networks(candidates: &mut Vec<Candidate>, own: &CommandLine) {
+    let is_network = |option: &QemuOption| NETWORKS.contains(&option.name.as_str());
+    if !candidates.iter().map(|candidate| &candidate.option).chain(own.options()).any(is_network) {
+        // These are QEMU's defaults, which would not be isolated.
+        let defaults = ["nic", "user"].into_iter().filter_map(|value| parse("net", value));
+        candidates.extend(defaults.map(|option| Candidate {
+            option,
+            address: "net".into(),
+            origin: Origin::Image(BTreeSet::new()),
+        }));
+    }
+    for Candidate { option, origin, .. } in candidates {
+        let Origin::Image(trusted) = origin else { continue };
+        if !is_network(option) {
+            continue;
+        }
+        let is_tap = is_tap(option);
+        let Some(properties) = option.properties_mut() else { continue };
+        if is_tap {
+            let is_open = ["fd", "fds", "helper"].iter().any(|key| trusted.contains(*key));
+            for key in ["script", "downscript"].into_iter().filter(|key| !trusted.contains(*key)) {
+                match properties.value(key).as_deref() {
+                    // QEMU refuses both for a tap that is open already.
+                    Some("no" | "") if is_open => properties.remove(key),
+                    // The defaults are programs: /etc/qemu-ifup and /etc/qemu-ifdown.
+                    None if !is_open => properties.set(key, "no"),
+                    _ => {}
+                }
+            }
+        } else if properties.value("type").as_deref() == Some("user") {
+            let value = properties.value("restrict").filter(|_| trusted.contains("restrict"));
+            let is_off = matches!(value.as_deref(), Some("off" | "no" | "false" | "n"));
+            properties.set_switch("restrict", !is_off);
+            trusted.insert("restrict".to_owned());
+        }
+    }
+}
+
+/// Returns true if it is a network of the host's tap.
+pub(super) fn is_tap(option: &QemuOption) -> bool {
+    let kind = || option.properties().and_then(|properties| properties.value("type"));
+    option.name.as_str() == "netdev" && kind().as_deref() == Some("tap")
+}
+
+/// The other end of consoles.
+#[derive(Clone, Copy)]
+enum ConsoleEnd<'a> {
+    /// A ring buffer of QEMU.
+    Ring,
+    /// A file in this directory.
+    File(&'a str),
+}
+
+/// Gives serial ports and consoles another end of this host's, whatever the image has there.
+pub(super) fn consoles(candidates: &mut Vec<Candidate>, host: &HostArguments, own: &CommandLine) {
+    let end = match host.console_directory.as_deref().map(|directory| directory.to_str()) {
+        None => ConsoleEnd::Ring,
+        Some(Some(directory)) => ConsoleEnd::File(directory),
+        Some(None) => return,
+    };
+    let consoles = console_chardevs(candidates);
+    let options = candidates.iter().map(|candidate| &candidate.option).chain(own.options());
+    let mut ids: BTreeSet<String> = options.filter_map(QemuOption::id).collect();
+    let (mut ports, mut logs) = (0, 0);
+    let mut added = Vec::new();
+    for candidate in candidates.iter_mut().filter(|candidate| candidate.origin != Origin::Host) {
+        let replacement = match (candidate.option.name.as_str(), &candidate.option.value) {
+            ("serial", OptionValue::Text(text)) => {
+                // The number of the port names the other end, and nothing of the image does.
+                ports += 1;
+                let is_replaced = !["none", "null"].contains(&text.as_str()) && port_chardev(text).is_none();
+                is_replaced.then(|| match end {
+                    ConsoleEnd::File(directory) => format!("file:{directory}/serial{}.log", ports - 1),
+                    ConsoleEnd::Ring => {
+                        let id = free_id(&mut ids, ports - 1);
+                        added.extend(parse("chardev", &format!("ringbuf,id={id},size={RING}")));
+                        format!("chardev:{id}")
+                    }
+                })
+            }
+            ("chardev", OptionValue::Properties(properties)) => {
+                let id = properties.value("id").filter(|id| consoles.contains(id) && Form::Id.admits(id));
+                id.map(|id| match end {
+                    ConsoleEnd::File(directory) => {
+                        logs += 1;
+                        let directory = directory.replace(',', ",,");
+                        format!("file,id={id},path={directory}/console{}.log", logs - 1)
+                    }
+                    ConsoleEnd::Ring => format!("ringbuf,id={id},size={RING}"),
+                })
+            }
+            _ => None,
+        };
+        if let Some(option) = replacement.and_then(|text| parse(candidate.option.name.as_str(), &text)) {
+            candidate.option = option;
+            candidate.origin = Origin::Host;
+        }
+    }
+    candidates.extend(added.into_iter().map(|option| Candidate {
+        address: format!("chardev.{}", option.id().unwrap_or_default()),
+        option,
+        origin: Origin::Host,
+    }));
+}
+
+/// Ids of the chardevs of serial ports and of devices whose output is text for people.
+fn console_chardevs(candidates: &[Candidate]) -> BTreeSet<String> {
+    let chardev = |candidate: &Candidate| match (candidate.option.name.as_str(), &candidate.option.value) {
+        ("serial", OptionValue::Text(text)) => port_chardev(text).map(str::to_owned),
+        ("device", OptionValue::Properties(properties)) => {
+            let is_console = devices::is_console(&properties.value("driver").unwrap_or_default());
+            properties.value("chardev").filter(|_| is_console)
+        }
+        _ => None,
+    };
+    candidates.iter().filter_map(chardev).collect()
+}
+
+/// Returns the id of the chardev that a `-serial` refers to.
+pub(super) fn port_chardev(text: &str) -> Option<&str> {
+    text.strip_prefix("chardev:").filter(|id| Form::Id.admits(id))
+}
+
+fn free_id(ids: &mut BTreeSet<String>, port: usize) -> String {
+    let mut id = format!("serial{port}");
+    while !ids.insert(id.clone()) {
+        id.push_str("-ring");
+    }
+    id
+}
+
+fn parse(name: &str, value: &str) -> Option<QemuOption> {
+    QemuOption::parse(OptionName::find(name)?, Some(value)).ok()
+}
