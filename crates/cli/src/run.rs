@@ -54,7 +54,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Exit> {
     };
     let version = QemuVersion::of_binary(&host)?;
     let root = RuntimeRoot::of_user();
-    let (starts, memory) = match request::guests(args, &image, version, &root) {
+    let (starts, memory) = match request::guests(args, &image, version) {
         Ok(requested) => requested,
         Err(Rejection { exit, text }) => {
             console::error(&text);

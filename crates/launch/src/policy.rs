@@ -85,7 +85,8 @@ impl CommandLine {
     /// # Errors
     /// A setting or an argument of `host` that is at fault.
     pub fn accept(&self, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
-        finish(settings::apply(self, &host.settings)?, host)
+        let own = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
+        finish(settings::apply(self, &host.settings)?, host, &own)
     }
 
     /// Accepts a command line whose origin is trusted as this host is: that of a process of the same user on it.

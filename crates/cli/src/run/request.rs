@@ -6,7 +6,7 @@ use towline_control::command_line;
 use towline_image::{Image, StoredGuest as _};
 use towline_launch::{
     AllowedCommandLine, CommandLine, GuestIdentity, GuestName, HostArguments, MappedBlock, MappedMemory,
-    QemuVersion, Recorded, Refused, RuntimeRoot, Sharing, Start, check_in_use,
+    QemuVersion, Recorded, Refused, Sharing, Start, check_in_use,
 };
 
 use crate::args::RunArgs;
@@ -51,7 +51,6 @@ pub(crate) fn guests(
     args: &RunArgs,
     image: &Image,
     version: QemuVersion,
-    root: &RuntimeRoot,
 ) -> Result<(Vec<GuestStart>, Memory), Rejection> {
     let recorded = match image.origin().map(command_line::recorded) {
         Some(recorded) => recorded.map_err(|error| Rejection::refused(&error))?,
@@ -65,7 +64,7 @@ pub(crate) fn guests(
     }
     let mut guests = Vec::new();
     for (n, name) in (0..).zip(names(args, image.path())?) {
-        let host = host(args, root, n, &name)?;
+        let host = host(args, n, &name)?;
         let command_line = allowed(args, recorded.as_ref(), &host);
         let command_line = command_line.map_err(|refused| Rejection::refused(&refused))?;
         guests.push(GuestStart { name, host, command_line });
@@ -93,7 +92,7 @@ fn names(args: &RunArgs, image: &Path) -> Result<Vec<GuestName>, Rejection> {
 }
 
 /// This host's part of the command line of one guest.
-fn host(args: &RunArgs, root: &RuntimeRoot, n: u32, name: &GuestName) -> Result<HostArguments, Rejection> {
+fn host(args: &RunArgs, n: u32, name: &GuestName) -> Result<HostArguments, Rejection> {
     let host = HostArguments {
         binary: args.qemu.clone(),
         // Relative paths of the user's arguments.

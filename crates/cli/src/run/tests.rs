@@ -1,5 +1,3 @@
-use std::path::PathBuf;
-
 use clap::Parser;
 use towline_launch::CommandLine;
 
@@ -13,10 +11,6 @@ struct Line {
 
 fn args(words: &[&str]) -> RunArgs {
     Line::try_parse_from(["run"].iter().chain(words)).unwrap().args
-}
-
-fn root() -> RuntimeRoot {
-    RuntimeRoot::at(PathBuf::from("/run/user/1/towline/guests"))
 }
 
 fn line(words: &str, host: &HostArguments) -> AllowedCommandLine {
@@ -48,7 +42,7 @@ fn clones_are_numbered_and_one_guest_is_not() {
 #[test]
 fn values_of_this_host_have_the_number_and_the_name_of_the_clone() {
     let args = args(&["a.img", "--set", "serial.0=unix:/run/{name}", "--", "-smbios", "type=1,serial={n}"]);
-    let host = host(&args, &root(), 3, &"web-3".parse().unwrap()).unwrap();
+    let host = host(&args, 3, &"web-3".parse().unwrap()).unwrap();
     assert_eq!(host.settings[0].value, "unix:/run/web-3");
     assert_eq!(host.arguments, ["-smbios", "type=1,serial=3"]);
     // A guest's output is kept in a ring buffer, not in files of the runtime directory.
@@ -60,7 +54,7 @@ fn hostile_command_line_is_refused_by_name_unless_it_is_trusted() {
     let recorded = recorded("-machine q35 -drive file=/etc/shadow,if=none,id=d0,format=raw -nodefaults");
     let allowed_by = |words: &[&str]| {
         let args = args(words);
-        let host = host(&args, &root(), 0, &"a".parse().unwrap()).unwrap();
+        let host = host(&args, 0, &"a".parse().unwrap()).unwrap();
         allowed(&args, Some(&recorded), &host)
     };
     let error = allowed_by(&["a.img"]).unwrap_err().to_string();
@@ -73,7 +67,7 @@ fn hostile_command_line_is_refused_by_name_unless_it_is_trusted() {
 #[test]
 fn arguments_of_the_user_are_the_whole_command_line_of_an_image_without_one() {
     let args = args(&["a.img", "--", "-m", "64M", "-monitor", "none"]);
-    let host = host(&args, &root(), 0, &"a".parse().unwrap()).unwrap();
+    let host = host(&args, 0, &"a".parse().unwrap()).unwrap();
     let allowed = allowed(&args, None, &host).unwrap();
     assert_eq!(words(&allowed), "-m 64M -monitor none -display none");
 }
@@ -106,7 +100,7 @@ fn an_image_without_a_command_line_needs_arguments() {
     let directory = tempfile::tempdir().unwrap();
     let image = image(directory.path());
     let version = QemuVersion { major: 10, minor: 0 };
-    let error = guests(&args(&["a.img"]), &image, version, &root()).unwrap_err();
+    let error = guests(&args(&["a.img"]), &image, version).unwrap_err();
     assert!(error.exit == Exit::Usage && error.text.contains("after --"), "{error:?}");
 }
 
@@ -120,7 +114,7 @@ fn memory_is_mapped_or_the_reason_is_said() {
     let run = |options: &[&str], version, more: &[&str]| {
         let own = ["--", "-object", backend.as_str()];
         let line = ["a.img"].iter().chain(options).chain(&own).chain(more);
-        guests(&args(&line.copied().collect::<Vec<_>>()), &image, version, &root())
+        guests(&args(&line.copied().collect::<Vec<_>>()), &image, version)
     };
     let (starts, memory) = run(&["--count", "2"], new, &[]).unwrap();
     assert_eq!(memory, Memory::Mapped);
