@@ -38,7 +38,7 @@ pub(super) fn stale_page(
 }
 
 /// The next data of a file at or behind `at`, and the hole that follows.
-fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
+pub(super) fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
     match seek(file, SeekFrom::Data(at)) {
         Ok(data) => Ok(Some((data, seek(file, SeekFrom::Hole(data))?))),
         Err(Errno::NXIO) => Ok(None),

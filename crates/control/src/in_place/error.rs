@@ -121,6 +121,20 @@ pub enum Reason {
         /// Bytes of the copies.
         bytes: u64,
     },
+    /// The file of the memory has content.
+    #[error("{} has content at byte {offset}", path.display())]
+    OldContent {
+        /// The file.
+        path: PathBuf,
+        /// Where in it.
+        offset: u64,
+    },
+    /// QEMU has another file open than that of this name.
+    #[error("QEMU does not have {} open: the file was replaced after QEMU had opened it", path.display())]
+    NotOpen {
+        /// The file.
+        path: PathBuf,
+    },
     /// The kernel does not report private copies.
     #[error(
         "the kernel does not report whether QEMU has private copies of it (no Anonymous in /proc/PID/smaps)"

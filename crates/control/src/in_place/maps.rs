@@ -97,6 +97,11 @@ impl Proc {
         Self(path.to_owned())
     }
 
+    /// The directory of a process.
+    pub(super) fn directory(&self, process: &str) -> PathBuf {
+        self.0.join(process)
+    }
+
     /// The file with the mappings of a process, which has a number or is `self`.
     pub(super) fn path(&self, process: &str, detail: Detail) -> PathBuf {
         self.0.join(process).join(match detail {
@@ -153,6 +158,13 @@ pub(super) fn overlaps_shared(mappings: &[Mapping], file: FileId, offset: u64, l
         let is_behind = offset + length <= range.offset;
         range.file == file && range.sharing == Sharing::Shared && !is_before && !is_behind
     })
+}
+
+/// Bytes of all private mappings of a file with this inode that are private copies; `None`: not listed for each.
+pub(super) fn private_bytes(mappings: &[Mapping], inode: u64) -> Option<u64> {
+    let ranges = mappings.iter().map(|mapping| &mapping.range);
+    let private = ranges.filter(|range| range.file.inode == inode && range.sharing == Sharing::Private);
+    private.map(|range| range.private_bytes).sum()
 }
 
 impl FileRange {
@@ -256,6 +268,14 @@ Anonymous:             0 kB
         let memfd = range(0x7f2a_0060_0000, 1 << 20).unwrap();
         assert_eq!((memfd.sharing, memfd.private_bytes), (Sharing::Shared, None));
         assert_eq!(memfd.path, "/memfd:memory-backend-memfd (deleted)");
+    }
+
+    #[test]
+    fn private_copies_are_counted_for_all_mappings_of_a_file() {
+        assert_eq!(private_bytes(&parse(TEXT), 4711), Some(16 << 10));
+        assert_eq!(private_bytes(&parse(TEXT), 9), Some(0), "a shared mapping has none");
+        let unlisted = "1000-2000 rw-p 00000000 fe:00 5 /a\n";
+        assert_eq!(private_bytes(&parse(unlisted), 5), None);
     }
 
     #[test]

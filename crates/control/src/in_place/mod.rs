@@ -13,6 +13,7 @@
 //! - [`of_image`]: QEMU maps an image copy-on-write; the guest's writes are its own.
 //! - [`of_reflink`]: QEMU maps a file that shares the image's storage ([`Reflink`]), for devices that need shared memory.
 //! - [`of_running`]: QEMU maps the memory of another QEMU, which has the guest until this one runs it.
+//! - [`old_memory`]: QEMU maps a file that may have content, which a guest that is sent must not keep.
 //!
 //! Out of scope: starting QEMU, and sending what is left (`plan`). Limits: Linux, a QEMU of this host whose process is
 //! identified; QEMU 8.2 and later where memory is mapped, any where it comes from. Nothing protects the image from programs that
@@ -21,6 +22,7 @@
 mod backend;
 mod content;
 mod error;
+mod fresh;
 mod maps;
 mod process;
 mod proof;
@@ -36,6 +38,7 @@ use std::ops::Deref;
 use towline_migration::{Guest, PresentGuest, PresentSink, Sink};
 
 pub use error::{Error, Reason};
+pub use fresh::{OldMemory, old_memory};
 pub use maps::FileId;
 pub use reflink::Reflink;
 pub use running::of_running;

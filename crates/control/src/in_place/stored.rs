@@ -18,6 +18,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use towline_qmp::{self as qmp, Client};
 
 use super::backend::{Backend, Backends};
+use super::fresh::may_be_new_file;
 use super::maps::{Detail, FileRange, Mapping, range_at};
 use super::process::{Mappings, own_mappings};
 use super::proof::{Wanted, check_backend, may_change_file, prove};
@@ -63,15 +64,18 @@ pub fn of_reflink(qemu: &mut Qemu, reflink: &Reflink) -> Result<Presence, Error>
     of_stored(qemu, &backends, reflink.image(), Kind::Reflink)
 }
 
-/// Returns true if a QEMU that waits at this monitor says that it maps this image, so that [`of_image`] looks into its process. False
-/// where one of them cannot be examined; the copy reports that.
+/// Returns true if a QEMU that waits at this monitor says that it maps this image, or a file that seems to be new, so that
+/// [`of_image`] or [`old_memory`](super::old_memory) looks into its process. False where one of them cannot be examined; the copy
+/// reports that.
 #[must_use]
 pub fn may_map(socket: &Path, image: &Path) -> bool {
     let options =
         qmp::Options { deadline: LOOK_DEADLINE, greeting_deadline: LOOK_DEADLINE, ..qmp::Options::default() };
     let Ok(image) = image.metadata() else { return false };
     let backends = Client::connect(socket, &options).and_then(|mut client| Backends::of(&mut client));
-    backends.is_ok_and(|backends| backends.iter().any(|backend| is_same(backend, &image)))
+    backends.is_ok_and(|backends| {
+        backends.iter().any(|backend| is_same(backend, &image) || may_be_new_file(backend))
+    })
 }
 
 /// The memory of `image` that a waiting QEMU maps; `None`: all of it has to be sent. `notice` receives sentences for the user. With

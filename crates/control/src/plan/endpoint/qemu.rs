@@ -187,6 +187,13 @@ impl QemuDestination {
         Ok(presence)
     }
 
+    /// Number of lanes into memory that may have content, which only the main channel clears; `None`: it is zeros.
+    fn lanes_into_old_memory(&mut self, context: &Context<'_>) -> Result<Option<usize>, Error> {
+        let old = in_place::old_memory(self.qemu.qemu_mut())?;
+        old.iter().for_each(|old| context.observer.notice(&old.to_string()));
+        Ok((!old.is_empty()).then_some(0))
+    }
+
     fn stream(
         &mut self,
         guest: &dyn Guest,
@@ -263,13 +270,16 @@ impl DestinationEndpoint for QemuDestination {
         let loads = !context.options.stream && self.qemu.loads_images() && is_plain;
         let file = local.file.filter(|image| loads && !image.is_incremental());
         let presence = self.presence(local, context)?;
-        self.is_loaded_by_qemu = file.is_some() && presence.is_none();
+        // Few bytes are left: no lanes.
+        let lanes = if presence.is_some() { Some(0) } else { self.lanes_into_old_memory(context)? };
+        let file = file.filter(|_| lanes.is_none());
+        let lanes = lanes.unwrap_or(context.lanes);
+        self.is_loaded_by_qemu = file.is_some();
         context.observer.phase(Phase::Connect);
         let moved = match (&presence, file) {
-            // Few bytes are left: no lanes.
-            (Some(presence), _) => self.stream(&presence.guest(local.guest)?, 0, switchover, context)?,
+            (Some(presence), _) => self.stream(&presence.guest(local.guest)?, lanes, switchover, context)?,
             (None, Some(file)) => self.load(file, context)?,
-            (None, None) => self.stream(local.guest, context.lanes, switchover, context)?,
+            (None, None) => self.stream(local.guest, lanes, switchover, context)?,
         };
         self.qemu.wait_loaded()?;
         Ok(moved)
