@@ -135,6 +135,15 @@ pub enum Reason {
         /// The file.
         path: PathBuf,
     },
+    /// QEMU has a file open that its mappings cannot be told from.
+    #[error(
+        "QEMU has a file of another device open that has the inode number of {}, so that its mappings may be of either (btrfs subvolumes)",
+        path.display()
+    )]
+    Ambiguous {
+        /// The file.
+        path: PathBuf,
+    },
     /// The kernel does not report private copies.
     #[error(
         "the kernel does not report whether QEMU has private copies of it (no Anonymous in /proc/PID/smaps)"

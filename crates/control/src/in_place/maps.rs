@@ -2,7 +2,8 @@
 //!
 //! A file is named there by the numbers of its device and inode as the kernel keeps them, which on some filesystems (btrfs,
 //! overlayfs) are not those of stat(2): they are comparable with each other only. Both files are mapped while they are compared,
-//! so neither number can come to mean another file.
+//! so neither number can come to mean another file later. On btrfs several subvolumes share the device and have inode numbers of
+//! their own, so that the descriptors of the process are compared as well (`process`).
 
 use std::fs;
 use std::io;

@@ -49,6 +49,18 @@ impl Mappings {
         found.map(|(path, _)| open(path)).transpose()
     }
 
+    /// Refuses a process that does not have this file open, or has another one that its mappings name alike: on btrfs they show
+    /// numbers that files of several subvolumes share.
+    pub(super) fn check_open(&self, path: &Path, file: &Metadata) -> Result<(), Reason> {
+        let files = self.descriptors()?;
+        let files = files.iter().filter(|(_, found)| found.is_file()).map(|(_, found)| Numbers::of(found));
+        match Numbers::of(file).among(files) {
+            Among::Alone => Ok(()),
+            Among::Missing => Err(Reason::NotOpen { path: path.to_owned() }),
+            Among::Ambiguous => Err(Reason::Ambiguous { path: path.to_owned() }),
+        }
+    }
+
     /// The descriptors of the process, as files of `/proc`, and what they refer to.
     fn descriptors(&self) -> Result<Vec<(PathBuf, Metadata)>, Reason> {
         let directory = Proc::default().directory(&self.process.clone()?.to_string()).join("fd");
@@ -61,6 +73,39 @@ impl Mappings {
     }
 }
 
+/// A file, as stat(2) identifies it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Numbers {
+    device: u64,
+    inode: u64,
+}
+
+/// Result of the search for a file among others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Among {
+    /// It is there, and no other file has its inode number.
+    Alone,
+    /// It is not there.
+    Missing,
+    /// Another file, of another device, has its inode number.
+    Ambiguous,
+}
+
+impl Numbers {
+    fn of(file: &Metadata) -> Self {
+        Self { device: file.dev(), inode: file.ino() }
+    }
+
+    fn among(self, files: impl IntoIterator<Item = Self>) -> Among {
+        let alike = files.into_iter().filter(|file| file.inode == self.inode);
+        alike.fold(Among::Missing, |found, file| match found {
+            Among::Ambiguous => Among::Ambiguous,
+            _ if file.device != self.device => Among::Ambiguous,
+            _ => Among::Alone,
+        })
+    }
+}
+
 /// The mappings of this process.
 pub(super) fn own_mappings() -> Result<Vec<Mapping>, Reason> {
     read_mappings("self", Detail::Mappings)
@@ -70,4 +115,34 @@ fn read_mappings(process: &str, detail: Detail) -> Result<Vec<Mapping>, Reason> 
     let proc = Proc::default();
     proc.mappings(process, detail)
         .map_err(|error| Reason::Unreadable { path: proc.path(process, detail), text: error.to_string() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_found_if_no_other_has_its_inode_number() {
+        let file = |device, inode| Numbers { device, inode };
+        let image = file(40, 257);
+        assert_eq!(image.among([file(1, 9), image, image]), Among::Alone);
+        assert_eq!(image.among([file(1, 9)]), Among::Missing);
+        // The first file of another subvolume, with the image open or without.
+        assert_eq!(image.among([file(41, 257)]), Among::Ambiguous);
+        assert_eq!(image.among([file(41, 257), image]), Among::Ambiguous);
+        assert_eq!(image.among([image, file(41, 257)]), Among::Ambiguous);
+    }
+
+    #[test]
+    fn a_process_has_its_files_open_and_no_others() {
+        let (open, other) = (tempfile::tempfile().unwrap(), tempfile::NamedTempFile::new().unwrap());
+        let closed = other.as_file().metadata().unwrap();
+        let path = other.path().to_owned();
+        let process = i32::try_from(std::process::id()).unwrap();
+        let process = Mappings { process: Ok(process), detail: Detail::Mappings, read: OnceCell::new() };
+        assert_eq!(process.check_open(&path, &open.metadata().unwrap()), Ok(()));
+        assert_eq!(process.check_open(&path, &closed), Ok(()));
+        let path = other.into_temp_path();
+        assert_eq!(process.check_open(&path, &closed), Err(Reason::NotOpen { path: path.to_path_buf() }));
+    }
 }

@@ -192,6 +192,7 @@ impl Stored<'_> {
             return Err(Reason::WritableImage);
         }
         let mapped = prove(&wanted, found)?;
+        self.check_open(process)?;
         self.check_content(own.offset)?;
         Ok(mapped)
     }
@@ -203,6 +204,13 @@ impl Stored<'_> {
         let own = self.own.get_or_init(own_mappings);
         let own = own.as_ref().map_err(Clone::clone)?;
         range_at(own, bytes.as_ptr().addr() as u64, PAGE_SIZE).map_err(|_| Reason::NotMapped)
+    }
+
+    fn check_open(&self, process: &Mappings) -> Result<(), Reason> {
+        let path = self.image.path();
+        let file = self.image.file().metadata();
+        let file = file.map_err(|error| Reason::File { path: path.to_owned(), text: error.to_string() })?;
+        process.check_open(path, &file)
     }
 
     fn check_content(&self, begin: u64) -> Result<(), Reason> {
