@@ -156,6 +156,24 @@ fn memory_of_an_image_is_proven_or_a_reason_is_given() {
     }
 }
 
+/// By any backend, at any place in the file, of any QEMU, and by a name that is gone.
+#[test]
+fn an_image_that_any_backend_could_change_is_refused() {
+    let stored = Stored::new();
+    let alias = stored.path("alias");
+    for binary in binaries("an_image_that_any_backend_could_change_is_refused") {
+        for path in [stored.image.path(), &alias] {
+            std::fs::hard_link(stored.image.path(), &alias).unwrap();
+            let spare = format!("memory-backend-file,share=on,mem-path={},id=spare,size=8M", path.display());
+            let arguments = ["-incoming", "defer", "-object", &spare];
+            let (_process, mut qemu) = with_memory(&binary, BLOCK_NAME, "memory-backend-ram", &arguments);
+            std::fs::remove_file(&alias).unwrap();
+            let error = of_image(&mut qemu, &stored.image).unwrap_err();
+            assert!(matches!(&error, Error::ImageWritable { backend, .. } if backend == "spare"), "{error}");
+        }
+    }
+}
+
 /// Memory of no file, and of one that is not the image, as of huge pages.
 #[test]
 fn memory_of_no_image_is_not_expected_to_be_mapped() {

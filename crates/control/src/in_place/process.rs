@@ -61,6 +61,15 @@ impl Mappings {
         }
     }
 
+    /// Returns true if the process is seen to have this file open for writing.
+    pub(super) fn has_open_for_writing(&self, file: &Metadata) -> bool {
+        // The kernel shows the access mode as the permissions of the link.
+        let is_writable = |path: &Path| fs::symlink_metadata(path).is_ok_and(|link| link.mode() & 0o200 != 0);
+        let is_file = |found: &Metadata| Numbers::of(found) == Numbers::of(file);
+        let found = self.descriptors().unwrap_or_default();
+        found.iter().any(|(path, found)| is_file(found) && is_writable(path))
+    }
+
     /// The descriptors of the process, as files of `/proc`, and what they refer to.
     fn descriptors(&self) -> Result<Vec<(PathBuf, Metadata)>, Reason> {
         let directory = Proc::default().directory(&self.process.clone()?.to_string()).join("fd");

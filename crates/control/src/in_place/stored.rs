@@ -47,10 +47,8 @@ pub enum Verify {
 /// [`Error::ImageWritable`]; [`Error::Qemu`].
 pub fn of_image(qemu: &mut Qemu, image: &Image) -> Result<Presence, Error> {
     let backends = Backends::of(qemu.client())?;
-    for backend in image.ram_blocks().iter().filter_map(|block| backends.of_block(&block.name)) {
-        if may_change_file(backend) && is_file(backend, image) {
-            return Err(image_writable(qemu, backend, image));
-        }
+    if let Some(backend) = changing_backend(qemu, &backends, image) {
+        return Err(image_writable(qemu, &backend, image));
     }
     of_stored(qemu, &backends, image, Kind::CopyOnWrite)
 }
@@ -140,7 +138,7 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Res
             Some(backend) => stored.prove(qemu, backend, backends.address_of(&block.name), &process),
         };
         if let (Err(Reason::WritableImage), Some(backend)) = (&outcome, backends.of_block(&block.name)) {
-            return Err(image_writable(qemu, backend, image));
+            return Err(image_writable(qemu, &backend.id, image));
         }
         let is_named = backends.of_block(&block.name).is_some_and(|backend| is_file(backend, image));
         presence.add(&block.name, outcome, if is_named { Intent::Mapped } else { Intent::Other });
@@ -235,8 +233,27 @@ fn is_same(backend: &Backend, file: &Metadata) -> bool {
     matches!(named, Some(Ok(named)) if (named.dev(), named.ino()) == (file.dev(), file.ino()))
 }
 
-fn image_writable(qemu: &Qemu, backend: &Backend, image: &Image) -> Error {
-    let (socket, backend) = (qemu.socket().to_owned(), backend.id.clone());
+/// Id of the backend, of whatever block, by which QEMU can change the image or one that it is based on; all that come into question
+/// where QEMU has the file open by another name.
+fn changing_backend(qemu: &Qemu, backends: &Backends, image: &Image) -> Option<String> {
+    let writable: Vec<_> = backends.iter().filter(|backend| may_change_file(backend)).collect();
+    if writable.is_empty() {
+        return None;
+    }
+    let bases = towline_image::base_paths(image.path());
+    let files = bases.iter().map(std::fs::metadata).chain([image.file().metadata()]).flatten();
+    let files: Vec<_> = files.collect();
+    let is_named = |backend: &&&Backend| files.iter().any(|file| is_same(backend, file));
+    if let Some(backend) = writable.iter().find(is_named) {
+        return Some(backend.id.clone());
+    }
+    let process = Mappings::of(qemu, Detail::PrivateCopies);
+    let ids: Vec<_> = writable.iter().map(|backend| backend.id.as_str()).collect();
+    files.iter().any(|file| process.has_open_for_writing(file)).then(|| ids.join(" or "))
+}
+
+fn image_writable(qemu: &Qemu, backend: &str, image: &Image) -> Error {
+    let (socket, backend) = (qemu.socket().to_owned(), backend.to_owned());
     Error::ImageWritable { socket, backend, path: image.path().to_owned() }
 }
 
