@@ -240,6 +240,17 @@ fn an_image_that_is_being_replaced_is_not_mapped() {
     let file = std::fs::File::open(stored.image.path()).unwrap();
     let lock = || rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
     assert!(lock().is_err(), "it stays for as long as the proof is held");
+    presence.check_unchanged().unwrap();
+    // A length that stays.
+    let written = std::fs::File::options().read(true).write(true).open(stored.image.path()).unwrap();
+    let (mut byte, at) = ([0], stored.mapped().pages_offset);
+    written.read_exact_at(&mut byte, at).unwrap();
+    let is_noticed = || {
+        written.write_all_at(&byte, at).unwrap();
+        matches!(presence.check_unchanged(), Err(Error::Changed { .. })).then_some(())
+    };
+    // The kernel's clock for files ticks every few milliseconds.
+    common::until("a changed image is noticed", is_noticed);
     drop(presence);
     lock().unwrap();
 }

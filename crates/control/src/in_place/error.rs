@@ -190,6 +190,16 @@ pub enum Error {
     /// Memory of the image is not what its manifest says.
     #[error(transparent)]
     Damaged(towline_migration::Error),
+    /// The image was written while the guest was restored from it.
+    #[error(
+        "{} was changed while a guest was restored from it, so that the guest would have parts of both; start QEMU again, and replace \
+         images by renaming only",
+        path.display()
+    )]
+    Changed {
+        /// The image.
+        path: PathBuf,
+    },
     /// A restored guest could change the image.
     #[error(
         "QEMU on {socket} has the image {} open for writing (memory backend {backend:?}), so that its guest's writes or its balloon \

@@ -31,11 +31,13 @@ mod running;
 mod stored;
 #[cfg(test)]
 mod tests;
+mod unchanged;
 
 use std::fs::File;
 use std::ops::Deref;
 
 use towline_migration::{Guest, PresentGuest, PresentSink, Sink};
+use unchanged::Unchanged;
 
 pub use error::{Error, Reason};
 pub use fresh::{OldMemory, old_memory};
@@ -88,6 +90,8 @@ pub struct Presence {
     sent: Vec<Sent>,
     /// The image, locked as its readers do.
     _lock: Option<File>,
+    /// The image, if nobody may write it.
+    unchanged: Option<Unchanged>,
 }
 
 /// Purpose of a backend, by the file that it is given.
@@ -124,6 +128,14 @@ impl Presence {
     /// It is another guest than that of the proof.
     pub fn guest<P: Deref<Target: Guest>>(&self, guest: P) -> towline_migration::Result<PresentGuest<P>> {
         PresentGuest::new(guest, self.names())
+    }
+
+    /// Refuses an image that was written since the proof began, of which the guest would have a mixture.
+    ///
+    /// # Errors
+    /// [`Error::Changed`].
+    pub fn check_unchanged(&self) -> Result<(), Error> {
+        self.unchanged.as_ref().map_or(Ok(()), Unchanged::check)
     }
 
     /// A sink that drops those pages on arrival.

@@ -22,6 +22,7 @@ use super::fresh::may_be_new_file;
 use super::maps::{Detail, FileRange, Mapping, range_at};
 use super::process::{Mappings, own_mappings};
 use super::proof::{Wanted, check_backend, may_change_file, prove};
+use super::unchanged::Unchanged;
 use super::{Error, Intent, Kind, Mapped, Presence, Reason, Reflink, Sent, content};
 use crate::qemu::Qemu;
 
@@ -130,6 +131,7 @@ fn verify_block(image: &Image, name: &str, cancel: &Cancel) -> Result<(), Error>
 fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Result<Presence, Error> {
     let process = Mappings::of(qemu, Detail::PrivateCopies);
     let own = OnceCell::new();
+    let unchanged = Unchanged::of(image);
     let mut presence = Presence::default();
     for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
         let stored = Stored { image, own: &own, index, block, kind };
@@ -144,8 +146,12 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Res
         presence.add(&block.name, outcome, if is_named { Intent::Mapped } else { Intent::Other });
     }
     if !presence.is_empty() {
-        match locked(image) {
-            Ok(lock) => presence._lock = Some(lock),
+        match locked(image).and_then(|lock| Ok((lock, unchanged?))) {
+            Ok((lock, unchanged)) => {
+                presence._lock = Some(lock);
+                // A reflink is the guest's to write.
+                presence.unchanged = Some(unchanged).filter(|_| kind == Kind::CopyOnWrite);
+            }
             Err(reason) => {
                 let mapped = std::mem::take(&mut presence.mapped);
                 mapped

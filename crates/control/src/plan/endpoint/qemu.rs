@@ -155,6 +155,8 @@ pub(in super::super) struct QemuDestination {
     /// Set once it is connected for an incoming stream.
     relay: Option<Box<Relay>>,
     is_loaded_by_qemu: bool,
+    /// Memory that it maps, whose image is locked.
+    presence: Option<Presence>,
 }
 
 impl QemuDestination {
@@ -174,7 +176,7 @@ impl QemuDestination {
 
     /// A destination that was checked before.
     pub(in super::super) fn of(qemu: QmpDestination) -> Self {
-        Self { qemu, relay: None, is_loaded_by_qemu: false }
+        Self { qemu, relay: None, is_loaded_by_qemu: false, presence: None }
     }
 
     /// The memory that this QEMU already has, because it maps the image.
@@ -282,6 +284,10 @@ impl DestinationEndpoint for QemuDestination {
             (None, None) => self.stream(local.guest, lanes, switchover, context)?,
         };
         self.qemu.wait_loaded()?;
+        // The guest is loaded and does not run yet.
+        presence.as_ref().map_or(Ok(()), Presence::check_unchanged)?;
+        // Held until the guest is in its final state.
+        self.presence = presence;
         Ok(moved)
     }
 
