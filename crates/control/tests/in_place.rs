@@ -330,6 +330,20 @@ fn memory_of_a_running_qemu_is_proven_for_another() {
     }
 }
 
+/// An old QEMU that waits reports no addresses, so that its memory may be the running guest's.
+#[test]
+fn shared_memory_of_an_old_qemu_that_waits_is_refused() {
+    let all = binaries("shared_memory_of_an_old_qemu_that_waits_is_refused");
+    let Some(binary) = all.iter().find(|binary| binary.expected_major == Some(7)) else { return };
+    let (old_process, mut old) = with_memfd(binary);
+    let memfd = memfd_of(&old_process);
+    let (_process, mut new) = waiting(binary, "mem", &format!("mem-path={memfd},share=on"));
+    let error = of_running(&mut new, &mut old).unwrap_err();
+    assert!(matches!(&error, Error::UndecidedMemory { block, .. } if block == "mem"), "{error}");
+    let (_process, mut new) = waiting(binary, "mem", &format!("mem-path={memfd},share=off"));
+    assert!(matches!(reason(&of_running(&mut new, &mut old).unwrap()), Reason::OldQemu { .. }));
+}
+
 /// Both blocks have one size, and nothing else tells them apart.
 #[test]
 fn memory_of_an_old_qemu_with_two_blocks_of_one_size_is_refused() {

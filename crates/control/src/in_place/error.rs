@@ -238,6 +238,19 @@ pub enum Error {
         /// The difference.
         reason: Reason,
     },
+    /// Whether that is so cannot be seen.
+    #[error(
+        "RAM block {block:?} of QEMU on {socket} is mapped shared, and may be memory of the other QEMU's guest: {reason}; loading could \
+         write into the guest. Start QEMU 8.2 or later, as towline's user, with memory of its own or with all of the guest's"
+    )]
+    UndecidedMemory {
+        /// The monitor's socket.
+        socket: String,
+        /// The block.
+        block: String,
+        /// Reason why it is not proven to be that block of the guest.
+        reason: Reason,
+    },
     /// A copy of the image that shares its storage could not be made.
     #[error(
         "{} cannot be made as a reflink of {}: {source}; the filesystem needs FICLONE (XFS, btrfs), and both files on it",

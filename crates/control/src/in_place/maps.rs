@@ -161,6 +161,28 @@ pub(super) fn overlaps_shared(mappings: &[Mapping], file: FileId, offset: u64, l
     })
 }
 
+/// A part of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FilePart {
+    pub(super) file: FileId,
+    pub(super) offset: u64,
+    pub(super) length: u64,
+}
+
+/// What is mapped shared at `length` bytes from `address` on, whatever lies between.
+pub(super) fn shared_parts(
+    mappings: &[Mapping],
+    address: u64,
+    length: u64,
+) -> impl Iterator<Item = FilePart> {
+    let behind = address.saturating_add(length);
+    mappings.iter().filter(|mapping| mapping.range.sharing == Sharing::Shared).filter_map(move |mapping| {
+        let (start, end) = (mapping.start.max(address), mapping.end.min(behind));
+        let offset = mapping.range.offset.saturating_add(start - mapping.start);
+        (start < end).then(|| FilePart { file: mapping.range.file, offset, length: end - start })
+    })
+}
+
 /// Bytes of all private mappings of a file with this inode that are private copies; `None`: not listed for each.
 pub(super) fn private_bytes(mappings: &[Mapping], inode: u64) -> Option<u64> {
     let ranges = mappings.iter().map(|mapping| &mapping.range);
@@ -277,6 +299,18 @@ Anonymous:             0 kB
         assert_eq!(private_bytes(&parse(TEXT), 9), Some(0), "a shared mapping has none");
         let unlisted = "1000-2000 rw-p 00000000 fe:00 5 /a\n";
         assert_eq!(private_bytes(&parse(unlisted), 5), None);
+    }
+
+    #[test]
+    fn shared_parts_are_found_beside_holes() {
+        let parts = |address, length| shared_parts(&parse(TEXT), address, length).collect::<Vec<_>>();
+        let file = FileId { major: 0, minor: 1, inode: 9 };
+        let whole = FilePart { file, offset: 0, length: 1 << 20 };
+        assert_eq!(parts(0x7f2a_0000_0000, 1 << 30), [whole]);
+        let part = FilePart { file, offset: 8192, length: 4096 };
+        assert_eq!(parts(0x7f2a_0060_2000, 4096), [part]);
+        assert_eq!(parts(0x7f2a_0000_0000, 4 << 20), [], "private");
+        assert_eq!(parts(u64::MAX, 2), []);
     }
 
     #[test]
