@@ -144,6 +144,15 @@ pub enum Reason {
         /// The file.
         path: PathBuf,
     },
+    /// The image is on overlayfs.
+    #[error(
+        "{} is on overlayfs, where QEMU may have another file open by its name and number: map it from the filesystem below",
+        path.display()
+    )]
+    Overlay {
+        /// The image.
+        path: PathBuf,
+    },
     /// The kernel does not report private copies.
     #[error(
         "the kernel does not report whether QEMU has private copies of it (no Anonymous in /proc/PID/smaps)"

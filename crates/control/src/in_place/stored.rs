@@ -30,6 +30,8 @@ use crate::qemu::Qemu;
 const VERIFY_THREADS: usize = 2;
 /// Memory that is compared at once: one chunk of a manifest.
 const VERIFY_BYTES: u64 = 2 << 20;
+/// `f_type` of overlayfs.
+const OVERLAYFS: u64 = 0x794c_7630;
 /// Time limit of the monitor's replies to [`may_map`].
 const LOOK_DEADLINE: Duration = Duration::from_secs(2);
 
@@ -212,6 +214,9 @@ impl Stored<'_> {
 
     fn check_open(&self, process: &Mappings) -> Result<(), Reason> {
         let path = self.image.path();
+        if is_overlay(self.image.file()) {
+            return Err(Reason::Overlay { path: path.to_owned() });
+        }
         let file = self.image.file().metadata();
         let file = file.map_err(|error| Reason::File { path: path.to_owned(), text: error.to_string() })?;
         process.check_open(path, &file)
@@ -227,6 +232,11 @@ impl Stored<'_> {
             Err(error) => Err(failed(&error)),
         }
     }
+}
+
+/// Returns true if what two processes have open by one path and number may be two files: the lower one, and its copy.
+fn is_overlay(file: &File) -> bool {
+    rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type as u64 == OVERLAYFS)
 }
 
 /// Returns true if the backend's path leads to the image now.
