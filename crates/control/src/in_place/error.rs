@@ -135,7 +135,7 @@ pub enum Reason {
         /// The file.
         path: PathBuf,
     },
-    /// QEMU has a file open that its mappings cannot be told from.
+    /// QEMU has a file open whose mappings look like those of the image.
     #[error(
         "QEMU has a file of another device open that has the inode number of {}, so that its mappings may be of either (btrfs subvolumes)",
         path.display()
@@ -247,7 +247,7 @@ pub enum Error {
         /// The difference.
         reason: Reason,
     },
-    /// Whether that is so cannot be seen.
+    /// It cannot be seen if a QEMU that loads would write into the guest that another one runs.
     #[error(
         "RAM block {block:?} of QEMU on {socket} is mapped shared, and may be memory of the other QEMU's guest: {reason}; loading could \
          write into the guest. Start QEMU 8.2 or later, as towline's user, with memory of its own or with all of the guest's"

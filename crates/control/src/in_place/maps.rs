@@ -169,7 +169,7 @@ pub(super) struct FilePart {
     pub(super) length: u64,
 }
 
-/// What is mapped shared at `length` bytes from `address` on, whatever lies between.
+/// Parts of files that are mapped shared at `length` bytes from `address` on, whatever lies between.
 pub(super) fn shared_parts(
     mappings: &[Mapping],
     address: u64,

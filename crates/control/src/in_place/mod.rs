@@ -90,7 +90,7 @@ pub struct Presence {
     sent: Vec<Sent>,
     /// The image, locked as its readers do.
     _lock: Option<File>,
-    /// The image, if nobody may write it.
+    /// The image, if it must not be written.
     unchanged: Option<Unchanged>,
 }
 

@@ -77,7 +77,7 @@ impl Mappings {
             |error: std::io::Error| Reason::Unreadable { path: directory.clone(), text: error.to_string() };
         let entries = fs::read_dir(&directory).and_then(Iterator::collect::<Result<Vec<_>, _>>);
         let paths = entries.map_err(unreadable)?.into_iter().map(|entry| entry.path());
-        // One that was closed meanwhile is none.
+        // One that was closed meanwhile is left out.
         Ok(paths.filter_map(|path| fs::metadata(&path).ok().map(|metadata| (path, metadata))).collect())
     }
 }

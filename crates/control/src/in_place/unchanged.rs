@@ -16,7 +16,7 @@ pub(super) struct Unchanged {
     state: State,
 }
 
-/// What each write to a file changes.
+/// Length and times of a file, which each write changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct State {
     length: u64,
