@@ -7,7 +7,7 @@ mod common;
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use common::{Binary, TestQemu, WAIT, binaries, skipped};
@@ -23,7 +23,8 @@ use towline_migration::synthetic::{BLOCK_NAME, Shape};
 use towline_migration::{Incoming, Relay, Session, incoming, outgoing};
 use towline_protocol::mapped_ram::MappedRamHeader;
 use towline_qmp::commands::{
-    Capability, CapabilityState, Migrate, MigrateIncoming, MigrateSetCapabilities, MigrationStatus, RunState,
+    Capability, CapabilityState, HumanMonitorCommand, Migrate, MigrateIncoming, MigrateSetCapabilities,
+    MigrationStatus, RunState,
 };
 
 const MIB: u64 = 1 << 20;
@@ -155,6 +156,24 @@ fn memory_of_an_image_is_proven_or_a_reason_is_given() {
     }
 }
 
+/// By any backend, at any place in the file, of any QEMU, and by a name that is gone.
+#[test]
+fn an_image_that_any_backend_could_change_is_refused() {
+    let stored = Stored::new();
+    let alias = stored.path("alias");
+    for binary in binaries("an_image_that_any_backend_could_change_is_refused") {
+        for path in [stored.image.path(), &alias] {
+            std::fs::hard_link(stored.image.path(), &alias).unwrap();
+            let spare = format!("memory-backend-file,share=on,mem-path={},id=spare,size=8M", path.display());
+            let arguments = ["-incoming", "defer", "-object", &spare];
+            let (_process, mut qemu) = with_memory(&binary, BLOCK_NAME, "memory-backend-ram", &arguments);
+            std::fs::remove_file(&alias).unwrap();
+            let error = of_image(&mut qemu, &stored.image).unwrap_err();
+            assert!(matches!(&error, Error::ImageWritable { backend, .. } if backend == "spare"), "{error}");
+        }
+    }
+}
+
 /// Memory of no file, and of one that is not the image, as of huge pages.
 #[test]
 fn memory_of_no_image_is_not_expected_to_be_mapped() {
@@ -174,7 +193,8 @@ fn memory_of_no_image_is_not_expected_to_be_mapped() {
             let offered = offer(&mut qemu, &stored.image, Verify::Nothing, &cancel, &notice).unwrap();
             assert!(offered.is_none() && notices.into_inner().is_empty());
             drop(qemu);
-            assert!(!may_map(&process.path("qmp"), stored.image.path()));
+            // A new file is looked at, so that the guest is sent as fast as into any other memory.
+            assert_eq!(may_map(&process.path("qmp"), stored.image.path()), backend == file);
         }
     }
     assert!(!may_map(Path::new("/nowhere/qmp"), stored.image.path()));
@@ -220,6 +240,17 @@ fn an_image_that_is_being_replaced_is_not_mapped() {
     let file = std::fs::File::open(stored.image.path()).unwrap();
     let lock = || rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
     assert!(lock().is_err(), "it stays for as long as the proof is held");
+    presence.check_unchanged().unwrap();
+    // A length that stays.
+    let written = std::fs::File::options().read(true).write(true).open(stored.image.path()).unwrap();
+    let (mut byte, at) = ([0], stored.mapped().pages_offset);
+    written.read_exact_at(&mut byte, at).unwrap();
+    let is_noticed = || {
+        written.write_all_at(&byte, at).unwrap();
+        matches!(presence.check_unchanged(), Err(Error::Changed { .. })).then_some(())
+    };
+    // The kernel's clock for files ticks every few milliseconds.
+    common::until("a changed image is noticed", is_noticed);
     drop(presence);
     lock().unwrap();
 }
@@ -299,6 +330,20 @@ fn memory_of_a_running_qemu_is_proven_for_another() {
     }
 }
 
+/// An old QEMU that waits reports no addresses, so that its memory may be the running guest's.
+#[test]
+fn shared_memory_of_an_old_qemu_that_waits_is_refused() {
+    let all = binaries("shared_memory_of_an_old_qemu_that_waits_is_refused");
+    let Some(binary) = all.iter().find(|binary| binary.expected_major == Some(7)) else { return };
+    let (old_process, mut old) = with_memfd(binary);
+    let memfd = memfd_of(&old_process);
+    let (_process, mut new) = waiting(binary, "mem", &format!("mem-path={memfd},share=on"));
+    let error = of_running(&mut new, &mut old).unwrap_err();
+    assert!(matches!(&error, Error::UndecidedMemory { block, .. } if block == "mem"), "{error}");
+    let (_process, mut new) = waiting(binary, "mem", &format!("mem-path={memfd},share=off"));
+    assert!(matches!(reason(&of_running(&mut new, &mut old).unwrap()), Reason::OldQemu { .. }));
+}
+
 /// Both blocks have one size, and nothing else tells them apart.
 #[test]
 fn memory_of_an_old_qemu_with_two_blocks_of_one_size_is_refused() {
@@ -364,6 +409,110 @@ fn other_memory_of_a_running_guest_is_refused() {
     let (_process, mut new) = waiting(&binary, "mem", &at(2 * half));
     let presence = of_running(&mut new, &mut old).unwrap();
     assert!(matches!(reason(&presence), Reason::Offset { .. }), "{presence:?}");
+}
+
+/// A guest every other page of which is zero, as an image.
+struct Striped {
+    directory: TempDir,
+    image: Image,
+    /// Its memory.
+    memory: Vec<u8>,
+}
+
+impl Striped {
+    fn new(binary: &Binary) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let pages = 0..MEMORY_MIB * MIB / 4096;
+        let byte = |page: u64| if page % 2 == 1 { 1 + (page % 255) as u8 } else { 0 };
+        let memory: Vec<u8> = pages.flat_map(|page| vec![byte(page); 4096]).collect();
+        let (path, ram) = (directory.path().join("guest.img"), directory.path().join("source"));
+        std::fs::write(&ram, &memory).unwrap();
+        let backend = format!("memory-backend-file,share=on,mem-path={}", ram.display());
+        let (process, qemu) = with_memory(binary, BLOCK_NAME, &backend, &[]);
+        drop(qemu);
+        let source = Source::Qmp(process.path("qmp"));
+        let (to, cancel) = (Destination::Image(path.clone()), Cancel::new().unwrap());
+        copy(&source, &to, &Request::default(), &cancel, &Silent).unwrap();
+        Self { directory, image: Image::open(&path).unwrap(), memory }
+    }
+
+    fn pages_offset(&self) -> u64 {
+        let mut blocks = self.image.ram_blocks().iter();
+        blocks.find(|block| block.name == BLOCK_NAME).unwrap().mapped.unwrap().pages_offset
+    }
+
+    /// Restores it into a QEMU with this memory. Returns the notices, and whether QEMU has loaded the file itself.
+    fn restore(&self, binary: &Binary, backend: &str, stream: bool) -> (Vec<String>, bool) {
+        let (process, qemu) = waiting(binary, BLOCK_NAME, backend);
+        drop(qemu);
+        let (source, to) =
+            (Source::Image(self.image.path().to_owned()), Destination::Qmp(process.path("qmp")));
+        let (request, cancel) = (Request { stream, ..Request::default() }, Cancel::new().unwrap());
+        let notices = Notices::default();
+        let report = copy(&source, &to, &request, &cancel, &notices).unwrap();
+        let found = self.directory.path().join("found");
+        let command_line = format!("pmemsave 0 {} \"{}\"", self.memory.len(), found.display());
+        process.client().execute(&HumanMonitorCommand { command_line }).unwrap();
+        let found = std::fs::read(found).unwrap();
+        // Below it is memory of firmware and screen.
+        let differs = |page: &usize| found[page * 4096..][..4096] != self.memory[page * 4096..][..4096];
+        let wrong: Vec<usize> = (256..found.len() / 4096).filter(differs).collect();
+        assert!(wrong.is_empty(), "{backend}: {} wrong pages, first {}", wrong.len(), wrong[0]);
+        (notices.0.into_inner().unwrap(), report.loaded_by_qemu)
+    }
+}
+
+#[derive(Default)]
+struct Notices(Mutex<Vec<String>>);
+
+impl Observer for Notices {
+    fn notice(&self, text: &str) {
+        self.0.lock().unwrap().push(text.to_owned());
+    }
+}
+
+/// QEMU leaves the zero pages of an image, and those of lanes, as it finds them.
+#[test]
+fn memory_with_other_content_gets_zero_pages_as_well() {
+    for binary in binaries("memory_with_other_content_gets_zero_pages_as_well") {
+        let striped = Striped::new(&binary);
+        let is_old = binary.expected_major == Some(7);
+        let directory = striped.directory.path().display();
+        let used = striped.directory.path().join("used");
+        let restore = |backend: &str, stream| striped.restore(&binary, backend, stream);
+        let assert_told = |(notices, loaded): (Vec<String>, bool)| {
+            let expected = format!("memory backend {BLOCK_NAME:?} of QEMU may have old content");
+            assert!(!loaded && notices.iter().any(|text| text.starts_with(&expected)), "{notices:?}");
+        };
+        for stream in [false, true] {
+            std::fs::write(&used, vec![0x5a; striped.memory.len()]).unwrap();
+            assert_told(restore(&format!("mem-path={},share=on", used.display()), stream));
+            std::fs::write(&used, vec![0x5a; striped.memory.len()]).unwrap();
+            assert_told(restore(&format!("mem-path={},share=off", used.display()), stream));
+            // Zeros, and known to be.
+            std::fs::remove_file(&used).unwrap();
+            for backend in [format!("mem-path={directory}"), format!("mem-path={},share=on", used.display())]
+            {
+                let (notices, loaded) = restore(&backend, stream);
+                assert_eq!(notices, [""; 0], "{backend}");
+                assert_eq!(loaded, !is_old && !stream, "{backend}");
+            }
+        }
+        if is_old {
+            continue;
+        }
+        let (path, offset) = (striped.image.path().display(), striped.pages_offset());
+        let mapped = |offset: u64| format!("mem-path={path},offset={offset},share=off,readonly=on,rom=off");
+        for stream in [false, true] {
+            assert_told(restore(&mapped(offset - 4096), stream));
+        }
+        // As stock QEMU leaves an image of a running guest.
+        let file = std::fs::File::options().write(true).open(striped.image.path()).unwrap();
+        file.write_all_at(&[7; 4096], offset + 8 * MIB).unwrap();
+        for stream in [false, true] {
+            assert_told(restore(&mapped(offset), stream));
+        }
+    }
 }
 
 /// The memory behind a descriptor.

@@ -1,5 +1,6 @@
 //! Helpers of these tests: an image of a Linux guest, and QEMUs that map it.
 
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -70,6 +71,20 @@ impl Saved {
 
     pub(crate) fn path(&self) -> PathBuf {
         self.directory.path().join("guest.img")
+    }
+
+    /// Addresses of some of the guest's pages that are zero, each behind one that is not.
+    pub(crate) fn zero_pages_behind_data(&self) -> Vec<u64> {
+        let (file, begin) = (std::fs::File::open(self.path()).unwrap(), self.backend().offset);
+        let is_zero = |page: u64| {
+            let mut content = vec![0; 4096];
+            file.read_exact_at(&mut content, begin + page).unwrap();
+            content.iter().all(|byte| *byte == 0)
+        };
+        let pages = (16 * MIB..MEMORY_MIB * MIB).step_by(4096);
+        let found: Vec<u64> = pages.filter(|page| is_zero(*page) && !is_zero(page - 4096)).take(64).collect();
+        assert!(found.len() > 8, "{found:?}");
+        found
     }
 
     /// The backend that maps the guest's RAM copy-on-write.

@@ -38,7 +38,7 @@ pub(super) fn stale_page(
 }
 
 /// The next data of a file at or behind `at`, and the hole that follows.
-fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
+pub(super) fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
     match seek(file, SeekFrom::Data(at)) {
         Ok(data) => Ok(Some((data, seek(file, SeekFrom::Hole(data))?))),
         Err(Errno::NXIO) => Ok(None),
@@ -54,7 +54,8 @@ fn stale_within(image: &Image, block: BlockIndex, first: u64, last: u64) -> Opti
         let extent = image.extent(page);
         let end = (at + extent.pages * PAGE_SIZE).min(last);
         if extent.kind == ExtentKind::Zero {
-            let bytes = image.immutable(page, end - at)?;
+            // Nothing to compare is nothing that is known to be zero.
+            let Some(bytes) = image.immutable(page, end - at) else { return Some(at) };
             let stale = bytes.chunks(ZERO_PAGE.len()).position(|page| page != &ZERO_PAGE[..page.len()]);
             if let Some(stale) = stale {
                 return Some(at + stale as u64 * PAGE_SIZE);

@@ -121,6 +121,38 @@ pub enum Reason {
         /// Bytes of the copies.
         bytes: u64,
     },
+    /// The file of the memory has content.
+    #[error("{} has content at byte {offset}", path.display())]
+    OldContent {
+        /// The file.
+        path: PathBuf,
+        /// Where in it.
+        offset: u64,
+    },
+    /// QEMU has another file open than that of this name.
+    #[error("QEMU does not have {} open: the file was replaced after QEMU had opened it", path.display())]
+    NotOpen {
+        /// The file.
+        path: PathBuf,
+    },
+    /// QEMU has a file open whose mappings look like those of the image.
+    #[error(
+        "QEMU has a file of another device open that has the inode number of {}, so that its mappings may be of either (btrfs subvolumes)",
+        path.display()
+    )]
+    Ambiguous {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The image is on overlayfs.
+    #[error(
+        "{} is on overlayfs, where QEMU may have another file open by its name and number: map it from the filesystem below",
+        path.display()
+    )]
+    Overlay {
+        /// The image.
+        path: PathBuf,
+    },
     /// The kernel does not report private copies.
     #[error(
         "the kernel does not report whether QEMU has private copies of it (no Anonymous in /proc/PID/smaps)"
@@ -167,6 +199,16 @@ pub enum Error {
     /// Memory of the image is not what its manifest says.
     #[error(transparent)]
     Damaged(towline_migration::Error),
+    /// The image was written while the guest was restored from it.
+    #[error(
+        "{} was changed while a guest was restored from it, so that the guest would have parts of both; start QEMU again, and replace \
+         images by renaming only",
+        path.display()
+    )]
+    Changed {
+        /// The image.
+        path: PathBuf,
+    },
     /// A restored guest could change the image.
     #[error(
         "QEMU on {socket} has the image {} open for writing (memory backend {backend:?}), so that its guest's writes or its balloon \
@@ -203,6 +245,19 @@ pub enum Error {
         /// The block.
         block: String,
         /// The difference.
+        reason: Reason,
+    },
+    /// It cannot be seen if a QEMU that loads would write into the guest that another one runs.
+    #[error(
+        "RAM block {block:?} of QEMU on {socket} is mapped shared, and may be memory of the other QEMU's guest: {reason}; loading could \
+         write into the guest. Start QEMU 8.2 or later, as towline's user, with memory of its own or with all of the guest's"
+    )]
+    UndecidedMemory {
+        /// The monitor's socket.
+        socket: String,
+        /// The block.
+        block: String,
+        /// Reason why it is not proven to be that block of the guest.
         reason: Reason,
     },
     /// A copy of the image that shares its storage could not be made.

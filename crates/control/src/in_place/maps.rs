@@ -2,7 +2,8 @@
 //!
 //! A file is named there by the numbers of its device and inode as the kernel keeps them, which on some filesystems (btrfs,
 //! overlayfs) are not those of stat(2): they are comparable with each other only. Both files are mapped while they are compared,
-//! so neither number can come to mean another file.
+//! so neither number can come to mean another file later. On btrfs several subvolumes share the device and have inode numbers of
+//! their own, so that the descriptors of the process are compared as well (`process`).
 
 use std::fs;
 use std::io;
@@ -97,6 +98,11 @@ impl Proc {
         Self(path.to_owned())
     }
 
+    /// The directory of a process.
+    pub(super) fn directory(&self, process: &str) -> PathBuf {
+        self.0.join(process)
+    }
+
     /// The file with the mappings of a process, which has a number or is `self`.
     pub(super) fn path(&self, process: &str, detail: Detail) -> PathBuf {
         self.0.join(process).join(match detail {
@@ -153,6 +159,35 @@ pub(super) fn overlaps_shared(mappings: &[Mapping], file: FileId, offset: u64, l
         let is_behind = offset + length <= range.offset;
         range.file == file && range.sharing == Sharing::Shared && !is_before && !is_behind
     })
+}
+
+/// A part of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FilePart {
+    pub(super) file: FileId,
+    pub(super) offset: u64,
+    pub(super) length: u64,
+}
+
+/// Parts of files that are mapped shared at `length` bytes from `address` on, whatever lies between.
+pub(super) fn shared_parts(
+    mappings: &[Mapping],
+    address: u64,
+    length: u64,
+) -> impl Iterator<Item = FilePart> {
+    let behind = address.saturating_add(length);
+    mappings.iter().filter(|mapping| mapping.range.sharing == Sharing::Shared).filter_map(move |mapping| {
+        let (start, end) = (mapping.start.max(address), mapping.end.min(behind));
+        let offset = mapping.range.offset.saturating_add(start - mapping.start);
+        (start < end).then(|| FilePart { file: mapping.range.file, offset, length: end - start })
+    })
+}
+
+/// Bytes of all private mappings of a file with this inode that are private copies; `None`: not listed for each.
+pub(super) fn private_bytes(mappings: &[Mapping], inode: u64) -> Option<u64> {
+    let ranges = mappings.iter().map(|mapping| &mapping.range);
+    let private = ranges.filter(|range| range.file.inode == inode && range.sharing == Sharing::Private);
+    private.map(|range| range.private_bytes).sum()
 }
 
 impl FileRange {
@@ -256,6 +291,26 @@ Anonymous:             0 kB
         let memfd = range(0x7f2a_0060_0000, 1 << 20).unwrap();
         assert_eq!((memfd.sharing, memfd.private_bytes), (Sharing::Shared, None));
         assert_eq!(memfd.path, "/memfd:memory-backend-memfd (deleted)");
+    }
+
+    #[test]
+    fn private_copies_are_counted_for_all_mappings_of_a_file() {
+        assert_eq!(private_bytes(&parse(TEXT), 4711), Some(16 << 10));
+        assert_eq!(private_bytes(&parse(TEXT), 9), Some(0), "a shared mapping has none");
+        let unlisted = "1000-2000 rw-p 00000000 fe:00 5 /a\n";
+        assert_eq!(private_bytes(&parse(unlisted), 5), None);
+    }
+
+    #[test]
+    fn shared_parts_are_found_beside_holes() {
+        let parts = |address, length| shared_parts(&parse(TEXT), address, length).collect::<Vec<_>>();
+        let file = FileId { major: 0, minor: 1, inode: 9 };
+        let whole = FilePart { file, offset: 0, length: 1 << 20 };
+        assert_eq!(parts(0x7f2a_0000_0000, 1 << 30), [whole]);
+        let part = FilePart { file, offset: 8192, length: 4096 };
+        assert_eq!(parts(0x7f2a_0060_2000, 4096), [part]);
+        assert_eq!(parts(0x7f2a_0000_0000, 4 << 20), [], "private");
+        assert_eq!(parts(u64::MAX, 2), []);
     }
 
     #[test]

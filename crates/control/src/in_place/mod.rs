@@ -13,6 +13,7 @@
 //! - [`of_image`]: QEMU maps an image copy-on-write; the guest's writes are its own.
 //! - [`of_reflink`]: QEMU maps a file that shares the image's storage ([`Reflink`]), for devices that need shared memory.
 //! - [`of_running`]: QEMU maps the memory of another QEMU, which has the guest until this one runs it.
+//! - [`old_memory`]: QEMU maps a file that may have content, which a guest that is sent must not keep.
 //!
 //! Out of scope: starting QEMU, and sending what is left (`plan`). Limits: Linux, a QEMU of this host whose process is
 //! identified; QEMU 8.2 and later where memory is mapped, any where it comes from. Nothing protects the image from programs that
@@ -21,6 +22,7 @@
 mod backend;
 mod content;
 mod error;
+mod fresh;
 mod maps;
 mod process;
 mod proof;
@@ -29,13 +31,16 @@ mod running;
 mod stored;
 #[cfg(test)]
 mod tests;
+mod unchanged;
 
 use std::fs::File;
 use std::ops::Deref;
 
 use towline_migration::{Guest, PresentGuest, PresentSink, Sink};
+use unchanged::Unchanged;
 
 pub use error::{Error, Reason};
+pub use fresh::{OldMemory, old_memory};
 pub use maps::FileId;
 pub use reflink::Reflink;
 pub use running::of_running;
@@ -85,6 +90,8 @@ pub struct Presence {
     sent: Vec<Sent>,
     /// The image, locked as its readers do.
     _lock: Option<File>,
+    /// The image, if it must not be written.
+    unchanged: Option<Unchanged>,
 }
 
 /// Purpose of a backend, by the file that it is given.
@@ -121,6 +128,14 @@ impl Presence {
     /// It is another guest than that of the proof.
     pub fn guest<P: Deref<Target: Guest>>(&self, guest: P) -> towline_migration::Result<PresentGuest<P>> {
         PresentGuest::new(guest, self.names())
+    }
+
+    /// Refuses an image that was written since the proof began, of which the guest would have a mixture.
+    ///
+    /// # Errors
+    /// [`Error::Changed`].
+    pub fn check_unchanged(&self) -> Result<(), Error> {
+        self.unchanged.as_ref().map_or(Ok(()), Unchanged::check)
     }
 
     /// A sink that drops those pages on arrival.

@@ -1,6 +1,9 @@
 //! The mappings of a QEMU's process, read when they are first needed.
 
 use std::cell::OnceCell;
+use std::fs::{self, File, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use super::Reason;
 use super::maps::{Detail, Mapping, Proc};
@@ -26,6 +29,90 @@ impl Mappings {
         let read = || read_mappings(&self.process.clone()?.to_string(), self.detail);
         self.read.get_or_init(read).as_deref().map_err(Clone::clone)
     }
+
+    /// A path of QEMU's as this process reaches it, if QEMU's process is known.
+    pub(super) fn seen(&self, path: &Path) -> Option<PathBuf> {
+        let process = Proc::default().directory(&self.process.as_ref().ok()?.to_string());
+        Some(match path.strip_prefix("/") {
+            Ok(path) => process.join("root").join(path),
+            Err(_) => process.join("cwd").join(path),
+        })
+    }
+
+    /// The file that `wanted` describes, opened for reading, if QEMU has it open.
+    pub(super) fn open_file(&self, wanted: &Metadata) -> Result<Option<File>, Reason> {
+        let is_wanted = |found: &Metadata| (found.dev(), found.ino()) == (wanted.dev(), wanted.ino());
+        let found = self.descriptors()?.into_iter().find(|(_, found)| found.is_file() && is_wanted(found));
+        let open = |path: PathBuf| {
+            File::open(&path).map_err(|error| Reason::Unreadable { path, text: error.to_string() })
+        };
+        found.map(|(path, _)| open(path)).transpose()
+    }
+
+    /// Refuses a process that does not have this file open, or has another one that its mappings name alike: on btrfs they show
+    /// numbers that files of several subvolumes share.
+    pub(super) fn check_open(&self, path: &Path, file: &Metadata) -> Result<(), Reason> {
+        let files = self.descriptors()?;
+        let files = files.iter().filter(|(_, found)| found.is_file()).map(|(_, found)| Numbers::of(found));
+        match Numbers::of(file).among(files) {
+            Among::Alone => Ok(()),
+            Among::Missing => Err(Reason::NotOpen { path: path.to_owned() }),
+            Among::Ambiguous => Err(Reason::Ambiguous { path: path.to_owned() }),
+        }
+    }
+
+    /// Returns true if the process is seen to have this file open for writing.
+    pub(super) fn has_open_for_writing(&self, file: &Metadata) -> bool {
+        // The kernel shows the access mode as the permissions of the link.
+        let is_writable = |path: &Path| fs::symlink_metadata(path).is_ok_and(|link| link.mode() & 0o200 != 0);
+        let is_file = |found: &Metadata| Numbers::of(found) == Numbers::of(file);
+        let found = self.descriptors().unwrap_or_default();
+        found.iter().any(|(path, found)| is_file(found) && is_writable(path))
+    }
+
+    /// The descriptors of the process, as files of `/proc`, and what they refer to.
+    fn descriptors(&self) -> Result<Vec<(PathBuf, Metadata)>, Reason> {
+        let directory = Proc::default().directory(&self.process.clone()?.to_string()).join("fd");
+        let unreadable =
+            |error: std::io::Error| Reason::Unreadable { path: directory.clone(), text: error.to_string() };
+        let entries = fs::read_dir(&directory).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+        let paths = entries.map_err(unreadable)?.into_iter().map(|entry| entry.path());
+        // One that was closed meanwhile is left out.
+        Ok(paths.filter_map(|path| fs::metadata(&path).ok().map(|metadata| (path, metadata))).collect())
+    }
+}
+
+/// A file, as stat(2) identifies it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Numbers {
+    device: u64,
+    inode: u64,
+}
+
+/// Result of the search for a file among others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Among {
+    /// It is there, and no other file has its inode number.
+    Alone,
+    /// It is not there.
+    Missing,
+    /// Another file, of another device, has its inode number.
+    Ambiguous,
+}
+
+impl Numbers {
+    fn of(file: &Metadata) -> Self {
+        Self { device: file.dev(), inode: file.ino() }
+    }
+
+    fn among(self, files: impl IntoIterator<Item = Self>) -> Among {
+        let alike = files.into_iter().filter(|file| file.inode == self.inode);
+        alike.fold(Among::Missing, |found, file| match found {
+            Among::Ambiguous => Among::Ambiguous,
+            _ if file.device != self.device => Among::Ambiguous,
+            _ => Among::Alone,
+        })
+    }
 }
 
 /// The mappings of this process.
@@ -37,4 +124,34 @@ fn read_mappings(process: &str, detail: Detail) -> Result<Vec<Mapping>, Reason> 
     let proc = Proc::default();
     proc.mappings(process, detail)
         .map_err(|error| Reason::Unreadable { path: proc.path(process, detail), text: error.to_string() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_found_if_no_other_has_its_inode_number() {
+        let file = |device, inode| Numbers { device, inode };
+        let image = file(40, 257);
+        assert_eq!(image.among([file(1, 9), image, image]), Among::Alone);
+        assert_eq!(image.among([file(1, 9)]), Among::Missing);
+        // The first file of another subvolume, with the image open or without.
+        assert_eq!(image.among([file(41, 257)]), Among::Ambiguous);
+        assert_eq!(image.among([file(41, 257), image]), Among::Ambiguous);
+        assert_eq!(image.among([image, file(41, 257)]), Among::Ambiguous);
+    }
+
+    #[test]
+    fn a_process_has_its_files_open_and_no_others() {
+        let (open, other) = (tempfile::tempfile().unwrap(), tempfile::NamedTempFile::new().unwrap());
+        let closed = other.as_file().metadata().unwrap();
+        let path = other.path().to_owned();
+        let process = i32::try_from(std::process::id()).unwrap();
+        let process = Mappings { process: Ok(process), detail: Detail::Mappings, read: OnceCell::new() };
+        assert_eq!(process.check_open(&path, &open.metadata().unwrap()), Ok(()));
+        assert_eq!(process.check_open(&path, &closed), Ok(()));
+        let path = other.into_temp_path();
+        assert_eq!(process.check_open(&path, &closed), Err(Reason::NotOpen { path: path.to_path_buf() }));
+    }
 }

@@ -1,6 +1,7 @@
 //! A copy of an image that shares its storage: the memory of one guest that has to be mapped shared.
 
 use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use towline_image::Image;
@@ -24,7 +25,7 @@ impl Reflink {
             path: path.to_owned(),
             source,
         };
-        let file = File::options().read(true).write(true).create_new(true).open(path).map_err(failed)?;
+        let file = create(path).map_err(failed)?;
         let made = rustix::fs::ioctl_ficlone(&file, image.file())
             .map_err(|errno| failed(errno.into()))
             .and_then(|()| Ok(Image::open(path)?));
@@ -43,5 +44,24 @@ impl Reflink {
     #[must_use]
     pub fn image(&self) -> &Image {
         &self.image
+    }
+}
+
+/// A file for the memory of a guest, which is its owner's alone.
+fn create(path: &Path) -> std::io::Result<File> {
+    File::options().read(true).write(true).create_new(true).mode(0o600).open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_reflink_is_its_owners_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = create(&directory.path().join("reflink")).unwrap();
+        assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600);
     }
 }

@@ -1,7 +1,7 @@
 //! Memory of a running guest, which another QEMU maps as well.
 
 use super::backend::{Backend, Backends};
-use super::maps::{Detail, FileId, Sharing, has_shared, overlaps_shared, range_at};
+use super::maps::{Detail, FileId, has_shared, overlaps_shared, range_at, shared_parts};
 use super::process::Mappings;
 use super::proof::{Wanted, check_backend, prove};
 use super::{Error, Intent, Kind, Mapped, Presence, Reason};
@@ -10,7 +10,7 @@ use crate::qemu::Qemu;
 /// Proves which blocks of the guest that `old` runs are the same memory in `new`, which waits for it.
 ///
 /// # Errors
-/// [`Error::DiscardsData`]; [`Error::ForeignMemory`]; [`Error::Qemu`].
+/// [`Error::DiscardsData`]; [`Error::ForeignMemory`]; [`Error::UndecidedMemory`]; [`Error::Qemu`].
 pub fn of_running(new: &mut Qemu, old: &mut Qemu) -> Result<Presence, Error> {
     let (there, here) = (Backends::of(new.client())?, Backends::of(old.client())?);
     let ends = Ends {
@@ -93,22 +93,25 @@ impl Ends<'_> {
         prove(&wanted(file, offset), new)
     }
 
-    /// Refuses a mapping of this block that is another memory of the guest, whose pages would have to be sent.
+    /// Refuses memory of this block that is another memory of the guest, or may be: its pages would have to be sent.
     fn check_foreign(&self, block: &str, bytes: u64, reason: &Reason) -> Result<(), Error> {
-        let (Some(address), Ok(new), Ok(old)) =
-            (self.new.backends.address_of(block), self.new.process.get(), self.old.process.get())
-        else {
+        let is_shared = |backend: &Backend| backend.maps_file() && backend.share;
+        if !self.new.backends.of_block(block).is_some_and(is_shared) {
             return Ok(());
-        };
-        match range_at(new, address, bytes) {
-            Ok(range)
-                if range.sharing == Sharing::Shared
-                    && overlaps_shared(old, range.file, range.offset, bytes) =>
-            {
-                let (socket, block) = (self.new.qemu.socket().to_owned(), block.to_owned());
-                Err(Error::ForeignMemory { socket, block, reason: reason.clone() })
-            }
-            _ => Ok(()),
         }
+        let (socket, reason) = (self.new.qemu.socket().to_owned(), reason.clone());
+        match self.is_foreign(block, bytes) {
+            Some(false) => Ok(()),
+            Some(true) => Err(Error::ForeignMemory { socket, block: block.to_owned(), reason }),
+            None => Err(Error::UndecidedMemory { socket, block: block.to_owned(), reason }),
+        }
+    }
+
+    /// Returns true if a part of the block in the new QEMU is memory of the old one; `None`: it cannot be seen.
+    fn is_foreign(&self, block: &str, bytes: u64) -> Option<bool> {
+        let address = self.new.backends.address_of(block)?;
+        let (new, old) = (self.new.process.get().ok()?, self.old.process.get().ok()?);
+        let mut parts = shared_parts(new, address, bytes);
+        Some(parts.any(|part| overlaps_shared(old, part.file, part.offset, part.length)))
     }
 }

@@ -18,9 +18,11 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use towline_qmp::{self as qmp, Client};
 
 use super::backend::{Backend, Backends};
+use super::fresh::may_be_new_file;
 use super::maps::{Detail, FileRange, Mapping, range_at};
 use super::process::{Mappings, own_mappings};
 use super::proof::{Wanted, check_backend, may_change_file, prove};
+use super::unchanged::Unchanged;
 use super::{Error, Intent, Kind, Mapped, Presence, Reason, Reflink, Sent, content};
 use crate::qemu::Qemu;
 
@@ -28,6 +30,8 @@ use crate::qemu::Qemu;
 const VERIFY_THREADS: usize = 2;
 /// Memory that is compared at once: one chunk of a manifest.
 const VERIFY_BYTES: u64 = 2 << 20;
+/// `f_type` of overlayfs.
+const OVERLAYFS: u64 = 0x794c_7630;
 /// Time limit of the monitor's replies to [`may_map`].
 const LOOK_DEADLINE: Duration = Duration::from_secs(2);
 
@@ -46,10 +50,8 @@ pub enum Verify {
 /// [`Error::ImageWritable`]; [`Error::Qemu`].
 pub fn of_image(qemu: &mut Qemu, image: &Image) -> Result<Presence, Error> {
     let backends = Backends::of(qemu.client())?;
-    for backend in image.ram_blocks().iter().filter_map(|block| backends.of_block(&block.name)) {
-        if may_change_file(backend) && is_file(backend, image) {
-            return Err(image_writable(qemu, backend, image));
-        }
+    if let Some(backend) = changing_backend(qemu, &backends, image) {
+        return Err(image_writable(qemu, &backend, image));
     }
     of_stored(qemu, &backends, image, Kind::CopyOnWrite)
 }
@@ -63,15 +65,18 @@ pub fn of_reflink(qemu: &mut Qemu, reflink: &Reflink) -> Result<Presence, Error>
     of_stored(qemu, &backends, reflink.image(), Kind::Reflink)
 }
 
-/// Returns true if a QEMU that waits at this monitor says that it maps this image, so that [`of_image`] looks into its process. False
-/// where one of them cannot be examined; the copy reports that.
+/// Returns true if a QEMU that waits at this monitor says that it maps this image, or a file that seems to be new, so that
+/// [`of_image`] or [`old_memory`](super::old_memory) looks into its process. False where one of them cannot be examined; the copy
+/// reports that.
 #[must_use]
 pub fn may_map(socket: &Path, image: &Path) -> bool {
     let options =
         qmp::Options { deadline: LOOK_DEADLINE, greeting_deadline: LOOK_DEADLINE, ..qmp::Options::default() };
     let Ok(image) = image.metadata() else { return false };
     let backends = Client::connect(socket, &options).and_then(|mut client| Backends::of(&mut client));
-    backends.is_ok_and(|backends| backends.iter().any(|backend| is_same(backend, &image)))
+    backends.is_ok_and(|backends| {
+        backends.iter().any(|backend| is_same(backend, &image) || may_be_new_file(backend))
+    })
 }
 
 /// The memory of `image` that a waiting QEMU maps; `None`: all of it has to be sent. `notice` receives sentences for the user. With
@@ -128,6 +133,7 @@ fn verify_block(image: &Image, name: &str, cancel: &Cancel) -> Result<(), Error>
 fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Result<Presence, Error> {
     let process = Mappings::of(qemu, Detail::PrivateCopies);
     let own = OnceCell::new();
+    let unchanged = Unchanged::of(image);
     let mut presence = Presence::default();
     for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
         let stored = Stored { image, own: &own, index, block, kind };
@@ -136,14 +142,18 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Res
             Some(backend) => stored.prove(qemu, backend, backends.address_of(&block.name), &process),
         };
         if let (Err(Reason::WritableImage), Some(backend)) = (&outcome, backends.of_block(&block.name)) {
-            return Err(image_writable(qemu, backend, image));
+            return Err(image_writable(qemu, &backend.id, image));
         }
         let is_named = backends.of_block(&block.name).is_some_and(|backend| is_file(backend, image));
         presence.add(&block.name, outcome, if is_named { Intent::Mapped } else { Intent::Other });
     }
     if !presence.is_empty() {
-        match locked(image) {
-            Ok(lock) => presence._lock = Some(lock),
+        match locked(image).and_then(|lock| Ok((lock, unchanged?))) {
+            Ok((lock, unchanged)) => {
+                presence._lock = Some(lock);
+                // A reflink is the guest's to write.
+                presence.unchanged = Some(unchanged).filter(|_| kind == Kind::CopyOnWrite);
+            }
             Err(reason) => {
                 let mapped = std::mem::take(&mut presence.mapped);
                 mapped
@@ -188,6 +198,7 @@ impl Stored<'_> {
             return Err(Reason::WritableImage);
         }
         let mapped = prove(&wanted, found)?;
+        self.check_open(process)?;
         self.check_content(own.offset)?;
         Ok(mapped)
     }
@@ -199,6 +210,16 @@ impl Stored<'_> {
         let own = self.own.get_or_init(own_mappings);
         let own = own.as_ref().map_err(Clone::clone)?;
         range_at(own, bytes.as_ptr().addr() as u64, PAGE_SIZE).map_err(|_| Reason::NotMapped)
+    }
+
+    fn check_open(&self, process: &Mappings) -> Result<(), Reason> {
+        let path = self.image.path();
+        if is_overlay(self.image.file()) {
+            return Err(Reason::Overlay { path: path.to_owned() });
+        }
+        let file = self.image.file().metadata();
+        let file = file.map_err(|error| Reason::File { path: path.to_owned(), text: error.to_string() })?;
+        process.check_open(path, &file)
     }
 
     fn check_content(&self, begin: u64) -> Result<(), Reason> {
@@ -213,6 +234,11 @@ impl Stored<'_> {
     }
 }
 
+/// Returns true if what two processes have open by one path and number may be two files: the lower one, and its copy.
+fn is_overlay(file: &File) -> bool {
+    rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type as u64 == OVERLAYFS)
+}
+
 /// Returns true if the backend's path leads to the image now.
 fn is_file(backend: &Backend, image: &Image) -> bool {
     image.file().metadata().is_ok_and(|metadata| is_same(backend, &metadata))
@@ -223,8 +249,27 @@ fn is_same(backend: &Backend, file: &Metadata) -> bool {
     matches!(named, Some(Ok(named)) if (named.dev(), named.ino()) == (file.dev(), file.ino()))
 }
 
-fn image_writable(qemu: &Qemu, backend: &Backend, image: &Image) -> Error {
-    let (socket, backend) = (qemu.socket().to_owned(), backend.id.clone());
+/// Id of the backend, of whatever block, by which QEMU can change the image or one that it is based on; all that come into question
+/// where QEMU has the file open by another name.
+fn changing_backend(qemu: &Qemu, backends: &Backends, image: &Image) -> Option<String> {
+    let writable: Vec<_> = backends.iter().filter(|backend| may_change_file(backend)).collect();
+    if writable.is_empty() {
+        return None;
+    }
+    let bases = towline_image::base_paths(image.path());
+    let files = bases.iter().map(std::fs::metadata).chain([image.file().metadata()]).flatten();
+    let files: Vec<_> = files.collect();
+    let is_named = |backend: &&&Backend| files.iter().any(|file| is_same(backend, file));
+    if let Some(backend) = writable.iter().find(is_named) {
+        return Some(backend.id.clone());
+    }
+    let process = Mappings::of(qemu, Detail::PrivateCopies);
+    let ids: Vec<_> = writable.iter().map(|backend| backend.id.as_str()).collect();
+    files.iter().any(|file| process.has_open_for_writing(file)).then(|| ids.join(" or "))
+}
+
+fn image_writable(qemu: &Qemu, backend: &str, image: &Image) -> Error {
+    let (socket, backend) = (qemu.socket().to_owned(), backend.to_owned());
     Error::ImageWritable { socket, backend, path: image.path().to_owned() }
 }
 

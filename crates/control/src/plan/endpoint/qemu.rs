@@ -166,6 +166,8 @@ pub(in super::super) struct QemuDestination {
     /// Set once it is connected for an incoming stream.
     relay: Option<Box<Relay>>,
     is_loaded_by_qemu: bool,
+    /// Memory that it maps, whose image is locked.
+    presence: Option<Presence>,
 }
 
 impl QemuDestination {
@@ -185,7 +187,7 @@ impl QemuDestination {
 
     /// A destination that was checked before.
     pub(in super::super) fn of(qemu: QmpDestination) -> Self {
-        Self { qemu, relay: None, is_loaded_by_qemu: false }
+        Self { qemu, relay: None, is_loaded_by_qemu: false, presence: None }
     }
 
     /// The memory that this QEMU already has, because it maps the image.
@@ -196,6 +198,13 @@ impl QemuDestination {
         let presence = in_place::offer(self.qemu.qemu_mut(), image, verify, context.cancel, &notice)?;
         context.check_cancelled()?;
         Ok(presence)
+    }
+
+    /// Number of lanes into memory that may have content, which only the main channel clears; `None`: it is zeros.
+    fn lanes_into_old_memory(&mut self, context: &Context<'_>) -> Result<Option<usize>, Error> {
+        let old = in_place::old_memory(self.qemu.qemu_mut())?;
+        old.iter().for_each(|old| context.observer.notice(&old.to_string()));
+        Ok((!old.is_empty()).then_some(0))
     }
 
     fn stream(
@@ -274,15 +283,22 @@ impl DestinationEndpoint for QemuDestination {
         let loads = !context.options.stream && self.qemu.loads_images() && is_plain;
         let file = local.file.filter(|image| loads && !image.is_incremental());
         let presence = self.presence(local, context)?;
-        self.is_loaded_by_qemu = file.is_some() && presence.is_none();
+        // Few bytes are left: no lanes.
+        let lanes = if presence.is_some() { Some(0) } else { self.lanes_into_old_memory(context)? };
+        let file = file.filter(|_| lanes.is_none());
+        let lanes = lanes.unwrap_or(context.lanes);
+        self.is_loaded_by_qemu = file.is_some();
         context.observer.phase(Phase::Connect);
         let moved = match (&presence, file) {
-            // Few bytes are left: no lanes.
-            (Some(presence), _) => self.stream(&presence.guest(local.guest)?, 0, switchover, context)?,
+            (Some(presence), _) => self.stream(&presence.guest(local.guest)?, lanes, switchover, context)?,
             (None, Some(file)) => self.load(file, context)?,
-            (None, None) => self.stream(local.guest, context.lanes, switchover, context)?,
+            (None, None) => self.stream(local.guest, lanes, switchover, context)?,
         };
         self.qemu.wait_loaded()?;
+        // The guest is loaded and does not run yet.
+        presence.as_ref().map_or(Ok(()), Presence::check_unchanged)?;
+        // Held until the guest is in its final state.
+        self.presence = presence;
         Ok(moved)
     }
 

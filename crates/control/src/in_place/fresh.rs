@@ -1,0 +1,122 @@
+//! Content of a waiting QEMU's memory before a guest is sent into it.
+//!
+//! QEMU takes the memory of a guest that arrives for zeros: it loads of an image only the pages that have a bit, and leaves a
+//! zero page of a lane alone when it comes for the first time. A backend whose file has content keeps that content there, and the
+//! guest gets it. Records of the main channel clear the page.
+//!
+//! Limit: where QEMU's process cannot be seen, a directory at an absolute path of ours is taken for QEMU's.
+
+use std::fmt;
+use std::fs::{self, File, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::backend::{Backend, Backends};
+use super::content::next_data;
+use super::maps::{Detail, private_bytes};
+use super::process::Mappings;
+use super::{Error, Reason};
+use crate::qemu::Qemu;
+
+/// `f_type` of hugetlbfs, where `lseek` takes holes for data.
+const HUGETLBFS: u64 = 0x958458f6;
+
+/// A backend whose memory may have content before the guest is there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OldMemory {
+    /// Its id.
+    pub backend: String,
+    /// Reason why it is not known to be zeros.
+    pub reason: Reason,
+}
+
+impl fmt::Display for OldMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { backend, reason } = self;
+        write!(
+            f,
+            "memory backend {backend:?} of QEMU may have old content, so that zero pages are sent as well and without lanes, which takes \
+             longer: {reason}; start QEMU with mem-path= of a directory or of a new file"
+        )
+    }
+}
+
+/// The backends of a waiting QEMU whose memory is of a file and not known to be zeros.
+///
+/// # Errors
+/// [`Error::Qemu`].
+pub fn old_memory(qemu: &mut Qemu) -> Result<Vec<OldMemory>, Error> {
+    let backends = Backends::of(qemu.client())?;
+    let process = Mappings::of(qemu, Detail::PrivateCopies);
+    let old = |backend: &Backend| {
+        let reason = check(backend, &process).err()?;
+        Some(OldMemory { backend: backend.id.clone(), reason })
+    };
+    Ok(backends.iter().filter(|backend| backend.maps_file()).filter_map(old).collect())
+}
+
+/// Returns true if the backend is given a file, and that one seems to have no content.
+pub(super) fn may_be_new_file(backend: &Backend) -> bool {
+    let named = backend.path.as_ref().filter(|_| backend.maps_file()).map(fs::metadata);
+    matches!(named, Some(Ok(named)) if named.is_file() && named.blocks() == 0)
+}
+
+fn check(backend: &Backend, process: &Mappings) -> Result<(), Reason> {
+    let path = PathBuf::from(backend.path.clone().unwrap_or_default());
+    let named = metadata(&path, process)?;
+    if named.is_dir() {
+        // QEMU makes a file of its own there, and unlinks it.
+        return Ok(());
+    }
+    let file = process.open_file(&named)?.ok_or_else(|| Reason::NotOpen { path: path.clone() })?;
+    let begin = backend.offset.unwrap_or_default();
+    let failed = |error: std::io::Error| Reason::File { path: path.clone(), text: error.to_string() };
+    if let Some(offset) = first_data(&file, &named, begin).map_err(failed)?
+        && offset < begin.saturating_add(backend.bytes)
+    {
+        return Err(Reason::OldContent { path, offset });
+    }
+    match private_bytes(process.get()?, named.ino()) {
+        Some(0) => Ok(()),
+        Some(bytes) => Err(Reason::PrivateCopies { bytes }),
+        None => Err(Reason::PrivateCopiesUnknown),
+    }
+}
+
+/// The file that QEMU was given, as QEMU sees it where that can be found out.
+fn metadata(path: &Path, process: &Mappings) -> Result<Metadata, Reason> {
+    let seen = process.seen(path).and_then(|seen| fs::metadata(seen).ok());
+    let failed = |text: String| Reason::File { path: path.to_owned(), text };
+    match seen {
+        Some(metadata) => Ok(metadata),
+        None if path.is_absolute() => fs::metadata(path).map_err(|error| failed(error.to_string())),
+        None => Err(failed("a path of QEMU's directory, which is not known".into())),
+    }
+}
+
+/// Offset of the first data of a file at or behind `begin`.
+fn first_data(file: &File, metadata: &Metadata, begin: u64) -> std::io::Result<Option<u64>> {
+    if rustix::fs::fstatfs(file)?.f_type as u64 == HUGETLBFS {
+        return Ok((metadata.blocks() > 0).then_some(begin));
+    }
+    Ok(next_data(file, begin)?.map(|(data, _)| data))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn data_of_a_file_is_found_behind_its_begin() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(8 << 20).unwrap();
+        let first = |begin| first_data(&file, &file.metadata().unwrap(), begin).unwrap();
+        assert_eq!(first(0), None);
+        file.write_all_at(&[0], 4 << 20).unwrap();
+        assert_eq!(first(0), Some(4 << 20), "also if it is zeros");
+        assert_eq!(first(6 << 20), None);
+    }
+}

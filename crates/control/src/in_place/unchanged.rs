@@ -1,0 +1,51 @@
+//! A file that must stay as it is while a guest is restored from it.
+
+use std::fs::{File, Metadata};
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+use towline_image::Image;
+
+use super::{Error, Reason};
+
+/// The image of a proof, and what would show that it was written since. Writes through a mapping may show later.
+#[derive(Debug)]
+pub(super) struct Unchanged {
+    path: PathBuf,
+    file: File,
+    state: State,
+}
+
+/// Length and times of a file, which each write changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct State {
+    length: u64,
+    modified: [i64; 2],
+    changed: [i64; 2],
+}
+
+impl State {
+    fn of(found: &Metadata) -> Self {
+        let modified = [found.mtime(), found.mtime_nsec()];
+        Self { length: found.len(), modified, changed: [found.ctime(), found.ctime_nsec()] }
+    }
+}
+
+impl Unchanged {
+    /// The image as it is now.
+    pub(super) fn of(image: &Image) -> Result<Self, Reason> {
+        let path = image.path().to_owned();
+        let opened = image.file().try_clone().and_then(|file| Ok((State::of(&file.metadata()?), file)));
+        match opened {
+            Ok((state, file)) => Ok(Self { path, file, state }),
+            Err(error) => Err(Reason::File { path, text: error.to_string() }),
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<(), Error> {
+        match self.file.metadata() {
+            Ok(found) if State::of(&found) == self.state => Ok(()),
+            _ => Err(Error::Changed { path: self.path.clone() }),
+        }
+    }
+}
