@@ -26,7 +26,7 @@ fn a_saved_guest_runs_again_by_its_recorded_command_line() {
 
     let refused = saved.run(&["--name", "web"], &[]).wait(WITHIN).unwrap();
     assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
-    for key in ["; kernel=", "; initrd=", "chardev.agent.backend=socket: "] {
+    for key in ["refused: kernel=", "; initrd=", "; append="] {
         assert!(refused.stderr.contains(key), "{key}: {}", refused.stderr);
     }
     assert_eq!(saved.guests(), Vec::<String>::new());
