@@ -19,6 +19,7 @@ pub mod net;
 pub mod ram;
 mod report;
 pub mod rounds;
+pub mod run;
 pub mod sandbox;
 pub mod stats;
 pub mod table;
@@ -90,7 +91,7 @@ struct Benchmark {
     measure: fn(&Options) -> Result<Vec<Table>>,
 }
 
-const BENCHMARKS: [Benchmark; 12] = [
+const BENCHMARKS: [Benchmark; 13] = [
     Benchmark {
         name: "ram",
         measure: |options| {
@@ -112,6 +113,16 @@ const BENCHMARKS: [Benchmark; 12] = [
                 parameters.sizes_mib.clone_from(&options.sizes_mib);
             }
             instant::measure(&parameters)
+        },
+    },
+    Benchmark {
+        name: "run",
+        measure: |options| {
+            let mut parameters = run::Parameters::of(&options.towline, options.runs, options.cancel.clone());
+            if !options.sizes_mib.is_empty() {
+                parameters.sizes_mib.clone_from(&options.sizes_mib);
+            }
+            run::measure(&parameters)
         },
     },
     Benchmark {
@@ -218,7 +229,7 @@ mod tests {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "unknown table \"disk\": expected one of ram, live, instant, lanes, lanes-busy, calls, vsock, vsock-guests, net, net-queues, sandbox, sandbox-paths"
+            "unknown table \"disk\": expected one of ram, live, instant, run, lanes, lanes-busy, calls, vsock, vsock-guests, net, net-queues, sandbox, sandbox-paths"
         );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }

@@ -19,6 +19,7 @@ const EXIT_USAGE: u8 = 2;
 ///   ram            save and restore of a guest's memory, against QEMU's own
 ///   live           a busy guest through towline, against QEMU to QEMU
 ///   instant        a restored guest that runs at once, against QEMU's own restore and postcopy
+///   run            a guest from an image by one command: its parts, cached and not
 ///   lanes          memory over lanes, against QEMU's multifd and iperf3
 ///   lanes-busy     the same on a busy machine, and pinned
 ///   calls          pages copied into a linear buffer, against vectors
@@ -53,7 +54,7 @@ struct Arguments {
     /// Number of runs of each row; the median is printed
     #[arg(long, value_name = "N", default_value_t = 5)]
     runs: usize,
-    /// Memory sizes of the guests of `instant`, in bytes (suffixes M, G) [default: 1G,4G,8G]
+    /// Memory sizes of the guests of `instant` and `run`, in bytes (suffixes M, G) [default: 1G,4G,8G; 512M too for `run`]
     #[arg(long, value_name = "BYTES", value_parser = mebibytes, value_delimiter = ',')]
     sizes: Vec<u64>,
     /// Part of the names of the rows to measure, for `net`, `net-queues` and `vsock`; may be repeated

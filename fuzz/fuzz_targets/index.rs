@@ -22,7 +22,7 @@ fuzz_target!(|input: &[u8]| {
         assert_eq!(
             index.all_names().count(),
             (0..blocks.len())
-                .flat_map(|block| index.names(towline_protocol::BlockIndex(block as u32)))
+                .flat_map(|block| index.chunk_names(towline_protocol::BlockIndex(block as u32)))
                 .chain(index.device_state_names())
                 .filter(|name| **name != towline_image::ChunkHash::Zero)
                 .count()

@@ -16,8 +16,6 @@
 //! The lab is for Debian 12 on x86-64, emulated (TCG) unless KVM is requested and works. `cargo xtask setup` installs
 //! the parts that it needs; see [`require_lab`].
 
-mod accelerator;
-mod boot_sector;
 #[cfg(feature = "certificates")]
 pub mod certificates;
 pub mod cpio;
@@ -34,12 +32,12 @@ mod program;
 mod proxy;
 mod qemu;
 mod qmp;
+pub mod schema;
 mod sys;
 mod terminal;
 mod towline;
 mod wait;
 
-pub use boot_sector::{BootSector, Sweep};
 pub use exposition::{Exposition, scrape};
 pub use linux::LinuxGuest;
 pub use memory::RamBlock;
@@ -47,7 +45,7 @@ pub use network::Network;
 pub use paths::Kernel;
 pub use program::ProgramDisk;
 pub use proxy::{Action, Flow, Proxy, Trigger};
-pub use qemu::{Accelerator, Builder, Guest, Incoming, MemoryBackend, Qemu, Version};
+pub use qemu::{Accelerator, BootSector, Builder, Guest, Incoming, MemoryBackend, Qemu, Sweep, Version};
 pub use qmp::{Qmp, QmpError};
 pub use terminal::Terminal;
 pub use towline::{Finished, Towline, towline, towline_binary};

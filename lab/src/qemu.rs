@@ -1,5 +1,8 @@
 //! A QEMU of the lab: its description, start and end.
 
+mod boot_sector;
+mod kvm_trial;
+
 use std::fs::File;
 use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
@@ -11,12 +14,13 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
-use crate::boot_sector::BootSector;
+pub use boot_sector::{BootSector, Sweep};
+
 use crate::network::Network;
 use crate::paths::{Kernel, UnpackedQemu};
 use crate::qmp::Qmp;
 use crate::wait::wait_until;
-use crate::{accelerator, guest_programs, paths, process};
+use crate::{guest_programs, paths, process};
 
 /// Time limit of a QEMU's start until its monitor answers.
 const START_WITHIN: Duration = Duration::from_secs(60);
@@ -319,7 +323,7 @@ impl Builder {
         }
         let accelerator = match self.accelerator {
             Accelerator::Kvm => "kvm",
-            Accelerator::KvmIfItWorks if accelerator::kvm_works(self.version) => "kvm",
+            Accelerator::KvmIfItWorks if kvm_trial::kvm_works(self.version) => "kvm",
             _ => "tcg,thread=multi",
         };
         command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);

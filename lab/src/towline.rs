@@ -1,6 +1,6 @@
 //! The towline binary under test, run as a user would.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use tempfile::TempDir;
 
+use crate::schema::EventSchema;
 use crate::wait::wait_until;
 use crate::{paths, process, sys};
 
@@ -17,6 +18,8 @@ use crate::{paths, process, sys};
 pub struct Towline {
     child: Child,
     line: String,
+    /// True if its standard output is events.
+    writes_events: bool,
     directory: TempDir,
 }
 
@@ -90,12 +93,14 @@ impl Towline {
         (directory, [stdout, stderr]): (TempDir, [Stdio; 2]),
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<Self> {
+        let arguments: Vec<OsString> = arguments.into_iter().map(|one| one.as_ref().to_owned()).collect();
+        let writes_events = arguments.iter().any(|argument| argument == "--json");
         let mut command = Command::new(binary);
         command.args(arguments).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
         let line = format!("{command:?}");
         sys::keep_open(&mut command, descriptors);
         let child = process::spawn(command).with_context(|| format!("{line} cannot be started"))?;
-        Ok(Self { child, line, directory })
+        Ok(Self { child, line, writes_events, directory })
     }
 
     /// Process ID.
@@ -140,7 +145,8 @@ impl Towline {
             let (runs, text) = (self.runs()?, self.stderr() + &self.stdout());
             ensure!(runs, "{} ended: {text}", self.line);
             let address = text.lines().find_map(|line| line.split_once("listening on "));
-            Ok(address.map(|(_, address)| address.trim().trim_end_matches(['"', '}']).to_owned()))
+            // In an event, a quotation mark ends it.
+            Ok(address.and_then(|(_, rest)| rest.split('"').next()).map(|address| address.trim().to_owned()))
         })
     }
 
@@ -151,12 +157,16 @@ impl Towline {
         Ok(())
     }
 
-    /// Waits until it exits, with any exit status.
+    /// Waits until it exits, with any exit status. With `--json`, each event is validated by the schema of events.
     pub fn wait(mut self, within: Duration) -> Result<Finished> {
         let status = wait_until("end of towline", within, || Ok(self.child.try_wait()?));
         let status =
             status.with_context(|| format!("{} wrote: {}{}", self.line, self.stdout(), self.stderr()))?;
-        Ok(Finished { status, stdout: self.stdout(), stderr: self.stderr() })
+        let finished = Finished { status, stdout: self.stdout(), stderr: self.stderr() };
+        if self.writes_events {
+            finished.check_events().with_context(|| self.line.clone())?;
+        }
+        Ok(finished)
     }
 
     /// Waits until it exits, and fails unless the exit status is 0.
@@ -170,9 +180,50 @@ impl Towline {
     }
 }
 
+impl Finished {
+    /// Validates standard output by the schema of events. A process that was killed may have written a part of a line.
+    fn check_events(&self) -> Result<()> {
+        let schema = EventSchema::load(paths::workspace())?;
+        let whole = self.stdout.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+        for line in whole {
+            let event = serde_json::from_str(line).with_context(|| format!("not an event: {line}"))?;
+            schema.validate(&event).with_context(|| format!("not as in docs/schema/events.json: {line}"))?;
+        }
+        Ok(())
+    }
+}
+
 impl Drop for Towline {
     fn drop(&mut self) {
         // The process may have exited already, and a destructor cannot return an error.
         let _ = self.kill();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checked(stdout: &str) -> Result<(), String> {
+        let finished =
+            Finished { status: ExitStatus::default(), stdout: stdout.into(), stderr: String::new() };
+        finished.check_events().map_err(|error| format!("{error:#}"))
+    }
+
+    #[test]
+    fn events_that_are_not_in_the_schema_are_refused() {
+        let phase = |name: &str| {
+            format!(
+                "{{\"event\":\"phase\",\"phase\":\"{name}\",\"schema\":1,\"time\":\"2026-11-22T00:00:00Z\"}}\n"
+            )
+        };
+        assert_eq!(checked(&phase("transfer")), Ok(()));
+        // The process was killed within a line.
+        assert_eq!(checked(&(phase("transfer") + "{\"event\":\"pro")), Ok(()));
+        let refused = checked(&phase("soon")).unwrap_err();
+        assert!(refused.contains("event.phase: found \"soon\""), "{refused}");
+        let refused = checked("{\"event\":\"begin\",\"schema\":1}\n").unwrap_err();
+        assert!(refused.contains("unknown event begin"), "{refused}");
+        assert!(checked("listening on tcp:127.0.0.1:1\n").unwrap_err().starts_with("not an event"));
     }
 }

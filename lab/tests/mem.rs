@@ -31,17 +31,6 @@ fn verified(completed: &Value) {
     assert_eq!(completed["ram"]["total"], PAGES * 4096, "{completed}");
 }
 
-/// Address that a towline listens on.
-fn listening(receiver: &Towline) -> String {
-    let address = || {
-        let stdout = receiver.stdout();
-        Ok(stdout
-            .lines()
-            .find_map(|line| Some(line.split_once("listening on ")?.1.trim_end_matches("\"}").to_owned())))
-    };
-    wait_until("the address that towline listens on", WITHIN, address).unwrap()
-}
-
 #[test]
 fn a_synthetic_guest_is_verified_within_one_process() {
     for options in [
@@ -60,8 +49,8 @@ fn a_synthetic_guest_is_verified_within_one_process() {
 #[test]
 fn a_synthetic_guest_goes_from_a_process_to_another() {
     for (options, room) in [(&["--multifd-channels", "3"][..], "mem:64M"), (&[], "mem:")] {
-        let receiver = copy(&[&["tcp:127.0.0.1:0", room], options].concat());
-        let address = listening(&receiver);
+        let mut receiver = copy(&[&["tcp:127.0.0.1:0", room], options].concat());
+        let address = receiver.listens_at(WITHIN).unwrap();
         let sent = copied(&[&[BUSY, address.as_str()], options].concat());
         assert_eq!(sent["destination-state"], "loaded");
         verified(&completed(&receiver.wait_done(WITHIN).unwrap().stdout));
@@ -108,8 +97,8 @@ fn an_image_that_is_cut_short_under_way_is_an_error() {
 
 #[test]
 fn memory_of_another_size_is_refused_on_both_sides() {
-    let receiver = copy(&["tcp:127.0.0.1:0", "mem:32M"]);
-    let address = listening(&receiver);
+    let mut receiver = copy(&["tcp:127.0.0.1:0", "mem:32M"]);
+    let address = receiver.listens_at(WITHIN).unwrap();
     let sender = copy(&["mem:64M", &address]).wait(WITHIN).unwrap();
     assert_eq!(sender.status.code(), Some(1), "{}", sender.stderr);
     assert!(sender.stderr.contains("gone: a synthetic guest ends with its process"), "{}", sender.stderr);

@@ -15,6 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::command::{cargo, metadata, output, root, run as run_command, target_directory};
 
+const MAINTAINER: &str = "The towline authors <towline@localhost>";
 /// Links to the program by whose name it is a vhost-user backend.
 const BACKENDS: [&str; 2] = ["towline-net", "towline-vsock"];
 /// Where shells look for completions.
@@ -50,10 +51,19 @@ pub(crate) fn run(debug: bool) -> Result<()> {
 }
 
 fn version() -> Result<String> {
+    field("version")
+}
+
+fn homepage() -> Result<String> {
+    field("repository")
+}
+
+/// A field of the program's manifest.
+fn field(name: &str) -> Result<String> {
     let metadata = metadata()?;
     let mut packages = metadata["packages"].as_array().into_iter().flatten();
     let cli = packages.find(|package| package["name"] == "towline-cli").context("no package towline-cli")?;
-    Ok(cli["version"].as_str().context("a package without a version")?.to_owned())
+    Ok(cli[name].as_str().with_context(|| format!("towline-cli has no {name}"))?.to_owned())
 }
 
 /// The tree as it will stand on a host.
@@ -86,10 +96,24 @@ fn fill(tree: &Path, program: &Path) -> Result<()> {
         put(&root.join(name), &documents.join(name), 0o644)?;
     }
     fs::write(documents.join("copyright"), copyright())?;
+    let changelog = documents.join("changelog");
+    fs::write(&changelog, changelog_text()?)?;
+    output(Command::new("gzip").args(["-9n"]).arg(&changelog))?;
     for page in files(&root.join("docs"))?.iter().filter(|path| path.is_file()) {
         put(page, &documents.join("docs").join(page.file_name().context("a file's name")?), 0o644)?;
     }
     Ok(())
+}
+
+/// Changelog in Debian's format, which names the one for people.
+fn changelog_text() -> Result<String> {
+    // Of the last commit, so that the package of a commit is always the same.
+    let date = output(Command::new("git").args(["log", "-1", "--format=%aD"]).current_dir(root()))?;
+    Ok(format!(
+        "towline ({}) unstable; urgency=medium\n\n  * Changes are in /usr/share/doc/towline/CHANGELOG.md.\n\n -- {MAINTAINER}  {}\n",
+        version()?,
+        date.trim()
+    ))
 }
 
 fn copyright() -> String {
@@ -106,11 +130,14 @@ fn control(tree: &Path, version: &str, architecture: &str) -> Result<()> {
     let size = output(Command::new("du").args(["-sk", "--apparent-size"]).arg(tree))?;
     let size = size.split_whitespace().next().unwrap_or("0");
     let text = format!(
-        "Package: towline\nVersion: {version}\nArchitecture: {architecture}\nMaintainer: The towline authors <towline@localhost>\n\
+        "Package: towline\nVersion: {version}\nArchitecture: {architecture}\nMaintainer: {MAINTAINER}\n\
          Installed-Size: {size}\nDepends: libc6 (>= {libc}), libgcc-s1\nRecommends: qemu-system-x86\nSection: admin\nPriority: optional\n\
-         Homepage: https://github.com/towline/towline\nDescription: moves running QEMU guests\n \
-         Copies a guest from one QEMU to another, into an image, an object store, and back,\n \
-         and is its network card and its vsock device while it moves.\n"
+         Homepage: {}\nDescription: move, save and restore running QEMU guests\n \
+         Copies a guest from one QEMU to another, into an image or an object store, and back.\n \
+         Images have checksums, and restored guests can run while their memory follows.\n .\n \
+         Also a multiqueue network card and a vsock device for guests (vhost-user), which\n \
+         migrate with them.\n",
+        homepage()?
     );
     fs::write(directory.join("control"), text)?;
     let mut sums = String::new();

@@ -1,9 +1,11 @@
-//! `cargo xtask layering`: checks which crate depends on which, by `cargo metadata`, and that no files of `control` import
-//! each other in a circle.
+//! `cargo xtask layering`: checks which crate depends on which, by `cargo metadata`, and that no files of a crate import each
+//! other in a circle.
 //!
 //! Only what is shipped counts: normal and build dependencies. Tests may use the lab.
 
 mod imports;
+
+use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -51,17 +53,19 @@ const TABLE: &[(&str, May)] = &[
 /// The crate without system calls, and the attributes that its root must have.
 const PURE_CRATE: &str = "crates/protocol/src/lib.rs";
 
-/// The crate whose files must not import each other in a circle: its plans once did, and each change touched all of them.
-const WITHOUT_CIRCLES: &str = "crates/control/src";
-
-/// Fails on any edge that the table does not have, if `protocol` is not pure, and on a circle of imports in `control`.
+/// Fails on any edge that the table does not have, if `protocol` is not pure, and on a circle of imports in a crate: each
+/// change of one file of a circle touches all of them.
 pub(crate) fn run() -> Result<()> {
-    let mut faults = faults(&metadata()?)?;
+    let metadata = metadata()?;
+    let mut faults = faults(&metadata)?;
     let source = std::fs::read_to_string(root().join(PURE_CRATE));
     faults.extend(impurities(&source.with_context(|| format!("{PURE_CRATE} cannot be read"))?));
-    let circles = imports::circles(&root().join(WITHOUT_CIRCLES))?;
-    faults
-        .extend(circles.iter().map(|circle| format!("{WITHOUT_CIRCLES} has a circle of imports: {circle}")));
+    for package in metadata["packages"].as_array().into_iter().flatten() {
+        let name = package["name"].as_str().unwrap_or_default();
+        let manifest = Path::new(package["manifest_path"].as_str().unwrap_or_default());
+        let circles = imports::circles(&manifest.with_file_name("src"))?;
+        faults.extend(circles.iter().map(|circle| format!("{name} has a circle of imports: {circle}")));
+    }
     if faults.is_empty() {
         return Ok(());
     }

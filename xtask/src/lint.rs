@@ -1,6 +1,7 @@
 //! `cargo xtask lint`: checks of the sources that do not run them.
 
 mod lexer;
+mod prose;
 mod sources;
 mod words;
 

@@ -57,7 +57,7 @@ enum Task {
     Test,
     /// The short fuzz runs alone.
     Fuzz,
-    /// Save a running Linux guest to a file and restore it, with the release build and stock QEMU.
+    /// Show a save, a damaged image, an instant restore and a live move of a Linux guest, with stock QEMU.
     Demo,
     /// Generate docs/errors.md from the sources.
     Errors,
@@ -79,7 +79,9 @@ enum Task {
 fn main() -> ExitCode {
     let outcome = match Arguments::parse().task {
         Task::Setup { newer: true, .. } => setup::newer(),
-        Task::Setup { system, .. } => setup::run(system),
+        Task::Setup { system, .. } => {
+            setup::run(if system { setup::Scope::System } else { setup::Scope::Lab })
+        }
         Task::Bench { arguments } => bench::run(&arguments),
         Task::Peers => setup::peers::run(),
         Task::Lint => lint::run(),

@@ -16,6 +16,21 @@ const HEAVY: [&str; 7] = ["aws-lc-rs", "aws-lc-sys", "cc", "cmake", "ring", "rus
 pub(crate) struct Package {
     pub(crate) name: String,
     pub(crate) has_library: bool,
+    has_readme: bool,
+    has_example: bool,
+}
+
+impl Package {
+    /// The part of a published package that is not there.
+    fn missing(&self) -> Option<&'static str> {
+        if !self.has_readme {
+            Some("README.md")
+        } else if self.has_library && !self.has_example {
+            Some("program in examples/")
+        } else {
+            None
+        }
+    }
 }
 
 /// The workspace's packages without `publish = false`.
@@ -26,17 +41,21 @@ pub(crate) fn packages() -> Result<Vec<Package>> {
     let described = published.map(|package| {
         let name = package["name"].as_str().context("a package without a name")?.to_owned();
         let targets = package["targets"].as_array().context("a package without targets")?;
-        let has_library = targets.iter().any(|target| target["kind"][0] == "lib");
-        Ok(Package { name, has_library })
+        let has_kind = |kind: &str| targets.iter().any(|target| target["kind"][0] == kind);
+        let (has_library, has_example) = (has_kind("lib"), has_kind("example"));
+        Ok(Package { name, has_library, has_readme: package["readme"].is_string(), has_example })
     });
     described.collect()
 }
 
 /// Packs every published crate as `cargo publish` would. A manifest that lacks a version of a dependency, a licence or a
-/// description is an error.
+/// description is an error, as is a crate without a README or a library without an example.
 pub(crate) fn check_packages() -> Result<()> {
     let mut package = cargo(["package", "--no-verify", "--allow-dirty", "--color", "never"]);
     for published in packages()? {
+        if let Some(missing) = published.missing() {
+            bail!("{} has no {missing}", published.name);
+        }
         package.args(["--package", &published.name]);
     }
     let packed = package.output().with_context(|| format!("{} cannot be started", shown(&package)))?;
@@ -93,6 +112,17 @@ mod tests {
         let tree = "towline-net v0.1.0 (/home/a)\nrustls-pki-types v1.0.0\nlibc v0.2.1\n";
         assert_eq!(heavy_dependency(tree), None);
         assert_eq!(heavy_dependency(&format!("{tree}rustls v0.23.1\n")), Some("rustls"));
+    }
+
+    #[test]
+    fn a_library_needs_a_readme_and_an_example() {
+        let package = |has_library, has_readme, has_example| {
+            Package { name: "a".into(), has_library, has_readme, has_example }.missing()
+        };
+        assert_eq!(package(true, true, true), None);
+        assert_eq!(package(false, true, false), None);
+        assert_eq!(package(true, false, true), Some("README.md"));
+        assert_eq!(package(true, true, false), Some("program in examples/"));
     }
 
     #[test]

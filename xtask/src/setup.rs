@@ -38,29 +38,45 @@ use sources::{BACKPORTS, CODENAME};
 
 /// Version that QEMU from the backports begins with, epoch included.
 const QEMU_VERSION: &str = "1:10.0";
-/// From the backports: the emulator with its firmware, all of one source and suite.
-const QEMU_PACKAGES: [&str; 2] = ["qemu-system-x86", "ipxe-qemu"];
+/// From the backports: the emulator with its firmware and its tools for disks, all of one source and suite.
+const QEMU_PACKAGES: [&str; 3] = ["qemu-system-x86", "ipxe-qemu", "qemu-utils"];
 /// From the release.
 const TOOLS: [&str; 8] =
     ["iperf3", "socat", "iproute2", "ethtool", "tcpdump", "xz-utils", "g++", "python3-venv"];
 
-/// Brings what is missing. `system_only` is the part that needs root, and nothing else.
-pub(crate) fn run(system_only: bool) -> Result<()> {
+/// Parts to bring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scope {
+    /// Packages, which need root.
+    System,
+    /// Requirements of `make demo`: QEMU and a Linux guest.
+    Demo,
+    /// Everything.
+    Lab,
+}
+
+/// Brings what is missing.
+pub(crate) fn run(scope: Scope) -> Result<()> {
     let started = Instant::now();
-    let changed = system()?;
-    if system_only {
+    let changed = match scope {
+        Scope::Demo => system(&[])?,
+        Scope::System | Scope::Lab => system(&TOOLS)?,
+    };
+    if scope == Scope::System {
         return Ok(());
     }
     let lab = paths::lab_directory();
     std::fs::create_dir_all(&lab)?;
-    let changed = unpack::qemu_7_2(&lab)? | changed;
     let changed = unpack::kernel(&lab)? | changed;
-    let changed = unpack::busybox(&lab)? | changed;
-    let changed = debian_13::bring(&lab)? | changed;
+    let mut changed = unpack::busybox(&lab)? | changed;
+    if scope == Scope::Lab {
+        changed |= unpack::qemu_7_2(&lab)?;
+        changed |= debian_13::bring(&lab)?;
+        changed |= python::websockets(&lab)?;
+        changed |= python::s3(&lab)?;
+        changed |= python::qmp(&lab)?;
+    }
     let changed = initramfs::make(&lab)? | changed;
-    let changed = python::websockets(&lab)? | changed;
-    let changed = python::s3(&lab)? | changed;
-    let changed = python::qmp(&lab)? | changed;
     if changed {
         println!("setup: ready in {:.1} s ({})", started.elapsed().as_secs_f64(), lab.display());
     }
@@ -74,20 +90,20 @@ pub(crate) fn newer() -> Result<()> {
     debian_13::newer(&lab)
 }
 
-/// Installs the packages that are missing; true if there were any.
-fn system() -> Result<bool> {
+/// Installs QEMU and those of the tools that are missing; true if there were any.
+fn system(wanted: &[&'static str]) -> Result<bool> {
     let qemu = apt::installed(&QEMU_PACKAGES)?;
-    let qemu_here =
-        qemu[0].as_ref().is_some_and(|version| version.starts_with(QEMU_VERSION)) && qemu[1].is_some();
-    let tools = apt::installed(&TOOLS)?;
+    let qemu_here = qemu[0].as_ref().is_some_and(|version| version.starts_with(QEMU_VERSION))
+        && qemu.iter().all(Option::is_some);
+    let tools = apt::installed(wanted)?;
     let tools: Vec<&str> =
-        TOOLS.iter().zip(&tools).filter(|(_, version)| version.is_none()).map(|(name, _)| *name).collect();
+        wanted.iter().zip(&tools).filter(|(_, version)| version.is_none()).map(|(name, _)| *name).collect();
     if qemu_here && tools.is_empty() {
         return Ok(false);
     }
     let mut missing = tools.clone();
     if !qemu_here {
-        missing.push("qemu-system-x86 (10.0)");
+        missing.push("qemu-system-x86 (10.0), ipxe-qemu or qemu-utils");
     }
     require_debian(&missing)?;
     require_root(&missing)?;

@@ -90,6 +90,39 @@ const SOAKS: &[Soak] = &[
         run: || lab_test("live", "kills::no_guest_is_lost_or_runs_twice", &[("TOWLINE_SOAK_KILLS", "200")]),
     },
     Soak {
+        name: "upgrade-kills",
+        about: "200 upgrades in which a QEMU or towline is killed (TOWLINE_UPGRADE_KILLS, TOWLINE_UPGRADE_SEED)",
+        run: || {
+            lab_test(
+                "upgrade",
+                "kills::a_kill_at_any_moment_leaves_one_guest",
+                &[("TOWLINE_UPGRADE_KILLS", "200")],
+            )
+        },
+    },
+    Soak {
+        name: "upgrades",
+        about: "100 upgrades in a row under a load: the guest's standstill, bytes moved (TOWLINE_UPGRADES, TOWLINE_UPGRADE_MIB)",
+        run: || {
+            lab_test(
+                "upgrade",
+                "series::upgrades_in_a_row_under_a_load_lose_nothing",
+                &[("TOWLINE_UPGRADES", "100")],
+            )
+        },
+    },
+    Soak {
+        name: "upgrade-boundaries",
+        about: "memory after a load that is given up behind each section of the device state",
+        run: || {
+            lab_test(
+                "upgrade",
+                "aborted::memory_is_bit_equal_after_a_load_that_is_given_up_at_any_section",
+                &[("TOWLINE_UPGRADE_BOUNDARIES", "0")],
+            )
+        },
+    },
+    Soak {
         name: "chaos",
         about: "2,000 copies of every kind with a fault of any kind at any moment (TOWLINE_CHAOS_RUNS, TOWLINE_CHAOS_SEED, TOWLINE_CHAOS_JOBS); \
             goes on where it was stopped, by the journal target/chaos.journal (TOWLINE_CHAOS_JOURNAL)",
@@ -103,6 +136,18 @@ const SOAKS: &[Soak] = &[
                 "images",
                 "clones::eight_guests_come_of_one_image_at_once",
                 &[("TOWLINE_SOAK_CLONES_MIB", "512")],
+            )
+        },
+    },
+    Soak {
+        name: "run-clones",
+        about: "100 guests of 512 MiB by one `towline run` (TOWLINE_SOAK_RUN_CLONES): times and memory; that they run on for a time, and the \
+            image afterwards (TOWLINE_SOAK_RUN_SECONDS)",
+        run: || {
+            lab_test(
+                "run",
+                "many::clones_share_the_memory_of_their_image",
+                &[("TOWLINE_SOAK_RUN_CLONES", "100"), ("TOWLINE_SOAK_RUN_SECONDS", "600")],
             )
         },
     },

@@ -34,7 +34,7 @@ const AGAIN_TIMES_MAX: usize = 2;
 /// Runs everything; prints the closing line last.
 pub(crate) fn run() -> ExitCode {
     let mut counts = Counts::default();
-    if step("set-up", &mut counts, |_| setup::run(false)) {
+    if step("set-up", &mut counts, |_| setup::run(setup::Scope::Lab)) {
         step("lint", &mut counts, |_| lint::quick());
         step("build", &mut counts, |_| build());
         let mut beside = None;

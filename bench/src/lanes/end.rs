@@ -28,7 +28,7 @@ use towline_migration::memory::{Backing, Block};
 use towline_migration::outgoing::ZeroCopySend;
 use towline_migration::synthetic::{self, BLOCK_NAME, Checked, Shape, Synthetic, configuration};
 use towline_migration::{
-    Incoming, LiveMemory, Memory, Outgoing, Session, Sink, Statistics, incoming, outgoing,
+    Incoming, Memory, Outgoing, Session, Sink, SourceMemory, Statistics, incoming, outgoing,
 };
 
 use super::layers::{Calls, Counted, Linear, OnePage};
@@ -156,7 +156,7 @@ fn source(shape: &Value) -> Result<()> {
     serve_requests(|request| guest.run(|guest| send(guest, request))?)
 }
 
-fn send(guest: &LiveMemory<'_>, request: &Value) -> Result<Value> {
+fn send(guest: &SourceMemory<'_>, request: &Value) -> Result<Value> {
     let mode = Mode::of(request["mode"].as_str().unwrap_or_default())?;
     let address: Address = request["address"].as_str().unwrap_or_default().parse()?;
     let lanes = request["lanes"].as_u64().unwrap_or_default();

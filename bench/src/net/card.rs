@@ -74,7 +74,7 @@ impl Card {
         Ok(std::thread::spawn(move || {
             let _frontend = &self.frontend;
             let pair = &mut self.pairs[0];
-            pair.fill(&bytes);
+            pair.fill_transmit_buffers(&bytes);
             while !signals.is_over() {
                 let back = pair.reclaim()?;
                 signals.add(back as u64);
@@ -99,7 +99,7 @@ impl Card {
                 let count = pair.receive(|frame| bytes += frame.len())?;
                 signals.add(if kind == Kind::Super { bytes } else { count } as u64);
                 if count == 0 && !pair.rx().enable_callback(1) {
-                    wait_any(&[pair.rx().call()], SLEEP)?;
+                    wait_any(&[pair.rx().call_fd()], SLEEP)?;
                     pair.rx().drain_call();
                 }
                 pair.rx().disable_callback();
@@ -148,7 +148,7 @@ fn pump(mut pair: Pair, mut tap: &File, signals: &Signals) -> Result<()> {
             let ready = pair.rx().enable_callback(1) || (full && pair.tx().enable_callback(share.max(1)));
             if !ready {
                 let (rx, tx) = pair.rings();
-                let fds = [rx.call(), tx.call(), tap.as_fd()];
+                let fds = [rx.call_fd(), tx.call_fd(), tap.as_fd()];
                 wait_any(if full { &fds[..2] } else { &fds }, SLEEP)?;
                 rx.drain_call();
                 tx.drain_call();

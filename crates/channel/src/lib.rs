@@ -92,7 +92,7 @@ pub use exec::ExecChannel;
 pub use fd::inherit;
 pub use file::FileChannel;
 pub use guess::describe_plain;
-pub use listen::{ListenOptions, Listener, is_exhausted};
+pub use listen::{ListenOptions, Listener, is_out_of_resources};
 pub use pair::{PairChannel, pair};
 pub use splice::Splice;
 pub use sys::cursor::{IOV_MAX, IoCursor, IoCursorMut};

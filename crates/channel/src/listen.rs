@@ -58,7 +58,7 @@ enum Single {
 /// Returns true if [`Listener::accept`] failed only for now: the kernel has no descriptor or no memory left for a connection (`EMFILE`,
 /// `ENFILE`, `ENOBUFS`, `ENOMEM`). The peer stays in the queue, so the listener is as readable as before: wait before the next
 /// attempt.
-pub fn is_exhausted(error: &Error) -> bool {
+pub fn is_out_of_resources(error: &Error) -> bool {
     let Error::Io { source, .. } = error else { return false };
     matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
@@ -154,7 +154,7 @@ impl Listener {
     /// [`Error::Tls`] or [`Error::WebSocket`] if a peer's handshake failed: the listener continues with others.
     /// [`Error::Cancelled`] as soon as the token is cancelled, [`Error::Timeout`] at the deadline,
     /// [`Error::Unsupported`] if there is only one channel and it was accepted before, otherwise [`Error::Io`], which
-    /// may be temporary ([`is_exhausted`]).
+    /// may be temporary ([`is_out_of_resources`]).
     pub fn accept(&self, deadline: Instant, cancel: &Cancel) -> Result<Box<dyn Channel>> {
         cancel.check()?;
         let until = Deadline::new("accept", &self.address, deadline, cancel);

@@ -42,7 +42,7 @@ impl UnixListener {
         let address = socket_address(path)?;
         let io = |op, errno: Errno| Error::io(op, &format!("unix:{}", path.display()), errno);
         let fd = socket().map_err(|errno| io("socket", errno))?;
-        let _lock = lock_directory(path).map_err(|errno| io("lock directory of", errno))?;
+        let _lock = lock_directory(path).map_err(|errno| io("listen", errno))?;
         match net::bind(&fd, &address) {
             Err(Errno::ADDRINUSE) => {
                 remove_stale(path, &address)?;

@@ -75,13 +75,11 @@ fn end(endpoint: &Endpoint) -> Result<CheckEnd, NoVerdict> {
                 "{endpoint}: a stream cannot be queried; record the facts there (`towline check --facts-out FILE qmp:PATH`), and compare with facts:FILE"
             )));
         }
-        #[cfg(feature = "store")]
         Endpoint::Store(_) => {
             return Err(NoVerdict::Unknown(format!(
                 "{endpoint}: only an image in a file can be checked; copy it to a file first"
             )));
         }
-        #[cfg(feature = "store")]
         Endpoint::Secret(why) => return Err(NoVerdict::Usage(why.clone())),
         Endpoint::Memory(_) | Endpoint::Null => {
             return Err(NoVerdict::Usage(format!("{endpoint} takes any guest: there is nothing to check")));

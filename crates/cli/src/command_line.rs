@@ -17,7 +17,7 @@ pub(crate) fn json(origin: Option<&Origin>) -> Value {
     match command_line::recorded(origin) {
         Ok(Some(recorded)) => {
             arguments = recorded.command_line().to_arguments();
-            left_out = recorded.left_out().to_vec();
+            left_out = recorded.redacted_keys().to_vec();
         }
         Ok(None) => {}
         Err(reason) => error = Some(reason.to_string()),
@@ -46,7 +46,7 @@ pub(crate) fn print(reporter: &Reporter, origin: Option<&Origin>) {
         let value = option.value_text().map(|value| format!(" {}", quoted(value.as_ref())));
         reporter.line(&format!("    -{}{}", option.name, value.unwrap_or_default()));
     }
-    for key in recorded.left_out() {
+    for key in recorded.redacted_keys() {
         reporter.line(&format!(
             "    left out: {} (a secret, set it with --set {key}=VALUE)",
             quoted(key.as_ref())

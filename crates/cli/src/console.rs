@@ -6,7 +6,7 @@
 //! A pipe that is not read, or a terminal whose output is stopped (Ctrl-S), blocks only the writing thread: the copy continues,
 //! and signals are handled. Output that cannot be written at all (a closed pipe, a full disk) is dropped.
 //!
-//! The queues are bounded by the kind of line ([`Keep`]): the latest progress of each destination; [`LIMITED_BYTES_MAX`] of
+//! The queues are bounded by the kind of line ([`OverflowPolicy`]): the latest progress of each destination; [`LIMITED_BYTES_MAX`] of
 //! notices, statistics and log lines, beyond which they are dropped and counted; phases and results are never dropped, and a
 //! command has fewer than twenty of them for each destination.
 //!
@@ -15,6 +15,7 @@
 
 mod queue;
 
+use std::borrow::Cow;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::OnceLock;
@@ -24,8 +25,8 @@ use std::time::{Duration, Instant};
 use indicatif::MultiProgress;
 use tracing_subscriber::fmt::MakeWriter;
 
-pub(crate) use queue::Keep;
 pub(crate) use queue::Output;
+pub(crate) use queue::OverflowPolicy;
 use queue::Sink;
 
 /// Maximum size of waiting notices, statistics and log lines.
@@ -61,7 +62,7 @@ fn is_one_file() -> bool {
 }
 
 /// Queues a line for standard output.
-pub(crate) fn print(keep: Keep, text: &str) {
+pub(crate) fn print(keep: OverflowPolicy, text: &str) {
     console().stdout.push(keep, line(text));
 }
 
@@ -74,17 +75,17 @@ pub(crate) fn print_blocking(text: &str) {
             return;
         }
     }
-    stdout.push(Keep::Always, line(text));
+    stdout.push(OverflowPolicy::Always, line(text));
 }
 
 /// Queues a line for standard error that is never dropped: a result, or the response to a signal.
 pub(crate) fn error(text: &str) {
-    console().stderr.push(Keep::Always, line(&format!("towline: {text}")));
+    console().stderr.push(OverflowPolicy::Always, line(&format!("towline: {}", printable_lines(text))));
 }
 
 /// Queues a line for standard error if the queue has space.
 pub(crate) fn notice(text: &str) {
-    console().stderr.push(Keep::Limited, line(&format!("towline: {text}")));
+    console().stderr.push(OverflowPolicy::Limited, line(&format!("towline: {}", printable_lines(text))));
 }
 
 /// Returns the progress bars on standard error, which are hidden while a line is written there. Only functions passed to [`draw`]
@@ -93,8 +94,8 @@ pub(crate) fn bars() -> &'static MultiProgress {
     console().stderr.bars()
 }
 
-/// Queues a drawing function for the writing thread; `Keep::Latest` replaces an earlier one.
-pub(crate) fn draw(keep: Keep, draw: impl FnOnce() + Send + 'static) {
+/// Queues a drawing function for the writing thread; `OverflowPolicy::Latest` replaces an earlier one.
+pub(crate) fn draw(keep: OverflowPolicy, draw: impl FnOnce() + Send + 'static) {
     console().stderr.push_draw(keep, Box::new(draw));
 }
 
@@ -165,7 +166,7 @@ impl MakeWriter<'_> for Log {
 
 impl io::Write for Log {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        console().stderr.push(Keep::Limited, bytes.to_vec());
+        console().stderr.push(OverflowPolicy::Limited, bytes.to_vec());
         Ok(bytes.len())
     }
 
@@ -179,9 +180,39 @@ pub(crate) fn datagrams(socket: std::os::unix::net::UnixDatagram) -> Output {
     Output::new(Sink::Descriptor(std::sync::Arc::new(socket.into())))
 }
 
+/// Replaces control characters, which names, images and servers may contain and a terminal would execute, by `?`; also those
+/// that change the direction of text.
+pub(crate) fn printable(text: &str) -> Cow<'_, str> {
+    let is_unsafe =
+        |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    match text.contains(is_unsafe) {
+        true => text.replace(is_unsafe, "?").into(),
+        false => text.into(),
+    }
+}
+
+/// As [`printable`], for a text of several lines.
+fn printable_lines(text: &str) -> Cow<'_, str> {
+    match text.contains('\n') {
+        true => text.split('\n').map(printable).collect::<Vec<_>>().join("\n").into(),
+        false => printable(text),
+    }
+}
+
 fn line(text: &str) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(text.len() + 1);
     bytes.extend_from_slice(text.as_bytes());
     bytes.push(b'\n');
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_do_not_reach_a_terminal() {
+        assert_eq!(printable("a\u{1b}[2Jb\r\n\t\u{7f}\u{9b}\u{202e}c é"), "a?[2Jb??????c é");
+        assert_eq!(printable_lines("a\n  - b\u{1b}"), "a\n  - b?");
+    }
 }

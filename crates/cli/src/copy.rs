@@ -18,6 +18,7 @@ use crate::notify::Notifier;
 use crate::observability::ObservabilityArgs;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
+use crate::report::Recorder;
 use crate::signals::cancel_on_signals;
 use crate::sockets::private;
 use crate::{request, sandbox};
@@ -25,7 +26,7 @@ use crate::{request, sandbox};
 /// Runs `copy`.
 pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
-    reporter.begun(request);
+    reporter.report_start(request);
     let results = Results::of(Verb::Copied, &reporter, &args.source);
     let source = match args.source.source() {
         Ok(source) => source,
@@ -53,8 +54,15 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     } else {
         "the source keeps its guest, unless the switchover is in progress"
     };
+    if destinations.len() > 1 && args.transfer.report.report.is_some() {
+        return Ok(results.usage("--report is for one DEST: start one towline for each"));
+    }
     if destinations.len() > 1 && args.transfer.observability.is_requested() {
         return Ok(results.usage("--qmp and --metrics are for one DEST: start one towline for each"));
+    }
+    let ends: Vec<&Endpoint> = std::iter::once(&args.source).chain(&args.destinations).collect();
+    if let Err(text) = args.transfer.report.check(&ends) {
+        return Ok(results.usage(&text));
     }
     let notifier = Notifier::from_environment();
     confine(&args.transfer, &source, &destinations, &options);
@@ -65,12 +73,19 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let (Some(endpoint), Some(destination)) = (args.destinations.first(), destinations.first()) else {
         return Ok(results.usage("a copy needs a destination"));
     };
-    let observer = (&reporter, &notifier);
+    let recorder = Recorder::new();
+    let observer = (&(&reporter, &notifier), &recorder);
     let copied = observed(&source, destination, &options, &cancel, &observer, &args.transfer.observability);
     notifier.stopping();
     let copied = copied?;
     reporter.finish();
-    Ok(report(&results, endpoint, &copied))
+    let exit = report(&results, endpoint, &copied);
+    args.transfer
+        .report
+        .report
+        .iter()
+        .for_each(|path| recorder.write(path, [&args.source, endpoint], &copied));
+    Ok(exit)
 }
 
 /// Reports the result of a copy to one destination.
@@ -89,6 +104,7 @@ fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], o
     match sandbox::policy_of_copy(source, destinations, options, args.observability.qmp.as_deref()) {
         Some(mut policy) => {
             args.observability.metrics.iter().for_each(|address| policy.bind.add(address.port()));
+            policy.write.extend(args.report.report.as_deref().map(sandbox::directory));
             args.sandbox.confine(&policy);
         }
         None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),
@@ -157,7 +173,7 @@ fn clones(
 /// Runs `move`.
 pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
-    reporter.begun(request);
+    reporter.report_start(request);
     let results = Results::of(Verb::Moved, &reporter, &args.source);
     let source = match args.source.source() {
         Ok(source @ Source::Qmp(_)) => source,
@@ -181,10 +197,18 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
         Ok(options) => options,
         Err(text) => return Ok(results.usage(&text)),
     };
+    if let Err(text) = args.transfer.report.check(&[&args.source, &args.destination]) {
+        return Ok(results.usage(&text));
+    }
     confine(&args.transfer, &source, std::slice::from_ref(&destination), &options);
     let cancel = cancel_on_signals("the source keeps its guest")?;
     let observability = &args.transfer.observability;
-    let moved = observed(&source, &destination, &options, &cancel, &reporter, observability)?;
+    let recorder = Recorder::new();
+    let observer = (&reporter, &recorder);
+    let moved = observed(&source, &destination, &options, &cancel, &observer, observability)?;
     reporter.finish();
-    Ok(report(&results, &args.destination, &moved))
+    let exit = report(&results, &args.destination, &moved);
+    let ends = [&args.source, &args.destination];
+    args.transfer.report.report.iter().for_each(|path| recorder.write(path, ends, &moved));
+    Ok(exit)
 }

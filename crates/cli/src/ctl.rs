@@ -1,10 +1,15 @@
 //! `towline ctl`: sends a QMP command to a running towline or QEMU, and prints the reply.
 
+use std::borrow::Cow;
 use std::io::Write as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
+use rustix::process::geteuid;
 use serde_json::{Map, Value};
+use towline_launch::{GuestName, RuntimeRoot};
 use towline_qmp::{Client, Options};
 
 use crate::args::CtlArgs;
@@ -22,16 +27,47 @@ pub(crate) fn run(args: &CtlArgs) -> Result<Exit> {
     };
     let timeout = Duration::from_secs(args.timeout);
     let options = Options { deadline: timeout, greeting_deadline: timeout, ..Options::default() };
-    let mut client = Client::connect(&args.socket, &options)?;
+    let mut client = Client::connect(socket(&args.socket, &RuntimeRoot::of_user())?, &options)?;
     let Some(command) = &args.command else {
         for name in names(&client.execute_raw("query-commands", None)?) {
             print(&name)?;
         }
         return Ok(Exit::Done);
     };
-    let value = client.execute_raw(command, arguments)?;
+    let value = client.execute_raw(full_name(command), arguments)?;
     print(&serde_json::to_string_pretty(&value).context("formatting the reply")?)?;
     Ok(Exit::Done)
+}
+
+/// Returns the socket: a path, or the monitor of the guest of that name. A socket of this user in the working directory precedes a guest;
+/// other files do not, nor do sockets of other users, which could be there to receive the commands.
+fn socket<'a>(text: &'a Path, root: &RuntimeRoot) -> Result<Cow<'a, Path>> {
+    let is_path = text.components().count() != 1 || text.starts_with(".") || is_own_socket(text);
+    let name = text.to_str().and_then(|name| name.parse::<GuestName>().ok()).filter(|_| !is_path);
+    let Some(name) = name else { return Ok(text.into()) };
+    let guests = root.list()?;
+    let guest = guests.into_iter().find(|guest| guest.name == name.as_str());
+    let socket: Option<PathBuf> = guest.map(|guest| guest.qmp);
+    socket.map(Cow::Owned).with_context(|| {
+        format!(
+            "{name}: no guest of this user has this name, and no socket here; `towline ps` lists the guests"
+        )
+    })
+}
+
+fn is_own_socket(path: &Path) -> bool {
+    let found = std::fs::metadata(path);
+    found.is_ok_and(|found| found.file_type().is_socket() && found.uid() == geteuid().as_raw())
+}
+
+/// Returns QMP's name of a command with a short one.
+fn full_name(command: &str) -> &str {
+    match command {
+        "status" => "query-status",
+        "powerdown" => "system_powerdown",
+        "reset" => "system_reset",
+        other => other,
+    }
 }
 
 /// Returns the names of the commands, sorted.
@@ -100,6 +136,28 @@ mod tests {
         assert_eq!(of(&words).unwrap().map(Value::Object), Some(wanted.clone()));
         assert_eq!(of(&[&wanted.to_string()]).unwrap().map(Value::Object), Some(wanted));
         assert_eq!(of(&[]).unwrap(), None);
+    }
+
+    #[test]
+    fn a_word_is_a_guest_unless_a_socket_has_that_name() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = RuntimeRoot::at(directory.path().join("guests"));
+        for path in ["/run/a.qmp", "run/a.qmp", "./web", "a b"] {
+            assert_eq!(socket(Path::new(path), &root).unwrap(), Path::new(path));
+        }
+        // A file and a directory of the working directory, which is this crate's.
+        for file in ["Cargo.toml", "src"] {
+            assert!(Path::new(file).exists() && socket(Path::new(file), &root).is_err(), "{file}");
+        }
+        let path = directory.path().join("web");
+        let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert!(is_own_socket(&path) && !is_own_socket(directory.path()));
+        let error = socket(Path::new("web-0"), &root).unwrap_err().to_string();
+        assert!(error.starts_with("web-0: no guest of this user has this name"), "{error}");
+        assert_eq!(
+            ["status", "powerdown", "quit"].map(full_name),
+            ["query-status", "system_powerdown", "quit"]
+        );
     }
 
     #[test]

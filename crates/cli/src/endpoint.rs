@@ -8,6 +8,7 @@ use std::str::FromStr;
 
 use towline_channel::Address;
 use towline_control::plan;
+use towline_image::{Location, LocationError};
 
 pub(crate) use memory::Memory;
 
@@ -17,12 +18,10 @@ pub(crate) enum Endpoint {
     Qmp(PathBuf),
     Stream(Address),
     Image(PathBuf),
-    #[cfg(feature = "store")]
-    Store(towline_image::store::Location),
+    Store(Location),
     Memory(Memory),
     Null,
     /// Location with a secret, and the reason to refuse it. The parser would print the whole text.
-    #[cfg(feature = "store")]
     Secret(String),
     /// Recorded facts; for `check`.
     Facts(PathBuf),
@@ -32,26 +31,16 @@ pub(crate) enum Endpoint {
     Control(PathBuf),
 }
 
-/// Schemes of object stores.
-#[cfg(not(feature = "store"))]
-const STORES: [&str; 6] = ["s3://", "gs://", "az://", "http://", "https://", "store:"];
-
 impl FromStr for Endpoint {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        #[cfg(feature = "store")]
-        if towline_image::store::Location::has_scheme(text) {
-            use towline_image::store::Error;
+        if Location::has_scheme(text) {
             return match text.parse() {
                 Ok(location) => Ok(Self::Store(location)),
-                Err(error @ Error::Secret { .. }) => Ok(Self::Secret(error.to_string())),
+                Err(error @ LocationError::Secret { .. }) => Ok(Self::Secret(error.to_string())),
                 Err(error) => Err(error.to_string()),
             };
-        }
-        #[cfg(not(feature = "store"))]
-        if STORES.iter().any(|scheme| text.starts_with(scheme)) {
-            return Err("this towline was built without object stores (feature `store`)".into());
         }
         let Some((scheme, rest)) = text.split_once(':') else { return image(text) };
         match scheme {
@@ -91,11 +80,9 @@ impl fmt::Display for Endpoint {
             Self::Qmp(path) => write!(f, "qmp:{}", path.display()),
             Self::Stream(address) => write!(f, "{address}"),
             Self::Image(path) => write!(f, "file:{}", path.display()),
-            #[cfg(feature = "store")]
             Self::Store(location) => write!(f, "{location}"),
             Self::Memory(memory) => write!(f, "{memory}"),
             Self::Null => f.write_str("null:"),
-            #[cfg(feature = "store")]
             Self::Secret(_) => f.write_str("an address with a secret in it"),
             Self::Facts(path) => write!(f, "facts:{}", path.display()),
             Self::Attribute(path) => write!(f, "attr:{}", path.display()),
@@ -107,12 +94,7 @@ impl fmt::Display for Endpoint {
 impl Endpoint {
     /// Returns true if it is a stored guest.
     pub(crate) fn is_image(&self) -> bool {
-        match self {
-            Self::Image(_) => true,
-            #[cfg(feature = "store")]
-            Self::Store(_) => true,
-            _ => false,
-        }
+        matches!(self, Self::Image(_) | Self::Store(_))
     }
 
     /// Converts it into a source.
@@ -121,11 +103,9 @@ impl Endpoint {
             Self::Qmp(path) => Ok(plan::Source::Qmp(path.clone())),
             Self::Stream(address) => Ok(plan::Source::Stream(address.clone())),
             Self::Image(path) => Ok(plan::Source::Image(path.clone())),
-            #[cfg(feature = "store")]
             Self::Store(location) => Ok(plan::Source::Store(location.clone())),
             Self::Memory(memory) => memory.shape().map(plan::Source::Memory),
             Self::Null => Err("null: cannot be a SOURCE".into()),
-            #[cfg(feature = "store")]
             Self::Secret(why) => Err(why.clone()),
             Self::Facts(_) | Self::Attribute(_) | Self::Control(_) => Err(self.error_of_check_only()),
         }
@@ -137,11 +117,9 @@ impl Endpoint {
             Self::Qmp(path) => plan::Destination::Qmp(path.clone()),
             Self::Stream(address) => plan::Destination::Stream(address.clone()),
             Self::Image(path) => plan::Destination::Image(path.clone()),
-            #[cfg(feature = "store")]
             Self::Store(location) => plan::Destination::Store(location.clone()),
             Self::Memory(memory) => plan::Destination::Memory(memory.destination()?),
             Self::Null => plan::Destination::Null,
-            #[cfg(feature = "store")]
             Self::Secret(why) => return Err(why.clone()),
             Self::Facts(_) | Self::Attribute(_) | Self::Control(_) => return Err(self.error_of_check_only()),
         })
@@ -166,9 +144,7 @@ mod tests {
             ("tcp:127.0.0.1:4444", "tcp:127.0.0.1:4444"),
             ("wss://host/vm/a", "wss://host:443/vm/a"),
             ("exec:cat > x", "exec:cat > x"),
-            #[cfg(feature = "store")]
             ("s3://bucket/a/guest", "s3://bucket/a/guest"),
-            #[cfg(feature = "store")]
             ("store:images/guest", "store:images/guest"),
             ("null:", "null:"),
             ("facts:a.json", "facts:a.json"),
@@ -184,13 +160,10 @@ mod tests {
     fn errors_name_the_expected_forms() {
         let error = "guest:img".parse::<Endpoint>().unwrap_err();
         assert!(error.contains("file:guest:img"), "{error}");
-        #[cfg(feature = "store")]
-        {
-            let endpoint = "s3://key:secret@bucket/guest".parse::<Endpoint>().unwrap();
-            assert!(!format!("{endpoint}{endpoint:?}").contains("secret@"));
-            let error = endpoint.source().unwrap_err();
-            assert!(error.contains("no user, password or query") && !error.contains("secret"), "{error}");
-        }
+        let endpoint = "s3://key:secret@bucket/guest".parse::<Endpoint>().unwrap();
+        assert!(!format!("{endpoint}{endpoint:?}").contains("secret@"));
+        let error = endpoint.source().unwrap_err();
+        assert!(error.contains("no user, password or query") && !error.contains("secret"), "{error}");
         assert!("qmp:".parse::<Endpoint>().is_err());
     }
 }

@@ -3,8 +3,10 @@
 //! Every state, reason and result is an identifier from an enumeration of the schema. Sentences for people are fields of their own,
 //! and may change. A change that is not an addition increments [`SCHEMA`].
 
+use std::time::SystemTime;
+
 use serde_json::{Map, Value, json};
-use towline_control::plan::{DestinationState, Error, Phase, SourceState};
+use towline_control::plan::{CopyPhase, DestinationState, Error, SourceState};
 use towline_migration::{SendReason, ZeroCopySend};
 
 use crate::exit::Exit;
@@ -17,6 +19,7 @@ pub(crate) fn line(name: &str, fields: Value) -> String {
     let mut event = Map::new();
     event.insert("event".into(), name.into());
     event.insert("schema".into(), SCHEMA.into());
+    event.insert("time".into(), humantime::format_rfc3339_millis(SystemTime::now()).to_string().into());
     if let Value::Object(fields) = fields {
         event.extend(fields);
     }
@@ -42,16 +45,16 @@ pub(crate) fn outcome(exit: Exit) -> &'static str {
 }
 
 /// Returns the identifier of a phase.
-pub(crate) fn phase(phase: Phase) -> &'static str {
+pub(crate) fn phase(phase: CopyPhase) -> &'static str {
     match phase {
-        Phase::Prepare => "prepare",
-        Phase::Connect => "connect",
-        Phase::Transfer => "transfer",
-        Phase::Switchover => "switchover",
-        Phase::Loaded => "loaded",
-        Phase::Release => "release",
-        Phase::CutOver => "cut-over",
-        Phase::Running => "running",
+        CopyPhase::Prepare => "prepare",
+        CopyPhase::Connect => "connect",
+        CopyPhase::Transfer => "transfer",
+        CopyPhase::Switchover => "switchover",
+        CopyPhase::Loaded => "loaded",
+        CopyPhase::Release => "release",
+        CopyPhase::CutOver => "cut-over",
+        CopyPhase::Running => "running",
     }
 }
 
@@ -133,6 +136,8 @@ pub(crate) fn reason(error: &Error) -> &'static str {
         Error::PeerSilent { .. } => "peer-silent",
         Error::NotRunning { .. } => "destination-not-running",
         Error::SharedDrive { .. } => "shared-drive",
+        Error::NotInPlace { .. } => "memory-not-in-place",
+        Error::OtherDrive { .. } => "other-drive",
         Error::CannotConverge { .. } => "not-converging",
         Error::PrivateDir { .. } => "private-directory",
         Error::Cancelled => "cancelled",

@@ -1,4 +1,6 @@
-//! `towline inspect --garbage` and `--remove-garbage`.
+//! Garbage collection: `towline store gc`, and the former `towline inspect --garbage` and `--remove-garbage`.
+
+use std::time::Duration;
 
 use anyhow::Result;
 use serde_json::json;
@@ -10,9 +12,10 @@ use crate::console;
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::signals::cancel_on_signals;
+use crate::store::Action;
 use crate::units::{count, size};
 
-/// Runs the command.
+/// Runs `inspect --garbage` and `--remove-garbage`.
 pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
     let Source::Store(prefix) = source else {
         console::error(&format!(
@@ -21,7 +24,13 @@ pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> R
         ));
         return Ok(Exit::Usage);
     };
-    let removes = args.garbage.remove_garbage;
+    let action = if args.garbage.remove_garbage { Action::Remove } else { Action::List };
+    collect(reporter, prefix, action, args.garbage.garbage_age)
+}
+
+/// Lists or removes the garbage of a prefix.
+pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, age: Duration) -> Result<Exit> {
+    let removes = action == Action::Remove;
     let cancel = Some(cancel_on_signals("chunks that were removed stay removed")?);
     let report = |object: &towline_image::store::Object| {
         let (key, age) = (&object.key, object.age.as_secs());
@@ -29,7 +38,6 @@ pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> R
         reporter.event(what, json!({ "object": key, "bytes": object.bytes, "age": age }));
         reporter.line(&format!("  {what} {key} {:>11}, {} h old", size(object.bytes), age / 3600));
     };
-    let age = args.garbage.garbage_age;
     let found = if removes {
         Garbage::remove(prefix, age, cancel, &mut |object| report(object))?
     } else {
@@ -78,10 +86,10 @@ fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: Swe
         "  garbage       {} objects in {}, {}",
         count(found.objects.len() as u64),
         size(bytes),
-        if removes { "removed" } else { "not removed (--remove-garbage)" }
+        if removes { "removed" } else { "not removed" }
     ));
     reporter.line(&format!(
-        "  too young     {} chunks in {} (--garbage-age); uploads in progress: {}, readers: {}",
+        "  too young     {} chunks in {} (minimum age); uploads in progress: {}, readers: {}",
         count(found.young.chunks),
         size(found.young.bytes),
         found.uploads,

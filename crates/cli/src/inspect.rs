@@ -50,6 +50,11 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
         Source::Image(path) => image(&reporter, &path, args.verify),
         #[cfg(feature = "store")]
         Source::Store(location) => stored_image(&reporter, &location, args.verify),
+        #[cfg(not(feature = "store"))]
+        Source::Store(location) => {
+            console::error(&format!("{location}: this towline was built without object stores"));
+            Ok(Exit::Usage)
+        }
         Source::Qmp(path) => qemu(&reporter, &path),
         Source::Memory(_) => {
             console::error(&format!(
@@ -194,11 +199,7 @@ impl Layer {
 }
 
 #[cfg(feature = "store")]
-fn stored_image(
-    reporter: &Reporter,
-    location: &towline_image::store::Location,
-    verify: bool,
-) -> Result<Exit> {
+fn stored_image(reporter: &Reporter, location: &towline_image::Location, verify: bool) -> Result<Exit> {
     let cancel = cancel_on_signals("nothing is changed")?;
     let image = towline_image::store::StoredImage::open(location, Some(cancel))?;
     if verify {

@@ -6,8 +6,9 @@
 
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
+use std::io::IsTerminal as _;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use tracing::{Event, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::{Format, Full, Writer};
@@ -18,6 +19,9 @@ use crate::console;
 
 /// Variable of the filter.
 const VARIABLE: &str = "TOWLINE_LOG";
+const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+const EXPECTED: &str = "expected a level (error, warn, info, debug, trace), or targets of towline with levels, \
+                        such as warn,towline_net=debug";
 
 /// Identifier of one request in a log: 64 random bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,16 +40,38 @@ impl fmt::Display for RequestId {
 }
 
 /// Initialises logging with the filter of the command line. Each line begins with the `request`, if there is one.
+///
+/// # Errors
+/// The filter is invalid.
 pub(crate) fn init(filter: Option<&str>, request: Option<RequestId>) -> Result<()> {
-    let filter = match filter {
-        Some(text) => EnvFilter::try_new(text).with_context(|| {
-            format!("--log {text}: expected a level (error, warn, info, debug, trace) or targets with levels, as warn,towline_net=debug")
-        })?,
-        None => EnvFilter::try_from_env(VARIABLE).unwrap_or_else(|_| EnvFilter::new("warn")),
+    let filter = match (filter, std::env::var(VARIABLE)) {
+        (Some(text), _) => parse(text).with_context(|| format!("--log {text}"))?,
+        (None, Ok(text)) if !text.is_empty() => parse(&text).with_context(|| format!("{VARIABLE}={text}"))?,
+        (None, _) => EnvFilter::new("warn"),
     };
-    let lines = Lines { request, format: tracing_subscriber::fmt::format().without_time() };
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(console::Log).event_format(lines).init();
+    let has_colors = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let format = tracing_subscriber::fmt::format().without_time().with_ansi(has_colors);
+    let lines = Lines { request, format };
+    let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(has_colors);
+    subscriber.with_writer(console::Log).event_format(lines).init();
     Ok(())
+}
+
+/// Parses a filter. `EnvFilter` alone would take a misspelt level for the name of a target.
+fn parse(text: &str) -> Result<EnvFilter> {
+    for directive in text.split(',').map(str::trim) {
+        let level = match directive.rsplit_once('=') {
+            // Fields and spans of `tracing` may contain an equals sign.
+            Some((_, level)) if !level.ends_with(']') => level,
+            _ if directive.contains(['[', ':']) || directive.starts_with("towline") => continue,
+            _ => directive,
+        };
+        ensure!(
+            LEVELS.contains(&level.to_ascii_lowercase().as_str()),
+            "{level:?} is not a level: {EXPECTED}"
+        );
+    }
+    EnvFilter::try_new(text).context(EXPECTED)
 }
 
 struct Lines {
@@ -74,6 +100,19 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_wrong_level_is_an_error() {
+        for text in
+            ["debug", "WARN", "warn,towline_net=debug", "towline_control", "towline_qmp[send]=trace", "off"]
+        {
+            assert!(parse(text).is_ok(), "{text}");
+        }
+        for text in ["nonsense", "debgu", "warn,towline_net=loud", "verbose", "5"] {
+            let error = format!("{:#}", parse(text).unwrap_err());
+            assert!(error.contains("is not a level: expected a level (error, warn,"), "{error}");
+        }
+    }
 
     #[test]
     fn request_ids_are_unique() {

@@ -11,6 +11,7 @@ mod console;
 mod copy;
 mod ctl;
 mod endpoint;
+mod errors;
 mod events;
 mod exit;
 #[cfg(feature = "store")]
@@ -29,6 +30,7 @@ mod outcome;
 mod progress;
 mod ps;
 mod repair;
+mod report;
 mod request;
 mod run;
 mod sandbox;
@@ -36,7 +38,9 @@ mod sends;
 mod signals;
 mod sockets;
 mod state;
+mod store;
 mod units;
+mod upgrade;
 mod vsock;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -46,7 +50,7 @@ use anyhow::Result;
 use clap::Parser;
 
 use args::{Args, Command};
-use console::{Flush, Keep};
+use console::{Flush, OverflowPolicy};
 use exit::Exit;
 use log::RequestId;
 
@@ -54,20 +58,24 @@ fn main() -> ExitCode {
     console::catch_panics();
     let words = backend::with_command(std::env::args_os());
     if let Some(backend) = backend::capabilities_request(&words) {
-        console::print(Keep::Always, &backend.capabilities().to_string());
+        console::print(OverflowPolicy::Always, &backend.capabilities().to_string());
         return end(Exit::Done, Flush::All);
     }
     let args = Args::parse_from(words);
-    let request = matches!(args.command, Command::Copy(_) | Command::Move(_)).then(RequestId::new);
+    let request = matches!(args.command, Command::Copy(_) | Command::Move(_) | Command::Upgrade(_))
+        .then(RequestId::new);
     if let Err(error) = log::init(args.log.as_deref(), request) {
-        console::error(&format!("{error:#}"));
+        console::error(&errors::text(&error));
         return end(Exit::Usage, Flush::All);
     }
     let flush = match &args.command {
         // A guest or a service manager may wait for the end of the process.
-        Command::Copy(_) | Command::Move(_) | Command::Run(_) | Command::Net(_) | Command::Vsock(_) => {
-            Flush::Limited
-        }
+        Command::Copy(_)
+        | Command::Move(_)
+        | Command::Run(_)
+        | Command::Upgrade(_)
+        | Command::Net(_)
+        | Command::Vsock(_) => Flush::Limited,
         _ => Flush::All,
     };
     let run = AssertUnwindSafe(|| run(&args.command, request));
@@ -78,7 +86,7 @@ fn main() -> ExitCode {
         Ok(Exit::NeedsAttention)
     });
     let exit = exit.unwrap_or_else(|error| {
-        let text = format!("{error:#}");
+        let text = errors::text(&error);
         console::error(&text);
         sandbox::explain(&text).into_iter().for_each(|note| console::error(&format!("note: {note}")));
         Exit::Failed
@@ -98,8 +106,10 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Move(args) => copy::run_move(args, request),
         Command::Run(args) => run::run(args),
         Command::Ps(args) => ps::run(args),
+        Command::Upgrade(args) => upgrade::run(args, request),
         Command::Check(args) => check::run(args),
         Command::Inspect(args) => inspect::run(args),
+        Command::Store(args) => store::run(args),
         Command::Repair(args) => Ok(repair::run(args)),
         Command::Moves(args) => moves::run(args),
         Command::Resume(args) => Ok(moves::resume(args)),

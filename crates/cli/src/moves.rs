@@ -68,7 +68,7 @@ fn print(reporter: &Reporter, listed: &ListedMove) {
     };
     reporter.line(&format!("{}  ({role} here)", record.id));
     reporter.line(&format!("  guest        {} to {}", record.source, record.destination));
-    reporter.line(&format!("  since        {}", record.begun()));
+    reporter.line(&format!("  since        {}", record.started_at()));
     reporter.line(&format!("  undecided    {}", listed.undecided()));
     for end in &listed.exited {
         reporter.line(&format!("  exited       {end}"));

@@ -10,16 +10,16 @@ use serde_json::{Value, json};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps, Xdp};
-use towline_vhost_user::{Device, Frontends, InFlightRecord, Listener, Service, UpgradeOffer};
+use towline_vhost_user::{Device, FrontendSource, InFlightRecord, Listener, Service, UpgradeOffer};
 
 use crate::args::{NetArgs, Switch};
 use crate::backend::{NO_ACTIVATION, missing_socket};
-use crate::console::{self, Keep};
+use crate::console::{self, OverflowPolicy};
 use crate::exit::Exit;
 use crate::live_upgrade::{self, Served, Server, ShutdownSignal, UpgradeListener};
 use crate::notify::Notifier;
 use crate::observability::card;
-use crate::sandbox::{Confinement, Policy};
+use crate::sandbox::{PendingSandbox, Policy};
 use crate::signals::shutdown_signals;
 use crate::{events, state};
 
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let listener =
         listener.map(|path| UpgradeListener::start(path, upgrade_socket, &shutdown)).transpose()?;
     let notifier = Notifier::from_environment();
-    let mut sandbox = confinement(args);
+    let mut sandbox = pending_sandbox(args);
     let signal = shutdown.clone();
     let _observers = args.observability.of_devices(vec![card(&net)], move || signal.shut_down())?;
     handle_signals(&net, &shutdown, args.json)?;
@@ -139,10 +139,10 @@ impl Previous {
 }
 
 /// Takes the sandbox's first step, unless this process opens files later.
-fn confinement(args: &NetArgs) -> Confinement {
+fn pending_sandbox(args: &NetArgs) -> PendingSandbox {
     if opens_later(args) {
         args.sandbox.log_unconfined(UNCONFINED);
-        return Confinement::disabled();
+        return PendingSandbox::disabled();
     }
     let mut policy = Policy::default();
     args.socket.iter().for_each(|path| policy.removes(path));
@@ -166,29 +166,30 @@ fn adopted_taps(args: &NetArgs, fds: Vec<OwnedFd>) -> Result<Taps> {
     Ok(taps)
 }
 
-fn frontends(args: &NetArgs) -> Result<Frontends> {
+fn frontends(args: &NetArgs) -> Result<FrontendSource> {
     match (&args.socket, args.fd) {
-        (Some(path), _) => Ok(Frontends::Listen(args.access.listen(path)?)),
+        (Some(path), _) => Ok(FrontendSource::Listen(args.access.listen(path)?)),
         (None, Some(number)) => {
             let fd = inherited(&[number])?.pop().context("one descriptor")?;
-            Ok(Frontends::from_fd(fd)?)
+            Ok(FrontendSource::from_fd(fd)?)
         }
-        (None, None) => Frontends::from_service_manager()?.context(NO_ACTIVATION),
+        (None, None) => FrontendSource::from_service_manager()?.context(NO_ACTIVATION),
     }
 }
 
 /// Returns the listening socket of the previous process.
-fn adopted_listener(args: &NetArgs, fd: OwnedFd) -> Frontends {
+fn adopted_listener(args: &NetArgs, fd: OwnedFd) -> FrontendSource {
     match &args.socket {
-        Some(path) => Frontends::Listen(Listener::adopt(fd, path)),
-        None => Frontends::Inherited(fd),
+        Some(path) => FrontendSource::Listen(Listener::adopt(fd, path)),
+        None => FrontendSource::Inherited(fd),
     }
 }
 
 fn xdp(args: &NetArgs) -> Result<Option<Xdp>> {
     let Some(name) = &args.af_xdp else { return Ok(None) };
     let sockets = if args.xsk_fds.is_empty() { None } else { Some(inherited(&args.xsk_fds)?) };
-    Ok(Some(Xdp::new(name, args.xsk_queue, sockets)?))
+    let xdp = Xdp::new(name, args.xsk_queue, sockets)?;
+    Ok(Some(if args.af_xdp_copy { xdp.with_copy_mode() } else { xdp }))
 }
 
 /// Takes ownership of inherited descriptors.
@@ -228,7 +229,7 @@ fn handle_signals(net: &Arc<Net>, shutdown: &ShutdownSignal, json: bool) -> Resu
 /// Prints the statistics of each queue.
 fn print_statistics(net: &Net, json: bool) {
     if json {
-        console::print(Keep::Limited, &events::line("statistics", statistics(net)));
+        console::print(OverflowPolicy::Limited, &events::line("statistics", statistics(net)));
         return;
     }
     for (index, pair) in net.statistics().iter().enumerate() {

@@ -11,9 +11,9 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::{Duration, Instant};
 
 use towline_channel::Address;
-use towline_control::plan::{Observer, Phase};
+use towline_control::plan::{CopyPhase, Observer};
 
-use crate::console::{self, Keep, Output};
+use crate::console::{self, Output, OverflowPolicy};
 
 /// Time limit of the last notification.
 const STOPPING_TIMEOUT: Duration = Duration::from_secs(1);
@@ -59,18 +59,18 @@ impl Notifier {
     fn send(&self, text: &str) {
         if let Some(output) = &self.0 {
             output.start();
-            output.push(Keep::Always, text.into());
+            output.push(OverflowPolicy::Always, text.into());
         }
     }
 }
 
 /// A copy is ready when it listens for its source, or else when it is connected to both ends.
 impl Observer for Notifier {
-    fn phase(&self, phase: Phase) {
+    fn phase(&self, phase: CopyPhase) {
         match phase {
-            Phase::Transfer => self.ready("copying a guest"),
-            Phase::Loaded => self.status("the guest is at its destination"),
-            Phase::Release => self.send("STOPPING=1\n"),
+            CopyPhase::Transfer => self.ready("copying a guest"),
+            CopyPhase::Loaded => self.status("the guest is at its destination"),
+            CopyPhase::Release => self.send("STOPPING=1\n"),
             _ => {}
         }
     }

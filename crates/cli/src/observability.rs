@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use towline_control::device::{DeviceStatusServer, ManagedDevice};
+use towline_control::device::{DeviceCommands, ManagedDevice};
 use towline_control::statistics::StatsSource;
 use towline_qmp::{Commands, Server};
 
@@ -23,10 +23,10 @@ pub(crate) use vsock::guest;
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct ObservabilityArgs {
     /// Unix socket of a QMP server, for `towline ctl`, `towline check ctl:PATH` and QEMU's own tools
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", help_heading = crate::args::PROCESS)]
     pub(crate) qmp: Option<PathBuf>,
     /// TCP address of Prometheus metrics, without authentication (http://ADDRESS:PORT/metrics)
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    #[arg(long, value_name = "ADDRESS:PORT", help_heading = crate::args::PROCESS)]
     pub(crate) metrics: Option<SocketAddr>,
 }
 
@@ -55,7 +55,7 @@ impl ObservabilityArgs {
         devices: Vec<Box<dyn ManagedDevice>>,
         quit: impl Fn() + Send + Sync + 'static,
     ) -> Result<Observers> {
-        let monitor = Arc::new(DeviceStatusServer::new(devices, quit));
+        let monitor = Arc::new(DeviceCommands::new(devices, quit));
         let server = match &self.qmp {
             Some(path) => {
                 let commands = Arc::clone(&monitor) as Arc<dyn Commands>;

@@ -1,24 +1,29 @@
-//! Progress of a copy: a bar on a terminal, or a JSON object per event.
+//! Progress of a copy: a line on a terminal, or a JSON object per event.
+
+mod estimate;
+mod line;
 
 use std::io::IsTerminal;
 use std::mem::ManuallyDrop;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+pub(crate) use estimate::{Estimate, Estimator};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
+use term::Term;
 use towline_channel::Address;
-use towline_control::plan::{Observer, Phase, Progress};
+use towline_control::plan::{CopyPhase, Observer, Progress};
 use towline_migration::Snapshot;
 use towline_migration::postcopy::FaultCounts;
 
 use crate::args::Output;
-use crate::console::{self, Keep};
+use crate::console::{self, OverflowPolicy};
 use crate::endpoint::Endpoint;
 use crate::events;
 use crate::lock::lock;
 use crate::log::RequestId;
-use crate::units::{count, size};
+use crate::units::count;
 
 /// Interval of progress events.
 const JSON_INTERVAL: Duration = Duration::from_millis(500);
@@ -31,6 +36,9 @@ pub(crate) struct Reporter {
     quiet: bool,
     is_blocking: bool,
     bar: Option<Bar>,
+    /// Beginning of the copy.
+    started: Instant,
+    estimator: Mutex<Estimator>,
     /// Time of the last progress event.
     reported: Mutex<Option<Instant>>,
     /// Key of this reporter's progress in the queue.
@@ -51,9 +59,27 @@ struct Bar {
 #[derive(Debug, Clone, Default)]
 struct Shown {
     prefix: String,
-    position: u64,
-    length: u64,
-    message: String,
+    content: Content,
+}
+
+/// Text behind the phase.
+#[derive(Debug, Clone, Default)]
+enum Content {
+    #[default]
+    Nothing,
+    Estimate(Estimate),
+    /// Of a guest that already runs.
+    Faults(String),
+}
+
+impl Shown {
+    fn line(&self, width: usize) -> String {
+        match &self.content {
+            Content::Nothing => self.prefix.chars().take(width).collect(),
+            Content::Estimate(estimate) => line::line(&self.prefix, estimate, width),
+            Content::Faults(text) => format!("{} {text}", self.prefix).chars().take(width).collect(),
+        }
+    }
 }
 
 impl Reporter {
@@ -84,6 +110,8 @@ impl Reporter {
             quiet,
             is_blocking: false,
             bar: bars.map(Bar::new),
+            started: Instant::now(),
+            estimator: Mutex::default(),
             reported: Mutex::new(None),
             key,
             destination,
@@ -96,7 +124,7 @@ impl Reporter {
     }
 
     /// Writes the first event of a copy, with the id that its log lines begin with.
-    pub(crate) fn begun(&self, request: Option<RequestId>) {
+    pub(crate) fn report_start(&self, request: Option<RequestId>) {
         if let Some(request) = request {
             self.event("begun", json!({ "request": request.to_string() }));
         }
@@ -105,14 +133,14 @@ impl Reporter {
     /// Writes an event, with `--json`.
     pub(crate) fn event(&self, name: &str, fields: Value) {
         if !self.is_blocking {
-            return self.queue(Keep::Always, name, fields);
+            return self.queue(OverflowPolicy::Always, name, fields);
         }
         if let Some(line) = self.json_line(name, fields) {
             console::print_blocking(&line);
         }
     }
 
-    fn queue(&self, keep: Keep, name: &str, fields: Value) {
+    fn queue(&self, keep: OverflowPolicy, name: &str, fields: Value) {
         if let Some(line) = self.json_line(name, fields) {
             console::print(keep, &line);
         }
@@ -128,15 +156,16 @@ impl Reporter {
         Some(events::line(name, fields))
     }
 
-    /// Writes a line for people.
+    /// Writes a line for people, without control characters.
     pub(crate) fn line(&self, text: &str) {
         if self.json || self.quiet {
             return;
         }
+        let text = console::printable(text);
         if self.is_blocking {
-            console::print_blocking(text);
+            console::print_blocking(&text);
         } else {
-            console::print(Keep::Always, text);
+            console::print(OverflowPolicy::Always, &text);
         }
     }
 
@@ -144,7 +173,7 @@ impl Reporter {
     pub(crate) fn finish(&self) {
         if let Some(bar) = &self.bar {
             let bar = ProgressBar::clone(&bar.bar);
-            console::draw(Keep::Always, move || bar.finish_and_clear());
+            console::draw(OverflowPolicy::Always, move || bar.finish_and_clear());
         }
     }
 }
@@ -157,11 +186,9 @@ fn bars(output: &Output) -> Option<&'static MultiProgress> {
 
 impl Bar {
     fn new(bars: &MultiProgress) -> Self {
-        let style = ProgressStyle::with_template(
-            "{prefix:10} [{bar:30}] {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta} {msg}",
-        );
+        let style = ProgressStyle::with_template("{msg}");
         let bar = bars.add(ProgressBar::no_length());
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
         Self { bar: ManuallyDrop::new(bar), shown: Mutex::default() }
     }
 
@@ -171,18 +198,17 @@ impl Bar {
 
     fn draw(&self, key: usize) {
         let (bar, shown) = (ProgressBar::clone(&self.bar), self.shown().clone());
-        console::draw(Keep::Latest(key), move || {
-            bar.set_prefix(shown.prefix);
-            bar.set_length(shown.length);
-            bar.set_position(shown.position);
-            bar.set_message(shown.message);
+        console::draw(OverflowPolicy::Latest(key), move || {
+            let (_, width) = Term::stderr().size();
+            bar.set_message(shown.line(usize::from(width).saturating_sub(1)));
         });
     }
 }
 
 impl Observer for Reporter {
-    fn phase(&self, phase: Phase) {
+    fn phase(&self, phase: CopyPhase) {
         let name = events::phase(phase);
+        tracing::info!(destination = self.destination.as_deref(), "phase {name}");
         if let Some(bar) = &self.bar {
             bar.shown().prefix = match &self.destination {
                 Some(destination) => format!("{destination} {name}"),
@@ -190,43 +216,32 @@ impl Observer for Reporter {
             };
             bar.draw(self.key);
         }
-        self.queue(Keep::Always, "phase", json!({ "phase": name }));
+        self.queue(OverflowPolicy::Always, "phase", json!({ "phase": name }));
     }
 
     fn listening(&self, address: &Address) {
-        self.queue(Keep::Always, "listening", json!({ "address": address.to_string() }));
+        self.queue(OverflowPolicy::Always, "listening", json!({ "address": address.to_string() }));
     }
 
     fn progress(&self, progress: &Progress) {
-        let moved = &progress.moved;
+        let estimate = lock(&self.estimator).observe(self.started.elapsed(), progress);
         if let Some(bar) = &self.bar {
-            let mut shown = bar.shown();
-            shown.length = moved.total;
-            shown.position = ((moved.normal + moved.duplicate) * 4096).min(moved.total);
-            shown.message = message(progress);
-            drop(shown);
+            bar.shown().content = match &progress.faults {
+                Some(faults) => Content::Faults(faults_text(faults)),
+                None => Content::Estimate(estimate),
+            };
             bar.draw(self.key);
         }
         let mut reported = lock(&self.reported);
         if self.json && reported.is_none_or(|at| at.elapsed() >= JSON_INTERVAL) {
             *reported = Some(Instant::now());
-            let fields = json!({
-                "ram": ram(moved),
-                "pass": pass(progress),
-                "bytes-rate": progress.rate,
-                "dirty-bytes-rate": progress.dirty_rate,
-                "remaining": progress.remaining,
-                "cpu-throttle-percentage": progress.throttle_percent,
-                "expected-downtime": progress.expected_downtime.map(|time| time.as_millis() as u64),
-                "faults": progress.faults.as_ref().map(faults),
-                "expected-time": progress.expected_time().map(|time| time.as_millis() as u64),
-            });
-            self.queue(Keep::Latest(self.key), "progress", fields);
+            self.queue(OverflowPolicy::Latest(self.key), "progress", fields(progress, &estimate));
         }
     }
 
     fn notice(&self, text: &str) {
-        self.queue(Keep::Limited, "notice", json!({ "text": text }));
+        tracing::debug!(text, "notice");
+        self.queue(OverflowPolicy::Limited, "notice", json!({ "text": text }));
         if !self.json && !self.quiet {
             let prefix =
                 self.destination.as_ref().map(|destination| format!("{destination}: ")).unwrap_or_default();
@@ -235,8 +250,22 @@ impl Observer for Reporter {
     }
 }
 
-fn pass(progress: &Progress) -> u64 {
-    progress.pass.unwrap_or(progress.moved.dirty_sync_count).max(1)
+/// Returns the fields of the event `progress`.
+fn fields(progress: &Progress, estimate: &Estimate) -> Value {
+    let milliseconds = |time: Option<Duration>| time.map(|time| time.as_millis() as u64);
+    json!({
+        "ram": ram(&progress.moved),
+        "pass": estimate.pass,
+        "bytes-rate": estimate.rate,
+        "dirty-bytes-rate": progress.dirty_rate,
+        "remaining": progress.remaining,
+        "cpu-throttle-percentage": progress.throttle_percent,
+        "expected-downtime": milliseconds(progress.expected_downtime),
+        "downtime-limit": milliseconds(progress.downtime_limit),
+        "outlook": estimate.outlook.id(),
+        "faults": progress.faults.as_ref().map(faults),
+        "expected-time": milliseconds(estimate.time_left),
+    })
 }
 
 /// Formats postcopy faults for an event.
@@ -258,27 +287,6 @@ pub(crate) fn faults_text(faults: &FaultCounts) -> String {
         text += &format!(", p50 {:.2} ms, p99 {:.2} ms", milliseconds(p50), milliseconds(p99));
     }
     text
-}
-
-/// Returns the bar's message.
-fn message(progress: &Progress) -> String {
-    if let Some(faults) = &progress.faults {
-        return faults_text(faults);
-    }
-    let mut text = format!("pass {}", pass(progress));
-    if let Some(rate) = progress.dirty_rate.filter(|&rate| rate > 0) {
-        text += &format!(", dirtied {}/s", size(rate));
-    }
-    if let Some(percent) = progress.throttle_percent.filter(|&percent| percent > 0) {
-        text += &format!(", throttled by {percent} %");
-    }
-    if let Some(downtime) = progress.expected_downtime.filter(|_| progress.pass > Some(1)) {
-        text += &format!(", downtime {} ms", downtime.as_millis());
-    }
-    match progress.expected_time().filter(|_| progress.pass > Some(1)) {
-        Some(time) => text + &format!(", {:.0} s left", time.as_secs_f64()),
-        None => text,
-    }
 }
 
 /// Returns the counters with the names of `query-migrate`.

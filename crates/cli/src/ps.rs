@@ -20,11 +20,13 @@ pub(crate) fn run(args: &PsArgs) -> Result<Exit> {
             "owner-pid": guest.owner_pid,
             "qmp": guest.qmp,
             "image": guest.image,
+            "detached": guest.is_detached,
         });
         reporter.event("guest", fields);
         let image = guest.image.as_ref().map(|image| format!("  {}", image.display()));
+        let detached = if guest.is_detached { "  detached" } else { "" };
         let (name, pid, qmp) = (&guest.name, guest.pid, guest.qmp.display());
-        reporter.line(&format!("{name:<20} {pid:>8}  qmp:{qmp}{}", image.unwrap_or_default()));
+        reporter.line(&format!("{name:<20} {pid:>8}  qmp:{qmp}{}{detached}", image.unwrap_or_default()));
     }
     reporter.event("guests", events::with_exit(json!({ "guests": guests.len() }), Exit::Done));
     if guests.is_empty() {

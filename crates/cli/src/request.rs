@@ -6,7 +6,7 @@ use std::time::Duration;
 use towline_control::plan::{Destination, PostcopyStart, Request, Source, Task, TransferOptions};
 use towline_migration::Tuning;
 
-use crate::args::{CompressionMethod, CopyArgs, MoveArgs, Switch, TransferArgs};
+use crate::args::{CompressionMethod, CopyArgs, MoveArgs, StoredSourceArgs, Switch, TransferArgs};
 use crate::endpoint::Endpoint;
 
 /// Returns the request of a `copy`.
@@ -26,11 +26,12 @@ pub(crate) fn of_copy(args: &CopyArgs, source: &Source) -> Result<Request, Strin
         if args.resume && matches!(source, Source::Qmp(_)) {
             return Err("--resume with --postcopy: the guest would run twice; leave --resume out".into());
         }
-        postcopy(&args.transfer, PostcopyStart::Copy { run })?
+        postcopy(&args.transfer, recovered(&args.stored, run)?, &args.stored)
     } else {
         Task::Copy { transfer, run, resume: args.resume, base }
     };
-    request(&args.transfer, task)
+    let StoredSourceArgs { verify, stream, .. } = args.stored;
+    Ok(Request { verify, stream, ..request(&args.transfer, task)? })
 }
 
 /// Returns the request of a `move`.
@@ -44,7 +45,7 @@ pub(crate) fn of_move(args: &MoveArgs, destination: &Destination) -> Result<Requ
             };
             return Err(text.into());
         }
-        postcopy(&args.transfer, PostcopyStart::Move { run, devices })?
+        postcopy(&args.transfer, PostcopyStart::Move { run, devices }, &StoredSourceArgs::NONE)
     } else {
         Task::Move { transfer: transfer(&args.transfer), run, detach_vsock: args.detach_vsock, devices }
     };
@@ -67,24 +68,24 @@ fn snapshot(args: &TransferArgs, base: Option<PathBuf>) -> Result<Task, String> 
     Err(text.into())
 }
 
-fn postcopy(args: &TransferArgs, start: PostcopyStart) -> Result<Task, String> {
-    let start = match (args.postcopy.recover, start) {
-        (false, start) => start,
-        (true, PostcopyStart::Copy { run: None }) => PostcopyStart::Recover,
-        (true, PostcopyStart::Copy { .. }) => {
-            return Err("--recover continues with a guest as it is: leave --run and --paused out".into());
+/// Returns the start of a `copy --postcopy`.
+fn recovered(stored: &StoredSourceArgs, run: Option<bool>) -> Result<PostcopyStart, String> {
+    match (stored.recover, run) {
+        (false, run) => Ok(PostcopyStart::Copy { run }),
+        (true, None) => Ok(PostcopyStart::Recover),
+        (true, Some(_)) => {
+            Err("--recover continues with a guest as it is: leave --run and --paused out".into())
         }
-        (true, _) => {
-            return Err("--recover is for the guest of an image: for two QEMUs use `migrate-recover` and `migrate` with resume".into());
-        }
-    };
-    let record_working_set = args.postcopy.record_working_set == Switch::On;
-    Ok(Task::Postcopy {
+    }
+}
+
+fn postcopy(args: &TransferArgs, start: PostcopyStart, stored: &StoredSourceArgs) -> Task {
+    Task::Postcopy {
         transfer: transfer(args),
         start,
         preempt: args.postcopy.postcopy_preempt,
-        record_working_set,
-    })
+        record_working_set: stored.record_working_set == Switch::On,
+    }
 }
 
 fn transfer(args: &TransferArgs) -> TransferOptions {
@@ -106,9 +107,9 @@ fn request(args: &TransferArgs, task: Task) -> Result<Request, String> {
         zero_copy_send: args.zero_copy_send.into(),
         tls: args.tls.tls(),
         downtime_limit: Duration::from_millis(args.downtime_limit),
-        verify: args.verify,
+        verify: false,
         return_path: args.return_path == Switch::On,
-        stream: args.stream,
+        stream: false,
         overwrite: args.overwrite,
         connect_timeout: args.connect_timeout,
         tuning: Tuning::default(),
@@ -181,7 +182,7 @@ mod tests {
             ("copy --postcopy --recover --paused a.img qmp:b", "leave --run and --paused out"),
             ("copy --multifd-zlib-level 3 a.img tcp:a:1", "needs --compression zlib"),
             ("copy --compression zlib --multifd-zstd-level 3 a.img tcp:a:1", "needs --compression zstd"),
-            ("move --postcopy --recover qmp:a qmp:b", "--recover is for the guest of an image"),
+            ("move --postcopy --recover qmp:a qmp:b", "unexpected argument '--recover'"),
             ("move --postcopy --detach-vsock qmp:a qmp:b", "leave --postcopy out"),
             ("move --postcopy --detach-vsock qmp:a tcp:b:1", "needs a qmp: DEST"),
         ] {

@@ -1,129 +1,207 @@
 //! `towline run`: a guest from an image, in a QEMU that is started here and supervised until it ends.
 //!
 //! ```text
-//!   image ── recorded command line ─► allow-list, --set ─► memory mapped from the image ─► in use here? ─► start ─► restore ─► supervise
-//!     └──────────────────────────── locked (shared) until the last guest has ended ────────────────────────────────────────────┘
+//!   image ── recorded command line ─► allow-list, --set ─► memory mapped from the image ─► in use here? ─► names ─► overlays ─► start
+//!     │                                                                                                       ─► restore
+//!     └──────────────────────────── locked (shared) until the last guest has ended ─────────────────────────► supervise, or detach
 //! ```
 
+mod image;
+#[cfg(feature = "store")]
+mod materialised;
+mod rejection;
+mod report;
 mod request;
 mod supervise;
 
-use std::fs::File;
-use std::path::Path;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use anyhow::{Context as _, Result};
-use rustix::fs::{FlockOperation, flock};
-use rustix::io::Errno;
 use towline_channel::Cancel;
 use towline_control::in_place;
-use towline_control::plan::{self, CloneTarget, Destination, Request, Source, Task, TransferOptions};
+use towline_control::plan::{
+    self, CloneTarget, Destination, Observer, PostcopyStart, Request, Task, TransferOptions,
+};
 use towline_control::qemu::Qemu;
-use towline_image::Image;
-use towline_launch::{HostArguments, Incoming, Launcher, QemuVersion, RunningQemu, RuntimeRoot};
+use towline_launch::{
+    CreatedOverlay, HostArguments, Incoming, Launcher, Lifetime, QemuVersion, RuntimeDirectory, RuntimeRoot,
+};
 
-use crate::args::{Output, RunArgs};
-use crate::command_line::quoted;
-use crate::console;
+use crate::args::RunArgs;
 use crate::endpoint::Endpoint;
 use crate::exit::Exit;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
 use crate::signals::cancel_on_signals;
-use request::{GuestStart, Memory, Rejection};
-use supervise::{end, supervise};
-
-const OUTPUT: Output = Output { json: false, quiet: false };
+use image::RunImage;
+use rejection::Rejection;
+use report::{RunReport, RunningObserver, StartedGuest, finished, rejected};
+use request::{GuestStart, Memory};
+use supervise::{Guests, supervise};
 
 /// Runs the command.
 pub(crate) fn run(args: &RunArgs) -> Result<Exit> {
-    let Endpoint::Image(path) = &args.image else {
-        console::error(&format!(
-            "run needs an image in a file; copy it first: towline copy {} IMAGE",
-            args.image
-        ));
-        return Ok(Exit::Usage);
+    let reporter = Reporter::new(&args.output);
+    match attempt(args, &reporter) {
+        Ok(Ok(exit)) => Ok(exit),
+        Ok(Err(rejection)) => Ok(rejected(&reporter, &rejection)),
+        Err(error) => Ok(rejected(&reporter, &Rejection::refused(&format!("{error:#}")))),
+    }
+}
+
+fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection>> {
+    let begun = Instant::now();
+    let cancel = cancel_on_signals("the guests are ended, and the image is as it was")?;
+    let image = match RunImage::open(args, &cancel, reporter) {
+        Ok(image) => image,
+        Err(rejection) => return Ok(Err(rejection)),
     };
-    let reporter = Reporter::new(&OUTPUT);
-    let image = Image::open(path)?;
-    // Held until the last guest has ended: no towline replaces the image meanwhile.
-    let _lock = locked(&image)?;
     let host = HostArguments {
         binary: args.qemu.clone(),
         working_directory: std::env::current_dir().ok(),
         ..HostArguments::default()
     };
     let version = QemuVersion::of_binary(&host)?;
-    let root = RuntimeRoot::of_user();
     let (starts, memory) = match request::guests(args, &image, version) {
         Ok(requested) => requested,
-        Err(Rejection { exit, text }) => {
-            console::error(&text);
-            return Ok(exit);
-        }
+        Err(rejection) => return Ok(Err(rejection)),
     };
-    if let Memory::Copied(Some(reason)) = &memory {
-        console::notice(&format!("memory is copied, not mapped from the image: {reason}"));
+    notices(&starts, &memory, reporter);
+    let name = image.name();
+    let report = RunReport { reporter, begun, memory: &memory, image: &name };
+    let claimed = Claimed::of(&starts)?;
+    // Only the run that has a name makes the disks of that name.
+    let overlays = create_overlays(&starts)?;
+    let guests = start(args, &image, claimed, &cancel, &report)?;
+    if args.share
+        && let Some(image) = image.file()
+    {
+        check_shared(&guests, image)?;
     }
-    let cancel = cancel_on_signals("the guests are ended, and the image is as it was")?;
-    let guests = start(path, &starts, &root, &cancel, &reporter)?;
-    if args.share {
-        check_shared(&guests, &image)?;
-    }
-    let exit = restore(args, path, &guests, &cancel);
-    if exit != Exit::Done {
-        end(guests);
+    let count = guests.started().len();
+    let restored = restore(args, &image, &guests, &cancel, &report);
+    if !restored.has_memory_to_come && restored.exit != Exit::Done {
+        keep_overlays_of_run(overlays, &starts, &guests, reporter);
+        drop(guests);
         // Every guest is in the image, whatever was started.
-        return Ok(exit.min(Exit::Failed));
+        return Ok(Ok(finished(reporter, 0, restored.exit.min(Exit::Failed))));
     }
-    for guest in &guests {
-        reporter.line(&format!("{} runs, qmp:{}", guest.directory().name(), guest.qmp_path().display()));
-    }
-    supervise(guests, &cancel, &reporter)
+    // From here on they are the guests' disks, with what these have written.
+    overlays.into_iter().flatten().for_each(CreatedOverlay::keep);
+    let exit = match args.detach {
+        true => {
+            guests.detach();
+            Exit::Done
+        }
+        false => supervise(guests, &cancel, reporter)?,
+    };
+    Ok(Ok(finished(reporter, count, exit.max(restored.exit.min(Exit::Failed)))))
 }
 
-/// The image, locked as its readers do.
-fn locked(image: &Image) -> Result<File> {
-    let file = image.reopen()?;
-    match flock(&file, FlockOperation::NonBlockingLockShared) {
-        Err(Errno::WOULDBLOCK) => {
-            anyhow::bail!("image {} is being replaced by another towline; try again", image.path().display())
+/// Guests that are about to start, and their names. Names that are not used are free again when this is dropped.
+struct Claimed<'a> {
+    starts: &'a [GuestStart],
+    names: VecDeque<RuntimeDirectory>,
+}
+
+impl<'a> Claimed<'a> {
+    fn of(starts: &'a [GuestStart]) -> Result<Self> {
+        let root = RuntimeRoot::of_user();
+        let mut claimed = Self { starts, names: VecDeque::new() };
+        for start in starts {
+            claimed.names.push_back(root.claim(&start.name)?);
         }
-        // A filesystem without locks has none that would be violated.
-        _ => Ok(file),
+        Ok(claimed)
     }
+}
+
+impl Drop for Claimed<'_> {
+    fn drop(&mut self) {
+        self.names.drain(..).for_each(RuntimeDirectory::remove);
+    }
+}
+
+/// Keeps the overlays of guests that ran: they have what those wrote. The others are removed.
+fn keep_overlays_of_run(
+    overlays: Vec<Vec<CreatedOverlay>>,
+    starts: &[GuestStart],
+    guests: &Guests,
+    reporter: &Reporter,
+) {
+    for ((overlays, start), guest) in overlays.into_iter().zip(starts).zip(guests.started()) {
+        if !guest.has_run.load(Ordering::Relaxed) {
+            continue;
+        }
+        overlays.into_iter().for_each(CreatedOverlay::keep);
+        for overlay in &start.overlays {
+            reporter.notice(&format!("{} ran: overlay {} is kept", start.name, overlay.path.display()));
+        }
+    }
+}
+
+/// Reports what the user should know before the guests start.
+fn notices(starts: &[GuestStart], memory: &Memory, reporter: &Reporter) {
+    if let [start] = starts
+        && request::has_card(&start.command_line)
+    {
+        reporter.notice(
+            "the guest has a network card: it sends with the stored guest's MAC address, as does every other guest of this image; keep them \
+             in networks of their own, or change it in the guest",
+        );
+    }
+    if let Memory::Copied(Some(reason)) = memory {
+        reporter.notice(&format!("memory is copied, not mapped from the image: {reason}"));
+    }
+    // Of several guests the copy reports it.
+    if let [start] = starts
+        && !start.command_line.has_generation_id()
+    {
+        reporter.notice(
+            "the guest has no vmgenid device (`-device vmgenid,guid=auto`, which it needs when it is saved): its random numbers are those \
+             of every other guest of this image until other entropy is mixed in",
+        );
+    }
+}
+
+/// Makes the overlays of all guests, in their order. They are removed with the result.
+fn create_overlays(starts: &[GuestStart]) -> Result<Vec<Vec<CreatedOverlay>>> {
+    let of_guest = |start: &GuestStart| {
+        start.overlays.iter().map(|overlay| overlay.create(&start.host)).collect::<Result<Vec<_>, _>>()
+    };
+    Ok(starts.iter().map(of_guest).collect::<Result<_, _>>()?)
 }
 
 /// Starts the QEMUs. If one does not start, the others are ended.
 fn start(
-    image: &Path,
-    starts: &[GuestStart],
-    root: &RuntimeRoot,
+    args: &RunArgs,
+    image: &RunImage,
+    mut claimed: Claimed<'_>,
     cancel: &Cancel,
-    reporter: &Reporter,
-) -> Result<Vec<RunningQemu>> {
-    let mut guests = Vec::new();
-    for start in starts {
+    report: &RunReport<'_>,
+) -> Result<Guests> {
+    let mut guests = Guests::default();
+    for start in claimed.starts {
         cancel.check()?;
-        let mut launcher = Launcher::new(root.claim(&start.name)?);
-        reporter.line(&shown(start));
+        let Some(directory) = claimed.names.pop_front() else { break };
+        let mut launcher = Launcher::new(directory);
+        report.starting(start);
         launcher.incoming = Incoming::Defer;
-        launcher.image = Some(image.canonicalize().unwrap_or_else(|_| image.to_owned()));
+        launcher.image = Some(report.image.to_owned());
+        launcher.lifetime = if args.detach { Lifetime::Detached } else { Lifetime::WithOwner };
+        // A guest that outlives this process keeps the lock.
+        launcher.descriptors.extend(image.lock().context("lock of the image")?.map(Into::into));
         let started = launcher.start(&start.command_line, &start.host);
-        guests.push(started.with_context(|| format!("guest {}", start.name))?);
+        let qemu = started.with_context(|| format!("guest {}", start.name))?;
+        guests.push(StartedGuest { qemu, answered: report.begun.elapsed(), has_run: AtomicBool::new(false) });
     }
     Ok(guests)
 }
 
-/// The command, for people. The launcher adds its monitor, `-incoming`, `-sandbox` and `-name`.
-fn shown(start: &GuestStart) -> String {
-    let arguments = start.command_line.to_shown_arguments();
-    let words = std::iter::once(start.host.binary.as_os_str()).chain(arguments.iter().map(AsRef::as_ref));
-    words.map(quoted).collect::<Vec<_>>().join(" ")
-}
-
 /// Fails if a QEMU does not map the image.
-fn check_shared(guests: &[RunningQemu], image: &Image) -> Result<()> {
-    for guest in guests {
+fn check_shared(guests: &Guests, image: &towline_image::Image) -> Result<()> {
+    for StartedGuest { qemu: guest, .. } in guests.started() {
         let mut qemu = Qemu::inspect(guest.qmp_path(), &towline_qmp::Options::default())?;
         let presence = in_place::of_image(&mut qemu, image)?;
         if presence.is_empty() {
@@ -139,27 +217,61 @@ fn check_shared(guests: &[RunningQemu], image: &Image) -> Result<()> {
     Ok(())
 }
 
+/// The copy that brings the guests into their QEMUs.
+fn task(args: &RunArgs) -> Task {
+    let (transfer, run) = (TransferOptions::default(), Some(true));
+    if args.postcopy {
+        let start = PostcopyStart::Copy { run };
+        return Task::Postcopy { transfer, start, preempt: false, record_working_set: true };
+    }
+    Task::Copy { transfer, run, resume: false, base: None }
+}
+
+/// Result of the copy to all guests.
+struct Restored {
+    exit: Exit,
+    /// True if all that failed wait for the rest of their memory, which another towline can send while these QEMUs live.
+    has_memory_to_come: bool,
+}
+
 /// Restores the image into all QEMUs, and runs the guests.
-fn restore(args: &RunArgs, image: &Path, guests: &[RunningQemu], cancel: &Cancel) -> Exit {
-    let task =
-        Task::Copy { transfer: TransferOptions::default(), run: Some(true), resume: false, base: None };
-    let (request, source) = (Request::new(task), Source::Image(image.to_owned()));
-    let endpoints: Vec<Endpoint> = guests.iter().map(|guest| Endpoint::Qmp(guest.qmp_path())).collect();
-    let destinations: Vec<_> = guests.iter().map(|guest| Destination::Qmp(guest.qmp_path())).collect();
-    let (reporter, reporters) = Reporter::several(&OUTPUT, &endpoints);
+fn restore(
+    args: &RunArgs,
+    image: &RunImage,
+    guests: &Guests,
+    cancel: &Cancel,
+    report: &RunReport<'_>,
+) -> Restored {
+    let (request, source, started) = (Request::new(task(args)), image.source(), guests.started());
+    let endpoints: Vec<Endpoint> = started.iter().map(|guest| Endpoint::Qmp(guest.qemu.qmp_path())).collect();
+    let destinations: Vec<_> = started.iter().map(|guest| Destination::Qmp(guest.qemu.qmp_path())).collect();
+    let (reporter, reporters) = Reporter::several(&args.output, &endpoints);
     let results = Results::of(Verb::Copied, &reporter, &args.image);
     let results = Results { destinations: Destinations::Several, ..results };
+    let running: Vec<_> = started.iter().map(|guest| RunningObserver { report, guest }).collect();
+    let observers: Vec<_> = reporters.iter().zip(&running).collect();
     let targets: Vec<_> = destinations
         .iter()
-        .zip(&reporters)
-        .map(|(destination, reporter)| CloneTarget { destination, observer: reporter })
+        .zip(&observers)
+        .map(|(destination, observer)| CloneTarget { destination, observer: observer as &dyn Observer })
         .collect();
     let ended = |index: usize, _: &plan::CopyResult| reporters[index].finish();
     let copied = match plan::copy_to_all(&source, &targets, &request, cancel, &reporter, &ended) {
         Ok(copied) => copied,
-        Err(failure) => return results.refused(&failure),
+        Err(failure) => {
+            return Restored { exit: results.refused(&failure), has_memory_to_come: false };
+        }
     };
-    let failures =
-        copied.iter().zip(&endpoints).filter_map(|(copied, to)| Some((copied.as_ref().err()?, to)));
-    failures.map(|(failure, to)| results.failed(to, failure)).max().unwrap_or(Exit::Done)
+    let mut exit = Exit::Done;
+    let mut failures = copied.iter().filter_map(|copied| copied.as_ref().err()).peekable();
+    let has_memory_to_come =
+        failures.peek().is_some() && failures.all(|failure| failure.guest.lacks_memory());
+    for (copied, to) in copied.iter().zip(&endpoints) {
+        match copied {
+            Ok(report) if args.output.json => results.done(to, report),
+            Ok(_) => {}
+            Err(failure) => exit = exit.max(results.failed(to, failure)),
+        }
+    }
+    Restored { exit, has_memory_to_come }
 }

@@ -35,7 +35,6 @@ pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 /// Parses hours, with an optional fraction.
-#[cfg(feature = "store")]
 pub(crate) fn hours(text: &str) -> Result<Duration, String> {
     let hours: f64 =
         text.parse().map_err(|_| format!("invalid time {text:?}: expected a number of hours"))?;

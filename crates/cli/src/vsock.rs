@@ -12,12 +12,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
-use towline_vhost_user::{Device, Frontends, InFlightRecord, ServeError, Service};
+use towline_vhost_user::{Device, FrontendSource, InFlightRecord, ServeError, Service};
 use towline_vsock::{HostAddress, Limits, LocalGuests, Rule, Settings, Vsock};
 
 use crate::args::{Guest, VsockArgs, read_guests};
 use crate::backend::{NO_ACTIVATION, missing_socket};
-use crate::console::{self, Keep};
+use crate::console::{self, OverflowPolicy};
 use crate::exit::Exit;
 use crate::notify::Notifier;
 use crate::observability::guest;
@@ -29,7 +29,7 @@ use crate::state;
 struct Served {
     cid: u64,
     device: Arc<Vsock>,
-    frontends: Frontends,
+    frontends: FrontendSource,
     record: InFlightRecord,
 }
 
@@ -143,10 +143,10 @@ fn record(guest: &Guest) -> Result<InFlightRecord> {
 }
 
 /// Returns the guests of the command line and the file, with listening sockets.
-fn guests(args: &VsockArgs) -> Result<Vec<(Guest, Frontends)>> {
-    let listen = |path: &PathBuf| -> Result<Frontends> {
+fn guests(args: &VsockArgs) -> Result<Vec<(Guest, FrontendSource)>> {
+    let listen = |path: &PathBuf| -> Result<FrontendSource> {
         let listener = args.access.listen(path);
-        Ok(Frontends::Listen(listener.with_context(|| format!("--socket {}", path.display()))?))
+        Ok(FrontendSource::Listen(listener.with_context(|| format!("--socket {}", path.display()))?))
     };
     let mut many = args.guest.clone();
     if let Some(path) = &args.config {
@@ -167,8 +167,8 @@ fn guests(args: &VsockArgs) -> Result<Vec<(Guest, Frontends)>> {
     }
     let frontends = match (&args.socket, args.fd) {
         (Some(path), _) => listen(path)?,
-        (None, Some(fd)) => Frontends::from_fd(take_over(fd)?)?,
-        (None, None) => Frontends::from_service_manager()?.context(NO_ACTIVATION)?,
+        (None, Some(fd)) => FrontendSource::from_fd(take_over(fd)?)?,
+        (None, None) => FrontendSource::from_service_manager()?.context(NO_ACTIVATION)?,
     };
     let guest = Guest {
         cid: args.cid.context("--cid is required")?,
@@ -225,7 +225,7 @@ fn run_all(guests: Vec<(u64, impl FnOnce() -> Result<()> + Send + 'static)>, can
 
 /// Prints the statistics of a guest's device.
 fn print(cid: u64, device: &Vsock) {
-    console::print(Keep::Limited, &format!("cid={cid} {}", device.report()));
+    console::print(OverflowPolicy::Limited, &format!("cid={cid} {}", device.report()));
 }
 
 /// Serves one guest's frontends until cancelled. A lack of descriptors or memory is temporary.

@@ -24,6 +24,36 @@ fn commands(help: &str) -> Vec<String> {
     lines.filter_map(name).filter(|name| !name.is_empty() && name != "help").collect()
 }
 
+/// Returns the short help of a command.
+fn short_help(command: &str) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_towline")).args([command, "-h"]).output().unwrap();
+    assert!(output.status.success(), "{command}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn the_long_help_is_complete_and_the_short_one_is_short() {
+    for command in ["copy", "move"] {
+        let (long, short) = (help(Some(command)), short_help(command));
+        for part in
+            ["Endpoints:", "  qmp:PATH ", "Exit status:", "  3  failed", "Examples:", "Lanes:", "Output:"]
+        {
+            assert!(long.contains(part), "{command} --help: {part}");
+        }
+        assert!(!short.contains("Endpoints:") && !short.contains("Examples:"), "{short}");
+        assert!(
+            short.lines().count() <= 75 && short.contains("--help"),
+            "{}: {short}",
+            short.lines().count()
+        );
+        assert!(long.lines().all(|line| line.chars().count() <= 100), "{command} --help has long lines");
+    }
+    let long = help(Some("move"));
+    for option in ["--verify", "--stream", "--recover", "--record-working-set"] {
+        assert!(!long.contains(option), "move has {option}, which is for images");
+    }
+}
+
 #[test]
 fn the_help_of_every_command_is_as_recorded() {
     let mut snapshots = snapshot::Snapshots::open("help");

@@ -263,6 +263,86 @@ fn log_lines_of_a_copy_begin_with_its_id() {
     assert_eq!(output.status.code(), Some(1), "{stderr}");
 }
 
+/// Runs a copy into memory of its own process with this log filter. Returns standard error and the exit status.
+fn logged(filter: &str) -> (String, Option<i32>) {
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = Command::new(TOWLINE);
+    let command = command.args(["copy", "--quiet", "--log", filter, "mem:4M"]);
+    let output = command.arg(directory.path().join("guest.img")).output().unwrap();
+    (String::from_utf8(output.stderr).unwrap(), output.status.code())
+}
+
+#[test]
+fn a_log_has_the_phases_and_at_debug_the_decisions() {
+    let (info, code) = logged("info");
+    assert_eq!(code, Some(0), "{info}");
+    assert!(info.contains("phase prepare") && info.contains("phase release"), "{info}");
+    assert!(!info.contains("options of the copy") && !info.contains('\u{1b}'), "{info}");
+    let (debug, _) = logged("debug");
+    assert!(debug.contains("options of the copy, with defaults lanes=4"), "{debug}");
+    let (wrong, code) = logged("debgu");
+    assert_eq!(code, Some(2), "{wrong}");
+    assert!(
+        wrong.contains("--log debgu: \"debgu\" is not a level: expected a level (error, warn,"),
+        "{wrong}"
+    );
+}
+
+/// Standard error of a command that fails, and its exit status.
+fn failed(directory: &Path, arguments: &[&str]) -> (String, Option<i32>) {
+    let output = Command::new(TOWLINE).current_dir(directory).args(arguments).output().unwrap();
+    (String::from_utf8(output.stderr).unwrap(), output.status.code())
+}
+
+#[test]
+fn a_cause_is_printed_once_and_the_closing_line_is_true() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let (stderr, code) = failed(directory, &["copy", "none.img", "x.img"]);
+    assert_eq!(
+        (stderr.as_str(), code),
+        (
+            "towline: none.img: No such file or directory (os error 2)\n\
+             towline: the guest: not touched; its image could not be opened\n",
+            Some(1)
+        )
+    );
+    let (stderr, _) = failed(directory, &["inspect", "none.img"]);
+    assert_eq!(stderr, "towline: none.img: No such file or directory (os error 2)\n");
+    drop(UnixListener::bind(directory.join("a.sock")).unwrap());
+    for command in [&["inspect", "a.sock"][..], &["copy", "a.sock", "x.img"]] {
+        let (stderr, _) = failed(directory, command);
+        assert!(stderr.contains(
+            "a.sock: a Unix socket, not an image; a QEMU is named by its QMP socket, as qmp:a.sock"
+        ));
+    }
+    let (stderr, _) =
+        failed(directory, &["net", "--socket", "none/x.sock", "--tap", "x", "--sandbox", "none"]);
+    assert_eq!(stderr.matches("No such file or directory").count(), 1, "{stderr}");
+    let (stderr, _) = failed(directory, &["copy", "mem:4M", "a.img"]);
+    assert!(stderr.is_empty(), "{stderr}");
+    let file = std::fs::File::options().write(true).open(directory.join("a.img")).unwrap();
+    std::os::unix::fs::FileExt::write_at(&file, b"damage", 2_000_000).unwrap();
+    let (stderr, code) = failed(directory, &["inspect", "--verify", "a.img"]);
+    assert_eq!((stderr.matches("its BLAKE3 is").count(), code), (1, Some(1)), "{stderr}");
+}
+
+#[test]
+fn a_copy_writes_a_report_about_itself() {
+    let directory = tempfile::tempdir().unwrap();
+    let line = ["copy", "--quiet", "--report", "copy.html", "mem:64M,dirty=4M", "guest.img"];
+    let (stderr, code) = failed(directory.path(), &line);
+    assert_eq!((stderr.as_str(), code), ("", Some(0)));
+    let page = std::fs::read_to_string(directory.path().join("copy.html")).unwrap();
+    for part in ["<!doctype html>", "mem:64M,dirty=4M to file:guest.img", "stored, synced", "transfer"] {
+        assert!(page.contains(part), "{part}: {page}");
+    }
+    // A failed copy has one too.
+    let (_, code) = failed(directory.path(), &["copy", "--report", "none.html", "none.img", "x.img"]);
+    let page = std::fs::read_to_string(directory.path().join("none.html")).unwrap();
+    assert!(code == Some(1) && page.contains("No such file or directory"), "{page}");
+}
+
 #[test]
 fn missing_options_are_usage_errors() {
     let output = Command::new(TOWLINE).args(["net", "--tap", "none"]).output().unwrap();

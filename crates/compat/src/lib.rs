@@ -25,7 +25,13 @@ pub mod facts;
 pub mod limits;
 mod report;
 mod rules;
+mod size;
 
 pub use facts::{Error, Facts, Subject};
 pub use report::{ConfiguredBy, Finding, Report, Severity, Verdict};
 pub use rules::{Pair, RULES, Rule, evaluate};
+
+/// The example of the README, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

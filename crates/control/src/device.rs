@@ -1,7 +1,7 @@
 //! QMP server of devices: statistics, run state, link, and compatibility with another device's guest.
 //!
 //! ```text
-//!   clients ── qmp::Server ──► DeviceStatusServer ──► ManagedDevice (a network card, a guest's vsock …), one or several
+//!   clients ── qmp::Server ──► DeviceCommands ──► ManagedDevice (a network card, a guest's vsock …), one or several
 //! ```
 //! **`migration_version`**: `query-migration-version` reads a device's version string, which is built when the
 //! device is started and which only its own type parses; `check-migration-version` writes the *source's* string
@@ -63,19 +63,19 @@ pub trait ManagedDevice: Send + Sync {
 }
 
 /// See the module's text.
-pub struct DeviceStatusServer {
+pub struct DeviceCommands {
     devices: Vec<Box<dyn ManagedDevice>>,
     quit: Box<dyn Fn() + Send + Sync>,
 }
 
-impl std::fmt::Debug for DeviceStatusServer {
+impl std::fmt::Debug for DeviceCommands {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let names = self.devices.iter().map(|device| device.name()).collect::<Vec<_>>();
-        f.debug_struct("DeviceStatusServer").field("devices", &names).finish_non_exhaustive()
+        f.debug_struct("DeviceCommands").field("devices", &names).finish_non_exhaustive()
     }
 }
 
-impl DeviceStatusServer {
+impl DeviceCommands {
     /// A server for these devices, which `quit` ends.
     pub fn new(devices: Vec<Box<dyn ManagedDevice>>, quit: impl Fn() + Send + Sync + 'static) -> Self {
         Self { devices, quit: Box::new(quit) }
@@ -151,13 +151,13 @@ impl DeviceStatusServer {
     }
 }
 
-impl StatsSource for DeviceStatusServer {
+impl StatsSource for DeviceCommands {
     fn statistics(&self) -> Vec<StatsObject> {
         self.devices.iter().flat_map(|device| device.statistics()).collect()
     }
 }
 
-impl Commands for DeviceStatusServer {
+impl Commands for DeviceCommands {
     fn names(&self) -> &[&'static str] {
         &NAMES
     }

@@ -288,7 +288,7 @@ pub(crate) fn sweep(directory: &RuntimeDirectory) {
 }
 
 /// Returns true if a killed towline has left changes in the QEMU of this process and start time.
-pub(crate) fn journal_left(directory: &RuntimeDirectory, pid: i32, start_time: u64) -> bool {
+pub(crate) fn has_leftover_changes(directory: &RuntimeDirectory, pid: i32, start_time: u64) -> bool {
     let name = record::name_of(pid, start_time);
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let Ok(fd) = openat(directory.fd(), &name, flags, Mode::empty()) else { return false };

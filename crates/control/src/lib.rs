@@ -6,6 +6,7 @@
 //! command_line    the command line of a QEMU, for the image of its guest
 //! check           preflight check: the facts of both ends
 //! plan            copies a guest from a source to a destination, with rollback
+//! upgrade         replaces the QEMU of a running guest, with the memory left where it is
 //! qemu            one QEMU: facts, process, settings that are restored afterwards
 //! moves           records of undecided moves, which are listed and finished later
 //! journal         changes of a QEMU, in a file that outlives a killed towline
@@ -27,6 +28,13 @@ pub mod plan;
 mod private_dirs;
 mod process;
 pub mod qemu;
+mod staging_names;
 pub mod statistics;
 pub mod status_server;
 mod switchover;
+pub mod upgrade;
+
+/// The example of the README, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

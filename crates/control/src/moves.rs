@@ -22,7 +22,7 @@ mod text;
 use std::io;
 use std::path::PathBuf;
 
-use crate::journal::{RuntimeDirectory, RuntimeDirectoryError, journal_left};
+use crate::journal::{RuntimeDirectory, RuntimeDirectoryError, has_leftover_changes};
 use crate::qemu::{self, Qemu};
 use record_file::{is_locked, names_of};
 
@@ -91,12 +91,14 @@ pub enum Error {
         status: String,
     },
     /// The choice contradicts the state of the QEMUs.
+    /// Remedy: choose the other end, or look at the state of both QEMUs first.
     #[error("refused: {text}")]
     Refused {
         /// That state, and what can be done.
         text: String,
     },
     /// The guest of this source was sent elsewhere, or was paused, when it was copied.
+    /// Remedy: none at this end: the text names the place of the guest.
     #[error("{text}")]
     Left {
         /// The record, and what can be done.
@@ -159,7 +161,7 @@ pub fn list() -> Result<(Vec<ListedMove>, Vec<Error>), Error> {
 fn is_changed(directory: &RuntimeDirectory, end: &MoveEnd) -> bool {
     match end {
         MoveEnd::Qemu { pid: Some(pid), start_time: Some(start_time), .. } => {
-            journal_left(directory, *pid, *start_time)
+            has_leftover_changes(directory, *pid, *start_time)
         }
         _ => false,
     }

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_signal};
 use serde_json::Value;
 use towline_qmp::commands::{QueryCpusFast, QueryUuid};
 use towline_qmp::{self as qmp, Client};
@@ -135,6 +135,15 @@ impl Process {
                 Err(_) => return ProcessState::Unknown,
             }
         }
+    }
+
+    /// Kills it, and waits up to `within` for its exit. Returns true if it has exited.
+    pub(crate) fn kill(&self, within: Duration) -> bool {
+        let Self::Known { pid, pidfd, .. } = self else { return false };
+        if let Err(errno) = pidfd_send_signal(pidfd, Signal::KILL) {
+            tracing::debug!(pid, %errno, "it is not killed");
+        }
+        self.state_within(within) == ProcessState::Exited
     }
 
     /// Returns true if both are known to be one process.

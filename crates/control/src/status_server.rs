@@ -23,7 +23,7 @@ use towline_migration::{LaneSends, Tuning, ZeroCopySend};
 use towline_qmp::{Commands, Emitter, Refusal, Server};
 
 use crate::lock::lock;
-use crate::plan::{Failure, Observer, Phase, Progress, Report, Request};
+use crate::plan::{CopyPhase, Failure, Observer, Progress, Report, Request};
 use crate::statistics::{self, StatsObject, StatsSource};
 use state::{State, lane_metrics, milliseconds};
 
@@ -215,18 +215,18 @@ impl StatusServer {
 }
 
 impl Observer for StatusServer {
-    fn phase(&self, phase: Phase) {
+    fn phase(&self, phase: CopyPhase) {
         match phase {
-            Phase::Prepare | Phase::Connect => {}
-            Phase::Transfer => {
+            CopyPhase::Prepare | CopyPhase::Connect => {}
+            CopyPhase::Transfer => {
                 self.state().transfer.get_or_insert_with(Instant::now);
                 self.becomes("active");
             }
-            Phase::Switchover => {
+            CopyPhase::Switchover => {
                 self.runs(false);
                 self.becomes(self.switched);
             }
-            Phase::Running => self.runs(true),
+            CopyPhase::Running => self.runs(true),
             _ => self.becomes(self.switched),
         }
     }

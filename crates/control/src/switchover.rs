@@ -21,6 +21,8 @@
 //! - The run state in the guest's stream decides whether the guest runs at its destination.
 //! - Only states that this migration caused are undone, not those that the user or an operator caused.
 //! - If it cannot be known which end has the guest, neither is started, and the outcome reports that.
+//! - A source that shares its memory with the destination ([`GuestMemory::Shared`]) never runs the guest after `cont` may
+//!   have taken effect there. Until then it gets its guest back after every failure.
 //! - A decision that another end or a later towline depends on is made durable first (`recording`). If it cannot
 //!   be recorded, it is not acted on.
 //!
@@ -41,9 +43,9 @@ mod model;
 
 pub(crate) use decision::Decision;
 pub(crate) use events::{
-    DestinationKind, DestinationStatus, Directive, GuestRunState, Input, PeerMessage, RunRequest,
-    SourceAction, SourceKind, SourceLink, SourceStatus, StartResult, SwitchoverRequest,
+    DestinationKind, DestinationStatus, Directive, GuestMemory, GuestRunState, Input, PeerMessage,
+    RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus, StartResult, SwitchoverRequest,
 };
 pub(crate) use machine::Switchover;
 pub(crate) use outcome::{Outcome, Placement, Unresolved};
-pub(crate) use resume::{Choice, InterruptedMove, ResumeAction, ResumeBlocker, Side};
+pub(crate) use resume::{Choice, InterruptedMove, ResumeAction, ResumeBlocker, RunFailure, Side};

@@ -11,7 +11,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 
 use crate::memory::Memory;
 use crate::queue::Queue;
-use crate::wire::{self, Code, HEADER_BYTES, encode_u64s, feature, halves, protocol};
+use crate::wire::{self, Code, HEADER_BYTES, encode_u32_pair, encode_u64s, feature, protocol};
 use crate::{Error, Result, system};
 
 /// The time that a backend may take for an answer.
@@ -134,7 +134,7 @@ impl Frontend {
     /// Those of [`Frontend::query`].
     pub fn set_mem_table(&mut self, memory: Option<&Memory>) -> Result<()> {
         let regions: Vec<_> = memory.iter().flat_map(|memory| memory.regions()).collect();
-        let mut payload = halves(u32::try_from(regions.len()).expect("few regions"), 0);
+        let mut payload = encode_u32_pair(u32::try_from(regions.len()).expect("few regions"), 0);
         regions.iter().for_each(|region| payload.extend(region.encode()));
         let fds: Vec<_> = memory.iter().flat_map(|memory| regions.iter().map(|_| memory.fd())).collect();
         self.request(Code::SET_MEM_TABLE, &payload, &fds)
@@ -146,13 +146,13 @@ impl Frontend {
     /// Those of [`Frontend::query`].
     pub fn start(&mut self, queue: &Queue, base: u16) -> Result<()> {
         let index = queue.index();
-        self.request(Code::SET_VRING_NUM, &halves(index, queue.size().into()), &[])?;
-        self.request(Code::SET_VRING_BASE, &halves(index, base.into()), &[])?;
+        self.request(Code::SET_VRING_NUM, &encode_u32_pair(index, queue.size().into()), &[])?;
+        self.request(Code::SET_VRING_BASE, &encode_u32_pair(index, base.into()), &[])?;
         self.set_vring_addr(queue, false)?;
         let ring = encode_u64s(&[index.into()]);
-        self.request(Code::SET_VRING_CALL, &ring, &[queue.call()])?;
-        self.request(Code::SET_VRING_ERR, &ring, &[queue.err()])?;
-        self.request(Code::SET_VRING_KICK, &ring, &[queue.kick()])?;
+        self.request(Code::SET_VRING_CALL, &ring, &[queue.call_fd()])?;
+        self.request(Code::SET_VRING_ERR, &ring, &[queue.err_fd()])?;
+        self.request(Code::SET_VRING_KICK, &ring, &[queue.kick_fd()])?;
         self.enable(index, true)
     }
 
@@ -162,9 +162,10 @@ impl Frontend {
     /// Those of [`Frontend::query`].
     pub fn set_vring_addr(&mut self, queue: &Queue, logged: bool) -> Result<()> {
         let places = queue.addresses();
-        let user = [places.table, places.used, places.available].map(|guest| queue.memory().user(guest));
+        let user = [places.table, places.used, places.available].map(|guest| queue.memory().user_addr(guest));
         let payload =
-            [halves(queue.index(), logged.into()), encode_u64s(&user), encode_u64s(&[places.used])].concat();
+            [encode_u32_pair(queue.index(), logged.into()), encode_u64s(&user), encode_u64s(&[places.used])]
+                .concat();
         self.request(Code::SET_VRING_ADDR, &payload, &[])
     }
 
@@ -176,7 +177,7 @@ impl Frontend {
         if self.negotiated.features & feature::PROTOCOL_FEATURES == 0 {
             return Ok(());
         }
-        self.request(Code::SET_VRING_ENABLE, &halves(index, enabled.into()), &[])
+        self.request(Code::SET_VRING_ENABLE, &encode_u32_pair(index, enabled.into()), &[])
     }
 
     /// Stops a ring; where it stands.
@@ -184,7 +185,7 @@ impl Frontend {
     /// # Errors
     /// Those of [`Frontend::query`].
     pub fn stop(&mut self, index: u32) -> Result<u16> {
-        let reply = self.query(Code::GET_VRING_BASE, &halves(index, 0), &[])?;
+        let reply = self.query(Code::GET_VRING_BASE, &encode_u32_pair(index, 0), &[])?;
         let base = reply.get(4..8).map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
         base.and_then(|base| u16::try_from(base).ok()).ok_or_else(|| Error::Reply {
             request: Code::GET_VRING_BASE.0,
@@ -200,7 +201,7 @@ impl Frontend {
     pub fn save(&mut self) -> Result<Vec<u8>> {
         let failed = |source| Error::System { what: "a pipe for the state", source };
         let (mut reader, writer) = std::io::pipe().map_err(failed)?;
-        let reply = self.query(Code::SET_DEVICE_STATE_FD, &halves(0, 0), &[writer.as_fd()])?;
+        let reply = self.query(Code::SET_DEVICE_STATE_FD, &encode_u32_pair(0, 0), &[writer.as_fd()])?;
         // Otherwise it never ends.
         drop(writer);
         let mut state = Vec::new();
@@ -222,7 +223,7 @@ impl Frontend {
     pub fn load(&mut self, state: &[u8]) -> Result<bool> {
         let failed = |source| Error::System { what: "a pipe for the state", source };
         let (reader, mut writer) = std::io::pipe().map_err(failed)?;
-        let reply = self.query(Code::SET_DEVICE_STATE_FD, &halves(1, 0), &[reader.as_fd()])?;
+        let reply = self.query(Code::SET_DEVICE_STATE_FD, &encode_u32_pair(1, 0), &[reader.as_fd()])?;
         writer.write_all(state).map_err(failed)?;
         drop((writer, reader));
         Ok(reply.first() == Some(&0) && self.number(Code::CHECK_DEVICE_STATE)? == 0)
@@ -308,7 +309,7 @@ impl Frontend {
     fn reply(&mut self, code: Code) -> Result<Vec<u8>> {
         let mut header = [0; HEADER_BYTES];
         self.fill(&mut header, code)?;
-        let (found, is_reply, length) = wire::reply(&header);
+        let (found, is_reply, length) = wire::decode_reply_header(&header);
         if found != code.1 || !is_reply || length > REPLY_BYTES_MAX {
             let found = format!("request {found}, reply {is_reply}, {length} bytes");
             let expected = format!("a reply to {}", code.1);

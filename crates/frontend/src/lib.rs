@@ -87,3 +87,8 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub(crate) fn system(what: &'static str) -> impl FnOnce(rustix::io::Errno) -> Error {
     move |errno| Error::System { what, source: errno.into() }
 }
+
+/// The example of the README, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

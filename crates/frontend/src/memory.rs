@@ -72,7 +72,7 @@ impl Memory {
     }
 
     /// The user address of a guest address.
-    pub fn user(&self, guest: u64) -> u64 {
+    pub fn user_addr(&self, guest: u64) -> u64 {
         let offset = guest - GUEST_BASE;
         USER_BASE + offset + offset / self.region * USER_STRIDE
     }
@@ -114,13 +114,13 @@ impl Memory {
     }
 
     /// A 16-bit word.
-    pub fn load_16(&self, guest: u64, order: Ordering) -> u16 {
-        self.shared.load_16(offset(guest), order)
+    pub fn load_le16(&self, guest: u64, order: Ordering) -> u16 {
+        self.shared.load_le16(offset(guest), order)
     }
 
     /// A 16-bit word.
-    pub fn store_16(&self, guest: u64, value: u16, order: Ordering) {
-        self.shared.store_16(offset(guest), value, order);
+    pub fn store_le16(&self, guest: u64, value: u16, order: Ordering) {
+        self.shared.store_le16(offset(guest), value, order);
     }
 
     pub(crate) fn shared(&self) -> &Shared {
@@ -128,7 +128,7 @@ impl Memory {
     }
 
     /// As a dirty log: the numbers of the pages that are marked, which are marked no more. Bit 0 is guest page 0.
-    pub fn take_marked(&self) -> Vec<u64> {
+    pub fn take_dirty_pages(&self) -> Vec<u64> {
         let mut pages = Vec::new();
         for word in 0..self.shared.len() / 8 {
             let mut bits = self.shared.take_64(word * 8);

@@ -191,7 +191,7 @@ impl Pair {
             self.part(used.token, used.len, &mut parts)?;
             let buffers = match self.options.features & feature::MRG_RXBUF {
                 0 => 1,
-                _ => self.memory.load_16(used.token + 10, std::sync::atomic::Ordering::Relaxed),
+                _ => self.memory.load_le16(used.token + 10, std::sync::atomic::Ordering::Relaxed),
             };
             if buffers == 0 || buffers > BUFFERS_MAX || (used.len as usize) < HEADER_BYTES {
                 let what = format!("a frame of {} bytes in {buffers} buffers", used.len);
@@ -223,7 +223,7 @@ impl Pair {
     }
 
     /// Writes `bytes` (header and frame) into every transmit buffer, for [`Pair::transmit_any`].
-    pub fn fill(&mut self, bytes: &[u8]) {
+    pub fn fill_transmit_buffers(&mut self, bytes: &[u8]) {
         (0..self.options.size).for_each(|slot| self.memory.write(self.slot(slot), bytes));
     }
 
@@ -286,7 +286,7 @@ impl Pair {
     /// [`Error::Timeout`].
     pub fn wait_room(&mut self, within: Duration) -> Result<()> {
         let share = (self.tx.in_flight() / 4 * 3).max(1);
-        if !self.tx.enable_callback(share) && !crate::wait_any(&[self.tx.call()], within)? {
+        if !self.tx.enable_callback(share) && !crate::wait_any(&[self.tx.call_fd()], within)? {
             return Err(Error::Timeout { what: "a transmitted frame", seconds: within.as_secs() });
         }
         self.tx.drain_call();

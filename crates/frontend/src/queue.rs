@@ -174,17 +174,17 @@ impl Queue {
     }
 
     /// The eventfd by which the device is woken.
-    pub fn kick(&self) -> BorrowedFd<'_> {
+    pub fn kick_fd(&self) -> BorrowedFd<'_> {
         self.kick.as_fd()
     }
 
     /// The eventfd by which the device notifies the driver.
-    pub fn call(&self) -> BorrowedFd<'_> {
+    pub fn call_fd(&self) -> BorrowedFd<'_> {
         self.call.as_fd()
     }
 
     /// The eventfd by which the device reports a broken ring.
-    pub fn err(&self) -> BorrowedFd<'_> {
+    pub fn err_fd(&self) -> BorrowedFd<'_> {
         self.err.as_fd()
     }
 
@@ -250,7 +250,7 @@ impl Queue {
     /// Makes a head available, whatever it is. Seen with [`Queue::publish`].
     pub fn make_available(&mut self, head: u16) {
         let entry = self.places.available + ENTRIES + 2 * u64::from(self.staged & (self.size - 1));
-        self.memory.store_16(entry, head, Ordering::Relaxed);
+        self.memory.store_le16(entry, head, Ordering::Relaxed);
         self.staged = self.staged.wrapping_add(1);
         self.statistics.added += 1;
     }
@@ -260,15 +260,15 @@ impl Queue {
         if self.staged == self.published {
             return false;
         }
-        self.memory.store_16(self.places.available + INDEX, self.staged, Ordering::Release);
+        self.memory.store_le16(self.places.available + INDEX, self.staged, Ordering::Release);
         // The driver stores its index, then loads the device's event index; the device does both in the reverse order.
         fence(Ordering::SeqCst);
         let before = std::mem::replace(&mut self.published, self.staged);
         let wanted = if self.has(feature::EVENT_IDX) {
-            let event = self.memory.load_16(self.available_event(), Ordering::Relaxed);
+            let event = self.memory.load_le16(self.available_event(), Ordering::Relaxed);
             needs_event(event, self.staged, before)
         } else {
-            self.memory.load_16(self.places.used, Ordering::Relaxed) & NO_NOTIFICATION == 0
+            self.memory.load_le16(self.places.used, Ordering::Relaxed) & NO_NOTIFICATION == 0
         };
         if wanted {
             self.force_kick();
@@ -287,7 +287,7 @@ impl Queue {
 
     /// Returns true if there is something to [`Queue::pop_used`].
     pub fn is_ready(&self) -> bool {
-        self.memory.load_16(self.places.used + INDEX, Ordering::Acquire) != self.seen
+        self.memory.load_le16(self.places.used + INDEX, Ordering::Acquire) != self.seen
     }
 
     /// Pops a used chain.
@@ -295,7 +295,7 @@ impl Queue {
     /// # Errors
     /// [`Error::Used`]: an id that the device does not have, or more bytes than the chain has.
     pub fn pop_used(&mut self) -> Result<Option<Used>> {
-        let index = self.memory.load_16(self.places.used + INDEX, Ordering::Acquire);
+        let index = self.memory.load_le16(self.places.used + INDEX, Ordering::Acquire);
         let ready = index.wrapping_sub(self.seen);
         if ready == 0 {
             return Ok(None);
@@ -332,21 +332,21 @@ impl Queue {
     pub fn enable_callback(&mut self, after: u16) -> bool {
         if self.has(feature::EVENT_IDX) {
             let event = self.seen.wrapping_add(after.max(1) - 1);
-            self.memory.store_16(self.used_event(), event, Ordering::Relaxed);
+            self.memory.store_le16(self.used_event(), event, Ordering::Relaxed);
         } else {
-            self.memory.store_16(self.places.available, 0, Ordering::Relaxed);
+            self.memory.store_le16(self.places.available, 0, Ordering::Relaxed);
         }
         fence(Ordering::SeqCst);
-        let index = self.memory.load_16(self.places.used + INDEX, Ordering::Acquire);
+        let index = self.memory.load_le16(self.places.used + INDEX, Ordering::Acquire);
         index.wrapping_sub(self.seen) >= after.max(1)
     }
 
     /// Suppresses calls.
     pub fn disable_callback(&mut self) {
         if self.has(feature::EVENT_IDX) {
-            self.memory.store_16(self.used_event(), self.seen.wrapping_sub(1), Ordering::Relaxed);
+            self.memory.store_le16(self.used_event(), self.seen.wrapping_sub(1), Ordering::Relaxed);
         } else {
-            self.memory.store_16(self.places.available, NO_NOTIFICATION, Ordering::Relaxed);
+            self.memory.store_le16(self.places.available, NO_NOTIFICATION, Ordering::Relaxed);
         }
     }
 
@@ -363,7 +363,7 @@ impl Queue {
     /// [`Error::Timeout`].
     pub fn wait(&mut self, within: Duration) -> Result<()> {
         while !self.enable_callback(1) {
-            if !wait_any(&[self.call()], within)? {
+            if !wait_any(&[self.call_fd()], within)? {
                 return Err(Error::Timeout { what: "a used entry", seconds: within.as_secs() });
             }
             self.drain_call();
@@ -435,7 +435,7 @@ mod tests {
     fn recycle(queue: &Queue, at: u16, head: u32, len: u32) {
         let entry = queue.places.used + ENTRIES + 8 * u64::from(at % queue.size);
         queue.memory.write(entry, &[head.to_le_bytes(), len.to_le_bytes()].concat());
-        queue.memory.store_16(queue.places.used + INDEX, at.wrapping_add(1), Ordering::Release);
+        queue.memory.store_le16(queue.places.used + INDEX, at.wrapping_add(1), Ordering::Release);
     }
 
     #[test]
@@ -444,7 +444,7 @@ mod tests {
         let [out, back] = [(0x10, 3), (0x20, 5)].map(|(guest, len)| Buffer { guest, len });
         assert!(queue.add(&[out], &[back], 7));
         assert_eq!((queue.free_descriptors(), queue.publish(), queue.drain_call()), (2, true, false));
-        let head = queue.memory.load_16(queue.places.available + ENTRIES, Ordering::Relaxed);
+        let head = queue.memory.load_le16(queue.places.available + ENTRIES, Ordering::Relaxed);
         let table = queue.memory.bytes(queue.places.table, 64);
         let first = &table[usize::from(head) * 16..][..16];
         let second = &table[usize::from(first[14]) * 16..][..16];
@@ -477,7 +477,7 @@ mod tests {
         let memory = Memory::with_regions(1 << 16, 2).unwrap();
         let [first, second] = memory.regions().collect::<Vec<_>>().try_into().unwrap();
         assert_eq!((first.guest_address, first.user_address, first.mmap_offset), (GUEST_BASE, USER_BASE, 0));
-        assert_eq!(memory.user(second.guest_address + 5), second.user_address + 5);
+        assert_eq!(memory.user_addr(second.guest_address + 5), second.user_address + 5);
         // An allocation that would cross the border is placed after it.
         assert_eq!(memory.alloc(0xfff0, 16), GUEST_BASE);
         assert_eq!(memory.alloc(0x20, 16), second.guest_address);

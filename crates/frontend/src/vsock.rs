@@ -503,7 +503,7 @@ impl Guest {
         self.tx.publish();
         let share = self.tx.in_flight() / 4 * 3;
         let ready = self.rx.enable_callback(1) || (for_room && self.tx.enable_callback(share.max(1)));
-        let heard = ready || wait_any(&[self.rx.call(), self.tx.call()], within)?;
+        let heard = ready || wait_any(&[self.rx.call_fd(), self.tx.call_fd()], within)?;
         self.rx.drain_call();
         self.tx.drain_call();
         self.rx.disable_callback();

@@ -87,7 +87,7 @@ pub fn request(code: Code, need_reply: bool, payload: &[u8]) -> Vec<u8> {
 }
 
 /// A reply's code, whether it is one at all, and its payload's length.
-pub fn reply(header: &[u8; HEADER_BYTES]) -> (u32, bool, usize) {
+pub fn decode_reply_header(header: &[u8; HEADER_BYTES]) -> (u32, bool, usize) {
     let word = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
     (word(0), word(4) & (REPLY | 3) == REPLY | VERSION, word(8) as usize)
 }
@@ -98,6 +98,6 @@ pub fn encode_u64s(numbers: &[u64]) -> Vec<u8> {
 }
 
 /// Two numbers of 32 bits: a ring and its value.
-pub fn halves(first: u32, second: u32) -> Vec<u8> {
+pub fn encode_u32_pair(first: u32, second: u32) -> Vec<u8> {
     [first.to_le_bytes(), second.to_le_bytes()].concat()
 }

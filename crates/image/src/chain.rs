@@ -136,12 +136,26 @@ fn next_layer(layer: &Layer) -> Result<Option<Layer>> {
 /// process that must know in advance which directories it will read. A manifest that cannot be read ends the
 /// list: the error is reported when the image is opened.
 pub fn base_paths(image: &Path) -> Vec<PathBuf> {
-    let mut paths: Vec<PathBuf> = Vec::new();
+    named_bases(image).paths
+}
+
+/// Base images as their manifests name them.
+#[derive(Debug, Default)]
+pub(crate) struct NamedBases {
+    /// The files, each once.
+    pub(crate) paths: Vec<PathBuf>,
+    /// Error of the first manifest that cannot be read: there may be more bases.
+    pub(crate) unread: Option<crate::manifest::Error>,
+}
+
+/// As [`base_paths`], with the error of a manifest that cannot be read.
+pub(crate) fn named_bases(image: &Path) -> NamedBases {
+    let mut named = NamedBases::default();
     let mut read = 0;
-    while paths.len() < LAYERS_MAX {
+    while named.paths.len() < LAYERS_MAX {
         let last = match read {
             0 => image.to_owned(),
-            read => match paths.get(read - 1) {
+            read => match named.paths.get(read - 1) {
                 Some(path) => path.clone(),
                 None => break,
             },
@@ -149,11 +163,19 @@ pub fn base_paths(image: &Path) -> Vec<PathBuf> {
         read += 1;
         // Both manifests are read, whichever of them belongs to the image.
         for manifest in [sidecar_path(&last), staged_path(&last)] {
-            let base = base_of(&manifest).map(|base| resolve_base(&last, &base));
-            paths.extend(base.filter(|base| !paths.contains(base)));
+            match base_of(&manifest) {
+                Ok(base) => {
+                    let base = base.map(|base| resolve_base(&last, &base));
+                    let new = base.filter(|base| !named.paths.contains(base));
+                    named.paths.extend(new);
+                }
+                Err(error) => {
+                    named.unread.get_or_insert(error);
+                }
+            }
         }
     }
-    paths
+    named
 }
 
 /// Path of a base: as recorded in the image, or, if that does not exist, beside the image.

@@ -26,7 +26,14 @@ pub enum Error {
         /// The kernel's error.
         source: io::Error,
     },
+    /// The path is a Unix socket.
+    #[error("{}: a Unix socket, not an image; a QEMU is named by its QMP socket, as qmp:{0}, and a stream as unix:{0}", path.display())]
+    Socket {
+        /// The path.
+        path: PathBuf,
+    },
     /// The path is a directory or a device.
+    /// Remedy: name a file; a block device or a directory cannot be an image.
     #[error("{}: not a regular file", path.display())]
     NotAFile {
         /// The path.
@@ -57,6 +64,7 @@ pub enum Error {
         source: towline_protocol::Error,
     },
     /// The file ends too early.
+    /// Remedy: copy the file again from where it is whole; what is missing cannot be restored.
     #[error("{}: truncated: it ends at byte {length:#x} inside {awaiting}", path.display())]
     Truncated {
         /// The file.
@@ -121,6 +129,7 @@ pub enum Error {
         source: towline_protocol::Error,
     },
     /// There is no manifest to verify against.
+    /// Remedy: copy the manifest too, or leave out --verify.
     #[error("{}: there is no manifest beside it ({}), so there are no checksums to verify: it was made by QEMU itself, or its manifest was left behind", path.display(), sidecar.display())]
     NoManifest {
         /// The image.
@@ -188,6 +197,52 @@ pub enum Error {
         /// The limit, itself included.
         limit: usize,
     },
+    /// Other images are based on the image.
+    #[error(
+        "{}: {} is based on it: remove that first, or copy it to a whole image (`towline copy IMAGE NEW`); nothing was removed",
+        path.display(),
+        increments.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+    )]
+    NeededBy {
+        /// The image that was to be removed.
+        path: PathBuf,
+        /// The images that are based on it.
+        increments: Vec<PathBuf>,
+    },
+    /// It cannot be excluded that another image is based on the image.
+    #[error("{}: {} may be based on it, but {why}: repair or remove that first; nothing was removed", path.display(), other.display())]
+    UnknownBases {
+        /// The image that was to be removed.
+        path: PathBuf,
+        /// The image whose bases are unknown.
+        other: PathBuf,
+        /// The error of its manifest.
+        why: String,
+    },
+    /// The path of an image that was to be removed is a symbolic link.
+    #[error("{}: a symbolic link; name the image itself, or remove the link with rm; nothing was removed", path.display())]
+    SymbolicLink {
+        /// The link.
+        path: PathBuf,
+    },
+    /// The image was removed without its manifest or its working set.
+    #[error("{}: the image was removed, but not {}: {source}; remove that file by hand", path.display(), part.display())]
+    PartRemains {
+        /// The removed image.
+        path: PathBuf,
+        /// The remaining file.
+        part: PathBuf,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// Processes read the image.
+    #[error("{}: it is in use by {}: try again when they have finished; nothing was removed", path.display(), users.join(", "))]
+    InUse {
+        /// The image that was to be removed.
+        path: PathBuf,
+        /// The processes.
+        users: Vec<String>,
+    },
     /// The image would replace one of its own bases.
     #[error("{}: the image would replace {}, which it is based on: choose another name", path.display(), base.display())]
     OwnBase {
@@ -212,6 +267,7 @@ pub enum Error {
     #[error(transparent)]
     Store(Box<dyn std::error::Error + Send + Sync>),
     /// The stream's items arrived in an unexpected order.
+    /// Remedy: none at this end: the source does not follow the protocol; report it with both versions.
     #[error("{}: {what}", path.display())]
     Order {
         /// The image to be written.

@@ -4,7 +4,7 @@
 //! ([`crate::Image`]).
 
 use std::fs::File;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -73,7 +73,10 @@ impl Layer {
         // Without NONBLOCK, opening a FIFO of that name would block.
         let mut options = File::options();
         let file = options.read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path);
-        let file = file.map_err(io)?;
+        let file = file.map_err(|error| match is_socket(path) {
+            true => Error::Socket { path: path.into() },
+            false => io(error),
+        })?;
         if !file.metadata().map_err(io)?.is_file() {
             return Err(Error::NotAFile { path: path.into() });
         }
@@ -283,6 +286,10 @@ impl Head {
             }
         }
     }
+}
+
+fn is_socket(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket())
 }
 
 /// Distinguishes other files from damaged images.

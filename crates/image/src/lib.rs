@@ -18,6 +18,7 @@
 //!   hashes.
 //! - `store` (a feature): images in object stores.
 //! - [`atomic_file`]: files that appear under their final name complete or not at all.
+//! - [`directory`]: the images in a directory, and their removal.
 //! - [`leftover`]: partial files of writers that were killed.
 //!
 //! Out of scope: QMP. Threads are only started to hash and to access stores. Limits: Linux.
@@ -32,6 +33,7 @@ pub mod checksum;
 #[cfg(test)]
 mod crash_tests;
 mod delivered;
+pub mod directory;
 mod error;
 #[cfg(test)]
 mod flip_tests;
@@ -40,6 +42,7 @@ pub mod index;
 mod journal;
 mod layer;
 pub mod leftover;
+mod location;
 mod lock;
 mod lock_holder;
 pub mod manifest;
@@ -64,8 +67,14 @@ pub use base_image::Increment;
 pub use chain::{LAYERS_MAX, base_paths};
 pub use checksum::ChunkHash;
 pub use error::{Error, Result};
+pub use location::{Location, LocationError, Scheme};
 pub use manifest::{Manifest, Origin, QemuProcess};
 pub use reader::{Image, LayerInfo, PageCount};
 pub use stored::{StoredGuest, Uploaded};
 pub use working_set::WorkingSet;
 pub use writer::ImageWriter;
+
+/// The example of the README, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -13,12 +13,14 @@ pub(crate) fn lock_holder(file: &File) -> String {
     let ours = fstat(file)
         .map(|stat| format!("{:02x}:{:02x}:{}", major(stat.st_dev), minor(stat.st_dev), stat.st_ino));
     let pid = ours.ok().and_then(|ours| locks.lines().find_map(|line| pid_of(line, &ours)));
-    match pid {
-        Some(pid) => match command_line(pid) {
-            Some(command) => format!("process {pid} ({command})"),
-            None => format!("process {pid}"),
-        },
-        None => "another process".into(),
+    pid.map_or_else(|| "another process".into(), process_text)
+}
+
+/// A process with its command line.
+pub(crate) fn process_text(pid: u32) -> String {
+    match command_line(pid) {
+        Some(command) => format!("process {pid} ({command})"),
+        None => format!("process {pid}"),
     }
 }
 

@@ -223,7 +223,7 @@ impl Image {
     }
 
     /// Statistics of a migration in which QEMU loaded the file itself: its pages, none of which towline read.
-    pub fn loaded_by_qemu(&self) -> Snapshot {
+    pub fn qemu_load_statistics(&self) -> Snapshot {
         let count =
             |index| self.count_pages(BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX")));
         let counts = || (0..self.ram_blocks().len()).map(count);

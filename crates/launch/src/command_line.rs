@@ -152,7 +152,14 @@ impl CommandLine {
         &self.options
     }
 
-    pub(crate) fn options_mut(&mut self) -> &mut Vec<QemuOption> {
+    /// The key that addresses each option in a [`Setting`](crate::Setting), in the options' order.
+    #[must_use]
+    pub fn setting_keys(&self) -> Vec<String> {
+        crate::settings::addresses(self)
+    }
+
+    /// Its options, to be changed.
+    pub fn options_mut(&mut self) -> &mut Vec<QemuOption> {
         &mut self.options
     }
 
@@ -285,7 +292,8 @@ impl QemuOption {
         }
     }
 
-    pub(crate) fn properties_mut(&mut self) -> Option<&mut Properties> {
+    /// Its properties, to be changed.
+    pub fn properties_mut(&mut self) -> Option<&mut Properties> {
         match &mut self.value {
             OptionValue::Properties(properties) => Some(properties),
             _ => None,

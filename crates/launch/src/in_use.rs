@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, TcpListener, UdpSocket};
 use std::os::unix::fs::FileTypeExt as _;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use crate::command_line::{CommandLine, ParseError, Properties, QemuOption};
@@ -217,7 +218,7 @@ impl Resource {
                 Some(holder) => Err(InUse::Tap { interface: interface.clone(), holder, setting }),
                 None => Ok(()),
             },
-            Self::Listening(path) if fs::symlink_metadata(path).is_ok() => {
+            Self::Listening(path) if fs::symlink_metadata(path).is_ok() && !is_left(path) => {
                 Err(InUse::SocketExists { path: path.clone(), setting })
             }
             Self::Connecting(path)
@@ -228,6 +229,13 @@ impl Resource {
             _ => Ok(()),
         }
     }
+}
+
+/// Returns true for a socket on which no process listens, as a QEMU leaves one that was killed. The next one replaces it.
+fn is_left(path: &str) -> bool {
+    let is_socket = fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
+    let is_refused = |error: std::io::Error| error.kind() == std::io::ErrorKind::ConnectionRefused;
+    is_socket && UnixStream::connect(path).is_err_and(is_refused)
 }
 
 /// The process that has a tap open. `fdinfo` of its descriptor has a line `iff:` with the interface's name; a process of another user is
@@ -323,9 +331,15 @@ mod tests {
         assert!(
             matches!(check(&[&client]), Err(InUse::SocketMissing { setting, .. }) if setting == "chardev.c0.path")
         );
-        let _listener = UnixListener::bind(&path).unwrap();
+        let listener = UnixListener::bind(&path).unwrap();
         assert!(matches!(check(&[&server]), Err(InUse::SocketExists { .. })));
         check(&[&client, &client]).unwrap();
+        // As a QEMU leaves it that was killed.
+        drop(listener);
+        check(&[&server]).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "a file").unwrap();
+        assert!(matches!(check(&[&server]), Err(InUse::SocketExists { .. })));
     }
 
     #[test]

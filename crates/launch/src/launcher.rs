@@ -33,7 +33,7 @@ use crate::command_line::{CommandLine, excerpt};
 use crate::host::HostArguments;
 use crate::memory::QemuVersion;
 use crate::policy::AllowedCommandLine;
-use crate::runtime::{RuntimeDirectory, RuntimeError, new_state};
+use crate::runtime::{Lifetime, RuntimeDirectory, RuntimeError, new_state};
 use process::{Exit, Spawned, spawn};
 
 /// Default time limit until the monitor answers.
@@ -47,15 +47,6 @@ const LOG_BYTES_MAX: usize = 4096;
 const LOG_LINES_MAX: usize = 10;
 /// Variables that QEMU inherits.
 const INHERITED: [&str; 8] = ["HOME", "LANG", "LC_ALL", "LC_CTYPE", "LC_MESSAGES", "PATH", "TMPDIR", "TZ"];
-
-/// End of a QEMU's life.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lifetime {
-    /// It is killed when this process ends, however that is, or when its [`RunningQemu`] is dropped.
-    WithOwner,
-    /// It outlives this process.
-    Detached,
-}
 
 /// State in which a QEMU starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -201,8 +192,11 @@ impl Launcher {
         // From here on, dropping it kills the QEMU and removes its directory.
         let mut running =
             RunningQemu { pid, pidfd, exit, lifetime: Lifetime::WithOwner, directory: Some(directory) };
+        // First, so that a QEMU whose launcher is killed meanwhile is listed.
+        let written = running.write_state(lifetime, image);
+        // The last words of a QEMU that has ended say more than its missing state.
         running.await_monitor(start_timeout.saturating_sub(started.elapsed()), &host.binary)?;
-        running.write_state(lifetime, image)?;
+        written?;
         running.lifetime = lifetime;
         tracing::info!(pid, elapsed = ?started.elapsed(), "started QEMU");
         Ok(running)
@@ -377,7 +371,7 @@ impl Drop for RunningQemu {
 }
 
 /// The program in its environment.
-fn command(host: &HostArguments) -> Command {
+pub(crate) fn command(host: &HostArguments) -> Command {
     let mut command = Command::new(&host.binary);
     command.current_dir(host.working_directory.as_deref().unwrap_or(Path::new("/")));
     command.env_clear();

@@ -18,11 +18,13 @@
 #![deny(unsafe_code)]
 
 pub mod command_line;
+mod generation_id;
 mod host;
 mod in_use;
 mod launcher;
 pub mod limits;
 mod memory;
+mod overlay;
 mod policy;
 mod record;
 mod runtime;
@@ -32,11 +34,12 @@ mod sys;
 pub use command_line::{CommandLine, ParseError};
 pub use host::{EnvironmentVariable, GuestIdentity, HostArguments, HostError};
 pub use in_use::{InUse, Start, check_in_use};
-pub use launcher::{Incoming, LaunchError, Launcher, Lifetime, ProcessSandbox, RunningQemu};
+pub use launcher::{Incoming, LaunchError, Launcher, ProcessSandbox, RunningQemu};
 pub use memory::{MappedBlock, MappedMemory, MemoryError, QemuVersion, Sharing};
-pub use policy::{AllowedCommandLine, Reason, Refusal, Refused};
+pub use overlay::{CreatedOverlay, Overlay, OverlayError, OverlayPlan};
+pub use policy::{AllowedCommandLine, Reason, Refusal, Refused, is_known_model};
 pub use record::Recorded;
-pub use runtime::{GuestName, GuestState, NameError, RuntimeDirectory, RuntimeError, RuntimeRoot};
+pub use runtime::{GuestName, GuestState, Lifetime, NameError, RuntimeDirectory, RuntimeError, RuntimeRoot};
 pub use settings::{Setting, SettingError};
 
 /// The example of the README, as a test.

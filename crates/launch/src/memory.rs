@@ -18,7 +18,8 @@ use crate::policy::AllowedCommandLine;
 /// Alignment of a mapping's offset.
 const PAGE_BYTES: u64 = 4096;
 /// Properties of a former backend that its replacement keeps.
-const KEPT: [&str; 5] = ["host-nodes", "policy", "dump", "merge", "x-use-canonical-path-for-ramblock-id"];
+const RETAINED_PROPERTIES: [&str; 5] =
+    ["host-nodes", "policy", "dump", "merge", "x-use-canonical-path-for-ramblock-id"];
 
 /// A block of memory in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -254,7 +255,7 @@ impl MappedMemory {
             Sharing::Shared => add("share", "on"),
         }
         for (key, value) in former.pairs() {
-            if KEPT.contains(&key) {
+            if RETAINED_PROPERTIES.contains(&key) {
                 add(key, &value);
             }
         }

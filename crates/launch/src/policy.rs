@@ -8,14 +8,14 @@
 
 mod devices;
 mod form;
-mod options;
+pub(crate) mod options;
 mod refusal;
 mod replace;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 
-pub(crate) use options::is_of_process;
+pub use devices::is_known_model;
 pub use refusal::{Reason, Refusal, Refused};
 
 use crate::command_line::{
@@ -26,7 +26,10 @@ use crate::limits::COMMAND_LINE_BYTES_MAX;
 use crate::record::Recorded;
 use crate::settings::{self, Candidate, Origin};
 use form::Form;
-use options::{Known, Rule, rule};
+use options::{Rule, is_of_process, rule};
+
+/// A property and the form of its value.
+type Known = (&'static str, Form);
 
 const USER_REASON: &str = "with another user the kernel would not end QEMU with the process that started it; run that process as the user";
 const ROOT_REASON: &str = "paths of this command line and of the guest's directory would mean other files; run towline in a container";
@@ -53,7 +56,11 @@ impl Recorded {
         replace::consoles(&mut candidates, host, &own);
         candidates.iter().for_each(|candidate| judge(candidate, &mut refusals));
         duplicate_ids(&candidates, &mut refusals);
-        if refusals.is_empty() { finish(candidates, host, &own) } else { Err(Refused::Image(refusals)) }
+        if refusals.is_empty() {
+            assemble_command_line(candidates, host, &own)
+        } else {
+            Err(Refused::Image(refusals))
+        }
     }
 
     /// Accepts everything: the image decides what runs on this host and with which files. Values of `host` replace the image's.
@@ -74,7 +81,7 @@ impl Recorded {
                 setting.key == key || key.strip_prefix(&setting.key).is_some_and(|rest| rest.starts_with('.'))
             })
         };
-        let missing = self.left_out().iter().filter(|key| !is_set(key));
+        let missing = self.redacted_keys().iter().filter(|key| !is_set(key));
         missing.map(|key| refusal(key.clone(), "", Reason::LeftOut)).collect()
     }
 }
@@ -86,7 +93,7 @@ impl CommandLine {
     /// A setting or an argument of `host` that is at fault.
     pub fn accept(&self, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
         let own = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
-        finish(settings::apply(self, &host.settings)?, host, &own)
+        assemble_command_line(settings::apply(self, &host.settings)?, host, &own)
     }
 
     /// Accepts a command line whose origin is trusted as this host is: that of a process of the same user on it.
@@ -130,10 +137,10 @@ fn trust(command_line: &CommandLine, host: &HostArguments) -> Result<AllowedComm
         candidate.origin == Origin::Host || !is_of_process(candidate.option.name.as_str())
     });
     let own = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
-    finish(candidates, host, &own)
+    assemble_command_line(candidates, host, &own)
 }
 
-fn finish(
+fn assemble_command_line(
     candidates: Vec<Candidate>,
     host: &HostArguments,
     own: &CommandLine,

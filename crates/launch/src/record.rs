@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use crate::command_line::{CommandLine, OptionName, OptionValue, ParseError, Properties, QemuOption, Syntax};
 use crate::limits::{COMMAND_LINE_BYTES_MAX, LEFT_OUT_MAX, NAME_BYTES_MAX, OPTIONS_MAX};
-use crate::policy::is_of_process;
+use crate::policy::options::is_of_process;
 use crate::settings::addresses;
 
 /// Version of the format.
@@ -135,7 +135,7 @@ impl Recorded {
 
     /// Keys of the settings that give back what was left out, as `object.key0.data`.
     #[must_use]
-    pub fn left_out(&self) -> &[String] {
+    pub fn redacted_keys(&self) -> &[String] {
         &self.left_out
     }
 }
@@ -156,7 +156,7 @@ impl TryFrom<Format> for Recorded {
         if format.left_out.len() > LEFT_OUT_MAX || !format.left_out.iter().all(is_key) {
             return Err(ParseError::TooManyLeftOut);
         }
-        if let Some(key) = format.left_out.iter().find(|key| !may_be_left_out(key)) {
+        if let Some(key) = format.left_out.iter().find(|key| !is_redactable(key)) {
             let reason =
                 format!("left-out has {:?}, which is not a secret", crate::command_line::excerpt(key));
             return Err(ParseError::Recorded { reason });
@@ -191,7 +191,7 @@ impl From<Recorded> for Format {
 }
 
 /// Returns true for a key that [`CommandLine::record`] may write: of a property, or of an option without any.
-fn may_be_left_out(key: &str) -> bool {
+fn is_redactable(key: &str) -> bool {
     let (name, rest) = key.split_once('.').map_or((key, None), |(name, rest)| (name, Some(rest)));
     let Some(name) = OptionName::find(name).filter(|name| !is_of_process(name.as_str())) else {
         return false;

@@ -23,8 +23,6 @@ use rustix::process::geteuid;
 
 pub use state::GuestState;
 
-use crate::launcher::Lifetime;
-
 /// Longest name of a guest in bytes. A socket's path has 107 bytes at most.
 const NAME_BYTES_MAX: usize = 48;
 /// Attempts to lock a directory that others remove at the same time.
@@ -34,6 +32,15 @@ const GUESTS_MAX: usize = 10_000;
 const LOCK: &str = "lock";
 const STATE: &str = "state.json";
 const STATE_STAGING: &str = "state.json.new";
+
+/// End of a QEMU's life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lifetime {
+    /// It is killed when this process ends, however that is, or when its [`RunningQemu`](crate::RunningQemu) is dropped.
+    WithOwner,
+    /// It outlives this process.
+    Detached,
+}
 
 /// Name of a guest: letters, digits, `-`, `_` and `.`, beginning with a letter or a digit.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -285,14 +292,15 @@ impl RuntimeDirectory {
     /// Writes the state of the guest for [`RuntimeRoot::list`].
     pub(crate) fn write_state(&self, state: &GuestState) -> Result<(), RuntimeError> {
         let path = self.path.join(STATE);
-        let error = |source| RuntimeError::Io { path: path.clone(), operation: "write it", source };
+        let error =
+            |source: io::Error| RuntimeError::Io { path: path.clone(), operation: "write it", source };
         let staging = self.path.join(STATE_STAGING);
-        std::fs::write(&staging, state.to_json()).map_err(error)?;
+        std::fs::write(&staging, state.to_json().map_err(error)?).map_err(error)?;
         std::fs::rename(&staging, &path).map_err(error)
     }
 
     /// Removes the directory and its files. The name is free afterwards.
-    pub(crate) fn remove(self) {
+    pub fn remove(self) {
         self.remove_files();
         // The lock's file goes while it is locked: another process that opened it finds that it is not the named one.
         let removed =
@@ -355,7 +363,8 @@ pub(crate) fn new_state(
         owner_pid: std::process::id(),
         is_detached: lifetime == Lifetime::Detached,
         qmp: directory.qmp_path(),
-        image,
+        // The state is UTF-8, which a path need not be. It is shown and not opened.
+        image: image.map(|image| image.to_string_lossy().into_owned().into()),
     })
 }
 

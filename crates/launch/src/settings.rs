@@ -24,6 +24,7 @@ pub struct Setting {
 #[non_exhaustive]
 pub enum SettingError {
     /// Not of the form `KEY=VALUE`.
+    /// Remedy: correct the setting.
     #[error(
         "setting {found:?} is malformed: expected OPTION.ID.PROPERTY=VALUE, as drive.disk0.file=/srv/disk0"
     )]
@@ -94,6 +95,14 @@ impl FromStr for Setting {
         }
         Ok(Self { key: key.to_owned(), value: value.to_owned() })
     }
+}
+
+/// Index of the option that a key addresses in a command line.
+pub(crate) fn addressed(command_line: &CommandLine, key: &str) -> Option<usize> {
+    let name = OptionName::find(key.split_once('.').map_or(key, |(name, _)| name))?;
+    let candidates = apply(command_line, &[]).ok()?;
+    let candidates: Vec<_> = candidates.into_iter().map(Some).collect();
+    find(&candidates, name, key).map(|(index, _)| index)
 }
 
 /// Applies settings to a command line. Addresses are those of the command line as it was.

@@ -1,7 +1,7 @@
 //! A small VMM that moves itself into another process while its guest runs: `cargo run --example vmm`.
 //!
 //! ```text
-//!   this process: vCPU threads count, and note each count in memory ──► LiveMemory ──► Outgoing ──┐
+//!   this process: vCPU threads count, and note each count in memory ──► SourceMemory ──► Outgoing ──┐
 //!   the same program, started again: goes on counting, in a memory that is right ◄── Memory ◄── Incoming
 //! ```
 //!
@@ -18,7 +18,7 @@ use towline_channel::{Address, Cancel, Listener};
 use towline_migration::memory::{Backing, Block};
 use towline_migration::tracker::WriteProtect;
 use towline_migration::{
-    Incoming, LiveBlock, LiveMemory, Memory, Outgoing, Region, incoming, outgoing, synthetic,
+    Incoming, LiveBlock, Memory, Outgoing, Region, SourceMemory, incoming, outgoing, synthetic,
 };
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state;
@@ -108,7 +108,7 @@ fn source() -> Result<()> {
         Ok(device_state::encode(&[("cpus", 1, &bytes)]))
     };
     let blocks = [LiveBlock { name: "ram", span: vm.memory.span() }];
-    let guest = LiveMemory::new(configuration(), &blocks, WriteProtect::new()?)?
+    let guest = SourceMemory::new(configuration(), &blocks, WriteProtect::new()?)?
         .with_hooks(|| vm.pause(), || vm.run())
         .with_device_state(registers);
     let address = Address::Unix(std::env::temp_dir().join(format!("vmm-{}.sock", std::process::id())));

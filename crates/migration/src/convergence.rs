@@ -41,19 +41,19 @@ pub struct Limits {
     /// The part of it for everything but memory: device state, switchover.
     pub switchover_cost: Duration,
     /// Time to look before it is given up.
-    pub patience: Patience,
+    pub min_window: MinWindow,
 }
 
 /// The least length of a window. It takes three or more until a guest that cannot converge is given up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Patience {
+pub struct MinWindow {
     /// In passes, 1 to 1000; other values are taken as the nearest of these.
     pub passes: u32,
     /// In time; no window has more than 1000 passes for that.
     pub time: Duration,
 }
 
-impl Default for Patience {
+impl Default for MinWindow {
     fn default() -> Self {
         Self { passes: 5, time: Duration::from_secs(5) }
     }
@@ -226,7 +226,7 @@ impl Policy {
         if downtime <= self.limits.downtime {
             return Decision::SwitchOver;
         }
-        match self.window.is_complete(self.limits.patience) {
+        match self.window.is_complete(self.limits.min_window) {
             true => self.judge(),
             false => Decision::Continue,
         }
@@ -300,9 +300,9 @@ impl Window {
         }
     }
 
-    fn is_complete(&self, patience: Patience) -> bool {
-        let passes = patience.passes.clamp(1, WINDOW_PASSES_MAX);
-        self.passes >= passes && (self.time >= patience.time || self.passes >= WINDOW_PASSES_MAX)
+    fn is_complete(&self, min_window: MinWindow) -> bool {
+        let passes = min_window.passes.clamp(1, WINDOW_PASSES_MAX);
+        self.passes >= passes && (self.time >= min_window.time || self.passes >= WINDOW_PASSES_MAX)
     }
 }
 

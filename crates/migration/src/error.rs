@@ -31,6 +31,7 @@ pub enum Error {
     #[error(transparent)]
     Guest(Box<dyn std::error::Error + Send + Sync>),
     /// The other end closed the connection in the middle.
+    /// Remedy: look into the log of the peer; the exit status and the last lines state where the guest is.
     #[error("{peer} closed the connection while {awaiting} was awaited")]
     Ended {
         /// The peer.
@@ -39,6 +40,7 @@ pub enum Error {
         awaiting: &'static str,
     },
     /// The source closed its connection before it was acknowledged.
+    /// Remedy: look into the log of the source; the guest is there.
     #[error(
         "{peer} closed the connection before the guest's arrival was acknowledged: it has its guest back"
     )]
@@ -47,9 +49,11 @@ pub enum Error {
         peer: String,
     },
     /// A lane's connection ended where data or a barrier was still to come.
+    /// Remedy: look into the log of the source; the guest is there.
     #[error("the connection ended before its last barrier")]
     LaneEnded,
     /// Fewer lanes than expected connected.
+    /// Remedy: give both ends the same number of lanes.
     #[error(
         "{connected} of {expected} lanes connected within {waited:?}: the source must have multifd on, and multifd-channels {expected} as here (--multifd-channels)"
     )]
@@ -73,12 +77,14 @@ pub enum Error {
         expected: usize,
     },
     /// The destination has not acknowledged the guest.
+    /// Remedy: look into the log of the destination, and correct what it names.
     #[error("{peer} ended without saying that it has the guest: it refused it or died, its own log says why")]
     NotAcknowledged {
         /// The destination.
         peer: String,
     },
     /// The destination is silent.
+    /// Remedy: check the address, and give both ends the same number of lanes.
     #[error(
         "{peer} did not answer within {waited:?}: it is no QEMU that waits for this guest, or its multifd-channels is not {lanes}"
     )]
@@ -91,6 +97,7 @@ pub enum Error {
         lanes: usize,
     },
     /// This side cannot compress or decompress.
+    /// Remedy: move without compression, or with another method.
     #[error("{method} fails on this side: {text}")]
     Compressor {
         /// QEMU's name of the method.
@@ -107,6 +114,7 @@ pub enum Error {
         why: String,
     },
     /// A lane sent pages that no barrier follows, so that their order is not known.
+    /// Remedy: move without lanes (`--multifd-channels 0`).
     #[error(
         "pages came behind the last barrier: the source broke off, or its multifd is not as its machine type says"
     )]
@@ -144,6 +152,7 @@ pub enum Error {
     #[error("a thread of the migration panicked; this is a bug of towline, please report its message")]
     Panicked,
     /// The migration was cancelled.
+    /// Remedy: none: the user or the caller ended it.
     #[error("cancelled")]
     Cancelled,
 }

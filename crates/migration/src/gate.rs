@@ -8,7 +8,7 @@
 use std::fmt::Debug;
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
-use towline_protocol::session::{MoveId, Receiver};
+use towline_protocol::session::{MoveId, ReceiverMode};
 
 use crate::Error;
 
@@ -38,7 +38,7 @@ pub enum LinkState {
 pub trait SwitchoverGate: Debug + Send + Sync {
     /// Reports the kind of destination: a towline and its use of the guest, or a QEMU. Called before any page is
     /// sent.
-    fn destination(&self, receiver: Option<Receiver>) {
+    fn destination(&self, receiver: Option<ReceiverMode>) {
         let _ = receiver;
     }
 

@@ -7,7 +7,7 @@
 //!                                   + the caller's                      + the caller's
 //! ```
 //!
-//! - [`Guest`] and [`Sink`] are the engine's interfaces to the owner of the guest; this crate supplies [`LiveMemory`]
+//! - [`Guest`] and [`Sink`] are the engine's interfaces to the owner of the guest; this crate supplies [`SourceMemory`]
 //!   (a VMM's memory with its guest running in it), [`Memory`] (private or shared memory, either end) and [`Relay`]
 //!   (a sink that forwards, so that two QEMUs meet).
 //! - [`PresentGuest`] and [`PresentSink`] leave out memory that the destination already has: a mapped image, memory that two
@@ -52,7 +52,7 @@ pub use error::{Error, Result};
 pub use gate::{Commit, LinkState, SwitchoverGate, probe_link};
 pub use guest::{Extent, ExtentKind, Guest, Pages, ReturnPathWriter, Sink, Stream};
 pub use incoming::Incoming;
-pub use live::{LiveBlock, LiveMemory};
+pub use live::{LiveBlock, SourceMemory};
 pub use memory::{Memory, MemoryError};
 pub use outgoing::{Outgoing, ZeroCopySend};
 pub use postcopy::Postcopy;
@@ -63,3 +63,8 @@ pub use statistics::{LaneSends, SendMethod, SendReason, SendTotals, Snapshot, St
 pub use sys::{Region, Span};
 pub use tracker::{DirtyTracker, TrackerError};
 pub use tuning::Tuning;
+
+/// The example of the README, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

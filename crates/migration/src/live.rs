@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   VMM: maps memory, runs vCPUs in it ──► Span ──┐
-//!        its hooks stop and start them ───────────┼─► LiveMemory ──► Outgoing
+//!        its hooks stop and start them ───────────┼─► SourceMemory ──► Outgoing
 //!   DirtyTracker: what they write ────────────────┘
 //! ```
 //!
@@ -10,7 +10,7 @@
 //! and for memory that only this process writes by [`crate::Memory::write`], there is [`crate::Memory`].
 //!
 //! Limits: pages of 4 KiB; the mapping stays as it is while a migration runs. Writes that the tracker cannot see are
-//! reported by [`LiveMemory::mark_dirty`]. Reading untouched shared memory allocates it.
+//! reported by [`SourceMemory::mark_dirty`]. Reading untouched shared memory allocates it.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -43,7 +43,7 @@ type Hook<'a> = Box<dyn Fn() -> Result<()> + Send + Sync + 'a>;
 type DeviceStateHook<'a> = Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync + 'a>;
 
 /// Guest memory mapped by a VMM, as the source of a migration.
-pub struct LiveMemory<'a> {
+pub struct SourceMemory<'a> {
     configuration: Configuration,
     blocks: Vec<RamBlock>,
     spans: Vec<Span<'a>>,
@@ -58,7 +58,7 @@ pub struct LiveMemory<'a> {
     on_device_state: Option<DeviceStateHook<'a>>,
 }
 
-impl<'a> LiveMemory<'a> {
+impl<'a> SourceMemory<'a> {
     /// A guest with these blocks, in this order, whose writes `tracker` knows.
     ///
     /// # Errors
@@ -147,7 +147,7 @@ impl<'a> LiveMemory<'a> {
     }
 }
 
-impl Guest for LiveMemory<'_> {
+impl Guest for SourceMemory<'_> {
     fn configuration(&self) -> &Configuration {
         &self.configuration
     }
@@ -209,9 +209,9 @@ impl Guest for LiveMemory<'_> {
     }
 }
 
-impl fmt::Debug for LiveMemory<'_> {
+impl fmt::Debug for SourceMemory<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LiveMemory").field("blocks", &self.blocks).finish_non_exhaustive()
+        f.debug_struct("SourceMemory").field("blocks", &self.blocks).finish_non_exhaustive()
     }
 }
 

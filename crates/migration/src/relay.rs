@@ -45,7 +45,6 @@ pub struct Relay {
     blocks: OnceLock<Vec<RamBlock>>,
     section: OnceLock<u32>,
     form: OnceLock<BarrierForm>,
-    ran: OnceLock<bool>,
     sent: OnceLock<()>,
     answers: ReturnPath,
     statistics: Arc<Statistics>,
@@ -88,7 +87,6 @@ impl Relay {
             blocks: OnceLock::new(),
             section: OnceLock::new(),
             form: OnceLock::new(),
-            ran: OnceLock::new(),
             sent: OnceLock::new(),
             answers,
             session,
@@ -100,11 +98,6 @@ impl Relay {
     /// Statistics of the sending side; the incoming migration counts the receiving side.
     pub fn statistics(&self) -> &Arc<Statistics> {
         &self.statistics
-    }
-
-    /// True if the guest ran at its source, once its device state came and if that has the run state.
-    pub fn guest_ran(&self) -> Option<bool> {
-        self.ran.get().copied()
     }
 
     /// The channel to the destination that carries everything but lanes: behind the stream's end, for a session with a towline.
@@ -248,9 +241,6 @@ impl Sink for Relay {
     }
 
     fn device_state(&self, state: DeviceState) -> Result<()> {
-        if let Some(state) = state.run_state() {
-            self.ran.get_or_init(|| state == "running");
-        }
         send_device_state(&self.session, &mut self.main(), Some(&self.answers), &state)?;
         self.sent.get_or_init(|| ());
         Ok(())

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::Channel;
 
-use towline_protocol::session::{MoveId, Receiver};
+use towline_protocol::session::{MoveId, ReceiverMode};
 
 use crate::gate::{Commit, LinkState, SwitchoverGate};
 use crate::{Error, Result, Tuning};
@@ -76,7 +76,7 @@ impl Session {
         self.gate.get_or_init(|| gate);
     }
 
-    pub(crate) fn found_destination(&self, receiver: Option<Receiver>) {
+    pub(crate) fn found_destination(&self, receiver: Option<ReceiverMode>) {
         if let Some(gate) = self.gate.get() {
             gate.destination(receiver);
         }

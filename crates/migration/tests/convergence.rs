@@ -6,7 +6,7 @@ use std::time::Duration;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use towline_migration::convergence::{
-    CannotConverge, Decision, Limits, Observation, Patience, Policy, Sample, Sampler,
+    CannotConverge, Decision, Limits, MinWindow, Observation, Policy, Sample, Sampler,
 };
 
 const MIB: u64 = 1 << 20;
@@ -18,7 +18,7 @@ fn limits(downtime_ms: u64) -> Limits {
     Limits {
         downtime: Duration::from_millis(downtime_ms),
         switchover_cost: Duration::ZERO,
-        patience: Patience::default(),
+        min_window: MinWindow::default(),
     }
 }
 

@@ -12,8 +12,8 @@ use std::thread::{self, JoinHandle};
 use common::*;
 use fastrand::Rng;
 use towline_migration::outgoing::{self, Unconverged};
-use towline_migration::tracker::{Bitmap, DirtyLog, DirtyTracker, WriteProtect};
-use towline_migration::{Error, LiveBlock, LiveMemory, Memory, Region, Span, TrackerError};
+use towline_migration::tracker::{DirtyLogReader, DirtyLogTracker, DirtyTracker, WriteProtect};
+use towline_migration::{Error, LiveBlock, Memory, Region, SourceMemory, Span, TrackerError};
 use towline_protocol::{BlockIndex, PageRef};
 
 const BLOCKS: [(&str, u64); 2] = [("pc.bios", 3), ("pc.ram", 1200)];
@@ -84,11 +84,11 @@ fn live(
     spans: &[Span<'static>],
     tracker: impl DirtyTracker + 'static,
     vcpus: &Arc<Vcpus>,
-) -> Arc<LiveMemory<'static>> {
+) -> Arc<SourceMemory<'static>> {
     let block = |(&(name, _), &span): (&(&'static str, u64), &Span<'static>)| LiveBlock { name, span };
     let blocks: Vec<_> = BLOCKS.iter().zip(spans).map(block).collect();
     let (stopper, starter) = (Arc::clone(vcpus), Arc::clone(vcpus));
-    let memory = LiveMemory::new(configuration(MACHINES[0]), &blocks, tracker).unwrap().with_hooks(
+    let memory = SourceMemory::new(configuration(MACHINES[0]), &blocks, tracker).unwrap().with_hooks(
         move || {
             stopper.stop();
             Ok(())
@@ -164,7 +164,7 @@ impl Log {
 /// The tests look at it while it is used.
 struct Shared(Arc<Log>);
 
-impl DirtyLog for Shared {
+impl DirtyLogReader for Shared {
     fn start(&self) -> io::Result<()> {
         self.0.is_on.store(true, Ordering::Relaxed);
         Ok(())
@@ -192,7 +192,7 @@ fn a_dirty_log_does_as_well() {
     for lanes in [0, 2] {
         let spans: Vec<_> = BLOCKS.iter().map(|&(_, pages)| anonymous(pages)).collect();
         let (vcpus, log) = (Arc::<Vcpus>::default(), Log::new(&spans, u32::MAX));
-        let guest = live(&spans, Bitmap::new(Shared(Arc::clone(&log))), &vcpus);
+        let guest = live(&spans, DirtyLogTracker::new(Shared(Arc::clone(&log))), &vcpus);
         let marker = Arc::clone(&log);
         vcpus.run(&spans, 2, move |block, offset| marker.mark(block, offset));
         let sink = empty(MACHINES[0], &BLOCKS);
@@ -210,7 +210,7 @@ fn a_tracker_that_fails_ends_the_migration() {
     for (left, stops) in [(1, 0), (2, 0), (3, 0), (6, 1)] {
         let spans: Vec<_> = BLOCKS.iter().map(|&(_, pages)| anonymous(pages)).collect();
         let (vcpus, log) = (Arc::<Vcpus>::default(), Log::new(&spans, left));
-        let guest = live(&spans, Bitmap::new(Shared(Arc::clone(&log))), &vcpus);
+        let guest = live(&spans, DirtyLogTracker::new(Shared(Arc::clone(&log))), &vcpus);
         let sink = empty(MACHINES[0], &BLOCKS);
         let one_pass = outgoing::Options { downtime_limit: WATCHDOG, ..options() };
         let outcome = migrate_over(vec![link(Kind::Unix, 2)], &guest, &sink, one_pass, &Arc::default());
@@ -231,7 +231,7 @@ fn a_guest_that_cannot_converge_runs_on_at_its_source() {
     let spans: Vec<_> = BLOCKS.iter().map(|&(_, pages)| anonymous(pages)).collect();
     spans.iter().for_each(|span| span.write(0, b"not zero"));
     let (vcpus, log) = (Arc::<Vcpus>::default(), Log::new(&spans, u32::MAX));
-    let guest = live(&spans, Bitmap::new(Shared(Arc::clone(&log))), &vcpus);
+    let guest = live(&spans, DirtyLogTracker::new(Shared(Arc::clone(&log))), &vcpus);
     let sink = empty(MACHINES[0], &BLOCKS);
     let give_up = outgoing::Options { unconverged: Unconverged::GiveUp, ..options() };
     let outcome = migrate_over(vec![link(Kind::Unix, 2)], &guest, &sink, give_up, &Arc::default());
@@ -257,7 +257,7 @@ fn writes_that_a_tracker_cannot_see_are_marked() {
     };
     let spans = [map(0, 3), map(3, 1200)];
     let theirs = map(3, 1200);
-    let device = Arc::<Mutex<Option<Arc<LiveMemory<'static>>>>>::default();
+    let device = Arc::<Mutex<Option<Arc<SourceMemory<'static>>>>>::default();
     let written = Arc::clone(&device);
     let block = |number: usize| LiveBlock { name: BLOCKS[number].0, span: spans[number] };
     let stop = move || {
@@ -266,7 +266,7 @@ fn writes_that_a_tracker_cannot_see_are_marked() {
         written.lock().unwrap().as_ref().unwrap().mark_dirty(at(1, 77 * PAGE as u64 + 1), 6);
         Ok(())
     };
-    let memory = LiveMemory::new(configuration(MACHINES[0]), &[block(0), block(1)], tracker).unwrap();
+    let memory = SourceMemory::new(configuration(MACHINES[0]), &[block(0), block(1)], tracker).unwrap();
     let memory = Arc::new(memory.with_hooks(stop, || Ok(())));
     memory.set_device_state(device_state(1));
     *device.lock().unwrap() = Some(Arc::clone(&memory));
@@ -374,7 +374,9 @@ fn a_guest_that_cannot_be_tracked_is_not_sent() {
 fn blocks_that_cannot_be_are_refused() {
     let refused = |blocks: &[LiveBlock<'static>]| {
         let log = |_: BlockIndex, _: &mut [u64]| Ok(());
-        LiveMemory::new(configuration(MACHINES[0]), blocks, Bitmap::new(log)).unwrap_err().to_string()
+        SourceMemory::new(configuration(MACHINES[0]), blocks, DirtyLogTracker::new(log))
+            .unwrap_err()
+            .to_string()
     };
     let span = anonymous(2);
     let block = LiveBlock { name: "pc.ram", span };

@@ -1,5 +1,7 @@
 //! The network card as a vhost-user device.
 
+mod pair;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -7,8 +9,8 @@ use std::time::Duration;
 use towline_channel::IoBuf;
 use towline_vhost_user::{BackendError, Device, ProtocolFeatures, Worker};
 
+use self::pair::{QueuePair, RECEIVE, TRANSMIT};
 use crate::features;
-use crate::pair::{QueuePair, RECEIVE, TRANSMIT};
 use crate::rarp;
 use crate::state::State;
 use crate::statistics::{Counters, DropReason, QueueStatistics};

@@ -19,7 +19,6 @@ mod chains;
 mod device;
 mod features;
 mod lock;
-mod pair;
 mod rarp;
 mod receive;
 pub mod segment;
@@ -43,3 +42,8 @@ pub const PAIRS_MAX: usize = towline_vhost_user::QUEUES_MAX / 2;
 pub const FRAME_BYTES_MAX: usize = 68 << 10;
 /// Bytes after which a batch is published before it is complete, so that the guest and the device work at the same time.
 const PUBLISHED_BYTES: u64 = 64 << 10;
+
+/// The example of the README, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

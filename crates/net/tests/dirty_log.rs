@@ -35,7 +35,7 @@ struct Destination {
 
 impl Destination {
     fn sync(&mut self) {
-        for page in self.log.take_marked() {
+        for page in self.log.take_dirty_pages() {
             let Some(at) = (page * PAGE).checked_sub(GUEST_BASE) else { continue };
             if at < MEMORY_BYTES {
                 self.memory.read(page * PAGE, &mut self.pages[(at / PAGE) as usize]);

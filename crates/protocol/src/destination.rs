@@ -37,6 +37,9 @@ pub use memory::{AwaitBlock, AwaitFooter, AwaitRecord, Complete};
 /// The most input bytes that one item needs to be decoded whole: a command with its data.
 pub const ITEM_BYTES_MAX: usize = limits::COMMAND_BYTES_MAX + 5;
 
+/// The capability with which a source leaves out shared memory.
+const IGNORE_SHARED: &str = "x-ignore-shared";
+
 /// One item of the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event<'a> {
@@ -125,16 +128,33 @@ pub enum Destination {
     DeviceState(Complete),
 }
 
+/// Memory that a source leaves out of its stream because another process can map it (`x-ignore-shared`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SharedMemory {
+    /// Such a stream is refused: its guest would be without that memory.
+    #[default]
+    Refused,
+    /// The driver knows that the destination has it.
+    AtDestination,
+}
+
+/// Properties of a stream that the driver knows before it begins.
+#[derive(Debug, Clone, Copy, Default)]
+struct StreamKind {
+    is_snapshot: bool,
+    shared_memory: SharedMemory,
+}
+
 /// Waits for magic and version.
 #[derive(Debug, Default)]
 pub struct AwaitHeader {
-    is_snapshot: bool,
+    kind: StreamKind,
 }
 
 /// Waits for the configuration section.
 #[derive(Debug)]
 pub struct AwaitMachine {
-    is_snapshot: bool,
+    kind: StreamKind,
 }
 
 /// Waits for a configuration subsection, or for whatever ends them.
@@ -143,7 +163,7 @@ pub struct AwaitSubsection {
     configuration: Configuration,
     /// Number of subsections read so far.
     count: usize,
-    is_snapshot: bool,
+    kind: StreamKind,
 }
 
 /// Waits for a section or command.
@@ -152,6 +172,8 @@ pub struct AwaitSection {
     ram: Option<Box<Ram>>,
     mapped_ram: bool,
     is_snapshot: bool,
+    /// The block list has the guest address of each block, as `x-ignore-shared` adds it.
+    has_addresses: bool,
 }
 
 /// A step's result: the next state, and what happened unless more bytes are needed.
@@ -167,7 +189,13 @@ impl Destination {
     /// For a stream of QEMU's background-snapshot: its memory has no END. The device state, which was taken first, follows the
     /// last PART.
     pub fn of_snapshot() -> Self {
-        Self::Header(AwaitHeader { is_snapshot: true })
+        Self::Header(AwaitHeader { kind: StreamKind { is_snapshot: true, ..StreamKind::default() } })
+    }
+
+    /// For a stream whose source may leave out shared memory, which the destination has.
+    /// [`Event::Configuration`] does not list `x-ignore-shared` then: a stream that is sent on is one without it.
+    pub fn with_shared_memory(shared_memory: SharedMemory) -> Self {
+        Self::Header(AwaitHeader { kind: StreamKind { shared_memory, ..StreamKind::default() } })
     }
 
     /// Takes one item. `None` in the result: `input` ends inside it, nothing of it was consumed.
@@ -220,7 +248,7 @@ impl AwaitHeader {
     fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
         match configuration::decode_header(input)? {
             None => Ok((Destination::Header(self), None)),
-            Some(()) => AwaitMachine { is_snapshot: self.is_snapshot }.handle(input),
+            Some(()) => AwaitMachine { kind: self.kind }.handle(input),
         }
     }
 }
@@ -238,7 +266,7 @@ impl AwaitMachine {
             return Ok((Destination::Machine(self), None));
         };
         let configuration = Configuration { machine_type, ..Configuration::default() };
-        AwaitSubsection { configuration, count: 0, is_snapshot: self.is_snapshot }.handle(input)
+        AwaitSubsection { configuration, count: 0, kind: self.kind }.handle(input)
     }
 }
 
@@ -264,17 +292,19 @@ impl AwaitSubsection {
     }
 
     fn complete<'a>(self) -> Step<'a> {
-        let configuration = self.configuration;
+        let mut configuration = self.configuration;
         if configuration.target_page_bits.is_some_and(|bits| bits != PAGE_SIZE.trailing_zeros()) {
             let what = "a target page size other than 4096 bytes";
             return Err(PeerIncompatible::Feature { what, switch: "the machine's larger pages" }.into());
         }
-        if configuration.capabilities.iter().any(|name| name == "x-ignore-shared") {
+        let has_addresses = configuration.capabilities.iter().any(|name| name == IGNORE_SHARED);
+        if has_addresses && self.kind.shared_memory == SharedMemory::Refused {
             let what = "memory that is left out of the stream because it is shared";
-            return Err(PeerIncompatible::Feature { what, switch: "x-ignore-shared" }.into());
+            return Err(PeerIncompatible::Feature { what, switch: IGNORE_SHARED }.into());
         }
+        configuration.capabilities.retain(|name| name != IGNORE_SHARED);
         let mapped_ram = configuration.is_mapped_ram();
-        let next = AwaitSection { ram: None, mapped_ram, is_snapshot: self.is_snapshot };
+        let next = AwaitSection { ram: None, mapped_ram, is_snapshot: self.kind.is_snapshot, has_addresses };
         Ok((Destination::Sections(next), Some(Event::Configuration(configuration))))
     }
 }
@@ -328,7 +358,13 @@ impl AwaitSection {
         }
         let ram = Box::new(Ram::new(header.id, self.mapped_ram, self.is_snapshot));
         let section = RamSection { kind: SectionKind::Start, id: header.id };
-        let next = AwaitBlock { ram, mapped_ram: self.mapped_ram, left: None, file_offset: 0 };
+        let next = AwaitBlock {
+            ram,
+            mapped_ram: self.mapped_ram,
+            has_addresses: self.has_addresses,
+            left: None,
+            file_offset: 0,
+        };
         Ok((section, Destination::Blocks(next)))
     }
 }

@@ -20,6 +20,9 @@ pub enum Error {
 }
 
 /// Bytes that no version of the format has.
+///
+/// Remedy: none at this end: the peer is no migrating QEMU of version 7.2 to 11.1, or bytes were changed on
+/// the way. Check the address and the versions, and try again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
@@ -100,9 +103,16 @@ pub enum InvalidMessage {
     Bitmap { block: String, what: &'static str, found: u64, expected: u64 },
     #[error("the stream ends inside {what}")]
     Truncated { what: &'static str },
+    #[error(
+        "the other end replies with TLS: turn TLS on here (--tls-creds; tls-creds of a QEMU), or off there"
+    )]
+    Tls,
 }
 
 /// Legal bytes, illegal behaviour.
+///
+/// Remedy: none at this end: the peer does not follow the protocol. Its log has its reason; if both ends are
+/// known versions, it is a bug to be reported with both.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
@@ -132,6 +142,8 @@ pub enum PeerMisbehaved {
 }
 
 /// A feature that another implementation may use and this one lacks.
+///
+/// Remedy: remove the named device or feature at the source, or let QEMU migrate the guest by itself.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]

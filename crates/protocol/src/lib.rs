@@ -32,6 +32,7 @@ pub mod limits;
 pub mod machine;
 pub mod mapped_ram;
 pub mod multifd;
+mod page;
 pub mod postcopy;
 pub mod ram;
 pub mod return_path;
@@ -47,3 +48,8 @@ pub use wire::Reader;
 
 /// The result of every fallible operation here.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
+
+/// The example of the README, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

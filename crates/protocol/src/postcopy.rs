@@ -299,12 +299,12 @@ pub enum ReturnMessage {
 
 /// Reads a postcopy destination's messages: requests name their block only where it changes.
 #[derive(Debug, Default)]
-pub struct Answers {
+pub struct PostcopyReturnPathReader {
     last: Option<BlockIndex>,
     awaits_shut: bool,
 }
 
-impl Answers {
+impl PostcopyReturnPathReader {
     /// Allows SHUT from here on.
     pub fn expect_shut(&mut self) {
         self.awaits_shut = true;

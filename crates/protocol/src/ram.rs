@@ -14,15 +14,14 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use crate::mapped_ram::MappedRamHeader;
+use crate::mapped_ram::header::MappedRamHeader;
+pub use crate::page::PAGE_SIZE;
 use crate::wire::{put_counted, put64};
 
 /// The section's idstr.
 pub const SECTION_NAME: &str = "ram";
 /// The section's version in all QEMU releases since 0.11.
 pub const SECTION_VERSION: u32 = 4;
-/// The target page size of x86 and of most other machines.
-pub const PAGE_SIZE: u64 = 4096;
 
 bitflags::bitflags! {
     /// The low bits of a record's first word, with QEMU's names (`RAM_SAVE_FLAG_*`).

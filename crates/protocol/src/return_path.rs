@@ -45,6 +45,8 @@ const REQ_PAGES: u16 = 4;
 const RECV_BITMAP: u16 = 5;
 const RESUME_ACK: u16 = 6;
 const SWITCHOVER_ACK: u16 = 7;
+/// First bytes of a TLS record (alert, handshake) of any version 3.x: a server's reply to a client without TLS.
+const TLS_RECORDS: [u16; 2] = [0x1503, 0x1603];
 
 impl Message {
     /// Appends the message.
@@ -89,6 +91,9 @@ impl Message {
             return Ok(None);
         };
         let (length, limit) = (usize::from(length), limits::RETURN_PATH_BYTES_MAX);
+        if TLS_RECORDS.contains(&kind) {
+            return Err(InvalidMessage::Tls.into());
+        }
         if length > limit {
             let (found, limit) = (length as u64, limit as u64);
             return Err(InvalidMessage::TooLong { what: "return-path message", found, limit }.into());

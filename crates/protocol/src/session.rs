@@ -32,7 +32,7 @@ pub const REASON_BYTES_MAX: usize = 400;
 
 /// Queries whether the other end is a towline; the low byte is the version.
 const PING: u32 = 0x7477_7300;
-/// The reply; bits 8 to 11 are the [`Receiver`].
+/// The reply; bits 8 to 11 are the [`ReceiverMode`].
 const PONG: u32 = 0x7477_8000;
 const VERSION_BITS: u32 = 0xff;
 const RECEIVER_BITS: u32 = 0xf00;
@@ -46,7 +46,7 @@ pub type MoveId = [u8; MOVE_ID_BYTES];
 
 /// Use of an acknowledged guest by a towline at the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Receiver {
+pub enum ReceiverMode {
     /// Holds it, paused, until it has the outcome.
     Waits,
     /// Has stored it; no guest runs there.
@@ -61,30 +61,30 @@ pub fn ping() -> u32 {
 }
 
 /// The version of a PING that requests a session.
-pub fn requested_version(value: u32) -> Option<u8> {
+pub fn ping_version(value: u32) -> Option<u8> {
     let version = (value & VERSION_BITS) as u8;
     (value & !VERSION_BITS == PING && version > 0).then_some(version)
 }
 
 /// The value of the PONG that answers a PING of this version.
-pub fn pong(version: u8, receiver: Receiver) -> u32 {
+pub fn pong(version: u8, receiver: ReceiverMode) -> u32 {
     let bits = match receiver {
-        Receiver::Waits => 0,
-        Receiver::Stores => 1,
-        Receiver::RunsByItself => 2,
+        ReceiverMode::Waits => 0,
+        ReceiverMode::Stores => 1,
+        ReceiverMode::RunsByItself => 2,
     };
     PONG | bits << 8 | u32::from(version.min(VERSION))
 }
 
 /// Decodes the PONG of a destination; `None`: it is not a towline.
-pub fn answered(value: u32) -> Option<Receiver> {
+pub fn decode_pong(value: u32) -> Option<ReceiverMode> {
     if value & !(VERSION_BITS | RECEIVER_BITS) != PONG || value & VERSION_BITS == 0 {
         return None;
     }
     match (value & RECEIVER_BITS) >> 8 {
-        0 => Some(Receiver::Waits),
-        1 => Some(Receiver::Stores),
-        2 => Some(Receiver::RunsByItself),
+        0 => Some(ReceiverMode::Waits),
+        1 => Some(ReceiverMode::Stores),
+        2 => Some(ReceiverMode::RunsByItself),
         _ => None,
     }
 }
@@ -227,11 +227,11 @@ mod tests {
 
     #[test]
     fn a_ping_is_answered_with_what_the_towline_does() {
-        let version = requested_version(ping()).expect("it requests a session");
-        for receiver in [Receiver::Waits, Receiver::Stores, Receiver::RunsByItself] {
-            assert_eq!(answered(pong(version, receiver)), Some(receiver));
+        let version = ping_version(ping()).expect("it requests a session");
+        for receiver in [ReceiverMode::Waits, ReceiverMode::Stores, ReceiverMode::RunsByItself] {
+            assert_eq!(decode_pong(pong(version, receiver)), Some(receiver));
             assert_eq!(
-                answered(pong(200, receiver)),
+                decode_pong(pong(200, receiver)),
                 Some(receiver),
                 "a later version is answered in this one"
             );
@@ -241,10 +241,10 @@ mod tests {
     #[test]
     fn a_qemu_that_repeats_a_ping_is_no_towline() {
         for value in [0, 1, ping(), crate::source::PING_CHECKSUMS, crate::multifd::PONG_CHECKSUMS, u32::MAX] {
-            assert_eq!(answered(value), None, "{value:#x}");
+            assert_eq!(decode_pong(value), None, "{value:#x}");
         }
-        assert_eq!(requested_version(crate::source::PING_CHECKSUMS), None);
-        assert_eq!(requested_version(crate::source::PING_SETUP), None);
+        assert_eq!(ping_version(crate::source::PING_CHECKSUMS), None);
+        assert_eq!(ping_version(crate::source::PING_SETUP), None);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::multifd::PONG_CHECKSUMS;
 use crate::ram::{self, PageRef, RamBlock, RamFlags, RecordWriter};
 use crate::return_path::Message;
 use crate::section::{Command, SectionHeader, SectionType, put_footer};
-use crate::session::{self, Receiver};
+use crate::session::{self, ReceiverMode};
 use crate::wire::put32;
 use crate::{PeerMisbehaved, Result};
 
@@ -214,10 +214,10 @@ impl AwaitShut {
 /// State of the return path: messages received, and those that may follow. Unlike the stream, it has no order of its
 /// own.
 #[derive(Debug, Default)]
-pub struct Answers {
+pub struct ReturnPathReader {
     pong: bool,
     checksums: bool,
-    receiver: Option<Receiver>,
+    receiver: Option<ReceiverMode>,
     loaded: bool,
     awaits_shut: bool,
     shut: bool,
@@ -234,7 +234,7 @@ pub enum Answer {
     Other,
 }
 
-impl Answers {
+impl ReturnPathReader {
     /// Allows SHUT from here on. To be called before the last bytes are sent.
     pub fn expect_shut(&mut self) {
         self.awaits_shut = true;
@@ -260,7 +260,7 @@ impl Answers {
                     Message::Pong(PING_SETUP) => self.pong = true,
                     Message::Pong(PING_LOADED) => self.loaded = true,
                     Message::Pong(PONG_CHECKSUMS) => self.checksums = true,
-                    Message::Pong(value) => self.receiver = session::answered(*value).or(self.receiver),
+                    Message::Pong(value) => self.receiver = session::decode_pong(*value).or(self.receiver),
                     _ => return Ok(Answer::Other),
                 }
                 Ok(Answer::Pong)
@@ -279,7 +279,7 @@ impl Answers {
     }
 
     /// Use of the guest by a towline at the destination; `None` of a QEMU. Known with [`Self::has_pong`].
-    pub fn receiver(&self) -> Option<Receiver> {
+    pub fn receiver(&self) -> Option<ReceiverMode> {
         self.receiver
     }
 
@@ -299,7 +299,7 @@ pub fn check_return_path(message: &Message) -> Result<()> {
     match message {
         Message::Pong(PING_SETUP | PING_LOADED | PING_CHECKSUMS | PONG_CHECKSUMS)
         | Message::SwitchoverAck => Ok(()),
-        Message::Pong(value) if *value == session::ping() || session::answered(*value).is_some() => Ok(()),
+        Message::Pong(value) if *value == session::ping() || session::decode_pong(*value).is_some() => Ok(()),
         Message::Pong(found) => Err(PeerMisbehaved::Pong { found: *found }.into()),
         Message::Shut(status) if *status != 0 => {
             Err(PeerMisbehaved::ShutWithError { status: *status }.into())

@@ -88,6 +88,8 @@ pub struct Timestamp {
 }
 
 /// Reason why bytes are not QMP. The peer's fault; nothing after it can be decoded.
+///
+/// Remedy: check that the socket is a QMP monitor (`-qmp`), not a human monitor, a guest agent or a console.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
     /// Something other than a JSON object where a message should begin.

@@ -19,6 +19,7 @@ pub enum Error {
         socket: String,
     },
     /// No process listens on the socket.
+    /// Remedy: start QEMU again; the socket is left from before.
     #[error("no process listens on QMP socket {socket}: the QEMU that made it has ended")]
     Refused {
         /// The path that was tried.
@@ -65,6 +66,7 @@ pub enum Error {
         hint: &'static str,
     },
     /// No reply in time. The connection remains usable; a late reply is discarded.
+    /// Remedy: look at the load of the host and the storage of the guest, and try again.
     #[error("no answer to {command} on {socket} within {waited:.1?}: QEMU hangs or is busy")]
     Timeout {
         /// The command's name.
@@ -75,6 +77,7 @@ pub enum Error {
         waited: Duration,
     },
     /// QEMU refused.
+    /// Remedy: correct what QEMU names.
     #[error("QEMU on {socket} refuses {command}: {desc}")]
     Refusal {
         /// The command's name.
@@ -87,6 +90,7 @@ pub enum Error {
         desc: String,
     },
     /// The reply is not of the command's documented type.
+    /// Remedy: use a QEMU of version 7.2 to 11.1; report the reply.
     #[error("QEMU on {socket} answered {command} in a shape that we do not know ({reason}): \"{excerpt}\"")]
     Shape {
         /// The command's name.
@@ -99,6 +103,7 @@ pub enum Error {
         excerpt: String,
     },
     /// The arguments cannot be serialized as JSON. The caller's fault.
+    /// Remedy: none for an operator: the caller passes the arguments.
     #[error("arguments of {command} cannot be written as JSON: {reason}")]
     Arguments {
         /// The command's name.
@@ -107,6 +112,7 @@ pub enum Error {
         reason: String,
     },
     /// The awaited event did not arrive.
+    /// Remedy: look at the load of the host, and try again.
     #[error("the awaited event did not come on {socket} within {waited:.1?}")]
     NoEvent {
         /// The socket.
@@ -115,12 +121,14 @@ pub enum Error {
         waited: Duration,
     },
     /// The caller's flag ended the wait.
+    /// Remedy: none: the user or the caller ended it.
     #[error("waiting for an event on {socket} was cancelled")]
     Cancelled {
         /// The socket.
         socket: String,
     },
     /// The connection is lost.
+    /// Remedy: look whether the QEMU has ended; its log has the reason.
     #[error("the connection to QEMU on {socket} was lost during {during}: {by}")]
     Disconnected {
         /// The socket.

@@ -7,7 +7,7 @@
 //! ```
 //! A [`Policy`] lists what stays permitted. Landlock restricts the calling thread and the threads that it starts, so the main
 //! thread applies it before it starts any; sockets whose threads start with them (`--qmp`, `--metrics`) are opened after it.
-//! A device takes the two steps separately ([`Policy::begin`], [`Confinement::finish`]), a copy takes both at once
+//! A device takes the two steps separately ([`Policy::begin`], [`PendingSandbox::finish`]), a copy takes both at once
 //! ([`Policy::confine`]). Restrictions can only be added. A mechanism that the kernel lacks is logged and left out.
 //!
 //! Limits: a Unix socket is connected to by its path, which neither seccomp sees nor landlock before Linux 7.0 checks. A process
@@ -15,6 +15,9 @@
 
 mod attribution;
 mod filesystem;
+#[cfg(test)]
+mod interpreter;
+mod program;
 mod seccomp;
 mod sockets;
 mod sys;
@@ -114,12 +117,12 @@ impl Policy {
     }
 
     /// Takes a device's first step, before any thread is started: files and ports. Sockets of the policy can still be created.
-    pub fn begin(&self, mode: Mode) -> Confinement {
+    pub fn begin(&self, mode: Mode) -> PendingSandbox {
         let sockets = OwnSockets::new(self.remove.iter().chain(&self.listen)).inspect_err(|error| {
             tracing::info!(%error, "the sandbox is only partially enforced: files in the directories of sockets can be removed");
         });
         self.restrict_files(mode);
-        Confinement(Some(Steps { policy: self.clone(), mode, sockets: sockets.ok() }))
+        PendingSandbox(Some(Steps { policy: self.clone(), mode, sockets: sockets.ok() }))
     }
 
     /// Filters the system calls of the calling thread and of threads that it starts, and nothing else: for measurements.
@@ -146,7 +149,7 @@ impl Policy {
 /// A device's sandbox between its two steps and after them. Dropping it removes the device's sockets.
 #[derive(Debug)]
 #[must_use]
-pub struct Confinement(Option<Steps>);
+pub struct PendingSandbox(Option<Steps>);
 
 #[derive(Debug)]
 struct Steps {
@@ -155,7 +158,7 @@ struct Steps {
     sockets: Option<OwnSockets>,
 }
 
-impl Confinement {
+impl PendingSandbox {
     /// Returns the confinement of a process without a sandbox.
     pub fn disabled() -> Self {
         Self(None)
@@ -170,7 +173,7 @@ impl Confinement {
     }
 }
 
-impl Drop for Confinement {
+impl Drop for PendingSandbox {
     fn drop(&mut self) {
         if let Self(Some(Steps { sockets: Some(sockets), .. })) = self {
             sockets.remove();
@@ -197,3 +200,8 @@ fn directory(path: &Path) -> PathBuf {
         _ => PathBuf::from("."),
     }
 }
+
+/// The example of the README, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

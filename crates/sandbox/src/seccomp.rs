@@ -1,8 +1,9 @@
 //! Seccomp: the permitted system calls.
 //!
-//! The kernel applies the strictest verdict of several filters. Some calls fail silently, with the error that the C library and
-//! this program expect of a system without them; of the others the listed ones are permitted, and the rest raises SIGSYS, which
-//! is logged ([`super::sys`]). A call without conditions costs nothing measurable: the kernel caches that it is always allowed.
+//! Some calls fail silently, with the error that the C library and this program expect of a system without them; of the others
+//! the listed ones are permitted, and the rest raises SIGSYS, which is logged ([`super::sys`]). For a call without conditions no
+//! filter runs: the kernel caches that it is always allowed. Calls with conditions on the data path come first
+//! ([`super::program`]).
 
 use std::collections::BTreeMap;
 
@@ -12,6 +13,7 @@ use seccompiler::{
 };
 use syscalls::Sysno;
 
+use super::program::{self, FlagRule, Silent};
 use super::{Policy, Ports, sys};
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
@@ -322,22 +324,20 @@ pub(super) fn apply(policy: &Policy, paths: Option<&[u64]>, threads: Threads) ->
 /// Builds the filters in their order. The list of permitted calls comes last: it permits no further filter.
 fn filters(policy: &Policy, paths: Option<&[u64]>) -> Built<Vec<BpfProgram>> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
-    let silent = |calls: &[Sysno], errno: libc::c_int| -> Built<BpfProgram> {
-        let action = SeccompAction::Errno(errno.unsigned_abs());
-        SeccompFilter::new(always(calls), SeccompAction::Allow, action, arch)?.try_into()
-    };
-    // The flags of `clone3` are in memory, which filters cannot read; without it the C library uses `clone`.
-    let mut filters = vec![silent(&[Sysno::clone3], libc::ENOSYS)?, silent(EXECUTE, libc::EPERM)?];
-    if !policy.opens {
-        filters.push(silent(OPEN, libc::EACCES)?);
-    }
+    let mut filters = Vec::new();
     if let Some(paths) = paths {
         let action = SeccompAction::Errno(libc::EACCES.unsigned_abs());
         let rules = removal_of_other_paths(paths)?;
         filters.push(SeccompFilter::new(rules, SeccompAction::Allow, action, arch)?.try_into()?);
     }
     let listed = SeccompFilter::new(listed(policy)?, SeccompAction::Trap, SeccompAction::Allow, arch)?;
-    filters.push(listed.try_into()?);
+    // The flags of `clone3` are in memory, which filters cannot read; without it the C library uses `clone`.
+    let silent = [
+        Silent { calls: &[Sysno::clone3], errno: libc::ENOSYS },
+        Silent { calls: EXECUTE, errno: libc::EPERM },
+        Silent { calls: if policy.opens { &[] } else { OPEN }, errno: libc::EACCES },
+    ];
+    filters.push(program::in_front_of(listed.try_into()?, &silent, &sends(policy)));
     Ok(filters)
 }
 
@@ -358,10 +358,8 @@ fn removal_of_other_paths(paths: &[u64]) -> Built<Rules> {
 fn listed(policy: &Policy) -> Built<Rules> {
     let mut rules = always(BASIC);
     rules.append(&mut always(REMOVE));
-    rules.append(&mut always(OPEN));
-    rules.append(&mut always(EXECUTE));
-    rules.append(&mut always(&[Sysno::clone3]));
     if policy.opens {
+        rules.append(&mut always(OPEN));
         rules.append(&mut always(CREATE));
     } else if policy.connects_unix || policy.connects_vsock || !policy.connect.is_empty() {
         rules.append(&mut always(&[Sysno::connect]));
@@ -387,7 +385,9 @@ fn listed(policy: &Policy) -> Built<Rules> {
     rules.insert(Sysno::setpriority.id().into(), vec![priority(0)?, priority(own)?]);
     let signalling = FCNTL_SIGNALS.map(|command| (1, SeccompCmpOp::Ne, u64::from(command.unsigned_abs())));
     rules.insert(Sysno::fcntl.id().into(), vec![rule(&signalling)?]);
-    rules.append(&mut sends(policy)?);
+    if !checks_fast_open(policy) {
+        rules.append(&mut always(&[Sysno::sendto, Sysno::sendmmsg, Sysno::sendmsg]));
+    }
     rules.insert(Sysno::socketpair.id().into(), socket_pairs()?);
     for call in [Sysno::mmap, Sysno::mprotect] {
         // The C library's name service plugins are loaded as code.
@@ -401,20 +401,21 @@ fn listed(policy: &Policy) -> Built<Rules> {
     Ok(rules)
 }
 
-/// Rules for sends. `MSG_FASTOPEN` connects by sending, which landlock's rules for ports do not cover. Where no socket can do so,
-/// or every port is permitted, the flags are not checked, since a check costs time on the data path.
-fn sends(policy: &Policy) -> Built<Rules> {
-    let calls = [(Sysno::sendto, 3), (Sysno::sendmmsg, 3), (Sysno::sendmsg, 2)];
-    let fast_open = u64::from(libc::MSG_FASTOPEN.unsigned_abs());
-    let rules = calls.into_iter().map(|(call, flags)| {
-        let conditions = if creates_tcp_sockets(policy) && policy.connect != Ports::Any {
-            vec![rule(&[(flags, SeccompCmpOp::MaskedEq(fast_open), 0)])?]
-        } else {
-            Vec::new()
-        };
-        Ok((call.id().into(), conditions))
-    });
-    rules.collect()
+/// Rules for sends, where their flags are checked.
+fn sends(policy: &Policy) -> Vec<FlagRule> {
+    if !checks_fast_open(policy) {
+        return Vec::new();
+    }
+    // In the order of their use by lanes.
+    let calls = [(Sysno::sendmsg, 2), (Sysno::sendto, 3), (Sysno::sendmmsg, 3)];
+    let refused = libc::MSG_FASTOPEN.unsigned_abs();
+    calls.into_iter().map(|(call, argument)| FlagRule { call, argument, refused }).collect()
+}
+
+/// `MSG_FASTOPEN` connects by sending, which landlock's rules for ports do not cover. Where no socket can do so, or every port is
+/// permitted, the flags are not checked, since a check costs time on the data path.
+fn checks_fast_open(policy: &Policy) -> bool {
+    creates_tcp_sockets(policy) && policy.connect != Ports::Any
 }
 
 fn creates_tcp_sockets(policy: &Policy) -> bool {
@@ -477,3 +478,6 @@ fn rule(conditions: &[(u8, SeccompCmpOp, u64)]) -> Built<SeccompRule> {
     };
     SeccompRule::new(conditions.iter().map(condition).collect::<Built<_>>()?)
 }
+
+#[cfg(test)]
+mod tests;

@@ -33,7 +33,7 @@ fn refused<T>(what: &str, expected: i32, outcome: io::Result<T>) {
     assert_eq!(found, Some(expected), "{what}");
 }
 
-fn confined(policy: &Policy) -> Confinement {
+fn confined(policy: &Policy) -> PendingSandbox {
     policy.begin(Mode::Requested)
 }
 

@@ -13,8 +13,8 @@ use std::io::Write as _;
 use std::sync::Arc;
 
 use towline_vhost_user::{
-    Address, BackendError, Batch, Cancel, Chain, Device, Frontends, Listener, Next, ProtocolFeatures, Queues,
-    Worker,
+    Address, BackendError, Batch, Cancel, Chain, Device, FrontendSource, Listener, Next, ProtocolFeatures,
+    Queues, Worker,
 };
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_RO, VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_IN,
@@ -132,5 +132,5 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let device: Arc<dyn Device> = Arc::new(Disk { sectors: (mib << 20) / SECTOR });
     let listener = Listener::bind(&Address::Unix(path.into()))?;
-    Ok(Frontends::Listen(listener).serve(&device, &Cancel::new()?)?)
+    Ok(FrontendSource::Listen(listener).serve(&device, &Cancel::new()?)?)
 }

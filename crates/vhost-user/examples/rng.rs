@@ -12,7 +12,7 @@ use std::io::Read as _;
 use std::sync::Arc;
 
 use towline_vhost_user::{
-    Address, BackendError, Batch, Cancel, Device, Frontends, Listener, Next, Queues, Worker,
+    Address, BackendError, Batch, Cancel, Device, FrontendSource, Listener, Next, Queues, Worker,
 };
 
 /// Maximum number of bytes for one request. A driver that needs more sends another.
@@ -63,11 +63,11 @@ impl Worker for Filler {
 fn main() -> Result<(), Box<dyn Error>> {
     tracing_subscriber::fmt().with_env_filter(tracing_subscriber::EnvFilter::from_default_env()).init();
     let device: Arc<dyn Device> = Arc::new(Rng);
-    let frontends = match (Frontends::from_service_manager()?, std::env::args_os().nth(1)) {
+    let frontends = match (FrontendSource::from_service_manager()?, std::env::args_os().nth(1)) {
         (Some(socket), _) => socket,
         (None, path) => {
             let path = path.ok_or("usage: rng SOCKET, or as a service with socket activation")?;
-            Frontends::Listen(Listener::bind(&Address::Unix(path.into()))?)
+            FrontendSource::Listen(Listener::bind(&Address::Unix(path.into()))?)
         }
     };
     Ok(frontends.serve(&device, &Cancel::new()?)?)

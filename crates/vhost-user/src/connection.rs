@@ -85,7 +85,7 @@ impl<C: Deref<Target = dyn Channel>> Connection<C> {
             tracing::debug!(%code, need_reply, "request");
             let request = Request::decode(code, &payload, fds).map_err(SessionError::from);
             let outcome = request.and_then(|request| self.session.handle(request));
-            let acknowledges = need_reply && self.session.acknowledges();
+            let acknowledges = need_reply && self.session.has_reply_ack();
             let reply = match outcome {
                 Ok(Some(reply)) => reply,
                 Ok(None) if acknowledges => Reply::Number(0),

@@ -253,7 +253,7 @@ impl BackendError {
     }
 
     /// Returns true if the kernel was out of descriptors or memory.
-    pub(crate) fn is_exhausted(&self) -> bool {
+    pub(crate) fn is_out_of_resources(&self) -> bool {
         self.persistence == Persistence::Exhausted
     }
 
@@ -273,13 +273,14 @@ impl Error for BackendError {}
 
 impl From<std::io::Error> for BackendError {
     fn from(error: std::io::Error) -> Self {
-        let persistence = if is_exhausted(&error) { Persistence::Exhausted } else { Persistence::Permanent };
+        let persistence =
+            if is_out_of_resources(&error) { Persistence::Exhausted } else { Persistence::Permanent };
         Self { reason: error.to_string(), persistence }
     }
 }
 
 /// Returns true if the kernel is out of descriptors or memory.
-pub(crate) fn is_exhausted(error: &std::io::Error) -> bool {
+pub(crate) fn is_out_of_resources(error: &std::io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
 
@@ -291,7 +292,7 @@ mod tests {
 
     #[test]
     fn errors_are_exhausted_temporary_or_permanent() {
-        let states = |error: &BackendError| (error.is_exhausted(), error.is_temporary());
+        let states = |error: &BackendError| (error.is_out_of_resources(), error.is_temporary());
         for errno in [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM] {
             let error = BackendError::from(io::Error::from_raw_os_error(errno));
             assert_eq!(states(&error), (true, false), "{error}");

@@ -50,7 +50,7 @@ pub use poll::{PollFlags, PollSet};
 pub use record::{InFlightRecord, RECORD_FD_NAME, RecordError, VERSION as RECORD_VERSION};
 pub use ring::{Batch, Chain, Head, RING_SIZE_MAX, Ring, RingFault, RingSetup, RingStatistics};
 pub use serve_error::ServeError;
-pub use server::{Frontends, Service, serve};
+pub use server::{FrontendSource, Service, serve};
 pub use session::{QUEUES_MAX, SessionError};
 pub use towline_channel::{Address, Cancel, Listener};
 pub use worker::Queues;

@@ -28,7 +28,7 @@ use crate::device::Device;
 use crate::message::{Code, Header};
 use crate::record::{InFlightRecord, RecordError};
 use crate::serve_error::ServeError;
-use crate::server::{Frontends, Service};
+use crate::server::{FrontendSource, Service};
 use crate::session::{SavedRequest, SavedSession};
 
 /// Version of this protocol.
@@ -143,7 +143,7 @@ pub fn live_upgrade(
     if let Err(error) = committed.and_then(|()| expect(to, DONE, "DONE")) {
         return aborted(service, error);
     }
-    if let Some(Frontends::Listen(listener)) = &mut service.frontends {
+    if let Some(FrontendSource::Listen(listener)) = &mut service.frontends {
         listener.leave_file();
     }
     Ok(())
@@ -191,8 +191,8 @@ struct OfferedFds<'a> {
 
 fn listener_fd(service: &Service) -> Option<BorrowedFd<'_>> {
     match &service.frontends {
-        Some(Frontends::Listen(listener)) => listener.as_fd(),
-        Some(Frontends::Inherited(fd)) => Some(fd.as_fd()),
+        Some(FrontendSource::Listen(listener)) => listener.as_fd(),
+        Some(FrontendSource::Inherited(fd)) => Some(fd.as_fd()),
         _ => None,
     }
 }
@@ -302,7 +302,7 @@ impl UpgradeOffer {
     pub fn accept(
         self,
         device: &Arc<dyn Device>,
-        frontends: impl FnOnce(Option<OwnedFd>) -> Option<Frontends>,
+        frontends: impl FnOnce(Option<OwnedFd>) -> Option<FrontendSource>,
     ) -> Result<(Service, InFlightRecord), UpgradeError> {
         let Self { from, queues: expected, record, listener, connection, session, .. } = self;
         let from = from.as_ref();

@@ -23,6 +23,9 @@ use crate::sys::{Area, Mapping};
 pub const REGIONS_MAX: usize = 256;
 
 /// Error of mapping guest memory or a dirty log.
+///
+/// Remedy: none here: the frontend (QEMU) described memory that it does not have. The connection is closed;
+/// report it with the version of the frontend.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
@@ -141,14 +144,14 @@ impl Region {
     /// [`MemoryError::Empty`], [`MemoryError::Wraps`], [`MemoryError::TooLarge`], [`MemoryError::File`],
     /// [`MemoryError::Map`].
     pub fn map(info: &RegionInfo, fd: OwnedFd) -> Result<Self, MemoryError> {
-        let (guest, user, size) = (info.guest_address.get(), info.user_address.get(), info.size.get());
+        let (guest, user, size) = (info.guest_address, info.user_address, info.size);
         if size == 0 {
             return Err(MemoryError::Empty { guest });
         }
         if guest.checked_add(size).is_none() || user.checked_add(size).is_none() {
             return Err(MemoryError::Wraps { guest, user, size });
         }
-        let mapping = Mapping::guarded(fd, info.mmap_offset.get(), size)?;
+        let mapping = Mapping::guarded(fd, info.mmap_offset, size)?;
         Ok(Self { guest, user, size, mapping: Arc::new(mapping) })
     }
 
@@ -164,8 +167,7 @@ impl Region {
 
     /// Returns true if the region has these addresses and this size, which identify it.
     fn matches(&self, info: &RegionInfo) -> bool {
-        (self.guest, self.user, self.size)
-            == (info.guest_address.get(), info.user_address.get(), info.size.get())
+        (self.guest, self.user, self.size) == (info.guest_address, info.user_address, info.size)
     }
 }
 
@@ -200,7 +202,7 @@ impl Memory {
     /// # Errors
     /// [`MemoryError::Absent`].
     pub fn without(&self, info: &RegionInfo) -> Result<Self, MemoryError> {
-        let (guest, size) = (info.guest_address.get(), info.size.get());
+        let (guest, size) = (info.guest_address, info.size);
         let index = self.regions.iter().position(|region| region.matches(info));
         let index = index.ok_or(MemoryError::Absent { guest, size })?;
         let mut regions = self.regions.clone();
@@ -218,10 +220,10 @@ impl Memory {
         let share = |region: &Region| {
             let (fd, offset) = region.mapping.share()?;
             let info = RegionInfo {
-                guest_address: region.guest.into(),
-                size: region.size.into(),
-                user_address: region.user.into(),
-                mmap_offset: offset.into(),
+                guest_address: region.guest,
+                size: region.size,
+                user_address: region.user,
+                mmap_offset: offset,
             };
             Ok((info, fd))
         };
@@ -321,12 +323,7 @@ mod tests {
     use super::*;
 
     fn info(guest: u64, user: u64, size: u64, mmap_offset: u64) -> RegionInfo {
-        RegionInfo {
-            guest_address: guest.into(),
-            size: size.into(),
-            user_address: user.into(),
-            mmap_offset: mmap_offset.into(),
-        }
+        RegionInfo { guest_address: guest, size, user_address: user, mmap_offset }
     }
 
     fn file(size: u64) -> OwnedFd {

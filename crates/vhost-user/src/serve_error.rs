@@ -21,6 +21,7 @@ pub enum ServeError {
         source: SessionError,
     },
     /// A device that no frontend could use.
+    /// Remedy: none for an operator: the author of the device changes its number of queues.
     #[error("a device has 1 to {most} queues, this one has {found}", most = crate::QUEUES_MAX)]
     Queues {
         /// Number of queues.
@@ -46,11 +47,11 @@ impl ServeError {
     }
 
     /// Returns true if it passes when descriptors or memory are released.
-    pub(crate) fn is_exhausted(&self) -> bool {
+    pub(crate) fn is_out_of_resources(&self) -> bool {
         match self {
-            Self::Channel(error) => towline_channel::is_exhausted(error),
-            Self::Descriptor(error) => crate::device::is_exhausted(error),
-            Self::Session { source, .. } => source.is_exhausted(),
+            Self::Channel(error) => towline_channel::is_out_of_resources(error),
+            Self::Descriptor(error) => crate::device::is_out_of_resources(error),
+            Self::Session { source, .. } => source.is_out_of_resources(),
             _ => false,
         }
     }

@@ -33,7 +33,7 @@ const EXHAUSTED_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// Source of a device's frontends.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Frontends {
+pub enum FrontendSource {
     /// They connect to this path; a stale socket there is replaced.
     Listen(Listener),
     /// They listen; connected to again whenever the connection is lost.
@@ -44,8 +44,8 @@ pub enum Frontends {
     Connected(Box<dyn Channel>),
 }
 
-impl Frontends {
-    /// Frontends of a descriptor from a service manager or a VM manager, listening or connected.
+impl FrontendSource {
+    /// FrontendSource of a descriptor from a service manager or a VM manager, listening or connected.
     ///
     /// # Errors
     /// [`ServeError::Descriptor`] if it is not a socket.
@@ -56,7 +56,7 @@ impl Frontends {
         Ok(Self::Connected(Box::new(UnixChannel::new(fd, "the given descriptor")?)))
     }
 
-    /// Frontends of the socket that a service manager passed to this process by systemd's protocol (socket activation);
+    /// FrontendSource of the socket that a service manager passed to this process by systemd's protocol (socket activation);
     /// `None` if it passed none.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl Frontends {
 /// [another process](crate::live_upgrade()).
 pub struct Service {
     /// `None` once the only possible connection is taken.
-    pub(crate) frontends: Option<Frontends>,
+    pub(crate) frontends: Option<FrontendSource>,
     pub(crate) connection: Option<Connection>,
 }
 
@@ -98,7 +98,7 @@ impl std::fmt::Debug for Service {
 
 impl Service {
     /// A service without a connected frontend.
-    pub fn new(frontends: Frontends) -> Self {
+    pub fn new(frontends: FrontendSource) -> Self {
         Self { frontends: Some(frontends), connection: None }
     }
 
@@ -107,7 +107,7 @@ impl Service {
     ///
     /// # Errors
     /// [`ServeError::Channel`] if no further frontend can connect: `Cancelled` if that was the reason; the rings of a connected
-    /// frontend then run until this value is dropped. With [`Frontends::Connected`] also the error of that connection.
+    /// frontend then run until this value is dropped. With [`FrontendSource::Connected`] also the error of that connection.
     /// [`ServeError::Queues`].
     pub fn serve(
         &mut self,
@@ -140,7 +140,7 @@ impl Service {
                 }
                 _ => {}
             }
-            if matches!(self.frontends, Some(Frontends::Connect(_))) {
+            if matches!(self.frontends, Some(FrontendSource::Connect(_))) {
                 wait(cancel, if temporary { &EXHAUSTED_INTERVAL } else { &RECONNECT_INTERVAL })?;
             }
         }
@@ -155,14 +155,14 @@ impl Service {
     ) -> Result<(), ServeError> {
         if self.connection.is_none() {
             let channel = match self.frontends.take() {
-                Some(Frontends::Connected(channel)) => channel,
+                Some(FrontendSource::Connected(channel)) => channel,
                 Some(frontends) => self.frontends.insert(frontends).next(cancel)?,
                 None => return Ok(()),
             };
             // A connection that is refused temporarily is closed, because its frontend may block its guest while it waits for
             // a reply. The only possible connection is kept.
             let only = self.frontends.is_none();
-            let retries = |error: &ServeError| error.is_exhausted() || only && error.is_temporary();
+            let retries = |error: &ServeError| error.is_out_of_resources() || only && error.is_temporary();
             let create = || ConnectionResources::new(&*channel, device, Some(record));
             let resources = retry_while(retries, cancel, create)?;
             self.connection = Some(Connection::with(channel, device, resources));
@@ -171,10 +171,10 @@ impl Service {
     }
 }
 
-impl Frontends {
+impl FrontendSource {
     /// Waits for the next frontend to connect, or connects to it.
     fn next(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
-        retry_while(ServeError::is_exhausted, cancel, || self.attempt(cancel))
+        retry_while(ServeError::is_out_of_resources, cancel, || self.attempt(cancel))
     }
 
     fn attempt(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {

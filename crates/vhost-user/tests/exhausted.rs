@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use towline_vhost_user::message::{Code, Header};
 use towline_vhost_user::{
-    Address, BackendError, Cancel, Device, Frontends, Listener, Next, Queues, ServeError, Worker,
+    Address, BackendError, Cancel, Device, FrontendSource, Listener, Next, Queues, ServeError, Worker,
 };
 
 /// A device with unused queues.
@@ -65,7 +65,7 @@ fn a_frontend_is_served_when_descriptors_are_released() {
     let paths = ["listen.sock", "manager.sock"].map(|name| scratch.path().join(name));
     let listener = Listener::bind(&Address::Unix(paths[0].clone())).unwrap();
     let manager = UnixListener::bind(&paths[1]).unwrap();
-    let all = [Frontends::Listen(listener), Frontends::from_fd(OwnedFd::from(manager)).unwrap()];
+    let all = [FrontendSource::Listen(listener), FrontendSource::from_fd(OwnedFd::from(manager)).unwrap()];
     let mut backends = Vec::from(all.map(|frontends| {
         let cancel = Cancel::new().unwrap();
         let token = cancel.clone();

@@ -72,11 +72,11 @@ fn requests_about_rings_are_decoded() {
     else {
         panic!()
     };
-    assert_eq!((address.index.get(), address.flags.get()), (3, 1));
-    assert_eq!(address.descriptors.get(), 0x1100_0000_0000_0010);
-    assert_eq!(address.used.get(), 0x2200_0000_0000_0020);
-    assert_eq!(address.available.get(), 0x3300_0000_0000_0030);
-    assert_eq!(address.log.get(), 0x4400_0000_0000_0040);
+    assert_eq!((address.index, address.flags), (3, 1));
+    assert_eq!(address.descriptors, 0x1100_0000_0000_0010);
+    assert_eq!(address.used, 0x2200_0000_0000_0020);
+    assert_eq!(address.available, 0x3300_0000_0000_0030);
+    assert_eq!(address.log, 0x4400_0000_0000_0040);
     let Request::SetVringKick(kick) = decode("0c000000 01000000 08000000 0700000000000000", 1).unwrap().1
     else {
         panic!()
@@ -91,7 +91,7 @@ fn requests_about_rings_are_decoded() {
     else {
         panic!()
     };
-    assert_eq!(state.index.get(), 2);
+    assert_eq!(state.index, 2);
 }
 
 #[test]
@@ -101,12 +101,12 @@ fn requests_about_memory_log_and_state_are_decoded() {
                  0000000001000000 0000100000000000 0000b000007f0000 0000a00000000000";
     let Request::SetMemTable(regions) = decode(table, 2).unwrap().1 else { panic!() };
     let (second, _) = &regions[1];
-    assert_eq!((second.guest_address.get(), second.size.get()), (0x1_0000_0000, 0x10_0000));
-    assert_eq!((second.user_address.get(), second.mmap_offset.get()), (0x7f00_00b0_0000, 0xa0_0000));
+    assert_eq!((second.guest_address, second.size), (0x1_0000_0000, 0x10_0000));
+    assert_eq!((second.user_address, second.mmap_offset), (0x7f00_00b0_0000, 0xa0_0000));
     let one = "25000000 09000000 28000000 0000000000000000 \
                0000100000000000 0010000000000000 00000000007f0000 0020000000000000";
     let Request::AddMemReg(region, _) = decode(one, 1).unwrap().1 else { panic!() };
-    assert_eq!((region.guest_address.get(), region.mmap_offset.get()), (0x10_0000, 0x2000));
+    assert_eq!((region.guest_address, region.mmap_offset), (0x10_0000, 0x2000));
     let log = "06000000 01000000 10000000 0080000000000000 0010000000000000";
     let Request::SetLogBase(log) = decode(log, 1).unwrap().1 else { panic!() };
     assert_eq!((log.size, log.offset), (0x8000, 0x1000));
@@ -120,7 +120,7 @@ fn replies_are_encoded() {
         Reply::Number(0x1_4400_0000).encode(Code::GET_FEATURES),
         hex("01000000 05000000 08000000 0000004401000000")
     );
-    let base = Reply::VringBase(VringState { index: 1.into(), number: 0xfffe.into() });
+    let base = Reply::VringBase(VringState { index: 1, number: 0xfffe });
     assert_eq!(base.encode(Code::GET_VRING_BASE), hex("0b000000 05000000 08000000 01000000 feff0000"));
     let config =
         |bytes: &[u8]| Reply::Config { offset: 4, flags: 0, bytes: bytes.to_vec() }.encode(Code::GET_CONFIG);

@@ -14,7 +14,7 @@ use towline_vhost_user::{
 
 use crate::connection::Limits;
 use crate::engine::Engine;
-use crate::host::{Event, Host, HostConfig, HostListener, Listening, wait_for_completions};
+use crate::host::{Event, Host, HostConfig, HostListener, Listening, UnfinishedSends, wait_for_completions};
 use crate::local_guests::{AcceptQueue, IncomingConnection, LocalGuests};
 use crate::lock::lock;
 use crate::packet::{HOST_CID, Kind};
@@ -106,6 +106,8 @@ struct SessionUpdates {
     loaded: Mutex<Option<State>>,
     /// The driver has read its CID.
     config_read: AtomicBool,
+    /// Of former connections of the frontend.
+    unfinished_sends: UnfinishedSends,
 }
 
 impl Vsock {
@@ -194,6 +196,14 @@ impl Device for Vsock {
     }
 
     fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
+        // The restarted ring may contain their chains again, which would be completed while the kernel still reads them.
+        let unfinished = self.updates.unfinished_sends.pending();
+        if unfinished > 0 {
+            return Err(BackendError::temporary(format!(
+                "the kernel still sends data of {unfinished} connections of the former session from the guest's memory; check the \
+                 network to their peers"
+            )));
+        }
         let host = Host::new(Arc::clone(&self.config))?;
         self.report.add_worker();
         Ok(Box::new(VsockWorker {
@@ -297,6 +307,7 @@ impl Drop for VsockWorker {
     fn drop(&mut self) {
         if let Err(reason) = self.finish_zero_copy(Instant::now() + COMPLETIONS_TIMEOUT) {
             tracing::error!(%reason, "device ends with zero-copy sends in flight");
+            self.updates.unfinished_sends.add(self.engine.take_lingering());
         }
         self.publish_report();
         self.report.remove_worker();
@@ -326,7 +337,7 @@ impl VsockWorker {
     fn open(&mut self, IncomingConnection { port, kind, cid, socket }: IncomingConnection) {
         let connections = self.limits.connections;
         let share = || self.engine.sockets().share_of_peer(connections);
-        if cid != HOST_CID && self.engine.table().opened_by(cid) >= share() {
+        if cid != HOST_CID && self.engine.table().connections_initiated_by(cid) >= share() {
             self.engine.refuse(socket);
             return;
         }
@@ -447,7 +458,7 @@ impl Worker for VsockWorker {
         let loaded = lock(&self.updates.loaded).take();
         if let Some(State { next_port, connections, .. }) = loaded {
             tracing::info!(connections = connections.len(), "took over a migrated guest");
-            self.engine.take_over(next_port, &connections);
+            self.engine.reset_all_connections(next_port, &connections);
             self.begin_transport_reset();
             return;
         }

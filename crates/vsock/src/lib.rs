@@ -42,3 +42,8 @@ pub use state::STATE_VERSION;
 pub use statistics::{ConnectionReport, ConnectionStatistics, Report, Statistics};
 pub use table::{DataHeaders, PENDING_RESETS_MAX, Table};
 pub use towline_channel::ZeroCopySend;
+
+/// The example of the README, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

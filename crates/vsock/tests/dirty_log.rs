@@ -36,7 +36,7 @@ struct Migration {
 impl Migration {
     /// Harvests the log, which clears it, and then copies the pages.
     fn copy(&mut self, log: &Memory, memory: &Memory) {
-        for page in log.take_marked() {
+        for page in log.take_dirty_pages() {
             self.pages.insert(page, memory.bytes(page * PAGE, PAGE as usize));
         }
         self.passes += 1;

@@ -14,7 +14,8 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::sockopt;
 use towline_frontend::Frontend;
 use towline_frontend::vsock::{Event, Guest};
-use towline_frontend::wire::{Code, RegionInfo, encode_u64s};
+use towline_frontend::wire::{Code, RegionInfo, encode_u64s, feature};
+use towline_lab::{Network, skip, wait_until};
 use towline_vsock::{Limits, Statistics};
 
 use common::{CID, Served, TIMEOUT, bytes, poll_until, read_to_end, send_all, send_until_full};
@@ -186,4 +187,47 @@ fn a_ring_that_stops_waits_for_a_peer_that_reads() {
     connection.frontend.start(connection.guest.tx(), base).unwrap();
     connection.shutdown();
     assert!(reader.join().unwrap() == content[..sent]);
+}
+
+/// Returns a network with a veth pair to another one, with addresses.
+fn networks() -> Result<(Network, Network), Box<dyn std::error::Error + Send + Sync>> {
+    let (near, far) = (Network::new()?, Network::new()?);
+    near.connect("out0", &far, "in0")?;
+    near.run(&["ip", "address", "add", "10.7.0.1/24", "dev", "out0"])?;
+    far.run(&["ip", "address", "add", "10.7.0.2/24", "dev", "in0"])?;
+    Ok((near, far))
+}
+
+/// Packets wait in a queueing discipline, even after their connection was reset. The next frontend gets the same ring, whose
+/// chains must not be completed meanwhile.
+#[test]
+fn no_session_begins_while_the_kernel_still_sends_data_of_the_former_one() {
+    let (near, far) = match networks() {
+        Ok(networks) => networks,
+        Err(error) => {
+            let name = "no_session_begins_while_the_kernel_still_sends_data_of_the_former_one";
+            return skip(name, &format!("no network of its own: {error}"));
+        }
+    };
+    let listener = far.enter(|| TcpListener::bind("10.7.0.2:80").unwrap()).unwrap();
+    let rules = ["guest:80=tcp:10.7.0.2:80".to_owned()];
+    let served = near.enter(|| Served::with_rules(Limits::default(), CID, &rules)).unwrap();
+    let (mut frontend, mut guest) = served.guest();
+    guest.request(PORTS);
+    poll_until(&mut guest, |_, event| (event == Event::Connected(PORTS)).then_some(()));
+    let _peer = listener.accept().unwrap().0;
+    // A burst of some packets, then a byte each second.
+    let queueing = "tc qdisc add dev out0 root tbf rate 8bit burst 5000 limit 10mb";
+    near.run(&queueing.split(' ').collect::<Vec<_>>()).unwrap();
+    send_until_full(&mut guest, PORTS, &bytes(4 << 20), PACKET);
+    let statistics = served.device.report().statistics;
+    assert!(statistics.zero_copy_in_flight > 0, "{statistics:?}");
+    assert!(frontend.stop(1).is_err(), "the frontend has a reply although packets are in flight");
+    let connect = || {
+        let mut frontend = Frontend::connect(&served.path("d"), TIMEOUT)?;
+        frontend.negotiate(0, feature::EVENT_IDX, 0).map(|_| frontend)
+    };
+    assert!(connect().is_err(), "the kernel still reads the guest's memory");
+    near.run(&"tc qdisc del dev out0 root".split(' ').collect::<Vec<_>>()).unwrap();
+    wait_until("the device to serve again", TIMEOUT, || Ok(connect().ok())).unwrap();
 }

@@ -75,13 +75,25 @@ fn next(queue: &Mutex<std::vec::IntoIter<(u64, Case)>>) -> Option<(u64, Case)> {
     queue.lock().unwrap().next()
 }
 
-/// Runs one case. One that hit the excluded moment of a stock source, which lasts a fraction of a millisecond, must not hit
-/// it again: all of its repetitions must pass.
+/// Runs one case. One that hit the excluded moment of a stock source must miss it in most of its repetitions: the moment
+/// lasts as long as QEMU takes from reading the acknowledgement to `completed`, which is a few milliseconds on a busy
+/// machine, and a case cancels at the same time after the same phase each time. Any other fault in a repetition counts.
 fn play_confirmed(case: &Case) -> Result<String, String> {
+    let is_excluded =
+        |fault: &String| judge::may_hit_excluded_moment(case) && fault.starts_with(judge::TWO_GUESTS);
     match play(case) {
-        Err(fault) if judge::may_hit_excluded_moment(case) && fault.starts_with(judge::TWO_GUESTS) => {
-            let again = (0..REPETITIONS).map(|_| play(case)).collect::<Result<Vec<_>, _>>()?;
-            Ok(format!("hit the excluded moment once; {} repetitions passed", again.len()))
+        Err(fault) if is_excluded(&fault) => {
+            let mut hits = Vec::new();
+            for _ in 0..REPETITIONS {
+                match play(case) {
+                    Err(fault) if is_excluded(&fault) => hits.push(fault),
+                    outcome => drop(outcome?),
+                }
+            }
+            if hits.len() * 2 > REPETITIONS {
+                return Err(format!("{} of {REPETITIONS} repetitions: {fault}", hits.len()));
+            }
+            Ok(format!("hit the excluded moment once and in {} of {REPETITIONS} repetitions", hits.len()))
         }
         outcome => outcome,
     }

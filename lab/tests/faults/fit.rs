@@ -31,7 +31,7 @@ fn another_machine_type_or_memory_size_is_refused() {
     save(&fixture, guest(), "guest.img");
     let image = fixture.name("guest.img");
     let machine = "the guest's machine type is pc-q35-10.0, there it is pc-i440fx-10.0 (start it with -machine pc-q35-10.0)";
-    let memory = "RAM block \"pc.ram\" has 67108864 bytes in the guest and 100663296 there (memory size, -m";
+    let memory = "RAM block \"pc.ram\" has 64 MiB (67108864 bytes) in the guest and 96 MiB (100663296 bytes) there (memory size, -m";
     for (builder, text) in [(pc(), machine), (guest().memory_mib(96), memory)] {
         let destination = waiting(&builder);
         for (from, options) in
@@ -53,7 +53,7 @@ fn a_missing_device_is_named_by_its_memory() {
     let display = ["-device", "VGA,vgamem_mb=8"];
     let source = counting(guest().args(display));
     let destination = waiting(&guest());
-    let text = "the destination has no RAM block \"0000:00:01.0/vga.vram\" of 8388608 bytes (a device or memory backend is missing";
+    let text = "the destination has no RAM block \"0000:00:01.0/vga.vram\" of 8 MiB (8388608 bytes) (a device or memory backend is missing";
     refused(&fixture, &qmp(&source), &destination, "--multifd-channels 0", &[text]);
     refused(&fixture, &qmp(&source), &destination, "--resume", &[text]);
     assert_runs(&source);
@@ -75,7 +75,7 @@ fn another_uuid_is_refused_where_lanes_carry_it() {
     let source = counting(guest().args(["-uuid".into(), uuid("1")]));
     let destination = waiting(&guest().args(["-uuid".into(), uuid("2")]));
     let text = format!(
-        "the guest's uuid is {}, there it is {} (start it with -uuid {})",
+        "the guest's uuid is {}, there it is {} (start it with -uuid {}, or do without lanes: --multifd-channels 0)",
         uuid("1"),
         uuid("2"),
         uuid("1")
@@ -98,7 +98,7 @@ fn all_reasons_are_reported_at_once() {
     let destination = waiting(&other);
     let texts = [
         "the guest's machine type is pc-q35-10.0, there it is pc-q35-7.2",
-        "RAM block \"pc.ram\" has 67108864 bytes in the guest and 50331648 there",
+        "RAM block \"pc.ram\" has 64 MiB (67108864 bytes) in the guest and 48 MiB (50331648 bytes) there",
     ];
     refused(&fixture, &qmp(&source), &destination, "--resume", &texts);
     assert_runs(&source);

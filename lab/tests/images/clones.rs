@@ -122,7 +122,10 @@ fn a_failure_at_one_destination_does_not_affect_the_others() {
     for (name, text) in [
         (qmp(&dies), qmp(&dies).trim_start_matches("qmp:")),
         (qmp(&busy), "does not wait for a guest"),
-        (qmp(&small), "RAM block \"pc.ram\" has 67108864 bytes in the guest and 16777216 there"),
+        (
+            qmp(&small),
+            "RAM block \"pc.ram\" has 64 MiB (67108864 bytes) in the guest and 16 MiB (16777216 bytes) there",
+        ),
         (gone, "missing.qmp"),
     ] {
         let result = result_of(&results, &name);

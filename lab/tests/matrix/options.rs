@@ -180,7 +180,8 @@ fn a_destination_that_does_not_fit_is_refused_before_anything_is_sent() {
     let destination = waiting(Row::Qemu7_2.builder().memory_mib(128));
     let output = refused(1, &[&qmp(&source), &qmp(&destination)]);
     let machine = "the guest's machine type is pc-q35-10.0, there it is pc-q35-7.2 (start it with -machine pc-q35-10.0)";
-    let memory = "RAM block \"pc.ram\" has 67108864 bytes in the guest and 134217728 there";
+    let memory =
+        "RAM block \"pc.ram\" has 64 MiB (67108864 bytes) in the guest and 128 MiB (134217728 bytes) there";
     assert!(output.contains(machine) && output.contains(memory), "{output}");
     assert_eq!(source.qmp().status().unwrap(), "running");
     source.wait_counting(WITHIN).unwrap();

@@ -39,7 +39,7 @@ fn a_guest_sends_by_af_xdp() {
     }
     let scratch = scratch();
     let socket = path(&scratch, "net.sock");
-    let card = card(&near, &socket, &["--tap", "tap0", "--af-xdp", "out0"]);
+    let card = card(&near, &socket, &["--tap", "tap0", "--af-xdp", "out0", "--af-xdp-copy"]);
     let qemu = builder(Version::V10_0, &socket, 1).start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
     set_up(&mut guest);

@@ -17,3 +17,4 @@ mod support;
 mod testpmd;
 mod traffic;
 mod watched;
+mod zero_copy;

@@ -1,14 +1,21 @@
 //! `towline run`: guests from an image, in QEMUs that towline starts and supervises.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod clones;
+mod detached;
+mod disks;
+mod faults;
+mod many;
+mod memory;
+#[allow(dead_code, unused_imports, reason = "helpers of the tests of stores, of which these use a part")]
+#[path = "../store/support.rs"]
+mod store;
+mod stores;
 mod support;
 
 use towline_lab::{Version, require_lab, require_qemu};
 
-use crate::support::{CLONES, MIB, Saved, WITHIN};
-
-/// RAM that a clone may have of its own when it begins to run.
-const OWN_RAM_MAX: u64 = 24 * MIB;
+use crate::support::{Saved, WITHIN};
 
 #[test]
 fn a_saved_guest_runs_again_by_its_recorded_command_line() {
@@ -46,27 +53,6 @@ fn a_saved_guest_runs_again_by_its_recorded_command_line() {
     assert!(taken.stderr.contains("name web is taken by process"), "{}", taken.stderr);
     assert_eq!(saved.guests(), ["web"]);
 
-    saved.interrupt(run);
-    saved.assert_intact();
-}
-
-#[test]
-fn clones_share_the_memory_of_their_image() {
-    if !require_lab("clones_share_the_memory_of_their_image") {
-        return;
-    }
-    let saved = Saved::new(Version::V10_0);
-    let count = CLONES.to_string();
-    let mut run = saved.run(&["--name", "web", "--share", "--count", &count], &saved.settings());
-    let names: Vec<String> = (0..CLONES).map(|n| format!("web-{n}")).collect();
-    for name in &names {
-        saved.assert_runs(&mut run, name);
-    }
-    assert_eq!(saved.guests(), names);
-    let pss: u64 = names.iter().map(|name| saved.ram_pss(name)).sum();
-    println!("{CLONES} clones: {} KiB of RAM together", pss >> 10);
-    // What all read is counted once, in addition to what each wrote.
-    assert!(pss < CLONES as u64 * OWN_RAM_MAX + saved.filled(), "{pss}");
     saved.interrupt(run);
     saved.assert_intact();
 }

@@ -8,13 +8,12 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 use towline_lab::expect::qmp;
-use towline_lab::{LinuxGuest, Qemu, Qmp, Towline, Version, towline, towline_binary, wait_until};
+use towline_lab::{Kernel, LinuxGuest, Qemu, Qmp, Towline, Version, towline, towline_binary, wait_until};
 
 /// Generous: two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 pub(crate) const MIB: u64 = 1 << 20;
-pub(crate) const CLONES: usize = 3;
-const MEMORY_MIB: u64 = 512;
+pub(crate) const MEMORY_MIB: u64 = 512;
 /// The part of it that the guest fills and hashes.
 const FILLED: u64 = 96 * MIB;
 
@@ -27,13 +26,42 @@ pub(crate) struct Saved {
     tick: u64,
 }
 
+/// A guest that is saved.
+pub(crate) struct Recipe<'a> {
+    pub(crate) version: Version,
+    pub(crate) kernel: Kernel,
+    /// More arguments of its QEMU.
+    pub(crate) arguments: &'a [String],
+    /// Line of shell that it runs before it is saved.
+    pub(crate) line: &'a str,
+}
+
+impl Default for Recipe<'_> {
+    fn default() -> Self {
+        Self { version: Version::V10_0, kernel: Kernel::Debian12, arguments: &[], line: ":" }
+    }
+}
+
 impl Saved {
     /// Boots a guest, fills a part of its memory, and has towline store it.
     pub(crate) fn new(version: Version) -> Self {
+        Self::of(&Recipe { version, ..Recipe::default() })
+    }
+
+    /// As [`Saved::new`], with this guest.
+    pub(crate) fn of(recipe: &Recipe<'_>) -> Self {
         let place = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
+        Self::in_place(place, recipe)
+    }
+
+    /// As [`Saved::of`], in a directory that has the guest's disks.
+    pub(crate) fn in_place(place: TempDir, recipe: &Recipe<'_>) -> Self {
+        let version = recipe.version;
         let guest = Qemu::builder(version).machine(Version::V10_0.machine()).cpu("Nehalem");
-        let source = guest.linux().memory_mib(MEMORY_MIB).processors(2).start().unwrap();
+        let guest = guest.linux().kernel(recipe.kernel).args(recipe.arguments.iter().cloned());
+        let source = guest.memory_mib(MEMORY_MIB).processors(2).start().unwrap();
         let mut linux = source.linux(WITHIN).unwrap();
+        linux.shell(recipe.line, WITHIN).unwrap();
         linux.fill(FILLED, 5).unwrap();
         let (hash, tick) = (linux.hash().unwrap(), linux.wait_ticking(WITHIN).unwrap());
         let kernel = kernel(source.pid());
@@ -42,7 +70,7 @@ impl Saved {
         saved
     }
 
-    fn image(&self) -> String {
+    pub(crate) fn image(&self) -> String {
         self.place.path().join("guest.img").display().to_string()
     }
 
@@ -91,6 +119,14 @@ impl Saved {
         self.start(options.iter().copied().chain(settings).map(str::to_owned).collect())
     }
 
+    /// Starts `towline run` of another image of the guest, with the settings.
+    pub(crate) fn run_image(&self, image: &str, options: &[&str]) -> Towline {
+        let settings = self.settings();
+        let settings = settings.iter().flat_map(|setting| ["--set", setting.as_str()]);
+        let words = ["run", image].into_iter().chain(options.iter().copied()).chain(settings);
+        self.towline(words.map(str::to_owned))
+    }
+
     /// Starts `towline run` with the settings and more arguments of QEMU.
     pub(crate) fn run_with_more(&self, options: &[&str], arguments: &[&str]) -> Towline {
         let settings = self.settings();
@@ -131,12 +167,28 @@ impl Saved {
     }
 
     fn start(&self, words: Vec<String>) -> Towline {
-        let binary = self.version.command().get_program().to_str().unwrap().to_owned();
+        let before = ["run".to_owned(), self.image(), "--qemu".to_owned(), self.binary()];
+        self.towline(before.into_iter().chain(words))
+    }
+
+    /// Path of the QEMU.
+    pub(crate) fn binary(&self) -> String {
+        self.version.command().get_program().to_str().unwrap().to_owned()
+    }
+
+    /// Starts a towline whose guests are those of this test.
+    pub(crate) fn towline(&self, words: impl IntoIterator<Item = String>) -> Towline {
         let directory = format!("XDG_RUNTIME_DIR={}", self.place.path().display());
         let program = towline_binary().unwrap().display().to_string();
-        let before = [directory, program, "run".to_owned(), self.image(), "--qemu".to_owned(), binary];
         // `env` is replaced by towline, under the same process id.
-        Towline::start("/usr/bin/env".as_ref(), before.into_iter().chain(words)).unwrap()
+        Towline::start("/usr/bin/env".as_ref(), [directory, program].into_iter().chain(words)).unwrap()
+    }
+
+    /// Runs `towline ctl` for a guest to its end; returns the reply.
+    pub(crate) fn ctl(&self, words: &[&str]) -> Value {
+        let words = ["ctl"].iter().chain(words).map(|word| (*word).to_owned());
+        let finished = self.towline(words).wait_done(WITHIN).unwrap();
+        serde_json::from_str(&finished.stdout).unwrap()
     }
 
     /// Names of the guests, as `towline ps` lists them.
@@ -144,16 +196,15 @@ impl Saved {
         self.listed().iter().map(|guest| guest["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    fn listed(&self) -> Vec<Value> {
-        let directory = format!("XDG_RUNTIME_DIR={}", self.place.path().display());
-        let program = towline_binary().unwrap().display().to_string();
-        let words = [directory, program, "ps".to_owned(), "--json".to_owned()];
-        let finished = Towline::start("/usr/bin/env".as_ref(), words).unwrap().wait_done(WITHIN).unwrap();
+    /// The events of `towline ps`.
+    pub(crate) fn listed(&self) -> Vec<Value> {
+        let words = ["ps", "--json"].map(str::to_owned);
+        let finished = self.towline(words).wait_done(WITHIN).unwrap();
         let events = finished.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
         events.filter(|event| event["event"] == "guest").collect()
     }
 
-    fn pid(&self, name: &str) -> u64 {
+    pub(crate) fn pid(&self, name: &str) -> u64 {
         let listed = self.listed();
         let guest = listed.iter().find(|guest| guest["name"] == name);
         guest.and_then(|guest| guest["pid"].as_u64()).unwrap()
@@ -166,22 +217,49 @@ impl Saved {
 
     /// Waits until the guest runs, and checks that it is the saved one.
     pub(crate) fn assert_runs(&self, run: &mut Towline, name: &str) {
-        let line = format!("{name} runs, qmp:");
+        self.assert_runs_after(run, name, &format!("{name} runs, qmp:"));
+    }
+
+    /// As [`Saved::assert_runs`], of a towline that writes `line` then.
+    pub(crate) fn assert_runs_after(&self, run: &mut Towline, name: &str, line: &str) {
         let result = wait_until("a guest that runs", WITHIN, || {
             assert!(run.runs()?, "towline has ended: {}{}", run.stdout(), run.stderr());
-            Ok(run.stdout().contains(&line).then_some(()))
+            Ok(run.stdout().contains(line).then_some(()))
         });
         result.unwrap_or_else(|error| panic!("{error:#}: {}{}", run.stdout(), run.stderr()));
+        self.assert_is_saved_guest(&mut self.agent(name));
+    }
+
+    /// The agent of a guest that runs.
+    pub(crate) fn agent(&self, name: &str) -> LinuxGuest {
         let mut linux = LinuxGuest::connect_at(&self.place.path().join(format!("{name}.agent"))).unwrap();
         linux.wait_ready(WITHIN).unwrap();
+        linux
+    }
+
+    /// The guest ticks on, with the memory that it had.
+    pub(crate) fn assert_is_saved_guest(&self, linux: &mut LinuxGuest) {
         assert!(linux.wait_ticking(WITHIN).unwrap() > self.tick);
         assert_eq!(linux.hash().unwrap(), self.hash);
     }
 
+    /// The monitor of a guest.
+    pub(crate) fn monitor(&self, name: &str) -> Qmp {
+        Qmp::connect(&self.directory(name).join("qmp.sock"), WITHIN).unwrap()
+    }
+
     /// Ends a guest by its monitor.
     pub(crate) fn quit(&self, name: &str) {
-        let monitor = Qmp::connect(&self.directory(name).join("qmp.sock"), WITHIN).unwrap();
-        monitor.execute("quit", Value::Null).unwrap();
+        self.monitor(name).execute("quit", Value::Null).unwrap();
+    }
+
+    /// Ends towline as Ctrl-C does, and checks that its guest is gone.
+    pub(crate) fn interrupt_one(&self, run: Towline, name: &str) {
+        assert!(self.guests().iter().any(|guest| guest == name));
+        let pid = Pid::from_raw(run.pid().cast_signed()).unwrap();
+        kill_process(pid, Signal::INT).unwrap();
+        run.wait_done(WITHIN).unwrap();
+        assert!(!self.guests().iter().any(|guest| guest == name) && !self.directory(name).exists());
     }
 
     /// Ends towline as Ctrl-C does, and checks that nothing is left.
@@ -200,18 +278,23 @@ impl Saved {
 
     /// Proportional set size of the RAM that a guest maps from the image, in bytes.
     pub(crate) fn ram_pss(&self, name: &str) -> u64 {
-        let smaps = fs::read_to_string(format!("/proc/{}/smaps", self.pid(name))).unwrap();
-        let (mut is_ram, mut kib) = (false, 0);
-        for line in smaps.lines() {
-            if let Some(pss) = line.strip_prefix("Pss:").filter(|_| is_ram) {
-                kib += pss.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap();
-            } else if line.split(' ').next().is_some_and(|word| word.contains('-')) {
-                is_ram = line.ends_with("/guest.img");
-            }
-        }
-        assert!(kib > 0, "{name} maps no image");
-        kib << 10
+        ram_pss_of(self.pid(name))
     }
+}
+
+/// Proportional set size of the RAM that this process maps from the image, in bytes.
+pub(crate) fn ram_pss_of(pid: u64) -> u64 {
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let (mut is_ram, mut kib) = (false, 0);
+    for line in smaps.lines() {
+        if let Some(pss) = line.strip_prefix("Pss:").filter(|_| is_ram) {
+            kib += pss.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap();
+        } else if line.split(' ').next().is_some_and(|word| word.contains('-')) {
+            is_ram = line.ends_with("/guest.img");
+        }
+    }
+    assert!(kib > 0, "process {pid} maps no image");
+    kib << 10
 }
 
 /// The options of a QEMU that name its kernel: `-kernel`, `-initrd`, `-append`, each with its value.

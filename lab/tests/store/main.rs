@@ -10,3 +10,4 @@ mod s3;
 mod secrets;
 mod support;
 mod unleased;
+mod verbs;

@@ -1,4 +1,7 @@
-//! The files of a crate that import each other in a circle, by their `use super::…`, `use self::…` and `use crate::…`.
+//! The files of a crate that import each other in a circle, by their `use super::…`, `use self::…`, `use crate::…` and
+//! `use child::…`.
+//!
+//! Imports between a module and one below it are not counted: a child is a part of its parent. Tests are left out.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -14,7 +17,24 @@ type Graph = BTreeMap<Module, BTreeSet<Module>>;
 pub(super) fn circles(sources: &Path) -> Result<Vec<String>> {
     let mut files = BTreeMap::new();
     collect(sources, &mut Vec::new(), &mut files)?;
+    remove_tests(&mut files);
     Ok(circles_of(&graph(&files)))
+}
+
+/// Removes the modules that are declared for tests only, with those below them.
+fn remove_tests(files: &mut BTreeMap<Module, String>) {
+    const MARK: &str = "#[cfg(test)]\nmod ";
+    let declared = |(module, text): (&Module, &String)| {
+        let names = text.split(MARK).skip(1).filter_map(|rest| rest.split_once(';'));
+        let names = names.map(|(name, _)| name.trim().to_owned()).filter(|name| name.chars().all(is_of_name));
+        names.map(|name| [&module[..], &[name]].concat()).collect::<Vec<_>>()
+    };
+    let tests: Vec<Module> = files.iter().flat_map(declared).collect();
+    files.retain(|module, _| !tests.iter().any(|test| module.starts_with(test)));
+}
+
+fn is_of_name(character: char) -> bool {
+    character.is_alphanumeric() || character == '_'
 }
 
 /// Every file below `directory` but tests, by its module.
@@ -40,8 +60,10 @@ fn collect(directory: &Path, above: &mut Module, files: &mut BTreeMap<Module, St
 
 fn graph(files: &BTreeMap<Module, String>) -> Graph {
     let used = |(module, text): (&Module, &String)| {
-        let paths = imports(text).into_iter();
-        let used = paths.filter_map(|path| file_of(module, &path, files)).filter(|used| used != module);
+        let is_child = |name: &str| files.contains_key(&[&module[..], &[name.to_owned()]].concat());
+        let paths = imports(text, is_child).into_iter();
+        let used = paths.filter_map(|path| file_of(module, &path, files));
+        let used = used.filter(|used| !used.starts_with(module) && !module.starts_with(used));
         (module.clone(), used.collect())
     };
     files.iter().map(used).collect()
@@ -72,13 +94,14 @@ fn file_of(module: &Module, path: &str, files: &BTreeMap<Module, String>) -> Opt
 }
 
 /// The paths within the crate that its `use` declarations name, before the tests within the file.
-fn imports(text: &str) -> Vec<String> {
+fn imports(text: &str, is_child: impl Fn(&str) -> bool) -> Vec<String> {
     let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
     let code: Vec<&str> = code.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
     let mut paths = Vec::new();
     for declaration in code.join(" ").split("use ").skip(1) {
         let tree = declaration.split(';').next().unwrap_or_default().trim();
-        if ["super::", "self::", "crate::"].iter().any(|start| tree.starts_with(start)) {
+        let first = tree.split("::").next().unwrap_or_default();
+        if ["super", "self", "crate"].contains(&first) || is_child(first) {
             expand("", tree, &mut paths);
         }
     }
@@ -145,7 +168,8 @@ mod tests {
     fn found(files: &[(&str, &str)]) -> Vec<String> {
         let module =
             |path: &str| path.split("::").filter(|name| !name.is_empty()).map(str::to_owned).collect();
-        let files = files.iter().map(|(path, text)| (module(path), (*text).to_owned())).collect();
+        let mut files = files.iter().map(|(path, text)| (module(path), (*text).to_owned())).collect();
+        remove_tests(&mut files);
         circles_of(&graph(&files))
     }
 
@@ -159,6 +183,29 @@ mod tests {
             ("c", "use super::b::d::V;"),
         ];
         assert_eq!(found(&files), ["a, b, b::d, c"]);
+    }
+
+    #[test]
+    fn an_import_by_the_name_of_a_child_counts() {
+        let files = [
+            ("", ""),
+            ("a", "use b::X;\nuse std::fmt;"),
+            ("a::b", "use crate::c::Y;"),
+            ("c", "use crate::a::Z;"),
+        ];
+        assert_eq!(found(&files), Vec::<String>::new());
+        let files = [("a", "use b::X;"), ("a::b", "use super::c::Y;"), ("a::c", "use super::b::Z;")];
+        assert_eq!(found(&files), ["a::b, a::c"]);
+    }
+
+    #[test]
+    fn modules_of_tests_are_left_out() {
+        let files = [
+            ("", "mod a;\n#[cfg(test)]\nmod checks;\n"),
+            ("checks::b", "use super::c::X;"),
+            ("checks::c", "use super::b::Y;"),
+        ];
+        assert_eq!(found(&files), Vec::<String>::new());
     }
 
     #[test]

@@ -1,11 +1,11 @@
-//! Refuses words of the old dialect in comments and strings; docs/vocabulary.md has the terms to use.
+//! Refuses words of the old dialect in comments, strings and prose; docs/vocabulary.md has the terms to use.
 
 use std::path::Path;
 
 use super::lexer::{Kind, tokens};
 
-/// This file, which has to spell the words.
-const SELF: &str = "xtask/src/lint/words.rs";
+/// Files that have to spell the words.
+const EXEMPT: [&str; 2] = ["xtask/src/lint/words.rs", "xtask/src/lint/prose.rs"];
 
 /// Phrases, lower case, with the wording to use. A phrase matches whole words, in comments and strings.
 const PHRASES: &[(&str, &str)] = &[
@@ -69,9 +69,9 @@ const HEADS: [(&str, &str); 5] = [
     ("Why", "`Reason for`"),
 ];
 
-/// Returns true for every file but this one.
+/// Returns true for every file but those that spell the words.
 pub(super) fn applies_to(file: &Path) -> bool {
-    file != Path::new(SELF)
+    EXEMPT.iter().all(|exempt| file != Path::new(exempt))
 }
 
 /// Faults in the comments and strings of a file, one line each.
@@ -108,7 +108,7 @@ fn documentation(kind: Kind, token: &str) -> Option<&str> {
 }
 
 /// The first phrase in `text` that is to be replaced. Identifiers and quoted code are words of their own.
-fn phrase(text: &str) -> Option<(&'static str, &'static str)> {
+pub(super) fn phrase(text: &str) -> Option<(&'static str, &'static str)> {
     let words = text.split(|c: char| !c.is_alphanumeric() && !"-_'`".contains(c));
     let words: Vec<_> = words.filter(|word| !word.is_empty()).map(str::to_lowercase).collect();
     let text = format!(" {} ", words.join(" "));

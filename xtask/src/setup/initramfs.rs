@@ -1,4 +1,4 @@
-//! The guests' first file system, one for each kernel: the agent as init, busybox, and the modules for virtio and vsock.
+//! The guests' first file system, one for each kernel: the agent as init, busybox, and the modules for virtio, vsock and taps.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use super::modules;
 use crate::command::{cargo, root, run};
 
 /// Modules that a guest with virtio devices gets, with whatever they need.
-const MODULES: [&str; 8] = [
+const MODULES: [&str; 9] = [
     "virtio_pci",
     "virtio_net",
     "virtio_blk",
@@ -20,6 +20,7 @@ const MODULES: [&str; 8] = [
     "virtio_rng",
     "vmw_vsock_virtio_transport",
     "8021q",
+    "tun",
 ];
 /// Commands of busybox that scripts call by name.
 const APPLETS: [&str; 24] = [

@@ -51,6 +51,9 @@ impl Content {
 }
 
 /// Reason why a record is rejected.
+///
+/// Remedy: none at this end: the connection carries other bytes than those that were sent. Look for a proxy
+/// or a port that is not TLS, and try again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Fault {
     #[error("it sent no TLS record (first byte {found:#04x}, expected 0x17)")]

@@ -45,7 +45,7 @@ impl ZeroCopySends {
     ///
     /// # Errors
     /// `recvmsg(2)`'s own.
-    pub fn finished(&mut self, socket: BorrowedFd<'_>) -> io::Result<u64> {
+    pub fn reap_completions(&mut self, socket: BorrowedFd<'_>) -> io::Result<u64> {
         super::read(&mut self.0, socket)?;
         Ok(self.0.finished())
     }
@@ -80,7 +80,7 @@ mod tests {
         assert_eq!(sends.issued(), 3);
         far.read_exact(&mut vec![0; sent]).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);
-        while sends.finished(near.as_fd()).unwrap() < 3 {
+        while sends.reap_completions(near.as_fd()).unwrap() < 3 {
             assert!(Instant::now() < deadline, "{:?}", sends.statistics());
             std::thread::yield_now();
         }

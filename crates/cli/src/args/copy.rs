@@ -1,6 +1,6 @@
 //! `towline copy`.
 
-use super::{ENDPOINTS, Output, TransferArgs};
+use super::{GUEST, IMAGES, MORE, Output, POSTCOPY, Switch, TransferArgs};
 use crate::endpoint::Endpoint;
 
 /// Copy a guest: save it to an image, restore an image, or send it from one QEMU to another
@@ -8,11 +8,11 @@ use crate::endpoint::Endpoint;
 /// A running SOURCE is left paused (QEMU's `postmigrate`), an image unchanged. The guest runs at a `qmp:` DEST if it ran
 /// at SOURCE. After a failure the guest continues at SOURCE, unless it is already safe at DEST.
 #[derive(Debug, clap::Args)]
-#[command(after_long_help = "\
+#[command(after_long_help = concat!("\
 Examples:
   Save a running guest, which continues to run:
     towline copy --resume qmp:/run/vm/a.qmp guest.img
-  Restore it into a QEMU started with `-incoming defer -qmp unix:/run/vm/b.qmp,server,nowait`:
+  Restore it into a QEMU started with `-incoming defer -qmp unix:/run/vm/b.qmp,server=on,wait=off`:
     towline copy --verify guest.img qmp:/run/vm/b.qmp
   Clone three guests from one image (docs/clones.md):
     towline copy guest.img qmp:/run/vm/b.qmp qmp:/run/vm/c.qmp qmp:/run/vm/d.qmp
@@ -37,8 +37,9 @@ Examples:
     towline copy s3://BUCKET/vm/a-monday qmp:/run/vm/b.qmp
   Send through any filter:
     towline copy guest.img exec:'zstd -1 | ssh other \"zstd -d > guest.stream\"' --return-path off
-")]
-#[command(after_help = ENDPOINTS)]
+
+", endpoints!()))]
+#[command(after_help = MORE)]
 pub(crate) struct CopyArgs {
     /// Endpoint that has the guest
     #[arg(value_name = "SOURCE")]
@@ -49,14 +50,39 @@ pub(crate) struct CopyArgs {
     #[command(flatten)]
     pub(crate) transfer: TransferArgs,
     /// Run the guest of a qmp: SOURCE again afterwards; also before, if it is paused since an earlier copy
-    #[arg(long, conflicts_with = "live")]
+    #[arg(long, conflicts_with = "live", help_heading = GUEST)]
     pub(crate) resume: bool,
     /// Base image, an older state of the same guest; only chunks that differ from it are stored
-    #[arg(long, value_name = "IMAGE")]
+    #[arg(long, value_name = "IMAGE", help_heading = IMAGES)]
     pub(crate) base: Option<Endpoint>,
     /// Image of this instant, while a qmp: SOURCE continues to run (QEMU's background-snapshot)
-    #[arg(long)]
+    #[arg(long, help_heading = IMAGES)]
     pub(crate) live: bool,
     #[command(flatten)]
+    pub(crate) stored: StoredSourceArgs,
+    #[command(flatten)]
     pub(crate) output: Output,
+}
+
+impl StoredSourceArgs {
+    /// For a SOURCE that is not an image.
+    pub(crate) const NONE: Self =
+        Self { verify: false, stream: false, recover: false, record_working_set: Switch::On };
+}
+
+/// Options for an image as SOURCE.
+#[derive(Debug, clap::Args)]
+pub(crate) struct StoredSourceArgs {
+    /// Compare an image with its checksums while it is read; a damaged one does not run
+    #[arg(long, help_heading = IMAGES)]
+    pub(crate) verify: bool,
+    /// Stream an image to a qmp: DEST even where QEMU (9.0 and later) can load the file itself
+    #[arg(long, hide_short_help = true, help_heading = IMAGES)]
+    pub(crate) stream: bool,
+    /// Continue an interrupted --postcopy of an image (QEMU's postcopy-paused)
+    #[arg(long, requires = "postcopy", help_heading = POSTCOPY)]
+    pub(crate) recover: bool,
+    /// Working set beside the image (IMAGE.working-set.json): recorded, and sent first by later restores
+    #[arg(long, value_name = "ON|OFF", default_value = "on", hide_short_help = true, help_heading = POSTCOPY)]
+    pub(crate) record_working_set: Switch,
 }

@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
-/// Send a QMP command to a running towline or QEMU
+/// Send a QMP command to a running towline or QEMU, or to a guest of `towline run`
 ///
-/// Prints the reply. Without a command, prints the names of the available ones.
+/// Prints the reply. Without a command, prints the names of the available ones. Short names of commands: `status` is
+/// query-status, `powerdown` is system_powerdown, `reset` is system_reset.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -15,12 +16,15 @@ Examples:
     towline ctl /run/towline/a.sock migrate_cancel
   Take a guest's link down (QEMU's own monitor):
     towline ctl /run/vm/a.qmp set_link name=net0 up=false
+  State of a guest that `towline run` has started, and its end:
+    towline ctl web-0 status
+    towline ctl web-0 quit
   Arguments as JSON:
     towline ctl /run/vm/a.qmp qom-get '{\"path\": \"/machine\", \"property\": \"type\"}'
 ")]
 pub(crate) struct CtlArgs {
-    /// Unix socket of the QMP server
-    #[arg(value_name = "SOCKET")]
+    /// Unix socket of the QMP server, or name of a guest of `towline run`; ./NAME is a socket in this directory
+    #[arg(value_name = "SOCKET|NAME")]
     pub(crate) socket: PathBuf,
     /// Command to execute; omit it to list the commands
     #[arg(value_name = "COMMAND")]

@@ -21,6 +21,10 @@ pub(crate) struct CompletionsArgs {
 
 /// Write the manual pages into a directory
 #[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  towline man /usr/local/share/man/man1 && man towline-copy
+")]
 pub(crate) struct ManArgs {
     /// Directory for towline.1, towline-copy.1, …; created if it does not exist
     #[arg(value_name = "DIR")]

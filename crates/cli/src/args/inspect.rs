@@ -17,12 +17,14 @@ Examples:
   towline inspect --verify --json guest.img
   towline inspect qmp:/run/vm/a.qmp
   towline inspect --verify s3://BUCKET/vm/a-monday
-  List the unreferenced chunks of a store, and remove them:
-    towline inspect --garbage s3://BUCKET/vm
-    towline inspect --remove-garbage s3://BUCKET/vm
+
+Exit status:
+  0  done
+  1  refused or failed, or damaged
+  2  usage
 ")]
 pub(crate) struct InspectArgs {
-    /// Image, qmp:PATH, prefix of a store, or stream (tcp:, unix:, fd:, exec:)
+    /// Image, qmp:PATH, or stream (tcp:, unix:, fd:, exec:)
     #[arg(value_name = "SOURCE")]
     pub(crate) source: Endpoint,
     /// Compare the whole image with its checksums
@@ -48,17 +50,17 @@ pub(crate) struct InspectArgs {
     pub(crate) output: Output,
 }
 
-/// Options of garbage collection.
+/// Options of garbage collection, which `towline store gc` has replaced.
 #[cfg(feature = "store")]
 #[derive(Debug, clap::Args)]
 pub(crate) struct GarbageArgs {
     /// List the chunks below SOURCE, a store's prefix, that no image references
-    #[arg(long)]
+    #[arg(long, hide = true)]
     pub(crate) garbage: bool,
     /// Remove them; refused during an upload below the same prefix
-    #[arg(long)]
+    #[arg(long, hide = true)]
     pub(crate) remove_garbage: bool,
     /// Minimum age in hours of unreferenced chunks; younger ones are kept for uploads that are resumed
-    #[arg(long, value_name = "HOURS", default_value = "24", value_parser = hours)]
+    #[arg(long, value_name = "HOURS", default_value = "24", value_parser = hours, hide = true)]
     pub(crate) garbage_age: std::time::Duration,
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::{ENDPOINTS, Output, TransferArgs, key_and_value};
+use super::{GUEST, MORE, Output, TransferArgs, key_and_value};
 use crate::endpoint::Endpoint;
 
 /// Move a running guest: copy it, and end SOURCE once the guest is at DEST
@@ -11,9 +11,9 @@ use crate::endpoint::Endpoint;
 /// it was paused), once an image is complete and synced, or, with a stream, once SOURCE reports `completed`. After an
 /// earlier failure the guest continues at SOURCE.
 #[derive(Debug, clap::Args)]
-#[command(after_long_help = "\
+#[command(after_long_help = concat!("\
 Examples:
-  To a QEMU on this host, started with `-incoming defer -qmp unix:/run/vm/b.qmp,server,nowait`:
+  To a QEMU on this host, started with `-incoming defer -qmp unix:/run/vm/b.qmp,server=on,wait=off`:
     towline move qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
   To another host; the first command runs there:
     towline copy --multifd-channels 4 tcp:0.0.0.0:4444 qmp:/run/vm/b.qmp
@@ -23,16 +23,17 @@ Examples:
       qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
   Into an image:
     towline move qmp:/run/vm/a.qmp guest.img
-")]
-#[command(after_help = ENDPOINTS)]
+
+", endpoints!()))]
+#[command(after_help = MORE)]
 pub(crate) struct MoveArgs {
     /// Unplug a vhost-user-vsock, which QEMU does not migrate, and plug it in again at a qmp: DEST with the same -chardev
     /// and pcie-root-port; connections end, listeners in the guest continue
-    #[arg(long)]
+    #[arg(long, help_heading = GUEST)]
     pub(crate) detach_vsock: bool,
     /// Control sockets (--qmp) of a towline device at the source and its counterpart at the destination, whose
     /// compatibility is checked before the move, as by `towline check ctl:SRC ctl:DST`; may be repeated
-    #[arg(long, value_name = "SRC=DST", value_parser = device_pair)]
+    #[arg(long, value_name = "SRC=DST", value_parser = device_pair, help_heading = GUEST)]
     pub(crate) device_ctl: Vec<(PathBuf, PathBuf)>,
     /// QEMU that runs the guest: qmp:PATH
     #[arg(value_name = "SOURCE")]

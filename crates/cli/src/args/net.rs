@@ -65,6 +65,9 @@ pub(crate) struct NetArgs {
     /// Interface that transmits from guest memory by AF_XDP; the tap only receives
     #[arg(long, value_name = "IF")]
     pub(crate) af_xdp: Option<String>,
+    /// AF_XDP also on an interface without zero-copy, where frames otherwise go by the tap, which is faster
+    #[arg(long, requires = "af_xdp")]
+    pub(crate) af_xdp_copy: bool,
     /// Inherited AF_XDP sockets, not bound, one for each queue pair
     #[arg(long, value_name = "A:B:..", value_delimiter = ':', requires = "af_xdp")]
     pub(crate) xsk_fds: Vec<i32>,

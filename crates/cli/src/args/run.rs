@@ -26,14 +26,20 @@ Examples:
     towline run guest.img --count 3 --name web --set serial.0=unix:/run/vm/{name}.sock,server=on,wait=off
   An image without a command line needs all arguments:
     towline run guest.img -- -machine pc-q35-10.0 -cpu Nehalem -m 512M -nodefaults
-  See the guests that run, and talk to one:
+  Four clones that outlive this command, each with a disk of its own on top of the given one:
+    towline run guest.img --count 4 --name web --detach --overlay \\
+      --set drive.disk0.file=/srv/a.qcow2 --set drive.disk0.format=qcow2
+  See the guests that run, talk to one, and end it:
     towline ps
-    towline ctl $XDG_RUNTIME_DIR/towline/guests/web-0/qmp.sock query-status
+    towline ctl web-0 status
+    towline ctl web-0 quit
+  From an object store, at once and before its memory is here:
+    towline run --postcopy s3://BUCKET/vm/a
 
-Exit status: 0 all guests ran and have ended, by themselves or by Ctrl-C; 1 refused, failed, or a
-QEMU ended with an error; the guest is safe in its image; 2 usage.")]
+Exit status: 0 all guests ran and have ended, by themselves or by Ctrl-C, or run with --detach; 1
+refused, failed, or a QEMU ended with an error; the guest is safe in its image; 2 usage.")]
 pub(crate) struct RunArgs {
-    /// Image in a file
+    /// Image in a file or in an object store
     #[arg(value_name = "IMAGE")]
     pub(crate) image: Endpoint,
     /// Name of the guest; with --count the clones' names are NAME-0, NAME-1, … [default: the image's file name]
@@ -48,6 +54,22 @@ pub(crate) struct RunArgs {
     /// Copy the memory instead
     #[arg(long)]
     pub(crate) copy: bool,
+    /// Run the guest at once, and load its memory on demand (docs/instant-restore.md)
+    #[arg(long, conflicts_with_all = ["share", "copy"])]
+    pub(crate) postcopy: bool,
+    /// Leave the guests running when this command ends, which it does once they run
+    #[arg(long)]
+    pub(crate) detach: bool,
+    /// Give each guest a qcow2 overlay for each disk that it writes; the disks stay as they are
+    #[arg(long)]
+    pub(crate) overlay: bool,
+    /// Directory of the overlays [default: that of the image; of an image in a store the working directory]
+    #[arg(long, value_name = "DIR", requires = "overlay")]
+    pub(crate) overlay_dir: Option<PathBuf>,
+    /// Directory of the files of images from object stores, which all guests of this user share
+    /// [default: /var/cache/towline/images for root, else $XDG_CACHE_HOME/towline/images]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) cache_dir: Option<PathBuf>,
     /// Value of this host for an option of the image (drive.disk0.file=/srv/a.raw); an option with an empty value is
     /// removed. Here and in QEMU-ARGUMENTS {name} is the name of the clone, and n in braces its number (docs/run.md)
     #[arg(long, value_name = "OPTION.KEY=VALUE")]
@@ -61,11 +83,13 @@ pub(crate) struct RunArgs {
     /// Further arguments of QEMU; all of them if the image has no command line
     #[arg(value_name = "QEMU-ARGUMENTS", last = true)]
     pub(crate) arguments: Vec<OsString>,
+    #[command(flatten)]
+    pub(crate) output: Output,
 }
 
-/// List the guests that `towline run` supervises on this host
+/// List the guests that `towline run` has started on this host
 ///
-/// Covers the guests of this user. Exit status: 0, also if there are none; 1 the directory of guests cannot be read.
+/// Covers the guests of this user that run, supervised or detached. Exit status: 0, also if there are none; 1 the directory of guests cannot be read.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:

@@ -1,7 +1,8 @@
 //! Options that `copy` and `move` share.
 
-use super::{CompressionMethod, Switch, TlsArgs, ZeroCopy};
+use super::{CompressionMethod, GUEST, IMAGES, LANES, LIMITS, POSTCOPY, Switch, TlsArgs, ZeroCopy};
 use crate::observability::ObservabilityArgs;
+use crate::report::ReportArgs;
 use crate::sandbox::SandboxArgs;
 use crate::units::{bytes, seconds};
 
@@ -9,73 +10,63 @@ use crate::units::{bytes, seconds};
 #[derive(Debug, clap::Args)]
 pub(crate) struct TransferArgs {
     /// Number of lanes (multifd channels), the same at both ends; 0 disables them [default: 4 where QMP can set them, else 0]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = LANES)]
     pub(crate) multifd_channels: Option<usize>,
     /// Compression of the lanes, the same at both ends of a stream (QEMU's multifd-compression)
-    #[arg(long, value_name = "METHOD", default_value = "none")]
+    #[arg(long, value_name = "METHOD", default_value = "none", help_heading = LANES)]
     pub(crate) compression: CompressionMethod,
     /// zlib compression level, 0 (none) to 9 (best) [default: 1]
-    #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=9))]
+    #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=9), hide_short_help = true, help_heading = LANES)]
     pub(crate) multifd_zlib_level: Option<u8>,
     /// zstd compression level, 1 (fastest) to 20 (best); 0 is zstd's own default [default: 1]
-    #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=20))]
+    #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=20), hide_short_help = true, help_heading = LANES)]
     pub(crate) multifd_zstd_level: Option<u8>,
     /// Zero-copy sends (MSG_ZEROCOPY) on TCP lanes: auto, where they save CPU time; on, or fail; off
-    #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto")]
+    #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto", hide_short_help = true, help_heading = LANES)]
     pub(crate) zero_copy_send: ZeroCopy,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Maximum bandwidth in bytes per second (suffixes K, M, G) [default: unlimited]
-    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = LIMITS)]
     pub(crate) max_bandwidth: Option<u64>,
     /// Maximum downtime in milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 300)]
+    #[arg(long, value_name = "MS", default_value_t = 300, help_heading = LIMITS)]
     pub(crate) downtime_limit: u64,
     /// Throttle the vCPUs of a qmp: SOURCE that dirties memory faster than it is sent (QEMU's auto-converge)
-    #[arg(long)]
+    #[arg(long, help_heading = LIMITS)]
     pub(crate) throttle: bool,
-    /// Compare an image with its checksums while it is read; a damaged one does not run
-    #[arg(long)]
-    pub(crate) verify: bool,
     /// Run the guest at a qmp: DEST even if it was paused
-    #[arg(long, conflicts_with = "paused")]
+    #[arg(long, conflicts_with = "paused", help_heading = GUEST)]
     pub(crate) run: bool,
     /// Leave the guest at a qmp: DEST paused even if it ran
-    #[arg(long)]
+    #[arg(long, help_heading = GUEST)]
     pub(crate) paused: bool,
     /// Return path of streams; off for one-way transports such as files and pipes
-    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    #[arg(long, value_name = "ON|OFF", default_value = "on", hide_short_help = true, help_heading = LANES)]
     pub(crate) return_path: Switch,
-    /// Stream an image to a qmp: DEST even where QEMU (9.0 and later) can load the file itself
-    #[arg(long)]
-    pub(crate) stream: bool,
     /// Replace an existing image
-    #[arg(long)]
+    #[arg(long, help_heading = IMAGES)]
     pub(crate) overwrite: bool,
     #[command(flatten)]
     pub(crate) postcopy: PostcopyArgs,
     #[command(flatten)]
     pub(crate) observability: ObservabilityArgs,
     /// Timeout in seconds for connecting to the other end, and for its first reply
-    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds, hide_short_help = true, help_heading = LIMITS)]
     pub(crate) connect_timeout: std::time::Duration,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
+    #[command(flatten)]
+    pub(crate) report: ReportArgs,
 }
 
 /// Options of postcopy.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PostcopyArgs {
     /// Run the guest at DEST at once, and load its memory on demand (docs/instant-restore.md)
-    #[arg(long)]
+    #[arg(long, help_heading = POSTCOPY)]
     pub(crate) postcopy: bool,
     /// Send requested pages on a channel of their own; the other QEMU needs the same postcopy-preempt
-    #[arg(long, requires = "postcopy")]
+    #[arg(long, requires = "postcopy", hide_short_help = true, help_heading = POSTCOPY)]
     pub(crate) postcopy_preempt: bool,
-    /// Continue an interrupted --postcopy of an image (QEMU's postcopy-paused)
-    #[arg(long, requires = "postcopy")]
-    pub(crate) recover: bool,
-    /// Working set beside the image (IMAGE.working-set.json): recorded, and sent first by later restores
-    #[arg(long, value_name = "ON|OFF", default_value = "on")]
-    pub(crate) record_working_set: Switch,
 }

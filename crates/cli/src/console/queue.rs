@@ -16,7 +16,7 @@ use crate::lock::lock;
 
 /// Policy for an item while the queue is not written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Keep {
+pub(crate) enum OverflowPolicy {
     /// Replaced by the next item with this key: progress.
     Latest(usize),
     /// Dropped while more than [`LIMITED_BYTES_MAX`] are queued.
@@ -66,7 +66,7 @@ struct Queue {
 }
 
 struct Item {
-    keep: Keep,
+    keep: OverflowPolicy,
     content: Content,
 }
 
@@ -99,11 +99,11 @@ impl Output {
     }
 
     /// Queues bytes, which are written together.
-    pub(crate) fn push(&self, keep: Keep, bytes: Vec<u8>) {
+    pub(crate) fn push(&self, keep: OverflowPolicy, bytes: Vec<u8>) {
         self.shared.push(Item { keep, content: Content::Text(self.sink.clone(), bytes) });
     }
 
-    pub(super) fn push_draw(&self, keep: Keep, draw: Box<dyn FnOnce() + Send>) {
+    pub(super) fn push_draw(&self, keep: OverflowPolicy, draw: Box<dyn FnOnce() + Send>) {
         self.shared.push(Item { keep, content: Content::Draw(draw) });
     }
 
@@ -136,17 +136,17 @@ impl Shared {
     fn push(&self, item: Item) {
         let mut queue = self.queue();
         match item.keep {
-            Keep::Limited if queue.bytes + item.content.len() > LIMITED_BYTES_MAX => {
+            OverflowPolicy::Limited if queue.bytes + item.content.len() > LIMITED_BYTES_MAX => {
                 queue.dropped += 1;
                 return;
             }
-            Keep::Latest(_) => {
+            OverflowPolicy::Latest(_) => {
                 let older = queue.items.iter().position(|other| other.keep == item.keep);
                 if let Some(older) = older.and_then(|index| queue.items.remove(index)) {
                     queue.bytes -= older.content.len();
                 }
             }
-            Keep::Limited | Keep::Always => {}
+            OverflowPolicy::Limited | OverflowPolicy::Always => {}
         }
         queue.bytes += item.content.len();
         queue.items.push_back(item);
@@ -258,12 +258,12 @@ mod tests {
     fn progress_replaces_queued_progress_and_phases_stay() {
         let (reader, output) = pipe();
         for (keep, text) in [
-            (Keep::Always, "phase 1\n"),
-            (Keep::Latest(0), "progress 1 of a\n"),
-            (Keep::Latest(1), "progress 1 of b\n"),
-            (Keep::Always, "phase 2\n"),
-            (Keep::Latest(0), "progress 2 of a\n"),
-            (Keep::Always, "end\n"),
+            (OverflowPolicy::Always, "phase 1\n"),
+            (OverflowPolicy::Latest(0), "progress 1 of a\n"),
+            (OverflowPolicy::Latest(1), "progress 1 of b\n"),
+            (OverflowPolicy::Always, "phase 2\n"),
+            (OverflowPolicy::Latest(0), "progress 2 of a\n"),
+            (OverflowPolicy::Always, "end\n"),
         ] {
             output.push(keep, text.into());
         }
@@ -276,9 +276,9 @@ mod tests {
         let (reader, output) = pipe();
         let notice = vec![b'n'; 1000];
         for _ in 0..10_000 {
-            output.push(Keep::Limited, notice.clone());
+            output.push(OverflowPolicy::Limited, notice.clone());
         }
-        output.push(Keep::Always, b"end\n".to_vec());
+        output.push(OverflowPolicy::Always, b"end\n".to_vec());
         let queued = output.shared.queue().bytes;
         let dropped = output.shared.queue().dropped;
         assert!(queued <= LIMITED_BYTES_MAX + 4, "{queued}");
@@ -308,7 +308,7 @@ mod tests {
     fn writing_to_a_closed_pipe_ends() {
         let (reader, output) = pipe();
         drop(reader);
-        output.push(Keep::Always, b"lost\n".to_vec());
+        output.push(OverflowPolicy::Always, b"lost\n".to_vec());
         output.start();
         assert!(output.wait_written(Instant::now() + WITHIN));
     }

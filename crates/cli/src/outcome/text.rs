@@ -21,7 +21,7 @@ pub(super) fn completed(
     reporter.line(&format!("{} {source} to {destination} in {seconds:.2} s", verb.name()));
     transfer(reporter, report);
     for line in sends::lines(&report.lane_sends) {
-        reporter.line(&format!("  lanes        {line}"));
+        tracing::info!("lanes {line}");
     }
     if let Some(downtime_ms) = report.downtime_ms {
         reporter.line(&format!("  downtime     {downtime_ms} ms"));
@@ -67,15 +67,21 @@ fn transfer(reporter: &Reporter, report: &Report) {
             report.multifd_channels
         ));
     } else {
+        let lanes = match report.multifd_channels {
+            1 => "1 lane".to_owned(),
+            lanes => format!("{lanes} lanes"),
+        };
         reporter.line(&format!(
-            "  moved        {} at {}/s over {} lanes, in {} vectored, {} plain and {} spliced calls",
+            "  moved        {} at {}/s over {lanes}",
             size(moved.transferred),
-            size((moved.transferred as f64 / seconds) as u64),
-            report.multifd_channels,
-            count(moved.vectored_calls),
-            count(moved.plain_calls),
-            count(moved.spliced_calls)
+            size((moved.transferred as f64 / seconds) as u64)
         ));
+        tracing::info!(
+            vectored = moved.vectored_calls,
+            plain = moved.plain_calls,
+            spliced = moved.spliced_calls,
+            "system calls that moved pages"
+        );
     }
     if let Some(ratio) = report.compression_ratio() {
         let (pages, wire) = (size(moved.normal_bytes), size(moved.multifd_bytes));

@@ -3,14 +3,17 @@
 use std::path::Path;
 
 use towline_control::command_line;
-use towline_image::{Image, StoredGuest as _};
+use towline_image::Image;
 use towline_launch::{
     AllowedCommandLine, CommandLine, GuestIdentity, GuestName, HostArguments, MappedBlock, MappedMemory,
-    QemuVersion, Recorded, Refused, Sharing, Start, check_in_use,
+    Overlay, OverlayPlan, QemuVersion, Recorded, Refused, Sharing, Start, check_in_use,
 };
+use towline_protocol::RamBlock;
+
+use super::image::RunImage;
+use super::rejection::Rejection;
 
 use crate::args::RunArgs;
-use crate::exit::Exit;
 
 /// A guest that is about to start.
 #[derive(Debug)]
@@ -18,6 +21,8 @@ pub(crate) struct GuestStart {
     pub(crate) name: GuestName,
     pub(crate) host: HostArguments,
     pub(crate) command_line: AllowedCommandLine,
+    /// Overlays that have to be made first.
+    pub(crate) overlays: Vec<Overlay>,
 }
 
 /// Origin of the guests' memory.
@@ -27,29 +32,25 @@ pub(crate) enum Memory {
     Mapped,
     /// It is copied, for this reason; `None`: as requested.
     Copied(Option<String>),
+    /// It follows the guest, which runs at once.
+    Postcopy,
 }
 
-/// A `run` that is not started.
-#[derive(Debug)]
-pub(crate) struct Rejection {
-    pub(crate) exit: Exit,
-    pub(crate) text: String,
-}
-
-impl Rejection {
-    fn usage(text: impl Into<String>) -> Self {
-        Self { exit: Exit::Usage, text: text.into() }
-    }
-
-    fn refused(error: &dyn std::fmt::Display) -> Self {
-        Self { exit: Exit::Failed, text: error.to_string() }
+impl Memory {
+    /// Its identifier in events.
+    pub(crate) fn id(&self) -> &'static str {
+        match self {
+            Self::Mapped => "mapped",
+            Self::Copied(_) => "copied",
+            Self::Postcopy => "postcopy",
+        }
     }
 }
 
 /// Returns the guests to start, and their memory's origin. They do not collide with each other or with this host.
 pub(crate) fn guests(
     args: &RunArgs,
-    image: &Image,
+    image: &RunImage,
     version: QemuVersion,
 ) -> Result<(Vec<GuestStart>, Memory), Rejection> {
     let recorded = match image.origin().map(command_line::recorded) {
@@ -59,15 +60,18 @@ pub(crate) fn guests(
     if recorded.is_none() && args.arguments.is_empty() {
         return Err(Rejection::usage(format!(
             "image {} has no command line; write all arguments of its QEMU after --",
-            image.path().display()
+            image.name().display()
         )));
     }
     let mut guests = Vec::new();
-    for (n, name) in (0..).zip(names(args, image.path())?) {
-        let host = host(args, n, &name)?;
+    for (n, name) in (0..).zip(names(args, &image.stem)?) {
+        let host = host(args, recorded.as_ref(), n, &name)?;
         let command_line = allowed(args, recorded.as_ref(), &host);
         let command_line = command_line.map_err(|refused| Rejection::refused(&refused))?;
-        guests.push(GuestStart { name, host, command_line });
+        guests.push(GuestStart { name, host, command_line, overlays: Vec::new() });
+    }
+    if args.overlay {
+        use_overlays(args, image, &mut guests)?;
     }
     let memory = map_memory(args, image, version, &mut guests)?;
     let starts: Vec<_> = guests
@@ -79,30 +83,34 @@ pub(crate) fn guests(
 }
 
 /// The names of the guests, numbered if there are several.
-fn names(args: &RunArgs, image: &Path) -> Result<Vec<GuestName>, Rejection> {
-    let base = match &args.name {
-        Some(name) => name.as_str().to_owned(),
-        None => image.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
-    };
+fn names(args: &RunArgs, stem: &str) -> Result<Vec<GuestName>, Rejection> {
+    let base = args.name.as_ref().map_or(stem, GuestName::as_str);
     let names = match args.count {
-        1 => vec![base],
+        1 => vec![base.to_owned()],
         count => (0..count).map(|n| format!("{base}-{n}")).collect(),
     };
     names.iter().map(|name| name.parse().map_err(|error| Rejection::usage(format!("{error}")))).collect()
 }
 
 /// This host's part of the command line of one guest.
-fn host(args: &RunArgs, n: u32, name: &GuestName) -> Result<HostArguments, Rejection> {
+fn host(
+    args: &RunArgs,
+    recorded: Option<&Recorded>,
+    n: u32,
+    name: &GuestName,
+) -> Result<HostArguments, Rejection> {
+    // The user's own settings follow, and replace these.
+    let ids = recorded.map(Recorded::new_generation_ids).unwrap_or_default();
     let host = HostArguments {
         binary: args.qemu.clone(),
-        // Relative paths of the user's arguments.
-        working_directory: std::env::current_dir().ok(),
-        settings: args.set.clone(),
+        settings: ids.into_iter().chain(args.set.iter().cloned()).collect(),
         arguments: args.arguments.clone(),
         ..HostArguments::default()
     };
     let identity = GuestIdentity { n, name: name.as_str() };
-    host.for_guest(identity).map_err(|error| Rejection::usage(error.to_string()))
+    let host = host.for_guest(identity).map_err(|error| Rejection::usage(error.to_string()))?;
+    // Of relative paths of the user's arguments. It is as it is, whatever braces it has.
+    Ok(HostArguments { working_directory: std::env::current_dir().ok(), ..host })
 }
 
 fn allowed(
@@ -120,20 +128,39 @@ fn allowed(
     }
 }
 
+/// Has the guests write to overlays of their disks, which are not made yet.
+fn use_overlays(args: &RunArgs, image: &RunImage, guests: &mut [GuestStart]) -> Result<(), Rejection> {
+    let directory = args.overlay_dir.clone().unwrap_or_else(|| image.directory());
+    // Backing files are named in overlays, whose directory is another one.
+    let directory = std::path::absolute(&directory).unwrap_or(directory);
+    for guest in guests.iter_mut() {
+        let plan = OverlayPlan {
+            guest: &guest.name,
+            directory: &directory,
+            working_directory: guest.host.working_directory.as_deref().unwrap_or(Path::new("/")),
+        };
+        let overlays = guest.command_line.use_overlays(&plan);
+        guest.overlays = overlays.map_err(|error| Rejection::refused(&error))?;
+    }
+    let all: Vec<_> = guests.iter().flat_map(|guest| guest.overlays.iter().cloned()).collect();
+    Overlay::check(&all).map_err(|error| Rejection::refused(&error))
+}
+
 /// Has the guests map their memory from the image, if that is requested and possible.
 fn map_memory(
     args: &RunArgs,
-    image: &Image,
+    image: &RunImage,
     version: QemuVersion,
     guests: &mut [GuestStart],
 ) -> Result<Memory, Rejection> {
     if args.copy {
         return Ok(Memory::Copied(None));
     }
+    let Some(image) = image.file().filter(|_| !args.postcopy) else { return Ok(Memory::Postcopy) };
     let mapped = guests.iter().try_fold(Vec::new(), |mut mapped, guest| {
         let mut command_line = guest.command_line.clone();
-        let block = block(image, &command_line)?;
-        let memory = MappedMemory { blocks: vec![block], sharing: Sharing::CopyOnWrite };
+        let blocks = blocks(image, &command_line)?;
+        let memory = MappedMemory { blocks, sharing: Sharing::CopyOnWrite };
         memory.apply(&mut command_line, version).map_err(|error| error.to_string())?;
         mapped.push(command_line);
         Ok::<_, String>(mapped)
@@ -151,8 +178,8 @@ fn map_memory(
     }
 }
 
-/// The guest's only block of memory, as a range of the image.
-fn block(image: &Image, guest: &AllowedCommandLine) -> Result<MappedBlock, String> {
+/// The guest's memory, block by block, as ranges of the image.
+fn blocks(image: &Image, guest: &AllowedCommandLine) -> Result<Vec<MappedBlock>, String> {
     if image.is_incremental() {
         return Err("the image is an increment; make a whole one with `towline copy IMAGE NEW`".into());
     }
@@ -161,23 +188,44 @@ fn block(image: &Image, guest: &AllowedCommandLine) -> Result<MappedBlock, Strin
     if whole.options().iter().any(is_vhost_user) {
         return Err("vhost-user devices need memory that is shared with their process".into());
     }
-    let backends: Vec<_> = whole.named("object").filter_map(backend_id).collect();
-    let blocks = image.ram_blocks();
-    let block = match backends.as_slice() {
-        // The machine's own memory is the largest block by far; others are firmware and video memory.
-        [] => blocks.iter().max_by_key(|block| block.length).filter(|block| block.name.ends_with(".ram")),
-        [id] => blocks.iter().find(|block| block.name == *id),
-        several => return Err(format!("the guest has {} memory backends, expected one", several.len())),
-    };
-    let block = block.ok_or("no block of the image is the guest's memory backend")?;
-    let position = block.mapped.ok_or("the image's blocks have no position")?;
     let path = image.path().canonicalize().map_err(|error| error.to_string())?;
-    Ok(MappedBlock { id: block.name.clone(), path, offset: position.pages_offset, length: block.length })
+    let blocks = image.ram_blocks();
+    let backends = backends(&whole);
+    let mapped: Vec<_> = if backends.is_empty() {
+        // The machine's own memory is the largest block by far; others are firmware and video memory.
+        let main =
+            blocks.iter().max_by_key(|block| block.length).filter(|block| block.name.ends_with(".ram"));
+        vec![main.ok_or("no block of the image is the machine's memory")?]
+    } else {
+        let find = |id: &String| {
+            let block = blocks.iter().find(|block| block.name == *id);
+            block.ok_or_else(|| format!("the image has no block of the memory backend {id}"))
+        };
+        backends.iter().map(find).collect::<Result<_, _>>()?
+    };
+    let range = |block: &RamBlock| {
+        let position = block.mapped.ok_or("the image's blocks have no position")?;
+        let (id, path) = (block.name.clone(), path.clone());
+        Ok(MappedBlock { id, path, offset: position.pages_offset, length: block.length })
+    };
+    mapped.into_iter().map(range).collect()
 }
 
-fn backend_id(option: &towline_launch::command_line::QemuOption) -> Option<String> {
-    let kind = option.properties()?.value("qom-type")?;
-    kind.starts_with("memory-backend-").then(|| option.id())?
+/// Returns true if the guest has a network card with a network.
+pub(crate) fn has_card(guest: &AllowedCommandLine) -> bool {
+    let Ok(whole) = CommandLine::parse(guest.to_arguments()) else { return false };
+    whole.options().iter().any(|option| match option.name.as_str() {
+        "device" => option.properties().is_some_and(|properties| properties.value("netdev").is_some()),
+        "nic" => option.value_text().as_deref() != Some("none"),
+        _ => false,
+    })
+}
+
+/// Ids of the backends that are the guest's memory: the machine's, and those of its NUMA nodes. Others are of devices.
+fn backends(command_line: &CommandLine) -> Vec<String> {
+    let main = command_line.merged_value("machine", "memory-backend");
+    let nodes = command_line.named("numa").filter_map(|option| option.properties()?.value("memdev"));
+    main.into_iter().chain(nodes).collect()
 }
 
 fn is_vhost_user(option: &towline_launch::command_line::QemuOption) -> bool {

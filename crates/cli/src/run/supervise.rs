@@ -1,15 +1,18 @@
 //! Supervision of running guests until the last one has ended.
 
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
+use serde_json::json;
 use towline_channel::Cancel;
 use towline_launch::RunningQemu;
 use towline_qmp::commands::Quit;
 use towline_qmp::{Client, Options};
 
+use super::report::StartedGuest;
 use crate::console;
 use crate::exit::Exit;
 use crate::progress::Reporter;
@@ -21,22 +24,48 @@ const END_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time in which the exit status of an ended process arrives.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Guests that were started. They are ended when this is dropped, unless they are detached.
+#[derive(Debug, Default)]
+pub(crate) struct Guests {
+    started: Vec<StartedGuest>,
+}
+
+impl Guests {
+    pub(crate) fn push(&mut self, guest: StartedGuest) {
+        self.started.push(guest);
+    }
+
+    pub(crate) fn started(&self) -> &[StartedGuest] {
+        &self.started
+    }
+
+    /// Leaves them running. Those that were started with this process as their owner are killed.
+    pub(crate) fn detach(mut self) {
+        drop(std::mem::take(&mut self.started));
+    }
+}
+
+impl Drop for Guests {
+    fn drop(&mut self) {
+        end(&self.started);
+    }
+}
+
 /// Waits until all guests have ended, or ends them once `cancel` is cancelled.
-pub(crate) fn supervise(mut guests: Vec<RunningQemu>, cancel: &Cancel, reporter: &Reporter) -> Result<Exit> {
+pub(crate) fn supervise(mut guests: Guests, cancel: &Cancel, reporter: &Reporter) -> Result<Exit> {
     let mut exit = Exit::Done;
-    while !guests.is_empty() {
-        wait(&guests, cancel)?;
+    while !guests.started.is_empty() {
+        wait(&guests.started, cancel)?;
         let mut index = 0;
-        while let Some(guest) = guests.get(index) {
+        while let Some(guest) = guests.started.get(index) {
             if has_ended(guest)? {
                 // Dropping it frees its name.
-                exit = exit.max(ended(&guests.swap_remove(index), reporter));
+                exit = exit.max(ended(&guests.started.swap_remove(index), reporter));
             } else {
                 index += 1;
             }
         }
         if cancel.is_cancelled() {
-            end(guests);
             return Ok(exit);
         }
     }
@@ -44,9 +73,9 @@ pub(crate) fn supervise(mut guests: Vec<RunningQemu>, cancel: &Cancel, reporter:
 }
 
 /// Waits for the end of a guest, or for a signal.
-fn wait(guests: &[RunningQemu], cancel: &Cancel) -> Result<()> {
+fn wait(guests: &[StartedGuest], cancel: &Cancel) -> Result<()> {
     let mut fds: Vec<PollFd<'_>> =
-        guests.iter().map(|guest| PollFd::from_borrowed_fd(guest.pidfd(), PollFlags::IN)).collect();
+        guests.iter().map(|guest| PollFd::from_borrowed_fd(guest.qemu.pidfd(), PollFlags::IN)).collect();
     fds.push(PollFd::new(cancel, PollFlags::IN));
     match poll(&mut fds, None) {
         Ok(_) | Err(Errno::INTR) => Ok(()),
@@ -54,8 +83,8 @@ fn wait(guests: &[RunningQemu], cancel: &Cancel) -> Result<()> {
     }
 }
 
-fn has_ended(guest: &RunningQemu) -> Result<bool> {
-    let mut fds = [PollFd::from_borrowed_fd(guest.pidfd(), PollFlags::IN)];
+fn has_ended(guest: &StartedGuest) -> Result<bool> {
+    let mut fds = [PollFd::from_borrowed_fd(guest.qemu.pidfd(), PollFlags::IN)];
     match poll(&mut fds, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 })) {
         Ok(ready) => Ok(ready > 0),
         Err(Errno::INTR) => Ok(false),
@@ -64,35 +93,45 @@ fn has_ended(guest: &RunningQemu) -> Result<bool> {
 }
 
 /// Reports the end of a guest.
-fn ended(guest: &RunningQemu, reporter: &Reporter) -> Exit {
-    let name = guest.directory().name();
-    match guest.wait(STATUS_TIMEOUT) {
-        Some(status) if status.success() => {
-            reporter.line(&format!("{name} has ended"));
-            Exit::Done
-        }
-        status => {
-            let status = status.map_or_else(|| "unknown exit status".into(), |status| status.to_string());
-            console::error(&format!("QEMU of {name} ended ({status}): {}", guest.log_tail()));
-            Exit::Failed
-        }
+fn ended(guest: &StartedGuest, reporter: &Reporter) -> Exit {
+    let name = guest.qemu.directory().name();
+    let status = guest.qemu.wait(STATUS_TIMEOUT);
+    let is_success = status.is_some_and(|status| status.success());
+    let text = status.map_or_else(|| "unknown exit status".into(), |status| status.to_string());
+    reporter.event("ended", json!({ "name": name.as_str(), "success": is_success, "text": text }));
+    if is_success {
+        reporter.line(&format!("{name} has ended"));
+        return Exit::Done;
     }
+    console::error(&format!("QEMU of {name} ended ({text}): {}", guest.qemu.log_tail()));
+    Exit::Failed
 }
 
-/// Ends the guests: by their monitors, and those that do not end in time by SIGKILL, when they are dropped.
-pub(crate) fn end(guests: Vec<RunningQemu>) {
-    let options = Options { deadline: QUIT_TIMEOUT, greeting_deadline: QUIT_TIMEOUT, ..Options::default() };
-    for guest in &guests {
-        let quit = Client::connect(guest.qmp_path(), &options).and_then(|mut client| client.execute(&Quit));
-        if let Err(error) = quit {
-            tracing::debug!(name = %guest.directory().name(), %error, "QEMU is not ended by its monitor");
+/// Ends the guests: by their monitors, and those that do not end in time by SIGKILL.
+fn end(guests: &[StartedGuest]) {
+    // A monitor that another client uses does not answer; it delays no other guest.
+    thread::scope(|scope| {
+        for guest in guests {
+            let ender = thread::Builder::new().name("end".into());
+            if let Err(error) = ender.spawn_scoped(scope, || end_one(&guest.qemu)) {
+                tracing::debug!(%error, "no thread");
+                end_one(&guest.qemu);
+            }
         }
-    }
+    });
+}
+
+fn end_one(qemu: &RunningQemu) {
     let deadline = Instant::now() + END_TIMEOUT;
-    for guest in &guests {
-        if guest.wait(deadline.saturating_duration_since(Instant::now())).is_none() {
-            tracing::warn!(name = %guest.directory().name(), "QEMU has not ended and is killed");
-        }
+    let options = Options { deadline: QUIT_TIMEOUT, greeting_deadline: QUIT_TIMEOUT, ..Options::default() };
+    let quit = Client::connect(qemu.qmp_path(), &options).and_then(|mut client| client.execute(&Quit));
+    if let Err(error) = quit {
+        tracing::debug!(name = %qemu.directory().name(), %error, "QEMU is not ended by its monitor");
     }
-    drop(guests);
+    if qemu.wait(deadline.saturating_duration_since(Instant::now())).is_none() {
+        tracing::warn!(name = %qemu.directory().name(), "QEMU has not ended and is killed");
+        // One that outlives this process is not killed when it is dropped.
+        qemu.kill();
+        let _ = qemu.wait(STATUS_TIMEOUT);
+    }
 }

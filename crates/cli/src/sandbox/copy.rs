@@ -16,7 +16,6 @@ const SYSTEM: [&str; 3] = ["/proc", "/sys/devices/system", "/sys/fs/cgroup"];
 const NAME_SERVICE: [&str; 7] =
     ["/etc", "/usr", "/lib", "/lib64", "/run/systemd/resolve", "/run/resolvconf", "/run/NetworkManager"];
 /// Variables that name a file read by object stores or TLS.
-#[cfg(feature = "store")]
 const CREDENTIALS: [&str; 7] = [
     "AWS_SHARED_CREDENTIALS_FILE",
     "AWS_CONFIG_FILE",
@@ -27,14 +26,15 @@ const CREDENTIALS: [&str; 7] = [
     "SSL_CERT_DIR",
 ];
 /// Directories of credentials below the home directory.
-#[cfg(feature = "store")]
 const HOME_CREDENTIALS: [&str; 3] = [".aws", ".config/gcloud", ".azure"];
 /// Directory of pages that wait for their upload, without `TMPDIR`.
-#[cfg(feature = "store")]
 const SPOOL: &str = "/var/tmp";
 
 /// Reason that a copy to or from `exec:` is not confined.
 pub(crate) const EXEC_UNCONFINED: &str = "commands of exec: would be confined with this process";
+
+/// Suffix of an image's manifest.
+const MANIFEST_SUFFIX: &str = ".manifest.json";
 
 /// Returns the policy of a copy with these endpoints and options, and the control socket `qmp`. `None`: it cannot be confined, since
 /// it runs a command (`exec:`), whose needs are unknown.
@@ -80,18 +80,42 @@ fn permit_source(policy: &mut Policy, source: &Source) -> Option<()> {
     match source {
         Source::Image(path) => permit_image(policy, path),
         Source::Stream(address) => permit_stream(policy, address, Direction::Listen)?,
-        #[cfg(feature = "store")]
         Source::Store(location) => permit_store(policy, location),
         Source::Qmp(_) | Source::Memory(_) => {}
     }
     Some(())
 }
 
+/// Returns the policy of a command on a store or an image in it.
+#[cfg(feature = "store")]
+pub(crate) fn policy_of_store(location: &towline_image::store::Location) -> Policy {
+    let mut policy = Policy { connects_unix: true, opens: true, ..Policy::default() };
+    policy.read.extend(SYSTEM.map(PathBuf::from));
+    permit_store(&mut policy, location);
+    policy
+}
+
+/// Returns the policy of a command that reads an image, or all images of a directory, with their bases.
+pub(crate) fn policy_of_images(path: &Path) -> Policy {
+    let mut policy = Policy { opens: true, ..Policy::default() };
+    policy.read.extend(SYSTEM.map(PathBuf::from));
+    if !path.is_dir() {
+        permit_image(&mut policy, path);
+        return policy;
+    }
+    policy.read.push(path.to_owned());
+    for entry in std::fs::read_dir(path).into_iter().flatten().flatten() {
+        let manifest = entry.path();
+        let image = manifest.to_str().and_then(|manifest| manifest.strip_suffix(MANIFEST_SUFFIX));
+        image.iter().for_each(|image| permit_image(&mut policy, Path::new(image)));
+    }
+    policy
+}
+
 fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<()> {
     match destination {
         Destination::Image(path) => policy.write.push(directory(path)),
         Destination::Stream(address) => permit_stream(policy, address, Direction::Connect)?,
-        #[cfg(feature = "store")]
         Destination::Store(location) => permit_store(policy, location),
         Destination::Qmp(_) | Destination::Memory(_) | Destination::Null => {}
     }
@@ -152,9 +176,8 @@ fn permit_name_service(policy: &mut Policy) {
     policy.read.extend(NAME_SERVICE.map(PathBuf::from));
 }
 
-#[cfg(feature = "store")]
-fn permit_store(policy: &mut Policy, location: &towline_image::store::Location) {
-    use towline_image::store::Scheme;
+fn permit_store(policy: &mut Policy, location: &towline_image::Location) {
+    use towline_image::Scheme;
 
     policy.write.push(std::env::var_os("TMPDIR").map_or_else(|| SPOOL.into(), PathBuf::from));
     if location.scheme() == Scheme::Directory {
@@ -176,7 +199,7 @@ fn permit_store(policy: &mut Policy, location: &towline_image::store::Location) 
 }
 
 /// Returns the directory of a file.
-fn directory(path: &Path) -> PathBuf {
+pub(crate) fn directory(path: &Path) -> PathBuf {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
         _ => PathBuf::from("."),

@@ -3,6 +3,7 @@
 use super::{Pair, Rule};
 use crate::facts::{Drive, Lock, Subject};
 use crate::report::Findings;
+use crate::size::size_text;
 
 pub(super) const RULE: Rule =
     Rule { id: "drives", about: "each drive is there: shared, another file, missing, or locked", run };
@@ -55,8 +56,10 @@ fn another(drive: &Drive, other: &Drive, findings: &mut Findings<'_>) {
     if drive.virtual_bytes != other.virtual_bytes {
         findings.note(
             format!(
-                "drive {} has {} bytes in the guest and {} there",
-                drive.device, drive.virtual_bytes, other.virtual_bytes
+                "drive {} has {} in the guest and {} there",
+                drive.device,
+                size_text(drive.virtual_bytes),
+                size_text(other.virtual_bytes)
             ),
             "the guest goes by the size that it knows",
         );

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::{Pair, Rule};
 use crate::report::Findings;
+use crate::size::size_text;
 
 pub(super) const RULE: Rule = Rule { id: "ram-blocks", about: "each RAM block is there, and as long", run };
 
@@ -14,13 +15,17 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         let (name, length) = (&guest.name, guest.used_bytes);
         match there.get(name) {
             None => findings.no(
-                format!("the destination has no RAM block {name:?} of {length} bytes"),
+                format!("the destination has no RAM block {name:?} of {}", size_text(length)),
                 "a device or memory backend is missing, or has another id or address",
             ),
             // Firmware tables are resizable: there QEMU takes any length up to the block's own maximum.
             Some(block) if block.max_bytes > block.used_bytes && length <= block.max_bytes => {}
             Some(block) if block.used_bytes != length => findings.no(
-                format!("RAM block {name:?} has {length} bytes in the guest and {} there", block.used_bytes),
+                format!(
+                    "RAM block {name:?} has {} in the guest and {} there",
+                    size_text(length),
+                    size_text(block.used_bytes)
+                ),
                 if name.starts_with('/') { "" } else { "memory size, -m, or a device's memory differs" },
             ),
             Some(_) => {}
@@ -48,9 +53,21 @@ mod tests {
         assert_eq!(
             found,
             [
-                "RAM block \"pc.ram\" has 64 bytes in the guest and 32 there (memory size, -m, or a device's memory differs)",
+                "RAM block \"pc.ram\" has 64 bytes in the guest and 32 bytes there (memory size, -m, or a device's memory differs)",
                 "the destination has no RAM block \"vga.vram\" of 8 bytes (a device or memory backend is missing, or has another id or address)"
             ]
+        );
+    }
+
+    #[test]
+    fn sizes_of_memory_are_in_mib_too() {
+        let found = between(&RULE, |source, destination| {
+            source.blocks = vec![block("pc.ram", 512 << 20, 512 << 20)];
+            destination.blocks = vec![block("pc.ram", 768 << 20, 768 << 20)];
+        });
+        assert_eq!(
+            found[0].text,
+            "RAM block \"pc.ram\" has 512 MiB (536870912 bytes) in the guest and 768 MiB (805306368 bytes) there"
         );
     }
 

@@ -13,13 +13,22 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         return;
     }
     let text = format!("the guest's uuid is {guest}, there it is {there}");
-    let remedy = format!("start it with -uuid {guest}");
+    let same = format!("start it with -uuid {guest}");
     let lanes = pair.lanes.is_none_or(|lanes| lanes > 0);
     let is_on = |name: &str| source.capabilities.get(name) == Some(&true);
     let by_hand = is_on("multifd") || is_on("validate-uuid");
     for (way, compared) in [(ConfiguredBy::Towline, lanes), (ConfiguredBy::ByHand, by_hand)] {
         let severity = if compared { Severity::No } else { Severity::Note };
-        findings.add(severity, Some(way), text.clone(), remedy.clone());
+        let remedy = match (way, compared) {
+            (_, false) => same.clone(),
+            (ConfiguredBy::Towline, true) => {
+                format!("{same}, or do without lanes: --multifd-channels 0")
+            }
+            (ConfiguredBy::ByHand, true) => {
+                format!("{same}, or turn the capabilities multifd and validate-uuid off at both ends")
+            }
+        };
+        findings.add(severity, Some(way), text.clone(), remedy);
     }
 }
 
@@ -42,7 +51,7 @@ mod tests {
         assert_eq!(ways(&other(true)), [(towline, Severity::No), (by_hand, Severity::No)]);
         assert_eq!(
             other(true)[0].to_string(),
-            "the guest's uuid is 1, there it is 2 (start it with -uuid 1)"
+            "the guest's uuid is 1, there it is 2 (start it with -uuid 1, or do without lanes: --multifd-channels 0)"
         );
     }
 }

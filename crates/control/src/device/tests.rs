@@ -48,15 +48,15 @@ impl ManagedDevice for Fake {
     }
 }
 
-fn server(names: &[&'static str], unmigratable: bool) -> (DeviceStatusServer, Arc<AtomicBool>) {
+fn server(names: &[&'static str], unmigratable: bool) -> (DeviceCommands, Arc<AtomicBool>) {
     let up = Arc::new(AtomicBool::new(true));
     let fake = |name: &&'static str| -> Box<dyn ManagedDevice> {
         Box::new(Fake { name, unmigratable, up: Arc::clone(&up) })
     };
-    (DeviceStatusServer::new(names.iter().map(fake).collect(), || ()), up)
+    (DeviceCommands::new(names.iter().map(fake).collect(), || ()), up)
 }
 
-fn execute(server: &DeviceStatusServer, command: &str, arguments: &Value) -> Result<Value, String> {
+fn execute(server: &DeviceCommands, command: &str, arguments: &Value) -> Result<Value, String> {
     server.execute(command, arguments.as_object().unwrap()).map_err(|refusal| match refusal {
         Refusal::Because(text) => text,
         Refusal::Unknown => panic!("{command} is unknown"),
@@ -130,7 +130,7 @@ fn device_facts_can_be_parsed() {
 fn quit_calls_the_callback() {
     let quits = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&quits);
-    let here = DeviceStatusServer::new(Vec::new(), move || flag.store(true, Relaxed));
+    let here = DeviceCommands::new(Vec::new(), move || flag.store(true, Relaxed));
     execute(&here, "quit", &json!({})).unwrap();
     assert!(quits.load(Relaxed));
 }

@@ -6,6 +6,8 @@ use super::maps::FileId;
 use crate::qemu;
 
 /// Reason why a block's memory is not proven to be at the destination, so that its pages are sent.
+///
+/// Remedy: none is needed: the memory of this block is copied instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Reason {
@@ -222,6 +224,19 @@ pub enum Error {
         backend: String,
         /// The image.
         path: PathBuf,
+    },
+    /// It cannot be seen if a restored guest could change the image.
+    #[error(
+        "QEMU on {socket} shares a file (memory backend {backend:?}) that may be the image: {reason}; start it with share=off, or run \
+         towline as QEMU's user or as root"
+    )]
+    UndecidedFile {
+        /// The monitor's socket.
+        socket: String,
+        /// Id of the backend.
+        backend: String,
+        /// Reason for which it cannot be seen.
+        reason: Reason,
     },
     /// One QEMU's exit would discard the memory of the other.
     #[error(

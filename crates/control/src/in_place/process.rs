@@ -61,13 +61,24 @@ impl Mappings {
         }
     }
 
-    /// Returns true if the process is seen to have this file open for writing.
-    pub(super) fn has_open_for_writing(&self, file: &Metadata) -> bool {
+    /// The files that the process has open, as files of `/proc`.
+    pub(super) fn files(&self) -> Result<Vec<(PathBuf, Metadata)>, Reason> {
+        let mut files = self.descriptors()?;
+        files.retain(|(_, found)| found.is_file());
+        Ok(files)
+    }
+
+    /// The directory to which relative paths of QEMU are relative.
+    pub(super) fn working_directory(&self) -> Option<PathBuf> {
+        fs::read_link(Proc::default().directory(&self.process.as_ref().ok()?.to_string()).join("cwd")).ok()
+    }
+
+    /// Returns true if the process has this file open for writing.
+    pub(super) fn has_open_for_writing(&self, file: &Metadata) -> Result<bool, Reason> {
         // The kernel shows the access mode as the permissions of the link.
         let is_writable = |path: &Path| fs::symlink_metadata(path).is_ok_and(|link| link.mode() & 0o200 != 0);
         let is_file = |found: &Metadata| Numbers::of(found) == Numbers::of(file);
-        let found = self.descriptors().unwrap_or_default();
-        found.iter().any(|(path, found)| is_file(found) && is_writable(path))
+        Ok(self.descriptors()?.iter().any(|(path, found)| is_file(found) && is_writable(path)))
     }
 
     /// The descriptors of the process, as files of `/proc`, and what they refer to.

@@ -10,7 +10,7 @@ const RANGES_SINCE: (u32, u32) = (8, 2);
 
 /// Memory that a block has to be.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Wanted<'a> {
+pub(super) struct ExpectedMapping<'a> {
     /// Name of the block.
     pub(super) block: &'a str,
     /// Its length.
@@ -55,7 +55,10 @@ pub(super) fn may_change_file(backend: &Backend) -> bool {
 }
 
 /// Compares what is mapped for a block with what has to be.
-pub(super) fn prove(wanted: &Wanted<'_>, found: Result<FileRange, NotOneRange>) -> Result<Mapped, Reason> {
+pub(super) fn prove(
+    wanted: &ExpectedMapping<'_>,
+    found: Result<FileRange, NotOneRange>,
+) -> Result<Mapped, Reason> {
     let found = found.map_err(|reason| match reason {
         NotOneRange::Hole => Reason::NotMapped,
         NotOneRange::Anonymous => Reason::Anonymous,

@@ -3,7 +3,7 @@
 use super::backend::{Backend, Backends};
 use super::maps::{Detail, FileId, has_shared, overlaps_shared, range_at, shared_parts};
 use super::process::Mappings;
-use super::proof::{Wanted, check_backend, prove};
+use super::proof::{ExpectedMapping, check_backend, prove};
 use super::{Error, Intent, Kind, Mapped, Presence, Reason};
 use crate::qemu::Qemu;
 
@@ -83,7 +83,7 @@ impl Ends<'_> {
             }
             (None, _) => new.clone(),
         };
-        let wanted = |file, offset| Wanted { block, bytes, kind: Kind::Running, file, offset };
+        let wanted = |file, offset| ExpectedMapping { block, bytes, kind: Kind::Running, file, offset };
         // The old QEMU's side first: it has to write into the file as well.
         let (file, offset) = match &old {
             Ok(range) => (range.file, range.offset),

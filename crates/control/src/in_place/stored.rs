@@ -21,7 +21,7 @@ use super::backend::{Backend, Backends};
 use super::fresh::may_be_new_file;
 use super::maps::{Detail, FileRange, Mapping, range_at};
 use super::process::{Mappings, own_mappings};
-use super::proof::{Wanted, check_backend, may_change_file, prove};
+use super::proof::{ExpectedMapping, check_backend, may_change_file, prove};
 use super::unchanged::Unchanged;
 use super::{Error, Intent, Kind, Mapped, Presence, Reason, Reflink, Sent, content};
 use crate::qemu::Qemu;
@@ -47,26 +47,25 @@ pub enum Verify {
 /// Proves which blocks of `image` a waiting QEMU maps copy-on-write.
 ///
 /// # Errors
-/// [`Error::ImageWritable`]; [`Error::Qemu`].
+/// [`Error::ImageWritable`]; [`Error::UndecidedFile`]; [`Error::Qemu`].
 pub fn of_image(qemu: &mut Qemu, image: &Image) -> Result<Presence, Error> {
     let backends = Backends::of(qemu.client())?;
-    if let Some(backend) = changing_backend(qemu, &backends, image) {
-        return Err(image_writable(qemu, &backend, image));
-    }
+    check_unchanging(qemu, &backends, image)?;
     of_stored(qemu, &backends, image, Kind::CopyOnWrite)
 }
 
-/// Proves which blocks of a reflink a waiting QEMU maps shared.
+/// Proves which blocks of a reflink a waiting QEMU maps shared. The reflink is used up: once a guest has it, it is no image any more.
 ///
 /// # Errors
 /// [`Error::Qemu`].
-pub fn of_reflink(qemu: &mut Qemu, reflink: &Reflink) -> Result<Presence, Error> {
+pub fn of_reflink(qemu: &mut Qemu, reflink: Reflink) -> Result<Presence, Error> {
     let backends = Backends::of(qemu.client())?;
-    of_stored(qemu, &backends, reflink.image(), Kind::Reflink)
+    let presence = of_stored(qemu, &backends, reflink.image(), Kind::Reflink)?;
+    Ok(Presence { _reflink: Some(reflink), ..presence })
 }
 
-/// Returns true if a QEMU that waits at this monitor says that it maps this image, or a file that seems to be new, so that
-/// [`of_image`] or [`old_memory`](super::old_memory) looks into its process. False where one of them cannot be examined; the copy
+/// Returns true if a QEMU that waits at this monitor says that it maps this image, a file that seems to be new, or one that it shares,
+/// so that [`of_image`] or [`old_memory`](super::old_memory) looks into its process. False where one of them cannot be examined; the copy
 /// reports that.
 #[must_use]
 pub fn may_map(socket: &Path, image: &Path) -> bool {
@@ -75,7 +74,9 @@ pub fn may_map(socket: &Path, image: &Path) -> bool {
     let Ok(image) = image.metadata() else { return false };
     let backends = Client::connect(socket, &options).and_then(|mut client| Backends::of(&mut client));
     backends.is_ok_and(|backends| {
-        backends.iter().any(|backend| is_same(backend, &image) || may_be_new_file(backend))
+        backends
+            .iter()
+            .any(|backend| is_same(backend, &image) || may_be_new_file(backend) || may_share_file(backend))
     })
 }
 
@@ -85,7 +86,7 @@ pub fn may_map(socket: &Path, image: &Path) -> bool {
 ///
 /// # Errors
 /// Those of [`of_image`]; [`Error::Damaged`].
-pub fn offer(
+pub fn find_mapped_memory(
     qemu: &mut Qemu,
     image: &Image,
     verify: Verify,
@@ -190,8 +191,13 @@ impl Stored<'_> {
         }
         let address = address.ok_or_else(|| Reason::NoAddress { found: version.qemu.to_string() })?;
         let own = self.own_range()?;
-        let wanted =
-            Wanted { block: &self.block.name, bytes, kind: self.kind, file: own.file, offset: own.offset };
+        let wanted = ExpectedMapping {
+            block: &self.block.name,
+            bytes,
+            kind: self.kind,
+            file: own.file,
+            offset: own.offset,
+        };
         let found = range_at(process.get()?, address, bytes);
         let is_image = found.as_ref().is_ok_and(|range| range.file == own.file);
         if is_image && self.kind == Kind::CopyOnWrite && may_change_file(backend) {
@@ -249,23 +255,44 @@ fn is_same(backend: &Backend, file: &Metadata) -> bool {
     matches!(named, Some(Ok(named)) if (named.dev(), named.ino()) == (file.dev(), file.ino()))
 }
 
-/// Id of the backend, of whatever block, by which QEMU can change the image or one that it is based on; all that come into question
-/// where QEMU has the file open by another name.
-fn changing_backend(qemu: &Qemu, backends: &Backends, image: &Image) -> Option<String> {
+/// Refuses a QEMU that can change the image or one that it is based on by a backend of whatever block, or that shares a file of which
+/// this cannot be seen.
+fn check_unchanging(qemu: &Qemu, backends: &Backends, image: &Image) -> Result<(), Error> {
     let writable: Vec<_> = backends.iter().filter(|backend| may_change_file(backend)).collect();
     if writable.is_empty() {
-        return None;
+        return Ok(());
     }
     let bases = towline_image::base_paths(image.path());
     let files = bases.iter().map(std::fs::metadata).chain([image.file().metadata()]).flatten();
     let files: Vec<_> = files.collect();
     let is_named = |backend: &&&Backend| files.iter().any(|file| is_same(backend, file));
     if let Some(backend) = writable.iter().find(is_named) {
-        return Some(backend.id.clone());
+        return Err(image_writable(qemu, &backend.id, image));
     }
+    // By another name of the file, perhaps one that is gone.
     let process = Mappings::of(qemu, Detail::PrivateCopies);
-    let ids: Vec<_> = writable.iter().map(|backend| backend.id.as_str()).collect();
-    files.iter().any(|file| process.has_open_for_writing(file)).then(|| ids.join(" or "))
+    let is_open = |file: &Metadata| process.has_open_for_writing(file);
+    let found = files.iter().map(is_open).find(|open| !matches!(open, Ok(false)));
+    match (found, writable.iter().find(|backend| may_share_file(backend))) {
+        (Some(Ok(_)), _) => {
+            let ids: Vec<_> = writable.iter().map(|backend| backend.id.as_str()).collect();
+            Err(image_writable(qemu, &ids.join(" or "), image))
+        }
+        (Some(Err(reason)), Some(backend)) => Err(Error::UndecidedFile {
+            socket: qemu.socket().to_owned(),
+            backend: backend.id.clone(),
+            reason,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Returns true if the guest would write into the file that the backend is given. In a directory QEMU makes a file of its own.
+fn may_share_file(backend: &Backend) -> bool {
+    let is_directory = || {
+        backend.path.as_ref().is_some_and(|path| std::fs::metadata(path).is_ok_and(|named| named.is_dir()))
+    };
+    may_change_file(backend) && backend.share && !is_directory()
 }
 
 fn image_writable(qemu: &Qemu, backend: &str, image: &Image) -> Error {

@@ -6,7 +6,7 @@ use towline_qmp::commands::Version;
 
 use super::backend::Backend;
 use super::maps::{Detail, FileId, Proc, has_shared, range_at};
-use super::proof::{Wanted, check_backend, may_change_file, prove};
+use super::proof::{ExpectedMapping, check_backend, may_change_file, prove};
 use super::{Kind, Mapped, Reason};
 
 const MIB: u64 = 1 << 20;
@@ -36,12 +36,12 @@ impl FakeProc {
         Self(directory)
     }
 
-    fn prove_at(&self, wanted: &Wanted<'_>, address: u64, detail: Detail) -> Result<Mapped, Reason> {
+    fn prove_at(&self, wanted: &ExpectedMapping<'_>, address: u64, detail: Detail) -> Result<Mapped, Reason> {
         let mappings = Proc::at(self.0.path()).mappings("99", detail).unwrap();
         prove(wanted, range_at(&mappings, address, wanted.bytes))
     }
 
-    fn prove(&self, wanted: &Wanted<'_>) -> Result<Mapped, Reason> {
+    fn prove(&self, wanted: &ExpectedMapping<'_>) -> Result<Mapped, Reason> {
         self.prove_at(wanted, ADDRESS, Detail::PrivateCopies)
     }
 }
@@ -61,8 +61,8 @@ fn image_lines() -> Vec<String> {
     mapping(ADDRESS, BYTES, "rw-p", OFFSET, &format!("fe:00 4711        {PATH}"))
 }
 
-fn wanted(kind: Kind) -> Wanted<'static> {
-    Wanted { block: "pc.ram", bytes: BYTES, kind, file: FILE, offset: OFFSET }
+fn wanted(kind: Kind) -> ExpectedMapping<'static> {
+    ExpectedMapping { block: "pc.ram", bytes: BYTES, kind, file: FILE, offset: OFFSET }
 }
 
 fn proven(kind: Kind) -> Mapped {
@@ -192,7 +192,7 @@ fn blocks_in_another_order_are_not_proven() {
     );
     let cases = [("ram0", ADDRESS, first, second), ("ram1", ADDRESS + 2 * BYTES, second, first)];
     for (block, address, expected, found) in cases {
-        let wanted = Wanted { block, offset: expected, ..wanted(Kind::CopyOnWrite) };
+        let wanted = ExpectedMapping { block, offset: expected, ..wanted(Kind::CopyOnWrite) };
         let reason = swapped.prove_at(&wanted, address, Detail::PrivateCopies).unwrap_err();
         assert_eq!(reason, Reason::Offset { path: PATH.into(), found, expected });
     }

@@ -12,7 +12,7 @@ use towline_protocol::session::MoveId;
 use crate::journal::{now_ms, pid_namespace};
 use crate::process::own_process;
 use crate::process::{Process, start_time};
-use crate::switchover::{Decision, GuestRunState, RunRequest, SourceAction};
+use crate::switchover::{Decision, GuestMemory, GuestRunState, RunRequest, SourceAction, SwitchoverRequest};
 
 /// Version of the format.
 pub(super) const VERSION: u32 = 1;
@@ -205,17 +205,27 @@ pub struct GuestPlan {
     pub run: bool,
     /// Its source is ended when it is there: a move.
     pub quit: bool,
+    /// Both QEMUs map the same memory: an upgrade.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub shared_memory: bool,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_false(value: &bool) -> bool {
+    !*value
 }
 
 impl GuestPlan {
-    pub(crate) fn of(guest: GuestRunState, run: RunRequest, after: SourceAction) -> Self {
+    pub(crate) fn of(guest: GuestRunState, request: SwitchoverRequest) -> Self {
         let live = guest.is_live();
-        let run = match run {
+        let run = match request.run {
             RunRequest::AsItWas => live,
             RunRequest::Run => true,
             RunRequest::Pause => false,
         };
-        Self { live, run, quit: after == SourceAction::Quit }
+        let (quit, shared_memory) =
+            (request.after == SourceAction::Quit, request.memory == GuestMemory::Shared);
+        Self { live, run, quit, shared_memory }
     }
 }
 
@@ -295,7 +305,7 @@ impl MoveRecord {
     }
 
     /// Time at which the move began, in UTC, to the second (RFC 3339).
-    pub fn begun(&self) -> String {
+    pub fn started_at(&self) -> String {
         humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_millis(self.begun_ms)).to_string()
     }
 

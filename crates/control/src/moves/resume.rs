@@ -11,10 +11,12 @@ use std::time::{Duration, Instant};
 use super::record::{MoveEnd, MoveRecord, Stage};
 use super::{Error, Id, RecordFile, record_file, text};
 use crate::journal::RuntimeDirectory;
+use crate::staging_names;
 use crate::switchover::{
-    Choice, Decision, InterruptedMove, Placement, ResumeAction, ResumeBlocker, Side, SourceStatus,
+    Choice, Decision, GuestMemory, InterruptedMove, Placement, ResumeAction, ResumeBlocker, Side,
+    SourceStatus,
 };
-use recorded_qemu::RecordedQemu;
+use recorded_qemu::{NotRun, RecordedQemu};
 
 /// Time for which an end that is busy or does not reply is queried.
 const EXAMINE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -171,7 +173,7 @@ impl Resume {
                 ResumeAction::Wait(blocker) | ResumeAction::NeedsChoice(blocker) => {
                     return Ok(self.undecided(blocker));
                 }
-                ResumeAction::RunDestination => self.run_destination()?,
+                ResumeAction::RunDestination => self.run_destination(&case)?,
                 ResumeAction::RunSource => return self.run_source(),
                 ResumeAction::Quit(side) => self.quit(side)?,
                 ResumeAction::AtDestination(placement) => return self.at_destination(placement, case),
@@ -186,6 +188,9 @@ impl Resume {
     fn examine(&mut self) -> InterruptedMove {
         let decision = self.record.stage.decision().unwrap_or(Decision::Complete);
         let mut case = InterruptedMove::new(decision, self.record.guest_plan.run);
+        if self.record.guest_plan.shared_memory {
+            case.memory = GuestMemory::Shared;
+        }
         case.source = self.source.source_view();
         case.destination = self.destination.destination_view();
         case
@@ -216,12 +221,10 @@ impl Resume {
         Ok(())
     }
 
-    fn run_destination(&mut self) -> Result<(), Error> {
-        let before = self.record.stage.min(Stage::Acknowledge);
+    fn run_destination(&mut self, case: &InterruptedMove) -> Result<(), Error> {
         self.write(Stage::Run)?;
-        if let Err(error) = self.destination.run() {
-            // The operator who gets this error may start it elsewhere: the record is no longer evidence.
-            self.write(before)?;
+        if let Err(NotRun { failure, error }) = self.destination.run() {
+            self.write(Stage::of(case.decision_after(failure)))?;
             return Err(error);
         }
         self.done.push(format!("{} runs the guest", self.record.destination));
@@ -229,7 +232,8 @@ impl Resume {
     }
 
     fn run_source(mut self) -> Result<Resumed, Error> {
-        self.source.run()?;
+        self.end_destination_in_shared_memory()?;
+        self.source.run().map_err(|not_run| not_run.error)?;
         self.done.push(format!("{} runs the guest", self.record.source));
         if self.destination.is_open() {
             self.done.push(format!(
@@ -238,6 +242,12 @@ impl Resume {
             ));
         }
         self.finish()
+    }
+
+    /// Ends the new QEMU of an upgrade whose guest is in the old one: running it, it would write into the guest's memory.
+    fn end_destination_in_shared_memory(&mut self) -> Result<(), Error> {
+        let ends = self.record.guest_plan.shared_memory && self.destination.is_open();
+        if ends { self.quit(Side::Destination) } else { Ok(()) }
     }
 
     fn quit(&mut self, side: Side) -> Result<(), Error> {
@@ -262,10 +272,14 @@ impl Resume {
             self.done.push(text);
         }
         if case.source != Some(SourceStatus::Completed) {
+            if case.source == Some(SourceStatus::Exited) {
+                self.publish_sockets();
+            }
             return self.finish();
         }
         if self.record.guest_plan.quit {
             self.quit(Side::Source)?;
+            self.publish_sockets();
             return self.finish();
         }
         self.done.push(format!("{} is paused (postmigrate), with an older state of it", self.record.source));
@@ -282,7 +296,15 @@ impl Resume {
         Ok(Resumed { id: self.record.id, done: self.done, undecided: None })
     }
 
+    /// Gives the sockets of an upgraded guest's QEMU the names of those of the old one, which has exited.
+    fn publish_sockets(&mut self) {
+        let MoveEnd::Qemu { pid: Some(pid), .. } = self.record.destination else { return };
+        let published = staging_names::publish_of_process(pid.cast_unsigned());
+        self.done.extend(published.iter().map(|path| format!("{} is the new QEMU's", path.display())));
+    }
+
     fn at_source(mut self) -> Result<Resumed, Error> {
+        self.end_destination_in_shared_memory()?;
         let MoveRecord { id, source, destination, .. } = &self.record;
         self.done.push(format!("{source} has the guest"));
         let older = if self.destination.is_open() {

@@ -51,7 +51,7 @@ fn peer() -> MoveEnd {
 }
 
 fn record(source: MoveEnd, destination: MoveEnd) -> MoveRecord {
-    let guest_plan = GuestPlan { live: true, run: true, quit: true };
+    let guest_plan = GuestPlan { live: true, run: true, quit: true, shared_memory: false };
     MoveRecord::new(Id::of(ID), source, destination, Stage::Acknowledge, guest_plan)
 }
 

@@ -77,7 +77,7 @@ pub(super) fn advice(listed: &ListedMove) -> Vec<String> {
 /// Reason for which a move is not finished automatically, and what to look at.
 pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
     let MoveRecord { id, source, destination, .. } = record;
-    let since = record.begun();
+    let since = record.started_at();
     match blocker {
         ResumeBlocker::DestinationWaits => format!(
             "{source} is done with the guest (postmigrate), and the towline at {destination} did not get the outcome. On that host, run it: \
@@ -118,6 +118,10 @@ pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
             "{source} holds the guest as it was when it was sent (postmigrate); {destination} has exited or failed, and MAY HAVE RUN IT before. If it \
              did, its disks are newer than its memory here: end it (`quit`) and start the guest again. Only if it never ran there: \
              `towline resume {id} --run-here=source`"
+        ),
+        ResumeBlocker::MemoryChanged => format!(
+            "{destination} has exited, and may have run the guest in the memory that {source} maps too: the device state there may not fit that \
+             memory any more, and must not run. End it: `towline resume {id} --discard=source`, and start the guest again"
         ),
         ResumeBlocker::RunsTwice => {
             format!(

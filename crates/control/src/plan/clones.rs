@@ -26,7 +26,7 @@ use super::copy::copy_stored;
 use super::endpoint;
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
-use super::progress::{Observer, Phase};
+use super::progress::{CopyPhase, Observer};
 use super::report::Report;
 use super::request::Request;
 use super::validate::validate;
@@ -108,7 +108,7 @@ fn copy_one(
 ) -> CopyResult {
     // It may have waited for a free slot.
     context.check_cancelled().map_err(Failure::untouched)?;
-    target.observer.phase(Phase::Prepare);
+    target.observer.phase(CopyPhase::Prepare);
     copy_stored(image, target.destination, context)
 }
 

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use towline_migration::convergence::{Decision, Limits, Patience, Policy, Sample, Sampler};
+use towline_migration::convergence::{Decision, Limits, MinWindow, Policy, Sample, Sampler};
 use towline_qmp::commands::{Capability, MigrationInfo, MigrationStatus};
 
 use super::error::Error;
@@ -25,6 +25,7 @@ pub(super) struct Convergence {
     started: Instant,
     sampler: Sampler,
     policy: Policy,
+    downtime_limit: Duration,
     /// Maximum throttle of the guest in percent; `None` if it is not throttled.
     throttle_max: Option<u64>,
     /// Throttle when the guest was last found not to converge.
@@ -34,7 +35,7 @@ pub(super) struct Convergence {
 impl Convergence {
     pub(super) fn new(options: &Request, facts: &Facts) -> Self {
         let downtime = options.downtime_limit;
-        let limits = Limits { downtime, switchover_cost: Duration::ZERO, patience: Patience::default() };
+        let limits = Limits { downtime, switchover_cost: Duration::ZERO, min_window: MinWindow::default() };
         let throttles = options.transfer_options().throttle
             || facts.capabilities.get(&Capability::AUTO_CONVERGE).is_some_and(|on| *on);
         let max = facts.parameters.max_cpu_throttle.unwrap_or(THROTTLE_PERCENT_MAX);
@@ -42,6 +43,7 @@ impl Convergence {
             started: Instant::now(),
             sampler: Sampler::default(),
             policy: Policy::new(limits),
+            downtime_limit: downtime,
             throttle_max: throttles.then_some(max.into()),
             throttle_then: None,
         }
@@ -50,6 +52,12 @@ impl Convergence {
     /// Sets the downtime limit from now on.
     pub(super) fn set_downtime(&mut self, limit: Duration) {
         self.policy.set_downtime(limit);
+        self.downtime_limit = limit;
+    }
+
+    /// Progress from a reply to `query-migrate`.
+    pub(super) fn progress(&self, migration: &MigrationInfo) -> Progress {
+        Progress { downtime_limit: Some(self.downtime_limit), ..progress(migration) }
     }
 
     /// Evaluates a reply to `query-migrate`.
@@ -86,8 +94,7 @@ impl Convergence {
     }
 }
 
-/// Progress from a reply to `query-migrate`.
-pub(super) fn progress(migration: &MigrationInfo) -> Progress {
+fn progress(migration: &MigrationInfo) -> Progress {
     let Some(ram) = &migration.ram else { return Progress::default() };
     Progress {
         pass: Some(ram.dirty_sync_count),

@@ -1,9 +1,13 @@
 //! Entry points: a copy, and the inspection of a stream.
 
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
 use towline_channel::Cancel;
 use towline_image::StoredGuest;
 use towline_migration::Snapshot;
-use towline_protocol::session::Receiver;
+use towline_protocol::session::ReceiverMode;
 
 use super::context::Context;
 use super::discard_sink::DiscardSink;
@@ -11,7 +15,7 @@ use super::endpoint::{self, StoredSource};
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::incoming::IncomingStream;
-use super::progress::{Observer, Phase, Progress};
+use super::progress::{CopyPhase, Observer, Progress};
 use super::report::Report;
 use super::request::{PostcopyOptions, Request};
 use super::shared_switchover::SharedSwitchover;
@@ -19,6 +23,9 @@ use super::transfer::transfer;
 use super::validate::{validate, validate_stream};
 use super::{postcopy, preflight};
 use crate::switchover::{DestinationKind, SourceKind};
+
+/// Interval of checks for a socket that does not exist yet.
+const SOCKET_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Copies a guest; returns when it is safe at its destination.
 ///
@@ -33,12 +40,44 @@ pub fn copy(
 ) -> Result<Report, Failure> {
     let (options, lanes) = validate(source, destination, options).map_err(Failure::untouched)?;
     let context = Context::new(&options, lanes, cancel, observer);
-    observer.phase(Phase::Prepare);
+    tracing::debug!(
+        lanes,
+        compression = options.compression.method().name(),
+        postcopy = options.is_postcopy(),
+        snapshot = options.is_snapshot(),
+        return_path = options.return_path,
+        encrypted = options.tls.is_some(),
+        downtime_limit = ?options.downtime_limit,
+        "options of the copy, with defaults"
+    );
+    observer.phase(CopyPhase::Prepare);
+    for socket in [source.monitor(), destination.monitor()].into_iter().flatten() {
+        wait_for_socket(socket, &context).map_err(Failure::untouched)?;
+    }
     preflight::check_devices(options.devices(), observer).map_err(Failure::untouched)?;
     match options.postcopy() {
         None => transfer(endpoint::source(source, &context)?.as_mut(), destination, &context),
         Some(how) => copy_by_postcopy(source, destination, how, &context),
     }
+}
+
+/// Waits for the socket of a QEMU that is being started. A missing directory is a wrong path, which connecting reports.
+fn wait_for_socket(socket: &Path, context: &Context<'_>) -> Result<(), Error> {
+    let parent = socket.parent().filter(|parent| !parent.as_os_str().is_empty());
+    if socket.exists() || !parent.unwrap_or(Path::new(".")).is_dir() {
+        return Ok(());
+    }
+    let timeout = context.options.connect_timeout;
+    context.observer.notice(&format!(
+        "no QMP socket at {} yet: waiting for up to {timeout:.0?} (--connect-timeout)",
+        socket.display()
+    ));
+    let deadline = Instant::now() + timeout;
+    while !socket.exists() && Instant::now() < deadline {
+        context.check_cancelled()?;
+        thread::park_timeout(SOCKET_INTERVAL);
+    }
+    Ok(())
 }
 
 /// Runs the guest at its destination before its memory is there.
@@ -52,7 +91,7 @@ fn copy_by_postcopy(
         return postcopy::migrate(from, to, how, context);
     }
     let image = endpoint::open(source, context.options, context.cancel, context.observer);
-    postcopy::restore(image.map_err(Failure::untouched)?.as_ref(), destination, how, context)
+    postcopy::restore(image.map_err(Failure::unopened)?.as_ref(), destination, how, context)
 }
 
 /// Copies an open image, which other copies may read at the same time.
@@ -84,11 +123,12 @@ pub fn inspect_stream(
     let lanes = validate_stream(source, options).map_err(Failure::untouched)?;
     let context = Context::new(options, lanes, cancel, observer);
     let switchover = SharedSwitchover::new(SourceKind::Stream, DestinationKind::Stored, options);
-    observer.phase(Phase::Connect);
+    observer.phase(CopyPhase::Connect);
     let mut incoming = IncomingStream::default();
     incoming
         .connected(switchover.session(), endpoint::listen(address, &context).map_err(Failure::untouched)?);
-    match incoming.receive(sink, Receiver::Stores, &switchover, &context, &mut || Ok(Progress::default())) {
+    match incoming.receive(sink, ReceiverMode::Stores, &switchover, &context, &mut || Ok(Progress::default()))
+    {
         Err(error) if !sink.is_complete() => Err(Failure::untouched(error)),
         _ => Ok(incoming.moved()),
     }

@@ -33,6 +33,8 @@ const LOAD_QUERY_TIMEOUT: Duration = Duration::from_millis(500);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Timeout for the exit of a QEMU whose monitor is disconnected.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
+/// Timeout for the exit of a QEMU that is killed.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 const UNSUPPORTED_CAPABILITIES: [Capability; 7] = [
     Capability::XBZRLE,
@@ -64,6 +66,15 @@ pub(super) enum RecoveryState {
     Failed(String),
 }
 
+/// When a QEMU takes the locks of its drives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum DriveLocks {
+    /// As QEMU does by itself: 10.0 and later at `cont`, older ones when they have loaded the guest.
+    AsQemuDoes,
+    /// At `cont`, so that the source can still run the guest from them.
+    WithCont,
+}
+
 /// A QEMU that waits for a guest.
 #[derive(Debug)]
 pub(super) struct QmpDestination {
@@ -75,6 +86,7 @@ pub(super) struct QmpDestination {
     is_incoming_started: bool,
     /// Number of times that `migrate-recover` succeeded.
     recoveries: u32,
+    drive_locks: DriveLocks,
 }
 
 impl QmpDestination {
@@ -97,7 +109,15 @@ impl QmpDestination {
             }
         }
         let dir = PrivateDir::for_qemu(&qemu)?;
-        Ok(Self { qemu, settings: None, dir, fdset: None, is_incoming_started: false, recoveries: 0 })
+        Ok(Self {
+            qemu,
+            settings: None,
+            dir,
+            fdset: None,
+            is_incoming_started: false,
+            recoveries: 0,
+            drive_locks: DriveLocks::AsQemuDoes,
+        })
     }
 
     /// The QEMU.
@@ -128,6 +148,24 @@ impl QmpDestination {
     /// Attaches the devices.
     pub(super) fn attach_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
         vsocks.attach(&mut self.qemu)
+    }
+
+    /// Has QEMU lock its drives when the guest is started, and not before.
+    pub(super) fn lock_drives_with_cont(&mut self) {
+        self.drive_locks = DriveLocks::WithCont;
+    }
+
+    /// Ends QEMU, which does not run its guest: it is killed if it does not end by itself.
+    ///
+    /// # Errors
+    /// It has not ended.
+    pub(super) fn end(&mut self) -> Result<(), Error> {
+        self.keep_settings();
+        match self.qemu.quit() {
+            Ok(()) => Ok(()),
+            Err(_) if self.qemu.process().kill(KILL_TIMEOUT) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Configures QEMU, has it load the guest and stay paused, and connects to it.
@@ -174,6 +212,9 @@ impl QmpDestination {
         let known = &self.facts().capabilities;
         let mut capabilities: BTreeMap<_, _> = disabled_capabilities(known).collect();
         capabilities.insert(Capability::MULTIFD, lanes > 0);
+        if known.contains_key(&Capability::LATE_BLOCK_ACTIVATE) && self.drive_locks == DriveLocks::WithCont {
+            capabilities.insert(Capability::LATE_BLOCK_ACTIVATE, true);
+        }
         if known.contains_key(&Capability::MAPPED_RAM) {
             capabilities.insert(Capability::MAPPED_RAM, mapped_ram);
         }
@@ -274,8 +315,8 @@ impl QmpDestination {
 
     /// Starts the guest and checks that it runs.
     pub(super) fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
-        let was_running = self.wait_loaded().and_then(|()| Ok(self.qemu.cont()?));
-        let error = match was_running {
+        self.wait_loaded().map_err(|error| self.not_sent(error))?;
+        let error = match self.qemu.cont().map_err(Error::from) {
             Ok(()) => None,
             Err(error) if error_origin::is_timeout(&error) => Some(error),
             Err(error) => return Err(self.not_run(error)),
@@ -294,7 +335,7 @@ impl QmpDestination {
                     let error = error.unwrap_or(Error::NotCompleted { socket, status, waited });
                     return Err(StartFailure { started: StartResult::Unknown, error: Box::new(error) });
                 }
-                Err(error) => return Err(self.not_run(error.into())),
+                Err(error) => return Err(self.not_seen(error.into())),
             }
         }
     }
@@ -308,10 +349,27 @@ impl QmpDestination {
         }
     }
 
+    /// `cont` was not sent, for this reason.
+    fn not_sent(&mut self, error: Error) -> StartFailure {
+        self.keep_settings();
+        let has_exited = error_origin::is_monitor_lost(&error) && self.qemu.has_exited(ENDED_TIMEOUT);
+        let started = if has_exited { StartResult::ExitedBefore } else { StartResult::NotSent };
+        StartFailure { started, error: Box::new(error) }
+    }
+
+    /// `cont` failed.
     fn not_run(&mut self, error: Error) -> StartFailure {
+        if error_origin::is_refusal(&error) {
+            self.keep_settings();
+            return StartFailure { started: StartResult::Refused, error: Box::new(error) };
+        }
+        self.not_seen(error)
+    }
+
+    /// `cont` was sent, and its effect cannot be queried.
+    fn not_seen(&mut self, error: Error) -> StartFailure {
         self.keep_settings();
         let started = match &error {
-            error if error_origin::is_refusal(error) => StartResult::Refused,
             error if error_origin::is_monitor_lost(error) && self.qemu.has_exited(ENDED_TIMEOUT) => {
                 StartResult::Exited
             }

@@ -19,7 +19,7 @@ use super::progress::Observer;
 use super::request::Request;
 
 pub(super) use image::{StoredSource, explain_truncation};
-pub(super) use qemu::{QemuDestination, query_failed};
+pub(super) use qemu::{QemuDestination, QemuSource, query_failed};
 pub(super) use stream::listen;
 pub(super) use traits::{DestinationEndpoint, GuestDescription, Rollback, SourceControl, SourceEndpoint};
 
@@ -31,7 +31,7 @@ pub(super) fn source(source: &Source, context: &Context<'_>) -> Result<Box<dyn S
         Source::Memory(shape) => Box::new(memory::MemorySource::new(shape).map_err(Failure::untouched)?),
         stored => {
             let image = open(stored, context.options, context.cancel, context.observer);
-            Box::new(StoredSource::new(image.map_err(Failure::untouched)?))
+            Box::new(StoredSource::new(image.map_err(Failure::unopened)?))
         }
     })
 }
@@ -52,6 +52,8 @@ pub(super) fn destination(
         Destination::Store(location) => {
             Box::new(store::StoreDestination::new(location, description, context)?)
         }
+        #[cfg(not(feature = "store"))]
+        Destination::Store(location) => return Err(without_stores(location)),
         Destination::Memory(room) => Box::new(memory::MemoryDestination::new(room)?),
         Destination::Null => Box::new(null::NullDestination::default()),
     })
@@ -68,10 +70,19 @@ pub(super) fn open(
         Source::Image(path) => Ok(Box::new(image::open(path, options, observer)?)),
         #[cfg(feature = "store")]
         Source::Store(location) => Ok(Box::new(store::open(location, options, cancel, observer)?)),
+        #[cfg(not(feature = "store"))]
+        Source::Store(location) => Err(without_stores(location)),
         Source::Qmp(_) | Source::Stream(_) | Source::Memory(_) => {
             // Without object stores there is no read to cancel.
             let _ = cancel;
             Err(Error::Usage("only an image can be read several times".into()))
         }
     }
+}
+
+#[cfg(not(feature = "store"))]
+fn without_stores(location: &towline_image::Location) -> Error {
+    Error::Usage(format!(
+        "{location}: this towline was built without object stores (feature `store`); use one that has them"
+    ))
 }

@@ -15,9 +15,8 @@ pub enum Source {
     Stream(Address),
     /// An image.
     Image(PathBuf),
-    /// An image in an object store.
-    #[cfg(feature = "store")]
-    Store(towline_image::store::Location),
+    /// An image in an object store; refused by a build without the feature `store`.
+    Store(towline_image::Location),
     /// A synthetic guest of this process.
     Memory(synthetic::Shape),
 }
@@ -31,9 +30,8 @@ pub enum Destination {
     Stream(Address),
     /// An image to be written.
     Image(PathBuf),
-    /// An image to be written to an object store.
-    #[cfg(feature = "store")]
-    Store(towline_image::store::Location),
+    /// An image to be written to an object store; refused by a build without the feature `store`.
+    Store(towline_image::Location),
     /// Memory of this process, in which the guest is verified (or hashed) and then discarded.
     Memory(MemoryOptions),
     /// Nothing: counts and discards. The source gets an error, so that its guest runs on.
@@ -54,7 +52,6 @@ impl Source {
     pub fn is_image(&self) -> bool {
         match self {
             Self::Image(_) => true,
-            #[cfg(feature = "store")]
             Self::Store(_) => true,
             Self::Qmp(_) | Self::Stream(_) | Self::Memory(_) => false,
         }
@@ -82,7 +79,6 @@ impl Destination {
     pub fn is_image(&self) -> bool {
         match self {
             Self::Image(_) => true,
-            #[cfg(feature = "store")]
             Self::Store(_) => true,
             Self::Qmp(_) | Self::Stream(_) | Self::Memory(_) | Self::Null => false,
         }
@@ -113,7 +109,6 @@ impl Destination {
             Self::Stream(address) if !matches!(address, Address::Exec(_)) => {
                 DestinationKey::Address(address.to_string())
             }
-            #[cfg(feature = "store")]
             Self::Store(location) => DestinationKey::Address(location.to_string()),
             Self::Stream(_) | Self::Memory(_) | Self::Null => {
                 DestinationKey::Many(std::ptr::from_ref(self).addr())
@@ -127,7 +122,6 @@ impl fmt::Display for Destination {
         match self {
             Self::Qmp(path) => write!(f, "qmp:{}", path.display()),
             Self::Image(path) => write!(f, "file:{}", path.display()),
-            #[cfg(feature = "store")]
             Self::Store(location) => write!(f, "{location}"),
             Self::Stream(address) => write!(f, "{address}"),
             Self::Memory(_) => f.write_str("mem:"),

@@ -42,7 +42,8 @@ pub enum Error {
         "QEMU on {socket} is migrating already (status {status}): wait for it, or cancel it (`migrate_cancel`)"
     )]
     Migrating { socket: String, status: String },
-    #[error("QEMU on {socket} cannot send this guest: {}", reasons.join("; "))]
+    /// Remedy: remove what the reasons name.
+    #[error("QEMU on {socket} cannot send this guest: {}{}", reasons.join("; "), blocked_remedy(reasons))]
     Blocked { socket: String, reasons: Vec<String> },
     #[error(
         "QEMU on {socket} does not wait for a guest (its status is `{status}`): start it with `-incoming defer`"
@@ -52,6 +53,7 @@ pub enum Error {
         "QEMU on {socket} waits for a guest already, at an address of its own: start it with `-incoming defer`, or copy to that address instead"
     )]
     WaitsElsewhere { socket: String },
+    /// Remedy: follow the remedy of each reason; `towline check` prints them.
     #[error("the guest does not fit {destination}: {}", reasons.join("; "))]
     DoesNotFit { destination: String, reasons: Vec<String> },
     #[error(
@@ -62,10 +64,12 @@ pub enum Error {
         "{source}: the destination ended, its multifd-channels is not {lanes}, or its multifd-compression is not {compression} as here (--multifd-channels, --compression); its own log says which"
     )]
     LaneLost { lanes: usize, compression: &'static str, source: towline_migration::Error },
+    /// Remedy: give both ends the same number of lanes.
     #[error(
         "{peer} did not take {lanes} lanes within {waited:.1?}: it hangs, or its multifd-channels is not {lanes} as here (--multifd-channels)"
     )]
     LanesNotTaken { peer: String, lanes: usize, waited: Duration },
+    /// Remedy: start a new transfer without --recover.
     #[error(
         "QEMU on {socket} has no interrupted postcopy (its migration status is `{status}`, expected `postcopy-paused`): --recover needs one"
     )]
@@ -74,28 +78,37 @@ pub enum Error {
         "the connection to the running guest was lost ({source}), and could not be restored within {waited:?}"
     )]
     NotRecovered { source: towline_migration::Error, waited: Duration },
+    /// Remedy: restore the network, and run the command again with --recover.
     #[error("the QEMUs lost their connection, which could not be restored within {waited:?}")]
     NotConnectedAgain { waited: Duration },
+    /// Remedy: detach the device by hand (`device_del`), or move without it.
     #[error("{device} cannot be detached from the guest of QEMU on {socket}: {text}")]
     NotDetached { socket: String, device: String, text: String },
+    /// Remedy: attach the device by hand (`device_add`).
     #[error("{device} is not attached to the guest of QEMU on {socket} again: {text}")]
     NotAttached { socket: String, device: String, text: String },
     #[error("QEMU on {socket} ended while its guest was copied; its own log says why")]
     SourceEnded { socket: String },
+    /// Remedy: correct what QEMU names, and try again.
     #[error("QEMU on {socket} gave up: {text}")]
     SourceFailed { socket: String, text: String },
+    /// Remedy: start the destination as the source was started; `towline check` compares them.
     #[error("QEMU on {socket} could not load the guest: {text}")]
     DestinationFailed { socket: String, text: String },
+    /// Remedy: look at the QEMU with `query-migrate`, and at the load of its host.
     #[error("QEMU on {socket} did not complete within {waited:?}: its status is `{status}`")]
     NotCompleted { socket: String, status: String, waited: Duration },
+    /// Remedy: look at the source, and end it if its guest is paused (postmigrate).
     #[error(
         "{peer} was acknowledged and did not close its connection within {waited:?}, so it is not known whether it is done with the guest"
     )]
     SourceNotDone { peer: String, waited: Duration },
+    /// Remedy: look at the source, and end it if its guest is paused (postmigrate).
     #[error(
         "{peer} reset its connection after it was acknowledged: it is not known whether it had read that and is done with the guest"
     )]
     SourceReset { peer: String },
+    /// Remedy: look at the log of the other towline.
     #[error("the towline at the other end did not report within {waited:?}")]
     PeerSilent { waited: Duration },
     #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]
@@ -104,12 +117,32 @@ pub enum Error {
         "QEMU on {socket} has the writable drive {drive:?} ({file}), and so has QEMU on {other}: two clones that write one disk destroy it; give each a copy of its own, as the disk was when the guest was stored (`qemu-img create -b` creates one that shares unwritten data)"
     )]
     SharedDrive { socket: String, drive: String, file: String, other: String },
+    /// Remedy: none here: the text names what contradicts what.
     #[error("{why}{}", slowed(*throttle))]
     CannotConverge { why: towline_migration::convergence::CannotConverge, throttle: Option<u64> },
     #[error("a directory for the stream's socket cannot be created in {}: {source}", path.display())]
     PrivateDir { path: PathBuf, source: std::io::Error },
+    #[error(
+        "memory of block {block:?} in the new QEMU on {socket} is not that of the old one: {reason}; the guest would be without it"
+    )]
+    NotInPlace { socket: String, block: String, reason: crate::in_place::Reason },
+    #[error(
+        "drive {device:?} of the new QEMU on {socket} is {found}, expected {expected}, which the guest uses now: it was changed since its          QEMU was started (a snapshot, another medium); set the drive's file to it (--set drive.ID.file=)"
+    )]
+    OtherDrive { socket: String, device: String, found: String, expected: String },
+    /// Remedy: none: the user or the caller ended it.
     #[error("cancelled")]
     Cancelled,
+}
+
+/// Remedy for a guest that QEMU refuses to migrate, where there is one.
+fn blocked_remedy(reasons: &[String]) -> &'static str {
+    match reasons.iter().any(|reason| reason.contains("vhost-user-vsock")) {
+        true => {
+            "; `towline move --detach-vsock` to a qmp: DEST unplugs the vsock, and plugs it in again there"
+        }
+        false => "",
+    }
 }
 
 fn slowed(throttle: Option<u64>) -> String {
@@ -136,7 +169,37 @@ pub struct Failure {
 impl Failure {
     /// A failure before anything was touched.
     pub(super) fn untouched(error: impl Into<Error>) -> Self {
-        Self { error: Box::new(error.into()), guest: GuestState::Safe, notes: Vec::new() }
+        let error = error.into();
+        let guest = match error {
+            Error::NoGuest { .. } => GuestState::NoGuest,
+            _ => GuestState::Safe,
+        };
+        Self { error: Box::new(error), guest, notes: Vec::new() }
+    }
+
+    /// A failure to open the source's image.
+    pub(super) fn unopened(error: impl Into<Error>) -> Self {
+        let error = error.into();
+        let guest = if has_no_image(&error) { GuestState::Unopened } else { GuestState::Safe };
+        Self { error: Box::new(error), guest, notes: Vec::new() }
+    }
+}
+
+/// Returns true if there is no readable image, so that nothing is known of a guest in it.
+fn has_no_image(error: &Error) -> bool {
+    use towline_image::Error as Image;
+
+    match error {
+        Error::Image(
+            Image::Read { .. } | Image::Socket { .. } | Image::NotAFile { .. } | Image::NotAnImage { .. },
+        ) => true,
+        #[cfg(feature = "store")]
+        Error::Image(Image::Store(error)) => {
+            use towline_image::store::Error as Store;
+
+            matches!(error.downcast_ref(), Some(Store::NoImage { .. } | Store::Store { .. }))
+        }
+        _ => false,
     }
 }
 

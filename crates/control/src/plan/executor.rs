@@ -19,13 +19,13 @@ use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
 use super::error::{Error, Failure};
 use super::outcomes::{GuestLocation, GuestState, SourceCategory};
 use super::peer::{PeerSession, Received};
-use super::progress::Phase;
+use super::progress::CopyPhase;
 use super::report::{DestinationState, SourceState};
 use super::shared_switchover::{SharedSwitchover, source_link};
 use super::source::{CopyEnd, GuestAction, QmpSource};
 use crate::switchover::{
-    Decision, DestinationStatus, Directive, Input, Outcome, PeerMessage, Placement, SourceLink, SourceStatus,
-    StartResult, Unresolved,
+    Decision, DestinationStatus, Directive, GuestMemory, Input, Outcome, PeerMessage, Placement, SourceLink,
+    SourceStatus, StartResult, Unresolved,
 };
 
 /// Timeout for a source to notice its closed stream, before its migration is cancelled.
@@ -265,7 +265,7 @@ impl Executor<'_> {
             }
         };
         if started == StartResult::Live {
-            self.ends.context.observer.phase(Phase::Running);
+            self.ends.context.observer.phase(CopyPhase::Running);
         }
         Input::Started(started)
     }
@@ -273,7 +273,7 @@ impl Executor<'_> {
     /// Reports that the source is done with the guest.
     fn cut_over(&mut self) {
         if !std::mem::replace(&mut self.is_cut_over, true) {
-            self.ends.context.observer.phase(Phase::CutOver);
+            self.ends.context.observer.phase(CopyPhase::CutOver);
         }
     }
 
@@ -284,8 +284,15 @@ impl Executor<'_> {
         match self.ends.destination.finalize(self.ends.context) {
             Ok(notes) => {
                 notes.iter().for_each(|note| self.ends.context.observer.notice(note));
-                if let SourceControl::Qemu(source) = &self.ends.source {
-                    self.not_attached = self.ends.destination.attach_vsocks(&source.vsocks).err();
+                // Of one host, both may be connected to one device process, which serves the old one until that ends.
+                let is_upgrade = self.ends.context.options.is_upgrade();
+                let has_source_exited = self.ends.switchover.state().has_source_exited();
+                match &self.ends.source {
+                    SourceControl::Qemu(_) if is_upgrade && has_source_exited => self.take_over(),
+                    SourceControl::Qemu(source) if !is_upgrade => {
+                        self.not_attached = self.ends.destination.attach_vsocks(&source.vsocks).err();
+                    }
+                    _ => {}
                 }
                 Input::Done
             }
@@ -312,6 +319,12 @@ impl Executor<'_> {
 
     fn restore(&mut self, action: GuestAction) -> Input {
         let end = if self.ends.error.is_some() { CopyEnd::Failed } else { CopyEnd::Complete };
+        if action == GuestAction::Resume
+            && let Err(error) = self.end_in_shared_memory()
+        {
+            self.ends.error.get_or_insert(error);
+            return Input::NotDone;
+        }
         let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
         match source.restore(action, end) {
             Ok(released) => {
@@ -327,11 +340,36 @@ impl Executor<'_> {
         }
     }
 
+    /// Ends a destination in the source's memory before that runs the guest: it may have locks of the drives, and running it would
+    /// change the memory. That it was to run the guest is no longer true.
+    fn end_in_shared_memory(&mut self) -> Result<(), Error> {
+        if self.ends.switchover.state().request().memory == GuestMemory::Copied {
+            return Ok(());
+        }
+        self.ends.destination.end_in_shared_memory()?;
+        // Without that a later `resume` would not run the guest at its source; it still finds one that runs there.
+        if let Err(error) = self.ends.switchover.retract() {
+            tracing::warn!(%error, "the record of the move still has the guest running in the new QEMU");
+        }
+        Ok(())
+    }
+
+    /// The old QEMU of an upgrade has exited: the new one gets what that had, while the record of the move still exists.
+    fn take_over(&mut self) {
+        self.ends.destination.publish_sockets();
+        if let SourceControl::Qemu(source) = &self.ends.source {
+            self.not_attached = self.ends.destination.attach_vsocks(&source.vsocks).err();
+        }
+    }
+
     fn quit(&mut self) -> Input {
         let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
         match source.quit() {
             Ok(downtime_ms) => {
                 self.downtime_ms = downtime_ms.or(self.downtime_ms);
+                if self.ends.context.options.is_upgrade() {
+                    self.take_over();
+                }
                 Input::Done
             }
             Err(error) => {
@@ -354,7 +392,7 @@ impl Executor<'_> {
     fn end(mut self, outcome: Outcome) -> Result<SwitchoverReport, Failure> {
         let message = match outcome {
             Outcome::Unresolved(unresolved) => {
-                self.unresolved_state(unresolved).text(SourceCategory::Qemu).into_owned()
+                self.unresolved_state(unresolved).sentence(SourceCategory::Qemu).into_owned()
             }
             Outcome::Completed(_) | Outcome::Safe => String::new(),
         };

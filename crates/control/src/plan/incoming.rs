@@ -6,11 +6,12 @@ use std::sync::Arc;
 use towline_channel::Channel;
 use towline_migration::incoming::{self, Connections, Stage};
 use towline_migration::{Incoming, Session, Sink, Snapshot, Statistics};
-use towline_protocol::session::Receiver;
+use towline_protocol::destination::SharedMemory;
+use towline_protocol::session::ReceiverMode;
 
 use super::context::Context;
 use super::error::Error;
-use super::progress::{Phase, Progress};
+use super::progress::{CopyPhase, Progress};
 use super::shared_switchover::SharedSwitchover;
 use super::supervise::run_supervised;
 
@@ -41,7 +42,7 @@ impl IncomingStream {
     pub(super) fn receive(
         &self,
         sink: &dyn Sink,
-        receiver: Receiver,
+        receiver: ReceiverMode,
         switchover: &SharedSwitchover,
         context: &Context<'_>,
         poll: &mut dyn FnMut() -> Result<Progress, Error>,
@@ -52,12 +53,16 @@ impl IncomingStream {
             connections.refuse();
             return Err(cancelled);
         }
-        context.observer.phase(Phase::Transfer);
+        context.observer.phase(CopyPhase::Transfer);
         let options = incoming::Options {
             // A source that runs on in any case does not depend on an acknowledgement.
             require_return_path: context.options.return_path && !context.options.is_snapshot(),
             compression: context.options.compression,
             is_snapshot: context.options.is_snapshot(),
+            shared_memory: match context.options.leaves_out_shared_memory() {
+                true => SharedMemory::AtDestination,
+                false => SharedMemory::Refused,
+            },
             receiver,
         };
         let engine = Incoming::new(Arc::clone(session), Arc::clone(statistics), options);
@@ -73,8 +78,8 @@ impl IncomingStream {
             || {
                 engine.run_watched(connections, sink, &|stage| {
                     context.observer.phase(match stage {
-                        Stage::Switchover => Phase::Switchover,
-                        Stage::Committed => Phase::Loaded,
+                        Stage::Switchover => CopyPhase::Switchover,
+                        Stage::Committed => CopyPhase::Loaded,
                     });
                 })
             },

@@ -30,6 +30,10 @@ pub(crate) enum GuestLocation {
     WithProcess,
     /// Unchanged by this copy; its QEMU could not be reached.
     Unreached,
+    /// Unchanged by this copy; its image could not be opened.
+    Unopened,
+    /// The source has none.
+    NoGuest,
     /// At its destination, but its vsock could not be attached there.
     WithoutVsock,
     /// It runs, and a truncated image may have given it zeros.
@@ -60,6 +64,8 @@ impl GuestLocation {
             Self::InImage => ("in-image", 1, "in its image, which is as it was"),
             Self::WithProcess => ("ended-with-process", 1, "gone: a synthetic guest ends with its process"),
             Self::Unreached => ("unreached", 1, "not touched; its QEMU could not be reached"),
+            Self::Unopened => ("unopened", 1, "not touched; its image could not be opened"),
+            Self::NoGuest => ("no-guest", 1, "none at this source; nothing was changed"),
             Self::WithoutVsock => (
                 "without-vsock",
                 3,
@@ -133,6 +139,15 @@ fn unresolved_row(unresolved: Unresolved) -> OutcomeRow {
         Unresolved::DestinationUnknown => {
             "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)"
         }
+        Unresolved::UpgradedLost => {
+            "lost: its new QEMU has ended and may have run it; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: end it (`quit`), do not resume it, and start the guest again"
+        }
+        Unresolved::UpgradedStopped => {
+            "in its new QEMU, where it was run and stopped again: look there; the old one is left, paused (postmigrate), with a device state that does not fit the memory any more: end it (`quit`), and do not resume it"
+        }
+        Unresolved::UpgradedUnknown => {
+            "in its new QEMU, which may run it: look there; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: do not resume it"
+        }
         Unresolved::DestinationOnly => {
             "paused at the destination, whole (`cont` resumes it); its source has ended"
         }
@@ -178,6 +193,9 @@ fn id_of(unresolved: Unresolved) -> &'static str {
         Unresolved::StoppedAgain => "stopped-again",
         Unresolved::DestinationLost => "destination-lost",
         Unresolved::DestinationUnknown => "destination-unknown",
+        Unresolved::UpgradedLost => "upgraded-lost",
+        Unresolved::UpgradedStopped => "upgraded-stopped",
+        Unresolved::UpgradedUnknown => "upgraded-unknown",
         Unresolved::DestinationOnly => "destination-only",
         Unresolved::DestinationAlone => "destination-alone",
         Unresolved::BothExited => "both-exited",
@@ -223,6 +241,10 @@ pub enum GuestState {
     Safe,
     /// Unchanged by this copy: its QEMU could not be reached, so nothing is known of it.
     Unreached,
+    /// Unchanged by this copy: its image could not be opened.
+    Unopened,
+    /// The source has no guest.
+    NoGuest,
     /// An operator must look at it.
     NeedsAttention(LocatedGuest),
 }
@@ -260,6 +282,12 @@ impl GuestState {
         })
     }
 
+    /// Returns true if the guest is at its destination without a part of its memory, which a recovery can send.
+    pub fn lacks_memory(&self) -> bool {
+        let Self::NeedsAttention(LocatedGuest { location, .. }) = self else { return false };
+        matches!(location, GuestLocation::PostcopyPaused | GuestLocation::PostcopyUnreadable)
+    }
+
     /// The row of the table, by the category of the source.
     pub fn row(&self, keeper: SourceCategory) -> OutcomeRow {
         let location = match (self, keeper) {
@@ -267,13 +295,30 @@ impl GuestState {
             (Self::Safe, SourceCategory::Image) => GuestLocation::InImage,
             (Self::Safe, SourceCategory::Process) => GuestLocation::WithProcess,
             (Self::Unreached, _) => GuestLocation::Unreached,
+            (Self::Unopened, _) => GuestLocation::Unopened,
+            (Self::NoGuest, _) => GuestLocation::NoGuest,
             (Self::NeedsAttention(whereabouts), _) => whereabouts.location,
         };
         location.row()
     }
 
+    /// Returns true if the destination may hold the guest, so that its QEMU must be left alone.
+    pub(crate) fn may_be_at_destination(&self) -> bool {
+        let Self::NeedsAttention(LocatedGuest { location, .. }) = self else { return false };
+        !matches!(
+            location,
+            GuestLocation::Unresolved(
+                Unresolved::SourceRunByOthers
+                    | Unresolved::SourceExited
+                    | Unresolved::SourceExitedSince
+                    | Unresolved::BothExited
+                    | Unresolved::UpgradedLost
+            )
+        )
+    }
+
     /// The row's sentence, which names the source's QEMU if that is known.
-    pub fn text(&self, keeper: SourceCategory) -> Cow<'static, str> {
+    pub fn sentence(&self, keeper: SourceCategory) -> Cow<'static, str> {
         let text = self.row(keeper).text;
         match self {
             Self::NeedsAttention(LocatedGuest { source: Some(socket), .. }) => {

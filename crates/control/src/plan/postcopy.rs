@@ -31,7 +31,7 @@ use super::endpoint;
 use super::ends::Destination;
 use super::error::{Error, Failure, needs_attention};
 use super::outcomes::{GuestLocation, GuestState};
-use super::progress::{Phase, Progress};
+use super::progress::{CopyPhase, Progress};
 use super::report::PostcopyReport;
 use super::report::{Report, SourceState};
 use super::request::PostcopyOptions;
@@ -181,11 +181,11 @@ impl<'a> Restore<'a> {
         let (context, engine) = (self.context, self.engine);
         let session = Arc::new(Session::default());
         let offered = (|| {
-            context.observer.phase(Phase::Connect);
+            context.observer.phase(CopyPhase::Connect);
             let address = self.destination.listen(self.options, runs)?;
             let (main, preempt) = self.connect(&address)?;
             context.check_cancelled()?;
-            context.observer.phase(Phase::Transfer);
+            context.observer.phase(CopyPhase::Transfer);
             let link = PostcopyChannels { main, preempt: self.options.preempt.then_some(&preempt) };
             let mut look = || {
                 context.report_progress(self.statistics, Progress::default());
@@ -204,7 +204,7 @@ impl<'a> Restore<'a> {
         });
         match offered {
             Ok(offered) => {
-                context.observer.phase(Phase::Switchover);
+                context.observer.phase(CopyPhase::Switchover);
                 Ok(offered.run())
             }
             Err(error) => {
@@ -240,7 +240,7 @@ impl<'a> Restore<'a> {
     fn poll(&mut self, runs: bool) {
         if runs && self.report.running_after.is_none() && self.destination.runs_now() {
             self.report.running_after = Some(self.context.elapsed());
-            self.context.observer.phase(Phase::Running);
+            self.context.observer.phase(CopyPhase::Running);
         }
         self.report_progress();
         if self.context.cancel.is_cancelled() && !self.late_cancel_reported {
@@ -328,14 +328,14 @@ impl<'a> Restore<'a> {
     }
 
     fn finish(mut self, runs: bool) -> Result<Report, Failure> {
-        self.context.observer.phase(Phase::Release);
+        self.context.observer.phase(CopyPhase::Release);
         self.report.faults = self.engine.faults();
         self.report_progress();
         let state = self.destination.state(runs);
         let notes = self.destination.finish(runs)?;
         if runs && self.report.running_after.is_none() && self.destination.is_driven() {
             self.report.running_after = Some(self.context.elapsed());
-            self.context.observer.phase(Phase::Running);
+            self.context.observer.phase(CopyPhase::Running);
         }
         notes.iter().for_each(|note| self.context.observer.notice(note));
         let moved = self.statistics.snapshot();

@@ -44,11 +44,11 @@ impl GuestFacts {
         self
     }
 
-    /// `is_compared`: its destination is a QEMU, too.
-    pub(super) fn of_qemu(qemu: &mut Qemu, is_compared: bool) -> Result<Self, Error> {
+    /// `with_compat_facts`: its destination is a QEMU, too.
+    pub(super) fn of_qemu(qemu: &mut Qemu, with_compat_facts: bool) -> Result<Self, Error> {
         let uuid = Some(qemu.facts().uuid.clone());
         let facts =
-            if is_compared { Some(Subject::Qemu(Box::new(qemu.compat_facts()?)).into()) } else { None };
+            if with_compat_facts { Some(Subject::Qemu(Box::new(qemu.compat_facts()?)).into()) } else { None };
         Ok(Self { facts, uuid })
     }
 

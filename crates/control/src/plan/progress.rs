@@ -7,7 +7,7 @@ use towline_migration::{LaneSends, Snapshot};
 
 /// Phase of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Phase {
+pub enum CopyPhase {
     /// Both ends are queried and configured.
     Prepare,
     /// Waiting for a peer, or connecting to one.
@@ -30,7 +30,7 @@ pub enum Phase {
 /// which waits: each callback returns at once and never blocks on a reader of its output.
 pub trait Observer: Sync {
     /// The next phase starts.
-    fn phase(&self, phase: Phase) {
+    fn phase(&self, phase: CopyPhase) {
         let _ = phase;
     }
 
@@ -57,7 +57,7 @@ pub trait Observer: Sync {
 
 /// Forwards to both observers.
 impl<A: Observer + ?Sized, B: Observer + ?Sized> Observer for (&A, &B) {
-    fn phase(&self, phase: Phase) {
+    fn phase(&self, phase: CopyPhase) {
         self.0.phase(phase);
         self.1.phase(phase);
     }
@@ -100,15 +100,8 @@ pub struct Progress {
     pub throttle_percent: Option<u64>,
     /// Downtime if the guest were stopped now.
     pub expected_downtime: Option<Duration>,
+    /// Maximum downtime.
+    pub downtime_limit: Option<Duration>,
     /// Faults of a guest that already runs.
     pub faults: Option<towline_migration::postcopy::FaultCounts>,
-}
-
-impl Progress {
-    /// Time to send the remaining bytes while the guest keeps writing; `None` if it is not known, or unlimited.
-    pub fn expected_time(&self) -> Option<Duration> {
-        let (remaining, rate) = (self.remaining?, self.rate?);
-        let gains = rate.checked_sub(self.dirty_rate.unwrap_or(0)).filter(|&gains| gains > 0)?;
-        Duration::try_from_secs_f64(remaining as f64 / gains as f64).ok()
-    }
 }

@@ -144,7 +144,7 @@ impl State {
 /// The request for the guest, and its run state as far as it is known.
 fn guest_plan(machine: &Switchover) -> GuestPlan {
     let request = machine.request();
-    GuestPlan::of(machine.guest(), request.run, request.after)
+    GuestPlan::of(machine.guest(), request)
 }
 
 /// Returns true if the source stays paused with a guest that was paused before, or that runs elsewhere now.

@@ -60,6 +60,13 @@ pub enum Task {
         /// Devices to compare first; see [`Devices`].
         devices: Devices,
     },
+    /// The guest goes on in another QEMU of this host, in the same memory, and the QEMU at its source is ended.
+    Upgrade {
+        /// Detach a vhost-user-vsock before, and attach it again in the new QEMU.
+        detach_vsock: bool,
+        /// Memory that both QEMUs cannot map.
+        memory: UpgradeMemory,
+    },
     /// An image of this instant is stored while the guest of a `qmp:` source runs (QEMU's background-snapshot),
     /// over a single channel without a rate limit.
     Snapshot {
@@ -77,6 +84,15 @@ pub enum Task {
         /// Store the working set beside the image, for the next restore.
         record_working_set: bool,
     },
+}
+
+/// Memory of a guest whose QEMU is replaced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UpgradeMemory {
+    /// It stays where it is: both QEMUs map it.
+    InPlace,
+    /// It is copied.
+    Copied,
 }
 
 /// Devices of ours that serve the guest, by their control sockets: at the source and at the destination. The
@@ -166,6 +182,10 @@ impl Request {
             Task::Copy { transfer, .. } | Task::Move { transfer, .. } | Task::Postcopy { transfer, .. } => {
                 *transfer
             }
+            // What is left to be sent is little.
+            Task::Upgrade { .. } => {
+                TransferOptions { multifd_channels: Some(0), ..TransferOptions::default() }
+            }
             Task::Snapshot { .. } => TransferOptions::default(),
         }
     }
@@ -177,7 +197,9 @@ impl Request {
             Task::Postcopy {
                 start: PostcopyStart::Copy { run } | PostcopyStart::Move { run, .. }, ..
             } => *run,
-            Task::Postcopy { start: PostcopyStart::Recover, .. } | Task::Snapshot { .. } => None,
+            Task::Postcopy { start: PostcopyStart::Recover, .. }
+            | Task::Snapshot { .. }
+            | Task::Upgrade { .. } => None,
         }
     }
 
@@ -188,12 +210,27 @@ impl Request {
 
     /// Returns true if the QEMU at the source is ended.
     pub(crate) fn ends_source(&self) -> bool {
-        matches!(self.task, Task::Move { .. } | Task::Postcopy { start: PostcopyStart::Move { .. }, .. })
+        matches!(
+            self.task,
+            Task::Move { .. }
+                | Task::Upgrade { .. }
+                | Task::Postcopy { start: PostcopyStart::Move { .. }, .. }
+        )
+    }
+
+    /// Returns true if the source leaves out memory that is shared, and the destination has it.
+    pub(crate) fn leaves_out_shared_memory(&self) -> bool {
+        matches!(self.task, Task::Upgrade { memory: UpgradeMemory::InPlace, .. })
+    }
+
+    /// Returns true if the guest's QEMU is replaced.
+    pub(crate) fn is_upgrade(&self) -> bool {
+        matches!(self.task, Task::Upgrade { .. })
     }
 
     /// Returns true if devices that QEMU does not migrate are detached.
     pub(crate) fn detaches_vsock(&self) -> bool {
-        matches!(self.task, Task::Move { detach_vsock: true, .. })
+        matches!(self.task, Task::Move { detach_vsock: true, .. } | Task::Upgrade { detach_vsock: true, .. })
     }
 
     /// Returns true for an image of this instant.
@@ -214,7 +251,7 @@ impl Request {
     pub fn base(&self) -> Option<&Path> {
         match &self.task {
             Task::Copy { base, .. } | Task::Snapshot { base } => base.as_deref(),
-            Task::Move { .. } | Task::Postcopy { .. } => None,
+            Task::Move { .. } | Task::Upgrade { .. } | Task::Postcopy { .. } => None,
         }
     }
 

@@ -6,7 +6,7 @@ use towline_migration::{Guest, Outgoing, Snapshot, Statistics, outgoing};
 
 use super::context::Context;
 use super::error::Error;
-use super::progress::{Phase, Progress};
+use super::progress::{CopyPhase, Progress};
 use super::shared_switchover::SharedSwitchover;
 use super::supervise::run_supervised;
 
@@ -19,7 +19,7 @@ pub(super) fn send(
     poll: &mut dyn FnMut() -> Result<(), Error>,
 ) -> Result<Snapshot, Error> {
     context.check_cancelled()?;
-    context.observer.phase(Phase::Transfer);
+    context.observer.phase(CopyPhase::Transfer);
     let session = switchover.session();
     let statistics = Arc::new(Statistics::default());
     let options = outgoing::Options {

@@ -5,14 +5,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use towline_channel::Channel;
 use towline_migration::{Commit, Error as EngineError, LinkState, Session, SwitchoverGate, probe_link};
-use towline_protocol::session::{MoveId, Receiver};
+use towline_protocol::session::{MoveId, ReceiverMode};
 use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
 
 use crate::lock::lock;
 use crate::moves::MoveEnd;
 use crate::switchover::{
-    Decision, DestinationKind, Directive, GuestRunState, Input, Outcome, RunRequest, SourceAction,
-    SourceKind, SourceLink, Switchover, SwitchoverRequest,
+    Decision, DestinationKind, Directive, GuestMemory, GuestRunState, Input, Outcome, RunRequest,
+    SourceAction, SourceKind, SourceLink, Switchover, SwitchoverRequest,
 };
 
 use super::context::Context;
@@ -41,6 +41,16 @@ impl SharedSwitchover {
         destination: DestinationKind,
         options: &request::Request,
     ) -> Arc<Self> {
+        Self::with_memory(source, destination, GuestMemory::Copied, options)
+    }
+
+    /// As [`Self::new`], between ends with this memory.
+    pub(super) fn with_memory(
+        source: SourceKind,
+        destination: DestinationKind,
+        memory: GuestMemory,
+        options: &request::Request,
+    ) -> Arc<Self> {
         let after = match (options.ends_source(), options.resumes() && !options.is_snapshot()) {
             (true, _) => SourceAction::Quit,
             (false, true) => SourceAction::Resume,
@@ -51,7 +61,8 @@ impl SharedSwitchover {
             Some(true) => RunRequest::Run,
             Some(false) => RunRequest::Pause,
         };
-        let machine = Mutex::new(Switchover::new(SwitchoverRequest { source, destination, run, after }));
+        let request = SwitchoverRequest { source, destination, run, after, memory };
+        let machine = Mutex::new(Switchover::new(request));
         let (recorder, link) = (Recorder::default(), OnceLock::new());
         let (id, not_recorded, failed) = (OnceLock::new(), Mutex::new(None), OnceLock::new());
         Arc::new(Self { machine, id, recorder, link, not_recorded, failed })
@@ -168,11 +179,11 @@ fn is_refusal(error: &EngineError) -> bool {
 }
 
 impl SwitchoverGate for SharedSwitchover {
-    fn destination(&self, receiver: Option<Receiver>) {
+    fn destination(&self, receiver: Option<ReceiverMode>) {
         let kind = match receiver {
-            Some(Receiver::Waits) => DestinationKind::Towline,
-            Some(Receiver::Stores) => DestinationKind::Stored,
-            Some(Receiver::RunsByItself) => DestinationKind::Relayed,
+            Some(ReceiverMode::Waits) => DestinationKind::Towline,
+            Some(ReceiverMode::Stores) => DestinationKind::Stored,
+            Some(ReceiverMode::RunsByItself) => DestinationKind::Relayed,
             None => return,
         };
         self.machine().found_destination(kind);

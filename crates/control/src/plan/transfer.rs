@@ -6,7 +6,7 @@ use super::ends::Destination;
 use super::error::{Error, Failure};
 use super::executor::{Ends, SwitchoverReport, conclude};
 use super::outcomes::GuestState;
-use super::progress::Phase;
+use super::progress::CopyPhase;
 use super::report::{DestinationState, Report};
 use super::shared_switchover::SharedSwitchover;
 use crate::switchover::Directive;
@@ -23,8 +23,17 @@ pub(super) fn transfer(
         description.origin.process = process;
     }
     let mut to = endpoint::destination(destination, description, context).map_err(Failure::untouched)?;
-    let to = to.as_mut();
-    let switchover = SharedSwitchover::new(source.kind(), to.kind(), context.options);
+    transfer_to(source, to.as_mut(), context)
+}
+
+/// Transfers the guest of `source`, which is prepared, to an open destination.
+pub(super) fn transfer_to(
+    source: &mut dyn SourceEndpoint,
+    to: &mut dyn DestinationEndpoint,
+    context: &Context<'_>,
+) -> Result<Report, Failure> {
+    let (kinds, memory) = ((source.kind(), to.kind()), to.memory());
+    let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, memory, context.options);
     let moved = source.start(to, &switchover, context).and_then(|()| {
         record(source, to, &switchover, context);
         source.transfer(to, &switchover, context)
@@ -34,7 +43,7 @@ pub(super) fn transfer(
     }
     let (directive, error) = match moved {
         Ok(()) => {
-            context.observer.phase(Phase::Release);
+            context.observer.phase(CopyPhase::Release);
             (source.delivered(to, &switchover), None)
         }
         Err(error) => (switchover.failed(&error), Some(error)),

@@ -124,9 +124,7 @@ fn one_guest(source: &Source, destination: &Destination, options: &Request) -> R
         return Ok(options);
     }
     match destination {
-        Destination::Image(_) | Destination::Memory(_) | Destination::Null => {}
-        #[cfg(feature = "store")]
-        Destination::Store(_) => {}
+        Destination::Image(_) | Destination::Store(_) | Destination::Memory(_) | Destination::Null => {}
         Destination::Qmp(_) if options.run() == Some(true) => {
             return Err(Error::Usage("--resume with --run: the same guest would run twice".into()));
         }

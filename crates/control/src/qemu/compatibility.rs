@@ -92,6 +92,11 @@ impl Qemu {
         Ok(known)
     }
 
+    /// The drives that have a medium.
+    pub(crate) fn drives(&mut self) -> Result<Vec<facts::Drive>, Error> {
+        Ok(self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply)).unwrap_or_default())
+    }
+
     /// Returns true if KVM runs the guest's processors; false if QEMU does not report it.
     pub(crate) fn is_kvm(&mut self) -> Result<bool, Error> {
         Ok(self.query_raw("query-kvm", None)?.is_some_and(|reply| reply["enabled"] == true))

@@ -26,6 +26,8 @@ impl RamBlock {
 }
 
 /// Error in the text of `info ramblock`.
+///
+/// Remedy: none at this end: this version of QEMU prints its blocks in another way; use one of 7.2 to 11.1.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RamBlockError {
     /// The heading lacks a column.

@@ -71,6 +71,7 @@ impl fmt::Display for ApplyError {
 
 /// Settings that were not restored.
 #[derive(Debug, thiserror::Error)]
+/// Remedy: set them by hand (`migrate-set-parameters`), or run `towline repair`.
 #[error("QEMU on {socket} is left with changed migration settings {}: {}", .left.join(", "), reason(.cause.as_deref()))]
 pub struct RestoreError {
     /// The socket.
@@ -105,6 +106,12 @@ impl AppliedSettings {
             entries: change.record().and_then(|record| qemu.record(&record)).into_iter().collect(),
             ended: false,
         };
+        tracing::debug!(
+            socket = settings.socket,
+            capabilities = ?change.capabilities,
+            parameters = ?change.parameters,
+            "settings of QEMU, restored afterwards"
+        );
         match change.apply(qemu) {
             Ok(()) => Ok(settings),
             Err(cause @ Error::Qmp(qmp::Error::Disconnected { .. })) => {

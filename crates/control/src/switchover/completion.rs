@@ -2,9 +2,10 @@
 
 use super::decision::Decision;
 use super::events::{
-    DestinationKind, DestinationStatus, Directive, Input, PeerMessage, RunRequest, SourceAction, SourceKind,
-    SourceStatus, StartResult,
+    DestinationKind, DestinationStatus, Directive, GuestMemory, Input, PeerMessage, RunRequest, SourceAction,
+    SourceKind, SourceStatus, StartResult,
 };
+use super::fault::Fault;
 use super::machine::{Stage, Switchover};
 use super::outcome::{Outcome, Placement, Unresolved};
 
@@ -44,16 +45,45 @@ impl Switchover {
     }
 
     pub(super) fn starting(&mut self, input: Input) -> Directive {
-        let unresolved = match input {
-            Input::Started(StartResult::Live) => return self.finalize(Placement::Running),
-            Input::Started(StartResult::StoppedAgain) => Unresolved::StoppedAgain,
-            Input::Started(StartResult::Refused) if self.is_source_gone() => Unresolved::DestinationOnly,
-            Input::Started(StartResult::Refused) => Unresolved::BothPaused,
-            Input::Started(StartResult::Exited) if self.is_source_gone() => Unresolved::BothExited,
-            Input::Started(StartResult::Exited) => Unresolved::DestinationLost,
-            _ => Unresolved::DestinationUnknown,
+        let Input::Started(started) = input else {
+            return self.end_unresolved(self.not_known_to_run());
+        };
+        if self.is_memory_shared() && !self.is_source_gone() && self.has_not_run(started) {
+            return self.restore(true);
+        }
+        let is_shared = self.is_memory_shared();
+        let unresolved = match started {
+            StartResult::Live => return self.finalize(Placement::Running),
+            StartResult::StoppedAgain if is_shared => Unresolved::UpgradedStopped,
+            StartResult::StoppedAgain => Unresolved::StoppedAgain,
+            StartResult::Refused if self.is_source_gone() => Unresolved::DestinationOnly,
+            StartResult::Refused => Unresolved::BothPaused,
+            StartResult::Exited | StartResult::ExitedBefore if self.is_source_gone() => {
+                Unresolved::BothExited
+            }
+            StartResult::Exited if is_shared => Unresolved::UpgradedLost,
+            StartResult::Exited | StartResult::ExitedBefore => Unresolved::DestinationLost,
+            StartResult::NotSent | StartResult::Unknown => self.not_known_to_run(),
         };
         self.end_unresolved(unresolved)
+    }
+
+    fn not_known_to_run(&self) -> Unresolved {
+        if self.is_memory_shared() { Unresolved::UpgradedUnknown } else { Unresolved::DestinationUnknown }
+    }
+
+    /// Returns true if nothing has run in the destination's memory, so that the source's state still fits it.
+    fn has_not_run(&self, started: StartResult) -> bool {
+        match started {
+            StartResult::Refused | StartResult::NotSent | StartResult::ExitedBefore => true,
+            StartResult::Exited => self.has_fault(Fault::RevivesSharedSource),
+            _ => false,
+        }
+    }
+
+    /// Returns true if both QEMUs map the same memory.
+    pub(super) fn is_memory_shared(&self) -> bool {
+        self.request.memory == GuestMemory::Shared
     }
 
     /// Returns true if no QEMU at the source holds the guest.
@@ -71,11 +101,17 @@ impl Switchover {
             Input::Destination(DestinationStatus::Exited) if self.is_source_gone() => {
                 Directive::End(Outcome::Unresolved(Unresolved::BothExited))
             }
+            Input::Destination(DestinationStatus::Exited) if self.has_run_in_shared_memory(placement) => {
+                Directive::End(Outcome::Unresolved(Unresolved::UpgradedLost))
+            }
             Input::Destination(DestinationStatus::Exited) => {
                 Directive::End(Outcome::Unresolved(Unresolved::DestinationLost))
             }
             Input::NotDone if self.is_source_gone() => {
                 Directive::End(Outcome::Unresolved(Unresolved::DestinationAlone))
+            }
+            Input::NotDone if self.has_run_in_shared_memory(placement) => {
+                Directive::End(Outcome::Unresolved(Unresolved::UpgradedUnknown))
             }
             Input::NotDone => Directive::End(Outcome::Unresolved(Unresolved::DestinationUnknown)),
             _ if self.request.source == SourceKind::Towline => {
@@ -84,6 +120,10 @@ impl Switchover {
             }
             _ => self.release(placement),
         }
+    }
+
+    fn has_run_in_shared_memory(&self, placement: Placement) -> bool {
+        self.is_memory_shared() && placement == Placement::Running
     }
 
     pub(super) fn release(&mut self, placement: Placement) -> Directive {

@@ -60,6 +60,16 @@ pub(crate) enum SourceAction {
     Quit,
 }
 
+/// Memory of the guest at the two ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum GuestMemory {
+    /// Each end has its own.
+    Copied,
+    /// Both QEMUs map the same memory: once the destination has run the guest, the source's device state is of
+    /// another memory, and must never run.
+    Shared,
+}
+
 /// Request of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct SwitchoverRequest {
@@ -67,6 +77,7 @@ pub(crate) struct SwitchoverRequest {
     pub(crate) destination: DestinationKind,
     pub(crate) run: RunRequest,
     pub(crate) after: SourceAction,
+    pub(crate) memory: GuestMemory,
 }
 
 /// Run state of the guest when it was stopped for the switchover, from QEMU's `globalstate` section.
@@ -142,6 +153,10 @@ pub(crate) enum StartResult {
     StoppedAgain,
     /// QEMU refused it.
     Refused,
+    /// `cont` was not sent, because QEMU failed or did not reply before.
+    NotSent,
+    /// QEMU's process had exited before `cont` was sent.
+    ExitedBefore,
     /// QEMU's process has exited.
     Exited,
     /// No reply within the deadline, or the monitor is disconnected.

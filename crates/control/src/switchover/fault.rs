@@ -23,6 +23,10 @@ pub(super) enum Fault {
     ActsBeforeRecord,
     /// A move is finished by its record at one end without evidence of the other.
     ResumesWithoutEvidence,
+    /// A source gets its guest back although the guest may have run in the memory that it shares with its destination.
+    RevivesSharedSource,
+    /// A later towline that fails to start the guest in shared memory withdraws the decision, although the guest may have run.
+    ResumeTakesRunBack,
     /// The source's towline is sent that the guest does not run, although that was not seen.
     ReportsNotRunUnseen,
 }

@@ -32,7 +32,9 @@ mod world;
 use std::collections::{HashMap, VecDeque};
 
 use super::fault::{Fault, FaultSwitch};
-use super::{DestinationKind, GuestRunState, RunRequest, SourceAction, SourceKind, SwitchoverRequest};
+use super::{
+    DestinationKind, GuestMemory, GuestRunState, RunRequest, SourceAction, SourceKind, SwitchoverRequest,
+};
 use world::{Step, World};
 
 /// Result of a search.
@@ -103,7 +105,9 @@ fn requests(source: SourceKind, destination: DestinationKind) -> Vec<SwitchoverR
         _ => &[SourceAction::KeepPaused],
     };
     let runs: &[RunRequest] = if destination == DestinationKind::Qemu { &RUNS } else { &RUNS[..1] };
-    let of = |&after| runs.iter().map(move |&run| SwitchoverRequest { source, destination, run, after });
+    let memory = GuestMemory::Copied;
+    let of =
+        |&after| runs.iter().map(move |&run| SwitchoverRequest { source, destination, run, after, memory });
     afters.iter().flat_map(of).collect()
 }
 
@@ -112,6 +116,17 @@ fn pairs() -> Vec<SwitchoverRequest> {
     let sources = [SourceKind::Qemu, SourceKind::Stream, SourceKind::Stored];
     let destinations = [DestinationKind::Qemu, DestinationKind::Stream, DestinationKind::Stored];
     sources.iter().flat_map(|&from| destinations.iter().flat_map(move |&to| requests(from, to))).collect()
+}
+
+/// A QEMU that is replaced under its guest.
+fn upgrade() -> SwitchoverRequest {
+    SwitchoverRequest {
+        source: SourceKind::Qemu,
+        destination: DestinationKind::Qemu,
+        run: RunRequest::AsItWas,
+        after: SourceAction::Quit,
+        memory: GuestMemory::Shared,
+    }
 }
 
 fn check(name: &str, worlds: impl IntoIterator<Item = World>) -> (usize, usize) {
@@ -137,6 +152,14 @@ fn one_towline_between_any_two_ends_keeps_every_guest_once() {
     assert!(states > 10_000 && depth > 10, "{states} states, {depth} deep");
 }
 
+/// Up to `cont` at the new QEMU every failure gives the old one its guest back; from then on it never runs the guest.
+#[test]
+fn an_upgrade_keeps_every_guest_once_and_its_memory_consistent() {
+    let worlds = GUESTS.map(|guest| World::with_one(upgrade(), guest, budget(), FaultSwitch::default()));
+    let (states, depth) = check("upgrade", worlds);
+    assert!(states > 1000 && depth > 10, "{states} states, {depth} deep");
+}
+
 #[test]
 fn two_towlines_keep_every_guest_once() {
     let worlds = [SourceAction::KeepPaused, SourceAction::Quit].into_iter().flat_map(|after| {
@@ -160,9 +183,11 @@ fn injected_faults_are_found() {
         Fault::ActsBeforeRecord,
         Fault::ResumesWithoutEvidence,
         Fault::ReportsNotRunUnseen,
+        Fault::RevivesSharedSource,
+        Fault::ResumeTakesRunBack,
     ];
     for fault in faults {
-        let one = pairs().into_iter().map(|request| {
+        let one = pairs().into_iter().chain([upgrade()]).map(|request| {
             World::with_one(request, GuestRunState::Running, budget(), FaultSwitch::with(fault))
         });
         let two = World::with_two(

@@ -46,6 +46,14 @@ pub(crate) enum Unresolved {
     DestinationLost,
     /// It is not known whether the destination runs it. The source holds it, paused.
     DestinationUnknown,
+    /// The new QEMU of an upgrade exited when it was to run the guest, or after: the old one's state, paused, may be of
+    /// another memory.
+    UpgradedLost,
+    /// The new QEMU of an upgrade ran the guest and stopped it again; the old one's state is of another memory.
+    UpgradedStopped,
+    /// It is not known whether the new QEMU of an upgrade runs the guest; the old one's state, paused, may be of another
+    /// memory.
+    UpgradedUnknown,
     /// The source's QEMU has exited; the destination holds it, paused, and refused to run it.
     DestinationOnly,
     /// The source's QEMU has exited; the destination holds it and does not reply.

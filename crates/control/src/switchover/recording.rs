@@ -72,8 +72,11 @@ impl Switchover {
         Directive::Refuse
     }
 
-    /// The guest is not started at its destination, which holds it.
+    /// The guest is not started at its destination, which holds it. A source that shares its memory gets its guest back.
     fn not_run(&mut self) -> Directive {
+        if self.is_memory_shared() && !self.is_source_gone() {
+            return self.restore(true);
+        }
         self.end_unresolved(if self.is_source_gone() {
             Unresolved::DestinationOnly
         } else {

@@ -12,7 +12,7 @@
 //! from its older state without a choice: its disks are newer than its memory there.
 
 use super::decision::Decision;
-use super::events::{DestinationStatus, SourceStatus};
+use super::events::{DestinationStatus, GuestMemory, SourceStatus};
 use super::fault::{Fault, FaultSwitch};
 use super::outcome::Placement;
 
@@ -30,6 +30,8 @@ pub(crate) struct InterruptedMove {
     pub(crate) decision: Decision,
     /// The guest is to run at its destination.
     pub(crate) runs: bool,
+    /// Memory of the guest at the two ends.
+    pub(crate) memory: GuestMemory,
     /// State of its source; `None` if that cannot be queried from here.
     pub(crate) source: Option<SourceStatus>,
     /// State of its destination; `None` if that cannot be queried from here.
@@ -75,6 +77,8 @@ pub(crate) enum ResumeBlocker {
     DestinationUnknown,
     /// The destination has exited and may have run it.
     DestinationLost,
+    /// The destination may have run it in the memory that both ends have, so that the source's state is of another memory.
+    MemoryChanged,
     /// It stopped by itself at the destination, or is in a state that `cont` is not for.
     DestinationStopped,
     /// It is at the source, and may run at the destination too, which is on another host.
@@ -91,6 +95,15 @@ pub(crate) enum ResumeBlocker {
     OnlyCopy,
 }
 
+/// Failure to start the guest at its destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum RunFailure {
+    /// `cont` was refused, or could not be sent.
+    Refused,
+    /// `cont` was sent, and it is not known whether the guest has run.
+    Unknown,
+}
+
 /// Choice of an operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Choice {
@@ -103,7 +116,8 @@ pub(crate) enum Choice {
 impl InterruptedMove {
     /// A move with this record and no end queried yet.
     pub(crate) fn new(decision: Decision, runs: bool) -> Self {
-        Self { decision, runs, source: None, destination: None, fault: FaultSwitch::default() }
+        let (memory, fault) = (GuestMemory::Copied, FaultSwitch::default());
+        Self { decision, runs, memory, source: None, destination: None, fault }
     }
 
     /// Derives the next action from the evidence.
@@ -113,6 +127,19 @@ impl InterruptedMove {
             (Some(source), None) => self.at_source(source),
             (None, Some(destination)) => self.at_destination(destination),
             (None, None) => ResumeAction::Gone,
+        }
+    }
+
+    /// The decision that stays recorded after the guest could not be started at its destination. With copied memory an operator
+    /// may start it elsewhere then, so that the record is no longer evidence. A guest that may have run in shared memory has
+    /// changed it: that is never taken back.
+    pub(crate) fn decision_after(&self, failure: RunFailure) -> Decision {
+        let before = self.decision.min(Decision::Acknowledge);
+        match (self.memory, failure) {
+            (GuestMemory::Shared, _) if self.fault.has(Fault::ResumeTakesRunBack) => before,
+            (GuestMemory::Shared, RunFailure::Refused) => self.decision,
+            (GuestMemory::Shared, RunFailure::Unknown) => Decision::Run,
+            (GuestMemory::Copied, _) => before,
         }
     }
 
@@ -140,6 +167,11 @@ impl InterruptedMove {
             }
             (_, DestinationStatus::Unknown | DestinationStatus::Loading) => {
                 ResumeAction::Wait(ResumeBlocker::DestinationUnknown)
+            }
+            (SourceStatus::Completed, DestinationStatus::Exited | DestinationStatus::Failed)
+                if self.is_memory_changed() =>
+            {
+                ResumeAction::NeedsChoice(ResumeBlocker::MemoryChanged)
             }
             (SourceStatus::Completed, DestinationStatus::Exited | DestinationStatus::Failed) => {
                 ResumeAction::NeedsChoice(ResumeBlocker::DestinationLost)
@@ -201,6 +233,11 @@ impl InterruptedMove {
             && !matches!(self.source, Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed))
     }
 
+    /// Returns true if a guest that shares its memory may have run at its destination: the source's state is of another memory.
+    fn is_memory_changed(&self) -> bool {
+        self.memory == GuestMemory::Shared && self.may_have_run()
+    }
+
     /// Applies an operator's choice.
     ///
     /// # Errors
@@ -224,6 +261,9 @@ impl InterruptedMove {
                 Err(ResumeBlocker::DestinationHasGuest)
             }
             (_, Some(DestinationStatus::Unknown)) => Err(ResumeBlocker::DestinationUnknown),
+            (Some(SourceStatus::Completed), _) if self.is_memory_changed() => {
+                Err(ResumeBlocker::MemoryChanged)
+            }
             (Some(SourceStatus::Completed), _) => Ok(ResumeAction::RunSource),
             (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
                 Ok(ResumeAction::AtSource)
@@ -258,6 +298,12 @@ impl InterruptedMove {
             }
             (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => Err(ResumeBlocker::SourceUnknown),
             (_, Some(DestinationStatus::Unknown)) => Err(ResumeBlocker::DestinationUnknown),
+            // Nothing can run from it any more.
+            (Some(SourceStatus::Completed), Some(DestinationStatus::Exited | DestinationStatus::Failed))
+                if self.is_memory_changed() =>
+            {
+                Ok(ResumeAction::Quit(Side::Source))
+            }
             (_, Some(DestinationStatus::Exited | DestinationStatus::Failed | DestinationStatus::Loading)) => {
                 Err(ResumeBlocker::OnlyCopy)
             }

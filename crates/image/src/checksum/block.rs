@@ -6,7 +6,8 @@ use std::{mem, thread};
 
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::subtree::{Node, OpenChunk, Subtree, subtrees};
+use super::open_chunk::{Node, OpenChunk};
+use super::subtree::{Subtree, subtrees};
 use super::{CHUNK_BYTES, ChunkHash, chunk_count, hash_chunk};
 use crate::lock::lock;
 

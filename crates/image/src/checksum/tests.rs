@@ -221,14 +221,14 @@ fn the_budget_is_observed_and_released() {
 #[test]
 fn memory_per_chunk_is_as_documented() {
     assert_eq!(block::memory_per_chunk(), 48);
-    let mut open = subtree::OpenChunk::new(CHUNK_PAGES);
+    let mut open = open_chunk::OpenChunk::new(CHUNK_PAGES);
     let page =
-        |first| subtree::Node::hash(subtree::Subtree { first, level: 0 }, first, &[1; PAGE], CHUNK_PAGES);
+        |first| open_chunk::Node::hash(subtree::Subtree { first, level: 0 }, first, &[1; PAGE], CHUNK_PAGES);
     for first in 0..CHUNK_PAGES - 1 {
         open.insert(page(first)).unwrap();
         assert!(open.bytes() <= 16 * 38, "{} bytes after page {first}", open.bytes());
     }
-    let mut open = subtree::OpenChunk::new(CHUNK_PAGES);
+    let mut open = open_chunk::OpenChunk::new(CHUNK_PAGES);
     (0..CHUNK_PAGES).step_by(2).for_each(|first| open.insert(page(first)).unwrap());
     assert_eq!(open.bytes(), 256 * 38);
 }

@@ -38,7 +38,7 @@ fn a_written_index_is_read_back() {
     assert_eq!(read, written);
     assert_eq!(read.blocks(), blocks());
     assert_eq!(read.configuration().machine_type, "pc-q35-10.0");
-    assert_eq!(read.names(BlockIndex(0))[1], ChunkHash::Data([1; 32]));
+    assert_eq!(read.chunk_names(BlockIndex(0))[1], ChunkHash::Data([1; 32]));
     assert_eq!(read.all_names().collect::<Vec<_>>(), [[1; 32], [9; 32], [5; 32]]);
     assert_eq!(read.device_state(), (5, Digest::of(b"state")));
 }

@@ -11,10 +11,10 @@ use towline_channel::Cancel;
 
 use super::clock::Clock;
 use super::lease_state::LeaseGuard;
-use super::location::{Location, Scheme};
 use super::objects::{Objects, WriteMode};
 use super::runtime::FILE_THREADS;
 use super::{Error, Result, Runtime, service};
+use crate::location::{Location, Scheme};
 
 /// Objects processed per step of a listing.
 const PAGE_OBJECTS: usize = 1000;
@@ -188,4 +188,13 @@ impl Store {
             }
         }
     }
+}
+
+/// Refuses a directory that does not exist, which opening the store would create.
+pub(super) fn check_directory(prefix: &Location) -> Result<()> {
+    if prefix.scheme() == Scheme::Directory && !prefix.directory().is_dir() {
+        let text = format!("{prefix}: {} is not a directory; correct the path", prefix.directory().display());
+        return Err(Error::Location { text });
+    }
+    Ok(())
 }

@@ -3,27 +3,27 @@
 use std::io;
 
 use crate::index;
+use crate::location::LocationError;
+
+/// S3's code of a missing bucket.
+const NO_BUCKET: &str = "NoSuchBucket";
 
 /// Failure to store an image or to read it from a store.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The location is invalid.
+    /// Remedy: correct the location; docs/store.md has the forms.
     #[error("{text}")]
     Location {
         /// The location and the expected form.
         text: String,
     },
-    /// The location may contain a secret, so it is not repeated.
-    #[error(
-        "{scheme}: an address has no user, password or query (@, ?, #); credentials come from the environment or the usual files (docs/store.md)"
-    )]
-    Secret {
-        /// Its scheme.
-        scheme: &'static str,
-    },
+    /// The location cannot be parsed.
+    #[error(transparent)]
+    Parse(#[from] LocationError),
     /// The store is unreachable or refused a request.
-    #[error("{object}: {op}: {error}{}", advice(error))]
+    #[error("{object}: {op}: {}{}", cause_text(error), advice(error))]
     Store {
         /// The failed operation.
         op: &'static str,
@@ -32,7 +32,20 @@ pub enum Error {
         /// The store's error. Not a `source`, since the text already contains it.
         error: Box<object_store::Error>,
     },
+    /// The store's address is unencrypted, which has to be permitted.
+    #[error(
+        "{prefix}: {variable} is an http:// address, where credentials and memory are not encrypted: use https://, or set {permission}=true to permit it"
+    )]
+    Unencrypted {
+        /// The prefix.
+        prefix: String,
+        /// Variable that contains the address.
+        variable: &'static str,
+        /// Variable that permits it.
+        permission: &'static str,
+    },
     /// The image does not exist.
+    /// Remedy: check the name; `towline inspect` opens an image.
     #[error("{image}: there is no such image: the store has no {object:?}")]
     NoImage {
         /// The image.
@@ -47,6 +60,7 @@ pub enum Error {
         image: String,
     },
     /// The index is invalid.
+    /// Remedy: use another image: a part of this one is damaged or of another version.
     #[error("{image}: {why}")]
     Index {
         /// The image.
@@ -64,7 +78,7 @@ pub enum Error {
         /// Object of the chunk.
         chunk: String,
         /// Possible reason.
-        absence: Absence,
+        absence: MissingChunkCause,
     },
     /// A chunk's content does not match its name.
     #[error("{image}: {position}: chunk {chunk} is damaged in the store: {why}; remove that object and store the guest again, or take another image", position = position_text(position))]
@@ -128,7 +142,7 @@ pub enum Error {
     },
     /// The image is being read.
     #[error(
-        "{image}: it is being read by {readers}: try again when they have finished, or after an hour if they were interrupted; nothing was removed",
+        "{image}: it is being read by {readers}: try again when they have finished; a reader that was killed counts until `towline store gc` removes its lease, an hour after its last renewal; nothing was removed",
         readers = readers.join(", ")
     )]
     InUse {
@@ -164,6 +178,7 @@ pub enum Error {
         why: io::Error,
     },
     /// The stream's items arrived in an unexpected order.
+    /// Remedy: none at this end: the source does not follow the protocol; report it with both versions.
     #[error("{image}: {what}")]
     Order {
         /// The image to be stored.
@@ -172,6 +187,7 @@ pub enum Error {
         what: &'static str,
     },
     /// This host lacks memory, threads or descriptors.
+    /// Remedy: check the credentials, the network and the permissions of the store.
     #[error("{what}: {why}")]
     Host {
         /// The resource.
@@ -180,6 +196,7 @@ pub enum Error {
         why: io::Error,
     },
     /// A file with credentials cannot be used.
+    /// Remedy: check the permissions and the free space of the path.
     #[error("{path}: {why}")]
     Credentials {
         /// The file.
@@ -191,6 +208,7 @@ pub enum Error {
     #[error(transparent)]
     Image(Box<crate::Error>),
     /// The operation was cancelled.
+    /// Remedy: none: the user or the caller ended it.
     #[error("cancelled")]
     Cancelled,
 }
@@ -208,8 +226,10 @@ pub struct ChunkPosition {
 }
 
 /// Possible reason for which a referenced chunk is missing.
+///
+/// Remedy: none: the data is gone; use another image.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Absence {
+pub enum MissingChunkCause {
     /// The reader had a lease all the time.
     #[error(
         "another program removed it, since this reader's lease protects it from towline's garbage collection"
@@ -303,15 +323,90 @@ fn position_text(position: &ChunkPosition) -> String {
     }
 }
 
+/// The cause in words. A server's response contains XML.
+fn cause_text(error: &object_store::Error) -> String {
+    use object_store::Error as Cause;
+
+    let text = error.to_string();
+    if !text.contains("Server returned") {
+        return text;
+    }
+    let field = |name: &str| {
+        let (_, rest) = text.split_once(&format!("<{name}>"))?;
+        rest.split_once("</").map(|(value, _)| value.trim()).filter(|value| !value.is_empty())
+    };
+    match (error, field("Code")) {
+        (_, Some(NO_BUCKET)) => "there is no such bucket; create it, or correct the name".into(),
+        (Cause::NotFound { .. }, _) => "it does not exist; correct the name".into(),
+        (Cause::PermissionDenied { .. }, code) => format!("access is refused ({})", code.unwrap_or("403")),
+        (Cause::Unauthenticated { .. }, code) => {
+            format!("the credentials are not accepted ({})", code.unwrap_or("401"))
+        }
+        (_, Some(code)) => {
+            let message = field("Message").map(|message| format!(", {message}")).unwrap_or_default();
+            format!("the store responds with {code}{message}")
+        }
+        (_, None) => text,
+    }
+}
+
+/// Returns true if the bucket is missing, not only the object.
+pub(super) fn is_bucket_missing(error: &object_store::Error) -> bool {
+    matches!(error, object_store::Error::NotFound { .. }) && names_no_bucket(error)
+}
+
+fn names_no_bucket(error: &object_store::Error) -> bool {
+    error.to_string().contains(&format!("<Code>{NO_BUCKET}</Code>"))
+}
+
 /// Remedy, where there is one.
 fn advice(error: &object_store::Error) -> &'static str {
     match error {
         object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
             "; credentials come from the environment or the usual files (docs/store.md)"
         }
-        object_store::Error::Generic { .. } => {
+        object_store::Error::Generic { .. } if !names_no_bucket(error) => {
             "; check the endpoint, the network and the credentials (docs/store.md)"
         }
         _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("{0}")]
+    struct Response(String);
+
+    fn not_found(code: &str) -> object_store::Error {
+        let text = format!(
+            "Error performing GET http://127.0.0.1:9/b/a in 5ms - Server returned non-2xx status code: 404 Not Found: \
+             <?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>The specified bucket does not exist</Message></Error>"
+        );
+        object_store::Error::NotFound { path: "a".into(), source: Box::new(Response(text)) }
+    }
+
+    #[test]
+    fn responses_are_in_words_and_without_xml() {
+        let shown = |error| Error::store("cannot be listed", "s3://b/vm")(error).to_string();
+        assert_eq!(
+            shown(not_found("NoSuchBucket")),
+            "s3://b/vm: cannot be listed: there is no such bucket; create it, or correct the name"
+        );
+        assert!(is_bucket_missing(&not_found("NoSuchBucket")) && !is_bucket_missing(&not_found("NoSuchKey")));
+        assert_eq!(
+            shown(not_found("NoSuchKey")),
+            "s3://b/vm: cannot be listed: it does not exist; correct the name"
+        );
+        let response =
+            "Server returned error response: <Error><Code>SlowDown</Code><Message>Wait.</Message></Error>";
+        let error = object_store::Error::Generic { store: "S3", source: Box::new(Response(response.into())) };
+        assert!(
+            shown(error).starts_with("s3://b/vm: cannot be listed: the store responds with SlowDown, Wait.")
+        );
     }
 }

@@ -7,13 +7,13 @@ use std::time::{Duration, SystemTime};
 
 use towline_channel::Cancel;
 
-use super::access::Store;
+use super::access::{Store, check_directory};
 use super::fault::Fault;
 use super::images::{RETIRED, retired_key};
 use super::lease::{Lease, LeaseEntry, LeaseKind, age, leases};
-use super::location::{Location, SUFFIX};
 use super::{ConditionalWrites, Error, Result, chunk};
 use crate::index::{INDEX_BYTES_MAX, Index};
+use crate::location::Location;
 use crate::manifest::Digest;
 
 /// Maximum number of images of a prefix.
@@ -40,7 +40,7 @@ pub struct ChunkTotals {
 }
 
 impl ChunkTotals {
-    fn add(&mut self, bytes: u64) {
+    pub(super) fn add(&mut self, bytes: u64) {
         self.chunks += 1;
         self.bytes += bytes;
     }
@@ -76,6 +76,7 @@ impl Garbage {
     /// # Errors
     /// The store is unreachable or refuses access, or an index cannot be read.
     pub fn find(prefix: &Location, age_min: Duration, cancel: Option<Cancel>) -> Result<Self> {
+        check_directory(prefix)?;
         let store = Arc::new(Store::open(prefix, cancel)?);
         find(&store, age_min, SystemTime::now())
     }
@@ -96,6 +97,7 @@ impl Garbage {
             let text = format!("{prefix}: http:// and https:// are read-only");
             return Err(Error::Location { text });
         }
+        check_directory(prefix)?;
         Self::remove_in(&Arc::new(Store::open(prefix, cancel)?), age_min, removed)
     }
 
@@ -251,12 +253,12 @@ fn load_retired_index(store: &Arc<Store>, index: Digest) -> Result<Option<Index>
     Ok(whole.and_then(|bytes| Index::parse(&bytes).ok()))
 }
 
-/// Everything that the prefix's images reference.
-fn referenced(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Referenced> {
+/// Keys of the indexes of a prefix, sorted.
+pub(super) fn image_keys(store: &Store) -> Result<Vec<String>> {
     let mut keys = Vec::new();
     store.list("", &mut |object| {
         let key = store.key(&object);
-        if key.ends_with(SUFFIX) {
+        if key.ends_with(Location::SUFFIX) {
             keys.push(key);
         }
         if keys.len() > IMAGES_MAX {
@@ -267,8 +269,14 @@ fn referenced(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Referenced> {
             Ok(())
         }
     })?;
+    keys.sort();
+    Ok(keys)
+}
+
+/// Everything that the prefix's images reference.
+fn referenced(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Referenced> {
     let mut referenced = Referenced::default();
-    for key in keys {
+    for key in image_keys(store)? {
         // An image removed meanwhile references nothing.
         let Some(bytes) = store.get(&key, INDEX_BYTES_MAX)? else { continue };
         let index = Index::parse(&bytes);

@@ -17,14 +17,14 @@ use bytes::Bytes;
 use object_store::ObjectMeta;
 use towline_channel::Cancel;
 
-use super::access::Store;
+use super::access::{Store, check_directory};
 use super::fault::Fault;
 use super::lease::{Lease, LeaseKind, leases};
-use super::location::{Location, SUFFIX};
 use super::objects::{WriteMode, version_of};
 use super::{Error, Result};
 use crate::Existing;
 use crate::index::INDEX_BYTES_MAX;
+use crate::location::Location;
 use crate::manifest::Digest;
 
 /// Directory of copies of indexes that were replaced or removed while they were read.
@@ -59,8 +59,19 @@ pub fn readers(image: &Location, cancel: Option<Cancel>) -> Result<Vec<ImageRead
     readers_in(&store, &key(image)?)
 }
 
+/// Returns true if the location names an image.
+///
+/// # Errors
+/// The store is unreachable or refuses access.
+pub fn is_image(location: &Location, cancel: Option<Cancel>) -> Result<bool> {
+    let Ok(key) = key(location) else { return Ok(false) };
+    check_directory(&location.parent())?;
+    Ok(Store::open(&location.parent(), cancel)?.find(&key)?.is_some())
+}
+
 /// Removes an image; chunks that only it references become garbage. Returns the readers for which they are
-/// kept.
+/// kept. Stores have no conditional removal: an image that replaces this one at the same moment may be removed
+/// in its place, and a reader that begins then is not refused, but keeps its chunks.
 ///
 /// # Errors
 /// [`Error::NoImage`]; [`Error::InUse`] with [`InUse::Refuse`]; the store is unreachable or refuses access.
@@ -68,13 +79,14 @@ pub fn remove_image(image: &Location, in_use: InUse, cancel: Option<Cancel>) -> 
     if !image.scheme().is_writable() {
         return Err(Error::Location { text: format!("{image}: http:// and https:// are read-only") });
     }
+    check_directory(&image.parent())?;
     let store = Arc::new(Store::open(&image.parent(), cancel)?);
     remove_in(&store, &image.to_string(), &key(image)?, in_use)
 }
 
 /// Key of an image's index.
 pub(super) fn key(image: &Location) -> Result<String> {
-    Ok(format!("{}{SUFFIX}", image.name()?))
+    Ok(format!("{}{}", image.name()?, Location::SUFFIX))
 }
 
 pub(super) fn remove_in(
@@ -93,7 +105,7 @@ pub(super) fn remove_in(
 
 /// Readers of the image with this key. Expired leases are included: without a lease of its own this process
 /// does not know the store's time.
-fn readers_in(store: &Arc<Store>, key: &str) -> Result<Vec<ImageReader>> {
+pub(super) fn readers_in(store: &Arc<Store>, key: &str) -> Result<Vec<ImageReader>> {
     let mut readers = Vec::new();
     for lease in leases(store, LeaseKind::Reader, SystemTime::UNIX_EPOCH)? {
         let Some(Ok(owner)) = lease.owner(store)? else { continue };
@@ -116,7 +128,7 @@ fn retire(store: &Arc<Store>, key: &str, in_use: InUse) -> Result<Vec<ImageReade
     let index = Digest::of(&bytes);
     readers.retain(|reader| reader.index == index);
     if in_use == InUse::Refuse && !readers.is_empty() {
-        let image = store.object_name(key.strip_suffix(SUFFIX).unwrap_or(key));
+        let image = store.object_name(key.strip_suffix(Location::SUFFIX).unwrap_or(key));
         let readers = readers.into_iter().map(|reader| reader.description).collect();
         return Err(Error::InUse { image, readers });
     }

@@ -10,10 +10,11 @@ use object_store::{
 };
 
 use super::clock::Clock;
+use super::error::is_bucket_missing;
 use super::fault::Fault;
 use super::lease_state::LeaseState;
-use super::location::{Location, SUFFIX};
 use super::{Error, Result};
+use crate::location::Location;
 
 /// The objects of a prefix. Clones refer to the same.
 #[derive(Debug, Clone)]
@@ -90,7 +91,9 @@ impl Objects {
     pub(super) async fn get(&self, key: &str, limit: u64) -> Result<Option<(Bytes, ObjectMeta)>> {
         let object = self.object_name(key);
         let found = match self.objects.get(&self.path(key)).await {
-            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+            Err(error @ object_store::Error::NotFound { .. }) if !is_bucket_missing(&error) => {
+                return Ok(None);
+            }
             found => found.map_err(Error::store("cannot be read", &object))?,
         };
         let meta = found.meta.clone();
@@ -138,7 +141,9 @@ impl Objects {
                 }
                 Err(object_store::Error::AlreadyExists { .. }) => {
                     let object = self.object_name(key);
-                    Error::Exists { image: object.strip_suffix(SUFFIX).unwrap_or(&object).to_owned() }
+                    Error::Exists {
+                        image: object.strip_suffix(Location::SUFFIX).unwrap_or(&object).to_owned(),
+                    }
                 }
                 done => return done.map(Into::into).map_err(failed),
             },

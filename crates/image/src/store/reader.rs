@@ -11,8 +11,9 @@
 //! Every byte is compared with a hash before it is used, with and without `--verify`. Limits: [`CACHE_BYTES`]
 //! of memory, some more with many lanes (2 MiB each), and [`PREFETCH_BYTES`] in flight.
 
-use std::sync::Arc;
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
 use bytes::Bytes;
@@ -27,11 +28,14 @@ use super::access::Store;
 use super::cache::{Acquired, Cache, FetchLimits};
 use super::images::{self, LeasedIndex};
 use super::lease::Lease;
-use super::location::Location;
 use super::spool::ChunkNumber;
 use super::upload::{first_error, threads};
-use super::{Absence, CACHE_BYTES, ChunkPosition, Error, PREFETCH_BYTES, REQUESTS_MAX, Result, chunk};
+use super::{
+    CACHE_BYTES, ChunkPosition, Error, MissingChunkCause, PREFETCH_BYTES, REQUESTS_MAX, Result, chunk,
+};
 use crate::index::Index;
+use crate::location::Location;
+use crate::lock::lock;
 use crate::{ChunkHash, PageCount, StoredGuest};
 
 /// Needed chunks are requested regardless of others.
@@ -60,6 +64,20 @@ pub struct StoredImage {
     retains_until_release: bool,
 }
 
+/// Chunks of a prefix that were fetched and compared with their names.
+#[derive(Debug, Default)]
+pub struct VerifiedChunks(Mutex<HashSet<[u8; 32]>>);
+
+impl VerifiedChunks {
+    fn contains(&self, name: &[u8; 32]) -> bool {
+        lock(&self.0).contains(name)
+    }
+
+    fn insert(&self, name: [u8; 32]) {
+        lock(&self.0).insert(name);
+    }
+}
+
 impl StoredImage {
     /// Fetches and checks the index and the device state. `cancel` ends every wait for the store.
     ///
@@ -80,7 +98,8 @@ impl StoredImage {
         let mut memory = Vec::with_capacity(blocks.len());
         for (number, block) in blocks.iter().enumerate() {
             first_chunks.push(next);
-            next += index.names(BlockIndex(u32::try_from(number).expect("bounded by BLOCKS_MAX"))).len();
+            next +=
+                index.chunk_names(BlockIndex(u32::try_from(number).expect("bounded by BLOCKS_MAX"))).len();
             memory.push(match usize::try_from(block.length) {
                 Ok(0) => None,
                 Ok(length) => Some(
@@ -122,6 +141,14 @@ impl StoredImage {
     /// # Errors
     /// The first missing or damaged chunk.
     pub fn verify(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
+        self.verify_unknown(&VerifiedChunks::default(), progress)
+    }
+
+    /// As [`Self::verify`], except for chunks that another image of the same prefix was verified with.
+    ///
+    /// # Errors
+    /// As [`Self::verify`].
+    pub fn verify_unknown(&self, known: &VerifiedChunks, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
         let numbers: Vec<_> = self.data_chunks().collect();
         let next = AtomicUsize::new(0);
         let worker = || {
@@ -129,11 +156,12 @@ impl StoredImage {
             let at = |place: usize| numbers.get(place).copied();
             while let Some((block, index)) = at(next.fetch_add(1, Ordering::Relaxed)) {
                 let (name, length, position) = self.chunk(block, index);
-                let Some(name) = name else { continue };
+                let Some(name) = name.filter(|name| !known.contains(name)) else { continue };
                 let object = self.store.get(&chunk::key(&name), chunk::object_bytes_max(length))?;
                 let object = object.ok_or_else(|| self.missing(&name, position.clone()))?;
                 chunk::decompress(&object, &name, length)
                     .map_err(|why| self.damaged(&name, position, why))?;
+                known.insert(name);
                 progress(length);
             }
             Ok(())
@@ -176,14 +204,14 @@ impl StoredImage {
             ChunkHash::Zero => 0,
             ChunkHash::Data(_) => bytes.min(length - index as u64 * bytes),
         };
-        let stored: u64 = self.index.names(block).iter().enumerate().map(stored).sum();
+        let stored: u64 = self.index.chunk_names(block).iter().enumerate().map(stored).sum();
         PageCount { plain: stored / PAGE_SIZE, zero: (length - stored) / PAGE_SIZE }
     }
 
     fn data_chunks(&self) -> impl Iterator<Item = (BlockIndex, usize)> + '_ {
         (0..self.blocks.len()).flat_map(|block| {
             let block = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
-            let names = self.index.names(block).iter().enumerate();
+            let names = self.index.chunk_names(block).iter().enumerate();
             names.filter(|(_, name)| **name != ChunkHash::Zero).map(move |(index, _)| (block, index))
         })
     }
@@ -192,7 +220,7 @@ impl StoredImage {
     fn chunk(&self, block: BlockIndex, index: usize) -> (Option<[u8; 32]>, u64, ChunkPosition) {
         let held = &self.blocks[block.index()];
         let offset = index as u64 * self.index.chunk_bytes();
-        let name = match self.index.names(block)[index] {
+        let name = match self.index.chunk_names(block)[index] {
             ChunkHash::Zero => None,
             ChunkHash::Data(name) => Some(name),
         };
@@ -243,7 +271,7 @@ impl StoredImage {
         // Bounded by the number of chunks that may be prefetched, since skipping zeros costs time too.
         let (mut block, mut index) = (block, end);
         for _ in 0..limit {
-            while index >= self.index.names(block).len() {
+            while index >= self.index.chunk_names(block).len() {
                 (block, index) = (BlockIndex(block.0 + 1), 0);
                 if block.index() >= self.blocks.len() {
                     return;
@@ -352,7 +380,7 @@ impl Guest for StoredImage {
     }
 
     fn extent(&self, page: PageRef) -> Extent {
-        let (names, chunk_bytes) = (self.index.names(page.block), self.index.chunk_bytes());
+        let (names, chunk_bytes) = (self.index.chunk_names(page.block), self.index.chunk_bytes());
         let first = (page.offset / chunk_bytes) as usize;
         let is_zero = |name: &ChunkHash| *name == ChunkHash::Zero;
         let alike = names[first..].iter().take_while(|name| is_zero(name) == is_zero(&names[first])).count();
@@ -384,7 +412,7 @@ impl Guest for StoredImage {
         let chunks = page.offset / chunk_bytes..(page.offset + length).div_ceil(chunk_bytes);
         for index in chunks {
             let index = index as usize;
-            let is_zero = self.index.names(page.block)[index] == ChunkHash::Zero;
+            let is_zero = self.index.chunk_names(page.block)[index] == ChunkHash::Zero;
             let here = is_zero || self.cache.is_resident(self.number(page.block, index));
             assert!(here, "pages must be prepared by the thread that sends them");
         }
@@ -409,10 +437,12 @@ impl Guest for StoredImage {
 }
 
 /// Possible reason for which a chunk is missing.
-fn absence(lease: &Result<Lease, String>) -> Absence {
+fn absence(lease: &Result<Lease, String>) -> MissingChunkCause {
     match lease {
-        Err(why) => Absence::Unleased { why: why.clone() },
-        Ok(lease) => lease.state().loss().map_or(Absence::Leased, |why| Absence::LeaseLost { why }),
+        Err(why) => MissingChunkCause::Unleased { why: why.clone() },
+        Ok(lease) => {
+            lease.state().loss().map_or(MissingChunkCause::Leased, |why| MissingChunkCause::LeaseLost { why })
+        }
     }
 }
 

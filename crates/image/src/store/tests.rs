@@ -12,7 +12,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::{
-    CACHE_BYTES, CHUNK_BYTES, Error, Garbage, InUse, Location, StoreWriter, StoredImage, readers,
+    CACHE_BYTES, CHUNK_BYTES, Catalog, Error, Garbage, InUse, Location, StoreWriter, StoredImage, readers,
     remove_image,
 };
 use crate::{Existing, Origin};
@@ -286,4 +286,42 @@ fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
     Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
     assert!(objects(directory.path()).is_empty());
     assert!(matches!(remove_image(&location, InUse::KeepChunks, None), Err(Error::NoImage { .. })));
+}
+
+#[test]
+fn a_catalog_counts_own_chunks_and_live_readers() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let prefix = location.parent();
+    let mut random = fastrand::Rng::with_seed(11);
+    let chunk = CHUNK_BYTES as usize;
+    let mut memory = filled(&[chunk, chunk], &mut random);
+    store(&location, &memory, &mut random);
+    memory[1] = filled(&[chunk], &mut random).remove(0);
+    store(&prefix.image("b").unwrap(), &memory, &mut random);
+    let reader = StoredImage::open(&location, None).unwrap();
+    let catalog = Catalog::read(&prefix, None).unwrap();
+    let names: Vec<_> = catalog.images.iter().map(|image| image.name.as_str()).collect();
+    assert_eq!(names, ["a", "b"]);
+    for image in &catalog.images {
+        let summary = image.summary.as_ref().unwrap();
+        // Two blocks and the device state.
+        assert_eq!((summary.chunks.chunks, summary.own.chunks, summary.missing), (3, 1, 0), "{image:?}");
+        assert!(summary.index_bytes > 0 && summary.own.bytes > CHUNK_BYTES / 2, "{image:?}");
+    }
+    assert_eq!(catalog.used.chunks, 4);
+    let numbers: Vec<_> = catalog.images.iter().map(|image| image.readers.len()).collect();
+    assert_eq!(numbers, [1, 0]);
+
+    // A reader that was killed two hours ago.
+    let leases = objects(&directory.path().join("vm/readers"));
+    let old = std::time::SystemTime::now() - Duration::from_secs(7200);
+    std::fs::File::options().write(true).open(&leases[0]).unwrap().set_modified(old).unwrap();
+    let catalog = Catalog::read(&prefix, None).unwrap();
+    assert!(catalog.images.iter().all(|image| image.readers.is_empty()), "{catalog:?}");
+    let error = remove_image(&location, InUse::Refuse, None).unwrap_err();
+    assert!(error.to_string().contains("until `towline store gc` removes its lease"), "{error}");
+    Garbage::remove(&prefix, Duration::MAX, None, &mut |_| {}).unwrap();
+    assert_eq!(remove_image(&location, InUse::Refuse, None).unwrap(), []);
+    drop(reader);
 }

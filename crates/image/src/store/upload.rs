@@ -16,10 +16,10 @@ use towline_protocol::BlockIndex;
 use super::access::Store;
 use super::images;
 use super::lease::Lease;
-use super::location::Location;
 use super::objects::WriteMode;
 use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
 use crate::index::{Contents, Index};
+use crate::location::Location;
 use crate::lock::lock;
 use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
 
@@ -308,7 +308,7 @@ pub fn store_image(
         device_state_names,
     });
     upload.publish(&index)?;
-    Ok((image.loaded_by_qemu(), upload.uploaded()))
+    Ok((image.qemu_load_statistics(), upload.uploaded()))
 }
 
 /// All values, or the first error that is not a cancellation.

@@ -22,11 +22,11 @@ use towline_protocol::destination::RamSection;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use super::location::Location;
 use super::spool::{ChunkNumber, Spool};
 use super::upload::{Upload, first_error, threads};
 use super::{CHUNK_BYTES, Error, Result};
 use crate::index::{Contents, Index};
+use crate::location::Location;
 use crate::lock::lock;
 use crate::page_runs::page_runs;
 use crate::stream_items::{Missing, StreamItems};

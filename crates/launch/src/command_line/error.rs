@@ -91,6 +91,8 @@ pub enum ParseError {
 }
 
 /// A fault in the value of an option.
+///
+/// Remedy: correct the option: it is not one that QEMU would accept.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ValueError {

@@ -130,7 +130,7 @@ impl Properties {
     }
 
     /// Replaces every value of a key by one, or adds it at the end.
-    pub(crate) fn set(&mut self, key: &str, value: &str) {
+    pub fn set(&mut self, key: &str, value: &str) {
         match self {
             Self::KeyValue(properties) => {
                 let new = Property { key: key.to_owned(), value: Some(value.to_owned()) };
@@ -163,7 +163,7 @@ impl Properties {
     }
 
     /// As [`set`](Self::set), for a key whose value is a boolean.
-    pub(crate) fn set_switch(&mut self, key: &str, is_on: bool) {
+    pub fn set_switch(&mut self, key: &str, is_on: bool) {
         match self {
             Self::KeyValue(_) => self.set(key, if is_on { "on" } else { "off" }),
             Self::Json(map) => drop(map.insert(key.to_owned(), Value::Bool(is_on))),
@@ -171,7 +171,7 @@ impl Properties {
     }
 
     /// Removes every value of a key.
-    pub(crate) fn remove(&mut self, key: &str) {
+    pub fn remove(&mut self, key: &str) {
         match self {
             Self::KeyValue(properties) => {
                 properties.retain(|property| property.key != key);

@@ -40,6 +40,14 @@ fn last_lines_of_a_process_that_ends_are_shown() {
     assert_eq!(log(&start("exit 1", |_| {})), "no message");
 }
 
+/// A QEMU whose owner is killed before its monitor answers can be found.
+#[test]
+fn the_state_is_written_before_the_monitor_answers() {
+    let script = "state=\"${0%/*}/run/web/state.json\"; while [ ! -s \"$state\" ]; do sleep 0.01; done; echo found; exit 1";
+    let error = start(script, |launcher| launcher.start_timeout = Duration::from_secs(20));
+    assert_eq!(log(&error), "found");
+}
+
 #[test]
 fn own_options_precede_the_guests() {
     let error = start("echo \"$@\"; exit 1", |launcher| {
@@ -159,4 +167,13 @@ fn the_version_is_read_from_the_first_line() {
     assert_eq!(parse_version("QEMU emulator version 8.2\n"), version(8, 2));
     assert_eq!(parse_version("cat (GNU coreutils) 9.1\n"), None);
     assert_eq!(parse_version("version x.1"), None);
+}
+
+#[test]
+fn the_state_is_there_before_the_monitor_answers() {
+    let error = start(
+        "state=${0%/*}/run/web/state.json; for i in $(seq 500); do [ -e $state ] && { cat $state; exit 1; }; sleep 0.01; done; exit 1",
+        |launcher| launcher.lifetime = Lifetime::Detached,
+    );
+    assert!(log(&error).contains(r#""detached":true"#), "{error}");
 }

@@ -3,8 +3,8 @@
 //! Left out on purpose: what opens something of the host by its own property (`vfio-*`, `usb-host`, `vhost-scsi-*`, `loader`,
 //! `ivshmem-doorbell`, `virtio-9p-*`, …), and every property that names a file, a descriptor, a CID or another host's address.
 
+use super::Known;
 use super::form::Form;
-use super::options::Known;
 use Form::{Empty, Host, Id, Label, Mac, Number, One, PciAddress, Size, Switch, Uuid, Word};
 
 const COMMON: &[Known] = &[("id", Id), ("bus", Id), ("bootindex", Number)];
@@ -393,6 +393,12 @@ pub(super) fn properties(model: &str) -> Option<impl Iterator<Item = &'static Kn
     let model = ALIASES.iter().find(|(alias, _)| *alias == model).map_or(model, |(_, model)| model);
     let (_, groups) = DEVICES.iter().find(|(known, _)| *known == model)?;
     Some(COMMON.iter().chain(groups.iter().copied().flatten()))
+}
+
+/// Returns true if the device model is known to open nothing of the host by itself.
+#[must_use]
+pub fn is_known_model(model: &str) -> bool {
+    properties(model).is_some()
 }
 
 /// Returns the form of a driver's property that `-global` sets; `None` if an image may not set it.

@@ -1,13 +1,10 @@
 //! Options that an image may have, with their types and properties.
 
-use super::devices;
 use super::form::Form;
+use super::{Known, devices};
 use Form::{
     Date, Host, Id, Label, Mac, Network, Number, Off, One, PciAddress, Ranges, Size, Switch, Uuid, Word,
 };
-
-/// A property and the form of its value.
-pub(super) type Known = (&'static str, Form);
 
 /// An image's use of an option.
 #[derive(Debug, Clone, Copy)]

@@ -4,7 +4,7 @@ fn record(text: &str) -> (String, Vec<String>) {
     let recorded = CommandLine::parse(text.split(' ')).unwrap().record().unwrap();
     let words: Vec<_> =
         recorded.command_line().to_arguments().into_iter().map(|word| word.into_string().unwrap()).collect();
-    (words.join(" "), recorded.left_out().to_vec())
+    (words.join(" "), recorded.redacted_keys().to_vec())
 }
 
 #[test]
@@ -106,6 +106,6 @@ fn recorded_command_lines_of_another_form_are_refused() {
 fn an_option_with_a_malformed_id_is_addressed_by_its_number() {
     let text = "-drive if=none -drive file=rbd:p/a:key=x,id=a=b";
     let recorded = CommandLine::parse(text.split(' ')).unwrap().record().unwrap();
-    assert_eq!(recorded.left_out(), ["drive.1.file"]);
+    assert_eq!(recorded.redacted_keys(), ["drive.1.file"]);
     assert_eq!(Recorded::from_json(recorded.to_json().as_bytes()).unwrap(), recorded);
 }

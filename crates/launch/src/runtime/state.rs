@@ -50,9 +50,9 @@ impl GuestState {
         (read.version == VERSION).then_some(read.state)
     }
 
-    pub(super) fn to_json(&self) -> String {
+    pub(super) fn to_json(&self) -> io::Result<String> {
         let versioned = Versioned { version: VERSION, state: self };
-        serde_json::to_string(&versioned).unwrap_or_default()
+        Ok(serde_json::to_string(&versioned)?)
     }
 
     /// Returns true if its process is the one that was started.

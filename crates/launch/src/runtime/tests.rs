@@ -97,3 +97,17 @@ fn only_guests_that_run_are_listed() {
         format!("name a is taken by process {pid} (started by process {pid}); choose another with --name")
     );
 }
+
+#[test]
+fn the_state_of_an_image_whose_path_is_not_utf_8_is_listed() {
+    use std::os::unix::ffi::OsStringExt as _;
+
+    let (_parent, root) = root();
+    let directory = root.claim(&name("a")).unwrap();
+    let image = PathBuf::from(std::ffi::OsString::from_vec(b"/srv/\xff/a.img".to_vec()));
+    let state = new_state(&directory, std::process::id(), Lifetime::Detached, Some(image)).unwrap();
+    directory.write_state(&state).unwrap();
+    let listed = root.list().unwrap();
+    assert_eq!(listed.len(), 1);
+    assert_eq!(listed[0].image.as_deref(), Some(Path::new("/srv/\u{fffd}/a.img")));
+}

@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
-use crate::launcher::Lifetime;
+use crate::runtime::Lifetime;
 
 /// Properties of a child.
 pub(crate) struct Child<'a> {

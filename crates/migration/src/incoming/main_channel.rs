@@ -109,8 +109,10 @@ impl<'a> MainChannel<'a> {
 
     /// Takes everything up to the device state; returns its first bytes.
     fn sections(&mut self) -> Result<Collector> {
-        let mut state =
-            if self.options.is_snapshot { Destination::of_snapshot() } else { Destination::default() };
+        let mut state = match self.options.is_snapshot {
+            true => Destination::of_snapshot(),
+            false => Destination::with_shared_memory(self.options.shared_memory),
+        };
         loop {
             let mut reader = Reader::new(&self.input.bytes[self.input.start..self.input.end]);
             let peer = self.input.channel.peer();
@@ -126,7 +128,7 @@ impl<'a> MainChannel<'a> {
             match event {
                 Event::Page(page) => {
                     self.input.start += taken;
-                    self.page(page)?;
+                    self.batch_received_page(page)?;
                 }
                 Event::ZeroPage(page) => {
                     self.input.start += taken;
@@ -225,7 +227,7 @@ impl<'a> MainChannel<'a> {
             }
             Command::Ping(value) => {
                 let Some(writer) = &self.return_path else { return Ok(()) };
-                if let Some(version) = session::requested_version(*value) {
+                if let Some(version) = session::ping_version(*value) {
                     return writer.send(&Message::Pong(session::pong(version, self.options.receiver)));
                 }
                 match *value == PING_CHECKSUMS {
@@ -246,7 +248,7 @@ impl<'a> MainChannel<'a> {
         }
     }
 
-    fn page(&mut self, page: PageRef) -> Result<()> {
+    fn batch_received_page(&mut self, page: PageRef) -> Result<()> {
         if self.input.end - self.input.start < PAGE {
             self.deliver_batch()?;
             while self.input.end - self.input.start < PAGE {

@@ -158,7 +158,7 @@ impl MainWriter {
     }
 
     /// Ends a stream without acknowledgement: sends the end, and waits for a command that reads it.
-    pub(crate) fn end_stream(&mut self) -> Result<()> {
+    pub(crate) fn shutdown_and_wait(&mut self) -> Result<()> {
         if let Err(error) = self.writer.channel().shutdown(Shutdown::Write) {
             tracing::debug!(%error, "shutdown");
         }
@@ -192,6 +192,7 @@ impl MainWriter {
 
 /// A relay's source decides where its pages come.
 #[derive(Debug, thiserror::Error)]
+/// Remedy: none at this end: copy to an image first, then from there.
 #[error(
     "the source sends pages before the first PART section, which no QEMU does and a relay cannot pass on"
 )]

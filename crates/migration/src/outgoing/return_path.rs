@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
 use towline_protocol::return_path::Message;
-use towline_protocol::session::Receiver;
-use towline_protocol::source::{Answer, Answers};
+use towline_protocol::session::ReceiverMode;
+use towline_protocol::source::{Answer, ReturnPathReader};
 use towline_protocol::{PeerMisbehaved, Reader};
 
 use crate::guest::ReturnPathWriter;
@@ -37,7 +37,7 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct ReturnPathState {
-    answers: Answers,
+    answers: ReturnPathReader,
     /// The listener has ended; if by an error, the session has it.
     ended: bool,
     forwarding: Forwarding,
@@ -96,7 +96,7 @@ impl ReturnPath {
     }
 
     /// Use of the guest by a towline at the destination; `None` of a QEMU. Known after [`Self::wait_pong`].
-    pub(crate) fn receiver(&self) -> Option<Receiver> {
+    pub(crate) fn receiver(&self) -> Option<ReceiverMode> {
         self.state().answers.receiver()
     }
 

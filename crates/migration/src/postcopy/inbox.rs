@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
-use towline_protocol::postcopy::{Answers, Block, ReturnMessage, decode_bitmap};
+use towline_protocol::postcopy::{Block, PostcopyReturnPathReader, ReturnMessage, decode_bitmap};
 use towline_protocol::return_path::Message;
 use towline_protocol::{BlockIndex, PageRef, Reader};
 
@@ -43,7 +43,7 @@ pub(super) struct Inbox {
 
 #[derive(Debug, Default)]
 struct InboxState {
-    answers: Answers,
+    answers: PostcopyReturnPathReader,
     pongs: Vec<u32>,
     shut: bool,
     resume_ack: bool,

@@ -43,7 +43,7 @@ const _: () = {
 
 /// Selection of pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Which {
+pub(crate) enum PageSelection {
     /// Those without protection that are there, in memory or swapped; they are protected. For private memory, whose pages
     /// do not vanish by themselves.
     WrittenThere,
@@ -75,7 +75,7 @@ impl Pagemap {
         &self,
         span: &Span<'_>,
         (offset, length): (usize, usize),
-        which: Which,
+        which: PageSelection,
         report: &mut dyn FnMut(usize, usize),
     ) -> io::Result<()> {
         assert!(offset.checked_add(length).is_some_and(|end| end <= span.length()), "not within the span");
@@ -104,19 +104,19 @@ impl Pagemap {
         &self,
         start: usize,
         end: usize,
-        which: Which,
+        which: PageSelection,
         regions: &mut [page_region],
     ) -> io::Result<(usize, usize)> {
         let there = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
         let (mask, any_of) = match which {
-            Which::WrittenThere => (PAGE_IS_WRITTEN, there),
-            Which::Written => (PAGE_IS_WRITTEN, 0),
-            Which::There => (0, there),
+            PageSelection::WrittenThere => (PAGE_IS_WRITTEN, there),
+            PageSelection::Written => (PAGE_IS_WRITTEN, 0),
+            PageSelection::There => (0, there),
         };
         let protect = PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC;
         let mut argument = pm_scan_arg {
             size: size_of::<pm_scan_arg>() as u64,
-            flags: if which == Which::There { 0 } else { protect.into() },
+            flags: if which == PageSelection::There { 0 } else { protect.into() },
             start: start as u64,
             end: end as u64,
             walk_end: 0,

@@ -12,7 +12,7 @@ use crate::sys::Span;
 const WORD_BITS: u64 = 64;
 
 /// A dirty log of the embedder, such as KVM's. A closure that reads a block's log is one that is always on.
-pub trait DirtyLog: Send + Sync {
+pub trait DirtyLogReader: Send + Sync {
     /// Switches it on (`KVM_MEM_LOG_DIRTY_PAGES`), with no bit set.
     ///
     /// # Errors
@@ -38,7 +38,7 @@ pub trait DirtyLog: Send + Sync {
     }
 }
 
-impl<F: Fn(BlockIndex, &mut [u64]) -> io::Result<()> + Send + Sync> DirtyLog for F {
+impl<F: Fn(BlockIndex, &mut [u64]) -> io::Result<()> + Send + Sync> DirtyLogReader for F {
     fn fetch_and_clear(&self, block: BlockIndex, words: &mut [u64]) -> io::Result<()> {
         self(block, words)
     }
@@ -46,11 +46,11 @@ impl<F: Fn(BlockIndex, &mut [u64]) -> io::Result<()> + Send + Sync> DirtyLog for
 
 /// Tracks by an existing dirty log.
 #[derive(Debug)]
-pub struct Bitmap<L> {
+pub struct DirtyLogTracker<L> {
     log: L,
 }
 
-impl<L: DirtyLog> Bitmap<L> {
+impl<L: DirtyLogReader> DirtyLogTracker<L> {
     /// A tracker that reads `log`.
     pub fn new(log: L) -> Self {
         Self { log }
@@ -88,7 +88,7 @@ impl<L: DirtyLog> Bitmap<L> {
     }
 }
 
-impl<L: DirtyLog> DirtyTracker for Bitmap<L> {
+impl<L: DirtyLogReader> DirtyTracker for DirtyLogTracker<L> {
     fn start(
         &self,
         memory: &[Span<'_>],
@@ -130,7 +130,7 @@ mod tests {
             words.swap_with_slice(&mut log.lock().unwrap()[block.index()]);
             Ok(())
         };
-        let tracker = Bitmap::new(take);
+        let tracker = DirtyLogTracker::new(take);
         tracker.start(&memory, &mut |_, _| panic!("a log does not know what is untouched")).unwrap();
         assert_eq!(harvested(&tracker, &memory), Ok(vec![]), "what stood in it before");
         *log.lock().unwrap() = vec![vec![1], vec![1 << 63 | 0b101, 1, 0b10]];

@@ -8,7 +8,7 @@ use std::io;
 pub enum TrackerError {
     /// The kernel is too old or built without it.
     #[error(
-        "this kernel cannot track writes by {what} ({source}): it needs Linux 6.7 or later with CONFIG_USERFAULTFD and PTE markers; use a KVM dirty log instead (Bitmap)"
+        "this kernel cannot track writes by {what} ({source}): it needs Linux 6.7 or later with CONFIG_USERFAULTFD and PTE markers; use a KVM dirty log instead (DirtyLogTracker)"
     )]
     Unsupported {
         /// The call that is missing.
@@ -18,7 +18,7 @@ pub enum TrackerError {
     },
     /// Something forbids it to this process.
     #[error(
-        "{what} is not permitted ({source}): a seccomp filter, a security module or a /proc that is not there forbids it; allow it, or use a KVM dirty log instead (Bitmap)"
+        "{what} is not permitted ({source}): a seccomp filter, a security module or a /proc that is not there forbids it; allow it, or use a KVM dirty log instead (DirtyLogTracker)"
     )]
     NotPermitted {
         /// The call that was refused.
@@ -28,7 +28,7 @@ pub enum TrackerError {
     },
     /// Write protection sees only one mapping of memory that may have several.
     #[error(
-        "block {block} is mapped shared: writes through other mappings of it (another process, a second mmap) would not be seen; if all its writers use this mapping or report their writes (mark_dirty), use WriteProtect::of_shared, else a dirty log (Bitmap)"
+        "block {block} is mapped shared: writes through other mappings of it (another process, a second mmap) would not be seen; if all its writers use this mapping or report their writes (mark_dirty), use WriteProtect::of_shared, else a dirty log (DirtyLogTracker)"
     )]
     Shared {
         /// Its number.
@@ -75,6 +75,7 @@ pub enum TrackerError {
         source: io::Error,
     },
     /// The embedder's dirty log has a bit for a page that does not exist.
+    /// Remedy: none for an operator: the embedder supplies the log.
     #[error("the dirty log of block {block} has page {page}, expected less than {pages}")]
     LogBit {
         /// Its number.
@@ -85,6 +86,7 @@ pub enum TrackerError {
         pages: u64,
     },
     /// Harvested before it was started.
+    /// Remedy: none for an operator: the embedder starts the tracker.
     #[error("the tracker is not started")]
     NotStarted,
 }

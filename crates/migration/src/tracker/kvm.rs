@@ -13,7 +13,7 @@
 //!   of them, which is how `words` comes. With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` it clears nothing: `KVM_CLEAR_DIRTY_LOG` of
 //!   the same range has to follow within the same call.
 //!
-//! Writes that KVM does not see come from the VMM itself and its devices: [`crate::LiveMemory::mark_dirty`].
+//! Writes that KVM does not see come from the VMM itself and its devices: [`crate::SourceMemory::mark_dirty`].
 
 use std::fmt;
 use std::io;
@@ -21,7 +21,7 @@ use std::io;
 use towline_protocol::BlockIndex;
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::DirtyLog;
+use super::DirtyLogReader;
 
 const WORD_BITS: u64 = 64;
 
@@ -41,7 +41,7 @@ pub struct Slot {
 /// Switches a slot's log on or off.
 type Switch<'a> = Box<dyn Fn(u32, bool) -> io::Result<()> + Send + Sync + 'a>;
 
-/// A [`DirtyLog`] of KVM's slots, for [`super::Bitmap`].
+/// A [`DirtyLogReader`] of KVM's slots, for [`super::DirtyLogTracker`].
 pub struct KvmDirtyLog<'a, F> {
     slots: Vec<Slot>,
     take: F,
@@ -67,7 +67,7 @@ impl<'a, F: Fn(u32, &mut [u64]) -> io::Result<()> + Send + Sync> KvmDirtyLog<'a,
     }
 }
 
-impl<F: Fn(u32, &mut [u64]) -> io::Result<()> + Send + Sync> DirtyLog for KvmDirtyLog<'_, F> {
+impl<F: Fn(u32, &mut [u64]) -> io::Result<()> + Send + Sync> DirtyLogReader for KvmDirtyLog<'_, F> {
     fn start(&self) -> io::Result<()> {
         self.switch(true)
     }
@@ -126,7 +126,7 @@ impl<F> fmt::Debug for KvmDirtyLog<'_, F> {
 mod tests {
     use super::*;
     use crate::sys::Region;
-    use crate::tracker::{Bitmap, DirtyTracker};
+    use crate::tracker::{DirtyLogTracker, DirtyTracker};
     use proptest::prelude::*;
     use std::collections::{BTreeMap, BTreeSet};
     use std::sync::Mutex;
@@ -184,7 +184,7 @@ mod tests {
             switched.lock().unwrap().push((id, is_on));
             Ok(())
         };
-        let tracker = Bitmap::new(KvmDirtyLog::new(&slots, take(&logs)).with_switch(switch));
+        let tracker = DirtyLogTracker::new(KvmDirtyLog::new(&slots, take(&logs)).with_switch(switch));
         let region = Region::anonymous(65 * 4096).unwrap();
         tracker.start(&[region.span()], &mut |_, _| panic!("KVM does not know what is untouched")).unwrap();
         // Behind its last page a log's word holds nothing that counts.

@@ -18,7 +18,7 @@ use towline_protocol::{BlockIndex, PageRef};
 
 use super::mappings::{self, Kind};
 use super::{DirtyTracker, TrackerError};
-use crate::sys::{Pagemap, STEP_BYTES, Span, Userfault, Which};
+use crate::sys::{PageSelection, Pagemap, STEP_BYTES, Span, Userfault};
 
 /// A dirty tracker that uses the kernel's write protection.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ pub struct WriteProtect {
 struct Watch {
     userfault: Userfault,
     /// Of each block, which pages count.
-    which: Vec<Which>,
+    which: Vec<PageSelection>,
 }
 
 impl WriteProtect {
@@ -64,7 +64,7 @@ impl WriteProtect {
         let page = crate::sys::Region::anonymous(4096).map_err(refused("mmap"))?;
         let userfault = Userfault::open().map_err(refused("userfaultfd (UFFD_FEATURE_WP_ASYNC)"))?;
         userfault.register(&page.span()).map_err(refused("userfaultfd (UFFDIO_REGISTER)"))?;
-        let scanned = self.pagemap.find(&page.span(), (0, 4096), Which::WrittenThere, &mut |_, _| {});
+        let scanned = self.pagemap.find(&page.span(), (0, 4096), PageSelection::WrittenThere, &mut |_, _| {});
         scanned.map_err(refused("PAGEMAP_SCAN"))
     }
 
@@ -74,7 +74,7 @@ impl WriteProtect {
     }
 
     /// The pages of each block to be reported.
-    fn which(&self, memory: &[Span<'_>]) -> Result<Vec<Which>, TrackerError> {
+    fn which(&self, memory: &[Span<'_>]) -> Result<Vec<PageSelection>, TrackerError> {
         let ranges: Vec<_> =
             memory.iter().map(|span| span.address()..span.address() + span.length()).collect();
         let kinds = mappings::kinds(&ranges)
@@ -82,14 +82,15 @@ impl WriteProtect {
         if let Some(block) = kinds.iter().position(|&kind| kind == Kind::Shared && !self.takes_shared) {
             return Err(TrackerError::Shared { block });
         }
-        let which = |kind| if kind == Kind::Anonymous { Which::WrittenThere } else { Which::Written };
+        let which =
+            |kind| if kind == Kind::Anonymous { PageSelection::WrittenThere } else { PageSelection::Written };
         Ok(kinds.into_iter().map(which).collect())
     }
 
     /// Reports runs of one block, by offset and length.
     fn find(
         &self,
-        which: Which,
+        which: PageSelection,
         (block, span): (usize, &Span<'_>),
         report: &mut dyn FnMut(usize, usize),
     ) -> Result<(), TrackerError> {
@@ -108,7 +109,9 @@ impl WriteProtect {
         watch.userfault.register(span).map_err(failed)?;
         match watch.which[block] {
             // Absent pages need no mark: they are unprotected when they are created.
-            Which::WrittenThere => self.find(Which::WrittenThere, (block, span), &mut |_, _| {}),
+            PageSelection::WrittenThere => {
+                self.find(PageSelection::WrittenThere, (block, span), &mut |_, _| {})
+            }
             _ => {
                 let protect = |offset| {
                     watch.userfault.protect(span, offset, STEP_BYTES.min(length - offset)).map_err(failed)
@@ -130,7 +133,7 @@ impl WriteProtect {
                 untouched(page(block, next), (end - next) as u64);
             }
         };
-        self.find(Which::There, (block, span), &mut |offset, length| {
+        self.find(PageSelection::There, (block, span), &mut |offset, length| {
             gap(next, offset);
             next = offset + length;
         })?;
@@ -155,7 +158,7 @@ impl DirtyTracker for WriteProtect {
             self.protect(&watch, block, span)?;
         }
         for (block, span) in memory.iter().enumerate() {
-            if watch.which[block] == Which::WrittenThere {
+            if watch.which[block] == PageSelection::WrittenThere {
                 self.gaps((block, span), untouched)?;
             }
         }

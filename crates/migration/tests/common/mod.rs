@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, ChannelExt, IoBuf, SendFlags};
-use towline_migration::convergence::Patience;
+use towline_migration::convergence::MinWindow;
 use towline_migration::outgoing::Unconverged;
 use towline_migration::{
     Compression, Error, Guest, Incoming, Memory, Outgoing, Relay, Session, Sink, Snapshot, Statistics,
@@ -56,7 +56,7 @@ impl Outcome {
 pub(crate) fn options() -> outgoing::Options {
     outgoing::Options {
         downtime_limit: Duration::from_micros(1),
-        patience: Patience { passes: 1, time: Duration::ZERO },
+        min_window: MinWindow { passes: 1, time: Duration::ZERO },
         unconverged: Unconverged::SwitchOver,
         ..Default::default()
     }

@@ -9,7 +9,9 @@ use towline_protocol::destination::SectionKind;
 use towline_protocol::machine::BarrierForm;
 use towline_protocol::return_path::Message;
 use towline_protocol::section::Command;
-use towline_protocol::source::{Answer, Answers, End, Iterating, Part, RamOptions, RamWriter, Setup};
+use towline_protocol::source::{
+    Answer, End, Iterating, Part, RamOptions, RamWriter, ReturnPathReader, Setup,
+};
 
 use super::guest::PAGE;
 use super::lanes::{LaneOut, packet};
@@ -42,7 +44,7 @@ pub(crate) struct Relay {
     lanes: Vec<LaneOut>,
     state: State,
     form: BarrierForm,
-    answers: Answers,
+    answers: ReturnPathReader,
     heard: Vec<u8>,
     /// For the source, until it has opened its return path.
     kept: VecDeque<Message>,
@@ -65,7 +67,7 @@ impl Relay {
             lanes: far.1.iter().map(|&port| LaneOut::new(Out::new(port))).collect(),
             state: State::Start,
             form: BarrierForm::of(scenario.machine),
-            answers: Answers::default(),
+            answers: ReturnPathReader::default(),
             heard: Vec::new(),
             kept: VecDeque::new(),
             has_return_path: false,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use fastrand::Rng;
-use towline_migration::convergence::{Limits, Patience};
+use towline_migration::convergence::{Limits, MinWindow};
 use towline_protocol::RamBlock;
 
 use super::guest::{Layout, PAGE};
@@ -131,7 +131,7 @@ impl Scenario {
             limits: Limits {
                 downtime: Duration::from_nanos(4 * kib_ns * rng.u64(1..40)),
                 switchover_cost: Duration::ZERO,
-                patience: Patience { passes: rng.u32(1..5), time: Duration::from_micros(rng.u64(0..500)) },
+                min_window: MinWindow { passes: rng.u32(1..5), time: Duration::from_micros(rng.u64(0..500)) },
             },
             gives_up: rng.bool(),
             links: Vec::new(),

@@ -10,7 +10,9 @@ use towline_protocol::configuration::Configuration;
 use towline_protocol::machine::{self, BarrierForm};
 use towline_protocol::multifd::Packet;
 use towline_protocol::return_path::Message;
-use towline_protocol::source::{Answers, AwaitShut, End, Iterating, Part, RamOptions, RamWriter, Setup};
+use towline_protocol::source::{
+    AwaitShut, End, Iterating, Part, RamOptions, RamWriter, ReturnPathReader, Setup,
+};
 
 use super::guest::{Guest, PAGE, content, shown};
 use super::lanes::{LaneOut, packet};
@@ -59,7 +61,7 @@ pub(crate) struct Source {
     pass_begun: Time,
     content_bytes: u64,
     pub(crate) passes: u32,
-    answers: Answers,
+    answers: ReturnPathReader,
     heard: Vec<u8>,
     /// The destination's content of each page, for XBZRLE.
     cache: BTreeMap<usize, u64>,
@@ -83,7 +85,7 @@ impl Source {
             pass_begun: 0,
             content_bytes: 0,
             passes: 0,
-            answers: Answers::default(),
+            answers: ReturnPathReader::default(),
             heard: Vec::new(),
             cache: BTreeMap::new(),
             dropped: false,

@@ -12,6 +12,8 @@ use rustix::net::xdp::{
 };
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, bind, send, socket_with, sockopt};
 
+use towline_vhost_user::Memory;
+
 use super::umem::{BoundSocket, Umem};
 use crate::sys::umem_mapping::UmemMapping;
 use crate::sys::xsk::{CompletionRing, TxRing};
@@ -81,6 +83,14 @@ pub(super) enum UmemUse {
     Shares,
 }
 
+/// A socket that is not bound. A UMEM and the sizes of the rings can be set once; after a failed attempt to bind they stay.
+#[derive(Debug)]
+pub(super) struct UnboundSocket {
+    fd: OwnedFd,
+    umem: Option<Arc<Umem>>,
+    has_rings: bool,
+}
+
 /// A bound socket.
 #[derive(Debug)]
 pub(super) struct XdpSocket {
@@ -93,9 +103,71 @@ pub(super) struct XdpSocket {
     pub(super) scatter_gather: bool,
 }
 
-/// Opens a socket.
-pub(super) fn open() -> io::Result<OwnedFd> {
+fn open() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::XDP, SocketType::RAW, SocketFlags::CLOEXEC, None)?)
+}
+
+impl UnboundSocket {
+    /// A socket of which nothing is set.
+    pub(super) fn new(fd: OwnedFd) -> Self {
+        Self { fd, umem: None, has_rings: false }
+    }
+
+    /// Opens a socket.
+    pub(super) fn open() -> io::Result<Self> {
+        open().map(Self::new)
+    }
+
+    /// The UMEM that is registered with this socket.
+    pub(super) fn registered(&self) -> Option<&Arc<Umem>> {
+        self.umem.as_ref()
+    }
+
+    /// Registers guest memory, unless that is done. `register` registers a mapping, as in [`Umem::new`].
+    pub(super) fn register(
+        &mut self,
+        memory: &Arc<Memory>,
+        pairs: usize,
+        register: impl FnOnce(&OwnedFd, &UmemMapping, bool) -> io::Result<u32>,
+    ) -> io::Result<Arc<Umem>> {
+        if let Some(umem) = &self.umem {
+            return Ok(Arc::clone(umem));
+        }
+        let umem = Umem::new(memory, pairs, |mapping, huge_pages| register(&self.fd, mapping, huge_pages))?;
+        Ok(Arc::clone(self.umem.insert(Arc::new(umem))))
+    }
+
+    /// Binds the socket to a queue, in the first of `modes` that the driver supports. Retries while the queue is busy, for
+    /// `busy_timeout` at most.
+    pub(super) fn bind(
+        &mut self,
+        umem: &Arc<Umem>,
+        umem_use: UmemUse,
+        modes: &[SocketAddrXdpFlags],
+        queue: QueueId,
+        busy_timeout: Duration,
+    ) -> io::Result<()> {
+        if !self.has_rings {
+            // Fails without CAP_NET_ADMIN; the default is used then.
+            let _ = sockopt::set_socket_send_buffer_size_force(&self.fd, SEND_BUFFER_BYTES);
+            set_ring_sizes(&self.fd, TX_ENTRIES, COMPLETION_ENTRIES)?;
+            self.has_rings = true;
+        }
+        if umem_use == UmemUse::Registers {
+            umem.scatter_gather.store(bind_best_mode(&self.fd, modes, queue, busy_timeout)?, Relaxed);
+            return Ok(());
+        }
+        let addr = SocketAddrXdp::new(SocketAddrXdpFlags::XDP_SHARED_UMEM, queue.interface, queue.queue);
+        let shares = |other: &OwnedFd| {
+            let shared_umem_fd = other.as_fd();
+            bind(&self.fd, &SocketAddrXdpWithSharedUmem { addr: addr.clone(), shared_umem_fd })
+        };
+        // EAGAIN if the last one was closed meanwhile: the next attempt registers the UMEM again.
+        let shared = retry_while_busy(busy_timeout, || {
+            umem.with_bound(shares).unwrap_or(Err(rustix::io::Errno::AGAIN))
+        });
+        Ok(shared?)
+    }
 }
 
 /// Registers a mapping as the UMEM of a socket, which pins it. Returns the length of the metadata before each descriptor's
@@ -120,34 +192,9 @@ pub(super) fn register(fd: &OwnedFd, mapping: &UmemMapping, metadata: bool) -> i
 }
 
 impl XdpSocket {
-    /// Binds a socket to a queue. Retries while the queue is busy, for `busy_timeout` at most.
-    pub(super) fn bind(
-        fd: OwnedFd,
-        umem: &Arc<Umem>,
-        umem_use: UmemUse,
-        queue: QueueId,
-        busy_timeout: Duration,
-    ) -> io::Result<Self> {
-        // Fails without CAP_NET_ADMIN; the default is used then.
-        let _ = sockopt::set_socket_send_buffer_size_force(&fd, SEND_BUFFER_BYTES);
-        set_ring_sizes(&fd, TX_ENTRIES, COMPLETION_ENTRIES)?;
-        match umem_use {
-            UmemUse::Shares => {
-                let addr =
-                    SocketAddrXdp::new(SocketAddrXdpFlags::XDP_SHARED_UMEM, queue.interface, queue.queue);
-                let shares = |other: &OwnedFd| {
-                    let shared_umem_fd = other.as_fd();
-                    bind(&fd, &SocketAddrXdpWithSharedUmem { addr: addr.clone(), shared_umem_fd })
-                };
-                // EAGAIN if the last one was closed meanwhile: the next attempt registers the UMEM again.
-                retry_while_busy(busy_timeout, || {
-                    umem.with_bound(shares).unwrap_or(Err(rustix::io::Errno::AGAIN))
-                })?;
-            }
-            UmemUse::Registers => {
-                umem.scatter_gather.store(bind_best_mode(&fd, queue, busy_timeout)?, Relaxed);
-            }
-        }
+    /// Maps the rings of a socket that was bound to a queue with this UMEM.
+    pub(super) fn map(socket: UnboundSocket, umem: &Arc<Umem>) -> io::Result<Self> {
+        let fd = socket.fd;
         let XdpMmapOffsets { tx, cr, .. } = sockopt::xdp_mmap_offsets(&fd)?;
         let options = sockopt::xdp_options(&fd)?;
         Ok(Self {
@@ -191,18 +238,17 @@ pub(super) fn is_free(queue: QueueId) -> io::Result<bool> {
     }
 }
 
-/// Binds in the best mode of the driver. Returns true if it supports several descriptors per packet.
-fn bind_best_mode(fd: &OwnedFd, queue: QueueId, busy_timeout: Duration) -> io::Result<bool> {
+/// Binds in the first mode that the driver supports. Returns true if it supports several descriptors per packet.
+fn bind_best_mode(
+    fd: &OwnedFd,
+    modes: &[SocketAddrXdpFlags],
+    queue: QueueId,
+    busy_timeout: Duration,
+) -> io::Result<bool> {
     use SocketAddrXdpFlags as F;
-    let tries = [
-        (F::XDP_ZEROCOPY, true),
-        (F::XDP_ZEROCOPY, false),
-        (F::XDP_COPY, true),
-        // Kernels before 6.6.
-        (F::XDP_COPY, false),
-    ];
     let mut failed = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
-    for (mode, scatter_gather) in tries {
+    // Without several descriptors: some drivers, and kernels before 6.6.
+    for (mode, scatter_gather) in modes.iter().flat_map(|mode| [(*mode, true), (*mode, false)]) {
         let flags = mode | if scatter_gather { F::XDP_USE_SG } else { F::empty() } | F::XDP_USE_NEED_WAKEUP;
         let address = SocketAddrXdp::new(flags, queue.interface, queue.queue);
         match retry_while_busy(busy_timeout, || bind(fd, &address)) {

@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{Timespec, poll};
 use towline_vhost_user::{BackendError, Batch, Head, Memory, Next, Ring};
 
-use super::Xdp;
 use super::socket::TransmitMode;
 use super::timer::{CompletionTimer, Progress};
 use super::tx_queue::{DrainScope, Drained, TxError, TxQueue, TxRun};
+use super::{Xdp, is_temporary};
 use crate::device::Shared;
 use crate::statistics::{BatchCounters, DropReason};
 use crate::tap::TapContext;
@@ -26,8 +26,10 @@ const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time limit for a queue to become free after its socket was closed with chains in flight, while the guest waits for them.
 const CLOSED_TIMEOUT: Duration = Duration::from_secs(1);
-/// Interval of checks if such a queue is free.
+/// Interval of checks if such a queue is free, of the first ones and of a wait.
 const FREE_INTERVAL: Duration = Duration::from_millis(5);
+/// The longest interval. Each check binds a socket, under a lock of the whole network namespace.
+const FREE_INTERVAL_MAX: Duration = Duration::from_millis(250);
 
 /// See the module.
 pub(crate) struct XdpTransmitter {
@@ -39,6 +41,8 @@ pub(crate) struct XdpTransmitter {
     orphaned: Vec<Head>,
     /// Time of the next check if the queue is free.
     next_check: Instant,
+    /// Interval to the check after that.
+    check_interval: Duration,
     timer: CompletionTimer,
     failure: Option<Failure>,
     /// The last warning, which is not repeated.
@@ -72,6 +76,7 @@ impl XdpTransmitter {
             queue: None,
             orphaned: Vec::new(),
             next_check: Instant::now(),
+            check_interval: FREE_INTERVAL,
             timer: CompletionTimer::new()?,
             failure: None,
             last_warning: String::new(),
@@ -184,6 +189,9 @@ impl XdpTransmitter {
             }
             self.close_queue(counted);
         }
+        if let Some(xdp) = &self.shared.xdp {
+            xdp.release_memory();
+        }
         self.wait_for_orphans(ring, counted)
     }
 
@@ -252,11 +260,16 @@ impl XdpTransmitter {
         let Some(queue) = self.queue.take() else { return };
         self.set_mode(TransmitMode::Tap);
         self.orphaned.extend(queue.close());
-        self.next_check = Instant::now();
+        self.check_soon();
         counted.pending = self.orphaned.len() as u64;
     }
 
-    /// Checks every [`FREE_INTERVAL`] if the queue of a closed socket is free, and then completes its chains.
+    /// Has the next check take place at once, and the one after it soon.
+    fn check_soon(&mut self) {
+        (self.next_check, self.check_interval) = (Instant::now(), FREE_INTERVAL);
+    }
+
+    /// Checks if the queue of a closed socket is free, less and less often, and then completes its chains.
     fn check_orphans(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) -> Orphans {
         if self.orphaned.is_empty() {
             return Orphans::None;
@@ -265,7 +278,8 @@ impl XdpTransmitter {
         if now < self.next_check {
             return Orphans::InFlight;
         }
-        self.next_check = now + FREE_INTERVAL;
+        self.next_check = now + self.check_interval;
+        self.check_interval = (self.check_interval * 2).min(FREE_INTERVAL_MAX);
         let Some(xdp) = &self.shared.xdp else { return Orphans::None };
         match xdp.is_free(self.pair) {
             Ok(false) => Orphans::InFlight,
@@ -300,6 +314,7 @@ impl XdpTransmitter {
     ) -> Result<(), BackendError> {
         let interval = Timespec { tv_sec: 0, tv_nsec: FREE_INTERVAL.subsec_nanos().into() };
         let deadline = Instant::now() + CLOSED_TIMEOUT;
+        self.check_soon();
         while !self.orphaned.is_empty() && self.check_orphans(ring.as_deref_mut(), counted) != Orphans::None {
             if Instant::now() >= deadline {
                 let (frames, name) = (self.orphaned.len(), self.shared.xdp.as_ref().map_or("", Xdp::name));
@@ -310,6 +325,7 @@ impl XdpTransmitter {
                 )));
             }
             let _ = poll(&mut [], Some(&interval));
+            self.check_soon();
         }
         Ok(())
     }
@@ -327,9 +343,12 @@ impl Drop for XdpTransmitter {
         {
             tracing::debug!(%error, "AF_XDP");
         }
-        if !self.orphaned.is_empty() || self.queue.as_ref().is_some_and(|queue| queue.chains_in_flight() > 0)
-        {
+        let in_flight = self.queue.as_ref().is_some_and(|queue| queue.chains_in_flight() > 0);
+        if in_flight || !self.orphaned.is_empty() {
             self.shared.orphaned[self.pair].store(true, Relaxed);
+        }
+        if let Some(xdp) = &self.shared.xdp {
+            xdp.release_memory();
         }
         // The mode is not reset: statistics that are read now describe the past.
     }
@@ -344,12 +363,8 @@ enum Retry {
     Never,
 }
 
-/// A busy queue, or an interface that is down or missing, may be available later.
 fn retry_after(error: &std::io::Error) -> Retry {
-    match error.raw_os_error() {
-        Some(libc::EBUSY | libc::ENETDOWN | libc::ENXIO | libc::ENODEV | libc::EAGAIN) => Retry::Later,
-        _ => Retry::Never,
-    }
+    if is_temporary(error) { Retry::Later } else { Retry::Never }
 }
 
 /// Remedy for an error of binding.
@@ -358,7 +373,9 @@ fn hint(error: &std::io::Error) -> &'static str {
         Some(libc::ENOBUFS | libc::ENOMEM) => {
             "; the guest's memory is pinned: raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity)"
         }
-        Some(libc::EINVAL) => "; does the interface have a queue of this number?",
+        Some(libc::EINVAL) => {
+            "; does the interface have a queue of this number? A virtio card needs iommu_platform=on for zero-copy"
+        }
         Some(libc::EFAULT) => "; memory in a file on disk cannot be pinned, use a memfd",
         _ => "",
     }

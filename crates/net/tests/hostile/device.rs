@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::time::{ClockId, clock_gettime};
-use towline_frontend::wire::{Code, RegionInfo, encode_u64s, feature, halves, protocol, request};
+use towline_frontend::wire::{Code, RegionInfo, encode_u32_pair, encode_u64s, feature, protocol, request};
 use towline_frontend::{Error, Frontend, GUEST_BASE, Memory, USER_BASE};
 use towline_lab::Network;
 use towline_net::{Net, Options, Taps};
@@ -215,12 +215,12 @@ impl<'r> Guest<'r> {
     fn start(&mut self, ring: u32, input: &mut Input<'_>) -> Done {
         let size = input.pick(&[256u32, 8, 64, 2, 1, 512, 3, 32768]);
         let base = input.pick(&[0u32, 0, 0, 1, 65535, 7]);
-        self.frontend.request(Code::SET_VRING_NUM, &halves(ring, size), &[])?;
-        self.frontend.request(Code::SET_VRING_BASE, &halves(ring, base), &[])?;
+        self.frontend.request(Code::SET_VRING_NUM, &encode_u32_pair(ring, size), &[])?;
+        self.frontend.request(Code::SET_VRING_BASE, &encode_u32_pair(ring, base), &[])?;
         let user = USER_BASE + Self::base(ring) - GUEST_BASE;
         let used = if input.byte() < 240 { USED } else { AVAILABLE };
         let places = encode_u64s(&[user, user + used, user + AVAILABLE, Self::base(ring) + used]);
-        let payload = [halves(ring, input.below(2)), places].concat();
+        let payload = [encode_u32_pair(ring, input.below(2)), places].concat();
         self.frontend.request(Code::SET_VRING_ADDR, &payload, &[])?;
         let kick = self.kicks[ring as usize].as_fd().try_clone_to_owned().expect("a descriptor");
         let call = event(EventfdFlags::empty());
@@ -268,13 +268,13 @@ impl<'r> Guest<'r> {
         let size = u64::from(input.pick(&[256u16, 8, 64, 2, 1, 512]));
         for _ in 0..input.byte() % 40 {
             let entry = place + 4 + 2 * (u64::from(*index) % size);
-            self.memory.store_16(entry, input.word() % 260, Ordering::Relaxed);
+            self.memory.store_le16(entry, input.word() % 260, Ordering::Relaxed);
             *index = index.wrapping_add(1);
         }
         if input.byte() > 250 {
             *index = index.wrapping_add(input.word());
         }
-        self.memory.store_16(place + 2, *index, Ordering::Release);
+        self.memory.store_le16(place + 2, *index, Ordering::Release);
         if input.byte() < 240 {
             let _ = rustix::io::write(&self.kicks[ring as usize], &1u64.to_ne_bytes());
         }
@@ -294,9 +294,9 @@ impl<'r> Guest<'r> {
             self.memory.write(at, &guest.to_le_bytes());
             self.memory.write(at + 8, &len.to_le_bytes());
             self.memory.write(at + 12, &flags.to_le_bytes());
-            self.memory.store_16(place + 4 + 2 * u64::from(head), head, Ordering::Relaxed);
+            self.memory.store_le16(place + 4 + 2 * u64::from(head), head, Ordering::Relaxed);
             *index = index.wrapping_add(1);
-            self.memory.store_16(place + 2, *index, Ordering::Release);
+            self.memory.store_le16(place + 2, *index, Ordering::Release);
         }
         let _ = rustix::io::write(&self.kicks[ring as usize], &1u64.to_ne_bytes());
     }
@@ -366,7 +366,8 @@ impl<'r> Guest<'r> {
         if direction == 1 {
             let _ = rustix::io::write(&ours, input.0.get(..20).unwrap_or_default());
         }
-        let reply = self.frontend.query(Code::SET_DEVICE_STATE_FD, &halves(direction, 0), &[theirs.as_fd()]);
+        let reply =
+            self.frontend.query(Code::SET_DEVICE_STATE_FD, &encode_u32_pair(direction, 0), &[theirs.as_fd()]);
         self.pipes.push(ours);
         reply.map(drop)
     }

@@ -14,6 +14,7 @@ mod common;
 #[path = "../segments/model.rs"]
 mod model;
 mod orphaned;
+mod sockets;
 
 use std::sync::Arc;
 

@@ -129,7 +129,11 @@ fn a_queue_is_free_once_its_own_pair_has_closed_its_socket() {
     let card = |queue| {
         let made = bench.near.enter(|| {
             let taps = Taps::open(&format!("tap{}", 5 + queue), 1).unwrap();
-            Net::with_xdp(taps, Some(Xdp::new("out0", queue, None).unwrap()), Options::default())
+            Net::with_xdp(
+                taps,
+                Some(Xdp::new("out0", queue, None).unwrap().with_copy_mode()),
+                Options::default(),
+            )
         });
         let net = Arc::new(made.unwrap());
         let (_served, mut frontend) = Served::start(&bench.near, &net);

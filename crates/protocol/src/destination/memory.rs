@@ -19,6 +19,8 @@ use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
 pub struct AwaitBlock {
     pub(super) ram: Box<Ram>,
     pub(super) mapped_ram: bool,
+    /// Each entry ends with the block's guest address (`x-ignore-shared`).
+    pub(super) has_addresses: bool,
     /// `None` until the total came.
     pub(super) left: Option<u64>,
     /// Where the next item begins in the stream, counted from the file's first byte; only mapped-ram needs it.
@@ -100,6 +102,10 @@ impl AwaitBlock {
         let start = input.position();
         let head = input.counted().and_then(|name| Ok((name, input.be64()?)));
         let Ok((name, length)) = head else { return Ok(Err(Incomplete)) };
+        // A destination of the same machine type has the block at the same address.
+        if self.has_addresses && input.be64().is_err() {
+            return Ok(Err(Incomplete));
+        }
         let header_offset = self.file_offset + (input.position() - start) as u64;
         let header = match self.mapped_ram {
             true => match MappedRamHeader::decode(input) {
@@ -267,7 +273,8 @@ impl AwaitFooter {
             }
             _ => {
                 let is_snapshot = self.ram.is_snapshot;
-                AwaitSection { ram: Some(self.ram), mapped_ram: false, is_snapshot }.handle(input)
+                let (ram, mapped_ram, has_addresses) = (Some(self.ram), false, false);
+                AwaitSection { ram, mapped_ram, is_snapshot, has_addresses }.handle(input)
             }
         }
     }

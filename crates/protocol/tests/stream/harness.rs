@@ -6,7 +6,7 @@ use towline_protocol::destination::{Destination, Event};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::limits;
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
-use towline_protocol::postcopy::{Answers, Block, ReturnMessage, decode_bitmap};
+use towline_protocol::postcopy::{Block, PostcopyReturnPathReader, ReturnMessage, decode_bitmap};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::Message;
 use towline_protocol::{Error, InvalidMessage, RamBlock, Reader, mapped_ram, xbzrle};
@@ -183,7 +183,7 @@ fn postcopy_answers(data: &[u8]) {
         page_bytes,
     };
     let blocks = [block("pc.ram", 64 << 20, 2 << 20), block("pc.bios", 256 << 10, PAGE_SIZE)];
-    let (mut input, mut answers) = (Reader::new(data), Answers::default());
+    let (mut input, mut answers) = (Reader::new(data), PostcopyReturnPathReader::default());
     answers.expect_shut();
     while let Ok(Some(message)) = Message::decode(&mut input) {
         match answers.handle(&message, &blocks) {

@@ -122,6 +122,16 @@ fn messages_of_the_wrong_length() {
     assert_eq!(Message::decode(&mut Reader::new(&[0, 1, 2, 1])), Err(long.into()));
 }
 
+#[test]
+fn a_tls_record_on_the_return_path_is_recognized() {
+    // The alert of a server that expects a handshake, and a handshake of TLS 1.0.
+    for bytes in [&[0x15, 3, 3, 0, 2, 2, 40][..], &[0x16, 3, 1, 0, 5, 0, 0, 0, 0, 0]] {
+        let error = Message::decode(&mut Reader::new(bytes)).unwrap_err();
+        assert_eq!(error, InvalidMessage::Tls.into());
+        assert!(error.to_string().contains("turn TLS on here (--tls-creds"), "{error}");
+    }
+}
+
 /// A source that has written everything.
 fn awaiting() -> AwaitShut {
     let mut out = Vec::new();

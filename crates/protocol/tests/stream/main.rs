@@ -12,4 +12,5 @@ mod pieces;
 mod postcopy;
 mod properties;
 mod seeds;
+mod shared;
 mod support;

@@ -1,7 +1,9 @@
 //! The postcopy source: its bytes, written out by hand from QEMU's format, and what it takes from a destination.
 
 use towline_protocol::configuration::Configuration;
-use towline_protocol::postcopy::{Answers, Block, Recovery, ReturnMessage, decode_bitmap, put_bitmap};
+use towline_protocol::postcopy::{
+    Block, PostcopyReturnPathReader, Recovery, ReturnMessage, decode_bitmap, put_bitmap,
+};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::Message;
 use towline_protocol::source::Setup;
@@ -110,7 +112,7 @@ fn request(block: Option<&str>, start: u64, length: u32) -> Message {
 
 #[test]
 fn requests_name_their_block_once_and_lie_within_it() {
-    let (blocks, mut answers) = (blocks(), Answers::default());
+    let (blocks, mut answers) = (blocks(), PostcopyReturnPathReader::default());
     let mut handle = |message| answers.handle(&message, &blocks);
     assert_eq!(handle(request(None, 0, 4096)), Err(InvalidMessage::NothingToContinue.into()));
     let said = |block, offset, length| Ok(ReturnMessage::Request { page: page(block, offset), length });
@@ -134,7 +136,7 @@ fn requests_name_their_block_once_and_lie_within_it() {
 
 #[test]
 fn a_destination_is_done_only_when_it_was_given_everything() {
-    let (blocks, mut answers) = (blocks(), Answers::default());
+    let (blocks, mut answers) = (blocks(), PostcopyReturnPathReader::default());
     let early = answers.handle(&Message::Shut(0), &blocks);
     assert!(matches!(early, Err(Error::Misbehaved(PeerMisbehaved::Unexpected { .. }))), "{early:?}");
     assert_eq!(

@@ -43,10 +43,13 @@ impl Reply {
             Self::Table(regions) => {
                 let count = u32::try_from(regions.len()).expect("at most REGIONS_MAX");
                 let head = RawTable { regions: count.into(), padding: 0.into() };
-                [head.as_bytes(), regions.as_bytes()].concat()
+                regions.iter().fold(head.as_bytes().to_vec(), |mut table, region| {
+                    table.extend_from_slice(&region.to_bytes());
+                    table
+                })
             }
-            Self::Region(region) => [&[0; 8], region.as_bytes()].concat(),
-            Self::VringBase(state) => state.as_bytes().to_vec(),
+            Self::Region(region) => [&[0; 8], &region.to_bytes()[..]].concat(),
+            Self::VringBase(state) => state.to_bytes().to_vec(),
             Self::Config { offset, flags, bytes } => {
                 assert!(bytes.len() <= CONFIG_BYTES_MAX, "{} bytes of configuration", bytes.len());
                 let size = u32::try_from(bytes.len()).expect("at most CONFIG_BYTES_MAX");

@@ -6,8 +6,8 @@ use zerocopy::byteorder::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
 use super::{
-    CONFIG_BYTES_MAX, Code, MessageError, NO_FD, RawConfig, RawLog, RawStateTransfer, RawTable, RegionInfo,
-    TABLE_REGIONS_MAX, VringAddress, VringState,
+    CONFIG_BYTES_MAX, Code, MessageError, NO_FD, RawConfig, RawLog, RawRegion, RawStateTransfer, RawTable,
+    RawVringAddress, RawVringState, RegionInfo, TABLE_REGIONS_MAX, VringAddress, VringState,
 };
 
 /// A decoded request with valid lengths and descriptors. The session checks that its state permits it.
@@ -168,7 +168,7 @@ impl Request {
     /// Decodes requests without descriptors and of a fixed length.
     fn plain(code: Code, payload: &[u8]) -> Result<Self, MessageError> {
         let number = || parse_exact::<U64>(code, payload).map(U64::get);
-        let state = || parse_exact::<VringState>(code, payload);
+        let state = || parse_exact::<RawVringState>(code, payload).map(VringState::from);
         let nothing = |request| parse_exact::<[u8; 0]>(code, payload).map(|_| request);
         match code {
             Code::GET_FEATURES => nothing(Self::GetFeatures),
@@ -176,7 +176,10 @@ impl Request {
             Code::SET_OWNER => nothing(Self::SetOwner),
             Code::RESET_OWNER => nothing(Self::ResetOwner),
             Code::SET_VRING_NUM => state().map(Self::SetVringNum),
-            Code::SET_VRING_ADDR => parse_exact(code, payload).map(Self::SetVringAddress),
+            Code::SET_VRING_ADDR => {
+                let address = parse_exact::<RawVringAddress>(code, payload)?;
+                Ok(Self::SetVringAddress(address.into()))
+            }
             Code::SET_VRING_BASE => state().map(Self::SetVringBase),
             Code::GET_VRING_BASE => state().map(Self::GetVringBase),
             Code::GET_PROTOCOL_FEATURES => nothing(Self::GetProtocolFeatures),
@@ -209,17 +212,17 @@ impl Request {
             return Err(MessageError::Regions { found: count });
         }
         let count = count as usize;
-        let bytes = count * size_of::<RegionInfo>();
+        let bytes = count * size_of::<RawRegion>();
         // A frontend may send its whole array.
-        if rest.len() < bytes || rest.len() > TABLE_REGIONS_MAX * size_of::<RegionInfo>() {
+        if rest.len() < bytes || rest.len() > TABLE_REGIONS_MAX * size_of::<RawRegion>() {
             return Err(wrong(size_of::<RawTable>() + bytes));
         }
         let found = fds.fds.len();
         if found != count {
             return Err(MessageError::Descriptors { code, found, expected: count });
         }
-        let regions = rest[..bytes].chunks_exact(size_of::<RegionInfo>());
-        let region = |bytes| RegionInfo::read_from_bytes(bytes).expect("a chunk has this length");
+        let regions = rest[..bytes].chunks_exact(size_of::<RawRegion>());
+        let region = |bytes| RawRegion::read_from_bytes(bytes).expect("a chunk has this length").into();
         Ok(Self::SetMemTable(regions.map(region).zip(fds.fds.drain(..)).collect()))
     }
 }
@@ -273,14 +276,14 @@ fn parse_exact<T: FromBytes + KnownLayout + Immutable + Unaligned>(
 }
 
 fn single_region(code: Code, payload: &[u8]) -> Result<RegionInfo, MessageError> {
-    parse_exact::<SingleRegion>(code, payload).map(|both| both.region)
+    parse_exact::<SingleRegion>(code, payload).map(|both| both.region.into())
 }
 
 #[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct SingleRegion {
     _padding: U64,
-    region: RegionInfo,
+    region: RawRegion,
 }
 
 fn direction(code: Code, payload: &[u8]) -> Result<Direction, MessageError> {

@@ -82,7 +82,7 @@ impl QueueRecord {
         used: u16,
         used_head: impl Fn(u16) -> u32,
     ) -> Option<RecoveredRing> {
-        let parts = [address.descriptors, address.available, address.used].map(|part| part.get());
+        let parts = [address.descriptors, address.available, address.used];
         let recorded = [DESCRIPTORS, AVAILABLE, USED].map(|offset| self.load(offset));
         if self.load(RUNNING) != 1 || self.load(ENTRIES) != u64::from(entries) || recorded != parts {
             return None;
@@ -130,9 +130,9 @@ impl QueueRecord {
 
     /// Records the addresses of the ring.
     pub(crate) fn set_address(&self, address: &VringAddress) {
-        self.store(DESCRIPTORS, address.descriptors.get());
-        self.store(AVAILABLE, address.available.get());
-        self.store(USED, address.used.get());
+        self.store(DESCRIPTORS, address.descriptors);
+        self.store(AVAILABLE, address.available);
+        self.store(USED, address.used);
     }
 
     /// Ends the record of a ring that was stopped, because the frontend knows its state.

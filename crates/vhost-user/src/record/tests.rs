@@ -12,8 +12,8 @@ fn open(file: &File, queues: usize) -> Result<InFlightRecord, RecordError> {
 }
 
 fn address() -> VringAddress {
-    let [descriptors, available, used] = [0x1000.into(), 0x2000.into(), 0x3000.into()];
-    VringAddress { index: 0.into(), flags: 0.into(), descriptors, used, available, log: 0.into() }
+    let [descriptors, available, used] = [0x1000, 0x2000, 0x3000];
+    VringAddress { index: 0, flags: 0, descriptors, used, available, log: 0 }
 }
 
 #[test]
@@ -36,7 +36,7 @@ fn a_record_of_another_ring_is_discarded() {
     let queue = open(&file, 1).unwrap().queue(0);
     queue.begin(8, &address(), 7, 7);
     queue.mark(1, 1);
-    let elsewhere = VringAddress { used: 0x4000.into(), ..address() };
+    let elsewhere = VringAddress { used: 0x4000, ..address() };
     assert_eq!(queue.recover(8, &elsewhere, 7, |_| 0), None);
     assert_eq!(queue.recover(16, &address(), 7, |_| 0), None);
     assert_eq!(queue.recover(8, &address(), 6, |_| 0), None, "the ring was reset meanwhile");

@@ -17,7 +17,7 @@ impl Ring {
 
     /// The driver's available index, not checked.
     pub(crate) fn avail_idx(&self) -> u16 {
-        self.parts.available.load_16(INDEX, Ordering::Relaxed)
+        self.parts.available.load_le16(INDEX, Ordering::Relaxed)
     }
 
     /// Returns true if the ring had never been used when it was started: its driver has just been initialised.
@@ -63,7 +63,7 @@ impl Ring {
         }
         self.publish();
         self.recovery.end();
-        if !self.event_index && self.parts.used.load_16(0, Ordering::Relaxed) != 0 {
+        if !self.event_index && self.parts.used.load_le16(0, Ordering::Relaxed) != 0 {
             self.store_used_flags(0);
         }
         self.flush_log();

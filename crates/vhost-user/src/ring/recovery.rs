@@ -104,7 +104,7 @@ impl Ring {
         self.recovery.in_order = in_order && !record.is_durable();
         let used_head = |index: u16| {
             let slot = usize::from(index & (self.size - 1));
-            self.parts.used.load_pair(ENTRIES + USED_BYTES * slot)[0]
+            self.parts.used.load_used_elem(ENTRIES + USED_BYTES * slot)[0]
         };
         let recovered = record.recover(self.size, &self.address, self.used_idx, used_head);
         let recovered = recovered.filter(|recovered| {

@@ -81,9 +81,9 @@ impl RingParts {
             memory.user_area(user, len, align).ok_or(fault)
         };
         Ok(Self {
-            table: find("descriptor table", address.descriptors.get(), DESCRIPTOR_BYTES * size, 16)?,
-            available: find("available ring", address.available.get(), ENTRIES + 2 * size + event, 2)?,
-            used: find("used ring", address.used.get(), ENTRIES + USED_BYTES * size + event, 4)?,
+            table: find("descriptor table", address.descriptors, DESCRIPTOR_BYTES * size, 16)?,
+            available: find("available ring", address.available, ENTRIES + 2 * size + event, 2)?,
+            used: find("used ring", address.used, ENTRIES + USED_BYTES * size + event, 4)?,
         })
     }
 }

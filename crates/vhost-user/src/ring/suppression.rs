@@ -32,20 +32,20 @@ impl NotificationWords for SuppressionWords<'_> {
     }
 
     fn avail_idx(&self) -> u16 {
-        self.available.load_16(INDEX, Ordering::Acquire)
+        self.available.load_le16(INDEX, Ordering::Acquire)
     }
 
     fn driver_suppression(&self) -> u16 {
         let offset = if self.event_index { ENTRIES + 2 * usize::from(self.size) } else { 0 };
-        self.available.load_16(offset, Ordering::Relaxed)
+        self.available.load_le16(offset, Ordering::Relaxed)
     }
 
     fn device_suppression(&self) -> u16 {
-        self.used.load_16(self.device_offset(), Ordering::Relaxed)
+        self.used.load_le16(self.device_offset(), Ordering::Relaxed)
     }
 
     fn set_device_suppression(&self, value: u16) {
-        self.used.store_16(self.device_offset(), value, Ordering::Relaxed);
+        self.used.store_le16(self.device_offset(), value, Ordering::Relaxed);
     }
 
     fn full_fence(&self) {

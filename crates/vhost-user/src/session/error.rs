@@ -6,6 +6,9 @@ use crate::memory::MemoryError;
 use crate::message::MessageError;
 
 /// A refused request, or a failure of the device.
+///
+/// Remedy: none here: the frontend (QEMU) broke the protocol. The connection is closed; report it with the
+/// version of the frontend.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SessionError {
@@ -86,6 +89,7 @@ pub enum SessionError {
         found: u64,
     },
     /// The device refused.
+    /// Remedy: correct what the reason names, and connect again.
     #[error("{request}: the device refuses: {reason}")]
     Refused {
         /// The request.
@@ -94,6 +98,7 @@ pub enum SessionError {
         reason: BackendError,
     },
     /// A worker could not be created.
+    /// Remedy: correct what the reason names, and connect again.
     #[error("worker {index} of the device cannot be created: {reason}")]
     Worker {
         /// Number of the worker.
@@ -124,6 +129,7 @@ pub enum SessionError {
         source: std::io::Error,
     },
     /// The guest's memory is no longer accessible.
+    /// Remedy: give QEMU enough memory or huge pages, and do not truncate the file of its memory.
     #[error(
         "the guest's memory or its dirty log cannot be accessed any more (SIGBUS): its file was truncated, or the kernel has no page for it (huge pages?)"
     )]
@@ -148,14 +154,14 @@ pub enum SessionError {
 
 impl SessionError {
     /// Returns true if it may pass when descriptors, memory or threads are released.
-    pub(crate) fn is_exhausted(&self) -> bool {
+    pub(crate) fn is_out_of_resources(&self) -> bool {
         match self {
-            Self::Worker { reason, .. } => reason.is_exhausted(),
+            Self::Worker { reason, .. } => reason.is_out_of_resources(),
             // EAGAIN: the limit of threads.
             Self::Thread { source, .. } => {
-                source.kind() == std::io::ErrorKind::WouldBlock || crate::device::is_exhausted(source)
+                source.kind() == std::io::ErrorKind::WouldBlock || crate::device::is_out_of_resources(source)
             }
-            Self::Descriptor { source } => crate::device::is_exhausted(source),
+            Self::Descriptor { source } => crate::device::is_out_of_resources(source),
             _ => false,
         }
     }

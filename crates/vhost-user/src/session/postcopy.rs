@@ -113,6 +113,6 @@ impl<R: Rings> Session<R> {
 
 /// The region with its address in this process.
 fn with_backend_address(memory: &Memory, info: &RegionInfo) -> RegionInfo {
-    let address = memory.backend_address(info.guest_address.get()).expect("a region of this memory");
-    RegionInfo { user_address: address.into(), ..*info }
+    let address = memory.backend_address(info.guest_address).expect("a region of this memory");
+    RegionInfo { user_address: address, ..*info }
 }

@@ -8,7 +8,6 @@
 use std::os::fd::OwnedFd;
 
 use zerocopy::IntoBytes as _;
-use zerocopy::byteorder::little_endian::U64;
 
 use super::{Rings, Session, SessionError};
 use crate::features::ProtocolFeatures;
@@ -41,8 +40,8 @@ impl SavedRequest {
     }
 
     fn vring_state(code: Code, ring: usize, number: u32) -> Self {
-        let state = VringState { index: wire_index(ring).into(), number: number.into() };
-        Self::new(code, state.as_bytes(), Vec::new())
+        let state = VringState { index: wire_index(ring), number };
+        Self::new(code, &state.to_bytes(), Vec::new())
     }
 
     fn vring_fd(code: Code, ring: usize, fd: Option<OwnedFd>) -> Self {
@@ -92,13 +91,13 @@ impl<R: Rings> Session<R> {
         let regions = self.memory.share().map_err(failed)?;
         if regions.len() > TABLE_REGIONS_MAX {
             requests.extend(regions.into_iter().map(|(info, fd)| {
-                let payload = [U64::new(0).as_bytes(), info.as_bytes()].concat();
+                let payload = [&[0; 8], &info.to_bytes()[..]].concat();
                 SavedRequest::new(Code::ADD_MEM_REG, &payload, vec![fd])
             }));
         } else if !regions.is_empty() {
             let count = u32::try_from(regions.len()).expect("at most TABLE_REGIONS_MAX");
             let mut payload = RawTable { regions: count.into(), padding: 0.into() }.as_bytes().to_vec();
-            regions.iter().for_each(|(info, _)| payload.extend_from_slice(info.as_bytes()));
+            regions.iter().for_each(|(info, _)| payload.extend_from_slice(&info.to_bytes()));
             let fds = regions.into_iter().map(|(_, fd)| fd).collect();
             requests.push(SavedRequest::new(Code::SET_MEM_TABLE, &payload, fds));
         }
@@ -128,7 +127,7 @@ impl<R: Rings> Session<R> {
             negotiated.push(SavedRequest::vring_state(Code::SET_VRING_NUM, ring, vring.size));
         }
         if let Some(address) = vring.address {
-            negotiated.push(SavedRequest::new(Code::SET_VRING_ADDR, address.as_bytes(), Vec::new()));
+            negotiated.push(SavedRequest::new(Code::SET_VRING_ADDR, &address.to_bytes(), Vec::new()));
         }
         negotiated.push(SavedRequest::vring_state(Code::SET_VRING_BASE, ring, vring.base.into()));
         negotiated.push(SavedRequest::vring_fd(Code::SET_VRING_CALL, ring, call));

@@ -60,7 +60,7 @@ impl Rings for Recorder {
     }
 
     fn set_address(&mut self, ring: usize, address: VringAddress) -> Result<(), SessionError> {
-        self.calls.push(format!("address {ring} flags {}", address.flags.get()));
+        self.calls.push(format!("address {ring} flags {}", address.flags));
         Ok(())
     }
 
@@ -164,23 +164,11 @@ fn shared(size: u64) -> OwnedFd {
 }
 
 fn state(index: u32, number: u32) -> VringState {
-    VringState { index: index.into(), number: number.into() }
+    VringState { index, number }
 }
 
 fn address(flags: u32) -> VringAddress {
-    let zero = 0.into();
-    VringAddress {
-        index: zero_32(),
-        flags: flags.into(),
-        descriptors: zero,
-        used: zero,
-        available: zero,
-        log: zero,
-    }
-}
-
-fn zero_32() -> zerocopy::byteorder::little_endian::U32 {
-    0.into()
+    VringAddress { index: 0, flags, descriptors: 0, used: 0, available: 0, log: 0 }
 }
 
 fn start(session: &mut Session<Recorder>) {
@@ -206,8 +194,7 @@ fn refusal(session: &mut Session<Recorder>, request: Request) -> String {
 fn a_second_owner_starts_over() {
     let (mut session, card) = negotiated();
     session.handle(Request::SetOwner).unwrap();
-    let (zero, size) = (0.into(), 4096.into());
-    let info = RegionInfo { guest_address: zero, size, user_address: zero, mmap_offset: zero };
+    let info = RegionInfo { guest_address: 0, size: 4096, user_address: 0, mmap_offset: 0 };
     session.handle(Request::SetMemTable(vec![(info, shared(4096))])).unwrap();
     assert_eq!(session.memory.size(), 4096);
     session.handle(Request::SetOwner).unwrap();
@@ -227,9 +214,9 @@ fn only_offered_features_are_accepted() {
     assert!(refusal(&mut session, Request::SetProtocolFeatures(1 << 5)).contains("accepts 0x20, which"));
     session.handle(Request::SetFeatures(offered)).unwrap();
     assert_eq!(*card.calls.lock().unwrap(), ["acknowledge 0x130000020"]);
-    assert!(!session.acknowledges());
+    assert!(!session.has_reply_ack());
     session.handle(Request::SetProtocolFeatures(ProtocolFeatures::REPLY_ACK.bits())).unwrap();
-    assert!(session.acknowledges());
+    assert!(session.has_reply_ack());
 }
 
 #[test]
@@ -344,10 +331,10 @@ fn the_log_is_switched_while_a_ring_runs() {
 fn memory_regions_are_added_and_removed() {
     let (mut session, _) = negotiated();
     let info = |guest: u64| RegionInfo {
-        guest_address: guest.into(),
-        size: 4096.into(),
-        user_address: (guest + (1 << 40)).into(),
-        mmap_offset: 0.into(),
+        guest_address: guest,
+        size: 4096,
+        user_address: guest + (1 << 40),
+        mmap_offset: 0,
     };
     session.handle(Request::SetMemTable(vec![(info(0), shared(4096))])).unwrap();
     session.handle(Request::AddMemReg(info(4096), shared(4096))).unwrap();
@@ -480,10 +467,10 @@ fn postcopy_memory_is_registered_before_it_is_used() {
     let faults = session.take_reply_fd().unwrap();
     session.handle(Request::PostcopyListen).unwrap();
     let info = |guest: u64| RegionInfo {
-        guest_address: guest.into(),
-        size: 8192.into(),
-        user_address: (guest + (1 << 40)).into(),
-        mmap_offset: 0.into(),
+        guest_address: guest,
+        size: 8192,
+        user_address: guest + (1 << 40),
+        mmap_offset: 0,
     };
     let file = std::fs::File::from(shared(8192));
     let fd = || OwnedFd::from(file.try_clone().unwrap());
@@ -492,7 +479,7 @@ fn postcopy_memory_is_registered_before_it_is_used() {
         panic!("not a table");
     };
     let added = session.handle(Request::AddMemReg(info(8192), fd())).unwrap();
-    assert!(matches!(added, Some(Reply::Region(region)) if region.guest_address.get() == 8192));
+    assert!(matches!(added, Some(Reply::Region(region)) if region.guest_address == 8192));
     assert_eq!(session.rings.calls, [""; 0], "no ring uses it yet");
     // Acknowledged by an empty table after a table, by eight zeros after a region.
     session.handle(Request::PostcopyRegionsAck).unwrap();
@@ -512,7 +499,7 @@ fn postcopy_memory_is_registered_before_it_is_used() {
     let mut event = [0; 32];
     assert_eq!(rustix::io::read(&faults, &mut event).unwrap(), 32);
     let address = u64::from_ne_bytes(*event[16..].first_chunk().unwrap());
-    assert_eq!((event[0], address & !4095), (0x12, mapped[0].user_address.get() + 4096));
+    assert_eq!((event[0], address & !4095), (0x12, mapped[0].user_address + 4096));
     // The page arrives, then the end of postcopy.
     file.write_all_at(b"later", 4096).unwrap();
     session.handle(Request::PostcopyEnd).unwrap();
@@ -524,8 +511,7 @@ fn postcopy_memory_is_registered_before_it_is_used() {
 #[test]
 fn a_saved_session_is_restored() {
     let (mut session, _) = negotiated();
-    let zero = 0.into();
-    let info = RegionInfo { guest_address: zero, size: 8192.into(), user_address: zero, mmap_offset: zero };
+    let info = RegionInfo { guest_address: 0, size: 8192, user_address: 0, mmap_offset: 0 };
     session.handle(Request::SetMemTable(vec![(info, shared(8192))])).unwrap();
     let log = LogMemory { size: 4096, offset: 0, fd: shared(4096) };
     session.handle(Request::SetLogBase(log)).unwrap();

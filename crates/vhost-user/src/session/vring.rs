@@ -28,9 +28,9 @@ impl<R: Rings> Session<R> {
             Request::SetVringAddress(address) => no_reply(self.set_address(address)),
             Request::SetVringBase(state) => no_reply(self.set_base(&state)),
             Request::GetVringBase(state) => {
-                let index = self.index("GET_VRING_BASE", state.index.get())?;
+                let index = self.index("GET_VRING_BASE", state.index)?;
                 let base = self.stop(index)?;
-                let number = u32::from(base).into();
+                let number = u32::from(base);
                 Ok(Some(Reply::VringBase(VringState { number, ..state })))
             }
             Request::SetVringKick(kick) => no_reply(self.set_kick(kick)),
@@ -75,8 +75,8 @@ impl<R: Rings> Session<R> {
     }
 
     fn set_size(&mut self, state: &VringState) -> Result<(), SessionError> {
-        let index = self.stopped_index("SET_VRING_NUM", state.index.get())?;
-        let found = state.number.get();
+        let index = self.stopped_index("SET_VRING_NUM", state.index)?;
+        let found = state.number;
         if !found.is_power_of_two() || found > u32::from(RING_SIZE_MAX) {
             let expected = "a power of two up to 32768";
             return Err(SessionError::Value { request: "SET_VRING_NUM", index, found, expected });
@@ -86,8 +86,8 @@ impl<R: Rings> Session<R> {
     }
 
     fn set_base(&mut self, state: &VringState) -> Result<(), SessionError> {
-        let index = self.stopped_index("SET_VRING_BASE", state.index.get())?;
-        let found = state.number.get();
+        let index = self.stopped_index("SET_VRING_BASE", state.index)?;
+        let found = state.number;
         let base = u16::try_from(found).map_err(|_| SessionError::Value {
             request: "SET_VRING_BASE",
             index,
@@ -100,7 +100,7 @@ impl<R: Rings> Session<R> {
 
     /// Sets the addresses of a ring. For a running ring, the flag for logging its used ring may change.
     fn set_address(&mut self, address: VringAddress) -> Result<(), SessionError> {
-        let index = self.index("SET_VRING_ADDR", address.index.get())?;
+        let index = self.index("SET_VRING_ADDR", address.index)?;
         self.vrings[index].address = Some(address);
         if self.vrings[index].running {
             self.rings.set_address(index, address)?;
@@ -138,8 +138,8 @@ impl<R: Rings> Session<R> {
     }
 
     fn set_enable(&mut self, state: &VringState) -> Result<(), SessionError> {
-        let index = self.index("SET_VRING_ENABLE", state.index.get())?;
-        let found = state.number.get();
+        let index = self.index("SET_VRING_ENABLE", state.index)?;
+        let found = state.number;
         if found > 1 {
             let expected = "0 or 1";
             return Err(SessionError::Value { request: "SET_VRING_ENABLE", index, found, expected });

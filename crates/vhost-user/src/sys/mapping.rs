@@ -175,11 +175,11 @@ impl Area {
         self.mapping.copy_16(self.at(offset, 16))
     }
 
-    pub(crate) fn load_16(&self, offset: usize, order: Ordering) -> u16 {
+    pub(crate) fn load_le16(&self, offset: usize, order: Ordering) -> u16 {
         u16::from_le(self.mapping.word_16(self.at(offset, 2)).load(order))
     }
 
-    pub(crate) fn store_16(&self, offset: usize, value: u16, order: Ordering) {
+    pub(crate) fn store_le16(&self, offset: usize, value: u16, order: Ordering) {
         self.mapping.word_16(self.at(offset, 2)).store(value.to_le(), order);
     }
 
@@ -191,8 +191,8 @@ impl Area {
         self.mapping.word_64(self.at(offset, 8)).store(value.to_le(), order);
     }
 
-    /// Loads a pair of [`Self::store_pair`].
-    pub(crate) fn load_pair(&self, offset: usize) -> [u32; 2] {
+    /// Loads a pair of [`Self::store_used_elem`].
+    pub(crate) fn load_used_elem(&self, offset: usize) -> [u32; 2] {
         let word = self.mapping.pointer(self.at(offset, 8), 8).cast::<u32>();
         assert!(word.is_aligned(), "an unaligned element of a used ring");
         // SAFETY: eight bytes are readable there and aligned for `u32`; volatile, as the guest may write them.
@@ -205,7 +205,7 @@ impl Area {
     }
 
     /// Stores two adjacent words of 32 bits, aligned to 4.
-    pub(crate) fn store_pair(&self, offset: usize, pair: [u32; 2]) {
+    pub(crate) fn store_used_elem(&self, offset: usize, pair: [u32; 2]) {
         let pointer = self.mapping.pointer(self.at(offset, 8), 8).cast::<u32>();
         assert!(pointer.is_aligned(), "an unaligned element of a used ring");
         // SAFETY: eight bytes are writable there and aligned for `u32`; volatile, as the guest may read them.

@@ -78,7 +78,7 @@ impl Pair {
     /// Waits until the backend reports a fault of the first ring.
     #[track_caller]
     pub(crate) fn wait_fault(&self) {
-        assert!(wait_any(&[self.rings[0].err()], WITHIN).unwrap(), "the fault is not reported");
+        assert!(wait_any(&[self.rings[0].err_fd()], WITHIN).unwrap(), "the fault is not reported");
     }
 
     /// The guest resets its device: the first ring is stopped and started at other addresses.

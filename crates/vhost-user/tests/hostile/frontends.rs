@@ -2,7 +2,7 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use towline_frontend::wire::{Code, encode_u64s, feature, halves};
+use towline_frontend::wire::{Code, encode_u32_pair, encode_u64s, feature};
 use towline_frontend::{Error, Queue, QueueOptions};
 
 use crate::backend::{Log, Pair, SIZE};
@@ -106,9 +106,9 @@ proptest! {
         for (code, first, second, fds) in requests {
             let fds = vec![pair.memory.fd(); fds];
             let payload = match code {
-                9 => [halves(first, second), encode_u64s(&[u64::from(second) << 36; 4])].concat(),
+                9 => [encode_u32_pair(first, second), encode_u64s(&[u64::from(second) << 36; 4])].concat(),
                 24 | 25 => [first.to_le_bytes(), second.to_le_bytes(), [0; 4]].concat(),
-                _ => halves(first, second),
+                _ => encode_u32_pair(first, second),
             };
             let bytes = towline_frontend::wire::request(Code("any", code), true, &payload);
             let sent = pair.frontend.send(&bytes, Code("any", code), &fds);

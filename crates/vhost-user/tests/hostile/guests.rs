@@ -84,8 +84,8 @@ fn available_indices_that_jump_are_faults() {
         let mut pair = Pair::start();
         pair.echo(0);
         let index = pair.rings[0].addresses().available + 2;
-        let now = pair.memory.load_16(index, Ordering::Relaxed);
-        pair.memory.store_16(index, now.wrapping_add(jump), Ordering::Release);
+        let now = pair.memory.load_le16(index, Ordering::Relaxed);
+        pair.memory.store_le16(index, now.wrapping_add(jump), Ordering::Release);
         pair.rings[0].force_kick();
         pair.wait_fault();
         pair.other_echoes();
@@ -106,9 +106,9 @@ fn overlapping_rings_affect_only_their_guest() {
     let (first, second) = pair.rings.split_at_mut(1);
     for (used, base) in [(second[0].addresses().available, 0), (first[0].addresses().table, 7)] {
         let addresses = first[0].addresses();
-        let user = [addresses.table, used, addresses.available].map(|guest| pair.memory.user(guest));
+        let user = [addresses.table, used, addresses.available].map(|guest| pair.memory.user_addr(guest));
         let payload = [
-            towline_frontend::wire::halves(0, 0),
+            towline_frontend::wire::encode_u32_pair(0, 0),
             towline_frontend::wire::encode_u64s(&user),
             towline_frontend::wire::encode_u64s(&[0]),
         ];
@@ -155,7 +155,7 @@ fn buffers_may_overlap_the_log_and_the_rings() {
 fn a_flood_of_kicks_does_not_block_the_other_ring() {
     let _log = Log::new();
     let mut pair = Pair::start();
-    let kick = pair.rings[0].kick().try_clone_to_owned().unwrap();
+    let kick = pair.rings[0].kick_fd().try_clone_to_owned().unwrap();
     let over = Arc::new(AtomicBool::new(false));
     let flooding = Arc::clone(&over);
     let flood = std::thread::spawn(move || {
@@ -199,7 +199,7 @@ proptest! {
                     (addresses.used, 6 + 8 * u64::from(SIZE)),
                 ][(state % 3) as usize];
                 let value = if state & 8 == 0 { (state >> 16) as u16 } else { (state >> 16) as u16 % SIZE };
-                memory.store_16(start + (state >> 32) % (len / 2) * 2, value, Ordering::Relaxed);
+                memory.store_le16(start + (state >> 32) % (len / 2) * 2, value, Ordering::Relaxed);
             }
         });
         for _ in 0..30 {

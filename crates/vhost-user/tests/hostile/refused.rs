@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use towline_channel::UnixChannel;
 use towline_frontend::Frontend;
 use towline_vhost_user::{
-    Address, BackendError, Cancel, Device, Frontends, InFlightRecord, Next, Queues, ServeError, Service,
+    Address, BackendError, Cancel, Device, FrontendSource, InFlightRecord, Next, Queues, ServeError, Service,
     Worker, serve,
 };
 
@@ -64,7 +64,7 @@ struct Backend {
 }
 
 impl Backend {
-    fn start(frontends: Frontends) -> Self {
+    fn start(frontends: FrontendSource) -> Self {
         let (device, cancel) = (Arc::<Unavailable>::default(), Cancel::new().unwrap());
         let (served, token) = (Arc::clone(&device), cancel.clone());
         let serve = move || {
@@ -101,7 +101,7 @@ fn connections_are_closed_until_the_device_accepts_one() {
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("listen.sock");
     let listener = UnixListener::bind(&path).unwrap();
-    let backend = Backend::start(Frontends::from_fd(OwnedFd::from(listener)).unwrap());
+    let backend = Backend::start(FrontendSource::from_fd(OwnedFd::from(listener)).unwrap());
     (0..3).for_each(|_| assert_closed(&mut UnixStream::connect(&path).unwrap()));
     backend.device.available.store(true, Ordering::Relaxed);
     assert_served(UnixStream::connect(&path).unwrap());
@@ -116,7 +116,7 @@ fn a_listening_frontend_is_connected_to_every_second() {
     let path = scratch.path().join("frontend.sock");
     let listener = UnixListener::bind(&path).unwrap();
     let began = Instant::now();
-    let backend = Backend::start(Frontends::Connect(Address::Unix(path)));
+    let backend = Backend::start(FrontendSource::Connect(Address::Unix(path)));
     (0..3).for_each(|_| assert_closed(&mut listener.accept().unwrap().0));
     assert!(began.elapsed() >= Duration::from_secs(2), "{:?}", began.elapsed());
     backend.device.available.store(true, Ordering::Relaxed);
@@ -129,7 +129,7 @@ fn a_listening_frontend_is_connected_to_every_second() {
 fn the_only_possible_connection_stays_open() {
     let _log = Log::new();
     let (mut near, far) = UnixStream::pair().unwrap();
-    let backend = Backend::start(Frontends::from_fd(far.into()).unwrap());
+    let backend = Backend::start(FrontendSource::from_fd(far.into()).unwrap());
     near.set_read_timeout(Some(STAYS_OPEN)).unwrap();
     while backend.device.requests.load(Ordering::Relaxed) < 2 {
         assert_eq!(near.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::WouldBlock);

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_channel::UnixChannel;
-use towline_frontend::wire::{Code, RegionInfo, encode_u64s, feature, halves, protocol};
+use towline_frontend::wire::{Code, RegionInfo, encode_u32_pair, encode_u64s, feature, protocol};
 use towline_frontend::{Buffer, Error, Frontend, Memory, Queue, QueueOptions, wait_any};
 use towline_vhost_user::{BackendError, Cancel, Device, Next, Queues, ServeError, Worker, serve};
 
@@ -176,7 +176,7 @@ fn endless_kicks_are_polled_at_intervals() {
     assert_eq!(log.count("is not a readable eventfd"), 3);
     assert_eq!(log.count("spurious kicks"), 3);
     // With an eventfd the ring works again.
-    let kick = served.queue.kick().try_clone_to_owned().unwrap();
+    let kick = served.queue.kick_fd().try_clone_to_owned().unwrap();
     served.frontend.request(Code::SET_VRING_KICK, &ring, &[kick.as_fd()]).unwrap();
     served.add();
     served.queue.force_kick();
@@ -238,9 +238,9 @@ fn an_abandoned_ring_is_drained_when_it_is_stopped() {
     let before = served.runs.load(Ordering::Relaxed);
     served.add();
     served.wait_for_run(before);
-    let payload = [halves(0, 0), encode_u64s(&[0x7000_0000; 3]), encode_u64s(&[0])].concat();
+    let payload = [encode_u32_pair(0, 0), encode_u64s(&[0x7000_0000; 3]), encode_u64s(&[0])].concat();
     served.frontend.request(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
-    assert!(wait_any(&[served.queue.err()], WITHIN).unwrap(), "the fault is not reported");
+    assert!(wait_any(&[served.queue.err_fd()], WITHIN).unwrap(), "the fault is not reported");
     assert!(served.frontend.stop(0).is_err(), "the frontend would reuse the memory");
     let error = served.backend.join().unwrap().unwrap_err().to_string();
     assert!(error.contains("ring 0 cannot be stopped: a card reads 1 of its chains"), "{error}");
@@ -305,7 +305,7 @@ fn a_truncated_dirty_log_ends_only_its_session() {
     pair.frontend.set_log(&log).unwrap();
     pair.frontend.set_features(pair.features | feature::LOG_ALL).unwrap();
     pair.echo(0);
-    assert!(!log.take_marked().is_empty());
+    assert!(!log.take_dirty_pages().is_empty());
     ftruncate(log.fd(), 0).unwrap();
     let out = Buffer { guest: pair.memory.alloc(8, 8), len: 8 };
     assert!(pair.rings[0].add(&[out], &[out], 1));
@@ -335,9 +335,9 @@ fn a_ring_in_missing_huge_pages_ends_only_its_session() {
     let payload = [encode_u64s(&[0]), region.encode()].concat();
     pair.frontend.request(Code::ADD_MEM_REG, &payload, &[huge.as_fd()]).unwrap();
     let addresses = [region.user_address, region.user_address + 0x2000, region.user_address + 0x1000];
-    let payload = [halves(0, 0), encode_u64s(&addresses), encode_u64s(&[0])].concat();
+    let payload = [encode_u32_pair(0, 0), encode_u64s(&addresses), encode_u64s(&[0])].concat();
     pair.frontend.request(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
-    pair.frontend.send_unacked(Code::SET_VRING_KICK, &encode_u64s(&[0]), &[pair.rings[0].kick()]).unwrap();
+    pair.frontend.send_unacked(Code::SET_VRING_KICK, &encode_u64s(&[0]), &[pair.rings[0].kick_fd()]).unwrap();
     let error = pair.wait_closed_by_backend().unwrap_err();
     assert!(error.to_string().contains("cannot be accessed any more (SIGBUS)"), "{error}");
     other.echo(0);
@@ -363,20 +363,20 @@ fn a_blocked_worker_does_not_keep_the_process_from_ending() {
     let mut queue = Queue::new(&memory, 0, QueueOptions { size: 16, features }).unwrap();
     frontend.start(&queue, 0).unwrap();
     // Almost the maximum of the counter, so that a write blocks.
-    rustix::io::write(queue.call(), &(u64::MAX - 2).to_ne_bytes()).unwrap();
-    while rustix::io::write(queue.call(), &1u64.to_ne_bytes()).is_ok() {}
-    rustix::io::ioctl_fionbio(queue.call(), false).unwrap();
+    rustix::io::write(queue.call_fd(), &(u64::MAX - 2).to_ne_bytes()).unwrap();
+    while rustix::io::write(queue.call_fd(), &1u64.to_ne_bytes()).is_ok() {}
+    rustix::io::ioctl_fionbio(queue.call_fd(), false).unwrap();
     queue.enable_callback(1);
     let buffer = Buffer { guest: memory.alloc(8, 8), len: 8 };
     assert!(queue.add(&[buffer], &[], 0));
     queue.publish();
-    frontend.send_unacked(Code::GET_VRING_BASE, &halves(0, 0), &[]).unwrap();
+    frontend.send_unacked(Code::GET_VRING_BASE, &encode_u32_pair(0, 0), &[]).unwrap();
     cancel.cancel();
     let begun = Instant::now();
     let error = backend.join().unwrap().unwrap_err();
     assert!(begun.elapsed() < WITHIN, "{:?}", begun.elapsed());
     assert!(!matches!(error, ServeError::Queues { .. }), "{error}");
     // Unblock the worker, so that this test leaves no thread behind.
-    rustix::io::read(queue.call(), &mut [0; 8]).unwrap();
+    rustix::io::read(queue.call_fd(), &mut [0; 8]).unwrap();
     let _: Option<Error> = frontend.stop(0).err();
 }

@@ -9,7 +9,7 @@ use towline_channel::UnixChannel;
 use towline_frontend::wire::protocol;
 use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
 use towline_vhost_user::{
-    BackendError, Batch, Cancel, Device, Frontends, InFlightRecord, Next, Queues, ServeError, Service,
+    BackendError, Batch, Cancel, Device, FrontendSource, InFlightRecord, Next, Queues, ServeError, Service,
     UpgradeOffer, Worker, live_upgrade,
 };
 
@@ -80,7 +80,7 @@ fn a_live_upgrade_waits_for_a_queue_that_is_being_drained() {
     let device: Arc<dyn Device> = Arc::new(SlowDevice { popped: Arc::clone(&popped) });
     let (cancel, record) = (Cancel::new().unwrap(), InFlightRecord::new(1).unwrap());
     let channel = UnixChannel::new(far.into(), "a frontend").unwrap();
-    let mut service = Service::new(Frontends::Connected(Box::new(channel)));
+    let mut service = Service::new(FrontendSource::Connected(Box::new(channel)));
     let (served, token) = (Arc::clone(&device), cancel.clone());
     let old = std::thread::spawn(move || {
         let ended = service.serve(&served, &record, &token).unwrap_err();

@@ -73,23 +73,19 @@ impl Driver {
 
     pub(crate) fn memory(&self) -> Arc<Memory> {
         let fd: OwnedFd = self.file.as_fd().try_clone_to_owned().unwrap();
-        let info = RegionInfo {
-            guest_address: GUEST.into(),
-            size: MEMORY_BYTES.into(),
-            user_address: USER.into(),
-            mmap_offset: 0.into(),
-        };
+        let info =
+            RegionInfo { guest_address: GUEST, size: MEMORY_BYTES, user_address: USER, mmap_offset: 0 };
         Arc::new(Memory::new(vec![Region::map(&info, fd).unwrap()]).unwrap())
     }
 
     pub(crate) fn setup(&self, features: u64) -> RingSetup {
         let address = VringAddress {
-            index: 0.into(),
-            flags: 0.into(),
-            descriptors: (USER + TABLE).into(),
-            used: (USER + USED).into(),
-            available: (USER + AVAILABLE).into(),
-            log: (GUEST + USED).into(),
+            index: 0,
+            flags: 0,
+            descriptors: USER + TABLE,
+            used: USER + USED,
+            available: USER + AVAILABLE,
+            log: GUEST + USED,
         };
         let size = self.size.into();
         RingSetup { size, address, base: 0, features, call: None, switch: LogSwitch::default(), log: None }

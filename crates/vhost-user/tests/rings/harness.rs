@@ -54,12 +54,7 @@ impl Page {
 
     fn new() -> Self {
         let guest = towline_frontend::Memory::new(RING_BYTES as u64).expect("a memfd");
-        let info = RegionInfo {
-            guest_address: 0.into(),
-            size: (RING_BYTES as u64).into(),
-            user_address: 0.into(),
-            mmap_offset: 0.into(),
-        };
+        let info = RegionInfo { guest_address: 0, size: RING_BYTES as u64, user_address: 0, mmap_offset: 0 };
         let region = Region::map(&info, guest.fd().try_clone_to_owned().expect("a descriptor"));
         let memory = Arc::new(Memory::new(vec![region.expect("it exists")]).expect("one region"));
         Self { guest, memory }
@@ -79,14 +74,8 @@ pub fn ring(data: &[u8]) {
         [0, features::EVENT_IDX, features::INDIRECT_DESC, features::EVENT_IDX | features::INDIRECT_DESC];
     // The parts are adjacent, so that 300 bytes are a ring; or they overlap.
     let used = if mode & 4 == 0 { 160 } else { 0 };
-    let address = VringAddress {
-        index: 0.into(),
-        flags: u32::from(mode & 8).into(),
-        descriptors: 0.into(),
-        used: used.into(),
-        available: 128.into(),
-        log: 0.into(),
-    };
+    let address =
+        VringAddress { index: 0, flags: u32::from(mode & 8), descriptors: 0, used, available: 128, log: 0 };
     let features = features[usize::from(mode & 3)];
     let setup = RingSetup {
         size: 8,

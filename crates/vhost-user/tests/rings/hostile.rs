@@ -138,12 +138,8 @@ fn a_chain_with_too_many_segments_is_named() {
     let mut driver = Driver::new(SIZE);
     let half = MEMORY_BYTES / 2;
     let region = |at: u64| {
-        let info = RegionInfo {
-            guest_address: (GUEST + at).into(),
-            size: half.into(),
-            user_address: (USER + at).into(),
-            mmap_offset: at.into(),
-        };
+        let info =
+            RegionInfo { guest_address: GUEST + at, size: half, user_address: USER + at, mmap_offset: at };
         Region::map(&info, driver.file.as_fd().try_clone_to_owned().unwrap()).unwrap()
     };
     let memory = Arc::new(Memory::new(vec![region(0), region(half)]).unwrap());
@@ -239,8 +235,8 @@ fn a_ring_outside_memory_is_named() {
     assert_eq!(with(&|setup| setup.size = 65536), "its size is 65536, expected a power of two up to 32768");
     let odd =
         "its used ring at user address 0x7f0000008002 (70 bytes, aligned to 4) is not in the guest's memory";
-    assert_eq!(with(&|setup| setup.address.used = (USER + USED + 2).into()), odd);
-    let end = with(&|setup| setup.address.available = (USER + MEMORY_BYTES - 20).into());
+    assert_eq!(with(&|setup| setup.address.used = USER + USED + 2), odd);
+    let end = with(&|setup| setup.address.available = USER + MEMORY_BYTES - 20);
     assert!(end.starts_with("its available ring at user address 0x7f000007ffec (22 bytes"), "{end}");
     let empty = Ring::new(driver.setup(BOTH), Memory::default().into(), 1).unwrap_err().to_string();
     assert!(empty.starts_with("its descriptor table at"), "{empty}");

@@ -16,13 +16,13 @@ fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-fn halves(halves: &[u32]) -> Vec<u8> {
-    halves.iter().flat_map(|half| half.to_le_bytes()).collect()
+fn encode_u32s(numbers: &[u32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
 }
 
 /// Requests of a whole session: code, number of descriptors, payload.
 fn session_requests() -> Vec<(Code, u8, Vec<u8>)> {
-    let address = [halves(&[0, 1]), words(&[0, 160, 128, 160])].concat();
+    let address = [encode_u32s(&[0, 1]), words(&[0, 160, 128, 160])].concat();
     vec![
         (Code::GET_FEATURES, 0, vec![]),
         (Code::GET_PROTOCOL_FEATURES, 0, vec![]),
@@ -30,19 +30,19 @@ fn session_requests() -> Vec<(Code, u8, Vec<u8>)> {
         (Code::GET_QUEUE_NUM, 0, vec![]),
         (Code::SET_OWNER, 0, vec![]),
         (Code::SET_FEATURES, 0, words(&[0x1_7000_0001])),
-        (Code::GET_CONFIG, 0, halves(&[0, 8, 0])),
-        (Code::SET_MEM_TABLE, 1, [halves(&[1, 0]), words(&[0, 0x1_0000, 0, 0])].concat()),
-        (Code::SET_VRING_NUM, 0, halves(&[0, 8])),
-        (Code::SET_VRING_BASE, 0, halves(&[0, 0])),
+        (Code::GET_CONFIG, 0, encode_u32s(&[0, 8, 0])),
+        (Code::SET_MEM_TABLE, 1, [encode_u32s(&[1, 0]), words(&[0, 0x1_0000, 0, 0])].concat()),
+        (Code::SET_VRING_NUM, 0, encode_u32s(&[0, 8])),
+        (Code::SET_VRING_BASE, 0, encode_u32s(&[0, 0])),
         (Code::SET_VRING_ADDR, 0, address),
         (Code::SET_VRING_CALL, 1, words(&[0])),
         (Code::SET_VRING_KICK, 1, words(&[0])),
-        (Code::SET_VRING_ENABLE, 0, halves(&[0, 1])),
+        (Code::SET_VRING_ENABLE, 0, encode_u32s(&[0, 1])),
         (Code::SET_LOG_BASE, 1, words(&[4096, 0])),
         (Code::SET_FEATURES, 0, words(&[0x1_7400_0001])),
         (Code::ADD_MEM_REG, 1, words(&[0, 0x10_0000, 0x1000, 0x10_0000, 0])),
         (Code::REM_MEM_REG, 0, words(&[0, 0x10_0000, 0x1000, 0x10_0000, 0])),
-        (Code::GET_VRING_BASE, 0, halves(&[0, 0])),
+        (Code::GET_VRING_BASE, 0, encode_u32s(&[0, 0])),
         (Code::SET_STATUS, 0, words(&[15])),
         (Code::NET_SET_MTU, 0, words(&[1500])),
         (Code::SEND_RARP, 0, words(&[0x5634_1200_5452])),

@@ -58,7 +58,7 @@ fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-fn halves(first: u32, second: u32) -> Vec<u8> {
+fn encode_u32_pair(first: u32, second: u32) -> Vec<u8> {
     [first.to_le_bytes(), second.to_le_bytes()].concat()
 }
 
@@ -100,7 +100,7 @@ impl Frontend {
 
     /// Shares the memory of the drivers, one after the other.
     fn share(&self, drivers: &[&Driver]) {
-        let mut payload = halves(u32::try_from(drivers.len()).unwrap(), 0);
+        let mut payload = encode_u32_pair(u32::try_from(drivers.len()).unwrap(), 0);
         for at in 0..drivers.len() as u64 {
             payload.extend(words(&[GUEST + at * SECOND, MEMORY_BYTES, USER + at * SECOND, 0]));
         }
@@ -112,13 +112,13 @@ impl Frontend {
         let at = USER + u64::from(ring) * SECOND;
         let addresses =
             words(&[at + TABLE, at + USED, at + AVAILABLE, GUEST + u64::from(ring) * SECOND + USED]);
-        self.succeed(Code::SET_VRING_ADDR, &[halves(ring, flags), addresses].concat(), &[]);
+        self.succeed(Code::SET_VRING_ADDR, &[encode_u32_pair(ring, flags), addresses].concat(), &[]);
     }
 
     fn start(&self, ring: u32, driver: &Driver, base: u32) -> Events {
         let events = Events { kick: event(), call: event(), err: event() };
-        self.succeed(Code::SET_VRING_NUM, &halves(ring, driver.size.into()), &[]);
-        self.succeed(Code::SET_VRING_BASE, &halves(ring, base), &[]);
+        self.succeed(Code::SET_VRING_NUM, &encode_u32_pair(ring, driver.size.into()), &[]);
+        self.succeed(Code::SET_VRING_BASE, &encode_u32_pair(ring, base), &[]);
         self.address(ring, 0);
         for (code, fd) in [
             (Code::SET_VRING_CALL, &events.call),
@@ -127,14 +127,14 @@ impl Frontend {
         ] {
             self.succeed(code, &words(&[ring.into()]), &[fd.as_fd()]);
         }
-        self.succeed(Code::SET_VRING_ENABLE, &halves(ring, 1), &[]);
+        self.succeed(Code::SET_VRING_ENABLE, &encode_u32_pair(ring, 1), &[]);
         // A ring that starts notifies its driver, which may still wait.
         wait_and_drain(&events.call);
         events
     }
 
     fn stop(&self, ring: u32) -> u32 {
-        let state = self.request(Code::GET_VRING_BASE, &halves(ring, 0), &[]);
+        let state = self.request(Code::GET_VRING_BASE, &encode_u32_pair(ring, 0), &[]);
         u32::from_le_bytes(*state.last_chunk().unwrap())
     }
 
@@ -238,7 +238,7 @@ fn memory_changes_under_a_ring() {
     frontend.end().unwrap();
 }
 
-fn take_marked(log: &File) -> Vec<u64> {
+fn take_dirty_pages(log: &File) -> Vec<u64> {
     let mut bytes = vec![0; usize::try_from(LOG_BYTES).unwrap()];
     log.read_exact_at(&mut bytes, 0).unwrap();
     log.write_all_at(&vec![0; bytes.len()], 0).unwrap();
@@ -257,7 +257,7 @@ fn writes_are_logged_while_the_log_is_on() {
     let events = frontend.start(0, &one, 0);
     frontend.succeed(Code::SET_LOG_BASE, &words(&[LOG_BYTES, 0]), &[log.as_fd()]);
     echoes(&mut one, 0, &events, b"first");
-    assert_eq!(take_marked(&log), [0u64; 0]);
+    assert_eq!(take_dirty_pages(&log), [0u64; 0]);
     let switch = |on: bool| {
         let bit = if on { features::LOG_ALL } else { 0 };
         frontend.succeed(Code::SET_FEATURES, &words(&[FEATURES | bit]), &[]);
@@ -265,21 +265,21 @@ fn writes_are_logged_while_the_log_is_on() {
     };
     for _ in 0..3 {
         switch(true);
-        frontend.succeed(Code::SET_VRING_ENABLE, &halves(0, 1), &[]);
-        take_marked(&log);
+        frontend.succeed(Code::SET_VRING_ENABLE, &encode_u32_pair(0, 1), &[]);
+        take_dirty_pages(&log);
         echoes(&mut one, 0, &events, b"onnnn");
         // A reply comes after the batch and its log.
-        frontend.succeed(Code::SET_VRING_ENABLE, &halves(0, 1), &[]);
-        let pages = take_marked(&log);
+        frontend.succeed(Code::SET_VRING_ENABLE, &encode_u32_pair(0, 1), &[]);
+        let pages = take_dirty_pages(&log);
         let used = (GUEST + USED) / 4096;
         assert!(pages.contains(&used), "{pages:?} lacks the used ring's {used}");
         let others: Vec<_> = pages.iter().filter(|page| **page != used).collect();
         let buffers = (GUEST + Driver::buffer(0)) / 4096..=(GUEST + Driver::buffer(8)) / 4096;
         assert!(others.len() == 1 && buffers.contains(others[0]), "{pages:?}");
         switch(false);
-        take_marked(&log);
+        take_dirty_pages(&log);
         echoes(&mut one, 0, &events, b"offff");
-        assert_eq!(take_marked(&log), [0u64; 0]);
+        assert_eq!(take_dirty_pages(&log), [0u64; 0]);
     }
     frontend.end().unwrap();
 }
@@ -301,10 +301,10 @@ fn a_frontend_that_reconnects_resumes_its_rings() {
 #[test]
 fn a_refusal_is_replied_or_ends_the_connection() {
     let mut frontend = Frontend::new();
-    assert_ne!(u64::from_le_bytes(frontend.request(Code::SET_VRING_NUM, &halves(9, 8), &[])), 0);
+    assert_ne!(u64::from_le_bytes(frontend.request(Code::SET_VRING_NUM, &encode_u32_pair(9, 8), &[])), 0);
     assert_ne!(u64::from_le_bytes(frontend.request(Code::POSTCOPY_ADVISE, &[], &[])), 0);
     let header = Header { code: Code::SET_VRING_NUM, need_reply: false, length: 8 }.encode();
-    frontend.channel.send_fds(&[&header[..], &halves(9, 8)].concat(), &[]).unwrap();
+    frontend.channel.send_fds(&[&header[..], &encode_u32_pair(9, 8)].concat(), &[]).unwrap();
     let ended = frontend.backend.take().unwrap().join().unwrap().unwrap_err().to_string();
     assert!(ended.ends_with(": SET_VRING_NUM is for ring 9, but the device has 2"), "{ended}");
 }

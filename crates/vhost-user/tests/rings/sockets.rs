@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 
 use tempfile::TempDir;
 use towline_vhost_user::message::{Code, Header};
-use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener, ServeError};
+use towline_vhost_user::{Address, Cancel, Device, FrontendSource, Listener, ServeError};
 
 use crate::harness::Echo;
 
@@ -19,7 +19,7 @@ struct Backend {
 }
 
 impl Backend {
-    fn start(frontends: Frontends) -> Self {
+    fn start(frontends: FrontendSource) -> Self {
         let cancel = Cancel::new().unwrap();
         let token = cancel.clone();
         let thread = std::thread::spawn(move || {
@@ -69,7 +69,8 @@ fn frontends(path: &Path) -> UnixStream {
 fn a_listening_backend_serves_frontends() {
     let scratch = TempDir::new().unwrap();
     let path = scratch.path().join("backend.sock");
-    let backend = Backend::start(Frontends::Listen(Listener::bind(&Address::Unix(path.clone())).unwrap()));
+    let backend =
+        Backend::start(FrontendSource::Listen(Listener::bind(&Address::Unix(path.clone())).unwrap()));
     let _last = frontends(&path);
     backend.cancel();
     assert!(!path.exists(), "the socket file is left behind");
@@ -80,7 +81,7 @@ fn a_backend_serves_an_inherited_socket() {
     let scratch = TempDir::new().unwrap();
     let path = scratch.path().join("manager.sock");
     let listener = UnixListener::bind(&path).unwrap();
-    let backend = Backend::start(Frontends::from_fd(OwnedFd::from(listener)).unwrap());
+    let backend = Backend::start(FrontendSource::from_fd(OwnedFd::from(listener)).unwrap());
     drop(frontends(&path));
     backend.cancel();
 }
@@ -88,7 +89,7 @@ fn a_backend_serves_an_inherited_socket() {
 #[test]
 fn a_backend_serves_an_inherited_connection() {
     let (mut near, far) = UnixStream::pair().unwrap();
-    let backend = Backend::start(Frontends::from_fd(OwnedFd::from(far)).unwrap());
+    let backend = Backend::start(FrontendSource::from_fd(OwnedFd::from(far)).unwrap());
     request_queue_num(&mut near);
     drop(near);
     // It has no other frontend, so it ends.
@@ -100,7 +101,7 @@ fn a_connecting_backend_reconnects() {
     let scratch = TempDir::new().unwrap();
     let path = scratch.path().join("frontend.sock");
     // Started before its frontend.
-    let backend = Backend::start(Frontends::Connect(Address::Unix(path.clone())));
+    let backend = Backend::start(FrontendSource::Connect(Address::Unix(path.clone())));
     for _ in 0..3 {
         let listener = UnixListener::bind(&path).unwrap();
         let (mut stream, _) = listener.accept().unwrap();
@@ -113,6 +114,6 @@ fn a_connecting_backend_reconnects() {
 #[test]
 fn a_descriptor_of_another_file_is_refused() {
     let null = std::fs::File::open("/dev/null").unwrap();
-    let error = Frontends::from_fd(OwnedFd::from(null)).unwrap_err().to_string();
+    let error = FrontendSource::from_fd(OwnedFd::from(null)).unwrap_err().to_string();
     assert!(error.starts_with("the descriptor given as a socket: "), "{error}");
 }

@@ -47,15 +47,15 @@ impl<S: Sockets> Engine<S> {
                 self.process_packet(ChainRef { batch, chain }, ring);
             }
             self.pool.pinned_max = usize::from(ring.size() / PINNED_DIVISOR).min(PINNED_MAX);
-            let mut touched = std::mem::take(&mut self.touched);
-            for id in touched.drain(..) {
+            let mut flush_queue = std::mem::take(&mut self.flush_queue);
+            for id in flush_queue.drain(..) {
                 if let Some(end) = self.host_ends.get_mut(id) {
                     end.queues.remove(Queues::FLUSH);
                 }
                 self.flush(id);
                 self.retain_or_copy(id);
             }
-            self.touched = touched;
+            self.flush_queue = flush_queue;
             self.complete_chains(ring);
             self.pool.trim();
             if count < BATCH {
@@ -76,7 +76,7 @@ impl<S: Sockets> Engine<S> {
         }
         let header = Header::parse(&bytes);
         let payload = packet.readable_bytes() - HEADER_BYTES as u32;
-        let inbound = self.table.from_guest(&header, payload);
+        let inbound = self.table.receive_from_guest(&header, payload);
         self.traffic.from_guest += u64::from(!matches!(inbound, Inbound::Credit(_)));
         if let Inbound::Payload(id, flags) = inbound {
             self.statistics.totals.packets_from_guest += 1;
@@ -91,7 +91,7 @@ impl<S: Sockets> Engine<S> {
             Inbound::Nothing | Inbound::Payload(..) | Inbound::Credit(_) => {}
             Inbound::Connect(id) => self.connect(id),
             Inbound::Accepted(id) => self.accepted(id),
-            Inbound::Shutdown(id) => self.touch(id),
+            Inbound::Shutdown(id) => self.schedule_flush(id),
             Inbound::Closed(id, by) => self.closed(id, by),
         }
         if let Inbound::Credit(id) | Inbound::Shutdown(id) | Inbound::Payload(id, _) | Inbound::Accepted(id) =
@@ -123,7 +123,7 @@ impl<S: Sockets> Engine<S> {
         } else {
             return ChainUse::Done;
         };
-        self.touch(id);
+        self.schedule_flush(id);
         self.update_credit(id);
         chain_use
     }
@@ -141,12 +141,12 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Has a connection flushed after the present batch.
-    fn touch(&mut self, id: ConnectionId) {
+    fn schedule_flush(&mut self, id: ConnectionId) {
         match self.host_ends.get_mut(id) {
             Some(end) if end.queues.contains(Queues::FLUSH) => {}
             Some(end) => {
                 end.queues.insert(Queues::FLUSH);
-                self.touched.push(id);
+                self.flush_queue.push(id);
             }
             None => self.update(id),
         }

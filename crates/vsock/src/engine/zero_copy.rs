@@ -16,7 +16,6 @@ use towline_vhost_user::Head;
 
 use super::Engine;
 use super::batch_pool::{BatchPool, ChainRef, Pin};
-use super::host_end::HostEnd;
 use crate::connection::ConnectionId;
 use crate::sockets::{CloseMode, Sockets};
 
@@ -132,23 +131,22 @@ impl<S: Sockets> Engine<S> {
         ids.len()
     }
 
-    /// Closes the socket of a host end, at once or when its zero-copy sends have completed.
-    pub(super) fn close_host_end(&mut self, mut end: HostEnd<S::Socket>, mode: CloseMode) {
-        end.discard(&mut self.pool);
-        if let Some(message) = end.message.take() {
-            self.free_message(&message.bytes);
-        }
-        let Some(socket) = end.socket else {
-            self.sockets.cancel_connect(end.id);
-            return;
-        };
-        if end.zero_copy.len() == 0 {
-            self.sockets.close(socket, mode);
-            return;
-        }
+    /// Takes the sockets of ended connections that have chains in zero-copy sends.
+    pub fn take_lingering(&mut self) -> impl Iterator<Item = S::Socket> + use<S> {
+        std::mem::take(&mut self.lingering).into_iter().map(|lingering| lingering.socket)
+    }
+
+    /// Keeps the socket of a connection that has ended, until its zero-copy sends have completed.
+    pub(super) fn linger(
+        &mut self,
+        id: ConnectionId,
+        socket: S::Socket,
+        zero_copy: ZeroCopyChains,
+        mode: CloseMode,
+    ) {
         self.sockets.linger(&socket, mode);
-        self.lingering.push(LingeringSocket { id: end.id, socket, zero_copy: end.zero_copy, mode });
-        self.zero_copy_completed(end.id);
+        self.lingering.push(LingeringSocket { id, socket, zero_copy, mode });
+        self.zero_copy_completed(id);
     }
 }
 

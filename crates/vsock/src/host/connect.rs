@@ -3,7 +3,7 @@
 use std::io;
 use std::sync::Arc;
 
-use super::handshake::{HandshakeLine, parse_ok};
+use super::handshake_line::{HandshakeLine, parse_ok};
 use super::socket::{HostSocket, Started};
 use super::{Event, Host};
 use crate::connection::{ConnectionId, ConnectionKey};

@@ -14,7 +14,7 @@ use rustix::net::{
 
 use towline_channel::{IOV_MAX, IoBuf, IoBufMut, ZeroCopySends, gather, scatter, total_len};
 
-use super::handshake::{HandshakeLine, LINE_BYTES_MAX};
+use super::handshake_line::{HandshakeLine, LINE_BYTES_MAX};
 use crate::credit::WINDOW_FIRST_MAX;
 use crate::packet::{Kind, SeqFlags, ShutdownFlags};
 use crate::rules::HostAddress;
@@ -323,7 +323,7 @@ impl HostSocket {
 
 #[cfg(test)]
 mod tests {
-    use super::super::handshake::{parse_connect, parse_ok};
+    use super::super::handshake_line::{parse_connect, parse_ok};
     use super::*;
 
     fn received(socket: &HostSocket) -> (Vec<u8>, SeqFlags) {

@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::AsFd as _;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -15,12 +16,15 @@ use rustix::io::Errno;
 use towline_channel::{IoBuf, ZeroCopySend, ZeroCopySends};
 
 use super::socket::{HostSocket, ZeroCopyState};
+use crate::lock::lock;
 use crate::sockets::SendOutcome;
 
 /// Time for which an address is not tried again after the kernel has copied.
 const COPIES_FOR_MS: u64 = 60_000;
 /// Maximum number of addresses that are remembered.
 const ADDRESSES_MAX: usize = 1024;
+/// Time for which the kernel is assumed to read guest memory where completions cannot be read.
+const UNKNOWN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval of polling where a failed socket is always ready.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
@@ -68,7 +72,7 @@ impl ZeroCopyPolicy {
         let (ZeroCopyState::Enabled(sends) | ZeroCopyState::Stopped(sends)) = &mut *state else {
             return u64::MAX;
         };
-        let completed = sends.finished(socket.as_fd()).unwrap_or_else(|error| {
+        let completed = sends.reap_completions(socket.as_fd()).unwrap_or_else(|error| {
             tracing::error!(%error, "cannot read completions of zero-copy sends");
             u64::MAX
         });
@@ -89,7 +93,51 @@ impl ZeroCopyPolicy {
     }
 }
 
+/// Sockets whose worker has ended, while the kernel may still read guest memory for them.
+#[derive(Debug, Default)]
+pub(crate) struct UnfinishedSends(Mutex<Vec<UnfinishedSocket>>);
+
+/// A socket with the time at which its worker ended.
+#[derive(Debug)]
+struct UnfinishedSocket {
+    socket: HostSocket,
+    since: Instant,
+}
+
+impl UnfinishedSends {
+    /// Adds sockets, which are closed when their sends have completed.
+    pub(crate) fn add(&self, sockets: impl Iterator<Item = HostSocket>) {
+        let since = Instant::now();
+        lock(&self.0).extend(sockets.map(|socket| UnfinishedSocket { socket, since }));
+    }
+
+    /// Closes the sockets whose sends have completed. Returns the number of the others.
+    pub(crate) fn pending(&self) -> usize {
+        let mut sockets = lock(&self.0);
+        sockets.retain(|UnfinishedSocket { socket, since }| {
+            socket.has_unfinished_sends().unwrap_or_else(|error| {
+                tracing::error!(%error, "cannot read completions of zero-copy sends");
+                since.elapsed() < UNKNOWN_TIMEOUT
+            })
+        });
+        sockets.len()
+    }
+}
+
 impl HostSocket {
+    /// Returns true if a zero-copy send has not completed.
+    ///
+    /// # Errors
+    /// The completions cannot be read.
+    fn has_unfinished_sends(&self) -> io::Result<bool> {
+        match &mut *self.zero_copy.borrow_mut() {
+            ZeroCopyState::Enabled(sends) | ZeroCopyState::Stopped(sends) => {
+                Ok(sends.reap_completions(self.as_fd())? < sends.issued())
+            }
+            ZeroCopyState::Undecided | ZeroCopyState::Disabled => Ok(false),
+        }
+    }
+
     /// Sends without a copy, or with one if the kernel has no memory for the bookkeeping of another zero-copy send.
     pub(super) fn send_zero_copy(&self, bufs: &[IoBuf<'_>]) -> io::Result<SendOutcome> {
         if let ZeroCopyState::Enabled(sends) = &mut *self.zero_copy.borrow_mut() {

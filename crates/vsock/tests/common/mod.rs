@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use towline_frontend::vsock::{Event, Guest, Options};
 use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, Memory};
-use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener};
+use towline_vhost_user::{Address, Cancel, Device, FrontendSource, Listener};
 use towline_vsock::{Limits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
 /// Time limit of everything that a test waits for.
@@ -75,7 +75,7 @@ impl Served {
         let (serving, cancelled) = (Arc::clone(&device), cancel.clone());
         let thread = std::thread::spawn(move || {
             let device: Arc<dyn Device> = serving;
-            assert!(Frontends::Listen(listener).serve(&device, &cancelled).is_err());
+            assert!(FrontendSource::Listen(listener).serve(&device, &cancelled).is_err());
         });
         Self { directory, cid, device, cancel, thread: Some(thread) }
     }

@@ -69,10 +69,10 @@ struct Guest {
 fn map(shared: &Shared) -> Arc<Memory> {
     let regions = shared.regions().map(|region| {
         let info = RegionInfo {
-            guest_address: region.guest_address.into(),
-            size: region.size.into(),
-            user_address: region.user_address.into(),
-            mmap_offset: region.mmap_offset.into(),
+            guest_address: region.guest_address,
+            size: region.size,
+            user_address: region.user_address,
+            mmap_offset: region.mmap_offset,
         };
         Region::map(&info, shared.fd().try_clone_to_owned().expect("a descriptor")).expect("a valid region")
     });
@@ -84,12 +84,12 @@ fn rings(shared: &Arc<Shared>, memory: &Arc<Memory>, size: u16, epoch: u64) -> (
     let ring = |queue: &Queue| {
         let addresses = queue.addresses();
         let address = VringAddress {
-            index: 0.into(),
-            flags: 0.into(),
-            descriptors: shared.user(addresses.table).into(),
-            used: shared.user(addresses.used).into(),
-            available: shared.user(addresses.available).into(),
-            log: 0.into(),
+            index: 0,
+            flags: 0,
+            descriptors: shared.user_addr(addresses.table),
+            used: shared.user_addr(addresses.used),
+            available: shared.user_addr(addresses.available),
+            log: 0,
         };
         let setup = RingSetup {
             size: size.into(),
@@ -338,7 +338,7 @@ pub fn device(data: &[u8]) {
             21 if step[1] & 7 == 0 => guest.restart(size),
             22 if step[1] & 7 == 0 => {
                 let key = ConnectionKey { guest_port: u32::from(step[2]), peer_cid: 2, peer_port: 9 };
-                guest.engine.take_over(amount, &[(key, Kind::Stream)]);
+                guest.engine.reset_all_connections(amount, &[(key, Kind::Stream)]);
             }
             23 if step[1] & 31 == 0 => {
                 // An invalid head: the device abandons the ring.

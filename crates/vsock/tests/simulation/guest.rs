@@ -50,12 +50,8 @@ impl GuestMemory {
         let fd = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, 2 * RING_BYTES).unwrap();
         let file = File::from(fd);
-        let info = RegionInfo {
-            guest_address: GUEST.into(),
-            size: (2 * RING_BYTES).into(),
-            user_address: USER.into(),
-            mmap_offset: 0.into(),
-        };
+        let info =
+            RegionInfo { guest_address: GUEST, size: 2 * RING_BYTES, user_address: USER, mmap_offset: 0 };
         let region = Region::map(&info, file.as_fd().try_clone_to_owned().unwrap()).unwrap();
         Self { memory: Arc::new(Memory::new(vec![region]).unwrap()), file }
     }
@@ -76,12 +72,12 @@ impl GuestMemory {
         self.put(base + AVAILABLE, &[0; 0x400]);
         self.put(base + USED, &[0; 0x400]);
         let address = VringAddress {
-            index: 0.into(),
-            flags: 0.into(),
-            descriptors: (USER + base).into(),
-            used: (USER + base + USED).into(),
-            available: (USER + base + AVAILABLE).into(),
-            log: 0.into(),
+            index: 0,
+            flags: 0,
+            descriptors: USER + base,
+            used: USER + base + USED,
+            available: USER + base + AVAILABLE,
+            log: 0,
         };
         let setup = RingSetup {
             size: ENTRIES.into(),

@@ -23,7 +23,7 @@ fn limits(connections: usize) -> Limits {
 }
 
 fn open(table: &mut Table, port: u32) -> towline_vsock::ConnectionId {
-    let Inbound::Connect(id) = table.from_guest(&header(Operation::Request, port), 0) else {
+    let Inbound::Connect(id) = table.receive_from_guest(&header(Operation::Request, port), 0) else {
         panic!("no connection")
     };
     table.established(id);
@@ -46,7 +46,7 @@ fn half_open_connections_are_limited() {
             // Resets are sent before more packets are processed.
             while table.next_control().is_some() {}
         }
-        table.from_guest(&header(Operation::Request, port), 0);
+        table.receive_from_guest(&header(Operation::Request, port), 0);
         assert!(table.len() <= 1000 && table.control_queue_len() <= PENDING_RESETS_MAX);
     }
     assert_eq!(table.len(), 1000);
@@ -57,12 +57,12 @@ fn half_open_connections_are_limited() {
 fn closed_connections_leave_nothing_in_the_control_queue() {
     let mut table = Table::new(CID, limits(1000), 0);
     for port in 0..1_000_000 {
-        let Inbound::Connect(id) = table.from_guest(&header(Operation::Request, port), 0) else {
+        let Inbound::Connect(id) = table.receive_from_guest(&header(Operation::Request, port), 0) else {
             panic!("{port}")
         };
         table.established(id);
         assert_eq!(
-            table.from_guest(&header(Operation::Reset, port), 0),
+            table.receive_from_guest(&header(Operation::Reset, port), 0),
             Inbound::Closed(id, ClosedBy::Guest)
         );
         assert!(table.is_empty() && table.control_queue_len() <= 16, "{}", table.control_queue_len());
@@ -76,7 +76,7 @@ fn windows_are_reserved_within_the_limit_of_memory() {
     let most = (memory / Limits::cost(16 << 10, Kind::Stream)) as usize;
     let mut table = Table::new(CID, Limits { memory, ..limits(100_000) }, 0);
     for port in 0..100_000 {
-        table.from_guest(&header(Operation::Request, port), 0);
+        table.receive_from_guest(&header(Operation::Request, port), 0);
         assert!(table.len() <= most, "{} connections of 16 KiB in 1 MiB", table.len());
         while !table.accepts_packets() {
             table.next_control();
@@ -95,22 +95,22 @@ fn packets_of_unknown_connections_are_answered_with_resets_except_resets() {
         Operation::CreditUpdate,
         Operation::CreditRequest,
     ] {
-        assert_eq!(table.from_guest(&header(operation, 5), 0), Inbound::Nothing);
+        assert_eq!(table.receive_from_guest(&header(operation, 5), 0), Inbound::Nothing);
         expect_reset(&mut table, 5);
     }
-    table.from_guest(&header(Operation::Reset, 5), 0);
+    table.receive_from_guest(&header(Operation::Reset, 5), 0);
     assert_eq!(table.next_control(), None);
     // An invalid type, and an invalid operation.
     for odd in [
         Header { kind: 3.into(), ..header(Operation::Request, 6) },
         Header { operation: 0.into(), ..header(Operation::Request, 6) },
     ] {
-        table.from_guest(&odd, 0);
+        table.receive_from_guest(&odd, 0);
         expect_reset(&mut table, 6);
     }
     // A forged source CID.
     let forged = Header { source_cid: 77.into(), ..header(Operation::Request, 7) };
-    assert_eq!(table.from_guest(&forged, 0), Inbound::Nothing);
+    assert_eq!(table.receive_from_guest(&forged, 0), Inbound::Nothing);
     assert_eq!((table.next_control(), table.statistics().dropped), (None, 1));
 }
 
@@ -141,7 +141,7 @@ fn a_violation_resets_the_connection() {
         let id = open(&mut table, 5);
         let last = packets
             .iter()
-            .map(|(header, payload)| table.from_guest(header, *payload))
+            .map(|(header, payload)| table.receive_from_guest(header, *payload))
             .find(|inbound| matches!(inbound, Inbound::Closed(..)));
         assert_eq!(last, Some(Inbound::Closed(id, ClosedBy::Violation)), "{what}");
         assert_eq!(table.get(id).unwrap().state, ConnectionState::Resetting, "{what}");
@@ -158,7 +158,7 @@ fn credit_may_shrink_to_nothing() {
     table.data_headers(id).unwrap().next(600, SeqFlags::empty());
     for (buf_alloc, credit) in [(100u32, 0), (0, 0), (700, 100), (u32::MAX, u32::MAX - 600)] {
         let update = Header { buf_alloc: buf_alloc.into(), ..header(Operation::CreditUpdate, 5) };
-        assert_eq!(table.from_guest(&update, 0), Inbound::Credit(id));
+        assert_eq!(table.receive_from_guest(&update, 0), Inbound::Credit(id));
         assert_eq!(table.peer_credit(id), credit, "{buf_alloc}");
     }
 }
@@ -169,11 +169,14 @@ fn a_reset_by_the_guest_removes_a_connection_that_is_being_reset() {
     let mut table = Table::new(CID, limits(10), 0);
     let id = open(&mut table, 5);
     let data = Header { len: 100.into(), ..header(Operation::ReadWrite, 5) };
-    assert_eq!(table.from_guest(&data, 100), Inbound::Payload(id, SeqFlags::empty()));
+    assert_eq!(table.receive_from_guest(&data, 100), Inbound::Payload(id, SeqFlags::empty()));
     let shutdown = Header { flags: ShutdownFlags::SEND.bits().into(), ..header(Operation::Shutdown, 5) };
-    assert_eq!(table.from_guest(&shutdown, 0), Inbound::Shutdown(id));
+    assert_eq!(table.receive_from_guest(&shutdown, 0), Inbound::Shutdown(id));
     table.reset(id);
-    assert_eq!(table.from_guest(&header(Operation::Reset, 5), 0), Inbound::Closed(id, ClosedBy::Guest));
+    assert_eq!(
+        table.receive_from_guest(&header(Operation::Reset, 5), 0),
+        Inbound::Closed(id, ClosedBy::Guest)
+    );
     assert!(table.is_empty() && table.reserved() == 0);
     assert_eq!(table.next_control(), None);
 }

@@ -66,7 +66,7 @@ fn packet(table: &mut Table, step: &[u8], word: impl Fn(usize) -> u32) -> Option
         fwd_cnt: word(12).into(),
     };
     let before = table.accepts_packets();
-    let inbound = table.from_guest(&header, header.len.get().saturating_sub(u32::from(step[5] & 1)));
+    let inbound = table.receive_from_guest(&header, header.len.get().saturating_sub(u32::from(step[5] & 1)));
     assert!(before || !table.accepts_packets());
     match inbound {
         Inbound::Connect(id) => {

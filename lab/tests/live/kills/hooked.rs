@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use towline_channel::Cancel;
 use towline_control::plan::{
-    Destination, Error, GuestState, Observer, Phase, Request, Source, SourceCategory, Task, TransferOptions,
-    copy,
+    CopyPhase, Destination, Error, GuestState, Observer, Request, Source, SourceCategory, Task,
+    TransferOptions, copy,
 };
 use towline_lab::{Qemu, Towline};
 
@@ -28,7 +28,7 @@ pub(super) struct Orders {
     /// True for a move, false for a copy.
     pub(super) end_source: bool,
     /// Phase to wait at, if any, until the file `go` exists.
-    pub(super) hold: Option<Phase>,
+    pub(super) hold: Option<CopyPhase>,
     pub(super) go: PathBuf,
 }
 
@@ -80,8 +80,10 @@ fn hooked_towline() {
             let (code, guest) = match (&*failure.error, &failure.guest) {
                 (Error::Usage(_), _) => (2, "untouched".into()),
                 (_, GuestState::Safe) => (1, "safe".into()),
-                (_, GuestState::Unreached) => (1, "unreached".into()),
-                (_, guest @ GuestState::NeedsAttention(_)) => (3, guest.text(SourceCategory::Qemu)),
+                (_, GuestState::Unreached | GuestState::Unopened | GuestState::NoGuest) => {
+                    (1, "unreached".into())
+                }
+                (_, guest @ GuestState::NeedsAttention(_)) => (3, guest.sentence(SourceCategory::Qemu)),
             };
             eprintln!("guest: {guest}");
             failure.notes.iter().for_each(|note| eprintln!("note: {note}"));
@@ -97,7 +99,7 @@ struct Hook {
 }
 
 impl Observer for Hook {
-    fn phase(&self, phase: Phase) {
+    fn phase(&self, phase: CopyPhase) {
         let name = format!("{phase:?}");
         println!("phase {name}.");
         let begun = Instant::now();

@@ -8,7 +8,7 @@ use towline_qmp::commands::{MigrationStatus, RunState, Status};
 
 use super::super::{Error, MoveEnd, MoveRecord};
 use crate::qemu::{self, Qemu};
-use crate::switchover::{DestinationStatus, SourceStatus};
+use crate::switchover::{DestinationStatus, RunFailure, SourceStatus};
 
 /// Timeout for the exit of a QEMU whose monitor is disconnected.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
@@ -26,6 +26,13 @@ pub(super) enum RecordedQemu {
     Unknown(String),
     /// It is on another host, or an image.
     Elsewhere,
+}
+
+/// A guest that could not be started.
+#[derive(Debug)]
+pub(super) struct NotRun {
+    pub(super) failure: RunFailure,
+    pub(super) error: Error,
 }
 
 impl RecordedQemu {
@@ -141,9 +148,14 @@ impl RecordedQemu {
     }
 
     /// Starts the guest and checks that it runs.
-    pub(super) fn run(&mut self) -> Result<(), Error> {
+    pub(super) fn run(&mut self) -> Result<(), NotRun> {
+        let sent = self.qemu().and_then(Qemu::cont);
+        sent.map_err(|error| NotRun { failure: failure_of(&error), error: error.into() })?;
+        self.await_live().map_err(|error| NotRun { failure: RunFailure::Unknown, error })
+    }
+
+    fn await_live(&mut self) -> Result<(), Error> {
         let qemu = self.qemu()?;
-        qemu.cont()?;
         let started = Instant::now();
         loop {
             let status = qemu.try_query(Qemu::status)?;
@@ -174,6 +186,16 @@ impl RecordedQemu {
             Self::Qemu(qemu) => Ok(qemu),
             _ => Err(qemu::Error::OtherProcess { socket: "a QEMU that is not connected".into() }),
         }
+    }
+}
+
+/// Returns what an error of `cont` says about the guest: only QEMU's own refusal proves that it has not run.
+fn failure_of(error: &qemu::Error) -> RunFailure {
+    match error {
+        qemu::Error::Qmp(qmp::Error::Refusal { .. }) | qemu::Error::OtherProcess { .. } => {
+            RunFailure::Refused
+        }
+        _ => RunFailure::Unknown,
     }
 }
 

@@ -65,6 +65,10 @@ enum Medium {
 
 /// Queries all QEMUs at once, by the monitors of the destinations that have one, and compares them.
 pub(super) fn find(monitors: &[Option<&Path>]) -> Conflicts {
+    // One alone is not delayed by the queries.
+    if monitors.len() < 2 {
+        return Conflicts::default();
+    }
     let qemus: Vec<CloneQemu> = thread::scope(|scope| {
         let query = |(index, monitor): (usize, &Option<&Path>)| {
             let path = monitor.map(Path::to_owned)?;

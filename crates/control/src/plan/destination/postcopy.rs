@@ -16,7 +16,7 @@ use super::super::compression;
 use super::super::error::Error;
 use super::super::private_dir::PrivateDir;
 use super::super::validate::check_multifd_with_postcopy;
-use super::{QmpDestination, RecoveryState};
+use super::{DriveLocks, QmpDestination, RecoveryState};
 use crate::qemu::{self, AppliedSettings, MigrationSettings, Qemu};
 
 /// Timeout for a destination that has everything to complete.
@@ -40,7 +40,15 @@ impl QmpDestination {
             return Err(Error::NothingToRecover { socket: qemu.socket().into(), status });
         }
         let dir = PrivateDir::for_qemu(&qemu)?;
-        Ok(Self { qemu, settings: None, dir, fdset: None, is_incoming_started: true, recoveries: 0 })
+        Ok(Self {
+            qemu,
+            settings: None,
+            dir,
+            fdset: None,
+            is_incoming_started: true,
+            recoveries: 0,
+            drive_locks: DriveLocks::AsQemuDoes,
+        })
     }
 
     /// Returns true if it takes urgent pages on a preempt channel.

@@ -52,14 +52,18 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
         SourceKind::Stored
     }
 
-    fn prepare(&mut self, is_compared: bool, context: &Context<'_>) -> Result<GuestDescription<'_>, Failure> {
+    fn prepare(
+        &mut self,
+        with_compat_facts: bool,
+        context: &Context<'_>,
+    ) -> Result<GuestDescription<'_>, Failure> {
         context.check_cancelled().map_err(Failure::untouched)?;
         // Of the same guest, whichever image it is in.
         let recorded = self.image.origin().cloned().unwrap_or_default();
         let Origin { qemu, process, .. } = recorded;
         let origin =
             Origin { source: format!("image {}", self.image.name()), qemu, process, ..Origin::default() };
-        let guest = is_compared.then(|| GuestFacts::of_image(&*self.image));
+        let guest = with_compat_facts.then(|| GuestFacts::of_image(&*self.image));
         Ok(GuestDescription { guest, origin, file: self.image.image() })
     }
 

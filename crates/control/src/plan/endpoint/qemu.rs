@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use towline_channel::Channel;
 use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
 use towline_migration::incoming::Connections;
-use towline_migration::{Compression, Guest, Relay, Session, Sink, Snapshot};
+use towline_migration::{Compression, Guest, PresentSink, Relay, Session, Sink, Snapshot};
 
 use super::super::context::Context;
 use super::super::destination::{QmpDestination, StartFailure};
@@ -16,7 +16,7 @@ use super::super::error::{Error, Failure};
 use super::super::error_origin;
 use super::super::incoming::IncomingStream;
 use super::super::outcomes::GuestState;
-use super::super::progress::Phase;
+use super::super::progress::CopyPhase;
 use super::super::report::{DestinationState, SourceState};
 use super::super::send::send;
 use super::super::shared_switchover::SharedSwitchover;
@@ -26,10 +26,12 @@ use super::traits::{
     DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint, receiver,
 };
 use crate::command_line::{self, RecordError};
-use crate::in_place::{self, Presence, Verify};
+use crate::in_place::{self, Kind, Mapped, Presence, Verify};
 use crate::moves::MoveEnd;
+use crate::qemu::{Process, Qemu};
+use crate::staging_names;
 use crate::switchover::{
-    DestinationKind, DestinationStatus, Directive, GuestRunState, SourceKind, StartResult,
+    DestinationKind, DestinationStatus, Directive, GuestMemory, GuestRunState, SourceKind, StartResult,
 };
 
 /// Threads that compare an image with its manifest while QEMU loads it.
@@ -41,9 +43,10 @@ const SEND_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Failure of a query; QEMU was not changed.
 pub(in super::super) fn query_failed(error: Error) -> Failure {
-    let guest =
-        if error_origin::is_monitor_unreachable(&error) { GuestState::Unreached } else { GuestState::Safe };
-    Failure { guest, ..Failure::untouched(error) }
+    if error_origin::is_monitor_unreachable(&error) {
+        return Failure { guest: GuestState::Unreached, ..Failure::untouched(error) };
+    }
+    Failure::untouched(error)
 }
 
 /// A QEMU that runs a guest.
@@ -60,6 +63,11 @@ impl QemuSource {
         Ok(Self { qemu, incoming: IncomingStream::default() })
     }
 
+    /// The QEMU, for queries.
+    pub(in super::super) fn qemu_mut(&mut self) -> &mut Qemu {
+        self.qemu.qemu_mut()
+    }
+
     /// Detaches devices that cannot be migrated, and connects both ends: the source last, because a destination
     /// that was set to load and is not needed can be started again.
     fn connect(
@@ -70,7 +78,7 @@ impl QemuSource {
     ) -> Result<Connections, Error> {
         to.check_vsocks(&self.qemu.vsocks)?;
         self.qemu.detach(context.cancel)?;
-        context.observer.phase(Phase::Connect);
+        context.observer.phase(CopyPhase::Connect);
         to.connect(session, context)?;
         self.qemu.start(context.lanes, context.options, context.cancel)
     }
@@ -81,9 +89,13 @@ impl SourceEndpoint for QemuSource {
         SourceKind::Qemu
     }
 
-    fn prepare(&mut self, is_compared: bool, context: &Context<'_>) -> Result<GuestDescription<'_>, Failure> {
+    fn prepare(
+        &mut self,
+        with_compat_facts: bool,
+        context: &Context<'_>,
+    ) -> Result<GuestDescription<'_>, Failure> {
         // Before a device is detached nothing has changed, so that nothing has to be restored.
-        let guest = self.qemu.guest(is_compared).map_err(query_failed)?;
+        let guest = self.qemu.guest(with_compat_facts).map_err(query_failed)?;
         let guest = if context.options.detaches_vsock() { guest.without_vsocks() } else { guest };
         let how = if context.options.is_snapshot() { "qmp (background-snapshot)" } else { "qmp" };
         let qemu = Some(self.qemu.version_text());
@@ -164,10 +176,27 @@ impl SourceEndpoint for QemuSource {
 pub(in super::super) struct QemuDestination {
     qemu: QmpDestination,
     /// Set once it is connected for an incoming stream.
-    relay: Option<Box<Relay>>,
+    relay: Option<RelaySink>,
     is_loaded_by_qemu: bool,
     /// Memory that it maps, whose image is locked.
     presence: Option<Presence>,
+}
+
+/// A relay to a QEMU, which may have a part of the guest's memory.
+enum RelaySink {
+    /// It is sent everything.
+    Whole(Box<Relay>),
+    /// Pages of memory that it has are dropped.
+    Present(PresentSink<Box<Relay>>),
+}
+
+impl RelaySink {
+    fn sink(&self) -> &dyn Sink {
+        match self {
+            Self::Whole(relay) => relay.as_ref(),
+            Self::Present(sink) => sink,
+        }
+    }
 }
 
 impl QemuDestination {
@@ -190,12 +219,26 @@ impl QemuDestination {
         Self { qemu, relay: None, is_loaded_by_qemu: false, presence: None }
     }
 
+    /// The QEMU, for queries.
+    pub(in super::super) fn qemu_mut(&mut self) -> &mut Qemu {
+        self.qemu.qemu_mut()
+    }
+
+    /// Sets the memory of the source that this QEMU maps: pages of it are not sent.
+    pub(in super::super) fn set_presence(&mut self, presence: Presence) {
+        self.presence = Some(presence);
+        if self.memory() == GuestMemory::Shared {
+            self.qemu.lock_drives_with_cont();
+        }
+    }
+
     /// The memory that this QEMU already has, because it maps the image.
     fn presence(&mut self, local: &LocalGuest<'_>, context: &Context<'_>) -> Result<Option<Presence>, Error> {
         let Some(image) = local.file.filter(|_| !context.options.stream) else { return Ok(None) };
         let verify = if context.options.verify { Verify::All } else { Verify::Nothing };
         let notice = |text: &str| context.observer.notice(text);
-        let presence = in_place::offer(self.qemu.qemu_mut(), image, verify, context.cancel, &notice)?;
+        let presence =
+            in_place::find_mapped_memory(self.qemu.qemu_mut(), image, verify, context.cancel, &notice)?;
         context.check_cancelled()?;
         Ok(presence)
     }
@@ -232,7 +275,7 @@ impl QemuDestination {
         // share.
         let file = image.reopen()?;
         self.qemu.load(&file, context.lanes)?;
-        context.observer.phase(Phase::Transfer);
+        context.observer.phase(CopyPhase::Transfer);
         thread::scope(|scope| {
             let verify = || image.verify(VERIFY_THREADS, &|_| {});
             let verifier = context.options.verify.then(|| scope.spawn(verify));
@@ -247,7 +290,7 @@ impl QemuDestination {
                 Some(Err(panic)) => std::panic::resume_unwind(panic),
                 None => {}
             }
-            Ok(image.loaded_by_qemu())
+            Ok(image.qemu_load_statistics())
         })
     }
 }
@@ -261,14 +304,24 @@ impl DestinationEndpoint for QemuDestination {
         MoveEnd::qemu(self.qemu.qemu().socket(), self.qemu.qemu().process())
     }
 
+    fn memory(&self) -> GuestMemory {
+        let is_running = |mapped: &Mapped| mapped.kind == Kind::Running;
+        let is_shared = |presence: &Presence| presence.mapped().iter().any(is_running);
+        if self.presence.as_ref().is_some_and(is_shared) { GuestMemory::Shared } else { GuestMemory::Copied }
+    }
+
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
         let connections = self.qemu.start(context.lanes, context.options, context.cancel)?;
-        self.relay = Some(context.relay(session, connections)?);
+        let relay = context.relay(session, connections)?;
+        self.relay = Some(match self.presence.as_ref().filter(|presence| !presence.is_empty()) {
+            Some(presence) => RelaySink::Present(presence.sink(relay)),
+            None => RelaySink::Whole(relay),
+        });
         Ok(())
     }
 
     fn sink(&self) -> &dyn Sink {
-        self.relay.as_deref().expect("connected by `connect`")
+        self.relay.as_ref().expect("connected by `connect`").sink()
     }
 
     fn receive_guest(
@@ -288,7 +341,15 @@ impl DestinationEndpoint for QemuDestination {
         let file = file.filter(|_| lanes.is_none());
         let lanes = lanes.unwrap_or(context.lanes);
         self.is_loaded_by_qemu = file.is_some();
-        context.observer.phase(Phase::Connect);
+        let reason = match (&presence, file) {
+            (Some(_), _) => "its memory is mapped from the image already: only the rest is sent",
+            (None, Some(_)) => "QEMU loads the image file itself (mapped-ram)",
+            (None, None) if context.options.stream => "the image is streamed, as --stream requests",
+            (None, None) if !is_plain => "the image is streamed, as a bandwidth limit and compression need",
+            (None, None) => "the image is streamed: QEMU cannot load it, or has old memory to clear",
+        };
+        tracing::debug!(lanes, reason, "way of the image into QEMU");
+        context.observer.phase(CopyPhase::Connect);
         let moved = match (&presence, file) {
             (Some(presence), _) => self.stream(&presence.guest(local.guest)?, lanes, switchover, context)?,
             (None, Some(file)) => self.load(file, context)?,
@@ -322,6 +383,19 @@ impl DestinationEndpoint for QemuDestination {
         self.qemu.start_guest()
     }
 
+    fn end_in_shared_memory(&mut self) -> Result<(), Error> {
+        match self.memory() {
+            GuestMemory::Shared => self.qemu.end(),
+            GuestMemory::Copied => Ok(()),
+        }
+    }
+
+    fn publish_sockets(&self) {
+        if let Process::Known { pid, .. } = self.qemu.qemu().process() {
+            staging_names::publish_of_process(pid.cast_unsigned());
+        }
+    }
+
     fn is_error_origin(&self, error: &Error) -> bool {
         self.qemu.is_error_origin(error)
     }
@@ -343,8 +417,10 @@ impl DestinationEndpoint for QemuDestination {
         self.qemu.attach_vsocks(vsocks)
     }
 
-    fn roll_back(&mut self, error: Error, _: &Context<'_>, undo: Rollback) -> (Error, Vec<String>) {
+    fn roll_back(&mut self, error: Error, context: &Context<'_>, undo: Rollback) -> (Error, Vec<String>) {
         let error = if undo.is_cut_over { error } else { self.qemu.explain(error) };
-        (error, self.qemu.roll_back(undo.holds))
+        let notes = self.qemu.roll_back(undo.holds);
+        // A new QEMU that holds nothing is ended by the one who started it.
+        (error, if context.options.is_upgrade() { Vec::new() } else { notes })
     }
 }

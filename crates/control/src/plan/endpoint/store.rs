@@ -12,7 +12,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use super::super::context::Context;
 use super::super::error::Error;
 use super::super::in_process;
-use super::super::progress::{Observer, Phase, Progress};
+use super::super::progress::{CopyPhase, Observer, Progress};
 use super::super::report::DestinationState;
 use super::super::request::Request;
 use super::super::shared_switchover::SharedSwitchover;
@@ -103,7 +103,7 @@ impl DestinationEndpoint for StoreDestination {
 /// Uploads a file to a store from its mapping.
 fn upload(image: &Image, location: &Location, context: &Context<'_>) -> Result<Snapshot, Error> {
     context.check_cancelled()?;
-    context.observer.phase(Phase::Transfer);
+    context.observer.phase(CopyPhase::Transfer);
     let total = image.blocks().iter().map(|block| block.length).sum();
     let done = AtomicU64::new(0);
     let progress = |bytes: u64| {

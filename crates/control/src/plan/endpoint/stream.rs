@@ -12,7 +12,7 @@ use super::super::context::Context;
 use super::super::error::{Error, Failure};
 use super::super::incoming::IncomingStream;
 use super::super::preflight::uuid_bytes;
-use super::super::progress::{Phase, Progress};
+use super::super::progress::{CopyPhase, Progress};
 use super::super::report::DestinationState;
 use super::super::send::send;
 use super::super::shared_switchover::SharedSwitchover;
@@ -70,7 +70,7 @@ impl SourceEndpoint for StreamSource {
         context: &Context<'_>,
     ) -> Result<(), Error> {
         let session = switchover.session();
-        context.observer.phase(Phase::Connect);
+        context.observer.phase(CopyPhase::Connect);
         // The destination is unchanged until a source connects.
         let connections = listen(&self.address, context)?;
         if let Err(error) = to.connect(&session, context) {
@@ -155,7 +155,7 @@ impl DestinationEndpoint for StreamDestination {
         switchover: &Arc<SharedSwitchover>,
         context: &Context<'_>,
     ) -> Result<Snapshot, Error> {
-        context.observer.phase(Phase::Connect);
+        context.observer.phase(CopyPhase::Connect);
         let connections = self.sent.insert(context.connect(&self.address, self.uuid)?);
         let sent = send(local.guest, connections, switchover, context, &mut || Ok(()));
         sent.map_err(|error| {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use towline_channel::Channel;
 use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
 use towline_migration::{Guest, Session, Sink, Snapshot};
-use towline_protocol::session::Receiver;
+use towline_protocol::session::ReceiverMode;
 
 use super::super::context::Context;
 use super::super::destination::StartFailure;
@@ -22,15 +22,21 @@ use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
 use super::super::vsock::DetachedVsocks;
 use crate::moves::MoveEnd;
-use crate::switchover::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, StartResult};
+use crate::switchover::{
+    DestinationKind, DestinationStatus, Directive, GuestMemory, Input, SourceKind, StartResult,
+};
 
 /// Source of a guest.
 pub(in super::super) trait SourceEndpoint {
     /// Kind of the source, for the switchover.
     fn kind(&self) -> SourceKind;
 
-    /// Describes the guest; nothing is changed. `is_compared`: with the QEMU at the destination.
-    fn prepare(&mut self, is_compared: bool, context: &Context<'_>) -> Result<GuestDescription<'_>, Failure>;
+    /// Describes the guest; nothing is changed. `with_compat_facts`: with the QEMU at the destination.
+    fn prepare(
+        &mut self,
+        with_compat_facts: bool,
+        context: &Context<'_>,
+    ) -> Result<GuestDescription<'_>, Failure>;
 
     /// Process of the QEMU that runs the guest, for an image.
     fn record_process(&self, context: &Context<'_>) -> Option<QemuProcess> {
@@ -149,6 +155,11 @@ pub(in super::super) trait DestinationEndpoint {
         MoveEnd::Stored
     }
 
+    /// Memory of the guest, compared with the source's.
+    fn memory(&self) -> GuestMemory {
+        GuestMemory::Copied
+    }
+
     /// Has the destination listen, and connects to it. `session` is that of the incoming migration.
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
         let _ = (session, context);
@@ -210,6 +221,17 @@ pub(in super::super) trait DestinationEndpoint {
         false
     }
 
+    /// Ends a destination that maps the source's memory, and does not run the guest: the source is resumed next.
+    ///
+    /// # Errors
+    /// It has not ended.
+    fn end_in_shared_memory(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// Gives the sockets of the new QEMU of an upgrade their final names: the old one has exited.
+    fn publish_sockets(&self) {}
+
     /// Restores the settings of a destination whose guest is in its final state. Returns notices.
     fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error>;
 
@@ -245,12 +267,12 @@ pub(in super::super) struct Rollback {
 }
 
 /// Use of the guest at such a destination, as reported to a towline at the source.
-pub(in super::super) fn receiver(kind: DestinationKind) -> Receiver {
+pub(in super::super) fn receiver(kind: DestinationKind) -> ReceiverMode {
     match kind {
-        DestinationKind::Qemu => Receiver::Waits,
-        DestinationKind::Stored => Receiver::Stores,
+        DestinationKind::Qemu => ReceiverMode::Waits,
+        DestinationKind::Stored => ReceiverMode::Stores,
         DestinationKind::Stream | DestinationKind::Relayed | DestinationKind::Towline => {
-            Receiver::RunsByItself
+            ReceiverMode::RunsByItself
         }
     }
 }

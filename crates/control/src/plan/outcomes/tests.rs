@@ -27,6 +27,8 @@ rows! {
     in_image: GuestLocation::InImage => "in-image", 1, "in its image, which is as it was";
     with_process: GuestLocation::WithProcess => "ended-with-process", 1, "gone: a synthetic guest ends with its process";
     unreached: GuestLocation::Unreached => "unreached", 1, "not touched; its QEMU could not be reached";
+    unopened: GuestLocation::Unopened => "unopened", 1, "not touched; its image could not be opened";
+    no_guest: GuestLocation::NoGuest => "no-guest", 1, "none at this source; nothing was changed";
     without_vsock: GuestLocation::WithoutVsock => "without-vsock", 3, "at its destination, whole, except for its vsock, which could not be attached there (`device_add`)";
     image_cut_short: GuestLocation::ImageCutShort => "image-cut-short", 3, "it has its memory at its destination, but pages that were sent after the image was cut short may be zeros there: end it, and restore another copy of the image";
     postcopy_paused: GuestLocation::PostcopyPaused => "postcopy-paused", 3, "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image is complete and unchanged: run `towline copy --postcopy --recover` with the same image and destination, which sends the rest";
@@ -44,6 +46,9 @@ rows! {
     stopped_again: GuestLocation::Unresolved(Unresolved::StoppedAgain) => "stopped-again", 3, "at its destination, where it was run and stopped again; its source still holds it as it was before that, paused (postmigrate): run only one of them";
     destination_lost: GuestLocation::Unresolved(Unresolved::DestinationLost) => "destination-lost", 3, "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, resume it at the source (`cont`)";
     destination_unknown: GuestLocation::Unresolved(Unresolved::DestinationUnknown) => "destination-unknown", 3, "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)";
+    upgraded_lost: GuestLocation::Unresolved(Unresolved::UpgradedLost) => "upgraded-lost", 3, "lost: its new QEMU has ended and may have run it; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: end it (`quit`), do not resume it, and start the guest again";
+    upgraded_stopped: GuestLocation::Unresolved(Unresolved::UpgradedStopped) => "upgraded-stopped", 3, "in its new QEMU, where it was run and stopped again: look there; the old one is left, paused (postmigrate), with a device state that does not fit the memory any more: end it (`quit`), and do not resume it";
+    upgraded_unknown: GuestLocation::Unresolved(Unresolved::UpgradedUnknown) => "upgraded-unknown", 3, "in its new QEMU, which may run it: look there; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: do not resume it";
     destination_only: GuestLocation::Unresolved(Unresolved::DestinationOnly) => "destination-only", 3, "paused at the destination, whole (`cont` resumes it); its source has ended";
     destination_alone: GuestLocation::Unresolved(Unresolved::DestinationAlone) => "destination-alone", 3, "at its destination, which does not reply any more: check whether it runs there; its source has ended";
     both_exited: GuestLocation::Unresolved(Unresolved::BothExited) => "both-exited", 3, "lost: both QEMUs have ended";
@@ -76,19 +81,23 @@ fn safe_guest_is_at_its_source() {
     let ids = [SourceCategory::Qemu, SourceCategory::Image, SourceCategory::Process]
         .map(|keeper| GuestState::Safe.row(keeper).id);
     assert_eq!(ids, ["at-source", "in-image", "ended-with-process"]);
-    assert_eq!(GuestState::Unreached.row(SourceCategory::Image).id, "unreached");
+    for keeper in [SourceCategory::Qemu, SourceCategory::Image] {
+        let ids = [GuestState::Unreached, GuestState::Unopened, GuestState::NoGuest]
+            .map(|state| state.row(keeper).id);
+        assert_eq!(ids, ["unreached", "unopened", "no-guest"]);
+    }
 }
 
 #[test]
 fn driven_source_is_named() {
     let state = GuestState::unresolved_at(Unresolved::SourceExited, "/run/a.qmp");
     assert_eq!(
-        state.text(SourceCategory::Qemu),
+        state.sentence(SourceCategory::Qemu),
         "lost: its source, QEMU on /run/a.qmp, has ended, and the guest with it; the destination has only a part of it, which does not run"
     );
     let unnamed = GuestState::needs_attention(GuestLocation::Unresolved(Unresolved::SourceExited));
     assert_eq!(
-        unnamed.text(SourceCategory::Qemu),
+        unnamed.sentence(SourceCategory::Qemu),
         GuestLocation::Unresolved(Unresolved::SourceExited).row().text
     );
 }

@@ -24,7 +24,7 @@ use super::super::error::{Error, Failure, needs_attention};
 use super::super::error_origin;
 use super::super::executor::{Ends, conclude};
 use super::super::outcomes::GuestLocation;
-use super::super::progress::Phase;
+use super::super::progress::CopyPhase;
 use super::super::report::PostcopyReport;
 use super::super::report::{DestinationState, Report, SourceState};
 use super::super::request::PostcopyOptions;
@@ -47,7 +47,7 @@ pub(in super::super) fn migrate(
     let mut target = prepare(to, &mut source, context).map_err(Failure::untouched)?;
     context.report_repair(target.qemu());
     let switchover = SharedSwitchover::new(SourceKind::Qemu, DestinationKind::Qemu, context.options);
-    context.observer.phase(Phase::Connect);
+    context.observer.phase(CopyPhase::Connect);
     // It stays paused until the source has switched to postcopy, or completes without it.
     let started = target.start_postcopy(options.preempt, false, context.lanes, context.options.compression);
     let started = started
@@ -64,7 +64,7 @@ pub(in super::super) fn migrate(
         }
     };
     let runs = context.options.run().unwrap_or(switched);
-    context.observer.phase(Phase::Switchover);
+    context.observer.phase(CopyPhase::Switchover);
     let (report, moved) = (PostcopyReport::default(), Snapshot::default());
     let mut live = LivePostcopy { source, target, context, report, moved, runs, late_cancel_reported: false };
     match live.follow() {
@@ -86,7 +86,7 @@ fn prepare(path: &Path, source: &mut QmpSource, context: &Context<'_>) -> Result
 
 /// Waits for the end of the first pass, and switches to postcopy. Returns true if the guest was live then.
 fn switch_over(source: &mut QmpSource, context: &Context<'_>) -> Result<bool, Error> {
-    context.observer.phase(Phase::Transfer);
+    context.observer.phase(CopyPhase::Transfer);
     let (mut cancelled, mut live) = (false, source.was_running);
     loop {
         let Some(migration) = source.migration()? else { continue };
@@ -154,7 +154,7 @@ impl LivePostcopy<'_> {
     fn observe_status(&mut self, migration: &MigrationInfo) {
         if self.runs && self.report.running_after.is_none() && has_switched_over(migration) && self.starts() {
             self.report.running_after = Some(self.context.elapsed());
-            self.context.observer.phase(Phase::Running);
+            self.context.observer.phase(CopyPhase::Running);
         }
         if let Some(ram) = &migration.ram {
             self.report.faults.requests = ram.postcopy_requests;
@@ -228,7 +228,7 @@ impl LivePostcopy<'_> {
     }
 
     fn finish(mut self, downtime_ms: Option<u64>) -> Result<Report, Failure> {
-        self.context.observer.phase(Phase::Release);
+        self.context.observer.phase(CopyPhase::Release);
         let runs = self.runs;
         let finished = self.target.wait_completed();
         let finished = finished.and_then(|()| if runs { self.target.ensure_running() } else { Ok(()) });
@@ -242,7 +242,7 @@ impl LivePostcopy<'_> {
         notes.iter().for_each(|note| self.context.observer.notice(note));
         if runs && self.report.running_after.is_none() {
             self.report.running_after = Some(self.context.elapsed());
-            self.context.observer.phase(Phase::Running);
+            self.context.observer.phase(CopyPhase::Running);
         }
         let (source, exact_ms) = release_source(&mut self.source, self.context)?;
         let downtime_ms = exact_ms.or(downtime_ms);

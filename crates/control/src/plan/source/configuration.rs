@@ -46,6 +46,10 @@ impl QmpSource {
         capabilities.insert(Capability::RETURN_PATH, !options.is_snapshot());
         capabilities.insert(Capability::EVENTS, true);
         capabilities.insert(Capability::MULTIFD, lanes > 0);
+        if options.leaves_out_shared_memory() && known.contains_key(&Capability::X_IGNORE_SHARED) {
+            // The new QEMU has it: what is sent all the same (a memfd's, from 8.1 on) is dropped.
+            capabilities.insert(Capability::X_IGNORE_SHARED, true);
+        }
         if options.transfer_options().throttle {
             capabilities.insert(Capability::AUTO_CONVERGE, true);
         }

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use towline_qmp::Event;
 use towline_qmp::commands::{MigrateCancel, MigrationInfo, MigrationStatus, RunState, Status};
 
-use super::super::convergence;
 use super::super::error::Error;
 use super::super::progress::Progress;
 use super::qmp_source::QmpSource;
@@ -32,18 +31,18 @@ impl QmpSource {
                 let text = migration.error_desc.unwrap_or_else(|| "QEMU reports no reason".into());
                 return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
             }
-            self.progress = convergence::progress(&migration);
+            self.progress = self.convergence.progress(&migration);
             self.convergence.observe(&migration)?;
         }
         Ok(self.progress)
     }
 
-    /// Queries the state of its migration. A missing reply is no evidence; an exited process is. `live`: a
+    /// Queries the state of its migration. A missing reply is no evidence; an exited process is. `is_background_snapshot`: a
     /// background snapshot, whose guest keeps running.
-    pub(in super::super) fn query_status(&mut self, live: bool) -> SourceStatus {
+    pub(in super::super) fn query_status(&mut self, is_background_snapshot: bool) -> SourceStatus {
         match self.qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
             Ok(Some((migration, status))) => {
-                let view = self.status_of(&migration, &status, live);
+                let view = self.status_of(&migration, &status, is_background_snapshot);
                 self.last_migration = Some(migration);
                 view
             }
@@ -55,12 +54,17 @@ impl QmpSource {
         }
     }
 
-    pub(super) fn status_of(&self, migration: &MigrationInfo, status: &Status, live: bool) -> SourceStatus {
+    pub(super) fn status_of(
+        &self,
+        migration: &MigrationInfo,
+        status: &Status,
+        is_background_snapshot: bool,
+    ) -> SourceStatus {
         let of_migration = migration.status.as_ref().filter(|_| self.started);
         match of_migration {
             Some(status) if !status.is_idle() => SourceStatus::Migrating,
             Some(done) if *done == MigrationStatus::COMPLETED => {
-                if status.running && !live {
+                if status.running && !is_background_snapshot {
                     SourceStatus::CompletedThenResumed
                 } else {
                     SourceStatus::Completed

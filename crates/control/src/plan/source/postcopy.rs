@@ -3,7 +3,6 @@
 use towline_channel::Address;
 use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, MigrationInfo, RamStats, RunState};
 
-use super::super::convergence;
 use super::super::destination::is_live;
 use super::super::error::Error;
 use super::super::request::Request;
@@ -82,7 +81,7 @@ impl QmpSource {
     pub(in super::super) fn migration(&mut self) -> Result<Option<MigrationInfo>, Error> {
         let migration = self.qemu.try_query(|qemu| qemu.migration())?;
         if let Some(migration) = &migration {
-            self.progress = convergence::progress(migration);
+            self.progress = self.convergence.progress(migration);
         }
         Ok(migration)
     }

@@ -103,8 +103,8 @@ impl QmpSource {
     }
 
     /// Facts about its guest; all of them if it is compared with another QEMU.
-    pub(in super::super) fn guest(&mut self, is_compared: bool) -> Result<GuestFacts, Error> {
-        GuestFacts::of_qemu(&mut self.qemu, is_compared)
+    pub(in super::super) fn guest(&mut self, with_compat_facts: bool) -> Result<GuestFacts, Error> {
+        GuestFacts::of_qemu(&mut self.qemu, with_compat_facts)
     }
 
     /// Detaches devices that QEMU does not migrate.
@@ -115,6 +115,11 @@ impl QmpSource {
     /// The QEMU.
     pub(in super::super) fn qemu(&self) -> &Qemu {
         &self.qemu
+    }
+
+    /// The QEMU, for queries.
+    pub(in super::super) fn qemu_mut(&mut self) -> &mut Qemu {
+        &mut self.qemu
     }
 
     /// The source in a record of the move.

@@ -1,7 +1,7 @@
 //! Invariants of every world, and the meaning of each outcome.
 
 use super::super::outcome::{Outcome, Placement, Unresolved};
-use super::super::{DestinationKind, SourceAction, SourceKind};
+use super::super::{DestinationKind, GuestMemory, SourceAction, SourceKind};
 use super::world::{Destination, Source, Towline, World};
 
 /// Checks a world; the error describes the violation.
@@ -9,6 +9,16 @@ pub(super) fn check(world: &World) -> Result<(), String> {
     let twice = world.runs_at_source() && world.destination == Destination::Running;
     if twice && !world.operator_ran && !world.window {
         return Err("the guest runs at both ends".into());
+    }
+    let is_shared = world.towlines[0].is_some_and(|towline| towline.request.memory == GuestMemory::Shared);
+    if is_shared && world.has_run_there && world.runs_at_source() && !world.operator_ran {
+        return Err("the source runs the guest in memory that the destination's guest has changed".into());
+    }
+    let can_choose = |index| is_shared && world.has_run_there && world.can_choose_source(index);
+    if (0..world.towlines.len()).any(|index| world.towlines[index].is_some() && can_choose(index)) {
+        return Err(
+            "an operator may choose the source, whose memory the destination's guest has changed".into()
+        );
     }
     // A towline's outcome is true until another towline acts on the guest.
     for (index, towline) in world.towlines.iter().enumerate().filter(|_| !world.resumed) {
@@ -61,6 +71,7 @@ fn truthful(world: &World, index: usize, towline: &Towline, outcome: Outcome) ->
         }
         Outcome::Safe => world.destination != Destination::Running || world.operator_ran,
         Outcome::Unresolved(Unresolved::BothExited) => world.source == Source::Exited && gone,
+        Outcome::Unresolved(Unresolved::UpgradedLost) => gone,
         Outcome::Unresolved(Unresolved::SourceExited) => world.source == Source::Exited,
         Outcome::Unresolved(Unresolved::StoredOnly) => {
             world.source == Source::Exited && world.destination == Destination::Stored

@@ -6,8 +6,9 @@ mod steps;
 
 use super::super::fault::FaultSwitch;
 use super::super::{
-    Decision, DestinationKind, Directive, GuestRunState, Input, InterruptedMove, Outcome, PeerMessage,
-    Placement, ResumeAction, RunRequest, SourceAction, SourceKind, SourceLink, Switchover, SwitchoverRequest,
+    Decision, DestinationKind, Directive, GuestMemory, GuestRunState, Input, InterruptedMove, Outcome,
+    PeerMessage, Placement, ResumeAction, RunRequest, SourceAction, SourceKind, SourceLink, Switchover,
+    SwitchoverRequest,
 };
 
 /// The source's QEMU.
@@ -100,6 +101,8 @@ pub(in super::super) struct World {
     pub(in super::super) window: bool,
     /// A later towline has acted on a record, or found the guest and reported it.
     pub(in super::super) resumed: bool,
+    /// The destination has run the guest.
+    pub(in super::super) has_run_there: bool,
 }
 
 /// A step of one party.
@@ -117,6 +120,8 @@ pub(in super::super) enum Step {
     Resume(usize),
     /// A later towline examines both ends.
     ResumeBoth,
+    /// A later towline fails to start the guest at its destination.
+    ResumeFails(usize, Reply),
     // Mishaps.
     Cut(usize),
     SourceCancelled,
@@ -137,6 +142,8 @@ pub(in super::super) enum Reply {
     Refused,
     /// It took effect, and its reply is lost.
     Unanswered,
+    /// It took effect, and QEMU exited before it replied.
+    Crashed,
 }
 
 impl World {
@@ -155,12 +162,12 @@ impl World {
         mishaps: u8,
         fault: FaultSwitch,
     ) -> Self {
-        let run = RunRequest::AsItWas;
+        let (run, memory) = (RunRequest::AsItWas, GuestMemory::Copied);
         let (source, destination) = (SourceKind::Qemu, DestinationKind::Towline);
-        let here = Towline::new(SwitchoverRequest { source, destination, run, after }, fault);
+        let here = Towline::new(SwitchoverRequest { source, destination, run, after, memory }, fault);
         let (source, destination) = (SourceKind::Towline, DestinationKind::Qemu);
         let there = Towline::new(
-            SwitchoverRequest { source, destination, run, after: SourceAction::KeepPaused },
+            SwitchoverRequest { source, destination, run, after: SourceAction::KeepPaused, memory },
             fault,
         );
         Self::new(guest, mishaps, [Some(here), Some(there)])
@@ -180,6 +187,7 @@ impl World {
             operator_ran: false,
             window: false,
             resumed: false,
+            has_run_there: false,
         }
     }
 
@@ -234,6 +242,7 @@ impl World {
             Step::EngineFails(index) => self.fail(index, Input::Failed),
             Step::Carry(index, reply) => self.carry(index, reply),
             Step::Resume(index) => self.resume(index, self.case(index)),
+            Step::ResumeFails(index, reply) => self.resume_fails(index, reply),
             Step::ResumeBoth => self.resume(0, self.case_of_both()),
             mishap => self.mishap(mishap),
         }
@@ -247,6 +256,7 @@ impl World {
     fn load(&mut self) {
         let last = self.last_wire();
         self.wires[last].shut = self.wires[last].open;
+        self.has_run_there |= self.last_kind() == DestinationKind::Stream && self.carried.is_live();
         self.destination = match self.last_kind() {
             DestinationKind::Stored => Destination::Stored,
             DestinationKind::Stream if self.carried.is_live() => Destination::Running,
@@ -391,7 +401,7 @@ impl World {
     }
 
     fn carry(&mut self, index: usize, reply: Reply) {
-        if reply == Reply::Silent || reply == Reply::Unanswered || reply == Reply::Refused {
+        if matches!(reply, Reply::Silent | Reply::Unanswered | Reply::Refused | Reply::Crashed) {
             self.spend();
         }
         let directive = self.towline(index).todo.take().expect("there is one");

@@ -59,6 +59,31 @@ fn guest_seen_at_the_other_end_is_never_started() {
     }
 }
 
+/// Its memory has been changed: no evidence and no choice runs the source from a state of before.
+#[test]
+fn source_of_an_upgrade_never_runs_after_the_decision_to_run_its_destination() {
+    for case in cases() {
+        let case = InterruptedMove { memory: GuestMemory::Shared, ..case };
+        let left_behind = case.source == Some(SourceStatus::Completed) && case.decision == Decision::Run;
+        if left_behind {
+            assert_ne!(case.next_action(), ResumeAction::RunSource, "{case:?}");
+            assert_ne!(case.apply(Choice::Run(Side::Source)), Ok(ResumeAction::RunSource), "{case:?}");
+        }
+    }
+    let lost = InterruptedMove {
+        memory: GuestMemory::Shared,
+        source: Some(SourceStatus::Completed),
+        destination: Some(DestinationStatus::Exited),
+        ..InterruptedMove::new(Decision::Run, true)
+    };
+    assert_eq!(lost.next_action(), ResumeAction::NeedsChoice(ResumeBlocker::MemoryChanged));
+    assert_eq!(lost.apply(Choice::Run(Side::Source)), Err(ResumeBlocker::MemoryChanged));
+    assert_eq!(lost.apply(Choice::Discard(Side::Source)), Ok(ResumeAction::Quit(Side::Source)));
+    // Before, nothing ran there.
+    let held = InterruptedMove { decision: Decision::Acknowledge, ..lost };
+    assert_eq!(held.apply(Choice::Run(Side::Source)), Ok(ResumeAction::RunSource));
+}
+
 #[test]
 fn no_choice_ends_a_running_guest_or_the_only_copy() {
     for case in cases() {

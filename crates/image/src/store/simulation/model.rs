@@ -141,7 +141,7 @@ impl Model {
         // resolution, connections and failed attempts. Requests to a directory are not retried, and not
         // checked.
         if self.actor.world.is_remote() {
-            let before = self.actor.world.delay_before();
+            let before = self.actor.world.request_delay();
             if !before.is_zero() {
                 self.actor.sleep(before).await;
             }

@@ -14,7 +14,7 @@ use super::super::access::Store;
 use super::super::images::{InUse, remove_in};
 use super::super::reader::StoredImage;
 use super::super::upload::Upload;
-use super::super::{Absence, CHUNK_BYTES, Error, Garbage};
+use super::super::{CHUNK_BYTES, Error, Garbage, MissingChunkCause};
 use super::actor::Actor;
 use super::world::Role;
 use crate::index::{Contents, Index};
@@ -106,7 +106,7 @@ impl Task {
                         .fail(format!("a reader with a valid lease failed: {}", read.as_ref().unwrap_err()));
                 }
                 if let Err(Error::Missing { absence, .. }) = &read
-                    && !matches!(absence, Absence::LeaseLost { .. })
+                    && !matches!(absence, MissingChunkCause::LeaseLost { .. })
                     && !actor.has_crashed()
                 {
                     actor.world.fail(format!(

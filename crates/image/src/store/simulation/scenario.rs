@@ -96,8 +96,7 @@ pub(super) fn run(scenario: &Scenario, world: &World) -> Result<EventCounts, Str
     let named = world.referenced();
     let left = world.keys().into_iter().find(|key| {
         let key = key.strip_prefix("vm/").unwrap_or(key);
-        !key.ends_with(super::super::location::SUFFIX)
-            && !chunk::name(key).is_some_and(|name| named.contains(&name))
+        !key.ends_with(crate::Location::SUFFIX) && !chunk::name(key).is_some_and(|name| named.contains(&name))
     });
     match left {
         Some(left) => Err(format!("{left} is never collected")),

@@ -15,7 +15,6 @@ use object_store::PutMode;
 use super::super::clock::Clock;
 use super::super::fault::Fault;
 use super::super::lease_state::LeaseGuard;
-use super::super::location::SUFFIX;
 use super::super::objects::Objects;
 use super::super::{LEASE_AGE_MAX, Location, access::Store, chunk};
 use super::actor::Actor;
@@ -249,7 +248,7 @@ impl World {
     }
 
     /// Delay of a client before a request is sent.
-    pub(super) fn delay_before(&self) -> Duration {
+    pub(super) fn request_delay(&self) -> Duration {
         let mut state = self.lock();
         let slow = state.chaos.slow;
         if state.rng.f64() < slow { state.delay(1.0, 120.0) } else { Duration::ZERO }
@@ -502,7 +501,7 @@ impl State {
                     let expired = renewed.is_some_and(|renewed| is_expired(renewed, self.now));
                     self.actors[actor].lease_expired |= expired;
                 }
-                if key.ends_with(SUFFIX) {
+                if key.ends_with(Location::SUFFIX) {
                     let index = Index::parse(bytes).expect("it was encoded by the real code");
                     self.names.insert(key.clone(), index.all_names().collect());
                     self.check(key);
@@ -555,7 +554,7 @@ impl Request {
     /// Returns true if the request publishes an image or removes chunks.
     fn is_decisive(&self) -> bool {
         match self {
-            Self::Put { key, .. } => key.ends_with(SUFFIX),
+            Self::Put { key, .. } => key.ends_with(Location::SUFFIX),
             Self::Delete { key } => key.contains("/chunks/"),
             _ => false,
         }

@@ -1,7 +1,8 @@
 //! Carries out directives in a world.
 
 use super::super::super::{
-    Decision, DestinationStatus, Directive, Input, PeerMessage, SourceKind, SourceStatus, StartResult,
+    Decision, DestinationStatus, Directive, GuestMemory, Input, PeerMessage, SourceKind, SourceStatus,
+    StartResult,
 };
 use super::{Destination, Reply, Source, World};
 
@@ -51,6 +52,9 @@ impl World {
                 }
             }
             Directive::ResumeSource if reply == Reply::True => {
+                if self.towline(index).request.memory == GuestMemory::Shared {
+                    self.end_destination(index);
+                }
                 if self.source == Source::Completed {
                     self.source = Source::RunAgain;
                 }
@@ -102,6 +106,15 @@ impl World {
         }
     }
 
+    /// A destination in the source's memory is ended before that is resumed, and was not to run the guest then.
+    fn end_destination(&mut self, index: usize) {
+        self.destination = Destination::Exited;
+        let last = self.last_wire();
+        self.wires[last].open = false;
+        let towline = self.towline(index);
+        towline.record = towline.record.map(|decision| decision.min(Decision::Acknowledge));
+    }
+
     fn peer(&mut self, index: usize) -> Input {
         let towline = *self.towline(index);
         let message = match towline.request.source {
@@ -132,11 +145,19 @@ impl World {
 
     fn run(&mut self, reply: Reply) -> Input {
         let started = match (self.destination, reply) {
-            (Destination::Exited, Reply::True) => StartResult::Exited,
+            (Destination::Exited, Reply::True) => StartResult::ExitedBefore,
             (Destination::Exited, _) => StartResult::Unknown,
             (_, Reply::Refused) => StartResult::Refused,
             (_, Reply::Silent) => StartResult::Unknown,
+            (Destination::Loaded | Destination::Running, Reply::Crashed) => {
+                self.has_run_there = true;
+                self.destination = Destination::Exited;
+                let last = self.last_wire();
+                self.wires[last].open = false;
+                StartResult::Exited
+            }
             (Destination::Loaded | Destination::Running, reply) => {
+                self.has_run_there = true;
                 self.destination = Destination::Running;
                 if reply == Reply::Unanswered { StartResult::Unknown } else { StartResult::Live }
             }

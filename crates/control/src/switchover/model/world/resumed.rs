@@ -1,8 +1,9 @@
 //! A later towline, which has the records and queries the QEMUs.
 
-use super::super::super::Side;
+use super::super::super::{Choice, RunFailure, Side};
 use super::{
-    Decision, Destination, InterruptedMove, Placement, ResumeAction, RunRequest, Source, SourceKind, World,
+    Decision, Destination, InterruptedMove, Placement, Reply, ResumeAction, RunRequest, Source, SourceKind,
+    World,
 };
 use crate::switchover::DestinationKind;
 
@@ -27,6 +28,7 @@ impl World {
         let towline = self.towlines[index].expect("it is there");
         let case = InterruptedMove::new(towline.record.expect("there is one"), self.is_to_run());
         let source = (towline.request.source == SourceKind::Qemu).then(|| self.source_view());
+        let case = InterruptedMove { memory: towline.request.memory, ..case };
         let is_driven = towline.request.destination == DestinationKind::Qemu;
         let destination = is_driven.then(|| self.destination_view());
         InterruptedMove { source, destination, ..case.with_fault(towline.fault) }
@@ -56,6 +58,7 @@ impl World {
         match finish {
             ResumeAction::RunDestination => {
                 self.towline(index).record = Some(Decision::Run);
+                self.has_run_there = true;
                 self.destination = Destination::Running;
             }
             ResumeAction::AtDestination(placed) => {
@@ -79,6 +82,28 @@ impl World {
             }
             ResumeAction::Wait(_) | ResumeAction::NeedsChoice(_) => {}
         }
+    }
+
+    /// The guest is to be started at its destination, and a mishap prevents that, or hides it.
+    pub(super) fn resume_fails(&mut self, index: usize, reply: Reply) {
+        self.spend();
+        self.resumed = true;
+        let case = self.case(index);
+        self.has_run_there |= matches!(reply, Reply::Unanswered | Reply::Crashed);
+        match reply {
+            Reply::Unanswered => self.destination = Destination::Running,
+            Reply::Crashed => self.destination = Destination::Exited,
+            _ => {}
+        }
+        let failure = if reply == Reply::Refused { RunFailure::Refused } else { RunFailure::Unknown };
+        self.towline(index).record = Some(case.decision_after(failure));
+    }
+
+    /// Returns true if a later towline would start the guest at its source if an operator chose that.
+    pub(in super::super) fn can_choose_source(&self, index: usize) -> bool {
+        self.is_left(index)
+            && self.record(index).is_some()
+            && self.case(index).apply(Choice::Run(Side::Source)) == Ok(ResumeAction::RunSource)
     }
 
     /// The move is finished as far as this towline sees it; with both ends, for both.

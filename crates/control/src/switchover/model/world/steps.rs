@@ -1,7 +1,7 @@
 //! Steps that are possible in a world.
 
 use super::super::super::{DestinationKind, Directive, SourceKind, SourceLink};
-use super::{Destination, Engine, Reply, Source, Step, World};
+use super::{Destination, Engine, Reply, ResumeAction, Source, Step, World};
 
 impl World {
     /// All steps that are possible now.
@@ -39,6 +39,14 @@ impl World {
         }
         for index in 0..self.count() {
             add(self.is_left(index) && self.record(index).is_some(), Step::Resume(index));
+        }
+        for index in (0..self.count()).filter(|&index| self.mishaps > 0 && self.is_left(index)) {
+            let is_started = |_| self.case(index).next_action() == ResumeAction::RunDestination;
+            if self.record(index).is_some_and(is_started) {
+                for reply in [Reply::Refused, Reply::Silent, Reply::Unanswered, Reply::Crashed] {
+                    add(true, Step::ResumeFails(index, reply));
+                }
+            }
         }
         let all_left = self.count() > 1 && (0..self.count()).all(|index| self.is_left(index));
         add(all_left && self.decided().is_some(), Step::ResumeBoth);
@@ -93,6 +101,7 @@ impl World {
                 (mishap, Reply::Refused),
                 (mishap, Reply::Silent),
                 (mishap, Reply::Unanswered),
+                (mishap, Reply::Crashed),
             ]),
             // A full disk; and a record that exists but is not known to.
             Directive::Record(_) => {

@@ -1,0 +1,546 @@
+//! `cargo xtask bench net`: frames and TCP of a vhost-user network card, against other backends, the tap itself and a veth pair.
+//!
+//! ```text
+//!   frames   driver ── rings ── backend ── tap0 ── kernel, which drops them         and frames of a packet socket back
+//!            write/read on the tap in a loop                                        the limit of backends on a tap
+//!            driver ── rings ── towline ── xdp0 ── veth ── xdp1 ── kernel, which drops them (AF_XDP's copy mode)
+//!   TCP      applications ── kernel ── tap1 ── driver ── rings ── backend ── tap0 ── kernel ── applications
+//!            applications ── kernel ── veth ── kernel ── applications               the limit
+//! ```
+//! The driver of `towline-frontend` replaces the guest, so that only the backend is measured. For TCP it connects its rings to a tap in
+//! a namespace of its own, whose kernel is the guest's. Everything shares this machine's processors; `norm` is the figure per percent
+//! of one processor that the whole machine used.
+//!
+//! Limits: needs root, for namespaces and taps.
+
+mod card;
+mod frames;
+mod hosts;
+mod sys;
+mod tables;
+mod tcp;
+
+use std::io::{Read as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use tempfile::TempDir;
+use towline_channel::Cancel;
+use towline_frontend::net::FRAME_BYTES_MAX;
+use towline_lab::wait_until;
+
+use crate::rounds::{self, Contender, Outcome};
+use crate::table::Table;
+use crate::vhost::backend::Backend;
+use crate::vhost::latency::Latencies;
+use crate::vhost::{Signals, Window, window};
+use card::Card;
+use frames::Kind;
+use hosts::{GUEST_TAP, Host, INSIDE, OUTSIDE, TAP};
+use tcp::{Applications, Traffic};
+
+/// DPDK's test program.
+pub const TESTPMD: &str = "dpdk-testpmd";
+/// Cloud Hypervisor's backend.
+pub const VHOST_USER_NET: &str = "vhost_user_net";
+/// Interface of AF_XDP, and its peer.
+const XDP: &str = "xdp0";
+const XDP_PEER: &str = "xdp1";
+/// Timeout of the creation of a backend's tap.
+const TAP_WITHIN: Duration = Duration::from_secs(30);
+/// Frames per call into the tap.
+const INJECT_BATCH: usize = 32;
+/// Memory for DPDK, in MiB.
+const DPDK_MIB: &str = "1024";
+
+/// Parameters of the measurement.
+#[derive(Debug, Clone)]
+pub struct Parameters {
+    /// True for `net-queues`; else frames and TCP on one queue.
+    pub multiqueue: bool,
+    /// Message sizes of streams, in bytes.
+    pub stream_sizes: Vec<usize>,
+    /// Message sizes of streams with several sessions.
+    pub session_sizes: Vec<usize>,
+    /// Sizes of requests in bytes.
+    pub request_sizes: Vec<usize>,
+    /// Numbers of concurrent streams.
+    pub stream_sessions: Vec<usize>,
+    /// Numbers of concurrent requests.
+    pub request_sessions: Vec<usize>,
+    /// Numbers of queue pairs.
+    pub queues: Vec<usize>,
+    /// Length of each window.
+    pub window: Duration,
+    /// Number of runs of each row.
+    pub runs: usize,
+    /// Binary under test.
+    pub towline: PathBuf,
+    /// Value of towline's `--sandbox`; `None`: its default.
+    pub sandbox: Option<&'static str>,
+    /// dpdk-testpmd, if available.
+    pub testpmd: Option<PathBuf>,
+    /// vhost_user_net, if available.
+    pub vhost_user_net: Option<PathBuf>,
+    /// Parts of the names of the rows to measure; empty: all.
+    pub rows: Vec<String>,
+    /// Cancels the measurement.
+    pub cancel: Cancel,
+}
+
+impl Parameters {
+    /// Returns the parameters of the published tables of one queue.
+    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
+        Self {
+            multiqueue: false,
+            stream_sizes: [32, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10].into(),
+            session_sizes: Vec::new(),
+            request_sizes: vec![64],
+            stream_sessions: vec![1],
+            request_sessions: vec![1],
+            queues: vec![1],
+            window: Duration::from_secs(1),
+            runs,
+            towline: towline.into(),
+            sandbox: None,
+            testpmd: None,
+            vhost_user_net: None,
+            rows: Vec::new(),
+            cancel,
+        }
+    }
+
+    /// Returns the parameters of the published tables of several queues.
+    pub fn multiqueue(towline: &Path, runs: usize, cancel: Cancel) -> Self {
+        Self {
+            multiqueue: true,
+            stream_sizes: vec![64, 256, 512, 1 << 10, 4 << 10, 16 << 10],
+            request_sizes: vec![1, 64, 256],
+            stream_sessions: vec![1, 2, 4],
+            request_sessions: vec![1, 20, 50, 100],
+            queues: vec![1, 2, 4],
+            ..Self::of(towline, runs, cancel)
+        }
+    }
+}
+
+/// Measured traffic.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Work {
+    Transmit(Kind),
+    Receive(Kind),
+    Tcp(Traffic),
+}
+
+/// Contender.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Carrier {
+    Towline,
+    /// towline without busy-polling.
+    Sleeping,
+    /// towline with AF_XDP on a veth pair, whose driver copies.
+    Xdp,
+    VhostUserNet,
+    Testpmd,
+    /// The tap itself, or a veth pair for TCP.
+    Limit,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Entry {
+    work: Work,
+    queues: usize,
+    carrier: Carrier,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Figure {
+    window: Window,
+    p50_us: f64,
+    p99_us: f64,
+}
+
+type Figures = Outcome<Figure>;
+
+/// Measures the tables.
+///
+/// # Errors
+/// It was cancelled, or no row is selected. A contender that fails is a row with the reason.
+pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
+    let chosen = |entry: &Entry| {
+        let name = entry.contender().group;
+        parameters.rows.is_empty() || parameters.rows.iter().any(|text| name.contains(text))
+    };
+    let entries: Vec<Entry> = entries(parameters).into_iter().filter(chosen).collect();
+    ensure!(!entries.is_empty(), "no row matches --rows {:?}: leave it out for all rows", parameters.rows);
+    let contenders: Vec<Contender> = entries.iter().map(|entry| entry.contender()).collect();
+    let outcomes = rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| {
+        run(parameters, entries[index])
+    })?;
+    Ok(tables::Run { parameters, entries, outcomes }.tables())
+}
+
+/// Measures frames of 1514 bytes from the guest through towline.
+///
+/// # Errors
+/// The backend fails, or the run was cancelled.
+pub(crate) fn sent_frames(parameters: &Parameters) -> Result<Window> {
+    let entry = Entry { work: Work::Transmit(Kind::Plain(1514)), queues: 1, carrier: Carrier::Towline };
+    run(parameters, entry).map(|figure| figure.window)
+}
+
+fn entries(parameters: &Parameters) -> Vec<Entry> {
+    let mut entries = Vec::new();
+    let mut add = |work, queues| {
+        let carriers = [
+            Carrier::Towline,
+            Carrier::Sleeping,
+            Carrier::Xdp,
+            Carrier::VhostUserNet,
+            Carrier::Testpmd,
+            Carrier::Limit,
+        ];
+        let entry = |carrier| Entry { work, queues, carrier };
+        // The limit has no queues, and is measured once. Busy-polling matters for requests only.
+        let wanted = |it: &Entry| match it.carrier {
+            Carrier::Limit => it.queues == 1,
+            Carrier::Sleeping => matches!(it.work, Work::Tcp(Traffic::Request { .. })),
+            Carrier::Xdp => matches!(it.work, Work::Transmit(_)),
+            _ => true,
+        };
+        entries.extend(carriers.map(entry).into_iter().filter(wanted));
+    };
+    if !parameters.multiqueue {
+        for kind in [Kind::Plain(64), Kind::Plain(1514), Kind::Super] {
+            add(Work::Transmit(kind), 1);
+            add(Work::Receive(kind), 1);
+        }
+    }
+    for to_guest in [true, false] {
+        for &sessions in &parameters.stream_sessions {
+            for &size in &parameters.stream_sizes {
+                for &queues in &parameters.queues {
+                    add(Work::Tcp(Traffic::Stream { size, sessions, to_guest }), queues);
+                }
+            }
+        }
+    }
+    for reconnects in [false, true] {
+        for &sessions in &parameters.request_sessions {
+            for &size in &parameters.request_sizes {
+                for &queues in &parameters.queues {
+                    add(Work::Tcp(Traffic::Request { size, sessions, reconnects }), queues);
+                }
+            }
+        }
+    }
+    entries
+}
+
+fn run(parameters: &Parameters, entry: Entry) -> Result<Figure> {
+    let signals = Arc::new(Signals::default());
+    let outside = Host::new()?;
+    let bench = Bench { parameters, entry, outside, signals };
+    match (entry.work, entry.carrier) {
+        (Work::Tcp(traffic), _) => bench.tcp(traffic),
+        (_, Carrier::Limit) => bench.tap(),
+        _ => bench.frames(),
+    }
+}
+
+struct Bench<'a> {
+    parameters: &'a Parameters,
+    entry: Entry,
+    outside: Host,
+    signals: Arc<Signals>,
+}
+
+impl Bench<'_> {
+    fn window(&self, backend: Option<&mut Backend>) -> Result<Window> {
+        window(&self.signals, backend, self.parameters.window, &self.parameters.cancel)
+    }
+
+    /// Measures frames through a backend.
+    fn frames(&self) -> Result<Figure> {
+        let directory = TempDir::with_prefix("towline-bench-")?;
+        let socket = directory.path().join("net.sock");
+        let is_xdp = self.entry.carrier == Carrier::Xdp;
+        if is_xdp {
+            self.outside.run(&["ip", "link", "add", XDP, "type", "veth", "peer", "name", XDP_PEER])?;
+            self.outside.run(&["ip", "link", "set", XDP_PEER, "up"])?;
+            self.outside.run(&["ip", "link", "set", XDP, "up"])?;
+        }
+        let mut backend = self.backend(&socket, directory.path())?;
+        let started = (|| match self.entry.work {
+            Work::Receive(kind) => {
+                let card = Card::start(backend.connect(&socket)?, 1, kind.len())?;
+                self.tap_is_up()?;
+                Ok((kind, card.receive(kind, &self.signals), Some(self.inject(kind)?)))
+            }
+            Work::Transmit(kind) => {
+                let card = Card::start(backend.connect(&socket)?, 1, kind.len())?;
+                self.tap_is_up()?;
+                Ok((kind, card.transmit(kind, &self.signals)?, None))
+            }
+            Work::Tcp(_) => anyhow::bail!("TCP is measured elsewhere"),
+        })();
+        let (kind, card, injector) = match started {
+            Ok(started) => started,
+            Err(error) => {
+                self.signals.stop.store(true, Ordering::Relaxed);
+                return Err(backend.check().err().unwrap_or(error));
+            }
+        };
+        let measured = self.window(Some(&mut backend));
+        // Read before the driver ends, as a backend may end with it and remove its tap.
+        let total = self.signals.units.load(Ordering::Relaxed) as f64;
+        let taken = self.outside.within(|| hosts::frames(if is_xdp { XDP_PEER } else { TAP }));
+        self.signals.stop.store(true, Ordering::Relaxed);
+        let ended = card.join().expect("the thread does not panic");
+        if let Some(injector) = injector {
+            injector.join().expect("the thread does not panic")?;
+        }
+        let mut window = measured?;
+        ended?;
+        match self.entry.work {
+            // Completed frames count only if the other end has received them.
+            Work::Transmit(kind) => {
+                let packets = if is_xdp { kind.segments() } else { 1 };
+                window.units *= (taken?.0 as f64 / packets as f64 / total).min(1.0);
+            }
+            _ if kind == Kind::Super => window.units /= kind.len() as f64,
+            _ => {}
+        }
+        Ok(Figure { window, p50_us: 0.0, p99_us: 0.0 })
+    }
+
+    /// Waits for the backend's tap, and configures it.
+    fn tap_is_up(&self) -> Result<()> {
+        wait_until("the backend's tap", TAP_WITHIN, || {
+            self.parameters.cancel.check()?;
+            Ok(self.outside.run(&["ip", "link", "set", TAP, "up"]).is_ok().then_some(()))
+        })?;
+        // A backend may have set an address of its own.
+        let _ = self.outside.run(&["ip", "address", "flush", "dev", TAP]);
+        self.outside.run(&["ip", "address", "add", &format!("{OUTSIDE}/24"), "dev", TAP])
+    }
+
+    /// Sends frames from the kernel into the tap at its full rate.
+    fn inject(&self, kind: Kind) -> Result<JoinHandle<Result<()>>> {
+        let (path, signals) = (self.outside.path()?, Arc::clone(&self.signals));
+        Ok(std::thread::spawn(move || {
+            hosts::enter(Path::new(&path))?;
+            let injector = sys::Injector::new(TAP)?;
+            let mut bytes = kind.bytes();
+            // A packet socket's header does not have the number of buffers.
+            bytes.drain(10..12);
+            while !signals.is_over() {
+                match injector.send(&bytes, INJECT_BATCH) {
+                    Ok(INJECT_BATCH) => {}
+                    // Full: the reader may need this processor.
+                    _ => std::thread::yield_now(),
+                }
+            }
+            Ok(())
+        }))
+    }
+
+    /// Measures frames through the tap, by calls in a loop.
+    fn tap(&self) -> Result<Figure> {
+        let mut tap = self.outside.within(|| sys::tap(TAP, false, true))?;
+        self.tap_is_up()?;
+        let signals = Arc::clone(&self.signals);
+        let (thread, injector) = match self.entry.work {
+            Work::Transmit(kind) => {
+                let thread = std::thread::spawn(move || -> Result<()> {
+                    let bytes = kind.bytes();
+                    while !signals.is_over() {
+                        tap.write_all(&bytes)?;
+                        signals.add(1);
+                    }
+                    Ok(())
+                });
+                (thread, None)
+            }
+            Work::Receive(kind) => {
+                let thread = std::thread::spawn(move || -> Result<()> {
+                    let mut bytes = vec![0; kind.bytes().len()];
+                    while !signals.is_over() {
+                        match tap.read(&mut bytes) {
+                            Ok(_) => signals.add(1),
+                            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                                towline_frontend::wait_any(&[tap.as_fd()], Duration::from_millis(20))?;
+                            }
+                            Err(error) => return Err(error.into()),
+                        }
+                    }
+                    Ok(())
+                });
+                (thread, Some(self.inject(kind)?))
+            }
+            Work::Tcp(_) => anyhow::bail!("TCP is measured elsewhere"),
+        };
+        let measured = self.window(None);
+        self.signals.stop.store(true, Ordering::Relaxed);
+        let ended = thread.join().expect("the thread does not panic");
+        if let Some(injector) = injector {
+            injector.join().expect("the thread does not panic")?;
+        }
+        ended?;
+        Ok(Figure { window: measured?, p50_us: 0.0, p99_us: 0.0 })
+    }
+
+    fn tcp(&self, traffic: Traffic) -> Result<Figure> {
+        let (directory, inside) = (TempDir::with_prefix("towline-bench-")?, Host::new()?);
+        let address = |interface: &str| -> Result<()> {
+            inside.run(&["ip", "address", "add", &format!("{INSIDE}/24"), "dev", interface])?;
+            inside.run(&["ip", "link", "set", interface, "up"])
+        };
+        let (mut backend, pump) = if self.entry.carrier == Carrier::Limit {
+            let holder = inside.path()?;
+            let peer = holder.split('/').nth(2).context("the namespace has no process")?;
+            let line = ["ip", "link", "add", TAP, "type", "veth", "peer", "name", GUEST_TAP, "netns", peer];
+            self.outside.run(&line)?;
+            (None, None)
+        } else {
+            let socket = directory.path().join("net.sock");
+            let mut backend = self.backend(&socket, directory.path())?;
+            // The kernel's super-frames have any length: a frame that exceeds a buffer would be truncated, and resent.
+            let (queues, bytes) = (self.entry.queues, FRAME_BYTES_MAX);
+            let card = match Card::start(backend.connect(&socket)?, queues, bytes) {
+                Ok(card) => card,
+                Err(error) => return Err(backend.check().err().unwrap_or(error)),
+            };
+            let offloads = card.offloads();
+            let taps =
+                inside.within(|| (0..queues).map(|_| sys::tap(GUEST_TAP, queues > 1, offloads)).collect());
+            (Some(backend), Some(card.pump(taps?, &self.signals)))
+        };
+        let set_up = self.tap_is_up().and_then(|()| address(GUEST_TAP));
+        let measured = set_up.and_then(|()| {
+            let hosts = (self.outside.path()?, inside.path()?);
+            let applications = Applications::start(traffic, (&hosts.0, &hosts.1), &self.signals)?;
+            let measured = self.window(backend.as_mut());
+            Ok((measured, applications.end(&self.signals)))
+        });
+        self.signals.power_off.store(true, Ordering::Relaxed);
+        let ended = pump.map_or(Ok(()), |pump| pump.join().expect("the thread does not panic"));
+        let (window, latencies) = measured?;
+        let (window, mut latencies): (Window, Latencies) = (window?, latencies?);
+        ended?;
+        Ok(Figure { window, p50_us: latencies.quantile(0.5), p99_us: latencies.quantile(0.99) })
+    }
+
+    /// Starts the backend in the outer namespace.
+    fn backend(&self, socket: &Path, directory: &Path) -> Result<Backend> {
+        let (socket, queues) = (socket.display().to_string(), self.entry.queues.to_string());
+        let (program, missing) = match self.entry.carrier {
+            Carrier::Towline | Carrier::Sleeping | Carrier::Xdp => (Some(&self.parameters.towline), ""),
+            Carrier::VhostUserNet => (
+                self.parameters.vhost_user_net.as_ref(),
+                "vhost_user_net is missing; give --peer vhost_user_net=PATH",
+            ),
+            Carrier::Testpmd => {
+                (self.parameters.testpmd.as_ref(), "dpdk-testpmd is missing; run `cargo xtask peers`")
+            }
+            Carrier::Limit => (None, "the limit has no backend"),
+        };
+        let program = program.context(missing)?.display().to_string();
+        let arguments: Vec<String> = match self.entry.carrier {
+            Carrier::VhostUserNet => {
+                let rings = 2 * self.entry.queues;
+                let options = format!(
+                    "ip={OUTSIDE},mask=255.255.255.0,socket={socket},client=off,num_queues={rings},queue_size=256,tap={TAP}"
+                );
+                vec!["--net-backend".into(), options]
+            }
+            Carrier::Testpmd => testpmd(&socket, &queues),
+            carrier => {
+                let line = ["net", "--socket", &socket, "--tap", TAP, "--queues", &queues];
+                let own: &[&str] = match carrier {
+                    Carrier::Sleeping => &["--poll-us", "0"],
+                    Carrier::Xdp => &["--af-xdp", XDP, "--af-xdp-copy"],
+                    _ => &[],
+                };
+                let sandbox = self.parameters.sandbox.map(|setting| ["--sandbox", setting]);
+                let options = own.iter().copied().chain(sandbox.into_iter().flatten());
+                line.into_iter().chain(options).map(str::to_owned).collect()
+            }
+        };
+        ensure!(!program.is_empty(), "no program");
+        let prefix = self.outside.prefix();
+        let line = prefix[1..].iter().cloned().chain([program]).chain(arguments);
+        Backend::start(directory, Path::new(&prefix[0]), line)
+    }
+}
+
+/// Returns the arguments of DPDK without huge pages, between its vhost and its tap driver.
+fn testpmd(socket: &str, queues: &str) -> Vec<String> {
+    let vhost = format!("net_vhost0,iface={socket},queues={queues},client=0");
+    let tap = format!("net_tap0,iface={TAP}");
+    let eal = [
+        "-l",
+        "0,1",
+        "--no-huge",
+        "-m",
+        DPDK_MIB,
+        "--no-pci",
+        "--no-shconf",
+        "--no-telemetry",
+        "--log-level",
+        "error",
+    ];
+    let forward =
+        ["--forward-mode", "io", "--auto-start", "--stats-period", "3600", "--rxq", queues, "--txq", queues];
+    let all = eal.into_iter().chain(["--vdev", &vhost, "--vdev", &tap, "--"]).chain(forward);
+    all.map(str::to_owned).collect()
+}
+
+impl Entry {
+    fn contender(&self) -> Contender {
+        let queues = match self.queues {
+            1 => "1 queue".to_owned(),
+            many => format!("{many} queues"),
+        };
+        let sessions = |count: usize| match count {
+            1 => "1 session".to_owned(),
+            many => format!("{many} sessions"),
+        };
+        let group = match self.work {
+            Work::Transmit(kind) => format!("transmit, {}", kind.name()),
+            Work::Receive(kind) => format!("receive, {}", kind.name()),
+            Work::Tcp(Traffic::Stream { size, sessions: count, to_guest }) => {
+                let direction = if to_guest { "to the guest" } else { "from the guest" };
+                format!("TCP stream {direction}, {size} B, {}, {queues}", sessions(count))
+            }
+            Work::Tcp(Traffic::Request { size, sessions: count, reconnects }) => {
+                let what = if reconnects { "TCP_CRR" } else { "TCP_RR" };
+                format!("{what}, {size} B, {}, {queues}", sessions(count))
+            }
+        };
+        let label = match (self.carrier, self.work) {
+            (Carrier::Limit, Work::Tcp(_)) => "veth pair".to_owned(),
+            (Carrier::Limit, _) => "the tap itself".to_owned(),
+            (carrier, _) => carrier.name().to_owned(),
+        };
+        Contender { group, label }
+    }
+}
+
+impl Carrier {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Towline => "towline",
+            Self::Sleeping => "towline --poll-us 0",
+            Self::Xdp => "towline --af-xdp, copying",
+            Self::VhostUserNet => VHOST_USER_NET,
+            Self::Testpmd => TESTPMD,
+            Self::Limit => "limit",
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! The command line: one file for each command, and what several commands share. Nothing here reads anything but its words.
+
+/// Endpoints and exit status of `copy` and `move`, as a literal for `concat!`.
+macro_rules! endpoints {
+    () => {
+        "\
+Endpoints:
+  qmp:PATH         a QEMU by its QMP socket: as SOURCE one that runs a guest, as DEST one started
+                   with `-incoming defer`
+  tcp:HOST:PORT    as SOURCE: listen for the `migrate` of a QEMU, or for another towline;
+                   as DEST: connect to one
+  unix:PATH        the same over a Unix socket
+  ws://HOST[:PORT][/PATH]
+                   the same over a WebSocket, binary messages; wss:// over TLS, with --tls-creds
+  fd:N             an open file descriptor
+  exec:COMMAND     standard input and output of a shell command
+  file:PATH, PATH  an image: QEMU's mapped-ram file, with checksums in PATH.manifest.json
+  s3://BUCKET/PREFIX/NAME
+                   an image in an object store, which shares the chunks of all images of PREFIX;
+                   also gs://, az://, http(s):// (read-only) and store:PATH, a directory.
+                   Credentials come from the environment or the usual files, S3's endpoint
+                   from AWS_ENDPOINT_URL (docs/store.md)
+  mem:SIZE         as SOURCE: a synthetic guest of SIZE bytes (suffixes K, M, G) with a
+                   verifiable pattern. Options, separated by commas: dirty=BYTES per second (0),
+                   zero=PERCENT of the pages (25), seed=N, threads=N that write,
+                   backing=private|memfd|hugetlb
+  mem:             as DEST: receive into preallocated memory, and verify the pattern, or print
+                   the hashes of another guest; with a SIZE the memory is allocated before the
+                   source is contacted
+  null:            as DEST: discard (dry run); the guest stays at its source
+
+Exit status:
+  0  done
+  1  refused or failed; the last lines say where the guest is, unchanged
+  2  usage
+  3  failed, and the guest needs attention: the message says where it is and what to do"
+    };
+}
+
+mod check;
+mod copy;
+mod ctl;
+mod generate;
+mod guest;
+mod inspect;
+mod move_guest;
+mod moves;
+mod net;
+mod repair;
+mod run;
+mod store;
+mod transfer;
+mod upgrade;
+mod vsock;
+
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand, ValueEnum, ValueHint};
+use towline_control::plan::Tls;
+use towline_migration::{Compression, ZeroCopySend};
+
+pub(crate) use check::CheckArgs;
+pub(crate) use copy::{CopyArgs, StoredSourceArgs};
+pub(crate) use ctl::CtlArgs;
+pub(crate) use generate::{CompletionsArgs, ManArgs};
+pub(crate) use guest::{Guest, read as read_guests};
+pub(crate) use inspect::InspectArgs;
+pub(crate) use move_guest::MoveArgs;
+pub(crate) use moves::{MovesArgs, ResumeArgs, Side};
+pub(crate) use net::NetArgs;
+pub(crate) use repair::RepairArgs;
+pub(crate) use run::{PsArgs, RunArgs};
+pub(crate) use store::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
+pub(crate) use transfer::TransferArgs;
+pub(crate) use upgrade::UpgradeArgs;
+pub(crate) use vsock::VsockArgs;
+
+/// Move running QEMU guests, save and restore them; multiqueue network cards and vsock devices for guests (vhost-user)
+#[derive(Debug, Parser)]
+#[command(name = "towline", version, propagate_version = true, max_term_width = 100)]
+#[command(
+    after_help = "Help of a command: towline COMMAND --help, or man towline-COMMAND. Guides: /usr/share/doc/towline"
+)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+    /// Log filter for standard error: error, warn, info, debug or trace, or targets with levels such as
+    /// warn,towline_net=debug [env: TOWLINE_LOG] [default: warn]
+    #[arg(long, value_name = "FILTER", global = true, help_heading = OUTPUT)]
+    pub(crate) log: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Copy(CopyArgs),
+    Move(MoveArgs),
+    Run(RunArgs),
+    Ps(PsArgs),
+    Upgrade(UpgradeArgs),
+    Check(CheckArgs),
+    Inspect(InspectArgs),
+    Store(StoreArgs),
+    Repair(RepairArgs),
+    Moves(MovesArgs),
+    Resume(ResumeArgs),
+    Net(NetArgs),
+    Ctl(CtlArgs),
+    Vsock(VsockArgs),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
+}
+
+/// Headings of options.
+pub(crate) const LANES: &str = "Lanes";
+pub(crate) const TLS: &str = "TLS";
+pub(crate) const LIMITS: &str = "Limits";
+pub(crate) const POSTCOPY: &str = "Postcopy";
+pub(crate) const IMAGES: &str = "Images";
+pub(crate) const GUEST: &str = "Guest";
+pub(crate) const PROCESS: &str = "Process";
+pub(crate) const OUTPUT: &str = "Output";
+/// Last line of `-h`.
+const MORE: &str = "More options, endpoints, exit status and examples: --help, or the manual page";
+
+/// TLS of streams.
+#[derive(Debug, clap::Args)]
+pub(crate) struct TlsArgs {
+    /// Directory of certificates with QEMU's file names (tls-creds-x509); encrypts tcp:, unix: and wss:// streams
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath, help_heading = TLS)]
+    pub(crate) tls_creds: Option<PathBuf>,
+    /// Host name in the certificate of DEST [default: the host of its address]
+    #[arg(long, value_name = "NAME", requires = "tls_creds", hide_short_help = true, help_heading = TLS)]
+    pub(crate) tls_hostname: Option<String>,
+}
+
+impl TlsArgs {
+    pub(crate) fn tls(&self) -> Option<Tls> {
+        let credentials = self.tls_creds.clone()?;
+        Some(Tls { credentials, hostname: self.tls_hostname.clone() })
+    }
+}
+
+/// Form of the output.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Output {
+    /// One JSON object per event on standard output (docs/json.md)
+    #[arg(long, help_heading = OUTPUT)]
+    pub(crate) json: bool,
+    /// Errors only
+    #[arg(long, conflicts_with = "json", help_heading = OUTPUT)]
+    pub(crate) quiet: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Switch {
+    On,
+    Off,
+}
+
+/// QEMU's `zero-copy-send`, with an automatic choice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ZeroCopy {
+    Auto,
+    On,
+    Off,
+}
+
+impl From<ZeroCopy> for ZeroCopySend {
+    fn from(value: ZeroCopy) -> Self {
+        match value {
+            ZeroCopy::Auto => Self::Auto,
+            ZeroCopy::On => Self::On,
+            ZeroCopy::Off => Self::Off,
+        }
+    }
+}
+
+/// QEMU's `multifd-compression` without its hardware methods.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CompressionMethod {
+    None,
+    Zlib,
+    Zstd,
+}
+
+impl CompressionMethod {
+    /// Returns the compression with the given level, or the default one.
+    pub(crate) fn with_level(self, zlib_level: Option<u8>, zstd_level: Option<u8>) -> Compression {
+        let level = |level: Option<u8>| level.unwrap_or(Compression::LEVEL_DEFAULT);
+        match self {
+            Self::None => Compression::None,
+            Self::Zlib => Compression::Zlib { level: level(zlib_level) },
+            Self::Zstd => Compression::Zstd { level: level(zstd_level) },
+        }
+    }
+}
+
+/// Splits at the first `=`, unless a half is empty.
+fn key_and_value(text: &str) -> Option<(&str, &str)> {
+    text.split_once('=').filter(|(key, value)| !key.is_empty() && !value.is_empty())
+}

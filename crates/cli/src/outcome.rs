@@ -1,0 +1,181 @@
+//! Results of copies and moves: an event, lines for people, and the exit status.
+
+mod memory;
+mod text;
+
+use serde_json::{Value, json};
+use towline_control::plan::{self, Error, Failure, PostcopyReport, Report, SourceCategory};
+use towline_image::{Increment, Uploaded};
+
+use crate::endpoint::Endpoint;
+use crate::exit::Exit;
+use crate::progress::{Reporter, faults, ram};
+use crate::{console, errors, events, sandbox, sends};
+
+/// Reports the results of copies of one source.
+pub(crate) struct Results<'a> {
+    pub(crate) reporter: &'a Reporter,
+    pub(crate) source: &'a Endpoint,
+    pub(crate) verb: Verb,
+    pub(crate) destinations: Destinations,
+}
+
+/// Operation on the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verb {
+    Copied,
+    Moved,
+    Upgraded,
+}
+
+impl Verb {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Copied => "copied",
+            Self::Moved => "moved",
+            Self::Upgraded => "upgraded",
+        }
+    }
+}
+
+/// Number of destinations. With several, messages name theirs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Destinations {
+    One,
+    Several,
+}
+
+impl<'a> Results<'a> {
+    pub(crate) fn of(verb: Verb, reporter: &'a Reporter, source: &'a Endpoint) -> Self {
+        Self { reporter, source, verb, destinations: Destinations::One }
+    }
+
+    /// Reports an unusable command line.
+    pub(crate) fn usage(&self, text: &str) -> Exit {
+        let mut fields = events::error(text);
+        fields["reason"] = "usage".into();
+        self.reporter.event("failed", events::with_exit(fields, Exit::Usage));
+        console::error(text);
+        Exit::Usage
+    }
+
+    /// Reports a success.
+    pub(crate) fn done(&self, destination: &Endpoint, report: &Report) {
+        self.reporter.event("completed", completed(self.source, destination, report));
+        text::completed(self.reporter, self.verb, [self.source, destination], report);
+    }
+
+    /// Reports a failure.
+    pub(crate) fn failed(&self, destination: &Endpoint, failure: &Failure) -> Exit {
+        let keeper = match self.source {
+            Endpoint::Memory(_) => SourceCategory::Process,
+            source if source.is_image() => SourceCategory::Image,
+            _ => SourceCategory::Qemu,
+        };
+        let (row, guest) = (failure.guest.row(keeper), failure.guest.sentence(keeper));
+        let exit = match failure.error.as_ref() {
+            Error::Usage(_) => Exit::Usage,
+            _ if row.exit_code == Exit::Failed.code() => Exit::Failed,
+            _ => Exit::NeedsAttention,
+        };
+        let fields = json!({
+            "destination": destination.to_string(),
+            "error": failure.error.to_string(),
+            "reason": events::reason(&failure.error),
+            "guest": guest,
+            "guest-state": row.id,
+            "notes": failure.notes,
+        });
+        self.reporter.event("failed", events::with_exit(fields, exit));
+        let prefix = match self.destinations {
+            Destinations::One => String::new(),
+            Destinations::Several => format!("{destination}: "),
+        };
+        console::error(&format!("{prefix}{}", errors::failure_text(failure)));
+        if exit != Exit::Usage {
+            console::error(&format!("{prefix}the guest: {guest}"));
+        }
+        let text = failure.to_string();
+        let explanation = sandbox::explain(&text);
+        let notes = failure.notes.iter().map(String::as_str);
+        let notes = notes.chain(explanation.as_deref()).chain(errors::advice(&text));
+        notes.for_each(|note| console::error(&format!("{prefix}note: {note}")));
+        exit
+    }
+
+    /// Reports that none of several copies was started.
+    pub(crate) fn refused(&self, failure: &Failure) -> Exit {
+        if matches!(failure.error.as_ref(), Error::Usage(_)) {
+            return self.usage(&failure.to_string());
+        }
+        let fields = json!({
+            "error": failure.error.to_string(),
+            "reason": events::reason(&failure.error),
+            "notes": failure.notes,
+        });
+        self.reporter.event("failed", events::with_exit(fields, Exit::Failed));
+        console::error(&errors::failure_text(failure));
+        Exit::Failed
+    }
+
+    /// Reports the end of all copies.
+    pub(crate) fn all(&self, outcomes: &[plan::CopyResult], exit: Exit) {
+        let done = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
+        let failed = outcomes.len() - done;
+        let fields = json!({ "completed": done, "failed": failed });
+        self.reporter.event("all", events::with_exit(fields, exit));
+        let rest = if failed > 0 { format!(", {failed} failed") } else { String::new() };
+        self.reporter.line(&format!(
+            "{} {} to {done} of {} destinations{rest}",
+            self.verb.name(),
+            self.source,
+            outcomes.len()
+        ));
+    }
+}
+
+/// Returns the fields of the event `completed`.
+fn completed(source: &Endpoint, destination: &Endpoint, report: &Report) -> Value {
+    json!({
+        "source": source.to_string(),
+        "destination": destination.to_string(),
+        "total-time": report.total_time.as_millis() as u64,
+        "downtime": report.downtime_ms,
+        "multifd-channels": report.multifd_channels,
+        "multifd-compression": report.compression.method().name(),
+        "compression-ratio": report.compression_ratio(),
+        "zero-copy-send": events::zero_copy_send(report.zero_copy_send),
+        "lanes": sends::json(&report.lane_sends),
+        "handed-over": report.loaded_by_qemu,
+        "source-state": events::source_state(report.source),
+        "source-text": report.source.text(),
+        "destination-state": events::destination_state(report.destination),
+        "destination-text": report.destination.text(),
+        "ram": ram(&report.moved),
+        "postcopy": report.postcopy.as_ref().map(postcopy),
+        "uploaded": report.uploaded.as_ref().map(uploaded),
+        "memory": report.memory.as_ref().map(memory::json),
+        "increment": report.increment.map(|Increment { stored, in_base }| {
+            json!({ "chunks-stored": stored, "chunks-in-base": in_base })
+        }),
+    })
+}
+
+fn postcopy(report: &PostcopyReport) -> Value {
+    json!({
+        "running-after": report.running_after.map(|time| time.as_millis() as u64),
+        "faults": faults(&report.faults),
+        "working-set-pages": report.working_set_pages,
+        "recoveries": report.recoveries,
+    })
+}
+
+fn uploaded(uploaded: &Uploaded) -> Value {
+    json!({
+        "sent-chunks": uploaded.sent_chunks,
+        "sent-bytes": uploaded.sent_bytes,
+        "sent-memory-bytes": uploaded.sent_memory_bytes,
+        "known-chunks": uploaded.known_chunks,
+        "zero-chunks": uploaded.zero_chunks,
+    })
+}

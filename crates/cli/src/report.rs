@@ -1,0 +1,248 @@
+//! `--report FILE.html`: one page about a copy, readable without a network, light and dark.
+//!
+//! ```text
+//!   Observer ─► Recorder: phases, samples of the estimates, lanes ─► Page ─► HTML with charts as SVG
+//! ```
+//! The page has no scripts and loads nothing. Out of scope: pages about several copies.
+
+mod chart;
+mod page;
+
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+use towline_control::plan::{CopyPhase, CopyResult, Observer, Progress};
+use towline_image::Existing;
+use towline_image::atomic_file::write_sidecar;
+use towline_migration::LaneSends;
+
+use crate::endpoint::Endpoint;
+use crate::lock::lock;
+use crate::progress::{Estimate, Estimator};
+use crate::{console, events};
+
+/// Maximum number of samples: of a longer copy every second one is dropped, and half as many are kept from then on.
+const SAMPLES_MAX: usize = 2000;
+/// Beginning of every page, by which an existing file is recognised.
+const DOCTYPE: &[u8] = b"<!doctype html>";
+
+/// Option of the commands that have a report.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct ReportArgs {
+    /// Page about this copy, with charts of its rates and its phases; an existing page is replaced
+    #[arg(long, value_name = "FILE.html", value_hint = clap::ValueHint::FilePath, help_heading = crate::args::OUTPUT)]
+    pub(crate) report: Option<PathBuf>,
+}
+
+impl ReportArgs {
+    /// Refuses a file that is an endpoint of the copy, or anything but a page, before a guest is touched.
+    ///
+    /// # Errors
+    /// The text for the user.
+    pub(crate) fn check(&self, ends: &[&Endpoint]) -> Result<(), String> {
+        let Some(path) = &self.report else { return Ok(()) };
+        let is_same = |end: &&&Endpoint| match end {
+            Endpoint::Image(image) => place_of(image) == place_of(path),
+            _ => false,
+        };
+        if let Some(end) = ends.iter().find(is_same) {
+            return Err(format!(
+                "--report {}: it is an endpoint of this copy ({end}); choose another name",
+                path.display()
+            ));
+        }
+        check_existing(path).map_err(|error| format!("--report {}", crate::errors::text(&error)))
+    }
+}
+
+/// Directory and name of a path, so that two ways to write it are equal.
+fn place_of(path: &Path) -> Option<(PathBuf, std::ffi::OsString)> {
+    let path = std::path::absolute(path).ok()?;
+    let parent = path.parent()?;
+    Some((parent.canonicalize().unwrap_or_else(|_| parent.into()), path.file_name()?.into()))
+}
+
+/// Refuses to replace a file that is not a page. A FIFO is not opened.
+fn check_existing(path: &Path) -> Result<()> {
+    let context = || path.display().to_string();
+    let metadata = match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        metadata => metadata.with_context(context)?,
+    };
+    let mut begin = Vec::new();
+    if metadata.is_file() {
+        let file = std::fs::File::open(path).with_context(context)?;
+        file.take(DOCTYPE.len() as u64).read_to_end(&mut begin).with_context(context)?;
+    }
+    if begin != DOCTYPE {
+        bail!("{}: it exists and is not an HTML page; choose another name, or remove it", path.display());
+    }
+    Ok(())
+}
+
+/// Writes a page, readable for this user only: the command lines of endpoints stand in it.
+fn write_page(path: &Path, html: &str) -> Result<()> {
+    check_existing(path)?;
+    Ok(write_sidecar(path, html.as_bytes(), Existing::Replace)?)
+}
+
+/// Records what a report shows.
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    started: Instant,
+    recorded: Mutex<Recorded>,
+}
+
+#[derive(Debug, Default)]
+struct Recorded {
+    estimator: Estimator,
+    phases: Vec<PhaseStart>,
+    samples: Samples,
+    lanes: Vec<LaneSends>,
+    notices: Vec<String>,
+}
+
+/// Beginning of a phase.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct PhaseStart {
+    at: Duration,
+    name: &'static str,
+}
+
+/// Estimates at one moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Sample {
+    at: Duration,
+    estimate: Estimate,
+}
+
+/// Samples of a whole copy, about equally far apart.
+#[derive(Debug)]
+struct Samples {
+    kept: Vec<Sample>,
+    /// Of this number of samples one is kept.
+    stride: usize,
+    /// Number of samples since the last one that was kept.
+    skipped: usize,
+}
+
+impl Default for Samples {
+    fn default() -> Self {
+        Self { kept: Vec::new(), stride: 1, skipped: 0 }
+    }
+}
+
+impl Samples {
+    fn push(&mut self, sample: Sample) {
+        if !self.kept.is_empty() && self.skipped + 1 < self.stride {
+            self.skipped += 1;
+            return;
+        }
+        self.skipped = 0;
+        self.kept.push(sample);
+        if self.kept.len() > SAMPLES_MAX {
+            let mut index = 0;
+            // The first one is kept, and so is the last, from which the stride continues.
+            self.kept.retain(|_| {
+                index += 1;
+                index % 2 == 1
+            });
+            self.stride *= 2;
+        }
+    }
+}
+
+impl Recorder {
+    pub(crate) fn new() -> Self {
+        Self { started: Instant::now(), recorded: Mutex::default() }
+    }
+
+    /// Writes the page. A failure does not change the result of the copy.
+    pub(crate) fn write(&self, path: &Path, ends: [&Endpoint; 2], copied: &CopyResult) {
+        let recorded = lock(&self.recorded);
+        let page = page::Page {
+            source: ends[0].to_string(),
+            destination: ends[1].to_string(),
+            total: self.started.elapsed(),
+            recorded: &recorded,
+            copied,
+        };
+        match page.html().and_then(|html| write_page(path, &html)) {
+            Ok(()) => tracing::info!(path = %path.display(), "wrote the report"),
+            Err(error) => console::error(&format!("--report {}", crate::errors::text(&error))),
+        }
+    }
+}
+
+impl Observer for Recorder {
+    fn phase(&self, phase: CopyPhase) {
+        let start = PhaseStart { at: self.started.elapsed(), name: events::phase(phase) };
+        lock(&self.recorded).phases.push(start);
+    }
+
+    fn progress(&self, progress: &Progress) {
+        let at = self.started.elapsed();
+        let mut recorded = lock(&self.recorded);
+        let estimate = recorded.estimator.observe(at, progress);
+        recorded.samples.push(Sample { at, estimate });
+    }
+
+    fn lanes(&self, lanes: &[LaneSends]) {
+        lock(&self.recorded).lanes = lanes.to_vec();
+    }
+
+    fn notice(&self, text: &str) {
+        lock(&self.recorded).notices.push(text.to_owned());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    #[test]
+    fn samples_of_a_long_copy_are_equally_far_apart() {
+        let estimate = Estimator::default().observe(Duration::ZERO, &Progress::default());
+        let mut samples = Samples::default();
+        // Ten hours at 20 a second.
+        let all = 36_000 * 20;
+        for index in 0..all {
+            samples.push(Sample { at: Duration::from_millis(50 * index), estimate });
+        }
+        assert!((SAMPLES_MAX / 2..=SAMPLES_MAX).contains(&samples.kept.len()), "{}", samples.kept.len());
+        let step = samples.kept[1].at - samples.kept[0].at;
+        assert!(samples.kept.windows(2).all(|pair| pair[1].at - pair[0].at == step));
+        assert_eq!(samples.kept[0].at, Duration::ZERO);
+        assert!(samples.kept.last().unwrap().at + step >= Duration::from_millis(50 * (all - 1)));
+    }
+
+    #[test]
+    fn a_report_replaces_only_pages() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let (image, page) = (path("a.img"), path("a.html"));
+        std::fs::write(&image, b"QEVM").unwrap();
+        let args = |path: &Path| ReportArgs { report: Some(path.into()) };
+        let error = args(&image).check(&[]).unwrap_err();
+        assert!(error.contains("is not an HTML page"), "{error}");
+        assert!(write_page(&image, "<!doctype html>").is_err());
+        assert_eq!(std::fs::read(&image).unwrap(), b"QEVM");
+        // An endpoint that does not exist yet.
+        let new = directory.path().join("./new.img");
+        let error = args(&path("new.img")).check(&[&Endpoint::Null, &Endpoint::Image(new)]).unwrap_err();
+        assert!(error.contains("it is an endpoint of this copy"), "{error}");
+        assert_eq!(args(&page).check(&[&Endpoint::Image(image)]), Ok(()));
+        std::fs::write(&page, "<!doctype html>\nold").unwrap();
+        write_page(&page, "<!doctype html>\nnew").unwrap();
+        assert_eq!(std::fs::read_to_string(&page).unwrap(), "<!doctype html>\nnew");
+        assert_eq!(std::fs::metadata(&page).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(args(directory.path()).check(&[]).is_err());
+    }
+}

@@ -1,0 +1,71 @@
+//! Charts as SVG. Colours are those of the page's style, which has others in the dark.
+
+use anyhow::{Result, anyhow};
+use plotters::prelude::*;
+
+const WIDTH: u32 = 880;
+const HEIGHT: u32 = 260;
+const MARGIN: u32 = 10;
+const X_LABELS: u32 = 36;
+const Y_LABELS: u32 = 72;
+
+/// A line of a chart.
+#[derive(Debug)]
+pub(super) struct Line {
+    pub(super) name: &'static str,
+    pub(super) color: RGBColor,
+    /// Seconds, and the value.
+    pub(super) points: Vec<(f64, f64)>,
+}
+
+/// Draws lines over the time in seconds. `None` if there is nothing to draw.
+pub(super) fn lines(unit: &str, lines: &[Line]) -> Result<Option<String>> {
+    let points = || lines.iter().flat_map(|line| &line.points);
+    let end = points().map(|point| point.0).fold(0.0, f64::max);
+    let top = points().map(|point| point.1).fold(0.0, f64::max);
+    if end <= 0.0 || top <= 0.0 {
+        return Ok(None);
+    }
+    let mut svg = String::new();
+    draw(&mut svg, unit, lines, [end, top * 1.1])
+        .map_err(|error| anyhow!("a chart cannot be drawn: {error}"))?;
+    Ok(Some(svg))
+}
+
+fn draw(
+    svg: &mut String,
+    unit: &str,
+    lines: &[Line],
+    [end, top]: [f64; 2],
+) -> Result<(), Box<dyn std::error::Error>> {
+    let area = SVGBackend::with_string(svg, (WIDTH, HEIGHT)).into_drawing_area();
+    let mut chart = ChartBuilder::on(&area)
+        .margin(MARGIN)
+        .x_label_area_size(X_LABELS)
+        .y_label_area_size(Y_LABELS)
+        .build_cartesian_2d(0.0..end, 0.0..top)?;
+    chart.configure_mesh().x_desc("seconds").y_desc(unit).light_line_style(TRANSPARENT).draw()?;
+    for line in lines.iter().filter(|line| !line.points.is_empty()) {
+        let style = line.color.stroke_width(2);
+        let series = chart.draw_series(LineSeries::new(line.points.iter().copied(), style))?;
+        series.label(line.name).legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 16, y)], style));
+    }
+    chart.configure_series_labels().position(SeriesLabelPosition::UpperRight).draw()?;
+    area.present()?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_drawn_with_their_names_and_nothing_is_not_drawn() {
+        let line = |points: &[(f64, f64)]| Line { name: "sent", color: BLUE, points: points.to_vec() };
+        let svg = lines("MiB/s", &[line(&[(0.0, 1.0), (1.0, 80.0), (2.0, 77.0)])]).unwrap().unwrap();
+        assert!(svg.starts_with("<svg") && svg.contains("<polyline") && svg.contains("sent"), "{svg}");
+        assert!(svg.contains("seconds") && svg.contains("MiB/s"), "{svg}");
+        assert_eq!(lines("MiB/s", &[line(&[])]).unwrap(), None);
+        assert_eq!(lines("MiB/s", &[line(&[(0.0, 0.0), (1.0, 0.0)])]).unwrap(), None);
+    }
+}

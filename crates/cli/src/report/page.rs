@@ -1,0 +1,228 @@
+//! The page: a summary, the phases, charts of rates and of what remained, lanes, notices.
+
+use std::fmt::Write as _;
+use std::time::{Duration, SystemTime};
+
+use anyhow::Result;
+use plotters::style::RGBColor;
+use towline_control::plan::{CopyResult, PostcopyReport};
+
+use super::Recorded;
+use super::chart::{Line, lines};
+use crate::progress::{Estimate, faults_text};
+use crate::sends;
+use crate::units::{count, size};
+
+const MIB: f64 = (1 << 20) as f64;
+const BLUE: RGBColor = RGBColor(37, 99, 235);
+const ORANGE: RGBColor = RGBColor(194, 65, 12);
+const STYLE: &str = include_str!("style.css");
+
+/// Facts of one page.
+pub(super) struct Page<'a> {
+    pub(super) source: String,
+    pub(super) destination: String,
+    pub(super) total: Duration,
+    pub(super) recorded: &'a Recorded,
+    pub(super) copied: &'a CopyResult,
+}
+
+impl Page<'_> {
+    /// Formats the page.
+    pub(super) fn html(&self) -> Result<String> {
+        let title = escape(&format!("{} to {}", self.source, self.destination));
+        let time = humantime::format_rfc3339_seconds(SystemTime::now());
+        let mut body = format!("<h1>{title}</h1>\n<p>towline {}, {time}</p>\n", env!("CARGO_PKG_VERSION"));
+        self.summary(&mut body);
+        self.phases(&mut body);
+        self.charts(&mut body)?;
+        self.lists(&mut body);
+        Ok(format!(
+            "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+             <meta name=\"viewport\" content=\"width=device-width\">\n<meta name=\"color-scheme\" content=\"light dark\">\n\
+             <title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
+        ))
+    }
+
+    fn summary(&self, body: &mut String) {
+        let mut rows = vec![Row::new("time", seconds(self.total))];
+        match self.copied {
+            Ok(report) => {
+                let moved = &report.moved;
+                rows.push(Row::new("result", "done"));
+                rows.push(Row::new("source", report.source.text()));
+                rows.push(Row::new("destination", report.destination.text()));
+                let pages =
+                    format!("{} plain pages, {} zero pages", count(moved.normal), count(moved.duplicate));
+                rows.push(Row::new("memory", format!("{}: {pages}", size(moved.total))));
+                rows.push(Row::new("sent", size(moved.transferred)));
+                rows.push(Row::new("lanes", report.multifd_channels.to_string()));
+                rows.extend(
+                    report.downtime_ms.map(|downtime| Row::new("downtime", format!("{downtime} ms"))),
+                );
+                rows.extend(report.postcopy.as_ref().map(|report| Row::new("postcopy", postcopy(report))));
+            }
+            Err(failure) => {
+                rows.push(Row::new("result", "failed"));
+                rows.push(Row::new("error", failure.to_string()));
+            }
+        }
+        table(body, "Summary", &rows);
+    }
+
+    /// A bar with the share of each phase, and a table.
+    fn phases(&self, body: &mut String) {
+        let phases = &self.recorded.phases;
+        let total = self.total.as_secs_f64().max(f64::MIN_POSITIVE);
+        let ends = phases.iter().skip(1).map(|phase| phase.at).chain([self.total]);
+        let (mut bar, mut rows) = (String::new(), Vec::new());
+        for (number, (phase, end)) in phases.iter().zip(ends).enumerate() {
+            let length = end.saturating_sub(phase.at);
+            let share = length.as_secs_f64() / total * 100.0;
+            let _ = write!(
+                bar,
+                "<span class=\"p{}\" style=\"width:{share:.3}%\" title=\"{}: {}\"></span>",
+                number % 4,
+                phase.name,
+                seconds(length)
+            );
+            rows.push(Row::new(phase.name, format!("{} (from {})", seconds(length), seconds(phase.at))));
+        }
+        let _ = writeln!(body, "<h2>Phases</h2>\n<div class=\"bar\">{bar}</div>");
+        table(body, "", &rows);
+    }
+
+    fn charts(&self, body: &mut String) -> Result<()> {
+        let points = |value: &dyn Fn(&Estimate) -> Option<u64>| -> Vec<(f64, f64)> {
+            let samples = self.recorded.samples.kept.iter();
+            samples
+                .filter_map(|sample| Some((sample.at.as_secs_f64(), value(&sample.estimate)? as f64 / MIB)))
+                .collect()
+        };
+        let rates = [
+            Line { name: "sent", color: BLUE, points: points(&|estimate| estimate.rate) },
+            Line {
+                name: "written by the guest",
+                color: ORANGE,
+                points: points(&|estimate| estimate.dirty_rate),
+            },
+        ];
+        let remaining = [Line {
+            name: "remaining of the pass",
+            color: BLUE,
+            points: points(&|estimate| Some(estimate.remaining)),
+        }];
+        for (title, unit, chart) in [("Rates", "MiB/s", &rates[..]), ("Remaining memory", "MiB", &remaining)]
+        {
+            if let Some(svg) = lines(unit, chart)? {
+                let _ = writeln!(body, "<h2>{title}</h2>\n<figure>{svg}</figure>");
+            }
+        }
+        Ok(())
+    }
+
+    fn lists(&self, body: &mut String) {
+        list(body, "Lanes", &sends::lines(&self.recorded.lanes));
+        list(body, "Notices", &self.recorded.notices);
+    }
+}
+
+/// A row of a table.
+struct Row {
+    name: &'static str,
+    value: String,
+}
+
+impl Row {
+    fn new(name: &'static str, value: impl Into<String>) -> Self {
+        Self { name, value: value.into() }
+    }
+}
+
+fn table(body: &mut String, title: &str, rows: &[Row]) {
+    if !title.is_empty() {
+        let _ = writeln!(body, "<h2>{title}</h2>");
+    }
+    body.push_str("<table>\n");
+    for Row { name, value } in rows {
+        let _ = writeln!(body, "<tr><th>{name}</th><td>{}</td></tr>", escape(value));
+    }
+    body.push_str("</table>\n");
+}
+
+fn list(body: &mut String, title: &str, items: &[String]) {
+    if items.is_empty() {
+        return;
+    }
+    let _ = writeln!(body, "<h2>{title}</h2>\n<ul>");
+    for item in items {
+        let _ = writeln!(body, "<li>{}</li>", escape(item));
+    }
+    body.push_str("</ul>\n");
+}
+
+fn postcopy(report: &PostcopyReport) -> String {
+    let faults = faults_text(&report.faults);
+    match report.running_after {
+        Some(time) => format!("ran after {:.1} ms; {faults}", time.as_secs_f64() * 1e3),
+        None => faults,
+    }
+}
+
+fn seconds(time: Duration) -> String {
+    format!("{:.3} s", time.as_secs_f64())
+}
+
+/// Escapes text for HTML: endpoints and errors contain names that others chose.
+fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            letter if letter.is_control() => escaped.push('\u{fffd}'),
+            letter => escaped.push(letter),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use towline_control::plan::{CopyPhase, Error, Failure, GuestState, Observer as _, Progress};
+
+    use super::super::Recorder;
+    use super::super::page::Page;
+    use super::*;
+    use crate::lock::lock;
+
+    #[test]
+    fn a_page_has_no_script_and_loads_nothing() {
+        let recorder = Recorder::new();
+        recorder.phase(CopyPhase::Prepare);
+        recorder.phase(CopyPhase::Transfer);
+        for pass in 1..4 {
+            let rates = (Some(80 << 20), Some(60 << 20));
+            let progress =
+                Progress { pass: Some(pass), rate: rates.0, dirty_rate: rates.1, ..Progress::default() };
+            recorder.progress(&Progress { remaining: Some(pass << 24), ..progress });
+        }
+        recorder.notice("<script>alert(1)</script>");
+        let error = Box::new(Error::Usage("a & b".into()));
+        let copied = Err(Failure { error, guest: GuestState::Safe, notes: Vec::new() });
+        let recorded = lock(&recorder.recorded);
+        let (source, destination) = ("qmp:<a>".into(), "file:b".into());
+        let page =
+            Page { source, destination, total: Duration::from_secs(2), recorded: &recorded, copied: &copied };
+        let html = page.html().unwrap();
+        assert!(html.contains("qmp:&lt;a&gt; to file:b") && html.contains("a &amp; b"), "{html}");
+        assert!(html.contains("&lt;script&gt;") && !html.contains("<script"), "{html}");
+        for reference in ["src=", "href=", "@import", "url("] {
+            assert!(!html.contains(reference), "{reference}");
+        }
+        assert!(html.contains("prefers-color-scheme: dark") && html.contains("<svg"), "{html}");
+        assert!(html.contains("transfer: "), "{html}");
+    }
+}

@@ -1,0 +1,203 @@
+//! Files of images from object stores: made once on a host, and mapped by all guests of that image.
+//!
+//! ```text
+//!   s3://BUCKET/vm/a ── index ─► its hash ─► CACHE/HASH.img   complete: mapped, nothing else is fetched
+//!                                            CACHE/HASH.lock  of the towline that makes it; the others wait
+//! ```
+//! The name is the hash of the index, which names every chunk by its hash, so that a replaced image has another file. Each chunk is
+//! compared with its hash on its way. Holes stay holes. The file appears by its rename once it is complete. Directory and file belong to this
+//! user alone, since they are the memory of guests: those that others could write are refused.
+//!
+//! Out of scope: removal. A file may be removed at any time; guests keep what they have mapped.
+
+use std::fs::{self, DirBuilder};
+use std::io::ErrorKind;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock, statvfs};
+use rustix::process::geteuid;
+use towline_channel::Cancel;
+use towline_control::plan::{self, Destination, Request, Source};
+use towline_image::Location;
+use towline_image::manifest::{Digest, sidecar_path};
+use towline_image::store::StoredImage;
+use towline_migration::Guest as _;
+use towline_protocol::BlockIndex;
+use towline_protocol::ram::PAGE_SIZE;
+
+use super::rejection::Rejection;
+use crate::progress::Reporter;
+use crate::units::size;
+
+/// The file of one image.
+pub(super) struct Materialised {
+    location: Location,
+    directory: PathBuf,
+    path: PathBuf,
+}
+
+/// State of the file.
+pub(super) enum File {
+    /// It is there.
+    Complete(PathBuf),
+    /// It has to be made.
+    Missing,
+}
+
+impl Materialised {
+    pub(super) fn of(
+        image: &StoredImage,
+        location: &Location,
+        directory: Option<&Path>,
+    ) -> Result<Self, Rejection> {
+        let directory = match directory {
+            Some(directory) => directory.to_owned(),
+            None => default_directory().ok_or_else(|| {
+                Rejection::usage(
+                    "no directory for images of object stores: HOME is not set; give --cache-dir",
+                )
+            })?,
+        };
+        let index = image.index().encode().map_err(|error| Rejection::refused(&error))?;
+        let path = directory.join(format!("{}.img", Digest::of(&index)));
+        Ok(Self { location: location.clone(), directory, path })
+    }
+
+    /// Finds the file.
+    ///
+    /// # Errors
+    /// A directory or a file that others could have written: the guests' memory would be theirs.
+    pub(super) fn find(&self) -> Result<File, Rejection> {
+        match fs::metadata(&self.directory) {
+            Ok(found) => self.check_own(&self.directory, &found)?,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(File::Missing),
+            Err(error) => return Err(self.refused(&error)),
+        }
+        match fs::symlink_metadata(&self.path) {
+            Ok(found) if found.is_file() => {
+                self.check_own(&self.path, &found)?;
+                Ok(File::Complete(self.path.clone()))
+            }
+            Ok(_) => Err(self.refused(&format!("{} is not a file", self.path.display()))),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(File::Missing),
+            Err(error) => Err(self.refused(&error)),
+        }
+    }
+
+    fn check_own(&self, path: &Path, found: &fs::Metadata) -> Result<(), Rejection> {
+        let (owner, expected, mode) = (found.uid(), geteuid().as_raw(), found.mode() & 0o7777);
+        if owner == expected && mode & 0o022 == 0 {
+            return Ok(());
+        }
+        Err(self.refused(&format!(
+            "{} has owner {owner} and mode {mode:03o}, expected {expected} and no right of others to write",
+            path.display()
+        )))
+    }
+
+    /// Makes the file, or waits until another towline has made it.
+    pub(super) fn make(
+        &self,
+        image: &StoredImage,
+        cancel: &Cancel,
+        reporter: &Reporter,
+    ) -> Result<PathBuf, Rejection> {
+        self.make_directory().map_err(|error| self.refused(&error))?;
+        let _lock = self.lock(reporter).map_err(|error| self.refused(&error))?;
+        if let File::Complete(path) = self.find()? {
+            return Ok(path);
+        }
+        let bytes = self.check_room(image)?;
+        reporter.line(&format!(
+            "{} is copied to {} first, {} (--postcopy runs the guest meanwhile)",
+            self.location,
+            self.path.display(),
+            size(bytes)
+        ));
+        let (from, to) = (Source::Store(self.location.clone()), Destination::Image(self.unchecked()));
+        if let Err(error) = fs::remove_file(self.unchecked())
+            && error.kind() != ErrorKind::NotFound
+        {
+            return Err(self.refused(&error));
+        }
+        match plan::copy(&from, &to, &Request::default(), cancel, reporter) {
+            Ok(_) => self.publish(image),
+            Err(failure) => Err(Rejection::refused(&failure)),
+        }
+    }
+
+    /// The file before it is known to be of this image.
+    fn unchecked(&self) -> PathBuf {
+        self.path.with_extension("new")
+    }
+
+    /// Gives the file its name. It was read from the location by itself: if the image there was replaced meanwhile, it may be of the other
+    /// one, and is removed.
+    fn publish(&self, image: &StoredImage) -> Result<PathBuf, Rejection> {
+        let now = StoredImage::open(&self.location, None).map_err(|error| Rejection::refused(&error));
+        if now.as_ref().is_ok_and(|now| now.index() == image.index()) {
+            // The image last: its name says that all is there.
+            fs::rename(sidecar_path(&self.unchecked()), sidecar_path(&self.path))
+                .and_then(|()| fs::rename(self.unchecked(), &self.path))
+                .map_err(|error| self.refused(&error))?;
+            return Ok(self.path.clone());
+        }
+        fs::remove_file(sidecar_path(&self.unchecked()))
+            .and_then(|()| fs::remove_file(self.unchecked()))
+            .map_err(|error| self.refused(&error))?;
+        now?;
+        Err(Rejection::refused(&format!("{} was replaced while it was read; try again", self.location)))
+    }
+
+    fn make_directory(&self) -> std::io::Result<()> {
+        // Memory of guests is its owner's alone.
+        DirBuilder::new().recursive(true).mode(0o700).create(&self.directory)
+    }
+
+    fn lock(&self, reporter: &Reporter) -> std::io::Result<fs::File> {
+        let mut options = fs::File::options();
+        let file = options.create(true).truncate(false).write(true).mode(0o600);
+        let file = file.open(self.path.with_extension("lock"))?;
+        if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+            reporter.line(&format!("{} is made by another towline", self.path.display()));
+            // A signal ends the wait: the second one does so at once.
+            flock(&file, FlockOperation::LockExclusive)?;
+        }
+        Ok(file)
+    }
+
+    /// Returns the bytes that will be written.
+    fn check_room(&self, image: &StoredImage) -> Result<u64, Rejection> {
+        let blocks = 0..u32::try_from(image.blocks().len()).unwrap_or(u32::MAX);
+        let needed: u64 = blocks.map(|block| image.count_pages(BlockIndex(block)).plain * PAGE_SIZE).sum();
+        match statvfs(&self.directory) {
+            Ok(free) if free.f_bavail * free.f_frsize < needed => Err(Rejection::refused(&format!(
+                "directory {} has {} free, expected {} for {}; choose another with --cache-dir, or use --postcopy",
+                self.directory.display(),
+                size(free.f_bavail * free.f_frsize),
+                size(needed),
+                self.location
+            ))),
+            Ok(_) => Ok(needed),
+            Err(errno) => Err(self.refused(&errno)),
+        }
+    }
+
+    fn refused(&self, error: &dyn std::fmt::Display) -> Rejection {
+        Rejection::refused(&format!(
+            "directory {} of images from object stores: {error}; choose another with --cache-dir, or use --postcopy",
+            self.directory.display()
+        ))
+    }
+}
+
+/// The directory of this user, or of the host for root.
+fn default_directory() -> Option<PathBuf> {
+    if geteuid().is_root() {
+        return Some("/var/cache/towline/images".into());
+    }
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
+    Some(cache.join("towline/images"))
+}

@@ -1,0 +1,211 @@
+//! `towline store`: the images of a store's prefix, or of a directory.
+
+mod files;
+#[cfg(feature = "store")]
+mod objects;
+mod row;
+
+use std::path::PathBuf;
+#[cfg(feature = "store")]
+use std::time::Duration;
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use crate::args::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
+use crate::endpoint::Endpoint;
+use crate::exit::Exit;
+use crate::progress::Reporter;
+use crate::sandbox::policy_of_images;
+use crate::{console, errors, events};
+
+/// Minimum age of garbage in a store, without `--min-age`.
+#[cfg(feature = "store")]
+const GARBAGE_AGE: Duration = Duration::from_secs(24 * 3600);
+
+/// Columns to show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum View {
+    List,
+    Usage,
+}
+
+/// Action on garbage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Action {
+    List,
+    Remove,
+}
+
+/// A place with images.
+enum Place {
+    Directory(PathBuf),
+    #[cfg(feature = "store")]
+    Prefix(towline_image::store::Location),
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &StoreArgs) -> Result<Exit> {
+    let (output, ended) = match &args.command {
+        StoreCommand::Ls(args) => (&args.output, show(args, View::List)),
+        StoreCommand::Du(args) => (&args.output, show(args, View::Usage)),
+        StoreCommand::Rm(args) => (&args.output, remove(args)),
+        StoreCommand::Gc(args) => (&args.output, collect(args)),
+        StoreCommand::Verify(args) => (&args.output, verify(args)),
+    };
+    if let Err(error) = &ended {
+        let text = errors::text(error);
+        let fields = json!({ "error": text, "reason": "image" });
+        Reporter::new(output).event("failed", events::with_exit(fields, Exit::Failed));
+    }
+    ended
+}
+
+/// Returns the place that an endpoint names, or the error text.
+fn place(endpoint: &Endpoint) -> Result<Place, String> {
+    match endpoint {
+        Endpoint::Image(path) => Ok(Place::Directory(path.clone())),
+        #[cfg(feature = "store")]
+        Endpoint::Store(location) => Ok(Place::Prefix(location.clone())),
+        #[cfg(feature = "store")]
+        Endpoint::Secret(why) => Err(why.clone()),
+        other => Err(format!(
+            "{other}: expected the prefix of a store, such as s3://BUCKET/PREFIX, or a directory"
+        )),
+    }
+}
+
+fn usage(reporter: &Reporter, text: &str) -> Result<Exit> {
+    failed(reporter, text, Exit::Usage);
+    Ok(Exit::Usage)
+}
+
+/// Reports an error, as the last event of the command.
+fn failed(reporter: &Reporter, text: &str, exit: Exit) {
+    let reason = if exit == Exit::Usage { "usage" } else { "image" };
+    reporter.event("failed", events::with_exit(json!({ "error": text, "reason": reason }), exit));
+    console::error(text);
+}
+
+fn show(args: &PlaceArgs, view: View) -> Result<Exit> {
+    let reporter = Reporter::new(&args.output).blocking();
+    match place(&args.place) {
+        Err(text) => usage(&reporter, &text),
+        Ok(Place::Directory(path)) => {
+            args.sandbox.confine(&policy_of_images(&path));
+            files::show(&reporter, &path, view)
+        }
+        #[cfg(feature = "store")]
+        Ok(Place::Prefix(prefix)) => {
+            args.sandbox.confine(&crate::sandbox::policy_of_store(&prefix));
+            objects::show(&reporter, &prefix, view)
+        }
+    }
+}
+
+fn verify(args: &PlaceArgs) -> Result<Exit> {
+    let reporter = Reporter::new(&args.output).blocking();
+    match place(&args.place) {
+        Err(text) => usage(&reporter, &text),
+        Ok(Place::Directory(path)) => {
+            args.sandbox.confine(&policy_of_images(&path));
+            files::verify(&reporter, &path)
+        }
+        #[cfg(feature = "store")]
+        Ok(Place::Prefix(prefix)) => {
+            args.sandbox.confine(&crate::sandbox::policy_of_store(&prefix));
+            objects::verify(&reporter, &prefix)
+        }
+    }
+}
+
+fn remove(args: &RemoveArgs) -> Result<Exit> {
+    let reporter = Reporter::new(&args.output);
+    // All of them first: nothing is removed by a command line with an error.
+    let places: Result<Vec<Place>, String> = args.images.iter().map(place).collect();
+    let places = match places {
+        Ok(places) => places,
+        Err(text) => return usage(&reporter, &text),
+    };
+    let mut failed = 0;
+    for (image, place) in args.images.iter().zip(&places) {
+        let removed = match place {
+            Place::Directory(path) => files::remove(path),
+            #[cfg(feature = "store")]
+            Place::Prefix(location) => objects::remove(location),
+        };
+        match removed {
+            Ok(Removed { freed, text }) => {
+                reporter.event("removed-image", json!({ "image": image.to_string(), "freed": freed }));
+                reporter.line(&format!("removed {image}: {text}"));
+            }
+            Err(error) => {
+                failed += 1;
+                let text = errors::text(&error);
+                let fields = json!({ "path": image.to_string(), "error": text, "reason": "image" });
+                reporter.event("failed", events::with_exit(fields, Exit::Failed));
+                console::error(&text);
+            }
+        }
+    }
+    let place = args.images.first().map(ToString::to_string).unwrap_or_default();
+    Ok(end(&reporter, totals(&place, args.images.len(), failed), failed))
+}
+
+/// A removed image.
+struct Removed {
+    /// Bytes of disk space; `None`: its chunks are left to garbage collection.
+    freed: Option<u64>,
+    /// The same for people.
+    text: String,
+}
+
+fn collect(args: &CollectArgs) -> Result<Exit> {
+    let reporter = Reporter::new(&args.output).blocking();
+    let action = if args.dry_run { Action::List } else { Action::Remove };
+    match place(&args.place) {
+        Err(text) => usage(&reporter, &text),
+        Ok(Place::Directory(_)) if args.min_age.is_some() => usage(
+            &reporter,
+            "--min-age: a partial file without a writer has no minimum age; leave it out for a directory",
+        ),
+        Ok(Place::Directory(path)) => files::collect(&reporter, &path, action),
+        #[cfg(feature = "store")]
+        Ok(Place::Prefix(prefix)) => {
+            let age = args.min_age.unwrap_or(GARBAGE_AGE);
+            crate::garbage::collect(&reporter, &prefix, action, age)
+        }
+    }
+}
+
+/// Reports a verification that found no image.
+fn nothing_to_verify(reporter: &Reporter, place: &str) -> Exit {
+    console::error(&format!("{place}: there is no image of this name or below it; correct the name"));
+    end(reporter, totals(place, 0, 0), 1)
+}
+
+/// Formats a number of images.
+fn images_text(images: usize) -> String {
+    if images == 1 { "1 image".into() } else { format!("{images} images") }
+}
+
+/// Reports a compared image.
+fn report_verified(reporter: &Reporter, image: &str, error: Option<&str>) {
+    reporter.event("verified", json!({ "image": image, "error": error }));
+    match error {
+        None => reporter.line(&format!("{image}: every checksum matches")),
+        Some(error) => console::error(error),
+    }
+}
+
+/// Returns the fields of the last event of a listing.
+fn totals(place: &str, images: usize, unreadable: usize) -> Value {
+    json!({ "place": place, "images": images, "unreadable": unreadable })
+}
+
+/// Reports the end of a listing or a verification, with the exit status.
+fn end(reporter: &Reporter, fields: Value, bad: usize) -> Exit {
+    let exit = if bad == 0 { Exit::Done } else { Exit::Failed };
+    reporter.event("images", events::with_exit(fields, exit));
+    exit
+}

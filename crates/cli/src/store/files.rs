@@ -1,0 +1,146 @@
+//! Images in a directory.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+use serde_json::json;
+use towline_image::Image;
+use towline_image::directory::{self, ImageEntry};
+use towline_image::leftover::{self, Partial};
+
+use super::row::{Content, Row, print_heading};
+use super::{Action, Removed, View, end, images_text, totals};
+use crate::exit::Exit;
+use crate::progress::Reporter;
+use crate::units::size;
+use crate::{console, errors};
+
+/// Number of threads that compare an image with its checksums.
+const VERIFY_THREADS: usize = 4;
+
+/// Lists the images.
+pub(super) fn show(reporter: &Reporter, path: &Path, view: View) -> Result<Exit> {
+    let entries = directory::list(path)?;
+    if !entries.is_empty() {
+        print_heading(reporter, view);
+    }
+    let rows: Vec<Row> = entries.iter().map(row).collect();
+    rows.iter().for_each(|row| row.report(reporter, view));
+    let bad = rows.iter().filter(|row| !row.is_whole()).count();
+    let allocated: u64 = entries.iter().map(|entry| entry.allocated).sum();
+    reporter.line(&format!("{}: {} in {}", path.display(), images_text(rows.len()), size(allocated)));
+    let mut fields = totals(&path.display().to_string(), rows.len(), bad);
+    fields["bytes"] = allocated.into();
+    Ok(end(reporter, fields, bad))
+}
+
+fn row(entry: &ImageEntry) -> Row {
+    let names = |paths: &[std::path::PathBuf]| paths.iter().map(|path| path.display().to_string()).collect();
+    Row {
+        name: entry.path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        bases: names(&entry.bases),
+        readers: Vec::new(),
+        content: entry.summary.clone().map(|summary| Content {
+            created: entry.modified,
+            source: summary.source,
+            qemu: summary.qemu,
+            memory: summary.memory_bytes,
+            // A whole image has no base; its file is what it occupies.
+            alone: if entry.bases.is_empty() {
+                entry.allocated
+            } else {
+                summary.content_bytes.max(entry.allocated)
+            },
+            own: entry.allocated,
+            missing: 0,
+        }),
+    }
+}
+
+/// Compares one image, or all images of a directory, with their checksums.
+pub(super) fn verify(reporter: &Reporter, path: &Path) -> Result<Exit> {
+    let paths = match path.is_dir() {
+        true => directory::list(path)?.into_iter().map(|entry| entry.path).collect(),
+        false => vec![path.to_owned()],
+    };
+    if paths.is_empty() {
+        return Ok(super::nothing_to_verify(reporter, &path.display().to_string()));
+    }
+    let mut bad = 0;
+    for image in &paths {
+        let verified = Image::open(image).and_then(|image| image.verify(VERIFY_THREADS, &|_| {}));
+        let error = verified.err().map(|error| errors::text(&error.into()));
+        super::report_verified(reporter, &image.display().to_string(), error.as_deref());
+        bad += usize::from(error.is_some());
+    }
+    Ok(end(reporter, totals(&path.display().to_string(), paths.len(), bad), bad))
+}
+
+/// Removes an image.
+pub(super) fn remove(path: &Path) -> Result<Removed> {
+    let freed = directory::remove(path)?;
+    Ok(Removed { freed: Some(freed), text: format!("{} are free", size(freed)) })
+}
+
+/// Removes the partial files of writers that were killed.
+pub(super) fn collect(reporter: &Reporter, path: &Path, action: Action) -> Result<Exit> {
+    let partials = leftover::list(path)?;
+    let (mut count, mut bytes, mut failed) = (0, 0, 0);
+    for partial in &partials {
+        let file = partial.path.display().to_string();
+        let swept = match action {
+            Action::Remove => remove_partial(partial),
+            Action::List => Ok(Swept::of(partial.writer.clone())),
+        };
+        match swept {
+            Ok(Swept::Written(writer)) => reporter.line(&format!("  kept {file}: {writer} writes it")),
+            Ok(Swept::Garbage) => {
+                (count, bytes) = (count + 1, bytes + partial.allocated);
+                let name = if action == Action::List { "garbage" } else { "removed" };
+                reporter.event(name, json!({ "object": file, "bytes": partial.allocated, "age": 0 }));
+                reporter.line(&format!("  {name} {file} {:>11}", size(partial.allocated)));
+            }
+            Err(error) => {
+                failed += 1;
+                console::error(&errors::text(&error));
+            }
+        }
+    }
+    let done = if action == Action::List { "not removed (--dry-run)" } else { "removed" };
+    reporter.line(&format!("{}: {count} partial files in {}, {done}", path.display(), size(bytes)));
+    let mut fields = totals(&path.display().to_string(), 0, failed);
+    fields["bytes"] = bytes.into();
+    Ok(end(reporter, fields, failed))
+}
+
+/// State of a partial file.
+enum Swept {
+    /// It has no writer.
+    Garbage,
+    /// This process writes it.
+    Written(String),
+}
+
+impl Swept {
+    fn of(writer: Option<String>) -> Self {
+        writer.map_or(Self::Garbage, Self::Written)
+    }
+}
+
+/// Removes a partial file, unless a writer has it now.
+fn remove_partial(partial: &Partial) -> Result<Swept> {
+    if let Some(writer) = &partial.writer {
+        return Ok(Swept::Written(writer.clone()));
+    }
+    let found = leftover::remove(&image_of(&partial.path)?)?;
+    let now = found.into_iter().find(|found| found.path == partial.path);
+    Ok(Swept::of(now.and_then(|found| found.writer)))
+}
+
+/// Returns the path of the file that a partial file was to become.
+fn image_of(partial: &Path) -> Result<std::path::PathBuf> {
+    let name = partial.file_name().and_then(std::ffi::OsStr::to_str);
+    let name = name.and_then(|name| name.strip_prefix('.')?.strip_suffix(".partial"));
+    let name = name.with_context(|| format!("{}: not the name of a partial file", partial.display()))?;
+    Ok(partial.with_file_name(name))
+}

@@ -1,0 +1,110 @@
+//! Images in an object store.
+
+use anyhow::Result;
+use towline_channel::Cancel;
+use towline_image::store::{
+    Catalog, CatalogEntry, InUse, Location, StoredImage, VerifiedChunks, is_image, remove_image,
+};
+
+use super::row::{Content, Row, print_heading};
+use super::{Removed, View, end, images_text, report_verified, totals};
+use crate::errors;
+use crate::exit::Exit;
+use crate::progress::Reporter;
+use crate::signals::cancel_on_signals;
+use crate::units::{count, size};
+
+/// Lists the images of a prefix.
+pub(super) fn show(reporter: &Reporter, prefix: &Location, view: View) -> Result<Exit> {
+    let cancel = cancel_on_signals("nothing is changed")?;
+    let catalog = Catalog::read(prefix, Some(cancel))?;
+    if !catalog.images.is_empty() {
+        print_heading(reporter, view);
+    }
+    let rows: Vec<Row> = catalog.images.iter().map(row).collect();
+    rows.iter().for_each(|row| row.report(reporter, view));
+    let Catalog { used, unreferenced, uploads, .. } = &catalog;
+    reporter.line(&format!(
+        "{prefix}: {}, {} chunks in {}",
+        images_text(rows.len()),
+        count(used.chunks),
+        size(used.bytes)
+    ));
+    if unreferenced.chunks > 0 {
+        reporter.line(&format!(
+            "  unreferenced  {} chunks in {} (`towline store gc` removes old ones); uploads in progress: {uploads}",
+            count(unreferenced.chunks),
+            size(unreferenced.bytes)
+        ));
+    }
+    let bad = rows.iter().filter(|row| !row.is_whole()).count();
+    let mut fields = totals(&prefix.to_string(), rows.len(), bad);
+    fields["bytes"] = used.bytes.into();
+    fields["unreferenced"] = unreferenced.bytes.into();
+    fields["uploads"] = (*uploads).into();
+    Ok(end(reporter, fields, bad))
+}
+
+fn row(entry: &CatalogEntry) -> Row {
+    Row {
+        name: entry.name.clone(),
+        bases: Vec::new(),
+        readers: entry.readers.clone(),
+        content: entry.summary.clone().map(|summary| Content {
+            created: summary.created,
+            source: Some(summary.source),
+            qemu: summary.qemu,
+            memory: summary.memory_bytes,
+            alone: summary.chunks.bytes + summary.index_bytes,
+            own: summary.own.bytes + summary.index_bytes,
+            missing: summary.missing,
+        }),
+    }
+}
+
+/// Compares an image, or all images of a prefix, with their checksums. A chunk that several images share is read once.
+pub(super) fn verify(reporter: &Reporter, place: &Location) -> Result<Exit> {
+    let cancel = cancel_on_signals("nothing is changed")?;
+    let names = match is_image(place, Some(cancel.clone()))? {
+        true => vec![place.to_string()],
+        false => {
+            let catalog = Catalog::read(place, Some(cancel.clone()))?;
+            let prefix = place.to_string();
+            let prefix = prefix.trim_end_matches('/');
+            catalog.images.iter().map(|entry| format!("{prefix}/{}", entry.name)).collect()
+        }
+    };
+    if names.is_empty() {
+        return Ok(super::nothing_to_verify(reporter, &place.to_string()));
+    }
+    let (known, mut bad) = (VerifiedChunks::default(), 0);
+    for name in &names {
+        let verified = verify_image(name, place, &known, &cancel);
+        if cancel.is_cancelled() {
+            verified?;
+            return Ok(Exit::Failed);
+        }
+        let error = verified.err().map(|error| errors::text(&error));
+        report_verified(reporter, name, error.as_deref());
+        bad += usize::from(error.is_some());
+    }
+    Ok(end(reporter, totals(&place.to_string(), names.len(), bad), bad))
+}
+
+/// Compares the image of this name, which is `place` itself or below it. An object of another program may have a name that
+/// no image has.
+fn verify_image(name: &str, place: &Location, known: &VerifiedChunks, cancel: &Cancel) -> Result<()> {
+    let location = match name == place.to_string() {
+        true => place.clone(),
+        false => place.image(name.rsplit('/').next().unwrap_or(name))?,
+    };
+    StoredImage::open(&location, Some(cancel.clone()))?.verify_unknown(known, &|_| {})?;
+    Ok(())
+}
+
+/// Removes an image, unless it is being read.
+pub(super) fn remove(image: &Location) -> Result<Removed> {
+    remove_image(image, InUse::Refuse, None)?;
+    let text = "chunks that no other image references are garbage; `towline store gc` removes them".into();
+    Ok(Removed { freed: None, text })
+}

@@ -1,0 +1,109 @@
+//! `towline upgrade`: another QEMU under a running guest.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use serde_json::json;
+use towline_control::plan::{
+    Destination, Failure, GuestState, Observer, Source, SourceCategory, UpgradeMemory,
+};
+use towline_control::upgrade::{self, Prepared, Reversible, UpgradeOptions, Upgraded, Vsocks};
+use towline_launch::RuntimeRoot;
+
+use crate::args::UpgradeArgs;
+use crate::command_line::quoted;
+use crate::console;
+use crate::endpoint::Endpoint;
+use crate::events;
+use crate::exit::Exit;
+use crate::log::RequestId;
+use crate::outcome::{Results, Verb};
+use crate::progress::Reporter;
+use crate::signals::cancel_on_signals;
+
+/// Runs the command.
+pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit> {
+    let reporter = Reporter::new(&args.output);
+    reporter.report_start(request);
+    let results = Results::of(Verb::Upgraded, &reporter, &args.old);
+    let Ok(Source::Qmp(old)) = args.old.source() else {
+        let text = format!("upgrade replaces a running QEMU, and so needs a qmp: endpoint, not {}", args.old);
+        return Ok(results.usage(&text));
+    };
+    let cancel = cancel_on_signals("the guest stays in the old QEMU, unless the switchover is in progress")?;
+    let options = UpgradeOptions {
+        old,
+        binary: args.qemu.clone(),
+        settings: args.set.clone(),
+        arguments: args.arguments.clone(),
+        memory: if args.copy { UpgradeMemory::Copied } else { UpgradeMemory::InPlace },
+        vsocks: if args.detach_vsock { Vsocks::Detached } else { Vsocks::Refused },
+        downtime_limit: Duration::from_millis(args.downtime_limit),
+        root: RuntimeRoot::of_user(),
+    };
+    let prepared = upgrade::prepare(&options);
+    let new = match prepared.and_then(|prepared| start(prepared, &reporter)) {
+        Ok(new) => new,
+        Err(error) => return Ok(refused(&reporter, &error)),
+    };
+    if args.dry_run {
+        return Ok(match new.check(&cancel, &reporter) {
+            Ok(()) => {
+                reporter.finish();
+                reporter.line(&format!("{} can be upgraded; the guest was not touched", args.old));
+                Exit::Done
+            }
+            Err(failure) => results.failed(&args.old, &failure),
+        });
+    }
+    let upgraded = new.hand_over(&cancel, &reporter);
+    reporter.finish();
+    Ok(report(&results, args, upgraded))
+}
+
+/// Prints the command, and starts it.
+fn start(prepared: Prepared, reporter: &Reporter) -> Result<Reversible, upgrade::Error> {
+    let command = prepared.shown_command();
+    let words: Vec<String> = command.iter().map(|word| quoted(word)).collect();
+    reporter.line(&format!("replacing {} by", prepared.old()));
+    reporter.line(&words.join(" "));
+    prepared.start()
+}
+
+/// Reports an upgrade before which nothing was changed.
+fn refused(reporter: &Reporter, error: &upgrade::Error) -> Exit {
+    let text = error.to_string();
+    let is_unreached = matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });
+    let guest = if is_unreached { GuestState::Unreached } else { GuestState::Safe };
+    let (row, guest) = (guest.row(SourceCategory::Qemu), guest.sentence(SourceCategory::Qemu));
+    let fields = json!({
+        "error": text,
+        "reason": "upgrade-refused",
+        "guest": guest,
+        "guest-state": row.id,
+        "notes": [],
+    });
+    reporter.event("failed", events::with_exit(fields, Exit::Failed));
+    console::error(&text);
+    console::error(&format!("the guest: {guest}"));
+    Exit::Failed
+}
+
+fn report(results: &Results<'_>, args: &UpgradeArgs, upgraded: Result<Upgraded, Failure>) -> Exit {
+    let upgraded = match upgraded {
+        Ok(upgraded) => upgraded,
+        Err(failure) => return results.failed(&args.old, &failure),
+    };
+    let observer: &dyn Observer = results.reporter;
+    for path in &upgraded.published {
+        observer.notice(&format!("{} is the new QEMU's; its clients were disconnected", path.display()));
+    }
+    for text in &upgraded.not_published {
+        observer.notice(&format!("a socket of the new QEMU could not be renamed: {text}"));
+    }
+    let monitor = Destination::Qmp(upgraded.monitor.clone());
+    let endpoint = Endpoint::Qmp(upgraded.monitor);
+    results.done(&endpoint, &upgraded.report);
+    results.reporter.line(&format!("  new QEMU     {} (process {}), {monitor}", upgraded.name, upgraded.pid));
+    Exit::Done
+}

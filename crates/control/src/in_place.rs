@@ -1,0 +1,165 @@
+//! A guest whose memory is already where it is needed: proven, not assumed.
+//!
+//! ```text
+//!   QMP    query-memdev, qom-get, info ramblock ─► Backends: type, size, share, address of each block ─┐
+//!   /proc  maps, smaps of QEMU ───────────────────► FileRange: device, inode, offset, private copies ──┼─► Presence ─► PresentGuest
+//!   image  own mapping, page bitmaps, holes ──────► ExpectedMapping: the same of the block in the image ─────────┘      └─► reasons
+//! ```
+//!
+//! A block is [`Mapped`] if the kernel shows that QEMU's memory at the block's address is the very range of the very file, with
+//! no page of its own in between; what QEMU says of its command line alone proves nothing, since a name may be another file's by
+//! now. Otherwise its pages are sent as ever, and a [`Reason`] says why. What would damage memory in use is an [`Error`].
+//!
+//! - [`of_image`]: QEMU maps an image copy-on-write; the guest's writes are its own.
+//! - [`of_reflink`]: QEMU maps a file that shares the image's storage ([`Reflink`]), for devices that need shared memory.
+//! - [`of_running`]: QEMU maps the memory of another QEMU, which has the guest until this one runs it.
+//! - [`guest_backends`]: files of a running guest's memory, for a QEMU that is to map it.
+//! - [`old_memory`]: QEMU maps a file that may have content, which a guest that is sent must not keep.
+//!
+//! Out of scope: starting QEMU, and sending what is left (`plan`). Limits: Linux, a QEMU of this host whose process is
+//! identified; QEMU 8.2 and later where memory is mapped, any where it comes from. Nothing protects the image from programs that
+//! do not know its lock (`flock`): it must not change for as long as guests run from it.
+
+mod backend;
+mod content;
+mod error;
+mod fresh;
+mod maps;
+mod process;
+mod proof;
+mod reflink;
+mod running;
+mod shared;
+mod stored;
+#[cfg(test)]
+mod tests;
+mod unchanged;
+
+use std::fs::File;
+use std::ops::Deref;
+
+use towline_migration::{Guest, PresentGuest, PresentSink, Sink};
+use unchanged::Unchanged;
+
+pub use error::{Error, Reason};
+pub use fresh::{OldMemory, old_memory};
+pub use maps::FileId;
+pub use reflink::Reflink;
+pub use running::of_running;
+pub use shared::{GuestBackends, PrivateBlock, SharedBlock, guest_backends, shared_blocks};
+
+pub use stored::{Verify, find_mapped_memory, may_map, of_image, of_reflink};
+
+/// Relation of a block's memory to the file that it is mapped from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Pages are those of an image until the guest writes them.
+    CopyOnWrite,
+    /// Pages are those of a reflink of an image, which is written.
+    Reflink,
+    /// Pages are those of another QEMU.
+    Running,
+}
+
+/// Proof that the memory of a block is at the destination.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Mapped {
+    /// Name of the block.
+    pub block: String,
+    /// Its length.
+    pub bytes: u64,
+    /// The way it is mapped.
+    pub kind: Kind,
+}
+
+/// A block whose pages have to be sent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Sent {
+    /// Name of the block.
+    pub block: String,
+    /// Reason for it.
+    pub reason: Reason,
+    /// True if the backend's file is named as if its memory were to be mapped, so that a user should learn of the reason.
+    pub is_unexpected: bool,
+}
+
+/// The memory of a guest at a destination that waits for it. While it lives, no towline replaces the image.
+#[derive(Debug, Default)]
+#[must_use]
+pub struct Presence {
+    mapped: Vec<Mapped>,
+    sent: Vec<Sent>,
+    /// The image, locked as its readers do.
+    _lock: Option<File>,
+    /// The image, if it must not be written.
+    unchanged: Option<Unchanged>,
+    /// The guest's own file, which no other guest gets.
+    _reflink: Option<Reflink>,
+}
+
+/// Purpose of a backend, by the file that it is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Intent {
+    /// Memory of the guest is to be mapped.
+    Mapped,
+    /// It is any other memory.
+    Other,
+}
+
+impl Presence {
+    /// Blocks whose memory is there.
+    #[must_use]
+    pub fn mapped(&self) -> &[Mapped] {
+        &self.mapped
+    }
+
+    /// Blocks whose pages are sent.
+    #[must_use]
+    pub fn sent(&self) -> &[Sent] {
+        &self.sent
+    }
+
+    /// Returns true if all pages have to be sent.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.mapped.is_empty()
+    }
+
+    /// The guest without the pages that need not be sent.
+    ///
+    /// # Errors
+    /// It is another guest than that of the proof.
+    pub fn guest<P: Deref<Target: Guest>>(&self, guest: P) -> towline_migration::Result<PresentGuest<P>> {
+        PresentGuest::new(guest, self.names())
+    }
+
+    /// Refuses an image that was written since the proof began, of which the guest would have a mixture.
+    ///
+    /// # Errors
+    /// [`Error::Changed`].
+    pub fn check_unchanged(&self) -> Result<(), Error> {
+        self.unchanged.as_ref().map_or(Ok(()), Unchanged::check)
+    }
+
+    /// A sink that drops those pages on arrival.
+    pub fn sink<P: Deref<Target: Sink>>(&self, sink: P) -> PresentSink<P> {
+        PresentSink::new(sink, self.names())
+    }
+
+    fn names(&self) -> impl Iterator<Item = &str> {
+        self.mapped.iter().map(|mapped| mapped.block.as_str())
+    }
+
+    fn add(&mut self, block: &str, outcome: Result<Mapped, Reason>, intent: Intent) {
+        match outcome {
+            Ok(mapped) => self.mapped.push(mapped),
+            Err(reason) => {
+                tracing::debug!(block, %reason, "pages are sent");
+                let is_unexpected = intent == Intent::Mapped;
+                self.sent.push(Sent { block: block.to_owned(), reason, is_unexpected });
+            }
+        }
+    }
+}

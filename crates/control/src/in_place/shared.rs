@@ -1,0 +1,149 @@
+//! Memory of a running guest that another QEMU can map.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::backend::{Backend, Backends};
+use super::maps::{Detail, FileId, Mapping, Sharing, has_shared, range_at};
+use super::process::Mappings;
+use super::{Error, Reason};
+use crate::qemu::Qemu;
+
+/// A block of a guest's memory, and the way to map it in another process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SharedBlock {
+    /// Id of its backend.
+    pub backend: String,
+    /// Its length.
+    pub bytes: u64,
+    /// The file: its name, or a descriptor of the QEMU that has it (`/proc/PID/fd/N`).
+    pub path: PathBuf,
+    /// The block's first byte in the file.
+    pub offset: u64,
+}
+
+/// A block of a guest's memory that no other process can map.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PrivateBlock {
+    /// Id of its backend.
+    pub backend: String,
+    /// Type of the backend.
+    pub kind: String,
+    /// Its file, if it is mapped privately from one.
+    pub path: Option<String>,
+    /// Reason for it.
+    pub reason: Reason,
+}
+
+/// The memory backends of a running guest.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GuestBackends {
+    /// Those that another QEMU can map.
+    pub shared: Vec<SharedBlock>,
+    /// The others.
+    pub private: Vec<PrivateBlock>,
+}
+
+/// Names of the blocks that are mapped shared. With `x-ignore-shared`, QEMU leaves out some of them or all.
+///
+/// # Errors
+/// [`Error::Qemu`].
+pub fn shared_blocks(qemu: &mut Qemu) -> Result<Vec<String>, Error> {
+    let backends = Backends::of(qemu.client())?;
+    let is_shared =
+        |name: &&String| backends.of_block(name).is_some_and(|backend| backend.share && !backend.readonly);
+    Ok(qemu.facts().migrated_blocks().map(|block| &block.name).filter(is_shared).cloned().collect())
+}
+
+/// Finds the files of a running guest's memory. That another QEMU maps the same is proven later ([`super::of_running`]).
+///
+/// # Errors
+/// [`Error::DiscardsData`]; [`Error::Qemu`].
+pub fn guest_backends(qemu: &mut Qemu) -> Result<GuestBackends, Error> {
+    let backends = Backends::of(qemu.client())?;
+    let process = Mappings::of(qemu, Detail::Mappings);
+    let mut found = GuestBackends::default();
+    for block in qemu.facts().migrated_blocks() {
+        let Some(backend) = backends.of_block(&block.name) else { continue };
+        if backend.discard_data {
+            let (socket, backend) = (qemu.socket().to_owned(), backend.id.clone());
+            return Err(Error::DiscardsData { socket, backend });
+        }
+        match locate(backend, backends.address_of(&block.name), &backends, &process) {
+            Ok((path, offset)) => {
+                let (backend, bytes) = (backend.id.clone(), block.used_bytes);
+                found.shared.push(SharedBlock { backend, bytes, path, offset });
+            }
+            Err(reason) => found.private.push(PrivateBlock {
+                backend: backend.id.clone(),
+                kind: backend.kind.clone(),
+                path: backend.path.clone().filter(|_| backend.maps_file()),
+                reason,
+            }),
+        }
+    }
+    Ok(found)
+}
+
+/// The file of a backend as another process can open it, and the block's first byte in it.
+fn locate(
+    backend: &Backend,
+    address: Option<u64>,
+    backends: &Backends,
+    process: &Mappings,
+) -> Result<(PathBuf, u64), Reason> {
+    if !backend.share {
+        return Err(Reason::Private);
+    }
+    let mappings = process.get()?;
+    let descriptors = process.files()?;
+    if let Some(address) = address {
+        let range = range_at(mappings, address, backend.bytes).map_err(|_| Reason::Anonymous)?;
+        if range.sharing != Sharing::Shared {
+            return Err(Reason::Private);
+        }
+        let is_it = |(_, found): &&(PathBuf, fs::Metadata)| file_id(found) == range.file;
+        let open = descriptors.iter().find(is_it);
+        let path = named(backend, process, open.map(|(_, found)| found));
+        // Numbers of a file on some filesystems are not those of its mappings, so that only its name identifies it.
+        let path = path.or_else(|| open.map(|(path, _)| path.clone())).ok_or(Reason::Anonymous)?;
+        return Ok((path, range.offset));
+    }
+    // QEMU before 8.2 reports no addresses, and maps files from their beginning.
+    if !backends.is_alone_of_its_size(backend) {
+        return Err(Reason::NoAddress { found: "before 8.2".into() });
+    }
+    let is_it = |(_, found): &&(PathBuf, fs::Metadata)| {
+        found.is_file() && found.len() == backend.bytes && is_mapped(mappings, found, backend.bytes)
+    };
+    let open = descriptors.iter().find(is_it);
+    let path = named(backend, process, open.map(|(_, found)| found));
+    let path = path.or_else(|| open.map(|(path, _)| path.clone())).ok_or(Reason::Anonymous)?;
+    Ok((path, 0))
+}
+
+fn is_mapped(mappings: &[Mapping], file: &fs::Metadata, bytes: u64) -> bool {
+    has_shared(mappings, file_id(file), 0, bytes)
+}
+
+/// The file's own name, if it still is the file that QEMU has open.
+fn named(backend: &Backend, process: &Mappings, open: Option<&fs::Metadata>) -> Option<PathBuf> {
+    let path = Path::new(backend.path.as_ref().filter(|_| backend.maps_file())?);
+    let path = if path.is_absolute() { path.to_owned() } else { process.working_directory()?.join(path) };
+    // A descriptor of a process that may end is no name.
+    if path.starts_with("/proc") {
+        return None;
+    }
+    let named = fs::metadata(&path).ok().filter(fs::Metadata::is_file)?;
+    let is_same = |open: &fs::Metadata| (open.dev(), open.ino()) == (named.dev(), named.ino());
+    open.is_none_or(is_same).then_some(path)
+}
+
+fn file_id(file: &fs::Metadata) -> FileId {
+    let (major, minor) = (rustix::fs::major(file.dev()), rustix::fs::minor(file.dev()));
+    FileId { major, minor, inode: file.ino() }
+}

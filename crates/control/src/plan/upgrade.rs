@@ -1,0 +1,142 @@
+//! A guest that goes on in another QEMU of this host, in the memory that it has.
+//!
+//! ```text
+//!   old QEMU ── block list, small blocks, device state ─► PresentSink ─► Relay ─► new QEMU, which waits
+//!      └────────────── memory: proven to be one (`in_place`) ──────────────────────────┘
+//! ```
+//! As a move between two QEMUs, with the memory that both map left out. Until `cont` at the new QEMU nothing writes into that
+//! memory but the old one's guest, so that every failure before gives the guest back to the old QEMU. From then on the old
+//! one's device state is of another memory (`switchover`, `GuestMemory::Shared`).
+//!
+//! Out of scope: starting and ending the new QEMU ([`crate::upgrade`]).
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use towline_channel::Cancel;
+use towline_compat::facts::Drive;
+
+use super::context::Context;
+use super::endpoint::{QemuDestination, QemuSource, SourceEndpoint as _};
+use super::error::{Error, Failure};
+use super::preflight;
+use super::progress::{CopyPhase, Observer};
+use super::report::Report;
+use super::request::{Request, Task, UpgradeMemory};
+use super::transfer::transfer_to;
+use crate::in_place::{self, Presence};
+
+/// A QEMU that runs a guest, and one that waits for it in the same memory.
+#[derive(Debug, Clone)]
+pub struct UpgradeRequest {
+    /// QMP socket of the QEMU that runs the guest.
+    pub old: PathBuf,
+    /// QMP socket of the QEMU that waits (`-incoming defer`).
+    pub new: PathBuf,
+    /// Detach a vhost-user-vsock before, and attach it again in the new QEMU.
+    pub detach_vsock: bool,
+    /// Memory that both QEMUs cannot map.
+    pub memory: UpgradeMemory,
+    /// Maximum downtime, where memory is sent.
+    pub downtime_limit: Duration,
+}
+
+impl UpgradeRequest {
+    fn options(&self) -> Request {
+        let task = Task::Upgrade { detach_vsock: self.detach_vsock, memory: self.memory };
+        Request { downtime_limit: self.downtime_limit, ..Request::new(task) }
+    }
+}
+
+/// Has the guest go on in the new QEMU, and ends the old one.
+///
+/// # Errors
+/// The reason and the location of the guest; see [`Failure`].
+pub fn upgrade(
+    request: &UpgradeRequest,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<Report, Failure> {
+    let options = request.options();
+    let context = Context::new(&options, 0, cancel, observer);
+    let (mut source, mut to) = prepare(request, &context)?;
+    transfer_to(&mut source, &mut to, &context)
+}
+
+/// Checks that the guest would run in the new QEMU, in the same memory. Changes neither.
+///
+/// # Errors
+/// As [`upgrade`].
+pub fn check_upgrade(
+    request: &UpgradeRequest,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<(), Failure> {
+    let options = request.options();
+    let context = Context::new(&options, 0, cancel, observer);
+    prepare(request, &context).map(drop)
+}
+
+fn prepare(
+    request: &UpgradeRequest,
+    context: &Context<'_>,
+) -> Result<(QemuSource, QemuDestination), Failure> {
+    context.observer.phase(CopyPhase::Prepare);
+    preflight::check_devices(context.options.devices(), context.observer).map_err(Failure::untouched)?;
+    let mut source = QemuSource::new(&request.old, context)?;
+    let description = source.prepare(true, context)?;
+    let opened = QemuDestination::new(&request.new, &description, context);
+    drop(description);
+    let mut to = opened.map_err(Failure::untouched)?;
+    let presence = prove(&mut source, &mut to, request.memory).map_err(Failure::untouched)?;
+    to.set_presence(presence);
+    check_drives(&mut source, &mut to).map_err(Failure::untouched)?;
+    Ok((source, to))
+}
+
+/// Proves which memory both have. Shared memory is left out by the source, so that all of it has to be there.
+fn prove(
+    source: &mut QemuSource,
+    to: &mut QemuDestination,
+    memory: UpgradeMemory,
+) -> Result<Presence, Error> {
+    let shared = in_place::shared_blocks(source.qemu_mut())?;
+    let presence = in_place::of_running(to.qemu_mut(), source.qemu_mut())?;
+    let is_left_out = |sent: &in_place::Sent| match memory {
+        UpgradeMemory::InPlace => shared.contains(&sent.block),
+        UpgradeMemory::Copied => false,
+    };
+    let is_needed = |sent: &&in_place::Sent| sent.is_unexpected || is_left_out(sent);
+    if let Some(sent) = presence.sent().iter().find(is_needed) {
+        let (block, reason) = (sent.block.clone(), sent.reason.clone());
+        return Err(Error::NotInPlace { socket: to.qemu_mut().socket().to_owned(), block, reason });
+    }
+    Ok(presence)
+}
+
+/// Refuses a new QEMU with other files behind its drives: the old one's may have changed since it was started (snapshots,
+/// removable media), and its command line does not say so.
+fn check_drives(source: &mut QemuSource, to: &mut QemuDestination) -> Result<(), Error> {
+    let old = source.qemu_mut().drives()?;
+    let new = to.qemu_mut().drives()?;
+    let is_same = |one: &Drive, other: &Drive| {
+        let is_same_file = match (&one.identity, &other.identity) {
+            (Some(one), Some(other)) => one == other,
+            _ => one.file == other.file,
+        };
+        one.device == other.device
+            && is_same_file
+            && one.format == other.format
+            && one.read_only == other.read_only
+    };
+    let missing = |from: &[Drive], among: &[Drive]| {
+        from.iter().find(|drive| !among.iter().any(|other| is_same(drive, other))).cloned()
+    };
+    let Some(drive) = missing(&old, &new).or_else(|| missing(&new, &old)) else { return Ok(()) };
+    let file = |drives: &[Drive]| {
+        let found = drives.iter().find(|other| other.device == drive.device);
+        found.map_or_else(|| "none".to_owned(), |found| format!("{} ({})", found.file, found.format))
+    };
+    let (socket, device) = (to.qemu_mut().socket().to_owned(), drive.device.clone());
+    Err(Error::OtherDrive { socket, found: file(&new), expected: file(&old), device })
+}

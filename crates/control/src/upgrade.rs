@@ -1,0 +1,361 @@
+//! Another QEMU under a running guest of this host, with the guest's memory left where it is.
+//!
+//! ```text
+//!   prepare ─► Prepared ─ start ─► Reversible ─ check ─ hand_over ─► Irreversible ─► Upgraded
+//!   old QEMU examined,             new QEMU waits,                   it has the guest, and the old one has exited:
+//!   command line rewritten         its sockets under staging names   sockets get their names
+//!                                  └─ dropped: the new QEMU is killed, and nothing of it is left
+//! ```
+//! Until the decision to run the guest in the new QEMU is recorded, everything is undone after a failure, and the guest goes on in
+//! the old QEMU: [`Reversible`] is that state as a type. `plan::upgrade` hands over, by the machine of every move. From then on
+//! (`Irreversible`) the old QEMU never runs the guest again, because the new one writes to the memory that both map.
+//!
+//! If towline is killed, its move record says which of the two it was, and `towline resume` finishes the move. A new QEMU that
+//! waited for a towline that was killed is ended by the next upgrade of the guest (`leftover`).
+//!
+//! Out of scope: devices of other processes, except vsocks that are detached meanwhile. Limits: Linux, QEMUs of one user on one host.
+
+mod command_line;
+mod error;
+mod leftover;
+mod old;
+mod ports;
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use towline_channel::Cancel;
+use towline_launch::{
+    AllowedCommandLine, CommandLine, GuestName, HostArguments, Incoming, Launcher, Lifetime, MappedBlock,
+    MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeDirectory, RuntimeError, RuntimeRoot,
+    Setting, Sharing,
+};
+
+use crate::in_place::GuestBackends;
+use crate::plan::{self, Failure, Observer, Report, UpgradeMemory, UpgradeRequest};
+use crate::staging_names::StagingName;
+use command_line::{Context, Rewritten, refuse_end_with_parent, rewrite};
+use old::OldQemu;
+
+pub use command_line::Vsocks;
+pub use error::{Error, Refusal};
+
+/// The first QEMU that reports the addresses of its memory, without which nothing proves what it maps.
+const PROVES_SINCE: QemuVersion = QemuVersion { major: 8, minor: 2 };
+/// Time limit for the end of a new QEMU that is killed.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Directories that are tried for the new QEMU: guests of one name, each upgraded while an older one is still there.
+const NAMES_MAX: u32 = 64;
+
+/// Request for an upgrade.
+#[derive(Debug, Clone)]
+pub struct UpgradeOptions {
+    /// QMP socket of the QEMU that runs the guest.
+    pub old: PathBuf,
+    /// The new QEMU; `None` for the program of the old one, as it is on disk now.
+    pub binary: Option<PathBuf>,
+    /// Values for its options.
+    pub settings: Vec<Setting>,
+    /// Further arguments of it.
+    pub arguments: Vec<OsString>,
+    /// Memory that cannot be left where it is.
+    pub memory: UpgradeMemory,
+    /// Devices that QEMU does not migrate.
+    pub vsocks: Vsocks,
+    /// Maximum downtime, where memory is sent.
+    pub downtime_limit: Duration,
+    /// Directory of the guests that towline starts.
+    pub root: RuntimeRoot,
+}
+
+/// An upgrade of which nothing was started.
+#[derive(Debug)]
+pub struct Prepared {
+    request: UpgradeRequest,
+    old: String,
+    directory: RuntimeDirectory,
+    host: HostArguments,
+    guest: AllowedCommandLine,
+    names: Vec<StagingName>,
+}
+
+/// A new QEMU that waits for the guest, which the old one runs. Dropping it ends the new QEMU and removes its files.
+#[derive(Debug)]
+#[must_use]
+pub struct Reversible {
+    request: UpgradeRequest,
+    // `None` once it is irreversible.
+    new: Option<RunningQemu>,
+    names: Vec<StagingName>,
+}
+
+/// A new QEMU that has the guest, or may have it: nothing here ends it any more.
+#[derive(Debug)]
+struct Irreversible {
+    new: RunningQemu,
+    names: Vec<StagingName>,
+}
+
+/// A guest that goes on in another QEMU.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Upgraded {
+    /// Report of the move.
+    pub report: Report,
+    /// Process of the new QEMU.
+    pub pid: u32,
+    /// Its name for `towline ps`.
+    pub name: GuestName,
+    /// The monitor that towline started it with.
+    pub monitor: PathBuf,
+    /// Sockets and files of the old QEMU that are the new one's now.
+    pub published: Vec<PathBuf>,
+    /// Those that could not be renamed, with the reason.
+    pub not_published: Vec<String>,
+}
+
+/// Examines the old QEMU and makes the command line of the new one. Nothing is started or changed, except for new QEMUs that
+/// killed towlines have left waiting, which are ended.
+///
+/// # Errors
+/// Everything of the old QEMU's command line, process or memory that excludes an upgrade.
+pub fn prepare(options: &UpgradeOptions) -> Result<Prepared, Error> {
+    let old = OldQemu::examine(&options.old)?;
+    let host = host_arguments(options, &old)?;
+    let version = QemuVersion::of_binary(&host)?;
+    let memory = memory(&old.backends, options.memory, version)?;
+    let number = fastrand::u32(..);
+    let context = Context {
+        working_directory: &old.working_directory,
+        machine: &old.machine,
+        generation_id: old.generation_id.as_deref(),
+        settings: &options.settings,
+        vsocks: options.vsocks,
+        number,
+    };
+    let Rewritten { command_line, name, names } =
+        rewrite(&old.command_line, &context).map_err(Error::Refused)?;
+    let base = base_name(name.as_deref(), &options.old);
+    let mut host = host;
+    if let Some(name) = name {
+        // Behind the launcher's own, which is that of the directory.
+        host.arguments.splice(0..0, ["-name".into(), name.into()]);
+    }
+    let mut guest = command_line.accept(&host)?;
+    if !memory.blocks.is_empty() {
+        memory.apply(&mut guest, version)?;
+    }
+    let arguments = CommandLine::parse(guest.to_arguments()).unwrap_or_default();
+    if let Some(refusal) = refuse_end_with_parent(&arguments) {
+        return Err(Error::Refused(vec![refusal]));
+    }
+    leftover::end(&options.root, &base, &old);
+    let directory = claim(&options.root, &base)?;
+    let request = UpgradeRequest {
+        old: options.old.clone(),
+        new: directory.qmp_path(),
+        detach_vsock: options.vsocks == Vsocks::Detached,
+        memory: options.memory,
+        downtime_limit: options.downtime_limit,
+    };
+    tracing::info!(old = old.socket, pid = old.pid, version = old.version, to = %version, "prepared an upgrade");
+    let old = format!("QEMU {} (process {})", old.version, old.pid);
+    Ok(Prepared { request, old, directory, host, guest, names })
+}
+
+impl Prepared {
+    /// The old QEMU, for people.
+    #[must_use]
+    pub fn old(&self) -> &str {
+        &self.old
+    }
+
+    /// Program and arguments of the new QEMU for people, without secrets.
+    #[must_use]
+    pub fn shown_command(&self) -> Vec<OsString> {
+        let program = self.host.binary.clone().into_os_string();
+        std::iter::once(program).chain(self.guest.to_shown_arguments()).collect()
+    }
+
+    /// Starts the new QEMU, which waits for the guest.
+    ///
+    /// # Errors
+    /// It does not start; its own message is in the error. Nothing of it is left.
+    pub fn start(self) -> Result<Reversible, Error> {
+        let Self { request, directory, host, guest, names, .. } = self;
+        let mut launcher = Launcher::new(directory);
+        launcher.incoming = Incoming::Defer;
+        launcher.lifetime = Lifetime::Detached;
+        // As the old one: its own -sandbox is among its options.
+        launcher.sandbox = ProcessSandbox::Off;
+        let started = launcher.start(&guest, &host);
+        let new = started.inspect_err(|_| names.iter().for_each(StagingName::remove))?;
+        names.iter().for_each(StagingName::adopt_permissions);
+        Ok(Reversible { request, new: Some(new), names })
+    }
+}
+
+impl Reversible {
+    /// Checks that the guest would run in the new QEMU, in the memory that it has.
+    ///
+    /// # Errors
+    /// As [`plan::check_upgrade`].
+    pub fn check(&self, cancel: &Cancel, observer: &dyn Observer) -> Result<(), Failure> {
+        plan::check_upgrade(&self.request, cancel, observer)
+    }
+
+    /// Has the guest go on in the new QEMU, and ends the old one.
+    ///
+    /// # Errors
+    /// The reason, and the location of the guest. Unless the new QEMU may have the guest, it is ended.
+    pub fn hand_over(mut self, cancel: &Cancel, observer: &dyn Observer) -> Result<Upgraded, Failure> {
+        match plan::upgrade(&self.request, cancel, observer) {
+            Ok(report) => Ok(self.pass_point_of_no_return().publish(report)),
+            Err(failure) => {
+                if failure.guest.may_be_at_destination() {
+                    drop(self.pass_point_of_no_return());
+                }
+                Err(failure)
+            }
+        }
+    }
+
+    /// From here on the new QEMU is left alone, whatever happens.
+    fn pass_point_of_no_return(&mut self) -> Irreversible {
+        let new = self.new.take().expect("passed once, by the method that consumes it");
+        Irreversible { new, names: std::mem::take(&mut self.names) }
+    }
+}
+
+impl Drop for Reversible {
+    fn drop(&mut self) {
+        let Some(new) = self.new.take() else { return };
+        if std::thread::panicking() {
+            // Where the guest is is not known. The next upgrade ends a QEMU that has nothing.
+            return;
+        }
+        new.kill();
+        if new.wait(KILL_TIMEOUT).is_none() {
+            tracing::warn!(pid = new.pid(), "the new QEMU was killed and has not ended");
+        }
+        self.names.iter().for_each(StagingName::remove);
+    }
+}
+
+impl Irreversible {
+    /// Gives its sockets their names. The old QEMU has exited, and has unlinked its own.
+    fn publish(self, report: Report) -> Upgraded {
+        let (mut published, mut not_published) = (Vec::new(), Vec::new());
+        for name in &self.names {
+            match name.publish() {
+                Ok(true) => published.push(name.target.clone()),
+                // The move has done that, while its record existed.
+                Ok(false) if name.is_published() => published.push(name.target.clone()),
+                Ok(false) => not_published.push(format!("{}: it is not there", name.path.display())),
+                Err(error) => not_published.push(format!("{}: {error}", name.path.display())),
+            }
+        }
+        let (pid, monitor) = (self.new.pid(), self.new.qmp_path());
+        let name = self.new.directory().name().clone();
+        Upgraded { report, pid, name, monitor, published, not_published }
+    }
+}
+
+/// This host's part of the new command line.
+fn host_arguments(options: &UpgradeOptions, old: &OldQemu) -> Result<HostArguments, Error> {
+    let binary = options.binary.clone().or_else(|| old.program.clone());
+    let found = || old.program_text.clone();
+    Ok(HostArguments {
+        binary: binary.ok_or_else(|| Error::NoBinary { pid: old.pid, found: found() })?,
+        working_directory: Some(old.working_directory.clone()),
+        settings: options.settings.clone(),
+        arguments: options.arguments.clone(),
+        ..HostArguments::default()
+    })
+}
+
+/// The memory that the new QEMU maps.
+fn memory(
+    backends: &GuestBackends,
+    requested: UpgradeMemory,
+    version: QemuVersion,
+) -> Result<MappedMemory, Error> {
+    for private in &backends.private {
+        if let Some(path) = &private.path {
+            return Err(Error::PrivateFile { backend: private.backend.clone(), path: path.clone() });
+        }
+        if requested == UpgradeMemory::InPlace {
+            let (backend, kind) = (private.backend.clone(), private.kind.clone());
+            return Err(Error::PrivateMemory { backend, kind, reason: private.reason.clone() });
+        }
+    }
+    let blocks = match requested {
+        UpgradeMemory::Copied => Vec::new(),
+        UpgradeMemory::InPlace if version < PROVES_SINCE => {
+            return Err(Error::OldTarget { found: version });
+        }
+        UpgradeMemory::InPlace => backends
+            .shared
+            .iter()
+            .map(|shared| MappedBlock {
+                id: shared.backend.clone(),
+                path: shared.path.clone(),
+                offset: shared.offset,
+                length: shared.bytes,
+            })
+            .collect(),
+    };
+    Ok(MappedMemory { blocks, sharing: Sharing::Shared })
+}
+
+/// Name of the guest, without the number of an earlier upgrade.
+fn base_name(name: Option<&str>, monitor: &Path) -> String {
+    let words = name.into_iter().flat_map(|name| name.split(','));
+    let named =
+        words.map(|word| word.strip_prefix("guest=").unwrap_or(word)).find(|word| !word.contains('='));
+    let stem = || monitor.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    let text = named.map_or_else(stem, str::to_owned);
+    let kept = |c: char| if c.is_ascii_alphanumeric() || "-_".contains(c) { c } else { '-' };
+    let text: String = text.chars().take(32).map(kept).collect();
+    let text = text.trim_start_matches(|c: char| !c.is_ascii_alphanumeric());
+    if text.is_empty() { "guest".to_owned() } else { text.to_owned() }
+}
+
+/// Claims the first directory of that name and a number that no QEMU has.
+fn claim(root: &RuntimeRoot, base: &str) -> Result<RuntimeDirectory, Error> {
+    let mut number = 1;
+    loop {
+        let name: GuestName = format!("{base}.{number}").parse().expect("letters, digits and a number");
+        match root.claim(&name) {
+            Err(RuntimeError::Taken { .. }) if number < NAMES_MAX => number += 1,
+            claimed => return Ok(claimed?),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_has_its_own_name_or_that_of_its_monitor() {
+        let name = |name: Option<&str>| base_name(name, Path::new("/run/vm/a.qmp"));
+        assert_eq!(name(Some("guest=web,debug-threads=on")), "web");
+        assert_eq!(name(Some("web")), "web");
+        assert_eq!(name(Some("debug-threads=on")), "a");
+        assert_eq!(name(None), "a");
+        assert_eq!(name(Some("guest=a b/c")), "a-b-c");
+        assert_eq!(base_name(None, Path::new("/")), "guest");
+    }
+
+    #[test]
+    fn names_of_running_guests_are_skipped() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = RuntimeRoot::at(directory.path().join("towline/guests"));
+        std::fs::create_dir(directory.path().join("towline")).unwrap();
+        let first = claim(&root, "web").unwrap();
+        let second = claim(&root, "web").unwrap();
+        assert_eq!((first.name().as_str(), second.name().as_str()), ("web.1", "web.2"));
+    }
+}

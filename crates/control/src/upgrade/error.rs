@@ -1,0 +1,159 @@
+//! Reasons for which a QEMU is not replaced. All of them are found before the guest stops.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use towline_launch::{LaunchError, MemoryError, ParseError, Refused, RuntimeError};
+
+use crate::in_place;
+use crate::qemu;
+
+/// An option of the old QEMU that the new one cannot have as it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// Key of the setting that changes it, as `netdev.net0`.
+    pub setting: String,
+    /// Its value.
+    pub found: String,
+    /// The reason, and the way out.
+    pub reason: String,
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { setting, found, reason } = self;
+        write!(f, "{setting}")?;
+        if !found.is_empty() {
+            write!(f, "={found}")?;
+        }
+        write!(f, ": {reason}")
+    }
+}
+
+/// Reason for which a QEMU is not replaced; its guest was not touched.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The old QEMU could not be queried.
+    #[error(transparent)]
+    Qemu(#[from] qemu::Error),
+    /// Memory that the exit of a QEMU would discard.
+    #[error(transparent)]
+    InPlace(#[from] in_place::Error),
+    /// The process of the old QEMU is not known.
+    #[error(
+        "process of QEMU on {socket} is not known: {reason}; upgrade it on its own host, as its user and outside of containers"
+    )]
+    UnknownProcess {
+        /// The monitor's socket.
+        socket: String,
+        /// The reason.
+        reason: String,
+    },
+    /// The new QEMU would run as another user than the old one.
+    #[error(
+        "QEMU's process {pid} belongs to user {found}, towline runs as user {expected}; run towline as that user"
+    )]
+    OtherUser {
+        /// The process.
+        pid: i32,
+        /// Its effective user.
+        found: u32,
+        /// Effective user of this process.
+        expected: u32,
+    },
+    /// The new QEMU would have another network, other files or other processes than the old one.
+    #[error(
+        "QEMU's process {pid} is in another {namespace} namespace; run towline there (`nsenter --target {pid} --all`)"
+    )]
+    OtherNamespace {
+        /// The process.
+        pid: i32,
+        /// Name of the namespace.
+        namespace: &'static str,
+    },
+    /// A file of `/proc` cannot be read.
+    #[error("{}: {source}; towline needs QEMU's user", path.display())]
+    Proc {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The old QEMU has an option that is not known.
+    #[error(
+        "command line of QEMU's process {pid}: {source}; move the guest to a QEMU that you start: towline move"
+    )]
+    CommandLine {
+        /// The process.
+        pid: i32,
+        /// The error.
+        source: ParseError,
+    },
+    /// The program of the old QEMU cannot be started again by its name.
+    #[error("program of QEMU's process {pid} is {found}, which is not a QEMU; name the new one with --qemu")]
+    NoBinary {
+        /// The process.
+        pid: i32,
+        /// The program.
+        found: String,
+    },
+    /// Options that the new QEMU cannot have as they are.
+    #[error("QEMU cannot be replaced with these options: {}", list(.0))]
+    Refused(Vec<Refusal>),
+    /// A setting or an argument of the user is at fault.
+    #[error(transparent)]
+    Arguments(#[from] Refused),
+    /// Memory that no other process can map.
+    #[error(
+        "memory backend {backend:?} ({kind}) cannot be mapped by another QEMU: {reason}. Its guest keeps it for as long as its QEMU \
+         runs; start the next one with -object memory-backend-memfd,share=on and -machine memory-backend=, or copy the memory with --copy"
+    )]
+    PrivateMemory {
+        /// Id of the backend.
+        backend: String,
+        /// Its type.
+        kind: String,
+        /// The reason.
+        reason: in_place::Reason,
+    },
+    /// Memory of a file that the old QEMU maps privately.
+    #[error(
+        "memory backend {backend:?} maps {path} privately, and a new QEMU would begin with that file's content; such a \
+         guest can only be moved to a QEMU that is started by hand (`towline move`)"
+    )]
+    PrivateFile {
+        /// Id of the backend.
+        backend: String,
+        /// The file.
+        path: String,
+    },
+    /// The new QEMU cannot show which memory it maps.
+    #[error(
+        "QEMU {found} does not report which memory it maps, so that the guest's cannot be left where it is: expected 8.2 or later; name \
+         another with --qemu, or copy the memory with --copy"
+    )]
+    OldTarget {
+        /// Its version.
+        found: towline_launch::QemuVersion,
+    },
+    /// The memory cannot be mapped.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// The directory of the new QEMU cannot be used.
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    /// The new QEMU did not start.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+}
+
+impl From<towline_qmp::Error> for Error {
+    fn from(error: towline_qmp::Error) -> Self {
+        Self::Qemu(error.into())
+    }
+}
+
+fn list(refusals: &[Refusal]) -> String {
+    refusals.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}

@@ -1,0 +1,153 @@
+//! The QEMU that is to be replaced: its process, its command line, its memory. Nothing is changed.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use rustix::process::geteuid;
+use towline_launch::CommandLine;
+use towline_qmp::commands::{MigrationStatus, RunState};
+use towline_qmp::{self as qmp, Options};
+
+use super::error::Error;
+use crate::in_place::{self, GuestBackends};
+use crate::process::Process;
+use crate::qemu::{Facts, Qemu};
+
+/// Namespaces that the new QEMU has to share with the old one.
+const NAMESPACES: [&str; 4] = ["mnt", "net", "pid", "user"];
+/// Suffix that the kernel appends to the name of a program that was replaced.
+const DELETED: &str = " (deleted)";
+
+/// See the module's text.
+#[derive(Debug)]
+pub(super) struct OldQemu {
+    /// The monitor's socket.
+    pub(super) socket: String,
+    /// Its version, for messages.
+    pub(super) version: String,
+    /// The program; `None` if it is not a QEMU by its name.
+    pub(super) program: Option<PathBuf>,
+    /// The program's name, for messages.
+    pub(super) program_text: String,
+    pub(super) pid: i32,
+    pub(super) working_directory: PathBuf,
+    pub(super) command_line: CommandLine,
+    /// Its machine type, with its version.
+    pub(super) machine: String,
+    pub(super) backends: GuestBackends,
+    /// It has the guest, and no other QEMU has run it since.
+    pub(super) has_guest: bool,
+    /// The guest's vmgenid, if it has one.
+    pub(super) generation_id: Option<String>,
+}
+
+impl OldQemu {
+    /// Examines the QEMU whose monitor is at `path`.
+    pub(super) fn examine(path: &Path) -> Result<Self, Error> {
+        let mut qemu = Qemu::inspect(path, &Options::default())?;
+        let socket = qemu.socket().to_owned();
+        let pid = match qemu.process() {
+            Process::Known { pid, .. } => *pid,
+            Process::Unknown { reason } => {
+                return Err(Error::UnknownProcess { socket, reason: reason.clone() });
+            }
+        };
+        check_user(pid)?;
+        NAMESPACES.into_iter().try_for_each(|namespace| check_namespace(pid, namespace))?;
+        let program_text = link(pid, "exe")?.to_string_lossy().into_owned();
+        let program = PathBuf::from(program_text.strip_suffix(DELETED).unwrap_or(&program_text));
+        let program = Some(program).filter(|program| program.file_name().is_some_and(is_qemu));
+        let words = read(pid, "cmdline")?;
+        let command_line = parse(&words).map_err(|source| Error::CommandLine { pid, source })?;
+        Ok(Self {
+            version: qemu.version_text(),
+            has_guest: has_guest(qemu.facts()),
+            machine: qemu.facts().machine.clone(),
+            backends: in_place::guest_backends(&mut qemu)?,
+            generation_id: generation_id(&mut qemu)?,
+            working_directory: link(pid, "cwd")?,
+            socket,
+            program,
+            program_text,
+            pid,
+            command_line,
+        })
+    }
+}
+
+/// Returns true if no other QEMU can have run the guest: it runs here, or is paused and was not sent.
+fn has_guest(facts: &Facts) -> bool {
+    let state = &facts.status.status;
+    let is_sent = facts.migration.status == Some(MigrationStatus::COMPLETED);
+    facts.status.running || *state == RunState::SUSPENDED || *state == RunState::PAUSED && !is_sent
+}
+
+/// Parses the words of a process that may have been started by a dynamic linker or an emulator, which precede QEMU.
+fn parse(words: &[u8]) -> Result<CommandLine, towline_launch::ParseError> {
+    let words = words.strip_suffix(b"\0").unwrap_or(words);
+    let words: Vec<&OsStr> = words.split(|byte| *byte == 0).map(OsStr::from_bytes).collect();
+    let is_program = |word: &&OsStr| Path::new(word).file_name().is_some_and(is_qemu);
+    let program = words.iter().position(is_program).unwrap_or(0);
+    CommandLine::parse(words.iter().skip(program + 1))
+}
+
+fn is_qemu(name: &OsStr) -> bool {
+    name.as_bytes().starts_with(b"qemu")
+}
+
+fn generation_id(qemu: &mut Qemu) -> Result<Option<String>, Error> {
+    match qemu.client().execute_raw("query-vm-generation-id", None) {
+        Ok(reply) => Ok(reply["guid"].as_str().map(str::to_owned)),
+        // It has no such device.
+        Err(qmp::Error::Refusal { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The new QEMU must have no other rights than the old one.
+fn check_user(pid: i32) -> Result<(), Error> {
+    let path = PathBuf::from(format!("/proc/{pid}"));
+    let found = fs::metadata(&path).map_err(|source| Error::Proc { path, source })?.uid();
+    let expected = geteuid().as_raw();
+    if found == expected { Ok(()) } else { Err(Error::OtherUser { pid, found, expected }) }
+}
+
+fn check_namespace(pid: i32, namespace: &'static str) -> Result<(), Error> {
+    let own = PathBuf::from(format!("/proc/self/ns/{namespace}"));
+    let own = fs::read_link(&own).map_err(|source| Error::Proc { path: own, source })?;
+    if link(pid, &format!("ns/{namespace}"))? == own {
+        return Ok(());
+    }
+    Err(Error::OtherNamespace { pid, namespace })
+}
+
+fn link(pid: i32, name: &str) -> Result<PathBuf, Error> {
+    let path = PathBuf::from(format!("/proc/{pid}/{name}"));
+    fs::read_link(&path).map_err(|source| Error::Proc { path, source })
+}
+
+fn read(pid: i32, name: &str) -> Result<Vec<u8>, Error> {
+    let path = PathBuf::from(format!("/proc/{pid}/{name}"));
+    fs::read(&path).map_err(|source| Error::Proc { path, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_before_the_program_are_not_its_arguments() {
+        for words in [
+            "/usr/bin/qemu-system-x86_64\0-S\0",
+            "/lib64/ld-linux-x86-64.so.2\0--library-path\0/a:/b\0/opt/qemu-system-x86_64\0-S\0",
+            "kvm\0-S\0",
+        ] {
+            let parsed = parse(words.as_bytes()).unwrap();
+            assert_eq!(parsed.to_arguments(), ["-S"], "{words:?}");
+        }
+        assert!(parse(b"qemu-kvm\0-no-such-option\0").is_err());
+    }
+}

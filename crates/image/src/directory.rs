@@ -1,0 +1,163 @@
+//! Images in a directory: listing and removal.
+//!
+//! An incremental image needs its base images, and a restore needs its image until the guest has its memory. Neither is
+//! removed: [`remove`] refuses an image on which another one of the same directory is based or may be based, one that a
+//! process has open or mapped, and one that is locked. It has the image locked from before these checks until it is removed,
+//! so that no increment is stored on it and no writer replaces it meanwhile.
+//!
+//! Limits: increments in other directories are not found, nor processes of other users without the right to see them.
+
+mod removal;
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::Read as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+pub use removal::remove;
+use rustix::fs::OFlags;
+use towline_protocol::BlockIndex;
+use towline_protocol::configuration::MAGIC;
+use towline_protocol::ram::PAGE_SIZE;
+
+use crate::manifest::Timestamp;
+use crate::{Error, Image, Result, base_paths};
+
+/// Unit of a file's block count in `stat`.
+const BLOCK_BYTES: u64 = 512;
+
+/// An image file of a directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageEntry {
+    /// Path of the file.
+    pub path: PathBuf,
+    /// Time of the last modification.
+    pub modified: Timestamp,
+    /// Disk space of the file in bytes.
+    pub allocated: u64,
+    /// Paths of its base images, the whole one last.
+    pub bases: Vec<PathBuf>,
+    /// Images of the same directory that are based on it.
+    pub increments: Vec<PathBuf>,
+    /// Content of the image; the error's text if it cannot be read.
+    pub summary: Result<ImageSummary, String>,
+}
+
+/// Content of an image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageSummary {
+    /// Source of its guest, if it was recorded.
+    pub source: Option<String>,
+    /// Version of the QEMU that ran the guest, if it was recorded.
+    pub qemu: Option<String>,
+    /// Memory of the guest in bytes.
+    pub memory_bytes: u64,
+    /// Bytes of pages with content: about the size of the image without a base.
+    pub content_bytes: u64,
+}
+
+/// Lists the images in a directory, by name. Other files and symbolic links are omitted.
+///
+/// # Errors
+/// The directory cannot be read.
+pub fn list(directory: &Path) -> Result<Vec<ImageEntry>> {
+    let mut entries: Vec<ImageEntry> =
+        image_paths(directory)?.iter().filter_map(|path| entry(path)).collect();
+    let bases: Vec<Vec<PathBuf>> = entries.iter().map(|entry| canonical(&entry.bases)).collect();
+    let paths: Vec<PathBuf> = entries.iter().map(|entry| entry.path.clone()).collect();
+    for entry in &mut entries {
+        let Ok(path) = entry.path.canonicalize() else { continue };
+        let based = paths.iter().zip(&bases).filter(|(_, bases)| bases.contains(&path));
+        entry.increments = based.map(|(path, _)| path.clone()).collect();
+    }
+    Ok(entries)
+}
+
+/// Returns the paths of all images in a directory, sorted.
+fn image_paths(directory: &Path) -> Result<Vec<PathBuf>> {
+    let failed = |source| Error::Read { path: directory.into(), source };
+    let mut paths = BTreeSet::new();
+    for entry in fs::read_dir(directory).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        // A partial file begins like an image.
+        if !is_partial_name(&path) && open(&path).is_ok_and(|mut file| is_image(&mut file)) {
+            paths.insert(path);
+        }
+    }
+    Ok(paths.into_iter().collect())
+}
+
+fn is_partial_name(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+    name.starts_with(b".") && name.ends_with(b".partial")
+}
+
+/// Opens a regular file; a symbolic link is not followed. Opening a FIFO does not block.
+fn open(path: &Path) -> Result<File> {
+    let failed = |source| Error::Read { path: path.into(), source };
+    let mut options = File::options();
+    let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    let file = options.read(true).custom_flags(flags.bits().cast_signed()).open(path);
+    let file = file.map_err(failed)?;
+    match file.metadata().map_err(failed)?.is_file() {
+        true => Ok(file),
+        false => Err(Error::NotAFile { path: path.into() }),
+    }
+}
+
+fn is_image(file: &mut File) -> bool {
+    let mut magic = [0; 4];
+    file.read_exact(&mut magic).is_ok() && magic == MAGIC.to_be_bytes()
+}
+
+/// `None`: the file was removed meanwhile, or is a stream.
+fn entry(path: &Path) -> Option<ImageEntry> {
+    let metadata = fs::metadata(path).ok()?;
+    let opened = Image::open(path);
+    if let Err(Error::NotMappedRam { .. }) = opened {
+        return None;
+    }
+    let summary = opened.map(|image| {
+        let blocks = image.ram_blocks().len();
+        let plain =
+            |index| image.count_pages(BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX"))).plain;
+        let origin = image.manifest().map(crate::Manifest::origin);
+        ImageSummary {
+            source: origin.map(|origin| origin.source.clone()),
+            qemu: origin.and_then(|origin| origin.qemu.clone()),
+            memory_bytes: image.ram_blocks().iter().map(|block| block.length).sum(),
+            content_bytes: (0..blocks).map(plain).sum::<u64>() * PAGE_SIZE,
+        }
+    });
+    Some(ImageEntry {
+        path: path.into(),
+        modified: metadata.modified().unwrap_or(std::time::UNIX_EPOCH).into(),
+        allocated: metadata.blocks() * BLOCK_BYTES,
+        bases: base_paths(path),
+        increments: Vec::new(),
+        summary: summary.map_err(|error| error.to_string()),
+    })
+}
+
+fn canonical(paths: &[PathBuf]) -> Vec<PathBuf> {
+    paths.iter().filter_map(|path| path.canonicalize().ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use super::*;
+
+    #[test]
+    fn another_file_is_neither_listed_nor_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("notes.txt");
+        fs::write(&path, b"notes").unwrap();
+        assert_eq!(list(directory.path()).unwrap(), []);
+        assert!(matches!(remove(&path), Err(Error::NotAnImage { .. })));
+        assert!(matches!(remove(directory.path()), Err(Error::NotAFile { .. })));
+        assert!(path.exists());
+    }
+}

@@ -1,0 +1,341 @@
+//! Removal of an image.
+//!
+//! ```text
+//!   open · flock · name unchanged? ─► increments? · users? ─► name unchanged? ─► unlink the image, then its manifest
+//! ```
+//! A writer locks the base of an increment, and an image that it replaces, in the same way, and has the lock until its file
+//! has its final name. So either the removal finds the increment, or the writer finds its base locked or missing.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
+
+use super::{BLOCK_BYTES, canonical, image_paths, is_image, is_partial_name, open};
+use crate::chain::named_bases;
+use crate::manifest::sidecar_path;
+use crate::sidecar::staged_path;
+use crate::working_set::path_beside;
+use crate::{Error, Image, Result};
+
+/// Attempts if other processes replace the file between opening and locking it.
+const ATTEMPTS_MAX: usize = 16;
+
+/// Device and inode of a file.
+type Identity = (u64, u64);
+
+/// Removes an image with its manifest and its working set. Returns the freed disk space in bytes.
+///
+/// # Errors
+/// [`Error::NeededBy`], [`Error::UnknownBases`], [`Error::InUse`]; the path is not an image, or cannot be removed.
+/// [`Error::PartRemains`] if the image was removed and a part of it was not.
+pub fn remove(path: &Path) -> Result<u64> {
+    remove_unless(path, &check_increments)
+}
+
+/// As [`remove`], with the check whether other images need it.
+fn remove_unless(path: &Path, check: &dyn Fn(&Path) -> Result<()>) -> Result<u64> {
+    let failed = |source| Error::Read { path: path.into(), source };
+    if fs::symlink_metadata(path).map_err(failed)?.is_symlink() {
+        return Err(Error::SymbolicLink { path: path.into() });
+    }
+    let file = open_locked(path)?;
+    let own = path.canonicalize().map_err(failed)?;
+    check(&own)?;
+    let users = users(&file.0);
+    if !users.is_empty() {
+        return Err(Error::InUse { path: path.into(), users });
+    }
+    let parts = [sidecar_path(&own), staged_path(&own), path_beside(&own)];
+    // The name is free as soon as the image is removed, and a new image may have parts at once.
+    let parts = parts.map(|part| (identity(&part), part));
+    if identity(&own) != identity_of(&file.0) {
+        return Err(replaced(path));
+    }
+    let mut freed = allocated(&own);
+    fs::remove_file(&own).map_err(|source| Error::Write { path: own.clone(), source })?;
+    for (known, part) in parts.iter().filter(|(known, _)| known.is_some()) {
+        if identity(part) != *known {
+            continue;
+        }
+        let space = allocated(part);
+        match fs::remove_file(part) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                return Err(Error::PartRemains { path: path.into(), part: part.clone(), source });
+            }
+            removed => freed += removed.map_or(0, |()| space),
+        }
+    }
+    Ok(freed)
+}
+
+/// A locked file. The lock is released explicitly, as a process that is being started may have a copy of the descriptor.
+struct LockedFile(File);
+
+impl Drop for LockedFile {
+    fn drop(&mut self) {
+        let _ = flock(&self.0, FlockOperation::Unlock);
+    }
+}
+
+/// Opens the image that has this name, and locks it. A filesystem without locks is not an error.
+fn open_locked(path: &Path) -> Result<LockedFile> {
+    for _ in 0..ATTEMPTS_MAX {
+        let mut file = open(path)?;
+        if !is_image(&mut file) {
+            return Err(Error::NotAnImage { path: path.into(), found: "it is another kind of file".into() });
+        }
+        let file = writable(path, file);
+        if let Err(Errno::WOULDBLOCK) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            let users = vec![crate::lock_holder::lock_holder(&file)];
+            return Err(Error::InUse { path: path.into(), users });
+        }
+        let file = LockedFile(file);
+        // Before it was locked, a writer may have replaced it.
+        if identity(path) == identity_of(&file.0) {
+            return Ok(file);
+        }
+    }
+    Err(replaced(path))
+}
+
+/// Network filesystems require a writable descriptor for an exclusive lock.
+fn writable(path: &Path, file: File) -> File {
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let opened = rustix::fs::open(path, flags, rustix::fs::Mode::empty()).map(File::from);
+    opened.ok().filter(|opened| identity_of(opened) == identity_of(&file)).unwrap_or(file)
+}
+
+fn replaced(path: &Path) -> Error {
+    Error::InUse { path: path.into(), users: vec!["another process, which has just replaced it".into()] }
+}
+
+/// Refuses the removal of an image on which another one of its directory is based, or may be.
+fn check_increments(own: &Path) -> Result<()> {
+    let directory = own.parent().unwrap_or(Path::new("/"));
+    let mut increments = Vec::new();
+    for other in images_with_manifests(directory)?.into_iter().filter(|other| other != own) {
+        let bases = named_bases(&other);
+        if canonical(&bases.paths).iter().any(|base| base == own) {
+            increments.push(other);
+        } else if let Some(error) = bases.unread {
+            return Err(Error::UnknownBases { path: own.into(), other, why: error.to_string() });
+        }
+    }
+    if !increments.is_empty() {
+        return Err(Error::NeededBy { path: own.into(), increments });
+    }
+    let without = |other: &PathBuf| !sidecar_path(other).exists() && !staged_path(other).exists();
+    for other in image_paths(directory)?.into_iter().filter(|other| other != own).filter(without) {
+        if let Err(error @ Error::NoBase { .. }) = Image::open(&other) {
+            return Err(Error::UnknownBases { path: own.into(), other, why: error.to_string() });
+        }
+    }
+    Ok(())
+}
+
+/// Existing files of a directory that have a manifest, sorted: only those can name a base. They need not be readable.
+fn images_with_manifests(directory: &Path) -> Result<Vec<PathBuf>> {
+    let failed = |source| Error::Read { path: directory.into(), source };
+    let mut images = Vec::new();
+    for entry in fs::read_dir(directory).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        let Some(name) = path.file_name().and_then(OsStr::to_str).filter(|_| !is_partial_name(&path)) else {
+            continue;
+        };
+        let name = name.strip_suffix(".new").unwrap_or(name);
+        let Some(image) = name.strip_suffix(".manifest.json") else { continue };
+        let image = directory.join(image);
+        if image.symlink_metadata().is_ok() {
+            images.push(image);
+        }
+    }
+    images.sort();
+    images.dedup();
+    Ok(images)
+}
+
+/// Identity of the file of this name; `None` if there is none.
+fn identity(path: &Path) -> Option<Identity> {
+    fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+fn identity_of(file: &File) -> Option<Identity> {
+    file.metadata().ok().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+fn allocated(path: &Path) -> u64 {
+    fs::symlink_metadata(path).map_or(0, |metadata| metadata.blocks() * BLOCK_BYTES)
+}
+
+/// Processes that have the file open or mapped, except for this one, as far as `/proc` shows them.
+fn users(file: &File) -> Vec<String> {
+    let Some(wanted) = identity_of(file) else { return Vec::new() };
+    let own = std::process::id();
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let uses = |pid: &u32| {
+        // `map_files` has mappings whose descriptor was closed; it needs more rights than `fd` and `maps`.
+        let is_linked = ["fd", "map_files"].iter().any(|directory| {
+            let links = fs::read_dir(format!("/proc/{pid}/{directory}")).into_iter().flatten().flatten();
+            let mut found = links.filter_map(|link| fs::metadata(link.path()).ok());
+            found.any(|metadata| (metadata.dev(), metadata.ino()) == wanted)
+        });
+        is_linked
+            || fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| is_mapped(&maps, wanted))
+    };
+    pids.filter(|pid| *pid != own).filter(uses).map(crate::lock_holder::process_text).collect()
+}
+
+/// Returns true if `/proc/PID/maps` contains the file: `7f00-7f10 r--s 00000000 fe:01 131073 /srv/a.img`.
+fn is_mapped(maps: &str, (device, inode): Identity) -> bool {
+    let device = format!("{:02x}:{:02x}", rustix::fs::major(device), rustix::fs::minor(device));
+    maps.lines().any(|line| {
+        let mut fields = line.split_ascii_whitespace().skip(3);
+        fields.next() == Some(&*device) && fields.next().and_then(|text| text.parse().ok()) == Some(inode)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+    use std::process::{Command, Stdio};
+
+    use towline_protocol::configuration::MAGIC;
+
+    use super::*;
+    use crate::atomic_file::{self, AtomicFile, Existing};
+
+    /// Writes the beginning of an image, with this text as its manifest.
+    fn put(path: &Path, manifest: Option<&str>) {
+        fs::write(path, [&MAGIC.to_be_bytes()[..], &[0; 100]].concat()).unwrap();
+        manifest.iter().for_each(|text| fs::write(sidecar_path(path), text).unwrap());
+    }
+
+    /// A directory with an image `monday.img`.
+    fn with_image() -> (tempfile::TempDir, PathBuf) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("monday.img");
+        put(&path, None);
+        (directory, path)
+    }
+
+    fn manifest_on(base: &str) -> String {
+        format!(r#"{{"base": {{"path": "{base}", "content": "{}"}}}}"#, "0".repeat(64))
+    }
+
+    #[test]
+    fn an_image_that_a_process_has_open_is_not_removed() {
+        let (_directory, path) = with_image();
+        // A process that has it as standard input, and lives as long as its standard output is read.
+        let mut command = Command::new("cat");
+        let command = command.args(["-", "/dev/zero"]).stdin(File::open(&path).unwrap());
+        let mut reader = command.stdout(Stdio::piped()).spawn().unwrap();
+        let error = remove(&path).unwrap_err();
+        reader.kill().unwrap();
+        reader.wait().unwrap();
+        let Error::InUse { users, .. } = &error else { panic!("{error}") };
+        assert!(users[0].starts_with(&format!("process {}", reader.id())), "{users:?}");
+        assert!(path.exists());
+        remove(&path).unwrap();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn mappings_are_found_by_device_and_inode() {
+        let maps = "7f00-7f10 r--s 00000000 fe:01 131073 /srv/a b.img\n7f20-7f30 rw-p 00000000 00:00 0\n";
+        let device = rustix::fs::makedev(0xfe, 1);
+        assert!(is_mapped(maps, (device, 131_073)));
+        assert!(!is_mapped(maps, (device, 131_074)) && !is_mapped(maps, (device + 1, 131_073)));
+    }
+
+    /// A writer of an increment locks the base and a writer that replaces it does too: neither succeeds while the
+    /// directory is searched for increments.
+    #[test]
+    fn an_image_is_locked_while_its_increments_are_searched() {
+        let (_directory, path) = with_image();
+        let check = |own: &Path| {
+            let base = File::open(own).unwrap();
+            assert_eq!(flock(&base, FlockOperation::NonBlockingLockShared), Err(Errno::WOULDBLOCK));
+            let replacement = AtomicFile::open(own, Existing::Replace).unwrap_err();
+            assert!(matches!(replacement, atomic_file::Error::Busy { .. }), "{replacement}");
+            Ok(())
+        };
+        remove_unless(&path, &check).unwrap();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn an_image_that_replaces_the_checked_one_is_not_removed() {
+        let (directory, path) = with_image();
+        let new = directory.path().join("new");
+        put(&new, None);
+        let check = |own: &Path| {
+            fs::rename(&new, own).unwrap();
+            fs::write(sidecar_path(own), "of the new one").unwrap();
+            Ok(())
+        };
+        let error = remove_unless(&path, &check).unwrap_err();
+        assert!(matches!(error, Error::InUse { .. }), "{error}");
+        assert!(path.exists() && sidecar_path(&path).exists());
+    }
+
+    #[test]
+    fn a_symbolic_link_is_not_followed() {
+        let (directory, path) = with_image();
+        let link = directory.path().join("link.img");
+        symlink(&path, &link).unwrap();
+        let error = remove(&link).unwrap_err();
+        assert!(matches!(error, Error::SymbolicLink { .. }), "{error}");
+        assert!(path.exists() && link.is_symlink());
+        let listed: Vec<_> = image_paths(directory.path()).unwrap();
+        assert_eq!(listed, [path]);
+    }
+
+    #[test]
+    fn an_image_whose_bases_are_unknown_may_need_any() {
+        let (directory, path) = with_image();
+        let other = directory.path().join("tuesday.img");
+        put(&other, Some("{ damaged"));
+        let error = remove(&path).unwrap_err();
+        assert!(matches!(&error, Error::UnknownBases { other: found, .. } if *found == other), "{error}");
+        fs::write(sidecar_path(&other), "{}").unwrap();
+        assert!(path.exists());
+        remove(&path).unwrap();
+    }
+
+    #[test]
+    fn hidden_and_unreadable_increments_are_found() {
+        for name in [".tuesday.img", "tuesday.img"] {
+            let (directory, path) = with_image();
+            let increment = directory.path().join(name);
+            put(&increment, Some(&manifest_on("monday.img")));
+            fs::set_permissions(&increment, fs::Permissions::from_mode(0o000)).unwrap();
+            let error = remove(&path).unwrap_err();
+            assert!(
+                matches!(&error, Error::NeededBy { increments, .. } if *increments == [increment]),
+                "{error}"
+            );
+            assert!(path.exists());
+        }
+    }
+
+    #[test]
+    fn the_manifest_of_a_removed_image_goes_with_it() {
+        let (_directory, path) = with_image();
+        fs::write(sidecar_path(&path), "{}").unwrap();
+        assert!(remove(&path).unwrap() > 0);
+        assert!(!path.exists() && !sidecar_path(&path).exists());
+        fs::write(&path, [&MAGIC.to_be_bytes()[..], &[0; 100]].concat()).unwrap();
+        fs::create_dir(sidecar_path(&path)).unwrap();
+        let error = remove(&path).unwrap_err();
+        assert!(matches!(&error, Error::PartRemains { part, .. } if *part == sidecar_path(&path)), "{error}");
+        assert!(!path.exists());
+    }
+}

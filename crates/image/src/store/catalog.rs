@@ -1,0 +1,162 @@
+//! The images of a prefix, and the chunks that they share.
+//!
+//! Reads every index, one at a time, lists every chunk, and changes nothing. Memory: about 100 bytes for each chunk of the
+//! prefix, and one index. The result is not a snapshot: an image that is stored or
+//! removed meanwhile may be missing or have missing chunks.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use towline_channel::Cancel;
+
+use super::access::{Store, check_directory};
+use super::garbage::{ChunkTotals, image_keys};
+use super::lease::{LeaseEntry, LeaseKind, leases};
+use super::{Error, Result, chunk};
+use crate::index::{INDEX_BYTES_MAX, Index};
+use crate::location::Location;
+use crate::manifest::{Digest, Timestamp};
+
+/// Contents of a prefix.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Catalog {
+    /// Images, by name.
+    pub images: Vec<CatalogEntry>,
+    /// Chunks referenced by at least one of them.
+    pub used: ChunkTotals,
+    /// Chunks that none of them references: garbage, and chunks of uploads in progress.
+    pub unreferenced: ChunkTotals,
+    /// Number of active uploads.
+    pub uploads: usize,
+}
+
+/// An image of a prefix.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CatalogEntry {
+    /// Name below the prefix.
+    pub name: String,
+    /// Content of its index; the error's text if it cannot be read.
+    pub summary: Result<ImageSummary, String>,
+    /// Descriptions of the processes that read it, including those killed within the last hour.
+    pub readers: Vec<String>,
+}
+
+/// Summary of an image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageSummary {
+    /// Time at which it was made.
+    pub created: Timestamp,
+    /// Source of its guest.
+    pub source: String,
+    /// Version of the QEMU that ran the guest, if known.
+    pub qemu: Option<String>,
+    /// Memory of the guest in bytes.
+    pub memory_bytes: u64,
+    /// Length of the index in bytes.
+    pub index_bytes: u64,
+    /// Chunks that it references: its size if it were alone.
+    pub chunks: ChunkTotals,
+    /// Those that no other image references: its part of the store.
+    pub own: ChunkTotals,
+    /// Number of chunks that it references and the store does not have.
+    pub missing: u64,
+}
+
+/// A chunk in the store.
+struct Stored {
+    bytes: u64,
+    references: u32,
+    /// Index of the image that referenced it first.
+    owner: u32,
+}
+
+impl Catalog {
+    /// Reads the indexes of a prefix and lists its chunks.
+    ///
+    /// # Errors
+    /// The prefix is on a web server, which has no listing; the store is unreachable or refuses access.
+    pub fn read(prefix: &Location, cancel: Option<Cancel>) -> Result<Self> {
+        if !prefix.scheme().is_writable() {
+            let text =
+                format!("{prefix}: a web server has no list of images; name the store that it publishes");
+            return Err(Error::Location { text });
+        }
+        check_directory(prefix)?;
+        read(&Arc::new(Store::open(prefix, cancel)?))
+    }
+}
+
+fn read(store: &Arc<Store>) -> Result<Catalog> {
+    let mut chunks = HashMap::new();
+    store.list(chunk::DIRECTORY, &mut |object| {
+        if let Some(name) = chunk::name(&store.key(&object)) {
+            chunks.insert(name, Stored { bytes: object.size, references: 0, owner: u32::MAX });
+        }
+        Ok(())
+    })?;
+    let mut catalog = Catalog::default();
+    // The index that each image has, by which its readers are found.
+    let mut indexes = Vec::new();
+    for key in image_keys(store)? {
+        // `None`: it was removed meanwhile.
+        let Some(bytes) = store.get(&key, INDEX_BYTES_MAX)? else { continue };
+        let owner = u32::try_from(catalog.images.len()).unwrap_or(u32::MAX);
+        let summary = Index::parse(&bytes).map(|index| summarize(&index, owner, &mut chunks));
+        let summary = summary.map(|summary| ImageSummary { index_bytes: bytes.len() as u64, ..summary });
+        let name = key.strip_suffix(Location::SUFFIX).unwrap_or(&key).to_owned();
+        let summary = summary.map_err(|error| error.to_string());
+        indexes.push((key, Digest::of(&bytes)));
+        catalog.images.push(CatalogEntry { name, summary, readers: Vec::new() });
+    }
+    for stored in chunks.values() {
+        let totals = if stored.references > 0 { &mut catalog.used } else { &mut catalog.unreferenced };
+        totals.add(stored.bytes);
+        let owner = catalog.images.get_mut(stored.owner as usize).filter(|_| stored.references == 1);
+        if let Some(Ok(summary)) = owner.map(|owner| &mut owner.summary) {
+            summary.own.add(stored.bytes);
+        }
+    }
+    // This process has no lease, so that it judges their age by its own clock: for display only.
+    let now = SystemTime::now();
+    let is_alive = LeaseEntry::is_alive;
+    catalog.uploads = leases(store, LeaseKind::Upload, now)?.iter().filter(|lease| is_alive(lease)).count();
+    for lease in leases(store, LeaseKind::Reader, now)?.iter().filter(|lease| is_alive(lease)) {
+        let Some(Ok(owner)) = lease.owner(store)? else { continue };
+        let is_read = |(key, index): &(String, Digest)| {
+            Some(key) == owner.image.as_ref() && Some(*index) == owner.index
+        };
+        if let Some(image) = indexes.iter().position(is_read) {
+            catalog.images[image].readers.push(lease.describe_owner(store));
+        }
+    }
+    Ok(catalog)
+}
+
+/// Counts the references of an image's index. Its own chunks are only known after the last image.
+fn summarize(index: &Index, owner: u32, chunks: &mut HashMap<[u8; 32], Stored>) -> ImageSummary {
+    let (mut all, mut missing) = (ChunkTotals::default(), 0);
+    let names: HashSet<_> = index.all_names().collect();
+    for name in &names {
+        match chunks.get_mut(name) {
+            None => missing += 1,
+            Some(stored) => {
+                all.add(stored.bytes);
+                if stored.references == 0 {
+                    stored.owner = owner;
+                }
+                stored.references += 1;
+            }
+        }
+    }
+    ImageSummary {
+        created: index.created(),
+        source: index.origin().source.clone(),
+        qemu: index.origin().qemu.clone(),
+        memory_bytes: index.blocks().iter().map(|block| block.length).sum(),
+        index_bytes: 0,
+        chunks: all,
+        own: ChunkTotals::default(),
+        missing,
+    }
+}

@@ -1,0 +1,206 @@
+//! The receiving end: a guest comes over channels into a [`Sink`].
+//!
+//! ```text
+//!   main channel ─► main_channel::MainChannel ──┐ (the caller's thread)
+//!   lane i ───────► lane::Lane ─────────────────┼─► Sink        barrier: every lane waits until the main channel leads
+//!                                               └─► return path ─► source: PONG, at the end SHUT 0
+//! ```
+//!
+//! When the main channel has everything, the lanes are ended and waited for; then the sink gets the device state and
+//! commits. SHUT 0 is sent only after [`Sink::commit`] returned: until then the source keeps its guest, and any error
+//! here closes the connections, which makes the source resume.
+
+mod connect;
+mod lane;
+mod main_channel;
+mod refuse;
+mod wait;
+
+use std::net::Shutdown;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
+use std::thread;
+
+use towline_channel::{Cancel, Capabilities, Channel, Error as ChannelError};
+use towline_protocol::RamBlock;
+use towline_protocol::destination::SharedMemory;
+use towline_protocol::multifd::INIT_BYTES;
+use towline_protocol::session::ReceiverMode;
+
+pub use connect::{Connections, gather};
+
+use crate::{Compression, Error, Result, Session, Sink, Statistics};
+use main_channel::MainChannel;
+use refuse::REFUSE_TIMEOUT;
+
+/// Options of an incoming migration.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Refuse a stream without a return path: its source would not learn of a failure here, and end its guest.
+    pub require_return_path: bool,
+    /// Compression of the lanes' pages; the level has no effect here.
+    pub compression: Compression,
+    /// The stream is of QEMU's background-snapshot, whose memory has no end of its own.
+    pub is_snapshot: bool,
+    /// Memory that the source leaves out because it is shared.
+    pub shared_memory: SharedMemory,
+    /// Use of the guest here, as reported to a towline at the source.
+    pub receiver: ReceiverMode,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        let (receiver, shared_memory) = (ReceiverMode::RunsByItself, SharedMemory::Refused);
+        let compression = Compression::None;
+        Self { require_return_path: true, compression, is_snapshot: false, shared_memory, receiver }
+    }
+}
+
+/// A moment of a migration that comes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// The memory's last section begins: the source has stopped its guest.
+    Switchover,
+    /// [`Sink::commit`] returned: the acknowledgement to the source follows.
+    Committed,
+}
+
+/// A migration that comes in.
+#[derive(Debug)]
+pub struct Incoming {
+    session: Arc<Session>,
+    statistics: Arc<Statistics>,
+    options: Options,
+}
+
+/// State shared by the threads of one incoming migration.
+struct Shared<'a> {
+    session: &'a Session,
+    statistics: &'a Statistics,
+    sink: &'a dyn Sink,
+    lanes: usize,
+    compression: Compression,
+    watch: &'a (dyn Fn(Stage) + Sync),
+    blocks: OnceLock<Vec<RamBlock>>,
+    /// The guest's, when the main channel has it.
+    machine_type: OnceLock<String>,
+    /// Pulled when the main channel has everything: no lane waits for more.
+    complete: Cancel,
+    /// The source was informed, and omits no checksum from then on.
+    compares_checksums: AtomicBool,
+}
+
+impl Shared<'_> {
+    /// The block list; empty until the main channel has it.
+    fn blocks(&self) -> &[RamBlock] {
+        self.blocks.get().map_or(&[], Vec::as_slice)
+    }
+}
+
+impl Incoming {
+    /// A migration whose threads are tied together by `session` and counted in `statistics`.
+    pub fn new(session: Arc<Session>, statistics: Arc<Statistics>, options: Options) -> Self {
+        Self { session, statistics, options }
+    }
+
+    /// Receives the guest into `sink`; returns when it is safe there and the source was acknowledged. The connections
+    /// are to be held until the source is done with them ([`Connections::linger`]): it may fail if they break before.
+    ///
+    /// # Errors
+    /// The first error of any thread. The source was not acknowledged, so it keeps its guest, even where
+    /// [`Sink::commit`] had returned: a received guest must not be started then.
+    pub fn run(&self, connections: &Connections, sink: &dyn Sink) -> Result<()> {
+        self.run_watched(connections, sink, &|_| {})
+    }
+
+    /// As [`Self::run`]; `watch` is called at each [`Stage`] from the thread of the main channel, which waits for it.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn run_watched(
+        &self,
+        connections: &Connections,
+        sink: &dyn Sink,
+        watch: &(dyn Fn(Stage) + Sync),
+    ) -> Result<()> {
+        let _guard = self.session.guard();
+        check_lanes(&connections.lanes)?;
+        let shared = Shared {
+            session: &self.session,
+            statistics: &self.statistics,
+            sink,
+            lanes: connections.lanes.len(),
+            compression: self.options.compression,
+            watch,
+            blocks: OnceLock::new(),
+            machine_type: OnceLock::new(),
+            complete: Cancel::new()?,
+            compares_checksums: AtomicBool::new(false),
+        };
+        self.session.watch_upstream(&connections.main);
+        for lane in &connections.lanes {
+            self.session.watch_lane(lane);
+        }
+        self.statistics.count_lane(INIT_BYTES * connections.lanes.len());
+        let mut main = MainChannel::new(connections, &shared, self.options);
+        // Every lane has ended before the guest is committed: nothing changes it any more.
+        let received = thread::scope(|scope| {
+            let _guard = self.session.guard();
+            for (index, channel) in connections.lanes.iter().enumerate() {
+                let shared = &shared;
+                scope.spawn(move || lane::run(index, channel.as_ref(), shared));
+            }
+            let received = main.receive();
+            match received {
+                Ok(_) => self.session.close(),
+                Err(error) => {
+                    self.session.fail(error);
+                    self.session.see_out(REFUSE_TIMEOUT);
+                    return Err(Error::Cancelled);
+                }
+            }
+            shared.complete.cancel();
+            end_lanes(&connections.lanes);
+            received
+        });
+        match received.and_then(|state| main.deliver(state)) {
+            Ok(()) => {
+                self.session.succeed();
+                Ok(())
+            }
+            Err(error) => {
+                let error = self.session.end(error);
+                match self.session.must_acknowledge_after(&error) {
+                    true => main.acknowledge_regardless(),
+                    false => connections.refuse(),
+                }
+                Err(error)
+            }
+        }
+    }
+}
+
+/// A lane that cannot be shut down could not be ended, neither by an error nor by the end of the stream.
+fn check_lanes(lanes: &[Arc<dyn Channel>]) -> Result<()> {
+    match lanes.iter().find(|lane| !lane.capabilities().contains(Capabilities::SHUTDOWN)) {
+        None => Ok(()),
+        Some(lane) => {
+            let peer = lane.peer().to_owned();
+            Err(ChannelError::Unsupported { peer, what: "lanes; use sockets for them" }.into())
+        }
+    }
+}
+
+/// Wakes lanes that wait for more where [`Shared::complete`] does not.
+fn end_lanes(lanes: &[Arc<dyn Channel>]) {
+    for lane in lanes.iter().filter(|lane| lane.as_fd().is_none()) {
+        if let Err(error) = lane.shutdown(Shutdown::Read) {
+            tracing::debug!(peer = lane.peer(), %error, "shutdown");
+        }
+    }
+}
+
+/// The error of a stream that ends too early.
+fn ended(channel: &dyn Channel, awaiting: &'static str) -> Error {
+    Error::Ended { peer: channel.peer().to_owned(), awaiting }
+}

@@ -1,0 +1,251 @@
+//! A guest that is not one: memory with a checked pattern, and threads that write in it at a rate. For measurements, tests
+//! and first steps of an embedder, without a QEMU.
+//!
+//! ```text
+//!   Synthetic   memory · pattern · load (threads) ──► SourceMemory ──► Outgoing ═══► Incoming ──► Checked ──► Memory
+//!                 └─ generation of each page ──► Ledger = its device state ═════════════════════► compares every page
+//! ```
+//!
+//! A page's content follows from the guest's seed, its number and its generation, which each write of the load
+//! increments; a share of them is zero. When the guest is stopped its generations are sent as device state, so the
+//! other end knows the expected content of each page, and detects a stale, torn or misplaced one.
+//!
+//! Not a machine: only [`Checked`] can use it. Limits: 4 KiB pages, one RAM block.
+
+mod checked;
+mod ledger;
+mod load;
+mod pattern;
+
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::thread;
+
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use towline_protocol::configuration::Configuration;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, limits};
+
+pub use checked::{BlockHash, Checked, Outcome};
+pub use ledger::{Ledger, LedgerError};
+pub use pattern::{Fault, WrongPage};
+
+use crate::tracker::{DirtyLogTracker, DirtyTracker, WriteProtect};
+use crate::{LiveBlock, Memory, MemoryError, Region, Result, SourceMemory, Span, memory};
+use load::Load;
+use pattern::{PAGE_BYTES, Pattern};
+
+/// The RAM block's name.
+pub const BLOCK_NAME: &str = "mem.ram";
+/// The machine type in the stream, so that no QEMU accepts the guest.
+pub const MACHINE_TYPE: &str = "towline-mem";
+
+/// Pages that a thread fills at a time: 8 MiB.
+const FILL_PAGES: usize = 2048;
+
+/// Parameters of a synthetic guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Bytes of memory, a multiple of 4096.
+    pub length: u64,
+    /// Decides the content of all pages, and which are written.
+    pub seed: u64,
+    /// Number of of that 100 pages are zero, at any time.
+    pub zero_percent: u8,
+    /// Number of bytes that of memory are written in a second, in whole pages; 0: none, and nothing is tracked.
+    pub dirty_rate: u64,
+    /// Threads that write. A page is always written by the same one.
+    pub threads: NonZeroUsize,
+    /// Where the memory is.
+    pub backing: Backing,
+}
+
+/// Where a synthetic guest's memory is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Backing {
+    /// Private memory, in transparent huge pages where they can be had.
+    #[default]
+    Private,
+    /// A shared memfd, as VMMs use it for vhost-user.
+    Memfd,
+    /// A shared memfd in reserved huge pages of 2 MiB.
+    HugeTlb,
+}
+
+impl Shape {
+    /// A guest of this size, a quarter of it zero, without load.
+    pub fn of_length(length: u64) -> Self {
+        let (threads, backing) = (NonZeroUsize::MIN, Backing::Private);
+        Self { length, seed: 1, zero_percent: 25, dirty_rate: 0, threads, backing }
+    }
+
+    fn pages(&self) -> usize {
+        usize::try_from(self.length / PAGE_SIZE).expect("within a block that is mapped here")
+    }
+
+    fn pattern(&self) -> Pattern {
+        Pattern { seed: self.seed, zero_percent: self.zero_percent }
+    }
+}
+
+/// A synthetic guest: memory with a checked pattern, and threads that write in it.
+pub struct Synthetic {
+    shape: Shape,
+    region: Region,
+    generations: Vec<AtomicU32>,
+}
+
+impl Synthetic {
+    /// Maps the memory and fills it, with as many threads as there are CPUs.
+    ///
+    /// # Errors
+    /// The length cannot be, or there is not so much memory.
+    pub fn new(shape: Shape) -> Result<Self, MemoryError> {
+        let region = map(&shape)?;
+        // Small pages do as well.
+        let _ = region.span().advise_huge();
+        let generations = (0..shape.pages()).map(|_| AtomicU32::new(0)).collect();
+        let this = Self { shape, region, generations };
+        this.fill();
+        Ok(this)
+    }
+
+    /// Its parameters.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Runs the guest, that is its load, while `work` has it to send it. The engine stops it for the last pass; when `work`
+    /// has returned, nothing writes any more.
+    ///
+    /// # Errors
+    /// Its writes cannot be tracked on this machine.
+    pub fn run<T>(&self, work: impl FnOnce(&SourceMemory<'_>) -> T) -> Result<T> {
+        let tracker = self.tracker()?;
+        let load = Load::new(self.shape.threads.get());
+        thread::scope(|scope| {
+            let _over = load.ended_on_drop();
+            if self.shape.dirty_rate > 0 {
+                for thread in 0..self.shape.threads.get() {
+                    let load = &load;
+                    scope.spawn(move || load.run(self, thread));
+                }
+            }
+            let block = LiveBlock { name: BLOCK_NAME, span: self.region.span() };
+            let stop = || {
+                load.stop();
+                Ok(())
+            };
+            let start = || {
+                load.start();
+                Ok(())
+            };
+            let guest = SourceMemory::new(configuration(), &[block], &*tracker)?
+                .with_hooks(stop, start)
+                .with_device_state(|| Ok(self.ledger().encode()));
+            Ok(work(&guest))
+        })
+    }
+
+    /// The expected content of each page, of a stopped guest.
+    pub fn ledger(&self) -> Ledger {
+        let generations = self.generations.iter().map(|generation| generation.load(Ordering::Relaxed));
+        Ledger { pattern: self.shape.pattern(), generations: generations.collect() }
+    }
+
+    fn span(&self) -> Span<'_> {
+        self.region.span()
+    }
+
+    /// Writes the next generation of a page; only one thread at a time does that for the same page.
+    fn rewrite(&self, page: usize, content: &mut [u8; PAGE_BYTES]) {
+        let generation = self.generations[page].load(Ordering::Relaxed).wrapping_add(1);
+        self.shape.pattern().fill(page as u64, generation, content);
+        self.span().write(page * PAGE_BYTES, content);
+        self.generations[page].store(generation, Ordering::Relaxed);
+    }
+
+    fn tracker(&self) -> Result<Box<dyn DirtyTracker>> {
+        Ok(match (self.shape.dirty_rate, self.shape.backing) {
+            (0, _) => Box::new(DirtyLogTracker::new(nothing_written)),
+            (_, Backing::Private) => Box::new(WriteProtect::new()?),
+            // No other process has the memfd.
+            (_, Backing::Memfd | Backing::HugeTlb) => Box::new(WriteProtect::of_shared()?),
+        })
+    }
+
+    fn fill(&self) {
+        let next = AtomicUsize::new(0);
+        thread::scope(|scope| {
+            for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
+                scope.spawn(|| {
+                    let mut content = [0; PAGE_BYTES];
+                    loop {
+                        let first = next.fetch_add(FILL_PAGES, Ordering::Relaxed);
+                        for page in first..self.shape.pages().min(first + FILL_PAGES) {
+                            self.shape.pattern().fill(page as u64, 0, &mut content);
+                            // Zero pages too: as those of a real guest they are there.
+                            self.span().write(page * PAGE_BYTES, &content);
+                        }
+                        if first >= self.shape.pages() {
+                            break;
+                        }
+                    }
+                });
+            }
+        });
+    }
+}
+
+/// The configuration section of a synthetic guest's stream.
+pub fn configuration() -> Configuration {
+    Configuration { machine_type: MACHINE_TYPE.into(), ..Configuration::default() }
+}
+
+fn nothing_written(_: BlockIndex, _: &mut [u64]) -> std::io::Result<()> {
+    Ok(())
+}
+
+fn map(shape: &Shape) -> Result<Region, MemoryError> {
+    let (block, found) = (BLOCK_NAME.to_owned(), shape.length);
+    if found == 0 || !found.is_multiple_of(PAGE_SIZE) || found > limits::RAM_BYTES_MAX {
+        return Err(MemoryError::Length { block, found });
+    }
+    let Ok(length) = usize::try_from(found) else { return Err(MemoryError::Length { block, found }) };
+    let mapped = match shape.backing {
+        Backing::Private => Region::anonymous(length),
+        Backing::Memfd => memfd(found, false).and_then(|file| Region::shared(file.as_fd(), 0, length)),
+        Backing::HugeTlb => memfd(found, true).and_then(|file| Region::shared(file.as_fd(), 0, length)),
+    };
+    mapped.map_err(|source| MemoryError::Map { block, length: found, source })
+}
+
+/// A memfd of `length` bytes, in reserved huge pages or not.
+///
+/// # Errors
+/// The kernel has none; for huge pages, the length is not a multiple of theirs.
+pub fn memfd(length: u64, is_huge: bool) -> std::io::Result<OwnedFd> {
+    let huge = if is_huge { MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB } else { MemfdFlags::empty() };
+    let file = memfd_create("towline-mem", MemfdFlags::CLOEXEC | huge)?;
+    ftruncate(&file, length)?;
+    Ok(file)
+}
+
+/// Populates all pages of a memfd now, with huge pages where available; they stay for later mappings.
+///
+/// # Errors
+/// It is shorter than that, or there is not so much memory.
+pub fn populate(file: &OwnedFd, length: u64, threads: NonZeroUsize) -> Result<(), MemoryError> {
+    let backing = memory::Backing::Shared { file: file.as_fd(), offset: 0 };
+    let block = memory::Block { name: BLOCK_NAME, length, backing };
+    Memory::new(configuration(), &[block])?.populate(threads)?;
+    Ok(())
+}
+
+impl fmt::Debug for Synthetic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Synthetic").field("shape", &self.shape).finish_non_exhaustive()
+    }
+}

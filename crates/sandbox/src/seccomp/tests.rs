@@ -1,0 +1,121 @@
+//! Compares the filters with a plain formulation of the same rules: a filter for each kind of verdict, of which the kernel applies
+//! the strictest.
+
+use std::collections::BTreeSet;
+
+use super::*;
+use crate::interpreter::{CallData, strictest};
+
+/// Architectures of `linux/audit.h`.
+const X86_64: u32 = 0xc000_003e;
+const AARCH64: u32 = 0xc000_00b7;
+const I386: u32 = 0x4000_0003;
+/// Bit of the calls of the x32 architecture, which has the same number as x86-64.
+const X32: u32 = 0x4000_0000;
+
+const PATHS: [u64; 2] = [0x7fff_1234_5678, 0x5555_0000_0010];
+/// Random vectors of arguments for each call.
+const VECTORS: usize = 400;
+
+fn plain_filters(policy: &Policy, paths: Option<&[u64]>) -> Vec<BpfProgram> {
+    let arch = TargetArch::try_from(std::env::consts::ARCH).unwrap();
+    let filter = |rules, otherwise, matched| -> BpfProgram {
+        SeccompFilter::new(rules, otherwise, matched, arch).unwrap().try_into().unwrap()
+    };
+    let failing = |rules, errno: libc::c_int| {
+        filter(rules, SeccompAction::Allow, SeccompAction::Errno(errno.unsigned_abs()))
+    };
+    let mut filters =
+        vec![failing(always(&[Sysno::clone3]), libc::ENOSYS), failing(always(EXECUTE), libc::EPERM)];
+    if !policy.opens {
+        filters.push(failing(always(OPEN), libc::EACCES));
+    }
+    if let Some(paths) = paths {
+        filters.push(failing(removal_of_other_paths(paths).unwrap(), libc::EACCES));
+    }
+    let mut rules = listed(policy).unwrap();
+    rules.append(&mut always(OPEN));
+    rules.append(&mut always(EXECUTE));
+    rules.append(&mut always(&[Sysno::clone3]));
+    let fast_open = u64::from(libc::MSG_FASTOPEN.unsigned_abs());
+    for (call, flags) in [(Sysno::sendto, 3), (Sysno::sendmmsg, 3), (Sysno::sendmsg, 2)] {
+        let unflagged = rule(&[(flags, SeccompCmpOp::MaskedEq(fast_open), 0)]).unwrap();
+        let is_checked = (policy.opens || !policy.connect.is_empty()) && policy.connect != Ports::Any;
+        rules.insert(call.id().into(), if is_checked { vec![unflagged] } else { Vec::new() });
+    }
+    filters.push(filter(rules, SeccompAction::Trap, SeccompAction::Allow));
+    filters
+}
+
+fn policies() -> Vec<Policy> {
+    let device = Policy::default();
+    let copy = Policy { opens: true, ..device.clone() };
+    vec![
+        Policy { connects_unix: true, connects_vsock: true, ..device.clone() },
+        Policy { connect: Ports::Only(vec![22]), ..device.clone() },
+        Policy { connect: Ports::Any, ..device.clone() },
+        Policy { connect: Ports::Only(vec![22]), resolves_names: true, ..copy.clone() },
+        Policy { connect: Ports::Any, ..copy.clone() },
+        device,
+        copy,
+    ]
+}
+
+/// Values that some rule compares an argument with, and values beside them.
+fn values(programs: &[BpfProgram]) -> Vec<u64> {
+    let compared =
+        programs.iter().flatten().filter(|instruction| matches!(instruction.code, 0x15 | 0x45 | 0x54));
+    let mut values: BTreeSet<u64> = compared.map(|instruction| u64::from(instruction.k)).collect();
+    values.extend(PATHS);
+    values.extend([0, 1, 1 << 29, (1 << 29) | 0x4040, 1 << 32, (1 << 32) | (1 << 29), u64::MAX]);
+    values.into_iter().collect()
+}
+
+/// A small generator (splitmix64).
+fn random(state: &mut u64) -> usize {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mixed = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    usize::try_from((mixed ^ (mixed >> 27)) >> 33).unwrap()
+}
+
+#[test]
+fn one_program_decides_as_separate_filters_do() {
+    let own = if cfg!(target_arch = "x86_64") { X86_64 } else { AARCH64 };
+    let (mut found, mut compared, mut state) = (BTreeSet::new(), 0_u64, 1);
+    let paths: [Option<&[u64]>; 3] = [None, Some(&[]), Some(&PATHS)];
+    for (policy, paths) in policies().iter().zip(paths.into_iter().cycle()) {
+        let (filters, plain) = (filters(policy, paths).unwrap(), plain_filters(policy, paths));
+        let values = values(&plain);
+        let mut compare = |call: CallData| {
+            let decided = strictest(filters.iter().map(Vec::as_slice), &call);
+            let expected = strictest(plain.iter().map(Vec::as_slice), &call);
+            assert_eq!(decided, expected, "{call:x?} with {policy:?}, {paths:?}");
+            found.insert((call.architecture == own, decided));
+            compared += 1;
+        };
+        let numbers = (0..700).flat_map(|number| [number, X32 | number]).chain([u32::MAX, u32::MAX >> 1]);
+        for number in numbers {
+            for architecture in [X86_64, AARCH64, I386, 0] {
+                compare(CallData { architecture, number, arguments: [0; 6] });
+                compare(CallData { architecture, number, arguments: [u64::MAX; 6] });
+            }
+        }
+        // Calls whose arguments are compared, and the sends.
+        let calls = listed(policy).unwrap().into_iter().filter(|(_, rules)| !rules.is_empty());
+        let calls = calls.map(|(call, _)| call).chain(always(REMOVE).into_keys());
+        let sends = [Sysno::sendto, Sysno::sendmmsg, Sysno::sendmsg].map(|call| i64::from(call.id()));
+        for call in calls.chain(sends) {
+            let number = u32::try_from(call).unwrap();
+            for _ in 0..VECTORS {
+                let arguments = [(); 6].map(|()| values[random(&mut state) % values.len()]);
+                compare(CallData { architecture: own, number, arguments });
+            }
+        }
+    }
+    let failing = |errno: libc::c_int| libc::SECCOMP_RET_ERRNO | errno.unsigned_abs();
+    let verdicts = [libc::SECCOMP_RET_ALLOW, libc::SECCOMP_RET_TRAP];
+    let verdicts = verdicts.into_iter().chain([libc::ENOSYS, libc::EPERM, libc::EACCES].map(failing));
+    let mut expected: BTreeSet<_> = verdicts.map(|verdict| (true, verdict)).collect();
+    expected.insert((false, libc::SECCOMP_RET_KILL_PROCESS));
+    assert_eq!(found, expected, "after {compared} comparisons");
+}

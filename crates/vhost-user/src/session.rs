@@ -1,0 +1,384 @@
+//! The session with one frontend: negotiated state, and the effect of each request on memory, log and rings.
+//!
+//! ```text
+//!   offered ── SET_FEATURES ──► negotiated: rings may start                a ring:
+//!      protocol features are negotiated before or after            stopped ── SET_VRING_KICK ──► running
+//!                                                                          ◄─ GET_VRING_BASE ──
+//! ```
+//! Without I/O of its own: requests arrive decoded, replies leave as values, and [`Rings`] executes what concerns running
+//! rings. The error of an invalid request names it. A frontend that requested an acknowledgement receives the refusal; any
+//! other would assume success, so its connection ends.
+
+mod error;
+mod postcopy;
+mod saved;
+mod state_transfer;
+mod vring;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+pub use error::SessionError;
+pub(crate) use saved::{SavedRequest, SavedSession};
+use towline_channel::Cancel;
+
+use crate::device::{ConfigSource, Device};
+use crate::features::{self, ProtocolFeatures};
+use crate::log::{DirtyLog, LogSwitch};
+use crate::memory::{Memory, REGIONS_MAX, Region};
+use crate::message::{LogMemory, RegionInfo, Reply, Request, VringAddress};
+use crate::ring::{RingFault, RingSetup};
+use crate::sys::Userfaultfd;
+use postcopy::Postcopy;
+use state_transfer::StateTransfer;
+use vring::Vring;
+
+/// Maximum number of queues of a device: one byte on the wire.
+pub const QUEUES_MAX: usize = 256;
+
+/// In `SET_CONFIG`: the configuration comes from a migration (`VHOST_SET_CONFIG_TYPE_MIGRATION`).
+const CONFIG_OF_MIGRATION: u32 = 1;
+
+/// The running rings, as the session uses them. A call has taken effect when it returns.
+pub(crate) trait Rings {
+    /// Cancels waiting calls when `cancel` is cancelled.
+    fn set_cancel(&mut self, cancel: &Cancel) {
+        let _ = cancel;
+    }
+    /// Starts a ring. Returns its fault if it cannot be started, which is not an error of the session.
+    fn start(
+        &mut self,
+        ring: usize,
+        setup: RingSetup,
+        memory: &Arc<Memory>,
+        fds: RingFds,
+    ) -> Result<Option<RingFault>, SessionError>;
+    /// Drains and stops a ring. Returns `None` if it was not started.
+    fn stop(&mut self, ring: usize) -> Result<Option<StoppedRing>, SessionError>;
+    fn enable(&mut self, ring: usize, enabled: bool) -> Result<(), SessionError>;
+    fn set_kick(&mut self, ring: usize, fd: OwnedFd) -> Result<(), SessionError>;
+    fn set_call(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError>;
+    fn set_err(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError>;
+    fn set_address(&mut self, ring: usize, address: VringAddress) -> Result<(), SessionError>;
+    fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), SessionError>;
+    fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) -> Result<(), SessionError>;
+    /// Waits until every batch that has begun is published.
+    fn quiesce(&mut self) -> Result<(), SessionError>;
+}
+
+/// Eventfds with which a ring starts.
+#[derive(Debug)]
+pub(crate) struct RingFds {
+    pub(crate) kick: OwnedFd,
+    pub(crate) err: Option<OwnedFd>,
+}
+
+/// A ring that was stopped.
+#[derive(Debug, Default)]
+pub(crate) struct StoppedRing {
+    /// Available index at which it resumes.
+    pub(crate) base: u16,
+    pub(crate) kick: Option<OwnedFd>,
+    pub(crate) call: Option<OwnedFd>,
+    pub(crate) err: Option<OwnedFd>,
+}
+
+/// State of the session with one frontend.
+pub(crate) struct Session<R> {
+    device: Arc<dyn Device>,
+    rings: R,
+    vrings: Vec<Vring>,
+    negotiated: Negotiated,
+    memory: Arc<Memory>,
+    switch: LogSwitch,
+    log: Option<Arc<DirtyLog>>,
+    status: u64,
+    transfer: Option<StateTransfer>,
+    postcopy: Option<Postcopy>,
+    /// `SET_OWNER` was received.
+    owned: bool,
+    /// Cancels waiting requests.
+    cancel: Option<Cancel>,
+    /// Descriptor for the next reply.
+    reply_fd: Option<OwnedFd>,
+}
+
+/// Features that were negotiated so far.
+#[derive(Debug, Clone, Copy)]
+struct Negotiated {
+    /// `None` until `SET_FEATURES`; no ring starts before.
+    features: Option<u64>,
+    protocol: ProtocolFeatures,
+}
+
+/// Outcome of a request without a reply of its own.
+fn no_reply(outcome: Result<(), SessionError>) -> Result<Option<Reply>, SessionError> {
+    outcome.map(|()| None)
+}
+
+/// Reply with a number.
+fn number(number: u64) -> Result<Option<Reply>, SessionError> {
+    Ok(Some(Reply::Number(number)))
+}
+
+impl<R: Rings> Session<R> {
+    /// A session before its first request.
+    pub(crate) fn new(device: Arc<dyn Device>, rings: R) -> Self {
+        let vrings = (0..device.queue_count()).map(|_| Vring::default()).collect();
+        let negotiated = Negotiated { features: None, protocol: ProtocolFeatures::empty() };
+        Self {
+            device,
+            rings,
+            vrings,
+            negotiated,
+            memory: Arc::default(),
+            switch: LogSwitch::default(),
+            log: None,
+            status: 0,
+            transfer: None,
+            postcopy: None,
+            owned: false,
+            cancel: None,
+            reply_fd: None,
+        }
+    }
+
+    /// Cancels waiting requests when `cancel` is cancelled.
+    pub(crate) fn set_cancel(&mut self, cancel: &Cancel) {
+        self.rings.set_cancel(cancel);
+        self.cancel = Some(cancel.clone());
+    }
+
+    /// Returns true if acknowledgements are sent where the frontend requests them.
+    pub(crate) fn has_reply_ack(&self) -> bool {
+        self.negotiated.protocol.contains(ProtocolFeatures::REPLY_ACK)
+    }
+
+    /// Takes the descriptor that belongs to the last reply.
+    pub(crate) fn take_reply_fd(&mut self) -> Option<OwnedFd> {
+        self.reply_fd.take()
+    }
+
+    /// Handles a request. Returns its reply if it has one besides an acknowledgement.
+    pub(crate) fn handle(&mut self, request: Request) -> Result<Option<Reply>, SessionError> {
+        self.check_negotiated(&request)?;
+        match request {
+            Request::GetFeatures => number(self.offered()),
+            Request::SetFeatures(features) => no_reply(self.set_features(features)),
+            Request::SetOwner => no_reply(self.set_owner()),
+            Request::ResetOwner => no_reply(self.enable_all(false)),
+            Request::GetProtocolFeatures => number(self.offered_protocol().bits()),
+            Request::SetProtocolFeatures(bits) => no_reply(self.set_protocol_features(bits)),
+            Request::GetQueueNum => number(self.device.reported_queue_num() as u64),
+            Request::GetMaxMemSlots => number(REGIONS_MAX as u64),
+            Request::SetMemTable(regions) => self.set_mem_table(regions),
+            Request::PostcopyRegionsAck => no_reply(self.acknowledge_postcopy_regions()),
+            Request::AddMemReg(info, fd) => self.add_region(&info, fd),
+            Request::RemMemReg(info) => no_reply(self.remove_region(&info)),
+            Request::SetLogBase(log) => self.set_log(log).map(Some),
+            // Not signalled: a frontend that migrates reads the log when it needs it.
+            Request::SetLogFd(_) => Ok(None),
+            Request::GetConfig { offset, size, flags } => Ok(Some(self.config(offset, size, flags))),
+            Request::SetConfig { offset, flags, bytes } => {
+                no_reply(self.write_config(offset as usize, flags, &bytes))
+            }
+            Request::SendRarp(mac) => {
+                let sent = self.device.send_rarp(mac);
+                no_reply(sent.map_err(|reason| SessionError::refused("SEND_RARP", reason)))
+            }
+            Request::NetSetMtu(mtu) => no_reply(self.set_mtu(mtu)),
+            Request::ResetDevice => no_reply(self.reset()),
+            Request::SetStatus(status) => {
+                self.status = status;
+                Ok(None)
+            }
+            Request::GetStatus => number(self.status),
+            Request::SetDeviceStateFd(direction, fd) => number(self.begin_transfer(direction, fd)),
+            Request::CheckDeviceState => number(self.check_transfer()),
+            Request::PostcopyAdvise => self.postcopy_advise().map(Some),
+            Request::PostcopyListen => no_reply(self.postcopy_listen()),
+            Request::PostcopyEnd => {
+                self.postcopy = None;
+                Ok(None)
+            }
+            vring => self.vring_request(vring),
+        }
+    }
+
+    /// Refuses requests of protocol features that were not negotiated.
+    fn check_negotiated(&self, request: &Request) -> Result<(), SessionError> {
+        use ProtocolFeatures as P;
+        let (name, needed) = match request {
+            Request::SetLogBase(_) => ("SET_LOG_BASE", P::LOG_SHMFD),
+            Request::GetConfig { .. } => ("GET_CONFIG", P::CONFIG),
+            Request::SetConfig { .. } => ("SET_CONFIG", P::CONFIG),
+            Request::SendRarp(_) => ("SEND_RARP", P::RARP),
+            Request::NetSetMtu(_) => ("NET_SET_MTU", P::NET_MTU),
+            Request::ResetDevice => ("RESET_DEVICE", P::RESET_DEVICE),
+            Request::GetMaxMemSlots => ("GET_MAX_MEM_SLOTS", P::CONFIGURE_MEM_SLOTS),
+            Request::AddMemReg(..) => ("ADD_MEM_REG", P::CONFIGURE_MEM_SLOTS),
+            Request::RemMemReg(_) => ("REM_MEM_REG", P::CONFIGURE_MEM_SLOTS),
+            Request::SetStatus(_) => ("SET_STATUS", P::STATUS),
+            Request::GetStatus => ("GET_STATUS", P::STATUS),
+            Request::SetDeviceStateFd(..) => ("SET_DEVICE_STATE_FD", P::DEVICE_STATE),
+            Request::CheckDeviceState => ("CHECK_DEVICE_STATE", P::DEVICE_STATE),
+            Request::PostcopyAdvise => ("POSTCOPY_ADVISE", P::PAGEFAULT),
+            Request::PostcopyListen => ("POSTCOPY_LISTEN", P::PAGEFAULT),
+            Request::PostcopyEnd => ("POSTCOPY_END", P::PAGEFAULT),
+            Request::PostcopyRegionsAck => ("ADD_MEM_REG", P::PAGEFAULT),
+            _ => return Ok(()),
+        };
+        if self.negotiated.protocol.contains(needed) {
+            return Ok(());
+        }
+        Err(SessionError::NotNegotiated { request: name, needed })
+    }
+
+    fn offered(&self) -> u64 {
+        let unlogged = if self.device.is_migratable() { 0 } else { features::LOG_ALL };
+        (self.device.features() | features::COMMON) & !unlogged
+    }
+
+    fn offered_protocol(&self) -> ProtocolFeatures {
+        let mut offered =
+            ProtocolFeatures::ALWAYS | (self.device.protocol_features() & ProtocolFeatures::BY_DEVICE);
+        if self.device.allows_postcopy() && Userfaultfd::new().is_ok() {
+            offered |= ProtocolFeatures::PAGEFAULT;
+        }
+        offered
+    }
+
+    /// Sets the accepted features. On running rings this also switches the dirty log.
+    fn set_features(&mut self, accepted: u64) -> Result<(), SessionError> {
+        let offered = self.offered();
+        if accepted & !offered != 0 {
+            return Err(SessionError::Features { unknown: accepted & !offered, offered });
+        }
+        let of_driver = |features: u64| features & !features::NOT_OF_THE_DRIVER;
+        let before = self.negotiated.features;
+        if before.map(of_driver) != Some(of_driver(accepted)) {
+            if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
+                return Err(SessionError::FeaturesWhileRunning { ring });
+            }
+            let acknowledged = self.device.acknowledge(of_driver(accepted));
+            acknowledged.map_err(|reason| SessionError::refused("SET_FEATURES", reason))?;
+        }
+        self.negotiated.features = Some(accepted);
+        self.switch.set(accepted & features::LOG_ALL != 0);
+        if before.unwrap_or(0) & features::LOG_ALL != accepted & features::LOG_ALL {
+            self.rings.quiesce()?;
+        }
+        Ok(())
+    }
+
+    fn set_protocol_features(&mut self, bits: u64) -> Result<(), SessionError> {
+        let offered = self.offered_protocol();
+        match ProtocolFeatures::from_bits(bits).filter(|accepted| offered.contains(*accepted)) {
+            Some(accepted) => {
+                self.negotiated.protocol = accepted;
+                Ok(())
+            }
+            None => {
+                let unknown = bits & !offered.bits();
+                Err(SessionError::ProtocolFeatures { unknown, offered: offered.bits() })
+            }
+        }
+    }
+
+    fn set_mem_table(&mut self, regions: Vec<(RegionInfo, OwnedFd)>) -> Result<Option<Reply>, SessionError> {
+        // In postcopy an empty table acknowledges the one before.
+        if regions.is_empty() && self.has_unacknowledged_regions() {
+            return no_reply(self.acknowledge_postcopy_regions());
+        }
+        if self.is_postcopy_listening() {
+            return self.map_postcopy_table(regions).map(Some);
+        }
+        let regions = regions.into_iter().map(|(info, fd)| Region::map(&info, fd));
+        let memory = Memory::new(regions.collect::<Result<_, _>>()?)?;
+        no_reply(self.set_memory(memory))
+    }
+
+    fn add_region(&mut self, info: &RegionInfo, fd: OwnedFd) -> Result<Option<Reply>, SessionError> {
+        if self.is_postcopy_listening() {
+            return self.map_postcopy_region(info, fd).map(Some);
+        }
+        // QEMU before 8.1 sends the request once for each queue pair.
+        if self.memory.has(info) {
+            return Ok(None);
+        }
+        let memory = self.memory.with(Region::map(info, fd)?)?;
+        no_reply(self.set_memory(memory))
+    }
+
+    fn remove_region(&mut self, info: &RegionInfo) -> Result<(), SessionError> {
+        // As in `add_region`.
+        if !self.memory.has(info) {
+            return Ok(());
+        }
+        let memory = self.memory.without(info)?;
+        self.set_memory(memory)
+    }
+
+    fn set_memory(&mut self, memory: Memory) -> Result<(), SessionError> {
+        self.memory = Arc::new(memory);
+        self.rings.set_memory(&self.memory)
+    }
+
+    fn set_log(&mut self, LogMemory { size, offset, fd }: LogMemory) -> Result<Reply, SessionError> {
+        let log = Arc::new(DirtyLog::map(fd, offset, size)?);
+        self.rings.set_log(Some(&log))?;
+        self.log = Some(log);
+        Ok(Reply::Number(0))
+    }
+
+    /// Reads the configuration space. Bytes behind its end are zeros, as for a device with fewer features.
+    fn config(&self, offset: u32, size: u32, flags: u32) -> Reply {
+        let mut bytes = self.device.config();
+        let (start, end) = (offset as usize, (offset + size) as usize);
+        bytes.resize(bytes.len().max(end), 0);
+        Reply::Config { offset, flags, bytes: bytes[start..end].to_vec() }
+    }
+
+    fn write_config(&self, offset: usize, flags: u32, bytes: &[u8]) -> Result<(), SessionError> {
+        let migrated = flags & CONFIG_OF_MIGRATION != 0;
+        let source = if migrated { ConfigSource::Migration } else { ConfigSource::Driver };
+        let written = self.device.write_config(offset, bytes, source);
+        written.map_err(|reason| SessionError::refused("SET_CONFIG", reason))
+    }
+
+    fn set_mtu(&self, mtu: u64) -> Result<(), SessionError> {
+        let mtu = u16::try_from(mtu).map_err(|_| SessionError::Mtu { found: mtu })?;
+        self.device.set_mtu(mtu).map_err(|reason| SessionError::refused("NET_SET_MTU", reason))
+    }
+
+    /// Handles `SET_OWNER`. The second one on a connection starts over: QEMU's device was unplugged from its guest and plugged
+    /// in again while the chardev stayed connected. All settings of the former device are dropped, except for the protocol
+    /// features, which were negotiated just before.
+    fn set_owner(&mut self) -> Result<(), SessionError> {
+        if !std::mem::replace(&mut self.owned, true) {
+            return Ok(());
+        }
+        self.reset()?;
+        self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
+        self.negotiated.features = None;
+        self.transfer = None;
+        self.postcopy = None;
+        self.log = None;
+        self.switch.set(false);
+        self.rings.set_log(None)?;
+        self.set_memory(Memory::default())
+    }
+
+    fn reset(&mut self) -> Result<(), SessionError> {
+        for index in 0..self.vrings.len() {
+            self.stop(index)?;
+        }
+        self.enable_all(false)?;
+        self.status = 0;
+        self.device.reset();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,437 @@
+//! The host's side over epoll: listeners, handshakes, connects in progress, connected sockets, and the accept queue for other
+//! guests of the process.
+//!
+//! Sockets are watched edge-triggered: each edge is reported once, and the engine remembers that it may read on. Space in a
+//! send buffer is reported only while the buffer is full.
+
+mod connect;
+mod handshake;
+mod handshake_line;
+mod listener;
+pub(crate) mod socket;
+mod zero_copy;
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rustix::event::{Timespec, epoll};
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
+use towline_channel::{IoBuf, IoBufMut, ZeroCopySend};
+
+use self::connect::PendingConnect;
+use self::handshake::Handshakes;
+use self::handshake_line::{HandshakeLine, parse_connect};
+pub(crate) use self::listener::HostListener;
+pub(crate) use self::socket::HostSocket;
+use self::zero_copy::ZeroCopyPolicy;
+pub(crate) use self::zero_copy::{UnfinishedSends, wait_for_completions};
+use crate::connection::{ConnectionId, ConnectionKey};
+use crate::local_guests::{AcceptQueue, IncomingConnection, LocalGuests};
+use crate::packet::{HOST_CID, Kind, SeqFlags, ShutdownFlags};
+use crate::rules::Rule;
+use crate::sockets::{
+    CloseMode, ConnectOutcome, Interest, Peeked, Readiness, Received, SendOutcome, Sockets,
+};
+
+/// Time limit of a handshake.
+const HANDSHAKE_TIMEOUT_MS: u64 = 10_000;
+/// Maximum number of connections that are accepted before other work has its turn.
+const ACCEPTS_MAX: usize = 64;
+/// Maximum number of events per call to epoll.
+const EVENTS_MAX: usize = 64;
+/// Interval of the timer while it is needed.
+const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// Tags of epoll. Connections have their [`ConnectionId`], which never has this bit; all others have it.
+const OTHER: u64 = 1 << 63;
+/// Kinds of the others, above the index.
+const TIMER: u64 = OTHER | 1 << 32;
+const ACCEPT_QUEUE: u64 = OTHER | 2 << 32;
+const LISTENER: u64 = OTHER | 3 << 32;
+const HANDSHAKE: u64 = OTHER | 4 << 32;
+const INDEX: u64 = u32::MAX as u64;
+
+const READ: epoll::EventFlags = epoll::EventFlags::IN
+    .union(epoll::EventFlags::PRI)
+    .union(epoll::EventFlags::RDHUP)
+    .union(epoll::EventFlags::ET);
+const WRITE: epoll::EventFlags = epoll::EventFlags::OUT.union(epoll::EventFlags::ET);
+
+/// A listener and its destination.
+#[derive(Debug)]
+pub(crate) struct Listening {
+    pub(crate) listener: HostListener,
+    /// Port of the guest; `None` if clients choose it by `CONNECT`.
+    pub(crate) port: Option<u32>,
+}
+
+/// Configuration of the host's side, and its listeners, which exist as long as the device.
+#[derive(Debug)]
+pub(crate) struct HostConfig {
+    pub(crate) listeners: Vec<Listening>,
+    /// Connections of the guest lead to this path and `_PORT`.
+    pub(crate) uds: Option<PathBuf>,
+    pub(crate) rules: Vec<Rule>,
+    pub(crate) zero_copy_send: ZeroCopySend,
+    pub(crate) cid: u64,
+    pub(crate) local_guests: Arc<LocalGuests>,
+    pub(crate) accept_queue: Arc<AcceptQueue>,
+    /// Maximum number of handshakes in progress.
+    pub(crate) handshakes_max: usize,
+}
+
+/// Event for the engine.
+pub(crate) enum Event {
+    Readable(ConnectionId, Readiness),
+    Writable(ConnectionId),
+    /// Zero-copy sends have completed, or the socket has failed.
+    Error(ConnectionId),
+    /// A connect has succeeded, or failed.
+    Connected(ConnectionId, Option<HostSocket>),
+    /// A peer requests a port of the guest.
+    Incoming(IncomingConnection),
+}
+
+/// The sockets of one guest.
+pub(crate) struct Host {
+    epoll: OwnedFd,
+    timer: OwnedFd,
+    timer_is_set: bool,
+    config: Arc<HostConfig>,
+    /// Listeners are not watched, because descriptors are exhausted.
+    accepts_paused: bool,
+    /// Number of polls so far, and of the last one at which a listener was ready.
+    polls: u64,
+    last_accept: u64,
+    handshakes: Handshakes,
+    pending: HashMap<ConnectionId, PendingConnect>,
+    zero_copy: ZeroCopyPolicy,
+    events: VecDeque<Event>,
+    now_ms: u64,
+}
+
+fn id_of(tag: u64) -> ConnectionId {
+    ConnectionId { index: tag as u32, generation: (tag >> 32) as u32 }
+}
+
+fn tag_of(id: ConnectionId) -> epoll::EventData {
+    epoll::EventData::new_u64(u64::from(id.index) | u64::from(id.generation) << 32)
+}
+
+fn flags_of(interest: Interest) -> epoll::EventFlags {
+    match interest {
+        Interest::Read => READ,
+        Interest::ReadWrite => READ | WRITE,
+    }
+}
+
+impl Host {
+    pub(crate) fn new(config: Arc<HostConfig>) -> io::Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        let tag = epoll::EventData::new_u64;
+        epoll::add(&epoll, &timer, tag(TIMER), epoll::EventFlags::IN)?;
+        epoll::add(&epoll, config.accept_queue.as_fd(), tag(ACCEPT_QUEUE), epoll::EventFlags::IN)?;
+        for (index, listening) in config.listeners.iter().enumerate() {
+            let tag = tag(LISTENER | index as u64);
+            epoll::add(&epoll, &listening.listener, tag, epoll::EventFlags::IN)?;
+        }
+        let zero_copy = ZeroCopyPolicy::new(config.zero_copy_send);
+        let handshakes = Handshakes::new(config.handshakes_max);
+        Ok(Self {
+            epoll,
+            timer,
+            timer_is_set: false,
+            config,
+            accepts_paused: false,
+            polls: 0,
+            last_accept: 0,
+            handshakes,
+            pending: HashMap::new(),
+            zero_copy,
+            events: VecDeque::new(),
+            now_ms: 0,
+        })
+    }
+
+    /// Polls all sockets without blocking, and queues events for [`Host::next_event`].
+    pub(crate) fn poll(&mut self) {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut space = [const { MaybeUninit::<epoll::Event>::uninit() }; EVENTS_MAX];
+        let found = match epoll::wait(&self.epoll, &mut space, Some(&now)) {
+            Ok((found, _)) => found,
+            Err(rustix::io::Errno::INTR) => return,
+            Err(errno) => {
+                tracing::error!(%errno, "epoll_wait");
+                return;
+            }
+        };
+        self.polls += 1;
+        for event in found {
+            let (tag, flags) = (event.data.u64(), event.flags);
+            let index = (tag & INDEX) as usize;
+            match tag & !INDEX {
+                TIMER => self.on_timer(),
+                ACCEPT_QUEUE => {
+                    let incoming = self.config.accept_queue.take_all();
+                    self.events.extend(incoming.into_iter().map(Event::Incoming));
+                }
+                LISTENER => self.accept(index),
+                HANDSHAKE => self.continue_handshake(index),
+                _ => self.on_connection(id_of(tag), flags),
+            }
+        }
+    }
+
+    pub(crate) fn next_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    /// Sets the timer if the host's side needs it, or `needs_tick`.
+    pub(crate) fn set_timer(&mut self, needs_tick: bool) {
+        if self.timer_is_set {
+            return;
+        }
+        let retries = || self.pending.values().any(|pending| matches!(pending, PendingConnect::Retry(..)));
+        if !(needs_tick || self.accepts_paused || !self.handshakes.is_empty() || retries()) {
+            return;
+        }
+        let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value: TICK };
+        match rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once) {
+            Ok(_) => self.timer_is_set = true,
+            Err(errno) => tracing::error!(%errno, "timerfd_settime"),
+        }
+    }
+
+    fn on_timer(&mut self) {
+        let _ = rustix::io::read(&self.timer, &mut [0u8; 8]);
+        self.timer_is_set = false;
+        let now_ms = self.read_clock();
+        self.handshakes.expire(now_ms, HANDSHAKE_TIMEOUT_MS);
+        self.resume_accepts();
+        let is_retry = |pending: &PendingConnect| matches!(pending, PendingConnect::Retry(..));
+        let retries: Vec<ConnectionId> =
+            self.pending.iter().filter(|(_, pending)| is_retry(pending)).map(|(id, _)| *id).collect();
+        for id in retries {
+            if let Some(PendingConnect::Retry(address, kind)) = self.pending.remove(&id) {
+                match self.connect_address(id, &address, kind) {
+                    ConnectOutcome::Connected(socket) => {
+                        self.events.push_back(Event::Connected(id, Some(socket)));
+                    }
+                    ConnectOutcome::Refused => self.events.push_back(Event::Connected(id, None)),
+                    ConnectOutcome::InProgress => {}
+                }
+            }
+        }
+    }
+
+    /// Returns the share of each other guest of the process in this guest's connections.
+    pub(crate) fn share_of_peer(&self, connections: usize) -> usize {
+        self.config.local_guests.share(self.config.cid, connections)
+    }
+
+    /// Reads the clock. Returns the time in milliseconds.
+    pub(crate) fn read_clock(&mut self) -> u64 {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        let part = |number: i64| u64::try_from(number).unwrap_or(0);
+        self.now_ms = part(now.tv_sec) * 1000 + part(now.tv_nsec) / 1_000_000;
+        self.now_ms
+    }
+
+    /// Returns the time when the clock was last read.
+    pub(crate) fn now_ms(&self) -> u64 {
+        self.now_ms
+    }
+
+    /// Stops accepting connections until the next tick; they wait in the backlogs of the listeners.
+    fn pause_accepts(&mut self) {
+        if !self.accepts_paused {
+            self.accepts_paused = true;
+            self.watch_listeners(epoll::EventFlags::empty());
+        }
+    }
+
+    fn resume_accepts(&mut self) {
+        if self.accepts_paused {
+            self.accepts_paused = false;
+            self.watch_listeners(epoll::EventFlags::IN);
+        }
+    }
+
+    fn watch_listeners(&self, flags: epoll::EventFlags) {
+        for (index, listening) in self.config.listeners.iter().enumerate() {
+            let tag = epoll::EventData::new_u64(LISTENER | index as u64);
+            if let Err(errno) = epoll::modify(&self.epoll, &listening.listener, tag, flags) {
+                tracing::error!(%errno, "epoll_ctl");
+            }
+        }
+    }
+
+    fn accept(&mut self, index: usize) {
+        // A call that finds the backlog empty costs as much as one that accepts. If there are more, epoll reports it again.
+        let is_busy = self.polls - std::mem::replace(&mut self.last_accept, self.polls) <= 1;
+        for _ in 0..if is_busy { ACCEPTS_MAX } else { 1 } {
+            let Listening { listener, port } = &self.config.listeners[index];
+            match (listener.accept(), *port) {
+                (Ok(socket), Some(port)) => self.incoming(socket, port),
+                (Ok(socket), None) => {
+                    let slot = self.handshakes.start(socket.expecting_ok(), self.now_ms);
+                    self.continue_handshake(slot);
+                }
+                (Err(error), _) if error.kind() == io::ErrorKind::WouldBlock => return,
+                (Err(error), _) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                (Err(error), _) => {
+                    tracing::warn!(%error, "cannot accept connections for a second");
+                    self.pause_accepts();
+                    return;
+                }
+            }
+        }
+    }
+
+    fn incoming(&mut self, socket: HostSocket, port: u32) {
+        let kind = socket.kind();
+        self.events.push_back(Event::Incoming(IncomingConnection { port, kind, cid: HOST_CID, socket }));
+    }
+
+    fn continue_handshake(&mut self, slot: usize) {
+        let Some(handshake) = self.handshakes.remove(slot) else { return };
+        match handshake.socket.receive_line(parse_connect) {
+            Ok(HandshakeLine::Complete { port, .. }) => self.incoming(handshake.socket, port),
+            Ok(HandshakeLine::Incomplete) => {
+                let tag = epoll::EventData::new_u64(HANDSHAKE | slot as u64);
+                // It is registered already, if this is not the first part of the line.
+                match epoll::add(&self.epoll, &handshake.socket, tag, READ) {
+                    Ok(()) | Err(rustix::io::Errno::EXIST) => self.handshakes.put_back(slot, handshake),
+                    Err(errno) => tracing::warn!(%errno, "epoll_ctl"),
+                }
+            }
+            Ok(HandshakeLine::Invalid) => tracing::debug!("closed a client that did not send CONNECT PORT"),
+            Err(error) => tracing::debug!(%error, "a client closed before it sent CONNECT"),
+        }
+    }
+
+    fn on_connection(&mut self, id: ConnectionId, flags: epoll::EventFlags) {
+        if self.pending.contains_key(&id) {
+            self.advance_connect(id);
+            return;
+        }
+        if flags.contains(epoll::EventFlags::OUT) {
+            self.events.push_back(Event::Writable(id));
+        }
+        if flags.contains(epoll::EventFlags::ERR) {
+            self.events.push_back(Event::Error(id));
+        }
+        if flags.contains(epoll::EventFlags::PRI) {
+            self.events.push_back(Event::Readable(id, Readiness::Urgent));
+        }
+        let readiness = if flags.contains(epoll::EventFlags::HUP) {
+            Readiness::Closed
+        } else if flags.contains(epoll::EventFlags::RDHUP) {
+            Readiness::ReadClosed
+        } else if flags.contains(epoll::EventFlags::IN) {
+            Readiness::Readable
+        } else {
+            return;
+        };
+        self.events.push_back(Event::Readable(id, readiness));
+    }
+
+    fn register(&self, id: ConnectionId, socket: &HostSocket, interest: Interest) -> io::Result<()> {
+        let done = epoll::add(&self.epoll, socket, tag_of(id), flags_of(interest));
+        done.inspect_err(|errno| tracing::error!(%errno, "epoll_ctl"))?;
+        Ok(())
+    }
+
+    fn modify(&self, id: ConnectionId, socket: &HostSocket, interest: Interest) -> io::Result<()> {
+        let done = epoll::modify(&self.epoll, socket, tag_of(id), flags_of(interest));
+        done.inspect_err(|errno| tracing::error!(%errno, "epoll_ctl"))?;
+        Ok(())
+    }
+}
+
+impl AsFd for Host {
+    /// Returns the descriptor that is readable when [`Host::poll`] finds events.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}
+
+impl Sockets for Host {
+    type Socket = HostSocket;
+
+    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, kind: Kind) -> ConnectOutcome<HostSocket> {
+        self.connect_key(id, key, kind)
+    }
+
+    fn opened(&mut self, id: ConnectionId, socket: &HostSocket) {
+        // It is registered already if it had a handshake.
+        let added = match epoll::add(&self.epoll, socket, tag_of(id), READ) {
+            Err(rustix::io::Errno::EXIST) => epoll::modify(&self.epoll, socket, tag_of(id), READ),
+            other => other,
+        };
+        if let Err(errno) = added {
+            tracing::error!(%errno, "epoll_ctl");
+            self.events.push_back(Event::Connected(id, None));
+        } else if socket.has_buffered() {
+            self.events.push_back(Event::Readable(id, Readiness::Readable));
+        }
+    }
+
+    fn accepted(&mut self, _: ConnectionId, socket: &HostSocket, port: u32) -> io::Result<()> {
+        if socket.expects_ok { socket.send_line(&format!("OK {port}\n")) } else { Ok(()) }
+    }
+
+    fn receive(&mut self, socket: &HostSocket, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+        socket.receive(bufs)
+    }
+
+    fn peek(&mut self, socket: &HostSocket) -> io::Result<Peeked> {
+        socket.peek()
+    }
+
+    fn send(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>], flags: SeqFlags) -> io::Result<usize> {
+        socket.send(bufs, flags)
+    }
+
+    fn uses_zero_copy(&mut self, socket: &HostSocket) -> bool {
+        self.zero_copy.is_used(socket, self.now_ms)
+    }
+
+    fn send_zero_copy(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>]) -> io::Result<SendOutcome> {
+        socket.send_zero_copy(bufs)
+    }
+
+    fn completed(&mut self, socket: &HostSocket) -> u64 {
+        self.zero_copy.completed(socket, self.now_ms)
+    }
+
+    fn linger(&mut self, socket: &HostSocket, mode: CloseMode) {
+        match mode {
+            CloseMode::Graceful => socket.shutdown(ShutdownFlags::all()),
+            CloseMode::Reset => socket.disconnect(),
+        }
+    }
+
+    fn shutdown(&mut self, socket: &HostSocket, directions: ShutdownFlags) {
+        socket.shutdown(directions);
+    }
+
+    fn set_interest(&mut self, id: ConnectionId, socket: &HostSocket, interest: Interest) {
+        let _ = self.modify(id, socket, interest);
+    }
+
+    fn close(&mut self, socket: HostSocket, mode: CloseMode) {
+        if mode == CloseMode::Reset {
+            socket.reset_on_close();
+        }
+    }
+
+    fn cancel_connect(&mut self, id: ConnectionId) {
+        self.pending.remove(&id);
+    }
+}

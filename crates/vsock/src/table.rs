@@ -1,0 +1,463 @@
+//! The connections of one guest: the meaning of its packets, and the packets to send to it. No I/O and no payload, only
+//! lengths.
+//!
+//! ```text
+//!   header from the guest ─► receive_from_guest ─► Inbound: action of the engine
+//!   events of the host ─► open, established, forwarded, shutdown, reset ─► control queue ─► next_control ─► header for the guest
+//! ```
+//! Pending control packets are flags of their connection, which is in the control queue at most once, so the queue is bounded
+//! by the table whatever the guest or the host do. Resets of unknown connections wait in a short queue of their own
+//! ([`PENDING_RESETS_MAX`]); while it is full, no packet of the guest is processed.
+
+mod control;
+mod memory;
+
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
+
+pub use self::control::DataHeaders;
+use self::memory::MemoryBudget;
+use crate::connection::{
+    ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionState, ControlPackets, HostEvent, Inbound,
+    Initiator, Limits, PacketAction, TableStatistics,
+};
+use crate::credit::{PeerCredit, ReceiveWindow};
+use crate::packet::{Header, Kind, Operation, ShutdownFlags};
+
+/// Maximum number of resets of unknown connections that wait for buffers in the guest's ring.
+pub const PENDING_RESETS_MAX: usize = 1024;
+/// Ephemeral ports of the host: above those that applications choose.
+const HOST_PORTS: std::ops::RangeInclusive<u32> = 1 << 30..=(1 << 31) - 1;
+
+/// Bit 63 of a [`ConnectionId`] as a `u64` is reserved for callers (epoll tags).
+const GENERATION_MAX: u32 = u32::MAX >> 1;
+
+/// The connections of one guest.
+#[derive(Debug)]
+pub struct Table {
+    cid: u64,
+    limits: Limits,
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    by_key: HashMap<ConnectionKey, ConnectionId>,
+    control_queue: VecDeque<ConnectionId>,
+    pending_resets: VecDeque<Header>,
+    next_port: u32,
+    memory: MemoryBudget,
+    /// Connections that peers initiated, by CID.
+    connections_initiated_by: HashMap<u64, usize>,
+    statistics: TableStatistics,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    generation: u32,
+    connection: Option<Connection>,
+}
+
+impl Table {
+    /// Creates a table for the guest with this CID. Ephemeral ports begin at `seed` modulo their number.
+    pub fn new(cid: u64, limits: Limits, seed: u32) -> Self {
+        let span = HOST_PORTS.end() - HOST_PORTS.start() + 1;
+        Self {
+            cid,
+            limits,
+            slots: Vec::new(),
+            free: Vec::new(),
+            by_key: HashMap::new(),
+            control_queue: VecDeque::new(),
+            pending_resets: VecDeque::new(),
+            next_port: HOST_PORTS.start() + seed % span,
+            memory: MemoryBudget::new(limits.memory),
+            connections_initiated_by: HashMap::new(),
+            statistics: TableStatistics::default(),
+        }
+    }
+
+    /// Returns the guest's CID.
+    pub fn cid(&self) -> u64 {
+        self.cid
+    }
+
+    /// Returns the number of connections.
+    pub fn len(&self) -> usize {
+        self.by_key.len()
+    }
+
+    /// Returns true if there is no connection.
+    pub fn is_empty(&self) -> bool {
+        self.by_key.is_empty()
+    }
+
+    /// Returns a connection, if it still exists.
+    pub fn get(&self, id: ConnectionId) -> Option<&Connection> {
+        self.slots.get(id.index as usize).filter(|slot| slot.generation == id.generation)?.connection.as_ref()
+    }
+
+    fn get_mut(&mut self, id: ConnectionId) -> Option<&mut Connection> {
+        Self::connection(&mut self.slots, id)
+    }
+
+    fn connection(slots: &mut [Slot], id: ConnectionId) -> Option<&mut Connection> {
+        let slot = slots.get_mut(id.index as usize).filter(|slot| slot.generation == id.generation)?;
+        slot.connection.as_mut()
+    }
+
+    /// Returns true if a connection still exists.
+    pub fn contains(&self, id: ConnectionId) -> bool {
+        self.get(id).is_some()
+    }
+
+    /// Returns all connections.
+    pub fn ids(&self) -> impl Iterator<Item = ConnectionId> + '_ {
+        self.by_key.values().copied()
+    }
+
+    /// Returns the counters.
+    pub fn statistics(&self) -> TableStatistics {
+        self.statistics
+    }
+
+    /// Returns the next ephemeral port of the host.
+    pub fn next_port(&self) -> u32 {
+        self.next_port
+    }
+
+    /// Sets the next ephemeral port, to continue after those of another process.
+    pub fn set_next_port(&mut self, port: u32) {
+        self.next_port = if HOST_PORTS.contains(&port) { port } else { *HOST_PORTS.start() };
+    }
+
+    /// Processes a packet of the guest that has `payload` bytes after its header.
+    pub fn receive_from_guest(&mut self, header: &Header, payload: u32) -> Inbound {
+        if header.source_cid.get() != self.cid {
+            self.statistics.dropped += 1;
+            return Inbound::Nothing;
+        }
+        let key = ConnectionKey {
+            guest_port: header.source_port.get(),
+            peer_cid: header.destination_cid.get(),
+            peer_port: header.destination_port.get(),
+        };
+        let operation = Operation::from_number(header.operation.get());
+        let kind = Kind::from_number(header.kind.get());
+        match (self.by_key.get(&key).copied(), operation, kind) {
+            (Some(id), Some(operation), Some(kind)) => self.on_packet(id, operation, kind, header, payload),
+            (Some(id), ..) => self.violation(id),
+            (None, Some(Operation::Reset), _) => Inbound::Nothing,
+            (None, Some(Operation::Request), Some(kind)) => self.request(key, kind, header),
+            (None, ..) => self.refuse_packet(header),
+        }
+    }
+
+    fn request(&mut self, key: ConnectionKey, kind: Kind, header: &Header) -> Inbound {
+        self.statistics.requests_from_guest += 1;
+        let Some((id, connection)) = self.add(key, kind, Initiator::Guest) else {
+            self.statistics.refused_by_limit += 1;
+            return self.refuse_packet(header);
+        };
+        // Nothing was sent yet, so a request with a `fwd_cnt` is a violation.
+        match connection.peer_credit.update(header.buf_alloc.get(), header.fwd_cnt.get()) {
+            Ok(()) => Inbound::Connect(id),
+            Err(_) => self.violation(id),
+        }
+    }
+
+    fn on_packet(
+        &mut self,
+        id: ConnectionId,
+        operation: Operation,
+        kind: Kind,
+        header: &Header,
+        payload: u32,
+    ) -> Inbound {
+        self.statistics.resets_received += u64::from(operation == Operation::Reset);
+        let Some(connection) = self.get_mut(id) else { return Inbound::Nothing };
+        let action = connection.state.on_packet(operation);
+        match action {
+            PacketAction::Ignore => return Inbound::Nothing,
+            PacketAction::Refuse => return self.refuse_packet(header),
+            PacketAction::Close => return self.close_by_guest(id),
+            PacketAction::Remove => {
+                self.remove(id);
+                return Inbound::Closed(id, ClosedBy::Guest);
+            }
+            _ => {}
+        }
+        let credit = connection.peer_credit.update(header.buf_alloc.get(), header.fwd_cnt.get());
+        if credit.is_err() || connection.kind != kind {
+            return self.violation(id);
+        }
+        match action {
+            PacketAction::Accept => {
+                connection.state = ConnectionState::Established;
+                Inbound::Accepted(id)
+            }
+            PacketAction::Forward => match connection.receive(header, payload) {
+                Ok(flags) => {
+                    self.advertise_credit(id);
+                    Inbound::Payload(id, flags)
+                }
+                Err(_) => self.violation(id),
+            },
+            PacketAction::UpdateCredit => {
+                self.statistics.credit_updates_received += 1;
+                Inbound::Credit(id)
+            }
+            PacketAction::SendCredit => {
+                self.queue_control(id, ControlPackets::CREDIT_UPDATE);
+                Inbound::Credit(id)
+            }
+            PacketAction::Shutdown => {
+                connection.guest_shutdown |= ShutdownFlags::from_bits_truncate(header.flags.get());
+                Inbound::Shutdown(id)
+            }
+            _ => self.violation(id),
+        }
+    }
+
+    /// Processes a RST. A guest that has closed a connection waits some seconds for the device and then resets it; payload
+    /// from before the close is forwarded nevertheless.
+    fn close_by_guest(&mut self, id: ConnectionId) -> Inbound {
+        let Some(connection) = self.get_mut(id) else { return Inbound::Nothing };
+        let has_ended = connection.guest_shutdown.contains(ShutdownFlags::SEND);
+        if has_ended && connection.receive_window.unforwarded() > 0 {
+            connection.state = ConnectionState::Draining;
+            connection.guest_shutdown = ShutdownFlags::all();
+            connection.control = ControlPackets::empty();
+            return Inbound::Shutdown(id);
+        }
+        self.remove(id);
+        Inbound::Closed(id, ClosedBy::Guest)
+    }
+
+    fn violation(&mut self, id: ConnectionId) -> Inbound {
+        self.statistics.violations += 1;
+        self.reset(id);
+        Inbound::Closed(id, ClosedBy::Violation)
+    }
+
+    /// Opens a connection from `peer_cid` to a port of the guest. `None` beyond the limits.
+    pub fn open(&mut self, guest_port: u32, kind: Kind, peer_cid: u64) -> Option<ConnectionId> {
+        self.statistics.requests_to_guest += 1;
+        let mut key = ConnectionKey { guest_port, peer_cid, peer_port: self.allocate_port() };
+        // There are more ports than connections, so one is free.
+        while self.by_key.contains_key(&key) {
+            key.peer_port = self.allocate_port();
+        }
+        let id = self.add(key, kind, Initiator::Peer).map(|(id, _)| id);
+        match id {
+            Some(id) => {
+                *self.connections_initiated_by.entry(peer_cid).or_default() += 1;
+                self.queue_control(id, ControlPackets::REQUEST);
+            }
+            None => self.statistics.refused_by_limit += 1,
+        }
+        id
+    }
+
+    /// Returns the number of connections that this peer initiated.
+    pub fn connections_initiated_by(&self, peer_cid: u64) -> usize {
+        self.connections_initiated_by.get(&peer_cid).copied().unwrap_or(0)
+    }
+
+    /// Counts a connection that was refused before it was added.
+    pub(crate) fn count_refused(&mut self) {
+        self.statistics.refused_by_limit += 1;
+    }
+
+    /// Returns the reserved memory in bytes, at most [`Limits::memory`] and one message.
+    pub fn reserved(&self) -> u64 {
+        self.memory.reserved()
+    }
+
+    /// Reserves memory for a message in transit to the guest. Returns false if there is none. One message at a time is
+    /// always admitted, so that messages make progress.
+    pub fn reserve(&mut self, bytes: u64) -> bool {
+        self.memory.reserve_message(bytes)
+    }
+
+    /// Frees memory that was [reserved](Table::reserve).
+    pub fn unreserve(&mut self, bytes: u64) {
+        self.memory.free_message(bytes);
+    }
+
+    /// Returns the window of a connection in bytes.
+    pub fn window(&self, id: ConnectionId) -> u32 {
+        self.get(id).map_or(0, |connection| connection.receive_window.buf_alloc())
+    }
+
+    fn allocate_port(&mut self) -> u32 {
+        let port = self.next_port;
+        self.next_port = if port == *HOST_PORTS.end() { *HOST_PORTS.start() } else { port + 1 };
+        port
+    }
+
+    fn add(
+        &mut self,
+        key: ConnectionKey,
+        kind: Kind,
+        initiator: Initiator,
+    ) -> Option<(ConnectionId, &mut Connection)> {
+        if self.by_key.len() >= self.limits.connections {
+            return None;
+        }
+        let window = self.memory.reserve_window(self.limits.buf_alloc, kind)?;
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Slot::default());
+            u32::try_from(self.slots.len() - 1).expect("limited by `Limits::connections`")
+        });
+        let slot = &mut self.slots[index as usize];
+        let id = ConnectionId { index, generation: slot.generation };
+        self.by_key.insert(key, id);
+        let connection = slot.connection.insert(Connection {
+            key,
+            kind,
+            state: match initiator {
+                Initiator::Guest => ConnectionState::Connecting,
+                Initiator::Peer => ConnectionState::RequestSent,
+            },
+            guest_shutdown: ShutdownFlags::empty(),
+            host_shutdown: ShutdownFlags::empty(),
+            peer_credit: PeerCredit::default(),
+            receive_window: ReceiveWindow::new(window),
+            control: ControlPackets::empty(),
+            in_control_queue: false,
+            initiator,
+        });
+        Some((id, connection))
+    }
+
+    fn remove(&mut self, id: ConnectionId) {
+        let slot = self.slots.get_mut(id.index as usize).filter(|slot| slot.generation == id.generation);
+        let Some(slot) = slot else { return };
+        let Some(connection) = slot.connection.take() else { return };
+        slot.generation = slot.generation.wrapping_add(1) & GENERATION_MAX;
+        self.memory.free_window(connection.receive_window.buf_alloc(), connection.kind);
+        if connection.initiator == Initiator::Peer
+            && let Entry::Occupied(mut count) = self.connections_initiated_by.entry(connection.key.peer_cid)
+        {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+        self.by_key.remove(&connection.key);
+        self.free.push(id.index);
+    }
+
+    /// The host's socket is connected: queues the response.
+    pub fn established(&mut self, id: ConnectionId) {
+        if let Some(connection) = self.get_mut(id)
+            && let Some(state) = connection.state.on_host(HostEvent::Connected)
+        {
+            connection.state = state;
+            self.queue_control(id, ControlPackets::RESPONSE);
+        }
+    }
+
+    /// Accounts for `bytes` that reached the host's socket.
+    pub fn forwarded(&mut self, id: ConnectionId, bytes: u32) {
+        if let Some(connection) = self.get_mut(id) {
+            connection.receive_window.forward(bytes);
+            self.advertise_credit(id);
+        }
+    }
+
+    /// Queues a credit update, if one is needed, and grows the window of a stream.
+    fn advertise_credit(&mut self, id: ConnectionId) {
+        let most = self.limits.buf_alloc;
+        let Some(connection) = Self::connection(&mut self.slots, id) else { return };
+        let window = &mut connection.receive_window;
+        let needs_update = window.needs_update(connection.peer_credit.buf_alloc(), connection.kind);
+        if !needs_update || connection.guest_shutdown.contains(ShutdownFlags::SEND) {
+            return;
+        }
+        // A message has to fit into the send buffer of the host's socket, so its window does not grow.
+        if connection.kind == Kind::Stream {
+            let present = window.buf_alloc();
+            let desired = window.desired().min(most).max(present);
+            if self.memory.grow_window(present, desired) {
+                window.grow(desired);
+            }
+        }
+        self.queue_control(id, ControlPackets::CREDIT_UPDATE);
+    }
+
+    /// Records that the host's socket was full.
+    pub fn mark_congested(&mut self, id: ConnectionId) {
+        if let Some(connection) = self.get_mut(id) {
+            connection.receive_window.mark_congested();
+        }
+    }
+
+    /// Returns the number of bytes that may be sent to the guest.
+    pub fn peer_credit(&self, id: ConnectionId) -> u32 {
+        self.get(id).map_or(0, |connection| connection.peer_credit.available())
+    }
+
+    /// Returns the size of the guest's receive buffer; a longer message never fits.
+    pub fn peer_buf_alloc(&self, id: ConnectionId) -> u32 {
+        self.get(id).map_or(0, |connection| connection.peer_credit.buf_alloc())
+    }
+
+    /// Queues a credit request: the guest's credit is used up, and no update has come for a while.
+    pub fn request_credit(&mut self, id: ConnectionId) {
+        self.queue_control(id, ControlPackets::CREDIT_REQUEST);
+    }
+
+    /// Ends directions of the host's side. The packet is sent after all payload so far.
+    pub fn shutdown(&mut self, id: ConnectionId, directions: ShutdownFlags) {
+        let Some(connection) = self.get_mut(id) else { return };
+        let is_legal = connection.state.on_host(HostEvent::Shutdown).is_some();
+        if is_legal && !connection.host_shutdown.contains(directions) {
+            connection.host_shutdown |= directions;
+            self.queue_control(id, ControlPackets::SHUTDOWN);
+        }
+    }
+
+    /// Both directions have ended and the host's socket is closed. The guest confirms that with a RST.
+    pub fn close(&mut self, id: ConnectionId) {
+        let Some(connection) = self.get_mut(id) else { return };
+        let Some(state) = connection.state.on_host(HostEvent::Closed) else { return };
+        connection.state = state;
+        if !connection.host_shutdown.is_all() {
+            connection.host_shutdown = ShutdownFlags::all();
+            self.queue_control(id, ControlPackets::SHUTDOWN);
+        }
+    }
+
+    /// Queues a RST, which removes the connection when it is sent.
+    pub fn reset(&mut self, id: ConnectionId) {
+        let Some(connection) = self.get_mut(id) else { return };
+        let Some(state) = connection.state.on_host(HostEvent::Reset) else { return };
+        let was_draining = std::mem::replace(&mut connection.state, state) == ConnectionState::Draining;
+        if was_draining || connection.control.contains(ControlPackets::REQUEST) {
+            // The guest has reset it, or has not received the request. Its entry in the control queue is skipped.
+            self.remove(id);
+            return;
+        }
+        connection.control = ControlPackets::empty();
+        self.queue_control(id, ControlPackets::RESET);
+    }
+
+    /// Removes all connections without notifying the guest, because its driver is another one.
+    pub fn clear(&mut self) {
+        let ids: Vec<ConnectionId> = self.ids().collect();
+        for id in ids {
+            self.remove(id);
+        }
+        self.control_queue.clear();
+        self.pending_resets.clear();
+    }
+
+    /// Returns the number of bytes from the guest that have not reached the host's socket.
+    pub fn unforwarded(&self, id: ConnectionId) -> u32 {
+        self.get(id).map_or(0, |connection| connection.receive_window.unforwarded())
+    }
+
+    /// Counts a packet that is shorter than a header.
+    pub fn drop_packet(&mut self) {
+        self.statistics.dropped += 1;
+    }
+}

@@ -1,0 +1,105 @@
+//! Upgrades that are refused, and new QEMUs that fail: the guest goes on in the old one.
+
+use towline_lab::{Finished, Version, require_lab};
+
+use crate::support::{Guest, Memory, WITHIN, builder, events, program};
+
+fn failed(guest: &Guest, options: &[&str], arguments: &[&str], expected: &str) -> Finished {
+    let finished = guest.upgrade(options, arguments).wait(WITHIN).unwrap();
+    assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);
+    assert!(finished.stderr.contains(expected), "{expected:?} is not in {}", finished.stderr);
+    let last = &events(&finished, "failed")[0];
+    assert_eq!(last["guest-state"], "at-source", "{last}");
+    finished
+}
+
+#[test]
+fn a_new_qemu_that_does_not_start_leaves_the_guest_where_it_is() {
+    if !require_lab("a_new_qemu_that_does_not_start_leaves_the_guest_where_it_is") {
+        return;
+    }
+    let guest = Guest::boot(|place| builder(Version::V10_0, Version::V10_0, Memory::NamedFile, place));
+    failed(&guest, &["--qemu", "/nowhere/qemu"], &[], "/nowhere/qemu cannot be started");
+    failed(&guest, &["--qemu", "/usr/bin/true"], &[], "/usr/bin/true is not a QEMU");
+    // An option that the new one does not have, a value that it refuses, and a machine type that it does not know.
+    failed(&guest, &[], &["-no-such-option"], "no-such-option");
+    failed(&guest, &[], &["-device", "no-such-device"], "no-such-device");
+    guest.assert_untouched();
+    let old = program(Version::V7_2);
+    let finished = guest.upgrade(&["--qemu", &old, "--copy"], &[]).wait(WITHIN).unwrap();
+    assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
+    guest.assert_untouched();
+}
+
+#[test]
+fn a_guest_that_would_not_fit_is_refused_before_it_stops() {
+    if !require_lab("a_guest_that_would_not_fit_is_refused_before_it_stops") {
+        return;
+    }
+    let guest = Guest::boot(|place| builder(Version::V10_0, Version::V10_0, Memory::NamedFile, place));
+    guest.first.qmp().take_events();
+    // Another number of processors.
+    failed(&guest, &[], &["-smp", "3"], "does not fit");
+    // A reply comes behind the events before it.
+    guest.first.qmp().status().unwrap();
+    let events = guest.first.qmp().take_events();
+    assert!(events.iter().all(|event| event["event"] != "STOP"), "{events:?}");
+    guest.assert_untouched();
+    let dry = guest.upgrade(&["--dry-run"], &[]).wait_done(WITHIN).unwrap();
+    assert_eq!(events_named(&dry, "failed"), 0);
+    guest.assert_untouched();
+}
+
+fn events_named(finished: &Finished, name: &str) -> usize {
+    events(finished, name).len()
+}
+
+#[test]
+fn private_memory_is_refused_with_the_way_out() {
+    if !require_lab("private_memory_is_refused_with_the_way_out") {
+        return;
+    }
+    let guest = Guest::boot(|place| builder(Version::V10_0, Version::V10_0, Memory::Private, place));
+    let finished = failed(&guest, &[], &[], "cannot be mapped by another QEMU");
+    assert!(finished.stderr.contains("--copy"), "{}", finished.stderr);
+    guest.assert_untouched();
+}
+
+#[test]
+fn memory_that_an_exit_would_discard_is_refused() {
+    if !require_lab("memory_that_an_exit_would_discard_is_refused") {
+        return;
+    }
+    let guest = Guest::boot(|place| {
+        let path = place.join("ram").display().to_string();
+        let object =
+            format!("memory-backend-file,id=pc.ram,size=256M,mem-path={path},share=on,discard-data=on");
+        let machine = format!("{},memory-backend=pc.ram", Version::V10_0.machine());
+        builder(Version::V10_0, Version::V10_0, Memory::Private, place)
+            .machine(&machine)
+            .args(["-object", &object])
+    });
+    failed(&guest, &[], &[], "discard-data=on");
+    guest.assert_untouched();
+}
+
+/// Each is named with the setting that changes it.
+#[test]
+fn ports_and_networks_of_the_host_are_refused_by_name() {
+    if !require_lab("ports_and_networks_of_the_host_are_refused_by_name") {
+        return;
+    }
+    let guest = Guest::boot(|place| {
+        let network = ["-netdev", "user,id=n0,hostfwd=tcp:127.0.0.1:0-:22"];
+        let card = ["-device", "virtio-net-pci,netdev=n0,romfile="];
+        builder(Version::V10_0, Version::V10_0, Memory::NamedFile, place).args(network).args(card)
+    });
+    let finished =
+        failed(&guest, &[], &[], "netdev.n0.hostfwd=tcp:127.0.0.1:0-:22: the old QEMU listens there");
+    assert!(finished.stderr.contains("set another address"), "{}", finished.stderr);
+    guest.assert_untouched();
+    let finished =
+        guest.upgrade(&["--set", "netdev.n0.hostfwd=tcp:127.0.0.1:0-:23"], &[]).wait_done(WITHIN).unwrap();
+    assert!(!events(&finished, "completed").is_empty());
+    guest.assert_ticks();
+}

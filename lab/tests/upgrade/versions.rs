@@ -1,0 +1,136 @@
+//! Guests go on in another QEMU.
+
+use std::process::Command;
+
+use towline_lab::{Version, require_lab, require_qemu, wait_until};
+
+use crate::support::{Guest, MIB, Memory, WITHIN, builder};
+
+/// Bytes that an upgrade sends: everything but the guest's RAM.
+const SENT_MAX: u64 = MIB;
+
+fn sent(completed: &serde_json::Value) -> u64 {
+    completed["ram"]["transferred"].as_u64().unwrap()
+}
+
+fn a_guest_goes_on(memory: Memory, from: Version, to: Version) -> Guest {
+    let guest = Guest::boot(|place| builder(from, from, memory, place));
+    let completed = guest.upgrade_to(to);
+    println!("{from:?} to {to:?}, {memory:?}: {} ms, {} bytes", completed["downtime"], sent(&completed));
+    assert_eq!(completed["source-state"], "ended");
+    assert_eq!(completed["destination-state"], "running");
+    wait_until("the old QEMU's end", WITHIN, || Ok(guest.first.exited()?.map(drop))).unwrap();
+    guest.assert_runs_in(to);
+    guest
+}
+
+#[test]
+fn a_guest_of_7_2_goes_on_in_10_0_and_there_in_another_one() {
+    if !require_lab("a_guest_of_7_2_goes_on_in_10_0_and_there_in_another_one") {
+        return;
+    }
+    let guest = a_guest_goes_on(Memory::Memfd, Version::V7_2, Version::V10_0);
+    // The memory of the first is that of the second by a name of /proc, and the sockets have been renamed.
+    let completed = guest.upgrade_to(Version::V10_0);
+    assert!(sent(&completed) <= SENT_MAX, "{completed}");
+    guest.assert_runs_in(Version::V10_0);
+    assert_eq!(guest.qemus().len(), 1);
+}
+
+#[test]
+fn a_guest_in_a_named_file_goes_on_and_its_pages_are_not_sent() {
+    if !require_lab("a_guest_in_a_named_file_goes_on_and_its_pages_are_not_sent") {
+        return;
+    }
+    let guest = a_guest_goes_on(Memory::NamedFile, Version::V10_0, Version::V10_0);
+    let completed = guest.upgrade_to(Version::V10_0);
+    assert!(sent(&completed) <= SENT_MAX, "{completed}");
+    guest.assert_runs_in(Version::V10_0);
+}
+
+/// QEMU 10.0 sends the pages of a memfd whatever its capabilities are: they are received and dropped.
+#[test]
+fn a_guest_of_10_0_in_a_memfd_goes_on() {
+    if require_lab("a_guest_of_10_0_in_a_memfd_goes_on") {
+        a_guest_goes_on(Memory::Memfd, Version::V10_0, Version::V10_0);
+    }
+}
+
+#[test]
+fn guests_of_7_2_and_10_0_go_on_in_the_newest_and_back() {
+    if !require_qemu("guests_of_7_2_and_10_0_go_on_in_the_newest_and_back", &[Version::Newest]) {
+        return;
+    }
+    let guest = a_guest_goes_on(Memory::Memfd, Version::V7_2, Version::Newest);
+    // Its machine type is one that 10.0 has.
+    guest.upgrade_to(Version::V10_0);
+    guest.assert_runs_in(Version::V10_0);
+    a_guest_goes_on(Memory::NamedFile, Version::V10_0, Version::Newest);
+}
+
+/// QEMU's locks change hands as in a migration, and nothing that the guest wrote is lost.
+#[test]
+fn drives_of_both_formats_go_on() {
+    if !require_lab("drives_of_both_formats_go_on") {
+        return;
+    }
+    let guest = Guest::boot(|place| {
+        let mut arguments = Vec::new();
+        for (format, id) in [("raw", "one"), ("qcow2", "two")] {
+            let path = place.join(id).display().to_string();
+            let made = Command::new("qemu-img").args(["create", "-q", "-f", format, &path, "64M"]).status();
+            assert!(made.unwrap().success());
+            arguments.extend(["-drive".into(), format!("file={path},format={format},if=none,id={id}")]);
+            arguments.extend(["-device".into(), format!("virtio-blk-pci,drive={id},id=disk-{id}")]);
+        }
+        builder(Version::V10_0, Version::V10_0, Memory::NamedFile, place).args(arguments)
+    });
+    let mut linux = guest.linux();
+    let _ = linux.shell("modprobe virtio_pci; modprobe virtio_blk", WITHIN);
+    let has_disks = linux.shell("ls /dev/vda /dev/vdb", WITHIN).is_ok();
+    println!("the guest's kernel has a driver for the disks: {has_disks}");
+    if has_disks {
+        linux.shell("for d in vda vdb; do head -c 8388608 /dev/urandom >/dev/$d; sync; md5sum /dev/$d; done >/sums", WITHIN).unwrap();
+    }
+    drop(linux);
+    guest.upgrade_to(Version::V10_0);
+    guest.assert_runs_in(Version::V10_0);
+    if has_disks {
+        let mut linux = guest.linux();
+        linux.shell("echo 3 >/proc/sys/vm/drop_caches; md5sum -c /sums", WITHIN).unwrap();
+        linux.shell("echo again >/dev/vda && sync", WITHIN).unwrap();
+    }
+    // The new QEMU has the locks.
+    let path = guest.place.path().join("two").display().to_string();
+    let second = Command::new("qemu-io").args(["-f", "qcow2", "-c", "quit", &path]).output().unwrap();
+    let text =
+        String::from_utf8_lossy(&second.stderr).into_owned() + &String::from_utf8_lossy(&second.stdout);
+    assert!(!second.status.success() && text.contains("lock"), "{text}");
+}
+
+#[test]
+fn private_memory_is_copied_on_request() {
+    if !require_lab("private_memory_is_copied_on_request") {
+        return;
+    }
+    let guest = Guest::boot(|place| builder(Version::V10_0, Version::V10_0, Memory::Private, place));
+    let completed = guest.upgrade_with(Version::V10_0, &["--copy"]);
+    assert!(sent(&completed) > 64 * MIB, "{completed}");
+    guest.assert_runs_in(Version::V10_0);
+}
+
+/// A paused guest stays paused, and can be resumed.
+#[test]
+fn a_paused_guest_stays_paused() {
+    if !require_lab("a_paused_guest_stays_paused") {
+        return;
+    }
+    let guest = Guest::boot(|place| builder(Version::V10_0, Version::V10_0, Memory::NamedFile, place));
+    guest.first.qmp().execute("stop", serde_json::Value::Null).unwrap();
+    let completed = guest.upgrade_to(Version::V10_0);
+    assert_eq!(completed["destination-state"], "paused");
+    let monitor = guest.monitor();
+    assert_eq!(monitor.status().unwrap(), "paused");
+    monitor.execute("cont", serde_json::Value::Null).unwrap();
+    guest.assert_ticks();
+}
