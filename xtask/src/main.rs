@@ -15,6 +15,7 @@ mod publish;
 mod setup;
 mod soak;
 mod test;
+mod times;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
