@@ -32,6 +32,7 @@ mod program;
 mod proxy;
 mod qemu;
 mod qmp;
+pub mod readme;
 pub mod schema;
 mod sys;
 mod terminal;
