@@ -67,7 +67,7 @@ pub(crate) fn fuzz() -> Result<()> {
     Ok(())
 }
 
-/// What the steps so far came to.
+/// Counts and times of the steps so far.
 #[derive(Default)]
 struct Report {
     counts: Counts,

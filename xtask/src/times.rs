@@ -1,4 +1,4 @@
-//! What the parts of a run take: seconds, and seconds of processors.
+//! Times of the parts of a run: seconds, and seconds of processors.
 
 use std::fmt;
 use std::process::Child;

@@ -8,7 +8,7 @@ use crate::command::run as run_command;
 use crate::deb;
 use crate::setup::apt;
 
-/// What Debian asks of its own uploads only: a bug that the first upload closes, and a source package.
+/// Tags about uploads to Debian itself: a bug that the first upload closes, and a source package.
 const NOT_OURS: &str = "initial-upload-closes-no-bugs,no-manual-page";
 
 /// Builds the package and has lintian check it; errors and warnings fail.

@@ -48,7 +48,7 @@ pub(super) struct Suite {
     package: PathBuf,
 }
 
-/// What came of a suite.
+/// Result of a suite.
 pub(super) struct Ended {
     pub(super) suite: Suite,
     pub(super) counts: Counts,

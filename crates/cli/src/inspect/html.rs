@@ -146,7 +146,7 @@ fn chunks(block: &Block, base: Option<&[ChunkHash]>) -> Vec<Chunk> {
     block.chunks.iter().enumerate().map(state).collect()
 }
 
-/// Draws cells of so many chunks, row by row; neighbours of one state are one rectangle.
+/// Draws cells of `per_cell` chunks, row by row; neighbours of one state are one rectangle.
 fn map(chunks: &[Chunk], per_cell: usize) -> String {
     let cells: Vec<Chunk> = chunks.chunks(per_cell).filter_map(|cell| cell.iter().max().copied()).collect();
     let (width, height) = (COLUMNS * CELL, cells.len().div_ceil(COLUMNS) * CELL);
@@ -200,7 +200,7 @@ fn devices(body: &mut String, here: &DeviceState, base: Option<&DeviceState>) {
     body.push_str("</ul>\n");
 }
 
-/// How a device differs from the one in the base.
+/// Difference of a device from the one in the base.
 fn difference(here: &DeviceState, device: &Device, base: &DeviceState) -> Option<&'static str> {
     match find(base, device) {
         None => Some("not in the base"),

@@ -1,4 +1,4 @@
-//! What all pages have: the document around the body, tables and lists. Text of others is escaped here.
+//! Parts of all pages: the document around the body, tables and lists. Text of others is escaped here.
 
 use std::fmt::Write as _;
 
