@@ -153,6 +153,14 @@ impl LinuxGuest {
         Ok(message.split(' ').filter_map(pair).collect())
     }
 
+    /// Returns the guest-physical address of the counter that the agent increments.
+    pub fn tick_address(&mut self) -> Result<u64> {
+        let info = self.info()?;
+        let address =
+            info.iter().find(|(key, _)| key == "tick_address").context("no tick_address in the facts")?;
+        address.1.parse().with_context(|| format!("tick_address {:?} is not a number", address.1))
+    }
+
     /// Runs a line of busybox shell in the guest; fails unless it exits with 0. Returns its output.
     pub fn shell(&mut self, line: &str, within: Duration) -> Result<String> {
         let message = self.request(&format!("sh {line}"), within)?;
