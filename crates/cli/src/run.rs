@@ -26,7 +26,7 @@ use towline_control::plan::{
 };
 use towline_control::qemu::Qemu;
 use towline_launch::{
-    CreatedOverlay, HostArguments, Incoming, Launcher, Lifetime, QemuVersion, RuntimeDirectory, RuntimeRoot,
+    CreatedOverlay, GuestDirectory, HostArguments, Incoming, Launcher, Lifetime, QemuVersion, RuntimeRoot,
 };
 
 use crate::args::RunArgs;
@@ -103,7 +103,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
 /// Guests that are about to start, and their names. Names that are not used are free again when this is dropped.
 struct Claimed<'a> {
     starts: &'a [GuestStart],
-    names: VecDeque<RuntimeDirectory>,
+    names: VecDeque<GuestDirectory>,
 }
 
 impl<'a> Claimed<'a> {
@@ -119,7 +119,7 @@ impl<'a> Claimed<'a> {
 
 impl Drop for Claimed<'_> {
     fn drop(&mut self) {
-        self.names.drain(..).for_each(RuntimeDirectory::remove);
+        self.names.drain(..).for_each(GuestDirectory::remove);
     }
 }
 

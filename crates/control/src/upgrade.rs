@@ -27,9 +27,9 @@ use std::time::Duration;
 
 use towline_channel::Cancel;
 use towline_launch::{
-    AllowedCommandLine, CommandLine, GuestName, HostArguments, Incoming, Launcher, Lifetime, MappedBlock,
-    MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeDirectory, RuntimeError, RuntimeRoot,
-    Setting, Sharing,
+    AllowedCommandLine, CommandLine, GuestDirectory, GuestName, HostArguments, Incoming, Launcher, Lifetime,
+    MappedBlock, MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError, RuntimeRoot, Setting,
+    Sharing,
 };
 
 use crate::in_place::GuestBackends;
@@ -74,7 +74,7 @@ pub struct UpgradeOptions {
 pub struct Prepared {
     request: UpgradeRequest,
     old: String,
-    directory: RuntimeDirectory,
+    directory: GuestDirectory,
     host: HostArguments,
     guest: AllowedCommandLine,
     names: Vec<StagingName>,
@@ -323,7 +323,7 @@ fn base_name(name: Option<&str>, monitor: &Path) -> String {
 }
 
 /// Claims the first directory of that name and a number that no QEMU has.
-fn claim(root: &RuntimeRoot, base: &str) -> Result<RuntimeDirectory, Error> {
+fn claim(root: &RuntimeRoot, base: &str) -> Result<GuestDirectory, Error> {
     let mut number = 1;
     loop {
         let name: GuestName = format!("{base}.{number}").parse().expect("letters, digits and a number");

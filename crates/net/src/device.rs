@@ -14,7 +14,7 @@ use crate::features;
 use crate::rarp;
 use crate::state::State;
 use crate::statistics::{Counters, DropReason, QueueStatistics};
-use crate::tap::{LinkState, TapError, Taps};
+use crate::tap::{CarrierState, TapError, Taps};
 use crate::xdp::{TransmitMode, Xdp};
 
 /// First word of [`Device::migration_version`].
@@ -59,8 +59,8 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn link(&self) -> LinkState {
-        if self.link_up.load(Relaxed) { LinkState::Up } else { LinkState::Down }
+    pub(crate) fn link(&self) -> CarrierState {
+        if self.link_up.load(Relaxed) { CarrierState::Up } else { CarrierState::Down }
     }
 
     /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may contain their chains
@@ -160,7 +160,7 @@ impl Net {
 
     /// Returns true if the link is up.
     pub fn is_link_up(&self) -> bool {
-        self.shared.link() == LinkState::Up
+        self.shared.link() == CarrierState::Up
     }
 
     fn pairs(&self) -> usize {

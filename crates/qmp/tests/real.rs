@@ -49,7 +49,7 @@ fn typed_commands_read_what_qemu_answers() {
         let cpus = client.execute(&QueryCpusFast).unwrap();
         assert_eq!(cpus.iter().map(|cpu| cpu.cpu_index).collect::<Vec<_>>(), [0, 1]);
         let memory = client.execute(&QueryMemorySizeSummary).unwrap();
-        assert_eq!(memory, MemorySize { base_memory: 64 << 20, plugged_memory: 0 });
+        assert_eq!(memory, MemorySizeSummary { base_memory: 64 << 20, plugged_memory: 0 });
         let drives = client.execute(&QueryBlock).unwrap();
         let inserted = drives[0].inserted.as_ref().unwrap();
         assert_eq!((drives[0].device.as_str(), inserted.drv.as_str()), ("d0", "raw"));

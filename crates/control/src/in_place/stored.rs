@@ -23,7 +23,7 @@ use super::maps::{Detail, FileRange, Mapping, range_at};
 use super::process::{Mappings, own_mappings};
 use super::proof::{ExpectedMapping, check_backend, may_change_file, prove};
 use super::unchanged::Unchanged;
-use super::{Error, Intent, Kind, Mapped, Presence, Reason, Reflink, Sent, content};
+use super::{BackendPurpose, Error, Mapped, MappingKind, Presence, Reason, Reflink, Sent, content};
 use crate::qemu::Qemu;
 
 /// Threads that compare an image with its manifest.
@@ -51,7 +51,7 @@ pub enum Verify {
 pub fn of_image(qemu: &mut Qemu, image: &Image) -> Result<Presence, Error> {
     let backends = Backends::of(qemu.client())?;
     check_unchanging(qemu, &backends, image)?;
-    of_stored(qemu, &backends, image, Kind::CopyOnWrite)
+    of_stored(qemu, &backends, image, MappingKind::CopyOnWrite)
 }
 
 /// Proves which blocks of a reflink a waiting QEMU maps shared. The reflink is used up: once a guest has it, it is no image any more.
@@ -60,7 +60,7 @@ pub fn of_image(qemu: &mut Qemu, image: &Image) -> Result<Presence, Error> {
 /// [`Error::Qemu`].
 pub fn of_reflink(qemu: &mut Qemu, reflink: Reflink) -> Result<Presence, Error> {
     let backends = Backends::of(qemu.client())?;
-    let presence = of_stored(qemu, &backends, reflink.image(), Kind::Reflink)?;
+    let presence = of_stored(qemu, &backends, reflink.image(), MappingKind::Reflink)?;
     Ok(Presence { _reflink: Some(reflink), ..presence })
 }
 
@@ -131,7 +131,7 @@ fn verify_block(image: &Image, name: &str, cancel: &Cancel) -> Result<(), Error>
     Ok(())
 }
 
-fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Result<Presence, Error> {
+fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind) -> Result<Presence, Error> {
     let process = Mappings::of(qemu, Detail::PrivateCopies);
     let own = OnceCell::new();
     let unchanged = Unchanged::of(image);
@@ -146,20 +146,24 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Res
             return Err(image_writable(qemu, &backend.id, image));
         }
         let is_named = backends.of_block(&block.name).is_some_and(|backend| is_file(backend, image));
-        presence.add(&block.name, outcome, if is_named { Intent::Mapped } else { Intent::Other });
+        presence.add(
+            &block.name,
+            outcome,
+            if is_named { BackendPurpose::Mapped } else { BackendPurpose::Other },
+        );
     }
     if !presence.is_empty() {
         match locked(image).and_then(|lock| Ok((lock, unchanged?))) {
             Ok((lock, unchanged)) => {
                 presence._lock = Some(lock);
                 // A reflink is the guest's to write.
-                presence.unchanged = Some(unchanged).filter(|_| kind == Kind::CopyOnWrite);
+                presence.unchanged = Some(unchanged).filter(|_| kind == MappingKind::CopyOnWrite);
             }
             Err(reason) => {
                 let mapped = std::mem::take(&mut presence.mapped);
-                mapped
-                    .iter()
-                    .for_each(|mapped| presence.add(&mapped.block, Err(reason.clone()), Intent::Mapped));
+                mapped.iter().for_each(|mapped| {
+                    presence.add(&mapped.block, Err(reason.clone()), BackendPurpose::Mapped);
+                });
             }
         }
     }
@@ -173,7 +177,7 @@ struct Stored<'a> {
     own: &'a OnceCell<Result<Vec<Mapping>, Reason>>,
     index: BlockIndex,
     block: &'a RamBlock,
-    kind: Kind,
+    kind: MappingKind,
 }
 
 impl Stored<'_> {
@@ -200,7 +204,7 @@ impl Stored<'_> {
         };
         let found = range_at(process.get()?, address, bytes);
         let is_image = found.as_ref().is_ok_and(|range| range.file == own.file);
-        if is_image && self.kind == Kind::CopyOnWrite && may_change_file(backend) {
+        if is_image && self.kind == MappingKind::CopyOnWrite && may_change_file(backend) {
             return Err(Reason::WritableImage);
         }
         let mapped = prove(&wanted, found)?;

@@ -301,7 +301,7 @@ impl<'a> Restore<'a> {
 
     fn try_recover(&mut self, address: &Address) -> Result<Running<'a>, Error> {
         let session = Arc::new(Session::default());
-        session.follow(&self.context.options.tuning);
+        session.set_tuning(&self.context.options.tuning);
         let (main, preempt) = self.connect(address)?;
         let link = PostcopyChannels { main, preempt: self.options.preempt.then_some(&preempt) };
         Ok(self.engine.recover(&session, &link)?)

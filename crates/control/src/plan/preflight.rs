@@ -14,7 +14,7 @@ use super::context::Context;
 use super::error::Error;
 use super::progress::Observer;
 use super::vsock;
-use crate::check::{self, CheckEnd, Intent};
+use crate::check::{self, CheckEnd, PlannedTransfer};
 use crate::qemu::Qemu;
 
 /// Facts about a guest that is to be sent.
@@ -79,7 +79,7 @@ pub(super) fn check_devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observe
         let report = check::check(
             &CheckEnd::Control(here.clone()),
             &CheckEnd::Control(there.clone()),
-            Intent::default(),
+            PlannedTransfer::default(),
         )?;
         report_findings(&report, || format!("the device on {}", there.display()), observer)?;
     }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use towline_launch::{LaunchError, MemoryError, ParseError, Refused, RuntimeError};
+use towline_launch::{LaunchError, MemoryFileError, ParseError, Refused, RuntimeError};
 
 use crate::in_place;
 use crate::qemu;
@@ -139,7 +139,7 @@ pub enum Error {
     },
     /// The memory cannot be mapped.
     #[error(transparent)]
-    Memory(#[from] MemoryError),
+    Memory(#[from] MemoryFileError),
     /// The directory of the new QEMU cannot be used.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),

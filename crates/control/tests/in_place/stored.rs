@@ -5,7 +5,7 @@ use std::path::Path;
 
 use towline_channel::Cancel;
 use towline_control::in_place::{
-    Error, Kind, Reason, Reflink, Verify, find_mapped_memory, may_map, of_image, of_reflink,
+    Error, MappingKind, Reason, Reflink, Verify, find_mapped_memory, may_map, of_image, of_reflink,
 };
 use towline_control::qemu::Qemu;
 use towline_image::Image;
@@ -27,7 +27,7 @@ fn memory_of_an_image_is_proven_or_a_reason_is_given() {
             continue;
         }
         let (process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off");
-        assert_mapped(&of_image(&mut qemu, &stored.image).unwrap(), BLOCK_NAME, Kind::CopyOnWrite);
+        assert_mapped(&of_image(&mut qemu, &stored.image).unwrap(), BLOCK_NAME, MappingKind::CopyOnWrite);
         drop(qemu);
         assert!(may_map(&process.path("qmp"), stored.image.path()));
         let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off,prealloc=on");
@@ -163,7 +163,7 @@ fn an_image_that_is_being_replaced_is_not_mapped() {
     assert_eq!(*reason(&presence), Reason::Locked { path: stored.image.path().to_owned() });
     drop(file);
     let presence = of_image(&mut qemu, &stored.image).unwrap();
-    assert_mapped(&presence, BLOCK_NAME, Kind::CopyOnWrite);
+    assert_mapped(&presence, BLOCK_NAME, MappingKind::CopyOnWrite);
     let file = std::fs::File::open(stored.image.path()).unwrap();
     let lock = || rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
     assert!(lock().is_err(), "it stays for as long as the proof is held");
@@ -227,7 +227,7 @@ fn a_reflink_may_be_mapped_shared() {
         let (_process, mut qemu) = waiting(&binary, BLOCK_NAME, &properties);
         let presence = of_image(&mut qemu, &stored.image).unwrap();
         assert!(matches!(reason(&presence), Reason::OtherFile { .. }), "{presence:?}");
-        assert_mapped(&of_reflink(&mut qemu, reflink).unwrap(), BLOCK_NAME, Kind::Reflink);
+        assert_mapped(&of_reflink(&mut qemu, reflink).unwrap(), BLOCK_NAME, MappingKind::Reflink);
         std::fs::remove_file(&path).unwrap();
     }
 }

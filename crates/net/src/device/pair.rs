@@ -12,7 +12,7 @@ use super::Shared;
 use crate::features;
 use crate::receive::Receiver;
 use crate::statistics::{BatchCounters, Volume};
-use crate::tap::{FrameFormat, LinkState, TapContext, TapQueue};
+use crate::tap::{CarrierState, FrameFormat, TapContext, TapQueue};
 use crate::transmit::Transmitter;
 use crate::xdp::XdpTransmitter;
 
@@ -99,7 +99,7 @@ impl QueuePair {
     /// Sends from the transmit ring, if it runs; completes what AF_XDP has in flight in any case.
     fn transmit(&mut self, queues: &mut Queues<'_>, tap: TapContext<'_>) -> (Next, Volume) {
         let counted = &mut self.counted[TRANSMIT];
-        if let (Some(xdp), LinkState::Down) = (&mut self.xdp, tap.link) {
+        if let (Some(xdp), CarrierState::Down) = (&mut self.xdp, tap.link) {
             xdp.reap_while_stopped(queues.started_ring(TRANSMIT), counted);
         }
         let Some(ring) = queues.ring(TRANSMIT) else {
@@ -111,7 +111,7 @@ impl QueuePair {
             return (Next::Wait, Volume::default());
         };
         let next = match &mut self.xdp {
-            Some(xdp) if tap.link == LinkState::Up => xdp.run(ring, tap, counted, &mut self.transmitter),
+            Some(xdp) if tap.link == CarrierState::Up => xdp.run(ring, tap, counted, &mut self.transmitter),
             _ => self.transmitter.run(ring, tap, counted),
         };
         (next, counted.flush(ring, &self.shared.counters[self.index][TRANSMIT]))
@@ -162,7 +162,7 @@ impl Worker for QueuePair {
         let queue = self.queue();
         let mut events = PollFlags::empty();
         // While the link is down, frames are discarded, which needs no receive buffers.
-        let discards = self.shared.link() == LinkState::Down;
+        let discards = self.shared.link() == CarrierState::Down;
         let has_buffers = discards || !self.receiver.buffers_exhausted;
         if self.receives && has_buffers && !self.receiver.tap_failed && queue.is_attached() {
             events |= PollFlags::IN;
