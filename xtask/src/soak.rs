@@ -142,13 +142,14 @@ const SOAKS: &[Soak] = &[
     Soak {
         name: "run-clones",
         about: "100 guests of 512 MiB by one `towline run` (TOWLINE_SOAK_RUN_CLONES): times and memory; that they run on for a time, and the \
-            image afterwards (TOWLINE_SOAK_RUN_SECONDS)",
+            image afterwards (TOWLINE_SOAK_RUN_SECONDS); beside 30 with memory of their own (TOWLINE_SOAK_RUN_COPIES)",
         run: || {
             lab_test(
                 "run",
                 "many::clones_share_the_memory_of_their_image",
                 &[("TOWLINE_SOAK_RUN_CLONES", "100"), ("TOWLINE_SOAK_RUN_SECONDS", "600")],
-            )
+            )?;
+            lab_test("run", "many::clones_with_memory_of_their_own_run", &[("TOWLINE_SOAK_RUN_COPIES", "30")])
         },
     },
     Soak {

@@ -242,6 +242,16 @@ pub enum Error {
         /// The image.
         path: PathBuf,
     },
+    /// A QEMU that has to map the image does not.
+    #[error("QEMU on {socket} does not map its memory from {}: {reason}; leave --share out, and it is copied", path.display())]
+    NotMapped {
+        /// The monitor's socket.
+        socket: String,
+        /// The image.
+        path: PathBuf,
+        /// Reason for it.
+        reason: Reason,
+    },
     /// A restored guest could change the image.
     #[error(
         "QEMU on {socket} has the image {} open for writing (memory backend {backend:?}), so that its guest's writes or its balloon \

@@ -44,6 +44,15 @@ pub enum Verify {
     Nothing,
 }
 
+/// What becomes of an image of which a QEMU maps nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Need {
+    /// Its memory is sent.
+    Any,
+    /// It is refused.
+    Mapped,
+}
+
 /// Proves which blocks of `image` a waiting QEMU maps copy-on-write.
 ///
 /// # Errors
@@ -85,15 +94,18 @@ pub fn may_map(socket: &Path, image: &Path) -> bool {
 /// ([`Image::verify_on_read`]).
 ///
 /// # Errors
-/// Those of [`of_image`]; [`Error::Damaged`].
+/// Those of [`of_image`]; [`Error::Damaged`]; with [`Need::Mapped`] [`Error::NotMapped`].
 pub fn find_mapped_memory(
     qemu: &mut Qemu,
     image: &Image,
-    verify: Verify,
+    (verify, need): (Verify, Need),
     cancel: &Cancel,
     notice: &dyn Fn(&str),
 ) -> Result<Option<Presence>, Error> {
     let presence = of_image(qemu, image)?;
+    if presence.is_empty() && need == Need::Mapped {
+        return Err(not_mapped(qemu, image, presence));
+    }
     for Sent { block, reason, .. } in presence.sent.iter().filter(|sent| sent.is_unexpected) {
         notice(&format!("memory of block {block:?} is sent, not mapped: {reason}"));
     }
@@ -105,6 +117,13 @@ pub fn find_mapped_memory(
     }
     notice(&format!("memory is mapped from {}: its pages are not sent", image.path().display()));
     Ok(Some(presence))
+}
+
+fn not_mapped(qemu: &Qemu, image: &Image, presence: Presence) -> Error {
+    let (socket, path) = (qemu.socket().to_owned(), image.path().to_owned());
+    // The file that is named as if it were mapped has the best reason.
+    let sent = presence.sent.iter().max_by_key(|sent| sent.is_unexpected);
+    Error::NotMapped { socket, path, reason: sent.map_or(Reason::NoBackend, |sent| sent.reason.clone()) }
 }
 
 /// Compares a block with the manifest: its pages are not sent, and therefore not compared on their way.

@@ -75,6 +75,10 @@ pub enum Error {
     )]
     NothingToRecover { socket: String, status: String },
     #[error(
+        "{source}: if the main loop of QEMU on {socket} waits for a page of its guest, its monitor takes no new connection, and only the towline that started the guest can send the rest; without that one, kill this QEMU and restore the image again"
+    )]
+    BlockedMonitor { socket: String, source: Box<Error> },
+    #[error(
         "the connection to the running guest was lost ({source}), and could not be restored within {waited:?}"
     )]
     NotRecovered { source: towline_migration::Error, waited: Duration },

@@ -58,7 +58,11 @@ impl GuestFacts {
         // A QEMU that already has a part of the guest gets no further queries: its main loop may wait for the
         // rest.
         let is_live = waiting.facts().waits_for_migrate_incoming();
-        let known = if is_live { waiting.compat_facts()? } else { waiting.basic_facts() };
+        let known = match source.subject {
+            _ if !is_live => waiting.basic_facts(),
+            Subject::Image(_) => waiting.facts_for_image()?,
+            _ => waiting.compat_facts()?,
+        };
         let destination = Subject::Qemu(Box::new(known)).into();
         let report = evaluate(&Pair {
             source,
