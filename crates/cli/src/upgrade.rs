@@ -7,7 +7,7 @@ use serde_json::json;
 use towline_control::plan::{
     Destination, Failure, GuestState, Observer, Source, SourceCategory, UpgradeMemory,
 };
-use towline_control::upgrade::{self, Prepared, Reversible, UpgradeOptions, Upgraded, Vsocks};
+use towline_control::upgrade::{self, Cards, Prepared, Reversible, UpgradeOptions, Upgraded, Vsocks};
 use towline_launch::RuntimeRoot;
 
 use crate::args::UpgradeArgs;
@@ -38,6 +38,7 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
         arguments: args.arguments.clone(),
         memory: if args.copy { UpgradeMemory::Copied } else { UpgradeMemory::InPlace },
         vsocks: if args.detach_vsock { Vsocks::Detached } else { Vsocks::Refused },
+        cards: if args.with_devices { Cards::Shared } else { Cards::Refused },
         downtime_limit: Duration::from_millis(args.downtime_limit),
         root: RuntimeRoot::of_user(),
     };

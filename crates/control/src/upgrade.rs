@@ -13,8 +13,9 @@
 //! If towline is killed, its move record says which of the two it was, and `towline resume` finishes the move. A new QEMU that
 //! waited for a towline that was killed is ended by the next upgrade of the guest (`leftover`).
 //!
-//! Out of scope: devices of other processes, except vsocks that are detached meanwhile. Limits: Linux, QEMUs of one user on one host.
+//! Out of scope: devices of other processes, except vsocks that are detached meanwhile, and cards whose process serves both QEMUs. Limits: Linux, QEMUs of one user on one host.
 
+mod cards;
 mod command_line;
 mod error;
 mod leftover;
@@ -38,7 +39,7 @@ use crate::staging_names::StagingName;
 use command_line::{Context, Rewritten, refuse_end_with_parent, rewrite};
 use old::OldQemu;
 
-pub use command_line::Vsocks;
+pub use command_line::{Cards, Vsocks};
 pub use error::{Error, Refusal};
 
 /// The first QEMU that reports the addresses of its memory, without which nothing proves what it maps.
@@ -63,6 +64,8 @@ pub struct UpgradeOptions {
     pub memory: UpgradeMemory,
     /// Devices that QEMU does not migrate.
     pub vsocks: Vsocks,
+    /// Network cards of other processes.
+    pub cards: Cards,
     /// Maximum downtime, where memory is sent.
     pub downtime_limit: Duration,
     /// Directory of the guests that towline starts.
@@ -132,9 +135,10 @@ pub fn prepare(options: &UpgradeOptions) -> Result<Prepared, Error> {
         generation_id: old.generation_id.as_deref(),
         settings: &options.settings,
         vsocks: options.vsocks,
+        cards: options.cards,
         number,
     };
-    let Rewritten { command_line, name, names } =
+    let Rewritten { command_line, name, names, cards } =
         rewrite(&old.command_line, &context).map_err(Error::Refused)?;
     let base = base_name(name.as_deref(), &options.old);
     let mut host = host;
@@ -151,6 +155,7 @@ pub fn prepare(options: &UpgradeOptions) -> Result<Prepared, Error> {
         return Err(Error::Refused(vec![refusal]));
     }
     leftover::end(&options.root, &base, &old);
+    cards.iter().try_for_each(|socket| cards::check_second_frontend(socket))?;
     let directory = claim(&options.root, &base)?;
     let request = UpgradeRequest {
         old: options.old.clone(),

@@ -104,6 +104,17 @@ pub enum Error {
     /// A setting or an argument of the user is at fault.
     #[error(transparent)]
     Arguments(#[from] Refused),
+    /// A card that only one QEMU can have.
+    #[error(
+        "the process at {}, which has a network card, does not reply to a second QEMU: {source}; it has to be a `towline net` without \
+         --af-xdp that has one QEMU (restart it if it is an older one), or unplug the card before", path.display()
+    )]
+    OneFrontend {
+        /// Socket of the card.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
     /// Memory that no other process can map.
     #[error(
         "memory backend {backend:?} ({kind}) cannot be mapped by another QEMU: {reason}. Its guest keeps it for as long as its QEMU \
