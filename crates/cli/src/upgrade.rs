@@ -1,5 +1,7 @@
 //! `towline upgrade`: another QEMU under a running guest.
 
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -45,7 +47,7 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
     let prepared = upgrade::prepare(&options);
     let new = match prepared.and_then(|prepared| start(prepared, &reporter)) {
         Ok(new) => new,
-        Err(error) => return Ok(refused(&reporter, &error)),
+        Err(error) => return Ok(refused(&reporter, &error, &options.old)),
     };
     if args.dry_run {
         return Ok(match new.check(&cancel, &reporter) {
@@ -72,9 +74,11 @@ fn start(prepared: Prepared, reporter: &Reporter) -> Result<Reversible, upgrade:
 }
 
 /// Reports an upgrade before which nothing was changed.
-fn refused(reporter: &Reporter, error: &upgrade::Error) -> Exit {
+fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
     let text = error.to_string();
-    let is_unreached = matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });
+    // Whatever fails because the old QEMU has ended meanwhile: its guest is not there any more.
+    let has_ended = UnixStream::connect(old).is_err();
+    let is_unreached = has_ended || matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });
     let guest = if is_unreached { GuestState::Unreached } else { GuestState::Safe };
     let (row, guest) = (guest.row(SourceCategory::Qemu), guest.sentence(SourceCategory::Qemu));
     let fields = json!({

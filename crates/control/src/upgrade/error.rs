@@ -39,7 +39,7 @@ pub enum Error {
     Qemu(#[from] qemu::Error),
     /// Memory that the exit of a QEMU would discard.
     #[error(transparent)]
-    InPlace(#[from] in_place::Error),
+    InPlace(in_place::Error),
     /// The process of the old QEMU is not known.
     #[error(
         "process of QEMU on {socket} is not known: {reason}; upgrade it on its own host, as its user and outside of containers"
@@ -157,6 +157,16 @@ pub enum Error {
     /// The new QEMU did not start.
     #[error(transparent)]
     Launch(#[from] LaunchError),
+}
+
+impl From<in_place::Error> for Error {
+    fn from(error: in_place::Error) -> Self {
+        match error {
+            // As every query: the old QEMU may have ended.
+            in_place::Error::Qemu(error) => Self::Qemu(error),
+            error => Self::InPlace(error),
+        }
+    }
 }
 
 impl From<towline_qmp::Error> for Error {
