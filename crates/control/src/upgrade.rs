@@ -23,6 +23,7 @@ mod old;
 mod ports;
 
 use std::ffi::OsString;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -34,7 +35,7 @@ use towline_launch::{
 };
 
 use crate::in_place::GuestBackends;
-use crate::plan::{self, Failure, Observer, Report, UpgradeMemory, UpgradeRequest};
+use crate::plan::{self, Failure, GuestState, Observer, Report, UpgradeMemory, UpgradeRequest};
 use crate::staging_names::StagingName;
 use command_line::{Context, Rewritten, refuse_end_with_parent, rewrite};
 use old::OldQemu;
@@ -135,6 +136,7 @@ pub fn prepare(options: &UpgradeOptions) -> Result<Prepared, Error> {
         generation_id: old.generation_id.as_deref(),
         settings: &options.settings,
         vsocks: options.vsocks,
+        vsock_chardevs: &old.vsock_chardevs,
         cards: options.cards,
         number,
     };
@@ -207,7 +209,7 @@ impl Reversible {
     /// # Errors
     /// As [`plan::check_upgrade`].
     pub fn check(&self, cancel: &Cancel, observer: &dyn Observer) -> Result<(), Failure> {
-        plan::check_upgrade(&self.request, cancel, observer)
+        plan::check_upgrade(&self.request, cancel, observer).map_err(|failure| self.judge(failure))
     }
 
     /// Has the guest go on in the new QEMU, and ends the old one.
@@ -221,9 +223,15 @@ impl Reversible {
                 if failure.guest.may_be_at_destination() {
                     drop(self.pass_point_of_no_return());
                 }
-                Err(failure)
+                Err(self.judge(failure))
             }
         }
+    }
+
+    /// Whatever failed because the old QEMU has ended: its guest is not there any more.
+    fn judge(&self, failure: Failure) -> Failure {
+        let has_ended = failure.guest == GuestState::Safe && UnixStream::connect(&self.request.old).is_err();
+        if has_ended { Failure { guest: GuestState::Unreached, ..failure } } else { failure }
     }
 
     /// From here on the new QEMU is left alone, whatever happens.

@@ -136,9 +136,12 @@ fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
     let refused = guest.first.qmp().execute("cont", serde_json::Value::Null).unwrap_err();
     assert!(refused.to_string().contains("lock"), "{refused}");
     drop(held);
-    // The message has the command that finishes the move.
+    // A new QEMU that has ended proves nothing by itself: it is the operator who says that it never ran the guest.
     let (_, rest) = finished.stderr.split_once("`towline resume ").unwrap();
     let id = rest.split('`').next().unwrap();
-    towline(["resume", id]).unwrap().wait_done(WITHIN).unwrap();
+    let undecided = towline(["resume", id]).unwrap().wait(WITHIN).unwrap();
+    assert_eq!(undecided.status.code(), Some(3), "{}", undecided.stderr);
+    assert!(undecided.stderr.contains("--run-here=source"), "{}", undecided.stderr);
+    towline(["resume", id, "--run-here=source"]).unwrap().wait_done(WITHIN).unwrap();
     guest.assert_untouched();
 }

@@ -17,6 +17,9 @@ const MEMORY_MIB: u64 = 256;
 const DIRTY_RATE: u64 = 64 * MIB;
 const DIRTY_BYTES: u64 = 32 * MIB;
 
+/// Standstill, in milliseconds, from which on the log of an upgrade is printed.
+const OUTLIER_MS: f64 = 200.0;
+
 /// Upgrades of one guest.
 pub(crate) struct Series {
     /// From STOP at the old QEMU to RESUME at the new one.
@@ -40,10 +43,16 @@ impl Series {
                 let path = staged_monitor(guest.first.directory());
                 Ok(path.and_then(|path| Qmp::connect(&path, WITHIN).ok()))
             });
-            let event = completed(&towline.wait(WITHIN).unwrap());
+            let finished = towline.wait(WITHIN).unwrap();
+            let event = completed(&finished);
             let new = staged.unwrap();
             whole.push(begun.elapsed().as_secs_f64() * 1e3);
-            standstill.push(standstill::milliseconds(monitor.as_ref().unwrap_or(guest.first.qmp()), &new));
+            let time = standstill::milliseconds(monitor.as_ref().unwrap_or(guest.first.qmp()), &new);
+            if time > OUTLIER_MS {
+                // With TOWLINE_LOG=debug it has the times of each step.
+                println!("{time:.1} ms: {}", finished.stderr);
+            }
+            standstill.push(time);
             sent_max = sent_max.max(event["ram"]["transferred"].as_u64().unwrap());
             monitor = Some(new);
         }

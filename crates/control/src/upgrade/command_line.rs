@@ -135,6 +135,8 @@ pub(super) struct Context<'a> {
     pub(super) settings: &'a [Setting],
     /// Devices that are attached once the guest is in the new QEMU.
     pub(super) vsocks: Vsocks,
+    /// Chardevs of vsocks that were plugged in since its start.
+    pub(super) vsock_chardevs: &'a [String],
     /// Devices whose process serves both QEMUs.
     pub(super) cards: Cards,
     /// Number of this upgrade, in the staging names.
@@ -175,7 +177,8 @@ pub(super) struct Rewritten {
 /// # Errors
 /// All options that are refused.
 pub(super) fn rewrite(old: &CommandLine, context: &Context<'_>) -> Result<Rewritten, Vec<Refusal>> {
-    let (vsock_chardevs, card_chardevs) = (vsock_chardevs(old), card_chardevs(old));
+    let (mut vsock_chardevs, card_chardevs) = (vsock_chardevs(old), card_chardevs(old));
+    vsock_chardevs.extend(context.vsock_chardevs.iter().cloned());
     let keys = old.setting_keys();
     let mut rewriter = Rewriter {
         context,

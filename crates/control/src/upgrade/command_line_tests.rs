@@ -9,6 +9,7 @@ fn context(settings: &[Setting], vsocks: Vsocks) -> Context<'_> {
         generation_id: Some("324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87"),
         settings,
         vsocks,
+        vsock_chardevs: &[],
         cards: Cards::Refused,
         number: 0x2a,
     }
@@ -175,6 +176,11 @@ fn a_vsock_that_is_detached_keeps_its_chardev() {
     let line = ["-chardev", "socket,id=c,path=/run/v", "-device", "vhost-user-vsock-pci,id=v,chardev=c"];
     let old = CommandLine::parse(line).unwrap();
     let made = rewrite(&old, &context(&[], Vsocks::Detached)).unwrap();
+    assert_eq!(words(&made), ["-chardev", "socket,id=c,path=/run/v", "-machine", MACHINE]);
+    // One that was plugged in since.
+    let chardevs = ["c".to_owned()];
+    let context = Context { vsock_chardevs: &chardevs, ..context(&[], Vsocks::Detached) };
+    let made = rewrite(&CommandLine::parse(&line[..2]).unwrap(), &context).unwrap();
     assert_eq!(words(&made), ["-chardev", "socket,id=c,path=/run/v", "-machine", MACHINE]);
 }
 
