@@ -82,6 +82,9 @@ pub enum SessionError {
         /// The range.
         expected: &'static str,
     },
+    /// The device belongs to another frontend.
+    #[error("the rings of another frontend run; stop its guest, or end it, before this one has the device")]
+    OtherFrontend,
     /// An MTU out of range.
     #[error("NET_SET_MTU has {found}, expected at most 65535")]
     Mtu {
