@@ -108,7 +108,7 @@ impl Ring {
     /// Starts a ring in this memory. `epoch` distinguishes its [`Head`]s from those of other rings and of predecessors.
     ///
     /// # Errors
-    /// [`RingFault::Size`], [`RingFault::Unmapped`].
+    /// [`RingFault::Size`], [`RingFault::Unmapped`], [`RingFault::Overlap`].
     pub fn new(setup: RingSetup, memory: Arc<Memory>, epoch: u64) -> Result<Self, RingFault> {
         let RingSetup { size, address, base, features, call, switch, log } = setup;
         let size = ring_size(size)?;

@@ -259,6 +259,45 @@ fn messages_of_one_byte_use_no_more_memory_than_is_stated() {
     assert_becomes_idle(&mut guest);
 }
 
+/// Messages in transit are within the limit too: those that do not fit into the guest's buffers wait for each other.
+#[test]
+fn messages_wait_for_memory_and_arrive() {
+    let _exclusive = exclusive();
+    // Beside the windows there is memory for one message.
+    let served = Served::new(Limits { memory: 256 << 10, ..Limits::default() });
+    let (_frontend, mut guest) = served.guest_with_rings(16);
+    let listener = listen_seqpacket(&served.path("v_5000"));
+    let content = bytes(100_000);
+    let mut hosts = Vec::new();
+    for port in 0..3 {
+        let ports = (port, 5000);
+        guest.request_seqpacket(ports);
+        poll_until(&mut guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+        hosts.push(rustix::net::accept(&listener).unwrap());
+    }
+    // The driver returns no buffers meanwhile, so the first message is in transit when the others are ready.
+    for host in &hosts {
+        assert_eq!(rustix::net::send(host, &content, SendFlags::NOSIGNAL).unwrap(), content.len());
+    }
+    let (mut received, mut ended, memory) = ([0; 3], [0; 3], Arc::clone(guest.memory()));
+    poll_until(&mut guest, |_, event| {
+        if let Event::Data { ports, guest, len, flags } = event {
+            let (port, len) = (ports.0 as usize, len as usize);
+            let is_right = memory.bytes(guest, len) == content[received[port]..received[port] + len];
+            assert!(is_right, "{len} bytes at {} of message {port}", received[port]);
+            received[port] += len;
+            ended[port] += flags & END_OF_MESSAGE;
+        }
+        (ended.iter().sum::<u32>() == 3).then_some(())
+    });
+    assert_eq!((received, ended), ([content.len(); 3], [1; 3]));
+    let found = served.device.report().statistics;
+    // Each of the two has waited, perhaps for both others.
+    assert!((2..=3).contains(&found.memory_waits), "{found:?}");
+    drop(hosts);
+    assert_becomes_idle(&mut guest);
+}
+
 /// Most frontends leave the event queue to the device, and drivers post buffers there.
 #[test]
 fn event_buffers_do_not_keep_a_device_busy() {
