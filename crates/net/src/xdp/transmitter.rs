@@ -14,7 +14,7 @@ use super::timer::{CompletionTimer, Progress};
 use super::tx_queue::{DrainScope, Drained, TxError, TxQueue, TxRun};
 use super::{Xdp, is_temporary};
 use crate::device::Shared;
-use crate::statistics::{BatchCounters, DropReason};
+use crate::statistics::{BatchCounters, CopyReason, DropReason};
 use crate::tap::TapContext;
 use crate::transmit::Transmitter;
 
@@ -103,7 +103,7 @@ impl XdpTransmitter {
         let Some(queue) = &mut self.queue else {
             let before = counted.packets;
             let next = transmitter.run(ring, tap, counted);
-            counted.copied += counted.packets - before;
+            counted.add_copies(CopyReason::Tap, counted.packets - before);
             return next;
         };
         transmitter.blocked = false;
