@@ -17,6 +17,8 @@ use crate::statistics::{Counters, DropReason, QueueStatistics};
 use crate::tap::{LinkState, TapError, Taps};
 use crate::xdp::{TransmitMode, Xdp};
 
+/// Time limit for the queue of a process that was killed.
+const PREVIOUS_TIMEOUT: Duration = Duration::from_secs(2);
 /// First word of [`Device::migration_version`].
 const KIND: &str = "towline-net-1";
 
@@ -54,6 +56,8 @@ pub(crate) struct Shared {
     pub(crate) modes: Vec<AtomicU8>,
     /// True for each pair whose receive ring runs.
     pub(crate) in_use: Vec<AtomicBool>,
+    /// True for each pair that no connection of this process has used yet: a process that was killed may have left frames.
+    unused: Vec<AtomicBool>,
     /// True for each pair whose last connection ended with AF_XDP frames in flight, until its queue is known to be free.
     pub(crate) orphaned: Vec<AtomicBool>,
 }
@@ -61,6 +65,19 @@ pub(crate) struct Shared {
 impl Shared {
     pub(crate) fn link(&self) -> LinkState {
         if self.link_up.load(Relaxed) { LinkState::Up } else { LinkState::Down }
+    }
+
+    /// Before the first connection, waits until the queue of a process that was killed is free, for [`PREVIOUS_TIMEOUT`] at most,
+    /// as a queue that another program uses looks the same.
+    fn wait_for_previous_process(&self, pair: usize) {
+        let Some(xdp) = self.xdp.as_ref().filter(|_| self.unused[pair].swap(false, Relaxed)) else { return };
+        match xdp.wait_until_free(pair, PREVIOUS_TIMEOUT) {
+            Ok(true) => {}
+            Ok(false) => tracing::warn!(pair, interface = xdp.name(), "the queue of AF_XDP is busy"),
+            Err(error) => {
+                tracing::debug!(pair, %error, "cannot determine if frames of a previous process are in flight");
+            }
+        }
     }
 
     /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may contain their chains
@@ -96,7 +113,7 @@ impl Net {
     /// As [`Net::new`], but frames of the guest are sent by AF_XDP where possible.
     pub fn with_xdp(taps: Taps, xdp: Option<Xdp>, options: Options) -> Self {
         let pairs = taps.queues().len();
-        let flags = || (0..pairs).map(|_| AtomicBool::new(false)).collect();
+        let flags = |value| (0..pairs).map(|_| AtomicBool::new(value)).collect();
         let shared = Shared {
             taps,
             xdp,
@@ -105,8 +122,9 @@ impl Net {
             link_up: AtomicBool::new(true),
             counters: (0..pairs).map(|_| <[Counters; 2]>::default()).collect(),
             modes: (0..pairs).map(|_| AtomicU8::new(TransmitMode::Tap as u8)).collect(),
-            in_use: flags(),
-            orphaned: flags(),
+            in_use: flags(false),
+            unused: flags(true),
+            orphaned: flags(false),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -237,6 +255,7 @@ impl Device for Net {
     }
 
     fn worker(&self, index: usize) -> Result<Box<dyn Worker>, BackendError> {
+        self.shared.wait_for_previous_process(index);
         self.shared.check_orphaned(index)?;
         Ok(Box::new(QueuePair::new(index, Arc::clone(&self.shared))?))
     }

@@ -166,6 +166,14 @@ impl Xdp {
         socket::is_free(self.queue(pair))
     }
 
+    /// Waits until no socket is bound to this pair's queue. Returns false if there still is one after `timeout`.
+    ///
+    /// # Errors
+    /// As [`Xdp::is_free`].
+    pub(crate) fn wait_until_free(&self, pair: usize, timeout: Duration) -> io::Result<bool> {
+        socket::wait_until_free(self.queue(pair), timeout)
+    }
+
     /// An unbound socket to register `memory` with, or to share a registration.
     fn take_socket(&self, memory: &Arc<Memory>, umem_use: UmemUse) -> io::Result<UnboundSocket> {
         let mut sockets = lock(&self.sockets);

@@ -238,6 +238,18 @@ pub(super) fn is_free(queue: QueueId) -> io::Result<bool> {
     }
 }
 
+/// Waits until a queue is free ([`is_free`]); no event reports it. Returns false if it is not after `timeout`.
+pub(super) fn wait_until_free(queue: QueueId, timeout: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + timeout;
+    while !is_free(queue)? {
+        if Instant::now() >= deadline {
+            return Ok(false);
+        }
+        std::thread::sleep(BUSY_INTERVAL);
+    }
+    Ok(true)
+}
+
 /// Binds in the first mode that the driver supports. Returns true if it supports several descriptors per packet.
 fn bind_best_mode(
     fd: &OwnedFd,
