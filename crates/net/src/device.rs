@@ -18,6 +18,8 @@ use crate::statistics::{Counters, DropReason, QueueStatistics};
 use crate::tap::{CarrierState, TapError, Taps};
 use crate::xdp::{TransmitMode, Xdp};
 
+/// Time limit for the queue of a process that was killed.
+const PREVIOUS_TIMEOUT: Duration = Duration::from_secs(2);
 /// First word of [`Device::migration_version`].
 const KIND: &str = "towline-net-1";
 
@@ -57,6 +59,8 @@ pub(crate) struct Shared {
     pub(crate) receivers: Vec<Mutex<Option<u64>>>,
     /// Number of the next worker.
     pub(crate) next_worker: AtomicU64,
+    /// True for each pair that no connection of this process has used yet: a process that was killed may have left frames.
+    unused: Vec<AtomicBool>,
     /// True for each pair whose last connection ended with AF_XDP frames in flight, until its queue is known to be free.
     pub(crate) orphaned: Vec<AtomicBool>,
 }
@@ -64,6 +68,15 @@ pub(crate) struct Shared {
 impl Shared {
     pub(crate) fn link(&self) -> CarrierState {
         if self.link_up.load(Relaxed) { CarrierState::Up } else { CarrierState::Down }
+    }
+
+    /// Before the first connection, waits until the queue of a process that was killed is free, for [`PREVIOUS_TIMEOUT`] at most,
+    /// as a queue that another program uses looks the same.
+    fn wait_for_previous_process(&self, pair: usize) {
+        let Some(xdp) = self.xdp.as_ref().filter(|_| self.unused[pair].swap(false, Relaxed)) else { return };
+        if let Err(error) = xdp.wait_until_free(pair, PREVIOUS_TIMEOUT) {
+            tracing::warn!(pair, interface = xdp.name(), %error, "the queue of AF_XDP is in use");
+        }
     }
 
     /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may contain their chains
@@ -99,6 +112,7 @@ impl Net {
     /// As [`Net::new`], but frames of the guest are sent by AF_XDP where possible.
     pub fn with_xdp(taps: Taps, xdp: Option<Xdp>, options: Options) -> Self {
         let pairs = taps.queues().len();
+        let flags = |value| (0..pairs).map(|_| AtomicBool::new(value)).collect();
         let shared = Shared {
             taps,
             xdp,
@@ -109,7 +123,8 @@ impl Net {
             modes: (0..pairs).map(|_| AtomicU8::new(TransmitMode::Tap as u8)).collect(),
             receivers: (0..pairs).map(|_| Mutex::default()).collect(),
             next_worker: AtomicU64::new(0),
-            orphaned: (0..pairs).map(|_| AtomicBool::new(false)).collect(),
+            unused: flags(true),
+            orphaned: flags(false),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -240,6 +255,7 @@ impl Device for Net {
     }
 
     fn worker(&self, index: usize) -> Result<Box<dyn Worker>, BackendError> {
+        self.shared.wait_for_previous_process(index);
         self.shared.check_orphaned(index)?;
         Ok(Box::new(QueuePair::new(index, Arc::clone(&self.shared))?))
     }

@@ -168,6 +168,14 @@ impl Xdp {
         socket::is_free(self.queue(pair))
     }
 
+    /// Waits until no socket is bound to this pair's queue, for `timeout` at most.
+    ///
+    /// # Errors
+    /// EBUSY: there still is one.
+    pub(crate) fn wait_until_free(&self, pair: usize, timeout: Duration) -> io::Result<()> {
+        socket::wait_until_free(self.queue(pair), timeout)
+    }
+
     /// An unbound socket to register `memory` with, or to share a registration.
     fn take_socket(&self, memory: &Arc<Memory>, umem_use: UmemUse) -> io::Result<UnboundSocket> {
         let mut sockets = lock(&self.sockets);
