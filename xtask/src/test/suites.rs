@@ -21,17 +21,20 @@ use crate::times::Usage;
 const FIRST: [&str; 12] = [
     DOCUMENTATION,
     "lab/net",
-    "lab/matrix",
-    "lab/switchover",
-    "lab/faults",
-    "lab/postcopy",
-    "lab/upgrade",
     "lab/run",
     "lab/store",
+    "lab/switchover",
+    "lab/upgrade",
+    "lab/matrix",
+    "lab/faults",
+    "lab/postcopy",
     "lab/pairs",
     "lab/live",
     "lab/images",
 ];
+/// Suites that allocate huge pages, or expect a number of them: only one of these runs at a time.
+const HUGE_PAGES: [&str; 4] =
+    ["lab/postcopy", "crates/migration (lib)", "crates/vhost-user (lib)", "crates/vhost-user/hostile"];
 /// The examples in the documentation of all crates, which cargo compiles and runs.
 const DOCUMENTATION: &str = "documentation's examples";
 
@@ -55,7 +58,15 @@ pub(super) struct Ended {
 
 /// Builds all tests and returns them, those that take longest first.
 pub(super) fn build() -> Result<Vec<Suite>> {
-    let mut command = cargo(["test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"]);
+    let mut command = cargo([
+        "test",
+        "--package",
+        "xtask",
+        "--package",
+        "towline-compat",
+        "--no-run",
+        "--message-format=json-render-diagnostics",
+    ]);
     let output = built(command.stderr(Stdio::inherit()))?.output()?;
     if !output.status.success() {
         bail!("{} failed with {}", shown(&command), output.status);
@@ -87,6 +98,10 @@ fn suite(message: &Value, root: &Path) -> Option<Suite> {
 }
 
 impl Suite {
+    fn has_huge_pages(&self) -> bool {
+        HUGE_PAGES.contains(&self.name.as_str())
+    }
+
     /// Command that runs it, or only tests with exactly these names.
     fn command(&self, names: &[String]) -> Result<Command> {
         let mut command = match &self.program {
@@ -107,20 +122,42 @@ impl Suite {
 /// Runs the suites, as many at once as there are processors, with their failed tests alone if names are given, until the
 /// deadline. `started` is called once the first has written something.
 pub(super) fn run(suites: &[Suite], deadline: Instant, started: &(impl Fn() + Sync)) -> Vec<Ended> {
-    let waiting: Mutex<VecDeque<_>> = Mutex::new(suites.iter().collect());
+    let queue = Mutex::new(Queue { waiting: suites.iter().collect(), huge_pages: false });
     let ended = Mutex::new(Vec::new());
     scope(|scope| {
         for _ in 0..available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
                 loop {
-                    let Some(suite) = locked(&waiting).pop_front() else { return };
+                    let Some(suite) = locked(&queue).next() else { return };
                     let result = run_one(suite, &[], deadline, started);
+                    locked(&queue).done(suite);
                     locked(&ended).push(result);
                 }
             });
         }
     });
     ended.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Suites that wait.
+struct Queue<'a> {
+    waiting: VecDeque<&'a Suite>,
+    /// One of [`HUGE_PAGES`] runs.
+    huge_pages: bool,
+}
+
+impl<'a> Queue<'a> {
+    /// The first that may run beside those that run. Who runs one of [`HUGE_PAGES`] takes the others afterwards.
+    fn next(&mut self) -> Option<&'a Suite> {
+        let fits = |suite: &&Suite| !(self.huge_pages && suite.has_huge_pages());
+        let suite = self.waiting.iter().position(fits).and_then(|index| self.waiting.remove(index))?;
+        self.huge_pages |= suite.has_huge_pages();
+        Some(suite)
+    }
+
+    fn done(&mut self, suite: &Suite) {
+        self.huge_pages &= !suite.has_huge_pages();
+    }
 }
 
 /// Runs a suite, or only its tests with exactly these names, and prints what it wrote.
@@ -170,7 +207,26 @@ mod tests {
         let root = Path::new("/w");
         assert_eq!(suite(&message("test", true), root), Some(named("crates/net/frames")));
         assert_eq!(suite(&message("lib", true), root), Some(named("crates/net (lib)")));
+        assert_eq!(
+            suite(&message("bin", true), root).map(|suite| suite.name),
+            Some("crates/net (bin)".into())
+        );
         assert_eq!(suite(&message("example", false), root), None);
         assert_eq!(suite(&json!({ "reason": "build-finished", "success": true }), root), None);
+    }
+
+    #[test]
+    fn suites_with_huge_pages_follow_each_other() {
+        let named = |name: &&str| Suite { name: name.to_string(), program: None, package: "/".into() };
+        let suites: Vec<_> = [HUGE_PAGES[0], HUGE_PAGES[1], "lab/net"].iter().map(named).collect();
+        let mut queue = Queue { waiting: suites.iter().collect(), huge_pages: false };
+        let mut next = |done: Option<usize>| {
+            done.iter().for_each(|index| queue.done(&suites[*index]));
+            queue.next().map(|suite| suite.name.clone())
+        };
+        assert_eq!(next(None).as_deref(), Some(HUGE_PAGES[0]));
+        assert_eq!(next(None).as_deref(), Some("lab/net"));
+        assert_eq!(next(Some(2)), None);
+        assert_eq!(next(Some(0)).as_deref(), Some(HUGE_PAGES[1]));
     }
 }
