@@ -33,6 +33,7 @@ mod program;
 mod proxy;
 mod qemu;
 mod qmp;
+pub mod readme;
 pub mod schema;
 pub mod standstill;
 mod sys;

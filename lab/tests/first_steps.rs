@@ -5,20 +5,9 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 use std::time::Duration;
 
-use towline_lab::{Towline, Version, paths, require_lab, towline_binary};
+use towline_lab::{Towline, Version, readme, require_lab, towline_binary};
 
 const WITHIN: Duration = Duration::from_secs(120);
-/// Line before the block.
-const MARK: &str = "<!-- first steps:";
-
-/// Returns the block behind the mark.
-fn block() -> String {
-    let readme = std::fs::read_to_string(paths::workspace().join("README.md")).unwrap();
-    let (_, rest) = readme.split_once(MARK).unwrap();
-    let (_, rest) = rest.split_once("```\n").unwrap();
-    rest.split_once("```").unwrap().0.to_owned()
-}
-
 /// A script that runs this QEMU with its environment.
 fn script(version: Version) -> String {
     let command = version.command();
@@ -42,8 +31,7 @@ fn paste(version: Version) -> String {
     let qemu = programs.join("qemu-system-x86_64");
     std::fs::write(&qemu, script(version)).unwrap();
     std::fs::set_permissions(&qemu, std::fs::Permissions::from_mode(0o755)).unwrap();
-    // Each command has to succeed; a paste into an interactive shell would go on.
-    let script = format!("set -e\ntrap 'kill $(jobs -p) 2>/dev/null' EXIT\n{}wait\ntrap - EXIT\n", block());
+    let script = readme::first_steps_script().unwrap();
     let path = format!("PATH={}:/usr/bin:/bin", programs.display());
     let temporary = format!("TMPDIR={}", directory.path().display());
     let words = [path.as_str(), &temporary, "bash", "-c", &script];

@@ -26,8 +26,8 @@ const COMPLETIONS: [(&str, &str); 3] = [
 ];
 const DOCUMENTS: [&str; 4] = ["README.md", "CHANGELOG.md", "LICENSE-APACHE", "LICENSE-MIT"];
 
-/// Builds the package, of the `debug` build if asked to, and installs and runs it below `target/`.
-pub(crate) fn run(debug: bool) -> Result<()> {
+/// Builds the package, of the `debug` build if asked to, and installs and runs it below `target/`. Returns its path.
+pub(crate) fn run(debug: bool) -> Result<PathBuf> {
     let (profile, directory) = if debug { ("dev", "debug") } else { ("release", "release") };
     run_command(&mut cargo(["build", "--package", "towline-cli", "--profile", profile]))?;
     let target = target_directory()?;
@@ -47,7 +47,7 @@ pub(crate) fn run(debug: bool) -> Result<()> {
     output(&mut build)?;
     check(&package, &work.join("root"), &version)?;
     println!("deb: {}", package.display());
-    Ok(())
+    Ok(package)
 }
 
 fn version() -> Result<String> {

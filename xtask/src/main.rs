@@ -15,6 +15,7 @@ mod publish;
 mod setup;
 mod soak;
 mod test;
+mod times;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -91,7 +92,7 @@ fn main() -> ExitCode {
         Task::Demo => demo::run(),
         Task::Errors => errors::write(),
         Task::Api => publish::api::write(),
-        Task::Deb { debug } => deb::run(debug),
+        Task::Deb { debug } => deb::run(debug).map(drop),
         Task::Soak { name } => soak::run(name.as_deref()),
     };
     match outcome {

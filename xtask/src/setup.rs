@@ -17,7 +17,7 @@
 //! Each part is built in a temporary directory and renamed into place at the end, so a part that exists is complete. If all
 //! parts exist, nothing is fetched.
 
-mod apt;
+pub(crate) mod apt;
 mod archive;
 mod debian_13;
 mod initramfs;
@@ -28,18 +28,21 @@ mod sources;
 mod unpack;
 pub(crate) mod vsock_tests;
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
 use towline_lab::paths;
 
-use sources::{BACKPORTS, CODENAME};
+use sources::{BACKPORTS, CODENAME, STABLE};
 
 /// Version that QEMU from the backports begins with, epoch included.
 const QEMU_VERSION: &str = "1:10.0";
 /// From the backports: the emulator with its firmware and its tools for disks, all of one source and suite.
 const QEMU_PACKAGES: [&str; 3] = ["qemu-system-x86", "ipxe-qemu", "qemu-utils"];
+/// Debian 12 and 13.
+pub(crate) const RELEASES: [&str; 2] = [CODENAME, STABLE];
 /// From the release.
 const TOOLS: [&str; 8] =
     ["iperf3", "socat", "iproute2", "ethtool", "tcpdump", "xz-utils", "g++", "python3-venv"];
@@ -81,6 +84,11 @@ pub(crate) fn run(scope: Scope) -> Result<()> {
         println!("setup: ready in {:.1} s ({})", started.elapsed().as_secs_f64(), lab.display());
     }
     Ok(())
+}
+
+/// A file for apt that names a release, in `directory`.
+pub(crate) fn sources_of(release: &str, directory: &Path) -> Result<PathBuf> {
+    archive::sources_of(directory, &[release])
 }
 
 /// Says whether Debian has newer QEMUs than those of the lab and those that towline is tested with.

@@ -2,6 +2,10 @@
 //!
 //! `make test` runs short counts; these are the thousand-fold and hour-long ones, run before a release is made.
 
+mod browser;
+mod lintian;
+mod roots;
+
 use std::time::Duration;
 
 use anyhow::{Result, bail};
@@ -374,6 +378,22 @@ const SOAKS: &[Soak] = &[
         about: "100,000 orders of uploads, readers and collections on a model of a store, others with TOWLINE_SEEDS; then how soon each \
             fault that was mended is found",
         run: store_leases,
+    },
+    Soak {
+        name: "roots",
+        about: "the package in fresh roots of Debian 12 and 13: installed, README's first steps pasted, removed (as root; \
+            TOWLINE_SOAK_DEBUG: of the debug build)",
+        run: roots::run,
+    },
+    Soak {
+        name: "lintian",
+        about: "Debian's checks of the package: no error and no warning (TOWLINE_SOAK_DEBUG: of the debug build)",
+        run: lintian::run,
+    },
+    Soak {
+        name: "report-browser",
+        about: "the page of --report in a headless chromium, light and dark: pictures to look at in target/report-browser",
+        run: browser::run,
     },
 ];
 

@@ -1,7 +1,8 @@
 //! `cargo xtask test`: everything that CI runs, with one line of counts at its end.
 //!
 //! Tests and the towline that they drive are built with the dev profile: optimised enough, with overflow checks, and one build
-//! instead of two, which clippy watches. A step that fails does not keep the next ones from running.
+//! instead of two, which clippy watches. A step that fails does not keep the next ones from running. Test programs run several at
+//! the same time, and a table of what each part took is printed before the counts.
 //!
 //! The lab's guests are emulated, and what such a guest does depends on what else the machine does. A few tests that fail are
 //! run again, alone, at most twice; those that pass then are reported as FLAKY, by name, and do not fail the run. They are bugs all the
@@ -9,20 +10,24 @@
 
 mod counts;
 pub(crate) mod fuzz;
+mod suites;
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt as _;
 use std::panic::resume_unwind;
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::OnceLock;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::{JoinHandle, spawn};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context as _, Result, bail};
 
-use crate::command::{at_leisure, cargo, run as run_command, shown, target_directory};
+use crate::command::{at_leisure, run as run_command, shown};
+use crate::times::{self, Times, Usage};
 use crate::{lint, publish, setup};
 use counts::Counts;
+use suites::{Ended, Suite};
 
 /// Time limit of all tests together, their build included.
 const TESTS_WITHIN: Duration = Duration::from_secs(50 * 60);
@@ -33,18 +38,22 @@ const AGAIN_TIMES_MAX: usize = 2;
 
 /// Runs everything; prints the closing line last.
 pub(crate) fn run() -> ExitCode {
-    let mut counts = Counts::default();
-    if step("set-up", &mut counts, |_| setup::run(setup::Scope::Lab)) {
-        step("lint", &mut counts, |_| lint::quick());
-        step("build", &mut counts, |_| build());
-        let mut beside = None;
-        step("tests", &mut counts, |counts| tests(counts, &mut beside));
-        step("documentation", &mut counts, |_| match beside {
+    let mut report = Report::default();
+    if report.step("set-up", |_| setup::run(setup::Scope::Lab)) {
+        report.step("lint", |_| lint::quick());
+        let mut built = Vec::new();
+        report.step("build", |_| suites::build().map(|suites| built = suites));
+        let beside = OnceLock::new();
+        report.step("tests", |report| tests(report, &built, &beside));
+        report.step("documentation", |_| match beside.into_inner() {
             Some(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
             None => compile_beside(),
         });
-        step("fuzz", &mut counts, fuzz::run);
+        report.step("fuzz", |report| fuzz::run(&mut report.counts));
     }
+    let Report { counts, times } = report;
+    println!("== times\n{times}");
+    counts.skips.iter().for_each(|name| println!("SKIPPED {name}"));
     counts.failures.iter().for_each(|name| println!("FAILED {name}"));
     println!("{counts}");
     if counts.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -58,25 +67,32 @@ pub(crate) fn fuzz() -> Result<()> {
     Ok(())
 }
 
-/// Runs one step and counts its failure; false if it failed.
-fn step(name: &str, counts: &mut Counts, work: impl FnOnce(&mut Counts) -> Result<()>) -> bool {
-    println!("== {name}");
-    let started = Instant::now();
-    let failed_before = counts.failed;
-    let outcome = work(counts);
-    if let Err(error) = &outcome {
-        println!("{name}: {error:#}");
-        counts.failures.push(name.to_owned());
-        // A failure that is not a test's is counted too.
-        counts.failed = counts.failed.max(failed_before + 1);
-    }
-    println!("== {name}: {:.1} s", started.elapsed().as_secs_f64());
-    outcome.is_ok()
+/// What the steps so far came to.
+#[derive(Default)]
+struct Report {
+    counts: Counts,
+    times: Times,
 }
 
-/// Builds towline, examples and all tests: what `cargo clippy --all-targets` looks at.
-fn build() -> Result<()> {
-    run_command(built(&mut cargo(["test", "--workspace", "--no-run"]))?)
+impl Report {
+    /// Runs one step and counts its failure; false if it failed.
+    fn step(&mut self, name: &str, work: impl FnOnce(&mut Self) -> Result<()>) -> bool {
+        println!("== {name}");
+        let (started, processor) = (Instant::now(), times::children());
+        let failed_before = self.counts.failed;
+        let outcome = work(self);
+        if let Err(error) = &outcome {
+            println!("{name}: {error:#}");
+            self.counts.failures.push(name.to_owned());
+            // A failure that is not a test's is counted too.
+            self.counts.failed = self.counts.failed.max(failed_before + 1);
+        }
+        let usage =
+            Usage { elapsed: started.elapsed(), processor: times::children().saturating_sub(processor) };
+        println!("== {name}: {usage}");
+        self.times.step(name, usage);
+        outcome.is_ok()
+    }
 }
 
 /// Compiles, in the time that tests leave, what later steps need.
@@ -93,56 +109,62 @@ fn built(command: &mut Command) -> Result<&mut Command> {
 }
 
 /// Runs all tests, and `beside` them what is compiled at leisure: the lab often waits for its guests.
-fn tests(counts: &mut Counts, beside: &mut Option<JoinHandle<Result<()>>>) -> Result<()> {
-    let mut found = Counts::default();
-    let outcome = watched(&mut tests_command(&[])?, TESTS_WITHIN, |line| {
-        // With the first of them running cargo lets others compile.
-        beside.get_or_insert_with(|| spawn(compile_beside));
-        found.read(line);
+fn tests(report: &mut Report, suites: &[Suite], beside: &OnceLock<JoinHandle<Result<()>>>) -> Result<()> {
+    let deadline = Instant::now() + TESTS_WITHIN;
+    // With the examples of the documentation compiled cargo lets others compile.
+    let ended = suites::run(suites, deadline, &|| {
+        beside.get_or_init(|| spawn(compile_beside));
     });
-    // Not if a build failed or time ran out: such failures have no names.
-    let all_named = found.failed == found.failures.len() && !found.failures.is_empty();
-    let outcome = match outcome {
-        Err(_) if all_named && found.failed <= RUN_AGAIN_MAX => (1..AGAIN_TIMES_MAX)
-            .fold(run_again(&mut found), |outcome, _| outcome.or_else(|_| run_again(&mut found))),
-        outcome => outcome,
-    };
-    counts.add(&found);
-    outcome
+    let failed: usize = ended.iter().map(|ended| ended.counts.failed).sum();
+    let mut wrong = Vec::new();
+    for mut ended in ended {
+        if failed <= RUN_AGAIN_MAX {
+            (0..AGAIN_TIMES_MAX).for_each(|_| run_again(&mut ended, deadline));
+        }
+        report.times.part(&ended.suite.name, ended.usage);
+        report.counts.add(&ended.counts);
+        if let Err(error) = ended.outcome {
+            wrong.push(format!("{}: {error:#}", ended.suite.name));
+        }
+    }
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    bail!("{}", wrong.join("\n  "));
 }
 
-/// Runs the tests that failed once more; those that fail again are what is left in `found`.
-fn run_again(found: &mut Counts) -> Result<()> {
-    let names = found.failures.clone();
+/// Runs the tests of a suite that failed once more; those that fail again are what is left in `ended`.
+fn run_again(ended: &mut Ended, deadline: Instant) {
+    let names = ended.counts.failures.clone();
+    // Not if the program died or time ran out: such failures have no names.
+    if names.is_empty() || ended.counts.failed != names.len() {
+        return;
+    }
     println!("== once more: {}", names.join(", "));
-    let mut again = Counts::default();
-    let outcome = watched(&mut tests_command(&names)?, TESTS_WITHIN, |line| again.read(line));
-    if again.failed != again.failures.len() || again.passed + again.skipped + again.failed < names.len() {
-        return outcome.and_then(|()| bail!("not all of {} ran when they were run again", names.join(", ")));
+    let again = suites::run_one(&ended.suite, &names, deadline, &|| ());
+    let counts = again.counts;
+    if counts.failed != counts.failures.len() || counts.passed + counts.skipped + counts.failed < names.len()
+    {
+        return;
     }
-    for name in names.iter().filter(|name| !again.failures.contains(name)) {
+    for name in names.iter().filter(|name| !counts.failures.contains(name)) {
         println!("FLAKY {name}: failed, and passed when it was run again");
-        found.passed += 1;
+        ended.counts.passed += 1;
     }
-    found.failed = again.failed;
-    found.failures = again.failures;
-    outcome
+    ended.counts.failed = counts.failed;
+    ended.counts.failures = counts.failures;
+    ended.outcome = again.outcome;
 }
 
-/// All tests, or those with exactly these names.
-fn tests_command(names: &[String]) -> Result<Command> {
-    let mut command = cargo(["test", "--workspace", "--no-fail-fast"]);
-    if !names.is_empty() {
-        command.args(["--", "--exact"]).args(names);
-    }
-    built(command.env("TOWLINE_BIN", target_directory()?.join("debug/towline")))?;
-    Ok(command)
-}
-
-/// Runs `command`, shows its standard output line by line and gives each to `look`. Past `within` it is killed with
-/// all that it started.
-fn watched(command: &mut Command, within: Duration, mut look: impl FnMut(&str)) -> Result<()> {
-    let deadline = Instant::now() + within;
+/// Runs `command` and gives each line of its standard output to `look`. Past `within` it is killed with all that it started.
+/// Returns how it ended, and what it took.
+fn watched(
+    command: &mut Command,
+    within: Duration,
+    mut look: impl FnMut(&str),
+) -> Result<(Result<()>, Usage)> {
+    let started = Instant::now();
+    let deadline = started + within;
     command.stdin(Stdio::null()).stdout(Stdio::piped()).process_group(0);
     let mut child = command.spawn().with_context(|| format!("{} cannot be started", shown(command)))?;
     let output = child.stdout.take().context("the output was asked for")?;
@@ -157,10 +179,7 @@ fn watched(command: &mut Command, within: Duration, mut look: impl FnMut(&str)) 
     });
     let outcome = loop {
         match lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(line) => {
-                println!("{line}");
-                look(&line);
-            }
+            Ok(line) => look(&line),
             Err(RecvTimeoutError::Disconnected) => break Ok(()),
             Err(RecvTimeoutError::Timeout) => {
                 run_command(Command::new("kill").args(["-KILL", "--", &format!("-{}", child.id())]))?;
@@ -168,12 +187,13 @@ fn watched(command: &mut Command, within: Duration, mut look: impl FnMut(&str)) 
             }
         }
     };
+    let usage = times::exited(&child, started)?;
     let status = child.wait()?;
     drop(lines);
     reader.join().map_err(|_| anyhow::anyhow!("the reader of {} panicked", shown(command)))?;
-    outcome?;
-    if !status.success() {
-        bail!("{} failed with {status}", shown(command));
-    }
-    Ok(())
+    let outcome = outcome.and_then(|()| match status.success() {
+        true => Ok(()),
+        false => bail!("{} failed with {status}", shown(command)),
+    });
+    Ok((outcome, usage))
 }

@@ -266,7 +266,7 @@ fn an_untrusted_peer_is_refused_with_the_reason_at_both_ends() {
     d.authority.issue(d.near.path(), Holder { until: 2011, ..Holder::CLIENT }).unwrap();
     d.refuse(None, "this side's certificate has expired", "its client certificate has expired");
 
-    let name = "its certificate is for DnsName(\"localhost\"), IpAddress(127.0.0.1), not for \"other.lab\": name the host that it is for (--tls-hostname)";
+    let name = "its certificate is for localhost, 127.0.0.1, not for \"other.lab\": name the host that it is for (--tls-hostname)";
     Directories::new().refuse(Some("other.lab"), name, "it does not accept FAR/server-cert.pem");
 
     let d = Directories::new();

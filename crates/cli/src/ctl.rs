@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, anyhow};
 use rustix::process::geteuid;
 use serde_json::{Map, Value};
 use towline_launch::{GuestName, RuntimeRoot};
@@ -27,7 +27,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<Exit> {
     };
     let timeout = Duration::from_secs(args.timeout);
     let options = Options { deadline: timeout, greeting_deadline: timeout, ..Options::default() };
-    let mut client = Client::connect(socket(&args.socket, &RuntimeRoot::of_user())?, &options)?;
+    let mut client = connect(&socket(&args.socket, &RuntimeRoot::of_user())?, &options)?;
     let Some(command) = &args.command else {
         for name in names(&client.execute_raw("query-commands", None)?) {
             print(&name)?;
@@ -37,6 +37,15 @@ pub(crate) fn run(args: &CtlArgs) -> Result<Exit> {
     let value = client.execute_raw(full_name(command), arguments)?;
     print(&serde_json::to_string_pretty(&value).context("formatting the reply")?)?;
     Ok(Exit::Done)
+}
+
+fn connect(socket: &Path, options: &Options) -> Result<Client> {
+    Client::connect(socket, options).map_err(|error| match error {
+        towline_qmp::Error::Missing { socket } => anyhow!(
+            "no QMP socket at {socket}: check the path; a towline removes the socket of its --qmp when it ends"
+        ),
+        error => error.into(),
+    })
 }
 
 /// Returns the socket: a path, or the monitor of the guest of that name. A socket of this user in the working directory precedes a guest;
@@ -158,6 +167,14 @@ mod tests {
             ["status", "powerdown", "quit"].map(full_name),
             ["query-status", "system_powerdown", "quit"]
         );
+    }
+
+    #[test]
+    fn a_towline_that_has_ended_has_no_socket() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("copy.ctl");
+        let error = connect(&path, &Options::default()).unwrap_err().to_string();
+        assert!(error.contains("copy.ctl: check the path; a towline removes the socket"), "{error}");
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! `towline inspect`.
 
+mod html;
+
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
@@ -42,12 +44,27 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
         console::error(&format!("{}: --verify needs an image", args.source));
         return Ok(Exit::Usage);
     }
+    if let (Some(page), false) = (&args.html, matches!(source, Source::Image(_))) {
+        console::error(&format!("--html {}: {} is not an image file", page.display(), args.source));
+        return Ok(Exit::Usage);
+    }
     match sandbox::policy_of_copy(&source, &[], &request(args), None) {
-        Some(policy) => args.sandbox.confine(&policy),
+        Some(mut policy) => {
+            args.base.iter().for_each(|base| sandbox::permit_image(&mut policy, base));
+            policy.write.extend(args.html.as_deref().map(sandbox::directory));
+            args.sandbox.confine(&policy);
+        }
         None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),
     }
     match source {
-        Source::Image(path) => image(&reporter, &path, args.verify),
+        Source::Image(path) => {
+            let exit = image(&reporter, &path, args.verify)?;
+            if let Some(page) = &args.html {
+                let base = args.base.as_deref().map(Image::open).transpose()?;
+                html::write(page, &Image::open(&path)?, base.as_ref())?;
+            }
+            Ok(exit)
+        }
         #[cfg(feature = "store")]
         Source::Store(location) => stored_image(&reporter, &location, args.verify),
         #[cfg(not(feature = "store"))]

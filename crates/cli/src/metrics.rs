@@ -90,12 +90,15 @@ fn serve(listener: &TcpListener, counting: &dyn StatsSource, stop: &AtomicBool) 
 /// Responds to the request of a connection.
 fn respond(mut stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()> {
     stream.set_write_timeout(Some(CLIENT_TIMEOUT))?;
-    let (status, kind, body) = match request(stream)?.as_deref() {
-        Some("GET /metrics") => ("200 OK", CONTENT_TYPE, exposition(&counting.statistics())),
-        Some(other) if other.starts_with("GET ") => {
+    let request = request(stream)?;
+    let (status, kind, body) = match request.as_deref() {
+        Some("GET /metrics" | "HEAD /metrics") => {
+            ("200 OK", CONTENT_TYPE, exposition(&counting.statistics()))
+        }
+        Some(other) if other.starts_with("GET ") || other.starts_with("HEAD ") => {
             ("404 Not Found", "text/plain", "not found; see /metrics\n".to_owned())
         }
-        Some(_) => ("405 Method Not Allowed", "text/plain", "only GET is supported\n".to_owned()),
+        Some(_) => ("405 Method Not Allowed", "text/plain", "only GET and HEAD are supported\n".to_owned()),
         None => ("431 Request Header Fields Too Large", "text/plain", "the request is too long\n".to_owned()),
     };
     let length = body.len();
@@ -103,7 +106,10 @@ fn respond(mut stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()>
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
     );
     stream.write_all(head.as_bytes())?;
-    stream.write_all(body.as_bytes())
+    match request.is_some_and(|request| request.starts_with("HEAD ")) {
+        true => Ok(()),
+        false => stream.write_all(body.as_bytes()),
+    }
 }
 
 /// Reads a request, and returns its method and path. `None`: it is too long.
@@ -274,6 +280,7 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"1\"} 7
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains(CONTENT_TYPE), "{head}");
         assert!(head.contains(&format!("Content-Length: {}\r\n", body.len())), "{head}");
         assert_eq!(body, exposition(&subjects()));
+        assert_eq!(get(address, "HEAD /metrics HTTP/1.1\r\n\r\n"), format!("{head}\r\n\r\n"));
         assert!(get(address, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
         assert!(get(address, "POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405 "));
         drop(silent);

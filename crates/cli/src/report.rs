@@ -3,9 +3,10 @@
 //! ```text
 //!   Observer ─► Recorder: phases, samples of the estimates, lanes ─► Page ─► HTML with charts as SVG
 //! ```
-//! The page has no scripts and loads nothing. Out of scope: pages about several copies.
+//! The page has no scripts and loads nothing; `inspect --html` makes its own of the same parts. Out of scope: pages about several copies.
 
 mod chart;
+pub(crate) mod document;
 mod page;
 
 use std::io::Read as _;
@@ -84,7 +85,7 @@ fn check_existing(path: &Path) -> Result<()> {
 }
 
 /// Writes a page, readable for this user only: the command lines of endpoints stand in it.
-fn write_page(path: &Path, html: &str) -> Result<()> {
+pub(crate) fn write_page(path: &Path, html: &str) -> Result<()> {
     check_existing(path)?;
     Ok(write_sidecar(path, html.as_bytes(), Existing::Replace)?)
 }

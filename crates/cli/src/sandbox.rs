@@ -10,7 +10,7 @@ pub(crate) use towline_sandbox::{PendingSandbox, Policy, Ports, explain};
 
 #[cfg(feature = "store")]
 pub(crate) use copy::policy_of_store;
-pub(crate) use copy::{EXEC_UNCONFINED, directory, policy_of_copy, policy_of_images};
+pub(crate) use copy::{EXEC_UNCONFINED, directory, permit_image, policy_of_copy, policy_of_images};
 
 /// Values of `--sandbox`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -161,6 +161,12 @@ fn store_verbs(towline: &mut Events) {
 
 fn other_commands(towline: &mut Events) {
     assert_eq!(towline.run(&["inspect", "--verify", "a.img"], 0)["verified"], true);
+    towline.run(&["inspect", "--html", "page.html", "a.img", "a.img"], 0);
+    let page = std::fs::read_to_string(towline.directory.path().join("page.html")).unwrap();
+    for part in ["compared with", "chunks of 2.00 MiB", "<rect class=\"shared\"", "<h2>Devices</h2>"] {
+        assert!(page.contains(part), "{part}: {page}");
+    }
+    assert!(!page.contains("another state"), "{page}");
     towline.run(&["copy", "--return-path", "off", "a.img", "exec:cat > stream.bin"], 0);
     let stream = towline.run(&["inspect", "--return-path", "off", "exec:cat stream.bin"], 0);
     assert_eq!(stream["kind"], "stream");

@@ -97,6 +97,18 @@ pub(crate) fn install(packages: &[&str], suite: Option<&str>) -> Result<()> {
     apt_get(&arguments, None).with_context(|| format!("{} cannot be installed", packages.join(" "))).map(drop)
 }
 
+/// Installs those that are missing.
+pub(crate) fn require(packages: &[&str]) -> Result<()> {
+    let found = installed(packages)?;
+    let missing = packages.iter().zip(found).filter(|(_, version)| version.is_none());
+    let missing: Vec<&str> = missing.map(|(name, _)| *name).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    super::require_root(&missing)?;
+    install(&missing, None)
+}
+
 /// Downloads `package=version` archives into `directory`. Needs no root when the lists are there.
 pub(crate) fn download(packages: &[String], directory: &Path) -> Result<()> {
     println!("setup: downloading {}", packages.join(" "));

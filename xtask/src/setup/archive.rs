@@ -46,16 +46,7 @@ impl Archive {
             std::fs::create_dir_all(directory.join(below))?;
         }
         std::fs::write(directory.join("status"), "")?;
-        let keyring = keyring(directory)?;
-        let made = apt::source_files()
-            .iter()
-            .find_map(|(content, format)| sources::beside(content, *format, suites, &keyring));
-        let Some(made) = made else {
-            bail!(
-                "no source of this machine's apt brings `{CODENAME} main`, of whose mirror the others would be fetched"
-            );
-        };
-        std::fs::write(directory.join("etc").join(made.name), made.content)?;
+        sources_of(directory, suites)?;
         let archive = Self { directory: directory.to_owned(), options: options(directory) };
         println!("setup: fetching the lists of packages of {}", suites.join(" and "));
         archive.apt_get(&["update"])?;
@@ -140,6 +131,24 @@ fn printed(line: &str) -> Option<Package> {
     let mut parts = file.strip_suffix(".deb")?.split('_');
     let (name, version) = (parts.next()?.to_owned(), parts.next()?.replace("%3a", ":"));
     Some(Package { name, version, file: file.to_owned() })
+}
+
+/// A file in `directory/etc` for apt that names these suites, from the mirror that this machine's Debian 12 comes from.
+pub(super) fn sources_of(directory: &Path, suites: &[&str]) -> Result<PathBuf> {
+    let etc = directory.join("etc");
+    std::fs::create_dir_all(&etc)?;
+    let keyring = keyring(directory)?;
+    let made = apt::source_files()
+        .iter()
+        .find_map(|(content, format)| sources::beside(content, *format, suites, &keyring));
+    let Some(made) = made else {
+        bail!(
+            "no source of this machine's apt brings `{CODENAME} main`, of whose mirror the others would be fetched"
+        );
+    };
+    let path = etc.join(made.name);
+    std::fs::write(&path, made.content)?;
+    Ok(path)
 }
 
 /// A keyring with Debian 13's keys: the machine's, or that of the package that its own archive has now.

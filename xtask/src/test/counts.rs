@@ -10,6 +10,8 @@ pub(crate) struct Counts {
     pub(crate) skipped: usize,
     /// Names of the tests that failed.
     pub(crate) failures: Vec<String>,
+    /// Names of those that were skipped, with the reason.
+    pub(crate) skips: Vec<String>,
     returned_early: usize,
 }
 
@@ -26,7 +28,12 @@ impl Counts {
             line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED"))
         {
             self.failures.push(name.to_owned());
-        } else if line.starts_with("SKIPPED ") && line.contains(": ") {
+        } else if let Some((name, reason)) =
+            line.strip_prefix("test ").and_then(|rest| rest.split_once(" ... ignored"))
+        {
+            self.skips.push(format!("{name}{}", reason.replacen(", ", ": ", 1)));
+        } else if let Some(skip) = line.strip_prefix("SKIPPED ").filter(|skip| skip.contains(": ")) {
+            self.skips.push(skip.to_owned());
             self.skipped += 1;
             self.returned_early += 1;
         }
@@ -40,6 +47,7 @@ impl Counts {
         self.failed += other.failed;
         self.skipped += other.skipped;
         self.failures.extend(other.failures.iter().cloned());
+        self.skips.extend(other.skips.iter().cloned());
     }
 }
 
@@ -66,6 +74,7 @@ mod tests {
             "test a ... ok",
             "SKIPPED b: target/lab is missing; run `cargo xtask setup`",
             "test b ... ok",
+            "test d ... ignored, a measurement",
             "test c::d ... FAILED",
             "test result: ok. 2 passed; 0 failed; 1 ignored; 0 measured; 3 filtered out; finished in 0.00s",
             "test result: FAILED. 10 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 1.00s",
@@ -73,7 +82,11 @@ mod tests {
             counts.read(line);
         }
         let failures = vec!["c::d".to_owned()];
-        assert_eq!(counts, Counts { passed: 11, failed: 2, skipped: 2, failures, returned_early: 0 });
+        let skips = vec![
+            "b: target/lab is missing; run `cargo xtask setup`".to_owned(),
+            "d: a measurement".to_owned(),
+        ];
+        assert_eq!(counts, Counts { passed: 11, failed: 2, skipped: 2, failures, skips, returned_early: 0 });
         assert_eq!(counts.to_string(), "11 passed, 2 failed, 2 skipped");
     }
 }

@@ -112,7 +112,7 @@ fn certificate(directory: &Path, of: &str, error: &CertificateError) -> String {
         }
         CertificateError::NotValidForNameContext { expected, presented } => format!(
             "its certificate is for {}, not for \"{}\": name the host that it is for (--tls-hostname), or give it a certificate with this name",
-            if presented.is_empty() { "no name (subjectAltName)".into() } else { presented.join(", ") },
+            names(presented),
             expected.to_str()
         ),
         CertificateError::Revoked => format!("its {of} certificate is revoked by {}", in_directory(CA_CRL)),
@@ -120,6 +120,18 @@ fn certificate(directory: &Path, of: &str, error: &CertificateError) -> String {
             format!("its certificate is not one for a {of} (extended key usage)")
         }
         error => format!("its {of} certificate is not good: {error}"),
+    }
+}
+
+/// Names of a certificate, which rustls has as `DnsName("vm")` and `IpAddress(127.0.0.1)`.
+fn names(presented: &[String]) -> String {
+    let name = |text: &String| {
+        let inner = text.split_once('(').and_then(|(_, rest)| rest.strip_suffix(')'));
+        inner.unwrap_or(text).trim_matches('"').to_owned()
+    };
+    match presented {
+        [] => "no name (subjectAltName)".into(),
+        presented => presented.iter().map(name).collect::<Vec<_>>().join(", "),
     }
 }
 

@@ -1,5 +1,7 @@
 //! `towline inspect`.
 
+use std::path::PathBuf;
+
 use super::{CompressionMethod, Output, Switch, TlsArgs};
 use crate::endpoint::Endpoint;
 use crate::sandbox::SandboxArgs;
@@ -17,6 +19,7 @@ Examples:
   towline inspect --verify --json guest.img
   towline inspect qmp:/run/vm/a.qmp
   towline inspect --verify s3://BUCKET/vm/a-monday
+  towline inspect --html page.html tuesday.img monday.img
 
 Exit status:
   0  done
@@ -27,6 +30,12 @@ pub(crate) struct InspectArgs {
     /// Image, qmp:PATH, or stream (tcp:, unix:, fd:, exec:)
     #[arg(value_name = "SOURCE")]
     pub(crate) source: Endpoint,
+    /// With --html: an image file that SOURCE is compared with
+    #[arg(value_name = "BASE", requires = "html", value_hint = clap::ValueHint::FilePath)]
+    pub(crate) base: Option<PathBuf>,
+    /// Page about an image file: map of its memory, devices, differences from BASE; an existing page is replaced
+    #[arg(long, value_name = "FILE.html", value_hint = clap::ValueHint::FilePath, help_heading = crate::args::OUTPUT)]
+    pub(crate) html: Option<PathBuf>,
     /// Compare the whole image with its checksums
     #[arg(long)]
     pub(crate) verify: bool,

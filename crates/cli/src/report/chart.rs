@@ -8,6 +8,9 @@ const HEIGHT: u32 = 260;
 const MARGIN: u32 = 10;
 const X_LABELS: u32 = 36;
 const Y_LABELS: u32 = 72;
+/// Space for the names of the lines, above the highest value.
+const HEADROOM: f64 = 0.35;
+const FONT: (&str, u32) = ("sans-serif", 15);
 
 /// A line of a chart.
 #[derive(Debug)]
@@ -27,7 +30,7 @@ pub(super) fn lines(unit: &str, lines: &[Line]) -> Result<Option<String>> {
         return Ok(None);
     }
     let mut svg = String::new();
-    draw(&mut svg, unit, lines, [end, top * 1.1])
+    draw(&mut svg, unit, lines, [end, top * (1.0 + HEADROOM)])
         .map_err(|error| anyhow!("a chart cannot be drawn: {error}"))?;
     Ok(Some(svg))
 }
@@ -44,13 +47,15 @@ fn draw(
         .x_label_area_size(X_LABELS)
         .y_label_area_size(Y_LABELS)
         .build_cartesian_2d(0.0..end, 0.0..top)?;
-    chart.configure_mesh().x_desc("seconds").y_desc(unit).light_line_style(TRANSPARENT).draw()?;
+    let mut mesh = chart.configure_mesh();
+    mesh.label_style(FONT).axis_desc_style(FONT).light_line_style(TRANSPARENT);
+    mesh.x_desc("seconds").y_desc(unit).draw()?;
     for line in lines.iter().filter(|line| !line.points.is_empty()) {
         let style = line.color.stroke_width(2);
         let series = chart.draw_series(LineSeries::new(line.points.iter().copied(), style))?;
         series.label(line.name).legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 16, y)], style));
     }
-    chart.configure_series_labels().position(SeriesLabelPosition::UpperRight).draw()?;
+    chart.configure_series_labels().label_font(FONT).position(SeriesLabelPosition::UpperRight).draw()?;
     area.present()?;
     Ok(())
 }

@@ -9,6 +9,7 @@ use towline_control::plan::{CopyResult, PostcopyReport};
 
 use super::Recorded;
 use super::chart::{Line, lines};
+use super::document::{Row, document, list, table};
 use crate::progress::{Estimate, faults_text};
 use crate::sends;
 use crate::units::{count, size};
@@ -16,7 +17,6 @@ use crate::units::{count, size};
 const MIB: f64 = (1 << 20) as f64;
 const BLUE: RGBColor = RGBColor(37, 99, 235);
 const ORANGE: RGBColor = RGBColor(194, 65, 12);
-const STYLE: &str = include_str!("style.css");
 
 /// Facts of one page.
 pub(super) struct Page<'a> {
@@ -30,18 +30,14 @@ pub(super) struct Page<'a> {
 impl Page<'_> {
     /// Formats the page.
     pub(super) fn html(&self) -> Result<String> {
-        let title = escape(&format!("{} to {}", self.source, self.destination));
+        let title = format!("{} to {}", self.source, self.destination);
         let time = humantime::format_rfc3339_seconds(SystemTime::now());
-        let mut body = format!("<h1>{title}</h1>\n<p>towline {}, {time}</p>\n", env!("CARGO_PKG_VERSION"));
+        let mut body = format!("<p>towline {}, {time}</p>\n", env!("CARGO_PKG_VERSION"));
         self.summary(&mut body);
         self.phases(&mut body);
         self.charts(&mut body)?;
         self.lists(&mut body);
-        Ok(format!(
-            "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-             <meta name=\"viewport\" content=\"width=device-width\">\n<meta name=\"color-scheme\" content=\"light dark\">\n\
-             <title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
-        ))
+        Ok(document(&title, &body))
     }
 
     fn summary(&self, body: &mut String) {
@@ -75,7 +71,7 @@ impl Page<'_> {
         let phases = &self.recorded.phases;
         let total = self.total.as_secs_f64().max(f64::MIN_POSITIVE);
         let ends = phases.iter().skip(1).map(|phase| phase.at).chain([self.total]);
-        let (mut bar, mut rows) = (String::new(), Vec::new());
+        let (mut bar, mut rows) = (String::new(), String::new());
         for (number, (phase, end)) in phases.iter().zip(ends).enumerate() {
             let length = end.saturating_sub(phase.at);
             let share = length.as_secs_f64() / total * 100.0;
@@ -86,10 +82,16 @@ impl Page<'_> {
                 phase.name,
                 seconds(length)
             );
-            rows.push(Row::new(phase.name, format!("{} (from {})", seconds(length), seconds(phase.at))));
+            let _ = writeln!(
+                rows,
+                "<tr><th><i class=\"p{}\"></i> {}</th><td>{}</td><td>from {}</td></tr>",
+                number % 4,
+                phase.name,
+                seconds(length),
+                seconds(phase.at)
+            );
         }
-        let _ = writeln!(body, "<h2>Phases</h2>\n<div class=\"bar\">{bar}</div>");
-        table(body, "", &rows);
+        let _ = writeln!(body, "<h2>Phases</h2>\n<div class=\"bar\">{bar}</div>\n<table>\n{rows}</table>");
     }
 
     fn charts(&self, body: &mut String) -> Result<()> {
@@ -127,40 +129,6 @@ impl Page<'_> {
     }
 }
 
-/// A row of a table.
-struct Row {
-    name: &'static str,
-    value: String,
-}
-
-impl Row {
-    fn new(name: &'static str, value: impl Into<String>) -> Self {
-        Self { name, value: value.into() }
-    }
-}
-
-fn table(body: &mut String, title: &str, rows: &[Row]) {
-    if !title.is_empty() {
-        let _ = writeln!(body, "<h2>{title}</h2>");
-    }
-    body.push_str("<table>\n");
-    for Row { name, value } in rows {
-        let _ = writeln!(body, "<tr><th>{name}</th><td>{}</td></tr>", escape(value));
-    }
-    body.push_str("</table>\n");
-}
-
-fn list(body: &mut String, title: &str, items: &[String]) {
-    if items.is_empty() {
-        return;
-    }
-    let _ = writeln!(body, "<h2>{title}</h2>\n<ul>");
-    for item in items {
-        let _ = writeln!(body, "<li>{}</li>", escape(item));
-    }
-    body.push_str("</ul>\n");
-}
-
 fn postcopy(report: &PostcopyReport) -> String {
     let faults = faults_text(&report.faults);
     match report.running_after {
@@ -171,22 +139,6 @@ fn postcopy(report: &PostcopyReport) -> String {
 
 fn seconds(time: Duration) -> String {
     format!("{:.3} s", time.as_secs_f64())
-}
-
-/// Escapes text for HTML: endpoints and errors contain names that others chose.
-fn escape(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for letter in text.chars() {
-        match letter {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '"' => escaped.push_str("&quot;"),
-            letter if letter.is_control() => escaped.push('\u{fffd}'),
-            letter => escaped.push(letter),
-        }
-    }
-    escaped
 }
 
 #[cfg(test)]

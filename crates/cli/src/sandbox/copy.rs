@@ -131,7 +131,7 @@ fn may_map(source: &Source, destinations: &[Destination], request: &Request) -> 
 }
 
 /// Permits an image, the target of its symbolic link, and its base images.
-fn permit_image(policy: &mut Policy, path: &Path) {
+pub(crate) fn permit_image(policy: &mut Policy, path: &Path) {
     for path in towline_image::base_paths(path).into_iter().chain([path.to_owned()]) {
         policy.read.extend(path.canonicalize().ok().as_deref().map(directory));
         policy.read.push(directory(&path));

@@ -1,0 +1,291 @@
+//! `inspect --html FILE.html IMAGE [BASE]`: a page with a map of the memory by chunk, the devices as a tree, and what differs
+//! from another image.
+//!
+//! The map is made from manifests, so no page is read. It has the parts of the page of `--report`. Out of scope: images without a
+//! manifest, which have only counts, and images in object stores.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use anyhow::Result;
+use towline_image::checksum::{CHUNK_BYTES, ChunkHash};
+use towline_image::manifest::{Block, Manifest};
+use towline_image::{Image, StoredGuest as _};
+use towline_migration::Guest as _;
+use towline_protocol::device_state::{Device, DeviceState};
+
+use crate::report::document::{Row, document, escape, list, table};
+use crate::report::write_page;
+use crate::units::{count, size};
+
+/// Cells in a row of a map.
+const COLUMNS: usize = 128;
+/// Maximum number of cells: in the map of a larger block a cell stands for several chunks.
+const CELLS_MAX: usize = 128 * 64;
+/// Side of a cell in pixels.
+const CELL: usize = 7;
+
+/// State of a chunk; of several in one cell, the greatest is shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Chunk {
+    Zero,
+    /// As in the base.
+    Shared,
+    Plain,
+    /// With other content than in the base.
+    Changed,
+}
+
+impl Chunk {
+    /// Classes of the style, with their names.
+    const ALL: [Self; 4] = [Self::Zero, Self::Shared, Self::Plain, Self::Changed];
+
+    fn class(self) -> &'static str {
+        match self {
+            Self::Zero => "zero",
+            Self::Shared => "shared",
+            Self::Plain => "plain",
+            Self::Changed => "changed",
+        }
+    }
+}
+
+/// Writes the page about `image`, compared with `base` if there is one.
+pub(super) fn write(path: &Path, image: &Image, base: Option<&Image>) -> Result<()> {
+    let mut body = String::new();
+    summary(&mut body, image, base);
+    match image.manifest() {
+        Some(manifest) => maps(&mut body, manifest, base.and_then(Image::manifest)),
+        None => list(
+            &mut body,
+            "Memory",
+            &["no map: the image has no manifest; `towline copy IMAGE NEW` adds one".into()],
+        ),
+    }
+    devices(&mut body, image.devices(), base.map(Image::devices));
+    write_page(path, &document(&image.path().display().to_string(), &body))
+}
+
+fn summary(body: &mut String, image: &Image, base: Option<&Image>) {
+    let machine = |image: &Image| image.configuration().machine_type.clone();
+    let mut rows = vec![
+        Row::new("machine type", machine(image)),
+        Row::new("run state", image.devices().run_state().unwrap_or("unknown")),
+        Row::new("file", size(image.length())),
+        Row::new("device state", size(image.devices().bytes().len() as u64)),
+    ];
+    rows.extend(image.manifest().map(|manifest| {
+        Row::new("created", format!("{}, from {}", manifest.created(), manifest.origin().source))
+    }));
+    if let Some(base) = base {
+        rows.push(Row::new("compared with", base.path().display().to_string()));
+        if machine(base) != machine(image) {
+            rows.push(Row::new("its machine type", machine(base)));
+        }
+        let line = |image: &Image| Some(image.origin()?.process.as_ref()?.command_line.clone());
+        let lines = [base, image].map(line);
+        if let [Some(there), Some(here)] = lines {
+            rows.push(Row::new("command line", if there == here { "the same" } else { "another" }));
+        }
+    }
+    table(body, "Summary", &rows);
+}
+
+/// A map of each block; blocks of one chunk are listed.
+fn maps(body: &mut String, manifest: &Manifest, base: Option<&Manifest>) {
+    let _ = write!(body, "<h2>Memory</h2>\n<p class=\"legend\">");
+    let shown: &[Chunk] = match base {
+        Some(_) => &[Chunk::Zero, Chunk::Shared, Chunk::Changed],
+        None => &[Chunk::Zero, Chunk::Plain],
+    };
+    for chunk in shown {
+        let _ = write!(body, "<span class=\"{0}\"><i></i> {0}</span>", chunk.class());
+    }
+    let _ = writeln!(body, "</p>");
+    let mut small = Vec::new();
+    for block in manifest.blocks() {
+        let there = base.map(|base| base.blocks().iter().find(|other| other.name == block.name));
+        let chunks = chunks(block, there.map(|block| block.map_or(&[][..], |block| &block.chunks)));
+        match chunks.as_slice() {
+            [chunk] => small.push(format!("{}: {}, {}", block.name, size(block.length), chunk.class())),
+            chunks => block_map(body, block, chunks),
+        }
+    }
+    list(body, "Blocks of one chunk", &small);
+}
+
+fn block_map(body: &mut String, block: &Block, chunks: &[Chunk]) {
+    let per_cell = chunks.len().div_ceil(CELLS_MAX).max(1);
+    let number = |wanted: Chunk| chunks.iter().filter(|chunk| **chunk == wanted).count();
+    let counts = Chunk::ALL.into_iter().filter(|chunk| number(*chunk) > 0);
+    let counts: Vec<_> =
+        counts.map(|chunk| format!("{} {}", count(number(chunk) as u64), chunk.class())).collect();
+    let _ = writeln!(
+        body,
+        "<h3>{}</h3>\n<p>{}: {} chunks of {} ({}); a cell is {}</p>\n<figure>{}</figure>",
+        escape(&block.name),
+        size(block.length),
+        count(chunks.len() as u64),
+        size(CHUNK_BYTES),
+        counts.join(", "),
+        size(per_cell as u64 * CHUNK_BYTES),
+        map(chunks, per_cell)
+    );
+}
+
+/// States of a block's chunks, compared with those of the same block in the base, if there is a base.
+fn chunks(block: &Block, base: Option<&[ChunkHash]>) -> Vec<Chunk> {
+    let state = |(index, hash): (usize, &ChunkHash)| match base {
+        None if *hash == ChunkHash::Zero => Chunk::Zero,
+        None => Chunk::Plain,
+        Some(base) if base.get(index) != Some(hash) => Chunk::Changed,
+        Some(_) if *hash == ChunkHash::Zero => Chunk::Zero,
+        Some(_) => Chunk::Shared,
+    };
+    block.chunks.iter().enumerate().map(state).collect()
+}
+
+/// Draws cells of so many chunks, row by row; neighbours of one state are one rectangle.
+fn map(chunks: &[Chunk], per_cell: usize) -> String {
+    let cells: Vec<Chunk> = chunks.chunks(per_cell).filter_map(|cell| cell.iter().max().copied()).collect();
+    let (width, height) = (COLUMNS * CELL, cells.len().div_ceil(COLUMNS) * CELL);
+    let mut svg =
+        format!("<svg class=\"map\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\">");
+    for (row, cells) in cells.chunks(COLUMNS).enumerate() {
+        let mut column = 0;
+        for run in cells.chunk_by(|one, next| one == next) {
+            let _ = write!(
+                svg,
+                "<rect class=\"{}\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"/>",
+                run[0].class(),
+                column * CELL,
+                row * CELL,
+                run.len() * CELL,
+                CELL - 1
+            );
+            column += run.len();
+        }
+    }
+    svg + "</svg>"
+}
+
+/// A part of the names of devices, which QEMU separates by slashes: a bus address and what is there.
+#[derive(Default)]
+struct Branch<'a> {
+    branches: BTreeMap<&'a str, Self>,
+    devices: Vec<String>,
+}
+
+fn devices(body: &mut String, here: &DeviceState, base: Option<&DeviceState>) {
+    let mut tree = Branch::default();
+    let mut differences = Vec::new();
+    for device in here.devices() {
+        let difference = base.and_then(|base| difference(here, device, base));
+        let mark = difference.map_or(String::new(), |what| format!(", {what}"));
+        let line = format!("instance {}, version {}{mark}", device.instance, device.version);
+        if let Some(what) = difference {
+            differences.push(format!("{} (instance {}): {what}", device.name, device.instance));
+        }
+        let parts = device.name.split('/');
+        parts.fold(&mut tree, |branch, part| branch.branches.entry(part).or_default()).devices.push(line);
+    }
+    let gone = base.iter().flat_map(|base| base.devices()).filter(|device| find(here, device).is_none());
+    differences.extend(
+        gone.map(|device| format!("{} (instance {}): only in the base", device.name, device.instance)),
+    );
+    list(body, "Devices that differ", &differences);
+    let _ = write!(body, "<h2>Devices</h2>\n<ul>");
+    branch(body, &tree);
+    body.push_str("</ul>\n");
+}
+
+/// How a device differs from the one in the base.
+fn difference(here: &DeviceState, device: &Device, base: &DeviceState) -> Option<&'static str> {
+    match find(base, device) {
+        None => Some("not in the base"),
+        Some(other) if other.version != device.version => Some("another version"),
+        Some(other) if base.content(other) != here.content(device) => Some("another state"),
+        Some(_) => None,
+    }
+}
+
+fn find<'a>(state: &'a DeviceState, device: &Device) -> Option<&'a Device> {
+    state.devices().iter().find(|other| other.name == device.name && other.instance == device.instance)
+}
+
+fn branch(body: &mut String, tree: &Branch<'_>) {
+    for (name, below) in &tree.branches {
+        let _ = write!(body, "<li>{}", escape(name));
+        match below.devices.as_slice() {
+            [] => {}
+            devices => {
+                let _ = write!(body, ": {}", escape(&devices.join("; ")));
+            }
+        }
+        if !below.branches.is_empty() {
+            body.push_str("<ul>");
+            branch(body, below);
+            body.push_str("</ul>");
+        }
+        body.push_str("</li>\n");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use towline_protocol::device_state::encode;
+
+    use super::*;
+
+    #[test]
+    fn chunks_are_compared_with_those_of_the_base() {
+        let data = |byte| ChunkHash::Data([byte; 32]);
+        let block = |chunks: &[ChunkHash]| Block {
+            name: "pc.ram".into(),
+            length: chunks.len() as u64 * CHUNK_BYTES,
+            pages_plain: 0,
+            pages_zero: 0,
+            bitmap: None,
+            chunks: chunks.to_vec(),
+        };
+        let here = block(&[ChunkHash::Zero, data(1), data(2), ChunkHash::Zero, data(4)]);
+        let base = [ChunkHash::Zero, data(1), data(3), data(9)];
+        let [zero, plain] = [Chunk::Zero, Chunk::Plain];
+        assert_eq!(chunks(&here, None), [zero, plain, plain, zero, plain]);
+        let [shared, changed] = [Chunk::Shared, Chunk::Changed];
+        assert_eq!(chunks(&here, Some(&base)), [zero, shared, changed, changed, changed]);
+    }
+
+    #[test]
+    fn neighbours_are_drawn_as_one_and_a_cell_shows_its_greatest_chunk() {
+        let mut chunks = vec![Chunk::Zero; COLUMNS + 2];
+        chunks[COLUMNS + 1] = Chunk::Plain;
+        let svg = map(&chunks, 1);
+        assert_eq!(svg.matches("<rect").count(), 3, "{svg}");
+        assert!(
+            svg.contains("class=\"zero\" x=\"0\" y=\"0\" width=\"896\"") && svg.contains("x=\"7\" y=\"7\""),
+            "{svg}"
+        );
+        assert_eq!(map(&chunks, 2).matches("<rect").count(), 2);
+    }
+
+    #[test]
+    fn devices_are_a_tree_and_differences_are_listed() {
+        let state = |devices: &[(&str, u32, &[u8])]| DeviceState::parse(&encode(devices)).unwrap();
+        let here =
+            state(&[("0000:00:02.0/e1000e", 2, b"a"), ("0000:00:02.0/x<y", 1, b"b"), ("rtc", 1, b"c")]);
+        let base = state(&[("0000:00:02.0/e1000e", 2, b"A"), ("hpet", 1, b""), ("rtc", 1, b"c")]);
+        let mut body = String::new();
+        devices(&mut body, &here, Some(&base));
+        for part in [
+            "<li>0000:00:02.0/e1000e (instance 0): another state</li>",
+            "x&lt;y (instance 0): not in the base",
+            "hpet (instance 0): only in the base",
+            "<li>0000:00:02.0<ul><li>e1000e: instance 0, version 2, another state</li>",
+            "<li>rtc: instance 0, version 1</li>",
+        ] {
+            assert!(body.contains(part), "{part}: {body}");
+        }
+    }
+}

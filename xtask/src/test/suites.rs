@@ -1,0 +1,232 @@
+//! The workspace's test programs, several at the same time: those of the lab often wait for their guests.
+//!
+//! `cargo test` runs one after another. What a program writes is kept until it has ended and is then printed as one piece.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{available_parallelism, scope};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use super::counts::Counts;
+use super::{built, watched};
+use crate::command::{cargo, root, shown, target_directory};
+use crate::times::Usage;
+
+/// Suites that take longest, in this order; the others follow as cargo names them.
+const FIRST: [&str; 12] = [
+    DOCUMENTATION,
+    "lab/net",
+    "lab/run",
+    "lab/store",
+    "lab/switchover",
+    "lab/upgrade",
+    "lab/matrix",
+    "lab/faults",
+    "lab/postcopy",
+    "lab/pairs",
+    "lab/live",
+    "lab/images",
+];
+/// Suites that allocate huge pages, or expect a number of them: only one of these runs at a time.
+const HUGE_PAGES: [&str; 4] =
+    ["lab/postcopy", "crates/migration (lib)", "crates/vhost-user (lib)", "crates/vhost-user/hostile"];
+/// The examples in the documentation of all crates, which cargo compiles and runs.
+const DOCUMENTATION: &str = "documentation's examples";
+
+/// A test program.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Suite {
+    /// Directory of its package and name of its target, as `lab/net`.
+    pub(super) name: String,
+    /// None: [`DOCUMENTATION`].
+    program: Option<PathBuf>,
+    package: PathBuf,
+}
+
+/// What came of a suite.
+pub(super) struct Ended {
+    pub(super) suite: Suite,
+    pub(super) counts: Counts,
+    pub(super) outcome: Result<()>,
+    pub(super) usage: Usage,
+}
+
+/// Builds all tests and returns them, those that take longest first.
+pub(super) fn build() -> Result<Vec<Suite>> {
+    let mut command = cargo([
+        "test",
+        "--package",
+        "xtask",
+        "--package",
+        "towline-compat",
+        "--no-run",
+        "--message-format=json-render-diagnostics",
+    ]);
+    let output = built(command.stderr(Stdio::inherit()))?.output()?;
+    if !output.status.success() {
+        bail!("{} failed with {}", shown(&command), output.status);
+    }
+    let text = String::from_utf8(output.stdout).context("cargo wrote invalid UTF-8")?;
+    let documentation = Suite { name: DOCUMENTATION.into(), program: None, package: root() };
+    let mut suites = vec![documentation];
+    for line in text.lines() {
+        let message = serde_json::from_str(line).with_context(|| format!("a message of cargo's: {line}"))?;
+        suites.extend(suite(&message, &root()));
+    }
+    let rank = |suite: &Suite| FIRST.iter().position(|name| *name == suite.name).unwrap_or(FIRST.len());
+    suites.sort_by_key(rank);
+    Ok(suites)
+}
+
+/// The test program that this message of cargo's reports.
+fn suite(message: &Value, root: &Path) -> Option<Suite> {
+    let is_test = message["reason"] == "compiler-artifact" && message["profile"]["test"] == true;
+    let program = message["executable"].as_str().filter(|_| is_test)?;
+    let package = Path::new(message["manifest_path"].as_str()?).parent()?;
+    let directory = package.strip_prefix(root).unwrap_or(package).display();
+    let target = &message["target"];
+    let name = match target["kind"][0].as_str()? {
+        "test" => format!("{directory}/{}", target["name"].as_str()?),
+        kind => format!("{directory} ({kind})"),
+    };
+    Some(Suite { name, program: Some(program.into()), package: package.into() })
+}
+
+impl Suite {
+    fn has_huge_pages(&self) -> bool {
+        HUGE_PAGES.contains(&self.name.as_str())
+    }
+
+    /// Command that runs it, or only tests with exactly these names.
+    fn command(&self, names: &[String]) -> Result<Command> {
+        let mut command = match &self.program {
+            Some(program) => Command::new(program),
+            None => cargo(["test", "--workspace", "--doc", "--no-fail-fast", "--"]),
+        };
+        if !names.is_empty() {
+            command.arg("--exact").args(names);
+        }
+        command.env("TOWLINE_BIN", target_directory()?.join("debug/towline"));
+        // As cargo does.
+        command.current_dir(&self.package).env("CARGO_MANIFEST_DIR", &self.package);
+        built(&mut command)?;
+        Ok(command)
+    }
+}
+
+/// Runs the suites, as many at once as there are processors, with their failed tests alone if names are given, until the
+/// deadline. `started` is called once the first has written something.
+pub(super) fn run(suites: &[Suite], deadline: Instant, started: &(impl Fn() + Sync)) -> Vec<Ended> {
+    let queue = Mutex::new(Queue { waiting: suites.iter().collect(), huge_pages: false });
+    let ended = Mutex::new(Vec::new());
+    scope(|scope| {
+        for _ in 0..available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                loop {
+                    let Some(suite) = locked(&queue).next() else { return };
+                    let result = run_one(suite, &[], deadline, started);
+                    locked(&queue).done(suite);
+                    locked(&ended).push(result);
+                }
+            });
+        }
+    });
+    ended.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Suites that wait.
+struct Queue<'a> {
+    waiting: VecDeque<&'a Suite>,
+    /// One of [`HUGE_PAGES`] runs.
+    huge_pages: bool,
+}
+
+impl<'a> Queue<'a> {
+    /// The first that may run beside those that run. Who runs one of [`HUGE_PAGES`] takes the others afterwards.
+    fn next(&mut self) -> Option<&'a Suite> {
+        let fits = |suite: &&Suite| !(self.huge_pages && suite.has_huge_pages());
+        let suite = self.waiting.iter().position(fits).and_then(|index| self.waiting.remove(index))?;
+        self.huge_pages |= suite.has_huge_pages();
+        Some(suite)
+    }
+
+    fn done(&mut self, suite: &Suite) {
+        self.huge_pages &= !suite.has_huge_pages();
+    }
+}
+
+/// Runs a suite, or only its tests with exactly these names, and prints what it wrote.
+pub(super) fn run_one(suite: &Suite, names: &[String], deadline: Instant, started: &impl Fn()) -> Ended {
+    println!("== running {}", suite.name);
+    let mut counts = Counts::default();
+    let mut text = String::new();
+    let mut usage = Usage::default();
+    let outcome = suite.command(names).and_then(|mut command| {
+        let within = deadline.saturating_duration_since(Instant::now()).max(Duration::from_secs(1));
+        let (result, used) = watched(&mut command, within, |line| {
+            started();
+            counts.read(line);
+            text.push_str(line);
+            text.push('\n');
+        })?;
+        usage = used;
+        result
+    });
+    println!("== {}: {usage}\n{text}", suite.name);
+    Ended { suite: suite.clone(), counts, outcome, usage }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn message(kind: &str, test: bool) -> Value {
+        json!({
+            "reason": "compiler-artifact", "manifest_path": "/w/crates/net/Cargo.toml", "executable": "/w/target/debug/deps/a-1",
+            "profile": { "test": test }, "target": { "kind": [kind], "name": "frames" },
+        })
+    }
+
+    #[test]
+    fn test_programs_are_those_of_the_test_profile() {
+        let program = Some("/w/target/debug/deps/a-1".into());
+        let package = PathBuf::from("/w/crates/net");
+        let named =
+            |name: &str| Suite { name: name.into(), program: program.clone(), package: package.clone() };
+        let root = Path::new("/w");
+        assert_eq!(suite(&message("test", true), root), Some(named("crates/net/frames")));
+        assert_eq!(suite(&message("lib", true), root), Some(named("crates/net (lib)")));
+        assert_eq!(
+            suite(&message("bin", true), root).map(|suite| suite.name),
+            Some("crates/net (bin)".into())
+        );
+        assert_eq!(suite(&message("example", false), root), None);
+        assert_eq!(suite(&json!({ "reason": "build-finished", "success": true }), root), None);
+    }
+
+    #[test]
+    fn suites_with_huge_pages_follow_each_other() {
+        let named = |name: &&str| Suite { name: name.to_string(), program: None, package: "/".into() };
+        let suites: Vec<_> = [HUGE_PAGES[0], HUGE_PAGES[1], "lab/net"].iter().map(named).collect();
+        let mut queue = Queue { waiting: suites.iter().collect(), huge_pages: false };
+        let mut next = |done: Option<usize>| {
+            done.iter().for_each(|index| queue.done(&suites[*index]));
+            queue.next().map(|suite| suite.name.clone())
+        };
+        assert_eq!(next(None).as_deref(), Some(HUGE_PAGES[0]));
+        assert_eq!(next(None).as_deref(), Some("lab/net"));
+        assert_eq!(next(Some(2)), None);
+        assert_eq!(next(Some(0)).as_deref(), Some(HUGE_PAGES[1]));
+    }
+}
