@@ -2,8 +2,8 @@
 
 mod pair;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use towline_channel::IoBuf;
@@ -11,10 +11,11 @@ use towline_vhost_user::{BackendError, Device, ProtocolFeatures, Worker};
 
 use self::pair::{QueuePair, RECEIVE, TRANSMIT};
 use crate::features;
+use crate::lock::lock;
 use crate::rarp;
 use crate::state::State;
 use crate::statistics::{Counters, DropReason, QueueStatistics};
-use crate::tap::{LinkState, TapError, Taps};
+use crate::tap::{CarrierState, TapError, Taps};
 use crate::xdp::{TransmitMode, Xdp};
 
 /// First word of [`Device::migration_version`].
@@ -52,15 +53,17 @@ pub(crate) struct Shared {
     pub(crate) counters: Vec<[Counters; 2]>,
     /// [`TransmitMode`] of each pair.
     pub(crate) modes: Vec<AtomicU8>,
-    /// True for each pair whose receive ring runs.
-    pub(crate) in_use: Vec<AtomicBool>,
+    /// Worker of each pair whose receive ring runs.
+    pub(crate) receivers: Vec<Mutex<Option<u64>>>,
+    /// Number of the next worker.
+    pub(crate) next_worker: AtomicU64,
     /// True for each pair whose last connection ended with AF_XDP frames in flight, until its queue is known to be free.
     pub(crate) orphaned: Vec<AtomicBool>,
 }
 
 impl Shared {
-    pub(crate) fn link(&self) -> LinkState {
-        if self.link_up.load(Relaxed) { LinkState::Up } else { LinkState::Down }
+    pub(crate) fn link(&self) -> CarrierState {
+        if self.link_up.load(Relaxed) { CarrierState::Up } else { CarrierState::Down }
     }
 
     /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may contain their chains
@@ -96,7 +99,6 @@ impl Net {
     /// As [`Net::new`], but frames of the guest are sent by AF_XDP where possible.
     pub fn with_xdp(taps: Taps, xdp: Option<Xdp>, options: Options) -> Self {
         let pairs = taps.queues().len();
-        let flags = || (0..pairs).map(|_| AtomicBool::new(false)).collect();
         let shared = Shared {
             taps,
             xdp,
@@ -105,8 +107,9 @@ impl Net {
             link_up: AtomicBool::new(true),
             counters: (0..pairs).map(|_| <[Counters; 2]>::default()).collect(),
             modes: (0..pairs).map(|_| AtomicU8::new(TransmitMode::Tap as u8)).collect(),
-            in_use: flags(),
-            orphaned: flags(),
+            receivers: (0..pairs).map(|_| Mutex::default()).collect(),
+            next_worker: AtomicU64::new(0),
+            orphaned: (0..pairs).map(|_| AtomicBool::new(false)).collect(),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -144,7 +147,7 @@ impl Net {
 
     /// Number of pairs whose receive ring runs.
     pub fn pairs_in_use(&self) -> usize {
-        self.shared.in_use.iter().filter(|pair| pair.load(Relaxed)).count()
+        self.shared.receivers.iter().filter(|pair| lock(pair).is_some()).count()
     }
 
     /// Sets the link up or down. While it is down, frames of both directions are discarded and counted
@@ -160,7 +163,7 @@ impl Net {
 
     /// Returns true if the link is up.
     pub fn is_link_up(&self) -> bool {
-        self.shared.link() == LinkState::Up
+        self.shared.link() == CarrierState::Up
     }
 
     fn pairs(&self) -> usize {
@@ -239,6 +242,11 @@ impl Device for Net {
     fn worker(&self, index: usize) -> Result<Box<dyn Worker>, BackendError> {
         self.shared.check_orphaned(index)?;
         Ok(Box::new(QueuePair::new(index, Arc::clone(&self.shared))?))
+    }
+
+    /// Not with AF_XDP, whose socket of a pair has one worker.
+    fn allows_standby(&self) -> bool {
+        self.shared.xdp.is_none()
     }
 
     /// Not with AF_XDP: memory that has not arrived cannot be pinned.

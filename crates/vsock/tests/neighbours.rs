@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{SendFlags, SocketAddrUnix};
 use towline_frontend::vsock::{BUF_ALLOC, Guest, HOST_CID, Header, op};
 use towline_frontend::{Buffer, Frontend};
-use towline_vsock::{Limits, LocalGuests};
+use towline_vsock::{ConnectionLimits, LocalGuests};
 
 use common::{Served, listen_seqpacket, seqpacket_socket};
 
@@ -380,7 +380,12 @@ fn hostile_guests_do_not_affect_others() {
     towline_vsock::raise_descriptor_limit();
     let (rounds, millis) =
         (setting("TOWLINE_SOAK_NEIGHBOURS", 2), setting("TOWLINE_SOAK_NEIGHBOURS_MS", 300));
-    let limits = Limits { connections: 256, memory: 64 << 20, handshakes: 32, ..Limits::default() };
+    let limits = ConnectionLimits {
+        connections: 256,
+        memory: 64 << 20,
+        handshakes: 32,
+        ..ConnectionLimits::default()
+    };
     let local_guests = Arc::new(LocalGuests::default());
     let served: Vec<Served> = (CID_FIRST..CID_FIRST + GUESTS)
         .map(|cid| {
@@ -440,7 +445,7 @@ fn hostile_guests_do_not_affect_others() {
         }
     });
     for (index, served) in served.iter().enumerate() {
-        let Limits { memory, .. } = limits;
+        let ConnectionLimits { memory, .. } = limits;
         let statistics = served.device.report().statistics;
         assert!(statistics.memory_reserved <= memory, "guest {index}: {statistics:?}");
     }

@@ -18,7 +18,7 @@ use towline_frontend::vsock::{
     BUF_ALLOC, Event, Guest, HOST_CID, Header, Ports, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op,
 };
 use towline_frontend::{Buffer, Queue, QueueOptions};
-use towline_vsock::Limits;
+use towline_vsock::ConnectionLimits;
 
 use common::{CID, Served, TIMEOUT, bytes, listen_seqpacket, poll_until, seqpacket_socket};
 
@@ -106,7 +106,7 @@ fn wait_for_packets(served: &Served, guest: &mut Guest, count: u64) {
 #[test]
 fn a_message_with_more_segments_than_a_call_takes_arrives() {
     let _exclusive = exclusive();
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (mut frontend, mut guest) = served.guest_with_rings(2048);
     let listener = listen_seqpacket(&served.path("v_5000"));
     let ports = (6000, 5000);
@@ -135,7 +135,7 @@ fn a_message_with_more_segments_than_a_call_takes_arrives() {
 #[test]
 fn a_connection_with_an_unfinished_message_ends_with_its_sender() {
     let _exclusive = exclusive();
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (mut frontend, mut guest) = served.guest_with_rings(64);
     let listener = listen_seqpacket(&served.path("v_5000"));
     let ports = (6000, 5000);
@@ -167,7 +167,7 @@ fn a_connection_with_an_unfinished_message_ends_with_its_sender() {
 #[test]
 fn empty_messages_of_a_client_do_not_keep_a_device_from_stopping() {
     let _exclusive = exclusive();
-    let served = Served::with_settings(Limits::default(), CID, |settings, directory| {
+    let served = Served::with_settings(ConnectionLimits::default(), CID, |settings, directory| {
         settings.uds_seqpacket = Some(directory.join("m"));
     });
     let (mut frontend, mut guest) = served.guest();
@@ -211,7 +211,7 @@ fn empty_messages_of_a_client_do_not_keep_a_device_from_stopping() {
 #[test]
 fn messages_of_one_byte_use_no_more_memory_than_is_stated() {
     let _exclusive = exclusive();
-    let served = Served::new(Limits { memory: MEMORY, ..Limits::default() });
+    let served = Served::new(ConnectionLimits { memory: MEMORY, ..ConnectionLimits::default() });
     let (_frontend, mut guest) = served.guest_with_rings(1024);
     let listener = listen_seqpacket(&served.path("v_5000"));
     let mut hosts = Vec::new();
@@ -302,7 +302,7 @@ fn messages_wait_for_memory_and_arrive() {
 #[test]
 fn event_buffers_do_not_keep_a_device_busy() {
     let _exclusive = exclusive();
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (mut frontend, mut guest) = served.guest();
     let memory = Arc::clone(guest.memory());
     let features = frontend.negotiated().features;
@@ -320,7 +320,7 @@ fn event_buffers_do_not_keep_a_device_busy() {
 fn clients_that_send_nothing_do_not_shut_out_others() {
     let _exclusive = exclusive();
     towline_vsock::raise_descriptor_limit();
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (_frontend, mut guest) = served.guest();
     let connect = || UnixStream::connect(served.path("v")).unwrap();
     let mut silent: Vec<UnixStream> = (0..1100).map(|_| connect()).collect();
@@ -341,7 +341,7 @@ fn data_after_urgent_data_is_received() {
     let _exclusive = exclusive();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let rule = format!("guest:5000=tcp:{}", listener.local_addr().unwrap());
-    let served = Served::with_rules(Limits::default(), CID, &[rule]);
+    let served = Served::with_rules(ConnectionLimits::default(), CID, &[rule]);
     let (_frontend, mut guest) = served.guest();
     let ports = (6000, 5000);
     guest.request(ports);

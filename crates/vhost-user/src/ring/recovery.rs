@@ -12,7 +12,7 @@ use crate::record::QueueRecord;
 
 /// State of a ring for its recovery.
 #[derive(Debug, Default)]
-pub(super) struct Recovery {
+pub(super) struct RingRecovery {
     record: Option<QueueRecord>,
     /// Heads that were in flight in the previous process and are not popped yet.
     resubmit: VecDeque<u16>,
@@ -28,7 +28,7 @@ pub(super) struct Recovery {
     early: BTreeMap<u64, Completion>,
 }
 
-impl Recovery {
+impl RingRecovery {
     /// Records that a head was popped.
     pub(super) fn popped(&self, head: u16, seq: u64) {
         if let Some(record) = &self.record {
