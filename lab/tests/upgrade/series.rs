@@ -38,10 +38,13 @@ impl Series {
         let mut monitor: Option<Qmp> = None;
         for program in programs {
             let begun = Instant::now();
-            let towline = guest.upgrade(&[&["--qemu", &program], options].concat(), &[]);
+            let mut towline = guest.upgrade(&[&["--qemu", &program], options].concat(), &[]);
             let staged = wait_until("the new QEMU's monitor", WITHIN, || {
+                let runs = towline.runs()?;
                 let path = staged_monitor(guest.first.directory());
-                Ok(path.and_then(|path| Qmp::connect(&path, WITHIN).ok()))
+                let monitor = path.and_then(|path| Qmp::connect(&path, WITHIN).ok());
+                assert!(monitor.is_some() || runs, "it ended: {}", towline.stderr());
+                Ok(monitor)
             });
             let finished = towline.wait(WITHIN).unwrap();
             let event = completed(&finished);
