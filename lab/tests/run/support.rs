@@ -34,6 +34,8 @@ pub(crate) struct Saved {
 pub(crate) struct Recipe<'a> {
     pub(crate) version: Version,
     pub(crate) kernel: Kernel,
+    /// Number of its processors.
+    pub(crate) processors: u32,
     /// More arguments of its QEMU.
     pub(crate) arguments: &'a [String],
     /// Line of shell that it runs before it is saved.
@@ -44,7 +46,14 @@ pub(crate) struct Recipe<'a> {
 
 impl Default for Recipe<'_> {
     fn default() -> Self {
-        Self { version: Version::V10_0, kernel: Kernel::Debian12, arguments: &[], line: ":", interval: None }
+        Self {
+            version: Version::V10_0,
+            kernel: Kernel::Debian12,
+            processors: 2,
+            arguments: &[],
+            line: ":",
+            interval: None,
+        }
     }
 }
 
@@ -65,7 +74,7 @@ impl Saved {
         let version = recipe.version;
         let guest = Qemu::builder(version).machine(Version::V10_0.machine()).cpu("Nehalem");
         let guest = guest.linux().kernel(recipe.kernel).args(recipe.arguments.iter().cloned());
-        let source = guest.memory_mib(MEMORY_MIB).processors(2).start().unwrap();
+        let source = guest.memory_mib(MEMORY_MIB).processors(recipe.processors).start().unwrap();
         let mut linux = source.linux(WITHIN).unwrap();
         linux.shell(recipe.line, WITHIN).unwrap();
         recipe.interval.iter().for_each(|interval| linux.set_interval(*interval).unwrap());
