@@ -264,7 +264,7 @@ fn messages_of_one_byte_use_no_more_memory_than_is_stated() {
 fn messages_wait_for_memory_and_arrive() {
     let _exclusive = exclusive();
     // Beside the windows there is memory for one message.
-    let served = Served::new(Limits { memory: 256 << 10, ..Limits::default() });
+    let served = Served::new(ConnectionLimits { memory: 256 << 10, ..ConnectionLimits::default() });
     let (_frontend, mut guest) = served.guest_with_rings(16);
     let listener = listen_seqpacket(&served.path("v_5000"));
     let content = bytes(100_000);

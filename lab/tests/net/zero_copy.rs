@@ -35,7 +35,7 @@ const FRAMES_PER_BATCH: u32 = 48;
 const WIRE_TAP: &str = "wire0";
 
 /// A card and its guest.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Setup<'n> {
     /// Further properties of QEMU's card.
     card: &'static str,

@@ -104,7 +104,7 @@ pub fn find_mapped_memory(
 ) -> Result<Option<Presence>, Error> {
     let presence = of_image(qemu, image)?;
     if presence.is_empty() && need == Need::Mapped {
-        return Err(not_mapped(qemu, image, presence));
+        return Err(not_mapped(qemu, image, &presence));
     }
     for Sent { block, reason, .. } in presence.sent.iter().filter(|sent| sent.is_unexpected) {
         notice(&format!("memory of block {block:?} is sent, not mapped: {reason}"));
@@ -119,7 +119,7 @@ pub fn find_mapped_memory(
     Ok(Some(presence))
 }
 
-fn not_mapped(qemu: &Qemu, image: &Image, presence: Presence) -> Error {
+fn not_mapped(qemu: &Qemu, image: &Image, presence: &Presence) -> Error {
     let (socket, path) = (qemu.socket().to_owned(), image.path().to_owned());
     // The file that is named as if it were mapped has the best reason.
     let sent = presence.sent.iter().max_by_key(|sent| sent.is_unexpected);

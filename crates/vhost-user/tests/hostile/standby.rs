@@ -134,7 +134,7 @@ fn stop(frontend: &mut Frontend) -> [u16; 2] {
 }
 
 #[track_caller]
-fn assert_refused(outcome: Result<(), Error>) {
+fn assert_refused(outcome: &Result<(), Error>) {
     assert!(matches!(outcome, Err(Error::Reply { .. })), "{outcome:?}");
 }
 
@@ -148,7 +148,7 @@ fn rings_change_hands_once_they_are_stopped_and_come_back() {
     // The second frontend gets replies, and nothing of the device.
     let mut new = connect(&scene.path());
     assert_ne!(new.number(Code::GET_FEATURES).unwrap(), 0);
-    assert_refused(new.set_features(FEATURES | 2));
+    assert_refused(&new.set_features(FEATURES | 2));
     assert_eq!(scene.acknowledged(), 1);
     scene.echo();
     let bases = stop(&mut old);
@@ -157,8 +157,8 @@ fn rings_change_hands_once_they_are_stopped_and_come_back() {
     scene.start(&mut new, bases).unwrap();
     scene.echo();
     // The first one cannot interfere any more.
-    assert_refused(old.set_features(FEATURES));
-    assert_refused(scene.start(&mut old, bases));
+    assert_refused(&old.set_features(FEATURES));
+    assert_refused(&scene.start(&mut old, bases));
     scene.echo();
     // The switchover is given up: the first one has its rings again, with the features that it has negotiated.
     let bases = stop(&mut new);
