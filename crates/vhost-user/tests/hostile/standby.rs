@@ -173,9 +173,9 @@ fn the_second_frontend_has_the_device_of_the_first_one_that_ends() {
     let mut old = connect(&scene.path());
     scene.start(&mut old, [0, 0]).unwrap();
     scene.echo();
-    let mut new = connect(&scene.path());
     // A frontend that ends before it has the device leaves the first one alone; the next one takes its place.
-    drop(std::mem::replace(&mut new, connect(&scene.path())));
+    drop(connect(&scene.path()));
+    let mut new = connect(&scene.path());
     scene.echo();
     let bases = stop(&mut old);
     scene.start(&mut old, bases).unwrap();
