@@ -1,7 +1,8 @@
 //! A guest's counter, read through `/proc/PID/mem` of its QEMU, whose monitor does not respond while it loads.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 use anyhow::{Context, Result};
 use towline_lab::Qemu;
@@ -19,7 +20,21 @@ impl Counter {
         let address = reply.split_whitespace().last().and_then(|word| word.strip_prefix("0x"));
         let address = address.and_then(|digits| u64::from_str_radix(digits, 16).ok());
         let address = address.with_context(|| format!("gpa2hva: unexpected reply `{}`", reply.trim()))?;
-        let path = format!("/proc/{}/mem", qemu.pid());
+        Self::open(qemu.pid().into(), address)
+    }
+
+    /// Opens the counter at this offset of the guest's RAM block, which the QEMU of this process maps from the file.
+    pub(crate) fn mapped_from(file: &Path, offset: u64, pid: u64) -> Result<Self> {
+        let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+        let file = file.to_str().context("path of the file")?;
+        let mapping = maps.lines().find(|line| line.ends_with(file));
+        let start = mapping.and_then(|line| line.split_once('-')).map(|(start, _)| start);
+        let start = start.and_then(|start| u64::from_str_radix(start, 16).ok());
+        Self::open(pid, start.context("QEMU does not map the file")? + offset)
+    }
+
+    fn open(pid: u64, address: u64) -> Result<Self> {
+        let path = format!("/proc/{pid}/mem");
         let memory = File::open(&path).with_context(|| format!("{path} cannot be read"))?;
         Ok(Self { memory, address })
     }

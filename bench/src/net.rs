@@ -40,7 +40,7 @@ use crate::vhost::backend::Backend;
 use crate::vhost::latency::Latencies;
 use crate::vhost::{Signals, Window, window};
 use card::Card;
-use frames::Kind;
+use frames::FrameKind;
 use hosts::{GUEST_TAP, Host, INSIDE, OUTSIDE, TAP};
 use tcp::{Applications, Traffic};
 
@@ -132,8 +132,8 @@ impl Parameters {
 /// Measured traffic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Work {
-    Transmit(Kind),
-    Receive(Kind),
+    Transmit(FrameKind),
+    Receive(FrameKind),
     Tcp(Traffic),
 }
 
@@ -190,7 +190,7 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
 /// # Errors
 /// The backend fails, or the run was cancelled.
 pub(crate) fn sent_frames(parameters: &Parameters) -> Result<Window> {
-    let entry = Entry { work: Work::Transmit(Kind::Plain(1514)), queues: 1, carrier: Carrier::Towline };
+    let entry = Entry { work: Work::Transmit(FrameKind::Plain(1514)), queues: 1, carrier: Carrier::Towline };
     run(parameters, entry).map(|figure| figure.window)
 }
 
@@ -216,7 +216,7 @@ fn entries(parameters: &Parameters) -> Vec<Entry> {
         entries.extend(carriers.map(entry).into_iter().filter(wanted));
     };
     if !parameters.multiqueue {
-        for kind in [Kind::Plain(64), Kind::Plain(1514), Kind::Super] {
+        for kind in [FrameKind::Plain(64), FrameKind::Plain(1514), FrameKind::Super] {
             add(Work::Transmit(kind), 1);
             add(Work::Receive(kind), 1);
         }
@@ -313,7 +313,7 @@ impl Bench<'_> {
                 let packets = if is_xdp { kind.segments() } else { 1 };
                 window.units *= (taken?.0 as f64 / packets as f64 / total).min(1.0);
             }
-            _ if kind == Kind::Super => window.units /= kind.len() as f64,
+            _ if kind == FrameKind::Super => window.units /= kind.len() as f64,
             _ => {}
         }
         Ok(Figure { window, p50_us: 0.0, p99_us: 0.0 })
@@ -331,7 +331,7 @@ impl Bench<'_> {
     }
 
     /// Sends frames from the kernel into the tap at its full rate.
-    fn inject(&self, kind: Kind) -> Result<JoinHandle<Result<()>>> {
+    fn inject(&self, kind: FrameKind) -> Result<JoinHandle<Result<()>>> {
         let (path, signals) = (self.outside.path()?, Arc::clone(&self.signals));
         Ok(std::thread::spawn(move || {
             hosts::enter(Path::new(&path))?;

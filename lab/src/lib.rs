@@ -20,6 +20,7 @@
 pub mod certificates;
 pub mod cpio;
 pub mod demo;
+mod drive_lock;
 pub mod expect;
 mod exposition;
 mod guest_programs;
@@ -34,11 +35,13 @@ mod qemu;
 mod qmp;
 pub mod readme;
 pub mod schema;
+pub mod standstill;
 mod sys;
 mod terminal;
 mod towline;
 mod wait;
 
+pub use drive_lock::DriveLock;
 pub use exposition::{Exposition, scrape};
 pub use linux::LinuxGuest;
 pub use memory::RamBlock;

@@ -94,9 +94,15 @@ impl LinuxGuest {
         }
     }
 
-    /// The counter that the guest steps every 5 ms.
+    /// The counter that the guest steps every 5 ms, or at the interval that was set.
     pub fn tick(&mut self) -> Result<u64> {
         self.number("tick", REPLY_TIMEOUT)
+    }
+
+    /// Sets the interval of the counter: each step wakes an emulated processor, and a guest of many has to leave the
+    /// host's processors to the others.
+    pub fn set_interval(&mut self, interval: Duration) -> Result<()> {
+        self.request(&format!("interval {}", interval.as_millis()), REPLY_TIMEOUT).map(drop)
     }
 
     /// Waits until the counter advances; returns it.
@@ -151,6 +157,14 @@ impl LinuxGuest {
         let message = self.request("info", REPLY_TIMEOUT)?;
         let pair = |word: &str| word.split_once('=').map(|(key, value)| (key.to_owned(), value.to_owned()));
         Ok(message.split(' ').filter_map(pair).collect())
+    }
+
+    /// Returns the guest-physical address of the counter that the agent increments.
+    pub fn tick_address(&mut self) -> Result<u64> {
+        let info = self.info()?;
+        let address =
+            info.iter().find(|(key, _)| key == "tick_address").context("no tick_address in the facts")?;
+        address.1.parse().with_context(|| format!("tick_address {:?} is not a number", address.1))
     }
 
     /// Runs a line of busybox shell in the guest; fails unless it exits with 0. Returns its output.

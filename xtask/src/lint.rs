@@ -32,13 +32,14 @@ const QUICK: [Check; 7] = [
         run_command(clippy.args(AGENT).args(["--target-dir", "target/lab/agent", "--", "-D", "warnings"]))
     }),
 ];
-const COMPILED: [Check; 4] = [
+const COMPILED: [Check; 5] = [
     ("clippy", || {
         // The fuzz targets' tests are those of the crates that they include, and are linted there.
         let mut clippy = cargo(["clippy", "--quiet", "--workspace", "--exclude", "towline-fuzz"]);
         run_command(clippy.args(["--all-targets", "--", "-D", "warnings"]))
     }),
     ("documentation", || run_command(&mut documentation())),
+    ("the program without its default features", publish::check_minimal_program),
     ("packages", publish::check_packages),
     ("public API", publish::api::check),
 ];

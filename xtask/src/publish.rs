@@ -5,7 +5,7 @@ pub(crate) mod api;
 
 use anyhow::{Context, Result, bail};
 
-use crate::command::{cargo, metadata, output, shown};
+use crate::command::{cargo, metadata, output, run, shown};
 
 /// The crates that a device is made with, which compile neither a TLS library nor a WebSocket nor C.
 const DEVICE_CRATES: [&str; 3] = ["towline-vhost-user", "towline-net", "towline-vsock"];
@@ -95,6 +95,13 @@ pub(crate) fn check_program_features() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Checks that the program compiles without warnings when its default features are off, as a distributor may build it: a build
+/// of the whole workspace always has them on.
+pub(crate) fn check_minimal_program() -> Result<()> {
+    let mut clippy = cargo(["clippy", "--quiet", "--package", "towline-cli", "--no-default-features"]);
+    run(clippy.args(["--", "-D", "warnings"]))
 }
 
 /// The first of [`HEAVY`] in the output of `cargo tree`.

@@ -106,13 +106,32 @@ const SOAKS: &[Soak] = &[
     },
     Soak {
         name: "upgrades",
-        about: "100 upgrades in a row under a load: the guest's standstill, bytes moved (TOWLINE_UPGRADES, TOWLINE_UPGRADE_MIB)",
+        about: "100 upgrades in a row under a load: the guest's standstill, bytes moved (TOWLINE_UPGRADES, sizes: TOWLINE_UPGRADE_MIB=512,1024)",
         run: || {
             lab_test(
                 "upgrade",
                 "series::upgrades_in_a_row_under_a_load_lose_nothing",
                 &[("TOWLINE_UPGRADES", "100")],
             )
+        },
+    },
+    Soak {
+        name: "upgrades-cards",
+        about: "100 upgrades in a row of a guest whose card is in traffic: its standstill, the longest gap of frames, every byte compared \
+            (TOWLINE_UPGRADES, TOWLINE_UPGRADE_MIB)",
+        run: || {
+            lab_test(
+                "upgrade",
+                "cards::connections_of_a_card_go_on_in_another_qemu",
+                &[("TOWLINE_UPGRADES", "100")],
+            )
+        },
+    },
+    Soak {
+        name: "upgrades-cpr",
+        about: "20 times QEMU's own cpr-transfer, and 20 upgrades, of one small guest: how long it stands still (TOWLINE_UPGRADES)",
+        run: || {
+            lab_test("upgrade", "cpr::qemus_own_transfer_beside_an_upgrade", &[("TOWLINE_UPGRADES", "20")])
         },
     },
     Soak {
@@ -146,13 +165,14 @@ const SOAKS: &[Soak] = &[
     Soak {
         name: "run-clones",
         about: "100 guests of 512 MiB by one `towline run` (TOWLINE_SOAK_RUN_CLONES): times and memory; that they run on for a time, and the \
-            image afterwards (TOWLINE_SOAK_RUN_SECONDS)",
+            image afterwards (TOWLINE_SOAK_RUN_SECONDS); beside 30 with memory of their own (TOWLINE_SOAK_RUN_COPIES)",
         run: || {
             lab_test(
                 "run",
                 "many::clones_share_the_memory_of_their_image",
                 &[("TOWLINE_SOAK_RUN_CLONES", "100"), ("TOWLINE_SOAK_RUN_SECONDS", "600")],
-            )
+            )?;
+            lab_test("run", "many::clones_with_memory_of_their_own_run", &[("TOWLINE_SOAK_RUN_COPIES", "30")])
         },
     },
     Soak {

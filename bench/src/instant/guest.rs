@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 use towline_lab::{Qemu, Towline};
 
@@ -34,13 +34,7 @@ impl Stored {
         let mut agent = source.linux(WITHIN)?;
         agent.fill(bench.data_mib() * MIB, 1)?;
         let hash = agent.hash()?;
-        let info = agent.info()?;
-        let address = info.iter().find(|(key, _)| key == "tick_address").map(|(_, value)| value.as_str());
-        let address = address.context("the agent does not report tick_address")?;
-        let tick_address = match address.strip_prefix("0x") {
-            Some(digits) => u64::from_str_radix(digits, 16)?,
-            None => address.parse()?,
-        };
+        let tick_address = agent.tick_address()?;
         drop(agent);
         let path = bench.image();
         let from = format!("qmp:{}", source.qmp_path().display());

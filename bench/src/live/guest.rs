@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use towline_lab::{Builder, LinuxGuest, Qemu, Version};
 
 use super::{MIB, Parameters};
@@ -36,13 +36,7 @@ impl Guest {
         let mut agent = qemu.linux(WITHIN)?;
         agent.fill(parameters.data_mib * MIB, 1)?;
         agent.dirty(parameters.dirty_rate, parameters.dirty_mib * MIB)?;
-        let info = agent.info()?;
-        let address = info.iter().find(|(key, _)| key == "tick_address").map(|(_, value)| value.as_str());
-        let address = address.context("the agent does not report tick_address")?;
-        let tick_address = match address.strip_prefix("0x") {
-            Some(digits) => u64::from_str_radix(digits, 16)?,
-            None => address.parse()?,
-        };
+        let tick_address = agent.tick_address()?;
         Self::at(qemu, tick_address)
     }
 

@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use towline_frontend::net::{
-    FRAME_BYTES_MAX, HEADER_BYTES, LINUX_BUFFER_BYTES, Options, Pair, feature as net,
+    DriverPair, FRAME_BYTES_MAX, HEADER_BYTES, LINUX_BUFFER_BYTES, Options, feature as net,
 };
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, Memory, wait_any};
 
-use super::frames::Kind;
+use super::frames::FrameKind;
 use crate::vhost::Signals;
 
 /// Entries of each ring: QEMU's default.
@@ -32,7 +32,7 @@ pub(super) struct Card {
     // Disconnected when the card is dropped.
     frontend: Frontend,
     features: u64,
-    pairs: Vec<Pair>,
+    pairs: Vec<DriverPair>,
 }
 
 impl Card {
@@ -51,11 +51,11 @@ impl Card {
             transmit_bytes: HEADER_BYTES + transmit_bytes,
             features,
         };
-        let memory = Arc::new(Memory::new(Pair::memory_bytes(&options) * queues as u64 + (1 << 20))?);
+        let memory = Arc::new(Memory::new(DriverPair::memory_bytes(&options) * queues as u64 + (1 << 20))?);
         frontend.set_mem_table(Some(&memory))?;
         let pairs = (0..queues)
             .map(|index| {
-                Pair::start(&mut frontend, &memory, u32::try_from(index)?, options).map_err(Into::into)
+                DriverPair::start(&mut frontend, &memory, u32::try_from(index)?, options).map_err(Into::into)
             })
             .collect::<Result<_>>()?;
         Ok(Self { frontend, features, pairs })
@@ -67,8 +67,12 @@ impl Card {
     }
 
     /// Sends frames of this kind from the first queue until the end.
-    pub(super) fn transmit(mut self, kind: Kind, signals: &Arc<Signals>) -> Result<JoinHandle<Result<()>>> {
-        let able = kind != Kind::Super || self.offloads();
+    pub(super) fn transmit(
+        mut self,
+        kind: FrameKind,
+        signals: &Arc<Signals>,
+    ) -> Result<JoinHandle<Result<()>>> {
+        let able = kind != FrameKind::Super || self.offloads();
         ensure!(able, "the backend does not accept super-frames (HOST_TSO4)");
         let (signals, bytes) = (Arc::clone(signals), kind.bytes());
         Ok(std::thread::spawn(move || {
@@ -89,7 +93,7 @@ impl Card {
     }
 
     /// Receives on the first queue until the end. Parts of super-frames are counted in bytes.
-    pub(super) fn receive(mut self, kind: Kind, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
+    pub(super) fn receive(mut self, kind: FrameKind, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
         let signals = Arc::clone(signals);
         std::thread::spawn(move || {
             let _frontend = &self.frontend;
@@ -97,7 +101,7 @@ impl Card {
             while !signals.is_over() {
                 let mut bytes = 0;
                 let count = pair.receive(|frame| bytes += frame.len())?;
-                signals.add(if kind == Kind::Super { bytes } else { count } as u64);
+                signals.add(if kind == FrameKind::Super { bytes } else { count } as u64);
                 if count == 0 && !pair.rx().enable_callback(1) {
                     wait_any(&[pair.rx().call_fd()], SLEEP)?;
                     pair.rx().drain_call();
@@ -125,7 +129,7 @@ impl Card {
     }
 }
 
-fn pump(mut pair: Pair, mut tap: &File, signals: &Signals) -> Result<()> {
+fn pump(mut pair: DriverPair, mut tap: &File, signals: &Signals) -> Result<()> {
     while !signals.power_off.load(Ordering::Relaxed) {
         let (mut moved, mut full) = (0, false);
         for _ in 0..BATCH {

@@ -21,14 +21,14 @@ pub(super) const SUPER_BYTES: usize = HEADERS_BYTES + SEGMENTS * SEGMENT_BYTES a
 
 /// Kind of frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FrameKind {
     /// A frame of this length, with its Ethernet header and without its checksum.
     Plain(usize),
     /// A TCP super-frame.
     Super,
 }
 
-impl Kind {
+impl FrameKind {
     pub(super) fn len(self) -> usize {
         match self {
             Self::Plain(len) => len,
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn the_sum_of_an_ip_header_is_all_ones() {
-        let bytes = Kind::Super.bytes();
+        let bytes = FrameKind::Super.bytes();
         let header = &bytes[HEADER_BYTES + ETHERNET_BYTES..][..20];
         let sum: u32 = header.chunks(2).map(|two| u32::from(u16::from_be_bytes([two[0], two[1]]))).sum();
         assert_eq!((sum & 0xffff) + (sum >> 16), 0xffff);

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::frames::Kind;
+use super::frames::FrameKind;
 use super::tcp::Traffic;
 use super::{Carrier, Entry, Figure, Figures, Parameters, VHOST_USER_NET, Work};
 use crate::stats::Summary;
@@ -240,7 +240,7 @@ impl Run<'_> {
                 (entry.queues > 1).then(|| self.ratio(*entry, Entry { queues: 1, ..*entry })).flatten();
             match entry.work {
                 Work::Transmit(kind) | Work::Receive(kind) => {
-                    if kind != Kind::Super {
+                    if kind != FrameKind::Super {
                         goal(entry, "against the tap", self.beside(*entry, Carrier::Limit), TAP_MIN);
                     }
                     let transmits = matches!(entry.work, Work::Transmit(_));

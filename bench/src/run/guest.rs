@@ -1,7 +1,6 @@
 //! The stored guest, and a `towline run` of it.
 
-use std::fs::{self, File};
-use std::os::unix::fs::FileExt as _;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -11,6 +10,7 @@ use tempfile::TempDir;
 use towline_lab::{Builder, Qemu, Towline, Version};
 
 use super::{Parameters, WITHIN};
+use crate::counter::Counter;
 
 const MIB: u64 = 1 << 20;
 /// Memory of the guest's kernel in MiB.
@@ -58,20 +58,14 @@ impl Stored {
         let source = builder(version, memory_mib).start()?;
         let mut agent = source.linux(WITHIN)?;
         agent.fill(data_mib * MIB, 1)?;
-        let info = agent.info()?;
-        let address = info.iter().find(|(key, _)| key == "tick_address").map(|(_, value)| value.as_str());
-        let address = address.context("the agent does not report tick_address")?;
-        let tick_address = match address.strip_prefix("0x") {
-            Some(digits) => u64::from_str_radix(digits, 16)?,
-            None => address.parse()?,
-        };
+        let tick_address = agent.tick_address()?;
         drop(agent);
         let kernel = kernel(&source)?;
         let mut stored = Self { directory, version, memory_mib, kernel, tick: 0, tick_address };
         let from = format!("qmp:{}", source.qmp_path().display());
         Towline::start(&parameters.towline, ["copy", &from, &stored.image()])?.wait_done(WITHIN)?;
         // The guest is paused since it was saved.
-        stored.tick = crate::counter::Counter::at(&source, tick_address)?.read()?;
+        stored.tick = Counter::at(&source, tick_address)?.read()?;
         Ok(stored)
     }
 
@@ -123,7 +117,7 @@ impl Stored {
         ensure!(running["memory"] == "mapped", "memory is not mapped: {running}");
         let (answered, ran) = (number("answered-us")?, number("running-us")?);
         let (answered, ran) = (Duration::from_micros(answered), Duration::from_micros(ran));
-        let counter = Counter::of(number("pid")?, &self.path(), self.offset())?;
+        let counter = Counter::mapped_from(&self.path(), self.offset(), number("pid")?)?;
         wait("the guest's first tick", || Ok((counter.read()? > self.tick).then_some(())))?;
         let ticked = Instant::now();
         // Ended by SIGKILL with towline's process.
@@ -141,30 +135,6 @@ impl Stored {
 fn builder(version: Version, memory_mib: u64) -> Builder {
     let builder = Qemu::builder(version).machine(Version::V10_0.machine()).cpu("Nehalem");
     builder.linux().memory_mib(memory_mib)
-}
-
-/// A 64-bit counter in a guest's memory, which its QEMU maps from a file.
-struct Counter {
-    memory: File,
-    address: u64,
-}
-
-impl Counter {
-    fn of(pid: u64, image: &Path, offset: u64) -> Result<Self> {
-        let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
-        let image = image.to_str().context("path of the image")?;
-        let mapping = maps.lines().find(|line| line.ends_with(image));
-        let start = mapping.and_then(|line| line.split_once('-')).map(|(start, _)| start);
-        let start = start.and_then(|start| u64::from_str_radix(start, 16).ok());
-        let address = start.context("QEMU does not map the image")? + offset;
-        Ok(Self { memory: File::open(format!("/proc/{pid}/mem"))?, address })
-    }
-
-    fn read(&self) -> Result<u64> {
-        let mut word = [0; 8];
-        self.memory.read_exact_at(&mut word, self.address)?;
-        Ok(u64::from_le_bytes(word))
-    }
 }
 
 /// The options of a QEMU that name its kernel, each with its value.

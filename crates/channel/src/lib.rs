@@ -94,7 +94,7 @@ pub use file::FileChannel;
 pub use guess::describe_plain;
 pub use listen::{ListenOptions, Listener, is_out_of_resources};
 pub use pair::{PairChannel, pair};
-pub use splice::Splice;
+pub use splice::{Splice, SpliceCost};
 pub use sys::cursor::{IOV_MAX, IoCursor, IoCursorMut};
 pub use sys::fd::take_over;
 pub use sys::io::{readv, writev};

@@ -36,12 +36,12 @@ pub struct Listener {
     address: Address,
     // Before the socket that it watches.
     pending: Option<PendingHandshakes>,
-    kind: Kind,
+    kind: ListenerKind,
     options: ListenOptions,
 }
 
 #[derive(Debug)]
-enum Kind {
+enum ListenerKind {
     Tcp(OwnedFd),
     Unix(UnixListener),
     /// The only channel, until it is accepted.
@@ -84,13 +84,13 @@ impl Listener {
     /// otherwise [`Error::Io`].
     pub fn bind_with(address: &Address, options: &ListenOptions) -> Result<Self> {
         address.check_tls(options.tls.is_some())?;
-        let single = |single| Kind::Single(Mutex::new(Some(single)));
+        let single = |single| ListenerKind::Single(Mutex::new(Some(single)));
         let mut local = address.clone();
         let kind = match address {
             Address::Tcp { host, port } => {
                 let (fd, bound) = tcp::bind(host, *port, &address.to_string())?;
                 local = Address::Tcp { host: bound.ip().to_string(), port: bound.port() };
-                Kind::Tcp(fd)
+                ListenerKind::Tcp(fd)
             }
             #[cfg(not(feature = "websocket"))]
             Address::WebSocket { .. } => {
@@ -101,9 +101,9 @@ impl Listener {
                 let (fd, bound) = tcp::bind(host, *port, &address.to_string())?;
                 let (host, port) = (bound.ip().to_string(), bound.port());
                 local = Address::WebSocket { secure: *secure, host, port, path: path.clone() };
-                Kind::Tcp(fd)
+                ListenerKind::Tcp(fd)
             }
-            Address::Unix(path) => Kind::Unix(UnixListener::bind(path)?),
+            Address::Unix(path) => ListenerKind::Unix(UnixListener::bind(path)?),
             Address::Fd(number) => single(Single::Open(fd::open(*number)?)),
             Address::Exec(command) => single(Single::Command(command.clone())),
             Address::File { path, offset } => {
@@ -119,7 +119,7 @@ impl Listener {
 
     /// A Unix socket that another process has bound to `path` and handed over; its file is removed with this one.
     pub fn adopt(fd: OwnedFd, path: &Path) -> Self {
-        let kind = Kind::Unix(UnixListener::adopt(fd, path));
+        let kind = ListenerKind::Unix(UnixListener::adopt(fd, path));
         Self {
             address: Address::Unix(path.to_owned()),
             pending: None,
@@ -130,7 +130,7 @@ impl Listener {
 
     /// Keeps the socket file when this is dropped: the process that takes over the socket removes it.
     pub fn leave_file(&mut self) {
-        if let Kind::Unix(listener) = &mut self.kind {
+        if let ListenerKind::Unix(listener) = &mut self.kind {
             listener.leave_file();
         }
     }
@@ -158,7 +158,7 @@ impl Listener {
     pub fn accept(&self, deadline: Instant, cancel: &Cancel) -> Result<Box<dyn Channel>> {
         cancel.check()?;
         let until = Deadline::new("accept", &self.address, deadline, cancel);
-        if let Kind::Single(single) = &self.kind {
+        if let ListenerKind::Single(single) = &self.kind {
             let channel = open_single(single, &until)?;
             return match &self.options.tls {
                 Some(tls) => layers::tls_server(channel, tls, deadline, cancel),
@@ -195,13 +195,13 @@ impl Listener {
             Err(errno) => return Err(Error::io(until.op(), until.peer(), errno)),
         };
         Ok(Some(match &self.kind {
-            Kind::Tcp(_) => Box::new(TcpChannel::new(fd)?.with_zero_copy(self.options.zero_copy)?),
+            ListenerKind::Tcp(_) => Box::new(TcpChannel::new(fd)?.with_zero_copy(self.options.zero_copy)?),
             _ => Box::new(UnixChannel::new(fd, until.peer())?),
         }))
     }
 }
 
-impl Kind {
+impl ListenerKind {
     fn as_fd(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Tcp(fd) => Some(fd.as_fd()),

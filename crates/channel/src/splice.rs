@@ -24,6 +24,14 @@ pub struct Splice {
     write: OwnedFd,
 }
 
+/// Cost of [`Splice::move_exact`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SpliceCost {
+    /// Number of system calls.
+    pub system_calls: u64,
+}
+
 impl Splice {
     /// A pipe of its own.
     ///
@@ -42,7 +50,7 @@ impl Splice {
         from.splice_fd().is_some() && to.splice_fd().is_some()
     }
 
-    /// Moves `length` bytes; returns the number of calls. After an error some bytes may be lost in the pipe, which is
+    /// Moves `length` bytes; returns what it took. After an error some bytes may be lost in the pipe, which is
     /// unusable then.
     ///
     /// Sending raises `SIGPIPE` where a plain send does not: it must be ignored, as it is in Rust programs.
@@ -50,12 +58,12 @@ impl Splice {
     /// # Errors
     /// [`Error::Closed`] if `from` ends before, [`Error::Unsupported`] for a channel that has no descriptor for this, otherwise as
     /// [`Channel::recv`] of `from` and [`Channel::send`] of `to`.
-    pub fn move_exact(&self, from: &dyn Channel, to: &dyn Channel, length: usize) -> Result<u64> {
+    pub fn move_exact(&self, from: &dyn Channel, to: &dyn Channel, length: usize) -> Result<SpliceCost> {
         let what = "splicing; receive into memory and send from there";
         let unsupported = |channel: &dyn Channel| Error::unsupported(channel.peer(), what);
         let source = from.splice_fd().ok_or_else(|| unsupported(from))?;
         let destination = to.splice_fd().ok_or_else(|| unsupported(to))?;
-        let (mut calls, mut done) = (0, 0);
+        let (mut system_calls, mut done) = (0, 0);
         while done < length {
             let (wanted, flags) = (length - done, SpliceFlags::empty());
             let taken = retry_on_intr(|| splice(source, None, &self.write, None, wanted, flags));
@@ -63,17 +71,17 @@ impl Splice {
             if taken == 0 {
                 return Err(Error::Closed { peer: from.peer().to_owned(), wanted: length, got: done });
             }
-            calls += 1;
+            system_calls += 1;
             let mut given = 0;
             while given < taken {
                 let moved =
                     retry_on_intr(|| splice(&self.read, None, destination, None, taken - given, flags));
                 given += moved.map_err(|errno| failed("send", to, errno))?;
-                calls += 1;
+                system_calls += 1;
             }
             done += taken;
         }
-        Ok(calls)
+        Ok(SpliceCost { system_calls })
     }
 }
 

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use serde_json::json;
 use towline_channel::Address;
 use towline_compat::{ConfiguredBy, Finding, Report, Severity, Verdict};
-use towline_control::check::{self, CheckEnd, Intent};
+use towline_control::check::{self, CheckEnd, PlannedTransfer};
 
 use crate::args::CheckArgs;
 use crate::endpoint::Endpoint;
@@ -35,8 +35,8 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
         Ok(destination) => destination,
         Err(error) => return Ok(error.report(&reporter)),
     };
-    let intent = Intent { lanes: Some(args.multifd_channels), is_postcopy: args.postcopy };
-    match check::check(&source, &destination, intent) {
+    let planned = PlannedTransfer { lanes: Some(args.multifd_channels), is_postcopy: args.postcopy };
+    match check::check(&source, &destination, planned) {
         Ok(report) => Ok(report_verdict(&reporter, args, to, &report)),
         Err(error) => Ok(NoVerdict::Unknown(error.to_string()).report(&reporter)),
     }

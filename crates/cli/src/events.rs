@@ -123,9 +123,10 @@ pub(crate) fn reason(error: &Error) -> &'static str {
         }
         Error::DoesNotFit { .. } => "incompatible",
         Error::LaneLost { .. } | Error::LanesNotTaken { .. } => "lanes",
-        Error::NothingToRecover { .. } | Error::NotRecovered { .. } | Error::NotConnectedAgain { .. } => {
-            "recovery"
-        }
+        Error::NothingToRecover { .. }
+        | Error::BlockedMonitor { .. }
+        | Error::NotRecovered { .. }
+        | Error::NotConnectedAgain { .. } => "recovery",
         Error::NotDetached { .. } | Error::NotAttached { .. } => "device",
         Error::SourceEnded { .. } => "source-exited",
         Error::SourceFailed { .. } => "source-failed",

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
-use towline_net::{DropReason, Net, Options, QueueStatistics, Taps, Xdp};
+use towline_net::{CopyReason, DropReason, Net, Options, QueueStatistics, Taps, Xdp};
 use towline_vhost_user::{Device, FrontendSource, InFlightRecord, Listener, Service, UpgradeOffer};
 
 use crate::args::{NetArgs, Switch};
@@ -238,13 +238,15 @@ fn print_statistics(net: &Net, json: bool) {
         }
         if net.uses_xdp() {
             let (transmit, mode) = (&pair[1], net.transmit_modes()[index]);
+            let copies = CopyReason::ALL.map(|reason| (reason.name(), transmit.copied_because(reason)));
             console::notice(&format!(
-                "net {} tx {index}: mode {}; {} frames zero-copy, {} by reference, {} pending",
+                "net {} tx {index}: mode {}; {} frames zero-copy, {} by reference, {} pending{}",
                 net.taps().name(),
                 mode.name(),
                 transmit.zero_copy,
                 transmit.referenced,
-                transmit.pending
+                transmit.pending,
+                nonzero(&copies, "copied")
             ));
         }
     }
@@ -256,9 +258,12 @@ fn statistics(net: &Net) -> Value {
         .statistics()
         .iter()
         .zip(net.transmit_modes())
-        .map(|([receive, transmit], mode)| {
-            let mut transmit = object(transmit);
+        .map(|([receive, transmit_counters], mode)| {
+            let mut transmit = object(transmit_counters);
             transmit["mode"] = mode.name().into();
+            if net.uses_xdp() {
+                transmit["copies"] = copies(transmit_counters);
+            }
             json!({ "rx": object(receive), "tx": transmit })
         })
         .collect();
@@ -281,13 +286,15 @@ fn object(queue: &QueueStatistics) -> Value {
     })
 }
 
+/// Returns the copied frames by reason.
+fn copies(queue: &QueueStatistics) -> Value {
+    let copies =
+        CopyReason::ALL.map(|reason| (reason.name().to_owned(), queue.copied_because(reason).into()));
+    Value::Object(copies.into_iter().collect())
+}
+
 fn text(queue: &QueueStatistics) -> String {
-    let drops = DropReason::ALL.map(|reason| (reason, queue.dropped(reason)));
-    let drops: Vec<String> = drops
-        .iter()
-        .filter(|(_, count)| *count > 0)
-        .map(|(reason, count)| format!(", {count} dropped ({})", reason.name()))
-        .collect();
+    let drops = DropReason::ALL.map(|reason| (reason.name(), queue.dropped(reason)));
     format!(
         "{} packets, {} bytes, {} batches, {} notifications sent and {} suppressed, {} copied{}",
         queue.packets,
@@ -296,6 +303,12 @@ fn text(queue: &QueueStatistics) -> String {
         queue.notifications,
         queue.notifications_suppressed,
         queue.copied,
-        drops.concat()
+        nonzero(&drops, "dropped")
     )
+}
+
+/// Returns the counters above 0, each as `, 5 dropped (malformed)`.
+fn nonzero(counters: &[(&str, u64)], what: &str) -> String {
+    let counters = counters.iter().filter(|(_, count)| *count > 0);
+    counters.map(|(reason, count)| format!(", {count} {what} ({reason})")).collect()
 }

@@ -110,6 +110,7 @@ fn request(args: &TransferArgs, task: Task) -> Result<Request, String> {
         verify: false,
         return_path: args.return_path == Switch::On,
         stream: false,
+        requires_mapped_memory: false,
         overwrite: args.overwrite,
         connect_timeout: args.connect_timeout,
         tuning: Tuning::default(),

@@ -12,22 +12,18 @@ mod materialised;
 mod rejection;
 mod report;
 mod request;
+mod start;
 mod supervise;
 
-use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use towline_channel::Cancel;
-use towline_control::in_place;
 use towline_control::plan::{
     self, CloneTarget, Destination, Observer, PostcopyStart, Request, Task, TransferOptions,
 };
-use towline_control::qemu::Qemu;
-use towline_launch::{
-    CreatedOverlay, HostArguments, Incoming, Launcher, Lifetime, QemuVersion, RuntimeDirectory, RuntimeRoot,
-};
+use towline_launch::{CreatedOverlay, HostArguments, QemuVersion};
 
 use crate::args::RunArgs;
 use crate::endpoint::Endpoint;
@@ -37,8 +33,9 @@ use crate::progress::Reporter;
 use crate::signals::cancel_on_signals;
 use image::RunImage;
 use rejection::Rejection;
-use report::{RunReport, RunningObserver, StartedGuest, finished, rejected};
+use report::{RunReport, RunningObserver, finished, rejected};
 use request::{GuestStart, Memory};
+use start::{Claimed, start};
 use supervise::{Guests, supervise};
 
 /// Runs the command.
@@ -75,11 +72,6 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     // Only the run that has a name makes the disks of that name.
     let overlays = create_overlays(&starts)?;
     let guests = start(args, &image, claimed, &cancel, &report)?;
-    if args.share
-        && let Some(image) = image.file()
-    {
-        check_shared(&guests, image)?;
-    }
     let count = guests.started().len();
     let restored = restore(args, &image, &guests, &cancel, &report);
     if !restored.has_memory_to_come && restored.exit != Exit::Done {
@@ -98,29 +90,6 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
         false => supervise(guests, &cancel, reporter)?,
     };
     Ok(Ok(finished(reporter, count, exit.max(restored.exit.min(Exit::Failed)))))
-}
-
-/// Guests that are about to start, and their names. Names that are not used are free again when this is dropped.
-struct Claimed<'a> {
-    starts: &'a [GuestStart],
-    names: VecDeque<RuntimeDirectory>,
-}
-
-impl<'a> Claimed<'a> {
-    fn of(starts: &'a [GuestStart]) -> Result<Self> {
-        let root = RuntimeRoot::of_user();
-        let mut claimed = Self { starts, names: VecDeque::new() };
-        for start in starts {
-            claimed.names.push_back(root.claim(&start.name)?);
-        }
-        Ok(claimed)
-    }
-}
-
-impl Drop for Claimed<'_> {
-    fn drop(&mut self) {
-        self.names.drain(..).for_each(RuntimeDirectory::remove);
-    }
 }
 
 /// Keeps the overlays of guests that ran: they have what those wrote. The others are removed.
@@ -173,50 +142,6 @@ fn create_overlays(starts: &[GuestStart]) -> Result<Vec<Vec<CreatedOverlay>>> {
     Ok(starts.iter().map(of_guest).collect::<Result<_, _>>()?)
 }
 
-/// Starts the QEMUs. If one does not start, the others are ended.
-fn start(
-    args: &RunArgs,
-    image: &RunImage,
-    mut claimed: Claimed<'_>,
-    cancel: &Cancel,
-    report: &RunReport<'_>,
-) -> Result<Guests> {
-    let mut guests = Guests::default();
-    for start in claimed.starts {
-        cancel.check()?;
-        let Some(directory) = claimed.names.pop_front() else { break };
-        let mut launcher = Launcher::new(directory);
-        report.starting(start);
-        launcher.incoming = Incoming::Defer;
-        launcher.image = Some(report.image.to_owned());
-        launcher.lifetime = if args.detach { Lifetime::Detached } else { Lifetime::WithOwner };
-        // A guest that outlives this process keeps the lock.
-        launcher.descriptors.extend(image.lock().context("lock of the image")?.map(Into::into));
-        let started = launcher.start(&start.command_line, &start.host);
-        let qemu = started.with_context(|| format!("guest {}", start.name))?;
-        guests.push(StartedGuest { qemu, answered: report.begun.elapsed(), has_run: AtomicBool::new(false) });
-    }
-    Ok(guests)
-}
-
-/// Fails if a QEMU does not map the image.
-fn check_shared(guests: &Guests, image: &towline_image::Image) -> Result<()> {
-    for StartedGuest { qemu: guest, .. } in guests.started() {
-        let mut qemu = Qemu::inspect(guest.qmp_path(), &towline_qmp::Options::default())?;
-        let presence = in_place::of_image(&mut qemu, image)?;
-        if presence.is_empty() {
-            let sent = presence.sent().iter().find(|sent| sent.is_unexpected);
-            let reason = sent.map_or_else(|| "unknown reason".into(), |sent| sent.reason.to_string());
-            anyhow::bail!(
-                "memory of {} is not mapped from {}: {reason}; leave --share out, and it is copied",
-                guest.directory().name(),
-                image.path().display()
-            );
-        }
-    }
-    Ok(())
-}
-
 /// The copy that brings the guests into their QEMUs.
 fn task(args: &RunArgs) -> Task {
     let (transfer, run) = (TransferOptions::default(), Some(true));
@@ -242,7 +167,8 @@ fn restore(
     cancel: &Cancel,
     report: &RunReport<'_>,
 ) -> Restored {
-    let (request, source, started) = (Request::new(task(args)), image.source(), guests.started());
+    let request = Request { requires_mapped_memory: args.share, ..Request::new(task(args)) };
+    let (source, started) = (image.source(), guests.started());
     let endpoints: Vec<Endpoint> = started.iter().map(|guest| Endpoint::Qmp(guest.qemu.qmp_path())).collect();
     let destinations: Vec<_> = started.iter().map(|guest| Destination::Qmp(guest.qemu.qmp_path())).collect();
     let (reporter, reporters) = Reporter::several(&args.output, &endpoints);

@@ -1,5 +1,7 @@
 //! `towline upgrade`: another QEMU under a running guest.
 
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -7,7 +9,7 @@ use serde_json::json;
 use towline_control::plan::{
     Destination, Failure, GuestState, Observer, Source, SourceCategory, UpgradeMemory,
 };
-use towline_control::upgrade::{self, Prepared, Reversible, UpgradeOptions, Upgraded, Vsocks};
+use towline_control::upgrade::{self, Cards, Prepared, Reversible, UpgradeOptions, Upgraded, Vsocks};
 use towline_launch::RuntimeRoot;
 
 use crate::args::UpgradeArgs;
@@ -38,13 +40,14 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
         arguments: args.arguments.clone(),
         memory: if args.copy { UpgradeMemory::Copied } else { UpgradeMemory::InPlace },
         vsocks: if args.detach_vsock { Vsocks::Detached } else { Vsocks::Refused },
+        cards: if args.with_devices { Cards::Shared } else { Cards::Refused },
         downtime_limit: Duration::from_millis(args.downtime_limit),
         root: RuntimeRoot::of_user(),
     };
     let prepared = upgrade::prepare(&options);
     let new = match prepared.and_then(|prepared| start(prepared, &reporter)) {
         Ok(new) => new,
-        Err(error) => return Ok(refused(&reporter, &error)),
+        Err(error) => return Ok(refused(&reporter, &error, &options.old)),
     };
     if args.dry_run {
         return Ok(match new.check(&cancel, &reporter) {
@@ -71,9 +74,11 @@ fn start(prepared: Prepared, reporter: &Reporter) -> Result<Reversible, upgrade:
 }
 
 /// Reports an upgrade before which nothing was changed.
-fn refused(reporter: &Reporter, error: &upgrade::Error) -> Exit {
+fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
     let text = error.to_string();
-    let is_unreached = matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });
+    // Whatever fails because the old QEMU has ended meanwhile: its guest is not there any more.
+    let has_ended = UnixStream::connect(old).is_err();
+    let is_unreached = has_ended || matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });
     let guest = if is_unreached { GuestState::Unreached } else { GuestState::Safe };
     let (row, guest) = (guest.row(SourceCategory::Qemu), guest.sentence(SourceCategory::Qemu));
     let fields = json!({

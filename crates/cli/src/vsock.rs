@@ -13,7 +13,7 @@ use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
 use towline_vhost_user::{Device, FrontendSource, InFlightRecord, ServeError, Service};
-use towline_vsock::{HostAddress, Limits, LocalGuests, Rule, Settings, Vsock};
+use towline_vsock::{ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Vsock};
 
 use crate::args::{Guest, VsockArgs, read_guests};
 use crate::backend::{NO_ACTIVATION, missing_socket};
@@ -102,26 +102,29 @@ pub(crate) fn extend_policy(policy: &mut Policy, guest: &Guest) {
     guest.uds.iter().chain(&guest.uds_seqpacket).for_each(|path| policy.removes(path));
     for rule in &guest.forward {
         match rule {
-            Rule::Connect { to: HostAddress::Tcp(address), .. } => policy.connect.add(address.port()),
-            Rule::Connect { to: HostAddress::Unix(_), .. } | Rule::PeerGuest { .. } => {
+            ForwardingRule::Connect { to: HostAddress::Tcp(address), .. } => {
+                policy.connect.add(address.port());
+            }
+            ForwardingRule::Connect { to: HostAddress::Unix(_), .. } | ForwardingRule::PeerGuest { .. } => {
                 policy.connects_unix = true;
             }
-            Rule::Connect { to: HostAddress::Vsock { .. }, .. } => policy.connects_vsock = true,
-            Rule::Listen { from: HostAddress::Unix(path), .. } => policy.removes(path),
-            Rule::Listen { .. } => {}
+            ForwardingRule::Connect { to: HostAddress::Vsock { .. }, .. } => policy.connects_vsock = true,
+            ForwardingRule::Listen { from: HostAddress::Unix(path), .. } => policy.removes(path),
+            ForwardingRule::Listen { .. } => {}
         }
     }
 }
 
 /// Returns the limits of each guest. The guests share the descriptors of this process.
-fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> Result<Limits> {
+fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> Result<ConnectionLimits> {
     let max = u64::from(towline_vsock::credit::WINDOW_MAX);
     let buf_alloc =
         u32::try_from(args.buf_alloc).ok().filter(|bytes| (4096..=max).contains(&u64::from(*bytes)));
     let buf_alloc =
         buf_alloc.with_context(|| format!("--buf-alloc {}: expected 4096 to {max} bytes", args.buf_alloc))?;
-    let wanted = Limits { buf_alloc, memory: args.memory_limit, ..Limits::default() };
-    let wanted = Limits { connections: args.connections_limit.unwrap_or(wanted.connections), ..wanted };
+    let wanted = ConnectionLimits { buf_alloc, memory: args.memory_limit, ..ConnectionLimits::default() };
+    let wanted =
+        ConnectionLimits { connections: args.connections_limit.unwrap_or(wanted.connections), ..wanted };
     let limits = wanted.within_descriptors(descriptors, guests);
     if args.connections_limit.is_some_and(|connections| connections > limits.connections) {
         tracing::warn!(

@@ -44,7 +44,7 @@ pub enum CheckEnd {
 
 /// Options of the planned transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Intent {
+pub struct PlannedTransfer {
     /// Number of lanes; `None` if it is not known yet.
     pub lanes: Option<usize>,
     /// The guest is to run before its memory has arrived.
@@ -97,11 +97,11 @@ impl CheckEnd {
 ///
 /// # Errors
 /// [`Error`] of either end.
-pub fn check(source: &CheckEnd, destination: &CheckEnd, intent: Intent) -> Result<Report, Error> {
+pub fn check(source: &CheckEnd, destination: &CheckEnd, planned: PlannedTransfer) -> Result<Report, Error> {
     let (guest, there) = (source.facts()?, destination.facts()?);
     let is_live = destination.is_live();
     let is_one_host = is_live && (source.is_live() || matches!(source, CheckEnd::Image(_)));
-    let Intent { lanes, is_postcopy } = intent;
+    let PlannedTransfer { lanes, is_postcopy } = planned;
     let pair = Pair { source: &guest, destination: &there, lanes, is_postcopy, is_live, is_one_host };
     let mut report = evaluate(&pair);
     if let CheckEnd::Attribute(_) | CheckEnd::Control(_) = destination {

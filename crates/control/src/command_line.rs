@@ -12,7 +12,7 @@ use crate::qemu::Qemu;
 /// Reason that a command line is not recorded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum RecordError {
+pub enum CommandLineRecordError {
     /// The process of the QEMU is not known.
     #[error(
         "QEMU's process is not known: {reason}; save the guest on the host of its QEMU, as the same user"
@@ -44,16 +44,19 @@ pub enum RecordError {
 ///
 /// # Errors
 /// A process that is not known, or whose command line is not shown or is not one of QEMU's.
-pub fn record(qemu: &Qemu) -> Result<QemuProcess, RecordError> {
+pub fn record(qemu: &Qemu) -> Result<QemuProcess, CommandLineRecordError> {
     let pid = match qemu.process() {
         Process::Known { pid, .. } => *pid,
-        Process::Unknown { reason } => return Err(RecordError::UnknownProcess { reason: reason.clone() }),
+        Process::Unknown { reason } => {
+            return Err(CommandLineRecordError::UnknownProcess { reason: reason.clone() });
+        }
     };
     let command_line =
         CommandLine::of_process(pid.cast_unsigned()).and_then(|command_line| command_line.record());
-    let command_line = command_line.map_err(|source| RecordError::CommandLine { pid, source })?.to_json();
+    let command_line =
+        command_line.map_err(|source| CommandLineRecordError::CommandLine { pid, source })?.to_json();
     if command_line.len() > COMMAND_LINE_BYTES_MAX {
-        return Err(RecordError::TooLong { found: command_line.len() });
+        return Err(CommandLineRecordError::TooLong { found: command_line.len() });
     }
     let directory = fs::read_link(format!("/proc/{pid}/cwd")).ok();
     let working_directory = directory.and_then(|directory| directory.into_os_string().into_string().ok());

@@ -48,11 +48,11 @@ pub use reflink::Reflink;
 pub use running::of_running;
 pub use shared::{GuestBackends, PrivateBlock, SharedBlock, guest_backends, shared_blocks};
 
-pub use stored::{Verify, find_mapped_memory, may_map, of_image, of_reflink};
+pub use stored::{Need, Verify, find_mapped_memory, may_map, of_image, of_reflink};
 
 /// Relation of a block's memory to the file that it is mapped from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum MappingKind {
     /// Pages are those of an image until the guest writes them.
     CopyOnWrite,
     /// Pages are those of a reflink of an image, which is written.
@@ -70,7 +70,7 @@ pub struct Mapped {
     /// Its length.
     pub bytes: u64,
     /// The way it is mapped.
-    pub kind: Kind,
+    pub kind: MappingKind,
 }
 
 /// A block whose pages have to be sent.
@@ -101,7 +101,7 @@ pub struct Presence {
 
 /// Purpose of a backend, by the file that it is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Intent {
+enum BackendPurpose {
     /// Memory of the guest is to be mapped.
     Mapped,
     /// It is any other memory.
@@ -152,12 +152,12 @@ impl Presence {
         self.mapped.iter().map(|mapped| mapped.block.as_str())
     }
 
-    fn add(&mut self, block: &str, outcome: Result<Mapped, Reason>, intent: Intent) {
+    fn add(&mut self, block: &str, outcome: Result<Mapped, Reason>, purpose: BackendPurpose) {
         match outcome {
             Ok(mapped) => self.mapped.push(mapped),
             Err(reason) => {
                 tracing::debug!(block, %reason, "pages are sent");
-                let is_unexpected = intent == Intent::Mapped;
+                let is_unexpected = purpose == BackendPurpose::Mapped;
                 self.sent.push(Sent { block: block.to_owned(), reason, is_unexpected });
             }
         }

@@ -7,9 +7,10 @@
 //!                 └ records of a killed towline: undone first
 //! ```
 //! A journal is a file of JSON lines in the runtime directory ([`RuntimeDirectory`]), named by the id and start
-//! time of QEMU's process. A record is written by one `write` and synced before its change is made (for
-//! temporary directories right after), so that a truncated last line belongs to a change that was never made.
-//! The owner holds a lock (`flock`) on the file as long as it lives.
+//! time of QEMU's process. A record is written by one `write` before its change is made (for temporary directories
+//! right after), so that a truncated last line belongs to a change that was never made. It is not synced: a host
+//! that crashes ends the QEMU too, and the kernel keeps what a killed towline has written. The owner holds a lock
+//! (`flock`) on the file as long as it lives.
 //!
 //! If QEMU's process is not known, the journal is named by the device and inode of the monitor's socket, and
 //! holds the socket's path and, if the file system has it, its creation time. Such a journal is not found

@@ -98,7 +98,7 @@ pub enum Error {
         text: String,
     },
     /// The guest of this source was sent elsewhere, or was paused, when it was copied.
-    /// Remedy: none at this end: the text names the place of the guest.
+    /// Remedy: look at the guest in the place that the text names; `towline moves` lists the records.
     #[error("{text}")]
     Left {
         /// The record, and what can be done.

@@ -57,3 +57,4 @@ pub use report::{DestinationState, PostcopyReport, Report, SourceState};
 pub use request::UpgradeMemory;
 pub use request::{Devices, PostcopyStart, Request, Task, Tls, TransferOptions};
 pub use upgrade::{UpgradeRequest, check_upgrade, upgrade};
+pub(crate) use vsock::chardevs as vsock_chardevs;

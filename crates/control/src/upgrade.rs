@@ -13,8 +13,9 @@
 //! If towline is killed, its move record says which of the two it was, and `towline resume` finishes the move. A new QEMU that
 //! waited for a towline that was killed is ended by the next upgrade of the guest (`leftover`).
 //!
-//! Out of scope: devices of other processes, except vsocks that are detached meanwhile. Limits: Linux, QEMUs of one user on one host.
+//! Out of scope: devices of other processes, except vsocks that are detached meanwhile, and cards whose process serves both QEMUs. Limits: Linux, QEMUs of one user on one host.
 
+mod cards;
 mod command_line;
 mod error;
 mod leftover;
@@ -22,23 +23,24 @@ mod old;
 mod ports;
 
 use std::ffi::OsString;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use towline_channel::Cancel;
 use towline_launch::{
-    AllowedCommandLine, CommandLine, GuestName, HostArguments, Incoming, Launcher, Lifetime, MappedBlock,
-    MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeDirectory, RuntimeError, RuntimeRoot,
-    Setting, Sharing,
+    AllowedCommandLine, CommandLine, GuestDirectory, GuestName, HostArguments, Incoming, Launcher, Lifetime,
+    MappedBlock, MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError, RuntimeRoot, Setting,
+    Sharing,
 };
 
 use crate::in_place::GuestBackends;
-use crate::plan::{self, Failure, Observer, Report, UpgradeMemory, UpgradeRequest};
+use crate::plan::{self, Failure, GuestState, Observer, Report, UpgradeMemory, UpgradeRequest};
 use crate::staging_names::StagingName;
 use command_line::{Context, Rewritten, refuse_end_with_parent, rewrite};
 use old::OldQemu;
 
-pub use command_line::Vsocks;
+pub use command_line::{Cards, Vsocks};
 pub use error::{Error, Refusal};
 
 /// The first QEMU that reports the addresses of its memory, without which nothing proves what it maps.
@@ -63,6 +65,8 @@ pub struct UpgradeOptions {
     pub memory: UpgradeMemory,
     /// Devices that QEMU does not migrate.
     pub vsocks: Vsocks,
+    /// Network cards of other processes.
+    pub cards: Cards,
     /// Maximum downtime, where memory is sent.
     pub downtime_limit: Duration,
     /// Directory of the guests that towline starts.
@@ -74,7 +78,7 @@ pub struct UpgradeOptions {
 pub struct Prepared {
     request: UpgradeRequest,
     old: String,
-    directory: RuntimeDirectory,
+    directory: GuestDirectory,
     host: HostArguments,
     guest: AllowedCommandLine,
     names: Vec<StagingName>,
@@ -132,9 +136,11 @@ pub fn prepare(options: &UpgradeOptions) -> Result<Prepared, Error> {
         generation_id: old.generation_id.as_deref(),
         settings: &options.settings,
         vsocks: options.vsocks,
+        vsock_chardevs: &old.vsock_chardevs,
+        cards: options.cards,
         number,
     };
-    let Rewritten { command_line, name, names } =
+    let Rewritten { command_line, name, names, cards } =
         rewrite(&old.command_line, &context).map_err(Error::Refused)?;
     let base = base_name(name.as_deref(), &options.old);
     let mut host = host;
@@ -151,6 +157,7 @@ pub fn prepare(options: &UpgradeOptions) -> Result<Prepared, Error> {
         return Err(Error::Refused(vec![refusal]));
     }
     leftover::end(&options.root, &base, &old);
+    cards.iter().try_for_each(|socket| cards::check_second_frontend(socket))?;
     let directory = claim(&options.root, &base)?;
     let request = UpgradeRequest {
         old: options.old.clone(),
@@ -202,7 +209,7 @@ impl Reversible {
     /// # Errors
     /// As [`plan::check_upgrade`].
     pub fn check(&self, cancel: &Cancel, observer: &dyn Observer) -> Result<(), Failure> {
-        plan::check_upgrade(&self.request, cancel, observer)
+        plan::check_upgrade(&self.request, cancel, observer).map_err(|failure| self.judge(failure))
     }
 
     /// Has the guest go on in the new QEMU, and ends the old one.
@@ -216,9 +223,15 @@ impl Reversible {
                 if failure.guest.may_be_at_destination() {
                     drop(self.pass_point_of_no_return());
                 }
-                Err(failure)
+                Err(self.judge(failure))
             }
         }
+    }
+
+    /// Whatever failed because the old QEMU has ended: its guest is not there any more.
+    fn judge(&self, failure: Failure) -> Failure {
+        let has_ended = failure.guest == GuestState::Safe && UnixStream::connect(&self.request.old).is_err();
+        if has_ended { Failure { guest: GuestState::Unreached, ..failure } } else { failure }
     }
 
     /// From here on the new QEMU is left alone, whatever happens.
@@ -323,7 +336,7 @@ fn base_name(name: Option<&str>, monitor: &Path) -> String {
 }
 
 /// Claims the first directory of that name and a number that no QEMU has.
-fn claim(root: &RuntimeRoot, base: &str) -> Result<RuntimeDirectory, Error> {
+fn claim(root: &RuntimeRoot, base: &str) -> Result<GuestDirectory, Error> {
     let mut number = 1;
     loop {
         let name: GuestName = format!("{base}.{number}").parse().expect("letters, digits and a number");

@@ -108,7 +108,7 @@ impl Frame<'_> {
 
 /// A receive and a transmit queue.
 #[derive(Debug)]
-pub struct Pair {
+pub struct DriverPair {
     options: Options,
     memory: Arc<Memory>,
     rx: Queue,
@@ -119,7 +119,7 @@ pub struct Pair {
     held: Vec<u64>,
 }
 
-impl Pair {
+impl DriverPair {
     /// Memory required, in bytes.
     pub fn memory_bytes(options: &Options) -> u64 {
         let (rx, tx) = (stride(options.receive_bytes), stride(options.transmit_bytes));
@@ -222,13 +222,13 @@ impl Pair {
         Ok(())
     }
 
-    /// Writes `bytes` (header and frame) into every transmit buffer, for [`Pair::transmit_any`].
+    /// Writes `bytes` (header and frame) into every transmit buffer, for [`DriverPair::transmit_any`].
     pub fn fill_transmit_buffers(&mut self, bytes: &[u8]) {
         (0..self.options.size).for_each(|slot| self.memory.write(self.slot(slot), bytes));
     }
 
     /// Transmits header and frame, `len` bytes in all, with the current content of the buffer. False if there is no
-    /// free buffer. Published by [`Pair::flush`].
+    /// free buffer. Published by [`DriverPair::flush`].
     pub fn transmit_any(&mut self, len: usize) -> bool {
         let Some(slot) = self.free.pop() else { return false };
         if self.tx.add(Pages::new(self.slot(slot), len).all(), &[], slot.into()) {

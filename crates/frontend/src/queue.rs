@@ -213,14 +213,15 @@ impl Queue {
     ///
     /// # Panics
     /// Without a buffer, or with more than 64 in an indirect chain.
-    pub fn add(&mut self, out: &[Buffer], back: &[Buffer], token: u64) -> bool {
-        let count = out.len() + back.len();
+    pub fn add(&mut self, out_bufs: &[Buffer], in_bufs: &[Buffer], token: u64) -> bool {
+        let count = out_bufs.len() + in_bufs.len();
         assert!(count > 0, "a chain of nothing");
         let indirect = self.places.tables != 0 && count > 1;
         if self.free.len() < if indirect { 1 } else { count } {
             return false;
         }
-        let buffers = out.iter().map(|buffer| (buffer, 0)).chain(back.iter().map(|buffer| (buffer, WRITE)));
+        let buffers =
+            out_bufs.iter().map(|buffer| (buffer, 0)).chain(in_bufs.iter().map(|buffer| (buffer, WRITE)));
         let head = self.free[self.free.len() - 1];
         if indirect {
             assert!(count <= INDIRECT_MAX, "{count} descriptors in an indirect table");

@@ -42,7 +42,7 @@ impl Shared {
         let slice = |&(offset, len): &(usize, usize)| {
             let from = self.pointer(offset, len);
             // SAFETY: it is mapped for as long as `self` lives. Only buffers that the driver owns and the device does
-            // not are passed (`net::Pair`), and only to the kernel, so they are not written during the call.
+            // not are passed (`net::DriverPair`), and only to the kernel, so they are not written during the call.
             IoSlice::new(unsafe { std::slice::from_raw_parts(from, len) })
         };
         let slices: Vec<_> = parts.iter().map(slice).collect();

@@ -76,7 +76,7 @@ impl AtomicFile {
         // From here on the partial is ours and removed on drop.
         let mut this = Self { entry, file, direct: None, existing, replaced: None, node, is_partial: true };
         this.lock_replaced()?;
-        this.set_length(0).map_err(|errno| failed("empty", &this.entry.partial_path(), errno))?;
+        this.set_length(0).map_err(|error| failed("empty", &this.entry.partial_path(), errno_of(&error)))?;
         this.direct = this.entry.open_direct(&this.file)?;
         Ok(this)
     }
@@ -132,27 +132,27 @@ impl AtomicFile {
     /// Punches a hole of `length` bytes at offset `at`, which then reads as zeros.
     ///
     /// # Errors
-    /// `EOPNOTSUPP` and `ENOSYS` on a filesystem without holes; else the kernel's error.
-    pub fn punch(&self, at: u64, length: u64) -> Result<(), Errno> {
+    /// [`io::ErrorKind::Unsupported`] on a filesystem without holes; else the kernel's error.
+    pub fn punch(&self, at: u64, length: u64) -> io::Result<()> {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let op = || Op::Punch { node: self.node, at, length };
-        journal::step(op, || fs::fallocate(&self.file, flags, at, length))
+        Ok(journal::step(op, || fs::fallocate(&self.file, flags, at, length))?)
     }
 
     /// Truncates the file to `length`, or extends it by a hole.
     ///
     /// # Errors
     /// The kernel's error.
-    pub fn set_length(&self, length: u64) -> Result<(), Errno> {
-        journal::step(|| Op::SetLength { node: self.node, length }, || fs::ftruncate(&self.file, length))
+    pub fn set_length(&self, length: u64) -> io::Result<()> {
+        Ok(journal::step(|| Op::SetLength { node: self.node, length }, || fs::ftruncate(&self.file, length))?)
     }
 
     /// Syncs the file to disk.
     ///
     /// # Errors
     /// The kernel's error; written data may be lost.
-    pub fn sync(&self) -> Result<(), Errno> {
-        journal::step(|| Op::Sync { node: self.node }, || fs::fsync(&self.file))
+    pub fn sync(&self) -> io::Result<()> {
+        Ok(journal::step(|| Op::Sync { node: self.node }, || fs::fsync(&self.file))?)
     }
 
     /// Syncs the file and renames it to the final name.
@@ -170,7 +170,7 @@ impl AtomicFile {
     /// The old file, if any, keeps the final name, and the partial is removed.
     pub(crate) fn rename(mut self) -> Result<RenamedFile> {
         let partial = self.entry.partial_path();
-        self.sync().map_err(|errno| failed("write to disk", &partial, errno))?;
+        self.sync().map_err(|error| failed("write to disk", &partial, errno_of(&error)))?;
         if !self.entry.is_partial(&self.file)? {
             self.is_partial = false;
             return Err(Error::PartialGone { partial });
@@ -223,7 +223,7 @@ impl RenamedFile {
 /// As [`AtomicFile::open`] and [`AtomicFile::commit`].
 pub fn write_sidecar(path: &Path, bytes: &[u8], existing: Existing) -> Result<()> {
     #[cfg(test)]
-    if journal::is_on(journal::Fault::SidecarInPlace) {
+    if journal::is_on(journal::PublicationBug::SidecarInPlace) {
         return write_in_place(path, bytes);
     }
     let sidecar = AtomicFile::open(path, existing)?;
@@ -232,7 +232,7 @@ pub fn write_sidecar(path: &Path, bytes: &[u8], existing: Existing) -> Result<()
     sidecar.commit()
 }
 
-/// Implements [`journal::Fault::SidecarInPlace`].
+/// Implements [`journal::PublicationBug::SidecarInPlace`].
 #[cfg(test)]
 fn write_in_place(path: &Path, bytes: &[u8]) -> Result<()> {
     let entry = DirectoryEntry::open(path)?;

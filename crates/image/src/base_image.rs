@@ -16,9 +16,9 @@ use std::path::{Path, PathBuf};
 
 use towline_protocol::RamBlock;
 
-use crate::chain::{Chain, LAYERS_MAX, check_blocks, resolve_base};
+use crate::chain::{LAYERS_MAX, LayerChain, check_blocks, resolve_base};
 use crate::checksum::{CHUNK_BYTES, ChunkHash};
-use crate::journal::{self, Fault};
+use crate::journal::{self, PublicationBug};
 use crate::manifest::{Base, Manifest, sidecar_path};
 use crate::sidecar::staged_path;
 use crate::{Error, Result};
@@ -35,7 +35,7 @@ pub struct Increment {
 /// The base of an image that is being stored. Its files stay open and locked until the image is complete.
 #[derive(Debug)]
 pub(crate) struct BaseImage {
-    chain: Chain,
+    chain: LayerChain,
     reference: Base,
     image_path: PathBuf,
     base_path: PathBuf,
@@ -75,7 +75,7 @@ impl FileIdentity {
 impl BaseImage {
     /// Opens the image at `base` as the base of a new one at `image`.
     pub(crate) fn open(image: &Path, base: &Path) -> Result<Self> {
-        let chain = Chain::open(base)?;
+        let chain = LayerChain::open(base)?;
         if chain.layers().len() == LAYERS_MAX {
             return Err(Error::ChainTooLong { path: image.into(), limit: LAYERS_MAX });
         }
@@ -103,7 +103,9 @@ impl BaseImage {
 
     /// Returns true if the image will be readable: its base has not changed and is still in its place.
     pub(crate) fn is_unchanged(&self) -> bool {
-        journal::is_on(Fault::BaseNotRechecked) || self.identities() == self.opened || self.content_matches()
+        journal::is_on(PublicationBug::BaseNotRechecked)
+            || self.identities() == self.opened
+            || self.content_matches()
     }
 
     /// Path of the base as given.
@@ -123,7 +125,7 @@ impl BaseImage {
 
     /// Opens the base as a reader of the image will, and compares its content.
     fn content_matches(&self) -> bool {
-        let chain = Chain::open(&resolve_base(&self.image_path, &self.reference));
+        let chain = LayerChain::open(&resolve_base(&self.image_path, &self.reference));
         let manifest = chain.ok().and_then(|chain| chain.top().manifest.as_ref().map(Manifest::content));
         manifest == Some(self.reference.content)
     }

@@ -29,14 +29,14 @@ pub const LAYERS_MAX: usize = 16;
 
 /// A chain of at least one layer.
 #[derive(Debug)]
-pub(crate) struct Chain {
+pub(crate) struct LayerChain {
     /// The image itself first, the whole image last.
     layers: Vec<Layer>,
     /// Index of the layer of each chunk, by block; empty for a single layer.
     layer_indexes: Vec<Vec<u8>>,
 }
 
-impl Chain {
+impl LayerChain {
     /// Opens the image at `path` and its base images.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let top = Layer::open(path)?;

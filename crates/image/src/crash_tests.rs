@@ -16,7 +16,7 @@ use towline_protocol::{BlockIndex, PageRef};
 
 use self::disk::Disk;
 use self::races::races;
-use crate::journal::{Fault, Op, Plan, record};
+use crate::journal::{Op, Plan, PublicationBug, record};
 use crate::manifest::{Digest, Manifest, sidecar_path};
 use crate::sidecar::staged_path;
 use crate::testing::{PAGE, TestGuest, delivered, directory};
@@ -213,14 +213,14 @@ const SCENARIOS: [Scenario; 8] = [
 /// Options of a run.
 #[derive(Clone, Copy, Default)]
 struct RunOptions {
-    fault: Option<Fault>,
+    fault: Option<PublicationBug>,
     /// A step that fails, and its error.
     fails: Option<(usize, Errno)>,
     /// Run another writer after every n-th crash.
     writer_every: Option<usize>,
 }
 
-fn plan(fault: Option<Fault>) -> Plan {
+fn plan(fault: Option<PublicationBug>) -> Plan {
     Plan { fault, ..Plan::default() }
 }
 
@@ -369,23 +369,28 @@ fn each_bug_of_earlier_versions_is_detected() {
         run(scenario, prepared(scenario).path(), options, &mut random).map(drop)
     };
     let over = &SCENARIOS[1];
-    let found = |fault: Fault, result: Result<(), String>| match result {
+    let found = |fault: PublicationBug, result: Result<(), String>| match result {
         Ok(()) => panic!("{fault:?} is not detected"),
         Err(text) => println!("{fault:?}: {}", &text[..text.len().min(300)]),
     };
-    for fault in [Fault::ManifestFirst, Fault::FileNotSynced, Fault::DirectoryNotSynced, Fault::SealIgnored] {
+    for fault in [
+        PublicationBug::ManifestFirst,
+        PublicationBug::FileNotSynced,
+        PublicationBug::DirectoryNotSynced,
+        PublicationBug::SealIgnored,
+    ] {
         found(fault, crashes(over, fault));
     }
-    found(Fault::SidecarInPlace, crashes(&SCENARIOS[7], Fault::SidecarInPlace));
-    found(Fault::ReplacedUnchecked, races(over, Some(Fault::ReplacedUnchecked)).map(drop));
+    found(PublicationBug::SidecarInPlace, crashes(&SCENARIOS[7], PublicationBug::SidecarInPlace));
+    found(PublicationBug::ReplacedUnchecked, races(over, Some(PublicationBug::ReplacedUnchecked)).map(drop));
     let from = prepared(over);
     let fails = (0..steps(over, from.path())).find_map(|step| {
         let fails = Some((step, Errno::IO));
         let options =
-            RunOptions { fault: Some(Fault::StagedManifestRemoved), fails, ..RunOptions::default() };
+            RunOptions { fault: Some(PublicationBug::StagedManifestRemoved), fails, ..RunOptions::default() };
         run(over, from.path(), options, &mut random).err()
     });
-    found(Fault::StagedManifestRemoved, fails.map_or(Ok(()), Err));
+    found(PublicationBug::StagedManifestRemoved, fails.map_or(Ok(()), Err));
 }
 
 /// Soak test: other guests in each round, every step failing with some error, and a second writer after each

@@ -14,7 +14,7 @@ use towline_protocol::{BlockIndex, PageRef};
 
 use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::crash_tests::unseal;
-use crate::index::{Contents, Index};
+use crate::index::{Index, IndexContents};
 use crate::manifest::{Digest, sidecar_path};
 use crate::sidecar::staged_path;
 use crate::testing::{LENGTHS, PAGE, TestGuest, delivered};
@@ -278,7 +278,7 @@ fn every_flipped_bit_of_an_index_is_detected() {
     let guest = TestGuest::new(11, 1);
     let state = guest.device_state();
     let names = |length: u64| vec![ChunkHash::Data([7; 32]); chunk_count(length) as usize];
-    let index = Index::new(Contents {
+    let index = Index::new(IndexContents {
         configuration: &towline_protocol::configuration::Configuration::default(),
         section_id: 2,
         origin: &Origin::default(),

@@ -20,7 +20,7 @@ pub(crate) enum ImageKind {
 
 /// The bytes of an image file that are not pages, and the layout.
 #[derive(Debug, Clone)]
-pub(crate) struct Frame {
+pub(crate) struct ImageFrame {
     /// Header, configuration, section header and total.
     head: Vec<u8>,
     section_id: u32,
@@ -32,7 +32,7 @@ pub(crate) struct Frame {
 /// Bytes and their offset in the file.
 pub(crate) type Part = (u64, Vec<u8>);
 
-impl Frame {
+impl ImageFrame {
     /// Lays out the file of a guest whose stream has this header.
     pub(crate) fn new(
         configuration: &Configuration,

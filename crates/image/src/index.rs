@@ -65,7 +65,7 @@ pub struct Index {
 
 /// Values from which an index is made.
 #[derive(Debug)]
-pub struct Contents<'a> {
+pub struct IndexContents<'a> {
     /// Header of the stream.
     pub configuration: &'a Configuration,
     /// Section id of the stream's `ram` sections.
@@ -119,8 +119,8 @@ impl Index {
     ///
     /// # Panics
     /// If the number of names differs from that of the chunks.
-    pub fn new(contents: Contents<'_>) -> Self {
-        let Contents { configuration, blocks, device_state, .. } = contents;
+    pub fn new(contents: IndexContents<'_>) -> Self {
+        let IndexContents { configuration, blocks, device_state, .. } = contents;
         let head = Head {
             machine_type: configuration.machine_type.clone(),
             target_page_bits: configuration.target_page_bits,

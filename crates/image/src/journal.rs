@@ -49,7 +49,7 @@ pub(crate) enum Op {
 /// Bugs of earlier versions; the crash tests must detect each of them when it is enabled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(not(test), allow(dead_code, reason = "put back by tests"))]
-pub(crate) enum Fault {
+pub(crate) enum PublicationBug {
     /// The manifest is renamed before the image.
     ManifestFirst,
     /// No file is synced before it is renamed.
@@ -78,7 +78,7 @@ pub(crate) fn step<T>(_op: impl FnOnce() -> Op, run: impl FnOnce() -> Result<T, 
 
 /// Returns true if this bug is enabled.
 #[cfg(not(test))]
-pub(crate) const fn is_on(_fault: Fault) -> bool {
+pub(crate) const fn is_on(_fault: PublicationBug) -> bool {
     false
 }
 
@@ -95,7 +95,7 @@ pub(crate) use recording::{Plan, is_on, node, record, step};
 mod recording {
     use std::cell::RefCell;
 
-    use super::{Errno, Fault, Node, Op};
+    use super::{Errno, Node, Op, PublicationBug};
 
     /// Interventions while steps are recorded.
     #[derive(Default)]
@@ -105,7 +105,7 @@ mod recording {
         /// Functions to run before the steps with these indexes.
         pub(crate) before: Vec<(usize, Box<dyn FnOnce()>)>,
         /// The bug to enable.
-        pub(crate) fault: Option<Fault>,
+        pub(crate) fault: Option<PublicationBug>,
     }
 
     #[derive(Default)]
@@ -128,7 +128,7 @@ mod recording {
         (done, recording.map(|recording| recording.ops).unwrap_or_default())
     }
 
-    pub(crate) fn is_on(fault: Fault) -> bool {
+    pub(crate) fn is_on(fault: PublicationBug) -> bool {
         RECORDING.with_borrow(|recording| {
             recording.as_ref().is_some_and(|recording| recording.plan.fault == Some(fault))
         })
@@ -163,8 +163,8 @@ mod recording {
         }
         let op = op();
         let left_out = match &op {
-            Op::Sync { .. } => is_on(Fault::FileNotSynced),
-            Op::SyncDirectory => is_on(Fault::DirectoryNotSynced),
+            Op::Sync { .. } => is_on(PublicationBug::FileNotSynced),
+            Op::SyncDirectory => is_on(PublicationBug::DirectoryNotSynced),
             _ => false,
         };
         let done = run()?;

@@ -103,7 +103,7 @@ pub struct Manifest {
 
 /// Values from which a manifest is made.
 #[derive(Debug)]
-pub struct Contents<'a> {
+pub struct ManifestContents<'a> {
     /// Origin of the guest.
     pub origin: &'a Origin,
     /// QEMU's machine type with its version.
@@ -275,9 +275,10 @@ impl Manifest {
     /// # Panics
     /// If `plain_pages`, `hashes` or `bitmaps` do not have one entry per block, or the device state is longer
     /// than the file.
-    pub fn new(contents: Contents<'_>) -> Self {
-        let Contents { origin, machine_type, blocks, plain_pages, hashes, device_state, .. } = contents;
-        let Contents { image_bytes, head, bitmaps, seal, base, .. } = contents;
+    pub fn new(contents: ManifestContents<'_>) -> Self {
+        let ManifestContents { origin, machine_type, blocks, plain_pages, hashes, device_state, .. } =
+            contents;
+        let ManifestContents { image_bytes, head, bitmaps, seal, base, .. } = contents;
         let lengths = [plain_pages.len(), hashes.len(), bitmaps.len()];
         assert!(lengths == [blocks.len(); 3], "one entry per block");
         let mut chunks = hashes.into_iter();

@@ -24,7 +24,7 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use crate::chain::Chain;
+use crate::chain::LayerChain;
 use crate::checksum::{self, CHUNK_BYTES};
 use crate::delivered::{self, Run};
 use crate::layer::Layer;
@@ -36,7 +36,7 @@ use crate::{Error, Result};
 /// A stored guest, mapped.
 #[derive(Debug)]
 pub struct Image {
-    chain: Chain,
+    chain: LayerChain,
     verify: bool,
     verified: Verified,
 }
@@ -71,7 +71,7 @@ impl Image {
     /// The file cannot be read, is not a mapped-ram file, is truncated, or has another image's manifest; a
     /// base is missing or was changed.
     pub fn open(path: &Path) -> Result<Self> {
-        let chain = Chain::open(path)?;
+        let chain = LayerChain::open(path)?;
         let verified = Verified::new(&chain.top().blocks);
         Ok(Self { chain, verify: false, verified })
     }

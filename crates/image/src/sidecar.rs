@@ -25,7 +25,7 @@ use rustix::fs::{OFlags, RenameFlags, Stat};
 use rustix::io::Errno;
 
 use crate::atomic_file::{self, DirectoryEntry, Existing, RenamedFile, write_sidecar};
-use crate::journal::{self, Fault};
+use crate::journal::{self, PublicationBug};
 use crate::manifest::{self, FORMAT, ImageFacts, Manifest, sidecar_path};
 use crate::{Error, Result};
 
@@ -206,7 +206,7 @@ impl StagedManifest {
     fn try_publish(&self, entry: &DirectoryEntry, renamed: &RenamedFile) -> Result<ManifestName> {
         let failed = |errno: Errno| Error::Write { path: staged_path(&self.image), source: errno.into() };
         let rename = |flags| entry.rename(&self.staged_name, &self.final_name, flags);
-        if journal::is_on(Fault::ReplacedUnchecked) {
+        if journal::is_on(PublicationBug::ReplacedUnchecked) {
             rename(RenameFlags::empty()).map_err(failed)?;
             return Ok(ManifestName::Final);
         }

@@ -53,7 +53,7 @@ mod tests;
 use std::time::Duration;
 
 pub use crate::location::{Location, LocationError, Scheme};
-pub use catalog::{Catalog, CatalogEntry, ImageSummary};
+pub use catalog::{Catalog, CatalogEntry, StoredImageSummary};
 pub use error::{ChunkPosition, Error, MissingChunkCause, Result};
 pub use garbage::{ChunkTotals, Garbage, Object};
 pub use images::{ImageReader, InUse, is_image, readers, remove_image};

@@ -20,7 +20,6 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, RwLock};
 
-use rustix::io::Errno;
 use towline_migration::{Pages, Sink, Stream};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::RamSection;
@@ -32,10 +31,10 @@ use crate::atomic_file::{AtomicFile, Existing};
 use crate::base_image::{BaseImage, Increment};
 use crate::bitmap::Bitmap;
 use crate::checksum::{BlockHasher, ChunkHash, OpenBudget};
-use crate::frame::{Frame, ImageKind};
+use crate::frame::{ImageFrame, ImageKind};
 use crate::layer::Layer;
 use crate::lock::{lock, lock_exclusive, lock_shared};
-use crate::manifest::{Contents, Digest, Manifest, Origin, sidecar_path};
+use crate::manifest::{Digest, Manifest, ManifestContents, Origin, sidecar_path};
 use crate::page_runs::page_runs;
 use crate::reader::write_error;
 use crate::sidecar::{self, FileId, ManifestName, StagedManifest};
@@ -78,7 +77,7 @@ pub struct ImageWriter {
 /// Layout of the image file.
 #[derive(Debug)]
 struct Layout {
-    frame: Frame,
+    frame: ImageFrame,
     /// A bit for each page that has content.
     bitmaps: Vec<Bitmap>,
 }
@@ -192,13 +191,13 @@ impl ImageWriter {
             None => ImageKind::Whole,
         };
         let section_id = self.items.section_id().map_err(|missing| self.missing(missing))?;
-        let frame = Frame::new(configuration, section_id, blocks, kind);
+        let frame = ImageFrame::new(configuration, section_id, blocks, kind);
         let found = frame.total();
         if found > RAM_BYTES_MAX {
             return Err(Error::TooLarge { path: self.path.clone(), found, limit: RAM_BYTES_MAX });
         }
         // Fails on a filesystem with too little space before memory is allocated for it.
-        self.with_file(|file| Ok(file.set_length(frame.end())?))?;
+        self.with_file(|file| file.set_length(frame.end()))?;
         let bitmaps = frame.blocks().iter().map(|block| Bitmap::new(block.pages())).collect();
         Ok(Layout { frame, bitmaps })
     }
@@ -260,8 +259,8 @@ impl ImageWriter {
             for run in runs {
                 let (at, length) = (pages_offset + run.start, run.end - run.start);
                 self.with_file(|file| match file.punch(at, length) {
-                    Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
-                    result => Ok(result?),
+                    Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
+                    result => result,
                 })?;
             }
         }
@@ -271,14 +270,14 @@ impl ImageWriter {
 
     fn manifest(
         &self,
-        frame: &Frame,
+        frame: &ImageFrame,
         bitmaps: &[Bitmap],
         hashes: Vec<Vec<ChunkHash>>,
         device_state: &DeviceState,
         base: Option<&BaseImage>,
     ) -> Result<Manifest> {
         let image_bytes = self.with_file(|file| Ok(file.file().metadata()?.len()))?;
-        Ok(Manifest::new(Contents {
+        Ok(Manifest::new(ManifestContents {
             origin: &self.origin.clone().with_run_state(device_state),
             machine_type: &self.configuration()?.machine_type,
             blocks: frame.blocks(),
@@ -324,7 +323,7 @@ impl ImageWriter {
         self.with_file(|file| {
             parts.iter().try_for_each(|(at, bytes)| file.write_all_at(bytes, *at))?;
             let end = parts.last().map_or(0, |(at, bytes)| at + bytes.len() as u64);
-            Ok(file.set_length(end)?)
+            file.set_length(end)
         })?;
         let manifest = self.manifest(&frame, &layout.bitmaps, hashes, &device_state, base)?;
         let manifest = manifest.to_json(&sidecar_path(&self.path))?;
@@ -333,7 +332,7 @@ impl ImageWriter {
         }
         let file = lock_exclusive(&self.file).take();
         let file = file.ok_or_else(|| self.order_error("the image was committed twice"))?;
-        file.sync().map_err(|errno| write_error(&self.path)(errno.into()))?;
+        file.sync().map_err(write_error(&self.path))?;
         *lock(&self.complete) = Some(CompleteImage { file, manifest, kind });
         Ok(())
     }
@@ -343,7 +342,7 @@ impl ImageWriter {
         let CompleteImage { file, manifest, kind } =
             complete.ok_or_else(|| self.order_error("the image was not committed"))?;
         #[cfg(test)]
-        if crate::journal::is_on(crate::journal::Fault::ManifestFirst) {
+        if crate::journal::is_on(crate::journal::PublicationBug::ManifestFirst) {
             crate::atomic_file::write_sidecar(&sidecar_path(&self.path), &manifest, Existing::Replace)?;
             return Ok(file.commit()?);
         }
@@ -366,7 +365,7 @@ impl ImageWriter {
         if let Err(error) = renamed.sync_directory() {
             // After a crash either image may be the present one: both manifests stay.
             #[cfg(test)]
-            if crate::journal::is_on(crate::journal::Fault::StagedManifestRemoved) {
+            if crate::journal::is_on(crate::journal::PublicationBug::StagedManifestRemoved) {
                 staged.discard(&entry);
             }
             return Err(error.into());

@@ -1,7 +1,7 @@
 //! Starts a QEMU and waits until its monitor answers.
 //!
 //! ```text
-//!   RuntimeDirectory ── socket, bound and listened on here ─┐
+//!   GuestDirectory ──── socket, bound and listened on here ─┐
 //!   AllowedCommandLine, HostArguments ──────────────────────┴─► fork, execve ─► the greeting of QMP, or the end and its last words
 //! ```
 //! The socket is QEMU's from the beginning, as a descriptor. So a client can connect at once and waits for the greeting alone, and the
@@ -33,7 +33,7 @@ use crate::command_line::{CommandLine, excerpt};
 use crate::host::HostArguments;
 use crate::memory::QemuVersion;
 use crate::policy::AllowedCommandLine;
-use crate::runtime::{Lifetime, RuntimeDirectory, RuntimeError, new_state};
+use crate::runtime::{GuestDirectory, Lifetime, RuntimeError, new_state};
 use process::{Exit, Spawned, spawn};
 
 /// Default time limit until the monitor answers.
@@ -72,7 +72,7 @@ pub enum ProcessSandbox {
 #[derive(Debug)]
 pub struct Launcher {
     /// The guest's directory.
-    pub directory: RuntimeDirectory,
+    pub directory: GuestDirectory,
     /// End of its life.
     pub lifetime: Lifetime,
     /// State in which it starts.
@@ -97,7 +97,7 @@ pub struct RunningQemu {
     exit: Arc<Exit>,
     lifetime: Lifetime,
     // `None` only while it is dropped.
-    directory: Option<RuntimeDirectory>,
+    directory: Option<GuestDirectory>,
 }
 
 /// A QEMU that did not start.
@@ -148,7 +148,7 @@ pub enum LaunchError {
 impl Launcher {
     /// A launcher with the defaults: the QEMU ends with this process, boots, runs, and is restricted strictly.
     #[must_use]
-    pub fn new(directory: RuntimeDirectory) -> Self {
+    pub fn new(directory: GuestDirectory) -> Self {
         Self {
             directory,
             lifetime: Lifetime::WithOwner,
@@ -294,7 +294,7 @@ impl RunningQemu {
     /// # Panics
     /// Never.
     #[must_use]
-    pub fn directory(&self) -> &RuntimeDirectory {
+    pub fn directory(&self) -> &GuestDirectory {
         self.directory.as_ref().expect("only drop removes it")
     }
 
@@ -403,7 +403,7 @@ fn parse_version(text: &str) -> Option<QemuVersion> {
 }
 
 /// Logs the command line without its secrets.
-fn log_start(directory: &RuntimeDirectory, binary: &Path, arguments: &[OsString]) {
+fn log_start(directory: &GuestDirectory, binary: &Path, arguments: &[OsString]) {
     let words = CommandLine::parse(arguments).and_then(|command_line| command_line.without_secrets());
     let words = match words {
         Ok(recorded) => recorded.command_line().to_arguments(),

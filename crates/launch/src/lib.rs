@@ -7,7 +7,7 @@
 //!                                                   └──────► AllowedCommandLine ◄┘
 //!                                                                │ MappedMemory: RAM that is not copied
 //!                                                                ▼
-//!                    RuntimeDirectory ◄── claim ── Launcher ── QEMU, its QMP socket, its log, its state for `list`
+//!                    GuestDirectory ◄── claim ── Launcher ── QEMU, its QMP socket, its log, its state for `list`
 //! ```
 //! An image may come from anyone, and so may the command line in it. [`Recorded::allow`] accepts only options, types, properties and forms
 //! of values that are listed as harmless; paths, interfaces, sockets, scripts and programs come from [`HostArguments`] alone. Everything
@@ -35,11 +35,11 @@ pub use command_line::{CommandLine, ParseError};
 pub use host::{EnvironmentVariable, GuestIdentity, HostArguments, HostError};
 pub use in_use::{InUse, Start, check_in_use};
 pub use launcher::{Incoming, LaunchError, Launcher, ProcessSandbox, RunningQemu};
-pub use memory::{MappedBlock, MappedMemory, MemoryError, QemuVersion, Sharing};
+pub use memory::{MappedBlock, MappedMemory, MemoryFileError, QemuVersion, Sharing};
 pub use overlay::{CreatedOverlay, Overlay, OverlayError, OverlayPlan};
 pub use policy::{AllowedCommandLine, Reason, Refusal, Refused, is_known_model};
 pub use record::Recorded;
-pub use runtime::{GuestName, GuestState, Lifetime, NameError, RuntimeDirectory, RuntimeError, RuntimeRoot};
+pub use runtime::{GuestDirectory, GuestName, Lifetime, NameError, RunningGuest, RuntimeError, RuntimeRoot};
 pub use settings::{Setting, SettingError};
 
 /// The example of the README, as a test.

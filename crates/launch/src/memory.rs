@@ -64,7 +64,7 @@ pub struct MappedMemory {
 /// Memory that cannot be mapped.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum MemoryError {
+pub enum MemoryFileError {
     /// QEMU lacks a property of the backend.
     #[error(
         "memory cannot be mapped by QEMU {found}: expected {expected} or newer for {property}=; {remedy}"
@@ -151,12 +151,12 @@ impl MappedMemory {
     ///
     /// # Errors
     /// A QEMU that is too old, a block that does not fit, or a command line without its backend.
-    pub fn apply(&self, guest: &mut AllowedCommandLine, version: QemuVersion) -> Result<(), MemoryError> {
+    pub fn apply(&self, guest: &mut AllowedCommandLine, version: QemuVersion) -> Result<(), MemoryFileError> {
         let mut changed = guest.command_line.clone();
         for (index, block) in self.blocks.iter().enumerate() {
             self.check(block, version)?;
             if self.blocks[..index].iter().any(|other| other.id == block.id) {
-                return Err(MemoryError::Repeated { id: block.id.clone() });
+                return Err(MemoryFileError::Repeated { id: block.id.clone() });
             }
             if changed.object(&block.id).is_some() {
                 self.replace_backend(block, &mut changed)?;
@@ -170,13 +170,13 @@ impl MappedMemory {
         Ok(())
     }
 
-    fn check(&self, block: &MappedBlock, version: QemuVersion) -> Result<(), MemoryError> {
+    fn check(&self, block: &MappedBlock, version: QemuVersion) -> Result<(), MemoryFileError> {
         let needs = |major, minor, property, remedy| {
             let expected = QemuVersion { major, minor };
             if version >= expected {
                 return Ok(());
             }
-            Err(MemoryError::Version { found: version, expected, property, remedy })
+            Err(MemoryFileError::Version { found: version, expected, property, remedy })
         };
         match self.sharing {
             Sharing::CopyOnWrite => needs(8, 2, "rom", "use a newer QEMU, or --copy")?,
@@ -186,15 +186,15 @@ impl MappedMemory {
             Sharing::Shared => {}
         }
         if !block.offset.is_multiple_of(PAGE_BYTES) {
-            return Err(MemoryError::Unaligned { id: block.id.clone(), offset: block.offset });
+            return Err(MemoryFileError::Unaligned { id: block.id.clone(), offset: block.offset });
         }
         let is_id = block.id.starts_with(|c: char| c.is_ascii_alphabetic())
             && block.id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
-        if is_id { Ok(()) } else { Err(MemoryError::Id { id: block.id.clone() }) }
+        if is_id { Ok(()) } else { Err(MemoryFileError::Id { id: block.id.clone() }) }
     }
 
     /// Replaces the object of the block's id by a mapping. What it says of nodes and dumps is kept.
-    fn replace_backend(&self, block: &MappedBlock, changed: &mut CommandLine) -> Result<(), MemoryError> {
+    fn replace_backend(&self, block: &MappedBlock, changed: &mut CommandLine) -> Result<(), MemoryFileError> {
         let is_it = |option: &&mut QemuOption| {
             option.name.as_str() == "object" && option.id().as_deref() == Some(&block.id)
         };
@@ -210,12 +210,16 @@ impl MappedMemory {
     }
 
     /// Gives the machine, which had memory without a backend, one of the block's id.
-    fn replace_main_memory(&self, block: &MappedBlock, changed: &mut CommandLine) -> Result<(), MemoryError> {
+    fn replace_main_memory(
+        &self,
+        block: &MappedBlock,
+        changed: &mut CommandLine,
+    ) -> Result<(), MemoryFileError> {
         let main = changed.merged_value("machine", "memory-backend");
         let nodes = changed.named("numa").filter_map(|option| option.properties()?.value("memdev"));
         let others: Vec<String> = main.into_iter().chain(nodes).collect();
         if !others.is_empty() {
-            return Err(MemoryError::NoBackend { id: block.id.clone(), expected: others.join(", ") });
+            return Err(MemoryFileError::NoBackend { id: block.id.clone(), expected: others.join(", ") });
         }
         if let Some(size) = changed.memory_size()? {
             check_length(block, size.size_bytes)?;
@@ -231,9 +235,9 @@ impl MappedMemory {
         Ok(())
     }
 
-    fn backend(&self, block: &MappedBlock, former: &Properties) -> Result<QemuOption, MemoryError> {
+    fn backend(&self, block: &MappedBlock, former: &Properties) -> Result<QemuOption, MemoryFileError> {
         let path_error =
-            |reason: String| MemoryError::Path { id: block.id.clone(), path: block.path.clone(), reason };
+            |reason: String| MemoryFileError::Path { id: block.id.clone(), path: block.path.clone(), reason };
         let path = block.path.to_str().ok_or_else(|| path_error("it is not UTF-8".into()))?;
         let mut properties = Vec::new();
         let mut add = |key: &str, value: &str| {
@@ -271,11 +275,11 @@ fn option_name(name: &str) -> OptionName {
     OptionName::find(name).expect("QEMU has options -machine and -object")
 }
 
-fn check_length(block: &MappedBlock, expected: u64) -> Result<(), MemoryError> {
+fn check_length(block: &MappedBlock, expected: u64) -> Result<(), MemoryFileError> {
     if block.length == expected {
         return Ok(());
     }
-    Err(MemoryError::Length { id: block.id.clone(), found: block.length, expected })
+    Err(MemoryFileError::Length { id: block.id.clone(), found: block.length, expected })
 }
 
 #[cfg(test)]
@@ -294,7 +298,7 @@ mod tests {
         sharing: Sharing,
         version: QemuVersion,
         blocks: &[MappedBlock],
-    ) -> Result<String, MemoryError> {
+    ) -> Result<String, MemoryFileError> {
         let guest = CommandLine::parse(words.split(' ')).unwrap();
         let mut guest = guest.trust(&HostArguments::default()).unwrap();
         MappedMemory { blocks: blocks.to_vec(), sharing }.apply(&mut guest, version)?;
@@ -371,24 +375,24 @@ mod tests {
         let fits = block("pc.ram", 0, 128 << 20);
         assert_eq!(
             error("-m 256", std::slice::from_ref(&fits)),
-            MemoryError::Length { id: "pc.ram".into(), found: 128 << 20, expected: 256 << 20 }
+            MemoryFileError::Length { id: "pc.ram".into(), found: 128 << 20, expected: 256 << 20 }
         );
         assert_eq!(
             error("-object memory-backend-ram,id=pc.ram,size=64M", std::slice::from_ref(&fits)),
-            MemoryError::Length { id: "pc.ram".into(), found: 128 << 20, expected: 64 << 20 }
+            MemoryFileError::Length { id: "pc.ram".into(), found: 128 << 20, expected: 64 << 20 }
         );
         assert_eq!(
             error("-machine q35,memory-backend=mem", std::slice::from_ref(&fits)),
-            MemoryError::NoBackend { id: "pc.ram".into(), expected: "mem".into() }
+            MemoryFileError::NoBackend { id: "pc.ram".into(), expected: "mem".into() }
         );
         assert_eq!(
             error("-m 128", &[fits.clone(), fits.clone()]),
-            MemoryError::Repeated { id: "pc.ram".into() }
+            MemoryFileError::Repeated { id: "pc.ram".into() }
         );
         assert_eq!(
             error("-m 128", &[block("pc.ram", 1, 128 << 20)]),
-            MemoryError::Unaligned { id: "pc.ram".into(), offset: 1 }
+            MemoryFileError::Unaligned { id: "pc.ram".into(), offset: 1 }
         );
-        assert_eq!(error("-m 128", &[block("a,b", 0, 1)]), MemoryError::Id { id: "a,b".into() });
+        assert_eq!(error("-m 128", &[block("a,b", 0, 1)]), MemoryFileError::Id { id: "a,b".into() });
     }
 }

@@ -24,7 +24,7 @@ use crate::command_line::{
 use crate::host::HostArguments;
 use crate::limits::COMMAND_LINE_BYTES_MAX;
 use crate::record::Recorded;
-use crate::settings::{self, Candidate, Origin};
+use crate::settings::{self, Candidate, ValueOrigin};
 use form::Form;
 use options::{Rule, is_of_process, rule};
 
@@ -48,16 +48,16 @@ impl Recorded {
     /// # Errors
     /// [`Refused::Image`] with all refusals; or a setting or an argument of `host` that is at fault.
     pub fn allow(&self, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
-        let own = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
+        let user_arguments = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
         let mut candidates = settings::apply(self.command_line(), &host.settings)?;
         let mut refusals = self.missing_secrets(host);
-        replace::accelerator(&mut candidates, &own);
-        replace::networks(&mut candidates, &own);
-        replace::consoles(&mut candidates, host, &own);
+        replace::accelerator(&mut candidates, &user_arguments);
+        replace::networks(&mut candidates, &user_arguments);
+        replace::consoles(&mut candidates, host, &user_arguments);
         candidates.iter().for_each(|candidate| judge(candidate, &mut refusals));
         duplicate_ids(&candidates, &mut refusals);
         if refusals.is_empty() {
-            assemble_command_line(candidates, host, &own)
+            assemble_command_line(candidates, host, &user_arguments)
         } else {
             Err(Refused::Image(refusals))
         }
@@ -92,8 +92,8 @@ impl CommandLine {
     /// # Errors
     /// A setting or an argument of `host` that is at fault.
     pub fn accept(&self, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
-        let own = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
-        assemble_command_line(settings::apply(self, &host.settings)?, host, &own)
+        let user_arguments = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
+        assemble_command_line(settings::apply(self, &host.settings)?, host, &user_arguments)
     }
 
     /// Accepts a command line whose origin is trusted as this host is: that of a process of the same user on it.
@@ -134,26 +134,26 @@ fn trust(command_line: &CommandLine, host: &HostArguments) -> Result<AllowedComm
     let mut candidates = settings::apply(&guest, &host.settings)?;
     // Those of the host alone: a port of a trusted image has the other end that the image names.
     candidates.retain(|candidate| {
-        candidate.origin == Origin::Host || !is_of_process(candidate.option.name.as_str())
+        candidate.origin == ValueOrigin::Host || !is_of_process(candidate.option.name.as_str())
     });
-    let own = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
-    assemble_command_line(candidates, host, &own)
+    let user_arguments = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
+    assemble_command_line(candidates, host, &user_arguments)
 }
 
 fn assemble_command_line(
     candidates: Vec<Candidate>,
     host: &HostArguments,
-    own: &CommandLine,
+    user_arguments: &CommandLine,
 ) -> Result<AllowedCommandLine, Refused> {
     let mut command_line = CommandLine::default();
     for candidate in candidates {
         command_line.push(candidate.option).map_err(Refused::Argument)?;
     }
-    command_line.options().iter().chain(own.options()).try_for_each(check_supervised)?;
+    command_line.options().iter().chain(user_arguments.options()).try_for_each(check_supervised)?;
     // Without an option for it, QEMU opens a window or listens for VNC.
     let is_display =
         |option: &QemuOption| ["display", "nographic", "vnc", "spice"].contains(&option.name.as_str());
-    if !command_line.options().iter().chain(own.options()).any(is_display)
+    if !command_line.options().iter().chain(user_arguments.options()).any(is_display)
         && let Some(name) = OptionName::find("display")
     {
         let option = QemuOption::parse(name, Some("none")).map_err(Refused::Argument)?;
@@ -190,7 +190,7 @@ fn refusal(setting: String, found: &str, reason: Reason) -> Refusal {
 /// Adds the refusals of one option.
 fn judge(candidate: &Candidate, refusals: &mut Vec<Refusal>) {
     let Candidate { option, address, origin } = candidate;
-    let Origin::Image(trusted) = origin else { return };
+    let ValueOrigin::Image(trusted) = origin else { return };
     let whole = || option.value_text().unwrap_or_default();
     let mut refuse = |reason| refusals.push(refusal(address.clone(), &whole(), reason));
     let Some(rule) = rule(option.name.as_str()) else { return refuse(Reason::Option) };

@@ -21,7 +21,7 @@ use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, fstat, mkdirat, ope
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
-pub use state::GuestState;
+pub use state::RunningGuest;
 
 /// Longest name of a guest in bytes. A socket's path has 107 bytes at most.
 const NAME_BYTES_MAX: usize = 48;
@@ -65,7 +65,7 @@ pub struct RuntimeRoot {
 
 /// The directory of one guest, whose name is ours while this value or a process that inherited its lock lives.
 #[derive(Debug)]
-pub struct RuntimeDirectory {
+pub struct GuestDirectory {
     name: GuestName,
     path: PathBuf,
     directory: OwnedFd,
@@ -181,7 +181,7 @@ impl RuntimeRoot {
     ///
     /// # Errors
     /// [`RuntimeError::Taken`] while that guest or its launcher lives; a root that others could write to.
-    pub fn claim(&self, name: &GuestName) -> Result<RuntimeDirectory, RuntimeError> {
+    pub fn claim(&self, name: &GuestName) -> Result<GuestDirectory, RuntimeError> {
         if let Some(parent) = self.path.parent() {
             // Shared with journals and sockets. One that cannot be made is reported with the root.
             let _ = mkdirat(CWD, parent, Mode::from(0o755));
@@ -210,7 +210,7 @@ impl RuntimeRoot {
             let named = statat(CWD, path.join(LOCK), AtFlags::SYMLINK_NOFOLLOW);
             let open = fstat(&lock).map_err(|errno| io_error(&path.join(LOCK), "examine it", errno))?;
             if named.is_ok_and(|named| (named.st_dev, named.st_ino) == (open.st_dev, open.st_ino)) {
-                let claimed = RuntimeDirectory { name: name.clone(), path, directory, lock };
+                let claimed = GuestDirectory { name: name.clone(), path, directory, lock };
                 claimed.remove_files();
                 return Ok(claimed);
             }
@@ -225,7 +225,7 @@ impl RuntimeRoot {
     ///
     /// # Errors
     /// A root that cannot be read, or that others could write to. A root that does not exist has no guests.
-    pub fn list(&self) -> Result<Vec<GuestState>, RuntimeError> {
+    pub fn list(&self) -> Result<Vec<RunningGuest>, RuntimeError> {
         let entries = match std::fs::read_dir(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             other => other.map_err(|source| RuntimeError::Io {
@@ -237,17 +237,17 @@ impl RuntimeRoot {
         open_private(CWD, &self.path, &self.path)?;
         let names =
             entries.take(GUESTS_MAX).flatten().filter_map(|entry| entry.file_name().into_string().ok());
-        let mut guests: Vec<GuestState> = names
+        let mut guests: Vec<RunningGuest> = names
             .filter_map(|name| name.parse::<GuestName>().ok())
-            .filter_map(|name| GuestState::read(&self.path.join(name.as_str()).join(STATE)))
-            .filter(GuestState::is_running)
+            .filter_map(|name| RunningGuest::read(&self.path.join(name.as_str()).join(STATE)))
+            .filter(RunningGuest::is_running)
             .collect();
         guests.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(guests)
     }
 }
 
-impl RuntimeDirectory {
+impl GuestDirectory {
     /// The guest's name.
     #[must_use]
     pub fn name(&self) -> &GuestName {
@@ -290,7 +290,7 @@ impl RuntimeDirectory {
     }
 
     /// Writes the state of the guest for [`RuntimeRoot::list`].
-    pub(crate) fn write_state(&self, state: &GuestState) -> Result<(), RuntimeError> {
+    pub(crate) fn write_state(&self, state: &RunningGuest) -> Result<(), RuntimeError> {
         let path = self.path.join(STATE);
         let error =
             |source: io::Error| RuntimeError::Io { path: path.clone(), operation: "write it", source };
@@ -343,7 +343,7 @@ fn io_error(path: &Path, operation: &'static str, errno: Errno) -> RuntimeError 
 
 /// The process that has a name, as its state tells.
 fn holder(path: &Path) -> String {
-    match GuestState::read(&path.join(STATE)) {
+    match RunningGuest::read(&path.join(STATE)) {
         Some(state) => format!("process {} (started by process {})", state.pid, state.owner_pid),
         None => "a guest that is being started".into(),
     }
@@ -351,12 +351,12 @@ fn holder(path: &Path) -> String {
 
 /// Returns the state that a guest has at its start.
 pub(crate) fn new_state(
-    directory: &RuntimeDirectory,
+    directory: &GuestDirectory,
     pid: u32,
     lifetime: Lifetime,
     image: Option<PathBuf>,
-) -> io::Result<GuestState> {
-    Ok(GuestState {
+) -> io::Result<RunningGuest> {
+    Ok(RunningGuest {
         name: directory.name.0.clone(),
         pid,
         start_time: state::start_time(pid)?,

@@ -24,7 +24,7 @@ pub struct Setting {
 #[non_exhaustive]
 pub enum SettingError {
     /// Not of the form `KEY=VALUE`.
-    /// Remedy: correct the setting.
+    /// Remedy: write `--set OPTION.ID.PROPERTY=VALUE`; `towline run --help` has examples.
     #[error(
         "setting {found:?} is malformed: expected OPTION.ID.PROPERTY=VALUE, as drive.disk0.file=/srv/disk0"
     )]
@@ -72,12 +72,12 @@ pub(crate) struct Candidate {
     pub(crate) option: QemuOption,
     /// The key that addresses it.
     pub(crate) address: String,
-    pub(crate) origin: Origin,
+    pub(crate) origin: ValueOrigin,
 }
 
 /// Origin of an option's values.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Origin {
+pub(crate) enum ValueOrigin {
     /// The image, but for these properties.
     Image(BTreeSet<String>),
     /// This host.
@@ -114,7 +114,7 @@ pub(crate) fn apply(
     let options = command_line.options().iter().zip(&addresses);
     let mut candidates: Vec<Option<Candidate>> = options
         .map(|(option, address)| {
-            let origin = Origin::Image(BTreeSet::new());
+            let origin = ValueOrigin::Image(BTreeSet::new());
             Some(Candidate { option: option.clone(), address: address.clone(), origin })
         })
         .collect();
@@ -146,14 +146,14 @@ fn apply_one(candidates: &mut Vec<Option<Candidate>>, setting: &Setting) -> Resu
             if let (Some(id), false, Some(properties)) = (id, has_id, candidate.option.properties_mut()) {
                 properties.set(if name.as_str() == "blockdev" { "node-name" } else { "id" }, &id);
             }
-            candidate.origin = Origin::Host;
+            candidate.origin = ValueOrigin::Host;
         }
         Some(property) => {
             let Some(properties) = candidate.option.properties_mut() else {
                 return Err(SettingError::NoProperties { key: key.clone(), option: name.as_str().into() });
             };
             properties.set(&property, value);
-            if let Origin::Image(trusted) = &mut candidate.origin {
+            if let ValueOrigin::Image(trusted) = &mut candidate.origin {
                 trusted.insert(property);
             }
             // The whole is checked again, now with this value.
@@ -192,7 +192,7 @@ fn add(
             return Err(SettingError::NoMatch { key: key.clone(), expected });
         }
     };
-    candidates.push(Some(Candidate { option, address: name.as_str().to_owned(), origin: Origin::Host }));
+    candidates.push(Some(Candidate { option, address: name.as_str().to_owned(), origin: ValueOrigin::Host }));
     Ok(())
 }
 

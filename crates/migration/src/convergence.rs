@@ -105,7 +105,7 @@ pub struct Sample {
 }
 
 /// Turns samples into observations, one whenever a further pass has begun. QEMU itself decides when to stop its
-/// guest: [`Decision::SwitchOver`] only means that it should soon.
+/// guest: [`PassDecision::SwitchOver`] only means that it should soon.
 #[derive(Debug, Default)]
 pub struct Sampler {
     /// The first sample of the pass.
@@ -137,7 +137,7 @@ impl Sampler {
 
 /// The next step.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Decision {
+pub enum PassDecision {
     /// One more pass.
     Continue,
     /// Stop the guest and send what is left.
@@ -167,7 +167,7 @@ pub struct CannotConverge {
 
 /// Decides after each pass of one migration.
 #[derive(Debug)]
-pub struct Policy {
+pub struct ConvergencePolicy {
     limits: Limits,
     recent: [Option<Observation>; RATE_PASSES],
     window: Window,
@@ -191,7 +191,7 @@ struct Window {
     best: Option<(Duration, u64)>,
 }
 
-impl Policy {
+impl ConvergencePolicy {
     /// A policy that has seen nothing.
     pub fn new(limits: Limits) -> Self {
         Self {
@@ -214,9 +214,9 @@ impl Policy {
 
     /// Takes in what a pass showed.
     ///
-    /// Terminates for any input: after a bounded number of passes, [`Decision::Continue`] is not returned any more
+    /// Terminates for any input: after a bounded number of passes, [`PassDecision::Continue`] is not returned any more
     /// unless the remaining downtime keeps falling by a tenth, which it can do a few hundred times.
-    pub fn observe(&mut self, observation: &Observation) -> Decision {
+    pub fn observe(&mut self, observation: &Observation) -> PassDecision {
         self.recent.rotate_right(1);
         self.recent[0] = Some(*observation);
         self.passes += 1;
@@ -224,11 +224,11 @@ impl Policy {
         let downtime = self.downtime(observation);
         self.window.add(observation, downtime);
         if downtime <= self.limits.downtime {
-            return Decision::SwitchOver;
+            return PassDecision::SwitchOver;
         }
         match self.window.is_complete(self.limits.min_window) {
             true => self.judge(),
-            false => Decision::Continue,
+            false => PassDecision::Continue,
         }
     }
 
@@ -259,9 +259,9 @@ impl Policy {
     }
 
     /// A window is complete.
-    fn judge(&mut self) -> Decision {
+    fn judge(&mut self) -> PassDecision {
         let window = std::mem::take(&mut self.window);
-        let Some((best, left)) = window.best else { return Decision::Continue };
+        let Some((best, left)) = window.best else { return PassDecision::Continue };
         let improves =
             |before: Option<Duration>| before.is_none_or(|before| best < before - before / IMPROVEMENT);
         self.windows_stuck = if improves(self.previous) { 0 } else { self.windows_stuck + 1 };
@@ -271,12 +271,12 @@ impl Policy {
             self.lowest = Some(best);
         }
         if self.windows_stuck < WINDOWS_STUCK_MAX && self.windows_idle < WINDOWS_IDLE_MAX {
-            return Decision::Continue;
+            return PassDecision::Continue;
         }
         (self.windows_stuck, self.windows_idle) = (0, 0);
         let per_second =
             |bytes: f64| if window.time.is_zero() { 0.0 } else { bytes / window.time.as_secs_f64() };
-        Decision::CannotConverge(CannotConverge {
+        PassDecision::CannotConverge(CannotConverge {
             dirty_rate: per_second(window.dirtied),
             rate: per_second(window.sent),
             left,

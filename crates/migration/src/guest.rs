@@ -8,7 +8,7 @@ use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, ZeroCopyL
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::Result;
@@ -314,7 +314,7 @@ impl ReturnPathWriter {
     ///
     /// # Errors
     /// The source is gone.
-    pub fn send(&self, message: &Message) -> Result<()> {
+    pub fn send(&self, message: &ReturnPathMessage) -> Result<()> {
         let mut bytes = Vec::new();
         message.encode(&mut bytes);
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);

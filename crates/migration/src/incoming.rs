@@ -58,7 +58,7 @@ impl Default for Options {
 
 /// A moment of a migration that comes in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stage {
+pub enum IncomingStage {
     /// The memory's last section begins: the source has stopped its guest.
     Switchover,
     /// [`Sink::commit`] returned: the acknowledgement to the source follows.
@@ -80,7 +80,7 @@ struct Shared<'a> {
     sink: &'a dyn Sink,
     lanes: usize,
     compression: Compression,
-    watch: &'a (dyn Fn(Stage) + Sync),
+    watch: &'a (dyn Fn(IncomingStage) + Sync),
     blocks: OnceLock<Vec<RamBlock>>,
     /// The guest's, when the main channel has it.
     machine_type: OnceLock<String>,
@@ -113,7 +113,7 @@ impl Incoming {
         self.run_watched(connections, sink, &|_| {})
     }
 
-    /// As [`Self::run`]; `watch` is called at each [`Stage`] from the thread of the main channel, which waits for it.
+    /// As [`Self::run`]; `watch` is called at each [`IncomingStage`] from the thread of the main channel, which waits for it.
     ///
     /// # Errors
     /// As [`Self::run`].
@@ -121,7 +121,7 @@ impl Incoming {
         &self,
         connections: &Connections,
         sink: &dyn Sink,
-        watch: &(dyn Fn(Stage) + Sync),
+        watch: &(dyn Fn(IncomingStage) + Sync),
     ) -> Result<()> {
         let _guard = self.session.guard();
         check_lanes(&connections.lanes)?;

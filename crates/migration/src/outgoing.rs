@@ -38,11 +38,11 @@ pub(crate) use return_path::{Forwarding, ReturnPath};
 pub(crate) use sends::check as check_zero_copy;
 pub use towline_channel::ZeroCopySend;
 
-use crate::convergence::{Decision, Limits, MinWindow, Observation, Policy};
+use crate::convergence::{ConvergencePolicy, Limits, MinWindow, Observation, PassDecision};
 use crate::{Compression, Error, ExtentKind, Guest, Result, Session, Statistics};
 pub(crate) use pass::Limiter;
 use pass::Pass;
-pub(crate) use records::RecordWriter;
+pub(crate) use records::RecordSender;
 
 /// Options of an outgoing migration.
 #[derive(Debug, Clone, Copy)]
@@ -265,7 +265,7 @@ impl Outgoing {
     /// Passes until what is left fits into the downtime; returns that.
     fn iterate(&self, shared: &Shared<'_>, lanes: &mut [LaneWriter]) -> Result<Pass> {
         let Options { downtime_limit: downtime, switchover_cost, min_window, .. } = self.options;
-        let mut policy = Policy::new(Limits { downtime, switchover_cost, min_window });
+        let mut policy = ConvergencePolicy::new(Limits { downtime, switchover_cost, min_window });
         let mut pass = Pass::full(shared.guest);
         loop {
             let (begun, sent_before) = (Instant::now(), self.statistics.snapshot().normal_bytes);
@@ -281,9 +281,9 @@ impl Outgoing {
             let decision = policy.observe(&observation);
             tracing::debug!(?observation, ?decision, "pass");
             match decision {
-                Decision::Continue => {}
-                Decision::SwitchOver => return Ok(pass),
-                Decision::CannotConverge(verdict) => match self.options.unconverged {
+                PassDecision::Continue => {}
+                PassDecision::SwitchOver => return Ok(pass),
+                PassDecision::CannotConverge(verdict) => match self.options.unconverged {
                     Unconverged::GiveUp => return Err(verdict.into()),
                     Unconverged::SwitchOver => return Ok(pass),
                 },

@@ -45,7 +45,7 @@ use towline_protocol::{PageRef, RamBlock, machine};
 
 pub use faults::FaultCounts;
 
-use crate::outgoing::RecordWriter;
+use crate::outgoing::RecordSender;
 use crate::{Error, Guest, Result, Session, Statistics, present};
 use faults::Faults;
 use inbox::Inbox;
@@ -111,7 +111,7 @@ impl std::fmt::Debug for GuestRef<'_> {
 #[derive(Debug)]
 pub struct Offered<'p> {
     connection: PostcopyConnection<'p>,
-    writer: RecordWriter,
+    writer: RecordSender,
     packaged: Packaged,
 }
 
@@ -119,7 +119,7 @@ pub struct Offered<'p> {
 #[derive(Debug)]
 pub struct Running<'p> {
     connection: PostcopyConnection<'p>,
-    writer: RecordWriter,
+    writer: RecordSender,
     serving: Serving,
     /// The last byte could not be sent, or not known to be.
     broken: Option<Error>,
@@ -141,7 +141,7 @@ struct PostcopyConnection<'p> {
     of: &'p Postcopy<'p>,
     session: Arc<Session>,
     inbox: Arc<Inbox>,
-    preempt: Option<(RecordWriter, Preempt)>,
+    preempt: Option<(RecordSender, Preempt)>,
     /// It was had before this connection.
     had_loaded: bool,
 }
@@ -264,8 +264,8 @@ impl<'g> Postcopy<'g> {
         PostcopyConnection { of: self, session: Arc::clone(session), inbox, preempt: None, had_loaded: false }
     }
 
-    fn writer(&self, channel: &Arc<dyn Channel>) -> RecordWriter {
-        RecordWriter::new(Arc::clone(channel), Arc::clone(&self.statistics))
+    fn writer(&self, channel: &Arc<dyn Channel>) -> RecordSender {
+        RecordSender::new(Arc::clone(channel), Arc::clone(&self.statistics))
     }
 
     fn preempts_at_once(&self) -> bool {
@@ -279,7 +279,7 @@ impl<'g> Postcopy<'g> {
     /// Sends what is prepared and claimed. Returns the bytes of pages with content.
     fn send(
         &self,
-        writer: &mut RecordWriter,
+        writer: &mut RecordSender,
         records: &mut RamWriter,
         page: PageRef,
         length: u64,
@@ -293,7 +293,7 @@ impl<'g> Postcopy<'g> {
     /// Claims and sends the unclaimed part of these bytes, which are prepared.
     fn send_free(
         &self,
-        writer: &mut RecordWriter,
+        writer: &mut RecordSender,
         records: &mut RamWriter,
         page: PageRef,
         length: u64,

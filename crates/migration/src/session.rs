@@ -61,8 +61,8 @@ pub(crate) enum Released {
 }
 
 impl Session {
-    /// Has limits changed under way by `tuning`, the first that is given.
-    pub fn follow(&self, tuning: &Tuning) {
+    /// Sets the `tuning` that changes limits during the migration; only the first one is used.
+    pub fn set_tuning(&self, tuning: &Tuning) {
         self.tuning.get_or_init(|| tuning.clone());
     }
 

@@ -30,7 +30,7 @@ use towline_protocol::{BlockIndex, limits};
 
 pub use checked::{BlockHash, Checked, Outcome};
 pub use ledger::{Ledger, LedgerError};
-pub use pattern::{Fault, WrongPage};
+pub use pattern::{WrongContent, WrongPage};
 
 use crate::tracker::{DirtyLogTracker, DirtyTracker, WriteProtect};
 use crate::{LiveBlock, Memory, MemoryError, Region, Result, SourceMemory, Span, memory};

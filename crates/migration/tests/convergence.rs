@@ -6,7 +6,7 @@ use std::time::Duration;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use towline_migration::convergence::{
-    CannotConverge, Decision, Limits, MinWindow, Observation, Policy, Sample, Sampler,
+    CannotConverge, ConvergencePolicy, Limits, MinWindow, Observation, PassDecision, Sample, Sampler,
 };
 
 const MIB: u64 = 1 << 20;
@@ -33,8 +33,8 @@ struct Model {
 
 impl Model {
     /// Passes until the policy decides; `change` may alter the model before each pass.
-    fn run(self, limits: Limits, mut change: impl FnMut(&mut Self, Duration)) -> (Decision, Duration) {
-        let (mut model, mut policy) = (self, Policy::new(limits));
+    fn run(self, limits: Limits, mut change: impl FnMut(&mut Self, Duration)) -> (PassDecision, Duration) {
+        let (mut model, mut policy) = (self, ConvergencePolicy::new(limits));
         let (mut left, mut elapsed) = (model.memory, Duration::ZERO);
         for _ in 0..10_000 {
             change(&mut model, elapsed);
@@ -44,7 +44,7 @@ impl Model {
             let dirtied = (model.hot as f64 * (1.0 - (-written / model.hot as f64).exp())) as u64;
             elapsed += time;
             match policy.observe(&Observation::of_pass(time, left, dirtied)) {
-                Decision::Continue => left = dirtied,
+                PassDecision::Continue => left = dirtied,
                 decision => return (decision, elapsed),
             }
         }
@@ -69,10 +69,10 @@ proptest! {
     ) {
         let switchover_cost = Duration::from_millis(cost);
         let limits = Limits { switchover_cost, ..limits(downtime) };
-        let (mut policy, mut left_before) = (Policy::new(limits), None);
+        let (mut policy, mut left_before) = (ConvergencePolicy::new(limits), None);
         for observation in observations {
             let before = left_before.replace(observation.left);
-            if policy.observe(&observation) == Decision::SwitchOver {
+            if policy.observe(&observation) == PassDecision::SwitchOver {
                 let memory = match observation.left {
                     0 => 0.0,
                     left if observation.rate > 0.0 => left as f64 / observation.rate,
@@ -90,9 +90,9 @@ proptest! {
 
     #[test]
     fn it_ends_whatever_is_repeated(cycle in vec(observation(), 1..40), downtime in 0..1_000_u64) {
-        let mut policy = Policy::new(limits(downtime));
+        let mut policy = ConvergencePolicy::new(limits(downtime));
         let mut passes = 0_u64;
-        while policy.observe(&cycle[passes as usize % cycle.len()]) == Decision::Continue {
+        while policy.observe(&cycle[passes as usize % cycle.len()]) == PassDecision::Continue {
             passes += 1;
             prop_assert!(passes < PASSES_MAX);
         }
@@ -102,16 +102,17 @@ proptest! {
     fn a_longer_downtime_is_never_worse(
         observations in vec(observation(), 1..300), downtime in 0..10_000_u64, more in 0..10_000_u64,
     ) {
-        let (mut short, mut long) = (Policy::new(limits(downtime)), Policy::new(limits(downtime + more)));
+        let mut short = ConvergencePolicy::new(limits(downtime));
+        let mut long = ConvergencePolicy::new(limits(downtime + more));
         for observation in observations {
             let (short, long) = (short.observe(&observation), long.observe(&observation));
-            if short == Decision::SwitchOver {
-                prop_assert_eq!(&long, &Decision::SwitchOver);
+            if short == PassDecision::SwitchOver {
+                prop_assert_eq!(&long, &PassDecision::SwitchOver);
             }
-            if let Decision::CannotConverge(_) = long {
-                prop_assert!(matches!(short, Decision::CannotConverge(_)));
+            if let PassDecision::CannotConverge(_) = long {
+                prop_assert!(matches!(short, PassDecision::CannotConverge(_)));
             }
-            if short == Decision::SwitchOver || long != Decision::Continue {
+            if short == PassDecision::SwitchOver || long != PassDecision::Continue {
                 break;
             }
         }
@@ -125,10 +126,10 @@ proptest! {
         let fits = (memory as f64) < rate;
         let (decision, _) = model.run(limits(300), |_, _| {});
         if share < 1.0 {
-            prop_assert_eq!(decision, Decision::SwitchOver);
+            prop_assert_eq!(decision, PassDecision::SwitchOver);
         } else if !fits {
             // Of random writes within all memory, hits on the same page are not counted twice.
-            prop_assert!(matches!(decision, Decision::CannotConverge(_)), "{:?}", decision);
+            prop_assert!(matches!(decision, PassDecision::CannotConverge(_)), "{:?}", decision);
         }
     }
 
@@ -136,7 +137,8 @@ proptest! {
     fn samples_of_a_qemu_are_judged_like_passes(
         passes in vec((1..2_000_u64, 0..64 * MIB, 0..64 * MIB), 2..200),
     ) {
-        let (mut told, mut sampled, mut sampler) = (Policy::new(limits(100)), Policy::new(limits(100)), Sampler::default());
+        let [mut told, mut sampled] = [ConvergencePolicy::new(limits(100)), ConvergencePolicy::new(limits(100))];
+        let mut sampler = Sampler::default();
         let mut sample = Sample {
             at: Duration::ZERO, dirty_sync_count: 1, transferred: 0, remaining: 1 << 30,
             dirty_pages_rate: 0, page_size: 4096, expected_downtime: None,
@@ -160,9 +162,9 @@ proptest! {
     }
 }
 
-fn verdict(decision: Decision) -> CannotConverge {
+fn verdict(decision: PassDecision) -> CannotConverge {
     match decision {
-        Decision::CannotConverge(verdict) => verdict,
+        PassDecision::CannotConverge(verdict) => verdict,
         decision => panic!("{decision:?}"),
     }
 }
@@ -196,7 +198,7 @@ fn a_link_that_stalls_for_a_while_costs_time_and_nothing_else() {
         let (decision, _) = CALM.run(limits(300), |model, now| {
             model.rate = if stall.contains(&now) { 5e6 } else { 100e6 };
         });
-        assert_eq!(decision, Decision::SwitchOver, "stalled at {stalled_at} s");
+        assert_eq!(decision, PassDecision::SwitchOver, "stalled at {stalled_at} s");
     }
 }
 
@@ -207,7 +209,7 @@ fn a_burst_of_writing_is_waited_for() {
         let (decision, _) = CALM.run(limits(300), |model, now| {
             model.dirty_rate = if burst.contains(&now) { 400e6 } else { 50e6 };
         });
-        assert_eq!(decision, Decision::SwitchOver, "a burst of {seconds} s");
+        assert_eq!(decision, PassDecision::SwitchOver, "a burst of {seconds} s");
     }
 }
 
@@ -233,59 +235,59 @@ fn a_guest_that_is_slowed_down_in_steps_converges() {
         let throttle = if passes < 3 { 0.0 } else { (0.2 + 0.05 * f64::from(passes - 3)).min(0.99) };
         model.dirty_rate = 200e6 * (1.0 - throttle);
     });
-    assert_eq!(decision, Decision::SwitchOver);
+    assert_eq!(decision, PassDecision::SwitchOver);
 }
 
 #[test]
 fn a_burst_that_socket_buffers_swallow_is_no_rate() {
-    let mut policy = Policy::new(limits(100));
+    let mut policy = ConvergencePolicy::new(limits(100));
     let slow = Observation::of_pass(Duration::from_secs(10), 100 * MIB, 20 * MIB);
-    assert_eq!(policy.observe(&slow), Decision::Continue);
+    assert_eq!(policy.observe(&slow), PassDecision::Continue);
     let swallowed = Observation::of_pass(Duration::from_millis(1), 20 * MIB, 10 * MIB);
-    assert_eq!(policy.observe(&swallowed), Decision::Continue);
+    assert_eq!(policy.observe(&swallowed), PassDecision::Continue);
 }
 
 #[test]
 fn another_limit_counts_from_the_next_pass_on() {
-    let mut policy = Policy::new(limits(100));
+    let mut policy = ConvergencePolicy::new(limits(100));
     let pass = Observation::of_pass(Duration::from_secs(1), 100 * MIB, 50 * MIB);
-    assert_eq!(policy.observe(&pass), Decision::Continue);
+    assert_eq!(policy.observe(&pass), PassDecision::Continue);
     policy.set_downtime(Duration::from_millis(501));
-    assert_eq!(policy.observe(&pass), Decision::SwitchOver);
+    assert_eq!(policy.observe(&pass), PassDecision::SwitchOver);
 }
 
 #[test]
 fn qemus_own_estimate_counts_if_it_is_longer() {
-    let mut policy = Policy::new(limits(300));
+    let mut policy = ConvergencePolicy::new(limits(300));
     let fits = Observation::of_pass(Duration::from_secs(1), 100 * MIB, MIB);
     let expects = |millis| Observation { expected_downtime: Some(Duration::from_millis(millis)), ..fits };
-    assert_eq!(policy.observe(&expects(301)), Decision::Continue);
-    assert_eq!(policy.observe(&expects(300)), Decision::SwitchOver);
+    assert_eq!(policy.observe(&expects(301)), PassDecision::Continue);
+    assert_eq!(policy.observe(&expects(300)), PassDecision::SwitchOver);
 }
 
 #[test]
 fn a_link_without_throughput_is_reported() {
-    let mut policy = Policy::new(limits(300));
+    let mut policy = ConvergencePolicy::new(limits(300));
     let mut left = MIB;
     let decisions = std::iter::repeat_with(|| {
         left += MIB;
         policy.observe(&Observation::of_pass(Duration::from_secs(5), 0, left))
     });
-    let decision = decisions.into_iter().find(|decision| *decision != Decision::Continue);
+    let decision = decisions.into_iter().find(|decision| *decision != PassDecision::Continue);
     let text = verdict(decision.unwrap()).to_string();
     assert!(text.contains("nothing gets through"), "{text}");
 }
 
 #[test]
 fn a_guest_that_writes_zeros_is_stopped_too() {
-    let mut policy = Policy::new(limits(300));
+    let mut policy = ConvergencePolicy::new(limits(300));
     let zeros = |millis, dirtied| Observation::of_pass(Duration::from_millis(millis), 0, dirtied);
-    assert_eq!(policy.observe(&zeros(400, 8 * MIB)), Decision::Continue, "nothing is known of the link");
-    assert_eq!(policy.observe(&zeros(1, 9 * MIB)), Decision::Continue, "more than took 1 ms");
-    assert_eq!(policy.observe(&zeros(1, 9 * MIB)), Decision::SwitchOver);
+    assert_eq!(policy.observe(&zeros(400, 8 * MIB)), PassDecision::Continue, "nothing is known of the link");
+    assert_eq!(policy.observe(&zeros(1, 9 * MIB)), PassDecision::Continue, "more than took 1 ms");
+    assert_eq!(policy.observe(&zeros(1, 9 * MIB)), PassDecision::SwitchOver);
     // Once something had content, that rate counts.
-    let mut policy = Policy::new(limits(300));
+    let mut policy = ConvergencePolicy::new(limits(300));
     policy.observe(&Observation::of_pass(Duration::from_secs(1), 10 * MIB, 9 * MIB));
-    assert_eq!(policy.observe(&zeros(1, 9 * MIB)), Decision::Continue);
-    assert_eq!(policy.observe(&zeros(1, 2 * MIB)), Decision::SwitchOver);
+    assert_eq!(policy.observe(&zeros(1, 9 * MIB)), PassDecision::Continue);
+    assert_eq!(policy.observe(&zeros(1, 2 * MIB)), PassDecision::SwitchOver);
 }

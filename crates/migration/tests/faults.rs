@@ -199,7 +199,7 @@ fn a_destination_that_says_it_has_the_guest_too_early_is_not_believed() {
     let (guest, writer) = Writer::guest(MACHINES[0], &[("pc.ram", 16 << 10)], 1);
     let Link { source, destination } = link(Kind::Unix, 0);
     let mut bytes = Vec::new();
-    towline_protocol::return_path::Message::Shut(0).encode(&mut bytes);
+    towline_protocol::return_path::ReturnPathMessage::Shut(0).encode(&mut bytes);
     destination.main.send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty()).unwrap();
     let outgoing = Outgoing::new(Arc::default(), Arc::default(), options());
     let error = outgoing.run(&source, &*guest).unwrap_err();

@@ -21,7 +21,7 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::machine::BarrierForm;
 use towline_protocol::multifd::{HEADER_BYTES, Init, Packet};
 use towline_protocol::ram::{self, RecordWriter};
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::section::{SectionHeader, SectionType, put_footer};
 use towline_protocol::source::{RamOptions, Setup};
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
@@ -86,7 +86,7 @@ fn said(channel: &dyn Channel) -> Vec<u8> {
     all
 }
 
-fn message(message: &Message) -> Vec<u8> {
+fn message(message: &ReturnPathMessage) -> Vec<u8> {
     let mut bytes = Vec::new();
     message.encode(&mut bytes);
     bytes
@@ -110,7 +110,10 @@ fn a_lane_with_one_sync_too_many_is_ended() {
     }
     send(&source, &stream(1, &ram_blocks()));
     receive(Box::new(main), vec![arriving], sink(), &Arc::default()).unwrap();
-    assert_eq!(said(&source), [message(&Message::Pong(1)), message(&Message::Shut(0))].concat());
+    assert_eq!(
+        said(&source),
+        [message(&ReturnPathMessage::Pong(1)), message(&ReturnPathMessage::Shut(0))].concat()
+    );
 }
 
 #[test]
@@ -129,7 +132,7 @@ fn pages_behind_the_last_barrier_are_refused_before_the_commit() {
         "{error}"
     );
     assert!(!sink.is_committed());
-    assert_eq!(said(&source), message(&Message::Pong(1)));
+    assert_eq!(said(&source), message(&ReturnPathMessage::Pong(1)));
 }
 
 /// The behaviour of a QEMU before 9.0 at times (`multifd_send_thread`: a job too many). Were its lane shut down, it
@@ -239,7 +242,7 @@ fn a_sink_that_panics_on_a_lane_or_in_the_end_blocks_no_thread() {
         let odd = Odd::new(&session, in_pages, in_commit);
         let error = receive(Box::new(main), vec![arriving], odd, &session).unwrap_err();
         assert!(matches!(error, Error::Panicked), "{error}");
-        assert_eq!(said(&source), message(&Message::Pong(1)));
+        assert_eq!(said(&source), message(&ReturnPathMessage::Pong(1)));
     }
 }
 
@@ -258,7 +261,7 @@ fn a_cancel_during_the_commit_is_not_followed_by_the_last_word() {
     );
     let error = receive(Box::new(main), Vec::new(), odd, &session).unwrap_err();
     assert!(matches!(error, Error::Cancelled), "{error}");
-    assert_eq!(said(&source), message(&Message::Pong(1)));
+    assert_eq!(said(&source), message(&ReturnPathMessage::Pong(1)));
 }
 
 #[test]
@@ -275,7 +278,7 @@ fn a_relay_refuses_pages_in_the_first_section() {
     let (source, main) = pair(1 << 20);
     let (to, destination) = pair(1 << 20);
     send(&source, &bytes);
-    send(&destination, &message(&Message::Pong(1)));
+    send(&destination, &message(&ReturnPathMessage::Pong(1)));
     let session = Arc::<Session>::default();
     let connections =
         outgoing::Connections { main: Arc::new(to), lanes: Vec::new(), uuid: UUID, introduced: false };
@@ -292,7 +295,7 @@ fn a_relay_with_fewer_lanes_says_so() {
     packet(&lane, &Packet::sync(1));
     send(&source, &stream(1, &ram_blocks()));
     let (to, destination) = pair(1 << 20);
-    send(&destination, &message(&Message::Pong(1)));
+    send(&destination, &message(&ReturnPathMessage::Pong(1)));
     let session = Arc::<Session>::default();
     let connections =
         outgoing::Connections { main: Arc::new(to), lanes: Vec::new(), uuid: UUID, introduced: false };

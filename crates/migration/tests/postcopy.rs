@@ -14,7 +14,7 @@ use towline_migration::postcopy::{Options, PostcopyChannels, Running};
 use towline_migration::{Extent, ExtentKind, Guest, Postcopy, Result, Session, Statistics};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::postcopy::put_bitmap;
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{BlockIndex, PageRef, RamBlock, device_state};
 
 const PAGE: usize = 4096;
@@ -153,7 +153,7 @@ impl Stream<'_> {
         Ok(SHAPE.iter().position(|(known, ..)| *known == name).unwrap())
     }
 
-    fn say(&self, message: &Message, behind: &[u8]) -> Result<(), Broken> {
+    fn say(&self, message: &ReturnPathMessage, behind: &[u8]) -> Result<(), Broken> {
         let mut bytes = Vec::new();
         message.encode(&mut bytes);
         bytes.extend_from_slice(behind);
@@ -169,7 +169,7 @@ impl Stream<'_> {
             match self.number(1)? {
                 0 => {
                     self.of.done.store(true, Ordering::Release);
-                    return self.say(&Message::Shut(0), &[]);
+                    return self.say(&ReturnPathMessage::Shut(0), &[]);
                 }
                 7 => {
                     let length = self.number(4)? as usize;
@@ -203,7 +203,7 @@ impl Stream<'_> {
         let (kind, length) = (self.number(2)?, self.number(2)? as usize);
         let data = self.bytes(length)?;
         match kind {
-            2 => self.say(&Message::Pong(u32::from_be_bytes(data[..4].try_into().unwrap())), &[]),
+            2 => self.say(&ReturnPathMessage::Pong(u32::from_be_bytes(data[..4].try_into().unwrap())), &[]),
             3 => {
                 assert_eq!(data, [[0, 0, 0, 0, 0, 0x20, 0x10, 0], [0, 0, 0, 0, 0, 0, 0x10, 0]].concat());
                 Ok(())
@@ -212,11 +212,11 @@ impl Stream<'_> {
                 let package = self.bytes(u32::from_be_bytes(data[..4].try_into().unwrap()) as usize)?;
                 assert_eq!(package[..5], [8, 0, 4, 0, 0], "LISTEN begins it");
                 assert_eq!(package[package.len() - 14..], [8, 0, 2, 0, 4, 0, 0, 0, 3, 8, 0, 5, 0, 0]);
-                self.say(&Message::Pong(3), &[])?;
+                self.say(&ReturnPathMessage::Pong(3), &[])?;
                 self.of.runs.store(true, Ordering::Release);
                 Ok(())
             }
-            9 => self.say(&Message::ResumeAck(1), &[]),
+            9 => self.say(&ReturnPathMessage::ResumeAck(1), &[]),
             10 => {
                 let name = std::str::from_utf8(&data[1..]).unwrap();
                 let block = SHAPE.iter().position(|(known, ..)| *known == name).unwrap();
@@ -228,7 +228,7 @@ impl Stream<'_> {
                 }
                 let mut behind = Vec::new();
                 put_bitmap(&bits, &mut behind);
-                self.say(&Message::ReceivedBitmap(name.into()), &behind)
+                self.say(&ReturnPathMessage::ReceivedBitmap(name.into()), &behind)
             }
             1 | 6 => Ok(()),
             other => panic!("command {other}"),
@@ -309,7 +309,8 @@ fn ask(destination: &Destination, channel: &Arc<dyn Channel>, is_over: &AtomicBo
             continue;
         }
         drop(received);
-        let request = Message::RequestPages { start, length: size as u32, block: Some(name.into()) };
+        let request =
+            ReturnPathMessage::RequestPages { start, length: size as u32, block: Some(name.into()) };
         if stream.say(&request, &[]).is_err() {
             return;
         }

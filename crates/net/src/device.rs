@@ -2,8 +2,8 @@
 
 mod pair;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use towline_channel::IoBuf;
@@ -11,12 +11,15 @@ use towline_vhost_user::{BackendError, Device, ProtocolFeatures, Worker};
 
 use self::pair::{QueuePair, RECEIVE, TRANSMIT};
 use crate::features;
+use crate::lock::lock;
 use crate::rarp;
 use crate::state::State;
 use crate::statistics::{Counters, DropReason, QueueStatistics};
-use crate::tap::{LinkState, TapError, Taps};
+use crate::tap::{CarrierState, TapError, Taps};
 use crate::xdp::{TransmitMode, Xdp};
 
+/// Time limit for the queue of a process that was killed.
+const PREVIOUS_TIMEOUT: Duration = Duration::from_secs(2);
 /// First word of [`Device::migration_version`].
 const KIND: &str = "towline-net-1";
 
@@ -52,15 +55,28 @@ pub(crate) struct Shared {
     pub(crate) counters: Vec<[Counters; 2]>,
     /// [`TransmitMode`] of each pair.
     pub(crate) modes: Vec<AtomicU8>,
-    /// True for each pair whose receive ring runs.
-    pub(crate) in_use: Vec<AtomicBool>,
+    /// Worker of each pair whose receive ring runs.
+    pub(crate) receivers: Vec<Mutex<Option<u64>>>,
+    /// Number of the next worker.
+    pub(crate) next_worker: AtomicU64,
+    /// True for each pair that no connection of this process has used yet: a process that was killed may have left frames.
+    unused: Vec<AtomicBool>,
     /// True for each pair whose last connection ended with AF_XDP frames in flight, until its queue is known to be free.
     pub(crate) orphaned: Vec<AtomicBool>,
 }
 
 impl Shared {
-    pub(crate) fn link(&self) -> LinkState {
-        if self.link_up.load(Relaxed) { LinkState::Up } else { LinkState::Down }
+    pub(crate) fn link(&self) -> CarrierState {
+        if self.link_up.load(Relaxed) { CarrierState::Up } else { CarrierState::Down }
+    }
+
+    /// Before the first connection, waits until the queue of a process that was killed is free, for [`PREVIOUS_TIMEOUT`] at most,
+    /// as a queue that another program uses looks the same.
+    fn wait_for_previous_process(&self, pair: usize) {
+        let Some(xdp) = self.xdp.as_ref().filter(|_| self.unused[pair].swap(false, Relaxed)) else { return };
+        if let Err(error) = xdp.wait_until_free(pair, PREVIOUS_TIMEOUT) {
+            tracing::warn!(pair, interface = xdp.name(), %error, "the queue of AF_XDP is in use");
+        }
     }
 
     /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may contain their chains
@@ -96,7 +112,7 @@ impl Net {
     /// As [`Net::new`], but frames of the guest are sent by AF_XDP where possible.
     pub fn with_xdp(taps: Taps, xdp: Option<Xdp>, options: Options) -> Self {
         let pairs = taps.queues().len();
-        let flags = || (0..pairs).map(|_| AtomicBool::new(false)).collect();
+        let flags = |value| (0..pairs).map(|_| AtomicBool::new(value)).collect();
         let shared = Shared {
             taps,
             xdp,
@@ -105,8 +121,10 @@ impl Net {
             link_up: AtomicBool::new(true),
             counters: (0..pairs).map(|_| <[Counters; 2]>::default()).collect(),
             modes: (0..pairs).map(|_| AtomicU8::new(TransmitMode::Tap as u8)).collect(),
-            in_use: flags(),
-            orphaned: flags(),
+            receivers: (0..pairs).map(|_| Mutex::default()).collect(),
+            next_worker: AtomicU64::new(0),
+            unused: flags(true),
+            orphaned: flags(false),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -144,7 +162,7 @@ impl Net {
 
     /// Number of pairs whose receive ring runs.
     pub fn pairs_in_use(&self) -> usize {
-        self.shared.in_use.iter().filter(|pair| pair.load(Relaxed)).count()
+        self.shared.receivers.iter().filter(|pair| lock(pair).is_some()).count()
     }
 
     /// Sets the link up or down. While it is down, frames of both directions are discarded and counted
@@ -160,7 +178,7 @@ impl Net {
 
     /// Returns true if the link is up.
     pub fn is_link_up(&self) -> bool {
-        self.shared.link() == LinkState::Up
+        self.shared.link() == CarrierState::Up
     }
 
     fn pairs(&self) -> usize {
@@ -237,8 +255,14 @@ impl Device for Net {
     }
 
     fn worker(&self, index: usize) -> Result<Box<dyn Worker>, BackendError> {
+        self.shared.wait_for_previous_process(index);
         self.shared.check_orphaned(index)?;
         Ok(Box::new(QueuePair::new(index, Arc::clone(&self.shared))?))
+    }
+
+    /// Not with AF_XDP, whose socket of a pair has one worker.
+    fn allows_standby(&self) -> bool {
+        self.shared.xdp.is_none()
     }
 
     /// Not with AF_XDP: memory that has not arrived cannot be pinned.

@@ -32,7 +32,7 @@ mod xdp;
 pub use device::{Net, Options};
 pub use features::feature_names;
 pub use state::{STATE_VERSION, STATE_VERSION_MIN};
-pub use statistics::{DropReason, QueueStatistics};
+pub use statistics::{CopyReason, DropReason, QueueStatistics};
 pub use tap::{TapError, TapQueue, Taps};
 pub use xdp::{TransmitMode, Xdp, XdpError};
 

@@ -18,7 +18,7 @@ use towline_vhost_user::{Batch, Next, Ring};
 
 use crate::chains::{Gathered, complete, gather_chains, recycled, write_chains};
 use crate::statistics::{BatchCounters, DropReason};
-use crate::tap::{FrameFormat, LinkState, TapContext};
+use crate::tap::{CarrierState, FrameFormat, TapContext};
 use crate::{FRAME_BYTES_MAX, PUBLISHED_BYTES};
 
 /// Maximum number of frames in one run; then the other direction and the session have theirs.
@@ -133,7 +133,7 @@ impl Receiver {
             ring.set_notification(false);
             return Next::Wait;
         }
-        if tap.link == LinkState::Down {
+        if tap.link == CarrierState::Down {
             // Frames are discarded without the guest's buffers, so kicks for more of them are not needed.
             ring.set_notification(false);
             return self.discard(tap, counted);

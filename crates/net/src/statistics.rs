@@ -39,6 +39,59 @@ impl DropReason {
     }
 }
 
+/// Reason for copying a frame of a card that sends by AF_XDP, instead of referring to guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CopyReason {
+    /// So short that a copy is cheaper.
+    Short,
+    /// It needs more descriptors than the driver accepts: it is in several buffers, or its headers have to be changed.
+    Buffers,
+    /// As `Buffers`: a buffer crosses a boundary of pages, which need not be contiguous.
+    Pages,
+    /// A buffer is outside of the memory that could be registered.
+    Unregistered,
+    /// Many frames are in flight.
+    InFlight,
+    /// The driver refused many frames.
+    Errors,
+    /// It has too many segments, or there is no room for their headers.
+    NoRoom,
+    /// The driver has no zero-copy.
+    CopyMode,
+    /// It was sent by the tap.
+    Tap,
+}
+
+impl CopyReason {
+    /// All reasons, in the order of [`QueueStatistics::copies`].
+    pub const ALL: [Self; 9] = [
+        Self::Short,
+        Self::Buffers,
+        Self::Pages,
+        Self::Unregistered,
+        Self::InFlight,
+        Self::Errors,
+        Self::NoRoom,
+        Self::CopyMode,
+        Self::Tap,
+    ];
+
+    /// Name in statistics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Short => "short",
+            Self::Buffers => "buffers",
+            Self::Pages => "pages",
+            Self::Unregistered => "unregistered",
+            Self::InFlight => "in-flight",
+            Self::Errors => "errors",
+            Self::NoRoom => "no-room",
+            Self::CopyMode => "copy-mode",
+            Self::Tap => "tap",
+        }
+    }
+}
+
 /// Counters of a queue since the process started.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -56,6 +109,8 @@ pub struct QueueStatistics {
     /// Receiving: frames that were copied in this process, as they did not fit into the buffers gathered for them.
     /// Transmitting by AF_XDP: frames that the kernel or this process copied.
     pub copied: u64,
+    /// Transmitting by AF_XDP: the same frames, in the order of [`CopyReason::ALL`].
+    pub copies: [u64; CopyReason::ALL.len()],
     /// Transmitting by AF_XDP: frames that the network card read from guest memory.
     pub zero_copy: u64,
     /// Transmitting by AF_XDP: frames whose descriptors pointed into guest memory, whether the kernel copied them or not.
@@ -71,6 +126,11 @@ impl QueueStatistics {
     pub fn dropped(&self, reason: DropReason) -> u64 {
         self.drops[reason as usize]
     }
+
+    /// Frames that were copied for this reason.
+    pub fn copied_because(&self, reason: CopyReason) -> u64 {
+        self.copies[reason as usize]
+    }
 }
 
 /// Shared counters of a queue. One thread adds to them, once per batch.
@@ -82,6 +142,7 @@ pub(crate) struct Counters {
     notifications: AtomicU64,
     notifications_suppressed: AtomicU64,
     copied: AtomicU64,
+    copies: [AtomicU64; CopyReason::ALL.len()],
     zero_copy: AtomicU64,
     referenced: AtomicU64,
     pending: AtomicU64,
@@ -109,6 +170,7 @@ impl Counters {
             notifications: self.notifications.load(Relaxed),
             notifications_suppressed: self.notifications_suppressed.load(Relaxed),
             copied: self.copied.load(Relaxed),
+            copies: std::array::from_fn(|reason| self.copies[reason].load(Relaxed)),
             zero_copy: self.zero_copy.load(Relaxed),
             referenced: self.referenced.load(Relaxed),
             pending: self.pending.load(Relaxed),
@@ -130,6 +192,7 @@ pub(crate) struct BatchCounters {
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
     pub(crate) copied: u64,
+    copies: [u64; CopyReason::ALL.len()],
     pub(crate) zero_copy: u64,
     pub(crate) referenced: u64,
     /// Current level, not a sum.
@@ -151,6 +214,12 @@ impl BatchCounters {
         self.drops[reason as usize] += 1;
     }
 
+    /// Counts frames of AF_XDP that were copied.
+    pub(crate) fn add_copies(&mut self, reason: CopyReason, frames: u64) {
+        self.copied += frames;
+        self.copies[reason as usize] += frames;
+    }
+
     /// Adds everything since the last flush to the shared counters, with the statistics of the ring.
     pub(crate) fn flush(&mut self, ring: &Ring, counters: &Counters) -> Volume {
         let now = ring.statistics();
@@ -168,6 +237,9 @@ impl BatchCounters {
         add(&counters.packets, volume.packets);
         add(&counters.bytes, volume.bytes);
         add(&counters.copied, std::mem::take(&mut self.copied));
+        for (counter, copies) in counters.copies.iter().zip(&mut self.copies) {
+            add(counter, std::mem::take(copies));
+        }
         add(&counters.zero_copy, std::mem::take(&mut self.zero_copy));
         add(&counters.referenced, std::mem::take(&mut self.referenced));
         counters.pending.store(self.pending, Relaxed);

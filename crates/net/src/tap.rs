@@ -131,7 +131,7 @@ pub(crate) struct FrameFormat {
 
 /// State of the card's link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LinkState {
+pub(crate) enum CarrierState {
     Up,
     Down,
 }
@@ -141,7 +141,7 @@ pub(crate) enum LinkState {
 pub(crate) struct TapContext<'a> {
     pub(crate) queue: &'a TapQueue,
     pub(crate) format: FrameFormat,
-    pub(crate) link: LinkState,
+    pub(crate) link: CarrierState,
 }
 
 impl Taps {

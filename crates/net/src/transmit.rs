@@ -9,7 +9,7 @@ use towline_channel::{IOV_MAX, IoBuf};
 use towline_vhost_user::{Batch, Chain, Next, Ring};
 
 use crate::statistics::{BatchCounters, DropReason};
-use crate::tap::{LinkState, TapContext};
+use crate::tap::{CarrierState, TapContext};
 use crate::{FRAME_BYTES_MAX, PUBLISHED_BYTES};
 
 /// Frames that are popped and completed together.
@@ -110,7 +110,7 @@ fn write_frame<'b>(
     bufs: &mut Vec<IoBuf<'b>>,
 ) -> Result<usize, WriteError> {
     let (length, header_bytes) = (chain.readable_bytes() as usize, tap.format.header_bytes);
-    if tap.link == LinkState::Down {
+    if tap.link == CarrierState::Down {
         return Err(WriteError::Dropped(DropReason::LinkDown));
     }
     if length <= header_bytes {

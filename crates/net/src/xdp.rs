@@ -45,6 +45,8 @@ pub(crate) use transmitter::XdpTransmitter;
 
 /// Bytes of a frame beyond the MTU: Ethernet header and two VLAN tags.
 const LINK_HEADER_BYTES: usize = 14 + 8;
+/// Time limit for a queue to become free again after the socket that was bound to find out if it is.
+const PROBE_RELEASE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Reason why an interface cannot be used for AF_XDP.
 #[derive(Debug, thiserror::Error)]
@@ -166,6 +168,14 @@ impl Xdp {
         socket::is_free(self.queue(pair))
     }
 
+    /// Waits until no socket is bound to this pair's queue, for `timeout` at most.
+    ///
+    /// # Errors
+    /// EBUSY: there still is one.
+    pub(crate) fn wait_until_free(&self, pair: usize, timeout: Duration) -> io::Result<()> {
+        socket::wait_until_free(self.queue(pair), timeout)
+    }
+
     /// An unbound socket to register `memory` with, or to share a registration.
     fn take_socket(&self, memory: &Arc<Memory>, umem_use: UmemUse) -> io::Result<UnboundSocket> {
         let mut sockets = lock(&self.sockets);
@@ -224,6 +234,15 @@ impl Xdp {
         let known = registered.upgrade().filter(|umem| umem.is_of(memory));
         let umem_use = if known.is_some() { UmemUse::Shares } else { UmemUse::Registers };
         let mut socket = self.take_socket(memory, umem_use)?;
+        let mut busy_timeout = busy_timeout;
+        if self.sockets_passed && known.is_none() && socket.registered().is_none() {
+            // Registered with a socket that is not bound in the end, this memory would cost it when memory changes.
+            if let Err(error) = socket::wait_until_free(self.queue(pair), busy_timeout) {
+                self.put_back(socket, &error);
+                return Err(error);
+            }
+            busy_timeout = busy_timeout.max(PROBE_RELEASE_TIMEOUT);
+        }
         let register = |socket: &mut UnboundSocket| match known {
             Some(umem) if socket.registered().is_none() => Ok((umem, UmemUse::Shares)),
             _ => {

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::Served;
-use towline_frontend::net::{HEADER_BYTES, Options as DriverOptions, Pair, feature};
+use towline_frontend::net::{DriverPair, HEADER_BYTES, Options as DriverOptions, feature};
 use towline_frontend::wire::Code;
 use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
 use towline_frontend::{Frontend, Memory};
@@ -55,7 +55,7 @@ struct Bench {
     _served: Served,
     network: Network,
     net: Arc<Net>,
-    driver: (Frontend, Pair),
+    driver: (Frontend, DriverPair),
     socket: UdpSocket,
 }
 
@@ -104,9 +104,9 @@ impl Bench {
         let taken = frontend.negotiate(features, EVENT_IDX | INDIRECT, RARP | NET_MTU | DEVICE_STATE);
         let features = taken.unwrap().features;
         let options = DriverOptions { size, receive_bytes, transmit_bytes: 1 << 16, features };
-        let memory = Arc::new(Memory::new(Pair::memory_bytes(&options)).unwrap());
+        let memory = Arc::new(Memory::new(DriverPair::memory_bytes(&options)).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
-        let pair = Pair::start(&mut frontend, &memory, 0, options).unwrap();
+        let pair = DriverPair::start(&mut frontend, &memory, 0, options).unwrap();
         let socket = network.enter(|| UdpSocket::bind(("10.9.0.1", PORT)).unwrap()).unwrap();
         socket.set_read_timeout(Some(WITHIN)).unwrap();
         socket.set_write_timeout(Some(WITHIN)).unwrap();
@@ -183,7 +183,7 @@ fn frame(host_mac: [u8; 6], payload: &[u8]) -> Vec<u8> {
 }
 
 /// Waits until all transmitted chains are used.
-fn wait_until_sent(pair: &mut Pair) {
+fn wait_until_sent(pair: &mut DriverPair) {
     while pair.tx().in_flight() > 0 {
         if pair.reclaim().unwrap() == 0 {
             pair.wait_room(WITHIN).unwrap();

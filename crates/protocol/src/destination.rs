@@ -24,7 +24,7 @@ use crate::configuration::{self, Configuration};
 use crate::limits;
 use crate::machine::BarrierForm;
 use crate::ram::{self, PAGE_SIZE, PageRef, RamBlock};
-use crate::section::{Command, CommandKind, SectionHeader, SectionType};
+use crate::section::{CommandKind, SectionHeader, SectionType, VmCommand};
 use crate::session;
 use crate::wire::{Incomplete, Reader};
 use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
@@ -46,7 +46,7 @@ pub enum Event<'a> {
     /// The stream's beginning, complete.
     Configuration(Configuration),
     /// A command between sections.
-    Command(Command),
+    Command(VmCommand),
     /// A `ram` section begins.
     SectionStart(RamSection),
     /// The guest's RAM in all; its blocks follow.
@@ -315,7 +315,7 @@ impl AwaitSection {
         let Ok(kind) = input.u8() else { return Ok((Destination::Sections(self), None)) };
         let expected = if self.ram.is_some() { "a `ram` section or a command" } else { "`ram` or a command" };
         let next = match SectionType::decode(kind, expected)? {
-            SectionType::Command => match Command::decode(input)? {
+            SectionType::Command => match VmCommand::decode(input)? {
                 Ok(command) => {
                     refuse_unsupported_command(&command)?;
                     return Ok((Destination::Sections(self), Some(Event::Command(command))));
@@ -387,8 +387,8 @@ fn resume(mut ram: Box<Ram>, kind: u8, id: u32) -> Result<(RamSection, Destinati
     Ok((section, Destination::Records(AwaitRecord { ram, section })))
 }
 
-fn refuse_unsupported_command(command: &Command) -> Result<()> {
-    let Command::Other { kind, .. } = command else { return Ok(()) };
+fn refuse_unsupported_command(command: &VmCommand) -> Result<()> {
+    let VmCommand::Other { kind, .. } = command else { return Ok(()) };
     let feature = |what, switch| Err(PeerIncompatible::Feature { what, switch }.into());
     match *kind {
         CommandKind(session::KIND) => Ok(()),

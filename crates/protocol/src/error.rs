@@ -123,12 +123,14 @@ pub enum PeerMisbehaved {
     UnknownBlock { name: String },
     #[error("section {id} is continued, but the open iterable section is {expected}")]
     UnknownSection { id: u32, expected: u32 },
+    /// Remedy: let one source alone connect to this port, and run the command again.
     #[error("lane {id} connected twice")]
     DuplicateLane { id: u8 },
     #[error(
         "a lane announced itself as number {id}; {lanes} are expected (multifd-channels differs between the two ends)"
     )]
     LaneOutOfRange { id: u8, lanes: usize },
+    /// Remedy: let one source alone connect to this port: these lanes are of two guests.
     #[error("a lane carries the VM uuid {found}, the others {expected}")]
     LaneUuid { found: String, expected: String },
     #[error(
@@ -137,6 +139,7 @@ pub enum PeerMisbehaved {
     Compression { found: &'static str, expected: &'static str },
     #[error("PONG {found} answers no PING that was sent")]
     Pong { found: u32 },
+    /// Remedy: look at the log of the destination, which has the reason; `towline check` compares both ends.
     #[error("the destination says that it failed to load the guest (SHUT {status})")]
     ShutWithError { status: u32 },
 }

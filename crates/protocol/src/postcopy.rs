@@ -23,8 +23,8 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 use crate::ram::{self, BlockIndex, PAGE_SIZE, PageRef, RamBlock, RamFlags};
-use crate::return_path::Message;
-use crate::section::{Command, CommandKind, SectionHeader, SectionType};
+use crate::return_path::ReturnPathMessage;
+use crate::section::{CommandKind, SectionHeader, SectionType, VmCommand};
 use crate::source::{AwaitShut, PING_SETUP, RamOptions, RamWriter, Setup};
 use crate::wire::{Reader, put_counted, put64};
 use crate::{InvalidMessage, PeerMisbehaved, Result, limits};
@@ -58,7 +58,7 @@ impl Block {
 }
 
 fn command(kind: CommandKind, data: Vec<u8>, out: &mut Vec<u8>) {
-    Command::Other { kind, data }.encode(out);
+    VmCommand::Other { kind, data }.encode(out);
 }
 
 impl Setup {
@@ -69,8 +69,8 @@ impl Setup {
         out: &mut Vec<u8>,
     ) -> Advised {
         configuration.encode(out);
-        Command::OpenReturnPath.encode(out);
-        Command::Ping(PING_SETUP).encode(out);
+        VmCommand::OpenReturnPath.encode(out);
+        VmCommand::Ping(PING_SETUP).encode(out);
         let mut data = Vec::new();
         put64(&mut data, blocks.iter().fold(0, |sizes, block| sizes | block.page_bytes));
         put64(&mut data, PAGE_SIZE);
@@ -162,11 +162,11 @@ impl Discarded {
         if found > limit {
             return Err(InvalidMessage::TooLong { what: "device state", found, limit }.into());
         }
-        Command::Ping(PING_PACKAGE).encode(out);
+        VmCommand::Ping(PING_PACKAGE).encode(out);
         let mut package = Vec::with_capacity(sections.len() + 32);
         command(CommandKind::POSTCOPY_LISTEN, Vec::new(), &mut package);
         package.extend_from_slice(sections);
-        Command::Ping(PING_LOADED).encode(&mut package);
+        VmCommand::Ping(PING_LOADED).encode(&mut package);
         command(CommandKind::POSTCOPY_RUN, Vec::new(), &mut package);
         let length = u32::try_from(package.len()).expect("bounded by DEVICE_STATE_BYTES_MAX");
         command(CommandKind::PACKAGED, length.to_be_bytes().to_vec(), out);
@@ -188,7 +188,7 @@ impl Packaged {
     /// Writes that byte: the destination runs the guest when it has it. Then opens the section for its pages.
     pub fn run(self, out: &mut Vec<u8>) -> Serving {
         out.push(self.last);
-        Command::Ping(PING_LISTENS).encode(out);
+        VmCommand::Ping(PING_LISTENS).encode(out);
         Serving::open(self.writer, out)
     }
 }
@@ -315,31 +315,33 @@ impl PostcopyReturnPathReader {
     /// # Errors
     /// The destination failed, or sent an invalid message: a request outside its blocks, SHUT too early, a PONG to
     /// nothing.
-    pub fn handle(&mut self, message: &Message, blocks: &[Block]) -> Result<ReturnMessage> {
+    pub fn handle(&mut self, message: &ReturnPathMessage, blocks: &[Block]) -> Result<ReturnMessage> {
         let unexpected = |found: String, expected| PeerMisbehaved::Unexpected { found, expected };
         Ok(match message {
-            Message::Shut(0) if !self.awaits_shut => {
+            ReturnPathMessage::Shut(0) if !self.awaits_shut => {
                 return Err(unexpected("SHUT before the last page".into(), "requests for pages").into());
             }
-            Message::Shut(0) => ReturnMessage::Shut,
-            Message::Shut(status) => return Err(PeerMisbehaved::ShutWithError { status: *status }.into()),
-            Message::Pong(value @ (PING_SETUP | PING_PACKAGE | PING_LOADED | PING_LISTENS)) => {
+            ReturnPathMessage::Shut(0) => ReturnMessage::Shut,
+            ReturnPathMessage::Shut(status) => {
+                return Err(PeerMisbehaved::ShutWithError { status: *status }.into());
+            }
+            ReturnPathMessage::Pong(value @ (PING_SETUP | PING_PACKAGE | PING_LOADED | PING_LISTENS)) => {
                 ReturnMessage::Pong(*value)
             }
-            Message::Pong(found) => return Err(PeerMisbehaved::Pong { found: *found }.into()),
-            Message::RequestPages { start, length, block } => {
+            ReturnPathMessage::Pong(found) => return Err(PeerMisbehaved::Pong { found: *found }.into()),
+            ReturnPathMessage::RequestPages { start, length, block } => {
                 if let Some(name) = block {
                     self.last = Some(find(blocks, name)?);
                 }
                 let Some(block) = self.last else { return Err(InvalidMessage::NothingToContinue.into()) };
                 request(blocks, block, *start, u64::from(*length))?
             }
-            Message::ReceivedBitmap(name) => ReturnMessage::Bitmap(find(blocks, name)?),
-            Message::ResumeAck(1) => ReturnMessage::ResumeAck,
-            Message::ResumeAck(value) => {
+            ReturnPathMessage::ReceivedBitmap(name) => ReturnMessage::Bitmap(find(blocks, name)?),
+            ReturnPathMessage::ResumeAck(1) => ReturnMessage::ResumeAck,
+            ReturnPathMessage::ResumeAck(value) => {
                 return Err(unexpected(alloc::format!("RESUME_ACK {value}"), "RESUME_ACK 1").into());
             }
-            Message::SwitchoverAck | Message::Other { .. } => ReturnMessage::Other,
+            ReturnPathMessage::SwitchoverAck | ReturnPathMessage::Other { .. } => ReturnMessage::Other,
         })
     }
 }

@@ -9,7 +9,7 @@ use crate::{InvalidMessage, Result};
 
 /// A return-path message (QEMU `enum mig_rp_message_type`).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Message {
+pub enum ReturnPathMessage {
     /// Everything is loaded (0), or loading failed.
     Shut(u32),
     /// Reply to PING.
@@ -48,7 +48,7 @@ const SWITCHOVER_ACK: u16 = 7;
 /// First bytes of a TLS record (alert, handshake) of any version 3.x: a server's reply to a client without TLS.
 const TLS_RECORDS: [u16; 2] = [0x1503, 0x1603];
 
-impl Message {
+impl ReturnPathMessage {
     /// Appends the message.
     pub fn encode(&self, out: &mut Vec<u8>) {
         let mut data = Vec::new();
@@ -111,14 +111,14 @@ fn number(kind: u16, value: u32, data: &mut Vec<u8>) -> u16 {
     kind
 }
 
-fn decode_data(kind: u16, data: &[u8]) -> Result<Message> {
+fn decode_data(kind: u16, data: &[u8]) -> Result<ReturnPathMessage> {
     let wrong = |expected| InvalidMessage::ReturnPathLength { kind, found: data.len(), expected };
     let mut input = Reader::new(data);
     let mut be32 = || input.be32().map_err(|_| wrong(4));
     let message = match kind {
-        SHUT => Message::Shut(be32()?),
-        PONG => Message::Pong(be32()?),
-        RESUME_ACK => Message::ResumeAck(be32()?),
+        SHUT => ReturnPathMessage::Shut(be32()?),
+        PONG => ReturnPathMessage::Pong(be32()?),
+        RESUME_ACK => ReturnPathMessage::ResumeAck(be32()?),
         REQ_PAGES | REQ_PAGES_ID => {
             let start = input.be64().map_err(|_| wrong(12))?;
             let length = input.be32().map_err(|_| wrong(12))?;
@@ -126,11 +126,11 @@ fn decode_data(kind: u16, data: &[u8]) -> Result<Message> {
                 REQ_PAGES => None,
                 _ => Some(lossy(input.counted().map_err(|_| wrong(13))?)),
             };
-            Message::RequestPages { start, length, block }
+            ReturnPathMessage::RequestPages { start, length, block }
         }
-        RECV_BITMAP => Message::ReceivedBitmap(lossy(input.counted().map_err(|_| wrong(1))?)),
-        SWITCHOVER_ACK => Message::SwitchoverAck,
-        kind => return Ok(Message::Other { kind, data: data.into() }),
+        RECV_BITMAP => ReturnPathMessage::ReceivedBitmap(lossy(input.counted().map_err(|_| wrong(1))?)),
+        SWITCHOVER_ACK => ReturnPathMessage::SwitchoverAck,
+        kind => return Ok(ReturnPathMessage::Other { kind, data: data.into() }),
     };
     match input.position() == data.len() {
         true => Ok(message),

@@ -100,7 +100,7 @@ impl CommandKind {
 
 /// A command with its data.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Command {
+pub enum VmCommand {
     /// The source requests a return path on the same socket.
     OpenReturnPath,
     /// To be answered by PONG with the same value.
@@ -116,7 +116,7 @@ pub enum Command {
     },
 }
 
-impl Command {
+impl VmCommand {
     /// Appends the command with its section type byte.
     pub fn encode(&self, out: &mut Vec<u8>) {
         let ping;

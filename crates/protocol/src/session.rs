@@ -16,8 +16,8 @@
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use crate::return_path::Message;
-use crate::section::{Command, CommandKind, SectionType};
+use crate::return_path::ReturnPathMessage;
+use crate::section::{CommandKind, SectionType, VmCommand};
 use crate::wire::{Reader, lossy};
 use crate::{PeerMisbehaved, Result};
 
@@ -113,7 +113,7 @@ pub enum FromSource {
 
 impl FromSource {
     /// The command that carries it.
-    pub fn to_command(self) -> Command {
+    pub fn to_command(self) -> VmCommand {
         let data: Vec<u8> = match self {
             Self::Hello(id) => [&[HELLO][..], &id].concat(),
             Self::Completed(run) => {
@@ -126,7 +126,7 @@ impl FromSource {
             }
             Self::Aborted => [OUTCOME, 0, 0].into(),
         };
-        Command::Other { kind: CommandKind(KIND), data }
+        VmCommand::Other { kind: CommandKind(KIND), data }
     }
 
     /// Reads the next frame of a source behind the end of its stream; `None`: more bytes are needed.
@@ -140,7 +140,7 @@ impl FromSource {
             let found = alloc::format!("a byte {first:#04x} behind the stream");
             return Err(PeerMisbehaved::Unexpected { found, expected: "the outcome of the move" }.into());
         }
-        let Ok(command) = Command::decode(input)? else {
+        let Ok(command) = VmCommand::decode(input)? else {
             input.rewind(start);
             return Ok(None);
         };
@@ -151,8 +151,8 @@ impl FromSource {
     }
 
     /// The frame in a command; `None`: not of a session, or of a kind that this version does not know.
-    pub fn of(command: &Command) -> Option<Self> {
-        let Command::Other { kind: CommandKind(KIND), data } = command else { return None };
+    pub fn of(command: &VmCommand) -> Option<Self> {
+        let VmCommand::Other { kind: CommandKind(KIND), data } = command else { return None };
         match data.as_slice() {
             [HELLO, id @ ..] => Some(Self::Hello(id.try_into().ok()?)),
             [OUTCOME, 0, _] => Some(Self::Aborted),
@@ -188,7 +188,7 @@ pub enum FromDestination {
 
 impl FromDestination {
     /// The message that carries it.
-    pub fn to_message(&self) -> Message {
+    pub fn to_message(&self) -> ReturnPathMessage {
         let data = match self {
             Self::Placed(placement) => {
                 let placement = match placement {
@@ -204,12 +204,12 @@ impl FromDestination {
                 [&[NOT_RUN][..], bytes].concat()
             }
         };
-        Message::Other { kind: KIND, data }
+        ReturnPathMessage::Other { kind: KIND, data }
     }
 
     /// The frame in a message; `None`: not of a session, or of a kind that this version does not know.
-    pub fn of(message: &Message) -> Option<Self> {
-        let Message::Other { kind: KIND, data } = message else { return None };
+    pub fn of(message: &ReturnPathMessage) -> Option<Self> {
+        let ReturnPathMessage::Other { kind: KIND, data } = message else { return None };
         match data.as_slice() {
             [PLACED, 0] => Some(Self::Placed(GuestPlacement::Running)),
             [PLACED, 1] => Some(Self::Placed(GuestPlacement::Paused)),
@@ -263,10 +263,10 @@ mod tests {
             assert_eq!(FromSource::decode(&mut Reader::new(&bytes[..bytes.len() - 1])), Ok(None));
             assert_eq!(FromSource::decode(&mut Reader::new(&bytes)), Ok(Some(frame)));
         }
-        let short = Command::Other { kind: CommandKind(KIND), data: [HELLO, 1].into() };
+        let short = VmCommand::Other { kind: CommandKind(KIND), data: [HELLO, 1].into() };
         assert_eq!(FromSource::of(&short), None);
         assert_eq!(
-            FromSource::of(&Command::Other { kind: CommandKind(9), data: [OUTCOME, 0, 0].into() }),
+            FromSource::of(&VmCommand::Other { kind: CommandKind(9), data: [OUTCOME, 0, 0].into() }),
             None
         );
     }
@@ -278,7 +278,7 @@ mod tests {
         {
             let mut bytes = Vec::new();
             frame.to_message().encode(&mut bytes);
-            let message = Message::decode(&mut Reader::new(&bytes)).expect("whole").expect("one");
+            let message = ReturnPathMessage::decode(&mut Reader::new(&bytes)).expect("whole").expect("one");
             match (frame, FromDestination::of(&message).expect("of a session")) {
                 (FromDestination::NotRun(_), FromDestination::NotRun(reason)) => {
                     assert_eq!(reason, long[..REASON_BYTES_MAX]);

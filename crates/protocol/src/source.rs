@@ -13,8 +13,8 @@ use crate::configuration::Configuration;
 use crate::machine::BarrierForm;
 use crate::multifd::PONG_CHECKSUMS;
 use crate::ram::{self, PageRef, RamBlock, RamFlags, RecordWriter};
-use crate::return_path::Message;
-use crate::section::{Command, SectionHeader, SectionType, put_footer};
+use crate::return_path::ReturnPathMessage;
+use crate::section::{SectionHeader, SectionType, VmCommand, put_footer};
 use crate::session::{self, ReceiverMode};
 use crate::wire::put32;
 use crate::{PeerMisbehaved, Result};
@@ -48,8 +48,8 @@ impl Setup {
     pub fn begin(configuration: &Configuration, return_path: bool, out: &mut Vec<u8>) -> Self {
         configuration.encode(out);
         if return_path {
-            Command::OpenReturnPath.encode(out);
-            Command::Ping(PING_SETUP).encode(out);
+            VmCommand::OpenReturnPath.encode(out);
+            VmCommand::Ping(PING_SETUP).encode(out);
         }
         Self(())
     }
@@ -58,9 +58,9 @@ impl Setup {
     /// so that their replies precede its reply.
     pub fn begin_with_pings(configuration: &Configuration, pings: &[u32], out: &mut Vec<u8>) -> Self {
         configuration.encode(out);
-        Command::OpenReturnPath.encode(out);
+        VmCommand::OpenReturnPath.encode(out);
         for &value in pings.iter().chain(&[PING_SETUP]) {
-            Command::Ping(value).encode(out);
+            VmCommand::Ping(value).encode(out);
         }
         Self(())
     }
@@ -200,9 +200,9 @@ impl AwaitShut {
     }
 
     /// Takes a message of the return path; `Err(self)` inside while more are needed.
-    pub fn handle(self, message: &Message) -> Result<core::result::Result<Finished, Self>> {
+    pub fn handle(self, message: &ReturnPathMessage) -> Result<core::result::Result<Finished, Self>> {
         match message {
-            Message::Shut(0) => Ok(Ok(Finished(()))),
+            ReturnPathMessage::Shut(0) => Ok(Ok(Finished(()))),
             message => {
                 check_return_path(message)?;
                 Ok(Err(self))
@@ -244,23 +244,25 @@ impl ReturnPathReader {
     ///
     /// # Errors
     /// It failed to load the guest, or sent an invalid message, above all a SHUT before the stream's end.
-    pub fn handle(&mut self, message: &Message) -> Result<Answer> {
+    pub fn handle(&mut self, message: &ReturnPathMessage) -> Result<Answer> {
         match message {
-            Message::Shut(0) if !self.awaits_shut => {
+            ReturnPathMessage::Shut(0) if !self.awaits_shut => {
                 let found = "SHUT before the stream's end".into();
                 Err(PeerMisbehaved::Unexpected { found, expected: "PONG" }.into())
             }
-            Message::Shut(0) => {
+            ReturnPathMessage::Shut(0) => {
                 self.shut = true;
                 Ok(Answer::Shut)
             }
             message => {
                 check_return_path(message)?;
                 match message {
-                    Message::Pong(PING_SETUP) => self.pong = true,
-                    Message::Pong(PING_LOADED) => self.loaded = true,
-                    Message::Pong(PONG_CHECKSUMS) => self.checksums = true,
-                    Message::Pong(value) => self.receiver = session::decode_pong(*value).or(self.receiver),
+                    ReturnPathMessage::Pong(PING_SETUP) => self.pong = true,
+                    ReturnPathMessage::Pong(PING_LOADED) => self.loaded = true,
+                    ReturnPathMessage::Pong(PONG_CHECKSUMS) => self.checksums = true,
+                    ReturnPathMessage::Pong(value) => {
+                        self.receiver = session::decode_pong(*value).or(self.receiver);
+                    }
                     _ => return Ok(Answer::Other),
                 }
                 Ok(Answer::Pong)
@@ -295,13 +297,17 @@ impl ReturnPathReader {
 }
 
 /// Checks a message that may come at any time before SHUT.
-pub fn check_return_path(message: &Message) -> Result<()> {
+pub fn check_return_path(message: &ReturnPathMessage) -> Result<()> {
     match message {
-        Message::Pong(PING_SETUP | PING_LOADED | PING_CHECKSUMS | PONG_CHECKSUMS)
-        | Message::SwitchoverAck => Ok(()),
-        Message::Pong(value) if *value == session::ping() || session::decode_pong(*value).is_some() => Ok(()),
-        Message::Pong(found) => Err(PeerMisbehaved::Pong { found: *found }.into()),
-        Message::Shut(status) if *status != 0 => {
+        ReturnPathMessage::Pong(PING_SETUP | PING_LOADED | PING_CHECKSUMS | PONG_CHECKSUMS)
+        | ReturnPathMessage::SwitchoverAck => Ok(()),
+        ReturnPathMessage::Pong(value)
+            if *value == session::ping() || session::decode_pong(*value).is_some() =>
+        {
+            Ok(())
+        }
+        ReturnPathMessage::Pong(found) => Err(PeerMisbehaved::Pong { found: *found }.into()),
+        ReturnPathMessage::Shut(status) if *status != 0 => {
             Err(PeerMisbehaved::ShutWithError { status: *status }.into())
         }
         other => {

@@ -6,7 +6,7 @@ use peak_alloc::PeakAlloc;
 use towline_protocol::destination::Destination;
 use towline_protocol::device_state::Collector;
 use towline_protocol::multifd::{HEADER_BYTES, PACKET_PAGES, Packet};
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{RamBlock, Reader, limits};
 
 #[global_allocator]
@@ -72,7 +72,7 @@ fn a_peer_cannot_make_the_decoders_allocate_more_than_the_limits() {
     Packet { block, zero, ..Packet::empty() }.encode(&packet_blocks, &mut header);
     assert!(peak(|| drop(Packet::decode(&header, &packet_blocks))) < 4096);
 
-    assert!(peak(|| drop(Message::decode(&mut Reader::new(&[0, 9, 0xff, 0xff])))) < 4096);
+    assert!(peak(|| drop(ReturnPathMessage::decode(&mut Reader::new(&[0, 9, 0xff, 0xff])))) < 4096);
 
     // The device state is kept once; a vector that grows has up to three times that while it moves. The description
     // is not kept: a value for each of its numbers was gigabytes.

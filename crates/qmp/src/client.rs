@@ -1,6 +1,6 @@
 //! One connection to one monitor.
 //!
-//! A client executes one command at a time. The reply is matched by its `id`; a late reply to a command that timed out is
+//! A client executes one command at a time, or several in order ([`Client::execute_all`]). The reply is matched by its `id`; a late reply to a command that timed out is
 //! discarded. Events that arrive meanwhile are queued. A thread that waits for events and must also be able to send a
 //! command polls: [`Client::next_event`] with `Duration::ZERO` costs one system call.
 
@@ -12,18 +12,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use serde::de::{Deserialize, DeserializeOwned};
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use crate::codec::{Decoder, Event, Greeting, Message, excerpt};
 use crate::connection::{Connection, FDS_MAX, PeerCredentials, Stop};
 use crate::error::{DisconnectReason, Error};
 use crate::events::{EVENTS_MAX, Events};
+use crate::request::{Reply, Request, typed};
 
 /// Default deadline of a command.
 pub const DEADLINE: Duration = Duration::from_secs(10);
 /// Interval at which a wait checks its `cancel` flag.
 pub const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
+/// Commands that are sent before the first of their replies is read: their lines fit into any socket's buffer.
+const IN_FLIGHT_MAX: usize = 32;
 
 /// A command with typed arguments and a typed reply. The value itself is serialized as the arguments; a unit struct has none.
 pub trait Command: Serialize {
@@ -170,15 +173,33 @@ impl Client {
         command: &C,
         fds: &[BorrowedFd<'_>],
     ) -> Result<C::Return, Error> {
-        let arguments = serde_json::to_value(command)
-            .map_err(|error| Error::Arguments { command: C::NAME.into(), reason: error.to_string() })?;
-        let value = self.transact((verb, C::NAME), arguments, fds)?;
-        C::Return::deserialize(&value).map_err(|error| Error::Shape {
-            command: C::NAME.into(),
-            socket: self.socket.clone(),
-            reason: error.to_string(),
-            excerpt: excerpt(value.to_string().as_bytes()),
-        })
+        let request = Request::new(command)?;
+        let value = self.transact(verb, &request, fds)?;
+        typed::<C>(&value, &self.socket)
+    }
+
+    /// Executes several commands in order with one round trip for each few of them: all are sent before the first reply is awaited.
+    /// QEMU executes all of them, also if it refuses one.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] and [`Error::Disconnected`]; a refusal is the reply to its command.
+    pub fn execute_all(&mut self, requests: &[Request]) -> Result<Vec<Reply>, Error> {
+        let mut replies = Vec::with_capacity(requests.len());
+        for requests in requests.chunks(IN_FLIGHT_MAX) {
+            let mut ids = Vec::with_capacity(requests.len());
+            for request in requests {
+                ids.push(self.submit("execute", request, &[], Instant::now())?);
+            }
+            for (request, id) in requests.iter().zip(ids) {
+                let value = match self.reply_to(id, &request.name, Instant::now()) {
+                    Ok(value) => Ok(value),
+                    Err(refusal @ Error::Refusal { .. }) => Err(refusal),
+                    Err(error) => return Err(error),
+                };
+                replies.push(Reply { socket: self.socket.clone(), value });
+            }
+        }
+        Ok(replies)
     }
 
     /// Executes a command that has no type in this crate.
@@ -186,38 +207,46 @@ impl Client {
     /// # Errors
     /// As [`Client::execute`], save [`Error::Shape`].
     pub fn execute_raw(&mut self, name: &str, arguments: Option<Map<String, Value>>) -> Result<Value, Error> {
-        self.transact(("execute", name), arguments.map_or(Value::Null, Value::Object), &[])
+        self.transact("execute", &Request::raw(name, arguments), &[])
     }
 
-    fn transact(
-        &mut self,
-        (verb, name): (&str, &str),
-        arguments: Value,
-        fds: &[BorrowedFd<'_>],
-    ) -> Result<Value, Error> {
+    fn transact(&mut self, verb: &str, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<Value, Error> {
         assert!(fds.len() <= FDS_MAX, "at most {FDS_MAX} descriptors go with a command");
         let started = Instant::now();
-        let until = after(started, self.deadline);
+        let id = self.submit(verb, request, fds, started)?;
+        self.reply_to(id, &request.name, started)
+    }
+
+    /// Sends a command, and returns the id of its reply.
+    fn submit(
+        &mut self,
+        verb: &str,
+        request: &Request,
+        fds: &[BorrowedFd<'_>],
+        started: Instant,
+    ) -> Result<u64, Error> {
         let id = self.next_id;
         self.next_id += 1;
-        let mut request = json!({ "id": id });
-        request[verb] = name.into();
-        if !arguments.is_null() {
-            request["arguments"] = arguments;
+        let mut line = json!({ "id": id });
+        line[verb] = request.name.as_ref().into();
+        if !request.arguments.is_null() {
+            line["arguments"] = request.arguments.clone();
         }
-        self.send(name, &request, fds, started)?;
+        self.send(&request.name, &line, fds, started)?;
+        Ok(id)
+    }
+
+    /// Waits for the reply to the command with this id, until the deadline of a command that began then.
+    fn reply_to(&mut self, id: u64, name: &str, started: Instant) -> Result<Value, Error> {
+        let until = after(started, self.deadline);
         loop {
             match self.message(name, until)? {
                 Some(Message::Return { id: Some(found), value, .. }) if found == id => return Ok(value),
                 Some(Message::Error { id: found, class, desc, .. })
                     if found.as_ref().is_none_or(|f| *f == id) =>
                 {
-                    return Err(Error::Refusal {
-                        command: name.into(),
-                        socket: self.socket.clone(),
-                        class,
-                        desc,
-                    });
+                    let (command, socket) = (name.into(), self.socket.clone());
+                    return Err(Error::Refusal { command, socket, class, desc });
                 }
                 Some(other) => self.queue(other),
                 None => return Err(self.timeout(name, started)),

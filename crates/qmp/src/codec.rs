@@ -72,7 +72,7 @@ pub struct Event {
     pub data: Map<String, Value>,
     /// When, by the clock of QEMU's host.
     #[serde(default)]
-    pub timestamp: Timestamp,
+    pub timestamp: EventTimestamp,
     /// Keys that we do not know.
     #[serde(flatten)]
     pub other: Map<String, Value>,
@@ -80,7 +80,7 @@ pub struct Event {
 
 /// Time since 1970; both fields are -1 where QEMU could not read its clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Timestamp {
+pub struct EventTimestamp {
     /// Whole seconds.
     pub seconds: i64,
     /// Microseconds beyond them.
@@ -93,12 +93,14 @@ pub struct Timestamp {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
     /// Something other than a JSON object where a message should begin.
+    /// Remedy: give the socket of `-qmp`; that of `-monitor`, of a guest agent or of a console is none.
     #[error("expected a QMP message (a JSON object), found \"{excerpt}\"")]
     NotJson {
         /// The first bytes found.
         excerpt: String,
     },
     /// An object that is not valid JSON, or a message whose keys have the wrong types.
+    /// Remedy: use a QEMU of version 7.2 to 11.1; report the message with QEMU's version.
     #[error("unreadable QMP message ({reason}): \"{excerpt}\"")]
     Malformed {
         /// The parser's message.
@@ -107,6 +109,7 @@ pub enum CodecError {
         excerpt: String,
     },
     /// More than the decoder's limit.
+    /// Remedy: check that the socket is that of `-qmp`: no QEMU of version 7.2 to 11.1 sends so long a message.
     #[error("a QMP message longer than {bytes_max} bytes: \"{excerpt}\"")]
     TooLong {
         /// The limit.
@@ -115,6 +118,7 @@ pub enum CodecError {
         excerpt: String,
     },
     /// More than [`DEPTH_MAX`].
+    /// Remedy: check that the socket is that of `-qmp`: no QEMU of version 7.2 to 11.1 sends such a message.
     #[error("a QMP message nested deeper than {DEPTH_MAX} levels: \"{excerpt}\"")]
     TooDeep {
         /// The first bytes of the message.

@@ -25,7 +25,7 @@ pub use migration_settings::{
 };
 pub use state::{
     BlockDevice, BlockImage, BlockInserted, CommandName, Cont, CpuFast, HumanMonitorCommand,
-    HumanReadableText, Machine, Memdev, MemorySize, QomGet, QueryBlock, QueryCommands, QueryCpusFast,
+    HumanReadableText, Machine, Memdev, MemorySizeSummary, QomGet, QueryBlock, QueryCommands, QueryCpusFast,
     QueryMachines, QueryMemdev, QueryMemorySizeSummary, QueryStatus, QueryUuid, QueryVersion, Quit, RunState,
     Status, Stop, Uuid, Version, VersionTriple, XQueryRamblock,
 };

@@ -19,7 +19,7 @@ pub enum Error {
         socket: String,
     },
     /// No process listens on the socket.
-    /// Remedy: start QEMU again; the socket is left from before.
+    /// Remedy: start QEMU again (`-qmp unix:PATH,server=on,wait=off`); the socket is left from before.
     #[error("no process listens on QMP socket {socket}: the QEMU that made it has ended")]
     Refused {
         /// The path that was tried.
@@ -77,7 +77,7 @@ pub enum Error {
         waited: Duration,
     },
     /// QEMU refused.
-    /// Remedy: correct what QEMU names.
+    /// Remedy: correct what QEMU names; `towline check` finds before a move what QEMU would refuse.
     #[error("QEMU on {socket} refuses {command}: {desc}")]
     Refusal {
         /// The command's name.

@@ -6,7 +6,7 @@
 //!                 fd passing)    messages)         events)
 //! ```
 //!
-//! [`Client`] executes one command at a time and blocks no longer than its deadline. QEMU serves one client at a time per
+//! [`Client`] executes one command at a time, or several with one round trip, and blocks no longer than its deadline. QEMU serves one client at a time per
 //! monitor; a second one gets no greeting until the first disconnects, which is [`Error::NoGreeting`].
 //!
 //! `Server` is the server side, for a control socket of one's own. It is the feature `server`, on by default.
@@ -23,6 +23,7 @@ mod client;
 mod connection;
 mod error;
 mod events;
+mod request;
 #[cfg(feature = "server")]
 mod server;
 mod sys;
@@ -32,6 +33,7 @@ pub use codec::{Event, Greeting, Message};
 pub use connection::PeerCredentials;
 pub use error::{DisconnectReason, Error};
 pub use events::EVENTS_MAX;
+pub use request::{Reply, Request};
 #[cfg(feature = "server")]
 pub use server::{CLIENTS_MAX, Commands, Emitter, REQUEST_BYTES_MAX, Refusal, Server};
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use towline_qmp::codec::{CodecError, MESSAGE_BYTES_MAX};
 use towline_qmp::commands::{QueryStatus, RunState};
-use towline_qmp::{Client, DisconnectReason, Error, Options};
+use towline_qmp::{Client, DisconnectReason, Error, Options, Request};
 
 const GREETING: &str = r#"{"QMP": {"version": {}, "capabilities": ["oob"]}}"#;
 const STATUS: &str = r#"{"return": {"status": "running", "running": true}, "id": 2}"#;
@@ -141,6 +141,36 @@ fn an_error_without_an_id_is_the_answer() {
     });
     let error = client.execute(&QueryStatus).unwrap_err();
     assert_eq!(error.to_string(), "QEMU on the peer refuses query-status: JSON parse error");
+    handle.join().unwrap();
+}
+
+#[test]
+fn replies_to_several_commands_that_come_late_are_not_taken_for_others() {
+    let (mut client, handle) = peer(|mut stream, mut lines| {
+        (0..3).for_each(|_| drop(line(&mut lines)));
+        // One reply in time, none to the others before the client asks again.
+        write!(stream, "{STATUS}").unwrap();
+        line(&mut lines);
+        for id in 3..5 {
+            write!(stream, r#"{{"return": {{"status": "paused", "running": false}}, "id": {id}}}"#).unwrap();
+        }
+        write!(stream, r#"{{"return": {{"status": "running", "running": true}}, "id": 5}}"#).unwrap();
+    });
+    let requests = vec![Request::new(&QueryStatus).unwrap(); 3];
+    let error = client.execute_all(&requests).unwrap_err();
+    assert!(matches!(&error, Error::Timeout { command, .. } if command == "query-status"), "{error}");
+    assert_eq!(client.execute(&QueryStatus).unwrap().status, RunState::RUNNING);
+    handle.join().unwrap();
+}
+
+#[test]
+fn a_monitor_that_closes_between_several_replies_is_an_error() {
+    let (mut client, handle) = peer(|mut stream, mut lines| {
+        (0..3).for_each(|_| drop(line(&mut lines)));
+        write!(stream, "{STATUS}").unwrap();
+    });
+    let error = client.execute_all(&vec![Request::new(&QueryStatus).unwrap(); 3]).unwrap_err();
+    assert!(matches!(&error, Error::Disconnected { by: DisconnectReason::PeerClosed, .. }), "{error}");
     handle.join().unwrap();
 }
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 use common::{TestQemu, WAIT, binaries, until};
 use serde_json::{Map, Value};
 use towline_qmp::commands::*;
-use towline_qmp::{Client, DisconnectReason, Error, Options};
+use towline_qmp::{Client, DisconnectReason, Error, Options, Request};
 
 const SHORT: Duration = Duration::from_millis(300);
 
@@ -49,7 +49,7 @@ fn typed_commands_read_what_qemu_answers() {
         let cpus = client.execute(&QueryCpusFast).unwrap();
         assert_eq!(cpus.iter().map(|cpu| cpu.cpu_index).collect::<Vec<_>>(), [0, 1]);
         let memory = client.execute(&QueryMemorySizeSummary).unwrap();
-        assert_eq!(memory, MemorySize { base_memory: 64 << 20, plugged_memory: 0 });
+        assert_eq!(memory, MemorySizeSummary { base_memory: 64 << 20, plugged_memory: 0 });
         let drives = client.execute(&QueryBlock).unwrap();
         let inserted = drives[0].inserted.as_ref().unwrap();
         assert_eq!((drives[0].device.as_str(), inserted.drv.as_str()), ("d0", "raw"));
@@ -99,6 +99,36 @@ fn refusals_carry_qemus_words() {
             if command == "migrate" && class == "GenericError"),
             "{error}"
         );
+    }
+}
+
+#[test]
+fn several_commands_are_executed_in_order_whatever_one_is_refused() {
+    for binary in binaries("several_commands_are_executed_in_order_whatever_one_is_refused") {
+        let qemu = TestQemu::q35(&binary, &[]);
+        let mut client = qemu.client();
+        // The guest runs and stops in turns, so that a reply of another command would be found.
+        let status = Request::new(&QueryStatus).unwrap();
+        let (cont, stop) = (Request::new(&Cont).unwrap(), Request::new(&Stop).unwrap());
+        let round = [cont, status.clone(), Request::raw("teleport", None), stop, status];
+        let rounds = 20;
+        let requests = vec![round; rounds].concat();
+        let replies = client.execute_all(&requests).unwrap();
+        assert_eq!(replies.len(), requests.len());
+        let mut replies = replies.into_iter();
+        let mut next = || replies.next().unwrap();
+        for _ in 0..rounds {
+            next().value().unwrap();
+            assert_eq!(next().of::<QueryStatus>().unwrap().status, RunState::RUNNING);
+            assert!(next().value().unwrap_err().is_command_not_found());
+            next().value().unwrap();
+            assert_eq!(next().of::<QueryStatus>().unwrap().status, RunState::PAUSED);
+        }
+        let mut events = Vec::new();
+        while let Some(event) = client.next_event(Duration::ZERO).unwrap() {
+            events.push(event.name);
+        }
+        assert_eq!(events, ["RESUME", "STOP"].repeat(rounds));
     }
 }
 

@@ -25,9 +25,16 @@ impl CallData {
 
 /// Returns the verdict of a program.
 pub(crate) fn verdict(program: &[sock_filter], call: &CallData) -> u32 {
+    run(program, call, |_| ()).expect("a program ends with a verdict")
+}
+
+/// As [`verdict`], with the position of each instruction that is executed. `None` if a jump leaves the program, which the kernel
+/// would not accept.
+pub(crate) fn run(program: &[sock_filter], call: &CallData, mut executed: impl FnMut(usize)) -> Option<u32> {
     let (mut at, mut accumulator) = (0, 0);
     loop {
-        let sock_filter { code, jt, jf, k } = program[at];
+        let sock_filter { code, jt, jf, k } = *program.get(at)?;
+        executed(at);
         at += 1;
         let jumps = |yes: bool| usize::from(if yes { jt } else { jf });
         // The instructions of `linux/bpf_common.h` that are used here and by `seccompiler`.
@@ -39,7 +46,7 @@ pub(crate) fn verdict(program: &[sock_filter], call: &CallData) -> u32 {
             0x25 => at += jumps(accumulator > k),
             0x35 => at += jumps(accumulator >= k),
             0x45 => at += jumps(accumulator & k != 0),
-            0x06 => return k,
+            0x06 => return Some(k),
             code => panic!("{code:#x} is not used"),
         }
     }
@@ -47,7 +54,11 @@ pub(crate) fn verdict(program: &[sock_filter], call: &CallData) -> u32 {
 
 /// Returns the verdict of several programs: the strictest one, whose action is the smallest as a signed number.
 pub(crate) fn strictest<'p>(programs: impl IntoIterator<Item = &'p [sock_filter]>, call: &CallData) -> u32 {
-    let verdicts = programs.into_iter().map(|program| verdict(program, call));
+    strictest_of(programs.into_iter().map(|program| verdict(program, call)))
+}
+
+/// Returns the strictest of these verdicts.
+pub(crate) fn strictest_of(verdicts: impl IntoIterator<Item = u32>) -> u32 {
     let action = |verdict: &u32| (verdict & 0xffff_0000).cast_signed();
-    verdicts.min_by_key(action).expect("there is a program")
+    verdicts.into_iter().min_by_key(action).expect("there is a program")
 }

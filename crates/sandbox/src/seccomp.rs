@@ -378,7 +378,9 @@ fn listed(policy: &Policy) -> Built<Rules> {
         rules.insert(call.id().into(), any(0, &[own])?);
     }
     // 0 is the calling process.
-    for call in [Sysno::prlimit64, Sysno::sched_setaffinity, Sysno::sched_setscheduler] {
+    let scheduling =
+        [Sysno::sched_setaffinity, Sysno::sched_setscheduler, Sysno::sched_setattr, Sysno::sched_getattr];
+    for call in scheduling.into_iter().chain([Sysno::prlimit64]) {
         rules.insert(call.id().into(), any(0, &[0, own])?);
     }
     let priority = |who: u64| rule(&[(0, equal.clone(), libc::PRIO_PROCESS.into()), (1, equal.clone(), who)]);

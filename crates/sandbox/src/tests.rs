@@ -121,6 +121,7 @@ fn other_processes_cannot_be_addressed() {
         ("limits", libc::SYS_prlimit64, [other, cpu, 0, 0]),
         ("processors", libc::SYS_sched_setaffinity, [other, 0, 0, 0]),
         ("its scheduler", libc::SYS_sched_setscheduler, [other, 0, 0, 0]),
+        ("its time slice", libc::SYS_sched_setattr, [other, 0, 0, 0]),
         ("its priority", libc::SYS_setpriority, [process, other, 0, 0]),
         ("a user's priority", libc::SYS_setpriority, [user, 0, 0, 0]),
         ("signals by a descriptor", libc::SYS_fcntl, [stdin, libc::F_SETOWN, other, 0]),
@@ -137,6 +138,8 @@ fn other_processes_cannot_be_addressed() {
         // The call is permitted, and fails on the null pointer.
         let set = sys::tests::call(libc::SYS_sched_setaffinity, [own, 8, 0, 0]);
         refused("processors of null", libc::EFAULT, set);
+        let set = sys::tests::call(libc::SYS_sched_setattr, [own, 0, 0, 0]);
+        refused("a time slice of null", libc::EINVAL, set);
     }
     UnixStream::pair().unwrap();
 }

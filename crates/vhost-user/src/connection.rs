@@ -18,6 +18,22 @@ use crate::worker::WorkerPool;
 /// Time limit for the rest of a message, and for sending a reply.
 pub(crate) const MESSAGE_WITHIN: Duration = Duration::from_secs(10);
 
+/// State of the connection after a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Peer {
+    Connected,
+    Disconnected,
+}
+
+/// How a frontend has the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Claim {
+    /// As before.
+    Owned,
+    /// It was another one's until now.
+    Taken,
+}
+
 /// A connection and its session. The rings run on while it is not served.
 pub(crate) struct Connection<C = Box<dyn Channel>> {
     channel: C,
@@ -68,38 +84,63 @@ impl<C: Deref<Target = dyn Channel>> Connection<C> {
     /// `Cancelled`, and the connection can be served again.
     pub(crate) fn serve(&mut self, cancel: &Cancel) -> Result<(), ServeError> {
         self.session.set_cancel(cancel);
-        let served = self.serve_requests(cancel);
-        if self.hangup.is_memory_lost() {
-            return Err(self.failed(SessionError::MemoryLost));
+        while self.channel.wait_recv(cancel)? {
+            if self.serve_request(|| Ok(Claim::Owned))? == Peer::Disconnected {
+                return Ok(());
+            }
         }
+        self.check_memory()?;
+        Err(towline_channel::Error::Cancelled.into())
+    }
+
+    /// Cancels waiting requests when `cancel` is cancelled.
+    pub(crate) fn set_cancel(&mut self, cancel: &Cancel) {
+        self.session.set_cancel(cancel);
+    }
+
+    /// Serves one request, which is waited for. `claim` is called before one that concerns the device.
+    pub(crate) fn serve_request(
+        &mut self,
+        claim: impl FnOnce() -> Result<Claim, SessionError>,
+    ) -> Result<Peer, ServeError> {
+        let served = self.serve_message(claim);
+        self.check_memory()?;
         served
     }
 
-    fn serve_requests(&mut self, cancel: &Cancel) -> Result<(), ServeError> {
-        loop {
-            if !self.channel.wait_recv(cancel)? {
-                return Err(towline_channel::Error::Cancelled.into());
+    fn check_memory(&self) -> Result<(), ServeError> {
+        if self.hangup.is_memory_lost() { Err(self.failed(SessionError::MemoryLost)) } else { Ok(()) }
+    }
+
+    fn serve_message(
+        &mut self,
+        claim: impl FnOnce() -> Result<Claim, SessionError>,
+    ) -> Result<Peer, ServeError> {
+        let Some(message) = receive(&*self.channel)? else { return Ok(Peer::Disconnected) };
+        let Message { header: Header { code, need_reply, .. }, payload, fds } = message;
+        tracing::debug!(%code, need_reply, "request");
+        let request = Request::decode(code, &payload, fds).map_err(SessionError::from);
+        let outcome = request.and_then(|request| {
+            if self.session.concerns_device(&request) && claim()? == Claim::Taken {
+                self.session.take_device()?;
             }
-            let Some(message) = receive(&*self.channel)? else { return Ok(()) };
-            let Message { header: Header { code, need_reply, .. }, payload, fds } = message;
-            tracing::debug!(%code, need_reply, "request");
-            let request = Request::decode(code, &payload, fds).map_err(SessionError::from);
-            let outcome = request.and_then(|request| self.session.handle(request));
-            let acknowledges = need_reply && self.session.has_reply_ack();
-            let reply = match outcome {
-                Ok(Some(reply)) => reply,
-                Ok(None) if acknowledges => Reply::Number(0),
-                Ok(None) => continue,
-                Err(error) if acknowledges && !error.is_fatal() => {
-                    tracing::warn!(%error, "request refused");
-                    Reply::Number(1)
-                }
-                Err(error) => return Err(self.failed(error)),
-            };
-            let fd = self.session.take_reply_fd();
-            let fds: Vec<_> = fd.iter().map(AsFd::as_fd).collect();
-            send(&*self.channel, &reply.encode(code), &fds)?;
-        }
+            self.session.handle(request)
+        });
+        let acknowledges = need_reply && self.session.has_reply_ack();
+        let reply = match outcome {
+            Ok(Some(reply)) => reply,
+            Ok(None) if acknowledges => Reply::Number(0),
+            Ok(None) => return Ok(Peer::Connected),
+            Err(error) if acknowledges && !error.is_fatal() => {
+                tracing::warn!(%error, "request refused");
+                Reply::Number(1)
+            }
+            Err(error) => return Err(self.failed(error)),
+        };
+        let fd = self.session.take_reply_fd();
+        let fds: Vec<_> = fd.iter().map(AsFd::as_fd).collect();
+        send(&*self.channel, &reply.encode(code), &fds)?;
+        Ok(Peer::Connected)
     }
 
     fn replay(&mut self, requests: Vec<SavedRequest>) -> Result<(), ServeError> {
@@ -119,6 +160,26 @@ impl Connection {
     /// Reason that prevents a live upgrade at this moment.
     pub(crate) fn upgrade_obstacle(&self) -> Option<&'static str> {
         self.session.upgrade_obstacle()
+    }
+
+    /// Returns true if a ring runs.
+    pub(crate) fn is_running(&self) -> bool {
+        self.session.is_running()
+    }
+
+    /// Sets the device up as this frontend has negotiated it.
+    pub(crate) fn take_device(&mut self) -> Result<(), ServeError> {
+        self.session.take_device().map_err(|error| self.failed(error))
+    }
+
+    /// Sets the time limit for the rest of a message, and for sending a reply.
+    pub(crate) fn set_message_timeout(&self, within: Duration) -> Result<(), ServeError> {
+        Ok(self.channel.set_timeouts(Some(within), Some(within))?)
+    }
+
+    /// The descriptor that is readable when a request has arrived; `None` for channels that have none.
+    pub(crate) fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.channel.as_fd()
     }
 
     /// Stops the rings, and saves the session.

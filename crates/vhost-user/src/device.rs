@@ -102,6 +102,13 @@ pub trait Device: Send + Sync {
         Err(BackendError::new("it has no network"))
     }
 
+    /// Returns true if a second frontend may connect while the first one has the device, and have it once the rings of the
+    /// first one are stopped: the next QEMU of a guest whose QEMU is replaced. Both have workers of all queues, of which
+    /// those of one frontend have rings.
+    fn allows_standby(&self) -> bool {
+        false
+    }
+
     /// Returns true if a guest may run here before its memory has arrived (destination of a postcopy migration). False
     /// for a device that pins memory or has hardware access it.
     fn allows_postcopy(&self) -> bool {

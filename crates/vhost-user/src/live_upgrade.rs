@@ -123,7 +123,8 @@ pub fn live_upgrade(
     if let Err(error) = receive_hello(to) {
         return aborted(service, error);
     }
-    if let Some(obstacle) = service.connection.as_ref().and_then(Connection::upgrade_obstacle) {
+    let pair = service.standby.as_ref().map(|_| "two frontends are connected");
+    if let Some(obstacle) = pair.or(service.connection.as_ref().and_then(Connection::upgrade_obstacle)) {
         let _ = send_message(to, REFUSED, obstacle.as_bytes(), &[]);
         return aborted(service, UpgradeError::Busy(obstacle));
     }
@@ -329,7 +330,7 @@ impl UpgradeOffer {
         if let Err(error) = send_message(from, DONE, &[], &[]) {
             tracing::warn!(%error, "the previous process ended before the live upgrade was complete");
         }
-        Ok((Service { frontends: frontends(listener), connection }, record))
+        Ok((Service { frontends: frontends(listener), connection, standby: None }, record))
     }
 }
 

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::memory::MemoryError;
+use crate::memory::MemoryTableError;
 use crate::message::LogMemory;
 use crate::sys::{Area, Mapping};
 
@@ -49,15 +49,15 @@ impl DirtyLog {
     /// Maps a log of `size` bytes.
     ///
     /// # Errors
-    /// [`MemoryError::TooLarge`] for a log that is larger than any guest needs, or smaller than a word; otherwise as for regions.
-    pub fn map(fd: OwnedFd, offset: u64, size: u64) -> Result<Self, MemoryError> {
+    /// [`MemoryTableError::TooLarge`] for a log that is larger than any guest needs, or smaller than a word; otherwise as for regions.
+    pub fn map(fd: OwnedFd, offset: u64, size: u64) -> Result<Self, MemoryTableError> {
         let words = size / 8;
         if size > LOG_BYTES_MAX || words == 0 {
-            return Err(MemoryError::TooLarge { offset, size });
+            return Err(MemoryTableError::TooLarge { offset, size });
         }
         let mapping = Arc::new(Mapping::guarded(fd, offset, words * 8)?);
         let len = usize::try_from(words * 8).expect("the length is at most LOG_BYTES_MAX");
-        let words = Area::new(&mapping, 0, len, 8).ok_or(MemoryError::TooLarge { offset, size })?;
+        let words = Area::new(&mapping, 0, len, 8).ok_or(MemoryTableError::TooLarge { offset, size })?;
         Ok(Self { words, pages: size / 8 * 64 })
     }
 }

@@ -28,7 +28,7 @@ pub const REGIONS_MAX: usize = 256;
 /// report it with the version of the frontend.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum MemoryError {
+pub enum MemoryTableError {
     /// A region that does not fit in any address space.
     #[error("a region of {size} bytes at offset {offset} of its file is larger than any address space")]
     TooLarge {
@@ -141,15 +141,15 @@ impl Region {
     /// Maps a region.
     ///
     /// # Errors
-    /// [`MemoryError::Empty`], [`MemoryError::Wraps`], [`MemoryError::TooLarge`], [`MemoryError::File`],
-    /// [`MemoryError::Map`].
-    pub fn map(info: &RegionInfo, fd: OwnedFd) -> Result<Self, MemoryError> {
+    /// [`MemoryTableError::Empty`], [`MemoryTableError::Wraps`], [`MemoryTableError::TooLarge`], [`MemoryTableError::File`],
+    /// [`MemoryTableError::Map`].
+    pub fn map(info: &RegionInfo, fd: OwnedFd) -> Result<Self, MemoryTableError> {
         let (guest, user, size) = (info.guest_address, info.user_address, info.size);
         if size == 0 {
-            return Err(MemoryError::Empty { guest });
+            return Err(MemoryTableError::Empty { guest });
         }
         if guest.checked_add(size).is_none() || user.checked_add(size).is_none() {
-            return Err(MemoryError::Wraps { guest, user, size });
+            return Err(MemoryTableError::Wraps { guest, user, size });
         }
         let mapping = Mapping::guarded(fd, info.mmap_offset, size)?;
         Ok(Self { guest, user, size, mapping: Arc::new(mapping) })
@@ -175,15 +175,15 @@ impl Memory {
     /// Memory of these regions.
     ///
     /// # Errors
-    /// [`MemoryError::TooMany`], [`MemoryError::Overlap`].
-    pub fn new(mut regions: Vec<Region>) -> Result<Self, MemoryError> {
+    /// [`MemoryTableError::TooMany`], [`MemoryTableError::Overlap`].
+    pub fn new(mut regions: Vec<Region>) -> Result<Self, MemoryTableError> {
         if regions.len() > REGIONS_MAX {
-            return Err(MemoryError::TooMany { found: regions.len() });
+            return Err(MemoryTableError::TooMany { found: regions.len() });
         }
         regions.sort_by_key(|region| region.guest);
         for pair in regions.windows(2) {
             if pair[0].guest + pair[0].size > pair[1].guest {
-                return Err(MemoryError::Overlap { one: pair[0].guest, other: pair[1].guest });
+                return Err(MemoryTableError::Overlap { one: pair[0].guest, other: pair[1].guest });
             }
         }
         Ok(Self { regions })
@@ -193,18 +193,18 @@ impl Memory {
     ///
     /// # Errors
     /// Those of [`Memory::new`].
-    pub fn with(&self, region: Region) -> Result<Self, MemoryError> {
+    pub fn with(&self, region: Region) -> Result<Self, MemoryTableError> {
         Self::new(self.regions.iter().cloned().chain([region]).collect())
     }
 
     /// This memory without a region.
     ///
     /// # Errors
-    /// [`MemoryError::Absent`].
-    pub fn without(&self, info: &RegionInfo) -> Result<Self, MemoryError> {
+    /// [`MemoryTableError::Absent`].
+    pub fn without(&self, info: &RegionInfo) -> Result<Self, MemoryTableError> {
         let (guest, size) = (info.guest_address, info.size);
         let index = self.regions.iter().position(|region| region.matches(info));
-        let index = index.ok_or(MemoryError::Absent { guest, size })?;
+        let index = index.ok_or(MemoryTableError::Absent { guest, size })?;
         let mut regions = self.regions.clone();
         regions.remove(index);
         Ok(Self { regions })

@@ -20,7 +20,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 pub use error::MessageError;
 pub use reply::Reply;
-pub use request::{Direction, LogMemory, Request, VringFd};
+pub use request::{LogMemory, Request, TransferDirection, VringFd};
 
 /// Size of a header.
 pub const HEADER_BYTES: usize = 12;

@@ -37,7 +37,7 @@ use crate::log::DirtyCache;
 use crate::memory::Memory;
 use crate::message::VringAddress;
 use chain_walker::ChainWalker;
-use recovery::Recovery;
+use recovery::RingRecovery;
 use setup::{RingParts, ring_size};
 use suppression::SuppressionWords;
 
@@ -86,7 +86,7 @@ pub struct Ring {
     in_flight_seq: Vec<u64>,
     /// Sequence number of the chain that was popped last.
     last_seq: u64,
-    recovery: Recovery,
+    recovery: RingRecovery,
     in_flight: u16,
     /// Completed chains that are not published yet.
     staged: VecDeque<Completion>,
@@ -108,7 +108,7 @@ impl Ring {
     /// Starts a ring in this memory. `epoch` distinguishes its [`Head`]s from those of other rings and of predecessors.
     ///
     /// # Errors
-    /// [`RingFault::Size`], [`RingFault::Unmapped`].
+    /// [`RingFault::Size`], [`RingFault::Unmapped`], [`RingFault::Overlap`].
     pub fn new(setup: RingSetup, memory: Arc<Memory>, epoch: u64) -> Result<Self, RingFault> {
         let RingSetup { size, address, base, features, call, switch, log } = setup;
         let size = ring_size(size)?;
@@ -131,7 +131,7 @@ impl Ring {
             signalled_used: used_idx,
             in_flight_seq: vec![0; usize::from(size)],
             last_seq: 0,
-            recovery: Recovery::default(),
+            recovery: RingRecovery::default(),
             in_flight: 0,
             staged: VecDeque::new(),
             notification_wanted: true,

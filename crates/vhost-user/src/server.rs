@@ -3,8 +3,10 @@
 //! ```text
 //!   Listener / connect / a descriptor ─► Channel ─► Connection: header, payload, descriptors ─► Session ─► reply
 //! ```
-//! One frontend at a time, as QEMU connects. When it disconnects, all rings stay where they are, and the next frontend starts
-//! a new session.
+//! One frontend at a time has the device, as QEMU connects. When it disconnects, all rings stay where they are, and the next
+//! frontend starts a new session. A second frontend may be connected meanwhile, if the device allows it (`standby`).
+
+mod standby;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,7 +18,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
 use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with};
 
-use crate::connection::{Connection, ConnectionResources};
+use crate::connection::{Connection, ConnectionResources, MESSAGE_WITHIN};
 use crate::device::Device;
 use crate::record::{InFlightRecord, RECORD_FD_NAME};
 use crate::serve_error::ServeError;
@@ -86,7 +88,10 @@ impl FrontendSource {
 pub struct Service {
     /// `None` once the only possible connection is taken.
     pub(crate) frontends: Option<FrontendSource>,
+    /// The frontend that has the device.
     pub(crate) connection: Option<Connection>,
+    /// A second one, whose rings do not run.
+    pub(crate) standby: Option<Connection>,
 }
 
 impl std::fmt::Debug for Service {
@@ -99,7 +104,7 @@ impl std::fmt::Debug for Service {
 impl Service {
     /// A service without a connected frontend.
     pub fn new(frontends: FrontendSource) -> Self {
-        Self { frontends: Some(frontends), connection: None }
+        Self { frontends: Some(frontends), connection: None, standby: None }
     }
 
     /// Serves one frontend after the other until cancelled, beginning with the connected one. An error of one is logged and
@@ -153,6 +158,13 @@ impl Service {
         record: &InFlightRecord,
         cancel: &Cancel,
     ) -> Result<(), ServeError> {
+        if self.connection.is_none()
+            && let Some(mut standby) = self.standby.take()
+        {
+            standby.take_device()?;
+            standby.set_message_timeout(MESSAGE_WITHIN)?;
+            self.connection = Some(standby);
+        }
         if self.connection.is_none() {
             let channel = match self.frontends.take() {
                 Some(FrontendSource::Connected(channel)) => channel,
@@ -166,6 +178,9 @@ impl Service {
             let create = || ConnectionResources::new(&*channel, device, Some(record));
             let resources = retry_while(retries, cancel, create)?;
             self.connection = Some(Connection::with(channel, device, resources));
+        }
+        if self.allows_standby(device.as_ref()) {
+            return self.serve_pair(device, record, cancel);
         }
         self.connection.as_mut().map_or(Ok(()), |connection| connection.serve(cancel))
     }

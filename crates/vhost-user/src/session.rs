@@ -159,6 +159,34 @@ impl<R: Rings> Session<R> {
         self.reply_fd.take()
     }
 
+    /// Returns true if a ring runs.
+    pub(crate) fn is_running(&self) -> bool {
+        self.vrings.iter().any(|vring| vring.running)
+    }
+
+    /// Returns true if the request concerns the device and not only this session.
+    pub(crate) fn concerns_device(&self, request: &Request) -> bool {
+        match request {
+            // The second one resets the device.
+            Request::SetOwner => self.owned,
+            Request::SetFeatures(_)
+            | Request::SetConfig { .. }
+            | Request::SendRarp(_)
+            | Request::NetSetMtu(_)
+            | Request::ResetDevice
+            | Request::SetVringKick(_)
+            | Request::SetDeviceStateFd(..) => true,
+            _ => false,
+        }
+    }
+
+    /// Sets the device up as negotiated here, because it was another session's.
+    pub(crate) fn take_device(&mut self) -> Result<(), SessionError> {
+        let Some(accepted) = self.negotiated.features else { return Ok(()) };
+        let acknowledged = self.device.acknowledge(accepted & !features::NOT_OF_THE_DRIVER);
+        acknowledged.map_err(|reason| SessionError::refused("SET_FEATURES", reason))
+    }
+
     /// Handles a request. Returns its reply if it has one besides an acknowledgement.
     pub(crate) fn handle(&mut self, request: Request) -> Result<Option<Reply>, SessionError> {
         self.check_negotiated(&request)?;

@@ -11,6 +11,7 @@
 //! own reply, so a reply has the type that its command expects. A ring with a fault is logged, its error eventfd is signalled,
 //! and it is not processed until the frontend restarts it; the other rings continue.
 
+mod cpu_budget;
 mod pool;
 mod queues;
 mod slot;

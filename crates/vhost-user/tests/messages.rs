@@ -5,7 +5,8 @@ use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use towline_vhost_user::message::{
-    Code, Direction, HEADER_BYTES, Header, MessageError, PAYLOAD_BYTES_MAX, Reply, Request, VringState,
+    Code, HEADER_BYTES, Header, MessageError, PAYLOAD_BYTES_MAX, Reply, Request, TransferDirection,
+    VringState,
 };
 
 /// Parses hexadecimal bytes with blanks.
@@ -111,7 +112,7 @@ fn requests_about_memory_log_and_state_are_decoded() {
     let Request::SetLogBase(log) = decode(log, 1).unwrap().1 else { panic!() };
     assert_eq!((log.size, log.offset), (0x8000, 0x1000));
     let load = decode("2a000000 01000000 08000000 01000000 00000000", 1).unwrap().1;
-    assert!(matches!(load, Request::SetDeviceStateFd(Direction::Load, _)));
+    assert!(matches!(load, Request::SetDeviceStateFd(TransferDirection::Load, _)));
 }
 
 #[test]

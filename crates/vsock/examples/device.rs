@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use towline_vhost_user::{Address, Cancel, Device, FrontendSource, Listener};
-use towline_vsock::{Limits, LocalGuests, Settings, Vsock, ZeroCopySend, guest_cid};
+use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend, guest_cid};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -24,7 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         uds_seqpacket: None,
         rules: Vec::new(),
         groups: Vec::new(),
-        limits: Limits::default(),
+        limits: ConnectionLimits::default(),
         zero_copy_send: ZeroCopySend::default(),
         busy_poll: Duration::ZERO,
         unmigratable: false,

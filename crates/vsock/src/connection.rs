@@ -8,16 +8,16 @@
 //! ```
 
 use crate::credit::{CreditViolation, PeerCredit, ReceiveWindow};
-use crate::packet::{Header, Kind, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags};
+use crate::packet::{Header, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags, SocketType};
 
 /// Limits of one guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct ConnectionLimits {
     /// Maximum number of connections.
     pub connections: usize,
     /// Maximum window of one connection, in bytes.
     pub buf_alloc: u32,
-    /// Maximum memory of all connections together, in bytes, including their bookkeeping ([`Limits::cost`]).
+    /// Maximum memory of all connections together, in bytes, including their bookkeeping ([`ConnectionLimits::cost`]).
     pub memory: u64,
     /// Maximum number of accepted sockets that have not sent `CONNECT` yet, and the capacity of the accept queue.
     pub handshakes: usize,
@@ -31,7 +31,7 @@ const DESCRIPTORS_OF_GUEST: u64 = 64;
 /// Memory of a connection beside its window, in bytes: its entries in tables and queues, and those of its payload.
 const CONNECTION_BYTES: u64 = 4096;
 
-impl Limits {
+impl ConnectionLimits {
     /// Returns these limits, lowered to a guest's share of the process's `descriptors` if `guests` guests share them.
     /// Three quarters of a share are for connections, so a guest that uses all of its own leaves the others theirs.
     #[must_use]
@@ -50,17 +50,17 @@ impl Limits {
     /// Returns the maximum memory of a connection with this window: its buffered payload, chunks that are partly sent or
     /// partly empty, for messages two bits per byte that mark their ends, and the connection itself. The buffers of its
     /// socket are the kernel's and not included.
-    pub fn cost(window: u32, kind: Kind) -> u64 {
+    pub fn cost(window: u32, kind: SocketType) -> u64 {
         let window = u64::from(window);
         let marks = match kind {
-            Kind::Stream => 0,
-            Kind::Seqpacket => window / 4,
+            SocketType::Stream => 0,
+            SocketType::Seqpacket => window / 4,
         };
         window + window / 4 + marks + CONNECTION_BYTES
     }
 }
 
-impl Default for Limits {
+impl Default for ConnectionLimits {
     fn default() -> Self {
         Self { connections: 16384, buf_alloc: 1 << 20, memory: 512 << 20, handshakes: 1024 }
     }
@@ -219,7 +219,7 @@ pub struct Connection {
     /// Its 4-tuple.
     pub key: ConnectionKey,
     /// Stream or messages.
-    pub kind: Kind,
+    pub kind: SocketType,
     /// Its state.
     pub state: ConnectionState,
     /// Directions that the guest has ended.
@@ -240,29 +240,29 @@ impl Connection {
     /// # Errors
     /// [`CreditViolation`] if the guest may not send it.
     pub(crate) fn receive(&mut self, header: &Header, payload: u32) -> Result<SeqFlags, CreditViolation> {
-        let len = header.len.get();
+        let len = header.len;
         let is_valid = len <= payload && len <= PAYLOAD_BYTES_MAX;
         if !is_valid || self.guest_shutdown.contains(ShutdownFlags::SEND) {
             return Err(CreditViolation);
         }
         self.receive_window.receive(len)?;
-        Ok(SeqFlags::from_bits_truncate(header.flags.get()))
+        Ok(SeqFlags::from_bits_truncate(header.flags))
     }
 
     /// Returns the header of a packet for the guest with this CID. It advertises the connection's credit.
     pub(crate) fn header(&mut self, guest_cid: u64, operation: Operation) -> Header {
         let (buf_alloc, fwd_cnt) = self.receive_window.advertise();
         Header {
-            source_cid: self.key.peer_cid.into(),
-            destination_cid: guest_cid.into(),
-            source_port: self.key.peer_port.into(),
-            destination_port: self.key.guest_port.into(),
-            len: 0.into(),
-            kind: self.kind.number().into(),
-            operation: operation.number().into(),
-            flags: 0.into(),
-            buf_alloc: buf_alloc.into(),
-            fwd_cnt: fwd_cnt.into(),
+            source_cid: self.key.peer_cid,
+            destination_cid: guest_cid,
+            source_port: self.key.peer_port,
+            destination_port: self.key.guest_port,
+            len: 0,
+            kind: self.kind.number(),
+            operation: operation.number(),
+            flags: 0,
+            buf_alloc,
+            fwd_cnt,
         }
     }
 }
@@ -371,7 +371,7 @@ mod tests {
 
     #[test]
     fn guests_share_the_descriptors_of_a_process() {
-        let limits = Limits::default();
+        let limits = ConnectionLimits::default();
         assert_eq!(limits.within_descriptors(1 << 20, 16), limits);
         for (descriptors, guests) in [(4096, 1), (4096, 16), (65536, 4), (65536, 100), (1 << 20, 1000)] {
             let each = limits.within_descriptors(descriptors, guests);

@@ -4,7 +4,7 @@
 //! not believed beyond its possible range: it may be old (Linux sends packets of one connection from several threads), but
 //! `fwd_cnt` cannot exceed the bytes that were sent to it.
 
-use crate::packet::Kind;
+use crate::packet::SocketType;
 
 /// Smallest window of a connection.
 pub const WINDOW_MIN: u32 = 16 << 10;
@@ -128,16 +128,16 @@ impl ReceiveWindow {
     /// `peer_buf_alloc` is the guest's own buffer. Linux uses no more of our window than that (since 2026, and in its stable
     /// kernels), and would wait forever for the rest of a larger one.
     ///
-    /// Messages leave only when they are complete, so for [`Kind::Seqpacket`] the guest may need any small free space to
+    /// Messages leave only when they are complete, so for [`SocketType::Seqpacket`] the guest may need any small free space to
     /// end the message that it has begun.
-    pub fn needs_update(&self, peer_buf_alloc: u32, kind: Kind) -> bool {
+    pub fn needs_update(&self, peer_buf_alloc: u32, kind: SocketType) -> bool {
         let window = self.buf_alloc.min(peer_buf_alloc.max(GUEST_BUF_ALLOC_MIN));
         // A guest may send more than was advertised, as long as there is space: no violation.
         let free_as_advertised = window.saturating_sub(self.rx_cnt.wrapping_sub(self.last_fwd_cnt_sent));
         let forwarded_since = self.fwd_cnt.wrapping_sub(self.last_fwd_cnt_sent);
         let threshold = match kind {
-            Kind::Stream => window / 4,
-            Kind::Seqpacket => 1,
+            SocketType::Stream => window / 4,
+            SocketType::Seqpacket => 1,
         };
         free_as_advertised <= window / 2 && forwarded_since >= threshold
     }
@@ -159,7 +159,7 @@ impl ReceiveWindow {
 mod tests {
     use super::*;
 
-    const STREAM: Kind = Kind::Stream;
+    const STREAM: SocketType = SocketType::Stream;
 
     #[test]
     fn forwarding_more_than_was_sent_is_a_violation() {
@@ -232,7 +232,7 @@ mod tests {
         window.receive(100).unwrap();
         window.forward(100);
         window.receive(900).unwrap();
-        assert!(window.needs_update(u32::MAX, Kind::Seqpacket));
+        assert!(window.needs_update(u32::MAX, SocketType::Seqpacket));
         assert!(!window.needs_update(u32::MAX, STREAM));
     }
 

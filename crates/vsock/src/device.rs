@@ -12,14 +12,14 @@ use towline_vhost_user::{
     AdaptivePoller, BackendError, Device, Next, PollFlags, PollSet, ProtocolFeatures, Queues, Worker,
 };
 
-use crate::connection::Limits;
+use crate::connection::ConnectionLimits;
 use crate::engine::Engine;
 use crate::host::{Event, Host, HostConfig, HostListener, Listening, UnfinishedSends, wait_for_completions};
 use crate::local_guests::{AcceptQueue, IncomingConnection, LocalGuests};
 use crate::lock::lock;
-use crate::packet::{HOST_CID, Kind};
+use crate::packet::{HOST_CID, SocketType};
 use crate::report::SharedReport;
-use crate::rules::{HostAddress, Rule};
+use crate::rules::{ForwardingRule, HostAddress};
 use crate::sockets::{CloseMode, Readiness, Sockets as _};
 use crate::state::State;
 use crate::statistics::Report;
@@ -49,11 +49,11 @@ pub struct Settings {
     /// The same for `SOCK_SEQPACKET`.
     pub uds_seqpacket: Option<PathBuf>,
     /// Forwarding rules.
-    pub rules: Vec<Rule>,
+    pub rules: Vec<ForwardingRule>,
     /// Groups of the guest. Guests of the same process with a group in common reach each other by their CIDs.
     pub groups: Vec<String>,
     /// Limits of connections and memory.
-    pub limits: Limits,
+    pub limits: ConnectionLimits,
     /// Zero-copy sends of packets of 16 KiB and more to TCP.
     pub zero_copy_send: ZeroCopySend,
     /// Maximum time of busy-polling with request/response traffic; 0 disables it.
@@ -91,7 +91,7 @@ pub enum DeviceError {
 #[derive(Debug)]
 pub struct Vsock {
     cid: u64,
-    limits: Limits,
+    limits: ConnectionLimits,
     busy_poll: Duration,
     unmigratable: bool,
     config: Arc<HostConfig>,
@@ -156,13 +156,15 @@ fn listeners(settings: &Settings) -> Result<Vec<Listening>, DeviceError> {
         listeners.push(Listening { listener, port });
         Ok::<_, DeviceError>(())
     };
-    for (path, kind) in [(&settings.uds, Kind::Stream), (&settings.uds_seqpacket, Kind::Seqpacket)] {
+    for (path, kind) in
+        [(&settings.uds, SocketType::Stream), (&settings.uds_seqpacket, SocketType::Seqpacket)]
+    {
         if let Some(path) = path {
             add(path.display().to_string(), HostListener::bind_unix(path, kind), None)?;
         }
     }
     for rule in &settings.rules {
-        if let Rule::Listen { from, port } = rule {
+        if let ForwardingRule::Listen { from, port } = rule {
             let address = match from {
                 HostAddress::Tcp(address) => address.to_string(),
                 HostAddress::Unix(path) => path.display().to_string(),
@@ -290,7 +292,7 @@ struct QueueStart {
 
 struct VsockWorker {
     engine: Engine<Host>,
-    limits: Limits,
+    limits: ConnectionLimits,
     report: Arc<SharedReport>,
     updates: Arc<SessionUpdates>,
     transport_reset: TransportReset,

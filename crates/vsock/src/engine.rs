@@ -27,8 +27,8 @@ use self::host_end::{HostEnd, HostEnds, Queues};
 use self::lifecycle::{Actions, Event, PeerState, ReceiveState, Transition};
 use self::live_queue::LiveQueue;
 use self::zero_copy::LingeringSocket;
-use crate::connection::{ConnectionId, ConnectionKey, ConnectionState, Limits};
-use crate::packet::{Kind, ShutdownFlags};
+use crate::connection::{ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState};
+use crate::packet::{ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, ConnectOutcome, Interest, Readiness, Sockets};
 use crate::statistics::{ConnectionReport, Statistics};
 use crate::table::Table;
@@ -67,7 +67,7 @@ pub struct Engine<S: Sockets> {
 
 impl<S: Sockets> Engine<S> {
     /// Creates an engine without connections.
-    pub fn new(cid: u64, limits: Limits, seed: u32, sockets: S) -> Self {
+    pub fn new(cid: u64, limits: ConnectionLimits, seed: u32, sockets: S) -> Self {
         Self {
             table: Table::new(cid, limits, seed),
             sockets,
@@ -129,13 +129,13 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Returns the keys of all connections, including those whose socket is closed.
-    pub fn keys(&self) -> Vec<(ConnectionKey, Kind)> {
+    pub fn keys(&self) -> Vec<(ConnectionKey, SocketType)> {
         let connections = self.table.ids().filter_map(|id| self.table.get(id));
         connections.map(|connection| (connection.key, connection.kind)).collect()
     }
 
     /// Takes over a guest that was migrated with connections that do not exist here: each of them is reset.
-    pub fn reset_all_connections(&mut self, next_port: u32, connections: &[(ConnectionKey, Kind)]) {
+    pub fn reset_all_connections(&mut self, next_port: u32, connections: &[(ConnectionKey, SocketType)]) {
         self.drop_all_connections();
         self.table.set_next_port(next_port);
         for (key, kind) in connections {
@@ -178,7 +178,7 @@ impl<S: Sockets> Engine<S> {
     pub fn open(
         &mut self,
         guest_port: u32,
-        kind: Kind,
+        kind: SocketType,
         peer_cid: u64,
         socket: S::Socket,
     ) -> Result<ConnectionId, S::Socket> {

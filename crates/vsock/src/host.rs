@@ -31,10 +31,10 @@ use self::zero_copy::ZeroCopyPolicy;
 pub(crate) use self::zero_copy::{UnfinishedSends, wait_for_completions};
 use crate::connection::{ConnectionId, ConnectionKey};
 use crate::local_guests::{AcceptQueue, IncomingConnection, LocalGuests};
-use crate::packet::{HOST_CID, Kind, SeqFlags, ShutdownFlags};
-use crate::rules::Rule;
+use crate::packet::{HOST_CID, SeqFlags, ShutdownFlags, SocketType};
+use crate::rules::ForwardingRule;
 use crate::sockets::{
-    CloseMode, ConnectOutcome, Interest, Peeked, Readiness, Received, SendOutcome, Sockets,
+    CloseMode, ConnectOutcome, Interest, Peeked, Readiness, ReceiveOutcome, SendOutcome, Sockets,
 };
 
 /// Time limit of a handshake.
@@ -74,7 +74,7 @@ pub(crate) struct HostConfig {
     pub(crate) listeners: Vec<Listening>,
     /// Connections of the guest lead to this path and `_PORT`.
     pub(crate) uds: Option<PathBuf>,
-    pub(crate) rules: Vec<Rule>,
+    pub(crate) rules: Vec<ForwardingRule>,
     pub(crate) zero_copy_send: ZeroCopySend,
     pub(crate) cid: u64,
     pub(crate) local_guests: Arc<LocalGuests>,
@@ -364,7 +364,12 @@ impl AsFd for Host {
 impl Sockets for Host {
     type Socket = HostSocket;
 
-    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, kind: Kind) -> ConnectOutcome<HostSocket> {
+    fn connect(
+        &mut self,
+        id: ConnectionId,
+        key: ConnectionKey,
+        kind: SocketType,
+    ) -> ConnectOutcome<HostSocket> {
         self.connect_key(id, key, kind)
     }
 
@@ -386,7 +391,7 @@ impl Sockets for Host {
         if socket.expects_ok { socket.send_line(&format!("OK {port}\n")) } else { Ok(()) }
     }
 
-    fn receive(&mut self, socket: &HostSocket, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+    fn receive(&mut self, socket: &HostSocket, bufs: &mut [IoBufMut<'_>]) -> io::Result<ReceiveOutcome> {
         socket.receive(bufs)
     }
 

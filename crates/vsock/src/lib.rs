@@ -10,7 +10,7 @@
 //!
 //! Out of scope: datagrams, and the kernel's own vhost-vsock.
 //!
-//! Limits: [`Limits`] of connections and memory for each guest; packets of [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX)
+//! Limits: [`ConnectionLimits`] of connections and memory for each guest; packets of [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX)
 //! bytes; [`PENDING_RESETS_MAX`] answers to packets of unknown connections. For users: `docs/vsock.md`.
 
 mod connection;
@@ -31,13 +31,16 @@ mod table;
 mod transport_reset;
 
 pub use connection::{
-    ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionState, Inbound, Limits, TableStatistics,
+    ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState, Inbound,
+    TableStatistics,
 };
 pub use device::{DeviceError, QUEUES, Settings, Vsock, raise_descriptor_limit};
 pub use engine::{CONNECT_TIMEOUT_MS, Engine};
 pub use local_guests::LocalGuests;
-pub use rules::{HostAddress, Rule, RuleError, guest_cid};
-pub use sockets::{CloseMode, ConnectOutcome, Interest, Peeked, Readiness, Received, SendOutcome, Sockets};
+pub use rules::{ForwardingRule, HostAddress, RuleError, guest_cid};
+pub use sockets::{
+    CloseMode, ConnectOutcome, Interest, Peeked, Readiness, ReceiveOutcome, SendOutcome, Sockets,
+};
 pub use state::STATE_VERSION;
 pub use statistics::{ConnectionReport, ConnectionStatistics, Report, Statistics};
 pub use table::{DataHeaders, PENDING_RESETS_MAX, Table};

@@ -9,14 +9,14 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::host::socket::HostSocket;
 use crate::lock::lock;
-use crate::packet::Kind;
+use crate::packet::SocketType;
 
 /// A connection to a port of the guest that waits to be opened.
 #[derive(Debug)]
 pub(crate) struct IncomingConnection {
     /// Port of the guest.
     pub(crate) port: u32,
-    pub(crate) kind: Kind,
+    pub(crate) kind: SocketType,
     /// CID of the peer.
     pub(crate) cid: u64,
     pub(crate) socket: HostSocket,
@@ -139,8 +139,8 @@ mod tests {
         let share = guests.share(3, CAPACITY);
         assert_eq!(share, CAPACITY / 2 / 5);
         let push = |cid| {
-            let (_ours, socket) = HostSocket::pair(Kind::Stream).unwrap();
-            queues[0].push(IncomingConnection { port: 1, kind: Kind::Stream, cid, socket }, share)
+            let (_ours, socket) = HostSocket::pair(SocketType::Stream).unwrap();
+            queues[0].push(IncomingConnection { port: 1, kind: SocketType::Stream, cid, socket }, share)
         };
         assert_eq!((0..2 * share).filter(|_| push(4)).count(), share);
         assert!(push(5), "another guest's share is full too");

@@ -1,7 +1,7 @@
 //! Packet header of virtio-vsock (virtio 1.2, section 5.10) and the values of its fields.
 
 use zerocopy::little_endian::{U16, U32, U64};
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+use zerocopy::{FromBytes, Immutable, IntoBytes, Unaligned};
 
 /// Length of a header in bytes.
 pub const HEADER_BYTES: usize = 44;
@@ -10,32 +10,45 @@ pub const PAYLOAD_BYTES_MAX: u32 = 64 << 10;
 /// CID of the host (`VMADDR_CID_HOST`).
 pub const HOST_CID: u64 = 2;
 
-/// A header, in wire order. It is copied out of the guest's memory once, before it is interpreted.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
-)]
-#[repr(C)]
+/// A header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Header {
     /// CID of the sender.
-    pub source_cid: U64,
+    pub source_cid: u64,
     /// CID of the receiver.
-    pub destination_cid: U64,
+    pub destination_cid: u64,
     /// Port of the sender.
-    pub source_port: U32,
+    pub source_port: u32,
     /// Port of the receiver.
-    pub destination_port: U32,
+    pub destination_port: u32,
     /// Length of the payload in bytes.
-    pub len: U32,
-    /// Socket type, a [`Kind`].
-    pub kind: U16,
-    /// An [`Operation`].
-    pub operation: U16,
+    pub len: u32,
+    /// Number of a [`SocketType`].
+    pub kind: u16,
+    /// Number of an [`Operation`].
+    pub operation: u16,
     /// [`ShutdownFlags`] or [`SeqFlags`], by operation.
-    pub flags: U32,
+    pub flags: u32,
     /// Size of the sender's receive buffer for the connection.
-    pub buf_alloc: U32,
+    pub buf_alloc: u32,
     /// Number of received bytes that left this buffer, modulo 2^32.
-    pub fwd_cnt: U32,
+    pub fwd_cnt: u32,
+}
+
+/// `struct virtio_vsock_hdr`.
+#[derive(FromBytes, IntoBytes, Immutable, Unaligned)]
+#[repr(C)]
+struct WireHeader {
+    source_cid: U64,
+    destination_cid: U64,
+    source_port: U32,
+    destination_port: U32,
+    len: U32,
+    kind: U16,
+    operation: U16,
+    flags: U32,
+    buf_alloc: U32,
+    fwd_cnt: U32,
 }
 
 /// Operation of a packet.
@@ -88,14 +101,14 @@ impl Operation {
 
 /// Type of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum SocketType {
     /// A stream of bytes (`SOCK_STREAM`).
     Stream,
     /// Messages (`SOCK_SEQPACKET`).
     Seqpacket,
 }
 
-impl Kind {
+impl SocketType {
     /// Returns the type with this number.
     pub fn from_number(number: u16) -> Option<Self> {
         match number {
@@ -135,9 +148,39 @@ bitflags::bitflags! {
 }
 
 impl Header {
-    /// Reads a header from its bytes.
+    /// Reads a header from its bytes, which are copied out of the guest's memory once, before they are interpreted.
+    #[inline]
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Self {
-        Self::read_from_bytes(bytes).expect("every bit pattern of this length is a header")
+        let wire: WireHeader = zerocopy::transmute!(*bytes);
+        Self {
+            source_cid: wire.source_cid.get(),
+            destination_cid: wire.destination_cid.get(),
+            source_port: wire.source_port.get(),
+            destination_port: wire.destination_port.get(),
+            len: wire.len.get(),
+            kind: wire.kind.get(),
+            operation: wire.operation.get(),
+            flags: wire.flags.get(),
+            buf_alloc: wire.buf_alloc.get(),
+            fwd_cnt: wire.fwd_cnt.get(),
+        }
+    }
+
+    /// Returns its bytes.
+    #[inline]
+    pub fn to_bytes(&self) -> [u8; HEADER_BYTES] {
+        zerocopy::transmute!(WireHeader {
+            source_cid: self.source_cid.into(),
+            destination_cid: self.destination_cid.into(),
+            source_port: self.source_port.into(),
+            destination_port: self.destination_port.into(),
+            len: self.len.into(),
+            kind: self.kind.into(),
+            operation: self.operation.into(),
+            flags: self.flags.into(),
+            buf_alloc: self.buf_alloc.into(),
+            fwd_cnt: self.fwd_cnt.into(),
+        })
     }
 
     /// Returns the RST that answers this packet.
@@ -148,7 +191,7 @@ impl Header {
             source_port: self.destination_port,
             destination_port: self.source_port,
             kind: self.kind,
-            operation: Operation::Reset.number().into(),
+            operation: Operation::Reset.number(),
             ..Self::default()
         }
     }
@@ -161,26 +204,26 @@ mod tests {
     #[test]
     fn a_header_has_the_byte_layout_of_the_specification() {
         let header = Header {
-            source_cid: 3.into(),
-            destination_cid: 2.into(),
-            source_port: 0x1_0203.into(),
-            destination_port: 52.into(),
-            len: 7.into(),
-            kind: 1.into(),
-            operation: 5.into(),
-            flags: 0.into(),
-            buf_alloc: 0x4_0000.into(),
-            fwd_cnt: 9.into(),
+            source_cid: 3,
+            destination_cid: 2,
+            source_port: 0x1_0203,
+            destination_port: 52,
+            len: 7,
+            kind: 1,
+            operation: 5,
+            flags: 0,
+            buf_alloc: 0x4_0000,
+            fwd_cnt: 9,
         };
         let bytes = [
             3, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 3, 2, 1, 0, 52, 0, 0, 0, 7, 0, 0, 0, 1, 0, 5, 0,
             0, 0, 0, 0, 0, 0, 4, 0, 9, 0, 0, 0,
         ];
-        assert_eq!(header.as_bytes(), bytes);
+        assert_eq!(header.to_bytes(), bytes);
         assert_eq!(Header::parse(&bytes), header);
         let reset = header.reset();
-        assert_eq!((reset.source_cid.get(), reset.destination_port.get()), (2, 0x1_0203));
-        assert_eq!(Operation::from_number(reset.operation.get()), Some(Operation::Reset));
+        assert_eq!((reset.source_cid, reset.destination_port), (2, 0x1_0203));
+        assert_eq!(Operation::from_number(reset.operation), Some(Operation::Reset));
     }
 
     #[test]
@@ -189,7 +232,7 @@ mod tests {
             if let Some(operation) = Operation::from_number(number) {
                 assert_eq!(operation.number(), number);
             }
-            if let Some(kind) = Kind::from_number(number) {
+            if let Some(kind) = SocketType::from_number(number) {
                 assert_eq!(kind.number(), number);
             }
         }

@@ -31,7 +31,7 @@ pub enum HostAddress {
 
 /// A forwarding rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Rule {
+pub enum ForwardingRule {
     /// Connections of the guest to a port of the host lead to an address.
     Connect {
         /// Port of the host.
@@ -88,7 +88,7 @@ pub enum RuleError {
     },
 }
 
-impl FromStr for Rule {
+impl FromStr for ForwardingRule {
     type Err = RuleError;
 
     fn from_str(text: &str) -> Result<Self, RuleError> {
@@ -146,28 +146,31 @@ mod tests {
 
     #[test]
     fn every_form_of_a_rule_is_parsed() {
-        let rule = |text: &str| text.parse::<Rule>().unwrap();
+        let rule = |text: &str| text.parse::<ForwardingRule>().unwrap();
         let tcp = HostAddress::Tcp("127.0.0.1:80".parse().unwrap());
-        assert_eq!(rule("guest:5=tcp:127.0.0.1:80"), Rule::Connect { port: 5, to: tcp.clone() });
-        assert_eq!(rule("tcp:127.0.0.1:80=guest:5"), Rule::Listen { from: tcp, port: 5 });
+        assert_eq!(rule("guest:5=tcp:127.0.0.1:80"), ForwardingRule::Connect { port: 5, to: tcp.clone() });
+        assert_eq!(rule("tcp:127.0.0.1:80=guest:5"), ForwardingRule::Listen { from: tcp, port: 5 });
         let odd = HostAddress::Unix("/a=b".into());
-        assert_eq!(rule("guest:5=unix:/a=b"), Rule::Connect { port: 5, to: odd.clone() });
-        assert_eq!(rule("unix:/a=b=guest:5"), Rule::Listen { from: odd, port: 5 });
+        assert_eq!(rule("guest:5=unix:/a=b"), ForwardingRule::Connect { port: 5, to: odd.clone() });
+        assert_eq!(rule("unix:/a=b=guest:5"), ForwardingRule::Listen { from: odd, port: 5 });
         let (cid, port) = (Some(1), 9001);
         assert_eq!(
             rule("guest:5=vsock:1:9001"),
-            Rule::Connect { port: 5, to: HostAddress::Vsock { cid, port } }
+            ForwardingRule::Connect { port: 5, to: HostAddress::Vsock { cid, port } }
         );
         assert_eq!(
             rule("vsock:9001=guest:5"),
-            Rule::Listen { from: HostAddress::Vsock { cid: None, port }, port: 5 }
+            ForwardingRule::Listen { from: HostAddress::Vsock { cid: None, port }, port: 5 }
         );
-        assert_eq!(rule("cid:7=uds:/run/seven"), Rule::PeerGuest { cid: 7, uds: "/run/seven".into() });
+        assert_eq!(
+            rule("cid:7=uds:/run/seven"),
+            ForwardingRule::PeerGuest { cid: 7, uds: "/run/seven".into() }
+        );
     }
 
     #[test]
     fn the_invalid_part_of_a_rule_is_named() {
-        let error = |text: &str| text.parse::<Rule>().unwrap_err().to_string();
+        let error = |text: &str| text.parse::<ForwardingRule>().unwrap_err().to_string();
         assert!(error("5").starts_with("`5` is not a rule; expected guest:PORT=tcp:"));
         assert!(error("guest:5=").starts_with("`guest:5=` is not a rule"));
         assert!(error("guest:5=vsock:9001").starts_with("`guest:5=vsock:9001` is not a rule"));

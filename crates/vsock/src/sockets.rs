@@ -5,7 +5,7 @@ use std::io;
 use towline_channel::{IoBuf, IoBufMut};
 
 use crate::connection::{ConnectionId, ConnectionKey};
-use crate::packet::{Kind, SeqFlags, ShutdownFlags};
+use crate::packet::{SeqFlags, ShutdownFlags, SocketType};
 
 /// The host's side of connections. An implementation reports events to the engine:
 /// [`Engine::readable`](crate::Engine::readable) once per edge, [`Engine::writable`](crate::Engine::writable) while its
@@ -15,7 +15,12 @@ pub trait Sockets {
     type Socket;
 
     /// Connects to the destination of a key, as the guest has requested.
-    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, kind: Kind) -> ConnectOutcome<Self::Socket>;
+    fn connect(
+        &mut self,
+        id: ConnectionId,
+        key: ConnectionKey,
+        kind: SocketType,
+    ) -> ConnectOutcome<Self::Socket>;
 
     /// Associates a socket of the host that requested a port of the guest with its connection. From now on its events are
     /// reported, including data that it has already.
@@ -33,7 +38,7 @@ pub trait Sockets {
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if there is nothing. All others are permanent; one of them is a message that is longer
     /// than the buffers.
-    fn receive(&mut self, socket: &Self::Socket, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received>;
+    fn receive(&mut self, socket: &Self::Socket, bufs: &mut [IoBufMut<'_>]) -> io::Result<ReceiveOutcome>;
 
     /// Peeks at the next message, or the next bytes. Empty messages are dropped: vsock does not transport them.
     ///
@@ -145,7 +150,7 @@ pub enum Peeked {
 
 /// Outcome of [`Sockets::receive`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Received {
+pub struct ReceiveOutcome {
     /// Number of bytes; 0 is the end of the stream.
     pub bytes: usize,
     /// True if the socket may have more, although the buffers were not full.
@@ -154,7 +159,7 @@ pub struct Received {
     pub eor: bool,
 }
 
-impl Received {
+impl ReceiveOutcome {
     /// Returns the flags of the end of a message.
     pub fn flags(&self) -> SeqFlags {
         if self.eor { SeqFlags::all() } else { SeqFlags::EOM }

@@ -9,14 +9,14 @@
 use towline_vhost_user::BackendError;
 
 use crate::connection::ConnectionKey;
-use crate::packet::Kind;
+use crate::packet::SocketType;
 
 /// Version of the device state.
 pub const STATE_VERSION: u32 = 1;
 const MAGIC: &[u8; 8] = b"TLvsock\x01";
 const HEAD_BYTES: usize = 24;
 const ENTRY_BYTES: usize = 18;
-/// Maximum number of connections in a state; above any [`Limits::connections`](crate::Limits).
+/// Maximum number of connections in a state; above any [`ConnectionLimits::connections`](crate::Limits).
 pub(crate) const CONNECTIONS_MAX: usize = 1 << 20;
 
 /// State of a device.
@@ -24,7 +24,7 @@ pub(crate) const CONNECTIONS_MAX: usize = 1 << 20;
 pub(crate) struct State {
     pub(crate) cid: u64,
     pub(crate) next_port: u32,
-    pub(crate) connections: Vec<(ConnectionKey, Kind)>,
+    pub(crate) connections: Vec<(ConnectionKey, SocketType)>,
 }
 
 impl State {
@@ -74,7 +74,7 @@ impl State {
                 peer_cid: u64::from_le_bytes(part(entry, 4)),
                 peer_port: u32::from_le_bytes(part(entry, 12)),
             };
-            let kind = Kind::from_number(kind);
+            let kind = SocketType::from_number(kind);
             kind.map(|kind| (key, kind))
                 .ok_or_else(|| BackendError::new("the state has a connection of an unknown socket type"))
         };
@@ -96,7 +96,7 @@ mod tests {
         State {
             cid: 33,
             next_port: 0x4000_0007,
-            connections: vec![(key(22), Kind::Stream), (key(9), Kind::Seqpacket)],
+            connections: vec![(key(22), SocketType::Stream), (key(9), SocketType::Seqpacket)],
         }
     }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::connection::{ConnectionKey, ConnectionState, TableStatistics};
-use crate::packet::Kind;
+use crate::packet::SocketType;
 
 /// Counters of one connection.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -49,7 +49,7 @@ pub struct Statistics {
     pub zero_copy_in_flight: u64,
     /// Connections that were reset because their zero-copy sends had not completed in time.
     pub zero_copy_resets: u64,
-    /// Reserved bytes of [`Limits::memory`](crate::Limits::memory): windows, their bookkeeping, and messages in transit to the
+    /// Reserved bytes of [`ConnectionLimits::memory`](crate::ConnectionLimits::memory): windows, their bookkeeping, and messages in transit to the
     /// guest.
     pub memory_reserved: u64,
     /// Times that a message to the guest waited for memory.
@@ -65,7 +65,7 @@ pub struct Report {
     /// Bytes buffered for sockets that are full.
     pub buffered_bytes: usize,
     /// All connections, including those whose socket is closed.
-    pub(crate) keys: Vec<(ConnectionKey, Kind)>,
+    pub(crate) keys: Vec<(ConnectionKey, SocketType)>,
     /// Next ephemeral port of the host.
     pub(crate) next_port: u32,
     /// Present connections.
@@ -93,13 +93,13 @@ pub struct ConnectionReport {
 impl ConnectionReport {
     pub(crate) fn new(
         key: ConnectionKey,
-        kind: Kind,
+        kind: SocketType,
         state: ConnectionState,
         statistics: ConnectionStatistics,
     ) -> Self {
         let kind = match kind {
-            Kind::Stream => "stream",
-            Kind::Seqpacket => "seqpacket",
+            SocketType::Stream => "stream",
+            SocketType::Seqpacket => "seqpacket",
         };
         let ConnectionKey { guest_port, peer_cid, peer_port } = key;
         Self { kind, guest_port, peer_cid, peer_port, state: state.name(), statistics }

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
 use towline_channel::{IOV_MAX, IoBuf, IoBufMut};
 
-use crate::sockets::Received;
+use crate::sockets::ReceiveOutcome;
 
 const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 
@@ -17,7 +17,7 @@ const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 ///
 /// # Errors
 /// [`io::ErrorKind::InvalidData`] for a message that is longer than the buffers; the rest of it is lost. Others are the call's.
-pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<ReceiveOutcome> {
     let count = bufs.len().min(IOV_MAX);
     let room: usize = bufs[..count].iter().map(IoBufMut::len).sum();
     // SAFETY: all zero is a valid `msghdr`: null pointers, no lengths.
@@ -38,7 +38,7 @@ pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Resu
             }
             // A read stops where descriptors were sent with the data; they are dropped here.
             let has_stopped = message.msg_flags & libc::MSG_CTRUNC != 0;
-            return Ok(Received { bytes, more: has_stopped || bytes == room, eor: false });
+            return Ok(ReceiveOutcome { bytes, more: has_stopped || bytes == room, eor: false });
         }
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
@@ -107,7 +107,7 @@ mod tests {
         let mut bytes = [0; 2000];
         let mut bufs: Vec<IoBufMut<'_>> = bytes.chunks_mut(1).map(IoBufMut::from).collect();
         let first = receive(far.as_fd(), &mut bufs).unwrap();
-        assert_eq!(first, Received { bytes: IOV_MAX, more: true, eor: false });
+        assert_eq!(first, ReceiveOutcome { bytes: IOV_MAX, more: true, eor: false });
         let rest = receive(far.as_fd(), &mut bufs).unwrap();
         assert_eq!((rest.bytes, rest.more), (1500 - IOV_MAX, false));
     }

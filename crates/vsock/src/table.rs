@@ -18,11 +18,11 @@ use std::collections::{HashMap, VecDeque};
 pub use self::control::DataHeaders;
 use self::memory::MemoryBudget;
 use crate::connection::{
-    ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionState, ControlPackets, HostEvent, Inbound,
-    Initiator, Limits, PacketAction, TableStatistics,
+    ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState, ControlPackets,
+    HostEvent, Inbound, Initiator, PacketAction, TableStatistics,
 };
 use crate::credit::{PeerCredit, ReceiveWindow};
-use crate::packet::{Header, Kind, Operation, ShutdownFlags};
+use crate::packet::{Header, Operation, ShutdownFlags, SocketType};
 
 /// Maximum number of resets of unknown connections that wait for buffers in the guest's ring.
 pub const PENDING_RESETS_MAX: usize = 1024;
@@ -36,7 +36,7 @@ const GENERATION_MAX: u32 = u32::MAX >> 1;
 #[derive(Debug)]
 pub struct Table {
     cid: u64,
-    limits: Limits,
+    limits: ConnectionLimits,
     slots: Vec<Slot>,
     free: Vec<u32>,
     by_key: HashMap<ConnectionKey, ConnectionId>,
@@ -57,7 +57,7 @@ struct Slot {
 
 impl Table {
     /// Creates a table for the guest with this CID. Ephemeral ports begin at `seed` modulo their number.
-    pub fn new(cid: u64, limits: Limits, seed: u32) -> Self {
+    pub fn new(cid: u64, limits: ConnectionLimits, seed: u32) -> Self {
         let span = HOST_PORTS.end() - HOST_PORTS.start() + 1;
         Self {
             cid,
@@ -130,17 +130,17 @@ impl Table {
 
     /// Processes a packet of the guest that has `payload` bytes after its header.
     pub fn receive_from_guest(&mut self, header: &Header, payload: u32) -> Inbound {
-        if header.source_cid.get() != self.cid {
+        if header.source_cid != self.cid {
             self.statistics.dropped += 1;
             return Inbound::Nothing;
         }
         let key = ConnectionKey {
-            guest_port: header.source_port.get(),
-            peer_cid: header.destination_cid.get(),
-            peer_port: header.destination_port.get(),
+            guest_port: header.source_port,
+            peer_cid: header.destination_cid,
+            peer_port: header.destination_port,
         };
-        let operation = Operation::from_number(header.operation.get());
-        let kind = Kind::from_number(header.kind.get());
+        let operation = Operation::from_number(header.operation);
+        let kind = SocketType::from_number(header.kind);
         match (self.by_key.get(&key).copied(), operation, kind) {
             (Some(id), Some(operation), Some(kind)) => self.on_packet(id, operation, kind, header, payload),
             (Some(id), ..) => self.violation(id),
@@ -150,14 +150,14 @@ impl Table {
         }
     }
 
-    fn request(&mut self, key: ConnectionKey, kind: Kind, header: &Header) -> Inbound {
+    fn request(&mut self, key: ConnectionKey, kind: SocketType, header: &Header) -> Inbound {
         self.statistics.requests_from_guest += 1;
         let Some((id, connection)) = self.add(key, kind, Initiator::Guest) else {
             self.statistics.refused_by_limit += 1;
             return self.refuse_packet(header);
         };
         // Nothing was sent yet, so a request with a `fwd_cnt` is a violation.
-        match connection.peer_credit.update(header.buf_alloc.get(), header.fwd_cnt.get()) {
+        match connection.peer_credit.update(header.buf_alloc, header.fwd_cnt) {
             Ok(()) => Inbound::Connect(id),
             Err(_) => self.violation(id),
         }
@@ -167,7 +167,7 @@ impl Table {
         &mut self,
         id: ConnectionId,
         operation: Operation,
-        kind: Kind,
+        kind: SocketType,
         header: &Header,
         payload: u32,
     ) -> Inbound {
@@ -184,7 +184,7 @@ impl Table {
             }
             _ => {}
         }
-        let credit = connection.peer_credit.update(header.buf_alloc.get(), header.fwd_cnt.get());
+        let credit = connection.peer_credit.update(header.buf_alloc, header.fwd_cnt);
         if credit.is_err() || connection.kind != kind {
             return self.violation(id);
         }
@@ -209,7 +209,7 @@ impl Table {
                 Inbound::Credit(id)
             }
             PacketAction::Shutdown => {
-                connection.guest_shutdown |= ShutdownFlags::from_bits_truncate(header.flags.get());
+                connection.guest_shutdown |= ShutdownFlags::from_bits_truncate(header.flags);
                 Inbound::Shutdown(id)
             }
             _ => self.violation(id),
@@ -238,7 +238,7 @@ impl Table {
     }
 
     /// Opens a connection from `peer_cid` to a port of the guest. `None` beyond the limits.
-    pub fn open(&mut self, guest_port: u32, kind: Kind, peer_cid: u64) -> Option<ConnectionId> {
+    pub fn open(&mut self, guest_port: u32, kind: SocketType, peer_cid: u64) -> Option<ConnectionId> {
         self.statistics.requests_to_guest += 1;
         let mut key = ConnectionKey { guest_port, peer_cid, peer_port: self.allocate_port() };
         // There are more ports than connections, so one is free.
@@ -266,7 +266,7 @@ impl Table {
         self.statistics.refused_by_limit += 1;
     }
 
-    /// Returns the reserved memory in bytes, at most [`Limits::memory`] and one message.
+    /// Returns the reserved memory in bytes, at most [`ConnectionLimits::memory`] and one message.
     pub fn reserved(&self) -> u64 {
         self.memory.reserved()
     }
@@ -296,7 +296,7 @@ impl Table {
     fn add(
         &mut self,
         key: ConnectionKey,
-        kind: Kind,
+        kind: SocketType,
         initiator: Initiator,
     ) -> Option<(ConnectionId, &mut Connection)> {
         if self.by_key.len() >= self.limits.connections {
@@ -305,7 +305,7 @@ impl Table {
         let window = self.memory.reserve_window(self.limits.buf_alloc, kind)?;
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::default());
-            u32::try_from(self.slots.len() - 1).expect("limited by `Limits::connections`")
+            u32::try_from(self.slots.len() - 1).expect("limited by `ConnectionLimits::connections`")
         });
         let slot = &mut self.slots[index as usize];
         let id = ConnectionId { index, generation: slot.generation };
@@ -374,7 +374,7 @@ impl Table {
             return;
         }
         // A message has to fit into the send buffer of the host's socket, so its window does not grow.
-        if connection.kind == Kind::Stream {
+        if connection.kind == SocketType::Stream {
             let present = window.buf_alloc();
             let desired = window.desired().min(most).max(present);
             if self.memory.grow_window(present, desired) {

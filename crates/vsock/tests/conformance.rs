@@ -11,7 +11,7 @@ use std::time::Instant;
 use towline_frontend::Frontend;
 use towline_frontend::vsock::Event;
 use towline_frontend::wire::{feature, protocol};
-use towline_vsock::Limits;
+use towline_vsock::ConnectionLimits;
 
 use common::{Served, TIMEOUT, bytes, connect_guest, poll_until, read_to_end, send_all, send_until_full};
 
@@ -23,7 +23,7 @@ const SEQPACKET: u64 = 1 << 1;
 /// Connections come and go with packets in transit. The driver fails at a used buffer that has no packet for it.
 #[test]
 fn used_receive_buffers_have_packets_for_the_guest() {
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (_frontend, mut guest) = served.guest();
     let mut rng = fastrand::Rng::with_seed(5);
     let mut streams = Vec::new();
@@ -64,7 +64,7 @@ fn used_receive_buffers_have_packets_for_the_guest() {
 /// The guest shuts down both directions while much data is buffered for a host that does not read yet.
 #[test]
 fn a_shutdown_is_confirmed_when_all_data_was_forwarded() {
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (_frontend, mut guest) = served.guest();
     let (ports, stream) = connect_guest(&served, &mut guest, 5000);
     let content = bytes(300_000);
@@ -78,7 +78,7 @@ fn a_shutdown_is_confirmed_when_all_data_was_forwarded() {
 
 #[test]
 fn a_guest_that_still_sends_is_notified_when_the_host_closes() {
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (_frontend, mut guest) = served.guest();
     let (ports, stream) = connect_guest(&served, &mut guest, 5000);
     assert!(guest.send(ports, &[1; 1000], 0));
@@ -96,7 +96,7 @@ fn a_guest_that_still_sends_is_notified_when_the_host_closes() {
 
 #[test]
 fn windows_grow_and_credit_updates_are_rare() {
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (_frontend, mut guest) = served.guest();
     let (ports, mut stream) = connect_guest(&served, &mut guest, 5000);
     assert!(guest.credit(ports) > 64 << 10, "{} bytes of credit at first", guest.credit(ports));
@@ -118,7 +118,7 @@ fn windows_grow_and_credit_updates_are_rare() {
 
 #[test]
 fn features_that_drivers_use_are_offered() {
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let mut frontend = Frontend::connect(&served.path("d"), TIMEOUT).unwrap();
     let wanted = feature::INDIRECT | feature::EVENT_IDX | SEQPACKET;
     let agreed = frontend.negotiate(wanted, 0, protocol::REPLY_ACK).unwrap();
@@ -128,7 +128,7 @@ fn features_that_drivers_use_are_offered() {
 /// One program reads a byte at a time and one reads nothing at all, while a third one reads everything.
 #[test]
 fn slow_readers_lose_nothing_and_do_not_delay_others() {
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (_frontend, mut guest) = served.guest();
     let (slow, mut slow_stream) = connect_guest(&served, &mut guest, 5000);
     let (never, never_stream) = connect_guest(&served, &mut guest, 5001);

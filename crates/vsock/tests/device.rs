@@ -11,13 +11,13 @@ use towline_frontend::vsock::{Event, Guest, Options};
 use towline_frontend::wire::feature;
 use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
 use towline_vhost_user::Device as _;
-use towline_vsock::{Limits, LocalGuests, Settings, Vsock, ZeroCopySend};
+use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
 use common::{CID, DEVICE_STATE, Served, TIMEOUT, bytes, connect_guest, poll_until, send_until_full};
 
 #[test]
 fn packets_that_are_retained_when_a_ring_stops_are_not_lost() {
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (mut frontend, mut guest) = served.guest();
     let (ports, mut stream) = connect_guest(&served, &mut guest, 5000);
     // As much as the device accepts for a socket that is not read.
@@ -40,7 +40,7 @@ fn packets_that_are_retained_when_a_ring_stops_are_not_lost() {
 /// A program shuts down its sending side and closes later: the guest is notified of both without sending.
 #[test]
 fn both_steps_of_an_end_are_reported_to_the_guest() {
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (_frontend, mut guest) = served.guest();
     let (ports, stream) = connect_guest(&served, &mut guest, 5000);
     stream.shutdown(std::net::Shutdown::Write).unwrap();
@@ -52,7 +52,7 @@ fn both_steps_of_an_end_are_reported_to_the_guest() {
 
 #[test]
 fn a_new_driver_has_no_connections() {
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (mut frontend, mut guest) = served.guest();
     let (_, mut stream) = connect_guest(&served, &mut guest, 5000);
     frontend.stop(0).unwrap();
@@ -82,7 +82,7 @@ fn a_new_driver_has_no_connections() {
 
 #[test]
 fn a_migrated_guests_connections_are_reset() {
-    let (here, there) = (Served::new(Limits::default()), Served::new(Limits::default()));
+    let (here, there) = (Served::new(ConnectionLimits::default()), Served::new(ConnectionLimits::default()));
     let (mut frontend, mut guest) = here.guest();
     let (ports, _stream) = connect_guest(&here, &mut guest, 5000);
     let _other = here.connect(22);
@@ -125,7 +125,7 @@ fn a_migrated_guests_connections_are_reset() {
 /// Where the event queue is the device's, the driver gets a transport reset, and no connection before it has processed it.
 #[test]
 fn connections_are_deferred_until_the_transport_reset_is_processed() {
-    let (here, there) = (Served::new(Limits::default()), Served::new(Limits::default()));
+    let (here, there) = (Served::new(ConnectionLimits::default()), Served::new(ConnectionLimits::default()));
     let (mut frontend, mut guest) = here.guest();
     let (ports, _stream) = connect_guest(&here, &mut guest, 5000);
     let bases = [0, 1].map(|index| frontend.stop(index).unwrap());
@@ -183,7 +183,7 @@ fn a_cid_can_be_used_by_one_guest_only() {
         uds_seqpacket: None,
         rules: Vec::new(),
         groups: Vec::new(),
-        limits: Limits::default(),
+        limits: ConnectionLimits::default(),
         zero_copy_send: ZeroCopySend::Off,
         busy_poll: Duration::ZERO,
         unmigratable: false,

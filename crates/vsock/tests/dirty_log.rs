@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use towline_frontend::vsock::{Event, Guest, HEADER_BYTES, Options};
 use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, GUEST_BASE, Memory};
-use towline_vsock::Limits;
+use towline_vsock::ConnectionLimits;
 
 use common::{CID, Served, TIMEOUT};
 
@@ -81,7 +81,7 @@ fn start(served: &Served) -> (Frontend, Guest, Memory) {
 #[test]
 fn a_page_is_marked_after_its_last_write() {
     towline_vsock::raise_descriptor_limit();
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (mut frontend, mut guest, log) = start(&served);
     let memory = Arc::clone(guest.memory());
     let over = AtomicBool::new(false);

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, getrlimit};
 use towline_frontend::vsock::{Event, Guest};
-use towline_vsock::Limits;
-use towline_vsock::packet::Kind;
+use towline_vsock::ConnectionLimits;
+use towline_vsock::packet::SocketType;
 
 use common::{Served, TIMEOUT, poll_until};
 
@@ -125,7 +125,7 @@ fn ten_thousand_connections_use_the_stated_memory() {
         let _ = writeln!(std::io::stderr(), "SKIPPED ten_thousand_connections: {reason}");
         return;
     }
-    let limits = Limits::default();
+    let limits = ConnectionLimits::default();
     let served = Served::new(limits);
     let (_frontend, mut guest) = served.guest();
     let _host = HostSide::new(&served.path("v_5000"));
@@ -154,8 +154,8 @@ fn ten_thousand_connections_use_the_stated_memory() {
 /// Each window is reserved: without memory for another one, a connection is refused.
 #[test]
 fn connections_without_memory_for_a_window_are_refused() {
-    let memory = 8 * Limits::cost(16 << 10, Kind::Stream);
-    let served = Served::new(Limits { memory, ..Limits::default() });
+    let memory = 8 * ConnectionLimits::cost(16 << 10, SocketType::Stream);
+    let served = Served::new(ConnectionLimits { memory, ..ConnectionLimits::default() });
     let (_frontend, mut guest) = served.guest();
     let _listener = UnixListener::bind(served.path("v_5000")).unwrap();
     let mut outcomes = Vec::new();

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{SendFlags, SocketAddrUnix};
 use towline_frontend::vsock::{BUF_ALLOC, Guest, HOST_CID, Header, op};
 use towline_frontend::{Buffer, Frontend};
-use towline_vsock::{Limits, LocalGuests};
+use towline_vsock::{ConnectionLimits, LocalGuests};
 
 use common::{Served, listen_seqpacket, seqpacket_socket};
 
@@ -42,9 +42,27 @@ enum Neighbours {
     Hostile,
 }
 
+/// Parts of the process whose CPU time is told apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    /// Drivers and clients of the hostile guests.
+    HostileDrivers,
+    /// Workers of their devices.
+    HostileWorkers,
+    OtherDrivers,
+    OtherWorkers,
+    /// The computing threads.
+    Computing,
+}
+
+const PARTS: [Part; 5] =
+    [Part::HostileDrivers, Part::HostileWorkers, Part::OtherDrivers, Part::OtherWorkers, Part::Computing];
+
 /// State that all threads of a run share.
 #[derive(Default)]
 struct Run {
+    /// The thread IDs of each part.
+    threads: Mutex<Vec<(i32, Part)>>,
     neighbours: AtomicU8,
     over: AtomicBool,
     /// Bytes that arrived at the host.
@@ -63,6 +81,24 @@ impl Run {
         self.neighbours.load(Ordering::Relaxed) == neighbours as u8
     }
 
+    /// Assigns the calling thread to a part.
+    fn enter(&self, part: Part) {
+        self.threads.lock().unwrap().push((rustix::thread::gettid().as_raw_nonzero().get(), part));
+    }
+
+    /// Returns the CPU time of each part up to now in milliseconds.
+    fn cpu_ms(&self) -> [u64; PARTS.len()] {
+        let threads = self.threads.lock().unwrap();
+        PARTS.map(|part| {
+            threads
+                .iter()
+                .filter(|(_, of)| *of == part)
+                .map(|(thread, _)| thread_cpu_us(*thread))
+                .sum::<u64>()
+                / 1000
+        })
+    }
+
     /// Returns true if a hostile guest continues, after a pause in phases without hostility.
     fn attacks(&self, which: usize) -> bool {
         while !self.has(Neighbours::Hostile) && !self.is_over() {
@@ -71,6 +107,23 @@ impl Run {
         self.attacks[which].fetch_add(1, Ordering::Relaxed);
         !self.is_over()
     }
+}
+
+/// Returns the CPU time of a thread in microseconds.
+fn thread_cpu_us(thread: i32) -> u64 {
+    let schedstat = std::fs::read_to_string(format!("/proc/self/task/{thread}/schedstat")).unwrap();
+    schedstat.split_whitespace().next().unwrap().parse::<u64>().unwrap() / 1000
+}
+
+/// Returns the threads of all workers.
+fn workers() -> Vec<i32> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let numbers = tasks.map(|task| task.unwrap().file_name().into_string().unwrap().parse().unwrap());
+    let is_worker = |thread: &i32| {
+        let name = std::fs::read_to_string(format!("/proc/self/task/{thread}/comm"));
+        name.is_ok_and(|name| name.starts_with("vsock-"))
+    };
+    numbers.filter(is_worker).collect()
 }
 
 /// A hostile guest's driver has CPUs of its own in reality; here it has the lowest priority.
@@ -95,6 +148,7 @@ fn header(cid: u64, peer: u64, ports: (u32, u32), kind: u16, op: u16) -> Header 
 
 /// Sends messages of many segments, of one byte, and without an end to a program that never reads, on one connection after another.
 fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest), host: &Path) {
+    run.enter(Part::HostileDrivers);
     yield_to_others();
     let listener = listen_seqpacket(host);
     // The connection may be refused.
@@ -126,6 +180,7 @@ fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest),
 /// Opens and closes connections to the host and to each of the other guests, sends packets of unknown connections, and posts no
 /// buffers.
 fn flood(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest)) {
+    run.enter(Part::HostileDrivers);
     yield_to_others();
     let mut port = 0u32;
     while run.attacks(1) {
@@ -146,6 +201,7 @@ fn flood(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest)) {
 
 /// Posts useless receive buffers, while clients of the host send empty messages or nothing.
 fn waste(run: &Run, (_frontend, mut guest): (Frontend, Guest), directory: &Path) {
+    run.enter(Part::HostileDrivers);
     yield_to_others();
     let client = seqpacket_socket();
     rustix::net::connect(&client, &SocketAddrUnix::new(directory.join("m")).unwrap()).unwrap();
@@ -174,6 +230,7 @@ fn waste(run: &Run, (_frontend, mut guest): (Frontend, Guest), directory: &Path)
 
 /// Sends at the fixed rate, and waits for the reply to every unit.
 fn work(run: &Run, (_frontend, mut guest): (Frontend, Guest)) {
+    run.enter(Part::OtherDrivers);
     let ports = (6000, PORT);
     guest.request(ports);
     common::poll_until(&mut guest, |_, event| {
@@ -203,6 +260,7 @@ fn work(run: &Run, (_frontend, mut guest): (Frontend, Guest)) {
 
 /// The host's end of a working guest: replies to each unit with a byte.
 fn reply(run: &Run, listener: &UnixListener) {
+    run.enter(Part::OtherDrivers);
     let (mut stream, _) = listener.accept().unwrap();
     let mut unit = vec![0; UNIT as usize];
     while stream.read_exact(&mut unit).is_ok() {
@@ -219,6 +277,7 @@ fn setting(name: &str, default: u64) -> u64 {
 
 /// Uses a CPU, like the worker of a guest with much traffic, in phases with busy neighbours.
 fn compute(run: &Run) {
+    run.enter(Part::Computing);
     while !run.is_over() {
         if run.has(Neighbours::Busy) {
             std::hint::spin_loop();
@@ -233,6 +292,8 @@ struct Phase {
     bytes: u64,
     /// All round trips, ascending.
     trips_us: Vec<u64>,
+    /// CPU time of each part in thousandths of a CPU.
+    cpu: [u64; PARTS.len()],
 }
 
 impl Phase {
@@ -241,12 +302,15 @@ impl Phase {
         // The phase before ends first.
         std::thread::sleep(Duration::from_millis(millis / 5));
         let before = run.arrived.load(Ordering::Relaxed);
+        let (cpu_before, since) = (run.cpu_ms(), Instant::now());
         run.trips_us.lock().unwrap().clear();
         std::thread::sleep(Duration::from_millis(millis));
         let bytes = run.arrived.load(Ordering::Relaxed) - before;
+        let (cpu_after, elapsed) = (run.cpu_ms(), since.elapsed().as_millis() as u64);
+        let cpu = std::array::from_fn(|part| 1000 * (cpu_after[part] - cpu_before[part]) / elapsed.max(1));
         let mut trips_us = std::mem::take(&mut *run.trips_us.lock().unwrap());
         trips_us.sort_unstable();
-        Self { bytes, trips_us }
+        Self { bytes, trips_us, cpu }
     }
 
     /// Returns a percentile of the round trips in microseconds.
@@ -281,6 +345,9 @@ impl Ratios {
             "round {round}: {} of {} bytes; {count} round trips; quiet, busy, hostile: p50 {half:?} us, p99 {most:?} us",
             hostile.bytes, quiet.bytes
         );
+        for (kind, phase) in [("quiet", quiet), ("busy", busy), ("hostile", hostile)] {
+            println!("  thousandths of a CPU, {kind}: {:?}", PARTS.iter().zip(phase.cpu).collect::<Vec<_>>());
+        }
     }
 }
 
@@ -308,12 +375,31 @@ fn run_phases(run: &Run, rounds: u64, millis: u64) -> Ratios {
     ratios
 }
 
+/// Prints the medians; asserts the limits if there were enough rounds for one.
+fn assert_unaffected(ratios: Ratios, rounds: u64) {
+    let Ratios { bytes, half, most, most_of_quiet } = ratios;
+    let bytes = median("bytes", bytes);
+    let half = median("p50, to quiet neighbours", half);
+    let most = median("p99, to busy neighbours", most);
+    median("p99, to quiet neighbours", most_of_quiet);
+    if rounds > 2 {
+        assert!(bytes >= 0.9, "the others have {bytes:.3} of their throughput without hostile guests");
+        assert!(half <= 2.0, "p50 is {half:.2} times that beside quiet neighbours");
+        assert!(most <= 2.0, "p99 is {most:.2} times that beside busy neighbours");
+    }
+}
+
 #[test]
 fn hostile_guests_do_not_affect_others() {
     towline_vsock::raise_descriptor_limit();
     let (rounds, millis) =
         (setting("TOWLINE_SOAK_NEIGHBOURS", 2), setting("TOWLINE_SOAK_NEIGHBOURS_MS", 300));
-    let limits = Limits { connections: 256, memory: 64 << 20, handshakes: 32, ..Limits::default() };
+    let limits = ConnectionLimits {
+        connections: 256,
+        memory: 64 << 20,
+        handshakes: 32,
+        ..ConnectionLimits::default()
+    };
     let local_guests = Arc::new(LocalGuests::default());
     let served: Vec<Served> = (CID_FIRST..CID_FIRST + GUESTS)
         .map(|cid| {
@@ -328,7 +414,11 @@ fn hostile_guests_do_not_affect_others() {
         let run = &run;
         for (index, served) in served.iter().enumerate() {
             let cid = CID_FIRST + index as u64;
+            let before = workers();
             let pair = served.guest_with_rings(if index == 0 { 2048 } else { 128 });
+            let part = if cid < CID_FIRST + HOSTILE { Part::HostileWorkers } else { Part::OtherWorkers };
+            let new = workers().into_iter().filter(|thread| !before.contains(thread));
+            run.threads.lock().unwrap().extend(new.map(|thread| (thread, part)));
             match index {
                 0 => {
                     let host = served.path(&format!("v_{PORT}"));
@@ -353,23 +443,12 @@ fn hostile_guests_do_not_affect_others() {
         });
         let ratios = run_phases(run, rounds, millis);
         run.over.store(true, Ordering::Relaxed);
-        let Ratios { bytes, half, most, most_of_quiet } = ratios;
-        let (bytes, half, most) = (
-            median("bytes", bytes),
-            median("p50, to quiet neighbours", half),
-            median("p99, to busy neighbours", most),
-        );
-        median("p99, to quiet neighbours", most_of_quiet);
         println!("attacks {:?}", run.attacks);
         assert!(run.attacks.iter().all(|count| count.load(Ordering::Relaxed) > 0));
-        if rounds > 2 {
-            assert!(bytes >= 0.9, "the others have {bytes:.3} of their throughput without hostile guests");
-            assert!(half <= 2.0, "p50 is {half:.2} times that beside quiet neighbours");
-            assert!(most <= 2.0, "p99 is {most:.2} times that beside busy neighbours");
-        }
+        assert_unaffected(ratios, rounds);
     });
     for (index, served) in served.iter().enumerate() {
-        let Limits { memory, .. } = limits;
+        let ConnectionLimits { memory, .. } = limits;
         let statistics = served.device.report().statistics;
         assert!(statistics.memory_reserved <= memory, "guest {index}: {statistics:?}");
     }

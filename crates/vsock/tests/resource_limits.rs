@@ -18,7 +18,7 @@ use towline_frontend::vsock::{
     BUF_ALLOC, Event, Guest, HOST_CID, Header, Ports, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op,
 };
 use towline_frontend::{Buffer, Queue, QueueOptions};
-use towline_vsock::Limits;
+use towline_vsock::ConnectionLimits;
 
 use common::{CID, Served, TIMEOUT, bytes, listen_seqpacket, poll_until, seqpacket_socket};
 
@@ -106,7 +106,7 @@ fn wait_for_packets(served: &Served, guest: &mut Guest, count: u64) {
 #[test]
 fn a_message_with_more_segments_than_a_call_takes_arrives() {
     let _exclusive = exclusive();
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (mut frontend, mut guest) = served.guest_with_rings(2048);
     let listener = listen_seqpacket(&served.path("v_5000"));
     let ports = (6000, 5000);
@@ -135,7 +135,7 @@ fn a_message_with_more_segments_than_a_call_takes_arrives() {
 #[test]
 fn a_connection_with_an_unfinished_message_ends_with_its_sender() {
     let _exclusive = exclusive();
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (mut frontend, mut guest) = served.guest_with_rings(64);
     let listener = listen_seqpacket(&served.path("v_5000"));
     let ports = (6000, 5000);
@@ -167,7 +167,7 @@ fn a_connection_with_an_unfinished_message_ends_with_its_sender() {
 #[test]
 fn empty_messages_of_a_client_do_not_keep_a_device_from_stopping() {
     let _exclusive = exclusive();
-    let served = Served::with_settings(Limits::default(), CID, |settings, directory| {
+    let served = Served::with_settings(ConnectionLimits::default(), CID, |settings, directory| {
         settings.uds_seqpacket = Some(directory.join("m"));
     });
     let (mut frontend, mut guest) = served.guest();
@@ -211,7 +211,7 @@ fn empty_messages_of_a_client_do_not_keep_a_device_from_stopping() {
 #[test]
 fn messages_of_one_byte_use_no_more_memory_than_is_stated() {
     let _exclusive = exclusive();
-    let served = Served::new(Limits { memory: MEMORY, ..Limits::default() });
+    let served = Served::new(ConnectionLimits { memory: MEMORY, ..ConnectionLimits::default() });
     let (_frontend, mut guest) = served.guest_with_rings(1024);
     let listener = listen_seqpacket(&served.path("v_5000"));
     let mut hosts = Vec::new();
@@ -259,11 +259,50 @@ fn messages_of_one_byte_use_no_more_memory_than_is_stated() {
     assert_becomes_idle(&mut guest);
 }
 
+/// Messages in transit are within the limit too: those that do not fit into the guest's buffers wait for each other.
+#[test]
+fn messages_wait_for_memory_and_arrive() {
+    let _exclusive = exclusive();
+    // Beside the windows there is memory for one message.
+    let served = Served::new(ConnectionLimits { memory: 256 << 10, ..ConnectionLimits::default() });
+    let (_frontend, mut guest) = served.guest_with_rings(16);
+    let listener = listen_seqpacket(&served.path("v_5000"));
+    let content = bytes(100_000);
+    let mut hosts = Vec::new();
+    for port in 0..3 {
+        let ports = (port, 5000);
+        guest.request_seqpacket(ports);
+        poll_until(&mut guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+        hosts.push(rustix::net::accept(&listener).unwrap());
+    }
+    // The driver returns no buffers meanwhile, so the first message is in transit when the others are ready.
+    for host in &hosts {
+        assert_eq!(rustix::net::send(host, &content, SendFlags::NOSIGNAL).unwrap(), content.len());
+    }
+    let (mut received, mut ended, memory) = ([0; 3], [0; 3], Arc::clone(guest.memory()));
+    poll_until(&mut guest, |_, event| {
+        if let Event::Data { ports, guest, len, flags } = event {
+            let (port, len) = (ports.0 as usize, len as usize);
+            let is_right = memory.bytes(guest, len) == content[received[port]..received[port] + len];
+            assert!(is_right, "{len} bytes at {} of message {port}", received[port]);
+            received[port] += len;
+            ended[port] += flags & END_OF_MESSAGE;
+        }
+        (ended.iter().sum::<u32>() == 3).then_some(())
+    });
+    assert_eq!((received, ended), ([content.len(); 3], [1; 3]));
+    let found = served.device.report().statistics;
+    // Each of the two has waited, perhaps for both others.
+    assert!((2..=3).contains(&found.memory_waits), "{found:?}");
+    drop(hosts);
+    assert_becomes_idle(&mut guest);
+}
+
 /// Most frontends leave the event queue to the device, and drivers post buffers there.
 #[test]
 fn event_buffers_do_not_keep_a_device_busy() {
     let _exclusive = exclusive();
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (mut frontend, mut guest) = served.guest();
     let memory = Arc::clone(guest.memory());
     let features = frontend.negotiated().features;
@@ -281,7 +320,7 @@ fn event_buffers_do_not_keep_a_device_busy() {
 fn clients_that_send_nothing_do_not_shut_out_others() {
     let _exclusive = exclusive();
     towline_vsock::raise_descriptor_limit();
-    let served = Served::new(Limits::default());
+    let served = Served::new(ConnectionLimits::default());
     let (_frontend, mut guest) = served.guest();
     let connect = || UnixStream::connect(served.path("v")).unwrap();
     let mut silent: Vec<UnixStream> = (0..1100).map(|_| connect()).collect();
@@ -302,7 +341,7 @@ fn data_after_urgent_data_is_received() {
     let _exclusive = exclusive();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let rule = format!("guest:5000=tcp:{}", listener.local_addr().unwrap());
-    let served = Served::with_rules(Limits::default(), CID, &[rule]);
+    let served = Served::with_rules(ConnectionLimits::default(), CID, &[rule]);
     let (_frontend, mut guest) = served.guest();
     let ports = (6000, 5000);
     guest.request(ports);

@@ -8,7 +8,7 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use towline_frontend::vsock::{Event, Guest, Ports};
-use towline_vsock::Limits;
+use towline_vsock::ConnectionLimits;
 
 use common::{CID, Served, TIMEOUT, bytes, poll_until, send_all};
 
@@ -112,7 +112,7 @@ fn end_unix(stream: &UnixStream) {
 fn a_port_of_the_host_is_forwarded_to_an_address() {
     let (destination, empty) = (address(1), address(2));
     let rules = [format!("guest:80=tcp:{destination}"), format!("guest:81=tcp:{empty}")];
-    let served = Served::with_rules(Limits::default(), CID, &rules);
+    let served = Served::with_rules(ConnectionLimits::default(), CID, &rules);
     let (_frontend, mut guest) = served.guest();
     let listener = TcpListener::bind(destination).unwrap();
     guest.request((1000, 80));
@@ -128,7 +128,7 @@ fn a_port_of_the_host_is_forwarded_to_an_address() {
 #[test]
 fn an_address_of_the_host_is_forwarded_to_a_port() {
     let from = address(3);
-    let served = Served::with_rules(Limits::default(), CID, &[format!("tcp:{from}=guest:22")]);
+    let served = Served::with_rules(ConnectionLimits::default(), CID, &[format!("tcp:{from}=guest:22")]);
     let (_frontend, mut guest) = served.guest();
     let stream = tcp(TcpStream::connect(from).unwrap());
     let ports = accepted(&mut guest, 22);
@@ -156,7 +156,7 @@ fn unix_sockets_are_forwarded_in_both_directions() {
         format!("guest:90=unix:{}", path("out").display()),
         format!("unix:{}=guest:23", path("in").display()),
     ];
-    let served = Served::with_rules(Limits::default(), CID, &rules);
+    let served = Served::with_rules(ConnectionLimits::default(), CID, &rules);
     let (_frontend, mut guest) = served.guest();
     let listener = UnixListener::bind(path("out")).unwrap();
     guest.request((1000, 90));
@@ -182,8 +182,8 @@ fn af_vsock_of_the_host_is_forwarded_in_both_directions() {
     }
     // Through the loopback, a connection of one guest leads to a port of another guest.
     let port = 1 << 20 | std::process::id();
-    let there = Served::with_rules(Limits::default(), 34, &[format!("vsock:{port}=guest:23")]);
-    let here = Served::with_rules(Limits::default(), CID, &[format!("guest:90=vsock:1:{port}")]);
+    let there = Served::with_rules(ConnectionLimits::default(), 34, &[format!("vsock:{port}=guest:23")]);
+    let here = Served::with_rules(ConnectionLimits::default(), CID, &[format!("guest:90=vsock:1:{port}")]);
     let ((_one, mut guest), (_other, mut peer)) = (here.guest(), there.guest());
     guest.request((1000, 90));
     guest.poll(|_, _| ()).unwrap();
@@ -199,9 +199,9 @@ fn af_vsock_of_the_host_is_forwarded_in_both_directions() {
 /// Guests of two processes: one guest's device sends CONNECT to the other's.
 #[test]
 fn a_guest_of_another_process_is_reached_through_its_devices_socket() {
-    let there = Served::with_rules(Limits::default(), 34, &[]);
+    let there = Served::with_rules(ConnectionLimits::default(), 34, &[]);
     let rule = format!("cid:34=uds:{}", there.path("v").display());
-    let here = Served::with_rules(Limits::default(), CID, &[rule]);
+    let here = Served::with_rules(ConnectionLimits::default(), CID, &[rule]);
     let ((_one, mut guest), (_other, mut peer)) = (here.guest(), there.guest());
     let ports = (1000, 7);
     guest.request_of(34, ports);

@@ -16,7 +16,7 @@ use towline_frontend::Frontend;
 use towline_frontend::vsock::{Event, Guest};
 use towline_frontend::wire::{Code, RegionInfo, encode_u64s, feature};
 use towline_lab::{Network, skip, wait_until};
-use towline_vsock::{Limits, Statistics};
+use towline_vsock::{ConnectionLimits, Statistics};
 
 use common::{CID, Served, TIMEOUT, bytes, poll_until, read_to_end, send_all, send_until_full};
 
@@ -37,7 +37,7 @@ impl ZeroCopyConnection {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         sockopt::set_socket_recv_buffer_size(&listener, 16 << 10).unwrap();
         let rule = format!("guest:80=tcp:{}", listener.local_addr().unwrap());
-        let served = Served::with_rules(Limits::default(), CID, &[rule]);
+        let served = Served::with_rules(ConnectionLimits::default(), CID, &[rule]);
         let (frontend, mut guest) = served.guest();
         guest.request(PORTS);
         poll_until(&mut guest, |_, event| (event == Event::Connected(PORTS)).then_some(()));
@@ -211,7 +211,7 @@ fn no_session_begins_while_the_kernel_still_sends_data_of_the_former_one() {
     };
     let listener = far.enter(|| TcpListener::bind("10.7.0.2:80").unwrap()).unwrap();
     let rules = ["guest:80=tcp:10.7.0.2:80".to_owned()];
-    let served = near.enter(|| Served::with_rules(Limits::default(), CID, &rules)).unwrap();
+    let served = near.enter(|| Served::with_rules(ConnectionLimits::default(), CID, &rules)).unwrap();
     let (mut frontend, mut guest) = served.guest();
     guest.request(PORTS);
     poll_until(&mut guest, |_, event| (event == Event::Connected(PORTS)).then_some(()));

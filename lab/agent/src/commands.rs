@@ -35,6 +35,10 @@ impl Agent {
         match (command, &words[..]) {
             ("sync", _) => Ok(rest.to_owned()),
             ("tick", []) => Ok(self.tick.value().to_string()),
+            ("interval", [milliseconds]) => {
+                self.tick.set_interval(number(milliseconds)?.max(1));
+                Ok(String::new())
+            }
             ("fill", [length, seed]) => {
                 let (length, seed) = (number(length)?, number(seed)?);
                 self.replace(|| Memory::filled(usize::try_from(length)?, seed))

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-/// Interval of the counter.
-pub(crate) const INTERVAL: Duration = Duration::from_millis(5);
+/// Interval of the counter, unless another one is set.
+const INTERVAL: Duration = Duration::from_millis(5);
 const PAGE_SIZE: u64 = 4096;
 /// Bits of a pagemap entry that hold the frame number (Documentation/admin-guide/mm/pagemap.rst).
 const FRAME_MASK: u64 = (1 << 55) - 1;
@@ -17,19 +17,27 @@ const FRAME_MASK: u64 = (1 << 55) - 1;
 /// The counter, stepped by a thread of its own.
 pub(crate) struct Tick {
     counter: Arc<AtomicU64>,
+    interval_ms: Arc<AtomicU64>,
 }
 
 impl Tick {
     pub(crate) fn start() -> Result<Self> {
         let counter = Arc::new(AtomicU64::new(1));
         let stepped = counter.clone();
+        let interval_ms = Arc::new(AtomicU64::new(INTERVAL.as_millis() as u64));
+        let slept = interval_ms.clone();
         std::thread::Builder::new().name("tick".into()).spawn(move || {
             loop {
-                std::thread::sleep(INTERVAL);
+                std::thread::sleep(Duration::from_millis(slept.load(Relaxed)));
                 stepped.fetch_add(1, Relaxed);
             }
         })?;
-        Ok(Self { counter })
+        Ok(Self { counter, interval_ms })
+    }
+
+    /// Steps the counter at this interval, from its next step on.
+    pub(crate) fn set_interval(&self, milliseconds: u64) {
+        self.interval_ms.store(milliseconds, Relaxed);
     }
 
     pub(crate) fn value(&self) -> u64 {

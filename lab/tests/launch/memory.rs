@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::Value;
 use towline_lab::{Qmp, Version};
 use towline_launch::{
-    CommandLine, MappedBlock, MappedMemory, MemoryError, QemuVersion, RunningQemu, Sharing,
+    CommandLine, MappedBlock, MappedMemory, MemoryFileError, QemuVersion, RunningQemu, Sharing,
 };
 
 use crate::support::{Place, VERSIONS, WITHIN, versions};
@@ -42,7 +42,7 @@ fn number(version: Version) -> QemuVersion {
     QemuVersion { major: numbers.next().unwrap(), minor: numbers.next().unwrap() }
 }
 
-fn start(place: &Place, version: Version, memory: &MappedMemory) -> Result<RunningQemu, MemoryError> {
+fn start(place: &Place, version: Version, memory: &MappedMemory) -> Result<RunningQemu, MemoryFileError> {
     let host = place.host();
     let arguments = ["-machine", version.machine(), "-m", "64", "-cpu", "Nehalem", "-nodefaults"];
     let mut guest = CommandLine::parse(arguments).unwrap().trust(&host).unwrap();
@@ -73,7 +73,7 @@ fn a_guest_reads_its_memory_from_an_image_and_does_not_change_it() {
         image(&path, offset);
         let started = start(&place, version, &memory(&path, offset, Sharing::CopyOnWrite));
         if version == Version::V7_2 {
-            let Err(MemoryError::Version { property, .. }) = started else { panic!("{started:?}") };
+            let Err(MemoryFileError::Version { property, .. }) = started else { panic!("{started:?}") };
             assert_eq!(property, "rom");
             continue;
         }

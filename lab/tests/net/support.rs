@@ -106,14 +106,19 @@ pub(crate) fn builder_with(version: Version, socket: &Path, queues: usize, vecto
         .linux()
         .memory_backend(MemoryBackend::Memfd { prealloc: false })
         .processors(u32::try_from(queues.max(2)).unwrap())
-        .args([
-            "-chardev".to_owned(),
-            format!("socket,id=net0,path={},reconnect=1", socket.display()),
-            "-netdev".to_owned(),
-            format!("vhost-user,id=n0,chardev=net0,queues={queues}"),
-            "-device".to_owned(),
-            format!("virtio-net-pci,id=card,netdev=n0,mac={MAC},mq={},vectors={vectors}", on_off(queues > 1)),
-        ])
+        .args(card_options(socket, queues, vectors))
+}
+
+/// QEMU's options for a card behind this socket.
+pub(crate) fn card_options(socket: &Path, queues: usize, vectors: usize) -> [String; 6] {
+    [
+        "-chardev".to_owned(),
+        format!("socket,id=net0,path={},reconnect=1", socket.display()),
+        "-netdev".to_owned(),
+        format!("vhost-user,id=n0,chardev=net0,queues={queues}"),
+        "-device".to_owned(),
+        format!("virtio-net-pci,id=card,netdev=n0,mac={MAC},mq={},vectors={vectors}", on_off(queues > 1)),
+    ]
 }
 
 fn on_off(on: bool) -> &'static str {

@@ -1,12 +1,17 @@
 //! Many clones of one guest at once: times, and the memory that they take together.
+//!
+//! The counter of a guest of which there are many steps ten times a second, as an idle guest's timers do: at the agent's own interval
+//! each emulated guest takes 2 % of a processor, and 100 of them all of two, so that the measurement would be of the guests' load. They
+//! have one processor each: one that is busy takes a timer interrupt every 4 ms, and 200 such leave none of two processors of the host
+//! idle again.
 
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use towline_lab::expect::number;
-use towline_lab::{Towline, Version, require_lab, wait_until};
+use towline_lab::{Towline, require_lab, wait_until};
 
-use crate::support::{MEMORY_MIB, MIB, Saved, WITHIN, ram_pss_of};
+use crate::support::{MEMORY_MIB, MIB, Recipe, Saved, WITHIN, pss_of, ram_pss_of};
 
 /// Clones of a short run.
 const CLONES: u64 = 3;
@@ -22,16 +27,20 @@ const TAKEN_MAX: u64 = 17 * MIB;
 const RATE: u64 = 64 * MIB;
 /// Agents that are asked at once.
 const ASKED_AT_ONCE: usize = 8;
+/// Interval of a guest's counter.
+const INTERVAL: Duration = Duration::from_millis(100);
 
-/// The value of `events` below which 95 % of them are.
+/// A `towline run` of several guests, all of which run.
+struct Running {
+    run: Towline,
+    begun: Instant,
+    names: Vec<String>,
+}
+
+/// The value below which 95 % of them are.
 fn p95(mut values: Vec<u64>) -> u64 {
     values.sort_unstable();
     values[(values.len() * 95).div_ceil(100) - 1]
-}
-
-fn field(events: &[Value], kind: &str, name: &str) -> Vec<u64> {
-    let of_kind = events.iter().filter(|event| event["event"] == kind);
-    of_kind.map(|event| event[name].as_u64().unwrap()).collect()
 }
 
 /// Calls `work` for each name, from several threads.
@@ -43,8 +52,51 @@ fn each(names: &[String], work: impl Fn(&str) + Sync) {
     });
 }
 
-fn events(run: &Towline) -> Vec<Value> {
-    run.stdout().lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+impl Running {
+    /// Starts the guests and waits until towline says that all of them run.
+    fn start(saved: &Saved, memory: &str, count: u64) -> Self {
+        let settings = [saved.settings(), vec!["accel.tb-size=32".into()]].concat();
+        let (begun, text) = (Instant::now(), count.to_string());
+        let run = saved.run(&["--name", "web", memory, "--json", "--count", &text], &settings);
+        let names = (0..count).map(|n| format!("web-{n}")).collect();
+        let mut running = Self { run, begun, names };
+        running.wait_for("running", WITHIN * 5);
+        running
+    }
+
+    /// Waits for an event of each guest.
+    fn wait_for(&mut self, event: &str, within: Duration) {
+        let (run, text) = (&mut self.run, format!("\"event\":\"{event}\""));
+        wait_until(&format!("{event} of each guest"), within, || {
+            assert!(run.runs()?, "towline has ended: {}{}", run.stdout(), run.stderr());
+            Ok((run.stdout().matches(&text).count() == self.names.len()).then_some(()))
+        })
+        .unwrap();
+    }
+
+    /// A field of all events of a kind.
+    fn field(&self, kind: &str, name: &str) -> Vec<u64> {
+        let text = self.run.stdout();
+        let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        events.filter(|event| event["event"] == kind).map(|event| event[name].as_u64().unwrap()).collect()
+    }
+
+    fn pids(&self) -> Vec<u64> {
+        self.field("running", "pid")
+    }
+
+    /// Prints the times and the memory of all processes.
+    fn print(&self, memory: &str, last_tick: Duration) {
+        println!(
+            "{} clones of {MEMORY_MIB} MiB, {memory}: {:.2} s from the command to the last tick, to RUNNING p95 {} ms, p95 {} ms for one \
+             restore; processes together {} MiB",
+            self.names.len(),
+            last_tick.as_secs_f64(),
+            p95(self.field("running", "running-us")) / 1000,
+            p95(self.field("completed", "total-time")),
+            self.pids().into_iter().map(pss_of).sum::<u64>() / MIB,
+        );
+    }
 }
 
 #[test]
@@ -54,36 +106,18 @@ fn clones_share_the_memory_of_their_image() {
     }
     let count = number("TOWLINE_SOAK_RUN_CLONES", CLONES);
     let held = Duration::from_secs(number("TOWLINE_SOAK_RUN_SECONDS", 0));
-    let saved = Saved::new(Version::V10_0);
-    let settings = [saved.settings(), vec!["accel.tb-size=32".into()]].concat();
-    let begun = Instant::now();
-    let text = count.to_string();
-    let mut run = saved.run(&["--name", "web", "--share", "--json", "--count", &text], &settings);
-    let names: Vec<String> = (0..count).map(|n| format!("web-{n}")).collect();
-    wait_until("guests that run", WITHIN * 5, || {
-        assert!(run.runs()?, "towline has ended: {}{}", run.stdout(), run.stderr());
-        let running = events(&run).iter().filter(|event| event["event"] == "running").count();
-        Ok((running as u64 == count).then_some(()))
-    })
-    .unwrap();
-    each(&names, |name| assert!(saved.agent(name).wait_ticking(WITHIN * 5).unwrap() > 0));
-    let ticked = begun.elapsed();
-    wait_until("copies that are complete", WITHIN, || {
-        Ok((field(&events(&run), "completed", "total-time").len() as u64 == count).then_some(()))
-    })
-    .unwrap();
-    let events = events(&run);
-    let pss = || field(&events, "running", "pid").into_iter().map(ram_pss_of).sum::<u64>();
+    let saved = Saved::of(&Recipe { processors: 1, interval: Some(INTERVAL), ..Recipe::default() });
+    let mut running = Running::start(&saved, "--share", count);
+    let pids = running.pids();
+    pids.iter().for_each(|&pid| saved.wait_first_tick(pid));
+    let ticked = running.begun.elapsed();
+    running.wait_for("completed", WITHIN);
+    let pss = || pids.iter().copied().map(ram_pss_of).sum::<u64>();
     let shared = pss();
-    println!(
-        "{count} clones of {MEMORY_MIB} MiB: {:.2} s from the command to the last tick, p95 {} ms from the command to RUNNING, p95 {} ms for \
-         one restore; RAM together {} MiB, {:.2} % of theirs",
-        ticked.as_secs_f64(),
-        p95(field(&events, "running", "running-us")) / 1000,
-        p95(field(&events, "completed", "total-time")),
-        shared / MIB,
-        100.0 * shared as f64 / (count * MEMORY_MIB * MIB) as f64,
-    );
+    running.print("--share", ticked);
+    let percent = 100.0 * shared as f64 / (count * MEMORY_MIB * MIB) as f64;
+    println!("RAM together {} MiB, {percent:.2} % of theirs", shared / MIB);
+    let names = running.names.clone();
     each(&names, |name| {
         let mut guest = saved.agent(name);
         guest.dirty(RATE, WRITTEN).unwrap();
@@ -92,19 +126,38 @@ fn clones_share_the_memory_of_their_image() {
         guest.stop_dirtying().unwrap();
     });
     let written = pss();
-    println!("{} MiB after each wrote {} MiB", written / MIB, WRITTEN / MIB);
+    println!("RAM together {} MiB after each wrote {} MiB", written / MIB, WRITTEN / MIB);
     // A few clones do not distribute what all of them read.
     let read_by_all = if count < MANY { saved.filled() } else { 0 };
     let shared_max = count * MEMORY_MIB * MIB * SHARE_PERCENT_MAX / 100 + read_by_all;
     assert!(shared <= shared_max, "{shared}, expected at most {shared_max}");
     assert!(written <= shared_max + count * TAKEN_MAX, "{written} after {shared}");
     saved.assert_intact();
-    while begun.elapsed() < held {
+    while running.begun.elapsed() < held {
         each(&names, |name| assert!(saved.agent(name).wait_ticking(WITHIN * 5).unwrap() > 0));
     }
     if count < MANY {
         each(&names, |name| saved.assert_is_saved_guest(&mut saved.agent(name)));
     }
-    saved.interrupt(run);
+    saved.interrupt(running.run);
+    saved.assert_intact();
+}
+
+/// Guests whose memory is not shared, for comparison; as many as fit.
+#[test]
+fn clones_with_memory_of_their_own_run() {
+    if !require_lab("clones_with_memory_of_their_own_run") {
+        return;
+    }
+    let count = number("TOWLINE_SOAK_RUN_COPIES", CLONES);
+    let saved = Saved::of(&Recipe { processors: 1, interval: Some(INTERVAL), ..Recipe::default() });
+    for memory in ["--postcopy", "--copy"] {
+        let mut running = Running::start(&saved, memory, count);
+        each(&running.names, |name| assert!(saved.agent(name).wait_ticking(WITHIN * 5).unwrap() > 0));
+        let ticked = running.begun.elapsed();
+        running.wait_for("completed", WITHIN * 5);
+        running.print(memory, ticked);
+        saved.interrupt(running.run);
+    }
     saved.assert_intact();
 }

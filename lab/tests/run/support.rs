@@ -1,6 +1,7 @@
 //! Helpers of these tests: an image of a Linux guest, and the guests that run from it.
 
 use std::fs;
+use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -23,22 +24,36 @@ pub(crate) struct Saved {
     version: Version,
     kernel: Vec<String>,
     hash: String,
+    /// The guest's counter in the image.
     tick: u64,
+    /// Guest-physical address of the counter, below the hole of PCI.
+    counter: u64,
 }
 
 /// A guest that is saved.
 pub(crate) struct Recipe<'a> {
     pub(crate) version: Version,
     pub(crate) kernel: Kernel,
+    /// Number of its processors.
+    pub(crate) processors: u32,
     /// More arguments of its QEMU.
     pub(crate) arguments: &'a [String],
     /// Line of shell that it runs before it is saved.
     pub(crate) line: &'a str,
+    /// Interval of its counter, if another one than the agent's.
+    pub(crate) interval: Option<Duration>,
 }
 
 impl Default for Recipe<'_> {
     fn default() -> Self {
-        Self { version: Version::V10_0, kernel: Kernel::Debian12, arguments: &[], line: ":" }
+        Self {
+            version: Version::V10_0,
+            kernel: Kernel::Debian12,
+            processors: 2,
+            arguments: &[],
+            line: ":",
+            interval: None,
+        }
     }
 }
 
@@ -59,14 +74,19 @@ impl Saved {
         let version = recipe.version;
         let guest = Qemu::builder(version).machine(Version::V10_0.machine()).cpu("Nehalem");
         let guest = guest.linux().kernel(recipe.kernel).args(recipe.arguments.iter().cloned());
-        let source = guest.memory_mib(MEMORY_MIB).processors(2).start().unwrap();
+        let source = guest.memory_mib(MEMORY_MIB).processors(recipe.processors).start().unwrap();
         let mut linux = source.linux(WITHIN).unwrap();
         linux.shell(recipe.line, WITHIN).unwrap();
+        recipe.interval.iter().for_each(|interval| linux.set_interval(*interval).unwrap());
         linux.fill(FILLED, 5).unwrap();
         let (hash, tick) = (linux.hash().unwrap(), linux.wait_ticking(WITHIN).unwrap());
+        let info = linux.info().unwrap();
+        let address = info.iter().find(|(key, _)| key == "tick_address").unwrap().1.parse().unwrap();
         let kernel = kernel(source.pid());
-        let saved = Self { place, version, kernel, hash, tick };
+        let mut saved = Self { place, version, kernel, hash, tick, counter: address };
         towline(["copy", &qmp(&source), &saved.image()]).unwrap().wait_done(WITHIN).unwrap();
+        // It is paused since it was saved.
+        saved.tick = source.read_u64(address).unwrap();
         saved
     }
 
@@ -243,6 +263,21 @@ impl Saved {
         assert_eq!(linux.hash().unwrap(), self.hash);
     }
 
+    /// Waits until the guest of this process steps its counter, which is read from its memory, mapped from the image: the guest has no
+    /// work with it.
+    pub(crate) fn wait_first_tick(&self, pid: u64) {
+        let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+        let mapping = maps.lines().find(|line| line.ends_with(&self.image())).unwrap();
+        let start = u64::from_str_radix(mapping.split_once('-').unwrap().0, 16).unwrap();
+        let memory = fs::File::open(format!("/proc/{pid}/mem")).unwrap();
+        wait_until("a guest that ticks", WITHIN * 5, || {
+            let mut word = [0; 8];
+            memory.read_exact_at(&mut word, start + self.counter)?;
+            Ok((u64::from_le_bytes(word) > self.tick).then_some(()))
+        })
+        .unwrap();
+    }
+
     /// The monitor of a guest.
     pub(crate) fn monitor(&self, name: &str) -> Qmp {
         Qmp::connect(&self.directory(name).join("qmp.sock"), WITHIN).unwrap()
@@ -280,6 +315,13 @@ impl Saved {
     pub(crate) fn ram_pss(&self, name: &str) -> u64 {
         ram_pss_of(self.pid(name))
     }
+}
+
+/// Proportional set size of this process, in bytes.
+pub(crate) fn pss_of(pid: u64) -> u64 {
+    let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
+    let pss = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap();
+    pss.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() << 10
 }
 
 /// Proportional set size of the RAM that this process maps from the image, in bytes.

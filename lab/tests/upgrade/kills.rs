@@ -5,28 +5,21 @@
 //! ```
 //! `TOWLINE_UPGRADE_KILLS` is the number of runs, `TOWLINE_UPGRADE_SEED` the first seed.
 
-use std::os::unix::fs::FileExt as _;
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
-use serde_json::{Value, json};
-use towline_lab::expect::{events, number};
-use towline_lab::{
-    BootSector, Finished, Qemu, Qmp, Towline, Version, require_lab, towline_binary, wait_until,
-};
+use towline_lab::expect::number;
+use towline_lab::{Finished, require_lab};
 
-use crate::support::{WITHIN, directory, kill, named_file};
+use crate::scene::{Backing, POLL_INTERVAL, Scene, State};
+use crate::support::{WITHIN, kill};
 
 const RUNS: u64 = 10;
 /// Approximate duration of an undisturbed upgrade, in milliseconds.
 const RUN_MS: u64 = 700;
 /// Maximum delay after the guest's stop, in microseconds.
 const STOPPED_US: u64 = 30_000;
-const POLL_INTERVAL: Duration = Duration::from_micros(500);
-const REPLY_TIMEOUT: Duration = Duration::from_secs(15);
-const MEMORY_MIB: u64 = 32;
-/// Guest-physical address of the small guest's counter, which is its place in the file of the memory.
-const COUNTER_ADDRESS: u64 = 0x11_0008;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
@@ -47,6 +40,9 @@ enum Moment {
 struct Case {
     victim: Victim,
     moment: Moment,
+    backing: Backing,
+    /// It has a raw and a qcow2 drive.
+    has_drives: bool,
 }
 
 impl Case {
@@ -58,165 +54,8 @@ impl Case {
             0 => Moment::After(Duration::from_millis(rng.u64(..RUN_MS))),
             _ => Moment::Stopped(Duration::from_micros(rng.u64(..STOPPED_US))),
         };
-        Self { victim, moment }
-    }
-}
-
-/// State of the guest in a QEMU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    Gone,
-    Runs,
-    Paused,
-    Waits,
-    Busy,
-}
-
-/// The guest of one run.
-struct Scene {
-    place: tempfile::TempDir,
-    old: Qemu,
-}
-
-impl Scene {
-    fn new() -> Self {
-        let place = directory();
-        let boot_sector =
-            BootSector { fill_mib: 16, words_per_page: 4, sweep_pages: 256, seed: 1, uses_popcnt: false };
-        let builder = Qemu::builder(Version::V10_0).boot_sector(boot_sector);
-        let builder = named_file(builder, Version::V10_0.machine(), place.path(), MEMORY_MIB);
-        let old = builder.start().unwrap();
-        old.wait_counting(WITHIN).unwrap();
-        let scene = Self { place, old };
-        assert!(scene.is_counting(), "the counter is not where it is looked for");
-        scene
-    }
-
-    fn towline(&self, words: &[&str]) -> Towline {
-        let directory = format!("XDG_RUNTIME_DIR={}", self.place.path().display());
-        let program = towline_binary().unwrap().display().to_string();
-        let words = [directory, program].into_iter().chain(words.iter().map(|word| (*word).to_owned()));
-        Towline::start("/usr/bin/env".as_ref(), words).unwrap()
-    }
-
-    fn upgrade(&self) -> Towline {
-        let old = format!("qmp:{}", self.old.qmp_path().display());
-        let program = crate::support::program(Version::V10_0);
-        self.towline(&["upgrade", "--json", "--qemu", &program, &old])
-    }
-
-    /// The guest's counter, whichever QEMU runs it.
-    fn counter(&self) -> u64 {
-        let file = std::fs::File::open(self.place.path().join("ram")).unwrap();
-        let mut word = [0; 8];
-        file.read_exact_at(&mut word, COUNTER_ADDRESS).unwrap();
-        u64::from_le_bytes(word)
-    }
-
-    fn is_counting(&self) -> bool {
-        let before = self.counter();
-        let deadline = Instant::now() + Duration::from_secs(5);
-        while Instant::now() < deadline {
-            if self.counter() != before {
-                return true;
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        }
-        false
-    }
-
-    /// New QEMUs: process and monitor.
-    fn new_qemus(&self) -> Vec<(u32, std::path::PathBuf)> {
-        let guests = self.place.path().join("towline/guests");
-        let Ok(entries) = std::fs::read_dir(guests) else { return Vec::new() };
-        let state = |path: std::path::PathBuf| {
-            let text = std::fs::read_to_string(path.join("state.json")).ok()?;
-            let state: Value = serde_json::from_str(&text).ok()?;
-            let pid = u32::try_from(state["pid"].as_u64()?).ok()?;
-            std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty()).then_some(())?;
-            Some((pid, path.join("qmp.sock")))
-        };
-        entries.filter_map(|entry| state(entry.ok()?.path())).collect()
-    }
-
-    /// Processes that have the guest's memory open, in whatever state.
-    fn processes_with_memory(&self) -> Vec<String> {
-        let ram = self.place.path().join("ram").display().to_string();
-        let maps = |pid: &str| std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-        let processes = std::fs::read_dir("/proc").unwrap();
-        let names = processes.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-        let pids = names.filter(|name| name.bytes().all(|byte| byte.is_ascii_digit()));
-        pids.filter(|pid| maps(pid).contains(&ram)).collect()
-    }
-
-    /// Checks that the guest's QEMU has the monitor under the name that it always has.
-    fn has_its_monitor(&self) -> Result<(), String> {
-        let path = self.old.qmp_path();
-        let status = Qmp::connect(&path, REPLY_TIMEOUT).and_then(|qmp| qmp.status());
-        match status {
-            Ok(status) if status == "running" => Ok(()),
-            other => Err(format!("{}: {other:?}", path.display())),
-        }
-    }
-
-    fn state_of_old(&self) -> State {
-        if self.old.exited().unwrap().is_some() {
-            return State::Gone;
-        }
-        match self.old.qmp().execute_within("query-status", json!(null), REPLY_TIMEOUT) {
-            Ok(status) => state(&status),
-            Err(_) if self.old.exited().unwrap().is_some() => State::Gone,
-            Err(_) => State::Busy,
-        }
-    }
-
-    /// State of the guest in the new QEMU, whose monitor is free once towline has ended.
-    fn state_of_new(&self) -> State {
-        let Some((pid, monitor)) = self.new_qemus().pop() else { return State::Gone };
-        let asked = Qmp::connect(&monitor, REPLY_TIMEOUT)
-            .and_then(|qmp| qmp.execute_within("query-status", json!(null), REPLY_TIMEOUT));
-        match asked {
-            Ok(status) => state(&status),
-            Err(_) if std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty()) => {
-                State::Busy
-            }
-            Err(_) => State::Gone,
-        }
-    }
-
-    /// Waits until neither changes by itself any more.
-    fn settled(&self) -> (State, State) {
-        let settled = wait_until("QEMUs that do not change", WITHIN, || {
-            let states = (self.state_of_old(), self.state_of_new());
-            Ok((states.0 != State::Busy && states.1 != State::Busy).then_some(states))
-        });
-        settled.unwrap()
-    }
-
-    /// Ids of undecided moves of this guest.
-    fn moves(&self) -> Vec<String> {
-        let finished = self.towline(&["moves", "--json"]).wait(WITHIN).unwrap();
-        let place = self.place.path().display().to_string();
-        let own = |event: &Value| event["event"] == "move" && event.to_string().contains(&place);
-        let moves = events(&finished.stdout).into_iter().filter(own);
-        moves.map(|event| event["id"].as_str().unwrap().to_owned()).collect()
-    }
-}
-
-impl Drop for Scene {
-    fn drop(&mut self) {
-        for (pid, _) in self.new_qemus() {
-            kill(pid);
-        }
-    }
-}
-
-fn state(status: &Value) -> State {
-    match status["status"].as_str() {
-        Some("running") => State::Runs,
-        Some("paused" | "postmigrate") => State::Paused,
-        Some("inmigrate" | "prelaunch") => State::Waits,
-        _ => State::Busy,
+        let backing = if rng.u8(..3) == 0 { Backing::Memfd } else { Backing::File };
+        Self { victim, moment, backing, has_drives: rng.bool() }
     }
 }
 
@@ -226,21 +65,43 @@ fn a_kill_at_any_moment_leaves_one_guest() {
         return;
     }
     let (runs, first) = (number("TOWLINE_UPGRADE_KILLS", RUNS), number("TOWLINE_UPGRADE_SEED", 1));
-    let mut failures = Vec::new();
+    let (mut failures, mut ends) = (Vec::new(), BTreeMap::<String, u64>::new());
     for seed in first..first + runs {
         let case = Case::of(seed);
         let begun = Instant::now();
         let outcome = run(&case);
         println!("{seed} {case:?}: {outcome:?} in {:.1} s", begun.elapsed().as_secs_f64());
+        let end = outcome.as_ref().map_or_else(|_| "FAILED".to_owned(), |found| kind(&case, found));
+        *ends.entry(end).or_default() += 1;
         if let Err(fault) = outcome {
             failures.push(format!("TOWLINE_UPGRADE_SEED={seed} TOWLINE_UPGRADE_KILLS=1: {case:?}: {fault}"));
         }
     }
+    ends.iter().for_each(|(end, count)| println!("{count:4} {end}"));
     assert!(failures.is_empty(), "{} of {runs}:\n{}", failures.len(), failures.join("\n"));
 }
 
+/// How a run ended, for the sums.
+fn kind(case: &Case, found: &str) -> String {
+    let victim = match case.victim {
+        Victim::Old => "the old QEMU",
+        Victim::New => "the new QEMU",
+        Victim::Towline => "towline",
+    };
+    let end = if found.starts_with("gone with its QEMU") {
+        "the guest was only in that QEMU, and ended with it"
+    } else if found.starts_with("paused") {
+        "the guest is paused, and that is reported"
+    } else if found.starts_with("old Runs") {
+        "the guest runs in the old QEMU"
+    } else {
+        "the guest runs in the new QEMU"
+    };
+    format!("killed {victim}: {end}")
+}
+
 fn run(case: &Case) -> Result<String, String> {
-    let scene = Scene::new();
+    let scene = Scene::new(case.backing, case.has_drives);
     let mut towline = scene.upgrade();
     match case.moment {
         Moment::After(time) => std::thread::sleep(time),
@@ -300,6 +161,7 @@ fn judge(scene: &Scene, case: &Case, finished: Option<&Finished>) -> Result<Stri
                 (Some(3), _) => !resumed.is_empty() || stderr.contains("its source"),
                 _ => false,
             };
+            scene.has_its_locks().map_err(|fault| format!("{fault}: {found}"))?;
             match (scene.is_counting(), is_reported) {
                 (true, true) if new == State::Runs && (code == Some(0) || !resumed.is_empty()) => {
                     scene.has_its_monitor().map(|()| found)

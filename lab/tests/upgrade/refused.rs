@@ -1,6 +1,6 @@
 //! Upgrades that are refused, and new QEMUs that fail: the guest goes on in the old one.
 
-use towline_lab::{Finished, Version, require_lab};
+use towline_lab::{DriveLock, Finished, Version, require_lab, towline};
 
 use crate::support::{Guest, Memory, WITHIN, builder, events, program};
 
@@ -102,4 +102,46 @@ fn ports_and_networks_of_the_host_are_refused_by_name() {
         guest.upgrade(&["--set", "netdev.n0.hostfwd=tcp:127.0.0.1:0-:23"], &[]).wait_done(WITHIN).unwrap();
     assert!(!events(&finished, "completed").is_empty());
     guest.assert_ticks();
+}
+
+/// Another process has the lock of the second drive when the new QEMU is to run the guest, which has locked the first one by then.
+/// The old QEMU does not get the lock either, and says so; it has the guest, and runs it once the lock is free.
+#[test]
+fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
+    if !require_lab("a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu") {
+        return;
+    }
+    let guest = Guest::boot(|place| {
+        let drives = ["one", "two"].map(|id| {
+            let path = place.join(id);
+            std::fs::File::create(&path).unwrap().set_len(16 << 20).unwrap();
+            [
+                "-drive".to_owned(),
+                format!("file={},format=raw,if=none,id={id}", path.display()),
+                "-device".to_owned(),
+                format!("virtio-blk-pci,drive={id}"),
+            ]
+        });
+        builder(Version::V10_0, Version::V10_0, Memory::NamedFile, place).args(drives.into_iter().flatten())
+    });
+    let other = DriveLock::begin(&guest.place.path().join("two")).unwrap();
+    let finished = guest.upgrade(&[], &[]).wait(WITHIN).unwrap();
+    let held = other.wait(WITHIN).unwrap();
+    assert_eq!(finished.status.code(), Some(3), "{}", finished.stderr);
+    let last = &events(&finished, "failed")[0];
+    assert_eq!(last["guest-state"], "source-unknown", "{last}");
+    assert!(finished.stderr.contains("refuses cont: Failed to lock"), "{}", finished.stderr);
+    // Nothing of the new QEMU is left, and its locks are free.
+    assert_eq!(guest.qemus(), Vec::<u32>::new());
+    let refused = guest.first.qmp().execute("cont", serde_json::Value::Null).unwrap_err();
+    assert!(refused.to_string().contains("lock"), "{refused}");
+    drop(held);
+    // A new QEMU that has ended proves nothing by itself: it is the operator who says that it never ran the guest.
+    let (_, rest) = finished.stderr.split_once("`towline resume ").unwrap();
+    let id = rest.split('`').next().unwrap();
+    let undecided = towline(["resume", id]).unwrap().wait(WITHIN).unwrap();
+    assert_eq!(undecided.status.code(), Some(3), "{}", undecided.stderr);
+    assert!(undecided.stderr.contains("--run-here=source"), "{}", undecided.stderr);
+    towline(["resume", id, "--run-here=source"]).unwrap().wait_done(WITHIN).unwrap();
+    guest.assert_untouched();
 }

@@ -1,7 +1,10 @@
 //! Helpers of these tests: a guest on memory that another QEMU can map, and upgrades of it.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -192,4 +195,37 @@ pub(crate) fn kill(pid: u32) {
 pub(crate) fn events(finished: &Finished, kind: &str) -> Vec<Value> {
     let events = towline_lab::expect::events(&finished.stdout);
     events.into_iter().filter(|event| event["event"] == kind).collect()
+}
+
+/// The longest time in which a counter did not change.
+pub(crate) struct LongestGap {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Duration>,
+}
+
+impl LongestGap {
+    pub(crate) fn begin(counter: impl Fn() -> u64 + Send + 'static) -> Self {
+        let stop = Arc::<AtomicBool>::default();
+        let ends = stop.clone();
+        let thread = std::thread::spawn(move || {
+            let (mut last, mut longest) = (counter(), Duration::ZERO);
+            let mut since = Instant::now();
+            while !ends.load(SeqCst) {
+                let now = counter();
+                longest = longest.max(since.elapsed());
+                if now != last {
+                    (last, since) = (now, Instant::now());
+                }
+                // The resolution of the measurement: no event tells that a counter has changed.
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            longest
+        });
+        Self { stop, thread }
+    }
+
+    pub(crate) fn end(self) -> Duration {
+        self.stop.store(true, SeqCst);
+        self.thread.join().unwrap()
+    }
 }

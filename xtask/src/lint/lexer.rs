@@ -2,7 +2,7 @@
 
 /// Kind of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum TokenKind {
     Code,
     /// With its slashes.
     Comment,
@@ -13,24 +13,24 @@ pub(super) enum Kind {
 }
 
 /// The tokens of `source`, in order; together they are `source`. Neighbouring code may come in several tokens.
-pub(super) fn tokens(source: &str) -> Vec<(Kind, &str)> {
+pub(super) fn tokens(source: &str) -> Vec<(TokenKind, &str)> {
     let mut tokens = Vec::new();
     let (mut rest, mut in_word) = (source, false);
     while let Some(first) = rest.chars().next() {
         let (kind, length) = if rest.starts_with("//") {
-            (Kind::Comment, rest.find('\n').unwrap_or(rest.len()))
+            (TokenKind::Comment, rest.find('\n').unwrap_or(rest.len()))
         } else if rest.starts_with("/*") {
-            (Kind::Comment, comment(rest))
+            (TokenKind::Comment, comment(rest))
         } else if first == '"' {
-            (Kind::Text, string(rest))
+            (TokenKind::Text, string(rest))
         } else if (first == 'r' || rest.starts_with("br")) && !in_word && raw_string(rest) > 0 {
-            (Kind::Text, raw_string(rest))
+            (TokenKind::Text, raw_string(rest))
         } else if first == '\'' && character(rest) > 0 {
-            (Kind::Character, character(rest))
+            (TokenKind::Character, character(rest))
         } else {
-            (Kind::Code, first.len_utf8())
+            (TokenKind::Code, first.len_utf8())
         };
-        in_word = kind == Kind::Code && (first.is_alphanumeric() || first == '_');
+        in_word = kind == TokenKind::Code && (first.is_alphanumeric() || first == '_');
         tokens.push((kind, &rest[..length]));
         rest = &rest[length..];
     }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::lexer::{Kind, tokens};
+use super::lexer::{TokenKind, tokens};
 use super::{prose, words};
 
 /// Longest source file, in lines.
@@ -96,7 +96,7 @@ fn files_of(directory: &Path) -> Result<Vec<PathBuf>> {
 fn code(source: &str) -> String {
     let mut code = String::with_capacity(source.len());
     for (kind, token) in tokens(source) {
-        if kind == Kind::Code {
+        if kind == TokenKind::Code {
             code.push_str(token);
         } else {
             code.extend(token.chars().filter(|character| *character == '\n'));

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::lexer::{Kind, tokens};
+use super::lexer::{TokenKind, tokens};
 
 /// Files that have to spell the words.
 const EXEMPT: [&str; 2] = ["xtask/src/lint/words.rs", "xtask/src/lint/prose.rs"];
@@ -80,7 +80,7 @@ pub(super) fn faults_of(file: &Path, source: &str) -> Vec<String> {
     // Line of the token, and of the last documentation line.
     let (mut line, mut documented) = (1, None);
     for (kind, token) in tokens(source) {
-        if matches!(kind, Kind::Comment | Kind::Text) {
+        if matches!(kind, TokenKind::Comment | TokenKind::Text) {
             for (offset, text) in token.lines().enumerate() {
                 let found = phrase(text).into_iter();
                 faults.extend(found.map(|(phrase, instead)| {
@@ -102,9 +102,9 @@ pub(super) fn faults_of(file: &Path, source: &str) -> Vec<String> {
 }
 
 /// The text of a documentation comment.
-fn documentation(kind: Kind, token: &str) -> Option<&str> {
+fn documentation(kind: TokenKind, token: &str) -> Option<&str> {
     let text = token.strip_prefix("///").or_else(|| token.strip_prefix("//!"));
-    text.filter(|_| kind == Kind::Comment)
+    text.filter(|_| kind == TokenKind::Comment)
 }
 
 /// The first phrase in `text` that is to be replaced. Identifiers and quoted code are words of their own.

@@ -55,13 +55,17 @@ impl Content {
 /// Remedy: none at this end: the connection carries other bytes than those that were sent. Look for a proxy
 /// or a port that is not TLS, and try again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Fault {
+pub(super) enum RecordRejection {
+    /// Remedy: give both ends `--tls-creds`, and the port at which the other end accepts TLS.
     #[error("it sent no TLS record (first byte {found:#04x}, expected 0x17)")]
     NoRecord { found: u8 },
+    /// Remedy: give both ends `--tls-creds`, and the port at which the other end accepts TLS.
     #[error("it sent a TLS record of {found} bytes, the limit is {PAYLOAD_BYTES_MAX}")]
     TooLong { found: usize },
+    /// Remedy: look for a proxy or a damaged link between the two hosts, and run the command again.
     #[error("a TLS record from it was damaged or forged on the way")]
     Forged,
+    /// Remedy: none at this end: the other end's TLS library is at fault; report it with both versions.
     #[error("it sent a TLS record with content of an unknown type")]
     UnknownContent,
 }
@@ -126,17 +130,17 @@ impl Protection {
     }
 
     /// Opens a whole record in place; returns the range of its content.
-    pub(super) fn open(&mut self, record: &mut [u8]) -> Result<(Content, Range<usize>), Fault> {
+    pub(super) fn open(&mut self, record: &mut [u8]) -> Result<(Content, Range<usize>), RecordRejection> {
         let (header, payload) = record.split_at_mut(HEADER_BYTES);
         let aad = Aad::from(<[u8; HEADER_BYTES]>::try_from(&*header).expect("split there"));
         let nonce = self.nonce();
-        let inner = self.key.open_in_place(nonce, aad, payload).map_err(|_| Fault::Forged)?;
+        let inner = self.key.open_in_place(nonce, aad, payload).map_err(|_| RecordRejection::Forged)?;
         // Zeros behind the type are padding.
-        let end = inner.iter().rposition(|byte| *byte != 0).ok_or(Fault::UnknownContent)?;
+        let end = inner.iter().rposition(|byte| *byte != 0).ok_or(RecordRejection::UnknownContent)?;
         if end > CONTENT_BYTES_MAX {
-            return Err(Fault::TooLong { found: end });
+            return Err(RecordRejection::TooLong { found: end });
         }
-        let content = Content::of(inner[end]).ok_or(Fault::UnknownContent)?;
+        let content = Content::of(inner[end]).ok_or(RecordRejection::UnknownContent)?;
         Ok((content, HEADER_BYTES..HEADER_BYTES + end))
     }
 
@@ -152,18 +156,18 @@ impl Protection {
 }
 
 /// The length of the record that `bytes` begin with; `None` if its header is not whole.
-pub(super) fn record_length(bytes: &[u8]) -> Result<Option<usize>, Fault> {
+pub(super) fn record_length(bytes: &[u8]) -> Result<Option<usize>, RecordRejection> {
     let Some(&[kind, _, _, high, low]) = bytes.first_chunk::<HEADER_BYTES>() else {
         return match bytes.first() {
-            Some(&kind) if kind != Content::Data.byte() => Err(Fault::NoRecord { found: kind }),
+            Some(&kind) if kind != Content::Data.byte() => Err(RecordRejection::NoRecord { found: kind }),
             _ => Ok(None),
         };
     };
     if kind != Content::Data.byte() {
-        return Err(Fault::NoRecord { found: kind });
+        return Err(RecordRejection::NoRecord { found: kind });
     }
     match usize::from(u16::from_be_bytes([high, low])) {
-        found if found > PAYLOAD_BYTES_MAX => Err(Fault::TooLong { found }),
+        found if found > PAYLOAD_BYTES_MAX => Err(RecordRejection::TooLong { found }),
         payload => Ok(Some(HEADER_BYTES + payload)),
     }
 }
@@ -211,7 +215,7 @@ mod tests {
             let mut record = sealed(&mut there, &content);
             let at = at % record.len();
             record[at] ^= 1 << bit;
-            prop_assert_eq!(here.open(&mut record), Err(Fault::Forged));
+            prop_assert_eq!(here.open(&mut record), Err(RecordRejection::Forged));
         }
 
         #[test]
@@ -219,7 +223,7 @@ mod tests {
             match record_length(&bytes) {
                 Ok(Some(length)) => prop_assert!(length <= INCOMING_BYTES_MAX),
                 Ok(None) => prop_assert!(bytes.len() < HEADER_BYTES),
-                Err(Fault::NoRecord { .. } | Fault::TooLong { .. }) => {}
+                Err(RecordRejection::NoRecord { .. } | RecordRejection::TooLong { .. }) => {}
                 Err(fault) => prop_assert!(false, "{fault}"),
             }
         }
@@ -230,12 +234,12 @@ mod tests {
         let (mut there, mut here) = pair(0);
         let first = sealed(&mut there, b"first");
         let second = sealed(&mut there, b"second");
-        assert_eq!(here.open(&mut second.clone()), Err(Fault::Forged));
+        assert_eq!(here.open(&mut second.clone()), Err(RecordRejection::Forged));
         let (mut there, mut here) = pair(0);
         let again = sealed(&mut there, b"first");
         assert_eq!(first, again);
         here.open(&mut again.clone()).unwrap();
-        assert_eq!(here.open(&mut again.clone()), Err(Fault::Forged));
+        assert_eq!(here.open(&mut again.clone()), Err(RecordRejection::Forged));
     }
 
     #[test]
@@ -252,8 +256,8 @@ mod tests {
         let (kind, range) = here.open(&mut record).unwrap();
         assert_eq!((kind, &record[range]), (Content::Data, &b"abc"[..]));
         let (mut record, mut here) = seal_inner(b"\0\0\0\0");
-        assert_eq!(here.open(&mut record), Err(Fault::UnknownContent));
+        assert_eq!(here.open(&mut record), Err(RecordRejection::UnknownContent));
         let (mut record, mut here) = seal_inner(b"abc\x19");
-        assert_eq!(here.open(&mut record), Err(Fault::UnknownContent));
+        assert_eq!(here.open(&mut record), Err(RecordRejection::UnknownContent));
     }
 }

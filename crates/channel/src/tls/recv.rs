@@ -2,7 +2,7 @@
 
 use super::alert;
 use super::keys::Keys;
-use super::record::{Content, Fault, INCOMING_BYTES_MAX, Protection, record_length};
+use super::record::{Content, INCOMING_BYTES_MAX, Protection, RecordRejection, record_length};
 use crate::framed::{Unpack, Unpacked};
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -43,7 +43,7 @@ impl Unpack for Opener {
     const PACKET_BYTES_MAX: usize = INCOMING_BYTES_MAX;
 
     fn unpack(&mut self, bytes: &mut [u8], peer: &str) -> Result<Unpacked> {
-        let fault = |fault: Fault| Error::tls(peer, fault.to_string());
+        let fault = |fault: RecordRejection| Error::tls(peer, fault.to_string());
         let length = match record_length(bytes).map_err(fault)? {
             Some(length) if length <= bytes.len() => length,
             _ => return Ok(Unpacked::Incomplete),

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
-use towline_vsock::{Rule, guest_cid};
+use towline_vsock::{ForwardingRule, guest_cid};
 
 /// A guest and its sockets.
 #[derive(Debug, Clone, Default)]
@@ -14,7 +14,7 @@ pub(crate) struct Guest {
     pub(crate) socket: PathBuf,
     pub(crate) uds: Option<PathBuf>,
     pub(crate) uds_seqpacket: Option<PathBuf>,
-    pub(crate) forward: Vec<Rule>,
+    pub(crate) forward: Vec<ForwardingRule>,
     pub(crate) group: Vec<String>,
     pub(crate) state: Option<PathBuf>,
 }
@@ -85,7 +85,7 @@ impl Entry {
     fn into_guest(self) -> Result<Guest> {
         let Self { cid, socket, uds, uds_seqpacket, forward, group, state } = self;
         let cid = guest_cid(&cid.to_string())?;
-        let rules = forward.iter().map(|rule| rule.parse::<Rule>());
+        let rules = forward.iter().map(|rule| rule.parse::<ForwardingRule>());
         let forward = rules.collect::<Result<_, _>>().with_context(|| format!("guest {cid}"))?;
         Ok(Guest { cid, socket, uds, uds_seqpacket, forward, group, state })
     }

@@ -41,6 +41,9 @@ pub(crate) struct UpgradeArgs {
     /// Copy memory that the new QEMU cannot map; without it such a guest is refused
     #[arg(long)]
     pub(crate) copy: bool,
+    /// Have each `towline net` serve the new QEMU too: the guest keeps its network cards and their connections
+    #[arg(long)]
+    pub(crate) with_devices: bool,
     /// Unplug a vhost-user-vsock, which QEMU does not migrate, and plug it in again in the new QEMU; connections end,
     /// listeners in the guest continue
     #[arg(long)]

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use towline_vsock::{Rule, guest_cid};
+use towline_vsock::{ForwardingRule, guest_cid};
 
 use super::{Guest, ZeroCopy};
 use crate::observability::ObservabilityArgs;
@@ -68,7 +68,7 @@ pub(crate) struct VsockArgs {
     pub(crate) uds_seqpacket: Option<PathBuf>,
     /// Forwarding rule, see below; may be repeated
     #[arg(long, value_name = "RULE", conflicts_with_all = ["guest", "config"])]
-    pub(crate) forward: Vec<Rule>,
+    pub(crate) forward: Vec<ForwardingRule>,
     /// Record of descriptors in flight, with which a restarted device completes each of them once: a file (on a tmpfs), or
     /// `fd-store`, the service manager's store (`FileDescriptorStoreMax=1`)
     #[arg(long, value_name = "FILE|fd-store", conflicts_with_all = ["guest", "config"])]

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use towline_compat::facts;
 use towline_control::device::ManagedDevice;
 use towline_control::statistics::{Metric, StatsObject};
-use towline_net::{DropReason, Net, QueueStatistics, STATE_VERSION, STATE_VERSION_MIN, feature_names};
+use towline_net::{
+    CopyReason, DropReason, Net, QueueStatistics, STATE_VERSION, STATE_VERSION_MIN, feature_names,
+};
 use towline_vhost_user::{Device, RING_SIZE_MAX, features};
 
 /// A network card.
@@ -75,10 +77,12 @@ impl ManagedDevice for Card {
                 ),
             ],
         );
-        let pairs = self.net.statistics();
+        let (pairs, uses_xdp) = (self.net.statistics(), self.net.uses_xdp());
         let queues = pairs.iter().enumerate().flat_map(|(index, pair)| {
             ["rx", "tx"].into_iter().zip(pair).map(move |(direction, queue)| {
-                of(vec![("way", direction.into()), ("queue", index.to_string())], "net-queue", metrics(queue))
+                let copies = (uses_xdp && direction == "tx").then(|| copies(queue)).into_iter().flatten();
+                let metrics = metrics(queue).into_iter().chain(copies).collect();
+                of(vec![("way", direction.into()), ("queue", index.to_string())], "net-queue", metrics)
             })
         });
         std::iter::once(card).chain(queues).collect()
@@ -130,4 +134,28 @@ fn dropped(reason: DropReason) -> (&'static str, &'static str) {
         DropReason::Refused => ("dropped-refused", "frames dropped: the tap refused them or is removed"),
         DropReason::LinkDown => ("dropped-link-down", "frames dropped: the link is down"),
     }
+}
+
+/// Returns the counters of frames that were copied although the card sends by AF_XDP.
+fn copies(queue: &QueueStatistics) -> [Metric; CopyReason::ALL.len()] {
+    CopyReason::ALL.map(|reason| {
+        let (name, about) = match reason {
+            CopyReason::Short => ("copied-short", "frames copied: so short that a copy is cheaper"),
+            CopyReason::Buffers => {
+                ("copied-buffers", "frames copied: more descriptors than the driver accepts")
+            }
+            CopyReason::Pages => ("copied-pages", "frames copied: in a buffer across a page boundary"),
+            CopyReason::Unregistered => {
+                ("copied-unregistered", "frames copied: in memory that is not registered")
+            }
+            CopyReason::InFlight => ("copied-in-flight", "frames copied: many others are in flight"),
+            CopyReason::Errors => ("copied-errors", "frames copied: the driver refused many others"),
+            CopyReason::NoRoom => {
+                ("copied-no-room", "frames copied: too many segments, or no room for their headers")
+            }
+            CopyReason::CopyMode => ("copied-copy-mode", "frames copied: the driver has no zero-copy"),
+            CopyReason::Tap => ("copied-tap", "frames copied: sent by the tap"),
+        };
+        Metric::counter(name, about, queue.copied_because(reason))
+    })
 }

@@ -19,7 +19,7 @@ pub(crate) struct RunImage {
     /// Its guests' name, unless another one is given.
     pub(crate) stem: String,
     place: Place,
-    kind: Kind,
+    kind: OpenImage,
 }
 
 /// Origin of an image.
@@ -32,7 +32,7 @@ enum Place {
     Store,
 }
 
-enum Kind {
+enum OpenImage {
     File {
         image: Box<Image>,
         /// The file, locked as its readers do, so that no towline replaces it.
@@ -73,7 +73,7 @@ impl RunImage {
                 path.display()
             ))),
             // A filesystem without locks has none that would be violated.
-            _ => Ok(Self { stem, place, kind: Kind::File { image: Box::new(image), lock } }),
+            _ => Ok(Self { stem, place, kind: OpenImage::File { image: Box::new(image), lock } }),
         }
     }
 
@@ -95,7 +95,7 @@ impl RunImage {
         match materialised.find()? {
             File::Complete(path) => Self::of_file(&path, stem, Place::Store),
             File::Missing if args.postcopy => {
-                let kind = Kind::Store { image: Box::new(image), location: location.clone() };
+                let kind = OpenImage::Store { image: Box::new(image), location: location.clone() };
                 Ok(Self { stem, place: Place::Store, kind })
             }
             File::Missing => {
@@ -108,47 +108,47 @@ impl RunImage {
     /// Where its guest came from, if that was recorded.
     pub(crate) fn origin(&self) -> Option<&Origin> {
         match &self.kind {
-            Kind::File { image, .. } => image.origin(),
+            OpenImage::File { image, .. } => image.origin(),
             #[cfg(feature = "store")]
-            Kind::Store { image, .. } => image.origin(),
+            OpenImage::Store { image, .. } => image.origin(),
         }
     }
 
     /// The image that guests can map.
     pub(crate) fn file(&self) -> Option<&Image> {
         match &self.kind {
-            Kind::File { image, .. } => Some(image),
+            OpenImage::File { image, .. } => Some(image),
             #[cfg(feature = "store")]
-            Kind::Store { .. } => None,
+            OpenImage::Store { .. } => None,
         }
     }
 
     /// A descriptor whose lock keeps the image from being replaced, for a QEMU.
     pub(crate) fn lock(&self) -> std::io::Result<Option<File>> {
         match &self.kind {
-            Kind::File { lock, .. } => lock.try_clone().map(Some),
+            OpenImage::File { lock, .. } => lock.try_clone().map(Some),
             #[cfg(feature = "store")]
-            Kind::Store { .. } => Ok(None),
+            OpenImage::Store { .. } => Ok(None),
         }
     }
 
     /// The image as the source of a copy.
     pub(crate) fn source(&self) -> Source {
         match &self.kind {
-            Kind::File { image, .. } => Source::Image(image.path().to_owned()),
+            OpenImage::File { image, .. } => Source::Image(image.path().to_owned()),
             #[cfg(feature = "store")]
-            Kind::Store { location, .. } => Source::Store(location.clone()),
+            OpenImage::Store { location, .. } => Source::Store(location.clone()),
         }
     }
 
     /// Its absolute path or its location, for the list of guests.
     pub(crate) fn name(&self) -> PathBuf {
         match &self.kind {
-            Kind::File { image, .. } => {
+            OpenImage::File { image, .. } => {
                 image.path().canonicalize().unwrap_or_else(|_| image.path().to_owned())
             }
             #[cfg(feature = "store")]
-            Kind::Store { location, .. } => location.to_string().into(),
+            OpenImage::Store { location, .. } => location.to_string().into(),
         }
     }
 

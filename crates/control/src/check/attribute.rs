@@ -79,7 +79,7 @@ mod tests {
     }
 
     fn verdict(source: &CheckEnd, destination: &CheckEnd) -> (Verdict, String) {
-        let report = check(source, destination, crate::check::Intent::default()).unwrap();
+        let report = check(source, destination, crate::check::PlannedTransfer::default()).unwrap();
         let texts: Vec<_> = report.findings().iter().map(ToString::to_string).collect();
         (report.verdict(ConfiguredBy::Towline), texts.join("; "))
     }

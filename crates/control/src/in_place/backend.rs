@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 use towline_qmp::commands::{HumanMonitorCommand, QomGet, QueryMemdev};
-use towline_qmp::{self as qmp, Client};
+use towline_qmp::{self as qmp, Client, Reply, Request};
 
 /// The only type of backend that maps a file which it is given.
 const FILE_BACKEND: &str = "memory-backend-file";
@@ -42,6 +42,42 @@ pub(super) struct Backend {
     pub(super) discard_data: bool,
 }
 
+/// A property of a backend, by its QOM name.
+#[derive(Debug, Clone, Copy)]
+enum Property {
+    Type,
+    Share,
+    MemPath,
+    Offset,
+    Readonly,
+    Rom,
+    DiscardData,
+}
+
+const PROPERTIES: [Property; 7] = [
+    Property::Type,
+    Property::Share,
+    Property::MemPath,
+    Property::Offset,
+    Property::Readonly,
+    Property::Rom,
+    Property::DiscardData,
+];
+
+impl Property {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Type => "type",
+            Self::Share => "share",
+            Self::MemPath => "mem-path",
+            Self::Offset => "offset",
+            Self::Readonly => "readonly",
+            Self::Rom => "rom",
+            Self::DiscardData => "discard-data",
+        }
+    }
+}
+
 /// All backends of a QEMU with the names of their blocks.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Backends {
@@ -55,33 +91,50 @@ impl Backend {
     pub(super) fn maps_file(&self) -> bool {
         self.kind == FILE_BACKEND
     }
+
+    /// Sets one of [`PROPERTIES`]; null where QEMU does not have it.
+    fn set(&mut self, property: Property, value: &Value) {
+        let text = value.as_str().map(str::to_owned);
+        let is_on = value.as_bool().unwrap_or_default();
+        match property {
+            Property::Type => self.kind = text.unwrap_or_default(),
+            Property::Share => self.share = is_on,
+            Property::MemPath => self.path = text,
+            Property::Offset => self.offset = value.as_u64(),
+            Property::Readonly => self.readonly = is_on,
+            Property::Rom => self.rom = text,
+            Property::DiscardData => self.discard_data = is_on,
+        }
+    }
 }
 
 impl Backends {
+    /// Queries them with two round trips.
     pub(super) fn of(client: &mut Client) -> Result<Self, qmp::Error> {
         let mut backends = Vec::new();
+        let mut requests = vec![Request::new(&HumanMonitorCommand { command_line: "info ramblock".into() })?];
         for memdev in client.execute(&QueryMemdev)? {
             let Some(id) = memdev.id else { continue };
-            let mut get = |property: &str| property_of(client, &id, property);
-            let text = |value: Option<Value>| value.and_then(|value| Some(value.as_str()?.to_owned()));
-            let is_on = |value: Option<Value>| value.and_then(|value| value.as_bool()).unwrap_or_default();
-            backends.push(Backend {
-                kind: text(get("type")?).unwrap_or_default(),
-                bytes: memdev.size,
-                prealloc: memdev.prealloc,
-                share: is_on(get("share")?),
-                path: text(get("mem-path")?),
-                offset: get("offset")?.and_then(|value| value.as_u64()),
-                readonly: is_on(get("readonly")?),
-                rom: text(get("rom")?),
-                discard_data: is_on(get("discard-data")?),
-                id,
-            });
+            for property in PROPERTIES {
+                let path = format!("{OBJECTS}{id}");
+                requests.push(Request::new(&QomGet { path, property: property.name().into() })?);
+            }
+            let (bytes, prealloc) = (memdev.size, memdev.prealloc);
+            backends.push(Backend { id, bytes, prealloc, ..Backend::default() });
         }
-        let command = HumanMonitorCommand { command_line: "info ramblock".into() };
-        let addresses =
-            if backends.is_empty() { BTreeMap::new() } else { addresses(&client.execute(&command)?) };
-        Ok(Self { backends, addresses })
+        if backends.is_empty() {
+            return Ok(Self::default());
+        }
+        let mut replies = client.execute_all(&requests)?.into_iter();
+        let text = replies.next().expect("one reply for each request").of::<HumanMonitorCommand>()?;
+        let mut values = replies.map(property_of);
+        for backend in &mut backends {
+            for property in PROPERTIES {
+                let value = values.next().expect("one reply for each property")?;
+                backend.set(property, &value.unwrap_or_default());
+            }
+        }
+        Ok(Self { backends, addresses: addresses(&text) })
     }
 
     /// The backend of a block.
@@ -106,9 +159,8 @@ impl Backends {
 }
 
 /// `None` where QEMU does not have the property.
-fn property_of(client: &mut Client, id: &str, property: &str) -> Result<Option<Value>, qmp::Error> {
-    let question = QomGet { path: format!("{OBJECTS}{id}"), property: property.into() };
-    match client.execute(&question) {
+fn property_of(reply: Reply) -> Result<Option<Value>, qmp::Error> {
+    match reply.of::<QomGet>() {
         Ok(value) => Ok(Some(value)),
         Err(qmp::Error::Refusal { .. }) => Ok(None),
         Err(error) => Err(error),

@@ -3,7 +3,7 @@
 use super::backend::Backend;
 use super::error::Reason;
 use super::maps::{FileId, FileRange, NotOneRange, Sharing};
-use super::{Kind, Mapped};
+use super::{Mapped, MappingKind};
 
 /// Version since which QEMU maps ranges (`offset=`) of files that it opens for reading only (`rom=off`).
 const RANGES_SINCE: (u32, u32) = (8, 2);
@@ -15,7 +15,7 @@ pub(super) struct ExpectedMapping<'a> {
     pub(super) block: &'a str,
     /// Its length.
     pub(super) bytes: u64,
-    pub(super) kind: Kind,
+    pub(super) kind: MappingKind,
     /// The file.
     pub(super) file: FileId,
     /// The block's first byte in it.
@@ -76,13 +76,13 @@ pub(super) fn prove(
         return Err(Reason::ReadOnly);
     }
     match (wanted.kind, found.sharing, found.private_bytes) {
-        (Kind::CopyOnWrite, Sharing::Private, Some(0))
-        | (Kind::Reflink | Kind::Running, Sharing::Shared, _) => {
+        (MappingKind::CopyOnWrite, Sharing::Private, Some(0))
+        | (MappingKind::Reflink | MappingKind::Running, Sharing::Shared, _) => {
             Ok(Mapped { block: wanted.block.to_owned(), bytes: wanted.bytes, kind: wanted.kind })
         }
-        (Kind::CopyOnWrite, Sharing::Private, Some(bytes)) => Err(Reason::PrivateCopies { bytes }),
-        (Kind::CopyOnWrite, Sharing::Private, None) => Err(Reason::PrivateCopiesUnknown),
-        (Kind::CopyOnWrite, Sharing::Shared, _) => Err(Reason::WritableImage),
-        (Kind::Reflink | Kind::Running, Sharing::Private, _) => Err(Reason::Private),
+        (MappingKind::CopyOnWrite, Sharing::Private, Some(bytes)) => Err(Reason::PrivateCopies { bytes }),
+        (MappingKind::CopyOnWrite, Sharing::Private, None) => Err(Reason::PrivateCopiesUnknown),
+        (MappingKind::CopyOnWrite, Sharing::Shared, _) => Err(Reason::WritableImage),
+        (MappingKind::Reflink | MappingKind::Running, Sharing::Private, _) => Err(Reason::Private),
     }
 }

@@ -4,7 +4,7 @@ use super::backend::{Backend, Backends};
 use super::maps::{Detail, FileId, has_shared, overlaps_shared, range_at, shared_parts};
 use super::process::Mappings;
 use super::proof::{ExpectedMapping, check_backend, prove};
-use super::{Error, Intent, Kind, Mapped, Presence, Reason};
+use super::{BackendPurpose, Error, Mapped, MappingKind, Presence, Reason};
 use crate::qemu::Qemu;
 
 /// Proves which blocks of the guest that `old` runs are the same memory in `new`, which waits for it.
@@ -28,7 +28,11 @@ pub fn of_running(new: &mut Qemu, old: &mut Qemu) -> Result<Presence, Error> {
             Err(reason) => ends.check_foreign(&block.name, block.used_bytes, reason)?,
         }
         let is_file = there.of_block(&block.name).is_some_and(Backend::maps_file);
-        presence.add(&block.name, outcome, if is_file { Intent::Mapped } else { Intent::Other });
+        presence.add(
+            &block.name,
+            outcome,
+            if is_file { BackendPurpose::Mapped } else { BackendPurpose::Other },
+        );
     }
     Ok(presence)
 }
@@ -83,7 +87,8 @@ impl Ends<'_> {
             }
             (None, _) => new.clone(),
         };
-        let wanted = |file, offset| ExpectedMapping { block, bytes, kind: Kind::Running, file, offset };
+        let wanted =
+            |file, offset| ExpectedMapping { block, bytes, kind: MappingKind::Running, file, offset };
         // The old QEMU's side first: it has to write into the file as well.
         let (file, offset) = match &old {
             Ok(range) => (range.file, range.offset),

@@ -23,7 +23,7 @@ use super::maps::{Detail, FileRange, Mapping, range_at};
 use super::process::{Mappings, own_mappings};
 use super::proof::{ExpectedMapping, check_backend, may_change_file, prove};
 use super::unchanged::Unchanged;
-use super::{Error, Intent, Kind, Mapped, Presence, Reason, Reflink, Sent, content};
+use super::{BackendPurpose, Error, Mapped, MappingKind, Presence, Reason, Reflink, Sent, content};
 use crate::qemu::Qemu;
 
 /// Threads that compare an image with its manifest.
@@ -44,6 +44,15 @@ pub enum Verify {
     Nothing,
 }
 
+/// What becomes of an image of which a QEMU maps nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Need {
+    /// Its memory is sent.
+    Any,
+    /// It is refused.
+    Mapped,
+}
+
 /// Proves which blocks of `image` a waiting QEMU maps copy-on-write.
 ///
 /// # Errors
@@ -51,7 +60,7 @@ pub enum Verify {
 pub fn of_image(qemu: &mut Qemu, image: &Image) -> Result<Presence, Error> {
     let backends = Backends::of(qemu.client())?;
     check_unchanging(qemu, &backends, image)?;
-    of_stored(qemu, &backends, image, Kind::CopyOnWrite)
+    of_stored(qemu, &backends, image, MappingKind::CopyOnWrite)
 }
 
 /// Proves which blocks of a reflink a waiting QEMU maps shared. The reflink is used up: once a guest has it, it is no image any more.
@@ -60,7 +69,7 @@ pub fn of_image(qemu: &mut Qemu, image: &Image) -> Result<Presence, Error> {
 /// [`Error::Qemu`].
 pub fn of_reflink(qemu: &mut Qemu, reflink: Reflink) -> Result<Presence, Error> {
     let backends = Backends::of(qemu.client())?;
-    let presence = of_stored(qemu, &backends, reflink.image(), Kind::Reflink)?;
+    let presence = of_stored(qemu, &backends, reflink.image(), MappingKind::Reflink)?;
     Ok(Presence { _reflink: Some(reflink), ..presence })
 }
 
@@ -85,15 +94,18 @@ pub fn may_map(socket: &Path, image: &Path) -> bool {
 /// ([`Image::verify_on_read`]).
 ///
 /// # Errors
-/// Those of [`of_image`]; [`Error::Damaged`].
+/// Those of [`of_image`]; [`Error::Damaged`]; with [`Need::Mapped`] [`Error::NotMapped`].
 pub fn find_mapped_memory(
     qemu: &mut Qemu,
     image: &Image,
-    verify: Verify,
+    (verify, need): (Verify, Need),
     cancel: &Cancel,
     notice: &dyn Fn(&str),
 ) -> Result<Option<Presence>, Error> {
     let presence = of_image(qemu, image)?;
+    if presence.is_empty() && need == Need::Mapped {
+        return Err(not_mapped(qemu, image, &presence));
+    }
     for Sent { block, reason, .. } in presence.sent.iter().filter(|sent| sent.is_unexpected) {
         notice(&format!("memory of block {block:?} is sent, not mapped: {reason}"));
     }
@@ -105,6 +117,13 @@ pub fn find_mapped_memory(
     }
     notice(&format!("memory is mapped from {}: its pages are not sent", image.path().display()));
     Ok(Some(presence))
+}
+
+fn not_mapped(qemu: &Qemu, image: &Image, presence: &Presence) -> Error {
+    let (socket, path) = (qemu.socket().to_owned(), image.path().to_owned());
+    // The file that is named as if it were mapped has the best reason.
+    let sent = presence.sent.iter().max_by_key(|sent| sent.is_unexpected);
+    Error::NotMapped { socket, path, reason: sent.map_or(Reason::NoBackend, |sent| sent.reason.clone()) }
 }
 
 /// Compares a block with the manifest: its pages are not sent, and therefore not compared on their way.
@@ -131,7 +150,7 @@ fn verify_block(image: &Image, name: &str, cancel: &Cancel) -> Result<(), Error>
     Ok(())
 }
 
-fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Result<Presence, Error> {
+fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind) -> Result<Presence, Error> {
     let process = Mappings::of(qemu, Detail::PrivateCopies);
     let own = OnceCell::new();
     let unchanged = Unchanged::of(image);
@@ -146,20 +165,24 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Res
             return Err(image_writable(qemu, &backend.id, image));
         }
         let is_named = backends.of_block(&block.name).is_some_and(|backend| is_file(backend, image));
-        presence.add(&block.name, outcome, if is_named { Intent::Mapped } else { Intent::Other });
+        presence.add(
+            &block.name,
+            outcome,
+            if is_named { BackendPurpose::Mapped } else { BackendPurpose::Other },
+        );
     }
     if !presence.is_empty() {
         match locked(image).and_then(|lock| Ok((lock, unchanged?))) {
             Ok((lock, unchanged)) => {
                 presence._lock = Some(lock);
                 // A reflink is the guest's to write.
-                presence.unchanged = Some(unchanged).filter(|_| kind == Kind::CopyOnWrite);
+                presence.unchanged = Some(unchanged).filter(|_| kind == MappingKind::CopyOnWrite);
             }
             Err(reason) => {
                 let mapped = std::mem::take(&mut presence.mapped);
-                mapped
-                    .iter()
-                    .for_each(|mapped| presence.add(&mapped.block, Err(reason.clone()), Intent::Mapped));
+                mapped.iter().for_each(|mapped| {
+                    presence.add(&mapped.block, Err(reason.clone()), BackendPurpose::Mapped);
+                });
             }
         }
     }
@@ -173,7 +196,7 @@ struct Stored<'a> {
     own: &'a OnceCell<Result<Vec<Mapping>, Reason>>,
     index: BlockIndex,
     block: &'a RamBlock,
-    kind: Kind,
+    kind: MappingKind,
 }
 
 impl Stored<'_> {
@@ -200,7 +223,7 @@ impl Stored<'_> {
         };
         let found = range_at(process.get()?, address, bytes);
         let is_image = found.as_ref().is_ok_and(|range| range.file == own.file);
-        if is_image && self.kind == Kind::CopyOnWrite && may_change_file(backend) {
+        if is_image && self.kind == MappingKind::CopyOnWrite && may_change_file(backend) {
             return Err(Reason::WritableImage);
         }
         let mapped = prove(&wanted, found)?;

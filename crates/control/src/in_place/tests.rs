@@ -7,7 +7,7 @@ use towline_qmp::commands::Version;
 use super::backend::Backend;
 use super::maps::{Detail, FileId, Proc, has_shared, range_at};
 use super::proof::{ExpectedMapping, check_backend, may_change_file, prove};
-use super::{Kind, Mapped, Reason};
+use super::{Mapped, MappingKind, Reason};
 
 const MIB: u64 = 1 << 20;
 const PATH: &str = "/images/guest.img";
@@ -61,36 +61,39 @@ fn image_lines() -> Vec<String> {
     mapping(ADDRESS, BYTES, "rw-p", OFFSET, &format!("fe:00 4711        {PATH}"))
 }
 
-fn wanted(kind: Kind) -> ExpectedMapping<'static> {
+fn wanted(kind: MappingKind) -> ExpectedMapping<'static> {
     ExpectedMapping { block: "pc.ram", bytes: BYTES, kind, file: FILE, offset: OFFSET }
 }
 
-fn proven(kind: Kind) -> Mapped {
+fn proven(kind: MappingKind) -> Mapped {
     Mapped { block: "pc.ram".into(), bytes: BYTES, kind }
 }
 
 #[test]
 fn the_range_of_the_image_is_proven() {
     let private = FakeProc::new(&image_lines());
-    assert_eq!(private.prove(&wanted(Kind::CopyOnWrite)), Ok(proven(Kind::CopyOnWrite)));
+    assert_eq!(private.prove(&wanted(MappingKind::CopyOnWrite)), Ok(proven(MappingKind::CopyOnWrite)));
     // Two lines that continue each other, as after mprotect(2) of a part.
     let file = format!("fe:00 4711 {PATH}");
     let first = mapping(ADDRESS, 2 * MIB, "rw-p", OFFSET, &file);
     let second = mapping(ADDRESS + 2 * MIB, BYTES - 2 * MIB, "rw-p", OFFSET + 2 * MIB, &file);
     let split = FakeProc::new(&[first, second].concat());
-    assert_eq!(split.prove(&wanted(Kind::CopyOnWrite)), Ok(proven(Kind::CopyOnWrite)));
+    assert_eq!(split.prove(&wanted(MappingKind::CopyOnWrite)), Ok(proven(MappingKind::CopyOnWrite)));
     // The whole file in one mapping, the block within it.
     let whole = FakeProc::new(&mapping(ADDRESS - OFFSET, BYTES + 8 * MIB, "rw-p", 0, &file));
-    assert_eq!(whole.prove(&wanted(Kind::CopyOnWrite)), Ok(proven(Kind::CopyOnWrite)));
+    assert_eq!(whole.prove(&wanted(MappingKind::CopyOnWrite)), Ok(proven(MappingKind::CopyOnWrite)));
     // The same file without its name: it is the open one still.
     let deleted = mapping(ADDRESS, BYTES, "rw-p", OFFSET, &format!("fe:00 4711 {PATH} (deleted)"));
-    assert_eq!(FakeProc::new(&deleted).prove(&wanted(Kind::CopyOnWrite)), Ok(proven(Kind::CopyOnWrite)));
+    assert_eq!(
+        FakeProc::new(&deleted).prove(&wanted(MappingKind::CopyOnWrite)),
+        Ok(proven(MappingKind::CopyOnWrite))
+    );
 }
 
 #[test]
 fn shared_memory_of_a_reflink_or_a_running_qemu_is_proven() {
     let shared = mapping(ADDRESS, BYTES, "rw-s", OFFSET, "fe:00 4711 /memfd:memory-backend-memfd (deleted)");
-    for kind in [Kind::Reflink, Kind::Running] {
+    for kind in [MappingKind::Reflink, MappingKind::Running] {
         let found = FakeProc::new(&shared).prove_at(&wanted(kind), ADDRESS, Detail::Mappings);
         assert_eq!(found, Ok(proven(kind)));
         // With the fields it is no other.
@@ -165,16 +168,17 @@ fn wrong_mappings_are_not_proven() {
         ("pages in swap", copies(3, "Swap:                  4 kB"), Reason::PrivateCopies { bytes: 4 << 10 }),
     ];
     for (what, lines, expected) in cases {
-        assert_eq!(FakeProc::new(&lines).prove(&wanted(Kind::CopyOnWrite)), Err(expected), "{what}");
+        assert_eq!(FakeProc::new(&lines).prove(&wanted(MappingKind::CopyOnWrite)), Err(expected), "{what}");
     }
 }
 
 #[test]
 fn private_copies_have_to_be_reported() {
     let lines: Vec<_> = image_lines().into_iter().filter(|line| line.contains('-')).collect();
-    let found = FakeProc::new(&lines).prove(&wanted(Kind::CopyOnWrite));
+    let found = FakeProc::new(&lines).prove(&wanted(MappingKind::CopyOnWrite));
     assert_eq!(found, Err(Reason::PrivateCopiesUnknown));
-    let found = FakeProc::new(&image_lines()).prove_at(&wanted(Kind::CopyOnWrite), ADDRESS, Detail::Mappings);
+    let found =
+        FakeProc::new(&image_lines()).prove_at(&wanted(MappingKind::CopyOnWrite), ADDRESS, Detail::Mappings);
     assert_eq!(found, Err(Reason::PrivateCopiesUnknown));
 }
 
@@ -192,7 +196,7 @@ fn blocks_in_another_order_are_not_proven() {
     );
     let cases = [("ram0", ADDRESS, first, second), ("ram1", ADDRESS + 2 * BYTES, second, first)];
     for (block, address, expected, found) in cases {
-        let wanted = ExpectedMapping { block, offset: expected, ..wanted(Kind::CopyOnWrite) };
+        let wanted = ExpectedMapping { block, offset: expected, ..wanted(MappingKind::CopyOnWrite) };
         let reason = swapped.prove_at(&wanted, address, Detail::PrivateCopies).unwrap_err();
         assert_eq!(reason, Reason::Offset { path: PATH.into(), found, expected });
     }

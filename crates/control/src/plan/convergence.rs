@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use towline_migration::convergence::{Decision, Limits, MinWindow, Policy, Sample, Sampler};
+use towline_migration::convergence::{ConvergencePolicy, Limits, MinWindow, PassDecision, Sample, Sampler};
 use towline_qmp::commands::{Capability, MigrationInfo, MigrationStatus};
 
 use super::error::Error;
@@ -24,7 +24,7 @@ const MEGABIT_BYTES: f64 = 1e6 / 8.0;
 pub(super) struct Convergence {
     started: Instant,
     sampler: Sampler,
-    policy: Policy,
+    policy: ConvergencePolicy,
     downtime_limit: Duration,
     /// Maximum throttle of the guest in percent; `None` if it is not throttled.
     throttle_max: Option<u64>,
@@ -42,7 +42,7 @@ impl Convergence {
         Self {
             started: Instant::now(),
             sampler: Sampler::default(),
-            policy: Policy::new(limits),
+            policy: ConvergencePolicy::new(limits),
             downtime_limit: downtime,
             throttle_max: throttles.then_some(max.into()),
             throttle_then: None,
@@ -81,7 +81,7 @@ impl Convergence {
         let Some(observation) = self.sampler.observe(sample) else { return Ok(()) };
         let decision = self.policy.observe(&observation);
         tracing::debug!(?observation, ?decision, "a pass");
-        let Decision::CannotConverge(why) = decision else { return Ok(()) };
+        let PassDecision::CannotConverge(why) = decision else { return Ok(()) };
         let throttle = self.throttle_max.map(|max| (migration.cpu_throttle_percentage.unwrap_or(0), max));
         match throttle {
             // It is being throttled further, which may help.

@@ -30,7 +30,8 @@ use crate::switchover::{DestinationStatus, StartResult};
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
 /// Timeout of one query to a QEMU that loads a file; a cancellation is checked after each.
 const LOAD_QUERY_TIMEOUT: Duration = Duration::from_millis(500);
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// Interval of queries to a QEMU that loads, and of one whose guest starts.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Timeout for the exit of a QEMU whose monitor is disconnected.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
 /// Timeout for the exit of a QEMU that is killed.

@@ -42,7 +42,7 @@ pub enum Error {
         "QEMU on {socket} is migrating already (status {status}): wait for it, or cancel it (`migrate_cancel`)"
     )]
     Migrating { socket: String, status: String },
-    /// Remedy: remove what the reasons name.
+    /// Remedy: remove what the reasons name (`device_del`); `query-migrate` lists them as `blocked-reasons`.
     #[error("QEMU on {socket} cannot send this guest: {}{}", reasons.join("; "), blocked_remedy(reasons))]
     Blocked { socket: String, reasons: Vec<String> },
     #[error(
@@ -53,7 +53,7 @@ pub enum Error {
         "QEMU on {socket} waits for a guest already, at an address of its own: start it with `-incoming defer`, or copy to that address instead"
     )]
     WaitsElsewhere { socket: String },
-    /// Remedy: follow the remedy of each reason; `towline check` prints them.
+    /// Remedy: start the destination as each reason says; `towline check SOURCE DEST` lists them with remedies.
     #[error("the guest does not fit {destination}: {}", reasons.join("; "))]
     DoesNotFit { destination: String, reasons: Vec<String> },
     #[error(
@@ -64,7 +64,7 @@ pub enum Error {
         "{source}: the destination ended, its multifd-channels is not {lanes}, or its multifd-compression is not {compression} as here (--multifd-channels, --compression); its own log says which"
     )]
     LaneLost { lanes: usize, compression: &'static str, source: towline_migration::Error },
-    /// Remedy: give both ends the same number of lanes.
+    /// Remedy: give both ends the same `--multifd-channels`.
     #[error(
         "{peer} did not take {lanes} lanes within {waited:.1?}: it hangs, or its multifd-channels is not {lanes} as here (--multifd-channels)"
     )]
@@ -74,6 +74,10 @@ pub enum Error {
         "QEMU on {socket} has no interrupted postcopy (its migration status is `{status}`, expected `postcopy-paused`): --recover needs one"
     )]
     NothingToRecover { socket: String, status: String },
+    #[error(
+        "{source}: if the main loop of QEMU on {socket} waits for a page of its guest, its monitor takes no new connection, and only the towline that started the guest can send the rest; without that one, kill this QEMU and restore the image again"
+    )]
+    BlockedMonitor { socket: String, source: Box<Error> },
     #[error(
         "the connection to the running guest was lost ({source}), and could not be restored within {waited:?}"
     )]
@@ -89,7 +93,7 @@ pub enum Error {
     NotAttached { socket: String, device: String, text: String },
     #[error("QEMU on {socket} ended while its guest was copied; its own log says why")]
     SourceEnded { socket: String },
-    /// Remedy: correct what QEMU names, and try again.
+    /// Remedy: correct what QEMU names (`error-desc` of `query-migrate`), and run the command again.
     #[error("QEMU on {socket} gave up: {text}")]
     SourceFailed { socket: String, text: String },
     /// Remedy: start the destination as the source was started; `towline check` compares them.
@@ -98,17 +102,17 @@ pub enum Error {
     /// Remedy: look at the QEMU with `query-migrate`, and at the load of its host.
     #[error("QEMU on {socket} did not complete within {waited:?}: its status is `{status}`")]
     NotCompleted { socket: String, status: String, waited: Duration },
-    /// Remedy: look at the source, and end it if its guest is paused (postmigrate).
+    /// Remedy: look at the source with `query-status`, and end it if it is `postmigrate`; `towline moves` lists it.
     #[error(
         "{peer} was acknowledged and did not close its connection within {waited:?}, so it is not known whether it is done with the guest"
     )]
     SourceNotDone { peer: String, waited: Duration },
-    /// Remedy: look at the source, and end it if its guest is paused (postmigrate).
+    /// Remedy: look at the source with `query-status`, and end it if it is `postmigrate`; `towline moves` lists it.
     #[error(
         "{peer} reset its connection after it was acknowledged: it is not known whether it had read that and is done with the guest"
     )]
     SourceReset { peer: String },
-    /// Remedy: look at the log of the other towline.
+    /// Remedy: look at the log of the other towline; `--log info` there has more.
     #[error("the towline at the other end did not report within {waited:?}")]
     PeerSilent { waited: Duration },
     #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]
@@ -117,7 +121,7 @@ pub enum Error {
         "QEMU on {socket} has the writable drive {drive:?} ({file}), and so has QEMU on {other}: two clones that write one disk destroy it; give each a copy of its own, as the disk was when the guest was stored (`qemu-img create -b` creates one that shares unwritten data)"
     )]
     SharedDrive { socket: String, drive: String, file: String, other: String },
-    /// Remedy: none here: the text names what contradicts what.
+    /// Remedy: raise `--downtime-limit` or `--max-bandwidth`, slow the guest (`--throttle`), or use `--postcopy`.
     #[error("{why}{}", slowed(*throttle))]
     CannotConverge { why: towline_migration::convergence::CannotConverge, throttle: Option<u64> },
     #[error("a directory for the stream's socket cannot be created in {}: {source}", path.display())]

@@ -41,6 +41,12 @@ pub(super) fn is_guest_error(error: &MigrationError) -> bool {
     matches!(error, MigrationError::Guest(_))
 }
 
+/// Returns true if the guest could not be read from its store, and may be readable later.
+pub(super) fn may_pass(error: &MigrationError) -> bool {
+    let MigrationError::Guest(error) = error else { return false };
+    error.downcast_ref().is_some_and(towline_image::Error::may_pass)
+}
+
 /// Returns true if a thread ended because of a cancellation.
 pub(super) fn is_cancelled(error: &MigrationError) -> bool {
     match error {

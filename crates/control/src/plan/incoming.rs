@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use towline_channel::Channel;
-use towline_migration::incoming::{self, Connections, Stage};
+use towline_migration::incoming::{self, Connections, IncomingStage};
 use towline_migration::{Incoming, Session, Sink, Snapshot, Statistics};
 use towline_protocol::destination::SharedMemory;
 use towline_protocol::session::ReceiverMode;
@@ -78,8 +78,8 @@ impl IncomingStream {
             || {
                 engine.run_watched(connections, sink, &|stage| {
                     context.observer.phase(match stage {
-                        Stage::Switchover => CopyPhase::Switchover,
-                        Stage::Committed => CopyPhase::Loaded,
+                        IncomingStage::Switchover => CopyPhase::Switchover,
+                        IncomingStage::Committed => CopyPhase::Loaded,
                     });
                 })
             },

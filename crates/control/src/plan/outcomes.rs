@@ -42,6 +42,8 @@ pub(crate) enum GuestLocation {
     PostcopyPaused,
     /// As `PostcopyPaused`, and its image cannot be read to its end.
     PostcopyUnreadable,
+    /// As `PostcopyPaused`, and its QEMU's main loop waits too, so that no other process can send the rest.
+    PostcopyBlocked,
     /// It ran at its destination, whose QEMU has exited.
     PostcopyEnded,
     /// It has all of its memory; its run state is not known.
@@ -85,6 +87,11 @@ impl GuestLocation {
                 "postcopy-unreadable",
                 3,
                 "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot go on: end the destination, and restore another image of the guest",
+            ),
+            Self::PostcopyBlocked => (
+                "postcopy-blocked",
+                3,
+                "at its destination without a part of its memory, where it waits for a page that is missing, and with it the main loop of its QEMU, whose monitor does not reply: no other command can send the rest, so kill that QEMU; the image is as it was: restore it",
             ),
             Self::PostcopyEnded => (
                 "postcopy-ended",

@@ -7,7 +7,7 @@ use towline_channel::{
     Channel, ChannelExt as _, Error as ChannelError, IoBuf, IoBufMut, RecvFlags, SendFlags,
 };
 use towline_protocol::Reader;
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::session::{FromDestination, FromSource, GuestPlacement, Run as WireRun};
 
 use super::error::Error;
@@ -89,7 +89,7 @@ impl PeerSession {
     pub(super) fn receive_report(&mut self) -> Received<PeerMessage> {
         let frame = self.receive(|reader| {
             loop {
-                match Message::decode(reader)? {
+                match ReturnPathMessage::decode(reader)? {
                     None => return Ok(None),
                     Some(message) => {
                         if let Some(frame) = FromDestination::of(&message) {

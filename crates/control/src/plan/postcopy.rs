@@ -14,6 +14,7 @@ mod destination;
 mod live;
 mod qemu;
 mod stored;
+mod unreadable;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,6 +45,7 @@ use destination::PostcopyDestination;
 pub(super) use live::migrate;
 use qemu::DrivenDestination;
 use stored::{BREAK_AFTER, RECOVER_TIMEOUT, RestoreSource};
+use unreadable::Attempts;
 
 /// Interval of queries to a guest that is starting, and to one that runs.
 const START_POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -158,16 +160,21 @@ impl<'a> Restore<'a> {
         };
         let mut running =
             if self.options.recover { self.recover(None)? } else { self.start(runs).map(Some)? };
-        let (mut idle, mut left) = (0, u64::MAX);
+        let (mut idle, mut left, mut attempts) = (0, u64::MAX, Attempts::new());
         while let Some(connection) = running {
             let Err(lost) = self.serve(connection, runs) else { break };
             // A further connection does not help against a damaged image, or a failure of every connection.
-            idle = if self.engine.remaining() < left { 0 } else { idle + 1 };
+            let has_progressed = self.engine.remaining() < left;
             left = self.engine.remaining();
             if error_origin::is_guest_error(&lost.error) && !lost.had_loaded {
                 let (error, notes) = (Box::new(lost.error.into()), self.destination.restore_unstarted());
                 return Err(Failure { error, guest: GuestState::Safe, notes });
             }
+            if attempts.wait(&lost.error, has_progressed, self.context) {
+                running = self.recover(Some(lost))?;
+                continue;
+            }
+            idle = if has_progressed { 0 } else { idle + 1 };
             if error_origin::is_guest_error(&lost.error) || idle == IDLE_RECOVERIES_MAX {
                 return Err(self.destination.interrupted(lost.error.into()));
             }
@@ -301,7 +308,7 @@ impl<'a> Restore<'a> {
 
     fn try_recover(&mut self, address: &Address) -> Result<Running<'a>, Error> {
         let session = Arc::new(Session::default());
-        session.follow(&self.context.options.tuning);
+        session.set_tuning(&self.context.options.tuning);
         let (main, preempt) = self.connect(address)?;
         let link = PostcopyChannels { main, preempt: self.options.preempt.then_some(&preempt) };
         Ok(self.engine.recover(&session, &link)?)

@@ -14,7 +14,7 @@ use super::context::Context;
 use super::error::Error;
 use super::progress::Observer;
 use super::vsock;
-use crate::check::{self, CheckEnd, Intent};
+use crate::check::{self, CheckEnd, PlannedTransfer};
 use crate::qemu::Qemu;
 
 /// Facts about a guest that is to be sent.
@@ -58,7 +58,11 @@ impl GuestFacts {
         // A QEMU that already has a part of the guest gets no further queries: its main loop may wait for the
         // rest.
         let is_live = waiting.facts().waits_for_migrate_incoming();
-        let known = if is_live { waiting.compat_facts()? } else { waiting.basic_facts() };
+        let known = match source.subject {
+            _ if !is_live => waiting.basic_facts(),
+            Subject::Image(_) => waiting.facts_for_image()?,
+            _ => waiting.compat_facts()?,
+        };
         let destination = Subject::Qemu(Box::new(known)).into();
         let report = evaluate(&Pair {
             source,
@@ -79,7 +83,7 @@ pub(super) fn check_devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observe
         let report = check::check(
             &CheckEnd::Control(here.clone()),
             &CheckEnd::Control(there.clone()),
-            Intent::default(),
+            PlannedTransfer::default(),
         )?;
         report_findings(&report, || format!("the device on {}", there.display()), observer)?;
     }

@@ -27,6 +27,8 @@ pub struct Request {
     pub return_path: bool,
     /// Stream an image even if QEMU could load the file itself.
     pub stream: bool,
+    /// Refuse a destination that does not map the image's memory already, instead of sending it.
+    pub requires_mapped_memory: bool,
     /// Replace an existing image of the same name.
     pub overwrite: bool,
     /// Timeout for the other end to connect, or to be connected to.
@@ -170,6 +172,7 @@ impl Request {
             verify: false,
             return_path: true,
             stream: false,
+            requires_mapped_memory: false,
             overwrite: false,
             connect_timeout: Duration::from_secs(10),
             tuning: Tuning::default(),

@@ -65,7 +65,7 @@ pub(super) fn run_supervised<T: Send>(
     poll: &mut dyn FnMut() -> Result<(), Error>,
     work: impl FnOnce() -> Result<T, towline_migration::Error> + Send,
 ) -> Result<T, Error> {
-    session.follow(&context.options.tuning);
+    session.set_tuning(&context.options.tuning);
     let mut poll = || poll().map_err(towline_migration::Error::guest);
     let result = supervise(session, switchover, context.cancel, &mut poll, work);
     result.map_err(|error| match error {

@@ -18,7 +18,7 @@ pub(super) fn transfer(
     context: &Context<'_>,
 ) -> Result<Report, Failure> {
     let process = if destination.is_image() { source.record_process(context) } else { None };
-    let mut description = source.prepare(destination.monitor().is_some(), context)?;
+    let mut description = source.describe_guest(destination.monitor().is_some(), context)?;
     if process.is_some() {
         description.origin.process = process;
     }

@@ -84,7 +84,7 @@ fn prepare(
     context.observer.phase(CopyPhase::Prepare);
     preflight::check_devices(context.options.devices(), context.observer).map_err(Failure::untouched)?;
     let mut source = QemuSource::new(&request.old, context)?;
-    let description = source.prepare(true, context)?;
+    let description = source.describe_guest(true, context)?;
     let opened = QemuDestination::new(&request.new, &description, context);
     drop(description);
     let mut to = opened.map_err(Failure::untouched)?;

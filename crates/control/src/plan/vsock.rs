@@ -66,6 +66,13 @@ pub(super) fn remove_from_facts(facts: &mut facts::Qemu) {
     }
 }
 
+/// Ids of the chardevs of a QEMU's vsocks, also of those that were plugged in since its start. Empty if it does not reply.
+pub(crate) fn chardevs(qemu: &mut Qemu) -> Vec<String> {
+    let Ok(found) = DetachedVsocks::find(qemu) else { return Vec::new() };
+    let chardev = |vsock: &Vsock| vsock.properties.get("chardev")?.as_str().map(str::to_owned);
+    found.all.iter().filter_map(chardev).collect()
+}
+
 impl DetachedVsocks {
     /// Finds the vsocks of a QEMU.
     pub(super) fn find(qemu: &mut Qemu) -> Result<Self, Error> {

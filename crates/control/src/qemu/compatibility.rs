@@ -92,6 +92,28 @@ impl Qemu {
         Ok(known)
     }
 
+    /// As [`Qemu::compat_facts`], of a QEMU that was just connected to: only what rules compare with an image, which has no other facts.
+    ///
+    /// # Errors
+    /// As [`Qemu::compat_facts`].
+    pub(crate) fn facts_for_image(&mut self) -> Result<facts::Qemu, Error> {
+        let cpus = self.query(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
+        let cpu = |cpu: &CpuFast| Cpu {
+            index: cpu.cpu_index,
+            model: String::new(),
+            apic_id: None,
+            topology: BTreeMap::new(),
+        };
+        Ok(facts::Qemu {
+            cpus: cpus.map(|cpus| cpus.iter().map(cpu).collect()),
+            devices: self.human_command("info qtree")?.map(|text| device_tree::parse(&text)),
+            netdevs: self.human_command("info network")?.map(|text| netdevs(&text)),
+            memory_backends: self.query_raw("query-memdev", None)?.map(|reply| memory_backends(&reply)),
+            drives: self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply)),
+            ..self.basic_facts()
+        })
+    }
+
     /// The drives that have a medium.
     pub(crate) fn drives(&mut self) -> Result<Vec<facts::Drive>, Error> {
         Ok(self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply)).unwrap_or_default())

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use serde_json::Value;
 use towline_qmp::commands::{
-    Capability, HumanMonitorCommand, MigrationInfo, MigrationParameters, MigrationStatus, QomGet,
-    QueryMigrate, QueryMigrateCapabilities, QueryMigrateParameters, QueryStatus, QueryUuid, QueryVersion,
-    RunState, Status, Version,
+    Capability, CapabilityState, HumanMonitorCommand, MigrationInfo, MigrationParameters, MigrationStatus,
+    QomGet, QueryMigrate, QueryMigrateCapabilities, QueryMigrateParameters, QueryStatus, QueryUuid,
+    QueryVersion, RunState, Status, Version,
 };
-use towline_qmp::{Client, PeerCredentials};
+use towline_qmp::{Client, PeerCredentials, Request};
 
 use super::error::Error;
 use super::ram_block::{self, RamBlock};
@@ -89,16 +90,29 @@ impl Incoming {
     }
 }
 
+/// Queries the facts with one round trip.
 pub(super) fn facts(client: &mut Client) -> Result<Facts, Error> {
-    let version = client.execute(&QueryVersion)?;
-    let status = client.execute(&QueryStatus)?;
-    let migration = client.execute(&QueryMigrate)?;
+    let requests = [
+        Request::new(&QueryVersion)?,
+        Request::new(&QueryStatus)?,
+        Request::new(&QueryMigrate)?,
+        Request::new(&QomGet { path: "/machine".into(), property: "type".into() })?,
+        Request::new(&HumanMonitorCommand { command_line: "info ramblock".into() })?,
+        Request::new(&QueryUuid)?,
+        Request::new(&QueryMigrateCapabilities)?,
+        Request::new(&QueryMigrateParameters)?,
+    ];
+    let mut replies = client.execute_all(&requests)?.into_iter();
+    let mut next = || replies.next().expect("one reply for each request");
+    let version = next().of::<QueryVersion>()?;
+    let status = next().of::<QueryStatus>()?;
+    let migration = next().of::<QueryMigrate>()?;
     Ok(Facts {
-        machine: machine(client)?,
-        ram_blocks: ram_blocks(client, &version)?,
-        uuid: client.execute(&QueryUuid)?.uuid,
-        capabilities: capabilities(client)?,
-        parameters: client.execute(&QueryMigrateParameters)?,
+        machine: machine(next().of::<QomGet>()?, client.socket())?,
+        ram_blocks: ram_blocks(&next().of::<HumanMonitorCommand>()?, &version, client.socket())?,
+        uuid: next().of::<QueryUuid>()?.uuid,
+        capabilities: by_name(next().of::<QueryMigrateCapabilities>()?),
+        parameters: next().of::<QueryMigrateParameters>()?,
         incoming: Incoming::of(&status, &migration),
         peer: client.peer_credentials().ok(),
         version,
@@ -107,26 +121,27 @@ pub(super) fn facts(client: &mut Client) -> Result<Facts, Error> {
     })
 }
 
-fn machine(client: &mut Client) -> Result<String, Error> {
-    let found = client.execute(&QomGet { path: "/machine".into(), property: "type".into() })?;
+fn machine(found: Value, socket: &str) -> Result<String, Error> {
     match found.as_str().and_then(|text| text.strip_suffix(MACHINE_SUFFIX)) {
         Some(name) => Ok(name.to_owned()),
-        None => Err(Error::Machine { socket: client.socket().to_owned(), found }),
+        None => Err(Error::Machine { socket: socket.to_owned(), found }),
     }
 }
 
-fn ram_blocks(client: &mut Client, version: &Version) -> Result<Vec<RamBlock>, Error> {
-    let text = client.execute(&HumanMonitorCommand { command_line: "info ramblock".into() })?;
-    ram_block::parse(&text).map_err(|source| Error::RamBlocks {
-        socket: client.socket().to_owned(),
+fn ram_blocks(text: &str, version: &Version, socket: &str) -> Result<Vec<RamBlock>, Error> {
+    ram_block::parse(text).map_err(|source| Error::RamBlocks {
+        socket: socket.to_owned(),
         version: version_text(version),
         source,
     })
 }
 
 pub(super) fn capabilities(client: &mut Client) -> Result<BTreeMap<Capability, bool>, Error> {
-    let states = client.execute(&QueryMigrateCapabilities)?;
-    Ok(states.into_iter().map(|state| (state.capability, state.state)).collect())
+    Ok(by_name(client.execute(&QueryMigrateCapabilities)?))
+}
+
+fn by_name(states: Vec<CapabilityState>) -> BTreeMap<Capability, bool> {
+    states.into_iter().map(|state| (state.capability, state.state)).collect()
 }
 
 pub(super) fn version_text(version: &Version) -> String {

@@ -5,7 +5,7 @@ use super::events::{
     DestinationKind, DestinationStatus, Directive, GuestMemory, Input, PeerMessage, RunRequest, SourceAction,
     SourceKind, SourceStatus, StartResult,
 };
-use super::fault::Fault;
+use super::fault::SwitchoverBug;
 use super::machine::{Stage, Switchover};
 use super::outcome::{Outcome, Placement, Unresolved};
 
@@ -76,7 +76,7 @@ impl Switchover {
     fn has_not_run(&self, started: StartResult) -> bool {
         match started {
             StartResult::Refused | StartResult::NotSent | StartResult::ExitedBefore => true,
-            StartResult::Exited => self.has_fault(Fault::RevivesSharedSource),
+            StartResult::Exited => self.has_fault(SwitchoverBug::RevivesSharedSource),
             _ => false,
         }
     }

@@ -4,7 +4,7 @@
 /// A fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(not(test), allow(dead_code, reason = "only tests inject one"))]
-pub(super) enum Fault {
+pub(super) enum SwitchoverBug {
     /// A cancellation is carried out after a destination that runs the guest by itself was sent the last bytes.
     CancelAfterCommit,
     /// A stream that fails then gives the source its guest back.
@@ -35,23 +35,23 @@ pub(super) enum Fault {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(super) struct FaultSwitch {
     #[cfg(test)]
-    fault: Option<Fault>,
+    fault: Option<SwitchoverBug>,
 }
 
 impl FaultSwitch {
     #[cfg(not(test))]
-    pub(super) fn has(self, _fault: Fault) -> bool {
+    pub(super) fn has(self, _fault: SwitchoverBug) -> bool {
         false
     }
 
     #[cfg(test)]
-    pub(super) fn has(self, fault: Fault) -> bool {
+    pub(super) fn has(self, fault: SwitchoverBug) -> bool {
         self.fault == Some(fault)
     }
 
     /// A switch with this fault injected.
     #[cfg(test)]
-    pub(super) fn with(fault: Fault) -> Self {
+    pub(super) fn with(fault: SwitchoverBug) -> Self {
         Self { fault: Some(fault) }
     }
 }

@@ -5,7 +5,7 @@ use super::events::{
     DestinationKind, Directive, GuestRunState, Input, PeerMessage, RunRequest, SourceKind, SourceLink,
     SourceStatus, SwitchoverRequest,
 };
-use super::fault::{Fault, FaultSwitch};
+use super::fault::{FaultSwitch, SwitchoverBug};
 use super::outcome::{Outcome, Placement, Unresolved};
 
 /// States; see the picture in the module's documentation.
@@ -159,7 +159,7 @@ impl Switchover {
     }
 
     /// Returns true if the model has injected this fault; never outside of tests.
-    pub(super) fn has_fault(&self, fault: Fault) -> bool {
+    pub(super) fn has_fault(&self, fault: SwitchoverBug) -> bool {
         self.fault.has(fault)
     }
 
@@ -169,7 +169,7 @@ impl Switchover {
                 self.aborting = true;
                 Directive::Abort
             }
-            Stage::Committed if self.has_fault(Fault::CancelAfterCommit) => {
+            Stage::Committed if self.has_fault(SwitchoverBug::CancelAfterCommit) => {
                 self.stage = Stage::Transfer;
                 Directive::Abort
             }
@@ -203,7 +203,7 @@ impl Switchover {
     pub(super) fn acknowledge(&mut self, guest: GuestRunState, source: SourceLink) -> Directive {
         let runs = self.request.destination != DestinationKind::Stored;
         let is_seen = runs && matches!(self.request.source, SourceKind::Stream | SourceKind::Towline);
-        let ignores = self.has_fault(Fault::IgnoresLink);
+        let ignores = self.has_fault(SwitchoverBug::IgnoresLink);
         if is_seen && source != SourceLink::Open && !ignores {
             return Directive::Refuse;
         }
@@ -225,7 +225,7 @@ impl Switchover {
     /// A destination that runs the guest by itself was sent the last bytes and has not acknowledged them. The
     /// source is acknowledged so that it stops for good and the guest does not run twice.
     pub(super) fn acknowledge_unconfirmed(&mut self) -> Directive {
-        if self.has_fault(Fault::UndoesCommitted) {
+        if self.has_fault(SwitchoverBug::UndoesCommitted) {
             return self.undo();
         }
         match self.request.source {
@@ -274,7 +274,7 @@ impl Switchover {
                 }
             }
             Input::Source(SourceStatus::Migrating) => Directive::QuerySource,
-            Input::Source(SourceStatus::Unknown) if self.has_fault(Fault::TimeoutIsExit) => {
+            Input::Source(SourceStatus::Unknown) if self.has_fault(SwitchoverBug::TimeoutIsExit) => {
                 self.source_exited = true;
                 self.complete()
             }
@@ -284,7 +284,9 @@ impl Switchover {
                 Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
             }
             Input::SourceLink(SourceLink::Closed) => self.complete(),
-            Input::SourceLink(SourceLink::Reset) if self.has_fault(Fault::IgnoresLink) => self.complete(),
+            Input::SourceLink(SourceLink::Reset) if self.has_fault(SwitchoverBug::IgnoresLink) => {
+                self.complete()
+            }
             Input::SourceLink(SourceLink::Reset) => self.undecided(),
             Input::Peer(PeerMessage::Completed(run)) => {
                 if self.request.run == RunRequest::AsItWas {
@@ -293,14 +295,16 @@ impl Switchover {
                 self.complete()
             }
             Input::Peer(PeerMessage::Aborted) => self.source_has_guest(),
-            Input::PeerLost | Input::TimedOut if self.has_fault(Fault::RunsWhenCut) => self.complete(),
+            Input::PeerLost | Input::TimedOut if self.has_fault(SwitchoverBug::RunsWhenCut) => {
+                self.complete()
+            }
             _ => self.undecided(),
         }
     }
 
     /// The source was acknowledged and did not complete: it was cancelled there, or failed.
     pub(super) fn source_has_guest(&mut self) -> Directive {
-        if self.has_fault(Fault::CompletesCancelledSource) {
+        if self.has_fault(SwitchoverBug::CompletesCancelledSource) {
             return self.complete();
         }
         match (self.request.destination, self.stage) {

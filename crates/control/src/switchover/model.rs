@@ -31,7 +31,7 @@ mod world;
 
 use std::collections::{HashMap, VecDeque};
 
-use super::fault::{Fault, FaultSwitch};
+use super::fault::{FaultSwitch, SwitchoverBug};
 use super::{
     DestinationKind, GuestMemory, GuestRunState, RunRequest, SourceAction, SourceKind, SwitchoverRequest,
 };
@@ -173,18 +173,18 @@ fn two_towlines_keep_every_guest_once() {
 #[test]
 fn injected_faults_are_found() {
     let faults = [
-        Fault::CancelAfterCommit,
-        Fault::UndoesCommitted,
-        Fault::IgnoresLink,
-        Fault::TimeoutIsExit,
-        Fault::CompletesCancelledSource,
-        Fault::RunsWhenCut,
-        Fault::AbandonsCompleteDestination,
-        Fault::ActsBeforeRecord,
-        Fault::ResumesWithoutEvidence,
-        Fault::ReportsNotRunUnseen,
-        Fault::RevivesSharedSource,
-        Fault::ResumeTakesRunBack,
+        SwitchoverBug::CancelAfterCommit,
+        SwitchoverBug::UndoesCommitted,
+        SwitchoverBug::IgnoresLink,
+        SwitchoverBug::TimeoutIsExit,
+        SwitchoverBug::CompletesCancelledSource,
+        SwitchoverBug::RunsWhenCut,
+        SwitchoverBug::AbandonsCompleteDestination,
+        SwitchoverBug::ActsBeforeRecord,
+        SwitchoverBug::ResumesWithoutEvidence,
+        SwitchoverBug::ReportsNotRunUnseen,
+        SwitchoverBug::RevivesSharedSource,
+        SwitchoverBug::ResumeTakesRunBack,
     ];
     for fault in faults {
         let one = pairs().into_iter().chain([upgrade()]).map(|request| {

@@ -9,7 +9,7 @@
 
 use super::decision::Decision;
 use super::events::{DestinationKind, Directive, Input, PeerMessage, SourceKind};
-use super::fault::Fault;
+use super::fault::SwitchoverBug;
 use super::machine::{Stage, Switchover};
 use super::outcome::{Outcome, Unresolved};
 
@@ -24,7 +24,7 @@ impl Switchover {
     /// Directs the record of a decision, which is then acted on.
     pub(super) fn decide(&mut self, decision: Decision) -> Directive {
         self.stage = Stage::Recording(decision);
-        if !self.keeps_record() || self.has_fault(Fault::ActsBeforeRecord) {
+        if !self.keeps_record() || self.has_fault(SwitchoverBug::ActsBeforeRecord) {
             return self.recorded(decision);
         }
         Directive::Record(decision)
@@ -87,7 +87,8 @@ impl Switchover {
     /// The guest is not in order at its destination. The source's towline is sent a message only if it is
     /// certain that the guest does not run here; without one it reports that the destination may run it.
     pub(super) fn end_unresolved(&mut self, unresolved: Unresolved) -> Directive {
-        let is_certain = unresolved == Unresolved::BothPaused || self.has_fault(Fault::ReportsNotRunUnseen);
+        let is_certain =
+            unresolved == Unresolved::BothPaused || self.has_fault(SwitchoverBug::ReportsNotRunUnseen);
         if self.request.source == SourceKind::Towline && is_certain {
             self.stage = Stage::ReportingNotRun(unresolved);
             return Directive::Send(PeerMessage::NotRun);

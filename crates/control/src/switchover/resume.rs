@@ -13,7 +13,7 @@
 
 use super::decision::Decision;
 use super::events::{DestinationStatus, GuestMemory, SourceStatus};
-use super::fault::{Fault, FaultSwitch};
+use super::fault::{FaultSwitch, SwitchoverBug};
 use super::outcome::Placement;
 
 /// An end of a move.
@@ -136,7 +136,7 @@ impl InterruptedMove {
     pub(crate) fn decision_after(&self, failure: RunFailure) -> Decision {
         let before = self.decision.min(Decision::Acknowledge);
         match (self.memory, failure) {
-            (GuestMemory::Shared, _) if self.fault.has(Fault::ResumeTakesRunBack) => before,
+            (GuestMemory::Shared, _) if self.fault.has(SwitchoverBug::ResumeTakesRunBack) => before,
             (GuestMemory::Shared, RunFailure::Refused) => self.decision,
             (GuestMemory::Shared, RunFailure::Unknown) => Decision::Run,
             (GuestMemory::Copied, _) => before,
@@ -219,7 +219,7 @@ impl InterruptedMove {
 
     /// Returns true if the record proves that the source was done with the guest.
     fn is_source_done(&self) -> bool {
-        self.decision >= Decision::Complete || self.fault.has(Fault::ResumesWithoutEvidence)
+        self.decision >= Decision::Complete || self.fault.has(SwitchoverBug::ResumesWithoutEvidence)
     }
 
     fn start_or_finish(&self) -> ResumeAction {

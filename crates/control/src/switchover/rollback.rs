@@ -1,7 +1,7 @@
 //! From a failed stream to a source that has its guest back, or a destination that is the only one to hold it.
 
 use super::events::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, SourceStatus};
-use super::fault::Fault;
+use super::fault::SwitchoverBug;
 use super::machine::{Stage, Switchover};
 use super::outcome::{Outcome, Unresolved};
 
@@ -37,7 +37,9 @@ impl Switchover {
     pub(super) fn take_over(&mut self) -> Directive {
         self.source_exited = true;
         match self.request.destination {
-            DestinationKind::Qemu if self.sent && !self.has_fault(Fault::AbandonsCompleteDestination) => {
+            DestinationKind::Qemu
+                if self.sent && !self.has_fault(SwitchoverBug::AbandonsCompleteDestination) =>
+            {
                 self.stage = Stage::TakingOver;
                 Directive::QueryDestination
             }

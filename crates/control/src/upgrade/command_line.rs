@@ -11,7 +11,7 @@
 //! property is changed like any other, except for that property, and is not refused.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use towline_launch::command_line::{OptionName, OptionValue, Properties, QemuOption};
 use towline_launch::{CommandLine, Setting, is_known_model};
@@ -120,6 +120,8 @@ const DISPLAY_REASON: &str = "the old QEMU has this display; set another, or non
 const DESCRIPTOR_REASON: &str = "it is a descriptor of the old QEMU; set a path";
 const DAEMON_REASON: &str = "it is relative to the directory in which the old QEMU was started, which a daemon leaves; set an absolute path";
 const TRACE_REASON: &str = "the old QEMU writes this file, and the new one would truncate it; set another";
+const CARD_REASON: &str = "its card is in another process; have a `towline net` serve both QEMUs with --with-devices, or unplug the card before";
+const CARD_LISTENS_REASON: &str = "QEMU does not connect to this card by a path, so that the new one cannot connect as well; unplug the card before";
 const UNKNOWN_REASON: &str = "it is not known whether two QEMUs can have it; set it to the value for the new one, or remove it with an empty value";
 
 /// Facts of the old QEMU that its command line does not have.
@@ -133,6 +135,10 @@ pub(super) struct Context<'a> {
     pub(super) settings: &'a [Setting],
     /// Devices that are attached once the guest is in the new QEMU.
     pub(super) vsocks: Vsocks,
+    /// Chardevs of vsocks that were plugged in since its start.
+    pub(super) vsock_chardevs: &'a [String],
+    /// Devices whose process serves both QEMUs.
+    pub(super) cards: Cards,
     /// Number of this upgrade, in the staging names.
     pub(super) number: u32,
 }
@@ -146,6 +152,15 @@ pub enum Vsocks {
     Detached,
 }
 
+/// Treatment of vhost-user network cards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cards {
+    /// They are refused.
+    Refused,
+    /// The new QEMU connects to the process of each while the old one is connected.
+    Shared,
+}
+
 /// See the module's text.
 #[derive(Debug, Default)]
 pub(super) struct Rewritten {
@@ -153,6 +168,8 @@ pub(super) struct Rewritten {
     /// The value of `-name`, which the launcher's own precedes.
     pub(super) name: Option<String>,
     pub(super) names: Vec<StagingName>,
+    /// Sockets of cards that serve both QEMUs.
+    pub(super) cards: Vec<PathBuf>,
 }
 
 /// Rewrites the command line of the old QEMU.
@@ -160,14 +177,17 @@ pub(super) struct Rewritten {
 /// # Errors
 /// All options that are refused.
 pub(super) fn rewrite(old: &CommandLine, context: &Context<'_>) -> Result<Rewritten, Vec<Refusal>> {
-    let vsock_chardevs = vsock_chardevs(old);
+    let (mut vsock_chardevs, card_chardevs) = (vsock_chardevs(old), card_chardevs(old));
+    vsock_chardevs.extend(context.vsock_chardevs.iter().cloned());
     let keys = old.setting_keys();
     let mut rewriter = Rewriter {
         context,
         vsock_chardevs,
+        card_chardevs,
         is_daemon: old.named("daemonize").next().is_some(),
         keys: keys.clone(),
         names: Vec::new(),
+        cards: Vec::new(),
         added: Vec::new(),
         refusals: Vec::new(),
     };
@@ -184,6 +204,7 @@ pub(super) fn rewrite(old: &CommandLine, context: &Context<'_>) -> Result<Rewrit
     rewritten.command_line.options_mut().append(&mut rewriter.added);
     set_machine(&mut rewritten.command_line, context.machine);
     rewritten.names = rewriter.names;
+    rewritten.cards = rewriter.cards;
     if rewriter.refusals.is_empty() { Ok(rewritten) } else { Err(rewriter.refusals) }
 }
 
@@ -202,6 +223,13 @@ fn set_machine(command_line: &mut CommandLine, machine: &str) {
 fn vsock_chardevs(command_line: &CommandLine) -> BTreeSet<String> {
     let devices = command_line.named("device").filter(|device| is_vsock(device));
     devices.filter_map(|device| device.properties()?.value("chardev")).collect()
+}
+
+/// Chardevs of vhost-user network cards.
+fn card_chardevs(command_line: &CommandLine) -> BTreeSet<String> {
+    let is_card = |properties: &&Properties| properties.value("type").as_deref() == Some("vhost-user");
+    let properties = command_line.named("netdev").filter_map(QemuOption::properties);
+    properties.filter(is_card).filter_map(|properties| properties.value("chardev")).collect()
 }
 
 fn is_vsock(device: &QemuOption) -> bool {
@@ -250,11 +278,13 @@ fn is_on(value: Option<String>) -> bool {
 struct Rewriter<'a> {
     context: &'a Context<'a>,
     vsock_chardevs: BTreeSet<String>,
+    card_chardevs: BTreeSet<String>,
     /// It has left the directory to which its relative paths belong.
     is_daemon: bool,
     /// Keys of the settings of all options.
     keys: Vec<String>,
     names: Vec<StagingName>,
+    cards: Vec<PathBuf>,
     added: Vec<QemuOption>,
     refusals: Vec<Refusal>,
 }
@@ -415,6 +445,7 @@ impl Rewriter<'_> {
             }
             "socket" if value("fd").is_some() && id == LAUNCHERS_MONITOR => None,
             "socket" if value("fd").is_some() => self.refuse(key, &id, DESCRIPTOR_REASON),
+            "socket" if self.card_chardevs.contains(&id) => self.card(option, properties, key),
             "socket" if is_on(value("abstract")) => self.refuse(key, &id, PORT_REASON),
             "socket" => match value("path") {
                 Some(path) if is_on(value("server")) => {
@@ -435,6 +466,23 @@ impl Rewriter<'_> {
             },
             "stdio" | "pty" => self.refuse(key, &id, TERMINAL_REASON),
             backend => self.refuse(key, backend, UNKNOWN_REASON),
+        }
+    }
+
+    /// The connection to a card.
+    fn card(&mut self, option: &QemuOption, properties: &Properties, key: &str) -> Option<QemuOption> {
+        if self.context.cards == Cards::Refused {
+            // Its network is refused.
+            return None;
+        }
+        let is_plain = |name: &str| !is_on(properties.value(name));
+        match properties.value("path").filter(|_| is_plain("server") && is_plain("abstract")) {
+            Some(path) if self.has_known_path(&path, key) => {
+                self.cards.push(self.context.working_directory.join(path));
+                Some(option.clone())
+            }
+            Some(_) => None,
+            None => self.refuse(key, &properties.value("path").unwrap_or_default(), CARD_LISTENS_REASON),
         }
     }
 
@@ -520,9 +568,10 @@ impl Rewriter<'_> {
             "tap" => {
                 "a tap has one QEMU at a time; give the guest a card of `towline net`, or set another tap and connect it to the same bridge"
             }
-            "vhost-user" => {
-                "its card is in another process, which serves one QEMU at a time; unplug it before"
-            }
+            "vhost-user" => match self.context.cards {
+                Cards::Shared => return Some(option.clone()),
+                Cards::Refused => CARD_REASON,
+            },
             _ => UNKNOWN_REASON,
         };
         self.refuse(key, &kind, reason)

@@ -9,6 +9,8 @@ fn context(settings: &[Setting], vsocks: Vsocks) -> Context<'_> {
         generation_id: Some("324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87"),
         settings,
         vsocks,
+        vsock_chardevs: &[],
+        cards: Cards::Refused,
         number: 0x2a,
     }
 }
@@ -175,6 +177,28 @@ fn a_vsock_that_is_detached_keeps_its_chardev() {
     let old = CommandLine::parse(line).unwrap();
     let made = rewrite(&old, &context(&[], Vsocks::Detached)).unwrap();
     assert_eq!(words(&made), ["-chardev", "socket,id=c,path=/run/v", "-machine", MACHINE]);
+    // One that was plugged in since.
+    let chardevs = ["c".to_owned()];
+    let context = Context { vsock_chardevs: &chardevs, ..context(&[], Vsocks::Detached) };
+    let made = rewrite(&CommandLine::parse(&line[..2]).unwrap(), &context).unwrap();
+    assert_eq!(words(&made), ["-chardev", "socket,id=c,path=/run/v", "-machine", MACHINE]);
+}
+
+#[test]
+fn cards_keep_their_sockets_on_request() {
+    let line = ["-chardev", "socket,id=c,path=net.sock,reconnect=1", "-netdev", "vhost-user,id=n0,chardev=c"];
+    assert_eq!(refused(&line, &[], Vsocks::Refused), ["netdev.n0"]);
+    let shared = Context { cards: Cards::Shared, ..context(&[], Vsocks::Refused) };
+    let made = rewrite(&CommandLine::parse(line).unwrap(), &shared).unwrap();
+    assert_eq!(words(&made), [&line[..], &["-machine", MACHINE]].concat());
+    assert_eq!(made.cards, [Path::new("/srv/vm/net.sock")]);
+    // QEMU listens for its card, or does not know its path.
+    for chardev in ["socket,id=c,path=/run/n,server=on,wait=off", "socket,id=c,host=::1,port=1"] {
+        let line = ["-chardev", chardev, "-netdev", "vhost-user,id=n0,chardev=c"];
+        let refusals = rewrite(&CommandLine::parse(line).unwrap(), &shared).unwrap_err();
+        let keys: Vec<_> = refusals.into_iter().map(|refusal| refusal.setting).collect();
+        assert_eq!(keys, ["chardev.c"]);
+    }
 }
 
 #[test]

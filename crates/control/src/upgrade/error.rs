@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use towline_launch::{LaunchError, MemoryError, ParseError, Refused, RuntimeError};
+use towline_launch::{LaunchError, MemoryFileError, ParseError, Refused, RuntimeError};
 
 use crate::in_place;
 use crate::qemu;
@@ -39,7 +39,7 @@ pub enum Error {
     Qemu(#[from] qemu::Error),
     /// Memory that the exit of a QEMU would discard.
     #[error(transparent)]
-    InPlace(#[from] in_place::Error),
+    InPlace(in_place::Error),
     /// The process of the old QEMU is not known.
     #[error(
         "process of QEMU on {socket} is not known: {reason}; upgrade it on its own host, as its user and outside of containers"
@@ -104,6 +104,17 @@ pub enum Error {
     /// A setting or an argument of the user is at fault.
     #[error(transparent)]
     Arguments(#[from] Refused),
+    /// A card that only one QEMU can have.
+    #[error(
+        "the process at {}, which has a network card, does not reply to a second QEMU: {source}; it has to be a `towline net` without \
+         --af-xdp that has one QEMU (restart it if it is an older one), or unplug the card before", path.display()
+    )]
+    OneFrontend {
+        /// Socket of the card.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
     /// Memory that no other process can map.
     #[error(
         "memory backend {backend:?} ({kind}) cannot be mapped by another QEMU: {reason}. Its guest keeps it for as long as its QEMU \
@@ -139,13 +150,23 @@ pub enum Error {
     },
     /// The memory cannot be mapped.
     #[error(transparent)]
-    Memory(#[from] MemoryError),
+    Memory(#[from] MemoryFileError),
     /// The directory of the new QEMU cannot be used.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
     /// The new QEMU did not start.
     #[error(transparent)]
     Launch(#[from] LaunchError),
+}
+
+impl From<in_place::Error> for Error {
+    fn from(error: in_place::Error) -> Self {
+        match error {
+            // As every query: the old QEMU may have ended.
+            in_place::Error::Qemu(error) => Self::Qemu(error),
+            error => Self::InPlace(error),
+        }
+    }
 }
 
 impl From<towline_qmp::Error> for Error {

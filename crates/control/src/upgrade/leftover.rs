@@ -12,7 +12,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-use towline_launch::{GuestState, RuntimeRoot};
+use towline_launch::{RunningGuest, RuntimeRoot};
 use towline_qmp::Options;
 use towline_qmp::commands::RunState;
 
@@ -40,7 +40,7 @@ pub(super) fn end(root: &RuntimeRoot, base: &str, old: &OldQemu) {
     }
 }
 
-fn is_leftover(guest: &GuestState, base: &str) -> bool {
+fn is_leftover(guest: &RunningGuest, base: &str) -> bool {
     let number = guest.name.strip_prefix(base).and_then(|rest| rest.strip_prefix('.'));
     let is_numbered = number.is_some_and(|number| number.parse::<u32>().is_ok());
     let has_owner = Path::new("/proc").join(guest.owner_pid.to_string()).exists();
@@ -48,7 +48,7 @@ fn is_leftover(guest: &GuestState, base: &str) -> bool {
 }
 
 /// See the picture in the module's text.
-fn is_useless(guest: &GuestState, old: &OldQemu) -> bool {
+fn is_useless(guest: &RunningGuest, old: &OldQemu) -> bool {
     let options = Options { deadline: REPLY_TIMEOUT, greeting_deadline: REPLY_TIMEOUT, ..Options::default() };
     let Ok(qemu) = Qemu::inspect(&guest.qmp, &options) else { return false };
     let facts = qemu.facts();
@@ -79,7 +79,7 @@ fn maps_memory_of(pid: u32, old: &OldQemu) -> bool {
     open.any(|file| memory.contains(&file))
 }
 
-fn kill(guest: &GuestState) {
+fn kill(guest: &RunningGuest) {
     let Some(pid) = i32::try_from(guest.pid).ok().and_then(Pid::from_raw) else { return };
     let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else { return };
     // The descriptor is of the process that runs now; it has to be that of the state.

@@ -13,6 +13,7 @@ use towline_qmp::{self as qmp, Options};
 
 use super::error::Error;
 use crate::in_place::{self, GuestBackends};
+use crate::plan;
 use crate::process::Process;
 use crate::qemu::{Facts, Qemu};
 
@@ -42,6 +43,8 @@ pub(super) struct OldQemu {
     pub(super) has_guest: bool,
     /// The guest's vmgenid, if it has one.
     pub(super) generation_id: Option<String>,
+    /// Chardevs of its vsocks.
+    pub(super) vsock_chardevs: Vec<String>,
 }
 
 impl OldQemu {
@@ -68,6 +71,7 @@ impl OldQemu {
             machine: qemu.facts().machine.clone(),
             backends: in_place::guest_backends(&mut qemu)?,
             generation_id: generation_id(&mut qemu)?,
+            vsock_chardevs: plan::vsock_chardevs(&mut qemu),
             working_directory: link(pid, "cwd")?,
             socket,
             program,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use towline_channel::{Address, Cancel, ConnectOptions, Listener};
-use towline_control::in_place::{Error, Kind, Presence, Reason, of_running};
+use towline_control::in_place::{Error, MappingKind, Presence, Reason, of_running};
 use towline_control::qemu::Qemu;
 use towline_migration::{Incoming, Relay, Session, incoming, outgoing};
 use towline_qmp::commands::{
@@ -26,7 +26,7 @@ fn memory_of_a_running_qemu_is_proven_for_another() {
         let (other_process, _other) = with_memfd(binary);
         let shared = |process: &TestQemu| format!("mem-path={},share=on", memfd_of(process));
         let (_process, mut new) = waiting(newer, "mem", &shared(&old_process));
-        assert_mapped(&of_running(&mut new, &mut old).unwrap(), "mem", Kind::Running);
+        assert_mapped(&of_running(&mut new, &mut old).unwrap(), "mem", MappingKind::Running);
         // Of another QEMU's memory.
         let (_process, mut new) = waiting(newer, "mem", &shared(&other_process));
         let presence = of_running(&mut new, &mut old).unwrap();
@@ -89,7 +89,7 @@ fn memory_that_an_exit_would_discard_is_refused() {
             let (new_process, mut new) = waiting(&newer, "mem", &backend(of_new));
             let sockets = [old_process.path("qmp"), new_process.path("qmp")];
             match (of_running(&mut new, &mut old), discards) {
-                (Ok(presence), None) => assert_mapped(&presence, "mem", Kind::Running),
+                (Ok(presence), None) => assert_mapped(&presence, "mem", MappingKind::Running),
                 (Err(Error::DiscardsData { socket, backend }), Some(side)) => {
                     let expected: &PathBuf = &sockets[side];
                     assert_eq!((Path::new(&socket), backend.as_str()), (expected.as_path(), "mem"));
@@ -169,7 +169,7 @@ fn a_guest_goes_on_in_another_qemu_on_the_same_memory() {
         let before = content(&memfd);
         let (_process, mut new) = waiting(newer, "mem", &format!("mem-path={memfd},share=on"));
         let presence = of_running(&mut new, &mut old).unwrap();
-        assert_mapped(&presence, "mem", Kind::Running);
+        assert_mapped(&presence, "mem", MappingKind::Running);
         let sent = relay(&presence, &mut old, &mut new, directory.path());
         println!("{}: {sent} bytes were sent", old.version_text());
         assert!(sent < 4 * MIB, "{sent} bytes were sent");

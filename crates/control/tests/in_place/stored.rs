@@ -5,7 +5,7 @@ use std::path::Path;
 
 use towline_channel::Cancel;
 use towline_control::in_place::{
-    Error, Kind, Reason, Reflink, Verify, find_mapped_memory, may_map, of_image, of_reflink,
+    Error, MappingKind, Need, Reason, Reflink, Verify, find_mapped_memory, may_map, of_image, of_reflink,
 };
 use towline_control::qemu::Qemu;
 use towline_image::Image;
@@ -27,7 +27,7 @@ fn memory_of_an_image_is_proven_or_a_reason_is_given() {
             continue;
         }
         let (process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off");
-        assert_mapped(&of_image(&mut qemu, &stored.image).unwrap(), BLOCK_NAME, Kind::CopyOnWrite);
+        assert_mapped(&of_image(&mut qemu, &stored.image).unwrap(), BLOCK_NAME, MappingKind::CopyOnWrite);
         drop(qemu);
         assert!(may_map(&process.path("qmp"), stored.image.path()));
         let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off,prealloc=on");
@@ -117,7 +117,8 @@ fn memory_of_no_image_is_not_expected_to_be_mapped() {
             let notice = |text: &str| notices.borrow_mut().push(text.to_owned());
             let cancel = Cancel::new().unwrap();
             let offered =
-                find_mapped_memory(&mut qemu, &stored.image, Verify::Nothing, &cancel, &notice).unwrap();
+                find_mapped_memory(&mut qemu, &stored.image, (Verify::Nothing, Need::Any), &cancel, &notice)
+                    .unwrap();
             assert!(offered.is_none() && notices.into_inner().is_empty());
             drop(qemu);
             // A new file is looked at, so that the guest is sent as fast as into any other memory.
@@ -163,7 +164,7 @@ fn an_image_that_is_being_replaced_is_not_mapped() {
     assert_eq!(*reason(&presence), Reason::Locked { path: stored.image.path().to_owned() });
     drop(file);
     let presence = of_image(&mut qemu, &stored.image).unwrap();
-    assert_mapped(&presence, BLOCK_NAME, Kind::CopyOnWrite);
+    assert_mapped(&presence, BLOCK_NAME, MappingKind::CopyOnWrite);
     let file = std::fs::File::open(stored.image.path()).unwrap();
     let lock = || rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
     assert!(lock().is_err(), "it stays for as long as the proof is held");
@@ -199,13 +200,19 @@ fn damage_of_mapped_memory_is_found_before_it_is_used() {
     let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off");
     let cancel = Cancel::new().unwrap();
     let image = || Image::open(stored.image.path()).unwrap().verify_on_read().unwrap();
-    let offered = find_mapped_memory(&mut qemu, &image(), Verify::All, &cancel, &|_| {}).unwrap();
+    let offered =
+        find_mapped_memory(&mut qemu, &image(), (Verify::All, Need::Any), &cancel, &|_| {}).unwrap();
     assert!(offered.is_some());
     file.write_all_at(&[0x55; 8], mapped.pages_offset + page.unwrap() + 64).unwrap();
-    let error = find_mapped_memory(&mut qemu, &image(), Verify::All, &cancel, &|_| {}).unwrap_err();
+    let error =
+        find_mapped_memory(&mut qemu, &image(), (Verify::All, Need::Any), &cancel, &|_| {}).unwrap_err();
     assert!(matches!(error, Error::Damaged(_)) && error.to_string().contains("guest.img"), "{error}");
     // Without a comparison it is not looked for.
-    assert!(find_mapped_memory(&mut qemu, &image(), Verify::Nothing, &cancel, &|_| {}).unwrap().is_some());
+    assert!(
+        find_mapped_memory(&mut qemu, &image(), (Verify::Nothing, Need::Any), &cancel, &|_| {})
+            .unwrap()
+            .is_some()
+    );
 }
 
 #[test]
@@ -227,7 +234,7 @@ fn a_reflink_may_be_mapped_shared() {
         let (_process, mut qemu) = waiting(&binary, BLOCK_NAME, &properties);
         let presence = of_image(&mut qemu, &stored.image).unwrap();
         assert!(matches!(reason(&presence), Reason::OtherFile { .. }), "{presence:?}");
-        assert_mapped(&of_reflink(&mut qemu, reflink).unwrap(), BLOCK_NAME, Kind::Reflink);
+        assert_mapped(&of_reflink(&mut qemu, reflink).unwrap(), BLOCK_NAME, MappingKind::Reflink);
         std::fs::remove_file(&path).unwrap();
     }
 }

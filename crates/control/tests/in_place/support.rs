@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 use towline_channel::Cancel;
-use towline_control::in_place::{Kind, Presence, Reason};
+use towline_control::in_place::{MappingKind, Presence, Reason};
 use towline_control::plan::{Destination, Observer, Request, Source, copy};
 use towline_control::qemu::Qemu;
 use towline_image::Image;
@@ -96,7 +96,7 @@ pub(crate) fn reason(presence: &Presence) -> &Reason {
 }
 
 #[track_caller]
-pub(crate) fn assert_mapped(presence: &Presence, block: &str, kind: Kind) {
+pub(crate) fn assert_mapped(presence: &Presence, block: &str, kind: MappingKind) {
     let [mapped] = presence.mapped() else { panic!("{presence:?}") };
     assert_eq!((mapped.block.as_str(), mapped.bytes, mapped.kind), (block, MEMORY_MIB * MIB, kind));
 }

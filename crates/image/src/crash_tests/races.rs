@@ -11,7 +11,7 @@ use super::{
     NAME, Outcome, SCENARIOS, Scenario, a_working_set, copy_files, image, new, old, prepared, steps, store,
 };
 use crate::atomic_file;
-use crate::journal::{Fault, Op, Plan, record};
+use crate::journal::{Op, Plan, PublicationBug, record};
 use crate::manifest::sidecar_path;
 use crate::sidecar::staged_path;
 use crate::testing::{TestGuest, directory};
@@ -51,7 +51,7 @@ impl OtherImage {
 
 /// Runs a scenario with the files of another image arriving at all pairs of steps. The image that has the
 /// name at the end must be complete.
-pub(super) fn races(scenario: &Scenario, fault: Option<Fault>) -> Result<usize, String> {
+pub(super) fn races(scenario: &Scenario, fault: Option<PublicationBug>) -> Result<usize, String> {
     let (from, work, foreign) = (prepared(scenario), directory(), OtherImage::new());
     let directory = work.path();
     let steps = steps(scenario, from.path());
@@ -119,7 +119,7 @@ impl BaseChange {
 
 /// Numbers of steps at which the change leaves an increment without its base, and at which it leads to a
 /// whole image.
-fn without_base(event: BaseChange, fault: Option<Fault>) -> [usize; 2] {
+fn without_base(event: BaseChange, fault: Option<PublicationBug>) -> [usize; 2] {
     let (scenario, other) = (&SCENARIOS[4], OtherImage::new());
     let from = prepared(scenario);
     let (steps, [mut broken, mut whole]) = (steps(scenario, from.path()), [0; 2]);
@@ -152,7 +152,7 @@ fn an_increment_becomes_whole_if_its_base_changes_meanwhile() {
         let [broken, whole] = without_base(event, None);
         // Two: between the last check and the rename.
         assert!(broken <= 2 && whole > 5, "{event:?}: {broken} broken, {whole} whole");
-        let [broken, _] = without_base(event, Some(Fault::BaseNotRechecked));
+        let [broken, _] = without_base(event, Some(PublicationBug::BaseNotRechecked));
         assert!(broken > 10, "{event:?}: the bug is not detected");
     }
 }

@@ -19,7 +19,7 @@ fn index() -> Index {
     let mut names = vec![vec![ChunkHash::Zero; 4], vec![ChunkHash::Data([9; 32])], vec![]];
     names[0][1] = ChunkHash::Data([1; 32]);
     let origin = Origin { source: "qmp".into(), was_running: Some(true), ..Origin::default() };
-    Index::new(Contents {
+    Index::new(IndexContents {
         configuration: &configuration,
         section_id: 2,
         origin: &origin,

@@ -9,7 +9,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use super::error::truncated;
 use super::{Block, Digest, Error, ImageFacts, Manifest, Result, VERSION, sidecar_path};
 use crate::checksum::{CHUNK_BYTES, chunk_count};
-use crate::journal::{self, Fault};
+use crate::journal::{self, PublicationBug};
 
 /// Linux's limit for paths.
 pub(super) const PATH_BYTES_MAX: usize = 4096;
@@ -58,7 +58,7 @@ impl Manifest {
     ) -> Result<()> {
         let (path, image) = (path.to_owned(), image.to_owned());
         match (found.seal, self.image.seal) {
-            _ if journal::is_on(Fault::SealIgnored) => Ok(()),
+            _ if journal::is_on(PublicationBug::SealIgnored) => Ok(()),
             (Some(expected), _) if expected != text => {
                 Err(Error::Seal { path, image, found: text, expected })
             }

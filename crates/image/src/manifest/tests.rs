@@ -42,9 +42,13 @@ fn origin() -> Origin {
     Origin { source: "migration".into(), qemu, capabilities, was_running: Some(true), process: None }
 }
 
-fn contents<'a>(origin: &'a Origin, blocks: &'a [RamBlock], device_state: &'a DeviceState) -> Contents<'a> {
+fn contents<'a>(
+    origin: &'a Origin,
+    blocks: &'a [RamBlock],
+    device_state: &'a DeviceState,
+) -> ManifestContents<'a> {
     let hash = ChunkHash::Data([0xab; 32]);
-    Contents {
+    ManifestContents {
         origin,
         machine_type: "pc-q35-10.0",
         blocks,

@@ -37,14 +37,14 @@ pub struct CatalogEntry {
     /// Name below the prefix.
     pub name: String,
     /// Content of its index; the error's text if it cannot be read.
-    pub summary: Result<ImageSummary, String>,
+    pub summary: Result<StoredImageSummary, String>,
     /// Descriptions of the processes that read it, including those killed within the last hour.
     pub readers: Vec<String>,
 }
 
 /// Summary of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ImageSummary {
+pub struct StoredImageSummary {
     /// Time at which it was made.
     pub created: Timestamp,
     /// Source of its guest.
@@ -103,7 +103,8 @@ fn read(store: &Arc<Store>) -> Result<Catalog> {
         let Some(bytes) = store.get(&key, INDEX_BYTES_MAX)? else { continue };
         let owner = u32::try_from(catalog.images.len()).unwrap_or(u32::MAX);
         let summary = Index::parse(&bytes).map(|index| summarize(&index, owner, &mut chunks));
-        let summary = summary.map(|summary| ImageSummary { index_bytes: bytes.len() as u64, ..summary });
+        let summary =
+            summary.map(|summary| StoredImageSummary { index_bytes: bytes.len() as u64, ..summary });
         let name = key.strip_suffix(Location::SUFFIX).unwrap_or(&key).to_owned();
         let summary = summary.map_err(|error| error.to_string());
         indexes.push((key, Digest::of(&bytes)));
@@ -134,7 +135,7 @@ fn read(store: &Arc<Store>) -> Result<Catalog> {
 }
 
 /// Counts the references of an image's index. Its own chunks are only known after the last image.
-fn summarize(index: &Index, owner: u32, chunks: &mut HashMap<[u8; 32], Stored>) -> ImageSummary {
+fn summarize(index: &Index, owner: u32, chunks: &mut HashMap<[u8; 32], Stored>) -> StoredImageSummary {
     let (mut all, mut missing) = (ChunkTotals::default(), 0);
     let names: HashSet<_> = index.all_names().collect();
     for name in &names {
@@ -149,7 +150,7 @@ fn summarize(index: &Index, owner: u32, chunks: &mut HashMap<[u8; 32], Stored>) 
             }
         }
     }
-    ImageSummary {
+    StoredImageSummary {
         created: index.created(),
         source: index.origin().source.clone(),
         qemu: index.origin().qemu.clone(),

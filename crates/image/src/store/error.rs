@@ -45,7 +45,7 @@ pub enum Error {
         permission: &'static str,
     },
     /// The image does not exist.
-    /// Remedy: check the name; `towline inspect` opens an image.
+    /// Remedy: check the name; `towline store ls` lists the images of a prefix.
     #[error("{image}: there is no such image: the store has no {object:?}")]
     NoImage {
         /// The image.
@@ -60,7 +60,7 @@ pub enum Error {
         image: String,
     },
     /// The index is invalid.
-    /// Remedy: use another image: a part of this one is damaged or of another version.
+    /// Remedy: run from another image (`towline store ls`): a part of this one is damaged or of another version.
     #[error("{image}: {why}")]
     Index {
         /// The image.
@@ -187,7 +187,7 @@ pub enum Error {
         what: &'static str,
     },
     /// This host lacks memory, threads or descriptors.
-    /// Remedy: check the credentials, the network and the permissions of the store.
+    /// Remedy: raise the limits of this process (`ulimit -n`, `ulimit -u`), or free memory of this host.
     #[error("{what}: {why}")]
     Host {
         /// The resource.
@@ -196,7 +196,7 @@ pub enum Error {
         why: io::Error,
     },
     /// A file with credentials cannot be used.
-    /// Remedy: check the permissions and the free space of the path.
+    /// Remedy: let this user read the file; docs/store.md lists the files and variables that are used.
     #[error("{path}: {why}")]
     Credentials {
         /// The file.
@@ -231,17 +231,20 @@ pub struct ChunkPosition {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MissingChunkCause {
     /// The reader had a lease all the time.
+    /// Remedy: use another image, and let only towline (`towline store gc`) remove objects of the prefix.
     #[error(
         "another program removed it, since this reader's lease protects it from towline's garbage collection"
     )]
     Leased,
     /// The reader's lease was not renewed in time.
+    /// Remedy: use another image; leases are renewed as long as this host reaches the store.
     #[error("garbage collection may have removed it while this reader's lease was lost ({why})")]
     LeaseLost {
         /// Reason for the loss.
         why: String,
     },
     /// The reader has no write permission and thus no lease.
+    /// Remedy: use another image, and let readers write to the prefix, or run no `towline store gc` while they read.
     #[error(
         "this reader has no lease ({why}), so garbage collection may have removed it after the image was replaced or removed"
     )]

@@ -2,7 +2,7 @@
 
 /// A rule of the lease protocol that is deliberately broken. Never enabled outside of tests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fault {
+pub(super) enum StoreBug {
     /// Collectors share one lease and do not check for each other; the first one to end removes it.
     SharedCollection,
     /// A renewal succeeds after a gap of any length, and recreates a removed lease.

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use towline_channel::Cancel;
 
 use super::access::{Store, check_directory};
-use super::fault::Fault;
+use super::fault::StoreBug;
 use super::images::{RETIRED, retired_key};
 use super::lease::{Lease, LeaseEntry, LeaseKind, age, leases};
 use super::{ConditionalWrites, Error, Result, chunk};
@@ -117,7 +117,7 @@ impl Garbage {
             let done =
                 store.wait_uncancelled(async move { objects.remove_with_lease(&key, &lease_state).await });
             if let Err(error) = done {
-                if !error.is_final() && !store.has_fault(Fault::LateRemovalIgnored) {
+                if !error.is_final() && !store.has_fault(StoreBug::LateRemovalIgnored) {
                     // The request may still arrive.
                     lease.keep_in_store();
                 }
@@ -170,7 +170,7 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
         Ok(())
     })?;
     let early =
-        store.has_fault(Fault::ReadersFirst).then(|| leases(store, LeaseKind::Reader, now)).transpose()?;
+        store.has_fault(StoreBug::ReadersFirst).then(|| leases(store, LeaseKind::Reader, now)).transpose()?;
     let referenced = referenced(store, &mut garbage)?;
     let mut readers = Vec::new();
     for kind in LeaseKind::ALL {
@@ -213,7 +213,7 @@ fn reader_needs(
     garbage: &mut Garbage,
 ) -> Result<ReaderNeeds> {
     let mut needs = ReaderNeeds::default();
-    if store.has_fault(Fault::ReadersIgnored) {
+    if store.has_fault(StoreBug::ReadersIgnored) {
         return Ok(needs);
     }
     // Each copy is read once, even if it has several readers.
@@ -240,7 +240,7 @@ fn reader_needs(
         };
         match copy {
             Some(copy) => needs.chunks.extend(copy.all_names()),
-            None => needs.is_unknown |= !store.has_fault(Fault::UnknownIndexIgnored),
+            None => needs.is_unknown |= !store.has_fault(StoreBug::UnknownIndexIgnored),
         }
     }
     Ok(needs)

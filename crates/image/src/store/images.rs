@@ -18,7 +18,7 @@ use object_store::ObjectMeta;
 use towline_channel::Cancel;
 
 use super::access::{Store, check_directory};
-use super::fault::Fault;
+use super::fault::StoreBug;
 use super::lease::{Lease, LeaseKind, leases};
 use super::objects::{WriteMode, version_of};
 use super::{Error, Result};
@@ -199,7 +199,7 @@ fn put_index(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: 
         Err(error) if error.is_final() => return Err(error),
         Err(error) => error,
     };
-    if !store.has_fault(Fault::LateIndexIgnored) {
+    if !store.has_fault(StoreBug::LateIndexIgnored) {
         lease.keep_in_store();
     }
     match store.wait_uncancelled(store.get_future(key, bytes.len() as u64)) {
@@ -237,7 +237,7 @@ pub(super) fn read_leased(store: &Arc<Store>, image: &str, key: &str) -> Result<
             Err(error) => return Err(error),
         };
         // A process that replaced or removed the index before the lease existed did not see the lease.
-        if store.has_fault(Fault::ReaderUnconfirmed) || is_current(store, key, &meta, &bytes)? {
+        if store.has_fault(StoreBug::ReaderUnconfirmed) || is_current(store, key, &meta, &bytes)? {
             return Ok(LeasedIndex { bytes, lease: Ok(lease) });
         }
     }

@@ -26,7 +26,7 @@ use object_store::UpdateVersion;
 use serde::{Deserialize, Serialize};
 
 use super::access::Store;
-use super::fault::Fault;
+use super::fault::StoreBug;
 use super::lease_state::LeaseState;
 use super::objects::{Objects, WriteMode, version_of};
 use super::{Error, LEASE_AGE_MAX, LEASE_INTERVAL, LEASE_RETRY_INTERVAL, Result};
@@ -176,7 +176,7 @@ struct LeaseObject {
 impl Lease {
     /// Creates the lease of an upload of the image with this key. Fails if a collection is active.
     pub(super) fn upload(store: &Arc<Store>, image: &str) -> Result<Self> {
-        if store.has_fault(Fault::UploadChecksFirst) {
+        if store.has_fault(StoreBug::UploadChecksFirst) {
             let found = leases(store, LeaseKind::Collection, SystemTime::UNIX_EPOCH)?;
             if let Some(found) = found.first() {
                 return Err(collection_active(store, found));
@@ -184,7 +184,7 @@ impl Lease {
         }
         let lease = Self::create(store, LeaseKind::Upload, LeaseOwner::new(Some(image.into()), None))?;
         let now = lease.store_time()?;
-        let collections = if store.has_fault(Fault::UploadChecksFirst) {
+        let collections = if store.has_fault(StoreBug::UploadChecksFirst) {
             Vec::new()
         } else {
             leases(store, LeaseKind::Collection, now)?
@@ -207,7 +207,7 @@ impl Lease {
         let own = lease.key();
         let others = leases(store, LeaseKind::Collection, now)?;
         let other = others.iter().find(|found| found.is_alive() && found.key != own);
-        if let Some(other) = other.filter(|_| !store.has_fault(Fault::SharedCollection)) {
+        if let Some(other) = other.filter(|_| !store.has_fault(StoreBug::SharedCollection)) {
             return Err(collection_active(store, other));
         }
         let uploads = leases(store, LeaseKind::Upload, now)?;
@@ -223,7 +223,7 @@ impl Lease {
     }
 
     fn create(store: &Arc<Store>, kind: LeaseKind, owner: LeaseOwner) -> Result<Self> {
-        let shared = kind == LeaseKind::Collection && store.has_fault(Fault::SharedCollection);
+        let shared = kind == LeaseKind::Collection && store.has_fault(StoreBug::SharedCollection);
         let key = if shared { format!("{}/0", kind.directory()) } else { new_key(kind) };
         let begun = store.clock().now();
         let mode = if shared { WriteMode::Replace } else { WriteMode::Create };
@@ -372,7 +372,7 @@ impl Renewal {
                 return;
             }
             let begun = self.objects.clock().now();
-            let heals = self.objects.has_fault(Fault::GapHeals);
+            let heals = self.objects.has_fault(StoreBug::GapHeals);
             let renewed = match self.lease_state.check() {
                 Err(_) if self.kind == LeaseKind::Reader => self.replace(&mut object).await,
                 Err(_) if !heals => return,
@@ -399,7 +399,7 @@ impl Renewal {
             if self.writes != ConditionalWrites::All {
                 match self.objects.head(&object.key).await? {
                     Some(found) => object.version = version_of(&found),
-                    None if self.objects.has_fault(Fault::GapHeals) => {}
+                    None if self.objects.has_fault(StoreBug::GapHeals) => {}
                     None => break,
                 }
             }
@@ -416,7 +416,7 @@ impl Renewal {
                 // The lease was removed, or an earlier attempt arrived and its response was lost.
                 Err(Error::Changed { .. }) => match self.objects.head(&object.key).await? {
                     Some(found) => object.version = version_of(&found),
-                    None if self.objects.has_fault(Fault::GapHeals) => {
+                    None if self.objects.has_fault(StoreBug::GapHeals) => {
                         object.version = self.objects.put(&object.key, bytes, WriteMode::Replace).await?;
                         return Ok(());
                     }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use super::clock::Clock;
-use super::fault::Fault;
+use super::fault::StoreBug;
 use super::{Error, LEASE_GAP_MAX, Result};
 use crate::lock::lock;
 
@@ -17,7 +17,7 @@ pub(super) struct LeaseState {
     state: Mutex<State>,
     /// Reason for which an earlier lease was lost.
     past_loss: OnceLock<String>,
-    fault: Option<Fault>,
+    fault: Option<StoreBug>,
 }
 
 #[derive(Debug)]
@@ -34,7 +34,7 @@ enum State {
 
 impl LeaseState {
     /// State of a lease whose creation was sent at `begun`.
-    pub(super) fn new(store: String, clock: Clock, begun: Duration, fault: Option<Fault>) -> Self {
+    pub(super) fn new(store: String, clock: Clock, begun: Duration, fault: Option<StoreBug>) -> Self {
         Self {
             store,
             clock,
@@ -65,7 +65,7 @@ impl LeaseState {
                 gap.as_secs(),
                 LEASE_GAP_MAX.as_secs()
             );
-            if self.fault == Some(Fault::GapHeals) {
+            if self.fault == Some(StoreBug::GapHeals) {
                 return Err(Error::Lost { store: self.store.clone(), why });
             }
             *state = State::Lost { why };
@@ -79,7 +79,7 @@ impl LeaseState {
     /// Records a successful renewal that was sent at `begun`.
     pub(super) fn mark_renewed(&self, begun: Duration) {
         // A renewal does not end a gap that was too long.
-        if self.check().is_ok() || self.fault == Some(Fault::GapHeals) {
+        if self.check().is_ok() || self.fault == Some(StoreBug::GapHeals) {
             *self.lock() = State::Held { renewed: begun };
         }
     }

@@ -11,7 +11,7 @@ use object_store::{
 
 use super::clock::Clock;
 use super::error::is_bucket_missing;
-use super::fault::Fault;
+use super::fault::StoreBug;
 use super::lease_state::LeaseState;
 use super::{Error, Result};
 use crate::location::Location;
@@ -23,7 +23,7 @@ pub(super) struct Objects {
     prefix: Path,
     location: Location,
     clock: Clock,
-    fault: Option<Fault>,
+    fault: Option<StoreBug>,
 }
 
 /// Condition of a write.
@@ -51,17 +51,17 @@ impl Objects {
 
     /// Enables a bug.
     #[cfg(test)]
-    pub(super) fn with_fault(self, fault: Option<Fault>) -> Self {
+    pub(super) fn with_fault(self, fault: Option<StoreBug>) -> Self {
         Self { fault, ..self }
     }
 
     /// The enabled bug.
-    pub(super) fn fault(&self) -> Option<Fault> {
+    pub(super) fn fault(&self) -> Option<StoreBug> {
         self.fault
     }
 
     /// Returns true if this bug is enabled; never outside of tests.
-    pub(super) fn has_fault(&self, fault: Fault) -> bool {
+    pub(super) fn has_fault(&self, fault: StoreBug) -> bool {
         self.fault == Some(fault)
     }
 
@@ -176,7 +176,7 @@ impl Objects {
         mode: WriteMode,
         lease_state: &LeaseState,
     ) -> Result<UpdateVersion> {
-        if !self.has_fault(Fault::IndexUnchecked) {
+        if !self.has_fault(StoreBug::IndexUnchecked) {
             lease_state.check()?;
         }
         self.put(key, bytes, mode).await
@@ -192,7 +192,7 @@ impl Objects {
 
     /// As [`Self::remove`], if the lease is held; in one step as [`Self::put_with_lease`].
     pub(super) async fn remove_with_lease(&self, key: &str, lease_state: &LeaseState) -> Result<()> {
-        if !self.has_fault(Fault::RemovalUnchecked) {
+        if !self.has_fault(StoreBug::RemovalUnchecked) {
             lease_state.check()?;
         }
         self.remove(key).await

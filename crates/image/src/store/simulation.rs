@@ -35,7 +35,7 @@ use world::{EventCounts, World};
 
 #[cfg(doc)]
 use super::LEASE_AGE_MAX;
-use super::fault::Fault;
+use super::fault::StoreBug;
 
 /// Number of scenarios in an ordinary test run.
 const SEEDS: u64 = 600;
@@ -52,7 +52,7 @@ fn seeds() -> Range<u64> {
 }
 
 /// Runs a scenario. A violation names the seed and, if `TOWLINE_TRACE` is set, has all events.
-fn run_seed(seed: u64, fault: Option<Fault>) -> Result<EventCounts, String> {
+fn run_seed(seed: u64, fault: Option<StoreBug>) -> Result<EventCounts, String> {
     let scenario = Scenario::random(seed);
     let world = World::new(&scenario, fault);
     scenario::run(&scenario, &world).map_err(|error| {
@@ -89,19 +89,19 @@ fn a_seed_replays_its_run() {
 }
 
 /// Each bug and a seed that detects it, so that the ordinary tests need not search for it.
-const FAULTS: &[(Fault, u64)] = &[
-    (Fault::SharedCollection, 1804),
-    (Fault::GapHeals, 1253),
-    (Fault::SuspendedTimeIgnored, 861),
-    (Fault::IndexUnchecked, 1253),
-    (Fault::RemovalUnchecked, 861),
-    (Fault::UploadChecksFirst, 782),
-    (Fault::ReadersIgnored, 1182),
-    (Fault::ReadersFirst, 1695),
-    (Fault::ReaderUnconfirmed, 227),
-    (Fault::UnknownIndexIgnored, 1182),
-    (Fault::LateIndexIgnored, 6975),
-    (Fault::LateRemovalIgnored, 7084),
+const FAULTS: &[(StoreBug, u64)] = &[
+    (StoreBug::SharedCollection, 1804),
+    (StoreBug::GapHeals, 1253),
+    (StoreBug::SuspendedTimeIgnored, 861),
+    (StoreBug::IndexUnchecked, 1253),
+    (StoreBug::RemovalUnchecked, 861),
+    (StoreBug::UploadChecksFirst, 782),
+    (StoreBug::ReadersIgnored, 1182),
+    (StoreBug::ReadersFirst, 1695),
+    (StoreBug::ReaderUnconfirmed, 227),
+    (StoreBug::UnknownIndexIgnored, 1182),
+    (StoreBug::LateIndexIgnored, 6975),
+    (StoreBug::LateRemovalIgnored, 7084),
 ];
 
 #[test]
@@ -121,7 +121,7 @@ fn each_fault_that_is_put_back_is_found() {
 fn every_fault_has_seeds_that_find_it() {
     // `all`, or names of bugs.
     let Ok(wanted) = std::env::var("TOWLINE_FIND_FAULTS") else { return };
-    let is_wanted = |fault: &Fault| wanted == "all" || wanted.contains(&format!("{fault:?}"));
+    let is_wanted = |fault: &StoreBug| wanted == "all" || wanted.contains(&format!("{fault:?}"));
     let mut first = BTreeMap::new();
     for fault in scenario::ALL_FAULTS.into_iter().filter(is_wanted) {
         let found = (0..SEEDS_PER_BUG_MAX).find_map(|seed| Some((seed, run_seed(seed, Some(fault)).err()?)));

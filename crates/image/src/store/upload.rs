@@ -18,7 +18,7 @@ use super::images;
 use super::lease::Lease;
 use super::objects::WriteMode;
 use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
-use crate::index::{Contents, Index};
+use crate::index::{Index, IndexContents};
 use crate::location::Location;
 use crate::lock::lock;
 use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
@@ -297,7 +297,7 @@ pub fn store_image(
     upload.flush()?;
     let from = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
     let origin = image.manifest().map_or(from, |manifest| manifest.origin().clone());
-    let index = Index::new(Contents {
+    let index = Index::new(IndexContents {
         configuration: image.configuration(),
         section_id: image.ram_section_id(),
         origin: &origin.with_run_state(image.devices()),

@@ -25,7 +25,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use super::spool::{ChunkNumber, Spool};
 use super::upload::{Upload, first_error, threads};
 use super::{CHUNK_BYTES, Error, Result};
-use crate::index::{Contents, Index};
+use crate::index::{Index, IndexContents};
 use crate::location::Location;
 use crate::lock::lock;
 use crate::page_runs::page_runs;
@@ -180,7 +180,7 @@ impl StoreWriter {
         let state = self.items.take_device_state().map_err(missing)?;
         let device_state_names = self.upload.store_bytes(state.bytes())?;
         self.upload.flush()?;
-        let index = Index::new(Contents {
+        let index = Index::new(IndexContents {
             configuration: self.items.configuration().map_err(missing)?,
             section_id: self.items.section_id().map_err(missing)?,
             origin: &self.origin.clone().with_run_state(&state),

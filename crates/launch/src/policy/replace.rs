@@ -6,7 +6,7 @@ use super::devices;
 use super::form::Form;
 use crate::command_line::{CommandLine, OptionName, OptionValue, QemuOption};
 use crate::host::HostArguments;
-use crate::settings::{Candidate, Origin};
+use crate::settings::{Candidate, ValueOrigin};
 
 /// Options that make a network of their own, or state that there is none.
 const NETWORKS: [&str; 4] = ["netdev", "net", "nic", "nodefaults"];
@@ -14,12 +14,12 @@ const NETWORKS: [&str; 4] = ["netdev", "net", "nic", "nodefaults"];
 const RING: &str = "64K";
 
 /// Removes the image's accelerators if this host names one: of several, QEMU takes the first that works.
-pub(super) fn accelerator(candidates: &mut Vec<Candidate>, own: &CommandLine) {
+pub(super) fn accelerator(candidates: &mut Vec<Candidate>, user_arguments: &CommandLine) {
     let is_of_host = |candidate: &Candidate| match &candidate.origin {
-        Origin::Host => names_accelerator(&candidate.option),
-        Origin::Image(trusted) => trusted.contains("accel"),
+        ValueOrigin::Host => names_accelerator(&candidate.option),
+        ValueOrigin::Image(trusted) => trusted.contains("accel"),
     };
-    if !candidates.iter().any(is_of_host) && !own.options().iter().any(names_accelerator) {
+    if !candidates.iter().any(is_of_host) && !user_arguments.options().iter().any(names_accelerator) {
         return;
     }
     for candidate in candidates.iter_mut().filter(|candidate| !is_of_host(candidate)) {
@@ -47,19 +47,19 @@ fn names_accelerator(option: &QemuOption) -> bool {
 }
 
 /// Isolates QEMU's own network, QEMU's default one included, and has taps run no script, unless this host says otherwise.
-pub(super) fn networks(candidates: &mut Vec<Candidate>, own: &CommandLine) {
+pub(super) fn networks(candidates: &mut Vec<Candidate>, user_arguments: &CommandLine) {
     let is_network = |option: &QemuOption| NETWORKS.contains(&option.name.as_str());
-    if !candidates.iter().map(|candidate| &candidate.option).chain(own.options()).any(is_network) {
+    if !candidates.iter().map(|candidate| &candidate.option).chain(user_arguments.options()).any(is_network) {
         // These are QEMU's defaults, which would not be isolated.
         let defaults = ["nic", "user"].into_iter().filter_map(|value| parse("net", value));
         candidates.extend(defaults.map(|option| Candidate {
             option,
             address: "net".into(),
-            origin: Origin::Image(BTreeSet::new()),
+            origin: ValueOrigin::Image(BTreeSet::new()),
         }));
     }
     for Candidate { option, origin, .. } in candidates {
-        let Origin::Image(trusted) = origin else { continue };
+        let ValueOrigin::Image(trusted) = origin else { continue };
         if !is_network(option) {
             continue;
         }
@@ -101,18 +101,18 @@ enum ConsoleEnd<'a> {
 }
 
 /// Gives serial ports and consoles another end of this host's, whatever the image has there.
-pub(super) fn consoles(candidates: &mut Vec<Candidate>, host: &HostArguments, own: &CommandLine) {
+pub(super) fn consoles(candidates: &mut Vec<Candidate>, host: &HostArguments, user_arguments: &CommandLine) {
     let end = match host.console_directory.as_deref().map(|directory| directory.to_str()) {
         None => ConsoleEnd::Ring,
         Some(Some(directory)) => ConsoleEnd::File(directory),
         Some(None) => return,
     };
     let consoles = console_chardevs(candidates);
-    let options = candidates.iter().map(|candidate| &candidate.option).chain(own.options());
+    let options = candidates.iter().map(|candidate| &candidate.option).chain(user_arguments.options());
     let mut ids: BTreeSet<String> = options.filter_map(QemuOption::id).collect();
     let (mut ports, mut logs) = (0, 0);
     let mut added = Vec::new();
-    for candidate in candidates.iter_mut().filter(|candidate| candidate.origin != Origin::Host) {
+    for candidate in candidates.iter_mut().filter(|candidate| candidate.origin != ValueOrigin::Host) {
         let replacement = match (candidate.option.name.as_str(), &candidate.option.value) {
             ("serial", OptionValue::Text(text)) => {
                 // The number of the port names the other end, and nothing of the image does.
@@ -142,13 +142,13 @@ pub(super) fn consoles(candidates: &mut Vec<Candidate>, host: &HostArguments, ow
         };
         if let Some(option) = replacement.and_then(|text| parse(candidate.option.name.as_str(), &text)) {
             candidate.option = option;
-            candidate.origin = Origin::Host;
+            candidate.origin = ValueOrigin::Host;
         }
     }
     candidates.extend(added.into_iter().map(|option| Candidate {
         address: format!("chardev.{}", option.id().unwrap_or_default()),
         option,
-        origin: Origin::Host,
+        origin: ValueOrigin::Host,
     }));
 }
 

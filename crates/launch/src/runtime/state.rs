@@ -15,7 +15,7 @@ const BYTES_MAX: u64 = 64 << 10;
 /// A running guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct GuestState {
+pub struct RunningGuest {
     /// Its name.
     pub name: String,
     /// Process id of its QEMU.
@@ -41,7 +41,7 @@ struct Versioned<T> {
     state: T,
 }
 
-impl GuestState {
+impl RunningGuest {
     /// Reads a state file; `None` if there is none, or none of this version.
     pub(super) fn read(path: &Path) -> Option<Self> {
         let mut bytes = Vec::new();

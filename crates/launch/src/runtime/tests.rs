@@ -86,7 +86,7 @@ fn only_guests_that_run_are_listed() {
     let state = new_state(&directory, std::process::id(), Lifetime::Detached, image).unwrap();
     directory.write_state(&state).unwrap();
     let ended = root.claim(&name("b")).unwrap();
-    let other = GuestState { name: "b".into(), start_time: state.start_time + 1, ..state.clone() };
+    let other = RunningGuest { name: "b".into(), start_time: state.start_time + 1, ..state.clone() };
     ended.write_state(&other).unwrap();
     std::fs::write(root.claim(&name("c")).unwrap().path().join(STATE), "{").unwrap();
     assert_eq!(root.list().unwrap(), [state]);

@@ -9,14 +9,14 @@ use towline_protocol::destination::{Barriers, Destination, Event, ITEM_BYTES_MAX
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::multifd::PONG_CHECKSUMS;
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::return_path::Message;
-use towline_protocol::section::Command;
+use towline_protocol::return_path::ReturnPathMessage;
+use towline_protocol::section::VmCommand;
 use towline_protocol::session::{self, FromSource};
 use towline_protocol::source::PING_CHECKSUMS;
 use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, xbzrle};
 
 use super::connect::{Connections, EXTRA_TIMEOUT};
-use super::{Options, Shared, Stage, ended};
+use super::{IncomingStage, Options, Shared, ended};
 use crate::guest::ReturnPathWriter;
 use crate::statistics::Statistics;
 use crate::{Error, Pages, Result, Stream};
@@ -88,11 +88,11 @@ impl<'a> MainChannel<'a> {
         let run_state = state.run_state().map(str::to_owned);
         self.shared.sink.device_state(state)?;
         self.shared.sink.commit()?;
-        (self.shared.watch)(Stage::Committed);
+        (self.shared.watch)(IncomingStage::Committed);
         self.shared.session.acknowledge(run_state.as_deref(), self.input.channel.as_ref())?;
         self.shared.sink.publish()?;
         match &self.return_path {
-            Some(writer) => writer.send(&Message::Shut(0)),
+            Some(writer) => writer.send(&ReturnPathMessage::Shut(0)),
             None => Ok(()),
         }
     }
@@ -101,7 +101,7 @@ impl<'a> MainChannel<'a> {
     /// stops for good.
     pub(super) fn acknowledge_regardless(&self) {
         if let Some(writer) = &self.return_path
-            && let Err(error) = writer.send(&Message::Shut(0))
+            && let Err(error) = writer.send(&ReturnPathMessage::Shut(0))
         {
             tracing::debug!(%error, "the source is not acknowledged");
         }
@@ -176,7 +176,7 @@ impl<'a> MainChannel<'a> {
                     return Err(Error::protocol(self.input.channel.peer())(error.into()));
                 }
                 if section.kind == SectionKind::End {
-                    (self.shared.watch)(Stage::Switchover);
+                    (self.shared.watch)(IncomingStage::Switchover);
                 }
                 sink.section_start(*section)
             }
@@ -217,34 +217,35 @@ impl<'a> MainChannel<'a> {
         self.shared.session.lead(self.connections.lanes.len(), || self.shared.sink.barrier())
     }
 
-    fn command(&mut self, command: &Command) -> Result<()> {
+    fn command(&mut self, command: &VmCommand) -> Result<()> {
         match command {
-            Command::OpenReturnPath => {
+            VmCommand::OpenReturnPath => {
                 let writer = ReturnPathWriter::new(Arc::clone(self.input.channel));
                 self.shared.sink.return_path(writer.clone());
                 self.return_path = Some(writer);
                 Ok(())
             }
-            Command::Ping(value) => {
+            VmCommand::Ping(value) => {
                 let Some(writer) = &self.return_path else { return Ok(()) };
                 if let Some(version) = session::ping_version(*value) {
-                    return writer.send(&Message::Pong(session::pong(version, self.options.receiver)));
+                    return writer
+                        .send(&ReturnPathMessage::Pong(session::pong(version, self.options.receiver)));
                 }
                 match *value == PING_CHECKSUMS {
                     true => {
                         self.shared.compares_checksums.store(true, Ordering::Release);
-                        writer.send(&Message::Pong(PONG_CHECKSUMS))
+                        writer.send(&ReturnPathMessage::Pong(PONG_CHECKSUMS))
                     }
-                    false => writer.send(&Message::Pong(*value)),
+                    false => writer.send(&ReturnPathMessage::Pong(*value)),
                 }
             }
-            Command::Other { .. } => {
+            VmCommand::Other { .. } => {
                 if let Some(FromSource::Hello(id)) = FromSource::of(command) {
                     self.shared.session.found_source(id);
                 }
                 Ok(())
             }
-            Command::SwitchoverStart => Ok(()),
+            VmCommand::SwitchoverStart => Ok(()),
         }
     }
 

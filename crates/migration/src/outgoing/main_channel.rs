@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, ChannelExt, IoBuf, SendFlags};
 use towline_protocol::configuration::Configuration;
-use towline_protocol::section::Command;
+use towline_protocol::section::VmCommand;
 use towline_protocol::session::{self, FromSource};
 use towline_protocol::source::{
     AwaitShut, End, Iterating, PING_CHECKSUMS, PING_LOADED, Part, RamOptions, RamWriter, Setup,
 };
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use super::records::RecordWriter;
+use super::records::RecordSender;
 use crate::statistics::Statistics;
 use crate::{Error, Guest, Result};
 
@@ -25,7 +25,7 @@ const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
 /// The sending side of a main channel.
 #[derive(Debug)]
 pub(crate) struct MainWriter {
-    writer: RecordWriter,
+    writer: RecordSender,
     state: State,
 }
 
@@ -42,7 +42,7 @@ enum State {
 
 impl MainWriter {
     pub(crate) fn new(channel: Arc<dyn Channel>, statistics: Arc<Statistics>) -> Self {
-        Self { writer: RecordWriter::new(channel, statistics), state: State::Start }
+        Self { writer: RecordSender::new(channel, statistics), state: State::Start }
     }
 
     /// Sends header and configuration, and opens the return path if requested.
@@ -136,7 +136,7 @@ impl MainWriter {
     pub(crate) fn devices(&mut self, sections: &[u8]) -> Result<()> {
         self.close_section()?;
         self.send(sections)?;
-        Command::Ping(PING_LOADED).encode(self.writer.pending());
+        VmCommand::Ping(PING_LOADED).encode(self.writer.pending());
         self.flush()
     }
 
@@ -181,7 +181,7 @@ impl MainWriter {
     }
 
     /// The open section's records, and where they are written.
-    fn section(&mut self) -> Result<(&mut RamWriter, &mut RecordWriter)> {
+    fn section(&mut self) -> Result<(&mut RamWriter, &mut RecordSender)> {
         match &mut self.state {
             State::Part(part) => Ok((part.records(), &mut self.writer)),
             State::End(end) => Ok((end.records(), &mut self.writer)),

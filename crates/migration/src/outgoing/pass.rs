@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn raising_the_rate_wakes_a_throttled_sender() {
         let (limiter, session, tuning) = (Limiter::new(Some(1)), Session::default(), Tuning::default());
-        session.follow(&tuning);
+        session.set_tuning(&tuning);
         limiter.reserve(3600, &session).unwrap();
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| limiter.reserve(3600, &session));

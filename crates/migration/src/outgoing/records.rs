@@ -19,7 +19,7 @@ const CALL_PAGES_MAX: usize = 256;
 
 /// One channel's sending side.
 #[derive(Debug)]
-pub(crate) struct RecordWriter {
+pub(crate) struct RecordSender {
     channel: Arc<dyn Channel>,
     statistics: Arc<Statistics>,
     /// Written and not yet sent.
@@ -29,7 +29,7 @@ pub(crate) struct RecordWriter {
 /// Pages to be sent, each with its position in the pending bytes.
 type Marks<'a> = Vec<(usize, IoBuf<'a>)>;
 
-impl RecordWriter {
+impl RecordSender {
     pub(crate) fn new(channel: Arc<dyn Channel>, statistics: Arc<Statistics>) -> Self {
         Self { channel, statistics, pending: Vec::new() }
     }

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::session::ReceiverMode;
 use towline_protocol::source::{Answer, ReturnPathReader};
 use towline_protocol::{PeerMisbehaved, Reader};
@@ -50,7 +50,7 @@ pub(crate) enum Forwarding {
     #[default]
     Disabled,
     /// A relay's source, which has not opened its return path; these messages are kept for it.
-    Buffered(Vec<Message>),
+    Buffered(Vec<ReturnPathMessage>),
     /// A relay's source.
     Source(ReturnPathWriter),
 }
@@ -150,7 +150,9 @@ impl ReturnPath {
             }
             end += received;
             let mut reader = Reader::new(&input[..end]);
-            while let Some(message) = Message::decode(&mut reader).map_err(Error::protocol(&self.peer))? {
+            while let Some(message) =
+                ReturnPathMessage::decode(&mut reader).map_err(Error::protocol(&self.peer))?
+            {
                 if self.process_message(message)? {
                     return Ok(());
                 }
@@ -162,7 +164,7 @@ impl ReturnPath {
     }
 
     /// Processes a message; true after the last one.
-    fn process_message(&self, message: Message) -> Result<bool> {
+    fn process_message(&self, message: ReturnPathMessage) -> Result<bool> {
         let mut state = self.state();
         if state.answers.handle(&message).map_err(Error::protocol(&self.peer))? == Answer::Other {
             match &mut state.forwarding {

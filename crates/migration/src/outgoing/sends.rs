@@ -22,7 +22,7 @@ use towline_channel::{
 
 use crate::statistics::{LaneSends, SendMethod, SendReason, Statistics};
 use crate::{Compression, Error, Result};
-use policy::Policy;
+use policy::SendPolicy;
 
 /// Refuses zero-copy sends that are required and unavailable.
 pub(crate) fn check(
@@ -49,7 +49,7 @@ pub(crate) fn check(
 #[derive(Debug)]
 pub(crate) struct PacketSender {
     channel: Arc<dyn Channel>,
-    policy: Policy,
+    policy: SendPolicy,
     setting: ZeroCopySend,
     /// Made when it is first needed.
     splice: Option<Splice>,
@@ -70,7 +70,7 @@ impl PacketSender {
             true => Ok(()),
             false => Err(SendReason::Unsupported),
         };
-        let policy = Policy::new(setting, can);
+        let policy = SendPolicy::new(setting, can);
         let (method, reason) = policy.state();
         let published = statistics.add_lane(LaneSends { method, reason, ..LaneSends::default() });
         Self { channel, policy, setting, splice: None, statistics, published }
@@ -126,11 +126,11 @@ impl PacketSender {
         self.splice.is_some()
     }
 
-    /// Sends a header, and then `length` bytes spliced from `from`; returns the number of calls.
+    /// Sends a header, and then `length` bytes spliced from `from`; returns the number of calls of `splice(2)`.
     pub(crate) fn splice(&mut self, header: &[u8], from: &dyn Channel, bytes: u64) -> Result<u64> {
         let splice = self.splice.as_ref().expect("checked by `splices_from`");
         self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;
-        Ok(splice.move_exact(from, self.channel.as_ref(), bytes as usize)?)
+        Ok(splice.move_exact(from, self.channel.as_ref(), bytes as usize)?.system_calls)
     }
 
     /// Waits until the kernel reads none of the memory that was sent.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
 use towline_protocol::postcopy::{Block, PostcopyReturnPathReader, ReturnMessage, decode_bitmap};
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{BlockIndex, PageRef, Reader};
 
 use crate::{Error, Result, Session};
@@ -205,7 +205,7 @@ impl Inbox {
                 state.bitmap = None;
                 continue;
             }
-            let Some(message) = Message::decode(&mut reader)? else { break };
+            let Some(message) = ReturnPathMessage::decode(&mut reader)? else { break };
             match state.answers.handle(&message, &self.blocks)? {
                 ReturnMessage::Pong(value) if !state.pongs.contains(&value) => state.pongs.push(value),
                 ReturnMessage::Request { page, length } if state.requests.len() < REQUESTS_MAX => {

@@ -17,7 +17,7 @@ use towline_protocol::source::RamWriter;
 use super::Postcopy;
 use super::scheduler::Run;
 use super::serve::PREPARERS;
-use crate::outgoing::RecordWriter;
+use crate::outgoing::RecordSender;
 use crate::{ExtentKind, Result};
 
 /// Size of the neighbourhood that is sent with a requested page.
@@ -52,7 +52,7 @@ pub(super) fn neighbourhoods(working_set: &[Run], blocks: &[Block]) -> Vec<Run> 
 
 impl Postcopy<'_> {
     /// Sends the head of the working set, as much as is prepared and sent in time.
-    pub(super) fn send_prefetched(&self, writer: &mut RecordWriter, records: &mut RamWriter) -> Result<()> {
+    pub(super) fn send_prefetched(&self, writer: &mut RecordSender, records: &mut RamWriter) -> Result<()> {
         let begun = Instant::now();
         for (page, length) in self.prepare_prefetch(begun + PREPARE_TIME_MAX)? {
             if begun.elapsed() < TIME_MAX {

@@ -12,7 +12,7 @@ use super::inbox::Request;
 use super::priority_lock::PriorityLock;
 use super::scheduler::{Item, Run, SendScheduler};
 use super::{Postcopy, PostcopyConnection};
-use crate::outgoing::{Limiter, RecordWriter};
+use crate::outgoing::{Limiter, RecordSender};
 use crate::{Result, Session};
 
 /// Threads that serve requests: as many units may be prepared at once for guests that wait.
@@ -29,17 +29,17 @@ struct Service<'a> {
     of: &'a Postcopy<'a>,
     connection: &'a PostcopyConnection<'a>,
     scheduler: SendScheduler,
-    main: PriorityLock<(RecordWriter, Serving)>,
-    preempt: Option<PriorityLock<(RecordWriter, Preempt)>>,
+    main: PriorityLock<(RecordSender, Serving)>,
+    preempt: Option<PriorityLock<(RecordSender, Preempt)>>,
     limiter: Limiter,
 }
 
 /// See [`Running::serve`](super::Running::serve).
 pub(super) fn serve(
     connection: &PostcopyConnection<'_>,
-    writer: RecordWriter,
+    writer: RecordSender,
     serving: Serving,
-    preempt: Option<(RecordWriter, Preempt)>,
+    preempt: Option<(RecordSender, Preempt)>,
 ) -> Result<()> {
     let of = connection.of;
     let service = Service {
@@ -126,7 +126,7 @@ impl Service<'_> {
 
     fn serve_page(&self, page: PageRef, length: u64, request: &Request) -> Result<()> {
         self.of.units.prepare(self.of.guest.0, page, length)?;
-        let send = |writer: &mut RecordWriter, records: &mut RamWriter| -> Result<()> {
+        let send = |writer: &mut RecordSender, records: &mut RamWriter| -> Result<()> {
             // Claimed at the latest possible moment, with the channel locked: a claim is followed by its send at
             // once.
             if !self.of.map.claim(page) {
@@ -239,7 +239,7 @@ impl Service<'_> {
         // A huge page reaches beyond what was prepared for it.
         let (first, whole) = self.of.map.whole_pages(page, length);
         self.of.units.prepare(self.of.guest.0, first, whole)?;
-        let send = |(writer, serving): &mut (RecordWriter, Serving)| {
+        let send = |(writer, serving): &mut (RecordSender, Serving)| {
             self.of.send_free(writer, serving.records(), first, whole)
         };
         let sent = self.main.background(send)?;

@@ -127,9 +127,9 @@ impl Checked {
         // A synthetic guest has one block.
         let at = PageRef { block: BlockIndex(0), offset: page as u64 * PAGE_SIZE };
         self.memory.read(at, &mut content);
-        let fault = ledger.pattern.fault(page as u64, expected, &content)?;
+        let content = ledger.pattern.wrong_content(page as u64, expected, &content)?;
         let block = self.memory.blocks()[0].name.clone();
-        Some(WrongPage { block, page: page as u64, expected, fault })
+        Some(WrongPage { block, page: page as u64, expected, content })
     }
 
     fn hashes(&self) -> Vec<BlockHash> {

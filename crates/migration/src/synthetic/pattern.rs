@@ -27,7 +27,7 @@ pub(super) struct Pattern {
 
 /// A page that is not what it should be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("page {page} (at {:#x}) of {block:?} {fault}; expected generation {expected}", page * PAGE_BYTES as u64)]
+#[error("page {page} (at {:#x}) of {block:?} {content}; expected generation {expected}", page * PAGE_BYTES as u64)]
 pub struct WrongPage {
     /// The RAM block.
     pub block: String,
@@ -35,13 +35,13 @@ pub struct WrongPage {
     pub page: u64,
     /// The generation that the source had when it stopped.
     pub expected: u32,
-    /// The kind of fault.
-    pub fault: Fault,
+    /// What it holds instead.
+    pub content: WrongContent,
 }
 
 /// Content of a wrong page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fault {
+pub enum WrongContent {
     /// An earlier content of this page.
     Stale {
         /// The generation that is there.
@@ -61,7 +61,7 @@ pub enum Fault {
     },
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for WrongContent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Stale { found } => write!(f, "is stale: its generation {found} is there"),
@@ -89,11 +89,16 @@ impl Pattern {
         }
     }
 
-    /// The fault of a page, if any.
-    pub(super) fn fault(self, page: u64, generation: u32, content: &[u8; PAGE_BYTES]) -> Option<Fault> {
+    /// The content of a page that is wrong.
+    pub(super) fn wrong_content(
+        self,
+        page: u64,
+        generation: u32,
+        content: &[u8; PAGE_BYTES],
+    ) -> Option<WrongContent> {
         let offset = self.first_wrong(page, generation, content)?;
         if content.iter().all(|&byte| byte == 0) {
-            return Some(Fault::Zero);
+            return Some(WrongContent::Zero);
         }
         let word = |index: usize| {
             u64::from_le_bytes(
@@ -103,10 +108,10 @@ impl Pattern {
         let found = word(0);
         Some(match u32::try_from(word(1)) {
             Ok(other) if self.first_wrong(found, other, content).is_none() => match found == page {
-                true => Fault::Stale { found: other },
-                false => Fault::Other { found },
+                true => WrongContent::Stale { found: other },
+                false => WrongContent::Other { found },
             },
-            _ => Fault::Torn { offset },
+            _ => WrongContent::Torn { offset },
         })
     }
 
@@ -158,32 +163,35 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_of_fault_is_distinguished() {
+    fn each_wrong_content_is_distinguished() {
         let number = (0..).find(|&n| !PATTERN.is_zero(n, 3) && !PATTERN.is_zero(n, 2)).unwrap();
-        let fault = |content: &[u8; PAGE_BYTES]| PATTERN.fault(number, 3, content);
-        assert_eq!(fault(&page(number, 3)), None);
-        assert_eq!(fault(&page(number, 2)), Some(Fault::Stale { found: 2 }));
+        let wrong_content = |content: &[u8; PAGE_BYTES]| PATTERN.wrong_content(number, 3, content);
+        assert_eq!(wrong_content(&page(number, 3)), None);
+        assert_eq!(wrong_content(&page(number, 2)), Some(WrongContent::Stale { found: 2 }));
         let other = find(number + 1, 3, false);
-        assert_eq!(fault(&page(other, 3)), Some(Fault::Other { found: other }));
-        assert_eq!(fault(&[0; PAGE_BYTES]), Some(Fault::Zero));
+        assert_eq!(wrong_content(&page(other, 3)), Some(WrongContent::Other { found: other }));
+        assert_eq!(wrong_content(&[0; PAGE_BYTES]), Some(WrongContent::Zero));
         let mut torn = page(number, 3);
         torn[2048..].copy_from_slice(&page(number, 2)[2048..]);
-        assert_eq!(fault(&torn), Some(Fault::Torn { offset: 2048 }));
+        assert_eq!(wrong_content(&torn), Some(WrongContent::Torn { offset: 2048 }));
         torn = page(number, 3);
         torn[4095] ^= 1;
-        assert_eq!(fault(&torn), Some(Fault::Torn { offset: 4088 }));
+        assert_eq!(wrong_content(&torn), Some(WrongContent::Torn { offset: 4088 }));
     }
 
     #[test]
     fn a_page_that_should_be_zero_is_compared_too() {
         let number = find(0, 1, true);
-        assert_eq!(PATTERN.fault(number, 1, &page(number, 1)), None);
+        assert_eq!(PATTERN.wrong_content(number, 1, &page(number, 1)), None);
         let before = find(0, 0, false);
-        let fault = PATTERN.fault(number, 1, &page(before, 0));
-        assert!(matches!(fault, Some(Fault::Other { .. } | Fault::Stale { .. })), "{fault:?}");
+        let wrong_content = PATTERN.wrong_content(number, 1, &page(before, 0));
+        assert!(
+            matches!(wrong_content, Some(WrongContent::Other { .. } | WrongContent::Stale { .. })),
+            "{wrong_content:?}"
+        );
         let mut content = [0; PAGE_BYTES];
         content[100] = 1;
-        assert_eq!(PATTERN.fault(number, 1, &content), Some(Fault::Torn { offset: 96 }));
+        assert_eq!(PATTERN.wrong_content(number, 1, &content), Some(WrongContent::Torn { offset: 96 }));
     }
 
     #[test]

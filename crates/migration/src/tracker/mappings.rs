@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// Kind of a range of addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum RangeKind {
     /// Private memory that belongs to no file, of small or transparent huge pages.
     Anonymous,
     /// Private memory otherwise: of a file, or hugetlb.
@@ -15,33 +15,33 @@ pub(super) enum Kind {
 }
 
 /// The kind of each range.
-pub(super) fn kinds(ranges: &[Range<usize>]) -> io::Result<Vec<Kind>> {
+pub(super) fn kinds(ranges: &[Range<usize>]) -> io::Result<Vec<RangeKind>> {
     let text = std::fs::read_to_string("/proc/self/maps")?;
     let mappings: Vec<_> = text.lines().filter_map(mapping).collect();
     Ok(ranges.iter().map(|range| kind(range, &mappings)).collect())
 }
 
-fn kind(range: &Range<usize>, mappings: &[(Range<usize>, Kind)]) -> Kind {
+fn kind(range: &Range<usize>, mappings: &[(Range<usize>, RangeKind)]) -> RangeKind {
     let within =
         mappings.iter().filter(|(mapping, _)| mapping.start < range.end && range.start < mapping.end);
     // An unmapped range fails when it is registered.
-    within.fold(Kind::Anonymous, |kind, (_, other)| match (kind, other) {
-        (Kind::Shared, _) | (_, Kind::Shared) => Kind::Shared,
-        (Kind::Private, _) | (_, Kind::Private) => Kind::Private,
-        _ => Kind::Anonymous,
+    within.fold(RangeKind::Anonymous, |kind, (_, other)| match (kind, other) {
+        (RangeKind::Shared, _) | (_, RangeKind::Shared) => RangeKind::Shared,
+        (RangeKind::Private, _) | (_, RangeKind::Private) => RangeKind::Private,
+        _ => RangeKind::Anonymous,
     })
 }
 
 /// `7f00-7f80 rw-p 00000000 00:00 0   name`
-fn mapping(line: &str) -> Option<(Range<usize>, Kind)> {
+fn mapping(line: &str) -> Option<(Range<usize>, RangeKind)> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
     let number = |text| usize::from_str_radix(text, 16).ok();
     let (access, inode) = (words.next()?, words.nth(2)?);
     let kind = match (access.as_bytes().get(3)?, inode) {
-        (b's', _) => Kind::Shared,
-        (_, "0") => Kind::Anonymous,
-        _ => Kind::Private,
+        (b's', _) => RangeKind::Shared,
+        (_, "0") => RangeKind::Anonymous,
+        _ => RangeKind::Private,
     };
     Some((number(start)?..number(end)?, kind))
 }
@@ -59,11 +59,11 @@ mod tests {
         let mappings: Vec<_> = text.lines().filter_map(mapping).collect();
         assert_eq!(mappings.len(), 4);
         let cases = [
-            (0x1000..0x3000, Kind::Anonymous),
-            (0x2000..0x3001, Kind::Private),
-            (0x3000..0x5000, Kind::Private),
-            (0x1000..0x6000, Kind::Shared),
-            (0x6000..0x7000, Kind::Anonymous),
+            (0x1000..0x3000, RangeKind::Anonymous),
+            (0x2000..0x3001, RangeKind::Private),
+            (0x3000..0x5000, RangeKind::Private),
+            (0x1000..0x6000, RangeKind::Shared),
+            (0x6000..0x7000, RangeKind::Anonymous),
         ];
         for (range, expected) in cases {
             assert_eq!(kind(&range, &mappings), expected, "{range:x?}");

@@ -16,7 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use towline_protocol::{BlockIndex, PageRef};
 
-use super::mappings::{self, Kind};
+use super::mappings::{self, RangeKind};
 use super::{DirtyTracker, TrackerError};
 use crate::sys::{PageSelection, Pagemap, STEP_BYTES, Span, Userfault};
 
@@ -79,11 +79,12 @@ impl WriteProtect {
             memory.iter().map(|span| span.address()..span.address() + span.length()).collect();
         let kinds = mappings::kinds(&ranges)
             .map_err(|source| TrackerError::NotPermitted { what: "/proc/self/maps", source })?;
-        if let Some(block) = kinds.iter().position(|&kind| kind == Kind::Shared && !self.takes_shared) {
+        if let Some(block) = kinds.iter().position(|&kind| kind == RangeKind::Shared && !self.takes_shared) {
             return Err(TrackerError::Shared { block });
         }
-        let which =
-            |kind| if kind == Kind::Anonymous { PageSelection::WrittenThere } else { PageSelection::Written };
+        let which = |kind| {
+            if kind == RangeKind::Anonymous { PageSelection::WrittenThere } else { PageSelection::Written }
+        };
         Ok(kinds.into_iter().map(which).collect())
     }
 

@@ -18,7 +18,7 @@ use towline_migration::{
     Compression, Error, Guest, Incoming, Memory, Outgoing, Relay, Session, Sink, Snapshot, Statistics,
     incoming, outgoing,
 };
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 
 /// Far enough that only a test that hangs meets it, on a machine that does much else.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
@@ -136,7 +136,7 @@ pub(crate) fn migrate_into(
 /// Replies to a source's first PING, so that it begins.
 pub(crate) fn answer_ping(main: &dyn Channel) {
     let mut bytes = Vec::new();
-    Message::Pong(1).encode(&mut bytes);
+    ReturnPathMessage::Pong(1).encode(&mut bytes);
     main.send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty()).unwrap();
 }
 

@@ -1,7 +1,7 @@
 //! The receiving end with memory of its own: a QEMU that loads and stays paused, or a towline that runs the guest by itself.
 
-use towline_protocol::return_path::Message;
-use towline_protocol::section::Command;
+use towline_protocol::return_path::ReturnPathMessage;
+use towline_protocol::section::VmCommand;
 use towline_protocol::xbzrle;
 
 use super::guest::{Guest, Layout, PAGE, content, recognized};
@@ -115,8 +115,8 @@ impl Endpoint {
                 self.memory = vec![Some(0); layout.pages()];
                 self.layout = Some(layout);
             }
-            Deed::Command(Command::OpenReturnPath) => self.has_return_path = true,
-            Deed::Command(Command::Ping(value)) => self.say(&Message::Pong(value)),
+            Deed::Command(VmCommand::OpenReturnPath) => self.has_return_path = true,
+            Deed::Command(VmCommand::Ping(value)) => self.say(&ReturnPathMessage::Pong(value)),
             Deed::SectionStart(_) if !self.has_return_path && self.scenario.return_path => {
                 return Err("the stream opens no return path".into());
             }
@@ -159,12 +159,12 @@ impl Endpoint {
 
     fn acknowledge(&mut self) {
         if self.has_return_path {
-            self.say(&Message::Shut(0));
+            self.say(&ReturnPathMessage::Shut(0));
         }
         self.saying = true;
     }
 
-    fn say(&mut self, message: &Message) {
+    fn say(&mut self, message: &ReturnPathMessage) {
         let mut bytes = Vec::new();
         message.encode(&mut bytes);
         self.answers.bytes(bytes);

@@ -4,7 +4,7 @@ use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{Barriers, Destination, Event, RamSection, SectionKind};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, LaneRegistry, Packet};
-use towline_protocol::section::Command;
+use towline_protocol::section::VmCommand;
 use towline_protocol::{PageRef, RamBlock, Reader};
 
 use super::guest::PAGE;
@@ -17,7 +17,7 @@ const AHEAD: usize = 3 * PAGE;
 #[derive(Debug)]
 pub(crate) enum Deed {
     Configuration(Configuration),
-    Command(Command),
+    Command(VmCommand),
     Blocks(Vec<RamBlock>),
     SectionStart(RamSection),
     SectionEnd(SectionKind),

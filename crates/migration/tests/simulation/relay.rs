@@ -7,8 +7,8 @@ use std::collections::VecDeque;
 use towline_protocol::Reader;
 use towline_protocol::destination::SectionKind;
 use towline_protocol::machine::BarrierForm;
-use towline_protocol::return_path::Message;
-use towline_protocol::section::Command;
+use towline_protocol::return_path::ReturnPathMessage;
+use towline_protocol::section::VmCommand;
 use towline_protocol::source::{
     Answer, End, Iterating, Part, RamOptions, RamWriter, ReturnPathReader, Setup,
 };
@@ -47,7 +47,7 @@ pub(crate) struct Relay {
     answers: ReturnPathReader,
     heard: Vec<u8>,
     /// For the source, until it has opened its return path.
-    kept: VecDeque<Message>,
+    kept: VecDeque<ReturnPathMessage>,
     has_return_path: bool,
     awaits_pong: bool,
     finishing: bool,
@@ -152,7 +152,7 @@ impl Relay {
         };
         self.heard.extend(bytes);
         let mut input = Reader::new(&self.heard);
-        while let Some(message) = Message::decode(&mut input).map_err(|error| error.to_string())? {
+        while let Some(message) = ReturnPathMessage::decode(&mut input).map_err(|error| error.to_string())? {
             if self.answers.handle(&message).map_err(|error| error.to_string())? == Answer::Other {
                 self.kept.push_back(message);
             }
@@ -175,7 +175,7 @@ impl Relay {
         let early = self.scenario.mutation == Some(Mutation::ForwardedEarly);
         if self.answers.has_shut() || early {
             self.is_finished = true;
-            self.say(&Message::Shut(0));
+            self.say(&ReturnPathMessage::Shut(0));
         }
     }
 
@@ -202,11 +202,11 @@ impl Relay {
                 self.out.bytes(bytes);
                 self.lanes.iter_mut().enumerate().for_each(|(index, lane)| lane.init(index));
             }
-            Deed::Command(Command::OpenReturnPath) => {
+            Deed::Command(VmCommand::OpenReturnPath) => {
                 self.has_return_path = true;
                 self.forward();
             }
-            Deed::Command(Command::Ping(value)) => self.say(&Message::Pong(value)),
+            Deed::Command(VmCommand::Ping(value)) => self.say(&ReturnPathMessage::Pong(value)),
             Deed::SectionStart(_) if !self.has_return_path => return Err("no return path".into()),
             Deed::Blocks(blocks) => {
                 self.lanes.iter_mut().for_each(|lane| lane.sync(&blocks));
@@ -277,7 +277,7 @@ impl Relay {
         Ok(())
     }
 
-    fn say(&mut self, message: &Message) {
+    fn say(&mut self, message: &ReturnPathMessage) {
         let mut bytes = Vec::new();
         message.encode(&mut bytes);
         self.to_source.bytes(bytes);

@@ -4,12 +4,12 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use towline_migration::convergence::{Decision, Observation, Policy};
+use towline_migration::convergence::{ConvergencePolicy, Observation, PassDecision};
 use towline_protocol::Reader;
 use towline_protocol::configuration::Configuration;
 use towline_protocol::machine::{self, BarrierForm};
 use towline_protocol::multifd::Packet;
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::source::{
     AwaitShut, End, Iterating, Part, RamOptions, RamWriter, ReturnPathReader, Setup,
 };
@@ -57,7 +57,7 @@ pub(crate) struct Source {
     lanes: Vec<LaneOut>,
     state: State,
     todo: Vec<usize>,
-    policy: Policy,
+    policy: ConvergencePolicy,
     pass_begun: Time,
     content_bytes: u64,
     pub(crate) passes: u32,
@@ -81,7 +81,7 @@ impl Source {
             lanes: lanes.iter().map(|&port| LaneOut::new(Out::new(port))).collect(),
             state: State::Between,
             todo: Vec::new(),
-            policy: Policy::new(scenario.limits),
+            policy: ConvergencePolicy::new(scenario.limits),
             pass_begun: 0,
             content_bytes: 0,
             passes: 0,
@@ -189,7 +189,7 @@ impl Source {
         };
         self.heard.extend(bytes);
         let mut input = Reader::new(&self.heard);
-        while let Some(message) = Message::decode(&mut input).map_err(|error| error.to_string())? {
+        while let Some(message) = ReturnPathMessage::decode(&mut input).map_err(|error| error.to_string())? {
             self.answers.handle(&message).map_err(|error| error.to_string())?;
         }
         let taken = input.position();
@@ -376,13 +376,15 @@ impl Source {
         let time = Duration::from_nanos(net.now - self.pass_begun);
         let observation = Observation::of_pass(time, self.content_bytes, left);
         match self.policy.observe(&observation) {
-            Decision::Continue => {
+            PassDecision::Continue => {
                 self.todo.reverse();
                 self.begin_pass(net);
                 return Ok(());
             }
-            Decision::CannotConverge(verdict) if self.scenario.gives_up => return Err(verdict.to_string()),
-            Decision::CannotConverge(_) | Decision::SwitchOver => {}
+            PassDecision::CannotConverge(verdict) if self.scenario.gives_up => {
+                return Err(verdict.to_string());
+            }
+            PassDecision::CannotConverge(_) | PassDecision::SwitchOver => {}
         }
         if !self.guest.running && !self.scenario.is_image {
             return Err("stopped twice".into());

@@ -10,9 +10,10 @@ use towline_vhost_user::{AdaptivePoller, BackendError, Next, PollFlags, PollSet,
 
 use super::Shared;
 use crate::features;
+use crate::lock::lock;
 use crate::receive::Receiver;
 use crate::statistics::{BatchCounters, Volume};
-use crate::tap::{FrameFormat, LinkState, TapContext, TapQueue};
+use crate::tap::{CarrierState, FrameFormat, TapContext, TapQueue};
 use crate::transmit::Transmitter;
 use crate::xdp::XdpTransmitter;
 
@@ -25,6 +26,8 @@ const REQUEST_BYTES_MAX: u64 = 16 << 10;
 
 /// The worker of a queue pair.
 pub(crate) struct QueuePair {
+    /// Number of this worker among all that the card has had.
+    number: u64,
     index: usize,
     shared: Arc<Shared>,
     format: FrameFormat,
@@ -45,6 +48,7 @@ impl QueuePair {
         let xdp = shared.xdp.is_some().then(|| XdpTransmitter::new(index, Arc::clone(&shared)));
         let poller = AdaptivePoller::new(shared.options.busy_poll);
         Ok(Self {
+            number: shared.next_worker.fetch_add(1, Relaxed),
             index,
             shared,
             format: FrameFormat { header_bytes: 12, mergeable: false },
@@ -88,9 +92,23 @@ impl QueuePair {
             self.format = format;
             self.receiver.reset();
         }
-        self.receives = receives;
-        self.shared.in_use[self.index].store(receives, Relaxed);
         // The first queue stays attached: see the module `tap`.
+        let is_left_attached = self.index > 0 && !receives && self.queue().is_attached();
+        if std::mem::replace(&mut self.receives, receives) != receives || is_left_attached {
+            self.attach(receives);
+        }
+    }
+
+    /// Attaches or detaches the queue of the tap, unless the worker of another session receives from it by now.
+    fn attach(&self, receives: bool) {
+        let mut receiver = lock(&self.shared.receivers[self.index]);
+        if receives {
+            *receiver = Some(self.number);
+        } else if receiver.is_some_and(|receiver| receiver != self.number) {
+            return;
+        } else {
+            *receiver = None;
+        }
         if self.index > 0 {
             self.queue().set_attached(receives);
         }
@@ -99,7 +117,7 @@ impl QueuePair {
     /// Sends from the transmit ring, if it runs; completes what AF_XDP has in flight in any case.
     fn transmit(&mut self, queues: &mut Queues<'_>, tap: TapContext<'_>) -> (Next, Volume) {
         let counted = &mut self.counted[TRANSMIT];
-        if let (Some(xdp), LinkState::Down) = (&mut self.xdp, tap.link) {
+        if let (Some(xdp), CarrierState::Down) = (&mut self.xdp, tap.link) {
             xdp.reap_while_stopped(queues.started_ring(TRANSMIT), counted);
         }
         let Some(ring) = queues.ring(TRANSMIT) else {
@@ -111,7 +129,7 @@ impl QueuePair {
             return (Next::Wait, Volume::default());
         };
         let next = match &mut self.xdp {
-            Some(xdp) if tap.link == LinkState::Up => xdp.run(ring, tap, counted, &mut self.transmitter),
+            Some(xdp) if tap.link == CarrierState::Up => xdp.run(ring, tap, counted, &mut self.transmitter),
             _ => self.transmitter.run(ring, tap, counted),
         };
         (next, counted.flush(ring, &self.shared.counters[self.index][TRANSMIT]))
@@ -139,7 +157,10 @@ impl QueuePair {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        self.shared.in_use[self.index].store(false, Relaxed);
+        let mut receiver = lock(&self.shared.receivers[self.index]);
+        if *receiver == Some(self.number) {
+            *receiver = None;
+        }
     }
 }
 
@@ -162,7 +183,7 @@ impl Worker for QueuePair {
         let queue = self.queue();
         let mut events = PollFlags::empty();
         // While the link is down, frames are discarded, which needs no receive buffers.
-        let discards = self.shared.link() == LinkState::Down;
+        let discards = self.shared.link() == CarrierState::Down;
         let has_buffers = discards || !self.receiver.buffers_exhausted;
         if self.receives && has_buffers && !self.receiver.tap_failed && queue.is_attached() {
             events |= PollFlags::IN;

@@ -1,4 +1,5 @@
-//! AF_XDP features of a driver, queried by generic netlink (`netdev` family, `linux/netdev.h`; Linux 6.6 and later).
+//! AF_XDP features of a driver and state of its queues, queried by generic netlink (`netdev` family, `linux/netdev.h`; Linux 6.6
+//! and later).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,6 +19,15 @@ const INTERFACE: u16 = 1;
 const XDP_FEATURES: u16 = 3;
 const SEGMENTS: u16 = 4;
 const XSK_FEATURES: u16 = 6;
+/// `NETDEV_CMD_QUEUE_GET`, `NETDEV_A_QUEUE_ID`, `…_IFINDEX`, `…_TYPE`, `…_XSK`, `NETDEV_QUEUE_TYPE_TX`.
+const QUEUE_GET: u8 = 10;
+const QUEUE_ID: u16 = 1;
+const QUEUE_INTERFACE: u16 = 2;
+const QUEUE_TYPE: u16 = 3;
+const QUEUE_XSK: u16 = 7;
+const TX: u32 = 1;
+/// `NLA_TYPE_MASK`.
+const KIND: u16 = 0x3fff;
 /// `NETDEV_XDP_ACT_XSK_ZEROCOPY`.
 const ZERO_COPY: u64 = 8;
 /// `NETDEV_XSK_FLAGS_TX_CHECKSUM`.
@@ -44,17 +54,47 @@ struct Attribute<'v> {
     value: &'v [u8],
 }
 
-impl DriverFeatures {
-    /// Queries the features of an interface, by its index.
-    pub(super) fn query(interface: u32) -> io::Result<Self> {
+/// A socket for requests of the `netdev` family.
+struct Netdev {
+    socket: OwnedFd,
+    family: u16,
+}
+
+impl Netdev {
+    fn open() -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(netlink::GENERIC))?;
         let name = Attribute { kind: FAMILY_NAME, value: b"netdev\0" };
-        let family = find(&request(&socket, CONTROL, GET_FAMILY, &name)?, FAMILY_ID);
+        let family = find(&request(&socket, CONTROL, GET_FAMILY, &[name])?, FAMILY_ID);
         let family = family.ok_or(io::ErrorKind::Unsupported)?;
         let family = u16::try_from(family).map_err(|_| io::ErrorKind::InvalidData)?;
+        Ok(Self { socket, family })
+    }
+
+    /// Returns the attributes of the reply.
+    fn request(&self, command: u8, attributes: &[Attribute<'_>]) -> io::Result<Vec<u8>> {
+        request(&self.socket, self.family, command, attributes)
+    }
+}
+
+/// Returns true if an AF_XDP socket is bound to a queue, as far as the kernel reports it (Linux 6.15 and later). Any process may
+/// ask.
+pub(super) fn has_socket(interface: u32, queue: u32) -> io::Result<bool> {
+    let [queue, interface, kind] = [queue, interface, TX].map(u32::to_ne_bytes);
+    let attributes = [
+        Attribute { kind: QUEUE_ID, value: &queue },
+        Attribute { kind: QUEUE_INTERFACE, value: &interface },
+        Attribute { kind: QUEUE_TYPE, value: &kind },
+    ];
+    let reply = Netdev::open()?.request(QUEUE_GET, &attributes)?;
+    Ok(find(&reply, QUEUE_XSK).is_some())
+}
+
+impl DriverFeatures {
+    /// Queries the features of an interface, by its index.
+    pub(super) fn query(interface: u32) -> io::Result<Self> {
         let interface = Attribute { kind: INTERFACE, value: &interface.to_ne_bytes() };
-        let reply = request(&socket, family, DEV_GET, &interface)?;
+        let reply = Netdev::open()?.request(DEV_GET, &[interface])?;
         let number = |attribute| find(&reply, attribute).unwrap_or(0);
         Ok(Self {
             zero_copy: number(XDP_FEATURES) & ZERO_COPY != 0,
@@ -64,19 +104,21 @@ impl DriverFeatures {
     }
 }
 
-/// Sends a request with one attribute. Returns the attributes of the reply.
-fn request(socket: &OwnedFd, family: u16, command: u8, attribute: &Attribute<'_>) -> io::Result<Vec<u8>> {
-    let value = attribute.value;
-    let length = |bytes: usize| u16::try_from(bytes).expect("a request is short");
-    let mut request = Vec::new();
-    request.extend((HEADERS_BYTES + 4 + value.len().next_multiple_of(4)).to_ne_bytes()[..4].iter());
+/// Sends a request. Returns the attributes of the reply.
+fn request(socket: &OwnedFd, family: u16, command: u8, attributes: &[Attribute<'_>]) -> io::Result<Vec<u8>> {
+    let mut request = vec![0; 4];
     request.extend([family.to_ne_bytes(), REQUEST.to_ne_bytes()].concat());
     // Sequence and port: not needed with one request at a time.
     request.extend([0; 8]);
     request.extend([command, 1, 0, 0]);
-    request.extend([length(4 + value.len()).to_ne_bytes(), attribute.kind.to_ne_bytes()].concat());
-    request.extend(value);
-    request.resize(request.len().next_multiple_of(4), 0);
+    for Attribute { kind, value } in attributes {
+        let length = u16::try_from(4 + value.len()).expect("a request is short");
+        request.extend([length.to_ne_bytes(), kind.to_ne_bytes()].concat());
+        request.extend(*value);
+        request.resize(request.len().next_multiple_of(4), 0);
+    }
+    let length = u32::try_from(request.len()).expect("a request is short");
+    request[..4].copy_from_slice(&length.to_ne_bytes());
     send(socket, &request, SendFlags::empty())?;
     let mut reply = vec![0; REPLY_BYTES_MAX];
     let (received, _) = recv(socket, reply.as_mut_slice(), RecvFlags::empty())?;
@@ -97,7 +139,7 @@ fn find(mut attributes: &[u8], wanted: u16) -> Option<u64> {
     loop {
         let header = attributes.first_chunk::<4>()?;
         let length = usize::from(u16::from_ne_bytes([header[0], header[1]]));
-        let kind = u16::from_ne_bytes([header[2], header[3]]);
+        let kind = u16::from_ne_bytes([header[2], header[3]]) & KIND;
         let value = attributes.get(4..length)?;
         if kind == wanted {
             let mut number = [0; 8];

@@ -11,6 +11,7 @@ use super::socket::{METADATA_BYTES, TX_ENTRIES};
 use super::umem::Umem;
 use crate::FRAME_BYTES_MAX;
 use crate::segment::{HEADERS_BYTES_MAX, Offload, OffloadRequest, PartialChecksum, REQUEST_BYTES, Segmenter};
+use crate::statistics::CopyReason;
 use crate::sys::umem_mapping::ArenaSection;
 
 /// Maximum length of a frame that is always copied, which is cheaper (as `VHOST_GOODCOPY_LEN`).
@@ -38,7 +39,7 @@ pub(super) struct Descriptor {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum GuestReferences {
     Allowed,
-    Forbidden,
+    Forbidden(CopyReason),
 }
 
 /// Result of building a frame.
@@ -47,7 +48,7 @@ pub(super) enum BuildOutcome {
     /// Descriptors refer to guest memory: the chain is in flight until they are complete.
     Referenced,
     /// Descriptors refer to the arena only: the chain can be completed at once.
-    Copied,
+    Copied(CopyReason),
     /// There is no room at the moment.
     NoRoom,
     /// The frame has to be sent by the tap.
@@ -137,16 +138,20 @@ impl FrameBuilder {
             return BuildOutcome::TooLong;
         }
         let frame = Frame { chain, virtio_bytes, headers, bytes: frame_bytes, offload };
-        let may_reference = references == GuestReferences::Allowed && frame_bytes > COPY_BYTES;
-        if may_reference && self.reference(&frame) {
-            return BuildOutcome::Referenced;
-        }
+        let referenced = match references {
+            _ if frame_bytes <= COPY_BYTES => Err(CopyReason::Short),
+            GuestReferences::Forbidden(reason) => Err(reason),
+            GuestReferences::Allowed => self.reference(&frame),
+        };
+        let Err(reason) = referenced else { return BuildOutcome::Referenced };
         self.discard();
-        let outcome = self.copy(&frame);
-        if outcome != BuildOutcome::Copied {
-            self.discard();
+        match self.copy(&frame) {
+            Ok(()) => BuildOutcome::Copied(reason),
+            Err(outcome) => {
+                self.discard();
+                outcome
+            }
         }
-        outcome
     }
 
     /// Discards the descriptors, and frees their chunks.
@@ -160,9 +165,9 @@ impl FrameBuilder {
         self.arena.free(chunk);
     }
 
-    /// Copies headers to the arena where they have to be changed, and refers to the rest. Returns false if that is not
+    /// Copies headers to the arena where they have to be changed, and refers to the rest. Returns the reason if that is not
     /// possible.
-    fn reference(&mut self, frame: &Frame<'_>) -> bool {
+    fn reference(&mut self, frame: &Frame<'_>) -> Result<(), CopyReason> {
         self.parts.clear();
         let mut skip = u32::try_from(frame.virtio_bytes).expect("a virtio header has 10 or 12 bytes");
         for mut range in frame.chain.readable_ranges() {
@@ -189,7 +194,7 @@ impl FrameBuilder {
                 prefix.copy_from_slice(frame.headers);
                 self.reference_packet(prefix, Some(*checksum), frame.headers.len()..frame.bytes)
             }
-            Offload::Segmentation(segments) => (0..segments.count()).all(|index| {
+            Offload::Segmentation(segments) => (0..segments.count()).try_for_each(|index| {
                 let prefix = &mut buffer[..segments.header_bytes()];
                 let checksum = segments.write(index, prefix);
                 self.reference_packet(prefix, Some(checksum), segments.payload(index))
@@ -203,15 +208,13 @@ impl FrameBuilder {
         prefix: &mut [u8],
         checksum: Option<PartialChecksum>,
         range: Range<usize>,
-    ) -> bool {
+    ) -> Result<(), CopyReason> {
         self.references.clear();
         let first = self.descriptors.len();
         let limits = self.limits.less(usize::from(!prefix.is_empty()));
-        if !references(&self.parts, range, &limits, &mut self.references) {
-            return false;
-        }
+        references(&self.parts, range, &limits, &mut self.references)?;
         if !prefix.is_empty() {
-            let Some(chunk) = self.arena.alloc(prefix.len()) else { return false };
+            let chunk = self.arena.alloc(prefix.len()).ok_or(CopyReason::NoRoom)?;
             self.chunks.push(chunk);
             let mut options = 0;
             match checksum {
@@ -237,7 +240,7 @@ impl FrameBuilder {
         for Reference { offset, len } in self.references.drain(..) {
             self.descriptors.push(Descriptor { offset, len, options: 0 });
         }
-        self.end_packet(first)
+        if self.end_packet(first) { Ok(()) } else { Err(CopyReason::NoRoom) }
     }
 
     /// Marks all descriptors from `first` on but the last as continued. Returns false if the frame has too many.
@@ -254,47 +257,41 @@ impl FrameBuilder {
         self.descriptors.push(Descriptor { offset, len, options });
     }
 
-    /// Copies the whole frame to the arena.
-    fn copy(&mut self, frame: &Frame<'_>) -> BuildOutcome {
+    /// Copies the whole frame to the arena. Returns the outcome if that is not possible.
+    fn copy(&mut self, frame: &Frame<'_>) -> Result<(), BuildOutcome> {
         let (mut bytes, mut packet) = (std::mem::take(&mut self.frame), std::mem::take(&mut self.packet));
         bytes.resize(frame.bytes, 0);
         frame.chain.read_at(frame.virtio_bytes, &mut bytes);
         // The guest may have changed the headers since they were parsed.
         bytes[..frame.headers.len()].copy_from_slice(frame.headers);
-        let mut outcome = BuildOutcome::Copied;
-        match &frame.offload {
-            Offload::None => outcome = self.copy_packet(&bytes),
+        let copied = match &frame.offload {
+            Offload::None => self.copy_packet(&bytes),
             Offload::Checksum(checksum) => {
                 checksum.finish(&mut bytes, |_| {});
-                outcome = self.copy_packet(&bytes);
+                self.copy_packet(&bytes)
             }
-            Offload::Segmentation(segments) => {
-                for index in 0..segments.count() {
-                    copy_segment(segments, index, &bytes, &mut packet);
-                    outcome = self.copy_packet(&packet);
-                    if outcome != BuildOutcome::Copied {
-                        break;
-                    }
-                }
-            }
-        }
+            Offload::Segmentation(segments) => (0..segments.count()).try_for_each(|index| {
+                copy_segment(segments, index, &bytes, &mut packet);
+                self.copy_packet(&packet)
+            }),
+        };
         (self.frame, self.packet) = (bytes, packet);
-        outcome
+        copied
     }
 
     /// Appends a packet whose bytes are copied.
-    fn copy_packet(&mut self, packet: &[u8]) -> BuildOutcome {
+    fn copy_packet(&mut self, packet: &[u8]) -> Result<(), BuildOutcome> {
         if packet.len().div_ceil(LARGE_DATA_BYTES) > self.limits.descriptors {
-            return BuildOutcome::Unsupported;
+            return Err(BuildOutcome::Unsupported);
         }
         let first = self.descriptors.len();
         for part in packet.chunks(LARGE_DATA_BYTES) {
-            let Some(chunk) = self.arena.alloc(part.len()) else { return BuildOutcome::NoRoom };
+            let chunk = self.arena.alloc(part.len()).ok_or(BuildOutcome::NoRoom)?;
             self.chunks.push(chunk);
             self.section.write(chunk.offset(), part);
             self.push_chunk(chunk, part.len(), 0);
         }
-        if self.end_packet(first) { BuildOutcome::Copied } else { BuildOutcome::Unsupported }
+        if self.end_packet(first) { Ok(()) } else { Err(BuildOutcome::Unsupported) }
     }
 }
 

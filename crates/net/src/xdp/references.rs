@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use crate::statistics::CopyReason;
+
 /// A part of a frame in guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct UmemRange {
@@ -39,15 +41,16 @@ impl DescriptorLimits {
     }
 }
 
-/// Appends references to the bytes `range` of a frame that consists of these parts. Returns false if the limits do not
+/// Appends references to the bytes `range` of a frame that consists of these parts. Returns the reason if the limits do not
 /// permit it; `out` is then incomplete.
 pub(super) fn references(
     parts: &[UmemRange],
     range: Range<usize>,
     limits: &DescriptorLimits,
     out: &mut Vec<Reference>,
-) -> bool {
+) -> Result<(), CopyReason> {
     let end = out.len() + limits.descriptors;
+    let mut parts_used = 0;
     let (mut skip, mut left) = (range.start as u64, range.len() as u64);
     for part in parts {
         let len = u64::from(part.len);
@@ -58,18 +61,20 @@ pub(super) fn references(
         if here == 0 {
             continue;
         }
-        let Some(start) = part.offset else { return false };
+        parts_used += 1;
+        let start = part.offset.ok_or(CopyReason::Unregistered)?;
         let mut offset = start + skipped;
         while here > 0 {
             let mut bytes = here.min(limits.bytes.into());
             if !limits.crosses_pages {
                 if offset % part.page < limits.headroom {
-                    return false;
+                    return Err(CopyReason::Pages);
                 }
                 bytes = bytes.min(part.page - offset % part.page);
             }
             if out.len() == end {
-                return false;
+                let too_many_parts = parts_used > limits.descriptors;
+                return Err(if too_many_parts { CopyReason::Buffers } else { CopyReason::Pages });
             }
             let len = u32::try_from(bytes).expect("it is at most `limits.bytes`");
             out.push(Reference { offset, len });
@@ -77,7 +82,8 @@ pub(super) fn references(
             here -= bytes;
         }
     }
-    left == 0
+    // A range beyond the frame: there is no memory for its end.
+    if left == 0 { Ok(()) } else { Err(CopyReason::Unregistered) }
 }
 
 #[cfg(test)]
@@ -114,7 +120,7 @@ mod tests {
             let start = range.0 % total;
             let range = start..(start + range.1).min(total);
             let mut out = vec![Reference { offset: 1, len: 1 }];
-            if references(&parts, range.clone(), &limits, &mut out) {
+            if references(&parts, range.clone(), &limits, &mut out).is_ok() {
                 let out = &out[1..];
                 prop_assert!(out.len() <= limits.descriptors);
                 for Reference { offset, len } in out {
@@ -147,6 +153,24 @@ mod tests {
         let inside = UmemRange { offset: Some(1 << 20), len: 100, page: 4096 };
         let parts = [inside, UmemRange { offset: None, ..inside }, inside];
         let can = |range| references(&parts, range, &limits, &mut Vec::new());
-        assert_eq!([can(0..100), can(50..101), can(200..300), can(200..301)], [true, false, true, false]);
+        let outside = Err(CopyReason::Unregistered);
+        let expected = [Ok(()), outside, Ok(()), outside];
+        assert_eq!([can(0..100), can(50..101), can(200..300), can(200..301)], expected);
+    }
+
+    #[test]
+    fn parts_and_page_boundaries_need_descriptors() {
+        let limits = DescriptorLimits { bytes: 4096, crosses_pages: false, headroom: 0, descriptors: 1 };
+        let inside = UmemRange { offset: Some(1 << 20), len: 100, page: 4096 };
+        let crossing = UmemRange { offset: Some((1 << 20) + 4050), ..inside };
+        let reason = |parts: &[UmemRange], range, limits| references(parts, range, &limits, &mut Vec::new());
+        assert_eq!(reason(&[inside, inside], 0..100, limits), Ok(()));
+        assert_eq!(reason(&[inside, inside], 50..150, limits), Err(CopyReason::Buffers));
+        assert_eq!(reason(&[crossing], 0..46, limits), Ok(()));
+        assert_eq!(reason(&[crossing], 0..100, limits), Err(CopyReason::Pages));
+        // The packet's headers have the only descriptor.
+        assert_eq!(reason(&[inside], 50..100, limits.less(1)), Err(CopyReason::Buffers));
+        let headroom = DescriptorLimits { headroom: 24, ..limits };
+        assert_eq!(reason(&[inside], 0..100, headroom), Err(CopyReason::Pages));
     }
 }

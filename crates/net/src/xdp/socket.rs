@@ -14,6 +14,7 @@ use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, bind, send,
 
 use towline_vhost_user::Memory;
 
+use super::driver;
 use super::umem::{BoundSocket, Umem};
 use crate::sys::umem_mapping::UmemMapping;
 use crate::sys::xsk::{CompletionRing, TxRing};
@@ -236,6 +237,20 @@ pub(super) fn is_free(queue: QueueId) -> io::Result<bool> {
         Err(rustix::io::Errno::NODEV) => Ok(true),
         Err(errno) => Err(errno.into()),
     }
+}
+
+/// Waits until no socket is bound to a queue, for `timeout` at most. If that cannot be determined (without CAP_NET_RAW before
+/// Linux 6.15), it is assumed.
+///
+/// # Errors
+/// EBUSY: a socket is still bound to it.
+pub(super) fn wait_until_free(queue: QueueId, timeout: Duration) -> io::Result<()> {
+    let is_busy = || match is_free(queue) {
+        Ok(is_free) => !is_free,
+        Err(_) => driver::has_socket(queue.interface, queue.queue).unwrap_or(false),
+    };
+    let probe = || if is_busy() { Err(rustix::io::Errno::BUSY) } else { Ok(()) };
+    Ok(retry_while_busy(timeout, probe)?)
 }
 
 /// Binds in the first mode that the driver supports. Returns true if it supports several descriptors per packet.

@@ -14,7 +14,7 @@ use super::timer::{CompletionTimer, Progress};
 use super::tx_queue::{DrainScope, Drained, TxError, TxQueue, TxRun};
 use super::{Xdp, is_temporary};
 use crate::device::Shared;
-use crate::statistics::{BatchCounters, DropReason};
+use crate::statistics::{BatchCounters, CopyReason, DropReason};
 use crate::tap::TapContext;
 use crate::transmit::Transmitter;
 
@@ -39,6 +39,8 @@ pub(crate) struct XdpTransmitter {
     queue: Option<TxQueue>,
     /// Chains in flight of sockets that were closed: the network card may read them until the queue is free.
     orphaned: Vec<Head>,
+    /// True if the first attempt to bind is to find out if the queue of the previous process's socket is free.
+    inherited: bool,
     /// Time of the next check if the queue is free.
     next_check: Instant,
     /// Interval to the check after that.
@@ -75,6 +77,7 @@ impl XdpTransmitter {
             batch: Batch::new(),
             queue: None,
             orphaned: Vec::new(),
+            inherited: false,
             next_check: Instant::now(),
             check_interval: FREE_INTERVAL,
             timer: CompletionTimer::new()?,
@@ -92,7 +95,10 @@ impl XdpTransmitter {
         transmitter: &mut Transmitter,
     ) -> Next {
         self.timer.clear();
-        match self.check_orphans(Some(ring), counted) {
+        self.inherit(Some(ring), counted);
+        let orphans =
+            if self.inherited { Orphans::Unknown } else { self.check_orphans(Some(&mut *ring), counted) };
+        match orphans {
             Orphans::None => self.ensure_queue(ring, counted),
             Orphans::InFlight => self.timer.arm(Progress::None),
             Orphans::Unknown => {
@@ -103,7 +109,7 @@ impl XdpTransmitter {
         let Some(queue) = &mut self.queue else {
             let before = counted.packets;
             let next = transmitter.run(ring, tap, counted);
-            counted.copied += counted.packets - before;
+            counted.add_copies(CopyReason::Tap, counted.packets - before);
             return next;
         };
         transmitter.blocked = false;
@@ -128,6 +134,7 @@ impl XdpTransmitter {
     /// Processes completions while the ring or the link does not run.
     pub(crate) fn reap_while_stopped(&mut self, mut ring: Option<&mut Ring>, counted: &mut BatchCounters) {
         self.timer.clear();
+        self.inherit(ring.as_deref_mut(), counted);
         if self.check_orphans(ring.as_deref_mut(), counted) != Orphans::None {
             self.timer.arm(Progress::None);
         }
@@ -154,6 +161,7 @@ impl XdpTransmitter {
         counted: &mut BatchCounters,
         deadline: Instant,
     ) -> Result<(), BackendError> {
+        self.inherit(ring.as_deref_mut(), counted);
         if let Some(queue) = &mut self.queue {
             match queue.drain(ring.as_deref_mut(), deadline, DrainScope::Chains) {
                 Ok(Drained::Yes) => counted.pending = 0,
@@ -183,6 +191,7 @@ impl XdpTransmitter {
         deadline: Instant,
     ) -> Result<(), BackendError> {
         self.batch.clear();
+        self.inherit(ring.as_deref_mut(), counted);
         if let Some(queue) = &mut self.queue {
             if let Err(error) = queue.drain(ring.as_deref_mut(), deadline, DrainScope::Everything) {
                 tracing::warn!(pair = self.pair, %error, "AF_XDP");
@@ -215,8 +224,9 @@ impl XdpTransmitter {
         }
         let shared = Arc::clone(&self.shared);
         let Some(xdp) = &shared.xdp else { return };
-        // At first, the queue may be busy with our own previous socket.
-        let first = self.failure.is_none() && self.orphaned.is_empty();
+        // At first, the queue may be busy with our own previous socket, or that of the previous process.
+        let inherited = std::mem::take(&mut self.inherited);
+        let first = self.failure.is_none() && (self.orphaned.is_empty() || inherited);
         let busy_timeout = if first { BUSY_TIMEOUT } else { Duration::ZERO };
         let started = Instant::now();
         match xdp.bind(self.pair, shared.taps.queues().len(), &memory, busy_timeout) {
@@ -253,6 +263,24 @@ impl XdpTransmitter {
             tracing::warn!(pair = self.pair, "AF_XDP is not used, frames go by the tap: {reason}");
             reason.clone_into(&mut self.last_warning);
         }
+    }
+
+    /// Takes over the chains that were in flight in the previous process, or connection. The network card may still read them, or
+    /// has sent them: they are not sent again, and used once the queue is free.
+    fn inherit(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) {
+        let heads = ring.map(Ring::take_resubmitted).unwrap_or_default();
+        if heads.is_empty() {
+            return;
+        }
+        tracing::info!(
+            pair = self.pair,
+            frames = heads.len(),
+            "not sending frames again that were in flight before"
+        );
+        self.orphaned.extend(heads);
+        self.inherited = true;
+        self.check_soon();
+        counted.pending = self.orphaned.len() as u64;
     }
 
     /// Closes the socket. Its chains stay in flight until the queue is free.

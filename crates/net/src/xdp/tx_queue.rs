@@ -14,7 +14,7 @@ use super::references::DescriptorLimits;
 use super::socket::{CHUNK_BYTES, COMPLETION_ENTRIES, TransmitMode, XdpSocket};
 use super::timer::Progress;
 use super::umem::Umem;
-use crate::statistics::{BatchCounters, DropReason};
+use crate::statistics::{BatchCounters, CopyReason, DropReason};
 use crate::sys::umem_mapping::ArenaSection;
 use crate::tap::TapContext;
 use crate::transmit::{Sent, send_frame};
@@ -207,7 +207,7 @@ impl TxQueue {
                 if send_frame(chain, tap, &mut Vec::new(), counted) == Sent::TapFull {
                     return SendOutcome::TapFull;
                 }
-                counted.copied += counted.packets - before;
+                counted.add_copies(CopyReason::Tap, counted.packets - before);
                 ring.complete(chain, 0);
             }
             BuildOutcome::TooLong => {
@@ -218,13 +218,17 @@ impl TxQueue {
                 self.commit(Some(chain.head()));
                 counted.add_frame(frame_bytes);
                 counted.referenced += 1;
-                *(if self.socket.zero_copy { &mut counted.zero_copy } else { &mut counted.copied }) += 1;
+                if self.socket.zero_copy {
+                    counted.zero_copy += 1;
+                } else {
+                    counted.add_copies(CopyReason::CopyMode, 1);
+                }
             }
-            BuildOutcome::Copied => {
+            BuildOutcome::Copied(reason) => {
                 self.commit(None);
                 ring.complete(chain, 0);
                 counted.add_frame(frame_bytes);
-                counted.copied += 1;
+                counted.add_copies(reason, 1);
             }
         }
         self.check_memory |= self.budget.count_frame();
@@ -235,10 +239,15 @@ impl TxQueue {
     fn build(&mut self, chain: Chain<'_>, virtio_bytes: usize, ring_size: u16) -> BuildOutcome {
         // At most half of the ring is in flight, further frames are copied: a slow network card does not hold all chains.
         let chains_max = u32::from(ring_size / 2).min(u32::from(FRAMES_MAX) / 2);
-        let may_reference = self.in_flight.heads() < chains_max && !self.budget.is_exceeded();
-        let references = if may_reference { GuestReferences::Allowed } else { GuestReferences::Forbidden };
+        let references = if self.in_flight.heads() >= chains_max {
+            GuestReferences::Forbidden(CopyReason::InFlight)
+        } else if self.budget.is_exceeded() {
+            GuestReferences::Forbidden(CopyReason::Errors)
+        } else {
+            GuestReferences::Allowed
+        };
         let mut outcome = self.builder.build(chain, virtio_bytes, references);
-        let built = matches!(outcome, BuildOutcome::Referenced | BuildOutcome::Copied);
+        let built = matches!(outcome, BuildOutcome::Referenced | BuildOutcome::Copied(_));
         if built && !self.has_room(self.builder.descriptors.len()) {
             self.builder.discard();
             outcome = BuildOutcome::NoRoom;

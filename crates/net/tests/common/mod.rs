@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use towline_frontend::Frontend;
 use towline_lab::Network;
 use towline_net::Net;
-use towline_vhost_user::{Cancel, Device, ServeError};
+use towline_vhost_user::{Cancel, Device, FrontendSource, InFlightRecord, ServeError, Service};
 
 /// A served card, ended when this is dropped. The test fails if its thread panicked.
 pub(crate) struct Served {
@@ -19,12 +19,33 @@ pub(crate) struct Served {
 impl Served {
     /// Serves the card in this network. Returns its frontend too.
     pub(crate) fn start(network: &Network, net: &Arc<Net>) -> (Self, Frontend) {
+        Self::start_with(network, net, |stream, device, cancel| {
+            let channel = towline_channel::UnixChannel::new(stream.into(), "the driver").unwrap();
+            towline_vhost_user::serve(&channel, device, cancel)
+        })
+    }
+
+    /// As [`Served::start`], with a record of chains in flight.
+    pub(crate) fn start_recorded(
+        network: &Network,
+        net: &Arc<Net>,
+        record: InFlightRecord,
+    ) -> (Self, Frontend) {
+        Self::start_with(network, net, move |stream, device, cancel| {
+            Service::new(FrontendSource::from_fd(stream.into()).unwrap()).serve(device, &record, cancel)
+        })
+    }
+
+    fn start_with(
+        network: &Network,
+        net: &Arc<Net>,
+        serve: impl FnOnce(UnixStream, &Arc<dyn Device>, &Cancel) -> Result<(), ServeError> + Send + 'static,
+    ) -> (Self, Frontend) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let cancel = Cancel::new().unwrap();
         let (device, token): (Arc<dyn Device>, _) = (net.clone(), cancel.clone());
         let serve = move || {
-            let channel = towline_channel::UnixChannel::new(theirs.into(), "the driver").unwrap();
-            let outcome = towline_vhost_user::serve(&channel, &device, &token);
+            let outcome = serve(theirs, &device, &token);
             (outcome, token.is_cancelled())
         };
         // A thread inherits the network namespace of its parent.

@@ -5,12 +5,14 @@
 //! ```
 //! A queued packet belongs to the socket that sent it, whose queue is not free before it is sent.
 
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 
-use rustix::fs::{FallocateFlags, fallocate};
-use towline_frontend::{GUEST_BASE, Memory, Queue, QueueOptions};
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
+use towline_frontend::{Frontend, GUEST_BASE, Memory, Queue, QueueOptions};
 use towline_lab::wait_until;
 use towline_net::{DropReason, Net, Options, Taps, TransmitMode, Xdp};
+use towline_vhost_user::InFlightRecord;
 
 use crate::bench::{Bench, SLOTS, VIRTIO, WITHIN, negotiate};
 use crate::common::Served;
@@ -19,7 +21,11 @@ const FRAME_BYTES: usize = 1000;
 
 /// A card with frames in the queueing discipline, and their number.
 fn bench_with_queued_frames(name: &str) -> Option<(Bench, usize)> {
-    let mut bench = Bench::on("mac0", name, 1, |xdp| xdp)?;
+    queue_frames(Bench::on("mac0", name, 1, |xdp| xdp)?)
+}
+
+/// Has the card send frames that stay in the queueing discipline. Returns their number, too.
+fn queue_frames(mut bench: Bench) -> Option<(Bench, usize)> {
     // A burst of some packets, then a byte each second.
     let queueing = "tc qdisc add dev out0 root tbf rate 8bit burst 5000 limit 10mb";
     bench.near.run(&queueing.split(' ').collect::<Vec<_>>()).unwrap();
@@ -77,6 +83,52 @@ fn a_queue_that_cannot_be_stopped_ends_the_connection() {
     bench.frontend = frontend;
     bench.queues[0].force_kick();
     bench.wait_until_sent(0);
+}
+
+/// Serves a card on this tap with the chains in flight in a record.
+fn start_recorded(bench: &Bench, tap: &str, record: &OwnedFd) -> (Arc<Net>, Served, Frontend) {
+    let net = bench.near.enter(|| {
+        let xdp = Xdp::new("mac0", 0, None).unwrap().with_copy_mode();
+        Arc::new(Net::with_xdp(Taps::open(tap, 1).unwrap(), Some(xdp), Options::default()))
+    });
+    let net = net.unwrap();
+    let fd = record.as_fd().try_clone_to_owned().unwrap();
+    let record = InFlightRecord::open(fd, 2, "the record").unwrap();
+    let (served, mut frontend) = Served::start_recorded(&bench.near, &net, record);
+    negotiate(&mut frontend).unwrap();
+    frontend.set_mem_table(Some(&bench.memory)).unwrap();
+    (net, served, frontend)
+}
+
+/// A connection that cannot be stopped leaves the record and the kernel as the death of the process does.
+#[test]
+fn chains_of_a_killed_process_are_used_when_its_queue_is_free() {
+    let name = "chains_of_a_killed_process_are_used_when_its_queue_is_free";
+    let Some(mut bench) = Bench::on("mac0", name, 1, |xdp| xdp) else { return };
+    bench.frontend.stop(1).unwrap();
+    let record = memfd_create("record", MemfdFlags::CLOEXEC).unwrap();
+    (bench.net, bench.served, bench.frontend) = start_recorded(&bench, "tap1", &record);
+    bench.frontend.start(&bench.queues[0], 0).unwrap();
+    let Some((mut bench, queued)) = queue_frames(bench) else { return };
+    assert!(bench.frontend.stop(1).is_err(), "the frontend has a reply although frames are in flight");
+    bench.served.failure();
+    (bench.net, bench.served, bench.frontend) = start_recorded(&bench, "tap2", &record);
+    bench.frontend.start(&bench.queues[0], bench.queues[0].last_used_idx()).unwrap();
+    // Frames are sent by the tap meanwhile, and the others not again.
+    let frame = [&[0; VIRTIO][..], &[0x22; FRAME_BYTES]].concat();
+    bench.transmit(0, SLOTS, &frame);
+    bench.queues[0].publish();
+    bench.queues[0].wait(WITHIN).unwrap();
+    assert_eq!(bench.queues[0].pop_used().unwrap().map(|used| used.token), Some(SLOTS));
+    assert_eq!(pop_all(&mut bench.queues[0]), 0, "{queued} frames are still queued");
+    assert_eq!(bench.statistics(0).pending, queued as u64);
+    release_queued_frames(&bench);
+    bench.wait_until_sent(0);
+    wait_until("the frames to be counted", WITHIN, || {
+        Ok((bench.statistics(0).dropped(DropReason::Refused) == queued as u64).then_some(()))
+    })
+    .unwrap();
+    assert!(bench.statistics(0).packets <= 1, "frames of the former process are sent again");
 }
 
 #[test]

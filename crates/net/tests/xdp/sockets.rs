@@ -4,8 +4,10 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+use rustix::system::uname;
+use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use towline_frontend::{Frontend, Queue, QueueOptions};
-use towline_lab::wait_until;
+use towline_lab::{skip, wait_until};
 use towline_net::{Net, Options, Taps, TransmitMode, Xdp};
 
 use crate::bench::{Bench, SLOTS, VIRTIO, WITHIN, negotiate};
@@ -100,6 +102,50 @@ fn a_passed_socket_is_used_again_after_its_queue_was_busy() {
         drop_received(&bench);
         bench.traffic(busy, 2 * SLOTS);
         bench.traffic(free, 2 * SLOTS);
+    }
+}
+
+/// Removes CAP_NET_RAW from this thread, and so from those that it starts.
+fn drop_raw_sockets() {
+    let mut sets = capabilities(None).unwrap();
+    sets.effective.remove(CapabilitySet::NET_RAW);
+    sets.permitted.remove(CapabilitySet::NET_RAW);
+    set_capabilities(None, sets).unwrap();
+}
+
+/// Returns true if any process can see which queues are bound (Linux 6.15).
+fn queues_are_visible() -> bool {
+    let release = uname().release().to_string_lossy().into_owned();
+    let mut numbers = release.split(['.', '-']).map_while(|number| number.parse::<u32>().ok());
+    (numbers.next(), numbers.next()) >= (Some(6), Some(15))
+}
+
+/// A UMEM can be registered with a socket once, which is of no use when memory has changed.
+#[test]
+fn a_passed_socket_is_kept_when_memory_changes_while_its_queue_is_busy() {
+    let name = "a_passed_socket_is_kept_when_memory_changes_while_its_queue_is_busy";
+    for raw_sockets in [true, false] {
+        if !raw_sockets && !queues_are_visible() {
+            return skip(name, "without CAP_NET_RAW: it needs Linux 6.15");
+        }
+        let Some(mut bench) = Bench::new(name, 1, |xdp| xdp) else { return };
+        occupy(&mut bench, 0);
+        let passed = sockets(&bench, 1);
+        if !raw_sockets {
+            drop_raw_sockets();
+        }
+        let occupant =
+            replace_card(&mut bench, || Xdp::new("out0", 0, Some(passed)).unwrap().with_copy_mode());
+        for _ in 0..2 {
+            // After an attempt to bind, with the former memory and the current one.
+            send_until(&mut bench, 0, TransmitMode::Tap);
+            let memory = Arc::clone(&bench.memory);
+            bench.frontend.set_mem_table(Some(&memory)).unwrap();
+        }
+        drop(occupant);
+        send_until(&mut bench, 0, TransmitMode::Copy);
+        drop_received(&bench);
+        bench.traffic(0, 2 * SLOTS);
     }
 }
 

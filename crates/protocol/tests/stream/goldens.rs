@@ -6,8 +6,8 @@ use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::machine::{BarrierForm, lanes_carry_zero_pages};
 use towline_protocol::multifd::{HEADER_BYTES, Packet};
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::return_path::Message;
-use towline_protocol::section::Command;
+use towline_protocol::return_path::ReturnPathMessage;
+use towline_protocol::section::VmCommand;
 use towline_protocol::source::{self, PING_SETUP, RamOptions};
 use towline_protocol::{BlockIndex, PageRef, Reader};
 
@@ -117,7 +117,7 @@ pub(crate) fn write_main(items: &[Item], lanes: usize) -> Vec<u8> {
     let mut out = Vec::new();
     let configuration = configuration_of(items);
     let return_path =
-        items[1..3] == [Item::Command(Command::OpenReturnPath), Item::Command(Command::Ping(PING_SETUP))];
+        items[1..3] == [Item::Command(VmCommand::OpenReturnPath), Item::Command(VmCommand::Ping(PING_SETUP))];
     let mut writer = Writer::Setup(source::Setup::begin(configuration, return_path, &mut out));
     let barrier = (lanes > 0).then(|| BarrierForm::of(&configuration.machine_type));
     let mut in_start = false;
@@ -215,11 +215,15 @@ fn each_return_path_is_read_and_written_again() {
     for name in STREAMS {
         let bytes = golden(name, "return");
         let (mut input, mut messages, mut out) = (Reader::new(&bytes), Vec::new(), Vec::new());
-        while let Some(message) = Message::decode(&mut input).unwrap() {
+        while let Some(message) = ReturnPathMessage::decode(&mut input).unwrap() {
             message.encode(&mut out);
             messages.push(message);
         }
-        let expected = [Message::SwitchoverAck, Message::Pong(PING_SETUP), Message::Shut(0)];
+        let expected = [
+            ReturnPathMessage::SwitchoverAck,
+            ReturnPathMessage::Pong(PING_SETUP),
+            ReturnPathMessage::Shut(0),
+        ];
         assert_eq!(messages, expected[usize::from(name != "precopy-10.0")..], "{name}");
         assert_eq!(out, bytes, "{name}");
     }

@@ -8,7 +8,7 @@ use towline_protocol::limits;
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::postcopy::{Block, PostcopyReturnPathReader, ReturnMessage, decode_bitmap};
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{Error, InvalidMessage, RamBlock, Reader, mapped_ram, xbzrle};
 
 /// A target's name and body.
@@ -158,11 +158,12 @@ pub fn return_path(data: &[u8]) {
     let mut input = Reader::new(data);
     loop {
         let start = input.position();
-        let Ok(Some(message)) = Message::decode(&mut input) else { break };
+        let Ok(Some(message)) = ReturnPathMessage::decode(&mut input) else { break };
         let used = &data[start..input.position()];
         let mut out = Vec::new();
         // Names that are not UTF-8 are shown with replacement characters, which may not fit any more.
-        let (Message::ReceivedBitmap(name) | Message::RequestPages { block: Some(name), .. }) = &message
+        let (ReturnPathMessage::ReceivedBitmap(name)
+        | ReturnPathMessage::RequestPages { block: Some(name), .. }) = &message
         else {
             message.encode(&mut out);
             assert_eq!(out, used);
@@ -185,7 +186,7 @@ fn postcopy_answers(data: &[u8]) {
     let blocks = [block("pc.ram", 64 << 20, 2 << 20), block("pc.bios", 256 << 10, PAGE_SIZE)];
     let (mut input, mut answers) = (Reader::new(data), PostcopyReturnPathReader::default());
     answers.expect_shut();
-    while let Ok(Some(message)) = Message::decode(&mut input) {
+    while let Ok(Some(message)) = ReturnPathMessage::decode(&mut input) {
         match answers.handle(&message, &blocks) {
             Ok(ReturnMessage::Request { page, length }) => {
                 let block = &blocks[page.block.index()];

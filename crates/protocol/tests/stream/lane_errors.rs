@@ -2,7 +2,7 @@
 
 use towline_protocol::configuration::Configuration;
 use towline_protocol::multifd::{HEADER_BYTES, Init, LaneRegistry, Packet};
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::source::{AwaitShut, RamOptions, Setup, check_return_path};
 use towline_protocol::{BlockIndex, Error, InvalidMessage, PeerIncompatible, PeerMisbehaved, Reader, limits};
 
@@ -115,18 +115,22 @@ fn messages_of_the_wrong_length() {
         (7, &[0], wrong(7, 1, 0)),
     ] {
         let mut bytes = Vec::new();
-        Message::Other { kind, data: data.into() }.encode(&mut bytes);
-        assert_eq!(Message::decode(&mut Reader::new(&bytes)), Err(expected.into()), "{kind} {data:?}");
+        ReturnPathMessage::Other { kind, data: data.into() }.encode(&mut bytes);
+        assert_eq!(
+            ReturnPathMessage::decode(&mut Reader::new(&bytes)),
+            Err(expected.into()),
+            "{kind} {data:?}"
+        );
     }
     let long = InvalidMessage::TooLong { what: "return-path message", found: 513, limit: 512 };
-    assert_eq!(Message::decode(&mut Reader::new(&[0, 1, 2, 1])), Err(long.into()));
+    assert_eq!(ReturnPathMessage::decode(&mut Reader::new(&[0, 1, 2, 1])), Err(long.into()));
 }
 
 #[test]
 fn a_tls_record_on_the_return_path_is_recognized() {
     // The alert of a server that expects a handshake, and a handshake of TLS 1.0.
     for bytes in [&[0x15, 3, 3, 0, 2, 2, 40][..], &[0x16, 3, 1, 0, 5, 0, 0, 0, 0, 0]] {
-        let error = Message::decode(&mut Reader::new(bytes)).unwrap_err();
+        let error = ReturnPathMessage::decode(&mut Reader::new(bytes)).unwrap_err();
         assert_eq!(error, InvalidMessage::Tls.into());
         assert!(error.to_string().contains("turn TLS on here (--tls-creds"), "{error}");
     }
@@ -142,16 +146,16 @@ fn awaiting() -> AwaitShut {
 #[test]
 fn a_source_takes_the_messages_that_it_can_expect() {
     let take = |message| awaiting().handle(&message);
-    assert!(matches!(take(Message::Shut(0)), Ok(Ok(_))));
-    assert!(matches!(take(Message::Pong(1)), Ok(Err(_))));
-    assert!(matches!(take(Message::SwitchoverAck), Ok(Err(_))));
+    assert!(matches!(take(ReturnPathMessage::Shut(0)), Ok(Ok(_))));
+    assert!(matches!(take(ReturnPathMessage::Pong(1)), Ok(Err(_))));
+    assert!(matches!(take(ReturnPathMessage::SwitchoverAck), Ok(Err(_))));
     let refused = |message| take(message).expect_err("it is refused");
-    assert_eq!(refused(Message::Pong(2)), PeerMisbehaved::Pong { found: 2 }.into());
-    assert_eq!(refused(Message::Shut(1)), PeerMisbehaved::ShutWithError { status: 1 }.into());
+    assert_eq!(refused(ReturnPathMessage::Pong(2)), PeerMisbehaved::Pong { found: 2 }.into());
+    assert_eq!(refused(ReturnPathMessage::Shut(1)), PeerMisbehaved::ShutWithError { status: 1 }.into());
     let unexpected = |found: &str| PeerMisbehaved::Unexpected {
         found: found.into(),
         expected: "PONG or SHUT on the return path",
     };
-    assert_eq!(refused(Message::ResumeAck(1)), unexpected("ResumeAck(1)").into());
-    assert_eq!(check_return_path(&Message::Shut(0)), Err(unexpected("Shut(0)").into()));
+    assert_eq!(refused(ReturnPathMessage::ResumeAck(1)), unexpected("ResumeAck(1)").into());
+    assert_eq!(check_return_path(&ReturnPathMessage::Shut(0)), Err(unexpected("Shut(0)").into()));
 }

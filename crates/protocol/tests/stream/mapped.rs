@@ -5,7 +5,7 @@ use towline_protocol::destination::{Destination, Event};
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::mapped_ram::{self, MappedRamHeader};
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::section::Command;
+use towline_protocol::section::VmCommand;
 use towline_protocol::{BlockIndex, PageRef, RamBlock, Reader};
 
 use crate::goldens::{assert_filled, write_main};
@@ -76,7 +76,7 @@ fn each_file_is_read_as_it_was_stored() {
         assert_eq!(configuration.machine_type, "pc-q35-10.0");
         assert_eq!(configuration.capabilities, [MAPPED_RAM]);
         let others = stored.items.iter().filter(|item| matches!(item, Item::Command(_)));
-        assert_eq!(others.collect::<Vec<_>>(), [&Item::Command(Command::SwitchoverStart)], "{name}");
+        assert_eq!(others.collect::<Vec<_>>(), [&Item::Command(VmCommand::SwitchoverStart)], "{name}");
         let blocks: Vec<_> = stored.blocks.iter().map(|block| (&block.name[..], block.length)).collect();
         let expected = [
             ("pc.ram", 2 << 20),

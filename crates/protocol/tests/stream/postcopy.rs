@@ -5,7 +5,7 @@ use towline_protocol::postcopy::{
     Block, PostcopyReturnPathReader, Recovery, ReturnMessage, decode_bitmap, put_bitmap,
 };
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::return_path::Message;
+use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::source::Setup;
 use towline_protocol::{BlockIndex, Error, InvalidMessage, PageRef, PeerMisbehaved, RamBlock, Reader};
 
@@ -106,8 +106,8 @@ fn a_recovery_asks_for_all_bitmaps_at_once() {
     assert_eq!(out, section(2));
 }
 
-fn request(block: Option<&str>, start: u64, length: u32) -> Message {
-    Message::RequestPages { start, length, block: block.map(str::to_owned) }
+fn request(block: Option<&str>, start: u64, length: u32) -> ReturnPathMessage {
+    ReturnPathMessage::RequestPages { start, length, block: block.map(str::to_owned) }
 }
 
 #[test]
@@ -137,15 +137,18 @@ fn requests_name_their_block_once_and_lie_within_it() {
 #[test]
 fn a_destination_is_done_only_when_it_was_given_everything() {
     let (blocks, mut answers) = (blocks(), PostcopyReturnPathReader::default());
-    let early = answers.handle(&Message::Shut(0), &blocks);
+    let early = answers.handle(&ReturnPathMessage::Shut(0), &blocks);
     assert!(matches!(early, Err(Error::Misbehaved(PeerMisbehaved::Unexpected { .. }))), "{early:?}");
     assert_eq!(
-        answers.handle(&Message::Shut(1), &blocks),
+        answers.handle(&ReturnPathMessage::Shut(1), &blocks),
         Err(PeerMisbehaved::ShutWithError { status: 1 }.into())
     );
-    assert_eq!(answers.handle(&Message::Pong(5), &blocks), Err(PeerMisbehaved::Pong { found: 5 }.into()));
+    assert_eq!(
+        answers.handle(&ReturnPathMessage::Pong(5), &blocks),
+        Err(PeerMisbehaved::Pong { found: 5 }.into())
+    );
     answers.expect_shut();
-    assert_eq!(answers.handle(&Message::Shut(0), &blocks), Ok(ReturnMessage::Shut));
+    assert_eq!(answers.handle(&ReturnPathMessage::Shut(0), &blocks), Ok(ReturnMessage::Shut));
 }
 
 #[test]

@@ -6,25 +6,25 @@ use towline_protocol::destination::{Destination, Event, RamSection, SectionKind}
 use towline_protocol::machine::BarrierForm;
 use towline_protocol::multifd::{HEADER_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::return_path::Message;
-use towline_protocol::section::{Command, CommandKind};
+use towline_protocol::return_path::ReturnPathMessage;
+use towline_protocol::section::{CommandKind, VmCommand};
 use towline_protocol::source::{AwaitShut, Iterating, RamOptions, RamWriter, Setup};
 use towline_protocol::{BlockIndex, PageRef, RamBlock, Reader, mapped_ram, xbzrle};
 
 use crate::support::*;
 
 /// Every kind of message once.
-pub(crate) fn one_of_each_message() -> Vec<Message> {
+pub(crate) fn one_of_each_message() -> Vec<ReturnPathMessage> {
     let (start, length) = (0x1000, 0x2000);
     vec![
-        Message::Pong(1),
-        Message::RequestPages { start, length, block: Some("pc.ram".into()) },
-        Message::RequestPages { start, length, block: None },
-        Message::ReceivedBitmap("pc.bios".into()),
-        Message::ResumeAck(1),
-        Message::SwitchoverAck,
-        Message::Other { kind: 9, data: vec![1, 2, 3] },
-        Message::Shut(0),
+        ReturnPathMessage::Pong(1),
+        ReturnPathMessage::RequestPages { start, length, block: Some("pc.ram".into()) },
+        ReturnPathMessage::RequestPages { start, length, block: None },
+        ReturnPathMessage::ReceivedBitmap("pc.bios".into()),
+        ReturnPathMessage::ResumeAck(1),
+        ReturnPathMessage::SwitchoverAck,
+        ReturnPathMessage::Other { kind: 9, data: vec![1, 2, 3] },
+        ReturnPathMessage::Shut(0),
     ]
 }
 
@@ -32,17 +32,17 @@ fn name() -> impl Strategy<Value = String> {
     prop_oneof![9 => "[ -~]{0,40}", 1 => "[a-z/@]{255}"]
 }
 
-fn message() -> impl Strategy<Value = Message> {
+fn message() -> impl Strategy<Value = ReturnPathMessage> {
     let request = (any::<u64>(), any::<u32>(), proptest::option::of(name()));
     prop_oneof![
-        any::<u32>().prop_map(Message::Shut),
-        any::<u32>().prop_map(Message::Pong),
-        any::<u32>().prop_map(Message::ResumeAck),
-        Just(Message::SwitchoverAck),
-        name().prop_map(Message::ReceivedBitmap),
-        request.prop_map(|(start, length, block)| Message::RequestPages { start, length, block }),
+        any::<u32>().prop_map(ReturnPathMessage::Shut),
+        any::<u32>().prop_map(ReturnPathMessage::Pong),
+        any::<u32>().prop_map(ReturnPathMessage::ResumeAck),
+        Just(ReturnPathMessage::SwitchoverAck),
+        name().prop_map(ReturnPathMessage::ReceivedBitmap),
+        request.prop_map(|(start, length, block)| ReturnPathMessage::RequestPages { start, length, block }),
         (8..=u16::MAX, proptest::collection::vec(any::<u8>(), 0..=512))
-            .prop_map(|(kind, data)| Message::Other { kind, data }),
+            .prop_map(|(kind, data)| ReturnPathMessage::Other { kind, data }),
     ]
 }
 
@@ -167,9 +167,9 @@ proptest! {
         messages.iter().for_each(|message| message.encode(&mut out));
         let mut input = Reader::new(&out);
         for message in messages {
-            prop_assert_eq!(Message::decode(&mut input), Ok(Some(message)));
+            prop_assert_eq!(ReturnPathMessage::decode(&mut input), Ok(Some(message)));
         }
-        prop_assert_eq!(Message::decode(&mut input), Ok(None));
+        prop_assert_eq!(ReturnPathMessage::decode(&mut input), Ok(None));
     }
 
     #[test]
@@ -177,7 +177,7 @@ proptest! {
         let mut out = Vec::new();
         message.encode(&mut out);
         let mut input = Reader::new(&out[..cut % out.len()]);
-        prop_assert_eq!(Message::decode(&mut input), Ok(None));
+        prop_assert_eq!(ReturnPathMessage::decode(&mut input), Ok(None));
         prop_assert_eq!(input.position(), 0);
     }
 
@@ -198,10 +198,10 @@ proptest! {
     fn configurations_are_read_as_written(configuration in configuration()) {
         let mut out = Vec::new();
         configuration.encode(&mut out);
-        Command::Ping(5).encode(&mut out);
+        VmCommand::Ping(5).encode(&mut out);
         let mut driver = Driver::default();
         driver.push(&out).unwrap();
-        let expected = [Item::Configuration(configuration), Item::Command(Command::Ping(5))];
+        let expected = [Item::Configuration(configuration), Item::Command(VmCommand::Ping(5))];
         prop_assert_eq!(driver.items, expected);
     }
 
@@ -264,7 +264,7 @@ proptest! {
     #[test]
     fn commands_are_kept(kind in 12..u16::MAX, data in proptest::collection::vec(any::<u8>(), 0..40)) {
         let mut out = Vec::new();
-        Command::Other { kind: CommandKind(kind), data: data.clone() }.encode(&mut out);
+        VmCommand::Other { kind: CommandKind(kind), data: data.clone() }.encode(&mut out);
         let expected = [&[8], &kind.to_be_bytes()[..], &(data.len() as u16).to_be_bytes(), &data].concat();
         prop_assert_eq!(out, expected);
     }

@@ -8,8 +8,8 @@ use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::multifd::{HEADER_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::return_path::Message;
-use towline_protocol::section::{Command, CommandKind};
+use towline_protocol::return_path::ReturnPathMessage;
+use towline_protocol::section::{CommandKind, VmCommand};
 
 use crate::device_state::{description, section};
 use crate::goldens::write_main;
@@ -45,10 +45,10 @@ fn main_channels() -> BTreeMap<String, Vec<u8>> {
         uuid: Some([7; 16]),
     }
     .encode(&mut stream);
-    for command in [Command::OpenReturnPath, Command::Ping(1), Command::SwitchoverStart] {
+    for command in [VmCommand::OpenReturnPath, VmCommand::Ping(1), VmCommand::SwitchoverStart] {
         command.encode(&mut stream);
     }
-    Command::Other { kind: CommandKind::POSTCOPY_ADVISE, data: vec![0; 16] }.encode(&mut stream);
+    VmCommand::Other { kind: CommandKind::POSTCOPY_ADVISE, data: vec![0; 16] }.encode(&mut stream);
     seeds.insert("subsections-and-commands".into(), with_pieces(stream));
     seeds
 }
@@ -105,7 +105,7 @@ fn return_path() -> BTreeMap<String, Vec<u8>> {
         STREAMS.map(|name| (name.into(), golden(name, "return"))).into();
     let mut all = Vec::new();
     for message in crate::properties::one_of_each_message() {
-        Message::encode(&message, &mut all);
+        ReturnPathMessage::encode(&message, &mut all);
     }
     seeds.insert("one-of-each".into(), all);
     seeds

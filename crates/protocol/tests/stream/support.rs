@@ -9,7 +9,7 @@ use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::machine::BarrierForm;
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Packet};
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::section::Command;
+use towline_protocol::section::VmCommand;
 use towline_protocol::{PageRef, RamBlock, Reader, Result, xbzrle};
 
 /// The recordings with a main channel.
@@ -41,7 +41,7 @@ pub(crate) fn golden_lanes(name: &str) -> Vec<Vec<u8>> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Item {
     Configuration(Configuration),
-    Command(Command),
+    Command(VmCommand),
     SectionStart(RamSection),
     Total(u64),
     Block(RamBlock),

@@ -171,12 +171,12 @@ pub struct HumanReadableText {
 /// `query-memory-size-summary`.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct QueryMemorySizeSummary;
-command!(QueryMemorySizeSummary, "query-memory-size-summary", MemorySize);
+command!(QueryMemorySizeSummary, "query-memory-size-summary", MemorySizeSummary);
 
 /// Size of the guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct MemorySize {
+pub struct MemorySizeSummary {
     /// Bytes it began with.
     pub base_memory: u64,
     /// Bytes plugged in since.

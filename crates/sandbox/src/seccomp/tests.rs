@@ -3,13 +3,16 @@
 
 use std::collections::BTreeSet;
 
+use seccompiler::sock_filter;
+
 use super::*;
-use crate::interpreter::{CallData, strictest};
+use crate::interpreter::{CallData, run, strictest, strictest_of, verdict};
 
 /// Architectures of `linux/audit.h`.
 const X86_64: u32 = 0xc000_003e;
 const AARCH64: u32 = 0xc000_00b7;
 const I386: u32 = 0x4000_0003;
+const OWN: u32 = if cfg!(target_arch = "x86_64") { X86_64 } else { AARCH64 };
 /// Bit of the calls of the x32 architecture, which has the same number as x86-64.
 const X32: u32 = 0x4000_0000;
 
@@ -78,38 +81,56 @@ fn random(state: &mut u64) -> usize {
     usize::try_from((mixed ^ (mixed >> 27)) >> 33).unwrap()
 }
 
+/// Calls of all numbers and architectures, and with arguments that some rule compares.
+fn calls(policy: &Policy, plain: &[BpfProgram], state: &mut u64) -> Vec<CallData> {
+    let numbers = (0..700).flat_map(|number| [number, X32 | number]).chain([u32::MAX, u32::MAX >> 1]);
+    let each = |number| {
+        let of = move |architecture, argument| CallData { architecture, number, arguments: [argument; 6] };
+        [X86_64, AARCH64, I386, 0].into_iter().flat_map(move |own| [of(own, 0), of(own, u64::MAX)])
+    };
+    let mut calls: Vec<CallData> = numbers.flat_map(each).collect();
+    // Calls whose arguments are compared, and the sends.
+    let values = values(plain);
+    let compared = listed(policy).unwrap().into_iter().filter(|(_, rules)| !rules.is_empty());
+    let compared = compared.map(|(call, _)| call).chain(always(REMOVE).into_keys());
+    let sends = [Sysno::sendto, Sysno::sendmmsg, Sysno::sendmsg].map(|call| i64::from(call.id()));
+    for call in compared.chain(sends) {
+        let number = u32::try_from(call).unwrap();
+        for _ in 0..VECTORS {
+            let arguments = [(); 6].map(|()| values[random(state) % values.len()]);
+            calls.push(CallData { architecture: OWN, number, arguments });
+        }
+        for (at, value) in (0..6).flat_map(|at| values.iter().map(move |value| (at, *value))) {
+            let mut arguments = [0; 6];
+            arguments[at] = value;
+            calls.push(CallData { architecture: OWN, number, arguments });
+        }
+    }
+    // Conditions on several arguments: the kinds of sockets, and the priorities of processes.
+    let [families, protocols] = [&[0, 1, 2, 3, 10, 16, 40][..], &[0, 1, 6]];
+    for call in [Sysno::socket, Sysno::socketpair, Sysno::setpriority] {
+        for (family, kind) in families.iter().flat_map(|family| (0..6).map(move |kind| (*family, kind))) {
+            let number = u32::try_from(call.id()).unwrap();
+            let of = |protocol: &u64| [family, kind, *protocol, 0, 0, 0];
+            let all = protocols.iter().map(of);
+            calls.extend(all.map(|arguments| CallData { architecture: OWN, number, arguments }));
+        }
+    }
+    calls
+}
+
 #[test]
 fn one_program_decides_as_separate_filters_do() {
-    let own = if cfg!(target_arch = "x86_64") { X86_64 } else { AARCH64 };
     let (mut found, mut compared, mut state) = (BTreeSet::new(), 0_u64, 1);
     let paths: [Option<&[u64]>; 3] = [None, Some(&[]), Some(&PATHS)];
     for (policy, paths) in policies().iter().zip(paths.into_iter().cycle()) {
         let (filters, plain) = (filters(policy, paths).unwrap(), plain_filters(policy, paths));
-        let values = values(&plain);
-        let mut compare = |call: CallData| {
+        for call in calls(policy, &plain, &mut state) {
             let decided = strictest(filters.iter().map(Vec::as_slice), &call);
             let expected = strictest(plain.iter().map(Vec::as_slice), &call);
             assert_eq!(decided, expected, "{call:x?} with {policy:?}, {paths:?}");
-            found.insert((call.architecture == own, decided));
+            found.insert((call.architecture == OWN, decided));
             compared += 1;
-        };
-        let numbers = (0..700).flat_map(|number| [number, X32 | number]).chain([u32::MAX, u32::MAX >> 1]);
-        for number in numbers {
-            for architecture in [X86_64, AARCH64, I386, 0] {
-                compare(CallData { architecture, number, arguments: [0; 6] });
-                compare(CallData { architecture, number, arguments: [u64::MAX; 6] });
-            }
-        }
-        // Calls whose arguments are compared, and the sends.
-        let calls = listed(policy).unwrap().into_iter().filter(|(_, rules)| !rules.is_empty());
-        let calls = calls.map(|(call, _)| call).chain(always(REMOVE).into_keys());
-        let sends = [Sysno::sendto, Sysno::sendmmsg, Sysno::sendmsg].map(|call| i64::from(call.id()));
-        for call in calls.chain(sends) {
-            let number = u32::try_from(call).unwrap();
-            for _ in 0..VECTORS {
-                let arguments = [(); 6].map(|()| values[random(&mut state) % values.len()]);
-                compare(CallData { architecture: own, number, arguments });
-            }
         }
     }
     let failing = |errno: libc::c_int| libc::SECCOMP_RET_ERRNO | errno.unsigned_abs();
@@ -118,4 +139,67 @@ fn one_program_decides_as_separate_filters_do() {
     let mut expected: BTreeSet<_> = verdicts.map(|verdict| (true, verdict)).collect();
     expected.insert((false, libc::SECCOMP_RET_KILL_PROCESS));
     assert_eq!(found, expected, "after {compared} comparisons");
+}
+
+/// Returns an instruction with one fault each: another verdict, the targets of a jump exchanged, another value compared.
+fn faults(instruction: &sock_filter) -> Vec<sock_filter> {
+    let sock_filter { code, jt, jf, k } = *instruction;
+    let with = |jt, jf, k| sock_filter { code, jt, jf, k };
+    match code {
+        0x06 if k == libc::SECCOMP_RET_ALLOW => vec![with(0, 0, libc::SECCOMP_RET_TRAP)],
+        0x06 => vec![with(0, 0, libc::SECCOMP_RET_ALLOW)],
+        0x15 | 0x25 | 0x35 | 0x45 => vec![with(jf, jt, k), with(jt, jf, k ^ 1)],
+        _ => Vec::new(),
+    }
+}
+
+/// The comparison above is worth something: it finds each single fault in the programs of a device and of a copy.
+#[test]
+fn the_comparison_finds_every_fault_in_a_program() {
+    let (mut state, mut count, mut missed) = (1, 0, Vec::new());
+    let (only, both) = (Ports::Only(vec![22]), Some(&PATHS[..]));
+    let device = Policy { connect: only.clone(), connects_unix: true, ..Policy::default() };
+    let copy = Policy { opens: true, connect: only, resolves_names: true, ..Policy::default() };
+    for (policy, paths) in [(device, both), (copy, None)] {
+        let (filters, plain) = (filters(&policy, paths).unwrap(), plain_filters(&policy, paths));
+        let calls = calls(&policy, &plain, &mut state);
+        let expected: Vec<u32> =
+            calls.iter().map(|call| strictest(plain.iter().map(Vec::as_slice), call)).collect();
+        for (changed, program) in filters.iter().enumerate() {
+            // Only the calls that execute an instruction can find its faults.
+            let mut executing = vec![Vec::new(); program.len()];
+            for (index, call) in calls.iter().enumerate() {
+                run(program, call, |at| executing[at].push(index));
+            }
+            for (at, instruction) in program.iter().enumerate().filter(|(at, _)| !executing[*at].is_empty()) {
+                let others = |call: &CallData| {
+                    let others = filters.iter().enumerate().filter(|(index, _)| *index != changed);
+                    others.map(|(_, program)| verdict(program, call)).collect::<Vec<u32>>()
+                };
+                // Another program refuses a foreign architecture too.
+                let is_alone = |index: &usize| {
+                    let others = others(&calls[*index]);
+                    others.is_empty() || strictest_of(others) != expected[*index]
+                };
+                if !executing[at].iter().any(is_alone) {
+                    continue;
+                }
+                for fault in faults(instruction) {
+                    let mut faulty = program.clone();
+                    faulty[at] = fault.clone();
+                    let decides = |call| {
+                        let own = run(&faulty, call, |_| ())?;
+                        Some(strictest_of(others(call).into_iter().chain([own])))
+                    };
+                    let is_found =
+                        executing[at].iter().any(|index| decides(&calls[*index]) != Some(expected[*index]));
+                    count += 1;
+                    if !is_found {
+                        missed.push(format!("{changed}.{at}: {instruction:?} as {fault:?}"));
+                    }
+                }
+            }
+        }
+    }
+    assert!(missed.is_empty(), "{} of {count} faults: {missed:#?}", missed.len());
 }

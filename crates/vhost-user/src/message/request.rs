@@ -87,7 +87,7 @@ pub enum Request {
     /// Get the virtio status byte.
     GetStatus,
     /// Save the device's state to a descriptor, or load it.
-    SetDeviceStateFd(Direction, OwnedFd),
+    SetDeviceStateFd(TransferDirection, OwnedFd),
     /// Get the result of the transfer.
     CheckDeviceState,
     /// Prepare for postcopy and get the backend's userfaultfd.
@@ -120,7 +120,7 @@ pub struct VringFd {
 
 /// Direction of a transfer of device state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
+pub enum TransferDirection {
     /// The backend writes it.
     Save,
     /// The backend reads it.
@@ -286,15 +286,15 @@ struct SingleRegion {
     region: RawRegion,
 }
 
-fn direction(code: Code, payload: &[u8]) -> Result<Direction, MessageError> {
+fn direction(code: Code, payload: &[u8]) -> Result<TransferDirection, MessageError> {
     let RawStateTransfer { direction, phase } = parse_exact(code, payload)?;
     if phase.get() != 0 {
         let (what, found) = ("its phase", phase.get().into());
         return Err(MessageError::Value { code, what, found, expected: "0, the device being stopped" });
     }
     match direction.get() {
-        0 => Ok(Direction::Save),
-        1 => Ok(Direction::Load),
+        0 => Ok(TransferDirection::Save),
+        1 => Ok(TransferDirection::Load),
         found => {
             let expected = "0 to save or 1 to load";
             Err(MessageError::Value { code, what: "its direction", found: found.into(), expected })

@@ -29,6 +29,14 @@ pub enum RingFault {
         /// Its alignment in bytes.
         align: usize,
     },
+    /// A used ring over the available ring: each completion would make another chain available, without the driver.
+    #[error("its used ring (user address {used:#x}) overlaps its available ring ({available:#x})")]
+    Overlap {
+        /// Address of the available ring in the frontend's process.
+        available: u64,
+        /// Address of the used ring.
+        used: u64,
+    },
     /// More available entries than free descriptors.
     #[error(
         "its available index is {found}, at most {most} was possible (last_avail_idx is {last_avail_idx})"

@@ -6,13 +6,13 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::{Batch, Completion, ENTRIES, Ring, RingFault, USED_BYTES};
+use super::{Batch, Completion, ENTRIES, Head, Ring, RingFault, USED_BYTES};
 use crate::message::VringAddress;
 use crate::record::QueueRecord;
 
 /// State of a ring for its recovery.
 #[derive(Debug, Default)]
-pub(super) struct Recovery {
+pub(super) struct RingRecovery {
     record: Option<QueueRecord>,
     /// Heads that were in flight in the previous process and are not popped yet.
     resubmit: VecDeque<u16>,
@@ -28,7 +28,7 @@ pub(super) struct Recovery {
     early: BTreeMap<u64, Completion>,
 }
 
-impl Recovery {
+impl RingRecovery {
     /// Records that a head was popped.
     pub(super) fn popped(&self, head: u16, seq: u64) {
         if let Some(record) = &self.record {
@@ -144,6 +144,14 @@ impl Ring {
             self.walk(head, batch)?;
         }
         Ok(())
+    }
+
+    /// Takes the chains that were in flight when the record was read, so that [`Ring::pop`] does not return them. They stay in
+    /// flight until they are completed ([`Ring::complete_head`]). For a device whose previous process may have passed them to
+    /// hardware or the kernel.
+    pub fn take_resubmitted(&mut self) -> Vec<Head> {
+        let epoch = self.epoch;
+        self.recovery.resubmit.drain(..).map(|index| Head { index, epoch }).collect()
     }
 
     /// Chains in flight that are not completed, in the order in which they were popped.

@@ -28,6 +28,8 @@ enum Step {
     },
     /// Completes a chain that was kept.
     CompleteLate(usize),
+    /// Takes the chains of the previous process, and keeps them.
+    TakeResubmitted,
     Publish,
     /// The frontend stops the ring and starts it again.
     Stop,
@@ -81,6 +83,7 @@ impl Bench {
                     kept.extend(batch.chains().take(keep).skip(done).map(|chain| chain.head()));
                     ring.rewind(&mut batch, keep);
                 }
+                Step::TakeResubmitted => kept.extend(ring.take_resubmitted()),
                 Step::CompleteLate(_) if kept.is_empty() => {}
                 Step::CompleteLate(which) => {
                     let head = kept.swap_remove(which % kept.len());
@@ -142,6 +145,7 @@ fn steps() -> impl Strategy<Value = Step> {
         5 => (0..9usize, 0..6usize, 0..4usize).prop_map(|(most, done, keep)| Step::Work { most, done, keep }),
         3 => any::<usize>().prop_map(Step::CompleteLate),
         3 => Just(Step::Publish),
+        1 => Just(Step::TakeResubmitted),
         1 => Just(Step::Stop),
     ]
 }
@@ -172,6 +176,7 @@ fn a_crash_before_any_store_loses_no_head_and_returns_none_twice() {
         work(4, 4, 0),
         Step::Publish,
         Step::CompleteLate(1),
+        Step::TakeResubmitted,
         Step::Publish,
         Step::Stop,
         work(8, 5, 1),

@@ -80,10 +80,17 @@ impl RingParts {
             let fault = RingFault::Unmapped { part, user, len, align };
             memory.user_area(user, len, align).ok_or(fault)
         };
-        Ok(Self {
+        let (available, used) = (ENTRIES + 2 * size + event, ENTRIES + USED_BYTES * size + event);
+        let parts = Self {
             table: find("descriptor table", address.descriptors, DESCRIPTOR_BYTES * size, 16)?,
-            available: find("available ring", address.available, ENTRIES + 2 * size + event, 2)?,
-            used: find("used ring", address.used, ENTRIES + USED_BYTES * size + event, 4)?,
-        })
+            available: find("available ring", address.available, available, 2)?,
+            used: find("used ring", address.used, used, 4)?,
+        };
+        // Both areas were found, so neither ends beyond the address space.
+        let ends = [address.available + available as u64, address.used + used as u64];
+        if address.used < ends[0] && address.available < ends[1] {
+            return Err(RingFault::Overlap { available: address.available, used: address.used });
+        }
+        Ok(parts)
     }
 }

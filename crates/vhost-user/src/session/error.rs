@@ -2,7 +2,7 @@
 
 use crate::device::BackendError;
 use crate::features::ProtocolFeatures;
-use crate::memory::MemoryError;
+use crate::memory::MemoryTableError;
 use crate::message::MessageError;
 
 /// A refused request, or a failure of the device.
@@ -17,7 +17,7 @@ pub enum SessionError {
     Message(#[from] MessageError),
     /// Memory or log cannot be mapped.
     #[error(transparent)]
-    Memory(#[from] MemoryError),
+    Memory(#[from] MemoryTableError),
     /// Features that were not offered.
     #[error("SET_FEATURES accepts {unknown:#x}, which was not offered (offered: {offered:#x})")]
     Features {
@@ -82,6 +82,9 @@ pub enum SessionError {
         /// The range.
         expected: &'static str,
     },
+    /// The device belongs to another frontend.
+    #[error("the rings of another frontend run; stop its guest, or end it, before this one has the device")]
+    OtherFrontend,
     /// An MTU out of range.
     #[error("NET_SET_MTU has {found}, expected at most 65535")]
     Mtu {

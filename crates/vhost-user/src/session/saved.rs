@@ -82,7 +82,7 @@ impl<R: Rings> Session<R> {
     }
 
     fn save_negotiated(&self) -> Result<Vec<SavedRequest>, SessionError> {
-        let failed = |error| SessionError::from(crate::MemoryError::Map(error));
+        let failed = |error| SessionError::from(crate::MemoryTableError::Map(error));
         let protocol = self.negotiated.protocol.bits();
         let mut requests = vec![SavedRequest::number(Code::SET_PROTOCOL_FEATURES, protocol)];
         if let Some(features) = self.negotiated.features {

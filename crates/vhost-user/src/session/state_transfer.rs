@@ -17,7 +17,7 @@ use towline_channel::Cancel;
 
 use super::{Rings, Session};
 use crate::device::{BackendError, Device};
-use crate::message::Direction;
+use crate::message::TransferDirection;
 use crate::worker::CANCELLED_WITHIN;
 
 /// Maximum size of a state. A device's own state is small, because rings and memory travel with the guest.
@@ -38,7 +38,7 @@ type Outcome = io::Result<Option<Vec<u8>>>;
 
 impl<R: Rings> Session<R> {
     /// Begins a transfer of the device's state. Reply: bits 0–7 are 0 on success; bit 8 is set without a descriptor.
-    pub(super) fn begin_transfer(&mut self, direction: Direction, fd: OwnedFd) -> u64 {
+    pub(super) fn begin_transfer(&mut self, direction: TransferDirection, fd: OwnedFd) -> u64 {
         const NO_FD: u64 = 1 << 8;
         if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
             tracing::error!(ring, "SET_DEVICE_STATE_FD while a ring runs; stop it first");
@@ -90,10 +90,14 @@ pub(super) struct StateTransfer {
 
 impl StateTransfer {
     /// Begins a transfer in a thread: a pipe holds less than a state, and the frontend reads only after our reply.
-    fn begin(device: Arc<dyn Device>, direction: Direction, fd: OwnedFd) -> Result<Self, BackendError> {
+    fn begin(
+        device: Arc<dyn Device>,
+        direction: TransferDirection,
+        fd: OwnedFd,
+    ) -> Result<Self, BackendError> {
         let saved = match direction {
-            Direction::Save => Some(device.save()?),
-            Direction::Load => None,
+            TransferDirection::Save => Some(device.save()?),
+            TransferDirection::Load => None,
         };
         let stop = Cancel::new().map_err(|error| BackendError::new(error.to_string()))?;
         rustix::io::ioctl_fionbio(&fd, true).map_err(io::Error::from)?;

@@ -5,7 +5,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::*;
 use crate::device::{BackendError, Worker};
-use crate::message::{Direction, VringFd, VringState};
+use crate::message::{TransferDirection, VringFd, VringState};
 
 /// Records the calls of the session.
 #[derive(Default)]
@@ -377,24 +377,24 @@ fn device_state_is_transferred_through_a_pipe() {
         number(session.handle(Request::SetDeviceStateFd(direction, fd)).unwrap())
     };
     let (reader, writer) = rustix::pipe::pipe().unwrap();
-    assert_eq!(transfer(&mut session, Direction::Save, writer), 0x100);
+    assert_eq!(transfer(&mut session, TransferDirection::Save, writer), 0x100);
     let mut saved = Vec::new();
     std::fs::File::from(reader).read_to_end(&mut saved).unwrap();
     assert_eq!(saved, vec![7; 300_000]);
     assert_eq!(number(session.handle(Request::CheckDeviceState).unwrap()), 0);
     for (state, wanted) in [(&[1, 2][..], 0), (&[1, 3, 4], 1)] {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
-        assert_eq!(transfer(&mut session, Direction::Load, reader), 0x100);
+        assert_eq!(transfer(&mut session, TransferDirection::Load, reader), 0x100);
         std::fs::File::from(writer).write_all(state).unwrap();
         assert_eq!(number(session.handle(Request::CheckDeviceState).unwrap()), wanted);
     }
     // The result is reported once, and a transfer requires that no ring runs.
     assert_eq!(number(session.handle(Request::CheckDeviceState).unwrap()), 1);
     start(&mut session);
-    assert_eq!(transfer(&mut session, Direction::Save, event()), 0x101);
+    assert_eq!(transfer(&mut session, TransferDirection::Save, event()), 0x101);
 }
 
-fn transfer(session: &mut Session<Recorder>, direction: Direction, fd: OwnedFd) -> u64 {
+fn transfer(session: &mut Session<Recorder>, direction: TransferDirection, fd: OwnedFd) -> u64 {
     number(session.handle(Request::SetDeviceStateFd(direction, fd)).unwrap())
 }
 
@@ -413,7 +413,7 @@ fn a_second_transfer_of_device_state_is_refused() {
     let mut writers = Vec::new();
     for round in 0..50 {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
-        let reply = transfer(&mut session, Direction::Load, reader);
+        let reply = transfer(&mut session, TransferDirection::Load, reader);
         // The first waits for bytes; the others are refused in the meantime.
         assert_eq!(reply, if round == 0 { 0x100 } else { 0x101 }, "{round}");
         writers.push(writer);
@@ -424,7 +424,7 @@ fn a_second_transfer_of_device_state_is_refused() {
     let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
     loop {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
-        if transfer(&mut session, Direction::Load, reader) == 0x100 {
+        if transfer(&mut session, TransferDirection::Load, reader) == 0x100 {
             drop(writer);
             break;
         }
@@ -439,7 +439,7 @@ fn a_transfer_that_does_not_end_is_cancelled() {
     let cancel = Cancel::new().unwrap();
     session.set_cancel(&cancel);
     let (reader, _writer) = rustix::pipe::pipe().unwrap();
-    assert_eq!(transfer(&mut session, Direction::Load, reader), 0x100);
+    assert_eq!(transfer(&mut session, TransferDirection::Load, reader), 0x100);
     let cancels = std::thread::spawn(move || cancel.cancel());
     // The frontend keeps its end open, and the process is to end.
     assert_eq!(number(session.handle(Request::CheckDeviceState).unwrap()), 1);
@@ -447,7 +447,7 @@ fn a_transfer_that_does_not_end_is_cancelled() {
     // A frontend that disconnects leaves no thread behind, whatever it keeps open.
     let (mut session, _) = negotiated();
     let (reader, _writer) = rustix::pipe::pipe().unwrap();
-    assert_eq!(transfer(&mut session, Direction::Load, reader), 0x100);
+    assert_eq!(transfer(&mut session, TransferDirection::Load, reader), 0x100);
     let begun = std::time::Instant::now();
     drop(session);
     assert!(begun.elapsed() < std::time::Duration::from_secs(30));

@@ -13,7 +13,7 @@ use towline_channel::{IoBuf, IoBufMut};
 use vm_memory::{FileOffset, MmapRegion};
 
 use super::guard::Guard;
-use crate::memory::MemoryError;
+use crate::memory::MemoryTableError;
 
 /// A mapped part of a file. Unmapped with the last of its [`Area`]s.
 #[derive(Debug)]
@@ -37,12 +37,12 @@ pub(crate) struct Area {
 impl Mapping {
     /// As [`Self::new`], for a file that another process may truncate: an access that faults then (SIGBUS) reads zeros, and the
     /// mapping is lost.
-    pub(crate) fn guarded(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryError> {
+    pub(crate) fn guarded(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryTableError> {
         let mapping = Self::new(fd, offset, len)?;
         // SAFETY: the range is this mapping, of which no reference is ever made, and the guard is dropped first. Shared memory may
         // have any contents at any time, so zeros as well.
         let guard = unsafe { Guard::new(mapping.region.as_ptr(), mapping.region.size()) };
-        Ok(Self { guard: Some(guard.map_err(MemoryError::Map)?), ..mapping })
+        Ok(Self { guard: Some(guard.map_err(MemoryTableError::Map)?), ..mapping })
     }
 
     /// Returns true if it was replaced by zeros after a fault.
@@ -51,14 +51,14 @@ impl Mapping {
     }
 
     /// Maps `len` bytes of the file from `offset` on, shared, for reading and writing.
-    pub(crate) fn new(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryError> {
+    pub(crate) fn new(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryTableError> {
         let end = offset.checked_add(len).filter(|end| *end <= isize::MAX as u64);
-        let end = end.ok_or(MemoryError::TooLarge { offset, size: len })?;
+        let end = end.ok_or(MemoryTableError::TooLarge { offset, size: len })?;
         let file = File::from(fd);
         // An access behind the end of a file raises SIGBUS.
-        let has = file.metadata().map_err(MemoryError::Map)?.len();
+        let has = file.metadata().map_err(MemoryTableError::Map)?.len();
         if has < end {
-            return Err(MemoryError::File { end, has });
+            return Err(MemoryTableError::File { end, has });
         }
         let len_of = |bytes: u64| usize::try_from(bytes).expect("at most isize::MAX");
         // The kernel maps, unmaps and replaces whole huge pages only.
@@ -66,7 +66,7 @@ impl Mapping {
         let region = MmapRegion::from_file(FileOffset::new(file, 0), len_of(mapped));
         let region = region.map_err(|error| {
             tracing::debug!(%error, "mmap failed");
-            MemoryError::Map(std::io::Error::other(error.to_string()))
+            MemoryTableError::Map(std::io::Error::other(error.to_string()))
         })?;
         Ok(Self { guard: None, region, lead: len_of(offset), len: len_of(len) })
     }

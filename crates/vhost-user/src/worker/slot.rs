@@ -85,7 +85,11 @@ impl QueueSlot {
         let mut ring = Ring::new(setup, memory, epoch).inspect_err(|fault| self.report(fault))?;
         let record = self.record.clone();
         if let Some(chains @ 1..) = record.and_then(|record| ring.resume(record, self.completes_in_order)) {
-            tracing::info!(ring = self.number, chains, "resubmitting chains that were in flight");
+            tracing::info!(
+                ring = self.number,
+                chains,
+                "chains were in flight in the previous process or connection"
+            );
         }
         // The previous process may have died between a batch and its notification.
         ring.call_driver();

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{Timespec, poll};
 use rustix::io::Errno;
 
+use super::cpu_budget::CpuBudget;
 use super::queues::Queues;
 use super::slot::{Backlog, QueueSlot};
 use crate::device::{BackendError, Next, Worker};
@@ -50,8 +51,10 @@ impl WorkerThread {
     /// Serves the queues until the pool closes the mailbox. Chains that are completed afterwards are not published: the
     /// frontend has read the used index by then.
     pub(super) fn run(mut self) {
+        let mut budget = CpuBudget::new();
         loop {
             let next = self.run_once();
+            budget.count_run();
             self.check_memory();
             let signalled = self.wait(next);
             if self.process_commands(signalled) == Mailbox::Closed {

@@ -9,4 +9,5 @@ mod guests;
 mod harness;
 mod refused;
 mod resting;
+mod standby;
 mod upgrades;

@@ -6,9 +6,9 @@
 //!   records   the same for records
 //! ```
 //! The marks take two bits per byte whatever the lengths of the messages are, so messages of one byte take no more memory
-//! than is reserved for their window ([`Limits::cost`](crate::Limits::cost)).
+//! than is reserved for their window ([`ConnectionLimits::cost`](crate::ConnectionLimits::cost)).
 
-use crate::packet::{Kind, SeqFlags};
+use crate::packet::{SeqFlags, SocketType};
 
 /// Minimum growth of a buffer in bytes.
 const STEP_BYTES: usize = 512;
@@ -70,10 +70,10 @@ impl Chunk {
 
     /// Returns the bytes that were not sent. For messages, those are the bytes up to the end of the first one, with its
     /// flags; without flags the message continues in the next chunk.
-    pub(super) fn front(&self, kind: Kind) -> (&[u8], SeqFlags) {
+    pub(super) fn front(&self, kind: SocketType) -> (&[u8], SeqFlags) {
         let last = match kind {
-            Kind::Stream => None,
-            Kind::Seqpacket => next(&self.messages, self.offset),
+            SocketType::Stream => None,
+            SocketType::Seqpacket => next(&self.messages, self.offset),
         };
         let Some(last) = last else { return (&self.bytes[self.offset..], SeqFlags::empty()) };
         let flags = if bit(&self.records, last) { SeqFlags::all() } else { SeqFlags::EOM };
@@ -139,12 +139,12 @@ mod tests {
         append(&mut chunk, b"unfinished");
         assert_eq!(chunk.room(), 1000 - lengths.iter().sum::<usize>() - 10);
         for (bytes, flags) in expected {
-            let (found, found_flags) = chunk.front(Kind::Seqpacket);
+            let (found, found_flags) = chunk.front(SocketType::Seqpacket);
             assert_eq!((found, found_flags), (&bytes[..], flags));
             assert_eq!(chunk.advance(bytes.len()), bytes.len());
         }
-        assert_eq!(chunk.front(Kind::Seqpacket), (&b"unfinished"[..], SeqFlags::empty()));
-        assert_eq!(chunk.front(Kind::Stream), (&b"unfinished"[..], SeqFlags::empty()));
+        assert_eq!(chunk.front(SocketType::Seqpacket), (&b"unfinished"[..], SeqFlags::empty()));
+        assert_eq!(chunk.front(SocketType::Stream), (&b"unfinished"[..], SeqFlags::empty()));
         assert_eq!((chunk.advance(100), chunk.is_sent()), (10, true));
         assert!(!chunk.end_message(SeqFlags::EOM), "all was sent");
     }

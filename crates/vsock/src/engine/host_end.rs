@@ -9,7 +9,7 @@ use super::chunk::Chunk;
 use super::lifecycle::Lifecycle;
 use super::zero_copy::ZeroCopyChains;
 use crate::connection::ConnectionId;
-use crate::packet::{HEADER_BYTES, Kind, SeqFlags};
+use crate::packet::{HEADER_BYTES, SeqFlags, SocketType};
 use crate::sockets::SendOutcome;
 use crate::statistics::ConnectionStatistics;
 
@@ -45,7 +45,7 @@ bitflags::bitflags! {
 /// See the module.
 pub(super) struct HostEnd<S> {
     pub(super) id: ConnectionId,
-    pub(super) kind: Kind,
+    pub(super) kind: SocketType,
     /// `None` while it is being connected.
     pub(super) socket: Option<S>,
     pub(super) lifecycle: Lifecycle,
@@ -149,7 +149,7 @@ impl Payload {
 }
 
 impl<S> HostEnd<S> {
-    pub(super) fn new(id: ConnectionId, kind: Kind, socket: Option<S>) -> Self {
+    pub(super) fn new(id: ConnectionId, kind: SocketType, socket: Option<S>) -> Self {
         Self {
             id,
             kind,
@@ -190,8 +190,8 @@ impl<S> HostEnd<S> {
         bufs: &mut Vec<IoBuf<'s>>,
     ) -> Result<Gathered, TooManySegments> {
         let full = |bytes| match self.kind {
-            Kind::Stream => Ok(Gathered { bytes, flags: SeqFlags::empty() }),
-            Kind::Seqpacket => Err(TooManySegments),
+            SocketType::Stream => Ok(Gathered { bytes, flags: SeqFlags::empty() }),
+            SocketType::Seqpacket => Err(TooManySegments),
         };
         let mut bytes = 0;
         for payload in self.send_queue.iter().take(entries) {
@@ -222,13 +222,13 @@ impl<S> HostEnd<S> {
                     flags
                 }
             };
-            if self.kind == Kind::Seqpacket && !flags.is_empty() {
+            if self.kind == SocketType::Seqpacket && !flags.is_empty() {
                 return Ok(Gathered { bytes, flags });
             }
         }
         let bytes = match self.kind {
-            Kind::Stream => bytes,
-            Kind::Seqpacket => 0,
+            SocketType::Stream => bytes,
+            SocketType::Seqpacket => 0,
         };
         Ok(Gathered { bytes, flags: SeqFlags::empty() })
     }

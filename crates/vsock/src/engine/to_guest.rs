@@ -4,15 +4,14 @@ use std::io;
 
 use towline_channel::{IOV_MAX, IoBufMut};
 use towline_vhost_user::{Batch, Next, Ring};
-use zerocopy::IntoBytes as _;
 
 use super::batch_pool::{is_large, segments};
 use super::host_end::{PartialMessage, Queues};
 use super::lifecycle::{Event, ReceiveState};
 use super::{CREDIT_TIMEOUT_MS, Engine};
 use crate::connection::ConnectionId;
-use crate::packet::{HEADER_BYTES, Kind, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags};
-use crate::sockets::{CloseMode, Peeked, Received, Sockets};
+use crate::packet::{HEADER_BYTES, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags, SocketType};
+use crate::sockets::{CloseMode, Peeked, ReceiveOutcome, Sockets};
 
 /// Maximum number of the guest's buffers that are popped together.
 const BATCH: usize = 256;
@@ -84,7 +83,7 @@ impl<S: Sockets> Engine<S> {
             } else if let Some(header) = self.table.next_control() {
                 let is_credit_update = header.operation == Operation::CreditUpdate.number();
                 self.traffic.to_guest += u64::from(!is_credit_update);
-                chain.write_at(0, header.as_bytes());
+                chain.write_at(0, &header.to_bytes());
                 ring.complete(chain, HEADER_BYTES as u32);
                 used += 1;
             } else if let Some(id) = self.ready.pop() {
@@ -110,8 +109,8 @@ impl<S: Sockets> Engine<S> {
             return 0;
         }
         let used = match kind {
-            Kind::Stream => self.fill_stream(id, ring, space),
-            Kind::Seqpacket => self.deliver_message(id, ring, space),
+            SocketType::Stream => self.fill_stream(id, ring, space),
+            SocketType::Seqpacket => self.deliver_message(id, ring, space),
         };
         self.schedule_read(id);
         used
@@ -158,11 +157,11 @@ impl<S: Sockets> Engine<S> {
         let received = self.sockets.receive(socket, &mut bufs);
         drop(bufs);
         match received {
-            Ok(Received { bytes: 0, .. }) => {
+            Ok(ReceiveOutcome { bytes: 0, .. }) => {
                 self.on_event(id, Event::Eof);
                 0
             }
-            Ok(Received { bytes, more, .. }) => {
+            Ok(ReceiveOutcome { bytes, more, .. }) => {
                 let may_have_more = more || bytes == offered || end.has_urgent;
                 if !may_have_more && !self.is_read_closed(id) {
                     self.on_event(id, Event::Drained);
@@ -217,7 +216,7 @@ impl<S: Sockets> Engine<S> {
             left -= here;
             let len = u32::try_from(here).expect("at most `PAYLOAD_BYTES_MAX`");
             let header = headers.next(len, if left == 0 { flags } else { SeqFlags::empty() });
-            chain.write_at(0, header.as_bytes());
+            chain.write_at(0, &header.to_bytes());
             ring.complete(chain, HEADER_BYTES as u32 + len);
         }
         self.count_sent(id, bytes, next - first);
@@ -346,7 +345,7 @@ impl<S: Sockets> Engine<S> {
             packets += 1;
             let flags = if here == left { message.flags } else { SeqFlags::empty() };
             let len = u32::try_from(here).expect("at most `PAYLOAD_BYTES_MAX`");
-            chain.write_at(0, headers.next(len, flags).as_bytes());
+            chain.write_at(0, &headers.next(len, flags).to_bytes());
             ring.complete(chain, HEADER_BYTES as u32 + len);
         }
         self.count_sent(id, message.sent - sent_before, packets);

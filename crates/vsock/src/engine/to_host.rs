@@ -10,7 +10,7 @@ use super::batch_pool::{ChainRef, PINNED_MAX};
 use super::host_end::{ChainPayload, Gathered, NextSend, Payload, Queues, SendMode, chunk_bytes};
 use super::lifecycle::{Event, ReceiveState, SendState};
 use crate::connection::{ClosedBy, ConnectionId, Inbound};
-use crate::packet::{HEADER_BYTES, Header, Kind, SeqFlags, ShutdownFlags};
+use crate::packet::{HEADER_BYTES, Header, SeqFlags, ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, SendOutcome, Sockets};
 
 /// Number of packets that are processed together.
@@ -80,7 +80,7 @@ impl<S: Sockets> Engine<S> {
         self.traffic.from_guest += u64::from(!matches!(inbound, Inbound::Credit(_)));
         if let Inbound::Payload(id, flags) = inbound {
             self.statistics.totals.packets_from_guest += 1;
-            let len = header.len.get();
+            let len = header.len;
             let payload = ChainPayload { chain, offset: 0, len, flags, zero_copy: None };
             if self.queue_payload(id, payload) == ChainUse::Queued {
                 return;
@@ -110,7 +110,7 @@ impl<S: Sockets> Engine<S> {
             return ChainUse::Done;
         };
         end.statistics.packets_from_guest += 1;
-        let ends_message = end.kind == Kind::Seqpacket && payload.flags.contains(SeqFlags::EOM);
+        let ends_message = end.kind == SocketType::Seqpacket && payload.flags.contains(SeqFlags::EOM);
         if !ends_message {
             payload.flags = SeqFlags::empty();
         }
@@ -181,7 +181,7 @@ impl<S: Sockets> Engine<S> {
             let Some(end) = self.host_ends.get_mut(id) else { return };
             let can_send = end.lifecycle.send == SendState::Open && !end.send_queue.is_empty();
             let Some(socket) = end.socket.as_ref().filter(|_| can_send) else { break };
-            let has_large = end.kind == Kind::Stream && end.has_zero_copy_payload(&self.pool);
+            let has_large = end.kind == SocketType::Stream && end.has_zero_copy_payload(&self.pool);
             let next = if has_large && self.sockets.uses_zero_copy(socket) {
                 end.next_send(&self.pool)
             } else {
@@ -236,7 +236,9 @@ impl<S: Sockets> Engine<S> {
     /// connection would stay for it.
     fn drop_unfinished_message(&mut self, id: ConnectionId) {
         let has_ended = self.table.get(id).is_some_and(|it| it.guest_shutdown.contains(ShutdownFlags::SEND));
-        if let Some(end) = self.host_ends.get_mut(id).filter(|end| has_ended && end.kind == Kind::Seqpacket) {
+        if let Some(end) =
+            self.host_ends.get_mut(id).filter(|end| has_ended && end.kind == SocketType::Seqpacket)
+        {
             end.discard(&mut self.pool);
             self.table.forwarded(id, self.table.unforwarded(id));
         }

@@ -8,8 +8,8 @@ use super::socket::{HostSocket, Started};
 use super::{Event, Host};
 use crate::connection::{ConnectionId, ConnectionKey};
 use crate::local_guests::IncomingConnection;
-use crate::packet::{HOST_CID, Kind};
-use crate::rules::{HostAddress, Rule};
+use crate::packet::{HOST_CID, SocketType};
+use crate::rules::{ForwardingRule, HostAddress};
 use crate::sockets::{ConnectOutcome, Interest, Readiness};
 
 /// A connect in progress.
@@ -17,7 +17,7 @@ pub(super) enum PendingConnect {
     /// To an address.
     Address(HostSocket),
     /// To a listener whose backlog is full; it is retried.
-    Retry(HostAddress, Kind),
+    Retry(HostAddress, SocketType),
     /// To the device of another guest, which expects `CONNECT` with this port.
     PeerGuest(HostSocket, u32),
     /// To another guest, whose device sends `OK` when the guest accepts.
@@ -83,14 +83,14 @@ impl Host {
         &mut self,
         id: ConnectionId,
         key: ConnectionKey,
-        kind: Kind,
+        kind: SocketType,
     ) -> ConnectOutcome<HostSocket> {
         if key.peer_cid != HOST_CID {
             return self.connect_guest(id, key, kind);
         }
         let config = Arc::clone(&self.config);
         let destination = config.rules.iter().find_map(|rule| match rule {
-            Rule::Connect { port, to } if *port == key.peer_port => Some(to),
+            ForwardingRule::Connect { port, to } if *port == key.peer_port => Some(to),
             _ => None,
         });
         match (destination, &config.uds) {
@@ -108,7 +108,7 @@ impl Host {
         &mut self,
         id: ConnectionId,
         address: &HostAddress,
-        kind: Kind,
+        kind: SocketType,
     ) -> ConnectOutcome<HostSocket> {
         match HostSocket::connect(address, kind) {
             Ok(Started::Connected(socket)) => match self.register(id, &socket, Interest::Read) {
@@ -148,7 +148,7 @@ impl Host {
         &mut self,
         id: ConnectionId,
         key: ConnectionKey,
-        kind: Kind,
+        kind: SocketType,
     ) -> ConnectOutcome<HostSocket> {
         let config = Arc::clone(&self.config);
         if let Some(queue) = config.local_guests.accept_queue(config.cid, key.peer_cid) {
@@ -161,7 +161,7 @@ impl Host {
             return self.wait_for(id, ours, PendingConnect::AwaitingOk, Interest::Read);
         }
         let uds = config.rules.iter().find_map(|rule| match rule {
-            Rule::PeerGuest { cid, uds } if *cid == key.peer_cid => Some(uds.clone()),
+            ForwardingRule::PeerGuest { cid, uds } if *cid == key.peer_cid => Some(uds.clone()),
             _ => None,
         });
         let Some(uds) = uds else { return ConnectOutcome::Refused };

@@ -73,13 +73,13 @@ impl Handshakes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::packet::Kind;
+    use crate::packet::SocketType;
 
     #[test]
     fn the_oldest_handshake_ends_when_there_are_too_many() {
         let mut handshakes = Handshakes::new(2);
         let mut start = |now_ms| {
-            let (_client, socket) = HostSocket::pair(Kind::Stream).unwrap();
+            let (_client, socket) = HostSocket::pair(SocketType::Stream).unwrap();
             handshakes.start(socket, now_ms)
         };
         assert_eq!([start(0), start(10), start(20)], [0, 1, 0]);

@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, FileType, lstat, unlinkat};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketType, acceptfrom_with, bind, connect, listen, socket_with, sockopt,
+    AddressFamily, SocketAddrUnix, SocketType as KernelSocketType, acceptfrom_with, bind, connect, listen,
+    socket_with, sockopt,
 };
 
 use super::socket::{FLAGS, HostSocket, socket_type};
-use crate::packet::Kind;
+use crate::packet::SocketType;
 use crate::rules::HostAddress;
 use crate::sys::VsockAddress;
 
@@ -23,7 +24,7 @@ const BACKLOG: i32 = 1024;
 #[derive(Debug)]
 pub(crate) struct HostListener {
     fd: OwnedFd,
-    kind: Kind,
+    kind: SocketType,
     /// Held for its `Drop`.
     _file: Option<SocketFile>,
 }
@@ -63,13 +64,13 @@ impl HostListener {
     pub(crate) fn bind(address: &HostAddress) -> io::Result<Self> {
         match address {
             HostAddress::Vsock { cid, port } => Self::bind_vsock(*cid, *port),
-            HostAddress::Unix(path) => Self::bind_unix(path, Kind::Stream),
+            HostAddress::Unix(path) => Self::bind_unix(path, SocketType::Stream),
             HostAddress::Tcp(address) => Self::bind_tcp(address),
         }
     }
 
     /// Listens on a path. The socket of a process that has ended is replaced; one on which a process listens is not.
-    pub(crate) fn bind_unix(path: &Path, kind: Kind) -> io::Result<Self> {
+    pub(crate) fn bind_unix(path: &Path, kind: SocketType) -> io::Result<Self> {
         let address = SocketAddrUnix::new(path)?;
         let fd = socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
         if let Err(errno) = bind(&fd, &address) {
@@ -90,18 +91,18 @@ impl HostListener {
 
     fn bind_tcp(address: &SocketAddr) -> io::Result<Self> {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-        let fd = socket_with(family, SocketType::STREAM, FLAGS, None)?;
+        let fd = socket_with(family, KernelSocketType::STREAM, FLAGS, None)?;
         sockopt::set_socket_reuseaddr(&fd, true)?;
         bind(&fd, address)?;
         listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind: Kind::Stream, _file: None })
+        Ok(Self { fd, kind: SocketType::Stream, _file: None })
     }
 
     fn bind_vsock(cid: Option<u32>, port: u32) -> io::Result<Self> {
-        let fd = socket_with(AddressFamily::VSOCK, SocketType::STREAM, FLAGS, None)?;
+        let fd = socket_with(AddressFamily::VSOCK, KernelSocketType::STREAM, FLAGS, None)?;
         bind(&fd, &VsockAddress::new(cid, port))?;
         listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind: Kind::Stream, _file: None })
+        Ok(Self { fd, kind: SocketType::Stream, _file: None })
     }
 
     /// Accepts a connection.
@@ -121,9 +122,9 @@ mod tests {
     fn a_file_that_another_socket_has_replaced_is_not_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
-        let first = HostListener::bind_unix(&path, Kind::Stream).unwrap();
+        let first = HostListener::bind_unix(&path, SocketType::Stream).unwrap();
         std::fs::remove_file(&path).unwrap();
-        let second = HostListener::bind_unix(&path, Kind::Stream).unwrap();
+        let second = HostListener::bind_unix(&path, SocketType::Stream).unwrap();
         drop(first);
         assert!(path.exists(), "the file of the second one");
         drop(second);

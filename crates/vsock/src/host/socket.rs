@@ -8,17 +8,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, connect_unspec,
-    recv, send, shutdown, socket_with, socketpair, sockopt,
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType as KernelSocketType,
+    connect, connect_unspec, recv, send, shutdown, socket_with, socketpair, sockopt,
 };
 
 use towline_channel::{IOV_MAX, IoBuf, IoBufMut, ZeroCopySends, gather, scatter, total_len};
 
 use super::handshake_line::{HandshakeLine, LINE_BYTES_MAX};
 use crate::credit::WINDOW_FIRST_MAX;
-use crate::packet::{Kind, SeqFlags, ShutdownFlags};
+use crate::packet::{SeqFlags, ShutdownFlags, SocketType};
 use crate::rules::HostAddress;
-use crate::sockets::{Peeked, Received};
+use crate::sockets::{Peeked, ReceiveOutcome};
 use crate::sys::{self, VsockAddress};
 
 /// Maximum number of empty messages that are dropped at a time.
@@ -30,7 +30,7 @@ pub(super) const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NO
 #[derive(Debug)]
 pub(crate) struct HostSocket {
     fd: OwnedFd,
-    kind: Kind,
+    kind: SocketType,
     /// Address of the peer of a TCP socket.
     pub(super) peer: Option<IpAddr>,
     pub(super) zero_copy: RefCell<ZeroCopyState>,
@@ -81,20 +81,20 @@ impl AsFd for HostSocket {
 }
 
 /// Returns the type of sockets of this kind.
-pub(super) fn socket_type(kind: Kind) -> SocketType {
+pub(super) fn socket_type(kind: SocketType) -> KernelSocketType {
     match kind {
-        Kind::Stream => SocketType::STREAM,
-        Kind::Seqpacket => SocketType::SEQPACKET,
+        SocketType::Stream => KernelSocketType::STREAM,
+        SocketType::Seqpacket => KernelSocketType::SEQPACKET,
     }
 }
 
 impl HostSocket {
-    pub(super) fn new(fd: OwnedFd, kind: Kind, peer: Option<IpAddr>) -> Self {
+    pub(super) fn new(fd: OwnedFd, kind: SocketType, peer: Option<IpAddr>) -> Self {
         if peer.is_some() {
             // Packets of the guest are sent as they come; its own stack has coalesced them if it wants that.
             let _ = sockopt::set_tcp_nodelay(&fd, true);
         }
-        if kind == Kind::Seqpacket {
+        if kind == SocketType::Seqpacket {
             // A message is sent as a whole or not at all, and may be as long as a window. The kernel doubles the value, up to
             // a limit whose default is sufficient.
             let _ = sockopt::set_socket_send_buffer_size(&fd, WINDOW_FIRST_MAX as usize);
@@ -115,12 +115,12 @@ impl HostSocket {
         Self { expects_ok: true, ..self }
     }
 
-    pub(super) fn kind(&self) -> Kind {
+    pub(super) fn kind(&self) -> SocketType {
         self.kind
     }
 
     /// Starts to connect.
-    pub(super) fn connect(address: &HostAddress, kind: Kind) -> io::Result<Started> {
+    pub(super) fn connect(address: &HostAddress, kind: SocketType) -> io::Result<Started> {
         let (fd, connected) = match address {
             HostAddress::Unix(path) => {
                 let fd = socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
@@ -128,11 +128,11 @@ impl HostSocket {
                 (fd, connected)
             }
             HostAddress::Tcp(address) => {
-                if kind != Kind::Stream {
+                if kind != SocketType::Stream {
                     return Err(Errno::PROTOTYPE.into());
                 }
                 let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-                let fd = socket_with(family, SocketType::STREAM, FLAGS, None)?;
+                let fd = socket_with(family, KernelSocketType::STREAM, FLAGS, None)?;
                 let connected = connect(&fd, address);
                 (fd, connected)
             }
@@ -154,11 +154,11 @@ impl HostSocket {
 
     /// Returns two sockets for a connection between guests: that of the initiator, and that of the acceptor, which sends
     /// `OK`.
-    pub(crate) fn pair(kind: Kind) -> io::Result<(Self, Self)> {
+    pub(crate) fn pair(kind: SocketType) -> io::Result<(Self, Self)> {
         let (one, other) = socketpair(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
         let framing = match kind {
-            Kind::Stream => Framing::Plain,
-            Kind::Seqpacket => Framing::Flags,
+            SocketType::Stream => Framing::Plain,
+            SocketType::Seqpacket => Framing::Flags,
         };
         let [ours, theirs] = [one, other].map(|fd| Self { framing, ..Self::new(fd, kind, None) });
         Ok((ours, theirs.expecting_ok()))
@@ -175,7 +175,10 @@ impl HostSocket {
     ///
     /// # Errors
     /// The client has closed the socket, or the call's own.
-    pub(super) fn receive_line(&self, parse: fn(&[u8], Kind) -> HandshakeLine) -> io::Result<HandshakeLine> {
+    pub(super) fn receive_line(
+        &self,
+        parse: fn(&[u8], SocketType) -> HandshakeLine,
+    ) -> io::Result<HandshakeLine> {
         let mut buffered = self.buffered.borrow_mut();
         let mut bytes = [0; LINE_BYTES_MAX];
         let before = buffered.len();
@@ -189,8 +192,8 @@ impl HostSocket {
         let line = parse(&bytes[..count], self.kind);
         let consumed = match (line, self.kind) {
             // The rest of the message is dropped with its line.
-            (HandshakeLine::Complete { .. }, Kind::Seqpacket) => count,
-            (HandshakeLine::Complete { length, .. }, Kind::Stream) => length,
+            (HandshakeLine::Complete { .. }, SocketType::Seqpacket) => count,
+            (HandshakeLine::Complete { length, .. }, SocketType::Stream) => length,
             (HandshakeLine::Incomplete | HandshakeLine::Invalid, _) => 0,
         };
         // An empty vector frees its memory.
@@ -204,12 +207,12 @@ impl HostSocket {
     }
 
     /// Receives into these buffers.
-    pub(super) fn receive(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+    pub(super) fn receive(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<ReceiveOutcome> {
         let mut buffered = self.buffered.borrow_mut();
         if !buffered.is_empty() {
             let bytes = scatter(&buffered, bufs);
             buffered.drain(..bytes);
-            return Ok(Received { bytes, more: true, eor: false });
+            return Ok(ReceiveOutcome { bytes, more: true, eor: false });
         }
         match self.framing {
             Framing::Plain => sys::receive(self.fd.as_fd(), bufs),
@@ -217,14 +220,14 @@ impl HostSocket {
         }
     }
 
-    fn receive_with_flags(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+    fn receive_with_flags(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<ReceiveOutcome> {
         let mut flags = [0];
         let mut all = Vec::with_capacity(bufs.len() + 1);
         all.push(IoBufMut::from(&mut flags));
         all.extend(bufs.iter_mut().map(|buf| buf.prefix(buf.len())));
         let received = sys::receive(self.fd.as_fd(), &mut all)?;
         let eor = SeqFlags::from_bits_truncate(flags[0].into()).contains(SeqFlags::EOR);
-        Ok(Received { bytes: received.bytes.saturating_sub(flags.len()), eor, ..received })
+        Ok(ReceiveOutcome { bytes: received.bytes.saturating_sub(flags.len()), eor, ..received })
     }
 
     /// Sends these buffers or a part of them; a message as a whole.
@@ -269,7 +272,7 @@ impl HostSocket {
             if len > 0 {
                 return Ok(Peeked::Bytes(len));
             }
-            if self.kind == Kind::Stream || self.is_at_eof()? {
+            if self.kind == SocketType::Stream || self.is_at_eof()? {
                 return Ok(Peeked::Eof);
             }
             self.drop_message()?;
@@ -335,7 +338,7 @@ mod tests {
 
     #[test]
     fn messages_between_guests_keep_their_flags() {
-        let (one, other) = HostSocket::pair(Kind::Seqpacket).unwrap();
+        let (one, other) = HostSocket::pair(SocketType::Seqpacket).unwrap();
         other.send_line("OK 7\n").unwrap();
         let line = HandshakeLine::Complete { port: 7, length: 5 };
         assert_eq!(one.receive_line(parse_ok).unwrap(), line);
@@ -360,7 +363,7 @@ mod tests {
 
     #[test]
     fn data_that_was_read_with_a_line_comes_first() {
-        let (one, other) = HostSocket::pair(Kind::Stream).unwrap();
+        let (one, other) = HostSocket::pair(SocketType::Stream).unwrap();
         one.send_line("CONN").unwrap();
         assert_eq!(other.receive_line(parse_connect).unwrap(), HandshakeLine::Incomplete);
         assert_eq!(other.receive_line(parse_connect).unwrap(), HandshakeLine::Incomplete);
@@ -372,7 +375,7 @@ mod tests {
         assert_eq!(other.peek().unwrap(), Peeked::Bytes(8));
         let mut bytes = [0; 5];
         let first = other.receive(&mut [IoBufMut::from(&mut bytes)]).unwrap();
-        assert_eq!((first, &bytes), (Received { bytes: 5, more: true, eor: false }, b"and d"));
+        assert_eq!((first, &bytes), (ReceiveOutcome { bytes: 5, more: true, eor: false }, b"and d"));
         assert_eq!((received(&other).0, received(&other).0), (b"ata".to_vec(), b" and more".to_vec()));
         drop(one);
         assert!(!other.has_buffered());
@@ -381,7 +384,7 @@ mod tests {
 
     #[test]
     fn empty_messages_are_dropped_a_few_at_a_time() {
-        let (one, other) = HostSocket::pair(Kind::Seqpacket).unwrap();
+        let (one, other) = HostSocket::pair(SocketType::Seqpacket).unwrap();
         for _ in 0..2 * EMPTY_MAX {
             assert_eq!(one.send(&[], SeqFlags::EOM).unwrap(), 0);
         }

@@ -176,7 +176,7 @@ pub(crate) fn wait_for_completions<'s>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::packet::Kind;
+    use crate::packet::SocketType;
     use std::net::{TcpListener, TcpStream};
 
     /// Address of another host, although the bytes do not leave the loopback.
@@ -187,7 +187,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         near.set_nonblocking(true).unwrap();
-        (HostSocket::new(near.into(), Kind::Stream, Some(peer)), listener.accept().unwrap().0)
+        (HostSocket::new(near.into(), SocketType::Stream, Some(peer)), listener.accept().unwrap().0)
     }
 
     /// Sends without a copy, and waits for the completion.
@@ -229,7 +229,7 @@ mod tests {
             assert!(always.is_used(&here, now_ms));
             send(&mut always, &here, now_ms);
         }
-        let (unix, _other) = HostSocket::pair(Kind::Stream).unwrap();
+        let (unix, _other) = HostSocket::pair(SocketType::Stream).unwrap();
         assert!(!always.is_used(&unix, 0));
         assert_eq!(always.completed(&unix, 0), u64::MAX);
     }

@@ -2,7 +2,7 @@
 
 use super::{PENDING_RESETS_MAX, Table};
 use crate::connection::{Connection, ConnectionId, ConnectionKey, ControlPackets, Inbound};
-use crate::packet::{Header, Kind, Operation, SeqFlags};
+use crate::packet::{Header, Operation, SeqFlags, SocketType};
 
 /// Makes the headers of data packets of one connection.
 #[derive(Debug)]
@@ -19,8 +19,8 @@ impl DataHeaders<'_> {
         self.connection.peer_credit.consume(len);
         self.connection.control.remove(ControlPackets::CREDIT_UPDATE);
         let mut header = self.connection.header(self.cid, Operation::ReadWrite);
-        header.len = len.into();
-        header.flags = flags.bits().into();
+        header.len = len;
+        header.flags = flags.bits();
         header
     }
 }
@@ -51,16 +51,16 @@ impl Table {
     }
 
     /// Queues a reset for a connection of another process that the guest may still have.
-    pub fn queue_reset(&mut self, key: ConnectionKey, kind: Kind) {
+    pub fn queue_reset(&mut self, key: ConnectionKey, kind: SocketType) {
         if self.by_key.contains_key(&key) {
             return;
         }
         let header = Header {
-            source_cid: self.cid.into(),
-            destination_cid: key.peer_cid.into(),
-            source_port: key.guest_port.into(),
-            destination_port: key.peer_port.into(),
-            kind: kind.number().into(),
+            source_cid: self.cid,
+            destination_cid: key.peer_cid,
+            source_port: key.guest_port,
+            destination_port: key.peer_port,
+            kind: kind.number(),
             ..Header::default()
         };
         self.pending_resets.push_back(header.reset());
@@ -100,7 +100,7 @@ impl Table {
             };
             let mut header = connection.header(cid, operation);
             if operation == Operation::Shutdown {
-                header.flags = connection.host_shutdown.bits().into();
+                header.flags = connection.host_shutdown.bits();
             }
             if !connection.control.is_empty() {
                 connection.in_control_queue = true;

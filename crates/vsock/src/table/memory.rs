@@ -1,8 +1,8 @@
 //! Memory of a guest's connections: the cost of each window, and messages in transit to the guest, are reserved within a limit.
 
-use crate::connection::Limits;
+use crate::connection::ConnectionLimits;
 use crate::credit::{WINDOW_FIRST_MAX, WINDOW_MIN};
-use crate::packet::Kind;
+use crate::packet::SocketType;
 
 /// Share of the remaining memory that a new connection gets, so that windows become smaller.
 const SHARE: u64 = 8192;
@@ -34,21 +34,22 @@ impl MemoryBudget {
 
     /// Reserves the window of a new connection, of at most `buf_alloc` bytes. Returns its size, or `None` if there is no
     /// memory for the smallest one.
-    pub(super) fn reserve_window(&mut self, buf_alloc: u32, kind: Kind) -> Option<u32> {
+    pub(super) fn reserve_window(&mut self, buf_alloc: u32, kind: SocketType) -> Option<u32> {
         let left = self.left();
-        if left < Limits::cost(WINDOW_MIN.min(buf_alloc), kind) {
+        if left < ConnectionLimits::cost(WINDOW_MIN.min(buf_alloc), kind) {
             return None;
         }
         let share = if self.reserved < self.limit / 4 { SHARE_FIRST } else { SHARE };
         let fair = u32::try_from(left / share).unwrap_or(u32::MAX).clamp(WINDOW_MIN, WINDOW_FIRST_MAX);
         let window = fair.min(buf_alloc);
-        self.reserved += Limits::cost(window, kind);
+        self.reserved += ConnectionLimits::cost(window, kind);
         Some(window)
     }
 
     /// Reserves the growth of a stream's window. Returns false if it needs more than half of the remaining memory.
     pub(super) fn grow_window(&mut self, present: u32, desired: u32) -> bool {
-        let more = Limits::cost(desired, Kind::Stream) - Limits::cost(present, Kind::Stream);
+        let more = ConnectionLimits::cost(desired, SocketType::Stream)
+            - ConnectionLimits::cost(present, SocketType::Stream);
         let fits = more <= self.left() / 2;
         if fits {
             self.reserved += more;
@@ -56,8 +57,8 @@ impl MemoryBudget {
         fits
     }
 
-    pub(super) fn free_window(&mut self, window: u32, kind: Kind) {
-        self.reserved -= Limits::cost(window, kind);
+    pub(super) fn free_window(&mut self, window: u32, kind: SocketType) {
+        self.reserved -= ConnectionLimits::cost(window, kind);
     }
 
     /// Reserves memory for a message. One at a time is always admitted.

@@ -14,7 +14,7 @@ use towline_frontend::vsock::{Event, Guest, Options};
 use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, Memory};
 use towline_vhost_user::{Address, Cancel, Device, FrontendSource, Listener};
-use towline_vsock::{Limits, LocalGuests, Settings, Vsock, ZeroCopySend};
+use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
 /// Time limit of everything that a test waits for.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
@@ -32,25 +32,29 @@ pub(crate) struct Served {
 }
 
 impl Served {
-    pub(crate) fn new(limits: Limits) -> Self {
+    pub(crate) fn new(limits: ConnectionLimits) -> Self {
         Self::with_rules(limits, CID, &[])
     }
 
     /// Starts a device for the guest `cid` with these rules.
-    pub(crate) fn with_rules(limits: Limits, cid: u64, rules: &[String]) -> Self {
+    pub(crate) fn with_rules(limits: ConnectionLimits, cid: u64, rules: &[String]) -> Self {
         Self::with_settings(limits, cid, |settings, _| {
             settings.rules = rules.iter().map(|rule| rule.parse().unwrap()).collect();
         })
     }
 
     /// Starts a device for the guest `cid`. `change` adapts its settings, and gets its directory.
-    pub(crate) fn with_settings(limits: Limits, cid: u64, change: impl FnOnce(&mut Settings, &Path)) -> Self {
+    pub(crate) fn with_settings(
+        limits: ConnectionLimits,
+        cid: u64,
+        change: impl FnOnce(&mut Settings, &Path),
+    ) -> Self {
         Self::with_local_guests(limits, cid, &Arc::default(), change)
     }
 
     /// Starts the device of one of several guests of a process.
     pub(crate) fn with_local_guests(
-        limits: Limits,
+        limits: ConnectionLimits,
         cid: u64,
         local_guests: &Arc<LocalGuests>,
         change: impl FnOnce(&mut Settings, &Path),

@@ -16,9 +16,8 @@ use towline_frontend::{Buffer, Memory as Shared, Queue, QueueOptions};
 use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{RegionInfo, VringAddress};
 use towline_vhost_user::{Memory, Next, Region, Ring, RingSetup};
-use towline_vsock::packet::{HEADER_BYTES, Header, Kind, Operation};
-use towline_vsock::{ConnectionKey, Engine, Limits, PENDING_RESETS_MAX};
-use zerocopy::IntoBytes as _;
+use towline_vsock::packet::{HEADER_BYTES, Header, Operation, SocketType};
+use towline_vsock::{ConnectionKey, ConnectionLimits, Engine, PENDING_RESETS_MAX};
 
 use super::pipes::{CIDS, Net, World};
 
@@ -114,7 +113,8 @@ impl Guest {
         let shared = Arc::new(Shared::new(GUEST_BYTES).expect("a memfd"));
         let memory = map(&shared);
         let (driver, rx, tx) = rings(&shared, &memory, size, 2);
-        let limits = Limits { connections: CONNECTIONS, memory: memory_max, ..Limits::default() };
+        let limits =
+            ConnectionLimits { connections: CONNECTIONS, memory: memory_max, ..ConnectionLimits::default() };
         let engine = Engine::new(cid, limits, 0, World::new(cid, net));
         Self { cid, shared, memory, driver, rx, tx, engine, memory_max, epoch: 2 }
     }
@@ -133,26 +133,25 @@ impl Guest {
         let len = LENS[usize::from(lens & 7)];
         let operation = operations[usize::from(what & 15)];
         let payload = if operation == 5 { len } else { 0 };
-        let kind = if what >> 4 & 1 == 0 { Kind::Stream } else { Kind::Seqpacket };
+        let kind = if what >> 4 & 1 == 0 { SocketType::Stream } else { SocketType::Seqpacket };
         let taken = self.driver.received.get(&(port, peer, peer_port)).copied().unwrap_or(0);
         let header = Header {
-            source_cid: if what == 0xff { 77 } else { self.cid }.into(),
-            destination_cid: peer.into(),
-            source_port: port.into(),
-            destination_port: peer_port.into(),
-            len: (payload + u32::from(credit == 0xff)).into(),
-            kind: kind.number().into(),
-            operation: operation.into(),
-            flags: u32::from(flags & 3).into(),
-            buf_alloc: ALLOCS[usize::from(credit >> 2 & 3)].into(),
+            source_cid: if what == 0xff { 77 } else { self.cid },
+            destination_cid: peer,
+            source_port: port,
+            destination_port: peer_port,
+            len: payload + u32::from(credit == 0xff),
+            kind: kind.number(),
+            operation,
+            flags: u32::from(flags & 3),
+            buf_alloc: ALLOCS[usize::from(credit >> 2 & 3)],
             fwd_cnt: match credit & 3 {
                 0 => 0,
                 1 => u32::from(credit),
                 _ => taken,
-            }
-            .into(),
+            },
         };
-        self.shared.write(self.driver.payload, header.as_bytes());
+        self.shared.write(self.driver.payload, &header.to_bytes());
         let each = EACH[usize::from(shape & 7)];
         let head = Buffer { guest: self.driver.payload, len: HEADER_BYTES as u32 };
         let mut parts = parts(head, payload as usize, each, self.driver.tx.free_descriptors());
@@ -207,13 +206,13 @@ impl Guest {
             // All buffers share their memory, so the header is that of the last packet.
             let bytes = self.shared.bytes(self.driver.buffers, HEADER_BYTES);
             let header = Header::parse(bytes[..].try_into().expect("its length"));
-            let operation = Operation::from_number(header.operation.get()).expect("a valid operation");
-            assert_eq!(header.destination_cid.get(), self.cid);
+            let operation = Operation::from_number(header.operation).expect("a valid operation");
+            assert_eq!(header.destination_cid, self.cid);
             if operation == Operation::ReadWrite {
-                let peer = header.source_cid.get();
-                let name = (header.destination_port.get(), peer, header.source_port.get());
+                let peer = header.source_cid;
+                let name = (header.destination_port, peer, header.source_port);
                 let received = self.driver.received.entry(name).or_default();
-                *received = received.wrapping_add(header.len.get());
+                *received = received.wrapping_add(header.len);
             }
         }
         while self.driver.tx.pop_used().expect("a valid used ring").is_some() {}
@@ -324,7 +323,7 @@ pub fn device(data: &[u8]) {
             15 | 16 => net.read(step[1], amount),
             17 => net.end(step[1], step[2]),
             18 => {
-                let kind = if step[1] & 1 == 0 { Kind::Stream } else { Kind::Seqpacket };
+                let kind = if step[1] & 1 == 0 { SocketType::Stream } else { SocketType::Seqpacket };
                 let end = net.client(kind);
                 if let Err(end) = guest.engine.open(u32::from(step[2] & 3), kind, 2, end) {
                     end.close();
@@ -338,7 +337,7 @@ pub fn device(data: &[u8]) {
             21 if step[1] & 7 == 0 => guest.restart(size),
             22 if step[1] & 7 == 0 => {
                 let key = ConnectionKey { guest_port: u32::from(step[2]), peer_cid: 2, peer_port: 9 };
-                guest.engine.reset_all_connections(amount, &[(key, Kind::Stream)]);
+                guest.engine.reset_all_connections(amount, &[(key, SocketType::Stream)]);
             }
             23 if step[1] & 31 == 0 => {
                 // An invalid head: the device abandons the ring.

@@ -12,8 +12,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{RegionInfo, VringAddress};
 use towline_vhost_user::{Memory, Region, Ring, RingSetup, features};
-use towline_vsock::packet::{HEADER_BYTES, Header, Kind, Operation, SeqFlags, ShutdownFlags};
-use zerocopy::IntoBytes as _;
+use towline_vsock::packet::{HEADER_BYTES, Header, Operation, SeqFlags, ShutdownFlags, SocketType};
 
 use crate::plan::{Plan, byte};
 
@@ -256,16 +255,16 @@ impl Guest {
         let connection = self.connections.get_mut(&ports).unwrap();
         connection.advertised = connection.read;
         let header = Header {
-            source_cid: CID.into(),
-            destination_cid: 2.into(),
-            source_port: ports.0.into(),
-            destination_port: ports.1.into(),
-            len: u32::try_from(payload.len()).unwrap().into(),
-            kind: connection.plan.kind.number().into(),
-            operation: operation.number().into(),
-            flags: flags.into(),
-            buf_alloc: connection.buf_alloc.into(),
-            fwd_cnt: connection.read.into(),
+            source_cid: CID,
+            destination_cid: 2,
+            source_port: ports.0,
+            destination_port: ports.1,
+            len: u32::try_from(payload.len()).unwrap(),
+            kind: connection.plan.kind.number(),
+            operation: operation.number(),
+            flags,
+            buf_alloc: connection.buf_alloc,
+            fwd_cnt: connection.read,
         };
         let start = connection.sent - u32::try_from(payload.len()).unwrap();
         self.queue.push_back(Packet {
@@ -355,7 +354,7 @@ impl Guest {
     pub(crate) fn transmit(&mut self, rng: &mut fastrand::Rng) {
         while let Some(Packet { header, payload, bytes: of }) = self.queue.front() {
             let of = of.clone();
-            let bytes = [header.as_bytes(), payload].concat();
+            let bytes = [&header.to_bytes()[..], payload].concat();
             let parts = rng.usize(1..=3).min(self.transmit.free.len());
             let step = bytes.len().div_ceil(parts.max(1)).max(1);
             let segments: Vec<&[u8]> = bytes.chunks(step).collect();
@@ -397,21 +396,21 @@ impl Guest {
             self.memory.file.read_exact_at(&mut bytes, self.receive.buffer(chain[0])).unwrap();
             let (header, payload) = bytes.split_first_chunk().unwrap();
             let header = Header::parse(header);
-            assert_eq!((header.source_cid.get(), header.destination_cid.get()), (2, CID));
-            assert_eq!(header.len.get() as usize, payload.len());
+            assert_eq!((header.source_cid, header.destination_cid), (2, CID));
+            assert_eq!(header.len as usize, payload.len());
             self.packet(&header, payload);
         }
     }
 
     fn packet(&mut self, header: &Header, payload: &[u8]) {
-        let ports = (header.destination_port.get(), header.source_port.get());
-        let operation = Operation::from_number(header.operation.get()).expect("a valid operation");
+        let ports = (header.destination_port, header.source_port);
+        let operation = Operation::from_number(header.operation).expect("a valid operation");
         if operation == Operation::Request {
             let plan = self.expected.remove(&ports.0).expect("a program listens on the port");
-            assert_eq!(plan.kind.number(), header.kind.get());
+            assert_eq!(plan.kind.number(), header.kind);
             let mut connection = self.new_connection(plan);
             connection.open = true;
-            connection.peer_buf_alloc = header.buf_alloc.get();
+            connection.peer_buf_alloc = header.buf_alloc;
             assert!(self.connections.insert(ports, connection).is_none(), "a port was reused at once");
             self.send(ports, Operation::Response, 0, &[]);
             return;
@@ -421,21 +420,21 @@ impl Guest {
             assert!(self.connections.contains_key(&ports), "a packet of a connection that never existed");
             return;
         };
-        assert_eq!(connection.plan.kind.number(), header.kind.get());
-        let fwd_cnt = header.fwd_cnt.get();
+        assert_eq!(connection.plan.kind.number(), header.kind);
+        let fwd_cnt = header.fwd_cnt;
         if operation != Operation::Reset {
             assert!(
                 fwd_cnt.wrapping_sub(connection.peer_fwd_cnt) <= connection.sent - connection.peer_fwd_cnt,
                 "{fwd_cnt} bytes were not sent"
             );
-            assert!(header.buf_alloc.get() >= connection.peer_buf_alloc, "the window has shrunk");
-            (connection.peer_fwd_cnt, connection.peer_buf_alloc) = (fwd_cnt, header.buf_alloc.get());
+            assert!(header.buf_alloc >= connection.peer_buf_alloc, "the window has shrunk");
+            (connection.peer_fwd_cnt, connection.peer_buf_alloc) = (fwd_cnt, header.buf_alloc);
         }
         match operation {
             Operation::Response => connection.open = true,
             Operation::ReadWrite => connection.payload(header, payload),
             Operation::Shutdown => {
-                connection.host_shut |= ShutdownFlags::from_bits(header.flags.get()).expect("valid flags");
+                connection.host_shut |= ShutdownFlags::from_bits(header.flags).expect("valid flags");
                 self.close_if_done(ports);
             }
             Operation::Reset => {
@@ -462,7 +461,7 @@ impl GuestConnection {
         }
         self.received += payload.len() as u32;
         self.message += payload.len() as u32;
-        if self.plan.kind == Kind::Seqpacket && header.flags.get() & SeqFlags::EOM.bits() != 0 {
+        if self.plan.kind == SocketType::Seqpacket && header.flags & SeqFlags::EOM.bits() != 0 {
             self.messages.push(std::mem::take(&mut self.message));
         }
     }

@@ -7,9 +7,9 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
-use towline_vsock::packet::{Kind, SeqFlags, ShutdownFlags};
+use towline_vsock::packet::{SeqFlags, ShutdownFlags, SocketType};
 use towline_vsock::{
-    CloseMode, ConnectOutcome, ConnectionId, ConnectionKey, Interest, Peeked, Readiness, Received,
+    CloseMode, ConnectOutcome, ConnectionId, ConnectionKey, Interest, Peeked, Readiness, ReceiveOutcome,
     SendOutcome, Sockets,
 };
 
@@ -68,7 +68,7 @@ pub(crate) fn socket(plan: &Plan, rng: &mut fastrand::Rng) -> Shared {
     let capacity = [1, 100, 3000, 100_000][rng.usize(..4)].max(plan.guest_bytes() / 300);
     let longest = plan.guest.iter().copied().max().unwrap_or(1);
     Rc::new(RefCell::new(Socket {
-        capacity: if plan.kind == Kind::Seqpacket { capacity.max(longest) } else { capacity },
+        capacity: if plan.kind == SocketType::Seqpacket { capacity.max(longest) } else { capacity },
         plan: plan.clone(),
         id: None,
         written: 0,
@@ -85,7 +85,7 @@ pub(crate) fn socket(plan: &Plan, rng: &mut fastrand::Rng) -> Shared {
         read_edge: false,
         watches_space: false,
         space_edge: false,
-        zero_copy: rng.bool() && plan.kind == Kind::Stream,
+        zero_copy: rng.bool() && plan.kind == SocketType::Stream,
         in_flight: VecDeque::new(),
         issued: 0,
         completed: 0,
@@ -103,7 +103,7 @@ impl Socket {
         let total = self.plan.to_guest();
         if self.written == total {
             self.ended = true;
-        } else if self.plan.kind == Kind::Seqpacket {
+        } else if self.plan.kind == SocketType::Seqpacket {
             self.written += self.message_at(self.written);
         } else {
             self.written += most.min(total - self.written);
@@ -181,7 +181,7 @@ impl Socket {
 impl Sockets for World {
     type Socket = Shared;
 
-    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, _: Kind) -> ConnectOutcome<Shared> {
+    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, _: SocketType) -> ConnectOutcome<Shared> {
         let Some(socket) = self.listeners.remove(&key.peer_port) else { return ConnectOutcome::Refused };
         {
             let mut socket = socket.borrow_mut();
@@ -205,7 +205,7 @@ impl Sockets for World {
         if socket.closed { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
     }
 
-    fn receive(&mut self, socket: &Shared, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+    fn receive(&mut self, socket: &Shared, bufs: &mut [IoBufMut<'_>]) -> io::Result<ReceiveOutcome> {
         let mut socket = socket.borrow_mut();
         assert!(!socket.device_closed);
         let waiting = socket.written - socket.received;
@@ -214,14 +214,14 @@ impl Sockets for World {
                 return Err(io::ErrorKind::ConnectionReset.into());
             }
             return if socket.ended || socket.closed {
-                Ok(Received { bytes: 0, more: false, eor: false })
+                Ok(ReceiveOutcome { bytes: 0, more: false, eor: false })
             } else {
                 Err(io::ErrorKind::WouldBlock.into())
             };
         }
         let room: u32 = bufs.iter().map(|buf| buf.len() as u32).sum();
         assert!(room > 0, "a receive without space");
-        let messages = socket.plan.kind == Kind::Seqpacket;
+        let messages = socket.plan.kind == SocketType::Seqpacket;
         let all = if messages { socket.message_at(socket.received) } else { waiting };
         assert!(!messages || room >= all, "a message is truncated");
         // A call may return less than there is.
@@ -231,7 +231,7 @@ impl Sockets for World {
         let bytes: Vec<u8> = (0..here).map(|at| byte(seed, socket.received + at)).collect();
         assert_eq!(scatter(&bytes, bufs), bytes.len());
         socket.received += here;
-        Ok(Received { bytes: here as usize, more: socket.received < socket.written, eor: false })
+        Ok(ReceiveOutcome { bytes: here as usize, more: socket.received < socket.written, eor: false })
     }
 
     fn peek(&mut self, socket: &Shared) -> io::Result<Peeked> {
@@ -251,7 +251,7 @@ impl Sockets for World {
         let len: usize = bufs.iter().map(IoBuf::len).sum();
         assert!(len > 0);
         let room = socket.capacity - (socket.sent - socket.read).min(socket.capacity);
-        let messages = socket.plan.kind == Kind::Seqpacket;
+        let messages = socket.plan.kind == SocketType::Seqpacket;
         if room == 0 || (messages && len as u32 > room) {
             return Err(io::ErrorKind::WouldBlock.into());
         }

@@ -1,25 +1,25 @@
 //! Hostile guests against the table: memory stays bounded, and violations are answered with resets.
 
-use towline_vsock::packet::{HOST_CID, Header, Kind, Operation, SeqFlags, ShutdownFlags};
-use towline_vsock::{ClosedBy, ConnectionState, Inbound, Limits, PENDING_RESETS_MAX, Table};
+use towline_vsock::packet::{HOST_CID, Header, Operation, SeqFlags, ShutdownFlags, SocketType};
+use towline_vsock::{ClosedBy, ConnectionLimits, ConnectionState, Inbound, PENDING_RESETS_MAX, Table};
 
 const CID: u64 = 9;
 
 fn header(operation: Operation, port: u32) -> Header {
     Header {
-        source_cid: CID.into(),
-        destination_cid: HOST_CID.into(),
-        source_port: port.into(),
-        destination_port: 80.into(),
-        kind: Kind::Stream.number().into(),
-        operation: operation.number().into(),
-        buf_alloc: 1000.into(),
+        source_cid: CID,
+        destination_cid: HOST_CID,
+        source_port: port,
+        destination_port: 80,
+        kind: SocketType::Stream.number(),
+        operation: operation.number(),
+        buf_alloc: 1000,
         ..Header::default()
     }
 }
 
-fn limits(connections: usize) -> Limits {
-    Limits { connections, ..Limits::default() }
+fn limits(connections: usize) -> ConnectionLimits {
+    ConnectionLimits { connections, ..ConnectionLimits::default() }
 }
 
 fn open(table: &mut Table, port: u32) -> towline_vsock::ConnectionId {
@@ -28,13 +28,13 @@ fn open(table: &mut Table, port: u32) -> towline_vsock::ConnectionId {
     };
     table.established(id);
     let response = table.next_control().unwrap();
-    assert_eq!(response.operation.get(), Operation::Response.number());
+    assert_eq!(response.operation, Operation::Response.number());
     id
 }
 
 fn expect_reset(table: &mut Table, port: u32) {
     let reset = table.next_control().unwrap();
-    assert_eq!((reset.operation.get(), reset.destination_port.get()), (Operation::Reset.number(), port));
+    assert_eq!((reset.operation, reset.destination_port), (Operation::Reset.number(), port));
     assert_eq!(table.next_control(), None);
 }
 
@@ -73,8 +73,8 @@ fn closed_connections_leave_nothing_in_the_control_queue() {
 #[test]
 fn windows_are_reserved_within_the_limit_of_memory() {
     let memory = 1 << 20;
-    let most = (memory / Limits::cost(16 << 10, Kind::Stream)) as usize;
-    let mut table = Table::new(CID, Limits { memory, ..limits(100_000) }, 0);
+    let most = (memory / ConnectionLimits::cost(16 << 10, SocketType::Stream)) as usize;
+    let mut table = Table::new(CID, ConnectionLimits { memory, ..limits(100_000) }, 0);
     for port in 0..100_000 {
         table.receive_from_guest(&header(Operation::Request, port), 0);
         assert!(table.len() <= most, "{} connections of 16 KiB in 1 MiB", table.len());
@@ -102,37 +102,37 @@ fn packets_of_unknown_connections_are_answered_with_resets_except_resets() {
     assert_eq!(table.next_control(), None);
     // An invalid type, and an invalid operation.
     for odd in [
-        Header { kind: 3.into(), ..header(Operation::Request, 6) },
-        Header { operation: 0.into(), ..header(Operation::Request, 6) },
+        Header { kind: 3, ..header(Operation::Request, 6) },
+        Header { operation: 0, ..header(Operation::Request, 6) },
     ] {
         table.receive_from_guest(&odd, 0);
         expect_reset(&mut table, 6);
     }
     // A forged source CID.
-    let forged = Header { source_cid: 77.into(), ..header(Operation::Request, 7) };
+    let forged = Header { source_cid: 77, ..header(Operation::Request, 7) };
     assert_eq!(table.receive_from_guest(&forged, 0), Inbound::Nothing);
     assert_eq!((table.next_control(), table.statistics().dropped), (None, 1));
 }
 
 #[test]
 fn a_violation_resets_the_connection() {
-    let data = |len: u32| Header { len: len.into(), ..header(Operation::ReadWrite, 5) };
+    let data = |len: u32| Header { len, ..header(Operation::ReadWrite, 5) };
     let cases: [(&str, Vec<(Header, u32)>); 8] = [
         ("more than its window", (0..9).map(|_| (data(60_000), 60_000)).collect()),
         ("a header that exceeds the packet", vec![(data(100), 99)]),
         ("more than the maximum payload", vec![(data(70_000), 70_000)]),
         (
             "a fwd_cnt beyond the bytes sent",
-            vec![(Header { fwd_cnt: 1.into(), ..header(Operation::CreditUpdate, 5) }, 0)],
+            vec![(Header { fwd_cnt: 1, ..header(Operation::CreditUpdate, 5) }, 0)],
         ),
         (
             "data after a shutdown",
             vec![
-                (Header { flags: ShutdownFlags::SEND.bits().into(), ..header(Operation::Shutdown, 5) }, 0),
+                (Header { flags: ShutdownFlags::SEND.bits(), ..header(Operation::Shutdown, 5) }, 0),
                 (data(1), 1),
             ],
         ),
-        ("another socket type", vec![(Header { kind: 2.into(), ..data(1) }, 1)]),
+        ("another socket type", vec![(Header { kind: 2, ..data(1) }, 1)]),
         ("a response without a request", vec![(header(Operation::Response, 5), 0)]),
         ("a second request", vec![(header(Operation::Request, 5), 0)]),
     ];
@@ -157,7 +157,7 @@ fn credit_may_shrink_to_nothing() {
     assert_eq!(table.peer_credit(id), 1000);
     table.data_headers(id).unwrap().next(600, SeqFlags::empty());
     for (buf_alloc, credit) in [(100u32, 0), (0, 0), (700, 100), (u32::MAX, u32::MAX - 600)] {
-        let update = Header { buf_alloc: buf_alloc.into(), ..header(Operation::CreditUpdate, 5) };
+        let update = Header { buf_alloc, ..header(Operation::CreditUpdate, 5) };
         assert_eq!(table.receive_from_guest(&update, 0), Inbound::Credit(id));
         assert_eq!(table.peer_credit(id), credit, "{buf_alloc}");
     }
@@ -168,9 +168,9 @@ fn credit_may_shrink_to_nothing() {
 fn a_reset_by_the_guest_removes_a_connection_that_is_being_reset() {
     let mut table = Table::new(CID, limits(10), 0);
     let id = open(&mut table, 5);
-    let data = Header { len: 100.into(), ..header(Operation::ReadWrite, 5) };
+    let data = Header { len: 100, ..header(Operation::ReadWrite, 5) };
     assert_eq!(table.receive_from_guest(&data, 100), Inbound::Payload(id, SeqFlags::empty()));
-    let shutdown = Header { flags: ShutdownFlags::SEND.bits().into(), ..header(Operation::Shutdown, 5) };
+    let shutdown = Header { flags: ShutdownFlags::SEND.bits(), ..header(Operation::Shutdown, 5) };
     assert_eq!(table.receive_from_guest(&shutdown, 0), Inbound::Shutdown(id));
     table.reset(id);
     assert_eq!(

@@ -17,8 +17,8 @@ mod plan;
 use std::collections::BTreeMap;
 
 use towline_vhost_user::Ring;
-use towline_vsock::packet::Kind;
-use towline_vsock::{Engine, Limits};
+use towline_vsock::packet::SocketType;
+use towline_vsock::{ConnectionLimits, Engine};
 
 use guest::{CID, Guest, GuestMemory, Ports};
 use host::{Shared, World, socket};
@@ -50,7 +50,7 @@ impl Run {
         let (guest, rx, tx) = Guest::new(memory, &mut rng);
         let world = World { rng: rng.fork(), listeners: BTreeMap::new(), connecting: Vec::new() };
         let buf_alloc = [4096, 20_000, 1 << 20][rng.usize(..3)].max(20_000);
-        let limits = Limits { buf_alloc, ..Limits::default() };
+        let limits = ConnectionLimits { buf_alloc, ..ConnectionLimits::default() };
         let engine = Engine::new(CID, limits, rng.u32(..), world);
         let (sockets, plans, ports) = Default::default();
         Self { guest, rx, tx, engine, rng, sockets, plans, ports, next: 100, now_ms: 0 }
@@ -215,7 +215,7 @@ impl Run {
         for (tag, plan) in &self.plans {
             let socket = self.sockets[tag].borrow();
             let connection = self.ports.get(tag).map(|ports| &self.guest.connections[ports]);
-            let prefix = |all: &[u32], some: &[u32]| plan.kind == Kind::Stream || all.starts_with(some);
+            let prefix = |all: &[u32], some: &[u32]| plan.kind == SocketType::Stream || all.starts_with(some);
             assert!(
                 prefix(&plan.guest, &socket.messages),
                 "{tag}: {:?} of {:?}",
@@ -239,7 +239,7 @@ impl Run {
             assert_eq!(connection.read, plan.to_guest(), "{tag}: bytes to the guest, {plan:?}");
             assert!(connection.has_read_all(), "{tag}: the guest has not received the end of the stream");
             assert!(socket.is_complete(), "{tag}: {} of {} bytes, {plan:?}", socket.sent, plan.guest_bytes());
-            assert!(plan.kind == Kind::Stream || socket.messages == plan.guest, "{tag}: messages");
+            assert!(plan.kind == SocketType::Stream || socket.messages == plan.guest, "{tag}: messages");
         }
     }
 }

@@ -2,7 +2,7 @@
 #![allow(dead_code, unreachable_pub, reason = "the fuzz target uses it")]
 
 use towline_vsock::packet::{Header, Operation, SeqFlags, ShutdownFlags};
-use towline_vsock::{ConnectionId, Inbound, Limits, PENDING_RESETS_MAX, Table};
+use towline_vsock::{ConnectionId, ConnectionLimits, Inbound, PENDING_RESETS_MAX, Table};
 
 const CID: u64 = 3;
 const CONNECTIONS: usize = 8;
@@ -13,8 +13,12 @@ const STEP: usize = 16;
 
 /// Runs an input. Each step is 16 bytes: event, port, operation, type, flags, length, credit.
 pub fn packets(data: &[u8]) {
-    let limits =
-        Limits { connections: CONNECTIONS, buf_alloc: 64 << 10, memory: MEMORY, ..Limits::default() };
+    let limits = ConnectionLimits {
+        connections: CONNECTIONS,
+        buf_alloc: 64 << 10,
+        memory: MEMORY,
+        ..ConnectionLimits::default()
+    };
     let mut table = Table::new(CID, limits, 0);
     let mut ids: Vec<ConnectionId> = Vec::new();
     for step in data.chunks_exact(STEP) {
@@ -47,34 +51,34 @@ pub fn packets(data: &[u8]) {
     assert_eq!(table.control_queue_len(), 0);
 }
 
-fn kind(byte: u8) -> towline_vsock::packet::Kind {
-    use towline_vsock::packet::Kind;
-    if byte & 1 == 0 { Kind::Stream } else { Kind::Seqpacket }
+fn kind(byte: u8) -> towline_vsock::packet::SocketType {
+    use towline_vsock::packet::SocketType;
+    if byte & 1 == 0 { SocketType::Stream } else { SocketType::Seqpacket }
 }
 
 fn packet(table: &mut Table, step: &[u8], word: impl Fn(usize) -> u32) -> Option<ConnectionId> {
     let header = Header {
-        source_cid: if step[0] & 0x80 == 0 { CID } else { u64::from(word(8)) }.into(),
-        destination_cid: 2.into(),
-        source_port: u32::from(step[1] % 4).into(),
-        destination_port: u32::from(step[1] >> 6).into(),
-        len: u32::from(u16::from_le_bytes([step[6], step[7]])).into(),
-        kind: u16::from(step[3] % 4).into(),
-        operation: u16::from(step[2] % 10).into(),
-        flags: u32::from(step[4]).into(),
-        buf_alloc: word(8).into(),
-        fwd_cnt: word(12).into(),
+        source_cid: if step[0] & 0x80 == 0 { CID } else { u64::from(word(8)) },
+        destination_cid: 2,
+        source_port: u32::from(step[1] % 4),
+        destination_port: u32::from(step[1] >> 6),
+        len: u32::from(u16::from_le_bytes([step[6], step[7]])),
+        kind: u16::from(step[3] % 4),
+        operation: u16::from(step[2] % 10),
+        flags: u32::from(step[4]),
+        buf_alloc: word(8),
+        fwd_cnt: word(12),
     };
     let before = table.accepts_packets();
-    let inbound = table.receive_from_guest(&header, header.len.get().saturating_sub(u32::from(step[5] & 1)));
+    let inbound = table.receive_from_guest(&header, header.len.saturating_sub(u32::from(step[5] & 1)));
     assert!(before || !table.accepts_packets());
     match inbound {
         Inbound::Connect(id) => {
-            assert_eq!(Operation::from_number(header.operation.get()), Some(Operation::Request));
+            assert_eq!(Operation::from_number(header.operation), Some(Operation::Request));
             Some(id)
         }
         Inbound::Payload(id, _) => {
-            assert!(table.unforwarded(id) >= header.len.get());
+            assert!(table.unforwarded(id) >= header.len);
             None
         }
         _ => None,
@@ -91,7 +95,7 @@ fn host(table: &mut Table, id: ConnectionId, what: u8, amount: u32) {
             let len = table.peer_credit(id).min(amount).min(65536);
             if let Some(mut headers) = table.data_headers(id).filter(|_| len > 0) {
                 let header = headers.next(len, SeqFlags::empty());
-                assert_eq!(header.len.get(), len);
+                assert_eq!(header.len, len);
             }
         }
     }
@@ -100,11 +104,8 @@ fn host(table: &mut Table, id: ConnectionId, what: u8, amount: u32) {
 fn control(table: &mut Table, most: usize) {
     for _ in 0..most {
         let Some(header) = table.next_control() else { return };
-        assert!(Operation::from_number(header.operation.get()).is_some());
-        assert_eq!(
-            (header.len.get(), header.destination_cid.get() == CID || header.source_cid.get() == 2),
-            (0, true)
-        );
+        assert!(Operation::from_number(header.operation).is_some());
+        assert_eq!((header.len, header.destination_cid == CID || header.source_cid == 2), (0, true));
     }
 }
 

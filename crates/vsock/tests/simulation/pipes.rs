@@ -7,9 +7,9 @@ use std::io;
 use std::rc::Rc;
 
 use towline_channel::{IOV_MAX, IoBuf, IoBufMut, scatter};
-use towline_vsock::packet::{HOST_CID, Kind, SeqFlags, ShutdownFlags};
+use towline_vsock::packet::{HOST_CID, SeqFlags, ShutdownFlags, SocketType};
 use towline_vsock::{
-    CloseMode, ConnectOutcome, ConnectionId, ConnectionKey, Interest, Peeked, Readiness, Received,
+    CloseMode, ConnectOutcome, ConnectionId, ConnectionKey, Interest, Peeked, Readiness, ReceiveOutcome,
     SendOutcome, Sockets,
 };
 
@@ -50,7 +50,7 @@ struct EndState {
 
 #[derive(Debug)]
 struct Pipe {
-    kind: Kind,
+    kind: SocketType,
     directions: [Direction; 2],
     ends: [EndState; 2],
     accepted: bool,
@@ -82,7 +82,7 @@ impl End {
 }
 
 /// A connection of another guest: port, kind, CID of the other guest, and its end.
-type Incoming = (u32, Kind, u64, End);
+type Incoming = (u32, SocketType, u64, End);
 /// Events of a socket: readiness, space in the send buffer, completed zero-copy sends.
 type SocketEvents = (ConnectionId, Option<Readiness>, bool, bool);
 
@@ -115,12 +115,12 @@ impl Net {
         self.0.borrow().calls
     }
 
-    fn pipe(&self, kind: Kind, has_program: bool) -> SharedPipe {
+    fn pipe(&self, kind: SocketType, has_program: bool) -> SharedPipe {
         let mut state = self.0.borrow_mut();
         state.rng = state.rng.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let capacity = match kind {
-            Kind::Stream => [700, 3000, 200_000, 1 << 20][(state.rng >> 60) as usize & 3],
-            Kind::Seqpacket => [300_000, 1 << 20][(state.rng >> 60) as usize & 1],
+            SocketType::Stream => [700, 3000, 200_000, 1 << 20][(state.rng >> 60) as usize & 3],
+            SocketType::Seqpacket => [300_000, 1 << 20][(state.rng >> 60) as usize & 1],
         };
         let direction = || Direction { capacity, ..Direction::default() };
         let pipe = Rc::new(RefCell::new(Pipe {
@@ -138,7 +138,7 @@ impl Net {
     }
 
     /// Returns the device's end of a client's connection.
-    pub(super) fn client(&self, kind: Kind) -> End {
+    pub(super) fn client(&self, kind: SocketType) -> End {
         End { pipe: self.pipe(kind, true), side: 0 }
     }
 
@@ -162,8 +162,8 @@ impl Net {
         }
         let len = 1 + amount % 70_000;
         match (pipe.kind, how % 4) {
-            (Kind::Seqpacket, 0) => pipe.directions[1].waiting.extend([0; 40]),
-            (Kind::Seqpacket, 1) => (0..20).for_each(|_| pipe.directions[1].push(1)),
+            (SocketType::Seqpacket, 0) => pipe.directions[1].waiting.extend([0; 40]),
+            (SocketType::Seqpacket, 1) => (0..20).for_each(|_| pipe.directions[1].push(1)),
             _ => pipe.directions[1].push(len),
         }
         pipe.ends[0].read_edge = true;
@@ -277,16 +277,16 @@ impl Direction {
     }
 
     /// Removes up to `most` bytes, or a message of at most that length.
-    fn remove(&mut self, kind: Kind, most: u32) -> u32 {
+    fn remove(&mut self, kind: SocketType, most: u32) -> u32 {
         let mut removed = 0;
         while let Some(front) = self.waiting.front_mut() {
             let here = (*front).min(most - removed);
             (*front, removed) = (*front - here, removed + here);
-            if *front > 0 && kind == Kind::Stream {
+            if *front > 0 && kind == SocketType::Stream {
                 break;
             }
             self.waiting.pop_front();
-            if kind == Kind::Seqpacket || removed == most {
+            if kind == SocketType::Seqpacket || removed == most {
                 break;
             }
         }
@@ -327,7 +327,7 @@ impl World {
 impl Sockets for World {
     type Socket = End;
 
-    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, kind: Kind) -> ConnectOutcome<End> {
+    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, kind: SocketType) -> ConnectOutcome<End> {
         self.call();
         let own = guest(self.cid).expect("one of the two");
         if key.peer_cid == HOST_CID {
@@ -364,7 +364,7 @@ impl Sockets for World {
         if pipe.ends[1 - socket.side].closed { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
     }
 
-    fn receive(&mut self, socket: &End, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+    fn receive(&mut self, socket: &End, bufs: &mut [IoBufMut<'_>]) -> io::Result<ReceiveOutcome> {
         self.call();
         assert!(bufs.len() < IOV_MAX, "{} buffers, and one for the flags", bufs.len());
         socket.check()?;
@@ -375,15 +375,15 @@ impl Sockets for World {
         assert!(room > 0, "a receive without space");
         let direction = &mut pipe.directions[other];
         match direction.waiting.front() {
-            None if direction.ended => return Ok(Received { bytes: 0, more: false, eor: false }),
+            None if direction.ended => return Ok(ReceiveOutcome { bytes: 0, more: false, eor: false }),
             None => return Err(io::ErrorKind::WouldBlock.into()),
-            Some(len) => assert!(kind == Kind::Stream || *len <= room, "a message is truncated"),
+            Some(len) => assert!(kind == SocketType::Stream || *len <= room, "a message is truncated"),
         }
         let bytes = direction.remove(kind, room);
         let more = bytes == room;
         scatter(&vec![0x5a; bytes as usize], bufs);
         pipe.ends[other].space_edge = true;
-        Ok(Received { bytes: bytes as usize, more, eor: false })
+        Ok(ReceiveOutcome { bytes: bytes as usize, more, eor: false })
     }
 
     fn peek(&mut self, socket: &End) -> io::Result<Peeked> {
@@ -393,7 +393,7 @@ impl Sockets for World {
         let (kind, direction) = (pipe.kind, &mut pipe.directions[1 - socket.side]);
         for _ in 0..EMPTY_MAX {
             match direction.waiting.front() {
-                Some(0) if kind == Kind::Seqpacket => direction.waiting.pop_front(),
+                Some(0) if kind == SocketType::Seqpacket => direction.waiting.pop_front(),
                 Some(len) => return Ok(Peeked::Bytes(*len as usize)),
                 None if direction.ended => return Ok(Peeked::Eof),
                 None => return Err(io::ErrorKind::WouldBlock.into()),
@@ -420,7 +420,7 @@ impl Sockets for World {
         let direction = &mut pipe.directions[socket.side];
         let room = direction.capacity.saturating_sub(direction.bytes);
         let full = direction.waiting.len() >= MESSAGES_MAX;
-        if room == 0 || full || (kind == Kind::Seqpacket && len > room) {
+        if room == 0 || full || (kind == SocketType::Seqpacket && len > room) {
             return Err(io::ErrorKind::WouldBlock.into());
         }
         let here = len.min(room);
@@ -431,7 +431,7 @@ impl Sockets for World {
 
     fn uses_zero_copy(&mut self, socket: &End) -> bool {
         let pipe = socket.pipe.borrow();
-        pipe.zero_copy && pipe.kind == Kind::Stream
+        pipe.zero_copy && pipe.kind == SocketType::Stream
     }
 
     fn send_zero_copy(&mut self, socket: &End, bufs: &[IoBuf<'_>]) -> io::Result<SendOutcome> {

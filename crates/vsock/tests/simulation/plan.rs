@@ -1,11 +1,11 @@
 //! Content that the two ends of a connection send.
 
-use towline_vsock::packet::Kind;
+use towline_vsock::packet::SocketType;
 
 /// Content of a connection: its bytes are derived from a seed, its messages are lengths.
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
-    pub(crate) kind: Kind,
+    pub(crate) kind: SocketType,
     pub(crate) seed: u32,
     pub(crate) guest: Vec<u32>,
     pub(crate) host: Vec<u32>,
@@ -22,14 +22,14 @@ pub(crate) fn byte(seed: u32, at: u32) -> u8 {
 impl Plan {
     /// Creates a random plan. `longest` is the maximum message to the guest, and limits streams to it too.
     pub(crate) fn new(rng: &mut fastrand::Rng, longest: u32) -> Self {
-        let kind = if rng.u32(..4) == 0 { Kind::Seqpacket } else { Kind::Stream };
+        let kind = if rng.u32(..4) == 0 { SocketType::Seqpacket } else { SocketType::Stream };
         let mut lens = |longest: u32| {
             let count = rng.usize(..6);
             let scale = [10, 1000, 20_000][rng.usize(..3)].min(longest);
             (0..count).map(|_| rng.u32(1..=scale)).collect()
         };
         let (guest, host) =
-            (lens(20_000), lens(if kind == Kind::Seqpacket { longest } else { 100 * longest }));
+            (lens(20_000), lens(if kind == SocketType::Seqpacket { longest } else { 100 * longest }));
         Self { kind, seed: rng.u32(..), guest, host, aborts: rng.u32(..8) == 0 }
     }
 
@@ -47,7 +47,7 @@ impl Plan {
         for len in &self.guest {
             end += len;
             if sent < end {
-                return (end - sent, self.kind == Kind::Seqpacket);
+                return (end - sent, self.kind == SocketType::Seqpacket);
             }
         }
         (0, false)

@@ -4,7 +4,7 @@
 //!   test ── `echo send 100 > PIPE` ──► driver ── ring 1 ── towline net ── AF_XDP ── eth0
 //!        ◄── a line of its output ────┘
 //! ```
-//! A buffer is overwritten as soon as it is used, so that a device that still reads it sends other bytes.
+//! Commands are for the current pair; `pair N` changes it. A buffer is overwritten as soon as it is used, so that a device that still reads it sends other bytes.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
@@ -12,11 +12,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process};
 use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
 use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
 
 /// Set in the guest, to the card's socket.
 pub(crate) const SOCKET: &str = "TOWLINE_TEST_DRIVER";
+/// Set in the guest, to the number of queue pairs.
+pub(crate) const PAIRS: &str = "TOWLINE_TEST_DRIVER_PAIRS";
 /// Pipe with the commands.
 pub(crate) const PIPE: &str = "/tmp/commands";
 /// Maximum number of frames in flight.
@@ -66,55 +69,90 @@ pub(crate) fn run(socket: &Path) {
 struct Driver {
     frontend: Frontend,
     memory: Arc<Memory>,
-    queue: Queue,
+    /// The transmit ring of each pair.
+    queues: Vec<Queue>,
+    /// Position of each stopped ring.
+    bases: Vec<u16>,
+    /// The current pair.
+    pair: usize,
     slots_at: u64,
     free: Vec<u64>,
     next: u32,
-    base: u16,
 }
 
 impl Driver {
     fn start(socket: &Path) -> Self {
-        let mut frontend = Frontend::connect(socket, WITHIN).unwrap();
-        let features = frontend.negotiate(0, EVENT_IDX | INDIRECT, 0).unwrap().features;
+        let pairs: u32 = std::env::var(PAIRS).unwrap().parse().unwrap();
         let memory = Arc::new(Memory::new(MEMORY_BYTES).unwrap());
-        frontend.set_mem_table(Some(&memory)).unwrap();
-        let queue = Queue::new(&memory, 1, QueueOptions { size: RING, features }).unwrap();
-        frontend.start(&queue, 0).unwrap();
+        let (mut frontend, features) = connect(socket, &memory);
+        let new = |pair| Queue::new(&memory, 2 * pair + 1, QueueOptions { size: RING, features }).unwrap();
+        let queues: Vec<Queue> = (0..pairs).map(new).collect();
+        queues.iter().for_each(|queue| frontend.start(queue, 0).unwrap());
         let slots_at = memory.alloc(SLOTS * SLOT_BYTES, 4096);
-        Self { frontend, memory, queue, slots_at, free: (0..SLOTS).collect(), next: 0, base: 0 }
+        let (bases, free) = (vec![0; queues.len()], (0..SLOTS).collect());
+        Self { frontend, memory, queues, bases, pair: 0, slots_at, free, next: 0 }
+    }
+
+    fn queue(&mut self) -> &mut Queue {
+        &mut self.queues[self.pair]
     }
 
     /// Executes a command. Returns the number of chains in flight.
     fn execute(&mut self, line: &str) -> u64 {
         match line.split_once(' ').unwrap_or((line, "")) {
-            ("queue", count) => self.queue(count.parse().unwrap()),
+            ("pair", pair) => self.pair = pair.parse().unwrap(),
+            ("queue", count) => self.add(count.parse().unwrap()),
             ("send", count) => {
                 for _ in 0..count.parse::<u32>().unwrap() {
                     if self.free.is_empty() {
                         self.finish();
                     }
-                    self.queue(1);
+                    self.add(1);
                 }
                 self.finish();
             }
             ("look", _) => self.reclaim(),
             ("finish", _) => self.finish(),
             ("stop", _) => {
-                self.base = self.frontend.stop(1).unwrap();
+                self.bases[self.pair] = self.frontend.stop(self.queues[self.pair].index()).unwrap();
                 self.reclaim();
             }
             ("start", _) => {
-                self.frontend.start(&self.queue, self.base).unwrap();
-                self.queue.force_kick();
+                self.frontend.start(&self.queues[self.pair], self.bases[self.pair]).unwrap();
+                self.queue().force_kick();
             }
+            ("kill", arguments) => self.kill_card(arguments),
+            ("connect", _) => self.connect_again(),
             _ => panic!("unknown command `{line}`"),
         }
-        self.queue.in_flight().into()
+        self.queue().in_flight().into()
+    }
+
+    /// `COUNT USED PID`: queues frames, and kills the card once it has used some of them.
+    fn kill_card(&mut self, arguments: &str) {
+        let arguments: Vec<u64> = arguments.split(' ').map(|word| word.parse().unwrap()).collect();
+        let [count, used, pid] = arguments[..] else { panic!("`kill COUNT USED PID`") };
+        self.add(count);
+        while u64::from(self.queue().in_flight()) > count - used {
+            self.queue().wait(WITHIN).unwrap();
+            self.reclaim();
+        }
+        let pid = Pid::from_raw(pid.try_into().unwrap()).unwrap();
+        kill_process(pid, Signal::KILL).unwrap();
+    }
+
+    /// Connects to the next process, as QEMU does: with the used index as the base.
+    fn connect_again(&mut self) {
+        self.frontend = connect(Path::new(&std::env::var(SOCKET).unwrap()), &self.memory).0;
+        self.reclaim();
+        for queue in &mut self.queues {
+            self.frontend.start(queue, queue.last_used_idx()).unwrap();
+            queue.force_kick();
+        }
     }
 
     /// Makes frames available.
-    fn queue(&mut self, count: u64) {
+    fn add(&mut self, count: u64) {
         for _ in 0..count {
             let slot = self.free.pop().expect("the test queues at most `SLOTS` frames");
             let bytes = [&[0; VIRTIO][..], &frame(self.next)].concat();
@@ -129,15 +167,15 @@ impl Driver {
                 .filter(|(_, len)| *len > 0)
                 .map(|(guest, len)| Buffer { guest, len })
                 .collect();
-            assert!(self.queue.add(&buffers, &[], slot), "the ring has room for {SLOTS} chains");
+            assert!(self.queue().add(&buffers, &[], slot), "the ring has room for {SLOTS} chains");
             self.next += 1;
         }
-        self.queue.publish();
+        self.queue().publish();
     }
 
     /// Reuses the buffers of used chains.
     fn reclaim(&mut self) {
-        while let Some(used) = self.queue.pop_used().unwrap() {
+        while let Some(used) = self.queue().pop_used().unwrap() {
             let at = self.slots_at + used.token * SLOT_BYTES;
             self.memory.write(at, &[0xee; SLOT_BYTES as usize]);
             self.free.push(used.token);
@@ -146,9 +184,17 @@ impl Driver {
 
     fn finish(&mut self) {
         self.reclaim();
-        while self.queue.in_flight() > 0 {
-            self.queue.wait(WITHIN).unwrap();
+        while self.queue().in_flight() > 0 {
+            self.queue().wait(WITHIN).unwrap();
             self.reclaim();
         }
     }
+}
+
+/// Connects to a card and passes it the memory. Returns the negotiated features, too.
+fn connect(socket: &Path, memory: &Memory) -> (Frontend, u64) {
+    let mut frontend = Frontend::connect(socket, WITHIN).unwrap();
+    let features = frontend.negotiate(0, EVENT_IDX | INDIRECT, 0).unwrap().features;
+    frontend.set_mem_table(Some(memory)).unwrap();
+    (frontend, features)
 }

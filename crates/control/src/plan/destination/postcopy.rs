@@ -14,6 +14,7 @@ use towline_qmp::commands::{
 
 use super::super::compression;
 use super::super::error::Error;
+use super::super::error_origin;
 use super::super::private_dir::PrivateDir;
 use super::super::validate::check_multifd_with_postcopy;
 use super::{DriveLocks, QmpDestination, RecoveryState};
@@ -22,6 +23,8 @@ use crate::qemu::{self, AppliedSettings, MigrationSettings, Qemu};
 /// Timeout for a destination that has everything to complete.
 const COMPLETED_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// Number of queries without a reply after which a QEMU is taken for blocked.
+const BLOCKED_QUERIES: usize = 6;
 
 impl QmpDestination {
     /// As [`QmpDestination::prepare`], for postcopy.
@@ -33,7 +36,12 @@ impl QmpDestination {
     /// Connects to a QEMU that runs a guest whose postcopy was interrupted.
     pub(in super::super) fn prepare_recovery(path: &Path) -> Result<Self, Error> {
         let options = qmp::Options { out_of_band: true, ..qmp::Options::default() };
-        let qemu = Qemu::connect(path, &options)?;
+        let qemu = Qemu::connect(path, &options).map_err(|error| match error.into() {
+            error if error_origin::is_timeout(&error) => {
+                Error::BlockedMonitor { socket: path.display().to_string(), source: Box::new(error) }
+            }
+            error => error,
+        })?;
         let facts = qemu.facts();
         if facts.migration.status != Some(MigrationStatus::POSTCOPY_PAUSED) {
             let status = facts.migration.status.as_ref().map_or("none", MigrationStatus::as_str).to_owned();
@@ -144,6 +152,12 @@ impl QmpDestination {
     /// page.
     pub(in super::super) fn runs_now(&mut self) -> Result<Option<bool>, Error> {
         Ok(self.qemu.try_query(|qemu| qemu.status())?.map(|status| status.running))
+    }
+
+    /// Returns true if its main loop waits for a page of the guest: its monitor replies to nothing but commands out of band, and only
+    /// on connections that were made before.
+    pub(in super::super) fn is_blocked(&mut self) -> bool {
+        (0..BLOCKED_QUERIES).all(|_| matches!(self.runs_now(), Ok(None)))
     }
 
     /// Determines the state after the connection was lost, and has QEMU listen again if it can.

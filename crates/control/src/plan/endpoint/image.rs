@@ -52,7 +52,7 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
         SourceKind::Stored
     }
 
-    fn prepare(
+    fn describe_guest(
         &mut self,
         with_compat_facts: bool,
         context: &Context<'_>,

@@ -42,7 +42,7 @@ impl SourceEndpoint for MemorySource {
         SourceKind::Stored
     }
 
-    fn prepare(
+    fn describe_guest(
         &mut self,
         _is_compared: bool,
         context: &Context<'_>,

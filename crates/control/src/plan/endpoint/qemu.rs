@@ -25,8 +25,8 @@ use super::super::vsock::DetachedVsocks;
 use super::traits::{
     DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint, receiver,
 };
-use crate::command_line::{self, RecordError};
-use crate::in_place::{self, Kind, Mapped, Presence, Verify};
+use crate::command_line::{self, CommandLineRecordError};
+use crate::in_place::{self, Mapped, MappingKind, Need, Presence, Verify};
 use crate::moves::MoveEnd;
 use crate::qemu::{Process, Qemu};
 use crate::staging_names;
@@ -89,7 +89,7 @@ impl SourceEndpoint for QemuSource {
         SourceKind::Qemu
     }
 
-    fn prepare(
+    fn describe_guest(
         &mut self,
         with_compat_facts: bool,
         context: &Context<'_>,
@@ -105,7 +105,7 @@ impl SourceEndpoint for QemuSource {
 
     fn record_process(&self, context: &Context<'_>) -> Option<QemuProcess> {
         let recorded = command_line::record(self.qemu.qemu());
-        let notice = |reason: &RecordError| {
+        let notice = |reason: &CommandLineRecordError| {
             context.observer.notice(&format!(
                 "the image has no command line, so `towline run` needs all arguments of QEMU: {reason}"
             ));
@@ -236,9 +236,15 @@ impl QemuDestination {
     fn presence(&mut self, local: &LocalGuest<'_>, context: &Context<'_>) -> Result<Option<Presence>, Error> {
         let Some(image) = local.file.filter(|_| !context.options.stream) else { return Ok(None) };
         let verify = if context.options.verify { Verify::All } else { Verify::Nothing };
+        let need = if context.options.requires_mapped_memory { Need::Mapped } else { Need::Any };
         let notice = |text: &str| context.observer.notice(text);
-        let presence =
-            in_place::find_mapped_memory(self.qemu.qemu_mut(), image, verify, context.cancel, &notice)?;
+        let presence = in_place::find_mapped_memory(
+            self.qemu.qemu_mut(),
+            image,
+            (verify, need),
+            context.cancel,
+            &notice,
+        )?;
         context.check_cancelled()?;
         Ok(presence)
     }
@@ -305,7 +311,7 @@ impl DestinationEndpoint for QemuDestination {
     }
 
     fn memory(&self) -> GuestMemory {
-        let is_running = |mapped: &Mapped| mapped.kind == Kind::Running;
+        let is_running = |mapped: &Mapped| mapped.kind == MappingKind::Running;
         let is_shared = |presence: &Presence| presence.mapped().iter().any(is_running);
         if self.presence.as_ref().is_some_and(is_shared) { GuestMemory::Shared } else { GuestMemory::Copied }
     }

@@ -58,7 +58,11 @@ impl SourceEndpoint for StreamSource {
         SourceKind::Stream
     }
 
-    fn prepare(&mut self, _is_compared: bool, _run: &Context<'_>) -> Result<GuestDescription<'_>, Failure> {
+    fn describe_guest(
+        &mut self,
+        _is_compared: bool,
+        _run: &Context<'_>,
+    ) -> Result<GuestDescription<'_>, Failure> {
         let origin = ImageOrigin { source: format!("stream to {}", self.address), ..ImageOrigin::default() };
         Ok(GuestDescription { guest: None, origin, file: None })
     }

@@ -32,7 +32,7 @@ pub(in super::super) trait SourceEndpoint {
     fn kind(&self) -> SourceKind;
 
     /// Describes the guest; nothing is changed. `with_compat_facts`: with the QEMU at the destination.
-    fn prepare(
+    fn describe_guest(
         &mut self,
         with_compat_facts: bool,
         context: &Context<'_>,

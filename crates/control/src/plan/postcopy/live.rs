@@ -67,7 +67,7 @@ pub(in super::super) fn migrate(
     context.observer.phase(CopyPhase::Switchover);
     let (report, moved) = (PostcopyReport::default(), Snapshot::default());
     let mut live = LivePostcopy { source, target, context, report, moved, runs, late_cancel_reported: false };
-    match live.follow() {
+    match live.wait_until_completed() {
         Ok(downtime_ms) => live.finish(downtime_ms),
         Err(failure) => Err(failure),
     }
@@ -128,7 +128,7 @@ struct LivePostcopy<'a> {
 
 impl LivePostcopy<'_> {
     /// Waits until the source completes. Returns the downtime in milliseconds.
-    fn follow(&mut self) -> Result<Option<u64>, Failure> {
+    fn wait_until_completed(&mut self) -> Result<Option<u64>, Failure> {
         loop {
             // A missing reply is no evidence about the guest.
             let Some(migration) = self.source.migration().map_err(|error| self.lost(error))? else {

@@ -105,8 +105,9 @@ impl PostcopyDestination for DrivenDestination {
     }
 
     fn interrupted(&mut self, error: Error) -> Failure {
+        let is_blocked = self.0.is_blocked();
         self.0.keep_settings();
-        stopped(error)
+        if is_blocked { needs_attention(error, GuestLocation::PostcopyBlocked) } else { stopped(error) }
     }
 
     fn state(&self, runs: bool) -> DestinationState {

@@ -16,7 +16,7 @@ use object_store::{
     ObjectStore, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
 
-use super::super::fault::Fault;
+use super::super::fault::StoreBug;
 use super::super::lease_state::LeaseGuard;
 use super::actor::{Actor, SlotFuture};
 
@@ -146,7 +146,7 @@ impl Model {
                 self.actor.sleep(before).await;
             }
             // The check did not exist in the version with this bug.
-            if request.changes() && self.actor.world.fault() != Some(Fault::GapHeals) {
+            if request.changes() && self.actor.world.fault() != Some(StoreBug::GapHeals) {
                 self.guard.check().map_err(|_| failed())?;
             }
         }

@@ -17,7 +17,7 @@ use super::super::upload::Upload;
 use super::super::{CHUNK_BYTES, Error, Garbage, MissingChunkCause};
 use super::actor::Actor;
 use super::world::Role;
-use crate::index::{Contents, Index};
+use crate::index::{Index, IndexContents};
 use crate::{Existing, Origin};
 
 /// Number of different pages.
@@ -174,7 +174,7 @@ fn upload(actor: &Actor, key: &str, pages: &[u8], existing: Existing, pause: f64
         mapped: None,
     };
     let blocks: Vec<_> = pages.iter().enumerate().map(block).collect();
-    let index = Index::new(Contents {
+    let index = Index::new(IndexContents {
         configuration: &Configuration { machine_type: "pc".into(), ..Configuration::default() },
         section_id: 2,
         origin: &Origin { source: format!("actor {}", actor.number), ..Origin::default() },

@@ -5,25 +5,25 @@ use std::time::Duration;
 use fastrand::Rng;
 
 use super::super::chunk;
-use super::super::fault::Fault;
+use super::super::fault::StoreBug;
 use super::model::Conditions;
 use super::roles::{self, Task};
 use super::world::{EventCounts, World};
 
 /// All bugs that can be enabled.
-pub(super) const ALL_FAULTS: [Fault; 12] = [
-    Fault::SharedCollection,
-    Fault::GapHeals,
-    Fault::SuspendedTimeIgnored,
-    Fault::IndexUnchecked,
-    Fault::RemovalUnchecked,
-    Fault::UploadChecksFirst,
-    Fault::ReadersIgnored,
-    Fault::ReadersFirst,
-    Fault::ReaderUnconfirmed,
-    Fault::UnknownIndexIgnored,
-    Fault::LateIndexIgnored,
-    Fault::LateRemovalIgnored,
+pub(super) const ALL_FAULTS: [StoreBug; 12] = [
+    StoreBug::SharedCollection,
+    StoreBug::GapHeals,
+    StoreBug::SuspendedTimeIgnored,
+    StoreBug::IndexUnchecked,
+    StoreBug::RemovalUnchecked,
+    StoreBug::UploadChecksFirst,
+    StoreBug::ReadersIgnored,
+    StoreBug::ReadersFirst,
+    StoreBug::ReaderUnconfirmed,
+    StoreBug::UnknownIndexIgnored,
+    StoreBug::LateIndexIgnored,
+    StoreBug::LateRemovalIgnored,
 ];
 
 /// Time after which all leases of ended actors have expired.

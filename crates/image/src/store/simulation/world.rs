@@ -13,7 +13,7 @@ use fastrand::Rng;
 use object_store::PutMode;
 
 use super::super::clock::Clock;
-use super::super::fault::Fault;
+use super::super::fault::StoreBug;
 use super::super::lease_state::LeaseGuard;
 use super::super::objects::Objects;
 use super::super::{LEASE_AGE_MAX, Location, access::Store, chunk};
@@ -113,7 +113,7 @@ struct State {
     rng: Rng,
     chaos: Chaos,
     conditions: Conditions,
-    fault: Option<Fault>,
+    fault: Option<StoreBug>,
     events: BTreeMap<(Duration, u64), Event>,
     sequence: u64,
     objects: BTreeMap<String, Stored>,
@@ -153,7 +153,7 @@ enum Event {
 }
 
 impl World {
-    pub(super) fn new(scenario: &Scenario, fault: Option<Fault>) -> Self {
+    pub(super) fn new(scenario: &Scenario, fault: Option<StoreBug>) -> Self {
         Self(Arc::new(Mutex::new(State {
             now: Duration::from_secs(1_000_000),
             rng: Rng::with_seed(scenario.seed),
@@ -184,7 +184,7 @@ impl World {
         Arc::new(Store::simulated(objects.with_fault(self.fault()), guard, actor.clone()))
     }
 
-    pub(super) fn fault(&self) -> Option<Fault> {
+    pub(super) fn fault(&self) -> Option<StoreBug> {
         self.lock().fault
     }
 
@@ -217,7 +217,7 @@ impl World {
     pub(super) fn boot_time(&self, actor: usize) -> Duration {
         let state = self.lock();
         match state.fault {
-            Some(Fault::SuspendedTimeIgnored) => state.now - state.actors[actor].suspended,
+            Some(StoreBug::SuspendedTimeIgnored) => state.now - state.actors[actor].suspended,
             _ => state.now,
         }
     }

@@ -34,7 +34,7 @@ const MEASURE: u32 = 16;
 
 /// State of the policy for one lane.
 #[derive(Debug)]
-pub(super) struct Policy {
+pub(super) struct SendPolicy {
     setting: Setting,
     phase: Phase,
     /// The method chosen last; plain before anything was.
@@ -64,7 +64,7 @@ enum Phase {
     Chosen(SendMethod, SendReason),
 }
 
-impl Policy {
+impl SendPolicy {
     /// Of a lane whose channel `can` send without a copy, or cannot.
     pub(super) fn new(asked: ZeroCopySend, can: Result<(), SendReason>) -> Self {
         let setting = match (asked, can) {

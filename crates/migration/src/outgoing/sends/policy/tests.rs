@@ -21,7 +21,7 @@ impl Kernel {
         Self { copies, plain, zero_copy, hungry, statistics, counts }
     }
 
-    fn send(&mut self, policy: &mut Policy, bytes: usize) -> SendMethod {
+    fn send(&mut self, policy: &mut SendPolicy, bytes: usize) -> SendMethod {
         if policy.needs_statistics() {
             policy.evaluate(self.statistics);
         }
@@ -45,22 +45,22 @@ impl Kernel {
         method
     }
 
-    fn run(&mut self, policy: &mut Policy, packets: u64) {
+    fn run(&mut self, policy: &mut SendPolicy, packets: u64) {
         for _ in 0..packets {
             self.send(policy, FULL);
         }
     }
 }
 
-fn auto() -> Policy {
-    Policy::new(ZeroCopySend::Auto, Ok(()))
+fn auto() -> SendPolicy {
+    SendPolicy::new(ZeroCopySend::Auto, Ok(()))
 }
 
 #[test]
 fn on_and_off_are_what_they_say_whatever_happens() {
     for (asked, method) in [(ZeroCopySend::On, SendMethod::ZeroCopy), (ZeroCopySend::Off, SendMethod::Plain)]
     {
-        let (mut policy, mut kernel) = (Policy::new(asked, Ok(())), Kernel::new(true, 1, 1_000_000));
+        let (mut policy, mut kernel) = (SendPolicy::new(asked, Ok(())), Kernel::new(true, 1, 1_000_000));
         kernel.hungry = Some(1);
         for bytes in [4096, FULL].into_iter().cycle().take(10_000) {
             assert_eq!(kernel.send(&mut policy, bytes), method);
@@ -68,7 +68,7 @@ fn on_and_off_are_what_they_say_whatever_happens() {
         assert_eq!(policy.state(), (method, SendReason::Asked));
         assert!(!policy.is_auto() && !policy.needs_statistics());
     }
-    let mut policy = Policy::new(ZeroCopySend::Auto, Err(SendReason::Unsupported));
+    let mut policy = SendPolicy::new(ZeroCopySend::Auto, Err(SendReason::Unsupported));
     Kernel::new(false, 9, 1).run(&mut policy, 100);
     assert_eq!(policy.state(), (SendMethod::Plain, SendReason::Unsupported));
 }

@@ -1,0 +1,70 @@
+//! Commands and replies without their types, for several commands at once.
+
+use std::borrow::Cow;
+
+use serde::de::Deserialize;
+use serde_json::{Map, Value};
+
+use crate::client::Command;
+use crate::codec::excerpt;
+use crate::error::Error;
+
+/// A command with its arguments, for [`Client::execute_all`](crate::Client::execute_all).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    pub(crate) name: Cow<'static, str>,
+    pub(crate) arguments: Value,
+}
+
+/// QEMU's reply to a [`Request`].
+#[derive(Debug)]
+#[must_use]
+pub struct Reply {
+    pub(crate) socket: String,
+    pub(crate) value: Result<Value, Error>,
+}
+
+impl Request {
+    /// The request of a typed command.
+    ///
+    /// # Errors
+    /// [`Error::Arguments`]: its arguments are no JSON.
+    pub fn new<C: Command>(command: &C) -> Result<Self, Error> {
+        let arguments = serde_json::to_value(command)
+            .map_err(|error| Error::Arguments { command: C::NAME.into(), reason: error.to_string() })?;
+        Ok(Self { name: C::NAME.into(), arguments })
+    }
+
+    /// The request of a command that has no type in this crate.
+    #[must_use]
+    pub fn raw(name: &str, arguments: Option<Map<String, Value>>) -> Self {
+        Self { name: name.to_owned().into(), arguments: arguments.map_or(Value::Null, Value::Object) }
+    }
+}
+
+impl Reply {
+    /// The reply to a command of this type.
+    ///
+    /// # Errors
+    /// [`Error::Refusal`] with QEMU's words, [`Error::Shape`].
+    pub fn of<C: Command>(self) -> Result<C::Return, Error> {
+        typed::<C>(&self.value?, &self.socket)
+    }
+
+    /// The reply as QEMU sent it.
+    ///
+    /// # Errors
+    /// [`Error::Refusal`] with QEMU's words.
+    pub fn value(self) -> Result<Value, Error> {
+        self.value
+    }
+}
+
+pub(crate) fn typed<C: Command>(value: &Value, socket: &str) -> Result<C::Return, Error> {
+    C::Return::deserialize(value).map_err(|error| Error::Shape {
+        command: C::NAME.into(),
+        socket: socket.to_owned(),
+        reason: error.to_string(),
+        excerpt: excerpt(value.to_string().as_bytes()),
+    })
+}

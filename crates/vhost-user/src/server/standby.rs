@@ -1,0 +1,174 @@
+//! A second frontend beside the one that has the device: the next QEMU of a guest whose QEMU is replaced.
+//!
+//! ```text
+//!   owner    rings run ── GET_VRING_BASE: stopped ──┐                       ┌─► standby, until it disconnects or starts its rings
+//!   standby  negotiates ── SET_FEATURES, … ─────────┴─ no ring runs: owner ─┘
+//!                              └─ a ring of the owner runs: refused
+//! ```
+//! Requests are served one after the other, so that the rings of both never run at the same time. A frontend that gets the
+//! device (back) has it with the features that it negotiated. If the owner disconnects, the standby is the owner.
+
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use towline_channel::{Cancel, Channel};
+
+use super::{FrontendSource, Service, descriptor_error};
+use crate::connection::{Claim, Connection, ConnectionResources, MESSAGE_WITHIN, Peer};
+use crate::device::Device;
+use crate::record::InFlightRecord;
+use crate::serve_error::ServeError;
+use crate::session::SessionError;
+
+/// Time limit of an `accept` for which a connection is there.
+const ACCEPT_WITHIN: Duration = Duration::from_secs(1);
+/// Interval after a standby could not be accepted.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// As [`MESSAGE_WITHIN`], for a standby, for which requests of the owner wait meanwhile.
+const STANDBY_MESSAGE_WITHIN: Duration = Duration::from_secs(1);
+
+/// What is served next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Event {
+    Owner,
+    Standby,
+    Connecting,
+    Cancelled,
+    Timeout,
+}
+
+impl Service {
+    /// Returns true if a second frontend is accepted.
+    pub(super) fn allows_standby(&self, device: &dyn Device) -> bool {
+        let pollable = self.connection.as_ref().is_some_and(|connection| connection.as_fd().is_some());
+        pollable && device.allows_standby() && self.listener().is_some()
+    }
+
+    fn listener(&self) -> Option<BorrowedFd<'_>> {
+        match &self.frontends {
+            Some(FrontendSource::Listen(listener)) => listener.as_fd(),
+            Some(FrontendSource::Inherited(socket)) => Some(socket.as_fd()),
+            _ => None,
+        }
+    }
+
+    /// Serves the connected frontend until it disconnects, and a second one meanwhile.
+    pub(super) fn serve_pair(
+        &mut self,
+        device: &Arc<dyn Device>,
+        record: &InFlightRecord,
+        cancel: &Cancel,
+    ) -> Result<(), ServeError> {
+        let frontends = self.connection.iter_mut().chain(&mut self.standby);
+        frontends.for_each(|frontend| frontend.set_cancel(cancel));
+        // A standby could not be accepted before this time.
+        let mut retry_at: Option<Instant> = None;
+        loop {
+            match self.next_event(cancel, retry_at)? {
+                Event::Owner => {
+                    let Some(owner) = &mut self.connection else { return Ok(()) };
+                    if owner.serve_request(|| Ok(Claim::Owned))? == Peer::Disconnected {
+                        return Ok(());
+                    }
+                }
+                Event::Standby => self.serve_standby()?,
+                Event::Connecting => match self.accept_standby(device, record, cancel) {
+                    Ok(()) => retry_at = None,
+                    Err(error) => {
+                        tracing::warn!(%error, device = device.name(), "a second frontend cannot be served");
+                        retry_at = Some(Instant::now() + RETRY_INTERVAL);
+                    }
+                },
+                Event::Cancelled => return Err(towline_channel::Error::Cancelled.into()),
+                Event::Timeout => retry_at = None,
+            }
+        }
+    }
+
+    /// Waits for a request of either, the owner's first: the end of its connection precedes what the standby does then.
+    fn next_event(&self, cancel: &Cancel, retry_at: Option<Instant>) -> Result<Event, ServeError> {
+        let mut fds: Vec<(Event, BorrowedFd<'_>)> = Vec::with_capacity(3);
+        fds.extend(self.connection.as_ref().and_then(Connection::as_fd).map(|fd| (Event::Owner, fd)));
+        match &self.standby {
+            Some(standby) => fds.extend(standby.as_fd().map(|fd| (Event::Standby, fd))),
+            None if retry_at.is_none() => fds.extend(self.listener().map(|fd| (Event::Connecting, fd))),
+            None => {}
+        }
+        fds.push((Event::Cancelled, cancel.as_fd()));
+        let mut polled: Vec<_> =
+            fds.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+        let left = retry_at.map(|at| at.saturating_duration_since(Instant::now()));
+        let timeout = left.map(|left| Timespec {
+            tv_sec: left.as_secs().cast_signed(),
+            tv_nsec: left.subsec_nanos().into(),
+        });
+        loop {
+            match poll(&mut polled, timeout.as_ref()) {
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(descriptor_error(errno)),
+                Ok(_) => break,
+            }
+        }
+        let ready = fds.iter().zip(&polled).find(|(_, polled)| !polled.revents().is_empty());
+        Ok(ready.map_or(Event::Timeout, |((event, _), _)| *event))
+    }
+
+    /// Serves a request of the standby, which has the device then if it concerns the device.
+    ///
+    /// # Errors
+    /// That of the request, if the standby has become the owner.
+    fn serve_standby(&mut self) -> Result<(), ServeError> {
+        let (Some(owner), Some(standby)) = (&self.connection, &mut self.standby) else { return Ok(()) };
+        let mut claimed = false;
+        let served = standby.serve_request(|| {
+            if owner.is_running() {
+                return Err(SessionError::OtherFrontend);
+            }
+            claimed = true;
+            Ok(Claim::Taken)
+        });
+        if claimed {
+            standby.set_message_timeout(MESSAGE_WITHIN)?;
+            std::mem::swap(&mut self.connection, &mut self.standby);
+            tracing::info!("the second frontend has the device now");
+            return served.map(drop);
+        }
+        match served {
+            Ok(Peer::Connected) => return Ok(()),
+            Ok(Peer::Disconnected) => tracing::debug!("the second frontend has disconnected"),
+            Err(error) => tracing::warn!(%error, "the connection of the second frontend ended"),
+        }
+        self.standby = None;
+        Ok(())
+    }
+
+    fn accept_standby(
+        &mut self,
+        device: &Arc<dyn Device>,
+        record: &InFlightRecord,
+        cancel: &Cancel,
+    ) -> Result<(), ServeError> {
+        let channel: Box<dyn Channel> = match &self.frontends {
+            Some(FrontendSource::Listen(listener)) => {
+                match listener.accept(Instant::now() + ACCEPT_WITHIN, cancel) {
+                    // It is gone already.
+                    Err(towline_channel::Error::Timeout { .. }) => return Ok(()),
+                    accepted => accepted?,
+                }
+            }
+            Some(FrontendSource::Inherited(socket)) => Box::new(super::accept(socket, cancel)?),
+            _ => return Ok(()),
+        };
+        let resources = ConnectionResources::new(&*channel, device, Some(record))?;
+        let mut standby = Connection::with(channel, device, resources);
+        standby.set_cancel(cancel);
+        standby.set_message_timeout(STANDBY_MESSAGE_WITHIN)?;
+        tracing::info!(device = device.name(), "a second frontend has connected");
+        self.standby = Some(standby);
+        Ok(())
+    }
+}

@@ -1,0 +1,160 @@
+//! A guest with a card of `towline net` goes on in another QEMU while it talks (`--with-devices`).
+//!
+//! ```text
+//!   client of the guest's echo ── tap0 ── towline net ─┬─ old QEMU ── eth0, the guest's echo
+//!                                  counter of frames   └─ new QEMU ──  the same, from the switchover on
+//! ```
+//! Every byte that comes back is compared: none is lost, and none comes twice.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::time::Duration;
+
+use towline_lab::expect::number;
+use towline_lab::{Network, Qemu, Towline, Version, require_lab};
+
+use crate::network::{
+    EchoClient, GUEST, add_tap, card, card_options, end, guest_address, network, path, scratch, set_up, sum,
+};
+use crate::series::{Series, sizes};
+use crate::support::{Guest, LongestGap, MIB, WITHIN, named_file, program};
+
+const UPGRADES: u64 = 3;
+/// Time in which the longest gap without an upgrade is found.
+const QUIET: Duration = Duration::from_secs(2);
+
+/// Frames that the tap has received from the guest.
+fn frames(counters: &File) -> u64 {
+    let mut bytes = [0; 4096];
+    let length = counters.read_at(&mut bytes, 0).unwrap();
+    let text = String::from_utf8_lossy(&bytes[..length]);
+    let line = text.lines().find_map(|line| line.trim().strip_prefix("tap0:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+/// Segments that the host has sent again.
+fn retransmitted(network: &Network) -> u64 {
+    let text = network.enter(|| std::fs::read_to_string("/proc/thread-self/net/snmp").unwrap()).unwrap();
+    let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp:"));
+    let (names, values) = (lines.next().unwrap(), lines.next().unwrap());
+    let mut fields = names.split_whitespace().zip(values.split_whitespace());
+    fields.find(|(name, _)| *name == "RetransSegs").unwrap().1.parse().unwrap()
+}
+
+/// A guest, its card and its network.
+struct Scene {
+    network: Network,
+    card: Option<Towline>,
+    guest: Guest,
+    scratch: tempfile::TempDir,
+}
+
+impl Scene {
+    fn new(name: &str, version: Version, mib: u64, queues: usize) -> Option<Self> {
+        let network = network(name)?;
+        add_tap(&network, queues);
+        let scratch = scratch();
+        let socket = path(&scratch, "net.sock");
+        let card = card(&network, &socket, &["--tap", "tap0", "--queues", &queues.to_string()]);
+        let guest = Guest::boot(|place| {
+            let builder = Qemu::builder(version).cpu("Nehalem").linux().processors(2);
+            let options = card_options(&socket, queues, 2 * queues + 2);
+            named_file(builder, version.machine(), place, mib).args(options)
+        });
+        set_up(&mut guest.linux());
+        Some(Self { network, card: Some(card), guest, scratch })
+    }
+
+    fn talk(&self) -> Vec<EchoClient> {
+        let clients: Vec<_> =
+            (0..2).map(|_| EchoClient::begin(&self.network, guest_address(GUEST))).collect();
+        clients.iter().for_each(|client| client.wait_blocks(5));
+        clients
+    }
+
+    /// Begins to look for the longest time in which no frame comes from the guest.
+    fn watch_frames(&self) -> LongestGap {
+        // The file stays that of the network in which it was opened.
+        let counters = self.network.enter(|| File::open("/proc/thread-self/net/dev").unwrap()).unwrap();
+        LongestGap::begin(move || frames(&counters))
+    }
+
+    /// Ends the card; the guest is not told.
+    fn end(mut self) {
+        let statistics = end(self.card.take().unwrap());
+        println!("{statistics}");
+        assert!(sum(&statistics, "rx", "packets") > 0, "{statistics}");
+    }
+}
+
+fn goes_on(name: &str, from: Version, to: &[Version], mib: u64, queues: usize) {
+    let Some(scene) = Scene::new(name, from, mib, queues) else { return };
+    let upgrades = usize::try_from(number("TOWLINE_UPGRADES", UPGRADES)).unwrap();
+    let clients = scene.talk();
+    let quiet = scene.watch_frames();
+    EchoClient::run_for(&clients, QUIET);
+    let retransmitted_before = retransmitted(&scene.network);
+    let (quiet, gap) = (quiet.end(), scene.watch_frames());
+    let programs = to.iter().map(|version| program(*version)).cycle().take(upgrades);
+    let series = Series::run(&scene.guest, programs, &["--with-devices"]);
+    clients.iter().for_each(|client| client.wait_blocks(5));
+    let gap = gap.end();
+    let longest = clients.into_iter().map(EchoClient::end).max().unwrap();
+    let again = retransmitted(&scene.network) - retransmitted_before;
+    println!(
+        "{from:?} to {to:?}, {upgrades} upgrades of {mib} MiB with a card of {queues} pairs in traffic: STOP to RESUME {}; longest gap \
+         of frames {gap:.1?} (without upgrades {quiet:.1?}), longest block {longest:.1?}, {again} segments sent again; at most {} bytes moved",
+        series.standstill, series.sent_max
+    );
+    assert!(series.sent_max <= MIB, "{} bytes were moved", series.sent_max);
+    let kernel = scene.guest.linux().shell("dmesg", WITHIN).unwrap();
+    assert!(!kernel.contains("NETDEV WATCHDOG") && !kernel.contains("Oops"), "{kernel}");
+    scene.guest.assert_ticks();
+    scene.end();
+}
+
+#[test]
+fn connections_of_a_card_go_on_in_another_qemu() {
+    let name = "connections_of_a_card_go_on_in_another_qemu";
+    if require_lab(name) {
+        sizes().into_iter().for_each(|mib| goes_on(name, Version::V10_0, &[Version::V10_0], mib, 1));
+    }
+}
+
+#[test]
+fn connections_of_several_queues_go_on_in_another_qemu() {
+    let name = "connections_of_several_queues_go_on_in_another_qemu";
+    if require_lab(name) {
+        goes_on(name, Version::V10_0, &[Version::V10_0], 256, 2);
+    }
+}
+
+/// A new QEMU that does not get the guest leaves the card to the old one.
+#[test]
+fn a_card_stays_with_its_guest_when_the_upgrade_is_refused() {
+    let name = "a_card_stays_with_its_guest_when_the_upgrade_is_refused";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(scene) = Scene::new(name, Version::V10_0, 256, 1) else { return };
+    let clients = scene.talk();
+    let go_on = || clients.iter().for_each(|client| client.wait_blocks(5));
+    let refused = |options: &[&str], arguments: &[&str], expected: &str| {
+        let finished = scene.guest.upgrade(options, arguments).wait(WITHIN).unwrap();
+        assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
+        assert!(finished.stderr.contains(expected), "{}", finished.stderr);
+        go_on();
+    };
+    refused(&[], &[], "--with-devices");
+    refused(&["--with-devices"], &["-smp", "3"], "does not fit");
+    scene.guest.upgrade(&["--with-devices", "--dry-run"], &[]).wait_done(WITHIN).unwrap();
+    go_on();
+    // A second QEMU is connected already.
+    let second = std::os::unix::net::UnixStream::connect(path(&scene.scratch, "net.sock")).unwrap();
+    refused(&["--with-devices"], &[], "does not reply to a second QEMU");
+    drop(second);
+    scene.guest.upgrade(&["--with-devices", "--dry-run"], &[]).wait_done(WITHIN).unwrap();
+    clients.into_iter().for_each(|client| assert!(client.end() < WITHIN));
+    scene.guest.assert_untouched();
+    scene.end();
+}
