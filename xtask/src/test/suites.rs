@@ -58,15 +58,7 @@ pub(super) struct Ended {
 
 /// Builds all tests and returns them, those that take longest first.
 pub(super) fn build() -> Result<Vec<Suite>> {
-    let mut command = cargo([
-        "test",
-        "--package",
-        "xtask",
-        "--package",
-        "towline-compat",
-        "--no-run",
-        "--message-format=json-render-diagnostics",
-    ]);
+    let mut command = cargo(["test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"]);
     let output = built(command.stderr(Stdio::inherit()))?.output()?;
     if !output.status.success() {
         bail!("{} failed with {}", shown(&command), output.status);
