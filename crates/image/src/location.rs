@@ -122,6 +122,11 @@ impl Location {
         name.map(|name| name.strip_suffix(Self::SUFFIX).unwrap_or(name)).ok_or_else(none)
     }
 
+    /// The last part of the path.
+    pub(crate) fn last_segment(&self) -> Option<&str> {
+        self.segments.last().map(String::as_str)
+    }
+
     /// Prefix of the image.
     pub(crate) fn parent(&self) -> Self {
         let segments = self.segments[..self.segments.len().saturating_sub(1)].to_vec();

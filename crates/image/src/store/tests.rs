@@ -288,6 +288,85 @@ fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
     assert!(matches!(remove_image(&location, InUse::KeepChunks, None), Err(Error::NoImage { .. })));
 }
 
+/// Modification time of an object two hours ago.
+fn age(object: &std::path::Path) {
+    let old = std::time::SystemTime::now() - Duration::from_secs(7200);
+    std::fs::File::options().write(true).open(object).unwrap().set_modified(old).unwrap();
+}
+
+#[test]
+fn a_collection_keeps_every_object_that_is_not_of_towline() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(12);
+    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let prefix = directory.path().join("vm");
+    let (hash, id) = ("5".repeat(64), "5".repeat(32));
+    let mut foreign = Vec::new();
+    for name in ["notes", &hash[1..], &format!("{hash}.txt"), &format!("x/{hash}"), &"A".repeat(64)] {
+        foreign.push(format!("retired/{name}"));
+    }
+    for kind in ["uploads", "readers", "collections"] {
+        for name in ["0", "report.pdf", &hash, &format!("+{}", &id[1..]), &format!("2026/{id}")] {
+            foreign.push(format!("{kind}/{name}"));
+        }
+    }
+    // Another prefix, whose name is that of a directory of this one.
+    foreign.push("readers/b.towline".to_owned());
+    foreign.push(format!("readers/chunks/55/{hash}.zst"));
+    foreign.push(format!("readers/readers/{id}"));
+    let stale = [format!("retired/{hash}"), format!("uploads/{id}"), format!("readers/{id}")];
+    for key in foreign.iter().chain(&stale) {
+        let object = prefix.join(key);
+        std::fs::create_dir_all(object.parent().unwrap()).unwrap();
+        std::fs::write(&object, key).unwrap();
+        age(&object);
+    }
+    let removed = Garbage::remove(&location.parent(), Duration::ZERO, None, &mut |_| {}).unwrap();
+    let mut keys: Vec<_> = removed.objects.into_iter().map(|object| object.key).collect();
+    keys.sort();
+    let mut expected = stale.to_vec();
+    expected.sort();
+    assert_eq!(keys, expected);
+    for key in &foreign {
+        assert_eq!(&std::fs::read_to_string(prefix.join(key)).unwrap(), key);
+    }
+    assert_eq!(readers(&location, None).unwrap(), []);
+    remove_image(&location, InUse::Refuse, None).unwrap();
+}
+
+#[test]
+fn chunks_of_an_index_with_any_name_are_kept() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(13);
+    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    for name in ["a~1", "a#b", "50%", "50%25", "é", "a b", "a*?"] {
+        let index = directory.path().join(format!("vm/{name}.towline"));
+        std::fs::rename(directory.path().join("vm/a.towline"), &index).unwrap();
+        let found = Garbage::remove(&location.parent(), Duration::ZERO, None, &mut |_| {}).unwrap();
+        assert_eq!((found.images, found.used.chunks, found.objects.len()), (1, 2, 0), "{name}: {found:?}");
+        let catalog = Catalog::read(&location.parent(), None).unwrap();
+        assert_eq!((catalog.images.len(), catalog.used.chunks), (1, 2), "{name}: {catalog:?}");
+        assert_eq!(catalog.images[0].name, name);
+        assert_eq!(catalog.images[0].summary.as_ref().unwrap().missing, 0);
+        std::fs::rename(&index, directory.path().join("vm/a.towline")).unwrap();
+    }
+}
+
+#[test]
+fn no_image_is_stored_below_a_directory_of_a_store() {
+    let directory = tempfile::tempdir().unwrap();
+    for name in ["chunks", "retired", "uploads", "readers", "collections"] {
+        let prefix = directory.path().join(name);
+        let location: Location = format!("store:{}/a", prefix.display()).parse().unwrap();
+        let cancel = Cancel::new().unwrap();
+        let error = StoreWriter::create(&location, Existing::Refuse, Origin::default(), &cancel).unwrap_err();
+        assert!(error.to_string().contains(&format!("{name}/ is a directory of a store")), "{error}");
+        assert!(!prefix.exists());
+    }
+}
+
 #[test]
 fn a_catalog_counts_own_chunks_and_live_readers() {
     let directory = tempfile::tempdir().unwrap();
@@ -315,8 +394,7 @@ fn a_catalog_counts_own_chunks_and_live_readers() {
 
     // A reader that was killed two hours ago.
     let leases = objects(&directory.path().join("vm/readers"));
-    let old = std::time::SystemTime::now() - Duration::from_secs(7200);
-    std::fs::File::options().write(true).open(&leases[0]).unwrap().set_modified(old).unwrap();
+    age(&leases[0]);
     let catalog = Catalog::read(&prefix, None).unwrap();
     assert!(catalog.images.iter().all(|image| image.readers.is_empty()), "{catalog:?}");
     let error = remove_image(&location, InUse::Refuse, None).unwrap_err();

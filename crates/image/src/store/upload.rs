@@ -15,7 +15,7 @@ use towline_protocol::BlockIndex;
 
 use super::access::Store;
 use super::images;
-use super::lease::Lease;
+use super::lease::{Lease, LeaseKind};
 use super::objects::WriteMode;
 use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
 use crate::index::{Index, IndexContents};
@@ -26,6 +26,14 @@ use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
 /// Maximum number of the store's chunks that are remembered, at 32 bytes each; others are looked up one by
 /// one.
 const KNOWN_MAX: usize = 4 << 20;
+/// Directories of a prefix.
+const DIRECTORIES: [&str; 5] = [
+    chunk::DIRECTORY,
+    images::RETIRED,
+    LeaseKind::Upload.directory(),
+    LeaseKind::Reader.directory(),
+    LeaseKind::Collection.directory(),
+];
 /// Maximum number of threads that hash and compress.
 const THREADS_MAX: usize = 8;
 
@@ -93,8 +101,16 @@ impl Upload {
             );
             return Err(Error::Location { text });
         }
-        let store = Arc::new(Store::open(&image.parent(), Some(cancel))?);
-        Self::begin_in(store, image.to_string(), images::key(image)?, existing)
+        let (key, prefix) = (images::key(image)?, image.parent());
+        if let Some(name) = prefix.last_segment().filter(|name| DIRECTORIES.contains(name)) {
+            let text = format!(
+                "{image}: {name}/ is a directory of a store, whose objects would be mixed with those of this image; \
+                 choose another prefix"
+            );
+            return Err(Error::Location { text });
+        }
+        let store = Arc::new(Store::open(&prefix, Some(cancel))?);
+        Self::begin_in(store, image.to_string(), key, existing)
     }
 
     /// As [`Self::begin`], in an open store.
