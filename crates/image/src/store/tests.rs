@@ -12,10 +12,11 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::{
-    CACHE_BYTES, CHUNK_BYTES, Catalog, Error, Garbage, InUse, Location, StoreWriter, StoredImage, readers,
-    remove_image,
+    CACHE_BYTES, CHUNK_BYTES, Catalog, Error, Garbage, InUse, Location, StoreWriter, StoredImage,
+    VerifiedChunks, readers, remove_image,
 };
-use crate::{Existing, Origin};
+use crate::index::{INDEX_BYTES_MAX, Index, IndexContents};
+use crate::{Existing, Origin, StoredGuest as _};
 
 const PAGE: usize = PAGE_SIZE as usize;
 
@@ -286,6 +287,59 @@ fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
     Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
     assert!(objects(directory.path()).is_empty());
     assert!(matches!(remove_image(&location, InUse::KeepChunks, None), Err(Error::NoImage { .. })));
+}
+
+#[test]
+fn an_object_that_is_too_long_is_an_error_of_its_own() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(15);
+    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let vm = directory.path().join("vm");
+    // Without allocating its blocks.
+    std::fs::File::create(vm.join("0.towline")).unwrap().set_len(INDEX_BYTES_MAX + 1).unwrap();
+    let lease = vm.join(format!("readers/{}", "5".repeat(32)));
+    std::fs::create_dir_all(vm.join("readers")).unwrap();
+    std::fs::write(lease, [b' '; 5000]).unwrap();
+    let reader = StoredImage::open(&location, None).unwrap();
+    let catalog = Catalog::read(&location.parent(), None).unwrap();
+    assert_eq!(catalog.images.len(), 2, "{catalog:?}");
+    let error = catalog.images[0].summary.as_ref().unwrap_err();
+    assert!(error.contains("vm/0.towline: it has more than"), "{error}");
+    assert_eq!(catalog.images[1].summary.as_ref().unwrap().missing, 0);
+    assert_eq!((catalog.images[0].readers.len(), catalog.images[1].readers.len()), (0, 1));
+    assert_eq!(readers(&location, None).unwrap().len(), 1);
+    // Its chunks are unknown.
+    Garbage::find(&location.parent(), Duration::ZERO, None).unwrap_err();
+    drop(reader);
+}
+
+#[test]
+fn a_chunk_that_another_image_was_verified_with_has_to_have_the_length_of_this_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(14);
+    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let whole = StoredImage::open(&location, None).unwrap();
+    // An index whose block has the same chunk, and another length.
+    let blocks = blocks(&[2 * PAGE_SIZE]);
+    let name = whole.index().chunk_names(BlockIndex(0)).to_vec();
+    let index = Index::new(IndexContents {
+        configuration: whole.configuration(),
+        section_id: 2,
+        origin: whole.index().origin(),
+        chunk_bytes: CHUNK_BYTES,
+        blocks: &blocks,
+        names: vec![name],
+        device_state: whole.devices().bytes(),
+        device_state_names: whole.index().device_state_names().to_vec(),
+    });
+    let other = location.parent().image("b").unwrap();
+    std::fs::write(directory.path().join("vm/b.towline"), index.encode().unwrap()).unwrap();
+    let known = VerifiedChunks::default();
+    whole.verify_unknown(&known, &|_| {}).unwrap();
+    let error = StoredImage::open(&other, None).unwrap().verify_unknown(&known, &|_| {}).unwrap_err();
+    assert!(matches!(error, Error::Damaged { .. }), "{error}");
 }
 
 /// Modification time of an object two hours ago.
