@@ -9,6 +9,7 @@ use towline_image::store::{ConditionalWrites, Garbage, Location};
 
 use crate::args::InspectArgs;
 use crate::console;
+use crate::events;
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::signals::cancel_on_signals;
@@ -46,9 +47,7 @@ pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, ag
         found
     };
     let bytes: u64 = found.objects.iter().map(|object| object.bytes).sum();
-    reporter.event(
-        "inspected",
-        json!({
+    let fields = json!({
             "kind": "store",
             "location": prefix.to_string(),
             "images": found.images,
@@ -60,8 +59,8 @@ pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, ag
             "young": { "chunks": found.young.chunks, "bytes": found.young.bytes },
             "garbage": { "objects": found.objects.len(), "bytes": bytes },
             "removed": removes,
-        }),
-    );
+    });
+    reporter.event("inspected", events::with_exit(fields, Exit::Done));
     summarize(reporter, prefix, &found, Swept { bytes, removes });
     Ok(Exit::Done)
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 pub(crate) use estimate::{Estimate, Estimator};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
-use term::Term;
+use term::{Term, truncate_str};
 use towline_channel::Address;
 use towline_control::plan::{CopyPhase, Observer, Progress};
 use towline_migration::Snapshot;
@@ -75,9 +75,9 @@ enum Content {
 impl Shown {
     fn line(&self, width: usize) -> String {
         match &self.content {
-            Content::Nothing => self.prefix.chars().take(width).collect(),
+            Content::Nothing => truncate_str(&self.prefix, width, "").into_owned(),
             Content::Estimate(estimate) => line::line(&self.prefix, estimate, width),
-            Content::Faults(text) => format!("{} {text}", self.prefix).chars().take(width).collect(),
+            Content::Faults(text) => truncate_str(&format!("{} {text}", self.prefix), width, "").into_owned(),
         }
     }
 }
@@ -211,7 +211,7 @@ impl Observer for Reporter {
         tracing::info!(destination = self.destination.as_deref(), "phase {name}");
         if let Some(bar) = &self.bar {
             bar.shown().prefix = match &self.destination {
-                Some(destination) => format!("{destination} {name}"),
+                Some(destination) => format!("{} {name}", console::printable(destination)),
                 None => name.to_owned(),
             };
             bar.draw(self.key);

@@ -92,7 +92,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     Ok(Ok(finished(reporter, count, exit.max(restored.exit.min(Exit::Failed)))))
 }
 
-/// Keeps the overlays of guests that ran: they have what those wrote. The others are removed.
+/// Keeps the overlays of guests that may have run: they have what those wrote. The others are removed.
 fn keep_overlays_of_run(
     overlays: Vec<Vec<CreatedOverlay>>,
     starts: &[GuestStart],
@@ -105,7 +105,11 @@ fn keep_overlays_of_run(
         }
         overlays.into_iter().for_each(CreatedOverlay::keep);
         for overlay in &start.overlays {
-            reporter.notice(&format!("{} ran: overlay {} is kept", start.name, overlay.path.display()));
+            reporter.notice(&format!(
+                "{} may have run: overlay {} is kept",
+                start.name,
+                overlay.path.display()
+            ));
         }
     }
 }
@@ -159,6 +163,11 @@ struct Restored {
     has_memory_to_come: bool,
 }
 
+/// Returns true if a guest whose copy failed may have run.
+fn may_have_run(guest: &plan::GuestState) -> bool {
+    matches!(guest, plan::GuestState::NeedsAttention(_))
+}
+
 /// Restores the image into all QEMUs, and runs the guests.
 fn restore(
     args: &RunArgs,
@@ -192,7 +201,10 @@ fn restore(
     let mut failures = copied.iter().filter_map(|copied| copied.as_ref().err()).peekable();
     let has_memory_to_come =
         failures.peek().is_some() && failures.all(|failure| failure.guest.lacks_memory());
-    for (copied, to) in copied.iter().zip(&endpoints) {
+    for ((copied, to), guest) in copied.iter().zip(&endpoints).zip(started) {
+        if copied.as_ref().err().is_some_and(|failure| may_have_run(&failure.guest)) {
+            guest.has_run.store(true, Ordering::Relaxed);
+        }
         match copied {
             Ok(report) if args.output.json => results.done(to, report),
             Ok(_) => {}

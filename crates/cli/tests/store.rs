@@ -64,6 +64,33 @@ fn objects_of_other_programs_do_not_end_a_verification() {
 }
 
 #[test]
+fn an_image_and_the_images_below_its_name_are_verified() {
+    let directory = directory_with_image();
+    events(&directory, &["copy", "a.img", "store:vm"], 0);
+    let names = |place: &str, status| -> Vec<String> {
+        let found = events(&directory, &["store", "verify", place], status);
+        found.iter().filter_map(|event| event["image"].as_str().map(str::to_owned)).collect()
+    };
+    assert_eq!(names("store:vm", 0), ["store:vm"]);
+    events(&directory, &["copy", "a.img", "store:vm/b"], 0);
+    assert_eq!(names("store:vm", 0), ["store:vm", "store:vm/b"]);
+    fs::write(directory.path().join("vm/b.towline"), b"damaged").unwrap();
+    assert_eq!(names("store:vm", 1), ["store:vm", "store:vm/b"]);
+    fs::remove_file(directory.path().join("vm.towline")).unwrap();
+    assert_eq!(names("store:vm", 1), ["store:vm/b"]);
+}
+
+#[test]
+fn the_last_event_of_a_collection_has_an_exit_status() {
+    let directory = directory_with_image();
+    events(&directory, &["copy", "a.img", "store:vm/a"], 0);
+    for words in [&["store", "gc", "--dry-run", "store:vm"][..], &["store", "gc", "store:vm"]] {
+        let found = events(&directory, words, 0);
+        assert_eq!((&found[0]["event"], &found[0]["outcome"]), (&"inspected".into(), &"done".into()));
+    }
+}
+
+#[test]
 fn names_and_manifests_cannot_control_a_terminal() {
     let directory = directory_with_image();
     let hostile = "\u{1b}]0;x\u{7}\nevil.img";

@@ -91,7 +91,7 @@ impl Estimator {
     /// Evaluates the progress at the time `at` since the beginning.
     pub(crate) fn observe(&mut self, at: Duration, progress: &Progress) -> Estimate {
         let moved = &progress.moved;
-        let processed = (moved.normal + moved.duplicate).saturating_mul(PAGE_SIZE);
+        let processed = moved.normal.saturating_add(moved.duplicate).saturating_mul(PAGE_SIZE);
         let sample = Sample {
             at,
             pass: progress.pass.unwrap_or(moved.dirty_sync_count).max(1),

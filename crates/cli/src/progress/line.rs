@@ -9,6 +9,8 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
+use term::{measure_text_width, truncate_str};
+
 use super::estimate::{Estimate, Outlook};
 
 /// Width of the bar between its brackets.
@@ -20,18 +22,18 @@ struct Part {
     text: String,
 }
 
-/// Formats the line, with at most `width` characters.
+/// Formats the line, with at most `width` columns.
 pub(super) fn line(prefix: &str, estimate: &Estimate, width: usize) -> String {
     let head = match estimate.pass {
         0 | 1 => format!("{prefix} {}", first_pass(estimate)),
         pass => format!("{prefix} pass {pass}: {} left", short_size(estimate.remaining)),
     };
     let mut parts = parts(estimate);
-    while !parts.is_empty() && joined(&head, &parts).chars().count() > width {
+    while !parts.is_empty() && measure_text_width(&joined(&head, &parts)) > width {
         let last = parts.iter().enumerate().max_by_key(|(_, part)| part.rank).map_or(0, |(index, _)| index);
         parts.remove(last);
     }
-    joined(&head, &parts).chars().take(width).collect()
+    truncate_str(&joined(&head, &parts), width, "").into_owned()
 }
 
 fn joined(head: &str, parts: &[Part]) -> String {
@@ -46,7 +48,7 @@ fn first_pass(estimate: &Estimate) -> String {
     if filled < BAR_WIDTH {
         bar.push('>');
     }
-    format!("[{bar:<BAR_WIDTH$}] {} %", done * 100 / total)
+    format!("[{bar:<BAR_WIDTH$}] {} %", done as u128 * 100 / total as u128)
 }
 
 /// The parts behind the head, in their order.

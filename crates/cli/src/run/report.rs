@@ -32,7 +32,7 @@ pub(crate) struct StartedGuest {
     pub(crate) qemu: RunningQemu,
     /// Time from the begin of the command until its monitor answered.
     pub(crate) answered: Duration,
-    /// True once the guest runs, so that it may have written to its disks.
+    /// True once the guest may have run, so that it may have written to its disks.
     pub(crate) has_run: AtomicBool,
 }
 
@@ -74,8 +74,11 @@ impl RunReport<'_> {
 
 impl Observer for RunningObserver<'_> {
     fn phase(&self, phase: CopyPhase) {
-        if phase == CopyPhase::Running {
+        // It runs before this is known: `Running` follows the answer to `cont`, which may get lost.
+        if matches!(phase, CopyPhase::Release | CopyPhase::CutOver | CopyPhase::Running) {
             self.guest.has_run.store(true, Ordering::Relaxed);
+        }
+        if phase == CopyPhase::Running {
             self.report.running(self.guest);
         }
     }

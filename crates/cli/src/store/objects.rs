@@ -2,8 +2,9 @@
 
 use anyhow::Result;
 use towline_channel::Cancel;
+use towline_control::plan::Observer as _;
 use towline_image::store::{
-    Catalog, CatalogEntry, InUse, Location, StoredImage, VerifiedChunks, is_image, remove_image,
+    Catalog, CatalogEntry, Error, InUse, Location, StoredImage, VerifiedChunks, is_image, remove_image,
 };
 
 use super::row::{Content, Row, print_heading};
@@ -65,30 +66,49 @@ fn row(entry: &CatalogEntry) -> Row {
 /// Compares an image, or all images of a prefix, with their checksums. A chunk that several images share is read once.
 pub(super) fn verify(reporter: &Reporter, place: &Location) -> Result<Exit> {
     let cancel = cancel_on_signals("nothing is changed")?;
-    let names = match is_image(place, Some(cancel.clone()))? {
-        true => vec![place.to_string()],
-        false => {
-            let catalog = Catalog::read(place, Some(cancel.clone()))?;
-            let prefix = place.to_string();
-            let prefix = prefix.trim_end_matches('/');
-            catalog.images.iter().map(|entry| format!("{prefix}/{}", entry.name)).collect()
-        }
-    };
+    let names = names(reporter, place, &cancel)?;
     if names.is_empty() {
         return Ok(super::nothing_to_verify(reporter, &place.to_string()));
     }
     let (known, mut bad) = (VerifiedChunks::default(), 0);
     for name in &names {
-        let verified = verify_image(name, place, &known, &cancel);
-        if cancel.is_cancelled() {
-            verified?;
-            return Ok(Exit::Failed);
-        }
-        let error = verified.err().map(|error| errors::text(&error));
+        let error = match verify_image(name, place, &known, &cancel) {
+            Ok(()) => None,
+            Err(error) if cancel.is_cancelled() => return Err(error),
+            Err(error) => Some(errors::text(&error)),
+        };
         report_verified(reporter, name, error.as_deref());
         bad += usize::from(error.is_some());
+        cancel.check()?;
     }
     Ok(end(reporter, totals(&place.to_string(), names.len(), bad), bad))
+}
+
+/// Names of the image at `place` and of those below it: an image may have the name of a prefix.
+fn names(reporter: &Reporter, place: &Location, cancel: &Cancel) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    if is_image(place, Some(cancel.clone()))? {
+        names.push(place.to_string());
+    }
+    match Catalog::read(place, Some(cancel.clone())) {
+        Ok(catalog) => {
+            let prefix = place.to_string();
+            let prefix = prefix.trim_end_matches('/');
+            names.extend(catalog.images.iter().map(|entry| format!("{prefix}/{}", entry.name)));
+        }
+        Err(error) if names.is_empty() => return Err(error.into()),
+        // Nothing can be listed there: it is no directory, it is on a web server, or this user may only read objects.
+        Err(error) => {
+            cancel.check()?;
+            if !matches!(error, Error::Location { .. }) {
+                reporter.notice(&format!(
+                    "images below {place}/ are not verified: {}",
+                    errors::text(&error.into())
+                ));
+            }
+        }
+    }
+    Ok(names)
 }
 
 /// Compares the image of this name, which is `place` itself or below it. An object of another program may have a name that

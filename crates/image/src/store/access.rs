@@ -173,7 +173,7 @@ impl Store {
             let listed = self.wait(async move { objects.list_top().await.map_err(failed(name)) })?;
             return listed.into_iter().try_for_each(visit);
         }
-        let mut pages = self.objects.listing(directory).try_chunks(PAGE_OBJECTS);
+        let mut pages = self.objects.listing(directory)?.try_chunks(PAGE_OBJECTS);
         loop {
             let name = self.object_name(directory);
             let next = async move {

@@ -12,7 +12,7 @@ use towline_channel::Cancel;
 
 use super::access::{Store, check_directory};
 use super::garbage::{ChunkTotals, image_keys};
-use super::lease::{LeaseEntry, LeaseKind, leases};
+use super::lease::{LeaseEntry, LeaseKind, LeaseOwner, leases};
 use super::{Error, Result, chunk};
 use crate::index::{INDEX_BYTES_MAX, Index};
 use crate::location::Location;
@@ -99,15 +99,26 @@ fn read(store: &Arc<Store>) -> Result<Catalog> {
     // The index that each image has, by which its readers are found.
     let mut indexes = Vec::new();
     for key in image_keys(store)? {
-        // `None`: it was removed meanwhile.
-        let Some(bytes) = store.get(&key, INDEX_BYTES_MAX)? else { continue };
+        let name = key.strip_suffix(Location::SUFFIX).unwrap_or(&key).to_owned();
+        let bytes = match store.get(&key, INDEX_BYTES_MAX) {
+            Ok(Some(bytes)) => bytes,
+            // It was removed meanwhile.
+            Ok(None) => continue,
+            Err(error) if error.is_of_object() => {
+                // In the order of the images.
+                indexes.push(None);
+                let summary = Err(error.to_string());
+                catalog.images.push(CatalogEntry { name, summary, readers: Vec::new() });
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
         let owner = u32::try_from(catalog.images.len()).unwrap_or(u32::MAX);
         let summary = Index::parse(&bytes).map(|index| summarize(&index, owner, &mut chunks));
         let summary =
             summary.map(|summary| StoredImageSummary { index_bytes: bytes.len() as u64, ..summary });
-        let name = key.strip_suffix(Location::SUFFIX).unwrap_or(&key).to_owned();
         let summary = summary.map_err(|error| error.to_string());
-        indexes.push((key, Digest::of(&bytes)));
+        indexes.push(Some((key, Digest::of(&bytes))));
         catalog.images.push(CatalogEntry { name, summary, readers: Vec::new() });
     }
     for stored in chunks.values() {
@@ -124,9 +135,8 @@ fn read(store: &Arc<Store>) -> Result<Catalog> {
     catalog.uploads = leases(store, LeaseKind::Upload, now)?.iter().filter(|lease| is_alive(lease)).count();
     for lease in leases(store, LeaseKind::Reader, now)?.iter().filter(|lease| is_alive(lease)) {
         let Some(Ok(owner)) = lease.owner(store)? else { continue };
-        let is_read = |(key, index): &(String, Digest)| {
-            Some(key) == owner.image.as_ref() && Some(*index) == owner.index
-        };
+        let LeaseOwner { image: Some(key), index: Some(index), .. } = owner else { continue };
+        let is_read = |image: &Option<(String, Digest)>| *image == Some((key.clone(), index));
         if let Some(image) = indexes.iter().position(is_read) {
             catalog.images[image].readers.push(lease.describe_owner(store));
         }

@@ -290,6 +290,11 @@ impl Error {
         }
     }
 
+    /// Returns true if the error is of one object: others of the store may be readable.
+    pub(super) fn is_of_object(&self) -> bool {
+        matches!(self, Self::TooLong { .. }) || self.is_read_only()
+    }
+
     /// Returns true if the store does not support this kind of request.
     pub(super) fn is_unsupported(&self) -> bool {
         use object_store::Error as Cause;

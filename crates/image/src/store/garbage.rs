@@ -9,7 +9,7 @@ use towline_channel::Cancel;
 
 use super::access::{Store, check_directory};
 use super::fault::StoreBug;
-use super::images::{RETIRED, retired_key};
+use super::images::{RETIRED, is_retired_key, retired_key};
 use super::lease::{Lease, LeaseEntry, LeaseKind, age, leases};
 use super::{ConditionalWrites, Error, Result, chunk};
 use crate::index::{INDEX_BYTES_MAX, Index};
@@ -165,8 +165,11 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
     let mut garbage = Garbage::default();
     let mut copies = Vec::new();
     store.list(RETIRED, &mut |object| {
-        let age = age(object.last_modified.into(), now);
-        copies.push(Object { key: store.key(&object), bytes: object.size, age });
+        let key = store.key(&object);
+        if is_retired_key(&key) {
+            let age = age(object.last_modified.into(), now);
+            copies.push(Object { key, bytes: object.size, age });
+        }
         Ok(())
     })?;
     let early =
@@ -248,7 +251,10 @@ fn reader_needs(
 
 /// The copy of a replaced or removed index, if it exists and is valid.
 fn load_retired_index(store: &Arc<Store>, index: Digest) -> Result<Option<Index>> {
-    let bytes = store.get(&retired_key(index), INDEX_BYTES_MAX)?;
+    let bytes = match store.get(&retired_key(index), INDEX_BYTES_MAX) {
+        Err(Error::TooLong { .. }) => None,
+        bytes => bytes?,
+    };
     let whole = bytes.filter(|bytes| Digest::of(bytes) == index);
     Ok(whole.and_then(|bytes| Index::parse(&bytes).ok()))
 }

@@ -143,6 +143,12 @@ pub(super) fn retired_key(index: Digest) -> String {
     format!("{RETIRED}/{index}")
 }
 
+/// Returns true if `key` is that of the copy of an index. Others in its directory are objects of other programs.
+pub(super) fn is_retired_key(key: &str) -> bool {
+    let hash = key.rsplit_once('/').and_then(|(_, hash)| blake3::Hash::from_hex(hash).ok());
+    hash.is_some_and(|hash| retired_key(Digest(*hash.as_bytes())) == key)
+}
+
 /// Publishes an image whose chunks are all stored by putting its index.
 ///
 /// # Errors

@@ -54,12 +54,23 @@ impl LeaseKind {
     pub(super) const ALL: [Self; 3] = [Self::Upload, Self::Reader, Self::Collection];
 
     /// Directory of these leases.
-    pub(super) fn directory(self) -> &'static str {
+    pub(super) const fn directory(self) -> &'static str {
         match self {
             Self::Upload => "uploads",
             Self::Reader => "readers",
             Self::Collection => "collections",
         }
+    }
+
+    /// Key of the lease with this number.
+    fn key(self, id: u128) -> String {
+        format!("{}/{id:032x}", self.directory())
+    }
+
+    /// Returns true if `key` is that of a lease of this kind.
+    fn is_key(self, key: &str) -> bool {
+        let id = key.rsplit_once('/').and_then(|(_, id)| u128::from_str_radix(id, 16).ok());
+        id.is_some_and(|id| self.key(id) == key)
     }
 }
 
@@ -128,8 +139,13 @@ impl LeaseEntry {
 
     /// Content of the lease; `None` if it was removed meanwhile, the error's text if it is invalid.
     pub(super) fn owner(&self, store: &Store) -> Result<Option<Result<LeaseOwner, String>>> {
-        let bytes = store.get(&self.key, LEASE_BYTES_MAX)?;
-        Ok(bytes.map(|bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string())))
+        match store.get(&self.key, LEASE_BYTES_MAX) {
+            Ok(bytes) => {
+                Ok(bytes.map(|bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string())))
+            }
+            Err(error @ Error::TooLong { .. }) => Ok(Some(Err(error.to_string()))),
+            Err(error) => Err(error),
+        }
     }
 
     /// Description of its owner.
@@ -142,12 +158,15 @@ impl LeaseEntry {
     }
 }
 
-/// Lists the leases of a kind.
+/// Lists the leases of a kind. Other objects in their directory are ignored: they are of other programs.
 pub(super) fn leases(store: &Store, kind: LeaseKind, now: SystemTime) -> Result<Vec<LeaseEntry>> {
     let mut found = Vec::new();
     store.list(kind.directory(), &mut |object| {
-        let age = age(object.last_modified.into(), now);
-        found.push(LeaseEntry { key: store.key(&object), bytes: object.size, age });
+        let key = store.key(&object);
+        if kind.is_key(&key) {
+            let age = age(object.last_modified.into(), now);
+            found.push(LeaseEntry { key, bytes: object.size, age });
+        }
         Ok(())
     })?;
     Ok(found)
@@ -224,7 +243,7 @@ impl Lease {
 
     fn create(store: &Arc<Store>, kind: LeaseKind, owner: LeaseOwner) -> Result<Self> {
         let shared = kind == LeaseKind::Collection && store.has_fault(StoreBug::SharedCollection);
-        let key = if shared { format!("{}/0", kind.directory()) } else { new_key(kind) };
+        let key = if shared { kind.key(0) } else { kind.key(fastrand::u128(..)) };
         let begun = store.clock().now();
         let mode = if shared { WriteMode::Replace } else { WriteMode::Create };
         let (objects, bytes) = (store.objects().clone(), owner.bytes()?);
@@ -432,17 +451,13 @@ impl Renewal {
 
     /// A reader whose lease was lost continues while its chunks exist, and protects them by a new lease.
     async fn replace(&self, object: &mut LeaseObject) -> Result<()> {
-        let key = new_key(self.kind);
+        let key = self.kind.key(fastrand::u128(..));
         let begun = self.objects.clock().now();
         object.version = self.objects.put(&key, object.owner.bytes()?, WriteMode::Create).await?;
         object.key = key;
         self.lease_state.mark_replaced(begun);
         Ok(())
     }
-}
-
-fn new_key(kind: LeaseKind) -> String {
-    format!("{}/{:016x}{:016x}", kind.directory(), fastrand::u64(..), fastrand::u64(..))
 }
 
 fn collection_active(store: &Store, found: &LeaseEntry) -> Error {

@@ -90,7 +90,7 @@ impl Objects {
     /// An object's bytes, at most `limit`, and its metadata; `None` if it does not exist.
     pub(super) async fn get(&self, key: &str, limit: u64) -> Result<Option<(Bytes, ObjectMeta)>> {
         let object = self.object_name(key);
-        let found = match self.objects.get(&self.path(key)).await {
+        let found = match self.objects.get(&self.path(key)?).await {
             Err(error @ object_store::Error::NotFound { .. }) if !is_bucket_missing(&error) => {
                 return Ok(None);
             }
@@ -114,7 +114,7 @@ impl Objects {
 
     /// Metadata of an object; `None` if it does not exist.
     pub(super) async fn head(&self, key: &str) -> Result<Option<ObjectMeta>> {
-        match self.objects.head(&self.path(key)).await {
+        match self.objects.head(&self.path(key)?).await {
             Err(object_store::Error::NotFound { .. }) => Ok(None),
             found => Ok(Some(found.map_err(Error::store("cannot be read", self.object_name(key)))?)),
         }
@@ -127,16 +127,17 @@ impl Objects {
     /// [`Error::Store`]; the object may have been written unless [`Error::is_final`].
     pub(super) async fn put(&self, key: &str, bytes: Bytes, mode: WriteMode) -> Result<UpdateVersion> {
         let failed = Error::store("cannot be written", self.object_name(key));
+        let path = self.path(key)?;
         let refused = match mode {
             WriteMode::Replace => {
-                return self.request(key, bytes, PutMode::Overwrite).await.map(Into::into).map_err(failed);
+                return self.request(&path, bytes, PutMode::Overwrite).await.map(Into::into).map_err(failed);
             }
-            WriteMode::Create => match self.request(key, bytes.clone(), PutMode::Create).await {
+            WriteMode::Create => match self.request(&path, bytes.clone(), PutMode::Create).await {
                 // The store has no conditional writes: the caller's earlier check has to suffice.
                 Err(
                     object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. },
                 ) => {
-                    let done = self.request(key, bytes, PutMode::Overwrite).await;
+                    let done = self.request(&path, bytes, PutMode::Overwrite).await;
                     return done.map(Into::into).map_err(failed);
                 }
                 Err(object_store::Error::AlreadyExists { .. }) => {
@@ -148,7 +149,7 @@ impl Objects {
                 done => return done.map(Into::into).map_err(failed),
             },
             WriteMode::Update(version) => {
-                match self.request(key, bytes.clone(), PutMode::Update(version)).await {
+                match self.request(&path, bytes.clone(), PutMode::Update(version)).await {
                     Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => {
                         Error::Changed { object: self.object_name(key) }
                     }
@@ -163,9 +164,9 @@ impl Objects {
         }
     }
 
-    async fn request(&self, key: &str, bytes: Bytes, mode: PutMode) -> object_store::Result<PutResult> {
+    async fn request(&self, path: &Path, bytes: Bytes, mode: PutMode) -> object_store::Result<PutResult> {
         let options = PutOptions { mode, ..PutOptions::default() };
-        self.objects.put_opts(&self.path(key), PutPayload::from_bytes(bytes), options).await
+        self.objects.put_opts(path, PutPayload::from_bytes(bytes), options).await
     }
 
     /// As [`Self::put`], if the lease is held. Check and request are one step, without a wait between them.
@@ -184,7 +185,7 @@ impl Objects {
 
     /// Removes an object if it exists.
     pub(super) async fn remove(&self, key: &str) -> Result<()> {
-        match self.objects.delete(&self.path(key)).await {
+        match self.objects.delete(&self.path(key)?).await {
             Err(object_store::Error::NotFound { .. }) => Ok(()),
             done => done.map_err(Error::store("cannot be removed", self.object_name(key))),
         }
@@ -207,11 +208,14 @@ impl Objects {
     pub(super) fn listing(
         &self,
         directory: &str,
-    ) -> futures_util::stream::BoxStream<'static, object_store::Result<ObjectMeta>> {
-        self.objects.list(Some(&self.path(directory)))
+    ) -> Result<futures_util::stream::BoxStream<'static, object_store::Result<ObjectMeta>>> {
+        Ok(self.objects.list(Some(&self.path(directory)?)))
     }
 
-    fn path(&self, key: &str) -> Path {
-        Path::from(format!("{}/{key}", self.prefix))
+    /// The path of an object, as it is listed: `Path::from` would escape characters that other programs' names have.
+    fn path(&self, key: &str) -> Result<Path> {
+        Path::parse(format!("{}/{key}", self.prefix)).map_err(|error| Error::Location {
+            text: format!("{}: {error}; rename the object", self.object_name(key)),
+        })
     }
 }

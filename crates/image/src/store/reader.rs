@@ -64,17 +64,17 @@ pub struct StoredImage {
     retains_until_release: bool,
 }
 
-/// Chunks of a prefix that were fetched and compared with their names.
+/// Chunks of a prefix that were fetched and compared with their names and lengths.
 #[derive(Debug, Default)]
-pub struct VerifiedChunks(Mutex<HashSet<[u8; 32]>>);
+pub struct VerifiedChunks(Mutex<HashSet<([u8; 32], u64)>>);
 
 impl VerifiedChunks {
-    fn contains(&self, name: &[u8; 32]) -> bool {
-        lock(&self.0).contains(name)
+    fn contains(&self, name: [u8; 32], length: u64) -> bool {
+        lock(&self.0).contains(&(name, length))
     }
 
-    fn insert(&self, name: [u8; 32]) {
-        lock(&self.0).insert(name);
+    fn insert(&self, name: [u8; 32], length: u64) {
+        lock(&self.0).insert((name, length));
     }
 }
 
@@ -156,12 +156,12 @@ impl StoredImage {
             let at = |place: usize| numbers.get(place).copied();
             while let Some((block, index)) = at(next.fetch_add(1, Ordering::Relaxed)) {
                 let (name, length, position) = self.chunk(block, index);
-                let Some(name) = name.filter(|name| !known.contains(name)) else { continue };
+                let Some(name) = name.filter(|name| !known.contains(*name, length)) else { continue };
                 let object = self.store.get(&chunk::key(&name), chunk::object_bytes_max(length))?;
                 let object = object.ok_or_else(|| self.missing(&name, position.clone()))?;
                 chunk::decompress(&object, &name, length)
                     .map_err(|why| self.damaged(&name, position, why))?;
-                known.insert(name);
+                known.insert(name, length);
                 progress(length);
             }
             Ok(())

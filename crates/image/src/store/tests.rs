@@ -12,10 +12,11 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::{
-    CACHE_BYTES, CHUNK_BYTES, Catalog, Error, Garbage, InUse, Location, StoreWriter, StoredImage, readers,
-    remove_image,
+    CACHE_BYTES, CHUNK_BYTES, Catalog, Error, Garbage, InUse, Location, StoreWriter, StoredImage,
+    VerifiedChunks, readers, remove_image,
 };
-use crate::{Existing, Origin};
+use crate::index::{INDEX_BYTES_MAX, Index, IndexContents};
+use crate::{Existing, Origin, StoredGuest as _};
 
 const PAGE: usize = PAGE_SIZE as usize;
 
@@ -289,6 +290,125 @@ fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
 }
 
 #[test]
+fn an_object_that_is_too_long_is_an_error_of_its_own() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(15);
+    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let vm = directory.path().join("vm");
+    // Without allocating its blocks.
+    std::fs::File::create(vm.join("0.towline")).unwrap().set_len(INDEX_BYTES_MAX + 1).unwrap();
+    let lease = vm.join(format!("readers/{}", "5".repeat(32)));
+    std::fs::create_dir_all(vm.join("readers")).unwrap();
+    std::fs::write(lease, [b' '; 5000]).unwrap();
+    let reader = StoredImage::open(&location, None).unwrap();
+    let catalog = Catalog::read(&location.parent(), None).unwrap();
+    assert_eq!(catalog.images.len(), 2, "{catalog:?}");
+    let error = catalog.images[0].summary.as_ref().unwrap_err();
+    assert!(error.contains("vm/0.towline: it has more than"), "{error}");
+    assert_eq!(catalog.images[1].summary.as_ref().unwrap().missing, 0);
+    assert_eq!((catalog.images[0].readers.len(), catalog.images[1].readers.len()), (0, 1));
+    assert_eq!(readers(&location, None).unwrap().len(), 1);
+    // Its chunks are unknown.
+    Garbage::find(&location.parent(), Duration::ZERO, None).unwrap_err();
+    drop(reader);
+}
+
+#[test]
+fn a_chunk_that_another_image_was_verified_with_has_to_have_the_length_of_this_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(14);
+    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let whole = StoredImage::open(&location, None).unwrap();
+    // An index whose block has the same chunk, and another length.
+    let blocks = blocks(&[2 * PAGE_SIZE]);
+    let name = whole.index().chunk_names(BlockIndex(0)).to_vec();
+    let index = Index::new(IndexContents {
+        configuration: whole.configuration(),
+        section_id: 2,
+        origin: whole.index().origin(),
+        chunk_bytes: CHUNK_BYTES,
+        blocks: &blocks,
+        names: vec![name],
+        device_state: whole.devices().bytes(),
+        device_state_names: whole.index().device_state_names().to_vec(),
+    });
+    let other = location.parent().image("b").unwrap();
+    std::fs::write(directory.path().join("vm/b.towline"), index.encode().unwrap()).unwrap();
+    let known = VerifiedChunks::default();
+    whole.verify_unknown(&known, &|_| {}).unwrap();
+    let error = StoredImage::open(&other, None).unwrap().verify_unknown(&known, &|_| {}).unwrap_err();
+    assert!(matches!(error, Error::Damaged { .. }), "{error}");
+}
+
+/// Modification time of an object two hours ago.
+fn age(object: &std::path::Path) {
+    let old = std::time::SystemTime::now() - Duration::from_secs(7200);
+    std::fs::File::options().write(true).open(object).unwrap().set_modified(old).unwrap();
+}
+
+#[test]
+fn a_collection_keeps_every_object_that_is_not_of_towline() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(12);
+    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let prefix = directory.path().join("vm");
+    let (hash, id) = ("5".repeat(64), "5".repeat(32));
+    let mut foreign = Vec::new();
+    for name in ["notes", &hash[1..], &format!("{hash}.txt"), &format!("x/{hash}"), &"A".repeat(64)] {
+        foreign.push(format!("retired/{name}"));
+    }
+    for kind in ["uploads", "readers", "collections"] {
+        for name in ["0", "report.pdf", &hash, &format!("+{}", &id[1..]), &format!("2026/{id}")] {
+            foreign.push(format!("{kind}/{name}"));
+        }
+    }
+    // Another prefix, whose name is that of a directory of this one.
+    foreign.push("readers/b.towline".to_owned());
+    foreign.push(format!("readers/chunks/55/{hash}.zst"));
+    foreign.push(format!("readers/readers/{id}"));
+    let stale = [format!("retired/{hash}"), format!("uploads/{id}"), format!("readers/{id}")];
+    for key in foreign.iter().chain(&stale) {
+        let object = prefix.join(key);
+        std::fs::create_dir_all(object.parent().unwrap()).unwrap();
+        std::fs::write(&object, key).unwrap();
+        age(&object);
+    }
+    let removed = Garbage::remove(&location.parent(), Duration::ZERO, None, &mut |_| {}).unwrap();
+    let mut keys: Vec<_> = removed.objects.into_iter().map(|object| object.key).collect();
+    keys.sort();
+    let mut expected = stale.to_vec();
+    expected.sort();
+    assert_eq!(keys, expected);
+    for key in &foreign {
+        assert_eq!(&std::fs::read_to_string(prefix.join(key)).unwrap(), key);
+    }
+    assert_eq!(readers(&location, None).unwrap(), []);
+    remove_image(&location, InUse::Refuse, None).unwrap();
+}
+
+#[test]
+fn chunks_of_an_index_with_any_name_are_kept() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(13);
+    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    for name in ["a~1", "a#b", "50%", "50%25", "é", "a b", "a*?"] {
+        let index = directory.path().join(format!("vm/{name}.towline"));
+        std::fs::rename(directory.path().join("vm/a.towline"), &index).unwrap();
+        let found = Garbage::remove(&location.parent(), Duration::ZERO, None, &mut |_| {}).unwrap();
+        assert_eq!((found.images, found.used.chunks, found.objects.len()), (1, 2, 0), "{name}: {found:?}");
+        let catalog = Catalog::read(&location.parent(), None).unwrap();
+        assert_eq!((catalog.images.len(), catalog.used.chunks), (1, 2), "{name}: {catalog:?}");
+        assert_eq!(catalog.images[0].name, name);
+        assert_eq!(catalog.images[0].summary.as_ref().unwrap().missing, 0);
+        std::fs::rename(&index, directory.path().join("vm/a.towline")).unwrap();
+    }
+}
+
+#[test]
 fn a_catalog_counts_own_chunks_and_live_readers() {
     let directory = tempfile::tempdir().unwrap();
     let location = location(&directory);
@@ -315,8 +435,7 @@ fn a_catalog_counts_own_chunks_and_live_readers() {
 
     // A reader that was killed two hours ago.
     let leases = objects(&directory.path().join("vm/readers"));
-    let old = std::time::SystemTime::now() - Duration::from_secs(7200);
-    std::fs::File::options().write(true).open(&leases[0]).unwrap().set_modified(old).unwrap();
+    age(&leases[0]);
     let catalog = Catalog::read(&prefix, None).unwrap();
     assert!(catalog.images.iter().all(|image| image.readers.is_empty()), "{catalog:?}");
     let error = remove_image(&location, InUse::Refuse, None).unwrap_err();

@@ -93,8 +93,9 @@ impl Upload {
             );
             return Err(Error::Location { text });
         }
+        let key = images::key(image)?;
         let store = Arc::new(Store::open(&image.parent(), Some(cancel))?);
-        Self::begin_in(store, image.to_string(), images::key(image)?, existing)
+        Self::begin_in(store, image.to_string(), key, existing)
     }
 
     /// As [`Self::begin`], in an open store.
