@@ -293,6 +293,10 @@ const NAMESPACES: libc::c_int = libc::CLONE_NEWNS
     | libc::CLONE_NEWPID
     | libc::CLONE_NEWNET;
 
+/// Length of the address with which rustix resets a connection: that of `struct sockaddr_storage`. Unix sockets refuse one that
+/// is longer than theirs.
+const UNSPEC_LENGTH: u64 = size_of::<libc::sockaddr_storage>() as u64;
+
 /// Mask of a socket's type without its flags.
 const SOCKET_TYPE: u64 = 0xf;
 
@@ -363,6 +367,8 @@ fn listed(policy: &Policy) -> Built<Rules> {
         rules.append(&mut always(CREATE));
     } else if policy.connects_unix || policy.connects_vsock || !policy.connect.is_empty() {
         rules.append(&mut always(&[Sysno::connect]));
+    } else if policy.resets_tcp {
+        rules.insert(Sysno::connect.id().into(), any(2, &[UNSPEC_LENGTH])?);
     }
     rules.insert(Sysno::socket.id().into(), sockets(policy)?);
     let (equal, masked) = (SeccompCmpOp::Eq, SeccompCmpOp::MaskedEq);

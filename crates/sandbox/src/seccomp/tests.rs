@@ -54,6 +54,7 @@ fn policies() -> Vec<Policy> {
         Policy { connects_unix: true, connects_vsock: true, ..device.clone() },
         Policy { connect: Ports::Only(vec![22]), ..device.clone() },
         Policy { connect: Ports::Any, ..device.clone() },
+        Policy { resets_tcp: true, ..device.clone() },
         Policy { connect: Ports::Only(vec![22]), resolves_names: true, ..copy.clone() },
         Policy { connect: Ports::Any, ..copy.clone() },
         device,
@@ -76,6 +77,27 @@ fn random(state: &mut u64) -> usize {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mixed = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     usize::try_from((mixed ^ (mixed >> 27)) >> 33).unwrap()
+}
+
+/// Returns true if a policy permits a call with these arguments.
+fn permits(policy: &Policy, call: Sysno, arguments: [u64; 3]) -> bool {
+    let [first, second, third] = arguments;
+    let architecture = if cfg!(target_arch = "x86_64") { X86_64 } else { AARCH64 };
+    let arguments = [first, second, third, 0, 0, 0];
+    let call = CallData { architecture, number: call.id().unsigned_abs(), arguments };
+    let filters = filters(policy, None).unwrap();
+    strictest(filters.iter().map(Vec::as_slice), &call) == libc::SECCOMP_RET_ALLOW
+}
+
+#[test]
+fn a_device_that_only_accepts_tcp_resets_connections_and_makes_none() {
+    let connects = |policy: &Policy, length: usize| permits(policy, Sysno::connect, [9, 1, length as u64]);
+    let accepts = Policy { resets_tcp: true, ..Policy::default() };
+    assert!(connects(&accepts, size_of::<libc::sockaddr_storage>()), "AF_UNSPEC as rustix passes it");
+    for length in [0, size_of::<libc::sockaddr_in>(), size_of::<libc::sockaddr_un>()] {
+        assert!(!connects(&accepts, length), "{length}");
+    }
+    assert!(!connects(&Policy::default(), size_of::<libc::sockaddr_storage>()));
 }
 
 #[test]
