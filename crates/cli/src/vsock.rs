@@ -110,7 +110,8 @@ pub(crate) fn extend_policy(policy: &mut Policy, guest: &Guest) {
             }
             ForwardingRule::Connect { to: HostAddress::Vsock { .. }, .. } => policy.connects_vsock = true,
             ForwardingRule::Listen { from: HostAddress::Unix(path), .. } => policy.removes(path),
-            ForwardingRule::Listen { .. } => {}
+            ForwardingRule::Listen { from: HostAddress::Tcp(_), .. } => policy.resets_tcp = true,
+            ForwardingRule::Listen { from: HostAddress::Vsock { .. }, .. } => {}
         }
     }
 }

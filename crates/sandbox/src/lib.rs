@@ -91,6 +91,8 @@ pub struct Policy {
     pub connects_unix: bool,
     /// True if the host's own vsock is connected to.
     pub connects_vsock: bool,
+    /// True if TCP connections are accepted that must be reset without closing their sockets, by `connect` with `AF_UNSPEC`.
+    pub resets_tcp: bool,
     /// True if files are opened and sockets created: a copy, as opposed to a device.
     pub opens: bool,
     /// True if other processes' files are read through `/proc`, which landlock forbids: only system calls are filtered then.

@@ -213,9 +213,8 @@ const REMOVE: &[Sysno] = &[
 /// Calls that execute a program. They fail silently: the C library makes them in a child without handlers, and reports the error.
 const EXECUTE: &[Sysno] = &[Sysno::execve, Sysno::execveat];
 
-/// Calls of a copy that create, rename and own files, listen, connect, and detect the exit of a QEMU.
+/// Calls of a copy that create, rename and own files.
 const CREATE: &[Sysno] = &[
-    Sysno::pidfd_open,
     Sysno::mkdirat,
     Sysno::renameat,
     Sysno::renameat2,
@@ -226,9 +225,6 @@ const CREATE: &[Sysno] = &[
     Sysno::fchownat,
     Sysno::utimensat,
     Sysno::umask,
-    Sysno::bind,
-    Sysno::listen,
-    Sysno::connect,
     #[cfg(target_arch = "x86_64")]
     Sysno::mkdir,
     #[cfg(target_arch = "x86_64")]
@@ -292,6 +288,10 @@ const NAMESPACES: libc::c_int = libc::CLONE_NEWNS
     | libc::CLONE_NEWUSER
     | libc::CLONE_NEWPID
     | libc::CLONE_NEWNET;
+
+/// Length of the address with which rustix resets a connection: that of `struct sockaddr_storage`. Unix sockets refuse one that
+/// is longer than theirs.
+const UNSPEC_LENGTH: u64 = size_of::<libc::sockaddr_storage>() as u64;
 
 /// Mask of a socket's type without its flags.
 const SOCKET_TYPE: u64 = 0xf;
@@ -360,11 +360,27 @@ fn listed(policy: &Policy) -> Built<Rules> {
     rules.append(&mut always(REMOVE));
     if policy.opens {
         rules.append(&mut always(OPEN));
-        rules.append(&mut always(CREATE));
-    } else if policy.connects_unix || policy.connects_vsock || !policy.connect.is_empty() {
-        rules.append(&mut always(&[Sysno::connect]));
+        rules.append(&mut always(&[Sysno::pidfd_open]));
     }
-    rules.insert(Sysno::socket.id().into(), sockets(policy)?);
+    if creates_files(policy) {
+        rules.append(&mut always(CREATE));
+    }
+    if creates_files(policy) || (policy.opens && !policy.bind.is_empty()) {
+        rules.append(&mut always(&[Sysno::bind, Sysno::listen]));
+    } else if policy.resolves_names {
+        // Of a netlink socket, by the C library.
+        rules.append(&mut always(&[Sysno::bind]));
+    }
+    if connects(policy) {
+        rules.append(&mut always(&[Sysno::connect]));
+    } else if policy.resets_tcp {
+        rules.insert(Sysno::connect.id().into(), any(2, &[UNSPEC_LENGTH])?);
+    }
+    let sockets = sockets(policy)?;
+    // A call without rules is always permitted.
+    if !sockets.is_empty() {
+        rules.insert(Sysno::socket.id().into(), sockets);
+    }
     let (equal, masked) = (SeccompCmpOp::Eq, SeccompCmpOp::MaskedEq);
     let mut ioctls = any(1, IOCTLS)?;
     ioctls.push(rule(&[(1, masked(0xff00), UFFDIO)])?);
@@ -420,6 +436,15 @@ fn checks_fast_open(policy: &Policy) -> bool {
     creates_tcp_sockets(policy) && policy.connect != Ports::Any
 }
 
+/// True for a copy that writes, but not for a command that only reads images.
+fn creates_files(policy: &Policy) -> bool {
+    policy.opens && !policy.write.is_empty()
+}
+
+fn connects(policy: &Policy) -> bool {
+    policy.connects_unix || policy.connects_vsock || policy.resolves_names || !policy.connect.is_empty()
+}
+
 fn creates_tcp_sockets(policy: &Policy) -> bool {
     policy.opens || !policy.connect.is_empty()
 }
@@ -434,11 +459,17 @@ fn socket_pairs() -> Built<Vec<SeccompRule>> {
     kinds.into_iter().collect()
 }
 
-/// Rules for `socket`. Internet streams are TCP only: landlock's rules for ports do not cover others, such as MPTCP. An unconnected
-/// Unix socket is permitted for the `ioctl`s of interfaces.
+/// Rules for `socket`. Internet streams are TCP only: landlock's rules for ports do not cover others, such as MPTCP. Unix sockets,
+/// whose addresses neither checks, are permitted if they are connected to, or if `connect` is not permitted at all: for the
+/// `ioctl`s of interfaces.
 fn sockets(policy: &Policy) -> Built<Vec<SeccompRule>> {
     let [stream, packets, datagrams] = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET, libc::SOCK_DGRAM];
-    let mut kinds = vec![(libc::AF_UNIX, stream, None)];
+    let mut kinds = Vec::new();
+    // The C library asks a caching daemon for names, by a stream.
+    let connects_unix = policy.connects_unix || policy.resolves_names;
+    if connects_unix || !(connects(policy) || policy.resets_tcp) {
+        kinds.push((libc::AF_UNIX, stream, None));
+    }
     if policy.connects_unix {
         kinds.push((libc::AF_UNIX, packets, None));
     }

@@ -418,7 +418,10 @@ impl Sockets for Host {
     fn linger(&mut self, socket: &HostSocket, mode: CloseMode) {
         match mode {
             CloseMode::Graceful => socket.shutdown(ShutdownFlags::all()),
-            CloseMode::Reset => socket.disconnect(),
+            CloseMode::Reset => {
+                // One that fails is repeated when the session ends ([`UnfinishedSends`]).
+                socket.disconnect();
+            }
         }
     }
 

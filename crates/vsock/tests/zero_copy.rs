@@ -16,6 +16,7 @@ use towline_frontend::Frontend;
 use towline_frontend::vsock::{Event, Guest};
 use towline_frontend::wire::{Code, RegionInfo, encode_u64s, feature};
 use towline_lab::{Network, skip, wait_until};
+use towline_sandbox::Policy;
 use towline_vsock::{ConnectionLimits, Statistics};
 
 use common::{CID, Served, TIMEOUT, bytes, poll_until, read_to_end, send_all, send_until_full};
@@ -29,6 +30,7 @@ struct ZeroCopyConnection {
     served: Served,
     frontend: Frontend,
     guest: Guest,
+    ports: (u32, u32),
     peer: TcpStream,
 }
 
@@ -43,7 +45,25 @@ impl ZeroCopyConnection {
         poll_until(&mut guest, |_, event| (event == Event::Connected(PORTS)).then_some(()));
         let peer = listener.accept().unwrap().0;
         peer.set_read_timeout(Some(TIMEOUT)).unwrap();
-        Self { served, frontend, guest, peer }
+        Self { served, frontend, guest, ports: PORTS, peer }
+    }
+
+    /// A confined device, which only accepts TCP connections.
+    fn accepted() -> Self {
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let policy = Policy { resets_tcp: true, ..Policy::default() };
+        let served = Served::confined(CID, &[format!("tcp:{address}=guest:80")], policy);
+        let (frontend, mut guest) = served.guest();
+        let peer = TcpStream::connect(address).unwrap();
+        peer.set_read_timeout(Some(TIMEOUT)).unwrap();
+        let ports = poll_until(&mut guest, |guest, event| match event {
+            Event::Request(ports) => {
+                guest.accept(ports);
+                Some(ports)
+            }
+            _ => None,
+        });
+        Self { served, frontend, guest, ports, peer }
     }
 
     /// Returns a connection with as much data in transit as the device accepts for a peer that reads nothing, the content to
@@ -63,7 +83,7 @@ impl ZeroCopyConnection {
 
     /// Sends until the device accepts no more, or all of this. Returns the number of bytes sent.
     fn fill(&mut self, content: &[u8]) -> usize {
-        send_until_full(&mut self.guest, PORTS, content, PACKET)
+        send_until_full(&mut self.guest, self.ports, content, PACKET)
     }
 
     /// Starts to read at the peer.
@@ -144,6 +164,23 @@ fn a_ring_that_stops_resets_connections_with_unacknowledged_data() {
     let error = connection.peer.read_to_end(&mut received).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
     assert!(received.len() < sent && received == content[..received.len()]);
+}
+
+/// A client that reads nothing must not keep the guest from connecting again.
+#[test]
+fn a_confined_device_resets_a_client_that_reads_nothing() {
+    let mut connection = ZeroCopyConnection::accepted();
+    connection.fill(&bytes(32 << 20));
+    let statistics = connection.statistics();
+    assert!(statistics.zero_copy_in_flight > 0, "{statistics:?}");
+    connection.frontend.stop(1).unwrap();
+    let statistics = connection.statistics();
+    assert_eq!((statistics.zero_copy_in_flight, statistics.zero_copy_resets), (0, 1), "{statistics:?}");
+    drop(connection.frontend);
+    let mut frontend = Frontend::connect(&connection.served.path("d"), TIMEOUT).unwrap();
+    frontend.negotiate(0, feature::EVENT_IDX, 0).unwrap();
+    let error = connection.peer.read_to_end(&mut Vec::new()).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
 }
 
 /// Returns the number of mappings of a memfd with this name.

@@ -52,11 +52,15 @@ fn plain_filters(policy: &Policy, paths: Option<&[u64]>) -> Vec<BpfProgram> {
 
 fn policies() -> Vec<Policy> {
     let device = Policy::default();
-    let copy = Policy { opens: true, ..device.clone() };
+    let reader = Policy { opens: true, ..device.clone() };
+    let copy = Policy { write: vec!["/tmp".into()], connects_unix: true, ..reader.clone() };
     vec![
+        reader,
+        Policy { connects_vsock: true, ..device.clone() },
         Policy { connects_unix: true, connects_vsock: true, ..device.clone() },
         Policy { connect: Ports::Only(vec![22]), ..device.clone() },
         Policy { connect: Ports::Any, ..device.clone() },
+        Policy { resets_tcp: true, ..device.clone() },
         Policy { connect: Ports::Only(vec![22]), resolves_names: true, ..copy.clone() },
         Policy { connect: Ports::Any, ..copy.clone() },
         device,
@@ -117,6 +121,53 @@ fn calls(policy: &Policy, plain: &[BpfProgram], state: &mut u64) -> Vec<CallData
         }
     }
     calls
+}
+
+/// Returns true if a policy permits a call with these arguments.
+fn permits(policy: &Policy, call: Sysno, arguments: [u64; 3]) -> bool {
+    let [first, second, third] = arguments;
+    let arguments = [first, second, third, 0, 0, 0];
+    let call = CallData { architecture: OWN, number: call.id().unsigned_abs(), arguments };
+    let filters = filters(policy, None).unwrap();
+    strictest(filters.iter().map(Vec::as_slice), &call) == libc::SECCOMP_RET_ALLOW
+}
+
+#[test]
+fn a_device_that_only_accepts_tcp_resets_connections_and_makes_none() {
+    let connects = |policy: &Policy, length: usize| permits(policy, Sysno::connect, [9, 1, length as u64]);
+    let accepts = Policy { resets_tcp: true, ..Policy::default() };
+    assert!(connects(&accepts, size_of::<libc::sockaddr_storage>()), "AF_UNSPEC as rustix passes it");
+    for length in [0, size_of::<libc::sockaddr_in>(), size_of::<libc::sockaddr_un>()] {
+        assert!(!connects(&accepts, length), "{length}");
+    }
+    assert!(!connects(&Policy::default(), size_of::<libc::sockaddr_storage>()));
+}
+
+#[test]
+fn unix_sockets_are_created_where_they_are_connected_to_or_nothing_is() {
+    let [unix, stream] = [libc::AF_UNIX, libc::SOCK_STREAM].map(|number| u64::from(number.unsigned_abs()));
+    let creates = |policy: &Policy| permits(policy, Sysno::socket, [unix, stream, 0]);
+    let device = Policy::default();
+    assert!(creates(&device) && creates(&Policy { connects_unix: true, ..device.clone() }));
+    for policy in [
+        Policy { connect: Ports::Only(vec![22]), ..device.clone() },
+        Policy { connect: Ports::Any, ..device.clone() },
+        Policy { connects_vsock: true, ..device.clone() },
+        Policy { resets_tcp: true, ..device.clone() },
+    ] {
+        assert!(!creates(&policy), "{policy:?}");
+    }
+}
+
+#[test]
+fn a_command_that_reads_images_neither_connects_nor_listens_nor_changes_files() {
+    let reader = Policy { opens: true, read: vec!["/".into()], ..Policy::default() };
+    let copy = Policy { write: vec!["/tmp".into()], connects_unix: true, ..reader.clone() };
+    let calls = [Sysno::connect, Sysno::bind, Sysno::listen, Sysno::renameat2, Sysno::mkdirat, Sysno::fchmod];
+    for call in calls {
+        assert!(permits(&copy, call, [0; 3]), "{call}");
+        assert!(!permits(&reader, call, [0; 3]), "{call}");
+    }
 }
 
 #[test]

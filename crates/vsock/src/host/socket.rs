@@ -307,13 +307,14 @@ impl HostSocket {
     }
 
     /// Resets a TCP connection and discards undelivered data, but keeps the socket, which then reports the completions of its
-    /// zero-copy sends.
-    pub(super) fn disconnect(&self) {
-        if let Err(errno) = connect_unspec(&self.fd) {
-            // A sandbox may forbid `connect`: the connection is reset when the socket is closed.
+    /// zero-copy sends. Returns false if it could only be shut down: its data are transmitted further until the socket is closed.
+    pub(super) fn disconnect(&self) -> bool {
+        let reset = connect_unspec(&self.fd);
+        if let Err(errno) = &reset {
             tracing::debug!(%errno, "cannot reset a connection at once");
             self.shutdown(ShutdownFlags::all());
         }
+        reset.is_ok()
     }
 
     /// Makes a TCP connection end with a reset when the socket is closed.

@@ -102,24 +102,45 @@ pub(crate) struct UnfinishedSends(Mutex<Vec<UnfinishedSocket>>);
 struct UnfinishedSocket {
     socket: HostSocket,
     since: Instant,
+    /// The connection was reset: the kernel retransmits nothing.
+    is_reset: bool,
+}
+
+impl UnfinishedSocket {
+    /// Returns true if the kernel may still read guest memory. A connection that cannot be reset is given up after a while:
+    /// otherwise a peer that acknowledges nothing would hold the device.
+    fn is_pending(&mut self, now: Instant) -> bool {
+        self.is_reset = self.is_reset || self.socket.disconnect();
+        let is_recent = now.saturating_duration_since(self.since) < UNKNOWN_TIMEOUT;
+        match self.socket.has_unfinished_sends() {
+            Ok(false) => return false,
+            Ok(true) if self.is_reset || is_recent => return true,
+            Err(_) if is_recent => return true,
+            Ok(true) => {
+                tracing::error!("a connection cannot be reset; its socket is closed with data in flight")
+            }
+            Err(error) => tracing::error!(%error, "cannot read completions of zero-copy sends"),
+        }
+        self.socket.reset_on_close();
+        false
+    }
 }
 
 impl UnfinishedSends {
     /// Adds sockets, which are closed when their sends have completed.
     pub(crate) fn add(&self, sockets: impl Iterator<Item = HostSocket>) {
         let since = Instant::now();
-        lock(&self.0).extend(sockets.map(|socket| UnfinishedSocket { socket, since }));
+        lock(&self.0).extend(sockets.map(|socket| UnfinishedSocket { socket, since, is_reset: false }));
     }
 
     /// Closes the sockets whose sends have completed. Returns the number of the others.
     pub(crate) fn pending(&self) -> usize {
+        self.pending_at(Instant::now())
+    }
+
+    fn pending_at(&self, now: Instant) -> usize {
         let mut sockets = lock(&self.0);
-        sockets.retain(|UnfinishedSocket { socket, since }| {
-            socket.has_unfinished_sends().unwrap_or_else(|error| {
-                tracing::error!(%error, "cannot read completions of zero-copy sends");
-                since.elapsed() < UNKNOWN_TIMEOUT
-            })
-        });
+        sockets.retain_mut(|socket| socket.is_pending(now));
         sockets.len()
     }
 }
@@ -241,5 +262,51 @@ mod tests {
         let until = Instant::now() + Duration::from_millis(20);
         while wait_for_completions(std::iter::once(&socket), until) {}
         assert!(Instant::now() >= until);
+    }
+
+    /// Returns sockets with a connection whose peer reads nothing, and the peer.
+    fn unfinished() -> (UnfinishedSends, TcpStream) {
+        let (socket, far) = connected(ELSEWHERE);
+        assert!(ZeroCopyPolicy::new(ZeroCopySend::On).is_used(&socket, 0));
+        let content = vec![7; 64 << 10];
+        while socket.send_zero_copy(&[IoBuf::from(&content[..])]).is_ok() {}
+        assert!(socket.has_unfinished_sends().unwrap());
+        let sends = UnfinishedSends::default();
+        sends.add(std::iter::once(socket));
+        far.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        (sends, far)
+    }
+
+    #[track_caller]
+    fn assert_reset(mut far: TcpStream) {
+        let ended = std::io::copy(&mut far, &mut std::io::sink());
+        assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+    }
+
+    #[test]
+    fn unfinished_connections_are_reset() {
+        let (sends, far) = unfinished();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while sends.pending() > 0 {
+            assert!(Instant::now() < deadline);
+            std::thread::sleep(POLL_INTERVAL);
+        }
+        assert_reset(far);
+    }
+
+    #[test]
+    fn a_connection_that_cannot_be_reset_is_given_up_after_a_while() {
+        let policy = towline_sandbox::Policy::default();
+        // The filter holds for the thread.
+        let confined = std::thread::spawn(move || {
+            let (sends, far) = unfinished();
+            policy.filter_calls_of_thread().unwrap();
+            let now = Instant::now();
+            assert_eq!(sends.pending_at(now), 1);
+            assert_eq!(sends.pending_at(now + UNKNOWN_TIMEOUT - Duration::from_secs(1)), 1);
+            assert_eq!(sends.pending_at(now + UNKNOWN_TIMEOUT), 0);
+            assert_reset(far);
+        });
+        confined.join().unwrap();
     }
 }

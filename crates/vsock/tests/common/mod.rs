@@ -13,6 +13,7 @@ use tempfile::TempDir;
 use towline_frontend::vsock::{Event, Guest, Options};
 use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, Memory};
+use towline_sandbox::Policy;
 use towline_vhost_user::{Address, Cancel, Device, FrontendSource, Listener};
 use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
@@ -59,6 +60,23 @@ impl Served {
         local_guests: &Arc<LocalGuests>,
         change: impl FnOnce(&mut Settings, &Path),
     ) -> Self {
+        Self::start(cid, limits, local_guests, None, change)
+    }
+
+    /// Starts a device for the guest `cid` with these rules, whose threads have the system calls of this policy.
+    pub(crate) fn confined(cid: u64, rules: &[String], policy: Policy) -> Self {
+        Self::start(cid, ConnectionLimits::default(), &Arc::default(), Some(policy), |settings, _| {
+            settings.rules = rules.iter().map(|rule| rule.parse().unwrap()).collect();
+        })
+    }
+
+    fn start(
+        cid: u64,
+        limits: ConnectionLimits,
+        local_guests: &Arc<LocalGuests>,
+        policy: Option<Policy>,
+        change: impl FnOnce(&mut Settings, &Path),
+    ) -> Self {
         let directory = TempDir::with_prefix("towline-vsock-").unwrap();
         let mut settings = Settings {
             cid,
@@ -78,6 +96,7 @@ impl Served {
         let cancel = Cancel::new().unwrap();
         let (serving, cancelled) = (Arc::clone(&device), cancel.clone());
         let thread = std::thread::spawn(move || {
+            policy.iter().for_each(|policy| policy.filter_calls_of_thread().unwrap());
             let device: Arc<dyn Device> = serving;
             assert!(FrontendSource::Listen(listener).serve(&device, &cancelled).is_err());
         });
