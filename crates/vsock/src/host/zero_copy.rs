@@ -117,7 +117,7 @@ impl UnfinishedSocket {
             Ok(true) if self.is_reset || is_recent => return true,
             Err(_) if is_recent => return true,
             Ok(true) => {
-                tracing::error!("a connection cannot be reset; its socket is closed with data in flight")
+                tracing::error!("a connection cannot be reset; its socket is closed with data in flight");
             }
             Err(error) => tracing::error!(%error, "cannot read completions of zero-copy sends"),
         }
