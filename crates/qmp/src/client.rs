@@ -11,15 +11,13 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use crate::codec::{Decoder, Event, Greeting, Message, excerpt};
 use crate::connection::{Connection, FDS_MAX, PeerCredentials, Stop};
 use crate::error::{DisconnectReason, Error};
 use crate::events::{EVENTS_MAX, Events};
-use crate::request::{Reply, Request, typed};
+use crate::request::{Command, Reply, Request, typed};
 
 /// Default deadline of a command.
 pub const DEADLINE: Duration = Duration::from_secs(10);
@@ -27,14 +25,6 @@ pub const DEADLINE: Duration = Duration::from_secs(10);
 pub const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// Commands that are sent before the first of their replies is read: their lines fit into any socket's buffer.
 const IN_FLIGHT_MAX: usize = 32;
-
-/// A command with typed arguments and a typed reply. The value itself is serialized as the arguments; a unit struct has none.
-pub trait Command: Serialize {
-    /// QEMU's name for it.
-    const NAME: &'static str;
-    /// The type of QEMU's reply.
-    type Return: DeserializeOwned;
-}
 
 /// Deadlines and limits of a client.
 #[derive(Clone, Debug)]

@@ -93,7 +93,7 @@ pub struct EventTimestamp {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
     /// Something other than a JSON object where a message should begin.
-    /// Remedy: give the socket of `-qmp`; that of `-monitor`, of a guest agent or of a console is none.
+    /// Remedy: give the socket of `-qmp`; that of `-monitor`, of a guest agent or of a console is another protocol.
     #[error("expected a QMP message (a JSON object), found \"{excerpt}\"")]
     NotJson {
         /// The first bytes found.

@@ -28,12 +28,12 @@ mod request;
 mod server;
 mod sys;
 
-pub use client::{CANCEL_CHECK_INTERVAL, Client, Command, DEADLINE, Options};
+pub use client::{CANCEL_CHECK_INTERVAL, Client, DEADLINE, Options};
 pub use codec::{Event, Greeting, Message};
 pub use connection::PeerCredentials;
 pub use error::{DisconnectReason, Error};
 pub use events::EVENTS_MAX;
-pub use request::{Reply, Request};
+pub use request::{Command, Reply, Request};
 #[cfg(feature = "server")]
 pub use server::{CLIENTS_MAX, Commands, Emitter, REQUEST_BYTES_MAX, Refusal, Server};
 

@@ -1,13 +1,21 @@
-//! Commands and replies without their types, for several commands at once.
+//! Commands and replies, with their types and without, for several commands at once.
 
 use std::borrow::Cow;
 
-use serde::de::Deserialize;
+use serde::Serialize;
+use serde::de::{Deserialize, DeserializeOwned};
 use serde_json::{Map, Value};
 
-use crate::client::Command;
 use crate::codec::excerpt;
 use crate::error::Error;
+
+/// A command with typed arguments and a typed reply. The value itself is serialized as the arguments; a unit struct has none.
+pub trait Command: Serialize {
+    /// QEMU's name for it.
+    const NAME: &'static str;
+    /// The type of QEMU's reply.
+    type Return: DeserializeOwned;
+}
 
 /// A command with its arguments, for [`Client::execute_all`](crate::Client::execute_all).
 #[derive(Clone, Debug, PartialEq)]

@@ -25,7 +25,7 @@ pub(crate) enum Peer {
     Disconnected,
 }
 
-/// How a frontend has the device.
+/// Role of a frontend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Claim {
     /// As before.

@@ -42,7 +42,7 @@ enum Neighbours {
     Hostile,
 }
 
-/// Parts of the process whose CPU time is told apart.
+/// Parts of the process whose CPU time is counted separately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     /// Drivers and clients of the hostile guests.

@@ -81,7 +81,7 @@ fn a_kill_at_any_moment_leaves_one_guest() {
     assert!(failures.is_empty(), "{} of {runs}:\n{}", failures.len(), failures.join("\n"));
 }
 
-/// How a run ended, for the sums.
+/// End of a run by its kind, for the sums.
 fn kind(case: &Case, found: &str) -> String {
     let victim = match case.victim {
         Victim::Old => "the old QEMU",

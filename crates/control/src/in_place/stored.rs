@@ -44,7 +44,7 @@ pub enum Verify {
     Nothing,
 }
 
-/// What becomes of an image of which a QEMU maps nothing.
+/// Treatment of an image of which a QEMU maps nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Need {
     /// Its memory is sent.

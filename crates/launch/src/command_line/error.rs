@@ -104,7 +104,7 @@ pub enum ValueError {
         found: String,
     },
     /// More than [`PROPERTIES_MAX`] properties.
-    /// Remedy: leave properties out of the option: no option of QEMU has so many.
+    /// Remedy: leave properties out of the option: no option of QEMU has that number.
     #[error("more than {PROPERTIES_MAX} properties")]
     TooManyProperties,
     /// A comma at the end.

@@ -35,7 +35,7 @@ pub struct WrongPage {
     pub page: u64,
     /// The generation that the source had when it stopped.
     pub expected: u32,
-    /// What it holds instead.
+    /// Content that was found.
     pub content: WrongContent,
 }
 

@@ -120,7 +120,7 @@ fn queues_are_visible() -> bool {
     (numbers.next(), numbers.next()) >= (Some(6), Some(15))
 }
 
-/// A UMEM can be registered with a socket once, which is of no use when memory has changed.
+/// A UMEM can be registered with a socket once, and is unusable when memory has changed.
 #[test]
 fn a_passed_socket_is_kept_when_memory_changes_while_its_queue_is_busy() {
     let name = "a_passed_socket_is_kept_when_memory_changes_while_its_queue_is_busy";

@@ -31,7 +31,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// As [`MESSAGE_WITHIN`], for a standby, for which requests of the owner wait meanwhile.
 const STANDBY_MESSAGE_WITHIN: Duration = Duration::from_secs(1);
 
-/// What is served next.
+/// Connection to serve next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Event {
     Owner,

@@ -61,7 +61,7 @@ impl Wire {
         })
     }
 
-    /// What a QEMU writes to the taps of this network.
+    /// Capture of all that a QEMU writes to the taps of this network.
     pub(super) fn capture(network: &Network) -> Self {
         let open = || -> rustix::io::Result<OwnedFd> {
             let flags = SocketFlags::CLOEXEC;
