@@ -94,6 +94,13 @@ impl Shared {
                      of {name}, and that no other program uses the queue"
                 )));
             }
+            // Without the right to open a socket this is never known. Any other error may be over at the next attempt.
+            Err(error) if error.kind() != std::io::ErrorKind::PermissionDenied => {
+                let name = xdp.name();
+                return Err(BackendError::temporary(format!(
+                    "cannot determine if {name} still sends frames of the previous connection: {error}"
+                )));
+            }
             Err(error) => {
                 tracing::warn!(pair, %error, "cannot determine if frames of the previous connection are still in flight");
             }

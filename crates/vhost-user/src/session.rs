@@ -86,6 +86,8 @@ pub(crate) struct StoppedRing {
 /// State of the session with one frontend.
 pub(crate) struct Session<R> {
     device: Arc<dyn Device>,
+    /// Dropped before the rings, whose workers may wait for its pages.
+    postcopy: Option<Postcopy>,
     rings: R,
     vrings: Vec<Vring>,
     negotiated: Negotiated,
@@ -94,7 +96,6 @@ pub(crate) struct Session<R> {
     log: Option<Arc<DirtyLog>>,
     status: u64,
     transfer: Option<StateTransfer>,
-    postcopy: Option<Postcopy>,
     /// `SET_OWNER` was received.
     owned: bool,
     /// Cancels waiting requests.

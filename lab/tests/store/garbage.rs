@@ -39,17 +39,19 @@ fn uploads_and_collections_exclude_each_other() {
     let fixture = Fixture::new();
     fixture.done(&["copy", "mem:8M,seed=1", &fixture.store("vm/a")]);
     let remove = ["inspect", "--remove-garbage", "--garbage-age", "0", &fixture.store("vm")];
+    let [upload, collection] =
+        ["uploads", "collections"].map(|kind| format!("vm/{kind}/{}", "0123".repeat(8)));
     std::fs::create_dir_all(fixture.path("vm/uploads")).unwrap();
-    std::fs::write(fixture.path("vm/uploads/0123"), "another host").unwrap();
+    std::fs::write(fixture.path(&upload), "another host").unwrap();
     let error = fixture.refused(&remove);
     assert!(error.contains("1 upload(s) are active") && error.contains("uploads/0123"), "{error}");
     // A lease that was not renewed for this long belongs to a process that has died.
-    age(&fixture, "vm/uploads/0123", 2);
+    age(&fixture, &upload, 2);
     fixture.done(&remove);
     assert!(fixture.files("vm/uploads").is_empty());
     std::fs::create_dir_all(fixture.path("vm/collections")).unwrap();
     let owner = r#"{"host":"elsewhere","process":77,"began":"2026-01-02T03:04:05Z","renewals":0}"#;
-    std::fs::write(fixture.path("vm/collections/0123"), owner).unwrap();
+    std::fs::write(fixture.path(&collection), owner).unwrap();
     // Neither an upload nor a second collection begins, and both name the owner of the first one.
     for error in
         [fixture.refused(&["copy", "mem:8M,seed=2", &fixture.store("vm/b")]), fixture.refused(&remove)]
@@ -61,7 +63,7 @@ fn uploads_and_collections_exclude_each_other() {
         assert!(error.contains("collections/0123"), "{error}");
     }
     assert_eq!(fixture.files("vm/collections").len(), 1, "the lease of the first one stays");
-    age(&fixture, "vm/collections/0123", 2);
+    age(&fixture, &collection, 2);
     fixture.done(&["copy", "mem:8M,seed=2", &fixture.store("vm/b")]);
     let removed = fixture.done(&remove);
     assert_eq!(removed["conditional-writes"], "create", "{removed}");

@@ -105,6 +105,8 @@ impl Drop for WorkerPool {
     fn drop(&mut self) {
         // All threads end at the same time, instead of one after the other.
         self.workers.iter_mut().for_each(WorkerHandle::close);
+        let deadline = Instant::now() + END_WITHIN;
+        self.workers.iter_mut().for_each(|worker| worker.join(deadline));
     }
 }
 
@@ -230,8 +232,15 @@ impl WorkerHandle {
 impl Drop for WorkerHandle {
     fn drop(&mut self) {
         self.close();
+        self.join(Instant::now() + END_WITHIN);
+    }
+}
+
+impl WorkerHandle {
+    /// Waits until the thread has ended, once. At the deadline it is left behind.
+    fn join(&mut self, deadline: Instant) {
         let Some(thread) = self.thread.take() else { return };
-        match self.ended.recv_timeout(END_WITHIN) {
+        match self.ended.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Err(RecvTimeoutError::Timeout) => {
                 let within = END_WITHIN;
                 tracing::error!(?within, "a worker does not end; leaving its thread and its memory behind");
@@ -280,6 +289,56 @@ mod tests {
         fn run(&mut self, _: &mut Queues<'_>) -> Next {
             Next::Wait
         }
+    }
+
+    /// Three workers that do not end while the lock is held.
+    struct Stuck(Arc<std::sync::Mutex<()>>);
+
+    impl Device for Stuck {
+        fn name(&self) -> &str {
+            "stuck"
+        }
+
+        fn queue_count(&self) -> usize {
+            3
+        }
+
+        fn queues_per_worker(&self) -> usize {
+            1
+        }
+
+        fn features(&self) -> u64 {
+            0
+        }
+
+        fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
+            Ok(Box::new(Stuck(Arc::clone(&self.0))))
+        }
+    }
+
+    impl Worker for Stuck {
+        fn run(&mut self, _: &mut Queues<'_>) -> Next {
+            Next::Wait
+        }
+    }
+
+    impl Drop for Stuck {
+        fn drop(&mut self) {
+            drop(self.0.lock());
+        }
+    }
+
+    #[test]
+    fn workers_that_do_not_end_have_one_deadline() {
+        let lock = Arc::new(std::sync::Mutex::new(()));
+        let device = Stuck(Arc::clone(&lock));
+        let pool = WorkerPool::new(&device, None, &Arc::default()).unwrap();
+        let held = lock.lock().unwrap();
+        let began = Instant::now();
+        drop(pool);
+        let took = began.elapsed();
+        drop(held);
+        assert!(took >= END_WITHIN && took < 2 * END_WITHIN, "{took:?}");
     }
 
     fn pool() -> WorkerPool {

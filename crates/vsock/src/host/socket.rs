@@ -64,6 +64,16 @@ pub(super) enum ZeroCopyState {
     Stopped(ZeroCopySends),
 }
 
+impl ZeroCopyState {
+    /// Makes no further zero-copy send.
+    pub(super) fn stop(&mut self) {
+        *self = match std::mem::take(self) {
+            Self::Enabled(sends) => Self::Stopped(sends),
+            other => other,
+        };
+    }
+}
+
 /// State of a connect after its start.
 #[derive(Debug)]
 pub(super) enum Started {

@@ -66,16 +66,21 @@ impl ZeroCopyPolicy {
         }
     }
 
-    /// Reads the completions of a socket, and learns from them. Returns the number of the last completed send.
+    /// Reads the completions of a socket, and learns from them. Returns the number of the last completed send; 0 if they cannot be
+    /// read: what the kernel may still read stays in flight.
     pub(super) fn completed(&mut self, socket: &HostSocket, now_ms: u64) -> u64 {
         let mut state = socket.zero_copy.borrow_mut();
         let (ZeroCopyState::Enabled(sends) | ZeroCopyState::Stopped(sends)) = &mut *state else {
             return u64::MAX;
         };
-        let completed = sends.reap_completions(socket.as_fd()).unwrap_or_else(|error| {
-            tracing::error!(%error, "cannot read completions of zero-copy sends");
-            u64::MAX
-        });
+        let completed = match sends.reap_completions(socket.as_fd()) {
+            Ok(completed) => completed,
+            Err(error) => {
+                tracing::error!(%error, "cannot read completions of zero-copy sends: their chains stay in flight");
+                state.stop();
+                return 0;
+            }
+        };
         let was_copied = sends.statistics().copied > 0;
         if was_copied && self.mode == ZeroCopySend::Auto && matches!(*state, ZeroCopyState::Enabled(_)) {
             if let Some(peer) = socket.peer {
@@ -84,10 +89,7 @@ impl ZeroCopyPolicy {
                 }
                 self.copying.insert(peer, now_ms + COPIES_FOR_MS);
             }
-            *state = match std::mem::take(&mut *state) {
-                ZeroCopyState::Enabled(sends) => ZeroCopyState::Stopped(sends),
-                other => other,
-            };
+            state.stop();
         }
         completed
     }

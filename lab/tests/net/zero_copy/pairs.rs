@@ -2,10 +2,14 @@
 
 use std::path::Path;
 
-use towline_lab::{Kernel, require_kernel};
+use serde_json::Value;
+use towline_lab::{Kernel, require_kernel, wait_until};
 
 use super::{Bench, DELAYED, Setup, driver};
-use crate::support::network;
+use crate::support::{WITHIN, network};
+
+/// Mode of a pair whose frames are sent from the driver's memory.
+const ZERO_COPY: &str = "af-xdp-zero-copy";
 
 /// The first pair, with which the memory is registered, is closed with frames in flight, while the other one sends.
 #[test]
@@ -38,13 +42,17 @@ fn a_pair_closes_its_socket_while_another_one_sends() {
     assert_eq!(errors.matches("closing an AF_XDP socket with frames in flight").count(), 3, "{errors}");
 }
 
-/// Sends frames by a pair, without a copy.
+/// Sends frames by a pair, without a copy. Until its socket is bound they would go by the tap.
 fn send(bench: &mut Bench, pair: usize) {
     bench.command(&format!("pair {pair}"));
+    wait_until("a socket in zero-copy mode", WITHIN, || Ok((mode(bench, pair) == ZERO_COPY).then_some(())))
+        .unwrap();
     let sent = bench.frames("send", 200);
     bench.wire.wait_for(sent.clone());
     assert!(sent.into_iter().all(|sequence| bench.wire.count(sequence) == 1));
-    let statistics = bench.statistics();
-    let tx = &statistics["pairs"][pair]["tx"];
-    assert_eq!(tx["mode"], "af-xdp-zero-copy", "{statistics}\n{}", bench.card_errors());
+    assert_eq!(mode(bench, pair), ZERO_COPY, "{}", bench.card_errors());
+}
+
+fn mode(bench: &mut Bench, pair: usize) -> Value {
+    bench.statistics()["pairs"][pair]["tx"]["mode"].take()
 }
