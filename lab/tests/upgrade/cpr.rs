@@ -1,6 +1,6 @@
 //! QEMU's own replacement of itself, `migrate` with `mode=cpr-transfer`, beside an upgrade of the same guest.
 //!
-//! The longest time in which the guest's counter stands still is measured the same way for both, in the memory that both QEMUs map.
+//! The longest interval between two steps of the guest's counter is measured the same way for both, in the memory that both QEMUs map.
 //! `TOWLINE_UPGRADES` is the number of each.
 
 use std::path::Path;
@@ -83,6 +83,6 @@ fn qemus_own_transfer_beside_an_upgrade() {
         scene.has_its_monitor().unwrap();
     }
     println!(
-        "the guest's counter of {MEMORY_MIB} MiB stands still, {rounds} times: cpr-transfer {transfers}; towline upgrade {upgrades}"
+        "standstill of a guest of {MEMORY_MIB} MiB, {rounds} times: cpr-transfer {transfers}; towline upgrade {upgrades}"
     );
 }

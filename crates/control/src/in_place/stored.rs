@@ -98,7 +98,8 @@ pub fn may_map(socket: &Path, image: &Path) -> bool {
 pub fn find_mapped_memory(
     qemu: &mut Qemu,
     image: &Image,
-    (verify, need): (Verify, Need),
+    verify: Verify,
+    need: Need,
     cancel: &Cancel,
     notice: &dyn Fn(&str),
 ) -> Result<Option<Presence>, Error> {

@@ -52,6 +52,20 @@ fn release_queued_frames(bench: &Bench) {
     bench.near.run(&"tc qdisc del dev out0 root".split(' ').collect::<Vec<_>>()).unwrap();
 }
 
+/// Sends a frame, which goes by the tap while frames are in flight, and then has those sent. Returns the frame.
+fn assert_tap_sends_until_released(bench: &mut Bench, queued: usize) -> Vec<u8> {
+    let frame = [&[0; VIRTIO][..], &[0x22; FRAME_BYTES]].concat();
+    bench.transmit(0, SLOTS, &frame);
+    bench.queues[0].publish();
+    bench.queues[0].wait(WITHIN).unwrap();
+    assert_eq!(bench.queues[0].pop_used().unwrap().map(|used| used.token), Some(SLOTS));
+    assert_eq!(pop_all(&mut bench.queues[0]), 0, "{queued} frames are still queued");
+    assert_eq!(bench.statistics(0).pending, queued as u64);
+    release_queued_frames(bench);
+    bench.wait_until_sent(0);
+    frame
+}
+
 #[test]
 fn a_queue_that_cannot_be_stopped_ends_the_connection() {
     let name = "a_queue_that_cannot_be_stopped_ends_the_connection";
@@ -115,15 +129,7 @@ fn chains_of_a_killed_process_are_used_when_its_queue_is_free() {
     (bench.net, bench.served, bench.frontend) = start_recorded(&bench, "tap2", &record);
     bench.frontend.start(&bench.queues[0], bench.queues[0].last_used_idx()).unwrap();
     // Frames are sent by the tap meanwhile, and the others not again.
-    let frame = [&[0; VIRTIO][..], &[0x22; FRAME_BYTES]].concat();
-    bench.transmit(0, SLOTS, &frame);
-    bench.queues[0].publish();
-    bench.queues[0].wait(WITHIN).unwrap();
-    assert_eq!(bench.queues[0].pop_used().unwrap().map(|used| used.token), Some(SLOTS));
-    assert_eq!(pop_all(&mut bench.queues[0]), 0, "{queued} frames are still queued");
-    assert_eq!(bench.statistics(0).pending, queued as u64);
-    release_queued_frames(&bench);
-    bench.wait_until_sent(0);
+    assert_tap_sends_until_released(&mut bench, queued);
     wait_until("the frames to be counted", WITHIN, || {
         Ok((bench.statistics(0).dropped(DropReason::Refused) == queued as u64).then_some(()))
     })
@@ -138,15 +144,7 @@ fn chains_of_a_closed_socket_are_completed_when_its_queue_is_free() {
     // There are no completions for some seconds.
     bench.wait_for_mode(TransmitMode::Tap);
     // Meanwhile frames go by the tap.
-    let frame = [&[0; VIRTIO][..], &[0x22; FRAME_BYTES]].concat();
-    bench.transmit(0, SLOTS, &frame);
-    bench.queues[0].publish();
-    bench.queues[0].wait(WITHIN).unwrap();
-    assert_eq!(bench.queues[0].pop_used().unwrap().map(|used| used.token), Some(SLOTS));
-    assert_eq!(pop_all(&mut bench.queues[0]), 0, "{queued} frames are still queued");
-    assert_eq!(bench.statistics(0).pending, queued as u64);
-    release_queued_frames(&bench);
-    bench.wait_until_sent(0);
+    let frame = assert_tap_sends_until_released(&mut bench, queued);
     // AF_XDP is tried again each second if there are frames to send.
     wait_until("the mode", WITHIN, || {
         bench.transmit(0, 0, &frame);

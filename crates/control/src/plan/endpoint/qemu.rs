@@ -238,13 +238,8 @@ impl QemuDestination {
         let verify = if context.options.verify { Verify::All } else { Verify::Nothing };
         let need = if context.options.requires_mapped_memory { Need::Mapped } else { Need::Any };
         let notice = |text: &str| context.observer.notice(text);
-        let presence = in_place::find_mapped_memory(
-            self.qemu.qemu_mut(),
-            image,
-            (verify, need),
-            context.cancel,
-            &notice,
-        )?;
+        let presence =
+            in_place::find_mapped_memory(self.qemu.qemu_mut(), image, verify, need, context.cancel, &notice)?;
         context.check_cancelled()?;
         Ok(presence)
     }
