@@ -168,7 +168,7 @@ impl Journal {
         Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is removed and created repeatedly")))
     }
 
-    /// Records how to undo a change, durably, before the change is made.
+    /// Records how to undo a change, before the change is made.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -257,8 +257,7 @@ impl State {
     fn append_after(&mut self, before: &str, line: &Line) -> Result<(), Error> {
         let written = serde_json::to_string(line)
             .map_err(io::Error::from)
-            .and_then(|text| self.file.write_all(format!("{before}{text}\n").as_bytes()))
-            .and_then(|()| self.file.sync_data());
+            .and_then(|text| self.file.write_all(format!("{before}{text}\n").as_bytes()));
         written.map_err(|source| Error::Io { path: self.path.clone(), source })
     }
 }
