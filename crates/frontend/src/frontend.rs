@@ -145,6 +145,15 @@ impl Frontend {
     /// # Errors
     /// Those of [`Frontend::query`].
     pub fn start(&mut self, queue: &Queue, base: u16) -> Result<()> {
+        self.start_only(queue, base)?;
+        self.enable(queue.index(), true)
+    }
+
+    /// Starts a ring at `base`, without enabling it.
+    ///
+    /// # Errors
+    /// Those of [`Frontend::query`].
+    pub fn start_only(&mut self, queue: &Queue, base: u16) -> Result<()> {
         let index = queue.index();
         self.request(Code::SET_VRING_NUM, &encode_u32_pair(index, queue.size().into()), &[])?;
         self.request(Code::SET_VRING_BASE, &encode_u32_pair(index, base.into()), &[])?;
@@ -152,8 +161,7 @@ impl Frontend {
         let ring = encode_u64s(&[index.into()]);
         self.request(Code::SET_VRING_CALL, &ring, &[queue.call_fd()])?;
         self.request(Code::SET_VRING_ERR, &ring, &[queue.err_fd()])?;
-        self.request(Code::SET_VRING_KICK, &ring, &[queue.kick_fd()])?;
-        self.enable(index, true)
+        self.request(Code::SET_VRING_KICK, &ring, &[queue.kick_fd()])
     }
 
     /// Sets the addresses of a ring, and whether writes to its used part are logged.

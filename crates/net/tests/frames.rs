@@ -52,7 +52,7 @@ struct QueueShape {
 /// A card in a network namespace, served on a thread.
 struct Bench {
     // First, as it is to be dropped first.
-    _served: Served,
+    served: Option<Served>,
     network: Network,
     net: Arc<Net>,
     driver: (Frontend, DriverPair),
@@ -110,7 +110,22 @@ impl Bench {
         let socket = network.enter(|| UdpSocket::bind(("10.9.0.1", PORT)).unwrap()).unwrap();
         socket.set_read_timeout(Some(WITHIN)).unwrap();
         socket.set_write_timeout(Some(WITHIN)).unwrap();
-        Some(Self { network, net, driver: (frontend, pair), socket, _served: served })
+        Some(Self { network, net, driver: (frontend, pair), socket, served: Some(served) })
+    }
+
+    /// Connects again, and starts both rings as QEMU does: at the used index, and before they are enabled.
+    fn connect_again(&mut self) {
+        let (served, mut frontend) = Served::start(&self.network, &self.net);
+        self.served = Some(served);
+        frontend.negotiate(feature::MRG_RXBUF, EVENT_IDX | INDIRECT, 0).unwrap();
+        let pair = &mut self.driver.1;
+        frontend.set_mem_table(Some(pair.tx().memory())).unwrap();
+        pair.receive(|_| {}).unwrap();
+        while pair.reclaim().unwrap() > 0 {}
+        for ring in <[_; 2]>::from(pair.rings()) {
+            frontend.start_only(ring, ring.last_used_idx()).unwrap();
+        }
+        self.driver.0 = frontend;
     }
 
     /// Receives datagrams and compares them with these.
@@ -269,6 +284,58 @@ fn frames_are_transmitted_and_a_disabled_queue_discards_them() {
     bench.wait_for_statistics("100 frames, and two malformed ones", |[_, transmit]| {
         transmit.packets == 100 && transmit.dropped(DropReason::Malformed) == 2
     });
+}
+
+#[test]
+fn chains_that_are_available_when_a_frontend_connects_are_all_transmitted() {
+    let name = "chains_that_are_available_when_a_frontend_connects_are_all_transmitted";
+    let Some(mut bench) = Bench::new(name, 1536, 256, feature::MRG_RXBUF) else { return };
+    let (rounds, count) = (10, 50);
+    let mut found = vec![0; 1 << 16];
+    for round in 0..rounds {
+        bench.served = None;
+        let datagram = |number: u8| [vec![round, number], vec![number; 200]].concat();
+        for number in 0..count {
+            assert!(bench.driver.1.transmit(&frame([0xff; 6], &datagram(number))));
+        }
+        bench.driver.1.flush();
+        bench.connect_again();
+        let (frontend, pair) = &mut bench.driver;
+        // Executed by the worker of both rings, which runs before each of them.
+        (0..4).for_each(|_| frontend.enable(0, true).unwrap());
+        assert_eq!(pair.reclaim().unwrap(), 0, "chains of a ring that was not enabled are used");
+        frontend.enable(1, true).unwrap();
+        for number in 0..count {
+            let (length, _) = bench.socket.recv_from(&mut found).unwrap();
+            assert!(found[..length] == datagram(number), "round {round}: {number} is {:?}", &found[..2]);
+        }
+        wait_until_sent(&mut bench.driver.1);
+    }
+    bench.wait_for_statistics("all frames", |[_, transmit]| {
+        transmit.packets == u64::from(rounds) * u64::from(count)
+    });
+}
+
+#[test]
+fn a_transmit_ring_that_is_never_enabled_discards_its_frames() {
+    let name = "a_transmit_ring_that_is_never_enabled_discards_its_frames";
+    let Some(mut bench) = Bench::new(name, 1536, 256, feature::MRG_RXBUF) else { return };
+    bench.served = None;
+    for _ in 0..20 {
+        assert!(bench.driver.1.transmit(&frame([0xff; 6], b"discarded")));
+    }
+    bench.driver.1.flush();
+    bench.connect_again();
+    wait_until_sent(&mut bench.driver.1);
+    // It sends as soon as it is enabled.
+    let (frontend, pair) = &mut bench.driver;
+    frontend.enable(1, true).unwrap();
+    assert!(pair.transmit(&frame([0xff; 6], b"sent")));
+    pair.flush();
+    let mut found = vec![0; 100];
+    let (length, _) = bench.socket.recv_from(&mut found).unwrap();
+    assert_eq!(found[..length], *b"sent");
+    bench.wait_for_statistics("one frame", |[_, transmit]| transmit.packets == 1);
 }
 
 #[test]

@@ -55,7 +55,7 @@ pub(crate) trait Rings {
     ) -> Result<Option<RingFault>, SessionError>;
     /// Drains and stops a ring. Returns `None` if it was not started.
     fn stop(&mut self, ring: usize) -> Result<Option<StoppedRing>, SessionError>;
-    fn enable(&mut self, ring: usize, enabled: bool) -> Result<(), SessionError>;
+    fn enable(&mut self, ring: usize, enablement: Enablement) -> Result<(), SessionError>;
     fn set_kick(&mut self, ring: usize, fd: OwnedFd) -> Result<(), SessionError>;
     fn set_call(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError>;
     fn set_err(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError>;
@@ -64,6 +64,16 @@ pub(crate) trait Rings {
     fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) -> Result<(), SessionError>;
     /// Waits until every batch that has begun is published.
     fn quiesce(&mut self) -> Result<(), SessionError>;
+}
+
+/// State of a ring as set by `SET_VRING_ENABLE`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum Enablement {
+    /// The frontend has neither enabled nor disabled the ring so far. It may enable it right after its start.
+    #[default]
+    Initial,
+    Disabled,
+    Enabled,
 }
 
 /// Eventfds with which a ring starts.
@@ -195,7 +205,7 @@ impl<R: Rings> Session<R> {
             Request::GetFeatures => number(self.offered()),
             Request::SetFeatures(features) => no_reply(self.set_features(features)),
             Request::SetOwner => no_reply(self.set_owner()),
-            Request::ResetOwner => no_reply(self.enable_all(false)),
+            Request::ResetOwner => no_reply(self.enable_all(Enablement::Disabled)),
             Request::GetProtocolFeatures => number(self.offered_protocol().bits()),
             Request::SetProtocolFeatures(bits) => no_reply(self.set_protocol_features(bits)),
             Request::GetQueueNum => number(self.device.reported_queue_num() as u64),
@@ -402,7 +412,7 @@ impl<R: Rings> Session<R> {
         for index in 0..self.vrings.len() {
             self.stop(index)?;
         }
-        self.enable_all(false)?;
+        self.enable_all(Enablement::Initial)?;
         self.status = 0;
         self.device.reset();
         Ok(())

@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 
 use zerocopy::IntoBytes as _;
 
-use super::{Rings, Session, SessionError};
+use super::{Enablement, Rings, Session, SessionError};
 use crate::features::ProtocolFeatures;
 use crate::message::{Code, NO_FD, RawLog, RawTable, Request, TABLE_REGIONS_MAX, VringState};
 
@@ -132,7 +132,10 @@ impl<R: Rings> Session<R> {
         negotiated.push(SavedRequest::vring_state(Code::SET_VRING_BASE, ring, vring.base.into()));
         negotiated.push(SavedRequest::vring_fd(Code::SET_VRING_CALL, ring, call));
         negotiated.push(SavedRequest::vring_fd(Code::SET_VRING_ERR, ring, err));
-        negotiated.push(SavedRequest::vring_state(Code::SET_VRING_ENABLE, ring, vring.enabled.into()));
+        if vring.enablement != Enablement::Initial {
+            let enabled = vring.enablement == Enablement::Enabled;
+            negotiated.push(SavedRequest::vring_state(Code::SET_VRING_ENABLE, ring, enabled.into()));
+        }
         if ran && kick.is_some() {
             saved.starts.push(SavedRequest::vring_fd(Code::SET_VRING_KICK, ring, kick));
         }

@@ -39,8 +39,8 @@ impl Rings for Recorder {
         Ok(self.bases.pop().flatten().map(|base| StoppedRing { base, kick: fd(), call: fd(), err: None }))
     }
 
-    fn enable(&mut self, ring: usize, enabled: bool) -> Result<(), SessionError> {
-        self.calls.push(format!("enable {ring} {enabled}"));
+    fn enable(&mut self, ring: usize, enablement: Enablement) -> Result<(), SessionError> {
+        self.calls.push(format!("enable {ring} {enablement:?}"));
         Ok(())
     }
 
@@ -244,7 +244,10 @@ fn a_ring_starts_with_its_kick_and_stops_when_its_base_is_requested() {
     let (mut session, _) = negotiated();
     start(&mut session);
     session.handle(Request::SetVringEnable(state(0, 1))).unwrap();
-    assert_eq!(session.rings.calls, ["start 0 size 256 base 5 log false", "enable 0 false", "enable 0 true"]);
+    assert_eq!(
+        session.rings.calls,
+        ["start 0 size 256 base 5 log false", "enable 0 Initial", "enable 0 Enabled"]
+    );
     assert_eq!(
         refusal(&mut session, Request::SetVringNum(state(0, 8))),
         "SET_VRING_NUM for ring 0: it runs; stop it with GET_VRING_BASE first"
@@ -258,7 +261,7 @@ fn a_ring_starts_with_its_kick_and_stops_when_its_base_is_requested() {
     session.handle(Request::SetVringKick(VringFd { index: 0, fd: Some(event()) })).unwrap();
     assert_eq!(session.rings.calls.iter().rev().nth(1).unwrap(), "start 0 size 256 base 9 log false");
     // An enabled ring stays enabled.
-    assert_eq!(session.rings.calls.last().unwrap(), "enable 0 true");
+    assert_eq!(session.rings.calls.last().unwrap(), "enable 0 Enabled");
 }
 
 #[test]
@@ -266,7 +269,7 @@ fn without_protocol_features_a_ring_is_enabled_from_the_start() {
     let (mut session, _) = session();
     session.handle(Request::SetFeatures(features::VERSION_1)).unwrap();
     start(&mut session);
-    assert_eq!(session.rings.calls.last().unwrap(), "enable 0 true");
+    assert_eq!(session.rings.calls.last().unwrap(), "enable 0 Enabled");
 }
 
 #[test]
@@ -356,7 +359,7 @@ fn a_reset_stops_all_rings() {
     assert_eq!(number(session.handle(Request::GetStatus).unwrap()), 15);
     session.handle(Request::ResetDevice).unwrap();
     assert_eq!(number(session.handle(Request::GetStatus).unwrap()), 0);
-    assert_eq!(session.rings.calls[3..], ["stop 0", "stop 1", "enable 0 false", "enable 1 false"]);
+    assert_eq!(session.rings.calls[3..], ["stop 0", "stop 1", "enable 0 Initial", "enable 1 Initial"]);
     assert_eq!(card.calls.lock().unwrap().last().unwrap(), "reset");
 }
 
@@ -523,10 +526,10 @@ fn a_saved_session_is_restored() {
     for request in saved.negotiated {
         other.handle(request.decode().unwrap()).unwrap();
     }
-    assert_eq!(other.rings.calls, ["memory 0x2000", "log true", "enable 0 true", "enable 1 false"]);
+    assert_eq!(other.rings.calls, ["memory 0x2000", "log true", "enable 0 Enabled"]);
     assert_eq!(*card.calls.lock().unwrap(), ["acknowledge 0x130000000"]);
     for request in saved.starts {
         other.handle(request.decode().unwrap()).unwrap();
     }
-    assert_eq!(other.rings.calls[4..], ["start 0 size 256 base 9 log false", "enable 0 true"]);
+    assert_eq!(other.rings.calls[3..], ["start 0 size 256 base 9 log false", "enable 0 Enabled"]);
 }

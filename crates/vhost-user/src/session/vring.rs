@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 
-use super::{RingFds, Rings, Session, SessionError, no_reply};
+use super::{Enablement, RingFds, Rings, Session, SessionError, no_reply};
 use crate::features;
 use crate::message::{Reply, Request, VringAddress, VringFd, VringState};
 use crate::ring::{RING_SIZE_MAX, RingSetup};
@@ -16,7 +16,7 @@ pub(super) struct Vring {
     /// Eventfds of a stopped ring; those of a running one are in its thread.
     pub(super) call: Option<OwnedFd>,
     pub(super) err: Option<OwnedFd>,
-    pub(super) enabled: bool,
+    pub(super) enablement: Enablement,
     pub(super) running: bool,
 }
 
@@ -133,8 +133,8 @@ impl<R: Rings> Session<R> {
         let fault = self.rings.start(index, setup, &self.memory, fds)?;
         // The thread has reported the fault; the session and the other rings continue.
         vring.running = fault.is_none();
-        let enabled = vring.enabled || features & features::PROTOCOL_FEATURES == 0;
-        self.rings.enable(index, enabled)
+        let always = features & features::PROTOCOL_FEATURES == 0;
+        self.rings.enable(index, if always { Enablement::Enabled } else { vring.enablement })
     }
 
     fn set_enable(&mut self, state: &VringState) -> Result<(), SessionError> {
@@ -144,14 +144,15 @@ impl<R: Rings> Session<R> {
             let expected = "0 or 1";
             return Err(SessionError::Value { request: "SET_VRING_ENABLE", index, found, expected });
         }
-        self.vrings[index].enabled = found == 1;
-        self.rings.enable(index, found == 1)
+        let enablement = if found == 1 { Enablement::Enabled } else { Enablement::Disabled };
+        self.vrings[index].enablement = enablement;
+        self.rings.enable(index, enablement)
     }
 
-    pub(super) fn enable_all(&mut self, enabled: bool) -> Result<(), SessionError> {
+    pub(super) fn enable_all(&mut self, enablement: Enablement) -> Result<(), SessionError> {
         for (index, vring) in self.vrings.iter_mut().enumerate() {
-            vring.enabled = enabled;
-            self.rings.enable(index, enabled)?;
+            vring.enablement = enablement;
+            self.rings.enable(index, enablement)?;
         }
         Ok(())
     }

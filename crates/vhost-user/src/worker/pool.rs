@@ -21,7 +21,7 @@ use crate::memory::Memory;
 use crate::message::VringAddress;
 use crate::record::InFlightRecord;
 use crate::ring::{Batch, RingFault, RingSetup};
-use crate::session::{RingFds, Rings, SessionError, StoppedRing};
+use crate::session::{Enablement, RingFds, Rings, SessionError, StoppedRing};
 use crate::sys;
 
 /// Time limit for a thread to end. A thread that waits in the kernel for the frontend's pages may never end.
@@ -130,8 +130,8 @@ impl Rings for WorkerPool {
         self.call(ring, WorkerThread::stop)?
     }
 
-    fn enable(&mut self, ring: usize, enabled: bool) -> Result<(), SessionError> {
-        self.call(ring, move |thread, queue| thread.slots[queue].enabled = enabled)
+    fn enable(&mut self, ring: usize, enablement: Enablement) -> Result<(), SessionError> {
+        self.call(ring, move |thread, queue| thread.slots[queue].enablement = enablement)
     }
 
     fn set_kick(&mut self, ring: usize, fd: OwnedFd) -> Result<(), SessionError> {
@@ -180,6 +180,7 @@ impl WorkerHandle {
             commands: received,
             wake: Arc::clone(&wake),
             hangup: setup.hangup,
+            initial_left: None,
             memory_faults: sys::memory_faults(),
             _alive: alive,
         };

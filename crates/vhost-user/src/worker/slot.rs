@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::device::Device;
 use crate::eventfd;
@@ -10,10 +11,12 @@ use crate::memory::Memory;
 use crate::message::VringAddress;
 use crate::record::{InFlightRecord, QueueRecord};
 use crate::ring::{Batch, Ring, RingFault, RingSetup};
-use crate::session::RingFds;
+use crate::session::{Enablement, RingFds};
 
 /// Maximum number of chains that a disabled queue drops in one run.
 const DROPPED_PER_RUN: usize = 256;
+/// Time within which a frontend enables a ring that it has started. Until then the ring keeps its chains.
+const ENABLED_WITHIN: Duration = Duration::from_secs(1);
 
 /// Outcome of [`QueueSlot::drop_chains`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +34,9 @@ pub(super) struct QueueSlot {
     pub(super) ring: Option<Ring>,
     pub(super) kick: Option<Kick>,
     pub(super) err: Option<OwnedFd>,
-    pub(super) enabled: bool,
+    pub(super) enablement: Enablement,
+    /// When a started ring that is still in its initial state counts as disabled.
+    initial_until: Option<Instant>,
     /// A fault was reported; the ring is not processed until it is started again.
     pub(super) faulted: bool,
     /// `last_avail_idx` of a ring that was abandoned.
@@ -56,12 +61,33 @@ impl QueueSlot {
 
     /// Returns true if the worker processes the queue.
     pub(super) fn is_running(&self) -> bool {
-        self.ring.is_some() && self.enabled && !self.faulted
+        self.ring.is_some() && self.enablement == Enablement::Enabled && !self.faulted
     }
 
     /// Returns true if chains are popped, by the worker or to be dropped.
     pub(super) fn is_processed(&self) -> bool {
-        self.ring.is_some() && (self.enabled || self.drops_while_disabled) && !self.faulted
+        let pops = match self.enablement {
+            Enablement::Initial => false,
+            Enablement::Disabled => self.drops_while_disabled,
+            Enablement::Enabled => true,
+        };
+        self.ring.is_some() && pops && !self.faulted
+    }
+
+    /// Returns the time until a ring in its initial state counts as disabled, and disables one whose time is over.
+    ///
+    /// vhost-user requires that a transmit ring that is started and not enabled discards its packets. But QEMU sends
+    /// `SET_VRING_KICK` first and then `SET_VRING_ENABLE`, also when it connects again, and the ring has chains by then.
+    pub(super) fn expire_initial(&mut self, now: impl FnOnce() -> Instant) -> Option<Duration> {
+        if self.enablement != Enablement::Initial || !self.drops_while_disabled || self.ring.is_none() {
+            return None;
+        }
+        let left = self.initial_until?.saturating_duration_since(now());
+        if !left.is_zero() {
+            return Some(left);
+        }
+        self.enablement = Enablement::Disabled;
+        None
     }
 
     /// The ring, if its chains are popped.
@@ -77,6 +103,7 @@ impl QueueSlot {
         fds: RingFds,
     ) -> Result<bool, RingFault> {
         self.starts += 1;
+        self.initial_until = Some(Instant::now() + ENABLED_WITHIN);
         self.kick = Some(Kick::new(fds.kick));
         self.err = fds.err;
         self.faulted = false;

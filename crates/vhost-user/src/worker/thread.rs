@@ -41,6 +41,8 @@ pub(super) struct WorkerThread {
     pub(super) wake: Arc<Eventfd>,
     /// Ends the connection when the guest's memory is lost.
     pub(super) hangup: Arc<Hangup>,
+    /// Shortest time until a ring leaves its initial state by itself.
+    pub(super) initial_left: Option<Duration>,
     /// Faults of guest memory in this process up to the last check.
     pub(super) memory_faults: u64,
     /// Last field, so that the pool's end disconnects when all else of the thread is dropped.
@@ -65,6 +67,8 @@ impl WorkerThread {
 
     /// Runs the worker once and publishes what it completed.
     fn run_once(&mut self) -> Next {
+        let initial = self.slots.iter_mut().filter_map(|slot| slot.expire_initial(Instant::now));
+        self.initial_left = initial.min();
         let rings = self.slots.iter_mut().filter_map(QueueSlot::processed_ring);
         rings.for_each(Ring::suppress_notification);
         let mut next = self.worker.run(&mut Queues::new(&mut self.slots));
@@ -101,21 +105,23 @@ impl WorkerThread {
         let mut fds = PollSet::new();
         fds.add(&*self.wake, PollFlags::IN);
         let mut kicks = Vec::new();
-        // Shortest remaining time of a paused kick descriptor.
-        let mut paused: Option<Duration> = None;
+        // Until a paused kick descriptor is polled again, or a ring leaves its initial state.
+        let mut longest = self.initial_left;
         for (queue, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.is_processed()) {
             match slot.kick.as_ref().map(|kick| kick.poll_fd(Instant::now)) {
                 Some(Ok(kick)) => {
                     kicks.push(queue);
                     fds.add(kick, PollFlags::IN);
                 }
-                Some(Err(left)) => paused = Some(paused.map_or(left, |least| least.min(left))),
+                Some(Err(left)) => longest = Some(longest.map_or(left, |least| least.min(left))),
                 None => {}
             }
         }
         self.worker.poll(&mut fds);
-        let timeout = if next == Next::Again { Some(Duration::ZERO) } else { paused };
-        let timeout = timeout.map(|left| Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() });
+        let timeout = if next == Next::Again { Some(Duration::ZERO) } else { longest };
+        let seconds = |left: Duration| i64::try_from(left.as_secs()).expect("a few seconds at most");
+        let timeout =
+            timeout.map(|left| Timespec { tv_sec: seconds(left), tv_nsec: left.subsec_nanos().into() });
         match poll(fds.as_mut_slice(), timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => tracing::error!(%errno, "poll failed"),
