@@ -38,7 +38,7 @@ const AGAIN_TIMES_MAX: usize = 2;
 
 /// Runs everything; prints the closing line last.
 pub(crate) fn run() -> ExitCode {
-    let mut report = Report::default();
+    let mut report = TestReport::default();
     if report.step("set-up", |_| setup::run(setup::Scope::Lab)) {
         report.step("lint", |_| lint::quick());
         let mut built = Vec::new();
@@ -51,7 +51,7 @@ pub(crate) fn run() -> ExitCode {
         });
         report.step("fuzz", |report| fuzz::run(&mut report.counts));
     }
-    let Report { counts, times } = report;
+    let TestReport { counts, times } = report;
     println!("== times\n{times}");
     counts.skips.iter().for_each(|name| println!("SKIPPED {name}"));
     counts.failures.iter().for_each(|name| println!("FAILED {name}"));
@@ -69,12 +69,12 @@ pub(crate) fn fuzz() -> Result<()> {
 
 /// Counts and times of the steps so far.
 #[derive(Default)]
-struct Report {
+struct TestReport {
     counts: Counts,
     times: Times,
 }
 
-impl Report {
+impl TestReport {
     /// Runs one step and counts its failure; false if it failed.
     fn step(&mut self, name: &str, work: impl FnOnce(&mut Self) -> Result<()>) -> bool {
         println!("== {name}");
@@ -109,7 +109,7 @@ fn built(command: &mut Command) -> Result<&mut Command> {
 }
 
 /// Runs all tests, and `beside` them what is compiled at leisure: the lab often waits for its guests.
-fn tests(report: &mut Report, suites: &[Suite], beside: &OnceLock<JoinHandle<Result<()>>>) -> Result<()> {
+fn tests(report: &mut TestReport, suites: &[Suite], beside: &OnceLock<JoinHandle<Result<()>>>) -> Result<()> {
     let deadline = Instant::now() + TESTS_WITHIN;
     // With the examples of the documentation compiled cargo lets others compile.
     let ended = suites::run(suites, deadline, &|| {

@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 use towline_channel::{
     Address, Cancel, Channel, ConnectOptions, ListenOptions, Listener, TlsClient, TlsServer, connect_with,
 };
-use towline_migration::memory::{Backing, Block};
+use towline_migration::memory::{Backing, MemoryBlock};
 use towline_migration::outgoing::ZeroCopySend;
 use towline_migration::synthetic::{self, BLOCK_NAME, Checked, Shape, Synthetic, configuration};
 use towline_migration::{
@@ -192,7 +192,7 @@ fn destination(shape: &Value) -> Result<()> {
     let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
     let file = synthetic::memfd(length, false)?;
     let backing = Backing::Shared { file: file.as_fd(), offset: 0 };
-    let warm = Memory::new(configuration(), &[Block { name: BLOCK_NAME, length, backing }])?;
+    let warm = Memory::new(configuration(), &[MemoryBlock { name: BLOCK_NAME, length, backing }])?;
     warm.populate(threads)?;
     let warm = Checked::new(warm, threads);
     let mut is_verified = false;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use towline_frontend::vsock::{
-    Event, FEATURE_STREAM, Guest, LINUX_BUFFER_BYTES, Options, PAYLOAD_BYTES_MAX, Ports,
+    FEATURE_STREAM, Guest, LINUX_BUFFER_BYTES, Options, PAYLOAD_BYTES_MAX, Ports, VsockEvent,
 };
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, Memory};
@@ -113,21 +113,21 @@ impl Machine {
     fn poll(&mut self) -> Result<bool> {
         let Self { guest, work, signals, sending, pending, .. } = self;
         let received = guest.poll(|guest, event| match event {
-            Event::Request(ports) => guest.accept(ports),
-            Event::Connected(ports) => {
+            VsockEvent::Request(ports) => guest.accept(ports),
+            VsockEvent::Connected(ports) => {
                 sending.insert(ports, 0);
             }
-            Event::Data { ports, len, .. } => match work {
+            VsockEvent::Data { ports, len, .. } => match work {
                 Work::Stream { .. } => signals.add(len.into()),
                 Work::Request { .. } if guest.send_any(ports, len) => {}
                 Work::Request { .. } => pending.push((ports, len)),
             },
             // As Linux: a reset for a peer that shuts both directions.
-            Event::Shutdown(ports, _) => guest.reset(ports),
-            Event::Reset(ports) => {
+            VsockEvent::Shutdown(ports, _) => guest.reset(ports),
+            VsockEvent::Reset(ports) => {
                 sending.remove(&ports);
             }
-            Event::Credit(_) => {}
+            VsockEvent::Credit(_) => {}
         })?;
         pending.retain(|(ports, len)| !guest.send_any(*ports, *len));
         guest.tx().publish();

@@ -19,7 +19,7 @@ use crate::channel::forward_channel;
 use crate::framed::Framed;
 use crate::wait::Deadline;
 use crate::{Cancel, Channel, Error, Result};
-use frame::{FrameReader, FrameWriter, Pings, Side};
+use frame::{FrameReader, FrameWriter, Pings, WebSocketRole};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -44,7 +44,7 @@ impl WebSocketChannel {
     ) -> Result<Self> {
         let deadline = Deadline::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
         handshake::client(inner.as_ref(), host, path, &deadline)?;
-        Ok(Self::new(inner, Side::Client))
+        Ok(Self::new(inner, WebSocketRole::Client))
     }
 
     /// Performs a server's handshake over a connected channel. A request for another path than `path` is refused.
@@ -54,10 +54,10 @@ impl WebSocketChannel {
     pub fn server(inner: Box<dyn Channel>, path: &str, deadline: Instant, cancel: &Cancel) -> Result<Self> {
         let deadline = Deadline::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
         handshake::server(inner.as_ref(), path, &deadline)?;
-        Ok(Self::new(inner, Side::Server))
+        Ok(Self::new(inner, WebSocketRole::Server))
     }
 
-    fn new(inner: Box<dyn Channel>, side: Side) -> Self {
+    fn new(inner: Box<dyn Channel>, side: WebSocketRole) -> Self {
         let pings = Arc::new(Pings::default());
         let writer = FrameWriter::new(side, Arc::clone(&pings));
         let framed = Framed::new(inner, writer, frame::BATCH_BYTES, FrameReader::new(side, pings), &[], &[]);

@@ -13,7 +13,7 @@ use towline_image::manifest::sidecar_path;
 use towline_image::{Image, LayerInfo, StoredGuest as _};
 use towline_migration::Guest as _;
 use towline_protocol::BlockIndex;
-use towline_protocol::device_state::Device;
+use towline_protocol::device_state::DeviceSection;
 use towline_qmp as qmp;
 
 use crate::args::{InspectArgs, Switch};
@@ -360,7 +360,7 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
     Ok(Exit::Done)
 }
 
-fn devices_json(devices: &[Device]) -> Value {
+fn devices_json(devices: &[DeviceSection]) -> Value {
     devices
         .iter()
         .map(|device| json!({ "name": device.name, "instance": device.instance, "version": device.version }))
@@ -385,10 +385,10 @@ fn print_blocks(reporter: &Reporter, blocks: &[Value]) {
     }
 }
 
-fn print_devices(reporter: &Reporter, devices: &[Device], bytes: usize) {
+fn print_devices(reporter: &Reporter, devices: &[DeviceSection], bytes: usize) {
     reporter.line(&format!("  devices       {} in {}", devices.len(), size(bytes as u64)));
     for device in devices {
-        let Device { name, instance, version, .. } = device;
+        let DeviceSection { name, instance, version, .. } = device;
         reporter.line(&format!("    {name:<38} instance {instance:<3} version {version}"));
     }
 }

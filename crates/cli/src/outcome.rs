@@ -4,7 +4,7 @@ mod memory;
 mod text;
 
 use serde_json::{Value, json};
-use towline_control::plan::{self, Error, Failure, PostcopyReport, Report, SourceCategory};
+use towline_control::plan::{self, CopyReport, Error, Failure, PostcopyReport, SourceCategory};
 use towline_image::{Increment, Uploaded};
 
 use crate::endpoint::Endpoint;
@@ -60,7 +60,7 @@ impl<'a> Results<'a> {
     }
 
     /// Reports a success.
-    pub(crate) fn done(&self, destination: &Endpoint, report: &Report) {
+    pub(crate) fn done(&self, destination: &Endpoint, report: &CopyReport) {
         self.reporter.event("completed", completed(self.source, destination, report));
         text::completed(self.reporter, self.verb, [self.source, destination], report);
     }
@@ -135,7 +135,7 @@ impl<'a> Results<'a> {
 }
 
 /// Returns the fields of the event `completed`.
-fn completed(source: &Endpoint, destination: &Endpoint, report: &Report) -> Value {
+fn completed(source: &Endpoint, destination: &Endpoint, report: &CopyReport) -> Value {
     json!({
         "source": source.to_string(),
         "destination": destination.to_string(),

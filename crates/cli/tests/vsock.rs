@@ -8,7 +8,7 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_frontend::vsock::{Event, Guest, Options, Ports};
+use towline_frontend::vsock::{Guest, Options, Ports, VsockEvent};
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, Memory};
 
@@ -58,7 +58,7 @@ impl Sockets {
     }
 }
 
-fn until<T>(guest: &mut Guest, mut found: impl FnMut(&mut Guest, Event) -> Option<T>) -> T {
+fn until<T>(guest: &mut Guest, mut found: impl FnMut(&mut Guest, VsockEvent) -> Option<T>) -> T {
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let mut result = None;
@@ -74,7 +74,7 @@ fn until<T>(guest: &mut Guest, mut found: impl FnMut(&mut Guest, Event) -> Optio
 /// Connects to a port of the host.
 fn connect(guest: &mut Guest, ports: Ports) {
     guest.request(ports);
-    until(guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+    until(guest, |_, event| (event == VsockEvent::Connected(ports)).then_some(()));
 }
 
 /// A process is killed with packets in flight to a socket that is not read, while later ones were completed. The used index does
@@ -131,7 +131,7 @@ fn a_process_that_is_killed_completes_no_chain_twice_and_loses_none() {
     frontend.start(guest.rx(), bases[0]).unwrap();
     frontend.start(guest.tx(), bases[1]).unwrap();
     // The driver fails if a chain that is not in flight is completed. The connection is reset.
-    until(&mut guest, |_, event| (event == Event::Reset(stalled)).then_some(()));
+    until(&mut guest, |_, event| (event == VsockEvent::Reset(stalled)).then_some(()));
     let deadline = Instant::now() + TIMEOUT;
     while guest.tx().in_flight() > 0 {
         guest.poll(|_, _| ()).unwrap();
@@ -176,8 +176,8 @@ fn a_guest_at_its_limit_does_not_affect_another() {
     for port in 0..1000 {
         hostile.request((port, 5000));
         let connected = until(&mut hostile, |_, event| match event {
-            Event::Connected(_) => Some(true),
-            Event::Reset(_) => Some(false),
+            VsockEvent::Connected(_) => Some(true),
+            VsockEvent::Reset(_) => Some(false),
             _ => None,
         });
         if !connected {
@@ -193,7 +193,7 @@ fn a_guest_at_its_limit_does_not_affect_another() {
         let (_frontend, mut guest) = sockets.guest("b", 34);
         let mut client = UnixStream::connect(sockets.path("bv")).unwrap();
         client.write_all(b"CONNECT 22\n").unwrap();
-        until(&mut guest, |_, event| matches!(event, Event::Request((22, _))).then_some(()));
+        until(&mut guest, |_, event| matches!(event, VsockEvent::Request((22, _))).then_some(()));
     }
     drop(silent);
 }

@@ -132,11 +132,11 @@ mod tests {
     #[test]
     fn a_device_of_ours_has_one_too() {
         let device = |unmigratable: Option<&str>| -> Facts {
-            Subject::Device(facts::Device {
+            Subject::Device(facts::DeviceFacts {
                 device_type: "net".into(),
                 migration_version: Some("v2".into()),
                 unmigratable: unmigratable.map(str::to_owned),
-                ..facts::Device::default()
+                ..facts::DeviceFacts::default()
             })
             .into()
         };

@@ -17,10 +17,10 @@ use serde_json::Value;
 use crate::limits;
 
 pub use binary::{Binary, Field, State};
-pub use device::{Attribute, Device};
+pub use device::{Attribute, DeviceFacts};
 pub use image::{Image, Section};
 pub use qemu::{
-    Block, Cpu, Drive, FeatureWord, Incoming, Lock, MemoryBackend, Netdev, Qemu, QemuDevice, Virtio,
+    BlockFacts, Cpu, Drive, FeatureWord, Incoming, Lock, MemoryBackend, Netdev, Qemu, QemuDevice, Virtio,
 };
 
 /// The format's name.
@@ -56,7 +56,7 @@ pub enum Subject {
     /// A stored guest.
     Image(Image),
     /// A device of ours.
-    Device(Device),
+    Device(DeviceFacts),
     /// A device that offers a `migration_version` attribute.
     Attribute(Attribute),
 }
@@ -213,7 +213,7 @@ mod tests {
         assert!(matches!(Facts::parse(b"QEVM"), Err(Error::Json(_))));
         let long = vec![b' '; limits::FACTS_BYTES_MAX + 1];
         assert!(matches!(Facts::parse(&long), Err(Error::TooLong { .. })));
-        let block = Block { name: "a".into(), ..Block::default() };
+        let block = BlockFacts { name: "a".into(), ..BlockFacts::default() };
         let image = Image { blocks: vec![block; limits::ENTRIES_MAX + 1], ..Image::default() };
         let error = Facts::parse(&Facts::from(Subject::Image(image)).to_json()).unwrap_err();
         assert!(matches!(error, Error::TooMany { what: "RAM blocks", .. }), "{error}");

@@ -31,7 +31,7 @@ mod uuid;
 mod virtio_features;
 mod waiting;
 
-use crate::facts::{Block, Facts, Qemu, Subject};
+use crate::facts::{BlockFacts, Facts, Qemu, Subject};
 use crate::report::{Findings, Report};
 
 /// A rule.
@@ -130,7 +130,7 @@ impl<'a> Pair<'a> {
     }
 
     /// The guest's memory.
-    fn guest_blocks(&self) -> &'a [Block] {
+    fn guest_blocks(&self) -> &'a [BlockFacts] {
         match &self.source.subject {
             Subject::Qemu(qemu) => &qemu.blocks,
             Subject::Image(image) => &image.blocks,

@@ -15,7 +15,7 @@ mod recorded;
 
 use std::path::{Path, PathBuf};
 
-use towline_compat::facts::{Block, Image as ImageFacts, Section, Subject};
+use towline_compat::facts::{BlockFacts, Image as ImageFacts, Section, Subject};
 use towline_compat::{Facts, Pair, Report, attribute as judged, evaluate};
 use towline_image::{Image, StoredGuest};
 use towline_qmp as qmp;
@@ -117,7 +117,7 @@ pub fn check(source: &CheckEnd, destination: &CheckEnd, planned: PlannedTransfer
 
 /// Facts of an open image.
 pub(crate) fn image(image: &dyn StoredGuest) -> Facts {
-    let section = |device: &towline_protocol::device_state::Device| Section {
+    let section = |device: &towline_protocol::device_state::DeviceSection| Section {
         name: device.name.clone(),
         instance: device.instance,
         version: device.version,
@@ -140,8 +140,8 @@ pub(crate) fn stored(machine_type: &str, ram_blocks: &[towline_protocol::RamBloc
     Subject::Image(ImageFacts { machine: machine_type.into(), blocks, ..ImageFacts::default() }).into()
 }
 
-fn blocks(ram_blocks: &[towline_protocol::RamBlock]) -> Vec<Block> {
-    let block = |block: &towline_protocol::RamBlock| Block {
+fn blocks(ram_blocks: &[towline_protocol::RamBlock]) -> Vec<BlockFacts> {
+    let block = |block: &towline_protocol::RamBlock| BlockFacts {
         name: block.name.clone(),
         page_bytes: 0,
         used_bytes: block.length,

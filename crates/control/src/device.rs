@@ -12,7 +12,7 @@
 //! [`ManagedDevice`].
 
 use serde_json::{Map, Value, json};
-use towline_compat::facts::Device as DeviceFacts;
+use towline_compat::facts::DeviceFacts;
 use towline_compat::{Facts, Subject as FactsSubject, limits};
 use towline_qmp::{Commands, Refusal};
 

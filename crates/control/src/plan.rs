@@ -53,7 +53,7 @@ pub use ends::{Destination, MemoryOptions, Source};
 pub use error::{Error, Failure};
 pub use outcomes::{GuestState, LocatedGuest, OutcomeRow, SourceCategory};
 pub use progress::{CopyPhase, Observer, Progress};
-pub use report::{DestinationState, PostcopyReport, Report, SourceState};
+pub use report::{CopyReport, DestinationState, PostcopyReport, SourceState};
 pub use request::UpgradeMemory;
 pub use request::{Devices, PostcopyStart, Request, Task, Tls, TransferOptions};
 pub use upgrade::{UpgradeRequest, check_upgrade, upgrade};

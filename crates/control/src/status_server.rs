@@ -23,7 +23,7 @@ use towline_migration::{LaneSends, Tuning, ZeroCopySend};
 use towline_qmp::{Commands, Emitter, Refusal, Server};
 
 use crate::lock::lock;
-use crate::plan::{CopyPhase, Failure, Observer, Progress, Report, Request};
+use crate::plan::{CopyPhase, CopyReport, Failure, Observer, Progress, Request};
 use crate::statistics::{self, StatsObject, StatsSource};
 use state::{State, lane_metrics, milliseconds};
 
@@ -103,7 +103,7 @@ impl StatusServer {
     }
 
     /// Sets the result of the copy.
-    pub fn ended(&self, outcome: Result<&Report, &Failure>) {
+    pub fn ended(&self, outcome: Result<&CopyReport, &Failure>) {
         let status = match outcome {
             Ok(_) => "completed",
             Err(_) if self.cancel.is_cancelled() => "cancelled",

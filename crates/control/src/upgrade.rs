@@ -35,7 +35,7 @@ use towline_launch::{
 };
 
 use crate::in_place::GuestBackends;
-use crate::plan::{self, Failure, GuestState, Observer, Report, UpgradeMemory, UpgradeRequest};
+use crate::plan::{self, CopyReport, Failure, GuestState, Observer, UpgradeMemory, UpgradeRequest};
 use crate::staging_names::StagingName;
 use command_line::{Context, Rewritten, refuse_end_with_parent, rewrite};
 use old::OldQemu;
@@ -106,7 +106,7 @@ struct Irreversible {
 #[non_exhaustive]
 pub struct Upgraded {
     /// Report of the move.
-    pub report: Report,
+    pub report: CopyReport,
     /// Process of the new QEMU.
     pub pid: u32,
     /// Its name for `towline ps`.
@@ -258,7 +258,7 @@ impl Drop for Reversible {
 
 impl Irreversible {
     /// Gives its sockets their names. The old QEMU has exited, and has unlinked its own.
-    fn publish(self, report: Report) -> Upgraded {
+    fn publish(self, report: CopyReport) -> Upgraded {
         let (mut published, mut not_published) = (Vec::new(), Vec::new());
         for name in &self.names {
             match name.publish() {

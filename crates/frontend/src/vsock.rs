@@ -124,7 +124,7 @@ pub type Ports = (u32, u32);
 
 /// An event from the host. Payloads are valid in the guest's memory only during [`Guest::poll`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Event {
+pub enum VsockEvent {
     /// It wants to connect; [`Guest::accept`] or [`Guest::reset`].
     Request(Ports),
     /// It has accepted.
@@ -263,7 +263,7 @@ impl Guest {
     ///
     /// # Errors
     /// [`Error::Used`]: an invalid used entry.
-    pub fn poll(&mut self, mut each: impl FnMut(&mut Self, Event)) -> Result<usize> {
+    pub fn poll(&mut self, mut each: impl FnMut(&mut Self, VsockEvent)) -> Result<usize> {
         self.reclaim()?;
         let mut count = 0;
         while let Some(used) = self.rx.pop_used()? {
@@ -286,7 +286,7 @@ impl Guest {
         Ok(count)
     }
 
-    fn event(&mut self, header: &Header, buffer: u64) -> Option<Event> {
+    fn event(&mut self, header: &Header, buffer: u64) -> Option<VsockEvent> {
         let ports = (header.dst_port, header.src_port);
         if header.op == op::REQUEST {
             self.streams.insert(ports, Stream { kind: header.kind, ..Stream::default() });
@@ -299,26 +299,26 @@ impl Guest {
         };
         (stream.peer_alloc, stream.peer_forwarded) = (header.buf_alloc, header.fwd_cnt);
         match header.op {
-            op::REQUEST => Some(Event::Request(ports)),
-            op::RESPONSE => Some(Event::Connected(ports)),
+            op::REQUEST => Some(VsockEvent::Request(ports)),
+            op::RESPONSE => Some(VsockEvent::Connected(ports)),
             op::RST => {
                 self.streams.remove(&ports);
-                Some(Event::Reset(ports))
+                Some(VsockEvent::Reset(ports))
             }
-            op::SHUTDOWN => Some(Event::Shutdown(ports, header.flags)),
+            op::SHUTDOWN => Some(VsockEvent::Shutdown(ports, header.flags)),
             op::RW => {
                 stream.received = stream.received.wrapping_add(header.len);
                 if self.options.takes_at_once {
                     self.consumed(ports, header.len);
                 }
                 let guest = buffer + HEADER_BYTES as u64;
-                Some(Event::Data { ports, guest, len: header.len, flags: header.flags })
+                Some(VsockEvent::Data { ports, guest, len: header.len, flags: header.flags })
             }
             op::CREDIT_REQUEST => {
                 self.control(ports, op::CREDIT_UPDATE, 0);
-                Some(Event::Credit(ports))
+                Some(VsockEvent::Credit(ports))
             }
-            _ => Some(Event::Credit(ports)),
+            _ => Some(VsockEvent::Credit(ports)),
         }
     }
 
@@ -420,7 +420,7 @@ impl Guest {
         self.tx_slots + u64::from(slot) * SLOT_BYTES
     }
 
-    /// Requests a stream from `ports.0` to `ports.1`; an [`Event::Connected`] or [`Event::Reset`] follows.
+    /// Requests a stream from `ports.0` to `ports.1`; an [`VsockEvent::Connected`] or [`VsockEvent::Reset`] follows.
     pub fn request(&mut self, ports: Ports) {
         self.streams.insert(ports, Stream { kind: STREAM, ..Stream::default() });
         self.control(ports, op::REQUEST, 0);
@@ -439,7 +439,7 @@ impl Guest {
         self.control(ports, op::REQUEST, 0);
     }
 
-    /// Accepts an [`Event::Request`].
+    /// Accepts an [`VsockEvent::Request`].
     pub fn accept(&mut self, ports: Ports) {
         self.control(ports, op::RESPONSE, 0);
     }

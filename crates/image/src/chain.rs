@@ -20,7 +20,7 @@ use towline_protocol::{PageRef, RamBlock};
 
 use crate::checksum::{CHUNK_BYTES, ChunkHash};
 use crate::layer::Layer;
-use crate::manifest::{Base, Block, base_of, sidecar_path};
+use crate::manifest::{Base, StoredBlock, base_of, sidecar_path};
 use crate::sidecar::staged_path;
 use crate::{Error, Result};
 
@@ -84,7 +84,7 @@ impl LayerChain {
             Some(indexes) => usize::from(indexes[chunk]) == layer,
             None => layer == 0,
         };
-        let in_block = |(index, block): (usize, &Block)| {
+        let in_block = |(index, block): (usize, &StoredBlock)| {
             let chunks = block.chunks.iter().enumerate();
             chunks.filter(|(chunk, hash)| **hash != ChunkHash::Zero && is_in_layer(index, *chunk)).count()
         };

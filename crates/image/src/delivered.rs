@@ -14,24 +14,24 @@ static ZEROS: [u8; BUFFER_BYTES] = [0; BUFFER_BYTES];
 /// A run of pages that all have content or are all zero, as a byte range. Runs are contiguous; the first
 /// begins at 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct ByteRun {
     pub(crate) range: Range<usize>,
     pub(crate) has_content: bool,
 }
 
 /// A copy of the bytes as delivered.
 #[cfg(any(feature = "store", test))]
-pub(crate) fn copy(bytes: &[u8], runs: &[Run]) -> Vec<u8> {
+pub(crate) fn copy(bytes: &[u8], runs: &[ByteRun]) -> Vec<u8> {
     let mut delivered = vec![0; bytes.len()];
     gather(bytes, runs, 0..bytes.len(), &mut delivered);
     delivered
 }
 
 /// Hash of a chunk as delivered. Pages without a bit are not read.
-pub(crate) fn hash(bytes: &[u8], runs: &[Run]) -> ChunkHash {
+pub(crate) fn hash(bytes: &[u8], runs: &[ByteRun]) -> ChunkHash {
     match runs {
-        [Run { has_content: true, .. }] => return hash_chunk(bytes),
-        [] | [Run { has_content: false, .. }] => return ChunkHash::Zero,
+        [ByteRun { has_content: true, .. }] => return hash_chunk(bytes),
+        [] | [ByteRun { has_content: false, .. }] => return ChunkHash::Zero,
         _ => {}
     }
     if runs.iter().all(|run| !run.has_content || is_zero(&bytes[run.range.clone()])) {
@@ -71,7 +71,7 @@ pub(crate) fn hash(bytes: &[u8], runs: &[Run]) -> ChunkHash {
 }
 
 /// Copies a range of the bytes as delivered.
-fn gather(bytes: &[u8], runs: &[Run], range: Range<usize>, into: &mut [u8]) {
+fn gather(bytes: &[u8], runs: &[ByteRun], range: Range<usize>, into: &mut [u8]) {
     for run in runs.iter().take_while(|run| run.range.start < range.end) {
         let part = run.range.start.max(range.start)..run.range.end.min(range.end);
         let target = &mut into[part.start - range.start..part.end - range.start];
@@ -87,12 +87,12 @@ mod tests {
 
     const PAGE: usize = 4096;
 
-    fn runs(pages: &[bool]) -> Vec<Run> {
+    fn runs(pages: &[bool]) -> Vec<ByteRun> {
         let mut at = 0;
         let run = |alike: &[bool]| {
             let start = at;
             at += alike.len() * PAGE;
-            Run { range: start..at, has_content: alike[0] }
+            ByteRun { range: start..at, has_content: alike[0] }
         };
         pages.chunk_by(|first, second| first == second).map(run).collect()
     }

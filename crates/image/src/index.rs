@@ -98,12 +98,12 @@ struct Head {
     created_by: String,
     origin: Origin,
     chunk_size: u64,
-    blocks: Vec<Block>,
+    blocks: Vec<IndexBlock>,
     device_state: State,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Block {
+struct IndexBlock {
     name: String,
     length: u64,
 }
@@ -133,7 +133,7 @@ impl Index {
             chunk_size: contents.chunk_bytes,
             blocks: blocks
                 .iter()
-                .map(|block| Block { name: block.name.clone(), length: block.length })
+                .map(|block| IndexBlock { name: block.name.clone(), length: block.length })
                 .collect(),
             device_state: State { length: device_state.len() as u64, blake3: Digest::of(device_state) },
         };
@@ -221,7 +221,8 @@ impl Index {
 
     /// The block list.
     pub fn blocks(&self) -> Vec<RamBlock> {
-        let block = |block: &Block| RamBlock { name: block.name.clone(), length: block.length, mapped: None };
+        let block =
+            |block: &IndexBlock| RamBlock { name: block.name.clone(), length: block.length, mapped: None };
         self.head.blocks.iter().map(block).collect()
     }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use towline_protocol::configuration::{self, Configuration, MAPPED_RAM};
-use towline_protocol::destination::{Destination, Event};
+use towline_protocol::destination::{Destination, StreamItem};
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::mapped_ram::{MappedRamHeader, bitmap_bytes};
 use towline_protocol::ram::{self, RamFlags};
@@ -264,14 +264,14 @@ impl Head {
             (state, at) = (next, at + taken);
             match event {
                 None if taken == 0 => return Err(truncated(state.awaits())),
-                Some(Event::Configuration(found)) if found.is_mapped_ram() => configuration = found,
-                Some(Event::Configuration(_)) => return Err(Error::NotMappedRam { path: path.into() }),
-                Some(Event::SectionStart(section)) => section_id = section.id,
-                Some(Event::Block(block)) => {
+                Some(StreamItem::Configuration(found)) if found.is_mapped_ram() => configuration = found,
+                Some(StreamItem::Configuration(_)) => return Err(Error::NotMappedRam { path: path.into() }),
+                Some(StreamItem::SectionStart(section)) => section_id = section.id,
+                Some(StreamItem::Block(block)) => {
                     let mapped = block.mapped.expect("mapped-ram is in the configuration");
                     at = usize::try_from(mapped.end(block.length)).map_err(|_| truncated(state.awaits()))?;
                 }
-                Some(Event::DeviceState) => {
+                Some(StreamItem::DeviceState) => {
                     let is_incremental = configuration.capabilities.iter().any(|name| name == INCREMENTAL);
                     configuration
                         .capabilities
@@ -279,7 +279,12 @@ impl Head {
                     let blocks = state.blocks().to_vec();
                     return Ok(Self { configuration, section_id, blocks, end: at, is_incremental });
                 }
-                Some(Event::Page(_) | Event::ZeroPage(_) | Event::Xbzrle { .. } | Event::Flush) => {
+                Some(
+                    StreamItem::Page(_)
+                    | StreamItem::ZeroPage(_)
+                    | StreamItem::Xbzrle { .. }
+                    | StreamItem::Flush,
+                ) => {
                     return Err(Error::NotMappedRam { path: path.into() });
                 }
                 None | Some(_) => {}

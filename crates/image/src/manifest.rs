@@ -97,7 +97,7 @@ pub struct Manifest {
     base: Option<Base>,
     image: ImageFile,
     chunk_size: u64,
-    blocks: Vec<Block>,
+    blocks: Vec<StoredBlock>,
     device_state: StoredState,
 }
 
@@ -223,7 +223,7 @@ pub struct ImageFile {
 
 /// A RAM block.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Block {
+pub struct StoredBlock {
     /// QEMU's idstr.
     pub name: String,
     /// Length in bytes, a multiple of the page size.
@@ -250,12 +250,12 @@ pub struct StoredState {
     /// BLAKE3 of the bytes.
     pub blake3: Digest,
     /// Its devices, in order.
-    pub devices: Vec<Device>,
+    pub devices: Vec<StoredDevice>,
 }
 
 /// A device of the guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Device {
+pub struct StoredDevice {
     /// The idstr.
     pub name: String,
     /// Distinguishes devices with the same name.
@@ -282,7 +282,7 @@ impl Manifest {
         let lengths = [plain_pages.len(), hashes.len(), bitmaps.len()];
         assert!(lengths == [blocks.len(); 3], "one entry per block");
         let mut chunks = hashes.into_iter();
-        let block = |((block, pages_plain), bitmap): ((&RamBlock, u64), Digest)| Block {
+        let block = |((block, pages_plain), bitmap): ((&RamBlock, u64), Digest)| StoredBlock {
             name: block.name.clone(),
             length: block.length,
             pages_plain,
@@ -409,7 +409,7 @@ impl Manifest {
     }
 
     /// The blocks in the block list's order.
-    pub fn blocks(&self) -> &[Block] {
+    pub fn blocks(&self) -> &[StoredBlock] {
         &self.blocks
     }
 
@@ -435,10 +435,10 @@ pub fn sidecar_path(image: &Path) -> PathBuf {
 }
 
 /// The devices of a guest, each with the hash of its bytes.
-fn devices(state: &DeviceState) -> Vec<Device> {
+fn devices(state: &DeviceState) -> Vec<StoredDevice> {
     let (bytes, devices) = (state.bytes(), state.devices());
     let ends = devices.iter().skip(1).map(|device| device.offset).chain([bytes.len()]);
-    let device = |(device, end): (&device_state::Device, usize)| Device {
+    let device = |(device, end): (&device_state::DeviceSection, usize)| StoredDevice {
         name: device.name.clone(),
         instance: device.instance,
         version: device.version,

@@ -26,7 +26,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::chain::LayerChain;
 use crate::checksum::{self, CHUNK_BYTES};
-use crate::delivered::{self, Run};
+use crate::delivered::{self, ByteRun};
 use crate::layer::Layer;
 use crate::manifest::{Manifest, sidecar_path};
 use crate::sidecar::{ManifestName, staged_path};
@@ -268,12 +268,15 @@ impl Image {
     }
 
     /// Runs of content and zeros in `length` bytes from `page` on.
-    fn runs(&self, page: PageRef, length: u64) -> Vec<Run> {
+    fn runs(&self, page: PageRef, length: u64) -> Vec<ByteRun> {
         let (mut runs, mut at) = (Vec::new(), 0);
         while at < length {
             let extent = self.extent_within(PageRef { offset: page.offset + at, ..page }, length - at);
             let end = (at + extent.pages * PAGE_SIZE).min(length);
-            runs.push(Run { range: at as usize..end as usize, has_content: extent.kind == ExtentKind::Data });
+            runs.push(ByteRun {
+                range: at as usize..end as usize,
+                has_content: extent.kind == ExtentKind::Data,
+            });
             at = end;
         }
         runs

@@ -14,7 +14,7 @@ use std::os::unix::process::CommandExt;
 use std::time::{Duration, Instant};
 
 use towline_migration::tracker::WriteProtect;
-use towline_migration::{DirtyTracker, Region, Span};
+use towline_migration::{DirtyTracker, RamMapping, Span};
 
 const PAGE: usize = 4096;
 const ROUNDS: usize = 9;
@@ -31,7 +31,7 @@ fn main() -> Result<(), Error> {
 }
 
 fn harvests(tracker: &WriteProtect, length: usize) -> Result<(), Error> {
-    let region = Region::anonymous(length)?;
+    let region = RamMapping::anonymous(length)?;
     let span = region.span();
     touch(&span, 1);
     let begun = Instant::now();
@@ -66,7 +66,7 @@ fn harvests(tracker: &WriteProtect, length: usize) -> Result<(), Error> {
 }
 
 fn faults(tracker: &WriteProtect) -> Result<(), Error> {
-    let region = Region::anonymous(FAULT_PAGES * PAGE)?;
+    let region = RamMapping::anonymous(FAULT_PAGES * PAGE)?;
     let span = region.span();
     touch(&span, 1);
     let each = |time: Duration| time.as_secs_f64() * 1e9 / FAULT_PAGES as f64;

@@ -15,10 +15,10 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Cancel, Listener};
-use towline_migration::memory::{Backing, Block};
+use towline_migration::memory::{Backing, MemoryBlock};
 use towline_migration::tracker::WriteProtect;
 use towline_migration::{
-    Incoming, LiveBlock, Memory, Outgoing, Region, SourceMemory, incoming, outgoing, synthetic,
+    Incoming, LiveBlock, Memory, Outgoing, RamMapping, SourceMemory, incoming, outgoing, synthetic,
 };
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state;
@@ -32,14 +32,14 @@ type Result<T, E = Box<dyn std::error::Error>> = std::result::Result<T, E>;
 
 /// A guest whose vCPUs have one register, their counter.
 struct Vm {
-    memory: Region,
+    memory: RamMapping,
     counts: [AtomicU64; VCPUS],
     is_paused: AtomicBool,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Vm {
-    fn new(memory: Region) -> Arc<Self> {
+    fn new(memory: RamMapping) -> Arc<Self> {
         let (counts, is_paused) = (Default::default(), AtomicBool::new(false));
         Arc::new(Self { memory, counts, is_paused, threads: Mutex::default() })
     }
@@ -100,7 +100,7 @@ fn main() -> Result<()> {
 }
 
 fn source() -> Result<()> {
-    let vm = Vm::new(Region::anonymous(BYTES)?);
+    let vm = Vm::new(RamMapping::anonymous(BYTES)?);
     vm.run()?;
     let registers = || {
         println!("source: stopped at {:?}", vm.counts());
@@ -125,14 +125,14 @@ fn source() -> Result<()> {
 fn destination(address: &Address) -> Result<()> {
     let file = synthetic::memfd(BYTES as u64, false)?;
     let backing = Backing::Shared { file: file.as_fd(), offset: 0 };
-    let memory = Memory::new(configuration(), &[Block { name: "ram", length: BYTES as u64, backing }])?;
+    let memory = Memory::new(configuration(), &[MemoryBlock { name: "ram", length: BYTES as u64, backing }])?;
     let (deadline, cancel) = (Instant::now() + WITHIN, Cancel::new()?);
     let connect = || towline_channel::connect(address, deadline, &cancel).map(Arc::from);
     let (main, lanes) = (connect()?, (0..LANES).map(|_| connect()).collect::<Result<Vec<_>, _>>()?);
     let connections = incoming::Connections::connected(main, &lanes, WITHIN)?;
     Incoming::new(Arc::default(), Arc::default(), incoming::Options::default()).run(&connections, &memory)?;
     let state = memory.take_device_state().ok_or("a guest without registers")?;
-    let vm = Vm::new(Region::shared(file.as_fd(), 0, BYTES)?);
+    let vm = Vm::new(RamMapping::shared(file.as_fd(), 0, BYTES)?);
     for (count, bytes) in vm.counts.iter().zip(state.content(&state.devices()[0]).chunks_exact(8)) {
         count.store(u64::from_be_bytes(bytes.try_into()?), Ordering::Relaxed);
     }

@@ -60,7 +60,7 @@ pub use present::{PresentGuest, PresentSink};
 pub use relay::Relay;
 pub use session::Session;
 pub use statistics::{LaneSends, SendMethod, SendReason, SendTotals, Snapshot, Statistics};
-pub use sys::{Region, Span};
+pub use sys::{RamMapping, Span};
 pub use tracker::{DirtyTracker, TrackerError};
 pub use tuning::Tuning;
 

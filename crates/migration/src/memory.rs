@@ -34,11 +34,11 @@ pub use populate::Populated;
 
 use crate::dirty::DirtyMap;
 use crate::guest::RAM_SECTION_ID;
-use crate::sys::{Region, Span};
+use crate::sys::{RamMapping, Span};
 
 /// A block to be mapped.
 #[derive(Debug, Clone, Copy)]
-pub struct Block<'a> {
+pub struct MemoryBlock<'a> {
     /// QEMU's idstr, e.g. `pc.ram`.
     pub name: &'a str,
     /// Bytes, a multiple of 4096.
@@ -90,7 +90,7 @@ struct Ram {
 }
 
 struct MappedBlock {
-    region: Region,
+    region: RamMapping,
     /// No other mapping writes here, so `touched` is exact.
     is_ours: bool,
 }
@@ -100,7 +100,7 @@ impl Memory {
     ///
     /// # Errors
     /// A block has a length, a name or a file that cannot be; the kernel gives no memory.
-    pub fn new(configuration: Configuration, blocks: &[Block<'_>]) -> Result<Self, MemoryError> {
+    pub fn new(configuration: Configuration, blocks: &[MemoryBlock<'_>]) -> Result<Self, MemoryError> {
         let memory = Self::empty(None);
         memory.configuration.get_or_init(|| configuration);
         let ram = Ram::map(blocks)?;
@@ -209,7 +209,7 @@ impl Memory {
 }
 
 impl Ram {
-    fn map(blocks: &[Block<'_>]) -> Result<Self, MemoryError> {
+    fn map(blocks: &[MemoryBlock<'_>]) -> Result<Self, MemoryError> {
         let mut names = BTreeSet::new();
         let mut mapped = Vec::new();
         for block in blocks {
@@ -219,8 +219,11 @@ impl Ram {
             }
             mapped.push(block.map()?);
         }
-        let ram_block =
-            |block: &Block<'_>| RamBlock { name: block.name.into(), length: block.length, mapped: None };
+        let ram_block = |block: &MemoryBlock<'_>| RamBlock {
+            name: block.name.into(),
+            length: block.length,
+            mapped: None,
+        };
         let blocks: Vec<_> = blocks.iter().map(ram_block).collect();
         let (dirty, touched) = (DirtyMap::new(&blocks), DirtyMap::new(&blocks));
         Ok(Self { blocks, mapped, dirty, touched })
@@ -236,7 +239,7 @@ impl Ram {
     }
 }
 
-impl Block<'_> {
+impl MemoryBlock<'_> {
     fn map(&self) -> Result<MappedBlock, MemoryError> {
         let (block, found) = (self.name.to_owned(), self.length);
         if found == 0 || !found.is_multiple_of(PAGE_SIZE) || found > limits::RAM_BYTES_MAX {
@@ -244,10 +247,10 @@ impl Block<'_> {
         }
         let Ok(length) = usize::try_from(found) else { return Err(MemoryError::Length { block, found }) };
         let (region, is_ours) = match self.backing {
-            Backing::Anonymous => (Region::anonymous(length), true),
+            Backing::Anonymous => (RamMapping::anonymous(length), true),
             Backing::Shared { file, offset } => {
                 self.check_file(file, offset)?;
-                (Region::shared(file, offset, length), false)
+                (RamMapping::shared(file, offset, length), false)
             }
         };
         let region = region.map_err(|source| MemoryError::Map { block, length: found, source })?;

@@ -38,7 +38,7 @@ use std::time::Duration;
 
 use towline_channel::Channel;
 use towline_protocol::device_state::DeviceState;
-use towline_protocol::postcopy::{Block, PING_LOADED, Packaged, Preempt, Recovery, Serving};
+use towline_protocol::postcopy::{PING_LOADED, Packaged, PostcopyBlock, Preempt, Recovery, Serving};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::{PING_SETUP, RamWriter, Setup};
 use towline_protocol::{PageRef, RamBlock, machine};
@@ -90,7 +90,7 @@ impl std::fmt::Debug for PostcopyChannels<'_> {
 #[derive(Debug)]
 pub struct Postcopy<'g> {
     guest: GuestRef<'g>,
-    blocks: Arc<[Block]>,
+    blocks: Arc<[PostcopyBlock]>,
     options: Options,
     statistics: Arc<Statistics>,
     map: SentMap,
@@ -158,11 +158,11 @@ impl<'g> Postcopy<'g> {
         statistics: Arc<Statistics>,
     ) -> Self {
         assert_eq!(page_bytes.len(), guest.blocks().len(), "one page size for each block");
-        let block = |(block, &page_bytes): (&RamBlock, &u64)| Block {
+        let block = |(block, &page_bytes): (&RamBlock, &u64)| PostcopyBlock {
             ram: RamBlock { mapped: None, ..block.clone() },
             page_bytes: page_bytes.max(PAGE_SIZE),
         };
-        let blocks: Arc<[Block]> = guest.blocks().iter().zip(page_bytes).map(block).collect();
+        let blocks: Arc<[PostcopyBlock]> = guest.blocks().iter().zip(page_bytes).map(block).collect();
         options.working_set = prefetch::neighbourhoods(&options.working_set, &blocks);
         let unit_bytes = guest.unit_bytes().next_power_of_two().clamp(UNIT_BYTES_MIN, RUN_BYTES);
         let (map, units) = (SentMap::new(&blocks), Units::new(&blocks, unit_bytes));

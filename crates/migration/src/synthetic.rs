@@ -33,7 +33,7 @@ pub use ledger::{Ledger, LedgerError};
 pub use pattern::{WrongContent, WrongPage};
 
 use crate::tracker::{DirtyLogTracker, DirtyTracker, WriteProtect};
-use crate::{LiveBlock, Memory, MemoryError, Region, Result, SourceMemory, Span, memory};
+use crate::{LiveBlock, Memory, MemoryError, RamMapping, Result, SourceMemory, Span, memory};
 use load::Load;
 use pattern::{PAGE_BYTES, Pattern};
 
@@ -93,7 +93,7 @@ impl Shape {
 /// A synthetic guest: memory with a checked pattern, and threads that write in it.
 pub struct Synthetic {
     shape: Shape,
-    region: Region,
+    region: RamMapping,
     generations: Vec<AtomicU32>,
 }
 
@@ -208,16 +208,16 @@ fn nothing_written(_: BlockIndex, _: &mut [u64]) -> std::io::Result<()> {
     Ok(())
 }
 
-fn map(shape: &Shape) -> Result<Region, MemoryError> {
+fn map(shape: &Shape) -> Result<RamMapping, MemoryError> {
     let (block, found) = (BLOCK_NAME.to_owned(), shape.length);
     if found == 0 || !found.is_multiple_of(PAGE_SIZE) || found > limits::RAM_BYTES_MAX {
         return Err(MemoryError::Length { block, found });
     }
     let Ok(length) = usize::try_from(found) else { return Err(MemoryError::Length { block, found }) };
     let mapped = match shape.backing {
-        Backing::Private => Region::anonymous(length),
-        Backing::Memfd => memfd(found, false).and_then(|file| Region::shared(file.as_fd(), 0, length)),
-        Backing::HugeTlb => memfd(found, true).and_then(|file| Region::shared(file.as_fd(), 0, length)),
+        Backing::Private => RamMapping::anonymous(length),
+        Backing::Memfd => memfd(found, false).and_then(|file| RamMapping::shared(file.as_fd(), 0, length)),
+        Backing::HugeTlb => memfd(found, true).and_then(|file| RamMapping::shared(file.as_fd(), 0, length)),
     };
     mapped.map_err(|source| MemoryError::Map { block, length: found, source })
 }
@@ -239,7 +239,7 @@ pub fn memfd(length: u64, is_huge: bool) -> std::io::Result<OwnedFd> {
 /// It is shorter than that, or there is not so much memory.
 pub fn populate(file: &OwnedFd, length: u64, threads: NonZeroUsize) -> Result<(), MemoryError> {
     let backing = memory::Backing::Shared { file: file.as_fd(), offset: 0 };
-    let block = memory::Block { name: BLOCK_NAME, length, backing };
+    let block = memory::MemoryBlock { name: BLOCK_NAME, length, backing };
     Memory::new(configuration(), &[block])?.populate(threads)?;
     Ok(())
 }

@@ -11,6 +11,6 @@ mod zero;
 pub(crate) use mapping::Mapping;
 pub(crate) use pagemap::{PageSelection, Pagemap, STEP_BYTES};
 pub(crate) use region::HUGE_PAGE_BYTES;
-pub use region::Region;
+pub use region::RamMapping;
 pub use span::Span;
 pub(crate) use userfault::Userfault;

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use common::*;
 use fastrand::Rng;
-use towline_migration::memory::{Backing, Block};
+use towline_migration::memory::{Backing, MemoryBlock};
 use towline_migration::{Error, Guest, Memory, MemoryError, Sink, outgoing};
 use towline_protocol::PageRef;
 
@@ -136,7 +136,7 @@ fn memory_over_a_descriptor_is_shared_with_other_mappings() {
     rustix::fs::ftruncate(&file, 50 * PAGE as u64).unwrap();
     let shared = |offset| Backing::Shared { file: file.as_fd(), offset };
     let block =
-        |pages, offset| Block { name: "pc.ram", length: pages * PAGE as u64, backing: shared(offset) };
+        |pages, offset| MemoryBlock { name: "pc.ram", length: pages * PAGE as u64, backing: shared(offset) };
     let memory = |block| Memory::new(configuration(MACHINES[0]), &[block]).map(Arc::new);
     let error = memory(block(40, 11 * PAGE as u64)).unwrap_err();
     assert!(matches!(error, MemoryError::FileTooShort { found: 204_800, expected: 208_896, .. }), "{error}");

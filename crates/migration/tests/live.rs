@@ -13,7 +13,7 @@ use common::*;
 use fastrand::Rng;
 use towline_migration::outgoing::{self, Unconverged};
 use towline_migration::tracker::{DirtyLogReader, DirtyLogTracker, DirtyTracker, WriteProtect};
-use towline_migration::{Error, LiveBlock, Memory, Region, SourceMemory, Span, TrackerError};
+use towline_migration::{Error, LiveBlock, Memory, RamMapping, SourceMemory, Span, TrackerError};
 use towline_protocol::{BlockIndex, PageRef};
 
 const BLOCKS: [(&str, u64); 2] = [("pc.bios", 3), ("pc.ram", 1200)];
@@ -31,13 +31,13 @@ fn write_protect(test: &str) -> Option<WriteProtect> {
 
 /// Memory that stays mapped: the engine's threads outlive no test, but the compiler cannot know.
 fn anonymous(pages: u64) -> Span<'static> {
-    Box::leak(Box::new(Region::anonymous(pages as usize * PAGE).unwrap())).span()
+    Box::leak(Box::new(RamMapping::anonymous(pages as usize * PAGE).unwrap())).span()
 }
 
 fn shared(pages: u64) -> Span<'static> {
     let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, pages * PAGE as u64).unwrap();
-    Box::leak(Box::new(Region::shared(file.as_fd(), 0, pages as usize * PAGE).unwrap())).span()
+    Box::leak(Box::new(RamMapping::shared(file.as_fd(), 0, pages as usize * PAGE).unwrap())).span()
 }
 
 /// vCPUs of a kind: threads that count in random pages until they are stopped.
@@ -252,7 +252,7 @@ fn writes_that_a_tracker_cannot_see_are_marked() {
     let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 1203 * PAGE as u64).unwrap();
     let map = |offset: u64, pages: u64| {
-        let region = Region::shared(file.as_fd(), offset * PAGE as u64, pages as usize * PAGE).unwrap();
+        let region = RamMapping::shared(file.as_fd(), offset * PAGE as u64, pages as usize * PAGE).unwrap();
         Box::leak(Box::new(region)).span()
     };
     let spans = [map(0, 3), map(3, 1200)];

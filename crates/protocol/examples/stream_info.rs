@@ -3,7 +3,7 @@
 
 use std::io::Read as _;
 
-use towline_protocol::destination::{Destination, Event};
+use towline_protocol::destination::{Destination, StreamItem};
 use towline_protocol::device_state::Collector;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::wire::Reader;
@@ -43,16 +43,16 @@ fn read_memory(input: &mut Reader<'_>) -> Result<Counts> {
         let (next, event) = machine.handle(input)?;
         match event {
             None => return Err(format!("the stream ends in {}", next.awaits()).into()),
-            Some(Event::Configuration(found)) => println!("machine {}", found.machine_type),
-            Some(Event::Block(block)) => println!("block {}: {} bytes", block.name, block.length),
-            Some(Event::Page(_)) => {
+            Some(StreamItem::Configuration(found)) => println!("machine {}", found.machine_type),
+            Some(StreamItem::Block(block)) => println!("block {}: {} bytes", block.name, block.length),
+            Some(StreamItem::Page(_)) => {
                 // The page itself is not for the machine; a real destination receives it in guest memory.
                 input.take(PAGE_SIZE as usize).map_err(|_| "the stream ends inside a page")?;
                 counts.pages += 1;
             }
-            Some(Event::ZeroPage(_)) => counts.zero_pages += 1,
-            Some(Event::Xbzrle { .. }) => counts.xbzrle += 1,
-            Some(Event::DeviceState) => return Ok(counts),
+            Some(StreamItem::ZeroPage(_)) => counts.zero_pages += 1,
+            Some(StreamItem::Xbzrle { .. }) => counts.xbzrle += 1,
+            Some(StreamItem::DeviceState) => return Ok(counts),
             Some(_) => {}
         }
         machine = next;

@@ -12,10 +12,10 @@
 //! The memory of a background snapshot ([`Destination::of_snapshot`]) has no END: behind a PART a device's FULL section is the
 //! device state's beginning.
 //!
-//! [`Destination::handle`] consumes one item of the input. After [`Event::Page`] the page's bytes follow: the driver
+//! [`Destination::handle`] consumes one item of the input. After [`StreamItem::Page`] the page's bytes follow: the driver
 //! consumes them itself (from its buffer, or straight from the channel) and continues after them. After
-//! [`Event::DeviceState`] the rest of the stream belongs to a [`crate::device_state::Collector`]. In a mapped-ram
-//! file the driver seeks to [`crate::mapped_ram::MappedRamHeader::end`] after each [`Event::Block`].
+//! [`StreamItem::DeviceState`] the rest of the stream belongs to a [`crate::device_state::Collector`]. In a mapped-ram
+//! file the driver seeks to [`crate::mapped_ram::MappedRamHeader::end`] after each [`StreamItem::Block`].
 
 use alloc::boxed::Box;
 use alloc::format;
@@ -42,7 +42,7 @@ const IGNORE_SHARED: &str = "x-ignore-shared";
 
 /// One item of the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event<'a> {
+pub enum StreamItem<'a> {
     /// The stream's beginning, complete.
     Configuration(Configuration),
     /// A command between sections.
@@ -177,7 +177,7 @@ pub struct AwaitSection {
 }
 
 /// A step's result: the next state, and what happened unless more bytes are needed.
-pub type Step<'a> = Result<(Destination, Option<Event<'a>>)>;
+pub type Step<'a> = Result<(Destination, Option<StreamItem<'a>>)>;
 
 impl Default for Destination {
     fn default() -> Self {
@@ -193,7 +193,7 @@ impl Destination {
     }
 
     /// For a stream whose source may leave out shared memory, which the destination has.
-    /// [`Event::Configuration`] does not list `x-ignore-shared` then: a stream that is sent on is one without it.
+    /// [`StreamItem::Configuration`] does not list `x-ignore-shared` then: a stream that is sent on is one without it.
     pub fn with_shared_memory(shared_memory: SharedMemory) -> Self {
         Self::Header(AwaitHeader { kind: StreamKind { shared_memory, ..StreamKind::default() } })
     }
@@ -305,7 +305,7 @@ impl AwaitSubsection {
         configuration.capabilities.retain(|name| name != IGNORE_SHARED);
         let mapped_ram = configuration.is_mapped_ram();
         let next = AwaitSection { ram: None, mapped_ram, is_snapshot: self.kind.is_snapshot, has_addresses };
-        Ok((Destination::Sections(next), Some(Event::Configuration(configuration))))
+        Ok((Destination::Sections(next), Some(StreamItem::Configuration(configuration))))
     }
 }
 
@@ -318,7 +318,7 @@ impl AwaitSection {
             SectionType::Command => match VmCommand::decode(input)? {
                 Ok(command) => {
                     refuse_unsupported_command(&command)?;
-                    return Ok((Destination::Sections(self), Some(Event::Command(command))));
+                    return Ok((Destination::Sections(self), Some(StreamItem::Command(command))));
                 }
                 Err(Incomplete) => None,
             },
@@ -329,7 +329,7 @@ impl AwaitSection {
             SectionType::Full if self.ram.as_ref().is_some_and(|ram| ram.is_complete_snapshot()) => {
                 input.rewind(start);
                 let ram = self.ram.take().expect("just seen");
-                return Ok((Destination::DeviceState(Complete { ram }), Some(Event::DeviceState)));
+                return Ok((Destination::DeviceState(Complete { ram }), Some(StreamItem::DeviceState)));
             }
             SectionType::Start | SectionType::Full => match SectionHeader::decode(input) {
                 Ok(header) => return Err(foreign_section(header, kind).into()),
@@ -345,7 +345,7 @@ impl AwaitSection {
             input.rewind(start);
             return Ok((Destination::Sections(self), None));
         };
-        Ok((state, Some(Event::SectionStart(section))))
+        Ok((state, Some(StreamItem::SectionStart(section))))
     }
 
     fn start(&self, header: SectionHeader) -> Result<(RamSection, Destination)> {

@@ -40,7 +40,7 @@ const FOOTER_BYTES: usize = 5;
 
 /// A device of the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Device {
+pub struct DeviceSection {
     /// The idstr, e.g. `0000:00:01.0/virtio-net`.
     pub name: String,
     /// Distinguishes devices of one name.
@@ -55,7 +55,7 @@ pub struct Device {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceState {
     bytes: Vec<u8>,
-    devices: Vec<Device>,
+    devices: Vec<DeviceSection>,
     sections_end: usize,
 }
 
@@ -78,12 +78,12 @@ impl DeviceState {
     }
 
     /// The devices, in the stream's order.
-    pub fn devices(&self) -> &[Device] {
+    pub fn devices(&self) -> &[DeviceSection] {
         &self.devices
     }
 
     /// The payload of a device's section, between its header and its footer.
-    pub fn content(&self, device: &Device) -> &[u8] {
+    pub fn content(&self, device: &DeviceSection) -> &[u8] {
         let start = device.offset + SECTION_HEAD_BYTES + 1 + device.name.len() + 8;
         let next = self.devices.iter().map(|other| other.offset).find(|&offset| offset > device.offset);
         let end = next.unwrap_or(self.sections_end) - FOOTER_BYTES;
@@ -101,7 +101,7 @@ impl DeviceState {
     }
 
     /// The device whose section holds byte `offset`; `None` behind the sections.
-    pub fn device_at(&self, offset: usize) -> Option<&Device> {
+    pub fn device_at(&self, offset: usize) -> Option<&DeviceSection> {
         let within = offset < self.sections_end;
         self.devices.iter().rev().find(|device| within && device.offset <= offset)
     }
@@ -262,13 +262,13 @@ impl<'de> Visitor<'de> for ListedVisitor {
 }
 
 /// Reads the description behind `sections_end` and finds each device that it lists.
-fn devices(bytes: &[u8], sections_end: usize) -> Result<Vec<Device>, InvalidMessage> {
+fn devices(bytes: &[u8], sections_end: usize) -> Result<Vec<DeviceSection>, InvalidMessage> {
     let text = &bytes[sections_end + TAIL_HEAD_BYTES..];
     let description: Description<'_> =
         serde_json::from_slice(text).map_err(|error| InvalidMessage::Description(error.to_string()))?;
     let Listed(listed) = description.devices;
     let sections = &bytes[..sections_end];
-    let mut devices: Vec<Device> = Vec::with_capacity(listed.len());
+    let mut devices: Vec<DeviceSection> = Vec::with_capacity(listed.len());
     for entry in listed {
         let device = locate(sections, devices.last(), &entry)?;
         devices.push(device);
@@ -286,9 +286,9 @@ fn devices(bytes: &[u8], sections_end: usize) -> Result<Vec<Device>, InvalidMess
 /// Finds the section of a listed device: the first at the beginning, others behind the footer of the one `before`.
 fn locate(
     sections: &[u8],
-    before: Option<&Device>,
+    before: Option<&DeviceSection>,
     entry: &ListedDevice<'_>,
-) -> Result<Device, InvalidMessage> {
+) -> Result<DeviceSection, InvalidMessage> {
     let (name, instance) = (&*entry.name, entry.instance_id);
     if name.len() > limits::NAME_BYTES_MAX {
         return Err(InvalidMessage::Description("a device name of more than 255 bytes".into()));
@@ -300,7 +300,7 @@ fn locate(
         let header = sections.get(offset + SECTION_HEAD_BYTES..)?.strip_prefix(&wanted[..])?;
         let version = Reader::new(header).be32().ok()?;
         let full = sections[offset] == SectionType::Full as u8;
-        full.then(|| Device { name: name.into(), instance, version, offset })
+        full.then(|| DeviceSection { name: name.into(), instance, version, offset })
     };
     let found = match before {
         None => at(0),

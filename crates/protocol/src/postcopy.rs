@@ -43,14 +43,14 @@ const BITMAP_END: u64 = 0x0123_4567_89ab_cdef;
 
 /// A block, and the size of the pages that the destination has it in.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Block {
+pub struct PostcopyBlock {
     /// Its name and length.
     pub ram: RamBlock,
     /// Bytes of a host page there: 4 KiB, or that of the huge pages behind it.
     pub page_bytes: u64,
 }
 
-impl Block {
+impl PostcopyBlock {
     /// Number of pages of the destination's size; the last one may be shorter.
     pub fn host_pages(&self) -> u64 {
         self.ram.length.div_ceil(self.page_bytes)
@@ -65,7 +65,7 @@ impl Setup {
     /// Writes the header, the configuration, the return path's opening and ADVISE.
     pub fn advise(
         configuration: &crate::configuration::Configuration,
-        blocks: &[Block],
+        blocks: &[PostcopyBlock],
         out: &mut Vec<u8>,
     ) -> Advised {
         configuration.encode(out);
@@ -85,7 +85,7 @@ pub struct Advised(());
 
 impl Advised {
     /// Writes `ram` START with the block list.
-    pub fn blocks(self, section_id: u32, blocks: &[Block], out: &mut Vec<u8>) -> Loading {
+    pub fn blocks(self, section_id: u32, blocks: &[PostcopyBlock], out: &mut Vec<u8>) -> Loading {
         let (name, version) = (ram::SECTION_NAME.into(), ram::SECTION_VERSION);
         SectionHeader { id: section_id, name, instance: 0, version }.encode(SectionType::Start, out);
         ram::put_total(blocks.iter().map(|block| block.ram.length).sum(), out);
@@ -111,7 +111,7 @@ pub struct Loading(RamWriter);
 impl Loading {
     /// Discards everything, which readies the destination: from here on it has its memory in small pages only. Pages
     /// received before would be up to 2 MiB of zeros each, to be discarded again.
-    pub fn discard(self, blocks: &[Block], out: &mut Vec<u8>) -> Discarded {
+    pub fn discard(self, blocks: &[PostcopyBlock], out: &mut Vec<u8>) -> Discarded {
         for block in blocks.iter().filter(|block| block.ram.length > 0) {
             let mut data = alloc::vec![DISCARD_VERSION];
             put_counted(&mut data, block.ram.name.as_bytes());
@@ -224,7 +224,7 @@ pub struct Preempt(RamWriter);
 
 impl Preempt {
     /// A channel on which nothing was written yet.
-    pub fn new(blocks: &[Block]) -> Self {
+    pub fn new(blocks: &[PostcopyBlock]) -> Self {
         let blocks = blocks.iter().map(|block| block.ram.clone()).collect();
         // Its records stand in no section.
         Self(RamWriter::new(RamOptions { section_id: 0, barrier: None }, blocks))
@@ -247,7 +247,7 @@ pub struct Recovery(RamWriter);
 
 impl Recovery {
     /// Requests the bitmaps of all blocks at once.
-    pub fn ask(section_id: u32, blocks: &[Block], out: &mut Vec<u8>) -> Self {
+    pub fn ask(section_id: u32, blocks: &[PostcopyBlock], out: &mut Vec<u8>) -> Self {
         for block in blocks {
             let mut data = Vec::new();
             put_counted(&mut data, block.ram.name.as_bytes());
@@ -315,7 +315,7 @@ impl PostcopyReturnPathReader {
     /// # Errors
     /// The destination failed, or sent an invalid message: a request outside its blocks, SHUT too early, a PONG to
     /// nothing.
-    pub fn handle(&mut self, message: &ReturnPathMessage, blocks: &[Block]) -> Result<ReturnMessage> {
+    pub fn handle(&mut self, message: &ReturnPathMessage, blocks: &[PostcopyBlock]) -> Result<ReturnMessage> {
         let unexpected = |found: String, expected| PeerMisbehaved::Unexpected { found, expected };
         Ok(match message {
             ReturnPathMessage::Shut(0) if !self.awaits_shut => {
@@ -346,14 +346,14 @@ impl PostcopyReturnPathReader {
     }
 }
 
-fn find(blocks: &[Block], name: &str) -> Result<BlockIndex> {
+fn find(blocks: &[PostcopyBlock], name: &str) -> Result<BlockIndex> {
     let index = blocks.iter().position(|block| block.ram.name == name);
     let unknown = || PeerMisbehaved::UnknownBlock { name: name.into() };
     Ok(BlockIndex(u32::try_from(index.ok_or_else(unknown)?).expect("bounded by BLOCKS_MAX")))
 }
 
 /// Whole host pages within the block, of which there is at least one.
-fn request(blocks: &[Block], index: BlockIndex, start: u64, length: u64) -> Result<ReturnMessage> {
+fn request(blocks: &[PostcopyBlock], index: BlockIndex, start: u64, length: u64) -> Result<ReturnMessage> {
     let block = &blocks[index.index()];
     let is_aligned = start.is_multiple_of(block.page_bytes) && length.is_multiple_of(PAGE_SIZE);
     let end = start.checked_add(length).filter(|&end| end <= block.host_pages() * block.page_bytes);
@@ -375,7 +375,7 @@ fn request(blocks: &[Block], index: BlockIndex, start: u64, length: u64) -> Resu
 ///
 /// # Errors
 /// It is not as long as the block's, or its end mark is missing.
-pub fn decode_bitmap(input: &mut Reader<'_>, block: &Block) -> Result<Option<Vec<u8>>> {
+pub fn decode_bitmap(input: &mut Reader<'_>, block: &PostcopyBlock) -> Result<Option<Vec<u8>>> {
     let start = input.position();
     let expected = block.ram.pages().div_ceil(8).next_multiple_of(8);
     let Ok(found) = input.be64() else {

@@ -89,14 +89,14 @@ pub fn decode_pong(value: u32) -> Option<ReceiverMode> {
     }
 }
 
-/// True if the guest is to run at its destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Run {
-    /// As it did when it was stopped at its source.
+/// Requested run state of the guest at its destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum RunRequest {
+    /// The state that it had at its source when it was stopped for the switchover.
     AsItWas,
-    /// In any case.
+    /// Always running.
     Run,
-    /// In no case.
+    /// Always paused.
     Pause,
 }
 
@@ -106,7 +106,7 @@ pub enum FromSource {
     /// It reports the outcome of this move.
     Hello(MoveId),
     /// The source is done with the guest, which is the destination's.
-    Completed(Run),
+    Completed(RunRequest),
     /// The source has its guest back.
     Aborted,
 }
@@ -118,9 +118,9 @@ impl FromSource {
             Self::Hello(id) => [&[HELLO][..], &id].concat(),
             Self::Completed(run) => {
                 let run = match run {
-                    Run::AsItWas => 0,
-                    Run::Run => 1,
-                    Run::Pause => 2,
+                    RunRequest::AsItWas => 0,
+                    RunRequest::Run => 1,
+                    RunRequest::Pause => 2,
                 };
                 [OUTCOME, 1, run].into()
             }
@@ -156,24 +156,24 @@ impl FromSource {
         match data.as_slice() {
             [HELLO, id @ ..] => Some(Self::Hello(id.try_into().ok()?)),
             [OUTCOME, 0, _] => Some(Self::Aborted),
-            [OUTCOME, 1, 0] => Some(Self::Completed(Run::AsItWas)),
-            [OUTCOME, 1, 1] => Some(Self::Completed(Run::Run)),
-            [OUTCOME, 1, 2] => Some(Self::Completed(Run::Pause)),
+            [OUTCOME, 1, 0] => Some(Self::Completed(RunRequest::AsItWas)),
+            [OUTCOME, 1, 1] => Some(Self::Completed(RunRequest::Run)),
+            [OUTCOME, 1, 2] => Some(Self::Completed(RunRequest::Pause)),
             _ => None,
         }
     }
 }
 
 /// State of the guest at its destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GuestPlacement {
-    /// It runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Placement {
+    /// It runs, or is suspended.
     Running,
-    /// It is paused.
+    /// It is loaded and paused.
     Paused,
-    /// It is loaded; another party decides whether it runs.
+    /// It is loaded by a QEMU that another party drives.
     Loaded,
-    /// It is stored.
+    /// It is stored, or received into memory.
     Stored,
 }
 
@@ -181,7 +181,7 @@ pub enum GuestPlacement {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FromDestination {
     /// The guest is there.
-    Placed(GuestPlacement),
+    Placed(Placement),
     /// It is held there, and could not be run: why.
     NotRun(String),
 }
@@ -192,10 +192,10 @@ impl FromDestination {
         let data = match self {
             Self::Placed(placement) => {
                 let placement = match placement {
-                    GuestPlacement::Running => 0,
-                    GuestPlacement::Paused => 1,
-                    GuestPlacement::Loaded => 2,
-                    GuestPlacement::Stored => 3,
+                    Placement::Running => 0,
+                    Placement::Paused => 1,
+                    Placement::Loaded => 2,
+                    Placement::Stored => 3,
                 };
                 [PLACED, placement].into()
             }
@@ -211,10 +211,10 @@ impl FromDestination {
     pub fn of(message: &ReturnPathMessage) -> Option<Self> {
         let ReturnPathMessage::Other { kind: KIND, data } = message else { return None };
         match data.as_slice() {
-            [PLACED, 0] => Some(Self::Placed(GuestPlacement::Running)),
-            [PLACED, 1] => Some(Self::Placed(GuestPlacement::Paused)),
-            [PLACED, 2] => Some(Self::Placed(GuestPlacement::Loaded)),
-            [PLACED, 3] => Some(Self::Placed(GuestPlacement::Stored)),
+            [PLACED, 0] => Some(Self::Placed(Placement::Running)),
+            [PLACED, 1] => Some(Self::Placed(Placement::Paused)),
+            [PLACED, 2] => Some(Self::Placed(Placement::Loaded)),
+            [PLACED, 3] => Some(Self::Placed(Placement::Stored)),
             [NOT_RUN, reason @ ..] => Some(Self::NotRun(lossy(reason))),
             _ => None,
         }
@@ -251,9 +251,9 @@ mod tests {
     fn frames_of_the_source_come_back_as_they_were() {
         let frames = [
             FromSource::Hello([7; MOVE_ID_BYTES]),
-            FromSource::Completed(Run::AsItWas),
-            FromSource::Completed(Run::Run),
-            FromSource::Completed(Run::Pause),
+            FromSource::Completed(RunRequest::AsItWas),
+            FromSource::Completed(RunRequest::Run),
+            FromSource::Completed(RunRequest::Pause),
             FromSource::Aborted,
         ];
         for frame in frames {
@@ -274,8 +274,7 @@ mod tests {
     #[test]
     fn frames_of_the_destination_pass_through_the_return_path() {
         let long = "x".repeat(REASON_BYTES_MAX + 1);
-        for frame in [FromDestination::Placed(GuestPlacement::Paused), FromDestination::NotRun(long.clone())]
-        {
+        for frame in [FromDestination::Placed(Placement::Paused), FromDestination::NotRun(long.clone())] {
             let mut bytes = Vec::new();
             frame.to_message().encode(&mut bytes);
             let message = ReturnPathMessage::decode(&mut Reader::new(&bytes)).expect("whole").expect("one");

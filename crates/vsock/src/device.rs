@@ -14,7 +14,9 @@ use towline_vhost_user::{
 
 use crate::connection::ConnectionLimits;
 use crate::engine::Engine;
-use crate::host::{Event, Host, HostConfig, HostListener, Listening, UnfinishedSends, wait_for_completions};
+use crate::host::{
+    Host, HostConfig, HostListener, Listening, SocketEvent, UnfinishedSends, wait_for_completions,
+};
 use crate::local_guests::{AcceptQueue, IncomingConnection, LocalGuests};
 use crate::lock::lock;
 use crate::packet::{HOST_CID, SocketType};
@@ -22,7 +24,7 @@ use crate::report::SharedReport;
 use crate::rules::{ForwardingRule, HostAddress};
 use crate::sockets::{CloseMode, Readiness, Sockets as _};
 use crate::state::State;
-use crate::statistics::Report;
+use crate::statistics::VsockReport;
 use crate::transport_reset::TransportReset;
 
 const RECEIVE: usize = 0;
@@ -138,7 +140,7 @@ impl Vsock {
     }
 
     /// Returns the statistics so far.
-    pub fn report(&self) -> Report {
+    pub fn report(&self) -> VsockReport {
         self.report.request(|| self.config.accept_queue.wake())
     }
 
@@ -227,7 +229,7 @@ impl Device for Vsock {
     }
 
     fn save(&self) -> Result<Vec<u8>, BackendError> {
-        let Report { keys, next_port, .. } = self.report();
+        let VsockReport { keys, next_port, .. } = self.report();
         Ok(State { cid: self.cid, next_port, connections: keys }.encode())
     }
 
@@ -318,7 +320,7 @@ impl Drop for VsockWorker {
 
 impl VsockWorker {
     fn publish_report(&self) {
-        self.report.publish(Report {
+        self.report.publish(VsockReport {
             statistics: self.engine.statistics(),
             buffered_bytes: self.engine.buffered_bytes(),
             keys: self.engine.keys(),
@@ -375,15 +377,15 @@ impl VsockWorker {
         }
         while let Some(event) = self.engine.sockets_mut().next_event() {
             match event {
-                Event::Readable(id, readiness) => self.engine.readable(id, readiness),
-                Event::Writable(id) => self.engine.writable(id),
-                Event::Connected(id, socket) => self.engine.connected(id, socket),
-                Event::Error(id) => {
+                SocketEvent::Readable(id, readiness) => self.engine.readable(id, readiness),
+                SocketEvent::Writable(id) => self.engine.writable(id),
+                SocketEvent::Connected(id, socket) => self.engine.connected(id, socket),
+                SocketEvent::Error(id) => {
                     if !self.engine.zero_copy_completed(id) {
                         self.engine.readable(id, Readiness::Closed);
                     }
                 }
-                Event::Incoming(incoming) => self.admit(incoming),
+                SocketEvent::Incoming(incoming) => self.admit(incoming),
             }
         }
     }

@@ -24,7 +24,7 @@ use towline_vhost_user::{Batch, Ring, Traffic};
 
 use self::batch_pool::BatchPool;
 use self::host_end::{HostEnd, HostEnds, Queues};
-use self::lifecycle::{Actions, Event, PeerState, ReceiveState, Transition};
+use self::lifecycle::{Actions, LifecycleEvent, PeerState, ReceiveState, Transition};
 use self::live_queue::LiveQueue;
 use self::zero_copy::LingeringSocket;
 use crate::connection::{ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState};
@@ -217,14 +217,14 @@ impl<S: Sockets> Engine<S> {
     pub fn readable(&mut self, id: ConnectionId, readiness: Readiness) {
         let Some(end) = self.host_ends.get_mut(id) else { return };
         end.has_urgent |= readiness == Readiness::Urgent;
-        self.on_event(id, Event::Ready(readiness));
+        self.on_event(id, LifecycleEvent::Ready(readiness));
         self.schedule_read(id);
     }
 
     /// Sends queued data to a socket whose send buffer has space again.
     pub fn writable(&mut self, id: ConnectionId) {
         if self.host_ends.get_mut(id).is_some() {
-            self.on_event(id, Event::Writable);
+            self.on_event(id, LifecycleEvent::Writable);
             self.flush(id);
         }
     }
@@ -343,7 +343,7 @@ impl<S: Sockets> Engine<S> {
         match self.host_ends.get_mut(id) {
             Some(end) if end.socket.is_some() => {
                 let all_sent = end.send_queue.is_empty();
-                self.on_event(id, Event::Update { guest, all_sent });
+                self.on_event(id, LifecycleEvent::Update { guest, all_sent });
             }
             // The guest has closed it before its socket was connected.
             Some(_) if guest.is_all() => self.reset(id, CloseMode::Graceful),
@@ -353,7 +353,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Makes the transition of a connection on an event.
-    fn on_event(&mut self, id: ConnectionId, event: Event) {
+    fn on_event(&mut self, id: ConnectionId, event: LifecycleEvent) {
         let Some(end) = self.host_ends.get_mut(id) else { return };
         let Some(Transition { next, actions }) = end.lifecycle.on(event) else {
             debug_assert!(false, "{event:?} is not legal in {:?}", end.lifecycle);

@@ -84,7 +84,7 @@ pub(crate) struct HostConfig {
 }
 
 /// Event for the engine.
-pub(crate) enum Event {
+pub(crate) enum SocketEvent {
     Readable(ConnectionId, Readiness),
     Writable(ConnectionId),
     /// Zero-copy sends have completed, or the socket has failed.
@@ -109,7 +109,7 @@ pub(crate) struct Host {
     handshakes: Handshakes,
     pending: HashMap<ConnectionId, PendingConnect>,
     zero_copy: ZeroCopyPolicy,
-    events: VecDeque<Event>,
+    events: VecDeque<SocketEvent>,
     now_ms: u64,
 }
 
@@ -178,7 +178,7 @@ impl Host {
                 TIMER => self.on_timer(),
                 ACCEPT_QUEUE => {
                     let incoming = self.config.accept_queue.take_all();
-                    self.events.extend(incoming.into_iter().map(Event::Incoming));
+                    self.events.extend(incoming.into_iter().map(SocketEvent::Incoming));
                 }
                 LISTENER => self.accept(index),
                 HANDSHAKE => self.continue_handshake(index),
@@ -187,7 +187,7 @@ impl Host {
         }
     }
 
-    pub(crate) fn next_event(&mut self) -> Option<Event> {
+    pub(crate) fn next_event(&mut self) -> Option<SocketEvent> {
         self.events.pop_front()
     }
 
@@ -220,9 +220,9 @@ impl Host {
             if let Some(PendingConnect::Retry(address, kind)) = self.pending.remove(&id) {
                 match self.connect_address(id, &address, kind) {
                     ConnectOutcome::Connected(socket) => {
-                        self.events.push_back(Event::Connected(id, Some(socket)));
+                        self.events.push_back(SocketEvent::Connected(id, Some(socket)));
                     }
-                    ConnectOutcome::Refused => self.events.push_back(Event::Connected(id, None)),
+                    ConnectOutcome::Refused => self.events.push_back(SocketEvent::Connected(id, None)),
                     ConnectOutcome::InProgress => {}
                 }
             }
@@ -295,7 +295,12 @@ impl Host {
 
     fn incoming(&mut self, socket: HostSocket, port: u32) {
         let kind = socket.kind();
-        self.events.push_back(Event::Incoming(IncomingConnection { port, kind, cid: HOST_CID, socket }));
+        self.events.push_back(SocketEvent::Incoming(IncomingConnection {
+            port,
+            kind,
+            cid: HOST_CID,
+            socket,
+        }));
     }
 
     fn continue_handshake(&mut self, slot: usize) {
@@ -321,13 +326,13 @@ impl Host {
             return;
         }
         if flags.contains(epoll::EventFlags::OUT) {
-            self.events.push_back(Event::Writable(id));
+            self.events.push_back(SocketEvent::Writable(id));
         }
         if flags.contains(epoll::EventFlags::ERR) {
-            self.events.push_back(Event::Error(id));
+            self.events.push_back(SocketEvent::Error(id));
         }
         if flags.contains(epoll::EventFlags::PRI) {
-            self.events.push_back(Event::Readable(id, Readiness::Urgent));
+            self.events.push_back(SocketEvent::Readable(id, Readiness::Urgent));
         }
         let readiness = if flags.contains(epoll::EventFlags::HUP) {
             Readiness::Closed
@@ -338,7 +343,7 @@ impl Host {
         } else {
             return;
         };
-        self.events.push_back(Event::Readable(id, readiness));
+        self.events.push_back(SocketEvent::Readable(id, readiness));
     }
 
     fn register(&self, id: ConnectionId, socket: &HostSocket, interest: Interest) -> io::Result<()> {
@@ -381,9 +386,9 @@ impl Sockets for Host {
         };
         if let Err(errno) = added {
             tracing::error!(%errno, "epoll_ctl");
-            self.events.push_back(Event::Connected(id, None));
+            self.events.push_back(SocketEvent::Connected(id, None));
         } else if socket.has_buffered() {
-            self.events.push_back(Event::Readable(id, Readiness::Readable));
+            self.events.push_back(SocketEvent::Readable(id, Readiness::Readable));
         }
     }
 

@@ -42,7 +42,7 @@ pub use sockets::{
     CloseMode, ConnectOutcome, Interest, Peeked, Readiness, ReceiveOutcome, SendOutcome, Sockets,
 };
 pub use state::STATE_VERSION;
-pub use statistics::{ConnectionReport, ConnectionStatistics, Report, Statistics};
+pub use statistics::{ConnectionReport, ConnectionStatistics, Statistics, VsockReport};
 pub use table::{DataHeaders, PENDING_RESETS_MAX, Table};
 pub use towline_channel::ZeroCopySend;
 

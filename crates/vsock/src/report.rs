@@ -5,7 +5,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::lock::lock;
-use crate::statistics::Report;
+use crate::statistics::VsockReport;
 
 /// Time limit of a worker for a report; after that the last published one is returned.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -22,7 +22,7 @@ pub(crate) struct SharedReport {
 
 #[derive(Debug, Default)]
 struct Published {
-    report: Report,
+    report: VsockReport,
     /// Number of reports so far.
     count: u64,
 }
@@ -49,14 +49,14 @@ impl SharedReport {
     }
 
     /// Replaces the last report.
-    pub(crate) fn publish(&self, report: Report) {
+    pub(crate) fn publish(&self, report: VsockReport) {
         let mut last = lock(&self.last);
         *last = Published { report, count: last.count + 1 };
         self.published.notify_all();
     }
 
     /// Requests a report, waits for it, and returns the last one. `wake` wakes the worker.
-    pub(crate) fn request(&self, wake: impl FnOnce()) -> Report {
+    pub(crate) fn request(&self, wake: impl FnOnce()) -> VsockReport {
         let last = lock(&self.last);
         if !self.has_worker() {
             return last.report.clone();

@@ -59,7 +59,7 @@ pub struct Statistics {
 /// Statistics of a device since its guest was last connected.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Report {
+pub struct VsockReport {
     /// Counters of all connections together.
     pub statistics: Statistics,
     /// Bytes buffered for sockets that are full.
@@ -106,7 +106,7 @@ impl ConnectionReport {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for VsockReport {
     /// Writes a line for the device and one for each connection.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Statistics {

@@ -9,7 +9,7 @@ use std::net::Shutdown;
 use std::time::Instant;
 
 use towline_frontend::Frontend;
-use towline_frontend::vsock::Event;
+use towline_frontend::vsock::VsockEvent;
 use towline_frontend::wire::{feature, protocol};
 use towline_vsock::ConnectionLimits;
 
@@ -42,17 +42,17 @@ fn used_receive_buffers_have_packets_for_the_guest() {
         }
         guest
             .poll(|guest, event| match event {
-                Event::Request(ports) => guest.accept(ports),
-                Event::Data { ports, len, .. } if rng.u8(..) < 64 => {
+                VsockEvent::Request(ports) => guest.accept(ports),
+                VsockEvent::Data { ports, len, .. } if rng.u8(..) < 64 => {
                     guest.send_any(ports, len);
                     guest.reset(ports);
                     ended += 1;
                 }
-                Event::Shutdown(ports, _) => {
+                VsockEvent::Shutdown(ports, _) => {
                     guest.reset(ports);
                     ended += 1;
                 }
-                Event::Reset(_) => ended += 1,
+                VsockEvent::Reset(_) => ended += 1,
                 _ => {}
             })
             .unwrap();
@@ -70,9 +70,11 @@ fn a_shutdown_is_confirmed_when_all_data_was_forwarded() {
     let content = bytes(300_000);
     send_all(&mut guest, ports, &content);
     guest.shutdown(ports, SHUT_ALL);
-    guest.poll(|_, event| assert!(!matches!(event, Event::Reset(_)), "reset before all was read")).unwrap();
+    guest
+        .poll(|_, event| assert!(!matches!(event, VsockEvent::Reset(_)), "reset before all was read"))
+        .unwrap();
     let reader = read_to_end(stream);
-    poll_until(&mut guest, |_, event| (event == Event::Reset(ports)).then_some(()));
+    poll_until(&mut guest, |_, event| (event == VsockEvent::Reset(ports)).then_some(()));
     assert!(reader.join().unwrap() == content);
 }
 
@@ -85,11 +87,11 @@ fn a_guest_that_still_sends_is_notified_when_the_host_closes() {
     guest.poll(|_, _| ()).unwrap();
     drop(stream);
     poll_until(&mut guest, |_, event| match event {
-        Event::Shutdown(found, flags) if found == ports => {
+        VsockEvent::Shutdown(found, flags) if found == ports => {
             assert!(flags & SHUT_RECEIVE != 0, "the guest is not notified that its data is discarded");
             Some(())
         }
-        Event::Reset(found) if found == ports => Some(()),
+        VsockEvent::Reset(found) if found == ports => Some(()),
         _ => None,
     });
 }
@@ -153,7 +155,7 @@ fn slow_readers_lose_nothing_and_do_not_delay_others() {
     guest.shutdown(slow, SHUT_ALL);
     guest.poll(|_, _| ()).unwrap();
     let rest = read_to_end(slow_stream);
-    poll_until(&mut guest, |_, event| (event == Event::Reset(slow)).then_some(()));
+    poll_until(&mut guest, |_, event| (event == VsockEvent::Reset(slow)).then_some(()));
     received.extend(rest.join().unwrap());
     assert!(received == content[..sent[0]], "{} of {} bytes", received.len(), sent[0]);
     let report = served.device.report();

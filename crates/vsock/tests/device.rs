@@ -7,7 +7,7 @@ use std::io::Read as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_frontend::vsock::{Event, Guest, Options};
+use towline_frontend::vsock::{Guest, Options, VsockEvent};
 use towline_frontend::wire::feature;
 use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
 use towline_vhost_user::Device as _;
@@ -44,7 +44,8 @@ fn both_steps_of_an_end_are_reported_to_the_guest() {
     let (_frontend, mut guest) = served.guest();
     let (ports, stream) = connect_guest(&served, &mut guest, 5000);
     stream.shutdown(std::net::Shutdown::Write).unwrap();
-    let shut = |event| if let Event::Shutdown(found, flags) = event { Some((found, flags)) } else { None };
+    let shut =
+        |event| if let VsockEvent::Shutdown(found, flags) = event { Some((found, flags)) } else { None };
     assert_eq!(poll_until(&mut guest, |_, event| shut(event)), (ports, 2));
     drop(stream);
     assert_eq!(poll_until(&mut guest, |_, event| shut(event)), (ports, 3));
@@ -87,7 +88,7 @@ fn a_migrated_guests_connections_are_reset() {
     let (ports, _stream) = connect_guest(&here, &mut guest, 5000);
     let _other = here.connect(22);
     let requested = poll_until(&mut guest, |guest, event| match event {
-        Event::Request(ports) => {
+        VsockEvent::Request(ports) => {
             guest.accept(ports);
             Some(ports)
         }
@@ -106,7 +107,7 @@ fn a_migrated_guests_connections_are_reset() {
     other.start(guest.tx(), bases[1]).unwrap();
     let mut left = vec![ports, requested];
     poll_until(&mut guest, |_, event| {
-        if let Event::Reset(ports) = event {
+        if let VsockEvent::Reset(ports) = event {
             left.retain(|other| *other != ports);
         }
         left.is_empty().then_some(())
@@ -114,7 +115,10 @@ fn a_migrated_guests_connections_are_reset() {
     // New connections get other ports than those of the last process.
     let _stream = there.connect(22);
     let again =
-        poll_until(&mut guest, |_, event| if let Event::Request(ports) = event { Some(ports) } else { None });
+        poll_until(
+            &mut guest,
+            |_, event| if let VsockEvent::Request(ports) = event { Some(ports) } else { None },
+        );
     assert_eq!(again.1, requested.1 + 1);
     assert_eq!(there.device.migration_version(), here.device.migration_version());
     assert!(there.device.accepts(&here.device.migration_version().unwrap()).is_ok());
@@ -154,7 +158,7 @@ fn connections_are_deferred_until_the_transport_reset_is_processed() {
         assert!(Instant::now() < deadline, "the event came: {}; the reset: {reset}", notified.is_some());
         guest
             .poll(|_, event| match event {
-                Event::Reset(found) => reset |= found == ports,
+                VsockEvent::Reset(found) => reset |= found == ports,
                 event => panic!("{event:?} before the event"),
             })
             .unwrap();
@@ -171,7 +175,7 @@ fn connections_are_deferred_until_the_transport_reset_is_processed() {
     assert!(events.add(&[], &[buffers[0]], 0));
     events.publish();
     events.force_kick();
-    poll_until(&mut guest, |_, event| matches!(event, Event::Request((22, _))).then_some(()));
+    poll_until(&mut guest, |_, event| matches!(event, VsockEvent::Request((22, _))).then_some(()));
 }
 
 #[test]

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use towline_frontend::vsock::{Event, Guest, HEADER_BYTES, Options};
+use towline_frontend::vsock::{Guest, HEADER_BYTES, Options, VsockEvent};
 use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, GUEST_BASE, Memory};
 use towline_vsock::ConnectionLimits;
@@ -113,8 +113,8 @@ fn a_page_is_marked_after_its_last_write() {
         while packets < PACKETS {
             guest
                 .poll(|guest, event| match event {
-                    Event::Request(ports) => guest.accept(ports),
-                    Event::Data { guest: payload, .. } => {
+                    VsockEvent::Request(ports) => guest.accept(ports),
+                    VsockEvent::Data { guest: payload, .. } => {
                         packets += 1;
                         first = first.min(payload - HEADER_BYTES as u64);
                         last = last.max(payload - HEADER_BYTES as u64 + BUFFER_BYTES as u64);

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, getrlimit};
-use towline_frontend::vsock::{Event, Guest};
+use towline_frontend::vsock::{Guest, VsockEvent};
 use towline_vsock::ConnectionLimits;
 use towline_vsock::packet::SocketType;
 
@@ -86,7 +86,7 @@ fn connect_all(guest: &mut Guest) {
         loop {
             guest
                 .poll(|_, event| match event {
-                    Event::Connected(_) => connected += 1,
+                    VsockEvent::Connected(_) => connected += 1,
                     event => panic!("{event:?} after {connected} connections"),
                 })
                 .unwrap();
@@ -162,8 +162,8 @@ fn connections_without_memory_for_a_window_are_refused() {
     for port in 0..9 {
         guest.request((port, 5000));
         outcomes.push(poll_until(&mut guest, |_, event| match event {
-            Event::Connected(_) => Some(true),
-            Event::Reset(_) => Some(false),
+            VsockEvent::Connected(_) => Some(true),
+            VsockEvent::Reset(_) => Some(false),
             _ => None,
         }));
     }

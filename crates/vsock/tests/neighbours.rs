@@ -220,7 +220,7 @@ fn waste(run: &Run, (_frontend, mut guest): (Frontend, Guest), directory: &Path)
         guest.rx().publish();
         guest
             .poll(|guest, event| {
-                if let towline_frontend::vsock::Event::Request(ports) = event {
+                if let towline_frontend::vsock::VsockEvent::Request(ports) = event {
                     guest.accept(ports);
                 }
             })
@@ -234,7 +234,7 @@ fn work(run: &Run, (_frontend, mut guest): (Frontend, Guest)) {
     let ports = (6000, PORT);
     guest.request(ports);
     common::poll_until(&mut guest, |_, event| {
-        (event == towline_frontend::vsock::Event::Connected(ports)).then_some(())
+        (event == towline_frontend::vsock::VsockEvent::Connected(ports)).then_some(())
     });
     let pause = Duration::from_micros(u64::from(UNIT) * 1_000_000 / RATE);
     let mut next = Instant::now();
@@ -246,7 +246,7 @@ fn work(run: &Run, (_frontend, mut guest): (Frontend, Guest)) {
         }
         guest
             .poll(|_, event| {
-                if let (towline_frontend::vsock::Event::Data { .. }, Some(since)) = (event, sent_at) {
+                if let (towline_frontend::vsock::VsockEvent::Data { .. }, Some(since)) = (event, sent_at) {
                     let took = u64::try_from(since.elapsed().as_micros()).unwrap();
                     run.trips_us.lock().unwrap().push(took);
                     sent_at = None;

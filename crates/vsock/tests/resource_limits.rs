@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{RecvFlags, SendFlags, SocketAddrUnix};
 use towline_frontend::vsock::{
-    BUF_ALLOC, Event, Guest, HOST_CID, Header, Ports, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, op,
+    BUF_ALLOC, Guest, HOST_CID, Header, Ports, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, VsockEvent, op,
 };
 use towline_frontend::{Buffer, Queue, QueueOptions};
 use towline_vsock::ConnectionLimits;
@@ -111,7 +111,7 @@ fn a_message_with_more_segments_than_a_call_takes_arrives() {
     let listener = listen_seqpacket(&served.path("v_5000"));
     let ports = (6000, 5000);
     guest.request_seqpacket(ports);
-    poll_until(&mut guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+    poll_until(&mut guest, |_, event| (event == VsockEvent::Connected(ports)).then_some(()));
     let host = rustix::net::accept(&listener).unwrap();
     let content = bytes(8192);
     // 1024 descriptors, which are retained: the message has no end yet.
@@ -140,7 +140,7 @@ fn a_connection_with_an_unfinished_message_ends_with_its_sender() {
     let listener = listen_seqpacket(&served.path("v_5000"));
     let ports = (6000, 5000);
     guest.request_seqpacket(ports);
-    poll_until(&mut guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+    poll_until(&mut guest, |_, event| (event == VsockEvent::Connected(ports)).then_some(()));
     let host = rustix::net::accept(&listener).unwrap();
     assert!(guest.send(ports, b"whole", END_OF_MESSAGE));
     assert!(guest.send(ports, b"unfinished", 0));
@@ -175,7 +175,7 @@ fn empty_messages_of_a_client_do_not_keep_a_device_from_stopping() {
     rustix::net::connect(&client, &SocketAddrUnix::new(served.path("m")).unwrap()).unwrap();
     rustix::net::send(&client, b"CONNECT 22\n", SendFlags::empty()).unwrap();
     poll_until(&mut guest, |guest, event| match event {
-        Event::Request(ports) => {
+        VsockEvent::Request(ports) => {
             guest.accept(ports);
             Some(())
         }
@@ -220,8 +220,8 @@ fn messages_of_one_byte_use_no_more_memory_than_is_stated() {
         let ports = (port, 5000);
         guest.request_seqpacket(ports);
         let is_connected = poll_until(&mut guest, |_, event| match event {
-            Event::Connected(found) => Some(found == ports),
-            Event::Reset(_) => Some(false),
+            VsockEvent::Connected(found) => Some(found == ports),
+            VsockEvent::Reset(_) => Some(false),
             _ => None,
         });
         if !is_connected {
@@ -272,7 +272,7 @@ fn messages_wait_for_memory_and_arrive() {
     for port in 0..3 {
         let ports = (port, 5000);
         guest.request_seqpacket(ports);
-        poll_until(&mut guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+        poll_until(&mut guest, |_, event| (event == VsockEvent::Connected(ports)).then_some(()));
         hosts.push(rustix::net::accept(&listener).unwrap());
     }
     // The driver returns no buffers meanwhile, so the first message is in transit when the others are ready.
@@ -281,7 +281,7 @@ fn messages_wait_for_memory_and_arrive() {
     }
     let (mut received, mut ended, memory) = ([0; 3], [0; 3], Arc::clone(guest.memory()));
     poll_until(&mut guest, |_, event| {
-        if let Event::Data { ports, guest, len, flags } = event {
+        if let VsockEvent::Data { ports, guest, len, flags } = event {
             let (port, len) = (ports.0 as usize, len as usize);
             let is_right = memory.bytes(guest, len) == content[received[port]..received[port] + len];
             assert!(is_right, "{len} bytes at {} of message {port}", received[port]);
@@ -326,7 +326,7 @@ fn clients_that_send_nothing_do_not_shut_out_others() {
     let mut silent: Vec<UnixStream> = (0..1100).map(|_| connect()).collect();
     let _client = served.connect(22);
     let deadline = Instant::now() + TIMEOUT;
-    poll_until(&mut guest, |_, event| matches!(event, Event::Request(_)).then_some(()));
+    poll_until(&mut guest, |_, event| matches!(event, VsockEvent::Request(_)).then_some(()));
     assert!(Instant::now() < deadline);
     // A client that is not among the oldest is still connected: the handshake of the other one did not wait for timeouts.
     let other = &mut silent[500];
@@ -345,7 +345,7 @@ fn data_after_urgent_data_is_received() {
     let (_frontend, mut guest) = served.guest();
     let ports = (6000, 5000);
     guest.request(ports);
-    poll_until(&mut guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+    poll_until(&mut guest, |_, event| (event == VsockEvent::Connected(ports)).then_some(()));
     let (mut host, _): (TcpStream, _) = listener.accept().unwrap();
     for round in 0..100 {
         host.write_all(b"before").unwrap();
@@ -353,7 +353,7 @@ fn data_after_urgent_data_is_received() {
         host.write_all(b"after").unwrap();
         let mut found = 0;
         poll_until(&mut guest, |_, event| {
-            if let Event::Data { len, .. } = event {
+            if let VsockEvent::Data { len, .. } = event {
                 found += len;
             }
             (found == 11).then_some(())

@@ -7,7 +7,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 
-use towline_frontend::vsock::{Event, Guest, Ports};
+use towline_frontend::vsock::{Guest, Ports, VsockEvent};
 use towline_vsock::ConnectionLimits;
 
 use common::{CID, Served, TIMEOUT, bytes, poll_until, send_all};
@@ -35,16 +35,16 @@ fn unix(stream: UnixStream) -> UnixStream {
 
 fn connected(guest: &mut Guest, ports: Ports) {
     poll_until(guest, |_, event| match event {
-        Event::Connected(found) if found == ports => Some(()),
-        Event::Reset(found) if found == ports => panic!("the connection of {ports:?} was refused"),
+        VsockEvent::Connected(found) if found == ports => Some(()),
+        VsockEvent::Reset(found) if found == ports => panic!("the connection of {ports:?} was refused"),
         _ => None,
     });
 }
 
 fn refused(guest: &mut Guest, ports: Ports) {
     poll_until(guest, |_, event| match event {
-        Event::Reset(found) if found == ports => Some(()),
-        Event::Connected(found) if found == ports => panic!("{ports:?} was connected"),
+        VsockEvent::Reset(found) if found == ports => Some(()),
+        VsockEvent::Connected(found) if found == ports => panic!("{ports:?} was connected"),
         _ => None,
     });
 }
@@ -52,7 +52,7 @@ fn refused(guest: &mut Guest, ports: Ports) {
 /// Accepts the next connection to this port of the guest.
 fn accepted(guest: &mut Guest, port: u32) -> Ports {
     poll_until(guest, |guest, event| match event {
-        Event::Request(ports) => {
+        VsockEvent::Request(ports) => {
             assert_eq!(ports.0, port);
             guest.accept(ports);
             Some(ports)
@@ -65,12 +65,12 @@ fn accepted(guest: &mut Guest, port: u32) -> Ports {
 fn receive_all(guest: &mut Guest, wanted: Ports) -> Vec<u8> {
     let mut received = Vec::new();
     poll_until(guest, |guest, event| match event {
-        Event::Data { ports, guest: at, len, .. } if ports == wanted => {
+        VsockEvent::Data { ports, guest: at, len, .. } if ports == wanted => {
             received.extend(guest.memory().bytes(at, len as usize));
             None
         }
-        Event::Shutdown(ports, flags) if ports == wanted && flags & SHUT_SEND != 0 => Some(()),
-        Event::Reset(ports) if ports == wanted => panic!("reset after {} bytes", received.len()),
+        VsockEvent::Shutdown(ports, flags) if ports == wanted && flags & SHUT_SEND != 0 => Some(()),
+        VsockEvent::Reset(ports) if ports == wanted => panic!("reset after {} bytes", received.len()),
         _ => None,
     });
     received
@@ -136,7 +136,7 @@ fn an_address_of_the_host_is_forwarded_to_a_port() {
     // A guest that refuses the connection.
     let mut stream = tcp(TcpStream::connect(from).unwrap());
     poll_until(&mut guest, |guest, event| match event {
-        Event::Request(ports) => {
+        VsockEvent::Request(ports) => {
             guest.reset(ports);
             guest.tx().publish();
             Some(())

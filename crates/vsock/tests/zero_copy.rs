@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::sockopt;
 use towline_frontend::Frontend;
-use towline_frontend::vsock::{Event, Guest};
+use towline_frontend::vsock::{Guest, VsockEvent};
 use towline_frontend::wire::{Code, RegionInfo, encode_u64s, feature};
 use towline_lab::{Network, skip, wait_until};
 use towline_sandbox::Policy;
@@ -42,7 +42,7 @@ impl ZeroCopyConnection {
         let served = Served::with_rules(ConnectionLimits::default(), CID, &[rule]);
         let (frontend, mut guest) = served.guest();
         guest.request(PORTS);
-        poll_until(&mut guest, |_, event| (event == Event::Connected(PORTS)).then_some(()));
+        poll_until(&mut guest, |_, event| (event == VsockEvent::Connected(PORTS)).then_some(()));
         let peer = listener.accept().unwrap().0;
         peer.set_read_timeout(Some(TIMEOUT)).unwrap();
         Self { served, frontend, guest, ports: PORTS, peer }
@@ -57,7 +57,7 @@ impl ZeroCopyConnection {
         let peer = TcpStream::connect(address).unwrap();
         peer.set_read_timeout(Some(TIMEOUT)).unwrap();
         let ports = poll_until(&mut guest, |guest, event| match event {
-            Event::Request(ports) => {
+            VsockEvent::Request(ports) => {
                 guest.accept(ports);
                 Some(ports)
             }
@@ -251,7 +251,7 @@ fn no_session_begins_while_the_kernel_still_sends_data_of_the_former_one() {
     let served = near.enter(|| Served::with_rules(ConnectionLimits::default(), CID, &rules)).unwrap();
     let (mut frontend, mut guest) = served.guest();
     guest.request(PORTS);
-    poll_until(&mut guest, |_, event| (event == Event::Connected(PORTS)).then_some(()));
+    poll_until(&mut guest, |_, event| (event == VsockEvent::Connected(PORTS)).then_some(()));
     let _peer = listener.accept().unwrap().0;
     // A burst of some packets, then a byte each second.
     let queueing = "tc qdisc add dev out0 root tbf rate 8bit burst 5000 limit 10mb";

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_frontend::vsock::{Event, Guest, Options};
+use towline_frontend::vsock::{Guest, Options, VsockEvent};
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, Memory};
 use towline_lab::{LinuxGuest, Network, Qemu, require_lab, skip, towline_binary};
@@ -64,7 +64,7 @@ fn drives_a_vsock_in_the_guest() {
     let mut connected = false;
     let deadline = Instant::now() + WITHIN;
     while !connected {
-        guest.poll(|_, event| connected |= event == Event::Connected(PORTS)).unwrap();
+        guest.poll(|_, event| connected |= event == VsockEvent::Connected(PORTS)).unwrap();
         assert!(Instant::now() < deadline, "no connection");
         guest.wait(false, Duration::from_millis(10)).unwrap();
     }

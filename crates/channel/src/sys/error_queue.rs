@@ -18,7 +18,7 @@ const CONTROL: usize = 512;
 
 /// Fields of `struct sock_extended_err`; what they mean depends on `origin`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Report {
+pub(crate) struct ExtendedError {
     pub(crate) errno: u32,
     pub(crate) origin: u8,
     pub(crate) code: u8,
@@ -30,7 +30,7 @@ pub(crate) struct Report {
 struct Control([u8; CONTROL]);
 
 /// Reads one entry from the queue, without waiting: `None` if it is empty, `Some(None)` for an entry of another shape.
-pub(crate) fn read_entry(fd: BorrowedFd<'_>) -> io::Result<Option<Option<Report>>> {
+pub(crate) fn read_entry(fd: BorrowedFd<'_>) -> io::Result<Option<Option<ExtendedError>>> {
     let mut control = Control([0; CONTROL]);
     let mut message = header(std::ptr::null_mut(), 0);
     message.msg_control = control.0.as_mut_ptr().cast();
@@ -45,7 +45,7 @@ pub(crate) fn read_entry(fd: BorrowedFd<'_>) -> io::Result<Option<Option<Report>
 }
 
 /// The report among the control messages of a filled `message`.
-fn find(message: &libc::msghdr) -> Option<Report> {
+fn find(message: &libc::msghdr) -> Option<ExtendedError> {
     // SAFETY: `msg_control` and `msg_controllen` describe memory that the kernel filled; the macros stay inside it.
     let mut next = unsafe { libc::CMSG_FIRSTHDR(message) };
     while !next.is_null() {
@@ -60,7 +60,7 @@ fn find(message: &libc::msghdr) -> Option<Report> {
         if is_error && found.cmsg_len as usize >= whole {
             // SAFETY: the payload is large enough (just compared); any bytes are a valid `sock_extended_err`.
             let error = unsafe { libc::CMSG_DATA(next).cast::<libc::sock_extended_err>().read_unaligned() };
-            return Some(Report {
+            return Some(ExtendedError {
                 errno: error.ee_errno,
                 origin: error.ee_origin,
                 code: error.ee_code,

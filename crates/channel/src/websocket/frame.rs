@@ -24,7 +24,7 @@ const CLOSE_NORMAL: [u8; 2] = 1000_u16.to_be_bytes();
 
 /// The end of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
+pub(super) enum WebSocketRole {
     /// Masks what it sends.
     Client,
     /// Does not.
@@ -48,18 +48,18 @@ impl Pings {
 /// The sending half.
 #[derive(Debug)]
 pub(super) struct FrameWriter {
-    side: Side,
+    side: WebSocketRole,
     pings: Arc<Pings>,
 }
 
 impl FrameWriter {
-    pub(super) fn new(side: Side, pings: Arc<Pings>) -> Self {
+    pub(super) fn new(side: WebSocketRole, pings: Arc<Pings>) -> Self {
         Self { side, pings }
     }
 
     /// Builds a frame around the payload after the space for the longest header; returns its range.
     fn frame(&self, opcode: OpCode, length: usize, room: &mut [u8]) -> Range<usize> {
-        let mask = (self.side == Side::Client).then(|| fastrand::u32(..).to_ne_bytes());
+        let mask = (self.side == WebSocketRole::Client).then(|| fastrand::u32(..).to_ne_bytes());
         let header = FrameHeader { opcode, mask, ..FrameHeader::default() };
         let start = HEADER_BYTES_MAX - header.len(length as u64);
         let mut head = &mut room[start..HEADER_BYTES_MAX];
@@ -100,7 +100,7 @@ impl Pack for FrameWriter {
 /// The receiving half.
 #[derive(Debug)]
 pub(super) struct FrameReader {
-    side: Side,
+    side: WebSocketRole,
     pings: Arc<Pings>,
     /// Bytes of the present data frame that are to come.
     left: u64,
@@ -111,7 +111,7 @@ pub(super) struct FrameReader {
 }
 
 impl FrameReader {
-    pub(super) fn new(side: Side, pings: Arc<Pings>) -> Self {
+    pub(super) fn new(side: WebSocketRole, pings: Arc<Pings>) -> Self {
         Self { side, pings, left: 0, mask: None, in_message: false }
     }
 
@@ -150,7 +150,7 @@ impl FrameReader {
         if header.rsv1 || header.rsv2 || header.rsv3 {
             return Err("it sent a frame of an extension, and none was agreed on".into());
         }
-        if header.mask.is_some() != (self.side == Side::Server) {
+        if header.mask.is_some() != (self.side == WebSocketRole::Server) {
             let text = if header.mask.is_some() {
                 "a masked frame, which only clients"
             } else {
@@ -255,7 +255,7 @@ mod tests {
             sizes in prop::collection::vec(1..40usize, 1..9),
             client: bool,
         ) {
-            let (from, to) = if client { (Side::Client, Side::Server) } else { (Side::Server, Side::Client) };
+            let (from, to) = if client { (WebSocketRole::Client, WebSocketRole::Server) } else { (WebSocketRole::Server, WebSocketRole::Client) };
             let pings = Arc::new(Pings::default());
             let mut writer = FrameWriter::new(from, Arc::clone(&pings));
             let (mut room, mut bytes) = (vec![0; BATCH_BYTES], Vec::new());
@@ -278,7 +278,7 @@ mod tests {
             bytes in prop::collection::vec(any::<u8>(), 0..200),
             sizes in prop::collection::vec(1..40usize, 1..9),
         ) {
-            let mut reader = FrameReader::new(Side::Server, Arc::default());
+            let mut reader = FrameReader::new(WebSocketRole::Server, Arc::default());
             match read(&mut reader, &bytes, &sizes) {
                 Ok(data) => prop_assert!(data.len() <= bytes.len()),
                 Err(Error::WebSocket { .. }) => {}

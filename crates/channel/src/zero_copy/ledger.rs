@@ -12,7 +12,7 @@
 
 use super::ZeroCopyStatistics;
 use crate::Flushed;
-use crate::sys::error_queue::{CODE_COPIED, ORIGIN_ZERO_COPY, Report};
+use crate::sys::error_queue::{CODE_COPIED, ExtendedError, ORIGIN_ZERO_COPY};
 use std::collections::BTreeMap;
 
 /// The books of one socket.
@@ -69,7 +69,7 @@ impl Ledger {
     }
 
     /// Books an entry of the error queue.
-    pub(super) fn book(&mut self, report: Option<Report>) {
+    pub(super) fn book(&mut self, report: Option<ExtendedError>) {
         match report {
             Some(report) if report.origin == ORIGIN_ZERO_COPY => self.complete(&report),
             _ => self.statistics.foreign += 1,
@@ -83,7 +83,7 @@ impl Ledger {
         if all_copied { Flushed::AllCopied } else { Flushed::Done }
     }
 
-    fn complete(&mut self, report: &Report) {
+    fn complete(&mut self, report: &ExtendedError) {
         let start = self.finished + u64::from(report.info.wrapping_sub(self.finished as u32));
         let end = start + u64::from(report.data.wrapping_sub(report.info)) + 1;
         if end > self.open_end() || self.overlaps(start, end) {
@@ -124,12 +124,17 @@ mod tests {
         }
     }
 
-    fn report(first: u64, last: u64) -> Report {
-        Report { origin: ORIGIN_ZERO_COPY, info: first as u32, data: last as u32, ..Report::default() }
+    fn report(first: u64, last: u64) -> ExtendedError {
+        ExtendedError {
+            origin: ORIGIN_ZERO_COPY,
+            info: first as u32,
+            data: last as u32,
+            ..ExtendedError::default()
+        }
     }
 
-    fn copied(first: u64, last: u64) -> Report {
-        Report { code: CODE_COPIED, ..report(first, last) }
+    fn copied(first: u64, last: u64) -> ExtendedError {
+        ExtendedError { code: CODE_COPIED, ..report(first, last) }
     }
 
     /// A ledger after `number` finished calls.
@@ -167,7 +172,7 @@ mod tests {
         let mut ledger = at(7);
         issue(&mut ledger, 4);
         ledger.book(None);
-        ledger.book(Some(Report { origin: libc::SO_EE_ORIGIN_ICMP, errno: 113, ..report(7, 10) }));
+        ledger.book(Some(ExtendedError { origin: libc::SO_EE_ORIGIN_ICMP, errno: 113, ..report(7, 10) }));
         for (first, last) in [(11, 11), (10, 11), (6, 6), (6, 7), (9, 8), (0, u64::from(u32::MAX))] {
             ledger.book(Some(report(first, last)));
         }
@@ -196,8 +201,8 @@ mod tests {
     fn a_send_that_failed_later_is_finished_and_remembered() {
         let mut ledger = Ledger::default();
         issue(&mut ledger, 2);
-        ledger.book(Some(Report { errno: 5, ..report(0, 0) }));
-        ledger.book(Some(Report { errno: 6, ..report(1, 1) }));
+        ledger.book(Some(ExtendedError { errno: 5, ..report(0, 0) }));
+        ledger.book(Some(ExtendedError { errno: 6, ..report(1, 1) }));
         assert_eq!((ledger.finished(), ledger.failure()), (2, Some(5)));
     }
 
@@ -217,7 +222,7 @@ mod tests {
             fastrand::Rng::with_seed(seed).shuffle(&mut reports);
             for (info, data, origin, code) in noise {
                 let origin = if origin == ORIGIN_ZERO_COPY { 0 } else { origin };
-                ledger.book(Some(Report { errno: 1, origin, code, info, data }));
+                ledger.book(Some(ExtendedError { errno: 1, origin, code, info, data }));
             }
             for report in reports {
                 ledger.book(Some(report));

@@ -10,10 +10,10 @@ use std::path::Path;
 
 use anyhow::Result;
 use towline_image::checksum::{CHUNK_BYTES, ChunkHash};
-use towline_image::manifest::{Block, Manifest};
+use towline_image::manifest::{Manifest, StoredBlock};
 use towline_image::{Image, StoredGuest as _};
 use towline_migration::Guest as _;
-use towline_protocol::device_state::{Device, DeviceState};
+use towline_protocol::device_state::{DeviceSection, DeviceState};
 
 use crate::report::document::{Row, document, escape, list, table};
 use crate::report::write_page;
@@ -115,7 +115,7 @@ fn maps(body: &mut String, manifest: &Manifest, base: Option<&Manifest>) {
     list(body, "Blocks of one chunk", &small);
 }
 
-fn block_map(body: &mut String, block: &Block, chunks: &[Chunk]) {
+fn block_map(body: &mut String, block: &StoredBlock, chunks: &[Chunk]) {
     let per_cell = chunks.len().div_ceil(CELLS_MAX).max(1);
     let number = |wanted: Chunk| chunks.iter().filter(|chunk| **chunk == wanted).count();
     let counts = Chunk::ALL.into_iter().filter(|chunk| number(*chunk) > 0);
@@ -135,7 +135,7 @@ fn block_map(body: &mut String, block: &Block, chunks: &[Chunk]) {
 }
 
 /// States of a block's chunks, compared with those of the same block in the base, if there is a base.
-fn chunks(block: &Block, base: Option<&[ChunkHash]>) -> Vec<Chunk> {
+fn chunks(block: &StoredBlock, base: Option<&[ChunkHash]>) -> Vec<Chunk> {
     let state = |(index, hash): (usize, &ChunkHash)| match base {
         None if *hash == ChunkHash::Zero => Chunk::Zero,
         None => Chunk::Plain,
@@ -201,7 +201,7 @@ fn devices(body: &mut String, here: &DeviceState, base: Option<&DeviceState>) {
 }
 
 /// Difference of a device from the one in the base.
-fn difference(here: &DeviceState, device: &Device, base: &DeviceState) -> Option<&'static str> {
+fn difference(here: &DeviceState, device: &DeviceSection, base: &DeviceState) -> Option<&'static str> {
     match find(base, device) {
         None => Some("not in the base"),
         Some(other) if other.version != device.version => Some("another version"),
@@ -210,7 +210,7 @@ fn difference(here: &DeviceState, device: &Device, base: &DeviceState) -> Option
     }
 }
 
-fn find<'a>(state: &'a DeviceState, device: &Device) -> Option<&'a Device> {
+fn find<'a>(state: &'a DeviceState, device: &DeviceSection) -> Option<&'a DeviceSection> {
     state.devices().iter().find(|other| other.name == device.name && other.instance == device.instance)
 }
 
@@ -241,7 +241,7 @@ mod tests {
     #[test]
     fn chunks_are_compared_with_those_of_the_base() {
         let data = |byte| ChunkHash::Data([byte; 32]);
-        let block = |chunks: &[ChunkHash]| Block {
+        let block = |chunks: &[ChunkHash]| StoredBlock {
             name: "pc.ram".into(),
             length: chunks.len() as u64 * CHUNK_BYTES,
             pages_plain: 0,

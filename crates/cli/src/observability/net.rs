@@ -28,14 +28,14 @@ impl ManagedDevice for Card {
         self.net.taps().name().to_owned()
     }
 
-    fn facts(&self) -> facts::Device {
+    fn facts(&self) -> facts::DeviceFacts {
         let rings = features::COMMON & !(features::LOG_ALL | features::PROTOCOL_FEATURES);
         // The queues in use; before a guest is connected all queues.
         let queues = match self.net.pairs_in_use() {
             0 => self.net.reported_queue_num(),
             in_use => in_use,
         };
-        facts::Device {
+        facts::DeviceFacts {
             device_type: self.net.name().into(),
             features: feature_names(self.net.features() | rings).collect(),
             negotiated: feature_names(self.net.negotiated_features()).collect(),
@@ -46,7 +46,7 @@ impl ManagedDevice for Card {
             state_version_min: if self.net.has_device_state() { STATE_VERSION_MIN.into() } else { 0 },
             migration_version: self.version.clone().ok(),
             unmigratable: self.version.clone().err(),
-            ..facts::Device::default()
+            ..facts::DeviceFacts::default()
         }
     }
 

@@ -6,7 +6,7 @@ use towline_compat::facts;
 use towline_control::device::ManagedDevice;
 use towline_control::statistics::{Metric, StatsObject};
 use towline_vhost_user::{Device, RING_SIZE_MAX};
-use towline_vsock::{ConnectionReport, ConnectionStatistics, Report, STATE_VERSION, Vsock};
+use towline_vsock::{ConnectionReport, ConnectionStatistics, STATE_VERSION, Vsock, VsockReport};
 
 /// The vsock device of a guest.
 struct Guest {
@@ -40,8 +40,8 @@ impl ManagedDevice for Guest {
         self.cid.to_string()
     }
 
-    fn facts(&self) -> facts::Device {
-        facts::Device {
+    fn facts(&self) -> facts::DeviceFacts {
+        facts::DeviceFacts {
             device_type: self.device.name().into(),
             features: ["VIRTIO_VSOCK_F_SEQPACKET".to_owned()].into(),
             queues: 1,
@@ -50,7 +50,7 @@ impl ManagedDevice for Guest {
             state_version_min: STATE_VERSION,
             migration_version: self.version.clone().ok(),
             unmigratable: self.version.clone().err(),
-            ..facts::Device::default()
+            ..facts::DeviceFacts::default()
         }
     }
 
@@ -77,7 +77,7 @@ impl ManagedDevice for Guest {
     }
 }
 
-fn metrics(report: &Report) -> Vec<Metric> {
+fn metrics(report: &VsockReport) -> Vec<Metric> {
     let (all, table) = (&report.statistics, &report.statistics.table);
     let mut metrics = vec![
         Metric::gauge("connections", "open connections", all.connections),

@@ -1,6 +1,6 @@
 //! Report of a successful copy for people.
 
-use towline_control::plan::{PostcopyReport, Report};
+use towline_control::plan::{CopyReport, PostcopyReport};
 use towline_image::Increment;
 use towline_image::checksum::CHUNK_BYTES;
 
@@ -15,7 +15,7 @@ pub(super) fn completed(
     reporter: &Reporter,
     verb: Verb,
     [source, destination]: [&Endpoint; 2],
-    report: &Report,
+    report: &CopyReport,
 ) {
     let seconds = report.total_time.as_secs_f64();
     reporter.line(&format!("{} {source} to {destination} in {seconds:.2} s", verb.name()));
@@ -44,7 +44,7 @@ pub(super) fn completed(
 }
 
 /// Prints the amounts of memory.
-fn transfer(reporter: &Reporter, report: &Report) {
+fn transfer(reporter: &Reporter, report: &CopyReport) {
     let (moved, seconds) = (&report.moved, report.total_time.as_secs_f64());
     reporter.line(&format!(
         "  memory       {}: {} plain pages, {} zero pages",

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// A device of ours (a vhost-user backend).
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
-pub struct Device {
+pub struct DeviceFacts {
     /// `net`, `vsock`, …
     pub device_type: String,
     /// Features that it offers, by virtio's names.

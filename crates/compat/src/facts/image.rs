@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Block, Error, at_most};
+use super::{BlockFacts, Error, at_most};
 use crate::limits;
 
 /// An image.
@@ -12,7 +12,7 @@ pub struct Image {
     /// The guest's machine type.
     pub machine: String,
     /// Its memory; a page size of 0, since any will do.
-    pub blocks: Vec<Block>,
+    pub blocks: Vec<BlockFacts>,
     /// Its device state.
     pub sections: Vec<Section>,
     /// The QEMU that ran it, if known.

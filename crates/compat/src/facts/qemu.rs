@@ -27,7 +27,7 @@ pub struct Qemu {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kvm: Option<bool>,
     /// Memory that the stream carries.
-    pub blocks: Vec<Block>,
+    pub blocks: Vec<BlockFacts>,
     /// Migration capabilities that it knows, on or off.
     pub capabilities: BTreeMap<String, bool>,
     /// Migration parameters.
@@ -75,7 +75,7 @@ pub enum Incoming {
 /// A RAM block.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
-pub struct Block {
+pub struct BlockFacts {
     /// Its name in the stream.
     pub name: String,
     /// Bytes a page of the memory behind it; 0: not known.

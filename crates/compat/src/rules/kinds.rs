@@ -32,8 +32,11 @@ mod tests {
 
     #[test]
     fn an_image_and_a_device_are_not_comparable() {
-        let found =
-            of(&RULE, Subject::Image(facts::Image::default()), Subject::Device(facts::Device::default()));
+        let found = of(
+            &RULE,
+            Subject::Image(facts::Image::default()),
+            Subject::Device(facts::DeviceFacts::default()),
+        );
         assert_eq!(found[0].text, "an image cannot be compared with a device");
         let found = of(&RULE, Subject::Image(facts::Image::default()), Subject::Qemu(Box::default()));
         assert_eq!(found, []);

@@ -35,11 +35,12 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
 mod tests {
     use super::super::testing::{between, of_postcopy};
     use super::*;
-    use crate::facts::{Block, Qemu, Subject};
+    use crate::facts::{BlockFacts, Qemu, Subject};
 
     #[test]
     fn only_postcopy_minds() {
-        let block = |page_bytes| Block { name: "pc.ram".into(), page_bytes, used_bytes: 1, max_bytes: 1 };
+        let block =
+            |page_bytes| BlockFacts { name: "pc.ram".into(), page_bytes, used_bytes: 1, max_bytes: 1 };
         let huge = |postcopy| {
             between(&RULE, |source, destination| {
                 source.capabilities.insert("postcopy-ram".into(), postcopy);
@@ -53,7 +54,7 @@ mod tests {
     #[test]
     fn a_move_by_postcopy_is_refused_whatever_is_set() {
         let qemu = |page_bytes| {
-            let block = Block { name: "pc.ram".into(), page_bytes, used_bytes: 1, max_bytes: 1 };
+            let block = BlockFacts { name: "pc.ram".into(), page_bytes, used_bytes: 1, max_bytes: 1 };
             Subject::Qemu(Box::new(Qemu { blocks: vec![block], ..Qemu::default() }))
         };
         let found = of_postcopy(&RULE, qemu(4096), qemu(2 << 20));

@@ -37,10 +37,10 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
 mod tests {
     use super::super::testing::between;
     use super::*;
-    use crate::facts::Block;
+    use crate::facts::BlockFacts;
 
-    fn block(name: &str, used_bytes: u64, max_bytes: u64) -> Block {
-        Block { name: name.into(), page_bytes: 4096, used_bytes, max_bytes }
+    fn block(name: &str, used_bytes: u64, max_bytes: u64) -> BlockFacts {
+        BlockFacts { name: name.into(), page_bytes: 4096, used_bytes, max_bytes }
     }
 
     #[test]

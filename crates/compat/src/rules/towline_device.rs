@@ -1,7 +1,7 @@
 //! A device of ours and its counterpart.
 
 use super::{Pair, Rule};
-use crate::facts::{Device, Subject};
+use crate::facts::{DeviceFacts, Subject};
 use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule {
@@ -31,7 +31,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     numbers(guest, there, findings);
 }
 
-fn negotiated(guest: &Device, there: &Device, findings: &mut Findings<'_>) {
+fn negotiated(guest: &DeviceFacts, there: &DeviceFacts, findings: &mut Findings<'_>) {
     let lost: Vec<_> = guest.negotiated.difference(&there.features).map(String::as_str).collect();
     if !lost.is_empty() {
         findings.no(
@@ -41,7 +41,7 @@ fn negotiated(guest: &Device, there: &Device, findings: &mut Findings<'_>) {
     }
 }
 
-fn numbers(guest: &Device, there: &Device, findings: &mut Findings<'_>) {
+fn numbers(guest: &DeviceFacts, there: &DeviceFacts, findings: &mut Findings<'_>) {
     if guest.queues > there.queues {
         findings.no(
             format!("the guest's device has {} queues, there it has {}", guest.queues, there.queues),
@@ -77,9 +77,9 @@ mod tests {
     use super::*;
     use crate::report::Severity;
 
-    fn net() -> Device {
+    fn net() -> DeviceFacts {
         let set = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
-        Device {
+        DeviceFacts {
             device_type: "net".into(),
             features: set(&["A", "B"]),
             negotiated: set(&["A"]),
@@ -94,7 +94,7 @@ mod tests {
         }
     }
 
-    fn worst(change: impl FnOnce(&mut Device, &mut Device)) -> Option<Severity> {
+    fn worst(change: impl FnOnce(&mut DeviceFacts, &mut DeviceFacts)) -> Option<Severity> {
         let (mut guest, mut there) = (net(), net());
         change(&mut guest, &mut there);
         let found = of(&RULE, Subject::Device(guest), Subject::Device(there));

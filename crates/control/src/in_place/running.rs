@@ -14,8 +14,8 @@ use crate::qemu::Qemu;
 pub fn of_running(new: &mut Qemu, old: &mut Qemu) -> Result<Presence, Error> {
     let (there, here) = (Backends::of(new.client())?, Backends::of(old.client())?);
     let ends = Ends {
-        new: Side { backends: &there, process: Mappings::of(new, Detail::Mappings), qemu: &*new },
-        old: Side { backends: &here, process: Mappings::of(old, Detail::Mappings), qemu: &*old },
+        new: MappedQemu { backends: &there, process: Mappings::of(new, Detail::Mappings), qemu: &*new },
+        old: MappedQemu { backends: &here, process: Mappings::of(old, Detail::Mappings), qemu: &*old },
     };
     let mut presence = Presence::default();
     for block in old.facts().migrated_blocks() {
@@ -38,13 +38,13 @@ pub fn of_running(new: &mut Qemu, old: &mut Qemu) -> Result<Presence, Error> {
 }
 
 /// One of two QEMUs.
-struct Side<'a> {
+struct MappedQemu<'a> {
     backends: &'a Backends,
     process: Mappings,
     qemu: &'a Qemu,
 }
 
-impl Side<'_> {
+impl MappedQemu<'_> {
     fn backend(&self, block: &str) -> Result<&Backend, Reason> {
         self.backends.of_block(block).ok_or(Reason::NoBackend)
     }
@@ -63,8 +63,8 @@ impl Side<'_> {
 
 /// The QEMU that waits, and the one that runs the guest.
 struct Ends<'a> {
-    new: Side<'a>,
-    old: Side<'a>,
+    new: MappedQemu<'a>,
+    old: MappedQemu<'a>,
 }
 
 impl Ends<'_> {
@@ -72,7 +72,7 @@ impl Ends<'_> {
         let (backend, version) = (self.old.backend(block)?, &self.new.qemu.facts().version);
         check_backend(self.new.backend(block)?, bytes, version)?;
         let no_address =
-            |side: &Side<'_>| Reason::NoAddress { found: side.qemu.facts().version.qemu.to_string() };
+            |side: &MappedQemu<'_>| Reason::NoAddress { found: side.qemu.facts().version.qemu.to_string() };
         let address = self.new.backends.address_of(block).ok_or_else(|| no_address(&self.new))?;
         let new = range_at(self.new.process.get()?, address, bytes);
         let mappings = self.old.process.get()?;

@@ -27,7 +27,7 @@ use super::endpoint;
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::progress::{CopyPhase, Observer};
-use super::report::Report;
+use super::report::CopyReport;
 use super::request::Request;
 use super::validate::validate;
 
@@ -46,7 +46,7 @@ pub struct CloneTarget<'a> {
 }
 
 /// Result of one copy.
-pub type CopyResult = Result<Report, Failure>;
+pub type CopyResult = Result<CopyReport, Failure>;
 
 /// Copies one image to all `targets` at once. `observer` receives notices that concern all of them; `ended` is
 /// called for each copy as soon as it ends, from several threads. Returns the results in the order of

@@ -10,7 +10,7 @@ use towline_migration::{Relay, Session, Snapshot, Statistics, outgoing, syntheti
 
 use super::error::Error;
 use super::progress::{Observer, Progress};
-use super::report::{DestinationState, Report, SourceState};
+use super::report::{CopyReport, DestinationState, SourceState};
 use super::request::Request;
 use super::{error_origin, tls, zero_copy};
 use crate::qemu::Qemu;
@@ -129,8 +129,8 @@ impl<'a> Context<'a> {
         moved: Snapshot,
         source: SourceState,
         destination: DestinationState,
-    ) -> Report {
-        Report {
+    ) -> CopyReport {
+        CopyReport {
             moved,
             total_time: self.started.elapsed(),
             downtime_ms: None,

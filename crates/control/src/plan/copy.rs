@@ -16,7 +16,7 @@ use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::incoming::IncomingStream;
 use super::progress::{CopyPhase, Observer, Progress};
-use super::report::Report;
+use super::report::CopyReport;
 use super::request::{PostcopyOptions, Request};
 use super::shared_switchover::SharedSwitchover;
 use super::transfer::transfer;
@@ -37,7 +37,7 @@ pub fn copy(
     options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
-) -> Result<Report, Failure> {
+) -> Result<CopyReport, Failure> {
     let (options, lanes) = validate(source, destination, options).map_err(Failure::untouched)?;
     let context = Context::new(&options, lanes, cancel, observer);
     tracing::debug!(
@@ -86,7 +86,7 @@ fn copy_by_postcopy(
     destination: &Destination,
     how: PostcopyOptions,
     context: &Context<'_>,
-) -> Result<Report, Failure> {
+) -> Result<CopyReport, Failure> {
     if let (Some(from), Some(to)) = (source.monitor(), destination.monitor()) {
         return postcopy::migrate(from, to, how, context);
     }
@@ -99,7 +99,7 @@ pub(super) fn copy_stored(
     image: &(dyn StoredGuest + 'static),
     destination: &Destination,
     context: &Context<'_>,
-) -> Result<Report, Failure> {
+) -> Result<CopyReport, Failure> {
     match context.options.postcopy() {
         None => transfer(&mut StoredSource::new(image), destination, context),
         Some(how) => postcopy::restore(image, destination, how, context),

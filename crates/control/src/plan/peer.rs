@@ -8,10 +8,10 @@ use towline_channel::{
 };
 use towline_protocol::Reader;
 use towline_protocol::return_path::ReturnPathMessage;
-use towline_protocol::session::{FromDestination, FromSource, GuestPlacement, Run as WireRun};
+use towline_protocol::session::{FromDestination, FromSource, Placement, RunRequest};
 
 use super::error::Error;
-use crate::switchover::{PeerMessage, Placement, RunRequest};
+use crate::switchover::PeerMessage;
 
 /// Longest wait for a frame in one call.
 const RECEIVE_TIME: Duration = Duration::from_millis(50);
@@ -45,7 +45,7 @@ impl PeerSession {
 
     /// Sends the destination's towline that the source is done with the guest.
     pub(super) fn send_completed(&self, run: RunRequest) -> Result<(), Error> {
-        self.send_outcome(FromSource::Completed(to_wire_run(run)))
+        self.send_outcome(FromSource::Completed(run))
     }
 
     /// Sends the destination's towline that the source has its guest back.
@@ -55,7 +55,7 @@ impl PeerSession {
 
     /// Sends the source's towline that the guest is in its requested state.
     pub(super) fn send_placement(&self, placement: Placement) -> Result<(), Error> {
-        self.send_report(&FromDestination::Placed(to_wire_placement(placement)))
+        self.send_report(&FromDestination::Placed(placement))
     }
 
     /// Sends the source's towline that the guest could not be started.
@@ -163,9 +163,7 @@ impl<T> Received<T> {
 
 fn from_wire_outcome(frame: FromSource) -> PeerMessage {
     match frame {
-        FromSource::Completed(WireRun::AsItWas) => PeerMessage::Completed(RunRequest::AsItWas),
-        FromSource::Completed(WireRun::Run) => PeerMessage::Completed(RunRequest::Run),
-        FromSource::Completed(WireRun::Pause) => PeerMessage::Completed(RunRequest::Pause),
+        FromSource::Completed(run) => PeerMessage::Completed(run),
         // A second greeting carries no outcome, and no towline sends it.
         FromSource::Aborted | FromSource::Hello(_) => PeerMessage::Aborted,
     }
@@ -173,32 +171,10 @@ fn from_wire_outcome(frame: FromSource) -> PeerMessage {
 
 fn from_wire_report(frame: FromDestination) -> PeerMessage {
     match frame {
-        FromDestination::Placed(placement) => PeerMessage::Placed(match placement {
-            GuestPlacement::Running => Placement::Running,
-            GuestPlacement::Paused => Placement::Paused,
-            GuestPlacement::Loaded => Placement::Loaded,
-            GuestPlacement::Stored => Placement::Stored,
-        }),
+        FromDestination::Placed(placement) => PeerMessage::Placed(placement),
         FromDestination::NotRun(reason) => {
             tracing::warn!(reason, "the destination's towline could not run the guest");
             PeerMessage::NotRun
         }
-    }
-}
-
-fn to_wire_run(run: RunRequest) -> WireRun {
-    match run {
-        RunRequest::AsItWas => WireRun::AsItWas,
-        RunRequest::Run => WireRun::Run,
-        RunRequest::Pause => WireRun::Pause,
-    }
-}
-
-fn to_wire_placement(placement: Placement) -> GuestPlacement {
-    match placement {
-        Placement::Running => GuestPlacement::Running,
-        Placement::Paused => GuestPlacement::Paused,
-        Placement::Loaded => GuestPlacement::Loaded,
-        Placement::Stored => GuestPlacement::Stored,
     }
 }

@@ -34,7 +34,7 @@ use super::error::{Error, Failure, needs_attention};
 use super::outcomes::{GuestLocation, GuestState};
 use super::progress::{CopyPhase, Progress};
 use super::report::PostcopyReport;
-use super::report::{Report, SourceState};
+use super::report::{CopyReport, SourceState};
 use super::request::PostcopyOptions;
 use super::shared_switchover::SharedSwitchover;
 use super::supervise::run_supervised;
@@ -63,7 +63,7 @@ pub(super) fn restore(
     destination: &Destination,
     options: PostcopyOptions,
     context: &Context<'_>,
-) -> Result<Report, Failure> {
+) -> Result<CopyReport, Failure> {
     let was_running = image.devices().run_state().is_none_or(|state| state == "running");
     let stored = RestoreSource { guest: image, was_running, path: image.local_path() };
     let restored = restore_stored(&stored, destination, options, context);
@@ -73,7 +73,7 @@ pub(super) fn restore(
 }
 
 /// Returns an error if the image was truncated meanwhile: the running guest then got zeros.
-fn intact(image: &dyn StoredGuest, report: Report) -> Result<Report, Failure> {
+fn intact(image: &dyn StoredGuest, report: CopyReport) -> Result<CopyReport, Failure> {
     match image.check_intact() {
         Ok(()) => Ok(report),
         Err(error) => Err(needs_attention(error.into(), GuestLocation::ImageCutShort)),
@@ -101,7 +101,7 @@ fn restore_stored(
     destination: &Destination,
     options: PostcopyOptions,
     context: &Context<'_>,
-) -> Result<Report, Failure> {
+) -> Result<CopyReport, Failure> {
     let destination = open(destination, stored, options, context).map_err(Failure::untouched)?;
     let working_set = working_set(stored, options).map_err(Failure::untouched)?;
     let statistics = Arc::new(Statistics::default());
@@ -152,7 +152,7 @@ struct Restore<'a> {
 }
 
 impl<'a> Restore<'a> {
-    fn run(mut self, was_running: bool) -> Result<Report, Failure> {
+    fn run(mut self, was_running: bool) -> Result<CopyReport, Failure> {
         let runs = if self.options.recover {
             self.destination.was_running()
         } else {
@@ -334,7 +334,7 @@ impl<'a> Restore<'a> {
         Ok((connect()?, connect))
     }
 
-    fn finish(mut self, runs: bool) -> Result<Report, Failure> {
+    fn finish(mut self, runs: bool) -> Result<CopyReport, Failure> {
         self.context.observer.phase(CopyPhase::Release);
         self.report.faults = self.engine.faults();
         self.report_progress();
@@ -347,6 +347,6 @@ impl<'a> Restore<'a> {
         notes.iter().for_each(|note| self.context.observer.notice(note));
         let moved = self.statistics.snapshot();
         let report = self.context.build_report(moved, SourceState::Unchanged, state);
-        Ok(Report { postcopy: Some(self.report), ..report })
+        Ok(CopyReport { postcopy: Some(self.report), ..report })
     }
 }

@@ -8,7 +8,7 @@ use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend, syntheti
 
 /// Report of a completed copy.
 #[derive(Debug, Clone)]
-pub struct Report {
+pub struct CopyReport {
     /// Counters of the transfer.
     pub moved: Snapshot,
     /// Time from the first query until the guest was safe.
@@ -39,7 +39,7 @@ pub struct Report {
     pub postcopy: Option<PostcopyReport>,
 }
 
-impl Report {
+impl CopyReport {
     /// Bytes of pages for each byte on compressed lanes, including headers; `None` without compressed bytes.
     pub fn compression_ratio(&self) -> Option<f64> {
         let moved = &self.moved;

@@ -7,7 +7,7 @@ use super::error::{Error, Failure};
 use super::executor::{Ends, SwitchoverReport, conclude};
 use super::outcomes::GuestState;
 use super::progress::CopyPhase;
-use super::report::{DestinationState, Report};
+use super::report::{CopyReport, DestinationState};
 use super::shared_switchover::SharedSwitchover;
 use crate::switchover::Directive;
 
@@ -16,7 +16,7 @@ pub(super) fn transfer(
     source: &mut dyn SourceEndpoint,
     destination: &Destination,
     context: &Context<'_>,
-) -> Result<Report, Failure> {
+) -> Result<CopyReport, Failure> {
     let process = if destination.is_image() { source.record_process(context) } else { None };
     let mut description = source.describe_guest(destination.monitor().is_some(), context)?;
     if process.is_some() {
@@ -31,7 +31,7 @@ pub(super) fn transfer_to(
     source: &mut dyn SourceEndpoint,
     to: &mut dyn DestinationEndpoint,
     context: &Context<'_>,
-) -> Result<Report, Failure> {
+) -> Result<CopyReport, Failure> {
     let (kinds, memory) = ((source.kind(), to.kind()), to.memory());
     let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, memory, context.options);
     let moved = source.start(to, &switchover, context).and_then(|()| {
@@ -80,10 +80,10 @@ fn report(
     to: &dyn DestinationEndpoint,
     concluded: &SwitchoverReport,
     context: &Context<'_>,
-) -> Report {
+) -> CopyReport {
     let SwitchoverReport { source: origin, destination, downtime_ms } = *concluded;
     let loaded_by_qemu = to.is_loaded_by_qemu();
-    Report { downtime_ms, loaded_by_qemu, ..context.build_report(source.moved(), origin, destination) }
+    CopyReport { downtime_ms, loaded_by_qemu, ..context.build_report(source.moved(), origin, destination) }
 }
 
 /// The destination has counted and discarded the guest: the source's stream fails, and its guest runs on.
@@ -92,7 +92,7 @@ fn dropped(
     to: &mut dyn DestinationEndpoint,
     switchover: &SharedSwitchover,
     context: &Context<'_>,
-) -> Result<Report, Failure> {
+) -> Result<CopyReport, Failure> {
     source.disconnect(to);
     let error = Error::Cancelled;
     let directive = switchover.failed(&error);

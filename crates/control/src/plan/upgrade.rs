@@ -21,7 +21,7 @@ use super::endpoint::{QemuDestination, QemuSource, SourceEndpoint as _};
 use super::error::{Error, Failure};
 use super::preflight;
 use super::progress::{CopyPhase, Observer};
-use super::report::Report;
+use super::report::CopyReport;
 use super::request::{Request, Task, UpgradeMemory};
 use super::transfer::transfer_to;
 use crate::in_place::{self, Presence};
@@ -56,7 +56,7 @@ pub fn upgrade(
     request: &UpgradeRequest,
     cancel: &Cancel,
     observer: &dyn Observer,
-) -> Result<Report, Failure> {
+) -> Result<CopyReport, Failure> {
     let options = request.options();
     let context = Context::new(&options, 0, cancel, observer);
     let (mut source, mut to) = prepare(request, &context)?;

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
-use towline_compat::facts::{self, Block, Cpu, FeatureWord, MemoryBackend, Netdev, QemuDevice, Virtio};
+use towline_compat::facts::{self, BlockFacts, Cpu, FeatureWord, MemoryBackend, Netdev, QemuDevice, Virtio};
 use towline_qmp as qmp;
 use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
 
@@ -251,8 +251,8 @@ fn incoming(incoming: &Incoming) -> facts::Incoming {
     }
 }
 
-fn block(block: &RamBlock) -> Block {
-    Block {
+fn block(block: &RamBlock) -> BlockFacts {
+    BlockFacts {
         name: block.name.clone(),
         page_bytes: block.page_bytes,
         used_bytes: block.used_bytes,

@@ -6,7 +6,7 @@ use super::events::{
     SourceKind, SourceStatus, StartResult,
 };
 use super::fault::SwitchoverBug;
-use super::machine::{Stage, Switchover};
+use super::machine::{Switchover, SwitchoverState};
 use super::outcome::{Outcome, Placement, Unresolved};
 
 impl Switchover {
@@ -33,7 +33,7 @@ impl Switchover {
         match input {
             Input::Done => Directive::AwaitPeer,
             Input::Peer(PeerMessage::Placed(placement)) if self.request.source == SourceKind::Towline => {
-                self.stage = Stage::Releasing(placement);
+                self.stage = SwitchoverState::Releasing(placement);
                 Directive::Send(PeerMessage::Placed(placement))
             }
             Input::Peer(PeerMessage::Placed(placement)) => self.release(placement),
@@ -92,7 +92,7 @@ impl Switchover {
     }
 
     pub(super) fn finalize(&mut self, placement: Placement) -> Directive {
-        self.stage = Stage::Finalizing(placement);
+        self.stage = SwitchoverState::Finalizing(placement);
         Directive::FinalizeDestination
     }
 
@@ -115,7 +115,7 @@ impl Switchover {
             }
             Input::NotDone => Directive::End(Outcome::Unresolved(Unresolved::DestinationUnknown)),
             _ if self.request.source == SourceKind::Towline => {
-                self.stage = Stage::Releasing(placement);
+                self.stage = SwitchoverState::Releasing(placement);
                 Directive::Send(PeerMessage::Placed(placement))
             }
             _ => self.release(placement),
@@ -130,7 +130,7 @@ impl Switchover {
         if self.request.source != SourceKind::Qemu || self.source_exited {
             return Directive::End(Outcome::Completed(placement));
         }
-        self.stage = Stage::Releasing(placement);
+        self.stage = SwitchoverState::Releasing(placement);
         match self.request.after {
             SourceAction::Quit => Directive::QuitSource,
             SourceAction::Resume

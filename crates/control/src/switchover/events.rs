@@ -1,5 +1,7 @@
 //! Request, inputs and directives of the switchover.
 
+pub(crate) use towline_protocol::session::RunRequest;
+
 use super::decision::Decision;
 use super::outcome::{Outcome, Placement};
 
@@ -36,17 +38,6 @@ impl DestinationKind {
     pub(crate) fn runs_by_itself(self) -> bool {
         matches!(self, Self::Stream | Self::Relayed)
     }
-}
-
-/// Requested run state of the guest at its destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum RunRequest {
-    /// The state that it had at its source when it was stopped for the switchover.
-    AsItWas,
-    /// Always running.
-    Run,
-    /// Always paused.
-    Pause,
 }
 
 /// Action at the source when its guest is at the destination.

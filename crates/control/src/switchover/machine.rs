@@ -10,7 +10,7 @@ use super::outcome::{Outcome, Placement, Unresolved};
 
 /// States; see the picture in the module's documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Stage {
+pub(super) enum SwitchoverState {
     /// Memory is transferred; the destination cannot run the guest.
     Transfer,
     /// This decision is being made durable and is then acted on.
@@ -49,7 +49,7 @@ pub(super) enum Stage {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Switchover {
     pub(super) request: SwitchoverRequest,
-    pub(super) stage: Stage,
+    pub(super) stage: SwitchoverState,
     /// The destination was sent everything except perhaps the last bytes: it may hold the whole guest.
     pub(super) sent: bool,
     /// Run state of the guest, from its stream.
@@ -66,7 +66,7 @@ impl Switchover {
     pub(crate) fn new(request: SwitchoverRequest) -> Self {
         Self {
             request,
-            stage: Stage::Transfer,
+            stage: SwitchoverState::Transfer,
             sent: false,
             guest: GuestRunState::Running,
             aborting: false,
@@ -109,12 +109,12 @@ impl Switchover {
 
     /// Returns true if the outcome of the source's towline is awaited, not the report of the destination's.
     pub(crate) fn awaits_outcome(&self) -> bool {
-        matches!(self.stage, Stage::Acknowledged | Stage::AcknowledgedUnconfirmed)
+        matches!(self.stage, SwitchoverState::Acknowledged | SwitchoverState::AcknowledgedUnconfirmed)
     }
 
     /// Returns true if the source's migration is cancelled next unless it fails by itself.
     pub(crate) fn cancels_next(&self) -> bool {
-        matches!(self.stage, Stage::Undoing { cancelled: false })
+        matches!(self.stage, SwitchoverState::Undoing { cancelled: false })
     }
 
     /// Records that the source of a stream is a towline, which reports the outcome.
@@ -134,28 +134,30 @@ impl Switchover {
             _ if matches!(input, Input::Recorded | Input::NotRecorded) && !self.is_recording() => {
                 Directive::Refuse
             }
-            Stage::Transfer | Stage::Committed => self.transfer(input),
-            Stage::Recording(decision) => self.recording(input, decision),
-            Stage::Acknowledged | Stage::AcknowledgedUnconfirmed => self.acknowledged(input),
-            Stage::Undoing { cancelled } => self.undoing(input, cancelled),
-            Stage::TakingOver => self.taking_over(input),
-            Stage::Reporting => self.reporting(input),
-            Stage::Starting => self.starting(input),
-            Stage::Finalizing(placement) => self.finalizing(input, placement),
-            Stage::Releasing(placement) => self.releasing(input, placement),
-            Stage::Restoring => self.restoring(input),
-            Stage::Withdrawing => self.withdrawing(),
-            Stage::ReportingNotRun(unresolved) => Directive::End(Outcome::Unresolved(unresolved)),
-            Stage::Ended(outcome) => Directive::End(outcome),
+            SwitchoverState::Transfer | SwitchoverState::Committed => self.transfer(input),
+            SwitchoverState::Recording(decision) => self.recording(input, decision),
+            SwitchoverState::Acknowledged | SwitchoverState::AcknowledgedUnconfirmed => {
+                self.acknowledged(input)
+            }
+            SwitchoverState::Undoing { cancelled } => self.undoing(input, cancelled),
+            SwitchoverState::TakingOver => self.taking_over(input),
+            SwitchoverState::Reporting => self.reporting(input),
+            SwitchoverState::Starting => self.starting(input),
+            SwitchoverState::Finalizing(placement) => self.finalizing(input, placement),
+            SwitchoverState::Releasing(placement) => self.releasing(input, placement),
+            SwitchoverState::Restoring => self.restoring(input),
+            SwitchoverState::Withdrawing => self.withdrawing(),
+            SwitchoverState::ReportingNotRun(unresolved) => Directive::End(Outcome::Unresolved(unresolved)),
+            SwitchoverState::Ended(outcome) => Directive::End(outcome),
         };
         if let Directive::End(outcome) = directive {
-            self.stage = Stage::Ended(outcome);
+            self.stage = SwitchoverState::Ended(outcome);
         }
         directive
     }
 
     pub(super) fn is_recording(&self) -> bool {
-        matches!(self.stage, Stage::Recording(_))
+        matches!(self.stage, SwitchoverState::Recording(_))
     }
 
     /// Returns true if the model has injected this fault; never outside of tests.
@@ -165,12 +167,13 @@ impl Switchover {
 
     pub(super) fn cancel(&mut self) -> Directive {
         match self.stage {
-            Stage::Transfer | Stage::Recording(Decision::Commit | Decision::Acknowledge) => {
+            SwitchoverState::Transfer
+            | SwitchoverState::Recording(Decision::Commit | Decision::Acknowledge) => {
                 self.aborting = true;
                 Directive::Abort
             }
-            Stage::Committed if self.has_fault(SwitchoverBug::CancelAfterCommit) => {
-                self.stage = Stage::Transfer;
+            SwitchoverState::Committed if self.has_fault(SwitchoverBug::CancelAfterCommit) => {
+                self.stage = SwitchoverState::Transfer;
                 Directive::Abort
             }
             _ => Directive::TooLate,
@@ -193,7 +196,7 @@ impl Switchover {
             Input::AcknowledgeRequested { guest, source } => self.acknowledge(guest, source),
             Input::Delivered => self.delivered(),
             Input::DestinationRefused => self.undo(),
-            Input::Failed if self.stage == Stage::Committed => self.acknowledge_unconfirmed(),
+            Input::Failed if self.stage == SwitchoverState::Committed => self.acknowledge_unconfirmed(),
             _ => self.undo(),
         }
     }
@@ -210,7 +213,7 @@ impl Switchover {
         self.guest = guest;
         if self.request.destination.runs_by_itself() {
             // This was decided when it was sent the last bytes.
-            (self.sent, self.stage) = (true, Stage::Acknowledged);
+            (self.sent, self.stage) = (true, SwitchoverState::Acknowledged);
             return Directive::Proceed;
         }
         self.decide(Decision::Acknowledge)
@@ -218,7 +221,7 @@ impl Switchover {
 
     pub(super) fn delivered(&mut self) -> Directive {
         self.sent = true;
-        self.stage = Stage::Acknowledged;
+        self.stage = SwitchoverState::Acknowledged;
         self.await_source()
     }
 
@@ -231,7 +234,7 @@ impl Switchover {
         match self.request.source {
             SourceKind::Stored => Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun)),
             SourceKind::Qemu | SourceKind::Stream | SourceKind::Towline => {
-                self.stage = Stage::AcknowledgedUnconfirmed;
+                self.stage = SwitchoverState::AcknowledgedUnconfirmed;
                 Directive::AcknowledgeUnconfirmed
             }
         }
@@ -250,7 +253,7 @@ impl Switchover {
     }
 
     pub(super) fn acknowledged(&mut self, input: Input) -> Directive {
-        let unresolved = self.stage == Stage::AcknowledgedUnconfirmed;
+        let unresolved = self.stage == SwitchoverState::AcknowledgedUnconfirmed;
         match input {
             Input::Delivered | Input::Done => self.await_source(),
             Input::Failed | Input::NotDone if self.request.source == SourceKind::Qemu => self.await_source(),
@@ -309,8 +312,8 @@ impl Switchover {
         }
         match (self.request.destination, self.stage) {
             (to, _) if to.runs_by_itself() => Directive::End(Outcome::Unresolved(Unresolved::BothMayRun)),
-            (DestinationKind::Towline, Stage::Acknowledged) => {
-                self.stage = Stage::Withdrawing;
+            (DestinationKind::Towline, SwitchoverState::Acknowledged) => {
+                self.stage = SwitchoverState::Withdrawing;
                 Directive::Send(PeerMessage::Aborted)
             }
             _ => self.restore(false),
@@ -320,7 +323,7 @@ impl Switchover {
     /// Neither end is started: it is not known whether the source is done with the guest.
     pub(super) fn undecided(&self) -> Directive {
         let unresolved = match (self.request.source, self.request.destination) {
-            _ if self.stage == Stage::AcknowledgedUnconfirmed => Unresolved::DestinationMayRun,
+            _ if self.stage == SwitchoverState::AcknowledgedUnconfirmed => Unresolved::DestinationMayRun,
             (_, DestinationKind::Stream | DestinationKind::Relayed) => Unresolved::DestinationMayRun,
             (_, DestinationKind::Stored) => Unresolved::SourceUnknown,
             (_, DestinationKind::Towline) => Unresolved::PeerWaits,

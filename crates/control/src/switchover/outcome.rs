@@ -1,17 +1,6 @@
 //! Ends of a switchover. `plan::outcomes` has their texts and exit codes.
 
-/// State of the guest at its destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Placement {
-    /// It runs, or is suspended.
-    Running,
-    /// It is loaded and paused.
-    Paused,
-    /// It is loaded by a QEMU that another party drives.
-    Loaded,
-    /// It is stored, or received into memory.
-    Stored,
-}
+pub(crate) use towline_protocol::session::Placement;
 
 /// End of a switchover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -10,7 +10,7 @@
 use super::decision::Decision;
 use super::events::{DestinationKind, Directive, Input, PeerMessage, SourceKind};
 use super::fault::SwitchoverBug;
-use super::machine::{Stage, Switchover};
+use super::machine::{Switchover, SwitchoverState};
 use super::outcome::{Outcome, Unresolved};
 
 impl Switchover {
@@ -23,7 +23,7 @@ impl Switchover {
 
     /// Directs the record of a decision, which is then acted on.
     pub(super) fn decide(&mut self, decision: Decision) -> Directive {
-        self.stage = Stage::Recording(decision);
+        self.stage = SwitchoverState::Recording(decision);
         if !self.keeps_record() || self.has_fault(SwitchoverBug::ActsBeforeRecord) {
             return self.recorded(decision);
         }
@@ -36,7 +36,7 @@ impl Switchover {
             (Decision::Commit | Decision::Acknowledge, Input::NotRecorded) => self.not_passed(),
             // The stream failed meanwhile, and nothing was done.
             (Decision::Commit | Decision::Acknowledge, _) => {
-                self.stage = Stage::Transfer;
+                self.stage = SwitchoverState::Transfer;
                 self.undo()
             }
             (Decision::Complete, _) => Directive::End(Outcome::Unresolved(Unresolved::PeerWaits)),
@@ -48,19 +48,19 @@ impl Switchover {
         match decision {
             Decision::Commit | Decision::Acknowledge if self.aborting => self.not_passed(),
             Decision::Commit => {
-                (self.sent, self.stage) = (true, Stage::Committed);
+                (self.sent, self.stage) = (true, SwitchoverState::Committed);
                 Directive::Proceed
             }
             Decision::Acknowledge => {
-                (self.sent, self.stage) = (true, Stage::Acknowledged);
+                (self.sent, self.stage) = (true, SwitchoverState::Acknowledged);
                 Directive::Proceed
             }
             Decision::Complete => {
-                self.stage = Stage::Reporting;
+                self.stage = SwitchoverState::Reporting;
                 Directive::Send(PeerMessage::Completed(self.request.run))
             }
             Decision::Run => {
-                self.stage = Stage::Starting;
+                self.stage = SwitchoverState::Starting;
                 Directive::RunDestination
             }
         }
@@ -68,7 +68,7 @@ impl Switchover {
 
     /// A point of no return is not passed: the stream is to fail.
     fn not_passed(&mut self) -> Directive {
-        self.stage = Stage::Transfer;
+        self.stage = SwitchoverState::Transfer;
         Directive::Refuse
     }
 
@@ -90,7 +90,7 @@ impl Switchover {
         let is_certain =
             unresolved == Unresolved::BothPaused || self.has_fault(SwitchoverBug::ReportsNotRunUnseen);
         if self.request.source == SourceKind::Towline && is_certain {
-            self.stage = Stage::ReportingNotRun(unresolved);
+            self.stage = SwitchoverState::ReportingNotRun(unresolved);
             return Directive::Send(PeerMessage::NotRun);
         }
         Directive::End(Outcome::Unresolved(unresolved))

@@ -2,7 +2,7 @@
 
 use super::events::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, SourceStatus};
 use super::fault::SwitchoverBug;
-use super::machine::{Stage, Switchover};
+use super::machine::{Switchover, SwitchoverState};
 use super::outcome::{Outcome, Unresolved};
 
 impl Switchover {
@@ -11,7 +11,7 @@ impl Switchover {
         if self.request.source != SourceKind::Qemu {
             return Directive::End(Outcome::Safe);
         }
-        self.stage = Stage::Undoing { cancelled: false };
+        self.stage = SwitchoverState::Undoing { cancelled: false };
         Directive::QuerySource
     }
 
@@ -26,7 +26,7 @@ impl Switchover {
                 Directive::QuerySource
             }
             Input::TimedOut if !cancelled => {
-                self.stage = Stage::Undoing { cancelled: true };
+                self.stage = SwitchoverState::Undoing { cancelled: true };
                 Directive::CancelMigration
             }
             _ => Directive::End(Outcome::Unresolved(Unresolved::SourceUnknown)),
@@ -40,7 +40,7 @@ impl Switchover {
             DestinationKind::Qemu
                 if self.sent && !self.has_fault(SwitchoverBug::AbandonsCompleteDestination) =>
             {
-                self.stage = Stage::TakingOver;
+                self.stage = SwitchoverState::TakingOver;
                 Directive::QueryDestination
             }
             DestinationKind::Stream | DestinationKind::Relayed | DestinationKind::Towline if self.sent => {
@@ -71,7 +71,7 @@ impl Switchover {
         if self.request.source != SourceKind::Qemu {
             return Directive::End(Outcome::Safe);
         }
-        self.stage = Stage::Restoring;
+        self.stage = SwitchoverState::Restoring;
         if stopped && self.guest.is_live() { Directive::ResumeSource } else { Directive::RestoreSource }
     }
 

@@ -176,14 +176,14 @@ impl BlockHasher {
         Ok(hashes)
     }
 
-    fn runs(&self, offset: u64, length: u64) -> impl Iterator<Item = Run> {
+    fn runs(&self, offset: u64, length: u64) -> impl Iterator<Item = ChunkPages> {
         let end = offset.checked_add(length).filter(|&end| end <= self.length);
         let end = end.expect("pages lie within their block");
         assert!(offset.is_multiple_of(PAGE_SIZE) && length.is_multiple_of(PAGE_SIZE), "pages are whole");
         let (mut next, total) = (offset, self.length);
         std::iter::from_fn(move || {
             let start = next - next % CHUNK_BYTES;
-            let run = (next < end).then(|| Run {
+            let run = (next < end).then(|| ChunkPages {
                 chunk: (start / CHUNK_BYTES) as usize,
                 first: pages(next - start),
                 end: pages(end.min(start + CHUNK_BYTES) - start),
@@ -196,7 +196,7 @@ impl BlockHasher {
     }
 
     /// Returns false if the run has no effect because its chunk will be read again.
-    fn is_needed(&self, run: &Run) -> bool {
+    fn is_needed(&self, run: &ChunkPages) -> bool {
         let mut chunk = self.chunk(run.chunk);
         if !run.is_whole() && matches!(*chunk, Chunk::Data(_)) {
             *chunk = Chunk::Stale;
@@ -204,7 +204,7 @@ impl BlockHasher {
         run.is_whole() || !matches!(*chunk, Chunk::Stale)
     }
 
-    fn put(&self, run: &Run, nodes: &[Node]) {
+    fn put(&self, run: &ChunkPages, nodes: &[Node]) {
         let mut chunk = self.chunk(run.chunk);
         // Stale unless another state is found below.
         let before = mem::replace(&mut *chunk, Chunk::Stale);
@@ -251,7 +251,7 @@ impl Drop for BlockHasher {
 }
 
 /// The pages of one call that are in one chunk.
-struct Run {
+struct ChunkPages {
     chunk: usize,
     /// First page and the one after the last, within the chunk.
     first: u16,
@@ -262,7 +262,7 @@ struct Run {
     skipped: usize,
 }
 
-impl Run {
+impl ChunkPages {
     fn is_whole(&self) -> bool {
         self.first == 0 && self.end == self.pages
     }

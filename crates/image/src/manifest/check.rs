@@ -7,7 +7,7 @@ use towline_protocol::limits;
 use towline_protocol::ram::PAGE_SIZE;
 
 use super::error::truncated;
-use super::{Block, Digest, Error, ImageFacts, Manifest, Result, VERSION, sidecar_path};
+use super::{Digest, Error, ImageFacts, Manifest, Result, StoredBlock, VERSION, sidecar_path};
 use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::journal::{self, PublicationBug};
 
@@ -229,7 +229,7 @@ impl Manifest {
     }
 }
 
-impl Block {
+impl StoredBlock {
     /// `left` is the maximum length of this block.
     fn check(&self, path: &Path, index: usize, left: u64) -> Result<()> {
         let bad = |field: &str, found: &dyn Display, expected: &dyn Display| {

@@ -281,7 +281,7 @@ fn a_large_guests_manifest_is_within_the_limit() {
     let (chunks, length) = (4096, 4096 * CHUNK_BYTES);
     manifest.image.length = length * 2;
     manifest.blocks.truncate(1);
-    manifest.blocks[0] = Block {
+    manifest.blocks[0] = StoredBlock {
         name: "\u{1}".repeat(255),
         length,
         pages_plain: length / PAGE_SIZE,

@@ -18,7 +18,7 @@ use std::thread;
 
 use bytes::Bytes;
 use towline_channel::{Cancel, IoBuf};
-use towline_migration::{Extent, ExtentKind, Guest, Region};
+use towline_migration::{Extent, ExtentKind, Guest, RamMapping};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
@@ -58,7 +58,7 @@ pub struct StoredImage {
     first_chunks: Vec<ChunkNumber>,
     /// Reserved memory of each block, of which only resident chunks are allocated; `None` for a block without
     /// pages.
-    memory: Vec<Option<Region>>,
+    memory: Vec<Option<RamMapping>>,
     cache: Arc<Cache>,
     /// True if prepared memory stays until it is released.
     retains_until_release: bool,
@@ -103,7 +103,7 @@ impl StoredImage {
             memory.push(match usize::try_from(block.length) {
                 Ok(0) => None,
                 Ok(length) => Some(
-                    Region::reserved(length)
+                    RamMapping::reserved(length)
                         .map_err(|why| Error::Host { what: "address space for the guest's memory", why })?,
                 ),
                 Err(_) => {

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
-use towline_protocol::destination::{Barriers, Destination, Event, ITEM_BYTES_MAX, SectionKind};
+use towline_protocol::destination::{Barriers, Destination, ITEM_BYTES_MAX, SectionKind, StreamItem};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::multifd::PONG_CHECKSUMS;
 use towline_protocol::ram::PAGE_SIZE;
@@ -126,21 +126,21 @@ impl<'a> MainChannel<'a> {
                 continue;
             };
             match event {
-                Event::Page(page) => {
+                StreamItem::Page(page) => {
                     self.input.start += taken;
                     self.batch_received_page(page)?;
                 }
-                Event::ZeroPage(page) => {
+                StreamItem::ZeroPage(page) => {
                     self.input.start += taken;
                     self.batch(page, None)?;
                 }
-                Event::Xbzrle { page, data } => {
+                StreamItem::Xbzrle { page, data } => {
                     let data = data.to_vec();
                     self.input.start += taken;
                     self.deliver_batch()?;
                     self.xbzrle(page, &data)?;
                 }
-                Event::DeviceState => {
+                StreamItem::DeviceState => {
                     self.input.start += taken;
                     return self.begin_device_state();
                 }
@@ -154,23 +154,25 @@ impl<'a> MainChannel<'a> {
         }
     }
 
-    fn apply(&mut self, event: &Event<'static>, state: &Destination) -> Result<()> {
+    fn apply(&mut self, event: &StreamItem<'static>, state: &Destination) -> Result<()> {
         let sink = self.shared.sink;
         match event {
-            Event::Configuration(configuration) => {
+            StreamItem::Configuration(configuration) => {
                 self.shared.machine_type.get_or_init(|| configuration.machine_type.clone());
                 sink.configuration(configuration)
             }
-            Event::Command(command) => self.command(command),
-            Event::Total(total) => {
+            StreamItem::Command(command) => self.command(command),
+            StreamItem::Total(total) => {
                 self.total = *total;
                 self.shared.statistics.set_total(*total);
                 if *total == 0 { self.blocks(&[]) } else { Ok(()) }
             }
-            Event::Block(_) if state.blocks().iter().map(|block| block.length).sum::<u64>() == self.total => {
+            StreamItem::Block(_)
+                if state.blocks().iter().map(|block| block.length).sum::<u64>() == self.total =>
+            {
                 self.blocks(state.blocks())
             }
-            Event::SectionStart(section) => {
+            StreamItem::SectionStart(section) => {
                 if self.options.require_return_path && self.return_path.is_none() {
                     let error = PeerIncompatible::NoReturnPath;
                     return Err(Error::protocol(self.input.channel.peer())(error.into()));
@@ -180,19 +182,19 @@ impl<'a> MainChannel<'a> {
                 }
                 sink.section_start(*section)
             }
-            Event::Flush => {
+            StreamItem::Flush => {
                 if self.barriers.on_flush_record() {
                     Statistics::add(&self.shared.statistics.dirty_sync_count, 1);
                 }
                 self.lead()
             }
-            Event::SectionEnd(section) => self.section_end(section.kind),
+            StreamItem::SectionEnd(section) => self.section_end(section.kind),
             // An entry of the list before its last; and what `sections` has taken.
-            Event::Block(_)
-            | Event::Page(_)
-            | Event::ZeroPage(_)
-            | Event::Xbzrle { .. }
-            | Event::DeviceState => Ok(()),
+            StreamItem::Block(_)
+            | StreamItem::Page(_)
+            | StreamItem::ZeroPage(_)
+            | StreamItem::Xbzrle { .. }
+            | StreamItem::DeviceState => Ok(()),
         }
     }
 
@@ -343,19 +345,19 @@ impl<'a> MainChannel<'a> {
 }
 
 /// Makes an event independent of the input it was read from.
-fn owned(event: Event<'_>) -> Event<'static> {
+fn owned(event: StreamItem<'_>) -> StreamItem<'static> {
     match event {
-        Event::Configuration(configuration) => Event::Configuration(configuration),
-        Event::Command(command) => Event::Command(command),
-        Event::SectionStart(section) => Event::SectionStart(section),
-        Event::Total(total) => Event::Total(total),
-        Event::Block(block) => Event::Block(block),
-        Event::Page(page) => Event::Page(page),
-        Event::ZeroPage(page) => Event::ZeroPage(page),
-        Event::Xbzrle { page, .. } => Event::Xbzrle { page, data: &[] },
-        Event::Flush => Event::Flush,
-        Event::SectionEnd(section) => Event::SectionEnd(section),
-        Event::DeviceState => Event::DeviceState,
+        StreamItem::Configuration(configuration) => StreamItem::Configuration(configuration),
+        StreamItem::Command(command) => StreamItem::Command(command),
+        StreamItem::SectionStart(section) => StreamItem::SectionStart(section),
+        StreamItem::Total(total) => StreamItem::Total(total),
+        StreamItem::Block(block) => StreamItem::Block(block),
+        StreamItem::Page(page) => StreamItem::Page(page),
+        StreamItem::ZeroPage(page) => StreamItem::ZeroPage(page),
+        StreamItem::Xbzrle { page, .. } => StreamItem::Xbzrle { page, data: &[] },
+        StreamItem::Flush => StreamItem::Flush,
+        StreamItem::SectionEnd(section) => StreamItem::SectionEnd(section),
+        StreamItem::DeviceState => StreamItem::DeviceState,
     }
 }
 

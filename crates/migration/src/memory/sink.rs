@@ -10,7 +10,7 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use super::{Backing, Block, Memory, MemoryError, Ram, lock, offset_in_block};
+use super::{Backing, Memory, MemoryBlock, MemoryError, Ram, lock, offset_in_block};
 use crate::{Pages, Result, Sink, Stream};
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -104,7 +104,7 @@ impl Memory {
             if found > expected {
                 return Err(MemoryError::TooLarge { block: name.clone(), found, expected });
             }
-            places.push(Block { name, length: *length, backing });
+            places.push(MemoryBlock { name, length: *length, backing });
         }
         if self.file.is_some() && found != expected {
             return Err(MemoryError::TooSmall { found, expected });

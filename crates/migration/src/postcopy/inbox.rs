@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
-use towline_protocol::postcopy::{Block, PostcopyReturnPathReader, ReturnMessage, decode_bitmap};
+use towline_protocol::postcopy::{PostcopyBlock, PostcopyReturnPathReader, ReturnMessage, decode_bitmap};
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{BlockIndex, PageRef, Reader};
 
@@ -34,7 +34,7 @@ pub(super) struct Request {
 #[derive(Debug)]
 pub(super) struct Inbox {
     peer: String,
-    blocks: Arc<[Block]>,
+    blocks: Arc<[PostcopyBlock]>,
     state: Mutex<InboxState>,
     changed: Condvar,
     /// For the request workers: one is woken for each request.
@@ -62,7 +62,7 @@ impl Inbox {
     pub(super) fn listen(
         channel: &Arc<dyn Channel>,
         session: &Arc<Session>,
-        blocks: &Arc<[Block]>,
+        blocks: &Arc<[PostcopyBlock]>,
     ) -> Arc<Self> {
         let (peer, blocks) = (channel.peer().to_owned(), Arc::clone(blocks));
         let (state, changed, requested) = (Mutex::default(), Condvar::new(), Condvar::new());

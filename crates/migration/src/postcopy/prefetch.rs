@@ -10,12 +10,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_protocol::PageRef;
-use towline_protocol::postcopy::Block;
+use towline_protocol::postcopy::PostcopyBlock;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::RamWriter;
 
 use super::Postcopy;
-use super::scheduler::Run;
+use super::scheduler::BlockRange;
 use super::serve::PREPARERS;
 use crate::outgoing::RecordSender;
 use crate::{ExtentKind, Result};
@@ -32,7 +32,7 @@ const TIME_MAX: Duration = Duration::from_millis(80);
 
 /// The neighbourhoods of these runs within their blocks, each once: of all of them that of the run itself, in their order, and then
 /// those behind.
-pub(super) fn neighbourhoods(working_set: &[Run], blocks: &[Block]) -> Vec<Run> {
+pub(super) fn neighbourhoods(working_set: &[BlockRange], blocks: &[PostcopyBlock]) -> Vec<BlockRange> {
     let (mut known, mut found) = (HashSet::new(), Vec::new());
     for behind in [0, NEIGHBOUR_BYTES] {
         for &(page, length) in working_set {
@@ -64,7 +64,7 @@ impl Postcopy<'_> {
     }
 
     /// Prepares the head of the working set, and returns what is prepared by then.
-    fn prepare_prefetch(&self, deadline: Instant) -> Result<Vec<Run>> {
+    fn prepare_prefetch(&self, deadline: Instant) -> Result<Vec<BlockRange>> {
         let wanted = self.head();
         let next = AtomicUsize::new(0);
         let prepare = || -> Result<Vec<usize>> {
@@ -89,9 +89,9 @@ impl Postcopy<'_> {
     }
 
     /// As much of the working set as may go ahead. What of it does not in time is first when the guest runs.
-    pub(super) fn head(&self) -> Vec<Run> {
+    pub(super) fn head(&self) -> Vec<BlockRange> {
         let mut left = BYTES_MAX;
-        let cost = |run: &&Run| {
+        let cost = |run: &&BlockRange| {
             let cost = self.cost(**run);
             let fits = cost <= left;
             left = left.saturating_sub(cost);
@@ -100,7 +100,7 @@ impl Postcopy<'_> {
         self.options.working_set.iter().take_while(cost).copied().collect()
     }
 
-    fn cost(&self, (page, length): Run) -> u64 {
+    fn cost(&self, (page, length): BlockRange) -> u64 {
         let (mut at, end, mut cost) = (page, page.offset + length, 0);
         while at.offset < end {
             let extent = self.guest.0.extent(at);
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn neighbourhoods_stay_in_their_block_and_those_behind_come_last() {
-        let block = |length, page_bytes| Block {
+        let block = |length, page_bytes| PostcopyBlock {
             ram: RamBlock { name: "pc.ram".into(), length, mapped: None },
             page_bytes,
         };

@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use towline_protocol::postcopy::Block;
+use towline_protocol::postcopy::PostcopyBlock;
 use towline_protocol::{BlockIndex, PageRef};
 
 use super::RUN_BYTES;
@@ -23,12 +23,12 @@ const READY_MAX: usize = 10;
 const NEIGHBOURS_MAX: usize = 64;
 
 /// Bytes of one block.
-pub(super) type Run = (PageRef, u64);
+pub(super) type BlockRange = (PageRef, u64);
 
 /// An item for the sender: prepared, and in use until the sender releases it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Item {
-    pub(super) run: Run,
+    pub(super) run: BlockRange,
     /// The guest is known to need it at once: no limit holds it up.
     pub(super) is_needed: bool,
 }
@@ -46,7 +46,7 @@ pub(super) struct SendScheduler {
 #[derive(Debug)]
 struct State {
     plan: Plan,
-    neighbours: VecDeque<Run>,
+    neighbours: VecDeque<BlockRange>,
     ready: VecDeque<Item>,
     preparing: usize,
     closed: bool,
@@ -54,7 +54,7 @@ struct State {
 
 impl SendScheduler {
     /// With the runs that an earlier restore needed, in their order, the first `needed` of them at once.
-    pub(super) fn new(blocks: &[Block], working_set: &[Run], needed: usize) -> Self {
+    pub(super) fn new(blocks: &[PostcopyBlock], working_set: &[BlockRange], needed: usize) -> Self {
         let plan = Plan::new(blocks, working_set, needed);
         let (neighbours, ready) = (VecDeque::new(), VecDeque::new());
         let state = State { plan, neighbours, ready, preparing: 0, closed: false };
@@ -93,7 +93,7 @@ impl SendScheduler {
 
     /// Queues the prepared neighbourhood of a requested page first. Returns the one dropped for it.
     #[must_use]
-    pub(super) fn queue_neighbours(&self, run: Run) -> Option<Run> {
+    pub(super) fn queue_neighbours(&self, run: BlockRange) -> Option<BlockRange> {
         let mut state = self.state();
         let forgotten =
             if state.neighbours.len() == NEIGHBOURS_MAX { state.neighbours.pop_back() } else { None };
@@ -103,7 +103,7 @@ impl SendScheduler {
     }
 
     /// The newest neighbourhood, if one waits.
-    pub(super) fn next_neighbours(&self) -> Option<Run> {
+    pub(super) fn next_neighbours(&self) -> Option<BlockRange> {
         self.state().neighbours.pop_front()
     }
 
@@ -161,7 +161,7 @@ impl SendScheduler {
 /// The order of everything, as runs that may be prepared at once each.
 #[derive(Debug)]
 struct Plan {
-    runs: Vec<Run>,
+    runs: Vec<BlockRange>,
     /// Number of them that are needed soon.
     needed: usize,
     run: usize,
@@ -169,7 +169,7 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(blocks: &[Block], working_set: &[Run], needed: usize) -> Self {
+    fn new(blocks: &[PostcopyBlock], working_set: &[BlockRange], needed: usize) -> Self {
         let whole = blocks
             .iter()
             .zip(0..)
@@ -201,8 +201,8 @@ mod tests {
 
     use super::*;
 
-    fn block(length: u64) -> Block {
-        Block { ram: RamBlock { name: "pc.ram".into(), length, mapped: None }, page_bytes: 4096 }
+    fn block(length: u64) -> PostcopyBlock {
+        PostcopyBlock { ram: RamBlock { name: "pc.ram".into(), length, mapped: None }, page_bytes: 4096 }
     }
 
     fn page(block: u32, offset: u64) -> PageRef {

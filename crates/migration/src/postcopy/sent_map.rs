@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use towline_protocol::postcopy::Block;
+use towline_protocol::postcopy::PostcopyBlock;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef};
 
@@ -57,8 +57,8 @@ impl BlockMap {
 }
 
 impl SentMap {
-    pub(super) fn new(blocks: &[Block]) -> Self {
-        let block = |block: &Block| BlockMap {
+    pub(super) fn new(blocks: &[PostcopyBlock]) -> Self {
+        let block = |block: &PostcopyBlock| BlockMap {
             length: block.ram.length,
             page_bytes: block.page_bytes,
             words: (0..block.host_pages().div_ceil(WORD_BITS)).map(|_| AtomicU64::new(0)).collect(),
@@ -186,8 +186,11 @@ mod tests {
 
     use super::*;
 
-    fn block(pages: u64, page_bytes: u64) -> Block {
-        Block { ram: RamBlock { name: "pc.ram".into(), length: pages * PAGE_SIZE, mapped: None }, page_bytes }
+    fn block(pages: u64, page_bytes: u64) -> PostcopyBlock {
+        PostcopyBlock {
+            ram: RamBlock { name: "pc.ram".into(), length: pages * PAGE_SIZE, mapped: None },
+            page_bytes,
+        }
     }
 
     fn page(block: u32, offset: u64) -> PageRef {

@@ -10,7 +10,7 @@ use towline_protocol::source::RamWriter;
 
 use super::inbox::Request;
 use super::priority_lock::PriorityLock;
-use super::scheduler::{Item, Run, SendScheduler};
+use super::scheduler::{BlockRange, Item, SendScheduler};
 use super::{Postcopy, PostcopyConnection};
 use crate::outgoing::{Limiter, RecordSender};
 use crate::{Result, Session};
@@ -158,7 +158,7 @@ impl Service<'_> {
         }
     }
 
-    fn prepare_neighbours(&self, (page, length): Run) {
+    fn prepare_neighbours(&self, (page, length): BlockRange) {
         let (units, guest) = (&self.of.units, self.of.guest.0);
         if self.of.map.is_whole(page, length) {
             return;

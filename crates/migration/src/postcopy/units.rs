@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use towline_protocol::postcopy::Block;
+use towline_protocol::postcopy::PostcopyBlock;
 use towline_protocol::{BlockIndex, PageRef};
 
 use super::RUN_BYTES;
@@ -77,9 +77,9 @@ impl Table {
 
 impl Units {
     /// Units of `unit_bytes`, a power of two of at most [`RUN_BYTES`].
-    pub(super) fn new(blocks: &[Block], unit_bytes: u64) -> Self {
-        let count = |block: &Block| block.ram.length.div_ceil(unit_bytes) as usize;
-        let block_units = |block: &Block| BlockUnits {
+    pub(super) fn new(blocks: &[PostcopyBlock], unit_bytes: u64) -> Self {
+        let count = |block: &PostcopyBlock| block.ram.length.div_ceil(unit_bytes) as usize;
+        let block_units = |block: &PostcopyBlock| BlockUnits {
             length: block.ram.length,
             sent: (0..count(block)).map(|_| AtomicU64::new(0)).collect(),
         };
@@ -332,7 +332,7 @@ mod tests {
 
     fn units(length: u64) -> Units {
         let ram = RamBlock { name: "pc.ram".into(), length, mapped: None };
-        Units::new(&[Block { ram, page_bytes: 4096 }], UNIT)
+        Units::new(&[PostcopyBlock { ram, page_bytes: 4096 }], UNIT)
     }
 
     fn page(offset: u64) -> PageRef {

@@ -7,7 +7,7 @@
 //! Pages stand in their order, those of the same generation in succession as one pair, and the hash is of all that stands
 //! around it: a ledger that was damaged is refused rather than believed. Varints are LEB128.
 
-use towline_protocol::device_state::{self, Device, DeviceState};
+use towline_protocol::device_state::{self, DeviceSection, DeviceState};
 use towline_protocol::limits::RAM_BYTES_MAX;
 use towline_protocol::ram::PAGE_SIZE;
 
@@ -81,7 +81,7 @@ impl Ledger {
     /// # Errors
     /// It is one, and its ledger is damaged or unknown here.
     pub fn decode(state: &DeviceState) -> Result<Option<Self>, LedgerError> {
-        let [device @ Device { name, version, .. }] = state.devices() else { return Ok(None) };
+        let [device @ DeviceSection { name, version, .. }] = state.devices() else { return Ok(None) };
         if name != SECTION {
             return Ok(None);
         }

@@ -16,17 +16,17 @@ pub(super) const PAGE_BYTES: usize = 4096;
 
 /// Memory for a guest, unmapped on drop. An embedder that maps its guest's memory itself has no need of it.
 #[derive(Debug)]
-pub struct Region {
+pub struct RamMapping {
     start: NonNull<u8>,
     length: usize,
 }
 
 // SAFETY: an address and a length; all access is by system calls, volatile or atomic.
-unsafe impl Send for Region {}
+unsafe impl Send for RamMapping {}
 // SAFETY: as above.
-unsafe impl Sync for Region {}
+unsafe impl Sync for RamMapping {}
 
-impl Region {
+impl RamMapping {
     /// Private memory, zero at first; `length` is a multiple of the page size and not 0.
     ///
     /// # Errors
@@ -122,7 +122,7 @@ impl Region {
     }
 }
 
-impl Drop for Region {
+impl Drop for RamMapping {
     fn drop(&mut self) {
         // SAFETY: this is what `map` mapped, and every buffer over it borrows `self`.
         let result = unsafe { libc::munmap(self.start.as_ptr().cast(), self.length) };
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn copies_of_any_length_and_place_are_exact() {
-        let region = Region::anonymous(2 * PAGE_BYTES).unwrap();
+        let region = RamMapping::anonymous(2 * PAGE_BYTES).unwrap();
         let region = region.span();
         let bytes: Vec<u8> = (1..=255).collect();
         for offset in 0..17 {
@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn a_region_is_aligned_for_huge_pages() {
         for length in [PAGE_BYTES, 3 * HUGE_PAGE_BYTES + PAGE_BYTES] {
-            let region = Region::anonymous(length).unwrap();
+            let region = RamMapping::anonymous(length).unwrap();
             assert!(region.span().address().is_multiple_of(HUGE_PAGE_BYTES));
             region.span().touch(0, length);
             region.span().populate(0, length).unwrap();
@@ -167,19 +167,19 @@ mod tests {
     fn a_shared_region_is_the_files_content() {
         let file = rustix::fs::memfd_create("region", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, 3 * PAGE_BYTES as u64).unwrap();
-        let whole = Region::shared(file.as_fd(), 0, 3 * PAGE_BYTES).unwrap();
-        let second = Region::shared(file.as_fd(), PAGE_BYTES as u64, PAGE_BYTES).unwrap();
+        let whole = RamMapping::shared(file.as_fd(), 0, 3 * PAGE_BYTES).unwrap();
+        let second = RamMapping::shared(file.as_fd(), PAGE_BYTES as u64, PAGE_BYTES).unwrap();
         second.span().write(3, b"here");
         let mut copy = [0; 4];
         whole.span().read(PAGE_BYTES + 3, &mut copy);
         assert_eq!(&copy, b"here");
-        let error = Region::shared(file.as_fd(), PAGE_BYTES as u64, 3 * PAGE_BYTES).unwrap_err();
+        let error = RamMapping::shared(file.as_fd(), PAGE_BYTES as u64, 3 * PAGE_BYTES).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     }
 
     #[test]
     #[should_panic(expected = "1 bytes at 0x1000 of 0x1000")]
     fn nothing_is_reached_behind_the_end() {
-        Region::anonymous(PAGE_BYTES).unwrap().span().write(PAGE_BYTES, &[1]);
+        RamMapping::anonymous(PAGE_BYTES).unwrap().span().write(PAGE_BYTES, &[1]);
     }
 }

@@ -111,7 +111,7 @@ impl<L: DirtyLogReader> DirtyTracker for DirtyLogTracker<L> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::Region;
+    use crate::sys::RamMapping;
     use std::sync::Mutex;
 
     fn harvested(tracker: &impl DirtyTracker, memory: &[Span<'_>]) -> Result<Vec<(u32, u64, u64)>, String> {
@@ -123,8 +123,8 @@ mod tests {
 
     #[test]
     fn a_log_is_read_lowest_bit_first() {
-        let regions = [Region::anonymous(4096).unwrap(), Region::anonymous(130 * 4096).unwrap()];
-        let memory: Vec<_> = regions.iter().map(Region::span).collect();
+        let regions = [RamMapping::anonymous(4096).unwrap(), RamMapping::anonymous(130 * 4096).unwrap()];
+        let memory: Vec<_> = regions.iter().map(RamMapping::span).collect();
         let log = Mutex::new(vec![vec![1], vec![0, 0, 0]]);
         let take = |block: BlockIndex, words: &mut [u64]| {
             words.swap_with_slice(&mut log.lock().unwrap()[block.index()]);

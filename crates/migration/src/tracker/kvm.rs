@@ -125,7 +125,7 @@ impl<F> fmt::Debug for KvmDirtyLog<'_, F> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::Region;
+    use crate::sys::RamMapping;
     use crate::tracker::{DirtyLogTracker, DirtyTracker};
     use proptest::prelude::*;
     use std::collections::{BTreeMap, BTreeSet};
@@ -185,7 +185,7 @@ mod tests {
             Ok(())
         };
         let tracker = DirtyLogTracker::new(KvmDirtyLog::new(&slots, take(&logs)).with_switch(switch));
-        let region = Region::anonymous(65 * 4096).unwrap();
+        let region = RamMapping::anonymous(65 * 4096).unwrap();
         tracker.start(&[region.span()], &mut |_, _| panic!("KVM does not know what is untouched")).unwrap();
         // Behind its last page a log's word holds nothing that counts.
         *logs.lock().unwrap() = BTreeMap::from([(1, vec![0b1100]), (2, vec![1 | 1 << 61 | 1 << 62])]);

@@ -61,7 +61,7 @@ impl WriteProtect {
 
     /// Tracks a page of our own.
     fn try_out(&self) -> Result<(), TrackerError> {
-        let page = crate::sys::Region::anonymous(4096).map_err(refused("mmap"))?;
+        let page = crate::sys::RamMapping::anonymous(4096).map_err(refused("mmap"))?;
         let userfault = Userfault::open().map_err(refused("userfaultfd (UFFD_FEATURE_WP_ASYNC)"))?;
         userfault.register(&page.span()).map_err(refused("userfaultfd (UFFDIO_REGISTER)"))?;
         let scanned = self.pagemap.find(&page.span(), (0, 4096), PageSelection::WrittenThere, &mut |_, _| {});

@@ -1,7 +1,7 @@
 //! Reports of the kernel for memory of every kind, on a kernel with support; elsewhere skipped.
 
 use super::*;
-use crate::sys::{HUGE_PAGE_BYTES, Region};
+use crate::sys::{HUGE_PAGE_BYTES, RamMapping};
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
@@ -34,7 +34,7 @@ impl HugePages {
         let wanted = before.trim().parse().unwrap_or(0) + pages;
         let set = std::fs::write(Self::PATH, wanted.to_string());
         let this = Self { before };
-        let reason = match Region::huge(pages * HUGE_PAGE_BYTES) {
+        let reason = match RamMapping::huge(pages * HUGE_PAGE_BYTES) {
             Ok(_) => return Some(this),
             Err(error) => format!("{pages} huge pages cannot be had: {error}; {} set: {set:?}", Self::PATH),
         };
@@ -78,8 +78,8 @@ fn only_what_is_written_is_reported_once() {
     let Some(tracker) = tracker("only_what_is_written_is_reported_once") else { return };
     let file = memfd(64 * PAGE);
     let regions =
-        [Region::anonymous(64 * PAGE).unwrap(), Region::shared(file.as_fd(), 0, 64 * PAGE).unwrap()];
-    let memory: Vec<_> = regions.iter().map(Region::span).collect();
+        [RamMapping::anonymous(64 * PAGE).unwrap(), RamMapping::shared(file.as_fd(), 0, 64 * PAGE).unwrap()];
+    let memory: Vec<_> = regions.iter().map(RamMapping::span).collect();
     memory.iter().for_each(|span| span.write(0, &[1; 20 * PAGE]));
     let untouched = start(&tracker, &memory);
     assert_eq!(untouched, (20..64).map(|page| (0, page)).collect(), "of shared memory it is not known");
@@ -105,7 +105,7 @@ fn only_what_is_written_is_reported_once() {
 #[test]
 fn it_can_stop_and_start_again() {
     let Some(tracker) = tracker("it_can_stop_and_start_again") else { return };
-    let region = Region::anonymous(8 * PAGE).unwrap();
+    let region = RamMapping::anonymous(8 * PAGE).unwrap();
     let memory = [region.span()];
     for round in 0..3 {
         let untouched = start(&tracker, &memory);
@@ -133,7 +133,7 @@ fn it_can_stop_and_start_again() {
 fn system_calls_write_too() {
     let Some(tracker) = tracker("system_calls_write_too") else { return };
     let file = memfd(16 * PAGE);
-    for region in [Region::anonymous(16 * PAGE), Region::shared(file.as_fd(), 0, 16 * PAGE)] {
+    for region in [RamMapping::anonymous(16 * PAGE), RamMapping::shared(file.as_fd(), 0, 16 * PAGE)] {
         let region = region.unwrap();
         let memory = [region.span()];
         memory[0].write(0, &[1; 16 * PAGE]);
@@ -150,7 +150,7 @@ fn system_calls_write_too() {
 fn another_mapping_is_not_seen_and_therefore_refused() {
     let Some(of_shared) = tracker("another_mapping_is_not_seen_and_therefore_refused") else { return };
     let file = memfd(8 * PAGE);
-    let map = || Region::shared(file.as_fd(), 0, 8 * PAGE).unwrap();
+    let map = || RamMapping::shared(file.as_fd(), 0, 8 * PAGE).unwrap();
     let (ours, theirs) = (map(), map());
     let memory = [ours.span()];
     let error = WriteProtect::new().unwrap().start(&memory, &mut |_, _| {}).unwrap_err();
@@ -167,7 +167,7 @@ fn huge_pages_are_reported_whole() {
     let test = "huge_pages_are_reported_whole";
     let Some(tracker) = tracker(test) else { return };
     let Some(_reserved) = HugePages::reserve(test, 4) else { return };
-    let region = Region::huge(4 * HUGE_PAGE_BYTES).unwrap();
+    let region = RamMapping::huge(4 * HUGE_PAGE_BYTES).unwrap();
     let memory = [region.span()];
     memory[0].write(0, &[1]);
     memory[0].write(3 * HUGE_PAGE_BYTES, &[1]);

@@ -1,7 +1,7 @@
 //! The reading half of a destination and of a relay: the real decoders, fed by links, and the rules of the lanes' barrier.
 
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{Barriers, Destination, Event, RamSection, SectionKind};
+use towline_protocol::destination::{Barriers, Destination, RamSection, SectionKind, StreamItem};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, LaneRegistry, Packet};
 use towline_protocol::section::VmCommand;
@@ -178,27 +178,27 @@ impl Receiver {
         let taken = reader.position();
         let deed = match event {
             None => None,
-            Some(Event::Page(page)) => {
+            Some(StreamItem::Page(page)) => {
                 self.page = Some(page);
                 Some(Deed::Step)
             }
-            Some(Event::ZeroPage(page)) => Some(Deed::Zero(page)),
-            Some(Event::Xbzrle { page, data }) => Some(Deed::Xbzrle(page, data.to_vec())),
-            Some(Event::Configuration(configuration)) => Some(Deed::Configuration(configuration)),
-            Some(Event::Command(command)) => Some(Deed::Command(command)),
-            Some(Event::SectionStart(section)) => Some(Deed::SectionStart(section)),
-            Some(Event::Total(total)) => {
+            Some(StreamItem::ZeroPage(page)) => Some(Deed::Zero(page)),
+            Some(StreamItem::Xbzrle { page, data }) => Some(Deed::Xbzrle(page, data.to_vec())),
+            Some(StreamItem::Configuration(configuration)) => Some(Deed::Configuration(configuration)),
+            Some(StreamItem::Command(command)) => Some(Deed::Command(command)),
+            Some(StreamItem::SectionStart(section)) => Some(Deed::SectionStart(section)),
+            Some(StreamItem::Total(total)) => {
                 self.total = total;
                 Some(Deed::Step)
             }
-            Some(Event::Block(_)) => Some(self.block()),
-            Some(Event::Flush) => {
+            Some(StreamItem::Block(_)) => Some(self.block()),
+            Some(StreamItem::Flush) => {
                 self.barriers.on_flush_record();
                 self.leading = Some(Deed::Step);
                 Some(Deed::Step)
             }
-            Some(Event::SectionEnd(section)) => Some(self.section_end(section.kind)),
-            Some(Event::DeviceState) => {
+            Some(StreamItem::SectionEnd(section)) => Some(self.section_end(section.kind)),
+            Some(StreamItem::DeviceState) => {
                 self.collector = Some(Collector::default());
                 Some(Deed::Step)
             }

@@ -57,7 +57,7 @@ pub(crate) enum Who {
 
 /// An event at a moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Event {
+pub(crate) enum ScenarioEvent {
     /// The source's side ends the migration.
     CancelSource,
     /// Ctrl-C at the relay.
@@ -73,7 +73,7 @@ pub(crate) struct Fault {
     pub(crate) moment: Moment,
     /// Rounds after it.
     pub(crate) after: u64,
-    pub(crate) event: Event,
+    pub(crate) event: ScenarioEvent,
 }
 
 /// One simulated migration with its faults.
@@ -217,19 +217,19 @@ fn fault(rng: &mut Rng, is_controlled: bool, is_image: bool) -> Fault {
     };
     let events: &[_] = match is_controlled {
         true => &[
-            Event::CancelSource,
-            Event::CancelTowline,
-            Event::LoadFails,
-            Event::Kill(Who::Source),
-            Event::Kill(Who::Destination),
-            Event::Kill(Who::Towline),
+            ScenarioEvent::CancelSource,
+            ScenarioEvent::CancelTowline,
+            ScenarioEvent::LoadFails,
+            ScenarioEvent::Kill(Who::Source),
+            ScenarioEvent::Kill(Who::Destination),
+            ScenarioEvent::Kill(Who::Towline),
         ],
         false => &[
-            Event::CancelSource,
-            Event::LoadFails,
-            Event::Kill(Who::Destination),
+            ScenarioEvent::CancelSource,
+            ScenarioEvent::LoadFails,
+            ScenarioEvent::Kill(Who::Destination),
             // An image is there afterwards as before.
-            if is_image { Event::CancelSource } else { Event::Kill(Who::Source) },
+            if is_image { ScenarioEvent::CancelSource } else { ScenarioEvent::Kill(Who::Source) },
         ],
     };
     let moment = moments[rng.usize(0..moments.len())];

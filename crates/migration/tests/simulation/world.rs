@@ -8,7 +8,7 @@ use super::destination::Endpoint;
 use super::guest::Guest;
 use super::net::{Net, Port};
 use super::relay::Relay;
-use super::scenario::{Event, Fault, Moment, Scenario, Who};
+use super::scenario::{Fault, Moment, Scenario, ScenarioEvent, Who};
 use super::source::Source;
 
 /// More rounds than any run takes that comes to its end.
@@ -137,19 +137,19 @@ impl World {
         }
     }
 
-    fn apply(&mut self, event: Event) {
+    fn apply(&mut self, event: ScenarioEvent) {
         match event {
-            Event::CancelSource => self.source.cancel(&mut self.net),
-            Event::CancelTowline => {
+            ScenarioEvent::CancelSource => self.source.cancel(&mut self.net),
+            ScenarioEvent::CancelTowline => {
                 if let Some(relay) = &mut self.relay {
                     relay.cancel(&mut self.net);
                 }
             }
-            Event::LoadFails if self.destination.is_alive && !self.destination.is_loaded => {
+            ScenarioEvent::LoadFails if self.destination.is_alive && !self.destination.is_loaded => {
                 self.destination.fail(&mut self.net, "it cannot load the guest".into());
             }
-            Event::LoadFails => {}
-            Event::Kill(who) => self.kill(who),
+            ScenarioEvent::LoadFails => {}
+            ScenarioEvent::Kill(who) => self.kill(who),
         }
     }
 

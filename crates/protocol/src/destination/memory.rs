@@ -5,7 +5,7 @@ use alloc::collections::BTreeMap;
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use super::{AwaitSection, Destination, Event, RamSection, SectionKind, Step};
+use super::{AwaitSection, Destination, RamSection, SectionKind, Step, StreamItem};
 use crate::limits;
 use crate::mapped_ram::MappedRamHeader;
 use crate::multifd::check_offset;
@@ -75,7 +75,7 @@ impl AwaitBlock {
                 return AwaitRecord { ram: self.ram, section }.handle(input);
             }
             Some(left) => match self.block(input, left)? {
-                Ok(block) => Event::Block(block),
+                Ok(block) => StreamItem::Block(block),
                 Err(Incomplete) => {
                     input.rewind(start);
                     return Ok((Destination::Blocks(self), None));
@@ -85,7 +85,7 @@ impl AwaitBlock {
         Ok((Destination::Blocks(self), Some(event)))
     }
 
-    fn total<'a>(&mut self, word: u64) -> Result<Event<'a>> {
+    fn total<'a>(&mut self, word: u64) -> Result<StreamItem<'a>> {
         let flags = RamFlags::from_bits_retain(word & (PAGE_SIZE - 1));
         let total = word & !(PAGE_SIZE - 1);
         if flags != RamFlags::MEM_SIZE {
@@ -95,7 +95,7 @@ impl AwaitBlock {
             return Err(InvalidMessage::RamTotal { total }.into());
         }
         self.left = Some(total);
-        Ok(Event::Total(total))
+        Ok(StreamItem::Total(total))
     }
 
     fn block(&mut self, input: &mut Reader<'_>, left: u64) -> Result<Result<RamBlock, Incomplete>> {
@@ -185,9 +185,9 @@ impl AwaitRecord {
     pub(super) fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {
         let start = input.position();
         match self.record(input)? {
-            Ok(Event::SectionEnd(section)) => {
+            Ok(StreamItem::SectionEnd(section)) => {
                 let next = AwaitFooter { ram: self.ram, section };
-                Ok((Destination::Footer(next), Some(Event::SectionEnd(section))))
+                Ok((Destination::Footer(next), Some(StreamItem::SectionEnd(section))))
             }
             Ok(event) => Ok((Destination::Records(self), Some(event))),
             Err(Incomplete) => {
@@ -197,15 +197,17 @@ impl AwaitRecord {
         }
     }
 
-    fn record<'a>(&mut self, input: &mut Reader<'a>) -> Result<Result<Event<'a>, Incomplete>> {
+    fn record<'a>(&mut self, input: &mut Reader<'a>) -> Result<Result<StreamItem<'a>, Incomplete>> {
         let Ok(word) = input.be64() else { return Ok(Err(Incomplete)) };
         let flags = RamFlags::from_bits_retain(word & (PAGE_SIZE - 1));
         let offset = word & !(PAGE_SIZE - 1);
         let kind = flags.difference(RamFlags::CONTINUE);
         match kind {
-            RamFlags::EOS if offset == 0 && flags == kind => return Ok(Ok(Event::SectionEnd(self.section))),
+            RamFlags::EOS if offset == 0 && flags == kind => {
+                return Ok(Ok(StreamItem::SectionEnd(self.section)));
+            }
             RamFlags::MULTIFD_FLUSH if offset == 0 && flags == kind && !self.ram.mapped => {
-                return Ok(Ok(Event::Flush));
+                return Ok(Ok(StreamItem::Flush));
             }
             RamFlags::PAGE | RamFlags::ZERO | RamFlags::XBZRLE if !self.ram.mapped => {}
             RamFlags::HOOK => {
@@ -218,7 +220,7 @@ impl AwaitRecord {
         }
         let Ok(page) = self.ram.page(flags, offset, input)? else { return Ok(Err(Incomplete)) };
         let event = match kind {
-            RamFlags::PAGE => Ok(Event::Page(page)),
+            RamFlags::PAGE => Ok(StreamItem::Page(page)),
             RamFlags::ZERO => self.zero(page, input)?,
             _ => xbzrle(page, input)?,
         };
@@ -228,10 +230,10 @@ impl AwaitRecord {
         Ok(event)
     }
 
-    fn zero<'a>(&self, page: PageRef, input: &mut Reader<'_>) -> Result<Result<Event<'a>, Incomplete>> {
+    fn zero<'a>(&self, page: PageRef, input: &mut Reader<'_>) -> Result<Result<StreamItem<'a>, Incomplete>> {
         match input.u8() {
             Err(Incomplete) => Ok(Err(Incomplete)),
-            Ok(0) => Ok(Ok(Event::ZeroPage(page))),
+            Ok(0) => Ok(Ok(StreamItem::ZeroPage(page))),
             Ok(found) => {
                 let block = self.ram.blocks[page.block.index()].name.clone();
                 Err(InvalidMessage::FillByte { block, found }.into())
@@ -240,7 +242,7 @@ impl AwaitRecord {
     }
 }
 
-fn xbzrle<'a>(page: PageRef, input: &mut Reader<'a>) -> Result<Result<Event<'a>, Incomplete>> {
+fn xbzrle<'a>(page: PageRef, input: &mut Reader<'a>) -> Result<Result<StreamItem<'a>, Incomplete>> {
     let head = input.u8().and_then(|kind| Ok((kind, input.be16()?)));
     let Ok((kind, length)) = head else { return Ok(Err(Incomplete)) };
     if kind != 1 {
@@ -250,7 +252,7 @@ fn xbzrle<'a>(page: PageRef, input: &mut Reader<'a>) -> Result<Result<Event<'a>,
         let (found, limit) = (length.into(), PAGE_SIZE);
         return Err(InvalidMessage::TooLong { what: "XBZRLE page", found, limit }.into());
     }
-    Ok(input.take(length.into()).map(|data| Event::Xbzrle { page, data }))
+    Ok(input.take(length.into()).map(|data| StreamItem::Xbzrle { page, data }))
 }
 
 impl AwaitFooter {
@@ -269,7 +271,7 @@ impl AwaitFooter {
         }
         match self.section.kind {
             SectionKind::End => {
-                Ok((Destination::DeviceState(Complete { ram: self.ram }), Some(Event::DeviceState)))
+                Ok((Destination::DeviceState(Complete { ram: self.ram }), Some(StreamItem::DeviceState)))
             }
             _ => {
                 let is_snapshot = self.ram.is_snapshot;

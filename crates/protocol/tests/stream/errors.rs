@@ -1,7 +1,7 @@
 //! Every error that a peer can cause on the main channel, exactly.
 
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{Destination, Event, ITEM_BYTES_MAX};
+use towline_protocol::destination::{Destination, ITEM_BYTES_MAX, StreamItem};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::{RamOptions, Setup};
 use towline_protocol::{Error, InvalidMessage, PeerIncompatible, PeerMisbehaved, RamBlock, Reader, limits};
@@ -280,7 +280,7 @@ fn the_memory_of_a_snapshot_ends_where_devices_begin() {
         loop {
             let (next, event) = machine.handle(&mut input)?;
             match event {
-                Some(Event::DeviceState) => return Ok(Some(bytes[input.position()..].to_vec())),
+                Some(StreamItem::DeviceState) => return Ok(Some(bytes[input.position()..].to_vec())),
                 None => return Ok(None),
                 Some(_) => machine = next,
             }

@@ -2,11 +2,11 @@
 //! over the seeds and over changed seeds. A body that returns has found nothing.
 #![allow(unreachable_pub, reason = "the fuzz crate includes this file as its own")]
 
-use towline_protocol::destination::{Destination, Event};
+use towline_protocol::destination::{Destination, StreamItem};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::limits;
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
-use towline_protocol::postcopy::{Block, PostcopyReturnPathReader, ReturnMessage, decode_bitmap};
+use towline_protocol::postcopy::{PostcopyBlock, PostcopyReturnPathReader, ReturnMessage, decode_bitmap};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{Error, InvalidMessage, RamBlock, Reader, mapped_ram, xbzrle};
@@ -103,11 +103,11 @@ fn read_pieces(mut machine: Destination, stream: &[u8], mut piece: impl FnMut() 
     outcome
 }
 
-fn check_event(event: &Event<'_>, machine: &Destination) {
+fn check_event(event: &StreamItem<'_>, machine: &Destination) {
     let (page, data) = match event {
-        Event::Page(page) | Event::ZeroPage(page) => (page, 0),
-        Event::Xbzrle { page, data } => (page, data.len() as u64),
-        Event::Block(block) => {
+        StreamItem::Page(page) | StreamItem::ZeroPage(page) => (page, 0),
+        StreamItem::Xbzrle { page, data } => (page, data.len() as u64),
+        StreamItem::Block(block) => {
             assert!(machine.blocks().len() <= limits::BLOCKS_MAX);
             assert_eq!(machine.blocks().last(), Some(block));
             return;
@@ -179,7 +179,7 @@ pub fn return_path(data: &[u8]) {
 
 /// The same as a postcopy source reads it: bitmaps follow their messages, and requests lie within their blocks.
 fn postcopy_answers(data: &[u8]) {
-    let block = |name: &str, length, page_bytes| Block {
+    let block = |name: &str, length, page_bytes| PostcopyBlock {
         ram: RamBlock { name: name.into(), length, mapped: None },
         page_bytes,
     };
@@ -250,7 +250,7 @@ pub fn mapped_ram(data: &[u8]) {
         let Some(event) = event else { return };
         check_event(&event, &machine);
         assert!(!event_names_page(&event, &machine), "{event:?}");
-        if let Event::Block(RamBlock { length, mapped: Some(header), .. }) = event {
+        if let StreamItem::Block(RamBlock { length, mapped: Some(header), .. }) = event {
             let bitmap_end = header.bitmap_offset + mapped_ram::bitmap_bytes(length, PAGE_SIZE);
             assert!(before < header.bitmap_offset && bitmap_end <= header.pages_offset);
             file = header.end(length);
@@ -260,9 +260,12 @@ pub fn mapped_ram(data: &[u8]) {
     }
 }
 
-fn event_names_page(event: &Event<'_>, machine: &Destination) -> bool {
+fn event_names_page(event: &StreamItem<'_>, machine: &Destination) -> bool {
     let mapped = machine.blocks().first().is_some_and(|block| block.mapped.is_some());
-    let named = matches!(event, Event::Page(_) | Event::ZeroPage(_) | Event::Xbzrle { .. } | Event::Flush);
+    let named = matches!(
+        event,
+        StreamItem::Page(_) | StreamItem::ZeroPage(_) | StreamItem::Xbzrle { .. } | StreamItem::Flush
+    );
     mapped && named
 }
 

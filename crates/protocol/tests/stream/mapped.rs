@@ -1,7 +1,7 @@
 //! Stored guests: recorded mapped-ram files, read as an image reader does and written again to the byte.
 
 use towline_protocol::configuration::MAPPED_RAM;
-use towline_protocol::destination::{Destination, Event};
+use towline_protocol::destination::{Destination, StreamItem};
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::mapped_ram::{self, MappedRamHeader};
 use towline_protocol::ram::PAGE_SIZE;
@@ -31,8 +31,8 @@ fn read(file: &[u8]) -> Stored {
         at += input.position();
         let event = event.expect("the file is whole");
         match &event {
-            Event::Total(_) => list_offset = at as u64 - 8,
-            Event::Block(block) => {
+            StreamItem::Total(_) => list_offset = at as u64 - 8,
+            StreamItem::Block(block) => {
                 let index = machine.blocks().len() - 1;
                 pages(file, block, u32::try_from(index).unwrap(), &mut memory);
                 at = usize::try_from(block.mapped.unwrap().end(block.length)).unwrap();

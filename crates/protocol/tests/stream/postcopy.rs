@@ -2,7 +2,7 @@
 
 use towline_protocol::configuration::Configuration;
 use towline_protocol::postcopy::{
-    Block, PostcopyReturnPathReader, Recovery, ReturnMessage, decode_bitmap, put_bitmap,
+    PostcopyBlock, PostcopyReturnPathReader, Recovery, ReturnMessage, decode_bitmap, put_bitmap,
 };
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::ReturnPathMessage;
@@ -11,11 +11,11 @@ use towline_protocol::{BlockIndex, Error, InvalidMessage, PageRef, PeerMisbehave
 
 const HUGE: u64 = 2 << 20;
 
-fn block(name: &str, length: u64, page_bytes: u64) -> Block {
-    Block { ram: RamBlock { name: name.into(), length, mapped: None }, page_bytes }
+fn block(name: &str, length: u64, page_bytes: u64) -> PostcopyBlock {
+    PostcopyBlock { ram: RamBlock { name: name.into(), length, mapped: None }, page_bytes }
 }
 
-fn blocks() -> [Block; 2] {
+fn blocks() -> [PostcopyBlock; 2] {
     [block("pc.ram", 2 * HUGE, HUGE), block("rom", 3 * PAGE_SIZE, PAGE_SIZE)]
 }
 

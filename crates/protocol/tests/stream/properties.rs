@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{Destination, Event, RamSection, SectionKind};
+use towline_protocol::destination::{Destination, RamSection, SectionKind, StreamItem};
 use towline_protocol::machine::BarrierForm;
 use towline_protocol::multifd::{HEADER_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::ram::PAGE_SIZE;
@@ -223,7 +223,7 @@ proptest! {
             let (next, event) = machine.handle(&mut input).unwrap();
             machine = next;
             file += (input.position() - start) as u64;
-            if let Some(Event::Block(block)) = event {
+            if let Some(StreamItem::Block(block)) = event {
                 file = block.mapped.unwrap().end(block.length);
             }
         }

@@ -2,7 +2,7 @@
 
 use towline_protocol::Reader;
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{Destination, Event, SharedMemory};
+use towline_protocol::destination::{Destination, SharedMemory, StreamItem};
 use towline_protocol::ram::{PAGE_SIZE, RamBlock};
 
 const CAPABILITIES: &[u8] = b"\x05\x1aconfiguration/capabilities\0\0\0\x01\0\0\0\x01\x0fx-ignore-shared";
@@ -39,9 +39,9 @@ fn addresses_in_the_block_list_are_skipped_and_the_capability_is_not_passed_on()
             state = next;
             taken += reader.position();
             match event {
-                Some(Event::Configuration(found)) => configuration = Some(found),
-                Some(Event::Block(block)) => blocks.push(block),
-                Some(Event::SectionEnd(_)) => ends += 1,
+                Some(StreamItem::Configuration(found)) => configuration = Some(found),
+                Some(StreamItem::Block(block)) => blocks.push(block),
+                Some(StreamItem::SectionEnd(_)) => ends += 1,
                 Some(_) => {}
                 None if end == bytes.len() => break,
                 None => end = (end + step).min(bytes.len()),

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{Destination, Event, RamSection, SectionKind};
+use towline_protocol::destination::{Destination, RamSection, SectionKind, StreamItem};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::machine::BarrierForm;
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Packet};
@@ -37,7 +37,7 @@ pub(crate) fn golden_lanes(name: &str) -> Vec<Vec<u8>> {
     (0..2).map(|lane| golden(name, &format!("lane{lane}"))).collect()
 }
 
-/// An [`Event`] that owns what it holds.
+/// An [`StreamItem`] that owns what it holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Item {
     Configuration(Configuration),
@@ -55,19 +55,19 @@ pub(crate) enum Item {
 }
 
 impl Item {
-    pub(crate) fn of(event: Event<'_>) -> Self {
+    pub(crate) fn of(event: StreamItem<'_>) -> Self {
         match event {
-            Event::Configuration(configuration) => Self::Configuration(configuration),
-            Event::Command(command) => Self::Command(command),
-            Event::SectionStart(section) => Self::SectionStart(section),
-            Event::Total(total) => Self::Total(total),
-            Event::Block(block) => Self::Block(block),
-            Event::Page(page) => Self::Page(page, Vec::new()),
-            Event::ZeroPage(page) => Self::Zero(page),
-            Event::Xbzrle { page, data } => Self::Xbzrle(page, data.into()),
-            Event::Flush => Self::Flush,
-            Event::SectionEnd(section) => Self::SectionEnd(section),
-            Event::DeviceState => Self::DeviceState,
+            StreamItem::Configuration(configuration) => Self::Configuration(configuration),
+            StreamItem::Command(command) => Self::Command(command),
+            StreamItem::SectionStart(section) => Self::SectionStart(section),
+            StreamItem::Total(total) => Self::Total(total),
+            StreamItem::Block(block) => Self::Block(block),
+            StreamItem::Page(page) => Self::Page(page, Vec::new()),
+            StreamItem::ZeroPage(page) => Self::Zero(page),
+            StreamItem::Xbzrle { page, data } => Self::Xbzrle(page, data.into()),
+            StreamItem::Flush => Self::Flush,
+            StreamItem::SectionEnd(section) => Self::SectionEnd(section),
+            StreamItem::DeviceState => Self::DeviceState,
         }
     }
 }

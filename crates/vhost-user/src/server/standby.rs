@@ -33,7 +33,7 @@ const STANDBY_MESSAGE_WITHIN: Duration = Duration::from_secs(1);
 
 /// Connection to serve next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Event {
+enum FrontendEvent {
     Owner,
     Standby,
     Connecting,
@@ -69,36 +69,38 @@ impl Service {
         let mut retry_at: Option<Instant> = None;
         loop {
             match self.next_event(cancel, retry_at)? {
-                Event::Owner => {
+                FrontendEvent::Owner => {
                     let Some(owner) = &mut self.connection else { return Ok(()) };
                     if owner.serve_request(|| Ok(Claim::Owned))? == Peer::Disconnected {
                         return Ok(());
                     }
                 }
-                Event::Standby => self.serve_standby()?,
-                Event::Connecting => match self.accept_standby(device, record, cancel) {
+                FrontendEvent::Standby => self.serve_standby()?,
+                FrontendEvent::Connecting => match self.accept_standby(device, record, cancel) {
                     Ok(()) => retry_at = None,
                     Err(error) => {
                         tracing::warn!(%error, device = device.name(), "a second frontend cannot be served");
                         retry_at = Some(Instant::now() + RETRY_INTERVAL);
                     }
                 },
-                Event::Cancelled => return Err(towline_channel::Error::Cancelled.into()),
-                Event::Timeout => retry_at = None,
+                FrontendEvent::Cancelled => return Err(towline_channel::Error::Cancelled.into()),
+                FrontendEvent::Timeout => retry_at = None,
             }
         }
     }
 
     /// Waits for a request of either, the owner's first: the end of its connection precedes what the standby does then.
-    fn next_event(&self, cancel: &Cancel, retry_at: Option<Instant>) -> Result<Event, ServeError> {
-        let mut fds: Vec<(Event, BorrowedFd<'_>)> = Vec::with_capacity(3);
-        fds.extend(self.connection.as_ref().and_then(Connection::as_fd).map(|fd| (Event::Owner, fd)));
+    fn next_event(&self, cancel: &Cancel, retry_at: Option<Instant>) -> Result<FrontendEvent, ServeError> {
+        let mut fds: Vec<(FrontendEvent, BorrowedFd<'_>)> = Vec::with_capacity(3);
+        fds.extend(self.connection.as_ref().and_then(Connection::as_fd).map(|fd| (FrontendEvent::Owner, fd)));
         match &self.standby {
-            Some(standby) => fds.extend(standby.as_fd().map(|fd| (Event::Standby, fd))),
-            None if retry_at.is_none() => fds.extend(self.listener().map(|fd| (Event::Connecting, fd))),
+            Some(standby) => fds.extend(standby.as_fd().map(|fd| (FrontendEvent::Standby, fd))),
+            None if retry_at.is_none() => {
+                fds.extend(self.listener().map(|fd| (FrontendEvent::Connecting, fd)));
+            }
             None => {}
         }
-        fds.push((Event::Cancelled, cancel.as_fd()));
+        fds.push((FrontendEvent::Cancelled, cancel.as_fd()));
         let mut polled: Vec<_> =
             fds.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
         let left = retry_at.map(|at| at.saturating_duration_since(Instant::now()));
@@ -114,7 +116,7 @@ impl Service {
             }
         }
         let ready = fds.iter().zip(&polled).find(|(_, polled)| !polled.revents().is_empty());
-        Ok(ready.map_or(Event::Timeout, |((event, _), _)| *event))
+        Ok(ready.map_or(FrontendEvent::Timeout, |((event, _), _)| *event))
     }
 
     /// Serves a request of the standby, which has the device then if it concerns the device.

@@ -24,12 +24,12 @@ use notify::{NotificationWords, needs_event};
 
 /// An eventfd: readable or not.
 #[derive(Default)]
-struct Event {
+struct EventFd {
     signalled: Mutex<bool>,
     changed: Condvar,
 }
 
-impl Event {
+impl EventFd {
     fn signal(&self) {
         *self.signalled.lock().unwrap() = true;
         self.changed.notify_one();
@@ -52,15 +52,15 @@ struct Shared {
     used: AtomicU16,
     driver_suppression: AtomicU16,
     device_suppression: AtomicU16,
-    kick: Event,
-    call: Event,
+    kick: EventFd,
+    call: EventFd,
 }
 
 impl Shared {
     fn new(event_index: bool, fences: bool) -> Arc<Self> {
         let word = || AtomicU16::new(0);
         let (available, used, driver_suppression, device_suppression) = (word(), word(), word(), word());
-        let (kick, call) = (Event::default(), Event::default());
+        let (kick, call) = (EventFd::default(), EventFd::default());
         Arc::new(Self {
             event_index,
             fences,
@@ -252,7 +252,7 @@ impl Pop<u32> for Queue {
     }
 }
 
-impl Wake for Event {
+impl Wake for EventFd {
     fn signal(&self) {
         Self::signal(self);
     }
@@ -268,7 +268,7 @@ impl Wake for Event {
 fn no_command_is_lost() {
     loom::model(|| {
         let queue = Arc::new(Queue::default());
-        let wake = Arc::new(Event::default());
+        let wake = Arc::new(EventFd::default());
         let session = thread::spawn({
             let (queue, wake) = (Arc::clone(&queue), Arc::clone(&wake));
             move || {

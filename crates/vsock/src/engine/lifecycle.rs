@@ -53,7 +53,7 @@ pub(super) enum PeerState {
 
 /// Event of one of the ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Event {
+pub(super) enum LifecycleEvent {
     /// epoll reports the socket as ready.
     Ready(Readiness),
     /// The socket has nothing more to read for now.
@@ -125,29 +125,33 @@ impl Default for Lifecycle {
 
 impl Lifecycle {
     /// Returns the transition on an event, or `None` if the event is not legal in this state.
-    pub(super) fn on(self, event: Event) -> Option<Transition> {
+    pub(super) fn on(self, event: LifecycleEvent) -> Option<Transition> {
         let mut transition = Transition { next: self, actions: Actions::empty() };
         match (event, self.send, self.receive) {
-            (Event::Ready(readiness), ..) => transition.ready(readiness),
-            (Event::Drained, _, ReceiveState::Readable) => transition.next.receive = ReceiveState::Idle,
-            (Event::OutOfCredit, _, ReceiveState::Readable) => {
+            (LifecycleEvent::Ready(readiness), ..) => transition.ready(readiness),
+            (LifecycleEvent::Drained, _, ReceiveState::Readable) => {
+                transition.next.receive = ReceiveState::Idle;
+            }
+            (LifecycleEvent::OutOfCredit, _, ReceiveState::Readable) => {
                 transition.next.receive = ReceiveState::OutOfCredit;
             }
-            (Event::Credit, _, ReceiveState::OutOfCredit) => transition.next.receive = ReceiveState::Readable,
-            (Event::Eof, _, ReceiveState::Readable) => {
+            (LifecycleEvent::Credit, _, ReceiveState::OutOfCredit) => {
+                transition.next.receive = ReceiveState::Readable;
+            }
+            (LifecycleEvent::Eof, _, ReceiveState::Readable) => {
                 transition.next.receive = ReceiveState::EofDelivered;
                 transition.actions |= Actions::DELIVER_EOF;
                 transition.refuse_data_after_close();
             }
-            (Event::Full, SendState::Open, _) => {
+            (LifecycleEvent::Full, SendState::Open, _) => {
                 transition.next.send = SendState::Full;
                 transition.actions |= Actions::WATCH_WRITABLE;
             }
-            (Event::Writable, SendState::Full, _) => transition.next_send(SendState::Open),
-            (Event::SendRefused, SendState::Open | SendState::Full, _) => transition.refuse_data(),
-            (Event::Update { guest, all_sent }, ..) => transition.update(guest, all_sent),
+            (LifecycleEvent::Writable, SendState::Full, _) => transition.next_send(SendState::Open),
+            (LifecycleEvent::SendRefused, SendState::Open | SendState::Full, _) => transition.refuse_data(),
+            (LifecycleEvent::Update { guest, all_sent }, ..) => transition.update(guest, all_sent),
             // A late report of epoll or of the guest.
-            (Event::Credit | Event::Writable, ..) => {}
+            (LifecycleEvent::Credit | LifecycleEvent::Writable, ..) => {}
             _ => return None,
         }
         Some(transition)
@@ -238,21 +242,21 @@ mod tests {
         })
     }
 
-    fn events() -> Vec<Event> {
+    fn events() -> Vec<LifecycleEvent> {
         let readiness = [Readiness::Readable, Readiness::Urgent, Readiness::ReadClosed, Readiness::Closed]
-            .map(Event::Ready);
+            .map(LifecycleEvent::Ready);
         let updates = (0..4).flat_map(|bits| {
             let guest = ShutdownFlags::from_bits_truncate(bits);
-            [false, true].map(|all_sent| Event::Update { guest, all_sent })
+            [false, true].map(|all_sent| LifecycleEvent::Update { guest, all_sent })
         });
         let others = [
-            Event::Drained,
-            Event::OutOfCredit,
-            Event::Credit,
-            Event::Eof,
-            Event::Full,
-            Event::Writable,
-            Event::SendRefused,
+            LifecycleEvent::Drained,
+            LifecycleEvent::OutOfCredit,
+            LifecycleEvent::Credit,
+            LifecycleEvent::Eof,
+            LifecycleEvent::Full,
+            LifecycleEvent::Writable,
+            LifecycleEvent::SendRefused,
         ];
         readiness.into_iter().chain(updates).chain(others).collect()
     }
@@ -261,17 +265,20 @@ mod tests {
     #[test]
     fn the_direction_to_the_guest_follows_its_table() {
         use ReceiveState::{EofDelivered, Idle, OutOfCredit, Readable, ShutDown};
-        let ended = Event::Update { guest: ShutdownFlags::RECEIVE, all_sent: false };
+        let ended = LifecycleEvent::Update { guest: ShutdownFlags::RECEIVE, all_sent: false };
         // In the order of RECEIVES.
         let table = [
             (
-                Event::Ready(Readiness::Readable),
+                LifecycleEvent::Ready(Readiness::Readable),
                 [Some(Readable), Some(Readable), Some(OutOfCredit), Some(EofDelivered), Some(ShutDown)],
             ),
-            (Event::Drained, [None, Some(Idle), None, None, None]),
-            (Event::OutOfCredit, [None, Some(OutOfCredit), None, None, None]),
-            (Event::Credit, [Some(Idle), Some(Readable), Some(Readable), Some(EofDelivered), Some(ShutDown)]),
-            (Event::Eof, [None, Some(EofDelivered), None, None, None]),
+            (LifecycleEvent::Drained, [None, Some(Idle), None, None, None]),
+            (LifecycleEvent::OutOfCredit, [None, Some(OutOfCredit), None, None, None]),
+            (
+                LifecycleEvent::Credit,
+                [Some(Idle), Some(Readable), Some(Readable), Some(EofDelivered), Some(ShutDown)],
+            ),
+            (LifecycleEvent::Eof, [None, Some(EofDelivered), None, None, None]),
             (ended, [Some(ShutDown), Some(ShutDown), Some(ShutDown), Some(EofDelivered), Some(ShutDown)]),
         ];
         for (event, results) in table {
@@ -289,12 +296,12 @@ mod tests {
     #[test]
     fn the_direction_to_the_socket_follows_its_table() {
         use SendState::{Full, Open, PeerClosed, ShutDown};
-        let update = |all_sent| Event::Update { guest: ShutdownFlags::SEND, all_sent };
+        let update = |all_sent| LifecycleEvent::Update { guest: ShutdownFlags::SEND, all_sent };
         // In the order of SENDS.
         let table = [
-            (Event::Full, [Some(Full), None, None, None]),
-            (Event::Writable, [Some(Open), Some(Open), Some(PeerClosed), Some(ShutDown)]),
-            (Event::SendRefused, [Some(PeerClosed), Some(PeerClosed), None, None]),
+            (LifecycleEvent::Full, [Some(Full), None, None, None]),
+            (LifecycleEvent::Writable, [Some(Open), Some(Open), Some(PeerClosed), Some(ShutDown)]),
+            (LifecycleEvent::SendRefused, [Some(PeerClosed), Some(PeerClosed), None, None]),
             (update(false), [Some(Open), Some(Full), Some(PeerClosed), Some(ShutDown)]),
             (update(true), [Some(ShutDown); 4]),
         ];
@@ -347,8 +354,9 @@ mod tests {
         for state in states() {
             for event in events() {
                 let Some(Transition { next, actions }) = state.on(event) else { continue };
-                let is_update = matches!(event, Event::Update { .. });
-                let guest_ended = event == Event::Update { guest: ShutdownFlags::all(), all_sent: true };
+                let is_update = matches!(event, LifecycleEvent::Update { .. });
+                let guest_ended =
+                    event == LifecycleEvent::Update { guest: ShutdownFlags::all(), all_sent: true };
                 let both_ended = next.receive == ReceiveState::EofDelivered
                     && matches!(next.send, SendState::PeerClosed | SendState::ShutDown);
                 assert_eq!(actions.contains(Actions::CLOSE), guest_ended, "{event:?} in {state:?}");
@@ -363,10 +371,10 @@ mod tests {
         for (send, refuses) in SENDS.into_iter().zip([true, true, false, false]) {
             let delivered =
                 Lifecycle { send, receive: ReceiveState::EofDelivered, peer: PeerState::WriteClosed };
-            let transition = delivered.on(Event::Ready(Readiness::Closed)).unwrap();
+            let transition = delivered.on(LifecycleEvent::Ready(Readiness::Closed)).unwrap();
             assert_eq!(transition.actions.contains(Actions::REFUSE_DATA), refuses, "{send:?}");
             let closed = Lifecycle { send, receive: ReceiveState::Readable, peer: PeerState::Closed };
-            let transition = closed.on(Event::Eof).unwrap();
+            let transition = closed.on(LifecycleEvent::Eof).unwrap();
             assert_eq!(transition.actions.contains(Actions::REFUSE_DATA), refuses, "{send:?}");
         }
     }

@@ -7,7 +7,7 @@ use towline_vhost_user::{Batch, Next, Ring};
 
 use super::batch_pool::{is_large, segments};
 use super::host_end::{PartialMessage, Queues};
-use super::lifecycle::{Event, ReceiveState};
+use super::lifecycle::{LifecycleEvent, ReceiveState};
 use super::{CREDIT_TIMEOUT_MS, Engine};
 use crate::connection::ConnectionId;
 use crate::packet::{HEADER_BYTES, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags, SocketType};
@@ -119,7 +119,7 @@ impl<S: Sockets> Engine<S> {
     /// Stops reading a connection until the guest has credit, and requests credit if that takes long.
     fn wait_for_credit(&mut self, id: ConnectionId) {
         self.statistics.out_of_credit += 1;
-        self.on_event(id, Event::OutOfCredit);
+        self.on_event(id, LifecycleEvent::OutOfCredit);
         let Some(end) = self.host_ends.get_mut(id) else { return };
         if !end.queues.contains(Queues::CREDIT_TIMER) {
             end.queues.insert(Queues::CREDIT_TIMER);
@@ -133,7 +133,7 @@ impl<S: Sockets> Engine<S> {
         if credit == 0 {
             // The end of the stream needs no credit, and the guest may wait for it.
             if self.is_read_closed(id) && self.is_at_eof(id) {
-                self.on_event(id, Event::Eof);
+                self.on_event(id, LifecycleEvent::Eof);
             } else {
                 self.wait_for_credit(id);
             }
@@ -158,13 +158,13 @@ impl<S: Sockets> Engine<S> {
         drop(bufs);
         match received {
             Ok(ReceiveOutcome { bytes: 0, .. }) => {
-                self.on_event(id, Event::Eof);
+                self.on_event(id, LifecycleEvent::Eof);
                 0
             }
             Ok(ReceiveOutcome { bytes, more, .. }) => {
                 let may_have_more = more || bytes == offered || end.has_urgent;
                 if !may_have_more && !self.is_read_closed(id) {
-                    self.on_event(id, Event::Drained);
+                    self.on_event(id, LifecycleEvent::Drained);
                 }
                 let used = self.send_headers(id, ring, first, bytes, SeqFlags::empty());
                 if let Some(end) = self.host_ends.get_mut(id) {
@@ -186,7 +186,7 @@ impl<S: Sockets> Engine<S> {
     /// Returns 0: no buffer was filled.
     fn receive_failed(&mut self, id: ConnectionId, error: &io::Error) -> usize {
         if error.kind() == io::ErrorKind::WouldBlock {
-            self.on_event(id, Event::Drained);
+            self.on_event(id, LifecycleEvent::Drained);
         } else {
             tracing::debug!(%error, ?id, "a socket of the host failed");
             self.reset(id, CloseMode::Reset);
@@ -241,7 +241,7 @@ impl<S: Sockets> Engine<S> {
         let len = match self.sockets.peek(socket) {
             Ok(Peeked::Bytes(len)) => len,
             Ok(Peeked::Eof) => {
-                self.on_event(id, Event::Eof);
+                self.on_event(id, LifecycleEvent::Eof);
                 return 0;
             }
             // It stays readable, after the others.

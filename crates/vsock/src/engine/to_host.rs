@@ -8,7 +8,7 @@ use towline_vhost_user::{Next, Ring};
 use super::Engine;
 use super::batch_pool::{ChainRef, PINNED_MAX};
 use super::host_end::{ChainPayload, Gathered, NextSend, Payload, Queues, SendMode, chunk_bytes};
-use super::lifecycle::{Event, ReceiveState, SendState};
+use super::lifecycle::{LifecycleEvent, ReceiveState, SendState};
 use crate::connection::{ClosedBy, ConnectionId, Inbound};
 use crate::packet::{HEADER_BYTES, Header, SeqFlags, ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, SendOutcome, Sockets};
@@ -135,7 +135,7 @@ impl<S: Sockets> Engine<S> {
             && end.lifecycle.receive == ReceiveState::OutOfCredit
             && credit > 0
         {
-            self.on_event(id, Event::Credit);
+            self.on_event(id, LifecycleEvent::Credit);
             self.schedule_read(id);
         }
     }
@@ -259,7 +259,7 @@ impl<S: Sockets> Engine<S> {
 
     fn socket_full(&mut self, id: ConnectionId) {
         self.statistics.socket_full += 1;
-        self.on_event(id, Event::Full);
+        self.on_event(id, LifecycleEvent::Full);
         self.table.mark_congested(id);
     }
 
@@ -267,7 +267,7 @@ impl<S: Sockets> Engine<S> {
     fn send_failed(&mut self, id: ConnectionId, error: &io::Error) {
         tracing::debug!(%error, ?id, "a socket of the host receives no more");
         if error.kind() == io::ErrorKind::BrokenPipe {
-            self.on_event(id, Event::SendRefused);
+            self.on_event(id, LifecycleEvent::SendRefused);
         } else {
             self.reset(id, CloseMode::Reset);
         }

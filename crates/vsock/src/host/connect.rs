@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::handshake_line::{HandshakeLine, parse_ok};
 use super::socket::{HostSocket, Started};
-use super::{Event, Host};
+use super::{Host, SocketEvent};
 use crate::connection::{ConnectionId, ConnectionKey};
 use crate::local_guests::IncomingConnection;
 use crate::packet::{HOST_CID, SocketType};
@@ -38,12 +38,12 @@ impl Host {
             Ok(Step::Connected(socket)) => match self.modify(id, &socket, Interest::Read) {
                 Ok(()) => {
                     let has_data = socket.has_buffered();
-                    self.events.push_back(Event::Connected(id, Some(socket)));
+                    self.events.push_back(SocketEvent::Connected(id, Some(socket)));
                     if has_data {
-                        self.events.push_back(Event::Readable(id, Readiness::Readable));
+                        self.events.push_back(SocketEvent::Readable(id, Readiness::Readable));
                     }
                 }
-                Err(_) => self.events.push_back(Event::Connected(id, None)),
+                Err(_) => self.events.push_back(SocketEvent::Connected(id, None)),
             },
             Ok(Step::Continues(pending)) => {
                 if let PendingConnect::AwaitingOk(socket) = &pending {
@@ -53,7 +53,7 @@ impl Host {
             }
             Err(error) => {
                 tracing::debug!(%error, "connect to a destination on the host failed");
-                self.events.push_back(Event::Connected(id, None));
+                self.events.push_back(SocketEvent::Connected(id, None));
             }
         }
     }

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use towline_frontend::vsock::{Event, Guest, Options};
+use towline_frontend::vsock::{Guest, Options, VsockEvent};
 use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, Memory};
 use towline_sandbox::Policy;
@@ -142,7 +142,10 @@ impl Drop for Served {
 }
 
 /// Polls the driver until `found` returns a value.
-pub(crate) fn poll_until<T>(guest: &mut Guest, mut found: impl FnMut(&mut Guest, Event) -> Option<T>) -> T {
+pub(crate) fn poll_until<T>(
+    guest: &mut Guest,
+    mut found: impl FnMut(&mut Guest, VsockEvent) -> Option<T>,
+) -> T {
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let mut what = None;
@@ -160,7 +163,7 @@ pub(crate) fn connect_guest(served: &Served, guest: &mut Guest, port: u32) -> ((
     let listener = UnixListener::bind(served.path(&format!("v_{port}"))).unwrap();
     let ports = (port + 1000, port);
     guest.request(ports);
-    poll_until(guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+    poll_until(guest, |_, event| (event == VsockEvent::Connected(ports)).then_some(()));
     let (stream, _) = listener.accept().unwrap();
     stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     (ports, stream)

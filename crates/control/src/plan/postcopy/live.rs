@@ -26,7 +26,7 @@ use super::super::executor::{Ends, conclude};
 use super::super::outcomes::GuestLocation;
 use super::super::progress::CopyPhase;
 use super::super::report::PostcopyReport;
-use super::super::report::{DestinationState, Report, SourceState};
+use super::super::report::{CopyReport, DestinationState, SourceState};
 use super::super::request::PostcopyOptions;
 use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::{CopyEnd, GuestAction, QmpSource};
@@ -41,7 +41,7 @@ pub(in super::super) fn migrate(
     to: &Path,
     options: PostcopyOptions,
     context: &Context<'_>,
-) -> Result<Report, Failure> {
+) -> Result<CopyReport, Failure> {
     let mut source = QmpSource::prepare(from, context.options).map_err(query_failed)?;
     context.report_repair(source.qemu());
     let mut target = prepare(to, &mut source, context).map_err(Failure::untouched)?;
@@ -227,7 +227,7 @@ impl LivePostcopy<'_> {
         needs_attention(error, GuestLocation::PostcopySplit)
     }
 
-    fn finish(mut self, downtime_ms: Option<u64>) -> Result<Report, Failure> {
+    fn finish(mut self, downtime_ms: Option<u64>) -> Result<CopyReport, Failure> {
         self.context.observer.phase(CopyPhase::Release);
         let runs = self.runs;
         let finished = self.target.wait_completed();
@@ -248,7 +248,7 @@ impl LivePostcopy<'_> {
         let downtime_ms = exact_ms.or(downtime_ms);
         let state = if runs { DestinationState::Running } else { DestinationState::Paused };
         let report = self.context.build_report(self.moved, source, state);
-        Ok(Report { downtime_ms, postcopy: Some(self.report), ..report })
+        Ok(CopyReport { downtime_ms, postcopy: Some(self.report), ..report })
     }
 }
 

@@ -114,7 +114,7 @@ struct State {
     chaos: Chaos,
     conditions: Conditions,
     fault: Option<StoreBug>,
-    events: BTreeMap<(Duration, u64), Event>,
+    events: BTreeMap<(Duration, u64), SimulationEvent>,
     sequence: u64,
     objects: BTreeMap<String, Stored>,
     /// Chunks that each present index references.
@@ -143,7 +143,7 @@ struct ActorState {
     lease_expired: bool,
 }
 
-enum Event {
+enum SimulationEvent {
     Start(usize),
     Arrive { actor: usize, request: Request, slot: Slot<ReplyResult>, is_lost: bool },
     Reply { actor: usize, slot: Slot<ReplyResult>, reply: ReplyResult },
@@ -243,7 +243,7 @@ impl World {
     pub(super) fn timer(&self, actor: usize, time: Duration) -> Slot<()> {
         let (mut state, slot) = (self.lock(), Slot::default());
         let at = state.now + time;
-        state.add(at, Event::Timer { actor, slot: Arc::clone(&slot) });
+        state.add(at, SimulationEvent::Timer { actor, slot: Arc::clone(&slot) });
         slot
     }
 
@@ -259,10 +259,10 @@ impl World {
         let (mut state, slot) = (self.lock(), Slot::default());
         state.count_request(actor);
         let (now, roll, failing) = (state.now, state.rng.f64(), state.chaos.failing);
-        let failure = Event::Reply { actor, slot: Arc::clone(&slot), reply: Err(model::failed()) };
+        let failure = SimulationEvent::Reply { actor, slot: Arc::clone(&slot), reply: Err(model::failed()) };
         // Decisive requests are late more often than others, which would rarely happen otherwise.
         let late = if request.is_decisive() && failing > 0.0 { LATE_DECISIVE_RATE } else { failing };
-        let arrive = |is_lost| Event::Arrive { actor, request, slot: Arc::clone(&slot), is_lost };
+        let arrive = |is_lost| SimulationEvent::Arrive { actor, request, slot: Arc::clone(&slot), is_lost };
         if roll < failing {
             // The request is lost.
             state.add(now + REQUEST_TIMEOUT, failure);
@@ -305,7 +305,7 @@ impl World {
                     let parked = Some((parked.clone(), Arc::clone(&taken)));
                     state.actors.push(ActorState { turn: Some(turn), parked, ..ActorState::default() });
                     let at = state.now + start;
-                    state.add(at, Event::Start(actor.number));
+                    state.add(at, SimulationEvent::Start(actor.number));
                     state.plan(actor.number, at);
                 }
                 let (parked, seed) = (parked.clone(), self.lock().rng.u64(..));
@@ -373,7 +373,7 @@ fn is_expired(renewed: Duration, now: Duration) -> bool {
 }
 
 impl State {
-    fn add(&mut self, at: Duration, event: Event) {
+    fn add(&mut self, at: Duration, event: SimulationEvent) {
         self.sequence += 1;
         self.events.insert((at, self.sequence), event);
     }
@@ -402,7 +402,7 @@ impl State {
             for _ in 0..self.rng.usize(1..=2) {
                 let at = start + self.delay(0.1, 5000.0);
                 let minutes = [5, 28, 31, 59, 61, 70, 90, 150, 240, 240][self.rng.usize(..10)];
-                self.add(at, Event::Suspend { actor, time: Duration::from_secs(60 * minutes) });
+                self.add(at, SimulationEvent::Suspend { actor, time: Duration::from_secs(60 * minutes) });
             }
         } else if self.rng.f64() < chaos.pauses {
             // Between two consecutive requests, which a random time would hardly ever hit.
@@ -412,7 +412,7 @@ impl State {
         }
         if self.rng.f64() < chaos.crashes {
             let at = start + self.delay(0.1, 10_000.0);
-            self.add(at, Event::Crash(actor));
+            self.add(at, SimulationEvent::Crash(actor));
         }
     }
 
@@ -424,14 +424,16 @@ impl State {
         if let Some(time) = time {
             self.actors[actor].suspended_after = None;
             let now = self.now;
-            self.add(now, Event::Suspend { actor, time });
+            self.add(now, SimulationEvent::Suspend { actor, time });
         }
     }
 
     /// Handles an event; returns the actor to resume.
-    fn handle(&mut self, at: Duration, event: Event) -> Option<usize> {
+    fn handle(&mut self, at: Duration, event: SimulationEvent) -> Option<usize> {
         let whose = match &event {
-            Event::Start(actor) | Event::Reply { actor, .. } | Event::Timer { actor, .. } => Some(*actor),
+            SimulationEvent::Start(actor)
+            | SimulationEvent::Reply { actor, .. }
+            | SimulationEvent::Timer { actor, .. } => Some(*actor),
             _ => None,
         };
         if let Some(actor) = whose
@@ -443,16 +445,16 @@ impl State {
         }
         self.now = at;
         match event {
-            Event::Start(actor) => Some(actor),
-            Event::Reply { actor, slot, reply } => {
+            SimulationEvent::Start(actor) => Some(actor),
+            SimulationEvent::Reply { actor, slot, reply } => {
                 put(&slot, reply);
                 Some(actor)
             }
-            Event::Timer { actor, slot } => {
+            SimulationEvent::Timer { actor, slot } => {
                 put(&slot, ());
                 Some(actor)
             }
-            Event::Suspend { actor, time } => {
+            SimulationEvent::Suspend { actor, time } => {
                 let found = &mut self.actors[actor];
                 if !found.is_done && !found.has_crashed && found.suspended_until <= at {
                     found.suspended_until = at + time;
@@ -462,7 +464,7 @@ impl State {
                 }
                 None
             }
-            Event::Crash(actor) => {
+            SimulationEvent::Crash(actor) => {
                 if self.actors[actor].is_done {
                     return None;
                 }
@@ -471,7 +473,7 @@ impl State {
                 self.note(|| format!("actor {actor}: crashes"));
                 Some(actor)
             }
-            Event::Arrive { actor, request, slot, is_lost } => {
+            SimulationEvent::Arrive { actor, request, slot, is_lost } => {
                 let reply = self.apply(actor, &request);
                 self.note(|| {
                     format!("actor {actor}: {} -> {}", request_text(&request), reply_text(&reply, is_lost))
@@ -482,7 +484,7 @@ impl State {
                     let is_reply_lost = request.is_write() && self.rng.f64() < self.chaos.failing;
                     let reply = if is_reply_lost { Err(model::failed()) } else { reply };
                     let at = self.now + if is_reply_lost { REQUEST_TIMEOUT } else { back };
-                    self.add(at, Event::Reply { actor, slot, reply });
+                    self.add(at, SimulationEvent::Reply { actor, slot, reply });
                 }
                 None
             }
