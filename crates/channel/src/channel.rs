@@ -52,6 +52,11 @@ bitflags::bitflags! {
     pub struct RecvFlags: u32 {
         /// Look at the bytes and leave them in the channel.
         const PEEK = 1 << 0;
+        /// A permission, allowed everywhere: bytes may be written to the buffers before they are authenticated, so
+        /// that a cipher decrypts them there. Only the prefix whose length is returned has been authenticated; behind
+        /// it, and everywhere after an error, the buffers may hold bytes that the peer did not send. The caller uses
+        /// none of these, nor does anybody else: not for memory that a guest, a device or an image already uses.
+        const UNAUTHENTICATED = 1 << 1;
     }
 }
 
@@ -245,15 +250,16 @@ pub trait ChannelExt: Channel {
     /// # Errors
     /// [`Error::Closed`] if the stream ends first, otherwise those of [`Channel::recv`].
     fn recv_exact(&self, bufs: &mut [IoBufMut<'_>]) -> Result<()> {
-        let mut cursor = IoCursorMut::new(bufs);
-        let wanted = cursor.remaining();
-        while !cursor.is_empty() {
-            match self.recv(cursor.chunk(), RecvFlags::empty())? {
-                0 => return Err(closed(self.peer(), wanted, &cursor)),
-                received => cursor.advance(received),
-            }
-        }
-        Ok(())
+        recv_exact(self, bufs, RecvFlags::empty())
+    }
+
+    /// Fills every buffer, which may be written before the bytes are authenticated: as [`Self::recv_exact`], with
+    /// [`RecvFlags::UNAUTHENTICATED`].
+    ///
+    /// # Errors
+    /// As [`Self::recv_exact`]. None of the buffers may be used then.
+    fn recv_exact_unauthenticated(&self, bufs: &mut [IoBufMut<'_>]) -> Result<()> {
+        recv_exact(self, bufs, RecvFlags::UNAUTHENTICATED)
     }
 
     /// Writes every byte of the buffers at `offset`, one buffer behind the other.
@@ -391,6 +397,18 @@ pub(crate) fn check_recv(peer: &str, capabilities: Capabilities, flags: RecvFlag
 pub(crate) fn check_timeouts(peer: &str, timeouts: [Option<Duration>; 2]) -> Result<()> {
     if timeouts.contains(&Some(Duration::ZERO)) {
         return Err(Error::unsupported(peer, "a timeout of zero; give None to wait for ever"));
+    }
+    Ok(())
+}
+
+fn recv_exact<C: Channel + ?Sized>(channel: &C, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<()> {
+    let mut cursor = IoCursorMut::new(bufs);
+    let wanted = cursor.remaining();
+    while !cursor.is_empty() {
+        match channel.recv(cursor.chunk(), flags)? {
+            0 => return Err(closed(channel.peer(), wanted, &cursor)),
+            received => cursor.advance(received),
+        }
     }
     Ok(())
 }

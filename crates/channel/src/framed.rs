@@ -55,6 +55,21 @@ pub(crate) trait Unpack: Debug + Send {
     /// The error; the stream ends there.
     fn unpack(&mut self, bytes: &mut [u8], peer: &str) -> Result<Unpacked>;
 
+    /// Decodes the first packet received straight into `room`, if it is whole and has data for which there is room;
+    /// `None`: [`Self::unpack`] has to. In any case the room may be overwritten.
+    ///
+    /// # Errors
+    /// As [`Self::unpack`].
+    fn unpack_into(
+        &mut self,
+        bytes: &[u8],
+        room: &mut [IoBufMut<'_>],
+        peer: &str,
+    ) -> Result<Option<UnpackedInto>> {
+        let _ = (bytes, room, peer);
+        Ok(None)
+    }
+
     /// The same error again, for later calls.
     fn fault(peer: &str, why: String) -> Error;
 }
@@ -70,6 +85,15 @@ pub(crate) enum Unpacked {
     Data(Range<usize>, usize),
     /// The peer ends the stream.
     End,
+}
+
+/// A packet whose data are at their destination.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct UnpackedInto {
+    /// Length of its data.
+    pub(crate) data: usize,
+    /// Number of bytes consumed.
+    pub(crate) taken: usize,
 }
 
 /// See the module.

@@ -1,19 +1,24 @@
 //! The platform: every `unsafe` block of this crate is in here. Linux only.
 //!
 //! A port would have to provide:
+//! - `aead`: AES-GCM between such buffers and records (feature `tls`);
 //! - [`iobuf`]: a buffer with the layout of the platform's scatter-gather element, that never becomes a slice;
 //! - [`cursor`]: the place in an array of them behind a partial transfer;
 //! - [`io`]: `sendmsg`, `recvmsg`, `readv`, `writev`, `preadv`, `pwritev` over such buffers;
 //! - [`error_queue`]: what the kernel reports of a socket behind its stream (`recvmsg` with `MSG_ERRQUEUE`);
 //! - [`fd`]: taking over a descriptor by number, and replacing what a number stands for (`dup3`);
+//! - [`file_owner`]: the owner of files that a thread creates (`setfsuid`);
 //! - [`zero_copy`]: the socket option `SO_ZEROCOPY`.
 //!
 //! Everything else (sockets and their options, descriptor passing, `poll`, `eventfd`, `flock`, processes) comes from
 //! `std` and `rustix`, whose interfaces are safe.
 
+#[cfg(feature = "tls")]
+pub(crate) mod aead;
 pub(crate) mod cursor;
 pub(crate) mod error_queue;
 pub(crate) mod fd;
+pub(crate) mod file_owner;
 pub(crate) mod io;
 pub(crate) mod iobuf;
 pub(crate) mod zero_copy;

@@ -11,7 +11,7 @@ use std::net::{Shutdown, TcpStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use towline_channel::fault::{Cut, Direction};
+use towline_channel::fault::{Cut, Direction, Flip};
 use towline_channel::{
     Address, Channel, ConnectOptions, Error, IoBuf, IoBufMut, ListenOptions, Listener, RecvFlags, SendFlags,
     TlsChannel, TlsClient, TlsServer, connect_with,
@@ -50,6 +50,43 @@ fn a_direction_that_waits_holds_up_no_other() {
         assert_eq!(recv_exact(&client, (32 << 20) - 1).unwrap().len(), (32 << 20) - 1);
         sender.join().unwrap().unwrap();
     });
+}
+
+/// A bit that is changed on the way changes the same bit of the decrypted byte.
+#[test]
+fn memory_is_written_before_it_is_authenticated_only_with_permission() {
+    // None is zero, as untouched memory is, also when changed.
+    let data: Vec<u8> = pattern(1 << 20).into_iter().map(|byte| byte | 1).collect();
+    for flags in [RecvFlags::empty(), RecvFlags::UNAUTHENTICATED] {
+        let (near, far) = tcp();
+        // In the middle of a record: the handshake before them has less than 14,000 bytes.
+        let at = 18 * (16_384 + 22) + 14_700;
+        let (client, server) = tls_over((near, Box::new(Flip::new(far, at, 0x40))));
+        let (client, server) = (client.unwrap(), server.unwrap());
+        let mut memory = vec![0; data.len()];
+        let error = std::thread::scope(|scope| {
+            scope.spawn(|| send_all(&client, &data));
+            let (mut rest, mut received) = (&mut memory[..], 0);
+            let error = loop {
+                match server.recv(&mut [IoBufMut::from(&mut *rest)], flags) {
+                    Ok(count) => {
+                        assert!(rest[..count] == data[received..received + count], "authenticated");
+                        received += count;
+                        rest = &mut rest[count..];
+                    }
+                    Err(error) => break error,
+                }
+            };
+            server.shutdown(Shutdown::Both).unwrap();
+            error
+        });
+        assert!(
+            error.to_string().contains("a TLS record from it was damaged or forged on the way"),
+            "{error}"
+        );
+        let changed = memory.iter().zip(&data).filter(|(found, sent)| *found ^ *sent == 0x40 && **found != 0);
+        assert_eq!(changed.count(), usize::from(flags == RecvFlags::UNAUTHENTICATED));
+    }
 }
 
 #[test]

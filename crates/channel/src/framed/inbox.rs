@@ -1,12 +1,12 @@
 //! The receiving half: one call receives many packets; each is decoded in place and its data copied to its
-//! destination.
+//! destination, or decoded into its destination if that may be written before the data are authenticated.
 //!
 //! ```text
 //!   channel below ──▶ [ done │ undelivered data       │ received packets   │ room ]
 //!                            ▲ plain                    ▲ start             ▲ end
 //! ```
 
-use super::{Unpack, Unpacked};
+use super::{Unpack, Unpacked, UnpackedInto};
 use crate::{Channel, Error, IoBufMut, IoCursorMut, RecvFlags, Result, scatter, total_len_mut};
 use std::ops::Range;
 
@@ -58,23 +58,26 @@ impl<U: Unpack> Inbox<U> {
         ended_here: impl Fn() -> bool,
         before_waiting: impl Fn(),
     ) -> Result<usize> {
-        if !self.fill(channel, &ended_here, &before_waiting)? {
-            return Ok(0);
-        }
+        let peer = channel.peer();
         if flags.contains(RecvFlags::PEEK) {
             let wanted = total_len_mut(bufs);
-            while self.plain.len() < wanted && matches!(self.next(channel.peer()), Ok(true)) {}
+            if self.fill(channel, None, &ended_here, &before_waiting)? {
+                while self.plain.len() < wanted && matches!(self.next(None, peer), Ok(true)) {}
+            }
             return Ok(scatter(&self.buffer[self.plain.clone()], bufs));
         }
         let mut cursor = IoCursorMut::new(bufs);
         let wanted = cursor.remaining();
+        let is_direct = flags.contains(RecvFlags::UNAUTHENTICATED);
+        if !self.fill(channel, is_direct.then_some(&mut cursor), &ended_here, &before_waiting)? {
+            return Ok(0);
+        }
         loop {
             let taken = scatter(&self.buffer[self.plain.clone()], cursor.chunk());
             self.plain.start += taken;
             cursor.advance(taken);
             // What fails behind bytes that are good is the next call's.
-            if cursor.is_empty() || (self.plain.is_empty() && !matches!(self.next(channel.peer()), Ok(true)))
-            {
+            if cursor.is_empty() || !matches!(self.next(is_direct.then_some(&mut cursor), peer), Ok(true)) {
                 return Ok(wanted - cursor.remaining());
             }
         }
@@ -84,25 +87,27 @@ impl<U: Unpack> Inbox<U> {
     pub(super) fn receive_more(&mut self, channel: &dyn Channel) -> Result<usize> {
         self.make_room();
         let room = IoBufMut::from(&mut self.buffer[self.end..]);
-        let received = channel.recv(&mut [room], RecvFlags::empty())?;
+        // What is behind the bytes received is never looked at.
+        let received = channel.recv(&mut [room], RecvFlags::UNAUTHENTICATED)?;
         self.end += received;
         Ok(received)
     }
 
     /// Returns true if there are data, or an end to report.
     pub(super) fn has_something(&mut self, peer: &str) -> bool {
-        !self.plain.is_empty() || !matches!(self.next(peer), Ok(false)) || self.finished.is_some()
+        !self.plain.is_empty() || !matches!(self.next(None, peer), Ok(false)) || self.finished.is_some()
     }
 
-    /// Waits until there are data; false at the end.
+    /// Waits until there are data, in the buffer or in `room`; false at the end.
     fn fill(
         &mut self,
         channel: &dyn Channel,
+        mut room: Option<&mut IoCursorMut<'_, '_>>,
         ended_here: &impl Fn() -> bool,
         before_waiting: &impl Fn(),
     ) -> Result<bool> {
         loop {
-            if !self.plain.is_empty() || self.next(channel.peer())? {
+            if !self.plain.is_empty() || self.next(room.as_deref_mut(), channel.peer())? {
                 return Ok(true);
             }
             if self.finished == Some(Finished::Closed) {
@@ -117,22 +122,28 @@ impl<U: Unpack> Inbox<U> {
         }
     }
 
-    /// Takes packets apart up to the next one with data; false if none is there. Its data join those that were not taken.
-    fn next(&mut self, peer: &str) -> Result<bool> {
+    /// Takes packets apart up to the next one with data; false if none is there. Its data are put into `room`, over which
+    /// the cursor moves, or join those that were not taken.
+    fn next(&mut self, room: Option<&mut IoCursorMut<'_, '_>>, peer: &str) -> Result<bool> {
         match &self.finished {
             None => {}
             Some(Finished::Closed) => return Ok(false),
             Some(Finished::Failed(why)) => return Err(U::fault(peer, why.clone())),
         }
-        let found = self.try_next(peer);
+        let found = self.try_next(room, peer);
         if let Err(Error::Tls { why, .. } | Error::WebSocket { why, .. }) = &found {
             self.finished = Some(Finished::Failed(why.clone()));
         }
         found
     }
 
-    fn try_next(&mut self, peer: &str) -> Result<bool> {
+    fn try_next(&mut self, mut room: Option<&mut IoCursorMut<'_, '_>>, peer: &str) -> Result<bool> {
         loop {
+            if let Some(room) = room.as_deref_mut()
+                && self.try_next_into(room, peer)?
+            {
+                return Ok(true);
+            }
             match self.unpack.unpack(&mut self.buffer[self.start..self.end], peer)? {
                 Unpacked::Incomplete => return Ok(false),
                 Unpacked::End => {
@@ -156,6 +167,18 @@ impl<U: Unpack> Inbox<U> {
                 }
             }
         }
+    }
+
+    /// Decodes the first packet at its data's destination; false if that is not possible.
+    fn try_next_into(&mut self, room: &mut IoCursorMut<'_, '_>, peer: &str) -> Result<bool> {
+        debug_assert!(self.plain.is_empty(), "they come first");
+        let packet = self.unpack.unpack_into(&self.buffer[self.start..self.end], room.chunk(), peer)?;
+        let Some(UnpackedInto { data, taken }) = packet else { return Ok(false) };
+        self.idle_packets = 0;
+        self.start += taken;
+        self.plain = self.start..self.start;
+        room.advance(data);
+        Ok(true)
     }
 
     /// Moves what was not taken up to new data, over the header between them.

@@ -52,6 +52,12 @@ impl<'s, 'a> IoCursor<'s, 'a> {
         self.remaining == 0
     }
 
+    /// The rest of the buffer that the cursor stands in; `None` if all is sent.
+    #[cfg(feature = "tls")]
+    pub(crate) fn first(&self) -> Option<IoBuf<'a>> {
+        self.bufs.first().map(|buf| buf.skip(self.skip))
+    }
+
     /// The next buffers, for one call.
     pub fn chunk(&mut self) -> &[IoBuf<'a>] {
         self.chunk_and_last().0

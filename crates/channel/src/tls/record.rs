@@ -5,9 +5,14 @@
 //!   ───── authenticated ──┴──── encrypted ─────┘
 //! ```
 //!
-//! Both directions work in place: a page is copied once into its record, and once out of it. The handshake is rustls'
-//! ([`super::handshake`]); keys come from there, also new ones.
+//! With AES-GCM a page is encrypted from its memory into its record, and decrypted from there into its memory, without a
+//! copy ([`crate::sys::aead`]). A record is opened in place, and its content copied, where no byte may be written before
+//! it is authenticated ([`RecvFlags::UNAUTHENTICATED`](crate::RecvFlags::UNAUTHENTICATED)), and with ChaCha20-Poly1305,
+//! which is for processors without instructions for AES. The handshake is rustls' ([`super::handshake`]); keys come from
+//! there, also new ones.
 
+use crate::sys::aead::{AesGcm, NONCE_BYTES, TAG_BYTES};
+use crate::{IoBufMut, IoCursor, gather};
 use aws_lc_rs::aead::{AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
 use rustls::ConnectionTrafficSecrets;
 use std::ops::Range;
@@ -24,7 +29,8 @@ pub(super) const RECORD_BYTES_MAX: usize = HEADER_BYTES + CONTENT_BYTES_MAX + TR
 const PAYLOAD_BYTES_MAX: usize = CONTENT_BYTES_MAX + 256;
 /// The longest record that may come.
 pub(super) const INCOMING_BYTES_MAX: usize = HEADER_BYTES + PAYLOAD_BYTES_MAX;
-const TAG_BYTES: usize = 16;
+/// The least content that is opened into its memory. Messages of TLS itself (an alert has 2 bytes, a KeyUpdate 5) are shorter.
+const DIRECT_BYTES_MIN: usize = 512;
 /// Records that one AES-GCM key may protect. The standard's limit is 2^24.5 (RFC 8446, section 5.5).
 const AES_GCM_RECORDS_MAX: u64 = 1 << 24;
 
@@ -73,7 +79,9 @@ pub(super) enum RecordRejection {
 /// One direction's key, and the number of the next record.
 pub(super) struct Protection {
     key: LessSafeKey,
-    iv: [u8; 12],
+    /// The same key for records over memory that is not ours; `None` with ChaCha20-Poly1305.
+    direct: Option<AesGcm>,
+    iv: [u8; NONCE_BYTES],
     sequence: u64,
     records_max: u64,
 }
@@ -95,8 +103,12 @@ impl Protection {
             Chacha20Poly1305 { key, iv } => (&CHACHA20_POLY1305, key, iv, u64::MAX),
             _ => return None,
         };
+        let direct = match secrets {
+            Chacha20Poly1305 { .. } => None,
+            _ => Some(AesGcm::new(key.as_ref())?),
+        };
         let key = LessSafeKey::new(UnboundKey::new(algorithm, key.as_ref()).ok()?);
-        Some(Self { key, iv: iv.as_ref().try_into().ok()?, sequence: *sequence, records_max })
+        Some(Self { key, direct, iv: iv.as_ref().try_into().ok()?, sequence: *sequence, records_max })
     }
 
     /// Makes the key expire after `records` records.
@@ -111,29 +123,37 @@ impl Protection {
         self.sequence >= self.records_max - 1
     }
 
-    /// Protects a record whose content stands at its place in `record`, with room for header and trailer.
-    pub(super) fn seal(&mut self, record: &mut [u8], content: Content) {
-        self.seal_as(record, content.byte());
+    /// Makes `record` of the next bytes of `data`, as many as it has room for between header and trailer.
+    pub(super) fn seal(&mut self, data: &mut IoCursor<'_, '_>, record: &mut [u8], content: Content) {
+        self.seal_as(data, record, content.byte());
     }
 
-    fn seal_as(&mut self, record: &mut [u8], content: u8) {
+    fn seal_as(&mut self, data: &mut IoCursor<'_, '_>, record: &mut [u8], content: u8) {
         let payload = record.len() - HEADER_BYTES;
         let length = u16::try_from(payload).expect("at most CONTENT_BYTES_MAX and a trailer").to_be_bytes();
         let header = [Content::Data.byte(), 3, 3, length[0], length[1]];
         let (head, body) = record.split_at_mut(HEADER_BYTES);
         head.copy_from_slice(&header);
-        let (inner, tag) = body.split_at_mut(payload - TAG_BYTES);
-        inner[payload - TRAILER_BYTES] = content;
-        let nonce = self.nonce();
-        let sealed = self.key.seal_in_place_separate_tag(nonce, Aad::from(header), inner);
-        tag.copy_from_slice(sealed.expect("a record is shorter than the cipher's limit").as_ref());
+        let nonce = self.take_nonce();
+        match &mut self.direct {
+            Some(direct) => direct.seal(&nonce, &header, data, &[content], body),
+            None => {
+                let (inner, tag) = body.split_at_mut(payload - TAG_BYTES);
+                let (bytes, kind) = inner.split_at_mut(payload - TRAILER_BYTES);
+                gather_exact(data, bytes);
+                kind[0] = content;
+                let nonce = Nonce::assume_unique_for_key(nonce);
+                let sealed = self.key.seal_in_place_separate_tag(nonce, Aad::from(header), inner);
+                tag.copy_from_slice(sealed.expect("a record is shorter than the cipher's limit").as_ref());
+            }
+        }
     }
 
     /// Opens a whole record in place; returns the range of its content.
     pub(super) fn open(&mut self, record: &mut [u8]) -> Result<(Content, Range<usize>), RecordRejection> {
         let (header, payload) = record.split_at_mut(HEADER_BYTES);
         let aad = Aad::from(<[u8; HEADER_BYTES]>::try_from(&*header).expect("split there"));
-        let nonce = self.nonce();
+        let nonce = Nonce::assume_unique_for_key(self.take_nonce());
         let inner = self.key.open_in_place(nonce, aad, payload).map_err(|_| RecordRejection::Forged)?;
         // Zeros behind the type are padding.
         let end = inner.iter().rposition(|byte| *byte != 0).ok_or(RecordRejection::UnknownContent)?;
@@ -144,15 +164,64 @@ impl Protection {
         Ok((content, HEADER_BYTES..HEADER_BYTES + end))
     }
 
-    /// Each is used once: the number goes up with it, and a new key begins at 0.
-    fn nonce(&mut self) -> Nonce {
+    /// Opens a whole record of data into `room`; returns the length of its content. `None`: the record is another, has
+    /// padding, or the room is too small; it is still to be opened by [`Self::open`]. In any case the room may be
+    /// overwritten.
+    pub(super) fn open_into(
+        &mut self,
+        record: &[u8],
+        room: &mut [IoBufMut<'_>],
+    ) -> Result<Option<usize>, RecordRejection> {
+        let nonce = self.nonce();
+        let (header, sealed) = record.split_at(HEADER_BYTES);
+        let length = sealed.len().saturating_sub(TRAILER_BYTES);
+        let Some(direct) = &mut self.direct else { return Ok(None) };
+        if !(DIRECT_BYTES_MIN..=CONTENT_BYTES_MAX).contains(&length) || !has_room(room, length) {
+            return Ok(None);
+        }
+        let mut kind = [0];
+        direct.open(&nonce, header, sealed, room, &mut kind).map_err(|_| RecordRejection::Forged)?;
+        if kind[0] != Content::Data.byte() {
+            return Ok(None);
+        }
+        self.take_nonce();
+        Ok(Some(length))
+    }
+
+    /// Each is used for one record: the number goes up with it, and a new key begins at 0.
+    fn take_nonce(&mut self) -> [u8; NONCE_BYTES] {
+        let nonce = self.nonce();
+        self.sequence = self.sequence.checked_add(1).expect("no connection lives for 2^64 records");
+        nonce
+    }
+
+    /// The next record's, which an opened record may use again as long as it is the next.
+    fn nonce(&self) -> [u8; NONCE_BYTES] {
         let mut nonce = self.iv;
         for (byte, number) in nonce[4..].iter_mut().zip(self.sequence.to_be_bytes()) {
             *byte ^= number;
         }
-        self.sequence = self.sequence.checked_add(1).expect("no connection lives for 2^64 records");
-        Nonce::assume_unique_for_key(nonce)
+        nonce
     }
+}
+
+/// Fills `bytes` with the next bytes of `data`.
+fn gather_exact(data: &mut IoCursor<'_, '_>, bytes: &mut [u8]) {
+    let mut done = 0;
+    while done < bytes.len() {
+        let gathered = gather(data.chunk(), &mut bytes[done..]);
+        data.advance(gathered);
+        done += gathered;
+    }
+}
+
+/// Returns true if the buffers have room for `length` bytes.
+fn has_room(room: &[IoBufMut<'_>], length: usize) -> bool {
+    let mut found = 0;
+    room.iter().any(|buf| {
+        found += buf.len();
+        found >= length
+    })
 }
 
 /// The length of the record that `bytes` begin with; `None` if its header is not whole.
@@ -175,7 +244,13 @@ pub(super) fn record_length(bytes: &[u8]) -> Result<Option<usize>, RecordRejecti
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::IoBuf;
     use proptest::prelude::*;
+    use rustls::crypto::aws_lc_rs::cipher_suite::{TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256};
+    use rustls::crypto::cipher::{
+        InboundOpaqueMessage, Iv, MessageDecrypter, MessageEncrypter, OutboundChunks, OutboundPlainMessage,
+    };
+    use rustls::{ContentType, ProtocolVersion, SupportedCipherSuite};
 
     fn pair(suite: u8) -> (Protection, Protection) {
         // rustls lets others make keys of this length only; AES-128 is met in every handshake.
@@ -188,9 +263,12 @@ mod tests {
     }
 
     fn sealed(protection: &mut Protection, content: &[u8]) -> Vec<u8> {
+        sealed_as(protection, content, Content::Data.byte())
+    }
+
+    fn sealed_as(protection: &mut Protection, content: &[u8], kind: u8) -> Vec<u8> {
         let mut record = vec![0; HEADER_BYTES + content.len() + TRAILER_BYTES];
-        record[HEADER_BYTES..HEADER_BYTES + content.len()].copy_from_slice(content);
-        protection.seal(&mut record, Content::Data);
+        protection.seal_as(&mut IoCursor::new(&[IoBuf::from(content)]), &mut record, kind);
         record
     }
 
@@ -229,6 +307,159 @@ mod tests {
         }
     }
 
+    /// rustls' own record layer, with the keys of [`pair`].
+    fn rustls_layer(suite: u8) -> (Box<dyn MessageEncrypter>, Box<dyn MessageDecrypter>) {
+        let suite = match suite {
+            0 => TLS13_AES_256_GCM_SHA384,
+            _ => TLS13_CHACHA20_POLY1305_SHA256,
+        };
+        let SupportedCipherSuite::Tls13(suite) = suite else { panic!("named for it") };
+        let (key, iv) = (|| [9; 32].into(), || Iv::from([7; NONCE_BYTES]));
+        (suite.aead_alg.encrypter(key(), iv()), suite.aead_alg.decrypter(key(), iv()))
+    }
+
+    fn bytes(length: usize) -> Vec<u8> {
+        (0..length).map(|at| (at * 7 + (at >> 8)) as u8).collect()
+    }
+
+    /// Cuts memory into buffers of these lengths, as often as it takes.
+    fn cut_mut<'m>(mut rest: &'m mut [u8], lengths: &[usize]) -> Vec<IoBufMut<'m>> {
+        let cut = |length: &usize| {
+            let length = (*length).min(rest.len());
+            (!rest.is_empty())
+                .then(|| IoBufMut::from(rest.split_off_mut(..length).expect("at most its length")))
+        };
+        lengths.iter().cycle().map_while(cut).collect()
+    }
+
+    /// Lengths of fragments: some inside a block of the cipher, some pages.
+    fn fragments() -> impl Strategy<Value = Vec<usize>> {
+        let odd = prop_oneof![0..40usize, 1..5000usize, Just(4096)];
+        prop::collection::vec(odd, 1..12)
+            .prop_filter("ends", |lengths| lengths.iter().any(|length| *length > 0))
+    }
+
+    /// Lengths of records' contents.
+    fn contents() -> impl Strategy<Value = Vec<usize>> {
+        prop::collection::vec(prop_oneof![1..600usize, 1..CONTENT_BYTES_MAX, Just(CONTENT_BYTES_MAX)], 1..6)
+    }
+
+    proptest! {
+        #[test]
+        fn records_of_any_fragments_are_opened_by_rustls(
+            suite in 0..2u8,
+            lengths in contents(),
+            fragments in fragments(),
+        ) {
+            let mut data = bytes(lengths.iter().sum());
+            let expected = data.clone();
+            let bufs = cut_mut(&mut data, &fragments);
+            let bufs: Vec<_> = bufs.iter().map(IoBufMut::as_io_buf).collect();
+            let mut cursor = IoCursor::new(&bufs);
+            let ((mut here, _), (_, mut rustls)) = (pair(suite), rustls_layer(suite));
+            let mut opened = Vec::new();
+            for (sequence, length) in (0..).zip(&lengths) {
+                let mut record = vec![0; HEADER_BYTES + length + TRAILER_BYTES];
+                here.seal(&mut cursor, &mut record, Content::Data);
+                let (kind, version) = (ContentType::ApplicationData, ProtocolVersion::TLSv1_2);
+                let message = InboundOpaqueMessage::new(kind, version, &mut record[HEADER_BYTES..]);
+                let message = rustls.decrypt(message, sequence).unwrap();
+                prop_assert_eq!(message.typ, ContentType::ApplicationData);
+                opened.extend_from_slice(message.payload);
+            }
+            prop_assert!(cursor.is_empty() && opened == expected);
+        }
+
+        #[test]
+        fn records_of_rustls_are_opened_into_any_fragments(
+            suite in 0..2u8,
+            lengths in contents(),
+            fragments in fragments(),
+        ) {
+            let data = bytes(lengths.iter().sum());
+            let ((_, mut here), (mut rustls, _)) = (pair(suite), rustls_layer(suite));
+            let mut rest = &data[..];
+            for (sequence, length) in (0..).zip(&lengths) {
+                let content = rest.split_off(..*length).unwrap();
+                let message = OutboundPlainMessage {
+                    typ: ContentType::ApplicationData,
+                    version: ProtocolVersion::TLSv1_3,
+                    payload: OutboundChunks::Single(content),
+                };
+                let mut record = rustls.encrypt(message, sequence).unwrap().encode();
+                let mut memory = vec![0; *length];
+                let opened = here.open_into(&record, &mut cut_mut(&mut memory, &fragments)).unwrap();
+                let is_direct = suite == 0 && *length >= DIRECT_BYTES_MIN;
+                prop_assert_eq!(opened, is_direct.then_some(*length));
+                if opened.is_none() {
+                    let (_, range) = here.open(&mut record).unwrap();
+                    memory.copy_from_slice(&record[range]);
+                }
+                prop_assert!(memory == content);
+            }
+        }
+    }
+
+    #[test]
+    fn no_byte_may_change_on_its_way_into_memory() {
+        let (mut there, _) = pair(0);
+        let content = bytes(DIRECT_BYTES_MIN + 3);
+        let record = sealed(&mut there, &content);
+        for at in 0..record.len() {
+            let (_, mut here) = pair(0);
+            let mut changed = record.clone();
+            changed[at] ^= 0x10;
+            let mut memory = vec![0; content.len()];
+            let opened = here.open_into(&changed, &mut cut_mut(&mut memory, &[100]));
+            assert_eq!(opened, Err(RecordRejection::Forged), "byte {at}");
+        }
+    }
+
+    /// Both keys of AES: rustls lets others make the longer one only, see [`pair`].
+    #[test]
+    fn a_short_key_seals_what_aws_lc_opens() {
+        let (nonce, header, content) = ([3; NONCE_BYTES], [1, 2, 3, 4, 5], bytes(5000));
+        for (algorithm, key) in [(&AES_128_GCM, &[5; 16][..]), (&AES_256_GCM, &[6; 32][..])] {
+            let mut direct = AesGcm::new(key).unwrap();
+            let mut sealed = vec![0; content.len() + TRAILER_BYTES];
+            let bufs = [IoBuf::from(&content[..1001]), IoBuf::from(&content[1001..])];
+            direct.seal(&nonce, &header, &mut IoCursor::new(&bufs), &[23], &mut sealed);
+            let (mut memory, mut kind) = (vec![0; content.len()], [0]);
+            direct.open(&nonce, &header, &sealed, &mut cut_mut(&mut memory, &[77]), &mut kind).unwrap();
+            assert!(memory == content && kind == [23]);
+            let key = LessSafeKey::new(UnboundKey::new(algorithm, key).unwrap());
+            let nonce = Nonce::assume_unique_for_key(nonce);
+            let opened = key.open_in_place(nonce, Aad::from(header), &mut sealed).unwrap();
+            assert!(opened.split_last() == Some((&23, &content[..])));
+        }
+        assert!(AesGcm::new(&[0; 24]).is_none());
+    }
+
+    /// A long ticket and a padded record are opened in place then, with the same number.
+    #[test]
+    fn other_records_than_data_are_left_to_be_opened_in_place() {
+        let (mut there, mut here) = pair(0);
+        let ticket = bytes(DIRECT_BYTES_MIN);
+        let mut padded = bytes(DIRECT_BYTES_MIN);
+        padded.extend([Content::Data.byte(), 0, 0]);
+        let mut memory = vec![0; 2 * DIRECT_BYTES_MIN];
+        let mut records = [
+            sealed_as(&mut there, &ticket, Content::Handshake.byte()),
+            sealed_as(&mut there, &padded, 0),
+            sealed(&mut there, &bytes(2 * DIRECT_BYTES_MIN + 1)),
+        ];
+        let expected = [
+            (Content::Handshake, ticket.len()),
+            (Content::Data, DIRECT_BYTES_MIN),
+            (Content::Data, 2 * DIRECT_BYTES_MIN + 1),
+        ];
+        for (record, (content, length)) in records.iter_mut().zip(expected) {
+            assert_eq!(here.open_into(record, &mut [IoBufMut::from(&mut memory[..])]), Ok(None));
+            let (kind, range) = here.open(record).unwrap();
+            assert_eq!((kind, &record[range]), (content, &bytes(length)[..]));
+        }
+    }
+
     #[test]
     fn a_record_does_not_open_twice_or_out_of_turn() {
         let (mut there, mut here) = pair(0);
@@ -247,10 +478,7 @@ mod tests {
         let seal_inner = |inner: &[u8]| {
             let (mut there, here) = pair(1);
             let (last, content) = inner.split_last().unwrap();
-            let mut record = vec![0; HEADER_BYTES + content.len() + TRAILER_BYTES];
-            record[HEADER_BYTES..HEADER_BYTES + content.len()].copy_from_slice(content);
-            there.seal_as(&mut record, *last);
-            (record, here)
+            (sealed_as(&mut there, content, *last), here)
         };
         let (mut record, mut here) = seal_inner(b"abc\x17\0\0\0");
         let (kind, range) = here.open(&mut record).unwrap();

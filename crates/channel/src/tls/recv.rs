@@ -1,10 +1,10 @@
-//! The receiving half: records, each opened in place.
+//! The receiving half: records, each opened in place, or into the memory that its content is for.
 
 use super::alert;
 use super::keys::Keys;
 use super::record::{Content, INCOMING_BYTES_MAX, Protection, RecordRejection, record_length};
-use crate::framed::{Unpack, Unpacked};
-use crate::{Error, Result};
+use crate::framed::{Unpack, Unpacked, UnpackedInto};
+use crate::{Error, IoBufMut, Result};
 use std::sync::Arc;
 
 /// Handshake messages that may come on a connection that lives (RFC 8446, section 4.6).
@@ -57,6 +57,20 @@ impl Unpack for Opener {
             (Content::Handshake, message) => self.handshake(message, peer)?,
         }
         Ok(Unpacked::Idle(length))
+    }
+
+    fn unpack_into(
+        &mut self,
+        bytes: &[u8],
+        room: &mut [IoBufMut<'_>],
+        peer: &str,
+    ) -> Result<Option<UnpackedInto>> {
+        let fault = |fault: RecordRejection| Error::tls(peer, fault.to_string());
+        let Some(taken) = record_length(bytes).map_err(fault)?.filter(|length| *length <= bytes.len()) else {
+            return Ok(None);
+        };
+        let opened = self.protection.open_into(&bytes[..taken], room).map_err(fault)?;
+        Ok(opened.map(|data| UnpackedInto { data, taken }))
     }
 
     fn fault(peer: &str, why: String) -> Error {

@@ -1,9 +1,9 @@
-//! The sending half: pages are gathered into records, and sealed in place.
+//! The sending half: pages are sealed from their own memory into records.
 
 use super::keys::Keys;
 use super::record::{CONTENT_BYTES_MAX, Content, HEADER_BYTES, Protection, RECORD_BYTES_MAX, TRAILER_BYTES};
 use crate::framed::Pack;
-use crate::{IoCursor, Result, gather};
+use crate::{IoBuf, IoCursor, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -28,8 +28,7 @@ impl Sealer {
 
     fn seal_one(&mut self, content: &[u8], kind: Content, room: &mut [u8]) -> Range<usize> {
         let record = &mut room[..HEADER_BYTES + content.len() + TRAILER_BYTES];
-        record[HEADER_BYTES..HEADER_BYTES + content.len()].copy_from_slice(content);
-        self.protection.seal(record, kind);
+        self.protection.seal(&mut IoCursor::new(&[IoBuf::from(content)]), record, kind);
         0..record.len()
     }
 }
@@ -48,22 +47,53 @@ impl Pack for Sealer {
     fn pack(&mut self, data: &mut IoCursor<'_, '_>, room: &mut [u8]) -> Range<usize> {
         let mut end = 0;
         while !data.is_empty() && end + RECORD_BYTES_MAX <= room.len() && !self.protection.is_worn() {
-            let record = &mut room[end..end + RECORD_BYTES_MAX];
-            let content = &mut record[HEADER_BYTES..HEADER_BYTES + CONTENT_BYTES_MAX];
-            let mut length = 0;
-            while length < CONTENT_BYTES_MAX && !data.is_empty() {
-                let gathered = gather(data.chunk(), &mut content[length..]);
-                data.advance(gathered);
-                length += gathered;
-            }
-            let record = &mut record[..HEADER_BYTES + length + TRAILER_BYTES];
-            self.protection.seal(record, Content::Data);
-            end += record.len();
+            let length = HEADER_BYTES + content_length(data) + TRAILER_BYTES;
+            self.protection.seal(data, &mut room[end..end + length], Content::Data);
+            end += length;
         }
         0..end
     }
 
     fn end(&mut self, room: &mut [u8]) -> Range<usize> {
         self.seal_one(&CLOSE_NOTIFY, Content::Alert, room)
+    }
+}
+
+/// Length of the next record's content. A buffer before the others (the header of a packet) has a record of its own if
+/// that makes the records no more: the pages behind it begin with a record then, which the peer can open into their memory.
+fn content_length(data: &IoCursor<'_, '_>) -> usize {
+    let (all, first) = (data.remaining(), data.first().map_or(0, |buf| buf.len()));
+    let records = |bytes: usize| bytes.div_ceil(CONTENT_BYTES_MAX);
+    match records(first) + records(all - first) == records(all) {
+        true => first.min(CONTENT_BYTES_MAX),
+        false => all.min(CONTENT_BYTES_MAX),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Lengths of the records' contents for buffers of these lengths.
+    fn contents(buffers: &[usize]) -> Vec<usize> {
+        let memory = vec![0; buffers.iter().copied().max().unwrap_or(0)];
+        let bufs: Vec<_> = buffers.iter().map(|length| IoBuf::from(&memory[..*length])).collect();
+        let mut cursor = IoCursor::new(&bufs);
+        let mut lengths = Vec::new();
+        while !cursor.is_empty() {
+            lengths.push(content_length(&cursor));
+            cursor.advance(lengths[lengths.len() - 1]);
+        }
+        lengths
+    }
+
+    #[test]
+    fn a_header_has_a_record_of_its_own_if_that_costs_none() {
+        let packet = [&[1344][..], &[4096; 128]].concat();
+        assert_eq!(contents(&packet), [&[1344][..], &[CONTENT_BYTES_MAX; 32]].concat());
+        assert_eq!(contents(&[100, 4096]), [4196]);
+        assert_eq!(contents(&[0, 100, 40_000]), [16_384, 16_384, 7332]);
+        assert_eq!(contents(&[40_000, 100]), [16_384, 16_384, 7332]);
+        assert_eq!(contents(&[4096; 8]), [16_384; 2]);
     }
 }

@@ -1,0 +1,193 @@
+//! AES-GCM over fragments: memory that need not be Rust's is encrypted into a record, and a record is decrypted into
+//! such memory, in one pass and without a copy.
+//!
+//! ```text
+//!   guest memory   [ page ][ page ][ pa│ge ]          each fragment is read once by the cipher
+//!                      ▼       ▼      ▼
+//!   record         [ ciphertext            │ tag ]    the tag is computed from the ciphertext, in our own buffer
+//! ```
+//!
+//! - *Live memory may change while it is encrypted.* The ciphertext then is that of some mixture of its contents, as it
+//!   is with `sendmsg`. The tag authenticates the ciphertext, which lies in a buffer that only this thread writes, and
+//!   each position of the key stream is used once, so the record is valid in any case.
+//! - *Decrypted bytes are written before the tag is compared*, and are never read here. [`AesGcm::open`] is for memory
+//!   that is not used unless it succeeds ([`RecvFlags::UNAUTHENTICATED`](crate::RecvFlags::UNAUTHENTICATED)).
+//!
+//! Out of scope: nonces, which the caller never repeats with [`AesGcm::seal`]. Limit: fragments of at most `i32::MAX`
+//! bytes; a record has 16 KiB.
+
+use super::cursor::IoCursor;
+use super::iobuf::{IoBuf, IoBufMut};
+use aws_lc_sys::{
+    EVP_CIPHER_CTX, EVP_CIPHER_CTX_ctrl, EVP_CIPHER_CTX_free, EVP_CIPHER_CTX_new, EVP_CTRL_AEAD_GET_TAG,
+    EVP_CTRL_AEAD_SET_TAG, EVP_CipherFinal_ex, EVP_CipherInit_ex, EVP_CipherUpdate, EVP_aes_128_gcm,
+    EVP_aes_256_gcm,
+};
+use std::ffi::c_int;
+use std::ptr::{NonNull, null, null_mut};
+
+/// Size of AES-GCM's tag.
+pub(crate) const TAG_BYTES: usize = 16;
+/// Size of its nonce.
+pub(crate) const NONCE_BYTES: usize = 12;
+
+/// The tag is not that of these bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TagMismatch;
+
+/// One key. It seals and opens; each record is one or the other.
+#[derive(Debug)]
+pub(crate) struct AesGcm {
+    context: NonNull<EVP_CIPHER_CTX>,
+}
+
+// SAFETY: the context is this value's alone, and aws-lc ties none of it to a thread.
+unsafe impl Send for AesGcm {}
+
+/// Direction of a record, as `EVP_CipherInit_ex` has it.
+#[derive(Clone, Copy)]
+#[repr(i32)]
+enum Direction {
+    Open = 0,
+    Seal = 1,
+}
+
+impl AesGcm {
+    /// `None` for a key that is neither of 16 nor of 32 bytes, and without memory.
+    pub(crate) fn new(key: &[u8]) -> Option<Self> {
+        // SAFETY: these return pointers to static tables.
+        let cipher = unsafe {
+            match key.len() {
+                16 => EVP_aes_128_gcm(),
+                32 => EVP_aes_256_gcm(),
+                _ => return None,
+            }
+        };
+        // SAFETY: takes nothing; returns a context that `drop` frees, or null.
+        let this = Self { context: NonNull::new(unsafe { EVP_CIPHER_CTX_new() })? };
+        let seal = Direction::Seal as c_int;
+        // SAFETY: a valid context and cipher; `key` has as many bytes as the cipher reads. A null nonce is set later.
+        let set = unsafe {
+            EVP_CipherInit_ex(this.context.as_ptr(), cipher, null_mut(), key.as_ptr(), null(), seal)
+        };
+        (set == 1).then_some(this)
+    }
+
+    /// Encrypts the next bytes of `data`, and `trailer` behind them, into `sealed`, with the tag at its end.
+    ///
+    /// # Panics
+    /// If `sealed` has no room for `trailer` and the tag, or `data` has fewer bytes than it has room for.
+    pub(crate) fn seal(
+        &mut self,
+        nonce: &[u8; NONCE_BYTES],
+        header: &[u8],
+        data: &mut IoCursor<'_, '_>,
+        trailer: &[u8],
+        sealed: &mut [u8],
+    ) {
+        let (body, tag) = sealed.split_at_mut(sealed.len() - TAG_BYTES);
+        let (mut room, end) = body.split_at_mut(body.len() - trailer.len());
+        self.begin(Direction::Seal, nonce, header);
+        while !room.is_empty() {
+            let fragment = data.first().expect("as many bytes as the record has room for").prefix(room.len());
+            let (ciphertext, rest) = room.split_at_mut(fragment.len());
+            self.update(fragment, &mut IoBufMut::from(ciphertext));
+            data.advance(fragment.len());
+            room = rest;
+        }
+        self.update(IoBuf::from(trailer), &mut IoBufMut::from(end));
+        assert!(self.finish(), "encryption ends with any tag");
+        self.control(EVP_CTRL_AEAD_GET_TAG, tag.try_into().expect("split there"));
+    }
+
+    /// Decrypts `sealed`, which ends with its tag: its last bytes into `trailer`, those before into `room`. On failure
+    /// the contents of both are undefined.
+    ///
+    /// # Errors
+    /// The tag is another.
+    ///
+    /// # Panics
+    /// If `room` is too small, or `sealed` shorter than `trailer` and a tag.
+    pub(crate) fn open(
+        &mut self,
+        nonce: &[u8; NONCE_BYTES],
+        header: &[u8],
+        sealed: &[u8],
+        room: &mut [IoBufMut<'_>],
+        trailer: &mut [u8],
+    ) -> Result<(), TagMismatch> {
+        let (body, tag) = sealed.split_at(sealed.len() - TAG_BYTES);
+        let (mut data, end) = body.split_at(body.len() - trailer.len());
+        self.begin(Direction::Open, nonce, header);
+        for fragment in room {
+            if data.is_empty() {
+                break;
+            }
+            let ciphertext = data.split_off(..fragment.len().min(data.len())).expect("no longer than it is");
+            self.update(IoBuf::from(ciphertext), &mut fragment.prefix(ciphertext.len()));
+        }
+        assert!(data.is_empty(), "the caller gave room for all of it");
+        self.update(IoBuf::from(end), &mut IoBufMut::from(trailer));
+        let mut tag: [u8; TAG_BYTES] = tag.try_into().expect("split there");
+        self.control(EVP_CTRL_AEAD_SET_TAG, &mut tag);
+        if self.finish() { Ok(()) } else { Err(TagMismatch) }
+    }
+
+    /// Starts a record with its nonce and its additional data.
+    fn begin(&mut self, direction: Direction, nonce: &[u8; NONCE_BYTES], header: &[u8]) {
+        let (context, direction) = (self.context.as_ptr(), direction as c_int);
+        let (length, mut done) = (length(header.len()), 0);
+        // SAFETY: a context with a key; `nonce` has as many bytes as AES-GCM reads, `header` as many as are named. An
+        // output of null stands for additional data, of which nothing is written.
+        let begun = unsafe {
+            EVP_CipherInit_ex(context, null(), null_mut(), null(), nonce.as_ptr(), direction) == 1
+                && EVP_CipherUpdate(context, null_mut(), &raw mut done, header.as_ptr(), length) == 1
+        };
+        assert!(begun, "a key, a nonce and a header are all that it needs");
+    }
+
+    /// Encrypts or decrypts `from` into the first bytes of `to`, which has room for them and does not overlap it.
+    fn update(&mut self, from: IoBuf<'_>, to: &mut IoBufMut<'_>) {
+        assert!(to.len() >= from.len(), "checked by the callers");
+        if from.is_empty() {
+            return;
+        }
+        let (input, output) = (from.iov().iov_base.cast::<u8>(), to.iov().iov_base.cast::<u8>());
+        let mut done = 0;
+        // SAFETY: a context that `begin` prepared. `from.len()` bytes are readable at `input` and as many writable at
+        // `output` (their makers' promise, and the comparison above); no Rust reference to live memory is made. Of the
+        // two, one is a slice of this process' own, which no other live buffer covers, so they do not overlap. A change
+        // of live memory meanwhile changes contents only: see the module.
+        let updated = unsafe {
+            EVP_CipherUpdate(self.context.as_ptr(), output, &raw mut done, input, length(from.len()))
+        };
+        assert!(updated == 1 && done as usize == from.len(), "a record is shorter than the cipher's limit");
+    }
+
+    /// Ends a record; false if it was opened with another tag.
+    fn finish(&mut self) -> bool {
+        let (mut nothing, mut done) = ([0_u8; TAG_BYTES], 0);
+        // SAFETY: a context that `begin` prepared; AES-GCM writes nothing at its end, and a block fits.
+        unsafe { EVP_CipherFinal_ex(self.context.as_ptr(), nothing.as_mut_ptr(), &raw mut done) == 1 }
+    }
+
+    /// Reads the tag of what was encrypted, or sets the one to compare with.
+    fn control(&mut self, operation: c_int, tag: &mut [u8; TAG_BYTES]) {
+        // SAFETY: a valid context; these two operations read or write as many bytes at the pointer as the argument says.
+        let done = unsafe {
+            EVP_CIPHER_CTX_ctrl(self.context.as_ptr(), operation, length(TAG_BYTES), tag.as_mut_ptr().cast())
+        };
+        assert!(done == 1, "the length is AES-GCM's, and the direction was set by `begin`");
+    }
+}
+
+impl Drop for AesGcm {
+    fn drop(&mut self) {
+        // SAFETY: made by `EVP_CIPHER_CTX_new` and freed only here; this also erases the key.
+        unsafe { EVP_CIPHER_CTX_free(self.context.as_ptr()) }
+    }
+}
+
+fn length(bytes: usize) -> c_int {
+    c_int::try_from(bytes).expect("a fragment of a record")
+}
