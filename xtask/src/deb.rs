@@ -15,7 +15,8 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::command::{cargo, metadata, output, root, run as run_command, target_directory};
 
-const MAINTAINER: &str = "The towline authors <towline@localhost>";
+/// Maintainer of a package that is not passed on. Others name theirs by Debian's variables, `DEBFULLNAME` and `DEBEMAIL`.
+const MAINTAINER: [&str; 2] = ["The towline authors", "towline@localhost"];
 /// Links to the program by whose name it is a vhost-user backend.
 const BACKENDS: [&str; 2] = ["towline-net", "towline-vsock"];
 /// Where shells look for completions.
@@ -72,7 +73,9 @@ fn fill(tree: &Path, program: &Path) -> Result<()> {
     let own = tree.join("usr/bin/towline");
     put(program, &own, 0o755)?;
     let mut strip = Command::new("strip");
-    output(strip.args(["--strip-debug", "--remove-section=.comment"]).arg(&own))?;
+    output(
+        strip.args(["--strip-unneeded", "--remove-section=.comment", "--remove-section=.note"]).arg(&own),
+    )?;
     for name in BACKENDS {
         let link = tree.join("usr/lib/towline").join(name);
         fs::create_dir_all(tree.join("usr/lib/towline"))?;
@@ -95,7 +98,7 @@ fn fill(tree: &Path, program: &Path) -> Result<()> {
     for name in DOCUMENTS {
         put(&root.join(name), &documents.join(name), 0o644)?;
     }
-    fs::write(documents.join("copyright"), copyright())?;
+    fs::write(documents.join("copyright"), copyright()?)?;
     let changelog = documents.join("changelog");
     fs::write(&changelog, changelog_text()?)?;
     output(Command::new("gzip").args(["-9n"]).arg(&changelog))?;
@@ -110,17 +113,34 @@ fn changelog_text() -> Result<String> {
     // Of the last commit, so that the package of a commit is always the same.
     let date = output(Command::new("git").args(["log", "-1", "--format=%aD"]).current_dir(root()))?;
     Ok(format!(
-        "towline ({}) unstable; urgency=medium\n\n  * Changes are in /usr/share/doc/towline/CHANGELOG.md.\n\n -- {MAINTAINER}  {}\n",
+        "towline ({}) unstable; urgency=medium\n\n  * Changes are in /usr/share/doc/towline/CHANGELOG.md.\n\n -- {}  {}\n",
         version()?,
+        maintainer(),
         date.trim()
     ))
 }
 
-fn copyright() -> String {
-    "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\nUpstream-Name: towline\n\nFiles: *\n\
-     Copyright: the towline authors\nLicense: Apache-2.0 or Expat\n \
-     Both are in this directory, as LICENSE-APACHE and LICENSE-MIT.\n"
-        .into()
+/// Returns true if the package's maintainer is named, by an address that receives mail.
+pub(crate) fn has_maintainer() -> bool {
+    std::env::var_os("DEBEMAIL").is_some()
+}
+
+fn maintainer() -> String {
+    let [name, address] = MAINTAINER;
+    let value = |key: &str, default: &str| std::env::var(key).unwrap_or_else(|_| default.to_owned());
+    format!("{} <{}>", value("DEBFULLNAME", name), value("DEBEMAIL", address))
+}
+
+fn copyright() -> Result<String> {
+    let mut log = Command::new("git");
+    let year = output(log.args(["log", "-1", "--format=%ad", "--date=format:%Y"]).current_dir(root()))?;
+    Ok(format!(
+        "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\nUpstream-Name: towline\n\
+         Source: {}\n\nFiles: *\nCopyright: {} the towline authors\nLicense: Apache-2.0 or Expat\n \
+         Both are in this directory, as LICENSE-APACHE and LICENSE-MIT.\n",
+        homepage()?,
+        year.trim()
+    ))
 }
 
 fn control(tree: &Path, version: &str, architecture: &str) -> Result<()> {
@@ -130,13 +150,15 @@ fn control(tree: &Path, version: &str, architecture: &str) -> Result<()> {
     let size = output(Command::new("du").args(["-sk", "--apparent-size"]).arg(tree))?;
     let size = size.split_whitespace().next().unwrap_or("0");
     let text = format!(
-        "Package: towline\nVersion: {version}\nArchitecture: {architecture}\nMaintainer: {MAINTAINER}\n\
+        "Package: towline\nVersion: {version}\nArchitecture: {architecture}\nMaintainer: {}\n\
          Installed-Size: {size}\nDepends: libc6 (>= {libc}), libgcc-s1\nRecommends: qemu-system-x86\nSection: admin\nPriority: optional\n\
          Homepage: {}\nDescription: move, save and restore running QEMU guests\n \
-         Copies a guest from one QEMU to another, into an image or an object store, and back.\n \
-         Images have checksums, and restored guests can run while their memory follows.\n .\n \
-         Also a multiqueue network card and a vsock device for guests (vhost-user), which\n \
-         migrate with them.\n",
+         Copies a guest from one QEMU to another, into an image or an object store,\n \
+         and back. Images have checksums, and restored guests can run while their\n \
+         memory follows.\n .\n \
+         Also a multiqueue network card, which migrates with its guest, and a vsock\n \
+         device for guests (vhost-user).\n",
+        maintainer(),
         homepage()?
     );
     fs::write(directory.join("control"), text)?;

@@ -1,6 +1,7 @@
 //! `cargo xtask lint`: checks of the sources that do not run them.
 
 mod lexer;
+mod licences;
 mod prose;
 mod sources;
 mod words;
@@ -19,13 +20,14 @@ type Check = (&'static str, fn() -> Result<()>);
 const AGENT: [&str; 2] = ["--manifest-path", "lab/agent/Cargo.toml"];
 
 /// Checks that compile next to nothing.
-const QUICK: [Check; 7] = [
+const QUICK: [Check; 8] = [
     ("formatting", || run_command(&mut cargo(["fmt", "--all", "--check"]))),
     ("layering", layering::run),
     ("sources", sources),
     ("the table of errors", errors::check),
     ("dependencies of a device", publish::check_device_dependencies),
     ("features of the program", publish::check_program_features),
+    ("licences and advisories", licences::check),
     ("the agent", || {
         run_command(cargo(["fmt"]).args(AGENT).arg("--check"))?;
         let mut clippy = cargo(["clippy", "--quiet"]);

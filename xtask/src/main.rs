@@ -51,7 +51,11 @@ enum Task {
     /// Install the peers that the benches of vhost-user devices compare with, below target/peers.
     Peers,
     /// Formatting, clippy, layering, file lengths, unsafe code outside sys, documentation.
-    Lint,
+    Lint {
+        /// Only the checks that compile next to nothing.
+        #[arg(long)]
+        quick: bool,
+    },
     /// Check the dependency edges between the workspace's crates.
     Layering,
     /// Everything that CI runs: set-up, lints, build, every test, short fuzz runs; ends with one line of counts.
@@ -85,7 +89,8 @@ fn main() -> ExitCode {
         }
         Task::Bench { arguments } => bench::run(&arguments),
         Task::Peers => setup::peers::run(),
-        Task::Lint => lint::run(),
+        Task::Lint { quick: true } => lint::quick(),
+        Task::Lint { quick: false } => lint::run(),
         Task::Layering => layering::run(),
         Task::Test => return test::run(),
         Task::Fuzz => test::fuzz(),

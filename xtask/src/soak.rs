@@ -3,6 +3,7 @@
 //! `make test` runs short counts; these are the thousand-fold and hour-long ones, run before a release is made.
 
 mod browser;
+mod container;
 mod lintian;
 mod roots;
 

@@ -30,12 +30,14 @@ const SCHEMES: [(&str, &[&str]); 2] =
 /// Makes a page and its pictures.
 pub(super) fn run() -> Result<()> {
     apt::require(&["chromium", "fonts-dejavu-core"])?;
-    run_command(&mut cargo(["build", "--release", "--package", "towline-cli"]))?;
+    let is_debug = std::env::var_os("TOWLINE_SOAK_DEBUG").is_some();
+    let (profile, build) = if is_debug { ("dev", "debug") } else { ("release", "release") };
+    run_command(&mut cargo(["build", "--package", "towline-cli", "--profile", profile]))?;
     let target = target_directory()?;
     let directory = target.join("report-browser");
     fs::create_dir_all(&directory)?;
     let page = directory.join("page.html");
-    report(&target.join("release/towline"), &page)?;
+    report(&target.join(build).join("towline"), &page)?;
     let mut pictures = Vec::new();
     for (scheme, options) in SCHEMES {
         pictures.push(picture(&page, &directory.join(format!("{scheme}.png")), options)?);

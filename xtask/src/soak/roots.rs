@@ -1,4 +1,5 @@
-//! The package in fresh roots of Debian 12 and 13: installed by apt, README's first steps pasted, removed.
+//! The package in fresh roots of Debian 12 and 13: installed by apt, README's first steps pasted, removed; and the steps of
+//! `Containerfile`.
 //!
 //! ```text
 //!   cargo xtask deb ─► mmdebstrap, for each release ─► apt-get install ./towline.deb qemu-system-x86 ─► first steps ─► apt-get purge
@@ -12,6 +13,7 @@ use std::process::Command;
 use anyhow::{Context as _, Result, bail};
 use towline_lab::readme;
 
+use super::container;
 use crate::command::{run as run_command, target_directory};
 use crate::deb;
 use crate::setup::{self, apt};
@@ -42,6 +44,10 @@ pub(super) fn run() -> Result<()> {
             Ok(()) => println!("roots: {release}: installed, first steps, removed"),
             Err(error) => failed.push(format!("{release}: {error:#}")),
         }
+    }
+    match container::run(&package, &directory) {
+        Ok(()) => println!("roots: Containerfile: its steps, and its program"),
+        Err(error) => failed.push(format!("Containerfile: {error:#}")),
     }
     match failed.as_slice() {
         [] => Ok(()),

@@ -92,6 +92,10 @@ fn fuzz(name: &str, limit: Limit) -> Result<()> {
     let mut command = Command::new("timeout");
     command.arg("--kill-after=5").arg(within.to_string()).arg(program);
     command.args([option, "-print_final_stats=1".into(), "-rss_limit_mb=2048".into()]);
+    if let Limit::Runs(..) = limit {
+        // Inputs of every length from the beginning: the interesting ones of a whole device are long.
+        command.arg("-len_control=0");
+    }
     command.arg(format!("-artifact_prefix={}/", artifacts.display())).arg(finds.path());
     command.args(kept.iter().filter(|kept| kept.is_dir())).current_dir(directory).stdin(Stdio::null());
     let output = command.output().with_context(|| format!("{} cannot be started", shown(&command)))?;
@@ -117,4 +121,18 @@ pub(crate) fn targets() -> Result<Vec<String>> {
         .flat_map(|package| package["targets"].as_array().into_iter().flatten());
     let binaries = targets.filter(|target| target["kind"][0] == "bin");
     Ok(binaries.filter_map(|target| target["name"].as_str()).map(str::to_owned).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn every_target_is_run() {
+        let files = std::fs::read_dir(root().join("fuzz/fuzz_targets")).unwrap();
+        let names = files.map(|file| file.unwrap().path().file_stem().unwrap().to_str().unwrap().to_owned());
+        assert_eq!(targets().unwrap().into_iter().collect::<BTreeSet<_>>(), names.collect());
+    }
 }

@@ -18,7 +18,7 @@ use crate::command::{cargo, root, shown, target_directory};
 use crate::times::Usage;
 
 /// Suites that take longest, in this order; the others follow as cargo names them.
-const FIRST: [&str; 12] = [
+const FIRST: [&str; 13] = [
     DOCUMENTATION,
     "lab/net",
     "lab/run",
@@ -31,6 +31,7 @@ const FIRST: [&str; 12] = [
     "lab/pairs",
     "lab/live",
     "lab/images",
+    "lab/zero_copy",
 ];
 /// Suites that allocate huge pages, or expect a number of them: only one of these runs at a time.
 const HUGE_PAGES: [&str; 4] =
