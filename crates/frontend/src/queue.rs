@@ -286,11 +286,6 @@ impl Queue {
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
     }
 
-    /// Returns true if there is something to [`Queue::pop_used`].
-    pub fn is_ready(&self) -> bool {
-        self.memory.load_le16(self.places.used + INDEX, Ordering::Acquire) != self.seen
-    }
-
     /// Pops a used chain.
     ///
     /// # Errors

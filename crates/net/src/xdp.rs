@@ -16,6 +16,7 @@ mod driver;
 mod error_budget;
 mod frame_builder;
 mod in_flight;
+mod orphans;
 mod references;
 mod socket;
 mod timer;

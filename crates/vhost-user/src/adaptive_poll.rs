@@ -16,7 +16,7 @@ const CHANGES_MAX: u32 = 256;
 
 /// Packets that may be answered, by direction. Packets without an answer, such as credit updates, do not count.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Traffic {
+pub struct AnswerablePackets {
     /// From the guest.
     pub from_guest: u64,
     /// To the guest.
@@ -34,7 +34,7 @@ enum PacketDirection {
 pub struct AdaptivePoller {
     /// Maximum duration of one poll.
     limit: Duration,
-    seen: Traffic,
+    seen: AnswerablePackets,
     last: Option<PacketDirection>,
     /// Consecutive runs whose direction differed from the one before.
     direction_changes: u32,
@@ -50,7 +50,7 @@ impl AdaptivePoller {
         let limit = if single { Duration::ZERO } else { limit };
         Self {
             limit,
-            seen: Traffic::default(),
+            seen: AnswerablePackets::default(),
             last: None,
             direction_changes: 0,
             changes_required: CHANGES_MIN,
@@ -59,7 +59,7 @@ impl AdaptivePoller {
     }
 
     /// Ends polling after a run with bulk traffic, which is neither a request nor a response.
-    pub fn reset_on_bulk(&mut self, traffic: Traffic) {
+    pub fn reset_on_bulk(&mut self, traffic: AnswerablePackets) {
         self.seen = traffic;
         self.last = None;
         self.polling_since = None;
@@ -67,8 +67,8 @@ impl AdaptivePoller {
     }
 
     /// Returns true if the worker should run again at once. `traffic` is the total so far.
-    pub fn should_poll(&mut self, traffic: Traffic, now: impl FnOnce() -> Instant) -> bool {
-        let Traffic { from_guest, to_guest } = self.seen;
+    pub fn should_poll(&mut self, traffic: AnswerablePackets, now: impl FnOnce() -> Instant) -> bool {
+        let AnswerablePackets { from_guest, to_guest } = self.seen;
         self.seen = traffic;
         let direction = match (traffic.from_guest != from_guest, traffic.to_guest != to_guest) {
             (false, false) => return self.keep_polling(now),
@@ -115,7 +115,7 @@ mod tests {
     /// A poller with simulated traffic and time.
     struct Simulation {
         poller: AdaptivePoller,
-        traffic: Traffic,
+        traffic: AnswerablePackets,
         now: Instant,
     }
 
@@ -124,7 +124,7 @@ mod tests {
             let mut poller = AdaptivePoller::new(LIMIT);
             // Also on a machine with one processor.
             poller.limit = limit;
-            Self { poller, traffic: Traffic::default(), now: Instant::now() }
+            Self { poller, traffic: AnswerablePackets::default(), now: Instant::now() }
         }
 
         fn run(&mut self, from_guest: u64, to_guest: u64) -> bool {

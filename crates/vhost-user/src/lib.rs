@@ -41,13 +41,13 @@ mod sys;
 pub mod testing;
 mod worker;
 
-pub use adaptive_poll::{AdaptivePoller, Traffic};
+pub use adaptive_poll::{AdaptivePoller, AnswerablePackets};
 pub use device::{BackendError, ConfigSource, Device, Next, Worker};
 pub use features::ProtocolFeatures;
 pub use live_upgrade::{AbortedUpgrade, UpgradeError, UpgradeOffer, live_upgrade};
 pub use memory::{GuestRange, Memory, MemoryTableError, REGIONS_MAX, Region};
 pub use poll::{PollFlags, PollSet};
-pub use record::{InFlightRecord, RECORD_FD_NAME, RecordError, VERSION as RECORD_VERSION};
+pub use record::{InFlightRecord, RECORD_FD_NAME, RecordError};
 pub use ring::{Batch, Chain, Head, RING_SIZE_MAX, Ring, RingFault, RingSetup, RingStatistics};
 pub use serve_error::ServeError;
 pub use server::{FrontendSource, Service, serve};

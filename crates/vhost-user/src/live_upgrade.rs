@@ -131,7 +131,12 @@ pub fn live_upgrade(
     let (channel, session) = match service.connection.take().map(Connection::save) {
         None => (None, SavedSession::default()),
         Some(Ok((channel, session))) => (Some(channel), session),
-        Some(Err(error)) => return aborted(service, error.into()),
+        Some(Err(error)) => {
+            // The frontend connects again, to this process or, with the next request, to the other one.
+            let reason = format!("{error}; the frontend has to connect again; then request the device again");
+            let _ = send_message(to, REFUSED, reason.as_bytes(), &[]);
+            return aborted(service, error.into());
+        }
     };
     let fds =
         OfferedFds { record, listener: listener_fd(&service), connection: channel.as_deref(), device_fds };

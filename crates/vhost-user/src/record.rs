@@ -40,7 +40,7 @@ use crate::ring::RING_SIZE_MAX;
 use crate::sys::{Area, Mapping, inherited};
 
 /// Version of the format.
-pub const VERSION: u32 = 1;
+const VERSION: u32 = 1;
 
 /// Name of the record in the file descriptor store of a service manager.
 pub const RECORD_FD_NAME: &str = "towline-state";

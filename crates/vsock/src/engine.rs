@@ -20,7 +20,7 @@ mod to_guest;
 mod to_host;
 mod zero_copy;
 
-use towline_vhost_user::{Batch, Ring, Traffic};
+use towline_vhost_user::{AnswerablePackets, Batch, Ring};
 
 use self::batch_pool::BatchPool;
 use self::host_end::{HostEnd, HostEnds, Queues};
@@ -61,7 +61,7 @@ pub struct Engine<S: Sockets> {
     /// Time since when the queue of pending resets is full.
     full_since: Option<u64>,
     /// Packets that carry no payload; data packets to the guest are counted in `statistics`.
-    traffic: Traffic,
+    traffic: AnswerablePackets,
     statistics: Statistics,
 }
 
@@ -83,7 +83,7 @@ impl<S: Sockets> Engine<S> {
             timeouts: LiveQueue::default(),
             credit_timers: LiveQueue::default(),
             full_since: None,
-            traffic: Traffic::default(),
+            traffic: AnswerablePackets::default(),
             statistics: Statistics::default(),
         }
     }
@@ -104,9 +104,9 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Returns the number of packets in both directions, without credit updates.
-    pub(crate) fn traffic(&self) -> Traffic {
+    pub(crate) fn traffic(&self) -> AnswerablePackets {
         let to_guest = self.traffic.to_guest + self.statistics.totals.packets_to_guest;
-        Traffic { to_guest, ..self.traffic }
+        AnswerablePackets { to_guest, ..self.traffic }
     }
 
     /// Returns the counters.

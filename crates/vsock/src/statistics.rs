@@ -107,7 +107,7 @@ impl ConnectionReport {
 }
 
 impl fmt::Display for VsockReport {
-    /// Writes a line for the device and one for each connection.
+    /// Writes a line for the device and one for each connection, with the counters that are not 0.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Statistics {
             table,
@@ -124,44 +124,81 @@ impl fmt::Display for VsockReport {
             memory_reserved,
             memory_waits,
         } = self.statistics;
-        write!(
-            f,
-            "connections={connections} peak={connections_peak} from_guest={} to_guest={} refused_by_limit={} \
-             bytes_to_host={} bytes_to_guest={} packets_from_guest={} packets_to_guest={} bytes_copied={} \
-             bytes_zero_copy={} zero_copy_in_flight={zero_copy_in_flight} zero_copy_resets={zero_copy_resets} \
-             buffered_bytes={} memory_reserved={memory_reserved} memory_waits={memory_waits} \
-             sends={sends} receives={receives} socket_full={socket_full} out_of_credit={out_of_credit} \
-             rx_ring_empty={rx_ring_empty} resets_sent={} resets_received={} violations={} dropped={} \
-             credit_updates_sent={} credit_updates_received={}",
-            table.requests_from_guest,
-            table.requests_to_guest,
-            table.refused_by_limit,
-            totals.bytes_to_host,
-            totals.bytes_to_guest,
-            totals.packets_from_guest,
-            totals.packets_to_guest,
-            totals.bytes_copied,
-            totals.bytes_zero_copy,
-            self.buffered_bytes,
-            table.resets_sent,
-            table.resets_received,
-            table.violations,
-            table.dropped,
-            table.credit_updates_sent,
-            table.credit_updates_received,
-        )?;
+        let counters = [
+            ("connections", connections),
+            ("peak", connections_peak),
+            ("from_guest", table.requests_from_guest),
+            ("to_guest", table.requests_to_guest),
+            ("refused_by_limit", table.refused_by_limit),
+            ("bytes_to_host", totals.bytes_to_host),
+            ("bytes_to_guest", totals.bytes_to_guest),
+            ("packets_from_guest", totals.packets_from_guest),
+            ("packets_to_guest", totals.packets_to_guest),
+            ("bytes_copied", totals.bytes_copied),
+            ("bytes_zero_copy", totals.bytes_zero_copy),
+            ("zero_copy_in_flight", zero_copy_in_flight),
+            ("zero_copy_resets", zero_copy_resets),
+            ("buffered_bytes", self.buffered_bytes as u64),
+            ("memory_reserved", memory_reserved),
+            ("memory_waits", memory_waits),
+            ("sends", sends),
+            ("receives", receives),
+            ("socket_full", socket_full),
+            ("out_of_credit", out_of_credit),
+            ("rx_ring_empty", rx_ring_empty),
+            ("resets_sent", table.resets_sent),
+            ("resets_received", table.resets_received),
+            ("violations", table.violations),
+            ("dropped", table.dropped),
+            ("credit_updates_sent", table.credit_updates_sent),
+            ("credit_updates_received", table.credit_updates_received),
+        ];
+        match counters.iter().all(|(_, value)| *value == 0) {
+            true => f.write_str("no traffic")?,
+            false => f.write_str(nonzero(&counters).trim_start())?,
+        }
         for ConnectionReport { kind, guest_port, peer_cid, peer_port, state, statistics } in &self.connections
         {
-            write!(
-                f,
-                "\n  {kind} guest:{guest_port} {peer_cid}:{peer_port} {state} bytes_to_host={} \
-                 bytes_to_guest={} bytes_copied={} bytes_zero_copy={}",
-                statistics.bytes_to_host,
-                statistics.bytes_to_guest,
-                statistics.bytes_copied,
-                statistics.bytes_zero_copy
-            )?;
+            let counters = [
+                ("bytes_to_host", statistics.bytes_to_host),
+                ("bytes_to_guest", statistics.bytes_to_guest),
+                ("bytes_copied", statistics.bytes_copied),
+                ("bytes_zero_copy", statistics.bytes_zero_copy),
+            ];
+            let counters = nonzero(&counters);
+            write!(f, "\n  {kind} guest:{guest_port} {peer_cid}:{peer_port} {state}{counters}")?;
         }
         Ok(())
+    }
+}
+
+/// Formats the counters above 0, each as ` sends=5`.
+fn nonzero(counters: &[(&str, u64)]) -> String {
+    let counters = counters.iter().filter(|(_, value)| *value > 0);
+    counters.map(|(name, value)| format!(" {name}={value}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_of_a_report_has_no_counters_of_zero() {
+        let mut report = VsockReport::default();
+        assert_eq!(report.to_string(), "no traffic");
+        report.statistics.connections = 1;
+        report.statistics.totals.bytes_to_host = 5;
+        let key = ConnectionKey { guest_port: 80, peer_cid: 2, peer_port: 1024 };
+        let statistics = ConnectionStatistics { bytes_to_host: 5, ..ConnectionStatistics::default() };
+        report.connections.push(ConnectionReport::new(
+            key,
+            SocketType::Stream,
+            ConnectionState::Established,
+            statistics,
+        ));
+        assert_eq!(
+            report.to_string(),
+            "connections=1 bytes_to_host=5\n  stream guest:80 2:1024 established bytes_to_host=5"
+        );
     }
 }

@@ -6,7 +6,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
-use towline_vhost_user::{AdaptivePoller, BackendError, Next, PollFlags, PollSet, Queues, Traffic, Worker};
+use towline_vhost_user::{
+    AdaptivePoller, AnswerablePackets, BackendError, Next, PollFlags, PollSet, Queues, Worker,
+};
 
 use super::Shared;
 use crate::features;
@@ -39,7 +41,7 @@ pub(crate) struct QueuePair {
     /// True while the receive ring runs.
     receives: bool,
     poller: AdaptivePoller,
-    traffic: Traffic,
+    traffic: AnswerablePackets,
     pinned: bool,
 }
 
@@ -58,7 +60,7 @@ impl QueuePair {
             counted: Default::default(),
             receives: false,
             poller,
-            traffic: Traffic::default(),
+            traffic: AnswerablePackets::default(),
             pinned: false,
         })
     }

@@ -1,9 +1,9 @@
 //! Timer for the next look at the completion ring, which has no event: soon while completions arrive, later and later while
-//! they do not.
+//! they do not; or at a given time.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
@@ -39,14 +39,26 @@ impl CompletionTimer {
             Progress::Some => SHORTEST,
             Progress::None => (self.interval * 2).min(LONGEST),
         };
+        self.set(self.interval);
+    }
+
+    /// Lets the timer fire once at this time, or soon if that has passed.
+    pub(super) fn arm_at(&mut self, time: Instant) {
+        self.set(time.saturating_duration_since(Instant::now()).max(SHORTEST));
+    }
+
+    fn set(&mut self, delay: Duration) {
         let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let it_value = Timespec { tv_nsec: self.interval.subsec_nanos().into(), ..zero };
+        let it_value = Timespec {
+            tv_sec: i64::try_from(delay.as_secs()).expect("a delay is far below 2^63 seconds"),
+            tv_nsec: delay.subsec_nanos().into(),
+        };
         let set = timerfd_settime(
             &self.fd,
             TimerfdTimerFlags::empty(),
             &Itimerspec { it_interval: zero, it_value },
         );
-        set.expect("the interval is a valid time");
+        set.expect("the delay is a valid time");
         self.armed = true;
     }
 

@@ -1,14 +1,15 @@
 //! The transmitting half of a queue pair with AF_XDP: sends by a TX queue if one can be bound, otherwise by the tap.
 
-use std::os::fd::AsFd as _;
-use std::os::fd::BorrowedFd;
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, poll};
-use towline_vhost_user::{BackendError, Batch, Head, Memory, Next, Ring};
+use towline_vhost_user::{BackendError, Batch, Memory, Next, Ring};
 
+use super::orphans::{FREE_INTERVAL, OrphanState, OrphanedChains};
 use super::socket::TransmitMode;
 use super::timer::{CompletionTimer, Progress};
 use super::tx_queue::{DrainScope, Drained, TxError, TxQueue, TxRun};
@@ -26,10 +27,6 @@ const BUSY_TIMEOUT: Duration = Duration::from_secs(2);
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time limit for a queue to become free after its socket was closed with chains in flight, while the guest waits for them.
 const CLOSED_TIMEOUT: Duration = Duration::from_secs(1);
-/// Interval of checks if such a queue is free, of the first ones and of a wait.
-const FREE_INTERVAL: Duration = Duration::from_millis(5);
-/// The longest interval. Each check binds a socket, under a lock of the whole network namespace.
-const FREE_INTERVAL_MAX: Duration = Duration::from_millis(250);
 
 /// See the module.
 pub(crate) struct XdpTransmitter {
@@ -37,29 +34,11 @@ pub(crate) struct XdpTransmitter {
     shared: Arc<Shared>,
     batch: Batch,
     queue: Option<TxQueue>,
-    /// Chains in flight of sockets that were closed: the network card may read them until the queue is free.
-    orphaned: Vec<Head>,
-    /// True if the first attempt to bind is to find out if the queue of the previous process's socket is free.
-    inherited: bool,
-    /// Time of the next check if the queue is free.
-    next_check: Instant,
-    /// Interval to the check after that.
-    check_interval: Duration,
+    orphaned: OrphanedChains,
     timer: CompletionTimer,
     failure: Option<Failure>,
     /// The last warning, which is not repeated.
     last_warning: String,
-}
-
-/// State of the chains of closed sockets.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Orphans {
-    /// There are none.
-    None,
-    /// They may still be read.
-    InFlight,
-    /// As `InFlight`, and only another bound socket will show that they are not.
-    Unknown,
 }
 
 /// A failed attempt to bind a queue.
@@ -70,16 +49,13 @@ struct Failure {
 }
 
 impl XdpTransmitter {
-    pub(crate) fn new(pair: usize, shared: Arc<Shared>) -> std::io::Result<Self> {
+    pub(crate) fn new(pair: usize, shared: Arc<Shared>) -> io::Result<Self> {
         Ok(Self {
             pair,
             shared,
             batch: Batch::new(),
             queue: None,
-            orphaned: Vec::new(),
-            inherited: false,
-            next_check: Instant::now(),
-            check_interval: FREE_INTERVAL,
+            orphaned: OrphanedChains::new(),
             timer: CompletionTimer::new()?,
             failure: None,
             last_warning: String::new(),
@@ -96,15 +72,17 @@ impl XdpTransmitter {
     ) -> Next {
         self.timer.clear();
         self.inherit(Some(ring), counted);
-        let orphans =
-            if self.inherited { Orphans::Unknown } else { self.check_orphans(Some(&mut *ring), counted) };
-        match orphans {
-            Orphans::None => self.ensure_queue(ring, counted),
-            Orphans::InFlight => self.timer.arm(Progress::None),
-            Orphans::Unknown => {
-                self.timer.arm(Progress::None);
-                self.ensure_queue(ring, counted);
-            }
+        let orphans = if self.orphaned.are_inherited() {
+            // The first attempt to bind, which waits, finds out more than a check.
+            self.orphaned.check(|| Err(io::ErrorKind::WouldBlock.into()))
+        } else {
+            self.check_orphans(Some(&mut *ring), counted)
+        };
+        if orphans != OrphanState::None {
+            self.timer.arm_at(self.orphaned.next_check());
+        }
+        if orphans != OrphanState::InFlight {
+            self.ensure_queue(ring, counted);
         }
         let Some(queue) = &mut self.queue else {
             let before = counted.packets;
@@ -135,8 +113,8 @@ impl XdpTransmitter {
     pub(crate) fn reap_while_stopped(&mut self, mut ring: Option<&mut Ring>, counted: &mut BatchCounters) {
         self.timer.clear();
         self.inherit(ring.as_deref_mut(), counted);
-        if self.check_orphans(ring.as_deref_mut(), counted) != Orphans::None {
-            self.timer.arm(Progress::None);
+        if self.check_orphans(ring.as_deref_mut(), counted) != OrphanState::None {
+            self.timer.arm_at(self.orphaned.next_check());
         }
         let Some(queue) = &mut self.queue else { return };
         match queue.wake_up().and_then(|()| queue.reap(ring.as_deref_mut())) {
@@ -225,7 +203,7 @@ impl XdpTransmitter {
         let shared = Arc::clone(&self.shared);
         let Some(xdp) = &shared.xdp else { return };
         // At first, the queue may be busy with our own previous socket, or that of the previous process.
-        let inherited = std::mem::take(&mut self.inherited);
+        let inherited = self.orphaned.take_inherited();
         let first = self.failure.is_none() && (self.orphaned.is_empty() || inherited);
         let busy_timeout = if first { BUSY_TIMEOUT } else { Duration::ZERO };
         let started = Instant::now();
@@ -277,9 +255,7 @@ impl XdpTransmitter {
             frames = heads.len(),
             "not sending frames again that were in flight before"
         );
-        self.orphaned.extend(heads);
-        self.inherited = true;
-        self.check_soon();
+        self.orphaned.inherit(heads);
         counted.pending = self.orphaned.len() as u64;
     }
 
@@ -287,44 +263,30 @@ impl XdpTransmitter {
     fn close_queue(&mut self, counted: &mut BatchCounters) {
         let Some(queue) = self.queue.take() else { return };
         self.set_mode(TransmitMode::Tap);
-        self.orphaned.extend(queue.close());
-        self.check_soon();
+        self.orphaned.add(queue.close());
         counted.pending = self.orphaned.len() as u64;
     }
 
-    /// Has the next check take place at once, and the one after it soon.
-    fn check_soon(&mut self) {
-        (self.next_check, self.check_interval) = (Instant::now(), FREE_INTERVAL);
-    }
-
-    /// Checks if the queue of a closed socket is free, less and less often, and then completes its chains.
-    fn check_orphans(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) -> Orphans {
-        if self.orphaned.is_empty() {
-            return Orphans::None;
-        }
-        let now = Instant::now();
-        if now < self.next_check {
-            return Orphans::InFlight;
-        }
-        self.next_check = now + self.check_interval;
-        self.check_interval = (self.check_interval * 2).min(FREE_INTERVAL_MAX);
-        let Some(xdp) = &self.shared.xdp else { return Orphans::None };
-        match xdp.is_free(self.pair) {
-            Ok(false) => Orphans::InFlight,
-            Ok(true) => {
-                self.complete_orphans(ring, counted);
-                Orphans::None
-            }
-            Err(error) => {
+    /// Checks if the queue of a closed socket is free, and then completes its chains.
+    fn check_orphans(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) -> OrphanState {
+        let Some(xdp) = &self.shared.xdp else { return OrphanState::None };
+        let is_free = || {
+            xdp.is_free(self.pair).inspect_err(|error| {
                 tracing::debug!(pair = self.pair, %error, "cannot determine if the queue is free");
-                Orphans::Unknown
+            })
+        };
+        match self.orphaned.check(is_free) {
+            OrphanState::Free => {
+                self.complete_orphans(ring, counted);
+                OrphanState::None
             }
+            state => state,
         }
     }
 
     /// Completes the chains of closed sockets, which the network card does not read any more.
     fn complete_orphans(&mut self, ring: Option<&mut Ring>, counted: &mut BatchCounters) {
-        let heads = std::mem::take(&mut self.orphaned);
+        let heads = self.orphaned.take();
         let Some(ring) = ring.filter(|_| !heads.is_empty()) else { return };
         counted.pending = 0;
         for head in heads {
@@ -342,8 +304,8 @@ impl XdpTransmitter {
     ) -> Result<(), BackendError> {
         let interval = Timespec { tv_sec: 0, tv_nsec: FREE_INTERVAL.subsec_nanos().into() };
         let deadline = Instant::now() + CLOSED_TIMEOUT;
-        self.check_soon();
-        while !self.orphaned.is_empty() && self.check_orphans(ring.as_deref_mut(), counted) != Orphans::None {
+        self.orphaned.check_soon();
+        while self.check_orphans(ring.as_deref_mut(), counted) != OrphanState::None {
             if Instant::now() >= deadline {
                 let (frames, name) = (self.orphaned.len(), self.shared.xdp.as_ref().map_or("", Xdp::name));
                 return Err(BackendError::new(format!(
@@ -353,7 +315,7 @@ impl XdpTransmitter {
                 )));
             }
             let _ = poll(&mut [], Some(&interval));
-            self.check_soon();
+            self.orphaned.check_soon();
         }
         Ok(())
     }
@@ -391,12 +353,12 @@ enum Retry {
     Never,
 }
 
-fn retry_after(error: &std::io::Error) -> Retry {
+fn retry_after(error: &io::Error) -> Retry {
     if is_temporary(error) { Retry::Later } else { Retry::Never }
 }
 
 /// Remedy for an error of binding.
-fn hint(error: &std::io::Error) -> &'static str {
+fn hint(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::ENOBUFS | libc::ENOMEM) => {
             "; the guest's memory is pinned: raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity)"

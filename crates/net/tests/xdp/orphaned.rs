@@ -7,6 +7,7 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use towline_frontend::{Frontend, GUEST_BASE, Memory, Queue, QueueOptions};
@@ -154,6 +155,36 @@ fn chains_of_a_closed_socket_are_completed_when_its_queue_is_free() {
     })
     .unwrap();
     assert_eq!(bench.statistics(0).dropped(DropReason::Refused), queued as u64);
+}
+
+/// Number of times that threads of the card's network have waited.
+fn waits(bench: &Bench) -> u64 {
+    let namespace = || std::fs::read_link("/proc/thread-self/ns/net").unwrap();
+    let wanted = bench.near.enter(namespace).unwrap();
+    let threads = std::fs::read_dir("/proc/self/task").unwrap().flatten().map(|thread| thread.path());
+    let threads =
+        threads.filter(|thread| std::fs::read_link(thread.join("ns/net")).is_ok_and(|net| net == wanted));
+    let count = |thread: std::path::PathBuf| {
+        let status = std::fs::read_to_string(thread.join("status")).ok()?;
+        status
+            .lines()
+            .find_map(|line| line.strip_prefix("voluntary_ctxt_switches:")?.trim().parse::<u64>().ok())
+    };
+    threads.filter_map(count).sum()
+}
+
+/// The queue of a closed socket may be busy for long, as while the link is down.
+#[test]
+fn chains_of_a_closed_socket_are_not_polled_for() {
+    let name = "chains_of_a_closed_socket_are_not_polled_for";
+    let Some((bench, queued)) = bench_with_queued_frames(name) else { return };
+    bench.wait_for_mode(TransmitMode::Tap);
+    let before = waits(&bench);
+    std::thread::sleep(Duration::from_secs(2));
+    let during = waits(&bench) - before;
+    assert_eq!(bench.statistics(0).pending, queued as u64, "the frames are in flight all the time");
+    assert!((1..30).contains(&during), "{during} times in 2 s");
+    release_queued_frames(&bench);
 }
 
 /// Even the queue of the pair that registered the UMEM.

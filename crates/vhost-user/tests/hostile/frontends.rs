@@ -65,6 +65,87 @@ fn removed_memory_is_a_fault_of_each_ring() {
     pair.end().unwrap();
 }
 
+/// Part of the available ring that the used ring overlaps.
+#[derive(Clone, Copy)]
+enum Edge {
+    Start,
+    End,
+}
+
+/// Sets the addresses of the first ring so that its used ring overlaps its available ring.
+fn overlap(pair: &mut Pair, edge: Edge) {
+    let at = pair.rings[0].addresses();
+    let used = match edge {
+        // The used ring begins before the available ring, and ends in it or behind it.
+        Edge::Start => at.available - 4,
+        // The last entry.
+        Edge::End => at.available + 2 + 2 * u64::from(SIZE),
+    } & !3;
+    let user = [at.table, used, at.available].map(|guest| pair.memory.user_addr(guest));
+    let payload = [encode_u32_pair(0, 0), encode_u64s(&user), encode_u64s(&[0])].concat();
+    pair.frontend.request(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
+}
+
+/// Starts the first ring with the addresses that it has.
+fn kick(pair: &mut Pair) {
+    let (ring, index) = (&pair.rings[0], encode_u64s(&[0]));
+    pair.frontend.request(Code::SET_VRING_ERR, &index, &[ring.err_fd()]).unwrap();
+    pair.frontend.request(Code::SET_VRING_KICK, &index, &[ring.kick_fd()]).unwrap();
+}
+
+/// A completion is then an available chain too, so a device would never rest.
+#[test]
+fn a_used_ring_over_the_available_ring_is_refused_at_every_moment() {
+    let log = Log::new();
+    let mut pair = Pair::start();
+    let mut reported = 0;
+    for edge in [Edge::Start, Edge::End] {
+        let moments: [fn(&mut Pair, Edge); 4] = [
+            // Before the start.
+            |pair, edge| {
+                pair.frontend.stop(0).unwrap();
+                overlap(pair, edge);
+                kick(pair);
+                pair.frontend.enable(0, true).unwrap();
+            },
+            // Between start and enable.
+            |pair, edge| {
+                pair.frontend.stop(0).unwrap();
+                pair.frontend.enable(0, false).unwrap();
+                pair.frontend.start_only(&pair.rings[0], 0).unwrap();
+                overlap(pair, edge);
+                pair.frontend.enable(0, true).unwrap();
+            },
+            // While it runs.
+            |pair, edge| overlap(pair, edge),
+            // After memory has changed twice: the ring was abandoned with the memory, and is started with these addresses.
+            |pair, edge| {
+                pair.frontend.stop(0).unwrap();
+                pair.frontend.set_mem_table(None).unwrap();
+                overlap(pair, edge);
+                pair.frontend.set_mem_table(Some(&pair.memory)).unwrap();
+                kick(pair);
+                pair.frontend.set_mem_table(Some(&pair.memory)).unwrap();
+                pair.frontend.stop(1).unwrap();
+                pair.rings[1] =
+                    Queue::new(&pair.memory, 1, QueueOptions { size: SIZE, features: pair.features })
+                        .unwrap();
+                pair.frontend.start(&pair.rings[1], 0).unwrap();
+            },
+        ];
+        for set in moments {
+            set(&mut pair, edge);
+            pair.wait_fault();
+            reported += 1;
+            assert_eq!(log.count("overlaps its available ring"), reported);
+            pair.rings[0].force_kick();
+            pair.other_echoes();
+            pair.reset_first();
+        }
+    }
+    pair.end().unwrap();
+}
+
 #[test]
 fn memory_slots_are_added_and_removed_while_rings_run() {
     let _log = Log::new();

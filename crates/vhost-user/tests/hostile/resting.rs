@@ -246,26 +246,6 @@ fn an_abandoned_ring_is_drained_when_it_is_stopped() {
     assert!(error.contains("ring 0 cannot be stopped: a card reads 1 of its chains"), "{error}");
 }
 
-/// A completion is then an available chain too, so a device would never rest.
-#[test]
-fn a_used_ring_over_the_available_ring_is_refused() {
-    let _log = Log::new();
-    for at_end in [false, true] {
-        let mut pair = Pair::start();
-        pair.echo(0);
-        let addresses = pair.rings[0].addresses();
-        let [table, available] =
-            [addresses.table, addresses.available].map(|guest| pair.memory.user_addr(guest));
-        let last = available + 2 + 2 * u64::from(pair.rings[0].size());
-        let used = if at_end { last } else { available } & !3;
-        let payload = [encode_u32_pair(0, 0), encode_u64s(&[table, used, available, 0])].concat();
-        pair.frontend.request(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
-        assert!(wait_any(&[pair.rings[0].err_fd()], WITHIN).unwrap(), "the fault is not reported");
-        pair.other_echoes();
-        pair.end().unwrap();
-    }
-}
-
 /// Number of mappings of a memfd with this name.
 fn mappings_of(name: &str) -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();

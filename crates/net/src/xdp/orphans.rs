@@ -1,0 +1,108 @@
+//! Chains in flight of AF_XDP sockets that were closed: the network card may read them until their queue is free.
+//!
+//! Nothing reports that a queue is free. It is found out by binding a socket, which takes a lock of the whole network namespace, so
+//! the checks become rarer.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use towline_vhost_user::Head;
+
+/// Interval of the first checks, and of those that are waited for.
+pub(super) const FREE_INTERVAL: Duration = Duration::from_millis(5);
+/// The longest interval.
+const FREE_INTERVAL_MAX: Duration = Duration::from_millis(250);
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct OrphanedChains {
+    heads: Vec<Head>,
+    /// True if the first attempt to bind is to find out if the queue of the previous process's socket is free.
+    inherited: bool,
+    /// Time of the next check if the queue is free.
+    next_check: Instant,
+    /// Interval to the check after that.
+    interval: Duration,
+}
+
+/// State of these chains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum OrphanState {
+    /// There are none.
+    None,
+    /// The queue is free: they can be completed.
+    Free,
+    /// They may still be read.
+    InFlight,
+    /// As `InFlight`, and only another bound socket will show that they are not.
+    Unknown,
+}
+
+impl OrphanedChains {
+    pub(super) fn new() -> Self {
+        Self { heads: Vec::new(), inherited: false, next_check: Instant::now(), interval: FREE_INTERVAL }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.heads.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.heads.is_empty()
+    }
+
+    /// Adds the chains of a socket that was closed just now.
+    pub(super) fn add(&mut self, heads: impl IntoIterator<Item = Head>) {
+        self.heads.extend(heads);
+        self.check_soon();
+    }
+
+    /// Adds chains of a previous process or connection.
+    pub(super) fn inherit(&mut self, heads: Vec<Head>) {
+        self.add(heads);
+        self.inherited = true;
+    }
+
+    /// Returns true if the next attempt to bind is to find out if the queue is free.
+    pub(super) fn are_inherited(&self) -> bool {
+        self.inherited
+    }
+
+    /// Returns true once if the next attempt to bind is to find out if the queue is free.
+    pub(super) fn take_inherited(&mut self) -> bool {
+        std::mem::take(&mut self.inherited)
+    }
+
+    /// Returns the chains, which the network card does not read any more.
+    pub(super) fn take(&mut self) -> Vec<Head> {
+        std::mem::take(&mut self.heads)
+    }
+
+    /// Time of the next check.
+    pub(super) fn next_check(&self) -> Instant {
+        self.next_check
+    }
+
+    /// Has the next check take place at once, and the one after it soon.
+    pub(super) fn check_soon(&mut self) {
+        (self.next_check, self.interval) = (Instant::now(), FREE_INTERVAL);
+    }
+
+    /// Checks if the queue is free, less and less often.
+    pub(super) fn check(&mut self, is_free: impl FnOnce() -> io::Result<bool>) -> OrphanState {
+        if self.heads.is_empty() {
+            return OrphanState::None;
+        }
+        let now = Instant::now();
+        if now < self.next_check {
+            return OrphanState::InFlight;
+        }
+        self.next_check = now + self.interval;
+        self.interval = (self.interval * 2).min(FREE_INTERVAL_MAX);
+        match is_free() {
+            Ok(true) => OrphanState::Free,
+            Ok(false) => OrphanState::InFlight,
+            Err(_) => OrphanState::Unknown,
+        }
+    }
+}
