@@ -93,6 +93,8 @@ pub struct Policy {
     pub connects_vsock: bool,
     /// True if TCP connections are accepted that must be reset without closing their sockets, by `connect` with `AF_UNSPEC`.
     pub resets_tcp: bool,
+    /// True if the MTU of network interfaces is set, with the privilege for it.
+    pub sets_mtu: bool,
     /// True if files are opened and sockets created: a copy, as opposed to a device.
     pub opens: bool,
     /// True if other processes' files are read through `/proc`, which landlock forbids: only system calls are filtered then.

@@ -1,7 +1,7 @@
 //! Puts rules with other verdicts in front of a filter, in one program.
 //!
 //! ```text
-//!   architecture ─► calls that fail silently ─► calls with flags ─► the program of the permitted calls, which compares
+//!   architecture ─► calls with flags ─► calls that fail silently ─► the program of the permitted calls, which compares
 //!        └──────────────────────────────────────────────────────────► one number after the other
 //! ```
 //! The kernel runs every filter for a call that one of them has conditions for, so each additional filter costs time on the data
@@ -42,21 +42,44 @@ pub(super) struct FlagRule {
     pub(super) refused: u32,
 }
 
-/// Returns a program that decides by `silent` and `flags`, and otherwise as `others` does.
-pub(super) fn in_front_of(others: BpfProgram, silent: &[Silent<'_>], flags: &[FlagRule]) -> BpfProgram {
+/// A call that fails with an error number, without a report, unless it has a flag, which is in the low half of its first argument.
+/// With it the other rules decide.
+pub(super) struct RequiredFlag {
+    pub(super) call: Sysno,
+    pub(super) flag: u32,
+    pub(super) errno: libc::c_int,
+}
+
+/// Rules in front of a filter.
+#[derive(Default)]
+pub(super) struct Front<'f> {
+    pub(super) flags: Vec<FlagRule>,
+    pub(super) required: &'f [RequiredFlag],
+    pub(super) silent: &'f [Silent<'f>],
+}
+
+/// Returns a program that decides by the rules in front, and otherwise as `others` does.
+pub(super) fn in_front_of(others: BpfProgram, front: &Front<'_>) -> BpfProgram {
     let mut rules = vec![instruction(LOAD, NUMBER)];
     // Calls with flags come first, because they are on the data path.
-    for FlagRule { call, argument, refused } in flags {
+    for FlagRule { call, argument, refused } in &front.flags {
         rules.push(jump(JUMP_IF_EQUAL, number(*call), 0, 4));
         rules.push(instruction(LOAD, ARGUMENTS + ARGUMENT_BYTES * u32::from(*argument)));
         rules.push(jump(JUMP_IF_ANY_BIT, *refused, 1, 0));
         rules.push(instruction(RETURN, libc::SECCOMP_RET_ALLOW));
         rules.push(instruction(LOAD, NUMBER));
     }
-    for Silent { calls, errno } in silent {
+    for RequiredFlag { call, flag, errno } in front.required {
+        rules.push(jump(JUMP_IF_EQUAL, number(*call), 0, 4));
+        rules.push(instruction(LOAD, ARGUMENTS));
+        rules.push(jump(JUMP_IF_ANY_BIT, *flag, 1, 0));
+        rules.push(failing(*errno));
+        rules.push(instruction(LOAD, NUMBER));
+    }
+    for Silent { calls, errno } in front.silent {
         for call in *calls {
             rules.push(jump(JUMP_IF_EQUAL, number(*call), 0, 1));
-            rules.push(instruction(RETURN, libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()));
+            rules.push(failing(*errno));
         }
     }
     let length = u32::try_from(rules.len()).expect("some calls");
@@ -75,6 +98,10 @@ fn number(call: Sysno) -> u32 {
     call.id().unsigned_abs()
 }
 
+fn failing(errno: libc::c_int) -> sock_filter {
+    instruction(RETURN, libc::SECCOMP_RET_ERRNO | errno.unsigned_abs())
+}
+
 fn instruction(code: u16, k: u32) -> sock_filter {
     sock_filter { code, jt: 0, jf: 0, k }
 }
@@ -91,8 +118,8 @@ mod tests {
 
     const REFUSED: u32 = libc::SECCOMP_RET_KILL_PROCESS;
 
-    fn verdict(program: &[sock_filter], architecture: u32, call: Sysno, third: u32) -> u32 {
-        let arguments = [0, 0, third.into(), 0, 0, 0];
+    fn verdict(program: &[sock_filter], architecture: u32, call: Sysno, flags: u32) -> u32 {
+        let arguments = [flags.into(), 0, flags.into(), 0, 0, 0];
         interpreter::verdict(program, &CallData { architecture, number: number(call), arguments })
     }
 
@@ -103,12 +130,20 @@ mod tests {
             Silent { calls: &[Sysno::execve, Sysno::execveat], errno: libc::EPERM },
         ];
         let flags = [FlagRule { call: Sysno::sendmsg, argument: 2, refused: 0x2000_0000 }];
-        let program = in_front_of(vec![instruction(RETURN, REFUSED)], &silent, &flags);
+        let required = [RequiredFlag {
+            call: Sysno::clone,
+            flag: libc::CLONE_THREAD.unsigned_abs(),
+            errno: libc::EAGAIN,
+        }];
+        let front = Front { flags: flags.into(), required: &required, silent: &silent };
+        let program = in_front_of(vec![instruction(RETURN, REFUSED)], &front);
         let of = |call, flags| verdict(&program, OWN_ARCHITECTURE, call, flags);
         assert_eq!(of(Sysno::sendmsg, 0x4040), libc::SECCOMP_RET_ALLOW);
         assert_eq!(of(Sysno::sendmsg, 0x2000_0040), REFUSED);
         let failing = |errno: libc::c_int| libc::SECCOMP_RET_ERRNO | errno.unsigned_abs();
         assert_eq!(of(Sysno::clone3, 0), failing(libc::ENOSYS));
+        assert_eq!(of(Sysno::clone, !libc::CLONE_THREAD.unsigned_abs()), failing(libc::EAGAIN));
+        assert_eq!(of(Sysno::clone, libc::CLONE_THREAD.unsigned_abs()), REFUSED);
         assert_eq!(of(Sysno::execve, 0), failing(libc::EPERM));
         assert_eq!(of(Sysno::execveat, 0), failing(libc::EPERM));
         assert_eq!(of(Sysno::read, 0), REFUSED);

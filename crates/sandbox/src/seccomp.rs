@@ -13,274 +13,21 @@ use seccompiler::{
 };
 use syscalls::Sysno;
 
-use super::program::{self, FlagRule, Silent};
+use super::program::{self, FlagRule, Front, RequiredFlag, Silent};
 use super::{Policy, Ports, sys};
+use calls::{BASIC, CREATE, EXECUTE, FCNTL_SIGNALS, IOCTLS, OPEN, PRCTLS, REMOVE, UFFDIO};
+
+mod calls;
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 type Built<T> = Result<T, seccompiler::BackendError>;
 
-/// Calls on memory, threads, time and open descriptors.
-const BASIC: &[Sysno] = &[
-    // Reading and writing.
-    Sysno::read,
-    Sysno::write,
-    Sysno::readv,
-    Sysno::writev,
-    Sysno::pread64,
-    Sysno::pwrite64,
-    Sysno::preadv,
-    Sysno::pwritev,
-    Sysno::preadv2,
-    Sysno::pwritev2,
-    Sysno::lseek,
-    Sysno::sendfile,
-    Sysno::splice,
-    Sysno::tee,
-    Sysno::vmsplice,
-    Sysno::copy_file_range,
-    // Descriptors.
-    Sysno::close,
-    Sysno::close_range,
-    Sysno::dup,
-    Sysno::dup3,
-    Sysno::pipe2,
-    Sysno::eventfd2,
-    Sysno::signalfd4,
-    Sysno::timerfd_create,
-    Sysno::timerfd_settime,
-    Sysno::timerfd_gettime,
-    Sysno::memfd_create,
-    Sysno::ppoll,
-    Sysno::pselect6,
-    Sysno::epoll_create1,
-    Sysno::epoll_ctl,
-    Sysno::epoll_pwait,
-    Sysno::epoll_pwait2,
-    // Open files; of others only their metadata.
-    Sysno::fstat,
-    Sysno::statx,
-    Sysno::fstatfs,
-    Sysno::statfs,
-    Sysno::ftruncate,
-    Sysno::fallocate,
-    Sysno::fsync,
-    Sysno::fdatasync,
-    Sysno::sync_file_range,
-    Sysno::fadvise64,
-    Sysno::flock,
-    Sysno::getcwd,
-    // Open sockets.
-    Sysno::accept,
-    Sysno::accept4,
-    Sysno::recvfrom,
-    Sysno::recvmsg,
-    Sysno::recvmmsg,
-    Sysno::shutdown,
-    Sysno::getsockopt,
-    Sysno::setsockopt,
-    Sysno::getsockname,
-    Sysno::getpeername,
-    // Memory.
-    Sysno::munmap,
-    Sysno::mremap,
-    Sysno::madvise,
-    Sysno::brk,
-    Sysno::mlock,
-    Sysno::mlock2,
-    Sysno::munlock,
-    Sysno::msync,
-    Sysno::mincore,
-    Sysno::membarrier,
-    Sysno::mbind,
-    Sysno::get_mempolicy,
-    Sysno::set_mempolicy,
-    Sysno::userfaultfd,
-    // Threads.
-    Sysno::futex,
-    Sysno::set_robust_list,
-    Sysno::get_robust_list,
-    Sysno::rseq,
-    Sysno::set_tid_address,
-    Sysno::exit,
-    Sysno::exit_group,
-    Sysno::restart_syscall,
-    Sysno::sched_yield,
-    Sysno::sched_getaffinity,
-    Sysno::sched_getparam,
-    Sysno::sched_getscheduler,
-    Sysno::sched_get_priority_max,
-    Sysno::sched_get_priority_min,
-    Sysno::getcpu,
-    Sysno::getpriority,
-    // A child whose `execve` failed.
-    Sysno::wait4,
-    Sysno::waitid,
-    // Signals.
-    Sysno::rt_sigaction,
-    Sysno::rt_sigprocmask,
-    Sysno::rt_sigreturn,
-    Sysno::rt_sigtimedwait,
-    Sysno::rt_sigsuspend,
-    Sysno::rt_sigpending,
-    Sysno::sigaltstack,
-    // Time.
-    Sysno::clock_gettime,
-    Sysno::clock_getres,
-    Sysno::clock_nanosleep,
-    Sysno::nanosleep,
-    Sysno::gettimeofday,
-    // Identity.
-    Sysno::getpid,
-    Sysno::getppid,
-    Sysno::gettid,
-    Sysno::getuid,
-    Sysno::geteuid,
-    Sysno::getgid,
-    Sysno::getegid,
-    Sysno::getresuid,
-    Sysno::getresgid,
-    Sysno::getgroups,
-    Sysno::getpgid,
-    Sysno::getsid,
-    Sysno::getrlimit,
-    Sysno::getrusage,
-    Sysno::times,
-    Sysno::uname,
-    Sysno::sysinfo,
-    Sysno::getrandom,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::dup2,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::pipe,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::poll,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::select,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::epoll_wait,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::eventfd,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::newfstatat,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::stat,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::lstat,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::time,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::getpgrp,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::arch_prctl,
-    #[cfg(target_arch = "aarch64")]
-    Sysno::fstatat,
-];
+/// `clone` creates threads and no processes. It fails silently, because the C library blocks signals meanwhile: the kernel would end
+/// the process for a report.
+const THREADS_ONLY: RequiredFlag =
+    RequiredFlag { call: Sysno::clone, flag: libc::CLONE_THREAD.unsigned_abs(), errno: libc::EPERM };
 
-/// Calls that open a file by its path. A copy needs them, restricted by landlock. A device's fail with `EACCES`: the C library
-/// tries to open some files by itself and continues without them.
-const OPEN: &[Sysno] = &[
-    Sysno::openat,
-    Sysno::openat2,
-    Sysno::readlinkat,
-    Sysno::faccessat,
-    Sysno::faccessat2,
-    Sysno::getdents64,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::open,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::readlink,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::access,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::creat,
-];
-
-/// Commands of `fcntl` that are refused: they make the kernel send signals to other processes.
-const FCNTL_SIGNALS: [libc::c_int; 4] = [libc::F_SETOWN, F_SETOWN_EX, F_SETSIG, libc::F_NOTIFY];
-/// `asm-generic/fcntl.h`.
-const F_SETSIG: libc::c_int = 10;
-/// `asm-generic/fcntl.h`.
-const F_SETOWN_EX: libc::c_int = 15;
-
-/// Calls that remove a file. A device may remove only its own sockets, where the kernel can restrict it to them; others fail
-/// silently, as the creator of a socket tries to remove it too.
-const REMOVE: &[Sysno] = &[
-    Sysno::unlinkat,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::unlink,
-];
-
-/// Calls that execute a program. They fail silently: the C library makes them in a child without handlers, and reports the error.
-const EXECUTE: &[Sysno] = &[Sysno::execve, Sysno::execveat];
-
-/// Calls of a copy that create, rename and own files.
-const CREATE: &[Sysno] = &[
-    Sysno::mkdirat,
-    Sysno::renameat,
-    Sysno::renameat2,
-    Sysno::linkat,
-    Sysno::fchmod,
-    Sysno::fchmodat,
-    Sysno::fchown,
-    Sysno::fchownat,
-    Sysno::utimensat,
-    Sysno::umask,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::mkdir,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::rmdir,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::rename,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::link,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::chmod,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::chown,
-];
-
-/// Requests for sockets, terminals, attached taps (`linux/if_tun.h`), an interface's MTU and index (the scope of an IPv6 address),
-/// and this process's page tables (`PAGEMAP_SCAN`). All of `userfaultfd`'s are permitted too, by their type.
-const IOCTLS: &[u64] = &[
-    libc::FIONREAD,
-    libc::FIONBIO,
-    libc::FIOCLEX,
-    libc::TCGETS,
-    libc::TIOCGWINSZ,
-    libc::SIOCGIFMTU,
-    libc::SIOCGIFINDEX,
-    libc::TUNSETOFFLOAD,
-    libc::TUNSETVNETHDRSZ,
-    libc::TUNSETQUEUE,
-    libc::TUNGETIFF,
-    PAGEMAP_SCAN,
-];
-/// `linux/fs.h`.
-const PAGEMAP_SCAN: u64 = 0xc060_6610;
-/// Type of `UFFDIO_*`, their second byte.
-const UFFDIO: u64 = 0xaa00;
-
-/// Options of `prctl` that only concern the caller.
-const PRCTLS: &[libc::c_int] = &[
-    libc::PR_SET_NAME,
-    libc::PR_GET_NAME,
-    PR_SET_VMA,
-    PR_GET_AUXV,
-    libc::PR_SET_NO_NEW_PRIVS,
-    libc::PR_GET_NO_NEW_PRIVS,
-    libc::PR_GET_DUMPABLE,
-    libc::PR_GET_SECCOMP,
-    libc::PR_CAPBSET_READ,
-    libc::PR_SET_TIMERSLACK,
-    libc::PR_SET_THP_DISABLE,
-];
-
-/// `linux/prctl.h`: the processor's features, for the standard library.
-const PR_GET_AUXV: libc::c_int = 0x4155_5856;
-/// `linux/prctl.h`: names memory.
-const PR_SET_VMA: libc::c_int = 0x5356_4d41;
-
-/// Flags that `clone` must not have: it creates threads, not namespaces.
+/// Flags that `clone` must not have: it creates no namespaces.
 const NAMESPACES: libc::c_int = libc::CLONE_NEWNS
     | libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWUTS
@@ -337,7 +84,8 @@ fn filters(policy: &Policy, paths: Option<&[u64]>) -> Built<Vec<BpfProgram>> {
         Silent { calls: EXECUTE, errno: libc::EPERM },
         Silent { calls: if policy.opens { &[] } else { OPEN }, errno: libc::EACCES },
     ];
-    filters.push(program::in_front_of(listed.try_into()?, &silent, &sends(policy)));
+    let front = Front { flags: sends(policy), required: &[THREADS_ONLY], silent: &silent };
+    filters.push(program::in_front_of(listed.try_into()?, &front));
     Ok(filters)
 }
 
@@ -357,7 +105,9 @@ fn removal_of_other_paths(paths: &[u64]) -> Built<Rules> {
 /// Rules of the permitted calls.
 fn listed(policy: &Policy) -> Built<Rules> {
     let mut rules = always(BASIC);
-    rules.append(&mut always(REMOVE));
+    if !policy.opens || creates_files(policy) {
+        rules.append(&mut always(REMOVE));
+    }
     if policy.opens {
         rules.append(&mut always(OPEN));
         rules.append(&mut always(&[Sysno::pidfd_open]));
@@ -365,7 +115,7 @@ fn listed(policy: &Policy) -> Built<Rules> {
     if creates_files(policy) {
         rules.append(&mut always(CREATE));
     }
-    if creates_files(policy) || (policy.opens && !policy.bind.is_empty()) {
+    if policy.opens && (listens_unix(policy) || !policy.bind.is_empty()) {
         rules.append(&mut always(&[Sysno::bind, Sysno::listen]));
     } else if policy.resolves_names {
         // Of a netlink socket, by the C library.
@@ -384,6 +134,9 @@ fn listed(policy: &Policy) -> Built<Rules> {
     let (equal, masked) = (SeccompCmpOp::Eq, SeccompCmpOp::MaskedEq);
     let mut ioctls = any(1, IOCTLS)?;
     ioctls.push(rule(&[(1, masked(0xff00), UFFDIO)])?);
+    if policy.sets_mtu {
+        ioctls.append(&mut any(1, &[libc::SIOCSIFMTU])?);
+    }
     rules.insert(Sysno::ioctl.id().into(), ioctls);
     let prctls: Vec<u64> = PRCTLS.iter().map(|option| u64::from(option.unsigned_abs())).collect();
     rules.insert(Sysno::prctl.id().into(), any(0, &prctls)?);
@@ -441,12 +194,18 @@ fn creates_files(policy: &Policy) -> bool {
     policy.opens && !policy.write.is_empty()
 }
 
+/// True for a copy, whose private sockets are in directories that it writes.
+fn listens_unix(policy: &Policy) -> bool {
+    creates_files(policy) && policy.connects_unix
+}
+
 fn connects(policy: &Policy) -> bool {
     policy.connects_unix || policy.connects_vsock || policy.resolves_names || !policy.connect.is_empty()
 }
 
+/// Without a port to listen on or to connect to, a process creates none: `listen` on one without an address would take a free port.
 fn creates_tcp_sockets(policy: &Policy) -> bool {
-    policy.opens || !policy.connect.is_empty()
+    !policy.connect.is_empty() || (policy.opens && !policy.bind.is_empty())
 }
 
 /// Rules for socket pairs. Datagram sockets are refused: they could send to any Unix socket by its path.

@@ -144,6 +144,56 @@ fn other_processes_cannot_be_addressed() {
     UnixStream::pair().unwrap();
 }
 
+/// As root, which may do all of it without a sandbox.
+#[test]
+fn a_copy_changes_no_owner_permissions_or_times_and_starts_no_process() {
+    let Some(directory) = confined_in() else {
+        let stderr =
+            in_own_process("tests::a_copy_changes_no_owner_permissions_or_times_and_starts_no_process");
+        for call in ["fchmod", "fchown", "fchmodat", "fchownat", "utimensat", "fork"] {
+            let wanted = format!("the sandbox refused the system call {call} (");
+            assert!(stderr.contains(&wanted), "{call} in\n{stderr}");
+        }
+        return;
+    };
+    let (readable, own) = (directory.join("secret"), directory.join("own"));
+    std::fs::create_dir(&own).unwrap();
+    let policy = Policy {
+        opens: true,
+        connects_unix: true,
+        read: vec![directory.clone()],
+        write: vec![own.clone()],
+        ..Policy::default()
+    };
+    policy.confine(Mode::Requested);
+    let file = std::fs::File::open(&readable).unwrap();
+    let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
+    const CWD: i32 = libc::AT_FDCWD;
+    for (number, arguments) in [
+        (libc::SYS_fchmod, [fd, 0o666, 0, 0]),
+        (libc::SYS_fchown, [fd, -1, -1, 0]),
+        (libc::SYS_fchmodat, [CWD, 0, 0o666, 0]),
+        (libc::SYS_fchownat, [fd, 0, -1, -1]),
+        (libc::SYS_utimensat, [fd, 0, 0, 0]),
+        #[cfg(target_arch = "x86_64")]
+        (libc::SYS_chmod, [0, 0o666, 0, 0]),
+        #[cfg(target_arch = "x86_64")]
+        (libc::SYS_chown, [0, -1, -1, 0]),
+        #[cfg(target_arch = "x86_64")]
+        (libc::SYS_fork, [0, 0, 0, 0]),
+        (libc::SYS_clone, [libc::SIGCHLD, 0, 0, 0]),
+    ] {
+        refused(&format!("call {number}"), libc::EPERM, sys::tests::call(number, arguments));
+    }
+    refused("execute", libc::EPERM, Command::new("/bin/true").spawn());
+    // What a copy continues to do.
+    std::thread::spawn(|| ()).join().unwrap();
+    std::fs::create_dir(own.join("a")).unwrap();
+    std::fs::rename(own.join("a"), own.join("b")).unwrap();
+    std::fs::remove_dir(own.join("b")).unwrap();
+    sys::tests::call(libc::SYS_setfsuid, [0, 0, 0, 0]).unwrap();
+}
+
 /// The report is lost, and the call fails without blocking its thread.
 #[test]
 fn a_refused_call_does_not_block_on_standard_error() {

@@ -36,14 +36,19 @@ fn plain_filters(policy: &Policy, paths: Option<&[u64]>) -> Vec<BpfProgram> {
     if let Some(paths) = paths {
         filters.push(failing(removal_of_other_paths(paths).unwrap(), libc::EACCES));
     }
+    let thread = u64::from(libc::CLONE_THREAD.unsigned_abs());
+    let process = rule(&[(0, SeccompCmpOp::MaskedEq(thread), 0)]).unwrap();
+    filters.push(failing(Rules::from([(Sysno::clone.id().into(), vec![process.clone()])]), libc::EPERM));
     let mut rules = listed(policy).unwrap();
+    rules.entry(Sysno::clone.id().into()).or_default().push(process);
     rules.append(&mut always(OPEN));
     rules.append(&mut always(EXECUTE));
     rules.append(&mut always(&[Sysno::clone3]));
     let fast_open = u64::from(libc::MSG_FASTOPEN.unsigned_abs());
     for (call, flags) in [(Sysno::sendto, 3), (Sysno::sendmmsg, 3), (Sysno::sendmsg, 2)] {
         let unflagged = rule(&[(flags, SeccompCmpOp::MaskedEq(fast_open), 0)]).unwrap();
-        let is_checked = (policy.opens || !policy.connect.is_empty()) && policy.connect != Ports::Any;
+        let listens = policy.opens && !policy.bind.is_empty();
+        let is_checked = (listens || !policy.connect.is_empty()) && policy.connect != Ports::Any;
         rules.insert(call.id().into(), if is_checked { vec![unflagged] } else { Vec::new() });
     }
     filters.push(filter(rules, SeccompAction::Trap, SeccompAction::Allow));
@@ -61,8 +66,10 @@ fn policies() -> Vec<Policy> {
         Policy { connect: Ports::Only(vec![22]), ..device.clone() },
         Policy { connect: Ports::Any, ..device.clone() },
         Policy { resets_tcp: true, ..device.clone() },
+        Policy { sets_mtu: true, ..device.clone() },
         Policy { connect: Ports::Only(vec![22]), resolves_names: true, ..copy.clone() },
         Policy { connect: Ports::Any, ..copy.clone() },
+        Policy { bind: Ports::Only(vec![22]), ..copy.clone() },
         device,
         copy,
     ]
@@ -74,6 +81,7 @@ fn values(programs: &[BpfProgram]) -> Vec<u64> {
         programs.iter().flatten().filter(|instruction| matches!(instruction.code, 0x15 | 0x45 | 0x54));
     let mut values: BTreeSet<u64> = compared.map(|instruction| u64::from(instruction.k)).collect();
     values.extend(PATHS);
+    values.insert(u64::from((libc::CLONE_THREAD | libc::CLONE_NEWUSER).unsigned_abs()));
     values.extend([0, 1, 1 << 29, (1 << 29) | 0x4040, 1 << 32, (1 << 32) | (1 << 29), u64::MAX]);
     values.into_iter().collect()
 }
@@ -144,6 +152,13 @@ fn a_device_that_only_accepts_tcp_resets_connections_and_makes_none() {
 }
 
 #[test]
+fn the_mtu_is_set_only_by_a_policy_that_says_so() {
+    let sets = |policy: &Policy| permits(policy, Sysno::ioctl, [3, libc::SIOCSIFMTU, 0]);
+    assert!(sets(&Policy { sets_mtu: true, ..Policy::default() }));
+    assert!(!sets(&Policy::default()));
+}
+
+#[test]
 fn unix_sockets_are_created_where_they_are_connected_to_or_nothing_is() {
     let [unix, stream] = [libc::AF_UNIX, libc::SOCK_STREAM].map(|number| u64::from(number.unsigned_abs()));
     let creates = |policy: &Policy| permits(policy, Sysno::socket, [unix, stream, 0]);
@@ -160,13 +175,43 @@ fn unix_sockets_are_created_where_they_are_connected_to_or_nothing_is() {
 }
 
 #[test]
+fn tcp_sockets_are_created_only_with_a_port_to_listen_on_or_to_connect_to() {
+    let creates = |policy: &Policy| {
+        let [stream, inet, inet6] =
+            [libc::SOCK_STREAM, libc::AF_INET, libc::AF_INET6].map(|number| u64::from(number.unsigned_abs()));
+        let created = [inet, inet6].map(|family| permits(policy, Sysno::socket, [family, stream, 0]));
+        assert_eq!(created[0], created[1]);
+        created[0]
+    };
+    let device = Policy::default();
+    let copy = Policy { opens: true, write: vec!["/tmp".into()], connects_unix: true, ..device.clone() };
+    let port = Ports::Only(vec![22]);
+    for policy in [&device, &copy, &Policy { bind: port.clone(), ..device.clone() }] {
+        assert!(!creates(policy), "{policy:?}");
+    }
+    for policy in [
+        Policy { bind: port.clone(), ..copy.clone() },
+        Policy { bind: Ports::Any, ..copy.clone() },
+        Policy { connect: port.clone(), ..copy },
+        Policy { connect: port, ..device },
+    ] {
+        assert!(creates(&policy), "{policy:?}");
+    }
+}
+
+#[test]
 fn a_command_that_reads_images_neither_connects_nor_listens_nor_changes_files() {
     let reader = Policy { opens: true, read: vec!["/".into()], ..Policy::default() };
     let copy = Policy { write: vec!["/tmp".into()], connects_unix: true, ..reader.clone() };
-    let calls = [Sysno::connect, Sysno::bind, Sysno::listen, Sysno::renameat2, Sysno::mkdirat, Sysno::fchmod];
-    for call in calls {
-        assert!(permits(&copy, call, [0; 3]), "{call}");
+    let page = Policy { connects_unix: false, ..copy.clone() };
+    let files = [Sysno::renameat2, Sysno::linkat, Sysno::mkdirat, Sysno::unlinkat];
+    for call in files {
+        assert!(permits(&copy, call, [0; 3]) && permits(&page, call, [0; 3]), "{call}");
         assert!(!permits(&reader, call, [0; 3]), "{call}");
+    }
+    for call in [Sysno::connect, Sysno::bind, Sysno::listen] {
+        assert!(permits(&copy, call, [0; 3]), "{call}");
+        assert!(!permits(&reader, call, [0; 3]) && !permits(&page, call, [0; 3]), "{call}");
     }
 }
 
