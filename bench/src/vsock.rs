@@ -33,6 +33,8 @@ use host::{Host, Target};
 
 /// CID of the guest.
 const CID: u64 = 3;
+/// Binary logarithms of the published message sizes, 32 B to 512 KiB.
+const SIZES_LOG2: std::ops::RangeInclusive<u32> = 5..=19;
 /// Program of the peer.
 pub const PEER: &str = "vhost-device-vsock";
 
@@ -65,8 +67,7 @@ impl Parameters {
     /// Returns the parameters of the published tables: 32 B to 512 KiB, 1 and 8 streams, windows of a second.
     pub fn of(towline: &Path, peer: Option<PathBuf>, runs: usize, cancel: Cancel) -> Self {
         Self {
-            sizes: [32, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10]
-                .into(),
+            sizes: SIZES_LOG2.map(|bits| 1 << bits).collect(),
             connections: vec![1, 8],
             request_bytes: 64,
             window: Duration::from_secs(1),

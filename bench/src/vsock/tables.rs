@@ -17,6 +17,11 @@ const CONNECT_MIN: f64 = 2.5;
 const SMALL: usize = 256;
 const MEDIUM: usize = 4 << 10;
 const LARGE: usize = 16 << 10;
+/// Columns of the series: the labels, and the published sizes.
+const SERIES_COLUMNS: [&str; 16] = [
+    "", "32 B", "64 B", "128 B", "256 B", "512 B", "1 KiB", "2 KiB", "4 KiB", "8 KiB", "16 KiB", "32 KiB",
+    "64 KiB", "128 KiB", "256 KiB", "512 KiB",
+];
 
 pub(super) struct Run<'a> {
     pub(super) parameters: &'a Parameters,
@@ -125,13 +130,9 @@ impl Run<'_> {
 
     /// Returns the table in the shape of the kernel's series of 2019: sizes across, contenders down.
     fn series(&self) -> Table {
-        let columns = [
-            "", "32 B", "64 B", "256 B", "1 KiB", "4 KiB", "16 KiB", "64 KiB", "128 KiB", "256 KiB",
-            "512 KiB",
-        ];
         let known = |column: &&str| self.parameters.sizes.iter().any(|size| bytes(*size) == **column);
         let columns: Vec<&str> =
-            columns.into_iter().filter(|column| column.is_empty() || known(column)).collect();
+            SERIES_COLUMNS.into_iter().filter(|column| column.is_empty() || known(column)).collect();
         let mut rows = Vec::new();
         for (direction, buffers, what) in [
             (Direction::ToGuest, Buffers::Linux, "host → guest, buffers of 4 KiB"),
@@ -248,4 +249,17 @@ fn data(figures: &Figures) -> Value {
         "p50-us": each(|figure| figure.p50_us),
         "p99-us": each(|figure| figure.p99_us),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_series_has_a_column_for_each_published_size() {
+        let cancel = towline_channel::Cancel::new().unwrap();
+        let parameters = Parameters::of(std::path::Path::new("towline"), None, 1, cancel);
+        let sizes: Vec<String> = parameters.sizes.iter().map(|size| bytes(*size)).collect();
+        assert_eq!(sizes, SERIES_COLUMNS[1..]);
+    }
 }

@@ -110,6 +110,27 @@ pub(crate) enum Command {
     Man(ManArgs),
 }
 
+impl Command {
+    /// Returns true if its result is events (`--json`).
+    pub(crate) fn writes_events(&self) -> bool {
+        match self {
+            Self::Copy(args) => args.output.json,
+            Self::Move(args) => args.output.json,
+            Self::Run(args) => args.output.json,
+            Self::Ps(args) => args.output.json,
+            Self::Upgrade(args) => args.output.json,
+            Self::Check(args) => args.output.json,
+            Self::Inspect(args) => args.output.json,
+            Self::Store(args) => args.command.output().json,
+            Self::Repair(args) => args.output.json,
+            Self::Moves(args) => args.output.json,
+            Self::Resume(args) => args.output.json,
+            Self::Net(args) => args.json,
+            Self::Ctl(_) | Self::Vsock(_) | Self::Completions(_) | Self::Man(_) => false,
+        }
+    }
+}
+
 /// Headings of options.
 pub(crate) const LANES: &str = "Lanes";
 pub(crate) const TLS: &str = "TLS";

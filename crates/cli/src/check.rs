@@ -25,8 +25,8 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
             Err(error) => return Ok(NoVerdict::Unknown(error.to_string()).report(&reporter)),
         };
         check::write_facts(path, &facts).with_context(|| path.display().to_string())?;
-        reporter
-            .event("facts", json!({ "source": args.source.to_string(), "file": path.display().to_string() }));
+        let fields = json!({ "source": args.source.to_string(), "file": path.display().to_string() });
+        reporter.event("facts", events::with_exit(fields, Exit::Done));
         reporter.line(&format!("{}: facts written to {}", args.source, path.display()));
         return Ok(Exit::Done);
     }

@@ -19,7 +19,7 @@ use crate::observability::ObservabilityArgs;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
 use crate::report::Recorder;
-use crate::signals::cancel_on_signals;
+use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::sockets::private;
 use crate::{request, sandbox};
 
@@ -49,11 +49,6 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         Ok(options) => options,
         Err(text) => return Ok(results.usage(&text)),
     };
-    let consequence = if args.transfer.postcopy.postcopy {
-        "the source keeps its guest, unless that runs at the destination already, which then gets its memory first"
-    } else {
-        "the source keeps its guest, unless the switchover is in progress"
-    };
     if destinations.len() > 1 && args.transfer.report.report.is_some() {
         return Ok(results.usage("--report is for one DEST: start one towline for each"));
     }
@@ -66,7 +61,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     }
     let notifier = Notifier::from_environment();
     confine(&args.transfer, &source, &destinations, &options);
-    let cancel = cancel_on_signals(consequence)?;
+    let cancel = cancel_on_signals(signal_effects(&args.transfer, &ends))?;
     if destinations.len() > 1 {
         return Ok(clones(args, &source, &destinations, &options, &cancel));
     }
@@ -201,7 +196,7 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
         return Ok(results.usage(&text));
     }
     confine(&args.transfer, &source, std::slice::from_ref(&destination), &options);
-    let cancel = cancel_on_signals("the source keeps its guest")?;
+    let cancel = cancel_on_signals(signal_effects(&args.transfer, &[&args.source, &args.destination]))?;
     let observability = &args.transfer.observability;
     let recorder = Recorder::new();
     let observer = (&reporter, &recorder);
@@ -211,4 +206,20 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let ends = [&args.source, &args.destination];
     args.transfer.report.report.iter().for_each(|path| recorder.write(path, ends, &moved));
     Ok(exit)
+}
+
+fn signal_effects(transfer: &TransferArgs, ends: &[&Endpoint]) -> SignalEffects {
+    let has_qemu = ends.iter().any(|end| matches!(end, Endpoint::Qmp(_)));
+    if transfer.postcopy.postcopy {
+        return SignalEffects {
+            first: "cancelling; the source keeps its guest, unless that runs at the destination already, which then \
+                    gets its memory first",
+            second: Some("a guest that runs at the destination then waits for the rest of its memory"),
+        };
+    }
+    SignalEffects {
+        first: "cancelling; the source keeps its guest, unless the switchover is in progress",
+        second: has_qemu
+            .then_some("QEMU keeps the settings of the copy until the next one, or `towline repair`"),
+    }
 }

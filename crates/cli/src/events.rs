@@ -65,6 +65,7 @@ pub(crate) fn source_state(state: SourceState) -> &'static str {
         SourceState::Paused => "postmigrate",
         SourceState::Ended => "ended",
         SourceState::Unchanged => "unchanged",
+        SourceState::Unknown => "unknown",
     }
 }
 
@@ -75,6 +76,7 @@ pub(crate) fn destination_state(state: DestinationState) -> &'static str {
         DestinationState::Paused => "paused",
         DestinationState::Stored => "stored",
         DestinationState::Loaded => "loaded",
+        DestinationState::Sent => "sent",
         DestinationState::Received => "received",
         DestinationState::Dropped => "discarded",
     }
@@ -144,6 +146,13 @@ pub(crate) fn reason(error: &Error) -> &'static str {
         Error::Cancelled => "cancelled",
         _ => "other",
     }
+}
+
+/// Formats the event `failed` of a command that could not report more.
+pub(crate) fn failed(text: &str, reason: &str, exit: Exit) -> String {
+    let mut fields = error(text);
+    fields["reason"] = reason.into();
+    line("failed", with_exit(fields, exit))
 }
 
 /// Returns the fields of an event `failed`, without its exit status.

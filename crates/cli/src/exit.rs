@@ -1,5 +1,7 @@
 //! Exit status of the process.
 
+use std::error::Error;
+use std::fmt;
 use std::process::ExitCode;
 
 /// Result of the process, from the best to the worst.
@@ -14,6 +16,18 @@ pub(crate) enum Exit {
     CouldNotTell,
 }
 
+/// An unusable command line: its text, for [`Exit::Usage`].
+#[derive(Debug)]
+pub(crate) struct UsageError(pub(crate) String);
+
+impl fmt::Display for UsageError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Error for UsageError {}
+
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {
         Self::from(exit.code())
@@ -21,6 +35,11 @@ impl From<Exit> for ExitCode {
 }
 
 impl Exit {
+    /// Returns the exit status of a command that failed before it could report a result of its own.
+    pub(crate) fn of_error(error: &anyhow::Error) -> Self {
+        if error.is::<UsageError>() { Self::Usage } else { Self::Failed }
+    }
+
     /// Returns the exit status.
     pub(crate) fn code(self) -> u8 {
         match self {

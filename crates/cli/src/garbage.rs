@@ -8,22 +8,19 @@ use towline_control::plan::Source;
 use towline_image::store::{ConditionalWrites, Garbage, Location};
 
 use crate::args::InspectArgs;
-use crate::console;
 use crate::events;
-use crate::exit::Exit;
+use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
-use crate::signals::cancel_on_signals;
+use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::store::Action;
 use crate::units::{count, size};
 
 /// Runs `inspect --garbage` and `--remove-garbage`.
 pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
     let Source::Store(prefix) = source else {
-        console::error(&format!(
-            "{}: --garbage needs the prefix of a store, such as s3://BUCKET/PREFIX",
-            args.source
-        ));
-        return Ok(Exit::Usage);
+        let text =
+            format!("{}: --garbage needs the prefix of a store, such as s3://BUCKET/PREFIX", args.source);
+        return Err(UsageError(text).into());
     };
     let action = if args.garbage.remove_garbage { Action::Remove } else { Action::List };
     collect(reporter, prefix, action, args.garbage.garbage_age)
@@ -32,7 +29,10 @@ pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> R
 /// Lists or removes the garbage of a prefix.
 pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, age: Duration) -> Result<Exit> {
     let removes = action == Action::Remove;
-    let cancel = Some(cancel_on_signals("chunks that were removed stay removed")?);
+    let cancel = Some(cancel_on_signals(SignalEffects {
+        first: "cancelling; chunks that were removed stay removed",
+        second: None,
+    })?);
     let report = |object: &towline_image::store::Object| {
         let (key, age) = (&object.key, object.age.as_secs());
         let what = if removes { "removed" } else { "garbage" };

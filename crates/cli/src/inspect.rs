@@ -17,11 +17,12 @@ use towline_protocol::device_state::DeviceSection;
 use towline_qmp as qmp;
 
 use crate::args::{InspectArgs, Switch};
-use crate::exit::Exit;
+use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
-use crate::signals::cancel_on_signals;
+use crate::sandbox::Policy;
+use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::units::{count, size};
-use crate::{command_line, console, sandbox};
+use crate::{command_line, console, events, sandbox};
 
 /// Number of threads that compare an image with its checksums.
 const VERIFY_THREADS: usize = 4;
@@ -31,57 +32,58 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     let source = match args.source.source() {
         Ok(source) => source,
-        Err(text) => {
-            console::error(&text);
-            return Ok(Exit::Usage);
-        }
+        Err(text) => return Err(UsageError(text).into()),
     };
     #[cfg(feature = "store")]
     if args.garbage.garbage || args.garbage.remove_garbage {
         return crate::garbage::run(&reporter, &source, args);
     }
     if args.verify && !source.is_image() {
-        console::error(&format!("{}: --verify needs an image", args.source));
-        return Ok(Exit::Usage);
+        return Err(UsageError(format!("{}: --verify needs an image", args.source)).into());
     }
     if let (Some(page), false) = (&args.html, matches!(source, Source::Image(_))) {
-        console::error(&format!("--html {}: {} is not an image file", page.display(), args.source));
-        return Ok(Exit::Usage);
+        let text = format!("--html {}: {} is not an image file", page.display(), args.source);
+        return Err(UsageError(text).into());
     }
-    match sandbox::policy_of_copy(&source, &[], &request(args), None) {
-        Some(mut policy) => {
-            args.base.iter().for_each(|base| sandbox::permit_image(&mut policy, base));
-            policy.write.extend(args.html.as_deref().map(sandbox::directory));
-            args.sandbox.confine(&policy);
-        }
+    match policy(args, &source) {
+        Some(policy) => args.sandbox.confine(&policy),
         None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),
     }
     match source {
         Source::Image(path) => {
-            let exit = image(&reporter, &path, args.verify)?;
             if let Some(page) = &args.html {
                 let base = args.base.as_deref().map(Image::open).transpose()?;
                 html::write(page, &Image::open(&path)?, base.as_ref())?;
             }
-            Ok(exit)
+            image(&reporter, &path, args.verify)
         }
         #[cfg(feature = "store")]
         Source::Store(location) => stored_image(&reporter, &location, args.verify),
         #[cfg(not(feature = "store"))]
         Source::Store(location) => {
-            console::error(&format!("{location}: this towline was built without object stores"));
-            Ok(Exit::Usage)
+            Err(UsageError(format!("{location}: this towline was built without object stores")).into())
         }
         Source::Qmp(path) => qemu(&reporter, &path),
         Source::Memory(_) => {
-            console::error(&format!(
+            let text = format!(
                 "{}: a synthetic guest exists only while it is copied; there is nothing to inspect",
                 args.source
-            ));
-            Ok(Exit::Usage)
+            );
+            Err(UsageError(text).into())
         }
         Source::Stream(_) => stream(&reporter, &source, args),
     }
+}
+
+/// Returns the policy of the command. `None`: it cannot be confined.
+pub(crate) fn policy(args: &InspectArgs, source: &Source) -> Option<Policy> {
+    let mut policy = match source {
+        Source::Image(path) => sandbox::policy_of_images(path),
+        other => sandbox::policy_of_copy(other, &[], &request(args), None)?,
+    };
+    args.base.iter().for_each(|base| sandbox::permit_image(&mut policy, base));
+    policy.write.extend(args.html.as_deref().map(sandbox::directory));
+    Some(policy)
 }
 
 fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
@@ -117,7 +119,7 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
         "loadable-by-qemu": !image.is_incremental(),
         "chain": chain.iter().map(Layer::json).collect::<Vec<_>>(),
     });
-    reporter.event("inspected", facts.clone());
+    reporter.event("inspected", events::with_exit(facts.clone(), Exit::Done));
     let what = if image.is_incremental() {
         "an incremental image, which towline restores; `towline copy` merges it into a full one for QEMU"
     } else {
@@ -217,7 +219,7 @@ impl Layer {
 
 #[cfg(feature = "store")]
 fn stored_image(reporter: &Reporter, location: &towline_image::Location, verify: bool) -> Result<Exit> {
-    let cancel = cancel_on_signals("nothing is changed")?;
+    let cancel = cancel_on_signals(SignalEffects::OF_READING)?;
     let image = towline_image::store::StoredImage::open(location, Some(cancel))?;
     if verify {
         image.verify(&|_| {})?;
@@ -252,7 +254,7 @@ fn stored_image(reporter: &Reporter, location: &towline_image::Location, verify:
         "verified": verify,
         "loadable-by-qemu": false,
     });
-    reporter.event("inspected", facts.clone());
+    reporter.event("inspected", events::with_exit(facts.clone(), Exit::Done));
     reporter.line(&format!("{location}: an image in an object store; QEMU loads a copy in a file"));
     print_head(reporter, &facts);
     reporter.line(&format!(
@@ -290,7 +292,7 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
         "capabilities": on,
         "blocks": blocks,
     });
-    reporter.event("inspected", shown.clone());
+    reporter.event("inspected", events::with_exit(shown.clone(), Exit::Done));
     reporter.line(&format!("{}: QEMU {}", qemu.socket(), qemu.version_text()));
     print_head(reporter, &shown);
     reporter.line(&format!("  uuid          {}", facts.uuid));
@@ -318,12 +320,19 @@ fn request(args: &InspectArgs) -> Request {
 
 fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
     let survey = DiscardSink::default();
-    let cancel = cancel_on_signals("the source keeps its guest")?;
+    let cancel =
+        cancel_on_signals(SignalEffects { first: "cancelling; the source keeps its guest", second: None })?;
     let surveyed = plan::inspect_stream(source, &survey, &request(args), &cancel, reporter);
     reporter.finish();
     let moved = match surveyed {
         Ok(moved) => moved,
         Err(failure) => {
+            let fields = json!({
+                "error": failure.to_string(),
+                "reason": events::reason(&failure.error),
+                "notes": failure.notes,
+            });
+            reporter.event("failed", events::with_exit(fields, Exit::Failed));
             console::error(&failure.to_string());
             return Ok(Exit::Failed);
         }
@@ -341,7 +350,7 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
         "devices": devices.map(|state| devices_json(state.devices())),
         "ram": crate::progress::ram(&moved),
     });
-    reporter.event("inspected", facts.clone());
+    reporter.event("inspected", events::with_exit(facts.clone(), Exit::Done));
     reporter.line(&format!(
         "{}: a migration stream; its source was informed of a failure and keeps its guest",
         args.source

@@ -44,15 +44,18 @@ impl fmt::Display for RequestId {
 /// # Errors
 /// The filter is invalid.
 pub(crate) fn init(filter: Option<&str>, request: Option<RequestId>) -> Result<()> {
-    let filter = match (filter, std::env::var(VARIABLE)) {
+    let directives = match (filter, std::env::var(VARIABLE)) {
         (Some(text), _) => parse(text).with_context(|| format!("--log {text}"))?,
         (None, Ok(text)) if !text.is_empty() => parse(&text).with_context(|| format!("{VARIABLE}={text}"))?,
         (None, _) => EnvFilter::new("warn"),
     };
+    // A filter names targets, which are modules; the default's warnings are for people.
+    let shows_targets = filter.is_some() || std::env::var_os(VARIABLE).is_some_and(|text| !text.is_empty());
     let has_colors = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let format = tracing_subscriber::fmt::format().without_time().with_ansi(has_colors);
+    let format =
+        tracing_subscriber::fmt::format().without_time().with_target(shows_targets).with_ansi(has_colors);
     let lines = Lines { request, format };
-    let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(has_colors);
+    let subscriber = tracing_subscriber::fmt().with_env_filter(directives).with_ansi(has_colors);
     subscriber.with_writer(console::Log).event_format(lines).init();
     Ok(())
 }

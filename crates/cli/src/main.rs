@@ -43,6 +43,7 @@ mod units;
 mod upgrade;
 mod vsock;
 
+use std::ffi::OsString;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
@@ -54,6 +55,8 @@ use console::{Flush, OverflowPolicy};
 use exit::Exit;
 use log::RequestId;
 
+const INTERNAL_ERROR: &str = "internal error, please report it: if a guest was being moved, check its state at both ends before you run it";
+
 fn main() -> ExitCode {
     console::catch_panics();
     let words = backend::with_command(std::env::args_os());
@@ -61,11 +64,16 @@ fn main() -> ExitCode {
         console::print(OverflowPolicy::Always, &backend.capabilities().to_string());
         return end(Exit::Done, Flush::All);
     }
-    let args = Args::parse_from(words);
+    let args = match Args::try_parse_from(&words) {
+        Ok(args) => args,
+        Err(error) => return unparsed(&error, &words),
+    };
     let request = matches!(args.command, Command::Copy(_) | Command::Move(_) | Command::Upgrade(_))
         .then(RequestId::new);
     if let Err(error) = log::init(args.log.as_deref(), request) {
-        console::error(&errors::text(&error));
+        let text = errors::text(&error);
+        console::error(&text);
+        failed_event(&args.command, &text, Exit::Usage);
         return end(Exit::Usage, Flush::All);
     }
     let flush = match &args.command {
@@ -80,18 +88,42 @@ fn main() -> ExitCode {
     };
     let run = AssertUnwindSafe(|| run(&args.command, request));
     let exit = catch_unwind(run).unwrap_or_else(|_| {
-        console::error(
-            "internal error, please report it: if a guest was being moved, check its state at both ends before you run it",
-        );
+        console::error(INTERNAL_ERROR);
+        failed_event(&args.command, INTERNAL_ERROR, Exit::NeedsAttention);
         Ok(Exit::NeedsAttention)
     });
     let exit = exit.unwrap_or_else(|error| {
-        let text = errors::text(&error);
+        let (text, exit) = (errors::text(&error), Exit::of_error(&error));
         console::error(&text);
         sandbox::explain(&text).into_iter().for_each(|note| console::error(&format!("note: {note}")));
-        Exit::Failed
+        failed_event(&args.command, &text, exit);
+        exit
     });
     end(exit, flush)
+}
+
+/// Ends a process whose command line cannot be parsed, or requests help.
+fn unparsed(error: &clap::Error, words: &[OsString]) -> ExitCode {
+    if error.use_stderr() && words.iter().any(|word| word == "--json") {
+        let text = error.to_string();
+        let text = text.lines().next().unwrap_or_default();
+        let text = text.strip_prefix("error: ").unwrap_or(text);
+        console::print(OverflowPolicy::Always, &events::failed(text, "usage", Exit::Usage));
+        console::finish(Flush::All);
+    }
+    error.exit()
+}
+
+/// Writes the last event of a command with `--json` that has not reported its result itself.
+fn failed_event(command: &Command, text: &str, exit: Exit) {
+    let reason = match (command, exit) {
+        (_, Exit::Usage) => "usage",
+        (Command::Store(_), _) => "image",
+        _ => "other",
+    };
+    if command.writes_events() {
+        console::print(OverflowPolicy::Always, &events::failed(text, reason, exit));
+    }
 }
 
 /// Ends the process once its output is written.

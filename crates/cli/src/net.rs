@@ -15,22 +15,26 @@ use towline_vhost_user::{Device, FrontendSource, InFlightRecord, Listener, Servi
 use crate::args::{NetArgs, Switch};
 use crate::backend::{NO_ACTIVATION, missing_socket};
 use crate::console::{self, OverflowPolicy};
-use crate::exit::Exit;
+use crate::exit::{Exit, UsageError};
 use crate::live_upgrade::{self, Served, Server, ShutdownSignal, UpgradeListener};
 use crate::notify::Notifier;
 use crate::observability::card;
 use crate::sandbox::{PendingSandbox, Policy};
-use crate::signals::shutdown_signals;
+use crate::signals::{SignalEffects, end_at_once, first_signal, shutdown_signals};
 use crate::{events, state};
 
 /// Options with which the process cannot be confined, and the reason.
 const UNCONFINED: &str = "--af-xdp or --hand-over, which open sockets and map memory at run time";
 
+const SIGNAL_EFFECTS: SignalEffects = SignalEffects {
+    first: "stopping; the card is no longer served",
+    second: Some("without statistics, and its socket remains"),
+};
+
 /// Runs the command.
 pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     if let Some(text) = usage_error(args) {
-        console::error(&text);
-        return Ok(Exit::Usage);
+        return Err(UsageError(text).into());
     }
     let mut previous = Previous::request(args)?;
     let taps = previous.taps(args)?;
@@ -46,7 +50,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let listener =
         listener.map(|path| UpgradeListener::start(path, upgrade_socket, &shutdown)).transpose()?;
     let notifier = Notifier::from_environment();
-    let mut sandbox = pending_sandbox(args);
+    let mut sandbox = pending_sandbox(args, net.taps());
     let signal = shutdown.clone();
     let _observers = args.observability.of_devices(vec![card(&net)], move || signal.shut_down())?;
     handle_signals(&net, &shutdown, args.json)?;
@@ -63,7 +67,13 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     };
     let served = server.serve(service);
     notifier.stopping();
-    print_statistics(&net, args.json);
+    match (&served, args.json) {
+        (Ok(_), true) => {
+            let fields = events::with_exit(statistics(&net), Exit::Done);
+            console::print(OverflowPolicy::Always, &events::line("statistics", fields));
+        }
+        (_, json) => print_statistics(&net, json),
+    }
     if let Served::Upgraded = served? {
         tracing::info!("another process serves the card now");
     }
@@ -139,15 +149,20 @@ impl Previous {
 }
 
 /// Takes the sandbox's first step, unless this process opens files later.
-fn pending_sandbox(args: &NetArgs) -> PendingSandbox {
+fn pending_sandbox(args: &NetArgs, taps: &Taps) -> PendingSandbox {
     if opens_later(args) {
         args.sandbox.log_unconfined(UNCONFINED);
         return PendingSandbox::disabled();
     }
-    let mut policy = Policy::default();
+    let mut policy = policy(taps);
     args.socket.iter().for_each(|path| policy.removes(path));
     args.observability.extend_policy(&mut policy);
     args.sandbox.begin(&policy)
+}
+
+/// Returns the policy of a card. The MTU of a tap that towline created follows the guest's (`NET_SET_MTU`).
+pub(crate) fn policy(taps: &Taps) -> Policy {
+    Policy { sets_mtu: taps.is_created(), ..Policy::default() }
 }
 
 /// Returns the taps of the previous process, if they match the options.
@@ -216,40 +231,51 @@ fn handle_signals(net: &Arc<Net>, shutdown: &ShutdownSignal, json: bool) -> Resu
         Signals::new(shutdown_signals().into_iter().chain([SIGUSR1])).context("signal handlers")?;
     let (net, shutdown) = (Arc::clone(net), shutdown.clone());
     thread::Builder::new().name("signals".into()).spawn(move || {
+        let mut is_ending = false;
         for signal in signals.forever() {
             match signal {
                 SIGUSR1 => print_statistics(&net, json),
-                _ => shutdown.shut_down(),
+                _ if is_ending => end_at_once(signal),
+                _ => {
+                    is_ending = true;
+                    first_signal(signal, SIGNAL_EFFECTS, || shutdown.shut_down());
+                }
             }
         }
     })?;
     Ok(())
 }
 
-/// Prints the statistics of each queue.
+/// Prints the statistics of each queue, as text those of the queues with traffic.
 fn print_statistics(net: &Net, json: bool) {
     if json {
         console::print(OverflowPolicy::Limited, &events::line("statistics", statistics(net)));
         return;
     }
-    for (index, pair) in net.statistics().iter().enumerate() {
+    let pairs = net.statistics();
+    let mut lines = Vec::new();
+    for (index, pair) in pairs.iter().enumerate() {
         for (direction, queue) in ["rx", "tx"].into_iter().zip(pair) {
-            console::notice(&format!("net {} {direction} {index}: {}", net.taps().name(), text(queue)));
+            lines.extend(text(queue).map(|text| format!("{direction} {index}: {text}")));
         }
         if net.uses_xdp() {
             let (transmit, mode) = (&pair[1], net.transmit_modes()[index]);
             let copies = CopyReason::ALL.map(|reason| (reason.name(), transmit.copied_because(reason)));
-            console::notice(&format!(
-                "net {} tx {index}: mode {}; {} frames zero-copy, {} by reference, {} pending{}",
-                net.taps().name(),
-                mode.name(),
-                transmit.zero_copy,
-                transmit.referenced,
-                transmit.pending,
-                nonzero(&copies, "copied")
-            ));
+            let counters = [
+                ("frames zero-copy", transmit.zero_copy),
+                ("by reference", transmit.referenced),
+                ("pending", transmit.pending),
+            ];
+            let counters = counters.into_iter().filter(|(_, count)| *count > 0);
+            let counters: String = counters.map(|(what, count)| format!(", {count} {what}")).collect();
+            let copies = nonzero(&copies, "copied");
+            lines.push(format!("tx {index}: mode {}{counters}{copies}", mode.name()));
         }
     }
+    if lines.is_empty() {
+        lines.push("no traffic".into());
+    }
+    lines.iter().for_each(|line| console::notice(&format!("net {} {line}", net.taps().name())));
 }
 
 /// Returns the fields of the event `statistics`.
@@ -292,23 +318,38 @@ fn copies(queue: &QueueStatistics) -> Value {
         CopyReason::ALL.map(|reason| (reason.name().to_owned(), queue.copied_because(reason).into()));
     Value::Object(copies.into_iter().collect())
 }
-
-fn text(queue: &QueueStatistics) -> String {
+/// Formats the counters of a queue above 0, if there are any.
+fn text(queue: &QueueStatistics) -> Option<String> {
     let drops = DropReason::ALL.map(|reason| (reason.name(), queue.dropped(reason)));
-    format!(
-        "{} packets, {} bytes, {} batches, {} notifications sent and {} suppressed, {} copied{}",
-        queue.packets,
-        queue.bytes,
-        queue.batches,
-        queue.notifications,
-        queue.notifications_suppressed,
-        queue.copied,
-        nonzero(&drops, "dropped")
-    )
+    let counters = [
+        (queue.packets, "packets"),
+        (queue.bytes, "bytes"),
+        (queue.batches, "batches"),
+        (queue.notifications, "notifications sent"),
+        (queue.notifications_suppressed, "notifications suppressed"),
+        (queue.copied, "copied"),
+    ];
+    let counters = counters.into_iter().filter(|(count, _)| *count > 0);
+    let counters = counters.map(|(count, what)| format!(", {count} {what}")).collect::<String>();
+    let text = counters + &nonzero(&drops, "dropped");
+    text.strip_prefix(", ").map(str::to_owned)
 }
 
 /// Returns the counters above 0, each as `, 5 dropped (malformed)`.
 fn nonzero(counters: &[(&str, u64)], what: &str) -> String {
     let counters = counters.iter().filter(|(_, count)| *count > 0);
     counters.map(|(reason, count)| format!(", {count} {what} ({reason})")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_of_a_queue_has_no_counters_of_zero() {
+        let mut queue = QueueStatistics::default();
+        assert_eq!(text(&queue), None);
+        (queue.packets, queue.bytes, queue.notifications_suppressed) = (2, 120, 1);
+        assert_eq!(text(&queue).as_deref(), Some("2 packets, 120 bytes, 1 notifications suppressed"));
+    }
 }

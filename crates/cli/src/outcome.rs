@@ -61,7 +61,8 @@ impl<'a> Results<'a> {
 
     /// Reports a success.
     pub(crate) fn done(&self, destination: &Endpoint, report: &CopyReport) {
-        self.reporter.event("completed", completed(self.source, destination, report));
+        let fields = completed(self.source, destination, report);
+        self.reporter.event("completed", events::with_exit(fields, Exit::Done));
         text::completed(self.reporter, self.verb, [self.source, destination], report);
     }
 

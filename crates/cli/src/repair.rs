@@ -22,12 +22,12 @@ pub(crate) fn run(args: &RepairArgs) -> Exit {
         Ok(Source::Qmp(path)) => path,
         Ok(Source::Image(path)) => return partials(&reporter, &path),
         Ok(_) => {
-            return usage(&format!(
-                "{}: expected a QEMU (qmp:PATH), an image or a directory of images",
-                args.target
-            ));
+            return usage(
+                &reporter,
+                &format!("{}: expected a QEMU (qmp:PATH), an image or a directory of images", args.target),
+            );
         }
-        Err(text) => return usage(&text),
+        Err(text) => return usage(&reporter, &text),
     };
     let socket = path.display().to_string();
     note_undecided_moves(&path);
@@ -118,7 +118,9 @@ fn partials(reporter: &Reporter, path: &Path) -> Exit {
     Exit::Done
 }
 
-fn usage(text: &str) -> Exit {
+fn usage(reporter: &Reporter, text: &str) -> Exit {
+    let fields = json!({ "error": text, "reason": "usage" });
+    reporter.event("failed", events::with_exit(fields, Exit::Usage));
     console::error(text);
     Exit::Usage
 }

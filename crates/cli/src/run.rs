@@ -30,7 +30,7 @@ use crate::endpoint::Endpoint;
 use crate::exit::Exit;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
-use crate::signals::cancel_on_signals;
+use crate::signals::{SignalEffects, cancel_on_signals};
 use image::RunImage;
 use rejection::Rejection;
 use report::{RunReport, RunningObserver, finished, rejected};
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Exit> {
 
 fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection>> {
     let begun = Instant::now();
-    let cancel = cancel_on_signals("the guests are ended, and the image is as it was")?;
+    let cancel = cancel_on_signals(signal_effects(args))?;
     let image = match RunImage::open(args, &cancel, reporter) {
         Ok(image) => image,
         Err(rejection) => return Ok(Err(rejection)),
@@ -90,6 +90,16 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
         false => supervise(guests, &cancel, reporter)?,
     };
     Ok(Ok(finished(reporter, count, exit.max(restored.exit.min(Exit::Failed)))))
+}
+
+fn signal_effects(args: &RunArgs) -> SignalEffects {
+    SignalEffects {
+        first: "stopping; the guests are ended, and the image is as it was",
+        second: Some(match args.detach {
+            true => "the QEMUs that it has started remain, see `towline ps`",
+            false => "its QEMUs are killed",
+        }),
+    }
 }
 
 /// Keeps the overlays of guests that may have run: they have what those wrote. The others are removed.

@@ -1,5 +1,5 @@
-//! SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) cancel: a copy is undone, and its source continues. A second signal ends
-//! the process at once.
+//! SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) request an orderly end: a copy is undone, and its source continues. A
+//! second signal ends the process at once. The first one prints the effects of both.
 
 mod sys;
 
@@ -8,10 +8,31 @@ use std::thread;
 use anyhow::{Context, Result};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use signal_hook::low_level::emulate_default_handler;
+use signal_hook::low_level::{emulate_default_handler, signal_name};
 use towline_channel::Cancel;
 
 use crate::console;
+
+/// Effects of signals on a command, as parts of a sentence.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SignalEffects {
+    /// Effect of the first signal: `cancelling; nothing is changed`.
+    pub(crate) first: &'static str,
+    /// Consequence of ending the process by a second one: `its socket remains`.
+    pub(crate) second: Option<&'static str>,
+}
+
+impl SignalEffects {
+    /// Effects on a command that only reads.
+    pub(crate) const OF_READING: Self = Self { first: "cancelling; nothing is changed", second: None };
+
+    /// Formats what the first signal prints.
+    fn announcement(self, signal: libc::c_int) -> String {
+        let name = signal_name(signal).unwrap_or("signal");
+        let second = self.second.map(|consequence| format!(": {consequence}")).unwrap_or_default();
+        format!("{name}: {}; a second signal ends towline at once{second}", self.first)
+    }
+}
 
 /// Returns the signals that request an orderly end: not SIGHUP where it is ignored (`nohup`).
 pub(crate) fn shutdown_signals() -> Vec<libc::c_int> {
@@ -19,19 +40,16 @@ pub(crate) fn shutdown_signals() -> Vec<libc::c_int> {
     [SIGINT, SIGTERM].into_iter().chain(hangup).collect()
 }
 
-/// Returns a token that the signals cancel. `consequence` is printed then. Starts threads, so a process confines itself before.
-pub(crate) fn cancel_on_signals(consequence: &'static str) -> Result<Cancel> {
+/// Returns a token that the signals cancel. Starts threads, so a process confines itself before.
+pub(crate) fn cancel_on_signals(effects: SignalEffects) -> Result<Cancel> {
     console::start();
     let cancel = Cancel::new().context("cancellation token")?;
     let mut signals = Signals::new(shutdown_signals()).context("signal handlers")?;
     let token = cancel.clone();
     let listen = move || {
         let mut signals = signals.forever();
-        if signals.next().is_some() {
-            // Queued, so that a slow reader does not delay the cancellation.
-            console::error(&format!("cancelling; {consequence} (again to end at once)"));
-            token.cancel();
-            console::limit_flush();
+        if let Some(signal) = signals.next() {
+            first_signal(signal, effects, || token.cancel());
         }
         if let Some(signal) = signals.next() {
             end_at_once(signal);
@@ -41,7 +59,34 @@ pub(crate) fn cancel_on_signals(consequence: &'static str) -> Result<Cancel> {
     Ok(cancel)
 }
 
+/// Announces the orderly end, and requests it.
+pub(crate) fn first_signal(signal: libc::c_int, effects: SignalEffects, request_end: impl FnOnce()) {
+    // Queued, so that a slow reader does not delay the end.
+    console::error(&effects.announcement(signal));
+    request_end();
+    console::limit_flush();
+}
+
 /// Ends the process without cleanup. The guest continues by QEMU's own fallback; its migration settings remain changed.
-fn end_at_once(signal: libc::c_int) {
+pub(crate) fn end_at_once(signal: libc::c_int) {
     let _ = emulate_default_handler(signal);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_signal_announces_the_effects_of_both() {
+        let effects = SignalEffects { first: "cancelling; nothing is changed", second: None };
+        assert_eq!(
+            effects.announcement(SIGINT),
+            "SIGINT: cancelling; nothing is changed; a second signal ends towline at once"
+        );
+        let effects = SignalEffects { second: Some("its socket remains"), ..effects };
+        assert_eq!(
+            effects.announcement(SIGTERM),
+            "SIGTERM: cancelling; nothing is changed; a second signal ends towline at once: its socket remains"
+        );
+    }
 }

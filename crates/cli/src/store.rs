@@ -46,19 +46,13 @@ enum Place {
 
 /// Runs the command.
 pub(crate) fn run(args: &StoreArgs) -> Result<Exit> {
-    let (output, ended) = match &args.command {
-        StoreCommand::Ls(args) => (&args.output, show(args, View::List)),
-        StoreCommand::Du(args) => (&args.output, show(args, View::Usage)),
-        StoreCommand::Rm(args) => (&args.output, remove(args)),
-        StoreCommand::Gc(args) => (&args.output, collect(args)),
-        StoreCommand::Verify(args) => (&args.output, verify(args)),
-    };
-    if let Err(error) = &ended {
-        let text = errors::text(error);
-        let fields = json!({ "error": text, "reason": "image" });
-        Reporter::new(output).event("failed", events::with_exit(fields, Exit::Failed));
+    match &args.command {
+        StoreCommand::Ls(args) => show(args, View::List),
+        StoreCommand::Du(args) => show(args, View::Usage),
+        StoreCommand::Rm(args) => remove(args),
+        StoreCommand::Gc(args) => collect(args),
+        StoreCommand::Verify(args) => verify(args),
     }
-    ended
 }
 
 /// Returns the place that an endpoint names, or the error text.

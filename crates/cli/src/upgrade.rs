@@ -21,7 +21,7 @@ use crate::exit::Exit;
 use crate::log::RequestId;
 use crate::outcome::{Results, Verb};
 use crate::progress::Reporter;
-use crate::signals::cancel_on_signals;
+use crate::signals::{SignalEffects, cancel_on_signals};
 
 /// Runs the command.
 pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit> {
@@ -32,7 +32,10 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
         let text = format!("upgrade replaces a running QEMU, and so needs a qmp: endpoint, not {}", args.old);
         return Ok(results.usage(&text));
     };
-    let cancel = cancel_on_signals("the guest stays in the old QEMU, unless the switchover is in progress")?;
+    let cancel = cancel_on_signals(SignalEffects {
+        first: "cancelling; the guest stays in the old QEMU, unless the switchover is in progress",
+        second: Some("the next upgrade, or `towline moves`, continues from there"),
+    })?;
     let options = UpgradeOptions {
         old,
         binary: args.qemu.clone(),
@@ -53,6 +56,8 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
         return Ok(match new.check(&cancel, &reporter) {
             Ok(()) => {
                 reporter.finish();
+                let fields = json!({ "source": args.old.to_string(), "verdict": "yes" });
+                reporter.event("checked", events::with_exit(fields, Exit::Done));
                 reporter.line(&format!("{} can be upgraded; the guest was not touched", args.old));
                 Exit::Done
             }

@@ -22,7 +22,7 @@ use crate::exit::Exit;
 use crate::notify::Notifier;
 use crate::observability::guest;
 use crate::sandbox::Policy;
-use crate::signals::cancel_on_signals;
+use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::state;
 
 /// A guest's device, and the origin of its frontends.
@@ -35,6 +35,11 @@ struct Served {
 
 /// Interval of attempts while the process lacks descriptors or memory.
 const RETRY_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+const SIGNAL_EFFECTS: SignalEffects = SignalEffects {
+    first: "stopping; the connections of the guests are closed",
+    second: Some("without statistics, and its sockets remain"),
+};
 
 /// Runs the command.
 pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
@@ -72,7 +77,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     }
     args.observability.extend_policy(&mut policy);
     let mut sandbox = args.sandbox.begin(&policy);
-    let cancel = cancel_on_signals("the connections of the guests are closed")?;
+    let cancel = cancel_on_signals(SIGNAL_EFFECTS)?;
     let devices: Vec<(u64, Arc<Vsock>)> =
         served.iter().map(|served| (served.cid, Arc::clone(&served.device))).collect();
     let guests = devices.iter().map(|(cid, device)| guest(*cid, device)).collect();

@@ -68,3 +68,41 @@ fn the_help_of_every_command_is_as_recorded() {
     }
     snapshots.finish();
 }
+
+#[test]
+fn a_number_with_a_suffix_is_refused_with_the_unit_of_its_option() {
+    let copy = ["copy", "a.img", "null:"];
+    let vsock = ["vsock", "--cid", "3", "--socket", "v.sock"];
+    let net = ["net", "--tap", "tap0", "--socket", "n.sock"];
+    for (command, option, value, expected) in [
+        (
+            &copy[..],
+            "--downtime-limit",
+            "300ms",
+            "a whole number of milliseconds without a suffix, such as 300",
+        ),
+        (&copy, "--max-bandwidth", "1Gb", "unknown suffix \"Gb\": expected bytes, or K, M, G or T"),
+        (&copy, "--multifd-channels", "4x", "a whole number without a suffix, such as 4"),
+        (&copy, "--multifd-zlib-level", "10", "a whole number from 0 to 9"),
+        (&copy, "--connect-timeout", "10s", "a number of seconds without a suffix"),
+        (&["ctl", "c.sock"], "--timeout", "10s", "a whole number of seconds without a suffix, such as 10"),
+        (
+            &["upgrade", "qmp:a"],
+            "--downtime-limit",
+            "1s",
+            "a whole number of milliseconds without a suffix, such as 1",
+        ),
+        (&vsock, "--poll-us", "50us", "a whole number of microseconds without a suffix, such as 50"),
+        (&net, "--poll-us", "1000001", "a whole number of microseconds from 0 to 1000000"),
+        (&net, "--mtu", "1500B", "a whole number of bytes without a suffix, such as 1500"),
+        (&net, "--cpus", "0-3", "a whole number without a suffix"),
+        (&["run", "a.img"], "--count", "0", "a whole number from 1 to 1024"),
+    ] {
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_towline")).args(command).args([option, value]).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(text.contains(expected) && text.contains(option), "{option} {value}: {text}");
+        assert!(!text.contains("invalid digit"), "{text}");
+        assert_eq!(output.status.code(), Some(2), "{text}");
+    }
+}

@@ -50,10 +50,20 @@ impl Events {
         self.add(&output)
     }
 
+    /// Adds the events of a command, the last of which has its exit status. Returns that.
     fn add(&mut self, output: &Output) -> Value {
         let lines = text(&output.stdout);
         self.events.extend(lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()));
-        self.events.last().unwrap().clone()
+        let last = self.events.last().unwrap().clone();
+        assert_eq!(last["exit"].as_i64(), output.status.code().map(i64::from), "{last}");
+        let is_success = last["outcome"] == "done";
+        assert_eq!(is_success, output.status.success(), "{last}");
+        if last["event"] == "failed" {
+            let stderr = text(&output.stderr);
+            let error = last["error"].as_str().unwrap().lines().next().unwrap().to_owned();
+            assert!(stderr.contains(&error), "{error}: {stderr}");
+        }
+        last
     }
 
     fn start(&self, words: &[&str]) -> Child {
@@ -84,6 +94,7 @@ fn events_follow_the_schema_and_have_their_recorded_shape() {
     stores(&mut towline);
     store_verbs(&mut towline);
     other_commands(&mut towline);
+    early_failures(&mut towline);
 
     let schema = EventSchema::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")).unwrap();
     let mut shapes = BTreeMap::new();
@@ -121,7 +132,10 @@ fn copies(towline: &mut Events) {
     let received = receiver.wait_with_output().unwrap();
     assert!(received.status.success(), "{}", text(&received.stderr));
     let received = towline.add(&received);
-    assert_eq!(received["destination-state"], "received");
+    assert_eq!(
+        (&received["source-state"], &received["destination-state"]),
+        (&json!("unknown"), &json!("received"))
+    );
     assert!(received["memory"]["verified-pages"].is_u64(), "{received}");
 }
 
@@ -167,7 +181,19 @@ fn other_commands(towline: &mut Events) {
         assert!(page.contains(part), "{part}: {page}");
     }
     assert!(!page.contains("another state"), "{page}");
-    towline.run(&["copy", "--return-path", "off", "a.img", "exec:cat > stream.bin"], 0);
+    let sent = towline.run(&["copy", "--return-path", "off", "a.img", "exec:cat > stream.bin"], 0);
+    assert_eq!((&sent["source-state"], &sent["destination-state"]), (&json!("unchanged"), &json!("sent")));
+    let stored = towline.run(&["copy", "--return-path", "off", "exec:cat stream.bin", "again.img"], 0);
+    assert_eq!(
+        (&stored["source-state"], &stored["destination-state"]),
+        (&json!("unknown"), &json!("stored"))
+    );
+    let texts = towline.events.iter().filter_map(|event| event["text"].as_str());
+    assert!(
+        texts.clone().any(|text| text == "reading from exec:cat stream.bin"),
+        "{:?}",
+        texts.collect::<Vec<_>>()
+    );
     let stream = towline.run(&["inspect", "--return-path", "off", "exec:cat stream.bin"], 0);
     assert_eq!(stream["kind"], "stream");
     towline.write("source.facts", "{}");
@@ -185,4 +211,27 @@ fn other_commands(towline: &mut Events) {
     towline.write(".guest.img.partial", "p");
     let repaired = towline.run(&["repair", "."], 0);
     assert_eq!(repaired["partials"][0]["state"], "leftover", "{repaired}");
+}
+
+/// Commands that fail before they have a result.
+fn early_failures(towline: &mut Events) {
+    for (words, status, reason) in [
+        (&["inspect", "none.img"][..], 1, "other"),
+        (&["inspect", "mem:8M"], 2, "usage"),
+        (&["inspect", "--verify", "unix:none"], 2, "usage"),
+        (&["inspect", "exec:false"], 1, "migration"),
+        (&["repair", "null:"], 2, "usage"),
+        (&["store", "ls", "store:none/none/x"], 1, "image"),
+        (&["net", "--tap", "none"], 2, "usage"),
+        (&["net", "--tap-fds", "999", "--socket", "n.sock"], 1, "other"),
+        (&["copy", "--nonsense", "a.img", "b.img"], 2, "usage"),
+        (&["copy", "--log", "nonsense", "a.img", "b.img"], 2, "usage"),
+    ] {
+        let last = towline.run(words, status);
+        assert_eq!(
+            (&last["event"], &last["reason"]),
+            (&json!("failed"), &json!(reason)),
+            "{words:?}: {last}"
+        );
+    }
 }

@@ -114,7 +114,11 @@ fn a_device_is_ready_confined_and_ends_in_order() {
     let (code, stderr) = device.end();
     manager.expect("STOPPING=1\n");
     assert_eq!(code, Some(0), "{stderr}");
-    assert!(!stderr.contains("sandbox"), "{stderr}");
+    assert_eq!(
+        stderr,
+        "towline: SIGTERM: stopping; the connections of the guests are closed; a second signal ends towline at once: \
+         without statistics, and its sockets remain\n"
+    );
     for made in [socket, uds, manager.path("port")] {
         assert!(!made.exists(), "{}", made.display());
     }
@@ -352,4 +356,24 @@ fn missing_options_are_usage_errors() {
     let output =
         Command::new(TOWLINE).args(["copy", "--log", "towline=loud", "a", "null:"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
+}
+
+/// Without a filter, which names modules, a warning is for people.
+#[test]
+fn a_warning_names_its_module_only_with_a_filter() {
+    let manager = Manager::new();
+    let socket = manager.path("vsock.sock");
+    for (options, expected) in [
+        (&[][..], " WARN --connections-limit exceeds a guest's share"),
+        (&["--log", "warn"], " WARN towline::vsock: --connections-limit exceeds a guest's share"),
+    ] {
+        let mut command = vsock(&socket);
+        command.args(["--connections-limit", "2147483647"]).args(options).env_remove("TOWLINE_LOG");
+        let device = manager.start(&mut command);
+        manager.expect("READY=1\n");
+        let (code, stderr) = device.end();
+        manager.expect("STOPPING=1\n");
+        assert_eq!(code, Some(0), "{stderr}");
+        assert!(stderr.contains(expected), "{stderr}");
+    }
 }

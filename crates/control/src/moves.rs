@@ -29,6 +29,7 @@ use record_file::{is_locked, names_of};
 pub use record::{GuestPlan, Id, MoveEnd, MoveRecord, Role, Stage};
 pub(crate) use record_file::RecordFile;
 pub use resume::{ResumeChoice, Resumed, resume};
+pub(crate) use text::notice;
 
 /// Error of a record, or of a move that cannot be finished.
 #[derive(Debug, thiserror::Error)]

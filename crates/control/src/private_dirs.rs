@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use rustix::process::geteuid;
+use towline_channel::{FileOwner, with_file_owner};
 
 /// Prefix of the names.
 const PREFIX: &str = "towline-sockets-";
@@ -42,17 +43,18 @@ pub(crate) fn temp_dir() -> io::Result<PathBuf> {
     std::path::absolute(std::env::temp_dir())
 }
 
-/// Creates a directory in `place` under a free name: a process with the same id in another pid namespace may
-/// have one.
+/// Creates a directory of this user or another in `place` under a free name: a process with the same id in
+/// another pid namespace may have one.
 ///
 /// # Errors
-/// The system's.
-pub(crate) fn create(place: &Path) -> io::Result<LockedDir> {
+/// The system's; `EPERM` if this process may not create files of that user.
+pub(crate) fn create(place: &Path, owner: Option<FileOwner>) -> io::Result<LockedDir> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = place.join(format!("{PREFIX}{}-{number}", process::id()));
-        match DirBuilder::new().mode(0o700).create(&path) {
+        let create = || DirBuilder::new().mode(0o700).create(&path);
+        match owner.map_or_else(|| Ok(create()), |owner| with_file_owner(owner, create))? {
             Ok(()) => {}
             Err(error) if error.kind() == ErrorKind::AlreadyExists && number < NAMES_MAX => continue,
             Err(error) => return Err(error),
@@ -130,8 +132,8 @@ mod tests {
     #[test]
     fn only_abandoned_directories_are_removed() {
         let place = tempfile::tempdir().unwrap();
-        let ours = create(place.path()).unwrap();
-        let mut left = create(place.path()).unwrap();
+        let ours = create(place.path(), None).unwrap();
+        let mut left = create(place.path(), None).unwrap();
         fs::write(left.path.join("socket"), b"").unwrap();
         assert_eq!(remove_abandoned(place.path()), [""; 0].map(PathBuf::from), "both are held");
         // As the kernel does when the owner exits.
@@ -150,13 +152,13 @@ mod tests {
     #[test]
     fn existing_names_are_skipped() {
         let place = tempfile::tempdir().unwrap();
-        let first = create(place.path()).unwrap();
+        let first = create(place.path(), None).unwrap();
         let number: u32 = first.path.to_str().unwrap().rsplit('-').next().unwrap().parse().unwrap();
         let taken: Vec<_> = (number + 1..number + 20)
             .map(|number| place.path().join(format!("{PREFIX}{}-{number}", process::id())))
             .collect();
         taken.iter().for_each(|path| fs::create_dir(path).unwrap());
-        let second = create(place.path()).unwrap();
+        let second = create(place.path(), None).unwrap();
         assert!(!taken.contains(&second.path) && second.path != first.path);
     }
 }

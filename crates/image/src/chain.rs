@@ -55,8 +55,8 @@ impl LayerChain {
     }
 
     /// Checks that no file was truncated since it was opened.
-    pub(crate) fn check_intact(&self) -> Result<()> {
-        self.layers.iter().try_for_each(Layer::check_intact)
+    pub(crate) fn check_not_truncated(&self) -> Result<()> {
+        self.layers.iter().try_for_each(Layer::check_not_truncated)
     }
 
     /// The image itself.

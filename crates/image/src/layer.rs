@@ -82,10 +82,10 @@ impl Layer {
         }
         let map = Mapping::new(&file).map_err(io)?;
         let head = Head::read(path, &map);
-        check_intact(path, &file, &map)?;
+        check_not_truncated(path, &file, &map)?;
         let head = head?;
         let device_state = DeviceState::parse(&map[head.end..]);
-        check_intact(path, &file, &map)?;
+        check_not_truncated(path, &file, &map)?;
         let device_state = device_state.map_err(|source| Error::DeviceState {
             path: path.into(),
             offset: head.end as u64,
@@ -104,7 +104,7 @@ impl Layer {
             manifest_name: ManifestName::Final,
         };
         let found = sidecar::find(path, &layer.facts());
-        layer.check_intact()?;
+        layer.check_not_truncated()?;
         if let Some((manifest, name)) = found? {
             (layer.manifest, layer.manifest_name) = (Some(manifest), name);
         }
@@ -148,7 +148,7 @@ impl Layer {
         let missing = || Error::NoManifest { path: self.path.clone(), sidecar: sidecar_path(&self.path) };
         let manifest = self.manifest.as_ref().ok_or_else(missing)?;
         let verified = self.verify_against(manifest);
-        self.check_intact().and(verified)
+        self.check_not_truncated().and(verified)
     }
 
     fn verify_against(&self, manifest: &Manifest) -> Result<()> {
@@ -177,8 +177,8 @@ impl Layer {
     ///
     /// # Errors
     /// [`Error::Lost`].
-    pub(crate) fn check_intact(&self) -> Result<()> {
-        check_intact(&self.path, &self.file, &self.map)
+    pub(crate) fn check_not_truncated(&self) -> Result<()> {
+        check_not_truncated(&self.path, &self.file, &self.map)
     }
 
     /// Locks the file while it is open: no towline replaces it.
@@ -224,7 +224,7 @@ pub(crate) fn memory_end(section_id: u32) -> Vec<u8> {
     bytes
 }
 
-fn check_intact(path: &Path, file: &File, map: &Mapping) -> Result<()> {
+fn check_not_truncated(path: &Path, file: &File, map: &Mapping) -> Result<()> {
     let expected = map.len() as u64;
     let found = file.metadata().map_or(0, |metadata| metadata.len());
     if map.is_lost() || found < expected {

@@ -107,15 +107,15 @@ impl Image {
             let workers: Vec<_> = (0..threads.max(1)).map(|_| scope.spawn(worker)).collect();
             workers.into_iter().try_for_each(|worker| worker.join().expect("hashing does not panic"))
         })?;
-        self.check_intact()
+        self.check_not_truncated()
     }
 
     /// Checks that no file was truncated since it was opened: lost pages read as zeros.
     ///
     /// # Errors
     /// [`Error::Lost`].
-    pub fn check_intact(&self) -> Result<()> {
-        self.chain.check_intact()
+    pub fn check_not_truncated(&self) -> Result<()> {
+        self.chain.check_not_truncated()
     }
 
     /// Returns true if the file has the hash of its manifest's text, so that comparing with the manifest
@@ -218,7 +218,7 @@ impl Image {
         }
         // A copy, so that bytes cannot change to zeros between hashing and compression.
         let bytes = delivered::copy(self.bytes(page, length), &runs);
-        self.check_intact()?;
+        self.check_not_truncated()?;
         Ok(Some(bytes))
     }
 
@@ -260,7 +260,7 @@ impl Image {
             let found = delivered::hash(self.bytes(page, length), &self.runs(page, length));
             let layer = self.chain.layer_of(page);
             if layer.map.is_lost() {
-                layer.check_intact()?;
+                layer.check_not_truncated()?;
             }
             checksum::verify(&block.name, chunk, found, manifest.chunk_hash(page.block, chunk))
                 .map_err(|source| Error::Corrupt { path: layer.path.clone(), source: Box::new(source) })
@@ -334,7 +334,7 @@ impl Guest for Image {
             let layer = self.chain.layer_of(page);
             layer.populate(page, length);
             if layer.map.is_lost() {
-                layer.check_intact().map_err(towline_migration::Error::guest)?;
+                layer.check_not_truncated().map_err(towline_migration::Error::guest)?;
             }
         }
         if !self.verify {
@@ -358,7 +358,7 @@ impl Guest for Image {
 
     fn device_state(&self) -> towline_migration::Result<Vec<u8>> {
         // All memory was sent. This check keeps a guest from running with zeros instead of lost pages.
-        self.check_intact().map_err(towline_migration::Error::guest)?;
+        self.check_not_truncated().map_err(towline_migration::Error::guest)?;
         Ok(self.devices().bytes().to_vec())
     }
 }

@@ -39,7 +39,7 @@ pub trait StoredGuest: Guest {
     ///
     /// # Errors
     /// A file was truncated: pages sent since then may be zeros.
-    fn check_intact(&self) -> Result<()> {
+    fn check_not_truncated(&self) -> Result<()> {
         Ok(())
     }
 }
@@ -84,7 +84,7 @@ impl StoredGuest for Image {
         Some(self)
     }
 
-    fn check_intact(&self) -> Result<()> {
-        Self::check_intact(self)
+    fn check_not_truncated(&self) -> Result<()> {
+        Self::check_not_truncated(self)
     }
 }

@@ -311,19 +311,20 @@ impl fmt::Display for CannotConverge {
         let mega = |bytes: f64| bytes / 1e6;
         write!(
             f,
-            "the guest writes {:.1} MB/s of pages while {:.1} MB/s get through: after {} passes in {:.1?} at best {:.1} MB were left",
+            "the guest writes {:.1} MB/s of pages while {:.1} MB/s get through: after {} passes in {:.1} s at best {:.1} MB were left",
             mega(self.dirty_rate),
             mega(self.rate),
             self.passes,
-            self.time,
+            self.time.as_secs_f64(),
             mega(self.left as f64),
         )?;
         match self.expected_downtime {
             Duration::MAX => write!(f, ", and nothing gets through")?,
             downtime => write!(
                 f,
-                ", for which it would stand still for {downtime:.1?} of allowed {:.1?}",
-                self.downtime_limit
+                ", for which it would stand still for {} ms, with {} ms allowed",
+                downtime.as_millis(),
+                self.downtime_limit.as_millis()
             )?,
         }
         write!(

@@ -67,7 +67,7 @@ pub enum Error {
     },
     /// The source has more lanes than this side.
     #[error(
-        "the source has {} lanes or more, but {expected} lanes are expected here: give both ends the same multifd-channels (--multifd-channels)",
+        "the source has a lane {}, but the number of lanes here is {expected}: give both ends the same multifd-channels (--multifd-channels)",
         u16::from(*id) + 1
     )]
     LaneTooMany {

@@ -187,6 +187,9 @@ pub trait Sink: Sync {
 
     /// Memory that the contents of `length` bytes from `page` on can be received straight into; `None`: they are
     /// received into a buffer and given to [`Self::pages`].
+    ///
+    /// Nothing may use this memory before [`Self::commit`]: a lane with TLS decrypts pages into it before it has
+    /// authenticated them, and when that fails, and the migration with it, they hold bytes that the source did not send.
     fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         let _ = (page, length);
         None

@@ -30,11 +30,11 @@ pub use state::{
     Status, Stop, Uuid, Version, VersionTriple, XQueryRamblock,
 };
 
-/// The answer of commands that answer nothing.
+/// Reply of commands that return no data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Empty {}
 
-/// Ties a command's arguments to its name and its answer.
+/// Implements [`Command`](crate::Command) for the arguments of a command.
 macro_rules! command {
     ($name:ty, $text:literal, $answer:ty) => {
         impl $crate::Command for $name {

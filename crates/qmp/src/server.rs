@@ -106,8 +106,7 @@ impl Server {
     pub fn start(path: &Path, commands: Arc<dyn Commands>) -> towline_channel::Result<Self> {
         let stop = Cancel::new()?;
         let listener = Listener::bind(&Address::Unix(path.to_owned()))?;
-        // A client may cancel a migration and end this process.
-        if let Err(error) = std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)) {
+        if let Err(error) = restrict_to_owner(path) {
             tracing::warn!(%error, path = %path.display(), "control socket: cannot restrict access to its owner");
         }
         let (clients, threads) = (Mutex::default(), Mutex::default());
@@ -123,6 +122,17 @@ impl Server {
     pub fn emitter(&self) -> Emitter {
         Emitter(Arc::downgrade(&self.shared))
     }
+}
+
+/// Restricts the socket to its owner, since a client may cancel a migration and end this process. With the umask of a caller that
+/// may not change permissions (a sandbox) it is so already.
+fn restrict_to_owner(path: &Path) -> std::io::Result<()> {
+    let mut permissions = std::fs::symlink_metadata(path)?.permissions();
+    if permissions.mode() & 0o077 == 0 {
+        return Ok(());
+    }
+    permissions.set_mode(0o600);
+    std::fs::set_permissions(path, permissions)
 }
 
 /// Sends events to a server's clients.

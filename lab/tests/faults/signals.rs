@@ -17,7 +17,13 @@ fn cancel(towline: Towline, name: &str) {
     let since = Instant::now();
     signal(towline.pid(), name);
     let finished = wait_soon(towline, since);
-    assert_safe(&finished, &["towline: cancelling; the source keeps its guest", "towline: cancelled"]);
+    assert_safe(
+        &finished,
+        &[
+            &format!("towline: SIG{}: cancelling; the source keeps its guest", &name[1..]),
+            "towline: cancelled",
+        ],
+    );
 }
 
 #[test]
@@ -138,7 +144,7 @@ fn a_second_signal_ends_at_once() {
     wait_transferred(&mut towline, 1 << 20);
     signal(source.pid(), "-STOP");
     signal(towline.pid(), "-INT");
-    wait_stderr(&mut towline, "again to end at once");
+    wait_stderr(&mut towline, "; a second signal ends towline at once");
     std::thread::sleep(Duration::from_millis(300));
     assert!(towline.runs().unwrap(), "it waits for QEMU: {}", towline.stderr());
     let since = Instant::now();

@@ -125,20 +125,25 @@ fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
         builder(Version::V10_0, Version::V10_0, Memory::NamedFile, place).args(drives.into_iter().flatten())
     });
     let other = DriveLock::begin(&guest.place.path().join("two")).unwrap();
-    let finished = guest.upgrade(&[], &[]).wait(WITHIN).unwrap();
+    let finished = guest.upgrade(&["--log", "warn,towline_control=debug"], &[]).wait(WITHIN).unwrap();
     let held = other.wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(3), "{}", finished.stderr);
     let last = &events(&finished, "failed")[0];
-    assert_eq!(last["guest-state"], "source-unknown", "{last}");
+    assert_eq!(last["guest-state"], "upgrade-not-undone", "{last}");
     assert!(finished.stderr.contains("refuses cont: Failed to lock"), "{}", finished.stderr);
     // Nothing of the new QEMU is left, and its locks are free.
     assert_eq!(guest.qemus(), Vec::<u32>::new());
     let refused = guest.first.qmp().execute("cont", serde_json::Value::Null).unwrap_err();
     assert!(refused.to_string().contains("lock"), "{refused}");
     drop(held);
+    // A towline that is killed between these leaves a record with which the old QEMU may run the guest.
+    let withdrawn = finished.stderr.find("withdrew the decision to run the guest in the new QEMU").unwrap();
+    let ended = finished.stderr.find("ended the new QEMU").unwrap();
+    assert!(withdrawn < ended, "{}", finished.stderr);
     // A new QEMU that has ended proves nothing by itself: it is the operator who says that it never ran the guest.
     let (_, rest) = finished.stderr.split_once("`towline resume ").unwrap();
-    let id = rest.split('`').next().unwrap();
+    let (id, rest) = rest.split_once(' ').unwrap();
+    assert!(rest.starts_with("--run-here=source` runs the guest in the old QEMU"), "{rest}");
     let undecided = towline(["resume", id]).unwrap().wait(WITHIN).unwrap();
     assert_eq!(undecided.status.code(), Some(3), "{}", undecided.stderr);
     assert!(undecided.stderr.contains("--run-here=source"), "{}", undecided.stderr);

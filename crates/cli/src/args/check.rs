@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::Output;
 use crate::endpoint::Endpoint;
+use crate::units::number;
 
 /// Check whether a guest can be migrated to DEST, without moving anything
 ///
@@ -46,7 +47,7 @@ pub(crate) struct CheckArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) facts_out: Option<PathBuf>,
     /// Number of lanes (multifd channels) of the migration; 0 disables them
-    #[arg(long, value_name = "N", default_value_t = 4)]
+    #[arg(long, value_name = "N", value_parser = number::<usize>, default_value_t = 4)]
     pub(crate) multifd_channels: usize,
     /// Migration by postcopy, as with `move --postcopy`
     #[arg(long)]

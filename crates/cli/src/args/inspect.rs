@@ -6,7 +6,7 @@ use super::{CompressionMethod, Output, Switch, TlsArgs};
 use crate::endpoint::Endpoint;
 use crate::sandbox::SandboxArgs;
 #[cfg(feature = "store")]
-use crate::units::hours;
+use crate::units::{hours, number};
 
 /// Show the parts of a guest: blocks, pages, devices and their versions, checksums, sizes
 ///
@@ -43,7 +43,7 @@ pub(crate) struct InspectArgs {
     #[command(flatten)]
     pub(crate) garbage: GarbageArgs,
     /// Number of lanes of a stream; 0 disables them
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", value_parser = number::<usize>, default_value_t = 0)]
     pub(crate) multifd_channels: usize,
     /// Compression of a stream's lanes
     #[arg(long, value_name = "METHOD", default_value = "none")]

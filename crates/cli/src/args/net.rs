@@ -6,6 +6,7 @@ use super::Switch;
 use crate::observability::ObservabilityArgs;
 use crate::sandbox::SandboxArgs;
 use crate::sockets::SocketArgs;
+use crate::units::{Unit, number, poll_us, whole};
 
 /// Run a network card for a guest on a tap of this host (vhost-user): multiqueue, all offloads, live migration
 ///
@@ -46,7 +47,7 @@ pub(crate) struct NetArgs {
     #[arg(long, value_name = "PATH", visible_alias = "socket-path", conflicts_with = "fd")]
     pub(crate) socket: Option<PathBuf>,
     /// Inherited socket, listening or connected
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number::<i32>)]
     pub(crate) fd: Option<i32>,
     #[command(flatten)]
     pub(crate) access: SocketArgs,
@@ -54,13 +55,13 @@ pub(crate) struct NetArgs {
     #[arg(long, value_name = "NAME", required_unless_present = "tap_fds", conflicts_with = "tap_fds")]
     pub(crate) tap: Option<String>,
     /// Inherited queues of one tap, opened with IFF_VNET_HDR
-    #[arg(long, value_name = "A:B:..", value_delimiter = ':')]
+    #[arg(long, value_name = "A:B:..", value_parser = number::<i32>, value_delimiter = ':')]
     pub(crate) tap_fds: Vec<i32>,
     /// Number of queue pairs, 1 to 128, each with a thread; QEMU's `queues=` may be lower [default: 1]
-    #[arg(long, value_name = "N", conflicts_with = "tap_fds")]
+    #[arg(long, value_name = "N", value_parser = number::<usize>, conflicts_with = "tap_fds")]
     pub(crate) queues: Option<usize>,
     /// MTU of the tap in bytes
-    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u16).range(68..), conflicts_with = "tap_fds")]
+    #[arg(long, value_name = "BYTES", value_parser = mtu, conflicts_with = "tap_fds")]
     pub(crate) mtu: Option<u16>,
     /// Interface that transmits from guest memory by AF_XDP; the tap only receives
     #[arg(long, value_name = "IF")]
@@ -69,16 +70,16 @@ pub(crate) struct NetArgs {
     #[arg(long, requires = "af_xdp")]
     pub(crate) af_xdp_copy: bool,
     /// Inherited AF_XDP sockets, not bound, one for each queue pair
-    #[arg(long, value_name = "A:B:..", value_delimiter = ':', requires = "af_xdp")]
+    #[arg(long, value_name = "A:B:..", value_parser = number::<i32>, value_delimiter = ':', requires = "af_xdp")]
     pub(crate) xsk_fds: Vec<i32>,
     /// First queue of the AF_XDP interface; the queue pairs use consecutive ones
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "af_xdp")]
+    #[arg(long, value_name = "N", value_parser = number::<u32>, default_value_t = 0, requires = "af_xdp")]
     pub(crate) xsk_queue: u32,
     /// Processors of the worker threads, in the order of the queues
-    #[arg(long, value_name = "N,N,..", value_delimiter = ',')]
+    #[arg(long, value_name = "N,N,..", value_parser = number::<usize>, value_delimiter = ',')]
     pub(crate) cpus: Vec<usize>,
     /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0 disables
-    #[arg(long, value_name = "US", default_value_t = 50, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
+    #[arg(long, value_name = "US", default_value_t = 50, value_parser = poll_us)]
     pub(crate) poll_us: u64,
     /// Record of descriptors in flight, with which a restarted card loses no buffers: a file (on a tmpfs), or `fd-store`,
     /// the service manager's store (`FileDescriptorStoreMax=1`)
@@ -106,4 +107,9 @@ pub(crate) struct NetArgs {
     pub(crate) print_capabilities: bool,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
+}
+
+/// Parses an MTU; IPv4 needs 68 bytes.
+fn mtu(text: &str) -> Result<u16, String> {
+    whole(text, Unit::Bytes, 68..=u64::from(u16::MAX))
 }

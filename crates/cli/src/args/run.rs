@@ -7,6 +7,7 @@ use towline_launch::{GuestName, Setting};
 
 use super::Output;
 use crate::endpoint::Endpoint;
+use crate::units::{Unit, whole};
 
 /// Run the guest of an image: start a QEMU for it, restore it there, and supervise it
 ///
@@ -46,7 +47,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "NAME")]
     pub(crate) name: Option<GuestName>,
     /// Number of clones
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clones)]
     pub(crate) count: u32,
     /// Fail if memory cannot be mapped from the image
     #[arg(long, conflicts_with = "copy")]
@@ -99,4 +100,8 @@ Examples:
 pub(crate) struct PsArgs {
     #[command(flatten)]
     pub(crate) output: Output,
+}
+
+fn clones(text: &str) -> Result<u32, String> {
+    whole(text, Unit::None, 1..=1024)
 }

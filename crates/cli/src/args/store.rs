@@ -57,6 +57,16 @@ pub(crate) enum StoreCommand {
     Verify(PlaceArgs),
 }
 
+impl StoreCommand {
+    pub(crate) fn output(&self) -> &Output {
+        match self {
+            Self::Ls(args) | Self::Du(args) | Self::Verify(args) => &args.output,
+            Self::Rm(args) => &args.output,
+            Self::Gc(args) => &args.output,
+        }
+    }
+}
+
 #[derive(Debug, clap::Args)]
 pub(crate) struct PlaceArgs {
     /// Prefix of a store, or a directory; for `verify` also one image

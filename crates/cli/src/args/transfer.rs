@@ -4,22 +4,22 @@ use super::{CompressionMethod, GUEST, IMAGES, LANES, LIMITS, POSTCOPY, Switch, T
 use crate::observability::ObservabilityArgs;
 use crate::report::ReportArgs;
 use crate::sandbox::SandboxArgs;
-use crate::units::{bytes, seconds};
+use crate::units::{Unit, bytes, milliseconds, number, seconds, whole};
 
 /// Options of a transfer.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TransferArgs {
     /// Number of lanes (multifd channels), the same at both ends; 0 disables them [default: 4 where QMP can set them, else 0]
-    #[arg(long, value_name = "N", help_heading = LANES)]
+    #[arg(long, value_name = "N", value_parser = number::<usize>, help_heading = LANES)]
     pub(crate) multifd_channels: Option<usize>,
     /// Compression of the lanes, the same at both ends of a stream (QEMU's multifd-compression)
     #[arg(long, value_name = "METHOD", default_value = "none", help_heading = LANES)]
     pub(crate) compression: CompressionMethod,
     /// zlib compression level, 0 (none) to 9 (best) [default: 1]
-    #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=9), hide_short_help = true, help_heading = LANES)]
+    #[arg(long, value_name = "LEVEL", value_parser = zlib_level, hide_short_help = true, help_heading = LANES)]
     pub(crate) multifd_zlib_level: Option<u8>,
     /// zstd compression level, 1 (fastest) to 20 (best); 0 is zstd's own default [default: 1]
-    #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=20), hide_short_help = true, help_heading = LANES)]
+    #[arg(long, value_name = "LEVEL", value_parser = zstd_level, hide_short_help = true, help_heading = LANES)]
     pub(crate) multifd_zstd_level: Option<u8>,
     /// Zero-copy sends (MSG_ZEROCOPY) on TCP lanes: auto, where they save CPU time; on, or fail; off
     #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto", hide_short_help = true, help_heading = LANES)]
@@ -30,7 +30,7 @@ pub(crate) struct TransferArgs {
     #[arg(long, value_name = "BYTES", value_parser = bytes, help_heading = LIMITS)]
     pub(crate) max_bandwidth: Option<u64>,
     /// Maximum downtime in milliseconds
-    #[arg(long, value_name = "MS", default_value_t = 300, help_heading = LIMITS)]
+    #[arg(long, value_name = "MS", value_parser = milliseconds, default_value_t = 300, help_heading = LIMITS)]
     pub(crate) downtime_limit: u64,
     /// Throttle the vCPUs of a qmp: SOURCE that dirties memory faster than it is sent (QEMU's auto-converge)
     #[arg(long, help_heading = LIMITS)]
@@ -69,4 +69,12 @@ pub(crate) struct PostcopyArgs {
     /// Send requested pages on a channel of their own; the other QEMU needs the same postcopy-preempt
     #[arg(long, requires = "postcopy", hide_short_help = true, help_heading = POSTCOPY)]
     pub(crate) postcopy_preempt: bool,
+}
+
+fn zlib_level(text: &str) -> Result<u8, String> {
+    whole(text, Unit::None, 0..=9)
+}
+
+fn zstd_level(text: &str) -> Result<u8, String> {
+    whole(text, Unit::None, 0..=20)
 }

@@ -7,6 +7,7 @@ use towline_launch::Setting;
 
 use super::Output;
 use crate::endpoint::Endpoint;
+use crate::units::milliseconds;
 
 /// Replace the QEMU of a running guest by another one, with its memory left where it is
 ///
@@ -53,7 +54,7 @@ pub(crate) struct UpgradeArgs {
     #[arg(long, value_name = "OPTION.KEY=VALUE")]
     pub(crate) set: Vec<Setting>,
     /// Maximum downtime in milliseconds, where memory is sent
-    #[arg(long, value_name = "MILLISECONDS", default_value_t = 300)]
+    #[arg(long, value_name = "MS", value_parser = milliseconds, default_value_t = 300)]
     pub(crate) downtime_limit: u64,
     #[command(flatten)]
     pub(crate) output: Output,

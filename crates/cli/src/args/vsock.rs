@@ -8,7 +8,7 @@ use super::{Guest, ZeroCopy};
 use crate::observability::ObservabilityArgs;
 use crate::sandbox::SandboxArgs;
 use crate::sockets::SocketArgs;
-use crate::units::bytes;
+use crate::units::{bytes, number, poll_us};
 
 /// Connect a guest's vsock to sockets of this host (vhost-user)
 ///
@@ -54,7 +54,7 @@ pub(crate) struct VsockArgs {
     #[command(flatten)]
     pub(crate) access: SocketArgs,
     /// Inherited socket, listening or connected
-    #[arg(long, value_name = "N", conflicts_with_all = ["guest", "config"])]
+    #[arg(long, value_name = "N", value_parser = number::<i32>, conflicts_with_all = ["guest", "config"])]
     pub(crate) fd: Option<i32>,
     /// Guest CID, 3 or higher, unique on this host
     #[arg(long, value_name = "N", value_parser = guest_cid, required_unless_present_any = ["guest", "config"],
@@ -87,14 +87,14 @@ pub(crate) struct VsockArgs {
     #[arg(long, value_name = "BYTES", value_parser = bytes, default_value = "512M")]
     pub(crate) memory_limit: u64,
     /// Maximum number of connections of a guest [default: 16384, or its share of the process's descriptors]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number::<usize>)]
     pub(crate) connections_limit: Option<usize>,
     /// Zero-copy sends (MSG_ZEROCOPY) of packets of 16 KiB and more to TCP; auto: except to addresses where the kernel
     /// copies anyway
     #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto")]
     pub(crate) zero_copy_send: ZeroCopy,
     /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0 disables
-    #[arg(long, value_name = "US", default_value_t = 50, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
+    #[arg(long, value_name = "US", default_value_t = 50, value_parser = poll_us)]
     pub(crate) poll_us: u64,
     /// Block the guest's migration
     #[arg(long)]

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -164,6 +165,70 @@ fn a_copy_reaches_its_endpoints_and_nothing_else() {
     std::fs::rename(images.join("guest.img.partial"), images.join("guest.img")).unwrap();
     assert_eq!(std::fs::read_to_string(images.join("guest.img")).unwrap(), "n");
     TcpListener::bind("127.0.0.1:0").unwrap();
+}
+
+#[test]
+fn the_inspection_of_an_image_neither_connects_nor_listens_nor_changes_files() {
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    let test = "sandbox::tests::the_inspection_of_an_image_neither_connects_nor_listens_nor_changes_files";
+    let Some(directory) = confined_in() else {
+        in_own_process(test);
+        return;
+    };
+    let (image, socket) = (directory.join("a.img"), directory.join("socket"));
+    std::fs::write(&image, "a").unwrap();
+    let _listener = UnixListener::bind(&socket).unwrap();
+    let args = inspect_args(&[image.as_os_str()]);
+    let policy = crate::inspect::policy(&args, &Source::Image(image.clone())).unwrap();
+    REQUESTED.confine(&policy);
+    refused("connect", libc::EPERM, UnixStream::connect(&socket));
+    refused("listen", libc::EPERM, UnixListener::bind(directory.join("another")));
+    refused("rename", libc::EPERM, std::fs::rename(&image, directory.join("b.img")));
+    refused("remove", libc::EPERM, std::fs::remove_file(&image));
+    if has_landlock() {
+        refused("write", libc::EACCES, std::fs::write(&image, "b"));
+        refused("a temporary file", libc::EACCES, std::fs::write(std::env::temp_dir().join("a"), "b"));
+    }
+    assert_eq!(std::fs::read_to_string(&image).unwrap(), "a");
+}
+
+#[test]
+fn the_page_about_an_image_is_written_without_sockets() {
+    let args = inspect_args(&["a.img", "b.img", "--html", "/pages/a.html"].map(std::ffi::OsStr::new));
+    let policy = crate::inspect::policy(&args, &Source::Image("a.img".into())).unwrap();
+    assert_eq!(policy.write, [PathBuf::from("/pages")]);
+    assert!(!policy.connects_unix && policy.connect == Ports::default() && policy.bind == Ports::default());
+}
+
+fn inspect_args(options: &[&std::ffi::OsStr]) -> crate::args::InspectArgs {
+    use clap::{Args as _, FromArgMatches as _};
+
+    let command = crate::args::InspectArgs::augment_args(clap::Command::new("inspect"));
+    let matches = command.try_get_matches_from([&[std::ffi::OsStr::new("inspect")], options].concat());
+    crate::args::InspectArgs::from_arg_matches(&matches.unwrap()).unwrap()
+}
+
+#[test]
+fn a_card_raises_the_mtu_only_of_a_tap_that_it_created() {
+    use towline_net::Taps;
+
+    if confined_in().is_none() {
+        in_own_process("sandbox::tests::a_card_raises_the_mtu_only_of_a_tap_that_it_created");
+        return;
+    }
+    let name = format!("twl{}", std::process::id());
+    let taps = match Taps::open(&name, 1) {
+        Ok(taps) => taps,
+        Err(error) => return println!("skipped: {error}"),
+    };
+    let adopted = taps.queues()[0].as_fd().try_clone_to_owned().unwrap();
+    let adopted = Taps::from_fds(vec![adopted]).unwrap();
+    assert!(!crate::net::policy(&adopted).sets_mtu);
+    let mut confinement = REQUESTED.begin(&crate::net::policy(&taps));
+    confinement.finish();
+    taps.set_mtu(9000).unwrap();
+    assert_eq!(taps.mtu(), Some(9000));
 }
 
 #[test]

@@ -12,12 +12,12 @@ use super::{Removed, View, end, images_text, report_verified, totals};
 use crate::errors;
 use crate::exit::Exit;
 use crate::progress::Reporter;
-use crate::signals::cancel_on_signals;
+use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::units::{count, size};
 
 /// Lists the images of a prefix.
 pub(super) fn show(reporter: &Reporter, prefix: &Location, view: View) -> Result<Exit> {
-    let cancel = cancel_on_signals("nothing is changed")?;
+    let cancel = cancel_on_signals(SignalEffects::OF_READING)?;
     let catalog = Catalog::read(prefix, Some(cancel))?;
     if !catalog.images.is_empty() {
         print_heading(reporter, view);
@@ -65,7 +65,7 @@ fn row(entry: &CatalogEntry) -> Row {
 
 /// Compares an image, or all images of a prefix, with their checksums. A chunk that several images share is read once.
 pub(super) fn verify(reporter: &Reporter, place: &Location) -> Result<Exit> {
-    let cancel = cancel_on_signals("nothing is changed")?;
+    let cancel = cancel_on_signals(SignalEffects::OF_READING)?;
     let names = names(reporter, place, &cancel)?;
     if names.is_empty() {
         return Ok(super::nothing_to_verify(reporter, &place.to_string()));

@@ -46,11 +46,11 @@ pub enum Verify {
 
 /// Treatment of an image of which a QEMU maps nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Need {
+pub enum IfUnmapped {
     /// Its memory is sent.
-    Any,
+    Send,
     /// It is refused.
-    Mapped,
+    Refuse,
 }
 
 /// Proves which blocks of `image` a waiting QEMU maps copy-on-write.
@@ -94,17 +94,17 @@ pub fn may_map(socket: &Path, image: &Path) -> bool {
 /// ([`Image::verify_on_read`]).
 ///
 /// # Errors
-/// Those of [`of_image`]; [`Error::Damaged`]; with [`Need::Mapped`] [`Error::NotMapped`].
+/// Those of [`of_image`]; [`Error::Damaged`]; with [`IfUnmapped::Refuse`] [`Error::NotMapped`].
 pub fn find_mapped_memory(
     qemu: &mut Qemu,
     image: &Image,
     verify: Verify,
-    need: Need,
+    if_unmapped: IfUnmapped,
     cancel: &Cancel,
     notice: &dyn Fn(&str),
 ) -> Result<Option<Presence>, Error> {
     let presence = of_image(qemu, image)?;
-    if presence.is_empty() && need == Need::Mapped {
+    if presence.is_empty() && if_unmapped == IfUnmapped::Refuse {
         return Err(not_mapped(qemu, image, &presence));
     }
     for Sent { block, reason, .. } in presence.sent.iter().filter(|sent| sent.is_unexpected) {

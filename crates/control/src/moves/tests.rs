@@ -8,6 +8,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::process::start_time;
+use crate::switchover::Unresolved;
 use record_file::list;
 
 const ID: [u8; 16] = [0xab; 16];
@@ -372,4 +373,29 @@ fn unidentified_qemu_is_compared_by_socket() {
     );
     let other = MoveEnd::Qemu { socket: "/run/vm/other.qmp".into(), pid: None, start_time: None };
     assert!(!known.may_be_same_qemu(&other));
+}
+
+#[test]
+fn a_notice_names_the_command_that_finishes_the_move() {
+    let notice = |record: &MoveRecord, unresolved| {
+        let text = super::notice(record, unresolved);
+        let id = "ab".repeat(16);
+        let expected = format!("move {id} is undecided: `towline moves` shows it, ");
+        text.strip_prefix(&expected).unwrap_or_else(|| panic!("{text}")).replace(&id, "ID")
+    };
+    let local = record(running(), running());
+    assert_eq!(
+        notice(&local, Unresolved::UpgradeNotUndone),
+        "`towline resume ID --run-here=source` runs the guest in the old QEMU"
+    );
+    assert_eq!(
+        notice(&local, Unresolved::BothPaused),
+        "`towline resume ID` runs the guest at its destination, `towline resume ID --run-here=source` at its source"
+    );
+    assert_eq!(
+        notice(&local, Unresolved::UpgradedLost),
+        "`towline resume ID --discard=source` ends the old QEMU"
+    );
+    let remote = record(peer(), running());
+    assert_eq!(notice(&remote, Unresolved::BothPaused), "`towline resume ID` finishes it");
 }

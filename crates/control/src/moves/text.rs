@@ -1,7 +1,7 @@
 //! Texts about records: what is undecided, and what to do.
 
 use super::{ListedMove, MoveEnd, MoveRecord, Role, Stage};
-use crate::switchover::{Choice, ResumeBlocker, Side};
+use crate::switchover::{Choice, ResumeBlocker, Side, Unresolved};
 
 /// Describes what is undecided of a move, by its record.
 pub(super) fn undecided(record: &MoveRecord) -> String {
@@ -31,6 +31,23 @@ pub(super) fn undecided(record: &MoveRecord) -> String {
         }
         (Stage::Left, _) => left(record),
     }
+}
+
+/// Notice of a command that leaves a move undecided: the commands that finish it.
+pub(crate) fn notice(record: &MoveRecord, unresolved: Unresolved) -> String {
+    let id = &record.id;
+    let resume = format!("`towline resume {id}");
+    let finish = match (unresolved, record.role) {
+        (Unresolved::BothPaused, Role::Both) => {
+            format!("{resume}` runs the guest at its destination, {resume} --run-here=source` at its source")
+        }
+        (Unresolved::UpgradeNotUndone, _) => {
+            format!("{resume} --run-here=source` runs the guest in the old QEMU")
+        }
+        (Unresolved::UpgradedLost, _) => format!("{resume} --discard=source` ends the old QEMU"),
+        _ => format!("{resume}` finishes it"),
+    };
+    format!("move {id} is undecided: `towline moves` shows it, {finish}")
 }
 
 /// Reason for which the guest of a copied source must not be resumed.

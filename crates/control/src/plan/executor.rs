@@ -341,16 +341,21 @@ impl Executor<'_> {
     }
 
     /// Ends a destination in the source's memory before that runs the guest: it may have locks of the drives, and running it would
-    /// change the memory. That it was to run the guest is no longer true.
+    /// change the memory. The decision that it is to run the guest is withdrawn first: with it and without this QEMU a later `resume`
+    /// would have to assume that the guest has run there.
     fn end_in_shared_memory(&mut self) -> Result<(), Error> {
         if self.ends.switchover.state().request().memory == GuestMemory::Copied {
             return Ok(());
         }
-        self.ends.destination.end_in_shared_memory()?;
-        // Without that a later `resume` would not run the guest at its source; it still finds one that runs there.
-        if let Err(error) = self.ends.switchover.retract() {
-            tracing::warn!(%error, "the record of the move still has the guest running in the new QEMU");
+        match self.ends.switchover.retract() {
+            Ok(()) => tracing::debug!("withdrew the decision to run the guest in the new QEMU"),
+            // `resume` still finds a guest that runs at its source.
+            Err(error) => {
+                tracing::warn!(%error, "the record of the move still has the guest running in the new QEMU");
+            }
         }
+        self.ends.destination.end_in_shared_memory()?;
+        tracing::debug!("ended the new QEMU");
         Ok(())
     }
 
@@ -410,7 +415,8 @@ impl Executor<'_> {
             SourceControl::Qemu(source) => {
                 source.state_after(self.ends.context.options, exited, self.ends.switchover.state().guest())
             }
-            SourceControl::Stream(_) | SourceControl::Stored => SourceState::Unchanged,
+            SourceControl::Stream(_) => SourceState::Unknown,
+            SourceControl::Stored => SourceState::Unchanged,
         };
         if let Some(error) = self.not_attached.take() {
             self.ends.error = Some(error);
@@ -420,7 +426,8 @@ impl Executor<'_> {
         let destination = match placement {
             Placement::Running => DestinationState::Running,
             Placement::Paused => DestinationState::Paused,
-            Placement::Loaded => DestinationState::Loaded,
+            Placement::Loaded if self.ends.context.options.return_path => DestinationState::Loaded,
+            Placement::Loaded => DestinationState::Sent,
             Placement::Stored => self.ends.destination.stored_state(),
         };
         Ok(SwitchoverReport { source, destination, downtime_ms: self.downtime_ms })

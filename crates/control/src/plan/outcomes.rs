@@ -155,6 +155,9 @@ fn unresolved_row(unresolved: Unresolved) -> OutcomeRow {
         Unresolved::UpgradedUnknown => {
             "in its new QEMU, which may run it: look there; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: do not resume it"
         }
+        Unresolved::UpgradeNotUndone => {
+            "in its old QEMU, paused (postmigrate), which could not be made to run it again; it has not run in the new one: remove the cause, and then resume it in the old one"
+        }
         Unresolved::DestinationOnly => {
             "paused at the destination, whole (`cont` resumes it); its source has ended"
         }
@@ -203,6 +206,7 @@ fn id_of(unresolved: Unresolved) -> &'static str {
         Unresolved::UpgradedLost => "upgraded-lost",
         Unresolved::UpgradedStopped => "upgraded-stopped",
         Unresolved::UpgradedUnknown => "upgraded-unknown",
+        Unresolved::UpgradeNotUndone => "upgrade-not-undone",
         Unresolved::DestinationOnly => "destination-only",
         Unresolved::DestinationAlone => "destination-alone",
         Unresolved::BothExited => "both-exited",
@@ -253,12 +257,12 @@ pub enum GuestState {
     /// The source has no guest.
     NoGuest,
     /// An operator must look at it.
-    NeedsAttention(LocatedGuest),
+    NeedsAttention(GuestNeedingAttention),
 }
 
 /// Location of a guest that an operator must look at.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LocatedGuest {
+pub struct GuestNeedingAttention {
     location: GuestLocation,
     /// Monitor of its source, if that is driven.
     source: Option<String>,
@@ -278,12 +282,12 @@ pub enum SourceCategory {
 impl GuestState {
     /// An operator must look at it; its source is not driven, or not named.
     pub(crate) fn needs_attention(location: GuestLocation) -> Self {
-        Self::NeedsAttention(LocatedGuest { location, source: None })
+        Self::NeedsAttention(GuestNeedingAttention { location, source: None })
     }
 
     /// An operator must look at it; the monitor of its source is `socket`.
     pub(crate) fn unresolved_at(unresolved: Unresolved, socket: &str) -> Self {
-        Self::NeedsAttention(LocatedGuest {
+        Self::NeedsAttention(GuestNeedingAttention {
             location: GuestLocation::Unresolved(unresolved),
             source: Some(socket.to_owned()),
         })
@@ -291,7 +295,7 @@ impl GuestState {
 
     /// Returns true if the guest is at its destination without a part of its memory, which a recovery can send.
     pub fn lacks_memory(&self) -> bool {
-        let Self::NeedsAttention(LocatedGuest { location, .. }) = self else { return false };
+        let Self::NeedsAttention(GuestNeedingAttention { location, .. }) = self else { return false };
         matches!(location, GuestLocation::PostcopyPaused | GuestLocation::PostcopyUnreadable)
     }
 
@@ -311,7 +315,7 @@ impl GuestState {
 
     /// Returns true if the destination may hold the guest, so that its QEMU must be left alone.
     pub(crate) fn may_be_at_destination(&self) -> bool {
-        let Self::NeedsAttention(LocatedGuest { location, .. }) = self else { return false };
+        let Self::NeedsAttention(GuestNeedingAttention { location, .. }) = self else { return false };
         !matches!(
             location,
             GuestLocation::Unresolved(
@@ -320,6 +324,7 @@ impl GuestState {
                     | Unresolved::SourceExitedSince
                     | Unresolved::BothExited
                     | Unresolved::UpgradedLost
+                    | Unresolved::UpgradeNotUndone
             )
         )
     }
@@ -328,7 +333,7 @@ impl GuestState {
     pub fn sentence(&self, keeper: SourceCategory) -> Cow<'static, str> {
         let text = self.row(keeper).text;
         match self {
-            Self::NeedsAttention(LocatedGuest { source: Some(socket), .. }) => {
+            Self::NeedsAttention(GuestNeedingAttention { source: Some(socket), .. }) => {
                 text.replace("its source's QEMU", &format!("its source, QEMU on {socket},")).into()
             }
             _ => text.into(),
@@ -344,6 +349,7 @@ impl SourceState {
             Self::Paused => "paused (postmigrate); `cont` resumes it",
             Self::Ended => "ended",
             Self::Unchanged => "as it was",
+            Self::Unknown => "not known: it has sent its guest; look there whether it still has one",
         }
     }
 }
@@ -355,7 +361,8 @@ impl DestinationState {
             Self::Running => "runs",
             Self::Paused => "loaded, paused",
             Self::Stored => "stored, synced",
-            Self::Loaded => "loaded",
+            Self::Loaded => "loaded; the receiver decides whether it runs",
+            Self::Sent => "not known: everything was sent, and without a return path nothing acknowledges it",
             Self::Received => "received into memory, which ends with this process",
             Self::Dropped => "counted and dropped",
         }

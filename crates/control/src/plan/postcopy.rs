@@ -74,7 +74,7 @@ pub(super) fn restore(
 
 /// Returns an error if the image was truncated meanwhile: the running guest then got zeros.
 fn intact(image: &dyn StoredGuest, report: CopyReport) -> Result<CopyReport, Failure> {
-    match image.check_intact() {
+    match image.check_not_truncated() {
         Ok(()) => Ok(report),
         Err(error) => Err(needs_attention(error.into(), GuestLocation::ImageCutShort)),
     }

@@ -1,9 +1,10 @@
 //! A directory for the sockets between a QEMU and this process, which only those two can enter.
 
-use std::fs::{self, Permissions};
-use std::os::unix::fs::{PermissionsExt, chown};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::PathBuf;
 use std::sync::Once;
+
+use towline_channel::{Address, FileOwner, Listener, with_file_owner};
 
 use super::error::Error;
 use crate::journal::{JournalEntry, UndoRecord};
@@ -14,6 +15,8 @@ use crate::qemu::Qemu;
 #[derive(Debug)]
 pub(super) struct PrivateDir {
     made: LockedDir,
+    /// Owner of the directory and its sockets, if it is not this process's user.
+    owner: Option<FileOwner>,
     entry: Option<JournalEntry>,
 }
 
@@ -24,31 +27,36 @@ impl PrivateDir {
         let place = place.map_err(|source| Error::PrivateDir { path: std::env::temp_dir(), source })?;
         static SWEPT: Once = Once::new();
         SWEPT.call_once(|| drop(private_dirs::remove_abandoned(&place)));
-        let made = private_dirs::create(&place);
-        let mut dir = made
-            .map(|made| Self { made, entry: None })
-            .map_err(|source| Error::PrivateDir { path: place, source })?;
+        let peer = qemu.facts().peer.as_ref();
+        let peer = peer.filter(|peer| peer.uid != rustix::process::getuid().as_raw());
+        let mut dir = Self::create(place, peer.map(|peer| FileOwner { uid: peer.uid, gid: peer.gid }))?;
         let path = &dir.made.path;
         let failed = |source| Error::PrivateDir { path: path.clone(), source };
-        if let Some(peer) = &qemu.facts().peer
-            && peer.uid != rustix::process::getuid().as_raw()
-        {
-            chown(path, Some(peer.uid), Some(peer.gid)).map_err(failed)?;
-        }
         dir.entry = qemu.record(&UndoRecord::directory(path).map_err(failed)?);
         Ok(dir)
+    }
+
+    fn create(place: PathBuf, owner: Option<FileOwner>) -> Result<Self, Error> {
+        let made = private_dirs::create(&place, owner);
+        let made = made.map_err(|source| Error::PrivateDir { path: place, source })?;
+        Ok(Self { made, owner, entry: None })
+    }
+
+    /// Listens in the directory, on a socket that its QEMU may connect to.
+    pub(super) fn listen(&self, name: &str) -> Result<Listener, Error> {
+        let address = Address::Unix(self.join(name));
+        let bound = match self.owner {
+            None => Ok(Listener::bind(&address)),
+            Some(owner) => with_file_owner(owner, || Listener::bind(&address)),
+        };
+        let failed = |source| Error::PrivateDir { path: self.join(name), source };
+        Ok(bound.map_err(failed)??)
     }
 
     /// A path in the directory.
     pub(super) fn join(&self, name: &str) -> PathBuf {
         self.made.path.join(name)
     }
-}
-
-/// Lets the QEMU that may enter the directory use the socket in it.
-pub(super) fn open_to_peer(socket: &Path) -> Result<(), Error> {
-    fs::set_permissions(socket, Permissions::from_mode(0o666))
-        .map_err(|source| Error::PrivateDir { path: socket.into(), source })
 }
 
 impl Drop for PrivateDir {
@@ -59,5 +67,43 @@ impl Drop for PrivateDir {
                 tracing::debug!(path = %self.made.path.display(), %error, "a private directory stays");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
+    use super::*;
+
+    #[test]
+    fn the_directory_and_its_sockets_belong_to_the_user_of_the_qemu() {
+        let place = tempfile::tempdir_in("/tmp").unwrap();
+        let found = |path: &std::path::Path| {
+            let found = fs::symlink_metadata(path).unwrap();
+            (found.uid(), found.gid(), found.mode() & 0o700)
+        };
+        let (own_user, own_group, _) = found(place.path());
+        let other = FileOwner { uid: 12_345, gid: 23_456 };
+        if !rustix::process::geteuid().is_root() {
+            let Error::PrivateDir { source, .. } =
+                PrivateDir::create(place.path().to_owned(), Some(other)).unwrap_err()
+            else {
+                panic!("another error")
+            };
+            assert_eq!(source.raw_os_error(), Some(libc::EPERM));
+            println!("skipped in part: only root can create files of another user");
+            return;
+        }
+        fs::set_permissions(place.path(), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+        for (owner, user, group) in [(None, own_user, own_group), (Some(other), other.uid, other.gid)] {
+            let dir = PrivateDir::create(place.path().to_owned(), owner).unwrap();
+            assert_eq!(found(&dir.made.path), (user, group, 0o700));
+            let _listener = dir.listen("stream").unwrap();
+            // A connection needs the permission to write to the socket.
+            assert_eq!(found(&dir.join("stream")), (user, group, 0o700));
+            assert_eq!(found(&dir.join("owner")), (own_user, own_group, 0o600), "the lock is this process's");
+        }
+        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 0, "both are removed");
     }
 }

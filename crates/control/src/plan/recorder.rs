@@ -78,13 +78,15 @@ impl Recorder {
     ) -> Option<String> {
         let mut state = self.state();
         let ended = match outcome {
-            Outcome::Unresolved(Unresolved::BothPaused) => {
+            Outcome::Unresolved(unresolved @ (Unresolved::BothPaused | Unresolved::UpgradeNotUndone)) => {
                 if let Err(error) = state.retract() {
                     tracing::warn!(%error, "the record of the move still has the guest running at its destination");
                 }
-                return state.keep(message);
+                return state.keep(unresolved, message);
             }
-            Outcome::Unresolved(unresolved) if unresolved.is_open() => return state.keep(message),
+            Outcome::Unresolved(unresolved) if unresolved.is_open() => {
+                return state.keep(unresolved, message);
+            }
             Outcome::Completed(placement) if leaves_paused_guest(placement, machine) => {
                 state.leave(id, machine)
             }
@@ -122,14 +124,14 @@ impl State {
     }
 
     /// Keeps the record of an undecided move, with the command's message.
-    fn keep(&mut self, message: &str) -> Option<String> {
+    fn keep(&mut self, unresolved: Unresolved, message: &str) -> Option<String> {
         let file = self.file.as_mut()?;
         let record = file.record().with_message(message);
-        let id = record.id.clone();
+        let notice = moves::notice(&record, unresolved);
         if let Err(error) = file.write(record) {
             tracing::warn!(%error, "the outcome of the move is not recorded");
         }
-        Some(format!("move {id} is undecided: `towline moves` shows it, `towline resume {id}` finishes it"))
+        Some(notice)
     }
 
     /// Records that the source keeps a guest which a later copy must not resume.

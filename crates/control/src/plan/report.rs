@@ -57,8 +57,10 @@ pub enum SourceState {
     Paused,
     /// Its QEMU was ended.
     Ended,
-    /// Not driven here, or an image, which is as it was.
+    /// An image, which is as it was, or a synthetic guest.
     Unchanged,
+    /// It was received as a stream, whose sender decides whether it keeps the guest.
+    Unknown,
 }
 
 /// State of the guest at its destination after a copy.
@@ -70,8 +72,10 @@ pub enum DestinationState {
     Paused,
     /// It is stored.
     Stored,
-    /// It is loaded; another party decides whether it runs.
+    /// It is loaded, as acknowledged on the return path; another party decides whether it runs.
     Loaded,
+    /// It was sent without a return path, so that nothing acknowledges that it was loaded.
+    Sent,
     /// It was received into memory, verified and discarded.
     Received,
     /// It was counted and discarded.

@@ -209,7 +209,7 @@ fn check_return_path(source: &Source, destination: &Destination, options: &Reque
 
 fn only_streams() -> Error {
     Error::Usage(
-        "--return-path off is for a stream from an image to fd:, exec:, tcp: or unix:, or from one of these to an image".into(),
+        "--return-path off is for a stream from an image to fd:, exec:, tcp: or unix:, or from one of these to an image; elsewhere go by way of an image".into(),
     )
 }
 

@@ -25,6 +25,8 @@ pub(super) enum SwitchoverBug {
     ResumesWithoutEvidence,
     /// A source gets its guest back although the guest may have run in the memory that it shares with its destination.
     RevivesSharedSource,
+    /// The destination in shared memory is ended before the decision that it runs the guest is withdrawn.
+    EndsBeforeRetract,
     /// A later towline that fails to start the guest in shared memory withdraws the decision, although the guest may have run.
     ResumeTakesRunBack,
     /// The source's towline is sent that the guest does not run, although that was not seen.

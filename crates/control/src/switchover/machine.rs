@@ -36,8 +36,10 @@ pub(super) enum SwitchoverState {
     Finalizing(Placement),
     /// The source is being restored, resumed or ended.
     Releasing(Placement),
-    /// The source has its guest back; its settings are being restored.
-    Restoring,
+    /// The source has its guest back; its settings are being restored, and its guest is resumed if this migration stopped it.
+    Restoring {
+        resumes: bool,
+    },
     /// The other towline is sent that the source has its guest back.
     Withdrawing,
     /// The other towline is sent that the guest does not run here.
@@ -145,7 +147,7 @@ impl Switchover {
             SwitchoverState::Starting => self.starting(input),
             SwitchoverState::Finalizing(placement) => self.finalizing(input, placement),
             SwitchoverState::Releasing(placement) => self.releasing(input, placement),
-            SwitchoverState::Restoring => self.restoring(input),
+            SwitchoverState::Restoring { resumes } => self.restoring(input, resumes),
             SwitchoverState::Withdrawing => self.withdrawing(),
             SwitchoverState::ReportingNotRun(unresolved) => Directive::End(Outcome::Unresolved(unresolved)),
             SwitchoverState::Ended(outcome) => Directive::End(outcome),

@@ -184,6 +184,7 @@ fn injected_faults_are_found() {
         SwitchoverBug::ResumesWithoutEvidence,
         SwitchoverBug::ReportsNotRunUnseen,
         SwitchoverBug::RevivesSharedSource,
+        SwitchoverBug::EndsBeforeRetract,
         SwitchoverBug::ResumeTakesRunBack,
     ];
     for fault in faults {

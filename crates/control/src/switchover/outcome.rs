@@ -43,6 +43,8 @@ pub(crate) enum Unresolved {
     /// It is not known whether the new QEMU of an upgrade runs the guest; the old one's state, paused, may be of another
     /// memory.
     UpgradedUnknown,
+    /// The new QEMU of an upgrade did not run it, and the old one could not be made to run it again.
+    UpgradeNotUndone,
     /// The source's QEMU has exited; the destination holds it, paused, and refused to run it.
     DestinationOnly,
     /// The source's QEMU has exited; the destination holds it and does not reply.

@@ -71,12 +71,16 @@ impl Switchover {
         if self.request.source != SourceKind::Qemu {
             return Directive::End(Outcome::Safe);
         }
-        self.stage = SwitchoverState::Restoring;
-        if stopped && self.guest.is_live() { Directive::ResumeSource } else { Directive::RestoreSource }
+        let resumes = stopped && self.guest.is_live();
+        self.stage = SwitchoverState::Restoring { resumes };
+        if resumes { Directive::ResumeSource } else { Directive::RestoreSource }
     }
 
-    pub(super) fn restoring(&mut self, input: Input) -> Directive {
+    pub(super) fn restoring(&mut self, input: Input, resumes: bool) -> Directive {
         match input {
+            Input::NotDone if resumes && self.is_memory_shared() => {
+                Directive::End(Outcome::Unresolved(Unresolved::UpgradeNotUndone))
+            }
             Input::NotDone => Directive::End(Outcome::Unresolved(Unresolved::SourceUnknown)),
             Input::Source(SourceStatus::Exited) => {
                 Directive::End(Outcome::Unresolved(Unresolved::SourceExitedSince))

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use towline_channel::Cancel;
 use towline_control::in_place::{
-    Error, MappingKind, Need, Reason, Reflink, Verify, find_mapped_memory, may_map, of_image, of_reflink,
+    Error, IfUnmapped, MappingKind, Reason, Reflink, Verify, find_mapped_memory, may_map, of_image,
+    of_reflink,
 };
 use towline_control::qemu::Qemu;
 use towline_image::Image;
@@ -116,9 +117,15 @@ fn memory_of_no_image_is_not_expected_to_be_mapped() {
             let notices = std::cell::RefCell::new(Vec::new());
             let notice = |text: &str| notices.borrow_mut().push(text.to_owned());
             let cancel = Cancel::new().unwrap();
-            let offered =
-                find_mapped_memory(&mut qemu, &stored.image, Verify::Nothing, Need::Any, &cancel, &notice)
-                    .unwrap();
+            let offered = find_mapped_memory(
+                &mut qemu,
+                &stored.image,
+                Verify::Nothing,
+                IfUnmapped::Send,
+                &cancel,
+                &notice,
+            )
+            .unwrap();
             assert!(offered.is_none() && notices.into_inner().is_empty());
             drop(qemu);
             // A new file is looked at, so that the guest is sent as fast as into any other memory.
@@ -200,15 +207,16 @@ fn damage_of_mapped_memory_is_found_before_it_is_used() {
     let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off");
     let cancel = Cancel::new().unwrap();
     let image = || Image::open(stored.image.path()).unwrap().verify_on_read().unwrap();
-    let offered = find_mapped_memory(&mut qemu, &image(), Verify::All, Need::Any, &cancel, &|_| {}).unwrap();
+    let offered =
+        find_mapped_memory(&mut qemu, &image(), Verify::All, IfUnmapped::Send, &cancel, &|_| {}).unwrap();
     assert!(offered.is_some());
     file.write_all_at(&[0x55; 8], mapped.pages_offset + page.unwrap() + 64).unwrap();
     let error =
-        find_mapped_memory(&mut qemu, &image(), Verify::All, Need::Any, &cancel, &|_| {}).unwrap_err();
+        find_mapped_memory(&mut qemu, &image(), Verify::All, IfUnmapped::Send, &cancel, &|_| {}).unwrap_err();
     assert!(matches!(error, Error::Damaged(_)) && error.to_string().contains("guest.img"), "{error}");
     // Without a comparison it is not looked for.
     assert!(
-        find_mapped_memory(&mut qemu, &image(), Verify::Nothing, Need::Any, &cancel, &|_| {})
+        find_mapped_memory(&mut qemu, &image(), Verify::Nothing, IfUnmapped::Send, &cancel, &|_| {})
             .unwrap()
             .is_some()
     );

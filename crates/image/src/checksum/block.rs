@@ -137,7 +137,8 @@ impl BlockHasher {
     }
 
     /// Number of chunks that [`finish`](Self::finish) would read again.
-    pub fn stale_chunks(&self) -> usize {
+    #[cfg(test)]
+    pub(super) fn stale_chunks(&self) -> usize {
         (0..self.chunks.len()).filter(|&index| matches!(*self.chunk(index), Chunk::Stale)).count()
     }
 

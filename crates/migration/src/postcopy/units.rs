@@ -152,7 +152,7 @@ impl Units {
             }
             at.offset += length;
         }
-        self.forget_idle(&mut table, guest);
+        self.release_idle(&mut table, guest);
     }
 
     /// These bytes, of one run and in use, were sent.
@@ -233,7 +233,7 @@ impl Units {
         self.changed.notify_all();
     }
 
-    fn forget_idle(&self, table: &mut Table, guest: &dyn Guest) {
+    fn release_idle(&self, table: &mut Table, guest: &dyn Guest) {
         while let Some(&(unit, number)) = table.idle.front() {
             let state = table.state(unit, self.unit_bytes);
             let is_idle = *state == State::Prepared { users: 0, idle: number };

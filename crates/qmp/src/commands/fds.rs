@@ -4,35 +4,35 @@ use serde::{Deserialize, Serialize};
 
 use super::{Empty, command};
 
-/// `add-fd`: puts the descriptor that goes with it into a set, which is then opened as `/dev/fdset/ID`.
+/// `add-fd`: adds the descriptor that is sent with it to a set, which QEMU opens as `/dev/fdset/ID`.
 /// Send it by [`Client::execute_with_fds`](crate::Client::execute_with_fds).
 #[derive(Clone, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct AddFd {
-    /// An existing set or a new number; `None`: QEMU makes a new set.
+    /// Number of the set, created if it does not exist; `None`: QEMU creates a set.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fdset_id: Option<i64>,
-    /// A note for `query-fdsets`.
+    /// Text that `query-fdsets` returns.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub opaque: Option<String>,
 }
 command!(AddFd, "add-fd", AddedFd);
 
-/// `add-fd`'s answer.
+/// Reply of `add-fd`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct AddedFd {
-    /// The set.
+    /// Number of the set.
     pub fdset_id: i64,
     /// The descriptor's number within QEMU.
     pub fd: i64,
 }
 
-/// `remove-fd`: takes a descriptor, or all, out of a set.
+/// `remove-fd`: removes a descriptor, or all of them, from a set.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct RemoveFd {
-    /// The set.
+    /// Number of the set.
     pub fdset_id: i64,
     /// One of its descriptors; `None`: all.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -49,7 +49,7 @@ command!(QueryFdsets, "query-fdsets", Vec<FdSet>);
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct FdSet {
-    /// Its number.
+    /// Number of the set.
     pub fdset_id: i64,
     /// Its descriptors.
     pub fds: Vec<FdSetFd>,
@@ -60,12 +60,12 @@ pub struct FdSet {
 pub struct FdSetFd {
     /// Its number within QEMU.
     pub fd: i64,
-    /// The note given with it.
+    /// Text passed to `add-fd`.
     #[serde(default)]
     pub opaque: Option<String>,
 }
 
-/// `getfd`: gives the descriptor that goes with it a name, for `fd:NAME`.
+/// `getfd`: names the descriptor that is sent with it, for `fd:NAME`.
 /// Send it by [`Client::execute_with_fds`](crate::Client::execute_with_fds).
 #[derive(Clone, Debug, Serialize)]
 pub struct GetFd {
@@ -74,10 +74,10 @@ pub struct GetFd {
 }
 command!(GetFd, "getfd", Empty);
 
-/// `closefd`: closes a descriptor that was given by `getfd` and not used since.
+/// `closefd`: closes a descriptor of `getfd` that is not in use.
 #[derive(Clone, Debug, Serialize)]
 pub struct CloseFd {
-    /// Its name.
+    /// Name of the descriptor.
     pub fdname: String,
 }
 command!(CloseFd, "closefd", Empty);

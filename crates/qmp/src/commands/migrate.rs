@@ -4,13 +4,13 @@ use serde::{Deserialize, Serialize};
 
 use super::{Empty, MigrationStatus, command};
 
-/// Where a migration goes to or comes from.
+/// Address of the other end of a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MigrationEndpoint {
     /// `tcp:HOST:PORT`, `unix:PATH`, `fd:NAME`, `exec:COMMAND`, `file:PATH,offset=N` (file: QEMU 8.2).
     Uri(String),
-    /// The same in structure, of QEMU 8.2 and later: no quoting, but a 7.2 refuses it.
+    /// The same as structured values, without quoting. QEMU 8.2 and later.
     Channels(Vec<MigrationChannel>),
 }
 
@@ -20,7 +20,7 @@ pub enum MigrationEndpoint {
 pub struct MigrationChannel {
     /// `main`, or `cpr` of QEMU 10.0.
     pub channel_type: String,
-    /// Where.
+    /// Address.
     pub addr: Address,
 }
 
@@ -30,34 +30,34 @@ pub struct MigrationChannel {
 pub enum Address {
     /// A socket.
     Socket(SocketAddress),
-    /// A command, its stdin or stdout.
+    /// Standard input or output of a command.
     Exec {
         /// The program and its arguments.
         args: Vec<String>,
     },
     /// A file.
     File {
-        /// Its path; `/dev/fdset/ID` for one of `add-fd`.
+        /// Path; `/dev/fdset/ID` for a set of `add-fd`.
         filename: String,
-        /// Where in it the stream begins, in bytes.
+        /// Offset of the stream in the file, in bytes.
         offset: u64,
     },
 }
 
-/// QEMU's `SocketAddress`, as far as we use it.
+/// QEMU's `SocketAddress`, in the kinds that are used here.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "kebab-case")]
 pub enum SocketAddress {
     /// TCP.
     Inet {
-        /// A name or an address.
+        /// Host name or address.
         host: String,
         /// A port in digits; `0` in `migrate-incoming` chooses one.
         port: String,
     },
     /// A Unix socket.
     Unix {
-        /// Its path.
+        /// Path.
         path: String,
     },
     /// vsock.
@@ -69,7 +69,7 @@ pub enum SocketAddress {
     },
     /// A descriptor given by `getfd`.
     Fd {
-        /// Its name.
+        /// Name of the descriptor.
         str: String,
     },
 }
@@ -77,17 +77,17 @@ pub enum SocketAddress {
 /// `migrate`: starts to send the guest, or resumes after `postcopy-paused`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Migrate {
-    /// To where.
+    /// Address of the destination.
     #[serde(flatten)]
     pub target: MigrationEndpoint,
-    /// Go on with a postcopy migration that was interrupted.
+    /// Resume an interrupted postcopy migration.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resume: Option<bool>,
 }
 command!(Migrate, "migrate", Empty);
 
 impl Migrate {
-    /// Begins to send to a URI.
+    /// Sends to a URI.
     #[must_use]
     pub fn to_uri(uri: impl Into<String>) -> Self {
         Self { target: MigrationEndpoint::Uri(uri.into()), resume: None }
@@ -99,10 +99,10 @@ impl Migrate {
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MigrateIncoming {
-    /// Where.
+    /// Address.
     #[serde(flatten)]
     pub target: MigrationEndpoint,
-    /// True if QEMU exits when the migration fails; QEMU's default is yes. Of QEMU 9.1 and later.
+    /// True (QEMU's default): QEMU exits if the migration fails. QEMU 9.1 and later.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exit_on_error: Option<bool>,
 }
@@ -116,12 +116,12 @@ impl MigrateIncoming {
     }
 }
 
-/// `migrate_cancel`: ends it; the source runs on. No error where nothing is under way.
+/// `migrate_cancel`: cancels the migration; the guest continues at the source. Succeeds without a migration too.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct MigrateCancel;
 command!(MigrateCancel, "migrate_cancel", Empty);
 
-/// `migrate-start-postcopy`: the destination runs as soon as it can, pages follow.
+/// `migrate-start-postcopy`: switches to postcopy. The destination runs, and the remaining pages follow.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct MigrateStartPostcopy;
 command!(MigrateStartPostcopy, "migrate-start-postcopy", Empty);
@@ -134,15 +134,15 @@ command!(MigratePause, "migrate-pause", Empty);
 /// `migrate-recover`: the destination of an interrupted postcopy migration listens again.
 #[derive(Clone, Debug, Serialize)]
 pub struct MigrateRecover {
-    /// Where.
+    /// Address.
     pub uri: String,
 }
 command!(MigrateRecover, "migrate-recover", Empty);
 
-/// `migrate-continue`: continues from a state that waits for it.
+/// `migrate-continue`: continues a migration that pauses in a state.
 #[derive(Clone, Debug, Serialize)]
 pub struct MigrateContinue {
-    /// The state that it is in: [`MigrationStatus::PRE_SWITCHOVER`].
+    /// The migration's current state: [`MigrationStatus::PRE_SWITCHOVER`].
     pub state: MigrationStatus,
 }
 command!(MigrateContinue, "migrate-continue", Empty);

@@ -7,7 +7,7 @@ use super::open_enum::open_enum;
 use super::{SocketAddress, command};
 use crate::Event;
 
-/// `query-migrate`: of the outgoing migration or, at a destination, of the incoming one.
+/// `query-migrate`: state of the outgoing migration or, at a destination, of the incoming one.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct QueryMigrate;
 command!(QueryMigrate, "query-migrate", MigrationInfo);
@@ -36,7 +36,7 @@ open_enum! {
 }
 
 impl MigrationStatus {
-    /// Returns true if nothing more happens by itself: completed, failed, cancelled, or none was ever started.
+    /// Returns true if no migration is in progress: it has completed, failed, was cancelled, or none was started.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         [Self::NONE, Self::COMPLETED, Self::FAILED, Self::CANCELLED].contains(self)
@@ -61,40 +61,24 @@ impl MigrationStatus {
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct MigrationInfo {
-    /// The state; `None` without a migration, and at a 7.2 that only listens.
+    /// Status; `None` without a migration, and at a QEMU 7.2 that only listens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<MigrationStatus>,
-    /// Statistics of the memory; the source's only.
+    /// Statistics of the memory; only at the source.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ram: Option<RamStats>,
-    /// Milliseconds since it began.
+    /// Time since the migration started, in milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub total_time: Option<i64>,
-    /// Milliseconds that preparation took.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub setup_time: Option<i64>,
-    /// Milliseconds that the guest stood still, at the end.
+    /// Downtime in milliseconds, at the end of the migration.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub downtime: Option<i64>,
-    /// Milliseconds it would stand still if it were stopped now.
+    /// Downtime in milliseconds that QEMU expects if the guest is stopped now.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expected_downtime: Option<i64>,
-    /// Bytes still to be sent, of memory and devices. QEMU 11.1.
+    /// Remaining bytes of memory and devices. QEMU 11.1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remaining: Option<u64>,
-    /// Nanoseconds that a page took which the guest waited for, on average; the destination's, with the capability
-    /// `postcopy-blocktime`. QEMU 10.1.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub postcopy_latency: Option<u64>,
-    /// The same of pages that a virtual CPU waited for, by its number. QEMU 10.1.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub postcopy_vcpu_latency: Vec<u64>,
-    /// The same of pages that QEMU's other threads waited for. QEMU 10.1.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub postcopy_non_vcpu_latency: Option<u64>,
-    /// Number of pages that took how long: the entry i counts those of 2^i up to 2^(i + 1) microseconds. QEMU 10.1.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub postcopy_latency_dist: Vec<u64>,
     /// CPU throttling by auto-converge, in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_throttle_percentage: Option<u64>,
@@ -104,60 +88,52 @@ pub struct MigrationInfo {
     /// Reasons why this guest cannot be migrated now.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub blocked_reasons: Vec<String>,
-    /// Where it listens, QEMU's `SocketAddress`es.
+    /// Addresses at which QEMU listens, as `SocketAddress`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub socket_address: Vec<Value>,
-    /// Keys that we do not know.
+    /// Keys without a field of their own.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
 
 impl MigrationInfo {
-    /// Where it listens, of the kinds that we know.
+    /// Addresses at which QEMU listens, of the kinds that [`SocketAddress`] has.
     pub fn listening(&self) -> impl Iterator<Item = SocketAddress> + '_ {
         self.socket_address.iter().filter_map(|address| SocketAddress::deserialize(address).ok())
     }
 }
 
-/// QEMU's `MigrationStats`. Missing figures read 0.
+/// QEMU's `MigrationStats`. A missing counter is 0.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct RamStats {
     /// Bytes sent.
     pub transferred: u64,
-    /// Bytes still to be looked at.
+    /// Remaining bytes of this pass.
     pub remaining: u64,
     /// Bytes of guest memory.
     pub total: u64,
-    /// Pages of zeroes.
+    /// Zero pages.
     pub duplicate: u64,
-    /// Pages sent whole.
+    /// Pages sent with their content (QEMU: normal).
     pub normal: u64,
-    /// Their bytes.
+    /// Bytes of normal pages.
     pub normal_bytes: u64,
-    /// Pages that the guest dirties a second.
+    /// Dirty pages per second.
     pub dirty_pages_rate: u64,
-    /// Megabits a second, now.
+    /// Current rate in megabits per second.
     pub mbps: f64,
-    /// Passes begun.
+    /// Number of passes, the current one included.
     pub dirty_sync_count: u64,
     /// Passes for which zero-copy was enabled but the kernel copied.
     pub dirty_sync_missed_zero_copy: u64,
     /// Number of pages that the destination requested.
     pub postcopy_requests: u64,
-    /// Bytes a page.
+    /// Page size in bytes.
     pub page_size: u64,
     /// Bytes sent on multifd channels.
     pub multifd_bytes: u64,
-    /// Pages sent a second.
-    pub pages_per_second: u64,
-    /// Bytes sent while the guest ran at the source.
-    pub precopy_bytes: u64,
-    /// Bytes sent while it stood still.
-    pub downtime_bytes: u64,
-    /// Bytes sent while it ran at the destination.
-    pub postcopy_bytes: u64,
-    /// Keys that we do not know.
+    /// Keys without a field of their own.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }

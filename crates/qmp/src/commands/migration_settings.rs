@@ -31,29 +31,29 @@ open_enum! {
     }
 }
 
-/// One capability, on or off.
+/// A capability and its state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CapabilityState {
     /// The capability.
     pub capability: Capability,
-    /// On.
+    /// True if it is enabled.
     pub state: bool,
 }
 
-/// `migrate-set-capabilities`: all of them, or with an error none.
+/// `migrate-set-capabilities`: sets all of them, or none and returns an error.
 #[derive(Clone, Debug, Serialize)]
 pub struct MigrateSetCapabilities {
-    /// Those to change.
+    /// Capabilities to be changed; the others keep their state.
     pub capabilities: Vec<CapabilityState>,
 }
 command!(MigrateSetCapabilities, "migrate-set-capabilities", Empty);
 
-/// `query-migrate-capabilities`: each capability that this QEMU knows.
+/// `query-migrate-capabilities`: every capability that this QEMU has.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct QueryMigrateCapabilities;
 command!(QueryMigrateCapabilities, "query-migrate-capabilities", Vec<CapabilityState>);
 
-/// `migrate-set-parameters`: those that are `Some` or in `other`.
+/// `migrate-set-parameters`: sets the parameters that are `Some` or in `other`.
 #[derive(Clone, Debug, Serialize)]
 #[serde(transparent)]
 pub struct MigrateSetParameters(pub MigrationParameters);
@@ -64,68 +64,47 @@ command!(MigrateSetParameters, "migrate-set-parameters", Empty);
 pub struct QueryMigrateParameters;
 command!(QueryMigrateParameters, "query-migrate-parameters", MigrationParameters);
 
-/// QEMU's `MigrationParameters`. As a question: what to change. As an answer: what is set.
+/// QEMU's `MigrationParameters`. In a command: parameters to be changed. In a reply: the current values.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MigrationParameters {
-    /// Bytes a second at most; 0 is without limit. QEMU's default is 128 MiB/s.
+    /// Maximum rate in bytes per second; 0 is unlimited. QEMU's default is 128 MiB/s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_bandwidth: Option<u64>,
-    /// Bytes a second assumed for the switchover; 0: as measured. QEMU 8.2.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub avail_switchover_bandwidth: Option<u64>,
     /// Maximum rate of background pages in postcopy, in bytes per second; 0 is unlimited.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_postcopy_bandwidth: Option<u64>,
-    /// Milliseconds the guest may stand still.
+    /// Maximum downtime in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_limit: Option<u64>,
-    /// Number of multifd that channels.
+    /// Number of multifd channels.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub multifd_channels: Option<u8>,
-    /// `none`, `zlib`, `zstd`, and more in later QEMUs.
+    /// Compression of multifd channels: `none`, `zlib`, `zstd`, and others in later versions of QEMU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub multifd_compression: Option<String>,
-    /// 0 (none) to 9 (best).
+    /// Level of zlib, from 0 (no compression) to 9 (smallest output).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub multifd_zlib_level: Option<u8>,
-    /// 0 (none) to 20 (best).
+    /// Level of zstd, from 0 (its default) to 20 (smallest output).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub multifd_zstd_level: Option<u8>,
-    /// `none`, `legacy` or `multifd`. QEMU 9.0.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub zero_page_detection: Option<String>,
-    /// Id of QEMU's TLS credentials; empty is without TLS.
+    /// Id of the `tls-creds` object; empty disables TLS.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tls_creds: Option<String>,
-    /// The name expected in the destination's certificate; empty: the host of the URI.
+    /// Name expected in the destination's certificate; empty: the host of the URI.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tls_hostname: Option<String>,
-    /// Id of the authorization object for clients; empty: every client with a valid certificate.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tls_authz: Option<String>,
-    /// Bytes of xbzrle's cache, a power of two.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub xbzrle_cache_size: Option<u64>,
-    /// Percent that auto-converge begins with.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cpu_throttle_initial: Option<u8>,
-    /// Percent that it adds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cpu_throttle_increment: Option<u8>,
-    /// Percent it ends with.
+    /// Maximum CPU throttling by auto-converge, in percent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_cpu_throttle: Option<u8>,
-    /// `normal`, `cpr-reboot` and more. QEMU 8.2.
+    /// Migration mode: `normal`, `cpr-reboot`, and others in later versions of QEMU. QEMU 8.2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
-    /// The program that a QEMU in mode `cpr-exec` becomes, and its arguments. QEMU 10.2.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cpr_exec_command: Option<Vec<String>>,
-    /// True if files are written past the page cache. QEMU 9.1.
+    /// True if QEMU writes files with `O_DIRECT`. QEMU 9.1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub direct_io: Option<bool>,
-    /// All others, as QEMU names them.
+    /// All other parameters, under QEMU's names.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }

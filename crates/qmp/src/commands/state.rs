@@ -14,21 +14,21 @@ command!(QueryVersion, "query-version", Version);
 /// QEMU's version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Version {
-    /// The numbers.
+    /// Major, minor and micro number.
     pub qemu: VersionTriple,
-    /// The distribution's own, or empty.
+    /// Version of the distribution's package, or empty.
     #[serde(default)]
     pub package: String,
 }
 
-/// Three numbers, which compare as versions do.
+/// A version; its order is that of its three numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct VersionTriple {
-    /// The first.
+    /// Major number.
     pub major: u32,
-    /// The second.
+    /// Minor number.
     pub minor: u32,
-    /// The third.
+    /// Micro number.
     pub micro: u32,
 }
 
@@ -68,9 +68,9 @@ command!(QueryStatus, "query-status", Status);
 /// True if the guest runs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
-    /// Its state.
+    /// Run state.
     pub status: RunState,
-    /// True if its CPUs run.
+    /// True if the vCPUs run.
     pub running: bool,
 }
 
@@ -79,12 +79,12 @@ pub struct Status {
 pub struct Stop;
 command!(Stop, "stop", Empty);
 
-/// `cont`: runs the guest; before an incoming migration, as soon as it is loaded.
+/// `cont`: resumes the guest. Before an incoming migration: runs the guest as soon as it is loaded.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Cont;
 command!(Cont, "cont", Empty);
 
-/// `quit`: ends QEMU.
+/// `quit`: terminates QEMU.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Quit;
 command!(Quit, "quit", Empty);
@@ -97,12 +97,12 @@ command!(QueryUuid, "query-uuid", Uuid);
 /// The guest's UUID.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Uuid {
-    /// All zeroes if QEMU was given none.
+    /// All zeros if none was configured.
     #[serde(rename = "UUID")]
     pub uuid: String,
 }
 
-/// `query-commands`: those that this QEMU knows.
+/// `query-commands`: names of the commands that this QEMU has.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct QueryCommands;
 command!(QueryCommands, "query-commands", Vec<CommandName>);
@@ -114,7 +114,7 @@ pub struct CommandName {
     pub name: String,
 }
 
-/// `query-machines`: the machine types that this QEMU can be.
+/// `query-machines`: machine types that this QEMU supports.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct QueryMachines;
 command!(QueryMachines, "query-machines", Vec<Machine>);
@@ -128,10 +128,10 @@ pub struct Machine {
     /// Its short name, for example `q35`.
     #[serde(default)]
     pub alias: Option<String>,
-    /// True if it will go in a later QEMU.
+    /// True if a later QEMU will not have it.
     #[serde(default)]
     pub deprecated: bool,
-    /// Keys that we do not know.
+    /// Keys without a field of their own.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -139,23 +139,23 @@ pub struct Machine {
 /// `qom-get`: a property of an object.
 #[derive(Clone, Debug, Serialize)]
 pub struct QomGet {
-    /// The object.
+    /// QOM path of the object.
     pub path: String,
-    /// The property.
+    /// Name of the property.
     pub property: String,
 }
 command!(QomGet, "qom-get", Value);
 
-/// `human-monitor-command`: a line of QEMU's human monitor. Its errors are text too.
+/// `human-monitor-command`: a command line of the human monitor. Its errors are part of the returned text.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct HumanMonitorCommand {
-    /// The line.
+    /// Command line.
     pub command_line: String,
 }
 command!(HumanMonitorCommand, "human-monitor-command", String);
 
-/// `x-query-ramblock`: the text of `info ramblock`. Not a stable command, by its `x-`.
+/// `x-query-ramblock`: text of `info ramblock`. The prefix `x-` marks a command that is not stable.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct XQueryRamblock;
 command!(XQueryRamblock, "x-query-ramblock", HumanReadableText);
@@ -177,9 +177,9 @@ command!(QueryMemorySizeSummary, "query-memory-size-summary", MemorySizeSummary)
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MemorySizeSummary {
-    /// Bytes it began with.
+    /// Bytes present at start.
     pub base_memory: u64,
-    /// Bytes plugged in since.
+    /// Bytes of hot-plugged memory.
     #[serde(default)]
     pub plugged_memory: u64,
 }
@@ -196,12 +196,12 @@ pub struct Memdev {
     /// Its id; absent if it has none.
     #[serde(default)]
     pub id: Option<String>,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// True if its memory was allocated at start.
+    /// True if its memory is allocated at start (`prealloc`).
     #[serde(default)]
     pub prealloc: bool,
-    /// Keys that we do not know.
+    /// Keys without a field of their own.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -211,19 +211,19 @@ pub struct Memdev {
 pub struct QueryCpusFast;
 command!(QueryCpusFast, "query-cpus-fast", Vec<CpuFast>);
 
-/// A virtual CPU.
+/// A vCPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct CpuFast {
-    /// Its number.
+    /// Index of the vCPU.
     pub cpu_index: u64,
-    /// Its object; the object's type names the CPU model.
+    /// QOM path; the object's type names the CPU model.
     pub qom_path: String,
-    /// Its thread on the host.
+    /// Thread id on the host.
     pub thread_id: i64,
-    /// The architecture, for example `x86_64`.
+    /// Architecture, for example `x86_64`.
     pub target: String,
-    /// Keys that we do not know.
+    /// Keys without a field of their own.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -237,19 +237,19 @@ command!(QueryBlock, "query-block", Vec<BlockDevice>);
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct BlockDevice {
-    /// Its name; empty where `-blockdev` made it.
+    /// Name; empty if it was created by `-blockdev`.
     pub device: String,
-    /// The guest's device that uses it: an id or a QOM path.
+    /// Device of the guest that uses it: an id or a QOM path.
     #[serde(default)]
     pub qdev: Option<String>,
-    /// True if its medium can be taken out.
+    /// True if its medium can be removed.
     pub removable: bool,
     /// True if the guest locked the tray.
     pub locked: bool,
     /// The medium.
     #[serde(default)]
     pub inserted: Option<BlockInserted>,
-    /// Keys that we do not know.
+    /// Keys without a field of their own.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -260,7 +260,7 @@ pub struct BlockDevice {
 pub struct BlockInserted {
     /// A path, a URL or `json:{…}`.
     pub file: String,
-    /// Its node's name.
+    /// Node name.
     #[serde(default)]
     pub node_name: Option<String>,
     /// True if it is read-only.
@@ -269,7 +269,7 @@ pub struct BlockInserted {
     pub drv: String,
     /// The driver's description of the image.
     pub image: BlockImage,
-    /// Keys that we do not know.
+    /// Keys without a field of their own.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
@@ -280,14 +280,14 @@ pub struct BlockInserted {
 pub struct BlockImage {
     /// A path, a URL or `json:{…}`.
     pub filename: String,
-    /// For example `qcow2`.
+    /// Format, for example `qcow2`.
     pub format: String,
-    /// Bytes the guest sees.
+    /// Size in bytes that the guest sees.
     pub virtual_size: u64,
-    /// The image beneath.
+    /// Backing image.
     #[serde(default)]
     pub backing_image: Option<Box<BlockImage>>,
-    /// Keys that we do not know.
+    /// Keys without a field of their own.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }

@@ -93,7 +93,7 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
 
 /// Replaces the reason if an image was truncated: a send of missing pages only fails with "bad address".
 pub(in super::super) fn explain_truncation(image: &dyn StoredGuest, failure: Failure) -> Failure {
-    match image.check_intact() {
+    match image.check_not_truncated() {
         Err(error) => {
             let guest = match failure.guest {
                 guest if guest == GuestState::needs_attention(GuestLocation::PostcopyPaused) => {

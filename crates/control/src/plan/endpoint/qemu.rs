@@ -26,7 +26,7 @@ use super::traits::{
     DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint, receiver,
 };
 use crate::command_line::{self, CommandLineRecordError};
-use crate::in_place::{self, Mapped, MappingKind, Need, Presence, Verify};
+use crate::in_place::{self, IfUnmapped, Mapped, MappingKind, Presence, Verify};
 use crate::moves::MoveEnd;
 use crate::qemu::{Process, Qemu};
 use crate::staging_names;
@@ -236,10 +236,17 @@ impl QemuDestination {
     fn presence(&mut self, local: &LocalGuest<'_>, context: &Context<'_>) -> Result<Option<Presence>, Error> {
         let Some(image) = local.file.filter(|_| !context.options.stream) else { return Ok(None) };
         let verify = if context.options.verify { Verify::All } else { Verify::Nothing };
-        let need = if context.options.requires_mapped_memory { Need::Mapped } else { Need::Any };
+        let if_unmapped =
+            if context.options.requires_mapped_memory { IfUnmapped::Refuse } else { IfUnmapped::Send };
         let notice = |text: &str| context.observer.notice(text);
-        let presence =
-            in_place::find_mapped_memory(self.qemu.qemu_mut(), image, verify, need, context.cancel, &notice)?;
+        let presence = in_place::find_mapped_memory(
+            self.qemu.qemu_mut(),
+            image,
+            verify,
+            if_unmapped,
+            context.cancel,
+            &notice,
+        )?;
         context.check_cancelled()?;
         Ok(presence)
     }

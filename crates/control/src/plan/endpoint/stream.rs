@@ -35,7 +35,11 @@ pub(in super::super) fn listen(
     context: &Context<'_>,
 ) -> Result<incoming::Connections, Error> {
     let listener = Listener::bind_with(address, &tls::listening(context.options)?)?;
-    context.observer.notice(&format!("listening on {}", listener.local_address()));
+    let verb = match address {
+        Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { .. } => "listening on",
+        _ => "reading from",
+    };
+    context.observer.notice(&format!("{verb} {}", listener.local_address()));
     context.observer.listening(listener.local_address());
     let deadline = Instant::now() + LISTEN_TIMEOUT;
     Ok(gather(listener, context.lanes, deadline, LANES_TIMEOUT, context.cancel)?)

@@ -50,6 +50,7 @@ rows! {
     upgraded_lost: GuestLocation::Unresolved(Unresolved::UpgradedLost) => "upgraded-lost", 3, "lost: its new QEMU has ended and may have run it; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: end it (`quit`), do not resume it, and start the guest again";
     upgraded_stopped: GuestLocation::Unresolved(Unresolved::UpgradedStopped) => "upgraded-stopped", 3, "in its new QEMU, where it was run and stopped again: look there; the old one is left, paused (postmigrate), with a device state that does not fit the memory any more: end it (`quit`), and do not resume it";
     upgraded_unknown: GuestLocation::Unresolved(Unresolved::UpgradedUnknown) => "upgraded-unknown", 3, "in its new QEMU, which may run it: look there; the old one is left, paused (postmigrate), with a device state that may not fit the memory any more: do not resume it";
+    upgrade_not_undone: GuestLocation::Unresolved(Unresolved::UpgradeNotUndone) => "upgrade-not-undone", 3, "in its old QEMU, paused (postmigrate), which could not be made to run it again; it has not run in the new one: remove the cause, and then resume it in the old one";
     destination_only: GuestLocation::Unresolved(Unresolved::DestinationOnly) => "destination-only", 3, "paused at the destination, whole (`cont` resumes it); its source has ended";
     destination_alone: GuestLocation::Unresolved(Unresolved::DestinationAlone) => "destination-alone", 3, "at its destination, which does not reply any more: check whether it runs there; its source has ended";
     both_exited: GuestLocation::Unresolved(Unresolved::BothExited) => "both-exited", 3, "lost: both QEMUs have ended";
@@ -106,18 +107,25 @@ fn driven_source_is_named() {
 #[test]
 fn success_texts_describe_both_ends() {
     use DestinationState as D;
-    let sources = [SourceState::Running, SourceState::Paused, SourceState::Ended, SourceState::Unchanged];
+    use SourceState as S;
     assert_eq!(
-        sources.map(SourceState::text),
-        ["runs on", "paused (postmigrate); `cont` resumes it", "ended", "as it was"]
+        [S::Running, S::Paused, S::Ended, S::Unchanged, S::Unknown].map(S::text),
+        [
+            "runs on",
+            "paused (postmigrate); `cont` resumes it",
+            "ended",
+            "as it was",
+            "not known: it has sent its guest; look there whether it still has one"
+        ]
     );
     assert_eq!(
-        [D::Running, D::Paused, D::Stored, D::Loaded, D::Received, D::Dropped].map(D::text),
+        [D::Running, D::Paused, D::Stored, D::Loaded, D::Sent, D::Received, D::Dropped].map(D::text),
         [
             "runs",
             "loaded, paused",
             "stored, synced",
-            "loaded",
+            "loaded; the receiver decides whether it runs",
+            "not known: everything was sent, and without a return path nothing acknowledges it",
             "received into memory, which ends with this process",
             "counted and dropped"
         ]

@@ -22,6 +22,9 @@ use crate::qemu::{AppliedSettings, Qemu};
 /// Timeout for the exit of a QEMU whose monitor is disconnected.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Name of the socket that it migrates to, in the private directory.
+pub(super) const STREAM_SOCKET: &str = "source.sock";
+
 /// A QEMU whose guest is to be copied.
 #[derive(Debug)]
 pub(in super::super) struct QmpSource {
@@ -138,7 +141,7 @@ impl QmpSource {
     }
 
     pub(super) fn stream_path(&self) -> PathBuf {
-        self.dir.join("source.sock")
+        self.dir.join(STREAM_SOCKET)
     }
 
     /// Returns true if QEMU is known to have exited, and the guest with it.

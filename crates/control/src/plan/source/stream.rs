@@ -3,15 +3,14 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Address, Cancel, Listener};
+use towline_channel::{Cancel, Listener};
 use towline_migration::incoming::{Connections, gather};
 use towline_qmp as qmp;
 use towline_qmp::commands::{Migrate, MigrationStatus};
 
 use super::super::error::Error;
-use super::super::private_dir::open_to_peer;
 use super::super::request::Request;
-use super::qmp_source::QmpSource;
+use super::qmp_source::{QmpSource, STREAM_SOCKET};
 use crate::qemu::{self, AppliedSettings};
 
 /// Timeout for lanes to connect after the main channel.
@@ -32,8 +31,7 @@ impl QmpSource {
         let settings = self.migration_settings(lanes, options);
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
         let path = self.stream_path();
-        let listener = Listener::bind(&Address::Unix(path.clone()))?;
-        open_to_peer(&path)?;
+        let listener = self.dir.listen(STREAM_SOCKET)?;
         self.wait_migration_cleanup()?;
         if cancel.is_cancelled() {
             return Err(Error::Cancelled);

@@ -20,6 +20,15 @@ pub(super) fn check(world: &World) -> Result<(), String> {
             "an operator may choose the source, whose memory the destination's guest has changed".into()
         );
     }
+    let is_forbidden = |index: usize| {
+        let is_left =
+            world.towlines[index].is_some() && world.is_left(index) && world.record(index).is_some();
+        is_left && !world.can_choose_source(index)
+    };
+    let is_only_source = world.ended_for_source && world.source == Source::Completed && !world.has_run_there;
+    if is_only_source && (0..world.towlines.len()).any(is_forbidden) {
+        return Err("the record forbids the source, whose destination was ended for it".into());
+    }
     // A towline's outcome is true until another towline acts on the guest.
     for (index, towline) in world.towlines.iter().enumerate().filter(|_| !world.resumed) {
         if let Some((towline, outcome)) = towline.and_then(|towline| Some((towline, towline.outcome?))) {

@@ -103,6 +103,8 @@ pub(in super::super) struct World {
     pub(in super::super) resumed: bool,
     /// The destination has run the guest.
     pub(in super::super) has_run_there: bool,
+    /// A towline has ended the destination to give the source its guest back.
+    pub(in super::super) ended_for_source: bool,
 }
 
 /// A step of one party.
@@ -131,6 +133,8 @@ pub(in super::super) enum Step {
     DestinationExits,
     Cancel(usize),
     Kill(usize),
+    /// A towline that gives the source its guest back is killed after this many of its actions.
+    KillInRestore(usize, u8),
 }
 
 /// Result of carrying out a directive.
@@ -188,6 +192,7 @@ impl World {
             window: false,
             resumed: false,
             has_run_there: false,
+            ended_for_source: false,
         }
     }
 
@@ -288,14 +293,20 @@ impl World {
                 self.wires[last].open = false;
             }
             Step::Cancel(index) => self.cancel(index),
-            Step::Kill(index) => {
-                self.window |= self.may_run_by_itself();
-                self.towline(index).alive = false;
-                self.cut(index);
-                self.cut(index + 1);
+            Step::Kill(index) => self.kill(index),
+            Step::KillInRestore(index, actions) => {
+                self.end_destination(index, actions);
+                self.kill(index);
             }
             _ => unreachable!("no mishap"),
         }
+    }
+
+    fn kill(&mut self, index: usize) {
+        self.window |= self.may_run_by_itself();
+        self.towline(index).alive = false;
+        self.cut(index);
+        self.cut(index + 1);
     }
 
     /// Returns true if a destination that runs the guest by itself has everything.

@@ -5,6 +5,10 @@ use super::super::super::{
     StartResult,
 };
 use super::{Destination, Reply, Source, World};
+use crate::switchover::fault::SwitchoverBug;
+
+/// Actions before a source gets its guest back in shared memory.
+pub(super) const RESTORE_ACTIONS: u8 = 2;
 
 impl World {
     pub(super) fn carried_out(&mut self, index: usize, directive: Directive, reply: Reply) -> Input {
@@ -53,7 +57,7 @@ impl World {
             }
             Directive::ResumeSource if reply == Reply::True => {
                 if self.towline(index).request.memory == GuestMemory::Shared {
-                    self.end_destination(index);
+                    self.end_destination(index, RESTORE_ACTIONS);
                 }
                 if self.source == Source::Completed {
                     self.source = Source::RunAgain;
@@ -106,13 +110,27 @@ impl World {
         }
     }
 
-    /// A destination in the source's memory is ended before that is resumed, and was not to run the guest then.
-    fn end_destination(&mut self, index: usize) {
+    /// Before a source is resumed, its destination in the same memory was not to run the guest, and is ended: the first `actions` of
+    /// these.
+    pub(super) fn end_destination(&mut self, index: usize, actions: u8) {
+        let ends_first = self.towline(index).fault.has(SwitchoverBug::EndsBeforeRetract);
+        let mut steps = [Self::retract, Self::end_for_source];
+        if ends_first {
+            steps.reverse();
+        }
+        steps.iter().take(usize::from(actions)).for_each(|step| step(self, index));
+    }
+
+    fn retract(&mut self, index: usize) {
+        let towline = self.towline(index);
+        towline.record = towline.record.map(|decision| decision.min(Decision::Acknowledge));
+    }
+
+    fn end_for_source(&mut self, _index: usize) {
+        self.ended_for_source = true;
         self.destination = Destination::Exited;
         let last = self.last_wire();
         self.wires[last].open = false;
-        let towline = self.towline(index);
-        towline.record = towline.record.map(|decision| decision.min(Decision::Acknowledge));
     }
 
     fn peer(&mut self, index: usize) -> Input {
@@ -127,8 +145,7 @@ impl World {
     fn send(&mut self, index: usize, message: PeerMessage) -> Input {
         if message == PeerMessage::NotRun {
             // The source's operator may act on this message, so the record is no longer evidence for this end.
-            let towline = self.towline(index);
-            towline.record = towline.record.map(|decision| decision.min(Decision::Acknowledge));
+            self.retract(index);
         }
         let (wire, is_down) = match message {
             PeerMessage::Completed(_) | PeerMessage::Aborted => (index + 1, true),

@@ -9,7 +9,7 @@ use crate::switchover::DestinationKind;
 
 impl World {
     /// The record of this towline on disk.
-    pub(super) fn record(&self, index: usize) -> Option<Decision> {
+    pub(in super::super) fn record(&self, index: usize) -> Option<Decision> {
         self.towlines[index]?.record
     }
 
@@ -19,7 +19,7 @@ impl World {
     }
 
     /// Returns true if no towline works on it any more.
-    pub(super) fn is_left(&self, index: usize) -> bool {
+    pub(in super::super) fn is_left(&self, index: usize) -> bool {
         self.towlines[index].is_some_and(|towline| !towline.alive || towline.outcome.is_some())
     }
 

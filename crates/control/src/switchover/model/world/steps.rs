@@ -1,6 +1,7 @@
 //! Steps that are possible in a world.
 
-use super::super::super::{DestinationKind, Directive, SourceKind, SourceLink};
+use super::super::super::{DestinationKind, Directive, GuestMemory, SourceKind, SourceLink};
+use super::carry::RESTORE_ACTIONS;
 use super::{Destination, Engine, Reply, ResumeAction, Source, Step, World};
 
 impl World {
@@ -36,6 +37,11 @@ impl World {
             }
             add(self.mishaps > 0 && !towline.cancelled, Step::Cancel(index));
             add(self.mishaps > 0, Step::Kill(index));
+            let is_shared = towline.request.memory == GuestMemory::Shared;
+            let restores = is_shared && towline.todo == Some(Directive::ResumeSource) && self.mishaps > 0;
+            for actions in 1..=RESTORE_ACTIONS {
+                add(restores, Step::KillInRestore(index, actions));
+            }
         }
         for index in 0..self.count() {
             add(self.is_left(index) && self.record(index).is_some(), Step::Resume(index));
