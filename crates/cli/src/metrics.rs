@@ -1,4 +1,4 @@
-//! `--metrics`: statistics in Prometheus' text format (OpenMetrics 1.0).
+//! `--metrics`: statistics in OpenMetrics 1.0 for clients that accept it, otherwise in Prometheus' text format 0.0.4.
 //!
 //! ```text
 //!   GET /metrics ── one of CLIENTS_MAX threads ── StatsSource::statistics ── text
@@ -6,7 +6,8 @@
 //! HTTP/1.1 as far as a scraper needs it: one request per connection, without a body. Limits: [`CLIENTS_MAX`] connections at a time,
 //! further ones wait in the kernel's backlog; [`REQUEST_BYTES_MAX`] for a request, [`CLIENT_TIMEOUT`] for a client.
 
-use std::fmt;
+use std::collections::BTreeSet;
+use std::fmt::{self, Write as _};
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -29,7 +30,8 @@ const REQUEST_BYTES_MAX: usize = 8 << 10;
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Delay after a failed `accept`.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
-const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// A listener and its threads, which end when this is dropped.
 #[derive(Debug)]
@@ -91,9 +93,14 @@ fn serve(listener: &TcpListener, counting: &dyn StatsSource, stop: &AtomicBool) 
 fn respond(mut stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()> {
     stream.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let request = request(stream)?;
-    let (status, kind, body) = match request.as_deref() {
+    let target = request.as_ref().map(|request| request.target.as_str());
+    let (status, kind, body) = match target {
         Some("GET /metrics" | "HEAD /metrics") => {
-            ("200 OK", CONTENT_TYPE, exposition(&counting.statistics()))
+            let body = exposition(&counting.statistics());
+            match request.as_ref().is_some_and(|request| prefers_open_metrics(&request.accept)) {
+                true => ("200 OK", OPEN_METRICS, body),
+                false => ("200 OK", TEXT, prometheus_text(&body)),
+            }
         }
         Some(other) if other.starts_with("GET ") || other.starts_with("HEAD ") => {
             ("404 Not Found", "text/plain", "not found; see /metrics\n".to_owned())
@@ -103,17 +110,26 @@ fn respond(mut stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()>
     };
     let length = body.len();
     let head = format!(
-        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nVary: Accept\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
     );
     stream.write_all(head.as_bytes())?;
-    match request.is_some_and(|request| request.starts_with("HEAD ")) {
+    match target.is_some_and(|target| target.starts_with("HEAD ")) {
         true => Ok(()),
         false => stream.write_all(body.as_bytes()),
     }
 }
 
-/// Reads a request, and returns its method and path. `None`: it is too long.
-fn request(mut stream: &TcpStream) -> io::Result<Option<String>> {
+/// Target and accepted formats of a request.
+#[derive(Debug)]
+struct Request {
+    /// Method and path.
+    target: String,
+    /// The values of its `Accept` headers.
+    accept: String,
+}
+
+/// Reads a request. `None`: it is too long.
+fn request(mut stream: &TcpStream) -> io::Result<Option<Request>> {
     let until = Instant::now() + CLIENT_TIMEOUT;
     let mut bytes = Vec::new();
     let mut buffer = [0; 1024];
@@ -132,7 +148,44 @@ fn request(mut stream: &TcpStream) -> io::Result<Option<String>> {
     let mut words = text.split_ascii_whitespace();
     let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
     let path = path.split_once('?').map_or(path, |(path, _)| path);
-    Ok(Some(format!("{method} {path}")))
+    let headers = text.lines().skip(1).filter_map(|line| line.split_once(':'));
+    let accept = headers.filter(|(name, _)| name.eq_ignore_ascii_case("accept")).map(|(_, value)| value);
+    Ok(Some(Request { target: format!("{method} {path}"), accept: accept.collect::<Vec<_>>().join(",") }))
+}
+
+/// Returns true if an `Accept` header names OpenMetrics, with a quality not below that of `text/plain`.
+fn prefers_open_metrics(accept: &str) -> bool {
+    let quality = |kind: &str| {
+        let qualities = accept.split(',').filter_map(|range| {
+            let mut parts = range.split(';').map(str::trim);
+            parts.next().filter(|name| name.eq_ignore_ascii_case(kind))?;
+            let quality = parts.find_map(|part| part.strip_prefix("q=").or_else(|| part.strip_prefix("Q=")));
+            Some(quality.map_or(1.0, |quality| quality.parse::<f64>().unwrap_or(0.0)))
+        });
+        qualities.fold(0.0, f64::max)
+    };
+    let open_metrics = quality("application/openmetrics-text");
+    open_metrics > 0.0 && open_metrics >= quality("text/plain")
+}
+
+/// The older text format: a counter's metadata has the name of its samples, and there are no units and no end mark.
+fn prometheus_text(open_metrics: &str) -> String {
+    let lines = || open_metrics.lines();
+    let counters: BTreeSet<&str> =
+        lines().filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter")).collect();
+    let mut text = String::with_capacity(open_metrics.len());
+    for line in lines().filter(|line| !line.starts_with("# UNIT ") && *line != "# EOF") {
+        let metadata =
+            ["# HELP ", "# TYPE "].into_iter().find_map(|key| Some((key, line.strip_prefix(key)?)));
+        let named = metadata.and_then(|(key, rest)| Some((key, rest.split_once(' ')?)));
+        let _ = match named {
+            Some((key, (name, rest))) if counters.contains(name) => {
+                writeln!(text, "{key}{name}_total {rest}")
+            }
+            _ => writeln!(text, "{line}"),
+        };
+    }
+    text
 }
 
 /// Formats the statistics.
@@ -252,6 +305,49 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"1\"} 7
         assert!(text.ends_with("# EOF\n"), "{text}");
     }
 
+    #[test]
+    fn the_older_format_names_a_counter_as_its_samples() {
+        let text = prometheus_text(&exposition(&subjects()));
+        let wanted = "\
+# HELP towline_net_queue_packets_total frames.
+# TYPE towline_net_queue_packets_total counter
+towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"0\"} 7
+";
+        assert!(text.starts_with(wanted), "{text}");
+        assert!(text.contains("# TYPE towline_net_queue_pending gauge\n"), "{text}");
+        assert!(!text.contains("# UNIT") && !text.contains("# EOF"), "{text}");
+    }
+
+    #[test]
+    fn a_client_receives_the_format_that_it_accepts() {
+        let counting: Arc<dyn StatsSource> = Arc::new(Fixed);
+        let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), &counting).unwrap();
+        let address = metrics.listener.local_addr().unwrap();
+        let (open, text) = (exposition(&subjects()), prometheus_text(&exposition(&subjects())));
+        for (accept, kind, wanted) in [
+            ("Accept: text/plain;version=0.0.4", TEXT, &text),
+            ("Accept: */*", TEXT, &text),
+            ("Accept: application/openmetrics-text;q=0,*/*", TEXT, &text),
+            ("Accept: application/openmetrics-text;q=0.2, text/plain;q=0.5", TEXT, &text),
+            ("accept: application/openmetrics-text", OPEN_METRICS, &open),
+            (
+                "Accept: text/plain;version=0.0.4;q=0.3\r\nAccept: application/openmetrics-text",
+                OPEN_METRICS,
+                &open,
+            ),
+            (
+                "Accept: application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
+                OPEN_METRICS,
+                &open,
+            ),
+        ] {
+            let response = get(address, &format!("GET /metrics HTTP/1.1\r\n{accept}\r\n\r\n"));
+            let (head, body) = response.split_once("\r\n\r\n").unwrap();
+            assert!(head.contains(&format!("Content-Type: {kind}\r\n")), "{accept}: {head}");
+            assert_eq!(body, wanted, "{accept}");
+        }
+    }
+
     struct Fixed;
 
     impl StatsSource for Fixed {
@@ -277,9 +373,9 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"1\"} 7
         let silent = TcpStream::connect(address).unwrap();
         let response = get(address, "GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n");
         let (head, body) = response.split_once("\r\n\r\n").unwrap();
-        assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains(CONTENT_TYPE), "{head}");
+        assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains(TEXT), "{head}");
         assert!(head.contains(&format!("Content-Length: {}\r\n", body.len())), "{head}");
-        assert_eq!(body, exposition(&subjects()));
+        assert_eq!(body, prometheus_text(&exposition(&subjects())));
         assert_eq!(get(address, "HEAD /metrics HTTP/1.1\r\n\r\n"), format!("{head}\r\n\r\n"));
         assert!(get(address, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
         assert!(get(address, "POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405 "));
