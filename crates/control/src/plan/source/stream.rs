@@ -1,12 +1,13 @@
 //! The stream of a source: QEMU is configured, migrates to a socket of ours, and its connections are accepted.
 
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Cancel, Listener};
 use towline_migration::incoming::{Connections, gather};
-use towline_qmp as qmp;
 use towline_qmp::commands::{Migrate, MigrationStatus};
+use towline_qmp::{self as qmp, Client};
 
 use super::super::error::Error;
 use super::super::request::Request;
@@ -17,8 +18,8 @@ use crate::qemu::{self, AppliedSettings};
 pub(in super::super) const LANES_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout for a source whose copy is cancelled to connect.
 const CANCELLED_CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Interval of queries while its connections are awaited.
-const CONNECT_QUERY_INTERVAL: Duration = Duration::from_millis(100);
+/// Interval at which its events are read while its connections are awaited.
+const CONNECT_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 impl QmpSource {
     /// Configures QEMU and has it migrate to this process.
@@ -56,7 +57,10 @@ impl QmpSource {
         Ok(())
     }
 
-    /// Waits for QEMU's connections, and queries meanwhile if it failed or exited.
+    /// Waits for QEMU's connections, and reads its events meanwhile, in case that it fails or exits.
+    ///
+    /// Nothing is queried without such an event: a QEMU that completes its migration, as one whose guest is stopped
+    /// does at once, replies only after its stream was read, which starts when this function returns.
     ///
     /// A cancellation waits for them too: a QEMU (10.0) whose connections break while it makes them may never
     /// complete that migration, and accepts no other.
@@ -67,16 +71,15 @@ impl QmpSource {
         deadline: Instant,
         cancel: &Cancel,
     ) -> Result<Connections, Error> {
-        let (watcher, ends) = (thread::current(), Cancel::new()?);
+        let ends = &Cancel::new()?;
+        let (returns, returned) = mpsc::channel::<()>();
         thread::scope(|scope| {
-            let waiter = scope.spawn(|| {
-                let connections = gather(listener, lanes, deadline, LANES_TIMEOUT, &ends);
-                watcher.unpark();
-                connections
+            let waiter = scope.spawn(move || {
+                let _returns = returns;
+                gather(listener, lanes, deadline, LANES_TIMEOUT, ends)
             });
             let (mut reason, mut cancelled) = (None, None);
-            while !waiter.is_finished() {
-                thread::park_timeout(CONNECT_QUERY_INTERVAL);
+            while returned.recv_timeout(CONNECT_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                 if reason.is_none() && !ends.is_cancelled() {
                     reason = self.check_not_failed().err();
                 }
@@ -100,12 +103,82 @@ impl QmpSource {
         })
     }
 
-    pub(super) fn check_not_failed(&mut self) -> Result<(), Error> {
+    fn check_not_failed(&mut self) -> Result<(), Error> {
+        if !reports_failure(self.qemu.client()).map_err(qemu::Error::from)? {
+            return Ok(());
+        }
         let Some(migration) = self.qemu.try_query(|qemu| qemu.migration())? else { return Ok(()) };
         if migration.status == Some(MigrationStatus::FAILED) {
             let text = migration.error_desc.unwrap_or_else(|| "QEMU reports no reason".into());
             return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
         }
         Ok(())
+    }
+}
+
+/// Reads the events that have arrived, without a command. Returns true if a migration failed.
+fn reports_failure(client: &mut Client) -> Result<bool, qmp::Error> {
+    let mut has_failed = false;
+    while let Some(event) = client.next_event(Duration::ZERO)? {
+        has_failed |= MigrationStatus::of_event(&event) == Some(MigrationStatus::FAILED);
+    }
+    Ok(has_failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use serde_json::{Map, Value, json};
+    use tempfile::TempDir;
+    use towline_qmp::{Commands, Options, Refusal, Server};
+
+    use super::*;
+
+    const WITHIN: Duration = Duration::from_secs(20);
+
+    /// Counts commands.
+    #[derive(Default)]
+    struct Counter(AtomicUsize);
+
+    impl Commands for Counter {
+        fn names(&self) -> &[&'static str] {
+            &["query-migrate"]
+        }
+
+        fn execute(&self, _: &str, _: &Map<String, Value>) -> Result<Value, Refusal> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            Ok(json!({ "status": "failed" }))
+        }
+    }
+
+    #[test]
+    fn a_failure_is_found_by_its_event_without_a_command() {
+        let (directory, counter) = (TempDir::new().unwrap(), Arc::new(Counter::default()));
+        let path = directory.path().join("qmp.sock");
+        let server = Server::start(&path, Arc::clone(&counter) as _).unwrap();
+        let mut client = Client::connect(&path, &Options::default()).unwrap();
+        let emit = |name: &str, status: &str| {
+            let Value::Object(data) = json!({ "status": status }) else { unreachable!() };
+            server.emitter().emit(name, data);
+        };
+        assert!(!reports_failure(&mut client).unwrap());
+        emit("MIGRATION", "setup");
+        emit("MIGRATION", "active");
+        emit("OTHER", "failed");
+        emit("MIGRATION", "failed");
+        let begun = Instant::now();
+        while !reports_failure(&mut client).unwrap() {
+            assert!(begun.elapsed() < WITHIN);
+            thread::yield_now();
+        }
+        assert!(!reports_failure(&mut client).unwrap());
+        assert_eq!(counter.0.load(Ordering::Relaxed), 0);
+        drop(server);
+        while reports_failure(&mut client).is_ok() {
+            assert!(begun.elapsed() < WITHIN);
+            thread::yield_now();
+        }
     }
 }
