@@ -10,7 +10,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use towline_channel::{IoBuf, IoBufMut, readv, writev};
@@ -61,16 +61,16 @@ pub enum TapError {
         "descriptor {number} is not a queue of a tap or macvtap ({source}); open one with IFF_TAP, IFF_NO_PI and IFF_VNET_HDR, or give the tap's name"
     )]
     NotTap {
-        /// Position of the descriptor in the list, from 1.
-        number: usize,
+        /// Number of the descriptor.
+        number: RawFd,
         /// Error of `TUNGETIFF`.
         source: io::Error,
     },
     /// A descriptor of a tap was opened with other flags.
     #[error("descriptor {number} ({name}) was opened {found}; open it {expected}")]
     Flags {
-        /// Position of the descriptor in the list, from 1.
-        number: usize,
+        /// Number of the descriptor.
+        number: RawFd,
         /// Name of its interface.
         name: String,
         /// Mode in which it was opened.
@@ -79,12 +79,16 @@ pub enum TapError {
         expected: &'static str,
     },
     /// The descriptors are of different interfaces.
-    #[error("descriptor 1 is of interface {first} and descriptor {number} of {found}; all must be of one")]
+    #[error(
+        "descriptor {first_number} is of interface {first} and descriptor {number} of {found}; all must be of one"
+    )]
     MixedInterfaces {
+        /// Number of the first descriptor.
+        first_number: RawFd,
         /// Interface of the first descriptor.
         first: String,
-        /// Position of the other descriptor in the list, from 1.
-        number: usize,
+        /// Number of the other descriptor.
+        number: RawFd,
         /// Interface of that descriptor.
         found: String,
     },
@@ -187,14 +191,19 @@ impl Taps {
     pub fn from_fds(fds: Vec<OwnedFd>) -> Result<Self, TapError> {
         check_count(fds.len())?;
         let mut first: Option<(String, i32)> = None;
-        for (index, fd) in fds.iter().enumerate() {
-            let number = index + 1;
+        for fd in &fds {
+            let (number, first_number) = (fd.as_raw_fd(), fds[0].as_raw_fd());
             let (name, flags) =
                 tap::interface(fd.as_fd()).map_err(|source| TapError::NotTap { number, source })?;
             check_flags(number, &name, flags, fds.len())?;
             match &first {
                 Some((known, _)) if *known != name => {
-                    return Err(TapError::MixedInterfaces { first: known.clone(), number, found: name });
+                    return Err(TapError::MixedInterfaces {
+                        first_number,
+                        first: known.clone(),
+                        number,
+                        found: name,
+                    });
                 }
                 Some(_) => {}
                 None => first = Some((name, flags)),
@@ -282,10 +291,19 @@ impl Taps {
             .map_err(|source| self.not_set("the offloads", source))
     }
 
+    /// Sets the length of the virtio header. A tap has one length; a macvtap has one for each queue.
     pub(crate) fn set_header_bytes(&self, bytes: usize) -> Result<(), TapError> {
         let bytes = i32::try_from(bytes).expect("a virtio header has 10 or 12 bytes");
-        tap::set_header_bytes(self.control(), bytes)
-            .map_err(|source| self.not_set("the length of the virtio header", source))
+        for queue in &self.queues {
+            match tap::set_header_bytes(queue.fd.as_fd(), bytes) {
+                // A detached queue of a tap. The length of the tap is set through the first queue, which stays attached.
+                Err(error) if !queue.is_attached() && error.raw_os_error() == Some(libc::EBADFD) => {}
+                result => {
+                    result.map_err(|source| self.not_set("the length of the virtio header", source))?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Discards the frames that wait to be received. Returns their number.
@@ -341,7 +359,7 @@ fn check_count(queues: usize) -> Result<(), TapError> {
     if (1..=PAIRS_MAX).contains(&queues) { Ok(()) } else { Err(TapError::QueueCount { found: queues }) }
 }
 
-fn check_flags(number: usize, name: &str, flags: i32, count: usize) -> Result<(), TapError> {
+fn check_flags(number: RawFd, name: &str, flags: i32, count: usize) -> Result<(), TapError> {
     let fault = |found, expected| Err(TapError::Flags { number, name: name.to_owned(), found, expected });
     if flags & tap::IS_TAP == 0 {
         return fault("as a tun, without Ethernet headers", "with IFF_TAP");
@@ -389,5 +407,21 @@ fn attach_remedy(error: &io::Error, queues: usize) -> &'static str {
         }
         Some(libc::E2BIG) => "more queues than the interface was created with (macvtap: `numrxqueues`)",
         _ => "see `ip -d link show`",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_that_is_no_tap_is_refused_by_its_number() {
+        let file = OwnedFd::from(File::open("/dev/null").unwrap());
+        let number = file.as_raw_fd();
+        let error = Taps::from_fds(vec![file]).unwrap_err();
+        assert!(
+            error.to_string().starts_with(&format!("descriptor {number} is not a queue of a tap")),
+            "{error}"
+        );
     }
 }

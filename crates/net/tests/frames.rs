@@ -9,7 +9,7 @@
 mod common;
 
 use std::net::UdpSocket;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use common::Served;
@@ -43,11 +43,16 @@ enum Kind {
 /// Rings of the driver.
 #[derive(Clone, Copy)]
 struct QueueShape {
+    /// Index of the pair that the driver uses. The card has no pair after it.
+    pair: u32,
     /// Length of a receive buffer.
     receive_bytes: usize,
     size: u16,
     features: u64,
 }
+
+/// Held while a macvtap exists: interfaces of two namespaces may have the same index, and thus the same `/dev/tapN`.
+static MACVTAP: Mutex<()> = Mutex::new(());
 
 /// A card in a network namespace, served on a thread.
 struct Bench {
@@ -57,16 +62,19 @@ struct Bench {
     net: Arc<Net>,
     driver: (Frontend, DriverPair),
     socket: UdpSocket,
+    _macvtap: Option<MutexGuard<'static, ()>>,
 }
 
 impl Bench {
     /// Returns `None`, and prints the reason, if no network namespace can be created.
     fn new(name: &str, receive_bytes: usize, size: u16, features: u64) -> Option<Self> {
-        Self::on(Kind::Tap, name, QueueShape { receive_bytes, size, features })
+        Self::on(Kind::Tap, name, QueueShape { pair: 0, receive_bytes, size, features })
     }
 
     fn on(kind: Kind, name: &str, queue: QueueShape) -> Option<Self> {
-        let QueueShape { receive_bytes, size, features } = queue;
+        let QueueShape { pair, receive_bytes, size, features } = queue;
+        let pairs = pair + 1;
+        let macvtap = (kind == Kind::Macvtap).then(|| MACVTAP.lock().unwrap_or_else(PoisonError::into_inner));
         let network = match Network::new() {
             Ok(network) => network,
             Err(error) => {
@@ -79,7 +87,7 @@ impl Bench {
         if kind == Kind::Macvtap {
             run("ip link add host0 type veth peer name lower0").unwrap();
             let made = run(&format!(
-                "ip link add link lower0 name card0 address {GUEST_MAC} type macvtap mode bridge"
+                "ip link add link lower0 name card0 address {GUEST_MAC} numtxqueues {pairs} numrxqueues {pairs} type macvtap mode bridge"
             ));
             if let Err(error) = made {
                 skip(name, &format!("no macvtap: {error:#}"));
@@ -89,7 +97,7 @@ impl Bench {
                 run(&format!("ip link set {interface} mtu 65521 up")).unwrap();
             }
         }
-        let taps = network.enter(|| Taps::open(card, 1)).unwrap().unwrap();
+        let taps = network.enter(|| Taps::open(card, pairs as usize)).unwrap().unwrap();
         assert_eq!(taps.is_created(), kind == Kind::Tap);
         for line in [
             &format!("ip link set {host} mtu 65521"),
@@ -100,17 +108,17 @@ impl Bench {
         }
         let net = Arc::new(Net::new(taps, Options { device_state: true, ..Options::default() }));
         let (served, mut frontend) = Served::start(&network, &net);
-        assert_eq!(frontend.number(Code::GET_QUEUE_NUM).unwrap(), 1, "pairs");
+        assert_eq!(frontend.number(Code::GET_QUEUE_NUM).unwrap(), u64::from(pairs), "pairs");
         let taken = frontend.negotiate(features, EVENT_IDX | INDIRECT, RARP | NET_MTU | DEVICE_STATE);
         let features = taken.unwrap().features;
         let options = DriverOptions { size, receive_bytes, transmit_bytes: 1 << 16, features };
         let memory = Arc::new(Memory::new(DriverPair::memory_bytes(&options)).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
-        let pair = DriverPair::start(&mut frontend, &memory, 0, options).unwrap();
+        let pair = DriverPair::start(&mut frontend, &memory, pair, options).unwrap();
         let socket = network.enter(|| UdpSocket::bind(("10.9.0.1", PORT)).unwrap()).unwrap();
         socket.set_read_timeout(Some(WITHIN)).unwrap();
         socket.set_write_timeout(Some(WITHIN)).unwrap();
-        Some(Self { network, net, driver: (frontend, pair), socket, served: Some(served) })
+        Some(Self { network, net, driver: (frontend, pair), socket, served: Some(served), _macvtap: macvtap })
     }
 
     /// Connects again, and starts both rings as QEMU does: at the used index, and before they are enabled.
@@ -341,8 +349,12 @@ fn a_transmit_ring_that_is_never_enabled_discards_its_frames() {
 #[test]
 fn frames_of_every_length_pass_a_macvtap() {
     let name = "frames_of_every_length_pass_a_macvtap";
-    let shape =
-        QueueShape { receive_bytes: 1536, size: 256, features: feature::MRG_RXBUF | feature::OFFLOADS };
+    let shape = QueueShape {
+        pair: 0,
+        receive_bytes: 1536,
+        size: 256,
+        features: feature::MRG_RXBUF | feature::OFFLOADS,
+    };
     let Some(mut bench) = Bench::on(Kind::Macvtap, name, shape) else { return };
     let sent = datagrams(100, 60_000);
     // Frames queued in a macvtap are charged to the sender's socket, which may have no more room.
@@ -359,6 +371,22 @@ fn frames_of_every_length_pass_a_macvtap() {
         let (length, _) = bench.socket.recv_from(&mut found).unwrap();
         assert!(found[..length] == datagram[..]);
     }
+}
+
+#[test]
+fn each_queue_of_a_macvtap_has_the_length_of_the_virtio_header() {
+    let name = "each_queue_of_a_macvtap_has_the_length_of_the_virtio_header";
+    let shape = QueueShape { pair: 1, receive_bytes: 1536, size: 64, features: feature::MRG_RXBUF };
+    let Some(mut bench) = Bench::on(Kind::Macvtap, name, shape) else { return };
+    let mut found = vec![0; 100];
+    for payload in [&b"first"[..], b"second"] {
+        assert!(bench.driver.1.transmit(&frame([0xff; 6], payload)));
+        bench.driver.1.flush();
+        let (length, _) = bench.socket.recv_from(&mut found).unwrap();
+        assert_eq!(found[..length], *payload);
+    }
+    let [_, transmit] = bench.net.statistics()[1];
+    assert_eq!(transmit.drops.iter().sum::<u64>(), 0, "{transmit:?}");
 }
 
 #[test]
