@@ -14,6 +14,9 @@ pub(super) const REPLY_TIMEOUT: Duration = Duration::from_secs(15);
 const SETTLE_WITHIN: Duration = Duration::from_secs(20);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
+/// Begin of the fault of a source whose monitor does not reply.
+pub(super) const SOURCE_HANGS: &str = "the source's QEMU hangs";
+
 /// Both QEMUs, observed without towline.
 pub(super) struct Watch<'a> {
     source: &'a Qemu,
@@ -69,8 +72,13 @@ impl<'a> Watch<'a> {
                 return Ok((source, destination));
             }
             if Instant::now() >= deadline {
+                let what = if source == Guest::Busy && status(self.source).is_none() {
+                    SOURCE_HANGS
+                } else {
+                    "it does not settle"
+                };
                 return Err(format!(
-                    "it does not settle: source {source:?}, {}; destination {destination:?}, {}",
+                    "{what}: source {source:?}, {}; destination {destination:?}, {}",
                     describe(self.source),
                     describe(self.destination)
                 ));
