@@ -292,8 +292,8 @@ fn messages_wait_for_memory_and_arrive() {
     });
     assert_eq!((received, ended), ([content.len(); 3], [1; 3]));
     let found = served.device.report().statistics;
-    // Each of the two has waited, perhaps for both others.
-    assert!((2..=3).contains(&found.memory_waits), "{found:?}");
+    // The second may find the memory of the first released, and the third may wait for both others.
+    assert!((1..=3).contains(&found.memory_waits), "{found:?}");
     drop(hosts);
     assert_becomes_idle(&mut guest);
 }
