@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-const STYLE: &str = include_str!("style.css");
+pub(super) const STYLE: &str = include_str!("style.css");
 
 /// A page without scripts, which loads nothing.
 pub(crate) fn document(title: &str, body: &str) -> String {

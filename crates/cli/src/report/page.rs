@@ -18,6 +18,9 @@ const MIB: f64 = (1 << 20) as f64;
 const BLUE: RGBColor = RGBColor(37, 99, 235);
 const ORANGE: RGBColor = RGBColor(194, 65, 12);
 
+/// Number of colors of phases in the style sheet.
+const COLORS: usize = 8;
+
 /// Facts of one page.
 pub(super) struct Page<'a> {
     pub(super) source: String,
@@ -78,14 +81,14 @@ impl Page<'_> {
             let _ = write!(
                 bar,
                 "<span class=\"p{}\" style=\"width:{share:.3}%\" title=\"{}: {}\"></span>",
-                number % 4,
+                number % COLORS,
                 phase.name,
                 seconds(length)
             );
             let _ = writeln!(
                 rows,
                 "<tr><th><i class=\"p{}\"></i> {}</th><td>{}</td><td>from {}</td></tr>",
-                number % 4,
+                number % COLORS,
                 phase.name,
                 seconds(length),
                 seconds(phase.at)
@@ -112,7 +115,7 @@ impl Page<'_> {
         let remaining = [Line {
             name: "remaining of the pass",
             color: BLUE,
-            points: points(&|estimate| Some(estimate.remaining)),
+            points: without_leading_zeros(points(&|estimate| Some(estimate.remaining))),
         }];
         for (title, unit, chart) in [("Rates", "MiB/s", &rates[..]), ("Remaining memory", "MiB", &remaining)]
         {
@@ -127,6 +130,11 @@ impl Page<'_> {
         list(body, "Lanes", &sends::lines(&self.recorded.lanes));
         list(body, "Notices", &self.recorded.notices);
     }
+}
+
+/// A QEMU that has not begun reports that nothing remains.
+fn without_leading_zeros(points: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
+    points.into_iter().skip_while(|(_, remaining)| *remaining == 0.0).collect()
 }
 
 fn postcopy(report: &PostcopyReport) -> String {
@@ -149,6 +157,24 @@ mod tests {
     use super::super::page::Page;
     use super::*;
     use crate::lock::lock;
+
+    #[test]
+    fn what_remains_begins_when_it_is_known() {
+        let points = vec![(0.0, 0.0), (0.1, 0.0), (0.2, 80.0), (0.3, 0.0), (0.4, 20.0), (0.5, 0.0)];
+        assert_eq!(without_leading_zeros(points.clone()), points[2..]);
+    }
+
+    #[test]
+    fn each_phase_has_a_color_of_its_own() {
+        let color = |class: usize| {
+            let (_, rest) =
+                super::super::document::STYLE.split_once(&format!("\n.p{class} {{ background: ")).unwrap();
+            rest.split_once(';').unwrap().0
+        };
+        let colors: std::collections::BTreeSet<_> = (0..COLORS).map(color).collect();
+        assert_eq!(colors.len(), COLORS);
+        assert!(COLORS > CopyPhase::Running as usize, "a color for each phase");
+    }
 
     #[test]
     fn a_page_has_no_script_and_loads_nothing() {
