@@ -1,4 +1,4 @@
-//! Live upgrade (`--hand-over SOCKET`): a device is served until a signal ends it or a new process takes it over.
+//! Live upgrade (`--upgrade-socket SOCKET`): a device is served until a signal ends it or a new process takes it over.
 
 use std::mem::ManuallyDrop;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -28,7 +28,7 @@ pub(crate) fn request(path: &Path) -> Result<Option<UpgradeOffer>> {
     match connect(&Address::Unix(path.to_owned()), Instant::now() + CONNECT_TIMEOUT, &never) {
         Ok(channel) => {
             let offer = check_peer(channel.as_ref()).and_then(|()| Ok(UpgradeOffer::request(channel)?));
-            offer.map(Some).with_context(|| format!("--hand-over {}", path.display()))
+            offer.map(Some).with_context(|| format!("--upgrade-socket {}", path.display()))
         }
         Err(error) => {
             tracing::info!(%error, "no running process to upgrade");

@@ -24,7 +24,7 @@ use crate::signals::{SignalEffects, end_at_once, first_signal, shutdown_signals}
 use crate::{events, state};
 
 /// Options with which the process cannot be confined, and the reason.
-const UNCONFINED: &str = "--af-xdp or --hand-over, which open sockets and map memory at run time";
+const UNCONFINED: &str = "--af-xdp or --upgrade-socket, which open sockets and map memory at run time";
 
 const SIGNAL_EFFECTS: SignalEffects = SignalEffects {
     first: "stopping; the card is no longer served",
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let upgrade_socket = previous.upgrade_socket.take();
     let (service, record) = previous.service(args, &device)?;
     let shutdown = ShutdownSignal::new()?;
-    let listener = args.hand_over.as_deref();
+    let listener = args.upgrade_socket.as_deref();
     let listener =
         listener.map(|path| UpgradeListener::start(path, upgrade_socket, &shutdown)).transpose()?;
     let notifier = Notifier::from_environment();
@@ -92,7 +92,7 @@ fn usage_error(args: &NetArgs) -> Option<String> {
 
 /// Returns true if the card opens sockets and maps memory after its start.
 fn opens_later(args: &NetArgs) -> bool {
-    args.af_xdp.is_some() || args.hand_over.is_some()
+    args.af_xdp.is_some() || args.upgrade_socket.is_some()
 }
 
 fn options(args: &NetArgs) -> Options {
@@ -114,7 +114,7 @@ struct Previous {
 
 impl Previous {
     fn request(args: &NetArgs) -> Result<Self> {
-        let mut offer = args.hand_over.as_deref().map(live_upgrade::request).transpose()?.flatten();
+        let mut offer = args.upgrade_socket.as_deref().map(live_upgrade::request).transpose()?.flatten();
         let mut queues = offer.as_mut().map(UpgradeOffer::take_device_fds).unwrap_or_default();
         let upgrade_socket = (!queues.is_empty()).then(|| queues.remove(0));
         Ok(Self { offer, upgrade_socket, queues })

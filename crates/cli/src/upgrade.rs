@@ -64,7 +64,7 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
             Err(failure) => results.failed(&args.old, &failure),
         });
     }
-    let upgraded = new.hand_over(&cancel, &reporter);
+    let upgraded = new.switch_over(&cancel, &reporter);
     reporter.finish();
     Ok(report(&results, args, upgraded))
 }

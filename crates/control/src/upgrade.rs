@@ -1,14 +1,14 @@
 //! Another QEMU under a running guest of this host, with the guest's memory left where it is.
 //!
 //! ```text
-//!   prepare ─► Prepared ─ start ─► Reversible ─ check ─ hand_over ─► Irreversible ─► Upgraded
+//!   prepare ─► Prepared ─ start ─► Reversible ─ check ─ switch_over ─► Irreversible ─► Upgraded
 //!   old QEMU examined,             new QEMU waits,                   it has the guest, and the old one has exited:
 //!   command line rewritten         its sockets under staging names   sockets get their names
 //!                                  └─ dropped: the new QEMU is killed, and nothing of it is left
 //! ```
 //! Until the decision to run the guest in the new QEMU is recorded, everything is undone after a failure, and the guest goes on in
-//! the old QEMU: [`Reversible`] is that state as a type. `plan::upgrade` hands over, by the machine of every move. From then on
-//! (`Irreversible`) the old QEMU never runs the guest again, because the new one writes to the memory that both map.
+//! the old QEMU: [`Reversible`] is that state as a type. `plan::upgrade` switches over, by the state machine of every move. From
+//! then on (`Irreversible`) the old QEMU never runs the guest again, because the new one writes to the memory that both map.
 //!
 //! If towline is killed, its move record says which of the two it was, and `towline resume` finishes the move. A new QEMU that
 //! waited for a towline that was killed is ended by the next upgrade of the guest (`leftover`).
@@ -216,7 +216,7 @@ impl Reversible {
     ///
     /// # Errors
     /// The reason, and the location of the guest. Unless the new QEMU may have the guest, it is ended.
-    pub fn hand_over(mut self, cancel: &Cancel, observer: &dyn Observer) -> Result<Upgraded, Failure> {
+    pub fn switch_over(mut self, cancel: &Cancel, observer: &dyn Observer) -> Result<Upgraded, Failure> {
         match plan::upgrade(&self.request, cancel, observer) {
             Ok(report) => Ok(self.pass_point_of_no_return().publish(report)),
             Err(failure) => {

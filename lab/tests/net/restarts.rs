@@ -53,14 +53,14 @@ fn another_process_takes_over_and_the_guest_notices_nothing() {
     let Some(network) = network(name) else { return };
     add_tap(&network, 2);
     let scratch = scratch();
-    let (socket, hand_over) = (path(&scratch, "net.sock"), path(&scratch, "upgrade.sock"));
+    let (socket, upgrade_socket) = (path(&scratch, "net.sock"), path(&scratch, "upgrade.sock"));
     let arguments =
-        |queues| ["--tap", "tap0", "--queues", queues, "--hand-over", hand_over.to_str().unwrap()];
+        |queues| ["--tap", "tap0", "--queues", queues, "--upgrade-socket", upgrade_socket.to_str().unwrap()];
     let mut process = card(&network, &socket, &arguments("2"));
     let qemu = builder(Version::V10_0, &socket, 2).start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
     set_up(&mut guest);
-    let mode = std::fs::metadata(&hand_over).unwrap().permissions().mode();
+    let mode = std::fs::metadata(&upgrade_socket).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600, "any process that can connect has the card");
     let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
     clients.iter().for_each(|client| client.wait_blocks(5));
@@ -82,5 +82,5 @@ fn another_process_takes_over_and_the_guest_notices_nothing() {
     let statistics = end(process);
     assert!(sum(&statistics, "rx", "packets") > 0, "{statistics}");
     println!("the longest block took {longest:?}");
-    assert!(!socket.exists() && !hand_over.exists(), "the last one has cleared up");
+    assert!(!socket.exists() && !upgrade_socket.exists(), "the last one has cleared up");
 }

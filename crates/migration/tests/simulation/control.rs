@@ -59,14 +59,14 @@ impl Control {
         }
         let was_over = source.outcome.is_some();
         self.verdict = match relayed {
-            Ok(()) => self.hand_over(net, source, destination),
+            Ok(()) => self.switch_over(net, source, destination),
             Err(_) if !source.is_alive && relay.is_sent && loaded => Some(self.run(destination)),
             Err(_) => self.undo(net, source),
         };
         self.is_over() || was_over != source.outcome.is_some()
     }
 
-    fn hand_over(
+    fn switch_over(
         &mut self,
         net: &mut Net,
         source: &mut Source,
