@@ -24,6 +24,7 @@ mod in_use;
 mod launcher;
 pub mod limits;
 mod memory;
+mod names;
 mod overlay;
 mod policy;
 mod record;

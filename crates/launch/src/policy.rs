@@ -23,13 +23,14 @@ use crate::command_line::{
 };
 use crate::host::HostArguments;
 use crate::limits::COMMAND_LINE_BYTES_MAX;
+use crate::names::{self, Group};
 use crate::record::Recorded;
 use crate::settings::{self, Candidate, ValueOrigin};
 use form::Form;
 use options::{Rule, is_of_process, rule};
 
-/// A property and the form of its value.
-type Known = (&'static str, Form);
+/// A form, and the properties whose values have it.
+type Known = Group<Form>;
 
 const USER_REASON: &str = "with another user the kernel would not end QEMU with the process that started it; run that process as the user";
 const ROOT_REASON: &str = "paths of this command line and of the guest's directory would mean other files; run towline in a container";
@@ -248,14 +249,17 @@ fn known_properties(rule: Rule, properties: &Properties) -> Result<Vec<Known>, &
     let value = |key| properties.value(key).unwrap_or_default();
     match rule {
         Rule::Properties(known) => Ok(known.to_vec()),
-        Rule::Typed { key, types } => options::typed_properties(types, &value(key)).ok_or(key),
+        Rule::Typed { key, types } => {
+            let found = types.iter().find(|(known, _)| *known == value(key));
+            found.map(|(_, known)| known.to_vec()).ok_or(key)
+        }
         Rule::Machine => {
             let is_known = properties.value("type").is_none_or(|machine| options::is_machine(&machine));
             if is_known { Ok(options::MACHINE.to_vec()) } else { Err("type") }
         }
         Rule::Device => {
-            let mut known = options::device_properties(&value("driver")).ok_or("driver")?;
-            known.push(("driver", Form::Word));
+            let mut known = devices::properties(&value("driver")).ok_or("driver")?;
+            known.push((Form::Word, "driver"));
             Ok(known)
         }
         _ => Ok(Vec::new()),
@@ -279,7 +283,7 @@ impl Judged<'_> {
             }
             let mut refuse =
                 |reason| refusals.push(refusal(format!("{}.{key}", self.address), &value, reason));
-            let form = known.iter().find(|(known, _)| *known == key).map(|(_, form)| *form);
+            let form = names::find(known, key).map(|(form, _)| form);
             let times = seen.entry(key.to_owned()).or_insert(0);
             *times += 1;
             match form {

@@ -5,6 +5,8 @@
 
 use std::fmt;
 
+use crate::names::{self, Group};
+
 /// Syntax of an option's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Syntax {
@@ -40,7 +42,7 @@ impl OptionName {
         if name == DISK_FILE.0 {
             return Some(DISK_FILE);
         }
-        OPTIONS.iter().find(|(known, _)| *known == name).map(|(known, _)| Self(known))
+        names::find(OPTIONS, name).map(|(_, known)| Self(known))
     }
 
     /// Its name without dashes.
@@ -52,8 +54,7 @@ impl OptionName {
     /// Syntax of its value.
     #[must_use]
     pub fn syntax(self) -> Syntax {
-        let found = OPTIONS.iter().find(|(name, _)| *name == self.0);
-        found.map_or(Syntax::Text, |(_, syntax)| *syntax)
+        names::find(OPTIONS, self.0).map_or(Syntax::Text, |(syntax, _)| syntax)
     }
 }
 
@@ -82,133 +83,44 @@ const fn keys_or_json(implied: &'static str) -> Syntax {
 const KEYS: Syntax = Syntax::Properties { implied: None, accepts_json: false };
 use Syntax::{Flag, Text};
 
-const OPTIONS: &[(&str, Syntax)] = &[
-    ("S", Flag),
-    ("accel", keys("accel")),
-    ("acpitable", KEYS),
-    ("action", KEYS),
-    ("add-fd", KEYS),
-    ("append", Text),
-    ("async-teardown", Flag),
-    ("audio", keys("driver")),
-    ("audio-help", Flag),
-    ("audiodev", keys_or_json("driver")),
-    ("bios", Text),
-    ("blockdev", keys_or_json("driver")),
-    ("boot", keys("order")),
-    ("cdrom", Text),
-    ("chardev", keys_or_json("backend")),
-    ("chroot", Text),
-    ("compat", keys_or_json("deprecated-input")),
-    ("cpu", Syntax::Cpu),
-    ("d", Text),
-    ("D", Text),
-    ("daemonize", Flag),
-    ("debugcon", Text),
-    ("device", keys_or_json("driver")),
-    ("dfilter", Text),
-    ("display", keys_or_json("type")),
-    ("drive", KEYS),
-    ("dtb", Text),
-    ("dump-vmstate", Text),
-    ("echr", Text),
-    ("enable-fips", Flag),
-    ("enable-kvm", Flag),
-    ("enable-sync-profile", Flag),
-    ("fda", Text),
-    ("fdb", Text),
-    ("fsdev", keys("fsdriver")),
-    ("full-screen", Flag),
-    ("fw_cfg", keys("name")),
-    ("g", Text),
-    ("gdb", Text),
-    ("global", Syntax::Global),
-    ("h", Flag),
-    ("hda", Text),
-    ("hdb", Text),
-    ("hdc", Text),
-    ("hdd", Text),
-    ("icount", keys("shift")),
-    ("incoming", Text),
-    ("initrd", Text),
-    ("iscsi", KEYS),
-    ("jitdump", Flag),
-    ("k", Text),
-    ("kernel", Text),
-    ("L", Text),
-    ("loadvm", Text),
-    ("m", keys("size")),
-    ("machine", keys("type")),
-    ("mem-path", Text),
-    ("mem-prealloc", Flag),
-    ("mon", keys("chardev")),
-    ("monitor", Text),
-    ("msg", KEYS),
-    ("mtdblock", Text),
-    ("name", keys("guest")),
-    ("net", keys("type")),
-    ("netdev", keys_or_json("type")),
-    ("nic", keys("type")),
-    ("no-acpi", Flag),
-    ("no-fd-bootchk", Flag),
-    ("no-hpet", Flag),
-    ("no-reboot", Flag),
-    ("no-shutdown", Flag),
-    ("no-user-config", Flag),
-    ("nodefaults", Flag),
-    ("nographic", Flag),
-    ("numa", keys("type")),
-    ("object", keys_or_json("qom-type")),
-    ("old-param", Flag),
-    ("only-migratable", Flag),
-    ("option-rom", keys("romfile")),
-    ("overcommit", KEYS),
-    ("parallel", Text),
-    ("perfmap", Flag),
-    ("pflash", Text),
-    ("pidfile", Text),
-    ("plugin", keys("file")),
-    ("portrait", Flag),
-    ("preconfig", Flag),
-    ("prom-env", Text),
-    ("qmp", Text),
-    ("qmp-pretty", Text),
-    ("qtest", Text),
-    ("qtest-log", Text),
-    ("readconfig", Text),
-    ("rotate", Text),
-    ("rtc", KEYS),
-    ("run-with", KEYS),
-    ("runas", Text),
-    ("s", Flag),
-    ("sandbox", keys("enable")),
-    ("sd", Text),
-    ("seed", Text),
-    ("semihosting", Flag),
-    ("semihosting-config", keys("enable")),
-    ("serial", Text),
-    ("set", Text),
-    ("shim", Text),
-    ("singlestep", Flag),
-    ("smbios", KEYS),
-    ("smp", keys("cpus")),
-    ("snapshot", Flag),
-    ("spice", KEYS),
-    ("tpmdev", keys("type")),
-    ("trace", keys("enable")),
-    ("usb", Flag),
-    ("usbdevice", Text),
-    ("uuid", Text),
-    ("version", Flag),
-    ("vga", Text),
-    ("virtfs", keys("fsdriver")),
-    ("vnc", keys("vnc")),
-    ("watchdog-action", Text),
-    ("win2k-hack", Flag),
-    ("writeconfig", Text),
-    ("xen-attach", Flag),
-    ("xen-domid", Text),
-    ("xen-domid-restrict", Flag),
+const OPTIONS: &[Group<Syntax>] = &[
+    (
+        Flag,
+        "S async-teardown audio-help daemonize enable-fips enable-kvm enable-sync-profile full-screen h \
+         jitdump mem-prealloc no-acpi no-fd-bootchk no-hpet no-reboot no-shutdown no-user-config nodefaults \
+         nographic old-param only-migratable perfmap portrait preconfig s semihosting singlestep snapshot \
+         usb version win2k-hack xen-attach xen-domid-restrict",
+    ),
+    (keys("accel"), "accel"),
+    (KEYS, "acpitable action add-fd drive iscsi msg overcommit rtc run-with smbios spice"),
+    (
+        Text,
+        "append bios cdrom chroot d D debugcon dfilter dtb dump-vmstate echr fda fdb g gdb hda hdb hdc hdd \
+         incoming initrd k kernel L loadvm mem-path monitor mtdblock parallel pflash pidfile prom-env qmp \
+         qmp-pretty qtest qtest-log readconfig rotate runas sd seed serial set shim usbdevice uuid vga \
+         watchdog-action writeconfig xen-domid",
+    ),
+    (keys("driver"), "audio"),
+    (keys_or_json("driver"), "audiodev blockdev device"),
+    (keys("order"), "boot"),
+    (keys_or_json("backend"), "chardev"),
+    (keys_or_json("deprecated-input"), "compat"),
+    (Syntax::Cpu, "cpu"),
+    (keys_or_json("type"), "display netdev"),
+    (keys("fsdriver"), "fsdev virtfs"),
+    (keys("name"), "fw_cfg"),
+    (Syntax::Global, "global"),
+    (keys("shift"), "icount"),
+    (keys("size"), "m"),
+    (keys("type"), "machine net nic numa tpmdev"),
+    (keys("chardev"), "mon"),
+    (keys("guest"), "name"),
+    (keys_or_json("qom-type"), "object"),
+    (keys("romfile"), "option-rom"),
+    (keys("file"), "plugin"),
+    (keys("enable"), "sandbox semihosting-config trace"),
+    (keys("cpus"), "smp"),
+    (keys("vnc"), "vnc"),
 ];
 
 #[cfg(test)]
@@ -226,9 +138,10 @@ mod tests {
 
     #[test]
     fn names_are_unique() {
-        let mut names: Vec<_> = OPTIONS.iter().map(|(name, _)| name).collect();
+        let mut names: Vec<_> = names::all(OPTIONS).collect();
+        let found = names.len();
         names.sort_unstable();
         names.dedup();
-        assert_eq!(names.len(), OPTIONS.len());
+        assert_eq!(names.len(), found);
     }
 }

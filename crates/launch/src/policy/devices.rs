@@ -5,342 +5,152 @@
 
 use super::Known;
 use super::form::Form;
+use crate::names::{self, Group};
 use Form::{Empty, Host, Id, Label, Mac, Number, One, PciAddress, Size, Switch, Uuid, Word};
 
-const COMMON: &[Known] = &[("id", Id), ("bus", Id), ("bootindex", Number)];
+const COMMON: &[Known] = &[(Id, "id bus"), (Number, "bootindex")];
 const PCI: &[Known] = &[
-    ("acpi-index", Number),
-    ("addr", PciAddress),
-    ("aer", Switch),
-    ("failover_pair_id", Id),
-    ("multifunction", Switch),
-    ("rombar", Number),
-    ("romfile", Empty),
-    ("romsize", Number),
+    (Number, "acpi-index rombar romsize"),
+    (PciAddress, "addr"),
+    (Switch, "aer multifunction"),
+    (Id, "failover_pair_id"),
+    (Empty, "romfile"),
 ];
 const PORT: &[Known] = &[
-    ("bus_nr", Number),
-    ("bus-reserve", Number),
-    ("chassis", Number),
-    ("chassis_nr", Number),
-    ("hotplug", Switch),
-    ("io-reserve", Size),
-    ("mem-reserve", Size),
-    ("msi", Switch),
-    ("numa_node", Number),
-    ("port", Number),
-    ("power_controller_present", Switch),
-    ("pref32-reserve", Size),
-    ("pref64-reserve", Size),
-    ("shpc", Switch),
-    ("slot", Number),
+    (Number, "bus_nr bus-reserve chassis chassis_nr numa_node port slot"),
+    (Switch, "hotplug msi power_controller_present shpc"),
+    (Size, "io-reserve mem-reserve pref32-reserve pref64-reserve"),
 ];
 const VIRTIO: &[Known] = &[
-    ("any_layout", Switch),
-    ("ats", Switch),
-    ("disable-legacy", Switch),
-    ("disable-modern", Switch),
-    ("event_idx", Switch),
-    ("in_order", Switch),
-    ("indirect_desc", Switch),
-    ("ioeventfd", Switch),
-    ("iommu_platform", Switch),
-    ("notify_on_empty", Switch),
-    ("packed", Switch),
-    ("page-per-vq", Switch),
-    ("queue_reset", Switch),
-    ("use-disabled-flag", Switch),
-    ("use-started", Switch),
-    ("vectors", Number),
+    (
+        Switch,
+        "any_layout ats disable-legacy disable-modern event_idx in_order indirect_desc ioeventfd \
+         iommu_platform notify_on_empty packed page-per-vq queue_reset use-disabled-flag use-started",
+    ),
+    (Number, "vectors"),
 ];
 const BLOCK: &[Known] = &[
-    ("account-failed", Switch),
-    ("account-invalid", Switch),
-    ("backend_defaults", Switch),
-    ("cyls", Number),
-    ("discard_granularity", Size),
-    ("drive", Id),
-    ("heads", Number),
-    ("logical_block_size", Size),
-    ("min_io_size", Size),
-    ("opt_io_size", Size),
-    ("physical_block_size", Size),
-    ("rerror", One(&["auto", "report", "stop"])),
-    ("secs", Number),
-    ("serial", Word),
-    ("share-rw", Switch),
-    ("werror", One(&["auto", "report", "stop", "enospc"])),
-    ("write-cache", Switch),
+    (Switch, "account-failed account-invalid backend_defaults share-rw write-cache"),
+    (Number, "cyls heads secs"),
+    (Size, "discard_granularity logical_block_size min_io_size opt_io_size physical_block_size"),
+    (Id, "drive"),
+    (One(&["auto", "report", "stop"]), "rerror"),
+    (Word, "serial"),
+    (One(&["auto", "report", "stop", "enospc"]), "werror"),
 ];
 const VIRTIO_BLOCK: &[Known] = &[
-    ("config-wce", Switch),
-    ("discard", Switch),
-    ("iothread", Id),
-    ("max-discard-sectors", Number),
-    ("max-write-zeroes-sectors", Number),
-    ("num-queues", Number),
-    ("queue-size", Number),
-    ("report-discard-granularity", Switch),
-    ("request-merging", Switch),
-    ("seg-max-adjust", Switch),
-    ("write-zeroes", Switch),
+    (Switch, "config-wce discard report-discard-granularity request-merging seg-max-adjust write-zeroes"),
+    (Id, "iothread"),
+    (Number, "max-discard-sectors max-write-zeroes-sectors num-queues queue-size"),
 ];
 const DISK: &[Known] = &[
-    ("channel", Number),
-    ("device_id", Word),
-    ("dpofua", Switch),
-    ("lun", Number),
-    ("max_io_size", Size),
-    ("max_unmap_size", Size),
-    ("model", Label),
-    ("product", Label),
-    ("removable", Switch),
-    ("rotation_rate", Number),
-    ("scsi-id", Number),
-    ("scsi_version", Number),
-    ("unit", Number),
-    ("vendor", Label),
-    ("ver", Word),
-    ("wwn", Number),
+    (Number, "channel lun rotation_rate scsi-id scsi_version unit wwn"),
+    (Word, "device_id ver"),
+    (Switch, "dpofua removable"),
+    (Size, "max_io_size max_unmap_size"),
+    (Label, "model product vendor"),
 ];
-const NETWORK: &[Known] = &[("mac", Mac), ("netdev", Id)];
+const NETWORK: &[Known] = &[(Mac, "mac"), (Id, "netdev")];
 const VIRTIO_NETWORK: &[Known] = &[
-    ("csum", Switch),
-    ("ctrl_guest_offloads", Switch),
-    ("ctrl_mac_addr", Switch),
-    ("ctrl_rx", Switch),
-    ("ctrl_rx_extra", Switch),
-    ("ctrl_vlan", Switch),
-    ("ctrl_vq", Switch),
-    ("duplex", One(&["half", "full"])),
-    ("failover", Switch),
-    ("gso", Switch),
-    ("guest_announce", Switch),
-    ("guest_csum", Switch),
-    ("guest_ecn", Switch),
-    ("guest_rsc_ext", Switch),
-    ("guest_tso4", Switch),
-    ("guest_tso6", Switch),
-    ("guest_ufo", Switch),
-    ("guest_uso4", Switch),
-    ("guest_uso6", Switch),
-    ("hash", Switch),
-    ("host_ecn", Switch),
-    ("host_mtu", Number),
-    ("host_tso4", Switch),
-    ("host_tso6", Switch),
-    ("host_ufo", Switch),
-    ("host_uso", Switch),
-    ("mq", Switch),
-    ("mrg_rxbuf", Switch),
-    ("rsc_interval", Number),
-    ("rss", Switch),
-    ("rx_queue_size", Number),
-    ("speed", Number),
-    ("status", Switch),
-    ("tx", One(&["timer", "bh"])),
-    ("tx_queue_size", Number),
-    ("x-txburst", Number),
-    ("x-txtimer", Number),
+    (
+        Switch,
+        "csum ctrl_guest_offloads ctrl_mac_addr ctrl_rx ctrl_rx_extra ctrl_vlan ctrl_vq failover gso \
+         guest_announce guest_csum guest_ecn guest_rsc_ext guest_tso4 guest_tso6 guest_ufo guest_uso4 \
+         guest_uso6 hash host_ecn host_tso4 host_tso6 host_ufo host_uso mq mrg_rxbuf rss status",
+    ),
+    (One(&["half", "full"]), "duplex"),
+    (Number, "host_mtu rsc_interval rx_queue_size speed tx_queue_size x-txburst x-txtimer"),
+    (One(&["timer", "bh"]), "tx"),
 ];
-const QUEUES: &[Known] = &[("num_queues", Number), ("virtqueue_size", Number), ("cmd_per_lun", Number)];
+const QUEUES: &[Known] = &[(Number, "num_queues virtqueue_size cmd_per_lun")];
 const GRAPHICS: &[Known] = &[
-    ("big-endian-framebuffer", Switch),
-    ("blob", Switch),
-    ("edid", Switch),
-    ("global-vmstate", Switch),
-    ("max_hostmem", Size),
-    ("max_outputs", Number),
-    ("mmio", Switch),
-    ("ram_size", Number),
-    ("ram_size_mb", Number),
-    ("refresh_rate", Number),
-    ("vgamem_mb", Number),
-    ("vram64_size_mb", Number),
-    ("vram_size", Number),
-    ("vram_size_mb", Number),
-    ("xmax", Number),
-    ("xres", Number),
-    ("ymax", Number),
-    ("yres", Number),
+    (Switch, "big-endian-framebuffer blob edid global-vmstate mmio"),
+    (Size, "max_hostmem"),
+    (
+        Number,
+        "max_outputs ram_size ram_size_mb refresh_rate vgamem_mb vram64_size_mb vram_size vram_size_mb xmax \
+         xres ymax yres",
+    ),
 ];
 const USB: &[Known] = &[
-    ("firstport", Number),
-    ("intrs", Number),
-    ("masterbus", Id),
-    ("msi", Switch),
-    ("msix", Switch),
-    ("p2", Number),
-    ("p3", Number),
-    ("pcap", Empty),
-    ("port", Word),
-    ("ports", Number),
-    ("serial", Word),
-    ("slots", Number),
-    ("streams", Switch),
-    ("usb_version", Number),
+    (Number, "firstport intrs p2 p3 ports slots usb_version"),
+    (Id, "masterbus"),
+    (Switch, "msi msix streams"),
+    (Empty, "pcap"),
+    (Word, "port serial"),
 ];
-const SERIAL: &[Known] = &[
-    ("chardev", Id),
-    ("index", Number),
-    ("iobase", Number),
-    ("irq", Number),
-    ("max_ports", Number),
-    ("name", Word),
-    ("nr", Number),
-    ("wakeup", Number),
-];
+const SERIAL: &[Known] = &[(Id, "chardev"), (Number, "index iobase irq max_ports nr wakeup"), (Word, "name")];
 const MEMORY: &[Known] = &[
-    ("addr", Number),
-    ("block-size", Size),
-    ("memaddr", Number),
-    ("memdev", Id),
-    ("node", Number),
-    ("prealloc", Switch),
-    ("requested-size", Size),
-    ("slot", Number),
-    ("unplugged-inaccessible", Switch),
+    (Number, "addr memaddr node slot"),
+    (Size, "block-size requested-size"),
+    (Id, "memdev"),
+    (Switch, "prealloc unplugged-inaccessible"),
 ];
-const BALLOON: &[Known] = &[
-    ("deflate-on-oom", Switch),
-    ("free-page-hint", Switch),
-    ("free-page-reporting", Switch),
-    ("iothread", Id),
-];
+const BALLOON: &[Known] = &[(Switch, "deflate-on-oom free-page-hint free-page-reporting"), (Id, "iothread")];
 const IOMMU: &[Known] = &[
-    ("aw-bits", Number),
-    ("boot-bypass", Switch),
-    ("caching-mode", Switch),
-    ("device-iotlb", Switch),
-    ("dma-drain", Switch),
-    ("eim", Switch),
-    ("intremap", Switch),
-    ("pasid", Switch),
-    ("pt", Switch),
-    ("snoop-control", Switch),
-    ("x-scalable-mode", Switch),
-    ("xtsup", Switch),
+    (Number, "aw-bits"),
+    (
+        Switch,
+        "boot-bypass caching-mode device-iotlb dma-drain eim intremap pasid pt snoop-control x-scalable-mode \
+         xtsup",
+    ),
 ];
-const AUDIO: &[Known] = &[("audiodev", Id), ("cad", Number), ("debug", Number), ("mixer", Switch)];
-const PLATFORM: &[Known] = &[
-    ("events", Number),
-    ("guid", Uuid),
-    ("ioport", Number),
-    ("tpmdev", Id),
-    ("ppi", Switch),
-    ("period", Number),
-    ("max-bytes", Number),
-    ("rng", Id),
-];
-const HOST_CID: &[Known] = &[("guest-cid", Host), ("chardev", Id), ("seqpacket", Switch)];
+const AUDIO: &[Known] = &[(Id, "audiodev"), (Number, "cad debug"), (Switch, "mixer")];
+const PLATFORM: &[Known] =
+    &[(Number, "events ioport period max-bytes"), (Uuid, "guid"), (Id, "tpmdev rng"), (Switch, "ppi")];
+const HOST_CID: &[Known] = &[(Host, "guest-cid"), (Id, "chardev"), (Switch, "seqpacket")];
 const SHARED: &[Known] = &[
-    ("cache-size", Size),
-    ("chardev", Id),
-    ("num-queues", Number),
-    ("num-request-queues", Number),
-    ("queue-size", Number),
-    ("tag", Word),
+    (Size, "cache-size"),
+    (Id, "chardev"),
+    (Number, "num-queues num-request-queues queue-size"),
+    (Word, "tag"),
 ];
 
 /// Device models, and their properties beside those in `COMMON`.
-const DEVICES: &[(&str, &[&[Known]])] = &[
-    ("AC97", &[PCI, AUDIO]),
-    ("ES1370", &[PCI, AUDIO]),
-    ("VGA", &[PCI, GRAPHICS]),
-    ("ahci", &[PCI]),
-    ("amd-iommu", &[PCI, IOMMU]),
-    ("bochs-display", &[PCI, GRAPHICS]),
-    ("cirrus-vga", &[PCI, GRAPHICS]),
-    ("e1000", &[PCI, NETWORK]),
-    ("e1000-82544gc", &[PCI, NETWORK]),
-    ("e1000-82545em", &[PCI, NETWORK]),
-    ("e1000e", &[PCI, NETWORK]),
-    ("hda-duplex", &[AUDIO]),
-    ("hda-micro", &[AUDIO]),
-    ("hda-output", &[AUDIO]),
-    ("i6300esb", &[PCI]),
-    ("i82557b", &[PCI, NETWORK]),
-    ("i82801b11-bridge", &[PCI, PORT]),
-    ("ib700", &[]),
-    ("ich9-ahci", &[PCI]),
-    ("ich9-intel-hda", &[PCI, USB]),
-    ("ich9-usb-ehci1", &[PCI, USB]),
-    ("ich9-usb-uhci1", &[PCI, USB]),
-    ("ich9-usb-uhci2", &[PCI, USB]),
-    ("ich9-usb-uhci3", &[PCI, USB]),
-    ("ide-cd", &[BLOCK, DISK]),
-    ("ide-hd", &[BLOCK, DISK]),
-    ("igb", &[PCI, NETWORK]),
-    ("intel-hda", &[PCI, USB]),
-    ("intel-iommu", &[IOMMU]),
-    ("ioh3420", &[PCI, PORT]),
-    ("isa-debugcon", &[SERIAL]),
-    ("isa-serial", &[SERIAL]),
-    ("lsi53c895a", &[PCI]),
-    ("megasas", &[PCI]),
-    ("megasas-gen2", &[PCI]),
-    ("mptsas1068", &[PCI]),
-    ("ne2k_pci", &[PCI, NETWORK]),
-    ("nec-usb-xhci", &[PCI, USB]),
-    ("nvdimm", &[MEMORY]),
-    ("nvme", &[PCI, BLOCK, &[("max_ioqpairs", Number), ("mdts", Number), ("msix_qsize", Number)]]),
-    ("nvme-ns", &[BLOCK, &[("nsid", Number), ("uuid", Uuid)]]),
-    ("pc-dimm", &[MEMORY]),
-    ("pci-bridge", &[PCI, PORT]),
-    ("pci-serial", &[PCI, SERIAL]),
-    ("pcie-pci-bridge", &[PCI, PORT]),
-    ("pcie-root-port", &[PCI, PORT]),
-    ("pcnet", &[PCI, NETWORK]),
-    ("piix3-usb-uhci", &[PCI, USB]),
-    ("piix4-usb-uhci", &[PCI, USB]),
-    ("pvpanic", &[PLATFORM]),
-    ("pvpanic-pci", &[PCI, PLATFORM]),
-    ("pvscsi", &[PCI]),
-    ("pxb", &[PCI, PORT]),
-    ("pxb-pcie", &[PCI, PORT]),
-    ("qemu-xhci", &[PCI, USB]),
-    ("qxl", &[PCI, GRAPHICS]),
-    ("qxl-vga", &[PCI, GRAPHICS]),
-    ("ramfb", &[]),
-    ("rtl8139", &[PCI, NETWORK]),
-    ("scsi-cd", &[BLOCK, DISK]),
-    ("scsi-hd", &[BLOCK, DISK]),
-    ("secondary-vga", &[PCI, GRAPHICS]),
-    ("tpm-crb", &[PLATFORM]),
-    ("tpm-tis", &[PLATFORM]),
-    ("usb-ehci", &[PCI, USB]),
-    ("usb-hub", &[USB]),
-    ("usb-kbd", &[USB]),
-    ("usb-mouse", &[USB]),
-    ("usb-net", &[USB, NETWORK]),
-    ("usb-storage", &[USB, BLOCK, DISK]),
-    ("usb-tablet", &[USB]),
-    ("vhost-user-blk-pci", &[PCI, VIRTIO, VIRTIO_BLOCK, SHARED]),
-    ("vhost-user-fs-pci", &[PCI, VIRTIO, SHARED]),
-    ("vhost-user-vsock-pci", &[PCI, VIRTIO, HOST_CID]),
-    ("vhost-vsock-pci", &[PCI, VIRTIO, HOST_CID]),
-    ("virtconsole", &[SERIAL]),
-    ("virtio-balloon-pci", &[PCI, VIRTIO, BALLOON]),
-    ("virtio-blk-pci", &[PCI, VIRTIO, BLOCK, VIRTIO_BLOCK]),
-    ("virtio-crypto-pci", &[PCI, VIRTIO, &[("cryptodev", Id)]]),
-    ("virtio-gpu-pci", &[PCI, VIRTIO, GRAPHICS]),
-    ("virtio-iommu-pci", &[PCI, VIRTIO, IOMMU]),
-    ("virtio-keyboard-pci", &[PCI, VIRTIO]),
-    ("virtio-mem-pci", &[PCI, VIRTIO, MEMORY]),
-    ("virtio-mouse-pci", &[PCI, VIRTIO]),
-    ("virtio-net-pci", &[PCI, VIRTIO, NETWORK, VIRTIO_NETWORK]),
-    ("virtio-rng-pci", &[PCI, VIRTIO, PLATFORM]),
-    ("virtio-scsi-pci", &[PCI, VIRTIO, VIRTIO_BLOCK, QUEUES]),
-    ("virtio-serial-pci", &[PCI, VIRTIO, SERIAL]),
-    ("virtio-tablet-pci", &[PCI, VIRTIO]),
-    ("virtio-vga", &[PCI, VIRTIO, GRAPHICS]),
-    ("virtserialport", &[SERIAL]),
-    ("vmcoreinfo", &[]),
-    ("vmgenid", &[PLATFORM]),
-    ("vmware-svga", &[PCI, GRAPHICS]),
-    ("vmxnet3", &[PCI, NETWORK]),
-    ("x3130-upstream", &[PCI, PORT]),
-    ("xio3130-downstream", &[PCI, PORT]),
+const DEVICES: &[Group<&[&[Known]]>] = &[
+    (&[PCI, AUDIO], "AC97 ES1370"),
+    (&[PCI, GRAPHICS], "VGA bochs-display cirrus-vga qxl qxl-vga secondary-vga vmware-svga"),
+    (&[PCI], "ahci i6300esb ich9-ahci lsi53c895a megasas megasas-gen2 mptsas1068 pvscsi"),
+    (&[PCI, IOMMU], "amd-iommu"),
+    (&[PCI, NETWORK], "e1000 e1000-82544gc e1000-82545em e1000e i82557b igb ne2k_pci pcnet rtl8139 vmxnet3"),
+    (&[AUDIO], "hda-duplex hda-micro hda-output"),
+    (
+        &[PCI, PORT],
+        "i82801b11-bridge ioh3420 pci-bridge pcie-pci-bridge pcie-root-port pxb pxb-pcie x3130-upstream \
+         xio3130-downstream",
+    ),
+    (&[], "ib700 ramfb vmcoreinfo"),
+    (
+        &[PCI, USB],
+        "ich9-intel-hda ich9-usb-ehci1 ich9-usb-uhci1 ich9-usb-uhci2 ich9-usb-uhci3 intel-hda nec-usb-xhci \
+         piix3-usb-uhci piix4-usb-uhci qemu-xhci usb-ehci",
+    ),
+    (&[BLOCK, DISK], "ide-cd ide-hd scsi-cd scsi-hd"),
+    (&[IOMMU], "intel-iommu"),
+    (&[SERIAL], "isa-debugcon isa-serial virtconsole virtserialport"),
+    (&[MEMORY], "nvdimm pc-dimm"),
+    (&[PCI, BLOCK, &[(Number, "max_ioqpairs mdts msix_qsize")]], "nvme"),
+    (&[BLOCK, &[(Number, "nsid"), (Uuid, "uuid")]], "nvme-ns"),
+    (&[PCI, SERIAL], "pci-serial"),
+    (&[PLATFORM], "pvpanic tpm-crb tpm-tis vmgenid"),
+    (&[PCI, PLATFORM], "pvpanic-pci"),
+    (&[USB], "usb-hub usb-kbd usb-mouse usb-tablet"),
+    (&[USB, NETWORK], "usb-net"),
+    (&[USB, BLOCK, DISK], "usb-storage"),
+    (&[PCI, VIRTIO, VIRTIO_BLOCK, SHARED], "vhost-user-blk-pci"),
+    (&[PCI, VIRTIO, SHARED], "vhost-user-fs-pci"),
+    (&[PCI, VIRTIO, HOST_CID], "vhost-user-vsock-pci vhost-vsock-pci"),
+    (&[PCI, VIRTIO, BALLOON], "virtio-balloon-pci"),
+    (&[PCI, VIRTIO, BLOCK, VIRTIO_BLOCK], "virtio-blk-pci"),
+    (&[PCI, VIRTIO, &[(Id, "cryptodev")]], "virtio-crypto-pci"),
+    (&[PCI, VIRTIO, GRAPHICS], "virtio-gpu-pci virtio-vga"),
+    (&[PCI, VIRTIO, IOMMU], "virtio-iommu-pci"),
+    (&[PCI, VIRTIO], "virtio-keyboard-pci virtio-mouse-pci virtio-tablet-pci"),
+    (&[PCI, VIRTIO, MEMORY], "virtio-mem-pci"),
+    (&[PCI, VIRTIO, NETWORK, VIRTIO_NETWORK], "virtio-net-pci"),
+    (&[PCI, VIRTIO, PLATFORM], "virtio-rng-pci"),
+    (&[PCI, VIRTIO, VIRTIO_BLOCK, QUEUES], "virtio-scsi-pci"),
+    (&[PCI, VIRTIO, SERIAL], "virtio-serial-pci"),
 ];
 
 /// Other names of models.
@@ -362,37 +172,30 @@ const ALIASES: &[(&str, &str)] = &[
 const BUILT_IN: &[(&str, &[Known])] = &[
     (
         "ICH9-LPC",
-        &[
-            ("acpi-pci-hotplug-with-bridge-support", Switch),
-            ("disable_s3", Number),
-            ("disable_s4", Number),
-            ("noreboot", Switch),
-        ],
+        &[(Switch, "acpi-pci-hotplug-with-bridge-support noreboot"), (Number, "disable_s3 disable_s4")],
     ),
     (
         "PIIX4_PM",
         &[
-            ("acpi-pci-hotplug-with-bridge-support", Switch),
-            ("acpi-root-pci-hotplug", Switch),
-            ("disable_s3", Number),
-            ("disable_s4", Number),
+            (Switch, "acpi-pci-hotplug-with-bridge-support acpi-root-pci-hotplug"),
+            (Number, "disable_s3 disable_s4"),
         ],
     ),
-    ("cfi.pflash01", &[("secure", Switch)]),
-    ("fw_cfg_io", &[("dma_enabled", Switch)]),
-    ("hpet", &[("msi", Switch), ("timers", Number)]),
-    ("i440FX-pcihost", &[("pci-hole64-size", Size), ("x-pci-hole64-fix", Switch)]),
-    ("kvm-pit", &[("lost_tick_policy", One(&["discard", "delay"]))]),
-    ("mc146818rtc", &[("lost_tick_policy", One(&["discard", "slew"]))]),
-    ("mch", &[("extended-tseg-mbytes", Number), ("smbase-smram", Switch)]),
-    ("q35-pcihost", &[("pci-hole64-size", Size), ("x-pci-hole64-fix", Switch)]),
+    ("cfi.pflash01", &[(Switch, "secure")]),
+    ("fw_cfg_io", &[(Switch, "dma_enabled")]),
+    ("hpet", &[(Switch, "msi"), (Number, "timers")]),
+    ("i440FX-pcihost", &[(Size, "pci-hole64-size"), (Switch, "x-pci-hole64-fix")]),
+    ("kvm-pit", &[(One(&["discard", "delay"]), "lost_tick_policy")]),
+    ("mc146818rtc", &[(One(&["discard", "slew"]), "lost_tick_policy")]),
+    ("mch", &[(Number, "extended-tseg-mbytes"), (Switch, "smbase-smram")]),
+    ("q35-pcihost", &[(Size, "pci-hole64-size"), (Switch, "x-pci-hole64-fix")]),
 ];
 
 /// Returns the properties of a device model that an image may have; `None` if it may not have the model.
-pub(super) fn properties(model: &str) -> Option<impl Iterator<Item = &'static Known> + use<>> {
+pub(super) fn properties(model: &str) -> Option<Vec<Known>> {
     let model = ALIASES.iter().find(|(alias, _)| *alias == model).map_or(model, |(_, model)| model);
-    let (_, groups) = DEVICES.iter().find(|(known, _)| *known == model)?;
-    Some(COMMON.iter().chain(groups.iter().copied().flatten()))
+    let (groups, _) = names::find(DEVICES, model)?;
+    Some([COMMON].iter().chain(groups).copied().flatten().copied().collect())
 }
 
 /// Returns true if the device model is known to open nothing of the host by itself.
@@ -403,10 +206,9 @@ pub fn is_known_model(model: &str) -> bool {
 
 /// Returns the form of a driver's property that `-global` sets; `None` if an image may not set it.
 pub(super) fn global(driver: &str, property: &str) -> Option<Form> {
-    if let Some((_, known)) = BUILT_IN.iter().find(|(known, _)| *known == driver) {
-        return known.iter().find(|(key, _)| *key == property).map(|(_, form)| *form);
-    }
-    properties(driver)?.find(|(key, _)| *key == property).map(|(_, form)| *form)
+    let built_in = BUILT_IN.iter().find(|(known, _)| *known == driver);
+    let known = built_in.map_or_else(|| properties(driver), |(_, known)| Some(known.to_vec()))?;
+    names::find(&known, property).map(|(form, _)| form)
 }
 
 /// Models whose chardev is a console's: what the guest writes to it is text for people.
@@ -420,13 +222,13 @@ mod tests {
 
     #[test]
     fn first_form_of_a_key_is_the_one_that_counts() {
-        for (model, _) in DEVICES {
-            let mut keys: Vec<_> = properties(model).unwrap().collect();
-            keys.sort_by_key(|(key, _)| *key);
-            for pair in keys.windows(2) {
+        for model in names::all(DEVICES) {
+            let known = properties(model).unwrap();
+            let keys = |known: &Known| known.1.split(' ').map(|key| (key, known.0)).collect::<Vec<_>>();
+            for (key, form) in known.iter().flat_map(keys) {
                 // `addr` of a memory device is an address of memory, and none of these is a PCI device with memory's `addr`.
-                let is_same = pair[0].0 != pair[1].0 || pair[0].1 == pair[1].1;
-                assert!(is_same || *model == "virtio-mem-pci", "{model}: {} has two forms", pair[0].0);
+                let is_same = names::find(&known, key) == Some((form, key));
+                assert!(is_same || model == "virtio-mem-pci", "{model}: {key} has two forms");
             }
         }
     }

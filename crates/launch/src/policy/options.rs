@@ -1,7 +1,9 @@
 //! Options that an image may have, with their types and properties.
 
+use super::Known;
 use super::form::Form;
-use super::{Known, devices};
+use crate::command_line::DISK_FILE;
+use crate::names::{self, Group};
 use Form::{
     Date, Host, Id, Label, Mac, Network, Number, Off, One, PciAddress, Ranges, Size, Switch, Uuid, Word,
 };
@@ -33,7 +35,7 @@ pub(super) enum Rule {
 
 /// Returns the rule of an option; `None` if no image may have it.
 pub(super) fn rule(name: &str) -> Option<Rule> {
-    RULES.iter().find(|(known, _)| *known == name).map(|(_, rule)| *rule)
+    if name == DISK_FILE.as_str() { Some(Rule::Host) } else { names::find(RULES, name).map(|(rule, _)| rule) }
 }
 
 /// Machine types: exact, or beginning with one that ends with a dash.
@@ -59,447 +61,211 @@ pub(super) fn is_machine(machine: &str) -> bool {
             .any(|known| if known.ends_with('-') { machine.starts_with(known) } else { machine == *known })
 }
 
-/// Returns the properties of a type of an option; `None` if an image may not have that type.
-pub(super) fn typed_properties(
-    types: &'static [(&'static str, &'static [Known])],
-    found: &str,
-) -> Option<Vec<Known>> {
-    let (_, properties) = types.iter().find(|(known, _)| *known == found)?;
-    Some(properties.to_vec())
-}
-
-/// Returns the properties of a device model.
-pub(super) fn device_properties(model: &str) -> Option<Vec<Known>> {
-    Some(devices::properties(model)?.copied().collect())
-}
-
 pub(super) const MACHINE: &[Known] = &[
-    ("accel", One(&["kvm", "tcg", "kvm:tcg", "tcg:kvm"])),
-    ("acpi", Switch),
-    ("aux-ram-share", Switch),
-    ("default-bus-bypass-iommu", Switch),
-    ("default_bus_bypass_iommu", Switch),
-    ("dump-guest-core", Switch),
-    ("fd-bootchk", Switch),
-    ("gic-version", Word),
-    ("graphics", Switch),
-    ("hmat", Switch),
-    ("hpet", Switch),
-    ("i8042", Switch),
-    ("kernel-irqchip", One(&["on", "off", "split"])),
-    ("kernel_irqchip", One(&["on", "off", "split"])),
-    ("max-fw-size", Size),
-    ("max-ram-below-4g", Size),
-    ("mem-merge", Switch),
-    ("memory-backend", Id),
-    ("nvdimm", Switch),
-    ("nvdimm-persistence", One(&["cpu", "mem-ctrl"])),
-    ("pcie", Switch),
-    ("pflash0", Id),
-    ("pflash1", Id),
-    ("pic", Switch),
-    ("pit", Switch),
-    ("rtc", Switch),
-    ("sata", Switch),
-    ("smbios-entry-point-type", Word),
-    ("smbus", Switch),
-    ("smm", Switch),
-    ("suppress-vmdesc", Switch),
-    ("type", Word),
-    ("usb", Switch),
-    ("vmport", Switch),
-    ("x-south-bridge", Word),
+    (One(&["kvm", "tcg", "kvm:tcg", "tcg:kvm"]), "accel"),
+    (
+        Switch,
+        "acpi aux-ram-share default-bus-bypass-iommu default_bus_bypass_iommu dump-guest-core fd-bootchk \
+         graphics hmat hpet i8042 mem-merge nvdimm pcie pic pit rtc sata smbus smm suppress-vmdesc usb \
+         vmport",
+    ),
+    (Word, "gic-version smbios-entry-point-type type x-south-bridge"),
+    (One(&["on", "off", "split"]), "kernel-irqchip kernel_irqchip"),
+    (Size, "max-fw-size max-ram-below-4g"),
+    (Id, "memory-backend pflash0 pflash1"),
+    (One(&["cpu", "mem-ctrl"]), "nvdimm-persistence"),
 ];
 
 const MEMORY: &[Known] = &[
-    ("align", Size),
-    ("dump", Switch),
-    ("host-nodes", Ranges),
-    ("hugetlb", Switch),
-    ("hugetlbsize", Size),
-    ("id", Id),
-    ("merge", Switch),
-    ("policy", One(&["default", "preferred", "bind", "interleave"])),
-    ("prealloc", Switch),
-    ("prealloc-threads", Number),
-    ("qom-type", Word),
-    ("reserve", Switch),
-    ("seal", Switch),
-    ("share", Switch),
-    ("size", Size),
-    ("x-use-canonical-path-for-ramblock-id", Switch),
+    (Size, "align hugetlbsize size"),
+    (Switch, "dump hugetlb merge prealloc reserve seal share x-use-canonical-path-for-ramblock-id"),
+    (Ranges, "host-nodes"),
+    (Id, "id"),
+    (One(&["default", "preferred", "bind", "interleave"]), "policy"),
+    (Number, "prealloc-threads"),
+    (Word, "qom-type"),
 ];
 const MEMORY_FILE: &[Known] = &[
-    ("align", Size),
-    ("discard-data", Host),
-    ("dump", Switch),
-    ("host-nodes", Ranges),
-    ("id", Id),
-    ("mem-path", Host),
-    ("merge", Switch),
-    ("offset", Host),
-    ("pmem", Switch),
-    ("policy", One(&["default", "preferred", "bind", "interleave"])),
-    ("prealloc", Switch),
-    ("prealloc-threads", Number),
-    ("qom-type", Word),
-    ("readonly", Switch),
-    ("reserve", Switch),
-    ("rom", Switch),
-    ("share", Switch),
-    ("size", Size),
-    ("x-use-canonical-path-for-ramblock-id", Switch),
+    (Size, "align size"),
+    (Host, "discard-data mem-path offset"),
+    (Switch, "dump merge pmem prealloc readonly reserve rom share x-use-canonical-path-for-ramblock-id"),
+    (Ranges, "host-nodes"),
+    (Id, "id"),
+    (One(&["default", "preferred", "bind", "interleave"]), "policy"),
+    (Number, "prealloc-threads"),
+    (Word, "qom-type"),
 ];
 const IO_THREAD: &[Known] = &[
-    ("aio-max-batch", Number),
-    ("id", Id),
-    ("poll-grow", Number),
-    ("poll-max-ns", Number),
-    ("poll-shrink", Number),
-    ("qom-type", Word),
-    ("thread-pool-max", Number),
-    ("thread-pool-min", Number),
+    (Number, "aio-max-batch poll-grow poll-max-ns poll-shrink thread-pool-max thread-pool-min"),
+    (Id, "id"),
+    (Word, "qom-type"),
 ];
 const OBJECTS: &[(&str, &[Known])] = &[
-    ("cryptodev-backend-builtin", &[("id", Id), ("qom-type", Word), ("queues", Number)]),
+    ("cryptodev-backend-builtin", &[(Id, "id"), (Word, "qom-type"), (Number, "queues")]),
     ("iothread", IO_THREAD),
     ("memory-backend-file", MEMORY_FILE),
     ("memory-backend-memfd", MEMORY),
     ("memory-backend-ram", MEMORY),
-    ("rng-builtin", &[("id", Id), ("qom-type", Word)]),
-    ("rng-random", &[("filename", Host), ("id", Id), ("qom-type", Word)]),
+    ("rng-builtin", &[(Id, "id"), (Word, "qom-type")]),
+    ("rng-random", &[(Host, "filename"), (Id, "id"), (Word, "qom-type")]),
 ];
 
 /// QEMU's own network, which reaches nothing unless this host sets `restrict=off`; ports of the host, programs and files are the host's.
 const USER: &[Known] = &[
-    ("bootfile", Host),
-    ("dhcpstart", Network),
-    ("dns", Network),
-    ("domainname", Word),
-    ("guestfwd", Host),
-    ("host", Network),
-    ("hostfwd", Host),
-    ("hostname", Word),
-    ("id", Id),
-    ("ipv4", Switch),
-    ("ipv6", Switch),
-    ("ipv6-dns", Network),
-    ("ipv6-host", Network),
-    ("ipv6-net", Network),
-    ("net", Network),
-    ("restrict", Switch),
-    ("smb", Host),
-    ("smbserver", Host),
-    ("tftp", Host),
-    ("tftp-server-name", Host),
-    ("type", Word),
+    (Host, "bootfile guestfwd hostfwd smb smbserver tftp tftp-server-name"),
+    (Network, "dhcpstart dns host ipv6-dns ipv6-host ipv6-net net"),
+    (Word, "domainname hostname type"),
+    (Id, "id"),
+    (Switch, "ipv4 ipv6 restrict"),
 ];
 const TAP: &[Known] = &[
-    ("br", Host),
-    ("downscript", One(&["no", ""])),
-    ("fd", Host),
-    ("fds", Host),
-    ("helper", Host),
-    ("id", Id),
-    ("ifname", Host),
-    ("poll-us", Number),
-    ("queues", Number),
-    ("script", One(&["no", ""])),
-    ("sndbuf", Size),
-    ("type", Word),
-    ("vhost", Off),
-    ("vhostfd", Host),
-    ("vhostfds", Host),
-    ("vhostforce", Off),
-    ("vnet_hdr", Switch),
+    (Host, "br fd fds helper ifname vhostfd vhostfds"),
+    (One(&["no", ""]), "downscript script"),
+    (Id, "id"),
+    (Number, "poll-us queues"),
+    (Size, "sndbuf"),
+    (Word, "type"),
+    (Off, "vhost vhostforce"),
+    (Switch, "vnet_hdr"),
 ];
 const VHOST_USER: &[Known] =
-    &[("chardev", Id), ("id", Id), ("queues", Number), ("type", Word), ("vhostforce", Switch)];
+    &[(Id, "chardev id"), (Number, "queues"), (Word, "type"), (Switch, "vhostforce")];
 const NETDEVS: &[(&str, &[Known])] = &[
-    ("hubport", &[("hubid", Number), ("id", Id), ("netdev", Id), ("type", Word)]),
+    ("hubport", &[(Number, "hubid"), (Id, "id netdev"), (Word, "type")]),
     ("tap", TAP),
     ("user", USER),
     ("vhost-user", VHOST_USER),
 ];
-const NIC: &[Known] = &[
-    ("addr", PciAddress),
-    ("macaddr", Mac),
-    ("mac", Mac),
-    ("model", Word),
-    ("netdev", Id),
-    ("type", Word),
-    ("vectors", Number),
-];
-const NETS: &[(&str, &[Known])] = &[("nic", NIC), ("none", &[("type", Word)]), ("user", USER)];
-const NICS: &[(&str, &[Known])] = &[("none", &[("type", Word)]), ("user", NIC)];
+const NIC: &[Known] =
+    &[(PciAddress, "addr"), (Mac, "macaddr mac"), (Word, "model type"), (Id, "netdev"), (Number, "vectors")];
+const NETS: &[(&str, &[Known])] = &[("nic", NIC), ("none", &[(Word, "type")]), ("user", USER)];
+const NICS: &[(&str, &[Known])] = &[("none", &[(Word, "type")]), ("user", NIC)];
 
 const CHARDEVS: &[(&str, &[Known])] = &[
-    ("null", &[("backend", Word), ("id", Id)]),
-    ("ringbuf", &[("backend", Word), ("id", Id), ("size", Size)]),
+    ("null", &[(Word, "backend"), (Id, "id")]),
+    ("ringbuf", &[(Word, "backend"), (Id, "id"), (Size, "size")]),
 ];
 
 /// Without the file and its format: a guest that wrote the header of another format into its disk could otherwise have this host open
 /// any file as that one's base. Nor may an image have writes lost or errors ignored on this host's disks.
 const DRIVE: &[Known] = &[
-    ("aio", One(&["threads", "native", "io_uring"])),
-    ("bus", Number),
-    ("cache", One(&["none", "writeback", "directsync", "writethrough"])),
-    ("cache.direct", Switch),
-    ("cache.no-flush", Off),
-    ("cache.writeback", Switch),
-    ("copy-on-read", Switch),
-    ("detect-zeroes", One(&["on", "off", "unmap"])),
-    ("discard", One(&["ignore", "off", "unmap", "on"])),
-    ("driver", Host),
-    ("file", Host),
-    ("file.filename", Host),
-    ("format", Host),
-    ("id", Id),
-    ("if", One(&["none", "virtio", "ide", "scsi", "floppy", "pflash", "sd"])),
-    ("index", Number),
-    ("media", One(&["disk", "cdrom"])),
-    ("read-only", Switch),
-    ("readonly", Switch),
-    ("rerror", One(&["auto", "report", "stop"])),
-    ("throttling.bps-read", Number),
-    ("throttling.bps-total", Number),
-    ("throttling.bps-write", Number),
-    ("throttling.iops-read", Number),
-    ("throttling.iops-total", Number),
-    ("throttling.iops-write", Number),
-    ("unit", Number),
-    ("werror", One(&["auto", "report", "stop", "enospc"])),
+    (One(&["threads", "native", "io_uring"]), "aio"),
+    (
+        Number,
+        "bus index throttling.bps-read throttling.bps-total throttling.bps-write throttling.iops-read \
+         throttling.iops-total throttling.iops-write unit",
+    ),
+    (One(&["none", "writeback", "directsync", "writethrough"]), "cache"),
+    (Switch, "cache.direct cache.writeback copy-on-read read-only readonly"),
+    (Off, "cache.no-flush"),
+    (One(&["on", "off", "unmap"]), "detect-zeroes"),
+    (One(&["ignore", "off", "unmap", "on"]), "discard"),
+    (Host, "driver file file.filename format"),
+    (Id, "id"),
+    (One(&["none", "virtio", "ide", "scsi", "floppy", "pflash", "sd"]), "if"),
+    (One(&["disk", "cdrom"]), "media"),
+    (One(&["auto", "report", "stop"]), "rerror"),
+    (One(&["auto", "report", "stop", "enospc"]), "werror"),
 ];
 const BLOCKDEV: &[Known] = &[
-    ("auto-read-only", Switch),
-    ("backing", Host),
-    ("cache.direct", Switch),
-    ("cache.no-flush", Off),
-    ("detect-zeroes", One(&["on", "off", "unmap"])),
-    ("discard", One(&["ignore", "unmap"])),
-    ("driver", Host),
-    ("file", Id),
-    ("filename", Host),
-    ("node-name", Id),
-    ("read-only", Switch),
+    (Switch, "auto-read-only cache.direct read-only"),
+    (Host, "backing driver filename"),
+    (Off, "cache.no-flush"),
+    (One(&["on", "off", "unmap"]), "detect-zeroes"),
+    (One(&["ignore", "unmap"]), "discard"),
+    (Id, "file node-name"),
 ];
 
 const ACCELERATOR: &[Known] = &[
-    ("accel", One(&["kvm", "tcg"])),
-    ("dirty-ring-size", Number),
-    ("kernel-irqchip", One(&["on", "off", "split"])),
-    ("notify-vmexit", One(&["run", "internal-error", "disable"])),
-    ("notify-window", Number),
-    ("one-insn-per-tb", Switch),
-    ("split-wx", Switch),
-    ("tb-size", Number),
-    ("thread", One(&["single", "multi"])),
+    (One(&["kvm", "tcg"]), "accel"),
+    (Number, "dirty-ring-size notify-window tb-size"),
+    (One(&["on", "off", "split"]), "kernel-irqchip"),
+    (One(&["run", "internal-error", "disable"]), "notify-vmexit"),
+    (Switch, "one-insn-per-tb split-wx"),
+    (One(&["single", "multi"]), "thread"),
 ];
 const NUMA: &[(&str, &[Known])] = &[
-    (
-        "cpu",
-        &[
-            ("core-id", Number),
-            ("die-id", Number),
-            ("node-id", Number),
-            ("socket-id", Number),
-            ("thread-id", Number),
-            ("type", Word),
-        ],
-    ),
-    ("dist", &[("dst", Number), ("src", Number), ("type", Word), ("val", Number)]),
-    (
-        "hmat-cache",
-        &[
-            ("associativity", Word),
-            ("level", Number),
-            ("line", Number),
-            ("node-id", Number),
-            ("policy", Word),
-            ("size", Size),
-            ("type", Word),
-        ],
-    ),
+    ("cpu", &[(Number, "core-id die-id node-id socket-id thread-id"), (Word, "type")]),
+    ("dist", &[(Number, "dst src val"), (Word, "type")]),
+    ("hmat-cache", &[(Word, "associativity policy type"), (Number, "level line node-id"), (Size, "size")]),
     (
         "hmat-lb",
-        &[
-            ("bandwidth", Size),
-            ("data-type", Word),
-            ("hierarchy", Word),
-            ("initiator", Number),
-            ("latency", Number),
-            ("target", Number),
-            ("type", Word),
-        ],
+        &[(Size, "bandwidth"), (Word, "data-type hierarchy type"), (Number, "initiator latency target")],
     ),
     (
         "node",
-        &[
-            ("cpus", Ranges),
-            ("initiator", Number),
-            ("mem", Size),
-            ("memdev", Id),
-            ("nodeid", Number),
-            ("type", Word),
-        ],
+        &[(Ranges, "cpus"), (Number, "initiator nodeid"), (Size, "mem"), (Id, "memdev"), (Word, "type")],
     ),
 ];
-const SMP: &[Known] = &[
-    ("books", Number),
-    ("clusters", Number),
-    ("cores", Number),
-    ("cpus", Number),
-    ("dies", Number),
-    ("drawers", Number),
-    ("maxcpus", Number),
-    ("modules", Number),
-    ("sockets", Number),
-    ("threads", Number),
-];
+const SMP: &[Known] = &[(Number, "books clusters cores cpus dies drawers maxcpus modules sockets threads")];
 const SMBIOS: &[Known] = &[
-    ("asset", Label),
-    ("bank", Label),
-    ("date", Label),
-    ("family", Label),
-    ("file", Host),
-    ("loc_pfx", Label),
-    ("location", Label),
-    ("manufacturer", Label),
-    ("part", Label),
-    ("path", Host),
-    ("product", Label),
-    ("release", Label),
-    ("serial", Label),
-    ("sku", Label),
-    ("sock_pfx", Label),
-    ("speed", Number),
-    ("type", Number),
-    ("uefi", Switch),
-    ("uuid", Uuid),
-    ("value", Host),
-    ("vendor", Label),
-    ("version", Label),
+    (
+        Label,
+        "asset bank date family loc_pfx location manufacturer part product release serial sku sock_pfx \
+         vendor version",
+    ),
+    (Host, "file path value"),
+    (Number, "speed type"),
+    (Switch, "uefi"),
+    (Uuid, "uuid"),
 ];
 const BOOT: &[Known] = &[
-    ("menu", Switch),
-    ("once", Word),
-    ("order", Word),
-    ("reboot-timeout", Number),
-    ("splash", Host),
-    ("splash-time", Number),
-    ("strict", Switch),
+    (Switch, "menu strict"),
+    (Word, "once order"),
+    (Number, "reboot-timeout splash-time"),
+    (Host, "splash"),
 ];
 const FLAG: Rule = Rule::Text(Form::Empty);
 
-const RULES: &[(&str, Rule)] = &[
-    ("(disk file)", Rule::Host),
-    ("D", Rule::Process),
-    ("L", Rule::Process),
-    ("S", Rule::Process),
-    ("accel", Rule::Properties(ACCELERATOR)),
-    ("acpitable", Rule::Host),
+// Not from an image: `nographic`, whose serial port would write to the log without a limit, and `snapshot`, with which the guest's
+// writes to this host's disks would be lost.
+const RULES: &[Group<Rule>] = &[
     (
-        "action",
-        Rule::Properties(&[("panic", Word), ("reboot", Word), ("shutdown", Word), ("watchdog", Word)]),
+        Rule::Host,
+        "acpitable append bios cdrom debugcon dtb fda fdb fw_cfg hda hdb hdc hdd initrd kernel \
+         mem-path mtdblock nographic option-rom pflash sd snapshot",
     ),
-    ("add-fd", Rule::Process),
-    ("append", Rule::Host),
-    ("async-teardown", Rule::Process),
-    ("audiodev", Rule::Typed { key: "driver", types: &[("none", &[("driver", Word), ("id", Id)])] }),
-    ("bios", Rule::Host),
-    ("blockdev", Rule::Properties(BLOCKDEV)),
-    ("boot", Rule::Properties(BOOT)),
-    ("cdrom", Rule::Host),
-    ("chardev", Rule::Typed { key: "backend", types: CHARDEVS }),
-    ("chroot", Rule::Process),
-    ("cpu", Rule::Cpu),
-    ("d", Rule::Process),
-    ("daemonize", Rule::Process),
-    ("debugcon", Rule::Host),
-    ("device", Rule::Device),
-    ("dfilter", Rule::Process),
-    ("display", Rule::Process),
-    ("drive", Rule::Properties(DRIVE)),
-    ("dtb", Rule::Host),
-    ("enable-kvm", FLAG),
-    ("fda", Rule::Host),
-    ("fdb", Rule::Host),
-    ("full-screen", Rule::Process),
-    ("fw_cfg", Rule::Host),
-    ("g", Rule::Text(Word)),
-    ("gdb", Rule::Process),
-    ("global", Rule::Global),
-    ("hda", Rule::Host),
-    ("hdb", Rule::Host),
-    ("hdc", Rule::Host),
-    ("hdd", Rule::Host),
-    ("icount", Rule::Properties(&[("align", Switch), ("shift", Word), ("sleep", Switch)])),
-    ("incoming", Rule::Process),
-    ("initrd", Rule::Host),
-    ("jitdump", Rule::Process),
-    ("k", Rule::Process),
-    ("kernel", Rule::Host),
-    ("m", Rule::Properties(&[("maxmem", Size), ("size", Size), ("slots", Number)])),
-    ("machine", Rule::Machine),
-    ("mem-path", Rule::Host),
-    ("mem-prealloc", FLAG),
-    ("mon", Rule::Process),
-    ("monitor", Rule::Process),
-    ("msg", Rule::Process),
-    ("mtdblock", Rule::Host),
-    ("name", Rule::Properties(&[("debug-threads", Switch), ("guest", Word), ("process", Host)])),
-    ("net", Rule::Typed { key: "type", types: NETS }),
-    ("netdev", Rule::Typed { key: "type", types: NETDEVS }),
-    ("nic", Rule::Typed { key: "type", types: NICS }),
-    ("no-acpi", FLAG),
-    ("no-fd-bootchk", FLAG),
-    ("no-hpet", FLAG),
-    ("no-reboot", FLAG),
-    ("no-shutdown", FLAG),
-    ("no-user-config", FLAG),
-    ("nodefaults", FLAG),
-    // The serial port would write to the log without a limit.
-    ("nographic", Rule::Host),
-    ("numa", Rule::Typed { key: "type", types: NUMA }),
-    ("object", Rule::Typed { key: "qom-type", types: OBJECTS }),
-    ("only-migratable", FLAG),
-    ("option-rom", Rule::Host),
-    ("overcommit", Rule::Process),
-    ("parallel", Rule::Text(One(&["none", "null"]))),
-    ("perfmap", Rule::Process),
-    ("pflash", Rule::Host),
-    ("pidfile", Rule::Process),
-    ("preconfig", Rule::Process),
-    ("qmp", Rule::Process),
-    ("qmp-pretty", Rule::Process),
-    ("qtest", Rule::Process),
-    ("qtest-log", Rule::Process),
-    ("rtc", Rule::Properties(&[("base", Date), ("clock", One(&["host", "rt", "vm"])), ("driftfix", Word)])),
-    ("run-with", Rule::Process),
-    ("runas", Rule::Process),
-    ("s", Rule::Process),
-    ("sandbox", Rule::Process),
-    ("sd", Rule::Host),
-    ("seed", Rule::Text(Number)),
-    ("serial", Rule::Serial),
-    ("singlestep", FLAG),
-    ("smbios", Rule::Properties(SMBIOS)),
-    ("smp", Rule::Properties(SMP)),
-    // What the guest writes to this host's disks would be lost.
-    ("snapshot", Rule::Host),
-    ("spice", Rule::Process),
     (
-        "tpmdev",
-        Rule::Typed { key: "type", types: &[("emulator", &[("chardev", Id), ("id", Id), ("type", Word)])] },
+        Rule::Process,
+        "D L S add-fd async-teardown chroot d daemonize dfilter display full-screen gdb incoming jitdump k \
+         mon monitor msg overcommit perfmap pidfile preconfig qmp qmp-pretty qtest qtest-log run-with runas \
+         s sandbox spice trace vnc",
     ),
-    ("trace", Rule::Process),
-    ("usb", FLAG),
-    ("usbdevice", Rule::Text(One(&["tablet", "mouse", "keyboard"]))),
-    ("uuid", Rule::Text(Uuid)),
-    ("vga", Rule::Text(One(&["none", "std", "cirrus", "vmware", "qxl", "virtio"]))),
-    ("vnc", Rule::Process),
-    ("watchdog-action", Rule::Text(Word)),
-    ("win2k-hack", FLAG),
+    (
+        FLAG,
+        "enable-kvm mem-prealloc no-acpi no-fd-bootchk no-hpet no-reboot no-shutdown no-user-config \
+         nodefaults only-migratable singlestep usb win2k-hack",
+    ),
+    (Rule::Text(Word), "g watchdog-action"),
+    (Rule::Properties(ACCELERATOR), "accel"),
+    (Rule::Properties(&[(Word, "panic reboot shutdown watchdog")]), "action"),
+    (Rule::Typed { key: "driver", types: &[("none", &[(Word, "driver"), (Id, "id")])] }, "audiodev"),
+    (Rule::Properties(BLOCKDEV), "blockdev"),
+    (Rule::Properties(BOOT), "boot"),
+    (Rule::Typed { key: "backend", types: CHARDEVS }, "chardev"),
+    (Rule::Cpu, "cpu"),
+    (Rule::Device, "device"),
+    (Rule::Properties(DRIVE), "drive"),
+    (Rule::Global, "global"),
+    (Rule::Properties(&[(Switch, "align sleep"), (Word, "shift")]), "icount"),
+    (Rule::Properties(&[(Size, "maxmem size"), (Number, "slots")]), "m"),
+    (Rule::Machine, "machine"),
+    (Rule::Properties(&[(Switch, "debug-threads"), (Word, "guest"), (Host, "process")]), "name"),
+    (Rule::Typed { key: "type", types: NETS }, "net"),
+    (Rule::Typed { key: "type", types: NETDEVS }, "netdev"),
+    (Rule::Typed { key: "type", types: NICS }, "nic"),
+    (Rule::Typed { key: "type", types: NUMA }, "numa"),
+    (Rule::Typed { key: "qom-type", types: OBJECTS }, "object"),
+    (Rule::Text(One(&["none", "null"])), "parallel"),
+    (Rule::Properties(&[(Date, "base"), (One(&["host", "rt", "vm"]), "clock"), (Word, "driftfix")]), "rtc"),
+    (Rule::Text(Number), "seed"),
+    (Rule::Serial, "serial"),
+    (Rule::Properties(SMBIOS), "smbios"),
+    (Rule::Properties(SMP), "smp"),
+    (Rule::Typed { key: "type", types: &[("emulator", &[(Id, "chardev id"), (Word, "type")])] }, "tpmdev"),
+    (Rule::Text(One(&["tablet", "mouse", "keyboard"])), "usbdevice"),
+    (Rule::Text(Uuid), "uuid"),
+    (Rule::Text(One(&["none", "std", "cirrus", "vmware", "qxl", "virtio"])), "vga"),
 ];
 
 /// Returns true if an option belongs to the process rather than to its guest.
@@ -514,9 +280,10 @@ mod tests {
 
     #[test]
     fn every_rule_is_for_an_option_of_qemu() {
-        for (index, (name, _)) in RULES.iter().enumerate() {
+        let names: Vec<_> = names::all(RULES).collect();
+        for (index, name) in names.iter().enumerate() {
             assert_eq!(OptionName::find(name).map(OptionName::as_str), Some(*name));
-            assert!(RULES[..index].iter().all(|(other, _)| other != name), "{name} has two rules");
+            assert!(!names[..index].contains(name), "{name} has two rules");
         }
     }
 
