@@ -13,10 +13,9 @@ mod state;
 
 use serde::{Deserialize, Serialize};
 
-pub use fds::{AddFd, AddedFd, CloseFd, FdSet, FdSetFd, GetFd, QueryFdsets, RemoveFd};
+pub use fds::{AddFd, AddedFd, RemoveFd};
 pub use migrate::{
-    Address, Migrate, MigrateCancel, MigrateContinue, MigrateIncoming, MigratePause, MigrateRecover,
-    MigrateStartPostcopy, MigrationChannel, MigrationEndpoint, SocketAddress,
+    Migrate, MigrateCancel, MigrateIncoming, MigratePause, MigrateRecover, MigrateStartPostcopy,
 };
 pub use migration_info::{MigrationInfo, MigrationStatus, QueryMigrate, RamStats};
 pub use migration_settings::{
@@ -24,10 +23,9 @@ pub use migration_settings::{
     QueryMigrateCapabilities, QueryMigrateParameters,
 };
 pub use state::{
-    BlockDevice, BlockImage, BlockInserted, CommandName, Cont, CpuFast, HumanMonitorCommand,
-    HumanReadableText, Machine, Memdev, MemorySizeSummary, QomGet, QueryBlock, QueryCommands, QueryCpusFast,
-    QueryMachines, QueryMemdev, QueryMemorySizeSummary, QueryStatus, QueryUuid, QueryVersion, Quit, RunState,
-    Status, Stop, Uuid, Version, VersionTriple, XQueryRamblock,
+    BlockDevice, BlockImage, BlockInserted, Cont, CpuFast, HumanMonitorCommand, Memdev, QomGet, QueryBlock,
+    QueryCpusFast, QueryMemdev, QueryStatus, QueryUuid, QueryVersion, Quit, RunState, Status, Stop, Uuid,
+    Version, VersionTriple,
 };
 
 /// Reply of commands that return no data.

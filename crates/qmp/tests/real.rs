@@ -11,11 +11,23 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use common::{TestQemu, WAIT, binaries, until};
-use serde_json::{Map, Value};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
 use towline_qmp::commands::*;
-use towline_qmp::{Client, DisconnectReason, Error, Options, Request};
+use towline_qmp::{Client, Command, DisconnectReason, Error, Options, Request};
 
 const SHORT: Duration = Duration::from_millis(300);
+
+/// A command of the caller's own.
+#[derive(Serialize)]
+struct GetFd {
+    fdname: &'static str,
+}
+
+impl Command for GetFd {
+    const NAME: &'static str = "getfd";
+    type Return = Empty;
+}
 
 fn short() -> Options {
     Options { greeting_deadline: SHORT, ..Options::default() }
@@ -43,20 +55,14 @@ fn typed_commands_read_what_qemu_answers() {
         assert_eq!(client.greeting().version["qemu"]["major"], version.qemu.major);
         let status = client.execute(&QueryStatus).unwrap();
         assert_eq!(status, Status { status: RunState::PRELAUNCH, running: false });
-        let machines = client.execute(&QueryMachines).unwrap();
-        assert!(machines.iter().any(|machine| machine.alias.as_deref() == Some("q35")));
-        assert!(client.execute(&QueryCommands).unwrap().iter().any(|command| command.name == "migrate"));
         let cpus = client.execute(&QueryCpusFast).unwrap();
         assert_eq!(cpus.iter().map(|cpu| cpu.cpu_index).collect::<Vec<_>>(), [0, 1]);
-        let memory = client.execute(&QueryMemorySizeSummary).unwrap();
-        assert_eq!(memory, MemorySizeSummary { base_memory: 64 << 20, plugged_memory: 0 });
         let drives = client.execute(&QueryBlock).unwrap();
         let inserted = drives[0].inserted.as_ref().unwrap();
         assert_eq!((drives[0].device.as_str(), inserted.drv.as_str()), ("d0", "raw"));
         assert_eq!(inserted.image.virtual_size, 1 << 20);
         let text = client.execute(&HumanMonitorCommand { command_line: "info ramblock".into() }).unwrap();
         assert!(text.contains("pc.ram"));
-        assert!(client.execute(&XQueryRamblock).unwrap().human_readable_text.contains("pc.ram"));
         assert_eq!(client.execute(&QueryMigrate).unwrap(), MigrationInfo::default());
 
         // Unknown keys are kept: typed and raw are the same.
@@ -164,7 +170,7 @@ fn a_guest_is_sent_into_a_descriptor() {
         let events = CapabilityState { capability: Capability::EVENTS, state: true };
         client.execute(&MigrateSetCapabilities { capabilities: vec![events] }).unwrap();
         let (mut reader, writer) = pipe().unwrap();
-        client.execute_with_fds(&GetFd { fdname: "out".into() }, &[writer.as_fd()]).unwrap();
+        client.execute_with_fds(&GetFd { fdname: "out" }, &[writer.as_fd()]).unwrap();
         drop(writer);
         client.execute(&Migrate::to_uri("fd:out")).unwrap();
         let mut magic = [0; 4];
@@ -187,10 +193,13 @@ fn descriptors_are_added_to_sets() {
         let (_reader, writer) = pipe().unwrap();
         let add = AddFd { opaque: Some("a pipe".into()), ..AddFd::default() };
         let added = client.execute_with_fds(&add, &[writer.as_fd()]).unwrap();
-        let fds = vec![FdSetFd { fd: added.fd, opaque: Some("a pipe".into()) }];
-        assert_eq!(client.execute(&QueryFdsets).unwrap(), [FdSet { fdset_id: added.fdset_id, fds }]);
+        let set = json!({
+            "fdset-id": added.fdset_id,
+            "fds": [{ "fd": added.fd, "opaque": "a pipe" }]
+        });
+        assert_eq!(client.execute_raw("query-fdsets", None).unwrap(), json!([set]));
         client.execute(&RemoveFd { fdset_id: added.fdset_id, fd: None }).unwrap();
-        assert_eq!(client.execute(&QueryFdsets).unwrap(), []);
+        assert_eq!(client.execute_raw("query-fdsets", None).unwrap(), json!([]));
         let error = client.execute(&add).unwrap_err();
         assert!(error.to_string().contains("No file descriptor supplied"), "{error}");
     }

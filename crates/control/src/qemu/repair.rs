@@ -69,8 +69,7 @@ impl Qemu {
     /// # Errors
     /// [`Error::Qmp`].
     pub fn migrate(&mut self, command: &Migrate) -> Result<(), Error> {
-        let to = serde_json::to_value(&command.target).map(|target| target.to_string()).unwrap_or_default();
-        let entry = self.record(&UndoRecord::migration(to));
+        let entry = self.record(&UndoRecord::migration(&command.uri));
         let accepted = self.client.execute(command);
         if matches!(accepted, Err(qmp::Error::Refusal { .. }))
             && let Some(entry) = entry

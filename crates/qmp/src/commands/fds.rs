@@ -12,7 +12,7 @@ pub struct AddFd {
     /// Number of the set, created if it does not exist; `None`: QEMU creates a set.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fdset_id: Option<i64>,
-    /// Text that `query-fdsets` returns.
+    /// Text that QEMU's `query-fdsets` returns.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub opaque: Option<String>,
 }
@@ -39,45 +39,3 @@ pub struct RemoveFd {
     pub fd: Option<i64>,
 }
 command!(RemoveFd, "remove-fd", Empty);
-
-/// `query-fdsets`.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct QueryFdsets;
-command!(QueryFdsets, "query-fdsets", Vec<FdSet>);
-
-/// A set of descriptors.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct FdSet {
-    /// Number of the set.
-    pub fdset_id: i64,
-    /// Its descriptors.
-    pub fds: Vec<FdSetFd>,
-}
-
-/// A descriptor in a set.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-pub struct FdSetFd {
-    /// Its number within QEMU.
-    pub fd: i64,
-    /// Text passed to `add-fd`.
-    #[serde(default)]
-    pub opaque: Option<String>,
-}
-
-/// `getfd`: names the descriptor that is sent with it, for `fd:NAME`.
-/// Send it by [`Client::execute_with_fds`](crate::Client::execute_with_fds).
-#[derive(Clone, Debug, Serialize)]
-pub struct GetFd {
-    /// The name; it may not begin with a digit.
-    pub fdname: String,
-}
-command!(GetFd, "getfd", Empty);
-
-/// `closefd`: closes a descriptor of `getfd` that is not in use.
-#[derive(Clone, Debug, Serialize)]
-pub struct CloseFd {
-    /// Name of the descriptor.
-    pub fdname: String,
-}
-command!(CloseFd, "closefd", Empty);

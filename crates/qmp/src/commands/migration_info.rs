@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::command;
 use super::open_enum::open_enum;
-use super::{SocketAddress, command};
 use crate::Event;
 
 /// `query-migrate`: state of the outgoing migration or, at a destination, of the incoming one.
@@ -94,13 +94,6 @@ pub struct MigrationInfo {
     /// Keys without a field of their own.
     #[serde(flatten)]
     pub other: Map<String, Value>,
-}
-
-impl MigrationInfo {
-    /// Addresses at which QEMU listens, of the kinds that [`SocketAddress`] has.
-    pub fn listening(&self) -> impl Iterator<Item = SocketAddress> + '_ {
-        self.socket_address.iter().filter_map(|address| SocketAddress::deserialize(address).ok())
-    }
 }
 
 /// QEMU's `MigrationStats`. A missing counter is 0.

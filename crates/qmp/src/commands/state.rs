@@ -102,40 +102,6 @@ pub struct Uuid {
     pub uuid: String,
 }
 
-/// `query-commands`: names of the commands that this QEMU has.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct QueryCommands;
-command!(QueryCommands, "query-commands", Vec<CommandName>);
-
-/// A command's name.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CommandName {
-    /// The name.
-    pub name: String,
-}
-
-/// `query-machines`: machine types that this QEMU supports.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct QueryMachines;
-command!(QueryMachines, "query-machines", Vec<Machine>);
-
-/// A machine type.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct Machine {
-    /// Its versioned name, for example `pc-q35-10.0`.
-    pub name: String,
-    /// Its short name, for example `q35`.
-    #[serde(default)]
-    pub alias: Option<String>,
-    /// True if a later QEMU will not have it.
-    #[serde(default)]
-    pub deprecated: bool,
-    /// Keys without a field of their own.
-    #[serde(flatten)]
-    pub other: Map<String, Value>,
-}
-
 /// `qom-get`: a property of an object.
 #[derive(Clone, Debug, Serialize)]
 pub struct QomGet {
@@ -154,35 +120,6 @@ pub struct HumanMonitorCommand {
     pub command_line: String,
 }
 command!(HumanMonitorCommand, "human-monitor-command", String);
-
-/// `x-query-ramblock`: text of `info ramblock`. The prefix `x-` marks a command that is not stable.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct XQueryRamblock;
-command!(XQueryRamblock, "x-query-ramblock", HumanReadableText);
-
-/// Text for people.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct HumanReadableText {
-    /// The text.
-    pub human_readable_text: String,
-}
-
-/// `query-memory-size-summary`.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct QueryMemorySizeSummary;
-command!(QueryMemorySizeSummary, "query-memory-size-summary", MemorySizeSummary);
-
-/// Size of the guest's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct MemorySizeSummary {
-    /// Bytes present at start.
-    pub base_memory: u64,
-    /// Bytes of hot-plugged memory.
-    #[serde(default)]
-    pub plugged_memory: u64,
-}
 
 /// `query-memdev`: the `memory-backend-*` objects.
 #[derive(Clone, Copy, Debug, Serialize)]
