@@ -23,8 +23,6 @@ bitflags::bitflags! {
         const ZERO_COPY = 1 << 0;
         /// File descriptors travel: [`Channel::send_fds`], [`Channel::recv_fds`].
         const FD_PASSING = 1 << 1;
-        /// There are offsets: [`Channel::send_at`], [`Channel::recv_at`].
-        const POSITIONED = 1 << 2;
         /// [`Channel::shutdown`] ends each half separately and wakes the threads blocked in it.
         const SHUTDOWN = 1 << 3;
         /// [`RecvFlags::PEEK`] is understood.
@@ -167,25 +165,6 @@ pub trait Channel: Debug + Send + Sync {
         Err(Error::unsupported(self.peer(), "receiving file descriptors; use a Unix socket"))
     }
 
-    /// Writes a prefix of the buffers at `offset` in bytes from the start of the file; the stream's own cursor stays.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] without [`Capabilities::POSITIONED`], otherwise [`Error::Io`].
-    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
-        let _ = (bufs, offset);
-        Err(Error::unsupported(self.peer(), "writing at an offset; use a file"))
-    }
-
-    /// Reads into a prefix of the buffers from `offset` in bytes from the start of the file; the stream's own cursor
-    /// stays. 0 at the end of the file.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] without [`Capabilities::POSITIONED`], otherwise [`Error::Io`].
-    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
-        let _ = (bufs, offset);
-        Err(Error::unsupported(self.peer(), "reading at an offset; use a file"))
-    }
-
     /// Waits until [`Channel::recv`] would not block: something came, or the stream has ended. Returns false if `until`
     /// was pulled and nothing is there. A channel without a descriptor does not wait here; it is woken by `shutdown`.
     ///
@@ -261,41 +240,6 @@ pub trait ChannelExt: Channel {
     fn recv_exact_unauthenticated(&self, bufs: &mut [IoBufMut<'_>]) -> Result<()> {
         recv_exact(self, bufs, RecvFlags::UNAUTHENTICATED)
     }
-
-    /// Writes every byte of the buffers at `offset`, one buffer behind the other.
-    ///
-    /// # Errors
-    /// Those of [`Channel::send_at`].
-    fn send_all_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<()> {
-        let mut cursor = IoCursor::new(bufs);
-        let mut offset = offset;
-        while !cursor.is_empty() {
-            let sent = self.send_at(cursor.chunk(), offset)?;
-            cursor.advance(progress(self.peer(), "send_at", sent)?);
-            offset += sent as u64;
-        }
-        Ok(())
-    }
-
-    /// Fills every buffer from `offset`, one behind the other.
-    ///
-    /// # Errors
-    /// [`Error::Closed`] if the file ends first, otherwise those of [`Channel::recv_at`].
-    fn recv_exact_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<()> {
-        let mut cursor = IoCursorMut::new(bufs);
-        let mut offset = offset;
-        let wanted = cursor.remaining();
-        while !cursor.is_empty() {
-            match self.recv_at(cursor.chunk(), offset)? {
-                0 => return Err(closed(self.peer(), wanted, &cursor)),
-                received => {
-                    cursor.advance(received);
-                    offset += received as u64;
-                }
-            }
-        }
-        Ok(())
-    }
 }
 
 impl<C: Channel + ?Sized> ChannelExt for C {}
@@ -344,16 +288,6 @@ macro_rules! forward_channel {
     (@recv_fds $i:ident) => {
         fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<std::os::fd::OwnedFd>) -> $crate::Result<usize> {
             self.$i.recv_fds(bytes, fds)
-        }
-    };
-    (@send_at $i:ident) => {
-        fn send_at(&self, bufs: &[$crate::IoBuf<'_>], offset: u64) -> $crate::Result<usize> {
-            self.$i.send_at(bufs, offset)
-        }
-    };
-    (@recv_at $i:ident) => {
-        fn recv_at(&self, bufs: &mut [$crate::IoBufMut<'_>], offset: u64) -> $crate::Result<usize> {
-            self.$i.recv_at(bufs, offset)
         }
     };
     (@wait_recv $i:ident) => {

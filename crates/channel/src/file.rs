@@ -1,10 +1,9 @@
-//! Files: a stream with a cursor of its own, and reads and writes at offsets.
+//! Files: a stream with a cursor of its own.
 //!
 //! The stream's cursor is kept here, in bytes from the start of the file, and moves only with `send` and `recv`; it
 //! starts at the address's offset. The descriptor's own position is neither used nor moved.
 //!
-//! Out of scope: durability (see [`FileChannel::sync`]) and direct I/O (for `O_DIRECT` the caller opens the file and
-//! keeps to its alignment). A file never waits for a peer, so timeouts have no effect.
+//! Out of scope: durability, and direct I/O (for `O_DIRECT` the caller opens the file and keeps to its alignment). A file never waits for a peer, so timeouts have no effect.
 
 use crate::channel::{check_recv, check_send, check_timeouts};
 use crate::sys::io;
@@ -63,8 +62,7 @@ impl FileChannel {
         Self::new(file, offset, peer)
     }
 
-    /// Wraps an open file; its capabilities follow from its open flags. With `O_APPEND` the kernel ignores offsets of
-    /// writes, so such a file is not [`Capabilities::POSITIONED`].
+    /// Wraps an open file; its capabilities follow from its open flags.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -77,38 +75,12 @@ impl FileChannel {
             _ => Capabilities::RECV,
         } | Capabilities::SHUTDOWN;
         capabilities.set(Capabilities::PEEK, capabilities.contains(Capabilities::RECV));
-        capabilities.set(Capabilities::POSITIONED, !flags.contains(OFlags::APPEND));
         let (recv_ended, send_ended) = (AtomicBool::new(false), AtomicBool::new(false));
         Ok(Self { file, peer, capabilities, cursor: Mutex::new(offset), recv_ended, send_ended })
     }
 
-    /// Where the stream is, in bytes from the start of the file.
-    pub fn position(&self) -> u64 {
-        *self.cursor()
-    }
-
-    /// Moves the stream, in bytes from the start of the file.
-    pub fn seek(&self, position: u64) {
-        *self.cursor() = position;
-    }
-
-    /// Waits until all that was written is on the disk.
-    ///
-    /// # Errors
-    /// [`Error::Io`]; the content on the disk is undefined then.
-    pub fn sync(&self) -> Result<()> {
-        self.file.sync_all().map_err(|source| Error::io("sync", &self.peer, source))
-    }
-
     fn cursor(&self) -> std::sync::MutexGuard<'_, u64> {
         self.cursor.lock().expect("no panic while it is held")
-    }
-
-    fn check_positioned(&self) -> Result<()> {
-        if self.capabilities.contains(Capabilities::POSITIONED) {
-            return Ok(());
-        }
-        Err(Error::unsupported(&self.peer, "offsets: it was opened for appending (O_APPEND)"))
     }
 }
 
@@ -163,19 +135,6 @@ impl Channel for FileChannel {
 
     fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()> {
         check_timeouts(&self.peer, [recv, send])
-    }
-
-    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
-        check_send(&self.peer, self.capabilities, SendFlags::empty())?;
-        self.check_positioned()?;
-        io::pwritev(self.file.as_fd(), bufs, offset)
-            .map_err(|source| Error::io("send_at", &self.peer, source))
-    }
-
-    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
-        check_recv(&self.peer, self.capabilities, RecvFlags::empty())?;
-        self.check_positioned()?;
-        io::preadv(self.file.as_fd(), bufs, offset).map_err(|source| Error::io("recv_at", &self.peer, source))
     }
 
     fn as_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -277,10 +277,6 @@ fn refuses(ends: &Ends) {
         unsupported(ends.tx.send_fds(b"x", &[]), Capabilities::FD_PASSING);
         unsupported(ends.rx.recv_fds(&mut room, &mut Vec::new()), Capabilities::FD_PASSING);
     }
-    if !ends.can(Capabilities::POSITIONED) {
-        unsupported(ends.tx.send_at(&bufs, 0), Capabilities::POSITIONED);
-        unsupported(ends.rx.recv_at(&mut [(&mut room).into()], 0), Capabilities::POSITIONED);
-    }
     if !ends.rx.capabilities().contains(Capabilities::PEEK) {
         unsupported(ends.rx.recv(&mut [(&mut room).into()], RecvFlags::PEEK), Capabilities::PEEK);
     }

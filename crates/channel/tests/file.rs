@@ -1,4 +1,4 @@
-//! Files: the stream's cursor, offsets, and the former content that stays.
+//! Files: the stream's cursor, and the former content that stays.
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 mod common;
@@ -9,18 +9,12 @@ use std::os::fd::IntoRawFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use tempfile::TempDir;
-use towline_channel::{Capabilities, Channel, ChannelExt, Error, FileChannel, IoBuf, IoBufMut, Listener};
+use towline_channel::{Capabilities, Channel, Error, FileChannel, IoBuf, Listener, SendFlags};
 
 fn scratch() -> (TempDir, PathBuf) {
     let directory = TempDir::new().unwrap();
     let path = directory.path().join("image");
     (directory, path)
-}
-
-fn read_at(channel: &dyn Channel, len: usize, offset: u64) -> towline_channel::Result<Vec<u8>> {
-    let mut bytes = vec![0; len];
-    channel.recv_exact_at(&mut [IoBufMut::from(bytes.as_mut_slice())], offset)?;
-    Ok(bytes)
 }
 
 #[test]
@@ -47,24 +41,14 @@ fn a_new_file_is_its_owner_s_alone_and_a_missing_one_an_error() {
 }
 
 #[test]
-fn offsets_do_not_move_the_stream() {
+fn a_file_is_written_and_read_at_one_cursor() {
     let (_directory, path) = scratch();
     let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
-    let channel = FileChannel::new(file, 0, "file:test").unwrap();
+    let channel = FileChannel::new(file, 3, "file:test").unwrap();
     assert!(!channel.capabilities().contains(Capabilities::BIDIRECTIONAL));
-    let data = pattern(5000);
-    let bufs: Vec<IoBuf<'_>> = data.chunks(2).map(IoBuf::from).collect();
-    channel.send_all_at(&bufs, 1 << 20).unwrap();
-    assert_eq!(channel.position(), 0);
-    send_all(&channel, b"start").unwrap();
-    assert_eq!(channel.position(), 5);
-    assert_eq!(read_at(&channel, 5000, 1 << 20).unwrap(), data);
-    assert_eq!(read_at(&channel, 5, 0).unwrap(), b"start");
-    let end = read_at(&channel, 10, (1 << 20) + 4996).unwrap_err();
-    assert!(matches!(end, Error::Closed { wanted: 10, got: 4, .. }), "{end:?}");
-    channel.seek(1);
-    assert_eq!(recv_exact(&channel, 4).unwrap(), b"tart");
-    channel.sync().unwrap();
+    send_all(&channel, b"stream").unwrap();
+    assert_eq!(std::fs::read(&path).unwrap(), b"\0\0\0stream");
+    assert!(matches!(recv_exact(&channel, 1), Err(Error::Closed { wanted: 1, got: 0, .. })));
 }
 
 #[test]
@@ -79,21 +63,10 @@ fn a_number_starts_where_its_descriptor_stands() {
 }
 
 #[test]
-fn a_file_opened_for_appending_has_no_offsets() {
-    let (_directory, path) = scratch();
-    std::fs::write(&path, "log:").unwrap();
-    let file = OpenOptions::new().append(true).open(&path).unwrap();
-    let channel = FileChannel::new(file, 0, "file:test").unwrap();
-    assert!(!channel.capabilities().contains(Capabilities::POSITIONED));
-    assert!(matches!(channel.send_at(&[IoBuf::from(b"x")], 0), Err(Error::Unsupported { .. })));
-    send_all(&channel, b"line").unwrap();
-    assert_eq!(std::fs::read(&path).unwrap(), b"log:line");
-}
-
-#[test]
 fn an_offset_no_file_has_is_refused() {
     let (_directory, path) = scratch();
-    let channel = FileChannel::create(&path, 0).unwrap();
-    let error = channel.send_at(&[IoBuf::from(b"x")], u64::MAX).unwrap_err();
-    assert!(matches!(error, Error::Io { op: "send_at", .. }), "{error:?}");
+    let file = OpenOptions::new().write(true).create_new(true).open(&path).unwrap();
+    let channel = FileChannel::new(file, u64::MAX, "file:test").unwrap();
+    let error = channel.send(&[IoBuf::from(b"x")], SendFlags::empty()).unwrap_err();
+    assert!(matches!(error, Error::Io { op: "send", .. }), "{error:?}");
 }

@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard};
 ///
 /// As soon as byte N has passed, the channel inside is shut down both ways. Then `send` is [`Error::Fault`] if sending
 /// was counted (and the channel's own `EPIPE` if receiving was), and `recv` gives what had arrived and the end of the
-/// stream. Bytes of `send_at` and `recv_at` count too; bytes looked at with `PEEK` do not, but none behind N are seen.
+/// stream. Bytes looked at with `PEEK` do not count, but none behind N are seen.
 #[derive(Debug)]
 pub struct Cut {
     inner: Box<dyn Channel>,
@@ -98,16 +98,6 @@ impl Channel for Cut {
 
     fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
         self.recv_counted(bytes.len(), |len| self.inner.recv_fds(&mut bytes[..len], fds).map(|n| (n, n)))
-    }
-
-    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
-        self.send_counted(total_len(bufs), |len| self.inner.send_at(&limit(bufs, len), offset))
-    }
-
-    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
-        self.recv_counted(total_len_mut(bufs), |len| {
-            self.inner.recv_at(&mut limit_mut(bufs, len), offset).map(|n| (n, n))
-        })
     }
 }
 

@@ -64,14 +64,4 @@ impl Channel for Delay {
         self.wait(Direction::Recv);
         self.inner.recv_fds(bytes, fds)
     }
-
-    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
-        self.wait(Direction::Send);
-        self.inner.send_at(bufs, offset)
-    }
-
-    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
-        self.wait(Direction::Recv);
-        self.inner.recv_at(bufs, offset)
-    }
 }

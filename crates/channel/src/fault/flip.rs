@@ -6,8 +6,8 @@ use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, gather, scat
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Mutex;
 
-/// Changes bits of one received byte, as a faulty network card does whose checksums are its own. Bytes of `recv_at` and
-/// those received with descriptors do not count.
+/// Changes bits of one received byte, as a faulty network card does whose checksums are its own. Bytes that
+/// are received with descriptors do not count.
 #[derive(Debug)]
 pub struct Flip {
     inner: Box<dyn Channel>,
@@ -55,13 +55,5 @@ impl Channel for Flip {
 
     fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
         self.inner.recv_fds(bytes, fds)
-    }
-
-    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
-        self.inner.send_at(bufs, offset)
-    }
-
-    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
-        self.inner.recv_at(bufs, offset)
     }
 }

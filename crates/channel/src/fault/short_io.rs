@@ -47,12 +47,4 @@ impl Channel for ShortIo {
         let len = self.size(Direction::Recv).min(bytes.len());
         self.inner.recv_fds(&mut bytes[..len], fds)
     }
-
-    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
-        self.inner.send_at(&limit(bufs, self.size(Direction::Send)), offset)
-    }
-
-    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
-        self.inner.recv_at(&mut limit_mut(bufs, self.size(Direction::Recv)), offset)
-    }
 }

@@ -92,14 +92,4 @@ impl Channel for Throttle {
     fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
         self.pass(Direction::Recv, bytes.len(), |len| self.inner.recv_fds(&mut bytes[..len], fds))
     }
-
-    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
-        self.pass(Direction::Send, total_len(bufs), |len| self.inner.send_at(&limit(bufs, len), offset))
-    }
-
-    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
-        self.pass(Direction::Recv, total_len_mut(bufs), |len| {
-            self.inner.recv_at(&mut limit_mut(bufs, len), offset)
-        })
-    }
 }
