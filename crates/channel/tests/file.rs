@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{cancel, open, pattern, recv_exact, recv_to_end, send_all, soon};
+use common::{cancel, open, recv_exact, recv_to_end, send_all, soon};
 use std::fs::OpenOptions;
 use std::os::fd::IntoRawFd;
 use std::os::unix::fs::PermissionsExt;
