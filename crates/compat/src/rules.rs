@@ -39,8 +39,6 @@ use crate::report::{Findings, Report};
 pub struct Rule {
     /// Its name, which stays.
     pub id: &'static str,
-    /// Its subject, in a line.
-    pub about: &'static str,
     run: fn(&Pair<'_>, &mut Findings<'_>),
 }
 

@@ -3,8 +3,7 @@
 use super::{Pair, Rule};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule =
-    Rule { id: "accelerator", about: "both run it by KVM, or both emulate it", run };
+pub(super) const RULE: Rule = Rule { id: "accelerator", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };

@@ -4,8 +4,7 @@ use super::{Pair, Rule};
 use crate::facts::Subject;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule =
-    Rule { id: "blocked", about: "QEMU does not refuse to migrate this guest", run };
+pub(super) const RULE: Rule = Rule { id: "blocked", run };
 
 /// The device that a move can do without meanwhile.
 const VSOCK: &str = "vhost-user-vsock";

@@ -5,11 +5,7 @@ use super::{Pair, Rule};
 use crate::facts::Qemu;
 use crate::report::{ConfiguredBy, Findings, Severity};
 
-pub(super) const RULE: Rule = Rule {
-    id: "capabilities",
-    about: "migration capabilities are set alike (towline does that; by hand the user has to)",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "capabilities", run };
 
 /// Must be the same.
 const BOTH: &[(&str, &str)] = &[

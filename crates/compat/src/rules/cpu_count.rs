@@ -8,11 +8,7 @@ use super::{Pair, Rule};
 use crate::facts::Qemu;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule {
-    id: "cpu-count",
-    about: "as many virtual processors, now and at most, with the same APIC ids",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "cpu-count", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };

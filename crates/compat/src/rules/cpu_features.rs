@@ -5,11 +5,7 @@ use super::{Pair, Rule};
 use crate::facts::FeatureWord;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule {
-    id: "cpu-features",
-    about: "each processor feature that the guest has is there (QEMU takes it, and the guest hangs)",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "cpu-features", run };
 
 /// Bits of the processors' topology (`ht`, `cmp_legacy`), which `-smp` decides and not the model. QEMU 10.0 has them
 /// among its feature words, 7.2 adds them only when the guest reads them; the guest sees the same. Leaf, register,

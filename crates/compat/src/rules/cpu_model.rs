@@ -3,8 +3,7 @@
 use super::{Pair, Rule};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule =
-    Rule { id: "cpu-model", about: "the CPU model does not depend on the host", run };
+pub(super) const RULE: Rule = Rule { id: "cpu-model", run };
 
 /// Models that are what a host or a QEMU's version makes of them.
 const HOST_MODELS: [&str; 2] = ["max", "host"];

@@ -5,8 +5,7 @@ use std::collections::BTreeSet;
 use super::{Pair, Rule};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule =
-    Rule { id: "device-extra", about: "devices that only the destination has", run };
+pub(super) const RULE: Rule = Rule { id: "device-extra", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };

@@ -3,7 +3,7 @@
 use super::{Pair, Rule};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "device-kind", about: "devices at one address have one type", run };
+pub(super) const RULE: Rule = Rule { id: "device-kind", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };

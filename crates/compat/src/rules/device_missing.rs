@@ -6,8 +6,7 @@ use super::{Pair, Rule};
 use crate::facts::QemuDevice;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule =
-    Rule { id: "device-missing", about: "each device of the guest is there, in the same place", run };
+pub(super) const RULE: Rule = Rule { id: "device-missing", run };
 
 /// Devices without a state in the stream.
 const STATELESS: [&str; 6] =

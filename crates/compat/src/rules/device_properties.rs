@@ -4,8 +4,7 @@ use super::{Pair, Rule};
 use crate::facts::{Qemu, QemuDevice};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule =
-    Rule { id: "device-properties", about: "a device's properties that the stream or the guest sees", run };
+pub(super) const RULE: Rule = Rule { id: "device-properties", run };
 
 /// Effect of a differing property.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,173 +22,66 @@ enum Effect {
 const PCI_CONFIG: &str = "it is in PCI configuration space, which QEMU compares";
 const STREAM: &str = "it changes the device's state in the stream";
 
-/// Properties that are the host's, or that other rules look at: memory by its block, features by what was negotiated.
-const NO_EFFECT: &[&str] = &[
-    "netdev",
-    "chardev",
-    "drive",
-    "audiodev",
-    "iothread",
-    "ioeventfd",
-    "vhostfd",
-    "vhost",
-    "tx",
-    "x-txtimer",
-    "x-txburst",
-    "bootindex",
-    "romfile",
-    "romsize",
-    "rombar",
-    "rerror",
-    "werror",
-    "share-rw",
-    "account-invalid",
-    "account-failed",
-    "stats-intervals",
-    "backend_defaults",
-    "page-sampling",
-    "failover_pair_id",
-    "request-merging",
-    "iothread-vq-mapping",
-    "x-max-bounce-buffer-size",
-    "memdev",
-    "hostmem",
-    "vgamem_mb",
-    "ram_size",
-    "ram_size_mb",
-    "vram_size_mb",
-    "display",
-    "head",
-    "below-4g-mem-size",
-    // The number that the guest's firmware gave its bus; it comes with the state of the port before it.
-    "busnr",
-    "MCFG",
-    "above-4g-mem-size",
-    "rng",
-    "filename",
-    "ebpf-rss-fds",
-    "disable-legacy-check",
-    "x-disable-legacy-check",
-    "use-disabled-flag",
-    "use-started",
-    "evdev",
-    "cryptodev",
-    "guest-stats-polling-interval",
-];
+/// Properties that are the host's, or that other rules look at: memory by its block, features by what was negotiated. `busnr` is
+/// the number that the guest's firmware gave its bus; it comes with the state of the port before it.
+const NO_EFFECT: &str = "\
+    netdev chardev drive audiodev iothread ioeventfd vhostfd vhost tx x-txtimer x-txburst bootindex romfile \
+    romsize rombar rerror werror share-rw account-invalid account-failed stats-intervals backend_defaults \
+    page-sampling failover_pair_id request-merging iothread-vq-mapping x-max-bounce-buffer-size memdev \
+    hostmem vgamem_mb ram_size ram_size_mb vram_size_mb display head below-4g-mem-size busnr MCFG \
+    above-4g-mem-size rng filename ebpf-rss-fds disable-legacy-check x-disable-legacy-check \
+    use-disabled-flag use-started evdev cryptodev guest-stats-polling-interval";
 
 /// virtio's own rule compares these where they are in use.
-const FEATURES: &[&str] = &[
-    "csum",
-    "guest_csum",
-    "gso",
-    "guest_tso4",
-    "guest_tso6",
-    "guest_ecn",
-    "guest_ufo",
-    "guest_announce",
-    "host_tso4",
-    "host_tso6",
-    "host_ecn",
-    "host_ufo",
-    "mrg_rxbuf",
-    "status",
-    "ctrl_vq",
-    "ctrl_rx",
-    "ctrl_vlan",
-    "ctrl_rx_extra",
-    "ctrl_mac_addr",
-    "ctrl_guest_offloads",
-    "mq",
-    "rss",
-    "hash",
-    "guest_rsc_ext",
-    "guest_uso4",
-    "guest_uso6",
-    "host_uso",
-    "standby",
-    "indirect_desc",
-    "event_idx",
-    "notify_on_empty",
-    "any_layout",
-    "iommu_platform",
-    "packed",
-    "queue_reset",
-    "in_order",
-    "config-wce",
-    "discard",
-    "write-zeroes",
-    "seg-max-adjust",
-    "report-discard-granularity",
-    "deflate-on-oom",
-    "free-page-hint",
-    "page-poison",
-    "free-page-reporting",
-    "hotplug",
-    "param_change",
-    "speed",
-    "duplex",
-    "scsi",
-];
+const FEATURES: &str = "\
+    csum guest_csum gso guest_tso4 guest_tso6 guest_ecn guest_ufo guest_announce host_tso4 host_tso6 \
+    host_ecn host_ufo mrg_rxbuf status ctrl_vq ctrl_rx ctrl_vlan ctrl_rx_extra ctrl_mac_addr \
+    ctrl_guest_offloads mq rss hash guest_rsc_ext guest_uso4 guest_uso6 host_uso standby indirect_desc \
+    event_idx notify_on_empty any_layout iommu_platform packed queue_reset in_order config-wce discard \
+    write-zeroes seg-max-adjust report-discard-granularity deflate-on-oom free-page-hint page-poison \
+    free-page-reporting hotplug param_change speed duplex scsi";
 
+/// Effect, and the properties that have it.
 const COMPATIBLE_DIFFERENCES: &[(&str, &str)] = &[
-    ("mac", "the guest keeps its own address, which comes with its state"),
-    ("host_mtu", "the guest keeps the MTU that it knows"),
-    ("rx_queue_size", "the guest keeps its ring; give it the same for the next boot"),
-    ("tx_queue_size", "the guest keeps its ring; give it the same for the next boot"),
-    ("queue-size", "the guest keeps its ring; give it the same for the next boot"),
-    ("serial", "the guest sees another serial number when it looks again"),
-    ("model", "the guest sees another name when it looks again"),
-    ("ver", "the guest sees another version when it looks again"),
-    ("wwn", "the guest sees another name when it looks again"),
-    ("write-cache", "the guest keeps its setting"),
-    ("logical_block_size", "the disk has other blocks than the guest knows"),
-    ("physical_block_size", ""),
-    ("min_io_size", ""),
-    ("opt_io_size", ""),
-    ("discard_granularity", ""),
-    ("max-bytes", ""),
-    ("max_sectors", ""),
-    ("max_ports", "a port of the guest beyond them cannot be loaded"),
-    ("period", ""),
-    ("num-queues", "the guest keeps the queues that it knows"),
-    ("chassis", "the guest sees another number when it looks again"),
-    ("acpi-index", "the guest may rename the device at its next boot"),
-    ("edid", ""),
-    ("xres", ""),
-    ("yres", ""),
-    ("xmax", ""),
-    ("ymax", ""),
+    ("the guest keeps its own address, which comes with its state", "mac"),
+    ("the guest keeps the MTU that it knows", "host_mtu"),
+    (
+        "the guest keeps its ring; give it the same for the next boot",
+        "rx_queue_size tx_queue_size queue-size",
+    ),
+    ("the guest sees another serial number when it looks again", "serial"),
+    ("the guest sees another name when it looks again", "model wwn"),
+    ("the guest sees another version when it looks again", "ver"),
+    ("the guest keeps its setting", "write-cache"),
+    ("the disk has other blocks than the guest knows", "logical_block_size"),
+    (
+        "",
+        "physical_block_size min_io_size opt_io_size discard_granularity max-bytes max_sectors period edid \
+         xres yres xmax ymax",
+    ),
+    ("a port of the guest beyond them cannot be loaded", "max_ports"),
+    ("the guest keeps the queues that it knows", "num-queues"),
+    ("the guest sees another number when it looks again", "chassis"),
+    ("the guest may rename the device at its next boot", "acpi-index"),
 ];
 
+/// Reason, and the properties for which QEMU refuses.
 const REFUSED: &[(&str, &str)] = &[
-    ("vectors", "the length of the MSI-X table follows from the queues: use the same queues and vectors="),
-    ("multifunction", PCI_CONFIG),
-    ("disable-legacy", PCI_CONFIG),
-    ("disable-modern", PCI_CONFIG),
-    ("modern-pio-notify", PCI_CONFIG),
-    ("page-per-vq", PCI_CONFIG),
-    ("class", PCI_CONFIG),
-    ("msi", PCI_CONFIG),
-    ("msix", PCI_CONFIG),
-    ("disable-acs", PCI_CONFIG),
-    ("timers", STREAM),
-    ("p2", STREAM),
-    ("p3", STREAM),
+    ("the length of the MSI-X table follows from the queues: use the same queues and vectors=", "vectors"),
+    (
+        PCI_CONFIG,
+        "multifunction disable-legacy disable-modern modern-pio-notify page-per-vq class msi msix \
+         disable-acs",
+    ),
+    (STREAM, "timers p2 p3"),
 ];
 
 /// Properties of a PCI Express capability: without effect on the root bus, where devices have none.
-const EXPRESS: &[&str] = &[
-    "ats",
-    "aer",
-    "x-pcie-lnksta-dllla",
-    "x-pcie-extcap-init",
-    "x-pcie-deverr-init",
-    "x-pcie-lnkctl-init",
-    "x-pcie-pm-init",
-    "x-pcie-flr-init",
-];
+const EXPRESS: &str = "\
+    ats aer x-pcie-lnksta-dllla x-pcie-extcap-init x-pcie-deverr-init x-pcie-lnkctl-init x-pcie-pm-init \
+    x-pcie-flr-init";
 /// Of ports.
-const PORT: &[&str] = &["slot", "port", "hotplug", "x-speed", "x-width", "power_controller_present"];
+const PORT: &str = "slot port hotplug x-speed x-width power_controller_present";
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
@@ -219,17 +111,14 @@ fn compare(qemus: [&Qemu; 2], guest: &QemuDevice, there: &QemuDevice, findings: 
 }
 
 fn effect(guest: &QemuDevice, there: &QemuDevice, name: &str) -> Effect {
-    let of = |table: &[(&str, &'static str)]| {
-        table.iter().find(|(property, _)| *property == name).map(|(_, text)| *text)
-    };
+    let is_in = |names: &str| names.split_ascii_whitespace().any(|known| known == name);
+    let of =
+        |table: &[(&'static str, &str)]| table.iter().find(|(_, names)| is_in(names)).map(|(text, _)| *text);
     let is_virtio = guest.virtio.is_some() && there.virtio.is_some();
     let is_root = guest.place.split('/').count() <= 2;
-    if NO_EFFECT.contains(&name)
-        || (is_virtio && FEATURES.contains(&name))
-        || (is_root && EXPRESS.contains(&name))
-    {
+    if is_in(NO_EFFECT) || (is_virtio && is_in(FEATURES)) || (is_root && is_in(EXPRESS)) {
         Effect::None
-    } else if EXPRESS.contains(&name) || (guest.kind.ends_with("-port") && PORT.contains(&name)) {
+    } else if is_in(EXPRESS) || (guest.kind.ends_with("-port") && is_in(PORT)) {
         Effect::Refused(PCI_CONFIG)
     } else if let Some(what) = of(COMPATIBLE_DIFFERENCES) {
         Effect::Compatible(what)
@@ -297,8 +186,9 @@ mod tests {
 
     #[test]
     fn no_property_is_in_two_tables() {
-        let mut names: Vec<_> = NO_EFFECT.iter().chain(FEATURES).copied().collect();
-        names.extend(COMPATIBLE_DIFFERENCES.iter().chain(REFUSED).map(|(name, _)| *name));
+        let tables = COMPATIBLE_DIFFERENCES.iter().chain(REFUSED).map(|(_, names)| *names);
+        let lists = [NO_EFFECT, FEATURES].into_iter().chain(tables);
+        let mut names: Vec<_> = lists.flat_map(str::split_ascii_whitespace).collect();
         let count = names.len();
         names.sort_unstable();
         names.dedup();

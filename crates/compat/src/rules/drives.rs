@@ -5,8 +5,7 @@ use crate::facts::{Drive, Lock, Subject};
 use crate::report::Findings;
 use crate::size::size_text;
 
-pub(super) const RULE: Rule =
-    Rule { id: "drives", about: "each drive is there: shared, another file, missing, or locked", run };
+pub(super) const RULE: Rule = Rule { id: "drives", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some(destination) = pair.destination_qemu() else { return };

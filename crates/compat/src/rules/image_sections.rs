@@ -4,8 +4,7 @@ use super::{Pair, Rule};
 use crate::facts::{Image, Qemu, Subject};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule =
-    Rule { id: "image-sections", about: "each device whose state an image has is there", run };
+pub(super) const RULE: Rule = Rule { id: "image-sections", run };
 
 /// QEMU's prefix of names on the first PCI bus: domain and bus.
 const PCI_PREFIX: &str = "0000:00:";

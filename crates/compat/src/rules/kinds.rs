@@ -4,7 +4,7 @@ use super::{Pair, Rule};
 use crate::facts::Subject;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "kinds", about: "both ends are of kinds that can be compared", run };
+pub(super) const RULE: Rule = Rule { id: "kinds", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     use Subject::{Attribute, Binary, Device, Image, Qemu};

@@ -5,11 +5,7 @@ use serde_json::Value;
 use super::{Pair, Rule};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule {
-    id: "machine-properties",
-    about: "switches of -machine and -m that change what the guest sees",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "machine-properties", run };
 
 /// Properties that the facts of devices, memory and processors include.
 const SEEN_ELSEWHERE: &[&str] = &["hpet", "vmport", "i8042", "sata", "smbus", "pit", "pic", "acpi", "smp"];

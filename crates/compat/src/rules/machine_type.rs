@@ -4,8 +4,7 @@ use super::{Pair, Rule};
 use crate::facts::Subject;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule =
-    Rule { id: "machine-type", about: "the machine type and its version are the same", run };
+pub(super) const RULE: Rule = Rule { id: "machine-type", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let there = match &pair.destination.subject {

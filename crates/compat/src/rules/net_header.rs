@@ -5,11 +5,7 @@ use super::{Pair, Rule};
 use crate::facts::QemuDevice;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule {
-    id: "net-header",
-    about: "a virtio NIC's backend takes offloads (a vnet header) if the guest's did",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "net-header", run };
 
 /// Offered exactly if the property is on and the backend has the header.
 const FEATURE: &str = "VIRTIO_NET_F_CSUM";

@@ -4,11 +4,7 @@ use super::{Pair, Rule};
 use crate::facts::Netdev;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule {
-    id: "netdev-user",
-    about: "as many `-netdev user` backends, which have a state in the stream",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "netdev-user", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };

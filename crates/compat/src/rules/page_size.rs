@@ -3,8 +3,7 @@
 use super::{Pair, Rule};
 use crate::report::{ConfiguredBy, Findings, Severity};
 
-pub(super) const RULE: Rule =
-    Rule { id: "page-size", about: "postcopy needs the same page size behind each RAM block", run };
+pub(super) const RULE: Rule = Rule { id: "page-size", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };

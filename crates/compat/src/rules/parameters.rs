@@ -6,11 +6,7 @@ use super::{Pair, Rule};
 use crate::facts::Qemu;
 use crate::report::{ConfiguredBy, Findings, Severity};
 
-pub(super) const RULE: Rule = Rule {
-    id: "parameters",
-    about: "multifd's channels and compression, and TLS, are set alike (towline does that; by hand the user has to)",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "parameters", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };

@@ -3,8 +3,7 @@
 use super::{Pair, Rule};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule =
-    Rule { id: "prealloc", about: "a large destination's memory was touched before", run };
+pub(super) const RULE: Rule = Rule { id: "prealloc", run };
 
 /// Below this, first touches take no time to speak of.
 const LARGE_BYTES: u64 = 4 << 30;

@@ -3,11 +3,7 @@
 use super::{Pair, Rule};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule {
-    id: "qemu-version",
-    about: "which QEMU is the older one, and whether towline is tested with both (7.2 to 11.1)",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "qemu-version", run };
 
 /// The first and the last series that towline is tested with.
 const TESTED_FROM: (u32, u32) = (7, 2);

@@ -6,7 +6,7 @@ use super::{Pair, Rule};
 use crate::report::Findings;
 use crate::size::size_text;
 
-pub(super) const RULE: Rule = Rule { id: "ram-blocks", about: "each RAM block is there, and as long", run };
+pub(super) const RULE: Rule = Rule { id: "ram-blocks", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some(destination) = pair.destination_qemu() else { return };

@@ -5,11 +5,7 @@ use crate::facts::{Binary, Field, Image, State, Subject};
 use crate::limits;
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule {
-    id: "state-versions",
-    about: "a QEMU binary reads each state in the version in which it is written, field by field",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "state-versions", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     match (&pair.source.subject, &pair.destination.subject) {

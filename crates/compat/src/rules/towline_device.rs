@@ -4,11 +4,7 @@ use super::{Pair, Rule};
 use crate::facts::{DeviceFacts, Subject};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule {
-    id: "towline-device",
-    about: "the towline device there has the type, features, queues, ring size and state version of the guest's device",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "towline-device", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let (Subject::Device(guest), Subject::Device(there)) = (&pair.source.subject, &pair.destination.subject)

@@ -3,8 +3,7 @@
 use super::{Pair, Rule};
 use crate::report::{ConfiguredBy, Findings, Severity};
 
-pub(super) const RULE: Rule =
-    Rule { id: "uuid", about: "the uuid is the same, where lanes or validate-uuid compare it", run };
+pub(super) const RULE: Rule = Rule { id: "uuid", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };

@@ -5,11 +5,7 @@ use std::collections::BTreeSet;
 use super::{Pair, Rule};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule {
-    id: "virtio-features",
-    about: "each virtio feature that the guest's driver took is offered there",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "virtio-features", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };

@@ -4,11 +4,7 @@ use super::{Pair, Rule};
 use crate::facts::{Incoming, Subject};
 use crate::report::{ConfiguredBy, Findings, Severity};
 
-pub(super) const RULE: Rule = Rule {
-    id: "waiting",
-    about: "the source has a guest that can be sent, the destination waits for one",
-    run,
-};
+pub(super) const RULE: Rule = Rule { id: "waiting", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     if let Subject::Qemu(source) = &pair.source.subject

@@ -2,158 +2,56 @@
 
 use syscalls::Sysno;
 
+/// A list of system calls by their names.
+macro_rules! calls {
+    [$($name:ident)*] => { &[$(Sysno::$name),*] };
+}
+
 /// Calls on memory, threads, time and open descriptors.
-pub(super) const BASIC: &[Sysno] = &[
+pub(super) const BASIC: &[&[Sysno]] = &[
     // Reading and writing.
-    Sysno::read,
-    Sysno::write,
-    Sysno::readv,
-    Sysno::writev,
-    Sysno::pread64,
-    Sysno::pwrite64,
-    Sysno::preadv,
-    Sysno::pwritev,
-    Sysno::preadv2,
-    Sysno::pwritev2,
-    Sysno::lseek,
-    Sysno::sendfile,
-    Sysno::splice,
-    Sysno::tee,
-    Sysno::vmsplice,
-    Sysno::copy_file_range,
+    calls![
+        read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile splice tee
+        vmsplice copy_file_range
+    ],
     // Descriptors.
-    Sysno::close,
-    Sysno::close_range,
-    Sysno::dup,
-    Sysno::dup3,
-    Sysno::pipe2,
-    Sysno::eventfd2,
-    Sysno::signalfd4,
-    Sysno::timerfd_create,
-    Sysno::timerfd_settime,
-    Sysno::timerfd_gettime,
-    Sysno::memfd_create,
-    Sysno::ppoll,
-    Sysno::pselect6,
-    Sysno::epoll_create1,
-    Sysno::epoll_ctl,
-    Sysno::epoll_pwait,
-    Sysno::epoll_pwait2,
+    calls![
+        close close_range dup dup3 pipe2 eventfd2 signalfd4 timerfd_create timerfd_settime timerfd_gettime
+        memfd_create ppoll pselect6 epoll_create1 epoll_ctl epoll_pwait epoll_pwait2
+    ],
     // Open files; of others only their metadata.
-    Sysno::fstat,
-    Sysno::statx,
-    Sysno::fstatfs,
-    Sysno::statfs,
-    Sysno::ftruncate,
-    Sysno::fallocate,
-    Sysno::fsync,
-    Sysno::fdatasync,
-    Sysno::sync_file_range,
-    Sysno::fadvise64,
-    Sysno::flock,
-    Sysno::getcwd,
+    calls![
+        fstat statx fstatfs statfs ftruncate fallocate fsync fdatasync sync_file_range fadvise64 flock
+        getcwd
+    ],
     // Open sockets.
-    Sysno::accept,
-    Sysno::accept4,
-    Sysno::recvfrom,
-    Sysno::recvmsg,
-    Sysno::recvmmsg,
-    Sysno::shutdown,
-    Sysno::getsockopt,
-    Sysno::setsockopt,
-    Sysno::getsockname,
-    Sysno::getpeername,
+    calls![accept accept4 recvfrom recvmsg recvmmsg shutdown getsockopt setsockopt getsockname getpeername],
     // Memory.
-    Sysno::munmap,
-    Sysno::mremap,
-    Sysno::madvise,
-    Sysno::brk,
-    Sysno::mlock,
-    Sysno::mlock2,
-    Sysno::munlock,
-    Sysno::msync,
-    Sysno::mincore,
-    Sysno::membarrier,
-    Sysno::mbind,
-    Sysno::get_mempolicy,
-    Sysno::set_mempolicy,
-    Sysno::userfaultfd,
+    calls![
+        munmap mremap madvise brk mlock mlock2 munlock msync mincore membarrier mbind get_mempolicy
+        set_mempolicy userfaultfd
+    ],
     // Threads.
-    Sysno::futex,
-    Sysno::set_robust_list,
-    Sysno::get_robust_list,
-    Sysno::rseq,
-    Sysno::set_tid_address,
-    Sysno::exit,
-    Sysno::exit_group,
-    Sysno::restart_syscall,
-    Sysno::sched_yield,
-    Sysno::sched_getaffinity,
-    Sysno::sched_getparam,
-    Sysno::sched_getscheduler,
-    Sysno::sched_get_priority_max,
-    Sysno::sched_get_priority_min,
-    Sysno::getcpu,
-    Sysno::getpriority,
+    calls![
+        futex set_robust_list get_robust_list rseq set_tid_address exit exit_group restart_syscall
+        sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max
+        sched_get_priority_min getcpu getpriority
+    ],
     // Signals.
-    Sysno::rt_sigaction,
-    Sysno::rt_sigprocmask,
-    Sysno::rt_sigreturn,
-    Sysno::rt_sigtimedwait,
-    Sysno::rt_sigsuspend,
-    Sysno::rt_sigpending,
-    Sysno::sigaltstack,
+    calls![
+        rt_sigaction rt_sigprocmask rt_sigreturn rt_sigtimedwait rt_sigsuspend rt_sigpending sigaltstack
+    ],
     // Time.
-    Sysno::clock_gettime,
-    Sysno::clock_getres,
-    Sysno::clock_nanosleep,
-    Sysno::nanosleep,
-    Sysno::gettimeofday,
+    calls![clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday],
     // Identity.
-    Sysno::getpid,
-    Sysno::getppid,
-    Sysno::gettid,
-    Sysno::getuid,
-    Sysno::geteuid,
-    Sysno::getgid,
-    Sysno::getegid,
-    Sysno::getresuid,
-    Sysno::getresgid,
-    Sysno::getgroups,
-    Sysno::getpgid,
-    Sysno::getsid,
-    Sysno::getrlimit,
-    Sysno::getrusage,
-    Sysno::times,
-    Sysno::uname,
-    Sysno::sysinfo,
-    Sysno::getrandom,
+    calls![
+        getpid getppid gettid getuid geteuid getgid getegid getresuid getresgid getgroups getpgid getsid
+        getrlimit getrusage times uname sysinfo getrandom
+    ],
     #[cfg(target_arch = "x86_64")]
-    Sysno::dup2,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::pipe,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::poll,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::select,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::epoll_wait,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::eventfd,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::newfstatat,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::stat,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::lstat,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::time,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::getpgrp,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::arch_prctl,
+    calls![dup2 pipe poll select epoll_wait eventfd newfstatat stat lstat time getpgrp arch_prctl],
     #[cfg(target_arch = "aarch64")]
-    Sysno::fstatat,
+    calls![fstatat],
 ];
 
 /// Calls that open a file by its path. A copy needs them, restricted by landlock. A device's fail with `EACCES`: the C library
