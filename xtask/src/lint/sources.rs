@@ -29,6 +29,10 @@ pub(crate) fn faults(root: &Path) -> Result<Vec<String>> {
             faults.extend(prose::faults_of(file, &source));
             continue;
         }
+        if has_hash_comments(file) {
+            faults.extend(words::faults_of_hash_comments(file, &source));
+            continue;
+        }
         faults.extend(faults_of(file, &source));
         if words::applies_to(file) {
             faults.extend(words::faults_of(file, &source));
@@ -86,10 +90,16 @@ fn find(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
 fn files_of(directory: &Path) -> Result<Vec<PathBuf>> {
     let entries = std::fs::read_dir(directory).with_context(|| directory.display().to_string())?;
     let paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
-    let is_read = |path: &PathBuf| {
-        path.is_file() && path.extension().is_some_and(|extension| extension == "rs" || extension == "md")
-    };
+    let is_source =
+        |path: &Path| path.extension().is_some_and(|extension| extension == "rs" || extension == "md");
+    let is_read = |path: &PathBuf| path.is_file() && (is_source(path) || has_hash_comments(path));
     Ok(paths.into_iter().filter(is_read).collect())
+}
+
+/// Returns true for build files and scripts, whose comments begin with `#`.
+fn has_hash_comments(file: &Path) -> bool {
+    file.extension().is_some_and(|extension| extension == "toml" || extension == "sh")
+        || ["Makefile", "Containerfile"].iter().any(|name| file.ends_with(name))
 }
 
 /// `source` without comments and the contents of strings, line for line.

@@ -20,6 +20,7 @@ const PHRASES: &[(&str, &str)] = &[
     ("so many", "the number or the limit by its name"),
     ("in vain", "without result, or the timeout that passed"),
     ("oftener", "more often"),
+    ("everybody", "name the subject: all crates, all processes"),
     ("shall", "must, will, or the plain present"),
     ("beforehand", "before, ahead of"),
     ("is told", "receives, is notified, is informed of"),
@@ -101,6 +102,16 @@ pub(super) fn faults_of(file: &Path, source: &str) -> Vec<String> {
     faults
 }
 
+/// Faults in comments that begin with `#` and have a line of their own, one line each.
+pub(super) fn faults_of_hash_comments(file: &Path, source: &str) -> Vec<String> {
+    let comments = source.lines().enumerate().filter(|(_, line)| line.trim_start().starts_with('#'));
+    let faults = comments.filter_map(|(index, line)| {
+        let (phrase, instead) = phrase(line)?;
+        Some(format!("{}:{}: \"{phrase}\": write {instead}", file.display(), index + 1))
+    });
+    faults.collect()
+}
+
 /// The text of a documentation comment.
 fn documentation(kind: TokenKind, token: &str) -> Option<&str> {
     let text = token.strip_prefix("///").or_else(|| token.strip_prefix("//!"));
@@ -140,6 +151,16 @@ mod tests {
             "a.rs:5: \"was told\": write received, was notified, was asked to",
         ];
         assert_eq!(faults(source), wanted);
+    }
+
+    #[test]
+    fn phrases_are_found_in_comments_of_build_files() {
+        let source = "# Nobody reads it.\nnobody = 1\n  # It is read oftener.\n";
+        let wanted = [
+            "a.toml:1: \"nobody\": write no thread, no peer, none; or the passive: `is not read`",
+            "a.toml:3: \"oftener\": write more often",
+        ];
+        assert_eq!(faults_of_hash_comments(Path::new("a.toml"), source), wanted);
     }
 
     #[test]
