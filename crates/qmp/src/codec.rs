@@ -91,6 +91,7 @@ pub struct EventTimestamp {
 ///
 /// Remedy: check that the socket is a QMP monitor (`-qmp`), not a human monitor, a guest agent or a console.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum CodecError {
     /// Something other than a JSON object where a message should begin.
     /// Remedy: give the socket of `-qmp`; that of `-monitor`, of a guest agent or of a console is another protocol.

@@ -156,6 +156,7 @@ impl Error {
 
 /// Cause of a disconnect.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum DisconnectReason {
     /// The peer closed it: QEMU ended, crashed, or removed the monitor.
     PeerClosed,

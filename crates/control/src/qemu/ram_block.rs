@@ -29,6 +29,7 @@ impl RamBlock {
 ///
 /// Remedy: none at this end: this version of QEMU prints its blocks in another way; use one of 7.2 to 11.1.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum RamBlockError {
     /// The heading lacks a column.
     #[error(

@@ -229,6 +229,7 @@ pub struct ChunkPosition {
 ///
 /// Remedy: none: the data is gone; use another image.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum MissingChunkCause {
     /// The reader had a lease all the time.
     /// Remedy: use another image, and let only towline (`towline store gc`) remove objects of the prefix.
