@@ -33,7 +33,7 @@ const HEAD: &str = "\
 
 Error messages of towline, by the crate that reports them. Words in braces are replaced: the thing,
 its place, the value found, the value expected. `{source}` is an error of the operating system or
-another error of this page. Exit codes: 1 refused or failed, with the guest safe at its source; 2
+another error of this page. Exit status: 1 refused or failed, with the guest safe at its source; 2
 usage; 3 failed, and the guest's state must be looked at; 4 (`check`) could not tell
 ([copy](copy.md)).
 

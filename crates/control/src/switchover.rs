@@ -11,7 +11,7 @@
 //! One state machine for every command that can end with a guest elsewhere. It does no I/O and has no clock.
 //! Its inputs are replies of a monitor, events of the stream, the exit of a QEMU's process, messages of the
 //! towline at the other end, a cancellation and expired deadlines. It returns one [`Directive`] for each. The
-//! driver carries that out and reports the result; [`Outcome`] is the end, and determines the exit code.
+//! driver carries that out and reports the result; [`Outcome`] is the end, and determines the exit status.
 //!
 //! Invariants, each checked against every order of events by `model`:
 //! - A destination is started only when its source cannot run the guest any more: its migration is `completed`,

@@ -127,7 +127,7 @@ fn is_misreported(case: &Case, outcome: &Outcome) -> Option<String> {
             Some(0) => done(case, outcome, has_source),
             Some(1) => safe(case, outcome, has_source, &end.stderr),
             Some(3) => look(case, outcome, &end.stderr),
-            Some(_) => Some("an exit code that no fault explains"),
+            Some(_) => Some("an exit status that no fault explains"),
         };
         fault.map(|fault| format!("towline {index}: {fault}"))
     })

@@ -1,4 +1,4 @@
-//! A prevented start of `run`: its exit code and its reason.
+//! A prevented start of `run`: its exit status and its reason.
 
 use crate::exit::Exit;
 

@@ -1,6 +1,6 @@
-//! Outcomes of failed copies and moves in one table: sentence, identifier for `--json`, exit code.
+//! Outcomes of failed copies and moves in one table: sentence, identifier for `--json`, exit status.
 //!
-//! The sentence of an [`OutcomeRow`] follows "the guest: ". Exit code 1: the guest is where it was. Exit code
+//! The sentence of an [`OutcomeRow`] follows "the guest: ". Exit status 1: the guest is where it was. Exit status
 //! 3: an operator must look at it.
 
 use std::borrow::Cow;
@@ -13,7 +13,7 @@ use crate::switchover::Unresolved;
 pub struct OutcomeRow {
     /// Identifier in `--json` (`guest-state`). It stays the same if the sentence is reworded.
     pub id: &'static str,
-    /// The exit code.
+    /// Exit status.
     pub exit_code: u8,
     /// Location of the guest, and what to do.
     pub text: &'static str,
@@ -342,7 +342,7 @@ impl GuestState {
 }
 
 impl SourceState {
-    /// State at the source after a copy or move that completed (exit code 0), for people and in `--json`.
+    /// State at the source after a copy or move that completed (exit status 0), for people and in `--json`.
     pub fn text(self) -> &'static str {
         match self {
             Self::Running => "runs on",
@@ -355,7 +355,7 @@ impl SourceState {
 }
 
 impl DestinationState {
-    /// State at the destination after a copy or move that completed (exit code 0), for people and in `--json`.
+    /// State at the destination after a copy or move that completed (exit status 0), for people and in `--json`.
     pub fn text(self) -> &'static str {
         match self {
             Self::Running => "runs",

@@ -1,15 +1,15 @@
-//! Ends of a switchover. `plan::outcomes` has their texts and exit codes.
+//! Ends of a switchover. `plan::outcomes` has their texts and exit statuses.
 
 pub(crate) use towline_protocol::session::Placement;
 
 /// End of a switchover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Outcome {
-    /// The guest is at its destination: exit code 0.
+    /// The guest is at its destination: exit status 0.
     Completed(Placement),
-    /// The guest is at its source, as it was: exit code 1.
+    /// The guest is at its source, as it was: exit status 1.
     Safe,
-    /// An operator must look at the guest: exit code 3.
+    /// An operator must look at the guest: exit status 3.
     Unresolved(Unresolved),
 }
 

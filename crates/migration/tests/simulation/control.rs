@@ -7,7 +7,7 @@ use super::relay::Relay;
 use super::scenario::{Mutation, Scenario};
 use super::source::Source;
 
-/// Outcome of a copy, by its exit code.
+/// Outcome of a copy, by its exit status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// 0: the guest runs at its destination.

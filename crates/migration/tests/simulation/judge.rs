@@ -13,7 +13,7 @@ pub(crate) enum Ending {
     NotConverged,
     /// It runs on at its source, since something failed.
     Failed,
-    /// The destination has it though the source does not know: it runs by itself, and its word was lost (exit code 3).
+    /// The destination has it though the source does not know: it runs by itself, and its word was lost (exit status 3).
     WordLost,
     /// Towline died between the destination's word and `cont`: both ends have it, paused.
     Paused,

@@ -1,4 +1,4 @@
-//! One test for each row: sentence, exit code and identifier.
+//! One test for each row: sentence, exit status and identifier.
 
 use super::{GuestLocation, GuestState, OutcomeRow, SourceCategory};
 use crate::plan::report::{DestinationState, SourceState};
