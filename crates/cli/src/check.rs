@@ -107,7 +107,9 @@ fn report_verdict(reporter: &Reporter, args: &CheckArgs, to: &Endpoint, report: 
     report.of(ConfiguredBy::Towline).for_each(|finding| line(reporter, finding));
     if by_hand != verdict {
         reporter.line(&format!("by QEMU's own `migrate`, with the present settings: {by_hand}"));
-        let own = report.of(ConfiguredBy::ByHand).filter(|finding| finding.way == Some(ConfiguredBy::ByHand));
+        let own = report
+            .of(ConfiguredBy::ByHand)
+            .filter(|finding| finding.configured_by == Some(ConfiguredBy::ByHand));
         own.for_each(|finding| line(reporter, finding));
     }
     exit

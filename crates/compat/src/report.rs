@@ -61,9 +61,9 @@ pub struct Finding {
     pub rule: &'static str,
     /// Its severity.
     pub severity: Severity,
-    /// The way it holds for; `None`: for both.
+    /// Reading of the report for which it holds; `None`: both.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub way: Option<ConfiguredBy>,
+    pub configured_by: Option<ConfiguredBy>,
     /// The thing and both values.
     pub text: String,
     /// The remedy, or empty.
@@ -87,10 +87,10 @@ pub struct Report {
 }
 
 impl Report {
-    /// The verdict for one way.
+    /// The verdict for one reading.
     #[must_use]
-    pub fn verdict(&self, way: ConfiguredBy) -> Verdict {
-        match self.of(way).map(|finding| finding.severity).max() {
+    pub fn verdict(&self, configured_by: ConfiguredBy) -> Verdict {
+        match self.of(configured_by).map(|finding| finding.severity).max() {
             None => Verdict::Yes,
             Some(Severity::Note) => Verdict::YesWithNotes,
             Some(Severity::Unknown) => Verdict::CouldNotTell,
@@ -98,9 +98,9 @@ impl Report {
         }
     }
 
-    /// The findings of one way, in the rules' order.
-    pub fn of(&self, way: ConfiguredBy) -> impl Iterator<Item = &Finding> {
-        self.findings.iter().filter(move |finding| finding.way.is_none_or(|of| of == way))
+    /// The findings of one reading, in the order of the rules.
+    pub fn of(&self, configured_by: ConfiguredBy) -> impl Iterator<Item = &Finding> {
+        self.findings.iter().filter(move |finding| finding.configured_by.is_none_or(|of| of == configured_by))
     }
 
     /// All findings.
@@ -109,17 +109,17 @@ impl Report {
         &self.findings
     }
 
-    /// Reasons against, for one way of configuring, each with its remedy.
+    /// Reasons against, for one reading, each with its remedy.
     #[must_use]
-    pub fn reasons(&self, way: ConfiguredBy) -> Vec<String> {
-        let no = self.of(way).filter(|finding| finding.severity == Severity::No);
+    pub fn reasons(&self, configured_by: ConfiguredBy) -> Vec<String> {
+        let no = self.of(configured_by).filter(|finding| finding.severity == Severity::No);
         no.map(ToString::to_string).collect()
     }
 
-    /// Notes, for one way of configuring.
+    /// Notes, for one reading.
     #[must_use]
-    pub fn notes(&self, way: ConfiguredBy) -> Vec<String> {
-        let rest = self.of(way).filter(|finding| finding.severity != Severity::No);
+    pub fn notes(&self, configured_by: ConfiguredBy) -> Vec<String> {
+        let rest = self.of(configured_by).filter(|finding| finding.severity != Severity::No);
         rest.map(ToString::to_string).collect()
     }
 
@@ -160,11 +160,11 @@ impl Findings<'_> {
     pub(crate) fn add(
         &mut self,
         severity: Severity,
-        way: Option<ConfiguredBy>,
+        configured_by: Option<ConfiguredBy>,
         text: String,
         remedy: String,
     ) {
-        self.report.push(Finding { rule: self.rule, severity, way, text, remedy });
+        self.report.push(Finding { rule: self.rule, severity, configured_by, text, remedy });
     }
 }
 
@@ -172,9 +172,9 @@ impl Findings<'_> {
 mod tests {
     use super::*;
 
-    fn found(severity: Severity, way: Option<ConfiguredBy>) -> Report {
+    fn found(severity: Severity, configured_by: Option<ConfiguredBy>) -> Report {
         let mut report = Report::default();
-        Findings { rule: "r", report: &mut report }.add(severity, way, "t".into(), String::new());
+        Findings { rule: "r", report: &mut report }.add(severity, configured_by, "t".into(), String::new());
         report
     }
 
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_finding_for_one_way_is_not_reported_for_the_other() {
+    fn a_finding_for_one_reading_is_not_reported_for_the_other() {
         let report = found(Severity::No, Some(ConfiguredBy::ByHand));
         assert_eq!(report.verdict(ConfiguredBy::ByHand), Verdict::No);
         assert_eq!(report.verdict(ConfiguredBy::Towline), Verdict::Yes);

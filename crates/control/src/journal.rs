@@ -235,8 +235,8 @@ impl State {
             .map(|found| found.pid);
         if left_by.is_some() {
             // Ends a truncated line.
-            let begun = if is_whole { "" } else { "\n" };
-            self.append_after(begun, &Line::Begun(self.header.clone()))?;
+            let separator = if is_whole { "" } else { "\n" };
+            self.append_after(separator, &Line::Begun(self.header.clone()))?;
         } else {
             self.records.clear();
             self.restart()?;

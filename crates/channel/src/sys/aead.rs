@@ -139,11 +139,11 @@ impl AesGcm {
         let (length, mut done) = (length(header.len()), 0);
         // SAFETY: a context with a key; `nonce` has as many bytes as AES-GCM reads, `header` as many as are named. An
         // output of null stands for additional data, of which nothing is written.
-        let begun = unsafe {
+        let initialised = unsafe {
             EVP_CipherInit_ex(context, null(), null_mut(), null(), nonce.as_ptr(), direction) == 1
                 && EVP_CipherUpdate(context, null_mut(), &raw mut done, header.as_ptr(), length) == 1
         };
-        assert!(begun, "a key, a nonce and a header are all that it needs");
+        assert!(initialised, "a key, a nonce and a header are all that it needs");
     }
 
     /// Encrypts or decrypts `from` into the first bytes of `to`, which has room for them and does not overlap it.

@@ -77,7 +77,7 @@ mod tests {
         ] {
             let found = found(name, mine, theirs);
             assert_eq!(found.len(), count, "{name} {mine} {theirs}: {found:?}");
-            assert!(found.iter().all(|found| found.way == Some(ConfiguredBy::ByHand)));
+            assert!(found.iter().all(|found| found.configured_by == Some(ConfiguredBy::ByHand)));
         }
     }
 
@@ -88,6 +88,6 @@ mod tests {
             destination.capabilities.insert("xbzrle".into(), false);
         });
         assert_eq!(found[0].text, "QEMU 10.0.2 at the destination has no multifd");
-        assert_eq!(found[0].way, Some(ConfiguredBy::Towline));
+        assert_eq!(found[0].configured_by, Some(ConfiguredBy::Towline));
     }
 }

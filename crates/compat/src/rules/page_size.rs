@@ -47,7 +47,10 @@ mod tests {
             })
         };
         assert_eq!(huge(false)[0].severity, Severity::Note);
-        assert_eq!((huge(true)[0].severity, huge(true)[0].way), (Severity::No, Some(ConfiguredBy::ByHand)));
+        assert_eq!(
+            (huge(true)[0].severity, huge(true)[0].configured_by),
+            (Severity::No, Some(ConfiguredBy::ByHand))
+        );
     }
 
     #[test]
@@ -58,7 +61,7 @@ mod tests {
         };
         let found = of_postcopy(&RULE, qemu(4096), qemu(2 << 20));
         assert_eq!(found.len(), 1, "{found:?}");
-        assert_eq!((found[0].severity, found[0].way), (Severity::No, Some(ConfiguredBy::Towline)));
+        assert_eq!((found[0].severity, found[0].configured_by), (Severity::No, Some(ConfiguredBy::Towline)));
         assert_eq!(
             found[0].text,
             "RAM block \"pc.ram\" lies in pages of 4096 bytes in the guest, there in pages of 2097152"

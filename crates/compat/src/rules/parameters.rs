@@ -57,7 +57,7 @@ mod tests {
     fn channels_and_compression_matter_with_multifd() {
         let one = found(true, "multifd-channels", json!(2), json!(4));
         assert_eq!(one[0].text, "the parameter multifd-channels is 2 at the source and 4 at the destination");
-        assert_eq!(one[0].way, Some(ConfiguredBy::ByHand));
+        assert_eq!(one[0].configured_by, Some(ConfiguredBy::ByHand));
         assert_eq!(found(false, "multifd-channels", json!(2), json!(4)), []);
         assert_eq!(found(true, "multifd-compression", json!("zstd"), json!("none")).len(), 1);
     }

@@ -44,7 +44,9 @@ mod tests {
                 (source.uuid, destination.uuid) = (Some("1".into()), Some("2".into()));
             })
         };
-        let ways = |found: &[crate::Finding]| found.iter().map(|f| (f.way, f.severity)).collect::<Vec<_>>();
+        let ways = |found: &[crate::Finding]| {
+            found.iter().map(|f| (f.configured_by, f.severity)).collect::<Vec<_>>()
+        };
         let (towline, by_hand) = (Some(ConfiguredBy::Towline), Some(ConfiguredBy::ByHand));
         assert_eq!(ways(&other(false)), [(towline, Severity::No), (by_hand, Severity::Note)]);
         assert_eq!(ways(&other(true)), [(towline, Severity::No), (by_hand, Severity::No)]);

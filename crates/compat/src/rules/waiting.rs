@@ -51,7 +51,7 @@ mod tests {
             "the destination does not wait for a guest, its status is `running` (start it with `-incoming defer`)"
         );
         let found = between(&RULE, |_, destination| destination.incoming = Incoming::Listening);
-        assert_eq!(found[0].way, Some(ConfiguredBy::Towline));
+        assert_eq!(found[0].configured_by, Some(ConfiguredBy::Towline));
         let found = between(&RULE, |_, destination| destination.incoming = Incoming::Loading);
         assert_eq!(found[0].severity, Severity::No);
     }

@@ -244,7 +244,7 @@ impl Lease {
     fn create(store: &Arc<Store>, kind: LeaseKind, owner: LeaseOwner) -> Result<Self> {
         let shared = kind == LeaseKind::Collection && store.has_fault(StoreBug::SharedCollection);
         let key = if shared { kind.key(0) } else { kind.key(fastrand::u128(..)) };
-        let begun = store.clock().now();
+        let sent_at = store.clock().now();
         let mode = if shared { WriteMode::Replace } else { WriteMode::Create };
         let (objects, bytes) = (store.objects().clone(), owner.bytes()?);
         let put = {
@@ -253,7 +253,7 @@ impl Lease {
         };
         let version = store.wait(put)?;
         let lease_state =
-            LeaseState::new(store.location().to_string(), store.clock().clone(), begun, store.fault());
+            LeaseState::new(store.location().to_string(), store.clock().clone(), sent_at, store.fault());
         let mut lease = Self {
             store: Arc::clone(store),
             lease_state: Arc::new(lease_state),
@@ -390,7 +390,7 @@ impl Renewal {
             if self.alive.strong_count() == 0 {
                 return;
             }
-            let begun = self.objects.clock().now();
+            let sent_at = self.objects.clock().now();
             let heals = self.objects.has_fault(StoreBug::GapHeals);
             let renewed = match self.lease_state.check() {
                 Err(_) if self.kind == LeaseKind::Reader => self.replace(&mut object).await,
@@ -399,7 +399,7 @@ impl Renewal {
             };
             interval = match renewed {
                 Ok(()) => {
-                    self.lease_state.mark_renewed(begun);
+                    self.lease_state.mark_renewed(sent_at);
                     LEASE_INTERVAL
                 }
                 Err(error) => {
@@ -452,10 +452,10 @@ impl Renewal {
     /// A reader whose lease was lost continues while its chunks exist, and protects them by a new lease.
     async fn replace(&self, object: &mut LeaseObject) -> Result<()> {
         let key = self.kind.key(fastrand::u128(..));
-        let begun = self.objects.clock().now();
+        let sent_at = self.objects.clock().now();
         object.version = self.objects.put(&key, object.owner.bytes()?, WriteMode::Create).await?;
         object.key = key;
-        self.lease_state.mark_replaced(begun);
+        self.lease_state.mark_replaced(sent_at);
         Ok(())
     }
 }

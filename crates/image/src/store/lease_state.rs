@@ -33,12 +33,12 @@ enum State {
 }
 
 impl LeaseState {
-    /// State of a lease whose creation was sent at `begun`.
-    pub(super) fn new(store: String, clock: Clock, begun: Duration, fault: Option<StoreBug>) -> Self {
+    /// State of a lease whose creation was sent at `sent_at`.
+    pub(super) fn new(store: String, clock: Clock, sent_at: Duration, fault: Option<StoreBug>) -> Self {
         Self {
             store,
             clock,
-            state: Mutex::new(State::Held { renewed: begun }),
+            state: Mutex::new(State::Held { renewed: sent_at }),
             past_loss: OnceLock::new(),
             fault,
         }
@@ -76,11 +76,11 @@ impl LeaseState {
         }
     }
 
-    /// Records a successful renewal that was sent at `begun`.
-    pub(super) fn mark_renewed(&self, begun: Duration) {
+    /// Records a successful renewal that was sent at `sent_at`.
+    pub(super) fn mark_renewed(&self, sent_at: Duration) {
         // A renewal does not end a gap that was too long.
         if self.check().is_ok() || self.fault == Some(StoreBug::GapHeals) {
-            *self.lock() = State::Held { renewed: begun };
+            *self.lock() = State::Held { renewed: sent_at };
         }
     }
 
@@ -92,9 +92,9 @@ impl LeaseState {
         }
     }
 
-    /// Records that another lease, whose creation was sent at `begun`, replaces the lost one.
-    pub(super) fn mark_replaced(&self, begun: Duration) {
-        let before = std::mem::replace(&mut *self.lock(), State::Held { renewed: begun });
+    /// Records that another lease, whose creation was sent at `sent_at`, replaces the lost one.
+    pub(super) fn mark_replaced(&self, sent_at: Duration) {
+        let before = std::mem::replace(&mut *self.lock(), State::Held { renewed: sent_at });
         if let State::Lost { why } = before {
             self.past_loss.get_or_init(|| why);
         }

@@ -86,17 +86,17 @@ fn gather_into(
     lanes_timeout: Duration,
     cancel: &Cancel,
 ) -> Result<()> {
-    let begun = Instant::now();
+    let started = Instant::now();
     let mut lanes_deadline = None;
     while !gathering.is_complete() {
         let deadline = lanes_deadline.unwrap_or(deadline);
         if Instant::now() >= deadline {
-            return Err(gathering.missing(listener, begun, lanes_timeout));
+            return Err(gathering.missing(listener, started, lanes_timeout));
         }
         // A single channel is the main channel, and no other comes.
         let single = listener.as_fd().is_none();
         if single && gathering.main.is_some() {
-            return Err(gathering.missing(listener, begun, Duration::ZERO));
+            return Err(gathering.missing(listener, started, Duration::ZERO));
         }
         let ready = wait(listener, gathering.watched(), deadline, cancel)?;
         if ready.listener {
@@ -270,13 +270,13 @@ impl Gathering {
     }
 
     /// The error at the deadline.
-    fn missing(&self, listener: &Listener, begun: Instant, waited: Duration) -> Error {
+    fn missing(&self, listener: &Listener, started: Instant, waited: Duration) -> Error {
         if self.main.is_some() {
             let (connected, expected) = (self.lanes.iter().flatten().count(), self.lanes.len());
             return Error::LanesMissing { connected, expected, waited };
         }
         let peer = listener.local_address().to_string();
-        ChannelError::Timeout { op: "accept a main channel", peer, after: begun.elapsed() }.into()
+        ChannelError::Timeout { op: "accept a main channel", peer, after: started.elapsed() }.into()
     }
 
     /// The channels to wait for, with the time before which each is left alone.

@@ -32,7 +32,7 @@ pub struct Checked {
     memory: Memory,
     threads: NonZeroUsize,
     outcome: Mutex<Outcome>,
-    begun: Mutex<Option<Instant>>,
+    started: Mutex<Option<Instant>>,
     checks: bool,
 }
 
@@ -67,7 +67,7 @@ pub struct BlockHash {
 impl Checked {
     /// Receives into `memory`, using `threads` threads to populate and compare it.
     pub fn new(memory: Memory, threads: NonZeroUsize) -> Self {
-        Self { memory, threads, outcome: Mutex::default(), begun: Mutex::default(), checks: true }
+        Self { memory, threads, outcome: Mutex::default(), started: Mutex::default(), checks: true }
     }
 
     /// Neither compares nor hashes anything: for a measurement of what comes before that.
@@ -154,7 +154,7 @@ impl Sink for Checked {
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> Result<()> {
-        *lock(&self.begun) = Some(Instant::now());
+        *lock(&self.started) = Some(Instant::now());
         Sink::blocks(&self.memory, blocks)?;
         let populated = self.memory.populate(self.threads)?;
         *self.outcome_mut() = Outcome { populated: Some(populated), ..Outcome::default() };
@@ -194,8 +194,8 @@ impl Sink for Checked {
     }
 
     fn device_state(&self, state: DeviceState) -> Result<()> {
-        let begun = *lock(&self.begun);
-        self.outcome_mut().transfer_time = begun.map(|begun| begun.elapsed()).unwrap_or_default();
+        let started = *lock(&self.started);
+        self.outcome_mut().transfer_time = started.map(|started| started.elapsed()).unwrap_or_default();
         self.memory.device_state(state)
     }
 
@@ -203,7 +203,7 @@ impl Sink for Checked {
         if !self.checks {
             return self.memory.commit();
         }
-        let begun = Instant::now();
+        let started = Instant::now();
         let ledger = match self.memory.look_at_device_state(Ledger::decode) {
             Some(ledger) => ledger.map_err(Error::guest)?,
             None => None,
@@ -213,7 +213,8 @@ impl Sink for Checked {
             None => (None, 0, self.hashes()),
         };
         let mut outcome = self.outcome_mut();
-        *outcome = Outcome { verified_pages, writes, hashes, check_time: begun.elapsed(), ..outcome.clone() };
+        *outcome =
+            Outcome { verified_pages, writes, hashes, check_time: started.elapsed(), ..outcome.clone() };
         drop(outcome);
         self.memory.commit()
     }

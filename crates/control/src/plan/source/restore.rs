@@ -49,7 +49,7 @@ impl QmpSource {
     ) -> Result<RestoredSource, Error> {
         let tidy = self.wait_migration_cleanup();
         let (downtime_ms, mut notes) = match tidy {
-            Ok(is_clean) => (self.downtime(), self.restore_settings_if_clean(is_clean)),
+            Ok(is_clean) => (self.reported_downtime(), self.restore_settings_if_clean(is_clean)),
             Err(error) if end == CopyEnd::Failed => return Err(error),
             // The copy is complete, whatever becomes of its source now.
             Err(error) => {
@@ -73,7 +73,7 @@ impl QmpSource {
     /// Ends QEMU after a move. Returns the downtime in milliseconds.
     pub(in super::super) fn quit(&mut self) -> Result<Option<u64>, Error> {
         self.keep_settings();
-        let downtime_ms = self.wait_migration_cleanup().ok().and_then(|_| self.downtime());
+        let downtime_ms = self.wait_migration_cleanup().ok().and_then(|_| self.reported_downtime());
         self.qemu.quit()?;
         Ok(downtime_ms)
     }
@@ -120,7 +120,7 @@ impl QmpSource {
 
     /// Downtime in milliseconds. QEMU reports `completed` a moment before it has this number, which is there
     /// after the cleanup.
-    pub(super) fn downtime(&mut self) -> Option<u64> {
+    pub(super) fn reported_downtime(&mut self) -> Option<u64> {
         let downtime = self.qemu.migration().ok()?.downtime?;
         u64::try_from(downtime).ok()
     }
