@@ -31,71 +31,16 @@ const PORT_ID: &str = "towline-port";
 
 /// Options that do not describe the guest, and that the launcher sets itself.
 const DROPPED: [&str; 4] = ["S", "daemonize", "incoming", "loadvm"];
-/// Options that the new QEMU has as they are. Files that they name are read, or locked by QEMU as in a migration.
-const KEPT: [&str; 61] = [
-    "(disk file)",
-    "L",
-    "accel",
-    "acpitable",
-    "action",
-    "append",
-    "async-teardown",
-    "bios",
-    "blockdev",
-    "boot",
-    "cdrom",
-    "compat",
-    "cpu",
-    "d",
-    "dfilter",
-    "drive",
-    "dtb",
-    "enable-kvm",
-    "fda",
-    "fdb",
-    "full-screen",
-    "fw_cfg",
-    "g",
-    "global",
-    "hda",
-    "hdb",
-    "hdc",
-    "hdd",
-    "icount",
-    "initrd",
-    "iscsi",
-    "k",
-    "kernel",
-    "m",
-    "machine",
-    "mem-path",
-    "mem-prealloc",
-    "msg",
-    "mtdblock",
-    "name",
-    "no-acpi",
-    "no-fd-bootchk",
-    "no-hpet",
-    "no-reboot",
-    "no-shutdown",
-    "no-user-config",
-    "nodefaults",
-    "numa",
-    "only-migratable",
-    "option-rom",
-    "overcommit",
-    "pflash",
-    "rtc",
-    "run-with",
-    "sandbox",
-    "sd",
-    "seed",
-    "smbios",
-    "smp",
-    "usb",
-    "uuid",
-];
-const KEPT_TOO: [&str; 5] = ["singlestep", "trace", "vga", "watchdog-action", "win2k-hack"];
+/// Name of the file of a disk, which has no option.
+const DISK_FILE: &str = "(disk file)";
+/// Options that the new QEMU has as they are, and the files of disks. Files that they name are read, or locked by QEMU as in a
+/// migration.
+const KEPT: &str = "\
+    L accel acpitable action append async-teardown bios blockdev boot cdrom compat cpu d dfilter drive dtb \
+    enable-kvm fda fdb full-screen fw_cfg g global hda hdb hdc hdd icount initrd iscsi k kernel m machine \
+    mem-path mem-prealloc msg mtdblock name no-acpi no-fd-bootchk no-hpet no-reboot no-shutdown \
+    no-user-config nodefaults numa only-migratable option-rom overcommit pflash rtc run-with sandbox sd \
+    seed smbios smp usb uuid singlestep trace vga watchdog-action win2k-hack";
 /// Objects that open nothing which the old QEMU has for itself.
 const OBJECTS: [&str; 8] = [
     "iothread",
@@ -357,7 +302,9 @@ impl Rewriter<'_> {
                 self.refuse(key, &text, TRACE_REASON)
             }
             ("gdb" | "s", _) => self.refuse(key, &text, PORT_REASON),
-            (name, _) if KEPT.contains(&name) || KEPT_TOO.contains(&name) => Some(option.clone()),
+            (name, _) if name == DISK_FILE || KEPT.split(' ').any(|kept| kept == name) => {
+                Some(option.clone())
+            }
             _ => self.refuse(key, &text, UNKNOWN_REASON),
         }
     }
