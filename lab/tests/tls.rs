@@ -129,9 +129,10 @@ fn prove_equal(source: &Qemu, destination: &Qemu) {
     let ran = source.version() != V7_2;
     let loaded = if ran { "running" } else { "paused" };
     destination.qmp().wait_status(loaded, WITHIN).unwrap();
-    match ran {
-        true => drop(destination.qmp().execute("stop", Value::Null).unwrap()),
-        false => assert_eq!(destination.memory_hash().unwrap(), source.memory_hash().unwrap()),
+    if ran {
+        drop(destination.qmp().execute("stop", Value::Null).unwrap());
+    } else {
+        assert_eq!(destination.memory_hash().unwrap(), source.memory_hash().unwrap())
     }
     destination.check_filled().unwrap();
     destination.qmp().execute("cont", Value::Null).unwrap();

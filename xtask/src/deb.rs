@@ -261,10 +261,7 @@ fn files(directory: &Path) -> Result<Vec<PathBuf>> {
 fn below(directory: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for path in files(directory)? {
-        match path.is_dir() && !path.is_symlink() {
-            true => found.extend(below(&path)?),
-            false => found.push(path),
-        }
+        if path.is_dir() && !path.is_symlink() { found.extend(below(&path)?) } else { found.push(path) }
     }
     Ok(found)
 }

@@ -191,9 +191,8 @@ fn watched(
     let status = child.wait()?;
     drop(lines);
     reader.join().map_err(|_| anyhow::anyhow!("the reader of {} panicked", shown(command)))?;
-    let outcome = outcome.and_then(|()| match status.success() {
-        true => Ok(()),
-        false => bail!("{} failed with {status}", shown(command)),
+    let outcome = outcome.and_then(|()| {
+        if status.success() { Ok(()) } else { bail!("{} failed with {status}", shown(command)) }
     });
     Ok((outcome, usage))
 }

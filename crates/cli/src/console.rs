@@ -185,17 +185,15 @@ pub(crate) fn datagrams(socket: std::os::unix::net::UnixDatagram) -> Output {
 pub(crate) fn printable(text: &str) -> Cow<'_, str> {
     let is_unsafe =
         |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    match text.contains(is_unsafe) {
-        true => text.replace(is_unsafe, "?").into(),
-        false => text.into(),
-    }
+    if text.contains(is_unsafe) { text.replace(is_unsafe, "?").into() } else { text.into() }
 }
 
 /// As [`printable`], for a text of several lines.
 fn printable_lines(text: &str) -> Cow<'_, str> {
-    match text.contains('\n') {
-        true => text.split('\n').map(printable).collect::<Vec<_>>().join("\n").into(),
-        false => printable(text),
+    if text.contains('\n') {
+        text.split('\n').map(printable).collect::<Vec<_>>().join("\n").into()
+    } else {
+        printable(text)
     }
 }
 

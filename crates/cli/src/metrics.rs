@@ -97,9 +97,10 @@ fn respond(mut stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()>
     let (status, kind, body) = match target {
         Some("GET /metrics" | "HEAD /metrics") => {
             let body = exposition(&counting.statistics());
-            match request.as_ref().is_some_and(|request| prefers_open_metrics(&request.accept)) {
-                true => ("200 OK", OPEN_METRICS, body),
-                false => ("200 OK", TEXT, prometheus_text(&body)),
+            if request.as_ref().is_some_and(|request| prefers_open_metrics(&request.accept)) {
+                ("200 OK", OPEN_METRICS, body)
+            } else {
+                ("200 OK", TEXT, prometheus_text(&body))
             }
         }
         Some(other) if other.starts_with("GET ") || other.starts_with("HEAD ") => {
@@ -113,9 +114,10 @@ fn respond(mut stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()>
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nVary: Accept\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
     );
     stream.write_all(head.as_bytes())?;
-    match target.is_some_and(|target| target.starts_with("HEAD ")) {
-        true => Ok(()),
-        false => stream.write_all(body.as_bytes()),
+    if target.is_some_and(|target| target.starts_with("HEAD ")) {
+        Ok(())
+    } else {
+        stream.write_all(body.as_bytes())
     }
 }
 

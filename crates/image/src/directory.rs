@@ -100,9 +100,10 @@ fn open(path: &Path) -> Result<File> {
     let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
     let file = options.read(true).custom_flags(flags.bits().cast_signed()).open(path);
     let file = file.map_err(failed)?;
-    match file.metadata().map_err(failed)?.is_file() {
-        true => Ok(file),
-        false => Err(Error::NotAFile { path: path.into() }),
+    if file.metadata().map_err(failed)?.is_file() {
+        Ok(file)
+    } else {
+        Err(Error::NotAFile { path: path.into() })
     }
 }
 

@@ -73,10 +73,8 @@ impl Layer {
         // Without NONBLOCK, opening a FIFO of that name would block.
         let mut options = File::options();
         let file = options.read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path);
-        let file = file.map_err(|error| match is_socket(path) {
-            true => Error::Socket { path: path.into() },
-            false => io(error),
-        })?;
+        let file = file
+            .map_err(|error| if is_socket(path) { Error::Socket { path: path.into() } } else { io(error) })?;
         if !file.metadata().map_err(io)?.is_file() {
             return Err(Error::NotAFile { path: path.into() });
         }

@@ -449,9 +449,10 @@ impl Disk {
 fn empty_drive(properties: &Properties, setting: &str) -> Result<Option<Disk>, OverlayError> {
     let driver = properties.value("driver").or_else(|| properties.value("format")).unwrap_or_default();
     let has_file = properties.pairs().iter().any(|(key, _)| *key == "filename" || key.starts_with("file."));
-    match has_file || !driver.is_empty() && !VOID_DRIVERS.contains(&driver.as_str()) {
-        true => Err(unsupported(setting, "a drive whose file has no name".into())),
-        false => Ok(None),
+    if has_file || !driver.is_empty() && !VOID_DRIVERS.contains(&driver.as_str()) {
+        Err(unsupported(setting, "a drive whose file has no name".into()))
+    } else {
+        Ok(None)
     }
 }
 

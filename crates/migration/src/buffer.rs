@@ -48,16 +48,17 @@ impl Buffers {
             Some((_, oldest)) => oldest.is_done()?,
             None => false,
         };
-        let fresh = match self.leased.len() + 1 < self.most && !is_free {
-            true => Buffer::new(self.length)?,
-            false => match self.leased.pop_front() {
+        let fresh = if self.leased.len() + 1 < self.most && !is_free {
+            Buffer::new(self.length)?
+        } else {
+            match self.leased.pop_front() {
                 Some((buffer, oldest)) => {
                     wait(&oldest, session)?;
                     buffer
                 }
                 // There is but one.
                 None => return wait(&lease, session),
-            },
+            }
         };
         let handed_on = std::mem::replace(&mut self.current, fresh);
         self.leased.push_back((handed_on, lease));

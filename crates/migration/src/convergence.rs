@@ -226,10 +226,7 @@ impl ConvergencePolicy {
         if downtime <= self.limits.downtime {
             return PassDecision::SwitchOver;
         }
-        match self.window.is_complete(self.limits.min_window) {
-            true => self.judge(),
-            false => PassDecision::Continue,
-        }
+        if self.window.is_complete(self.limits.min_window) { self.judge() } else { PassDecision::Continue }
     }
 
     /// The time that the guest would stand still if it were stopped now.

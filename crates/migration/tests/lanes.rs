@@ -194,10 +194,7 @@ fn a_relays_lane_that_fails_while_all_stand_still() {
             let ended = || told.recv_timeout(WATCHDOG).expect("the relay or its source hangs");
             let (ends, time) = ([ended(), ended()], begun.elapsed());
             for (is_relay, result) in ends {
-                match is_relay {
-                    true => assert_named(&result),
-                    false => assert!(result.is_err()),
-                }
+                if is_relay { assert_named(&result) } else { assert!(result.is_err()) }
             }
             assert_eq!(writer.counts(), (0, 0));
             time

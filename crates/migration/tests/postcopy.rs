@@ -351,9 +351,10 @@ fn connection<'p>(
         let session = Arc::new(Session::default());
         let connect = || Ok(Arc::clone(&near_urgent));
         let link = PostcopyChannels { main: near, preempt: preempt.then_some(&connect) };
-        let running: Running<'_> = match is_new {
-            true => postcopy.offer(&session, &link).unwrap().run(),
-            false => postcopy.recover(&session, &link).unwrap(),
+        let running: Running<'_> = if is_new {
+            postcopy.offer(&session, &link).unwrap().run()
+        } else {
+            postcopy.recover(&session, &link).unwrap()
         };
         let asker = scope.spawn({
             let channel = Arc::clone(&far);

@@ -371,9 +371,10 @@ impl AwaitSection {
 
 fn foreign_section(header: SectionHeader, kind: u8) -> PeerIncompatible {
     let SectionHeader { name, instance, .. } = header;
-    match kind == SectionType::Full as u8 {
-        true => PeerIncompatible::EarlyDevice { name, instance },
-        false => PeerIncompatible::IterableSection { name, instance },
+    if kind == SectionType::Full as u8 {
+        PeerIncompatible::EarlyDevice { name, instance }
+    } else {
+        PeerIncompatible::IterableSection { name, instance }
     }
 }
 

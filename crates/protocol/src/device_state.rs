@@ -186,10 +186,7 @@ impl Collector {
             Err(error) => {
                 self.refusals += usize::from(matches!(error, InvalidMessage::DeviceMissing { .. }));
                 self.refused = Some(error.clone());
-                match self.refusals <= limits::DESCRIPTIONS_MAX {
-                    true => Ok(None),
-                    false => Err(error.into()),
-                }
+                if self.refusals <= limits::DESCRIPTIONS_MAX { Ok(None) } else { Err(error.into()) }
             }
         }
     }

@@ -288,9 +288,10 @@ fn decode_flags(flags: u32) -> Result<(bool, Method)> {
 }
 
 fn bounded(what: &'static str, found: u32, limit: usize) -> Result<u32> {
-    match found as usize <= limit {
-        true => Ok(found),
-        false => Err(InvalidMessage::Packet { what, found: found.into(), limit: limit as u64 }.into()),
+    if found as usize <= limit {
+        Ok(found)
+    } else {
+        Err(InvalidMessage::Packet { what, found: found.into(), limit: limit as u64 }.into())
     }
 }
 

@@ -132,8 +132,5 @@ fn decode_data(kind: u16, data: &[u8]) -> Result<ReturnPathMessage> {
         SWITCHOVER_ACK => ReturnPathMessage::SwitchoverAck,
         kind => return Ok(ReturnPathMessage::Other { kind, data: data.into() }),
     };
-    match input.position() == data.len() {
-        true => Ok(message),
-        false => Err(wrong(input.position()).into()),
-    }
+    if input.position() == data.len() { Ok(message) } else { Err(wrong(input.position()).into()) }
 }

@@ -140,9 +140,12 @@ impl VmCommand {
         let head = input.be16().and_then(|kind| Ok((CommandKind(kind), input.be16()?)));
         let Ok((kind, length)) = head else { return Ok(Err(Incomplete)) };
         let Ok(data) = input.take(usize::from(length)) else { return Ok(Err(Incomplete)) };
-        let fixed = |expected: usize| match data.len() == expected {
-            true => Ok(()),
-            false => Err(InvalidMessage::CommandLength { command: kind.0, found: data.len(), expected }),
+        let fixed = |expected: usize| {
+            if data.len() == expected {
+                Ok(())
+            } else {
+                Err(InvalidMessage::CommandLength { command: kind.0, found: data.len(), expected })
+            }
         };
         Ok(Ok(match kind {
             CommandKind::OPEN_RETURN_PATH => fixed(0).map(|()| Self::OpenReturnPath)?,

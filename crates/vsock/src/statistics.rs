@@ -153,9 +153,10 @@ impl fmt::Display for VsockReport {
             ("credit_updates_sent", table.credit_updates_sent),
             ("credit_updates_received", table.credit_updates_received),
         ];
-        match counters.iter().all(|(_, value)| *value == 0) {
-            true => f.write_str("no traffic")?,
-            false => f.write_str(nonzero(&counters).trim_start())?,
+        if counters.iter().all(|(_, value)| *value == 0) {
+            f.write_str("no traffic")?;
+        } else {
+            f.write_str(nonzero(&counters).trim_start())?;
         }
         for ConnectionReport { kind, guest_port, peer_cid, peer_port, state, statistics } in &self.connections
         {

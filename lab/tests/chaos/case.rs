@@ -144,12 +144,11 @@ impl Case {
         let fault = fault(&mut rng, kind);
         // A towline whose output is not read reports no phases.
         let is_hidden = matches!(fault, Fault::UnreadOutput | Fault::ClosedOutput);
-        let moment = match rng.bool() || is_hidden {
-            true => Moment::After(Duration::from_millis(rng.u64(..RUN_MS))),
-            false => {
-                let behind = if rng.bool() { rng.u64(..BEHIND_US) } else { 0 };
-                Moment::Behind(PHASES[rng.usize(..PHASES.len())], Duration::from_micros(behind))
-            }
+        let moment = if rng.bool() || is_hidden {
+            Moment::After(Duration::from_millis(rng.u64(..RUN_MS)))
+        } else {
+            let behind = if rng.bool() { rng.u64(..BEHIND_US) } else { 0 };
+            Moment::Behind(PHASES[rng.usize(..PHASES.len())], Duration::from_micros(behind))
         };
         let lanes = match kind {
             Kind::ToStock | Kind::FromStock => 0,

@@ -294,10 +294,7 @@ impl Fixture {
             // It may be finished, so that there is no record to forget.
             let _ = self.towline(&format!("resume {id} --forget")).wait(WITHIN).unwrap();
         }
-        match self.undecided().is_empty() {
-            true => Ok(()),
-            false => Err("the record of a move stays".into()),
-        }
+        if self.undecided().is_empty() { Ok(()) } else { Err("the record of a move stays".into()) }
     }
 
     /// IDs of the undecided moves of this run's QEMUs.

@@ -223,9 +223,10 @@ fn wait_stop(source: &Qemu, towline: &mut Towline) -> Result<(), String> {
 }
 
 fn assert_running(towline: &mut Towline) -> Result<(), String> {
-    match towline.runs().unwrap() {
-        true => Ok(()),
-        false => Err(format!("towline ended by itself: {}{}", towline.stdout(), towline.stderr())),
+    if towline.runs().unwrap() {
+        Ok(())
+    } else {
+        Err(format!("towline ended by itself: {}{}", towline.stdout(), towline.stderr()))
     }
 }
 

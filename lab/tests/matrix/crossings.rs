@@ -136,9 +136,10 @@ fn guests_cross_from_version_to_version() {
     }
     let all = std::env::var_os("TOWLINE_SOAK_VERSIONS").is_some();
     let named = |name: &str| ROUTES.iter().find(|route| route.name == name).unwrap();
-    let cells: Vec<(Crossing, &Route)> = match all {
-        true => CROSSINGS.iter().flat_map(|crossing| ROUTES.iter().map(|route| (*crossing, route))).collect(),
-        false => SHORT.into_iter().map(|(crossing, name)| (crossing, named(name))).collect(),
+    let cells: Vec<(Crossing, &Route)> = if all {
+        CROSSINGS.iter().flat_map(|crossing| ROUTES.iter().map(|route| (*crossing, route))).collect()
+    } else {
+        SHORT.into_iter().map(|(crossing, name)| (crossing, named(name))).collect()
     };
     let only = std::env::var("TOWLINE_CROSSING").unwrap_or_default();
     let (mut held, mut failed) = (0, Vec::new());

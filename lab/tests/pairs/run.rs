@@ -211,10 +211,10 @@ fn move_it(pair: &Pair) -> Result<bool, String> {
         }
         Some(1) => {
             runs(source)?;
-            match destination.exited().unwrap().is_some() || destination.qmp().status().unwrap() != "running"
-            {
-                true => Ok(false),
-                false => Err(format!("two guests run: {stderr}")),
+            if destination.exited().unwrap().is_some() || destination.qmp().status().unwrap() != "running" {
+                Ok(false)
+            } else {
+                Err(format!("two guests run: {stderr}"))
             }
         }
         _ => Err(format!("{status}: {stderr}")),

@@ -71,9 +71,10 @@ pub(super) fn ended_at_server(peer: &str, tls: &TlsServer, first: &[u8]) -> Erro
 /// Hint for a connection that the server closes before it has sent anything.
 pub(super) fn doubt_at_client(tls: &TlsClient) -> String {
     let text = "it ended the connection right behind the handshake:";
-    match tls.has_certificate() {
-        true => format!("{text} it may not accept {}; its own log says why", own_client(tls)),
-        false => format!("{text} it may want a client certificate, and there is {}", own_client(tls)),
+    if tls.has_certificate() {
+        format!("{text} it may not accept {}; its own log says why", own_client(tls))
+    } else {
+        format!("{text} it may want a client certificate, and there is {}", own_client(tls))
     }
 }
 
@@ -92,10 +93,7 @@ pub(super) fn alert(peer: &str, alert: AlertDescription) -> Error {
 
 fn own_client(tls: &TlsClient) -> String {
     let path = tls.directory().join(CLIENT_CERT);
-    match tls.has_certificate() {
-        true => path.display().to_string(),
-        false => format!("no {}", path.display()),
-    }
+    if tls.has_certificate() { path.display().to_string() } else { format!("no {}", path.display()) }
 }
 
 fn certificate(directory: &Path, of: &str, error: &CertificateError) -> String {

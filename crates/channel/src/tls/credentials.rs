@@ -190,17 +190,11 @@ impl Files<'_> {
         for certificate in self.all::<CertificateDer<'static>>(CA_CERT)? {
             roots.add(certificate).map_err(|error| self.bad(CA_CERT, error))?;
         }
-        match roots.is_empty() {
-            true => Err(self.bad(CA_CERT, "there is no certificate in it")),
-            false => Ok(roots),
-        }
+        if roots.is_empty() { Err(self.bad(CA_CERT, "there is no certificate in it")) } else { Ok(roots) }
     }
 
     fn revoked(&self) -> Result<Vec<CertificateRevocationListDer<'static>>> {
-        match self.has(CA_CRL) {
-            true => self.all(CA_CRL),
-            false => Ok(Vec::new()),
-        }
+        if self.has(CA_CRL) { self.all(CA_CRL) } else { Ok(Vec::new()) }
     }
 
     /// A certificate with those that lead to the CA, and its key.

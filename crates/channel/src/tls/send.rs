@@ -64,9 +64,10 @@ impl Pack for Sealer {
 fn content_length(data: &IoCursor<'_, '_>) -> usize {
     let (all, first) = (data.remaining(), data.first().map_or(0, |buf| buf.len()));
     let records = |bytes: usize| bytes.div_ceil(CONTENT_BYTES_MAX);
-    match records(first) + records(all - first) == records(all) {
-        true => first.min(CONTENT_BYTES_MAX),
-        false => all.min(CONTENT_BYTES_MAX),
+    if records(first) + records(all - first) == records(all) {
+        first.min(CONTENT_BYTES_MAX)
+    } else {
+        all.min(CONTENT_BYTES_MAX)
     }
 }
 

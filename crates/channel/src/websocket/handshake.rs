@@ -63,9 +63,10 @@ struct Words<'a> {
 impl<'a> Words<'a> {
     fn new(channel: &'a dyn Channel, deadline: &'a Deadline<'a>) -> Result<Self> {
         let needed = crate::Capabilities::PEEK | crate::Capabilities::BIDIRECTIONAL;
-        match channel.as_fd().is_some() && channel.capabilities().contains(needed) {
-            true => Ok(Self { channel, deadline, head: Vec::new(), failure: None }),
-            false => Err(Error::unsupported(channel.peer(), "WebSocket; use a socket")),
+        if channel.as_fd().is_some() && channel.capabilities().contains(needed) {
+            Ok(Self { channel, deadline, head: Vec::new(), failure: None })
+        } else {
+            Err(Error::unsupported(channel.peer(), "WebSocket; use a socket"))
         }
     }
 

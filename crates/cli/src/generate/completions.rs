@@ -121,9 +121,10 @@ fn zsh(script: &str) -> String {
             ["source -- ", "destination -- ", "destinations -- ", "place -- ", "image -- ", "images -- "]
                 .iter()
                 .any(|name| line.contains(&format!(":{name}")));
-        match is_endpoint {
-            true => text += &line.replace(":_default'", ":_towline_endpoints'"),
-            false => text += line,
+        if is_endpoint {
+            text += &line.replace(":_default'", ":_towline_endpoints'");
+        } else {
+            text += line;
         }
         text.push('\n');
     }

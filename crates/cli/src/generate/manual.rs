@@ -125,10 +125,7 @@ fn sections(text: &str, page: &mut Vec<u8>) -> io::Result<()> {
 /// Escapes what roff would interpret. Hyphens stay the character that can be pasted.
 fn escape(text: &str) -> String {
     let text = text.replace('\\', "\\e").replace('-', "\\-");
-    match text.starts_with(['.', '\'']) {
-        true => format!("\\&{text}"),
-        false => text,
-    }
+    if text.starts_with(['.', '\'']) { format!("\\&{text}") } else { text }
 }
 
 #[cfg(test)]

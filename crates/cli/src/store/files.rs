@@ -59,9 +59,10 @@ fn row(entry: &ImageEntry) -> Row {
 
 /// Compares one image, or all images of a directory, with their checksums.
 pub(super) fn verify(reporter: &Reporter, path: &Path) -> Result<Exit> {
-    let paths = match path.is_dir() {
-        true => directory::list(path)?.into_iter().map(|entry| entry.path).collect(),
-        false => vec![path.to_owned()],
+    let paths = if path.is_dir() {
+        directory::list(path)?.into_iter().map(|entry| entry.path).collect()
+    } else {
+        vec![path.to_owned()]
     };
     if paths.is_empty() {
         return Ok(super::nothing_to_verify(reporter, &path.display().to_string()));

@@ -114,9 +114,10 @@ fn names(reporter: &Reporter, place: &Location, cancel: &Cancel) -> Result<Vec<S
 /// Compares the image of this name, which is `place` itself or below it. An object of another program may have a name that
 /// no image has.
 fn verify_image(name: &str, place: &Location, known: &VerifiedChunks, cancel: &Cancel) -> Result<()> {
-    let location = match name == place.to_string() {
-        true => place.clone(),
-        false => place.image(name.rsplit('/').next().unwrap_or(name))?,
+    let location = if name == place.to_string() {
+        place.clone()
+    } else {
+        place.image(name.rsplit('/').next().unwrap_or(name))?
     };
     StoredImage::open(&location, Some(cancel.clone()))?.verify_unknown(known, &|_| {})?;
     Ok(())

@@ -12,9 +12,10 @@ const VSOCK: &str = "vhost-user-vsock";
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     if let Subject::Qemu(source) = &pair.source.subject {
         for reason in &source.blocked_reasons {
-            let remedy = match reason.contains(VSOCK) {
-                true => "`towline move --detach-vsock` takes it out, and puts it in again there",
-                false => "take that device out of the guest, or end what blocks it",
+            let remedy = if reason.contains(VSOCK) {
+                "`towline move --detach-vsock` takes it out, and puts it in again there"
+            } else {
+                "take that device out of the guest, or end what blocks it"
             };
             findings.no(format!("QEMU cannot send this guest: {reason}"), remedy);
         }

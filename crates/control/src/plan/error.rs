@@ -141,11 +141,10 @@ pub enum Error {
 
 /// Remedy for a guest that QEMU refuses to migrate, where there is one.
 fn blocked_remedy(reasons: &[String]) -> &'static str {
-    match reasons.iter().any(|reason| reason.contains("vhost-user-vsock")) {
-        true => {
-            "; `towline move --detach-vsock` to a qmp: DEST unplugs the vsock, and plugs it in again there"
-        }
-        false => "",
+    if reasons.iter().any(|reason| reason.contains("vhost-user-vsock")) {
+        "; `towline move --detach-vsock` to a qmp: DEST unplugs the vsock, and plugs it in again there"
+    } else {
+        ""
     }
 }
 

@@ -59,9 +59,10 @@ impl IncomingStream {
             require_return_path: context.options.return_path && !context.options.is_snapshot(),
             compression: context.options.compression,
             is_snapshot: context.options.is_snapshot(),
-            shared_memory: match context.options.leaves_out_shared_memory() {
-                true => SharedMemory::AtDestination,
-                false => SharedMemory::Refused,
+            shared_memory: if context.options.leaves_out_shared_memory() {
+                SharedMemory::AtDestination
+            } else {
+                SharedMemory::Refused
             },
             receiver,
         };

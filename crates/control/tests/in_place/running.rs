@@ -30,9 +30,10 @@ fn memory_of_a_running_qemu_is_proven_for_another() {
         // Of another QEMU's memory.
         let (_process, mut new) = waiting(newer, "mem", &shared(&other_process));
         let presence = of_running(&mut new, &mut old).unwrap();
-        match maps_ranges(&old) {
-            true => assert!(matches!(reason(&presence), Reason::OtherFile { .. }), "{presence:?}"),
-            false => assert!(matches!(reason(&presence), Reason::NotOfTheOther { .. }), "{presence:?}"),
+        if maps_ranges(&old) {
+            assert!(matches!(reason(&presence), Reason::OtherFile { .. }), "{presence:?}");
+        } else {
+            assert!(matches!(reason(&presence), Reason::NotOfTheOther { .. }), "{presence:?}");
         }
         let private = format!("mem-path={},share=off", memfd_of(&old_process));
         let (_process, mut new) = waiting(newer, "mem", &private);

@@ -94,9 +94,10 @@ fn check_encryption(
     let is_plain = address.to_ascii_lowercase().starts_with("http://");
     let is_permitted = variable(permission)
         .is_some_and(|value| ["1", "true", "on", "yes", "y"].contains(&value.to_ascii_lowercase().as_str()));
-    match is_plain && !is_permitted {
-        true => Err(Error::Unencrypted { prefix: prefix.to_string(), variable: name, permission }),
-        false => Ok(()),
+    if is_plain && !is_permitted {
+        Err(Error::Unencrypted { prefix: prefix.to_string(), variable: name, permission })
+    } else {
+        Ok(())
     }
 }
 

@@ -103,10 +103,7 @@ fn deflate(stream: &mut Compress, contents: &[&[u8]], output: &mut [u8]) -> std:
     }
     let flushed = stream.compress(&[], &mut output[used(stream)..], FlushCompress::Sync)?;
     // Where the buffer is full to the last byte, the flush may not have ended.
-    match flushed == Status::Ok && used(stream) < output.len() {
-        true => Ok(used(stream)),
-        false => Err(too_long()),
-    }
+    if flushed == Status::Ok && used(stream) < output.len() { Ok(used(stream)) } else { Err(too_long()) }
 }
 
 fn encode(stream: &mut Encoder<'_>, contents: &[&[u8]], output: &mut [u8]) -> std::io::Result<usize> {

@@ -78,12 +78,11 @@ impl Decompressor {
             let (found, expected) = (given, pages.len());
             return Err(InvalidMessage::CompressedTooShort { method, found, expected }.into());
         }
-        match taken == input.len() {
-            true => Ok(()),
-            false => {
-                let fault = format!("its last {} bytes belong to nothing", input.len() - taken);
-                Err(InvalidMessage::Compressed { method, fault }.into())
-            }
+        if taken == input.len() {
+            Ok(())
+        } else {
+            let fault = format!("its last {} bytes belong to nothing", input.len() - taken);
+            Err(InvalidMessage::Compressed { method, fault }.into())
         }
     }
 }

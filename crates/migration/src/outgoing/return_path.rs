@@ -103,9 +103,10 @@ impl ReturnPath {
     /// Waits for the answer to the first PING. Returns whether the destination compares checksums.
     pub(crate) fn wait_pong(&self, session: &Session, timeout: Duration, lanes: usize) -> Result<bool> {
         let deadline = Instant::now() + timeout;
-        match self.wait(session, Some(deadline), |state| state.answers.has_pong())? {
-            true => Ok(self.state().answers.wants_checksums()),
-            false => Err(Error::NoAnswer { peer: self.peer.clone(), waited: timeout, lanes }),
+        if self.wait(session, Some(deadline), |state| state.answers.has_pong())? {
+            Ok(self.state().answers.wants_checksums())
+        } else {
+            Err(Error::NoAnswer { peer: self.peer.clone(), waited: timeout, lanes })
         }
     }
 

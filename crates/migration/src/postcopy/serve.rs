@@ -113,9 +113,10 @@ impl Service<'_> {
             for offset in (request.page.offset..end).step_by(size as usize) {
                 let page = PageRef { offset, ..request.page };
                 self.of.faults.request(page);
-                match map.is_claimed(page) {
-                    true => self.of.faults.late(),
-                    false => self.serve_page(page, size.min(end - offset), &request)?,
+                if map.is_claimed(page) {
+                    self.of.faults.late();
+                } else {
+                    self.serve_page(page, size.min(end - offset), &request)?;
                 }
             }
             self.scheduler.notify();
@@ -176,9 +177,10 @@ impl Service<'_> {
     /// Waits until the destination has loaded its devices: pages needed for that are requested, and come first. A
     /// connection that breaks before ends QEMU, so nothing is done until then that could break it.
     fn wait_loaded(&self) -> Result<()> {
-        match self.connection.had_loaded {
-            true => Ok(()),
-            false => self.connection.inbox.wait_pong(PING_LOADED, &self.connection.session, Duration::MAX),
+        if self.connection.had_loaded {
+            Ok(())
+        } else {
+            self.connection.inbox.wait_pong(PING_LOADED, &self.connection.session, Duration::MAX)
         }
     }
 

@@ -107,10 +107,13 @@ impl Pattern {
         };
         let found = word(0);
         Some(match u32::try_from(word(1)) {
-            Ok(other) if self.first_wrong(found, other, content).is_none() => match found == page {
-                true => WrongContent::Stale { found: other },
-                false => WrongContent::Other { found },
-            },
+            Ok(other) if self.first_wrong(found, other, content).is_none() => {
+                if found == page {
+                    WrongContent::Stale { found: other }
+                } else {
+                    WrongContent::Other { found }
+                }
+            }
             _ => WrongContent::Torn { offset },
         })
     }
@@ -118,11 +121,10 @@ impl Pattern {
     /// Where the first wrong word is.
     fn first_wrong(self, page: u64, generation: u32, content: &[u8; PAGE_BYTES]) -> Option<usize> {
         let words = content.chunks_exact(WORD_BYTES);
-        let wrong = match self.is_zero(page, generation) {
-            true => words.into_iter().position(|bytes| bytes != [0; WORD_BYTES]),
-            false => {
-                words.zip(self.words(page, generation)).position(|(bytes, word)| bytes != word.to_le_bytes())
-            }
+        let wrong = if self.is_zero(page, generation) {
+            words.into_iter().position(|bytes| bytes != [0; WORD_BYTES])
+        } else {
+            words.zip(self.words(page, generation)).position(|(bytes, word)| bytes != word.to_le_bytes())
         };
         wrong.map(|word| word * WORD_BYTES)
     }

@@ -131,9 +131,10 @@ impl Writer {
             while !writer.is_over.load(Ordering::Relaxed) {
                 let block = rng.usize(0..memory.blocks().len());
                 let length = memory.blocks()[block].length;
-                let bytes: Vec<u8> = match rng.bool() {
-                    true => vec![0; rng.usize(1..2 * PAGE)],
-                    false => (0..rng.usize(1..300)).map(|_| rng.u8(..)).collect(),
+                let bytes: Vec<u8> = if rng.bool() {
+                    vec![0; rng.usize(1..2 * PAGE)]
+                } else {
+                    (0..rng.usize(1..300)).map(|_| rng.u8(..)).collect()
                 };
                 let bytes = &bytes[..bytes.len().min(length as usize)];
                 memory.write(at(block, rng.u64(0..=length - bytes.len() as u64)), bytes);

@@ -74,10 +74,7 @@ impl Control {
     ) -> Option<Verdict> {
         // Before the source is queried: until then it may get its guest back.
         if !destination.is_alive {
-            return match source.is_alive {
-                true => self.undo_or_keep(net, source),
-                false => Some(Verdict::LookAt),
-            };
+            return if source.is_alive { self.undo_or_keep(net, source) } else { Some(Verdict::LookAt) };
         }
         match &source.outcome {
             _ if !source.is_alive => Some(self.run(destination)),

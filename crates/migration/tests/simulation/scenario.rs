@@ -168,9 +168,10 @@ impl Scenario {
         let most = [70, 1_500, 20_000, 200_000][rng.usize(0..4)];
         let (forward, backward, is_lossy) = &mut self.links[link];
         *is_lossy = rng.bool();
-        match is_main && rng.u8(0..3) == 0 {
-            true => backward.cut_at = Some(rng.u64(0..32)),
-            false => forward.cut_at = Some(rng.u64(0..most)),
+        if is_main && rng.u8(0..3) == 0 {
+            backward.cut_at = Some(rng.u64(0..32));
+        } else {
+            forward.cut_at = Some(rng.u64(0..most));
         }
     }
 
@@ -211,26 +212,28 @@ fn link(rng: &mut Rng, kib_ns: u64) -> (Knobs, Knobs, bool) {
 
 fn fault(rng: &mut Rng, is_controlled: bool, is_image: bool) -> Fault {
     use Moment::{Begin, Completed, Forwarding, Loaded, Said, Sent, Stopped};
-    let moments: &[_] = match is_controlled {
-        true => &[Begin, Begin, Begin, Stopped, Sent, Loaded, Said, Forwarding, Completed],
-        false => &[Begin, Begin, Begin, Stopped, Loaded, Said],
+    let moments: &[_] = if is_controlled {
+        &[Begin, Begin, Begin, Stopped, Sent, Loaded, Said, Forwarding, Completed]
+    } else {
+        &[Begin, Begin, Begin, Stopped, Loaded, Said]
     };
-    let events: &[_] = match is_controlled {
-        true => &[
+    let events: &[_] = if is_controlled {
+        &[
             ScenarioEvent::CancelSource,
             ScenarioEvent::CancelTowline,
             ScenarioEvent::LoadFails,
             ScenarioEvent::Kill(Who::Source),
             ScenarioEvent::Kill(Who::Destination),
             ScenarioEvent::Kill(Who::Towline),
-        ],
-        false => &[
+        ]
+    } else {
+        &[
             ScenarioEvent::CancelSource,
             ScenarioEvent::LoadFails,
             ScenarioEvent::Kill(Who::Destination),
             // An image is there afterwards as before.
             if is_image { ScenarioEvent::CancelSource } else { ScenarioEvent::Kill(Who::Source) },
-        ],
+        ]
     };
     let moment = moments[rng.usize(0..moments.len())];
     let most = if moment == Begin { [20, 300, 3_000][rng.usize(0..3)] } else { [1, 4, 60][rng.usize(0..3)] };

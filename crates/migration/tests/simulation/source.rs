@@ -116,10 +116,7 @@ impl Source {
             return;
         }
         while let Ok(true) = self.hear(net) {}
-        match self.answers.has_shut() {
-            true => self.succeed(net),
-            false => self.fail(net, "cancelled".into()),
-        }
+        if self.answers.has_shut() { self.succeed(net) } else { self.fail(net, "cancelled".into()) }
     }
 
     fn fail(&mut self, net: &mut Net, reason: String) {

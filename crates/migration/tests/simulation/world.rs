@@ -177,9 +177,10 @@ impl World {
 
     /// The rule that nothing excuses, but for a destination that runs by itself.
     fn check_one_guest(&self) -> Result<(), String> {
-        match self.source.guest.running && self.destination.running && self.control.is_some() {
-            true => Err("two guests run".into()),
-            false => Ok(()),
+        if self.source.guest.running && self.destination.running && self.control.is_some() {
+            Err("two guests run".into())
+        } else {
+            Ok(())
         }
     }
 

@@ -107,12 +107,13 @@ impl AwaitBlock {
             return Ok(Err(Incomplete));
         }
         let header_offset = self.file_offset + (input.position() - start) as u64;
-        let header = match self.mapped_ram {
-            true => match MappedRamHeader::decode(input) {
+        let header = if self.mapped_ram {
+            match MappedRamHeader::decode(input) {
                 Ok(header) => Some(header),
                 Err(Incomplete) => return Ok(Err(Incomplete)),
-            },
-            false => None,
+            }
+        } else {
+            None
         };
         let Ok(name) = core::str::from_utf8(name) else {
             return Err(InvalidMessage::Text { what: "block name", shown: lossy(name) }.into());

@@ -149,9 +149,10 @@ fn changes(old: &[u8], new: &[u8]) -> Vec<u8> {
             break;
         }
         for length in [same, differs] {
-            match length < 0x80 {
-                true => out.push(length as u8),
-                false => out.extend([length as u8 | 0x80, (length >> 7) as u8]),
+            if length < 0x80 {
+                out.push(length as u8);
+            } else {
+                out.extend([length as u8 | 0x80, (length >> 7) as u8]);
             }
         }
         out.extend_from_slice(&new[at..at + differs]);

@@ -64,9 +64,10 @@ fn hooked_towline() {
     let lanes = orders["lanes"].as_u64().map(|lanes| lanes as usize);
     let transfer =
         TransferOptions { multifd_channels: lanes, max_bandwidth: Some(BANDWIDTH), throttle: false };
-    let task = match orders["end-source"] == true {
-        true => Task::Move { transfer, run: None, detach_vsock: false, devices: Vec::new() },
-        false => Task::Copy { transfer, run: None, resume: false, base: None },
+    let task = if orders["end-source"] == true {
+        Task::Move { transfer, run: None, detach_vsock: false, devices: Vec::new() }
+    } else {
+        Task::Copy { transfer, run: None, resume: false, base: None }
     };
     let request = Request { downtime_limit: DOWNTIME_LIMIT, ..Request::new(task) };
     let observer = Hook { hold: orders["hold"].as_str().map(str::to_owned), go: path("go") };

@@ -56,10 +56,7 @@ impl<'a> Watch<'a> {
     pub(super) fn check(&self) -> Result<(), String> {
         std::thread::sleep(POLL_INTERVAL);
         let runs = |qemu: &Qemu| guest(qemu) == Guest::Runs;
-        match runs(self.destination) && runs(self.source) {
-            true => Err("two guests run".into()),
-            false => Ok(()),
-        }
+        if runs(self.destination) && runs(self.source) { Err("two guests run".into()) } else { Ok(()) }
     }
 
     /// Waits until no state changes by itself any more.
