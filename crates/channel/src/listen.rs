@@ -74,7 +74,7 @@ impl Listener {
 
     /// Listens at an address.
     ///
-    /// - `tcp:` without a host takes every address of the machine, IPv6 and IPv4; with a name, the first that can be had.
+    /// - `tcp:` without a host takes every address of the machine, IPv6 and IPv4; with a name, the first that is available.
     /// - `unix:` replaces a socket file without a listener, and removes its own when it is dropped.
     /// - `fd:N` takes the descriptor over, `exec:` starts the command when it is accepted, `file:` is opened for
     ///   reading. Each of them yields one channel.

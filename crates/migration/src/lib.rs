@@ -34,6 +34,7 @@ mod gate;
 mod guest;
 pub mod incoming;
 mod live;
+mod lock;
 pub mod memory;
 pub mod outgoing;
 pub mod postcopy;

@@ -14,7 +14,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use towline_channel::IoBuf;
 use towline_protocol::configuration::Configuration;
@@ -22,6 +22,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{PageRef, RamBlock, limits};
 
 use crate::dirty::DirtyMap;
+use crate::lock::lock;
 use crate::sys::Span;
 use crate::tracker::DirtyTracker;
 use crate::{Extent, ExtentKind, Guest, MemoryError, Result};
@@ -130,7 +131,7 @@ impl<'a> SourceMemory<'a> {
     /// Sets the device state that goes with the memory ([`towline_protocol::device_state::DeviceState::bytes`]); at the
     /// latest when `stop` returns.
     pub fn set_device_state(&self, bytes: Vec<u8>) {
-        *self.device_state.lock().unwrap_or_else(PoisonError::into_inner) = Some(bytes);
+        *lock(&self.device_state) = Some(bytes);
     }
 
     /// Marks `length` bytes from `at` on as written (or discarded) in a way that the tracker does not see: by a
@@ -200,7 +201,7 @@ impl Guest for SourceMemory<'_> {
     }
 
     fn device_state(&self) -> Result<Vec<u8>> {
-        let state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let state = lock(&self.device_state).clone();
         match (state, &self.on_device_state) {
             (Some(state), _) => Ok(state),
             (None, Some(ask)) => ask(),

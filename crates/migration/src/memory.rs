@@ -22,7 +22,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
@@ -34,6 +34,7 @@ pub use populate::Populated;
 
 use crate::dirty::DirtyMap;
 use crate::guest::RAM_SECTION_ID;
+use crate::lock::lock;
 use crate::sys::{RamMapping, Span};
 
 /// A block to be mapped.
@@ -282,9 +283,4 @@ impl fmt::Debug for Memory {
 /// Offset of a page in its block. It was checked against the block, whose length fits.
 fn offset_in_block(page: PageRef) -> usize {
     usize::try_from(page.offset).expect("within a block that is mapped here")
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Values are replaced whole, so a panic elsewhere leaves nothing half-done.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

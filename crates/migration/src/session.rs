@@ -20,6 +20,7 @@ use towline_channel::Channel;
 use towline_protocol::session::{MoveId, ReceiverMode};
 
 use crate::gate::{Commit, LinkState, SwitchoverGate};
+use crate::lock::lock;
 use crate::{Error, Result, Tuning};
 
 /// State shared by the threads of one migration.
@@ -302,7 +303,7 @@ impl Session {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // A panicking thread leaves counters and a list, all consistent at each step.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {

@@ -65,7 +65,7 @@ pub struct Shape {
 /// Where a synthetic guest's memory is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Backing {
-    /// Private memory, in transparent huge pages where they can be had.
+    /// Private memory, in transparent huge pages where they are available.
     #[default]
     Private,
     /// A shared memfd, as VMMs use it for vhost-user.

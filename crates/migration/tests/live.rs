@@ -145,7 +145,7 @@ fn a_guest_that_hammers_its_memory_arrives_as_it_was_when_it_stopped() {
 struct Log {
     words: Vec<Vec<AtomicU64>>,
     is_on: AtomicBool,
-    /// Number of more that times it can be had.
+    /// Number of further times that it can be read.
     left: AtomicU32,
 }
 
@@ -218,7 +218,7 @@ fn a_tracker_that_fails_ends_the_migration() {
             Error::Guest(error) => error.to_string(),
             other => panic!("{other:?}"),
         };
-        assert_eq!(error, format!("the dirty log of block {} cannot be had: the log is gone", left % 2));
+        assert_eq!(error, format!("the dirty log of block {} cannot be read: the log is gone", left % 2));
         assert!(outcome.destination.result.is_err() && !sink.is_committed());
         let (stopped, started) = (vcpus.stops.load(Ordering::Relaxed), vcpus.starts.load(Ordering::Relaxed));
         assert_eq!((stopped, started), (stops, stops), "{left}");

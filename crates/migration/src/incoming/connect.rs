@@ -5,7 +5,7 @@
 //! the end. Where a channel cannot be peeked, or no other can come, the first is the main channel, as QEMU connects
 //! it first.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use towline_channel::{
@@ -17,6 +17,7 @@ use towline_protocol::multifd::{self, INIT_BYTES, Init, LaneRegistry};
 
 use super::refuse::{drain, refuse};
 use super::wait::{Ready, wait};
+use crate::lock::lock;
 use crate::{Error, Result};
 
 /// Time for connections that arrive after all are there to identify themselves as lanes.
@@ -154,7 +155,7 @@ impl Connections {
     /// Ends a migration that is not taken: shuts its main channel down, and its lanes when the source has closed them, or
     /// a second later. Dropped all at once they may make a QEMU hang.
     pub fn refuse(&self) {
-        let refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+        let refused = lock(&self.refused);
         refuse(&self.main, self.lanes.iter().chain(refused.iter()));
     }
 
@@ -162,7 +163,7 @@ impl Connections {
     /// Connections that did not identify themselves in time are dropped.
     pub(crate) fn refuse_extra(&self, patience: Duration) -> Result<()> {
         let Some(others) = &self.others else { return Ok(()) };
-        let mut unknown = others.unknown.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unknown = lock(&others.unknown);
         let cancel = Cancel::new()?;
         let deadline = Instant::now() + patience;
         let mut left = EXTRA_MAX;
@@ -212,7 +213,7 @@ impl Connections {
     }
 
     fn too_many(&self, channel: Arc<dyn Channel>, init: &Init) -> Error {
-        self.refused.lock().unwrap_or_else(PoisonError::into_inner).push(channel);
+        lock(&self.refused).push(channel);
         Error::LaneTooMany { id: init.id, expected: self.lanes.len() }
     }
 }

@@ -4,7 +4,7 @@ use std::io;
 
 use towline_protocol::limits;
 
-/// Memory that cannot be had, or a guest that does not fit into it.
+/// Memory that cannot be allocated, or a guest that does not fit into it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
@@ -51,7 +51,7 @@ pub enum MemoryError {
         expected: u64,
     },
     /// The kernel gives no memory.
-    #[error("{length} bytes for block {block:?} cannot be had: {source}")]
+    #[error("{length} bytes for block {block:?} cannot be allocated: {source}")]
     Map {
         /// Its name.
         block: String,

@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::{Memory, MemoryError, Ram};
+use crate::lock::lock;
 use crate::sys::{HUGE_PAGE_BYTES, Span};
 
 /// Bytes that one thread populates per call: large enough to amortize the call, small enough to share the work well.
@@ -56,7 +57,7 @@ impl Memory {
                     while let Some(chunk) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
                         if let Err(error) = chunk.populate(&is_touched) {
                             next.store(chunks.len(), Ordering::Relaxed);
-                            failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                            lock(&failed).get_or_insert(error);
                         }
                     }
                 });

@@ -1,10 +1,11 @@
 //! One pass over the memory, in units that lanes take one by one.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
+use crate::lock::lock;
 use crate::{Guest, Result, Session, Tuning};
 
 /// A unit's size and alignment: an image's checksums and a host's huge pages are of this size.
@@ -67,7 +68,7 @@ impl Pass {
 
     /// The next unit: at most 2 MiB, not across a multiple of that.
     pub(crate) fn next(&self) -> Option<(PageRef, u64)> {
-        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = lock(&self.next);
         let &(page, length) = self.runs.get(next.run)?;
         let offset = page.offset + next.done;
         let unit = (UNIT_BYTES - offset % UNIT_BYTES).min(length - next.done);
@@ -122,7 +123,7 @@ impl Limiter {
 
     /// When `bytes` more may be sent, and at which rate that is; `None`: at once.
     fn due(&self, bytes: u64, tuning: &Tuning) -> Option<(Instant, u64)> {
-        let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reserved = lock(&self.reserved);
         let (now, changes) = (Instant::now(), tuning.changes());
         if std::mem::replace(&mut reserved.changes, changes) != changes {
             // Bytes reserved at another rate do not count in this one.
@@ -138,7 +139,7 @@ impl Limiter {
 
     /// Returns `bytes` that were taken and not sent: those of zero pages, and savings of compression.
     pub(crate) fn refund(&self, bytes: u64) {
-        let mut reserved = self.reserved.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut reserved = lock(&self.reserved);
         let Some(rate) = reserved.rate else { return };
         reserved.free = reserved.free.checked_sub(time_of(bytes, rate)).unwrap_or(reserved.free);
     }

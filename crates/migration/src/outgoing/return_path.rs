@@ -11,6 +11,7 @@ use towline_protocol::source::{Answer, ReturnPathReader};
 use towline_protocol::{PeerMisbehaved, Reader};
 
 use crate::guest::ReturnPathWriter;
+use crate::lock::lock;
 use crate::{Error, Result, Session};
 
 /// Room for one message, the largest of which is 516 bytes.
@@ -192,6 +193,6 @@ impl ReturnPath {
 
     fn state(&self) -> MutexGuard<'_, ReturnPathState> {
         // A panicking thread leaves flags, all consistent at each step.
-        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared.state)
     }
 }

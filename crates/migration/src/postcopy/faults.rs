@@ -1,9 +1,10 @@
 //! Statistics of the guest's faults: number, latency and addresses.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::lock::lock;
 use towline_protocol::PageRef;
 
 /// Steps within a doubling: a percentile is right to an eighth.
@@ -53,7 +54,7 @@ impl Default for Faults {
 impl Faults {
     pub(super) fn request(&self, page: PageRef) {
         self.requests.fetch_add(1, Ordering::Relaxed);
-        let mut demanded = self.demanded.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut demanded = lock(&self.demanded);
         if demanded.len() < DEMANDED_MAX {
             demanded.push(page);
         }
@@ -70,7 +71,7 @@ impl Faults {
 
     /// The requested pages, in order.
     pub(super) fn demanded(&self) -> Vec<PageRef> {
-        self.demanded.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.demanded).clone()
     }
 
     pub(super) fn counts(&self) -> FaultCounts {

@@ -11,6 +11,7 @@ use towline_protocol::postcopy::{PostcopyBlock, PostcopyReturnPathReader, Return
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{BlockIndex, PageRef, Reader};
 
+use crate::lock::lock;
 use crate::{Error, Result, Session};
 
 /// Size of one receive.
@@ -231,6 +232,6 @@ impl Inbox {
 
     fn state(&self) -> MutexGuard<'_, InboxState> {
         // A panicking thread leaves lists and flags, all consistent at each step.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }

@@ -2,6 +2,8 @@
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use crate::lock::lock;
+
 /// A value with two classes of writers.
 #[derive(Debug)]
 pub(super) struct PriorityLock<T> {
@@ -38,11 +40,11 @@ impl<T> PriorityLock<T> {
 
     fn lock(&self) -> MutexGuard<'_, T> {
         // A thread that panicked while writing has failed the session, which ends with its channel.
-        self.value.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.value)
     }
 
     fn urgent_count(&self) -> MutexGuard<'_, usize> {
-        self.urgent.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.urgent)
     }
 }
 
@@ -54,7 +56,7 @@ struct Waits<'a> {
 
 impl Drop for Waits<'_> {
     fn drop(&mut self) {
-        *self.urgent.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        *lock(self.urgent) -= 1;
         self.changed.notify_all();
     }
 }

@@ -16,6 +16,7 @@ use towline_protocol::{BlockIndex, PageRef};
 
 use super::RUN_BYTES;
 use super::sent_map::SentMap;
+use crate::lock::lock;
 
 /// Runs that are prepared and not sent yet: what a sender of a gigabyte a second takes in 20 ms.
 const READY_MAX: usize = 10;
@@ -154,7 +155,7 @@ impl SendScheduler {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

@@ -13,6 +13,7 @@ use towline_protocol::postcopy::PostcopyBlock;
 use towline_protocol::{BlockIndex, PageRef};
 
 use super::RUN_BYTES;
+use crate::lock::lock;
 use crate::{Guest, Result};
 
 /// Maximum size of units that are prepared, unused, and not sent as a whole.
@@ -259,7 +260,7 @@ impl Units {
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.table)
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::Synthetic;
 use super::pattern::{PAGE_BYTES, mix};
+use crate::lock::lock;
 
 /// Maximum lag that a thread makes up for; writes lost beyond that, on a busy machine, are lost.
 const BEHIND_MAX: Duration = Duration::from_millis(10);
@@ -119,7 +120,7 @@ impl Load {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // A mode and a count, both right at each step.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

@@ -26,7 +26,7 @@ pub trait DirtyLogReader: Send + Sync {
     /// be write-protected again, or otherwise watched, before its bit is given.
     ///
     /// # Errors
-    /// It cannot be had; the migration ends.
+    /// It cannot be read; the migration ends.
     fn fetch_and_clear(&self, block: BlockIndex, words: &mut [u64]) -> io::Result<()>;
 
     /// Switches it off.

@@ -59,7 +59,7 @@ pub enum TrackerError {
         source: io::Error,
     },
     /// The embedder's dirty log failed.
-    #[error("the dirty log of block {block} cannot be had: {source}")]
+    #[error("the dirty log of block {block} cannot be read: {source}")]
     Log {
         /// Its number.
         block: usize,

@@ -12,12 +12,13 @@
 //! Needs Linux 6.7, no privilege. Memory must stay mapped as it was while it is tracked.
 
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use towline_protocol::{BlockIndex, PageRef};
 
 use super::mappings::{self, RangeKind};
 use super::{DirtyTracker, TrackerError};
+use crate::lock::lock;
 use crate::sys::{PageSelection, Pagemap, STEP_BYTES, Span, Userfault};
 
 /// A dirty tracker that uses the kernel's write protection.
@@ -70,7 +71,7 @@ impl WriteProtect {
 
     fn watch(&self) -> MutexGuard<'_, Option<Watch>> {
         // It is replaced whole.
-        self.watch.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.watch)
     }
 
     /// The pages of each block to be reported.

@@ -36,7 +36,9 @@ impl HugePages {
         let this = Self { before };
         let reason = match RamMapping::huge(pages * HUGE_PAGE_BYTES) {
             Ok(_) => return Some(this),
-            Err(error) => format!("{pages} huge pages cannot be had: {error}; {} set: {set:?}", Self::PATH),
+            Err(error) => {
+                format!("{pages} huge pages cannot be allocated: {error}; {} set: {set:?}", Self::PATH)
+            }
         };
         let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {reason}");
         None
