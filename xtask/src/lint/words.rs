@@ -56,6 +56,8 @@ const PHRASES: &[(&str, &str)] = &[
     ("it is said", "reported, specified; name the source"),
     ("sees to it", "ensures; or the verb itself"),
     ("to be had", "available"),
+    ("exit code", "exit status"),
+    ("exit codes", "exit statuses"),
     ("whose it is", "of its owner"),
 ];
 /// Phrases that contain one of the above and are good English.
