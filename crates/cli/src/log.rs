@@ -2,19 +2,24 @@
 //! ([`console`]).
 //!
 //! `--log` or `TOWLINE_LOG` contains a filter of `tracing`: `debug`, or `warn,towline_vhost_user=debug`. A copy is a process of its
-//! own, so every line belongs to it and begins with its id, which is in the first JSON event too.
+//! own, so every line belongs to it and begins with its id, which is in the first JSON event too. Warnings and errors have a budget
+//! for each place in the code that writes them.
+
+mod budget;
 
 use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
 use std::io::IsTerminal as _;
+use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
-use tracing::{Event, Subscriber};
+use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::{Format, Full, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
+use self::budget::{Admission, LineBudget};
 use crate::console;
 
 /// Variable of the filter.
@@ -54,7 +59,7 @@ pub(crate) fn init(filter: Option<&str>, request: Option<RequestId>) -> Result<(
     let has_colors = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let format =
         tracing_subscriber::fmt::format().without_time().with_target(shows_targets).with_ansi(has_colors);
-    let lines = Lines { request, format };
+    let lines = Lines { request, format, budget: LineBudget::default() };
     let subscriber = tracing_subscriber::fmt().with_env_filter(directives).with_ansi(has_colors);
     subscriber.with_writer(console::Log).event_format(lines).init();
     Ok(())
@@ -80,6 +85,7 @@ fn parse(text: &str) -> Result<EnvFilter> {
 struct Lines {
     request: Option<RequestId>,
     format: Format<Full, ()>,
+    budget: LineBudget,
 }
 
 impl<S, N> FormatEvent<S, N> for Lines
@@ -93,8 +99,20 @@ where
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
+        let metadata = event.metadata();
+        let mut suppressed = 0;
+        // Others are written at the user's request.
+        if *metadata.level() <= Level::WARN {
+            match self.budget.admit(metadata.callsite(), Instant::now()) {
+                Admission::Written { suppressed: before } => suppressed = before,
+                Admission::Suppressed => return Ok(()),
+            }
+        }
         if let Some(request) = self.request {
             write!(writer, "{request} ")?;
+        }
+        if suppressed > 0 {
+            write!(writer, "[{suppressed} lines like this one were suppressed] ")?;
         }
         self.format.format_event(context, writer, event)
     }
@@ -102,7 +120,43 @@ where
 
 #[cfg(test)]
 mod tests {
+    use std::io::{self, Write};
+    use std::sync::{Arc, Mutex};
+
     use super::*;
+
+    #[derive(Clone, Default)]
+    struct Written(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Written {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn warnings_of_one_kind_are_limited() {
+        let written = Written::default();
+        let (writer, format) = (written.clone(), tracing_subscriber::fmt::format().without_time());
+        let lines = Lines { request: None, format, budget: LineBudget::default() };
+        let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false);
+        tracing::subscriber::with_default(subscriber.event_format(lines).finish(), || {
+            for number in 0..10_000 {
+                tracing::warn!(number, "a guest's fault");
+                tracing::info!(number, "requested");
+            }
+            tracing::error!("of another kind");
+        });
+        let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
+        let count = |part: &str| text.lines().filter(|line| line.contains(part)).count();
+        // A slow machine may reach the next interval.
+        assert!((50..=500).contains(&count("a guest's fault")), "{}", count("a guest's fault"));
+        assert_eq!((count("requested"), count("of another kind"), count("number=0")), (10_000, 1, 2));
+    }
 
     #[test]
     fn a_wrong_level_is_an_error() {

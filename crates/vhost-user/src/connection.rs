@@ -3,13 +3,16 @@
 use std::ops::Deref;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use towline_channel::{Cancel, Channel, ChannelExt, FDS_MAX, IoBuf, SendFlags};
 
 use crate::device::Device;
 use crate::hangup::Hangup;
 use crate::message::{HEADER_BYTES, Header, MessageError, Reply, Request};
+use crate::orphaned_threads::OrphanedThreads;
 use crate::record::InFlightRecord;
 use crate::serve_error::ServeError;
 use crate::session::{SavedRequest, SavedSession, Session, SessionError};
@@ -39,12 +42,17 @@ pub(crate) struct Connection<C = Box<dyn Channel>> {
     channel: C,
     session: Session<WorkerPool>,
     hangup: Arc<Hangup>,
+    /// Time limit for the rest of a message.
+    message_within: Duration,
+    /// Ends the wait for it.
+    cancel: Option<Cancel>,
 }
 
 /// System resources of a connection, which may be exhausted.
 pub(crate) struct ConnectionResources {
     workers: WorkerPool,
     hangup: Arc<Hangup>,
+    orphans: Arc<OrphanedThreads>,
 }
 
 impl ConnectionResources {
@@ -52,14 +60,19 @@ impl ConnectionResources {
         channel: &dyn Channel,
         device: &Arc<dyn Device>,
         record: Option<&InFlightRecord>,
+        orphans: &Arc<OrphanedThreads>,
     ) -> Result<Self, ServeError> {
         channel.set_timeouts(Some(MESSAGE_WITHIN), Some(MESSAGE_WITHIN))?;
         let failed = |source: SessionError| ServeError::session(channel.peer(), source);
+        let count = orphans.count();
+        if count > 0 {
+            return Err(failed(SessionError::OrphanedThreads { count }));
+        }
         let socket = channel.as_fd().map(|fd| fd.try_clone_to_owned()).transpose();
         let socket = socket.map_err(|source| failed(SessionError::Descriptor { source }))?;
         let hangup = Arc::new(Hangup::new(socket));
-        let workers = WorkerPool::new(device.as_ref(), record, &hangup).map_err(failed)?;
-        Ok(Self { workers, hangup })
+        let workers = WorkerPool::new(device.as_ref(), record, &hangup, orphans).map_err(failed)?;
+        Ok(Self { workers, hangup, orphans: Arc::clone(orphans) })
     }
 }
 
@@ -69,21 +82,23 @@ impl<C: Deref<Target = dyn Channel>> Connection<C> {
         channel: C,
         device: &Arc<dyn Device>,
         record: Option<&InFlightRecord>,
+        orphans: &Arc<OrphanedThreads>,
     ) -> Result<Self, ServeError> {
-        let resources = ConnectionResources::new(&*channel, device, record)?;
+        let resources = ConnectionResources::new(&*channel, device, record, orphans)?;
         Ok(Self::with(channel, device, resources))
     }
 
     /// The connection of a frontend that has just connected, with its resources.
     pub(crate) fn with(channel: C, device: &Arc<dyn Device>, resources: ConnectionResources) -> Self {
-        let ConnectionResources { workers, hangup } = resources;
-        Self { channel, session: Session::new(Arc::clone(device), workers), hangup }
+        let ConnectionResources { workers, hangup, orphans } = resources;
+        let session = Session::new(Arc::clone(device), orphans, workers);
+        Self { channel, session, hangup, message_within: MESSAGE_WITHIN, cancel: None }
     }
 
     /// Serves the frontend until it disconnects, or `cancel` is cancelled between two of its requests: then the error is
     /// `Cancelled`, and the connection can be served again.
     pub(crate) fn serve(&mut self, cancel: &Cancel) -> Result<(), ServeError> {
-        self.session.set_cancel(cancel);
+        self.set_cancel(cancel);
         while self.channel.wait_recv(cancel)? {
             if self.serve_request(|| Ok(Claim::Owned))? == Peer::Disconnected {
                 return Ok(());
@@ -96,6 +111,7 @@ impl<C: Deref<Target = dyn Channel>> Connection<C> {
     /// Cancels waiting requests when `cancel` is cancelled.
     pub(crate) fn set_cancel(&mut self, cancel: &Cancel) {
         self.session.set_cancel(cancel);
+        self.cancel = Some(cancel.clone());
     }
 
     /// Serves one request, which is waited for. `claim` is called before one that concerns the device.
@@ -116,7 +132,8 @@ impl<C: Deref<Target = dyn Channel>> Connection<C> {
         &mut self,
         claim: impl FnOnce() -> Result<Claim, SessionError>,
     ) -> Result<Peer, ServeError> {
-        let Some(message) = receive(&*self.channel)? else { return Ok(Peer::Disconnected) };
+        let limit = MessageLimit { within: self.message_within, cancel: self.cancel.as_ref() };
+        let Some(message) = receive(&*self.channel, limit)? else { return Ok(Peer::Disconnected) };
         let Message { header: Header { code, need_reply, .. }, payload, fds } = message;
         tracing::debug!(%code, need_reply, "request");
         let request = Request::decode(code, &payload, fds).map_err(SessionError::from);
@@ -173,7 +190,8 @@ impl Connection {
     }
 
     /// Sets the time limit for the rest of a message, and for sending a reply.
-    pub(crate) fn set_message_timeout(&self, within: Duration) -> Result<(), ServeError> {
+    pub(crate) fn set_message_timeout(&mut self, within: Duration) -> Result<(), ServeError> {
+        self.message_within = within;
         Ok(self.channel.set_timeouts(Some(within), Some(within))?)
     }
 
@@ -196,8 +214,9 @@ impl Connection {
         negotiated: Vec<SavedRequest>,
         device: &Arc<dyn Device>,
         record: Option<&InFlightRecord>,
+        orphans: &Arc<OrphanedThreads>,
     ) -> Result<Self, ServeError> {
-        let mut connection = Self::new(channel, device, record)?;
+        let mut connection = Self::new(channel, device, record, orphans)?;
         connection.replay(negotiated)?;
         Ok(connection)
     }
@@ -214,6 +233,19 @@ pub(crate) fn send(channel: &dyn Channel, bytes: &[u8], fds: &[BorrowedFd<'_>]) 
     Ok(channel.send_all(&[IoBuf::from(&bytes[sent..])], SendFlags::empty())?)
 }
 
+/// Limit of the wait for the rest of a message.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MessageLimit<'a> {
+    pub(crate) within: Duration,
+    /// Ends the wait when it is cancelled.
+    pub(crate) cancel: Option<&'a Cancel>,
+}
+
+impl MessageLimit<'_> {
+    /// Between two processes of towline.
+    pub(crate) const UPGRADE: Self = Self { within: MESSAGE_WITHIN, cancel: None };
+}
+
 /// A message as received.
 pub(crate) struct Message {
     pub(crate) header: Header,
@@ -221,22 +253,22 @@ pub(crate) struct Message {
     pub(crate) fds: Vec<OwnedFd>,
 }
 
-/// Receives one message; `None` at the end of the stream. Descriptors arrive with the first byte of their message, and never
+/// Receives one message; `None` at the end of the stream. Waits for its first byte as long as the channel does, and for the rest
+/// within the limit. Descriptors arrive with the first byte of their message, and never
 /// with bytes of another one, because the kernel does not coalesce across them.
-pub(crate) fn receive(channel: &dyn Channel) -> Result<Option<Message>, ServeError> {
+pub(crate) fn receive(channel: &dyn Channel, limit: MessageLimit<'_>) -> Result<Option<Message>, ServeError> {
     let mut fds = Vec::new();
     let mut bytes = [0; HEADER_BYTES];
-    if fill(channel, &mut bytes, &mut fds)? == 0 {
+    let first = channel.recv_fds(&mut bytes, &mut fds)?;
+    if first == 0 {
         return Ok(None);
     }
+    let rest = MessageRest { channel, limit, began: Instant::now() };
+    rest.fill(&mut bytes, first, &mut fds)?;
     let fault = |fault: MessageError| ServeError::session(channel.peer(), fault.into());
     let header = Header::parse(&bytes).map_err(fault)?;
     let mut payload = vec![0; header.length];
-    let got = fill(channel, &mut payload, &mut fds)?;
-    if got < header.length {
-        let (peer, wanted) = (channel.peer().to_owned(), header.length);
-        return Err(towline_channel::Error::Closed { peer, wanted, got }.into());
-    }
+    rest.fill(&mut payload, 0, &mut fds)?;
     if fds.len() > FDS_MAX {
         let (code, found) = (header.code, fds.len());
         return Err(fault(MessageError::Descriptors { code, found, expected: FDS_MAX }));
@@ -244,22 +276,44 @@ pub(crate) fn receive(channel: &dyn Channel) -> Result<Option<Message>, ServeErr
     Ok(Some(Message { header, payload, fds }))
 }
 
-/// Fills all of `bytes`, or nothing at the end of the stream. Returns the number of bytes.
-fn fill(
-    channel: &dyn Channel,
-    bytes: &mut [u8],
-    fds: &mut Vec<OwnedFd>,
-) -> Result<usize, towline_channel::Error> {
-    let mut got = 0;
-    while got < bytes.len() && fds.len() <= FDS_MAX {
-        match channel.recv_fds(&mut bytes[got..], fds)? {
-            0 if got == 0 => break,
-            0 => {
-                let (peer, wanted) = (channel.peer().to_owned(), bytes.len());
-                return Err(towline_channel::Error::Closed { peer, wanted, got });
+/// The rest of a message whose first byte has arrived.
+struct MessageRest<'a> {
+    channel: &'a dyn Channel,
+    limit: MessageLimit<'a>,
+    began: Instant,
+}
+
+impl MessageRest<'_> {
+    /// Fills `bytes`, of which the first `got` have arrived, or stops at too many descriptors.
+    fn fill(&self, bytes: &mut [u8], mut got: usize, fds: &mut Vec<OwnedFd>) -> Result<(), ServeError> {
+        while got < bytes.len() && fds.len() <= FDS_MAX {
+            self.wait()?;
+            match self.channel.recv_fds(&mut bytes[got..], fds)? {
+                0 => {
+                    let (peer, wanted) = (self.channel.peer().to_owned(), bytes.len());
+                    return Err(towline_channel::Error::Closed { peer, wanted, got }.into());
+                }
+                received => got += received,
             }
-            received => got += received,
+        }
+        Ok(())
+    }
+
+    /// Waits for more of the message. A frontend may send it byte by byte, so the time limit is that of the whole.
+    fn wait(&self) -> Result<(), ServeError> {
+        let Some(fd) = self.channel.as_fd() else { return Ok(()) };
+        let left = self.limit.within.saturating_sub(self.began.elapsed());
+        let fds = [Some(fd), self.limit.cancel.map(Cancel::as_fd)].into_iter().flatten();
+        let mut polled: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        let timeout = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        let ready = if left.is_zero() { Ok(0) } else { poll(&mut polled, Some(&timeout)) };
+        match ready {
+            Ok(_) if polled[0].revents().is_empty() => {
+                let after = self.began.elapsed();
+                Err(ServeError::session(self.channel.peer(), SessionError::IncompleteMessage { after }))
+            }
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(ServeError::Descriptor(errno.into())),
         }
     }
-    Ok(got)
 }

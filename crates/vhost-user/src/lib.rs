@@ -30,6 +30,7 @@ pub mod log;
 mod mailbox;
 pub mod memory;
 pub mod message;
+mod orphaned_threads;
 mod poll;
 mod record;
 pub mod ring;

@@ -23,9 +23,10 @@ use towline_channel::{Channel, FDS_MAX, UnixChannel};
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::connection::{Connection, MESSAGE_WITHIN, Message, receive, send};
+use crate::connection::{Connection, MESSAGE_WITHIN, Message, MessageLimit, receive, send};
 use crate::device::Device;
 use crate::message::{Code, Header};
+use crate::orphaned_threads::OrphanedThreads;
 use crate::record::{InFlightRecord, RecordError};
 use crate::serve_error::ServeError;
 use crate::server::{FrontendSource, Service};
@@ -142,7 +143,8 @@ pub fn live_upgrade(
         OfferedFds { record, listener: listener_fd(&service), connection: channel.as_deref(), device_fds };
     let offered = send_offer(to, device.queue_count(), &fds, &session);
     if let Err(error) = offered.and_then(|()| receive_ready(to)) {
-        service.connection = channel.and_then(|channel| resume(channel, session, device, record));
+        service.connection =
+            channel.and_then(|channel| resume(channel, session, device, record, &service.orphans));
         return aborted(service, error);
     }
     let committed = send_message(to, COMMIT, &[], &[]).map_err(UpgradeError::from);
@@ -161,8 +163,9 @@ fn resume(
     session: SavedSession,
     device: &Arc<dyn Device>,
     record: &InFlightRecord,
+    orphans: &Arc<OrphanedThreads>,
 ) -> Option<Connection> {
-    let restored = Connection::restore(channel, session.negotiated, device, Some(record));
+    let restored = Connection::restore(channel, session.negotiated, device, Some(record), orphans);
     let restored = restored.and_then(|mut connection| {
         connection.start(session.starts)?;
         Ok(connection)
@@ -322,9 +325,10 @@ impl UpgradeOffer {
                 format!("this device has {found} queues, expected {expected}, as the running one has");
             return Err(refuse(reason));
         }
+        let orphans = Arc::default();
         let restored = connection.map(|fd| {
             let channel = Box::new(UnixChannel::new(fd, "a frontend of the other process")?);
-            Connection::restore(channel, session.negotiated, device, Some(&record))
+            Connection::restore(channel, session.negotiated, device, Some(&record), &orphans)
         });
         let mut connection = restored.transpose().map_err(|error| refuse(error.to_string()))?;
         send_message(from, READY, &[], &[])?;
@@ -335,7 +339,7 @@ impl UpgradeOffer {
         if let Err(error) = send_message(from, DONE, &[], &[]) {
             tracing::warn!(%error, "the previous process ended before the live upgrade was complete");
         }
-        Ok((Service { frontends: frontends(listener), connection, standby: None }, record))
+        Ok((Service::with(frontends(listener), connection, orphans), record))
     }
 }
 
@@ -367,7 +371,7 @@ fn receive_fds(from: &dyn Channel, expected: usize) -> Result<Vec<OwnedFd>, Upgr
 }
 
 fn receive_request(from: &dyn Channel) -> Result<SavedRequest, UpgradeError> {
-    let message = receive(from)?.ok_or_else(|| closed("a request"))?;
+    let message = receive(from, MessageLimit::UPGRADE)?.ok_or_else(|| closed("a request"))?;
     Ok(SavedRequest { code: message.header.code, payload: message.payload, fds: message.fds })
 }
 
@@ -383,7 +387,7 @@ fn send_message(
 
 /// Receives a message with the code `wanted`.
 fn expect(from: &dyn Channel, wanted: Code, expected: &'static str) -> Result<Message, UpgradeError> {
-    let message = receive(from)?.ok_or_else(|| closed(expected))?;
+    let message = receive(from, MessageLimit::UPGRADE)?.ok_or_else(|| closed(expected))?;
     match message.header.code {
         code if code == wanted => Ok(message),
         REFUSED => Err(UpgradeError::Refused(String::from_utf8_lossy(&message.payload).into_owned())),

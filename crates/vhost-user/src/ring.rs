@@ -29,6 +29,7 @@ use std::sync::atomic::Ordering;
 
 pub use batch::{Batch, Chain, Head};
 pub use fault::RingFault;
+pub(crate) use setup::RingExtent;
 pub use setup::{RingSetup, RingStatistics};
 
 use crate::eventfd;

@@ -20,6 +20,7 @@ use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener, UnixCh
 
 use crate::connection::{Connection, ConnectionResources, MESSAGE_WITHIN};
 use crate::device::Device;
+use crate::orphaned_threads::OrphanedThreads;
 use crate::record::{InFlightRecord, RECORD_FD_NAME};
 use crate::serve_error::ServeError;
 use crate::sys::inherited;
@@ -92,6 +93,8 @@ pub struct Service {
     pub(crate) connection: Option<Connection>,
     /// A second one, whose rings do not run.
     pub(crate) standby: Option<Connection>,
+    /// Threads of ended connections; no further connection begins while there are any.
+    pub(crate) orphans: Arc<OrphanedThreads>,
 }
 
 impl std::fmt::Debug for Service {
@@ -104,7 +107,16 @@ impl std::fmt::Debug for Service {
 impl Service {
     /// A service without a connected frontend.
     pub fn new(frontends: FrontendSource) -> Self {
-        Self { frontends: Some(frontends), connection: None, standby: None }
+        Self::with(Some(frontends), None, Arc::default())
+    }
+
+    /// A service with this connected frontend.
+    pub(crate) fn with(
+        frontends: Option<FrontendSource>,
+        connection: Option<Connection>,
+        orphans: Arc<OrphanedThreads>,
+    ) -> Self {
+        Self { frontends, connection, standby: None, orphans }
     }
 
     /// Serves one frontend after the other until cancelled, beginning with the connected one. An error of one is logged and
@@ -175,7 +187,7 @@ impl Service {
             // a reply. The only possible connection is kept.
             let only = self.frontends.is_none();
             let retries = |error: &ServeError| error.is_out_of_resources() || only && error.is_temporary();
-            let create = || ConnectionResources::new(&*channel, device, Some(record));
+            let create = || ConnectionResources::new(&*channel, device, Some(record), &self.orphans);
             let resources = retry_while(retries, cancel, create)?;
             self.connection = Some(Connection::with(channel, device, resources));
         }
@@ -279,7 +291,7 @@ pub fn serve(
     cancel: &Cancel,
 ) -> Result<(), ServeError> {
     check_queues(device.as_ref())?;
-    Connection::new(channel, device, None)?.serve(cancel)
+    Connection::new(channel, device, None, &Arc::default())?.serve(cancel)
 }
 
 fn check_queues(device: &dyn Device) -> Result<(), ServeError> {

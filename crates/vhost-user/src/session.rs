@@ -27,6 +27,7 @@ use crate::features::{self, ProtocolFeatures};
 use crate::log::{DirtyLog, LogSwitch};
 use crate::memory::{Memory, REGIONS_MAX, Region};
 use crate::message::{LogMemory, RegionInfo, Reply, Request, VringAddress};
+use crate::orphaned_threads::OrphanedThreads;
 use crate::ring::{RingFault, RingSetup};
 use crate::sys::Userfaultfd;
 use postcopy::Postcopy;
@@ -96,6 +97,7 @@ pub(crate) struct StoppedRing {
 /// State of the session with one frontend.
 pub(crate) struct Session<R> {
     device: Arc<dyn Device>,
+    orphans: Arc<OrphanedThreads>,
     /// Dropped before the rings, whose workers may wait for its pages.
     postcopy: Option<Postcopy>,
     rings: R,
@@ -134,11 +136,12 @@ fn number(number: u64) -> Result<Option<Reply>, SessionError> {
 
 impl<R: Rings> Session<R> {
     /// A session before its first request.
-    pub(crate) fn new(device: Arc<dyn Device>, rings: R) -> Self {
+    pub(crate) fn new(device: Arc<dyn Device>, orphans: Arc<OrphanedThreads>, rings: R) -> Self {
         let vrings = (0..device.queue_count()).map(|_| Vring::default()).collect();
         let negotiated = Negotiated { features: None, protocol: ProtocolFeatures::empty() };
         Self {
             device,
+            orphans,
             rings,
             vrings,
             negotiated,
@@ -359,6 +362,7 @@ impl<R: Rings> Session<R> {
     }
 
     fn set_memory(&mut self, memory: Memory) -> Result<(), SessionError> {
+        self.check_overlaps("SET_MEM_TABLE", &memory, None)?;
         self.memory = Arc::new(memory);
         self.rings.set_memory(&self.memory)
     }

@@ -7,6 +7,6 @@ mod time_slice;
 mod userfaultfd;
 
 pub(crate) use guard::faults as memory_faults;
-pub(crate) use mapping::{Area, Mapping};
+pub(crate) use mapping::{Area, FileRange, Mapping};
 pub(crate) use time_slice::set_time_slice;
 pub(crate) use userfaultfd::Userfaultfd;

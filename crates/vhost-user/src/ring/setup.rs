@@ -4,10 +4,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::{DESCRIPTOR_BYTES, ENTRIES, RING_SIZE_MAX, RingFault, USED_BYTES};
+use crate::features;
 use crate::log::{DirtyLog, LogSwitch};
 use crate::memory::Memory;
 use crate::message::VringAddress;
-use crate::sys::Area;
+use crate::sys::{Area, FileRange};
 
 /// Parameters of a ring.
 #[derive(Debug)]
@@ -60,6 +61,27 @@ pub(super) struct RingParts {
     pub(super) used: Area,
 }
 
+/// Positions of a ring's parts that one side writes and the other one reads.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RingExtent {
+    available: FileRange,
+    used: FileRange,
+}
+
+impl RingExtent {
+    /// Finds a ring with these features; `None` if it has a fault, which is reported when it starts.
+    pub(crate) fn find(memory: &Memory, address: &VringAddress, size: u32, features: u64) -> Option<Self> {
+        let event_index = features & features::EVENT_IDX != 0;
+        let parts = RingParts::find(memory, address, ring_size(size).ok()?, event_index).ok()?;
+        Some(Self { available: parts.available.file_range(), used: parts.used.file_range() })
+    }
+
+    /// Returns true if a completion in this ring may make a chain of the other ring available.
+    pub(crate) fn feeds(&self, other: &Self) -> bool {
+        self.used.overlaps(&other.available)
+    }
+}
+
 /// Checks the size of a ring.
 pub(super) fn ring_size(found: u32) -> Result<u16, RingFault> {
     let size = u16::try_from(found).ok().filter(|size| size.is_power_of_two() && *size <= RING_SIZE_MAX);
@@ -86,9 +108,7 @@ impl RingParts {
             available: find("available ring", address.available, available, 2)?,
             used: find("used ring", address.used, used, 4)?,
         };
-        // Both areas were found, so neither ends beyond the address space.
-        let ends = [address.available + available as u64, address.used + used as u64];
-        if address.used < ends[0] && address.available < ends[1] {
+        if parts.used.file_range().overlaps(&parts.available.file_range()) {
             return Err(RingFault::Overlap { available: address.available, used: address.used });
         }
         Ok(parts)

@@ -165,7 +165,7 @@ impl Service {
             Some(FrontendSource::Inherited(socket)) => Box::new(super::accept(socket, cancel)?),
             _ => return Ok(()),
         };
-        let resources = ConnectionResources::new(&*channel, device, Some(record))?;
+        let resources = ConnectionResources::new(&*channel, device, Some(record), &self.orphans)?;
         let mut standby = Connection::with(channel, device, resources);
         standby.set_cancel(cancel);
         standby.set_message_timeout(STANDBY_MESSAGE_WITHIN)?;

@@ -1,5 +1,7 @@
 //! Errors of a session.
 
+use std::time::Duration;
+
 use crate::device::BackendError;
 use crate::features::ProtocolFeatures;
 use crate::memory::MemoryTableError;
@@ -82,6 +84,17 @@ pub enum SessionError {
         /// The range.
         expected: &'static str,
     },
+    /// Rings of which one's completions would be the other's available chains: the device would never rest.
+    /// Remedy: reset the device in the guest: its driver has placed two rings at the same addresses.
+    #[error("{request}: the used ring of ring {ring} overlaps the available ring of ring {other}")]
+    RingOverlap {
+        /// The request.
+        request: &'static str,
+        /// The ring with this used ring.
+        ring: usize,
+        /// The ring with this available ring.
+        other: usize,
+    },
     /// The device belongs to another frontend.
     #[error("the rings of another frontend run; stop its guest, or end it, before this one has the device")]
     OtherFrontend,
@@ -117,6 +130,15 @@ pub enum SessionError {
         /// Error of the system call.
         source: std::io::Error,
     },
+    /// Threads of the previous connection still wait for its frontend.
+    #[error(
+        "{count} threads of the previous connection have not ended: they wait for memory of its frontend, or block on one of its \
+         descriptors; end that frontend"
+    )]
+    OrphanedThreads {
+        /// Number of threads.
+        count: usize,
+    },
     /// The process is to end, and a worker does not reply.
     #[error(
         "worker {index} does not reply, and the process is to end; it waits for memory that the frontend has to provide"
@@ -124,6 +146,12 @@ pub enum SessionError {
     Cancelled {
         /// Number of the worker.
         index: usize,
+    },
+    /// The frontend has sent only a part of a message: for too long, or until the process is to end.
+    #[error("the rest of a message did not arrive within {after:.1?}")]
+    IncompleteMessage {
+        /// Time since its first byte.
+        after: Duration,
     },
     /// The kernel has no descriptor left.
     #[error("no descriptor for the connection: {source}; raise the limit of open files (ulimit -n)")]
@@ -171,7 +199,11 @@ impl SessionError {
 
     /// Returns true if the device refused this connection and may accept a later one.
     pub(crate) fn is_temporary(&self) -> bool {
-        matches!(self, Self::Worker { reason, .. } if reason.is_temporary())
+        match self {
+            Self::Worker { reason, .. } => reason.is_temporary(),
+            Self::OrphanedThreads { .. } => true,
+            _ => false,
+        }
     }
 
     /// Returns true if the connection ends even if the frontend requested an acknowledgement.

@@ -18,6 +18,7 @@ use towline_channel::Cancel;
 use super::{Rings, Session};
 use crate::device::{BackendError, Device};
 use crate::message::TransferDirection;
+use crate::orphaned_threads::OrphanedThreads;
 use crate::worker::CANCELLED_WITHIN;
 
 /// Maximum size of a state. A device's own state is small, because rings and memory travel with the guest.
@@ -52,7 +53,15 @@ impl<R: Rings> Session<R> {
         }
         // A finished transfer without CHECK_DEVICE_STATE is dropped.
         self.transfer = None;
-        match StateTransfer::begin(Arc::clone(&self.device), direction, fd) {
+        let orphans = self.orphans.count();
+        if orphans > 0 {
+            tracing::error!(
+                orphans,
+                "SET_DEVICE_STATE_FD while earlier transfers still block on their descriptors"
+            );
+            return NO_FD | 1;
+        }
+        match StateTransfer::begin(Arc::clone(&self.device), Arc::clone(&self.orphans), direction, fd) {
             Ok(transfer) => {
                 self.transfer = Some(transfer);
                 NO_FD
@@ -83,6 +92,8 @@ impl<R: Rings> Session<R> {
 /// A transfer under way.
 pub(super) struct StateTransfer {
     device: Arc<dyn Device>,
+    /// Receives the thread if it does not end.
+    orphans: Arc<OrphanedThreads>,
     thread: Option<JoinHandle<()>>,
     outcome: Receiver<Outcome>,
     stop: Cancel,
@@ -92,6 +103,7 @@ impl StateTransfer {
     /// Begins a transfer in a thread: a pipe holds less than a state, and the frontend reads only after our reply.
     fn begin(
         device: Arc<dyn Device>,
+        orphans: Arc<OrphanedThreads>,
         direction: TransferDirection,
         fd: OwnedFd,
     ) -> Result<Self, BackendError> {
@@ -114,7 +126,7 @@ impl StateTransfer {
             let _ = sender.send(outcome);
         };
         let thread = std::thread::Builder::new().name("device-state".into()).spawn(transfer)?;
-        Ok(Self { device, thread: Some(thread), outcome, stop })
+        Ok(Self { device, orphans, thread: Some(thread), outcome, stop })
     }
 
     /// Returns true while its descriptor is in use.
@@ -169,6 +181,7 @@ impl Drop for StateTransfer {
             Ok(_) | Err(RecvTimeoutError::Disconnected) => drop(thread.join()),
             Err(RecvTimeoutError::Timeout) => {
                 tracing::error!("a transfer of device state does not end; leaving its thread behind");
+                self.orphans.add(thread);
             }
         }
     }

@@ -142,7 +142,7 @@ impl Device for Card {
 
 fn session() -> (Session<Recorder>, Arc<Card>) {
     let card = Arc::new(Card::default());
-    (Session::new(Arc::<Card>::clone(&card), Recorder::default()), card)
+    (Session::new(Arc::<Card>::clone(&card), Arc::default(), Recorder::default()), card)
 }
 
 /// A session with negotiated features.

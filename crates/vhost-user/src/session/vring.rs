@@ -4,8 +4,9 @@ use std::os::fd::OwnedFd;
 
 use super::{Enablement, RingFds, Rings, Session, SessionError, no_reply};
 use crate::features;
+use crate::memory::Memory;
 use crate::message::{Reply, Request, VringAddress, VringFd, VringState};
-use crate::ring::{RING_SIZE_MAX, RingSetup};
+use crate::ring::{RING_SIZE_MAX, RingExtent, RingSetup};
 
 /// A ring as the frontend has set it up.
 #[derive(Debug, Default)]
@@ -101,8 +102,12 @@ impl<R: Rings> Session<R> {
     /// Sets the addresses of a ring. For a running ring, the flag for logging its used ring may change.
     fn set_address(&mut self, address: VringAddress) -> Result<(), SessionError> {
         let index = self.index("SET_VRING_ADDR", address.index)?;
-        self.vrings[index].address = Some(address);
+        let former = self.vrings[index].address.replace(address);
         if self.vrings[index].running {
+            if let Err(error) = self.check_overlaps("SET_VRING_ADDR", &self.memory, Some(index)) {
+                self.vrings[index].address = former;
+                return Err(error);
+            }
             self.rings.set_address(index, address)?;
         }
         Ok(())
@@ -118,6 +123,7 @@ impl<R: Rings> Session<R> {
         }
         let features =
             self.negotiated.features.ok_or(refused("no features yet; SET_FEATURES comes first"))?;
+        self.check_overlaps(request, &self.memory, Some(index))?;
         let vring = &mut self.vrings[index];
         let address = vring.address.ok_or(refused("it has no address yet; SET_VRING_ADDR comes first"))?;
         let setup = RingSetup {
@@ -135,6 +141,35 @@ impl<R: Rings> Session<R> {
         vring.running = fault.is_none();
         let always = features & features::PROTOCOL_FEATURES == 0;
         self.rings.enable(index, if always { Enablement::Enabled } else { vring.enablement })
+    }
+
+    /// Refuses rings of which one's used ring overlaps another's available ring, at any address: the device's own completions
+    /// would keep it busy. With `concerned`, only this ring is compared with the others. A ring that overlaps itself has a
+    /// fault.
+    pub(super) fn check_overlaps(
+        &self,
+        request: &'static str,
+        memory: &Memory,
+        concerned: Option<usize>,
+    ) -> Result<(), SessionError> {
+        let Some(features) = self.negotiated.features else { return Ok(()) };
+        let is_known = |index, vring: &Vring| vring.running || concerned == Some(index);
+        let known = self.vrings.iter().enumerate().filter(|(index, vring)| is_known(*index, vring));
+        let extents: Vec<_> = known
+            .filter_map(|(index, vring)| {
+                Some((index, RingExtent::find(memory, &vring.address?, vring.size, features)?))
+            })
+            .collect();
+        let compared = |ring, other| {
+            ring != other && concerned.is_none_or(|concerned| concerned == ring || concerned == other)
+        };
+        for (ring, extent) in &extents {
+            let fed = |(other, it): &&(usize, RingExtent)| compared(*ring, *other) && extent.feeds(it);
+            if let Some((other, _)) = extents.iter().find(fed) {
+                return Err(SessionError::RingOverlap { request, ring: *ring, other: *other });
+            }
+        }
+        Ok(())
     }
 
     fn set_enable(&mut self, state: &VringState) -> Result<(), SessionError> {

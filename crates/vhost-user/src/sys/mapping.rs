@@ -6,6 +6,7 @@
 use std::fs::File;
 use std::mem::size_of;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 
@@ -21,9 +22,29 @@ pub(crate) struct Mapping {
     /// Dropped before the region that it guards.
     guard: Option<Guard>,
     region: MmapRegion<()>,
+    file_id: FileId,
     /// Offset of the part in the mapping, which begins with the file, because huge pages require aligned offsets.
     lead: usize,
     len: usize,
+}
+
+/// Identity of a file: its device and inode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct FileId(u64, u64);
+
+/// Position of bytes in a file, which may be mapped more than once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct FileRange {
+    file: FileId,
+    start: usize,
+    end: usize,
+}
+
+impl FileRange {
+    /// Returns true if both have bytes in common.
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        self.file == other.file && self.start < other.end && other.start < self.end
+    }
 }
 
 /// A part of a mapping, which it keeps mapped.
@@ -56,7 +77,8 @@ impl Mapping {
         let end = end.ok_or(MemoryTableError::TooLarge { offset, size: len })?;
         let file = File::from(fd);
         // An access behind the end of a file raises SIGBUS.
-        let has = file.metadata().map_err(MemoryTableError::Map)?.len();
+        let metadata = file.metadata().map_err(MemoryTableError::Map)?;
+        let (has, file_id) = (metadata.len(), FileId(metadata.dev(), metadata.ino()));
         if has < end {
             return Err(MemoryTableError::File { end, has });
         }
@@ -68,7 +90,7 @@ impl Mapping {
             tracing::debug!(%error, "mmap failed");
             MemoryTableError::Map(std::io::Error::other(error.to_string()))
         })?;
-        Ok(Self { guard: None, region, lead: len_of(offset), len: len_of(len) })
+        Ok(Self { guard: None, region, file_id, lead: len_of(offset), len: len_of(len) })
     }
 
     /// Address and length of the mapped part. All accesses go through this value.
@@ -162,6 +184,12 @@ impl Area {
     /// The mapping that contains it.
     pub(crate) fn mapping(&self) -> &Mapping {
         &self.mapping
+    }
+
+    /// Its position in the mapped file.
+    pub(crate) fn file_range(&self) -> FileRange {
+        let start = self.mapping.lead + self.start;
+        FileRange { file: self.mapping.file_id, start, end: start + self.len }
     }
 
     fn at(&self, offset: usize, len: usize) -> usize {

@@ -19,6 +19,7 @@ use crate::log::DirtyLog;
 use crate::mailbox::{self, Wake as _};
 use crate::memory::Memory;
 use crate::message::VringAddress;
+use crate::orphaned_threads::OrphanedThreads;
 use crate::record::InFlightRecord;
 use crate::ring::{Batch, RingFault, RingSetup};
 use crate::session::{Enablement, RingFds, Rings, SessionError, StoppedRing};
@@ -44,6 +45,7 @@ struct WorkerSetup {
     worker: Box<dyn Worker>,
     slots: Vec<QueueSlot>,
     hangup: Arc<Hangup>,
+    orphans: Arc<OrphanedThreads>,
 }
 
 /// The pool's end of a thread.
@@ -55,6 +57,8 @@ struct WorkerHandle {
     /// Disconnected when the thread has ended.
     ended: Receiver<Infallible>,
     thread: Option<JoinHandle<()>>,
+    /// Receives the thread if it does not end.
+    orphans: Arc<OrphanedThreads>,
 }
 
 impl WorkerPool {
@@ -63,13 +67,15 @@ impl WorkerPool {
         device: &dyn Device,
         record: Option<&InFlightRecord>,
         hangup: &Arc<Hangup>,
+        orphans: &Arc<OrphanedThreads>,
     ) -> Result<Self, SessionError> {
         let (count, each) = (device.queue_count(), device.queues_per_worker().max(1));
         let start = |index: usize| {
             let worker = device.worker(index).map_err(|reason| SessionError::Worker { index, reason })?;
             let queues = index * each..count.min((index + 1) * each);
             let slots = queues.map(|queue| QueueSlot::new(device, queue, record)).collect();
-            let setup = WorkerSetup { worker, slots, hangup: Arc::clone(hangup) };
+            let (hangup, orphans) = (Arc::clone(hangup), Arc::clone(orphans));
+            let setup = WorkerSetup { worker, slots, hangup, orphans };
             WorkerHandle::start(index, device.name(), setup)
                 .map_err(|source| SessionError::Thread { index, source })
         };
@@ -186,7 +192,8 @@ impl WorkerHandle {
         };
         let name = format!("{device}-{index}");
         let thread = std::thread::Builder::new().name(name).spawn(|| thread.run())?;
-        Ok(Self { index, commands: Some(commands), wake, ended, thread: Some(thread) })
+        let orphans = setup.orphans;
+        Ok(Self { index, commands: Some(commands), wake, ended, thread: Some(thread), orphans })
     }
 
     /// Has the thread end, without waiting for it.
@@ -245,6 +252,7 @@ impl WorkerHandle {
             Err(RecvTimeoutError::Timeout) => {
                 let within = END_WITHIN;
                 tracing::error!(?within, "a worker does not end; leaving its thread and its memory behind");
+                self.orphans.add(thread);
             }
             Err(RecvTimeoutError::Disconnected) => {
                 if thread.join().is_err() {
@@ -333,7 +341,7 @@ mod tests {
     fn workers_that_do_not_end_have_one_deadline() {
         let lock = Arc::new(std::sync::Mutex::new(()));
         let device = Stuck(Arc::clone(&lock));
-        let pool = WorkerPool::new(&device, None, &Arc::default()).unwrap();
+        let pool = WorkerPool::new(&device, None, &Arc::default(), &Arc::default()).unwrap();
         let held = lock.lock().unwrap();
         let began = Instant::now();
         drop(pool);
@@ -343,7 +351,7 @@ mod tests {
     }
 
     fn pool() -> WorkerPool {
-        WorkerPool::new(&Idle, None, &Arc::default()).unwrap()
+        WorkerPool::new(&Idle, None, &Arc::default(), &Arc::default()).unwrap()
     }
 
     #[test]

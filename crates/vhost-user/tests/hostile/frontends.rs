@@ -2,7 +2,7 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use towline_frontend::wire::{Code, encode_u32_pair, encode_u64s, feature};
+use towline_frontend::wire::{Code, RegionInfo, encode_u32_pair, encode_u64s, feature};
 use towline_frontend::{Error, Queue, QueueOptions};
 
 use crate::backend::{Log, Pair, SIZE};
@@ -143,6 +143,62 @@ fn a_used_ring_over_the_available_ring_is_refused_at_every_moment() {
             pair.reset_first();
         }
     }
+    pair.end().unwrap();
+}
+
+/// User addresses of a ring: descriptors, used ring, available ring.
+fn user_addresses(pair: &Pair, ring: usize) -> [u64; 3] {
+    let at = pair.rings[ring].addresses();
+    [at.table, at.used, at.available].map(|guest| pair.memory.user_addr(guest))
+}
+
+fn set_addresses(pair: &mut Pair, ring: u32, user: [u64; 3]) -> Result<(), Error> {
+    let payload = [encode_u32_pair(ring, 0), encode_u64s(&user), encode_u64s(&[0])].concat();
+    pair.frontend.request(Code::SET_VRING_ADDR, &payload, &[])
+}
+
+/// Two rings whose completions are each other's available chains would keep a device busy without the driver.
+#[test]
+fn a_used_ring_over_the_available_ring_of_another_is_refused() {
+    let _log = Log::new();
+    let mut pair = Pair::start();
+    let [own, other] = [0, 1].map(|ring| user_addresses(&pair, ring));
+    // While it runs: it stays at its former addresses.
+    let crossed = [own[0], other[2] & !3, own[2]];
+    assert!(set_addresses(&mut pair, 0, crossed).is_err(), "the used ring of a running ring");
+    let crossed = [own[0], own[1], other[1]];
+    assert!(set_addresses(&mut pair, 0, crossed).is_err(), "the available ring of a running ring");
+    pair.echo(0);
+    pair.other_echoes();
+    // When it starts.
+    let base = pair.frontend.stop(0).unwrap();
+    set_addresses(&mut pair, 0, [own[0], other[2] & !3, own[2]]).unwrap();
+    let (index, kick) = (encode_u64s(&[0]), pair.rings[0].kick_fd());
+    assert!(pair.frontend.request(Code::SET_VRING_KICK, &index, &[kick]).is_err(), "a start");
+    pair.other_echoes();
+    pair.frontend.start(&pair.rings[0], base).unwrap();
+    pair.echo(0);
+    pair.other_echoes();
+    pair.end().unwrap();
+}
+
+/// Memory that is mapped twice has two addresses.
+#[test]
+fn rings_are_compared_by_the_bytes_of_their_memory() {
+    let log = Log::new();
+    let mut pair = Pair::start();
+    let [own, other] = [0, 1].map(|ring| user_addresses(&pair, ring));
+    let known = pair.memory.regions().next().unwrap();
+    let again = RegionInfo { guest_address: 0x9000_0000, user_address: 0x1000_0000, ..known };
+    let payload = [encode_u64s(&[0]), again.encode()].concat();
+    pair.frontend.request(Code::ADD_MEM_REG, &payload, &[pair.memory.fd()]).unwrap();
+    let second = |user: u64| user - known.user_address + again.user_address;
+    assert!(set_addresses(&mut pair, 0, [own[0], second(other[2] & !3), own[2]]).is_err());
+    pair.echo(0);
+    set_addresses(&mut pair, 0, [own[0], second(own[2] & !3), own[2]]).unwrap();
+    pair.wait_fault();
+    assert_eq!(log.count("overlaps its available ring"), 1);
+    pair.other_echoes();
     pair.end().unwrap();
 }
 

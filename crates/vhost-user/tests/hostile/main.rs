@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod backend;
+mod blocked;
 mod frontends;
 mod guests;
 #[path = "../rings/harness.rs"]

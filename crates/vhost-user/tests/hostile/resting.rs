@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_channel::UnixChannel;
 use towline_frontend::wire::{Code, RegionInfo, encode_u32_pair, encode_u64s, feature, protocol};
-use towline_frontend::{Buffer, Error, Frontend, Memory, Queue, QueueOptions, wait_any};
+use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions, wait_any};
 use towline_vhost_user::{BackendError, Cancel, Device, Next, Queues, ServeError, Worker, serve};
 
 use crate::backend::{Log, Pair, WITHIN};
@@ -342,41 +342,4 @@ fn a_ring_in_missing_huge_pages_ends_only_its_session() {
     assert!(error.to_string().contains("cannot be accessed any more (SIGBUS)"), "{error}");
     other.echo(0);
     other.end().unwrap();
-}
-
-#[test]
-fn a_blocked_worker_does_not_keep_the_process_from_ending() {
-    // The worker blocks in a write to an eventfd that the frontend filled and made blocking again.
-    let _log = Log::new();
-    let (near, far) = UnixStream::pair().unwrap();
-    let cancel = Cancel::new().unwrap();
-    let token = cancel.clone();
-    let channel = UnixChannel::new(far.into(), "a frontend").unwrap();
-    let backend = std::thread::spawn(move || {
-        let device: Arc<dyn Device> = Arc::new(crate::harness::Echo);
-        serve(&channel, &device, &token)
-    });
-    let mut frontend = Frontend::new(near).unwrap();
-    let features = frontend.negotiate(0, 0, protocol::REPLY_ACK).unwrap().features;
-    let memory = Arc::new(Memory::new(1 << 20).unwrap());
-    frontend.set_mem_table(Some(&memory)).unwrap();
-    let mut queue = Queue::new(&memory, 0, QueueOptions { size: 16, features }).unwrap();
-    frontend.start(&queue, 0).unwrap();
-    // Almost the maximum of the counter, so that a write blocks.
-    rustix::io::write(queue.call_fd(), &(u64::MAX - 2).to_ne_bytes()).unwrap();
-    while rustix::io::write(queue.call_fd(), &1u64.to_ne_bytes()).is_ok() {}
-    rustix::io::ioctl_fionbio(queue.call_fd(), false).unwrap();
-    queue.enable_callback(1);
-    let buffer = Buffer { guest: memory.alloc(8, 8), len: 8 };
-    assert!(queue.add(&[buffer], &[], 0));
-    queue.publish();
-    frontend.send_unacked(Code::GET_VRING_BASE, &encode_u32_pair(0, 0), &[]).unwrap();
-    cancel.cancel();
-    let begun = Instant::now();
-    let error = backend.join().unwrap().unwrap_err();
-    assert!(begun.elapsed() < WITHIN, "{:?}", begun.elapsed());
-    assert!(!matches!(error, ServeError::Queues { .. }), "{error}");
-    // Unblock the worker, so that this test leaves no thread behind.
-    rustix::io::read(queue.call_fd(), &mut [0; 8]).unwrap();
-    let _: Option<Error> = frontend.stop(0).err();
 }

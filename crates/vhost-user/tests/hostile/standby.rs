@@ -1,9 +1,11 @@
 //! Two frontends of one device, as when the QEMU of a guest is replaced: one at a time has running rings.
 
+use std::io::Write as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Listener};
 use towline_frontend::wire::{Code, feature, protocol};
@@ -210,4 +212,30 @@ fn an_invalid_second_frontend_ends_alone() {
         old.number(Code::GET_FEATURES).unwrap();
         drop(slow);
     }
+}
+
+#[test]
+fn a_second_frontend_that_sends_byte_by_byte_does_not_delay_the_first() {
+    let scene = Scene::new();
+    let mut owner = connect(&scene.path());
+    scene.start(&mut owner, [0; 2]).unwrap();
+    let slow = std::os::unix::net::UnixStream::connect(scene.path()).unwrap();
+    let sends = std::thread::spawn(move || {
+        // The header of a table of memory, and as many bytes as it may have.
+        let header = [5u32, 1, 264].map(u32::to_le_bytes).concat();
+        let bytes = header.into_iter().chain([0; 264]);
+        for byte in bytes {
+            if (&slow).write_all(&[byte]).is_err() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    });
+    let begun = Instant::now();
+    // Until its connection is closed.
+    while !sends.is_finished() {
+        owner.number(Code::GET_FEATURES).unwrap();
+        assert!(begun.elapsed() < Duration::from_secs(10), "the first one waited");
+    }
+    sends.join().unwrap();
 }
