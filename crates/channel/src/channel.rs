@@ -2,12 +2,14 @@
 
 use crate::wait::{Woken, wait};
 use crate::{
-    Cancel, Error, IoBuf, IoBufMut, IoCursor, IoCursorMut, Result, ZeroCopyLease, ZeroCopyStatistics,
+    CallCounters, Cancel, Error, IoBuf, IoBufMut, IoCursor, IoCursorMut, Result, ZeroCopyLease,
+    ZeroCopyStatistics,
 };
 use rustix::event::PollFlags;
 use std::fmt::Debug;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The most file descriptors that travel in one message: what QEMU's socket channel takes
@@ -111,6 +113,11 @@ pub trait Channel: Debug + Send + Sync {
     /// finished, independently of later sends. It is done from the beginning if there are none.
     fn lease(&self) -> ZeroCopyLease {
         ZeroCopyLease::default()
+    }
+
+    /// Counters of the system calls that send and receive; `None` for a channel that does not count.
+    fn calls(&self) -> Option<Arc<CallCounters>> {
+        None
     }
 
     /// Statistics of the zero-copy sends; `None` without [`Capabilities::ZERO_COPY`].
@@ -263,6 +270,9 @@ macro_rules! forward_channel {
         }
     };
     (@flush $i:ident) => { fn flush(&self) -> $crate::Result<$crate::Flushed> { self.$i.flush() } };
+    (@calls $i:ident) => {
+        fn calls(&self) -> Option<std::sync::Arc<$crate::CallCounters>> { self.$i.calls() }
+    };
     (@lease $i:ident) => { fn lease(&self) -> $crate::ZeroCopyLease { self.$i.lease() } };
     (@zero_copy_statistics $i:ident) => {
         fn zero_copy_statistics(&self) -> Option<$crate::ZeroCopyStatistics> { self.$i.zero_copy_statistics() }

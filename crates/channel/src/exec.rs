@@ -79,7 +79,7 @@ impl ExecChannel {
 }
 
 impl Channel for ExecChannel {
-    forward_channel!(pipes: peer, capabilities, flush, shutdown, set_timeouts, as_fd);
+    forward_channel!(pipes: peer, calls, capabilities, flush, shutdown, set_timeouts, as_fd);
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         self.pipes.send(bufs, flags).map_err(|error| match error.raw_os_error() {

@@ -7,15 +7,17 @@
 
 use crate::channel::{check_recv, check_send, check_timeouts};
 use crate::sys::io;
-use crate::{Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use crate::{
+    CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
+};
 use rustix::fs::{OFlags, fcntl_getfl};
 use std::fs::{File, OpenOptions};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// An open file or block device.
@@ -24,6 +26,7 @@ pub struct FileChannel {
     file: File,
     peer: String,
     capabilities: Capabilities,
+    calls: Arc<CallCounters>,
     /// Where the stream is, in bytes.
     cursor: Mutex<u64>,
     recv_ended: AtomicBool,
@@ -76,7 +79,8 @@ impl FileChannel {
         } | Capabilities::SHUTDOWN;
         capabilities.set(Capabilities::PEEK, capabilities.contains(Capabilities::RECV));
         let (recv_ended, send_ended) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(Self { file, peer, capabilities, cursor: Mutex::new(offset), recv_ended, send_ended })
+        let (calls, cursor) = (Arc::default(), Mutex::new(offset));
+        Ok(Self { file, peer, capabilities, calls, cursor, recv_ended, send_ended })
     }
 
     fn cursor(&self) -> std::sync::MutexGuard<'_, u64> {
@@ -99,6 +103,7 @@ impl Channel for FileChannel {
             return Err(Error::io("send", &self.peer, rustix::io::Errno::PIPE));
         }
         let mut cursor = self.cursor();
+        self.calls.count_send(bufs.len());
         let sent = io::pwritev(self.file.as_fd(), bufs, *cursor)
             .map_err(|source| Error::io("send", &self.peer, source))?;
         *cursor += sent as u64;
@@ -111,6 +116,7 @@ impl Channel for FileChannel {
             return Ok(0);
         }
         let mut cursor = self.cursor();
+        self.calls.count_receive(bufs.len());
         let received = io::preadv(self.file.as_fd(), bufs, *cursor)
             .map_err(|source| Error::io("recv", &self.peer, source))?;
         if !flags.contains(RecvFlags::PEEK) {
@@ -135,6 +141,10 @@ impl Channel for FileChannel {
 
     fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()> {
         check_timeouts(&self.peer, [recv, send])
+    }
+
+    fn calls(&self) -> Option<Arc<CallCounters>> {
+        Some(Arc::clone(&self.calls))
     }
 
     fn as_fd(&self) -> Option<BorrowedFd<'_>> {

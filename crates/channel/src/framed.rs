@@ -15,8 +15,8 @@ mod outbox;
 use crate::channel::{check_recv, check_send};
 use crate::wait::{Woken, wait};
 use crate::{
-    Cancel, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, IoCursor, RecvFlags, Result, SendFlags,
-    total_len, total_len_mut,
+    CallCounters, Cancel, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, IoCursor, RecvFlags,
+    Result, SendFlags, total_len, total_len_mut,
 };
 use inbox::Inbox;
 use outbox::Outbox;
@@ -26,7 +26,7 @@ use std::net::Shutdown;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Makes packets.
@@ -128,6 +128,10 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
 
     pub(crate) fn peer(&self) -> &str {
         self.inner.peer()
+    }
+
+    pub(crate) fn calls(&self) -> Option<Arc<CallCounters>> {
+        self.inner.calls()
     }
 
     pub(crate) fn reset(&self) -> Result<()> {

@@ -50,6 +50,7 @@
 //! itself before it uses `exec:` or a pipe.
 
 mod address;
+mod calls;
 mod cancel;
 mod channel;
 mod connect;
@@ -84,6 +85,7 @@ mod websocket;
 mod zero_copy;
 
 pub use address::Address;
+pub use calls::{CallCount, CallCounters};
 pub use cancel::Cancel;
 pub use channel::{Capabilities, Channel, ChannelExt, FDS_MAX, Flushed, RecvFlags, SendFlags};
 pub use connect::{ConnectOptions, connect, connect_with};
@@ -99,7 +101,7 @@ pub use sys::cursor::{IOV_MAX, IoCursor, IoCursorMut};
 pub use sys::fd::take_over;
 pub use sys::file_owner::{FileOwner, with_file_owner};
 pub use sys::io::{readv, writev};
-pub use sys::iobuf::{IoBuf, IoBufMut, gather, scatter, total_len, total_len_mut};
+pub use sys::iobuf::{IoBuf, IoBufMut, gather, scatter, total_len, total_len_mut, with_gaps};
 pub use tcp::{TcpChannel, check_zero_copy};
 #[cfg(feature = "tls")]
 pub use tls::TlsChannel;

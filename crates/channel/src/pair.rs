@@ -5,8 +5,8 @@
 
 use crate::channel::{check_recv, check_send, check_timeouts};
 use crate::{
-    Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, gather, scatter,
-    total_len, total_len_mut,
+    CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
+    gather, scatter, total_len, total_len_mut,
 };
 use std::collections::VecDeque;
 use std::net::Shutdown;
@@ -28,6 +28,7 @@ pub fn pair(capacity: usize) -> (PairChannel, PairChannel) {
         output: Arc::clone(output),
         input: Arc::clone(input),
         timeouts: Mutex::default(),
+        calls: Arc::default(),
         peer,
     };
     (end(&there, &back, "memory:1"), end(&back, &there, "memory:0"))
@@ -39,6 +40,7 @@ pub struct PairChannel {
     output: Arc<Half>,
     input: Arc<Half>,
     timeouts: Mutex<Timeouts>,
+    calls: Arc<CallCounters>,
     peer: &'static str,
 }
 
@@ -78,6 +80,7 @@ impl Channel for PairChannel {
         if wanted == 0 {
             return Ok(0);
         }
+        self.calls.count_send(bufs.len());
         let timeout = self.timeouts().send;
         let full = |state: &State| {
             state.bytes.len() >= self.output.capacity && !state.writer_ended && !state.reader_ended
@@ -101,6 +104,7 @@ impl Channel for PairChannel {
         if total_len_mut(bufs) == 0 {
             return Ok(0);
         }
+        self.calls.count_receive(bufs.len());
         let timeout = self.timeouts().recv;
         let empty = |state: &State| state.bytes.is_empty() && !state.writer_ended && !state.reader_ended;
         let mut state = self
@@ -133,6 +137,10 @@ impl Channel for PairChannel {
         check_timeouts(self.peer, [recv, send])?;
         *self.timeouts.lock().expect("no panic while it is held") = Timeouts { recv, send };
         Ok(())
+    }
+
+    fn calls(&self) -> Option<Arc<CallCounters>> {
+        Some(Arc::clone(&self.calls))
     }
 
     fn as_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -17,14 +17,16 @@ use crate::cancel::{event, raise};
 use crate::channel::{check_recv, check_send, check_timeouts};
 use crate::sys::{fd, io};
 use crate::wait::{Woken, wait};
-use crate::{Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use crate::{
+    CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
+};
 use rustix::event::PollFlags;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::pipe::{PipeFlags, pipe_with};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// A pipe, or two.
@@ -33,6 +35,7 @@ pub(crate) struct PipeChannel {
     input: Option<End>,
     output: Option<End>,
     peer: String,
+    calls: Arc<CallCounters>,
 }
 
 /// Our end of one pipe.
@@ -54,7 +57,7 @@ impl PipeChannel {
     pub(crate) fn new(input: Option<OwnedFd>, output: Option<OwnedFd>, peer: String) -> Result<Self> {
         let input = input.map(|fd| End::new(fd, PollFlags::IN)).transpose()?;
         let output = output.map(|fd| End::new(fd, PollFlags::OUT)).transpose()?;
-        Ok(Self { input, output, peer })
+        Ok(Self { input, output, peer, calls: Arc::default() })
     }
 
     /// Returns true if we ended the half that receives.
@@ -87,13 +90,19 @@ impl Channel for PipeChannel {
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         check_send(&self.peer, self.capabilities(), flags)?;
         let end = self.output.as_ref().expect("checked with the capabilities");
-        end.transfer("send", &self.peer, PollFlags::OUT, |fd| io::writev(fd, bufs))
+        end.transfer("send", &self.peer, PollFlags::OUT, |fd| {
+            self.calls.count_send(bufs.len());
+            io::writev(fd, bufs)
+        })
     }
 
     fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
         check_recv(&self.peer, self.capabilities(), flags)?;
         let end = self.input.as_ref().expect("checked with the capabilities");
-        end.transfer("recv", &self.peer, PollFlags::IN, |fd| io::readv(fd, bufs))
+        end.transfer("recv", &self.peer, PollFlags::IN, |fd| {
+            self.calls.count_receive(bufs.len());
+            io::readv(fd, bufs)
+        })
     }
 
     fn flush(&self) -> Result<Flushed> {
@@ -119,6 +128,10 @@ impl Channel for PipeChannel {
             }
         }
         Ok(())
+    }
+
+    fn calls(&self) -> Option<Arc<CallCounters>> {
+        Some(Arc::clone(&self.calls))
     }
 
     fn as_fd(&self) -> Option<BorrowedFd<'_>> {

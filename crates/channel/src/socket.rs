@@ -8,11 +8,14 @@
 
 use crate::channel::{check_recv, check_send, check_timeouts};
 use crate::sys::io;
-use crate::{Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use crate::{
+    CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
+};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_timeout};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Capabilities of every stream socket.
@@ -28,13 +31,14 @@ pub(crate) struct Socket {
     fd: OwnedFd,
     peer: String,
     capabilities: Capabilities,
+    calls: Arc<CallCounters>,
 }
 
 impl Socket {
     /// Takes a connected stream socket and makes it a blocking one.
     pub(crate) fn new(fd: OwnedFd, peer: String, capabilities: Capabilities) -> Result<Self> {
         rustix::io::ioctl_fionbio(&fd, false).map_err(|errno| Error::io("fionbio", &peer, errno))?;
-        Ok(Self { fd, peer, capabilities })
+        Ok(Self { fd, peer, capabilities, calls: Arc::default() })
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -43,6 +47,7 @@ impl Socket {
 
     /// One call that is not checked, with the system's own answer.
     pub(crate) fn send_once(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> std::io::Result<usize> {
+        self.calls.count_send(bufs.len());
         io::sendmsg(self.fd(), bufs, flags)
     }
 
@@ -78,6 +83,7 @@ impl Channel for Socket {
 
     fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
         check_recv(&self.peer, self.capabilities, flags)?;
+        self.calls.count_receive(bufs.len());
         io::recvmsg(self.fd(), bufs, flags.contains(RecvFlags::PEEK))
             .map_err(|source| self.failed("recv", Timeout::Recv, source))
     }
@@ -104,6 +110,10 @@ impl Channel for Socket {
         set_socket_timeout(&self.fd, Timeout::Recv, recv)
             .and_then(|()| set_socket_timeout(&self.fd, Timeout::Send, send))
             .map_err(|errno| Error::io("set_timeouts", &self.peer, errno))
+    }
+
+    fn calls(&self) -> Option<Arc<CallCounters>> {
+        Some(Arc::clone(&self.calls))
     }
 
     fn as_fd(&self) -> Option<BorrowedFd<'_>> {

@@ -95,7 +95,7 @@ impl TcpChannel {
 }
 
 impl Channel for TcpChannel {
-    forward_channel!(socket: peer, recv, set_timeouts, as_fd);
+    forward_channel!(socket: peer, calls, recv, set_timeouts, as_fd);
 
     fn splice_fd(&self) -> Option<BorrowedFd<'_>> {
         self.socket.as_fd()

@@ -46,7 +46,7 @@ impl UnixChannel {
 }
 
 impl Channel for UnixChannel {
-    forward_channel!(socket: peer, capabilities, send, recv, flush, shutdown, set_timeouts, as_fd);
+    forward_channel!(socket: peer, calls, capabilities, send, recv, flush, shutdown, set_timeouts, as_fd);
 
     fn splice_fd(&self) -> Option<BorrowedFd<'_>> {
         self.socket.as_fd()

@@ -66,7 +66,7 @@ impl WebSocketChannel {
 }
 
 impl Channel for WebSocketChannel {
-    forward_channel!(framed: peer, capabilities, send, recv, flush, wait_recv, has_buffered, shutdown, reset, set_timeouts, as_fd);
+    forward_channel!(framed: peer, calls, capabilities, send, recv, flush, wait_recv, has_buffered, shutdown, reset, set_timeouts, as_fd);
 }
 
 impl Drop for WebSocketChannel {

@@ -92,6 +92,7 @@ pub(crate) fn send_reason(reason: SendReason) -> &'static str {
         SendReason::Copied => "copied",
         SendReason::CostsMore => "costs-more",
         SendReason::CostsLess => "costs-less",
+        SendReason::SpliceCostsLess => "splice-costs-less",
         SendReason::NoMemory => "no-memory",
     }
 }

@@ -29,6 +29,7 @@ pub(crate) fn json(lanes: &[LaneSends]) -> Value {
             "switches": lane.switches,
             "plain": totals(&lane.plain),
             "zero-copy": totals(&lane.zero_copy),
+            "spliced": totals(&lane.spliced),
             "sends-zero-copied": lane.zero_copied,
             "sends-copied": lane.copied,
         })
@@ -54,11 +55,19 @@ fn line(method: SendMethod, reason: SendReason, lanes: &[&LaneSends]) -> String 
     if lanes.iter().any(|lane| lane.zero_copy.packets > 0) {
         line.push_str(&format!(" (kernel: {} not copied, {copied} copied)", count(sent)));
     }
+    let spliced: u64 = lanes.iter().map(|lane| lane.spliced.packets).sum();
+    if spliced > 0 {
+        line.push_str(&format!(", {} spliced", count(spliced)));
+    }
     let cost = |of: fn(&LaneSends) -> SendTotals| {
         let all = lanes.iter().map(|lane| of(lane)).fold(SendTotals::default(), SendTotals::plus);
         all.cpu_ms_per_gb().map_or_else(|| "?".to_owned(), |cost| format!("{cost:.0}"))
     };
-    line.push_str(&format!("; {} | {} ms CPU/GB", cost(|lane| lane.plain), cost(|lane| lane.zero_copy)));
+    line.push_str(&format!("; {} | {}", cost(|lane| lane.plain), cost(|lane| lane.zero_copy)));
+    if spliced > 0 {
+        line.push_str(&format!(" | {}", cost(|lane| lane.spliced)));
+    }
+    line.push_str(" ms CPU/GB");
     line
 }
 
@@ -99,8 +108,15 @@ mod tests {
             switches: 1,
             ..LaneSends::default()
         };
+        let spliced = LaneSends {
+            method: SendMethod::Splice,
+            reason: SendReason::SpliceCostsLess,
+            plain: measured,
+            spliced: SendTotals { measured_cpu_ns: 20_000, ..measured },
+            ..LaneSends::default()
+        };
         let unsupported = LaneSends { reason: SendReason::Unsupported, ..LaneSends::default() };
-        let lines = lines(&[copied, spared, copied, unsupported, LaneSends::default()]);
+        let lines = lines(&[copied, spared, copied, spliced, unsupported, LaneSends::default()]);
         assert_eq!(
             lines,
             [
@@ -113,6 +129,10 @@ mod tests {
                     SendReason::CostsLess,
                     count(1234),
                     count(1235)
+                ),
+                format!(
+                    "1 splice: {}; 30 packets plain, 0 zero-copy, 30 spliced; 50 | ? | 20 ms CPU/GB",
+                    SendReason::SpliceCostsLess
                 ),
             ]
         );

@@ -195,6 +195,11 @@ pub trait Sink: Sync {
         None
     }
 
+    /// Returns true if [`Self::buffer_for`] has memory for most pages: worth looking ahead on the main channel.
+    fn receives_in_place(&self) -> bool {
+        false
+    }
+
     /// Pages whose contents were received into [`Self::buffer_for`].
     ///
     /// # Errors
@@ -218,6 +223,22 @@ pub trait Sink: Sync {
         offsets: &[u64],
     ) -> Option<Result<u64>> {
         let _ = (stream, from, block, offsets);
+        None
+    }
+
+    /// Returns true if [`Self::splice_records`] is to be tried for pages that come on `from`, the main channel.
+    fn splices_records(&self, from: &dyn Channel) -> bool {
+        let _ = from;
+        false
+    }
+
+    /// As [`Self::splice_from`] for the main channel: takes the records of these pages, which continue the block of the record
+    /// before, each with its page behind it.
+    ///
+    /// # Errors
+    /// As [`Self::pages`].
+    fn splice_records(&self, from: &dyn Channel, block: BlockIndex, offsets: &[u64]) -> Option<Result<u64>> {
+        let _ = (from, block, offsets);
         None
     }
 

@@ -13,6 +13,7 @@
 mod connect;
 mod lane;
 mod main_channel;
+mod records_ahead;
 mod refuse;
 mod wait;
 
@@ -138,8 +139,10 @@ impl Incoming {
             compares_checksums: AtomicBool::new(false),
         };
         self.session.watch_upstream(&connections.main);
+        self.statistics.count_receives_of(connections.main.as_ref());
         for lane in &connections.lanes {
             self.session.watch_lane(lane);
+            self.statistics.count_receives_of(lane.as_ref());
         }
         self.statistics.count_lane(INIT_BYTES * connections.lanes.len());
         let mut main = MainChannel::new(connections, &shared, self.options);

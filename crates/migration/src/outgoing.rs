@@ -144,10 +144,7 @@ impl Outgoing {
     /// [`Error::NotStarted`].
     pub fn run(&self, connections: &Connections, guest: &dyn Guest) -> Result<()> {
         let _guard = self.session.guard();
-        self.session.watch(&connections.main);
-        for lane in &connections.lanes {
-            self.session.watch(lane);
-        }
+        connections.watch(&self.session, &self.statistics);
         let mut stopped = false;
         let possible =
             check_zero_copy(self.options.zero_copy_send, self.options.compression, &connections.lanes);

@@ -265,6 +265,7 @@ impl<'g> Postcopy<'g> {
     }
 
     fn writer(&self, channel: &Arc<dyn Channel>) -> RecordSender {
+        self.statistics.count_sends_of(channel.as_ref());
         RecordSender::new(Arc::clone(channel), Arc::clone(&self.statistics))
     }
 

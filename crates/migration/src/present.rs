@@ -179,6 +179,10 @@ impl<P: Deref<Target: Sink> + Sync> Sink for PresentSink<P> {
         self.sink.blocks(blocks)
     }
 
+    fn receives_in_place(&self) -> bool {
+        self.sink.receives_in_place()
+    }
+
     fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         // Into memory that the destination has, nothing is received.
         if self.has(page.block) { None } else { self.sink.buffer_for(page, length) }

@@ -6,8 +6,9 @@
 //! ```
 //!
 //! Lane i goes to lane i, records to records, a barrier follows wherever the source had one, sections keep their
-//! bounds, so the destination reads the source's order. Between bare sockets, without zero-copy sends and checksums,
-//! the contents of a lane's pages move within the kernel (`splice(2)`): only headers are seen here. The relay holds
+//! bounds, so the destination reads the source's order. Between bare sockets, without checksums, pages
+//! move within the kernel (`splice(2)`): those of lanes where zero-copy sends are off or do not cost less, so that only headers
+//! are seen here, and runs of records of the main channel, which are looked at before they are forwarded. The relay holds
 //! no guest memory; a slow destination slows the source down by its socket. Both sides have the same number of lanes,
 //! the same compression and the same machine type. Compressed pages are decompressed and compressed again: a lane's
 //! stream depends on all its packets before, and the relay splits packets with both zero pages and others.
@@ -16,7 +17,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use towline_channel::{Channel, IoBuf, ZeroCopyLease};
+use towline_channel::{Channel, IoBuf, Splice, ZeroCopyLease};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
@@ -68,11 +69,8 @@ impl Relay {
         options: LaneOptions,
     ) -> Result<Self> {
         check_zero_copy(options.zero_copy_send, options.compression, &connections.lanes)?;
-        session.watch(&connections.main);
-        for lane in &connections.lanes {
-            session.watch(lane);
-        }
         let statistics = Arc::new(Statistics::default());
+        connections.watch(&session, &statistics);
         let packets = Arc::new(AtomicU64::new(0));
         let writer = |lane: &Arc<dyn Channel>| {
             let (packets, statistics) = (Arc::clone(&packets), Arc::clone(&statistics));
@@ -200,6 +198,14 @@ impl Sink for Relay {
             Ok(mut writer) => writer.splice(from, block, offsets, self.blocks()),
             Err(error) => Some(Err(error)),
         }
+    }
+
+    fn splices_records(&self, from: &dyn Channel) -> bool {
+        Splice::joins(from, self.connections.main.as_ref())
+    }
+
+    fn splice_records(&self, from: &dyn Channel, block: BlockIndex, offsets: &[u64]) -> Option<Result<u64>> {
+        self.main().splice(from, block, offsets).transpose()
     }
 
     fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {

@@ -5,7 +5,9 @@
 mod lanes;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use towline_channel::{CallCount, CallCounters, Channel};
 
 pub use lanes::{LaneSends, SendMethod, SendReason, SendTotals};
 
@@ -17,25 +19,35 @@ macro_rules! statistics {
             $($(#[$doc])* pub(crate) $name: AtomicU64,)*
             /// Each lane that sends has one.
             lanes: Mutex<Vec<Arc<Mutex<LaneSends>>>>,
+            calls: Mutex<Vec<ChannelCalls>>,
         }
 
         /// The counters at one moment.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
         pub struct Snapshot {
             $($(#[$doc])* pub $name: u64,)*
+            /// System calls of the migration's channels that sent several buffers at once; at a destination, received.
+            pub vectored_calls: u64,
+            /// System calls of the migration's channels that sent one buffer; at a destination, received.
+            pub plain_calls: u64,
         }
 
         impl Statistics {
             /// Reads all counters; each is exact, together they may be of slightly different moments.
             pub fn snapshot(&self) -> Snapshot {
-                Snapshot { $($name: self.$name.load(Ordering::Relaxed),)* }
+                let CallCount { vectored: vectored_calls, plain: plain_calls } = self.calls();
+                Snapshot { $($name: self.$name.load(Ordering::Relaxed),)* vectored_calls, plain_calls }
             }
         }
 
         impl Snapshot {
             /// Each counter with its name, in QEMU's spelling (`dirty-sync-count`).
             pub fn entries(&self) -> Vec<(String, u64)> {
-                vec![$((stringify!($name).replace('_', "-"), self.$name),)*]
+                vec![
+                    $((stringify!($name).replace('_', "-"), self.$name),)*
+                    ("vectored-calls".to_owned(), self.vectored_calls),
+                    ("plain-calls".to_owned(), self.plain_calls),
+                ]
             }
         }
     };
@@ -59,10 +71,6 @@ statistics! {
     /// Number of times, for each lane in each pass with zero-copy required (`on`), that the kernel copied everything:
     /// as in QEMU, between 0 and `dirty_sync_count` times the lanes.
     dirty_sync_missed_zero_copy,
-    /// System calls that moved pages out of or into several buffers at once.
-    vectored_calls,
-    /// System calls that moved pages through one buffer.
-    plain_calls,
     /// System calls that moved pages from socket to socket within the kernel.
     spliced_calls,
     /// Packets that went with a checksum, for a towline to compare.
@@ -71,11 +79,45 @@ statistics! {
     checksums_verified,
 }
 
+/// Counters of a channel that carries a migration.
+#[derive(Debug)]
+struct ChannelCalls {
+    counters: Arc<CallCounters>,
+    counted: fn(&CallCounters) -> CallCount,
+}
+
 impl Statistics {
     /// Send method and totals of each lane, in order. Empty for an incoming migration.
     pub fn lane_sends(&self) -> Vec<LaneSends> {
         let lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
         lanes.iter().map(|lane| *lane.lock().unwrap_or_else(PoisonError::into_inner)).collect()
+    }
+
+    /// Includes the calls that send on `channel`.
+    pub(crate) fn count_sends_of(&self, channel: &dyn Channel) {
+        self.count_calls(channel, CallCounters::sent);
+    }
+
+    /// Includes the calls that receive on `channel`.
+    pub(crate) fn count_receives_of(&self, channel: &dyn Channel) {
+        self.count_calls(channel, CallCounters::received);
+    }
+
+    fn count_calls(&self, channel: &dyn Channel, counted: fn(&CallCounters) -> CallCount) {
+        if let Some(counters) = channel.calls() {
+            self.channels().push(ChannelCalls { counters, counted });
+        }
+    }
+
+    fn calls(&self) -> CallCount {
+        self.channels().iter().fold(CallCount::default(), |sum, channel| {
+            let CallCount { vectored, plain } = (channel.counted)(&channel.counters);
+            CallCount { vectored: sum.vectored + vectored, plain: sum.plain + plain }
+        })
+    }
+
+    fn channels(&self) -> MutexGuard<'_, Vec<ChannelCalls>> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The next lane.
@@ -89,19 +131,16 @@ impl Statistics {
         counter.fetch_add(amount, Ordering::Relaxed);
     }
 
-    /// Counts pages that went with content in one call of `buffers` buffers.
-    pub(crate) fn count_pages(&self, pages: u64, bytes: u64, buffers: usize) {
+    /// Counts pages that went with content, and their bytes on the channel.
+    pub(crate) fn count_pages(&self, pages: u64, bytes: u64) {
         Self::add(&self.normal, pages);
         Self::add(&self.normal_bytes, pages * towline_protocol::ram::PAGE_SIZE);
         Self::add(&self.transferred, bytes);
-        Self::add(if buffers > 1 { &self.vectored_calls } else { &self.plain_calls }, 1);
     }
 
     /// Counts pages with content that were spliced in `calls` calls.
     pub(crate) fn count_spliced(&self, pages: u64, bytes: u64, calls: u64) {
-        Self::add(&self.normal, pages);
-        Self::add(&self.normal_bytes, pages * towline_protocol::ram::PAGE_SIZE);
-        Self::add(&self.transferred, bytes);
+        self.count_pages(pages, bytes);
         Self::add(&self.spliced_calls, calls);
     }
 

@@ -50,6 +50,16 @@ bitflags::bitflags! {
     }
 }
 
+/// Bytes of a record that names a page of the same block as the record before.
+pub const CONTINUED_RECORD_BYTES: usize = 8;
+
+/// Returns true if `record` is of a page with content, of the same block as the record before: [`PAGE_SIZE`] bytes of content
+/// follow.
+pub fn is_continued_page(record: [u8; CONTINUED_RECORD_BYTES]) -> bool {
+    let flags = u64::from_be_bytes(record) & (PAGE_SIZE - 1);
+    flags == (RamFlags::PAGE | RamFlags::CONTINUE).bits()
+}
+
 /// A block's place in its guest's block list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockIndex(pub u32);
@@ -104,6 +114,11 @@ impl RecordWriter {
     pub fn zero(&mut self, page: PageRef, blocks: &[RamBlock], out: &mut Vec<u8>) {
         self.named(RamFlags::ZERO, page, blocks, out);
         out.push(0);
+    }
+
+    /// Returns true if the last record named a page of `block`, so that the next one may continue it.
+    pub fn continues(&self, block: BlockIndex) -> bool {
+        self.last == Some(block)
     }
 
     /// Appends a page in XBZRLE form.

@@ -12,7 +12,7 @@ use alloc::vec::Vec;
 use crate::configuration::Configuration;
 use crate::machine::BarrierForm;
 use crate::multifd::PONG_CHECKSUMS;
-use crate::ram::{self, PageRef, RamBlock, RamFlags, RecordWriter};
+use crate::ram::{self, BlockIndex, PageRef, RamBlock, RamFlags, RecordWriter};
 use crate::return_path::ReturnPathMessage;
 use crate::section::{SectionHeader, SectionType, VmCommand, put_footer};
 use crate::session::{self, ReceiverMode};
@@ -161,6 +161,11 @@ impl RamWriter {
     /// Appends the record of a zero page.
     pub fn zero(&mut self, page: PageRef, out: &mut Vec<u8>) {
         self.records.zero(page, &self.blocks, out);
+    }
+
+    /// Returns true if the last record named a page of `block`: records received that continue it can be sent as they are.
+    pub fn continues(&self, block: BlockIndex) -> bool {
+        self.records.continues(block)
     }
 
     /// Appends a page in XBZRLE form.

@@ -24,7 +24,7 @@ impl Flip {
 }
 
 impl Channel for Flip {
-    forward_channel!(inner: peer, capabilities, flush, lease, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, finish);
+    forward_channel!(inner: peer, calls, capabilities, flush, lease, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, finish);
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         self.inner.send(bufs, flags)

@@ -192,6 +192,20 @@ pub fn scatter(bytes: &[u8], bufs: &mut [IoBufMut<'_>]) -> usize {
     done
 }
 
+/// Room for headers with gaps between them: after each header, `gap` takes what follows it. All gaps are the same memory, so
+/// that what lies there afterwards is unusable.
+pub fn with_gaps<'a, const N: usize>(headers: &'a mut [[u8; N]], gap: &'a mut [u8]) -> Vec<IoBufMut<'a>> {
+    let (start, len) = (gap.as_mut_ptr(), gap.len());
+    let mut bufs = Vec::with_capacity(2 * headers.len());
+    for header in headers {
+        bufs.push(IoBufMut::from(&mut header[..]));
+        // SAFETY: `gap` is writable and borrowed for `'a`. Several buffers of one call over the same bytes are written by the
+        // kernel one after another, or by `scatter` through pointers; no reference to them exists meanwhile.
+        bufs.push(unsafe { IoBufMut::from_raw_parts(start, len) });
+    }
+    bufs
+}
+
 /// The first `len` bytes of the buffers.
 pub(crate) fn limit<'a>(bufs: &[IoBuf<'a>], len: usize) -> Vec<IoBuf<'a>> {
     let mut left = len;
@@ -246,6 +260,13 @@ mod tests {
         assert_eq!(total_len_mut(&bufs), 6);
         assert_eq!(scatter(b"xyz", &mut bufs), 3);
         assert_eq!((&a, &c), (b"xy", b"z\0\0\0"));
+    }
+
+    #[test]
+    fn gaps_take_what_is_between_headers() {
+        let (mut headers, mut gap) = ([[0; 2]; 3], [0; 3]);
+        assert_eq!(scatter(b"abCDEfgHIJkl", &mut with_gaps(&mut headers, &mut gap)), 12);
+        assert_eq!((headers, gap), ([*b"ab", *b"fg", *b"kl"], *b"HIJ"));
     }
 
     #[test]

@@ -80,7 +80,7 @@ fn transfer(reporter: &Reporter, report: &CopyReport) {
             vectored = moved.vectored_calls,
             plain = moved.plain_calls,
             spliced = moved.spliced_calls,
-            "system calls that moved pages"
+            "system calls"
         );
     }
     if let Some(ratio) = report.compression_ratio() {

@@ -105,12 +105,12 @@ impl State {
             ),
             Metric::counter(
                 "vectored-calls",
-                "system calls that moved pages of several buffers",
+                "system calls that sent or received several buffers",
                 moved.vectored_calls,
             ),
             Metric::counter(
                 "plain-calls",
-                "system calls that moved pages through one buffer",
+                "system calls that sent or received one buffer",
                 moved.plain_calls,
             ),
             Metric::counter(
@@ -139,9 +139,15 @@ pub(super) fn lane_metrics(lane: &LaneSends) -> Vec<Metric> {
         Metric::byte_counter("plain-bytes", "pages in these", lane.plain.bytes),
         Metric::counter("zero-copy-packets", "packets sent without a copy", lane.zero_copy.packets),
         Metric::byte_counter("zero-copy-bytes", "pages in these", lane.zero_copy.bytes),
+        Metric::counter(
+            "spliced-packets",
+            "packets moved between sockets by the kernel",
+            lane.spliced.packets,
+        ),
+        Metric::byte_counter("spliced-bytes", "pages in these", lane.spliced.bytes),
         Metric::counter("zero-copied", "calls of these that the kernel did not copy", lane.zero_copied),
         Metric::counter("copied", "calls of these that the kernel copied all the same", lane.copied),
-        Metric::counter("switches", "changes between the two ways", lane.switches),
+        Metric::counter("switches", "changes of the method", lane.switches),
     ]
 }
 

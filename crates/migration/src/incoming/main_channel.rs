@@ -1,14 +1,15 @@
 //! The main channel's thread: sections, records, barriers, device state, and the word to the source.
 
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use towline_channel::{Channel, IoBufMut, RecvFlags};
+use towline_channel::{Channel, ChannelExt, IoBufMut, RecvFlags};
 use towline_protocol::destination::{Barriers, Destination, ITEM_BYTES_MAX, SectionKind, StreamItem};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::multifd::PONG_CHECKSUMS;
-use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::ram::{CONTINUED_RECORD_BYTES, PAGE_SIZE};
 use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::section::VmCommand;
 use towline_protocol::session::{self, FromSource};
@@ -16,16 +17,20 @@ use towline_protocol::source::PING_CHECKSUMS;
 use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, xbzrle};
 
 use super::connect::{Connections, EXTRA_TIMEOUT};
+use super::records_ahead::RecordsAhead;
 use super::{IncomingStage, Options, Shared, ended};
 use crate::guest::ReturnPathWriter;
 use crate::statistics::Statistics;
-use crate::{Error, Pages, Result, Stream};
+use crate::{Error, Pages, Result, Sink, Stream};
 
 /// Bytes received ahead. Pages in it go on from where they lie.
 const BUFFER_BYTES: usize = 1 << 20;
+/// Bytes received at once where runs of pages are spliced: pages in it are not.
+const BETWEEN_RUNS_BYTES: usize = 32 << 10;
 /// Pages handed on at once, so that a sink can write each batch with one vectored call (two buffers a page).
 const BATCH_PAGES_MAX: usize = 256;
 const PAGE: usize = PAGE_SIZE as usize;
+const RECORD_AND_PAGE_BYTES: u64 = CONTINUED_RECORD_BYTES as u64 + PAGE_SIZE;
 
 const _: () = assert!(BUFFER_BYTES > ITEM_BYTES_MAX + PAGE);
 
@@ -36,6 +41,10 @@ pub(super) struct MainChannel<'a> {
     options: Options,
     input: Input<'a>,
     batch: Batch,
+    /// Where pages are spliced to the sink, or received into its memory.
+    ahead: Option<RecordsAhead>,
+    /// The last item was a page with content.
+    is_behind_page: bool,
     return_path: Option<ReturnPathWriter>,
     /// The announced RAM in bytes.
     total: u64,
@@ -68,6 +77,8 @@ impl<'a> MainChannel<'a> {
             options,
             input: Input { channel: &connections.main, bytes: vec![0; BUFFER_BYTES], start: 0, end: 0 },
             batch: Batch::default(),
+            ahead: takes_runs(connections.main.as_ref(), shared.sink).then(RecordsAhead::new),
+            is_behind_page: false,
             return_path: None,
             total: 0,
             barriers: Barriers::default(),
@@ -122,9 +133,10 @@ impl<'a> MainChannel<'a> {
             let Some(event) = event else {
                 self.input.start += taken;
                 self.deliver_batch()?;
-                self.receive_more(state.awaits())?;
+                state = self.receive_run_or_more(state)?;
                 continue;
             };
+            self.is_behind_page = matches!(event, StreamItem::Page(_));
             match event {
                 StreamItem::Page(page) => {
                     self.input.start += taken;
@@ -255,7 +267,10 @@ impl<'a> MainChannel<'a> {
         if self.input.end - self.input.start < PAGE {
             self.deliver_batch()?;
             while self.input.end - self.input.start < PAGE {
-                self.receive_more("the rest of a page")?;
+                let missing = PAGE - (self.input.end - self.input.start);
+                // A run that is to be spliced begins behind the page.
+                let most = if self.ahead.is_some() { missing } else { BUFFER_BYTES };
+                self.receive_more("the rest of a page", most)?;
             }
         }
         self.batch(page, Some(self.input.start))?;
@@ -306,13 +321,73 @@ impl<'a> MainChannel<'a> {
             .pages(Stream::Main, &Pages { block: page.block, offsets: &offsets, contents: &contents })
     }
 
-    fn receive_more(&mut self, awaiting: &'static str) -> Result<()> {
-        let received = self.input.receive()?;
+    /// Takes the run of pages that comes next, where the sink splices them or has memory to receive them into; otherwise receives
+    /// into the buffer.
+    fn receive_run_or_more(&mut self, mut state: Destination) -> Result<Destination> {
+        let most = if self.ahead.is_some() { BETWEEN_RUNS_BYTES } else { BUFFER_BYTES };
+        if let Some(mut ahead) = self.ahead.take_if(|_| self.is_behind_page && self.input.is_empty()) {
+            let run = self.next_run(&mut state, &mut ahead)?;
+            self.ahead = Some(ahead);
+            if let Some((block, offsets)) = run
+                && (self.splice_run(block, &offsets)? || self.receive_run(block, &offsets)?)
+            {
+                return Ok(state);
+            }
+        }
+        self.receive_more(state.awaits(), most)?;
+        Ok(state)
+    }
+
+    /// The pages that come next on the channel, if it continues with any; `state` is the one behind their records, which are to
+    /// be received yet.
+    fn next_run(
+        &self,
+        state: &mut Destination,
+        ahead: &mut RecordsAhead,
+    ) -> Result<Option<(BlockIndex, Vec<u64>)>> {
+        let (mut block, mut offsets) = (None, Vec::new());
+        for record in ahead.peek(self.input.channel.as_ref())? {
+            let (next, item) = mem::take(state)
+                .handle(&mut Reader::new(record))
+                .map_err(Error::protocol(self.input.channel.peer()))?;
+            *state = next;
+            let Some(StreamItem::Page(page)) = item else { break };
+            block = Some(page.block);
+            offsets.push(page.offset);
+        }
+        Ok(block.map(|block| (block, offsets)))
+    }
+
+    /// Returns false if the sink does not splice these pages.
+    fn splice_run(&self, block: BlockIndex, offsets: &[u64]) -> Result<bool> {
+        let spliced = self.shared.sink.splice_records(self.input.channel.as_ref(), block, offsets);
+        let Some(calls) = spliced.transpose()? else { return Ok(false) };
+        let pages = offsets.len() as u64;
+        self.shared.statistics.count_spliced(pages, pages * RECORD_AND_PAGE_BYTES, calls);
+        Ok(true)
+    }
+
+    /// Receives these pages, and their records again; returns false if the sink has no memory for them.
+    fn receive_run(&self, block: BlockIndex, offsets: &[u64]) -> Result<bool> {
+        let sink = self.shared.sink;
+        let room = |&offset: &u64| sink.buffer_for(PageRef { block, offset }, PAGE_SIZE);
+        let Some(rooms) = offsets.iter().map(room).collect::<Option<Vec<_>>>() else { return Ok(false) };
+        let mut records = vec![[0; CONTINUED_RECORD_BYTES]; offsets.len()];
+        let records = records.iter_mut().map(|record| IoBufMut::from(&mut record[..]));
+        let mut buffers: Vec<_> = records.zip(rooms).flat_map(|(record, room)| [record, room]).collect();
+        self.input.channel.recv_exact(&mut buffers)?;
+        let pages = offsets.len() as u64;
+        self.shared.statistics.count_pages(pages, pages * RECORD_AND_PAGE_BYTES);
+        sink.pages_received_in_place(Stream::Main, block, offsets)?;
+        Ok(true)
+    }
+
+    fn receive_more(&mut self, awaiting: &'static str, most: usize) -> Result<()> {
+        let received = self.input.receive(most)?;
         if received == 0 {
             return Err(ended(self.input.channel.as_ref(), awaiting));
         }
         Statistics::add(&self.shared.statistics.transferred, received as u64);
-        Statistics::add(&self.shared.statistics.plain_calls, 1);
         Ok(())
     }
 
@@ -338,10 +413,16 @@ impl<'a> MainChannel<'a> {
             }
             self.receive_more(
                 "the device state's end (its description; suppress-vmdesc must be off at the source)",
+                BUFFER_BYTES,
             )?;
             self.collect(&mut collector)?;
         }
     }
+}
+
+/// Returns true if runs of pages are looked for. On a channel that wraps another, looking ahead would copy once more.
+fn takes_runs(main: &dyn Channel, sink: &dyn Sink) -> bool {
+    sink.splices_records(main) || (main.splice_fd().is_some() && sink.receives_in_place())
 }
 
 /// Makes an event independent of the input it was read from.
@@ -362,15 +443,20 @@ fn owned(event: StreamItem<'_>) -> StreamItem<'static> {
 }
 
 impl Input<'_> {
-    /// Receives more; 0 at the stream's end. Moves what is left, always less than an item, to the front first.
-    fn receive(&mut self) -> Result<usize> {
-        if self.start == self.end {
+    fn is_empty(&self) -> bool {
+        self.start == self.end
+    }
+
+    /// Receives more, at most `most` bytes; 0 at the stream's end. Moves what is left, always less than an item, to the front first.
+    fn receive(&mut self, most: usize) -> Result<usize> {
+        if self.is_empty() {
             (self.start, self.end) = (0, 0);
         } else if self.bytes.len() - self.end < self.bytes.len() / 2 {
             self.bytes.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
-        let room = &mut self.bytes[self.end..];
+        let most = most.min(self.bytes.len() - self.end);
+        let room = &mut self.bytes[self.end..][..most];
         // What is behind the bytes received is never looked at.
         let received = self.channel.recv(&mut [IoBufMut::from(room)], RecvFlags::UNAUTHENTICATED)?;
         self.end += received;

@@ -1,6 +1,7 @@
 //! Connects to a destination: the main channel first, as QEMU distinguishes its connections by their order, then
 //! lanes.
 
+use std::iter;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use towline_channel::{
 };
 
 use super::lane::init;
-use crate::{Error, Result};
+use crate::{Error, Result, Session, Statistics};
 
 /// Time that a failed migration waits for the kernel to finish zero-copy sends before it resets the connections: time
 /// for a live peer to receive the data on its way.
@@ -32,6 +33,14 @@ pub struct Connections {
 }
 
 impl Connections {
+    /// Has the channels shut down when `session` fails, and their calls counted.
+    pub(crate) fn watch(&self, session: &Session, statistics: &Statistics) {
+        for channel in iter::once(&self.main).chain(&self.lanes) {
+            session.watch(channel);
+            statistics.count_sends_of(channel.as_ref());
+        }
+    }
+
     /// After a failure, when all channels are shut down: returns when the kernel reads no memory any more that was sent
     /// without a copy. A peer that takes nothing is reset.
     pub(crate) fn drain_zero_copy(&self) {

@@ -152,8 +152,13 @@ impl LaneWriter {
         blocks: &[RamBlock],
     ) -> Option<Result<u64>> {
         // Pages that are hashed have to be in memory.
-        if self.compressor.is_some() || self.out.checksums || !self.out.sender.splices_from(from) {
+        if self.compressor.is_some() || self.out.checksums {
             return None;
+        }
+        match self.out.sender.splices_from(from, offsets.len() * PAGE_SIZE as usize) {
+            Ok(true) => {}
+            Ok(false) => return None,
+            Err(error) => return Some(Err(error)),
         }
         self.out.packet.block = Some(block);
         self.out.packet.normal.extend_from_slice(offsets);
@@ -203,7 +208,7 @@ impl PacketWriter {
         self.sender.send(&self.header[..], contents)?;
         let normal = self.packet.normal.len() as u64;
         if normal > 0 {
-            self.statistics.count_pages(normal, data_bytes, 1 + contents.len());
+            self.statistics.count_pages(normal, data_bytes);
         }
         self.sent(data_bytes);
         Ok(data_bytes)
@@ -214,7 +219,7 @@ impl PacketWriter {
         let normal = self.packet.normal.len() as u64;
         let data_bytes = normal * PAGE_SIZE;
         self.encode(data_bytes, blocks);
-        let calls = self.sender.splice(&self.header[..], from, data_bytes)?;
+        let calls = self.sender.splice(&self.header[..], from, data_bytes as usize)?;
         self.statistics.count_spliced(normal, data_bytes, calls);
         self.sent(data_bytes);
         Ok(calls)

@@ -126,6 +126,21 @@ impl MainWriter {
         writer.pages(records, block, offsets, contents)
     }
 
+    /// Sends pages of `block` whose records, which continue it, come next on `from`. Returns the calls that took; `None` if the
+    /// destination does not know which block they continue, or they cannot be spliced.
+    pub(crate) fn splice(
+        &mut self,
+        from: &dyn Channel,
+        block: BlockIndex,
+        offsets: &[u64],
+    ) -> Result<Option<u64>> {
+        let (records, writer) = self.section()?;
+        match records.continues(block) {
+            true => writer.splice(from, offsets.len()),
+            false => Ok(None),
+        }
+    }
+
     /// Sends a frame of a session between two towlines; between two sections.
     pub(crate) fn send_session_frame(&mut self, frame: FromSource) -> Result<()> {
         frame.to_command().encode(self.writer.pending());

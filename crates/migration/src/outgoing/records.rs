@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
-use towline_channel::{Channel, ChannelExt, IoBuf, SendFlags};
-use towline_protocol::ram::PAGE_SIZE;
+use towline_channel::{Channel, ChannelExt, IoBuf, SendFlags, Splice};
+use towline_protocol::ram::{CONTINUED_RECORD_BYTES, PAGE_SIZE};
 use towline_protocol::source::RamWriter;
 use towline_protocol::{BlockIndex, PageRef};
 
@@ -16,6 +16,8 @@ use crate::{Guest, Result};
 
 /// Pages of one vectored call: two buffers each, within the kernel's 1024.
 const CALL_PAGES_MAX: usize = 256;
+/// A record that continues a block, and its page.
+const RECORD_AND_PAGE_BYTES: usize = CONTINUED_RECORD_BYTES + PAGE_SIZE as usize;
 
 /// One channel's sending side.
 #[derive(Debug)]
@@ -24,6 +26,8 @@ pub(crate) struct RecordSender {
     statistics: Arc<Statistics>,
     /// Written and not yet sent.
     pending: Vec<u8>,
+    /// Made when it is needed first.
+    splice: Option<Splice>,
 }
 
 /// Pages to be sent, each with its position in the pending bytes.
@@ -31,7 +35,7 @@ type Marks<'a> = Vec<(usize, IoBuf<'a>)>;
 
 impl RecordSender {
     pub(crate) fn new(channel: Arc<dyn Channel>, statistics: Arc<Statistics>) -> Self {
-        Self { channel, statistics, pending: Vec::new() }
+        Self { channel, statistics, pending: Vec::new(), splice: None }
     }
 
     pub(crate) fn channel(&self) -> &dyn Channel {
@@ -104,6 +108,25 @@ impl RecordSender {
         self.send(&mut marks)
     }
 
+    /// Sends `pages` records, each with its page, which come next on `from`. Returns the calls that took; `None` if
+    /// there is no pipe for it.
+    pub(crate) fn splice(&mut self, from: &dyn Channel, pages: usize) -> Result<Option<u64>> {
+        if self.splice.is_none() {
+            self.splice = Splice::new().inspect_err(|error| tracing::debug!(%error, "no splicing")).ok();
+        }
+        if self.splice.is_none() {
+            return Ok(None);
+        }
+        if !self.pending.is_empty() {
+            self.send_pending(SendFlags::MORE)?;
+        }
+        let Some(splice) = &self.splice else { return Ok(None) };
+        let bytes = pages * RECORD_AND_PAGE_BYTES;
+        let calls = splice.move_exact(from, self.channel.as_ref(), bytes)?.system_calls;
+        self.statistics.count_spliced(pages as u64, bytes as u64, calls);
+        Ok(Some(calls))
+    }
+
     /// Sends what is pending.
     pub(crate) fn flush(&mut self) -> Result<()> {
         self.flush_if(1)
@@ -112,10 +135,15 @@ impl RecordSender {
     /// Flushes the pending bytes if there are at least `bytes`.
     pub(crate) fn flush_if(&mut self, bytes: usize) -> Result<()> {
         if self.pending.len() >= bytes {
-            self.channel.send_all(&[IoBuf::from(&self.pending[..])], SendFlags::empty())?;
-            Statistics::add(&self.statistics.transferred, self.pending.len() as u64);
-            self.pending.clear();
+            self.send_pending(SendFlags::empty())?;
         }
+        Ok(())
+    }
+
+    fn send_pending(&mut self, flags: SendFlags) -> Result<()> {
+        self.channel.send_all(&[IoBuf::from(&self.pending[..])], flags)?;
+        Statistics::add(&self.statistics.transferred, self.pending.len() as u64);
+        self.pending.clear();
         Ok(())
     }
 
@@ -135,7 +163,7 @@ impl RecordSender {
         }
         self.channel.send_all(&buffers, SendFlags::empty())?;
         let (pages, bytes) = (marks.len() as u64, self.pending.len() as u64);
-        self.statistics.count_pages(pages, bytes + pages * PAGE_SIZE, buffers.len());
+        self.statistics.count_pages(pages, bytes + pages * PAGE_SIZE);
         self.pending.clear();
         marks.clear();
         Ok(())

@@ -53,6 +53,10 @@ pub(crate) struct PacketSender {
     setting: ZeroCopySend,
     /// Made when it is first needed.
     splice: Option<Splice>,
+    /// [`Self::begin`] was called for the next packet.
+    is_begun: bool,
+    /// CPU time at its beginning, if it is measured.
+    begun: Option<Duration>,
     statistics: Arc<Statistics>,
     /// The lane's published statistics.
     published: Arc<Mutex<LaneSends>>,
@@ -73,7 +77,7 @@ impl PacketSender {
         let policy = SendPolicy::new(setting, can);
         let (method, reason) = policy.state();
         let published = statistics.add_lane(LaneSends { method, reason, ..LaneSends::default() });
-        Self { channel, policy, setting, splice: None, statistics, published }
+        Self { channel, policy, setting, splice: None, is_begun: false, begun: None, statistics, published }
     }
 
     /// Sends bytes other than a packet with pages.
@@ -86,16 +90,17 @@ impl PacketSender {
         if contents.is_empty() {
             return self.send_plain(header);
         }
-        if self.policy.needs_statistics() {
-            // Also reads the completions that have arrived.
-            self.channel.lease().is_done()?;
-            self.policy.evaluate(self.channel.zero_copy_statistics().unwrap_or_default());
-        }
         let bytes = total_len(contents);
-        let method = self.policy.method(bytes);
-        let begun = self.policy.measures(bytes).then(cpu_time);
+        if !self.is_begun {
+            self.begin(bytes)?;
+        }
+        // Contents that lie in memory cannot be spliced.
+        let method = match self.policy.method(bytes) {
+            SendMethod::ZeroCopy => SendMethod::ZeroCopy,
+            SendMethod::Plain | SendMethod::Splice => SendMethod::Plain,
+        };
         match method {
-            SendMethod::Plain => {
+            SendMethod::Plain | SendMethod::Splice => {
                 let mut buffers = Vec::with_capacity(1 + contents.len());
                 buffers.push(IoBuf::from(header));
                 buffers.extend_from_slice(contents);
@@ -106,31 +111,53 @@ impl PacketSender {
                 self.send_zero_copy(contents)?;
             }
         }
-        let cost = begun.map(|begun| cpu_time().saturating_sub(begun));
-        self.policy.sent(bytes, method, cost);
-        self.publish_sends(bytes, method, cost);
+        self.end(bytes, method);
         Ok(())
     }
 
-    /// Returns true if contents received on `from` can be spliced. Zero-copy sends, where possible and configured, go first.
-    pub(crate) fn splices_from(&mut self, from: &dyn Channel) -> bool {
-        let has_zero_copy = self.channel.capabilities().contains(Capabilities::ZERO_COPY);
-        let wants_zero_copy =
-            self.setting == ZeroCopySend::On || (self.setting == ZeroCopySend::Auto && has_zero_copy);
-        if wants_zero_copy || !Splice::joins(from, self.channel.as_ref()) {
-            return false;
+    /// Returns true if the next packet's contents, `bytes` bytes that come on `from`, are to be spliced. Otherwise they are
+    /// received and sent, which is measured as one.
+    pub(crate) fn splices_from(&mut self, from: &dyn Channel, bytes: usize) -> Result<bool> {
+        if self.setting == ZeroCopySend::On || !Splice::joins(from, self.channel.as_ref()) {
+            return Ok(false);
         }
         if self.splice.is_none() {
             self.splice = Splice::new().inspect_err(|error| tracing::debug!(%error, "no splicing")).ok();
+            if self.splice.is_none() {
+                return Ok(false);
+            }
+            self.policy.allow_splices();
         }
-        self.splice.is_some()
+        self.begin(bytes)?;
+        Ok(!self.policy.is_auto() || self.policy.method(bytes) == SendMethod::Splice)
     }
 
-    /// Sends a header, and then `length` bytes spliced from `from`; returns the number of calls of `splice(2)`.
-    pub(crate) fn splice(&mut self, header: &[u8], from: &dyn Channel, bytes: u64) -> Result<u64> {
+    /// Sends a header, and then `bytes` bytes spliced from `from`; returns the number of calls of `splice(2)`.
+    pub(crate) fn splice(&mut self, header: &[u8], from: &dyn Channel, bytes: usize) -> Result<u64> {
         let splice = self.splice.as_ref().expect("checked by `splices_from`");
         self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;
-        Ok(splice.move_exact(from, self.channel.as_ref(), bytes as usize)?.system_calls)
+        let cost = splice.move_exact(from, self.channel.as_ref(), bytes)?;
+        self.end(bytes, SendMethod::Splice);
+        Ok(cost.system_calls)
+    }
+
+    /// A packet with these bytes of pages is next.
+    fn begin(&mut self, bytes: usize) -> Result<()> {
+        if self.policy.needs_statistics() {
+            // Also reads the completions that have arrived.
+            self.channel.lease().is_done()?;
+            self.policy.evaluate(self.channel.zero_copy_statistics().unwrap_or_default());
+        }
+        (self.is_begun, self.begun) = (true, self.policy.measures(bytes).then(cpu_time));
+        Ok(())
+    }
+
+    /// It was sent.
+    fn end(&mut self, bytes: usize, method: SendMethod) {
+        self.is_begun = false;
+        let cost = self.begun.take().map(|begun| cpu_time().saturating_sub(begun));
+        self.policy.sent(bytes, method, cost);
+        self.publish_sends(bytes, method, cost);
     }
 
     /// Waits until the kernel reads none of the memory that was sent.
@@ -177,6 +204,7 @@ impl PacketSender {
         let totals = match method {
             SendMethod::Plain => &mut published.plain,
             SendMethod::ZeroCopy => &mut published.zero_copy,
+            SendMethod::Splice => &mut published.spliced,
         };
         totals.packets += 1;
         totals.bytes += bytes as u64;

@@ -10,6 +10,8 @@ pub enum SendMethod {
     Plain,
     /// Read by the kernel where they are, if the way to the peer allows it.
     ZeroCopy,
+    /// Moved by the kernel from the socket on which a relay receives them.
+    Splice,
 }
 
 /// Reason for a lane's send method.
@@ -30,6 +32,8 @@ pub enum SendReason {
     CostsMore,
     /// It takes less CPU time.
     CostsLess,
+    /// Splicing takes less CPU time than to receive and to send.
+    SpliceCostsLess,
     /// The kernel lacks the memory that zero-copy sends are charged to.
     NoMemory,
 }
@@ -39,6 +43,7 @@ impl fmt::Display for SendMethod {
         f.write_str(match self {
             Self::Plain => "plain",
             Self::ZeroCopy => "zero-copy",
+            Self::Splice => "splice",
         })
     }
 }
@@ -55,6 +60,7 @@ impl fmt::Display for SendReason {
             }
             Self::CostsMore => "zero-copy takes more CPU time here",
             Self::CostsLess => "zero-copy takes less CPU time",
+            Self::SpliceCostsLess => "splicing takes less CPU time",
             Self::NoMemory => "the kernel lacks memory for zero-copy (net.core.optmem_max, RLIMIT_MEMLOCK)",
         })
     }
@@ -73,6 +79,8 @@ pub struct LaneSends {
     pub plain: SendTotals,
     /// Those that were sent without a copy, whatever the kernel did then.
     pub zero_copy: SendTotals,
+    /// Those that were spliced.
+    pub spliced: SendTotals,
     /// Of the calls that these took, those that the kernel has copied. As of the last barrier.
     pub copied: u64,
     /// And those that it has not.

@@ -1,14 +1,15 @@
-//! Policy for zero-copy sends of a lane: decisions only, no system calls.
+//! Policy for the sends of a lane: decisions only, no system calls.
 //!
 //! ```text
 //!             one packet              its completion             SAMPLES of each, in turn
-//!   Ask ───── zero-copy ──► Answer ── truly without ──► Compare ── the cheaper way ──► Chosen
-//!    ▲                        └────── copied ──► Chosen(plain) ◄── copied · no memory ───┘ │
-//!    └────────────────────────── after RECONSIDER_AFTER_PACKETS ───────────────────────────┘
+//!   Ask ───── zero-copy ──► Answer ── truly without ──► Compare ── the cheapest way ──► Chosen
+//!    ▲                        └────── copied ──► Compare or Chosen(plain) ◄── copied · no memory ┘ │
+//!    └────────────────────────── after RECONSIDER_AFTER_PACKETS ───────────────────────────────────┘
 //! ```
 //!
-//! Cost is the sending thread's CPU time per byte. The cost of a completion elsewhere, and effects on the network,
-//! are not measured. Packets shorter than [`LARGE_BYTES`] are sent plainly and yield no samples.
+//! The ways are a plain send, one without a copy unless the kernel copies all the same, and splicing where packets come from a
+//! socket. Cost is the thread's CPU time per byte, with that of receiving where it could splice instead. The cost of a
+//! completion elsewhere, and effects on the network, are not measured. Packets shorter than [`LARGE_BYTES`] are sent plainly and yield no samples.
 
 use std::time::Duration;
 
@@ -43,6 +44,10 @@ pub(super) struct SendPolicy {
     packets: u32,
     /// Statistics of the last evaluation.
     evaluated: ZeroCopyStatistics,
+    /// Packets can be spliced.
+    splices: bool,
+    /// The kernel copied the last packet that was to be sent without a copy.
+    copies: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,12 +61,16 @@ enum Setting {
 enum Phase {
     Ask,
     Answer,
-    Compare {
-        /// Nanoseconds for a MiB.
-        plain: Vec<u64>,
-        zero_copy: Vec<u64>,
-    },
+    Compare(Vec<Candidate>),
     Chosen(SendMethod, SendReason),
+}
+
+/// A method that is measured.
+#[derive(Debug)]
+struct Candidate {
+    method: SendMethod,
+    /// Nanoseconds for a MiB.
+    samples: Vec<u64>,
 }
 
 impl SendPolicy {
@@ -79,7 +88,14 @@ impl SendPolicy {
             method: SendMethod::Plain,
             packets: 0,
             evaluated: ZeroCopyStatistics::default(),
+            splices: false,
+            copies: false,
         }
+    }
+
+    /// Packets can be spliced from now on.
+    pub(super) fn allow_splices(&mut self) {
+        self.splices = true;
     }
 
     pub(super) fn is_auto(&self) -> bool {
@@ -93,17 +109,17 @@ impl SendPolicy {
             (Setting::Auto, _) if bytes < LARGE_BYTES => SendMethod::Plain,
             (Setting::Auto, Phase::Ask) => SendMethod::ZeroCopy,
             (Setting::Auto, Phase::Answer) => SendMethod::Plain,
-            (Setting::Auto, Phase::Compare { plain, zero_copy }) if plain.len() <= zero_copy.len() => {
-                SendMethod::Plain
-            }
-            (Setting::Auto, Phase::Compare { .. }) => SendMethod::ZeroCopy,
+            (Setting::Auto, Phase::Compare(candidates)) => candidates
+                .iter()
+                .min_by_key(|candidate| candidate.samples.len())
+                .map_or(SendMethod::Plain, |candidate| candidate.method),
             (Setting::Auto, Phase::Chosen(method, _)) => *method,
         }
     }
 
     /// Returns true if the next packet's cost is wanted.
     pub(super) fn measures(&self, bytes: usize) -> bool {
-        let compares = self.is_auto() && matches!(self.phase, Phase::Compare { .. });
+        let compares = self.is_auto() && matches!(self.phase, Phase::Compare(_));
         bytes >= LARGE_BYTES && (compares || self.packets.is_multiple_of(MEASURE))
     }
 
@@ -123,11 +139,12 @@ impl SendPolicy {
         let copied = now.copied - before.copied;
         let zero_copied = now.zero_copied - before.zero_copied;
         match self.phase {
-            Phase::Answer if copied > 0 => self.choose(SendMethod::Plain, SendReason::Copied),
-            Phase::Answer if zero_copied > 0 => self.enter(Phase::compare()),
-            Phase::Chosen(SendMethod::ZeroCopy, _) if copied > zero_copied => {
-                self.choose(SendMethod::Plain, SendReason::Copied);
+            Phase::Answer if copied > 0 => self.found_copies(),
+            Phase::Answer if zero_copied > 0 => {
+                self.copies = false;
+                self.begin_compare();
             }
+            Phase::Chosen(SendMethod::ZeroCopy, _) if copied > zero_copied => self.found_copies(),
             Phase::Chosen(SendMethod::ZeroCopy, _)
                 if (now.no_memory - before.no_memory) * NO_MEMORY_SHARE > now.sends - before.sends =>
             {
@@ -146,17 +163,18 @@ impl SendPolicy {
         match &mut self.phase {
             Phase::Ask => self.enter(Phase::Answer),
             Phase::Answer => {}
-            Phase::Compare { plain, zero_copy } => {
-                let samples = if method == SendMethod::Plain { plain } else { zero_copy };
-                samples.extend(cost.map(|cost| per_mib(cost, bytes)));
+            Phase::Compare(candidates) => {
+                let measured = candidates.iter_mut().find(|candidate| candidate.method == method);
+                if let Some(candidate) = measured.filter(|candidate| candidate.samples.len() < SAMPLES) {
+                    candidate.samples.extend(cost.map(|cost| per_mib(cost, bytes)));
+                }
                 self.compare();
             }
             Phase::Chosen(_, reason) if self.packets >= RECONSIDER_AFTER_PACKETS => {
-                let next = match reason {
-                    SendReason::CostsMore | SendReason::CostsLess => Phase::compare(),
-                    _ => Phase::Ask,
-                };
-                self.enter(next);
+                match self.copies || *reason == SendReason::NoMemory {
+                    true => self.enter(Phase::Ask),
+                    false => self.begin_compare(),
+                }
             }
             Phase::Chosen(..) => {}
         }
@@ -176,21 +194,43 @@ impl SendPolicy {
         }
     }
 
+    fn found_copies(&mut self) {
+        self.copies = true;
+        match self.splices {
+            true => self.begin_compare(),
+            false => self.choose(SendMethod::Plain, SendReason::Copied),
+        }
+    }
+
+    fn begin_compare(&mut self) {
+        let zero_copy = (!self.copies).then_some(SendMethod::ZeroCopy);
+        let splice = self.splices.then_some(SendMethod::Splice);
+        let methods = [Some(SendMethod::Plain), zero_copy, splice].into_iter().flatten();
+        let candidate = |method| Candidate { method, samples: Vec::with_capacity(SAMPLES) };
+        self.enter(Phase::Compare(methods.map(candidate).collect()));
+    }
+
     fn compare(&mut self) {
-        let Phase::Compare { plain, zero_copy } = &mut self.phase else { return };
-        if plain.len() < SAMPLES || zero_copy.len() < SAMPLES {
+        let Phase::Compare(candidates) = &mut self.phase else { return };
+        if candidates.iter().any(|candidate| candidate.samples.len() < SAMPLES) {
             return;
         }
-        let (plain, zero_copy) = (median(plain), median(zero_copy));
-        let (method, other) = match self.method {
-            SendMethod::Plain => (plain, zero_copy),
-            SendMethod::ZeroCopy => (zero_copy, plain),
+        let costs = candidates.iter_mut().map(|candidate| (candidate.method, median(&mut candidate.samples)));
+        let costs: Vec<_> = costs.collect();
+        let of_present = costs.iter().find(|(method, _)| *method == self.method).map(|(_, cost)| *cost);
+        let cheapest = costs.iter().min_by_key(|(_, cost)| *cost).copied();
+        let (cheapest, cost) = cheapest.unwrap_or((SendMethod::Plain, 0));
+        let is_kept = of_present.is_some_and(|present| {
+            cost.saturating_mul(100) >= present.saturating_mul(100 - GAIN_PERCENT_MIN)
+        });
+        let method = if is_kept { self.method } else { cheapest };
+        let reason = match method {
+            SendMethod::Plain if self.copies => SendReason::Copied,
+            SendMethod::Plain => SendReason::CostsMore,
+            SendMethod::ZeroCopy => SendReason::CostsLess,
+            SendMethod::Splice => SendReason::SpliceCostsLess,
         };
-        let is_kept = other.saturating_mul(100) >= method.saturating_mul(100 - GAIN_PERCENT_MIN);
-        match is_kept == (self.method == SendMethod::ZeroCopy) {
-            true => self.choose(SendMethod::ZeroCopy, SendReason::CostsLess),
-            false => self.choose(SendMethod::Plain, SendReason::CostsMore),
-        }
+        self.choose(method, reason);
     }
 
     fn choose(&mut self, method: SendMethod, reason: SendReason) {
@@ -200,12 +240,6 @@ impl SendPolicy {
 
     fn enter(&mut self, phase: Phase) {
         (self.phase, self.packets) = (phase, 0);
-    }
-}
-
-impl Phase {
-    fn compare() -> Self {
-        Self::Compare { plain: Vec::with_capacity(SAMPLES), zero_copy: Vec::with_capacity(SAMPLES) }
     }
 }
 

@@ -1,8 +1,11 @@
 use std::collections::VecDeque;
 use std::net::Shutdown;
 use std::os::fd::BorrowedFd;
+use std::time::Instant;
 
-use towline_channel::{IoBufMut, RecvFlags, ZeroCopyStatistics};
+use towline_channel::{
+    Cancel, ConnectOptions, IoBufMut, Listener, RecvFlags, UnixChannel, ZeroCopyStatistics, connect_with,
+};
 
 use super::*;
 
@@ -173,4 +176,49 @@ fn unavailable_zero_copy_is_refused_with_the_reason() {
         check(ZeroCopySend::Off, compression, lanes).unwrap();
     }
     check(ZeroCopySend::On, Compression::None, &both[..1]).unwrap();
+}
+
+/// Packets of a relay's lane: they come on a Unix socket, and go on over TCP.
+#[test]
+fn packets_from_a_socket_are_received_or_spliced_whatever_costs_less() {
+    const PACKETS: usize = 120;
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
+    let (deadline, cancel) = (Instant::now() + Duration::from_secs(20), Cancel::new().unwrap());
+    let options = ConnectOptions { zero_copy: true, ..Default::default() };
+    let out = connect_with(listener.local_address(), deadline, &cancel, &options).unwrap();
+    let far = listener.accept(deadline, &cancel).unwrap();
+    let (source, from) = UnixChannel::pair().unwrap();
+    let statistics = Arc::<Statistics>::default();
+    let mut sender =
+        PacketSender::new(out.into(), Arc::clone(&statistics), ZeroCopySend::Auto, Compression::None);
+    let packet = |number: usize| vec![number as u8; PAGES.len()];
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for number in 0..PACKETS {
+                source.send_all(&[IoBuf::from(&packet(number)[..])], SendFlags::empty()).unwrap();
+            }
+        });
+        scope.spawn(|| {
+            let (mut header, mut pages) = ([0; HEADER.len()], vec![0; PAGES.len()]);
+            for number in 0..PACKETS {
+                far.recv_exact(&mut [IoBufMut::from(&mut header), IoBufMut::from(&mut pages[..])]).unwrap();
+                assert!(header == HEADER && pages == packet(number), "packet {number}");
+            }
+        });
+        let mut pages = vec![0; PAGES.len()];
+        for _ in 0..PACKETS {
+            if sender.splices_from(&from, PAGES.len()).unwrap() {
+                assert!(sender.splice(&HEADER, &from, PAGES.len()).unwrap() >= 2);
+            } else {
+                from.recv_exact(&mut [IoBufMut::from(&mut pages[..])]).unwrap();
+                sender.send(&HEADER, &[IoBuf::from(&pages[..])]).unwrap();
+                sender.flush().unwrap();
+            }
+        }
+    });
+    let lane = statistics.lane_sends()[0];
+    let is_decided = matches!(lane.reason, SendReason::Copied | SendReason::SpliceCostsLess);
+    assert!(is_decided && lane.zero_copy.packets == 1, "the loopback copies: {lane:?}");
+    assert!(lane.spliced.measured_packets >= policy::SAMPLES as u64, "{lane:?}");
+    assert!(lane.plain.measured_packets >= policy::SAMPLES as u64, "{lane:?}");
 }

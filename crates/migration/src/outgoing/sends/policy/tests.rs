@@ -8,17 +8,18 @@ struct Kernel {
     /// Nanoseconds that a packet takes.
     plain: u64,
     zero_copy: u64,
+    splice: u64,
     /// Interval in packets at which the kernel has no memory for one.
     hungry: Option<u64>,
     statistics: ZeroCopyStatistics,
     /// Packets by way.
-    counts: [u64; 2],
+    counts: [u64; 3],
 }
 
 impl Kernel {
     fn new(copies: bool, plain: u64, zero_copy: u64) -> Self {
-        let (hungry, statistics, counts) = (None, ZeroCopyStatistics::default(), [0; 2]);
-        Self { copies, plain, zero_copy, hungry, statistics, counts }
+        let (hungry, statistics, counts) = (None, ZeroCopyStatistics::default(), [0; 3]);
+        Self { copies, plain, zero_copy, splice: 0, hungry, statistics, counts }
     }
 
     fn send(&mut self, policy: &mut SendPolicy, bytes: usize) -> SendMethod {
@@ -29,6 +30,7 @@ impl Kernel {
         self.counts[method as usize] += 1;
         let cost = match method {
             SendMethod::Plain => self.plain,
+            SendMethod::Splice => self.splice,
             SendMethod::ZeroCopy => {
                 self.statistics.sends += 1;
                 let finished = match self.copies {
@@ -78,7 +80,7 @@ fn rare_copies_on_a_copying_path_are_detected() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(true, 100_000, 150_000));
     kernel.run(&mut policy, 2);
     assert_eq!(policy.state(), (SendMethod::Plain, SendReason::Copied));
-    assert_eq!(kernel.counts, [1, 1]);
+    assert_eq!(kernel.counts, [1, 1, 0]);
     kernel.run(&mut policy, 100_000);
     assert_eq!(policy.state().0, SendMethod::Plain);
     assert!((20..30).contains(&kernel.counts[1]), "{:?}", kernel.counts);
@@ -94,11 +96,49 @@ fn the_cheaper_way_is_found_and_kept() {
         let (mut policy, mut kernel) = (auto(), Kernel::new(false, plain, zero_copy));
         kernel.run(&mut policy, 1 + 2 * SAMPLES as u64);
         assert_eq!(policy.state(), expected);
-        assert_eq!(kernel.counts, [SAMPLES as u64, 1 + SAMPLES as u64]);
+        assert_eq!(kernel.counts, [SAMPLES as u64, 1 + SAMPLES as u64, 0]);
         kernel.run(&mut policy, 100_000);
         let other = kernel.counts[1 - expected.0 as usize];
         assert!(other < 500, "{expected:?}: {:?}", kernel.counts);
     }
+}
+
+#[test]
+fn splicing_is_chosen_where_it_costs_least() {
+    for (copies, plain, zero_copy, splice, expected) in [
+        (true, 100_000, 150_000, 60_000, (SendMethod::Splice, SendReason::SpliceCostsLess)),
+        (true, 60_000, 10_000, 100_000, (SendMethod::Plain, SendReason::Copied)),
+        (false, 100_000, 60_000, 30_000, (SendMethod::Splice, SendReason::SpliceCostsLess)),
+        (false, 100_000, 30_000, 60_000, (SendMethod::ZeroCopy, SendReason::CostsLess)),
+        (false, 30_000, 100_000, 60_000, (SendMethod::Plain, SendReason::CostsMore)),
+    ] {
+        let (mut policy, mut kernel) = (auto(), Kernel::new(copies, plain, zero_copy));
+        policy.allow_splices();
+        kernel.splice = splice;
+        kernel.run(&mut policy, 2 + 3 * SAMPLES as u64);
+        assert_eq!(policy.state(), expected, "{:?}", kernel.counts);
+        kernel.run(&mut policy, 100_000);
+        assert_eq!(policy.state().0, expected.0);
+        let others: u64 = kernel.counts.iter().sum::<u64>() - kernel.counts[expected.0 as usize];
+        assert!(others < 1000, "{expected:?}: {:?}", kernel.counts);
+        // Another way becomes cheaper.
+        (kernel.plain, kernel.zero_copy, kernel.splice) = (9_000, 20_000, 20_000);
+        kernel.run(&mut policy, u64::from(RECONSIDER_AFTER_PACKETS) + 100);
+        assert_eq!(policy.state().0, SendMethod::Plain);
+    }
+}
+
+/// The contents may lie in memory although they could be spliced.
+#[test]
+fn a_comparison_ends_without_samples_of_splicing() {
+    let (mut policy, mut kernel) = (auto(), Kernel::new(true, 100_000, 150_000));
+    policy.allow_splices();
+    kernel.run(&mut policy, 2);
+    for _ in 0..1000 {
+        policy.sent(FULL, SendMethod::Plain, Some(Duration::from_nanos(100_000)));
+    }
+    let Phase::Compare(candidates) = &policy.phase else { panic!("{policy:?}") };
+    assert!(candidates.iter().all(|candidate| candidate.samples.len() <= SAMPLES), "{policy:?}");
 }
 
 #[test]

@@ -1,0 +1,113 @@
+//! Relays that splice: pages of a main channel and of lanes, between sockets.
+#![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
+
+mod common;
+
+use std::sync::Arc;
+use std::thread;
+
+use common::*;
+use towline_channel::{ChannelExt, IoBuf, SendFlags};
+use towline_migration::{Compression, Error, Memory, Relay, Session, Stream};
+use towline_protocol::source::{RamOptions, Setup};
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+const BLOCKS: [(&str, u64); 3] = [("vga.rom", 1), ("vga.vram", 513), ("pc.ram", 1537)];
+
+/// Whatever parts the stream arrives in, the destination gets the same.
+#[test]
+fn every_split_of_a_main_channel_is_spliced_alike() {
+    for (seed, most) in [(1, 3_000), (2, 9_000), (3, 70_000), (4, 1 << 20)] {
+        for kind in [Kind::Unix, Kind::Tcp] {
+            let (guest, writer) = Writer::guest(MACHINES[0], &BLOCKS, seed);
+            let sink = empty(MACHINES[0], &BLOCKS);
+            writer.run(&guest, seed, &writer);
+            let short = Fault { side: Side::Source, stream: Stream::Main, layer: Layer::Short(most, seed) };
+            let links = vec![link_with(kind, 0, &[short]), link(kind, 0)];
+            let outcome = migrate_over(links, &guest, &sink, options(), &Arc::default());
+            outcome.expect_success();
+            assert_eq!(difference(&guest, &sink), None);
+            let (relay, source) = (&outcome.relays[0].statistics, &outcome.source.statistics);
+            assert!(relay.spliced_calls > 0, "{relay:?}");
+            assert_eq!((relay.normal, relay.duplicate), (source.normal, source.duplicate));
+            assert_eq!(relay.transferred, source.transferred);
+        }
+    }
+}
+
+/// As before, into memory: most pages are received where they belong, whatever parts the stream arrives in.
+#[test]
+fn every_split_of_a_main_channel_arrives_in_place() {
+    for (seed, most) in [(1, 3_000), (2, 9_000), (3, 70_000), (4, 1 << 20)] {
+        for kind in [Kind::Unix, Kind::Tcp] {
+            let (guest, writer) = Writer::guest(MACHINES[0], &BLOCKS, seed);
+            let sink = empty(MACHINES[0], &BLOCKS);
+            writer.run(&guest, seed, &writer);
+            let short = Fault { side: Side::Source, stream: Stream::Main, layer: Layer::Short(most, seed) };
+            let links = vec![link_with(kind, 0, &[short])];
+            let outcome = migrate_over(links, &guest, &sink, options(), &Arc::default());
+            outcome.expect_success();
+            assert_eq!(difference(&guest, &sink), None);
+            let (source, found) = (&outcome.source.statistics, &outcome.destination.statistics);
+            assert_eq!((found.normal, found.duplicate), (source.normal, source.duplicate));
+            assert_eq!(found.transferred, source.transferred);
+            assert!(found.vectored_calls > 0 && found.spliced_calls == 0, "{found:?}");
+        }
+    }
+}
+
+#[test]
+fn a_channel_without_a_descriptor_is_not_spliced() {
+    let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 1);
+    let sink = empty(MACHINES[0], &BLOCKS);
+    let links = vec![link(Kind::Unix, 0), link(Kind::Memory(100_000), 0)];
+    let outcome = migrate_over(links, &guest, &sink, options(), &Arc::default());
+    outcome.expect_success();
+    assert_eq!(difference(&guest, &sink), None);
+    let relay = &outcome.relays[0].statistics;
+    assert_eq!((relay.spliced_calls, outcome.destination.statistics.vectored_calls), (0, 0), "{outcome:?}");
+}
+
+/// A stream whose last record names a page outside of its block, behind `pages` others.
+fn stream_out_of_range(pages: u64) -> Vec<u8> {
+    let blocks = [RamBlock { name: "pc.ram".into(), length: pages * PAGE as u64, mapped: None }];
+    let mut bytes = Vec::new();
+    let setup = Setup::begin(&configuration(MACHINES[0]), true, &mut bytes);
+    let iterating = setup.blocks(RamOptions { section_id: 2, barrier: None }, &blocks, &mut bytes);
+    let mut part = iterating.open_part(&mut bytes);
+    for page in 0..=pages {
+        let page = PageRef { block: BlockIndex(0), offset: page * PAGE as u64 };
+        part.records().page(page, &mut bytes);
+        bytes.extend([9; PAGE]);
+    }
+    bytes
+}
+
+#[test]
+fn a_record_outside_of_its_block_ends_the_migration_before_it_is_spliced() {
+    for pages in [2, 40, 300] {
+        let Link { source, destination } = link(Kind::Unix, 0);
+        let next = link(Kind::Unix, 0);
+        let stream = stream_out_of_range(pages);
+        let writer = thread::spawn(move || {
+            // The relay may end the connection before it has read everything.
+            let _ = source.main.send_all(&[IoBuf::from(&stream[..])], SendFlags::empty());
+            source
+        });
+        let sink = Arc::new(Memory::adopting(16 << 20));
+        let end = {
+            let sink = Arc::clone(&sink);
+            thread::spawn(move || receive(next.destination, &*sink, &Arc::default(), Compression::None).0)
+        };
+        let session = Arc::<Session>::default();
+        let relay = Relay::new(Arc::clone(&session), next.source);
+        let (result, statistics) = receive(destination, &relay, &session, Compression::None);
+        drop(relay);
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::Protocol { .. }), "{error}");
+        assert!(error.to_string().contains("pc.ram"), "{error}");
+        assert!(statistics.normal <= pages, "{statistics:?}");
+        assert!(end.join().unwrap().is_err());
+        drop(writer.join().unwrap());
+    }
+}
