@@ -116,11 +116,13 @@ fn group(lanes: usize) -> String {
 /// Figure of a column.
 type Figure = fn(&Moved) -> f64;
 
-const FIGURES: [(&str, Figure, usize); 4] = [
+const FIGURES: [(&str, Figure, usize); 6] = [
     ("standstill, ms", |moved| moved.standstill.as_secs_f64() * 1e3, 0),
     ("QEMU's downtime, ms", |moved| moved.downtime_ms, 0),
     ("s to done", |moved| moved.done.as_secs_f64(), 2),
     ("QEMU's total-time, s", |moved| moved.total_ms / 1e3, 2),
+    ("CPU s, QEMUs", |moved| moved.qemu_cpu, 2),
+    ("CPU s, towline", |moved| moved.towline_cpu, 2),
 ];
 
 fn values(outcome: &Outcome<Moved>, figure: Figure) -> Vec<f64> {
@@ -164,6 +166,7 @@ fn table(parameters: &Parameters, contenders: &[Contender], outcomes: &[Outcome<
             ),
             "s to done: from the command (towline: its process's start; directly: `migrate`, settings made before) until towline ends or the source is `completed`, and the guest runs at the destination".into(),
             "QEMU's: query-migrate at the source afterwards".into(),
+            "CPU s: user and system time during the move, without the QEMUs' virtual processors".into(),
             "after every run the guest checks its memory; memory for the destination was touched and freed just before".into(),
         ],
     }

@@ -6,6 +6,8 @@ use anyhow::{Context, Result};
 use memmap2::{Advice, MmapOptions};
 
 const PAGE_BYTES: usize = 4096;
+/// Ticks of a second in `/proc/PID/stat` (`USER_HZ`, 100 on every Linux that QEMU supports).
+const TICKS_PER_SECOND: f64 = 100.0;
 
 /// Returns one line per property.
 pub(crate) fn describe() -> Vec<String> {
@@ -41,6 +43,32 @@ pub(crate) fn available_memory() -> Result<u64> {
     let kib = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.split_whitespace().next());
     let kib: u64 = kib.context("/proc/meminfo has no MemAvailable")?.parse()?;
     Ok(kib << 10)
+}
+
+/// Returns the user and system time of all threads of a process, also exited ones, in steps of 10 ms. To be read before the
+/// process is waited for.
+pub(crate) fn cpu_seconds(pid: u32) -> Result<f64> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The name before may contain anything, also spaces.
+    let (_, fields) = text.rsplit_once(')').context("/proc/PID/stat without a name")?;
+    let mut ticks = fields.split_whitespace().skip(11).map(str::parse::<f64>);
+    let mut next = || ticks.next().context("/proc/PID/stat is too short");
+    Ok((next()?? + next()??) / TICKS_PER_SECOND)
+}
+
+/// Returns the user and system time of those threads of a process that run and whose name begins with `name`.
+pub(crate) fn thread_seconds(pid: u32, name: &str) -> Result<f64> {
+    let mut nanoseconds = 0.0;
+    for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let path = task?.path();
+        // A thread may end meanwhile.
+        let Ok(comm) = std::fs::read_to_string(path.join("comm")) else { continue };
+        let Ok(times) = std::fs::read_to_string(path.join("schedstat")) else { continue };
+        if comm.starts_with(name) {
+            nanoseconds += times.split_whitespace().next().context("schedstat is empty")?.parse::<f64>()?;
+        }
+    }
+    Ok(nanoseconds / 1e9)
 }
 
 /// Returns the name of the filesystem of `path`.

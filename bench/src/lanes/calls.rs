@@ -44,10 +44,20 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
             "Calls: a {} MiB guest over TCP on the loopback, {} runs, mean ± standard deviation",
             parameters.calls_mib, parameters.calls_runs
         ),
-        columns: vec!["what", "calls", "plain pages", "duplicate pages", "s", "± s", "CPU s/GB"],
+        columns: vec![
+            "what",
+            "vectored calls",
+            "plain calls",
+            "plain pages",
+            "duplicate pages",
+            "s",
+            "± s",
+            "CPU s/GB",
+        ],
         rows,
         notes: vec![
             "the first row copies pages into a buffer of 32 KiB, which is written when it is full".into(),
+            "calls: system calls of the source with several buffers, and with one".into(),
         ],
     }])
 }
@@ -65,7 +75,8 @@ fn row(contender: &Contender, outcome: &Outcome<Cost>) -> Row {
                 mean_and_deviation(&outcome.values.iter().map(Cost::cpu_per_gigabyte).collect::<Vec<_>>());
             let count = |key: &str| last.source[key].as_u64().unwrap_or_default().to_string();
             let cells = vec![
-                count("sends"),
+                count("vectored-calls"),
+                count("plain-calls"),
                 count("plain-pages"),
                 count("duplicate-pages"),
                 format!("{mean:.3}"),

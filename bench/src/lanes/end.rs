@@ -183,6 +183,8 @@ fn send(guest: &SourceMemory<'_>, request: &Value) -> Result<Value> {
         "plain-pages": moved.normal,
         "duplicate-pages": moved.duplicate,
         "sends": calls.sends(),
+        "vectored-calls": moved.vectored_calls,
+        "plain-calls": moved.plain_calls,
         "send-ns": calls.call_ns(),
     }))
 }

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use towline_channel::{
-    Capabilities, Channel, ChannelExt, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, ZeroCopyLease,
-    ZeroCopyStatistics, gather, total_len,
+    CallCounters, Capabilities, Channel, ChannelExt, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
+    ZeroCopyLease, ZeroCopyStatistics, gather, total_len,
 };
 
 /// QEMU's linear buffer before its stream took vectors.
@@ -98,6 +98,9 @@ macro_rules! forward {
         }
         fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
             self.inner.recv(bufs, flags)
+        }
+        fn calls(&self) -> Option<Arc<CallCounters>> {
+            self.inner.calls()
         }
         fn flush(&self) -> Result<Flushed> {
             self.inner.flush()

@@ -11,7 +11,7 @@ use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Version, wait_until}
 
 use super::process::Cost;
 use super::{MIB, Parameters, Peer};
-use crate::machine;
+use crate::machine::{self, cpu_seconds};
 
 /// Timeout of filling the guest's memory.
 const FILL_WITHIN: Duration = Duration::from_secs(240);
@@ -23,8 +23,6 @@ const SPARE_MIB: u64 = 16;
 /// Memory that the lab's guest can address and fill.
 const FILL_MIB_MAX: u64 = 2040;
 const WORDS_PER_PAGE: u32 = 1024;
-/// Ticks of a second in `/proc/PID/stat` (`USER_HZ`, 100 on every Linux that QEMU supports).
-const TICKS_PER_SECOND: f64 = 100.0;
 
 /// A QEMU whose guest has filled its memory and is stopped.
 pub(super) struct Source {
@@ -97,9 +95,10 @@ impl Source {
         let port = info["socket-address"][0]["port"]
             .as_str()
             .context("the destination's query-migrate has no port")?;
-        let before = (cpu_seconds(&self.qemu)?, cpu_seconds(&destination)?);
+        let cpu = || Ok::<_, anyhow::Error>(cpu_seconds(self.qemu.pid())? + cpu_seconds(destination.pid())?);
+        let before = cpu()?;
         let migrated = self.wait(parameters, &format!("tcp:127.0.0.1:{port}"));
-        let cpu_seconds = cpu_seconds(&self.qemu)? - before.0 + cpu_seconds(&destination)? - before.1;
+        let cpu_seconds = cpu()? - before;
         let stopped = self.stop();
         let info = migrated?;
         stopped?;
@@ -155,14 +154,4 @@ fn pin(qemu: &Qemu, cpus: &[usize]) -> Result<()> {
         sched_setaffinity(Pid::from_raw(number), &set)?;
     }
     Ok(())
-}
-
-/// Returns the user and system time of all its threads, also exited ones.
-fn cpu_seconds(qemu: &Qemu) -> Result<f64> {
-    let text = std::fs::read_to_string(format!("/proc/{}/stat", qemu.pid()))?;
-    // The name before may contain anything, also spaces.
-    let (_, fields) = text.rsplit_once(')').context("/proc/PID/stat without a name")?;
-    let mut ticks = fields.split_whitespace().skip(11).map(str::parse::<f64>);
-    let mut next = || ticks.next().context("/proc/PID/stat is too short");
-    Ok((next()?? + next()??) / TICKS_PER_SECOND)
 }

@@ -26,7 +26,11 @@ pub(super) struct Waiting {
 }
 
 fn builder(parameters: &Parameters) -> Builder {
-    Qemu::builder(Version::V10_0).linux().memory_mib(parameters.memory_mib).processors(2)
+    Qemu::builder(Version::V10_0)
+        .linux()
+        .memory_mib(parameters.memory_mib)
+        .processors(2)
+        .args(["-name", "debug-threads=on"])
 }
 
 impl Guest {

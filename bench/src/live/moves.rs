@@ -14,6 +14,8 @@ use crate::machine;
 const MOVE_WITHIN: Duration = Duration::from_secs(120);
 /// Interval of reading the counters.
 const POLL_INTERVAL: Duration = Duration::from_micros(500);
+/// Beginning of the names of the threads of virtual processors, with `-name debug-threads=on`.
+const VCPU_THREAD: &str = "CPU ";
 /// Practically unlimited; QEMU's default is 128 MiB/s.
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
 
@@ -24,6 +26,12 @@ pub(super) enum Method {
     Towline,
 }
 
+/// Times of a move that its command takes.
+struct Times {
+    done: Duration,
+    towline_cpu: f64,
+}
+
 /// Figures of a move.
 #[derive(Debug, Clone)]
 pub(super) struct Moved {
@@ -31,6 +39,10 @@ pub(super) struct Moved {
     pub(super) downtime_ms: f64,
     pub(super) done: Duration,
     pub(super) total_ms: f64,
+    /// CPU time of both QEMUs, without that of virtual processors.
+    pub(super) qemu_cpu: f64,
+    /// CPU time of towline; 0 without it.
+    pub(super) towline_cpu: f64,
 }
 
 impl Method {
@@ -57,24 +69,36 @@ pub(super) fn run(
     machine::prefault(parameters.memory_mib * MIB)?;
     parameters.cancel.check()?;
     let over = AtomicBool::new(false);
-    let (done, standstill) = std::thread::scope(|scope| {
+    let qemus = [at.qemu.pid(), destination.qemu.pid()];
+    let cpu_before = migration_seconds(qemus)?;
+    let (times, standstill) = std::thread::scope(|scope| {
         let watch = scope.spawn(|| standstill(at, &destination, &over));
-        let done = match &listens {
+        let times = match &listens {
             Some(uri) => directly(&at.qemu, &destination.qemu, uri),
             None => through(parameters, &at.qemu, &destination.qemu, lanes),
         };
-        if done.is_err() {
+        if times.is_err() {
             over.store(true, Ordering::Relaxed);
         }
         let watched = watch.join().unwrap_or_else(|_| bail!("the thread that reads the counters panicked"));
-        done.and_then(|done| Ok((done, watched?)))
+        times.and_then(|times| Ok((times, watched?)))
     })?;
+    let qemu_cpu = migration_seconds(qemus)? - cpu_before;
     let info = at.qemu.qmp().execute("query-migrate", Value::Null)?;
     let number =
         |name: &str| info[name].as_f64().with_context(|| format!("query-migrate has no {name}: {info}"));
-    let moved = Moved { standstill, downtime_ms: number("downtime")?, done, total_ms: number("total-time")? };
+    let (downtime_ms, total_ms) = (number("downtime")?, number("total-time")?);
+    let Times { done, towline_cpu } = times;
+    let moved = Moved { standstill, downtime_ms, done, total_ms, qemu_cpu, towline_cpu };
     let guest = at.arrive(destination, parameters)?;
     Ok((moved, guest))
+}
+
+/// CPU time of two QEMUs without their virtual processors: the guest's own work is no part of its move.
+fn migration_seconds(qemus: [u32; 2]) -> Result<f64> {
+    qemus.iter().try_fold(0.0, |sum, &pid| {
+        Ok(sum + machine::cpu_seconds(pid)? - machine::thread_seconds(pid, VCPU_THREAD)?)
+    })
 }
 
 /// Returns the time from the counter's last step at the source to its first at the destination.
@@ -115,15 +139,15 @@ fn prepare(parameters: &Parameters, source: &Qemu, destination: &Qemu, lanes: us
     Ok(uri)
 }
 
-fn directly(source: &Qemu, destination: &Qemu, uri: &str) -> Result<Duration> {
+fn directly(source: &Qemu, destination: &Qemu, uri: &str) -> Result<Times> {
     let begun = Instant::now();
     source.qmp().execute("migrate", json!({ "uri": uri }))?;
     source.qmp().wait_migration("completed", MOVE_WITHIN)?;
     destination.qmp().wait_status("running", MOVE_WITHIN)?;
-    Ok(begun.elapsed())
+    Ok(Times { done: begun.elapsed(), towline_cpu: 0.0 })
 }
 
-fn through(parameters: &Parameters, source: &Qemu, destination: &Qemu, lanes: usize) -> Result<Duration> {
+fn through(parameters: &Parameters, source: &Qemu, destination: &Qemu, lanes: usize) -> Result<Times> {
     let endpoint = |qemu: &Qemu| format!("qmp:{}", qemu.qmp_path().display());
     let arguments = [
         "copy".to_owned(),
@@ -135,8 +159,12 @@ fn through(parameters: &Parameters, source: &Qemu, destination: &Qemu, lanes: us
     ];
     let begun = Instant::now();
     let mut towline = Towline::start(&parameters.towline, arguments)?;
+    let pid = towline.pid();
+    let mut towline_cpu = 0.0;
     let done = wait_until("towline's end", MOVE_WITHIN, || {
         parameters.cancel.check()?;
+        // The last time that it is there: `runs` waits for it.
+        towline_cpu = machine::cpu_seconds(pid)?;
         Ok((!towline.runs()?).then(|| begun.elapsed()))
     })?;
     let finished = towline.wait(MOVE_WITHIN)?;
@@ -145,5 +173,5 @@ fn through(parameters: &Parameters, source: &Qemu, destination: &Qemu, lanes: us
         "{}",
         finished.stderr.lines().next().unwrap_or("towline failed without an error")
     );
-    Ok(done)
+    Ok(Times { done, towline_cpu })
 }
