@@ -264,8 +264,15 @@ impl Ring {
     /// Publishes the completed chains, and notifies the driver once unless it suppresses notifications. Returns true if it was
     /// notified.
     pub fn publish(&mut self) -> bool {
+        self.publish_quietly();
+        self.signalled_used != self.used_idx && self.notify()
+    }
+
+    /// As [`Ring::publish`], but the driver is notified with the next one, which the worker's thread calls after each
+    /// [`Worker::run`](crate::Worker::run): for entries that nothing waits for, while more is expected at once.
+    pub fn publish_quietly(&mut self) {
         if self.staged.is_empty() {
-            return false;
+            return;
         }
         let (mut index, count) = (self.used_idx, self.staged.len());
         self.recovery.begin_publish(count);
@@ -281,7 +288,6 @@ impl Ring {
         self.flush_log();
         self.statistics.chains += count as u64;
         self.statistics.batches += 1;
-        self.notify()
     }
 
     /// Marks the used index and `count` used entries as dirty.

@@ -19,6 +19,8 @@ enum Step {
     Complete { which: usize, written: u32 },
     /// The device publishes its completed chains.
     Publish,
+    /// The same, and the driver is to be notified with the next publication.
+    PublishQuietly,
     /// The device enables notifications, to wait.
     EnableNotification,
     /// The driver pops all used entries, and requests a notification after `more` further ones.
@@ -33,6 +35,7 @@ fn steps() -> impl Strategy<Value = Step> {
         3 => (0..6usize, 0..6usize).prop_map(|(most, keep)| Step::Pop { most, keep }),
         4 => (any::<usize>(), 0..200u32).prop_map(|(which, written)| Step::Complete { which, written }),
         2 => Just(Step::Publish),
+        1 => Just(Step::PublishQuietly),
         1 => Just(Step::EnableNotification),
         2 => (0..4u16).prop_map(|more| Step::PopUsed { more }),
     ]
@@ -49,6 +52,8 @@ struct Model {
     in_flight: Vec<(usize, usize, u16, u32)>,
     completed: VecDeque<(u16, u32)>,
     published: VecDeque<(u16, u32)>,
+    /// Used index up to which the driver was notified, or did not want to be.
+    signalled: u16,
     /// True if the device waits, and the driver has to kick it for a new chain.
     waits: bool,
     /// Used entry after which the driver requests a notification.
@@ -70,6 +75,7 @@ impl Model {
             in_flight,
             completed,
             published,
+            signalled: 0,
             waits: false,
             used_event: 0,
         }
@@ -81,6 +87,10 @@ impl Model {
             Step::Pop { most, keep } => self.pop(*most, *keep),
             Step::Complete { which, written } => self.complete(*which, *written),
             Step::Publish => self.publish(),
+            Step::PublishQuietly => {
+                self.ring.publish_quietly();
+                self.published.append(&mut self.completed);
+            }
             Step::EnableNotification => {
                 let more = self.ring.enable_notification_and_recheck();
                 assert!(!more || !self.available.is_empty(), "no chain is available");
@@ -161,6 +171,7 @@ impl Model {
         let after = self.driver.word(crate::driver::USED + 2);
         assert_eq!(usize::from(after.wrapping_sub(before)), self.completed.len());
         self.published.append(&mut self.completed);
+        let before = std::mem::replace(&mut self.signalled, after);
         let passed = (before..after).contains(&self.used_event);
         let wanted = if self.features & features::EVENT_IDX == 0 { after != before } else { passed };
         assert_eq!(notified, wanted, "{before}..{after}, used_event is {}", self.used_event);
