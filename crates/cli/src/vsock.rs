@@ -13,7 +13,7 @@ use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
 use towline_vhost_user::{Device, FrontendSource, InFlightRecord, ServeError, Service};
-use towline_vsock::{ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Vsock};
+use towline_vsock::{ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Tuning, Vsock};
 
 use crate::args::{Guest, VsockArgs, read_guests};
 use crate::backend::{NO_ACTIVATION, missing_socket};
@@ -71,6 +71,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             zero_copy_send: args.zero_copy_send.into(),
             busy_poll: Duration::from_micros(args.poll_us),
             unmigratable: args.unmigratable,
+            tuning: Tuning::default(),
         };
         let device = Arc::new(Vsock::new(settings, &local_guests)?);
         served.push(Served { cid, device, frontends, record });

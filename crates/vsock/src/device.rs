@@ -26,6 +26,7 @@ use crate::sockets::{CloseMode, Readiness, Sockets as _};
 use crate::state::State;
 use crate::statistics::VsockReport;
 use crate::transport_reset::TransportReset;
+use crate::tuning::Tuning;
 
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
@@ -38,6 +39,9 @@ pub const QUEUES: usize = 3;
 const VERSION: &str = "vsock 1 seqpacket cid ";
 /// Time limit of zero-copy sends when the device ends.
 const COMPLETIONS_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum number of passes over sockets and rings in a row while the worker busy-polls, before its thread looks after everything
+/// else.
+const POLLED_PASSES_MAX: usize = 64;
 /// Time limit of the kernel for releasing the memory of connections that were reset.
 const RESET_TIMEOUT: Duration = Duration::from_millis(100);
 
@@ -62,6 +66,8 @@ pub struct Settings {
     pub busy_poll: Duration,
     /// True if the guest must not be migrated with the device.
     pub unmigratable: bool,
+    /// Ideas of the design that measurements turn off; the default has all.
+    pub tuning: Tuning,
 }
 
 /// Error of the creation of a device.
@@ -96,6 +102,7 @@ pub struct Vsock {
     limits: ConnectionLimits,
     busy_poll: Duration,
     unmigratable: bool,
+    tuning: Tuning,
     config: Arc<HostConfig>,
     report: Arc<SharedReport>,
     updates: Arc<SessionUpdates>,
@@ -118,7 +125,7 @@ impl Vsock {
     /// # Errors
     /// [`DeviceError`].
     pub fn new(settings: Settings, local_guests: &Arc<LocalGuests>) -> Result<Self, DeviceError> {
-        let Settings { cid, limits, busy_poll, unmigratable, zero_copy_send, .. } = settings;
+        let Settings { cid, limits, busy_poll, unmigratable, zero_copy_send, tuning, .. } = settings;
         let listeners = listeners(&settings)?;
         let accept_queue = Arc::new(AcceptQueue::new(limits.handshakes)?);
         if !local_guests.register(cid, settings.groups, Arc::clone(&accept_queue)) {
@@ -136,7 +143,7 @@ impl Vsock {
             handshakes_max: limits.handshakes,
         });
         let (report, updates) = (Arc::default(), Arc::default());
-        Ok(Self { cid, limits, busy_poll, unmigratable, config, report, updates })
+        Ok(Self { cid, limits, busy_poll, unmigratable, tuning, config, report, updates })
     }
 
     /// Returns the statistics so far.
@@ -211,7 +218,7 @@ impl Device for Vsock {
         let host = Host::new(Arc::clone(&self.config))?;
         self.report.add_worker();
         Ok(Box::new(VsockWorker {
-            engine: Engine::new(self.cid, self.limits, port_seed(), host),
+            engine: Engine::new(self.cid, self.limits, port_seed(), host).with_tuning(self.tuning),
             limits: self.limits,
             report: Arc::clone(&self.report),
             updates: Arc::clone(&self.updates),
@@ -430,8 +437,18 @@ impl VsockWorker {
     }
 }
 
-impl Worker for VsockWorker {
-    fn run(&mut self, queues: &mut Queues<'_>) -> Next {
+/// What a worker does after a pass over its sockets and rings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum AfterPass {
+    /// It returns to its thread.
+    Return(Next),
+    /// It busy-polls: another pass.
+    Poll,
+}
+
+impl VsockWorker {
+    /// Processes events of the host and both rings once.
+    fn pass(&mut self, queues: &mut Queues<'_>) -> AfterPass {
         self.process_host_events();
         self.advance_transport_reset(queues);
         let is_reset_done = self.transport_reset.is_done();
@@ -454,8 +471,52 @@ impl Worker for VsockWorker {
         }
         let needs_tick = self.engine.needs_tick() || !is_reset_done;
         self.engine.sockets_mut().set_timer(needs_tick);
-        again |= self.poller.should_poll(self.engine.traffic(), Instant::now);
-        if again { Next::Again } else { Next::Wait }
+        let polls = self.poller.should_poll(self.engine.traffic(), Instant::now);
+        if polls && !again {
+            return AfterPass::Poll;
+        }
+        self.engine.sockets_mut().watch_handshakes();
+        AfterPass::Return(if again { Next::Again } else { Next::Wait })
+    }
+
+    /// Publishes what a pass has completed. The guest is not interrupted for the ends of connections alone: while the worker
+    /// busy-polls, a packet that a program waits for follows at once, or the thread notifies the guest.
+    fn publish(queues: &mut Queues<'_>, awaited: Awaited) {
+        if let Some(ring) = queues.ring(TRANSMIT) {
+            ring.publish();
+        }
+        if let Some(ring) = queues.ring(RECEIVE) {
+            match awaited {
+                Awaited::Yes => {
+                    ring.publish();
+                }
+                Awaited::No => ring.publish_quietly(),
+            }
+        }
+    }
+}
+
+/// Whether programs of the guest may wait for the packets of a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Awaited {
+    Yes,
+    No,
+}
+
+impl Worker for VsockWorker {
+    fn run(&mut self, queues: &mut Queues<'_>) -> Next {
+        for _ in 0..POLLED_PASSES_MAX {
+            let packets = self.engine.awaited_packets();
+            if let AfterPass::Return(next) = self.pass(queues) {
+                return next;
+            }
+            let awaited = if self.engine.awaited_packets() == packets { Awaited::No } else { Awaited::Yes };
+            Self::publish(queues, awaited);
+            // A call to epoll costs less than the thread's own wait for all descriptors.
+            self.host_is_ready = true;
+        }
+        self.engine.sockets_mut().watch_handshakes();
+        Next::Again
     }
 
     fn started(&mut self, queue: usize, fresh: bool) {

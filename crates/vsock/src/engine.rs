@@ -32,6 +32,7 @@ use crate::packet::{ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, ConnectOutcome, Interest, Readiness, Sockets};
 use crate::statistics::{ConnectionReport, Statistics};
 use crate::table::Table;
+use crate::tuning::Tuning;
 
 /// Time limit of a connect, and of the guest's confirmation that a connection has ended.
 pub const CONNECT_TIMEOUT_MS: u64 = 10_000;
@@ -62,6 +63,9 @@ pub struct Engine<S: Sockets> {
     full_since: Option<u64>,
     /// Packets that carry no payload; data packets to the guest are counted in `statistics`.
     traffic: AnswerablePackets,
+    /// SHUTDOWN packets of both directions that were sent to the guest.
+    last_shutdowns: u64,
+    tuning: Tuning,
     statistics: Statistics,
 }
 
@@ -84,8 +88,16 @@ impl<S: Sockets> Engine<S> {
             credit_timers: LiveQueue::default(),
             full_since: None,
             traffic: AnswerablePackets::default(),
+            last_shutdowns: 0,
+            tuning: Tuning::default(),
             statistics: Statistics::default(),
         }
+    }
+
+    /// Returns the engine with this tuning, before it has a connection.
+    pub fn with_tuning(mut self, tuning: Tuning) -> Self {
+        self.table.set_credit_updates(tuning.credit_updates);
+        Self { tuning, ..self }
     }
 
     /// Returns the host's side.
@@ -107,6 +119,12 @@ impl<S: Sockets> Engine<S> {
     pub(crate) fn traffic(&self) -> AnswerablePackets {
         let to_guest = self.traffic.to_guest + self.statistics.totals.packets_to_guest;
         AnswerablePackets { to_guest, ..self.traffic }
+    }
+
+    /// Returns the number of packets to the guest for which one of its programs may wait: all but credit updates and the ends of
+    /// connections whose sockets are closed.
+    pub(crate) fn awaited_packets(&self) -> u64 {
+        self.traffic().to_guest - self.last_shutdowns
     }
 
     /// Returns the counters.
@@ -226,6 +244,10 @@ impl<S: Sockets> Engine<S> {
         if self.host_ends.get_mut(id).is_some() {
             self.on_event(id, LifecycleEvent::Writable);
             self.flush(id);
+        }
+        // Its program reads, and the buffer was smaller than what the guest sends meanwhile.
+        if let Some(socket) = self.host_ends.get_mut(id).and_then(|end| end.socket.as_ref()) {
+            self.sockets.enlarge_send_buffer(socket);
         }
     }
 

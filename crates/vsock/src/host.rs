@@ -41,6 +41,8 @@ use crate::sockets::{
 const HANDSHAKE_TIMEOUT_MS: u64 = 10_000;
 /// Maximum number of connections that are accepted before other work has its turn.
 const ACCEPTS_MAX: usize = 64;
+/// Maximum number of handshakes that are continued without epoll.
+const UNWATCHED_MAX: usize = 4;
 /// Maximum number of events per call to epoll.
 const EVENTS_MAX: usize = 64;
 /// Interval of the timer while it is needed.
@@ -107,6 +109,8 @@ pub(crate) struct Host {
     polls: u64,
     last_accept: u64,
     handshakes: Handshakes,
+    /// Slots of handshakes that have begun and are not registered: their line usually follows at once.
+    unwatched: Vec<usize>,
     pending: HashMap<ConnectionId, PendingConnect>,
     zero_copy: ZeroCopyPolicy,
     events: VecDeque<SocketEvent>,
@@ -151,6 +155,7 @@ impl Host {
             polls: 0,
             last_accept: 0,
             handshakes,
+            unwatched: Vec::new(),
             pending: HashMap::new(),
             zero_copy,
             events: VecDeque::new(),
@@ -171,6 +176,9 @@ impl Host {
             }
         };
         self.polls += 1;
+        for slot in std::mem::take(&mut self.unwatched) {
+            self.continue_handshake(slot);
+        }
         for event in found {
             let (tag, flags) = (event.data.u64(), event.flags);
             let index = (tag & INDEX) as usize;
@@ -308,15 +316,32 @@ impl Host {
         match handshake.socket.receive_line(parse_connect) {
             Ok(HandshakeLine::Complete { port, .. }) => self.incoming(handshake.socket, port),
             Ok(HandshakeLine::Incomplete) => {
-                let tag = epoll::EventData::new_u64(HANDSHAKE | slot as u64);
-                // It is registered already, if this is not the first part of the line.
-                match epoll::add(&self.epoll, &handshake.socket, tag, READ) {
-                    Ok(()) | Err(rustix::io::Errno::EXIST) => self.handshakes.put_back(slot, handshake),
-                    Err(errno) => tracing::warn!(%errno, "epoll_ctl"),
+                self.handshakes.put_back(slot, handshake);
+                if self.unwatched.len() < UNWATCHED_MAX {
+                    self.unwatched.push(slot);
+                } else {
+                    self.watch_handshake(slot);
                 }
             }
             Ok(HandshakeLine::Invalid) => tracing::debug!("closed a client that did not send CONNECT PORT"),
             Err(error) => tracing::debug!(%error, "a client closed before it sent CONNECT"),
+        }
+    }
+
+    /// Registers the handshakes that have begun, to be called before the worker waits.
+    pub(crate) fn watch_handshakes(&mut self) {
+        for slot in std::mem::take(&mut self.unwatched) {
+            self.watch_handshake(slot);
+        }
+    }
+
+    fn watch_handshake(&mut self, slot: usize) {
+        let Some(handshake) = self.handshakes.remove(slot) else { return };
+        let tag = epoll::EventData::new_u64(HANDSHAKE | slot as u64);
+        // It is registered already, if this is not the first part of the line.
+        match epoll::add(&self.epoll, &handshake.socket, tag, READ) {
+            Ok(()) | Err(rustix::io::Errno::EXIST) => self.handshakes.put_back(slot, handshake),
+            Err(errno) => tracing::warn!(%errno, "epoll_ctl"),
         }
     }
 
@@ -379,7 +404,7 @@ impl Sockets for Host {
     }
 
     fn opened(&mut self, id: ConnectionId, socket: &HostSocket) {
-        // It is registered already if it had a handshake.
+        // It may be registered already by its handshake.
         let added = match epoll::add(&self.epoll, socket, tag_of(id), READ) {
             Err(rustix::io::Errno::EXIST) => epoll::modify(&self.epoll, socket, tag_of(id), READ),
             other => other,
@@ -406,6 +431,10 @@ impl Sockets for Host {
 
     fn send(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>], flags: SeqFlags) -> io::Result<usize> {
         socket.send(bufs, flags)
+    }
+
+    fn enlarge_send_buffer(&mut self, socket: &HostSocket) {
+        socket.enlarge_send_buffer();
     }
 
     fn uses_zero_copy(&mut self, socket: &HostSocket) -> bool {

@@ -29,6 +29,7 @@ mod statistics;
 mod sys;
 mod table;
 mod transport_reset;
+mod tuning;
 
 pub use connection::{
     ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState, Inbound,
@@ -45,6 +46,7 @@ pub use state::STATE_VERSION;
 pub use statistics::{ConnectionReport, ConnectionStatistics, Statistics, VsockReport};
 pub use table::{DataHeaders, PENDING_RESETS_MAX, Table};
 pub use towline_channel::ZeroCopySend;
+pub use tuning::{CreditUpdates, Merging, Tuning};
 
 /// The example of the README, as a test.
 #[cfg(doctest)]

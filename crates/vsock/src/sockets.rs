@@ -53,6 +53,11 @@ pub trait Sockets {
     /// [`io::ErrorKind::WouldBlock`] if the socket's buffer is full. All others are permanent.
     fn send(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>], flags: SeqFlags) -> io::Result<usize>;
 
+    /// Enlarges the send buffer of a stream, once. Its peer has read after the buffer was full.
+    fn enlarge_send_buffer(&mut self, socket: &Self::Socket) {
+        let _ = socket;
+    }
+
     /// Returns true if large packets of a stream are to be sent by [`Sockets::send_zero_copy`] at present.
     fn uses_zero_copy(&mut self, socket: &Self::Socket) -> bool {
         let _ = socket;

@@ -23,6 +23,7 @@ use crate::connection::{
 };
 use crate::credit::{PeerCredit, ReceiveWindow};
 use crate::packet::{Header, Operation, ShutdownFlags, SocketType};
+use crate::tuning::CreditUpdates;
 
 /// Maximum number of resets of unknown connections that wait for buffers in the guest's ring.
 pub const PENDING_RESETS_MAX: usize = 1024;
@@ -46,6 +47,7 @@ pub struct Table {
     memory: MemoryBudget,
     /// Connections that peers initiated, by CID.
     connections_initiated_by: HashMap<u64, usize>,
+    credit_updates: CreditUpdates,
     statistics: TableStatistics,
 }
 
@@ -70,8 +72,14 @@ impl Table {
             next_port: HOST_PORTS.start() + seed % span,
             memory: MemoryBudget::new(limits.memory),
             connections_initiated_by: HashMap::new(),
+            credit_updates: CreditUpdates::WhenNeeded,
             statistics: TableStatistics::default(),
         }
+    }
+
+    /// Sets the rate of credit updates.
+    pub(crate) fn set_credit_updates(&mut self, credit_updates: CreditUpdates) {
+        self.credit_updates = credit_updates;
     }
 
     /// Returns the guest's CID.
@@ -369,7 +377,12 @@ impl Table {
         let most = self.limits.buf_alloc;
         let Some(connection) = Self::connection(&mut self.slots, id) else { return };
         let window = &mut connection.receive_window;
-        let needs_update = window.needs_update(connection.peer_credit.buf_alloc(), connection.kind);
+        let needs_update = match self.credit_updates {
+            CreditUpdates::WhenNeeded => {
+                window.needs_update(connection.peer_credit.buf_alloc(), connection.kind)
+            }
+            CreditUpdates::Always => window.has_forwarded(),
+        };
         if !needs_update || connection.guest_shutdown.contains(ShutdownFlags::SEND) {
             return;
         }

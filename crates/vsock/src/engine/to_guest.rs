@@ -10,11 +10,10 @@ use super::host_end::{PartialMessage, Queues};
 use super::lifecycle::{LifecycleEvent, ReceiveState};
 use super::{CREDIT_TIMEOUT_MS, Engine};
 use crate::connection::ConnectionId;
-use crate::packet::{HEADER_BYTES, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags, SocketType};
+use crate::packet::{HEADER_BYTES, Operation, SeqFlags, ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, Peeked, ReceiveOutcome, Sockets};
+use crate::tuning::{RECEIVE_BATCH as BATCH, Tuning};
 
-/// Maximum number of the guest's buffers that are popped together.
-const BATCH: usize = 256;
 /// Number of batches before other work has its turn.
 const ROUNDS: usize = 8;
 /// Maximum number of bytes that one connection sends before the next has its turn.
@@ -83,6 +82,9 @@ impl<S: Sockets> Engine<S> {
             } else if let Some(header) = self.table.next_control() {
                 let is_credit_update = header.operation == Operation::CreditUpdate.number();
                 self.traffic.to_guest += u64::from(!is_credit_update);
+                let is_last = header.operation == Operation::Shutdown.number()
+                    && ShutdownFlags::from_bits_truncate(header.flags).is_all();
+                self.last_shutdowns += u64::from(is_last);
                 chain.write_at(0, &header.to_bytes());
                 ring.complete(chain, HEADER_BYTES as u32);
                 used += 1;
@@ -142,8 +144,11 @@ impl<S: Sockets> Engine<S> {
         let most = credit.min(QUANTUM);
         let mut bufs = Vec::with_capacity(BATCH);
         let (mut offered, mut next) = (0, first);
-        while next < self.rx_batch.len() && offered < most && bufs.len() < SEGMENTS_MAX {
-            offered += append_payload_bufs(&self.rx_batch, next, most - offered, &mut bufs);
+        let Tuning { buffers_per_receive, payload_bytes_max, .. } = self.tuning;
+        let end = self.rx_batch.len().min(first.saturating_add(buffers_per_receive));
+        while next < end && offered < most && bufs.len() < SEGMENTS_MAX {
+            let space = PayloadSpace { index: next, payload_bytes_max, most: most - offered };
+            offered += append_payload_bufs(&self.rx_batch, space, &mut bufs);
             next += 1;
         }
         if offered == 0 {
@@ -203,12 +208,13 @@ impl<S: Sockets> Engine<S> {
         bytes: usize,
         flags: SeqFlags,
     ) -> usize {
+        let payload_bytes_max = self.tuning.payload_bytes_max;
         let Some(mut headers) = self.table.data_headers(id) else { return 0 };
         let (mut left, mut next) = (bytes, first);
         while left > 0 {
             let chain = self.rx_batch.chain(next);
             next += 1;
-            let here = left.min(payload_capacity(chain.writable_bytes()));
+            let here = left.min(payload_capacity(chain.writable_bytes(), payload_bytes_max));
             if here == 0 {
                 ring.complete(chain, 0);
                 continue;
@@ -265,10 +271,12 @@ impl<S: Sockets> Engine<S> {
             self.table.request_credit(id);
             return 0;
         }
+        let payload_bytes_max = self.tuning.payload_bytes_max;
         let mut bufs = Vec::with_capacity(BATCH);
         let (mut offered, mut next) = (0, space.first);
         while next < self.rx_batch.len() && offered < len && bufs.len() < SEGMENTS_MAX {
-            offered += append_payload_bufs(&self.rx_batch, next, len - offered, &mut bufs);
+            let space = PayloadSpace { index: next, payload_bytes_max, most: len - offered };
+            offered += append_payload_bufs(&self.rx_batch, space, &mut bufs);
             next += 1;
         }
         self.statistics.receives += 1;
@@ -328,13 +336,14 @@ impl<S: Sockets> Engine<S> {
             self.free_message(&message.bytes);
             return 0;
         };
+        let payload_bytes_max = self.tuning.payload_bytes_max;
         let (mut next, mut credit) = (space.first, space.credit);
         let (sent_before, mut packets) = (message.sent, 0);
         while next < self.rx_batch.len() && message.sent < message.bytes.len() && credit > 0 {
             let chain = self.rx_batch.chain(next);
             next += 1;
             let left = message.bytes.len() - message.sent;
-            let here = left.min(payload_capacity(chain.writable_bytes())).min(credit);
+            let here = left.min(payload_capacity(chain.writable_bytes(), payload_bytes_max)).min(credit);
             if here == 0 {
                 ring.complete(chain, 0);
                 continue;
@@ -361,21 +370,27 @@ impl<S: Sockets> Engine<S> {
     }
 }
 
-/// Returns the capacity for payload of a chain with this number of writable bytes.
-fn payload_capacity(writable: u32) -> usize {
-    writable.saturating_sub(HEADER_BYTES as u32).min(PAYLOAD_BYTES_MAX) as usize
+/// Returns the capacity for payload of a chain with this number of writable bytes, of which a packet has at most `most`.
+fn payload_capacity(writable: u32, most: u32) -> usize {
+    writable.saturating_sub(HEADER_BYTES as u32).min(most) as usize
 }
 
-/// Appends the payload space of one chain to `bufs`, at most `most` bytes of it and [`SEGMENTS_MAX`] segments in all. Returns
-/// its length in bytes.
-fn append_payload_bufs<'b>(
-    batch: &'b Batch,
+/// Space for payload in one of the guest's buffers.
+#[derive(Debug, Clone, Copy)]
+struct PayloadSpace {
+    /// Index of the buffer in its batch.
     index: usize,
+    /// Maximum payload of a packet in bytes.
+    payload_bytes_max: u32,
+    /// Maximum number of bytes that are to be received.
     most: usize,
-    bufs: &mut Vec<IoBufMut<'b>>,
-) -> usize {
-    let chain = batch.chain(index);
-    let (mut skip, mut left) = (HEADER_BYTES, most.min(payload_capacity(chain.writable_bytes())));
+}
+
+/// Appends the payload space of one chain to `bufs`, [`SEGMENTS_MAX`] segments in all. Returns its length in bytes.
+fn append_payload_bufs<'b>(batch: &'b Batch, space: PayloadSpace, bufs: &mut Vec<IoBufMut<'b>>) -> usize {
+    let chain = batch.chain(space.index);
+    let capacity = payload_capacity(chain.writable_bytes(), space.payload_bytes_max);
+    let (mut skip, mut left) = (HEADER_BYTES, space.most.min(capacity));
     let mut offered = 0;
     for buf in chain.writable() {
         if bufs.len() == SEGMENTS_MAX || left == 0 {

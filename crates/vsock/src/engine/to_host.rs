@@ -12,6 +12,7 @@ use super::lifecycle::{LifecycleEvent, ReceiveState, SendState};
 use crate::connection::{ClosedBy, ConnectionId, Inbound};
 use crate::packet::{HEADER_BYTES, Header, SeqFlags, ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, SendOutcome, Sockets};
+use crate::tuning::Merging;
 
 /// Number of packets that are processed together.
 const BATCH: usize = 128;
@@ -273,9 +274,17 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
+    /// Returns the size of a chunk of copied payload; 1 for chunks of one packet each.
+    fn chunk_bytes(&self, id: ConnectionId) -> usize {
+        match self.tuning.merging {
+            Merging::Chunks => chunk_bytes(self.table.window(id)),
+            Merging::None => 1,
+        }
+    }
+
     /// Retains or copies payload of the present batch that was not sent.
     fn retain_or_copy(&mut self, id: ConnectionId) {
-        let chunk_bytes = chunk_bytes(self.table.window(id));
+        let chunk_bytes = self.chunk_bytes(id);
         let Some(end) = self.host_ends.get_mut(id) else { return };
         if end.has_unsettled() {
             let copied = end.retain_or_copy(&mut self.pool, chunk_bytes) as u64;
@@ -287,7 +296,7 @@ impl<S: Sockets> Engine<S> {
 
     /// Copies all payload of a connection that is in the ring. Returns the number of bytes copied.
     pub(super) fn copy_all(&mut self, id: ConnectionId) -> usize {
-        let chunk_bytes = chunk_bytes(self.table.window(id));
+        let chunk_bytes = self.chunk_bytes(id);
         let Some(end) = self.host_ends.get_mut(id) else { return 0 };
         let copied = end.copy_all(&mut self.pool, chunk_bytes);
         end.statistics.bytes_copied += copied as u64;

@@ -1,6 +1,6 @@
 //! Connected sockets of the host, all of them non-blocking.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -23,6 +23,9 @@ use crate::sys::{self, VsockAddress};
 
 /// Maximum number of empty messages that are dropped at a time.
 const EMPTY_MAX: usize = 16;
+/// Size of an enlarged send buffer in bytes, which the kernel doubles, within `net.core.wmem_max`: what the guest sends of a
+/// first window while the peer reads.
+const SEND_BUFFER_BYTES: usize = WINDOW_FIRST_MAX as usize;
 /// Flags of every socket.
 pub(super) const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
@@ -39,6 +42,16 @@ pub(crate) struct HostSocket {
     /// Bytes that were read already: the beginning of a line, or data that followed a line and is the guest's.
     buffered: RefCell<Vec<u8>>,
     framing: Framing,
+    send_buffer: Cell<SendBuffer>,
+}
+
+/// Size of the kernel's send buffer of a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum SendBuffer {
+    /// It can be enlarged.
+    Default,
+    /// It was enlarged, or is not to be.
+    Fixed,
 }
 
 /// Framing of messages.
@@ -109,10 +122,13 @@ impl HostSocket {
             // a limit whose default is sufficient.
             let _ = sockopt::set_socket_send_buffer_size(&fd, WINDOW_FIRST_MAX as usize);
         }
+        // TCP sizes its buffers by itself, and a message needs a buffer for all of it.
+        let is_fixed = peer.is_some() || kind == SocketType::Seqpacket;
         Self {
             fd,
             kind,
             peer,
+            send_buffer: Cell::new(if is_fixed { SendBuffer::Fixed } else { SendBuffer::Default }),
             zero_copy: RefCell::default(),
             expects_ok: false,
             buffered: RefCell::default(),
@@ -257,6 +273,15 @@ impl HostSocket {
             all.push(IoBuf::from(&copied[..]));
         }
         Ok(sys::send(self.fd.as_fd(), &all)?.saturating_sub(flags.len()))
+    }
+
+    /// Enlarges the send buffer, once, so that the peer has something to read until the guest has sent more.
+    pub(super) fn enlarge_send_buffer(&self) {
+        if self.send_buffer.replace(SendBuffer::Fixed) == SendBuffer::Default
+            && let Err(errno) = sockopt::set_socket_send_buffer_size(&self.fd, SEND_BUFFER_BYTES)
+        {
+            tracing::debug!(%errno, "cannot enlarge a send buffer");
+        }
     }
 
     /// Sends a line, which always fits into the empty buffer of a new socket.
