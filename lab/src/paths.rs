@@ -54,6 +54,11 @@ pub fn initramfs(lab: &Path, kernel: Kernel) -> PathBuf {
     }
 }
 
+/// Returns the path of Debian's sshd, unpacked by the set-up.
+pub fn sshd(lab: &Path) -> PathBuf {
+    lab.join("openssh-server/usr/sbin/sshd")
+}
+
 /// A QEMU of another Debian, with its own C library and started by a script.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnpackedQemu {

@@ -8,6 +8,7 @@
 //!               kernel/     Debian's cloud kernel and its modules          never installed
 //!               kernel-newest/ that of Debian 13's backports, 7.x          never installed
 //!               busybox/    busybox-static                                 never installed
+//!               openssh-server/ sshd, for guests                           never installed
 //!               initramfs   the agent, busybox, modules: one newc archive; initramfs-newest: with those of kernel-newest
 //!               python/     Python's websockets, if they can be had        never installed
 //!               python-s3/  Python's moto, an S3 server, likewise          never installed
@@ -74,6 +75,7 @@ pub(crate) fn run(scope: Scope) -> Result<()> {
     let mut changed = unpack::busybox(&lab)? | changed;
     if scope == Scope::Lab {
         changed |= unpack::qemu_7_2(&lab)?;
+        changed |= unpack::openssh_server(&lab)?;
         changed |= debian_13::bring(&lab)?;
         changed |= python::websockets(&lab)?;
         changed |= python::s3(&lab)?;

@@ -73,7 +73,7 @@ pub(crate) use run::{PsArgs, RunArgs};
 pub(crate) use store::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
 pub(crate) use transfer::TransferArgs;
 pub(crate) use upgrade::UpgradeArgs;
-pub(crate) use vsock::VsockArgs;
+pub(crate) use vsock::{ConnectArgs, ConnectTarget, VsockArgs, VsockCommand};
 
 /// Move running QEMU guests, save and restore them; multiqueue network cards and vsock devices for guests (vhost-user)
 #[derive(Debug, Parser)]

@@ -1,5 +1,7 @@
 //! `towline vsock`: vsock devices of one guest or several, each on threads of its own.
 
+mod connect;
+
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -15,7 +17,7 @@ use towline_channel::Cancel;
 use towline_vhost_user::{Device, FrontendSource, InFlightRecord, ServeError, Service};
 use towline_vsock::{ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Tuning, Vsock};
 
-use crate::args::{Guest, VsockArgs, read_guests};
+use crate::args::{Guest, VsockArgs, VsockCommand, read_guests};
 use crate::backend::{NO_ACTIVATION, missing_socket};
 use crate::console::{self, OverflowPolicy};
 use crate::exit::Exit;
@@ -43,6 +45,9 @@ const SIGNAL_EFFECTS: SignalEffects = SignalEffects {
 
 /// Runs the command.
 pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
+    if let Some(VsockCommand::Connect(args)) = &args.command {
+        return connect::run(args);
+    }
     let is_one = args.guest.is_empty() && args.config.is_none();
     if is_one {
         let missing = missing_socket(args.socket.as_deref(), args.fd);

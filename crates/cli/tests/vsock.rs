@@ -8,7 +8,9 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_frontend::vsock::{Guest, Options, Ports, VsockEvent};
+use towline_frontend::vsock::{
+    Guest, Options, Ports, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, VsockEvent,
+};
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, Memory};
 
@@ -208,4 +210,102 @@ fn a_limit_beyond_the_descriptors_is_logged() {
     let mut process = Process(command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap());
     let mut log = BufReader::new(process.0.stderr.take().unwrap());
     wait_for_line(&mut log, "--connections-limit exceeds a guest's share");
+}
+
+impl Sockets {
+    /// Starts `towline vsock connect` to a port of the guest at `v`.
+    fn connect(&self, port: &str) -> Child {
+        let mut command = Command::new(TOWLINE);
+        command.args(["vsock", "connect", "v", port]).current_dir(self.directory.path());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+}
+
+/// The end of standard input ends one direction, and the guest's response still arrives.
+#[test]
+fn standard_input_and_output_are_a_connection_whose_directions_end_independently() {
+    let sockets = Sockets::new();
+    let _process = sockets.start(&["--socket", "s", "--cid", "33", "--uds", "v"]);
+    let (_frontend, mut guest) = sockets.guest("s", CID);
+    let mut client = sockets.connect("52");
+    let ports = until(&mut guest, |guest, event| match event {
+        VsockEvent::Request(ports) => {
+            guest.accept(ports);
+            Some(ports)
+        }
+        _ => None,
+    });
+    assert_eq!(ports.0, 52);
+    client.stdin.take().unwrap().write_all(b"a request").unwrap();
+    let mut request = 0;
+    until(&mut guest, |_, event| match event {
+        VsockEvent::Data { len, .. } => {
+            request += len;
+            None
+        }
+        VsockEvent::Shutdown(_, flags) => Some(assert_eq!(flags, SHUTDOWN_SEND)),
+        _ => None,
+    });
+    assert_eq!(request, 9);
+    assert!(guest.send(ports, b"the response", 0));
+    guest.shutdown(ports, SHUTDOWN_SEND | SHUTDOWN_RECEIVE);
+    until(&mut guest, |_, event| matches!(event, VsockEvent::Reset(_)).then_some(()));
+    let output = client.wait_with_output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+    assert_eq!((output.status.code(), &output.stdout[..]), (Some(0), &b"the response"[..]));
+}
+
+/// The guest closes the connection while standard input stays open, as a terminal does.
+#[test]
+fn a_connection_that_the_guest_closes_ends_the_process() {
+    let sockets = Sockets::new();
+    let _process = sockets.start(&["--socket", "s", "--cid", "33", "--uds", "v"]);
+    let (_frontend, mut guest) = sockets.guest("s", CID);
+    let mut client = sockets.connect("52");
+    let ports = until(&mut guest, |guest, event| match event {
+        VsockEvent::Request(ports) => {
+            guest.accept(ports);
+            Some(ports)
+        }
+        _ => None,
+    });
+    assert!(guest.send(ports, b"bye", 0));
+    guest.shutdown(ports, SHUTDOWN_SEND | SHUTDOWN_RECEIVE);
+    until(&mut guest, |_, event| matches!(event, VsockEvent::Reset(_)).then_some(()));
+    let _stdin = client.stdin.take();
+    let mut received = String::new();
+    client.stdout.take().unwrap().read_to_string(&mut received).unwrap();
+    assert_eq!((received.as_str(), client.wait().unwrap().code()), ("bye", Some(0)));
+}
+
+#[test]
+fn a_connection_that_cannot_be_made_says_why() {
+    let sockets = Sockets::new();
+    let failure = |client: Child| {
+        let output = client.wait_with_output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let no_device = "error: cannot connect to v; start `towline vsock --uds v`: No such file or directory (os error 2)\n";
+    assert_eq!(failure(sockets.connect("52")), (Some(1), no_device.to_owned()));
+    let _process = sockets.start(&["--socket", "s", "--cid", "33", "--uds", "v"]);
+    let (_frontend, mut guest) = sockets.guest("s", CID);
+    let client = sockets.connect("52");
+    until(&mut guest, |guest, event| match event {
+        VsockEvent::Request(ports) => Some(guest.reset(ports)),
+        _ => None,
+    });
+    // The reset is sent.
+    let client = std::thread::spawn(move || failure(client));
+    while !client.is_finished() {
+        guest.poll(|_, _| ()).unwrap();
+        guest.wait(false, Duration::from_millis(10)).unwrap();
+    }
+    let refused = "error: port 52 of the guest at v refused the connection; start the guest, and a program that listens on \
+                   that vsock port\n";
+    assert_eq!(client.join().unwrap(), (Some(1), refused.to_owned()));
+    let mut command = Command::new(TOWLINE);
+    let output = command.args(["vsock", "connect", "v"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(text, "error: no port: give the guest's port behind the socket of its device\n");
 }

@@ -5,6 +5,7 @@ mod guests;
 mod kernel;
 mod messages;
 mod peers_defects;
+mod ssh;
 mod stalls;
 mod streams;
 mod support;

@@ -74,6 +74,19 @@ pub(crate) fn busybox(lab: &Path) -> Result<bool> {
     Ok(true)
 }
 
+/// The server of OpenSSH, for guests. True if it was made now.
+pub(crate) fn openssh_server(lab: &Path) -> Result<bool> {
+    let place = lab.join("openssh-server");
+    if place.is_dir() {
+        return Ok(false);
+    }
+    let scratch = scratch(lab)?;
+    let tree = scratch.path().join("tree");
+    unpack(&[versioned("openssh-server", |version| !version.contains("~bpo"))?], scratch.path(), &tree)?;
+    into_place(&tree, &place)?;
+    Ok(true)
+}
+
 /// `package=version` of the newest version that fits; the lists are fetched if apt knows none.
 pub(super) fn versioned(package: &str, fits: impl Fn(&str) -> bool) -> Result<String> {
     let find = || -> Result<Option<String>> {

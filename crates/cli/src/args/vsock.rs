@@ -1,7 +1,10 @@
 //! `towline vsock`.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::str::FromStr;
 
+use clap::Subcommand;
 use towline_vsock::{ForwardingRule, guest_cid};
 
 use super::{Guest, ZeroCopy};
@@ -46,8 +49,17 @@ Examples:
     uds = \"a.v\"
     forward = [\"guest:80=tcp:127.0.0.1:8080\"]
     group = [\"lab\"]
+  Standard input and output as a connection to the guest's port 22, as ssh's ProxyCommand:
+    towline vsock connect /run/vm/v.sock 22
   Statistics of each guest and connection: kill -USR1 PID; also printed at the end.")]
+#[command(
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    disable_help_subcommand = true
+)]
 pub(crate) struct VsockArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<VsockCommand>,
     /// Unix socket to listen on for QEMU or another VMM [default: the service manager's, unless --fd]
     #[arg(long, value_name = "PATH", visible_alias = "socket-path", conflicts_with_all = ["fd", "guest", "config"])]
     pub(crate) socket: Option<PathBuf>,
@@ -109,4 +121,125 @@ pub(crate) struct VsockArgs {
     pub(crate) print_capabilities: bool,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum VsockCommand {
+    Connect(ConnectArgs),
+}
+
+/// Connect standard input and output to a port of a guest, for example as the ProxyCommand of ssh
+///
+/// The guest's device is found by its --uds socket, as of `towline vsock`, Firecracker or Cloud Hypervisor. The directions
+/// end independently: the end of standard input ends the direction to the guest, and the guest's data is written until its
+/// own end.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Targets:
+  PATH, uds:PATH          the socket of a device that accepts `CONNECT PORT` (--uds)
+  vsock-mux/PATH          the same, as systemd-ssh-proxy names it; also vsock-mux%PATH, and
+                          without the slash that an absolute path begins with
+  unix:PATH, unix/PATH    a listener of a rule, --forward unix:PATH=guest:PORT
+  tcp:ADDRESS:PORT        a listener of a rule, --forward tcp:ADDRESS:PORT=guest:PORT
+
+Examples:
+  A port of a guest:
+    towline vsock connect /run/vm/v.sock 52
+  ssh, once:
+    ssh -o ProxyCommand='towline vsock connect /run/vm/%h.v %p' root@a
+  ssh vsock-mux/run/vm/v.sock, in ~/.ssh/config; ssh gets the connection itself:
+    Host vsock-mux/* vsock-mux%*
+      ProxyCommand towline vsock connect --pass-fd %h %p
+      ProxyUseFdpass yes
+
+Exit status: 0 both directions have ended; 1 refused, or failed; 2 usage.
+")]
+pub(crate) struct ConnectArgs {
+    /// Socket of the guest's device, or of a rule; see below
+    #[arg(value_name = "TARGET")]
+    pub(crate) target: ConnectTarget,
+    /// Port of the guest; without effect on a listener of a rule, which has its own
+    #[arg(value_name = "PORT", value_parser = number::<u32>)]
+    pub(crate) port: Option<u32>,
+    /// Send the connected socket over standard output, a Unix socket, and exit (ssh's ProxyUseFdpass)
+    #[arg(long)]
+    pub(crate) pass_fd: bool,
+}
+
+/// Destination of `towline vsock connect`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ConnectTarget {
+    /// Socket of a device, which expects `CONNECT`.
+    Device(PathBuf),
+    /// Unix socket of a rule.
+    Unix(PathBuf),
+    /// TCP address of a rule.
+    Tcp(SocketAddr),
+}
+
+impl FromStr for ConnectTarget {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        // As host names of ssh have them: separated by `/`, `%` or `,` from an absolute path, whose slash may be missing.
+        let of_host = |prefix: &str| {
+            let path = text.strip_prefix(prefix)?.strip_prefix(['/', '%', ','])?;
+            Some(PathBuf::from("/").join(path))
+        };
+        let non_empty = |path: &str| {
+            if path.is_empty() { Err(format!("`{text}` has no path")) } else { Ok(PathBuf::from(path)) }
+        };
+        if let Some(path) = of_host("vsock-mux") {
+            return Ok(Self::Device(path));
+        }
+        if let Some(path) = of_host("unix") {
+            return Ok(Self::Unix(path));
+        }
+        if let Some(path) = text.strip_prefix("unix:") {
+            return non_empty(path).map(Self::Unix);
+        }
+        if let Some(address) = text.strip_prefix("tcp:") {
+            let address = address.parse();
+            return address.map(Self::Tcp).map_err(|_| {
+                format!("`{text}`: expected a numeric address and a port, such as tcp:127.0.0.1:2222")
+            });
+        }
+        non_empty(text.strip_prefix("uds:").unwrap_or(text)).map(Self::Device)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_are_parsed_as_ssh_names_them() {
+        let target = |text: &str| text.parse::<ConnectTarget>().unwrap();
+        let device = ConnectTarget::Device("/run/vm/v.sock".into());
+        for text in [
+            "/run/vm/v.sock",
+            "uds:/run/vm/v.sock",
+            "vsock-mux/run/vm/v.sock",
+            "vsock-mux//run/vm/v.sock",
+            "vsock-mux%/run/vm/v.sock",
+            "vsock-mux,/run/vm/v.sock",
+        ] {
+            assert_eq!(target(text), device, "{text}");
+        }
+        assert_eq!(target("v.sock"), ConnectTarget::Device("v.sock".into()));
+        assert_eq!(target("unix:ssh.sock"), ConnectTarget::Unix("ssh.sock".into()));
+        assert_eq!(target("unix/run/ssh.sock"), ConnectTarget::Unix("/run/ssh.sock".into()));
+        assert_eq!(target("tcp:[::1]:22"), ConnectTarget::Tcp("[::1]:22".parse().unwrap()));
+        for (text, expected) in [
+            ("", "`` has no path"),
+            ("uds:", "`uds:` has no path"),
+            ("unix:", "`unix:` has no path"),
+            (
+                "tcp:host:22",
+                "`tcp:host:22`: expected a numeric address and a port, such as tcp:127.0.0.1:2222",
+            ),
+        ] {
+            assert_eq!(text.parse::<ConnectTarget>(), Err(expected.to_owned()));
+        }
+    }
 }

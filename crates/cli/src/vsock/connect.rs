@@ -1,0 +1,240 @@
+//! `towline vsock connect`: standard input and output as a connection to a port of a guest.
+//!
+//! ```text
+//!   standard input ── thread: copy, then shut down ──► socket ──► device ──► guest
+//!   standard output ◄── copy, then close ───────────── socket
+//! ```
+//! The process ends when both directions have ended, or when the guest has closed the connection. With `--pass-fd` it ends at
+//! once, and its parent has the socket.
+
+use std::io::{self, ErrorKind, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use towline_channel::inherit;
+
+use crate::args::{ConnectArgs, ConnectTarget};
+use crate::exit::{Exit, UsageError};
+
+/// Time limit of a device for its reply. Its guest may take 10 seconds of them.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
+/// Maximum length of the reply `OK PORT`.
+const REPLY_BYTES_MAX: usize = 32;
+/// Descriptor of standard output.
+const STDOUT: i32 = 1;
+const COPY_BYTES: usize = 64 << 10;
+/// Interval of checks whether the guest has closed the connection while standard input is idle.
+const CLOSED_INTERVAL: Duration = Duration::from_millis(200);
+
+/// A connected socket.
+#[derive(Debug)]
+enum Connection {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+/// Runs the command.
+pub(super) fn run(args: &ConnectArgs) -> Result<Exit> {
+    let connection = connect(args)?;
+    if args.pass_fd {
+        pass(&connection)?;
+        return Ok(Exit::Done);
+    }
+    copy(&connection)?;
+    Ok(Exit::Done)
+}
+
+fn connect(args: &ConnectArgs) -> Result<Connection> {
+    match &args.target {
+        ConnectTarget::Device(path) => {
+            let Some(port) = args.port else {
+                let text = "no port: give the guest's port behind the socket of its device";
+                return Err(UsageError(text.into()).into());
+            };
+            connect_device(path, port).map(Connection::Unix)
+        }
+        ConnectTarget::Unix(path) => {
+            let remedy = "start `towline vsock --forward unix:PATH=guest:PORT`";
+            let stream = UnixStream::connect(path);
+            let stream = stream.with_context(|| format!("cannot connect to {}; {remedy}", path.display()))?;
+            Ok(Connection::Unix(stream))
+        }
+        ConnectTarget::Tcp(address) => {
+            let remedy = "start `towline vsock --forward tcp:ADDRESS:PORT=guest:PORT`";
+            let stream = TcpStream::connect(address);
+            let stream = stream.with_context(|| format!("cannot connect to {address}; {remedy}"))?;
+            stream.set_nodelay(true)?;
+            Ok(Connection::Tcp(stream))
+        }
+    }
+}
+
+/// Connects to a port of a guest by the handshake of its device.
+fn connect_device(path: &Path, port: u32) -> Result<UnixStream> {
+    let place = path.display();
+    let mut stream = UnixStream::connect(path)
+        .with_context(|| format!("cannot connect to {place}; start `towline vsock --uds {place}`"))?;
+    stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
+    let asked = stream.write_all(format!("CONNECT {port}\n").as_bytes());
+    let reply = asked.and_then(|()| read_reply(&mut stream)).map_err(|error| match error.kind() {
+        ErrorKind::WouldBlock => {
+            io::Error::new(ErrorKind::TimedOut, "no reply in 30 s; is the guest running?")
+        }
+        _ => error,
+    });
+    let reply = reply.with_context(|| format!("the device at {place} failed"))?;
+    match reply.as_deref() {
+        None => bail!(
+            "port {port} of the guest at {place} refused the connection; start the guest, and a program that listens on \
+             that vsock port"
+        ),
+        Some(line) if line.starts_with("OK ") => {}
+        Some(line) => bail!(
+            "{place}: received {line:?} in place of `OK PORT`; it is not the socket of a vsock device (for a listener of \
+             a rule say unix:{place})"
+        ),
+    }
+    stream.set_read_timeout(None)?;
+    Ok(stream)
+}
+
+/// Reads the reply of a device and not one byte more. `None`: it has closed the socket.
+fn read_reply(stream: &mut UnixStream) -> io::Result<Option<String>> {
+    let mut line = Vec::new();
+    let mut byte = [0];
+    while line.len() < REPLY_BYTES_MAX {
+        match stream.read(&mut byte) {
+            Ok(1) if byte == [b'\n'] => return Ok(Some(String::from_utf8_lossy(&line).into_owned())),
+            Ok(1) => line.push(byte[0]),
+            Ok(_) if line.is_empty() => return Ok(None),
+            Ok(_) => break,
+            Err(error) if matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(Some(String::from_utf8_lossy(&line).into_owned()))
+}
+
+/// Sends the socket over standard output.
+fn pass(connection: &Connection) -> Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [connection.as_fd()];
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    let sent = sendmsg(io::stdout(), &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL);
+    sent.context("--pass-fd: standard output accepts no socket; with ssh, set `ProxyUseFdpass yes`")?;
+    Ok(())
+}
+
+/// Copies both directions until they have ended.
+fn copy(connection: &Connection) -> Result<()> {
+    let (ended, to_guest) = channel();
+    let sending = connection.try_clone()?;
+    thread::spawn(move || ended.send(send(&sending)));
+    let stdout = inherit(STDOUT)?;
+    copy_all(connection.as_fd(), stdout.as_fd()).context("the connection to the guest failed")?;
+    // Its reader sees the end, and may end standard input then.
+    drop(stdout);
+    let sent = wait(connection, &to_guest);
+    sent.context("the guest has not received all of standard input")
+}
+
+/// Copies standard input to the socket, and then ends that direction.
+fn send(connection: &Connection) -> io::Result<()> {
+    copy_all(io::stdin().as_fd(), connection.as_fd())?;
+    match connection.shutdown() {
+        // The guest has closed the connection.
+        Err(error) if error.kind() == ErrorKind::NotConnected => Ok(()),
+        other => other,
+    }
+}
+
+/// Waits until standard input has ended or failed, or the guest has closed the connection.
+fn wait(connection: &Connection, to_guest: &Receiver<io::Result<()>>) -> io::Result<()> {
+    loop {
+        match to_guest.recv_timeout(CLOSED_INTERVAL) {
+            Ok(result) => return result,
+            Err(RecvTimeoutError::Timeout) if connection.is_closed()? => return Ok(()),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Err(io::Error::other("a thread has panicked")),
+        }
+    }
+}
+
+/// Copies until the end of `from`.
+fn copy_all(from: BorrowedFd<'_>, to: BorrowedFd<'_>) -> io::Result<()> {
+    let mut bytes = vec![0; COPY_BYTES];
+    loop {
+        let mut left: &[u8] = match rustix::io::read(from, &mut bytes[..]) {
+            Ok(0) => return Ok(()),
+            Ok(count) => &bytes[..count],
+            Err(Errno::INTR) => continue,
+            Err(Errno::AGAIN) => {
+                wait_for(from, PollFlags::IN)?;
+                continue;
+            }
+            Err(errno) => return Err(errno.into()),
+        };
+        while !left.is_empty() {
+            match rustix::io::write(to, left) {
+                Ok(count) => left = &left[count..],
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => wait_for(to, PollFlags::OUT)?,
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+}
+
+/// Waits for a descriptor that another process has made non-blocking.
+fn wait_for(fd: BorrowedFd<'_>, events: PollFlags) -> io::Result<()> {
+    match poll(&mut [PollFd::from_borrowed_fd(fd, events)], None) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+impl Connection {
+    fn try_clone(&self) -> io::Result<Self> {
+        match self {
+            Self::Unix(stream) => stream.try_clone().map(Self::Unix),
+            Self::Tcp(stream) => stream.try_clone().map(Self::Tcp),
+        }
+    }
+
+    /// Ends the direction to the guest.
+    fn shutdown(&self) -> io::Result<()> {
+        match self {
+            Self::Unix(stream) => stream.shutdown(Shutdown::Write),
+            Self::Tcp(stream) => stream.shutdown(Shutdown::Write),
+        }
+    }
+
+    /// Returns true if the other end neither sends nor receives any more.
+    fn is_closed(&self) -> io::Result<bool> {
+        let mut fds = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::empty())];
+        poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
+        Ok(fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR))
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(stream) => stream.as_fd(),
+            Self::Tcp(stream) => stream.as_fd(),
+        }
+    }
+}
