@@ -24,6 +24,8 @@ const EXIT_USAGE: u8 = 2;
 ///   lanes-busy     the same on a busy machine, and pinned
 ///   calls          pages copied into a linear buffer, against vectors
 ///   vsock          streams and requests, against vhost-device-vsock and a plain Unix socket
+///   vsock-ablation the same streams without one idea of the design each
+///   vsock-linux    streams and connections of a Linux guest, against vhost-device-vsock
 ///   vsock-guests   sixteen guests of one process, one of them hostile
 ///   net            frames and TCP, against vhost_user_net, dpdk-testpmd, a tap and a veth pair
 ///   net-queues     the same with several queues
@@ -69,11 +71,14 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    // A measured end of a migration is this program again.
+    // A measured end of a migration is this program again, and so is a device with a tuning.
     let words: Vec<_> = std::env::args_os().collect();
-    let result = match towline_bench::lanes::role(&words) {
-        Some(role) => towline_bench::lanes::serve(role),
-        None => run(Arguments::parse_from(words)),
+    let result = if let Some(role) = towline_bench::lanes::role(&words) {
+        towline_bench::lanes::serve(role)
+    } else if let Some(hosted) = towline_bench::vsock::ablation::hosted(&words) {
+        hosted.serve()
+    } else {
+        run(Arguments::parse_from(words))
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -9,9 +9,11 @@
 //!
 //! Limits: the driver does not copy data, so a guest's own work is not measured.
 
+pub mod ablation;
 pub mod crowd;
 mod guest;
 mod host;
+pub mod linux;
 mod tables;
 
 use std::path::{Path, PathBuf};
@@ -22,12 +24,14 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use tempfile::TempDir;
 use towline_channel::Cancel;
+use towline_frontend::vsock::PAYLOAD_BYTES_MAX;
 
 use crate::rounds::{self, Contender, Outcome};
 use crate::table::Table;
 use crate::vhost::backend::Backend;
 use crate::vhost::latency::Latencies;
 use crate::vhost::{Signals, Window, window};
+use ablation::Variant;
 use guest::Machine;
 use host::{Host, Target};
 
@@ -59,23 +63,26 @@ pub struct Parameters {
     pub sandbox: Option<&'static str>,
     /// vhost-device-vsock, if available.
     pub peer: Option<PathBuf>,
+    /// This program, which hosts the device of `vsock-ablation`.
+    pub own: PathBuf,
     /// Cancels the measurement.
     pub cancel: Cancel,
 }
 
 impl Parameters {
-    /// Returns the parameters of the published tables: 32 B to 512 KiB, 1 and 8 streams, windows of a second.
+    /// Returns the parameters of the published tables: 32 B to 512 KiB, 1 and 8 streams, windows of half a second.
     pub fn of(towline: &Path, peer: Option<PathBuf>, runs: usize, cancel: Cancel) -> Self {
         Self {
             sizes: SIZES_LOG2.map(|bits| 1 << bits).collect(),
             connections: vec![1, 8],
             request_bytes: 64,
-            window: Duration::from_secs(1),
+            window: Duration::from_millis(500),
             runs,
             rows: Vec::new(),
             towline: towline.into(),
             sandbox: None,
             peer,
+            own: PathBuf::new(),
             cancel,
         }
     }
@@ -110,6 +117,8 @@ enum Carrier {
     Towline,
     Peer,
     Socket,
+    /// The device in a process of this program.
+    Tuned(Variant),
 }
 
 /// A row.
@@ -200,11 +209,11 @@ fn run(parameters: &Parameters, entry: Entry) -> Result<Figure> {
     }
     let (socket, uds) = (directory.path().join("vhost.sock"), directory.path().join("uds.sock"));
     let mut backend = backend(parameters, entry.carrier, (&socket, &uds), directory.path())?;
-    let mut machine =
-        match Machine::start(backend.connect(&socket)?, CID, entry.buffers, entry.work, &signals) {
-            Ok(machine) => machine,
-            Err(error) => return Err(backend.check().err().unwrap_or(error)),
-        };
+    let frontend = backend.connect(&socket)?;
+    let mut machine = match Machine::start(frontend, CID, entry.buffers, entry.work, &signals) {
+        Ok(machine) => machine.with_payload_max(entry.carrier.payload_bytes_max()),
+        Err(error) => return Err(backend.check().err().unwrap_or(error)),
+    };
     let target = Target::Vsock(uds);
     let mut host = Host::default();
     let measured = (|| {
@@ -257,6 +266,9 @@ fn backend(
         let arguments = arguments.into_iter().chain(sandbox.into_iter().flatten());
         return Backend::start(directory, &parameters.towline, arguments);
     }
+    if let Carrier::Tuned(variant) = carrier {
+        return Backend::start(directory, &parameters.own, ablation::arguments(variant, &socket, &uds));
+    }
     let peer = parameters.peer.as_ref();
     ensure!(peer.is_some(), "{PEER} is missing; run `cargo xtask peers`");
     let arguments = [format!("--guest-cid={cid}"), format!("--socket={socket}"), format!("--uds-path={uds}")];
@@ -297,6 +309,15 @@ impl Carrier {
             Self::Towline => "towline",
             Self::Peer => PEER,
             Self::Socket => "Unix socket",
+            Self::Tuned(variant) => variant.name(),
+        }
+    }
+
+    /// Returns the maximum payload of the guest's packets in bytes.
+    fn payload_bytes_max(self) -> usize {
+        match self {
+            Self::Tuned(Variant::SmallPackets) => ablation::SMALL_PACKET_BYTES as usize,
+            _ => PAYLOAD_BYTES_MAX,
         }
     }
 }

@@ -19,6 +19,8 @@ use crate::vhost::latency::Latencies;
 pub(super) const PORT: u32 = 1024;
 /// Size of a receiving application's reads.
 const READ_BYTES: usize = 256 << 10;
+/// Maximum length of a backend's `OK PORT`.
+const REPLY_BYTES_MAX: usize = 32;
 /// Timeout of a connection and of a response.
 const WITHIN: Duration = Duration::from_secs(10);
 
@@ -42,7 +44,7 @@ pub(super) struct Host {
 
 impl Target {
     /// Connects to the guest, or to the application in its place.
-    fn connect(&self) -> Result<UnixStream> {
+    pub(super) fn connect(&self) -> Result<UnixStream> {
         let (Self::Vsock(path) | Self::Socket(path)) = self;
         let mut stream = UnixStream::connect(path).with_context(|| format!("{}", path.display()))?;
         stream.set_read_timeout(Some(WITHIN))?;
@@ -50,13 +52,15 @@ impl Target {
         if matches!(self, Self::Vsock(_)) {
             // In one write: vhost-device-vsock refuses a request in several.
             stream.write_all(format!("CONNECT {PORT}\n").as_bytes())?;
-            let mut line = Vec::new();
-            let mut byte = [0];
-            while byte != [b'\n'] {
-                ensure!(stream.read(&mut byte)? == 1, "the backend refused a connection to port {PORT}");
-                line.push(byte[0]);
+            // Nothing follows it, as the guest sends only after a request.
+            let (mut reply, mut len) = ([0; REPLY_BYTES_MAX], 0);
+            while !reply[..len].ends_with(b"\n") {
+                let count = stream.read(&mut reply[len..])?;
+                ensure!(count > 0, "the backend refused a connection to port {PORT}");
+                len += count;
             }
-            ensure!(line.starts_with(b"OK "), "unexpected reply {:?}", String::from_utf8_lossy(&line));
+            let reply = String::from_utf8_lossy(&reply[..len]);
+            ensure!(reply.starts_with("OK "), "unexpected reply {reply:?}");
         }
         Ok(stream)
     }

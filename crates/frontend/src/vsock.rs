@@ -7,6 +7,7 @@
 //! Not a socket layer: received data is not kept; an event gives its location while it is handled.
 
 use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -148,6 +149,24 @@ pub enum VsockEvent {
     Credit(Ports),
 }
 
+/// Hashes ports, several million times a second: as a kernel does, without a key.
+#[derive(Debug, Default)]
+struct PortHasher(u64);
+
+impl Hasher for PortHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u32((*byte).into()));
+    }
+
+    fn write_u32(&mut self, port: u32) {
+        self.0 = (self.0.rotate_left(32) ^ u64::from(port)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
 /// The credit of a stream.
 #[derive(Debug, Clone, Copy, Default)]
 struct Stream {
@@ -188,7 +207,7 @@ pub struct Guest {
     rx_buffers: u64,
     tx_slots: u64,
     tx_free: Vec<u16>,
-    streams: HashMap<Ports, Stream>,
+    streams: HashMap<Ports, Stream, BuildHasherDefault<PortHasher>>,
     /// Buffers that go back at the end of a poll.
     held: Vec<u64>,
     /// Control packets that wait for a free slot.
@@ -222,7 +241,7 @@ impl Guest {
             rx_buffers: memory.alloc(size * stride, 4096),
             tx_slots: memory.alloc(size * SLOT_BYTES, 4096),
             tx_free: (0..options.size).rev().collect(),
-            streams: HashMap::new(),
+            streams: HashMap::default(),
             held: Vec::new(),
             waiting: VecDeque::new(),
         };
@@ -503,9 +522,12 @@ impl Guest {
         self.tx.publish();
         let share = self.tx.in_flight() / 4 * 3;
         let ready = self.rx.enable_callback(1) || (for_room && self.tx.enable_callback(share.max(1)));
-        let heard = ready || wait_any(&[self.rx.call_fd(), self.tx.call_fd()], within)?;
+        let fds = [self.rx.call_fd(), self.tx.call_fd()];
+        let heard = ready || wait_any(if for_room { &fds } else { &fds[..1] }, within)?;
         self.rx.drain_call();
-        self.tx.drain_call();
+        if for_room {
+            self.tx.drain_call();
+        }
         self.rx.disable_callback();
         self.tx.disable_callback();
         Ok(heard)
