@@ -285,7 +285,8 @@ fn a_connection_that_cannot_be_made_says_why() {
         let output = client.wait_with_output().unwrap();
         (output.status.code(), String::from_utf8(output.stderr).unwrap())
     };
-    let no_device = "error: cannot connect to v; start `towline vsock --uds v`: No such file or directory (os error 2)\n";
+    let no_device = "towline: cannot connect to v: No such file or directory (os error 2); start a device with `towline \
+                     vsock --uds v`\n";
     assert_eq!(failure(sockets.connect("52")), (Some(1), no_device.to_owned()));
     let _process = sockets.start(&["--socket", "s", "--cid", "33", "--uds", "v"]);
     let (_frontend, mut guest) = sockets.guest("s", CID);
@@ -300,12 +301,12 @@ fn a_connection_that_cannot_be_made_says_why() {
         guest.poll(|_, _| ()).unwrap();
         guest.wait(false, Duration::from_millis(10)).unwrap();
     }
-    let refused = "error: port 52 of the guest at v refused the connection; start the guest, and a program that listens on \
+    let refused = "towline: port 52 of the guest at v refused the connection; start the guest, and a program that listens on \
                    that vsock port\n";
     assert_eq!(client.join().unwrap(), (Some(1), refused.to_owned()));
     let mut command = Command::new(TOWLINE);
     let output = command.args(["vsock", "connect", "v"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     let text = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(text, "error: no port: give the guest's port behind the socket of its device\n");
+    assert_eq!(text, "towline: no port: give the guest's port behind the socket of its device\n");
 }

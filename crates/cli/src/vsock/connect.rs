@@ -17,7 +17,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, anyhow, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -64,15 +64,16 @@ fn connect(args: &ConnectArgs) -> Result<Connection> {
             connect_device(path, port).map(Connection::Unix)
         }
         ConnectTarget::Unix(path) => {
-            let remedy = "start `towline vsock --forward unix:PATH=guest:PORT`";
-            let stream = UnixStream::connect(path);
-            let stream = stream.with_context(|| format!("cannot connect to {}; {remedy}", path.display()))?;
+            let place = path.display();
+            let stream = UnixStream::connect(path).map_err(|error| {
+                anyhow!("cannot connect to {place}: {error}; start `towline vsock --forward unix:{place}=guest:PORT`")
+            })?;
             Ok(Connection::Unix(stream))
         }
         ConnectTarget::Tcp(address) => {
-            let remedy = "start `towline vsock --forward tcp:ADDRESS:PORT=guest:PORT`";
-            let stream = TcpStream::connect(address);
-            let stream = stream.with_context(|| format!("cannot connect to {address}; {remedy}"))?;
+            let stream = TcpStream::connect(address).map_err(|error| {
+                anyhow!("cannot connect to {address}: {error}; start `towline vsock --forward tcp:{address}=guest:PORT`")
+            })?;
             stream.set_nodelay(true)?;
             Ok(Connection::Tcp(stream))
         }
@@ -82,8 +83,9 @@ fn connect(args: &ConnectArgs) -> Result<Connection> {
 /// Connects to a port of a guest by the handshake of its device.
 fn connect_device(path: &Path, port: u32) -> Result<UnixStream> {
     let place = path.display();
-    let mut stream = UnixStream::connect(path)
-        .with_context(|| format!("cannot connect to {place}; start `towline vsock --uds {place}`"))?;
+    let mut stream = UnixStream::connect(path).map_err(|error| {
+        anyhow!("cannot connect to {place}: {error}; start a device with `towline vsock --uds {place}`")
+    })?;
     stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
     let asked = stream.write_all(format!("CONNECT {port}\n").as_bytes());
     let reply = asked.and_then(|()| read_reply(&mut stream)).map_err(|error| match error.kind() {
