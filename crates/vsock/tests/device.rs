@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::io::Read as _;
+use std::io::{Read as _, Write as _};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -49,6 +49,48 @@ fn both_steps_of_an_end_are_reported_to_the_guest() {
     assert_eq!(poll_until(&mut guest, |_, event| shut(event)), (ports, 2));
     drop(stream);
     assert_eq!(poll_until(&mut guest, |_, event| shut(event)), (ports, 3));
+}
+
+/// While the device busy-polls, the end of a connection alone is published without an interrupt. The guest gets one
+/// nevertheless, when the next packet is sent or the device polls no more.
+#[test]
+fn a_guest_is_interrupted_for_the_end_of_a_connection_after_requests() {
+    let served = Served::new(ConnectionLimits::default());
+    let (_frontend, mut guest) = served.guest();
+    for _ in 0..50 {
+        let mut client = served.connect(22);
+        let ports = poll_until(&mut guest, |guest, event| match event {
+            VsockEvent::Request(ports) => {
+                guest.accept(ports);
+                Some(ports)
+            }
+            _ => None,
+        });
+        // Traffic that changes its direction has the device poll.
+        let mut reply = [0; 1];
+        while reply != *b"\n" {
+            client.read_exact(&mut reply).unwrap();
+        }
+        for _ in 0..4 {
+            client.write_all(b"request").unwrap();
+            let len = poll_until(&mut guest, |_, event| match event {
+                VsockEvent::Data { len, .. } => Some(len),
+                _ => None,
+            });
+            assert!(guest.send_any(ports, len));
+            guest.poll(|_, _| ()).unwrap();
+            client.read_exact(&mut [0; 7]).unwrap();
+        }
+        drop(client);
+        let deadline = Instant::now() + TIMEOUT;
+        let mut ended = false;
+        while !ended {
+            assert!(guest.wait(false, TIMEOUT).unwrap() && Instant::now() < deadline, "no interrupt");
+            guest.poll(|_, event| ended |= matches!(event, VsockEvent::Shutdown(_, 3))).unwrap();
+        }
+        guest.reset(ports);
+        guest.poll(|_, _| ()).unwrap();
+    }
 }
 
 #[test]

@@ -277,9 +277,13 @@ impl HostSocket {
 
     /// Enlarges the send buffer, once, so that the peer has something to read until the guest has sent more.
     pub(super) fn enlarge_send_buffer(&self) {
-        if self.send_buffer.replace(SendBuffer::Fixed) == SendBuffer::Default
-            && let Err(errno) = sockopt::set_socket_send_buffer_size(&self.fd, SEND_BUFFER_BYTES)
-        {
+        if self.send_buffer.replace(SendBuffer::Fixed) == SendBuffer::Fixed {
+            return;
+        }
+        // The kernel reports the doubled size.
+        let is_smaller =
+            sockopt::socket_send_buffer_size(&self.fd).is_ok_and(|size| size < 2 * SEND_BUFFER_BYTES);
+        if is_smaller && let Err(errno) = sockopt::set_socket_send_buffer_size(&self.fd, SEND_BUFFER_BYTES) {
             tracing::debug!(%errno, "cannot enlarge a send buffer");
         }
     }
@@ -416,6 +420,28 @@ mod tests {
         drop(one);
         assert!(!other.has_buffered());
         assert_eq!(other.receive_line(parse_connect).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn the_send_buffer_of_a_stream_is_enlarged_once_and_never_reduced() {
+        let size = |socket: &HostSocket| sockopt::socket_send_buffer_size(&socket.fd).unwrap();
+        let (one, other) = HostSocket::pair(SocketType::Stream).unwrap();
+        let before = size(&one);
+        one.enlarge_send_buffer();
+        assert!(size(&one) > before, "{} after {before} bytes", size(&one));
+        sockopt::set_socket_send_buffer_size(&one.fd, 4096).unwrap();
+        one.enlarge_send_buffer();
+        assert_eq!(size(&one), 2 * 4096, "an administrator's or an earlier size stays");
+        sockopt::set_socket_send_buffer_size_force(&other.fd, 4 * SEND_BUFFER_BYTES)
+            .or_else(|_| sockopt::set_socket_send_buffer_size(&other.fd, 4 * SEND_BUFFER_BYTES))
+            .unwrap();
+        let larger = size(&other);
+        other.enlarge_send_buffer();
+        assert!(size(&other) >= larger.min(2 * SEND_BUFFER_BYTES));
+        let (message, _other) = HostSocket::pair(SocketType::Seqpacket).unwrap();
+        let before = size(&message);
+        message.enlarge_send_buffer();
+        assert_eq!(size(&message), before);
     }
 
     #[test]
