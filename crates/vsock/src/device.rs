@@ -437,7 +437,7 @@ impl VsockWorker {
     }
 }
 
-/// What a worker does after a pass over its sockets and rings.
+/// Next step of a worker after a pass over its sockets and rings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum AfterPass {
     /// It returns to its thread.
@@ -496,7 +496,7 @@ impl VsockWorker {
     }
 }
 
-/// Whether programs of the guest may wait for the packets of a pass.
+/// Urgency of the packets of a pass: programs of the guest may wait for them, or not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Awaited {
     Yes,
