@@ -1,7 +1,7 @@
-//! `cargo xtask setup`: installs what the lab needs on a Debian 12 machine.
+//! `cargo xtask setup`: installs what the lab needs on a machine with Debian 12 or 13.
 //!
 //! ```text
-//! the machine   QEMU 10.0 (bookworm-backports), iperf3, socat, ip, ethtool, tcpdump, xz, g++, venv: apt, as root
+//! the machine   QEMU 10.0 (bookworm-backports, or trixie), iperf3, socat, ip, ethtool, tcpdump, xz, g++, venv: apt, as root
 //! target/lab    qemu-7.2/   QEMU 7.2 of bookworm, unpacked                 never installed
 //!               qemu-stable/ QEMU 10.0 of Debian 13 (trixie), with its own C library      never installed
 //!               qemu-newest/ QEMU 11.1 of Debian 13's backports, likewise                 never installed
@@ -20,7 +20,9 @@
 
 pub(crate) mod apt;
 mod archive;
+mod debian_12;
 mod debian_13;
+mod host;
 mod initramfs;
 mod modules;
 pub(crate) mod peers;
@@ -33,20 +35,24 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use towline_lab::paths;
 
+use host::Host;
 use sources::{BACKPORTS, CODENAME, STABLE};
 
 /// Version that QEMU from the backports begins with, epoch included.
 const QEMU_VERSION: &str = "1:10.0";
-/// From the backports: the emulator with its firmware and its tools for disks, all of one source and suite.
+/// The emulator with its firmware and its tools for disks, all of one source and suite.
 const QEMU_PACKAGES: [&str; 3] = ["qemu-system-x86", "ipxe-qemu", "qemu-utils"];
 /// Debian 12 and 13.
 pub(crate) const RELEASES: [&str; 2] = [CODENAME, STABLE];
 /// From the release.
 const TOOLS: [&str; 8] =
     ["iperf3", "socat", "iproute2", "ethtool", "tcpdump", "xz-utils", "g++", "python3-venv"];
+
+/// For the network of the demonstration.
+const DEMO_TOOLS: [&str; 1] = ["iproute2"];
 
 /// Parts to bring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,7 +69,7 @@ pub(crate) enum Scope {
 pub(crate) fn run(scope: Scope) -> Result<()> {
     let started = Instant::now();
     let changed = match scope {
-        Scope::Demo => system(&[])?,
+        Scope::Demo => system(&DEMO_TOOLS)?,
         Scope::System | Scope::Lab => system(&TOOLS)?,
     };
     if scope == Scope::System {
@@ -71,10 +77,15 @@ pub(crate) fn run(scope: Scope) -> Result<()> {
     }
     let lab = paths::lab_directory();
     std::fs::create_dir_all(&lab)?;
-    let changed = unpack::kernel(&lab)? | changed;
-    let mut changed = unpack::busybox(&lab)? | changed;
+    let mut changed = changed;
+    changed |= match Host::detect(&["the lab's guests"])? {
+        Host::Debian12 => {
+            let guests = unpack::kernel(&lab)? | unpack::busybox(&lab)?;
+            guests | (scope == Scope::Lab && unpack::qemu_7_2(&lab)?)
+        }
+        Host::Debian13 => debian_12::bring(&lab, scope)?,
+    };
     if scope == Scope::Lab {
-        changed |= unpack::qemu_7_2(&lab)?;
         changed |= unpack::openssh_server(&lab)?;
         changed |= debian_13::bring(&lab)?;
         changed |= python::websockets(&lab)?;
@@ -115,9 +126,12 @@ fn system(wanted: &[&'static str]) -> Result<bool> {
     if !qemu_here {
         missing.push("qemu-system-x86 (10.0), ipxe-qemu or qemu-utils");
     }
-    require_debian(&missing)?;
+    let host = Host::detect(&missing)?;
     require_root(&missing)?;
-    let added = if qemu_here { false } else { apt::add_backports()? };
+    let added = match host {
+        Host::Debian12 if !qemu_here => apt::add_backports()?,
+        Host::Debian12 | Host::Debian13 => false,
+    };
     let unknown = |packages: &[&str]| -> Result<bool> {
         for package in packages {
             if apt::versions(package)?.is_empty() {
@@ -136,29 +150,28 @@ fn system(wanted: &[&'static str]) -> Result<bool> {
         apt::install(&tools, None)?;
     }
     if !qemu_here {
-        if !qemu_known()? {
-            bail!(
-                "{BACKPORTS} brings no qemu-system-x86 {QEMU_VERSION}*, apt knows {:?}; see that the mirror in \
-                 /etc/apt carries {BACKPORTS}, then run `cargo xtask setup` again",
-                apt::versions(QEMU_PACKAGES[0])?
-            );
-        }
-        apt::install(&QEMU_PACKAGES, Some(BACKPORTS))?;
+        let suite = match host {
+            Host::Debian12 => BACKPORTS,
+            Host::Debian13 => STABLE,
+        };
+        ensure!(
+            qemu_known()?,
+            "{suite} brings no qemu-system-x86 {QEMU_VERSION}*, apt knows {:?}; see that the mirror in \
+             /etc/apt carries {suite}, then run `cargo xtask setup` again",
+            apt::versions(QEMU_PACKAGES[0])?
+        );
+        apt::install(&QEMU_PACKAGES, Some(suite))?;
     }
     Ok(true)
 }
 
-fn require_debian(missing: &[&str]) -> Result<()> {
-    let release = std::fs::read_to_string("/etc/os-release").unwrap_or_default();
-    let codename =
-        release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME=")).unwrap_or("unknown");
-    if codename != CODENAME {
-        bail!(
-            "{} missing, and this machine is `{codename}`: the set-up knows Debian 12 ({CODENAME}) only; use a \
-             Debian 12 machine or container",
-            missing.join(", ")
-        );
-    }
+/// Fails on a machine with another release than Debian 12, of which these are.
+fn require_debian_12(wanted: &[&str]) -> Result<()> {
+    ensure!(
+        Host::detect(wanted)? == Host::Debian12,
+        "{}: the set-up knows those of Debian 12 ({CODENAME}) alone; use such a machine or container",
+        wanted.join(", ")
+    );
     Ok(())
 }
 

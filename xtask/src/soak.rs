@@ -4,6 +4,7 @@
 
 mod browser;
 mod container;
+mod host;
 mod lintian;
 mod roots;
 
@@ -386,6 +387,12 @@ const SOAKS: &[Soak] = &[
             TOWLINE_SOAK_DEBUG: of the debug build)",
         run: roots::run,
     },
+    Soak {
+        name: "debian-13-demo",
+        about: "make demo from a clone of the last commit in a root of Debian 13, with this machine's Rust (as root)",
+        run: || host::run("demo"),
+    },
+    Soak { name: "debian-13-test", about: "make test there (as root)", run: || host::run("test") },
     Soak {
         name: "lintian",
         about: "Debian's checks of the package: no error and no warning (TOWLINE_SOAK_DEBUG: of the debug build)",

@@ -25,7 +25,7 @@ pub(crate) fn installed(packages: &[&str]) -> Result<Vec<Option<String>>> {
         .args(packages)
         .stdin(Stdio::null())
         .output()
-        .context("dpkg-query cannot be started: the set-up knows Debian 12 only")?;
+        .context("dpkg-query cannot be started: the set-up knows Debian 12 and 13")?;
     let said = String::from_utf8_lossy(&query.stdout);
     let version_of = |package: &&str| {
         said.lines().find_map(|line| {
@@ -174,7 +174,7 @@ pub(super) fn apt_get(arguments: &[&str], directory: Option<&Path>) -> Result<St
             .stdin(Stdio::null());
         command.current_dir(directory.unwrap_or(Path::new("/")));
         let output =
-            command.output().context("apt-get cannot be started: the set-up knows Debian 12 only")?;
+            command.output().context("apt-get cannot be started: the set-up knows Debian 12 and 13")?;
         // `update` exits with 0 when only some lists came; what needs them fails later, and by name.
         if output.status.success() {
             return Ok(String::from_utf8_lossy(&output.stdout).into_owned());

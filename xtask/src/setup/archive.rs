@@ -1,7 +1,7 @@
 //! Another release of Debian beside this machine's own: lists, keys and packages in a directory of ours.
 //!
 //! ```text
-//! DIRECTORY/etc/       the machine's own entry for Debian 12, with other suites     keyring: the machine's, or unpacked here
+//! DIRECTORY/etc/       the machine's own entry for its Debian, with other suites     keyring: the machine's, or unpacked here
 //! DIRECTORY/lists/     lists of packages
 //! DIRECTORY/status     what is installed: nothing, so that apt's resolver names all that a package needs, the C library included
 //! DIRECTORY/packages/  what was downloaded
@@ -14,11 +14,11 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use super::apt::{self, apt_get};
-use super::sources::{self, CODENAME};
+use super::sources;
 use super::unpack::{self, versioned};
 use crate::command::{output, run};
 
-/// Where Debian 12 has its keys, and the file among them that only a keyring with those of Debian 13 has.
+/// Where Debian has its keys, and the file among them that only a keyring with those of Debian 13 has.
 const KEYRINGS: &str = "usr/share/keyrings";
 const KEYRING: &str = "debian-archive-keyring.gpg";
 const STABLE_KEYS: &str = "debian-archive-trixie-stable.gpg";
@@ -40,7 +40,7 @@ pub(super) struct Package {
 }
 
 impl Archive {
-    /// Fetches the lists of these suites, from the mirror that this machine's Debian 12 comes from, into `directory`.
+    /// Fetches the lists of these suites, from the mirror that this machine's Debian comes from, into `directory`.
     pub(super) fn open(directory: &Path, suites: &[&str]) -> Result<Self> {
         for below in ["etc", "lists/partial", "cache/archives/partial", "packages"] {
             std::fs::create_dir_all(directory.join(below))?;
@@ -133,7 +133,7 @@ fn printed(line: &str) -> Option<Package> {
     Some(Package { name, version, file: file.to_owned() })
 }
 
-/// A file in `directory/etc` for apt that names these suites, from the mirror that this machine's Debian 12 comes from.
+/// A file in `directory/etc` for apt that names these suites, from the mirror that this machine's Debian comes from.
 pub(super) fn sources_of(directory: &Path, suites: &[&str]) -> Result<PathBuf> {
     let etc = directory.join("etc");
     std::fs::create_dir_all(&etc)?;
@@ -143,7 +143,7 @@ pub(super) fn sources_of(directory: &Path, suites: &[&str]) -> Result<PathBuf> {
         .find_map(|(content, format)| sources::beside(content, *format, suites, &keyring));
     let Some(made) = made else {
         bail!(
-            "no source of this machine's apt brings `{CODENAME} main`, of whose mirror the others would be fetched"
+            "no source of this machine's apt brings Debian 12's or 13's main, of whose mirror the others would be fetched"
         );
     };
     let path = etc.join(made.name);

@@ -67,7 +67,7 @@ pub(super) fn bring(lab: &Path) -> Result<bool> {
         }
     }
     if wants_kernel {
-        match kernel(&archive, &scratch) {
+        match kernel(&archive, &scratch, STABLE_BACKPORTS) {
             Ok(tree) => {
                 into_place(&tree, &paths::newest_kernel_directory(lab))?;
                 changed = true;
@@ -156,9 +156,9 @@ fn qemu(archive: &Archive, scratch: &TempDir, suite: &str) -> Result<PathBuf> {
     Ok(tree)
 }
 
-/// Unpacks the kernel and its modules, and gives the tree the shape of Debian 12's package.
-fn kernel(archive: &Archive, scratch: &TempDir) -> Result<PathBuf> {
-    let packages = archive.closure(KERNEL, STABLE_BACKPORTS)?;
+/// Unpacks the suite's kernel and its modules, and gives the tree the shape of Debian 12's package.
+pub(super) fn kernel(archive: &Archive, scratch: &TempDir, suite: &str) -> Result<PathBuf> {
+    let packages = archive.closure(KERNEL, suite)?;
     let release = packages.iter().find_map(|package| {
         package.name.strip_prefix("linux-image-").filter(|release| *release != "cloud-amd64")
     });

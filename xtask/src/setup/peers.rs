@@ -13,7 +13,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::unpack::{into_place, scratch, unpack, versioned};
-use super::{apt, require_debian};
+use super::{apt, require_debian_12};
 use crate::command::{cargo, run as run_command, target_directory};
 
 const VSOCK: &str = "vhost-device-vsock";
@@ -68,7 +68,7 @@ fn testpmd(peers: &Path) -> Result<()> {
         if place.is_dir() {
             std::fs::remove_dir_all(&place).with_context(|| place.display().to_string())?;
         }
-        require_debian(&[TESTPMD])?;
+        require_debian_12(&[TESTPMD])?;
         let mut wanted =
             DPDK.map(|name| versioned(name, |_| true)).into_iter().collect::<Result<Vec<_>>>()?;
         let needed = apt::depends(&wanted[0])?;

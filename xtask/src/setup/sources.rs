@@ -1,15 +1,16 @@
 //! Where this machine gets Debian from, and other suites of the same mirror beside it.
 //!
 //! apt knows two formats: stanzas (`*.sources`, deb822) and one-line entries (`sources.list`, `*.list`). Whatever
-//! entry brings `bookworm main` is copied with other suites, so that mirror, key and options stay the owner's choice.
+//! entry brings `main` of this machine's release is copied with other suites, so that mirror, key and options stay the
+//! owner's choice.
 
 use std::path::Path;
 
-/// The release that the set-up knows.
+/// Debian 12, from which the lab's older parts come on every machine.
 pub(crate) const CODENAME: &str = "bookworm";
-/// The suite that has QEMU 10.0.
+/// The suite that has QEMU 10.0 for it.
 pub(crate) const BACKPORTS: &str = "bookworm-backports";
-/// The next release.
+/// Debian 13.
 pub(crate) const STABLE: &str = "trixie";
 /// Its backports.
 pub(crate) const STABLE_BACKPORTS: &str = "trixie-backports";
@@ -65,10 +66,11 @@ pub(crate) fn read(content: &str, format: Format) -> Found {
     }
 }
 
-/// A file with `suites` instead, of the same mirror and signed by the keys of `keyring`, if this one has Debian 12. Only the lists of
-/// packages are fetched of them.
+/// A file with `suites` instead, of the same mirror and signed by the keys of `keyring`, if this one has Debian 12 or 13. Only the
+/// lists of packages are fetched of them.
 pub(crate) fn beside(content: &str, format: Format, suites: &[&str], keyring: &Path) -> Option<SourcesFile> {
-    let entry = entries(content, format).into_iter().find(|entry| entry.brings(CODENAME))?;
+    let is_release = |entry: &Entry| [CODENAME, STABLE].iter().any(|release| entry.brings(release));
+    let entry = entries(content, format).into_iter().find(is_release)?;
     let keyring = keyring.display();
     let file = match entry {
         Entry::Stanza { rest, .. } => SourcesFile {
@@ -263,6 +265,9 @@ mod tests {
         };
         let content = suites.map(line).concat();
         assert_eq!(made, SourcesFile { name: "beside.list", content });
+        let of_13 = file.replace("bookworm", STABLE);
+        let back = beside(&of_13, Format::Lines, &[CODENAME], keys).unwrap();
+        assert_eq!(back.content, line(CODENAME));
         let other = "deb http://m.example/node nodistro main\n";
         assert_eq!(beside(other, Format::Lines, &suites, keys), None);
     }

@@ -34,13 +34,19 @@ pub(crate) fn qemu_7_2(lab: &Path) -> Result<bool> {
     let tree = scratch.path().join("tree");
     unpack(&wanted, scratch.path(), &tree)?;
     libraries(&emulator, scratch.path(), &tree)?;
-    let said = output(&mut with_libraries(&tree, &tree.join("usr/bin/qemu-system-x86_64"), &["--version"]))
+    check_qemu_7_2(&tree)?;
+    into_place(&tree, &place)?;
+    Ok(true)
+}
+
+/// Starts the unpacked QEMU once.
+pub(super) fn check_qemu_7_2(tree: &Path) -> Result<()> {
+    let said = output(&mut with_libraries(tree, &tree.join("usr/bin/qemu-system-x86_64"), &["--version"]))
         .context("the unpacked qemu-system-x86 7.2 does not start")?;
     if !said.contains("version 7.2") {
         bail!("the unpacked qemu-system-x86 calls itself `{}`, expected version 7.2", said.trim());
     }
-    into_place(&tree, &place)?;
-    Ok(true)
+    Ok(())
 }
 
 /// Debian's cloud kernel and its modules. True if it was made now.

@@ -11,7 +11,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use towline_lab::paths;
 
-use super::require_debian;
+use super::require_debian_12;
 use super::unpack::{into_place, scratch, unpack, versioned};
 use crate::command::output;
 
@@ -26,7 +26,7 @@ pub(crate) fn run() -> Result<()> {
     if place.is_dir() {
         return Ok(());
     }
-    require_debian(&PROGRAMS)?;
+    require_debian_12(&PROGRAMS)?;
     std::fs::create_dir_all(&lab)?;
     println!("setup: building the kernel's tests of vsock");
     let scratch = scratch(&lab)?;
