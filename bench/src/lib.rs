@@ -1,7 +1,7 @@
 //! Whole-path benchmarks: real guests, side by side with the peers found on the machine.
 //!
 //! ```text
-//! cargo xtask bench [TABLE...]  ─►  run  ─►  ram, live, instant, lanes  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
+//! cargo xtask bench [TABLE...]  ─►  run  ─►  ram, live, instant, lanes  ─►  Vec<Table>  ─►  text, and DIR/ram.{txt,json,html}
 //!                                                └─ rounds: contenders A B C, then B C A …, so that none has the machine to itself
 //! ```
 //! Contenders are measured interleaved in one run. A figure is a median with its spread; a ratio is taken round by round before its
@@ -38,7 +38,7 @@ use crate::table::Table;
 pub struct Options {
     /// Names of the tables; empty: all.
     pub tables: Vec<String>,
-    /// Directory for each table as text and as JSON.
+    /// Directory for each table as text, as JSON and as a page.
     pub report: Option<PathBuf>,
     /// Number of runs of each row, at least 1.
     pub runs: usize,
@@ -215,10 +215,9 @@ pub fn run(options: &Options) -> Result<()> {
     for benchmark in chosen {
         let machine = machine::describe();
         let tables = (benchmark.measure)(options)?;
-        let text = report::text(&machine, &tables);
-        print!("{text}");
+        print!("{}", report::text(&machine, &tables));
         if let Some(directory) = &options.report {
-            report::write(directory, benchmark.name, &text, &report::json(&machine, &tables))?;
+            report::write(directory, benchmark.name, &machine, &tables)?;
         }
     }
     Ok(())

@@ -50,7 +50,7 @@ struct Arguments {
     /// Tables to measure [default: all]
     #[arg(value_name = "TABLE")]
     tables: Vec<String>,
-    /// Directory for each table as text and as JSON
+    /// Directory for each table as text, as JSON and as a page with charts
     #[arg(long, value_name = "DIR")]
     report: Option<PathBuf>,
     /// Number of runs of each row; the median is printed

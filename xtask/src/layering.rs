@@ -43,12 +43,13 @@ const TABLE: &[(&str, May)] = &[
             "towline-protocol",
         ]),
     ),
+    ("towline-report", May::Use(&[])),
     ("towline-sandbox", May::Use(&[])),
     ("towline-cli", May::UseAllBut(&["towline-lab", "towline-bench", "towline-frontend", "xtask"])),
     ("towline-lab", May::UseAllBut(&["towline-cli", "towline-bench", "xtask"])),
     ("towline-bench", May::UseAllBut(&["towline-cli", "xtask"])),
     ("towline-fuzz", May::UseAllBut(&["towline-cli", "towline-bench", "xtask"])),
-    ("xtask", May::Use(&["towline-lab"])),
+    ("xtask", May::Use(&["towline-lab", "towline-report"])),
 ];
 /// The crate without system calls, and the attributes that its root must have.
 const PURE_CRATE: &str = "crates/protocol/src/lib.rs";

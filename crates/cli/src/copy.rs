@@ -75,11 +75,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let copied = copied?;
     reporter.finish();
     let exit = report(&results, endpoint, &copied);
-    args.transfer
-        .report
-        .report
-        .iter()
-        .for_each(|path| recorder.write(path, [&args.source, endpoint], &copied));
+    recorder.write(&args.transfer.report, [&args.source, endpoint], copied.as_ref());
     Ok(exit)
 }
 
@@ -203,8 +199,7 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     let moved = observed(&source, &destination, &options, &cancel, &observer, observability)?;
     reporter.finish();
     let exit = report(&results, &args.destination, &moved);
-    let ends = [&args.source, &args.destination];
-    args.transfer.report.report.iter().for_each(|path| recorder.write(path, ends, &moved));
+    recorder.write(&args.transfer.report, [&args.source, &args.destination], moved.as_ref());
     Ok(exit)
 }
 

@@ -1,7 +1,8 @@
 //! Notification of a service manager by systemd's protocol (`sd_notify(3)`).
 //!
-//! The socket is connected at once, as a confined process cannot connect later. Without `NOTIFY_SOCKET` nothing is sent; a manager
-//! that does not listen is ignored.
+//! The socket is connected at once, as a confined process cannot connect later, and notifications are queued, as the thread that
+//! sends them must not wait for the manager: the crate `sd-notify` opens a socket for each, and waits. Without `NOTIFY_SOCKET`
+//! nothing is sent; a manager that does not listen is ignored.
 
 use std::ffi::OsStr;
 use std::io;

@@ -1,21 +1,21 @@
-//! `--report FILE.html`: one page about a copy, readable without a network, light and dark.
+//! `--report FILE.html`: one page about a copy, move, run or upgrade, readable without a network, light and dark.
 //!
 //! ```text
 //!   Observer ─► Recorder: phases, samples of the estimates, lanes ─► Page ─► HTML with charts as SVG
 //! ```
-//! The page has no scripts and loads nothing; `inspect --html` makes its own of the same parts. Out of scope: pages about several copies.
+//! The page has no scripts and loads nothing; `inspect --html` and the benches make theirs of the same parts (`towline_report`). Out
+//! of scope: pages about several copies.
 
-mod chart;
-pub(crate) mod document;
 mod page;
 
+use std::fmt::Display;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
-use towline_control::plan::{CopyPhase, CopyResult, Observer, Progress};
+use towline_control::plan::{CopyPhase, CopyReport, Failure, Observer, Progress};
 use towline_image::Existing;
 use towline_image::atomic_file::write_sidecar;
 use towline_migration::LaneSends;
@@ -33,7 +33,7 @@ const DOCTYPE: &[u8] = b"<!doctype html>";
 /// Option of the commands that have a report.
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct ReportArgs {
-    /// Page about this copy, with charts of its rates and its phases; an existing page is replaced
+    /// Page about this command, with charts of its rates and its phases; an existing page is replaced
     #[arg(long, value_name = "FILE.html", value_hint = clap::ValueHint::FilePath, help_heading = crate::args::OUTPUT)]
     pub(crate) report: Option<PathBuf>,
 }
@@ -161,8 +161,20 @@ impl Recorder {
         Self { started: Instant::now(), recorded: Mutex::default() }
     }
 
-    /// Writes the page. A failure does not change the result of the copy.
-    pub(crate) fn write(&self, path: &Path, ends: [&Endpoint; 2], copied: &CopyResult) {
+    /// Begins a phase that precedes the copy.
+    pub(crate) fn begin(&self, name: &'static str) {
+        let start = PhaseStart { at: self.started.elapsed(), name };
+        lock(&self.recorded).phases.push(start);
+    }
+
+    /// Writes the page that was asked for. A failure does not change the result of the copy.
+    pub(crate) fn write(
+        &self,
+        args: &ReportArgs,
+        ends: [&dyn Display; 2],
+        copied: Result<&CopyReport, &Failure>,
+    ) {
+        let Some(path) = &args.report else { return };
         let recorded = lock(&self.recorded);
         let page = page::Page {
             source: ends[0].to_string(),
@@ -180,8 +192,7 @@ impl Recorder {
 
 impl Observer for Recorder {
     fn phase(&self, phase: CopyPhase) {
-        let start = PhaseStart { at: self.started.elapsed(), name: events::phase(phase) };
-        lock(&self.recorded).phases.push(start);
+        self.begin(events::phase(phase));
     }
 
     fn progress(&self, progress: &Progress) {

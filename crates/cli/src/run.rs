@@ -30,6 +30,7 @@ use crate::endpoint::Endpoint;
 use crate::exit::Exit;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
+use crate::report::Recorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use image::RunImage;
 use rejection::Rejection;
@@ -49,7 +50,16 @@ pub(crate) fn run(args: &RunArgs) -> Result<Exit> {
 }
 
 fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection>> {
-    let begun = Instant::now();
+    if args.count > 1 && args.report.report.is_some() {
+        return Ok(Err(Rejection::usage(
+            "--report is for one guest: leave out --count, or start one towline for each",
+        )));
+    }
+    if let Err(text) = args.report.check(&[&args.image]) {
+        return Ok(Err(Rejection::usage(&text)));
+    }
+    let (begun, recorder) = (Instant::now(), Recorder::new());
+    recorder.begin("start");
     let cancel = cancel_on_signals(signal_effects(args))?;
     let image = match RunImage::open(args, &cancel, reporter) {
         Ok(image) => image,
@@ -67,7 +77,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     };
     notices(&starts, &memory, reporter);
     let name = image.name();
-    let report = RunReport { reporter, begun, memory: &memory, image: &name };
+    let report = RunReport { reporter, recorder: &recorder, begun, memory: &memory, image: &name };
     let claimed = Claimed::of(&starts)?;
     // Only the run that has a name makes the disks of that name.
     let overlays = create_overlays(&starts)?;
@@ -194,7 +204,8 @@ fn restore(
     let results = Results::of(Verb::Copied, &reporter, &args.image);
     let results = Results { destinations: Destinations::Several, ..results };
     let running: Vec<_> = started.iter().map(|guest| RunningObserver { report, guest }).collect();
-    let observers: Vec<_> = reporters.iter().zip(&running).collect();
+    let shown: Vec<_> = reporters.iter().zip(&running).collect();
+    let observers: Vec<_> = shown.iter().map(|shown| (shown, report.recorder)).collect();
     let targets: Vec<_> = destinations
         .iter()
         .zip(&observers)
@@ -207,6 +218,9 @@ fn restore(
             return Restored { exit: results.refused(&failure), has_memory_to_come: false };
         }
     };
+    if let ([copied], [to]) = (copied.as_slice(), endpoints.as_slice()) {
+        report.recorder.write(&args.report, [&args.image, to], copied.as_ref());
+    }
     let mut exit = Exit::Done;
     let mut failures = copied.iter().filter_map(|copied| copied.as_ref().err()).peekable();
     let has_memory_to_come =

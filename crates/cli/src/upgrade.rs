@@ -21,6 +21,7 @@ use crate::exit::Exit;
 use crate::log::RequestId;
 use crate::outcome::{Results, Verb};
 use crate::progress::Reporter;
+use crate::report::Recorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
 
 /// Runs the command.
@@ -36,6 +37,9 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
         first: "cancelling; the guest stays in the old QEMU, unless the switchover is in progress",
         second: Some("the next upgrade, or `towline moves`, continues from there"),
     })?;
+    if let Err(text) = args.report.check(&[&args.old]) {
+        return Ok(results.usage(&text));
+    }
     let options = UpgradeOptions {
         old,
         binary: args.qemu.clone(),
@@ -64,8 +68,10 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
             Err(failure) => results.failed(&args.old, &failure),
         });
     }
-    let upgraded = new.switch_over(&cancel, &reporter);
+    let recorder = Recorder::new();
+    let upgraded = new.switch_over(&cancel, &(&reporter, &recorder));
     reporter.finish();
+    write_report(&recorder, args, &upgraded);
     Ok(report(&results, args, upgraded))
 }
 
@@ -97,6 +103,17 @@ fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
     console::error(&text);
     console::error(&format!("the guest: {guest}"));
     Exit::Failed
+}
+
+/// Writes the page of `--report`.
+fn write_report(recorder: &Recorder, args: &UpgradeArgs, upgraded: &Result<Upgraded, Failure>) {
+    match upgraded {
+        Ok(upgraded) => {
+            let new = Destination::Qmp(upgraded.monitor.clone());
+            recorder.write(&args.report, [&args.old, &new], Ok(&upgraded.report));
+        }
+        Err(failure) => recorder.write(&args.report, [&args.old, &"a new QEMU"], Err(failure)),
+    }
 }
 
 fn report(results: &Results<'_>, args: &UpgradeArgs, upgraded: Result<Upgraded, Failure>) -> Exit {

@@ -92,8 +92,15 @@ fn memory_is_copied_on_request() {
         return;
     }
     let saved = Saved::new(Version::V10_0);
-    let mut run = saved.run(&["--copy", "--name", "web"], &saved.settings());
+    let page = saved.path("run.html").display().to_string();
+    let mut run = saved.run(&["--copy", "--name", "web", "--report", &page], &saved.settings());
     saved.assert_runs(&mut run, "web");
+    let page = std::fs::read_to_string(page).unwrap();
+    for part in ["<th><i class=\"p0\"></i> start</th>", "> running</th>", "<td>done</td>"] {
+        assert!(page.contains(part), "{part}: {page}");
+    }
+    let refused = saved.run(&["--count", "2", "--report", "x.html"], &[]).wait(WITHIN).unwrap();
+    assert_eq!(refused.status.code(), Some(2), "{}", refused.stderr);
     assert!(!run.stdout().contains("memory-backend-file"), "{}", run.stdout());
     // A guest that ends by itself ends the command.
     saved.quit("web");

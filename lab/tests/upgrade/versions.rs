@@ -127,8 +127,11 @@ fn a_paused_guest_stays_paused() {
     }
     let guest = Guest::boot(|place| builder(Version::V10_0, Version::V10_0, Memory::NamedFile, place));
     guest.first.qmp().execute("stop", serde_json::Value::Null).unwrap();
-    let completed = guest.upgrade_to(Version::V10_0);
+    let page = guest.place.path().join("upgrade.html").display().to_string();
+    let completed = guest.upgrade_with(Version::V10_0, &["--report", &page]);
     assert_eq!(completed["destination-state"], "paused");
+    let page = std::fs::read_to_string(page).unwrap();
+    assert!(page.contains("> switchover</th>") && page.contains("<td>done</td>"), "{page}");
     let monitor = guest.monitor();
     assert_eq!(monitor.status().unwrap(), "paused");
     monitor.execute("cont", serde_json::Value::Null).unwrap();

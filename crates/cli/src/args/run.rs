@@ -7,6 +7,7 @@ use towline_launch::{GuestName, Setting};
 
 use super::Output;
 use crate::endpoint::Endpoint;
+use crate::report::ReportArgs;
 use crate::units::{Unit, whole};
 
 /// Run the guest of an image: start a QEMU for it, restore it there, and supervise it
@@ -84,6 +85,8 @@ pub(crate) struct RunArgs {
     /// Further arguments of QEMU; all of them if the image has no command line
     #[arg(value_name = "QEMU-ARGUMENTS", last = true)]
     pub(crate) arguments: Vec<OsString>,
+    #[command(flatten)]
+    pub(crate) report: ReportArgs,
     #[command(flatten)]
     pub(crate) output: Output,
 }

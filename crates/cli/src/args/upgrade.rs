@@ -7,6 +7,7 @@ use towline_launch::Setting;
 
 use super::Output;
 use crate::endpoint::Endpoint;
+use crate::report::ReportArgs;
 use crate::units::milliseconds;
 
 /// Replace the QEMU of a running guest by another one, with its memory left where it is
@@ -37,7 +38,7 @@ pub(crate) struct UpgradeArgs {
     #[arg(long, value_name = "BINARY")]
     pub(crate) qemu: Option<PathBuf>,
     /// Start and check the new QEMU, and end it again
-    #[arg(long)]
+    #[arg(long, conflicts_with = "report")]
     pub(crate) dry_run: bool,
     /// Copy memory that the new QEMU cannot map; without it such a guest is refused
     #[arg(long)]
@@ -56,6 +57,8 @@ pub(crate) struct UpgradeArgs {
     /// Maximum downtime in milliseconds, where memory is sent
     #[arg(long, value_name = "MS", value_parser = milliseconds, default_value_t = 300)]
     pub(crate) downtime_limit: u64,
+    #[command(flatten)]
+    pub(crate) report: ReportArgs,
     #[command(flatten)]
     pub(crate) output: Output,
     /// Further arguments of the new QEMU; relative paths are those of the old QEMU's directory

@@ -14,8 +14,8 @@ use towline_image::manifest::{Manifest, StoredBlock};
 use towline_image::{Image, StoredGuest as _};
 use towline_migration::Guest as _;
 use towline_protocol::device_state::{DeviceSection, DeviceState};
+use towline_report::{Row, document, escape, list, table};
 
-use crate::report::document::{Row, document, escape, list, table};
 use crate::report::write_page;
 use crate::units::{count, size};
 

@@ -4,22 +4,15 @@ use std::fmt::Write as _;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Result;
-use plotters::style::RGBColor;
-use towline_control::plan::{CopyResult, PostcopyReport};
+use towline_control::plan::{CopyReport, Failure, PostcopyReport};
+use towline_report::{Ink, Line, PHASE_COLORS, Row, document, lines, list, table};
 
 use super::Recorded;
-use super::chart::{Line, lines};
-use super::document::{Row, document, list, table};
 use crate::progress::{Estimate, faults_text};
 use crate::sends;
 use crate::units::{count, size};
 
 const MIB: f64 = (1 << 20) as f64;
-const BLUE: RGBColor = RGBColor(37, 99, 235);
-const ORANGE: RGBColor = RGBColor(194, 65, 12);
-
-/// Number of colors of phases in the style sheet.
-const COLORS: usize = 8;
 
 /// Facts of one page.
 pub(super) struct Page<'a> {
@@ -27,7 +20,7 @@ pub(super) struct Page<'a> {
     pub(super) destination: String,
     pub(super) total: Duration,
     pub(super) recorded: &'a Recorded,
-    pub(super) copied: &'a CopyResult,
+    pub(super) copied: Result<&'a CopyReport, &'a Failure>,
 }
 
 impl Page<'_> {
@@ -81,14 +74,14 @@ impl Page<'_> {
             let _ = write!(
                 bar,
                 "<span class=\"p{}\" style=\"width:{share:.3}%\" title=\"{}: {}\"></span>",
-                number % COLORS,
+                number % PHASE_COLORS,
                 phase.name,
                 seconds(length)
             );
             let _ = writeln!(
                 rows,
                 "<tr><th><i class=\"p{}\"></i> {}</th><td>{}</td><td>from {}</td></tr>",
-                number % COLORS,
+                number % PHASE_COLORS,
                 phase.name,
                 seconds(length),
                 seconds(phase.at)
@@ -105,16 +98,16 @@ impl Page<'_> {
                 .collect()
         };
         let rates = [
-            Line { name: "sent", color: BLUE, points: points(&|estimate| estimate.rate) },
+            Line { name: "sent", ink: Ink::Blue, points: points(&|estimate| estimate.rate) },
             Line {
                 name: "written by the guest",
-                color: ORANGE,
+                ink: Ink::Orange,
                 points: points(&|estimate| estimate.dirty_rate),
             },
         ];
         let remaining = [Line {
             name: "remaining of the pass",
-            color: BLUE,
+            ink: Ink::Blue,
             points: without_leading_zeros(points(&|estimate| Some(estimate.remaining))),
         }];
         for (title, unit, chart) in [("Rates", "MiB/s", &rates[..]), ("Remaining memory", "MiB", &remaining)]
@@ -151,7 +144,7 @@ fn seconds(time: Duration) -> String {
 
 #[cfg(test)]
 mod tests {
-    use towline_control::plan::{CopyPhase, Error, Failure, GuestState, Observer as _, Progress};
+    use towline_control::plan::{CopyPhase, Error, GuestState, Observer as _, Progress};
 
     use super::super::Recorder;
     use super::super::page::Page;
@@ -166,14 +159,7 @@ mod tests {
 
     #[test]
     fn each_phase_has_a_color_of_its_own() {
-        let color = |class: usize| {
-            let (_, rest) =
-                super::super::document::STYLE.split_once(&format!("\n.p{class} {{ background: ")).unwrap();
-            rest.split_once(';').unwrap().0
-        };
-        let colors: std::collections::BTreeSet<_> = (0..COLORS).map(color).collect();
-        assert_eq!(colors.len(), COLORS);
-        assert!(COLORS > CopyPhase::Running as usize, "a color for each phase");
+        assert!(PHASE_COLORS > CopyPhase::Running as usize, "a color for each phase");
     }
 
     #[test]
@@ -189,11 +175,11 @@ mod tests {
         }
         recorder.notice("<script>alert(1)</script>");
         let error = Box::new(Error::Usage("a & b".into()));
-        let copied = Err(Failure { error, guest: GuestState::Safe, notes: Vec::new() });
+        let failure = Failure { error, guest: GuestState::Safe, notes: Vec::new() };
         let recorded = lock(&recorder.recorded);
         let (source, destination) = ("qmp:<a>".into(), "file:b".into());
-        let page =
-            Page { source, destination, total: Duration::from_secs(2), recorded: &recorded, copied: &copied };
+        let (total, copied) = (Duration::from_secs(2), Err(&failure));
+        let page = Page { source, destination, total, recorded: &recorded, copied };
         let html = page.html().unwrap();
         assert!(html.contains("qmp:&lt;a&gt; to file:b") && html.contains("a &amp; b"), "{html}");
         assert!(html.contains("&lt;script&gt;") && !html.contains("<script"), "{html}");

@@ -15,10 +15,13 @@ use crate::console;
 use crate::events;
 use crate::exit::Exit;
 use crate::progress::Reporter;
+use crate::report::Recorder;
 
 /// Reports of one command.
 pub(crate) struct RunReport<'a> {
     pub(crate) reporter: &'a Reporter,
+    /// Facts for `--report`; of several guests those of all.
+    pub(crate) recorder: &'a Recorder,
     /// Begin of the command.
     pub(crate) begun: Instant,
     pub(crate) memory: &'a Memory,

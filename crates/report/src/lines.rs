@@ -1,7 +1,8 @@
-//! Charts as SVG. Colours are those of the page's style, which has others in the dark.
+//! Lines over time, as SVG. Colors are those of the page's style, which has others in the dark.
 
-use anyhow::{Result, anyhow};
 use plotters::prelude::*;
+
+use crate::Error;
 
 const WIDTH: u32 = 880;
 const HEIGHT: u32 = 260;
@@ -12,17 +13,40 @@ const Y_LABELS: u32 = 72;
 const HEADROOM: f64 = 0.35;
 const FONT: (&str, u32) = ("sans-serif", 15);
 
+/// Color of a line or a bar. The style sheet has another one for it in the dark.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ink {
+    /// The first.
+    Blue,
+    /// The second.
+    Orange,
+}
+
+impl Ink {
+    fn color(self) -> RGBColor {
+        match self {
+            Self::Blue => RGBColor(37, 99, 235),
+            Self::Orange => RGBColor(194, 65, 12),
+        }
+    }
+}
+
 /// A line of a chart.
-#[derive(Debug)]
-pub(super) struct Line {
-    pub(super) name: &'static str,
-    pub(super) color: RGBColor,
+#[derive(Debug, Clone, PartialEq)]
+pub struct Line {
+    /// Name in the legend.
+    pub name: &'static str,
+    /// Color.
+    pub ink: Ink,
     /// Seconds, and the value.
-    pub(super) points: Vec<(f64, f64)>,
+    pub points: Vec<(f64, f64)>,
 }
 
 /// Draws lines over the time in seconds. `None` if there is nothing to draw.
-pub(super) fn lines(unit: &str, lines: &[Line]) -> Result<Option<String>> {
+///
+/// # Errors
+/// The chart cannot be drawn.
+pub fn lines(unit: &str, lines: &[Line]) -> Result<Option<String>, Error> {
     let points = || lines.iter().flat_map(|line| &line.points);
     let end = points().map(|point| point.0).fold(0.0, f64::max);
     let top = points().map(|point| point.1).fold(0.0, f64::max);
@@ -30,8 +54,7 @@ pub(super) fn lines(unit: &str, lines: &[Line]) -> Result<Option<String>> {
         return Ok(None);
     }
     let mut svg = String::new();
-    draw(&mut svg, unit, lines, [end, top * (1.0 + HEADROOM)])
-        .map_err(|error| anyhow!("a chart cannot be drawn: {error}"))?;
+    draw(&mut svg, unit, lines, [end, top * (1.0 + HEADROOM)]).map_err(Error::of)?;
     Ok(Some(svg))
 }
 
@@ -51,7 +74,7 @@ fn draw(
     mesh.label_style(FONT).axis_desc_style(FONT).light_line_style(TRANSPARENT);
     mesh.x_desc("seconds").y_desc(unit).draw()?;
     for line in lines.iter().filter(|line| !line.points.is_empty()) {
-        let style = line.color.stroke_width(2);
+        let style = line.ink.color().stroke_width(2);
         let series = chart.draw_series(LineSeries::new(line.points.iter().copied(), style))?;
         series.label(line.name).legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 16, y)], style));
     }
@@ -62,11 +85,13 @@ fn draw(
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
     use super::*;
 
     #[test]
     fn lines_are_drawn_with_their_names_and_nothing_is_not_drawn() {
-        let line = |points: &[(f64, f64)]| Line { name: "sent", color: BLUE, points: points.to_vec() };
+        let line = |points: &[(f64, f64)]| Line { name: "sent", ink: Ink::Blue, points: points.to_vec() };
         let svg = lines("MiB/s", &[line(&[(0.0, 1.0), (1.0, 80.0), (2.0, 77.0)])]).unwrap().unwrap();
         assert!(svg.starts_with("<svg") && svg.contains("<polyline") && svg.contains("sent"), "{svg}");
         assert!(svg.contains("seconds") && svg.contains("MiB/s"), "{svg}");

@@ -1,0 +1,111 @@
+//! Parts of all pages: the document around the body, tables and lists. Text of others is escaped here.
+
+use std::fmt::Write as _;
+
+const STYLE: &str = include_str!("style.css");
+/// Number of classes of the style sheet for parts of a bar: `p0` and so on.
+pub const PHASE_COLORS: usize = 8;
+
+/// A page without scripts, which loads nothing.
+pub fn document(title: &str, body: &str) -> String {
+    let title = escape(title);
+    format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width\">\n<meta name=\"color-scheme\" content=\"light dark\">\n\
+         <title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{body}</body>\n</html>\n"
+    )
+}
+
+/// A row of a table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Row {
+    name: &'static str,
+    value: String,
+}
+
+impl Row {
+    /// Creates it.
+    pub fn new(name: &'static str, value: impl Into<String>) -> Self {
+        Self { name, value: value.into() }
+    }
+}
+
+/// Adds a table under a heading.
+pub fn table(body: &mut String, title: &str, rows: &[Row]) {
+    let _ = writeln!(body, "<h2>{title}</h2>\n<table>");
+    for Row { name, value } in rows {
+        let _ = writeln!(body, "<tr><th>{name}</th><td>{}</td></tr>", escape(value));
+    }
+    body.push_str("</table>\n");
+}
+
+/// Adds a list under a heading, unless it is empty.
+pub fn list(body: &mut String, title: &str, items: &[String]) {
+    if items.is_empty() {
+        return;
+    }
+    let _ = writeln!(body, "<h2>{title}</h2>\n<ul>");
+    for item in items {
+        let _ = writeln!(body, "<li>{}</li>", escape(item));
+    }
+    body.push_str("</ul>\n");
+}
+
+/// Escapes text for HTML: endpoints and errors contain names that others chose.
+pub fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            letter if letter.is_control() => escaped.push('\u{fffd}'),
+            letter => escaped.push(letter),
+        }
+    }
+    escaped
+}
+
+/// Adds the style to a chart, for a file of its own: text and lines have their colors, also in the dark.
+pub fn standalone(svg: &str) -> String {
+    // Elements outside of a chart have no rules that a chart could match.
+    svg.replacen('>', &format!(">\n<style>\n{STYLE}svg {{ background: var(--paper); }}\n</style>\n"), 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_escaped() {
+        let mut body = String::new();
+        table(&mut body, "Facts", &[Row::new("name", "<a> & \"b\"\u{1b}[1m")]);
+        assert!(body.contains("&lt;a&gt; &amp; &quot;b&quot;\u{fffd}[1m"), "{body}");
+        list(&mut body, "Nothing", &[]);
+        assert!(!body.contains("Nothing"));
+    }
+
+    #[test]
+    fn phases_have_colors_of_their_own() {
+        let color = |class: usize| {
+            let (_, rest) = STYLE.split_once(&format!("\n.p{class} {{ background: ")).unwrap_or_default();
+            rest.split_once(';').unwrap_or_default().0
+        };
+        let colors: std::collections::BTreeSet<_> = (0..PHASE_COLORS).map(color).collect();
+        assert_eq!(colors.len(), PHASE_COLORS);
+        assert!(!colors.contains(""));
+    }
+
+    #[test]
+    fn a_chart_of_its_own_has_a_style_and_loads_nothing() {
+        let svg = standalone("<svg width=\"1\"><text>a</text></svg>");
+        assert!(
+            svg.starts_with("<svg width=\"1\">\n<style>") && svg.contains("prefers-color-scheme: dark"),
+            "{svg}"
+        );
+        for reference in ["href=", "@import", "url("] {
+            assert!(!svg.contains(reference) && !document("a", "").contains(reference), "{reference}");
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! Self-contained pages and their charts.
+//!
+//! ```text
+//!   rows ─► table ──┐
+//!   items ─► list ──┤
+//!   lines, bars ────┴─► body ─► document: HTML with its style, light and dark, no script, nothing to load
+//!           └─► standalone: an SVG file for other documents
+//! ```
+//! Texts are escaped here, as they contain names that others chose. Out of scope: the facts of a page, which their owners have,
+//! and interaction. A chart has at most as many lines or bars as it is given; callers bound their number.
+
+mod bars;
+mod document;
+mod lines;
+
+pub use bars::{Bar, Emphasis, Group, bars};
+pub use document::{PHASE_COLORS, Row, document, escape, list, standalone, table};
+pub use lines::{Ink, Line, lines};
+
+/// Failure to draw a chart.
+#[derive(Debug, thiserror::Error)]
+#[error("a chart cannot be drawn: {0}")]
+pub struct Error(String);
+
+impl Error {
+    fn of(error: impl std::fmt::Display) -> Self {
+        Self(error.to_string())
+    }
+}
