@@ -10,6 +10,8 @@ use towline_channel::Address;
 use towline_control::plan;
 use towline_image::{Location, LocationError};
 
+use crate::libvirt;
+
 pub(crate) use memory::Memory;
 
 /// Endpoint as parsed.
@@ -102,7 +104,9 @@ impl Endpoint {
         match self {
             Self::Qmp(path) => Ok(plan::Source::Qmp(path.clone())),
             Self::Stream(address) => Ok(plan::Source::Stream(address.clone())),
-            Self::Image(path) => Ok(plan::Source::Image(path.clone())),
+            Self::Image(path) => {
+                Ok(libvirt::stream_of(path)?.unwrap_or_else(|| plan::Source::Image(path.clone())))
+            }
             Self::Store(location) => Ok(plan::Source::Store(location.clone())),
             Self::Memory(memory) => memory.shape().map(plan::Source::Memory),
             Self::Null => Err("null: cannot be a SOURCE".into()),

@@ -79,7 +79,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
 pub(crate) fn policy(args: &InspectArgs, source: &Source) -> Option<Policy> {
     let mut policy = match source {
         Source::Image(path) => sandbox::policy_of_images(path),
-        other => sandbox::policy_of_copy(other, &[], &request(args), None)?,
+        other => sandbox::policy_of_copy(other, &[], &request(args, other), None)?,
     };
     args.base.iter().for_each(|base| sandbox::permit_image(&mut policy, base));
     policy.write.extend(args.html.as_deref().map(sandbox::directory));
@@ -306,14 +306,15 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
 }
 
 /// Returns the request of a stream's inspection.
-fn request(args: &InspectArgs) -> Request {
+fn request(args: &InspectArgs, source: &Source) -> Request {
+    let is_file = crate::request::is_file(source);
     let transfer =
         TransferOptions { multifd_channels: Some(args.multifd_channels), ..TransferOptions::default() };
     let task = Task::Copy { transfer, run: None, resume: false, base: None };
     Request {
         compression: args.compression.with_level(None, None),
         tls: args.tls.tls(),
-        return_path: args.return_path == Switch::On,
+        return_path: args.return_path == Switch::On && !is_file,
         ..Request::new(task)
     }
 }
@@ -322,7 +323,7 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
     let survey = DiscardSink::default();
     let cancel =
         cancel_on_signals(SignalEffects { first: "cancelling; the source keeps its guest", second: None })?;
-    let surveyed = plan::inspect_stream(source, &survey, &request(args), &cancel, reporter);
+    let surveyed = plan::inspect_stream(source, &survey, &request(args, source), &cancel, reporter);
     reporter.finish();
     let moved = match surveyed {
         Ok(moved) => moved,
@@ -351,10 +352,11 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
         "ram": crate::progress::ram(&moved),
     });
     reporter.event("inspected", events::with_exit(facts.clone(), Exit::Done));
-    reporter.line(&format!(
-        "{}: a migration stream; its source was informed of a failure and keeps its guest",
-        args.source
-    ));
+    let what = match crate::request::is_file(source) {
+        true => "a file of `virsh save`, with QEMU's migration stream",
+        false => "a migration stream; its source was informed of a failure and keeps its guest",
+    };
+    reporter.line(&format!("{}: {what}", args.source));
     print_head(reporter, &facts);
     reporter.line(&format!(
         "  memory        {} plain pages, {} zero pages, {} in all",

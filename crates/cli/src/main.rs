@@ -18,6 +18,7 @@ mod exit;
 mod garbage;
 mod generate;
 mod inspect;
+mod libvirt;
 mod live_upgrade;
 mod lock;
 mod log;

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use towline_channel::Address;
 use towline_control::plan::{Destination, PostcopyStart, Request, Source, Task, TransferOptions};
 use towline_migration::Tuning;
 
@@ -31,7 +32,14 @@ pub(crate) fn of_copy(args: &CopyArgs, source: &Source) -> Result<Request, Strin
         Task::Copy { transfer, run, resume: args.resume, base }
     };
     let StoredSourceArgs { verify, stream, .. } = args.stored;
-    Ok(Request { verify, stream, ..request(&args.transfer, task)? })
+    let request = request(&args.transfer, task)?;
+    let return_path = request.return_path && !is_file(source);
+    Ok(Request { verify, stream, return_path, ..request })
+}
+
+/// Returns true for a stream in a file, as libvirt stores it, which has no return path.
+pub(crate) fn is_file(source: &Source) -> bool {
+    matches!(source, Source::Stream(Address::File { .. }))
 }
 
 /// Returns the request of a `move`.

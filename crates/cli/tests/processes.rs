@@ -331,6 +331,47 @@ fn a_cause_is_printed_once_and_the_closing_line_is_true() {
     assert_eq!((stderr.matches("its BLAKE3 is").count(), code), (1, Some(1)), "{stderr}");
 }
 
+/// As libvirt writes it: a header of 92 bytes, the domain's description, QEMU's stream.
+fn libvirt_save(stream: &[u8], compression: u8) -> Vec<u8> {
+    let description = b"<domain type='qemu'><name>a</name></domain>\0";
+    let mut file = b"LibvirtQemudSave".to_vec();
+    for number in [2, description.len() as u32, 1, u32::from(compression), 0] {
+        file.extend(number.to_ne_bytes());
+    }
+    file.resize(92, 0);
+    [&file, &description[..], stream].concat()
+}
+
+#[test]
+fn a_file_of_virsh_save_becomes_an_image() {
+    let directory = tempfile::tempdir().unwrap();
+    let directory = directory.path();
+    let path = |name: &str| directory.join(name);
+    assert_eq!(failed(directory, &["copy", "--quiet", "mem:8M", "guest.img"]).1, Some(0));
+    let send = ["copy", "--quiet", "--return-path", "off", "guest.img", "exec:cat > guest.stream"];
+    assert_eq!(failed(directory, &send), (String::new(), Some(0)));
+    let stream = std::fs::read(path("guest.stream")).unwrap();
+    std::fs::write(path("vm.save"), libvirt_save(&stream, 0)).unwrap();
+    let (stderr, code) = failed(directory, &["copy", "vm.save", "again.img"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let blocks = |name: &str| {
+        let output =
+            Command::new(TOWLINE).current_dir(directory).args(["inspect", "--json", name]).output().unwrap();
+        let facts = serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap();
+        (facts["blocks"].clone(), facts["devices"].clone())
+    };
+    assert_eq!(blocks("again.img"), blocks("guest.img"));
+    let (stderr, code) = failed(directory, &["inspect", "vm.save"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    // Its guest is where it was, also after a failure.
+    std::fs::write(path("short.save"), libvirt_save(&stream[..stream.len() / 2], 0)).unwrap();
+    let (stderr, code) = failed(directory, &["copy", "short.save", "short.img"]);
+    assert!(code == Some(1) && stderr.contains("the guest: in its image, which is as it was"), "{stderr}");
+    std::fs::write(path("zstd.save"), libvirt_save(&stream, 5)).unwrap();
+    let (stderr, code) = failed(directory, &["copy", "zstd.save", "x.img"]);
+    assert!(code == Some(2) && stderr.contains("| zstd -dc'"), "{stderr}");
+}
+
 #[test]
 fn a_copy_writes_a_report_about_itself() {
     let directory = tempfile::tempdir().unwrap();

@@ -55,11 +55,19 @@ impl StreamSource {
     pub(in super::super) fn new(address: &Address) -> Self {
         Self { address: address.clone(), incoming: IncomingStream::default() }
     }
+
+    /// Returns true for a file: it keeps its guest, and no sender awaits the outcome.
+    fn is_file(&self) -> bool {
+        matches!(self.address, Address::File { .. })
+    }
 }
 
 impl SourceEndpoint for StreamSource {
     fn kind(&self) -> SourceKind {
-        SourceKind::Stream
+        match self.is_file() {
+            true => SourceKind::Stored,
+            false => SourceKind::Stream,
+        }
     }
 
     fn describe_guest(
@@ -112,7 +120,10 @@ impl SourceEndpoint for StreamSource {
     }
 
     fn control(&mut self) -> SourceControl<'_> {
-        self.main_channel().map_or(SourceControl::Stored, SourceControl::Stream)
+        match self.main_channel() {
+            Some(channel) if !self.is_file() => SourceControl::Stream(channel),
+            Some(_) | None => SourceControl::Stored,
+        }
     }
 
     fn close(&mut self) {
