@@ -1,7 +1,12 @@
-//! The demonstration: a Linux guest is saved, restored and moved while it counts.
+//! The demonstration: a Linux guest is saved, restored and moved while it counts and talks.
 //!
-//! All QEMUs are stock; towline is run as a user would, and each command is printed before it begins. The guest itself
+//! ```text
+//!   br0 ── tap0, tap1, tap2 ── towline net, for each QEMU ── source ─► guest.img ─► restored ─► moved
+//! ```
+//! Without root the guest has no network card. All QEMUs are stock; towline is run as a user would, and each command is printed before it begins. The guest itself
 //! reports the hash of its memory and its counter before and after.
+
+mod network;
 
 use std::fs::File;
 use std::io::Write as _;
@@ -12,8 +17,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 
 use crate::linux::LinuxGuest;
-use crate::qemu::{Builder, Qemu, Version};
+use crate::paths;
+use crate::qemu::{Builder, MemoryBackend, Qemu, Version};
 use crate::towline::Towline;
+use network::{Card, Hub, Talk};
 
 const MEMORY_MIB: u64 = 512;
 const FILL_MIB: u64 = 256;
@@ -29,6 +36,14 @@ struct Demo<'a> {
     towline: &'a Path,
     directory: tempfile::TempDir,
     builder: Builder,
+    /// None: no network can be made here.
+    hub: Option<Hub>,
+}
+
+/// A QEMU with its card.
+struct Machine {
+    qemu: Qemu,
+    _card: Option<Card>,
 }
 
 /// The memory of the guest as it reports it.
@@ -43,28 +58,43 @@ struct State {
 /// A step failed, or the guest is not what it was.
 pub fn run(towline: &Path) -> Result<()> {
     let builder = Qemu::builder(Version::V10_0).linux().memory_mib(MEMORY_MIB).processors(2);
+    let builder = builder.memory_backend(MemoryBackend::Memfd { prealloc: false });
     let directory = tempfile::Builder::new().prefix("towline-demo-").tempdir()?;
-    let demo = Demo { towline, directory, builder };
-    println!("towline is {}; files are in {}\n", towline.display(), demo.directory.path().display());
+    let shown = towline.strip_prefix(paths::workspace()).unwrap_or(towline).display();
+    println!("towline is {shown}; files are in {}", directory.path().display());
+    let hub = match Hub::new() {
+        Ok(hub) => Some(hub),
+        Err(error) => {
+            println!("the guest has no network card: {error:#}");
+            None
+        }
+    };
+    let mut demo = Demo { towline, directory, builder, hub };
 
+    heading("A guest: stock QEMU, Linux, and a network card by towline");
     let source =
-        step(&format!("start QEMU 10.0 with a Linux of {MEMORY_MIB} MiB"), || demo.builder.clone().start())?;
-    let mut guest = step("wait until it has booted", || source.linux(BOOT_WITHIN))?;
+        demo.start(&format!("start QEMU 10.0 with a Linux of {MEMORY_MIB} MiB"), demo.builder.clone())?;
+    let mut guest = step("wait until it has booted", || source.qemu.linux(BOOT_WITHIN))?;
+    if demo.hub.is_some() {
+        Hub::set_up(&mut guest, BOOT_WITHIN)?;
+    }
     step(&format!("have it fill {FILL_MIB} MiB with random data"), || guest.fill(FILL_MIB * MIB, SEED))?;
     let before = state(&mut guest)?;
     println!("      its memory has the hash {}, and it counts: {}", before.hash, before.tick);
 
     let image = demo.path("guest.img");
     heading("A save: the guest continues to run");
-    demo.towline(&["copy", "--resume", &qmp(&source), &image])?;
+    demo.towline(&["copy", "--resume", &qmp(&source.qemu), &image])?;
     show_size(&image)?;
     demo.damage(&image)?;
+    source.qemu.kill()?;
+    drop(guest);
+    drop(source);
     let restored = demo.instant_restore(&image)?;
-    let mut guest = restored.linux(BOOT_WITHIN)?;
+    let mut guest = restored.qemu.linux(BOOT_WITHIN)?;
     demo.compare(&mut guest, &before)?;
     // The agent has one connection.
     drop(guest);
-    source.kill()?;
     demo.live_move(&restored, &before)?;
     println!("\nNext: README.md has recipes, `towline --help` the commands, docs/README.md the guides;");
     println!("try `towline run`, which starts QEMU by itself, or `towline net` and `towline vsock`.");
@@ -96,31 +126,58 @@ impl Demo<'_> {
         Ok(())
     }
 
-    fn instant_restore(&self, image: &str) -> Result<Qemu> {
+    /// Starts a QEMU, with a card of its own.
+    fn start(&mut self, what: &str, builder: Builder) -> Result<Machine> {
+        let Some(hub) = &mut self.hub else {
+            return Ok(Machine { qemu: step(what, || builder.start())?, _card: None });
+        };
+        let command = hub.prepare_card(self.directory.path())?;
+        println!("  $ towline {} &", command.words.join(" "));
+        let card = hub.start_card(self.towline, command)?;
+        let builder = builder.args([
+            "-chardev".to_owned(),
+            format!("socket,id=net0,path={},reconnect=1", card.socket.display()),
+            "-netdev".to_owned(),
+            "vhost-user,id=n0,chardev=net0".to_owned(),
+            "-device".to_owned(),
+            "virtio-net-pci,id=card,netdev=n0,mac=52:54:00:07:00:02".to_owned(),
+        ]);
+        Ok(Machine { qemu: step(what, || builder.start())?, _card: Some(card) })
+    }
+
+    fn instant_restore(&mut self, image: &str) -> Result<Machine> {
         heading("An instant restore: the guest runs at once, its memory follows");
         let destination = self.waiting()?;
-        self.towline(&["copy", "--postcopy", image, &qmp(&destination)])?;
+        self.towline(&["copy", "--postcopy", image, &qmp(&destination.qemu)])?;
         Ok(destination)
     }
 
-    /// Moves the guest, and shows its counter before and after.
-    fn live_move(&self, source: &Qemu, before: &State) -> Result<()> {
-        heading("A live move: the guest counts while it changes its QEMU");
+    /// Moves the guest, and shows its counter before and after, and what its connection noticed.
+    fn live_move(&mut self, source: &Machine, before: &State) -> Result<()> {
+        heading("A live move: the guest counts, and keeps its connection, while it changes its QEMU");
         let destination = self.waiting()?;
-        let mut guest = source.linux(BOOT_WITHIN)?;
+        let mut guest = source.qemu.linux(BOOT_WITHIN)?;
         let from = guest.wait_ticking(BOOT_WITHIN)?;
         println!("      it counts: {from}");
-        self.towline(&["move", &qmp(source), &qmp(&destination)])?;
-        let mut guest = destination.linux(BOOT_WITHIN)?;
+        let talk = self.hub.as_ref().map(Hub::talk).transpose()?;
+        self.towline(&["move", &qmp(&source.qemu), &qmp(&destination.qemu)])?;
+        let mut guest = destination.qemu.linux(BOOT_WITHIN)?;
         let to = guest.wait_ticking(BOOT_WITHIN)?;
         ensure!(to > from, "the guest counts {to} after the move, and {from} before");
         println!("      it counts: {to}");
+        if let Some(talked) = talk.map(Talk::end).transpose()? {
+            println!(
+                "      one TCP connection, {} echoes: the slowest took {} ms",
+                talked.exchanges,
+                talked.longest.as_millis()
+            );
+        }
         self.compare(&mut guest, before)
     }
 
-    fn waiting(&self) -> Result<Qemu> {
-        let builder = self.builder.clone();
-        step("start a second QEMU with -incoming defer", || builder.incoming_defer().start())
+    fn waiting(&mut self) -> Result<Machine> {
+        let builder = self.builder.clone().incoming_defer();
+        self.start("start a second QEMU with -incoming defer", builder)
     }
 
     /// The guest has the same memory, and has counted on.

@@ -11,6 +11,7 @@ mod demo;
 mod errors;
 mod layering;
 mod lint;
+mod pictures;
 mod publish;
 mod setup;
 mod soak;
@@ -32,7 +33,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Install what the lab needs on this Debian 12 machine: QEMUs 7.2 to 11.1, guest kernels, tools, initramfs archives.
+    /// Install what the lab needs on this machine with Debian 12 or 13: QEMUs 7.2 to 11.1, guest kernels, tools, initramfs archives.
     Setup {
         /// Only the part that needs root (packages); nothing is written below target/.
         #[arg(long)]
@@ -64,6 +65,12 @@ enum Task {
     Fuzz,
     /// Show a save, a damaged image, an instant restore and a live move of a Linux guest, with stock QEMU.
     Demo,
+    /// Draw the charts of README.md and record its demonstration, below docs/pictures.
+    Pictures {
+        /// Only the charts, from the published tables.
+        #[arg(long)]
+        charts: bool,
+    },
     /// Generate docs/errors.md from the sources.
     Errors,
     /// Write the public API of each published library beside its manifest.
@@ -95,6 +102,8 @@ fn main() -> ExitCode {
         Task::Test => return test::run(),
         Task::Fuzz => test::fuzz(),
         Task::Demo => demo::run(),
+        Task::Pictures { charts: true } => pictures::run(pictures::Wanted::Charts),
+        Task::Pictures { charts: false } => pictures::run(pictures::Wanted::All),
         Task::Errors => errors::write(),
         Task::Api => publish::api::write(),
         Task::Deb { debug } => deb::run(debug).map(drop),

@@ -1,0 +1,137 @@
+//! The network of the demonstration: a bridge in a namespace of its own, a card for each QEMU, and one connection to the guest.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+
+use crate::linux::LinuxGuest;
+use crate::network::Network;
+use crate::towline::Towline;
+use crate::wait::wait_until;
+
+const BRIDGE: &str = "br0";
+const HOST: &str = "10.7.0.1";
+const GUEST: &str = "10.7.0.2";
+const ECHO: u16 = 7;
+/// An exchange that takes longer is a broken connection.
+const ECHO_WITHIN: Duration = Duration::from_secs(60);
+const PAUSE: Duration = Duration::from_millis(5);
+const LISTENS_WITHIN: Duration = Duration::from_secs(30);
+
+/// The bridge.
+pub(super) struct Hub {
+    network: Network,
+    cards: usize,
+}
+
+/// A card that serves one QEMU.
+pub(super) struct Card {
+    pub(super) socket: PathBuf,
+    /// Ends with it.
+    _process: Towline,
+}
+
+/// Command of a card, as it is printed and run.
+pub(super) struct CardCommand {
+    pub(super) socket: PathBuf,
+    pub(super) words: Vec<String>,
+}
+
+impl Hub {
+    /// Creates the bridge; needs root.
+    pub(super) fn new() -> Result<Self> {
+        let network = Network::new()?;
+        network.run(&["ip", "link", "add", BRIDGE, "type", "bridge"])?;
+        network.run(&["ip", "address", "add", &format!("{HOST}/24"), "dev", BRIDGE])?;
+        network.run(&["ip", "link", "set", BRIDGE, "up"])?;
+        Ok(Self { network, cards: 0 })
+    }
+
+    /// Creates a tap on the bridge, and returns the command of a card on it.
+    pub(super) fn prepare_card(&mut self, directory: &Path) -> Result<CardCommand> {
+        let tap = format!("tap{}", self.cards);
+        let socket = directory.join(format!("net{}.sock", self.cards));
+        self.cards += 1;
+        self.network.run(&["ip", "tuntap", "add", "dev", &tap, "mode", "tap", "vnet_hdr"])?;
+        self.network.run(&["ip", "link", "set", &tap, "master", BRIDGE, "up"])?;
+        let words = ["net", "--socket", &socket.display().to_string(), "--tap", &tap].map(String::from);
+        Ok(CardCommand { socket, words: words.to_vec() })
+    }
+
+    /// Starts the card, and waits until it listens.
+    pub(super) fn start_card(&self, towline: &Path, command: CardCommand) -> Result<Card> {
+        let CardCommand { socket, words } = command;
+        let prefix = self.network.prefix();
+        let (program, arguments) = prefix.split_first().context("a command")?;
+        let towline = towline.display().to_string();
+        let line = arguments.iter().chain([&towline]).chain(&words);
+        let mut process = Towline::start(Path::new(program), line)?;
+        wait_until("the card's socket", LISTENS_WITHIN, || {
+            ensure!(process.runs()?, "the card ended: {}", process.stderr());
+            Ok(socket.exists().then_some(()))
+        })?;
+        Ok(Card { socket, _process: process })
+    }
+
+    /// Gives the guest its address and starts its echo.
+    pub(super) fn set_up(guest: &mut LinuxGuest, within: Duration) -> Result<()> {
+        guest.shell(&format!("ip addr add {GUEST}/24 dev eth0 && ip link set eth0 up"), within)?;
+        guest.echo(ECHO)
+    }
+
+    /// Connects to the guest's echo, and exchanges until the end.
+    pub(super) fn talk(&self) -> Result<Talk> {
+        let address: SocketAddr = format!("{GUEST}:{ECHO}").parse()?;
+        let mut stream = self.network.enter(|| TcpStream::connect_timeout(&address, ECHO_WITHIN))??;
+        stream.set_read_timeout(Some(ECHO_WITHIN))?;
+        stream.set_nodelay(true)?;
+        let end = Arc::new(AtomicBool::new(false));
+        let ends = Arc::clone(&end);
+        let thread = std::thread::spawn(move || {
+            let mut talked = Talked::default();
+            while !ends.load(Relaxed) {
+                let (sent, started) = (talked.exchanges.to_be_bytes(), Instant::now());
+                stream.write_all(&sent)?;
+                let mut echo = [0; 8];
+                stream.read_exact(&mut echo)?;
+                ensure!(echo == sent, "the guest echoed {echo:?}, expected {sent:?}");
+                talked.exchanges += 1;
+                talked.longest = talked.longest.max(started.elapsed());
+                std::thread::sleep(PAUSE);
+            }
+            Ok(talked)
+        });
+        Ok(Talk { end, thread })
+    }
+}
+
+/// A connection that is in use.
+pub(super) struct Talk {
+    end: Arc<AtomicBool>,
+    thread: JoinHandle<Result<Talked>>,
+}
+
+/// What went over it.
+#[derive(Debug, Default)]
+pub(super) struct Talked {
+    pub(super) exchanges: u64,
+    /// The longest exchange.
+    pub(super) longest: Duration,
+}
+
+impl Talk {
+    /// Ends it. Fails if the connection did not last.
+    pub(super) fn end(self) -> Result<Talked> {
+        self.end.store(true, Relaxed);
+        self.thread
+            .join()
+            .map_err(|_| anyhow!("the client panicked"))?
+            .context("the connection to the guest broke")
+    }
+}

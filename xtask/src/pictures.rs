@@ -1,0 +1,40 @@
+//! `cargo xtask pictures`: the pictures of README.md, below docs/pictures.
+//!
+//! ```text
+//!   docs/benchmarks/*.txt ─► bars ─► move.svg, lanes.svg        cargo xtask demo ─► demo.cast ─► demo.svg
+//! ```
+//! Charts have the figures of the published tables, so that both agree. The recording is one of a real run, of which pauses are
+//! shortened; `demo.cast` is asciicast v2, for players of terminals.
+
+mod charts;
+mod recording;
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+
+use crate::command::root;
+
+/// Draws the charts, and records the demonstration unless it is `charts` that are wanted alone.
+pub(crate) fn run(wanted: Wanted) -> Result<()> {
+    let directory = root().join("docs/pictures");
+    fs::create_dir_all(&directory)?;
+    charts::draw(&root().join("docs/benchmarks"), &directory)?;
+    if wanted == Wanted::All {
+        recording::record(&directory)?;
+    }
+    println!("pictures: {}", directory.display());
+    Ok(())
+}
+
+/// Pictures to make.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wanted {
+    All,
+    Charts,
+}
+
+fn write(path: &Path, content: &str) -> Result<()> {
+    fs::write(path, content).with_context(|| path.display().to_string())
+}
