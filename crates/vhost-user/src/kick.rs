@@ -14,6 +14,8 @@ use crate::poll::PollFlags;
 /// Consecutive kicks without a new available index after which they count as spurious. A driver's kick may well arrive after
 /// its entry was found without it, but not that often.
 const SPURIOUS_KICKS_MAX: u32 = 256;
+/// Maximum number of kicks that one look at a descriptor counts.
+const KICKS_MAX: u64 = 1 << 16;
 /// Interval at which a descriptor with spurious kicks is polled.
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -25,6 +27,8 @@ pub(crate) struct Kick {
     avail_idx: u16,
     /// Consecutive kicks without a new available index.
     spurious: u32,
+    /// Kicks since [`Kick::take_count`].
+    count: u64,
     paused_until: Option<Instant>,
 }
 
@@ -41,7 +45,7 @@ pub(crate) enum Drained {
 
 impl Kick {
     pub(crate) fn new(fd: OwnedFd) -> Self {
-        Self { fd, avail_idx: 0, spurious: 0, paused_until: None }
+        Self { fd, avail_idx: 0, spurious: 0, count: 0, paused_until: None }
     }
 
     /// The descriptor.
@@ -57,11 +61,19 @@ impl Kick {
         }
     }
 
+    /// Returns the number of kicks since the last call.
+    pub(crate) fn take_count(&mut self) -> u64 {
+        std::mem::take(&mut self.count)
+    }
+
     /// Drains the descriptor after `poll` found it readable. `avail_idx` is the driver's available index.
     pub(crate) fn drain(&mut self, avail_idx: u16) -> Drained {
         let mut count = [0; 8];
         match rustix::io::read(&self.fd, &mut count) {
-            Ok(8) if count != [0; 8] => {}
+            // Each kick adds 1 to an eventfd. Any process with the descriptor may add more.
+            Ok(8) if count != [0; 8] => {
+                self.count = self.count.saturating_add(u64::from_ne_bytes(count).min(KICKS_MAX));
+            }
             // Another ring may share the descriptor and have drained it first.
             Err(Errno::AGAIN | Errno::INTR) => {}
             Ok(_) | Err(_) => return Drained::Unusable,
@@ -120,6 +132,21 @@ mod tests {
             // The file in /proc has more than eight bytes, and any eight of them may be a count.
             assert!(drained.contains(&Drained::Unusable) || path.starts_with("/proc"), "{path}: {drained:?}");
         }
+    }
+
+    #[test]
+    fn kicks_between_two_looks_are_counted() {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let fd = eventfd(0, flags).unwrap();
+        let driver = fd.try_clone().unwrap();
+        let mut kick = Kick::new(fd);
+        for kicks in [1u64, 5, u64::MAX - 1] {
+            rustix::io::write(&driver, &kicks.to_ne_bytes()).unwrap();
+            assert_eq!(kick.drain(kicks as u16), Drained::Kick);
+            assert_eq!(kick.take_count(), kicks.min(KICKS_MAX));
+        }
+        // Drained by another ring that shares it.
+        assert_eq!((kick.drain(0), kick.take_count()), (Drained::Kick, 0));
     }
 
     #[test]

@@ -401,6 +401,11 @@ impl Ring {
         self.in_flight
     }
 
+    /// Counts notifications by the driver.
+    pub(crate) fn add_kicks(&mut self, kicks: u64) {
+        self.statistics.kicks = self.statistics.kicks.saturating_add(kicks);
+    }
+
     /// Counters since the start of the ring.
     pub fn statistics(&self) -> RingStatistics {
         self.statistics

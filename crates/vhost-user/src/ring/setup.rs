@@ -41,6 +41,8 @@ pub struct RingStatistics {
     pub notifications: u64,
     /// Notifications that the driver suppressed.
     pub notifications_suppressed: u64,
+    /// Notifications by the driver.
+    pub kicks: u64,
 }
 
 /// Result of [`Ring::stop`](super::Ring::stop).

@@ -130,8 +130,9 @@ impl WorkerThread {
         self.worker.on_ready(&events[1 + kicks.len()..]);
         for (queue, events) in kicks.into_iter().zip(&events[1..]) {
             let slot = &mut self.slots[queue];
-            if let Some(ring) = &slot.ring {
+            if let Some(ring) = &mut slot.ring {
                 kick::handle_events(&mut slot.kick, *events, ring.avail_idx(), slot.number);
+                ring.add_kicks(slot.kick.as_mut().map_or(0, Kick::take_count));
             }
         }
         events[0].contains(PollFlags::IN)
