@@ -204,6 +204,7 @@ fn xdp(args: &NetArgs) -> Result<Option<Xdp>> {
     let Some(name) = &args.af_xdp else { return Ok(None) };
     let sockets = if args.xsk_fds.is_empty() { None } else { Some(inherited(&args.xsk_fds)?) };
     let xdp = Xdp::new(name, args.xsk_queue, sockets)?;
+    let xdp = xdp.with_zero_copy_send(args.zero_copy_send.into());
     Ok(Some(if args.af_xdp_copy { xdp.with_copy_mode() } else { xdp }))
 }
 
@@ -304,6 +305,7 @@ fn object(queue: &QueueStatistics) -> Value {
         "batches": queue.batches,
         "notifications": queue.notifications,
         "notifications-suppressed": queue.notifications_suppressed,
+        "kicks": queue.kicks,
         "copied": queue.copied,
         "zero-copy": queue.zero_copy,
         "referenced": queue.referenced,
@@ -327,6 +329,7 @@ fn text(queue: &QueueStatistics) -> Option<String> {
         (queue.batches, "batches"),
         (queue.notifications, "notifications sent"),
         (queue.notifications_suppressed, "notifications suppressed"),
+        (queue.kicks, "kicks"),
         (queue.copied, "copied"),
     ];
     let counters = counters.into_iter().filter(|(count, _)| *count > 0);

@@ -60,11 +60,15 @@ pub enum CopyReason {
     CopyMode,
     /// It was sent by the tap.
     Tap,
+    /// By measurement, copies cost less for frames of its length, or the measurement is under way.
+    Cost,
+    /// References are disabled.
+    Setting,
 }
 
 impl CopyReason {
     /// All reasons, in the order of [`QueueStatistics::copies`].
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 11] = [
         Self::Short,
         Self::Buffers,
         Self::Pages,
@@ -74,6 +78,8 @@ impl CopyReason {
         Self::NoRoom,
         Self::CopyMode,
         Self::Tap,
+        Self::Cost,
+        Self::Setting,
     ];
 
     /// Name in statistics.
@@ -88,6 +94,8 @@ impl CopyReason {
             Self::NoRoom => "no-room",
             Self::CopyMode => "copy-mode",
             Self::Tap => "tap",
+            Self::Cost => "cost",
+            Self::Setting => "setting",
         }
     }
 }
@@ -106,6 +114,8 @@ pub struct QueueStatistics {
     pub notifications: u64,
     /// Notifications that the driver had suppressed.
     pub notifications_suppressed: u64,
+    /// Notifications by the driver (kicks); with KVM, each is an exit of the guest.
+    pub kicks: u64,
     /// Receiving: frames that were copied in this process, as they did not fit into the buffers gathered for them.
     /// Transmitting by AF_XDP: frames that the kernel or this process copied.
     pub copied: u64,
@@ -141,6 +151,7 @@ pub(crate) struct Counters {
     batches: AtomicU64,
     notifications: AtomicU64,
     notifications_suppressed: AtomicU64,
+    kicks: AtomicU64,
     copied: AtomicU64,
     copies: [AtomicU64; CopyReason::ALL.len()],
     zero_copy: AtomicU64,
@@ -169,6 +180,7 @@ impl Counters {
             batches: self.batches.load(Relaxed),
             notifications: self.notifications.load(Relaxed),
             notifications_suppressed: self.notifications_suppressed.load(Relaxed),
+            kicks: self.kicks.load(Relaxed),
             copied: self.copied.load(Relaxed),
             copies: std::array::from_fn(|reason| self.copies[reason].load(Relaxed)),
             zero_copy: self.zero_copy.load(Relaxed),
@@ -232,6 +244,7 @@ impl BatchCounters {
             &counters.notifications_suppressed,
             now.notifications_suppressed.saturating_sub(before.notifications_suppressed),
         );
+        add(&counters.kicks, now.kicks.saturating_sub(before.kicks));
         let volume =
             Volume { packets: std::mem::take(&mut self.packets), bytes: std::mem::take(&mut self.bytes) };
         add(&counters.packets, volume.packets);

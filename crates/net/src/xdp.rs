@@ -18,6 +18,7 @@ mod frame_builder;
 mod in_flight;
 mod orphans;
 mod references;
+mod send_policy;
 mod socket;
 mod timer;
 mod transmitter;
@@ -26,19 +27,23 @@ mod umem;
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, TryLockError, Weak};
 use std::time::Duration;
 
 use rustix::net::xdp::SocketAddrXdpFlags;
 use rustix::net::{AddressFamily, sockopt};
+use towline_channel::ZeroCopySend;
 use towline_vhost_user::Memory;
 
 use crate::lock::lock;
 use crate::sys::interface;
 use crate::sys::umem_mapping::UmemMapping;
 use driver::DriverFeatures;
+use references::PageCrossing;
 use socket::{QueueId, UmemUse, UnboundSocket, XdpSocket};
-use tx_queue::TxQueue;
+use tx_queue::{QueueOptions, TxQueue};
 use umem::Umem;
 
 pub use socket::TransmitMode;
@@ -92,16 +97,20 @@ pub struct Xdp {
     sockets: Mutex<Vec<UnboundSocket>>,
     software_checksums: bool,
     copy_mode: CopyMode,
+    zero_copy_send: ZeroCopySend,
+    /// True once the driver has refused descriptors across pages of 4 KiB, even within a huge page.
+    pages_scattered: AtomicBool,
     /// The registered memory, while a pair uses it.
     umem: Mutex<Weak<Umem>>,
 }
 
-/// Use of AF_XDP where the driver has no zero-copy.
+/// Use of AF_XDP's copy mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CopyMode {
-    /// Frames go by the tap, which is faster.
+    /// Without zero-copy frames go by the tap, which is faster.
     Refused,
-    Allowed,
+    /// It is used even if the driver has zero-copy.
+    Required,
 }
 
 impl Xdp {
@@ -134,6 +143,8 @@ impl Xdp {
             sockets: Mutex::new(sockets),
             software_checksums: false,
             copy_mode: CopyMode::Refused,
+            zero_copy_send: ZeroCopySend::Auto,
+            pages_scattered: AtomicBool::new(false),
             umem: Mutex::default(),
         })
     }
@@ -144,10 +155,21 @@ impl Xdp {
         Self { software_checksums: true, ..self }
     }
 
-    /// Uses AF_XDP also if the driver has no zero-copy, so that the kernel copies each packet.
+    /// Uses the copy mode of AF_XDP, in which the kernel copies each packet, even if the driver has zero-copy.
     #[must_use]
     pub fn with_copy_mode(self) -> Self {
-        Self { copy_mode: CopyMode::Allowed, ..self }
+        Self { copy_mode: CopyMode::Required, ..self }
+    }
+
+    /// Sets which frames refer to guest memory in zero-copy mode. By default the cheaper method is measured.
+    #[must_use]
+    pub fn with_zero_copy_send(self, zero_copy_send: ZeroCopySend) -> Self {
+        Self { zero_copy_send, ..self }
+    }
+
+    /// Splits references at pages of 4 KiB from now on, also within huge pages.
+    fn split_at_pages(&self) {
+        self.pages_scattered.store(true, Relaxed);
     }
 
     /// Name of the interface.
@@ -232,6 +254,7 @@ impl Xdp {
             return Err(self.no_zero_copy());
         }
         let driver = driver.unwrap_or_default();
+        let zero_copy = driver.zero_copy && self.copy_mode == CopyMode::Refused;
         let known = registered.upgrade().filter(|umem| umem.is_of(memory));
         let umem_use = if known.is_some() { UmemUse::Shares } else { UmemUse::Registers };
         let mut socket = self.take_socket(memory, umem_use)?;
@@ -249,7 +272,7 @@ impl Xdp {
             _ => {
                 let register = |fd: &OwnedFd, mapping: &UmemMapping, huge_pages: bool| {
                     // Metadata has to be in the page of its descriptor, for which small pages of guests have no room.
-                    let metadata = !driver.zero_copy || (driver.checksum && huge_pages);
+                    let metadata = !zero_copy || (driver.checksum && huge_pages);
                     socket::register(fd, mapping, metadata && !self.software_checksums)
                 };
                 Ok((socket.register(memory, pairs, register)?, UmemUse::Registers))
@@ -272,14 +295,21 @@ impl Xdp {
             *registered = Arc::downgrade(&umem);
         }
         let socket = XdpSocket::map(socket, &umem)?;
-        TxQueue::new(umem, socket, pair, driver.descriptors, mtu + LINK_HEADER_BYTES).map(Some)
+        let scattered = self.pages_scattered.load(Relaxed);
+        let options = QueueOptions {
+            zero_copy_descriptors: driver.descriptors,
+            zero_copy_crossing: if scattered { PageCrossing::None } else { PageCrossing::WithinHugePages },
+            zero_copy_send: self.zero_copy_send,
+            frame_bytes_max: mtu + LINK_HEADER_BYTES,
+        };
+        TxQueue::new(umem, socket, pair, &options).map(Some)
     }
 
     /// Modes to bind with, the best one first.
     fn bind_modes(&self) -> &'static [SocketAddrXdpFlags] {
         match self.copy_mode {
             CopyMode::Refused => &[SocketAddrXdpFlags::XDP_ZEROCOPY],
-            CopyMode::Allowed => &[SocketAddrXdpFlags::XDP_ZEROCOPY, SocketAddrXdpFlags::XDP_COPY],
+            CopyMode::Required => &[SocketAddrXdpFlags::XDP_COPY],
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::Switch;
+use super::{Switch, ZeroCopy};
 use crate::observability::ObservabilityArgs;
 use crate::sandbox::SandboxArgs;
 use crate::sockets::SocketArgs;
@@ -66,9 +66,13 @@ pub(crate) struct NetArgs {
     /// Interface that transmits from guest memory by AF_XDP; the tap only receives
     #[arg(long, value_name = "IF")]
     pub(crate) af_xdp: Option<String>,
-    /// AF_XDP also on an interface without zero-copy, where frames otherwise go by the tap, which is faster
+    /// AF_XDP's copy mode, for tests and comparisons; without it, frames of an interface without zero-copy go by the tap,
+    /// which is faster
     #[arg(long, requires = "af_xdp")]
     pub(crate) af_xdp_copy: bool,
+    /// References to guest memory in frames of more than 256 bytes: auto, where they save CPU time; on, where possible; off
+    #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto", requires = "af_xdp")]
+    pub(crate) zero_copy_send: ZeroCopy,
     /// Inherited AF_XDP sockets, not bound, one for each queue pair
     #[arg(long, value_name = "A:B:..", value_parser = number::<i32>, value_delimiter = ':', requires = "af_xdp")]
     pub(crate) xsk_fds: Vec<i32>,
@@ -86,9 +90,9 @@ pub(crate) struct NetArgs {
     #[arg(long, value_name = "FILE|fd-store")]
     pub(crate) state: Option<PathBuf>,
     /// Socket for live upgrade: a new process with the same options takes over the device, its connection to QEMU and its
-    /// taps, and this one ends; after a failure this one continues. Only for processes of the same user or root, and not
-    /// with --af-xdp, as two processes cannot share a queue
-    #[arg(long, alias = "hand-over", value_name = "SOCKET", conflicts_with = "af_xdp")]
+    /// taps, and this one ends; after a failure this one continues. Only for processes of the same user or root. With
+    /// --xsk-fds, the new process gets sockets of its own
+    #[arg(long, alias = "hand-over", value_name = "SOCKET")]
     pub(crate) upgrade_socket: Option<PathBuf>,
     /// Block the guest's migration; disables the dirty log
     #[arg(long)]

@@ -106,6 +106,7 @@ fn metrics(queue: &QueueStatistics) -> Vec<Metric> {
             "notifications that the driver suppressed",
             queue.notifications_suppressed,
         ),
+        Metric::counter("kicks", "notifications by the driver", queue.kicks),
         Metric::counter("copied", "frames copied by this process or the kernel", queue.copied),
         Metric::counter("zero-copy", "frames read from guest memory by the network device", queue.zero_copy),
         Metric::counter(
@@ -155,6 +156,8 @@ fn copies(queue: &QueueStatistics) -> [Metric; CopyReason::ALL.len()] {
             }
             CopyReason::CopyMode => ("copied-copy-mode", "frames copied: the driver has no zero-copy"),
             CopyReason::Tap => ("copied-tap", "frames copied: sent by the tap"),
+            CopyReason::Cost => ("copied-cost", "frames copied: a copy costs less, or costs are compared"),
+            CopyReason::Setting => ("copied-setting", "frames copied: references are disabled"),
         };
         Metric::counter(name, about, queue.copied_because(reason))
     })

@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use crate::statistics::CopyReason;
 
+const SMALL_PAGE_BYTES: u64 = 4096;
+
 /// A part of a frame in guest memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct UmemRange {
@@ -14,13 +16,35 @@ pub(super) struct UmemRange {
     pub(super) page: u64,
 }
 
+/// Page boundaries that a descriptor may cross. The kernel discards other descriptors as invalid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PageCrossing {
+    /// All: the kernel copies.
+    Any,
+    /// Those within a huge page, which is contiguous for a network card without an IOMMU.
+    WithinHugePages,
+    /// None: an IOMMU maps each page of 4 KiB by itself.
+    None,
+}
+
+impl PageCrossing {
+    /// Unit of memory that a descriptor in a region with such pages must not leave.
+    fn unit(self, page: u64) -> Option<u64> {
+        match self {
+            Self::Any => Option::None,
+            Self::WithinHugePages => Some(page),
+            Self::None => Some(SMALL_PAGE_BYTES),
+        }
+    }
+}
+
 /// Limits of a driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DescriptorLimits {
     /// Maximum number of bytes of a descriptor.
     pub(super) bytes: u32,
-    /// True if a descriptor may cross a page boundary.
-    pub(super) crosses_pages: bool,
+    /// Page boundaries that a descriptor may cross.
+    pub(super) crossing: PageCrossing,
     /// Bytes before each descriptor that must be in the same page, if it may not cross: room for metadata, used or not.
     pub(super) headroom: u64,
     /// Maximum number of descriptors of a packet.
@@ -66,11 +90,11 @@ pub(super) fn references(
         let mut offset = start + skipped;
         while here > 0 {
             let mut bytes = here.min(limits.bytes.into());
-            if !limits.crosses_pages {
-                if offset % part.page < limits.headroom {
+            if let Some(unit) = limits.crossing.unit(part.page) {
+                if offset % unit < limits.headroom {
                     return Err(CopyReason::Pages);
                 }
-                bytes = bytes.min(part.page - offset % part.page);
+                bytes = bytes.min(unit - offset % unit);
             }
             if out.len() == end {
                 let too_many_parts = parts_used > limits.descriptors;
@@ -98,10 +122,15 @@ mod tests {
     }
 
     fn limits() -> impl Strategy<Value = DescriptorLimits> {
-        (1u32..=4096, any::<bool>(), prop_oneof![Just(0u64), Just(24)], 1usize..40).prop_map(
-            |(bytes, crosses_pages, headroom, descriptors)| DescriptorLimits {
+        let crossing = prop_oneof![
+            Just(PageCrossing::Any),
+            Just(PageCrossing::WithinHugePages),
+            Just(PageCrossing::None)
+        ];
+        (1u32..=4096, crossing, prop_oneof![Just(0u64), Just(24)], 1usize..40).prop_map(
+            |(bytes, crossing, headroom, descriptors)| DescriptorLimits {
                 bytes,
-                crosses_pages,
+                crossing,
                 headroom,
                 descriptors,
             },
@@ -129,7 +158,7 @@ mod tests {
                         let (start, end) = (part.offset.unwrap(), part.offset.unwrap() + u64::from(part.len));
                         let (first, last) = (offset - limits.headroom, offset + u64::from(*len) - 1);
                         (start..end).contains(offset) && last < end
-                            && (limits.crosses_pages || first / part.page == last / part.page)
+                            && limits.crossing.unit(part.page).is_none_or(|unit| first / unit == last / unit)
                     };
                     prop_assert!(parts.iter().any(|part| inside(&part)), "{offset} {len}");
                 }
@@ -139,7 +168,7 @@ mod tests {
                 let bytes = parts.iter().flat_map(|part| all(part.offset.unwrap(), part.len));
                 let expected: Vec<u64> = bytes.skip(range.start).take(range.len()).collect();
                 prop_assert_eq!(found, expected);
-            } else if limits.crosses_pages {
+            } else if limits.crossing == PageCrossing::Any {
                 // The number of descriptors is the only other limit.
                 let needed: usize = parts.iter().map(|part| (part.len / limits.bytes) as usize + 2).sum();
                 prop_assert!(needed > limits.descriptors);
@@ -149,7 +178,8 @@ mod tests {
 
     #[test]
     fn ranges_outside_of_the_umem_are_not_referenced() {
-        let limits = DescriptorLimits { bytes: 4096, crosses_pages: true, headroom: 0, descriptors: 17 };
+        let limits =
+            DescriptorLimits { bytes: 4096, crossing: PageCrossing::Any, headroom: 0, descriptors: 17 };
         let inside = UmemRange { offset: Some(1 << 20), len: 100, page: 4096 };
         let parts = [inside, UmemRange { offset: None, ..inside }, inside];
         let can = |range| references(&parts, range, &limits, &mut Vec::new());
@@ -160,16 +190,22 @@ mod tests {
 
     #[test]
     fn parts_and_page_boundaries_need_descriptors() {
-        let limits = DescriptorLimits { bytes: 4096, crosses_pages: false, headroom: 0, descriptors: 1 };
+        let crossing = PageCrossing::WithinHugePages;
+        let limits = DescriptorLimits { bytes: 4096, crossing, headroom: 0, descriptors: 1 };
         let inside = UmemRange { offset: Some(1 << 20), len: 100, page: 4096 };
-        let crossing = UmemRange { offset: Some((1 << 20) + 4050), ..inside };
+        let crossing_part = UmemRange { offset: Some((1 << 20) + 4050), ..inside };
         let reason = |parts: &[UmemRange], range, limits| references(parts, range, &limits, &mut Vec::new());
         assert_eq!(reason(&[inside, inside], 0..100, limits), Ok(()));
         assert_eq!(reason(&[inside, inside], 50..150, limits), Err(CopyReason::Buffers));
-        assert_eq!(reason(&[crossing], 0..46, limits), Ok(()));
-        assert_eq!(reason(&[crossing], 0..100, limits), Err(CopyReason::Pages));
+        assert_eq!(reason(&[crossing_part], 0..46, limits), Ok(()));
+        assert_eq!(reason(&[crossing_part], 0..100, limits), Err(CopyReason::Pages));
         // The packet's headers have the only descriptor.
         assert_eq!(reason(&[inside], 50..100, limits.less(1)), Err(CopyReason::Buffers));
+        // Within a huge page, unless an IOMMU maps its parts.
+        let huge = [UmemRange { page: 1 << 21, ..crossing_part }];
+        assert_eq!(reason(&huge, 0..100, limits), Ok(()));
+        let scattered = DescriptorLimits { crossing: PageCrossing::None, ..limits };
+        assert_eq!(reason(&huge, 0..100, scattered), Err(CopyReason::Pages));
         let headroom = DescriptorLimits { headroom: 24, ..limits };
         assert_eq!(reason(&[inside], 0..100, headroom), Err(CopyReason::Pages));
     }

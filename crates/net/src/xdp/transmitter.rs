@@ -10,6 +10,7 @@ use rustix::event::{Timespec, poll};
 use towline_vhost_user::{BackendError, Batch, Memory, Next, Ring};
 
 use super::orphans::{FREE_INTERVAL, OrphanState, OrphanedChains};
+use super::references::PageCrossing;
 use super::socket::TransmitMode;
 use super::timer::{CompletionTimer, Progress};
 use super::tx_queue::{DrainScope, Drained, TxError, TxQueue, TxRun};
@@ -230,7 +231,14 @@ impl XdpTransmitter {
     fn fail(&mut self, ring: Option<&Ring>, counted: &mut BatchCounters, error: &TxError) {
         let memory = ring.map_or_else(Arc::default, |ring| Arc::clone(ring.memory()));
         self.close_queue(counted);
-        let retry = if matches!(error, TxError::MemoryRemoved) { Retry::Never } else { Retry::Later };
+        let retry = match error {
+            TxError::Invalid { crossing: PageCrossing::WithinHugePages, .. } => {
+                self.shared.xdp.iter().for_each(Xdp::split_at_pages);
+                Retry::Later
+            }
+            TxError::MemoryRemoved | TxError::Invalid { .. } => Retry::Never,
+            _ => Retry::Later,
+        };
         self.record_failure(&memory, retry, &error.to_string());
     }
 

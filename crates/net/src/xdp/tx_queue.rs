@@ -5,12 +5,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, poll};
+use rustix::time::{ClockId, clock_gettime};
+use towline_channel::ZeroCopySend;
 use towline_vhost_user::{Batch, Chain, Head, Memory, Next, Ring};
 
 use super::error_budget::ErrorBudget;
-use super::frame_builder::{BuildOutcome, FrameBuilder, GuestReferences};
+use super::frame_builder::{BuildOutcome, COPY_BYTES, FrameBuilder, GuestReferences};
 use super::in_flight::{FRAMES_MAX, InFlightFrames, tagged};
-use super::references::DescriptorLimits;
+use super::references::{DescriptorLimits, PageCrossing};
+use super::send_policy::{Notifications, SendMethod, SendPolicy};
 use super::socket::{CHUNK_BYTES, COMPLETION_ENTRIES, TransmitMode, XdpSocket};
 use super::timer::Progress;
 use super::umem::Umem;
@@ -39,10 +42,12 @@ pub(super) struct TxQueue {
     builder: FrameBuilder,
     in_flight: InFlightFrames<Head>,
     budget: ErrorBudget,
+    policy: SendPolicy,
+    crossing: PageCrossing,
     /// Time of the last completion, or of the last moment without frames in flight.
     last_progress: Instant,
-    /// True if guest memory is to be checked after this batch.
-    check_memory: bool,
+    /// True if guest memory and the kernel's counters are to be checked after this batch.
+    check: bool,
 }
 
 /// Error after which a queue cannot be used any more.
@@ -54,8 +59,10 @@ pub(super) enum TxError {
     Send(io::Error),
     #[error("the kernel completed a descriptor that was not in flight")]
     UnknownCompletion,
-    #[error("no completions for {} s ({invalid} descriptors were invalid)", STALLED_AFTER.as_secs())]
-    Stalled { invalid: u64 },
+    #[error("no completions for {} s", STALLED_AFTER.as_secs())]
+    Stalled,
+    #[error("the kernel discarded {invalid} descriptors as invalid")]
+    Invalid { invalid: u64, crossing: PageCrossing },
     #[error(
         "pages were removed from the guest's memory (balloon, page reporting); AF_XDP needs a guest without these devices"
     )]
@@ -68,6 +75,19 @@ pub(super) struct TxRun {
     pub(super) next: Next,
     /// True if a frame waits for room in the tap.
     pub(super) tap_full: bool,
+}
+
+/// Properties of a queue.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct QueueOptions {
+    /// Maximum number of descriptors of a packet if the socket is in zero-copy mode.
+    pub(super) zero_copy_descriptors: usize,
+    /// Page boundaries that a descriptor may cross then.
+    pub(super) zero_copy_crossing: PageCrossing,
+    /// Use of references to guest memory then.
+    pub(super) zero_copy_send: ZeroCopySend,
+    /// Maximum length of a frame of the interface.
+    pub(super) frame_bytes_max: usize,
 }
 
 /// Frames for whose completion a drain waits.
@@ -97,36 +117,41 @@ enum SendOutcome {
 }
 
 impl TxQueue {
-    /// A queue of a pair, with a bound socket. `zero_copy_descriptors` is the maximum number of descriptors of a packet if the
-    /// socket is in zero-copy mode.
+    /// A queue of a pair, with a bound socket.
     pub(super) fn new(
         umem: Arc<Umem>,
         socket: XdpSocket,
         pair: usize,
-        zero_copy_descriptors: usize,
-        frame_bytes_max: usize,
+        options: &QueueOptions,
     ) -> io::Result<Self> {
         let section = ArenaSection::acquire(&umem.mapping, pair);
         let section = section.ok_or_else(|| io::Error::other("the pair's arena is still in use"))?;
         let descriptors = match (socket.scatter_gather, socket.zero_copy) {
             (false, _) => 1,
             (true, false) => COPY_DESCRIPTORS_MAX,
-            (true, true) => zero_copy_descriptors,
+            (true, true) => options.zero_copy_descriptors,
         };
+        let crossing = if socket.zero_copy { options.zero_copy_crossing } else { PageCrossing::Any };
         let limits = DescriptorLimits {
             bytes: CHUNK_BYTES - umem.metadata_bytes,
-            crosses_pages: !socket.zero_copy,
+            crossing,
             headroom: umem.metadata_bytes.into(),
             descriptors,
         };
+        let policy = match socket.zero_copy {
+            true => SendPolicy::new(options.zero_copy_send),
+            false => SendPolicy::of_copy_mode(),
+        };
         Ok(Self {
             socket,
-            builder: FrameBuilder::new(Arc::clone(&umem), section, limits, frame_bytes_max),
+            policy,
+            crossing,
+            builder: FrameBuilder::new(Arc::clone(&umem), section, limits, options.frame_bytes_max),
             umem,
             in_flight: InFlightFrames::new(),
             budget: ErrorBudget::default(),
             last_progress: Instant::now(),
-            check_memory: false,
+            check: false,
         })
     }
 
@@ -159,6 +184,10 @@ impl TxQueue {
     ) -> Result<TxRun, TxError> {
         self.reap(Some(&mut *ring))?;
         for _ in 0..BATCHES_PER_RUN {
+            if !self.policy.is_fixed() {
+                let ring = ring.statistics();
+                self.policy.notified(Notifications { kicks: ring.kicks, calls: ring.notifications });
+            }
             let popped = ring.pop(batch, FRAMES_PER_BATCH);
             let (mut sent, mut tap_full) = (popped, false);
             for (index, chain) in batch.chains().enumerate() {
@@ -173,8 +202,8 @@ impl TxQueue {
             self.wake_up()?;
             let progress = self.reap(Some(&mut *ring))?;
             ring.publish();
-            if std::mem::take(&mut self.check_memory) && !self.umem.is_intact() {
-                return Err(TxError::MemoryRemoved);
+            if std::mem::take(&mut self.check) {
+                self.check()?;
             }
             if popped == 0 {
                 ring.set_notification(true);
@@ -199,7 +228,19 @@ impl TxQueue {
     ) -> SendOutcome {
         let virtio_bytes = tap.format.header_bytes;
         let frame_bytes = (chain.readable_bytes() as usize).saturating_sub(virtio_bytes);
-        let outcome = self.build(chain, virtio_bytes, ring.size());
+        let references = self.references(frame_bytes, ring.size());
+        let decided =
+            matches!(references, GuestReferences::Allowed | GuestReferences::Forbidden(CopyReason::Cost))
+                && frame_bytes > COPY_BYTES;
+        let begun = (decided && self.policy.measures(frame_bytes)).then(cpu_time);
+        let outcome = self.build(chain, virtio_bytes, references);
+        if matches!(outcome, BuildOutcome::Referenced | BuildOutcome::Copied(_)) {
+            self.commit((outcome == BuildOutcome::Referenced).then(|| chain.head()));
+            let cost = begun.map(|begun| cpu_time().saturating_sub(begun));
+            if decided {
+                self.policy.sent(frame_bytes, cost);
+            }
+        }
         match outcome {
             BuildOutcome::NoRoom => return SendOutcome::NoRoom,
             BuildOutcome::Unsupported => {
@@ -215,7 +256,6 @@ impl TxQueue {
                 ring.complete(chain, 0);
             }
             BuildOutcome::Referenced => {
-                self.commit(Some(chain.head()));
                 counted.add_frame(frame_bytes);
                 counted.referenced += 1;
                 if self.socket.zero_copy {
@@ -225,27 +265,30 @@ impl TxQueue {
                 }
             }
             BuildOutcome::Copied(reason) => {
-                self.commit(None);
                 ring.complete(chain, 0);
                 counted.add_frame(frame_bytes);
                 counted.add_copies(reason, 1);
             }
         }
-        self.check_memory |= self.budget.count_frame();
+        self.check |= self.budget.count_frame();
         SendOutcome::Done
     }
 
-    /// Builds the descriptors of a frame, and checks that the rings have room for them.
-    fn build(&mut self, chain: Chain<'_>, virtio_bytes: usize, ring_size: u16) -> BuildOutcome {
+    /// Decides if a frame of this length may refer to guest memory.
+    fn references(&self, frame_bytes: usize, ring_size: u16) -> GuestReferences {
         // At most half of the ring is in flight, further frames are copied: a slow network card does not hold all chains.
         let chains_max = u32::from(ring_size / 2).min(u32::from(FRAMES_MAX) / 2);
-        let references = if self.in_flight.heads() >= chains_max {
-            GuestReferences::Forbidden(CopyReason::InFlight)
-        } else if self.budget.is_exceeded() {
-            GuestReferences::Forbidden(CopyReason::Errors)
-        } else {
-            GuestReferences::Allowed
-        };
+        match self.policy.method(frame_bytes) {
+            _ if self.in_flight.heads() >= chains_max => GuestReferences::Forbidden(CopyReason::InFlight),
+            _ if self.budget.is_exceeded() => GuestReferences::Forbidden(CopyReason::Errors),
+            SendMethod::Reference => GuestReferences::Allowed,
+            SendMethod::Copy if self.policy.is_fixed() => GuestReferences::Forbidden(CopyReason::Setting),
+            SendMethod::Copy => GuestReferences::Forbidden(CopyReason::Cost),
+        }
+    }
+
+    /// Builds the descriptors of a frame, and checks that the rings have room for them.
+    fn build(&mut self, chain: Chain<'_>, virtio_bytes: usize, references: GuestReferences) -> BuildOutcome {
         let mut outcome = self.builder.build(chain, virtio_bytes, references);
         let built = matches!(outcome, BuildOutcome::Referenced | BuildOutcome::Copied(_));
         if built && !self.has_room(self.builder.descriptors.len()) {
@@ -322,9 +365,22 @@ impl TxQueue {
         if completions > 0 || in_flight.descriptors() == 0 {
             self.last_progress = Instant::now();
         } else if self.last_progress.elapsed() > STALLED_AFTER {
-            return Err(TxError::Stalled { invalid: self.socket.invalid_descriptors() });
+            self.check()?;
+            return Err(TxError::Stalled);
         }
         Ok(if completions > 0 { Progress::Some } else { Progress::None })
+    }
+
+    /// Checks that the kernel reads all descriptors, from the guest's present memory.
+    fn check(&self) -> Result<(), TxError> {
+        if !self.umem.is_intact() {
+            return Err(TxError::MemoryRemoved);
+        }
+        match self.socket.invalid_descriptors() {
+            0 => Ok(()),
+            // They are not completed: their chains are in flight until the socket is closed.
+            invalid => Err(TxError::Invalid { invalid, crossing: self.crossing }),
+        }
     }
 
     /// Waits until no frame of the scope is in flight, or until the deadline.
@@ -357,4 +413,9 @@ impl TxQueue {
     pub(super) fn close(self) -> impl Iterator<Item = Head> {
         self.in_flight.into_heads()
     }
+}
+
+/// The CPU time that this thread has used.
+fn cpu_time() -> Duration {
+    Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
 }
