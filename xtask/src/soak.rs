@@ -333,6 +333,18 @@ const SOAKS: &[Soak] = &[
         },
     },
     Soak {
+        name: "net-zero-copy",
+        about: "streams by AF_XDP with zero-copy for 120 s while scatter-gather, queues and rings change (TOWLINE_SOAK_XDP_SECONDS), \
+            and while a capture stands still for 60 s (TOWLINE_SOAK_XDP_SUSPENDED_S)",
+        run: || {
+            lab_test(
+                "net",
+                "zero_copy::stress::streams_survive_changes_meanwhile",
+                &[("TOWLINE_SOAK_XDP_SECONDS", "120"), ("TOWLINE_SOAK_XDP_SUSPENDED_S", "60")],
+            )
+        },
+    },
+    Soak {
         name: "net-plugs",
         about: "20 times a second network card comes and goes under traffic (TOWLINE_SOAK_NET_PLUGS)",
         run: || {

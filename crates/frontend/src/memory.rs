@@ -23,6 +23,7 @@ pub const GUEST_BASE: u64 = 0x4000_0000;
 pub const USER_BASE: u64 = 0x7e00_0000_0000;
 const USER_STRIDE: u64 = 0x10_0000_0000;
 const PAGE: u64 = 4096;
+const HUGE_PAGE: u64 = 2 << 20;
 
 /// Shared memory of which parts are given out, and never taken back.
 #[derive(Debug)]
@@ -48,8 +49,20 @@ impl Memory {
     /// # Errors
     /// The kernel's.
     pub fn with_regions(region_bytes: u64, region_count: u64) -> Result<Self> {
-        let region = region_bytes.next_multiple_of(PAGE);
-        let fd = memfd_create("guest", MemfdFlags::CLOEXEC).map_err(system("memfd_create"))?;
+        Self::in_file(MemfdFlags::CLOEXEC, region_bytes.next_multiple_of(PAGE), region_count)
+    }
+
+    /// Memory of one region in pages of 2 MiB, which the system must have free.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn in_huge_pages(bytes: u64) -> Result<Self> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        Self::in_file(flags, bytes.next_multiple_of(HUGE_PAGE), 1)
+    }
+
+    fn in_file(flags: MemfdFlags, region: u64, region_count: u64) -> Result<Self> {
+        let fd = memfd_create("guest", flags).map_err(system("memfd_create"))?;
         ftruncate(&fd, region * region_count).map_err(system("ftruncate"))?;
         let map = MmapOptions::new().populate().map_raw(&fd);
         let map = map.map_err(|source| crate::Error::System { what: "mmap", source })?;

@@ -8,13 +8,17 @@
 //! Linux's virtio-net has zero-copy since 6.11, where the card uses the platform's DMA (`iommu_platform`). When this test stops
 //! reading, the card's queue stops, and frames stay in the driver's memory.
 
+mod costs;
 mod driver;
 mod killed;
+mod pages;
 mod pairs;
+mod stress;
 mod wire;
 
 use std::os::unix::net::UnixListener;
 use std::path::Path;
+use std::time::Duration;
 
 use serde_json::Value;
 use towline_lab::{
@@ -28,6 +32,10 @@ use wire::Wire;
 
 /// QEMU's card waits for this time, in nanoseconds, before it sends. It does not wait if it is notified again meanwhile.
 const DELAYED: &str = ",tx=timer,x-txtimer=4000000000";
+/// All frames that can be are sent by reference.
+const ALL_REFERENCES: &str = "--zero-copy-send on";
+/// Huge pages of the guest.
+const HUGE_PAGES: u32 = 16;
 /// Number of frames of one notification.
 const FRAMES_PER_BATCH: u32 = 48;
 
@@ -35,7 +43,7 @@ const FRAMES_PER_BATCH: u32 = 48;
 const WIRE_TAP: &str = "wire0";
 
 /// A card and its guest.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 struct Setup<'n> {
     /// Further properties of QEMU's card.
     card: &'static str,
@@ -43,6 +51,26 @@ struct Setup<'n> {
     arguments: &'static str,
     /// Network of a tap, by which the card has two queue pairs instead of one.
     network: Option<&'n Network>,
+    /// Further programs of the guest.
+    programs: &'n [&'n Path],
+    /// Pages of the driver's memory, and the DMA of the guest.
+    pages: Pages,
+}
+
+/// Pages of the driver's memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pages {
+    Small,
+    /// Of 2 MiB.
+    Huge,
+    /// Of 2 MiB, but an IOMMU maps each of their parts of 4 KiB somewhere else.
+    Scattered,
+}
+
+impl Default for Setup<'_> {
+    fn default() -> Self {
+        Self { card: "", arguments: ALL_REFERENCES, network: None, programs: &[], pages: Pages::Small }
+    }
 }
 
 impl Setup<'_> {
@@ -77,6 +105,13 @@ impl Setup<'_> {
     }
 }
 
+/// A command that the driver executes.
+struct Begun {
+    marker: String,
+    /// Number of times that it was executed before.
+    before: usize,
+}
+
 /// A guest with a card and a driver.
 struct Bench {
     guest: LinuxGuest,
@@ -101,26 +136,33 @@ impl Bench {
     fn start(test: &str, setup: Setup<'_>) -> Self {
         let scratch = scratch();
         let own = std::env::current_exe().unwrap();
-        let programs = ProgramDisk::pack(&[&towline_binary().unwrap(), &own]).unwrap();
+        let towline = towline_binary().unwrap();
+        let programs = ProgramDisk::pack(&[&[towline.as_path(), &own], setup.programs].concat()).unwrap();
         let builder =
             Qemu::builder(Version::V10_0).linux().kernel(Kernel::Newest).memory_mib(2048).processors(2);
+        let builder = match setup.pages {
+            Pages::Scattered => builder
+                .args(["-device", "intel-iommu,intremap=off"])
+                .kernel_arguments("intel_iommu=on iommu.passthrough=0"),
+            Pages::Small | Pages::Huge => builder,
+        };
         let (qemu, wire) = setup.start(builder.args(programs.arguments()), &path(&scratch, "wire"));
         let mut guest = qemu.linux(WITHIN).unwrap();
         guest.unpack_programs().unwrap();
         let pairs = setup.pairs();
-        // Its events and errors are in files.
-        let card = format!(
-            "towline net --json --socket /tmp/net.sock --tap tap0 --queues {pairs} --af-xdp eth0 {} \
-             > /tmp/card.out 2> /tmp/card.err & echo $! > /tmp/card.pid",
-            setup.arguments
-        );
+        let card = card_line(pairs, setup.arguments);
         let mut bench = Self { guest, wire, card, frames: 0, qemu };
         bench.shell(&format!("ip link set eth0 up && busybox mkfifo {}", driver::PIPE));
         bench.start_card();
         let program = own.file_name().unwrap().to_str().unwrap();
         let (socket, variable) = (driver::SOCKET, driver::PAIRS);
+        let mut huge = String::new();
+        if setup.pages != Pages::Small {
+            bench.shell(&format!("echo {HUGE_PAGES} > /proc/sys/vm/nr_hugepages"));
+            huge = format!("{}=1", driver::HUGE_PAGES);
+        }
         bench.shell(&format!(
-            "{socket}=/tmp/net.sock {variable}={pairs} {program} {test} --exact --nocapture > /tmp/driver.out 2>&1 &"
+            "{huge} {socket}=/tmp/net.sock {variable}={pairs} {program} {test} --exact --nocapture > /tmp/driver.out 2>&1 &"
         ));
         bench
     }
@@ -135,19 +177,46 @@ impl Bench {
         self.shell(&card);
     }
 
+    /// Ends the card's process as a service manager does, and waits for its exit.
+    fn end_card(&mut self) {
+        let pid = self.card_pid();
+        self.shell(&format!("kill -TERM {pid}"));
+        self.wait_for_exit(pid);
+    }
+
+    fn wait_for_exit(&mut self, pid: u32) {
+        wait_until("the card's exit", WITHIN, || {
+            // Its parent need not have waited for it.
+            let left = self.guest.shell(&format!("test -e /proc/{pid}/exe && echo runs || true"), WITHIN)?;
+            Ok(left.trim().is_empty().then_some(()))
+        })
+        .unwrap();
+    }
+
     fn card_pid(&mut self) -> u32 {
         self.shell("cat /tmp/card.pid").trim().parse().unwrap()
     }
 
     /// Has the driver execute a command. Returns its number of chains in flight.
     fn command(&mut self, command: &str) -> u64 {
-        let output = |guest: &mut LinuxGuest| guest.shell("cat /tmp/driver.out", WITHIN);
+        let begun = self.begin(command);
+        self.result(begun, WITHIN)
+    }
+
+    /// Has the driver begin with a command.
+    fn begin(&mut self, command: &str) -> Begun {
         let marker = format!("{command}: ");
-        let count = |text: &str| text.lines().filter(|line| line.starts_with(&marker)).count();
-        let before = count(&output(&mut self.guest).unwrap());
-        self.guest.shell(&format!("echo {command} > {}", driver::PIPE), WITHIN).unwrap();
-        wait_until(&format!("the driver to {command}"), WITHIN, || {
-            let text = output(&mut self.guest)?;
+        let output = self.shell("cat /tmp/driver.out");
+        let before = output.lines().filter(|line| line.starts_with(&marker)).count();
+        self.shell(&format!("echo {command} > {}", driver::PIPE));
+        Begun { marker, before }
+    }
+
+    /// Returns the result of a command.
+    fn result(&mut self, begun: Begun, within: Duration) -> u64 {
+        let Begun { marker, before } = begun;
+        wait_until(&format!("the driver to {marker}"), within, || {
+            let text = self.guest.shell("cat /tmp/driver.out", WITHIN)?;
             assert!(!text.contains("panicked"), "{text}\n{}", self.card_errors());
             let found = text.lines().filter_map(|line| line.strip_prefix(&marker)).nth(before);
             Ok(found.map(|value| value.parse().unwrap()))
@@ -206,6 +275,14 @@ impl Bench {
         assert!(pending > 0 && in_flight > 0, "{pending} pending, {in_flight} in flight");
         frames
     }
+}
+
+/// Command line that starts a card, with its events and errors in files.
+fn card_line(pairs: usize, arguments: &str) -> String {
+    format!(
+        "towline net --json --socket /tmp/net.sock --tap tap0 --queues {pairs} --af-xdp eth0 {arguments} \
+         >> /tmp/card.out 2>> /tmp/card.err & echo $! > /tmp/card.pid"
+    )
 }
 
 #[test]

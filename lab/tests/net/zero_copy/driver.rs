@@ -8,10 +8,12 @@
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::net::{AddressFamily, SocketFlags, SocketType, eth, socket_with};
 use rustix::process::{Pid, Signal, kill_process};
 use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
 use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
@@ -20,6 +22,8 @@ use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
 pub(crate) const SOCKET: &str = "TOWLINE_TEST_DRIVER";
 /// Set in the guest, to the number of queue pairs.
 pub(crate) const PAIRS: &str = "TOWLINE_TEST_DRIVER_PAIRS";
+/// Set in the guest, if the driver's memory is to be in huge pages.
+pub(crate) const HUGE_PAGES: &str = "TOWLINE_TEST_DRIVER_HUGE_PAGES";
 /// Pipe with the commands.
 pub(crate) const PIPE: &str = "/tmp/commands";
 /// Maximum number of frames in flight.
@@ -34,6 +38,12 @@ const HEADER_BYTES: usize = 18;
 /// Addresses and type of all frames; the type is for experiments (IEEE 802).
 pub(crate) const ETHERNET: [u8; 14] = [2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 0x88, 0xb5];
 const WITHIN: Duration = Duration::from_secs(60);
+/// Frames per notification of a flow.
+const BURST: u64 = 24;
+/// Rounds of a flow between two changes of a kind; coprime, so that they meet in every order.
+const SHAPE_ROUNDS: u64 = 41;
+const ENABLE_ROUNDS: u64 = 59;
+const STOP_ROUNDS: u64 = 97;
 
 /// The frame with this sequence number, of 60 to 1514 bytes.
 pub(crate) fn frame(sequence: u32) -> Vec<u8> {
@@ -66,6 +76,15 @@ pub(crate) fn run(socket: &Path) {
     }
 }
 
+/// Buffers of the frames.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Shape {
+    /// Without scatter-gather: the frame behind its virtio header.
+    Linear,
+    /// The virtio header of its own, or with the frame, or with a part of it.
+    Mixed,
+}
+
 struct Driver {
     frontend: Frontend,
     memory: Arc<Memory>,
@@ -78,26 +97,49 @@ struct Driver {
     slots_at: u64,
     free: Vec<u64>,
     next: u32,
+    shape: Shape,
+    /// Frames by their slots, and the last one that was used on each pair.
+    frames: Vec<u32>,
+    last_used: Vec<u32>,
+    /// Number of chains that were used after a later one of their ring.
+    overtaken: u64,
+    /// A capture of all packets of this machine, which is not read.
+    capture: Option<OwnedFd>,
 }
 
 impl Driver {
     fn start(socket: &Path) -> Self {
         let pairs: u32 = std::env::var(PAIRS).unwrap().parse().unwrap();
-        let memory = Arc::new(Memory::new(MEMORY_BYTES).unwrap());
+        let huge = std::env::var_os(HUGE_PAGES).is_some();
+        let memory = if huge { Memory::in_huge_pages(MEMORY_BYTES) } else { Memory::new(MEMORY_BYTES) };
+        let memory = Arc::new(memory.unwrap());
         let (mut frontend, features) = connect(socket, &memory);
         let new = |pair| Queue::new(&memory, 2 * pair + 1, QueueOptions { size: RING, features }).unwrap();
         let queues: Vec<Queue> = (0..pairs).map(new).collect();
         queues.iter().for_each(|queue| frontend.start(queue, 0).unwrap());
         let slots_at = memory.alloc(SLOTS * SLOT_BYTES, 4096);
-        let (bases, free) = (vec![0; queues.len()], (0..SLOTS).collect());
-        Self { frontend, memory, queues, bases, pair: 0, slots_at, free, next: 0 }
+        Self {
+            frontend,
+            memory,
+            bases: vec![0; queues.len()],
+            last_used: vec![0; queues.len()],
+            queues,
+            pair: 0,
+            slots_at,
+            free: (0..SLOTS).collect(),
+            next: 0,
+            shape: Shape::Mixed,
+            frames: vec![0; usize::try_from(SLOTS).unwrap()],
+            overtaken: 0,
+            capture: None,
+        }
     }
 
     fn queue(&mut self) -> &mut Queue {
         &mut self.queues[self.pair]
     }
 
-    /// Executes a command. Returns the number of chains in flight.
+    /// Executes a command. Returns the number of chains in flight, or what is documented at the command.
     fn execute(&mut self, line: &str) -> u64 {
         match line.split_once(' ').unwrap_or((line, "")) {
             ("pair", pair) => self.pair = pair.parse().unwrap(),
@@ -113,19 +155,85 @@ impl Driver {
             }
             ("look", _) => self.reclaim(),
             ("finish", _) => self.finish(),
-            ("stop", _) => {
-                self.bases[self.pair] = self.frontend.stop(self.queues[self.pair].index()).unwrap();
-                self.reclaim();
+            ("stop", _) => self.stop(),
+            ("start", _) => self.start_again(),
+            ("capture", _) => {
+                let flags = SocketFlags::CLOEXEC;
+                let socket = socket_with(AddressFamily::PACKET, SocketType::RAW, flags, Some(eth::ALL));
+                self.capture = Some(socket.unwrap());
             }
-            ("start", _) => {
-                self.frontend.start(&self.queues[self.pair], self.bases[self.pair]).unwrap();
-                self.queue().force_kick();
+            // The number of frames.
+            ("flow", milliseconds) => {
+                return self.flow(Duration::from_millis(milliseconds.parse().unwrap()));
             }
+            ("overtaken", _) => return self.overtaken,
             ("kill", arguments) => self.kill_card(arguments),
             ("connect", _) => self.connect_again(),
             _ => panic!("unknown command `{line}`"),
         }
         self.queue().in_flight().into()
+    }
+
+    fn stop(&mut self) {
+        self.bases[self.pair] = self.frontend.stop(self.queues[self.pair].index()).unwrap();
+        self.reclaim();
+    }
+
+    fn start_again(&mut self) {
+        self.frontend.start(&self.queues[self.pair], self.bases[self.pair]).unwrap();
+        self.queue().force_kick();
+    }
+
+    /// Sends by all pairs in turn. Meanwhile frames have several buffers or one, the last pair is disabled and enabled, as
+    /// Linux does when its number of queues changes, and rings stop with frames in flight. Returns the number of frames.
+    fn flow(&mut self, length: Duration) -> u64 {
+        let (first, begun) = (self.next, Instant::now());
+        let last = self.queues.len() - 1;
+        let mut enabled = true;
+        for round in 1u64.. {
+            if begun.elapsed() >= length {
+                break;
+            }
+            self.pair = if enabled { usize::try_from(round).unwrap() % self.queues.len() } else { 0 };
+            if self.free.is_empty() {
+                self.queue().wait(WITHIN).unwrap();
+            }
+            self.reclaim_all();
+            self.add(BURST.min(self.free.len() as u64));
+            if round.is_multiple_of(SHAPE_ROUNDS) {
+                self.shape = if self.shape == Shape::Linear { Shape::Mixed } else { Shape::Linear };
+            }
+            if round.is_multiple_of(ENABLE_ROUNDS) && last > 0 {
+                self.pair = last;
+                self.finish();
+                enabled = !enabled;
+                self.frontend.enable(self.queues[last].index(), enabled).unwrap();
+            }
+            if round.is_multiple_of(STOP_ROUNDS) {
+                self.pair = 0;
+                self.stop();
+                self.start_again();
+            }
+        }
+        self.frontend.enable(self.queues[last].index(), true).unwrap();
+        self.finish_all();
+        (self.next - first).into()
+    }
+
+    fn finish_all(&mut self) {
+        for pair in 0..self.queues.len() {
+            self.pair = pair;
+            self.finish();
+        }
+    }
+
+    fn reclaim_all(&mut self) {
+        let current = self.pair;
+        for pair in 0..self.queues.len() {
+            self.pair = pair;
+            self.reclaim();
+        }
+        self.pair = current;
     }
 
     /// `COUNT USED PID`: queues frames, and kills the card once it has used some of them.
@@ -159,8 +267,11 @@ impl Driver {
             let at = self.slots_at + slot * SLOT_BYTES;
             self.memory.write(at, &bytes);
             let len = u32::try_from(bytes.len()).unwrap();
-            // The header of its own, or with the frame, or with a part of it.
-            let first = [12, len, 40][self.next as usize % 3];
+            let first = match self.shape {
+                Shape::Linear => len,
+                Shape::Mixed => [12, len, 40][self.next as usize % 3],
+            };
+            self.frames[usize::try_from(slot).unwrap()] = self.next;
             let parts = [(at, first), (at + u64::from(first), len - first)];
             let buffers: Vec<Buffer> = parts
                 .into_iter()
@@ -178,6 +289,10 @@ impl Driver {
         while let Some(used) = self.queue().pop_used().unwrap() {
             let at = self.slots_at + used.token * SLOT_BYTES;
             self.memory.write(at, &[0xee; SLOT_BYTES as usize]);
+            let frame = self.frames[usize::try_from(used.token).unwrap()];
+            let last = &mut self.last_used[self.pair];
+            self.overtaken += u64::from(frame < *last);
+            *last = frame.max(*last);
             self.free.push(used.token);
         }
     }

@@ -8,7 +8,7 @@ use super::{Bench, DELAYED, Setup, driver};
 use crate::support::{number, sum};
 
 /// Keeps the record of descriptors in flight.
-const RECORD: &str = "--state /tmp/card.state";
+const RECORD: &str = "--zero-copy-send on --state /tmp/card.state";
 /// Number of frames that are queued when the process is killed.
 const FRAMES: u32 = 300;
 

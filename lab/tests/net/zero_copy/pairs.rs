@@ -9,7 +9,7 @@ use super::{Bench, DELAYED, Setup, driver};
 use crate::support::{WITHIN, network};
 
 /// Mode of a pair whose frames are sent from the driver's memory.
-const ZERO_COPY: &str = "af-xdp-zero-copy";
+pub(super) const ZERO_COPY: &str = "af-xdp-zero-copy";
 
 /// The first pair, with which the memory is registered, is closed with frames in flight, while the other one sends.
 #[test]
@@ -43,7 +43,7 @@ fn a_pair_closes_its_socket_while_another_one_sends() {
 }
 
 /// Sends frames by a pair, without a copy.
-fn send(bench: &mut Bench, pair: usize) {
+pub(super) fn send(bench: &mut Bench, pair: usize) {
     bench.command(&format!("pair {pair}"));
     // Until the pair's socket is bound, which is tried with each kick, frames go by the tap.
     wait_until("a socket in zero-copy mode", WITHIN, || {
@@ -60,6 +60,6 @@ fn send(bench: &mut Bench, pair: usize) {
     assert_eq!(mode(bench, pair), ZERO_COPY, "{}", bench.card_errors());
 }
 
-fn mode(bench: &mut Bench, pair: usize) -> Value {
+pub(super) fn mode(bench: &mut Bench, pair: usize) -> Value {
     bench.statistics()["pairs"][pair]["tx"]["mode"].take()
 }
