@@ -141,7 +141,7 @@ fn clones(
     let recipients: Vec<_> = destinations
         .iter()
         .zip(&reporters)
-        .map(|(destination, reporter)| CloneTarget { destination, observer: reporter })
+        .map(|(destination, reporter)| CloneTarget { destination, observer: reporter, started: None })
         .collect();
     // The worst result.
     let exit = Mutex::new(Exit::Done);

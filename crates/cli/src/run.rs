@@ -209,7 +209,12 @@ fn restore(
     let targets: Vec<_> = destinations
         .iter()
         .zip(&observers)
-        .map(|(destination, observer)| CloneTarget { destination, observer: observer as &dyn Observer })
+        .zip(started)
+        .map(|((destination, observer), guest)| CloneTarget {
+            destination,
+            observer: observer as &dyn Observer,
+            started: guest.monitor.as_ref(),
+        })
         .collect();
     let ended = |index: usize, _: &plan::CopyResult| reporters[index].finish();
     let copied = match plan::copy_to_all(&source, &targets, &request, cancel, &reporter, &ended) {

@@ -28,7 +28,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_signal};
 use serde_json::Value;
-use towline_qmp::commands::{QueryCpusFast, QueryUuid};
+use towline_qmp::commands::{CpuFast, QueryCpusFast, QueryUuid};
 use towline_qmp::{self as qmp, Client};
 
 /// Maximum number of threads that are searched for those of the vCPUs in another pid namespace.
@@ -72,15 +72,30 @@ impl Process {
     /// # Errors
     /// Those of the connection. Any other failure makes the process [`Process::Unknown`].
     pub(crate) fn identify(client: &mut Client) -> Result<Self, qmp::Error> {
-        let threads = match client.execute(&QueryCpusFast) {
-            Ok(cpus) => cpus.iter().filter_map(|cpu| i32::try_from(cpu.thread_id).ok()).collect(),
-            Err(error @ (qmp::Error::Refusal { .. } | qmp::Error::Shape { .. })) => {
-                return Ok(Self::unknown(error.to_string()));
-            }
+        let cpus = match client.execute(&QueryCpusFast) {
+            Ok(cpus) => Ok(cpus),
+            Err(error @ (qmp::Error::Refusal { .. } | qmp::Error::Shape { .. })) => Err(error.to_string()),
             Err(error) => return Err(error),
         };
-        let peer = client.peer_credentials().map_or(0, |peer| peer.pid);
-        let (pid, proof) = match candidate(peer, &threads) {
+        let listener = client.peer_credentials().map_or(0, |peer| peer.pid);
+        Self::of_cpus(client, cpus.as_deref().map_err(String::as_str), listener)
+    }
+
+    /// As [`Self::identify`], by the vCPUs in the reply to `query-cpus-fast`, or the reason why there are none, and the process that listens
+    /// on the monitor's socket, or that was started with it.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub(crate) fn of_cpus(
+        client: &mut Client,
+        cpus: Result<&[CpuFast], &str>,
+        listener: i32,
+    ) -> Result<Self, qmp::Error> {
+        let threads = match cpus {
+            Ok(cpus) => cpus.iter().filter_map(|cpu| i32::try_from(cpu.thread_id).ok()).collect(),
+            Err(reason) => return Ok(Self::unknown(reason.to_owned())),
+        };
+        let (pid, proof) = match candidate(listener, &threads) {
             Ok(found) => found,
             Err(reason) => return Ok(Self::unknown(reason)),
         };
@@ -90,7 +105,7 @@ impl Process {
             Err(errno) => return Ok(Self::unknown(format!("pidfd_open of process {pid}: {errno}"))),
         };
         // The checks before `pidfd_open` may have seen an earlier process with this id.
-        if candidate(peer, &threads) != Ok((pid, proof)) {
+        if candidate(listener, &threads) != Ok((pid, proof)) {
             return Ok(Self::unknown(format!("process {pid} changed while it was being identified")));
         }
         if proof == Proof::Threads && !command_line_is_of(client, pid)? {
@@ -104,7 +119,8 @@ impl Process {
             Err(error) => return Ok(Self::unknown(format!("/proc/{pid}/stat: {error}"))),
         };
         Ok(match process.state() {
-            ProcessState::Running => process,
+            // A process whose connection is open has not exited, so that no other one has its id.
+            ProcessState::Running => client.check_connected().map(|()| process)?,
             _ => Self::unknown(format!("process {pid} exited while it was being identified")),
         })
     }

@@ -13,6 +13,7 @@ mod ram_block;
 mod repair;
 mod repaired;
 mod settings;
+mod started;
 mod virtio;
 
 pub use crate::process::{Process, ProcessState};
@@ -22,3 +23,4 @@ pub use facts::{Facts, Incoming};
 pub use ram_block::{RamBlock, RamBlockError};
 pub use repaired::RepairReport;
 pub use settings::{AppliedSettings, ApplyError, MigrationSettings, RestoreError};
+pub use started::StartedQemu;

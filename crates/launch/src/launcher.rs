@@ -167,6 +167,22 @@ impl Launcher {
     /// A program that cannot be executed, a QEMU that ends with its last words, or one that does not answer in time. No process and no
     /// file remains.
     pub fn start(self, guest: &AllowedCommandLine, host: &HostArguments) -> Result<RunningQemu, LaunchError> {
+        let (running, _) =
+            self.start_with(guest, host, |qemu, options| Client::connect(qemu.qmp_path(), options))?;
+        Ok(running)
+    }
+
+    /// As [`Launcher::start`], with the monitor's connection made by `connect`, which returns when the monitor has answered. It is called as
+    /// soon as there is a process.
+    ///
+    /// # Errors
+    /// As [`Launcher::start`].
+    pub fn start_with<T>(
+        self,
+        guest: &AllowedCommandLine,
+        host: &HostArguments,
+        connect: impl FnOnce(&RunningQemu, &Options) -> Result<T, towline_qmp::Error>,
+    ) -> Result<(RunningQemu, T), LaunchError> {
         let started = Instant::now();
         let (command, listener) = match self.prepare(guest, host) {
             Ok(prepared) => prepared,
@@ -195,11 +211,14 @@ impl Launcher {
         // First, so that a QEMU whose launcher is killed meanwhile is listed.
         let written = running.write_state(lifetime, image);
         // The last words of a QEMU that has ended say more than its missing state.
-        running.await_monitor(start_timeout.saturating_sub(started.elapsed()), &host.binary)?;
+        let within = start_timeout.saturating_sub(started.elapsed());
+        let options = Options { greeting_deadline: within, deadline: within, ..Options::default() };
+        let connected = connect(&running, &options);
+        let connected = connected.map_err(|source| running.not_answered(source, &host.binary))?;
         written?;
         running.lifetime = lifetime;
         tracing::info!(pid, elapsed = ?started.elapsed(), "started QEMU");
-        Ok(running)
+        Ok((running, connected))
     }
 
     /// Makes the socket, the log and the command.
@@ -324,9 +343,8 @@ impl RunningQemu {
         log_tail(&self.directory().log_path())
     }
 
-    fn await_monitor(&self, within: Duration, binary: &Path) -> Result<(), LaunchError> {
-        let options = Options { greeting_deadline: within, deadline: within, ..Options::default() };
-        let Err(source) = Client::connect(self.qmp_path(), &options) else { return Ok(()) };
+    /// The reason for which its monitor has not answered.
+    fn not_answered(&self, source: towline_qmp::Error, binary: &Path) -> LaunchError {
         let is_lost = matches!(
             source,
             towline_qmp::Error::Disconnected { .. }
@@ -336,10 +354,10 @@ impl RunningQemu {
         // A lost connection is the first sign of an end.
         let status = self.wait(if is_lost { EXIT_TIMEOUT } else { Duration::ZERO });
         let (binary, log) = (binary.to_owned(), self.log_tail());
-        Err(match status {
+        match status {
             Some(status) => LaunchError::Exited { binary, status, log },
             None => LaunchError::NotReady { binary, source: Box::new(source), log },
-        })
+        }
     }
 
     fn write_state(&self, lifetime: Lifetime, image: Option<PathBuf>) -> Result<(), RuntimeError> {

@@ -4,6 +4,7 @@
 //! discarded. Events that arrive meanwhile are queued. A thread that waits for events and must also be able to send a
 //! command polls: [`Client::next_event`] with `Duration::ZERO` costs one system call.
 
+use std::borrow::Cow;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
@@ -23,6 +24,8 @@ use crate::request::{Command, Reply, Request, typed};
 pub const DEADLINE: Duration = Duration::from_secs(10);
 /// Interval at which a wait checks its `cancel` flag.
 pub const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
+/// The command that ends the negotiation.
+const NEGOTIATE: &str = "qmp_capabilities";
 /// Commands that are sent before the first of their replies is read: their lines fit into any socket's buffer.
 const IN_FLIGHT_MAX: usize = 32;
 
@@ -43,6 +46,13 @@ impl Default for Options {
     fn default() -> Self {
         Self { deadline: DEADLINE, greeting_deadline: DEADLINE, events_max: EVENTS_MAX, out_of_band: false }
     }
+}
+
+/// Commands that were sent and whose replies were not read ([`Client::connect_ahead`]).
+#[derive(Debug)]
+#[must_use = "QEMU executes them, and their replies are to be read"]
+pub struct Submitted {
+    commands: Vec<(u64, Cow<'static, str>)>,
 }
 
 /// A QMP connection, past its greeting.
@@ -85,8 +95,50 @@ impl Client {
         Self::negotiate(Connection::new(stream), name.into(), options)
     }
 
-    fn negotiate(connection: Connection, socket: String, options: &Options) -> Result<Self, Error> {
-        let mut client = Self {
+    /// Connects to the monitor of a QEMU that is being started, and sends it these commands before its greeting, so that QEMU reads them
+    /// while it makes its machine and executes them at once. Returns when it has answered; [`Client::replies`] reads the replies.
+    /// Out-of-band execution is not negotiated.
+    ///
+    /// QEMU reads a monitor byte by byte, with several system calls for each: a few hundred bytes take it a millisecond.
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    pub fn connect_ahead(
+        path: impl AsRef<Path>,
+        options: &Options,
+        requests: &[Request],
+    ) -> Result<(Self, Submitted), Error> {
+        let path = path.as_ref();
+        let started = Instant::now();
+        let connection = Connection::connect(path, options.greeting_deadline)?;
+        let mut client = Self::new(connection, path.display().to_string(), options);
+        let negotiate = Request::raw(NEGOTIATE, None);
+        let negotiated = client.submit("execute", &negotiate, &[], started)?;
+        let submitted = client.submit_all(requests)?;
+        client.greeting = client.await_greeting(options.greeting_deadline)?;
+        client.reply_to(negotiated, NEGOTIATE, started)?;
+        Ok((client, submitted))
+    }
+
+    /// Reads the replies to commands that were sent, in their order.
+    ///
+    /// # Errors
+    /// As [`Client::execute_all`].
+    pub fn replies(&mut self, submitted: Submitted) -> Result<Vec<Reply>, Error> {
+        let mut replies = Vec::with_capacity(submitted.commands.len());
+        for (id, name) in submitted.commands {
+            let value = match self.reply_to(id, &name, Instant::now()) {
+                Ok(value) => Ok(value),
+                Err(refusal @ Error::Refusal { .. }) => Err(refusal),
+                Err(error) => return Err(error),
+            };
+            replies.push(Reply { socket: self.socket.clone(), value });
+        }
+        Ok(replies)
+    }
+
+    fn new(connection: Connection, socket: String, options: &Options) -> Self {
+        Self {
             socket,
             connection,
             decoder: Decoder::new(),
@@ -96,12 +148,16 @@ impl Client {
             next_id: 1,
             disconnected: None,
             out_of_band: false,
-        };
+        }
+    }
+
+    fn negotiate(connection: Connection, socket: String, options: &Options) -> Result<Self, Error> {
+        let mut client = Self::new(connection, socket, options);
         client.greeting = client.await_greeting(options.greeting_deadline)?;
         let is_offered = client.greeting.capabilities.iter().any(|name| name == "oob");
         client.out_of_band = options.out_of_band && is_offered;
         let enable = client.out_of_band.then(|| Map::from_iter([("enable".into(), json!(["oob"]))]));
-        client.execute_raw("qmp_capabilities", enable)?;
+        client.execute_raw(NEGOTIATE, enable)?;
         Ok(client)
     }
 
@@ -176,20 +232,19 @@ impl Client {
     pub fn execute_all(&mut self, requests: &[Request]) -> Result<Vec<Reply>, Error> {
         let mut replies = Vec::with_capacity(requests.len());
         for requests in requests.chunks(IN_FLIGHT_MAX) {
-            let mut ids = Vec::with_capacity(requests.len());
-            for request in requests {
-                ids.push(self.submit("execute", request, &[], Instant::now())?);
-            }
-            for (request, id) in requests.iter().zip(ids) {
-                let value = match self.reply_to(id, &request.name, Instant::now()) {
-                    Ok(value) => Ok(value),
-                    Err(refusal @ Error::Refusal { .. }) => Err(refusal),
-                    Err(error) => return Err(error),
-                };
-                replies.push(Reply { socket: self.socket.clone(), value });
-            }
+            let submitted = self.submit_all(requests)?;
+            replies.extend(self.replies(submitted)?);
         }
         Ok(replies)
+    }
+
+    fn submit_all(&mut self, requests: &[Request]) -> Result<Submitted, Error> {
+        let mut commands = Vec::with_capacity(requests.len());
+        for request in requests {
+            let id = self.submit("execute", request, &[], Instant::now())?;
+            commands.push((id, request.name.clone()));
+        }
+        Ok(Submitted { commands })
     }
 
     /// Executes a command that has no type in this crate.
@@ -366,6 +421,18 @@ impl Client {
             };
             self.disconnected = Some(by);
         }
+    }
+
+    /// Checks that the server has not closed the connection. Costs one system call; events that have arrived stay unread.
+    ///
+    /// # Errors
+    /// [`Error::Disconnected`].
+    pub fn check_connected(&mut self) -> Result<(), Error> {
+        let now = Instant::now();
+        while let Some(message) = self.message("checking the connection", now)? {
+            self.queue(message);
+        }
+        Ok(())
     }
 
     /// The server's greeting.

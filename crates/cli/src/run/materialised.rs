@@ -13,9 +13,13 @@
 use std::fs::{self, DirBuilder};
 use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::thread;
 
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FlockOperation, flock, statvfs};
+use rustix::io::Errno;
 use rustix::process::geteuid;
 use towline_channel::Cancel;
 use towline_control::plan::{self, Destination, Request, Source};
@@ -104,7 +108,7 @@ impl Materialised {
         reporter: &Reporter,
     ) -> Result<PathBuf, Rejection> {
         self.make_directory().map_err(|error| self.refused(&error))?;
-        let _lock = self.lock(reporter).map_err(|error| self.refused(&error))?;
+        let _lock = self.lock(cancel, reporter)?;
         if let File::Complete(path) = self.find()? {
             return Ok(path);
         }
@@ -155,16 +159,43 @@ impl Materialised {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.directory)
     }
 
-    fn lock(&self, reporter: &Reporter) -> std::io::Result<fs::File> {
+    /// Waits until no other towline makes the file, or until `cancel`.
+    fn lock(&self, cancel: &Cancel, reporter: &Reporter) -> Result<fs::File, Rejection> {
         let mut options = fs::File::options();
         let file = options.create(true).truncate(false).write(true).mode(0o600);
-        let file = file.open(self.path.with_extension("lock"))?;
-        if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-            reporter.line(&format!("{} is made by another towline", self.path.display()));
-            // A signal ends the wait: the second one does so at once.
-            flock(&file, FlockOperation::LockExclusive)?;
+        let file = file.open(self.path.with_extension("lock")).map_err(|error| self.refused(&error))?;
+        if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            return Ok(file);
         }
-        Ok(file)
+        reporter.line(&format!("{} is made by another towline", self.path.display()));
+        // A lock cannot be polled: a thread waits for it, and ends with the process if the command is cancelled first.
+        let (done, locked) = UnixStream::pair().map_err(|error| self.refused(&error))?;
+        let waiting = file.try_clone().map_err(|error| self.refused(&error))?;
+        let waiter = thread::Builder::new().name("lock".into()).spawn(move || {
+            let _done = done;
+            loop {
+                match flock(&waiting, FlockOperation::LockExclusive) {
+                    Err(Errno::INTR) => {}
+                    result => return result,
+                }
+            }
+        });
+        let waiter = waiter.map_err(|error| self.refused(&error))?;
+        loop {
+            let mut fds = [PollFd::new(&locked, PollFlags::IN), PollFd::new(cancel, PollFlags::IN)];
+            match poll(&mut fds, None) {
+                Ok(_) => break,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(self.refused(&errno)),
+            }
+        }
+        if cancel.is_cancelled() {
+            return Err(Rejection::refused(&"cancelled while another towline makes the file of the image"));
+        }
+        match waiter.join() {
+            Ok(result) => result.map(|()| file).map_err(|errno| self.refused(&errno)),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
     }
 
     /// Returns the bytes that will be written.

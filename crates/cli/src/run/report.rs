@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use towline_control::plan::{CopyPhase, Observer};
+use towline_control::qemu::StartedQemu;
 use towline_launch::RunningQemu;
 
 use super::rejection::Rejection;
@@ -33,6 +34,8 @@ pub(crate) struct RunReport<'a> {
 #[derive(Debug)]
 pub(crate) struct StartedGuest {
     pub(crate) qemu: RunningQemu,
+    /// Its monitor, for the copy; `None`: the copy connects to it.
+    pub(crate) monitor: Option<StartedQemu>,
     /// Time from the begin of the command until its monitor answered.
     pub(crate) answered: Duration,
     /// True once the guest may have run, so that it may have written to its disks.

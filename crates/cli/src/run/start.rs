@@ -8,6 +8,7 @@ use std::thread;
 
 use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
+use towline_control::qemu::StartedQemu;
 use towline_launch::{GuestDirectory, Incoming, Launcher, Lifetime, RuntimeRoot};
 
 use super::image::RunImage;
@@ -50,8 +51,18 @@ impl Drop for Claimed<'_> {
     }
 }
 
+/// Use of the connections by which monitors have answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Monitors {
+    /// The copy continues with it.
+    Kept,
+    /// Closed: the QEMUs are compared with each other first, or need another kind of connection.
+    Free,
+}
+
 /// The QEMUs that are started, by several threads.
 struct Starts<'a> {
+    monitors: Monitors,
     args: &'a RunArgs,
     image: &'a RunImage,
     report: &'a RunReport<'a>,
@@ -68,7 +79,9 @@ pub(crate) fn start(
     report: &RunReport<'_>,
 ) -> Result<Guests> {
     let threads = thread::available_parallelism().map_or(1, NonZero::get).min(claimed.starts.len());
-    let starts = Starts { args, image, report, claimed: Mutex::new(claimed), started: Mutex::default() };
+    let monitors = if claimed.starts.len() == 1 && !args.postcopy { Monitors::Kept } else { Monitors::Free };
+    let starts =
+        Starts { monitors, args, image, report, claimed: Mutex::new(claimed), started: Mutex::default() };
     thread::scope(|scope| {
         // This thread is one of them.
         for _ in 1..threads {
@@ -118,9 +131,17 @@ impl Starts<'_> {
         launcher.lifetime = if self.args.detach { Lifetime::Detached } else { Lifetime::WithOwner };
         // A guest that outlives this process keeps the lock.
         launcher.descriptors.extend(self.image.lock().context("lock of the image")?.map(Into::into));
-        let started = launcher.start(&start.command_line, &start.host);
-        let qemu = started.with_context(|| format!("guest {}", start.name))?;
+        let (line, host) = (&start.command_line, &start.host);
+        let started = match self.monitors {
+            Monitors::Kept => launcher
+                .start_with(line, host, |qemu, options| {
+                    StartedQemu::connect(&qemu.qmp_path(), qemu.pid(), options)
+                })
+                .map(|(qemu, monitor)| (qemu, Some(monitor))),
+            Monitors::Free => launcher.start(line, host).map(|qemu| (qemu, None)),
+        };
+        let (qemu, monitor) = started.with_context(|| format!("guest {}", start.name))?;
         let answered = self.report.begun.elapsed();
-        Ok(StartedGuest { qemu, answered, has_run: AtomicBool::new(false) })
+        Ok(StartedGuest { qemu, monitor, answered, has_run: AtomicBool::new(false) })
     }
 }

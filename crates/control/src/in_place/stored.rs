@@ -19,7 +19,7 @@ use towline_qmp::{self as qmp, Client};
 
 use super::backend::{Backend, Backends};
 use super::fresh::may_be_new_file;
-use super::maps::{Detail, FileRange, Mapping, range_at};
+use super::maps::{Detail, FileRange, Mapping, NotOneRange, range_at};
 use super::process::{Mappings, own_mappings};
 use super::proof::{ExpectedMapping, check_backend, may_change_file, prove};
 use super::unchanged::Unchanged;
@@ -58,6 +58,9 @@ pub enum IfUnmapped {
 /// # Errors
 /// [`Error::ImageWritable`]; [`Error::UndecidedFile`]; [`Error::Qemu`].
 pub fn of_image(qemu: &mut Qemu, image: &Image) -> Result<Presence, Error> {
+    if let Some(presence) = of_kernel(qemu, image) {
+        return Ok(presence);
+    }
     let backends = Backends::of(qemu.client())?;
     check_unchanging(qemu, &backends, image)?;
     of_stored(qemu, &backends, image, MappingKind::CopyOnWrite)
@@ -151,6 +154,40 @@ fn verify_block(image: &Image, name: &str, cancel: &Cancel) -> Result<(), Error>
     Ok(())
 }
 
+/// The proof by the kernel alone, without a query: the image is mapped, and all blocks that are not are anonymous memory. `None` if that
+/// does not hold; QEMU's backends then give the reason.
+fn of_kernel(qemu: &Qemu, image: &Image) -> Option<Presence> {
+    if image.is_incremental() {
+        return None;
+    }
+    let (process, own) = (Mappings::of(qemu, Detail::PrivateCopies), OnceCell::new());
+    // Neither writes of a guest nor holes of its balloon get into a file that is open for reading only.
+    let is_writable = process.has_open_for_writing(&image.file().metadata().ok()?);
+    let unchanged = Unchanged::of(image).ok().filter(|_| is_writable == Ok(false))?;
+    let mut presence = Presence::default();
+    for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
+        let kind = MappingKind::CopyOnWrite;
+        let stored = Stored { image, own: &own, index, block, kind };
+        let address = qemu.facts().ram_blocks.iter().find(|found| found.name == block.name)?.address?;
+        let found = range_at(process.get().ok()?, address, block.length);
+        match found {
+            Err(NotOneRange::Anonymous) => {
+                presence.add(&block.name, Err(Reason::NoBackend), BackendPurpose::Other);
+            }
+            found => {
+                let mapped = stored.prove_range(found, &stored.own_range().ok()?, &process).ok()?;
+                presence.add(&block.name, Ok(mapped), BackendPurpose::Mapped);
+            }
+        }
+    }
+    if presence.is_empty() {
+        return None;
+    }
+    presence._lock = Some(locked(image).ok()?);
+    presence.unchanged = Some(unchanged);
+    Some(presence)
+}
+
 fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind) -> Result<Presence, Error> {
     let process = Mappings::of(qemu, Detail::PrivateCopies);
     let own = OnceCell::new();
@@ -215,18 +252,28 @@ impl Stored<'_> {
         }
         let address = address.ok_or_else(|| Reason::NoAddress { found: version.qemu.to_string() })?;
         let own = self.own_range()?;
-        let wanted = ExpectedMapping {
-            block: &self.block.name,
-            bytes,
-            kind: self.kind,
-            file: own.file,
-            offset: own.offset,
-        };
         let found = range_at(process.get()?, address, bytes);
         let is_image = found.as_ref().is_ok_and(|range| range.file == own.file);
         if is_image && self.kind == MappingKind::CopyOnWrite && may_change_file(backend) {
             return Err(Reason::WritableImage);
         }
+        self.prove_range(found, &own, process)
+    }
+
+    /// Compares what is mapped for the block with the block in this process' mapping, and the file with the image.
+    fn prove_range(
+        &self,
+        found: Result<FileRange, NotOneRange>,
+        own: &FileRange,
+        process: &Mappings,
+    ) -> Result<Mapped, Reason> {
+        let wanted = ExpectedMapping {
+            block: &self.block.name,
+            bytes: self.block.length,
+            kind: self.kind,
+            file: own.file,
+            offset: own.offset,
+        };
         let mapped = prove(&wanted, found)?;
         self.check_open(process)?;
         self.check_content(own.offset)?;

@@ -30,6 +30,7 @@ use super::progress::{CopyPhase, Observer};
 use super::report::CopyReport;
 use super::request::Request;
 use super::validate::validate;
+use crate::qemu::StartedQemu;
 
 /// Maximum number of copies in progress. Each has about ten threads and a descriptor for each lane.
 pub const CLONES_AT_ONCE: usize = 32;
@@ -43,6 +44,8 @@ pub struct CloneTarget<'a> {
     pub destination: &'a Destination,
     /// Observer of this copy.
     pub observer: &'a dyn Observer,
+    /// The destination's QEMU, if this process has started it for this copy and is connected to its monitor.
+    pub started: Option<&'a StartedQemu>,
 }
 
 /// Result of one copy.
@@ -86,7 +89,8 @@ pub fn copy_to_all(
     let worker = || {
         while let Some(&index) = queue.get(next.fetch_add(1, Ordering::Relaxed)) {
             let ((options, lanes), target) = (&plans[index], &targets[index]);
-            let context = Context::new(options, *lanes, cancel, target.observer);
+            let mut context = Context::new(options, *lanes, cancel, target.observer);
+            context.started = target.started;
             end(index, copy_one(image.as_ref(), target, &context));
         }
     };

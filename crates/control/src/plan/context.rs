@@ -13,7 +13,7 @@ use super::progress::{Observer, Progress};
 use super::report::{CopyReport, DestinationState, SourceState};
 use super::request::Request;
 use super::{error_origin, tls, zero_copy};
-use crate::qemu::Qemu;
+use crate::qemu::{Qemu, StartedQemu};
 
 /// Context of one copy.
 pub(super) struct Context<'a> {
@@ -21,7 +21,9 @@ pub(super) struct Context<'a> {
     pub(super) lanes: usize,
     pub(super) cancel: &'a Cancel,
     pub(super) observer: &'a dyn Observer,
-    started: Instant,
+    /// The destination's QEMU, if this process has started it.
+    pub(super) started: Option<&'a StartedQemu>,
+    begun: Instant,
     memory: OnceLock<synthetic::Outcome>,
     uploaded: OnceLock<Uploaded>,
     sending: OnceLock<Arc<Statistics>>,
@@ -37,8 +39,8 @@ impl<'a> Context<'a> {
     ) -> Self {
         let (memory, uploaded) = (OnceLock::new(), OnceLock::new());
         let (sending, increment) = (OnceLock::new(), OnceLock::new());
-        let started = Instant::now();
-        Self { options, lanes, cancel, observer, started, memory, uploaded, sending, increment }
+        let begun = Instant::now();
+        Self { options, lanes, cancel, observer, started: None, begun, memory, uploaded, sending, increment }
     }
 
     /// Starts to write the image `path`.
@@ -100,7 +102,7 @@ impl<'a> Context<'a> {
 
     /// Time since the context was created.
     pub(super) fn elapsed(&self) -> std::time::Duration {
-        self.started.elapsed()
+        self.begun.elapsed()
     }
 
     /// Sends a notice if connecting to this QEMU repaired changes of an earlier towline.
@@ -132,7 +134,7 @@ impl<'a> Context<'a> {
     ) -> CopyReport {
         CopyReport {
             moved,
-            total_time: self.started.elapsed(),
+            total_time: self.begun.elapsed(),
             downtime_ms: None,
             multifd_channels: self.lanes,
             compression: self.options.compression,

@@ -14,6 +14,7 @@ use towline_migration::outgoing::{Connections, connect};
 use towline_qmp as qmp;
 use towline_qmp::commands::{
     AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState, Status,
+    Stop,
 };
 
 use super::context::Context;
@@ -23,7 +24,7 @@ use super::private_dir::PrivateDir;
 use super::request::Request;
 use super::vsock::DetachedVsocks;
 use super::{compression, error_origin};
-use crate::qemu::{self, AppliedSettings, Facts, Incoming, MigrationSettings, Qemu};
+use crate::qemu::{self, AppliedSettings, Facts, Incoming, MigrationSettings, Qemu, StartedQemu};
 use crate::switchover::{DestinationStatus, StartResult};
 
 /// Timeout for a QEMU that has everything to leave `inmigrate`.
@@ -85,15 +86,20 @@ pub(super) struct QmpDestination {
     fdset: Option<i64>,
     /// It got `migrate-incoming`, which QEMU accepts once.
     is_incoming_started: bool,
+    /// It has reported that it has loaded the guest.
+    is_loaded: bool,
     /// Number of times that `migrate-recover` succeeded.
     recoveries: u32,
     drive_locks: DriveLocks,
 }
 
 impl QmpDestination {
-    /// Connects and checks that it waits for `migrate-incoming`.
-    pub(super) fn prepare(path: &Path) -> Result<Self, Error> {
-        Self::of(Qemu::connect(path, &qmp::Options::default())?)
+    /// Connects, or takes the connection to a QEMU of this process, and checks that it waits for `migrate-incoming`.
+    pub(super) fn prepare(path: &Path, started: Option<&StartedQemu>) -> Result<Self, Error> {
+        Self::of(match started.and_then(StartedQemu::take) {
+            Some(started) => started?,
+            None => Qemu::connect(path, &qmp::Options::default())?,
+        })
     }
 
     fn of(qemu: Qemu) -> Result<Self, Error> {
@@ -116,6 +122,7 @@ impl QmpDestination {
             dir,
             fdset: None,
             is_incoming_started: false,
+            is_loaded: false,
             recoveries: 0,
             drive_locks: DriveLocks::AsQemuDoes,
         })
@@ -230,15 +237,16 @@ impl QmpDestination {
     }
 
     fn listen(&mut self, uri: String) -> Result<(), Error> {
-        // Sent while it waits, so that it loads and stays paused: until the source is done, the guest may run
-        // only there.
-        self.qemu.stop()?;
         let version = &self.facts().version.qemu;
         let stays = (version.major, version.minor) >= (9, 1);
         let command =
             MigrateIncoming { exit_on_error: stays.then_some(false), ..MigrateIncoming::on_uri(uri) };
+        // `stop` is sent while it waits, so that it loads and stays paused: until the source is done, the guest may run only there. A
+        // QEMU that listens and refused it is not connected to.
+        let requests = [qmp::Request::new(&Stop)?, qmp::Request::new(&command)?];
         self.is_incoming_started = true;
-        self.qemu.client().execute(&command)?;
+        let replies = self.qemu.client().execute_all(&requests)?;
+        replies.into_iter().try_for_each(|reply| reply.value().map(|_| ()))?;
         Ok(())
     }
 
@@ -247,13 +255,16 @@ impl QmpDestination {
     /// # Errors
     /// It failed to.
     pub(super) fn is_loaded(&mut self) -> Result<bool, Error> {
-        let migration = self.qemu.migration()?;
+        let (migration, status) = self.qemu.migration_and_status()?;
         match migration.status {
             Some(status) if status == MigrationStatus::FAILED => {
                 let text = migration.error_desc.unwrap_or_else(|| "its own log says why".into());
                 Err(Error::DestinationFailed { socket: self.qemu.socket().into(), text })
             }
-            _ => Ok(self.qemu.status()?.status != RunState::INMIGRATE),
+            _ => {
+                self.is_loaded = status.status != RunState::INMIGRATE;
+                Ok(self.is_loaded)
+            }
         }
     }
 
@@ -281,7 +292,7 @@ impl QmpDestination {
 
     /// Queries the state of the guest. A missing reply is no evidence; an exited process is.
     pub(super) fn query_status(&mut self) -> DestinationStatus {
-        match self.qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+        match self.qemu.try_query(Qemu::migration_and_status) {
             Ok(None) => DestinationStatus::Unknown,
             Ok(Some((migration, _))) if migration.status == Some(MigrationStatus::FAILED) => {
                 DestinationStatus::Failed
@@ -299,6 +310,10 @@ impl QmpDestination {
 
     /// Waits until the guest, all of which was sent, is loaded.
     pub(super) fn wait_loaded(&mut self) -> Result<(), Error> {
+        // A loaded guest stays loaded.
+        if self.is_loaded {
+            return Ok(());
+        }
         let deadline = Instant::now() + LOADED_TIMEOUT;
         loop {
             match self.is_loaded() {
@@ -317,14 +332,18 @@ impl QmpDestination {
     /// Starts the guest and checks that it runs.
     pub(super) fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
         self.wait_loaded().map_err(|error| self.not_sent(error))?;
-        let error = match self.qemu.cont().map_err(Error::from) {
-            Ok(()) => None,
-            Err(error) if error_origin::is_timeout(&error) => Some(error),
+        let (mut first, error) = match self.qemu.cont_and_status().map_err(Error::from) {
+            Ok(status) => (Some(status), None),
+            Err(error) if error_origin::is_timeout(&error) => (None, Some(error)),
             Err(error) => return Err(self.not_run(error)),
         };
         let deadline = Instant::now() + LOADED_TIMEOUT;
         loop {
-            match self.qemu.try_query(|qemu| qemu.status()) {
+            let found = match first.take() {
+                Some(status) => Ok(Some(status)),
+                None => self.qemu.try_query(|qemu| qemu.status()),
+            };
+            match found {
                 Ok(Some(status)) if is_live(&status) => return Ok(StartResult::Live),
                 // A command without a reply may still be carried out.
                 Ok(Some(status)) if error.is_none() => return Err(self.stopped_again(&status)),

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 use towline_compat::facts::{self, BlockFacts, Cpu, FeatureWord, MemoryBackend, Netdev, QemuDevice, Virtio};
-use towline_qmp as qmp;
 use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
+use towline_qmp::{self as qmp, Reply, Request};
 
 use super::connection::Qemu;
 use super::error::Error;
@@ -43,6 +43,48 @@ const VIRTIO_CHILD: &str = "/virtio-backend";
 
 /// The first QEMU that may abort in a query for the status of a virtio device.
 const VIRTIO_STATUS_ABORTS_SINCE: (u32, u32) = (10, 1);
+
+/// Number of [`image_requests`].
+pub(super) const IMAGE_REQUESTS: usize = 4;
+
+/// What rules compare with an image beyond the facts of a QEMU. What it does not report is `None`.
+#[derive(Debug)]
+pub(super) struct ImageFacts {
+    devices: Option<Vec<QemuDevice>>,
+    netdevs: Option<Vec<Netdev>>,
+    memory_backends: Option<Vec<MemoryBackend>>,
+    drives: Option<Vec<facts::Drive>>,
+}
+
+/// The queries of [`ImageFacts`].
+pub(super) fn image_requests() -> Result<[Request; IMAGE_REQUESTS], qmp::Error> {
+    Ok([
+        Request::new(&HumanMonitorCommand { command_line: "info qtree".into() })?,
+        Request::new(&HumanMonitorCommand { command_line: "info network".into() })?,
+        Request::raw("query-memdev", None),
+        Request::raw("query-block", None),
+    ])
+}
+
+/// The facts in the replies to [`image_requests`].
+pub(super) fn image_facts(replies: impl IntoIterator<Item = Reply>) -> Result<ImageFacts, Error> {
+    let mut replies = replies.into_iter();
+    let mut next = || replies.next().expect("one reply for each request");
+    let devices = known(next().of::<HumanMonitorCommand>())?.map(|text| device_tree::parse(&text));
+    let netdevs = known(next().of::<HumanMonitorCommand>())?.map(|text| netdevs(&text));
+    let memory_backends = known(next().value())?.map(|reply| memory_backends(&reply));
+    let drives = known(next().value())?.map(|reply| drives::drives(&reply));
+    Ok(ImageFacts { devices, netdevs, memory_backends, drives })
+}
+
+/// `None` if QEMU refuses a query.
+fn known<T>(reply: Result<T, qmp::Error>) -> Result<Option<T>, Error> {
+    match reply {
+        Ok(reply) => Ok(Some(reply)),
+        Err(qmp::Error::Refusal { .. } | qmp::Error::Shape { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
 
 impl Qemu {
     /// Facts that need no further query, for rules about machine and memory.
@@ -97,7 +139,10 @@ impl Qemu {
     /// # Errors
     /// As [`Qemu::compat_facts`].
     pub(crate) fn facts_for_image(&mut self) -> Result<facts::Qemu, Error> {
-        let cpus = self.query(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
+        let found = match self.image_facts.take() {
+            Some(found) => found,
+            None => image_facts(self.client.execute_all(&image_requests()?)?)?,
+        };
         let cpu = |cpu: &CpuFast| Cpu {
             index: cpu.cpu_index,
             model: String::new(),
@@ -105,11 +150,11 @@ impl Qemu {
             topology: BTreeMap::new(),
         };
         Ok(facts::Qemu {
-            cpus: cpus.map(|cpus| cpus.iter().map(cpu).collect()),
-            devices: self.human_command("info qtree")?.map(|text| device_tree::parse(&text)),
-            netdevs: self.human_command("info network")?.map(|text| netdevs(&text)),
-            memory_backends: self.query_raw("query-memdev", None)?.map(|reply| memory_backends(&reply)),
-            drives: self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply)),
+            cpus: self.cpus.as_ref().map(|cpus| cpus.iter().map(cpu).collect()),
+            devices: found.devices,
+            netdevs: found.netdevs,
+            memory_backends: found.memory_backends,
+            drives: found.drives,
             ..self.basic_facts()
         })
     }

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use towline_qmp::commands::{
-    Capability, Cont, MigrationInfo, MigrationParameters, QueryMigrate, QueryMigrateParameters, QueryStatus,
-    Quit, Status, Stop,
+    Capability, Cont, CpuFast, MigrationInfo, MigrationParameters, QueryCpusFast, QueryMigrate,
+    QueryMigrateParameters, QueryStatus, Quit, Status, Stop,
 };
-use towline_qmp::{self as qmp, Client, Options};
+use towline_qmp::{self as qmp, Client, Options, Reply, Request};
 
+use super::compatibility::ImageFacts;
 use super::error::Error;
 use super::facts::{self, Facts};
 use super::repaired::RepairReport;
@@ -26,6 +27,10 @@ pub struct Qemu {
     pub(super) client: Client,
     pub(super) process: Arc<Process>,
     pub(super) facts: Facts,
+    /// Its vCPUs; `None` if it does not report them.
+    pub(super) cpus: Option<Vec<CpuFast>>,
+    /// Facts for an image that were queried ahead.
+    pub(super) image_facts: Option<ImageFacts>,
     pub(super) journal: Option<Journal>,
     pub(super) repaired: Option<RepairReport>,
 }
@@ -40,7 +45,12 @@ impl Qemu {
     /// As [`Qemu::inspect`]; [`journal::Error::InUse`] while another towline works on this QEMU.
     pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
         let path = path.as_ref();
-        let mut qemu = Self::inspect(path, options)?;
+        Self::inspect(path, options)?.with_journal(path)
+    }
+
+    /// Opens the journal of this QEMU, whose monitor is at `path`.
+    pub(super) fn with_journal(self, path: &Path) -> Result<Self, Error> {
+        let mut qemu = self;
         match qemu.take_journal(path) {
             Ok(()) => {}
             Err(error @ Error::Journal(journal::Error::InUse { .. })) => return Err(error),
@@ -68,10 +78,26 @@ impl Qemu {
     /// # Errors
     /// Those of [`Qemu::refresh`].
     pub fn new(mut client: Client) -> Result<Self, Error> {
-        // Before the facts: their replies prove that QEMU still ran after its process was identified.
-        let process = Arc::new(Process::identify(&mut client)?);
-        let facts = facts::facts(&mut client)?;
-        Ok(Self { client, process, facts, journal: None, repaired: None })
+        let mut requests = vec![Request::new(&QueryCpusFast)?];
+        requests.extend(facts::requests()?);
+        let replies = client.execute_all(&requests)?;
+        let listener = client.peer_credentials().map_or(0, |peer| peer.pid);
+        Self::of_replies(client, replies, listener)
+    }
+
+    /// A QEMU that has replied to `query-cpus-fast` and to the requests of facts. `listener`: the process that has its monitor's socket.
+    pub(super) fn of_replies(
+        mut client: Client,
+        replies: impl IntoIterator<Item = Reply>,
+        listener: i32,
+    ) -> Result<Self, Error> {
+        let mut replies = replies.into_iter();
+        let cpus = replies.next().expect("one reply for each request").of::<QueryCpusFast>();
+        let cpus = cpus.map_err(|error| error.to_string());
+        let known = cpus.as_deref().map_err(String::as_str);
+        let process = Arc::new(Process::of_cpus(&mut client, known, listener)?);
+        let facts = facts::of_replies(&client, replies)?;
+        Ok(Self { client, process, facts, cpus: cpus.ok(), image_facts: None, journal: None, repaired: None })
     }
 
     /// Changes of an earlier towline that [`Qemu::connect`] repaired, if any.
@@ -163,6 +189,17 @@ impl Qemu {
         Ok(self.client.execute(&QueryMigrate)?)
     }
 
+    /// Queries the migration and the guest's run state with one round trip.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn migration_and_status(&mut self) -> Result<(MigrationInfo, Status), Error> {
+        let requests = [Request::new(&QueryMigrate)?, Request::new(&QueryStatus)?];
+        let mut replies = self.client.execute_all(&requests)?.into_iter();
+        let mut next = || replies.next().expect("one reply for each request");
+        Ok((next().of::<QueryMigrate>()?, next().of::<QueryStatus>()?))
+    }
+
     /// Pauses the guest; a QEMU that waits for a guest leaves it paused.
     ///
     /// # Errors
@@ -179,6 +216,18 @@ impl Qemu {
     pub fn cont(&mut self) -> Result<(), Error> {
         self.client.execute(&Cont)?;
         Ok(())
+    }
+
+    /// Starts or resumes the guest, and queries its run state with the same round trip.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn cont_and_status(&mut self) -> Result<Status, Error> {
+        let mut replies =
+            self.client.execute_all(&[Request::new(&Cont)?, Request::new(&QueryStatus)?])?.into_iter();
+        let mut next = || replies.next().expect("one reply for each request");
+        next().of::<Cont>()?;
+        Ok(next().of::<QueryStatus>()?)
     }
 
     /// The process, as identified when the monitor was connected.
@@ -243,8 +292,11 @@ impl Qemu {
         Ok(())
     }
 
-    pub(super) fn capabilities_now(&mut self) -> Result<BTreeMap<Capability, bool>, Error> {
-        facts::capabilities(&mut self.client)
+    /// Queries all capabilities and parameters with one round trip.
+    pub(super) fn settings_now(
+        &mut self,
+    ) -> Result<(BTreeMap<Capability, bool>, MigrationParameters), Error> {
+        facts::settings(&mut self.client)
     }
 
     pub(super) fn parameters_now(&mut self) -> Result<MigrationParameters, Error> {

@@ -8,7 +8,7 @@ use towline_qmp::commands::{
     QomGet, QueryMigrate, QueryMigrateCapabilities, QueryMigrateParameters, QueryStatus, QueryUuid,
     QueryVersion, RunState, Status, Version,
 };
-use towline_qmp::{Client, PeerCredentials, Request};
+use towline_qmp::{self as qmp, Client, PeerCredentials, Reply, Request};
 
 use super::error::Error;
 use super::ram_block::{self, RamBlock};
@@ -90,29 +90,46 @@ impl Incoming {
     }
 }
 
-/// Queries the facts with one round trip.
-pub(super) fn facts(client: &mut Client) -> Result<Facts, Error> {
-    let requests = [
+/// Number of [`requests`].
+pub(super) const REQUESTS: usize = 8;
+
+/// The queries of which facts are made. The longest come first: a QEMU that is being started reads them while it makes its machine.
+pub(super) fn requests() -> Result<[Request; REQUESTS], qmp::Error> {
+    Ok([
+        Request::new(&HumanMonitorCommand { command_line: "info ramblock".into() })?,
+        Request::new(&QomGet { path: "/machine".into(), property: "type".into() })?,
+        Request::new(&QueryMigrateCapabilities)?,
+        Request::new(&QueryMigrateParameters)?,
         Request::new(&QueryVersion)?,
         Request::new(&QueryStatus)?,
         Request::new(&QueryMigrate)?,
-        Request::new(&QomGet { path: "/machine".into(), property: "type".into() })?,
-        Request::new(&HumanMonitorCommand { command_line: "info ramblock".into() })?,
         Request::new(&QueryUuid)?,
-        Request::new(&QueryMigrateCapabilities)?,
-        Request::new(&QueryMigrateParameters)?,
-    ];
-    let mut replies = client.execute_all(&requests)?.into_iter();
+    ])
+}
+
+/// Queries the facts with one round trip.
+pub(super) fn facts(client: &mut Client) -> Result<Facts, Error> {
+    let replies = client.execute_all(&requests()?)?;
+    of_replies(client, replies)
+}
+
+/// The facts in the replies to [`requests`].
+pub(super) fn of_replies(client: &Client, replies: impl IntoIterator<Item = Reply>) -> Result<Facts, Error> {
+    let mut replies = replies.into_iter();
     let mut next = || replies.next().expect("one reply for each request");
+    let blocks = next().of::<HumanMonitorCommand>()?;
+    let machine = machine(next().of::<QomGet>()?, client.socket())?;
+    let capabilities = by_name(next().of::<QueryMigrateCapabilities>()?);
+    let parameters = next().of::<QueryMigrateParameters>()?;
     let version = next().of::<QueryVersion>()?;
     let status = next().of::<QueryStatus>()?;
     let migration = next().of::<QueryMigrate>()?;
     Ok(Facts {
-        machine: machine(next().of::<QomGet>()?, client.socket())?,
-        ram_blocks: ram_blocks(&next().of::<HumanMonitorCommand>()?, &version, client.socket())?,
+        machine,
+        ram_blocks: ram_blocks(&blocks, &version, client.socket())?,
         uuid: next().of::<QueryUuid>()?.uuid,
-        capabilities: by_name(next().of::<QueryMigrateCapabilities>()?),
-        parameters: next().of::<QueryMigrateParameters>()?,
+        capabilities,
+        parameters,
         incoming: Incoming::of(&status, &migration),
         peer: client.peer_credentials().ok(),
         version,
@@ -136,8 +153,14 @@ fn ram_blocks(text: &str, version: &Version, socket: &str) -> Result<Vec<RamBloc
     })
 }
 
-pub(super) fn capabilities(client: &mut Client) -> Result<BTreeMap<Capability, bool>, Error> {
-    Ok(by_name(client.execute(&QueryMigrateCapabilities)?))
+/// Queries capabilities and parameters with one round trip.
+pub(super) fn settings(
+    client: &mut Client,
+) -> Result<(BTreeMap<Capability, bool>, MigrationParameters), Error> {
+    let requests = [Request::new(&QueryMigrateCapabilities)?, Request::new(&QueryMigrateParameters)?];
+    let mut replies = client.execute_all(&requests)?.into_iter();
+    let mut next = || replies.next().expect("one reply for each request");
+    Ok((by_name(next().of::<QueryMigrateCapabilities>()?), next().of::<QueryMigrateParameters>()?))
 }
 
 fn by_name(states: Vec<CapabilityState>) -> BTreeMap<Capability, bool> {

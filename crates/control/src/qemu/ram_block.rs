@@ -15,6 +15,8 @@ pub struct RamBlock {
     pub used_bytes: u64,
     /// Maximum size in bytes.
     pub max_bytes: u64,
+    /// Its address in QEMU's process; `None` before QEMU 8.2, which does not report it.
+    pub address: Option<u64>,
 }
 
 impl RamBlock {
@@ -54,6 +56,7 @@ struct Columns {
     count: usize,
     used: usize,
     total: usize,
+    address: Option<usize>,
 }
 
 pub(super) fn parse(text: &str) -> Result<Vec<RamBlock>, RamBlockError> {
@@ -77,7 +80,7 @@ fn columns(heading: &str) -> Option<Columns> {
     }
     let names: Vec<&str> = rest.split_whitespace().rev().collect();
     let find = |wanted| names.iter().position(|name| *name == wanted);
-    Some(Columns { count: names.len(), used: find("Used")?, total: find("Total")? })
+    Some(Columns { count: names.len(), used: find("Used")?, total: find("Total")?, address: find("HVA") })
 }
 
 fn row(line: &str, columns: &Columns) -> Option<RamBlock> {
@@ -93,6 +96,7 @@ fn row(line: &str, columns: &Columns) -> Option<RamBlock> {
         page_bytes: size(number, unit)?,
         used_bytes: hex(words[columns.used])?,
         max_bytes: hex(words[columns.total])?,
+        address: columns.address.and_then(|column| hex(words[column])),
     })
 }
 
@@ -132,7 +136,7 @@ mod tests {
     );
 
     fn block(name: &str, page_bytes: u64, used_bytes: u64, max_bytes: u64) -> RamBlock {
-        RamBlock { name: name.into(), page_bytes, used_bytes, max_bytes }
+        RamBlock { name: name.into(), page_bytes, used_bytes, max_bytes, address: None }
     }
 
     #[test]
@@ -148,7 +152,9 @@ mod tests {
 
     #[test]
     fn parses_the_columns_of_10_0_and_names_with_spaces() {
-        assert_eq!(parse(TEXT_10_0), Ok(vec![block("a name 0x1", 1 << 30, 0x20000, 0x200000)]));
+        let address = Some(0x7fbb_ebe0_0000);
+        let expected = RamBlock { address, ..block("a name 0x1", 1 << 30, 0x20000, 0x200000) };
+        assert_eq!(parse(TEXT_10_0), Ok(vec![expected]));
     }
 
     #[test]

@@ -194,8 +194,8 @@ impl Qemu {
         capabilities: &BTreeMap<Capability, ChangedValue<bool>>,
         parameters: &BTreeMap<String, ChangedValue<Value>>,
     ) -> Result<RecordOutcome, Error> {
-        let capabilities_now = self.capabilities_now()?;
-        let parameters_now = self.parameters_now()?.to_map();
+        let (capabilities_now, parameters_now) = self.settings_now()?;
+        let parameters_now = parameters_now.to_map();
         let mut done = Vec::new();
         let mut wanted = BTreeMap::new();
         for (name, changed) in capabilities {

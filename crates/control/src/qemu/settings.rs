@@ -245,7 +245,7 @@ impl Change {
         capabilities: &BTreeMap<Capability, bool>,
         parameters: &Map<String, Value>,
     ) -> Result<Self, Error> {
-        let now = qemu.capabilities_now()?;
+        let (now, parameters_now) = qemu.settings_now()?;
         if let Some(unknown) = capabilities.keys().find(|name| !now.contains_key(*name)) {
             return Err(Error::UnknownCapability {
                 capability: unknown.clone(),
@@ -256,7 +256,7 @@ impl Change {
         let mut change = Self {
             capabilities: capabilities.clone(),
             parameters: parameters.clone(),
-            parameters_before: qemu.parameters_now()?.to_map(),
+            parameters_before: parameters_now.to_map(),
         };
         change.capabilities.retain(|name, state| now.get(name) != Some(state));
         change.retain_changed();

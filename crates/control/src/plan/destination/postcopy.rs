@@ -54,6 +54,7 @@ impl QmpDestination {
             dir,
             fdset: None,
             is_incoming_started: true,
+            is_loaded: false,
             recoveries: 0,
             drive_locks: DriveLocks::AsQemuDoes,
         })

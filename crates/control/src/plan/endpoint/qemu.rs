@@ -206,7 +206,7 @@ impl QemuDestination {
         description: &GuestDescription<'_>,
         context: &Context<'_>,
     ) -> Result<Self, Error> {
-        let mut qemu = QmpDestination::prepare(path)?;
+        let mut qemu = QmpDestination::prepare(path, context.started)?;
         context.report_repair(qemu.qemu());
         if let Some(guest) = &description.guest {
             qemu.check(guest, context)?;
