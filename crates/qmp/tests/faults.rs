@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -52,6 +52,32 @@ fn a_greeting_may_come_in_pieces() {
     let client = Client::from_stream(ours, "the peer", &Options::default()).unwrap();
     assert_eq!(client.greeting().capabilities, ["oob"]);
     handle.join().unwrap();
+}
+
+/// A QEMU that is being started reads its monitor before it greets.
+#[test]
+fn commands_are_sent_ahead_of_the_greeting() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let handle = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut lines = BufReader::new(stream.try_clone().unwrap());
+        let sent: Vec<_> = (0..3).map(|_| line(&mut lines)).collect();
+        assert_eq!(sent[0], "{\"execute\":\"qmp_capabilities\",\"id\":1}\r\n");
+        assert!(sent[1].contains("query-status") && sent[2].contains("teleport"), "{sent:?}");
+        write!(stream, "{GREETING}{{\"return\": {{}}, \"id\": 1}}{STATUS}").unwrap();
+        write!(stream, "{}", r#"{"error": {"class": "CommandNotFound", "desc": "no"}, "id": 3}"#).unwrap();
+    });
+    let requests = [Request::new(&QueryStatus).unwrap(), Request::raw("teleport", None)];
+    let (mut client, submitted) = Client::connect_ahead(&path, &options(), &requests).unwrap();
+    assert_eq!(client.greeting().capabilities, ["oob"]);
+    let mut replies = client.replies(submitted).unwrap().into_iter();
+    assert_eq!(replies.next().unwrap().of::<QueryStatus>().unwrap().status, RunState::RUNNING);
+    assert!(replies.next().unwrap().value().unwrap_err().is_command_not_found());
+    handle.join().unwrap();
+    let error = client.check_connected().unwrap_err();
+    assert!(matches!(error, Error::Disconnected { by: DisconnectReason::PeerClosed, .. }), "{error}");
 }
 
 #[test]

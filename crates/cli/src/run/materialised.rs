@@ -168,33 +168,11 @@ impl Materialised {
             return Ok(file);
         }
         reporter.line(&format!("{} is made by another towline", self.path.display()));
-        // A lock cannot be polled: a thread waits for it, and ends with the process if the command is cancelled first.
-        let (done, locked) = UnixStream::pair().map_err(|error| self.refused(&error))?;
-        let waiting = file.try_clone().map_err(|error| self.refused(&error))?;
-        let waiter = thread::Builder::new().name("lock".into()).spawn(move || {
-            let _done = done;
-            loop {
-                match flock(&waiting, FlockOperation::LockExclusive) {
-                    Err(Errno::INTR) => {}
-                    result => return result,
-                }
+        match lock_exclusively(&file, cancel).map_err(|error| self.refused(&error))? {
+            Wait::Locked => Ok(file),
+            Wait::Cancelled => {
+                Err(Rejection::refused(&"cancelled while another towline copies the image from the store"))
             }
-        });
-        let waiter = waiter.map_err(|error| self.refused(&error))?;
-        loop {
-            let mut fds = [PollFd::new(&locked, PollFlags::IN), PollFd::new(cancel, PollFlags::IN)];
-            match poll(&mut fds, None) {
-                Ok(_) => break,
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(self.refused(&errno)),
-            }
-        }
-        if cancel.is_cancelled() {
-            return Err(Rejection::refused(&"cancelled while another towline makes the file of the image"));
-        }
-        match waiter.join() {
-            Ok(result) => result.map(|()| file).map_err(|errno| self.refused(&errno)),
-            Err(panic) => std::panic::resume_unwind(panic),
         }
     }
 
@@ -223,6 +201,44 @@ impl Materialised {
     }
 }
 
+/// End of a wait for a lock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wait {
+    Locked,
+    Cancelled,
+}
+
+/// Waits for the lock of a file, or until `cancel`. A lock cannot be polled, so a thread waits for it, which ends with the process if the
+/// command is cancelled first.
+fn lock_exclusively(file: &fs::File, cancel: &Cancel) -> std::io::Result<Wait> {
+    let (done, ended) = UnixStream::pair()?;
+    let waiting = file.try_clone()?;
+    let waiter = thread::Builder::new().name("lock".into()).spawn(move || {
+        let _done = done;
+        loop {
+            match flock(&waiting, FlockOperation::LockExclusive) {
+                Err(Errno::INTR) => {}
+                result => return result,
+            }
+        }
+    })?;
+    loop {
+        let mut fds = [PollFd::new(&ended, PollFlags::IN), PollFd::new(cancel, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Ok(_) => break,
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    if cancel.is_cancelled() {
+        return Ok(Wait::Cancelled);
+    }
+    match waiter.join() {
+        Ok(result) => Ok(result.map(|()| Wait::Locked)?),
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+}
+
 /// The directory of this user, or of the host for root.
 fn default_directory() -> Option<PathBuf> {
     if geteuid().is_root() {
@@ -231,4 +247,26 @@ fn default_directory() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
     Some(cache.join("towline/images"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_for_another_towline_ends_with_its_lock_or_with_a_cancellation() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let holder = named.reopen().unwrap();
+        flock(&holder, FlockOperation::LockExclusive).unwrap();
+        let cancel = Cancel::new().unwrap();
+        cancel.cancel();
+        assert_eq!(lock_exclusively(&named.reopen().unwrap(), &cancel).unwrap(), Wait::Cancelled);
+        let waiter = thread::spawn({
+            let file = named.reopen().unwrap();
+            move || lock_exclusively(&file, &Cancel::new().unwrap()).unwrap()
+        });
+        drop(holder);
+        // The first waiter's thread has the lock now, or gets it, until it drops its file.
+        assert_eq!(waiter.join().unwrap(), Wait::Locked);
+    }
 }

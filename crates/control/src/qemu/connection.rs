@@ -31,6 +31,8 @@ pub struct Qemu {
     pub(super) cpus: Option<Vec<CpuFast>>,
     /// Facts for an image that were queried ahead.
     pub(super) image_facts: Option<ImageFacts>,
+    /// The facts' settings are current: this process started QEMU and has had its monitor ever since.
+    pub(super) has_current_settings: bool,
     pub(super) journal: Option<Journal>,
     pub(super) repaired: Option<RepairReport>,
 }
@@ -97,7 +99,16 @@ impl Qemu {
         let known = cpus.as_deref().map_err(String::as_str);
         let process = Arc::new(Process::of_cpus(&mut client, known, listener)?);
         let facts = facts::of_replies(&client, replies)?;
-        Ok(Self { client, process, facts, cpus: cpus.ok(), image_facts: None, journal: None, repaired: None })
+        Ok(Self {
+            client,
+            process,
+            facts,
+            cpus: cpus.ok(),
+            image_facts: None,
+            has_current_settings: false,
+            journal: None,
+            repaired: None,
+        })
     }
 
     /// Changes of an earlier towline that [`Qemu::connect`] repaired, if any.
@@ -193,7 +204,7 @@ impl Qemu {
     ///
     /// # Errors
     /// [`Error::Qmp`].
-    pub fn migration_and_status(&mut self) -> Result<(MigrationInfo, Status), Error> {
+    pub(crate) fn migration_and_status(&mut self) -> Result<(MigrationInfo, Status), Error> {
         let requests = [Request::new(&QueryMigrate)?, Request::new(&QueryStatus)?];
         let mut replies = self.client.execute_all(&requests)?.into_iter();
         let mut next = || replies.next().expect("one reply for each request");
@@ -222,7 +233,7 @@ impl Qemu {
     ///
     /// # Errors
     /// [`Error::Qmp`].
-    pub fn cont_and_status(&mut self) -> Result<Status, Error> {
+    pub(crate) fn cont_and_status(&mut self) -> Result<Status, Error> {
         let mut replies =
             self.client.execute_all(&[Request::new(&Cont)?, Request::new(&QueryStatus)?])?.into_iter();
         let mut next = || replies.next().expect("one reply for each request");
@@ -292,10 +303,13 @@ impl Qemu {
         Ok(())
     }
 
-    /// Queries all capabilities and parameters with one round trip.
+    /// Queries all capabilities and parameters with one round trip, unless those of the facts are current.
     pub(super) fn settings_now(
         &mut self,
     ) -> Result<(BTreeMap<Capability, bool>, MigrationParameters), Error> {
+        if std::mem::take(&mut self.has_current_settings) {
+            return Ok((self.facts.capabilities.clone(), self.facts.parameters.clone()));
+        }
         facts::settings(&mut self.client)
     }
 

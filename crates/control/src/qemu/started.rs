@@ -53,6 +53,7 @@ impl StartedQemu {
         // It listens on a socket of this process, so that the kernel has no peer to name.
         let mut qemu = Qemu::of_replies(client, replies, self.pid.cast_signed())?;
         qemu.image_facts = Some(image_facts);
+        qemu.has_current_settings = true;
         qemu.with_journal(&self.socket)
     }
 }

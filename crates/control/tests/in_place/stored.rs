@@ -8,7 +8,7 @@ use towline_control::in_place::{
     Error, IfUnmapped, MappingKind, Reason, Reflink, Verify, find_mapped_memory, may_map, of_image,
     of_reflink,
 };
-use towline_control::qemu::Qemu;
+use towline_control::qemu::{Process, Qemu};
 use towline_image::Image;
 use towline_migration::synthetic::BLOCK_NAME;
 
@@ -53,6 +53,23 @@ fn memory_of_an_image_is_proven_or_a_reason_is_given() {
         std::fs::remove_file(&alias).unwrap();
         let error = of_image(&mut qemu, &stored.image).unwrap_err();
         assert!(matches!(error, Error::ImageWritable { .. }), "{error}");
+    }
+}
+
+/// The kernel shows the mapping: a QEMU that does not reply is not asked.
+#[test]
+fn mapped_memory_is_proven_without_a_query() {
+    let stored = Stored::new();
+    for binary in binaries("mapped_memory_is_proven_without_a_query") {
+        if binary.expected_major == Some(7) {
+            continue;
+        }
+        let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off");
+        let Process::Known { pid, .. } = *qemu.process() else { panic!("{:?}", qemu.process()) };
+        let pid = rustix::process::Pid::from_raw(pid).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+        assert_mapped(&of_image(&mut qemu, &stored.image).unwrap(), BLOCK_NAME, MappingKind::CopyOnWrite);
+        rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
     }
 }
 
