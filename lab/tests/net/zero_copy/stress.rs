@@ -10,7 +10,7 @@ use super::{Bench, Setup, driver, pairs};
 use crate::support::{WITHIN, network, number, sum};
 
 /// The driver sees completions in their own order, as the record tells the next process which chains are in flight.
-const RECORD: &str = "--zero-copy-send on --state /tmp/card.state --hand-over /tmp/upgrade.sock";
+const RECORD: &str = "--zero-copy-send on --state /tmp/card.state --upgrade-socket /tmp/upgrade.sock";
 /// Frames that are queued when the process ends, or another one takes over.
 const FRAMES: u32 = 400;
 
