@@ -61,7 +61,11 @@ fn assert_tap_sends_until_released(bench: &mut Bench, queued: usize) -> Vec<u8> 
     bench.queues[0].wait(WITHIN).unwrap();
     assert_eq!(bench.queues[0].pop_used().unwrap().map(|used| used.token), Some(SLOTS));
     assert_eq!(pop_all(&mut bench.queues[0]), 0, "{queued} frames are still queued");
-    assert_eq!(bench.statistics(0).pending, queued as u64);
+    // Statistics are updated after the used ring.
+    wait_until("the frames in flight to be counted", WITHIN, || {
+        Ok((bench.statistics(0).pending == queued as u64).then_some(()))
+    })
+    .unwrap();
     release_queued_frames(bench);
     bench.wait_until_sent(0);
     frame
