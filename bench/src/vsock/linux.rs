@@ -239,9 +239,8 @@ fn table(parameters: &Parameters, contenders: &[Contender], outcomes: &[Outcome<
 /// Returns the cells of a row; `scale` converts bytes per second of a stream.
 fn measured(outcome: &Outcome<Window>, peer: &Outcome<Window>, scale: Option<f64>) -> Content {
     let scale = scale.unwrap_or(1.0);
-    let rates = |outcome: &Outcome<Window>| {
-        outcome.values.iter().map(|it| it.rate() * scale).collect::<Vec<f64>>()
-    };
+    let rates =
+        |outcome: &Outcome<Window>| outcome.values.iter().map(|it| it.rate() * scale).collect::<Vec<f64>>();
     let efficiencies = |outcome: &Outcome<Window>| {
         outcome.values.iter().map(|it| it.rate() * scale / it.backend_percent).collect::<Vec<f64>>()
     };

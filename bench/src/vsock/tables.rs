@@ -24,9 +24,17 @@ const SERIES_COLUMNS: [&str; 16] = [
     "64 KiB", "128 KiB", "256 KiB", "512 KiB",
 ];
 
-/// Units of the series: name, figure, digits.
-const UNITS: [(&str, fn(&Figure) -> f64, usize); 2] =
-    [("Gbit/s", Figure::gigabits, 2), ("Mbit/s per % CPU", Figure::efficiency, 0)];
+/// A unit of the series.
+struct Unit {
+    name: &'static str,
+    figure: fn(&Figure) -> f64,
+    digits: usize,
+}
+
+const UNITS: [Unit; 2] = [
+    Unit { name: "Gbit/s", figure: Figure::gigabits, digits: 2 },
+    Unit { name: "Mbit/s per % CPU", figure: Figure::efficiency, digits: 0 },
+];
 
 /// A row that was published with the kernel's series of 2019.
 struct Published {
@@ -237,7 +245,7 @@ impl Run<'_> {
                 (Direction::ToGuest, Buffers::Large, "host → guest, buffers of 64 KiB"),
                 (Direction::FromGuest, Buffers::Linux, "guest → host"),
             ] {
-                for (unit, figure, digits) in UNITS {
+                for Unit { name: unit, figure, digits } in UNITS {
                     let group = format!("{what}{streams}, {unit}");
                     for carrier in [Carrier::Peer, Carrier::Towline, Carrier::Socket] {
                         let of = |size| {
