@@ -91,7 +91,7 @@ struct Benchmark {
     measure: fn(&Options) -> Result<Vec<Table>>,
 }
 
-const BENCHMARKS: [Benchmark; 15] = [
+const BENCHMARKS: [Benchmark; 14] = [
     Benchmark {
         name: "ram",
         measure: |options| {
@@ -150,14 +150,6 @@ const BENCHMARKS: [Benchmark; 15] = [
             let (runs, cancel, own) = (options.runs, options.cancel.clone(), options.own.clone());
             let parameters = vsock::Parameters::of(&options.towline, None, runs, cancel);
             vsock::ablation::measure(&vsock::Parameters { own, ..parameters })
-        },
-    },
-    Benchmark {
-        name: "vsock-linux",
-        measure: |options| {
-            let (runs, cancel) = (options.runs, options.cancel.clone());
-            let peer = options.peer(vsock::PEER);
-            vsock::linux::measure(&vsock::Parameters::of(&options.towline, peer, runs, cancel))
         },
     },
     Benchmark {
@@ -244,7 +236,7 @@ mod tests {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "unknown table \"disk\": expected one of ram, live, instant, run, lanes, lanes-busy, calls, vsock, vsock-ablation, vsock-linux, vsock-guests, net, net-queues, sandbox, sandbox-paths"
+            "unknown table \"disk\": expected one of ram, live, instant, run, lanes, lanes-busy, calls, vsock, vsock-ablation, vsock-guests, net, net-queues, sandbox, sandbox-paths"
         );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }

@@ -25,7 +25,6 @@ const EXIT_USAGE: u8 = 2;
 ///   calls          pages copied into a linear buffer, against vectors
 ///   vsock          streams and requests, against vhost-device-vsock and a plain Unix socket
 ///   vsock-ablation the same streams without one idea of the design each
-///   vsock-linux    streams and connections of a Linux guest, against vhost-device-vsock
 ///   vsock-guests   sixteen guests of one process, one of them hostile
 ///   net            frames and TCP, against vhost_user_net, dpdk-testpmd, a tap and a veth pair
 ///   net-queues     the same with several queues

@@ -13,7 +13,6 @@ pub mod ablation;
 pub mod crowd;
 mod guest;
 mod host;
-pub mod linux;
 mod tables;
 
 use std::path::{Path, PathBuf};

@@ -44,7 +44,7 @@ pub(super) struct Host {
 
 impl Target {
     /// Connects to the guest, or to the application in its place.
-    pub(super) fn connect(&self) -> Result<UnixStream> {
+    fn connect(&self) -> Result<UnixStream> {
         let (Self::Vsock(path) | Self::Socket(path)) = self;
         let mut stream = UnixStream::connect(path).with_context(|| format!("{}", path.display()))?;
         stream.set_read_timeout(Some(WITHIN))?;

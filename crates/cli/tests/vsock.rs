@@ -8,9 +8,7 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_frontend::vsock::{
-    Guest, Options, Ports, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, VsockEvent,
-};
+use towline_frontend::vsock::{Guest, Options, Ports, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, VsockEvent};
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, Memory};
 

@@ -55,7 +55,10 @@ fn serve(guest: &mut LinuxGuest, sshd: &Path, scratch: &Path) {
     write(guest, "/tmp/authorized_keys", &user);
     write(guest, "/tmp/sshd_config", SSHD);
     shell(guest, "mkdir -p /etc /run/sshd /root");
-    shell(guest, "echo root:x:0:0:root:/root:/bin/sh > /etc/passwd; echo sshd:x:100:100:sshd:/run/sshd:/bin/sh >> /etc/passwd");
+    shell(
+        guest,
+        "echo root:x:0:0:root:/root:/bin/sh > /etc/passwd; echo sshd:x:100:100:sshd:/run/sshd:/bin/sh >> /etc/passwd",
+    );
     shell(guest, "echo root:x:0: > /etc/group; echo sshd:x:100: >> /etc/group");
     let program = format!("{} -i -f /tmp/sshd_config -E /tmp/sshd_log", sshd.display());
     shell(guest, &format!("socat VSOCK-LISTEN:22,fork EXEC:'{program}' > /tmp/socat_log 2>&1 & echo"));
@@ -83,8 +86,7 @@ fn configure(scratch: &Path) -> PathBuf {
 fn ssh(config: &Path, host: &str, command: &str, input: &[u8]) -> Output {
     let mut ssh = Command::new("ssh");
     ssh.arg("-F").arg(config).args(["-o", "BatchMode=yes", "-o", "ConnectTimeout=60", host, command]);
-    let mut child =
-        ssh.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = ssh.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let (mut stdin, input) = (child.stdin.take().unwrap(), input.to_vec());
     // A command that fails does not read its input.
     let writing = std::thread::spawn(move || stdin.write_all(&input).is_ok());
@@ -130,12 +132,10 @@ fn ssh_reaches_a_guest_as_its_users_expect() {
         assert!(output.stdout == content, "{host}: {} bytes came back", output.stdout.len());
     }
     // A port without a listener: the reason is printed, and ssh fails as for any host.
-    let refused = Command::new("ssh").arg("-F").arg(&config).args(["-p", "23", "guest", "true"]).output().unwrap();
+    let refused =
+        Command::new("ssh").arg("-F").arg(&config).args(["-p", "23", "guest", "true"]).output().unwrap();
     let text = String::from_utf8_lossy(&refused.stderr);
-    assert!(
-        text.contains(&format!("port 23 of the guest at {uds_path} refused the connection")),
-        "{text}"
-    );
+    assert!(text.contains(&format!("port 23 of the guest at {uds_path} refused the connection")), "{text}");
     assert_eq!(refused.status.code(), Some(255));
     assert!(device.runs().unwrap());
 }
