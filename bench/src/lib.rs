@@ -27,6 +27,7 @@ pub mod vhost;
 pub mod vsock;
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use towline_channel::Cancel;
@@ -174,6 +175,21 @@ const BENCHMARKS: [Benchmark; 14] = [
         },
     },
     Benchmark {
+        name: "af-xdp",
+        measure: |options| {
+            net::af_xdp::measure(&net::af_xdp::Parameters {
+                stream_sizes: vec![64, 256, 1 << 10, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 64 << 10],
+                request_sizes: vec![64, 1 << 10, 8 << 10],
+                window: Duration::from_secs(2),
+                runs: options.runs,
+                towline: options.towline.clone(),
+                own: options.own.clone(),
+                rows: options.rows.clone(),
+                cancel: options.cancel.clone(),
+            })
+        },
+    },
+    Benchmark {
         name: "sandbox",
         measure: |options| {
             let (runs, cancel) = (options.runs, options.cancel.clone());
@@ -236,7 +252,7 @@ mod tests {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "unknown table \"disk\": expected one of ram, live, instant, run, lanes, lanes-busy, calls, vsock, vsock-ablation, vsock-guests, net, net-queues, sandbox, sandbox-paths"
+            "unknown table \"disk\": expected one of ram, live, instant, run, lanes, lanes-busy, calls, vsock, vsock-ablation, vsock-guests, net, net-queues, af-xdp, sandbox, sandbox-paths"
         );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }

@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result};
 use clap::Parser;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use towline_bench::net::af_xdp;
 use towline_bench::{Options, UnknownTable};
 use towline_channel::Cancel;
 
@@ -28,6 +29,7 @@ const EXIT_USAGE: u8 = 2;
 ///   vsock-guests   sixteen guests of one process, one of them hostile
 ///   net            frames and TCP, against vhost_user_net, dpdk-testpmd, a tap and a veth pair
 ///   net-queues     the same with several queues
+///   af-xdp         TCP of a guest by the tap and by AF_XDP with and without copies, inside of an emulated guest
 ///   sandbox        system calls with and without the sandbox's filters
 ///   sandbox-paths  devices and a copy with and without a sandbox
 /// `cargo xtask setup` installs the guests and QEMUs, `cargo xtask peers` the peers.
@@ -58,7 +60,7 @@ struct Arguments {
     /// Memory sizes of the guests of `instant` and `run`, in bytes (suffixes M, G) [default: 1G,4G,8G; 512M too for `run`]
     #[arg(long, value_name = "BYTES", value_parser = mebibytes, value_delimiter = ',')]
     sizes: Vec<u64>,
-    /// Part of the names of the rows to measure, for `net`, `net-queues` and `vsock`; may be repeated
+    /// Part of the names of the rows to measure, for `net`, `net-queues`, `af-xdp` and `vsock`; may be repeated
     #[arg(long, value_name = "TEXT")]
     rows: Vec<String>,
     /// Program of a peer that is not found by itself: vhost_user_net=PATH, vhost-device-vsock=PATH; may be repeated
@@ -70,12 +72,14 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    // A measured end of a migration is this program again, and so is a device with a tuning.
+    // A measured end of a migration, a device with a tuning and the application of a guest are this program again.
     let words: Vec<_> = std::env::args_os().collect();
     let result = if let Some(role) = towline_bench::lanes::role(&words) {
         towline_bench::lanes::serve(role)
     } else if let Some(hosted) = towline_bench::vsock::ablation::hosted(&words) {
         hosted.serve()
+    } else if let Some(role) = af_xdp::role(&words) {
+        af_xdp::serve(role)
     } else {
         run(Arguments::parse_from(words))
     };

@@ -13,6 +13,7 @@
 //!
 //! Limits: needs root, for namespaces and taps.
 
+pub mod af_xdp;
 mod card;
 mod frames;
 mod hosts;

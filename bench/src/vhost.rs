@@ -83,8 +83,20 @@ pub fn window(
     length: Duration,
     cancel: &Cancel,
 ) -> Result<Window> {
-    sleep(WARM_UP, cancel)?;
     let pid = backend.as_ref().map(|backend| backend.pid());
+    let measured = window_of(signals, pid, length, cancel);
+    if let Some(backend) = backend {
+        backend.check()?;
+    }
+    measured
+}
+
+/// Measures a window after a warm-up, with the CPU time of this backend's process.
+///
+/// # Errors
+/// As [`window`].
+pub fn window_of(signals: &Signals, pid: Option<u32>, length: Duration, cancel: &Cancel) -> Result<Window> {
+    sleep(WARM_UP, cancel)?;
     let before = (Usage::now(pid)?, signals.units.load(Ordering::Relaxed), Instant::now());
     signals.measuring.store(true, Ordering::Relaxed);
     sleep(length, cancel)?;
@@ -95,9 +107,6 @@ pub fn window(
     signals.measuring.store(false, Ordering::Relaxed);
     let (units, seconds) =
         (signals.units.load(Ordering::Relaxed) - before.1, before.2.elapsed().as_secs_f64());
-    if let Some(backend) = backend {
-        backend.check()?;
-    }
     let spent = Usage::now(pid)?.since(&before.0);
     ensure!(units > 0, "nothing was done in {seconds:.1} s");
     let percent = |spent: f64| 100.0 * spent / seconds;

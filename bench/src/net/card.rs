@@ -37,8 +37,18 @@ pub(super) struct Card {
 
 impl Card {
     /// Negotiates every feature of the backend, and starts `queues` pairs. Receive buffers are those of Linux with these features.
-    pub(super) fn start(mut frontend: Frontend, queues: usize, transmit_bytes: usize) -> Result<Self> {
-        let wanted = feature::EVENT_IDX | feature::INDIRECT | net::MRG_RXBUF | net::OFFLOADS | net::MQ;
+    pub(super) fn start(frontend: Frontend, queues: usize, transmit_bytes: usize) -> Result<Self> {
+        Self::with_offloads(frontend, queues, transmit_bytes, net::OFFLOADS)
+    }
+
+    /// Negotiates these offloads only.
+    pub(super) fn with_offloads(
+        mut frontend: Frontend,
+        queues: usize,
+        transmit_bytes: usize,
+        offloads: u64,
+    ) -> Result<Self> {
+        let wanted = feature::EVENT_IDX | feature::INDIRECT | net::MRG_RXBUF | offloads | net::MQ;
         let features = frontend.negotiate(0, wanted, 0)?.features;
         let super_frames = features & (net::GUEST_TSO4 | net::GUEST_TSO6) != 0;
         let receive_bytes = match features & net::MRG_RXBUF {
