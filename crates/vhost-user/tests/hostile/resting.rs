@@ -103,9 +103,9 @@ impl Served {
         let backend = std::thread::spawn(move || serve(&channel, &device, &Cancel::new().unwrap()));
         let mut frontend = Frontend::new(near).unwrap();
         let features = frontend.negotiate(0, wished, protocol::REPLY_ACK).unwrap().features;
-        let memory = Arc::new(Memory::new(1 << 20).unwrap());
+        let memory = Arc::new(Memory::new(4 << 20).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
-        let queue = Queue::new(&memory, 0, QueueOptions { size: 256, features }).unwrap();
+        let queue = Queue::new(&memory, 0, QueueOptions { size: 1024, features }).unwrap();
         frontend.start(&queue, 0).unwrap();
         Self { frontend, memory, queue, runs, backend }
     }
