@@ -241,7 +241,10 @@ fn standard_input_and_output_are_a_connection_whose_directions_end_independently
             request += len;
             None
         }
-        VsockEvent::Shutdown(_, flags) => Some(assert_eq!(flags, SHUTDOWN_SEND)),
+        VsockEvent::Shutdown(_, flags) => {
+            assert_eq!(flags, SHUTDOWN_SEND);
+            Some(())
+        }
         _ => None,
     });
     assert_eq!(request, 9);
@@ -290,7 +293,10 @@ fn a_connection_that_cannot_be_made_says_why() {
     let (_frontend, mut guest) = sockets.guest("s", CID);
     let client = sockets.connect("52");
     until(&mut guest, |guest, event| match event {
-        VsockEvent::Request(ports) => Some(guest.reset(ports)),
+        VsockEvent::Request(ports) => {
+            guest.reset(ports);
+            Some(())
+        }
         _ => None,
     });
     // The reset is sent.
