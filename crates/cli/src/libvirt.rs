@@ -22,7 +22,7 @@ const HEADER_BYTES: usize = 92;
 const VERSION: u32 = 2;
 /// Maximum length of the description: libvirt limits XML of domains to 10 MiB.
 const DESCRIPTION_MAX: u32 = 16 << 20;
-/// Programs by libvirt's numbers; 0 is none.
+/// Programs by libvirt's numbers; 0 stands for uncompressed.
 const COMPRESSIONS: [&str; 6] = ["", "gzip", "bzip2", "xz", "lzop", "zstd"];
 
 /// Returns the stream of the file, if it is one of libvirt's.

@@ -33,7 +33,7 @@ const PEER: RGBColor = RGBColor(148, 163, 184);
 pub enum Emphasis {
     /// The program that the chart is about.
     Own,
-    /// What it is compared with.
+    /// A program that it is compared with.
     Peer,
 }
 

@@ -117,7 +117,7 @@ pub(super) struct Talk {
     thread: JoinHandle<Result<Talked>>,
 }
 
-/// What went over it.
+/// Exchanges on it.
 #[derive(Debug, Default)]
 pub(super) struct Talked {
     pub(super) exchanges: u64,
