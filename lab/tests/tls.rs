@@ -132,7 +132,7 @@ fn prove_equal(source: &Qemu, destination: &Qemu) {
     if ran {
         drop(destination.qmp().execute("stop", Value::Null).unwrap());
     } else {
-        assert_eq!(destination.memory_hash().unwrap(), source.memory_hash().unwrap())
+        assert_eq!(destination.memory_hash().unwrap(), source.memory_hash().unwrap());
     }
     destination.check_filled().unwrap();
     destination.qmp().execute("cont", Value::Null).unwrap();

@@ -110,7 +110,7 @@ struct Figure {
     zero_copy: f64,
 }
 
-/// What the applications of this machine have received.
+/// Data that the applications of this machine have received.
 #[derive(Debug, Default)]
 struct Received {
     bytes: u64,

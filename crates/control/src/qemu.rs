@@ -9,6 +9,7 @@ mod device_tree;
 mod drives;
 mod error;
 mod facts;
+mod image_facts;
 mod ram_block;
 mod repair;
 mod repaired;

@@ -6,7 +6,8 @@ use super::{CompressionMethod, Output, Switch, TlsArgs};
 use crate::endpoint::Endpoint;
 use crate::sandbox::SandboxArgs;
 #[cfg(feature = "store")]
-use crate::units::{hours, number};
+use crate::units::hours;
+use crate::units::number;
 
 /// Show the parts of a guest: blocks, pages, devices and their versions, checksums, sizes
 ///

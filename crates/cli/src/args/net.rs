@@ -92,7 +92,7 @@ pub(crate) struct NetArgs {
     /// Socket for live upgrade: a new process with the same options takes over the device, its connection to QEMU and its
     /// taps, and this one ends; after a failure this one continues. Only for processes of the same user or root. With
     /// --xsk-fds, the new process gets sockets of its own
-    #[arg(long, alias = "hand-over", value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET")]
     pub(crate) upgrade_socket: Option<PathBuf>,
     /// Block the guest's migration; disables the dirty log
     #[arg(long)]
@@ -116,20 +116,4 @@ pub(crate) struct NetArgs {
 /// Parses an MTU; IPv4 needs 68 bytes.
 fn mtu(text: &str) -> Result<u16, String> {
     whole(text, Unit::Bytes, 68..=u64::from(u16::MAX))
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::Parser as _;
-
-    use crate::args::{Args, Command};
-
-    #[test]
-    fn the_former_name_of_the_upgrade_socket_is_accepted() {
-        for option in ["--upgrade-socket", "--hand-over"] {
-            let line = ["towline", "net", "--socket", "a", "--tap", "b", option, "c"];
-            let Command::Net(args) = Args::try_parse_from(line).unwrap().command else { panic!("{line:?}") };
-            assert_eq!(args.upgrade_socket.as_deref(), Some("c".as_ref()));
-        }
-    }
 }

@@ -6,13 +6,14 @@
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
-use towline_compat::facts::{self, BlockFacts, Cpu, FeatureWord, MemoryBackend, Netdev, QemuDevice, Virtio};
+use towline_compat::facts::{self, BlockFacts, Cpu, FeatureWord, QemuDevice, Virtio};
+use towline_qmp as qmp;
 use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
-use towline_qmp::{self as qmp, Reply, Request};
 
 use super::connection::Qemu;
 use super::error::Error;
 use super::facts::Incoming;
+use super::image_facts::{image_facts, image_requests, memory_backends, netdevs};
 use super::ram_block::RamBlock;
 use super::{device_tree, drives, virtio};
 
@@ -43,48 +44,6 @@ const VIRTIO_CHILD: &str = "/virtio-backend";
 
 /// The first QEMU that may abort in a query for the status of a virtio device.
 const VIRTIO_STATUS_ABORTS_SINCE: (u32, u32) = (10, 1);
-
-/// Number of [`image_requests`].
-pub(super) const IMAGE_REQUESTS: usize = 4;
-
-/// What rules compare with an image beyond the facts of a QEMU. What it does not report is `None`.
-#[derive(Debug)]
-pub(super) struct ImageFacts {
-    devices: Option<Vec<QemuDevice>>,
-    netdevs: Option<Vec<Netdev>>,
-    memory_backends: Option<Vec<MemoryBackend>>,
-    drives: Option<Vec<facts::Drive>>,
-}
-
-/// The queries of [`ImageFacts`].
-pub(super) fn image_requests() -> Result<[Request; IMAGE_REQUESTS], qmp::Error> {
-    Ok([
-        Request::new(&HumanMonitorCommand { command_line: "info qtree".into() })?,
-        Request::new(&HumanMonitorCommand { command_line: "info network".into() })?,
-        Request::raw("query-memdev", None),
-        Request::raw("query-block", None),
-    ])
-}
-
-/// The facts in the replies to [`image_requests`].
-pub(super) fn image_facts(replies: impl IntoIterator<Item = Reply>) -> Result<ImageFacts, Error> {
-    let mut replies = replies.into_iter();
-    let mut next = || replies.next().expect("one reply for each request");
-    let devices = known(next().of::<HumanMonitorCommand>())?.map(|text| device_tree::parse(&text));
-    let netdevs = known(next().of::<HumanMonitorCommand>())?.map(|text| netdevs(&text));
-    let memory_backends = known(next().value())?.map(|reply| memory_backends(&reply));
-    let drives = known(next().value())?.map(|reply| drives::drives(&reply));
-    Ok(ImageFacts { devices, netdevs, memory_backends, drives })
-}
-
-/// `None` if QEMU refuses a query.
-fn known<T>(reply: Result<T, qmp::Error>) -> Result<Option<T>, Error> {
-    match reply {
-        Ok(reply) => Ok(Some(reply)),
-        Err(qmp::Error::Refusal { .. } | qmp::Error::Shape { .. }) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
-}
 
 impl Qemu {
     /// Facts that need no further query, for rules about machine and memory.
@@ -318,38 +277,9 @@ fn feature_words(words: &Value) -> Vec<FeatureWord> {
     words.as_array().into_iter().flatten().filter_map(word).collect()
 }
 
-fn memory_backends(reply: &Value) -> Vec<MemoryBackend> {
-    let is_on = |value: &Value| value.as_bool().unwrap_or_default();
-    let backend = |entry: &Value| MemoryBackend {
-        id: entry["id"].as_str().unwrap_or_default().to_owned(),
-        bytes: entry["size"].as_u64().unwrap_or_default(),
-        prealloc: is_on(&entry["prealloc"]),
-        share: is_on(&entry["share"]),
-    };
-    reply.as_array().into_iter().flatten().map(backend).collect()
-}
-
-/// ` \ n0: index=0,type=user,net=10.0.2.0` in `info network`; NICs are devices, and not listed again.
-fn netdevs(text: &str) -> Vec<Netdev> {
-    let netdev = |line: &str| {
-        let (id, rest) = line.trim_start_matches([' ', '\\']).split_once(": ")?;
-        let kind = rest.split(',').find_map(|part| part.strip_prefix("type="))?;
-        (kind != "nic").then(|| Netdev { id: id.into(), kind: kind.trim().into() })
-    };
-    text.lines().filter_map(netdev).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn netdevs_are_parsed_and_nics_skipped() {
-        let text = "net0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\n \\ n0: index=0,type=user,net=10.0.2.0\n\
-             alone: index=0,type=tap,ifname=t0\n";
-        let found: Vec<_> = netdevs(text).into_iter().map(|netdev| (netdev.id, netdev.kind)).collect();
-        assert_eq!(found, [("n0".into(), "user".into()), ("alone".into(), "tap".into())]);
-    }
 
     #[test]
     fn pci_addresses_are_numbers_or_text() {

@@ -11,9 +11,9 @@ use towline_qmp::commands::{
 };
 use towline_qmp::{self as qmp, Client, Options, Reply, Request};
 
-use super::compatibility::ImageFacts;
 use super::error::Error;
 use super::facts::{self, Facts};
+use super::image_facts::ImageFacts;
 use super::repaired::RepairReport;
 use crate::journal::{self, Journal, JournalEntry, UndoRecord};
 use crate::process::{Process, ProcessState};

@@ -12,10 +12,9 @@ use std::sync::Mutex;
 use towline_qmp::commands::QueryCpusFast;
 use towline_qmp::{self as qmp, Client, Options, Request, Submitted};
 
-use super::compatibility;
 use super::connection::Qemu;
 use super::error::Error;
-use super::facts;
+use super::{facts, image_facts};
 use crate::lock::lock;
 
 /// The monitor of a QEMU that this process has started, for the copy of an image to it.
@@ -23,7 +22,7 @@ use crate::lock::lock;
 pub struct StartedQemu {
     pid: u32,
     socket: PathBuf,
-    // Taken by the copy, which shares this with nobody.
+    // Taken by the copy, which does not share it.
     monitor: Mutex<Option<(Client, Submitted)>>,
 }
 
@@ -33,7 +32,7 @@ impl StartedQemu {
     /// # Errors
     /// Those of [`Client::connect`].
     pub fn connect(socket: &Path, pid: u32, options: &Options) -> Result<Self, qmp::Error> {
-        let mut requests = Vec::from(compatibility::image_requests()?);
+        let mut requests = Vec::from(image_facts::image_requests()?);
         requests.push(Request::new(&QueryCpusFast)?);
         requests.extend(facts::requests()?);
         let (mut client, submitted) = Client::connect_ahead(socket, options, &requests)?;
@@ -49,7 +48,7 @@ impl StartedQemu {
 
     fn qemu(&self, mut client: Client, submitted: Submitted) -> Result<Qemu, Error> {
         let mut replies = client.replies(submitted)?.into_iter();
-        let image_facts = compatibility::image_facts(replies.by_ref().take(compatibility::IMAGE_REQUESTS))?;
+        let image_facts = image_facts::image_facts(replies.by_ref().take(image_facts::IMAGE_REQUESTS))?;
         // It listens on a socket of this process, so that the kernel has no peer to name.
         let mut qemu = Qemu::of_replies(client, replies, self.pid.cast_signed())?;
         qemu.image_facts = Some(image_facts);

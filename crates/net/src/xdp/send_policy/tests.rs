@@ -17,7 +17,7 @@ struct Prices {
 
 const EQUAL: Prices = Prices { copy: 300, reference: 300, copies_per_kick: 8, references_per_kick: 8 };
 
-/// What a policy did with frames of one length.
+/// Decisions of a policy for frames of one length.
 #[derive(Debug, Default)]
 struct Sent {
     copies: u64,

@@ -1,0 +1,86 @@
+//! The queries of a QEMU whose replies the rules compare with an image, which may be sent before its greeting.
+
+use serde_json::Value;
+use towline_compat::facts::{self, MemoryBackend, Netdev, QemuDevice};
+use towline_qmp::commands::HumanMonitorCommand;
+use towline_qmp::{self as qmp, Reply, Request};
+
+use super::error::Error;
+use super::{device_tree, drives};
+
+/// Number of [`image_requests`].
+pub(super) const IMAGE_REQUESTS: usize = 4;
+
+/// Facts that rules compare with an image, beyond the [`Facts`](super::facts::Facts) of a QEMU. `None`: QEMU does not report it.
+#[derive(Debug)]
+pub(super) struct ImageFacts {
+    pub(super) devices: Option<Vec<QemuDevice>>,
+    pub(super) netdevs: Option<Vec<Netdev>>,
+    pub(super) memory_backends: Option<Vec<MemoryBackend>>,
+    pub(super) drives: Option<Vec<facts::Drive>>,
+}
+
+/// The queries of [`ImageFacts`].
+pub(super) fn image_requests() -> Result<[Request; IMAGE_REQUESTS], qmp::Error> {
+    Ok([
+        Request::new(&HumanMonitorCommand { command_line: "info qtree".into() })?,
+        Request::new(&HumanMonitorCommand { command_line: "info network".into() })?,
+        Request::raw("query-memdev", None),
+        Request::raw("query-block", None),
+    ])
+}
+
+/// The facts in the replies to [`image_requests`].
+pub(super) fn image_facts(replies: impl IntoIterator<Item = Reply>) -> Result<ImageFacts, Error> {
+    let mut replies = replies.into_iter();
+    let mut next = || replies.next().expect("one reply for each request");
+    let devices = known(next().of::<HumanMonitorCommand>())?.map(|text| device_tree::parse(&text));
+    let netdevs = known(next().of::<HumanMonitorCommand>())?.map(|text| netdevs(&text));
+    let memory_backends = known(next().value())?.map(|reply| memory_backends(&reply));
+    let drives = known(next().value())?.map(|reply| drives::drives(&reply));
+    Ok(ImageFacts { devices, netdevs, memory_backends, drives })
+}
+
+/// `None` if QEMU refuses a query.
+fn known<T>(reply: Result<T, qmp::Error>) -> Result<Option<T>, Error> {
+    match reply {
+        Ok(reply) => Ok(Some(reply)),
+        Err(qmp::Error::Refusal { .. } | qmp::Error::Shape { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Backends in the reply to `query-memdev`.
+pub(super) fn memory_backends(reply: &Value) -> Vec<MemoryBackend> {
+    let is_on = |value: &Value| value.as_bool().unwrap_or_default();
+    let backend = |entry: &Value| MemoryBackend {
+        id: entry["id"].as_str().unwrap_or_default().to_owned(),
+        bytes: entry["size"].as_u64().unwrap_or_default(),
+        prealloc: is_on(&entry["prealloc"]),
+        share: is_on(&entry["share"]),
+    };
+    reply.as_array().into_iter().flatten().map(backend).collect()
+}
+
+/// ` \ n0: index=0,type=user,net=10.0.2.0` in `info network`; NICs are devices, and not listed again.
+pub(super) fn netdevs(text: &str) -> Vec<Netdev> {
+    let netdev = |line: &str| {
+        let (id, rest) = line.trim_start_matches([' ', '\\']).split_once(": ")?;
+        let kind = rest.split(',').find_map(|part| part.strip_prefix("type="))?;
+        (kind != "nic").then(|| Netdev { id: id.into(), kind: kind.trim().into() })
+    };
+    text.lines().filter_map(netdev).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn netdevs_are_parsed_and_nics_skipped() {
+        let text = "net0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\n \\ n0: index=0,type=user,net=10.0.2.0\n\
+             alone: index=0,type=tap,ifname=t0\n";
+        let found: Vec<_> = netdevs(text).into_iter().map(|netdev| (netdev.id, netdev.kind)).collect();
+        assert_eq!(found, [("n0".into(), "user".into()), ("alone".into(), "tap".into())]);
+    }
+}
