@@ -67,7 +67,7 @@ fn commands_are_sent_ahead_of_the_greeting() {
         assert_eq!(sent[0], "{\"execute\":\"qmp_capabilities\",\"id\":1}\r\n");
         assert!(sent[1].contains("query-status") && sent[2].contains("teleport"), "{sent:?}");
         write!(stream, "{GREETING}{{\"return\": {{}}, \"id\": 1}}{STATUS}").unwrap();
-        write!(stream, "{}", r#"{"error": {"class": "CommandNotFound", "desc": "no"}, "id": 3}"#).unwrap();
+        stream.write_all(br#"{"error": {"class": "CommandNotFound", "desc": "no"}, "id": 3}"#).unwrap();
     });
     let requests = [Request::new(&QueryStatus).unwrap(), Request::raw("teleport", None)];
     let (mut client, submitted) = Client::connect_ahead(&path, &options(), &requests).unwrap();

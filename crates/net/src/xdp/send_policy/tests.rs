@@ -123,7 +123,7 @@ fn a_decision_is_reconsidered_and_less_often_while_it_remains() {
 fn a_quarter_of_the_measurements_may_be_disturbed() {
     let mut policy = SendPolicy::new(ZeroCopySend::Auto);
     for index in 0..COMPARISON_FRAMES {
-        let disturbed = index / MEASURE % 5 == 0;
+        let disturbed = (index / MEASURE).is_multiple_of(5);
         let nanoseconds = match policy.method(1500) {
             _ if disturbed => 1_000_000,
             SendMethod::Copy => 400,
