@@ -7,7 +7,7 @@ use crate::support::{Fixture, WITHIN, assert_ended, assert_runs, assert_safe, co
 /// Shell script: mounts a filesystem of this size that only the command and its children see, runs towline's command
 /// line, lists the files that are left, and exits as towline did.
 const IN_A_SMALL_FILESYSTEM: &str =
-    r#"mount -t tmpfs -o size=$1 none "$2" && shift 2 && { "$@"; code=$?; ls -A "$0"; exit $code; }"#;
+    r#"mount -t tmpfs -o size=$1 none "$2" && shift 2 && { "$@"; status=$?; ls -A "$0"; exit $status; }"#;
 
 /// Returns true if this user may mount; if not, prints the skip of `name`.
 fn may_mount(name: &str, fixture: &Fixture) -> bool {

@@ -149,8 +149,9 @@ fn judge(scene: &Scene, case: &Case, finished: Option<&Finished>) -> Result<Stri
     let (old, new) = scene.settled();
     let code = finished.and_then(|finished| finished.status.code());
     let stderr = finished.map_or("", |finished| finished.stderr.trim());
-    let found =
-        format!("old {old:?}, new {new:?} (before {before:?}), exit {code:?}{resumed}, stderr {stderr:?}");
+    let found = format!(
+        "old {old:?}, new {new:?} (before {before:?}), exit status {code:?}{resumed}, stderr {stderr:?}"
+    );
     match (old, new) {
         (State::Runs, State::Runs) => Err(format!("two guests run: {found}")),
         (State::Runs, _) | (_, State::Runs) => {

@@ -91,7 +91,7 @@ pub(super) fn judge(watch: &Watch<'_>, outcome: &Outcome) -> Result<String, Stri
     let stderr = outcome.finished.as_ref().map_or("", |finished| finished.stderr.trim());
     let is_reported = |phase: &str| outcome.phases.iter().any(|name| name == phase);
     let found = format!(
-        "source {source:?}, destination {destination:?}, exit {code:?}, last phase {}, stderr {stderr:?}",
+        "source {source:?}, destination {destination:?}, exit status {code:?}, last phase {}, stderr {stderr:?}",
         outcome.phases.last().map_or("none", String::as_str)
     );
     let alive = [source, destination].iter().any(|guest| matches!(guest, Guest::Runs | Guest::Paused));
