@@ -24,6 +24,7 @@ pub(crate) struct SignalEffects {
 
 impl SignalEffects {
     /// Effects on a command that only reads.
+    #[cfg(feature = "store")]
     pub(crate) const OF_READING: Self = Self { first: "cancelling; nothing is changed", second: None };
 
     /// Formats what the first signal prints.
