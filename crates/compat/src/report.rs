@@ -191,6 +191,20 @@ mod tests {
     }
 
     #[test]
+    fn fields_of_a_finding_have_the_names_of_docs_schema_events_json() {
+        let mut report = found(Severity::No, Some(ConfiguredBy::ByHand));
+        report.findings[0].remedy = "y".into();
+        let finding = serde_json::to_value(&report.findings[0]).unwrap();
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/schema/events.json");
+        let schema: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let names = |object: &serde_json::Value| {
+            object.as_object().unwrap().keys().cloned().collect::<std::collections::BTreeSet<_>>()
+        };
+        assert_eq!(names(&finding), names(&schema["$defs"]["finding"]["properties"]));
+    }
+
+    #[test]
     fn a_finding_for_one_reading_is_not_reported_for_the_other() {
         let report = found(Severity::No, Some(ConfiguredBy::ByHand));
         assert_eq!(report.verdict(ConfiguredBy::ByHand), Verdict::No);
