@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 use towline_channel::{
     Address, Cancel, Channel, ConnectOptions, ListenOptions, Listener, TlsClient, TlsServer, connect_with,
 };
-use towline_migration::memory::{Backing, MemoryBlock};
+use towline_migration::memory::{BlockBacking, MemoryBlock};
 use towline_migration::outgoing::ZeroCopySend;
 use towline_migration::synthetic::{self, BLOCK_NAME, Checked, Shape, Synthetic, configuration};
 use towline_migration::{
@@ -193,7 +193,7 @@ fn destination(shape: &Value) -> Result<()> {
     let length = shape["bytes"].as_u64().context("bytes")?;
     let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
     let file = synthetic::memfd(length, false)?;
-    let backing = Backing::Shared { file: file.as_fd(), offset: 0 };
+    let backing = BlockBacking::Shared { file: file.as_fd(), offset: 0 };
     let warm = Memory::new(configuration(), &[MemoryBlock { name: BLOCK_NAME, length, backing }])?;
     warm.populate(threads)?;
     let warm = Checked::new(warm, threads);

@@ -13,7 +13,7 @@ use towline_frontend::net::{
     DriverPair, FRAME_BYTES_MAX, HEADER_BYTES, LINUX_BUFFER_BYTES, Options, feature as net,
 };
 use towline_frontend::wire::feature;
-use towline_frontend::{Frontend, Memory, wait_any};
+use towline_frontend::{Frontend, MemoryArena, wait_any};
 
 use super::frames::FrameKind;
 use crate::vhost::Signals;
@@ -61,7 +61,8 @@ impl Card {
             transmit_bytes: HEADER_BYTES + transmit_bytes,
             features,
         };
-        let memory = Arc::new(Memory::new(DriverPair::memory_bytes(&options) * queues as u64 + (1 << 20))?);
+        let memory =
+            Arc::new(MemoryArena::new(DriverPair::memory_bytes(&options) * queues as u64 + (1 << 20))?);
         frontend.set_mem_table(Some(&memory))?;
         let pairs = (0..queues)
             .map(|index| {

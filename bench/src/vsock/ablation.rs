@@ -15,7 +15,7 @@ use serde_json::json;
 use towline_channel::Cancel;
 use towline_vhost_user::{Address, Device, FrontendSource, Listener};
 use towline_vsock::{
-    ConnectionLimits, CreditUpdates, LocalGuests, Merging, Settings, Tuning, Vsock, ZeroCopySend,
+    Ablation, ConnectionLimits, CreditUpdates, LocalGuests, Merging, Settings, Vsock, ZeroCopySend,
 };
 
 use super::{Buffers, CID, Carrier, Direction, Entry, Figure, Figures, Parameters, Work, bytes, run};
@@ -54,14 +54,14 @@ impl Variant {
         }
     }
 
-    fn tuning(self) -> Tuning {
-        let all = Tuning::default();
+    fn ablation(self) -> Ablation {
+        let all = Ablation::default();
         match self {
             Self::All => all,
-            Self::NoMerging => Tuning { merging: Merging::None, ..all },
-            Self::EveryCreditUpdate => Tuning { credit_updates: CreditUpdates::Always, ..all },
-            Self::OneBuffer => Tuning { buffers_per_receive: 1, ..all },
-            Self::SmallPackets => Tuning { payload_bytes_max: SMALL_PACKET_BYTES, ..all },
+            Self::NoMerging => Ablation { merging: Merging::None, ..all },
+            Self::EveryCreditUpdate => Ablation { credit_updates: CreditUpdates::Always, ..all },
+            Self::OneBuffer => Ablation { buffers_per_receive: 1, ..all },
+            Self::SmallPackets => Ablation { payload_bytes_max: SMALL_PACKET_BYTES, ..all },
         }
     }
 }
@@ -74,7 +74,7 @@ pub(super) fn arguments(variant: Variant, socket: &str, uds: &str) -> [String; 4
 /// A device that this process hosts.
 #[derive(Debug)]
 pub struct Hosted {
-    tuning: Tuning,
+    ablation: Ablation,
     socket: PathBuf,
     uds: PathBuf,
 }
@@ -84,7 +84,7 @@ pub fn hosted(words: &[OsString]) -> Option<Hosted> {
     let [_, option, variant, socket, uds] = words else { return None };
     let variant = Variant::ALL.into_iter().find(|known| *variant == *known.name())?;
     let (socket, uds) = (socket.into(), uds.into());
-    (option == ROLE_OPTION).then(|| Hosted { tuning: variant.tuning(), socket, uds })
+    (option == ROLE_OPTION).then(|| Hosted { ablation: variant.ablation(), socket, uds })
 }
 
 impl Hosted {
@@ -103,7 +103,7 @@ impl Hosted {
             zero_copy_send: ZeroCopySend::Auto,
             busy_poll: BUSY_POLL,
             unmigratable: false,
-            tuning: self.tuning,
+            ablation: self.ablation,
         };
         let device: Arc<dyn Device> = Arc::new(Vsock::new(settings, &Arc::new(LocalGuests::default()))?);
         let listener = Listener::bind(&Address::Unix(self.socket)).context("socket of the frontend")?;
@@ -192,8 +192,8 @@ mod tests {
         };
         for variant in Variant::ALL {
             let hosted = hosted(&words(variant)).unwrap();
-            assert_eq!((hosted.tuning, hosted.socket), (variant.tuning(), PathBuf::from("s")));
-            assert_eq!(variant == Variant::All, variant.tuning() == Tuning::default());
+            assert_eq!((hosted.ablation, hosted.socket), (variant.ablation(), PathBuf::from("s")));
+            assert_eq!(variant == Variant::All, variant.ablation() == Ablation::default());
         }
         assert!(hosted(&["bench", "vsock", "--runs", "3", "x"].map(OsString::from)).is_none());
     }

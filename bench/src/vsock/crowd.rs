@@ -18,7 +18,7 @@ use std::time::Duration;
 use anyhow::Result;
 use serde_json::json;
 use tempfile::TempDir;
-use towline_frontend::vsock::{Guest, HOST_CID, Header, op};
+use towline_frontend::vsock::{HOST_CID, PacketHeader, VsockGuest, op};
 
 use super::guest::Machine;
 use super::host::{Host, Target};
@@ -142,11 +142,11 @@ impl Parties {
 }
 
 /// Sends packets that violate the specification: of unknown connections, with wrong lengths and of unknown kinds.
-fn flood(guest: &mut Guest, turn: u64) -> Result<()> {
+fn flood(guest: &mut VsockGuest, turn: u64) -> Result<()> {
     guest.reclaim()?;
     for index in 0..FLOOD as u64 {
         let number = (turn.wrapping_mul(FLOOD as u64).wrapping_add(index)) as u32;
-        let header = Header {
+        let header = PacketHeader {
             src_cid: HOSTILE,
             dst_cid: HOST_CID,
             src_port: number,

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use towline_frontend::vsock::{
-    FEATURE_STREAM, Guest, LINUX_BUFFER_BYTES, Options, PAYLOAD_BYTES_MAX, Ports, VsockEvent,
+    FEATURE_STREAM, LINUX_BUFFER_BYTES, Options, PAYLOAD_BYTES_MAX, PortPair, VsockEvent, VsockGuest,
 };
 use towline_frontend::wire::feature;
-use towline_frontend::{Frontend, Memory};
+use towline_frontend::{Frontend, MemoryArena};
 
 use super::host::PORT;
 use super::{Buffers, Direction, Work};
@@ -30,13 +30,13 @@ const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 pub(super) struct Machine {
     // Disconnected when the guest is dropped.
     _frontend: Frontend,
-    guest: Guest,
+    guest: VsockGuest,
     work: Work,
     signals: Arc<Signals>,
     /// Streams to the host, with the unsent rest of the current message.
-    sending: HashMap<Ports, usize>,
+    sending: HashMap<PortPair, usize>,
     /// Responses that wait for space in the ring.
-    pending: Vec<(Ports, u32)>,
+    pending: Vec<(PortPair, u32)>,
     payload_bytes_max: usize,
 }
 
@@ -57,9 +57,9 @@ impl Machine {
         };
         let features = negotiated.features;
         let options = Options { cid, size: RING_SIZE, receive_bytes, features, takes_at_once: true };
-        let memory = Arc::new(Memory::new(Guest::memory_bytes(&options))?);
+        let memory = Arc::new(MemoryArena::new(VsockGuest::memory_bytes(&options))?);
         frontend.set_mem_table(Some(&memory))?;
-        let guest = Guest::start(&mut frontend, &memory, options)?;
+        let guest = VsockGuest::start(&mut frontend, &memory, options)?;
         let (sending, pending) = (HashMap::new(), Vec::new());
         let payload_bytes_max = PAYLOAD_BYTES_MAX;
         let signals = Arc::clone(signals);
@@ -76,7 +76,7 @@ impl Machine {
         let Work::Stream { connections, direction: Direction::FromGuest, .. } = self.work else {
             return Ok(());
         };
-        let ports: Vec<Ports> = (0..connections).map(|index| (5000 + index as u32, PORT)).collect();
+        let ports: Vec<PortPair> = (0..connections).map(|index| (5000 + index as u32, PORT)).collect();
         ports.iter().for_each(|ports| self.guest.request(*ports));
         let until = Instant::now() + CONNECT_WITHIN;
         while self.sending.len() < connections {
@@ -105,7 +105,7 @@ impl Machine {
     /// Calls this repeatedly, with a number, until the end of the measurement.
     pub(super) fn spawn_with(
         mut self,
-        turn: impl Fn(&mut Guest, u64) -> Result<()> + Send + 'static,
+        turn: impl Fn(&mut VsockGuest, u64) -> Result<()> + Send + 'static,
     ) -> JoinHandle<Result<()>> {
         std::thread::spawn(move || {
             let mut number = 0;

@@ -38,7 +38,7 @@ const TERM_GRACE: Duration = Duration::from_secs(1);
 pub struct ExecChannel {
     pipes: PipeChannel,
     command: String,
-    process: Process,
+    process: ChildProcess,
 }
 
 impl ExecChannel {
@@ -58,7 +58,7 @@ impl ExecChannel {
         let input = child.stdout.take().map(OwnedFd::from);
         let output = child.stdin.take().map(OwnedFd::from);
         // From here on the process ends with us, whatever fails.
-        let process = Process::new(child).map_err(|source| Error::io("watch", &peer, source))?;
+        let process = ChildProcess::new(child).map_err(|source| Error::io("watch", &peer, source))?;
         Ok(Self { pipes: PipeChannel::new(input, output, peer)?, command: command.to_owned(), process })
     }
 
@@ -110,7 +110,7 @@ impl Channel for ExecChannel {
 
 impl Drop for ExecChannel {
     fn drop(&mut self) {
-        // The rest of the command's output has no reader: shut down first, so that it notices before `Process` waits
+        // The rest of the command's output has no reader: shut down first, so that it notices before `ChildProcess` waits
         // for it.
         let _ = self.pipes.shutdown(Shutdown::Both);
     }
@@ -118,13 +118,13 @@ impl Drop for ExecChannel {
 
 /// A child that leads a process group, and a descriptor that becomes readable when it exits.
 #[derive(Debug)]
-struct Process {
+struct ChildProcess {
     child: Mutex<Child>,
     group: Pid,
     pidfd: OwnedFd,
 }
 
-impl Process {
+impl ChildProcess {
     fn new(mut child: Child) -> std::io::Result<Self> {
         let group = Pid::from_child(&child);
         match pidfd_open(group, PidfdFlags::empty()) {
@@ -149,7 +149,7 @@ impl Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         if !self.has_ended_within(EXIT_GRACE) {
             // Not waited for yet, the leader keeps the group's number from being used again.

@@ -27,7 +27,7 @@ use crate::sys::error_queue;
 use crate::sys::iobuf::limit;
 use crate::wait::{Woken, wait};
 use crate::{Channel, Error, Flushed, IoBuf, Result, SendFlags, total_len};
-use ledger::Ledger;
+use ledger::SendLedger;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::sockopt::Timeout;
@@ -96,7 +96,7 @@ pub(crate) struct ZeroCopy {
     socket: Arc<Socket>,
     /// Held during a call, so that it is known whether a number was given out.
     turn: Mutex<()>,
-    ledger: Mutex<Ledger>,
+    ledger: Mutex<SendLedger>,
     /// Both halves were shut down: only leases still wait.
     ended: AtomicBool,
 }
@@ -231,13 +231,13 @@ impl ZeroCopy {
             .map_err(|errno| Error::io("wait for completions", self.socket.peer(), errno))
     }
 
-    fn ledger(&self) -> MutexGuard<'_, Ledger> {
+    fn ledger(&self) -> MutexGuard<'_, SendLedger> {
         self.ledger.lock().expect("no panic while it is held")
     }
 }
 
 /// Records the entries of a socket's error queue. Returns true if there were any.
-fn read(ledger: &mut Ledger, socket: BorrowedFd<'_>) -> std::io::Result<bool> {
+fn read(ledger: &mut SendLedger, socket: BorrowedFd<'_>) -> std::io::Result<bool> {
     let mut found = false;
     for _ in 0..ENTRIES_MAX {
         if ledger.finished() == ledger.open_end() {

@@ -63,10 +63,10 @@ pub(crate) use check::CheckArgs;
 pub(crate) use copy::{CopyArgs, StoredSourceArgs};
 pub(crate) use ctl::CtlArgs;
 pub(crate) use generate::{CompletionsArgs, ManArgs};
-pub(crate) use guest::{Guest, read as read_guests};
+pub(crate) use guest::{GuestSpec, read as read_guests};
 pub(crate) use inspect::InspectArgs;
 pub(crate) use move_guest::MoveArgs;
-pub(crate) use moves::{MovesArgs, ResumeArgs, Side};
+pub(crate) use moves::{EndArg, MovesArgs, ResumeArgs};
 pub(crate) use net::NetArgs;
 pub(crate) use repair::RepairArgs;
 pub(crate) use run::{PsArgs, RunArgs};
@@ -173,25 +173,25 @@ pub(crate) struct Output {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Switch {
+pub(crate) enum OnOff {
     On,
     Off,
 }
 
 /// QEMU's `zero-copy-send`, with an automatic choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ZeroCopy {
+pub(crate) enum OnOffAuto {
     Auto,
     On,
     Off,
 }
 
-impl From<ZeroCopy> for ZeroCopySend {
-    fn from(value: ZeroCopy) -> Self {
+impl From<OnOffAuto> for ZeroCopySend {
+    fn from(value: OnOffAuto) -> Self {
         match value {
-            ZeroCopy::Auto => Self::Auto,
-            ZeroCopy::On => Self::On,
-            ZeroCopy::Off => Self::Off,
+            OnOffAuto::Auto => Self::Auto,
+            OnOffAuto::On => Self::On,
+            OnOffAuto::Off => Self::Off,
         }
     }
 }

@@ -15,12 +15,12 @@ const OPTION: &str = "--print-capabilities";
 
 /// Type of device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Backend {
+pub(crate) enum BackendKind {
     Net,
     Vsock,
 }
 
-impl Backend {
+impl BackendKind {
     const ALL: [Self; 2] = [Self::Net, Self::Vsock];
 
     /// Returns the command, which is also the `VHostUserBackendType`.
@@ -45,15 +45,15 @@ impl Backend {
 pub(crate) fn with_command(words: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.collect();
     let own = words.first().and_then(|word| Path::new(word).file_name()?.to_str());
-    if let Some(backend) = own.and_then(|own| Backend::of(own.strip_prefix("towline-")?)) {
+    if let Some(backend) = own.and_then(|own| BackendKind::of(own.strip_prefix("towline-")?)) {
         words.insert(1, backend.name().into());
     }
     words
 }
 
 /// Returns the backend whose capabilities are requested; all other options are ignored then.
-pub(crate) fn capabilities_request(words: &[OsString]) -> Option<Backend> {
-    let backend = words.get(1)?.to_str().and_then(Backend::of)?;
+pub(crate) fn capabilities_request(words: &[OsString]) -> Option<BackendKind> {
+    let backend = words.get(1)?.to_str().and_then(BackendKind::of)?;
     words[2..].iter().any(|word| word == OPTION).then_some(backend)
 }
 
@@ -87,7 +87,7 @@ mod tests {
         assert_eq!(backend.capabilities().to_string(), r#"{"type":"vsock"}"#);
         assert_eq!(
             capabilities_request(&words("towline net --socket-path x --print-capabilities --nonsense")),
-            Some(Backend::Net)
+            Some(BackendKind::Net)
         );
         assert_eq!(capabilities_request(&words("towline net --fd 3")), None);
         assert_eq!(capabilities_request(&words("towline copy --print-capabilities")), None);

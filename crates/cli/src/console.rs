@@ -25,9 +25,9 @@ use std::time::{Duration, Instant};
 use indicatif::MultiProgress;
 use tracing_subscriber::fmt::MakeWriter;
 
-pub(crate) use queue::Output;
+use queue::LineSink;
 pub(crate) use queue::OverflowPolicy;
-use queue::Sink;
+pub(crate) use queue::QueueHandle;
 
 /// Maximum size of waiting notices, statistics and log lines.
 pub(crate) const LIMITED_BYTES_MAX: usize = 256 << 10;
@@ -39,17 +39,21 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 static CONSOLE: OnceLock<Console> = OnceLock::new();
 
 struct Console {
-    stdout: Output,
-    stderr: Output,
+    stdout: QueueHandle,
+    stderr: QueueHandle,
     /// True after a signal: the process no longer waits for readers.
     is_ending: AtomicBool,
 }
 
 fn console() -> &'static Console {
     CONSOLE.get_or_init(|| {
-        let stderr = Output::new(Sink::Stderr);
+        let stderr = QueueHandle::new(LineSink::Stderr);
         // A common file has a common queue, which keeps the lines' order and keeps them out of a progress bar.
-        let stdout = if is_one_file() { stderr.with_sink(Sink::Stdout) } else { Output::new(Sink::Stdout) };
+        let stdout = if is_one_file() {
+            stderr.with_sink(LineSink::Stdout)
+        } else {
+            QueueHandle::new(LineSink::Stdout)
+        };
         Console { stdout, stderr, is_ending: AtomicBool::new(false) }
     })
 }
@@ -176,8 +180,8 @@ impl io::Write for Log {
 }
 
 /// Returns a queue for a datagram socket; each push is one datagram.
-pub(crate) fn datagrams(socket: std::os::unix::net::UnixDatagram) -> Output {
-    Output::new(Sink::Descriptor(std::sync::Arc::new(socket.into())))
+pub(crate) fn datagrams(socket: std::os::unix::net::UnixDatagram) -> QueueHandle {
+    QueueHandle::new(LineSink::Descriptor(std::sync::Arc::new(socket.into())))
 }
 
 /// Replaces control characters, which names, images and servers may contain and a terminal would execute, by `?`; also those

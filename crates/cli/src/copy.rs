@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
-use towline_control::plan::{self, CloneTarget, Destination, Observer, Request, Source};
+use towline_control::plan::{self, CloneTarget, CopyRequest, Destination, Observer, Source};
 use towline_control::statistics::StatsSource;
 use towline_control::status_server::StatusServer;
 
@@ -18,7 +18,7 @@ use crate::notify::Notifier;
 use crate::observability::ObservabilityArgs;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
-use crate::report::Recorder;
+use crate::report::ReportRecorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::sockets::private;
 use crate::{request, sandbox};
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let (Some(endpoint), Some(destination)) = (args.destinations.first(), destinations.first()) else {
         return Ok(results.usage("a copy needs a destination"));
     };
-    let recorder = Recorder::new();
+    let recorder = ReportRecorder::new();
     let observer = (&(&reporter, &notifier), &recorder);
     let copied = observed(&source, destination, &options, &cancel, &observer, &args.transfer.observability);
     notifier.stopping();
@@ -91,7 +91,7 @@ fn report(results: &Results<'_>, destination: &Endpoint, copied: &plan::CopyResu
 }
 
 /// Confines this process to what a copy between these endpoints needs.
-fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], options: &Request) {
+fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], options: &CopyRequest) {
     match sandbox::policy_of_copy(source, destinations, options, args.observability.qmp.as_deref()) {
         Some(mut policy) => {
             args.observability.metrics.iter().for_each(|address| policy.bind.add(address.port()));
@@ -106,7 +106,7 @@ fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], o
 fn observed(
     source: &Source,
     destination: &Destination,
-    options: &Request,
+    options: &CopyRequest,
     cancel: &Cancel,
     observer: &dyn Observer,
     observability: &ObservabilityArgs,
@@ -132,7 +132,7 @@ fn clones(
     args: &CopyArgs,
     source: &Source,
     destinations: &[Destination],
-    options: &Request,
+    options: &CopyRequest,
     cancel: &Cancel,
 ) -> Exit {
     let (reporter, reporters) = Reporter::several(&args.output, &args.destinations);
@@ -194,7 +194,7 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     confine(&args.transfer, &source, std::slice::from_ref(&destination), &options);
     let cancel = cancel_on_signals(signal_effects(&args.transfer, &[&args.source, &args.destination]))?;
     let observability = &args.transfer.observability;
-    let recorder = Recorder::new();
+    let recorder = ReportRecorder::new();
     let observer = (&reporter, &recorder);
     let moved = observed(&source, &destination, &options, &cancel, &observer, observability)?;
     reporter.finish();

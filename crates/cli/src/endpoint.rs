@@ -12,7 +12,7 @@ use towline_image::{Location, LocationError};
 
 use crate::libvirt;
 
-pub(crate) use memory::Memory;
+pub(crate) use memory::MemOptions;
 
 /// Endpoint as parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub(crate) enum Endpoint {
     Stream(Address),
     Image(PathBuf),
     Store(Location),
-    Memory(Memory),
+    Memory(MemOptions),
     Null,
     /// Location with a secret, and the reason to refuse it. The parser would print the whole text.
     Secret(String),

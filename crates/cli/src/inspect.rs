@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use towline_control::plan::{self, DiscardSink, Request, Source, Task, TransferOptions};
+use towline_control::plan::{self, CopyRequest, DiscardSink, Source, Task, TransferOptions};
 use towline_control::qemu::Qemu;
 use towline_image::manifest::sidecar_path;
 use towline_image::{Image, LayerInfo, StoredGuest as _};
@@ -16,7 +16,7 @@ use towline_protocol::BlockIndex;
 use towline_protocol::device_state::DeviceSection;
 use towline_qmp as qmp;
 
-use crate::args::{InspectArgs, Switch};
+use crate::args::{InspectArgs, OnOff};
 use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
 use crate::sandbox::Policy;
@@ -306,16 +306,16 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
 }
 
 /// Returns the request of a stream's inspection.
-fn request(args: &InspectArgs, source: &Source) -> Request {
+fn request(args: &InspectArgs, source: &Source) -> CopyRequest {
     let is_file = crate::request::is_file(source);
     let transfer =
         TransferOptions { multifd_channels: Some(args.multifd_channels), ..TransferOptions::default() };
     let task = Task::Copy { transfer, run: None, resume: false, base: None };
-    Request {
+    CopyRequest {
         compression: args.compression.with_level(None, None),
         tls: args.tls.tls(),
-        return_path: args.return_path == Switch::On && !is_file,
-        ..Request::new(task)
+        return_path: args.return_path == OnOff::On && !is_file,
+        ..CopyRequest::new(task)
     }
 }
 

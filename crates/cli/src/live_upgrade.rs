@@ -146,7 +146,7 @@ pub(crate) enum Served {
 }
 
 /// A device, and what it is served with.
-pub(crate) struct Server<'a> {
+pub(crate) struct DeviceServer<'a> {
     pub(crate) device: &'a Arc<dyn Device>,
     /// Descriptors of the device that a successor receives.
     pub(crate) descriptors: Vec<BorrowedFd<'a>>,
@@ -157,7 +157,7 @@ pub(crate) struct Server<'a> {
     pub(crate) on_failure: &'a dyn Fn(),
 }
 
-impl Server<'_> {
+impl DeviceServer<'_> {
     /// Serves until shutdown or a live upgrade.
     pub(crate) fn serve(self, mut service: Service) -> Result<Served, ServeError> {
         let Self { device, record, shutdown, .. } = self;

@@ -123,7 +123,7 @@ fn respond(mut stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()>
 
 /// Target and accepted formats of a request.
 #[derive(Debug)]
-struct Request {
+struct HttpRequest {
     /// Method and path.
     target: String,
     /// The values of its `Accept` headers.
@@ -131,7 +131,7 @@ struct Request {
 }
 
 /// Reads a request. `None`: it is too long.
-fn request(mut stream: &TcpStream) -> io::Result<Option<Request>> {
+fn request(mut stream: &TcpStream) -> io::Result<Option<HttpRequest>> {
     let until = Instant::now() + CLIENT_TIMEOUT;
     let mut bytes = Vec::new();
     let mut buffer = [0; 1024];
@@ -152,7 +152,7 @@ fn request(mut stream: &TcpStream) -> io::Result<Option<Request>> {
     let path = path.split_once('?').map_or(path, |(path, _)| path);
     let headers = text.lines().skip(1).filter_map(|line| line.split_once(':'));
     let accept = headers.filter(|(name, _)| name.eq_ignore_ascii_case("accept")).map(|(_, value)| value);
-    Ok(Some(Request { target: format!("{method} {path}"), accept: accept.collect::<Vec<_>>().join(",") }))
+    Ok(Some(HttpRequest { target: format!("{method} {path}"), accept: accept.collect::<Vec<_>>().join(",") }))
 }
 
 /// Returns true if an `Accept` header names OpenMetrics, with a quality not below that of `text/plain`.

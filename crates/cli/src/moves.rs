@@ -4,7 +4,7 @@ use anyhow::Result;
 use serde_json::{Value, json};
 use towline_control::moves::{self, ListedMove, MoveEnd, MoveRecord, ResumeChoice, Resumed, Role};
 
-use crate::args::{MovesArgs, ResumeArgs, Side};
+use crate::args::{EndArg, MovesArgs, ResumeArgs};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::{console, events};
@@ -100,10 +100,10 @@ pub(crate) fn resume(args: &ResumeArgs) -> Exit {
 }
 
 fn chosen(args: &ResumeArgs) -> Option<ResumeChoice> {
-    let role = |side: &Side| match side {
-        Side::Here => None,
-        Side::Source => Some(Role::Source),
-        Side::Destination => Some(Role::Destination),
+    let role = |side: &EndArg| match side {
+        EndArg::Here => None,
+        EndArg::Source => Some(Role::Source),
+        EndArg::Destination => Some(Role::Destination),
     };
     match (&args.run_here, &args.discard, args.forget) {
         (Some(side), _, _) => Some(ResumeChoice::RunHere(role(side))),

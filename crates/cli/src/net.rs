@@ -12,11 +12,11 @@ use signal_hook::iterator::Signals;
 use towline_net::{CopyReason, DropReason, Net, Options, QueueStatistics, Taps, Xdp};
 use towline_vhost_user::{Device, FrontendSource, InFlightRecord, Listener, Service, UpgradeOffer};
 
-use crate::args::{NetArgs, Switch};
+use crate::args::{NetArgs, OnOff};
 use crate::backend::{NO_ACTIVATION, missing_socket};
 use crate::console::{self, OverflowPolicy};
 use crate::exit::{Exit, UsageError};
-use crate::live_upgrade::{self, Served, Server, ShutdownSignal, UpgradeListener};
+use crate::live_upgrade::{self, DeviceServer, Served, ShutdownSignal, UpgradeListener};
 use crate::notify::Notifier;
 use crate::observability::card;
 use crate::sandbox::{PendingSandbox, Policy};
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     // Everything is open, and no thread reads guest input yet.
     sandbox.finish();
     notifier.ready(&format!("a network card on {}", net.taps().name()));
-    let server = Server {
+    let server = DeviceServer {
         device: &device,
         descriptors: net.taps().queues().iter().map(AsFd::as_fd).collect(),
         record: &record,
@@ -100,7 +100,7 @@ fn options(args: &NetArgs) -> Options {
         cpus: args.cpus.clone(),
         busy_poll: Duration::from_micros(args.poll_us),
         unmigratable: args.unmigratable,
-        device_state: args.device_state == Switch::On,
+        device_state: args.device_state == OnOff::On,
     }
 }
 

@@ -14,14 +14,14 @@ use std::time::{Duration, Instant};
 use towline_channel::Address;
 use towline_control::plan::{CopyPhase, Observer};
 
-use crate::console::{self, Output, OverflowPolicy};
+use crate::console::{self, OverflowPolicy, QueueHandle};
 
 /// Time limit of the last notification.
 const STOPPING_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The service manager, if there is one. Notifications are queued: a manager that does not read delays only the end.
 #[derive(Debug)]
-pub(crate) struct Notifier(Option<Output>);
+pub(crate) struct Notifier(Option<QueueHandle>);
 
 impl Notifier {
     /// Connects to the manager that started this process.

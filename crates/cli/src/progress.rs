@@ -35,7 +35,7 @@ pub(crate) struct Reporter {
     json: bool,
     quiet: bool,
     is_blocking: bool,
-    bar: Option<Bar>,
+    bar: Option<TerminalBar>,
     /// Beginning of the copy.
     started: Instant,
     estimator: Mutex<Estimator>,
@@ -50,7 +50,7 @@ pub(crate) struct Reporter {
 /// A progress bar, drawn by the thread that writes standard error. Only that thread may use it: while a terminal's output is
 /// stopped, drawing blocks with the bar locked.
 #[derive(Debug)]
-struct Bar {
+struct TerminalBar {
     // Not dropped, as dropping the last handle draws.
     bar: ManuallyDrop<ProgressBar>,
     shown: Mutex<Shown>,
@@ -109,7 +109,7 @@ impl Reporter {
             json,
             quiet,
             is_blocking: false,
-            bar: bars.map(Bar::new),
+            bar: bars.map(TerminalBar::new),
             started: Instant::now(),
             estimator: Mutex::default(),
             reported: Mutex::new(None),
@@ -184,7 +184,7 @@ fn bars(output: &Output) -> Option<&'static MultiProgress> {
     draws.then(console::bars)
 }
 
-impl Bar {
+impl TerminalBar {
     fn new(bars: &MultiProgress) -> Self {
         let style = ProgressStyle::with_template("{msg}");
         let bar = bars.add(ProgressBar::no_length());

@@ -92,7 +92,7 @@ pub(crate) fn write_page(path: &Path, html: &str) -> Result<()> {
 
 /// Records what a report shows.
 #[derive(Debug)]
-pub(crate) struct Recorder {
+pub(crate) struct ReportRecorder {
     started: Instant,
     recorded: Mutex<Recorded>,
 }
@@ -156,7 +156,7 @@ impl Samples {
     }
 }
 
-impl Recorder {
+impl ReportRecorder {
     pub(crate) fn new() -> Self {
         Self { started: Instant::now(), recorded: Mutex::default() }
     }
@@ -190,7 +190,7 @@ impl Recorder {
     }
 }
 
-impl Observer for Recorder {
+impl Observer for ReportRecorder {
     fn phase(&self, phase: CopyPhase) {
         self.begin(events::phase(phase));
     }

@@ -4,14 +4,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use towline_channel::Address;
-use towline_control::plan::{Destination, PostcopyStart, Request, Source, Task, TransferOptions};
+use towline_control::plan::{CopyRequest, Destination, PostcopyStart, Source, Task, TransferOptions};
 use towline_migration::Tuning;
 
-use crate::args::{CompressionMethod, CopyArgs, MoveArgs, StoredSourceArgs, Switch, TransferArgs};
+use crate::args::{CompressionMethod, CopyArgs, MoveArgs, OnOff, StoredSourceArgs, TransferArgs};
 use crate::endpoint::Endpoint;
 
 /// Returns the request of a `copy`.
-pub(crate) fn of_copy(args: &CopyArgs, source: &Source) -> Result<Request, String> {
+pub(crate) fn of_copy(args: &CopyArgs, source: &Source) -> Result<CopyRequest, String> {
     let base = match &args.base {
         None => None,
         Some(Endpoint::Image(path)) => Some(path.clone()),
@@ -34,7 +34,7 @@ pub(crate) fn of_copy(args: &CopyArgs, source: &Source) -> Result<Request, Strin
     let StoredSourceArgs { verify, stream, .. } = args.stored;
     let request = request(&args.transfer, task)?;
     let return_path = request.return_path && !is_file(source);
-    Ok(Request { verify, stream, return_path, ..request })
+    Ok(CopyRequest { verify, stream, return_path, ..request })
 }
 
 /// Returns true for a stream in a file, as libvirt stores it, which has no return path.
@@ -43,7 +43,7 @@ pub(crate) fn is_file(source: &Source) -> bool {
 }
 
 /// Returns the request of a `move`.
-pub(crate) fn of_move(args: &MoveArgs, destination: &Destination) -> Result<Request, String> {
+pub(crate) fn of_move(args: &MoveArgs, destination: &Destination) -> Result<CopyRequest, String> {
     let (run, devices) = (run(&args.transfer), args.device_ctl.clone());
     let task = if args.transfer.postcopy.postcopy {
         if args.detach_vsock {
@@ -92,7 +92,7 @@ fn postcopy(args: &TransferArgs, start: PostcopyStart, stored: &StoredSourceArgs
         transfer: transfer(args),
         start,
         preempt: args.postcopy.postcopy_preempt,
-        record_working_set: stored.record_working_set == Switch::On,
+        record_working_set: stored.record_working_set == OnOff::On,
     }
 }
 
@@ -105,18 +105,18 @@ fn run(args: &TransferArgs) -> Option<bool> {
     (args.run || args.paused).then_some(args.run)
 }
 
-fn request(args: &TransferArgs, task: Task) -> Result<Request, String> {
+fn request(args: &TransferArgs, task: Task) -> Result<CopyRequest, String> {
     if let Some(text) = level_without_compression(args) {
         return Err(text.into());
     }
-    Ok(Request {
+    Ok(CopyRequest {
         task,
         compression: args.compression.with_level(args.multifd_zlib_level, args.multifd_zstd_level),
         zero_copy_send: args.zero_copy_send.into(),
         tls: args.tls.tls(),
         downtime_limit: Duration::from_millis(args.downtime_limit),
         verify: false,
-        return_path: args.return_path == Switch::On,
+        return_path: args.return_path == OnOff::On,
         stream: false,
         requires_mapped_memory: false,
         overwrite: args.overwrite,
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
     use crate::args::{Args, Command};
 
-    fn parsed(line: &str) -> Result<Request, String> {
+    fn parsed(line: &str) -> Result<CopyRequest, String> {
         match Args::try_parse_from(line.split_whitespace()).map_err(|error| error.to_string())?.command {
             Command::Copy(args) => of_copy(&args, &args.source.source()?),
             Command::Move(args) => of_move(&args, &args.destination.destination()?),

@@ -21,7 +21,7 @@ use std::time::Instant;
 use anyhow::Result;
 use towline_channel::Cancel;
 use towline_control::plan::{
-    self, CloneTarget, Destination, Observer, PostcopyStart, Request, Task, TransferOptions,
+    self, CloneTarget, CopyRequest, Destination, Observer, PostcopyStart, Task, TransferOptions,
 };
 use towline_launch::{CreatedOverlay, HostArguments, QemuVersion};
 
@@ -30,12 +30,12 @@ use crate::endpoint::Endpoint;
 use crate::exit::Exit;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
-use crate::report::Recorder;
+use crate::report::ReportRecorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use image::RunImage;
 use rejection::Rejection;
 use report::{RunReport, RunningObserver, finished, rejected};
-use request::{GuestStart, Memory};
+use request::{GuestStart, MemoryOrigin};
 use start::{Claimed, start};
 use supervise::{Guests, supervise};
 
@@ -58,7 +58,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     if let Err(text) = args.report.check(&[&args.image]) {
         return Ok(Err(Rejection::usage(&text)));
     }
-    let (begun, recorder) = (Instant::now(), Recorder::new());
+    let (begun, recorder) = (Instant::now(), ReportRecorder::new());
     recorder.begin("start");
     let cancel = cancel_on_signals(signal_effects(args))?;
     let image = match RunImage::open(args, &cancel, reporter) {
@@ -135,7 +135,7 @@ fn keep_overlays_of_run(
 }
 
 /// Reports what the user should know before the guests start.
-fn notices(starts: &[GuestStart], memory: &Memory, reporter: &Reporter) {
+fn notices(starts: &[GuestStart], memory: &MemoryOrigin, reporter: &Reporter) {
     if let [start] = starts
         && request::has_card(&start.command_line)
     {
@@ -144,7 +144,7 @@ fn notices(starts: &[GuestStart], memory: &Memory, reporter: &Reporter) {
              in networks of their own, or change it in the guest",
         );
     }
-    if let Memory::Copied(Some(reason)) = memory {
+    if let MemoryOrigin::Copied(Some(reason)) = memory {
         reporter.notice(&format!("memory is copied, not mapped from the image: {reason}"));
     }
     // Of several guests the copy reports it.
@@ -196,7 +196,7 @@ fn restore(
     cancel: &Cancel,
     report: &RunReport<'_>,
 ) -> Restored {
-    let request = Request { requires_mapped_memory: args.share, ..Request::new(task(args)) };
+    let request = CopyRequest { requires_mapped_memory: args.share, ..CopyRequest::new(task(args)) };
     let (source, started) = (image.source(), guests.started());
     let endpoints: Vec<Endpoint> = started.iter().map(|guest| Endpoint::Qmp(guest.qemu.qmp_path())).collect();
     let destinations: Vec<_> = started.iter().map(|guest| Destination::Qmp(guest.qemu.qmp_path())).collect();

@@ -6,7 +6,7 @@ mod tests;
 
 use clap::ValueEnum;
 use towline_sandbox::Mode;
-pub(crate) use towline_sandbox::{PendingSandbox, Policy, Ports, explain};
+pub(crate) use towline_sandbox::{AllowedPorts, PendingSandbox, Policy, explain};
 
 #[cfg(feature = "store")]
 pub(crate) use copy::policy_of_store;

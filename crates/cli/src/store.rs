@@ -38,7 +38,7 @@ pub(crate) enum Action {
 }
 
 /// A place with images.
-enum Place {
+enum ImageLocation {
     Directory(PathBuf),
     #[cfg(feature = "store")]
     Prefix(towline_image::store::Location),
@@ -56,11 +56,11 @@ pub(crate) fn run(args: &StoreArgs) -> Result<Exit> {
 }
 
 /// Returns the place that an endpoint names, or the error text.
-fn place(endpoint: &Endpoint) -> Result<Place, String> {
+fn place(endpoint: &Endpoint) -> Result<ImageLocation, String> {
     match endpoint {
-        Endpoint::Image(path) => Ok(Place::Directory(path.clone())),
+        Endpoint::Image(path) => Ok(ImageLocation::Directory(path.clone())),
         #[cfg(feature = "store")]
-        Endpoint::Store(location) => Ok(Place::Prefix(location.clone())),
+        Endpoint::Store(location) => Ok(ImageLocation::Prefix(location.clone())),
         #[cfg(feature = "store")]
         Endpoint::Secret(why) => Err(why.clone()),
         other => Err(format!(
@@ -85,12 +85,12 @@ fn show(args: &PlaceArgs, view: View) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     match place(&args.place) {
         Err(text) => usage(&reporter, &text),
-        Ok(Place::Directory(path)) => {
+        Ok(ImageLocation::Directory(path)) => {
             args.sandbox.confine(&policy_of_images(&path));
             files::show(&reporter, &path, view)
         }
         #[cfg(feature = "store")]
-        Ok(Place::Prefix(prefix)) => {
+        Ok(ImageLocation::Prefix(prefix)) => {
             args.sandbox.confine(&crate::sandbox::policy_of_store(&prefix));
             objects::show(&reporter, &prefix, view)
         }
@@ -101,12 +101,12 @@ fn verify(args: &PlaceArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     match place(&args.place) {
         Err(text) => usage(&reporter, &text),
-        Ok(Place::Directory(path)) => {
+        Ok(ImageLocation::Directory(path)) => {
             args.sandbox.confine(&policy_of_images(&path));
             files::verify(&reporter, &path)
         }
         #[cfg(feature = "store")]
-        Ok(Place::Prefix(prefix)) => {
+        Ok(ImageLocation::Prefix(prefix)) => {
             args.sandbox.confine(&crate::sandbox::policy_of_store(&prefix));
             objects::verify(&reporter, &prefix)
         }
@@ -116,7 +116,7 @@ fn verify(args: &PlaceArgs) -> Result<Exit> {
 fn remove(args: &RemoveArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
     // All of them first: nothing is removed by a command line with an error.
-    let places: Result<Vec<Place>, String> = args.images.iter().map(place).collect();
+    let places: Result<Vec<ImageLocation>, String> = args.images.iter().map(place).collect();
     let places = match places {
         Ok(places) => places,
         Err(text) => return usage(&reporter, &text),
@@ -124,9 +124,9 @@ fn remove(args: &RemoveArgs) -> Result<Exit> {
     let mut failed = 0;
     for (image, place) in args.images.iter().zip(&places) {
         let removed = match place {
-            Place::Directory(path) => files::remove(path),
+            ImageLocation::Directory(path) => files::remove(path),
             #[cfg(feature = "store")]
-            Place::Prefix(location) => objects::remove(location),
+            ImageLocation::Prefix(location) => objects::remove(location),
         };
         match removed {
             Ok(Removed { freed, text }) => {
@@ -159,13 +159,13 @@ fn collect(args: &CollectArgs) -> Result<Exit> {
     let action = if args.dry_run { Action::List } else { Action::Remove };
     match place(&args.place) {
         Err(text) => usage(&reporter, &text),
-        Ok(Place::Directory(_)) if args.min_age.is_some() => usage(
+        Ok(ImageLocation::Directory(_)) if args.min_age.is_some() => usage(
             &reporter,
             "--min-age: a partial file without a writer has no minimum age; leave it out for a directory",
         ),
-        Ok(Place::Directory(path)) => files::collect(&reporter, &path, action),
+        Ok(ImageLocation::Directory(path)) => files::collect(&reporter, &path, action),
         #[cfg(feature = "store")]
-        Ok(Place::Prefix(prefix)) => {
+        Ok(ImageLocation::Prefix(prefix)) => {
             let age = args.min_age.unwrap_or(GARBAGE_AGE);
             crate::garbage::collect(&reporter, &prefix, action, age)
         }

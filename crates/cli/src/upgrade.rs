@@ -21,7 +21,7 @@ use crate::exit::Exit;
 use crate::log::RequestId;
 use crate::outcome::{Results, Verb};
 use crate::progress::Reporter;
-use crate::report::Recorder;
+use crate::report::ReportRecorder;
 use crate::signals::{SignalEffects, cancel_on_signals};
 
 /// Runs the command.
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
             Err(failure) => results.failed(&args.old, &failure),
         });
     }
-    let recorder = Recorder::new();
+    let recorder = ReportRecorder::new();
     let upgraded = new.switch_over(&cancel, &(&reporter, &recorder));
     reporter.finish();
     write_report(&recorder, args, &upgraded);
@@ -106,7 +106,7 @@ fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
 }
 
 /// Writes the page of `--report`.
-fn write_report(recorder: &Recorder, args: &UpgradeArgs, upgraded: &Result<Upgraded, Failure>) {
+fn write_report(recorder: &ReportRecorder, args: &UpgradeArgs, upgraded: &Result<Upgraded, Failure>) {
     match upgraded {
         Ok(upgraded) => {
             let new = Destination::Qmp(upgraded.monitor.clone());

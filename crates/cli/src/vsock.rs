@@ -15,9 +15,9 @@ use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
 use towline_vhost_user::{Device, FrontendSource, InFlightRecord, ServeError, Service};
-use towline_vsock::{ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Tuning, Vsock};
+use towline_vsock::{Ablation, ConnectionLimits, ForwardingRule, HostAddress, LocalGuests, Settings, Vsock};
 
-use crate::args::{Guest, VsockArgs, VsockCommand, read_guests};
+use crate::args::{GuestSpec, VsockArgs, VsockCommand, read_guests};
 use crate::backend::{NO_ACTIVATION, missing_socket};
 use crate::console::{self, OverflowPolicy};
 use crate::exit::Exit;
@@ -76,7 +76,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             zero_copy_send: args.zero_copy_send.into(),
             busy_poll: Duration::from_micros(args.poll_us),
             unmigratable: args.unmigratable,
-            tuning: Tuning::default(),
+            ablation: Ablation::default(),
         };
         let device = Arc::new(Vsock::new(settings, &local_guests)?);
         served.push(Served { cid, device, frontends, record });
@@ -103,7 +103,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
 }
 
 /// Permits what this guest's device does after its start.
-pub(crate) fn extend_policy(policy: &mut Policy, guest: &Guest) {
+pub(crate) fn extend_policy(policy: &mut Policy, guest: &GuestSpec) {
     if !guest.socket.as_os_str().is_empty() {
         policy.removes(&guest.socket);
     }
@@ -152,13 +152,13 @@ fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> Result<Connectio
 }
 
 /// Opens the record of descriptors in flight of a guest's device.
-fn record(guest: &Guest) -> Result<InFlightRecord> {
+fn record(guest: &GuestSpec) -> Result<InFlightRecord> {
     state::record(guest.state.as_deref(), towline_vsock::QUEUES)
         .with_context(|| format!("guest {}", guest.cid))
 }
 
 /// Returns the guests of the command line and the file, with listening sockets.
-fn guests(args: &VsockArgs) -> Result<Vec<(Guest, FrontendSource)>> {
+fn guests(args: &VsockArgs) -> Result<Vec<(GuestSpec, FrontendSource)>> {
     let listen = |path: &PathBuf| -> Result<FrontendSource> {
         let listener = args.access.listen(path);
         Ok(FrontendSource::Listen(listener.with_context(|| format!("--socket {}", path.display()))?))
@@ -185,14 +185,14 @@ fn guests(args: &VsockArgs) -> Result<Vec<(Guest, FrontendSource)>> {
         (None, Some(fd)) => FrontendSource::from_fd(take_over(fd)?)?,
         (None, None) => FrontendSource::from_service_manager()?.context(NO_ACTIVATION)?,
     };
-    let guest = Guest {
+    let guest = GuestSpec {
         cid: args.cid.context("--cid is required")?,
         socket: args.socket.clone().unwrap_or_default(),
         uds: args.uds.clone(),
         uds_seqpacket: args.uds_seqpacket.clone(),
         forward: args.forward.clone(),
         state: args.state.clone(),
-        ..Guest::default()
+        ..GuestSpec::default()
     };
     Ok(vec![(guest, frontends)])
 }

@@ -8,9 +8,9 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_frontend::vsock::{Guest, Options, Ports, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, VsockEvent};
+use towline_frontend::vsock::{Options, PortPair, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, VsockEvent, VsockGuest};
 use towline_frontend::wire::feature;
-use towline_frontend::{Frontend, Memory};
+use towline_frontend::{Frontend, MemoryArena};
 
 const TOWLINE: &str = env!("CARGO_BIN_EXE_towline");
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -47,18 +47,18 @@ impl Sockets {
     }
 
     /// Connects a guest to the device at this socket.
-    fn guest(&self, socket: &str, cid: u64) -> (Frontend, Guest) {
+    fn guest(&self, socket: &str, cid: u64) -> (Frontend, VsockGuest) {
         let mut frontend = Frontend::connect(&self.path(socket), TIMEOUT).unwrap();
         let features = frontend.negotiate(0, feature::EVENT_IDX, 0).unwrap().features;
         let options = Options { cid, size: 64, receive_bytes: 4096, features, takes_at_once: true };
-        let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
+        let memory = Arc::new(MemoryArena::new(VsockGuest::memory_bytes(&options)).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
-        let guest = Guest::start(&mut frontend, &memory, options).unwrap();
+        let guest = VsockGuest::start(&mut frontend, &memory, options).unwrap();
         (frontend, guest)
     }
 }
 
-fn until<T>(guest: &mut Guest, mut found: impl FnMut(&mut Guest, VsockEvent) -> Option<T>) -> T {
+fn until<T>(guest: &mut VsockGuest, mut found: impl FnMut(&mut VsockGuest, VsockEvent) -> Option<T>) -> T {
     let deadline = Instant::now() + TIMEOUT;
     loop {
         let mut result = None;
@@ -72,7 +72,7 @@ fn until<T>(guest: &mut Guest, mut found: impl FnMut(&mut Guest, VsockEvent) -> 
 }
 
 /// Connects to a port of the host.
-fn connect(guest: &mut Guest, ports: Ports) {
+fn connect(guest: &mut VsockGuest, ports: PortPair) {
     guest.request(ports);
     until(guest, |_, event| (event == VsockEvent::Connected(ports)).then_some(()));
 }

@@ -5,7 +5,7 @@
 //! device's log has the reason. Both types are compared before anything is written. A device that cannot be migrated
 //! fails the read with ENODEV. (Linux, "vfio/mdev: expose mdev migration version", 2019.)
 
-use crate::facts::{Attribute, Facts, Subject};
+use crate::facts::{AttributeFacts, Facts, Subject};
 use crate::limits;
 use crate::report::{Findings, Report};
 
@@ -31,10 +31,10 @@ pub fn evaluate(
 }
 
 /// The device's attribute, if the facts have one.
-fn attribute(facts: &Facts) -> Option<Attribute> {
+fn attribute(facts: &Facts) -> Option<AttributeFacts> {
     match &facts.subject {
         Subject::Attribute(attribute) => Some(attribute.clone()),
-        Subject::Device(device) => Some(Attribute {
+        Subject::Device(device) => Some(AttributeFacts {
             device_type: device.device_type.clone(),
             version: device.migration_version.clone(),
             errno: device.unmigratable.as_ref().map(|_| ENODEV),
@@ -44,8 +44,8 @@ fn attribute(facts: &Facts) -> Option<Attribute> {
 }
 
 fn compare(
-    source: &Attribute,
-    destination: &Attribute,
+    source: &AttributeFacts,
+    destination: &AttributeFacts,
     write: impl FnOnce(&str) -> Result<(), String>,
     findings: &mut Findings<'_>,
 ) {
@@ -100,7 +100,7 @@ mod tests {
 
     fn attribute(device_type: &str, version: Option<&str>, errno: Option<i32>) -> Facts {
         let version = version.map(str::to_owned);
-        Subject::Attribute(Attribute { device_type: device_type.into(), version, errno }).into()
+        Subject::Attribute(AttributeFacts { device_type: device_type.into(), version, errno }).into()
     }
 
     fn verdict(source: &Facts, answer: Result<(), String>) -> (Verdict, Option<String>) {
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn other_facts_are_no_pair_of_attributes() {
-        let image: Facts = Subject::Image(facts::Image::default()).into();
+        let image: Facts = Subject::Image(facts::ImageFacts::default()).into();
         let mut report = Report::default();
         evaluate(&mut report, &image, &image, |_| panic!("nothing is written"));
         assert_eq!(report, Report::default());

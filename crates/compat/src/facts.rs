@@ -16,11 +16,12 @@ use serde_json::Value;
 
 use crate::limits;
 
-pub use binary::{Binary, Field, State};
-pub use device::{Attribute, DeviceFacts};
-pub use image::{Image, Section};
+pub use binary::{BinaryFacts, Field, StateFormat};
+pub use device::{AttributeFacts, DeviceFacts};
+pub use image::{ImageFacts, Section};
 pub use qemu::{
-    BlockFacts, Cpu, Drive, FeatureWord, Incoming, Lock, MemoryBackend, Netdev, Qemu, QemuDevice, Virtio,
+    BlockFacts, Cpu, Drive, FeatureWord, IncomingState, Lock, MemoryBackend, Netdev, QemuDevice, QemuFacts,
+    Virtio,
 };
 
 /// The format's name.
@@ -50,15 +51,15 @@ pub struct Facts {
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Subject {
     /// A running or waiting QEMU.
-    Qemu(Box<Qemu>),
+    Qemu(Box<QemuFacts>),
     /// A QEMU binary, for one machine type.
-    Binary(Binary),
+    Binary(BinaryFacts),
     /// A stored guest.
-    Image(Image),
+    Image(ImageFacts),
     /// A device of ours.
     Device(DeviceFacts),
     /// A device that offers a `migration_version` attribute.
-    Attribute(Attribute),
+    Attribute(AttributeFacts),
 }
 
 impl Subject {
@@ -137,7 +138,7 @@ impl Facts {
         }
         let value: Value = serde_json::from_slice(bytes)?;
         if value.get(DUMP_KEY).is_some() {
-            return Ok(Subject::Binary(Binary::of_dump(&value)?).into());
+            return Ok(Subject::Binary(BinaryFacts::of_dump(&value)?).into());
         }
         let format = value.get("format").and_then(Value::as_str).unwrap_or_default();
         if format != FORMAT {
@@ -183,14 +184,14 @@ mod tests {
     use super::*;
 
     fn image() -> Facts {
-        Subject::Image(Image { machine: "pc-q35-10.0".into(), ..Image::default() }).into()
+        Subject::Image(ImageFacts { machine: "pc-q35-10.0".into(), ..ImageFacts::default() }).into()
     }
 
     #[test]
     fn facts_written_are_read_back() {
         let facts = image();
         assert_eq!(Facts::parse(&facts.to_json()).unwrap(), facts);
-        let qemu = Qemu { machine: "pc-q35-7.2".into(), uuid: Some("u".into()), ..Qemu::default() };
+        let qemu = QemuFacts { machine: "pc-q35-7.2".into(), uuid: Some("u".into()), ..QemuFacts::default() };
         let facts: Facts = Subject::Qemu(Box::new(qemu)).into();
         assert_eq!(Facts::parse(&facts.to_json()).unwrap(), facts);
     }
@@ -214,7 +215,7 @@ mod tests {
         let long = vec![b' '; limits::FACTS_BYTES_MAX + 1];
         assert!(matches!(Facts::parse(&long), Err(Error::TooLong { .. })));
         let block = BlockFacts { name: "a".into(), ..BlockFacts::default() };
-        let image = Image { blocks: vec![block; limits::ENTRIES_MAX + 1], ..Image::default() };
+        let image = ImageFacts { blocks: vec![block; limits::ENTRIES_MAX + 1], ..ImageFacts::default() };
         let error = Facts::parse(&Facts::from(Subject::Image(image)).to_json()).unwrap_err();
         assert!(matches!(error, Error::TooMany { what: "RAM blocks", .. }), "{error}");
     }

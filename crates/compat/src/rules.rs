@@ -31,7 +31,7 @@ mod uuid;
 mod virtio_features;
 mod waiting;
 
-use crate::facts::{BlockFacts, Facts, Qemu, Subject};
+use crate::facts::{BlockFacts, Facts, QemuFacts, Subject};
 use crate::report::{Findings, Report};
 
 /// A rule.
@@ -102,7 +102,7 @@ pub fn evaluate(pair: &Pair<'_>) -> Report {
 
 impl<'a> Pair<'a> {
     /// Both sides, if both are QEMUs.
-    fn qemus(&self) -> Option<(&'a Qemu, &'a Qemu)> {
+    fn qemus(&self) -> Option<(&'a QemuFacts, &'a QemuFacts)> {
         match (&self.source.subject, &self.destination.subject) {
             (Subject::Qemu(source), Subject::Qemu(destination)) => Some((source, destination)),
             _ => None,
@@ -110,7 +110,7 @@ impl<'a> Pair<'a> {
     }
 
     /// The QEMU that would take the guest.
-    fn destination_qemu(&self) -> Option<&'a Qemu> {
+    fn destination_qemu(&self) -> Option<&'a QemuFacts> {
         match &self.destination.subject {
             Subject::Qemu(qemu) => Some(qemu),
             _ => None,
@@ -141,22 +141,22 @@ impl<'a> Pair<'a> {
 mod testing {
     //! Pairs for the rules' own tests.
 
-    use crate::facts::{Facts, Incoming, Qemu, QemuDevice, Subject};
+    use crate::facts::{Facts, IncomingState, QemuDevice, QemuFacts, Subject};
     use crate::report::{Finding, Findings, Report};
 
     use super::{Pair, Rule};
 
     /// A rule's findings in two QEMUs that are alike but for what `change` does to the destination's and the
     /// source's.
-    pub(crate) fn between(rule: &Rule, change: impl FnOnce(&mut Qemu, &mut Qemu)) -> Vec<Finding> {
-        let mut source = Qemu {
+    pub(crate) fn between(rule: &Rule, change: impl FnOnce(&mut QemuFacts, &mut QemuFacts)) -> Vec<Finding> {
+        let mut source = QemuFacts {
             version: "10.0.2".into(),
             machine: "pc-q35-10.0".into(),
             status: "running".into(),
-            ..Qemu::default()
+            ..QemuFacts::default()
         };
         let mut destination =
-            Qemu { status: "inmigrate".into(), incoming: Incoming::Deferred, ..source.clone() };
+            QemuFacts { status: "inmigrate".into(), incoming: IncomingState::Deferred, ..source.clone() };
         change(&mut source, &mut destination);
         of(rule, Subject::Qemu(Box::new(source)), Subject::Qemu(Box::new(destination)))
     }

@@ -4,7 +4,9 @@
 use std::error::Error;
 
 use towline_channel::Cancel;
-use towline_control::plan::{self, Destination, Observer, Progress, Request, Source, Task, TransferOptions};
+use towline_control::plan::{
+    self, CopyRequest, Destination, Observer, Progress, Source, Task, TransferOptions,
+};
 
 /// Prints the bytes that remain.
 struct Printer;
@@ -24,7 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let task = Task::Copy { transfer: TransferOptions::default(), run: None, resume: true, base: None };
     let (source, destination) = (Source::Qmp(socket.into()), Destination::Image(image.into()));
-    match plan::copy(&source, &destination, &Request::new(task), &Cancel::new()?, &Printer) {
+    match plan::copy(&source, &destination, &CopyRequest::new(task), &Cancel::new()?, &Printer) {
         Ok(report) => println!("stored in {:?}; the source: {:?}", report.total_time, report.source),
         // A failure states what has become of the guest, apart from its reason.
         Err(failure) => return Err(format!("{failure}; the guest: {:?}", failure.guest).into()),

@@ -15,7 +15,7 @@ mod recorded;
 
 use std::path::{Path, PathBuf};
 
-use towline_compat::facts::{BlockFacts, Image as ImageFacts, Section, Subject};
+use towline_compat::facts::{BlockFacts, ImageFacts, Section, Subject};
 use towline_compat::{Facts, Pair, Report, attribute as judged, evaluate};
 use towline_image::{Image, StoredGuest};
 use towline_qmp as qmp;

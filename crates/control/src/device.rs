@@ -14,7 +14,7 @@
 use serde_json::{Map, Value, json};
 use towline_compat::facts::DeviceFacts;
 use towline_compat::{Facts, Subject as FactsSubject, limits};
-use towline_qmp::{Commands, Refusal};
+use towline_qmp::{CommandError, Commands};
 
 use crate::statistics::{self, StatsObject, StatsSource, check_names, text_argument};
 
@@ -82,18 +82,22 @@ impl DeviceCommands {
     }
 
     /// The device that the argument names; without it, the only one.
-    fn device(&self, arguments: &Map<String, Value>, argument: &str) -> Result<&dyn ManagedDevice, Refusal> {
+    fn device(
+        &self,
+        arguments: &Map<String, Value>,
+        argument: &str,
+    ) -> Result<&dyn ManagedDevice, CommandError> {
         let found = match text_argument(arguments, argument)? {
             Some(name) => self.devices.iter().find(|device| device.name() == name),
             None => self.devices.first().filter(|_| self.devices.len() == 1),
         };
         found.map(Box::as_ref).ok_or_else(|| {
             let names: Vec<_> = self.devices.iter().map(|device| device.name()).collect();
-            Refusal::because(format!("Parameter '{argument}' expects one of {}", names.join(", ")))
+            CommandError::generic(format!("Parameter '{argument}' expects one of {}", names.join(", ")))
         })
     }
 
-    fn version(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    fn version(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         check_names(arguments, &["id"])?;
         let device = self.device(arguments, "id")?;
         let facts = device.facts();
@@ -103,10 +107,10 @@ impl DeviceCommands {
         }
     }
 
-    fn check(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    fn check(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         check_names(arguments, &["id", "type", "version"])?;
         let device = self.device(arguments, "id")?;
-        let missing = |name| Refusal::because(format!("Parameter '{name}' is missing"));
+        let missing = |name| CommandError::generic(format!("Parameter '{name}' is missing"));
         let kind = text_argument(arguments, "type")?.ok_or_else(|| missing("type"))?;
         let version = text_argument(arguments, "version")?.ok_or_else(|| missing("version"))?;
         let facts = device.facts();
@@ -131,18 +135,18 @@ impl DeviceCommands {
         device.accepts(version).map(|()| json!({})).map_err(|reason| refused(device, EINVAL, &reason))
     }
 
-    fn facts(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    fn facts(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         check_names(arguments, &["id"])?;
         let facts = Facts::from(FactsSubject::Device(self.device(arguments, "id")?.facts()));
-        serde_json::from_slice(&facts.to_json()).map_err(|error| Refusal::because(error.to_string()))
+        serde_json::from_slice(&facts.to_json()).map_err(|error| CommandError::generic(error.to_string()))
     }
 
-    fn set_link(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    fn set_link(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         check_names(arguments, &["name", "up"])?;
         let device = self.device(arguments, "name")?;
         let up = arguments.get("up").and_then(Value::as_bool);
-        let up = up.ok_or_else(|| Refusal::because("Parameter 'up' expects a boolean"))?;
-        device.set_link(up).map(|()| json!({})).map_err(Refusal::Because)
+        let up = up.ok_or_else(|| CommandError::generic("Parameter 'up' expects a boolean"))?;
+        device.set_link(up).map(|()| json!({})).map_err(CommandError::Generic)
     }
 
     fn status(&self) -> Value {
@@ -162,7 +166,7 @@ impl Commands for DeviceCommands {
         &NAMES
     }
 
-    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         match name {
             "query-status" => check_names(arguments, &[]).map(|()| self.status()),
             "query-stats" => statistics::query(&StatsSource::statistics(self), arguments),
@@ -176,15 +180,15 @@ impl Commands for DeviceCommands {
                 (self.quit)();
                 Ok(json!({}))
             }
-            _ => Err(Refusal::Unknown),
+            _ => Err(CommandError::NotFound),
         }
     }
 }
 
 /// Logs the reason too: the client may show the errno only.
-fn refused(device: &dyn ManagedDevice, errno: &str, reason: &str) -> Refusal {
+fn refused(device: &dyn ManagedDevice, errno: &str, reason: &str) -> CommandError {
     tracing::warn!(device = device.name(), errno, reason, "migration_version");
-    Refusal::because(format!("{errno}: {reason}"))
+    CommandError::generic(format!("{errno}: {reason}"))
 }
 
 #[cfg(test)]

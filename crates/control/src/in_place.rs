@@ -8,7 +8,7 @@
 //!
 //! A block is [`Mapped`] if the kernel shows that QEMU's memory at the block's address is the very range of the very file, with
 //! no page of its own in between; what QEMU says of its command line alone proves nothing, since a name may be another file's by
-//! now. Otherwise its pages are sent as ever, and a [`Reason`] says why. What would damage memory in use is an [`Error`].
+//! now. Otherwise its pages are sent as ever, and a [`TransferReason`] says why. What would damage memory in use is an [`Error`].
 //!
 //! - [`of_image`]: QEMU maps an image copy-on-write; the guest's writes are its own.
 //! - [`of_reflink`]: QEMU maps a file that shares the image's storage ([`Reflink`]), for devices that need shared memory.
@@ -41,7 +41,7 @@ use std::ops::Deref;
 use towline_migration::{Guest, PresentGuest, PresentSink, Sink};
 use unchanged::Unchanged;
 
-pub use error::{Error, Reason};
+pub use error::{Error, TransferReason};
 pub use fresh::{OldMemory, old_memory};
 pub use maps::FileId;
 pub use reflink::Reflink;
@@ -76,11 +76,11 @@ pub struct Mapped {
 /// A block whose pages have to be sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Sent {
+pub struct TransferredBlock {
     /// Name of the block.
     pub block: String,
     /// Reason for it.
-    pub reason: Reason,
+    pub reason: TransferReason,
     /// True if the backend's file is named as if its memory were to be mapped, so that a user should learn of the reason.
     pub is_unexpected: bool,
 }
@@ -90,7 +90,7 @@ pub struct Sent {
 #[must_use]
 pub struct Presence {
     mapped: Vec<Mapped>,
-    sent: Vec<Sent>,
+    sent: Vec<TransferredBlock>,
     /// The image, locked as its readers do.
     _lock: Option<File>,
     /// The image, if it must not be written.
@@ -117,7 +117,7 @@ impl Presence {
 
     /// Blocks whose pages are sent.
     #[must_use]
-    pub fn sent(&self) -> &[Sent] {
+    pub fn sent(&self) -> &[TransferredBlock] {
         &self.sent
     }
 
@@ -152,13 +152,13 @@ impl Presence {
         self.mapped.iter().map(|mapped| mapped.block.as_str())
     }
 
-    fn add(&mut self, block: &str, outcome: Result<Mapped, Reason>, purpose: BackendPurpose) {
+    fn add(&mut self, block: &str, outcome: Result<Mapped, TransferReason>, purpose: BackendPurpose) {
         match outcome {
             Ok(mapped) => self.mapped.push(mapped),
             Err(reason) => {
                 tracing::debug!(block, %reason, "pages are sent");
                 let is_unexpected = purpose == BackendPurpose::Mapped;
-                self.sent.push(Sent { block: block.to_owned(), reason, is_unexpected });
+                self.sent.push(TransferredBlock { block: block.to_owned(), reason, is_unexpected });
             }
         }
     }

@@ -34,7 +34,7 @@ use crate::lock::lock;
 use crate::process::{Process, ProcessState, start_time};
 
 pub use record::{ChangedValue, UndoRecord};
-use record::{Contents, Header, Line, VERSION};
+use record::{Contents, JournalHeader, JournalLine, VERSION};
 pub(crate) use record::{now_ms, pid_namespace};
 pub use runtime_directory::{RuntimeDirectory, RuntimeDirectoryError};
 
@@ -106,7 +106,7 @@ struct State {
     directory: Arc<OwnedFd>,
     name: String,
     path: PathBuf,
-    header: Header,
+    header: JournalHeader,
     records: BTreeMap<u64, UndoRecord>,
     next_id: u64,
     process: Arc<Process>,
@@ -123,7 +123,7 @@ impl Journal {
         socket: &Path,
         process: &Arc<Process>,
     ) -> Result<(Self, Option<i32>), Error> {
-        let header = Header::of(socket).map_err(|source| Error::Io { path: socket.into(), source })?;
+        let header = JournalHeader::of(socket).map_err(|source| Error::Io { path: socket.into(), source })?;
         let name = header.name(process);
         let path = directory.path().join(&name);
         let failed = |source: io::Error| Error::Io { path: path.clone(), source };
@@ -150,7 +150,7 @@ impl Journal {
                 line: bad.line,
                 reason: bad.reason,
             })?;
-            if owner.as_ref().is_some_and(Header::owner_lives) {
+            if owner.as_ref().is_some_and(JournalHeader::owner_lives) {
                 return Err(in_use(socket, &path, &text));
             }
             let state = State {
@@ -175,7 +175,7 @@ impl Journal {
     pub fn write(&self, record: &UndoRecord) -> Result<JournalEntry, Error> {
         let mut state = self.state();
         let id = state.next_id;
-        state.append(&Line::Record { id, record: record.clone() })?;
+        state.append(&JournalLine::Record { id, record: record.clone() })?;
         state.next_id += 1;
         state.records.insert(id, record.clone());
         Ok(JournalEntry { journal: self.clone(), id })
@@ -218,7 +218,7 @@ impl JournalEntry {
         let written = if state.records.is_empty() {
             state.restart()
         } else {
-            state.append(&Line::Done { id: self.id })
+            state.append(&JournalLine::Done { id: self.id })
         };
         if let Err(error) = written {
             tracing::warn!(%error, "a record that is done stays in the journal");
@@ -229,14 +229,18 @@ impl JournalEntry {
 impl State {
     /// Records this process as the new owner. Records of the previous owner are kept if they are of the same
     /// QEMU.
-    fn take_over(mut self, before: Option<Header>, is_whole: bool) -> Result<(Journal, Option<i32>), Error> {
+    fn take_over(
+        mut self,
+        before: Option<JournalHeader>,
+        is_whole: bool,
+    ) -> Result<(Journal, Option<i32>), Error> {
         let left_by = before
             .filter(|found| !self.records.is_empty() && self.header.is_same_qemu(found, &self.process))
             .map(|found| found.pid);
         if left_by.is_some() {
             // Ends a truncated line.
             let separator = if is_whole { "" } else { "\n" };
-            self.append_after(separator, &Line::Begun(self.header.clone()))?;
+            self.append_after(separator, &JournalLine::Begun(self.header.clone()))?;
         } else {
             self.records.clear();
             self.restart()?;
@@ -247,14 +251,14 @@ impl State {
     /// Removes all records from the file.
     fn restart(&mut self) -> Result<(), Error> {
         self.file.set_len(0).map_err(|source| Error::Io { path: self.path.clone(), source })?;
-        self.append(&Line::Begun(self.header.clone()))
+        self.append(&JournalLine::Begun(self.header.clone()))
     }
 
-    fn append(&mut self, line: &Line) -> Result<(), Error> {
+    fn append(&mut self, line: &JournalLine) -> Result<(), Error> {
         self.append_after("", line)
     }
 
-    fn append_after(&mut self, before: &str, line: &Line) -> Result<(), Error> {
+    fn append_after(&mut self, before: &str, line: &JournalLine) -> Result<(), Error> {
         let written = serde_json::to_string(line)
             .map_err(io::Error::from)
             .and_then(|text| self.file.write_all(format!("{before}{text}\n").as_bytes()));

@@ -55,6 +55,6 @@ pub use outcomes::{GuestNeedingAttention, GuestState, OutcomeRow, SourceCategory
 pub use progress::{CopyPhase, Observer, Progress};
 pub use report::{CopyReport, DestinationState, PostcopyReport, SourceState};
 pub use request::UpgradeMemory;
-pub use request::{Devices, PostcopyStart, Request, Task, Tls, TransferOptions};
+pub use request::{CopyRequest, Devices, PostcopyStart, Task, Tls, TransferOptions};
 pub use upgrade::{UpgradeRequest, check_upgrade, upgrade};
 pub(crate) use vsock::chardevs as vsock_chardevs;

@@ -210,7 +210,7 @@ fn candidate(peer: i32, threads: &BTreeSet<i32>) -> Result<(i32, Proof), String>
 
 /// Checks that `/proc` is of our own pid namespace: another one would show other processes under our ids.
 fn check_own_proc() -> Result<(), String> {
-    let own = Status::read("/proc/self/status").map_err(|error| format!("/proc/self/status: {error}"))?;
+    let own = ProcStatus::read("/proc/self/status").map_err(|error| format!("/proc/self/status: {error}"))?;
     if own.ids == [getpid().as_raw_pid()] {
         return Ok(());
     }
@@ -220,20 +220,20 @@ fn check_own_proc() -> Result<(), String> {
 /// Returns true if these are threads of `pid`, other than its first, in our pid namespace.
 fn has_threads(pid: i32, threads: &BTreeSet<i32>) -> bool {
     threads.iter().all(|thread| {
-        let status = Status::read(&format!("/proc/{pid}/task/{thread}/status"));
+        let status = ProcStatus::read(&format!("/proc/{pid}/task/{thread}/status"));
         *thread != pid && status.is_ok_and(|status| status.tgid == pid && status.ids == [*thread])
     })
 }
 
 /// As [`has_threads`] for a `pid` in a pid namespace below ours, in which the threads have these ids.
 fn has_threads_in_child_pid_namespace(pid: i32, threads: &BTreeSet<i32>) -> bool {
-    let Ok(first) = Status::read(&format!("/proc/{pid}/status")) else { return false };
+    let Ok(first) = ProcStatus::read(&format!("/proc/{pid}/status")) else { return false };
     let Some((own, 1..)) = first.ids.last().map(|own| (*own, first.ids.len() - 1)) else { return false };
     let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) else { return false };
     let tasks = tasks.take(THREADS_MAX).flatten();
     let ids = tasks.filter_map(|task| {
         let path = task.path().join("status");
-        Status::read(path.to_str()?).ok()?.ids.last().copied()
+        ProcStatus::read(path.to_str()?).ok()?.ids.last().copied()
     });
     let ids: BTreeSet<i32> = ids.filter(|id| *id != own).collect();
     threads.is_subset(&ids)
@@ -243,7 +243,7 @@ fn has_threads_in_child_pid_namespace(pid: i32, threads: &BTreeSet<i32>) -> bool
 fn process_of(threads: &BTreeSet<i32>) -> Result<i32, String> {
     let mut found = None;
     for thread in threads {
-        let status = Status::read(&format!("/proc/{thread}/status")).map_err(|error| {
+        let status = ProcStatus::read(&format!("/proc/{thread}/status")).map_err(|error| {
             format!("the listener is not QEMU, and vCPU thread {thread} is not here: {error}")
         })?;
         let is_one_process = found.is_none_or(|pid| pid == status.tgid);
@@ -292,13 +292,13 @@ fn listening_path(chardev: &Value) -> Option<&str> {
 
 /// Parsed `/proc/PID/status` or `/proc/PID/task/TID/status`.
 #[derive(Debug, PartialEq, Eq)]
-struct Status {
+struct ProcStatus {
     tgid: i32,
     /// Id of the thread in each pid namespace, from that of `/proc` to its own.
     ids: Vec<i32>,
 }
 
-impl Status {
+impl ProcStatus {
     fn read(path: &str) -> io::Result<Self> {
         let text = fs::read_to_string(path)?;
         Self::parse(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no Tgid and Pid in it"))
@@ -343,10 +343,10 @@ mod tests {
     #[test]
     fn status_has_ids_of_all_namespaces() {
         let text = "Name:\tqemu\nTgid:\t70\nPid:\t72\nNSpid:\t72\t9\t3\n";
-        assert_eq!(Status::parse(text), Some(Status { tgid: 70, ids: vec![72, 9, 3] }));
+        assert_eq!(ProcStatus::parse(text), Some(ProcStatus { tgid: 70, ids: vec![72, 9, 3] }));
         let old = "Name:\tqemu\nTgid:\t70\nPid:\t72\n";
-        assert_eq!(Status::parse(old), Some(Status { tgid: 70, ids: vec![72] }));
-        assert_eq!(Status::parse("Name:\tNSpid: 1\n"), None);
+        assert_eq!(ProcStatus::parse(old), Some(ProcStatus { tgid: 70, ids: vec![72] }));
+        assert_eq!(ProcStatus::parse("Name:\tNSpid: 1\n"), None);
     }
 
     #[test]

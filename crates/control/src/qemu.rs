@@ -1,6 +1,6 @@
 //! One running or waiting QEMU: what it is, and how it is set for a migration.
 //!
-//! [`Qemu`] is a connected [`Client`](towline_qmp::Client) with the [`Facts`] asked for at the beginning; [`AppliedSettings`] changes
+//! [`Qemu`] is a connected [`Client`](towline_qmp::Client) with the [`QemuState`] asked for at the beginning; [`AppliedSettings`] changes
 //! capabilities and parameters and puts them back. What to do with them, and in which order, is not decided here.
 
 mod compatibility;
@@ -20,8 +20,8 @@ mod virtio;
 pub use crate::process::{Process, ProcessState};
 pub use connection::Qemu;
 pub use error::Error;
-pub use facts::{Facts, Incoming};
-pub use ram_block::{RamBlock, RamBlockError};
+pub use facts::{IncomingState, QemuState};
+pub use ram_block::{RamBlockError, RamBlockInfo};
 pub use repaired::RepairReport;
 pub use settings::{AppliedSettings, ApplyError, MigrationSettings, RestoreError};
 pub use started::StartedQemu;

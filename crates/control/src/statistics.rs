@@ -6,7 +6,7 @@
 //! Out of scope: storage. Sources build these objects for each query.
 
 use serde_json::{Map, Value, json};
-use towline_qmp::Refusal;
+use towline_qmp::CommandError;
 
 /// All kinds of objects.
 const KINDS: [&str; 6] = ["migration", "migration-lane", "net", "net-queue", "vsock", "vsock-connection"];
@@ -120,11 +120,11 @@ pub trait StatsSource: Send + Sync {
 }
 
 /// Executes `query-stats`: `target` is the kind (all if it is absent), `providers` as in QEMU.
-pub(crate) fn query(objects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+pub(crate) fn query(objects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, CommandError> {
     check_names(arguments, &["target", "providers"])?;
     let target = text_argument(arguments, "target")?;
     if let Some(target) = target.filter(|target| !KINDS.contains(target)) {
-        return Err(Refusal::because(format!("Parameter 'target' does not accept value '{target}'")));
+        return Err(CommandError::generic(format!("Parameter 'target' does not accept value '{target}'")));
     }
     let Some(names) = selected_names(arguments)? else { return Ok(json!([])) };
     let is_selected = |metric: &&Metric| names.as_ref().is_none_or(|names| names.contains(&metric.name));
@@ -138,7 +138,10 @@ pub(crate) fn query(objects: &[StatsObject], arguments: &Map<String, Value>) -> 
 }
 
 /// Executes `query-stats-schemas`.
-pub(crate) fn schemas(objects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+pub(crate) fn schemas(
+    objects: &[StatsObject],
+    arguments: &Map<String, Value>,
+) -> Result<Value, CommandError> {
     check_names(arguments, &["provider"])?;
     if text_argument(arguments, "provider")?.is_some_and(|provider| provider != PROVIDER) {
         return Ok(json!([]));
@@ -157,10 +160,10 @@ pub(crate) fn schemas(objects: &[StatsObject], arguments: &Map<String, Value>) -
 }
 
 /// Refuses arguments that a command does not have.
-pub(crate) fn check_names(arguments: &Map<String, Value>, names: &[&str]) -> Result<(), Refusal> {
+pub(crate) fn check_names(arguments: &Map<String, Value>, names: &[&str]) -> Result<(), CommandError> {
     match arguments.keys().find(|key| !names.contains(&key.as_str())) {
         None => Ok(()),
-        Some(key) => Err(Refusal::because(format!("Parameter '{key}' is unexpected"))),
+        Some(key) => Err(CommandError::generic(format!("Parameter '{key}' is unexpected"))),
     }
 }
 
@@ -168,19 +171,21 @@ pub(crate) fn check_names(arguments: &Map<String, Value>, names: &[&str]) -> Res
 pub(crate) fn text_argument<'a>(
     arguments: &'a Map<String, Value>,
     name: &str,
-) -> Result<Option<&'a str>, Refusal> {
+) -> Result<Option<&'a str>, CommandError> {
     match arguments.get(name) {
         None => Ok(None),
         Some(Value::String(text)) => Ok(Some(text)),
-        Some(_) => Err(Refusal::because(format!("Invalid parameter type for '{name}', expected: string"))),
+        Some(_) => {
+            Err(CommandError::generic(format!("Invalid parameter type for '{name}', expected: string")))
+        }
     }
 }
 
 /// Names in `providers`: `None` if our provider is not among them, `Some(None)` for all metrics.
 #[allow(clippy::type_complexity, reason = "the provider and its names are both optional")]
-fn selected_names(arguments: &Map<String, Value>) -> Result<Option<Option<Vec<&str>>>, Refusal> {
+fn selected_names(arguments: &Map<String, Value>) -> Result<Option<Option<Vec<&str>>>, CommandError> {
     let Some(providers) = arguments.get("providers") else { return Ok(Some(None)) };
-    let wrong = || Refusal::because("Invalid parameter type for 'providers', expected: array");
+    let wrong = || CommandError::generic("Invalid parameter type for 'providers', expected: array");
     let ours = providers.as_array().ok_or_else(wrong)?.iter().find(|one| one["provider"] == PROVIDER);
     Ok(ours.map(|one| Some(one.get("names")?.as_array()?.iter().filter_map(Value::as_str).collect())))
 }
@@ -202,7 +207,7 @@ mod tests {
         vec![queue("rx", 3), queue("tx", 5)]
     }
 
-    fn execute(arguments: &Value) -> Result<Value, Refusal> {
+    fn execute(arguments: &Value) -> Result<Value, CommandError> {
         query(&objects(), arguments.as_object().unwrap())
     }
 
@@ -232,7 +237,9 @@ mod tests {
             (json!({ "providers": 1 }), "expected: array"),
             (json!({ "vcpus": [] }), "'vcpus' is unexpected"),
         ] {
-            let Err(Refusal::Because(found)) = execute(&arguments) else { panic!("not refused: {text}") };
+            let Err(CommandError::Generic(found)) = execute(&arguments) else {
+                panic!("not refused: {text}")
+            };
             assert!(found.contains(text), "{found}");
         }
     }

@@ -20,10 +20,10 @@ use std::time::{Duration, Instant};
 use serde_json::{Map, Value, json};
 use towline_channel::Cancel;
 use towline_migration::{LaneSends, Tuning, ZeroCopySend};
-use towline_qmp::{Commands, Emitter, Refusal, Server};
+use towline_qmp::{CommandError, Commands, Emitter, Server};
 
 use crate::lock::lock;
-use crate::plan::{CopyPhase, CopyReport, Failure, Observer, Progress, Request};
+use crate::plan::{CopyPhase, CopyReport, CopyRequest, Failure, Observer, Progress};
 use crate::statistics::{self, StatsObject, StatsSource};
 use state::{State, lane_metrics, milliseconds};
 
@@ -74,7 +74,7 @@ struct Parameters {
 
 impl StatusServer {
     /// A server for a copy named `name` with these options, which `cancel` ends.
-    pub fn new(name: impl Into<String>, options: &Request, cancel: &Cancel) -> Self {
+    pub fn new(name: impl Into<String>, options: &CopyRequest, cancel: &Cancel) -> Self {
         Self {
             cancel: cancel.clone(),
             name: name.into(),
@@ -148,19 +148,19 @@ impl StatusServer {
         }
     }
 
-    fn set_capabilities(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    fn set_capabilities(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         let list = arguments.get("capabilities").and_then(Value::as_array);
-        for wanted in list.ok_or_else(|| Refusal::because("Parameter 'capabilities' is missing"))? {
+        for wanted in list.ok_or_else(|| CommandError::generic("Parameter 'capabilities' is missing"))? {
             let name = wanted["capability"].as_str().unwrap_or_default();
             let Some(known) = self.capabilities.iter().find(|known| known.name == name) else {
-                return Err(Refusal::because(format!(
+                return Err(CommandError::generic(format!(
                     "Parameter 'capability' does not accept value '{name}'"
                 )));
             };
             let Capability { state, option, .. } = known;
             if wanted["state"].as_bool() != Some(*state) {
                 let text = format!("{name} is {state} for this copy and cannot change under way: {option}");
-                return Err(Refusal::Because(text));
+                return Err(CommandError::Generic(text));
             }
         }
         Ok(json!({}))
@@ -182,13 +182,13 @@ impl StatusServer {
     }
 
     /// Sets all or none of them.
-    fn set_parameters(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    fn set_parameters(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         let known = self.query_parameters();
         for (name, value) in arguments {
             match name.as_str() {
                 "max-bandwidth" | "downtime-limit" if value.is_u64() => {}
                 "max-bandwidth" | "downtime-limit" => {
-                    return Err(Refusal::because(format!(
+                    return Err(CommandError::generic(format!(
                         "Parameter '{name}' expects a number, found {value}"
                     )));
                 }
@@ -198,9 +198,9 @@ impl StatusServer {
                         let text = format!(
                             "{name} is {found} for this copy and cannot change under way: start it again with --{name} {value}"
                         );
-                        return Err(Refusal::Because(text));
+                        return Err(CommandError::Generic(text));
                     }
-                    None => return Err(Refusal::because(format!("Parameter '{name}' is unexpected"))),
+                    None => return Err(CommandError::generic(format!("Parameter '{name}' is unexpected"))),
                 },
             }
         }
@@ -265,7 +265,7 @@ impl Commands for StatusServer {
         &NAMES
     }
 
-    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         match name {
             "query-status" => {
                 let state = self.state();
@@ -291,12 +291,12 @@ impl Commands for StatusServer {
                 self.cancel.cancel();
                 Ok(json!({}))
             }
-            _ => Err(Refusal::Unknown),
+            _ => Err(CommandError::NotFound),
         }
     }
 }
 
-fn capabilities(options: &Request) -> Vec<Capability> {
+fn capabilities(options: &CopyRequest) -> Vec<Capability> {
     let postcopy = options.postcopy();
     let known = [
         ("auto-converge", options.transfer_options().throttle, "start it again with or without --throttle"),

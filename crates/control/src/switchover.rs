@@ -11,7 +11,7 @@
 //! One state machine for every command that can end with a guest elsewhere. It does no I/O and has no clock.
 //! Its inputs are replies of a monitor, events of the stream, the exit of a QEMU's process, messages of the
 //! towline at the other end, a cancellation and expired deadlines. It returns one [`Directive`] for each. The
-//! driver carries that out and reports the result; [`Outcome`] is the end, and determines the exit status.
+//! driver carries that out and reports the result; [`SwitchoverOutcome`] is the end, and determines the exit status.
 //!
 //! Invariants, each checked against every order of events by `model`:
 //! - A destination is started only when its source cannot run the guest any more: its migration is `completed`,
@@ -21,7 +21,7 @@
 //! - The run state in the guest's stream decides whether the guest runs at its destination.
 //! - Only states that this migration caused are undone, not those that the user or an operator caused.
 //! - If it cannot be known which end has the guest, neither is started, and the outcome reports that.
-//! - A source that shares its memory with the destination ([`GuestMemory::Shared`]) never runs the guest after `cont` may
+//! - A source that shares its memory with the destination ([`MemorySharing::Shared`]) never runs the guest after `cont` may
 //!   have taken effect there. Until then it gets its guest back after every failure.
 //! - A decision that another end or a later towline depends on is made durable first (`recording`). If it cannot
 //!   be recorded, it is not acted on.
@@ -43,9 +43,9 @@ mod model;
 
 pub(crate) use decision::Decision;
 pub(crate) use events::{
-    DestinationKind, DestinationStatus, Directive, GuestMemory, GuestRunState, Input, PeerMessage,
+    DestinationKind, DestinationStatus, Directive, GuestRunState, Input, MemorySharing, PeerMessage,
     RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus, StartResult, SwitchoverRequest,
 };
 pub(crate) use machine::Switchover;
-pub(crate) use outcome::{Outcome, Placement, Unresolved};
+pub(crate) use outcome::{Placement, SwitchoverOutcome, Unresolved};
 pub(crate) use resume::{Choice, InterruptedMove, ResumeAction, ResumeBlocker, RunFailure, Side};

@@ -29,9 +29,9 @@ use std::time::Duration;
 
 use towline_channel::Cancel;
 use towline_launch::{
-    AllowedCommandLine, CommandLine, GuestDirectory, GuestName, HostArguments, Incoming, Launcher, Lifetime,
-    MappedBlock, MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError, RuntimeRoot, Setting,
-    Sharing,
+    AllowedCommandLine, CommandLine, GuestDirectory, GuestName, HostArguments, IncomingOption, Launcher,
+    Lifetime, MappedBlock, MappedMemory, ProcessSandbox, QemuVersion, RunningQemu, RuntimeError, RuntimeRoot,
+    Setting, Sharing,
 };
 
 use crate::in_place::GuestBackends;
@@ -41,7 +41,7 @@ use command_line::{Context, Rewritten, refuse_end_with_parent, rewrite};
 use old::OldQemu;
 
 pub use command_line::{Cards, Vsocks};
-pub use error::{Error, Refusal};
+pub use error::{Error, IncompatibleSetting};
 
 /// The first QEMU that reports the addresses of its memory, without which nothing proves what it maps.
 const PROVES_SINCE: QemuVersion = QemuVersion { major: 8, minor: 2 };
@@ -192,7 +192,7 @@ impl Prepared {
     pub fn start(self) -> Result<Reversible, Error> {
         let Self { request, directory, host, guest, names, .. } = self;
         let mut launcher = Launcher::new(directory);
-        launcher.incoming = Incoming::Defer;
+        launcher.incoming = IncomingOption::Defer;
         launcher.lifetime = Lifetime::Detached;
         // As the old one: its own -sandbox is among its options.
         launcher.sandbox = ProcessSandbox::Off;

@@ -7,7 +7,7 @@ mod common;
 
 use common::{TestQemu, binaries};
 use serde_json::{Map, json};
-use towline_control::qemu::{AppliedSettings, Error, Incoming, MigrationSettings, Qemu};
+use towline_control::qemu::{AppliedSettings, Error, IncomingState, MigrationSettings, Qemu};
 use towline_qmp as qmp;
 use towline_qmp::commands::{Capability, MigrateIncoming, MigrationParameters, RunState};
 
@@ -31,7 +31,7 @@ fn facts_of_a_guest() {
         let version = facts.version.qemu;
         assert_eq!(facts.machine, format!("pc-q35-{}.{}", version.major, version.minor));
         assert_eq!(facts.uuid, UUID);
-        assert_eq!((&facts.status.status, &facts.incoming), (&RunState::PRELAUNCH, &Incoming::No));
+        assert_eq!((&facts.status.status, &facts.incoming), (&RunState::PRELAUNCH, &IncomingState::No));
         assert_eq!(facts.peer.unwrap().pid as u32, process.child.id());
         assert_eq!(facts.blocked_reasons(), <[String; 0]>::default());
         assert_eq!(facts.capabilities.get(&Capability::MULTIFD), Some(&false));
@@ -73,13 +73,13 @@ fn deferred_qemu_differs_from_a_listening_one() {
         assert!(qemu.refresh().unwrap().waits_for_migrate_incoming(), "`stop` does not end the wait");
         qemu.client().execute(&MigrateIncoming::on_uri("tcp:127.0.0.1:0")).unwrap();
         let facts = qemu.refresh().unwrap();
-        assert_eq!(facts.incoming, Incoming::Listening);
+        assert_eq!(facts.incoming, IncomingState::Listening);
         let [listening] = &facts.migration.socket_address[..] else { panic!("{:?}", facts.migration) };
         assert_eq!((&listening["type"], &listening["host"]), (&"inet".into(), &"127.0.0.1".into()));
         assert_ne!(listening["port"], "0");
 
         let process = TestQemu::q35(&binary, &["-incoming", "unix:{dir}/in"]);
-        assert_eq!(connect(&process).facts().incoming, Incoming::Listening);
+        assert_eq!(connect(&process).facts().incoming, IncomingState::Listening);
     }
 }
 
@@ -242,7 +242,7 @@ fn settings_that_cannot_be_restored_are_named() {
 }
 
 /// Offered features of virtio devices, if the QEMU can be queried: one after 10.0 may abort.
-fn check_virtio(facts: &towline_compat::facts::Qemu) {
+fn check_virtio(facts: &towline_compat::facts::QemuFacts) {
     let inner = facts.device_at("pci/06.0/00.0/virtio").unwrap();
     let version = facts.version.as_str();
     if !["7.", "8.", "9.", "10.0"].iter().any(|known| version.starts_with(known)) {

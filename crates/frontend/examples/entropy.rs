@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use towline_frontend::wire::feature;
-use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
+use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions};
 
 /// Number of bytes to read.
 const BYTES: u32 = 32;
@@ -23,12 +23,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut frontend = Frontend::connect(Path::new(&socket), WITHIN)?;
     let negotiated = frontend.negotiate(feature::VERSION_1, feature::EVENT_IDX, 0)?;
 
-    let memory = Arc::new(Memory::new(1 << 20)?);
+    let memory = Arc::new(MemoryArena::new(1 << 20)?);
     frontend.set_mem_table(Some(&memory))?;
     let mut queue = Queue::new(&memory, 0, QueueOptions { size: 16, features: negotiated.features })?;
     frontend.start(&queue, 0)?;
 
-    let buffer = Buffer { guest: memory.alloc(u64::from(BYTES), 8), len: BYTES };
+    let buffer = QueueBuffer { guest: memory.alloc(u64::from(BYTES), 8), len: BYTES };
     queue.add(&[], &[buffer], 0);
     queue.publish();
     queue.wait(WITHIN)?;

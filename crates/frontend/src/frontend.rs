@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-use crate::memory::Memory;
+use crate::memory::MemoryArena;
 use crate::queue::Queue;
-use crate::wire::{self, Code, HEADER_BYTES, encode_u32_pair, encode_u64s, feature, protocol};
+use crate::wire::{self, HEADER_BYTES, RequestCode, encode_u32_pair, encode_u64s, feature, protocol};
 use crate::{Error, Result, system};
 
 /// The time that a backend may take for an answer.
@@ -94,15 +94,15 @@ impl Frontend {
     /// # Errors
     /// [`Error::Features`], and those of [`Frontend::query`].
     pub fn negotiate(&mut self, needed: u64, wanted: u64, needed_protocol: u64) -> Result<Negotiated> {
-        self.send_unacked(Code::SET_OWNER, &[], &[])?;
-        let offered = self.number(Code::GET_FEATURES)?;
+        self.send_unacked(RequestCode::SET_OWNER, &[], &[])?;
+        let offered = self.number(RequestCode::GET_FEATURES)?;
         let needed = needed | feature::VERSION_1;
         let missing = needed & !offered;
         if missing != 0 {
             return Err(Error::Features { what: "features", wanted: needed, missing, offered });
         }
         if offered & feature::PROTOCOL_FEATURES != 0 {
-            let offered = self.number(Code::GET_PROTOCOL_FEATURES)?;
+            let offered = self.number(RequestCode::GET_PROTOCOL_FEATURES)?;
             let missing = needed_protocol & !offered;
             if missing != 0 {
                 let (what, wanted) = ("protocol features", needed_protocol);
@@ -110,7 +110,7 @@ impl Frontend {
             }
             let wanted = protocol::MQ | protocol::REPLY_ACK | protocol::MEM_SLOTS | protocol::CONFIG;
             let taken = offered & (needed_protocol | wanted | protocol::LOG_SHMFD);
-            self.send_unacked(Code::SET_PROTOCOL_FEATURES, &encode_u64s(&[taken]), &[])?;
+            self.send_unacked(RequestCode::SET_PROTOCOL_FEATURES, &encode_u64s(&[taken]), &[])?;
             self.negotiated.protocol = taken;
         }
         let taken = offered & (needed | wanted | feature::PROTOCOL_FEATURES);
@@ -123,7 +123,7 @@ impl Frontend {
     /// # Errors
     /// Those of [`Frontend::query`].
     pub fn set_features(&mut self, taken: u64) -> Result<()> {
-        self.request(Code::SET_FEATURES, &encode_u64s(&[taken]), &[])?;
+        self.request(RequestCode::SET_FEATURES, &encode_u64s(&[taken]), &[])?;
         self.negotiated.features = taken;
         Ok(())
     }
@@ -132,12 +132,12 @@ impl Frontend {
     ///
     /// # Errors
     /// Those of [`Frontend::query`].
-    pub fn set_mem_table(&mut self, memory: Option<&Memory>) -> Result<()> {
+    pub fn set_mem_table(&mut self, memory: Option<&MemoryArena>) -> Result<()> {
         let regions: Vec<_> = memory.iter().flat_map(|memory| memory.regions()).collect();
         let mut payload = encode_u32_pair(u32::try_from(regions.len()).expect("few regions"), 0);
         regions.iter().for_each(|region| payload.extend(region.encode()));
         let fds: Vec<_> = memory.iter().flat_map(|memory| regions.iter().map(|_| memory.fd())).collect();
-        self.request(Code::SET_MEM_TABLE, &payload, &fds)
+        self.request(RequestCode::SET_MEM_TABLE, &payload, &fds)
     }
 
     /// Starts a ring at `base` and enables it.
@@ -155,13 +155,13 @@ impl Frontend {
     /// Those of [`Frontend::query`].
     pub fn start_only(&mut self, queue: &Queue, base: u16) -> Result<()> {
         let index = queue.index();
-        self.request(Code::SET_VRING_NUM, &encode_u32_pair(index, queue.size().into()), &[])?;
-        self.request(Code::SET_VRING_BASE, &encode_u32_pair(index, base.into()), &[])?;
+        self.request(RequestCode::SET_VRING_NUM, &encode_u32_pair(index, queue.size().into()), &[])?;
+        self.request(RequestCode::SET_VRING_BASE, &encode_u32_pair(index, base.into()), &[])?;
         self.set_vring_addr(queue, false)?;
         let ring = encode_u64s(&[index.into()]);
-        self.request(Code::SET_VRING_CALL, &ring, &[queue.call_fd()])?;
-        self.request(Code::SET_VRING_ERR, &ring, &[queue.err_fd()])?;
-        self.request(Code::SET_VRING_KICK, &ring, &[queue.kick_fd()])
+        self.request(RequestCode::SET_VRING_CALL, &ring, &[queue.call_fd()])?;
+        self.request(RequestCode::SET_VRING_ERR, &ring, &[queue.err_fd()])?;
+        self.request(RequestCode::SET_VRING_KICK, &ring, &[queue.kick_fd()])
     }
 
     /// Sets the addresses of a ring, and whether writes to its used part are logged.
@@ -174,7 +174,7 @@ impl Frontend {
         let payload =
             [encode_u32_pair(queue.index(), logged.into()), encode_u64s(&user), encode_u64s(&[places.used])]
                 .concat();
-        self.request(Code::SET_VRING_ADDR, &payload, &[])
+        self.request(RequestCode::SET_VRING_ADDR, &payload, &[])
     }
 
     /// Enables or disables a ring, if rings can be.
@@ -185,7 +185,7 @@ impl Frontend {
         if self.negotiated.features & feature::PROTOCOL_FEATURES == 0 {
             return Ok(());
         }
-        self.request(Code::SET_VRING_ENABLE, &encode_u32_pair(index, enabled.into()), &[])
+        self.request(RequestCode::SET_VRING_ENABLE, &encode_u32_pair(index, enabled.into()), &[])
     }
 
     /// Stops a ring; where it stands.
@@ -193,10 +193,10 @@ impl Frontend {
     /// # Errors
     /// Those of [`Frontend::query`].
     pub fn stop(&mut self, index: u32) -> Result<u16> {
-        let reply = self.query(Code::GET_VRING_BASE, &encode_u32_pair(index, 0), &[])?;
+        let reply = self.query(RequestCode::GET_VRING_BASE, &encode_u32_pair(index, 0), &[])?;
         let base = reply.get(4..8).map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
         base.and_then(|base| u16::try_from(base).ok()).ok_or_else(|| Error::Reply {
-            request: Code::GET_VRING_BASE.0,
+            request: RequestCode::GET_VRING_BASE.0,
             found: format!("{reply:?}"),
             expected: "a ring and a number of 16 bits".into(),
         })
@@ -209,15 +209,16 @@ impl Frontend {
     pub fn save(&mut self) -> Result<Vec<u8>> {
         let failed = |source| Error::System { what: "a pipe for the state", source };
         let (mut reader, writer) = std::io::pipe().map_err(failed)?;
-        let reply = self.query(Code::SET_DEVICE_STATE_FD, &encode_u32_pair(0, 0), &[writer.as_fd()])?;
+        let reply =
+            self.query(RequestCode::SET_DEVICE_STATE_FD, &encode_u32_pair(0, 0), &[writer.as_fd()])?;
         // Otherwise it never ends.
         drop(writer);
         let mut state = Vec::new();
         reader.read_to_end(&mut state).map_err(failed)?;
-        match (reply.first(), self.number(Code::CHECK_DEVICE_STATE)?) {
+        match (reply.first(), self.number(RequestCode::CHECK_DEVICE_STATE)?) {
             (Some(0), 0) => Ok(state),
             (_, found) => Err(Error::Reply {
-                request: Code::CHECK_DEVICE_STATE.0,
+                request: RequestCode::CHECK_DEVICE_STATE.0,
                 found: format!("{reply:?} and {found}"),
                 expected: "a state".into(),
             }),
@@ -231,26 +232,27 @@ impl Frontend {
     pub fn load(&mut self, state: &[u8]) -> Result<bool> {
         let failed = |source| Error::System { what: "a pipe for the state", source };
         let (reader, mut writer) = std::io::pipe().map_err(failed)?;
-        let reply = self.query(Code::SET_DEVICE_STATE_FD, &encode_u32_pair(1, 0), &[reader.as_fd()])?;
+        let reply =
+            self.query(RequestCode::SET_DEVICE_STATE_FD, &encode_u32_pair(1, 0), &[reader.as_fd()])?;
         writer.write_all(state).map_err(failed)?;
         drop((writer, reader));
-        Ok(reply.first() == Some(&0) && self.number(Code::CHECK_DEVICE_STATE)? == 0)
+        Ok(reply.first() == Some(&0) && self.number(RequestCode::CHECK_DEVICE_STATE)? == 0)
     }
 
     /// Has writes logged here: a bit for each page from guest address 0 on.
     ///
     /// # Errors
     /// Those of [`Frontend::query`].
-    pub fn set_log(&mut self, log: &Memory) -> Result<()> {
+    pub fn set_log(&mut self, log: &MemoryArena) -> Result<()> {
         let size = log.regions().map(|region| region.size).sum();
-        self.query(Code::SET_LOG_BASE, &encode_u64s(&[size, 0]), &[log.fd()]).map(drop)
+        self.query(RequestCode::SET_LOG_BASE, &encode_u64s(&[size, 0]), &[log.fd()]).map(drop)
     }
 
     /// A request that is answered with a number.
     ///
     /// # Errors
     /// Those of [`Frontend::query`].
-    pub fn number(&mut self, code: Code) -> Result<u64> {
+    pub fn number(&mut self, code: RequestCode) -> Result<u64> {
         let reply = self.query(code, &[], &[])?;
         let number = <[u8; 8]>::try_from(&reply[..]).map(u64::from_le_bytes);
         number.map_err(|_| Error::Reply {
@@ -264,7 +266,7 @@ impl Frontend {
     ///
     /// # Errors
     /// Those of [`Frontend::query`], and [`Error::Reply`] for a refusal.
-    pub fn request(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+    pub fn request(&mut self, code: RequestCode, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         if self.negotiated.protocol & protocol::REPLY_ACK == 0 {
             return self.send_unacked(code, payload, fds);
         }
@@ -281,7 +283,7 @@ impl Frontend {
     ///
     /// # Errors
     /// [`Error::System`], [`Error::Disconnected`].
-    pub fn send_unacked(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+    pub fn send_unacked(&mut self, code: RequestCode, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         self.send(&wire::request(code, false, payload), code, fds)
     }
 
@@ -289,7 +291,7 @@ impl Frontend {
     ///
     /// # Errors
     /// [`Error::System`], [`Error::Disconnected`], [`Error::Reply`].
-    pub fn query(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>> {
+    pub fn query(&mut self, code: RequestCode, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>> {
         self.send_unacked(code, payload, fds)?;
         self.reply(code)
     }
@@ -298,7 +300,7 @@ impl Frontend {
     ///
     /// # Errors
     /// [`Error::System`], [`Error::Disconnected`].
-    pub fn send(&mut self, bytes: &[u8], code: Code, fds: &[BorrowedFd<'_>]) -> Result<()> {
+    pub fn send(&mut self, bytes: &[u8], code: RequestCode, fds: &[BorrowedFd<'_>]) -> Result<()> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !fds.is_empty() {
@@ -314,7 +316,7 @@ impl Frontend {
         }
     }
 
-    fn reply(&mut self, code: Code) -> Result<Vec<u8>> {
+    fn reply(&mut self, code: RequestCode) -> Result<Vec<u8>> {
         let mut header = [0; HEADER_BYTES];
         self.fill(&mut header, code)?;
         let (found, is_reply, length) = wire::decode_reply_header(&header);
@@ -328,7 +330,7 @@ impl Frontend {
         Ok(payload)
     }
 
-    fn fill(&mut self, bytes: &mut [u8], code: Code) -> Result<()> {
+    fn fill(&mut self, bytes: &mut [u8], code: RequestCode) -> Result<()> {
         use std::io::ErrorKind;
         self.stream.read_exact(bytes).map_err(|source| match source.kind() {
             ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => Error::Disconnected { request: code.0 },

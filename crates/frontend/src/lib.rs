@@ -4,7 +4,7 @@
 //! Frontend ── socket ──► any backend          QEMU's requests: features, memory, rings, eventfds, the log
 //!   Queue ─── memfd, kick, call ──► its rings   what a guest's driver does: chains out, used entries in, wake-ups
 //!     ├─ net::Card      virtio-net: frames out and in, with merged buffers
-//!     └─ vsock::Guest   virtio-vsock: packets, and streams with credit
+//!     └─ vsock::VsockGuest   virtio-vsock: packets, and streams with credit
 //! ```
 //! For tests that inspect a backend more closely than a guest can, drivers that break the rules, and benches that
 //! measure the backend. It shares no code with the backend side, so that the two can disagree; its protocol is tested
@@ -21,8 +21,10 @@ pub mod vsock;
 pub mod wire;
 
 pub use frontend::{Frontend, Negotiated};
-pub use memory::{GUEST_BASE, Memory, USER_BASE};
-pub use queue::{Buffer, Queue, QueueOptions, QueueStatistics, RingAddresses, Used, needs_event, wait_any};
+pub use memory::{GUEST_BASE, MemoryArena, USER_BASE};
+pub use queue::{
+    Queue, QueueBuffer, QueueOptions, QueueStatistics, RingAddresses, Used, needs_event, wait_any,
+};
 
 /// Error of a frontend or driver.
 #[derive(Debug, thiserror::Error)]

@@ -27,7 +27,7 @@ const HUGE_PAGE: u64 = 2 << 20;
 
 /// Shared memory of which parts are given out, and never taken back.
 #[derive(Debug)]
-pub struct Memory {
+pub struct MemoryArena {
     fd: OwnedFd,
     shared: Shared,
     region: u64,
@@ -35,7 +35,7 @@ pub struct Memory {
     next: AtomicU64,
 }
 
-impl Memory {
+impl MemoryArena {
     /// Memory of this size, in one region, with all pages touched.
     ///
     /// # Errors

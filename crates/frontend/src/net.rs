@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::frontend::Frontend;
-use crate::memory::{Memory, offset};
-use crate::queue::{Buffer, Queue, QueueOptions};
+use crate::memory::{MemoryArena, offset};
+use crate::queue::{Queue, QueueBuffer, QueueOptions};
 use crate::{Error, Result};
 
 /// `struct virtio_net_hdr_v1`.
@@ -68,7 +68,7 @@ pub struct Options {
 /// A received frame: its header and the rest of it.
 #[derive(Debug)]
 pub struct Frame<'a> {
-    memory: &'a Memory,
+    memory: &'a MemoryArena,
     /// Offsets and lengths; the header is at the beginning.
     parts: &'a [(usize, usize)],
 }
@@ -110,7 +110,7 @@ impl Frame<'_> {
 #[derive(Debug)]
 pub struct DriverPair {
     options: Options,
-    memory: Arc<Memory>,
+    memory: Arc<MemoryArena>,
     rx: Queue,
     tx: Queue,
     slots: u64,
@@ -132,7 +132,7 @@ impl DriverPair {
     /// Those of the frontend.
     pub fn start(
         frontend: &mut Frontend,
-        memory: &Arc<Memory>,
+        memory: &Arc<MemoryArena>,
         index: u32,
         options: Options,
     ) -> Result<Self> {
@@ -306,13 +306,14 @@ fn stride(bytes: usize) -> u64 {
 
 /// A descriptor for each page; the first `count` are meant.
 struct Pages {
-    buffers: [Buffer; PAGES_MAX],
+    buffers: [QueueBuffer; PAGES_MAX],
     count: usize,
 }
 
 impl Pages {
     fn new(guest: u64, len: usize) -> Self {
-        let mut pages = Self { buffers: [Buffer { guest, len: 0 }; PAGES_MAX], count: len.div_ceil(PAGE) };
+        let mut pages =
+            Self { buffers: [QueueBuffer { guest, len: 0 }; PAGES_MAX], count: len.div_ceil(PAGE) };
         for (at, buffer) in pages.buffers[..pages.count].iter_mut().enumerate() {
             let start = at * PAGE;
             buffer.guest = guest + start as u64;
@@ -321,7 +322,7 @@ impl Pages {
         pages
     }
 
-    fn all(&self) -> &[Buffer] {
+    fn all(&self) -> &[QueueBuffer] {
         &self.buffers[..self.count]
     }
 }

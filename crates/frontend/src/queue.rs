@@ -4,7 +4,7 @@
 //!   add(out, in) ─► free descriptors, a chain, an available entry … ─► publish(): the index, and a kick if it is wanted
 //!   take()  ◄── used entries        arm(): wake me with the next one; wait() on the call eventfd, as a guest sleeps
 //! ```
-//! It obeys the rules. Tests of a misbehaving driver write into [`Memory`] at [`Queue::addresses`].
+//! It obeys the rules. Tests of a misbehaving driver write into [`MemoryArena`] at [`Queue::addresses`].
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
-use crate::memory::Memory;
+use crate::memory::MemoryArena;
 use crate::wire::feature;
 use crate::{Error, Result, system};
 
@@ -54,7 +54,7 @@ pub struct RingAddresses {
 
 /// A buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Buffer {
+pub struct QueueBuffer {
     /// Its guest address.
     pub guest: u64,
     /// Its length in bytes.
@@ -88,7 +88,7 @@ pub struct QueueStatistics {
 /// A ring.
 #[derive(Debug)]
 pub struct Queue {
-    memory: Arc<Memory>,
+    memory: Arc<MemoryArena>,
     index: u32,
     size: u16,
     features: u64,
@@ -114,7 +114,7 @@ impl Queue {
     ///
     /// # Errors
     /// The kernel's.
-    pub fn new(memory: &Arc<Memory>, index: u32, options: QueueOptions) -> Result<Self> {
+    pub fn new(memory: &Arc<MemoryArena>, index: u32, options: QueueOptions) -> Result<Self> {
         let QueueOptions { size, features } = options;
         assert!(size.is_power_of_two(), "a ring of {size} entries");
         let entries = u64::from(size);
@@ -164,7 +164,7 @@ impl Queue {
     }
 
     /// The memory that it is in.
-    pub fn memory(&self) -> &Arc<Memory> {
+    pub fn memory(&self) -> &Arc<MemoryArena> {
         &self.memory
     }
 
@@ -213,7 +213,7 @@ impl Queue {
     ///
     /// # Panics
     /// Without a buffer, or with more than 64 in an indirect chain.
-    pub fn add(&mut self, out_bufs: &[Buffer], in_bufs: &[Buffer], token: u64) -> bool {
+    pub fn add(&mut self, out_bufs: &[QueueBuffer], in_bufs: &[QueueBuffer], token: u64) -> bool {
         let count = out_bufs.len() + in_bufs.len();
         assert!(count > 0, "a chain of nothing");
         let indirect = self.places.tables != 0 && count > 1;
@@ -232,7 +232,14 @@ impl Queue {
             }
             self.free.pop();
             let len = u32::try_from(count).expect("it is small") * 16;
-            descriptor(&self.memory, self.places.table, head, Buffer { guest: table, len }, INDIRECT, None);
+            descriptor(
+                &self.memory,
+                self.places.table,
+                head,
+                QueueBuffer { guest: table, len },
+                INDIRECT,
+                None,
+            );
             self.links[usize::from(head)] = None;
         } else {
             let mut here = self.free.pop();
@@ -383,7 +390,14 @@ impl Queue {
     }
 }
 
-fn descriptor(memory: &Memory, table: u64, index: u16, buffer: Buffer, flags: u16, link: Option<u16>) {
+fn descriptor(
+    memory: &MemoryArena,
+    table: u64,
+    index: u16,
+    buffer: QueueBuffer,
+    flags: u16,
+    link: Option<u16>,
+) {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&buffer.guest.to_le_bytes());
     bytes[8..12].copy_from_slice(&buffer.len.to_le_bytes());
@@ -423,7 +437,7 @@ mod tests {
     use crate::memory::{GUEST_BASE, USER_BASE};
 
     fn queue(features: u64) -> Queue {
-        let memory = Arc::new(Memory::with_regions(1 << 16, 2).unwrap());
+        let memory = Arc::new(MemoryArena::with_regions(1 << 16, 2).unwrap());
         Queue::new(&memory, 0, QueueOptions { size: 4, features }).unwrap()
     }
 
@@ -437,7 +451,7 @@ mod tests {
     #[test]
     fn chains_are_written_as_the_standard_has_them() {
         let mut queue = queue(0);
-        let [out, back] = [(0x10, 3), (0x20, 5)].map(|(guest, len)| Buffer { guest, len });
+        let [out, back] = [(0x10, 3), (0x20, 5)].map(|(guest, len)| QueueBuffer { guest, len });
         assert!(queue.add(&[out], &[back], 7));
         assert_eq!((queue.free_descriptors(), queue.publish(), queue.drain_call()), (2, true, false));
         let head = queue.memory.load_le16(queue.places.available + ENTRIES, Ordering::Relaxed);
@@ -454,7 +468,7 @@ mod tests {
     #[test]
     fn a_device_that_gives_back_what_it_has_not_is_found_out() {
         let mut queue = queue(feature::INDIRECT);
-        let buffer = Buffer { guest: GUEST_BASE, len: 1 };
+        let buffer = QueueBuffer { guest: GUEST_BASE, len: 1 };
         assert!(queue.add(&[buffer, buffer], &[], 1));
         queue.publish();
         assert_eq!(queue.free_descriptors(), 3, "an indirect chain takes one");
@@ -470,7 +484,7 @@ mod tests {
 
     #[test]
     fn memory_is_described_as_it_is_used() {
-        let memory = Memory::with_regions(1 << 16, 2).unwrap();
+        let memory = MemoryArena::with_regions(1 << 16, 2).unwrap();
         let [first, second] = memory.regions().collect::<Vec<_>>().try_into().unwrap();
         assert_eq!((first.guest_address, first.user_address, first.mmap_offset), (GUEST_BASE, USER_BASE, 0));
         assert_eq!(memory.user_addr(second.guest_address + 5), second.user_address + 5);

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::frontend::Frontend;
-use crate::memory::Memory;
-use crate::queue::{Buffer, Queue, QueueOptions, wait_any};
+use crate::memory::MemoryArena;
+use crate::queue::{Queue, QueueBuffer, QueueOptions, wait_any};
 use crate::{Error, Result};
 
 /// Bytes before a payload.
@@ -57,7 +57,7 @@ pub const SHUTDOWN_SEND: u32 = 2;
 
 /// A packet's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Header {
+pub struct PacketHeader {
     /// From this context.
     pub src_cid: u64,
     /// To this one.
@@ -80,7 +80,7 @@ pub struct Header {
     pub fwd_cnt: u32,
 }
 
-impl Header {
+impl PacketHeader {
     /// As it is in a ring.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
@@ -121,19 +121,19 @@ impl Header {
 }
 
 /// A stream: the guest's port, the host's port.
-pub type Ports = (u32, u32);
+pub type PortPair = (u32, u32);
 
-/// An event from the host. Payloads are valid in the guest's memory only during [`Guest::poll`].
+/// An event from the host. Payloads are valid in the guest's memory only during [`VsockGuest::poll`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VsockEvent {
-    /// It wants to connect; [`Guest::accept`] or [`Guest::reset`].
-    Request(Ports),
+    /// It wants to connect; [`VsockGuest::accept`] or [`VsockGuest::reset`].
+    Request(PortPair),
     /// It has accepted.
-    Connected(Ports),
+    Connected(PortPair),
     /// Data.
     Data {
         /// The stream.
-        ports: Ports,
+        ports: PortPair,
         /// The payload's guest address.
         guest: u64,
         /// The payload's length.
@@ -142,11 +142,11 @@ pub enum VsockEvent {
         flags: u32,
     },
     /// It ends directions.
-    Shutdown(Ports, u32),
+    Shutdown(PortPair, u32),
     /// The stream is gone.
-    Reset(Ports),
+    Reset(PortPair),
     /// There may be credit now.
-    Credit(Ports),
+    Credit(PortPair),
 }
 
 /// Hashes ports, several million times a second: as a kernel does, without a key.
@@ -169,7 +169,7 @@ impl Hasher for PortHasher {
 
 /// The credit of a stream.
 #[derive(Debug, Clone, Copy, Default)]
-struct Stream {
+struct StreamCredit {
     /// The peer's CID, if not the host.
     peer_cid: Option<u64>,
     kind: u16,
@@ -193,30 +193,30 @@ pub struct Options {
     pub receive_bytes: usize,
     /// Negotiated features.
     pub features: u64,
-    /// True if received data counts as consumed at once; if not, [`Guest::consumed`] reports it.
+    /// True if received data counts as consumed at once; if not, [`VsockGuest::consumed`] reports it.
     pub takes_at_once: bool,
 }
 
 /// A guest with its rings.
 #[derive(Debug)]
-pub struct Guest {
+pub struct VsockGuest {
     options: Options,
-    memory: Arc<Memory>,
+    memory: Arc<MemoryArena>,
     rx: Queue,
     tx: Queue,
     rx_buffers: u64,
     tx_slots: u64,
     tx_free: Vec<u16>,
-    streams: HashMap<Ports, Stream, BuildHasherDefault<PortHasher>>,
+    streams: HashMap<PortPair, StreamCredit, BuildHasherDefault<PortHasher>>,
     /// Buffers that go back at the end of a poll.
     held: Vec<u64>,
     /// Control packets that wait for a free slot.
-    waiting: VecDeque<Header>,
+    waiting: VecDeque<PacketHeader>,
 }
 
 const SLOT_BYTES: u64 = (PAYLOAD_BYTES_MAX + 4096) as u64;
 
-impl Guest {
+impl VsockGuest {
     /// Memory required, in bytes.
     pub fn memory_bytes(options: &Options) -> u64 {
         let size = u64::from(options.size);
@@ -228,7 +228,7 @@ impl Guest {
     ///
     /// # Errors
     /// Those of the frontend.
-    pub fn start(frontend: &mut Frontend, memory: &Arc<Memory>, options: Options) -> Result<Self> {
+    pub fn start(frontend: &mut Frontend, memory: &Arc<MemoryArena>, options: Options) -> Result<Self> {
         let queue = QueueOptions { size: options.size, features: options.features };
         let (rx, tx) = (Queue::new(memory, 0, queue)?, Queue::new(memory, 1, queue)?);
         let size = u64::from(options.size);
@@ -266,14 +266,14 @@ impl Guest {
     }
 
     /// The memory.
-    pub fn memory(&self) -> &Arc<Memory> {
+    pub fn memory(&self) -> &Arc<MemoryArena> {
         &self.memory
     }
 
     fn recycle(&mut self) {
         let len = u32::try_from(self.options.receive_bytes).expect("a buffer is short");
         for guest in self.held.drain(..) {
-            assert!(self.rx.add(&[], &[Buffer { guest, len }], guest), "a receive buffer too many");
+            assert!(self.rx.add(&[], &[QueueBuffer { guest, len }], guest), "a receive buffer too many");
         }
         self.rx.publish();
     }
@@ -290,7 +290,7 @@ impl Guest {
             self.held.push(used.token);
             let mut bytes = [0; HEADER_BYTES];
             self.memory.read(used.token, &mut bytes);
-            let header = Header::decode(&bytes);
+            let header = PacketHeader::decode(&bytes);
             let whole = used.len as usize == HEADER_BYTES + header.len as usize;
             if !whole || header.dst_cid != self.options.cid {
                 let what = format!("a packet of {} bytes with the header {header:?}", used.len);
@@ -305,10 +305,10 @@ impl Guest {
         Ok(count)
     }
 
-    fn event(&mut self, header: &Header, buffer: u64) -> Option<VsockEvent> {
+    fn event(&mut self, header: &PacketHeader, buffer: u64) -> Option<VsockEvent> {
         let ports = (header.dst_port, header.src_port);
         if header.op == op::REQUEST {
-            self.streams.insert(ports, Stream { kind: header.kind, ..Stream::default() });
+            self.streams.insert(ports, StreamCredit { kind: header.kind, ..StreamCredit::default() });
         }
         let Some(stream) = self.streams.get_mut(&ports) else {
             if header.op != op::RST {
@@ -343,7 +343,7 @@ impl Guest {
 
     /// The application has consumed this number of received bytes. Sends a credit update when the host's credit falls
     /// below one packet, as Linux does.
-    pub fn consumed(&mut self, ports: Ports, len: u32) {
+    pub fn consumed(&mut self, ports: PortPair, len: u32) {
         let Some(stream) = self.streams.get_mut(&ports) else { return };
         stream.forwarded = stream.forwarded.wrapping_add(len);
         let free = BUF_ALLOC.wrapping_sub(stream.received.wrapping_sub(stream.advertised));
@@ -368,11 +368,12 @@ impl Guest {
         Ok(())
     }
 
-    fn header(&mut self, ports: Ports, op: u16, (flags, len): (u32, u32)) -> Header {
+    fn header(&mut self, ports: PortPair, op: u16, (flags, len): (u32, u32)) -> PacketHeader {
         let cid = self.options.cid;
-        let stream = self.streams.entry(ports).or_insert(Stream { kind: STREAM, ..Stream::default() });
+        let stream =
+            self.streams.entry(ports).or_insert(StreamCredit { kind: STREAM, ..StreamCredit::default() });
         stream.advertised = stream.forwarded;
-        Header {
+        PacketHeader {
             src_cid: cid,
             dst_cid: stream.peer_cid.unwrap_or(HOST_CID),
             src_port: ports.0,
@@ -386,7 +387,7 @@ impl Guest {
         }
     }
 
-    fn control(&mut self, ports: Ports, op: u16, flags: u32) {
+    fn control(&mut self, ports: PortPair, op: u16, flags: u32) {
         let header = self.header(ports, op, (flags, 0));
         if op == op::RST {
             self.streams.remove(&ports);
@@ -399,12 +400,12 @@ impl Guest {
 
     /// Puts a packet into the ring as it is, even if invalid; its payload is the slot's content. False if there is no
     /// free slot.
-    pub fn put(&mut self, header: &Header, len: usize) -> bool {
+    pub fn put(&mut self, header: &PacketHeader, len: usize) -> bool {
         let Some(slot) = self.tx_free.pop() else { return false };
         let guest = self.slot(slot);
         self.memory.write(guest, &header.encode());
-        let head = Buffer { guest, len: HEADER_BYTES as u32 };
-        let payload = Buffer { guest: guest + 64, len: u32::try_from(len).expect("a payload is short") };
+        let head = QueueBuffer { guest, len: HEADER_BYTES as u32 };
+        let payload = QueueBuffer { guest: guest + 64, len: u32::try_from(len).expect("a payload is short") };
         let parts = [head, payload];
         let parts = if len == 0 { &parts[..1] } else { &parts[..] };
         if self.tx.add(parts, &[], slot.into()) {
@@ -414,17 +415,17 @@ impl Guest {
         false
     }
 
-    /// As [`Guest::put`], with header and payload in pieces: the header and the first `each` bytes, then `each` bytes a piece.
+    /// As [`VsockGuest::put`], with header and payload in pieces: the header and the first `each` bytes, then `each` bytes a piece.
     /// With more pieces than a ring has, indirect descriptors have to be negotiated.
-    pub fn put_in_pieces(&mut self, header: &Header, payload: &[u8], each: usize) -> bool {
+    pub fn put_in_pieces(&mut self, header: &PacketHeader, payload: &[u8], each: usize) -> bool {
         let Some(slot) = self.tx_free.pop() else { return false };
         let guest = self.slot(slot);
         self.memory.write(guest, &header.encode());
         self.memory.write(guest + HEADER_BYTES as u64, payload);
         let len = |bytes: usize| u32::try_from(bytes).expect("a piece is short");
-        let mut parts = vec![Buffer { guest, len: len(HEADER_BYTES + each.min(payload.len())) }];
+        let mut parts = vec![QueueBuffer { guest, len: len(HEADER_BYTES + each.min(payload.len())) }];
         let rest = payload.chunks(each).enumerate().skip(1);
-        parts.extend(rest.map(|(index, piece)| Buffer {
+        parts.extend(rest.map(|(index, piece)| QueueBuffer {
             guest: guest + (HEADER_BYTES + index * each) as u64,
             len: len(piece.len()),
         }));
@@ -440,59 +441,65 @@ impl Guest {
     }
 
     /// Requests a stream from `ports.0` to `ports.1`; an [`VsockEvent::Connected`] or [`VsockEvent::Reset`] follows.
-    pub fn request(&mut self, ports: Ports) {
-        self.streams.insert(ports, Stream { kind: STREAM, ..Stream::default() });
+    pub fn request(&mut self, ports: PortPair) {
+        self.streams.insert(ports, StreamCredit { kind: STREAM, ..StreamCredit::default() });
         self.control(ports, op::REQUEST, 0);
     }
 
-    /// As [`Guest::request`], of another guest.
-    pub fn request_of(&mut self, peer_cid: u64, ports: Ports) {
+    /// As [`VsockGuest::request`], of another guest.
+    pub fn request_of(&mut self, peer_cid: u64, ports: PortPair) {
         let peer_cid = Some(peer_cid);
-        self.streams.insert(ports, Stream { kind: STREAM, peer_cid, ..Stream::default() });
+        self.streams.insert(ports, StreamCredit { kind: STREAM, peer_cid, ..StreamCredit::default() });
         self.control(ports, op::REQUEST, 0);
     }
 
-    /// As [`Guest::request`], for seqpacket.
-    pub fn request_seqpacket(&mut self, ports: Ports) {
-        self.streams.insert(ports, Stream { kind: 2, ..Stream::default() });
+    /// As [`VsockGuest::request`], for seqpacket.
+    pub fn request_seqpacket(&mut self, ports: PortPair) {
+        self.streams.insert(ports, StreamCredit { kind: 2, ..StreamCredit::default() });
         self.control(ports, op::REQUEST, 0);
     }
 
     /// Accepts an [`VsockEvent::Request`].
-    pub fn accept(&mut self, ports: Ports) {
+    pub fn accept(&mut self, ports: PortPair) {
         self.control(ports, op::RESPONSE, 0);
     }
 
     /// Ends directions.
-    pub fn shutdown(&mut self, ports: Ports, flags: u32) {
+    pub fn shutdown(&mut self, ports: PortPair, flags: u32) {
         self.control(ports, op::SHUTDOWN, flags);
     }
 
     /// Ends all of a stream.
-    pub fn reset(&mut self, ports: Ports) {
+    pub fn reset(&mut self, ports: PortPair) {
         self.control(ports, op::RST, 0);
     }
 
     /// Number of bytes that the host takes now.
-    pub fn credit(&self, ports: Ports) -> u32 {
+    pub fn credit(&self, ports: PortPair) -> u32 {
         self.streams.get(&ports).map_or(0, |stream| {
             stream.peer_alloc.saturating_sub(stream.sent.wrapping_sub(stream.peer_forwarded))
         })
     }
 
     /// Sends a packet of `len` bytes of whatever its buffer holds, if there is credit and room; seen with
-    /// [`Queue::publish`] or the next [`Guest::poll`].
-    pub fn send_any(&mut self, ports: Ports, len: u32) -> bool {
+    /// [`Queue::publish`] or the next [`VsockGuest::poll`].
+    pub fn send_any(&mut self, ports: PortPair, len: u32) -> bool {
         self.send_with(ports, len, 0, |_, _| {})
     }
 
     /// Sends these bytes, at most [`PAYLOAD_BYTES_MAX`], in one packet, if there is credit and room.
-    pub fn send(&mut self, ports: Ports, bytes: &[u8], flags: u32) -> bool {
+    pub fn send(&mut self, ports: PortPair, bytes: &[u8], flags: u32) -> bool {
         let len = u32::try_from(bytes.len()).expect("a payload is short");
         self.send_with(ports, len, flags, |memory, guest| memory.write(guest, bytes))
     }
 
-    fn send_with(&mut self, ports: Ports, len: u32, flags: u32, fill: impl FnOnce(&Memory, u64)) -> bool {
+    fn send_with(
+        &mut self,
+        ports: PortPair,
+        len: u32,
+        flags: u32,
+        fill: impl FnOnce(&MemoryArena, u64),
+    ) -> bool {
         if self.credit(ports) < len || !self.waiting.is_empty() {
             return false;
         }
@@ -540,7 +547,7 @@ mod tests {
 
     #[test]
     fn a_header_is_what_the_standard_says() {
-        let header = Header {
+        let header = PacketHeader {
             src_cid: 3,
             dst_cid: HOST_CID,
             src_port: 0x0102_0304,
@@ -555,6 +562,6 @@ mod tests {
         let bytes = header.encode();
         assert_eq!(bytes[..24], [3, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 4, 3, 2, 1, 5, 0, 0, 0]);
         assert_eq!(bytes[24..], [6, 0, 0, 0, 1, 0, 5, 0, 7, 0, 0, 0, 8, 0, 0, 0, 9, 0, 0, 0]);
-        assert_eq!(Header::decode(&bytes), header);
+        assert_eq!(PacketHeader::decode(&bytes), header);
     }
 }

@@ -36,11 +36,11 @@ pub mod protocol {
 
 /// A request's name and number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Code(pub &'static str, pub u32);
+pub struct RequestCode(pub &'static str, pub u32);
 
 macro_rules! codes {
     ($($name:ident = $number:literal,)*) => {
-        impl Code {
+        impl RequestCode {
             $(#[doc = concat!("`VHOST_USER_", stringify!($name), "`.")] pub const $name: Self = Self(stringify!($name), $number);)*
         }
     };
@@ -77,7 +77,7 @@ impl RegionInfo {
 }
 
 /// A whole request.
-pub fn request(code: Code, need_reply: bool, payload: &[u8]) -> Vec<u8> {
+pub fn request(code: RequestCode, need_reply: bool, payload: &[u8]) -> Vec<u8> {
     let flags = VERSION | if need_reply { NEED_REPLY } else { 0 };
     let length = u32::try_from(payload.len()).expect("a payload is short");
     let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());

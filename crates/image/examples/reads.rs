@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use towline_image::checksum::{CHUNK_BYTES, hash_chunk};
 use towline_image::{ChunkHash, Existing, Image, ImageWriter, Origin};
-use towline_migration::{ExtentKind, Guest, Pages, Sink, Stream};
+use towline_migration::{ChannelId, ExtentKind, Guest, Pages, Sink};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::{DeviceState, encode};
@@ -96,7 +96,7 @@ fn store(path: &Path, length: u64, shape: Shape) -> Result<()> {
             );
         });
         let pages = Pages { block: BLOCK, offsets: &[number * PAGE_SIZE], contents: &[&page] };
-        writer.pages(Stream::Main, &pages)?;
+        writer.pages(ChannelId::Main, &pages)?;
     }
     writer.device_state(DeviceState::parse(&encode(&[("none", 1, b"state")]))?)?;
     writer.commit()?;

@@ -11,14 +11,14 @@ use std::sync::Arc;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use towline_protocol::configuration::{self, Configuration, MAPPED_RAM};
-use towline_protocol::destination::{Destination, StreamItem};
+use towline_protocol::destination::{StreamDecoder, StreamItem};
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::mapped_ram::{MappedRamHeader, bitmap_bytes};
 use towline_protocol::ram::{self, RamFlags};
 use towline_protocol::section::{SectionType, put_footer};
 use towline_protocol::{BlockIndex, PageRef, RamBlock, Reader};
 
-use crate::manifest::{Base, BitmapSummary, Digest, ImageFacts, Manifest, sidecar_path};
+use crate::manifest::{Base, BitmapSummary, Digest, ImageProperties, Manifest, sidecar_path};
 use crate::sidecar::{self, ManifestName};
 use crate::sys::Mapping;
 use crate::{Error, Result, seal};
@@ -197,9 +197,9 @@ impl Layer {
         self.blocks[block.index()].mapped.expect("every block of a mapped-ram file has a position")
     }
 
-    fn facts(&self) -> ImageFacts<'_> {
+    fn facts(&self) -> ImageProperties<'_> {
         let first = self.blocks.first().and_then(|block| block.mapped);
-        ImageFacts {
+        ImageProperties {
             machine_type: &self.configuration.machine_type,
             blocks: &self.blocks,
             head: &self.map[..first.map_or(0, |mapped| mapped.bitmap_offset as usize)],
@@ -246,7 +246,7 @@ impl Head {
     fn read(path: &Path, map: &[u8]) -> Result<Self> {
         check_magic(path, map)?;
         let truncated = |awaiting| Error::Truncated { path: path.into(), length: map.len() as u64, awaiting };
-        let mut state = Destination::default();
+        let mut state = StreamDecoder::default();
         let mut configuration = Configuration::default();
         let (mut at, mut section_id) = (0, 0);
         loop {

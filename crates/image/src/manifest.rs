@@ -118,7 +118,7 @@ pub struct ManifestContents<'a> {
     pub device_state: &'a DeviceState,
     /// Length of the file.
     pub image_bytes: u64,
-    /// The file's first bytes, as in [`ImageFacts::head`].
+    /// The file's first bytes, as in [`ImageProperties::head`].
     pub head: &'a [u8],
     /// Hash of the page bitmap in the file, by block.
     pub bitmaps: Vec<Digest>,
@@ -130,7 +130,7 @@ pub struct ManifestContents<'a> {
 
 /// Properties of an image file that [`Manifest::check`] compares.
 #[derive(Debug, Clone, Copy)]
-pub struct ImageFacts<'a> {
+pub struct ImageProperties<'a> {
     /// The machine type in the configuration section.
     pub machine_type: &'a str,
     /// The block list, with each block's position in the file.

@@ -26,7 +26,7 @@ use rustix::io::Errno;
 
 use crate::atomic_file::{self, DirectoryEntry, Existing, RenamedFile, write_sidecar};
 use crate::journal::{self, PublicationBug};
-use crate::manifest::{self, FORMAT, ImageFacts, Manifest, sidecar_path};
+use crate::manifest::{self, FORMAT, ImageProperties, Manifest, sidecar_path};
 use crate::{Error, Result};
 
 /// Suffix of a manifest whose image has not been renamed yet.
@@ -49,7 +49,7 @@ pub(crate) fn staged_path(image: &Path) -> PathBuf {
 /// A manifest exists but is invalid or belongs to another image.
 pub(crate) fn find(
     image: &Path,
-    found: &ImageFacts<'_>,
+    found: &ImageProperties<'_>,
 ) -> manifest::Result<Option<(Manifest, ManifestName)>> {
     let fitting = |path: PathBuf, name| {
         let Some((manifest, text)) = Manifest::load_from(&path, found.blocks)? else { return Ok(None) };

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use serde_json::json;
-use towline_migration::{Pages, Sink, Stream};
+use towline_migration::{ChannelId, Pages, Sink};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
@@ -82,7 +82,7 @@ impl TestGuest {
         for &(block, page, fill) in &self.pages {
             let (content, offset) = ([fill; PAGE], page * PAGE_SIZE);
             let pages = Pages { block: BlockIndex(block), offsets: &[offset], contents: &[&content] };
-            writer.pages(Stream::Main, &pages).map_err(crate_error)?;
+            writer.pages(ChannelId::Main, &pages).map_err(crate_error)?;
         }
         writer.device_state(self.device_state()).map_err(crate_error)?;
         Ok(writer)

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, RwLock};
 
-use towline_migration::{Pages, Sink, Stream};
+use towline_migration::{ChannelId, Pages, Sink};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::RamSection;
 use towline_protocol::device_state::DeviceState;
@@ -398,11 +398,11 @@ impl Sink for ImageWriter {
         Ok(())
     }
 
-    fn pages(&self, _stream: Stream, pages: &Pages<'_>) -> towline_migration::Result<()> {
+    fn pages(&self, _stream: ChannelId, pages: &Pages<'_>) -> towline_migration::Result<()> {
         self.store_pages(pages).map_err(towline_migration::Error::guest)
     }
 
-    fn zero(&self, _stream: Stream, block: BlockIndex, offsets: &[u64]) -> towline_migration::Result<()> {
+    fn zero(&self, _stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> towline_migration::Result<()> {
         self.store_zero(block, offsets).map_err(towline_migration::Error::guest)
     }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use serde_json::json;
 use towline_image::checksum::CHUNK_BYTES;
 use towline_image::{Error, Existing, Image, ImageWriter, LAYERS_MAX, Origin};
-use towline_migration::{ExtentKind, Guest, Pages, Sink, Stream};
+use towline_migration::{ChannelId, ExtentKind, Guest, Pages, Sink};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
@@ -138,10 +138,10 @@ impl Model {
 
 fn put(writer: &ImageWriter, block: BlockIndex, offset: u64, content: &[u8]) {
     if content.iter().all(|byte| *byte == 0) {
-        writer.zero(Stream::Main, block, &[offset]).unwrap();
+        writer.zero(ChannelId::Main, block, &[offset]).unwrap();
     } else {
         let pages = Pages { block, offsets: &[offset], contents: &[content] };
-        writer.pages(Stream::Main, &pages).unwrap();
+        writer.pages(ChannelId::Main, &pages).unwrap();
     }
 }
 

@@ -34,7 +34,7 @@ use crate::host::HostArguments;
 use crate::memory::QemuVersion;
 use crate::policy::AllowedCommandLine;
 use crate::runtime::{GuestDirectory, Lifetime, RuntimeError, new_state};
-use process::{Exit, Spawned, spawn};
+use process::{ProcessExit, Spawned, spawn};
 
 /// Default time limit until the monitor answers.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(60);
@@ -50,7 +50,7 @@ const INHERITED: [&str; 8] = ["HOME", "LANG", "LC_ALL", "LC_CTYPE", "LC_MESSAGES
 
 /// State in which a QEMU starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Incoming {
+pub enum IncomingOption {
     /// The guest boots.
     No,
     /// It waits for `migrate-incoming` (`-incoming defer`).
@@ -76,7 +76,7 @@ pub struct Launcher {
     /// End of its life.
     pub lifetime: Lifetime,
     /// State in which it starts.
-    pub incoming: Incoming,
+    pub incoming: IncomingOption,
     /// True if its guest does not run until `cont` (`-S`).
     pub is_paused: bool,
     /// Restrictions on its process.
@@ -94,7 +94,7 @@ pub struct Launcher {
 pub struct RunningQemu {
     pid: u32,
     pidfd: OwnedFd,
-    exit: Arc<Exit>,
+    exit: Arc<ProcessExit>,
     lifetime: Lifetime,
     // `None` only while it is dropped.
     directory: Option<GuestDirectory>,
@@ -152,7 +152,7 @@ impl Launcher {
         Self {
             directory,
             lifetime: Lifetime::WithOwner,
-            incoming: Incoming::No,
+            incoming: IncomingOption::No,
             is_paused: false,
             sandbox: ProcessSandbox::Strict,
             start_timeout: START_TIMEOUT,
@@ -281,7 +281,7 @@ impl Launcher {
         if !has_monitor(&guest.command_line) && !has_monitor(&own) {
             arguments.extend(["-monitor".into(), "none".into()]);
         }
-        if self.incoming == Incoming::Defer {
+        if self.incoming == IncomingOption::Defer {
             arguments.extend(["-incoming".into(), "defer".into()]);
         }
         if self.is_paused {

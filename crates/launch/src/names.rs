@@ -1,10 +1,10 @@
 //! Tables of names, grouped by what they have in common.
 
 /// A value, and the names that have it, separated by blanks.
-pub(crate) type Group<T> = (T, &'static str);
+pub(crate) type NameGroup<T> = (T, &'static str);
 
 /// Returns the value of the first group that has the name, with the table's own text of the name.
-pub(crate) fn find<T: Copy>(table: &[Group<T>], name: &str) -> Option<(T, &'static str)> {
+pub(crate) fn find<T: Copy>(table: &[NameGroup<T>], name: &str) -> Option<(T, &'static str)> {
     table.iter().find_map(|(value, names)| {
         let known = names.split_ascii_whitespace().find(|known| *known == name)?;
         Some((*value, known))
@@ -13,6 +13,6 @@ pub(crate) fn find<T: Copy>(table: &[Group<T>], name: &str) -> Option<(T, &'stat
 
 /// Returns the names of all groups.
 #[cfg(test)]
-pub(crate) fn all<T>(table: &'static [Group<T>]) -> impl Iterator<Item = &'static str> {
+pub(crate) fn all<T>(table: &'static [NameGroup<T>]) -> impl Iterator<Item = &'static str> {
     table.iter().flat_map(|(_, names)| names.split_ascii_whitespace())
 }

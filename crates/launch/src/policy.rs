@@ -16,21 +16,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 
 pub use devices::is_known_model;
-pub use refusal::{Reason, Refusal, Refused};
+pub use refusal::{Refusal, RefusalReason, Refused};
 
 use crate::command_line::{
     CommandLine, CpuModel, Global, OptionName, OptionValue, Properties, QemuOption, excerpt,
 };
 use crate::host::HostArguments;
 use crate::limits::COMMAND_LINE_BYTES_MAX;
-use crate::names::{self, Group};
+use crate::names::{self, NameGroup};
 use crate::record::Recorded;
 use crate::settings::{self, Candidate, ValueOrigin};
 use form::Form;
-use options::{Rule, is_of_process, rule};
+use options::{OptionRule, is_of_process, rule};
 
 /// A form, and the properties whose values have it.
-type Known = Group<Form>;
+type Known = NameGroup<Form>;
 
 const USER_REASON: &str = "with another user the kernel would not end QEMU with the process that started it; run that process as the user";
 const ROOT_REASON: &str = "paths of this command line and of the guest's directory would mean other files; run towline in a container";
@@ -83,7 +83,7 @@ impl Recorded {
             })
         };
         let missing = self.redacted_keys().iter().filter(|key| !is_set(key));
-        missing.map(|key| refusal(key.clone(), "", Reason::LeftOut)).collect()
+        missing.map(|key| refusal(key.clone(), "", RefusalReason::LeftOut)).collect()
     }
 }
 
@@ -184,7 +184,7 @@ fn check_supervised(option: &QemuOption) -> Result<(), Refused> {
     Err(Refused::Unsupervised { option: name, reason })
 }
 
-fn refusal(setting: String, found: &str, reason: Reason) -> Refusal {
+fn refusal(setting: String, found: &str, reason: RefusalReason) -> Refusal {
     Refusal { setting, found: excerpt(found), reason }
 }
 
@@ -194,21 +194,24 @@ fn judge(candidate: &Candidate, refusals: &mut Vec<Refusal>) {
     let ValueOrigin::Image(trusted) = origin else { return };
     let whole = || option.value_text().unwrap_or_default();
     let mut refuse = |reason| refusals.push(refusal(address.clone(), &whole(), reason));
-    let Some(rule) = rule(option.name.as_str()) else { return refuse(Reason::Option) };
+    let Some(rule) = rule(option.name.as_str()) else { return refuse(RefusalReason::Option) };
     match (rule, &option.value) {
-        (Rule::Host, _) => refuse(Reason::Host),
-        (Rule::Process, OptionValue::Properties(properties)) if is_no_display(option, properties) => {}
-        (Rule::Process, OptionValue::Text(text)) if option.name.as_str() == "monitor" && text == "none" => {}
-        (Rule::Process, _) => refuse(Reason::Process),
-        (Rule::Text(Form::Empty), OptionValue::Flag) => {}
-        (Rule::Text(form), OptionValue::Text(text)) if form.admits(text) => {}
-        (Rule::Text(form), _) => refuse(Reason::Form { expected: form.describe() }),
-        (Rule::Serial, OptionValue::Text(text))
+        (OptionRule::Host, _) => refuse(RefusalReason::Host),
+        (OptionRule::Process, OptionValue::Properties(properties)) if is_no_display(option, properties) => {}
+        (OptionRule::Process, OptionValue::Text(text))
+            if option.name.as_str() == "monitor" && text == "none" => {}
+        (OptionRule::Process, _) => refuse(RefusalReason::Process),
+        (OptionRule::Text(Form::Empty), OptionValue::Flag) => {}
+        (OptionRule::Text(form), OptionValue::Text(text)) if form.admits(text) => {}
+        (OptionRule::Text(form), _) => refuse(RefusalReason::Form { expected: form.describe() }),
+        (OptionRule::Serial, OptionValue::Text(text))
             if ["none", "null"].contains(&text.as_str()) || replace::port_chardev(text).is_some() => {}
-        (Rule::Serial, _) => refuse(Reason::Host),
-        (Rule::Cpu, OptionValue::Cpu(cpu)) if is_cpu(cpu) => {}
-        (Rule::Cpu, _) => refuse(Reason::Form { expected: "a CPU model and its features".into() }),
-        (Rule::Global, OptionValue::Global(global)) => judge_global(global, refuse),
+        (OptionRule::Serial, _) => refuse(RefusalReason::Host),
+        (OptionRule::Cpu, OptionValue::Cpu(cpu)) if is_cpu(cpu) => {}
+        (OptionRule::Cpu, _) => {
+            refuse(RefusalReason::Form { expected: "a CPU model and its features".into() });
+        }
+        (OptionRule::Global, OptionValue::Global(global)) => judge_global(global, refuse),
         (rule, OptionValue::Properties(properties)) => {
             let judged = Judged { address, trusted, properties };
             match known_properties(rule, properties) {
@@ -218,7 +221,7 @@ fn judge(candidate: &Candidate, refusals: &mut Vec<Refusal>) {
             judged.judge_format(option.name, refusals);
             judged.judge_tap(option, refusals);
         }
-        (_, _) => refuse(Reason::Option),
+        (_, _) => refuse(RefusalReason::Option),
     }
 }
 
@@ -235,29 +238,29 @@ fn is_cpu(cpu: &CpuModel) -> bool {
     Form::Word.admits(&cpu.model) && cpu.features.iter().all(is_feature)
 }
 
-fn judge_global(global: &Global, mut refuse: impl FnMut(Reason)) {
+fn judge_global(global: &Global, mut refuse: impl FnMut(RefusalReason)) {
     match devices::global(&global.driver, &global.property) {
-        None => refuse(Reason::Property),
+        None => refuse(RefusalReason::Property),
         Some(form) if form.admits(&global.value) => {}
-        Some(Form::Host) => refuse(Reason::Host),
-        Some(form) => refuse(Reason::Form { expected: form.describe() }),
+        Some(Form::Host) => refuse(RefusalReason::Host),
+        Some(form) => refuse(RefusalReason::Form { expected: form.describe() }),
     }
 }
 
 /// Returns the properties that an option with these may have; or the key of its type, if an image may not have that type.
-fn known_properties(rule: Rule, properties: &Properties) -> Result<Vec<Known>, &'static str> {
+fn known_properties(rule: OptionRule, properties: &Properties) -> Result<Vec<Known>, &'static str> {
     let value = |key| properties.value(key).unwrap_or_default();
     match rule {
-        Rule::Properties(known) => Ok(known.to_vec()),
-        Rule::Typed { key, types } => {
+        OptionRule::Properties(known) => Ok(known.to_vec()),
+        OptionRule::Typed { key, types } => {
             let found = types.iter().find(|(known, _)| *known == value(key));
             found.map(|(_, known)| known.to_vec()).ok_or(key)
         }
-        Rule::Machine => {
+        OptionRule::Machine => {
             let is_known = properties.value("type").is_none_or(|machine| options::is_machine(&machine));
             if is_known { Ok(options::MACHINE.to_vec()) } else { Err("type") }
         }
-        Rule::Device => {
+        OptionRule::Device => {
             let mut known = devices::properties(&value("driver")).ok_or("driver")?;
             known.push((Form::Word, "driver"));
             Ok(known)
@@ -287,18 +290,18 @@ impl Judged<'_> {
             let times = seen.entry(key.to_owned()).or_insert(0);
             *times += 1;
             match form {
-                None => refuse(Reason::Property),
-                Some(Form::Host) => refuse(Reason::Host),
-                Some(form) if *times > 1 && form != Form::Ranges => refuse(Reason::Repeated),
+                None => refuse(RefusalReason::Property),
+                Some(Form::Host) => refuse(RefusalReason::Host),
+                Some(form) if *times > 1 && form != Form::Ranges => refuse(RefusalReason::Repeated),
                 Some(form) if form.admits(&value) => {}
-                Some(form) => refuse(Reason::Form { expected: form.describe() }),
+                Some(form) => refuse(RefusalReason::Form { expected: form.describe() }),
             }
         }
     }
 
     fn refuse_type(&self, key: &str, refusals: &mut Vec<Refusal>) {
         let value = self.properties.value(key).unwrap_or_default();
-        refusals.push(refusal(format!("{}.{key}", self.address), &value, Reason::Type));
+        refusals.push(refusal(format!("{}.{key}", self.address), &value, RefusalReason::Type));
     }
 
     /// A disk whose file comes from this host has its format from this host too.
@@ -306,7 +309,7 @@ impl Judged<'_> {
         let has = |key: &str| self.trusted.contains(key);
         let has_file = self.trusted.iter().any(|key| key == "file" || key.starts_with("file."));
         if name.as_str() == "drive" && has_file && !has("format") && !has("driver") {
-            refusals.push(refusal(format!("{}.format", self.address), "", Reason::Format));
+            refusals.push(refusal(format!("{}.format", self.address), "", RefusalReason::Format));
         }
     }
 
@@ -314,7 +317,7 @@ impl Judged<'_> {
     fn judge_tap(&self, option: &QemuOption, refusals: &mut Vec<Refusal>) {
         let is_named = |key: &str| self.properties.value(key).is_some();
         if replace::is_tap(option) && !["br", "fd", "fds", "helper", "ifname"].into_iter().any(is_named) {
-            refusals.push(refusal(format!("{}.ifname", self.address), "", Reason::Host));
+            refusals.push(refusal(format!("{}.ifname", self.address), "", RefusalReason::Host));
         }
     }
 }
@@ -325,7 +328,7 @@ fn duplicate_ids(candidates: &[Candidate], refusals: &mut Vec<Refusal>) {
     for candidate in candidates {
         let Some(id) = candidate.option.id() else { continue };
         if candidate.option.name.as_str() != "numa" && !seen.insert((candidate.option.name, id.clone())) {
-            refusals.push(refusal(candidate.address.clone(), &id, Reason::DuplicateId));
+            refusals.push(refusal(candidate.address.clone(), &id, RefusalReason::DuplicateId));
         }
     }
 }

@@ -15,7 +15,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Cancel, Listener};
-use towline_migration::memory::{Backing, MemoryBlock};
+use towline_migration::memory::{BlockBacking, MemoryBlock};
 use towline_migration::tracker::WriteProtect;
 use towline_migration::{
     Incoming, LiveBlock, Memory, Outgoing, RamMapping, SourceMemory, incoming, outgoing, synthetic,
@@ -124,7 +124,7 @@ fn source() -> Result<()> {
 
 fn destination(address: &Address) -> Result<()> {
     let file = synthetic::memfd(BYTES as u64, false)?;
-    let backing = Backing::Shared { file: file.as_fd(), offset: 0 };
+    let backing = BlockBacking::Shared { file: file.as_fd(), offset: 0 };
     let memory = Memory::new(configuration(), &[MemoryBlock { name: "ram", length: BYTES as u64, backing }])?;
     let (deadline, cancel) = (Instant::now() + WITHIN, Cancel::new()?);
     let connect = || towline_channel::connect(address, deadline, &cancel).map(Arc::from);

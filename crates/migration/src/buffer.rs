@@ -26,8 +26,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub(crate) struct Buffers {
     /// The one to be filled.
-    pub(crate) current: Buffer,
-    leased: VecDeque<(Buffer, ZeroCopyLease)>,
+    pub(crate) current: AlignedBuffer,
+    leased: VecDeque<(AlignedBuffer, ZeroCopyLease)>,
     length: usize,
     most: usize,
 }
@@ -36,7 +36,7 @@ impl Buffers {
     /// Buffers for one of `lanes` lanes, each of `length` bytes, a multiple of the page size.
     pub(crate) fn new(length: usize, lanes: usize) -> Result<Self> {
         let most = (BUFFER_BYTES_MAX / length / lanes.max(1)).clamp(1, BUFFERS_MAX);
-        Ok(Self { current: Buffer::new(length)?, leased: VecDeque::new(), length, most })
+        Ok(Self { current: AlignedBuffer::new(length)?, leased: VecDeque::new(), length, most })
     }
 
     /// Makes another buffer the current one if this one is read until `lease` is done.
@@ -49,7 +49,7 @@ impl Buffers {
             None => false,
         };
         let fresh = if self.leased.len() + 1 < self.most && !is_free {
-            Buffer::new(self.length)?
+            AlignedBuffer::new(self.length)?
         } else {
             match self.leased.pop_front() {
                 Some((buffer, oldest)) => {
@@ -78,11 +78,11 @@ fn wait(lease: &ZeroCopyLease, session: &Session) -> Result<()> {
 
 /// Page-aligned memory of its own, so that pages can go from it to a file without the page cache (`O_DIRECT`).
 #[derive(Debug)]
-pub(crate) struct Buffer {
+pub(crate) struct AlignedBuffer {
     mapping: Mapping,
 }
 
-impl Buffer {
+impl AlignedBuffer {
     /// `length` bytes, a multiple of the page size.
     pub(crate) fn new(length: usize) -> Result<Self> {
         let mapping = Mapping::anonymous(length).map_err(crate::Error::guest)?;

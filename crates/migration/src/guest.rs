@@ -152,7 +152,7 @@ pub enum ExtentKind {
 
 /// The part of an incoming stream that something came on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stream {
+pub enum ChannelId {
     /// The main channel.
     Main,
     /// The lane of this number.
@@ -204,7 +204,7 @@ pub trait Sink: Sync {
     ///
     /// # Errors
     /// As [`Self::pages`].
-    fn pages_received_in_place(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn pages_received_in_place(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         let _ = (stream, block, offsets);
         Ok(())
     }
@@ -217,7 +217,7 @@ pub trait Sink: Sync {
     /// As [`Self::pages`].
     fn splice_from(
         &self,
-        stream: Stream,
+        stream: ChannelId,
         from: &dyn Channel,
         block: BlockIndex,
         offsets: &[u64],
@@ -246,11 +246,11 @@ pub trait Sink: Sync {
     ///
     /// # Errors
     /// They cannot be kept; the migration ends.
-    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()>;
+    fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<()>;
 
     /// Until when the contents that were given to [`Self::pages`] on this stream are still read, without a copy having been
     /// made: the buffer that they lie in is not received into before. The default is done from the beginning.
-    fn lease(&self, stream: Stream) -> ZeroCopyLease {
+    fn lease(&self, stream: ChannelId) -> ZeroCopyLease {
         let _ = stream;
         ZeroCopyLease::default()
     }
@@ -259,7 +259,7 @@ pub trait Sink: Sync {
     ///
     /// # Errors
     /// As [`Self::pages`].
-    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()>;
+    fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()>;
 
     /// The content of a page here now; XBZRLE sends only differences.
     ///

@@ -51,7 +51,7 @@ pub use compression::Compression;
 pub use dirty::DirtyMap;
 pub use error::{Error, Result};
 pub use gate::{Commit, LinkState, SwitchoverGate, probe_link};
-pub use guest::{Extent, ExtentKind, Guest, Pages, ReturnPathWriter, Sink, Stream};
+pub use guest::{ChannelId, Extent, ExtentKind, Guest, Pages, ReturnPathWriter, Sink};
 pub use incoming::Incoming;
 pub use live::{LiveBlock, SourceMemory};
 pub use memory::{Memory, MemoryError};

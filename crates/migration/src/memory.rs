@@ -45,12 +45,12 @@ pub struct MemoryBlock<'a> {
     /// Bytes, a multiple of 4096.
     pub length: u64,
     /// Where its memory is.
-    pub backing: Backing<'a>,
+    pub backing: BlockBacking<'a>,
 }
 
 /// Where a block's memory is.
 #[derive(Debug, Clone, Copy)]
-pub enum Backing<'a> {
+pub enum BlockBacking<'a> {
     /// Nowhere else: private memory of this process, zero at first.
     Anonymous,
     /// In a file or memfd, shared. The descriptor may be closed afterwards.
@@ -248,8 +248,8 @@ impl MemoryBlock<'_> {
         }
         let Ok(length) = usize::try_from(found) else { return Err(MemoryError::Length { block, found }) };
         let (region, is_ours) = match self.backing {
-            Backing::Anonymous => (RamMapping::anonymous(length), true),
-            Backing::Shared { file, offset } => {
+            BlockBacking::Anonymous => (RamMapping::anonymous(length), true),
+            BlockBacking::Shared { file, offset } => {
                 self.check_file(file, offset)?;
                 (RamMapping::shared(file, offset, length), false)
             }

@@ -22,7 +22,7 @@ use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use crate::guest::{Extent, Guest, Pages, ReturnPathWriter, Sink, Stream};
+use crate::guest::{ChannelId, Extent, Guest, Pages, ReturnPathWriter, Sink};
 use crate::{Error, Result};
 
 /// Blocks by their index.
@@ -188,13 +188,13 @@ impl<P: Deref<Target: Sink> + Sync> Sink for PresentSink<P> {
         if self.has(page.block) { None } else { self.sink.buffer_for(page, length) }
     }
 
-    fn pages_received_in_place(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn pages_received_in_place(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         self.sink.pages_received_in_place(stream, block, offsets)
     }
 
     fn splice_from(
         &self,
-        stream: Stream,
+        stream: ChannelId,
         from: &dyn Channel,
         block: BlockIndex,
         offsets: &[u64],
@@ -202,7 +202,7 @@ impl<P: Deref<Target: Sink> + Sync> Sink for PresentSink<P> {
         if self.has(block) { None } else { self.sink.splice_from(stream, from, block, offsets) }
     }
 
-    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
+    fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<()> {
         if self.has(pages.block) {
             self.count_dropped(pages.offsets);
             return Ok(());
@@ -210,11 +210,11 @@ impl<P: Deref<Target: Sink> + Sync> Sink for PresentSink<P> {
         self.sink.pages(stream, pages)
     }
 
-    fn lease(&self, stream: Stream) -> ZeroCopyLease {
+    fn lease(&self, stream: ChannelId) -> ZeroCopyLease {
         self.sink.lease(stream)
     }
 
-    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         if self.has(block) {
             self.count_dropped(offsets);
             return Ok(());

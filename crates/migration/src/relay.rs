@@ -31,7 +31,7 @@ use crate::outgoing::{
     Connections, Forwarding, LaneOptions, LaneWriter, MainWriter, ReturnPath, check_zero_copy, greet,
     send_device_state,
 };
-use crate::{Error, Pages, Result, Session, Sink, Statistics, Stream};
+use crate::{ChannelId, Error, Pages, Result, Session, Sink, Statistics};
 
 /// The time that the destination may take to answer the stream's head.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -163,12 +163,12 @@ impl Sink for Relay {
         Ok(())
     }
 
-    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
+    fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<()> {
         match stream {
-            Stream::Lane(lane) => {
+            ChannelId::Lane(lane) => {
                 self.lane(lane)?.forward(pages.block, pages.offsets, pages.contents, self.blocks())
             }
-            Stream::Main => {
+            ChannelId::Main => {
                 let page = PAGE_SIZE as usize;
                 let contents = pages.contents.iter().flat_map(|slice| slice.chunks(page));
                 let contents: Vec<_> = contents.map(IoBuf::from).collect();
@@ -177,23 +177,23 @@ impl Sink for Relay {
         }
     }
 
-    fn lease(&self, stream: Stream) -> ZeroCopyLease {
+    fn lease(&self, stream: ChannelId) -> ZeroCopyLease {
         match stream {
-            Stream::Lane(lane) => {
+            ChannelId::Lane(lane) => {
                 self.connections.lanes.get(lane).map_or_else(ZeroCopyLease::default, |lane| lane.lease())
             }
-            Stream::Main => ZeroCopyLease::default(),
+            ChannelId::Main => ZeroCopyLease::default(),
         }
     }
 
     fn splice_from(
         &self,
-        stream: Stream,
+        stream: ChannelId,
         from: &dyn Channel,
         block: BlockIndex,
         offsets: &[u64],
     ) -> Option<Result<u64>> {
-        let Stream::Lane(lane) = stream else { return None };
+        let ChannelId::Lane(lane) = stream else { return None };
         match self.lane(lane) {
             Ok(mut writer) => writer.splice(from, block, offsets, self.blocks()),
             Err(error) => Some(Err(error)),
@@ -208,10 +208,10 @@ impl Sink for Relay {
         self.main().splice(from, block, offsets).transpose()
     }
 
-    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         match stream {
-            Stream::Lane(lane) => self.lane(lane)?.forward_zero(block, offsets, self.blocks()),
-            Stream::Main => self.main().zero(block, offsets),
+            ChannelId::Lane(lane) => self.lane(lane)?.forward_zero(block, offsets, self.blocks()),
+            ChannelId::Main => self.main().zero(block, offsets),
         }
     }
 

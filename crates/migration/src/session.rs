@@ -217,8 +217,8 @@ impl Session {
     }
 
     /// Fails the migration if the thread that holds the result panics, so that the others do not wait for it.
-    pub(crate) fn guard(&self) -> Guard<'_> {
-        Guard(self)
+    pub(crate) fn guard(&self) -> SessionGuard<'_> {
+        SessionGuard(self)
     }
 
     /// A lane is at its barrier: waits until the main thread lets all go on.
@@ -313,9 +313,9 @@ impl Session {
 
 /// See [`Session::guard`].
 #[derive(Debug)]
-pub(crate) struct Guard<'a>(&'a Session);
+pub(crate) struct SessionGuard<'a>(&'a Session);
 
-impl Drop for Guard<'_> {
+impl Drop for SessionGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.fail(Error::Panicked);

@@ -28,7 +28,7 @@ use towline_protocol::configuration::Configuration;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, limits};
 
-pub use checked::{BlockHash, Checked, Outcome};
+pub use checked::{BlockHash, CheckOutcome, Checked};
 pub use ledger::{Ledger, LedgerError};
 pub use pattern::{WrongContent, WrongPage};
 
@@ -238,7 +238,7 @@ pub fn memfd(length: u64, is_huge: bool) -> std::io::Result<OwnedFd> {
 /// # Errors
 /// It is shorter than that, or there is not so much memory.
 pub fn populate(file: &OwnedFd, length: u64, threads: NonZeroUsize) -> Result<(), MemoryError> {
-    let backing = memory::Backing::Shared { file: file.as_fd(), offset: 0 };
+    let backing = memory::BlockBacking::Shared { file: file.as_fd(), offset: 0 };
     let block = memory::MemoryBlock { name: BLOCK_NAME, length, backing };
     Memory::new(configuration(), &[block])?.populate(threads)?;
     Ok(())

@@ -21,7 +21,7 @@ use towline_protocol::PageRef;
 
 pub use bitmap::{DirtyLogReader, DirtyLogTracker};
 pub use error::TrackerError;
-pub use kvm::{KvmDirtyLog, Slot};
+pub use kvm::{KvmDirtyLog, MemorySlot};
 pub use write_protect::WriteProtect;
 
 use crate::sys::Span;

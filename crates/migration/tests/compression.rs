@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use common::*;
-use towline_migration::{Compression, Error, Guest, Memory, Stream, outgoing};
+use towline_migration::{ChannelId, Compression, Error, Guest, Memory, outgoing};
 use towline_protocol::PeerMisbehaved;
 
 const METHODS: [Compression; 2] = [Compression::Zlib { level: 1 }, Compression::Zstd { level: 1 }];
@@ -85,7 +85,7 @@ fn through_channels_that_take_and_give_little_at_once() {
     for compression in METHODS {
         let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 4);
         let sink = empty(MACHINES[0], &BLOCKS);
-        let fault = |side, seed| Fault { side, stream: Stream::Lane(0), layer: Layer::Short(700, seed) };
+        let fault = |side, seed| Fault { side, stream: ChannelId::Lane(0), layer: Layer::Short(700, seed) };
         let faults = [fault(Side::Source, 1), fault(Side::Destination, 2)];
         let links = vec![link_with(Kind::Unix, 2, &faults)];
         let outcome = migrate_over(links, &guest, &sink, compressed(compression), &Arc::default());

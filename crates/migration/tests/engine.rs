@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use common::*;
 use fastrand::Rng;
-use towline_migration::memory::{Backing, MemoryBlock};
+use towline_migration::memory::{BlockBacking, MemoryBlock};
 use towline_migration::{Error, Guest, Memory, MemoryError, Sink, outgoing};
 use towline_protocol::PageRef;
 
@@ -134,7 +134,7 @@ fn a_guest_that_came_can_go_on() {
 fn memory_over_a_descriptor_is_shared_with_other_mappings() {
     let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 50 * PAGE as u64).unwrap();
-    let shared = |offset| Backing::Shared { file: file.as_fd(), offset };
+    let shared = |offset| BlockBacking::Shared { file: file.as_fd(), offset };
     let block =
         |pages, offset| MemoryBlock { name: "pc.ram", length: pages * PAGE as u64, backing: shared(offset) };
     let memory = |block| Memory::new(configuration(MACHINES[0]), &[block]).map(Arc::new);
@@ -276,6 +276,6 @@ fn every_write_is_in_a_harvest_that_follows_it() {
 fn a_sink_before_its_block_list_refuses_pages() {
     let memory = Memory::adopting(1 << 20);
     assert!(memory.buffer_for(at(0, 0), 4096).is_none());
-    let error = memory.zero(towline_migration::Stream::Main, at(0, 0).block, &[0]).unwrap_err();
+    let error = memory.zero(towline_migration::ChannelId::Main, at(0, 0).block, &[0]).unwrap_err();
     assert_eq!(error.to_string(), "there is no memory yet: the block list has not arrived");
 }

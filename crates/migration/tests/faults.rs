@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use towline_channel::fault::Direction;
-use towline_migration::{Error, Memory, Outgoing, Session, Statistics, Stream, outgoing};
+use towline_migration::{ChannelId, Error, Memory, Outgoing, Session, Statistics, outgoing};
 use towline_protocol::multifd::INIT_BYTES;
 
 const BLOCKS: [(&str, u64); 2] = [("vga.vram", 9), ("pc.ram", 150)];
@@ -31,7 +31,7 @@ fn check(outcome: &Outcome, faults: &[Fault], guest: &Memory, sink: &Memory, wri
         }
         Err(_) => {
             assert_eq!(stops, starts, "{faults:?}: {outcome:?}");
-            let is_main = faults.iter().any(|fault| fault.stream == Stream::Main);
+            let is_main = faults.iter().any(|fault| fault.stream == ChannelId::Main);
             // The last word may be lost on its way, on the main channel only.
             assert!(is_main || outcome.destination.result.is_err(), "{faults:?}: {outcome:?}");
             false
@@ -66,17 +66,17 @@ fn places(size: u64, steps: u64) -> Vec<u64> {
 fn sweep(machine: &str, lanes: usize, kind: Kind, steps: u64) -> (u32, u32, u32) {
     let (main, on_lanes) = sizes(machine, lanes);
     let (mut runs, mut successes, mut named) = (0, 0, 0);
-    let streams = std::iter::once(Stream::Main).chain((0..lanes).map(Stream::Lane));
+    let streams = std::iter::once(ChannelId::Main).chain((0..lanes).map(ChannelId::Lane));
     for stream in streams {
         for side in [Side::Source, Side::Destination] {
             for direction in [Direction::Send, Direction::Recv] {
                 let forward = (side == Side::Source) == (direction == Direction::Send);
                 let size = match (forward, stream) {
-                    (true, Stream::Main) => main,
-                    (true, Stream::Lane(_)) => on_lanes / lanes as u64,
+                    (true, ChannelId::Main) => main,
+                    (true, ChannelId::Lane(_)) => on_lanes / lanes as u64,
                     // PONG and SHUT are 8 bytes each; nothing comes back on a lane.
-                    (false, Stream::Main) => 16,
-                    (false, Stream::Lane(_)) => 0,
+                    (false, ChannelId::Main) => 16,
+                    (false, ChannelId::Lane(_)) => 0,
                 };
                 for after in places(size, steps) {
                     let faults = [Fault { side, stream, layer: Layer::Cut(after, direction) }];
@@ -84,7 +84,7 @@ fn sweep(machine: &str, lanes: usize, kind: Kind, steps: u64) -> (u32, u32, u32)
                     let sink = empty(machine, &BLOCKS);
                     let outcome = migrate(link_with(kind, lanes, &faults), &guest, &sink);
                     successes += u32::from(check(&outcome, &faults, &guest, &sink, &writer));
-                    if let Stream::Lane(lane) = stream {
+                    if let ChannelId::Lane(lane) = stream {
                         let (source, destination) = (&outcome.source.result, &outcome.destination.result);
                         let blamed = [lane_of(source), lane_of(destination)];
                         named += u32::from(blamed.contains(&Some(lane)));
@@ -124,7 +124,7 @@ fn a_cut_anywhere_ends_both_sides_and_keeps_the_guest() {
 fn a_cut_in_a_chain_ends_all_of_it() {
     let (main, _) = sizes(MACHINES[0], 2);
     for hop in 0..3 {
-        for (stream, size) in [(Stream::Main, main), (Stream::Lane(1), 100_000)] {
+        for (stream, size) in [(ChannelId::Main, main), (ChannelId::Lane(1), 100_000)] {
             for after in places(size, 12) {
                 let faults =
                     [Fault { side: Side::Source, stream, layer: Layer::Cut(after, Direction::Send) }];
@@ -154,8 +154,8 @@ fn short_transfers_and_delays_change_nothing() {
         };
         let mut faults = Vec::new();
         for (number, side) in [Side::Source, Side::Destination].into_iter().enumerate() {
-            faults.push(fault(side, Stream::Main, number as u64));
-            faults.extend((0..lanes).map(|lane| fault(side, Stream::Lane(lane), (number + lane) as u64)));
+            faults.push(fault(side, ChannelId::Main, number as u64));
+            faults.extend((0..lanes).map(|lane| fault(side, ChannelId::Lane(lane), (number + lane) as u64)));
         }
         let (guest, writer) = Writer::guest(machine, &BLOCKS, seed);
         let sink = empty(machine, &BLOCKS);

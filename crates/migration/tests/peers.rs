@@ -14,7 +14,7 @@ use towline_channel::{
     Channel, ChannelExt, IoBuf, IoBufMut, PairChannel, RecvFlags, SendFlags, UnixChannel, pair,
 };
 use towline_migration::{
-    Error, Incoming, Memory, Pages, Relay, ReturnPathWriter, Session, Sink, Stream, incoming, outgoing,
+    ChannelId, Error, Incoming, Memory, Pages, Relay, ReturnPathWriter, Session, Sink, incoming, outgoing,
 };
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
@@ -200,12 +200,12 @@ impl Sink for Odd {
         Sink::blocks(&*self.memory, blocks)
     }
 
-    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<(), Error> {
+    fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<(), Error> {
         (self.in_pages)(&self.session)?;
         self.memory.pages(stream, pages)
     }
 
-    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<(), Error> {
+    fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<(), Error> {
         self.memory.zero(stream, block, offsets)
     }
 

@@ -12,8 +12,8 @@ use common::*;
 use fastrand::Rng;
 use proptest::prelude::*;
 use towline_migration::{
-    Compression, Error, Guest, Memory, Outgoing, Pages, Postcopy, PresentGuest, PresentSink, Relay, Result,
-    Session, Sink, Statistics, Stream, outgoing, postcopy,
+    ChannelId, Compression, Error, Guest, Memory, Outgoing, Pages, Postcopy, PresentGuest, PresentSink,
+    Relay, Result, Session, Sink, Statistics, outgoing, postcopy,
 };
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
@@ -64,12 +64,12 @@ impl Sink for Recording {
         Sink::blocks(&*self.memory, blocks)
     }
 
-    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
+    fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<()> {
         self.record(pages.block, pages.offsets);
         self.memory.pages(stream, pages)
     }
 
-    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         self.record(block, offsets);
         self.memory.zero(stream, block, offsets)
     }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use common::*;
 use fastrand::Rng;
 use towline_channel::fault::Direction;
-use towline_migration::{Error, Memory, Stream};
+use towline_migration::{ChannelId, Error, Memory};
 
 const SEEDS: u64 = 2000;
 const NAMES: [&str; 4] = ["pc.ram", "vga.vram", "0000:00:02.0/rom", "pc.bios"];
@@ -29,13 +29,13 @@ fn seeds() -> Range<u64> {
     }
 }
 
-fn layer(rng: &mut Rng, stream: Stream) -> Layer {
+fn layer(rng: &mut Rng, stream: ChannelId) -> Layer {
     match rng.u8(0..4) {
         0 | 1 => {
             let direction = if rng.bool() { Direction::Send } else { Direction::Recv };
             let scale = match stream {
-                Stream::Main => [20, 600, 30_000, 400_000],
-                Stream::Lane(_) => [70, 1500, 30_000, 400_000],
+                ChannelId::Main => [20, 600, 30_000, 400_000],
+                ChannelId::Lane(_) => [70, 1500, 30_000, 400_000],
             };
             let most = scale[rng.usize(0..4)];
             Layer::Cut(rng.u64(0..most), direction)
@@ -50,8 +50,8 @@ fn faults(rng: &mut Rng, lanes: usize) -> Vec<Fault> {
     let fault = |_| {
         let side = if rng.bool() { Side::Source } else { Side::Destination };
         let stream = match rng.usize(0..=lanes) {
-            0 => Stream::Main,
-            lane => Stream::Lane(lane - 1),
+            0 => ChannelId::Main,
+            lane => ChannelId::Lane(lane - 1),
         };
         Fault { side, stream, layer: layer(rng, stream) }
     };
@@ -76,7 +76,7 @@ fn run(seed: u64) -> bool {
     let is_main_cut = links
         .iter()
         .flatten()
-        .any(|fault| matches!(fault, Fault { stream: Stream::Main, layer: Layer::Cut(..), .. }));
+        .any(|fault| matches!(fault, Fault { stream: ChannelId::Main, layer: Layer::Cut(..), .. }));
     let is_cut = links.iter().flatten().any(|fault| matches!(fault.layer, Layer::Cut(..)));
     let links = links.iter().map(|faults| link_with(kind, lanes, faults)).collect();
     let outcome = migrate_over(links, &guest, &sink, options(), &Arc::default());

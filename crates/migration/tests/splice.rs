@@ -8,7 +8,7 @@ use std::thread;
 
 use common::*;
 use towline_channel::{ChannelExt, IoBuf, SendFlags};
-use towline_migration::{Compression, Error, Memory, Relay, Session, Stream};
+use towline_migration::{ChannelId, Compression, Error, Memory, Relay, Session};
 use towline_protocol::source::{RamOptions, Setup};
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
@@ -22,7 +22,8 @@ fn every_split_of_a_main_channel_is_spliced_alike() {
             let (guest, writer) = Writer::guest(MACHINES[0], &BLOCKS, seed);
             let sink = empty(MACHINES[0], &BLOCKS);
             writer.run(&guest, seed, &writer);
-            let short = Fault { side: Side::Source, stream: Stream::Main, layer: Layer::Short(most, seed) };
+            let short =
+                Fault { side: Side::Source, stream: ChannelId::Main, layer: Layer::Short(most, seed) };
             let links = vec![link_with(kind, 0, &[short]), link(kind, 0)];
             let outcome = migrate_over(links, &guest, &sink, options(), &Arc::default());
             outcome.expect_success();
@@ -43,7 +44,8 @@ fn every_split_of_a_main_channel_arrives_in_place() {
             let (guest, writer) = Writer::guest(MACHINES[0], &BLOCKS, seed);
             let sink = empty(MACHINES[0], &BLOCKS);
             writer.run(&guest, seed, &writer);
-            let short = Fault { side: Side::Source, stream: Stream::Main, layer: Layer::Short(most, seed) };
+            let short =
+                Fault { side: Side::Source, stream: ChannelId::Main, layer: Layer::Short(most, seed) };
             let links = vec![link_with(kind, 0, &[short])];
             let outcome = migrate_over(links, &guest, &sink, options(), &Arc::default());
             outcome.expect_success();

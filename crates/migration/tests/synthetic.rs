@@ -14,8 +14,8 @@ use towline_channel::{IoBuf, IoBufMut};
 use towline_migration::synthetic::{Backing, Checked, Shape, Synthetic, memfd};
 use towline_migration::tracker::WriteProtect;
 use towline_migration::{
-    Compression, Error, Extent, Guest, Incoming, Memory, Outgoing, Pages, Result, Session, Sink, Statistics,
-    Stream, incoming, outgoing,
+    ChannelId, Compression, Error, Extent, Guest, Incoming, Memory, Outgoing, Pages, Result, Session, Sink,
+    Statistics, incoming, outgoing,
 };
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
@@ -133,10 +133,10 @@ impl Sink for Spoiled<'_> {
     fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         self.0.buffer_for(page, length)
     }
-    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
+    fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<()> {
         self.0.pages(stream, pages)
     }
-    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         self.0.zero(stream, block, offsets)
     }
     fn current(&self, page: PageRef, content: &mut [u8]) -> Result<()> {

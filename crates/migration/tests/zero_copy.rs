@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use common::*;
 use towline_channel::Channel;
 use towline_migration::{
-    Compression, Error, LaneSends, Outgoing, SendMethod, SendReason, Statistics, Stream, ZeroCopySend,
+    ChannelId, Compression, Error, LaneSends, Outgoing, SendMethod, SendReason, Statistics, ZeroCopySend,
     outgoing,
 };
 
@@ -86,7 +86,7 @@ fn a_relay_does_not_refill_what_is_still_read() {
         writer.run(&guest, 3, &writer);
         let slow = |lane| Fault {
             side: Side::Destination,
-            stream: Stream::Lane(lane),
+            stream: ChannelId::Lane(lane),
             layer: Layer::Throttle(40 << 20),
         };
         let links = vec![link(Kind::TcpZeroCopy, 2), link_with(Kind::TcpZeroCopy, 2, &[slow(0), slow(1)])];

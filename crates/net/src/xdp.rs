@@ -35,7 +35,7 @@ use std::time::Duration;
 use rustix::net::xdp::SocketAddrXdpFlags;
 use rustix::net::{AddressFamily, sockopt};
 use towline_channel::ZeroCopySend;
-use towline_vhost_user::Memory;
+use towline_vhost_user::GuestMemory;
 
 use crate::lock::lock;
 use crate::sys::interface;
@@ -200,7 +200,7 @@ impl Xdp {
     }
 
     /// An unbound socket to register `memory` with, or to share a registration.
-    fn take_socket(&self, memory: &Arc<Memory>, umem_use: UmemUse) -> io::Result<UnboundSocket> {
+    fn take_socket(&self, memory: &Arc<GuestMemory>, umem_use: UmemUse) -> io::Result<UnboundSocket> {
         let mut sockets = lock(&self.sockets);
         // A registration cannot be changed, also if pages were removed from that memory meanwhile.
         let is_current = |umem: &Arc<Umem>| umem.is_of(memory) && umem.is_intact();
@@ -240,7 +240,7 @@ impl Xdp {
         &self,
         pair: usize,
         pairs: usize,
-        memory: &Arc<Memory>,
+        memory: &Arc<GuestMemory>,
         busy_timeout: Duration,
     ) -> io::Result<Option<TxQueue>> {
         let mut registered = match self.umem.try_lock() {

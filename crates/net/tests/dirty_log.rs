@@ -14,7 +14,7 @@ use common::Served;
 use proptest::prelude::*;
 use towline_frontend::net::feature::MRG_RXBUF;
 use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT, LOG_ALL};
-use towline_frontend::{Buffer, GUEST_BASE, Memory, Queue, QueueOptions};
+use towline_frontend::{GUEST_BASE, MemoryArena, Queue, QueueBuffer, QueueOptions};
 use towline_lab::{Network, skip};
 use towline_net::{Net, Options, Taps};
 use towline_vhost_user::testing::on_log_flush;
@@ -28,8 +28,8 @@ const WITHIN: Duration = Duration::from_secs(60);
 
 /// The copy at a migration's destination.
 struct Destination {
-    memory: Arc<Memory>,
-    log: Memory,
+    memory: Arc<MemoryArena>,
+    log: MemoryArena,
     pages: Vec<Vec<u8>>,
 }
 
@@ -66,7 +66,7 @@ fn assert_migrates(case: &Case, host: &Host) {
     let mut random = fastrand::Rng::with_seed(seed);
     let (_served, mut frontend) = Served::start(network, net);
     let features = frontend.negotiate(features, features, 0).unwrap().features;
-    let memory = Arc::new(Memory::new(MEMORY_BYTES).unwrap());
+    let memory = Arc::new(MemoryArena::new(MEMORY_BYTES).unwrap());
     frontend.set_mem_table(Some(&memory)).unwrap();
     let mut queues =
         [0, 1].map(|index| Queue::new(&memory, index, QueueOptions { size: 256, features }).unwrap());
@@ -74,7 +74,7 @@ fn assert_migrates(case: &Case, host: &Host) {
     let stride = u64::from(receive_bytes).next_multiple_of(64) + spread;
     let buffers = memory.alloc(stride * BUFFERS, PAGE);
     // The log has a bit for each page from guest address 0 on.
-    let log = Memory::new((GUEST_BASE + MEMORY_BYTES) / PAGE / 8).unwrap();
+    let log = MemoryArena::new((GUEST_BASE + MEMORY_BYTES) / PAGE / 8).unwrap();
     frontend.set_log(&log).unwrap();
     frontend.set_features(features | LOG_ALL).unwrap();
     queues.iter().for_each(|queue| frontend.set_vring_addr(queue, true).unwrap());
@@ -87,7 +87,7 @@ fn assert_migrates(case: &Case, host: &Host) {
     for _ in 0..rounds {
         random.shuffle(&mut order);
         for slot in &order {
-            let buffer = Buffer { guest: buffers + slot * stride, len: receive_bytes };
+            let buffer = QueueBuffer { guest: buffers + slot * stride, len: receive_bytes };
             assert!(queues[0].add(&[], &[buffer], *slot));
         }
         queues[0].publish();
@@ -99,7 +99,7 @@ fn assert_migrates(case: &Case, host: &Host) {
             left -= length;
             let bytes: Vec<u8> = (0..length).map(|_| random.u8(..)).collect();
             socket.send_to(&bytes, ("10.9.0.2", 9)).unwrap();
-            let out = Buffer { guest: buffers, len: 64 };
+            let out = QueueBuffer { guest: buffers, len: 64 };
             if queues[1].add(&[out], &[], 0) {
                 queues[1].publish();
             }

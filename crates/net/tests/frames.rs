@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use common::Served;
 use towline_frontend::net::{DriverPair, HEADER_BYTES, Options as DriverOptions, feature};
-use towline_frontend::wire::Code;
+use towline_frontend::wire::RequestCode;
 use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
-use towline_frontend::{Frontend, Memory};
+use towline_frontend::{Frontend, MemoryArena};
 use towline_lab::{Network, skip};
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps};
 use towline_vhost_user::Device;
@@ -108,11 +108,11 @@ impl Bench {
         }
         let net = Arc::new(Net::new(taps, Options { device_state: true, ..Options::default() }));
         let (served, mut frontend) = Served::start(&network, &net);
-        assert_eq!(frontend.number(Code::GET_QUEUE_NUM).unwrap(), u64::from(pairs), "pairs");
+        assert_eq!(frontend.number(RequestCode::GET_QUEUE_NUM).unwrap(), u64::from(pairs), "pairs");
         let taken = frontend.negotiate(features, EVENT_IDX | INDIRECT, RARP | NET_MTU | DEVICE_STATE);
         let features = taken.unwrap().features;
         let options = DriverOptions { size, receive_bytes, transmit_bytes: 1 << 16, features };
-        let memory = Arc::new(Memory::new(DriverPair::memory_bytes(&options)).unwrap());
+        let memory = Arc::new(MemoryArena::new(DriverPair::memory_bytes(&options)).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
         let pair = DriverPair::start(&mut frontend, &memory, pair, options).unwrap();
         let socket = network.enter(|| UdpSocket::bind(("10.9.0.1", PORT)).unwrap()).unwrap();
@@ -400,7 +400,7 @@ fn a_rarp_is_sent_for_a_migrated_guest_and_the_mtu_is_raised() {
     let mac = [2, 0, 0, 9, 0, 2, 0, 0];
     // A port of a bridge learns addresses only after its listening state.
     towline_lab::wait_until("the bridge to learn the address", WITHIN, || {
-        frontend.request(Code::SEND_RARP, &mac, &[])?;
+        frontend.request(RequestCode::SEND_RARP, &mac, &[])?;
         let mut show = std::process::Command::new("nsenter");
         show.args(&bench.network.prefix()[1..]).args(["bridge", "fdb", "show", "br", "br0"]);
         let known = show.output()?;
@@ -408,8 +408,8 @@ fn a_rarp_is_sent_for_a_migrated_guest_and_the_mtu_is_raised() {
     })
     .unwrap();
     // The card created this tap, so it may raise the MTU.
-    frontend.request(Code::NET_SET_MTU, &9000u64.to_le_bytes(), &[]).unwrap();
-    assert!(frontend.request(Code::NET_SET_MTU, &65_530u64.to_le_bytes(), &[]).is_err());
+    frontend.request(RequestCode::NET_SET_MTU, &9000u64.to_le_bytes(), &[]).unwrap();
+    assert!(frontend.request(RequestCode::NET_SET_MTU, &65_530u64.to_le_bytes(), &[]).is_err());
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 use std::io::Read as _;
 
-use towline_protocol::destination::{Destination, StreamItem};
+use towline_protocol::destination::{StreamDecoder, StreamItem};
 use towline_protocol::device_state::Collector;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::wire::Reader;
@@ -38,7 +38,7 @@ fn main() -> Result<()> {
 
 /// Decodes everything before the device state.
 fn read_memory(input: &mut Reader<'_>) -> Result<Counts> {
-    let (mut counts, mut machine) = (Counts::default(), Destination::default());
+    let (mut counts, mut machine) = (Counts::default(), StreamDecoder::default());
     loop {
         let (next, event) = machine.handle(input)?;
         match event {

@@ -9,10 +9,10 @@
 //!                               ▼                    │
 //!                             Blocks → Records → Footer → Sections → … → DeviceState
 //! ```
-//! The memory of a background snapshot ([`Destination::of_snapshot`]) has no END: behind a PART a device's FULL section is the
+//! The memory of a background snapshot ([`StreamDecoder::of_snapshot`]) has no END: behind a PART a device's FULL section is the
 //! device state's beginning.
 //!
-//! [`Destination::handle`] consumes one item of the input. After [`StreamItem::Page`] the page's bytes follow: the driver
+//! [`StreamDecoder::handle`] consumes one item of the input. After [`StreamItem::Page`] the page's bytes follow: the driver
 //! consumes them itself (from its buffer, or straight from the channel) and continues after them. After
 //! [`StreamItem::DeviceState`] the rest of the stream belongs to a [`crate::device_state::Collector`]. In a mapped-ram
 //! file the driver seeks to [`crate::mapped_ram::MappedRamHeader::end`] after each [`StreamItem::Block`].
@@ -109,7 +109,7 @@ impl Barriers {
 
 /// State of the machine that reads a main channel.
 #[derive(Debug)]
-pub enum Destination {
+pub enum StreamDecoder {
     /// Nothing was read.
     Header(AwaitHeader),
     /// The header was.
@@ -177,15 +177,15 @@ pub struct AwaitSection {
 }
 
 /// A step's result: the next state, and what happened unless more bytes are needed.
-pub type Step<'a> = Result<(Destination, Option<StreamItem<'a>>)>;
+pub type Step<'a> = Result<(StreamDecoder, Option<StreamItem<'a>>)>;
 
-impl Default for Destination {
+impl Default for StreamDecoder {
     fn default() -> Self {
         Self::Header(AwaitHeader::default())
     }
 }
 
-impl Destination {
+impl StreamDecoder {
     /// For a stream of QEMU's background-snapshot: its memory has no END. The device state, which was taken first, follows the
     /// last PART.
     pub fn of_snapshot() -> Self {
@@ -247,7 +247,7 @@ impl Destination {
 impl AwaitHeader {
     fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
         match configuration::decode_header(input)? {
-            None => Ok((Destination::Header(self), None)),
+            None => Ok((StreamDecoder::Header(self), None)),
             Some(()) => AwaitMachine { kind: self.kind }.handle(input),
         }
     }
@@ -256,14 +256,14 @@ impl AwaitHeader {
 impl AwaitMachine {
     fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
         let start = input.position();
-        let Ok(kind) = input.u8() else { return Ok((Destination::Machine(self), None)) };
+        let Ok(kind) = input.u8() else { return Ok((StreamDecoder::Machine(self), None)) };
         const EXPECTED: &str = "the configuration section";
         if SectionType::decode(kind, EXPECTED)? != SectionType::Configuration {
             return Err(InvalidMessage::SectionType { found: kind, expected: EXPECTED }.into());
         }
         let Ok(machine_type) = configuration::decode_machine(input)? else {
             input.rewind(start);
-            return Ok((Destination::Machine(self), None));
+            return Ok((StreamDecoder::Machine(self), None));
         };
         let configuration = Configuration { machine_type, ..Configuration::default() };
         AwaitSubsection { configuration, count: 0, kind: self.kind }.handle(input)
@@ -274,7 +274,7 @@ impl AwaitSubsection {
     fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {
         loop {
             let start = input.position();
-            let Ok(kind) = input.u8() else { return Ok((Destination::Subsections(self), None)) };
+            let Ok(kind) = input.u8() else { return Ok((StreamDecoder::Subsections(self), None)) };
             if kind != SectionType::Subsection as u8 {
                 input.rewind(start);
                 return self.complete();
@@ -285,7 +285,7 @@ impl AwaitSubsection {
             }
             if configuration::decode_subsection(input, &mut self.configuration)?.is_err() {
                 input.rewind(start);
-                return Ok((Destination::Subsections(self), None));
+                return Ok((StreamDecoder::Subsections(self), None));
             }
             self.count += 1;
         }
@@ -305,20 +305,20 @@ impl AwaitSubsection {
         configuration.capabilities.retain(|name| name != IGNORE_SHARED);
         let mapped_ram = configuration.is_mapped_ram();
         let next = AwaitSection { ram: None, mapped_ram, is_snapshot: self.kind.is_snapshot, has_addresses };
-        Ok((Destination::Sections(next), Some(StreamItem::Configuration(configuration))))
+        Ok((StreamDecoder::Sections(next), Some(StreamItem::Configuration(configuration))))
     }
 }
 
 impl AwaitSection {
     fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {
         let start = input.position();
-        let Ok(kind) = input.u8() else { return Ok((Destination::Sections(self), None)) };
+        let Ok(kind) = input.u8() else { return Ok((StreamDecoder::Sections(self), None)) };
         let expected = if self.ram.is_some() { "a `ram` section or a command" } else { "`ram` or a command" };
         let next = match SectionType::decode(kind, expected)? {
             SectionType::Command => match VmCommand::decode(input)? {
                 Ok(command) => {
                     refuse_unsupported_command(&command)?;
-                    return Ok((Destination::Sections(self), Some(StreamItem::Command(command))));
+                    return Ok((StreamDecoder::Sections(self), Some(StreamItem::Command(command))));
                 }
                 Err(Incomplete) => None,
             },
@@ -329,7 +329,7 @@ impl AwaitSection {
             SectionType::Full if self.ram.as_ref().is_some_and(|ram| ram.is_complete_snapshot()) => {
                 input.rewind(start);
                 let ram = self.ram.take().expect("just seen");
-                return Ok((Destination::DeviceState(Complete { ram }), Some(StreamItem::DeviceState)));
+                return Ok((StreamDecoder::DeviceState(Complete { ram }), Some(StreamItem::DeviceState)));
             }
             SectionType::Start | SectionType::Full => match SectionHeader::decode(input) {
                 Ok(header) => return Err(foreign_section(header, kind).into()),
@@ -343,12 +343,12 @@ impl AwaitSection {
         };
         let Some((section, state)) = next else {
             input.rewind(start);
-            return Ok((Destination::Sections(self), None));
+            return Ok((StreamDecoder::Sections(self), None));
         };
         Ok((state, Some(StreamItem::SectionStart(section))))
     }
 
-    fn start(&self, header: SectionHeader) -> Result<(RamSection, Destination)> {
+    fn start(&self, header: SectionHeader) -> Result<(RamSection, StreamDecoder)> {
         if header.name != ram::SECTION_NAME {
             return Err(foreign_section(header, SectionType::Start as u8).into());
         }
@@ -365,7 +365,7 @@ impl AwaitSection {
             left: None,
             file_offset: 0,
         };
-        Ok((section, Destination::Blocks(next)))
+        Ok((section, StreamDecoder::Blocks(next)))
     }
 }
 
@@ -378,14 +378,14 @@ fn foreign_section(header: SectionHeader, kind: u8) -> PeerIncompatible {
     }
 }
 
-fn resume(mut ram: Box<Ram>, kind: u8, id: u32) -> Result<(RamSection, Destination)> {
+fn resume(mut ram: Box<Ram>, kind: u8, id: u32) -> Result<(RamSection, StreamDecoder)> {
     if id != ram.id {
         return Err(PeerMisbehaved::UnknownSection { id, expected: ram.id }.into());
     }
     let kind = if kind == SectionType::Part as u8 { SectionKind::Part } else { SectionKind::End };
     ram.has_part = true;
     let section = RamSection { kind, id };
-    Ok((section, Destination::Records(AwaitRecord { ram, section })))
+    Ok((section, StreamDecoder::Records(AwaitRecord { ram, section })))
 }
 
 fn refuse_unsupported_command(command: &VmCommand) -> Result<()> {

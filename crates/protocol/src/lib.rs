@@ -10,7 +10,7 @@
 //!   return path     PONG · … · SHUT                                     (destination → source, on the main channel)
 //! ```
 //!
-//! - [`destination::Destination`] reads a main channel, [`source::Setup`] and its successors write one; [`postcopy`] has those of
+//! - [`destination::StreamDecoder`] reads a main channel, [`source::Setup`] and its successors write one; [`postcopy`] has those of
 //!   a source whose guest runs at its destination before its memory is there.
 //! - [`multifd`] holds the lanes' formats, [`return_path`] the messages back, [`mapped_ram`] the layout of a stored
 //!   guest, [`device_state`] the opaque tail behind the memory, [`machine`] what a machine type implies for the wire.

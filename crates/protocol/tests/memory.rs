@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test, with its helpers")]
 
 use peak_alloc::PeakAlloc;
-use towline_protocol::destination::Destination;
+use towline_protocol::destination::StreamDecoder;
 use towline_protocol::device_state::Collector;
 use towline_protocol::multifd::{HEADER_BYTES, PACKET_PAGES, Packet};
 use towline_protocol::return_path::ReturnPathMessage;
@@ -23,7 +23,7 @@ fn peak(work: impl FnOnce()) -> usize {
 /// Feeds a main channel in one piece, without keeping events.
 fn feed(stream: &[u8]) -> usize {
     peak(|| {
-        let (mut machine, mut input) = (Destination::default(), Reader::new(stream));
+        let (mut machine, mut input) = (StreamDecoder::default(), Reader::new(stream));
         while let Ok((next, Some(_))) = machine.handle(&mut input) {
             machine = next;
         }

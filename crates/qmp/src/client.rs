@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 use serde_json::{Map, Value, json};
 
 use crate::codec::{Decoder, Event, Greeting, Message, excerpt};
-use crate::connection::{Connection, FDS_MAX, PeerCredentials, Stop};
+use crate::connection::{FDS_MAX, Interruption, MonitorConnection, PeerCredentials};
 use crate::error::{DisconnectReason, Error};
 use crate::events::{EVENTS_MAX, Events};
-use crate::request::{Command, Reply, Request, typed};
+use crate::request::{Command, CommandReply, CommandRequest, typed};
 
 /// Default deadline of a command.
 pub const DEADLINE: Duration = Duration::from_secs(10);
@@ -59,7 +59,7 @@ pub struct Submitted {
 #[derive(Debug)]
 pub struct Client {
     socket: String,
-    connection: Connection,
+    connection: MonitorConnection,
     decoder: Decoder,
     events: Events,
     greeting: Greeting,
@@ -78,7 +78,7 @@ impl Client {
     /// then those of [`Client::from_stream`].
     pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
         let path = path.as_ref();
-        let connection = Connection::connect(path, options.greeting_deadline)?;
+        let connection = MonitorConnection::connect(path, options.greeting_deadline)?;
         Self::negotiate(connection, path.display().to_string(), options)
     }
 
@@ -92,7 +92,7 @@ impl Client {
         name: impl Into<String>,
         options: &Options,
     ) -> Result<Self, Error> {
-        Self::negotiate(Connection::new(stream), name.into(), options)
+        Self::negotiate(MonitorConnection::new(stream), name.into(), options)
     }
 
     /// Connects to the monitor of a QEMU that is being started, and sends it these commands before its greeting, so that QEMU reads them
@@ -106,13 +106,13 @@ impl Client {
     pub fn connect_ahead(
         path: impl AsRef<Path>,
         options: &Options,
-        requests: &[Request],
+        requests: &[CommandRequest],
     ) -> Result<(Self, Submitted), Error> {
         let path = path.as_ref();
         let started = Instant::now();
-        let connection = Connection::connect(path, options.greeting_deadline)?;
+        let connection = MonitorConnection::connect(path, options.greeting_deadline)?;
         let mut client = Self::new(connection, path.display().to_string(), options);
-        let negotiate = Request::raw(NEGOTIATE, None);
+        let negotiate = CommandRequest::raw(NEGOTIATE, None);
         let negotiated = client.submit("execute", &negotiate, &[], started)?;
         let submitted = client.submit_all(requests)?;
         client.greeting = client.await_greeting(options.greeting_deadline)?;
@@ -124,7 +124,7 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::execute_all`].
-    pub fn replies(&mut self, submitted: Submitted) -> Result<Vec<Reply>, Error> {
+    pub fn replies(&mut self, submitted: Submitted) -> Result<Vec<CommandReply>, Error> {
         let mut replies = Vec::with_capacity(submitted.commands.len());
         for (id, name) in submitted.commands {
             let value = match self.reply_to(id, &name, Instant::now()) {
@@ -132,12 +132,12 @@ impl Client {
                 Err(refusal @ Error::Refusal { .. }) => Err(refusal),
                 Err(error) => return Err(error),
             };
-            replies.push(Reply { socket: self.socket.clone(), value });
+            replies.push(CommandReply { socket: self.socket.clone(), value });
         }
         Ok(replies)
     }
 
-    fn new(connection: Connection, socket: String, options: &Options) -> Self {
+    fn new(connection: MonitorConnection, socket: String, options: &Options) -> Self {
         Self {
             socket,
             connection,
@@ -151,7 +151,7 @@ impl Client {
         }
     }
 
-    fn negotiate(connection: Connection, socket: String, options: &Options) -> Result<Self, Error> {
+    fn negotiate(connection: MonitorConnection, socket: String, options: &Options) -> Result<Self, Error> {
         let mut client = Self::new(connection, socket, options);
         client.greeting = client.await_greeting(options.greeting_deadline)?;
         let is_offered = client.greeting.capabilities.iter().any(|name| name == "oob");
@@ -219,7 +219,7 @@ impl Client {
         command: &C,
         fds: &[BorrowedFd<'_>],
     ) -> Result<C::Return, Error> {
-        let request = Request::new(command)?;
+        let request = CommandRequest::new(command)?;
         let value = self.transact(verb, &request, fds)?;
         typed::<C>(&value, &self.socket)
     }
@@ -229,7 +229,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Timeout`] and [`Error::Disconnected`]; a refusal is the reply to its command.
-    pub fn execute_all(&mut self, requests: &[Request]) -> Result<Vec<Reply>, Error> {
+    pub fn execute_all(&mut self, requests: &[CommandRequest]) -> Result<Vec<CommandReply>, Error> {
         let mut replies = Vec::with_capacity(requests.len());
         for requests in requests.chunks(IN_FLIGHT_MAX) {
             let submitted = self.submit_all(requests)?;
@@ -238,7 +238,7 @@ impl Client {
         Ok(replies)
     }
 
-    fn submit_all(&mut self, requests: &[Request]) -> Result<Submitted, Error> {
+    fn submit_all(&mut self, requests: &[CommandRequest]) -> Result<Submitted, Error> {
         let mut commands = Vec::with_capacity(requests.len());
         for request in requests {
             let id = self.submit("execute", request, &[], Instant::now())?;
@@ -252,10 +252,15 @@ impl Client {
     /// # Errors
     /// As [`Client::execute`], save [`Error::Shape`].
     pub fn execute_raw(&mut self, name: &str, arguments: Option<Map<String, Value>>) -> Result<Value, Error> {
-        self.transact("execute", &Request::raw(name, arguments), &[])
+        self.transact("execute", &CommandRequest::raw(name, arguments), &[])
     }
 
-    fn transact(&mut self, verb: &str, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<Value, Error> {
+    fn transact(
+        &mut self,
+        verb: &str,
+        request: &CommandRequest,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<Value, Error> {
         assert!(fds.len() <= FDS_MAX, "at most {FDS_MAX} descriptors go with a command");
         let started = Instant::now();
         let id = self.submit(verb, request, fds, started)?;
@@ -266,7 +271,7 @@ impl Client {
     fn submit(
         &mut self,
         verb: &str,
-        request: &Request,
+        request: &CommandRequest,
         fds: &[BorrowedFd<'_>],
         started: Instant,
     ) -> Result<u64, Error> {
@@ -317,12 +322,12 @@ impl Client {
         line.extend_from_slice(b"\r\n");
         match self.connection.send(&line, fds, after(started, self.deadline)) {
             Ok(()) => Ok(()),
-            Err(Stop::Deadline { sent_bytes: 0 }) => Err(self.timeout(name, started)),
-            Err(Stop::Deadline { .. }) => {
+            Err(Interruption::Deadline { sent_bytes: 0 }) => Err(self.timeout(name, started)),
+            Err(Interruption::Deadline { .. }) => {
                 self.disconnected = Some(DisconnectReason::PartialSend);
                 Err(self.timeout(name, started))
             }
-            Err(Stop::Disconnected(by)) => {
+            Err(Interruption::Disconnected(by)) => {
                 self.drain();
                 self.disconnected = Some(by.clone());
                 Err(self.disconnected_during(name, by))
@@ -414,8 +419,8 @@ impl Client {
                         self.decoder.feed(bytes);
                         continue;
                     }
-                    Err(Stop::Deadline { .. }) => return Ok(None),
-                    Err(Stop::Disconnected(by)) => by,
+                    Err(Interruption::Deadline { .. }) => return Ok(None),
+                    Err(Interruption::Disconnected(by)) => by,
                 },
                 Err(error) => DisconnectReason::InvalidData(error),
             };

@@ -41,14 +41,14 @@ pub struct PeerCredentials {
 }
 
 #[derive(Debug)]
-pub(crate) struct Connection {
+pub(crate) struct MonitorConnection {
     stream: UnixStream,
     scratch: Box<[u8]>,
 }
 
 /// Reason why a send or a receive ended.
 #[derive(Debug)]
-pub(crate) enum Stop {
+pub(crate) enum Interruption {
     /// The deadline, after this many bytes.
     Deadline {
         sent_bytes: usize,
@@ -56,7 +56,7 @@ pub(crate) enum Stop {
     Disconnected(DisconnectReason),
 }
 
-impl Connection {
+impl MonitorConnection {
     pub(crate) fn new(stream: UnixStream) -> Self {
         Self { stream, scratch: vec![0; READ_BYTES_MAX].into_boxed_slice() }
     }
@@ -84,7 +84,12 @@ impl Connection {
     }
 
     /// Sends all of `bytes`, and `fds` with the first of them.
-    pub(crate) fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>], until: Instant) -> Result<(), Stop> {
+    pub(crate) fn send(
+        &self,
+        bytes: &[u8],
+        fds: &[BorrowedFd<'_>],
+        until: Instant,
+    ) -> Result<(), Interruption> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
         let mut sent = 0;
         while sent < bytes.len() {
@@ -100,7 +105,7 @@ impl Connection {
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
                     if !self.wait(PollFlags::OUT, until)? {
-                        return Err(Stop::Deadline { sent_bytes: sent });
+                        return Err(Interruption::Deadline { sent_bytes: sent });
                     }
                 }
                 Err(errno) => return Err(disconnected(errno)),
@@ -110,15 +115,15 @@ impl Connection {
     }
 
     /// The next bytes. With a deadline that has passed, what is there already, in one system call.
-    pub(crate) fn receive(&mut self, until: Instant) -> Result<&[u8], Stop> {
+    pub(crate) fn receive(&mut self, until: Instant) -> Result<&[u8], Interruption> {
         loop {
             match rustix::net::recv(&self.stream, &mut self.scratch[..], RecvFlags::DONTWAIT) {
-                Ok((0, _)) => return Err(Stop::Disconnected(DisconnectReason::PeerClosed)),
+                Ok((0, _)) => return Err(Interruption::Disconnected(DisconnectReason::PeerClosed)),
                 Ok((count, _)) => return Ok(&self.scratch[..count]),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
                     if !self.wait(PollFlags::IN, until)? {
-                        return Err(Stop::Deadline { sent_bytes: 0 });
+                        return Err(Interruption::Deadline { sent_bytes: 0 });
                     }
                 }
                 Err(errno) => return Err(disconnected(errno)),
@@ -132,7 +137,7 @@ impl Connection {
     }
 
     /// Returns true if the socket became ready before the deadline.
-    fn wait(&self, what: PollFlags, until: Instant) -> Result<bool, Stop> {
+    fn wait(&self, what: PollFlags, until: Instant) -> Result<bool, Interruption> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -151,8 +156,8 @@ impl Connection {
     }
 }
 
-fn disconnected(errno: Errno) -> Stop {
-    Stop::Disconnected(match errno {
+fn disconnected(errno: Errno) -> Interruption {
+    Interruption::Disconnected(match errno {
         Errno::PIPE | Errno::CONNRESET => DisconnectReason::PeerClosed,
         other => DisconnectReason::System(io::Error::from(other).to_string()),
     })

@@ -33,9 +33,9 @@ pub use codec::{Event, Greeting, Message};
 pub use connection::PeerCredentials;
 pub use error::{DisconnectReason, Error};
 pub use events::EVENTS_MAX;
-pub use request::{Command, Reply, Request};
+pub use request::{Command, CommandReply, CommandRequest};
 #[cfg(feature = "server")]
-pub use server::{CLIENTS_MAX, Commands, Emitter, REQUEST_BYTES_MAX, Refusal, Server};
+pub use server::{CLIENTS_MAX, CommandError, Commands, Emitter, REQUEST_BYTES_MAX, Server};
 
 /// The examples of the README, as tests.
 #[cfg(doctest)]

@@ -19,20 +19,20 @@ pub trait Command: Serialize {
 
 /// A command with its arguments, for [`Client::execute_all`](crate::Client::execute_all).
 #[derive(Clone, Debug, PartialEq)]
-pub struct Request {
+pub struct CommandRequest {
     pub(crate) name: Cow<'static, str>,
     pub(crate) arguments: Value,
 }
 
-/// QEMU's reply to a [`Request`].
+/// QEMU's reply to a [`CommandRequest`].
 #[derive(Debug)]
 #[must_use]
-pub struct Reply {
+pub struct CommandReply {
     pub(crate) socket: String,
     pub(crate) value: Result<Value, Error>,
 }
 
-impl Request {
+impl CommandRequest {
     /// The request of a typed command.
     ///
     /// # Errors
@@ -50,7 +50,7 @@ impl Request {
     }
 }
 
-impl Reply {
+impl CommandReply {
     /// The reply to a command of this type.
     ///
     /// # Errors

@@ -48,23 +48,23 @@ pub trait Commands: Send + Sync {
     /// Executes a command. The reply is sent when this returns, so it must not wait for the completion of what it starts.
     ///
     /// # Errors
-    /// A [`Refusal`], which is sent to the client as an error reply.
-    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, Refusal>;
+    /// A [`CommandError`], which is sent to the client as an error reply.
+    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, CommandError>;
 }
 
 /// Reason why a command fails, by QMP's error classes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Refusal {
+pub enum CommandError {
     /// No such command (`CommandNotFound`).
-    Unknown,
+    NotFound,
     /// Any other reason, as text (`GenericError`).
-    Because(String),
+    Generic(String),
 }
 
-impl Refusal {
+impl CommandError {
     /// `GenericError` with this text.
-    pub fn because(text: impl Into<String>) -> Self {
-        Self::Because(text.into())
+    pub fn generic(text: impl Into<String>) -> Self {
+        Self::Generic(text.into())
     }
 }
 
@@ -78,12 +78,12 @@ pub struct Server {
 struct Shared {
     commands: Arc<dyn Commands>,
     stop: Cancel,
-    clients: Mutex<Vec<Arc<Client>>>,
+    clients: Mutex<Vec<Arc<ConnectedClient>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     served: AtomicUsize,
 }
 
-struct Client {
+struct ConnectedClient {
     channel: Box<dyn Channel>,
     outbox: SyncSender<String>,
     /// It has sent `qmp_capabilities`, and receives events from then on.
@@ -176,7 +176,7 @@ impl Drop for Server {
 }
 
 impl Shared {
-    fn clients(&self) -> MutexGuard<'_, Vec<Arc<Client>>> {
+    fn clients(&self) -> MutexGuard<'_, Vec<Arc<ConnectedClient>>> {
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -205,7 +205,7 @@ impl Shared {
             return;
         }
         let (outbox, messages) = sync_channel(OUTBOX_MESSAGES_MAX);
-        let client = Arc::new(Client {
+        let client = Arc::new(ConnectedClient {
             channel,
             outbox,
             negotiated: AtomicBool::new(false),
@@ -227,7 +227,7 @@ impl Shared {
         }));
     }
 
-    fn answer(&self, client: &Client, mut request: Map<String, Value>) -> Value {
+    fn answer(&self, client: &ConnectedClient, mut request: Map<String, Value>) -> Value {
         let id = request.remove("id");
         let mut answer = match self.execute(client, &mut request) {
             Ok(value) => json!({ "return": value }),
@@ -241,7 +241,7 @@ impl Shared {
 
     fn execute(
         &self,
-        client: &Client,
+        client: &ConnectedClient,
         request: &mut Map<String, Value>,
     ) -> Result<Value, (&'static str, String)> {
         let generic = |text: &str| ("GenericError", text.to_owned());
@@ -277,14 +277,16 @@ impl Shared {
                 Ok(names.map(|name| json!({ "name": name })).collect())
             }
             name => self.commands.execute(name, &arguments).map_err(|refusal| match refusal {
-                Refusal::Unknown => ("CommandNotFound", format!("The command {name} has not been found")),
-                Refusal::Because(text) => ("GenericError", text),
+                CommandError::NotFound => {
+                    ("CommandNotFound", format!("The command {name} has not been found"))
+                }
+                CommandError::Generic(text) => ("GenericError", text),
             }),
         }
     }
 }
 
-impl Client {
+impl ConnectedClient {
     /// Replies to requests, in order, until the client disconnects.
     fn read(&self, shared: &Shared) {
         self.post(line(&json!({ "QMP": { "version": version(), "capabilities": [] } })));

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use towline_qmp::codec::{CodecError, MESSAGE_BYTES_MAX};
 use towline_qmp::commands::{QueryStatus, RunState};
-use towline_qmp::{Client, DisconnectReason, Error, Options, Request};
+use towline_qmp::{Client, CommandRequest, DisconnectReason, Error, Options};
 
 const GREETING: &str = r#"{"QMP": {"version": {}, "capabilities": ["oob"]}}"#;
 const STATUS: &str = r#"{"return": {"status": "running", "running": true}, "id": 2}"#;
@@ -69,7 +69,7 @@ fn commands_are_sent_ahead_of_the_greeting() {
         write!(stream, "{GREETING}{{\"return\": {{}}, \"id\": 1}}{STATUS}").unwrap();
         stream.write_all(br#"{"error": {"class": "CommandNotFound", "desc": "no"}, "id": 3}"#).unwrap();
     });
-    let requests = [Request::new(&QueryStatus).unwrap(), Request::raw("teleport", None)];
+    let requests = [CommandRequest::new(&QueryStatus).unwrap(), CommandRequest::raw("teleport", None)];
     let (mut client, submitted) = Client::connect_ahead(&path, &options(), &requests).unwrap();
     assert_eq!(client.greeting().capabilities, ["oob"]);
     let mut replies = client.replies(submitted).unwrap().into_iter();
@@ -182,7 +182,7 @@ fn replies_to_several_commands_that_come_late_are_not_taken_for_others() {
         }
         write!(stream, r#"{{"return": {{"status": "running", "running": true}}, "id": 5}}"#).unwrap();
     });
-    let requests = vec![Request::new(&QueryStatus).unwrap(); 3];
+    let requests = vec![CommandRequest::new(&QueryStatus).unwrap(); 3];
     let error = client.execute_all(&requests).unwrap_err();
     assert!(matches!(&error, Error::Timeout { command, .. } if command == "query-status"), "{error}");
     assert_eq!(client.execute(&QueryStatus).unwrap().status, RunState::RUNNING);
@@ -195,7 +195,7 @@ fn a_monitor_that_closes_between_several_replies_is_an_error() {
         (0..3).for_each(|_| drop(line(&mut lines)));
         write!(stream, "{STATUS}").unwrap();
     });
-    let error = client.execute_all(&vec![Request::new(&QueryStatus).unwrap(); 3]).unwrap_err();
+    let error = client.execute_all(&vec![CommandRequest::new(&QueryStatus).unwrap(); 3]).unwrap_err();
     assert!(matches!(&error, Error::Disconnected { by: DisconnectReason::PeerClosed, .. }), "{error}");
     handle.join().unwrap();
 }

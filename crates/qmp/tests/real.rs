@@ -14,7 +14,7 @@ use common::{TestQemu, WAIT, binaries, until};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use towline_qmp::commands::*;
-use towline_qmp::{Client, Command, DisconnectReason, Error, Options, Request};
+use towline_qmp::{Client, Command, CommandRequest, DisconnectReason, Error, Options};
 
 const SHORT: Duration = Duration::from_millis(300);
 
@@ -114,9 +114,9 @@ fn several_commands_are_executed_in_order_whatever_one_is_refused() {
         let qemu = TestQemu::q35(&binary, &[]);
         let mut client = qemu.client();
         // The guest runs and stops in turns, so that a reply of another command would be found.
-        let status = Request::new(&QueryStatus).unwrap();
-        let (cont, stop) = (Request::new(&Cont).unwrap(), Request::new(&Stop).unwrap());
-        let round = [cont, status.clone(), Request::raw("teleport", None), stop, status];
+        let status = CommandRequest::new(&QueryStatus).unwrap();
+        let (cont, stop) = (CommandRequest::new(&Cont).unwrap(), CommandRequest::new(&Stop).unwrap());
+        let round = [cont, status.clone(), CommandRequest::raw("teleport", None), stop, status];
         let rounds = 20;
         let requests = vec![round; rounds].concat();
         let replies = client.execute_all(&requests).unwrap();

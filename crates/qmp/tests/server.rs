@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
-use towline_qmp::{CLIENTS_MAX, Client, Commands, Error, Options, REQUEST_BYTES_MAX, Refusal, Server};
+use towline_qmp::{CLIENTS_MAX, Client, CommandError, Commands, Error, Options, REQUEST_BYTES_MAX, Server};
 
 const WITHIN: Duration = Duration::from_secs(20);
 
@@ -27,16 +27,16 @@ impl Commands for Sums {
         &["sum", "fail", "wait"]
     }
 
-    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         self.asked.fetch_add(1, Ordering::Relaxed);
         match name {
             "sum" => Ok(json!(arguments.values().filter_map(Value::as_u64).sum::<u64>())),
-            "fail" => Err(Refusal::because("it fails, as it should")),
+            "fail" => Err(CommandError::generic("it fails, as it should")),
             "wait" => {
                 self.gate.wait();
                 Ok(json!({}))
             }
-            _ => Err(Refusal::Unknown),
+            _ => Err(CommandError::NotFound),
         }
     }
 }
@@ -233,7 +233,7 @@ impl Commands for Ends {
         &["end"]
     }
 
-    fn execute(&self, _: &str, _: &Map<String, Value>) -> Result<Value, Refusal> {
+    fn execute(&self, _: &str, _: &Map<String, Value>) -> Result<Value, CommandError> {
         self.0.lock().unwrap().send(()).unwrap();
         Ok(json!({}))
     }

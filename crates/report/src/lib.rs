@@ -15,7 +15,7 @@ mod lines;
 
 pub use bars::{Bar, Emphasis, Group, bars};
 pub use document::{PHASE_COLORS, Row, document, escape, list, standalone, table};
-pub use lines::{Ink, Line, lines};
+pub use lines::{ChartLine, Ink, lines};
 
 /// Failure to draw a chart.
 #[derive(Debug, thiserror::Error)]

@@ -33,7 +33,7 @@ impl Ink {
 
 /// A line of a chart.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Line {
+pub struct ChartLine {
     /// Name in the legend.
     pub name: &'static str,
     /// Color.
@@ -46,7 +46,7 @@ pub struct Line {
 ///
 /// # Errors
 /// The chart cannot be drawn.
-pub fn lines(unit: &str, lines: &[Line]) -> Result<Option<String>, Error> {
+pub fn lines(unit: &str, lines: &[ChartLine]) -> Result<Option<String>, Error> {
     let points = || lines.iter().flat_map(|line| &line.points);
     let end = points().map(|point| point.0).fold(0.0, f64::max);
     let top = points().map(|point| point.1).fold(0.0, f64::max);
@@ -61,7 +61,7 @@ pub fn lines(unit: &str, lines: &[Line]) -> Result<Option<String>, Error> {
 fn draw(
     svg: &mut String,
     unit: &str,
-    lines: &[Line],
+    lines: &[ChartLine],
     [end, top]: [f64; 2],
 ) -> Result<(), Box<dyn std::error::Error>> {
     let area = SVGBackend::with_string(svg, (WIDTH, HEIGHT)).into_drawing_area();
@@ -91,7 +91,8 @@ mod tests {
 
     #[test]
     fn lines_are_drawn_with_their_names_and_nothing_is_not_drawn() {
-        let line = |points: &[(f64, f64)]| Line { name: "sent", ink: Ink::Blue, points: points.to_vec() };
+        let line =
+            |points: &[(f64, f64)]| ChartLine { name: "sent", ink: Ink::Blue, points: points.to_vec() };
         let svg = lines("MiB/s", &[line(&[(0.0, 1.0), (1.0, 80.0), (2.0, 77.0)])]).unwrap().unwrap();
         assert!(svg.starts_with("<svg") && svg.contains("<polyline") && svg.contains("sent"), "{svg}");
         assert!(svg.contains("seconds") && svg.contains("MiB/s"), "{svg}");

@@ -7,7 +7,7 @@ use landlock::{
     RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope, path_beneath_rules,
 };
 
-use super::{Policy, Ports, directory};
+use super::{AllowedPorts, Policy, directory};
 
 /// Linux 6.12: files, devices, TCP ports, signals and abstract sockets. An older kernel enforces the part that it supports.
 const VERSION: ABI = ABI::V6;
@@ -41,7 +41,7 @@ fn ruleset(policy: &Policy) -> Result<RulesetCreated, RulesetError> {
     let mut ruleset =
         Ruleset::default().handle_access(AccessFs::from_all(VERSION))?.scope(Scope::from_all(VERSION))?;
     for (ports, access) in [(&policy.bind, AccessNet::BindTcp), (&policy.connect, AccessNet::ConnectTcp)] {
-        if *ports != Ports::Any {
+        if *ports != AllowedPorts::Any {
             ruleset = ruleset.handle_access(access)?;
         }
     }
@@ -64,7 +64,7 @@ fn ruleset(policy: &Policy) -> Result<RulesetCreated, RulesetError> {
         ruleset = ruleset.add_rules(path_beneath_rules(paths, access))?;
     }
     for (ports, access) in [(&policy.bind, AccessNet::BindTcp), (&policy.connect, AccessNet::ConnectTcp)] {
-        if let Ports::Only(ports) = ports {
+        if let AllowedPorts::Only(ports) = ports {
             ruleset = ruleset
                 .add_rules(ports.iter().map(|port| Ok::<_, RulesetError>(NetPort::new(*port, access))))?;
         }

@@ -46,20 +46,20 @@ pub enum Mode {
 
 /// TCP ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Ports {
+pub enum AllowedPorts {
     /// Every port.
     Any,
     /// These ports.
     Only(Vec<u16>),
 }
 
-impl Default for Ports {
+impl Default for AllowedPorts {
     fn default() -> Self {
         Self::Only(Vec::new())
     }
 }
 
-impl Ports {
+impl AllowedPorts {
     /// Permits a port.
     pub fn add(&mut self, port: u16) {
         if let Self::Only(ports) = self {
@@ -84,9 +84,9 @@ pub struct Policy {
     /// Sockets that are created between the two steps, and removed at the end.
     pub listen: Vec<PathBuf>,
     /// Ports to listen on.
-    pub bind: Ports,
+    pub bind: AllowedPorts,
     /// Ports to connect to.
-    pub connect: Ports,
+    pub connect: AllowedPorts,
     /// True if Unix sockets are connected to.
     pub connects_unix: bool,
     /// True if the host's own vsock is connected to.

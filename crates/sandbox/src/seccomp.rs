@@ -14,7 +14,7 @@ use seccompiler::{
 use syscalls::Sysno;
 
 use super::program::{self, FlagRule, Front, RequiredFlag, Silent};
-use super::{Policy, Ports, sys};
+use super::{AllowedPorts, Policy, sys};
 use calls::{BASIC, CREATE, EXECUTE, FCNTL_SIGNALS, IOCTLS, OPEN, PRCTLS, REMOVE, UFFDIO};
 
 mod calls;
@@ -186,7 +186,7 @@ fn sends(policy: &Policy) -> Vec<FlagRule> {
 /// `MSG_FASTOPEN` connects by sending, which landlock's rules for ports do not cover. Where no socket can do so, or every port is
 /// permitted, the flags are not checked, since a check costs time on the data path.
 fn checks_fast_open(policy: &Policy) -> bool {
-    creates_tcp_sockets(policy) && policy.connect != Ports::Any
+    creates_tcp_sockets(policy) && policy.connect != AllowedPorts::Any
 }
 
 /// True for a copy that writes, but not for a command that only reads images.

@@ -11,7 +11,7 @@ use towline_channel::{Cancel, Channel, ChannelExt, FDS_MAX, IoBuf, SendFlags};
 
 use crate::device::Device;
 use crate::hangup::Hangup;
-use crate::message::{HEADER_BYTES, Header, MessageError, Reply, Request};
+use crate::message::{HEADER_BYTES, MessageError, MessageHeader, Reply, Request};
 use crate::orphaned_threads::OrphanedThreads;
 use crate::record::InFlightRecord;
 use crate::serve_error::ServeError;
@@ -38,7 +38,7 @@ pub(crate) enum Claim {
 }
 
 /// A connection and its session. The rings run on while it is not served.
-pub(crate) struct Connection<C = Box<dyn Channel>> {
+pub(crate) struct FrontendConnection<C = Box<dyn Channel>> {
     channel: C,
     session: Session<WorkerPool>,
     hangup: Arc<Hangup>,
@@ -76,7 +76,7 @@ impl ConnectionResources {
     }
 }
 
-impl<C: Deref<Target = dyn Channel>> Connection<C> {
+impl<C: Deref<Target = dyn Channel>> FrontendConnection<C> {
     /// The connection of a frontend that has just connected.
     pub(crate) fn new(
         channel: C,
@@ -134,7 +134,7 @@ impl<C: Deref<Target = dyn Channel>> Connection<C> {
     ) -> Result<Peer, ServeError> {
         let limit = MessageLimit { within: self.message_within, cancel: self.cancel.as_ref() };
         let Some(message) = receive(&*self.channel, limit)? else { return Ok(Peer::Disconnected) };
-        let Message { header: Header { code, need_reply, .. }, payload, fds } = message;
+        let ReceivedMessage { header: MessageHeader { code, need_reply, .. }, payload, fds } = message;
         tracing::debug!(%code, need_reply, "request");
         let request = Request::decode(code, &payload, fds).map_err(SessionError::from);
         let outcome = request.and_then(|request| {
@@ -173,7 +173,7 @@ impl<C: Deref<Target = dyn Channel>> Connection<C> {
     }
 }
 
-impl Connection {
+impl FrontendConnection {
     /// Reason that prevents a live upgrade at this moment.
     pub(crate) fn upgrade_obstacle(&self) -> Option<&'static str> {
         self.session.upgrade_obstacle()
@@ -208,7 +208,7 @@ impl Connection {
         }
     }
 
-    /// Restores a saved session. Its rings are started by [`Connection::start`].
+    /// Restores a saved session. Its rings are started by [`FrontendConnection::start`].
     pub(crate) fn restore(
         channel: Box<dyn Channel>,
         negotiated: Vec<SavedRequest>,
@@ -247,8 +247,8 @@ impl MessageLimit<'_> {
 }
 
 /// A message as received.
-pub(crate) struct Message {
-    pub(crate) header: Header,
+pub(crate) struct ReceivedMessage {
+    pub(crate) header: MessageHeader,
     pub(crate) payload: Vec<u8>,
     pub(crate) fds: Vec<OwnedFd>,
 }
@@ -256,7 +256,10 @@ pub(crate) struct Message {
 /// Receives one message; `None` at the end of the stream. Waits for its first byte as long as the channel does, and for the rest
 /// within the limit. Descriptors arrive with the first byte of their message, and never
 /// with bytes of another one, because the kernel does not coalesce across them.
-pub(crate) fn receive(channel: &dyn Channel, limit: MessageLimit<'_>) -> Result<Option<Message>, ServeError> {
+pub(crate) fn receive(
+    channel: &dyn Channel,
+    limit: MessageLimit<'_>,
+) -> Result<Option<ReceivedMessage>, ServeError> {
     let mut fds = Vec::new();
     let mut bytes = [0; HEADER_BYTES];
     let first = channel.recv_fds(&mut bytes, &mut fds)?;
@@ -266,14 +269,14 @@ pub(crate) fn receive(channel: &dyn Channel, limit: MessageLimit<'_>) -> Result<
     let rest = MessageRest { channel, limit, began: Instant::now() };
     rest.fill(&mut bytes, first, &mut fds)?;
     let fault = |fault: MessageError| ServeError::session(channel.peer(), fault.into());
-    let header = Header::parse(&bytes).map_err(fault)?;
+    let header = MessageHeader::parse(&bytes).map_err(fault)?;
     let mut payload = vec![0; header.length];
     rest.fill(&mut payload, 0, &mut fds)?;
     if fds.len() > FDS_MAX {
         let (code, found) = (header.code, fds.len());
         return Err(fault(MessageError::Descriptors { code, found, expected: FDS_MAX }));
     }
-    Ok(Some(Message { header, payload, fds }))
+    Ok(Some(ReceivedMessage { header, payload, fds }))
 }
 
 /// The rest of a message whose first byte has arrived.

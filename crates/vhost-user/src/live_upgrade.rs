@@ -23,9 +23,9 @@ use towline_channel::{Channel, FDS_MAX, UnixChannel};
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::connection::{Connection, MESSAGE_WITHIN, Message, MessageLimit, receive, send};
+use crate::connection::{FrontendConnection, MESSAGE_WITHIN, MessageLimit, ReceivedMessage, receive, send};
 use crate::device::Device;
-use crate::message::{Code, Header};
+use crate::message::{MessageHeader, RequestCode};
 use crate::orphaned_threads::OrphanedThreads;
 use crate::record::{InFlightRecord, RecordError};
 use crate::serve_error::ServeError;
@@ -41,13 +41,13 @@ const DEVICE_FDS_MAX: usize = 512;
 /// Maximum number of requests: seven for each of 256 rings, 256 regions, and a few more.
 const REQUESTS_MAX: usize = 4096;
 
-const HELLO: Code = Code(0x7401);
-const OFFER: Code = Code(0x7402);
-const DESCRIPTORS: Code = Code(0x7403);
-const READY: Code = Code(0x7404);
-const REFUSED: Code = Code(0x7405);
-const COMMIT: Code = Code(0x7406);
-const DONE: Code = Code(0x7407);
+const HELLO: RequestCode = RequestCode(0x7401);
+const OFFER: RequestCode = RequestCode(0x7402);
+const DESCRIPTORS: RequestCode = RequestCode(0x7403);
+const READY: RequestCode = RequestCode(0x7404);
+const REFUSED: RequestCode = RequestCode(0x7405);
+const COMMIT: RequestCode = RequestCode(0x7406);
+const DONE: RequestCode = RequestCode(0x7407);
 
 /// Flags of an offer.
 const RECORD_IS_DURABLE: u32 = 1;
@@ -125,11 +125,13 @@ pub fn live_upgrade(
         return aborted(service, error);
     }
     let pair = service.standby.as_ref().map(|_| "two frontends are connected");
-    if let Some(obstacle) = pair.or(service.connection.as_ref().and_then(Connection::upgrade_obstacle)) {
+    if let Some(obstacle) =
+        pair.or(service.connection.as_ref().and_then(FrontendConnection::upgrade_obstacle))
+    {
         let _ = send_message(to, REFUSED, obstacle.as_bytes(), &[]);
         return aborted(service, UpgradeError::Busy(obstacle));
     }
-    let (channel, session) = match service.connection.take().map(Connection::save) {
+    let (channel, session) = match service.connection.take().map(FrontendConnection::save) {
         None => (None, SavedSession::default()),
         Some(Ok((channel, session))) => (Some(channel), session),
         Some(Err(error)) => {
@@ -164,8 +166,8 @@ fn resume(
     device: &Arc<dyn Device>,
     record: &InFlightRecord,
     orphans: &Arc<OrphanedThreads>,
-) -> Option<Connection> {
-    let restored = Connection::restore(channel, session.negotiated, device, Some(record), orphans);
+) -> Option<FrontendConnection> {
+    let restored = FrontendConnection::restore(channel, session.negotiated, device, Some(record), orphans);
     let restored = restored.and_then(|mut connection| {
         connection.start(session.starts)?;
         Ok(connection)
@@ -175,7 +177,7 @@ fn resume(
 
 fn receive_hello(to: &dyn Channel) -> Result<(), UpgradeError> {
     to.set_timeouts(Some(READY_WITHIN), Some(MESSAGE_WITHIN))?;
-    let Message { payload, .. } = expect(to, HELLO, "HELLO")?;
+    let ReceivedMessage { payload, .. } = expect(to, HELLO, "HELLO")?;
     match u32::read_from_bytes(&payload) {
         Ok(VERSION) => Ok(()),
         Ok(found) => {
@@ -270,7 +272,7 @@ impl UpgradeOffer {
     pub fn request(from: Box<dyn Channel>) -> Result<Self, UpgradeError> {
         from.set_timeouts(Some(READY_WITHIN), Some(MESSAGE_WITHIN))?;
         send_message(from.as_ref(), HELLO, &VERSION.to_le_bytes(), &[])?;
-        let Message { payload, .. } = expect(from.as_ref(), OFFER, "OFFER")?;
+        let ReceivedMessage { payload, .. } = expect(from.as_ref(), OFFER, "OFFER")?;
         let raw = RawOffer::read_from_bytes(&payload)
             .map_err(|_| invalid_offer(format!("an offer of {} bytes", payload.len())))?;
         let queues = bounded(raw.queues, crate::QUEUES_MAX, "queues")?;
@@ -328,7 +330,7 @@ impl UpgradeOffer {
         let orphans = Arc::default();
         let restored = connection.map(|fd| {
             let channel = Box::new(UnixChannel::new(fd, "a frontend of the other process")?);
-            Connection::restore(channel, session.negotiated, device, Some(&record), &orphans)
+            FrontendConnection::restore(channel, session.negotiated, device, Some(&record), &orphans)
         });
         let mut connection = restored.transpose().map_err(|error| refuse(error.to_string()))?;
         send_message(from, READY, &[], &[])?;
@@ -377,16 +379,20 @@ fn receive_request(from: &dyn Channel) -> Result<SavedRequest, UpgradeError> {
 
 fn send_message(
     to: &dyn Channel,
-    code: Code,
+    code: RequestCode,
     payload: &[u8],
     fds: &[BorrowedFd<'_>],
 ) -> Result<(), ServeError> {
-    let header = Header { code, need_reply: false, length: payload.len() };
+    let header = MessageHeader { code, need_reply: false, length: payload.len() };
     send(to, &[&header.encode(), payload].concat(), fds)
 }
 
 /// Receives a message with the code `wanted`.
-fn expect(from: &dyn Channel, wanted: Code, expected: &'static str) -> Result<Message, UpgradeError> {
+fn expect(
+    from: &dyn Channel,
+    wanted: RequestCode,
+    expected: &'static str,
+) -> Result<ReceivedMessage, UpgradeError> {
     let message = receive(from, MessageLimit::UPGRADE)?.ok_or_else(|| closed(expected))?;
     match message.header.code {
         code if code == wanted => Ok(message),

@@ -4,7 +4,7 @@
 //!   guest address (descriptors, the log)  ─┐
 //!   user address (the frontend's: rings)  ─┴─► region, offset ─► IoBuf / IoBufMut, never a slice
 //! ```
-//! A [`Memory`] is immutable. A new table is a new `Memory` that shares the unchanged regions. The rings use it from the next
+//! A [`GuestMemory`] is immutable. A new table is a new `GuestMemory` that shares the unchanged regions. The rings use it from the next
 //! batch on, and the former one is unmapped with its last reference.
 //!
 //! Limits: [`REGIONS_MAX`] regions. A file that the frontend truncates after it was mapped ends the session of that frontend
@@ -101,12 +101,12 @@ pub struct Region {
 
 /// The guest's memory at one time.
 #[derive(Debug, Default)]
-pub struct Memory {
+pub struct GuestMemory {
     /// Ordered by guest address.
     regions: Vec<Region>,
 }
 
-/// A part of a region, which it identifies within its [`Memory`].
+/// A part of a region, which it identifies within its [`GuestMemory`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Segment {
     region: u16,
@@ -117,7 +117,7 @@ pub(crate) struct Segment {
 /// A part of one region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestRange {
-    /// Index in [`Memory::regions`].
+    /// Index in [`GuestMemory::regions`].
     pub region: usize,
     /// Offset in the region.
     pub offset: u64,
@@ -171,7 +171,7 @@ impl Region {
     }
 }
 
-impl Memory {
+impl GuestMemory {
     /// Memory of these regions.
     ///
     /// # Errors
@@ -192,7 +192,7 @@ impl Memory {
     /// This memory with another region.
     ///
     /// # Errors
-    /// Those of [`Memory::new`].
+    /// Those of [`GuestMemory::new`].
     pub fn with(&self, region: Region) -> Result<Self, MemoryTableError> {
         Self::new(self.regions.iter().cloned().chain([region]).collect())
     }
@@ -338,7 +338,8 @@ mod tests {
 
     #[test]
     fn a_buffer_across_regions_has_several_segments() {
-        let memory = Memory::new(vec![region(0x3000, 0, 0x1000), region(0x1000, 0x9000, 0x2000)]).unwrap();
+        let memory =
+            GuestMemory::new(vec![region(0x3000, 0, 0x1000), region(0x1000, 0x9000, 0x2000)]).unwrap();
         let mut segments = Vec::new();
         assert!(memory.append_segments(0x2ffe, 4, &mut segments));
         let found: Vec<_> =
@@ -354,7 +355,7 @@ mod tests {
 
     #[test]
     fn addresses_outside_the_regions_are_not_found() {
-        let memory = Memory::new(vec![region(0x1000, 0x9000, 0x1000)]).unwrap();
+        let memory = GuestMemory::new(vec![region(0x1000, 0x9000, 0x1000)]).unwrap();
         for (guest, len) in
             [(0xfff, 1), (0x1fff, 2), (0x2000, 1), (u64::MAX, 1), (u64::MAX - 1, 4), (0x1000, u32::MAX)]
         {
@@ -377,13 +378,13 @@ mod tests {
         );
         assert!(refused(&info(u64::MAX, 0, 4096, 0), 4096).contains("ends beyond 2^64"));
         assert!(refused(&info(0, 0, 4096, u64::MAX), 4096).contains("larger than any address space"));
-        let overlap = Memory::new(vec![region(0, 0, 0x2000), region(0x1000, 0, 0x1000)]).unwrap_err();
+        let overlap = GuestMemory::new(vec![region(0, 0, 0x2000), region(0x1000, 0, 0x1000)]).unwrap_err();
         assert_eq!(overlap.to_string(), "the regions at guest addresses 0x0 and 0x1000 overlap");
     }
 
     #[test]
     fn regions_are_added_and_removed() {
-        let memory = Memory::new(vec![region(0, 0x10000, 0x1000)]).unwrap();
+        let memory = GuestMemory::new(vec![region(0, 0x10000, 0x1000)]).unwrap();
         let more = memory.with(region(0x4000, 0x20000, 0x1000)).unwrap();
         assert_eq!(more.size(), 0x2000);
         let less = more.without(&info(0, 0x10000, 0x1000, 0)).unwrap();

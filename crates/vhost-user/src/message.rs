@@ -40,11 +40,11 @@ pub(crate) const NO_FD: u64 = 1 << 8;
 
 /// Code of a request. Unknown codes are preserved.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Code(pub u32);
+pub struct RequestCode(pub u32);
 
 macro_rules! codes {
     ($($name:ident = $number:literal,)*) => {
-        impl Code {
+        impl RequestCode {
             $(#[doc = concat!("`VHOST_USER_", stringify!($name), "`.")] pub const $name: Self = Self($number);)*
 
             /// Name in the specification; `None` for a code that this crate does not know.
@@ -66,7 +66,7 @@ codes! {
     SET_DEVICE_STATE_FD = 42, CHECK_DEVICE_STATE = 43,
 }
 
-impl fmt::Display for Code {
+impl fmt::Display for RequestCode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.name() {
             Some(name) => f.write_str(name),
@@ -75,7 +75,7 @@ impl fmt::Display for Code {
     }
 }
 
-impl fmt::Debug for Code {
+impl fmt::Debug for RequestCode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
@@ -83,16 +83,16 @@ impl fmt::Debug for Code {
 
 /// Header of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Header {
+pub struct MessageHeader {
     /// The request.
-    pub code: Code,
+    pub code: RequestCode,
     /// True if the frontend requests an acknowledgement.
     pub need_reply: bool,
     /// Length of the payload in bytes, at most [`PAYLOAD_BYTES_MAX`].
     pub length: usize,
 }
 
-impl Header {
+impl MessageHeader {
     /// Parses a frontend's header.
     ///
     /// # Errors
@@ -101,7 +101,7 @@ impl Header {
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, MessageError> {
         let RawHeader { code, flags, length } =
             RawHeader::read_from_bytes(bytes).expect("HEADER_BYTES are a header");
-        let (code, flags, length) = (Code(code.get()), flags.get(), length.get());
+        let (code, flags, length) = (RequestCode(code.get()), flags.get(), length.get());
         if flags & VERSION_MASK != VERSION {
             return Err(MessageError::Version { code, found: flags & VERSION_MASK });
         }
@@ -131,7 +131,7 @@ pub(crate) struct RawHeader {
 }
 
 impl RawHeader {
-    pub(crate) fn bytes(code: Code, flags: u32, length: usize) -> [u8; HEADER_BYTES] {
+    pub(crate) fn bytes(code: RequestCode, flags: u32, length: usize) -> [u8; HEADER_BYTES] {
         let length = u32::try_from(length).expect("a payload has at most PAYLOAD_BYTES_MAX bytes");
         let header = Self { code: code.0.into(), flags: flags.into(), length: length.into() };
         zerocopy::transmute!(header)

@@ -27,7 +27,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-pub use batch::{Batch, Chain, Head};
+pub use batch::{Batch, Chain, ChainHead};
 pub use fault::RingFault;
 pub(crate) use setup::RingExtent;
 pub use setup::{RingSetup, RingStatistics};
@@ -35,7 +35,7 @@ pub use setup::{RingSetup, RingStatistics};
 use crate::eventfd;
 use crate::features;
 use crate::log::DirtyCache;
-use crate::memory::Memory;
+use crate::memory::GuestMemory;
 use crate::message::VringAddress;
 use chain_walker::ChainWalker;
 use recovery::RingRecovery;
@@ -65,7 +65,7 @@ const LOG_USED: u32 = 1;
 /// A started virtqueue.
 #[derive(Debug)]
 pub struct Ring {
-    memory: Arc<Memory>,
+    memory: Arc<GuestMemory>,
     parts: RingParts,
     address: VringAddress,
     size: u16,
@@ -106,11 +106,11 @@ struct Completion {
 }
 
 impl Ring {
-    /// Starts a ring in this memory. `epoch` distinguishes its [`Head`]s from those of other rings and of predecessors.
+    /// Starts a ring in this memory. `epoch` distinguishes its [`ChainHead`]s from those of other rings and of predecessors.
     ///
     /// # Errors
     /// [`RingFault::Size`], [`RingFault::Unmapped`], [`RingFault::Overlap`].
-    pub fn new(setup: RingSetup, memory: Arc<Memory>, epoch: u64) -> Result<Self, RingFault> {
+    pub fn new(setup: RingSetup, memory: Arc<GuestMemory>, epoch: u64) -> Result<Self, RingFault> {
         let RingSetup { size, address, base, features, call, switch, log } = setup;
         let size = ring_size(size)?;
         let event_index = features & features::EVENT_IDX != 0;
@@ -238,11 +238,11 @@ impl Ring {
     }
 
     /// Completes a chain to which nothing was written: as [`Ring::complete`], but later and in any order.
-    pub fn complete_head(&mut self, head: Head) {
+    pub fn complete_head(&mut self, head: ChainHead) {
         self.stage(head, 0);
     }
 
-    fn stage(&mut self, head: Head, written: u32) {
+    fn stage(&mut self, head: ChainHead, written: u32) {
         // The chains of a ring that was stopped meanwhile were returned by the stop.
         if head.epoch != self.epoch {
             return;
@@ -382,7 +382,7 @@ impl Ring {
     }
 
     /// Memory of the ring and its buffers.
-    pub fn memory(&self) -> &Arc<Memory> {
+    pub fn memory(&self) -> &Arc<GuestMemory> {
         &self.memory
     }
 

@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
 use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with};
 
-use crate::connection::{Connection, ConnectionResources, MESSAGE_WITHIN};
+use crate::connection::{ConnectionResources, FrontendConnection, MESSAGE_WITHIN};
 use crate::device::Device;
 use crate::orphaned_threads::OrphanedThreads;
 use crate::record::{InFlightRecord, RECORD_FD_NAME};
@@ -90,9 +90,9 @@ pub struct Service {
     /// `None` once the only possible connection is taken.
     pub(crate) frontends: Option<FrontendSource>,
     /// The frontend that has the device.
-    pub(crate) connection: Option<Connection>,
+    pub(crate) connection: Option<FrontendConnection>,
     /// A second one, whose rings do not run.
-    pub(crate) standby: Option<Connection>,
+    pub(crate) standby: Option<FrontendConnection>,
     /// Threads of ended connections; no further connection begins while there are any.
     pub(crate) orphans: Arc<OrphanedThreads>,
 }
@@ -113,7 +113,7 @@ impl Service {
     /// A service with this connected frontend.
     pub(crate) fn with(
         frontends: Option<FrontendSource>,
-        connection: Option<Connection>,
+        connection: Option<FrontendConnection>,
         orphans: Arc<OrphanedThreads>,
     ) -> Self {
         Self { frontends, connection, standby: None, orphans }
@@ -189,7 +189,7 @@ impl Service {
             let retries = |error: &ServeError| error.is_out_of_resources() || only && error.is_temporary();
             let create = || ConnectionResources::new(&*channel, device, Some(record), &self.orphans);
             let resources = retry_while(retries, cancel, create)?;
-            self.connection = Some(Connection::with(channel, device, resources));
+            self.connection = Some(FrontendConnection::with(channel, device, resources));
         }
         if self.allows_standby(device.as_ref()) {
             return self.serve_pair(device, record, cancel);
@@ -291,7 +291,7 @@ pub fn serve(
     cancel: &Cancel,
 ) -> Result<(), ServeError> {
     check_queues(device.as_ref())?;
-    Connection::new(channel, device, None, &Arc::default())?.serve(cancel)
+    FrontendConnection::new(channel, device, None, &Arc::default())?.serve(cancel)
 }
 
 fn check_queues(device: &dyn Device) -> Result<(), ServeError> {

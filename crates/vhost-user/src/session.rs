@@ -25,7 +25,7 @@ use towline_channel::Cancel;
 use crate::device::{ConfigSource, Device};
 use crate::features::{self, ProtocolFeatures};
 use crate::log::{DirtyLog, LogSwitch};
-use crate::memory::{Memory, REGIONS_MAX, Region};
+use crate::memory::{GuestMemory, REGIONS_MAX, Region};
 use crate::message::{LogMemory, RegionInfo, Reply, Request, VringAddress};
 use crate::orphaned_threads::OrphanedThreads;
 use crate::ring::{RingFault, RingSetup};
@@ -51,7 +51,7 @@ pub(crate) trait Rings {
         &mut self,
         ring: usize,
         setup: RingSetup,
-        memory: &Arc<Memory>,
+        memory: &Arc<GuestMemory>,
         fds: RingFds,
     ) -> Result<Option<RingFault>, SessionError>;
     /// Drains and stops a ring. Returns `None` if it was not started.
@@ -61,7 +61,7 @@ pub(crate) trait Rings {
     fn set_call(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError>;
     fn set_err(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError>;
     fn set_address(&mut self, ring: usize, address: VringAddress) -> Result<(), SessionError>;
-    fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), SessionError>;
+    fn set_memory(&mut self, memory: &Arc<GuestMemory>) -> Result<(), SessionError>;
     fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) -> Result<(), SessionError>;
     /// Waits until every batch that has begun is published.
     fn quiesce(&mut self) -> Result<(), SessionError>;
@@ -103,7 +103,7 @@ pub(crate) struct Session<R> {
     rings: R,
     vrings: Vec<Vring>,
     negotiated: Negotiated,
-    memory: Arc<Memory>,
+    memory: Arc<GuestMemory>,
     switch: LogSwitch,
     log: Option<Arc<DirtyLog>>,
     status: u64,
@@ -336,7 +336,7 @@ impl<R: Rings> Session<R> {
             return self.map_postcopy_table(regions).map(Some);
         }
         let regions = regions.into_iter().map(|(info, fd)| Region::map(&info, fd));
-        let memory = Memory::new(regions.collect::<Result<_, _>>()?)?;
+        let memory = GuestMemory::new(regions.collect::<Result<_, _>>()?)?;
         no_reply(self.set_memory(memory))
     }
 
@@ -361,7 +361,7 @@ impl<R: Rings> Session<R> {
         self.set_memory(memory)
     }
 
-    fn set_memory(&mut self, memory: Memory) -> Result<(), SessionError> {
+    fn set_memory(&mut self, memory: GuestMemory) -> Result<(), SessionError> {
         self.check_overlaps("SET_MEM_TABLE", &memory, None)?;
         self.memory = Arc::new(memory);
         self.rings.set_memory(&self.memory)
@@ -409,7 +409,7 @@ impl<R: Rings> Session<R> {
         self.log = None;
         self.switch.set(false);
         self.rings.set_log(None)?;
-        self.set_memory(Memory::default())
+        self.set_memory(GuestMemory::default())
     }
 
     fn reset(&mut self) -> Result<(), SessionError> {

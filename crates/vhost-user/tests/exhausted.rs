@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use towline_vhost_user::message::{Code, Header};
+use towline_vhost_user::message::{MessageHeader, RequestCode};
 use towline_vhost_user::{
     Address, BackendError, Cancel, Device, FrontendSource, Listener, Next, Queues, ServeError, Worker,
 };
@@ -52,7 +52,7 @@ fn exhaust(spare: usize) -> Vec<File> {
 
 fn request_queue_num(stream: &mut UnixStream) -> std::io::Result<()> {
     stream.set_read_timeout(Some(WITHIN))?;
-    let header = Header { code: Code::GET_QUEUE_NUM, need_reply: false, length: 0 }.encode();
+    let header = MessageHeader { code: RequestCode::GET_QUEUE_NUM, need_reply: false, length: 0 }.encode();
     stream.write_all(&header)?;
     stream.read_exact(&mut [0; 20])
 }

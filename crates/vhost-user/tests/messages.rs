@@ -5,8 +5,8 @@ use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use towline_vhost_user::message::{
-    Code, HEADER_BYTES, Header, MessageError, PAYLOAD_BYTES_MAX, Reply, Request, TransferDirection,
-    VringState,
+    HEADER_BYTES, MessageError, MessageHeader, PAYLOAD_BYTES_MAX, Reply, Request, RequestCode,
+    TransferDirection, VringState,
 };
 
 /// Parses hexadecimal bytes with blanks.
@@ -21,10 +21,10 @@ fn fds(count: usize) -> Vec<OwnedFd> {
 }
 
 /// Decodes a whole message with `count` descriptors.
-fn decode(text: &str, count: usize) -> Result<(Header, Request), MessageError> {
+fn decode(text: &str, count: usize) -> Result<(MessageHeader, Request), MessageError> {
     let bytes = hex(text);
     let (header, payload) = bytes.split_first_chunk::<HEADER_BYTES>().unwrap();
-    let header = Header::parse(header)?;
+    let header = MessageHeader::parse(header)?;
     assert_eq!(header.length, payload.len(), "an error in the golden bytes");
     Request::decode(header.code, payload, fds(count)).map(|request| (header, request))
 }
@@ -58,7 +58,7 @@ fn requests_without_descriptors_are_decoded() {
         assert_eq!(shown(bytes, 0), wanted);
     }
     let (header, _) = decode("14000000 09000000 08000000 dc05000000000000", 0).unwrap();
-    assert_eq!(header, Header { code: Code::NET_SET_MTU, need_reply: true, length: 8 });
+    assert_eq!(header, MessageHeader { code: RequestCode::NET_SET_MTU, need_reply: true, length: 8 });
     assert_eq!(header.encode()[..], hex("14000000 09000000 08000000"));
 }
 
@@ -118,13 +118,14 @@ fn requests_about_memory_log_and_state_are_decoded() {
 #[test]
 fn replies_are_encoded() {
     assert_eq!(
-        Reply::Number(0x1_4400_0000).encode(Code::GET_FEATURES),
+        Reply::Number(0x1_4400_0000).encode(RequestCode::GET_FEATURES),
         hex("01000000 05000000 08000000 0000004401000000")
     );
     let base = Reply::VringBase(VringState { index: 1, number: 0xfffe });
-    assert_eq!(base.encode(Code::GET_VRING_BASE), hex("0b000000 05000000 08000000 01000000 feff0000"));
-    let config =
-        |bytes: &[u8]| Reply::Config { offset: 4, flags: 0, bytes: bytes.to_vec() }.encode(Code::GET_CONFIG);
+    assert_eq!(base.encode(RequestCode::GET_VRING_BASE), hex("0b000000 05000000 08000000 01000000 feff0000"));
+    let config = |bytes: &[u8]| {
+        Reply::Config { offset: 4, flags: 0, bytes: bytes.to_vec() }.encode(RequestCode::GET_CONFIG)
+    };
     assert_eq!(config(&[1, 2]), hex("18000000 05000000 0e000000 04000000 02000000 00000000 0102"));
     assert_eq!(config(&[]), hex("18000000 05000000 00000000"));
 }
@@ -132,7 +133,7 @@ fn replies_are_encoded() {
 #[test]
 fn errors_of_messages_have_code_and_value() {
     let fault = |text: &str, count| decode(text, count).unwrap_err();
-    let code = Code::SET_FEATURES;
+    let code = RequestCode::SET_FEATURES;
     assert_eq!(fault("02000000 00000000 00000000", 0), MessageError::Version { code, found: 0 });
     assert_eq!(fault("02000000 05000000 00000000", 0), MessageError::ReplyAsRequest { code });
     assert_eq!(fault("02000000 01000000 00000000", 0), MessageError::Length { code, found: 0, expected: 8 });
@@ -140,11 +141,11 @@ fn errors_of_messages_have_code_and_value() {
     assert_eq!(fault("02000000 01000000 08000000 0000000000000000", 1), descriptors(code, 1, 0));
     assert_eq!(
         fault("0c000000 01000000 08000000 0000000000000000", 0),
-        descriptors(Code::SET_VRING_KICK, 0, 1)
+        descriptors(RequestCode::SET_VRING_KICK, 0, 1)
     );
     assert_eq!(
         fault("0c000000 01000000 08000000 0001000000000000", 1),
-        descriptors(Code::SET_VRING_KICK, 1, 0)
+        descriptors(RequestCode::SET_VRING_KICK, 1, 0)
     );
     assert_eq!(
         fault("05000000 01000000 08000000 01000000 00000000", 1).to_string(),
@@ -171,6 +172,6 @@ fn errors_of_messages_have_code_and_value() {
     }
     let mut long = hex("02000000 01000000 00000000");
     long[8..].copy_from_slice(&u32::to_le_bytes(PAYLOAD_BYTES_MAX as u32 + 1));
-    let long = Header::parse(long.first_chunk().unwrap()).unwrap_err();
+    let long = MessageHeader::parse(long.first_chunk().unwrap()).unwrap_err();
     assert_eq!(long.to_string(), "SET_FEATURES has 4097 bytes of payload, at most 4096 are accepted");
 }

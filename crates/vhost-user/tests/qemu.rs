@@ -244,6 +244,6 @@ fn a_service_managers_socket_is_served() {
     command.args(["-c", SERVICE_MANAGER]).arg(&socket).arg(program("rng")).stdin(Stdio::null());
     let _device = Process { child: command.spawn().unwrap() };
     let mut frontend = towline_frontend::Frontend::connect(&socket, WITHIN).unwrap();
-    let queues = frontend.number(towline_frontend::wire::Code::GET_QUEUE_NUM).unwrap();
+    let queues = frontend.number(towline_frontend::wire::RequestCode::GET_QUEUE_NUM).unwrap();
     assert_eq!(queues, 1);
 }

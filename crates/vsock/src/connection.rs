@@ -8,7 +8,7 @@
 //! ```
 
 use crate::credit::{CreditViolation, PeerCredit, ReceiveWindow};
-use crate::packet::{Header, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags, SocketType};
+use crate::packet::{Operation, PAYLOAD_BYTES_MAX, PacketHeader, SeqFlags, ShutdownFlags, SocketType};
 
 /// Limits of one guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -239,7 +239,11 @@ impl Connection {
     ///
     /// # Errors
     /// [`CreditViolation`] if the guest may not send it.
-    pub(crate) fn receive(&mut self, header: &Header, payload: u32) -> Result<SeqFlags, CreditViolation> {
+    pub(crate) fn receive(
+        &mut self,
+        header: &PacketHeader,
+        payload: u32,
+    ) -> Result<SeqFlags, CreditViolation> {
         let len = header.len;
         let is_valid = len <= payload && len <= PAYLOAD_BYTES_MAX;
         if !is_valid || self.guest_shutdown.contains(ShutdownFlags::SEND) {
@@ -250,9 +254,9 @@ impl Connection {
     }
 
     /// Returns the header of a packet for the guest with this CID. It advertises the connection's credit.
-    pub(crate) fn header(&mut self, guest_cid: u64, operation: Operation) -> Header {
+    pub(crate) fn header(&mut self, guest_cid: u64, operation: Operation) -> PacketHeader {
         let (buf_alloc, fwd_cnt) = self.receive_window.advertise();
-        Header {
+        PacketHeader {
             source_cid: self.key.peer_cid,
             destination_cid: guest_cid,
             source_port: self.key.peer_port,

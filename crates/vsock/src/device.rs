@@ -12,6 +12,7 @@ use towline_vhost_user::{
     AdaptivePoller, BackendError, Device, Next, PollFlags, PollSet, ProtocolFeatures, Queues, Worker,
 };
 
+use crate::ablation::Ablation;
 use crate::connection::ConnectionLimits;
 use crate::engine::Engine;
 use crate::host::{
@@ -26,7 +27,6 @@ use crate::sockets::{CloseMode, Readiness, Sockets as _};
 use crate::state::State;
 use crate::statistics::VsockReport;
 use crate::transport_reset::TransportReset;
-use crate::tuning::Tuning;
 
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
@@ -67,7 +67,7 @@ pub struct Settings {
     /// True if the guest must not be migrated with the device.
     pub unmigratable: bool,
     /// Ideas of the design that measurements turn off; the default has all.
-    pub tuning: Tuning,
+    pub ablation: Ablation,
 }
 
 /// Error of the creation of a device.
@@ -102,7 +102,7 @@ pub struct Vsock {
     limits: ConnectionLimits,
     busy_poll: Duration,
     unmigratable: bool,
-    tuning: Tuning,
+    ablation: Ablation,
     config: Arc<HostConfig>,
     report: Arc<SharedReport>,
     updates: Arc<SessionUpdates>,
@@ -125,7 +125,7 @@ impl Vsock {
     /// # Errors
     /// [`DeviceError`].
     pub fn new(settings: Settings, local_guests: &Arc<LocalGuests>) -> Result<Self, DeviceError> {
-        let Settings { cid, limits, busy_poll, unmigratable, zero_copy_send, tuning, .. } = settings;
+        let Settings { cid, limits, busy_poll, unmigratable, zero_copy_send, ablation, .. } = settings;
         let listeners = listeners(&settings)?;
         let accept_queue = Arc::new(AcceptQueue::new(limits.handshakes)?);
         if !local_guests.register(cid, settings.groups, Arc::clone(&accept_queue)) {
@@ -143,7 +143,7 @@ impl Vsock {
             handshakes_max: limits.handshakes,
         });
         let (report, updates) = (Arc::default(), Arc::default());
-        Ok(Self { cid, limits, busy_poll, unmigratable, tuning, config, report, updates })
+        Ok(Self { cid, limits, busy_poll, unmigratable, ablation, config, report, updates })
     }
 
     /// Returns the statistics so far.
@@ -218,7 +218,7 @@ impl Device for Vsock {
         let host = Host::new(Arc::clone(&self.config))?;
         self.report.add_worker();
         Ok(Box::new(VsockWorker {
-            engine: Engine::new(self.cid, self.limits, port_seed(), host).with_tuning(self.tuning),
+            engine: Engine::new(self.cid, self.limits, port_seed(), host).with_ablation(self.ablation),
             limits: self.limits,
             report: Arc::clone(&self.report),
             updates: Arc::clone(&self.updates),
@@ -388,7 +388,7 @@ impl VsockWorker {
                 SocketEvent::Writable(id) => self.engine.writable(id),
                 SocketEvent::Connected(id, socket) => self.engine.connected(id, socket),
                 SocketEvent::Error(id) => {
-                    if !self.engine.zero_copy_completed(id) {
+                    if !self.engine.reap_zero_copy_completions(id) {
                         self.engine.readable(id, Readiness::Closed);
                     }
                 }
@@ -424,7 +424,7 @@ impl VsockWorker {
         loop {
             let ids: Vec<_> = self.engine.zero_copy_sockets().map(|(id, _)| id).collect();
             for id in ids {
-                self.engine.zero_copy_completed(id);
+                self.engine.reap_zero_copy_completions(id);
             }
             if self.engine.zero_copy_in_flight() == 0 {
                 return true;

@@ -27,12 +27,12 @@ use self::host_end::{HostEnd, HostEnds, Queues};
 use self::lifecycle::{Actions, LifecycleEvent, PeerState, ReceiveState, Transition};
 use self::live_queue::LiveQueue;
 use self::zero_copy::LingeringSocket;
+use crate::ablation::Ablation;
 use crate::connection::{ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState};
 use crate::packet::{ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, ConnectOutcome, Interest, Readiness, Sockets};
 use crate::statistics::{ConnectionReport, Statistics};
-use crate::table::Table;
-use crate::tuning::Tuning;
+use crate::table::ConnectionTable;
 
 /// Time limit of a connect, and of the guest's confirmation that a connection has ended.
 pub const CONNECT_TIMEOUT_MS: u64 = 10_000;
@@ -41,7 +41,7 @@ const CREDIT_TIMEOUT_MS: u64 = 1_000;
 
 /// All connections of one guest. See the module.
 pub struct Engine<S: Sockets> {
-    table: Table,
+    table: ConnectionTable,
     sockets: S,
     host_ends: HostEnds<S::Socket>,
     /// Connections with data for the guest, round-robin.
@@ -65,7 +65,7 @@ pub struct Engine<S: Sockets> {
     traffic: AnswerablePackets,
     /// SHUTDOWN packets of both directions that were sent to the guest.
     last_shutdowns: u64,
-    tuning: Tuning,
+    ablation: Ablation,
     statistics: Statistics,
 }
 
@@ -73,7 +73,7 @@ impl<S: Sockets> Engine<S> {
     /// Creates an engine without connections.
     pub fn new(cid: u64, limits: ConnectionLimits, seed: u32, sockets: S) -> Self {
         Self {
-            table: Table::new(cid, limits, seed),
+            table: ConnectionTable::new(cid, limits, seed),
             sockets,
             host_ends: HostEnds::default(),
             ready: LiveQueue::default(),
@@ -89,15 +89,15 @@ impl<S: Sockets> Engine<S> {
             full_since: None,
             traffic: AnswerablePackets::default(),
             last_shutdowns: 0,
-            tuning: Tuning::default(),
+            ablation: Ablation::default(),
             statistics: Statistics::default(),
         }
     }
 
-    /// Returns the engine with this tuning, before it has a connection.
-    pub fn with_tuning(mut self, tuning: Tuning) -> Self {
-        self.table.set_credit_updates(tuning.credit_updates);
-        Self { tuning, ..self }
+    /// Returns the engine with this ablation, before it has a connection.
+    pub fn with_ablation(mut self, ablation: Ablation) -> Self {
+        self.table.set_credit_updates(ablation.credit_updates);
+        Self { ablation, ..self }
     }
 
     /// Returns the host's side.
@@ -111,7 +111,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Returns the table of connections.
-    pub fn table(&self) -> &Table {
+    pub fn table(&self) -> &ConnectionTable {
         &self.table
     }
 
@@ -282,7 +282,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Completes all chains that are retained in the transmit ring, after copying their payload. Zero-copy sends complete by
-    /// [`Engine::zero_copy_completed`], or are aborted.
+    /// [`Engine::reap_zero_copy_completions`], or are aborted.
     pub fn complete_retained(&mut self, ring: Option<&mut Ring>) {
         for id in self.host_ends.ids() {
             self.copy_all(id);

@@ -5,7 +5,7 @@
 //!                       └ Engine: Table (identities, credit, control packets) + payload in transit
 //! ```
 //! Features: stream and seqpacket sockets, half-closed connections, Firecracker's convention over Unix sockets, forwarding
-//! rules for TCP and others, several guests in one process. [`Table`] does no I/O; [`Engine`] depends on neither time nor
+//! rules for TCP and others, several guests in one process. [`ConnectionTable`] does no I/O; [`Engine`] depends on neither time nor
 //! real sockets (its interface to them is [`Sockets`]), so both run in virtual time too.
 //!
 //! Out of scope: datagrams, and the kernel's own vhost-vsock.
@@ -13,6 +13,7 @@
 //! Limits: [`ConnectionLimits`] of connections and memory for each guest; packets of [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX)
 //! bytes; [`PENDING_RESETS_MAX`] answers to packets of unknown connections. For users: `docs/vsock.md`.
 
+mod ablation;
 mod connection;
 pub mod credit;
 mod device;
@@ -29,8 +30,8 @@ mod statistics;
 mod sys;
 mod table;
 mod transport_reset;
-mod tuning;
 
+pub use ablation::{Ablation, CreditUpdates, Merging};
 pub use connection::{
     ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState, Inbound,
     TableStatistics,
@@ -44,9 +45,8 @@ pub use sockets::{
 };
 pub use state::STATE_VERSION;
 pub use statistics::{ConnectionReport, ConnectionStatistics, Statistics, VsockReport};
-pub use table::{DataHeaders, PENDING_RESETS_MAX, Table};
+pub use table::{ConnectionTable, DataHeaders, PENDING_RESETS_MAX};
 pub use towline_channel::ZeroCopySend;
-pub use tuning::{CreditUpdates, Merging, Tuning};
 
 /// The example of the README, as a test.
 #[cfg(doctest)]

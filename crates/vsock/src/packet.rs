@@ -12,7 +12,7 @@ pub const HOST_CID: u64 = 2;
 
 /// A header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Header {
+pub struct PacketHeader {
     /// CID of the sender.
     pub source_cid: u64,
     /// CID of the receiver.
@@ -147,7 +147,7 @@ bitflags::bitflags! {
     }
 }
 
-impl Header {
+impl PacketHeader {
     /// Reads a header from its bytes, which are copied out of the guest's memory once, before they are interpreted.
     #[inline]
     pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Self {
@@ -203,7 +203,7 @@ mod tests {
 
     #[test]
     fn a_header_has_the_byte_layout_of_the_specification() {
-        let header = Header {
+        let header = PacketHeader {
             source_cid: 3,
             destination_cid: 2,
             source_port: 0x1_0203,
@@ -220,7 +220,7 @@ mod tests {
             0, 0, 0, 0, 0, 0, 4, 0, 9, 0, 0, 0,
         ];
         assert_eq!(header.to_bytes(), bytes);
-        assert_eq!(Header::parse(&bytes), header);
+        assert_eq!(PacketHeader::parse(&bytes), header);
         let reset = header.reset();
         assert_eq!((reset.source_cid, reset.destination_port), (2, 0x1_0203));
         assert_eq!(Operation::from_number(reset.operation), Some(Operation::Reset));

@@ -74,7 +74,7 @@ pub trait Sockets {
     }
 
     /// Returns the number of the last zero-copy send such that it and all before it have completed. An implementation calls
-    /// [`Engine::zero_copy_completed`](crate::Engine::zero_copy_completed) when that has changed.
+    /// [`Engine::reap_zero_copy_completions`](crate::Engine::reap_zero_copy_completions) when that has changed.
     fn completed(&mut self, socket: &Self::Socket) -> u64 {
         let _ = socket;
         u64::MAX

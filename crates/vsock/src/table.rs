@@ -17,13 +17,13 @@ use std::collections::{HashMap, VecDeque};
 
 pub use self::control::DataHeaders;
 use self::memory::MemoryBudget;
+use crate::ablation::CreditUpdates;
 use crate::connection::{
     ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState, ControlPackets,
     HostEvent, Inbound, Initiator, PacketAction, TableStatistics,
 };
 use crate::credit::{PeerCredit, ReceiveWindow};
-use crate::packet::{Header, Operation, ShutdownFlags, SocketType};
-use crate::tuning::CreditUpdates;
+use crate::packet::{Operation, PacketHeader, ShutdownFlags, SocketType};
 
 /// Maximum number of resets of unknown connections that wait for buffers in the guest's ring.
 pub const PENDING_RESETS_MAX: usize = 1024;
@@ -35,14 +35,14 @@ const GENERATION_MAX: u32 = u32::MAX >> 1;
 
 /// The connections of one guest.
 #[derive(Debug)]
-pub struct Table {
+pub struct ConnectionTable {
     cid: u64,
     limits: ConnectionLimits,
     slots: Vec<Slot>,
     free: Vec<u32>,
     by_key: HashMap<ConnectionKey, ConnectionId>,
     control_queue: VecDeque<ConnectionId>,
-    pending_resets: VecDeque<Header>,
+    pending_resets: VecDeque<PacketHeader>,
     next_port: u32,
     memory: MemoryBudget,
     /// Connections that peers initiated, by CID.
@@ -57,7 +57,7 @@ struct Slot {
     connection: Option<Connection>,
 }
 
-impl Table {
+impl ConnectionTable {
     /// Creates a table for the guest with this CID. Ephemeral ports begin at `seed` modulo their number.
     pub fn new(cid: u64, limits: ConnectionLimits, seed: u32) -> Self {
         let span = HOST_PORTS.end() - HOST_PORTS.start() + 1;
@@ -137,7 +137,7 @@ impl Table {
     }
 
     /// Processes a packet of the guest that has `payload` bytes after its header.
-    pub fn receive_from_guest(&mut self, header: &Header, payload: u32) -> Inbound {
+    pub fn receive_from_guest(&mut self, header: &PacketHeader, payload: u32) -> Inbound {
         if header.source_cid != self.cid {
             self.statistics.dropped += 1;
             return Inbound::Nothing;
@@ -158,7 +158,7 @@ impl Table {
         }
     }
 
-    fn request(&mut self, key: ConnectionKey, kind: SocketType, header: &Header) -> Inbound {
+    fn request(&mut self, key: ConnectionKey, kind: SocketType, header: &PacketHeader) -> Inbound {
         self.statistics.requests_from_guest += 1;
         let Some((id, connection)) = self.add(key, kind, Initiator::Guest) else {
             self.statistics.refused_by_limit += 1;
@@ -176,7 +176,7 @@ impl Table {
         id: ConnectionId,
         operation: Operation,
         kind: SocketType,
-        header: &Header,
+        header: &PacketHeader,
         payload: u32,
     ) -> Inbound {
         self.statistics.resets_received += u64::from(operation == Operation::Reset);
@@ -285,7 +285,7 @@ impl Table {
         self.memory.reserve_message(bytes)
     }
 
-    /// Frees memory that was [reserved](Table::reserve).
+    /// Frees memory that was [reserved](ConnectionTable::reserve).
     pub fn unreserve(&mut self, bytes: u64) {
         self.memory.free_message(bytes);
     }

@@ -7,11 +7,11 @@ use std::io::{Read as _, Write as _};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_frontend::vsock::{Guest, Options, VsockEvent};
+use towline_frontend::vsock::{Options, VsockEvent, VsockGuest};
 use towline_frontend::wire::feature;
-use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
+use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions};
 use towline_vhost_user::Device as _;
-use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Tuning, Vsock, ZeroCopySend};
+use towline_vsock::{Ablation, ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
 use common::{CID, DEVICE_STATE, Served, TIMEOUT, bytes, connect_guest, poll_until, send_until_full};
 
@@ -107,9 +107,9 @@ fn a_new_driver_has_no_connections() {
         features: frontend.negotiated().features,
         takes_at_once: true,
     };
-    let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
+    let memory = Arc::new(MemoryArena::new(VsockGuest::memory_bytes(&options)).unwrap());
     frontend.set_mem_table(Some(&memory)).unwrap();
-    let mut guest = Guest::start(&mut frontend, &memory, options).unwrap();
+    let mut guest = VsockGuest::start(&mut frontend, &memory, options).unwrap();
     let mut received = Vec::new();
     // It may end with a reset.
     let _ = stream.read_to_end(&mut received);
@@ -182,7 +182,7 @@ fn connections_are_deferred_until_the_transport_reset_is_processed() {
     other.set_mem_table(Some(&memory)).unwrap();
     assert!(other.load(&state).unwrap());
     let mut events = Queue::new(&memory, 2, QueueOptions { size: 8, features }).unwrap();
-    let buffers = [(); 4].map(|()| Buffer { guest: memory.alloc(8, 8), len: 8 });
+    let buffers = [(); 4].map(|()| QueueBuffer { guest: memory.alloc(8, 8), len: 8 });
     for (token, buffer) in (0..).zip(buffers) {
         memory.write(buffer.guest, &[0xff; 8]);
         assert!(events.add(&[], &[buffer], token));
@@ -233,7 +233,7 @@ fn a_cid_can_be_used_by_one_guest_only() {
         zero_copy_send: ZeroCopySend::Off,
         busy_poll: Duration::ZERO,
         unmigratable: false,
-        tuning: Tuning::default(),
+        ablation: Ablation::default(),
     };
     let _one = Vsock::new(settings(3), &local_guests).unwrap();
     let other = Vsock::new(settings(3), &local_guests).unwrap_err();

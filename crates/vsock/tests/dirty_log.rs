@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use towline_frontend::vsock::{Guest, HEADER_BYTES, Options, VsockEvent};
+use towline_frontend::vsock::{HEADER_BYTES, Options, VsockEvent, VsockGuest};
 use towline_frontend::wire::{feature, protocol};
-use towline_frontend::{Frontend, GUEST_BASE, Memory};
+use towline_frontend::{Frontend, GUEST_BASE, MemoryArena};
 use towline_vsock::ConnectionLimits;
 
 use common::{CID, Served, TIMEOUT};
@@ -35,7 +35,7 @@ struct Migration {
 
 impl Migration {
     /// Harvests the log, which clears it, and then copies the pages.
-    fn copy(&mut self, log: &Memory, memory: &Memory) {
+    fn copy(&mut self, log: &MemoryArena, memory: &MemoryArena) {
         for page in log.take_dirty_pages() {
             self.pages.insert(page, memory.bytes(page * PAGE, PAGE as usize));
         }
@@ -43,7 +43,7 @@ impl Migration {
     }
 
     /// Asserts that every page in this range equals its copy; pages that were never marked are as at the beginning.
-    fn compare(&self, memory: &Memory, range: Range<u64>) {
+    fn compare(&self, memory: &MemoryArena, range: Range<u64>) {
         for page in range.start / PAGE..range.end.div_ceil(PAGE) {
             let zeroes = vec![0; PAGE as usize];
             let copied = self.pages.get(&page).unwrap_or(&zeroes);
@@ -57,7 +57,7 @@ impl Migration {
     }
 }
 
-fn start(served: &Served) -> (Frontend, Guest, Memory) {
+fn start(served: &Served) -> (Frontend, VsockGuest, MemoryArena) {
     let mut frontend = Frontend::connect(&served.path("d"), TIMEOUT).unwrap();
     let agreed = frontend.negotiate(0, feature::EVENT_IDX, protocol::LOG_SHMFD).unwrap();
     let options = Options {
@@ -67,10 +67,10 @@ fn start(served: &Served) -> (Frontend, Guest, Memory) {
         features: agreed.features,
         takes_at_once: true,
     };
-    let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
+    let memory = Arc::new(MemoryArena::new(VsockGuest::memory_bytes(&options)).unwrap());
     frontend.set_mem_table(Some(&memory)).unwrap();
-    let mut guest = Guest::start(&mut frontend, &memory, options).unwrap();
-    let log = Memory::new((GUEST_BASE + Guest::memory_bytes(&options)) / PAGE / 8 + PAGE).unwrap();
+    let mut guest = VsockGuest::start(&mut frontend, &memory, options).unwrap();
+    let log = MemoryArena::new((GUEST_BASE + VsockGuest::memory_bytes(&options)) / PAGE / 8 + PAGE).unwrap();
     frontend.set_log(&log).unwrap();
     frontend.set_features(agreed.features | feature::LOG_ALL).unwrap();
     frontend.set_vring_addr(guest.rx(), true).unwrap();

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, getrlimit};
-use towline_frontend::vsock::{Guest, VsockEvent};
+use towline_frontend::vsock::{VsockEvent, VsockGuest};
 use towline_vsock::ConnectionLimits;
 use towline_vsock::packet::SocketType;
 
@@ -77,7 +77,7 @@ impl Drop for HostSide {
 }
 
 /// Establishes all connections, at most as many at a time as fit into the listener's backlog.
-fn connect_all(guest: &mut Guest) {
+fn connect_all(guest: &mut VsockGuest) {
     let deadline = Instant::now() + TIMEOUT;
     let mut connected = 0;
     for port in 0..CONNECTIONS {
@@ -100,7 +100,7 @@ fn connect_all(guest: &mut Guest) {
 }
 
 /// Sends to programs that never read, until no connection accepts more.
-fn fill(guest: &mut Guest) {
+fn fill(guest: &mut VsockGuest) {
     let packet = [0x5a; 16 << 10];
     let mut idle = 0;
     while idle < 20 {

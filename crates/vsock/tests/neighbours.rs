@@ -17,8 +17,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::net::{SendFlags, SocketAddrUnix};
-use towline_frontend::vsock::{BUF_ALLOC, Guest, HOST_CID, Header, op};
-use towline_frontend::{Buffer, Frontend};
+use towline_frontend::vsock::{BUF_ALLOC, HOST_CID, PacketHeader, VsockGuest, op};
+use towline_frontend::{Frontend, QueueBuffer};
 use towline_vsock::{ConnectionLimits, LocalGuests};
 
 use common::{Served, listen_seqpacket, seqpacket_socket};
@@ -131,8 +131,8 @@ fn yield_to_others() {
     let _ = rustix::process::nice(19);
 }
 
-fn header(cid: u64, peer: u64, ports: (u32, u32), kind: u16, op: u16) -> Header {
-    Header {
+fn header(cid: u64, peer: u64, ports: (u32, u32), kind: u16, op: u16) -> PacketHeader {
+    PacketHeader {
         src_cid: cid,
         dst_cid: peer,
         src_port: ports.0,
@@ -147,7 +147,7 @@ fn header(cid: u64, peer: u64, ports: (u32, u32), kind: u16, op: u16) -> Header 
 }
 
 /// Sends messages of many segments, of one byte, and without an end to a program that never reads, on one connection after another.
-fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest), host: &Path) {
+fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, VsockGuest), host: &Path) {
     run.enter(Part::HostileDrivers);
     yield_to_others();
     let listener = listen_seqpacket(host);
@@ -163,8 +163,11 @@ fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest),
         while let Ok(host) = rustix::net::accept(&listener) {
             hosts.push(host);
         }
-        let header =
-            |len: usize, flags| Header { len: len as u32, flags, ..header(cid, HOST_CID, ports, 2, op::RW) };
+        let header = |len: usize, flags| PacketHeader {
+            len: len as u32,
+            flags,
+            ..header(cid, HOST_CID, ports, 2, op::RW)
+        };
         let _ = guest.put_in_pieces(&header(8192, 0), &[1; 8192], 8);
         guest.poll(|_, _| ()).unwrap();
         for index in 0..2000 {
@@ -179,7 +182,7 @@ fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest),
 
 /// Opens and closes connections to the host and to each of the other guests, sends packets of unknown connections, and posts no
 /// buffers.
-fn flood(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest)) {
+fn flood(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, VsockGuest)) {
     run.enter(Part::HostileDrivers);
     yield_to_others();
     let mut port = 0u32;
@@ -200,7 +203,7 @@ fn flood(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest)) {
 }
 
 /// Posts useless receive buffers, while clients of the host send empty messages or nothing.
-fn waste(run: &Run, (_frontend, mut guest): (Frontend, Guest), directory: &Path) {
+fn waste(run: &Run, (_frontend, mut guest): (Frontend, VsockGuest), directory: &Path) {
     run.enter(Part::HostileDrivers);
     yield_to_others();
     let client = seqpacket_socket();
@@ -215,7 +218,7 @@ fn waste(run: &Run, (_frontend, mut guest): (Frontend, Guest), directory: &Path)
         if silent.len() > 400 {
             silent.clear();
         }
-        let buffer = Buffer { guest: guest.memory().alloc(0, 64), len: 10 };
+        let buffer = QueueBuffer { guest: guest.memory().alloc(0, 64), len: 10 };
         let _ = guest.rx().add(&[], &[buffer], 0);
         guest.rx().publish();
         guest
@@ -229,7 +232,7 @@ fn waste(run: &Run, (_frontend, mut guest): (Frontend, Guest), directory: &Path)
 }
 
 /// Sends at the fixed rate, and waits for the reply to every unit.
-fn work(run: &Run, (_frontend, mut guest): (Frontend, Guest)) {
+fn work(run: &Run, (_frontend, mut guest): (Frontend, VsockGuest)) {
     run.enter(Part::OtherDrivers);
     let ports = (6000, PORT);
     guest.request(ports);

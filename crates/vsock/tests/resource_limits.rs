@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{RecvFlags, SendFlags, SocketAddrUnix};
 use towline_frontend::vsock::{
-    BUF_ALLOC, Guest, HOST_CID, Header, Ports, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, VsockEvent, op,
+    BUF_ALLOC, HOST_CID, PacketHeader, PortPair, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, VsockEvent, VsockGuest, op,
 };
-use towline_frontend::{Buffer, Queue, QueueOptions};
+use towline_frontend::{Queue, QueueBuffer, QueueOptions};
 use towline_vsock::ConnectionLimits;
 
 use common::{CID, Served, TIMEOUT, bytes, listen_seqpacket, poll_until, seqpacket_socket};
@@ -55,7 +55,7 @@ fn cpu_time() -> Duration {
 }
 
 /// Asserts that the device becomes idle within a second: it uses no CPU time then.
-fn assert_becomes_idle(guest: &mut Guest) {
+fn assert_becomes_idle(guest: &mut VsockGuest) {
     let deadline = Instant::now() + Duration::from_secs(1) + OBSERVED;
     loop {
         let (before, since) = (cpu_time(), Instant::now());
@@ -78,8 +78,8 @@ fn private_bytes() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-fn message_header(ports: Ports, len: usize, flags: u32) -> Header {
-    Header {
+fn message_header(ports: PortPair, len: usize, flags: u32) -> PacketHeader {
+    PacketHeader {
         src_cid: CID,
         dst_cid: HOST_CID,
         src_port: ports.0,
@@ -94,7 +94,7 @@ fn message_header(ports: Ports, len: usize, flags: u32) -> Header {
 }
 
 /// Waits until the device has processed `count` data packets.
-fn wait_for_packets(served: &Served, guest: &mut Guest, count: u64) {
+fn wait_for_packets(served: &Served, guest: &mut VsockGuest, count: u64) {
     let deadline = Instant::now() + TIMEOUT;
     while served.device.report().statistics.totals.packets_from_guest < count {
         assert!(Instant::now() < deadline, "{:?}", served.device.report().statistics);
@@ -308,7 +308,7 @@ fn event_buffers_do_not_keep_a_device_busy() {
     let features = frontend.negotiated().features;
     let mut events = Queue::new(&memory, 2, QueueOptions { size: 8, features }).unwrap();
     for token in 0..4 {
-        assert!(events.add(&[], &[Buffer { guest: memory.alloc(8, 8), len: 8 }], token));
+        assert!(events.add(&[], &[QueueBuffer { guest: memory.alloc(8, 8), len: 8 }], token));
     }
     events.publish();
     frontend.start(&events, 0).unwrap();

@@ -7,7 +7,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::{UnixListener, UnixStream};
 
-use towline_frontend::vsock::{Guest, Ports, VsockEvent};
+use towline_frontend::vsock::{PortPair, VsockEvent, VsockGuest};
 use towline_vsock::ConnectionLimits;
 
 use common::{CID, Served, TIMEOUT, bytes, poll_until, send_all};
@@ -33,7 +33,7 @@ fn unix(stream: UnixStream) -> UnixStream {
     stream
 }
 
-fn connected(guest: &mut Guest, ports: Ports) {
+fn connected(guest: &mut VsockGuest, ports: PortPair) {
     poll_until(guest, |_, event| match event {
         VsockEvent::Connected(found) if found == ports => Some(()),
         VsockEvent::Reset(found) if found == ports => panic!("the connection of {ports:?} was refused"),
@@ -41,7 +41,7 @@ fn connected(guest: &mut Guest, ports: Ports) {
     });
 }
 
-fn refused(guest: &mut Guest, ports: Ports) {
+fn refused(guest: &mut VsockGuest, ports: PortPair) {
     poll_until(guest, |_, event| match event {
         VsockEvent::Reset(found) if found == ports => Some(()),
         VsockEvent::Connected(found) if found == ports => panic!("{ports:?} was connected"),
@@ -50,7 +50,7 @@ fn refused(guest: &mut Guest, ports: Ports) {
 }
 
 /// Accepts the next connection to this port of the guest.
-fn accepted(guest: &mut Guest, port: u32) -> Ports {
+fn accepted(guest: &mut VsockGuest, port: u32) -> PortPair {
     poll_until(guest, |guest, event| match event {
         VsockEvent::Request(ports) => {
             assert_eq!(ports.0, port);
@@ -62,7 +62,7 @@ fn accepted(guest: &mut Guest, port: u32) -> Ports {
 }
 
 /// Receives until the host ends the stream.
-fn receive_all(guest: &mut Guest, wanted: Ports) -> Vec<u8> {
+fn receive_all(guest: &mut VsockGuest, wanted: PortPair) -> Vec<u8> {
     let mut received = Vec::new();
     poll_until(guest, |guest, event| match event {
         VsockEvent::Data { ports, guest: at, len, .. } if ports == wanted => {
@@ -77,7 +77,7 @@ fn receive_all(guest: &mut Guest, wanted: Ports) -> Vec<u8> {
 }
 
 /// Sends a lot of data from the guest, its end, and as much back.
-fn both_ways<S>(guest: &mut Guest, ports: Ports, mut stream: S, end: fn(&S))
+fn both_ways<S>(guest: &mut VsockGuest, ports: PortPair, mut stream: S, end: fn(&S))
 where
     S: Read + Write + Send + 'static,
 {

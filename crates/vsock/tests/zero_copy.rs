@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::sockopt;
 use towline_frontend::Frontend;
-use towline_frontend::vsock::{Guest, VsockEvent};
-use towline_frontend::wire::{Code, RegionInfo, encode_u64s, feature};
+use towline_frontend::vsock::{VsockEvent, VsockGuest};
+use towline_frontend::wire::{RegionInfo, RequestCode, encode_u64s, feature};
 use towline_lab::{Network, skip, wait_until};
 use towline_sandbox::Policy;
 use towline_vsock::{ConnectionLimits, Statistics};
@@ -29,7 +29,7 @@ const PACKET: usize = 60_000;
 struct ZeroCopyConnection {
     served: Served,
     frontend: Frontend,
-    guest: Guest,
+    guest: VsockGuest,
     ports: (u32, u32),
     peer: TcpStream,
 }
@@ -198,13 +198,13 @@ fn unplugged_memory_is_unmapped_while_packets_are_in_flight() {
         RegionInfo { guest_address: 0x1_0000_0000, size: 1 << 20, user_address: 0x1000_0000, mmap_offset: 0 };
     let payload = [encode_u64s(&[0]), region.encode()].concat();
     let mut connection = ZeroCopyConnection::new();
-    connection.frontend.request(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
+    connection.frontend.request(RequestCode::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
     let content = bytes(32 << 20);
     let sent = connection.fill(&content);
     let in_flight = connection.statistics().zero_copy_in_flight;
     assert!(sent < content.len() && in_flight > 0, "{in_flight} packets are in flight");
     assert_eq!(mapped("plugged"), 1);
-    connection.frontend.request(Code::REM_MEM_REG, &payload, &[]).unwrap();
+    connection.frontend.request(RequestCode::REM_MEM_REG, &payload, &[]).unwrap();
     assert_eq!(mapped("plugged"), 0, "{in_flight} packets in flight keep it mapped");
     let statistics = connection.statistics();
     assert_eq!(statistics.zero_copy_in_flight, in_flight, "the peer has acknowledged nothing yet");

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, eth, recv, socket_with, sockopt};
 use towline_frontend::net::{DriverPair, HEADER_BYTES, Options, feature as net};
 use towline_frontend::wire::feature;
-use towline_frontend::{Frontend, Memory};
+use towline_frontend::{Frontend, MemoryArena};
 use towline_lab::{Network, Towline, Version, require_lab, skip, towline_binary, wait_until};
 
 use crate::support::{
@@ -132,7 +132,7 @@ fn a_card_sends_by_its_managers_socket_and_receives_by_a_macvtap() {
     let wanted = feature::EVENT_IDX | feature::INDIRECT;
     let features = frontend.negotiate(net::MRG_RXBUF, wanted, 0).unwrap().features;
     let options = Options { size: 64, receive_bytes: 2048, transmit_bytes: 2048, features };
-    let memory = Arc::new(Memory::new(DriverPair::memory_bytes(&options)).unwrap());
+    let memory = Arc::new(MemoryArena::new(DriverPair::memory_bytes(&options)).unwrap());
     frontend.set_mem_table(Some(&memory)).unwrap();
     let mut pair = DriverPair::start(&mut frontend, &memory, 0, options).unwrap();
     let mut bytes = vec![0; 1 << 16];

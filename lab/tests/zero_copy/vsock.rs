@@ -10,9 +10,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_frontend::vsock::{Guest, Options, VsockEvent};
+use towline_frontend::vsock::{Options, VsockEvent, VsockGuest};
 use towline_frontend::wire::feature;
-use towline_frontend::{Frontend, Memory};
+use towline_frontend::{Frontend, MemoryArena};
 use towline_lab::{LinuxGuest, Network, Qemu, require_lab, skip, towline_binary};
 
 use super::WITHIN;
@@ -57,9 +57,9 @@ fn drives_a_vsock_in_the_guest() {
     let mut frontend = Frontend::connect(Path::new(SOCKET), WITHIN).unwrap();
     let features = frontend.negotiate(0, feature::EVENT_IDX, 0).unwrap().features;
     let options = Options { cid: 33, size: 128, receive_bytes: 4096, features, takes_at_once: true };
-    let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
+    let memory = Arc::new(MemoryArena::new(VsockGuest::memory_bytes(&options)).unwrap());
     frontend.set_mem_table(Some(&memory)).unwrap();
-    let mut guest = Guest::start(&mut frontend, &memory, options).unwrap();
+    let mut guest = VsockGuest::start(&mut frontend, &memory, options).unwrap();
     guest.request(PORTS);
     let mut connected = false;
     let deadline = Instant::now() + WITHIN;

@@ -2,7 +2,7 @@
 
 use super::alert;
 use super::credentials::{TlsClient, TlsServer};
-use super::keys::{Connection, Keys};
+use super::keys::{Keys, TlsConnection};
 use super::record::Protection;
 use crate::guess::describe_plain;
 use crate::wait::Deadline;
@@ -53,7 +53,7 @@ pub(super) fn client(
         Err(Broken::Channel(error)) => return Err(error),
     }
     let (secrets, kernel) = connection.dangerous_into_kernel_connection().map_err(|error| explain(&error))?;
-    flights.done(&secrets, Connection::Client(kernel), alert::doubt_at_client(tls))
+    flights.done(&secrets, TlsConnection::Client(kernel), alert::doubt_at_client(tls))
 }
 
 pub(super) fn server(channel: &dyn Channel, tls: &TlsServer, deadline: &Deadline<'_>) -> Result<Handshaken> {
@@ -71,7 +71,7 @@ pub(super) fn server(channel: &dyn Channel, tls: &TlsServer, deadline: &Deadline
         Err(Broken::Channel(error)) => return Err(error),
     }
     let (secrets, kernel) = connection.dangerous_into_kernel_connection().map_err(|error| explain(&error))?;
-    flights.done(&secrets, Connection::Server(kernel), alert::doubt_at_server(tls))
+    flights.done(&secrets, TlsConnection::Server(kernel), alert::doubt_at_server(tls))
 }
 
 /// The next step that rustls requests.
@@ -281,7 +281,12 @@ impl<'a> Flights<'a> {
         Ok(self.deadline.wait(fd.as_fd(), events)?)
     }
 
-    fn done(self, secrets: &ExtractedSecrets, connection: Connection, doubt: String) -> Result<Handshaken> {
+    fn done(
+        self,
+        secrets: &ExtractedSecrets,
+        connection: TlsConnection,
+        doubt: String,
+    ) -> Result<Handshaken> {
         let unknown =
             || Error::tls(self.channel.peer(), "the cipher that both ends agreed on is unknown here");
         let tx = Protection::new(&secrets.tx).ok_or_else(unknown)?;

@@ -10,18 +10,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The secrets of a finished handshake, from which the next keys are derived.
 pub(super) struct Keys {
-    connection: Mutex<Connection>,
+    connection: Mutex<TlsConnection>,
     /// The peer wants us to use a new key from the next record on.
     requested: AtomicBool,
 }
 
-pub(super) enum Connection {
+pub(super) enum TlsConnection {
     Client(KernelConnection<ClientConnectionData>),
     Server(KernelConnection<ServerConnectionData>),
 }
 
 impl Keys {
-    pub(super) fn new(connection: Connection) -> Self {
+    pub(super) fn new(connection: TlsConnection) -> Self {
         Self { connection: Mutex::new(connection), requested: AtomicBool::new(false) }
     }
 
@@ -35,16 +35,16 @@ impl Keys {
 
     pub(super) fn next_to_send(&self, peer: &str) -> Result<Protection> {
         let next = match &mut *self.connection.lock().expect("no panic while it is held") {
-            Connection::Client(connection) => connection.update_tx_secret(),
-            Connection::Server(connection) => connection.update_tx_secret(),
+            TlsConnection::Client(connection) => connection.update_tx_secret(),
+            TlsConnection::Server(connection) => connection.update_tx_secret(),
         };
         protection(next, peer)
     }
 
     pub(super) fn next_to_receive(&self, peer: &str) -> Result<Protection> {
         let next = match &mut *self.connection.lock().expect("no panic while it is held") {
-            Connection::Client(connection) => connection.update_rx_secret(),
-            Connection::Server(connection) => connection.update_rx_secret(),
+            TlsConnection::Client(connection) => connection.update_rx_secret(),
+            TlsConnection::Server(connection) => connection.update_rx_secret(),
         };
         protection(next, peer)
     }

@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 
 /// The books of one socket.
 #[derive(Debug, Default)]
-pub(super) struct Ledger {
+pub(super) struct SendLedger {
     /// Calls that were taken.
     issued: u64,
     /// True if a call is under way: its completion may be read before it returns.
@@ -35,7 +35,7 @@ pub(super) struct Ledger {
     pub(super) statistics: ZeroCopyStatistics,
 }
 
-impl Ledger {
+impl SendLedger {
     pub(super) fn issued(&self) -> u64 {
         self.issued
     }
@@ -117,7 +117,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn issue(ledger: &mut Ledger, calls: u64) {
+    fn issue(ledger: &mut SendLedger, calls: u64) {
         for _ in 0..calls {
             ledger.begin();
             ledger.end(Some(10));
@@ -138,8 +138,8 @@ mod tests {
     }
 
     /// A ledger after `number` finished calls.
-    fn at(number: u64) -> Ledger {
-        Ledger { issued: number, finished: number, ..Ledger::default() }
+    fn at(number: u64) -> SendLedger {
+        SendLedger { issued: number, finished: number, ..SendLedger::default() }
     }
 
     #[test]
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn a_completion_may_be_read_before_its_call_returns() {
-        let mut ledger = Ledger::default();
+        let mut ledger = SendLedger::default();
         ledger.begin();
         ledger.book(Some(report(0, 0)));
         assert_eq!((ledger.finished(), ledger.issued()), (1, 0));
@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn verdicts_count_from_one_to_the_next() {
-        let mut ledger = Ledger::default();
+        let mut ledger = SendLedger::default();
         assert_eq!(ledger.verdict(), Flushed::Done);
         issue(&mut ledger, 4);
         ledger.book(Some(copied(0, 1)));
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn a_send_that_failed_later_is_finished_and_remembered() {
-        let mut ledger = Ledger::default();
+        let mut ledger = SendLedger::default();
         issue(&mut ledger, 2);
         ledger.book(Some(ExtendedError { errno: 5, ..report(0, 0) }));
         ledger.book(Some(ExtendedError { errno: 6, ..report(1, 1) }));

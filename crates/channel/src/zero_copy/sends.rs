@@ -1,7 +1,7 @@
 //! Zero-copy sends of a socket that is its owner's, and that never waits.
 
 use super::ZeroCopyStatistics;
-use super::ledger::Ledger;
+use super::ledger::SendLedger;
 use crate::sys::{io as calls, zero_copy};
 use crate::{IoBuf, SendFlags};
 use std::io;
@@ -12,7 +12,7 @@ use std::os::fd::BorrowedFd;
 ///
 /// The caller passes the same socket to each call. While completions are pending, polls report `POLLERR` for it.
 #[derive(Debug)]
-pub struct ZeroCopySends(Ledger);
+pub struct ZeroCopySends(SendLedger);
 
 impl ZeroCopySends {
     /// Enables zero-copy sends on the socket. `None` if the kernel lacks them, or if another user of the socket
@@ -22,7 +22,7 @@ impl ZeroCopySends {
     /// `setsockopt(2)`'s own.
     pub fn enable(socket: BorrowedFd<'_>) -> io::Result<Option<Self>> {
         let enabled = zero_copy::enable(socket)?;
-        Ok((enabled == zero_copy::Enabled::Now).then(|| Self(Ledger::default())))
+        Ok((enabled == zero_copy::Enabled::Now).then(|| Self(SendLedger::default())))
     }
 
     /// `sendmsg(2)` with `MSG_ZEROCOPY`: the kernel reads the bytes that it took until this send is over.

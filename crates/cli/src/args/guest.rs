@@ -9,7 +9,7 @@ use towline_vsock::{ForwardingRule, guest_cid};
 
 /// A guest and its sockets.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Guest {
+pub(crate) struct GuestSpec {
     pub(crate) cid: u64,
     pub(crate) socket: PathBuf,
     pub(crate) uds: Option<PathBuf>,
@@ -19,7 +19,7 @@ pub(crate) struct Guest {
     pub(crate) state: Option<PathBuf>,
 }
 
-impl FromStr for Guest {
+impl FromStr for GuestSpec {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -70,24 +70,24 @@ struct Entry {
 }
 
 /// Reads the guests of a TOML file.
-pub(crate) fn read(path: &Path) -> Result<Vec<Guest>> {
+pub(crate) fn read(path: &Path) -> Result<Vec<GuestSpec>> {
     let context = || format!("--config {}", path.display());
     parse(&std::fs::read_to_string(path).with_context(context)?).with_context(context)
 }
 
-fn parse(text: &str) -> Result<Vec<Guest>> {
+fn parse(text: &str) -> Result<Vec<GuestSpec>> {
     let File { guest } = toml::from_str(text)?;
     ensure!(!guest.is_empty(), "no [[guest]] in the file");
     guest.into_iter().map(Entry::into_guest).collect()
 }
 
 impl Entry {
-    fn into_guest(self) -> Result<Guest> {
+    fn into_guest(self) -> Result<GuestSpec> {
         let Self { cid, socket, uds, uds_seqpacket, forward, group, state } = self;
         let cid = guest_cid(&cid.to_string())?;
         let rules = forward.iter().map(|rule| rule.parse::<ForwardingRule>());
         let forward = rules.collect::<Result<_, _>>().with_context(|| format!("guest {cid}"))?;
-        Ok(Guest { cid, socket, uds, uds_seqpacket, forward, group, state })
+        Ok(GuestSpec { cid, socket, uds, uds_seqpacket, forward, group, state })
     }
 }
 
@@ -116,7 +116,7 @@ mod tests {
              forward=cid:9=uds:/run/nine,group=lab,group=all,state=/run/a.state",
             "cid=4,socket=/run/b",
         ];
-        let options: Vec<Guest> = options.iter().map(|text| text.parse().unwrap()).collect();
+        let options: Vec<GuestSpec> = options.iter().map(|text| text.parse().unwrap()).collect();
         assert_eq!(format!("{:?}", parse(file).unwrap()), format!("{options:?}"));
     }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::{CompressionMethod, Output, Switch, TlsArgs};
+use super::{CompressionMethod, OnOff, Output, TlsArgs};
 use crate::endpoint::Endpoint;
 use crate::sandbox::SandboxArgs;
 #[cfg(feature = "store")]
@@ -51,7 +51,7 @@ pub(crate) struct InspectArgs {
     pub(crate) compression: CompressionMethod,
     /// Return path of a stream
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
-    pub(crate) return_path: Switch,
+    pub(crate) return_path: OnOff,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     #[command(flatten)]

@@ -51,10 +51,10 @@ pub(crate) struct ResumeArgs {
     pub(crate) id: String,
     /// Run the guest at the QEMU of this host; END, source or destination, is needed if both ends are here
     #[arg(long, value_name = "END", num_args = 0..=1, require_equals = true, default_missing_value = "here", group = "choice")]
-    pub(crate) run_here: Option<Side>,
+    pub(crate) run_here: Option<EndArg>,
     /// End the QEMU of this host (`quit`), as the guest is at the other end
     #[arg(long, value_name = "END", num_args = 0..=1, require_equals = true, default_missing_value = "here", group = "choice")]
-    pub(crate) discard: Option<Side>,
+    pub(crate) discard: Option<EndArg>,
     /// Remove the record and change no QEMU: both ends are in order already
     #[arg(long, group = "choice")]
     pub(crate) forget: bool,
@@ -64,7 +64,7 @@ pub(crate) struct ResumeArgs {
 
 /// An end of a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Side {
+pub(crate) enum EndArg {
     /// The end on this host
     Here,
     /// The source

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::{Switch, ZeroCopy};
+use super::{OnOff, OnOffAuto};
 use crate::observability::ObservabilityArgs;
 use crate::sandbox::SandboxArgs;
 use crate::sockets::SocketArgs;
@@ -72,7 +72,7 @@ pub(crate) struct NetArgs {
     pub(crate) af_xdp_copy: bool,
     /// References to guest memory in frames of more than 256 bytes: auto, where they save CPU time; on, where possible; off
     #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto", requires = "af_xdp")]
-    pub(crate) zero_copy_send: ZeroCopy,
+    pub(crate) zero_copy_send: OnOffAuto,
     /// Inherited AF_XDP sockets, not bound, one for each queue pair
     #[arg(long, value_name = "A:B:..", value_parser = number::<i32>, value_delimiter = ':', requires = "af_xdp")]
     pub(crate) xsk_fds: Vec<i32>,
@@ -100,7 +100,7 @@ pub(crate) struct NetArgs {
     /// Migration of the link state and counters (vhost-user's DEVICE_STATE, which stock QEMU does not use for network
     /// cards); the same at both hosts
     #[arg(long, value_name = "ON|OFF", default_value = "off")]
-    pub(crate) device_state: Switch,
+    pub(crate) device_state: OnOff,
     #[command(flatten)]
     pub(crate) observability: ObservabilityArgs,
     /// Statistics as JSON objects on standard output (docs/json.md)

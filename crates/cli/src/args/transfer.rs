@@ -1,6 +1,6 @@
 //! Options that `copy` and `move` share.
 
-use super::{CompressionMethod, GUEST, IMAGES, LANES, LIMITS, POSTCOPY, Switch, TlsArgs, ZeroCopy};
+use super::{CompressionMethod, GUEST, IMAGES, LANES, LIMITS, OnOff, OnOffAuto, POSTCOPY, TlsArgs};
 use crate::observability::ObservabilityArgs;
 use crate::report::ReportArgs;
 use crate::sandbox::SandboxArgs;
@@ -23,7 +23,7 @@ pub(crate) struct TransferArgs {
     pub(crate) multifd_zstd_level: Option<u8>,
     /// Zero-copy sends (MSG_ZEROCOPY) on TCP lanes: auto, where they save CPU time; on, or fail; off
     #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto", hide_short_help = true, help_heading = LANES)]
-    pub(crate) zero_copy_send: ZeroCopy,
+    pub(crate) zero_copy_send: OnOffAuto,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Maximum bandwidth in bytes per second (suffixes K, M, G) [default: unlimited]
@@ -43,7 +43,7 @@ pub(crate) struct TransferArgs {
     pub(crate) paused: bool,
     /// Return path of streams; off for one-way transports such as files and pipes
     #[arg(long, value_name = "ON|OFF", default_value = "on", hide_short_help = true, help_heading = LANES)]
-    pub(crate) return_path: Switch,
+    pub(crate) return_path: OnOff,
     /// Replace an existing image
     #[arg(long, help_heading = IMAGES)]
     pub(crate) overwrite: bool,

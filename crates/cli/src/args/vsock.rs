@@ -7,7 +7,7 @@ use std::str::FromStr;
 use clap::Subcommand;
 use towline_vsock::{ForwardingRule, guest_cid};
 
-use super::{Guest, ZeroCopy};
+use super::{GuestSpec, OnOffAuto};
 use crate::observability::ObservabilityArgs;
 use crate::sandbox::SandboxArgs;
 use crate::sockets::SocketArgs;
@@ -88,7 +88,7 @@ pub(crate) struct VsockArgs {
     /// One of several guests: cid=N,socket=PATH and optionally uds=, uds-seqpacket=, forward=, group=NAME, state=, as the
     /// options; may be repeated
     #[arg(long, value_name = "KEY=VALUE,...")]
-    pub(crate) guest: Vec<Guest>,
+    pub(crate) guest: Vec<GuestSpec>,
     /// TOML file of guests, in addition to those of --guest; see below
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
@@ -104,7 +104,7 @@ pub(crate) struct VsockArgs {
     /// Zero-copy sends (MSG_ZEROCOPY) of packets of 16 KiB and more to TCP; auto: except to addresses where the kernel
     /// copies anyway
     #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto")]
-    pub(crate) zero_copy_send: ZeroCopy,
+    pub(crate) zero_copy_send: OnOffAuto,
     /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0 disables
     #[arg(long, value_name = "US", default_value_t = 50, value_parser = poll_us)]
     pub(crate) poll_us: u64,

@@ -27,7 +27,7 @@ pub(crate) enum OverflowPolicy {
 
 /// Destination of lines.
 #[derive(Debug, Clone)]
-pub(super) enum Sink {
+pub(super) enum LineSink {
     Stdout,
     Stderr,
     Descriptor(Arc<OwnedFd>),
@@ -35,14 +35,14 @@ pub(super) enum Sink {
 
 /// Handle of a queue, with a sink.
 #[derive(Clone)]
-pub(crate) struct Output {
-    sink: Sink,
+pub(crate) struct QueueHandle {
+    sink: LineSink,
     shared: Arc<Shared>,
 }
 
-impl std::fmt::Debug for Output {
+impl std::fmt::Debug for QueueHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Output").field("sink", &self.sink).finish_non_exhaustive()
+        f.debug_struct("QueueHandle").field("sink", &self.sink).finish_non_exhaustive()
     }
 }
 
@@ -71,7 +71,7 @@ struct Item {
 }
 
 enum Content {
-    Text(Sink, Vec<u8>),
+    Text(LineSink, Vec<u8>),
     Draw(Box<dyn FnOnce() + Send>),
 }
 
@@ -84,13 +84,13 @@ impl Content {
     }
 }
 
-impl Output {
-    pub(super) fn new(sink: Sink) -> Self {
+impl QueueHandle {
+    pub(super) fn new(sink: LineSink) -> Self {
         Self { sink, shared: Arc::default() }
     }
 
     /// Returns a handle of the same queue with another sink.
-    pub(super) fn with_sink(&self, sink: Sink) -> Self {
+    pub(super) fn with_sink(&self, sink: LineSink) -> Self {
         Self { sink, shared: Arc::clone(&self.shared) }
     }
 
@@ -195,7 +195,7 @@ impl Shared {
         }
     }
 
-    fn text(&self, sink: &Sink, bytes: &[u8]) {
+    fn text(&self, sink: &LineSink, bytes: &[u8]) {
         // A failure cannot be reported. The next line is written anyway: a full disk may have space again.
         let _ = match self.bars.get() {
             Some(bars) => bars.suspend(|| sink.write_all(bytes)),
@@ -204,7 +204,7 @@ impl Shared {
     }
 }
 
-impl Sink {
+impl LineSink {
     fn write_all(&self, bytes: &[u8]) -> Result<(), Errno> {
         match self {
             Self::Stdout => write_all(io::stdout().as_fd(), bytes),
@@ -239,12 +239,12 @@ mod tests {
 
     const WITHIN: Duration = Duration::from_secs(60);
 
-    fn pipe() -> (std::io::PipeReader, Output) {
+    fn pipe() -> (std::io::PipeReader, QueueHandle) {
         let (reader, writer) = std::io::pipe().unwrap();
-        (reader, Output::new(Sink::Descriptor(Arc::new(writer.into()))))
+        (reader, QueueHandle::new(LineSink::Descriptor(Arc::new(writer.into()))))
     }
 
-    fn read(mut reader: std::io::PipeReader, output: &Output) -> String {
+    fn read(mut reader: std::io::PipeReader, output: &QueueHandle) -> String {
         assert!(output.wait_written(Instant::now() + WITHIN));
         let (mut text, mut buffer) = (String::new(), [0; 1 << 16]);
         while !text.ends_with("end\n") {

@@ -15,7 +15,7 @@ const KEYS: &str = "dirty=BYTES, zero=PERCENT, seed=N, threads=N, backing=privat
 
 /// Options of `mem:`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Memory {
+pub(crate) struct MemOptions {
     /// Original text.
     text: String,
     length: Option<u64>,
@@ -26,7 +26,7 @@ pub(crate) struct Memory {
     backing: Option<Backing>,
 }
 
-impl FromStr for Memory {
+impl FromStr for MemOptions {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -49,7 +49,7 @@ impl FromStr for Memory {
     }
 }
 
-impl Memory {
+impl MemOptions {
     /// Returns the synthetic guest of a source.
     pub(crate) fn shape(&self) -> Result<Shape, String> {
         let length = self.length.ok_or("mem: as SOURCE needs a size, such as mem:2G")?;
@@ -117,7 +117,7 @@ impl Memory {
     }
 }
 
-impl fmt::Display for Memory {
+impl fmt::Display for MemOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "mem:{}", self.text)
     }
@@ -127,7 +127,7 @@ impl fmt::Display for Memory {
 mod tests {
     use super::*;
 
-    fn memory(text: &str) -> Memory {
+    fn memory(text: &str) -> MemOptions {
         text.parse().unwrap()
     }
 
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn errors_name_the_expected_options() {
-        let error = |text: &str| text.parse::<Memory>().unwrap_err();
+        let error = |text: &str| text.parse::<MemOptions>().unwrap_err();
         assert_eq!(
             error("1000"),
             "mem:1000: 1000 bytes is not a multiple of the page size: expected a multiple of 4K"

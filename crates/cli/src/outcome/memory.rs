@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use towline_migration::synthetic::{BlockHash, Outcome};
+use towline_migration::synthetic::{BlockHash, CheckOutcome};
 
 use crate::progress::Reporter;
 use crate::units::{count, size};
 
 /// Returns the field `memory` of the event `completed`.
-pub(super) fn json(outcome: &Outcome) -> Value {
+pub(super) fn json(outcome: &CheckOutcome) -> Value {
     let hash =
         |block: &BlockHash| json!({ "name": block.name, "length": block.length, "blake3": block.blake3 });
     json!({
@@ -23,7 +23,7 @@ pub(super) fn json(outcome: &Outcome) -> Value {
 }
 
 /// Prints lines for people.
-pub(super) fn print(reporter: &Reporter, outcome: &Outcome) {
+pub(super) fn print(reporter: &Reporter, outcome: &CheckOutcome) {
     let seconds = |time: Duration| format!("{:.2} s", time.as_secs_f64());
     let populated = outcome.populated.map_or_else(String::new, |populated| {
         format!(", {} of it to populate memory", seconds(populated.elapsed))

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Result;
 use towline_control::plan::{CopyReport, Failure, PostcopyReport};
-use towline_report::{Ink, Line, PHASE_COLORS, Row, document, lines, list, table};
+use towline_report::{ChartLine, Ink, PHASE_COLORS, Row, document, lines, list, table};
 
 use super::Recorded;
 use crate::progress::{Estimate, faults_text};
@@ -98,14 +98,14 @@ impl Page<'_> {
                 .collect()
         };
         let rates = [
-            Line { name: "sent", ink: Ink::Blue, points: points(&|estimate| estimate.rate) },
-            Line {
+            ChartLine { name: "sent", ink: Ink::Blue, points: points(&|estimate| estimate.rate) },
+            ChartLine {
                 name: "written by the guest",
                 ink: Ink::Orange,
                 points: points(&|estimate| estimate.dirty_rate),
             },
         ];
-        let remaining = [Line {
+        let remaining = [ChartLine {
             name: "remaining of the pass",
             ink: Ink::Blue,
             points: without_leading_zeros(points(&|estimate| Some(estimate.remaining))),
@@ -146,7 +146,7 @@ fn seconds(time: Duration) -> String {
 mod tests {
     use towline_control::plan::{CopyPhase, Error, GuestState, Observer as _, Progress};
 
-    use super::super::Recorder;
+    use super::super::ReportRecorder;
     use super::super::page::Page;
     use super::*;
     use crate::lock::lock;
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn a_page_has_no_script_and_loads_nothing() {
-        let recorder = Recorder::new();
+        let recorder = ReportRecorder::new();
         recorder.phase(CopyPhase::Prepare);
         recorder.phase(CopyPhase::Transfer);
         for pass in 1..4 {

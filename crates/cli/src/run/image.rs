@@ -18,13 +18,13 @@ use crate::progress::Reporter;
 pub(crate) struct RunImage {
     /// Its guests' name, unless another one is given.
     pub(crate) stem: String,
-    place: Place,
+    place: OpenedFrom,
     kind: OpenImage,
 }
 
 /// Origin of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum OpenedFrom {
     /// A file that the user named.
     File,
     /// An object store, perhaps by a file that was made of it.
@@ -50,7 +50,7 @@ impl RunImage {
         match &args.image {
             Endpoint::Image(path) => {
                 let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-                Self::of_file(path, stem, Place::File)
+                Self::of_file(path, stem, OpenedFrom::File)
             }
             #[cfg(feature = "store")]
             Endpoint::Store(location) => Self::of_store(location, args, cancel, reporter),
@@ -64,7 +64,7 @@ impl RunImage {
         }
     }
 
-    fn of_file(path: &Path, stem: String, place: Place) -> Result<Self, Rejection> {
+    fn of_file(path: &Path, stem: String, place: OpenedFrom) -> Result<Self, Rejection> {
         let image = Image::open(path).map_err(|error| Rejection::refused(&error))?;
         let lock = image.reopen().map_err(|error| Rejection::refused(&error))?;
         match flock(&lock, FlockOperation::NonBlockingLockShared) {
@@ -84,7 +84,7 @@ impl RunImage {
         cancel: &Cancel,
         reporter: &Reporter,
     ) -> Result<Self, Rejection> {
-        use super::materialised::{File, Materialised};
+        use super::materialised::{FileState, Materialised};
         use towline_image::store::StoredImage;
 
         let text = location.to_string();
@@ -93,14 +93,14 @@ impl RunImage {
         let image = image.map_err(|error| Rejection::refused(&error))?;
         let materialised = Materialised::of(&image, location, args.cache_dir.as_deref())?;
         match materialised.find()? {
-            File::Complete(path) => Self::of_file(&path, stem, Place::Store),
-            File::Missing if args.postcopy => {
+            FileState::Complete(path) => Self::of_file(&path, stem, OpenedFrom::Store),
+            FileState::Missing if args.postcopy => {
                 let kind = OpenImage::Store { image: Box::new(image), location: location.clone() };
-                Ok(Self { stem, place: Place::Store, kind })
+                Ok(Self { stem, place: OpenedFrom::Store, kind })
             }
-            File::Missing => {
+            FileState::Missing => {
                 let path = materialised.make(&image, cancel, reporter)?;
-                Self::of_file(&path, stem, Place::Store)
+                Self::of_file(&path, stem, OpenedFrom::Store)
             }
         }
     }
@@ -155,11 +155,11 @@ impl RunImage {
     /// Directory of overlays, unless another one is given.
     pub(crate) fn directory(&self) -> PathBuf {
         let of_file = match self.place {
-            Place::File => {
+            OpenedFrom::File => {
                 self.file().and_then(|image| Some(image.path().canonicalize().ok()?.parent()?.to_owned()))
             }
             #[cfg(feature = "store")]
-            Place::Store => None,
+            OpenedFrom::Store => None,
         };
         of_file.unwrap_or_else(|| std::env::current_dir().unwrap_or_else(|_| "/".into()))
     }

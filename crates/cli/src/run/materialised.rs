@@ -22,7 +22,7 @@ use rustix::fs::{FlockOperation, flock, statvfs};
 use rustix::io::Errno;
 use rustix::process::geteuid;
 use towline_channel::Cancel;
-use towline_control::plan::{self, Destination, Request, Source};
+use towline_control::plan::{self, CopyRequest, Destination, Source};
 use towline_image::Location;
 use towline_image::manifest::{Digest, sidecar_path};
 use towline_image::store::StoredImage;
@@ -42,7 +42,7 @@ pub(super) struct Materialised {
 }
 
 /// State of the file.
-pub(super) enum File {
+pub(super) enum FileState {
     /// It is there.
     Complete(PathBuf),
     /// It has to be made.
@@ -72,19 +72,19 @@ impl Materialised {
     ///
     /// # Errors
     /// A directory or a file that others could have written: the guests' memory would be theirs.
-    pub(super) fn find(&self) -> Result<File, Rejection> {
+    pub(super) fn find(&self) -> Result<FileState, Rejection> {
         match fs::metadata(&self.directory) {
             Ok(found) => self.check_own(&self.directory, &found)?,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(File::Missing),
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(FileState::Missing),
             Err(error) => return Err(self.refused(&error)),
         }
         match fs::symlink_metadata(&self.path) {
             Ok(found) if found.is_file() => {
                 self.check_own(&self.path, &found)?;
-                Ok(File::Complete(self.path.clone()))
+                Ok(FileState::Complete(self.path.clone()))
             }
             Ok(_) => Err(self.refused(&format!("{} is not a file", self.path.display()))),
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(File::Missing),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(FileState::Missing),
             Err(error) => Err(self.refused(&error)),
         }
     }
@@ -109,7 +109,7 @@ impl Materialised {
     ) -> Result<PathBuf, Rejection> {
         self.make_directory().map_err(|error| self.refused(&error))?;
         let _lock = self.lock(cancel, reporter)?;
-        if let File::Complete(path) = self.find()? {
+        if let FileState::Complete(path) = self.find()? {
             return Ok(path);
         }
         let bytes = self.check_room(image)?;
@@ -125,7 +125,7 @@ impl Materialised {
         {
             return Err(self.refused(&error));
         }
-        match plan::copy(&from, &to, &Request::default(), cancel, reporter) {
+        match plan::copy(&from, &to, &CopyRequest::default(), cancel, reporter) {
             Ok(_) => self.publish(image),
             Err(failure) => Err(Rejection::refused(&failure)),
         }

@@ -10,22 +10,22 @@ use towline_control::qemu::StartedQemu;
 use towline_launch::RunningQemu;
 
 use super::rejection::Rejection;
-use super::request::{GuestStart, Memory};
+use super::request::{GuestStart, MemoryOrigin};
 use crate::command_line::quoted;
 use crate::console;
 use crate::events;
 use crate::exit::Exit;
 use crate::progress::Reporter;
-use crate::report::Recorder;
+use crate::report::ReportRecorder;
 
 /// Reports of one command.
 pub(crate) struct RunReport<'a> {
     pub(crate) reporter: &'a Reporter,
     /// Facts for `--report`; of several guests those of all.
-    pub(crate) recorder: &'a Recorder,
+    pub(crate) recorder: &'a ReportRecorder,
     /// Begin of the command.
     pub(crate) begun: Instant,
-    pub(crate) memory: &'a Memory,
+    pub(crate) memory: &'a MemoryOrigin,
     /// The image's absolute path, or its location.
     pub(crate) image: &'a Path,
 }

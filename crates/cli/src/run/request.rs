@@ -27,7 +27,7 @@ pub(crate) struct GuestStart {
 
 /// Origin of the guests' memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Memory {
+pub(crate) enum MemoryOrigin {
     /// It is mapped from the image.
     Mapped,
     /// It is copied, for this reason; `None`: as requested.
@@ -36,7 +36,7 @@ pub(crate) enum Memory {
     Postcopy,
 }
 
-impl Memory {
+impl MemoryOrigin {
     /// Its identifier in events.
     pub(crate) fn id(&self) -> &'static str {
         match self {
@@ -52,7 +52,7 @@ pub(crate) fn guests(
     args: &RunArgs,
     image: &RunImage,
     version: QemuVersion,
-) -> Result<(Vec<GuestStart>, Memory), Rejection> {
+) -> Result<(Vec<GuestStart>, MemoryOrigin), Rejection> {
     let recorded = match image.origin().map(command_line::recorded) {
         Some(recorded) => recorded.map_err(|error| Rejection::refused(&error))?,
         None => None,
@@ -152,11 +152,11 @@ fn map_memory(
     image: &RunImage,
     version: QemuVersion,
     guests: &mut [GuestStart],
-) -> Result<Memory, Rejection> {
+) -> Result<MemoryOrigin, Rejection> {
     if args.copy {
-        return Ok(Memory::Copied(None));
+        return Ok(MemoryOrigin::Copied(None));
     }
-    let Some(image) = image.file().filter(|_| !args.postcopy) else { return Ok(Memory::Postcopy) };
+    let Some(image) = image.file().filter(|_| !args.postcopy) else { return Ok(MemoryOrigin::Postcopy) };
     let mapped = guests.iter().try_fold(Vec::new(), |mut mapped, guest| {
         let mut command_line = guest.command_line.clone();
         let blocks = blocks(image, &command_line)?;
@@ -168,13 +168,13 @@ fn map_memory(
     match mapped {
         Ok(mapped) => {
             guests.iter_mut().zip(mapped).for_each(|(guest, mapped)| guest.command_line = mapped);
-            Ok(Memory::Mapped)
+            Ok(MemoryOrigin::Mapped)
         }
         Err(reason) if args.share => Err(Rejection::refused(&format!(
             "memory cannot be mapped from {}: {reason}; leave --share out, and it is copied",
             image.path().display()
         ))),
-        Err(reason) => Ok(Memory::Copied(Some(reason))),
+        Err(reason) => Ok(MemoryOrigin::Copied(Some(reason))),
     }
 }
 

@@ -9,7 +9,7 @@ use std::thread;
 use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
 use towline_control::qemu::StartedQemu;
-use towline_launch::{GuestDirectory, Incoming, Launcher, Lifetime, RuntimeRoot};
+use towline_launch::{GuestDirectory, IncomingOption, Launcher, Lifetime, RuntimeRoot};
 
 use super::image::RunImage;
 use super::report::{RunReport, StartedGuest};
@@ -126,7 +126,7 @@ impl Starts<'_> {
 
     fn start(&self, start: &GuestStart, directory: GuestDirectory) -> Result<StartedGuest> {
         let mut launcher = Launcher::new(directory);
-        launcher.incoming = Incoming::Defer;
+        launcher.incoming = IncomingOption::Defer;
         launcher.image = Some(self.report.image.to_owned());
         launcher.lifetime = if self.args.detach { Lifetime::Detached } else { Lifetime::WithOwner };
         // A guest that outlives this process keeps the lock.

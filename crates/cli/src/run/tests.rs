@@ -115,12 +115,12 @@ fn each_guest_gets_a_generation_id_and_an_overlay_of_its_own() {
 /// An image of a synthetic guest, whose memory is one block.
 fn image(directory: &Path) -> std::path::PathBuf {
     use towline_channel::Cancel;
-    use towline_control::plan::{self, Destination, Request};
+    use towline_control::plan::{self, CopyRequest, Destination};
 
     let path = directory.join("a.img");
     let source = "mem:8M".parse::<crate::endpoint::Endpoint>().unwrap().source().unwrap();
     let observer = crate::progress::Reporter::new(&crate::args::Output { json: false, quiet: true });
-    let (request, cancel) = (Request::default(), Cancel::new().unwrap());
+    let (request, cancel) = (CopyRequest::default(), Cancel::new().unwrap());
     plan::copy(&source, &Destination::Image(path.clone()), &request, &cancel, &observer).unwrap();
     path
 }
@@ -155,7 +155,7 @@ fn memory_is_mapped_or_the_reason_is_said() {
         guests(&args(&line.copied().collect::<Vec<_>>()), &image, version)
     };
     let (starts, memory) = run(&["--count", "2"], new, &[]).unwrap();
-    assert_eq!(memory, Memory::Mapped);
+    assert_eq!(memory, MemoryOrigin::Mapped);
     for start in &starts {
         let words = words(&start.command_line);
         assert!(
@@ -163,16 +163,16 @@ fn memory_is_mapped_or_the_reason_is_said() {
             "{words}"
         );
     }
-    assert_eq!(run(&["--copy"], new, &[]).unwrap().1, Memory::Copied(None));
-    assert_eq!(run(&["--postcopy"], new, &[]).unwrap().1, Memory::Postcopy);
-    let reason = |result: Result<(Vec<GuestStart>, Memory), Rejection>| match result.unwrap().1 {
-        Memory::Copied(Some(reason)) => reason,
+    assert_eq!(run(&["--copy"], new, &[]).unwrap().1, MemoryOrigin::Copied(None));
+    assert_eq!(run(&["--postcopy"], new, &[]).unwrap().1, MemoryOrigin::Postcopy);
+    let reason = |result: Result<(Vec<GuestStart>, MemoryOrigin), Rejection>| match result.unwrap().1 {
+        MemoryOrigin::Copied(Some(reason)) => reason,
         memory => panic!("{memory:?}"),
     };
     assert!(reason(run(&[], old, &[])).contains("QEMU 7.2"));
     // One of a device stays as it is; one of a NUMA node has to be in the image.
     let device = ["-object", "memory-backend-ram,id=more,size=8M"];
-    assert_eq!(run(&[], new, &device).unwrap().1, Memory::Mapped);
+    assert_eq!(run(&[], new, &device).unwrap().1, MemoryOrigin::Mapped);
     let node = [&device[..], &["-numa", "node,memdev=more"]].concat();
     assert_eq!(reason(run(&[], new, &node)), "the image has no block of the memory backend more");
     let device = ["-chardev", "socket,id=c0,path=/nowhere", "-netdev", "vhost-user,id=n0,chardev=c0"];
@@ -188,11 +188,11 @@ mod of_store {
     use std::os::unix::fs::{PermissionsExt as _, symlink};
 
     use towline_channel::Cancel;
-    use towline_control::plan::{self, Destination, Request};
+    use towline_control::plan::{self, CopyRequest, Destination};
     use towline_image::store::StoredImage;
     use towline_image::{Image, Location};
 
-    use super::super::super::materialised::{File, Materialised};
+    use super::super::super::materialised::{FileState, Materialised};
     use super::*;
     use crate::endpoint::Endpoint;
     use crate::progress::Reporter;
@@ -206,7 +206,7 @@ mod of_store {
         let text = format!("store:{}", directory.join("vm/web").display());
         let Endpoint::Store(location) = text.parse().unwrap() else { panic!("{text}") };
         let source = format!("mem:{size}").parse::<Endpoint>().unwrap().source().unwrap();
-        let request = Request { overwrite: true, ..Request::default() };
+        let request = CopyRequest { overwrite: true, ..CopyRequest::default() };
         let (to, cancel) = (Destination::Store(location.clone()), Cancel::new().unwrap());
         plan::copy(&source, &to, &request, &cancel, &reporter()).unwrap();
         let image = StoredImage::open(&location, None).unwrap();
@@ -223,9 +223,9 @@ mod of_store {
         let (location, image) = stored(directory.path(), "8M");
         let cache = directory.path().join("cache");
         let file = Materialised::of(&image, &location, Some(&cache)).unwrap();
-        assert!(matches!(file.find().unwrap(), File::Missing));
+        assert!(matches!(file.find().unwrap(), FileState::Missing));
         let path = made(&file, &image).unwrap();
-        assert!(matches!(file.find().unwrap(), File::Complete(found) if found == path));
+        assert!(matches!(file.find().unwrap(), FileState::Complete(found) if found == path));
         let refused = |mode: &str| {
             let text = file.find().err().unwrap().text;
             assert!(text.contains(mode) && text.contains("--cache-dir"), "{text}");
@@ -251,7 +251,7 @@ mod of_store {
         let (_, other) = stored(directory.path(), "16M");
         let error = made(&file, &image).unwrap_err();
         assert!(error.text.contains("was replaced while it was read; try again"), "{error:?}");
-        assert!(matches!(file.find().unwrap(), File::Missing));
+        assert!(matches!(file.find().unwrap(), FileState::Missing));
         let file = Materialised::of(&other, &location, Some(&cache)).unwrap();
         let path = made(&file, &other).unwrap();
         assert!(Image::open(&path).unwrap().manifest_path().is_some());

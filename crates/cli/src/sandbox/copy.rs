@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use towline_channel::Address;
 use towline_control::in_place;
 use towline_control::journal::RuntimeDirectory;
-use towline_control::plan::{Destination, Request, Source};
+use towline_control::plan::{CopyRequest, Destination, Source};
 
-use super::{Policy, Ports};
+use super::{AllowedPorts, Policy};
 
 /// Paths read by every copy: processors, memory, locks of drives, processes of QEMUs, the page map of this process.
 const SYSTEM: [&str; 3] = ["/proc", "/sys/devices/system", "/sys/fs/cgroup"];
@@ -41,7 +41,7 @@ const MANIFEST_SUFFIX: &str = ".manifest.json";
 pub(crate) fn policy_of_copy(
     source: &Source,
     destinations: &[Destination],
-    request: &Request,
+    request: &CopyRequest,
     qmp: Option<&Path>,
 ) -> Option<Policy> {
     let mut policy = Policy { connects_unix: true, opens: true, ..Policy::default() };
@@ -60,7 +60,7 @@ pub(crate) fn policy_of_copy(
     policy.inspects_processes = destinations.len() > 1 || may_map(source, destinations, request);
     if is_local(source, destinations) {
         // Lanes within this process are TCP connections by any free port.
-        (policy.bind, policy.connect) = (Ports::Any, Ports::Any);
+        (policy.bind, policy.connect) = (AllowedPorts::Any, AllowedPorts::Any);
     }
     if let (Source::Image(path), true) = (source, request.is_postcopy()) {
         // The working set is stored beside the image.
@@ -123,7 +123,7 @@ fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<
 }
 
 /// Returns true if a destination's QEMU names the image as its memory, which its mappings have to prove.
-fn may_map(source: &Source, destinations: &[Destination], request: &Request) -> bool {
+fn may_map(source: &Source, destinations: &[Destination], request: &CopyRequest) -> bool {
     let Source::Image(image) = source else { return false };
     let may_map =
         |one: &Destination| matches!(one, Destination::Qmp(socket) if in_place::may_map(socket, image));
@@ -192,7 +192,7 @@ fn permit_store(policy: &mut Policy, location: &towline_image::Location) {
         return;
     }
     permit_name_service(policy);
-    policy.connect = Ports::Any;
+    policy.connect = AllowedPorts::Any;
     policy.read.extend(CREDENTIALS.iter().filter_map(std::env::var_os).map(PathBuf::from));
     let home = std::env::var_os("HOME").map(PathBuf::from);
     policy.read.extend(home.iter().flat_map(|home| HOME_CREDENTIALS.map(|name| home.join(name))));

@@ -6,7 +6,7 @@ use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;
 
-use towline_control::plan::{Destination, Request, Source};
+use towline_control::plan::{CopyRequest, Destination, Source};
 
 use super::*;
 
@@ -61,7 +61,7 @@ fn unlisted_ports_cannot_be_reached() {
     let address = listener.local_addr().unwrap();
     let source = Source::Stream("tcp:127.0.0.1:0".parse().unwrap());
     let to = Destination::Stream("tcp:127.0.0.1:9".parse().unwrap());
-    let policy = policy_of_copy(&source, &[to], &Request::default(), None).unwrap();
+    let policy = policy_of_copy(&source, &[to], &CopyRequest::default(), None).unwrap();
     REQUESTED.confine(&policy);
     let stream =
         |protocol| socket(AddressFamily::INET, SocketType::STREAM, protocol).map_err(io::Error::from);
@@ -90,7 +90,8 @@ fn an_ipv6_address_with_a_scope_is_resolved() {
         return;
     }
     let to = Destination::Stream("tcp:[fe80::1%lo]:5555".parse().unwrap());
-    let policy = policy_of_copy(&Source::Image("a.img".into()), &[to], &Request::default(), None).unwrap();
+    let policy =
+        policy_of_copy(&Source::Image("a.img".into()), &[to], &CopyRequest::default(), None).unwrap();
     REQUESTED.confine(&policy);
     let found: Vec<_> = ("fe80::1%lo", 5555).to_socket_addrs().unwrap().collect();
     assert_eq!(found.first().map(ToString::to_string).as_deref(), Some("[fe80::1%1]:5555"));
@@ -131,7 +132,7 @@ fn a_copy_reaches_its_endpoints_and_nothing_else() {
     std::fs::create_dir(&images).unwrap();
     let source = Source::Stream("tcp:127.0.0.1:0".parse().unwrap());
     let destination = Destination::Image(images.join("guest.img"));
-    let mut policy = policy_of_copy(&source, &[destination], &Request::default(), None).unwrap();
+    let mut policy = policy_of_copy(&source, &[destination], &CopyRequest::default(), None).unwrap();
     // The test's directory is below the temporary one.
     policy.write.retain(|path| *path != std::env::temp_dir());
     let has_landlock = has_landlock();
@@ -198,7 +199,11 @@ fn the_page_about_an_image_is_written_without_sockets() {
     let args = inspect_args(&["a.img", "b.img", "--html", "/pages/a.html"].map(std::ffi::OsStr::new));
     let policy = crate::inspect::policy(&args, &Source::Image("a.img".into())).unwrap();
     assert_eq!(policy.write, [PathBuf::from("/pages")]);
-    assert!(!policy.connects_unix && policy.connect == Ports::default() && policy.bind == Ports::default());
+    assert!(
+        !policy.connects_unix
+            && policy.connect == AllowedPorts::default()
+            && policy.bind == AllowedPorts::default()
+    );
 }
 
 fn inspect_args(options: &[&std::ffi::OsStr]) -> crate::args::InspectArgs {
@@ -234,20 +239,24 @@ fn a_card_raises_the_mtu_only_of_a_tap_that_it_created() {
 #[test]
 fn a_copy_with_exec_is_not_confined() {
     let exec = Destination::Stream("exec:cat".parse().unwrap());
-    assert!(policy_of_copy(&Source::Image("a.img".into()), &[exec], &Request::default(), None).is_none());
+    assert!(policy_of_copy(&Source::Image("a.img".into()), &[exec], &CopyRequest::default(), None).is_none());
 }
 
 #[test]
 fn ports_and_names_are_those_of_the_endpoints() {
     let source = Source::Stream("tcp:127.0.0.1:4444".parse().unwrap());
     let to = |text: &str| Destination::Stream(text.parse().unwrap());
-    let policy = policy_of_copy(&source, &[to("tcp:[::1]:5555")], &Request::default(), None).unwrap();
-    assert_eq!((policy.bind, policy.connect), (Ports::Only(vec![4444]), Ports::Only(vec![5555])));
+    let policy = policy_of_copy(&source, &[to("tcp:[::1]:5555")], &CopyRequest::default(), None).unwrap();
+    assert_eq!(
+        (policy.bind, policy.connect),
+        (AllowedPorts::Only(vec![4444]), AllowedPorts::Only(vec![5555]))
+    );
     assert!(!policy.resolves_names);
-    let policy = policy_of_copy(&source, &[to("ws://host.example/vm")], &Request::default(), None).unwrap();
+    let policy =
+        policy_of_copy(&source, &[to("ws://host.example/vm")], &CopyRequest::default(), None).unwrap();
     assert!(policy.resolves_names && policy.read.contains(&PathBuf::from("/etc")));
     let policy =
-        policy_of_copy(&Source::Image("a.img".into()), &[Destination::Null], &Request::default(), None)
+        policy_of_copy(&Source::Image("a.img".into()), &[Destination::Null], &CopyRequest::default(), None)
             .unwrap();
-    assert_eq!(policy.connect, Ports::Any, "lanes of a copy within this process");
+    assert_eq!(policy.connect, AllowedPorts::Any, "lanes of a copy within this process");
 }

@@ -4,7 +4,7 @@ use anyhow::Result;
 use towline_channel::Cancel;
 use towline_control::plan::Observer as _;
 use towline_image::store::{
-    Catalog, CatalogEntry, Error, InUse, Location, StoredImage, VerifiedChunks, is_image, remove_image,
+    Catalog, CatalogEntry, Error, IfInUse, Location, StoredImage, VerifiedChunks, is_image, remove_image,
 };
 
 use super::row::{Content, Row, print_heading};
@@ -125,7 +125,7 @@ fn verify_image(name: &str, place: &Location, known: &VerifiedChunks, cancel: &C
 
 /// Removes an image, unless it is being read.
 pub(super) fn remove(image: &Location) -> Result<Removed> {
-    remove_image(image, InUse::Refuse, None)?;
+    remove_image(image, IfInUse::Refuse, None)?;
     let text = "chunks that no other image references are garbage; `towline store gc` removes them".into();
     Ok(Removed { freed: None, text })
 }

@@ -38,7 +38,7 @@ const CLOSED_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A connected socket.
 #[derive(Debug)]
-enum Connection {
+enum ConnectedSocket {
     Unix(UnixStream),
     Tcp(TcpStream),
 }
@@ -54,28 +54,28 @@ pub(super) fn run(args: &ConnectArgs) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
-fn connect(args: &ConnectArgs) -> Result<Connection> {
+fn connect(args: &ConnectArgs) -> Result<ConnectedSocket> {
     match &args.target {
         ConnectTarget::Device(path) => {
             let Some(port) = args.port else {
                 let text = "no port: give the guest's port behind the socket of its device";
                 return Err(UsageError(text.into()).into());
             };
-            connect_device(path, port).map(Connection::Unix)
+            connect_device(path, port).map(ConnectedSocket::Unix)
         }
         ConnectTarget::Unix(path) => {
             let place = path.display();
             let stream = UnixStream::connect(path).map_err(|error| {
                 anyhow!("cannot connect to {place}: {error}; start `towline vsock --forward unix:{place}=guest:PORT`")
             })?;
-            Ok(Connection::Unix(stream))
+            Ok(ConnectedSocket::Unix(stream))
         }
         ConnectTarget::Tcp(address) => {
             let stream = TcpStream::connect(address).map_err(|error| {
                 anyhow!("cannot connect to {address}: {error}; start `towline vsock --forward tcp:{address}=guest:PORT`")
             })?;
             stream.set_nodelay(true)?;
-            Ok(Connection::Tcp(stream))
+            Ok(ConnectedSocket::Tcp(stream))
         }
     }
 }
@@ -130,7 +130,7 @@ fn read_reply(stream: &mut UnixStream) -> io::Result<Option<String>> {
 }
 
 /// Sends the socket over standard output.
-fn pass(connection: &Connection) -> Result<()> {
+fn pass(connection: &ConnectedSocket) -> Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fds = [connection.as_fd()];
@@ -141,7 +141,7 @@ fn pass(connection: &Connection) -> Result<()> {
 }
 
 /// Copies both directions until they have ended.
-fn copy(connection: &Connection) -> Result<()> {
+fn copy(connection: &ConnectedSocket) -> Result<()> {
     let (ended, to_guest) = channel();
     let sending = connection.try_clone()?;
     thread::spawn(move || ended.send(send(&sending)));
@@ -154,7 +154,7 @@ fn copy(connection: &Connection) -> Result<()> {
 }
 
 /// Copies standard input to the socket, and then ends that direction.
-fn send(connection: &Connection) -> io::Result<()> {
+fn send(connection: &ConnectedSocket) -> io::Result<()> {
     copy_all(io::stdin().as_fd(), connection.as_fd())?;
     match connection.shutdown() {
         // The guest has closed the connection.
@@ -164,7 +164,7 @@ fn send(connection: &Connection) -> io::Result<()> {
 }
 
 /// Waits until standard input has ended or failed, or the guest has closed the connection.
-fn wait(connection: &Connection, to_guest: &Receiver<io::Result<()>>) -> io::Result<()> {
+fn wait(connection: &ConnectedSocket, to_guest: &Receiver<io::Result<()>>) -> io::Result<()> {
     loop {
         match to_guest.recv_timeout(CLOSED_INTERVAL) {
             Ok(result) => return result,
@@ -208,7 +208,7 @@ fn wait_for(fd: BorrowedFd<'_>, events: PollFlags) -> io::Result<()> {
     }
 }
 
-impl Connection {
+impl ConnectedSocket {
     fn try_clone(&self) -> io::Result<Self> {
         match self {
             Self::Unix(stream) => stream.try_clone().map(Self::Unix),
@@ -232,7 +232,7 @@ impl Connection {
     }
 }
 
-impl AsFd for Connection {
+impl AsFd for ConnectedSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Unix(stream) => stream.as_fd(),

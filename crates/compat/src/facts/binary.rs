@@ -18,17 +18,17 @@ use crate::limits;
 /// A QEMU binary, for one machine type.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
-pub struct Binary {
+pub struct BinaryFacts {
     /// The machine type of the dump.
     pub machine: String,
     /// Device type to the description of its state.
-    pub states: BTreeMap<String, State>,
+    pub states: BTreeMap<String, StateFormat>,
 }
 
 /// Format of a device's state, or of a part of it.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
-pub struct State {
+pub struct StateFormat {
     /// The name in the stream.
     pub name: String,
     /// The version that it writes.
@@ -38,7 +38,7 @@ pub struct State {
     /// Its fields, in order.
     pub fields: Vec<Field>,
     /// Parts that are there only if needed.
-    pub subsections: Vec<State>,
+    pub subsections: Vec<StateFormat>,
 }
 
 /// A field.
@@ -55,10 +55,10 @@ pub struct Field {
     pub conditional: bool,
     /// Its fields, if it is a structure.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub structure: Option<Box<State>>,
+    pub structure: Option<Box<StateFormat>>,
 }
 
-impl Binary {
+impl BinaryFacts {
     pub(super) fn of_dump(dump: &Value) -> Result<Self, Error> {
         let machine = dump[DUMP_KEY]["Name"].as_str().unwrap_or_default().to_owned();
         let types = dump.as_object().into_iter().flatten().filter(|(name, _)| *name != DUMP_KEY);
@@ -80,14 +80,14 @@ impl Binary {
 
     /// The description of a state by its name in the stream.
     #[must_use]
-    pub fn state(&self, name: &str) -> Option<&State> {
+    pub fn state(&self, name: &str) -> Option<&StateFormat> {
         self.states.values().find(|state| state.name == name)
     }
 }
 
-fn state(value: &Value, depth: usize) -> State {
+fn state(value: &Value, depth: usize) -> StateFormat {
     if depth > limits::DEPTH_MAX {
-        return State::default();
+        return StateFormat::default();
     }
     let list = |key: &str| value[key].as_array().map(Vec::as_slice).unwrap_or_default();
     let field = |field: &Value| Field {
@@ -97,7 +97,7 @@ fn state(value: &Value, depth: usize) -> State {
         conditional: field["field_exists"].as_bool().unwrap_or_default(),
         structure: field.get("Description").map(|inner| Box::new(state(inner, depth + 1))),
     };
-    State {
+    StateFormat {
         name: text(value, "name"),
         version: u32_or_zero(value, "version_id"),
         version_min: u32_or_zero(value, "minimum_version_id"),

@@ -37,7 +37,7 @@ pub struct DeviceFacts {
 /// A `migration_version` attribute, as it was read.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
-pub struct Attribute {
+pub struct AttributeFacts {
     /// The device's type, which must be the same at both sides before anything is compared.
     pub device_type: String,
     /// Its version string. Only the device type itself may look into it.

@@ -8,7 +8,7 @@ use crate::limits;
 /// An image.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
-pub struct Image {
+pub struct ImageFacts {
     /// The guest's machine type.
     pub machine: String,
     /// Its memory; a page size of 0, since any will do.
@@ -40,7 +40,7 @@ impl Section {
     }
 }
 
-impl Image {
+impl ImageFacts {
     pub(super) fn check(&self) -> Result<(), Error> {
         at_most("RAM blocks", self.blocks.len(), limits::ENTRIES_MAX)?;
         at_most("sections", self.sections.len(), limits::SECTIONS_MAX)

@@ -11,7 +11,7 @@ use crate::limits;
 /// A QEMU, by its control socket.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
-pub struct Qemu {
+pub struct QemuFacts {
     /// Its version, `10.0.2`.
     pub version: String,
     /// The versioned machine type, as the stream carries it.
@@ -19,7 +19,7 @@ pub struct Qemu {
     /// The guest's run state, in QEMU's words.
     pub status: String,
     /// True if it waits for a guest.
-    pub incoming: Incoming,
+    pub incoming: IncomingState,
     /// The guest's UUID.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
@@ -60,7 +60,7 @@ pub struct Qemu {
 /// True if a QEMU waits for a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Incoming {
+pub enum IncomingState {
     /// It has a guest of its own.
     #[default]
     No,
@@ -214,7 +214,7 @@ pub struct MemoryBackend {
     pub share: bool,
 }
 
-impl Qemu {
+impl QemuFacts {
     /// The device at a place.
     #[must_use]
     pub fn device_at(&self, place: &str) -> Option<&QemuDevice> {

@@ -2,7 +2,7 @@
 //! has to.
 
 use super::{Pair, Rule};
-use crate::facts::Qemu;
+use crate::facts::QemuFacts;
 use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule = Rule { id: "capabilities", run };
@@ -23,7 +23,7 @@ const IF_ON: &[(&str, &str)] = &[
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
-    let is_on = |qemu: &Qemu, name: &str| qemu.capabilities.get(name) == Some(&true);
+    let is_on = |qemu: &QemuFacts, name: &str| qemu.capabilities.get(name) == Some(&true);
     let word = |on| if on { "on" } else { "off" };
     for (table, both) in [(BOTH, true), (IF_ON, false)] {
         for (name, why) in table {

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use super::{Pair, Rule};
-use crate::facts::Qemu;
+use crate::facts::QemuFacts;
 use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule { id: "cpu-count", run };
@@ -47,7 +47,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
 }
 
 /// `maxcpus` of -smp.
-fn at_most(qemu: &Qemu) -> Option<u64> {
+fn at_most(qemu: &QemuFacts) -> Option<u64> {
     qemu.machine_properties.as_ref()?.get("smp")?.get("maxcpus")?.as_u64()
 }
 

@@ -10,7 +10,7 @@ const HOST_MODELS: [&str; 2] = ["max", "host"];
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
-    let model = |qemu: &crate::facts::Qemu| {
+    let model = |qemu: &crate::facts::QemuFacts| {
         qemu.cpus.iter().flatten().next().map(|cpu| cpu.model.clone()).unwrap_or_default()
     };
     let (guest, there) = (model(source), model(destination));

@@ -1,7 +1,7 @@
 //! Properties that differ between a device and its counterpart.
 
 use super::{Pair, Rule};
-use crate::facts::{Qemu, QemuDevice};
+use crate::facts::{QemuDevice, QemuFacts};
 use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule { id: "device-properties", run };
@@ -92,7 +92,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     }
 }
 
-fn compare(qemus: [&Qemu; 2], guest: &QemuDevice, there: &QemuDevice, findings: &mut Findings<'_>) {
+fn compare(qemus: [&QemuFacts; 2], guest: &QemuDevice, there: &QemuDevice, findings: &mut Findings<'_>) {
     for (name, mine) in &guest.properties {
         // A property that only one of two versions has is set by the machine type.
         let Some(theirs) = there.properties.get(name).filter(|theirs| *theirs != mine) else { continue };

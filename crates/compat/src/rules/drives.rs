@@ -77,7 +77,7 @@ fn is_same(a: &Drive, b: &Drive, one_host: bool) -> bool {
 mod tests {
     use super::super::testing::{between, of};
     use super::*;
-    use crate::facts::{Image, Qemu};
+    use crate::facts::{ImageFacts, QemuFacts};
     use crate::report::Severity;
 
     fn drive(file: &str, lock: Lock) -> Drive {
@@ -114,8 +114,8 @@ mod tests {
     fn a_drive_locked_by_another_process_is_a_no() {
         let locked = |lock, read_only| {
             let drive = Drive { read_only, ..drive("a", lock) };
-            let there = Qemu { drives: Some(vec![drive]), ..Qemu::default() };
-            let found = of(&RULE, Subject::Image(Image::default()), Subject::Qemu(Box::new(there)));
+            let there = QemuFacts { drives: Some(vec![drive]), ..QemuFacts::default() };
+            let found = of(&RULE, Subject::Image(ImageFacts::default()), Subject::Qemu(Box::new(there)));
             found.first().map(|found| found.severity)
         };
         assert_eq!(locked(Lock::Held, false), Some(Severity::No));

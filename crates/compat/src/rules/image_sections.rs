@@ -1,7 +1,7 @@
 //! The device state of an image: each section must find its device.
 
 use super::{Pair, Rule};
-use crate::facts::{Image, Qemu, Subject};
+use crate::facts::{ImageFacts, QemuFacts, Subject};
 use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule { id: "image-sections", run };
@@ -38,7 +38,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     }
 }
 
-fn devices(image: &Image, destination: &Qemu, findings: &mut Findings<'_>) {
+fn devices(image: &ImageFacts, destination: &QemuFacts, findings: &mut Findings<'_>) {
     if destination.devices.is_none() && !image.sections.is_empty() {
         return findings.unknown("the devices of the destination are not known", "");
     }
@@ -67,15 +67,16 @@ mod tests {
     use super::*;
     use crate::facts::{Cpu, Netdev, Section};
 
-    fn found(names: &[&str], there: Qemu) -> Vec<crate::Finding> {
+    fn found(names: &[&str], there: QemuFacts) -> Vec<crate::Finding> {
         let section = |name: &&str| Section { name: (*name).into(), ..Section::default() };
-        let image = Image { sections: names.iter().map(section).collect(), ..Image::default() };
+        let image = ImageFacts { sections: names.iter().map(section).collect(), ..ImageFacts::default() };
         of(&RULE, Subject::Image(image), Subject::Qemu(Box::new(there)))
     }
 
     #[test]
     fn a_section_without_its_device_is_a_no() {
-        let there = || Qemu { devices: Some(vec![device("nic", "pci/02.0", &[])]), ..Qemu::default() };
+        let there =
+            || QemuFacts { devices: Some(vec![device("nic", "pci/02.0", &[])]), ..QemuFacts::default() };
         assert_eq!(found(&["timer", "0000:00:02.0/virtio-net"], there()), []);
         let found = found(&["0000:00:1c.0:00.0/virtio-net", "0000:00:1c.0:00.0/more"], there());
         assert_eq!(found.len(), 1);
@@ -87,11 +88,11 @@ mod tests {
 
     #[test]
     fn processors_and_user_backends_are_counted() {
-        let there = || Qemu {
+        let there = || QemuFacts {
             devices: Some(Vec::new()),
             cpus: Some(vec![Cpu::default()]),
             netdevs: Some(vec![Netdev::default()]),
-            ..Qemu::default()
+            ..QemuFacts::default()
         };
         assert_eq!(found(&[CPU], there()), []);
         assert_eq!(found(&[CPU, CPU], there())[0].remedy, "start it with -smp 2");

@@ -34,11 +34,11 @@ mod tests {
     fn an_image_and_a_device_are_not_comparable() {
         let found = of(
             &RULE,
-            Subject::Image(facts::Image::default()),
+            Subject::Image(facts::ImageFacts::default()),
             Subject::Device(facts::DeviceFacts::default()),
         );
         assert_eq!(found[0].text, "an image cannot be compared with a device");
-        let found = of(&RULE, Subject::Image(facts::Image::default()), Subject::Qemu(Box::default()));
+        let found = of(&RULE, Subject::Image(facts::ImageFacts::default()), Subject::Qemu(Box::default()));
         assert_eq!(found, []);
     }
 }

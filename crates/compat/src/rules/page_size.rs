@@ -34,7 +34,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
 mod tests {
     use super::super::testing::{between, of_postcopy};
     use super::*;
-    use crate::facts::{BlockFacts, Qemu, Subject};
+    use crate::facts::{BlockFacts, QemuFacts, Subject};
 
     #[test]
     fn only_postcopy_minds() {
@@ -57,7 +57,7 @@ mod tests {
     fn a_move_by_postcopy_is_refused_whatever_is_set() {
         let qemu = |page_bytes| {
             let block = BlockFacts { name: "pc.ram".into(), page_bytes, used_bytes: 1, max_bytes: 1 };
-            Subject::Qemu(Box::new(Qemu { blocks: vec![block], ..Qemu::default() }))
+            Subject::Qemu(Box::new(QemuFacts { blocks: vec![block], ..QemuFacts::default() }))
         };
         let found = of_postcopy(&RULE, qemu(4096), qemu(2 << 20));
         assert_eq!(found.len(), 1, "{found:?}");

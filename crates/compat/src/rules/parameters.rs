@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::{Pair, Rule};
-use crate::facts::Qemu;
+use crate::facts::QemuFacts;
 use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule = Rule { id: "parameters", run };
@@ -26,14 +26,14 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
             compare(name, both.map(|qemu| value(qemu, name).to_string()));
         }
     }
-    let encrypts = |qemu: &Qemu| match value(qemu, "tls-creds").as_str() {
+    let encrypts = |qemu: &QemuFacts| match value(qemu, "tls-creds").as_str() {
         None | Some("") => "unset".to_owned(),
         Some(_) => "set".to_owned(),
     };
     compare("tls-creds", both.map(encrypts));
 }
 
-fn value(qemu: &Qemu, name: &str) -> Value {
+fn value(qemu: &QemuFacts, name: &str) -> Value {
     qemu.parameters.get(name).cloned().unwrap_or_default()
 }
 

@@ -1,7 +1,7 @@
 //! Versions of devices' states: the version written, and the oldest that is accepted.
 
 use super::{Pair, Rule};
-use crate::facts::{Binary, Field, Image, State, Subject};
+use crate::facts::{BinaryFacts, Field, ImageFacts, StateFormat, Subject};
 use crate::limits;
 use crate::report::Findings;
 
@@ -15,19 +15,19 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     }
 }
 
-fn stored(image: &Image, binary: &Binary, findings: &mut Findings<'_>) {
+fn stored(image: &ImageFacts, binary: &BinaryFacts, findings: &mut Findings<'_>) {
     for section in &image.sections {
         // Not every state is a device's; the others (timer, cpu_common) have no description in a dump. Of several devices whose
         // states have one name, any may be the guest's.
         let all = || binary.states.values().filter(|state| state.name == section.state());
-        let is_read = |state: &State| (state.version_min..=state.version).contains(&section.version);
+        let is_read = |state: &StateFormat| (state.version_min..=state.version).contains(&section.version);
         if let Some(there) = all().next().filter(|_| !all().any(is_read)) {
             version(&format!("{:?}", section.name), section.version, there, findings);
         }
     }
 }
 
-fn binaries(source: &Binary, destination: &Binary, findings: &mut Findings<'_>) {
+fn binaries(source: &BinaryFacts, destination: &BinaryFacts, findings: &mut Findings<'_>) {
     for (kind, state) in &source.states {
         match destination.states.get(kind) {
             None => findings.no(
@@ -42,7 +42,7 @@ fn binaries(source: &Binary, destination: &Binary, findings: &mut Findings<'_>) 
     }
 }
 
-fn version(name: &str, written: u32, there: &State, findings: &mut Findings<'_>) {
+fn version(name: &str, written: u32, there: &StateFormat, findings: &mut Findings<'_>) {
     if written > there.version {
         findings.no(
             format!("the state of {name} has version {written}, there at most {} is read", there.version),
@@ -60,11 +60,11 @@ fn version(name: &str, written: u32, there: &State, findings: &mut Findings<'_>)
 }
 
 /// Compares the fields that are always in a stream, as far as both have them in the same version.
-fn fields(name: &str, a: &State, b: &State, depth: usize, findings: &mut Findings<'_>) {
+fn fields(name: &str, a: &StateFormat, b: &StateFormat, depth: usize, findings: &mut Findings<'_>) {
     if depth > limits::DEPTH_MAX {
         return;
     }
-    let always = |state: &State, version: u32| {
+    let always = |state: &StateFormat, version: u32| {
         let field = |field: &&Field| !field.conditional && field.version <= version;
         state.fields.iter().filter(field).cloned().collect::<Vec<_>>()
     };
@@ -107,9 +107,9 @@ mod tests {
     use crate::facts::Section;
     use crate::report::Severity;
 
-    fn state(version: u32, version_min: u32, sizes: &[u64]) -> State {
+    fn state(version: u32, version_min: u32, sizes: &[u64]) -> StateFormat {
         let field = |size: &u64| Field { name: "f".into(), size: *size, ..Field::default() };
-        State {
+        StateFormat {
             name: "e1000".into(),
             version,
             version_min,
@@ -118,15 +118,15 @@ mod tests {
         }
     }
 
-    fn binary(state: State) -> Subject {
-        Subject::Binary(Binary { machine: "m".into(), states: [("e1000".to_owned(), state)].into() })
+    fn binary(state: StateFormat) -> Subject {
+        Subject::Binary(BinaryFacts { machine: "m".into(), states: [("e1000".to_owned(), state)].into() })
     }
 
     #[test]
     fn an_images_state_must_be_within_what_is_read() {
         let severity = |version| {
             let section = Section { name: "0000:00:02.0/e1000".into(), instance: 0, version };
-            let image = Image { sections: vec![section], ..Image::default() };
+            let image = ImageFacts { sections: vec![section], ..ImageFacts::default() };
             let found = of(&RULE, Subject::Image(image), binary(state(3, 2, &[])));
             found.first().map(|found| found.severity)
         };
@@ -141,7 +141,7 @@ mod tests {
         let sized = found(state(3, 1, &[4, 8]), state(3, 1, &[4, 2]));
         assert_eq!(sized[0].text, "the field f of e1000 has 8 bytes, there f has 2");
         assert_eq!(found(state(3, 1, &[4]), state(3, 1, &[4, 8]))[0].severity, Severity::Unknown);
-        let none = Subject::Binary(Binary { machine: "m".into(), ..Binary::default() });
+        let none = Subject::Binary(BinaryFacts { machine: "m".into(), ..BinaryFacts::default() });
         assert_eq!(of(&RULE, binary(state(1, 1, &[])), none)[0].severity, Severity::No);
     }
 }

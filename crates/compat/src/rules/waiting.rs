@@ -1,7 +1,7 @@
 //! The source has a guest, the destination waits for one.
 
 use super::{Pair, Rule};
-use crate::facts::{Incoming, Subject};
+use crate::facts::{IncomingState, Subject};
 use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule = Rule { id: "waiting", run };
@@ -17,18 +17,18 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     }
     let Some(destination) = pair.destination_qemu() else { return };
     match destination.incoming {
-        Incoming::Deferred => {}
-        Incoming::No => findings.no(
+        IncomingState::Deferred => {}
+        IncomingState::No => findings.no(
             format!("the destination does not wait for a guest, its status is `{}`", destination.status),
             "start it with `-incoming defer`",
         ),
-        Incoming::Listening => findings.add(
+        IncomingState::Listening => findings.add(
             Severity::No,
             Some(ConfiguredBy::Towline),
             "the destination waits for a guest already, at an address of its own".into(),
             "start it with `-incoming defer`, or copy to that address".into(),
         ),
-        Incoming::Loading => findings.no(
+        IncomingState::Loading => findings.no(
             "the destination has been given a guest to load before",
             "end it and start it again with `-incoming defer`",
         ),
@@ -43,16 +43,16 @@ mod tests {
     #[test]
     fn a_destination_that_runs_a_guest_takes_none() {
         let found = between(&RULE, |_, destination| {
-            destination.incoming = Incoming::No;
+            destination.incoming = IncomingState::No;
             destination.status = "running".into();
         });
         assert_eq!(
             found[0].to_string(),
             "the destination does not wait for a guest, its status is `running` (start it with `-incoming defer`)"
         );
-        let found = between(&RULE, |_, destination| destination.incoming = Incoming::Listening);
+        let found = between(&RULE, |_, destination| destination.incoming = IncomingState::Listening);
         assert_eq!(found[0].configured_by, Some(ConfiguredBy::Towline));
-        let found = between(&RULE, |_, destination| destination.incoming = Incoming::Loading);
+        let found = between(&RULE, |_, destination| destination.incoming = IncomingState::Loading);
         assert_eq!(found[0].severity, Severity::No);
     }
 

@@ -10,7 +10,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use rustix::fs::OFlags;
-use towline_compat::facts::{Attribute, Subject};
+use towline_compat::facts::{AttributeFacts, Subject};
 use towline_compat::{Facts, limits};
 
 /// Reads the type, which is the name of the attribute's real directory, and the version or the errno.
@@ -18,7 +18,7 @@ pub(super) fn read(path: &Path) -> io::Result<Facts> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let directory = fs::canonicalize(directory)?;
     let device_type = directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let mut attribute = Attribute { device_type, ..Attribute::default() };
+    let mut attribute = AttributeFacts { device_type, ..AttributeFacts::default() };
     match version(path) {
         Ok(version) => attribute.version = Some(version),
         Err(error) => attribute.errno = Some(errno(&error)),

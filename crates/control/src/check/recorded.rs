@@ -66,7 +66,7 @@ pub(super) fn write(path: &Path, facts: &Facts) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use towline_compat::Subject;
-    use towline_compat::facts::Image;
+    use towline_compat::facts::ImageFacts;
 
     use super::*;
 
@@ -74,7 +74,7 @@ mod tests {
     fn facts_are_read_from_a_file_and_from_a_command() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("facts.json");
-        let facts: Facts = Subject::Image(Image { machine: "m".into(), ..Image::default() }).into();
+        let facts: Facts = Subject::Image(ImageFacts { machine: "m".into(), ..ImageFacts::default() }).into();
         write(&path, &facts).unwrap();
         assert_eq!(of_file(&path).unwrap(), facts);
         assert_eq!(of_command(&format!("cat {}", path.display())).unwrap(), facts);

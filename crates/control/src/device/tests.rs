@@ -58,8 +58,8 @@ fn server(names: &[&'static str], unmigratable: bool) -> (DeviceCommands, Arc<At
 
 fn execute(server: &DeviceCommands, command: &str, arguments: &Value) -> Result<Value, String> {
     server.execute(command, arguments.as_object().unwrap()).map_err(|refusal| match refusal {
-        Refusal::Because(text) => text,
-        Refusal::Unknown => panic!("{command} is unknown"),
+        CommandError::Generic(text) => text,
+        CommandError::NotFound => panic!("{command} is unknown"),
     })
 }
 

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 use towline_qmp::commands::{HumanMonitorCommand, QomGet, QueryMemdev};
-use towline_qmp::{self as qmp, Client, Reply, Request};
+use towline_qmp::{self as qmp, Client, CommandReply, CommandRequest};
 
 /// The only type of backend that maps a file which it is given.
 const FILE_BACKEND: &str = "memory-backend-file";
@@ -19,7 +19,7 @@ const ADDRESS_COLUMN: &str = "HVA";
 
 /// A `memory-backend-*` object. A property is absent where this QEMU, or this type, does not have it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(super) struct Backend {
+pub(super) struct BackendObject {
     /// Its id.
     pub(super) id: String,
     /// Its type, for example `memory-backend-file`.
@@ -44,7 +44,7 @@ pub(super) struct Backend {
 
 /// A property of a backend, by its QOM name.
 #[derive(Debug, Clone, Copy)]
-enum Property {
+enum BackendProperty {
     Type,
     Share,
     MemPath,
@@ -54,17 +54,17 @@ enum Property {
     DiscardData,
 }
 
-const PROPERTIES: [Property; 7] = [
-    Property::Type,
-    Property::Share,
-    Property::MemPath,
-    Property::Offset,
-    Property::Readonly,
-    Property::Rom,
-    Property::DiscardData,
+const PROPERTIES: [BackendProperty; 7] = [
+    BackendProperty::Type,
+    BackendProperty::Share,
+    BackendProperty::MemPath,
+    BackendProperty::Offset,
+    BackendProperty::Readonly,
+    BackendProperty::Rom,
+    BackendProperty::DiscardData,
 ];
 
-impl Property {
+impl BackendProperty {
     const fn name(self) -> &'static str {
         match self {
             Self::Type => "type",
@@ -81,29 +81,29 @@ impl Property {
 /// All backends of a QEMU with the names of their blocks.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Backends {
-    backends: Vec<Backend>,
+    backends: Vec<BackendObject>,
     /// Address of each block in QEMU; empty before QEMU 8.2.
     addresses: BTreeMap<String, u64>,
 }
 
-impl Backend {
+impl BackendObject {
     /// Returns true if it maps a file that it is given.
     pub(super) fn maps_file(&self) -> bool {
         self.kind == FILE_BACKEND
     }
 
     /// Sets one of [`PROPERTIES`]; null where QEMU does not have it.
-    fn set(&mut self, property: Property, value: &Value) {
+    fn set(&mut self, property: BackendProperty, value: &Value) {
         let text = value.as_str().map(str::to_owned);
         let is_on = value.as_bool().unwrap_or_default();
         match property {
-            Property::Type => self.kind = text.unwrap_or_default(),
-            Property::Share => self.share = is_on,
-            Property::MemPath => self.path = text,
-            Property::Offset => self.offset = value.as_u64(),
-            Property::Readonly => self.readonly = is_on,
-            Property::Rom => self.rom = text,
-            Property::DiscardData => self.discard_data = is_on,
+            BackendProperty::Type => self.kind = text.unwrap_or_default(),
+            BackendProperty::Share => self.share = is_on,
+            BackendProperty::MemPath => self.path = text,
+            BackendProperty::Offset => self.offset = value.as_u64(),
+            BackendProperty::Readonly => self.readonly = is_on,
+            BackendProperty::Rom => self.rom = text,
+            BackendProperty::DiscardData => self.discard_data = is_on,
         }
     }
 }
@@ -112,15 +112,16 @@ impl Backends {
     /// Queries them with two round trips.
     pub(super) fn of(client: &mut Client) -> Result<Self, qmp::Error> {
         let mut backends = Vec::new();
-        let mut requests = vec![Request::new(&HumanMonitorCommand { command_line: "info ramblock".into() })?];
+        let mut requests =
+            vec![CommandRequest::new(&HumanMonitorCommand { command_line: "info ramblock".into() })?];
         for memdev in client.execute(&QueryMemdev)? {
             let Some(id) = memdev.id else { continue };
             for property in PROPERTIES {
                 let path = format!("{OBJECTS}{id}");
-                requests.push(Request::new(&QomGet { path, property: property.name().into() })?);
+                requests.push(CommandRequest::new(&QomGet { path, property: property.name().into() })?);
             }
             let (bytes, prealloc) = (memdev.size, memdev.prealloc);
-            backends.push(Backend { id, bytes, prealloc, ..Backend::default() });
+            backends.push(BackendObject { id, bytes, prealloc, ..BackendObject::default() });
         }
         if backends.is_empty() {
             return Ok(Self::default());
@@ -138,7 +139,7 @@ impl Backends {
     }
 
     /// The backend of a block.
-    pub(super) fn of_block(&self, block: &str) -> Option<&Backend> {
+    pub(super) fn of_block(&self, block: &str) -> Option<&BackendObject> {
         let id = block.strip_prefix(OBJECTS).unwrap_or(block);
         self.backends.iter().find(|backend| backend.id == id)
     }
@@ -148,18 +149,18 @@ impl Backends {
         self.addresses.get(block).copied()
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Backend> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &BackendObject> {
         self.backends.iter()
     }
 
     /// Returns true if no other backend has its size, so that it can be identified by that.
-    pub(super) fn is_alone_of_its_size(&self, backend: &Backend) -> bool {
+    pub(super) fn is_alone_of_its_size(&self, backend: &BackendObject) -> bool {
         self.backends.iter().filter(|other| other.bytes == backend.bytes).count() == 1
     }
 }
 
 /// `None` where QEMU does not have the property.
-fn property_of(reply: Reply) -> Result<Option<Value>, qmp::Error> {
+fn property_of(reply: CommandReply) -> Result<Option<Value>, qmp::Error> {
     match reply.of::<QomGet>() {
         Ok(value) => Ok(Some(value)),
         Err(qmp::Error::Refusal { .. }) => Ok(None),
@@ -197,7 +198,7 @@ fn row(line: &str, count: usize, column: usize) -> Option<(String, u64)> {
 #[cfg(test)]
 impl Backends {
     pub(super) fn new<'a>(
-        backends: impl IntoIterator<Item = Backend>,
+        backends: impl IntoIterator<Item = BackendObject>,
         addresses: impl IntoIterator<Item = (&'a str, u64)>,
     ) -> Self {
         let addresses = addresses.into_iter().map(|(name, address)| (name.to_owned(), address));
@@ -238,7 +239,7 @@ mod tests {
 
     #[test]
     fn a_block_is_named_by_id_or_path() {
-        let backend = |id: &str, bytes| Backend { id: id.into(), bytes, ..Backend::default() };
+        let backend = |id: &str, bytes| BackendObject { id: id.into(), bytes, ..BackendObject::default() };
         let backends = Backends::new([backend("mem", 8), backend("more", 8), backend("small", 4)], []);
         assert_eq!(backends.of_block("mem"), backends.of_block("/objects/mem"));
         assert!(backends.of_block("mem").is_some());

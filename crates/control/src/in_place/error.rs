@@ -10,7 +10,7 @@ use crate::qemu;
 /// Remedy: none is needed: the memory of this block is copied instead.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Reason {
+pub enum TransferReason {
     /// The image is incremental.
     /// Remedy: none is needed: the memory of this block is copied. To map it, run the guest from the image that
     /// `towline copy IMAGE NEW` makes.
@@ -250,7 +250,7 @@ pub enum Error {
         /// The image.
         path: PathBuf,
         /// Reason for it.
-        reason: Reason,
+        reason: TransferReason,
     },
     /// A restored guest could change the image.
     #[error(
@@ -277,7 +277,7 @@ pub enum Error {
         /// Id of the backend.
         backend: String,
         /// Reason for which it cannot be seen.
-        reason: Reason,
+        reason: TransferReason,
     },
     /// One QEMU's exit would discard the memory of the other.
     #[error(
@@ -301,7 +301,7 @@ pub enum Error {
         /// The block.
         block: String,
         /// The difference.
-        reason: Reason,
+        reason: TransferReason,
     },
     /// It cannot be seen if a QEMU that loads would write into the guest that another one runs.
     #[error(
@@ -314,7 +314,7 @@ pub enum Error {
         /// The block.
         block: String,
         /// Reason why it is not proven to be that block of the guest.
-        reason: Reason,
+        reason: TransferReason,
     },
     /// A copy of the image that shares its storage could not be made.
     #[error(

@@ -11,11 +11,11 @@ use std::fs::{self, File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::backend::{Backend, Backends};
+use super::backend::{BackendObject, Backends};
 use super::content::next_data;
 use super::maps::{Detail, private_bytes};
 use super::process::Mappings;
-use super::{Error, Reason};
+use super::{Error, TransferReason};
 use crate::qemu::Qemu;
 
 /// `f_type` of hugetlbfs, where `lseek` takes holes for data.
@@ -28,7 +28,7 @@ pub struct OldMemory {
     /// Its id.
     pub backend: String,
     /// Reason why it is not known to be zeros.
-    pub reason: Reason,
+    pub reason: TransferReason,
 }
 
 impl fmt::Display for OldMemory {
@@ -49,7 +49,7 @@ impl fmt::Display for OldMemory {
 pub fn old_memory(qemu: &mut Qemu) -> Result<Vec<OldMemory>, Error> {
     let backends = Backends::of(qemu.client())?;
     let process = Mappings::of(qemu, Detail::PrivateCopies);
-    let old = |backend: &Backend| {
+    let old = |backend: &BackendObject| {
         let reason = check(backend, &process).err()?;
         Some(OldMemory { backend: backend.id.clone(), reason })
     };
@@ -57,37 +57,37 @@ pub fn old_memory(qemu: &mut Qemu) -> Result<Vec<OldMemory>, Error> {
 }
 
 /// Returns true if the backend is given a file, and that one seems to have no content.
-pub(super) fn may_be_new_file(backend: &Backend) -> bool {
+pub(super) fn may_be_new_file(backend: &BackendObject) -> bool {
     let named = backend.path.as_ref().filter(|_| backend.maps_file()).map(fs::metadata);
     matches!(named, Some(Ok(named)) if named.is_file() && named.blocks() == 0)
 }
 
-fn check(backend: &Backend, process: &Mappings) -> Result<(), Reason> {
+fn check(backend: &BackendObject, process: &Mappings) -> Result<(), TransferReason> {
     let path = PathBuf::from(backend.path.clone().unwrap_or_default());
     let named = metadata(&path, process)?;
     if named.is_dir() {
         // QEMU makes a file of its own there, and unlinks it.
         return Ok(());
     }
-    let file = process.open_file(&named)?.ok_or_else(|| Reason::NotOpen { path: path.clone() })?;
+    let file = process.open_file(&named)?.ok_or_else(|| TransferReason::NotOpen { path: path.clone() })?;
     let begin = backend.offset.unwrap_or_default();
-    let failed = |error: std::io::Error| Reason::File { path: path.clone(), text: error.to_string() };
+    let failed = |error: std::io::Error| TransferReason::File { path: path.clone(), text: error.to_string() };
     if let Some(offset) = first_data(&file, &named, begin).map_err(failed)?
         && offset < begin.saturating_add(backend.bytes)
     {
-        return Err(Reason::OldContent { path, offset });
+        return Err(TransferReason::OldContent { path, offset });
     }
     match private_bytes(process.get()?, named.ino()) {
         Some(0) => Ok(()),
-        Some(bytes) => Err(Reason::PrivateCopies { bytes }),
-        None => Err(Reason::PrivateCopiesUnknown),
+        Some(bytes) => Err(TransferReason::PrivateCopies { bytes }),
+        None => Err(TransferReason::PrivateCopiesUnknown),
     }
 }
 
 /// The file that QEMU was given, as QEMU sees it where that can be found out.
-fn metadata(path: &Path, process: &Mappings) -> Result<Metadata, Reason> {
+fn metadata(path: &Path, process: &Mappings) -> Result<Metadata, TransferReason> {
     let seen = process.seen(path).and_then(|seen| fs::metadata(seen).ok());
-    let failed = |text: String| Reason::File { path: path.to_owned(), text };
+    let failed = |text: String| TransferReason::File { path: path.to_owned(), text };
     match seen {
         Some(metadata) => Ok(metadata),
         None if path.is_absolute() => fs::metadata(path).map_err(|error| failed(error.to_string())),

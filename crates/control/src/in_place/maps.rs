@@ -40,7 +40,7 @@ pub struct FileId {
 
 /// Destination of writes to a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Sharing {
+pub(super) enum MapSharing {
     /// The process' own copies of the pages.
     Private,
     /// The file.
@@ -49,7 +49,7 @@ pub(super) enum Sharing {
 
 /// One line of the list.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Mapping {
+pub(super) struct MapsEntry {
     start: u64,
     end: u64,
     range: FileRange,
@@ -61,7 +61,7 @@ pub(super) struct FileRange {
     pub(super) file: FileId,
     /// The first byte of the range in the file.
     pub(super) offset: u64,
-    pub(super) sharing: Sharing,
+    pub(super) sharing: MapSharing,
     pub(super) is_writable: bool,
     /// Name of the file when it was mapped, for messages.
     pub(super) path: String,
@@ -112,7 +112,7 @@ impl Proc {
     }
 
     /// The mappings of a process, by address.
-    pub(super) fn mappings(&self, process: &str, detail: Detail) -> io::Result<Vec<Mapping>> {
+    pub(super) fn mappings(&self, process: &str, detail: Detail) -> io::Result<Vec<MapsEntry>> {
         // Names of files may be of any bytes.
         let bytes = fs::read(self.path(process, detail))?;
         Ok(parse(&String::from_utf8_lossy(&bytes)))
@@ -120,7 +120,7 @@ impl Proc {
 }
 
 /// The range of a file that is mapped at `length` bytes from `address` on.
-pub(super) fn range_at(mappings: &[Mapping], address: u64, length: u64) -> Result<FileRange, NotOneRange> {
+pub(super) fn range_at(mappings: &[MapsEntry], address: u64, length: u64) -> Result<FileRange, NotOneRange> {
     let end = address.checked_add(length).ok_or(NotOneRange::Hole)?;
     let mut found: Option<FileRange> = None;
     let mut at = address;
@@ -141,23 +141,23 @@ pub(super) fn range_at(mappings: &[Mapping], address: u64, length: u64) -> Resul
 }
 
 /// Returns true if `length` bytes of a file from `offset` on are mapped shared, wherever that is.
-pub(super) fn has_shared(mappings: &[Mapping], file: FileId, offset: u64, length: u64) -> bool {
+pub(super) fn has_shared(mappings: &[MapsEntry], file: FileId, offset: u64, length: u64) -> bool {
     mappings.iter().any(|mapping| {
         let range = &mapping.range;
         range.file == file
-            && range.sharing == Sharing::Shared
+            && range.sharing == MapSharing::Shared
             && range.offset <= offset
             && mapping.end - mapping.start >= offset - range.offset + length
     })
 }
 
 /// Returns true if a part of `length` bytes of a file from `offset` on is mapped shared.
-pub(super) fn overlaps_shared(mappings: &[Mapping], file: FileId, offset: u64, length: u64) -> bool {
+pub(super) fn overlaps_shared(mappings: &[MapsEntry], file: FileId, offset: u64, length: u64) -> bool {
     mappings.iter().any(|mapping| {
         let range = &mapping.range;
         let is_before = range.offset + (mapping.end - mapping.start) <= offset;
         let is_behind = offset + length <= range.offset;
-        range.file == file && range.sharing == Sharing::Shared && !is_before && !is_behind
+        range.file == file && range.sharing == MapSharing::Shared && !is_before && !is_behind
     })
 }
 
@@ -171,12 +171,12 @@ pub(super) struct FilePart {
 
 /// Parts of files that are mapped shared at `length` bytes from `address` on, whatever lies between.
 pub(super) fn shared_parts(
-    mappings: &[Mapping],
+    mappings: &[MapsEntry],
     address: u64,
     length: u64,
 ) -> impl Iterator<Item = FilePart> {
     let behind = address.saturating_add(length);
-    mappings.iter().filter(|mapping| mapping.range.sharing == Sharing::Shared).filter_map(move |mapping| {
+    mappings.iter().filter(|mapping| mapping.range.sharing == MapSharing::Shared).filter_map(move |mapping| {
         let (start, end) = (mapping.start.max(address), mapping.end.min(behind));
         let offset = mapping.range.offset.saturating_add(start - mapping.start);
         (start < end).then(|| FilePart { file: mapping.range.file, offset, length: end - start })
@@ -184,9 +184,9 @@ pub(super) fn shared_parts(
 }
 
 /// Bytes of all private mappings of a file with this inode that are private copies; `None`: not listed for each.
-pub(super) fn private_bytes(mappings: &[Mapping], inode: u64) -> Option<u64> {
+pub(super) fn private_bytes(mappings: &[MapsEntry], inode: u64) -> Option<u64> {
     let ranges = mappings.iter().map(|mapping| &mapping.range);
-    let private = ranges.filter(|range| range.file.inode == inode && range.sharing == Sharing::Private);
+    let private = ranges.filter(|range| range.file.inode == inode && range.sharing == MapSharing::Private);
     private.map(|range| range.private_bytes).sum()
 }
 
@@ -202,8 +202,8 @@ impl FileRange {
 }
 
 /// Reads either list. Lines that are neither a mapping nor a counted field are skipped.
-fn parse(text: &str) -> Vec<Mapping> {
-    let mut mappings: Vec<Mapping> = Vec::new();
+fn parse(text: &str) -> Vec<MapsEntry> {
+    let mut mappings: Vec<MapsEntry> = Vec::new();
     for line in text.lines() {
         if let Some(mapping) = parse_mapping(line) {
             mappings.push(mapping);
@@ -215,7 +215,7 @@ fn parse(text: &str) -> Vec<Mapping> {
 }
 
 /// `7f2a00000000-7f2a20000000 rw-p 00100000 fe:00 4711      /images/guest.img`
-fn parse_mapping(line: &str) -> Option<Mapping> {
+fn parse_mapping(line: &str) -> Option<MapsEntry> {
     let (addresses, rest) = line.split_once(' ')?;
     let (permissions, rest) = rest.split_once(' ')?;
     let (offset, rest) = rest.split_once(' ')?;
@@ -226,8 +226,8 @@ fn parse_mapping(line: &str) -> Option<Mapping> {
     let (start, end) = addresses.split_once('-')?;
     let (major, minor) = device.split_once(':')?;
     let sharing = match permissions.as_bytes().get(3)? {
-        b's' => Sharing::Shared,
-        b'p' => Sharing::Private,
+        b's' => MapSharing::Shared,
+        b'p' => MapSharing::Private,
         _ => return None,
     };
     let range = FileRange {
@@ -238,7 +238,8 @@ fn parse_mapping(line: &str) -> Option<Mapping> {
         path: path.trim().to_owned(),
         private_bytes: None,
     };
-    Some(Mapping { start: hex(start)?, end: hex(end)?, range }).filter(|mapping| mapping.start < mapping.end)
+    Some(MapsEntry { start: hex(start)?, end: hex(end)?, range })
+        .filter(|mapping| mapping.start < mapping.end)
 }
 
 /// `Anonymous:          128 kB`
@@ -280,7 +281,7 @@ Anonymous:             0 kB
         let expected = FileRange {
             file: FileId { major: 0xfe, minor: 0, inode: 4711 },
             offset: 1 << 20,
-            sharing: Sharing::Private,
+            sharing: MapSharing::Private,
             is_writable: true,
             path: "/images/a guest.img".into(),
             private_bytes: Some(16 << 10),
@@ -289,7 +290,7 @@ Anonymous:             0 kB
         assert_eq!(found.file.to_string(), "fe:0 inode 4711");
         assert_eq!(range(0x7f2a_0010_0000, 2 << 20).unwrap().offset, 2 << 20, "from within a mapping");
         let memfd = range(0x7f2a_0060_0000, 1 << 20).unwrap();
-        assert_eq!((memfd.sharing, memfd.private_bytes), (Sharing::Shared, None));
+        assert_eq!((memfd.sharing, memfd.private_bytes), (MapSharing::Shared, None));
         assert_eq!(memfd.path, "/memfd:memory-backend-memfd (deleted)");
     }
 

@@ -5,27 +5,27 @@ use std::fs::{self, File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::Reason;
-use super::maps::{Detail, Mapping, Proc};
+use super::TransferReason;
+use super::maps::{Detail, MapsEntry, Proc};
 use crate::qemu::{Process, Qemu};
 
 /// The mappings of a QEMU's process, once they are needed.
 pub(super) struct Mappings {
-    process: Result<i32, Reason>,
+    process: Result<i32, TransferReason>,
     detail: Detail,
-    read: OnceCell<Result<Vec<Mapping>, Reason>>,
+    read: OnceCell<Result<Vec<MapsEntry>, TransferReason>>,
 }
 
 impl Mappings {
     pub(super) fn of(qemu: &Qemu, detail: Detail) -> Self {
         let process = match qemu.process() {
             Process::Known { pid, .. } => Ok(*pid),
-            Process::Unknown { reason } => Err(Reason::UnknownProcess { why: reason.clone() }),
+            Process::Unknown { reason } => Err(TransferReason::UnknownProcess { why: reason.clone() }),
         };
         Self { process, detail, read: OnceCell::new() }
     }
 
-    pub(super) fn get(&self) -> Result<&[Mapping], Reason> {
+    pub(super) fn get(&self) -> Result<&[MapsEntry], TransferReason> {
         let read = || read_mappings(&self.process.clone()?.to_string(), self.detail);
         self.read.get_or_init(read).as_deref().map_err(Clone::clone)
     }
@@ -40,29 +40,29 @@ impl Mappings {
     }
 
     /// The file that `wanted` describes, opened for reading, if QEMU has it open.
-    pub(super) fn open_file(&self, wanted: &Metadata) -> Result<Option<File>, Reason> {
+    pub(super) fn open_file(&self, wanted: &Metadata) -> Result<Option<File>, TransferReason> {
         let is_wanted = |found: &Metadata| (found.dev(), found.ino()) == (wanted.dev(), wanted.ino());
         let found = self.descriptors()?.into_iter().find(|(_, found)| found.is_file() && is_wanted(found));
         let open = |path: PathBuf| {
-            File::open(&path).map_err(|error| Reason::Unreadable { path, text: error.to_string() })
+            File::open(&path).map_err(|error| TransferReason::Unreadable { path, text: error.to_string() })
         };
         found.map(|(path, _)| open(path)).transpose()
     }
 
     /// Refuses a process that does not have this file open, or has another one that its mappings name alike: on btrfs they show
     /// numbers that files of several subvolumes share.
-    pub(super) fn check_open(&self, path: &Path, file: &Metadata) -> Result<(), Reason> {
+    pub(super) fn check_open(&self, path: &Path, file: &Metadata) -> Result<(), TransferReason> {
         let files = self.descriptors()?;
         let files = files.iter().filter(|(_, found)| found.is_file()).map(|(_, found)| Numbers::of(found));
         match Numbers::of(file).among(files) {
             Among::Alone => Ok(()),
-            Among::Missing => Err(Reason::NotOpen { path: path.to_owned() }),
-            Among::Ambiguous => Err(Reason::Ambiguous { path: path.to_owned() }),
+            Among::Missing => Err(TransferReason::NotOpen { path: path.to_owned() }),
+            Among::Ambiguous => Err(TransferReason::Ambiguous { path: path.to_owned() }),
         }
     }
 
     /// The files that the process has open, as files of `/proc`.
-    pub(super) fn files(&self) -> Result<Vec<(PathBuf, Metadata)>, Reason> {
+    pub(super) fn files(&self) -> Result<Vec<(PathBuf, Metadata)>, TransferReason> {
         let mut files = self.descriptors()?;
         files.retain(|(_, found)| found.is_file());
         Ok(files)
@@ -74,7 +74,7 @@ impl Mappings {
     }
 
     /// Returns true if the process has this file open for writing.
-    pub(super) fn has_open_for_writing(&self, file: &Metadata) -> Result<bool, Reason> {
+    pub(super) fn has_open_for_writing(&self, file: &Metadata) -> Result<bool, TransferReason> {
         // The kernel shows the access mode as the permissions of the link.
         let is_writable = |path: &Path| fs::symlink_metadata(path).is_ok_and(|link| link.mode() & 0o200 != 0);
         let is_file = |found: &Metadata| Numbers::of(found) == Numbers::of(file);
@@ -82,10 +82,12 @@ impl Mappings {
     }
 
     /// The descriptors of the process, as files of `/proc`, and what they refer to.
-    fn descriptors(&self) -> Result<Vec<(PathBuf, Metadata)>, Reason> {
+    fn descriptors(&self) -> Result<Vec<(PathBuf, Metadata)>, TransferReason> {
         let directory = Proc::default().directory(&self.process.clone()?.to_string()).join("fd");
-        let unreadable =
-            |error: std::io::Error| Reason::Unreadable { path: directory.clone(), text: error.to_string() };
+        let unreadable = |error: std::io::Error| TransferReason::Unreadable {
+            path: directory.clone(),
+            text: error.to_string(),
+        };
         let entries = fs::read_dir(&directory).and_then(Iterator::collect::<Result<Vec<_>, _>>);
         let paths = entries.map_err(unreadable)?.into_iter().map(|entry| entry.path());
         // One that was closed meanwhile is left out.
@@ -127,14 +129,16 @@ impl Numbers {
 }
 
 /// The mappings of this process.
-pub(super) fn own_mappings() -> Result<Vec<Mapping>, Reason> {
+pub(super) fn own_mappings() -> Result<Vec<MapsEntry>, TransferReason> {
     read_mappings("self", Detail::Mappings)
 }
 
-fn read_mappings(process: &str, detail: Detail) -> Result<Vec<Mapping>, Reason> {
+fn read_mappings(process: &str, detail: Detail) -> Result<Vec<MapsEntry>, TransferReason> {
     let proc = Proc::default();
-    proc.mappings(process, detail)
-        .map_err(|error| Reason::Unreadable { path: proc.path(process, detail), text: error.to_string() })
+    proc.mappings(process, detail).map_err(|error| TransferReason::Unreadable {
+        path: proc.path(process, detail),
+        text: error.to_string(),
+    })
 }
 
 #[cfg(test)]
@@ -163,6 +167,9 @@ mod tests {
         assert_eq!(process.check_open(&path, &open.metadata().unwrap()), Ok(()));
         assert_eq!(process.check_open(&path, &closed), Ok(()));
         let path = other.into_temp_path();
-        assert_eq!(process.check_open(&path, &closed), Err(Reason::NotOpen { path: path.to_path_buf() }));
+        assert_eq!(
+            process.check_open(&path, &closed),
+            Err(TransferReason::NotOpen { path: path.to_path_buf() })
+        );
     }
 }

@@ -1,8 +1,8 @@
 //! The proof itself: what QEMU says of a backend, what the kernel says of its mapping, and what both have to be. No I/O.
 
-use super::backend::Backend;
-use super::error::Reason;
-use super::maps::{FileId, FileRange, NotOneRange, Sharing};
+use super::backend::BackendObject;
+use super::error::TransferReason;
+use super::maps::{FileId, FileRange, MapSharing, NotOneRange};
 use super::{Mapped, MappingKind};
 
 /// Version since which QEMU maps ranges (`offset=`) of files that it opens for reading only (`rom=off`).
@@ -24,18 +24,18 @@ pub(super) struct ExpectedMapping<'a> {
 
 /// Refuses a backend by what QEMU itself says of it; the mapping need not be examined then.
 pub(super) fn check_backend(
-    backend: &Backend,
+    backend: &BackendObject,
     bytes: u64,
     qemu: &towline_qmp::commands::Version,
-) -> Result<(), Reason> {
+) -> Result<(), TransferReason> {
     if !backend.maps_file() {
-        return Err(Reason::BackendType { found: backend.kind.clone() });
+        return Err(TransferReason::BackendType { found: backend.kind.clone() });
     }
     if (qemu.qemu.major, qemu.qemu.minor) < RANGES_SINCE {
-        return Err(Reason::OldQemu { found: qemu.qemu.to_string() });
+        return Err(TransferReason::OldQemu { found: qemu.qemu.to_string() });
     }
     if backend.bytes != bytes {
-        return Err(Reason::Size { found: backend.bytes, expected: bytes });
+        return Err(TransferReason::Size { found: backend.bytes, expected: bytes });
     }
     let is_rom = match backend.rom.as_deref() {
         Some("on") => true,
@@ -43,14 +43,14 @@ pub(super) fn check_backend(
         _ => backend.readonly,
     };
     if is_rom {
-        return Err(Reason::ReadOnly);
+        return Err(TransferReason::ReadOnly);
     }
     Ok(())
 }
 
 /// Returns true if QEMU has opened the backend's file for writing. Then its guest can change the file: by writes if it is mapped
 /// shared, and if it is private by a balloon, since QEMU discards memory of a file by punching holes into it.
-pub(super) fn may_change_file(backend: &Backend) -> bool {
+pub(super) fn may_change_file(backend: &BackendObject) -> bool {
     backend.maps_file() && !backend.readonly
 }
 
@@ -58,31 +58,33 @@ pub(super) fn may_change_file(backend: &Backend) -> bool {
 pub(super) fn prove(
     wanted: &ExpectedMapping<'_>,
     found: Result<FileRange, NotOneRange>,
-) -> Result<Mapped, Reason> {
+) -> Result<Mapped, TransferReason> {
     let found = found.map_err(|reason| match reason {
-        NotOneRange::Hole => Reason::NotMapped,
-        NotOneRange::Anonymous => Reason::Anonymous,
-        NotOneRange::Split => Reason::Split,
+        NotOneRange::Hole => TransferReason::NotMapped,
+        NotOneRange::Anonymous => TransferReason::Anonymous,
+        NotOneRange::Split => TransferReason::Split,
     })?;
     if found.file != wanted.file {
         let (path, found, expected) = (found.path, found.file, wanted.file);
-        return Err(Reason::OtherFile { path, found, expected });
+        return Err(TransferReason::OtherFile { path, found, expected });
     }
     if found.offset != wanted.offset {
         let (path, found, expected) = (found.path, found.offset, wanted.offset);
-        return Err(Reason::Offset { path, found, expected });
+        return Err(TransferReason::Offset { path, found, expected });
     }
     if !found.is_writable {
-        return Err(Reason::ReadOnly);
+        return Err(TransferReason::ReadOnly);
     }
     match (wanted.kind, found.sharing, found.private_bytes) {
-        (MappingKind::CopyOnWrite, Sharing::Private, Some(0))
-        | (MappingKind::Reflink | MappingKind::Running, Sharing::Shared, _) => {
+        (MappingKind::CopyOnWrite, MapSharing::Private, Some(0))
+        | (MappingKind::Reflink | MappingKind::Running, MapSharing::Shared, _) => {
             Ok(Mapped { block: wanted.block.to_owned(), bytes: wanted.bytes, kind: wanted.kind })
         }
-        (MappingKind::CopyOnWrite, Sharing::Private, Some(bytes)) => Err(Reason::PrivateCopies { bytes }),
-        (MappingKind::CopyOnWrite, Sharing::Private, None) => Err(Reason::PrivateCopiesUnknown),
-        (MappingKind::CopyOnWrite, Sharing::Shared, _) => Err(Reason::WritableImage),
-        (MappingKind::Reflink | MappingKind::Running, Sharing::Private, _) => Err(Reason::Private),
+        (MappingKind::CopyOnWrite, MapSharing::Private, Some(bytes)) => {
+            Err(TransferReason::PrivateCopies { bytes })
+        }
+        (MappingKind::CopyOnWrite, MapSharing::Private, None) => Err(TransferReason::PrivateCopiesUnknown),
+        (MappingKind::CopyOnWrite, MapSharing::Shared, _) => Err(TransferReason::WritableImage),
+        (MappingKind::Reflink | MappingKind::Running, MapSharing::Private, _) => Err(TransferReason::Private),
     }
 }

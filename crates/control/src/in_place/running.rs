@@ -1,10 +1,10 @@
 //! Memory of a running guest, which another QEMU maps as well.
 
-use super::backend::{Backend, Backends};
+use super::backend::{BackendObject, Backends};
 use super::maps::{Detail, FileId, has_shared, overlaps_shared, range_at, shared_parts};
 use super::process::Mappings;
 use super::proof::{ExpectedMapping, check_backend, prove};
-use super::{BackendPurpose, Error, Mapped, MappingKind, Presence, Reason};
+use super::{BackendPurpose, Error, Mapped, MappingKind, Presence, TransferReason};
 use crate::qemu::Qemu;
 
 /// Proves which blocks of the guest that `old` runs are the same memory in `new`, which waits for it.
@@ -27,7 +27,7 @@ pub fn of_running(new: &mut Qemu, old: &mut Qemu) -> Result<Presence, Error> {
             }
             Err(reason) => ends.check_foreign(&block.name, block.used_bytes, reason)?,
         }
-        let is_file = there.of_block(&block.name).is_some_and(Backend::maps_file);
+        let is_file = there.of_block(&block.name).is_some_and(BackendObject::maps_file);
         presence.add(
             &block.name,
             outcome,
@@ -45,8 +45,8 @@ struct MappedQemu<'a> {
 }
 
 impl MappedQemu<'_> {
-    fn backend(&self, block: &str) -> Result<&Backend, Reason> {
-        self.backends.of_block(block).ok_or(Reason::NoBackend)
+    fn backend(&self, block: &str) -> Result<&BackendObject, TransferReason> {
+        self.backends.of_block(block).ok_or(TransferReason::NoBackend)
     }
 
     /// The exit of one QEMU must leave the memory to the other.
@@ -68,11 +68,12 @@ struct Ends<'a> {
 }
 
 impl Ends<'_> {
-    fn block(&self, block: &str, bytes: u64) -> Result<Mapped, Reason> {
+    fn block(&self, block: &str, bytes: u64) -> Result<Mapped, TransferReason> {
         let (backend, version) = (self.old.backend(block)?, &self.new.qemu.facts().version);
         check_backend(self.new.backend(block)?, bytes, version)?;
-        let no_address =
-            |side: &MappedQemu<'_>| Reason::NoAddress { found: side.qemu.facts().version.qemu.to_string() };
+        let no_address = |side: &MappedQemu<'_>| TransferReason::NoAddress {
+            found: side.qemu.facts().version.qemu.to_string(),
+        };
         let address = self.new.backends.address_of(block).ok_or_else(|| no_address(&self.new))?;
         let new = range_at(self.new.process.get()?, address, bytes);
         let mappings = self.old.process.get()?;
@@ -83,7 +84,7 @@ impl Ends<'_> {
             }
             (None, Ok(range)) if !has_shared(mappings, range.file, range.offset, bytes) => {
                 let (path, found) = (range.path.clone(), range.file);
-                return Err(Reason::NotOfTheOther { path, found });
+                return Err(TransferReason::NotOfTheOther { path, found });
             }
             (None, _) => new.clone(),
         };
@@ -99,8 +100,8 @@ impl Ends<'_> {
     }
 
     /// Refuses memory of this block that is another memory of the guest, or may be: its pages would have to be sent.
-    fn check_foreign(&self, block: &str, bytes: u64, reason: &Reason) -> Result<(), Error> {
-        let is_shared = |backend: &Backend| backend.maps_file() && backend.share;
+    fn check_foreign(&self, block: &str, bytes: u64, reason: &TransferReason) -> Result<(), Error> {
+        let is_shared = |backend: &BackendObject| backend.maps_file() && backend.share;
         if !self.new.backends.of_block(block).is_some_and(is_shared) {
             return Ok(());
         }

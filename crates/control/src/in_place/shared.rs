@@ -4,10 +4,10 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::backend::{Backend, Backends};
-use super::maps::{Detail, FileId, Mapping, Sharing, has_shared, range_at};
+use super::backend::{BackendObject, Backends};
+use super::maps::{Detail, FileId, MapSharing, MapsEntry, has_shared, range_at};
 use super::process::Mappings;
-use super::{Error, Reason};
+use super::{Error, TransferReason};
 use crate::qemu::Qemu;
 
 /// A block of a guest's memory, and the way to map it in another process.
@@ -35,7 +35,7 @@ pub struct PrivateBlock {
     /// Its file, if it is mapped privately from one.
     pub path: Option<String>,
     /// Reason for it.
-    pub reason: Reason,
+    pub reason: TransferReason,
 }
 
 /// The memory backends of a running guest.
@@ -91,47 +91,47 @@ pub fn guest_backends(qemu: &mut Qemu) -> Result<GuestBackends, Error> {
 
 /// The file of a backend as another process can open it, and the block's first byte in it.
 fn locate(
-    backend: &Backend,
+    backend: &BackendObject,
     address: Option<u64>,
     backends: &Backends,
     process: &Mappings,
-) -> Result<(PathBuf, u64), Reason> {
+) -> Result<(PathBuf, u64), TransferReason> {
     if !backend.share {
-        return Err(Reason::Private);
+        return Err(TransferReason::Private);
     }
     let mappings = process.get()?;
     let descriptors = process.files()?;
     if let Some(address) = address {
-        let range = range_at(mappings, address, backend.bytes).map_err(|_| Reason::Anonymous)?;
-        if range.sharing != Sharing::Shared {
-            return Err(Reason::Private);
+        let range = range_at(mappings, address, backend.bytes).map_err(|_| TransferReason::Anonymous)?;
+        if range.sharing != MapSharing::Shared {
+            return Err(TransferReason::Private);
         }
         let is_it = |(_, found): &&(PathBuf, fs::Metadata)| file_id(found) == range.file;
         let open = descriptors.iter().find(is_it);
         let path = named(backend, process, open.map(|(_, found)| found));
         // Numbers of a file on some filesystems are not those of its mappings, so that only its name identifies it.
-        let path = path.or_else(|| open.map(|(path, _)| path.clone())).ok_or(Reason::Anonymous)?;
+        let path = path.or_else(|| open.map(|(path, _)| path.clone())).ok_or(TransferReason::Anonymous)?;
         return Ok((path, range.offset));
     }
     // QEMU before 8.2 reports no addresses, and maps files from their beginning.
     if !backends.is_alone_of_its_size(backend) {
-        return Err(Reason::NoAddress { found: "before 8.2".into() });
+        return Err(TransferReason::NoAddress { found: "before 8.2".into() });
     }
     let is_it = |(_, found): &&(PathBuf, fs::Metadata)| {
         found.is_file() && found.len() == backend.bytes && is_mapped(mappings, found, backend.bytes)
     };
     let open = descriptors.iter().find(is_it);
     let path = named(backend, process, open.map(|(_, found)| found));
-    let path = path.or_else(|| open.map(|(path, _)| path.clone())).ok_or(Reason::Anonymous)?;
+    let path = path.or_else(|| open.map(|(path, _)| path.clone())).ok_or(TransferReason::Anonymous)?;
     Ok((path, 0))
 }
 
-fn is_mapped(mappings: &[Mapping], file: &fs::Metadata, bytes: u64) -> bool {
+fn is_mapped(mappings: &[MapsEntry], file: &fs::Metadata, bytes: u64) -> bool {
     has_shared(mappings, file_id(file), 0, bytes)
 }
 
 /// The file's own name, if it still is the file that QEMU has open.
-fn named(backend: &Backend, process: &Mappings, open: Option<&fs::Metadata>) -> Option<PathBuf> {
+fn named(backend: &BackendObject, process: &Mappings, open: Option<&fs::Metadata>) -> Option<PathBuf> {
     let path = Path::new(backend.path.as_ref().filter(|_| backend.maps_file())?);
     let path = if path.is_absolute() { path.to_owned() } else { process.working_directory()?.join(path) };
     // A descriptor of a process that may end is no name.

@@ -17,13 +17,15 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use towline_qmp::{self as qmp, Client};
 
-use super::backend::{Backend, Backends};
+use super::backend::{BackendObject, Backends};
 use super::fresh::may_be_new_file;
-use super::maps::{Detail, FileRange, Mapping, NotOneRange, range_at};
+use super::maps::{Detail, FileRange, MapsEntry, NotOneRange, range_at};
 use super::process::{Mappings, own_mappings};
 use super::proof::{ExpectedMapping, check_backend, may_change_file, prove};
 use super::unchanged::Unchanged;
-use super::{BackendPurpose, Error, Mapped, MappingKind, Presence, Reason, Reflink, Sent, content};
+use super::{
+    BackendPurpose, Error, Mapped, MappingKind, Presence, Reflink, TransferReason, TransferredBlock, content,
+};
 use crate::qemu::Qemu;
 
 /// Threads that compare an image with its manifest.
@@ -110,7 +112,7 @@ pub fn find_mapped_memory(
     if presence.is_empty() && if_unmapped == IfUnmapped::Refuse {
         return Err(not_mapped(qemu, image, &presence));
     }
-    for Sent { block, reason, .. } in presence.sent.iter().filter(|sent| sent.is_unexpected) {
+    for TransferredBlock { block, reason, .. } in presence.sent.iter().filter(|sent| sent.is_unexpected) {
         notice(&format!("memory of block {block:?} is sent, not mapped: {reason}"));
     }
     if presence.is_empty() {
@@ -127,7 +129,11 @@ fn not_mapped(qemu: &Qemu, image: &Image, presence: &Presence) -> Error {
     let (socket, path) = (qemu.socket().to_owned(), image.path().to_owned());
     // The file that is named as if it were mapped has the best reason.
     let sent = presence.sent.iter().max_by_key(|sent| sent.is_unexpected);
-    Error::NotMapped { socket, path, reason: sent.map_or(Reason::NoBackend, |sent| sent.reason.clone()) }
+    Error::NotMapped {
+        socket,
+        path,
+        reason: sent.map_or(TransferReason::NoBackend, |sent| sent.reason.clone()),
+    }
 }
 
 /// Compares a block with the manifest: its pages are not sent, and therefore not compared on their way.
@@ -172,7 +178,7 @@ fn of_kernel(qemu: &Qemu, image: &Image) -> Option<Presence> {
         let found = range_at(process.get().ok()?, address, block.length);
         match found {
             Err(NotOneRange::Anonymous) => {
-                presence.add(&block.name, Err(Reason::NoBackend), BackendPurpose::Other);
+                presence.add(&block.name, Err(TransferReason::NoBackend), BackendPurpose::Other);
             }
             found => {
                 let mapped = stored.prove_range(found, &stored.own_range().ok()?, &process).ok()?;
@@ -196,10 +202,12 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind)
     for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
         let stored = Stored { image, own: &own, index, block, kind };
         let outcome = match backends.of_block(&block.name) {
-            None => Err(Reason::NoBackend),
+            None => Err(TransferReason::NoBackend),
             Some(backend) => stored.prove(qemu, backend, backends.address_of(&block.name), &process),
         };
-        if let (Err(Reason::WritableImage), Some(backend)) = (&outcome, backends.of_block(&block.name)) {
+        if let (Err(TransferReason::WritableImage), Some(backend)) =
+            (&outcome, backends.of_block(&block.name))
+        {
             return Err(image_writable(qemu, &backend.id, image));
         }
         let is_named = backends.of_block(&block.name).is_some_and(|backend| is_file(backend, image));
@@ -231,7 +239,7 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind)
 struct Stored<'a> {
     image: &'a Image,
     /// The mappings of this process, once they are needed.
-    own: &'a OnceCell<Result<Vec<Mapping>, Reason>>,
+    own: &'a OnceCell<Result<Vec<MapsEntry>, TransferReason>>,
     index: BlockIndex,
     block: &'a RamBlock,
     kind: MappingKind,
@@ -241,21 +249,21 @@ impl Stored<'_> {
     fn prove(
         &self,
         qemu: &Qemu,
-        backend: &Backend,
+        backend: &BackendObject,
         address: Option<u64>,
         process: &Mappings,
-    ) -> Result<Mapped, Reason> {
+    ) -> Result<Mapped, TransferReason> {
         let (bytes, version) = (self.block.length, &qemu.facts().version);
         check_backend(backend, bytes, version)?;
         if self.image.is_incremental() {
-            return Err(Reason::Incremental { path: self.image.path().to_owned() });
+            return Err(TransferReason::Incremental { path: self.image.path().to_owned() });
         }
-        let address = address.ok_or_else(|| Reason::NoAddress { found: version.qemu.to_string() })?;
+        let address = address.ok_or_else(|| TransferReason::NoAddress { found: version.qemu.to_string() })?;
         let own = self.own_range()?;
         let found = range_at(process.get()?, address, bytes);
         let is_image = found.as_ref().is_ok_and(|range| range.file == own.file);
         if is_image && self.kind == MappingKind::CopyOnWrite && may_change_file(backend) {
-            return Err(Reason::WritableImage);
+            return Err(TransferReason::WritableImage);
         }
         self.prove_range(found, &own, process)
     }
@@ -266,7 +274,7 @@ impl Stored<'_> {
         found: Result<FileRange, NotOneRange>,
         own: &FileRange,
         process: &Mappings,
-    ) -> Result<Mapped, Reason> {
+    ) -> Result<Mapped, TransferReason> {
         let wanted = ExpectedMapping {
             block: &self.block.name,
             bytes: self.block.length,
@@ -281,31 +289,33 @@ impl Stored<'_> {
     }
 
     /// The block in this process' own mapping of the image: the kernel names the file there as it does in QEMU.
-    fn own_range(&self) -> Result<FileRange, Reason> {
+    fn own_range(&self) -> Result<FileRange, TransferReason> {
         let page = PageRef { block: self.index, offset: 0 };
-        let bytes = self.image.immutable(page, PAGE_SIZE).ok_or(Reason::NotMapped)?;
+        let bytes = self.image.immutable(page, PAGE_SIZE).ok_or(TransferReason::NotMapped)?;
         let own = self.own.get_or_init(own_mappings);
         let own = own.as_ref().map_err(Clone::clone)?;
-        range_at(own, bytes.as_ptr().addr() as u64, PAGE_SIZE).map_err(|_| Reason::NotMapped)
+        range_at(own, bytes.as_ptr().addr() as u64, PAGE_SIZE).map_err(|_| TransferReason::NotMapped)
     }
 
-    fn check_open(&self, process: &Mappings) -> Result<(), Reason> {
+    fn check_open(&self, process: &Mappings) -> Result<(), TransferReason> {
         let path = self.image.path();
         if is_overlay(self.image.file()) {
-            return Err(Reason::Overlay { path: path.to_owned() });
+            return Err(TransferReason::Overlay { path: path.to_owned() });
         }
         let file = self.image.file().metadata();
-        let file = file.map_err(|error| Reason::File { path: path.to_owned(), text: error.to_string() })?;
+        let file =
+            file.map_err(|error| TransferReason::File { path: path.to_owned(), text: error.to_string() })?;
         process.check_open(path, &file)
     }
 
-    fn check_content(&self, begin: u64) -> Result<(), Reason> {
+    fn check_content(&self, begin: u64) -> Result<(), TransferReason> {
         let path = || self.image.path().to_owned();
-        let failed = |error: &dyn std::fmt::Display| Reason::File { path: path(), text: error.to_string() };
+        let failed =
+            |error: &dyn std::fmt::Display| TransferReason::File { path: path(), text: error.to_string() };
         let file = self.image.reopen().map_err(|error| failed(&error))?;
         match content::stale_page(self.image, &file, self.index, begin) {
             Ok(None) => Ok(()),
-            Ok(Some(offset)) => Err(Reason::StaleContent { path: path(), offset }),
+            Ok(Some(offset)) => Err(TransferReason::StaleContent { path: path(), offset }),
             Err(error) => Err(failed(&error)),
         }
     }
@@ -317,11 +327,11 @@ fn is_overlay(file: &File) -> bool {
 }
 
 /// Returns true if the backend's path leads to the image now.
-fn is_file(backend: &Backend, image: &Image) -> bool {
+fn is_file(backend: &BackendObject, image: &Image) -> bool {
     image.file().metadata().is_ok_and(|metadata| is_same(backend, &metadata))
 }
 
-fn is_same(backend: &Backend, file: &Metadata) -> bool {
+fn is_same(backend: &BackendObject, file: &Metadata) -> bool {
     let named = backend.path.as_ref().filter(|_| backend.maps_file()).map(std::fs::metadata);
     matches!(named, Some(Ok(named)) if (named.dev(), named.ino()) == (file.dev(), file.ino()))
 }
@@ -336,7 +346,7 @@ fn check_unchanging(qemu: &Qemu, backends: &Backends, image: &Image) -> Result<(
     let bases = towline_image::base_paths(image.path());
     let files = bases.iter().map(std::fs::metadata).chain([image.file().metadata()]).flatten();
     let files: Vec<_> = files.collect();
-    let is_named = |backend: &&&Backend| files.iter().any(|file| is_same(backend, file));
+    let is_named = |backend: &&&BackendObject| files.iter().any(|file| is_same(backend, file));
     if let Some(backend) = writable.iter().find(is_named) {
         return Err(image_writable(qemu, &backend.id, image));
     }
@@ -359,7 +369,7 @@ fn check_unchanging(qemu: &Qemu, backends: &Backends, image: &Image) -> Result<(
 }
 
 /// Returns true if the guest would write into the file that the backend is given. In a directory QEMU makes a file of its own.
-fn may_share_file(backend: &Backend) -> bool {
+fn may_share_file(backend: &BackendObject) -> bool {
     let is_directory = || {
         backend.path.as_ref().is_some_and(|path| std::fs::metadata(path).is_ok_and(|named| named.is_dir()))
     };
@@ -372,12 +382,13 @@ fn image_writable(qemu: &Qemu, backend: &str, image: &Image) -> Error {
 }
 
 /// The image, locked as its readers do, so that no towline replaces it meanwhile.
-fn locked(image: &Image) -> Result<File, Reason> {
+fn locked(image: &Image) -> Result<File, TransferReason> {
     let path = image.path().to_owned();
-    let file =
-        image.reopen().map_err(|error| Reason::File { path: path.clone(), text: error.to_string() })?;
+    let file = image
+        .reopen()
+        .map_err(|error| TransferReason::File { path: path.clone(), text: error.to_string() })?;
     match flock(&file, FlockOperation::NonBlockingLockShared) {
-        Err(Errno::WOULDBLOCK) => Err(Reason::Locked { path }),
+        Err(Errno::WOULDBLOCK) => Err(TransferReason::Locked { path }),
         // A filesystem without locks has none that would be violated.
         _ => Ok(file),
     }

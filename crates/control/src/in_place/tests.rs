@@ -4,10 +4,10 @@ use serde_json::json;
 use tempfile::TempDir;
 use towline_qmp::commands::Version;
 
-use super::backend::Backend;
+use super::backend::BackendObject;
 use super::maps::{Detail, FileId, Proc, has_shared, range_at};
 use super::proof::{ExpectedMapping, check_backend, may_change_file, prove};
-use super::{Mapped, MappingKind, Reason};
+use super::{Mapped, MappingKind, TransferReason};
 
 const MIB: u64 = 1 << 20;
 const PATH: &str = "/images/guest.img";
@@ -36,12 +36,17 @@ impl FakeProc {
         Self(directory)
     }
 
-    fn prove_at(&self, wanted: &ExpectedMapping<'_>, address: u64, detail: Detail) -> Result<Mapped, Reason> {
+    fn prove_at(
+        &self,
+        wanted: &ExpectedMapping<'_>,
+        address: u64,
+        detail: Detail,
+    ) -> Result<Mapped, TransferReason> {
         let mappings = Proc::at(self.0.path()).mappings("99", detail).unwrap();
         prove(wanted, range_at(&mappings, address, wanted.bytes))
     }
 
-    fn prove(&self, wanted: &ExpectedMapping<'_>) -> Result<Mapped, Reason> {
+    fn prove(&self, wanted: &ExpectedMapping<'_>) -> Result<Mapped, TransferReason> {
         self.prove_at(wanted, ADDRESS, Detail::PrivateCopies)
     }
 }
@@ -99,17 +104,20 @@ fn shared_memory_of_a_reflink_or_a_running_qemu_is_proven() {
         // With the fields it is no other.
         assert_eq!(FakeProc::new(&shared).prove(&wanted(kind)), Ok(proven(kind)));
         let error = FakeProc::new(&image_lines()).prove(&wanted(kind)).unwrap_err();
-        assert_eq!(error, Reason::Private);
+        assert_eq!(error, TransferReason::Private);
     }
 }
 
 /// Each wrong list, and the reason for which the pages are sent.
 #[test]
 fn wrong_mappings_are_not_proven() {
+    use TransferReason::{
+        Anonymous, NotMapped, Offset, OtherFile, PrivateCopies, ReadOnly, Split, WritableImage,
+    };
     let file = format!("fe:00 4711 {PATH}");
     let at = |permissions: &str, offset: u64, file: &str| mapping(ADDRESS, BYTES, permissions, offset, file);
-    let other = |path: &str, found: FileId| Reason::OtherFile { path: path.into(), found, expected: FILE };
-    let elsewhere = |found| Reason::Offset { path: PATH.into(), found, expected: OFFSET };
+    let other = |path: &str, found: FileId| OtherFile { path: path.into(), found, expected: FILE };
+    let elsewhere = |found| Offset { path: PATH.into(), found, expected: OFFSET };
     let half = BYTES / 2;
     let parts = |one: Vec<String>, two: Vec<String>| [one, two].concat();
     let first = || mapping(ADDRESS, half, "rw-p", OFFSET, &file);
@@ -121,7 +129,7 @@ fn wrong_mappings_are_not_proven() {
         lines
     };
     let replaced = format!("{PATH} (deleted)");
-    let cases: Vec<(&str, Vec<String>, Reason)> = vec![
+    let cases: Vec<(&str, Vec<String>, TransferReason)> = vec![
         (
             "inode",
             at("rw-p", OFFSET, &format!("fe:00 4712 {PATH}")),
@@ -140,32 +148,24 @@ fn wrong_mappings_are_not_proven() {
         ("a page off", at("rw-p", OFFSET + 4096, &file), elsewhere(OFFSET + 4096)),
         ("a page early", at("rw-p", OFFSET - 4096, &file), elsewhere(OFFSET - 4096)),
         ("the file's begin", at("rw-p", 0, &file), elsewhere(0)),
-        ("shared", at("rw-s", OFFSET, &file), Reason::WritableImage),
-        ("read-only", at("r--p", OFFSET, &file), Reason::ReadOnly),
-        ("no file", at("rw-p", 0, "00:00 0 "), Reason::Anonymous),
-        ("nothing", Vec::new(), Reason::NotMapped),
-        ("a short mapping", mapping(ADDRESS, BYTES - 4096, "rw-p", OFFSET, &file), Reason::NotMapped),
+        ("shared", at("rw-s", OFFSET, &file), WritableImage),
+        ("read-only", at("r--p", OFFSET, &file), ReadOnly),
+        ("no file", at("rw-p", 0, "00:00 0 "), Anonymous),
+        ("nothing", Vec::new(), NotMapped),
+        ("a short mapping", mapping(ADDRESS, BYTES - 4096, "rw-p", OFFSET, &file), NotMapped),
         (
             "a gap",
             parts(first(), mapping(ADDRESS + half + 4096, half, "rw-p", OFFSET + half, &file)),
-            Reason::NotMapped,
+            NotMapped,
         ),
-        ("the first half twice", parts(first(), next("rw-p", OFFSET, &file)), Reason::Split),
-        ("halves a page apart", parts(first(), next("rw-p", OFFSET + half + 4096, &file)), Reason::Split),
-        (
-            "halves of two files",
-            parts(first(), next("rw-p", OFFSET + half, "fe:00 4712 /other")),
-            Reason::Split,
-        ),
-        ("a shared half", parts(first(), next("rw-s", OFFSET + half, &file)), Reason::Split),
-        ("a read-only half", parts(first(), next("r--p", OFFSET + half, &file)), Reason::ReadOnly),
-        ("half a file", parts(first(), next("rw-p", 0, "00:00 0 ")), Reason::Anonymous),
-        (
-            "private pages",
-            copies(2, "Anonymous:            12 kB"),
-            Reason::PrivateCopies { bytes: 12 << 10 },
-        ),
-        ("pages in swap", copies(3, "Swap:                  4 kB"), Reason::PrivateCopies { bytes: 4 << 10 }),
+        ("the first half twice", parts(first(), next("rw-p", OFFSET, &file)), Split),
+        ("halves a page apart", parts(first(), next("rw-p", OFFSET + half + 4096, &file)), Split),
+        ("halves of two files", parts(first(), next("rw-p", OFFSET + half, "fe:00 4712 /other")), Split),
+        ("a shared half", parts(first(), next("rw-s", OFFSET + half, &file)), Split),
+        ("a read-only half", parts(first(), next("r--p", OFFSET + half, &file)), ReadOnly),
+        ("half a file", parts(first(), next("rw-p", 0, "00:00 0 ")), Anonymous),
+        ("private pages", copies(2, "Anonymous:            12 kB"), PrivateCopies { bytes: 12 << 10 }),
+        ("pages in swap", copies(3, "Swap:                  4 kB"), PrivateCopies { bytes: 4 << 10 }),
     ];
     for (what, lines, expected) in cases {
         assert_eq!(FakeProc::new(&lines).prove(&wanted(MappingKind::CopyOnWrite)), Err(expected), "{what}");
@@ -176,10 +176,10 @@ fn wrong_mappings_are_not_proven() {
 fn private_copies_have_to_be_reported() {
     let lines: Vec<_> = image_lines().into_iter().filter(|line| line.contains('-')).collect();
     let found = FakeProc::new(&lines).prove(&wanted(MappingKind::CopyOnWrite));
-    assert_eq!(found, Err(Reason::PrivateCopiesUnknown));
+    assert_eq!(found, Err(TransferReason::PrivateCopiesUnknown));
     let found =
         FakeProc::new(&image_lines()).prove_at(&wanted(MappingKind::CopyOnWrite), ADDRESS, Detail::Mappings);
-    assert_eq!(found, Err(Reason::PrivateCopiesUnknown));
+    assert_eq!(found, Err(TransferReason::PrivateCopiesUnknown));
 }
 
 /// Two blocks of one size, each mapped where the other one is.
@@ -198,7 +198,7 @@ fn blocks_in_another_order_are_not_proven() {
     for (block, address, expected, found) in cases {
         let wanted = ExpectedMapping { block, offset: expected, ..wanted(MappingKind::CopyOnWrite) };
         let reason = swapped.prove_at(&wanted, address, Detail::PrivateCopies).unwrap_err();
-        assert_eq!(reason, Reason::Offset { path: PATH.into(), found, expected });
+        assert_eq!(reason, TransferReason::Offset { path: PATH.into(), found, expected });
     }
 }
 
@@ -217,8 +217,8 @@ fn memory_without_an_address_is_found_by_its_file() {
     assert!(!has_shared(&mappings, file, 0, BYTES));
 }
 
-fn backend() -> Backend {
-    Backend {
+fn backend() -> BackendObject {
+    BackendObject {
         id: "pc.ram".into(),
         kind: "memory-backend-file".into(),
         bytes: BYTES,
@@ -226,7 +226,7 @@ fn backend() -> Backend {
         offset: Some(OFFSET),
         readonly: true,
         rom: Some("off".into()),
-        ..Backend::default()
+        ..BackendObject::default()
     }
 }
 
@@ -238,24 +238,24 @@ fn version(text: &str) -> Version {
 
 #[test]
 fn backends_that_cannot_map_the_image_are_not_examined() {
-    let check = |backend: &Backend, qemu: &str| check_backend(backend, BYTES, &version(qemu));
+    let check = |backend: &BackendObject, qemu: &str| check_backend(backend, BYTES, &version(qemu));
     for qemu in ["8.2.0", "10.0.13", "11.1.3"] {
         assert_eq!(check(&backend(), qemu), Ok(()));
-        assert_eq!(check(&Backend { readonly: false, rom: None, ..backend() }, qemu), Ok(()));
+        assert_eq!(check(&BackendObject { readonly: false, rom: None, ..backend() }, qemu), Ok(()));
     }
-    let ram = Backend { kind: "memory-backend-ram".into(), ..backend() };
+    let ram = BackendObject { kind: "memory-backend-ram".into(), ..backend() };
     let cases = [
-        (check(&ram, "10.0.2"), Reason::BackendType { found: "memory-backend-ram".into() }),
-        (check(&backend(), "8.1.5"), Reason::OldQemu { found: "8.1.5".into() }),
-        (check(&backend(), "7.2.22"), Reason::OldQemu { found: "7.2.22".into() }),
+        (check(&ram, "10.0.2"), TransferReason::BackendType { found: "memory-backend-ram".into() }),
+        (check(&backend(), "8.1.5"), TransferReason::OldQemu { found: "8.1.5".into() }),
+        (check(&backend(), "7.2.22"), TransferReason::OldQemu { found: "7.2.22".into() }),
         (
-            check(&Backend { bytes: BYTES + 4096, ..backend() }, "10.0.2"),
-            Reason::Size { found: BYTES + 4096, expected: BYTES },
+            check(&BackendObject { bytes: BYTES + 4096, ..backend() }, "10.0.2"),
+            TransferReason::Size { found: BYTES + 4096, expected: BYTES },
         ),
-        (check(&Backend { rom: Some("auto".into()), ..backend() }, "10.0.2"), Reason::ReadOnly),
+        (check(&BackendObject { rom: Some("auto".into()), ..backend() }, "10.0.2"), TransferReason::ReadOnly),
         (
-            check(&Backend { rom: Some("on".into()), readonly: false, ..backend() }, "10.0.2"),
-            Reason::ReadOnly,
+            check(&BackendObject { rom: Some("on".into()), readonly: false, ..backend() }, "10.0.2"),
+            TransferReason::ReadOnly,
         ),
     ];
     for (found, expected) in cases {
@@ -266,15 +266,15 @@ fn backends_that_cannot_map_the_image_are_not_examined() {
 #[test]
 fn only_a_file_that_is_open_for_reading_stays_as_it_is() {
     assert!(!may_change_file(&backend()));
-    let writable = Backend { readonly: false, ..backend() };
+    let writable = BackendObject { readonly: false, ..backend() };
     assert!(may_change_file(&writable), "a balloon discards memory of the file");
-    assert!(may_change_file(&Backend { share: true, ..writable.clone() }));
-    assert!(!may_change_file(&Backend { kind: "memory-backend-memfd".into(), ..writable }));
+    assert!(may_change_file(&BackendObject { share: true, ..writable.clone() }));
+    assert!(!may_change_file(&BackendObject { kind: "memory-backend-memfd".into(), ..writable }));
 }
 
 #[test]
 fn reasons_name_the_way_out() {
-    let reason = Reason::Offset { path: PATH.into(), found: 0, expected: OFFSET };
+    let reason = TransferReason::Offset { path: PATH.into(), found: 0, expected: OFFSET };
     let expected =
         "QEMU maps /images/guest.img from byte 0 on, expected 1048576: start QEMU with offset=1048576";
     assert_eq!(reason.to_string(), expected);

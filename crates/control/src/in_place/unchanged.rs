@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use towline_image::Image;
 
-use super::{Error, Reason};
+use super::{Error, TransferReason};
 
 /// The image of a proof, and what would show that it was written since. Writes through a mapping may show later.
 #[derive(Debug)]
@@ -33,12 +33,12 @@ impl State {
 
 impl Unchanged {
     /// The image as it is now.
-    pub(super) fn of(image: &Image) -> Result<Self, Reason> {
+    pub(super) fn of(image: &Image) -> Result<Self, TransferReason> {
         let path = image.path().to_owned();
         let opened = image.file().try_clone().and_then(|file| Ok((State::of(&file.metadata()?), file)));
         match opened {
             Ok((state, file)) => Ok(Self { path, file, state }),
-            Err(error) => Err(Reason::File { path, text: error.to_string() }),
+            Err(error) => Err(TransferReason::File { path, text: error.to_string() }),
         }
     }
 

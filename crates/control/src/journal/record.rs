@@ -93,7 +93,7 @@ impl UndoRecord {
 /// Owner of a journal, and its QEMU.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Header {
+pub(super) struct JournalHeader {
     version: u32,
     /// The owner.
     pub(super) pid: i32,
@@ -108,7 +108,7 @@ pub(super) struct Header {
     created: Option<u64>,
 }
 
-impl Header {
+impl JournalHeader {
     pub(super) fn of(socket: &Path) -> io::Result<Self> {
         let (pid, start_time) = own_process();
         let socket = std::path::absolute(socket)?;
@@ -176,8 +176,8 @@ pub(super) fn process_of(name: &str) -> Option<(i32, u64)> {
 /// A line.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Line {
-    Begun(Header),
+pub(super) enum JournalLine {
+    Begun(JournalHeader),
     Record { id: u64, record: UndoRecord },
     Done { id: u64 },
 }
@@ -186,7 +186,7 @@ pub(super) enum Line {
 #[derive(Debug, Default)]
 pub(super) struct Contents {
     /// The last owner.
-    pub(super) owner: Option<Header>,
+    pub(super) owner: Option<JournalHeader>,
     /// Records that are not done, by id.
     pub(super) records: BTreeMap<u64, UndoRecord>,
 }
@@ -205,10 +205,10 @@ pub(super) fn parse(text: &str) -> Result<Contents, BadLine> {
     for (index, line) in text.lines().enumerate() {
         let bad = |reason| Err(BadLine { line: index + 1, reason });
         match serde_json::from_str(line) {
-            Ok(Line::Begun(found)) if found.version == VERSION => contents.owner = Some(found),
-            Ok(Line::Begun(found)) => return bad(format!("version {}", found.version)),
-            Ok(Line::Record { id, record }) => _ = contents.records.insert(id, record),
-            Ok(Line::Done { id }) => _ = contents.records.remove(&id),
+            Ok(JournalLine::Begun(found)) if found.version == VERSION => contents.owner = Some(found),
+            Ok(JournalLine::Begun(found)) => return bad(format!("version {}", found.version)),
+            Ok(JournalLine::Record { id, record }) => _ = contents.records.insert(id, record),
+            Ok(JournalLine::Done { id }) => _ = contents.records.remove(&id),
             Err(error) if error.is_eof() => {}
             Err(error) => return bad(error.to_string()),
         }

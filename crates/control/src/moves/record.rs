@@ -12,7 +12,9 @@ use towline_protocol::session::MoveId;
 use crate::journal::{now_ms, pid_namespace};
 use crate::process::own_process;
 use crate::process::{Process, start_time};
-use crate::switchover::{Decision, GuestMemory, GuestRunState, RunRequest, SourceAction, SwitchoverRequest};
+use crate::switchover::{
+    Decision, GuestRunState, MemorySharing, RunRequest, SourceAction, SwitchoverRequest,
+};
 
 /// Version of the format.
 pub(super) const VERSION: u32 = 1;
@@ -224,7 +226,7 @@ impl GuestPlan {
             RunRequest::Pause => false,
         };
         let (quit, shared_memory) =
-            (request.after == SourceAction::Quit, request.memory == GuestMemory::Shared);
+            (request.after == SourceAction::Quit, request.memory == MemorySharing::Shared);
         Self { live, run, quit, shared_memory }
     }
 }

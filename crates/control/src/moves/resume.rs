@@ -13,7 +13,7 @@ use super::{Error, Id, RecordFile, record_file, text};
 use crate::journal::RuntimeDirectory;
 use crate::staging_names;
 use crate::switchover::{
-    Choice, Decision, GuestMemory, InterruptedMove, Placement, ResumeAction, ResumeBlocker, Side,
+    Choice, Decision, InterruptedMove, MemorySharing, Placement, ResumeAction, ResumeBlocker, Side,
     SourceStatus,
 };
 use recorded_qemu::{NotRun, RecordedQemu};
@@ -189,7 +189,7 @@ impl Resume {
         let decision = self.record.stage.decision().unwrap_or(Decision::Complete);
         let mut case = InterruptedMove::new(decision, self.record.guest_plan.run);
         if self.record.guest_plan.shared_memory {
-            case.memory = GuestMemory::Shared;
+            case.memory = MemorySharing::Shared;
         }
         case.source = self.source.source_view();
         case.destination = self.destination.destination_view();

@@ -28,7 +28,7 @@ use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::progress::{CopyPhase, Observer};
 use super::report::CopyReport;
-use super::request::Request;
+use super::request::CopyRequest;
 use super::validate::validate;
 use crate::qemu::StartedQemu;
 
@@ -60,7 +60,7 @@ pub type CopyResult = Result<CopyReport, Failure>;
 pub fn copy_to_all(
     source: &Source,
     targets: &[CloneTarget<'_>],
-    options: &Request,
+    options: &CopyRequest,
     cancel: &Cancel,
     observer: &dyn Observer,
     ended: &(dyn Fn(usize, &CopyResult) + Sync),
@@ -120,8 +120,8 @@ fn copy_one(
 fn validate_all(
     source: &Source,
     targets: &[CloneTarget<'_>],
-    options: &Request,
-) -> Result<Vec<(Request, usize)>, Error> {
+    options: &CopyRequest,
+) -> Result<Vec<(CopyRequest, usize)>, Error> {
     if targets.len() > CLONES_MAX {
         let found = targets.len();
         return Err(Error::Usage(format!("{found} destinations, at most {CLONES_MAX} at once")));

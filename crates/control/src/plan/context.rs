@@ -11,20 +11,20 @@ use towline_migration::{Relay, Session, Snapshot, Statistics, outgoing, syntheti
 use super::error::Error;
 use super::progress::{Observer, Progress};
 use super::report::{CopyReport, DestinationState, SourceState};
-use super::request::Request;
+use super::request::CopyRequest;
 use super::{error_origin, tls, zero_copy};
 use crate::qemu::{Qemu, StartedQemu};
 
 /// Context of one copy.
 pub(super) struct Context<'a> {
-    pub(super) options: &'a Request,
+    pub(super) options: &'a CopyRequest,
     pub(super) lanes: usize,
     pub(super) cancel: &'a Cancel,
     pub(super) observer: &'a dyn Observer,
     /// The destination's QEMU, if this process has started it.
     pub(super) started: Option<&'a StartedQemu>,
     begun: Instant,
-    memory: OnceLock<synthetic::Outcome>,
+    memory: OnceLock<synthetic::CheckOutcome>,
     uploaded: OnceLock<Uploaded>,
     sending: OnceLock<Arc<Statistics>>,
     increment: OnceLock<Increment>,
@@ -32,7 +32,7 @@ pub(super) struct Context<'a> {
 
 impl<'a> Context<'a> {
     pub(super) fn new(
-        options: &'a Request,
+        options: &'a CopyRequest,
         lanes: usize,
         cancel: &'a Cancel,
         observer: &'a dyn Observer,
@@ -68,7 +68,7 @@ impl<'a> Context<'a> {
     }
 
     /// Records the guest that was received into memory of this process, for the report.
-    pub(super) fn set_memory(&self, outcome: synthetic::Outcome) {
+    pub(super) fn set_memory(&self, outcome: synthetic::CheckOutcome) {
         self.memory.get_or_init(|| outcome);
     }
 

@@ -11,8 +11,8 @@ use towline_qmp::commands::{Capability, MigrationInfo, MigrationStatus};
 
 use super::error::Error;
 use super::progress::Progress;
-use super::request::Request;
-use crate::qemu::Facts;
+use super::request::CopyRequest;
+use crate::qemu::QemuState;
 
 /// Default of QEMU's `max-cpu-throttle`, in percent.
 const THROTTLE_PERCENT_MAX: u8 = 99;
@@ -33,7 +33,7 @@ pub(super) struct Convergence {
 }
 
 impl Convergence {
-    pub(super) fn new(options: &Request, facts: &Facts) -> Self {
+    pub(super) fn new(options: &CopyRequest, facts: &QemuState) -> Self {
         let downtime = options.downtime_limit;
         let limits = Limits { downtime, switchover_cost: Duration::ZERO, min_window: MinWindow::default() };
         let throttles = options.transfer_options().throttle

@@ -17,7 +17,7 @@ use super::error::{Error, Failure};
 use super::incoming::IncomingStream;
 use super::progress::{CopyPhase, Observer, Progress};
 use super::report::CopyReport;
-use super::request::{PostcopyOptions, Request};
+use super::request::{CopyRequest, PostcopyOptions};
 use super::shared_switchover::SharedSwitchover;
 use super::transfer::transfer;
 use super::validate::{validate, validate_stream};
@@ -34,7 +34,7 @@ const SOCKET_INTERVAL: Duration = Duration::from_millis(10);
 pub fn copy(
     source: &Source,
     destination: &Destination,
-    options: &Request,
+    options: &CopyRequest,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<CopyReport, Failure> {
@@ -113,7 +113,7 @@ pub(super) fn copy_stored(
 pub fn inspect_stream(
     source: &Source,
     sink: &DiscardSink,
-    options: &Request,
+    options: &CopyRequest,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Snapshot, Failure> {

@@ -21,10 +21,10 @@ use super::context::Context;
 use super::error::Error;
 use super::preflight::{GuestFacts, uuid_bytes};
 use super::private_dir::PrivateDir;
-use super::request::Request;
+use super::request::CopyRequest;
 use super::vsock::DetachedVsocks;
 use super::{compression, error_origin};
-use crate::qemu::{self, AppliedSettings, Facts, Incoming, MigrationSettings, Qemu, StartedQemu};
+use crate::qemu::{self, AppliedSettings, IncomingState, MigrationSettings, Qemu, QemuState, StartedQemu};
 use crate::switchover::{DestinationStatus, StartResult};
 
 /// Timeout for a QEMU that has everything to leave `inmigrate`.
@@ -106,12 +106,12 @@ impl QmpDestination {
         let facts = qemu.facts();
         let socket = qemu.socket().to_owned();
         match &facts.incoming {
-            Incoming::Deferred => {}
-            Incoming::Listening => return Err(Error::WaitsElsewhere { socket }),
-            Incoming::No => {
+            IncomingState::Deferred => {}
+            IncomingState::Listening => return Err(Error::WaitsElsewhere { socket }),
+            IncomingState::No => {
                 return Err(Error::NotWaiting { socket, status: facts.status.status.as_str().into() });
             }
-            Incoming::Loading(status) => {
+            IncomingState::Loading(status) => {
                 return Err(Error::UsedUp { socket, status: status.as_str().into() });
             }
         }
@@ -139,7 +139,7 @@ impl QmpDestination {
     }
 
     /// The facts.
-    pub(super) fn facts(&self) -> &Facts {
+    pub(super) fn facts(&self) -> &QemuState {
         self.qemu.facts()
     }
 
@@ -180,7 +180,7 @@ impl QmpDestination {
     pub(super) fn start(
         &mut self,
         lanes: usize,
-        options: &Request,
+        options: &CopyRequest,
         cancel: &Cancel,
     ) -> Result<Connections, Error> {
         self.apply_settings(lanes, false, options.compression)?;
@@ -243,7 +243,7 @@ impl QmpDestination {
             MigrateIncoming { exit_on_error: stays.then_some(false), ..MigrateIncoming::on_uri(uri) };
         // `stop` is sent while it waits, so that it loads and stays paused: until the source is done, the guest may run only there. A
         // QEMU that listens and refused it is not connected to.
-        let requests = [qmp::Request::new(&Stop)?, qmp::Request::new(&command)?];
+        let requests = [qmp::CommandRequest::new(&Stop)?, qmp::CommandRequest::new(&command)?];
         self.is_incoming_started = true;
         let replies = self.qemu.client().execute_all(&requests)?;
         replies.into_iter().try_for_each(|reply| reply.value().map(|_| ()))?;

@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use towline_migration::{Pages, Sink, Stream};
+use towline_migration::{ChannelId, Pages, Sink};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
@@ -59,11 +59,16 @@ impl Sink for DiscardSink {
         Ok(())
     }
 
-    fn pages(&self, _stream: Stream, _pages: &Pages<'_>) -> towline_migration::Result<()> {
+    fn pages(&self, _stream: ChannelId, _pages: &Pages<'_>) -> towline_migration::Result<()> {
         Ok(())
     }
 
-    fn zero(&self, _stream: Stream, _block: BlockIndex, _offsets: &[u64]) -> towline_migration::Result<()> {
+    fn zero(
+        &self,
+        _stream: ChannelId,
+        _block: BlockIndex,
+        _offsets: &[u64],
+    ) -> towline_migration::Result<()> {
         Ok(())
     }
 

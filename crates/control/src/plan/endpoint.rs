@@ -16,7 +16,7 @@ use super::context::Context;
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::progress::Observer;
-use super::request::Request;
+use super::request::CopyRequest;
 
 pub(super) use image::{StoredSource, explain_truncation};
 pub(super) use qemu::{QemuDestination, QemuSource, query_failed};
@@ -62,7 +62,7 @@ pub(super) fn destination(
 /// Opens a stored guest, which any number of copies may read.
 pub(super) fn open(
     source: &Source,
-    options: &Request,
+    options: &CopyRequest,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Box<dyn StoredGuest>, Error> {

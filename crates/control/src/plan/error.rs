@@ -129,7 +129,7 @@ pub enum Error {
     #[error(
         "memory of block {block:?} in the new QEMU on {socket} is not that of the old one: {reason}; the guest would be without it"
     )]
-    NotInPlace { socket: String, block: String, reason: crate::in_place::Reason },
+    NotInPlace { socket: String, block: String, reason: crate::in_place::TransferReason },
     #[error(
         "drive {device:?} of the new QEMU on {socket} is {found}, expected {expected}, which the guest uses now: it was changed since its          QEMU was started (a snapshot, another medium); set the drive's file to it (--set drive.ID.file=)"
     )]

@@ -24,8 +24,8 @@ use super::report::{DestinationState, SourceState};
 use super::shared_switchover::{SharedSwitchover, source_link};
 use super::source::{CopyEnd, GuestAction, QmpSource};
 use crate::switchover::{
-    Decision, DestinationStatus, Directive, GuestMemory, Input, Outcome, PeerMessage, Placement, SourceLink,
-    SourceStatus, StartResult, Unresolved,
+    Decision, DestinationStatus, Directive, Input, MemorySharing, PeerMessage, Placement, SourceLink,
+    SourceStatus, StartResult, SwitchoverOutcome, Unresolved,
 };
 
 /// Timeout for a source to notice its closed stream, before its migration is cancelled.
@@ -344,7 +344,7 @@ impl Executor<'_> {
     /// change the memory. The decision that it is to run the guest is withdrawn first: with it and without this QEMU a later `resume`
     /// would have to assume that the guest has run there.
     fn end_in_shared_memory(&mut self) -> Result<(), Error> {
-        if self.ends.switchover.state().request().memory == GuestMemory::Copied {
+        if self.ends.switchover.state().request().memory == MemorySharing::Copied {
             return Ok(());
         }
         match self.ends.switchover.retract() {
@@ -394,18 +394,18 @@ impl Executor<'_> {
         }
     }
 
-    fn end(mut self, outcome: Outcome) -> Result<SwitchoverReport, Failure> {
+    fn end(mut self, outcome: SwitchoverOutcome) -> Result<SwitchoverReport, Failure> {
         let message = match outcome {
-            Outcome::Unresolved(unresolved) => {
+            SwitchoverOutcome::Unresolved(unresolved) => {
                 self.unresolved_state(unresolved).sentence(SourceCategory::Qemu).into_owned()
             }
-            Outcome::Completed(_) | Outcome::Safe => String::new(),
+            SwitchoverOutcome::Completed(_) | SwitchoverOutcome::Safe => String::new(),
         };
         self.notes.extend(self.ends.switchover.ended(outcome, &message));
         let placement = match outcome {
-            Outcome::Completed(placement) => placement,
-            Outcome::Safe => return Err(self.failure(GuestState::Safe)),
-            Outcome::Unresolved(unresolved) => {
+            SwitchoverOutcome::Completed(placement) => placement,
+            SwitchoverOutcome::Safe => return Err(self.failure(GuestState::Safe)),
+            SwitchoverOutcome::Unresolved(unresolved) => {
                 let guest = self.unresolved_state(unresolved);
                 return Err(self.failure(guest));
             }

@@ -10,7 +10,7 @@ use crate::journal::RuntimeDirectory;
 use crate::lock::lock;
 use crate::moves::{self, GuestPlan, Id, MoveEnd, MoveRecord, RecordFile, Stage};
 use crate::switchover::{
-    Decision, GuestRunState, Outcome, Placement, RunRequest, SourceAction, Switchover, Unresolved,
+    Decision, GuestRunState, Placement, RunRequest, SourceAction, Switchover, SwitchoverOutcome, Unresolved,
 };
 
 /// See the module's text.
@@ -72,22 +72,24 @@ impl Recorder {
     pub(super) fn end(
         &self,
         id: MoveId,
-        outcome: Outcome,
+        outcome: SwitchoverOutcome,
         machine: &Switchover,
         message: &str,
     ) -> Option<String> {
         let mut state = self.state();
         let ended = match outcome {
-            Outcome::Unresolved(unresolved @ (Unresolved::BothPaused | Unresolved::UpgradeNotUndone)) => {
+            SwitchoverOutcome::Unresolved(
+                unresolved @ (Unresolved::BothPaused | Unresolved::UpgradeNotUndone),
+            ) => {
                 if let Err(error) = state.retract() {
                     tracing::warn!(%error, "the record of the move still has the guest running at its destination");
                 }
                 return state.keep(unresolved, message);
             }
-            Outcome::Unresolved(unresolved) if unresolved.is_open() => {
+            SwitchoverOutcome::Unresolved(unresolved) if unresolved.is_open() => {
                 return state.keep(unresolved, message);
             }
-            Outcome::Completed(placement) if leaves_paused_guest(placement, machine) => {
+            SwitchoverOutcome::Completed(placement) if leaves_paused_guest(placement, machine) => {
                 state.leave(id, machine)
             }
             _ => state.file.as_mut().map_or(Ok(()), RecordFile::remove),

@@ -32,7 +32,7 @@ pub struct CopyReport {
     /// Upload to an object store.
     pub uploaded: Option<Uploaded>,
     /// Guest received in memory of this process.
-    pub memory: Option<synthetic::Outcome>,
+    pub memory: Option<synthetic::CheckOutcome>,
     /// Share of an incremental image that it holds itself.
     pub increment: Option<Increment>,
     /// Statistics of postcopy.

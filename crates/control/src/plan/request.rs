@@ -10,7 +10,7 @@ use towline_migration::{Compression, Tuning, ZeroCopySend};
 
 /// A copy, a move, a snapshot or a postcopy. The help of the command line describes the options.
 #[derive(Debug, Clone)]
-pub struct Request {
+pub struct CopyRequest {
     /// The task.
     pub task: Task,
     /// Compression of lanes, the same at both ends. A relay decompresses and compresses again.
@@ -148,7 +148,7 @@ pub(crate) struct PostcopyOptions {
     pub(crate) record_working_set: bool,
 }
 
-impl Default for Request {
+impl Default for CopyRequest {
     fn default() -> Self {
         Self::new(Task::default())
     }
@@ -160,7 +160,7 @@ impl Default for Task {
     }
 }
 
-impl Request {
+impl CopyRequest {
     /// This task, with the defaults of the command line.
     pub fn new(task: Task) -> Self {
         Self {

@@ -11,8 +11,8 @@ use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
 use crate::lock::lock;
 use crate::moves::MoveEnd;
 use crate::switchover::{
-    Decision, DestinationKind, Directive, GuestMemory, GuestRunState, Input, Outcome, RunRequest,
-    SourceAction, SourceKind, SourceLink, Switchover, SwitchoverRequest,
+    Decision, DestinationKind, Directive, GuestRunState, Input, MemorySharing, RunRequest, SourceAction,
+    SourceKind, SourceLink, Switchover, SwitchoverOutcome, SwitchoverRequest,
 };
 
 use super::context::Context;
@@ -39,17 +39,17 @@ impl SharedSwitchover {
     pub(super) fn new(
         source: SourceKind,
         destination: DestinationKind,
-        options: &request::Request,
+        options: &request::CopyRequest,
     ) -> Arc<Self> {
-        Self::with_memory(source, destination, GuestMemory::Copied, options)
+        Self::with_memory(source, destination, MemorySharing::Copied, options)
     }
 
     /// As [`Self::new`], between ends with this memory.
     pub(super) fn with_memory(
         source: SourceKind,
         destination: DestinationKind,
-        memory: GuestMemory,
-        options: &request::Request,
+        memory: MemorySharing,
+        options: &request::CopyRequest,
     ) -> Arc<Self> {
         let after = match (options.ends_source(), options.resumes() && !options.is_snapshot()) {
             (true, _) => SourceAction::Quit,
@@ -89,7 +89,7 @@ impl SharedSwitchover {
     }
 
     /// Ends the record; `message` is the command's message about the guest. Returns a notice for the user.
-    pub(super) fn ended(&self, outcome: Outcome, message: &str) -> Option<String> {
+    pub(super) fn ended(&self, outcome: SwitchoverOutcome, message: &str) -> Option<String> {
         self.recorder.end(self.id(), outcome, &self.state(), message)
     }
 

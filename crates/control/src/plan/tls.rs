@@ -3,18 +3,18 @@
 use towline_channel::{ConnectOptions, ListenOptions, TlsClient, TlsServer};
 
 use super::error::Error;
-use super::request::Request;
+use super::request::CopyRequest;
 use super::request::Tls;
 use super::zero_copy;
 
 /// Options for a listener.
-pub(super) fn listening(options: &Request) -> Result<ListenOptions, Error> {
+pub(super) fn listening(options: &CopyRequest) -> Result<ListenOptions, Error> {
     let tls = options.tls.as_ref().map(|tls| TlsServer::load(&tls.credentials)).transpose()?;
     Ok(ListenOptions { tls, ..ListenOptions::default() })
 }
 
 /// Options for a connection.
-pub(super) fn connecting(options: &Request) -> Result<ConnectOptions, Error> {
+pub(super) fn connecting(options: &CopyRequest) -> Result<ConnectOptions, Error> {
     let load = |tls: &Tls| TlsClient::load(&tls.credentials, tls.hostname.as_deref());
     let tls = options.tls.as_ref().map(load).transpose()?;
     let zero_copy = zero_copy::is_wanted(options);

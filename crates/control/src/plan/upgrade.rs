@@ -6,7 +6,7 @@
 //! ```
 //! As a move between two QEMUs, with the memory that both map left out. Until `cont` at the new QEMU nothing writes into that
 //! memory but the old one's guest, so that every failure before gives the guest back to the old QEMU. From then on the old
-//! one's device state is of another memory (`switchover`, `GuestMemory::Shared`).
+//! one's device state is of another memory (`switchover`, `MemorySharing::Shared`).
 //!
 //! Out of scope: starting and ending the new QEMU ([`crate::upgrade`]).
 
@@ -22,7 +22,7 @@ use super::error::{Error, Failure};
 use super::preflight;
 use super::progress::{CopyPhase, Observer};
 use super::report::CopyReport;
-use super::request::{Request, Task, UpgradeMemory};
+use super::request::{CopyRequest, Task, UpgradeMemory};
 use super::transfer::transfer_to;
 use crate::in_place::{self, Presence};
 
@@ -42,9 +42,9 @@ pub struct UpgradeRequest {
 }
 
 impl UpgradeRequest {
-    fn options(&self) -> Request {
+    fn options(&self) -> CopyRequest {
         let task = Task::Upgrade { detach_vsock: self.detach_vsock, memory: self.memory };
-        Request { downtime_limit: self.downtime_limit, ..Request::new(task) }
+        CopyRequest { downtime_limit: self.downtime_limit, ..CopyRequest::new(task) }
     }
 }
 
@@ -102,11 +102,11 @@ fn prove(
 ) -> Result<Presence, Error> {
     let shared = in_place::shared_blocks(source.qemu_mut())?;
     let presence = in_place::of_running(to.qemu_mut(), source.qemu_mut())?;
-    let is_left_out = |sent: &in_place::Sent| match memory {
+    let is_left_out = |sent: &in_place::TransferredBlock| match memory {
         UpgradeMemory::InPlace => shared.contains(&sent.block),
         UpgradeMemory::Copied => false,
     };
-    let is_needed = |sent: &&in_place::Sent| sent.is_unexpected || is_left_out(sent);
+    let is_needed = |sent: &&in_place::TransferredBlock| sent.is_unexpected || is_left_out(sent);
     if let Some(sent) = presence.sent().iter().find(is_needed) {
         let (block, reason) = (sent.block.clone(), sent.reason.clone());
         return Err(Error::NotInPlace { socket: to.qemu_mut().socket().to_owned(), block, reason });

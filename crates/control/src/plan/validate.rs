@@ -5,7 +5,7 @@ use towline_migration::{Compression, ZeroCopySend};
 
 use super::ends::{Destination, Source};
 use super::error::Error;
-use super::request::Request;
+use super::request::CopyRequest;
 use super::tls;
 use crate::qemu::Qemu;
 
@@ -22,8 +22,8 @@ const LANES_MAX: usize = towline_protocol::limits::LANES_MAX;
 pub(super) fn validate(
     source: &Source,
     destination: &Destination,
-    options: &Request,
-) -> Result<(Request, usize), Error> {
+    options: &CopyRequest,
+) -> Result<(CopyRequest, usize), Error> {
     let lanes = lanes(source, destination, options)?;
     check_compression(source, destination, options, lanes)?;
     check_tls(source, destination, options)?;
@@ -39,14 +39,14 @@ pub(super) fn validate(
 }
 
 /// Validates a request to inspect a stream. Returns the number of lanes.
-pub(super) fn validate_stream(source: &Source, options: &Request) -> Result<usize, Error> {
+pub(super) fn validate_stream(source: &Source, options: &CopyRequest) -> Result<usize, Error> {
     let lanes = lanes(source, &Destination::Null, options)?;
     check_compression(source, &Destination::Null, options, lanes)?;
     check_tls(source, &Destination::Null, options)?;
     Ok(lanes)
 }
 
-fn lanes(source: &Source, destination: &Destination, options: &Request) -> Result<usize, Error> {
+fn lanes(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<usize, Error> {
     if options.is_postcopy() {
         check_postcopy(source, options)?;
         let lanes = options.transfer_options().multifd_channels.unwrap_or(0);
@@ -89,7 +89,7 @@ pub(super) fn check_multifd_with_postcopy(qemu: &Qemu) -> Result<(), Error> {
 }
 
 /// Refuses a source and a destination between which no transfer is possible.
-fn check_pair(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
+fn check_pair(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Error> {
     let text = match (source, destination) {
         (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
         (Source::Qmp(_), _) if options.is_postcopy() => {
@@ -118,7 +118,11 @@ fn check_pair(source: &Source, destination: &Destination, options: &Request) -> 
 }
 
 /// Prevents a copy that would end with two running guests.
-fn one_guest(source: &Source, destination: &Destination, options: &Request) -> Result<Request, Error> {
+fn one_guest(
+    source: &Source,
+    destination: &Destination,
+    options: &CopyRequest,
+) -> Result<CopyRequest, Error> {
     let options = options.clone();
     if !options.resumes() || source.monitor().is_none() {
         return Ok(options);
@@ -138,7 +142,7 @@ fn one_guest(source: &Source, destination: &Destination, options: &Request) -> R
     Ok(options)
 }
 
-fn check_throttle(source: &Source, options: &Request) -> Result<(), Error> {
+fn check_throttle(source: &Source, options: &CopyRequest) -> Result<(), Error> {
     match source {
         Source::Qmp(_) | Source::Memory(_) => Ok(()),
         _ if options.transfer_options().throttle => Err(Error::Usage(
@@ -149,7 +153,7 @@ fn check_throttle(source: &Source, options: &Request) -> Result<(), Error> {
 }
 
 /// A source is ended only if its guest continues elsewhere, or is stored.
-fn check_end(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
+fn check_end(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Error> {
     let text = match (source, destination) {
         _ if !options.ends_source() => return Ok(()),
         (source, _) if source.monitor().is_none() => "only a qmp: source can be ended: copy this one",
@@ -163,7 +167,7 @@ fn check_end(source: &Source, destination: &Destination, options: &Request) -> R
 }
 
 /// A detached device must be attached somewhere.
-fn check_vsock(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
+fn check_vsock(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Error> {
     match (source.monitor(), destination.monitor()) {
         (None, _) | (_, None) if options.detaches_vsock() => Err(Error::Usage(
             "--detach-vsock needs a qmp: destination, where the device is attached again".into(),
@@ -172,7 +176,7 @@ fn check_vsock(source: &Source, destination: &Destination, options: &Request) ->
     }
 }
 
-fn check_base(destination: &Destination, options: &Request) -> Result<(), Error> {
+fn check_base(destination: &Destination, options: &CopyRequest) -> Result<(), Error> {
     match (options.base(), destination) {
         (None, _) | (Some(_), Destination::Image(_)) => Ok(()),
         (Some(_), _) => {
@@ -182,7 +186,7 @@ fn check_base(destination: &Destination, options: &Request) -> Result<(), Error>
 }
 
 /// QEMU's background-snapshot goes from a QEMU to an image.
-fn check_snapshot(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
+fn check_snapshot(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Error> {
     match (source, destination) {
         (Source::Qmp(_), Destination::Image(_)) => Ok(()),
         _ if !options.is_snapshot() => Ok(()),
@@ -190,7 +194,7 @@ fn check_snapshot(source: &Source, destination: &Destination, options: &Request)
     }
 }
 
-fn check_return_path(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
+fn check_return_path(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Error> {
     if options.return_path {
         return Ok(());
     }
@@ -217,7 +221,7 @@ fn only_streams() -> Error {
 fn check_compression(
     source: &Source,
     destination: &Destination,
-    options: &Request,
+    options: &CopyRequest,
     lanes: usize,
 ) -> Result<(), Error> {
     if options.compression == Compression::None {
@@ -241,7 +245,7 @@ fn check_compression(
 fn check_zero_copy_send(
     source: &Source,
     destination: &Destination,
-    options: &Request,
+    options: &CopyRequest,
     lanes: usize,
 ) -> Result<(), Error> {
     if options.zero_copy_send != ZeroCopySend::On {
@@ -265,7 +269,7 @@ fn check_zero_copy_send(
     Err(zero_copy_refused(&reason))
 }
 
-fn zero_copy_over_tcp(options: &Request, lanes: usize) -> Result<(), Error> {
+fn zero_copy_over_tcp(options: &CopyRequest, lanes: usize) -> Result<(), Error> {
     if lanes == 0 {
         return Err(zero_copy_refused(
             "only lanes have it; give both ends the same --multifd-channels, at least 1",
@@ -288,7 +292,7 @@ fn zero_copy_refused(why: &str) -> Error {
 }
 
 /// Refuses TLS that would have no effect, and invalid credentials, before anything is touched.
-fn check_tls(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
+fn check_tls(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Error> {
     let (from, to) = (source.stream(), destination.stream());
     let streams = || [from, to].into_iter().flatten();
     let Some(tls) = &options.tls else {
@@ -335,7 +339,7 @@ fn check_tls(source: &Source, destination: &Destination, options: &Request) -> R
 }
 
 /// Refuses options that exclude postcopy, before anything is touched.
-fn check_postcopy(source: &Source, options: &Request) -> Result<(), Error> {
+fn check_postcopy(source: &Source, options: &CopyRequest) -> Result<(), Error> {
     let lanes = options.transfer_options().multifd_channels.unwrap_or(0);
     let recovers = options.postcopy().is_some_and(|postcopy| postcopy.recover);
     let text = match source {

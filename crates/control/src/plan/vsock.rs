@@ -34,7 +34,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A vsock of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Vsock {
+pub(super) struct VsockDevice {
     driver: String,
     /// `None` if it has no id.
     id: Option<String>,
@@ -46,7 +46,7 @@ pub(super) struct Vsock {
 /// The vsocks of a source, and how many were detached.
 #[derive(Debug, Default)]
 pub(super) struct DetachedVsocks {
-    all: Vec<Vsock>,
+    all: Vec<VsockDevice>,
     /// Number of vsocks for which the guest got an unplug request.
     unplugged: usize,
     /// Entries in the source's journal, of unplugged devices.
@@ -59,7 +59,7 @@ pub(super) fn is_vsock_blocker(reason: &str) -> bool {
 }
 
 /// Removes the devices from the facts of a guest, as they will be detached.
-pub(super) fn remove_from_facts(facts: &mut facts::Qemu) {
+pub(super) fn remove_from_facts(facts: &mut facts::QemuFacts) {
     facts.blocked_reasons.retain(|reason| !is_vsock_blocker(reason));
     if let Some(devices) = &mut facts.devices {
         devices.retain(|device| !device.kind.starts_with(KIND));
@@ -69,7 +69,7 @@ pub(super) fn remove_from_facts(facts: &mut facts::Qemu) {
 /// Ids of the chardevs of a QEMU's vsocks, also of those that were plugged in since its start. Empty if it does not reply.
 pub(crate) fn chardevs(qemu: &mut Qemu) -> Vec<String> {
     let Ok(found) = DetachedVsocks::find(qemu) else { return Vec::new() };
-    let chardev = |vsock: &Vsock| vsock.properties.get("chardev")?.as_str().map(str::to_owned);
+    let chardev = |vsock: &VsockDevice| vsock.properties.get("chardev")?.as_str().map(str::to_owned);
     found.all.iter().filter_map(chardev).collect()
 }
 
@@ -80,7 +80,7 @@ impl DetachedVsocks {
         for container in CONTAINERS {
             for (name, driver) in children(qemu, container)? {
                 if driver.starts_with(KIND) {
-                    all.push(Vsock::read(qemu, container, name, driver)?);
+                    all.push(VsockDevice::read(qemu, container, name, driver)?);
                 }
             }
         }
@@ -177,7 +177,7 @@ impl DetachedVsocks {
     }
 }
 
-impl Vsock {
+impl VsockDevice {
     fn read(qemu: &mut Qemu, container: &str, name: String, driver: String) -> Result<Self, Error> {
         let path = format!("{container}/{name}");
         let bus = get(qemu, &path, "parent_bus")?;
@@ -230,7 +230,7 @@ impl Vsock {
     }
 }
 
-impl std::fmt::Display for Vsock {
+impl std::fmt::Display for VsockDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} at {}", self.id.as_deref().unwrap_or(&self.driver), self.bus)
     }
@@ -268,12 +268,12 @@ mod tests {
     #[test]
     fn only_facts_about_vsocks_are_removed() {
         let device = |kind: &str| facts::QemuDevice { kind: kind.into(), ..facts::QemuDevice::default() };
-        let mut facts = facts::Qemu {
+        let mut facts = facts::QemuFacts {
             blocked_reasons: ["0000:01:00.0/vhost-user-vsock", "0000:00:02.0/nvme"]
                 .map(|name| format!("non-migratable device: {name}"))
                 .into(),
             devices: Some(["vhost-user-vsock-pci", "vhost-user-vsock-device", "nvme"].map(device).into()),
-            ..facts::Qemu::default()
+            ..facts::QemuFacts::default()
         };
         remove_from_facts(&mut facts);
         assert_eq!(facts.blocked_reasons, ["non-migratable device: 0000:00:02.0/nvme"]);

@@ -1,4 +1,4 @@
-//! Facts about a QEMU for [`towline_compat`]: beyond its [`Facts`](super::facts::Facts), its processors,
+//! Facts about a QEMU for [`towline_compat`]: beyond its [`QemuState`](super::facts::QemuState), its processors,
 //! devices with their negotiated features, backends and drives.
 //!
 //! Facts that a QEMU cannot report are left out; the rules then report that they do not know.
@@ -12,9 +12,9 @@ use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
 
 use super::connection::Qemu;
 use super::error::Error;
-use super::facts::Incoming;
+use super::facts::IncomingState;
 use super::image_facts::{image_facts, image_requests, memory_backends, netdevs};
-use super::ram_block::RamBlock;
+use super::ram_block::RamBlockInfo;
 use super::{device_tree, drives, virtio};
 
 /// Properties of the machine that a guest sees.
@@ -48,9 +48,9 @@ const VIRTIO_STATUS_ABORTS_SINCE: (u32, u32) = (10, 1);
 impl Qemu {
     /// Facts that need no further query, for rules about machine and memory.
     #[must_use]
-    pub fn basic_facts(&self) -> facts::Qemu {
+    pub fn basic_facts(&self) -> facts::QemuFacts {
         let facts = self.facts();
-        facts::Qemu {
+        facts::QemuFacts {
             version: facts.version.qemu.to_string(),
             machine: facts.machine.clone(),
             status: facts.status.status.as_str().to_owned(),
@@ -60,7 +60,7 @@ impl Qemu {
             capabilities: facts.capabilities.iter().map(|(name, on)| (name.to_string(), *on)).collect(),
             parameters: facts.parameters.to_map().into_iter().collect(),
             blocked_reasons: facts.blocked_reasons().to_vec(),
-            ..facts::Qemu::default()
+            ..facts::QemuFacts::default()
         }
     }
 
@@ -69,7 +69,7 @@ impl Qemu {
     /// # Errors
     /// [`Error::Qmp`]: the monitor is disconnected or does not reply. A query that this QEMU does not know is
     /// not an error.
-    pub fn compat_facts(&mut self) -> Result<facts::Qemu, Error> {
+    pub fn compat_facts(&mut self) -> Result<facts::QemuFacts, Error> {
         self.refresh()?;
         let cpus = self.query(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
         let mut devices = self.human_command("info qtree")?.map(|text| device_tree::parse(&text));
@@ -80,7 +80,7 @@ impl Qemu {
             Some(cpu) => self.property(&cpu.qom_path, "feature-words")?.map(|words| feature_words(&words)),
             None => None,
         };
-        let mut known = facts::Qemu { devices, cpu_features, ..self.basic_facts() };
+        let mut known = facts::QemuFacts { devices, cpu_features, ..self.basic_facts() };
         known.cpus = match cpus {
             Some(cpus) => Some(self.cpus(&cpus)?),
             None => None,
@@ -97,7 +97,7 @@ impl Qemu {
     ///
     /// # Errors
     /// As [`Qemu::compat_facts`].
-    pub(crate) fn facts_for_image(&mut self) -> Result<facts::Qemu, Error> {
+    pub(crate) fn facts_for_image(&mut self) -> Result<facts::QemuFacts, Error> {
         let found = match self.image_facts.take() {
             Some(found) => found,
             None => image_facts(self.client.execute_all(&image_requests()?)?)?,
@@ -108,7 +108,7 @@ impl Qemu {
             apic_id: None,
             topology: BTreeMap::new(),
         };
-        Ok(facts::Qemu {
+        Ok(facts::QemuFacts {
             cpus: self.cpus.as_ref().map(|cpus| cpus.iter().map(cpu).collect()),
             devices: found.devices,
             netdevs: found.netdevs,
@@ -246,16 +246,16 @@ fn pci_address(value: &Value) -> Option<String> {
     }
 }
 
-fn incoming(incoming: &Incoming) -> facts::Incoming {
+fn incoming(incoming: &IncomingState) -> facts::IncomingState {
     match incoming {
-        Incoming::No => facts::Incoming::No,
-        Incoming::Deferred => facts::Incoming::Deferred,
-        Incoming::Listening => facts::Incoming::Listening,
-        Incoming::Loading(_) => facts::Incoming::Loading,
+        IncomingState::No => facts::IncomingState::No,
+        IncomingState::Deferred => facts::IncomingState::Deferred,
+        IncomingState::Listening => facts::IncomingState::Listening,
+        IncomingState::Loading(_) => facts::IncomingState::Loading,
     }
 }
 
-fn block(block: &RamBlock) -> BlockFacts {
+fn block(block: &RamBlockInfo) -> BlockFacts {
     BlockFacts {
         name: block.name.clone(),
         page_bytes: block.page_bytes,

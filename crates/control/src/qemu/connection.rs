@@ -9,11 +9,11 @@ use towline_qmp::commands::{
     Capability, Cont, CpuFast, MigrationInfo, MigrationParameters, QueryCpusFast, QueryMigrate,
     QueryMigrateParameters, QueryStatus, Quit, Status, Stop,
 };
-use towline_qmp::{self as qmp, Client, Options, Reply, Request};
+use towline_qmp::{self as qmp, Client, CommandReply, CommandRequest, Options};
 
 use super::error::Error;
-use super::facts::{self, Facts};
-use super::image_facts::ImageFacts;
+use super::facts::{self, QemuState};
+use super::image_facts::QemuHardware;
 use super::repaired::RepairReport;
 use crate::journal::{self, Journal, JournalEntry, UndoRecord};
 use crate::process::{Process, ProcessState};
@@ -26,11 +26,11 @@ const QUERY_TIMEOUT: Duration = Duration::from_millis(500);
 pub struct Qemu {
     pub(super) client: Client,
     pub(super) process: Arc<Process>,
-    pub(super) facts: Facts,
+    pub(super) facts: QemuState,
     /// Its vCPUs; `None` if it does not report them.
     pub(super) cpus: Option<Vec<CpuFast>>,
     /// Facts for an image that were queried ahead.
-    pub(super) image_facts: Option<ImageFacts>,
+    pub(super) image_facts: Option<QemuHardware>,
     /// The facts' settings are current: this process started QEMU and has had its monitor ever since.
     pub(super) has_current_settings: bool,
     pub(super) journal: Option<Journal>,
@@ -80,7 +80,7 @@ impl Qemu {
     /// # Errors
     /// Those of [`Qemu::refresh`].
     pub fn new(mut client: Client) -> Result<Self, Error> {
-        let mut requests = vec![Request::new(&QueryCpusFast)?];
+        let mut requests = vec![CommandRequest::new(&QueryCpusFast)?];
         requests.extend(facts::requests()?);
         let replies = client.execute_all(&requests)?;
         let listener = client.peer_credentials().map_or(0, |peer| peer.pid);
@@ -90,7 +90,7 @@ impl Qemu {
     /// A QEMU that has replied to `query-cpus-fast` and to the requests of facts. `listener`: the process that has its monitor's socket.
     pub(super) fn of_replies(
         mut client: Client,
-        replies: impl IntoIterator<Item = Reply>,
+        replies: impl IntoIterator<Item = CommandReply>,
         listener: i32,
     ) -> Result<Self, Error> {
         let mut replies = replies.into_iter();
@@ -134,7 +134,7 @@ impl Qemu {
 
     /// The facts as of [`Qemu::new`] or the last [`Qemu::refresh`].
     #[must_use]
-    pub fn facts(&self) -> &Facts {
+    pub fn facts(&self) -> &QemuState {
         &self.facts
     }
 
@@ -142,7 +142,7 @@ impl Qemu {
     ///
     /// # Errors
     /// [`Error::Qmp`]; [`Error::RamBlocks`] and [`Error::Machine`] for replies that no known QEMU gives.
-    pub fn refresh(&mut self) -> Result<&Facts, Error> {
+    pub fn refresh(&mut self) -> Result<&QemuState, Error> {
         self.facts = facts::facts(&mut self.client)?;
         Ok(&self.facts)
     }
@@ -205,7 +205,7 @@ impl Qemu {
     /// # Errors
     /// [`Error::Qmp`].
     pub(crate) fn migration_and_status(&mut self) -> Result<(MigrationInfo, Status), Error> {
-        let requests = [Request::new(&QueryMigrate)?, Request::new(&QueryStatus)?];
+        let requests = [CommandRequest::new(&QueryMigrate)?, CommandRequest::new(&QueryStatus)?];
         let mut replies = self.client.execute_all(&requests)?.into_iter();
         let mut next = || replies.next().expect("one reply for each request");
         Ok((next().of::<QueryMigrate>()?, next().of::<QueryStatus>()?))
@@ -234,8 +234,10 @@ impl Qemu {
     /// # Errors
     /// [`Error::Qmp`].
     pub(crate) fn cont_and_status(&mut self) -> Result<Status, Error> {
-        let mut replies =
-            self.client.execute_all(&[Request::new(&Cont)?, Request::new(&QueryStatus)?])?.into_iter();
+        let mut replies = self
+            .client
+            .execute_all(&[CommandRequest::new(&Cont)?, CommandRequest::new(&QueryStatus)?])?
+            .into_iter();
         let mut next = || replies.next().expect("one reply for each request");
         next().of::<Cont>()?;
         Ok(next().of::<QueryStatus>()?)

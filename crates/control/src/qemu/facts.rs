@@ -8,10 +8,10 @@ use towline_qmp::commands::{
     QomGet, QueryMigrate, QueryMigrateCapabilities, QueryMigrateParameters, QueryStatus, QueryUuid,
     QueryVersion, RunState, Status, Version,
 };
-use towline_qmp::{self as qmp, Client, PeerCredentials, Reply, Request};
+use towline_qmp::{self as qmp, Client, CommandReply, CommandRequest, PeerCredentials};
 
 use super::error::Error;
-use super::ram_block::{self, RamBlock};
+use super::ram_block::{self, RamBlockInfo};
 
 /// Suffix that QEMU appends to a machine type's name for its QOM type.
 const MACHINE_SUFFIX: &str = "-machine";
@@ -19,7 +19,7 @@ const MACHINE_SUFFIX: &str = "-machine";
 /// Facts about a QEMU as of the last query.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-pub struct Facts {
+pub struct QemuState {
     /// Its version.
     pub version: Version,
     /// Its machine type as the stream carries it, for example `pc-q35-10.0`.
@@ -27,7 +27,7 @@ pub struct Facts {
     /// Run state of its guest.
     pub status: Status,
     /// RAM blocks of the guest, including those that are not migrated.
-    pub ram_blocks: Vec<RamBlock>,
+    pub ram_blocks: Vec<RamBlockInfo>,
     /// The guest's UUID; all zeroes if it has none.
     pub uuid: String,
     /// The migration capabilities that this QEMU knows, on or off.
@@ -37,12 +37,12 @@ pub struct Facts {
     /// The current or last migration.
     pub migration: MigrationInfo,
     /// State of an incoming migration.
-    pub incoming: Incoming,
+    pub incoming: IncomingState,
     /// The process that listens on the monitor's socket, from the kernel: QEMU or a proxy.
     pub peer: Option<PeerCredentials>,
 }
 
-impl Facts {
+impl QemuState {
     /// Reasons for which QEMU refuses to migrate this guest; empty if it does not.
     #[must_use]
     pub fn blocked_reasons(&self) -> &[String] {
@@ -52,18 +52,18 @@ impl Facts {
     /// Returns true if this QEMU waits for `migrate-incoming`.
     #[must_use]
     pub fn waits_for_migrate_incoming(&self) -> bool {
-        self.incoming == Incoming::Deferred
+        self.incoming == IncomingState::Deferred
     }
 
     /// The blocks that the stream carries.
-    pub fn migrated_blocks(&self) -> impl Iterator<Item = &RamBlock> {
+    pub fn migrated_blocks(&self) -> impl Iterator<Item = &RamBlockInfo> {
         self.ram_blocks.iter().filter(|block| block.is_migrated())
     }
 }
 
 /// State of an incoming migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Incoming {
+pub enum IncomingState {
     /// It has its own guest.
     No,
     /// It was started with `-incoming defer` and got no `migrate-incoming` yet. A 7.2 with `-incoming exec:` or
@@ -75,7 +75,7 @@ pub enum Incoming {
     Loading(MigrationStatus),
 }
 
-impl Incoming {
+impl IncomingState {
     fn of(status: &Status, migration: &MigrationInfo) -> Self {
         if status.status != RunState::INMIGRATE {
             return Self::No;
@@ -94,27 +94,30 @@ impl Incoming {
 pub(super) const REQUESTS: usize = 8;
 
 /// The queries of which facts are made. The longest come first: a QEMU that is being started reads them while it makes its machine.
-pub(super) fn requests() -> Result<[Request; REQUESTS], qmp::Error> {
+pub(super) fn requests() -> Result<[CommandRequest; REQUESTS], qmp::Error> {
     Ok([
-        Request::new(&HumanMonitorCommand { command_line: "info ramblock".into() })?,
-        Request::new(&QomGet { path: "/machine".into(), property: "type".into() })?,
-        Request::new(&QueryMigrateCapabilities)?,
-        Request::new(&QueryMigrateParameters)?,
-        Request::new(&QueryVersion)?,
-        Request::new(&QueryStatus)?,
-        Request::new(&QueryMigrate)?,
-        Request::new(&QueryUuid)?,
+        CommandRequest::new(&HumanMonitorCommand { command_line: "info ramblock".into() })?,
+        CommandRequest::new(&QomGet { path: "/machine".into(), property: "type".into() })?,
+        CommandRequest::new(&QueryMigrateCapabilities)?,
+        CommandRequest::new(&QueryMigrateParameters)?,
+        CommandRequest::new(&QueryVersion)?,
+        CommandRequest::new(&QueryStatus)?,
+        CommandRequest::new(&QueryMigrate)?,
+        CommandRequest::new(&QueryUuid)?,
     ])
 }
 
 /// Queries the facts with one round trip.
-pub(super) fn facts(client: &mut Client) -> Result<Facts, Error> {
+pub(super) fn facts(client: &mut Client) -> Result<QemuState, Error> {
     let replies = client.execute_all(&requests()?)?;
     of_replies(client, replies)
 }
 
 /// The facts in the replies to [`requests`].
-pub(super) fn of_replies(client: &Client, replies: impl IntoIterator<Item = Reply>) -> Result<Facts, Error> {
+pub(super) fn of_replies(
+    client: &Client,
+    replies: impl IntoIterator<Item = CommandReply>,
+) -> Result<QemuState, Error> {
     let mut replies = replies.into_iter();
     let mut next = || replies.next().expect("one reply for each request");
     let blocks = next().of::<HumanMonitorCommand>()?;
@@ -124,13 +127,13 @@ pub(super) fn of_replies(client: &Client, replies: impl IntoIterator<Item = Repl
     let version = next().of::<QueryVersion>()?;
     let status = next().of::<QueryStatus>()?;
     let migration = next().of::<QueryMigrate>()?;
-    Ok(Facts {
+    Ok(QemuState {
         machine,
         ram_blocks: ram_blocks(&blocks, &version, client.socket())?,
         uuid: next().of::<QueryUuid>()?.uuid,
         capabilities,
         parameters,
-        incoming: Incoming::of(&status, &migration),
+        incoming: IncomingState::of(&status, &migration),
         peer: client.peer_credentials().ok(),
         version,
         status,
@@ -145,7 +148,7 @@ fn machine(found: Value, socket: &str) -> Result<String, Error> {
     }
 }
 
-fn ram_blocks(text: &str, version: &Version, socket: &str) -> Result<Vec<RamBlock>, Error> {
+fn ram_blocks(text: &str, version: &Version, socket: &str) -> Result<Vec<RamBlockInfo>, Error> {
     ram_block::parse(text).map_err(|source| Error::RamBlocks {
         socket: socket.to_owned(),
         version: version_text(version),
@@ -157,7 +160,8 @@ fn ram_blocks(text: &str, version: &Version, socket: &str) -> Result<Vec<RamBloc
 pub(super) fn settings(
     client: &mut Client,
 ) -> Result<(BTreeMap<Capability, bool>, MigrationParameters), Error> {
-    let requests = [Request::new(&QueryMigrateCapabilities)?, Request::new(&QueryMigrateParameters)?];
+    let requests =
+        [CommandRequest::new(&QueryMigrateCapabilities)?, CommandRequest::new(&QueryMigrateParameters)?];
     let mut replies = client.execute_all(&requests)?.into_iter();
     let mut next = || replies.next().expect("one reply for each request");
     Ok((by_name(next().of::<QueryMigrateCapabilities>()?), next().of::<QueryMigrateParameters>()?))

@@ -3,7 +3,7 @@
 use serde_json::Value;
 use towline_compat::facts::{self, MemoryBackend, Netdev, QemuDevice};
 use towline_qmp::commands::HumanMonitorCommand;
-use towline_qmp::{self as qmp, Reply, Request};
+use towline_qmp::{self as qmp, CommandReply, CommandRequest};
 
 use super::error::Error;
 use super::{device_tree, drives};
@@ -11,34 +11,34 @@ use super::{device_tree, drives};
 /// Number of [`image_requests`].
 pub(super) const IMAGE_REQUESTS: usize = 4;
 
-/// Facts that rules compare with an image, beyond the [`Facts`](super::facts::Facts) of a QEMU. `None`: QEMU does not report it.
+/// Facts that rules compare with an image, beyond the [`QemuState`](super::facts::QemuState) of a QEMU. `None`: QEMU does not report it.
 #[derive(Debug)]
-pub(super) struct ImageFacts {
+pub(super) struct QemuHardware {
     pub(super) devices: Option<Vec<QemuDevice>>,
     pub(super) netdevs: Option<Vec<Netdev>>,
     pub(super) memory_backends: Option<Vec<MemoryBackend>>,
     pub(super) drives: Option<Vec<facts::Drive>>,
 }
 
-/// The queries of [`ImageFacts`].
-pub(super) fn image_requests() -> Result<[Request; IMAGE_REQUESTS], qmp::Error> {
+/// The queries of [`QemuHardware`].
+pub(super) fn image_requests() -> Result<[CommandRequest; IMAGE_REQUESTS], qmp::Error> {
     Ok([
-        Request::new(&HumanMonitorCommand { command_line: "info qtree".into() })?,
-        Request::new(&HumanMonitorCommand { command_line: "info network".into() })?,
-        Request::raw("query-memdev", None),
-        Request::raw("query-block", None),
+        CommandRequest::new(&HumanMonitorCommand { command_line: "info qtree".into() })?,
+        CommandRequest::new(&HumanMonitorCommand { command_line: "info network".into() })?,
+        CommandRequest::raw("query-memdev", None),
+        CommandRequest::raw("query-block", None),
     ])
 }
 
 /// The facts in the replies to [`image_requests`].
-pub(super) fn image_facts(replies: impl IntoIterator<Item = Reply>) -> Result<ImageFacts, Error> {
+pub(super) fn image_facts(replies: impl IntoIterator<Item = CommandReply>) -> Result<QemuHardware, Error> {
     let mut replies = replies.into_iter();
     let mut next = || replies.next().expect("one reply for each request");
     let devices = known(next().of::<HumanMonitorCommand>())?.map(|text| device_tree::parse(&text));
     let netdevs = known(next().of::<HumanMonitorCommand>())?.map(|text| netdevs(&text));
     let memory_backends = known(next().value())?.map(|reply| memory_backends(&reply));
     let drives = known(next().value())?.map(|reply| drives::drives(&reply));
-    Ok(ImageFacts { devices, netdevs, memory_backends, drives })
+    Ok(QemuHardware { devices, netdevs, memory_backends, drives })
 }
 
 /// `None` if QEMU refuses a query.

@@ -6,7 +6,7 @@
 
 /// A RAM block of the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RamBlock {
+pub struct RamBlockInfo {
     /// Name in the stream, for example `pc.ram`; empty for a block that is not migrated.
     pub name: String,
     /// Page size of the memory behind it: more than 4096 for huge pages.
@@ -19,7 +19,7 @@ pub struct RamBlock {
     pub address: Option<u64>,
 }
 
-impl RamBlock {
+impl RamBlockInfo {
     /// Returns true if the stream carries it. QEMU names a block when it makes it migratable.
     #[must_use]
     pub fn is_migrated(&self) -> bool {
@@ -59,7 +59,7 @@ struct Columns {
     address: Option<usize>,
 }
 
-pub(super) fn parse(text: &str) -> Result<Vec<RamBlock>, RamBlockError> {
+pub(super) fn parse(text: &str) -> Result<Vec<RamBlockInfo>, RamBlockError> {
     let mut lines = text.lines().filter(|line| !line.trim().is_empty());
     let heading = lines.next().unwrap_or_default();
     let columns = columns(heading).ok_or_else(|| RamBlockError::Heading { found: heading.into() })?;
@@ -83,7 +83,7 @@ fn columns(heading: &str) -> Option<Columns> {
     Some(Columns { count: names.len(), used: find("Used")?, total: find("Total")?, address: find("HVA") })
 }
 
-fn row(line: &str, columns: &Columns) -> Option<RamBlock> {
+fn row(line: &str, columns: &Columns) -> Option<RamBlockInfo> {
     let mut rest = line;
     let mut words = Vec::with_capacity(columns.count);
     for _ in 0..columns.count {
@@ -91,7 +91,7 @@ fn row(line: &str, columns: &Columns) -> Option<RamBlock> {
     }
     let unit = pop_word(&mut rest)?;
     let number = pop_word(&mut rest)?;
-    Some(RamBlock {
+    Some(RamBlockInfo {
         name: rest.trim().to_owned(),
         page_bytes: size(number, unit)?,
         used_bytes: hex(words[columns.used])?,
@@ -135,8 +135,8 @@ mod tests {
         " 0x00007fbbebe00000  rw\n",
     );
 
-    fn block(name: &str, page_bytes: u64, used_bytes: u64, max_bytes: u64) -> RamBlock {
-        RamBlock { name: name.into(), page_bytes, used_bytes, max_bytes, address: None }
+    fn block(name: &str, page_bytes: u64, used_bytes: u64, max_bytes: u64) -> RamBlockInfo {
+        RamBlockInfo { name: name.into(), page_bytes, used_bytes, max_bytes, address: None }
     }
 
     #[test]
@@ -153,7 +153,7 @@ mod tests {
     #[test]
     fn parses_the_columns_of_10_0_and_names_with_spaces() {
         let address = Some(0x7fbb_ebe0_0000);
-        let expected = RamBlock { address, ..block("a name 0x1", 1 << 30, 0x20000, 0x200000) };
+        let expected = RamBlockInfo { address, ..block("a name 0x1", 1 << 30, 0x20000, 0x200000) };
         assert_eq!(parse(TEXT_10_0), Ok(vec![expected]));
     }
 

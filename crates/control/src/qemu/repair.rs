@@ -16,7 +16,7 @@ use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrationInfo, M
 
 use super::connection::Qemu;
 use super::error::Error;
-use super::facts::Incoming;
+use super::facts::IncomingState;
 use super::repaired::RepairReport;
 use super::settings::Change;
 use crate::journal::{
@@ -141,7 +141,7 @@ impl Qemu {
             if status.as_str().starts_with("postcopy") {
                 return Ok(Some(format!("its migration is in postcopy (status {status})")));
             }
-            if self.facts.incoming == Incoming::Listening {
+            if self.facts.incoming == IncomingState::Listening {
                 return Ok(Some("it waits for a guest".into()));
             }
             let is_ours = || started.iter().any(|started| was_started_at(&migration, *started));

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use towline_qmp::commands::QueryCpusFast;
-use towline_qmp::{self as qmp, Client, Options, Request, Submitted};
+use towline_qmp::{self as qmp, Client, CommandRequest, Options, Submitted};
 
 use super::connection::Qemu;
 use super::error::Error;
@@ -33,7 +33,7 @@ impl StartedQemu {
     /// Those of [`Client::connect`].
     pub fn connect(socket: &Path, pid: u32, options: &Options) -> Result<Self, qmp::Error> {
         let mut requests = Vec::from(image_facts::image_requests()?);
-        requests.push(Request::new(&QueryCpusFast)?);
+        requests.push(CommandRequest::new(&QueryCpusFast)?);
         requests.extend(facts::requests()?);
         let (mut client, submitted) = Client::connect_ahead(socket, options, &requests)?;
         client.set_deadline(qmp::DEADLINE);

@@ -2,12 +2,12 @@
 
 use super::decision::Decision;
 use super::events::{
-    DestinationKind, DestinationStatus, Directive, GuestMemory, Input, PeerMessage, RunRequest, SourceAction,
-    SourceKind, SourceStatus, StartResult,
+    DestinationKind, DestinationStatus, Directive, Input, MemorySharing, PeerMessage, RunRequest,
+    SourceAction, SourceKind, SourceStatus, StartResult,
 };
 use super::fault::SwitchoverBug;
 use super::machine::{Switchover, SwitchoverState};
-use super::outcome::{Outcome, Placement, Unresolved};
+use super::outcome::{Placement, SwitchoverOutcome, Unresolved};
 
 impl Switchover {
     /// The source cannot run the guest any more.
@@ -38,9 +38,9 @@ impl Switchover {
             }
             Input::Peer(PeerMessage::Placed(placement)) => self.release(placement),
             Input::Peer(PeerMessage::NotRun) => {
-                Directive::End(Outcome::Unresolved(Unresolved::PeerDidNotRun))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::PeerDidNotRun))
             }
-            _ => Directive::End(Outcome::Unresolved(Unresolved::PeerUnknown)),
+            _ => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::PeerUnknown)),
         }
     }
 
@@ -83,7 +83,7 @@ impl Switchover {
 
     /// Returns true if both QEMUs map the same memory.
     pub(super) fn is_memory_shared(&self) -> bool {
-        self.request.memory == GuestMemory::Shared
+        self.request.memory == MemorySharing::Shared
     }
 
     /// Returns true if no QEMU at the source holds the guest.
@@ -99,21 +99,21 @@ impl Switchover {
     pub(super) fn finalizing(&mut self, input: Input, placement: Placement) -> Directive {
         match input {
             Input::Destination(DestinationStatus::Exited) if self.is_source_gone() => {
-                Directive::End(Outcome::Unresolved(Unresolved::BothExited))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::BothExited))
             }
             Input::Destination(DestinationStatus::Exited) if self.has_run_in_shared_memory(placement) => {
-                Directive::End(Outcome::Unresolved(Unresolved::UpgradedLost))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::UpgradedLost))
             }
             Input::Destination(DestinationStatus::Exited) => {
-                Directive::End(Outcome::Unresolved(Unresolved::DestinationLost))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationLost))
             }
             Input::NotDone if self.is_source_gone() => {
-                Directive::End(Outcome::Unresolved(Unresolved::DestinationAlone))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationAlone))
             }
             Input::NotDone if self.has_run_in_shared_memory(placement) => {
-                Directive::End(Outcome::Unresolved(Unresolved::UpgradedUnknown))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::UpgradedUnknown))
             }
-            Input::NotDone => Directive::End(Outcome::Unresolved(Unresolved::DestinationUnknown)),
+            Input::NotDone => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationUnknown)),
             _ if self.request.source == SourceKind::Towline => {
                 self.stage = SwitchoverState::Releasing(placement);
                 Directive::Send(PeerMessage::Placed(placement))
@@ -128,7 +128,7 @@ impl Switchover {
 
     pub(super) fn release(&mut self, placement: Placement) -> Directive {
         if self.request.source != SourceKind::Qemu || self.source_exited {
-            return Directive::End(Outcome::Completed(placement));
+            return Directive::End(SwitchoverOutcome::Completed(placement));
         }
         self.stage = SwitchoverState::Releasing(placement);
         match self.request.after {
@@ -148,10 +148,10 @@ impl Switchover {
             (Input::NotDone, SourceKind::Qemu, SourceAction::Resume) => Unresolved::SourceNotResumed,
             (Input::Source(SourceStatus::Exited), _, SourceAction::Resume) => Unresolved::StoredOnly,
             (Input::NotDone, SourceKind::Qemu, SourceAction::KeepPaused) => {
-                return Directive::End(Outcome::Completed(placement));
+                return Directive::End(SwitchoverOutcome::Completed(placement));
             }
-            _ => return Directive::End(Outcome::Completed(placement)),
+            _ => return Directive::End(SwitchoverOutcome::Completed(placement)),
         };
-        Directive::End(Outcome::Unresolved(unresolved))
+        Directive::End(SwitchoverOutcome::Unresolved(unresolved))
     }
 }

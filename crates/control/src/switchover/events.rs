@@ -3,7 +3,7 @@
 pub(crate) use towline_protocol::session::RunRequest;
 
 use super::decision::Decision;
-use super::outcome::{Outcome, Placement};
+use super::outcome::{Placement, SwitchoverOutcome};
 
 /// Kind of the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -53,7 +53,7 @@ pub(crate) enum SourceAction {
 
 /// Memory of the guest at the two ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum GuestMemory {
+pub(crate) enum MemorySharing {
     /// Each end has its own.
     Copied,
     /// Both QEMUs map the same memory: once the destination has run the guest, the source's device state is of
@@ -68,7 +68,7 @@ pub(crate) struct SwitchoverRequest {
     pub(crate) destination: DestinationKind,
     pub(crate) run: RunRequest,
     pub(crate) after: SourceAction,
-    pub(crate) memory: GuestMemory,
+    pub(crate) memory: MemorySharing,
 }
 
 /// Run state of the guest when it was stopped for the switchover, from QEMU's `globalstate` section.
@@ -257,5 +257,5 @@ pub(crate) enum Directive {
     /// End the source's QEMU.
     QuitSource,
     /// End the command.
-    End(Outcome),
+    End(SwitchoverOutcome),
 }

@@ -6,7 +6,7 @@ use super::events::{
     SourceStatus, SwitchoverRequest,
 };
 use super::fault::{FaultSwitch, SwitchoverBug};
-use super::outcome::{Outcome, Placement, Unresolved};
+use super::outcome::{Placement, SwitchoverOutcome, Unresolved};
 
 /// States; see the picture in the module's documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -44,7 +44,7 @@ pub(super) enum SwitchoverState {
     Withdrawing,
     /// The other towline is sent that the guest does not run here.
     ReportingNotRun(Unresolved),
-    Ended(Outcome),
+    Ended(SwitchoverOutcome),
 }
 
 /// The state machine. It is copyable and comparable, so that the model can explore it.
@@ -149,7 +149,9 @@ impl Switchover {
             SwitchoverState::Releasing(placement) => self.releasing(input, placement),
             SwitchoverState::Restoring { resumes } => self.restoring(input, resumes),
             SwitchoverState::Withdrawing => self.withdrawing(),
-            SwitchoverState::ReportingNotRun(unresolved) => Directive::End(Outcome::Unresolved(unresolved)),
+            SwitchoverState::ReportingNotRun(unresolved) => {
+                Directive::End(SwitchoverOutcome::Unresolved(unresolved))
+            }
             SwitchoverState::Ended(outcome) => Directive::End(outcome),
         };
         if let Directive::End(outcome) = directive {
@@ -234,7 +236,9 @@ impl Switchover {
             return self.undo();
         }
         match self.request.source {
-            SourceKind::Stored => Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun)),
+            SourceKind::Stored => {
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationMayRun))
+            }
             SourceKind::Qemu | SourceKind::Stream | SourceKind::Towline => {
                 self.stage = SwitchoverState::AcknowledgedUnconfirmed;
                 Directive::AcknowledgeUnconfirmed
@@ -263,17 +267,17 @@ impl Switchover {
             // arrived.
             Input::Failed | Input::NotDone => self.undecided(),
             Input::Source(SourceStatus::Completed) if unresolved => {
-                Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationMayRun))
             }
             Input::Source(SourceStatus::Completed) => self.complete(),
             Input::Source(SourceStatus::CompletedThenResumed) => {
-                Directive::End(Outcome::Unresolved(Unresolved::SourceRunByOthers))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceRunByOthers))
             }
             Input::Source(SourceStatus::HasGuest) => self.source_has_guest(),
             Input::Source(SourceStatus::Exited) => {
                 self.source_exited = true;
                 if unresolved {
-                    Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
+                    Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationMayRun))
                 } else {
                     self.complete()
                 }
@@ -286,7 +290,7 @@ impl Switchover {
             Input::Source(SourceStatus::Unknown) => Directive::QuerySource,
             Input::SourceLink(SourceLink::Open) => Directive::ProbeSourceLink,
             Input::SourceLink(SourceLink::Closed) if unresolved => {
-                Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationMayRun))
             }
             Input::SourceLink(SourceLink::Closed) => self.complete(),
             Input::SourceLink(SourceLink::Reset) if self.has_fault(SwitchoverBug::IgnoresLink) => {
@@ -313,7 +317,9 @@ impl Switchover {
             return self.complete();
         }
         match (self.request.destination, self.stage) {
-            (to, _) if to.runs_by_itself() => Directive::End(Outcome::Unresolved(Unresolved::BothMayRun)),
+            (to, _) if to.runs_by_itself() => {
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::BothMayRun))
+            }
             (DestinationKind::Towline, SwitchoverState::Acknowledged) => {
                 self.stage = SwitchoverState::Withdrawing;
                 Directive::Send(PeerMessage::Aborted)
@@ -332,6 +338,6 @@ impl Switchover {
             (SourceKind::Qemu, DestinationKind::Qemu) => Unresolved::DestinationHolds,
             (_, DestinationKind::Qemu) => Unresolved::Undecided,
         };
-        Directive::End(Outcome::Unresolved(unresolved))
+        Directive::End(SwitchoverOutcome::Unresolved(unresolved))
     }
 }

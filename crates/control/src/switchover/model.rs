@@ -33,7 +33,7 @@ use std::collections::{HashMap, VecDeque};
 
 use super::fault::{FaultSwitch, SwitchoverBug};
 use super::{
-    DestinationKind, GuestMemory, GuestRunState, RunRequest, SourceAction, SourceKind, SwitchoverRequest,
+    DestinationKind, GuestRunState, MemorySharing, RunRequest, SourceAction, SourceKind, SwitchoverRequest,
 };
 use world::{Step, World};
 
@@ -105,7 +105,7 @@ fn requests(source: SourceKind, destination: DestinationKind) -> Vec<SwitchoverR
         _ => &[SourceAction::KeepPaused],
     };
     let runs: &[RunRequest] = if destination == DestinationKind::Qemu { &RUNS } else { &RUNS[..1] };
-    let memory = GuestMemory::Copied;
+    let memory = MemorySharing::Copied;
     let of =
         |&after| runs.iter().map(move |&run| SwitchoverRequest { source, destination, run, after, memory });
     afters.iter().flat_map(of).collect()
@@ -125,7 +125,7 @@ fn upgrade() -> SwitchoverRequest {
         destination: DestinationKind::Qemu,
         run: RunRequest::AsItWas,
         after: SourceAction::Quit,
-        memory: GuestMemory::Shared,
+        memory: MemorySharing::Shared,
     }
 }
 

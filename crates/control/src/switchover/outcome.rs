@@ -4,7 +4,7 @@ pub(crate) use towline_protocol::session::Placement;
 
 /// End of a switchover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Outcome {
+pub(crate) enum SwitchoverOutcome {
     /// The guest is at its destination: exit status 0.
     Completed(Placement),
     /// The guest is at its source, as it was: exit status 1.

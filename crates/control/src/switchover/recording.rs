@@ -11,7 +11,7 @@ use super::decision::Decision;
 use super::events::{DestinationKind, Directive, Input, PeerMessage, SourceKind};
 use super::fault::SwitchoverBug;
 use super::machine::{Switchover, SwitchoverState};
-use super::outcome::{Outcome, Unresolved};
+use super::outcome::{SwitchoverOutcome, Unresolved};
 
 impl Switchover {
     /// Returns true if decisions must outlive this process.
@@ -39,7 +39,7 @@ impl Switchover {
                 self.stage = SwitchoverState::Transfer;
                 self.undo()
             }
-            (Decision::Complete, _) => Directive::End(Outcome::Unresolved(Unresolved::PeerWaits)),
+            (Decision::Complete, _) => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::PeerWaits)),
             (Decision::Run, _) => self.not_run(),
         }
     }
@@ -93,6 +93,6 @@ impl Switchover {
             self.stage = SwitchoverState::ReportingNotRun(unresolved);
             return Directive::Send(PeerMessage::NotRun);
         }
-        Directive::End(Outcome::Unresolved(unresolved))
+        Directive::End(SwitchoverOutcome::Unresolved(unresolved))
     }
 }

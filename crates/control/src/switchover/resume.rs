@@ -12,7 +12,7 @@
 //! from its older state without a choice: its disks are newer than its memory there.
 
 use super::decision::Decision;
-use super::events::{DestinationStatus, GuestMemory, SourceStatus};
+use super::events::{DestinationStatus, MemorySharing, SourceStatus};
 use super::fault::{FaultSwitch, SwitchoverBug};
 use super::outcome::Placement;
 
@@ -31,7 +31,7 @@ pub(crate) struct InterruptedMove {
     /// The guest is to run at its destination.
     pub(crate) runs: bool,
     /// Memory of the guest at the two ends.
-    pub(crate) memory: GuestMemory,
+    pub(crate) memory: MemorySharing,
     /// State of its source; `None` if that cannot be queried from here.
     pub(crate) source: Option<SourceStatus>,
     /// State of its destination; `None` if that cannot be queried from here.
@@ -116,7 +116,7 @@ pub(crate) enum Choice {
 impl InterruptedMove {
     /// A move with this record and no end queried yet.
     pub(crate) fn new(decision: Decision, runs: bool) -> Self {
-        let (memory, fault) = (GuestMemory::Copied, FaultSwitch::default());
+        let (memory, fault) = (MemorySharing::Copied, FaultSwitch::default());
         Self { decision, runs, memory, source: None, destination: None, fault }
     }
 
@@ -136,10 +136,10 @@ impl InterruptedMove {
     pub(crate) fn decision_after(&self, failure: RunFailure) -> Decision {
         let before = self.decision.min(Decision::Acknowledge);
         match (self.memory, failure) {
-            (GuestMemory::Shared, _) if self.fault.has(SwitchoverBug::ResumeTakesRunBack) => before,
-            (GuestMemory::Shared, RunFailure::Refused) => self.decision,
-            (GuestMemory::Shared, RunFailure::Unknown) => Decision::Run,
-            (GuestMemory::Copied, _) => before,
+            (MemorySharing::Shared, _) if self.fault.has(SwitchoverBug::ResumeTakesRunBack) => before,
+            (MemorySharing::Shared, RunFailure::Refused) => self.decision,
+            (MemorySharing::Shared, RunFailure::Unknown) => Decision::Run,
+            (MemorySharing::Copied, _) => before,
         }
     }
 
@@ -235,7 +235,7 @@ impl InterruptedMove {
 
     /// Returns true if a guest that shares its memory may have run at its destination: the source's state is of another memory.
     fn is_memory_changed(&self) -> bool {
-        self.memory == GuestMemory::Shared && self.may_have_run()
+        self.memory == MemorySharing::Shared && self.may_have_run()
     }
 
     /// Applies an operator's choice.

@@ -3,13 +3,13 @@
 use super::events::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, SourceStatus};
 use super::fault::SwitchoverBug;
 use super::machine::{Switchover, SwitchoverState};
-use super::outcome::{Outcome, Unresolved};
+use super::outcome::{SwitchoverOutcome, Unresolved};
 
 impl Switchover {
     /// The stream failed before the source was acknowledged: the source has its guest or gets it back.
     pub(super) fn undo(&mut self) -> Directive {
         if self.request.source != SourceKind::Qemu {
-            return Directive::End(Outcome::Safe);
+            return Directive::End(SwitchoverOutcome::Safe);
         }
         self.stage = SwitchoverState::Undoing { cancelled: false };
         Directive::QuerySource
@@ -29,7 +29,7 @@ impl Switchover {
                 self.stage = SwitchoverState::Undoing { cancelled: true };
                 Directive::CancelMigration
             }
-            _ => Directive::End(Outcome::Unresolved(Unresolved::SourceUnknown)),
+            _ => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceUnknown)),
         }
     }
 
@@ -44,9 +44,9 @@ impl Switchover {
                 Directive::QueryDestination
             }
             DestinationKind::Stream | DestinationKind::Relayed | DestinationKind::Towline if self.sent => {
-                Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationMayRun))
             }
-            _ => Directive::End(Outcome::Unresolved(Unresolved::SourceExited)),
+            _ => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceExited)),
         }
     }
 
@@ -57,19 +57,19 @@ impl Switchover {
                 Directive::QueryDestination
             }
             Input::Destination(DestinationStatus::Exited) => {
-                Directive::End(Outcome::Unresolved(Unresolved::BothExited))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::BothExited))
             }
             Input::Destination(DestinationStatus::Failed) => {
-                Directive::End(Outcome::Unresolved(Unresolved::SourceExited))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceExited))
             }
-            _ => Directive::End(Outcome::Unresolved(Unresolved::DestinationUnknown)),
+            _ => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::DestinationUnknown)),
         }
     }
 
     /// The source keeps its guest. `stopped`: this migration stopped it.
     pub(super) fn restore(&mut self, stopped: bool) -> Directive {
         if self.request.source != SourceKind::Qemu {
-            return Directive::End(Outcome::Safe);
+            return Directive::End(SwitchoverOutcome::Safe);
         }
         let resumes = stopped && self.guest.is_live();
         self.stage = SwitchoverState::Restoring { resumes };
@@ -79,13 +79,13 @@ impl Switchover {
     pub(super) fn restoring(&mut self, input: Input, resumes: bool) -> Directive {
         match input {
             Input::NotDone if resumes && self.is_memory_shared() => {
-                Directive::End(Outcome::Unresolved(Unresolved::UpgradeNotUndone))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::UpgradeNotUndone))
             }
-            Input::NotDone => Directive::End(Outcome::Unresolved(Unresolved::SourceUnknown)),
+            Input::NotDone => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceUnknown)),
             Input::Source(SourceStatus::Exited) => {
-                Directive::End(Outcome::Unresolved(Unresolved::SourceExitedSince))
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceExitedSince))
             }
-            _ => Directive::End(Outcome::Safe),
+            _ => Directive::End(SwitchoverOutcome::Safe),
         }
     }
 

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use towline_launch::command_line::{OptionName, OptionValue, Properties, QemuOption};
 use towline_launch::{CommandLine, Setting, is_known_model};
 
-use super::error::Refusal;
+use super::error::IncompatibleSetting;
 use super::ports::{Port, parse_port};
 use crate::staging_names::StagingName;
 
@@ -121,7 +121,10 @@ pub(super) struct Rewritten {
 ///
 /// # Errors
 /// All options that are refused.
-pub(super) fn rewrite(old: &CommandLine, context: &Context<'_>) -> Result<Rewritten, Vec<Refusal>> {
+pub(super) fn rewrite(
+    old: &CommandLine,
+    context: &Context<'_>,
+) -> Result<Rewritten, Vec<IncompatibleSetting>> {
     let (mut vsock_chardevs, card_chardevs) = (vsock_chardevs(old), card_chardevs(old));
     vsock_chardevs.extend(context.vsock_chardevs.iter().cloned());
     let keys = old.setting_keys();
@@ -206,10 +209,10 @@ fn kept_words(words: &str) -> impl Iterator<Item = &str> {
 }
 
 /// The refusal of a QEMU that would end with towline, as options or arguments of the user request it.
-pub(super) fn refuse_end_with_parent(arguments: &CommandLine) -> Option<Refusal> {
+pub(super) fn refuse_end_with_parent(arguments: &CommandLine) -> Option<IncompatibleSetting> {
     let value = |option: &QemuOption| option.properties()?.value(EXIT_WITH_PARENT);
     let found = arguments.named("run-with").filter_map(value).find(|value| is_on(Some(value.clone())))?;
-    Some(Refusal {
+    Some(IncompatibleSetting {
         setting: format!("run-with.{EXIT_WITH_PARENT}"),
         found,
         reason: "the new QEMU would end with towline, and the guest with it; leave it out".into(),
@@ -231,7 +234,7 @@ struct Rewriter<'a> {
     names: Vec<StagingName>,
     cards: Vec<PathBuf>,
     added: Vec<QemuOption>,
-    refusals: Vec<Refusal>,
+    refusals: Vec<IncompatibleSetting>,
 }
 
 impl Rewriter<'_> {
@@ -327,7 +330,7 @@ impl Rewriter<'_> {
 
     fn refuse(&mut self, key: &str, found: &str, reason: &str) -> Option<QemuOption> {
         let found: String = found.chars().take(120).collect();
-        self.refusals.push(Refusal { setting: key.to_owned(), found, reason: reason.to_owned() });
+        self.refusals.push(IncompatibleSetting { setting: key.to_owned(), found, reason: reason.to_owned() });
         None
     }
 

@@ -10,7 +10,7 @@ use crate::qemu;
 
 /// An option of the old QEMU that the new one cannot have as it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refusal {
+pub struct IncompatibleSetting {
     /// Key of the setting that changes it, as `netdev.net0`.
     pub setting: String,
     /// Its value.
@@ -19,7 +19,7 @@ pub struct Refusal {
     pub reason: String,
 }
 
-impl fmt::Display for Refusal {
+impl fmt::Display for IncompatibleSetting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { setting, found, reason } = self;
         write!(f, "{setting}")?;
@@ -100,7 +100,7 @@ pub enum Error {
     },
     /// Options that the new QEMU cannot have as they are.
     #[error("QEMU cannot be replaced with these options: {}", list(.0))]
-    Refused(Vec<Refusal>),
+    Refused(Vec<IncompatibleSetting>),
     /// A setting or an argument of the user is at fault.
     #[error(transparent)]
     Arguments(#[from] Refused),
@@ -126,7 +126,7 @@ pub enum Error {
         /// Its type.
         kind: String,
         /// The reason.
-        reason: in_place::Reason,
+        reason: in_place::TransferReason,
     },
     /// Memory of a file that the old QEMU maps privately.
     #[error(
@@ -175,6 +175,6 @@ impl From<towline_qmp::Error> for Error {
     }
 }
 
-fn list(refusals: &[Refusal]) -> String {
+fn list(refusals: &[IncompatibleSetting]) -> String {
     refusals.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }

@@ -18,7 +18,7 @@ use towline_qmp::commands::RunState;
 
 use super::old::OldQemu;
 use crate::moves::{self, MoveEnd};
-use crate::qemu::{Incoming, Qemu};
+use crate::qemu::{IncomingState, Qemu};
 use crate::staging_names::{self, StagingName};
 
 /// Time limit of each reply.
@@ -53,9 +53,9 @@ fn is_useless(guest: &RunningGuest, old: &OldQemu) -> bool {
     let Ok(qemu) = Qemu::inspect(&guest.qmp, &options) else { return false };
     let facts = qemu.facts();
     match &facts.incoming {
-        Incoming::Deferred => true,
-        Incoming::Listening | Incoming::Loading(_) => !may_be_recorded(guest.pid),
-        Incoming::No => {
+        IncomingState::Deferred => true,
+        IncomingState::Listening | IncomingState::Loading(_) => !may_be_recorded(guest.pid),
+        IncomingState::No => {
             let is_paused = facts.status.status == RunState::PAUSED && !facts.status.running;
             is_paused && old.has_guest && maps_memory_of(guest.pid, old) && !may_be_recorded(guest.pid)
         }

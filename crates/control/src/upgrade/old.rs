@@ -15,7 +15,7 @@ use super::error::Error;
 use crate::in_place::{self, GuestBackends};
 use crate::plan;
 use crate::process::Process;
-use crate::qemu::{Facts, Qemu};
+use crate::qemu::{Qemu, QemuState};
 
 /// Namespaces that the new QEMU has to share with the old one.
 const NAMESPACES: [&str; 4] = ["mnt", "net", "pid", "user"];
@@ -83,7 +83,7 @@ impl OldQemu {
 }
 
 /// Returns true if no other QEMU can have run the guest: it runs here, or is paused and was not sent.
-fn has_guest(facts: &Facts) -> bool {
+fn has_guest(facts: &QemuState) -> bool {
     let state = &facts.status.status;
     let is_sent = facts.migration.status == Some(MigrationStatus::COMPLETED);
     facts.status.running || *state == RunState::SUSPENDED || *state == RunState::PAUSED && !is_sent

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use tempfile::TempDir;
 use towline_channel::Cancel;
-use towline_control::plan::{Destination, Observer, Request, Source, copy};
+use towline_control::plan::{CopyRequest, Destination, Observer, Source, copy};
 use towline_image::Image;
 use towline_migration::synthetic::BLOCK_NAME;
 use towline_qmp::commands::HumanMonitorCommand;
@@ -35,7 +35,7 @@ impl Striped {
         drop(qemu);
         let source = Source::Qmp(process.path("qmp"));
         let (to, cancel) = (Destination::Image(path.clone()), Cancel::new().unwrap());
-        copy(&source, &to, &Request::default(), &cancel, &Silent).unwrap();
+        copy(&source, &to, &CopyRequest::default(), &cancel, &Silent).unwrap();
         Self { directory, image: Image::open(&path).unwrap(), memory }
     }
 
@@ -50,7 +50,7 @@ impl Striped {
         drop(qemu);
         let (source, to) =
             (Source::Image(self.image.path().to_owned()), Destination::Qmp(process.path("qmp")));
-        let (request, cancel) = (Request { stream, ..Request::default() }, Cancel::new().unwrap());
+        let (request, cancel) = (CopyRequest { stream, ..CopyRequest::default() }, Cancel::new().unwrap());
         let notices = Notices::default();
         let report = copy(&source, &to, &request, &cancel, &notices).unwrap();
         let found = self.directory.path().join("found");

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use towline_channel::{Address, Cancel, ConnectOptions, Listener};
-use towline_control::in_place::{Error, MappingKind, Presence, Reason, of_running};
+use towline_control::in_place::{Error, MappingKind, Presence, TransferReason, of_running};
 use towline_control::qemu::Qemu;
 use towline_migration::{Incoming, Relay, Session, incoming, outgoing};
 use towline_qmp::commands::{
@@ -31,16 +31,16 @@ fn memory_of_a_running_qemu_is_proven_for_another() {
         let (_process, mut new) = waiting(newer, "mem", &shared(&other_process));
         let presence = of_running(&mut new, &mut old).unwrap();
         if maps_ranges(&old) {
-            assert!(matches!(reason(&presence), Reason::OtherFile { .. }), "{presence:?}");
+            assert!(matches!(reason(&presence), TransferReason::OtherFile { .. }), "{presence:?}");
         } else {
-            assert!(matches!(reason(&presence), Reason::NotOfTheOther { .. }), "{presence:?}");
+            assert!(matches!(reason(&presence), TransferReason::NotOfTheOther { .. }), "{presence:?}");
         }
         let private = format!("mem-path={},share=off", memfd_of(&old_process));
         let (_process, mut new) = waiting(newer, "mem", &private);
-        assert_eq!(*reason(&of_running(&mut new, &mut old).unwrap()), Reason::Private);
+        assert_eq!(*reason(&of_running(&mut new, &mut old).unwrap()), TransferReason::Private);
         let (_process, mut new) = with_memory(newer, "mem", "memory-backend-ram", &["-incoming", "defer"]);
         let found = "memory-backend-ram".into();
-        assert_eq!(*reason(&of_running(&mut new, &mut old).unwrap()), Reason::BackendType { found });
+        assert_eq!(*reason(&of_running(&mut new, &mut old).unwrap()), TransferReason::BackendType { found });
     }
 }
 
@@ -55,7 +55,7 @@ fn shared_memory_of_an_old_qemu_that_waits_is_refused() {
     let error = of_running(&mut new, &mut old).unwrap_err();
     assert!(matches!(&error, Error::UndecidedMemory { block, .. } if block == "mem"), "{error}");
     let (_process, mut new) = waiting(binary, "mem", &format!("mem-path={memfd},share=off"));
-    assert!(matches!(reason(&of_running(&mut new, &mut old).unwrap()), Reason::OldQemu { .. }));
+    assert!(matches!(reason(&of_running(&mut new, &mut old).unwrap()), TransferReason::OldQemu { .. }));
 }
 
 /// Both blocks have one size, and nothing else tells them apart.
@@ -72,7 +72,10 @@ fn memory_of_an_old_qemu_with_two_blocks_of_one_size_is_refused() {
         with_memory(binary, "mem", "memory-backend-memfd,share=on", &["-object", &spare]);
     let (_process, mut new) = waiting(newer, "mem", &format!("mem-path={},share=on", memfd_of(&old_process)));
     let error = of_running(&mut new, &mut old).unwrap_err();
-    assert!(matches!(&error, Error::ForeignMemory { reason: Reason::NoAddress { .. }, .. }), "{error}");
+    assert!(
+        matches!(&error, Error::ForeignMemory { reason: TransferReason::NoAddress { .. }, .. }),
+        "{error}"
+    );
 }
 
 #[test]
@@ -117,12 +120,11 @@ fn other_memory_of_a_running_guest_is_refused() {
     let half = MEMORY_MIB * MIB / 2;
     let (_process, mut new) = waiting(&binary, "mem", &at(half));
     let error = of_running(&mut new, &mut old).unwrap_err();
-    let is_of_block =
-        matches!(&error, Error::ForeignMemory { block, reason: Reason::Offset { .. }, .. } if block == "mem");
+    let is_of_block = matches!(&error, Error::ForeignMemory { block, reason: TransferReason::Offset { .. }, .. } if block == "mem");
     assert!(is_of_block, "{error}");
     let (_process, mut new) = waiting(&binary, "mem", &at(2 * half));
     let presence = of_running(&mut new, &mut old).unwrap();
-    assert!(matches!(reason(&presence), Reason::Offset { .. }), "{presence:?}");
+    assert!(matches!(reason(&presence), TransferReason::Offset { .. }), "{presence:?}");
 }
 
 /// The memory behind a descriptor.

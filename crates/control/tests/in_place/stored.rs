@@ -5,7 +5,7 @@ use std::path::Path;
 
 use towline_channel::Cancel;
 use towline_control::in_place::{
-    Error, IfUnmapped, MappingKind, Reason, Reflink, Verify, find_mapped_memory, may_map, of_image,
+    Error, IfUnmapped, MappingKind, Reflink, TransferReason, Verify, find_mapped_memory, may_map, of_image,
     of_reflink,
 };
 use towline_control::qemu::{Process, Qemu};
@@ -24,7 +24,7 @@ fn memory_of_an_image_is_proven_or_a_reason_is_given() {
             let arguments = format!("mem-path={},share=off", flat.display());
             let (_process, mut qemu) = waiting(&binary, BLOCK_NAME, &arguments);
             let presence = of_image(&mut qemu, &stored.image).unwrap();
-            assert!(matches!(reason(&presence), Reason::OldQemu { .. }), "{presence:?}");
+            assert!(matches!(reason(&presence), TransferReason::OldQemu { .. }), "{presence:?}");
             continue;
         }
         let (process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off");
@@ -33,9 +33,9 @@ fn memory_of_an_image_is_proven_or_a_reason_is_given() {
         assert!(may_map(&process.path("qmp"), stored.image.path()));
         let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off,prealloc=on");
         let presence = of_image(&mut qemu, &stored.image).unwrap();
-        assert_eq!(*reason(&presence), Reason::PrivateCopies { bytes: MEMORY_MIB * MIB });
+        assert_eq!(*reason(&presence), TransferReason::PrivateCopies { bytes: MEMORY_MIB * MIB });
         let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=on");
-        assert_eq!(*reason(&of_image(&mut qemu, &stored.image).unwrap()), Reason::ReadOnly);
+        assert_eq!(*reason(&of_image(&mut qemu, &stored.image).unwrap()), TransferReason::ReadOnly);
         for properties in ["share=on", "share=off"] {
             let (_process, mut qemu) = stored.map(&binary, properties);
             let error = of_image(&mut qemu, &stored.image).unwrap_err();
@@ -109,7 +109,7 @@ fn a_shared_file_of_a_qemu_that_cannot_be_seen_is_refused() {
         let error = inspect(&other, "on").unwrap_err();
         let is_undecided = matches!(
             &error,
-            Error::UndecidedFile { backend, reason: Reason::UnknownProcess { .. }, .. } if backend == "spare"
+            Error::UndecidedFile { backend, reason: TransferReason::UnknownProcess { .. }, .. } if backend == "spare"
         );
         assert!(is_undecided, "{error}");
         // QEMU makes a file of its own in a directory, and does not write to one that it maps for itself.
@@ -171,7 +171,7 @@ fn an_image_with_old_content_is_not_mapped() {
         let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off");
         let presence = of_image(&mut qemu, &stored.image).unwrap();
         let path = stored.image.path().to_owned();
-        assert_eq!(*reason(&presence), Reason::StaleContent { path, offset });
+        assert_eq!(*reason(&presence), TransferReason::StaleContent { path, offset });
     }
 }
 
@@ -185,7 +185,7 @@ fn an_image_that_is_being_replaced_is_not_mapped() {
     let file = std::fs::File::open(stored.image.path()).unwrap();
     rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
     let presence = of_image(&mut qemu, &stored.image).unwrap();
-    assert_eq!(*reason(&presence), Reason::Locked { path: stored.image.path().to_owned() });
+    assert_eq!(*reason(&presence), TransferReason::Locked { path: stored.image.path().to_owned() });
     drop(file);
     let presence = of_image(&mut qemu, &stored.image).unwrap();
     assert_mapped(&presence, BLOCK_NAME, MappingKind::CopyOnWrite);
@@ -257,7 +257,7 @@ fn a_reflink_may_be_mapped_shared() {
         let properties = format!("mem-path={},offset={offset},share=on", path.display());
         let (_process, mut qemu) = waiting(&binary, BLOCK_NAME, &properties);
         let presence = of_image(&mut qemu, &stored.image).unwrap();
-        assert!(matches!(reason(&presence), Reason::OtherFile { .. }), "{presence:?}");
+        assert!(matches!(reason(&presence), TransferReason::OtherFile { .. }), "{presence:?}");
         assert_mapped(&of_reflink(&mut qemu, reflink).unwrap(), BLOCK_NAME, MappingKind::Reflink);
         std::fs::remove_file(&path).unwrap();
     }

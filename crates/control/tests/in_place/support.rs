@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 use towline_channel::Cancel;
-use towline_control::in_place::{MappingKind, Presence, Reason};
-use towline_control::plan::{Destination, Observer, Request, Source, copy};
+use towline_control::in_place::{MappingKind, Presence, TransferReason};
+use towline_control::plan::{CopyRequest, Destination, Observer, Source, copy};
 use towline_control::qemu::Qemu;
 use towline_image::Image;
 use towline_migration::synthetic::{BLOCK_NAME, Shape};
@@ -34,7 +34,7 @@ impl Stored {
         let path = directory.path().join("guest.img");
         let source = Source::Memory(Shape::of_length(MEMORY_MIB * MIB));
         let (to, cancel) = (Destination::Image(path.clone()), Cancel::new().unwrap());
-        copy(&source, &to, &Request::default(), &cancel, &Silent).unwrap();
+        copy(&source, &to, &CopyRequest::default(), &cancel, &Silent).unwrap();
         Self { directory, image: Image::open(&path).unwrap() }
     }
 
@@ -89,10 +89,10 @@ pub(crate) fn maps_ranges(qemu: &Qemu) -> bool {
 }
 
 /// The reason for which the only block with a backend is sent.
-pub(crate) fn reason(presence: &Presence) -> &Reason {
+pub(crate) fn reason(presence: &Presence) -> &TransferReason {
     assert!(presence.is_empty(), "{presence:?}");
     let mut reasons = presence.sent().iter().map(|sent| &sent.reason);
-    reasons.find(|reason| **reason != Reason::NoBackend).unwrap()
+    reasons.find(|reason| **reason != TransferReason::NoBackend).unwrap()
 }
 
 #[track_caller]

@@ -7,7 +7,7 @@ use towline_protocol::limits;
 use towline_protocol::ram::PAGE_SIZE;
 
 use super::error::truncated;
-use super::{Digest, Error, ImageFacts, Manifest, Result, StoredBlock, VERSION, sidecar_path};
+use super::{Digest, Error, ImageProperties, Manifest, Result, StoredBlock, VERSION, sidecar_path};
 use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::journal::{self, PublicationBug};
 
@@ -29,7 +29,7 @@ impl Manifest {
     ///
     /// # Errors
     /// The first difference.
-    pub fn check(&self, image: &Path, found: &ImageFacts<'_>) -> Result<()> {
+    pub fn check(&self, image: &Path, found: &ImageProperties<'_>) -> Result<()> {
         let path = sidecar_path(image);
         self.check_guest(&path, found)?;
         let (length, expected) = (found.image_bytes, self.image.length);
@@ -54,7 +54,7 @@ impl Manifest {
         image: &Path,
         path: &Path,
         text: Digest,
-        found: &ImageFacts<'_>,
+        found: &ImageProperties<'_>,
     ) -> Result<()> {
         let (path, image) = (path.to_owned(), image.to_owned());
         match (found.seal, self.image.seal) {
@@ -125,7 +125,7 @@ impl Manifest {
         }
     }
 
-    fn check_guest(&self, path: &Path, found: &ImageFacts<'_>) -> Result<()> {
+    fn check_guest(&self, path: &Path, found: &ImageProperties<'_>) -> Result<()> {
         let differs = |field: String, found: &dyn Display, expected: &dyn Display| {
             let (found, expected) = (truncated(&found.to_string()), truncated(&expected.to_string()));
             Err(Error::Differs { path: path.into(), field, found, expected })

@@ -189,7 +189,7 @@ fn contradictory_fields_are_named() {
 #[test]
 fn differences_from_the_image_are_named() {
     let (manifest, blocks, state) = (manifest(), blocks(), device_state());
-    let found = ImageFacts {
+    let found = ImageProperties {
         machine_type: "pc-q35-10.0",
         blocks: &blocks,
         head: b"head",
@@ -199,42 +199,42 @@ fn differences_from_the_image_are_named() {
     };
     let image = Path::new("guest.img");
     manifest.check(image, &found).unwrap();
-    let q = |found: ImageFacts<'_>, expected: &str| {
+    let q = |found: ImageProperties<'_>, expected: &str| {
         let message = manifest.check(image, &found).unwrap_err().to_string();
         assert!(message.starts_with(expected), "{message}");
     };
     let json = "guest.img.manifest.json";
     let machine =
         format!("{json}: `machine_type` is pc-q35-10.0, the image has pc-i440fx-7.2; the manifest belongs");
-    q(ImageFacts { machine_type: "pc-i440fx-7.2", ..found }, &machine);
+    q(ImageProperties { machine_type: "pc-i440fx-7.2", ..found }, &machine);
     q(
-        ImageFacts { blocks: &blocks[..1], ..found },
+        ImageProperties { blocks: &blocks[..1], ..found },
         &format!("{json}: `blocks` is 2 entries long, the image has 1 entries"),
     );
     let mut others = self::blocks();
     others[1].length += PAGE_SIZE;
     q(
-        ImageFacts { blocks: &others, ..found },
+        ImageProperties { blocks: &others, ..found },
         &format!("{json}: `blocks[1].length` is 4096, the image has 8192; "),
     );
     others[0].name = "ram".into();
     q(
-        ImageFacts { blocks: &others, ..found },
+        ImageProperties { blocks: &others, ..found },
         &format!("{json}: `blocks[0].name` is pc.ram, the image has ram; "),
     );
     let short = format!("guest.img: the image has 9 bytes, its manifest {json} says 9437184; ");
-    q(ImageFacts { image_bytes: 9, ..found }, &short);
+    q(ImageProperties { image_bytes: 9, ..found }, &short);
     let identity = Digest::identity(b"Head", &blocks, Digest::of(state.bytes()));
     let other = format!("guest.img has the identity {identity}, its manifest {json} was made for ");
-    q(ImageFacts { head: b"Head", ..found }, &other);
+    q(ImageProperties { head: b"Head", ..found }, &other);
     let mut placed = self::blocks();
     towline_protocol::mapped_ram::place_all(&mut placed, 100);
-    q(ImageFacts { blocks: &placed, ..found }, "guest.img has the identity ");
+    q(ImageProperties { blocks: &placed, ..found }, "guest.img has the identity ");
     let damaged = format!(
         "guest.img: the device state: its BLAKE3 is {}, the manifest {json} says ",
         Digest::of(b"state")
     );
-    q(ImageFacts { device_state: b"state", ..found }, &damaged);
+    q(ImageProperties { device_state: b"state", ..found }, &damaged);
     // One byte of the second device, and then one of the first as well.
     let mut bytes = state.bytes().to_vec();
     let offset = state.devices()[1].offset;
@@ -243,13 +243,15 @@ fn differences_from_the_image_are_named() {
     let one = format!(
         "guest.img: the device state, in device \"cpu\" (instance 0, from byte {at:#x} of the file): its"
     );
-    q(ImageFacts { device_state: &bytes, ..found }, &one);
+    q(ImageProperties { device_state: &bytes, ..found }, &one);
     bytes[19] ^= 1;
-    q(ImageFacts { device_state: &bytes, ..found }, "guest.img: the device state: its BLAKE3 is ");
+    q(ImageProperties { device_state: &bytes, ..found }, "guest.img: the device state: its BLAKE3 is ");
     let mut before_hashes = manifest.clone();
     before_hashes.device_state.devices.iter_mut().for_each(|device| device.blake3 = None);
-    let message =
-        before_hashes.check(image, &ImageFacts { device_state: &bytes, ..found }).unwrap_err().to_string();
+    let message = before_hashes
+        .check(image, &ImageProperties { device_state: &bytes, ..found })
+        .unwrap_err()
+        .to_string();
     assert!(message.starts_with("guest.img: the device state: its BLAKE3 is "), "{message}");
     manifest.verify_device_state(image, state.bytes()).unwrap();
     assert!(matches!(manifest.verify_device_state(image, b""), Err(Error::DeviceState { .. })));

@@ -34,7 +34,7 @@ const ATTEMPTS_MAX: usize = 8;
 
 /// Action if an image to be removed has readers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum InUse {
+pub enum IfInUse {
     /// Keep the image and report its readers.
     Refuse,
     /// Remove the image; its chunks are kept until the readers end.
@@ -74,8 +74,8 @@ pub fn is_image(location: &Location, cancel: Option<Cancel>) -> Result<bool> {
 /// in its place, and a reader that begins then is not refused, but keeps its chunks.
 ///
 /// # Errors
-/// [`Error::NoImage`]; [`Error::InUse`] with [`InUse::Refuse`]; the store is unreachable or refuses access.
-pub fn remove_image(image: &Location, in_use: InUse, cancel: Option<Cancel>) -> Result<Vec<ImageReader>> {
+/// [`Error::NoImage`]; [`Error::InUse`] with [`IfInUse::Refuse`]; the store is unreachable or refuses access.
+pub fn remove_image(image: &Location, in_use: IfInUse, cancel: Option<Cancel>) -> Result<Vec<ImageReader>> {
     if !image.scheme().is_writable() {
         return Err(Error::Location { text: format!("{image}: http:// and https:// are read-only") });
     }
@@ -93,7 +93,7 @@ pub(super) fn remove_in(
     store: &Arc<Store>,
     image: &str,
     key: &str,
-    in_use: InUse,
+    in_use: IfInUse,
 ) -> Result<Vec<ImageReader>> {
     if store.find(key)?.is_none() {
         return Err(Error::NoImage { image: image.into(), object: store.object_name(key) });
@@ -119,7 +119,7 @@ pub(super) fn readers_in(store: &Arc<Store>, key: &str) -> Result<Vec<ImageReade
 }
 
 /// Copies the index with this key for its readers, and returns them.
-fn retire(store: &Arc<Store>, key: &str, in_use: InUse) -> Result<Vec<ImageReader>> {
+fn retire(store: &Arc<Store>, key: &str, in_use: IfInUse) -> Result<Vec<ImageReader>> {
     let mut readers = readers_in(store, key)?;
     if readers.is_empty() {
         return Ok(readers);
@@ -127,7 +127,7 @@ fn retire(store: &Arc<Store>, key: &str, in_use: InUse) -> Result<Vec<ImageReade
     let Some(bytes) = store.get(key, INDEX_BYTES_MAX)? else { return Ok(Vec::new()) };
     let index = Digest::of(&bytes);
     readers.retain(|reader| reader.index == index);
-    if in_use == InUse::Refuse && !readers.is_empty() {
+    if in_use == IfInUse::Refuse && !readers.is_empty() {
         let image = store.object_name(key.strip_suffix(Location::SUFFIX).unwrap_or(key));
         let readers = readers.into_iter().map(|reader| reader.description).collect();
         return Err(Error::InUse { image, readers });
@@ -167,7 +167,7 @@ pub(super) fn publish(
             Existing::Replace => {
                 let found = store.wait_uncancelled(store.head_future(key))?;
                 let readers =
-                    if found.is_some() { retire(store, key, InUse::KeepChunks)? } else { Vec::new() };
+                    if found.is_some() { retire(store, key, IfInUse::KeepChunks)? } else { Vec::new() };
                 (found, readers)
             }
         };

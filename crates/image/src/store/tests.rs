@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use towline_channel::{Cancel, gather};
-use towline_migration::{ExtentKind, Guest, Pages, Sink, Stream};
+use towline_migration::{ChannelId, ExtentKind, Guest, Pages, Sink};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::{self, DeviceState};
@@ -12,7 +12,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::{
-    CACHE_BYTES, CHUNK_BYTES, Catalog, Error, Garbage, InUse, Location, StoreWriter, StoredImage,
+    CACHE_BYTES, CHUNK_BYTES, Catalog, Error, Garbage, IfInUse, Location, StoreWriter, StoredImage,
     VerifiedChunks, readers, remove_image,
 };
 use crate::index::{INDEX_BYTES_MAX, Index, IndexContents};
@@ -45,10 +45,10 @@ fn store(location: &Location, memory: &[Vec<u8>], random: &mut fastrand::Rng) {
     let put = |block: usize, page: usize, bytes: &[u8]| {
         let (block, offsets) = (BlockIndex(block as u32), [(page * PAGE) as u64]);
         if bytes.iter().all(|&byte| byte == 0) {
-            writer.zero(Stream::Main, block, &offsets).unwrap();
+            writer.zero(ChannelId::Main, block, &offsets).unwrap();
         } else {
             let pages = Pages { block, offsets: &offsets, contents: &[bytes] };
-            writer.pages(Stream::Main, &pages).unwrap();
+            writer.pages(ChannelId::Main, &pages).unwrap();
         }
     };
     for &(block, page) in pages.iter().filter(|_| random.bool()) {
@@ -268,9 +268,9 @@ fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
     assert_eq!(reader.notice(), None);
     let found = readers(&location, None).unwrap();
     assert_eq!(found.len(), 1, "{found:?}");
-    let error = remove_image(&location, InUse::Refuse, None).unwrap_err();
+    let error = remove_image(&location, IfInUse::Refuse, None).unwrap_err();
     assert!(error.to_string().contains(&found[0].description), "{error}");
-    assert_eq!(remove_image(&location, InUse::KeepChunks, None).unwrap(), found);
+    assert_eq!(remove_image(&location, IfInUse::KeepChunks, None).unwrap(), found);
     let prefix = location.parent();
     let collected = Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
     assert_eq!(
@@ -286,7 +286,7 @@ fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
     drop(reader);
     Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
     assert!(objects(directory.path()).is_empty());
-    assert!(matches!(remove_image(&location, InUse::KeepChunks, None), Err(Error::NoImage { .. })));
+    assert!(matches!(remove_image(&location, IfInUse::KeepChunks, None), Err(Error::NoImage { .. })));
 }
 
 #[test]
@@ -386,7 +386,7 @@ fn a_collection_keeps_every_object_that_is_not_of_towline() {
         assert_eq!(&std::fs::read_to_string(prefix.join(key)).unwrap(), key);
     }
     assert_eq!(readers(&location, None).unwrap(), []);
-    remove_image(&location, InUse::Refuse, None).unwrap();
+    remove_image(&location, IfInUse::Refuse, None).unwrap();
 }
 
 #[test]
@@ -438,9 +438,9 @@ fn a_catalog_counts_own_chunks_and_live_readers() {
     age(&leases[0]);
     let catalog = Catalog::read(&prefix, None).unwrap();
     assert!(catalog.images.iter().all(|image| image.readers.is_empty()), "{catalog:?}");
-    let error = remove_image(&location, InUse::Refuse, None).unwrap_err();
+    let error = remove_image(&location, IfInUse::Refuse, None).unwrap_err();
     assert!(error.to_string().contains("until `towline store gc` removes its lease"), "{error}");
     Garbage::remove(&prefix, Duration::MAX, None, &mut |_| {}).unwrap();
-    assert_eq!(remove_image(&location, InUse::Refuse, None).unwrap(), []);
+    assert_eq!(remove_image(&location, IfInUse::Refuse, None).unwrap(), []);
     drop(reader);
 }

@@ -16,7 +16,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use towline_channel::Cancel;
-use towline_migration::{Pages, Sink, Stream};
+use towline_migration::{ChannelId, Pages, Sink};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::RamSection;
 use towline_protocol::device_state::DeviceState;
@@ -279,11 +279,11 @@ impl Sink for StoreWriter {
         self.begin(blocks).map_err(Error::into_migration)
     }
 
-    fn pages(&self, _stream: Stream, pages: &Pages<'_>) -> towline_migration::Result<()> {
+    fn pages(&self, _stream: ChannelId, pages: &Pages<'_>) -> towline_migration::Result<()> {
         self.store_pages(pages).map_err(Error::into_migration)
     }
 
-    fn zero(&self, _stream: Stream, block: BlockIndex, offsets: &[u64]) -> towline_migration::Result<()> {
+    fn zero(&self, _stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> towline_migration::Result<()> {
         self.store_zero(block, offsets).map_err(Error::into_migration)
     }
 

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
 /// Guards a mapped range while it exists.
 #[derive(Debug)]
-pub(super) struct Guard(&'static Range);
+pub(super) struct FaultGuard(&'static Range);
 
 /// Entry of the list.
 #[derive(Debug)]
@@ -53,7 +53,7 @@ struct PreviousAction(UnsafeCell<MaybeUninit<libc::sigaction>>);
 // SAFETY: written once under `OnceLock`, before the handler that reads it is installed.
 unsafe impl Sync for PreviousAction {}
 
-impl Guard {
+impl FaultGuard {
     /// Guards the memory of `bytes`, which must stay mapped while the guard exists.
     pub(super) fn new(bytes: &[u8]) -> io::Result<Self> {
         install()?;
@@ -75,7 +75,7 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for FaultGuard {
     fn drop(&mut self) {
         self.0.start.store(0, Ordering::Release);
         self.0.claimed.store(false, Ordering::Release);
@@ -173,7 +173,7 @@ fn map_zeros(address: usize) -> bool {
     let page = address - address % bytes;
     // SAFETY: the thread's own `errno`, which the interrupted code may be about to read.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: the page is in a range of a `Guard`, so it belongs to a mapping of this crate, is read-only for
+    // SAFETY: the page is in a range of a `FaultGuard`, so it belongs to a mapping of this crate, is read-only for
     // all threads and is not unmapped while the interrupted load runs. The replaced page has no content any
     // more.
     let mapped = unsafe {

@@ -6,14 +6,14 @@ use std::ops::Deref;
 
 use memmap2::{Advice, Mmap, MmapOptions};
 
-use super::faults::Guard;
+use super::faults::FaultGuard;
 
 /// A mapped file. Loading a page that the file no longer has, or that its disk cannot read, yields zeros
 /// instead of ending the process, and is recorded: [`Mapping::is_lost`].
 #[derive(Debug)]
 pub(crate) struct Mapping {
     /// Declared first: dropped before the memory is unmapped, so that it never guards another mapping.
-    guard: Guard,
+    guard: FaultGuard,
     map: Mmap,
 }
 
@@ -25,7 +25,7 @@ impl Mapping {
         // place of a missing page before any code sees a byte of it, and every user of the bytes checks
         // `is_lost` before relying on them.
         let map = unsafe { MmapOptions::new().map(file) }?;
-        Ok(Self { guard: Guard::new(&map)?, map })
+        Ok(Self { guard: FaultGuard::new(&map)?, map })
     }
 
     /// Returns true if a load found no page since the file was mapped.

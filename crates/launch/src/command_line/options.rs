@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use crate::names::{self, Group};
+use crate::names::{self, NameGroup};
 
 /// Syntax of an option's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,7 +83,7 @@ const fn keys_or_json(implied: &'static str) -> Syntax {
 const KEYS: Syntax = Syntax::Properties { implied: None, accepts_json: false };
 use Syntax::{Flag, Text};
 
-const OPTIONS: &[Group<Syntax>] = &[
+const OPTIONS: &[NameGroup<Syntax>] = &[
     (
         Flag,
         "S async-teardown audio-help daemonize enable-fips enable-kvm enable-sync-profile full-screen h \

@@ -15,7 +15,7 @@ use crate::sys;
 
 /// The exit status of a process, once it has ended.
 #[derive(Debug, Default)]
-pub(super) struct Exit {
+pub(super) struct ProcessExit {
     status: Mutex<Option<ExitStatus>>,
     changed: Condvar,
 }
@@ -25,10 +25,10 @@ pub(super) struct Exit {
 pub(super) struct Spawned {
     pub(super) pid: u32,
     pub(super) pidfd: OwnedFd,
-    pub(super) exit: Arc<Exit>,
+    pub(super) exit: Arc<ProcessExit>,
 }
 
-impl Exit {
+impl ProcessExit {
     /// Waits for the status; `None` after `timeout`.
     pub(super) fn wait(&self, timeout: Duration) -> Option<ExitStatus> {
         let waiting = self.changed.wait_timeout_while(self.lock(), timeout, |status| status.is_none());
@@ -51,7 +51,7 @@ pub(super) fn spawn(
     descriptors: Vec<OwnedFd>,
     lifetime: Lifetime,
 ) -> io::Result<Spawned> {
-    let exit = Arc::new(Exit::default());
+    let exit = Arc::new(ProcessExit::default());
     let (sender, receiver) = sync_channel(1);
     let supervisor = {
         let exit = Arc::clone(&exit);
@@ -74,7 +74,7 @@ pub(super) fn spawn(
 }
 
 /// Reports the child and waits until it ends.
-fn supervise(child: io::Result<Child>, report: &SyncSender<io::Result<(u32, OwnedFd)>>, exit: &Exit) {
+fn supervise(child: io::Result<Child>, report: &SyncSender<io::Result<(u32, OwnedFd)>>, exit: &ProcessExit) {
     let mut child = match child {
         Ok(child) => child,
         Err(error) => return drop(report.send(Err(error))),

@@ -51,7 +51,7 @@ fn the_state_is_written_before_the_monitor_answers() {
 #[test]
 fn own_options_precede_the_guests() {
     let error = start("echo \"$@\"; exit 1", |launcher| {
-        launcher.incoming = Incoming::Defer;
+        launcher.incoming = IncomingOption::Defer;
         launcher.is_paused = true;
         launcher.sandbox = ProcessSandbox::AllowSpawn;
     });

@@ -5,7 +5,7 @@
 
 use super::Known;
 use super::form::Form;
-use crate::names::{self, Group};
+use crate::names::{self, NameGroup};
 use Form::{Empty, Host, Id, Label, Mac, Number, One, PciAddress, Size, Switch, Uuid, Word};
 
 const COMMON: &[Known] = &[(Id, "id bus"), (Number, "bootindex")];
@@ -107,7 +107,7 @@ const SHARED: &[Known] = &[
 ];
 
 /// Device models, and their properties beside those in `COMMON`.
-const DEVICES: &[Group<&[&[Known]]>] = &[
+const DEVICES: &[NameGroup<&[&[Known]]>] = &[
     (&[PCI, AUDIO], "AC97 ES1370"),
     (&[PCI, GRAPHICS], "VGA bochs-display cirrus-vga qxl qxl-vga secondary-vga vmware-svga"),
     (&[PCI], "ahci i6300esb ich9-ahci lsi53c895a megasas megasas-gen2 mptsas1068 pvscsi"),

@@ -3,14 +3,14 @@
 use super::Known;
 use super::form::Form;
 use crate::command_line::DISK_FILE;
-use crate::names::{self, Group};
+use crate::names::{self, NameGroup};
 use Form::{
     Date, Host, Id, Label, Mac, Network, Number, Off, One, PciAddress, Ranges, Size, Switch, Uuid, Word,
 };
 
 /// An image's use of an option.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Rule {
+pub(super) enum OptionRule {
     /// A flag, or a text of this form.
     Text(Form),
     /// Properties.
@@ -34,8 +34,12 @@ pub(super) enum Rule {
 }
 
 /// Returns the rule of an option; `None` if no image may have it.
-pub(super) fn rule(name: &str) -> Option<Rule> {
-    if name == DISK_FILE.as_str() { Some(Rule::Host) } else { names::find(RULES, name).map(|(rule, _)| rule) }
+pub(super) fn rule(name: &str) -> Option<OptionRule> {
+    if name == DISK_FILE.as_str() {
+        Some(OptionRule::Host)
+    } else {
+        names::find(RULES, name).map(|(rule, _)| rule)
+    }
 }
 
 /// Machine types: exact, or beginning with one that ends with a dash.
@@ -215,18 +219,18 @@ const BOOT: &[Known] = &[
     (Number, "reboot-timeout splash-time"),
     (Host, "splash"),
 ];
-const FLAG: Rule = Rule::Text(Form::Empty);
+const FLAG: OptionRule = OptionRule::Text(Form::Empty);
 
 // Not from an image: `nographic`, whose serial port would write to the log without a limit, and `snapshot`, with which the guest's
 // writes to this host's disks would be lost.
-const RULES: &[Group<Rule>] = &[
+const RULES: &[NameGroup<OptionRule>] = &[
     (
-        Rule::Host,
+        OptionRule::Host,
         "acpitable append bios cdrom debugcon dtb fda fdb fw_cfg hda hdb hdc hdd initrd kernel \
          mem-path mtdblock nographic option-rom pflash sd snapshot",
     ),
     (
-        Rule::Process,
+        OptionRule::Process,
         "D L S add-fd async-teardown chroot d daemonize dfilter display full-screen gdb incoming jitdump k \
          mon monitor msg overcommit perfmap pidfile preconfig qmp qmp-pretty qtest qtest-log run-with runas \
          s sandbox spice trace vnc",
@@ -236,41 +240,47 @@ const RULES: &[Group<Rule>] = &[
         "enable-kvm mem-prealloc no-acpi no-fd-bootchk no-hpet no-reboot no-shutdown no-user-config \
          nodefaults only-migratable singlestep usb win2k-hack",
     ),
-    (Rule::Text(Word), "g watchdog-action"),
-    (Rule::Properties(ACCELERATOR), "accel"),
-    (Rule::Properties(&[(Word, "panic reboot shutdown watchdog")]), "action"),
-    (Rule::Typed { key: "driver", types: &[("none", &[(Word, "driver"), (Id, "id")])] }, "audiodev"),
-    (Rule::Properties(BLOCKDEV), "blockdev"),
-    (Rule::Properties(BOOT), "boot"),
-    (Rule::Typed { key: "backend", types: CHARDEVS }, "chardev"),
-    (Rule::Cpu, "cpu"),
-    (Rule::Device, "device"),
-    (Rule::Properties(DRIVE), "drive"),
-    (Rule::Global, "global"),
-    (Rule::Properties(&[(Switch, "align sleep"), (Word, "shift")]), "icount"),
-    (Rule::Properties(&[(Size, "maxmem size"), (Number, "slots")]), "m"),
-    (Rule::Machine, "machine"),
-    (Rule::Properties(&[(Switch, "debug-threads"), (Word, "guest"), (Host, "process")]), "name"),
-    (Rule::Typed { key: "type", types: NETS }, "net"),
-    (Rule::Typed { key: "type", types: NETDEVS }, "netdev"),
-    (Rule::Typed { key: "type", types: NICS }, "nic"),
-    (Rule::Typed { key: "type", types: NUMA }, "numa"),
-    (Rule::Typed { key: "qom-type", types: OBJECTS }, "object"),
-    (Rule::Text(One(&["none", "null"])), "parallel"),
-    (Rule::Properties(&[(Date, "base"), (One(&["host", "rt", "vm"]), "clock"), (Word, "driftfix")]), "rtc"),
-    (Rule::Text(Number), "seed"),
-    (Rule::Serial, "serial"),
-    (Rule::Properties(SMBIOS), "smbios"),
-    (Rule::Properties(SMP), "smp"),
-    (Rule::Typed { key: "type", types: &[("emulator", &[(Id, "chardev id"), (Word, "type")])] }, "tpmdev"),
-    (Rule::Text(One(&["tablet", "mouse", "keyboard"])), "usbdevice"),
-    (Rule::Text(Uuid), "uuid"),
-    (Rule::Text(One(&["none", "std", "cirrus", "vmware", "qxl", "virtio"])), "vga"),
+    (OptionRule::Text(Word), "g watchdog-action"),
+    (OptionRule::Properties(ACCELERATOR), "accel"),
+    (OptionRule::Properties(&[(Word, "panic reboot shutdown watchdog")]), "action"),
+    (OptionRule::Typed { key: "driver", types: &[("none", &[(Word, "driver"), (Id, "id")])] }, "audiodev"),
+    (OptionRule::Properties(BLOCKDEV), "blockdev"),
+    (OptionRule::Properties(BOOT), "boot"),
+    (OptionRule::Typed { key: "backend", types: CHARDEVS }, "chardev"),
+    (OptionRule::Cpu, "cpu"),
+    (OptionRule::Device, "device"),
+    (OptionRule::Properties(DRIVE), "drive"),
+    (OptionRule::Global, "global"),
+    (OptionRule::Properties(&[(Switch, "align sleep"), (Word, "shift")]), "icount"),
+    (OptionRule::Properties(&[(Size, "maxmem size"), (Number, "slots")]), "m"),
+    (OptionRule::Machine, "machine"),
+    (OptionRule::Properties(&[(Switch, "debug-threads"), (Word, "guest"), (Host, "process")]), "name"),
+    (OptionRule::Typed { key: "type", types: NETS }, "net"),
+    (OptionRule::Typed { key: "type", types: NETDEVS }, "netdev"),
+    (OptionRule::Typed { key: "type", types: NICS }, "nic"),
+    (OptionRule::Typed { key: "type", types: NUMA }, "numa"),
+    (OptionRule::Typed { key: "qom-type", types: OBJECTS }, "object"),
+    (OptionRule::Text(One(&["none", "null"])), "parallel"),
+    (
+        OptionRule::Properties(&[(Date, "base"), (One(&["host", "rt", "vm"]), "clock"), (Word, "driftfix")]),
+        "rtc",
+    ),
+    (OptionRule::Text(Number), "seed"),
+    (OptionRule::Serial, "serial"),
+    (OptionRule::Properties(SMBIOS), "smbios"),
+    (OptionRule::Properties(SMP), "smp"),
+    (
+        OptionRule::Typed { key: "type", types: &[("emulator", &[(Id, "chardev id"), (Word, "type")])] },
+        "tpmdev",
+    ),
+    (OptionRule::Text(One(&["tablet", "mouse", "keyboard"])), "usbdevice"),
+    (OptionRule::Text(Uuid), "uuid"),
+    (OptionRule::Text(One(&["none", "std", "cirrus", "vmware", "qxl", "virtio"])), "vga"),
 ];
 
 /// Returns true if an option belongs to the process rather than to its guest.
 pub(crate) fn is_of_process(name: &str) -> bool {
-    matches!(rule(name), Some(Rule::Process))
+    matches!(rule(name), Some(OptionRule::Process))
 }
 
 #[cfg(test)]

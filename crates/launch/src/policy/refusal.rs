@@ -15,13 +15,13 @@ pub struct Refusal {
     /// The beginning of its value, with control characters escaped.
     pub found: String,
     /// The reason.
-    pub reason: Reason,
+    pub reason: RefusalReason,
 }
 
 /// Reason of a refusal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Reason {
+pub enum RefusalReason {
     /// The option is not on the list of those that an image may have.
     Option,
     /// The option belongs to the process, which the launcher arranges itself.
@@ -73,16 +73,16 @@ impl fmt::Display for Refusal {
             write!(f, "={}", self.found)?;
         }
         let reason = match &self.reason {
-            Reason::Option => "an image may not have this option",
-            Reason::Process => "this option belongs to the process that saved it",
-            Reason::Type => "an image may not have this type",
-            Reason::Property => "an image may not have this property",
-            Reason::Host => "comes from this host only",
-            Reason::Form { expected } => return write!(f, ": expected {expected}"),
-            Reason::Repeated => "given more than once",
-            Reason::DuplicateId => "this id is given more than once",
-            Reason::LeftOut => "a secret, which is not in the image",
-            Reason::Format => "missing; without it QEMU guesses the format from what the guest wrote",
+            RefusalReason::Option => "an image may not have this option",
+            RefusalReason::Process => "this option belongs to the process that saved it",
+            RefusalReason::Type => "an image may not have this type",
+            RefusalReason::Property => "an image may not have this property",
+            RefusalReason::Host => "comes from this host only",
+            RefusalReason::Form { expected } => return write!(f, ": expected {expected}"),
+            RefusalReason::Repeated => "given more than once",
+            RefusalReason::DuplicateId => "this id is given more than once",
+            RefusalReason::LeftOut => "a secret, which is not in the image",
+            RefusalReason::Format => "missing; without it QEMU guesses the format from what the guest wrote",
         };
         write!(f, ": {reason}")
     }

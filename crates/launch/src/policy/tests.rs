@@ -27,7 +27,7 @@ fn words(allowed: &AllowedCommandLine) -> String {
     words.join(" ")
 }
 
-fn refusals(text: &str, host: &HostArguments) -> Vec<(String, Reason)> {
+fn refusals(text: &str, host: &HostArguments) -> Vec<(String, RefusalReason)> {
     match recorded(text).allow(host).unwrap_err() {
         Refused::Image(refusals) => {
             refusals.into_iter().map(|refusal| (refusal.setting, refusal.reason)).collect()
@@ -39,7 +39,7 @@ fn refusals(text: &str, host: &HostArguments) -> Vec<(String, Reason)> {
 #[test]
 fn an_images_files_and_descriptors_come_from_this_host() {
     let wanted = ["drive.disk0.file", "drive.disk0.format", "netdev.net0.fd", "netdev.net0.vhostfd"];
-    let mut wanted: Vec<_> = wanted.iter().map(|key| ((*key).to_owned(), Reason::Host)).collect();
+    let mut wanted: Vec<_> = wanted.iter().map(|key| ((*key).to_owned(), RefusalReason::Host)).collect();
     wanted.insert(3, ("netdev.net0.vhost".to_owned(), off()));
     assert_eq!(refusals(LIBVIRT, &host(&[])), wanted);
 }
@@ -81,7 +81,7 @@ fn a_trusted_command_line_keeps_its_paths_and_not_its_process() {
 #[test]
 fn a_disk_has_its_format_from_this_host() {
     let text = "-drive if=none,id=d0 -device virtio-blk-pci,drive=d0";
-    let wanted = [("drive.d0.format".to_owned(), Reason::Format)];
+    let wanted = [("drive.d0.format".to_owned(), RefusalReason::Format)];
     for setting in ["drive.d0.file=/vm/a", "drive.d0.file.filename=/vm/a", "drive.d0.file.driver=file"] {
         assert_eq!(refusals(text, &host(&[setting])), wanted);
     }
@@ -92,7 +92,7 @@ fn a_disk_has_its_format_from_this_host() {
 #[test]
 fn a_secret_that_was_left_out_has_to_be_given() {
     let text = "-drive id=d0,if=none,file=https://me:password@host/a";
-    assert_eq!(refusals(text, &host(&[])), [("drive.d0.file".to_owned(), Reason::LeftOut)]);
+    assert_eq!(refusals(text, &host(&[])), [("drive.d0.file".to_owned(), RefusalReason::LeftOut)]);
     let host = host(&["drive.d0.file=/vm/a", "drive.d0.format=raw"]);
     assert!(words(&recorded(text).allow(&host).unwrap()).contains("file=/vm/a"));
     let error = recorded(text).trust(&HostArguments::default()).unwrap_err();
@@ -132,14 +132,14 @@ fn without_a_directory_consoles_are_ring_buffers() {
     assert!(refused.iter().any(|(key, _)| key == "device.chardev"), "{refused:?}");
 }
 
-fn off() -> Reason {
-    Reason::Form { expected: "off, unless this host sets it".into() }
+fn off() -> RefusalReason {
+    RefusalReason::Form { expected: "off, unless this host sets it".into() }
 }
 
 #[test]
 fn a_tap_is_named_by_this_host_and_runs_no_script() {
     let text = "-netdev tap,id=n0";
-    let wanted = [("netdev.n0.ifname".to_owned(), Reason::Host)];
+    let wanted = [("netdev.n0.ifname".to_owned(), RefusalReason::Host)];
     assert_eq!(refusals(text, &host(&[])), wanted);
     assert_eq!(refusals("-netdev tap,id=n0,script=no", &host(&[])), wanted);
     let with = |text: &str, settings: &[&str]| words(&recorded(text).allow(&host(settings)).unwrap());
@@ -226,7 +226,7 @@ fn writes_and_errors_of_disks_are_not_ignored_for_an_image() {
     }
     for text in ["-snapshot", "-nographic"] {
         let key = &text[1..];
-        assert_eq!(refusals(text, &host(&[])), [(key.to_owned(), Reason::Host)]);
+        assert_eq!(refusals(text, &host(&[])), [(key.to_owned(), RefusalReason::Host)]);
         let allowed = words(&recorded(text).allow(&host(&[&format!("{key}=")])).unwrap());
         assert!(!allowed.contains(text), "{allowed}");
         let own = HostArguments { arguments: vec![text.into()], ..HostArguments::default() };

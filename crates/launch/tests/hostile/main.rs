@@ -5,7 +5,7 @@ pub mod harness;
 
 use proptest::prelude::*;
 use serde_json::json;
-use towline_launch::{HostArguments, ParseError, Reason, Recorded, Refused};
+use towline_launch::{HostArguments, ParseError, Recorded, RefusalReason, Refused};
 
 fn manifest(option: &str, value: Option<&str>) -> Result<Recorded, ParseError> {
     let option = match value {
@@ -18,7 +18,7 @@ fn manifest(option: &str, value: Option<&str>) -> Result<Recorded, ParseError> {
 
 /// Fails unless the option is refused under this key for this reason.
 #[track_caller]
-fn assert_refused(option: &str, value: Option<&str>, key: &str, reason: &Reason) {
+fn assert_refused(option: &str, value: Option<&str>, key: &str, reason: &RefusalReason) {
     let recorded = manifest(option, value).unwrap();
     harness::check_recorded(&recorded);
     let consoles = HostArguments { console_directory: Some("/run/a".into()), ..HostArguments::default() };
@@ -68,13 +68,13 @@ fn options_of_the_process_are_refused() {
         ("add-fd", "fd=3,set=1"),
         ("overcommit", "mem-lock=on"),
     ] {
-        assert_refused(option, Some(value), option, &Reason::Process);
+        assert_refused(option, Some(value), option, &RefusalReason::Process);
     }
     for option in ["daemonize", "s", "S", "preconfig"] {
-        assert_refused(option, None, option, &Reason::Process);
+        assert_refused(option, None, option, &RefusalReason::Process);
     }
     for option in ["snapshot", "nographic"] {
-        assert_refused(option, None, option, &Reason::Host);
+        assert_refused(option, None, option, &RefusalReason::Host);
     }
 }
 
@@ -95,7 +95,7 @@ fn options_that_no_image_may_have_are_refused() {
         ("xen-domid", "0"),
         ("prom-env", "a=b"),
     ] {
-        assert_refused(option, Some(value), option, &Reason::Option);
+        assert_refused(option, Some(value), option, &RefusalReason::Option);
     }
 }
 
@@ -119,7 +119,7 @@ fn options_that_name_files_are_refused() {
         ("debugcon", "file:/etc/nologin"),
         ("(disk file)", "/dev/sda"),
     ] {
-        assert_refused(option, Some(value), option, &Reason::Host);
+        assert_refused(option, Some(value), option, &RefusalReason::Host);
     }
 }
 
@@ -156,7 +156,7 @@ fn properties_that_name_something_of_the_host_are_refused() {
         ("smbios", "file=/etc/shadow", "smbios.file"),
         ("boot", "splash=/etc/shadow", "boot.splash"),
     ] {
-        assert_refused(option, Some(value), key, &Reason::Host);
+        assert_refused(option, Some(value), key, &RefusalReason::Host);
     }
 }
 
@@ -194,10 +194,10 @@ fn types_that_are_not_listed_are_refused() {
         ("audiodev", "wav,id=a,path=/etc/nologin", "audiodev.a.driver"),
         ("numa", "nodes,memdev=m", "numa.type"),
     ] {
-        assert_refused(option, Some(value), key, &Reason::Type);
+        assert_refused(option, Some(value), key, &RefusalReason::Type);
     }
     for machine in ["x-remote", "nitro-enclave", "q35/../x"] {
-        assert_refused("machine", Some(machine), "machine.type", &Reason::Type);
+        assert_refused("machine", Some(machine), "machine.type", &RefusalReason::Type);
     }
 }
 
@@ -224,12 +224,12 @@ fn properties_that_are_not_listed_are_refused() {
         ("rtc", "base=utc,file=/etc/nologin", "rtc.file"),
         ("name", "guest=a,chroot=/", "name.chroot"),
     ] {
-        assert_refused(option, Some(value), key, &Reason::Property);
+        assert_refused(option, Some(value), key, &RefusalReason::Property);
     }
     for value in
         ["vfio-pci.host=01:00.0", "driver=loader,property=file,value=/etc/shadow", "qemu64-x86_64-cpu.a=b"]
     {
-        assert_refused("global", Some(value), "global", &Reason::Property);
+        assert_refused("global", Some(value), "global", &RefusalReason::Property);
     }
 }
 
@@ -264,7 +264,7 @@ fn values_of_another_form_are_refused() {
         ("rtc", "base=/etc", "rtc.base", "a date, utc or localtime"),
     ];
     for (option, value, key, expected) in forms {
-        assert_refused(option, Some(value), key, &Reason::Form { expected: expected.into() });
+        assert_refused(option, Some(value), key, &RefusalReason::Form { expected: expected.into() });
     }
 }
 
@@ -276,14 +276,17 @@ fn repeated_keys_and_ids_are_refused() {
         ("object", "iothread,id=a,id=b", "object.b.id"),
         ("m", "1G,size=2G", "m.size"),
     ] {
-        assert_refused(option, Some(value), key, &Reason::Repeated);
+        assert_refused(option, Some(value), key, &RefusalReason::Repeated);
     }
     let option = |value: &str| json!({ "option": "chardev", "value": value });
     let json = json!({ "version": 1, "options": [option("null,id=c"), option("ringbuf,id=c")] });
     let recorded = Recorded::from_json(json.to_string().as_bytes()).unwrap();
     let Err(Refused::Image(refusals)) = recorded.allow(&HostArguments::default()) else { panic!("allowed") };
     assert_eq!(refusals.len(), 1);
-    assert_eq!((refusals[0].setting.as_str(), &refusals[0].reason), ("chardev.c", &Reason::DuplicateId));
+    assert_eq!(
+        (refusals[0].setting.as_str(), &refusals[0].reason),
+        ("chardev.c", &RefusalReason::DuplicateId)
+    );
 }
 
 #[test]

@@ -19,7 +19,7 @@ use crate::checksum;
 use crate::compression::Decompressor;
 use crate::session::Released;
 use crate::statistics::Statistics;
-use crate::{Error, Pages, Result, Stream};
+use crate::{ChannelId, Error, Pages, Result};
 
 /// Runs lane `index` until its connection ends or the migration does.
 pub(super) fn run(index: usize, channel: &dyn Channel, shared: &Shared<'_>) {
@@ -136,7 +136,7 @@ impl<'a> Lane<'a> {
             self.contents(block, packet, check)?;
             if !packet.zero.is_empty() {
                 Statistics::add(&statistics.duplicate, packet.zero.len() as u64);
-                self.shared.sink.zero(Stream::Lane(self.index), block, &packet.zero)?;
+                self.shared.sink.zero(ChannelId::Lane(self.index), block, &packet.zero)?;
             }
         } else {
             self.verify(packet, check, &[])?;
@@ -165,7 +165,7 @@ impl<'a> Lane<'a> {
         if offsets.is_empty() {
             return self.verify(packet, check, &[]);
         }
-        let (sink, stream) = (self.shared.sink, Stream::Lane(self.index));
+        let (sink, stream) = (self.shared.sink, ChannelId::Lane(self.index));
         let length = offsets.len() * PAGE_SIZE as usize;
         if self.decompressor.is_some() {
             self.decompress(packet, check)?;
@@ -198,7 +198,7 @@ impl<'a> Lane<'a> {
 
     /// Gives the current buffer's pages to the sink.
     fn deliver(&mut self, block: BlockIndex, offsets: &[u64], length: usize) -> Result<()> {
-        let (sink, stream) = (self.shared.sink, Stream::Lane(self.index));
+        let (sink, stream) = (self.shared.sink, ChannelId::Lane(self.index));
         let contents = [self.buffers.current.bytes(length)];
         sink.pages(stream, &Pages { block, offsets, contents: &contents })?;
         self.buffers.rotate(sink.lease(stream), self.shared.session)

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use towline_channel::{Channel, ChannelExt, IoBufMut, RecvFlags};
-use towline_protocol::destination::{Barriers, Destination, ITEM_BYTES_MAX, SectionKind, StreamItem};
+use towline_protocol::destination::{Barriers, ITEM_BYTES_MAX, SectionKind, StreamDecoder, StreamItem};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::multifd::PONG_CHECKSUMS;
 use towline_protocol::ram::{CONTINUED_RECORD_BYTES, PAGE_SIZE};
@@ -21,7 +21,7 @@ use super::records_ahead::RecordsAhead;
 use super::{IncomingStage, Options, Shared, ended};
 use crate::guest::ReturnPathWriter;
 use crate::statistics::Statistics;
-use crate::{Error, Pages, Result, Sink, Stream};
+use crate::{ChannelId, Error, Pages, Result, Sink};
 
 /// Bytes received ahead. Pages in it go on from where they lie.
 const BUFFER_BYTES: usize = 1 << 20;
@@ -40,7 +40,7 @@ pub(super) struct MainChannel<'a> {
     shared: &'a Shared<'a>,
     options: Options,
     input: Input<'a>,
-    batch: Batch,
+    batch: PageBatch,
     /// Where pages are spliced to the sink, or received into its memory.
     ahead: Option<RecordsAhead>,
     /// The last item was a page with content.
@@ -61,7 +61,7 @@ struct Input<'a> {
 
 /// Pages of one block and kind, to be handed on together.
 #[derive(Default)]
-struct Batch {
+struct PageBatch {
     block: Option<BlockIndex>,
     zero: bool,
     offsets: Vec<u64>,
@@ -76,7 +76,7 @@ impl<'a> MainChannel<'a> {
             shared,
             options,
             input: Input { channel: &connections.main, bytes: vec![0; BUFFER_BYTES], start: 0, end: 0 },
-            batch: Batch::default(),
+            batch: PageBatch::default(),
             ahead: takes_runs(connections.main.as_ref(), shared.sink).then(RecordsAhead::new),
             is_behind_page: false,
             return_path: None,
@@ -121,8 +121,8 @@ impl<'a> MainChannel<'a> {
     /// Takes everything up to the device state; returns its first bytes.
     fn sections(&mut self) -> Result<Collector> {
         let mut state = match self.options.is_snapshot {
-            true => Destination::of_snapshot(),
-            false => Destination::with_shared_memory(self.options.shared_memory),
+            true => StreamDecoder::of_snapshot(),
+            false => StreamDecoder::with_shared_memory(self.options.shared_memory),
         };
         loop {
             let mut reader = Reader::new(&self.input.bytes[self.input.start..self.input.end]);
@@ -166,7 +166,7 @@ impl<'a> MainChannel<'a> {
         }
     }
 
-    fn apply(&mut self, event: &StreamItem<'static>, state: &Destination) -> Result<()> {
+    fn apply(&mut self, event: &StreamItem<'static>, state: &StreamDecoder) -> Result<()> {
         let sink = self.shared.sink;
         match event {
             StreamItem::Configuration(configuration) => {
@@ -295,14 +295,14 @@ impl<'a> MainChannel<'a> {
         let pages = offsets.len() as u64;
         if self.batch.zero {
             Statistics::add(&self.shared.statistics.duplicate, pages);
-            self.shared.sink.zero(Stream::Main, block, offsets)?;
+            self.shared.sink.zero(ChannelId::Main, block, offsets)?;
         } else {
             let bytes = &self.input.bytes;
             let contents: Vec<&[u8]> =
                 self.batch.contents.iter().map(|&start| &bytes[start..start + PAGE]).collect();
             Statistics::add(&self.shared.statistics.normal, pages);
             Statistics::add(&self.shared.statistics.normal_bytes, pages * PAGE_SIZE);
-            self.shared.sink.pages(Stream::Main, &Pages { block, offsets, contents: &contents })?;
+            self.shared.sink.pages(ChannelId::Main, &Pages { block, offsets, contents: &contents })?;
         }
         self.batch.offsets.clear();
         self.batch.contents.clear();
@@ -318,12 +318,12 @@ impl<'a> MainChannel<'a> {
         let (offsets, contents) = ([page.offset], [&content[..]]);
         self.shared
             .sink
-            .pages(Stream::Main, &Pages { block: page.block, offsets: &offsets, contents: &contents })
+            .pages(ChannelId::Main, &Pages { block: page.block, offsets: &offsets, contents: &contents })
     }
 
     /// Takes the run of pages that comes next, where the sink splices them or has memory to receive them into; otherwise receives
     /// into the buffer.
-    fn receive_run_or_more(&mut self, mut state: Destination) -> Result<Destination> {
+    fn receive_run_or_more(&mut self, mut state: StreamDecoder) -> Result<StreamDecoder> {
         let most = if self.ahead.is_some() { BETWEEN_RUNS_BYTES } else { BUFFER_BYTES };
         if let Some(mut ahead) = self.ahead.take_if(|_| self.is_behind_page && self.input.is_empty()) {
             let run = self.next_run(&mut state, &mut ahead)?;
@@ -342,7 +342,7 @@ impl<'a> MainChannel<'a> {
     /// be received yet.
     fn next_run(
         &self,
-        state: &mut Destination,
+        state: &mut StreamDecoder,
         ahead: &mut RecordsAhead,
     ) -> Result<Option<(BlockIndex, Vec<u64>)>> {
         let (mut block, mut offsets) = (None, Vec::new());
@@ -378,7 +378,7 @@ impl<'a> MainChannel<'a> {
         self.input.channel.recv_exact(&mut buffers)?;
         let pages = offsets.len() as u64;
         self.shared.statistics.count_pages(pages, pages * RECORD_AND_PAGE_BYTES);
-        sink.pages_received_in_place(Stream::Main, block, offsets)?;
+        sink.pages_received_in_place(ChannelId::Main, block, offsets)?;
         Ok(true)
     }
 

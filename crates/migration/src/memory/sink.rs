@@ -10,8 +10,8 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use super::{Backing, Memory, MemoryBlock, MemoryError, Ram, lock, offset_in_block};
-use crate::{Pages, Result, Sink, Stream};
+use super::{BlockBacking, Memory, MemoryBlock, MemoryError, Ram, lock, offset_in_block};
+use crate::{ChannelId, Pages, Result, Sink};
 
 const PAGE: usize = PAGE_SIZE as usize;
 
@@ -48,7 +48,7 @@ impl Sink for Memory {
         true
     }
 
-    fn pages(&self, _stream: Stream, pages: &Pages<'_>) -> Result<()> {
+    fn pages(&self, _stream: ChannelId, pages: &Pages<'_>) -> Result<()> {
         let ram = self.ram.get().ok_or(MemoryError::NoBlocks)?;
         let contents = pages.contents.iter().flat_map(|slice| slice.chunks(PAGE));
         for (&offset, content) in pages.offsets.iter().zip(contents) {
@@ -59,7 +59,7 @@ impl Sink for Memory {
         Ok(())
     }
 
-    fn zero(&self, _stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn zero(&self, _stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         let ram = self.ram.get().ok_or(MemoryError::NoBlocks)?;
         for &offset in offsets {
             let page = PageRef { block, offset };
@@ -101,8 +101,8 @@ impl Memory {
         let (mut found, mut places) = (0_u64, Vec::new());
         for RamBlock { name, length, .. } in blocks {
             let backing = match &self.file {
-                Some(file) => Backing::Shared { file: file.as_fd(), offset: found },
-                None => Backing::Anonymous,
+                Some(file) => BlockBacking::Shared { file: file.as_fd(), offset: found },
+                None => BlockBacking::Anonymous,
             };
             found = found.saturating_add(*length);
             if found > expected {

@@ -25,7 +25,7 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// A request for pages.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Request {
+pub(super) struct PageRequest {
     pub(super) page: PageRef,
     pub(super) length: u64,
     pub(super) at: Instant,
@@ -51,7 +51,7 @@ struct InboxState {
     bitmaps: Vec<(BlockIndex, Vec<u8>)>,
     /// The block whose bitmap comes next.
     bitmap: Option<BlockIndex>,
-    requests: VecDeque<Request>,
+    requests: VecDeque<PageRequest>,
     /// No further requests are served.
     closed: bool,
     /// The listener has ended.
@@ -127,7 +127,7 @@ impl Inbox {
     }
 
     /// The next request; `None` when no further ones are to be served.
-    pub(super) fn next_request(&self) -> Option<Request> {
+    pub(super) fn next_request(&self) -> Option<PageRequest> {
         let mut state = self.state();
         loop {
             if state.closed || state.ended && !state.shut {
@@ -210,7 +210,7 @@ impl Inbox {
             match state.answers.handle(&message, &self.blocks)? {
                 ReturnMessage::Pong(value) if !state.pongs.contains(&value) => state.pongs.push(value),
                 ReturnMessage::Request { page, length } if state.requests.len() < REQUESTS_MAX => {
-                    state.requests.push_back(Request { page, length, at });
+                    state.requests.push_back(PageRequest { page, length, at });
                     self.requested.notify_one();
                 }
                 ReturnMessage::Request { .. } => {

@@ -8,7 +8,7 @@ use towline_protocol::PageRef;
 use towline_protocol::postcopy::{PING_LOADED, Preempt, Serving};
 use towline_protocol::source::RamWriter;
 
-use super::inbox::Request;
+use super::inbox::PageRequest;
 use super::priority_lock::PriorityLock;
 use super::scheduler::{BlockRange, Item, SendScheduler};
 use super::{Postcopy, PostcopyConnection};
@@ -125,7 +125,7 @@ impl Service<'_> {
         Ok(())
     }
 
-    fn serve_page(&self, page: PageRef, length: u64, request: &Request) -> Result<()> {
+    fn serve_page(&self, page: PageRef, length: u64, request: &PageRequest) -> Result<()> {
         self.of.units.prepare(self.of.guest.0, page, length)?;
         let send = |writer: &mut RecordSender, records: &mut RamWriter| -> Result<()> {
             // Claimed at the latest possible moment, with the channel locked: a claim is followed by its send at

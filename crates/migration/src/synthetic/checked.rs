@@ -19,7 +19,7 @@ use super::ledger::Ledger;
 use super::pattern::{PAGE_BYTES, WrongPage};
 use crate::guest::ReturnPathWriter;
 use crate::memory::Populated;
-use crate::{Error, Memory, Pages, Result, Sink, Stream};
+use crate::{ChannelId, Error, Memory, Pages, Result, Sink};
 
 /// Pages that a thread compares at a time: 8 MiB.
 const COMPARE_PAGES: usize = 2048;
@@ -31,14 +31,14 @@ const HASH_BYTES: usize = 1 << 20;
 pub struct Checked {
     memory: Memory,
     threads: NonZeroUsize,
-    outcome: Mutex<Outcome>,
+    outcome: Mutex<CheckOutcome>,
     started: Mutex<Option<Instant>>,
     checks: bool,
 }
 
 /// Result of the reception, as far as it went.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Outcome {
+pub struct CheckOutcome {
     /// Statistics of populating the memory.
     pub populated: Option<Populated>,
     /// From the block list until the device state: all memory came in it, what was made ahead included.
@@ -82,11 +82,11 @@ impl Checked {
     }
 
     /// The result so far.
-    pub fn outcome(&self) -> Outcome {
+    pub fn outcome(&self) -> CheckOutcome {
         self.outcome_mut().clone()
     }
 
-    fn outcome_mut(&self) -> MutexGuard<'_, Outcome> {
+    fn outcome_mut(&self) -> MutexGuard<'_, CheckOutcome> {
         lock(&self.outcome)
     }
 
@@ -157,7 +157,7 @@ impl Sink for Checked {
         *lock(&self.started) = Some(Instant::now());
         Sink::blocks(&self.memory, blocks)?;
         let populated = self.memory.populate(self.threads)?;
-        *self.outcome_mut() = Outcome { populated: Some(populated), ..Outcome::default() };
+        *self.outcome_mut() = CheckOutcome { populated: Some(populated), ..CheckOutcome::default() };
         Ok(())
     }
 
@@ -169,15 +169,15 @@ impl Sink for Checked {
         self.memory.buffer_for(page, length)
     }
 
-    fn pages_received_in_place(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn pages_received_in_place(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         self.memory.pages_received_in_place(stream, block, offsets)
     }
 
-    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
+    fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<()> {
         self.memory.pages(stream, pages)
     }
 
-    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         self.memory.zero(stream, block, offsets)
     }
 
@@ -218,7 +218,7 @@ impl Sink for Checked {
         };
         let mut outcome = self.outcome_mut();
         *outcome =
-            Outcome { verified_pages, writes, hashes, check_time: started.elapsed(), ..outcome.clone() };
+            CheckOutcome { verified_pages, writes, hashes, check_time: started.elapsed(), ..outcome.clone() };
         drop(outcome);
         self.memory.commit()
     }

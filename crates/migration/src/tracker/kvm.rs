@@ -27,7 +27,7 @@ const WORD_BITS: u64 = 64;
 
 /// A memory slot: which part of which block it maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Slot {
+pub struct MemorySlot {
     /// KVM's number of it, with the address space in the upper half.
     pub id: u32,
     /// The block.
@@ -43,14 +43,14 @@ type Switch<'a> = Box<dyn Fn(u32, bool) -> io::Result<()> + Send + Sync + 'a>;
 
 /// A [`DirtyLogReader`] of KVM's slots, for [`super::DirtyLogTracker`].
 pub struct KvmDirtyLog<'a, F> {
-    slots: Vec<Slot>,
+    slots: Vec<MemorySlot>,
     take: F,
     switch: Option<Switch<'a>>,
 }
 
 impl<'a, F: Fn(u32, &mut [u64]) -> io::Result<()> + Send + Sync> KvmDirtyLog<'a, F> {
     /// The log of these slots; `take` puts that of a slot into words, which are zero before, and clears it. It is always on.
-    pub fn new(slots: &[Slot], take: F) -> Self {
+    pub fn new(slots: &[MemorySlot], take: F) -> Self {
         Self { slots: slots.to_vec(), take, switch: None }
     }
 
@@ -110,8 +110,8 @@ fn merge(log: &[u64], first: u64, words: &mut [u64]) -> Option<()> {
     Some(())
 }
 
-fn outside(slot: &Slot) -> io::Error {
-    let Slot { id, block, offset, length } = slot;
+fn outside(slot: &MemorySlot) -> io::Error {
+    let MemorySlot { id, block, offset, length } = slot;
     let text = format!("slot {id}, {length} bytes at {offset:#x}, does not lie in block {}", block.0);
     io::Error::new(io::ErrorKind::InvalidInput, text)
 }
@@ -133,8 +133,8 @@ mod tests {
 
     const PAGE: u64 = PAGE_SIZE;
 
-    fn slot(id: u32, block: u32, first: u64, pages: u64) -> Slot {
-        Slot { id, block: BlockIndex(block), offset: first * PAGE, length: pages * PAGE }
+    fn slot(id: u32, block: u32, first: u64, pages: u64) -> MemorySlot {
+        MemorySlot { id, block: BlockIndex(block), offset: first * PAGE, length: pages * PAGE }
     }
 
     /// KVM's log of each slot.

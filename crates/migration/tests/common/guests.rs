@@ -6,7 +6,7 @@ use std::thread::{self, JoinHandle};
 
 use fastrand::Rng;
 use towline_migration::Memory;
-use towline_migration::memory::{Backing, MemoryBlock};
+use towline_migration::memory::{BlockBacking, MemoryBlock};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::section::{SectionHeader, SectionType, put_footer};
 use towline_protocol::{BlockIndex, PageRef, device_state::DeviceState};
@@ -42,7 +42,7 @@ pub(crate) fn device_state(seed: u64) -> Vec<u8> {
 
 pub(crate) fn blocks<'a>(pages: &'a [(&'a str, u64)]) -> Vec<MemoryBlock<'a>> {
     let block =
-        |&(name, pages)| MemoryBlock { name, length: pages * PAGE as u64, backing: Backing::Anonymous };
+        |&(name, pages)| MemoryBlock { name, length: pages * PAGE as u64, backing: BlockBacking::Anonymous };
     pages.iter().map(block).collect()
 }
 

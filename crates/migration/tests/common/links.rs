@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::fault::{Cut, Delay, Direction, Flip, ShortIo, Throttle};
 use towline_channel::{Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with, pair};
-use towline_migration::{Stream, outgoing};
+use towline_migration::{ChannelId, outgoing};
 
 use super::UUID;
 
@@ -37,7 +37,7 @@ pub(crate) enum Side {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fault {
     pub(crate) side: Side,
-    pub(crate) stream: Stream,
+    pub(crate) stream: ChannelId,
     pub(crate) layer: Layer,
 }
 
@@ -74,15 +74,15 @@ pub(crate) fn link_with(kind: Kind, lanes: usize, faults: &[Fault]) -> Link {
         let source = wrap(source, Side::Source, stream, faults);
         (Arc::from(source), Arc::from(wrap(destination, Side::Destination, stream, faults)))
     };
-    let (main, arriving) = end(Stream::Main);
-    let (leaving, lanes) = (0..lanes).map(|lane| end(Stream::Lane(lane))).unzip();
+    let (main, arriving) = end(ChannelId::Main);
+    let (leaving, lanes) = (0..lanes).map(|lane| end(ChannelId::Lane(lane))).unzip();
     Link {
         source: outgoing::Connections { main, lanes: leaving, uuid: UUID, introduced: false },
         destination: DestinationEnd { main: arriving, lanes },
     }
 }
 
-fn wrap(channel: Box<dyn Channel>, side: Side, stream: Stream, faults: &[Fault]) -> Box<dyn Channel> {
+fn wrap(channel: Box<dyn Channel>, side: Side, stream: ChannelId, faults: &[Fault]) -> Box<dyn Channel> {
     let ours = faults.iter().filter(|fault| fault.side == side && fault.stream == stream);
     ours.fold(channel, |channel, fault| match fault.layer {
         Layer::Cut(after, direction) => Box::new(Cut::new(channel, after, direction)),

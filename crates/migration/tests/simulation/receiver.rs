@@ -1,7 +1,7 @@
 //! The reading half of a destination and of a relay: the real decoders, fed by links, and the rules of the lanes' barrier.
 
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{Barriers, Destination, RamSection, SectionKind, StreamItem};
+use towline_protocol::destination::{Barriers, RamSection, SectionKind, StreamDecoder, StreamItem};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, LaneRegistry, Packet};
 use towline_protocol::section::VmCommand;
@@ -39,7 +39,7 @@ pub(crate) struct Receiver {
     pub(crate) main: Port,
     pub(crate) blocks: Vec<RamBlock>,
     lanes: Vec<Lane>,
-    machine: Destination,
+    machine: StreamDecoder,
     input: Vec<u8>,
     /// A page whose bytes come next.
     page: Option<PageRef>,
@@ -88,7 +88,7 @@ impl Receiver {
             main,
             blocks: Vec::new(),
             lanes: lanes.iter().map(lane).collect(),
-            machine: Destination::default(),
+            machine: StreamDecoder::default(),
             input: Vec::new(),
             page: None,
             collector: None,

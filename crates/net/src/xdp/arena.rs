@@ -23,7 +23,7 @@ pub(super) const LARGE_DATA_BYTES: usize = LARGE_BYTES - HEADROOM_BYTES;
 
 /// An allocated chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Chunk(u32);
+pub(super) struct UmemChunk(u32);
 
 /// Allocator of chunks.
 #[derive(Debug)]
@@ -41,19 +41,19 @@ impl Arena {
     }
 
     /// Allocates a chunk for at most [`LARGE_DATA_BYTES`] bytes. `None` if no chunk of that size is free.
-    pub(super) fn alloc(&mut self, bytes: usize) -> Option<Chunk> {
+    pub(super) fn alloc(&mut self, bytes: usize) -> Option<UmemChunk> {
         debug_assert!(bytes <= LARGE_DATA_BYTES, "{bytes} bytes in a chunk");
         let free = if bytes <= SMALL_DATA_BYTES { &mut self.small } else { &mut self.large };
-        free.pop().map(Chunk)
+        free.pop().map(UmemChunk)
     }
 
-    pub(super) fn free(&mut self, chunk: Chunk) {
+    pub(super) fn free(&mut self, chunk: UmemChunk) {
         let free = if chunk.0 < SMALL_CHUNKS { &mut self.small } else { &mut self.large };
         free.push(chunk.0);
     }
 }
 
-impl Chunk {
+impl UmemChunk {
     /// Offset of its data in the section.
     pub(super) fn offset(self) -> usize {
         let start = match self.0.checked_sub(SMALL_CHUNKS) {
@@ -75,7 +75,7 @@ mod tests {
         for (bytes, size, count) in
             [(1, SMALL_BYTES, SMALL_CHUNKS), (SMALL_DATA_BYTES + 1, LARGE_BYTES, LARGE_CHUNKS)]
         {
-            let chunks: Vec<Chunk> = std::iter::from_fn(|| arena.alloc(bytes)).collect();
+            let chunks: Vec<UmemChunk> = std::iter::from_fn(|| arena.alloc(bytes)).collect();
             assert_eq!(chunks.len(), count as usize);
             starts.extend(chunks.iter().map(|chunk| (chunk.offset() - HEADROOM_BYTES, size)));
             chunks.iter().for_each(|chunk| arena.free(*chunk));

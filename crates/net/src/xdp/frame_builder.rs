@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use towline_vhost_user::Chain;
 
-use super::arena::{Arena, Chunk, LARGE_DATA_BYTES};
+use super::arena::{Arena, LARGE_DATA_BYTES, UmemChunk};
 use super::references::{DescriptorLimits, Reference, UmemRange, references};
 use super::socket::{METADATA_BYTES, TX_ENTRIES};
 use super::umem::Umem;
@@ -68,7 +68,7 @@ pub(super) struct FrameBuilder {
     frame_bytes_max: usize,
     /// Descriptors of the frame, and the chunks to which they refer.
     pub(super) descriptors: Vec<Descriptor>,
-    pub(super) chunks: Vec<Chunk>,
+    pub(super) chunks: Vec<UmemChunk>,
     // Kept for their allocations: parts of the frame, references of a packet, copies of a frame and of a packet.
     parts: Vec<UmemRange>,
     references: Vec<Reference>,
@@ -161,7 +161,7 @@ impl FrameBuilder {
     }
 
     /// Frees a chunk of a frame that was sent.
-    pub(super) fn free(&mut self, chunk: Chunk) {
+    pub(super) fn free(&mut self, chunk: UmemChunk) {
         self.arena.free(chunk);
     }
 
@@ -251,7 +251,7 @@ impl FrameBuilder {
     }
 
     /// Appends a descriptor of `len` bytes of a chunk.
-    fn push_chunk(&mut self, chunk: Chunk, len: usize, options: u32) {
+    fn push_chunk(&mut self, chunk: UmemChunk, len: usize, options: u32) {
         let offset = (self.section.start() + chunk.offset()) as u64;
         let len = u32::try_from(len).expect("a chunk has at most 4096 bytes");
         self.descriptors.push(Descriptor { offset, len, options });

@@ -4,7 +4,7 @@
 //! are an offset, so `address - tag` with the offset `tag` is `address`, and the completion contains the tag. It needs no
 //! look-up, and two frames may be sent from the same address.
 
-use super::arena::Chunk;
+use super::arena::UmemChunk;
 
 /// Maximum number of frames in flight: less than a page, so that no address of [`super::arena`] is below its tag.
 pub(super) const FRAMES_MAX: u16 = 2048;
@@ -18,7 +18,7 @@ struct Frame<H> {
     descriptors: u32,
     /// The guest's chain, if descriptors refer to it.
     head: Option<H>,
-    chunks: Vec<Chunk>,
+    chunks: Vec<UmemChunk>,
 }
 
 /// All frames in flight. `H` identifies a guest's chain.
@@ -42,7 +42,7 @@ impl<H> InFlightFrames<H> {
     }
 
     /// Inserts a frame and returns its tag; `None` if [`FRAMES_MAX`] frames are in flight.
-    pub(super) fn insert(&mut self, descriptors: u32, head: Option<H>, chunks: &[Chunk]) -> Option<u16> {
+    pub(super) fn insert(&mut self, descriptors: u32, head: Option<H>, chunks: &[UmemChunk]) -> Option<u16> {
         debug_assert!(descriptors > 0, "a frame without descriptors");
         let tag = self.free.pop()?;
         self.descriptors += descriptors;
@@ -55,7 +55,12 @@ impl<H> InFlightFrames<H> {
 
     /// Removes a completed descriptor. With the last one of its frame, `free` gets its chunks and `complete` its chain.
     /// Returns false if no such descriptor is in flight.
-    pub(super) fn remove(&mut self, address: u64, free: impl FnMut(Chunk), complete: impl FnOnce(H)) -> bool {
+    pub(super) fn remove(
+        &mut self,
+        address: u64,
+        free: impl FnMut(UmemChunk),
+        complete: impl FnOnce(H),
+    ) -> bool {
         let tag = u16::try_from(address >> TAG_SHIFT).expect("16 bits remain");
         let Some(frame) = self.frames.get_mut(usize::from(tag)).filter(|frame| frame.descriptors > 0) else {
             return false;

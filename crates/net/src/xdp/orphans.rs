@@ -6,7 +6,7 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use towline_vhost_user::Head;
+use towline_vhost_user::ChainHead;
 
 /// Interval of the first checks, and of those that are waited for.
 pub(super) const FREE_INTERVAL: Duration = Duration::from_millis(5);
@@ -16,7 +16,7 @@ const FREE_INTERVAL_MAX: Duration = Duration::from_millis(250);
 /// See the module.
 #[derive(Debug)]
 pub(super) struct OrphanedChains {
-    heads: Vec<Head>,
+    heads: Vec<ChainHead>,
     /// True if the first attempt to bind is to find out if the queue of the previous process's socket is free.
     inherited: bool,
     /// Time of the next check if the queue is free.
@@ -52,13 +52,13 @@ impl OrphanedChains {
     }
 
     /// Adds the chains of a socket that was closed just now.
-    pub(super) fn add(&mut self, heads: impl IntoIterator<Item = Head>) {
+    pub(super) fn add(&mut self, heads: impl IntoIterator<Item = ChainHead>) {
         self.heads.extend(heads);
         self.check_soon();
     }
 
     /// Adds chains of a previous process or connection.
-    pub(super) fn inherit(&mut self, heads: Vec<Head>) {
+    pub(super) fn inherit(&mut self, heads: Vec<ChainHead>) {
         self.add(heads);
         self.inherited = true;
     }
@@ -74,7 +74,7 @@ impl OrphanedChains {
     }
 
     /// Returns the chains, which the network card does not read any more.
-    pub(super) fn take(&mut self) -> Vec<Head> {
+    pub(super) fn take(&mut self) -> Vec<ChainHead> {
         std::mem::take(&mut self.heads)
     }
 

@@ -12,7 +12,7 @@ use rustix::net::xdp::{
 };
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, bind, send, socket_with, sockopt};
 
-use towline_vhost_user::Memory;
+use towline_vhost_user::GuestMemory;
 
 use super::driver;
 use super::umem::{BoundSocket, Umem};
@@ -127,7 +127,7 @@ impl UnboundSocket {
     /// Registers guest memory, unless that is done. `register` registers a mapping, as in [`Umem::new`].
     pub(super) fn register(
         &mut self,
-        memory: &Arc<Memory>,
+        memory: &Arc<GuestMemory>,
         pairs: usize,
         register: impl FnOnce(&OwnedFd, &UmemMapping, bool) -> io::Result<u32>,
     ) -> io::Result<Arc<Umem>> {

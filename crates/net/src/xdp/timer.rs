@@ -14,7 +14,7 @@ const LONGEST: Duration = Duration::from_millis(10);
 
 /// Completions since the timer was armed last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Progress {
+pub(super) enum CompletionProgress {
     Some,
     None,
 }
@@ -34,10 +34,10 @@ impl CompletionTimer {
     }
 
     /// Lets the timer fire once.
-    pub(super) fn arm(&mut self, progress: Progress) {
+    pub(super) fn arm(&mut self, progress: CompletionProgress) {
         self.interval = match progress {
-            Progress::Some => SHORTEST,
-            Progress::None => (self.interval * 2).min(LONGEST),
+            CompletionProgress::Some => SHORTEST,
+            CompletionProgress::None => (self.interval * 2).min(LONGEST),
         };
         self.set(self.interval);
     }

@@ -7,12 +7,12 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, poll};
-use towline_vhost_user::{BackendError, Batch, Memory, Next, Ring};
+use towline_vhost_user::{BackendError, Batch, GuestMemory, Next, Ring};
 
 use super::orphans::{FREE_INTERVAL, OrphanState, OrphanedChains};
 use super::references::PageCrossing;
 use super::socket::TransmitMode;
-use super::timer::{CompletionTimer, Progress};
+use super::timer::{CompletionProgress, CompletionTimer};
 use super::tx_queue::{DrainScope, Drained, TxError, TxQueue, TxRun};
 use super::{Xdp, is_temporary};
 use crate::device::Shared;
@@ -37,14 +37,14 @@ pub(crate) struct XdpTransmitter {
     queue: Option<TxQueue>,
     orphaned: OrphanedChains,
     timer: CompletionTimer,
-    failure: Option<Failure>,
+    failure: Option<BindFailure>,
     /// The last warning, which is not repeated.
     last_warning: String,
 }
 
 /// A failed attempt to bind a queue.
-struct Failure {
-    memory: Weak<Memory>,
+struct BindFailure {
+    memory: Weak<GuestMemory>,
     /// Time of the next attempt; `None` if it is not worthwhile before guest memory changes.
     retry_at: Option<Instant>,
 }
@@ -99,7 +99,11 @@ impl XdpTransmitter {
                 let left = queue.descriptors_in_flight();
                 counted.pending = queue.chains_in_flight().into();
                 if left > 0 {
-                    self.timer.arm(if left < before { Progress::Some } else { Progress::None });
+                    self.timer.arm(if left < before {
+                        CompletionProgress::Some
+                    } else {
+                        CompletionProgress::None
+                    });
                 }
                 next
             }
@@ -195,7 +199,7 @@ impl XdpTransmitter {
             return;
         }
         self.close_queue(counted);
-        let same = |failure: &Failure| std::ptr::eq(failure.memory.as_ptr(), Arc::as_ptr(&memory));
+        let same = |failure: &BindFailure| std::ptr::eq(failure.memory.as_ptr(), Arc::as_ptr(&memory));
         if let Some(failure) = self.failure.as_ref().filter(|failure| same(failure))
             && failure.retry_at.is_none_or(|retry_at| Instant::now() < retry_at)
         {
@@ -242,9 +246,9 @@ impl XdpTransmitter {
         self.record_failure(&memory, retry, &error.to_string());
     }
 
-    fn record_failure(&mut self, memory: &Arc<Memory>, retry: Retry, reason: &str) {
+    fn record_failure(&mut self, memory: &Arc<GuestMemory>, retry: Retry, reason: &str) {
         let retry_at = (retry == Retry::Later).then(|| Instant::now() + RETRY_INTERVAL);
-        self.failure = Some(Failure { memory: Arc::downgrade(memory), retry_at });
+        self.failure = Some(BindFailure { memory: Arc::downgrade(memory), retry_at });
         if self.last_warning != reason {
             tracing::warn!(pair = self.pair, "AF_XDP is not used, frames go by the tap: {reason}");
             reason.clone_into(&mut self.last_warning);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{Timespec, poll};
 use rustix::time::{ClockId, clock_gettime};
 use towline_channel::ZeroCopySend;
-use towline_vhost_user::{Batch, Chain, Head, Memory, Next, Ring};
+use towline_vhost_user::{Batch, Chain, ChainHead, GuestMemory, Next, Ring};
 
 use super::error_budget::ErrorBudget;
 use super::frame_builder::{BuildOutcome, COPY_BYTES, FrameBuilder, GuestReferences};
@@ -15,7 +15,7 @@ use super::in_flight::{FRAMES_MAX, InFlightFrames, tagged};
 use super::references::{DescriptorLimits, PageCrossing};
 use super::send_policy::{Notifications, SendMethod, SendPolicy};
 use super::socket::{CHUNK_BYTES, COMPLETION_ENTRIES, TransmitMode, XdpSocket};
-use super::timer::Progress;
+use super::timer::CompletionProgress;
 use super::umem::Umem;
 use crate::statistics::{BatchCounters, CopyReason, DropReason};
 use crate::sys::umem_mapping::ArenaSection;
@@ -40,7 +40,7 @@ pub(super) struct TxQueue {
     socket: XdpSocket,
     umem: Arc<Umem>,
     builder: FrameBuilder,
-    in_flight: InFlightFrames<Head>,
+    in_flight: InFlightFrames<ChainHead>,
     budget: ErrorBudget,
     policy: SendPolicy,
     crossing: PageCrossing,
@@ -160,7 +160,7 @@ impl TxQueue {
     }
 
     /// Returns true if this memory is registered.
-    pub(super) fn is_of(&self, memory: &Arc<Memory>) -> bool {
+    pub(super) fn is_of(&self, memory: &Arc<GuestMemory>) -> bool {
         self.umem.is_of(memory)
     }
 
@@ -211,7 +211,7 @@ impl TxQueue {
             }
             if sent < popped {
                 ring.set_notification(false);
-                let again = progress == Progress::Some && !tap_full;
+                let again = progress == CompletionProgress::Some && !tap_full;
                 return Ok(TxRun { next: if again { Next::Again } else { Next::Wait }, tap_full });
             }
         }
@@ -303,7 +303,7 @@ impl TxQueue {
     }
 
     /// Writes the descriptors that were built to the TX ring.
-    fn commit(&mut self, head: Option<Head>) {
+    fn commit(&mut self, head: Option<ChainHead>) {
         let count = u32::try_from(self.builder.descriptors.len()).expect("`has_room` has compared it");
         if self.in_flight.descriptors() == 0 {
             self.last_progress = Instant::now();
@@ -348,7 +348,7 @@ impl TxQueue {
     }
 
     /// Processes completions. Their chains are completed if there is a ring.
-    pub(super) fn reap(&mut self, mut ring: Option<&mut Ring>) -> Result<Progress, TxError> {
+    pub(super) fn reap(&mut self, mut ring: Option<&mut Ring>) -> Result<CompletionProgress, TxError> {
         let (in_flight, builder) = (&mut self.in_flight, &mut self.builder);
         let mut known = true;
         let completions = self.socket.completion.consume(|address| {
@@ -368,7 +368,7 @@ impl TxQueue {
             self.check()?;
             return Err(TxError::Stalled);
         }
-        Ok(if completions > 0 { Progress::Some } else { Progress::None })
+        Ok(if completions > 0 { CompletionProgress::Some } else { CompletionProgress::None })
     }
 
     /// Checks that the kernel reads all descriptors, from the guest's present memory.
@@ -410,7 +410,7 @@ impl TxQueue {
 
     /// Closes the socket, and unpins memory that no other pair uses. Returns the chains that are in flight, which the network
     /// card may still read.
-    pub(super) fn close(self) -> impl Iterator<Item = Head> {
+    pub(super) fn close(self) -> impl Iterator<Item = ChainHead> {
         self.in_flight.into_heads()
     }
 }

@@ -14,7 +14,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use rustix::fs::fstatfs;
-use towline_vhost_user::{GuestRange, Memory};
+use towline_vhost_user::{GuestMemory, GuestRange};
 
 use super::arena::SECTION_BYTES;
 use super::references::UmemRange;
@@ -29,7 +29,7 @@ const HUGE_PAGES: i64 = 0x9584_58f6;
 #[derive(Debug)]
 pub(crate) struct Umem {
     pub(super) mapping: Arc<UmemMapping>,
-    memory: Arc<Memory>,
+    memory: Arc<GuestMemory>,
     /// Location of each region of guest memory.
     regions: Vec<Option<RegionSlot>>,
     /// Bound sockets. Each keeps a reference to the UMEM in the kernel, so a queue is free once its own socket is closed. The
@@ -89,7 +89,7 @@ impl Umem {
     /// Maps guest memory. `register` registers the mapping with a socket and returns the length of the metadata; its second
     /// argument is true if all guest memory is in huge pages.
     pub(super) fn new(
-        memory: &Arc<Memory>,
+        memory: &Arc<GuestMemory>,
         pairs: usize,
         register: impl FnOnce(&UmemMapping, bool) -> io::Result<u32>,
     ) -> io::Result<Self> {
@@ -137,7 +137,7 @@ impl Umem {
     }
 
     /// Returns true if it contains this memory.
-    pub(super) fn is_of(&self, memory: &Arc<Memory>) -> bool {
+    pub(super) fn is_of(&self, memory: &Arc<GuestMemory>) -> bool {
         Arc::ptr_eq(&self.memory, memory)
     }
 

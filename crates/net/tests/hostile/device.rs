@@ -17,8 +17,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::time::{ClockId, clock_gettime};
-use towline_frontend::wire::{Code, RegionInfo, encode_u32_pair, encode_u64s, feature, protocol, request};
-use towline_frontend::{Error, Frontend, GUEST_BASE, Memory, USER_BASE};
+use towline_frontend::wire::{
+    RegionInfo, RequestCode, encode_u32_pair, encode_u64s, feature, protocol, request,
+};
+use towline_frontend::{Error, Frontend, GUEST_BASE, MemoryArena, USER_BASE};
 use towline_lab::Network;
 use towline_net::{Net, Options, Taps};
 use towline_vhost_user::{Cancel, Device};
@@ -135,8 +137,8 @@ struct Guest<'r> {
     rig: &'r Rig,
     frontend: Frontend,
     features: u64,
-    memory: Memory,
-    log: Memory,
+    memory: MemoryArena,
+    log: MemoryArena,
     available: [u16; QUEUES as usize],
     kicks: Vec<OwnedFd>,
     /// Open ends of pipes.
@@ -160,9 +162,9 @@ impl<'r> Guest<'r> {
         let wished = input.pick(&wished) | input.pick(&merged);
         let needed = protocol::REPLY_ACK | protocol::LOG_SHMFD | protocol::MEM_SLOTS | 1 << 19;
         let features = frontend.negotiate(0, wished, needed)?.features;
-        let memory = Memory::with_regions(MEMORY_BYTES, 1)?;
+        let memory = MemoryArena::with_regions(MEMORY_BYTES, 1)?;
         frontend.set_mem_table(Some(&memory))?;
-        let log = Memory::new(1 << 16)?;
+        let log = MemoryArena::new(1 << 16)?;
         let kicks = (0..QUEUES).map(|_| event(EventfdFlags::empty())).collect();
         let (available, pipes, running, sizes) = ([0; 2], Vec::new(), [false; 2], [1; 2]);
         Ok(Self { rig, frontend, features, memory, log, available, kicks, pipes, running, sizes })
@@ -215,17 +217,17 @@ impl<'r> Guest<'r> {
     fn start(&mut self, ring: u32, input: &mut Input<'_>) -> Done {
         let size = input.pick(&[256u32, 8, 64, 2, 1, 512, 3, 32768]);
         let base = input.pick(&[0u32, 0, 0, 1, 65535, 7]);
-        self.frontend.request(Code::SET_VRING_NUM, &encode_u32_pair(ring, size), &[])?;
-        self.frontend.request(Code::SET_VRING_BASE, &encode_u32_pair(ring, base), &[])?;
+        self.frontend.request(RequestCode::SET_VRING_NUM, &encode_u32_pair(ring, size), &[])?;
+        self.frontend.request(RequestCode::SET_VRING_BASE, &encode_u32_pair(ring, base), &[])?;
         let user = USER_BASE + Self::base(ring) - GUEST_BASE;
         let used = if input.byte() < 240 { USED } else { AVAILABLE };
         let places = encode_u64s(&[user, user + used, user + AVAILABLE, Self::base(ring) + used]);
         let payload = [encode_u32_pair(ring, input.below(2)), places].concat();
-        self.frontend.request(Code::SET_VRING_ADDR, &payload, &[])?;
+        self.frontend.request(RequestCode::SET_VRING_ADDR, &payload, &[])?;
         let kick = self.kicks[ring as usize].as_fd().try_clone_to_owned().expect("a descriptor");
         let call = event(EventfdFlags::empty());
-        self.frontend.request(Code::SET_VRING_CALL, &encode_u64s(&[ring.into()]), &[call.as_fd()])?;
-        self.frontend.request(Code::SET_VRING_KICK, &encode_u64s(&[ring.into()]), &[kick.as_fd()])?;
+        self.frontend.request(RequestCode::SET_VRING_CALL, &encode_u64s(&[ring.into()]), &[call.as_fd()])?;
+        self.frontend.request(RequestCode::SET_VRING_KICK, &encode_u64s(&[ring.into()]), &[kick.as_fd()])?;
         self.running[ring as usize] = true;
         (self.sizes[ring as usize], self.available[ring as usize]) = (size, base as u16);
         self.frontend.enable(ring, input.byte() < 230)
@@ -329,8 +331,8 @@ impl<'r> Guest<'r> {
         };
         let payload = [encode_u64s(&[0]), region.encode()].concat();
         match input.below(8) {
-            0..=2 => self.frontend.request(Code::ADD_MEM_REG, &payload, &[self.log.fd()]),
-            3 | 4 => self.frontend.request(Code::REM_MEM_REG, &payload, &[]),
+            0..=2 => self.frontend.request(RequestCode::ADD_MEM_REG, &payload, &[self.log.fd()]),
+            3 | 4 => self.frontend.request(RequestCode::REM_MEM_REG, &payload, &[]),
             5 | 6 => self.frontend.set_mem_table(Some(&self.memory)),
             _ => self.frontend.set_mem_table(None),
         }
@@ -350,7 +352,11 @@ impl<'r> Guest<'r> {
             5 => std::io::pipe().expect("a pipe").0.into(),
             _ => UnixStream::pair().expect("a pair").0.into(),
         };
-        let code = input.pick(&[Code::SET_VRING_KICK, Code::SET_VRING_CALL, Code::SET_VRING_ERR]);
+        let code = input.pick(&[
+            RequestCode::SET_VRING_KICK,
+            RequestCode::SET_VRING_CALL,
+            RequestCode::SET_VRING_ERR,
+        ]);
         self.frontend.request(code, &encode_u64s(&[ring.into()]), &[fd.as_fd()])
     }
 
@@ -358,7 +364,7 @@ impl<'r> Guest<'r> {
         if input.below(4) == 0 {
             // CHECK_DEVICE_STATE waits for the end of the transfer.
             self.pipes.clear();
-            return self.frontend.number(Code::CHECK_DEVICE_STATE).map(drop);
+            return self.frontend.number(RequestCode::CHECK_DEVICE_STATE).map(drop);
         }
         let (reader, writer) = rustix::pipe::pipe().expect("a pipe");
         let direction = input.below(2);
@@ -366,14 +372,17 @@ impl<'r> Guest<'r> {
         if direction == 1 {
             let _ = rustix::io::write(&ours, input.0.get(..20).unwrap_or_default());
         }
-        let reply =
-            self.frontend.query(Code::SET_DEVICE_STATE_FD, &encode_u32_pair(direction, 0), &[theirs.as_fd()]);
+        let reply = self.frontend.query(
+            RequestCode::SET_DEVICE_STATE_FD,
+            &encode_u32_pair(direction, 0),
+            &[theirs.as_fd()],
+        );
         self.pipes.push(ours);
         reply.map(drop)
     }
 
     fn any_request(&mut self, input: &mut Input<'_>) -> Done {
-        let code = Code("any", input.below(48));
+        let code = RequestCode("any", input.below(48));
         let length = usize::from(input.byte() % 64);
         let payload: Vec<u8> = (0..length).map(|_| input.byte()).collect();
         let fds = vec![self.log.fd(); usize::from(input.byte() % 4)];
@@ -395,10 +404,12 @@ impl<'r> Guest<'r> {
 
     fn rarely(&mut self, input: &mut Input<'_>) -> Done {
         match input.byte() {
-            0..100 => self.frontend.request(Code::SET_STATUS, &encode_u64s(&[input.byte().into()]), &[]),
-            100..140 => self.frontend.request(Code::RESET_DEVICE, &[], &[]),
-            140..160 => self.frontend.request(Code::SET_OWNER, &[], &[]),
-            160..170 => self.frontend.request(Code::SEND_RARP, &encode_u64s(&[7]), &[]),
+            0..100 => {
+                self.frontend.request(RequestCode::SET_STATUS, &encode_u64s(&[input.byte().into()]), &[])
+            }
+            100..140 => self.frontend.request(RequestCode::RESET_DEVICE, &[], &[]),
+            140..160 => self.frontend.request(RequestCode::SET_OWNER, &[], &[]),
+            160..170 => self.frontend.request(RequestCode::SEND_RARP, &encode_u64s(&[7]), &[]),
             170..180 => self.truncate(),
             180..200 => {
                 self.rig.set_tap(input.below(3) == 0);
@@ -415,7 +426,7 @@ impl<'r> Guest<'r> {
             let _ = rustix::io::write(kick, &1u64.to_ne_bytes());
         }
         // The reply depends on whether the device has accessed the memory.
-        let reply = self.frontend.number(Code::GET_FEATURES);
+        let reply = self.frontend.number(RequestCode::GET_FEATURES);
         rustix::fs::ftruncate(self.memory.fd(), MEMORY_BYTES).expect("the memory is a memfd");
         reply.map(drop)
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, eth, recv, socket_with, sockopt};
 use towline_frontend::net::feature;
 use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
-use towline_frontend::{Buffer, Error, Frontend, GUEST_BASE, Memory, Queue, QueueOptions};
+use towline_frontend::{Error, Frontend, GUEST_BASE, MemoryArena, Queue, QueueBuffer, QueueOptions};
 use towline_lab::{Network, skip, wait_until};
 use towline_net::{Net, Options, QueueStatistics, Taps, TransmitMode, Xdp};
 
@@ -33,7 +33,7 @@ pub(crate) struct Bench {
     _far: Network,
     pub(crate) net: Arc<Net>,
     pub(crate) frontend: Frontend,
-    pub(crate) memory: Arc<Memory>,
+    pub(crate) memory: Arc<MemoryArena>,
     pub(crate) queues: Vec<Queue>,
     pub(crate) receiver: OwnedFd,
     pub(crate) random: fastrand::Rng,
@@ -93,7 +93,7 @@ impl Bench {
         let net = Arc::new(Net::with_xdp(taps, Some(xdp), options));
         let (served, mut frontend) = Served::start(&near, &net);
         let features = negotiate(&mut frontend).unwrap();
-        let memory = Arc::new(Memory::with_regions(REGION, 2).unwrap());
+        let memory = Arc::new(MemoryArena::with_regions(REGION, 2).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
         let queue =
             |index| Queue::new(&memory, 2 * index + 1, QueueOptions { size: RING, features }).unwrap();
@@ -160,7 +160,7 @@ impl Bench {
             let here =
                 if buffers.len() < 25 { self.random.usize(1..=most).min(left.len()) } else { left.len() };
             self.memory.write(at, &left[..here]);
-            buffers.push(Buffer { guest: at, len: u32::try_from(here).unwrap() });
+            buffers.push(QueueBuffer { guest: at, len: u32::try_from(here).unwrap() });
             at += here as u64;
             left = &left[here..];
         }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use bench::{Bench, SLOTS, VIRTIO, WITHIN};
 use rustix::net::{RecvFlags, recv};
-use towline_frontend::wire::Code;
+use towline_frontend::wire::RequestCode;
 use towline_lab::wait_until;
 use towline_net::{QueueStatistics, TransmitMode, Xdp};
 
@@ -138,7 +138,7 @@ fn postcopy_and_wrong_interfaces_are_refused() {
     const PAGEFAULT: u64 = 1 << 8;
     let name = "postcopy_and_wrong_interfaces_are_refused";
     let Some(mut bench) = Bench::new(name, 1, |xdp| xdp) else { return };
-    assert_eq!(bench.frontend.number(Code::GET_PROTOCOL_FEATURES).unwrap() & PAGEFAULT, 0);
+    assert_eq!(bench.frontend.number(RequestCode::GET_PROTOCOL_FEATURES).unwrap() & PAGEFAULT, 0);
     let missing = bench.near.enter(|| Xdp::new("out7", 0, None)).unwrap().unwrap_err();
     assert_eq!(missing.to_string(), "there is no interface out7 in this network to transmit by");
     let file = tempfile().into();

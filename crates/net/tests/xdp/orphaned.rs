@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
-use towline_frontend::{Frontend, GUEST_BASE, Memory, Queue, QueueOptions};
+use towline_frontend::{Frontend, GUEST_BASE, MemoryArena, Queue, QueueOptions};
 use towline_lab::wait_until;
 use towline_net::{DropReason, Net, Options, Taps, TransmitMode, Xdp};
 use towline_vhost_user::InFlightRecord;
@@ -223,14 +223,14 @@ fn a_queue_is_free_once_its_own_pair_has_closed_its_socket() {
         let net = Arc::new(made.unwrap());
         let (_served, mut frontend) = Served::start(&bench.near, &net);
         let features = negotiate(&mut frontend).unwrap();
-        let memory = Arc::new(Memory::new(1 << 20).unwrap());
+        let memory = Arc::new(MemoryArena::new(1 << 20).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
         let mut ring = Queue::new(&memory, 1, QueueOptions { size: 16, features }).unwrap();
         frontend.start(&ring, 0).unwrap();
         let at = memory.alloc(frame.len() as u64, 8);
         memory.write(at, &frame);
         let len = u32::try_from(frame.len()).unwrap();
-        assert!(at >= GUEST_BASE && ring.add(&[towline_frontend::Buffer { guest: at, len }], &[], 0));
+        assert!(at >= GUEST_BASE && ring.add(&[towline_frontend::QueueBuffer { guest: at, len }], &[], 0));
         ring.publish();
         ring.wait(WITHIN).unwrap();
         net.transmit_modes()[0]

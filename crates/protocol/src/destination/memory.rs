@@ -5,7 +5,7 @@ use alloc::collections::BTreeMap;
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use super::{AwaitSection, Destination, RamSection, SectionKind, Step, StreamItem};
+use super::{AwaitSection, RamSection, SectionKind, Step, StreamDecoder, StreamItem};
 use crate::limits;
 use crate::mapped_ram::MappedRamHeader;
 use crate::multifd::check_offset;
@@ -68,7 +68,7 @@ impl AwaitBlock {
         let event = match self.left {
             None => match input.be64() {
                 Ok(word) => self.total(word)?,
-                Err(Incomplete) => return Ok((Destination::Blocks(self), None)),
+                Err(Incomplete) => return Ok((StreamDecoder::Blocks(self), None)),
             },
             Some(0) => {
                 let section = RamSection { kind: SectionKind::Start, id: self.ram.id };
@@ -78,11 +78,11 @@ impl AwaitBlock {
                 Ok(block) => StreamItem::Block(block),
                 Err(Incomplete) => {
                     input.rewind(start);
-                    return Ok((Destination::Blocks(self), None));
+                    return Ok((StreamDecoder::Blocks(self), None));
                 }
             },
         };
-        Ok((Destination::Blocks(self), Some(event)))
+        Ok((StreamDecoder::Blocks(self), Some(event)))
     }
 
     fn total<'a>(&mut self, word: u64) -> Result<StreamItem<'a>> {
@@ -188,12 +188,12 @@ impl AwaitRecord {
         match self.record(input)? {
             Ok(StreamItem::SectionEnd(section)) => {
                 let next = AwaitFooter { ram: self.ram, section };
-                Ok((Destination::Footer(next), Some(StreamItem::SectionEnd(section))))
+                Ok((StreamDecoder::Footer(next), Some(StreamItem::SectionEnd(section))))
             }
-            Ok(event) => Ok((Destination::Records(self), Some(event))),
+            Ok(event) => Ok((StreamDecoder::Records(self), Some(event))),
             Err(Incomplete) => {
                 input.rewind(start);
-                Ok((Destination::Records(self), None))
+                Ok((StreamDecoder::Records(self), None))
             }
         }
     }
@@ -262,7 +262,7 @@ impl AwaitFooter {
         let footer = input.u8().and_then(|kind| Ok((kind, input.be32()?)));
         let Ok((kind, found)) = footer else {
             input.rewind(start);
-            return Ok((Destination::Footer(self), None));
+            return Ok((StreamDecoder::Footer(self), None));
         };
         if kind != SectionType::Footer as u8 {
             return Err(InvalidMessage::SectionType { found: kind, expected: "the section's footer" }.into());
@@ -272,7 +272,7 @@ impl AwaitFooter {
         }
         match self.section.kind {
             SectionKind::End => {
-                Ok((Destination::DeviceState(Complete { ram: self.ram }), Some(StreamItem::DeviceState)))
+                Ok((StreamDecoder::DeviceState(Complete { ram: self.ram }), Some(StreamItem::DeviceState)))
             }
             _ => {
                 let is_snapshot = self.ram.is_snapshot;

@@ -1,7 +1,7 @@
 //! Every error that a peer can cause on the main channel, exactly.
 
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{Destination, ITEM_BYTES_MAX, StreamItem};
+use towline_protocol::destination::{ITEM_BYTES_MAX, StreamDecoder, StreamItem};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::{RamOptions, Setup};
 use towline_protocol::{Error, InvalidMessage, PeerIncompatible, PeerMisbehaved, RamBlock, Reader, limits};
@@ -197,7 +197,7 @@ fn headers_of_stored_guests_that_lie() {
 
 /// Reads until more bytes are needed, with the file offsets of a stream without gaps.
 fn read_mapped(bytes: &[u8]) -> Result<(), Error> {
-    let (mut machine, mut input) = (Destination::default(), Reader::new(bytes));
+    let (mut machine, mut input) = (StreamDecoder::default(), Reader::new(bytes));
     loop {
         machine.at_file_offset(input.position() as u64);
         let (next, event) = machine.handle(&mut input)?;
@@ -275,7 +275,7 @@ fn unsupported_features_are_named() {
 fn the_memory_of_a_snapshot_ends_where_devices_begin() {
     let device = [&[4][..], &ID, b"\x05timer\0\0\0\0\0\0\0\x02"].concat();
     let part = [&[2][..], &ID, &word(0, 0x10), &[0x7e], &ID].concat();
-    let ends = |mut machine: Destination, bytes: &[u8]| {
+    let ends = |mut machine: StreamDecoder, bytes: &[u8]| {
         let mut input = Reader::new(bytes);
         loop {
             let (next, event) = machine.handle(&mut input)?;
@@ -287,10 +287,10 @@ fn the_memory_of_a_snapshot_ends_where_devices_begin() {
         }
     };
     let whole = behind_start(&[&part[..], &part, &device].concat());
-    assert_eq!(ends(Destination::of_snapshot(), &whole), Ok(Some(device.clone())));
+    assert_eq!(ends(StreamDecoder::of_snapshot(), &whole), Ok(Some(device.clone())));
     let early = Error::from(PeerIncompatible::EarlyDevice { name: "timer".into(), instance: 0 });
-    assert_eq!(ends(Destination::default(), &whole), Err(early.clone()));
-    assert_eq!(ends(Destination::of_snapshot(), &behind_start(&device)), Err(early));
+    assert_eq!(ends(StreamDecoder::default(), &whole), Err(early.clone()));
+    assert_eq!(ends(StreamDecoder::of_snapshot(), &behind_start(&device)), Err(early));
 }
 
 #[test]

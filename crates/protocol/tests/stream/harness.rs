@@ -2,7 +2,7 @@
 //! over the seeds and over changed seeds. A body that returns has found nothing.
 #![allow(unreachable_pub, reason = "the fuzz crate includes this file as its own")]
 
-use towline_protocol::destination::{Destination, StreamItem};
+use towline_protocol::destination::{StreamDecoder, StreamItem};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::limits;
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
@@ -48,12 +48,12 @@ struct Outcome {
 /// had taken them from the channel itself.
 pub fn main_channel(data: &[u8]) {
     let Some((seed, stream)) = data.split_first() else { return };
-    for begin in [Destination::default, Destination::of_snapshot] {
+    for begin in [StreamDecoder::default, StreamDecoder::of_snapshot] {
         main_channel_of(*seed, stream, begin);
     }
 }
 
-fn main_channel_of(seed: u8, stream: &[u8], begin: fn() -> Destination) {
+fn main_channel_of(seed: u8, stream: &[u8], begin: fn() -> StreamDecoder) {
     let whole = read_pieces(begin(), stream, || stream.len().max(1));
     let split = read_pieces(begin(), stream, pieces(seed));
     assert_eq!(whole.events, split.events, "pieces make a difference");
@@ -64,13 +64,13 @@ fn main_channel_of(seed: u8, stream: &[u8], begin: fn() -> Destination) {
     }
 }
 
-fn read_pieces(mut machine: Destination, stream: &[u8], mut piece: impl FnMut() -> usize) -> Outcome {
+fn read_pieces(mut machine: StreamDecoder, stream: &[u8], mut piece: impl FnMut() -> usize) -> Outcome {
     let (mut outcome, mut collector) = (Outcome::default(), Collector::default());
     let (mut consumed, mut come) = (0, 0);
     while come < stream.len() && outcome.error.is_none() && outcome.state.is_none() {
         come = stream.len().min(come + piece());
         let mut input = Reader::new(&stream[consumed..come]);
-        while !matches!(machine, Destination::DeviceState(_)) {
+        while !matches!(machine, StreamDecoder::DeviceState(_)) {
             match machine.handle(&mut input) {
                 Err(error) => {
                     outcome.error = Some(error);
@@ -86,7 +86,7 @@ fn read_pieces(mut machine: Destination, stream: &[u8], mut piece: impl FnMut() 
         }
         consumed += input.position();
         assert!(!machine.awaits().is_empty());
-        if matches!(machine, Destination::DeviceState(_)) {
+        if matches!(machine, StreamDecoder::DeviceState(_)) {
             let tail = collector.push(&stream[consumed..come]).and_then(|()| collector.complete());
             consumed = come;
             match tail {
@@ -103,7 +103,7 @@ fn read_pieces(mut machine: Destination, stream: &[u8], mut piece: impl FnMut() 
     outcome
 }
 
-fn check_event(event: &StreamItem<'_>, machine: &Destination) {
+fn check_event(event: &StreamItem<'_>, machine: &StreamDecoder) {
     let (page, data) = match event {
         StreamItem::Page(page) | StreamItem::ZeroPage(page) => (page, 0),
         StreamItem::Xbzrle { page, data } => (page, data.len() as u64),
@@ -240,7 +240,7 @@ fn check_devices(state: &DeviceState) {
 /// A stored guest's head without its bitmaps and pages: after each block, the file continues at the block's end.
 pub fn mapped_ram(data: &[u8]) {
     let mut input = Reader::new(data);
-    let (mut machine, mut file, mut before) = (Destination::default(), 0_u64, 0_u64);
+    let (mut machine, mut file, mut before) = (StreamDecoder::default(), 0_u64, 0_u64);
     loop {
         let start = input.position();
         machine.at_file_offset(file);
@@ -260,7 +260,7 @@ pub fn mapped_ram(data: &[u8]) {
     }
 }
 
-fn event_names_page(event: &StreamItem<'_>, machine: &Destination) -> bool {
+fn event_names_page(event: &StreamItem<'_>, machine: &StreamDecoder) -> bool {
     let mapped = machine.blocks().first().is_some_and(|block| block.mapped.is_some());
     let named = matches!(
         event,

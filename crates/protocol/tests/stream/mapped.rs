@@ -1,7 +1,7 @@
 //! Stored guests: recorded mapped-ram files, read as an image reader does and written again to the byte.
 
 use towline_protocol::configuration::MAPPED_RAM;
-use towline_protocol::destination::{Destination, StreamItem};
+use towline_protocol::destination::{StreamDecoder, StreamItem};
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::mapped_ram::{self, MappedRamHeader};
 use towline_protocol::ram::PAGE_SIZE;
@@ -19,9 +19,9 @@ struct Stored {
     memory: Memory,
 }
 
-/// Reads a file in the order of [`Destination`]'s requests.
+/// Reads a file in the order of [`StreamDecoder`]'s requests.
 fn read(file: &[u8]) -> Stored {
-    let (mut machine, mut at, mut list_offset) = (Destination::default(), 0, 0);
+    let (mut machine, mut at, mut list_offset) = (StreamDecoder::default(), 0, 0);
     let (mut items, mut memory) = (Vec::new(), Memory::new());
     while items.last() != Some(&Item::DeviceState) {
         machine.at_file_offset(at as u64);

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{Destination, RamSection, SectionKind, StreamItem};
+use towline_protocol::destination::{RamSection, SectionKind, StreamDecoder, StreamItem};
 use towline_protocol::machine::BarrierForm;
 use towline_protocol::multifd::{HEADER_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::ram::PAGE_SIZE;
@@ -217,7 +217,7 @@ proptest! {
         mapped_ram::place_all(&mut blocks, list_offset);
         let _: Iterating =
             setup.blocks(RamOptions { section_id: 1, barrier: None }, &blocks, &mut out);
-        let (mut machine, mut input, mut file) = (Destination::default(), Reader::new(&out), 0);
+        let (mut machine, mut input, mut file) = (StreamDecoder::default(), Reader::new(&out), 0);
         while machine.blocks().len() < blocks.len() {
             machine.at_file_offset(file);
             let start = input.position();

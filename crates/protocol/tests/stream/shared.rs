@@ -2,7 +2,7 @@
 
 use towline_protocol::Reader;
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{Destination, SharedMemory, StreamItem};
+use towline_protocol::destination::{SharedMemory, StreamDecoder, StreamItem};
 use towline_protocol::ram::{PAGE_SIZE, RamBlock};
 
 const CAPABILITIES: &[u8] = b"\x05\x1aconfiguration/capabilities\0\0\0\x01\0\0\0\x01\x0fx-ignore-shared";
@@ -30,7 +30,7 @@ fn addresses_in_the_block_list_are_skipped_and_the_capability_is_not_passed_on()
     let bytes = stream();
     // Whole, and with an end at each byte: an incomplete item consumes nothing.
     for step in [1, 3, bytes.len()] {
-        let mut state = Destination::with_shared_memory(SharedMemory::AtDestination);
+        let mut state = StreamDecoder::with_shared_memory(SharedMemory::AtDestination);
         let (mut configuration, mut blocks, mut ends) = (None, Vec::new(), 0);
         let (mut taken, mut end) = (0, step.min(bytes.len()));
         while taken < bytes.len() {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{Destination, RamSection, SectionKind, StreamItem};
+use towline_protocol::destination::{RamSection, SectionKind, StreamDecoder, StreamItem};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::machine::BarrierForm;
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Packet};
@@ -75,7 +75,7 @@ impl Item {
 /// Reads a main channel that comes in pieces.
 #[derive(Debug, Default)]
 pub(crate) struct Driver {
-    machine: Destination,
+    machine: StreamDecoder,
     buffer: Vec<u8>,
     collector: Collector,
     /// Items read so far.

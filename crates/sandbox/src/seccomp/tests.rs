@@ -48,7 +48,7 @@ fn plain_filters(policy: &Policy, paths: Option<&[u64]>) -> Vec<BpfProgram> {
     for (call, flags) in [(Sysno::sendto, 3), (Sysno::sendmmsg, 3), (Sysno::sendmsg, 2)] {
         let unflagged = rule(&[(flags, SeccompCmpOp::MaskedEq(fast_open), 0)]).unwrap();
         let listens = policy.opens && !policy.bind.is_empty();
-        let is_checked = (listens || !policy.connect.is_empty()) && policy.connect != Ports::Any;
+        let is_checked = (listens || !policy.connect.is_empty()) && policy.connect != AllowedPorts::Any;
         rules.insert(call.id().into(), if is_checked { vec![unflagged] } else { Vec::new() });
     }
     filters.push(filter(rules, SeccompAction::Trap, SeccompAction::Allow));
@@ -63,13 +63,13 @@ fn policies() -> Vec<Policy> {
         reader,
         Policy { connects_vsock: true, ..device.clone() },
         Policy { connects_unix: true, connects_vsock: true, ..device.clone() },
-        Policy { connect: Ports::Only(vec![22]), ..device.clone() },
-        Policy { connect: Ports::Any, ..device.clone() },
+        Policy { connect: AllowedPorts::Only(vec![22]), ..device.clone() },
+        Policy { connect: AllowedPorts::Any, ..device.clone() },
         Policy { resets_tcp: true, ..device.clone() },
         Policy { sets_mtu: true, ..device.clone() },
-        Policy { connect: Ports::Only(vec![22]), resolves_names: true, ..copy.clone() },
-        Policy { connect: Ports::Any, ..copy.clone() },
-        Policy { bind: Ports::Only(vec![22]), ..copy.clone() },
+        Policy { connect: AllowedPorts::Only(vec![22]), resolves_names: true, ..copy.clone() },
+        Policy { connect: AllowedPorts::Any, ..copy.clone() },
+        Policy { bind: AllowedPorts::Only(vec![22]), ..copy.clone() },
         device,
         copy,
     ]
@@ -165,8 +165,8 @@ fn unix_sockets_are_created_where_they_are_connected_to_or_nothing_is() {
     let device = Policy::default();
     assert!(creates(&device) && creates(&Policy { connects_unix: true, ..device.clone() }));
     for policy in [
-        Policy { connect: Ports::Only(vec![22]), ..device.clone() },
-        Policy { connect: Ports::Any, ..device.clone() },
+        Policy { connect: AllowedPorts::Only(vec![22]), ..device.clone() },
+        Policy { connect: AllowedPorts::Any, ..device.clone() },
         Policy { connects_vsock: true, ..device.clone() },
         Policy { resets_tcp: true, ..device.clone() },
     ] {
@@ -185,13 +185,13 @@ fn tcp_sockets_are_created_only_with_a_port_to_listen_on_or_to_connect_to() {
     };
     let device = Policy::default();
     let copy = Policy { opens: true, write: vec!["/tmp".into()], connects_unix: true, ..device.clone() };
-    let port = Ports::Only(vec![22]);
+    let port = AllowedPorts::Only(vec![22]);
     for policy in [&device, &copy, &Policy { bind: port.clone(), ..device.clone() }] {
         assert!(!creates(policy), "{policy:?}");
     }
     for policy in [
         Policy { bind: port.clone(), ..copy.clone() },
-        Policy { bind: Ports::Any, ..copy.clone() },
+        Policy { bind: AllowedPorts::Any, ..copy.clone() },
         Policy { connect: port.clone(), ..copy },
         Policy { connect: port, ..device },
     ] {
@@ -253,7 +253,7 @@ fn faults(instruction: &sock_filter) -> Vec<sock_filter> {
 #[test]
 fn the_comparison_finds_every_fault_in_a_program() {
     let (mut state, mut count, mut missed) = (1, 0, Vec::new());
-    let (only, both) = (Ports::Only(vec![22]), Some(&PATHS[..]));
+    let (only, both) = (AllowedPorts::Only(vec![22]), Some(&PATHS[..]));
     let device = Policy { connect: only.clone(), connects_unix: true, ..Policy::default() };
     let copy = Policy { opens: true, connect: only, resolves_names: true, ..Policy::default() };
     for (policy, paths) in [(device, both), (copy, None)] {

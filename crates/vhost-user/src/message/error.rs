@@ -1,6 +1,6 @@
 //! Errors of a message.
 
-use super::{Code, PAYLOAD_BYTES_MAX, TABLE_REGIONS_MAX};
+use super::{PAYLOAD_BYTES_MAX, RequestCode, TABLE_REGIONS_MAX};
 
 /// An invalid request of the frontend.
 ///
@@ -13,7 +13,7 @@ pub enum MessageError {
     #[error("{code} has version {found}, expected 1; is the frontend one of vhost-user?")]
     Version {
         /// The request.
-        code: Code,
+        code: RequestCode,
         /// The version in its flags.
         found: u32,
     },
@@ -21,13 +21,13 @@ pub enum MessageError {
     #[error("{code} came as a reply, expected a request; are two backends connected to each other?")]
     ReplyAsRequest {
         /// The request.
-        code: Code,
+        code: RequestCode,
     },
     /// A payload that exceeds the limit.
     #[error("{code} has {found} bytes of payload, at most {PAYLOAD_BYTES_MAX} are accepted")]
     TooLong {
         /// The request.
-        code: Code,
+        code: RequestCode,
         /// Length in its header.
         found: usize,
     },
@@ -35,7 +35,7 @@ pub enum MessageError {
     #[error("{code} has {found} bytes of payload, expected {expected}")]
     Length {
         /// The request.
-        code: Code,
+        code: RequestCode,
         /// Length of the payload.
         found: usize,
         /// Length for this request.
@@ -45,7 +45,7 @@ pub enum MessageError {
     #[error("{code} came with {found} descriptors, expected {expected}")]
     Descriptors {
         /// The request.
-        code: Code,
+        code: RequestCode,
         /// Number of descriptors.
         found: usize,
         /// Number for this request.
@@ -55,7 +55,7 @@ pub enum MessageError {
     #[error("{code}: {what} is {found}, expected {expected}")]
     Value {
         /// The request.
-        code: Code,
+        code: RequestCode,
         /// Name of the number.
         what: &'static str,
         /// The number.
@@ -75,7 +75,7 @@ pub enum MessageError {
     #[error("{code} is not supported{why}")]
     Unsupported {
         /// The request.
-        code: Code,
+        code: RequestCode,
         /// The feature that the request belongs to, in parentheses.
         why: &'static str,
     },

@@ -3,7 +3,8 @@
 use zerocopy::IntoBytes;
 
 use super::{
-    CONFIG_BYTES_MAX, Code, FLAG_REPLY, RawConfig, RawHeader, RawTable, RegionInfo, VERSION, VringState,
+    CONFIG_BYTES_MAX, FLAG_REPLY, RawConfig, RawHeader, RawTable, RegionInfo, RequestCode, VERSION,
+    VringState,
 };
 
 /// A reply.
@@ -36,7 +37,7 @@ impl Reply {
     ///
     /// # Panics
     /// If the configuration exceeds [`CONFIG_BYTES_MAX`].
-    pub fn encode(&self, code: Code) -> Vec<u8> {
+    pub fn encode(&self, code: RequestCode) -> Vec<u8> {
         let payload = match self {
             Self::Number(number) => number.to_le_bytes().to_vec(),
             Self::Empty => Vec::new(),

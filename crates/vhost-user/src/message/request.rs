@@ -6,8 +6,8 @@ use zerocopy::byteorder::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
 use super::{
-    CONFIG_BYTES_MAX, Code, MessageError, NO_FD, RawConfig, RawLog, RawRegion, RawStateTransfer, RawTable,
-    RawVringAddress, RawVringState, RegionInfo, TABLE_REGIONS_MAX, VringAddress, VringState,
+    CONFIG_BYTES_MAX, MessageError, NO_FD, RawConfig, RawLog, RawRegion, RawStateTransfer, RawTable,
+    RawVringAddress, RawVringState, RegionInfo, RequestCode, TABLE_REGIONS_MAX, VringAddress, VringState,
 };
 
 /// A decoded request with valid lengths and descriptors. The session checks that its state permits it.
@@ -132,33 +132,33 @@ impl Request {
     ///
     /// # Errors
     /// All of [`MessageError`] except for those of a header. The next message can be read.
-    pub fn decode(code: Code, payload: &[u8], fds: Vec<OwnedFd>) -> Result<Self, MessageError> {
+    pub fn decode(code: RequestCode, payload: &[u8], fds: Vec<OwnedFd>) -> Result<Self, MessageError> {
         let mut fds = Fds { code, fds };
         let request = match code {
-            Code::SET_MEM_TABLE => return Self::table(payload, fds),
-            Code::SET_LOG_BASE => {
+            RequestCode::SET_MEM_TABLE => return Self::table(payload, fds),
+            RequestCode::SET_LOG_BASE => {
                 let RawLog { size, offset } = parse_exact(code, payload)?;
                 Self::SetLogBase(LogMemory { size: size.get(), offset: offset.get(), fd: fds.one()? })
             }
-            Code::SET_LOG_FD => {
+            RequestCode::SET_LOG_FD => {
                 let number = parse_exact::<U64>(code, payload)?.get();
                 Self::SetLogFd(fds.optional(number & NO_FD != 0)?)
             }
-            Code::SET_VRING_KICK => Self::SetVringKick(VringFd::decode(code, payload, &mut fds)?),
-            Code::SET_VRING_CALL => Self::SetVringCall(VringFd::decode(code, payload, &mut fds)?),
-            Code::SET_VRING_ERR => Self::SetVringErr(VringFd::decode(code, payload, &mut fds)?),
-            Code::ADD_MEM_REG if payload == [0; 8] => Self::PostcopyRegionsAck,
-            Code::ADD_MEM_REG => Self::AddMemReg(single_region(code, payload)?, fds.one()?),
-            Code::REM_MEM_REG => {
+            RequestCode::SET_VRING_KICK => Self::SetVringKick(VringFd::decode(code, payload, &mut fds)?),
+            RequestCode::SET_VRING_CALL => Self::SetVringCall(VringFd::decode(code, payload, &mut fds)?),
+            RequestCode::SET_VRING_ERR => Self::SetVringErr(VringFd::decode(code, payload, &mut fds)?),
+            RequestCode::ADD_MEM_REG if payload == [0; 8] => Self::PostcopyRegionsAck,
+            RequestCode::ADD_MEM_REG => Self::AddMemReg(single_region(code, payload)?, fds.one()?),
+            RequestCode::REM_MEM_REG => {
                 // Some frontends send the region's descriptor again.
                 fds.fds.clear();
                 Self::RemMemReg(single_region(code, payload)?)
             }
-            Code::SET_DEVICE_STATE_FD => {
+            RequestCode::SET_DEVICE_STATE_FD => {
                 let direction = direction(code, payload)?;
                 Self::SetDeviceStateFd(direction, fds.one()?)
             }
-            Code::GET_CONFIG | Code::SET_CONFIG => config(code, payload)?,
+            RequestCode::GET_CONFIG | RequestCode::SET_CONFIG => config(code, payload)?,
             _ => Self::plain(code, payload)?,
         };
         fds.none_left()?;
@@ -166,45 +166,45 @@ impl Request {
     }
 
     /// Decodes requests without descriptors and of a fixed length.
-    fn plain(code: Code, payload: &[u8]) -> Result<Self, MessageError> {
+    fn plain(code: RequestCode, payload: &[u8]) -> Result<Self, MessageError> {
         let number = || parse_exact::<U64>(code, payload).map(U64::get);
         let state = || parse_exact::<RawVringState>(code, payload).map(VringState::from);
         let nothing = |request| parse_exact::<[u8; 0]>(code, payload).map(|_| request);
         match code {
-            Code::GET_FEATURES => nothing(Self::GetFeatures),
-            Code::SET_FEATURES => number().map(Self::SetFeatures),
-            Code::SET_OWNER => nothing(Self::SetOwner),
-            Code::RESET_OWNER => nothing(Self::ResetOwner),
-            Code::SET_VRING_NUM => state().map(Self::SetVringNum),
-            Code::SET_VRING_ADDR => {
+            RequestCode::GET_FEATURES => nothing(Self::GetFeatures),
+            RequestCode::SET_FEATURES => number().map(Self::SetFeatures),
+            RequestCode::SET_OWNER => nothing(Self::SetOwner),
+            RequestCode::RESET_OWNER => nothing(Self::ResetOwner),
+            RequestCode::SET_VRING_NUM => state().map(Self::SetVringNum),
+            RequestCode::SET_VRING_ADDR => {
                 let address = parse_exact::<RawVringAddress>(code, payload)?;
                 Ok(Self::SetVringAddress(address.into()))
             }
-            Code::SET_VRING_BASE => state().map(Self::SetVringBase),
-            Code::GET_VRING_BASE => state().map(Self::GetVringBase),
-            Code::GET_PROTOCOL_FEATURES => nothing(Self::GetProtocolFeatures),
-            Code::SET_PROTOCOL_FEATURES => number().map(Self::SetProtocolFeatures),
-            Code::GET_QUEUE_NUM => nothing(Self::GetQueueNum),
-            Code::SET_VRING_ENABLE => state().map(Self::SetVringEnable),
-            Code::SEND_RARP => number().map(|mac| {
+            RequestCode::SET_VRING_BASE => state().map(Self::SetVringBase),
+            RequestCode::GET_VRING_BASE => state().map(Self::GetVringBase),
+            RequestCode::GET_PROTOCOL_FEATURES => nothing(Self::GetProtocolFeatures),
+            RequestCode::SET_PROTOCOL_FEATURES => number().map(Self::SetProtocolFeatures),
+            RequestCode::GET_QUEUE_NUM => nothing(Self::GetQueueNum),
+            RequestCode::SET_VRING_ENABLE => state().map(Self::SetVringEnable),
+            RequestCode::SEND_RARP => number().map(|mac| {
                 let [a, b, c, d, e, f, ..] = mac.to_le_bytes();
                 Self::SendRarp([a, b, c, d, e, f])
             }),
-            Code::NET_SET_MTU => number().map(Self::NetSetMtu),
-            Code::RESET_DEVICE => nothing(Self::ResetDevice),
-            Code::GET_MAX_MEM_SLOTS => nothing(Self::GetMaxMemSlots),
-            Code::SET_STATUS => number().map(Self::SetStatus),
-            Code::GET_STATUS => nothing(Self::GetStatus),
-            Code::CHECK_DEVICE_STATE => nothing(Self::CheckDeviceState),
-            Code::POSTCOPY_ADVISE => nothing(Self::PostcopyAdvise),
-            Code::POSTCOPY_LISTEN => nothing(Self::PostcopyListen),
-            Code::POSTCOPY_END => nothing(Self::PostcopyEnd),
+            RequestCode::NET_SET_MTU => number().map(Self::NetSetMtu),
+            RequestCode::RESET_DEVICE => nothing(Self::ResetDevice),
+            RequestCode::GET_MAX_MEM_SLOTS => nothing(Self::GetMaxMemSlots),
+            RequestCode::SET_STATUS => number().map(Self::SetStatus),
+            RequestCode::GET_STATUS => nothing(Self::GetStatus),
+            RequestCode::CHECK_DEVICE_STATE => nothing(Self::CheckDeviceState),
+            RequestCode::POSTCOPY_ADVISE => nothing(Self::PostcopyAdvise),
+            RequestCode::POSTCOPY_LISTEN => nothing(Self::PostcopyListen),
+            RequestCode::POSTCOPY_END => nothing(Self::PostcopyEnd),
             _ => Err(MessageError::Unsupported { code, why: missing_feature_hint(code) }),
         }
     }
 
     fn table(payload: &[u8], mut fds: Fds) -> Result<Self, MessageError> {
-        let code = Code::SET_MEM_TABLE;
+        let code = RequestCode::SET_MEM_TABLE;
         let wrong = |expected| MessageError::Length { code, found: payload.len(), expected };
         let (table, rest) = RawTable::read_from_prefix(payload).map_err(|_| wrong(size_of::<RawTable>()))?;
         let count = table.regions.get();
@@ -228,7 +228,7 @@ impl Request {
 }
 
 impl VringFd {
-    fn decode(code: Code, payload: &[u8], fds: &mut Fds) -> Result<Self, MessageError> {
+    fn decode(code: RequestCode, payload: &[u8], fds: &mut Fds) -> Result<Self, MessageError> {
         let number = parse_exact::<U64>(code, payload)?.get();
         if number & !(NO_FD | 0xff) != 0 {
             let expected = "a ring below 256, and bit 8 for no descriptor";
@@ -241,7 +241,7 @@ impl VringFd {
 
 /// Descriptors of one message. Unused ones are closed.
 struct Fds {
-    code: Code,
+    code: RequestCode,
     fds: Vec<OwnedFd>,
 }
 
@@ -265,7 +265,7 @@ impl Fds {
 }
 
 fn parse_exact<T: FromBytes + KnownLayout + Immutable + Unaligned>(
-    code: Code,
+    code: RequestCode,
     payload: &[u8],
 ) -> Result<T, MessageError> {
     T::read_from_bytes(payload).map_err(|_| MessageError::Length {
@@ -275,7 +275,7 @@ fn parse_exact<T: FromBytes + KnownLayout + Immutable + Unaligned>(
     })
 }
 
-fn single_region(code: Code, payload: &[u8]) -> Result<RegionInfo, MessageError> {
+fn single_region(code: RequestCode, payload: &[u8]) -> Result<RegionInfo, MessageError> {
     parse_exact::<SingleRegion>(code, payload).map(|both| both.region.into())
 }
 
@@ -286,7 +286,7 @@ struct SingleRegion {
     region: RawRegion,
 }
 
-fn direction(code: Code, payload: &[u8]) -> Result<TransferDirection, MessageError> {
+fn direction(code: RequestCode, payload: &[u8]) -> Result<TransferDirection, MessageError> {
     let RawStateTransfer { direction, phase } = parse_exact(code, payload)?;
     if phase.get() != 0 {
         let (what, found) = ("its phase", phase.get().into());
@@ -302,7 +302,7 @@ fn direction(code: Code, payload: &[u8]) -> Result<TransferDirection, MessageErr
     }
 }
 
-fn config(code: Code, payload: &[u8]) -> Result<Request, MessageError> {
+fn config(code: RequestCode, payload: &[u8]) -> Result<Request, MessageError> {
     let wrong = |expected| MessageError::Length { code, found: payload.len(), expected };
     let (head, bytes) = RawConfig::read_from_prefix(payload).map_err(|_| wrong(size_of::<RawConfig>()))?;
     let (offset, size, flags) = (head.offset.get(), head.size.get(), head.flags.get());
@@ -312,7 +312,7 @@ fn config(code: Code, payload: &[u8]) -> Result<Request, MessageError> {
         let expected = "at most 256";
         return Err(MessageError::Value { code, what: "the end of the range", found, expected });
     }
-    if code == Code::GET_CONFIG {
+    if code == RequestCode::GET_CONFIG {
         // A frontend may send a buffer for the reply.
         if !bytes.is_empty() && bytes.len() != size as usize {
             return Err(wrong(size_of::<RawConfig>() + size as usize));
@@ -326,12 +326,12 @@ fn config(code: Code, payload: &[u8]) -> Result<Request, MessageError> {
 }
 
 /// The feature that an unsupported request belongs to.
-fn missing_feature_hint(code: Code) -> &'static str {
+fn missing_feature_hint(code: RequestCode) -> &'static str {
     match code {
-        Code::GET_INFLIGHT_FD | Code::SET_INFLIGHT_FD => " (INFLIGHT_SHMFD is not offered)",
-        Code::SET_BACKEND_REQ_FD => " (BACKEND_REQ is not offered)",
-        Code::IOTLB_MSG => " (VIRTIO_F_ACCESS_PLATFORM is not offered)",
-        Code::SET_VRING_ENDIAN => " (CROSS_ENDIAN is not offered)",
+        RequestCode::GET_INFLIGHT_FD | RequestCode::SET_INFLIGHT_FD => " (INFLIGHT_SHMFD is not offered)",
+        RequestCode::SET_BACKEND_REQ_FD => " (BACKEND_REQ is not offered)",
+        RequestCode::IOTLB_MSG => " (VIRTIO_F_ACCESS_PLATFORM is not offered)",
+        RequestCode::SET_VRING_ENDIAN => " (CROSS_ENDIAN is not offered)",
         _ => "",
     }
 }

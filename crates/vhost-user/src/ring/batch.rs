@@ -5,12 +5,12 @@ use std::sync::Arc;
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
 
 use super::BATCH_SEGMENTS_MAX;
-use crate::memory::{GuestRange, Memory, Segment};
+use crate::memory::{GuestMemory, GuestRange, Segment};
 
 /// Popped chains, and a reference to the guest memory that they are in. Reusable.
 #[derive(Debug, Default)]
 pub struct Batch {
-    pub(super) memory: Arc<Memory>,
+    pub(super) memory: Arc<GuestMemory>,
     pub(super) segments: Vec<Segment>,
     pub(super) chains: Vec<ChainLayout>,
     pub(super) epoch: u64,
@@ -36,7 +36,7 @@ pub struct Chain<'b> {
 
 /// Head of a chain that is completed later, in any order. Ignored once its ring was stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Head {
+pub struct ChainHead {
     pub(super) index: u16,
     pub(super) epoch: u64,
 }
@@ -82,11 +82,11 @@ impl Batch {
     }
 
     /// Memory of the buffers, for uses that outlive the batch.
-    pub fn memory(&self) -> &Arc<Memory> {
+    pub fn memory(&self) -> &Arc<GuestMemory> {
         &self.memory
     }
 
-    pub(super) fn begin(&mut self, memory: &Arc<Memory>, epoch: u64) {
+    pub(super) fn begin(&mut self, memory: &Arc<GuestMemory>, epoch: u64) {
         if !Arc::ptr_eq(&self.memory, memory) {
             self.memory = Arc::clone(memory);
         }
@@ -159,8 +159,8 @@ impl<'b> Chain<'b> {
     }
 
     /// Head, to complete the chain later without having written to it: a packet that the kernel still sends.
-    pub fn head(&self) -> Head {
-        Head { index: self.layout.head, epoch: self.batch.epoch }
+    pub fn head(&self) -> ChainHead {
+        ChainHead { index: self.layout.head, epoch: self.batch.epoch }
     }
 
     pub(super) fn writable_segments(&self) -> &'b [Segment] {

@@ -5,7 +5,7 @@ use zerocopy::FromBytes;
 use super::batch::{Batch, ChainLayout};
 use super::fault::RingFault;
 use super::{CHAIN_BYTES_MAX, CHAIN_DESCRIPTORS_MAX, CHAIN_SEGMENTS_MAX, DESCRIPTOR_BYTES};
-use crate::memory::Memory;
+use crate::memory::GuestMemory;
 use crate::message::RawDescriptor;
 use crate::sys::Area;
 
@@ -15,7 +15,7 @@ const INDIRECT: u16 = virtio_bindings::virtio_ring::VRING_DESC_F_INDIRECT as u16
 
 /// Descriptor table and memory of a ring.
 pub(super) struct ChainWalker<'a> {
-    pub(super) memory: &'a Memory,
+    pub(super) memory: &'a GuestMemory,
     pub(super) table: &'a Area,
     pub(super) size: u16,
     pub(super) indirect: bool,

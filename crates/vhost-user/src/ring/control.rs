@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::setup::{RingParts, RingStop};
-use super::{Head, INDEX, Ring, RingFault};
+use super::{ChainHead, INDEX, Ring, RingFault};
 use crate::log::DirtyLog;
-use crate::memory::Memory;
+use crate::memory::GuestMemory;
 use crate::message::VringAddress;
 
 impl Ring {
@@ -31,7 +31,7 @@ impl Ring {
     }
 
     /// Translates the addresses of the ring again, in other memory or for other addresses.
-    pub(crate) fn remap(&mut self, memory: Arc<Memory>, address: VringAddress) -> Result<(), RingFault> {
+    pub(crate) fn remap(&mut self, memory: Arc<GuestMemory>, address: VringAddress) -> Result<(), RingFault> {
         self.parts = RingParts::find(&memory, &address, self.size, self.event_index)?;
         self.memory = memory;
         self.address = address;
@@ -59,7 +59,7 @@ impl Ring {
     pub(crate) fn stop(mut self) -> RingStop {
         let incomplete = self.incomplete();
         for index in &incomplete {
-            self.stage(Head { index: *index, epoch: self.epoch }, 0);
+            self.stage(ChainHead { index: *index, epoch: self.epoch }, 0);
         }
         self.publish();
         self.recovery.end();

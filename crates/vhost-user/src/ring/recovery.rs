@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::{Batch, Completion, ENTRIES, Head, Ring, RingFault, USED_BYTES};
+use super::{Batch, ChainHead, Completion, ENTRIES, Ring, RingFault, USED_BYTES};
 use crate::message::VringAddress;
 use crate::record::QueueRecord;
 
@@ -149,9 +149,9 @@ impl Ring {
     /// Takes the chains that were in flight when the record was read, so that [`Ring::pop`] does not return them. They stay in
     /// flight until they are completed ([`Ring::complete_head`]). For a device whose previous process may have passed them to
     /// hardware or the kernel.
-    pub fn take_resubmitted(&mut self) -> Vec<Head> {
+    pub fn take_resubmitted(&mut self) -> Vec<ChainHead> {
         let epoch = self.epoch;
-        self.recovery.resubmit.drain(..).map(|index| Head { index, epoch }).collect()
+        self.recovery.resubmit.drain(..).map(|index| ChainHead { index, epoch }).collect()
     }
 
     /// Chains in flight that are not completed, in the order in which they were popped.

@@ -7,7 +7,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use super::{Batch, Head, Ring};
+use super::{Batch, ChainHead, Ring};
 use crate::record::InFlightRecord;
 use crate::{crash_point, features};
 
@@ -40,7 +40,7 @@ struct Bench {
     record: File,
     durable: bool,
     ring: Option<Ring>,
-    kept: Vec<Head>,
+    kept: Vec<ChainHead>,
     crashes: u64,
 }
 

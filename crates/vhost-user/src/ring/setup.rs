@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{DESCRIPTOR_BYTES, ENTRIES, RING_SIZE_MAX, RingFault, USED_BYTES};
 use crate::features;
 use crate::log::{DirtyLog, LogSwitch};
-use crate::memory::Memory;
+use crate::memory::GuestMemory;
 use crate::message::VringAddress;
 use crate::sys::{Area, FileRange};
 
@@ -72,7 +72,12 @@ pub(crate) struct RingExtent {
 
 impl RingExtent {
     /// Finds a ring with these features; `None` if it has a fault, which is reported when it starts.
-    pub(crate) fn find(memory: &Memory, address: &VringAddress, size: u32, features: u64) -> Option<Self> {
+    pub(crate) fn find(
+        memory: &GuestMemory,
+        address: &VringAddress,
+        size: u32,
+        features: u64,
+    ) -> Option<Self> {
         let event_index = features & features::EVENT_IDX != 0;
         let parts = RingParts::find(memory, address, ring_size(size).ok()?, event_index).ok()?;
         Some(Self { available: parts.available.file_range(), used: parts.used.file_range() })
@@ -93,7 +98,7 @@ pub(super) fn ring_size(found: u32) -> Result<u16, RingFault> {
 impl RingParts {
     /// Finds the parts of a ring with `size` entries in guest memory.
     pub(super) fn find(
-        memory: &Memory,
+        memory: &GuestMemory,
         address: &VringAddress,
         size: u16,
         event_index: bool,

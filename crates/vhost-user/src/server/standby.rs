@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use towline_channel::{Cancel, Channel};
 
 use super::{FrontendSource, Service, descriptor_error};
-use crate::connection::{Claim, Connection, ConnectionResources, MESSAGE_WITHIN, Peer};
+use crate::connection::{Claim, ConnectionResources, FrontendConnection, MESSAGE_WITHIN, Peer};
 use crate::device::Device;
 use crate::record::InFlightRecord;
 use crate::serve_error::ServeError;
@@ -92,7 +92,9 @@ impl Service {
     /// Waits for a request of either, the owner's first: the end of its connection precedes what the standby does then.
     fn next_event(&self, cancel: &Cancel, retry_at: Option<Instant>) -> Result<FrontendEvent, ServeError> {
         let mut fds: Vec<(FrontendEvent, BorrowedFd<'_>)> = Vec::with_capacity(3);
-        fds.extend(self.connection.as_ref().and_then(Connection::as_fd).map(|fd| (FrontendEvent::Owner, fd)));
+        fds.extend(
+            self.connection.as_ref().and_then(FrontendConnection::as_fd).map(|fd| (FrontendEvent::Owner, fd)),
+        );
         match &self.standby {
             Some(standby) => fds.extend(standby.as_fd().map(|fd| (FrontendEvent::Standby, fd))),
             None if retry_at.is_none() => {
@@ -166,7 +168,7 @@ impl Service {
             _ => return Ok(()),
         };
         let resources = ConnectionResources::new(&*channel, device, Some(record), &self.orphans)?;
-        let mut standby = Connection::with(channel, device, resources);
+        let mut standby = FrontendConnection::with(channel, device, resources);
         standby.set_cancel(cancel);
         standby.set_message_timeout(STANDBY_MESSAGE_WITHIN)?;
         tracing::info!(device = device.name(), "a second frontend has connected");

@@ -13,7 +13,7 @@ use std::os::fd::OwnedFd;
 
 use super::{Rings, Session, SessionError};
 use crate::device::BackendError;
-use crate::memory::{Memory, Region};
+use crate::memory::{GuestMemory, Region};
 use crate::message::{RegionInfo, Reply};
 use crate::sys::Userfaultfd;
 
@@ -22,7 +22,7 @@ pub(super) struct Postcopy {
     userfaultfd: Userfaultfd,
     listening: bool,
     /// Mapped memory whose addresses the frontend has not acknowledged yet.
-    unacknowledged: Option<Memory>,
+    unacknowledged: Option<GuestMemory>,
 }
 
 impl<R: Rings> Session<R> {
@@ -64,7 +64,7 @@ impl<R: Rings> Session<R> {
     ) -> Result<Reply, SessionError> {
         let infos: Vec<RegionInfo> = regions.iter().map(|(info, _)| *info).collect();
         let mapped = regions.into_iter().map(|(info, fd)| Region::map(&info, fd));
-        let memory = Memory::new(mapped.collect::<Result<_, _>>()?)?;
+        let memory = GuestMemory::new(mapped.collect::<Result<_, _>>()?)?;
         let mapped = infos.iter().map(|info| with_backend_address(&memory, info)).collect();
         self.set_unacknowledged(memory);
         Ok(Reply::Table(mapped))
@@ -86,7 +86,7 @@ impl<R: Rings> Session<R> {
         Ok(Reply::Region(mapped))
     }
 
-    fn set_unacknowledged(&mut self, memory: Memory) {
+    fn set_unacknowledged(&mut self, memory: GuestMemory) {
         if let Some(postcopy) = &mut self.postcopy {
             postcopy.unacknowledged = Some(memory);
         }
@@ -112,7 +112,7 @@ impl<R: Rings> Session<R> {
 }
 
 /// The region with its address in this process.
-fn with_backend_address(memory: &Memory, info: &RegionInfo) -> RegionInfo {
+fn with_backend_address(memory: &GuestMemory, info: &RegionInfo) -> RegionInfo {
     let address = memory.backend_address(info.guest_address).expect("a region of this memory");
     RegionInfo { user_address: address, ..*info }
 }

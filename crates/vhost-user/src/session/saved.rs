@@ -11,12 +11,12 @@ use zerocopy::IntoBytes as _;
 
 use super::{Enablement, Rings, Session, SessionError};
 use crate::features::ProtocolFeatures;
-use crate::message::{Code, NO_FD, RawLog, RawTable, Request, TABLE_REGIONS_MAX, VringState};
+use crate::message::{NO_FD, RawLog, RawTable, Request, RequestCode, TABLE_REGIONS_MAX, VringState};
 
 /// An encoded request with its descriptors.
 #[derive(Debug)]
 pub(crate) struct SavedRequest {
-    pub(crate) code: Code,
+    pub(crate) code: RequestCode,
     pub(crate) payload: Vec<u8>,
     pub(crate) fds: Vec<OwnedFd>,
 }
@@ -31,20 +31,20 @@ pub(crate) struct SavedSession {
 }
 
 impl SavedRequest {
-    fn new(code: Code, payload: &[u8], fds: Vec<OwnedFd>) -> Self {
+    fn new(code: RequestCode, payload: &[u8], fds: Vec<OwnedFd>) -> Self {
         Self { code, payload: payload.to_vec(), fds }
     }
 
-    fn number(code: Code, number: u64) -> Self {
+    fn number(code: RequestCode, number: u64) -> Self {
         Self::new(code, &number.to_le_bytes(), Vec::new())
     }
 
-    fn vring_state(code: Code, ring: usize, number: u32) -> Self {
+    fn vring_state(code: RequestCode, ring: usize, number: u32) -> Self {
         let state = VringState { index: wire_index(ring), number };
         Self::new(code, &state.to_bytes(), Vec::new())
     }
 
-    fn vring_fd(code: Code, ring: usize, fd: Option<OwnedFd>) -> Self {
+    fn vring_fd(code: RequestCode, ring: usize, fd: Option<OwnedFd>) -> Self {
         let number = u64::from(wire_index(ring)) | if fd.is_none() { NO_FD } else { 0 };
         Self::new(code, &number.to_le_bytes(), fd.into_iter().collect())
     }
@@ -84,30 +84,30 @@ impl<R: Rings> Session<R> {
     fn save_negotiated(&self) -> Result<Vec<SavedRequest>, SessionError> {
         let failed = |error| SessionError::from(crate::MemoryTableError::Map(error));
         let protocol = self.negotiated.protocol.bits();
-        let mut requests = vec![SavedRequest::number(Code::SET_PROTOCOL_FEATURES, protocol)];
+        let mut requests = vec![SavedRequest::number(RequestCode::SET_PROTOCOL_FEATURES, protocol)];
         if let Some(features) = self.negotiated.features {
-            requests.push(SavedRequest::number(Code::SET_FEATURES, features));
+            requests.push(SavedRequest::number(RequestCode::SET_FEATURES, features));
         }
         let regions = self.memory.share().map_err(failed)?;
         if regions.len() > TABLE_REGIONS_MAX {
             requests.extend(regions.into_iter().map(|(info, fd)| {
                 let payload = [&[0; 8], &info.to_bytes()[..]].concat();
-                SavedRequest::new(Code::ADD_MEM_REG, &payload, vec![fd])
+                SavedRequest::new(RequestCode::ADD_MEM_REG, &payload, vec![fd])
             }));
         } else if !regions.is_empty() {
             let count = u32::try_from(regions.len()).expect("at most TABLE_REGIONS_MAX");
             let mut payload = RawTable { regions: count.into(), padding: 0.into() }.as_bytes().to_vec();
             regions.iter().for_each(|(info, _)| payload.extend_from_slice(&info.to_bytes()));
             let fds = regions.into_iter().map(|(_, fd)| fd).collect();
-            requests.push(SavedRequest::new(Code::SET_MEM_TABLE, &payload, fds));
+            requests.push(SavedRequest::new(RequestCode::SET_MEM_TABLE, &payload, fds));
         }
         if let Some(log) = &self.log {
             let log = log.share().map_err(failed)?;
             let payload = RawLog { size: log.size.into(), offset: log.offset.into() };
-            requests.push(SavedRequest::new(Code::SET_LOG_BASE, payload.as_bytes(), vec![log.fd]));
+            requests.push(SavedRequest::new(RequestCode::SET_LOG_BASE, payload.as_bytes(), vec![log.fd]));
         }
         if self.negotiated.protocol.contains(ProtocolFeatures::STATUS) {
-            requests.push(SavedRequest::number(Code::SET_STATUS, self.status));
+            requests.push(SavedRequest::number(RequestCode::SET_STATUS, self.status));
         }
         Ok(requests)
     }
@@ -124,20 +124,20 @@ impl<R: Rings> Session<R> {
         }
         let negotiated = &mut saved.negotiated;
         if vring.size != 0 {
-            negotiated.push(SavedRequest::vring_state(Code::SET_VRING_NUM, ring, vring.size));
+            negotiated.push(SavedRequest::vring_state(RequestCode::SET_VRING_NUM, ring, vring.size));
         }
         if let Some(address) = vring.address {
-            negotiated.push(SavedRequest::new(Code::SET_VRING_ADDR, &address.to_bytes(), Vec::new()));
+            negotiated.push(SavedRequest::new(RequestCode::SET_VRING_ADDR, &address.to_bytes(), Vec::new()));
         }
-        negotiated.push(SavedRequest::vring_state(Code::SET_VRING_BASE, ring, vring.base.into()));
-        negotiated.push(SavedRequest::vring_fd(Code::SET_VRING_CALL, ring, call));
-        negotiated.push(SavedRequest::vring_fd(Code::SET_VRING_ERR, ring, err));
+        negotiated.push(SavedRequest::vring_state(RequestCode::SET_VRING_BASE, ring, vring.base.into()));
+        negotiated.push(SavedRequest::vring_fd(RequestCode::SET_VRING_CALL, ring, call));
+        negotiated.push(SavedRequest::vring_fd(RequestCode::SET_VRING_ERR, ring, err));
         if vring.enablement != Enablement::Initial {
             let enabled = vring.enablement == Enablement::Enabled;
-            negotiated.push(SavedRequest::vring_state(Code::SET_VRING_ENABLE, ring, enabled.into()));
+            negotiated.push(SavedRequest::vring_state(RequestCode::SET_VRING_ENABLE, ring, enabled.into()));
         }
         if ran && kick.is_some() {
-            saved.starts.push(SavedRequest::vring_fd(Code::SET_VRING_KICK, ring, kick));
+            saved.starts.push(SavedRequest::vring_fd(RequestCode::SET_VRING_KICK, ring, kick));
         }
         Ok(())
     }

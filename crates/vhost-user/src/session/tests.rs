@@ -21,7 +21,7 @@ impl Rings for Recorder {
         &mut self,
         ring: usize,
         setup: RingSetup,
-        _: &Arc<Memory>,
+        _: &Arc<GuestMemory>,
         _: RingFds,
     ) -> Result<Option<RingFault>, SessionError> {
         self.calls.push(format!(
@@ -64,7 +64,7 @@ impl Rings for Recorder {
         Ok(())
     }
 
-    fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), SessionError> {
+    fn set_memory(&mut self, memory: &Arc<GuestMemory>) -> Result<(), SessionError> {
         self.calls.push(format!("memory {:#x}", memory.size()));
         Ok(())
     }

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use super::{Enablement, RingFds, Rings, Session, SessionError, no_reply};
 use crate::features;
-use crate::memory::Memory;
+use crate::memory::GuestMemory;
 use crate::message::{Reply, Request, VringAddress, VringFd, VringState};
 use crate::ring::{RING_SIZE_MAX, RingExtent, RingSetup};
 
@@ -149,7 +149,7 @@ impl<R: Rings> Session<R> {
     pub(super) fn check_overlaps(
         &self,
         request: &'static str,
-        memory: &Memory,
+        memory: &GuestMemory,
         concerned: Option<usize>,
     ) -> Result<(), SessionError> {
         let Some(features) = self.negotiated.features else { return Ok(()) };

@@ -46,14 +46,14 @@ unsafe impl Sync for Entry {}
 
 /// Keeps a mapping on the handler's list.
 #[derive(Debug)]
-pub(crate) struct Guard(&'static Entry);
+pub(crate) struct MappingGuard(&'static Entry);
 
 /// Number of faults of guarded memory in this process.
 pub(crate) fn faults() -> u64 {
     FAULTS.load(Ordering::Acquire)
 }
 
-impl Guard {
+impl MappingGuard {
     /// Guards a mapping, until this is dropped.
     ///
     /// # Safety
@@ -77,7 +77,7 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for MappingGuard {
     fn drop(&mut self) {
         self.0.change(0, 0);
         free_entries().push(self.0);
@@ -187,7 +187,7 @@ fn map_zeros(start: usize, len: usize) -> bool {
     use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
     let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
     let start = std::ptr::without_provenance_mut(start);
-    // SAFETY: the mapping may be replaced by zeros at any time (safety of `Guard::new`); rustix makes the system call itself, so
+    // SAFETY: the mapping may be replaced by zeros at any time (safety of `MappingGuard::new`); rustix makes the system call itself, so
     // `errno` of the interrupted thread does not change.
     unsafe { mmap_anonymous(start, len, prot, flags | MapFlags::FIXED) }.is_ok()
 }

@@ -13,14 +13,14 @@ use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use towline_channel::{IoBuf, IoBufMut};
 use vm_memory::{FileOffset, MmapRegion};
 
-use super::guard::Guard;
+use super::guard::MappingGuard;
 use crate::memory::MemoryTableError;
 
 /// A mapped part of a file. Unmapped with the last of its [`Area`]s.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     /// Dropped before the region that it guards.
-    guard: Option<Guard>,
+    guard: Option<MappingGuard>,
     region: MmapRegion<()>,
     file_id: FileId,
     /// Offset of the part in the mapping, which begins with the file, because huge pages require aligned offsets.
@@ -62,13 +62,13 @@ impl Mapping {
         let mapping = Self::new(fd, offset, len)?;
         // SAFETY: the range is this mapping, of which no reference is ever made, and the guard is dropped first. Shared memory may
         // have any contents at any time, so zeros as well.
-        let guard = unsafe { Guard::new(mapping.region.as_ptr(), mapping.region.size()) };
+        let guard = unsafe { MappingGuard::new(mapping.region.as_ptr(), mapping.region.size()) };
         Ok(Self { guard: Some(guard.map_err(MemoryTableError::Map)?), ..mapping })
     }
 
     /// Returns true if it was replaced by zeros after a fault.
     pub(crate) fn is_lost(&self) -> bool {
-        self.guard.as_ref().is_some_and(Guard::is_lost)
+        self.guard.as_ref().is_some_and(MappingGuard::is_lost)
     }
 
     /// Maps `len` bytes of the file from `offset` on, shared, for reading and writing.

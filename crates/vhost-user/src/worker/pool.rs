@@ -17,7 +17,7 @@ use crate::hangup::Hangup;
 use crate::kick::Kick;
 use crate::log::DirtyLog;
 use crate::mailbox::{self, Wake as _};
-use crate::memory::Memory;
+use crate::memory::GuestMemory;
 use crate::message::VringAddress;
 use crate::orphaned_threads::OrphanedThreads;
 use crate::record::InFlightRecord;
@@ -125,7 +125,7 @@ impl Rings for WorkerPool {
         &mut self,
         ring: usize,
         setup: RingSetup,
-        memory: &Arc<Memory>,
+        memory: &Arc<GuestMemory>,
         fds: RingFds,
     ) -> Result<Option<RingFault>, SessionError> {
         let memory = Arc::clone(memory);
@@ -156,7 +156,7 @@ impl Rings for WorkerPool {
         self.call(ring, move |thread, queue| thread.set_address(queue, address))
     }
 
-    fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), SessionError> {
+    fn set_memory(&mut self, memory: &Arc<GuestMemory>) -> Result<(), SessionError> {
         let memory = Arc::clone(memory);
         self.call_all(move |thread| thread.set_memory(&memory))
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::device::Device;
 use crate::eventfd;
 use crate::kick::Kick;
-use crate::memory::Memory;
+use crate::memory::GuestMemory;
 use crate::message::VringAddress;
 use crate::record::{InFlightRecord, QueueRecord};
 use crate::ring::{Batch, Ring, RingFault, RingSetup};
@@ -99,7 +99,7 @@ impl QueueSlot {
     pub(super) fn start(
         &mut self,
         setup: RingSetup,
-        memory: Arc<Memory>,
+        memory: Arc<GuestMemory>,
         fds: RingFds,
     ) -> Result<bool, RingFault> {
         self.starts += 1;
@@ -126,7 +126,7 @@ impl QueueSlot {
     }
 
     /// Translates the ring's addresses again. A ring outside guest memory is abandoned.
-    pub(super) fn remap(&mut self, memory: Option<&Arc<Memory>>, address: Option<VringAddress>) {
+    pub(super) fn remap(&mut self, memory: Option<&Arc<GuestMemory>>, address: Option<VringAddress>) {
         let Some(ring) = &mut self.ring else { return };
         let memory = memory.unwrap_or(ring.memory());
         let address = address.unwrap_or(ring.address());

@@ -18,7 +18,7 @@ use crate::hangup::Hangup;
 use crate::kick::{self, Kick};
 use crate::log::DirtyLog;
 use crate::mailbox::{self, Mailbox};
-use crate::memory::Memory;
+use crate::memory::GuestMemory;
 use crate::message::VringAddress;
 use crate::poll::{PollFlags, PollSet};
 use crate::ring::{Batch, Ring, RingFault, RingSetup};
@@ -166,7 +166,7 @@ impl WorkerThread {
         &mut self,
         queue: usize,
         setup: RingSetup,
-        memory: Arc<Memory>,
+        memory: Arc<GuestMemory>,
         fds: RingFds,
     ) -> Result<(), RingFault> {
         let fresh = self.slots[queue].start(setup, memory, fds)?;
@@ -206,7 +206,7 @@ impl WorkerThread {
         self.slots[queue].remap(None, Some(address));
     }
 
-    pub(super) fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), SessionError> {
+    pub(super) fn set_memory(&mut self, memory: &Arc<GuestMemory>) -> Result<(), SessionError> {
         let deadline = Instant::now() + DRAIN_WITHIN;
         let released = self.worker.release(&mut Queues::new(&mut self.slots), deadline);
         self.discard_batch.clear();

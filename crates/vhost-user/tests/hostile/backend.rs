@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use towline_channel::UnixChannel;
 use towline_frontend::wire::{feature, protocol};
-use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions, wait_any};
+use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions, wait_any};
 use towline_vhost_user::{Cancel, Device, ServeError, serve};
 
 use crate::harness::Echo;
@@ -20,7 +20,7 @@ const NEEDED: u64 = protocol::REPLY_ACK | protocol::LOG_SHMFD | protocol::MEM_SL
 /// A backend in a thread, and its guest.
 pub(crate) struct Pair {
     pub(crate) frontend: Frontend,
-    pub(crate) memory: Arc<Memory>,
+    pub(crate) memory: Arc<MemoryArena>,
     pub(crate) features: u64,
     pub(crate) rings: [Queue; 2],
     backend: Option<JoinHandle<Result<(), ServeError>>>,
@@ -43,7 +43,7 @@ impl Pair {
         });
         let mut frontend = Frontend::new(near).unwrap();
         let features = frontend.negotiate(0, wished, NEEDED).unwrap().features;
-        let memory = Arc::new(Memory::with_regions(1 << 20, 2).unwrap());
+        let memory = Arc::new(MemoryArena::with_regions(1 << 20, 2).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
         let queue = |index| Queue::new(&memory, index, QueueOptions { size: SIZE, features }).unwrap();
         let rings = [queue(0), queue(1)];
@@ -67,7 +67,11 @@ impl Pair {
         let (out, back) = (self.buffers, self.buffers + 4096);
         self.memory.write(out, &self.count.to_le_bytes());
         let ring = &mut self.rings[ring];
-        assert!(ring.add(&[Buffer { guest: out, len: 8 }], &[Buffer { guest: back, len: 8 }], self.count));
+        assert!(ring.add(
+            &[QueueBuffer { guest: out, len: 8 }],
+            &[QueueBuffer { guest: back, len: 8 }],
+            self.count
+        ));
         ring.publish();
         ring.wait(WITHIN).unwrap();
         let used = ring.pop_used().unwrap().unwrap();

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use towline_channel::UnixChannel;
-use towline_frontend::wire::{Code, encode_u32_pair, protocol};
-use towline_frontend::{Buffer, Error, Frontend, Memory, Queue, QueueOptions};
+use towline_frontend::wire::{RequestCode, encode_u32_pair, protocol};
+use towline_frontend::{Error, Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions};
 use towline_vhost_user::{Cancel, Device, FrontendSource, ServeError, serve};
 
 use crate::backend::{Log, WITHIN};
@@ -16,7 +16,7 @@ use crate::backend::{Log, WITHIN};
 fn block_worker(stream: UnixStream) -> (Frontend, Queue) {
     let mut frontend = Frontend::new(stream).unwrap();
     let features = frontend.negotiate(0, 0, protocol::REPLY_ACK).unwrap().features;
-    let memory = Arc::new(Memory::new(1 << 20).unwrap());
+    let memory = Arc::new(MemoryArena::new(1 << 20).unwrap());
     frontend.set_mem_table(Some(&memory)).unwrap();
     let mut queue = Queue::new(&memory, 0, QueueOptions { size: 16, features }).unwrap();
     frontend.start(&queue, 0).unwrap();
@@ -25,7 +25,7 @@ fn block_worker(stream: UnixStream) -> (Frontend, Queue) {
     while rustix::io::write(queue.call_fd(), &1u64.to_ne_bytes()).is_ok() {}
     rustix::io::ioctl_fionbio(queue.call_fd(), false).unwrap();
     queue.enable_callback(1);
-    let buffer = Buffer { guest: memory.alloc(8, 8), len: 8 };
+    let buffer = QueueBuffer { guest: memory.alloc(8, 8), len: 8 };
     assert!(queue.add(&[buffer], &[], 0));
     queue.publish();
     // The worker signals after it has published.
@@ -49,7 +49,7 @@ fn a_blocked_worker_does_not_keep_the_process_from_ending() {
         serve(&channel, &device, &token)
     });
     let (mut frontend, queue) = block_worker(near);
-    frontend.send_unacked(Code::GET_VRING_BASE, &encode_u32_pair(0, 0), &[]).unwrap();
+    frontend.send_unacked(RequestCode::GET_VRING_BASE, &encode_u32_pair(0, 0), &[]).unwrap();
     cancel.cancel();
     let begun = Instant::now();
     let error = backend.join().unwrap().unwrap_err();

@@ -2,7 +2,7 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use towline_frontend::wire::{Code, RegionInfo, encode_u32_pair, encode_u64s, feature};
+use towline_frontend::wire::{RegionInfo, RequestCode, encode_u32_pair, encode_u64s, feature};
 use towline_frontend::{Error, Queue, QueueOptions};
 
 use crate::backend::{Log, Pair, SIZE};
@@ -83,14 +83,14 @@ fn overlap(pair: &mut Pair, edge: Edge) {
     } & !3;
     let user = [at.table, used, at.available].map(|guest| pair.memory.user_addr(guest));
     let payload = [encode_u32_pair(0, 0), encode_u64s(&user), encode_u64s(&[0])].concat();
-    pair.frontend.request(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
+    pair.frontend.request(RequestCode::SET_VRING_ADDR, &payload, &[]).unwrap();
 }
 
 /// Starts the first ring with the addresses that it has.
 fn kick(pair: &mut Pair) {
     let (ring, index) = (&pair.rings[0], encode_u64s(&[0]));
-    pair.frontend.request(Code::SET_VRING_ERR, &index, &[ring.err_fd()]).unwrap();
-    pair.frontend.request(Code::SET_VRING_KICK, &index, &[ring.kick_fd()]).unwrap();
+    pair.frontend.request(RequestCode::SET_VRING_ERR, &index, &[ring.err_fd()]).unwrap();
+    pair.frontend.request(RequestCode::SET_VRING_KICK, &index, &[ring.kick_fd()]).unwrap();
 }
 
 /// A completion is then an available chain too, so a device would never rest.
@@ -154,7 +154,7 @@ fn user_addresses(pair: &Pair, ring: usize) -> [u64; 3] {
 
 fn set_addresses(pair: &mut Pair, ring: u32, user: [u64; 3]) -> Result<(), Error> {
     let payload = [encode_u32_pair(ring, 0), encode_u64s(&user), encode_u64s(&[0])].concat();
-    pair.frontend.request(Code::SET_VRING_ADDR, &payload, &[])
+    pair.frontend.request(RequestCode::SET_VRING_ADDR, &payload, &[])
 }
 
 /// Two rings whose completions are each other's available chains would keep a device busy without the driver.
@@ -174,7 +174,7 @@ fn a_used_ring_over_the_available_ring_of_another_is_refused() {
     let base = pair.frontend.stop(0).unwrap();
     set_addresses(&mut pair, 0, [own[0], other[2] & !3, own[2]]).unwrap();
     let (index, kick) = (encode_u64s(&[0]), pair.rings[0].kick_fd());
-    assert!(pair.frontend.request(Code::SET_VRING_KICK, &index, &[kick]).is_err(), "a start");
+    assert!(pair.frontend.request(RequestCode::SET_VRING_KICK, &index, &[kick]).is_err(), "a start");
     pair.other_echoes();
     pair.frontend.start(&pair.rings[0], base).unwrap();
     pair.echo(0);
@@ -191,7 +191,7 @@ fn rings_are_compared_by_the_bytes_of_their_memory() {
     let known = pair.memory.regions().next().unwrap();
     let again = RegionInfo { guest_address: 0x9000_0000, user_address: 0x1000_0000, ..known };
     let payload = [encode_u64s(&[0]), again.encode()].concat();
-    pair.frontend.request(Code::ADD_MEM_REG, &payload, &[pair.memory.fd()]).unwrap();
+    pair.frontend.request(RequestCode::ADD_MEM_REG, &payload, &[pair.memory.fd()]).unwrap();
     let second = |user: u64| user - known.user_address + again.user_address;
     assert!(set_addresses(&mut pair, 0, [own[0], second(other[2] & !3), own[2]]).is_err());
     pair.echo(0);
@@ -206,7 +206,7 @@ fn rings_are_compared_by_the_bytes_of_their_memory() {
 fn memory_slots_are_added_and_removed_while_rings_run() {
     let _log = Log::new();
     let mut pair = Pair::start();
-    let other = towline_frontend::Memory::new(1 << 16).unwrap();
+    let other = towline_frontend::MemoryArena::new(1 << 16).unwrap();
     for at in 0..50u64 {
         let region = towline_frontend::wire::RegionInfo {
             guest_address: 0x8000_0000 + at * (1 << 16),
@@ -215,17 +215,17 @@ fn memory_slots_are_added_and_removed_while_rings_run() {
             mmap_offset: 0,
         };
         let payload = [encode_u64s(&[0]), region.encode()].concat();
-        pair.frontend.request(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
+        pair.frontend.request(RequestCode::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
         // The same region again has no effect; an overlapping one is refused.
-        pair.frontend.request(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
+        pair.frontend.request(RequestCode::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
         let elsewhere =
             towline_frontend::wire::RegionInfo { user_address: region.user_address + (1 << 40), ..region };
         let elsewhere = [encode_u64s(&[0]), elsewhere.encode()].concat();
-        let twice = pair.frontend.request(Code::ADD_MEM_REG, &elsewhere, &[other.fd()]).unwrap_err();
+        let twice = pair.frontend.request(RequestCode::ADD_MEM_REG, &elsewhere, &[other.fd()]).unwrap_err();
         assert!(matches!(twice, Error::Reply { .. }), "{twice}");
         pair.echo(0);
         if at % 3 == 0 {
-            pair.frontend.request(Code::REM_MEM_REG, &payload, &[]).unwrap();
+            pair.frontend.request(RequestCode::REM_MEM_REG, &payload, &[]).unwrap();
         }
         pair.other_echoes();
     }
@@ -247,8 +247,8 @@ proptest! {
                 24 | 25 => [first.to_le_bytes(), second.to_le_bytes(), [0; 4]].concat(),
                 _ => encode_u32_pair(first, second),
             };
-            let bytes = towline_frontend::wire::request(Code("any", code), true, &payload);
-            let sent = pair.frontend.send(&bytes, Code("any", code), &fds);
+            let bytes = towline_frontend::wire::request(RequestCode("any", code), true, &payload);
+            let sent = pair.frontend.send(&bytes, RequestCode("any", code), &fds);
             if sent.is_err() {
                 break;
             }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
-use towline_frontend::{Buffer, GUEST_BASE, Memory, RingAddresses};
+use towline_frontend::{GUEST_BASE, MemoryArena, QueueBuffer, RingAddresses};
 
 use crate::backend::{Log, Pair, SIZE};
 
@@ -12,7 +12,7 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-fn write_descriptor(memory: &Memory, at: u64, guest: u64, len: u32, flags: u16, next: u16) {
+fn write_descriptor(memory: &MemoryArena, at: u64, guest: u64, len: u32, flags: u16, next: u16) {
     memory.write(at, &guest.to_le_bytes());
     memory.write(at + 8, &len.to_le_bytes());
     memory.write(at + 12, &flags.to_le_bytes());
@@ -22,7 +22,7 @@ fn write_descriptor(memory: &Memory, at: u64, guest: u64, len: u32, flags: u16, 
 /// The first ring processes descriptor 0, as `write` writes it, which is logged as `fault`. The other ring continues, and after a
 /// reset the first one too.
 #[track_caller]
-fn causes_fault(fault: &str, write: impl Fn(&Memory, RingAddresses)) {
+fn causes_fault(fault: &str, write: impl Fn(&MemoryArena, RingAddresses)) {
     let log = Log::new();
     let mut pair = Pair::start();
     pair.echo(0);
@@ -112,11 +112,11 @@ fn overlapping_rings_affect_only_their_guest() {
             towline_frontend::wire::encode_u64s(&user),
             towline_frontend::wire::encode_u64s(&[0]),
         ];
-        use towline_frontend::wire::Code;
+        use towline_frontend::wire::RequestCode;
         pair.frontend.start(&first[0], base).unwrap();
-        pair.frontend.request(Code::SET_VRING_ADDR, &payload.concat(), &[]).unwrap();
+        pair.frontend.request(RequestCode::SET_VRING_ADDR, &payload.concat(), &[]).unwrap();
         for _ in 0..40 {
-            let back = Buffer { guest: addresses.table, len: 64 };
+            let back = QueueBuffer { guest: addresses.table, len: 64 };
             first[0].add(&[], &[back], 0);
             first[0].publish();
             first[0].force_kick();
@@ -140,7 +140,7 @@ fn buffers_may_overlap_the_log_and_the_rings() {
     let addresses = ring.addresses();
     for guest in [GUEST_BASE, addresses.table, addresses.available, addresses.used] {
         for _ in 0..SIZE {
-            ring.add(&[Buffer { guest, len: 64 }], &[Buffer { guest, len: 64 }], 0);
+            ring.add(&[QueueBuffer { guest, len: 64 }], &[QueueBuffer { guest, len: 64 }], 0);
             ring.publish();
             ring.force_kick();
         }
@@ -167,7 +167,7 @@ fn a_flood_of_kicks_does_not_block_the_other_ring() {
     for _ in 0..200 {
         pair.other_echoes();
     }
-    let number = pair.frontend.number(towline_frontend::wire::Code::GET_QUEUE_NUM).unwrap();
+    let number = pair.frontend.number(towline_frontend::wire::RequestCode::GET_QUEUE_NUM).unwrap();
     assert_eq!(number, 2);
     pair.echo(0);
     over.store(true, Ordering::Relaxed);
@@ -204,7 +204,7 @@ proptest! {
         });
         for _ in 0..30 {
             for _ in 0..4 {
-                let buffer = Buffer { guest: GUEST_BASE + (1 << 19), len: 32 };
+                let buffer = QueueBuffer { guest: GUEST_BASE + (1 << 19), len: 32 };
                 pair.rings[0].add(&[buffer], &[buffer], 0);
             }
             pair.rings[0].publish();

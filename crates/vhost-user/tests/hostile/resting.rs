@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_channel::UnixChannel;
-use towline_frontend::wire::{Code, RegionInfo, encode_u32_pair, encode_u64s, feature, protocol};
-use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions, wait_any};
+use towline_frontend::wire::{RegionInfo, RequestCode, encode_u32_pair, encode_u64s, feature, protocol};
+use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions, wait_any};
 use towline_vhost_user::{BackendError, Cancel, Device, Next, Queues, ServeError, Worker, serve};
 
 use crate::backend::{Log, Pair, WITHIN};
@@ -88,7 +88,7 @@ impl Worker for Counted {
 
 struct Served {
     frontend: Frontend,
-    memory: Arc<Memory>,
+    memory: Arc<MemoryArena>,
     queue: Queue,
     runs: Arc<AtomicU64>,
     backend: std::thread::JoinHandle<Result<(), ServeError>>,
@@ -103,7 +103,7 @@ impl Served {
         let backend = std::thread::spawn(move || serve(&channel, &device, &Cancel::new().unwrap()));
         let mut frontend = Frontend::new(near).unwrap();
         let features = frontend.negotiate(0, wished, protocol::REPLY_ACK).unwrap().features;
-        let memory = Arc::new(Memory::new(4 << 20).unwrap());
+        let memory = Arc::new(MemoryArena::new(4 << 20).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
         let queue = Queue::new(&memory, 0, QueueOptions { size: 1024, features }).unwrap();
         frontend.start(&queue, 0).unwrap();
@@ -111,7 +111,7 @@ impl Served {
     }
 
     fn add(&mut self) {
-        let buffer = Buffer { guest: self.memory.alloc(8, 8), len: 8 };
+        let buffer = QueueBuffer { guest: self.memory.alloc(8, 8), len: 8 };
         assert!(self.queue.add(&[], &[buffer], 0));
         self.queue.publish();
     }
@@ -168,7 +168,7 @@ fn endless_kicks_are_polled_at_intervals() {
     // This one ends after it was paused.
     let ends = eventfd(300, EventfdFlags::SEMAPHORE | EventfdFlags::CLOEXEC).unwrap();
     for kick in [ends, semaphore, file("/dev/zero"), file("/dev/null"), file("/dev/urandom"), closed.into()] {
-        served.frontend.request(Code::SET_VRING_KICK, &ring, &[kick.as_fd()]).unwrap();
+        served.frontend.request(RequestCode::SET_VRING_KICK, &ring, &[kick.as_fd()]).unwrap();
         // The first events of such a descriptor count as kicks.
         std::thread::sleep(Duration::from_millis(100));
         served.assert_idle(60);
@@ -177,7 +177,7 @@ fn endless_kicks_are_polled_at_intervals() {
     assert_eq!(log.count("spurious kicks"), 3);
     // With an eventfd the ring works again.
     let kick = served.queue.kick_fd().try_clone_to_owned().unwrap();
-    served.frontend.request(Code::SET_VRING_KICK, &ring, &[kick.as_fd()]).unwrap();
+    served.frontend.request(RequestCode::SET_VRING_KICK, &ring, &[kick.as_fd()]).unwrap();
     served.add();
     served.queue.force_kick();
     served.queue.wait(WITHIN).unwrap();
@@ -192,7 +192,7 @@ fn a_disabled_queue_drops_its_chains_in_slices() {
     // More chains than are dropped in one run; one kick is enough for all.
     let mut added = 0;
     while served.queue.free_descriptors() > 0 {
-        let buffer = Buffer { guest: served.memory.alloc(8, 8), len: 8 };
+        let buffer = QueueBuffer { guest: served.memory.alloc(8, 8), len: 8 };
         assert!(served.queue.add(&[], &[buffer], 0));
         added += 1;
     }
@@ -218,7 +218,7 @@ fn chains_in_use_are_not_returned() {
         let before = served.runs.load(Ordering::Relaxed);
         served.add();
         served.wait_for_run(before);
-        let memory = Arc::new(Memory::new(1 << 20).unwrap());
+        let memory = Arc::new(MemoryArena::new(1 << 20).unwrap());
         let reply = if stops {
             served.frontend.stop(0).map(drop)
         } else {
@@ -239,7 +239,7 @@ fn an_abandoned_ring_is_drained_when_it_is_stopped() {
     served.add();
     served.wait_for_run(before);
     let payload = [encode_u32_pair(0, 0), encode_u64s(&[0x7000_0000; 3]), encode_u64s(&[0])].concat();
-    served.frontend.request(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
+    served.frontend.request(RequestCode::SET_VRING_ADDR, &payload, &[]).unwrap();
     assert!(wait_any(&[served.queue.err_fd()], WITHIN).unwrap(), "the fault is not reported");
     assert!(served.frontend.stop(0).is_err(), "the frontend would reuse the memory");
     let error = served.backend.join().unwrap().unwrap_err().to_string();
@@ -262,12 +262,12 @@ fn removed_memory_is_unmapped() {
         RegionInfo { guest_address: 0x8000_0000, size: 1 << 20, user_address: 0x1000_0000, mmap_offset: 0 };
     let payload = [encode_u64s(&[0]), region.encode()].concat();
     for _ in 0..3 {
-        pair.frontend.request(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
+        pair.frontend.request(RequestCode::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
         assert_eq!(mappings_of("hotplugged"), 1);
         // Both rings use the memory with the region.
         pair.echo(0);
         pair.other_echoes();
-        pair.frontend.request(Code::REM_MEM_REG, &payload, &[]).unwrap();
+        pair.frontend.request(RequestCode::REM_MEM_REG, &payload, &[]).unwrap();
         assert_eq!(mappings_of("hotplugged"), 0, "unmapped before the reply");
         pair.echo(0);
     }
@@ -301,13 +301,13 @@ fn a_truncated_dirty_log_ends_only_its_session() {
     let _log = Log::new();
     let mut other = Pair::start();
     let mut pair = Pair::start();
-    let log = Memory::new(1 << 20).unwrap();
+    let log = MemoryArena::new(1 << 20).unwrap();
     pair.frontend.set_log(&log).unwrap();
     pair.frontend.set_features(pair.features | feature::LOG_ALL).unwrap();
     pair.echo(0);
     assert!(!log.take_dirty_pages().is_empty());
     ftruncate(log.fd(), 0).unwrap();
-    let out = Buffer { guest: pair.memory.alloc(8, 8), len: 8 };
+    let out = QueueBuffer { guest: pair.memory.alloc(8, 8), len: 8 };
     assert!(pair.rings[0].add(&[out], &[out], 1));
     pair.rings[0].publish();
     let error = pair.wait_closed_by_backend().unwrap_err();
@@ -333,11 +333,13 @@ fn a_ring_in_missing_huge_pages_ends_only_its_session() {
     let region =
         RegionInfo { guest_address: 0x8000_0000, size: 2 << 20, user_address: 0x1000_0000, mmap_offset: 0 };
     let payload = [encode_u64s(&[0]), region.encode()].concat();
-    pair.frontend.request(Code::ADD_MEM_REG, &payload, &[huge.as_fd()]).unwrap();
+    pair.frontend.request(RequestCode::ADD_MEM_REG, &payload, &[huge.as_fd()]).unwrap();
     let addresses = [region.user_address, region.user_address + 0x2000, region.user_address + 0x1000];
     let payload = [encode_u32_pair(0, 0), encode_u64s(&addresses), encode_u64s(&[0])].concat();
-    pair.frontend.request(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
-    pair.frontend.send_unacked(Code::SET_VRING_KICK, &encode_u64s(&[0]), &[pair.rings[0].kick_fd()]).unwrap();
+    pair.frontend.request(RequestCode::SET_VRING_ADDR, &payload, &[]).unwrap();
+    pair.frontend
+        .send_unacked(RequestCode::SET_VRING_KICK, &encode_u64s(&[0]), &[pair.rings[0].kick_fd()])
+        .unwrap();
     let error = pair.wait_closed_by_backend().unwrap_err();
     assert!(error.to_string().contains("cannot be accessed any more (SIGBUS)"), "{error}");
     other.echo(0);

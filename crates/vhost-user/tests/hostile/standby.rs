@@ -8,8 +8,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Listener};
-use towline_frontend::wire::{Code, feature, protocol};
-use towline_frontend::{Buffer, Error, Frontend, Memory, Queue, QueueOptions};
+use towline_frontend::wire::{RequestCode, feature, protocol};
+use towline_frontend::{Error, Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions};
 use towline_vhost_user::{BackendError, Cancel, Device, FrontendSource, ServeError, Worker};
 
 use crate::backend::{SIZE, WITHIN};
@@ -55,7 +55,7 @@ struct Scene {
     device: Arc<Shared>,
     cancel: Cancel,
     server: Option<JoinHandle<Result<(), ServeError>>>,
-    memory: Arc<Memory>,
+    memory: Arc<MemoryArena>,
     rings: Vec<Queue>,
     buffers: u64,
     count: u64,
@@ -70,7 +70,7 @@ impl Scene {
         let (device, cancel) = (Arc::<Shared>::default(), Cancel::new().unwrap());
         let (served, ends): (Arc<dyn Device>, _) = (device.clone(), cancel.clone());
         let server = std::thread::spawn(move || FrontendSource::Listen(listener).serve(&served, &ends));
-        let memory = Arc::new(Memory::new(1 << 20).unwrap());
+        let memory = Arc::new(MemoryArena::new(1 << 20).unwrap());
         let options = QueueOptions { size: SIZE, features: FEATURES };
         let rings = (0..2).map(|index| Queue::new(&memory, index, options).unwrap()).collect();
         let buffers = memory.alloc(8192, 4096);
@@ -95,8 +95,8 @@ impl Scene {
             let (out, back) = (self.buffers, self.buffers + 4096);
             self.memory.write(out, &self.count.to_le_bytes());
             assert!(ring.add(
-                &[Buffer { guest: out, len: 8 }],
-                &[Buffer { guest: back, len: 8 }],
+                &[QueueBuffer { guest: out, len: 8 }],
+                &[QueueBuffer { guest: back, len: 8 }],
                 self.count
             ));
             ring.publish();
@@ -149,7 +149,7 @@ fn rings_change_hands_once_they_are_stopped_and_come_back() {
     scene.echo();
     // The second frontend gets replies, and nothing of the device.
     let mut new = connect(&scene.path());
-    assert_ne!(new.number(Code::GET_FEATURES).unwrap(), 0);
+    assert_ne!(new.number(RequestCode::GET_FEATURES).unwrap(), 0);
     assert_refused(&new.set_features(FEATURES | 2));
     assert_eq!(scene.acknowledged(), 1);
     scene.echo();
@@ -202,14 +202,14 @@ fn an_invalid_second_frontend_ends_alone() {
     scene.start(&mut old, [0, 0]).unwrap();
     for _ in 0..3 {
         let mut bad = connect(&scene.path());
-        bad.send(&[0xff; 12], Code("any", 1), &[]).unwrap();
-        assert!(bad.number(Code::GET_FEATURES).is_err());
+        bad.send(&[0xff; 12], RequestCode("any", 1), &[]).unwrap();
+        assert!(bad.number(RequestCode::GET_FEATURES).is_err());
         scene.echo();
         // A part of a message delays requests of the first one for a second at most.
         let mut slow = connect(&scene.path());
-        slow.send(&[1, 0], Code("any", 1), &[]).unwrap();
+        slow.send(&[1, 0], RequestCode("any", 1), &[]).unwrap();
         scene.echo();
-        old.number(Code::GET_FEATURES).unwrap();
+        old.number(RequestCode::GET_FEATURES).unwrap();
         drop(slow);
     }
 }
@@ -234,7 +234,7 @@ fn a_second_frontend_that_sends_byte_by_byte_does_not_delay_the_first() {
     let begun = Instant::now();
     // Until its connection is closed.
     while !sends.is_finished() {
-        owner.number(Code::GET_FEATURES).unwrap();
+        owner.number(RequestCode::GET_FEATURES).unwrap();
         assert!(begun.elapsed() < Duration::from_secs(10), "the first one waited");
     }
     sends.join().unwrap();

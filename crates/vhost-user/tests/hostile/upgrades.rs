@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::UnixChannel;
 use towline_frontend::wire::protocol;
-use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
+use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions};
 use towline_vhost_user::{
     AbortedUpgrade, BackendError, Batch, Cancel, Device, FrontendSource, InFlightRecord, Next, Queues,
     ServeError, Service, UpgradeError, UpgradeOffer, Worker, live_upgrade,
@@ -174,7 +174,7 @@ fn a_live_upgrade_is_refused_while_chains_are_in_use_and_works_later() {
         serve_and_upgrade(service, &served, &record, &second, second_old)
             .map_err(|aborted| aborted.error.to_string())
     });
-    let memory = Arc::new(Memory::new(1 << 20).unwrap());
+    let memory = Arc::new(MemoryArena::new(1 << 20).unwrap());
     let connect = || {
         let mut frontend = Frontend::new(UnixStream::connect(&path).unwrap()).unwrap();
         let features = frontend.negotiate(0, 0, protocol::REPLY_ACK).unwrap().features;
@@ -184,7 +184,7 @@ fn a_live_upgrade_is_refused_while_chains_are_in_use_and_works_later() {
     let (mut frontend, features) = connect();
     let mut queue = Queue::new(&memory, 0, QueueOptions { size: 16, features }).unwrap();
     frontend.start(&queue, 0).unwrap();
-    let buffer = Buffer { guest: memory.alloc(8, 8), len: 8 };
+    let buffer = QueueBuffer { guest: memory.alloc(8, 8), len: 8 };
     assert!(queue.add(&[], &[buffer], 7));
     queue.publish();
     stuck.wait_popped(1);
@@ -226,11 +226,11 @@ fn a_live_upgrade_waits_for_a_queue_that_is_being_drained() {
     });
     let mut frontend = Frontend::new(near).unwrap();
     let features = frontend.negotiate(0, 0, protocol::REPLY_ACK).unwrap().features;
-    let memory = Arc::new(Memory::new(1 << 20).unwrap());
+    let memory = Arc::new(MemoryArena::new(1 << 20).unwrap());
     frontend.set_mem_table(Some(&memory)).unwrap();
     let mut queue = Queue::new(&memory, 0, QueueOptions { size: 16, features }).unwrap();
     frontend.start(&queue, 0).unwrap();
-    let buffer = Buffer { guest: memory.alloc(8, 8), len: 8 };
+    let buffer = QueueBuffer { guest: memory.alloc(8, 8), len: 8 };
     assert!(queue.add(&[], &[buffer], 7));
     queue.publish();
     let until = Instant::now() + WITHIN;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{RegionInfo, VringAddress};
-use towline_vhost_user::{Memory, Region, Ring, RingFault, RingSetup, features};
+use towline_vhost_user::{GuestMemory, Region, Ring, RingFault, RingSetup, features};
 
 /// Guest address and user address of the memory.
 pub(crate) const GUEST: u64 = 0x10_0000;
@@ -71,11 +71,11 @@ impl Driver {
         Self { file: fd.into(), size, free, chains, available: 0, used: 0, unexpected_heads: 0 }
     }
 
-    pub(crate) fn memory(&self) -> Arc<Memory> {
+    pub(crate) fn memory(&self) -> Arc<GuestMemory> {
         let fd: OwnedFd = self.file.as_fd().try_clone_to_owned().unwrap();
         let info =
             RegionInfo { guest_address: GUEST, size: MEMORY_BYTES, user_address: USER, mmap_offset: 0 };
-        Arc::new(Memory::new(vec![Region::map(&info, fd).unwrap()]).unwrap())
+        Arc::new(GuestMemory::new(vec![Region::map(&info, fd).unwrap()]).unwrap())
     }
 
     pub(crate) fn setup(&self, features: u64) -> RingSetup {

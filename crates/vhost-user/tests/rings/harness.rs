@@ -10,10 +10,12 @@ use std::sync::Arc;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_frontend::GUEST_BASE;
 use towline_vhost_user::log::LogSwitch;
-use towline_vhost_user::message::{Code, HEADER_BYTES, Header, RegionInfo, Request, VringAddress};
+use towline_vhost_user::message::{
+    HEADER_BYTES, MessageHeader, RegionInfo, Request, RequestCode, VringAddress,
+};
 use towline_vhost_user::{
-    BackendError, Batch, Cancel, Device, Memory, Next, Queues, Region, Ring, RingSetup, Worker, features,
-    serve,
+    BackendError, Batch, Cancel, Device, GuestMemory, Next, Queues, Region, Ring, RingSetup, Worker,
+    features, serve,
 };
 
 /// Maximum number of chains that one input may cause.
@@ -30,8 +32,8 @@ fn file(bytes: u64) -> File {
 pub fn message(data: &[u8]) {
     let Some((fds, rest)) = data.split_first() else { return };
     let Some((header, payload)) = rest.split_first_chunk::<HEADER_BYTES>() else { return };
-    let Ok(header) = Header::parse(header) else { return };
-    assert_eq!(Header::parse(&header.encode()), Ok(header));
+    let Ok(header) = MessageHeader::parse(header) else { return };
+    assert_eq!(MessageHeader::parse(&header.encode()), Ok(header));
     let null = File::open("/dev/null").expect("it exists");
     let fds = (0..fds % 12).map(|_| null.as_fd().try_clone_to_owned().expect("a descriptor")).collect();
     if let Err(error) = Request::decode(header.code, &payload[..payload.len().min(header.length)], fds) {
@@ -41,8 +43,8 @@ pub fn message(data: &[u8]) {
 
 /// Memory of a ring, mapped on both sides and reused, because a mapping for each input would take most of the time.
 struct Page {
-    guest: towline_frontend::Memory,
-    memory: Arc<Memory>,
+    guest: towline_frontend::MemoryArena,
+    memory: Arc<GuestMemory>,
 }
 
 impl Page {
@@ -53,10 +55,10 @@ impl Page {
     }
 
     fn new() -> Self {
-        let guest = towline_frontend::Memory::new(RING_BYTES as u64).expect("a memfd");
+        let guest = towline_frontend::MemoryArena::new(RING_BYTES as u64).expect("a memfd");
         let info = RegionInfo { guest_address: 0, size: RING_BYTES as u64, user_address: 0, mmap_offset: 0 };
         let region = Region::map(&info, guest.fd().try_clone_to_owned().expect("a descriptor"));
-        let memory = Arc::new(Memory::new(vec![region.expect("it exists")]).expect("one region"));
+        let memory = Arc::new(GuestMemory::new(vec![region.expect("it exists")]).expect("one region"));
         Self { guest, memory }
     }
 }
@@ -120,8 +122,9 @@ pub fn session(data: &[u8]) {
         let Some(([code, flags, fds, len], after)) = rest.split_first_chunk::<4>() else { break };
         let payload = &after[..after.len().min(usize::from(*len))];
         rest = &after[payload.len()..];
-        let code = Code(u32::from(*code));
-        let mut bytes = Header { code, need_reply: flags & 1 != 0, length: payload.len() }.encode().to_vec();
+        let code = RequestCode(u32::from(*code));
+        let mut bytes =
+            MessageHeader { code, need_reply: flags & 1 != 0, length: payload.len() }.encode().to_vec();
         bytes.extend_from_slice(payload);
         let fds = vec![memory.as_fd(); usize::from(fds % 9)];
         send(&near, &bytes, &fds);

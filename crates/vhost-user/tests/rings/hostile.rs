@@ -7,7 +7,7 @@ use towline_vhost_user::message::RegionInfo;
 use towline_vhost_user::ring::{
     BATCH_SEGMENTS_MAX, CHAIN_BYTES_MAX, CHAIN_DESCRIPTORS_MAX, CHAIN_SEGMENTS_MAX,
 };
-use towline_vhost_user::{Batch, Memory, Region, Ring, RingFault, features};
+use towline_vhost_user::{Batch, GuestMemory, Region, Ring, RingFault, features};
 
 use crate::driver::*;
 
@@ -142,7 +142,7 @@ fn a_chain_with_too_many_segments_is_named() {
             RegionInfo { guest_address: GUEST + at, size: half, user_address: USER + at, mmap_offset: at };
         Region::map(&info, driver.file.as_fd().try_clone_to_owned().unwrap()).unwrap()
     };
-    let memory = Arc::new(Memory::new(vec![region(0), region(half)]).unwrap());
+    let memory = Arc::new(GuestMemory::new(vec![region(0), region(half)]).unwrap());
     // Each buffer lies across the border of two regions.
     let fits = u16::try_from(CHAIN_SEGMENTS_MAX / 2).unwrap();
     make_tables_available(&mut driver, 1, fits, GUEST + half - 1, 2);
@@ -238,7 +238,7 @@ fn a_ring_outside_memory_is_named() {
     assert_eq!(with(&|setup| setup.address.used = USER + USED + 2), odd);
     let end = with(&|setup| setup.address.available = USER + MEMORY_BYTES - 20);
     assert!(end.starts_with("its available ring at user address 0x7f000007ffec (22 bytes"), "{end}");
-    let empty = Ring::new(driver.setup(BOTH), Memory::default().into(), 1).unwrap_err().to_string();
+    let empty = Ring::new(driver.setup(BOTH), GuestMemory::default().into(), 1).unwrap_err().to_string();
     assert!(empty.starts_with("its descriptor table at"), "{empty}");
 }
 

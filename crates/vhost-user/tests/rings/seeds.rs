@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use towline_vhost_user::message::{Code, Header};
+use towline_vhost_user::message::{MessageHeader, RequestCode};
 
 use crate::driver::{Descriptor, INDIRECT, NEXT, WRITE};
 use crate::harness;
@@ -21,45 +21,45 @@ fn encode_u32s(numbers: &[u32]) -> Vec<u8> {
 }
 
 /// Requests of a whole session: code, number of descriptors, payload.
-fn session_requests() -> Vec<(Code, u8, Vec<u8>)> {
+fn session_requests() -> Vec<(RequestCode, u8, Vec<u8>)> {
     let address = [encode_u32s(&[0, 1]), words(&[0, 160, 128, 160])].concat();
     vec![
-        (Code::GET_FEATURES, 0, vec![]),
-        (Code::GET_PROTOCOL_FEATURES, 0, vec![]),
-        (Code::SET_PROTOCOL_FEATURES, 0, words(&[0x9_a21f])),
-        (Code::GET_QUEUE_NUM, 0, vec![]),
-        (Code::SET_OWNER, 0, vec![]),
-        (Code::SET_FEATURES, 0, words(&[0x1_7000_0001])),
-        (Code::GET_CONFIG, 0, encode_u32s(&[0, 8, 0])),
-        (Code::SET_MEM_TABLE, 1, [encode_u32s(&[1, 0]), words(&[0, 0x1_0000, 0, 0])].concat()),
-        (Code::SET_VRING_NUM, 0, encode_u32s(&[0, 8])),
-        (Code::SET_VRING_BASE, 0, encode_u32s(&[0, 0])),
-        (Code::SET_VRING_ADDR, 0, address),
-        (Code::SET_VRING_CALL, 1, words(&[0])),
-        (Code::SET_VRING_KICK, 1, words(&[0])),
-        (Code::SET_VRING_ENABLE, 0, encode_u32s(&[0, 1])),
-        (Code::SET_LOG_BASE, 1, words(&[4096, 0])),
-        (Code::SET_FEATURES, 0, words(&[0x1_7400_0001])),
-        (Code::ADD_MEM_REG, 1, words(&[0, 0x10_0000, 0x1000, 0x10_0000, 0])),
-        (Code::REM_MEM_REG, 0, words(&[0, 0x10_0000, 0x1000, 0x10_0000, 0])),
-        (Code::GET_VRING_BASE, 0, encode_u32s(&[0, 0])),
-        (Code::SET_STATUS, 0, words(&[15])),
-        (Code::NET_SET_MTU, 0, words(&[1500])),
-        (Code::SEND_RARP, 0, words(&[0x5634_1200_5452])),
-        (Code::RESET_DEVICE, 0, vec![]),
+        (RequestCode::GET_FEATURES, 0, vec![]),
+        (RequestCode::GET_PROTOCOL_FEATURES, 0, vec![]),
+        (RequestCode::SET_PROTOCOL_FEATURES, 0, words(&[0x9_a21f])),
+        (RequestCode::GET_QUEUE_NUM, 0, vec![]),
+        (RequestCode::SET_OWNER, 0, vec![]),
+        (RequestCode::SET_FEATURES, 0, words(&[0x1_7000_0001])),
+        (RequestCode::GET_CONFIG, 0, encode_u32s(&[0, 8, 0])),
+        (RequestCode::SET_MEM_TABLE, 1, [encode_u32s(&[1, 0]), words(&[0, 0x1_0000, 0, 0])].concat()),
+        (RequestCode::SET_VRING_NUM, 0, encode_u32s(&[0, 8])),
+        (RequestCode::SET_VRING_BASE, 0, encode_u32s(&[0, 0])),
+        (RequestCode::SET_VRING_ADDR, 0, address),
+        (RequestCode::SET_VRING_CALL, 1, words(&[0])),
+        (RequestCode::SET_VRING_KICK, 1, words(&[0])),
+        (RequestCode::SET_VRING_ENABLE, 0, encode_u32s(&[0, 1])),
+        (RequestCode::SET_LOG_BASE, 1, words(&[4096, 0])),
+        (RequestCode::SET_FEATURES, 0, words(&[0x1_7400_0001])),
+        (RequestCode::ADD_MEM_REG, 1, words(&[0, 0x10_0000, 0x1000, 0x10_0000, 0])),
+        (RequestCode::REM_MEM_REG, 0, words(&[0, 0x10_0000, 0x1000, 0x10_0000, 0])),
+        (RequestCode::GET_VRING_BASE, 0, encode_u32s(&[0, 0])),
+        (RequestCode::SET_STATUS, 0, words(&[15])),
+        (RequestCode::NET_SET_MTU, 0, words(&[1500])),
+        (RequestCode::SEND_RARP, 0, words(&[0x5634_1200_5452])),
+        (RequestCode::RESET_DEVICE, 0, vec![]),
     ]
 }
 
 fn messages() -> Seeds {
-    let message = |(code, fds, payload): (Code, u8, Vec<u8>)| {
-        let header = Header { code, need_reply: true, length: payload.len() }.encode();
+    let message = |(code, fds, payload): (RequestCode, u8, Vec<u8>)| {
+        let header = MessageHeader { code, need_reply: true, length: payload.len() }.encode();
         (code.to_string(), [&[fds], &header[..], &payload].concat())
     };
     session_requests().into_iter().map(message).collect()
 }
 
 fn sessions() -> Seeds {
-    let message = |(code, fds, payload): (Code, u8, Vec<u8>)| {
+    let message = |(code, fds, payload): (RequestCode, u8, Vec<u8>)| {
         let head = [u8::try_from(code.0).unwrap(), 1, fds, u8::try_from(payload.len()).unwrap()];
         [&head[..], &payload].concat()
     };

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_channel::{Channel as _, ChannelExt as _, IoBufMut, UnixChannel};
-use towline_vhost_user::message::{Code, HEADER_BYTES, Header};
+use towline_vhost_user::message::{HEADER_BYTES, MessageHeader, RequestCode};
 use towline_vhost_user::{Cancel, Device, ServeError, features, serve};
 
 use crate::driver::{AVAILABLE, Descriptor, Driver, GUEST, MEMORY_BYTES, TABLE, USED, USER};
@@ -71,20 +71,20 @@ impl Frontend {
             serve(&far, &device, &Cancel::new().unwrap())
         });
         let frontend = Self { channel, backend: Some(backend) };
-        frontend.send(Code::SET_PROTOCOL_FEATURES, &words(&[PROTOCOL]), &[]);
-        frontend.succeed(Code::SET_FEATURES, &words(&[FEATURES]), &[]);
+        frontend.send(RequestCode::SET_PROTOCOL_FEATURES, &words(&[PROTOCOL]), &[]);
+        frontend.succeed(RequestCode::SET_FEATURES, &words(&[FEATURES]), &[]);
         frontend
     }
 
-    fn send(&self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) {
-        let need_reply = code != Code::SET_PROTOCOL_FEATURES;
-        let header = Header { code, need_reply, length: payload.len() }.encode();
+    fn send(&self, code: RequestCode, payload: &[u8], fds: &[BorrowedFd<'_>]) {
+        let need_reply = code != RequestCode::SET_PROTOCOL_FEATURES;
+        let header = MessageHeader { code, need_reply, length: payload.len() }.encode();
         let bytes = [&header[..], payload].concat();
         assert_eq!(self.channel.send_fds(&bytes, fds).unwrap(), bytes.len());
     }
 
     /// Sends a request and receives the payload of its reply.
-    fn request(&self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> [u8; 8] {
+    fn request(&self, code: RequestCode, payload: &[u8], fds: &[BorrowedFd<'_>]) -> [u8; 8] {
         self.send(code, payload, fds);
         let mut reply = [0; HEADER_BYTES + 8];
         self.channel.recv_exact(&mut [IoBufMut::from(&mut reply)]).unwrap();
@@ -94,7 +94,7 @@ impl Frontend {
 
     /// Sends a request that succeeds.
     #[track_caller]
-    fn succeed(&self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) {
+    fn succeed(&self, code: RequestCode, payload: &[u8], fds: &[BorrowedFd<'_>]) {
         assert_eq!(u64::from_le_bytes(self.request(code, payload, fds)), 0, "{code}");
     }
 
@@ -105,36 +105,36 @@ impl Frontend {
             payload.extend(words(&[GUEST + at * SECOND, MEMORY_BYTES, USER + at * SECOND, 0]));
         }
         let fds: Vec<_> = drivers.iter().map(|driver| driver.file.as_fd()).collect();
-        self.succeed(Code::SET_MEM_TABLE, &payload, &fds);
+        self.succeed(RequestCode::SET_MEM_TABLE, &payload, &fds);
     }
 
     fn address(&self, ring: u32, flags: u32) {
         let at = USER + u64::from(ring) * SECOND;
         let addresses =
             words(&[at + TABLE, at + USED, at + AVAILABLE, GUEST + u64::from(ring) * SECOND + USED]);
-        self.succeed(Code::SET_VRING_ADDR, &[encode_u32_pair(ring, flags), addresses].concat(), &[]);
+        self.succeed(RequestCode::SET_VRING_ADDR, &[encode_u32_pair(ring, flags), addresses].concat(), &[]);
     }
 
     fn start(&self, ring: u32, driver: &Driver, base: u32) -> Events {
         let events = Events { kick: event(), call: event(), err: event() };
-        self.succeed(Code::SET_VRING_NUM, &encode_u32_pair(ring, driver.size.into()), &[]);
-        self.succeed(Code::SET_VRING_BASE, &encode_u32_pair(ring, base), &[]);
+        self.succeed(RequestCode::SET_VRING_NUM, &encode_u32_pair(ring, driver.size.into()), &[]);
+        self.succeed(RequestCode::SET_VRING_BASE, &encode_u32_pair(ring, base), &[]);
         self.address(ring, 0);
         for (code, fd) in [
-            (Code::SET_VRING_CALL, &events.call),
-            (Code::SET_VRING_ERR, &events.err),
-            (Code::SET_VRING_KICK, &events.kick),
+            (RequestCode::SET_VRING_CALL, &events.call),
+            (RequestCode::SET_VRING_ERR, &events.err),
+            (RequestCode::SET_VRING_KICK, &events.kick),
         ] {
             self.succeed(code, &words(&[ring.into()]), &[fd.as_fd()]);
         }
-        self.succeed(Code::SET_VRING_ENABLE, &encode_u32_pair(ring, 1), &[]);
+        self.succeed(RequestCode::SET_VRING_ENABLE, &encode_u32_pair(ring, 1), &[]);
         // A ring that starts notifies its driver, which may still wait.
         wait_and_drain(&events.call);
         events
     }
 
     fn stop(&self, ring: u32) -> u32 {
-        let state = self.request(Code::GET_VRING_BASE, &encode_u32_pair(ring, 0), &[]);
+        let state = self.request(RequestCode::GET_VRING_BASE, &encode_u32_pair(ring, 0), &[]);
         u32::from_le_bytes(*state.last_chunk().unwrap())
     }
 
@@ -225,9 +225,9 @@ fn memory_changes_under_a_ring() {
     echoes(&mut one, 0, &events, b"first");
     // A region more, a region less, and the same memory again.
     let region = words(&[0, GUEST + SECOND, MEMORY_BYTES, USER + SECOND, 0]);
-    frontend.succeed(Code::ADD_MEM_REG, &region, &[two.file.as_fd()]);
+    frontend.succeed(RequestCode::ADD_MEM_REG, &region, &[two.file.as_fd()]);
     echoes(&mut one, 0, &events, b"added");
-    frontend.succeed(Code::REM_MEM_REG, &region, &[]);
+    frontend.succeed(RequestCode::REM_MEM_REG, &region, &[]);
     frontend.share(&[&one]);
     echoes(&mut one, 0, &events, b"again");
     // No memory: the ring is abandoned.
@@ -255,21 +255,21 @@ fn writes_are_logged_while_the_log_is_on() {
     let frontend = Frontend::new();
     frontend.share(&[&one]);
     let events = frontend.start(0, &one, 0);
-    frontend.succeed(Code::SET_LOG_BASE, &words(&[LOG_BYTES, 0]), &[log.as_fd()]);
+    frontend.succeed(RequestCode::SET_LOG_BASE, &words(&[LOG_BYTES, 0]), &[log.as_fd()]);
     echoes(&mut one, 0, &events, b"first");
     assert_eq!(take_dirty_pages(&log), [0u64; 0]);
     let switch = |on: bool| {
         let bit = if on { features::LOG_ALL } else { 0 };
-        frontend.succeed(Code::SET_FEATURES, &words(&[FEATURES | bit]), &[]);
+        frontend.succeed(RequestCode::SET_FEATURES, &words(&[FEATURES | bit]), &[]);
         frontend.address(0, on.into());
     };
     for _ in 0..3 {
         switch(true);
-        frontend.succeed(Code::SET_VRING_ENABLE, &encode_u32_pair(0, 1), &[]);
+        frontend.succeed(RequestCode::SET_VRING_ENABLE, &encode_u32_pair(0, 1), &[]);
         take_dirty_pages(&log);
         echoes(&mut one, 0, &events, b"onnnn");
         // A reply comes after the batch and its log.
-        frontend.succeed(Code::SET_VRING_ENABLE, &encode_u32_pair(0, 1), &[]);
+        frontend.succeed(RequestCode::SET_VRING_ENABLE, &encode_u32_pair(0, 1), &[]);
         let pages = take_dirty_pages(&log);
         let used = (GUEST + USED) / 4096;
         assert!(pages.contains(&used), "{pages:?} lacks the used ring's {used}");
@@ -301,9 +301,12 @@ fn a_frontend_that_reconnects_resumes_its_rings() {
 #[test]
 fn a_refusal_is_replied_or_ends_the_connection() {
     let mut frontend = Frontend::new();
-    assert_ne!(u64::from_le_bytes(frontend.request(Code::SET_VRING_NUM, &encode_u32_pair(9, 8), &[])), 0);
-    assert_ne!(u64::from_le_bytes(frontend.request(Code::POSTCOPY_ADVISE, &[], &[])), 0);
-    let header = Header { code: Code::SET_VRING_NUM, need_reply: false, length: 8 }.encode();
+    assert_ne!(
+        u64::from_le_bytes(frontend.request(RequestCode::SET_VRING_NUM, &encode_u32_pair(9, 8), &[])),
+        0
+    );
+    assert_ne!(u64::from_le_bytes(frontend.request(RequestCode::POSTCOPY_ADVISE, &[], &[])), 0);
+    let header = MessageHeader { code: RequestCode::SET_VRING_NUM, need_reply: false, length: 8 }.encode();
     frontend.channel.send_fds(&[&header[..], &encode_u32_pair(9, 8)].concat(), &[]).unwrap();
     let ended = frontend.backend.take().unwrap().join().unwrap().unwrap_err().to_string();
     assert!(ended.ends_with(": SET_VRING_NUM is for ring 9, but the device has 2"), "{ended}");

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use tempfile::TempDir;
-use towline_vhost_user::message::{Code, Header};
+use towline_vhost_user::message::{MessageHeader, RequestCode};
 use towline_vhost_user::{Address, Cancel, Device, FrontendSource, Listener, ServeError};
 
 use crate::harness::Echo;
@@ -40,7 +40,7 @@ impl Backend {
 /// Requests the number of queues, which is two.
 #[track_caller]
 fn request_queue_num(stream: &mut UnixStream) {
-    let header = Header { code: Code::GET_QUEUE_NUM, need_reply: false, length: 0 }.encode();
+    let header = MessageHeader { code: RequestCode::GET_QUEUE_NUM, need_reply: false, length: 0 }.encode();
     // In two parts, as a stream permits.
     stream.write_all(&header[..5]).unwrap();
     stream.write_all(&header[5..]).unwrap();

@@ -1,6 +1,6 @@
 //! Batches of packets of the guest, for as long as one of their chains is in use.
 
-use towline_vhost_user::{Batch, Head};
+use towline_vhost_user::{Batch, ChainHead};
 
 /// Maximum number of chains of a ring that are pinned at a time: retained for sockets that are full, or in zero-copy sends.
 pub(super) const PINNED_MAX: usize = 256;
@@ -36,7 +36,7 @@ pub(super) struct BatchPool {
     /// Limit of `pinned` for the present ring.
     pub(super) pinned_max: usize,
     /// Chains that are not in use any more, to be completed.
-    pub(super) completed: Vec<Head>,
+    pub(super) completed: Vec<ChainHead>,
 }
 
 #[derive(Default)]
@@ -105,7 +105,7 @@ impl BatchPool {
     }
 
     /// Releases a chain, but for its head, which stays pinned until [`BatchPool::complete_head`].
-    pub(super) fn keep_head(&mut self, chain: ChainRef, pin: Pin) -> Head {
+    pub(super) fn keep_head(&mut self, chain: ChainRef, pin: Pin) -> ChainHead {
         let slot = &mut self.slots[chain.batch];
         slot.users -= 1;
         self.pinned += usize::from(pin == Pin::Unpinned);
@@ -113,7 +113,7 @@ impl BatchPool {
     }
 
     /// Completes a chain of which only the head was kept.
-    pub(super) fn complete_head(&mut self, head: Head) {
+    pub(super) fn complete_head(&mut self, head: ChainHead) {
         self.completed.push(head);
         self.pinned -= 1;
     }

@@ -15,7 +15,7 @@ const STEP_BYTES: usize = 512;
 
 /// A part of the copied payload.
 #[derive(Debug, Default)]
-pub(super) struct Chunk {
+pub(super) struct PayloadChunk {
     bytes: Vec<u8>,
     /// Number of bytes that were sent.
     offset: usize,
@@ -24,7 +24,7 @@ pub(super) struct Chunk {
     records: Vec<u64>,
 }
 
-impl Chunk {
+impl PayloadChunk {
     /// Creates an empty chunk for up to `size` bytes.
     pub(super) fn new(size: usize) -> Self {
         Self { size, ..Self::default() }
@@ -40,7 +40,7 @@ impl Chunk {
         self.offset == self.bytes.len()
     }
 
-    /// Appends `len` bytes, at most [`Chunk::room`], that `fill` writes.
+    /// Appends `len` bytes, at most [`PayloadChunk::room`], that `fill` writes.
     pub(super) fn append(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
         let (start, capacity) = (self.bytes.len(), self.bytes.capacity());
         let end = start + len;
@@ -117,13 +117,13 @@ fn next(words: &[u64], from: usize) -> Option<usize> {
 mod tests {
     use super::*;
 
-    fn append(chunk: &mut Chunk, bytes: &[u8]) {
+    fn append(chunk: &mut PayloadChunk, bytes: &[u8]) {
         chunk.append(bytes.len(), |room| room.copy_from_slice(bytes));
     }
 
     #[test]
     fn messages_keep_their_boundaries() {
-        let mut chunk = Chunk::new(1000);
+        let mut chunk = PayloadChunk::new(1000);
         let lengths = [1, 63, 1, 64, 65, 200, 1, 1];
         let mut expected = Vec::new();
         for (index, len) in lengths.into_iter().enumerate() {
@@ -152,16 +152,16 @@ mod tests {
     #[test]
     fn memory_is_bounded_whatever_the_messages_are() {
         for size in [1024, 32 << 10, 64 << 10] {
-            let mut chunk = Chunk::new(size);
+            let mut chunk = PayloadChunk::new(size);
             for _ in 0..size {
                 append(&mut chunk, b"x");
                 assert!(chunk.end_message(SeqFlags::all()));
                 let len = chunk.bytes.len();
-                let most = size_of::<Chunk>() + len * 5 / 4 * 5 / 4 + 2 * STEP_BYTES;
+                let most = size_of::<PayloadChunk>() + len * 5 / 4 * 5 / 4 + 2 * STEP_BYTES;
                 assert!(chunk.footprint() <= most, "{} bytes for {len} messages", chunk.footprint());
             }
             assert_eq!(chunk.room(), 0);
-            assert!(chunk.footprint() <= size_of::<Chunk>() + size * 5 / 4, "{}", chunk.footprint());
+            assert!(chunk.footprint() <= size_of::<PayloadChunk>() + size * 5 / 4, "{}", chunk.footprint());
         }
     }
 }

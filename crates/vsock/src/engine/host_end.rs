@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use towline_channel::{IOV_MAX, IoBuf};
 
 use super::batch_pool::{BatchPool, ChainRef, Pin};
-use super::chunk::Chunk;
+use super::chunk::PayloadChunk;
 use super::lifecycle::Lifecycle;
 use super::zero_copy::ZeroCopyChains;
 use crate::connection::ConnectionId;
@@ -83,7 +83,7 @@ pub(super) enum Payload {
     /// In guest memory.
     Chain(ChainPayload),
     /// Copied.
-    Copied(Box<Chunk>),
+    Copied(Box<PayloadChunk>),
 }
 
 /// Payload in guest memory.
@@ -364,7 +364,7 @@ impl<S> HostEnd<S> {
             if !matches!(self.send_queue.back(), Some(Payload::Copied(chunk)) if chunk.room() > 0) {
                 // A packet that is larger than all of a chunk of one packet is in one piece too.
                 let size = if chunk_bytes == 1 { left } else { chunk_bytes };
-                self.send_queue.push_back(Payload::Copied(Box::new(Chunk::new(size))));
+                self.send_queue.push_back(Payload::Copied(Box::new(PayloadChunk::new(size))));
             }
             let Some(Payload::Copied(chunk)) = self.send_queue.back_mut() else { break };
             let here = left.min(chunk.room());

@@ -9,10 +9,10 @@ use super::batch_pool::{is_large, segments};
 use super::host_end::{PartialMessage, Queues};
 use super::lifecycle::{LifecycleEvent, ReceiveState};
 use super::{CREDIT_TIMEOUT_MS, Engine};
+use crate::ablation::{Ablation, RECEIVE_BATCH as BATCH};
 use crate::connection::ConnectionId;
 use crate::packet::{HEADER_BYTES, Operation, SeqFlags, ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, Peeked, ReceiveOutcome, Sockets};
-use crate::tuning::{RECEIVE_BATCH as BATCH, Tuning};
 
 /// Number of batches before other work has its turn.
 const ROUNDS: usize = 8;
@@ -144,7 +144,7 @@ impl<S: Sockets> Engine<S> {
         let most = credit.min(QUANTUM);
         let mut bufs = Vec::with_capacity(BATCH);
         let (mut offered, mut next) = (0, first);
-        let Tuning { buffers_per_receive, payload_bytes_max, .. } = self.tuning;
+        let Ablation { buffers_per_receive, payload_bytes_max, .. } = self.ablation;
         let end = self.rx_batch.len().min(first.saturating_add(buffers_per_receive));
         while next < end && offered < most && bufs.len() < SEGMENTS_MAX {
             let space = PayloadSpace { index: next, payload_bytes_max, most: most - offered };
@@ -208,7 +208,7 @@ impl<S: Sockets> Engine<S> {
         bytes: usize,
         flags: SeqFlags,
     ) -> usize {
-        let payload_bytes_max = self.tuning.payload_bytes_max;
+        let payload_bytes_max = self.ablation.payload_bytes_max;
         let Some(mut headers) = self.table.data_headers(id) else { return 0 };
         let (mut left, mut next) = (bytes, first);
         while left > 0 {
@@ -271,7 +271,7 @@ impl<S: Sockets> Engine<S> {
             self.table.request_credit(id);
             return 0;
         }
-        let payload_bytes_max = self.tuning.payload_bytes_max;
+        let payload_bytes_max = self.ablation.payload_bytes_max;
         let mut bufs = Vec::with_capacity(BATCH);
         let (mut offered, mut next) = (0, space.first);
         while next < self.rx_batch.len() && offered < len && bufs.len() < SEGMENTS_MAX {
@@ -336,7 +336,7 @@ impl<S: Sockets> Engine<S> {
             self.free_message(&message.bytes);
             return 0;
         };
-        let payload_bytes_max = self.tuning.payload_bytes_max;
+        let payload_bytes_max = self.ablation.payload_bytes_max;
         let (mut next, mut credit) = (space.first, space.credit);
         let (sent_before, mut packets) = (message.sent, 0);
         while next < self.rx_batch.len() && message.sent < message.bytes.len() && credit > 0 {

@@ -9,10 +9,10 @@ use super::Engine;
 use super::batch_pool::{ChainRef, PINNED_MAX};
 use super::host_end::{ChainPayload, Gathered, NextSend, Payload, Queues, SendMode, chunk_bytes};
 use super::lifecycle::{LifecycleEvent, ReceiveState, SendState};
+use crate::ablation::Merging;
 use crate::connection::{ClosedBy, ConnectionId, Inbound};
-use crate::packet::{HEADER_BYTES, Header, SeqFlags, ShutdownFlags, SocketType};
+use crate::packet::{HEADER_BYTES, PacketHeader, SeqFlags, ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, SendOutcome, Sockets};
-use crate::tuning::Merging;
 
 /// Number of packets that are processed together.
 const BATCH: usize = 128;
@@ -75,7 +75,7 @@ impl<S: Sockets> Engine<S> {
             ring.complete(packet, 0);
             return;
         }
-        let header = Header::parse(&bytes);
+        let header = PacketHeader::parse(&bytes);
         let payload = packet.readable_bytes() - HEADER_BYTES as u32;
         let inbound = self.table.receive_from_guest(&header, payload);
         self.traffic.from_guest += u64::from(!matches!(inbound, Inbound::Credit(_)));
@@ -276,7 +276,7 @@ impl<S: Sockets> Engine<S> {
 
     /// Returns the size of a chunk of copied payload; 1 for chunks of one packet each.
     fn chunk_bytes(&self, id: ConnectionId) -> usize {
-        match self.tuning.merging {
+        match self.ablation.merging {
             Merging::Chunks => chunk_bytes(self.table.window(id)),
             Merging::None => 1,
         }

@@ -12,7 +12,7 @@
 
 use std::collections::VecDeque;
 
-use towline_vhost_user::Head;
+use towline_vhost_user::ChainHead;
 
 use super::Engine;
 use super::batch_pool::{BatchPool, ChainRef, Pin};
@@ -24,7 +24,7 @@ use crate::sockets::{CloseMode, Sockets};
 pub(super) struct ZeroCopyChains {
     /// Each with the last send that reads it, in ascending order. Only heads are kept, because a batch keeps guest memory
     /// mapped, and a peer that acknowledges nothing may delay completions for long.
-    chains: VecDeque<(u64, Head)>,
+    chains: VecDeque<(u64, ChainHead)>,
     /// Last send; it may have sent a part of a chain whose rest is still queued.
     issued: u64,
     /// All sends up to this one have completed.
@@ -39,7 +39,7 @@ impl ZeroCopyChains {
 
     /// Returns the memory of the list in bytes.
     pub(super) fn footprint(&self) -> usize {
-        self.chains.capacity() * size_of::<(u64, Head)>()
+        self.chains.capacity() * size_of::<(u64, ChainHead)>()
     }
 
     /// Records a send.
@@ -84,7 +84,7 @@ pub(super) struct LingeringSocket<S> {
 
 impl<S: Sockets> Engine<S> {
     /// Reads the completions of a socket. Returns false if it has made no zero-copy send.
-    pub fn zero_copy_completed(&mut self, id: ConnectionId) -> bool {
+    pub fn reap_zero_copy_completions(&mut self, id: ConnectionId) -> bool {
         if let Some(end) = self.host_ends.get_mut(id) {
             if let Some(socket) = end.socket.as_ref().filter(|_| end.zero_copy.is_pending()) {
                 end.zero_copy.complete(self.sockets.completed(socket), &mut self.pool);
@@ -125,7 +125,7 @@ impl<S: Sockets> Engine<S> {
                 lingering.mode = CloseMode::Reset;
                 self.sockets.linger(&lingering.socket, CloseMode::Reset);
             }
-            self.zero_copy_completed(*id);
+            self.reap_zero_copy_completions(*id);
         }
         self.statistics.zero_copy_resets += ids.len() as u64;
         ids.len()
@@ -146,7 +146,7 @@ impl<S: Sockets> Engine<S> {
     ) {
         self.sockets.linger(&socket, mode);
         self.lingering.push(LingeringSocket { id, socket, zero_copy, mode });
-        self.zero_copy_completed(id);
+        self.reap_zero_copy_completions(id);
     }
 }
 

@@ -1,8 +1,8 @@
 //! Packets for the guest: the queue of control packets, pending resets, and headers of data packets.
 
-use super::{PENDING_RESETS_MAX, Table};
+use super::{ConnectionTable, PENDING_RESETS_MAX};
 use crate::connection::{Connection, ConnectionId, ConnectionKey, ControlPackets, Inbound};
-use crate::packet::{Header, Operation, SeqFlags, SocketType};
+use crate::packet::{Operation, PacketHeader, SeqFlags, SocketType};
 
 /// Makes the headers of data packets of one connection.
 #[derive(Debug)]
@@ -14,7 +14,7 @@ pub struct DataHeaders<'t> {
 impl DataHeaders<'_> {
     /// Returns the header of a packet with `len` bytes, which consume credit. It advertises credit too, so a credit update
     /// that was queued is dropped.
-    pub fn next(&mut self, len: u32, flags: SeqFlags) -> Header {
+    pub fn next(&mut self, len: u32, flags: SeqFlags) -> PacketHeader {
         debug_assert!(len <= self.connection.peer_credit.available(), "the guest has no credit for it");
         self.connection.peer_credit.consume(len);
         self.connection.control.remove(ControlPackets::CREDIT_UPDATE);
@@ -25,7 +25,7 @@ impl DataHeaders<'_> {
     }
 }
 
-impl Table {
+impl ConnectionTable {
     /// Returns true if any packet of the guest can be processed: there is room for a reset that answers it.
     pub fn accepts_packets(&self) -> bool {
         self.pending_resets.len() < PENDING_RESETS_MAX
@@ -43,7 +43,7 @@ impl Table {
     }
 
     /// Queues a reset that answers a packet of an unknown connection.
-    pub(super) fn refuse_packet(&mut self, header: &Header) -> Inbound {
+    pub(super) fn refuse_packet(&mut self, header: &PacketHeader) -> Inbound {
         if self.accepts_packets() {
             self.pending_resets.push_back(header.reset());
         }
@@ -55,13 +55,13 @@ impl Table {
         if self.by_key.contains_key(&key) {
             return;
         }
-        let header = Header {
+        let header = PacketHeader {
             source_cid: self.cid,
             destination_cid: key.peer_cid,
             source_port: key.guest_port,
             destination_port: key.peer_port,
             kind: kind.number(),
-            ..Header::default()
+            ..PacketHeader::default()
         };
         self.pending_resets.push_back(header.reset());
     }
@@ -83,7 +83,7 @@ impl Table {
     }
 
     /// Removes the next packet without payload from the queue. The caller sends it.
-    pub fn next_control(&mut self) -> Option<Header> {
+    pub fn next_control(&mut self) -> Option<PacketHeader> {
         while let Some(id) = self.control_queue.pop_front() {
             let cid = self.cid;
             let Some(connection) = self.get_mut(id) else { continue };

@@ -10,12 +10,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use towline_frontend::vsock::{Guest, Options, VsockEvent};
+use towline_frontend::vsock::{Options, VsockEvent, VsockGuest};
 use towline_frontend::wire::{feature, protocol};
-use towline_frontend::{Frontend, Memory};
+use towline_frontend::{Frontend, MemoryArena};
 use towline_sandbox::Policy;
 use towline_vhost_user::{Address, Cancel, Device, FrontendSource, Listener};
-use towline_vsock::{ConnectionLimits, LocalGuests, Settings, Tuning, Vsock, ZeroCopySend};
+use towline_vsock::{Ablation, ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
 /// Time limit of everything that a test waits for.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
@@ -89,7 +89,7 @@ impl Served {
             zero_copy_send: ZeroCopySend::On,
             busy_poll: Duration::from_micros(50),
             unmigratable: false,
-            tuning: Tuning::default(),
+            ablation: Ablation::default(),
         };
         change(&mut settings, directory.path());
         let device = Arc::new(Vsock::new(settings, local_guests).unwrap());
@@ -108,19 +108,19 @@ impl Served {
         self.directory.path().join(name)
     }
 
-    pub(crate) fn guest(&self) -> (Frontend, Guest) {
+    pub(crate) fn guest(&self) -> (Frontend, VsockGuest) {
         self.guest_with_rings(128)
     }
 
     /// Connects a guest whose rings have `size` entries.
-    pub(crate) fn guest_with_rings(&self, size: u16) -> (Frontend, Guest) {
+    pub(crate) fn guest_with_rings(&self, size: u16) -> (Frontend, VsockGuest) {
         let options = Options { cid: self.cid, size, receive_bytes: 4096, features: 0, takes_at_once: true };
         let mut frontend = Frontend::connect(&self.path("d"), TIMEOUT).unwrap();
         let agreed = frontend.negotiate(0, feature::EVENT_IDX, DEVICE_STATE | protocol::MEM_SLOTS).unwrap();
         let options = Options { features: agreed.features, ..options };
-        let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
+        let memory = Arc::new(MemoryArena::new(VsockGuest::memory_bytes(&options)).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
-        let guest = Guest::start(&mut frontend, &memory, options).unwrap();
+        let guest = VsockGuest::start(&mut frontend, &memory, options).unwrap();
         (frontend, guest)
     }
 
@@ -144,8 +144,8 @@ impl Drop for Served {
 
 /// Polls the driver until `found` returns a value.
 pub(crate) fn poll_until<T>(
-    guest: &mut Guest,
-    mut found: impl FnMut(&mut Guest, VsockEvent) -> Option<T>,
+    guest: &mut VsockGuest,
+    mut found: impl FnMut(&mut VsockGuest, VsockEvent) -> Option<T>,
 ) -> T {
     let deadline = Instant::now() + TIMEOUT;
     loop {
@@ -160,7 +160,7 @@ pub(crate) fn poll_until<T>(
 }
 
 /// Connects the guest to a Unix socket of the host.
-pub(crate) fn connect_guest(served: &Served, guest: &mut Guest, port: u32) -> ((u32, u32), UnixStream) {
+pub(crate) fn connect_guest(served: &Served, guest: &mut VsockGuest, port: u32) -> ((u32, u32), UnixStream) {
     let listener = UnixListener::bind(served.path(&format!("v_{port}"))).unwrap();
     let ports = (port + 1000, port);
     guest.request(ports);
@@ -171,7 +171,7 @@ pub(crate) fn connect_guest(served: &Served, guest: &mut Guest, port: u32) -> ((
 }
 
 /// Sends all of this, as fast as the guest has credit.
-pub(crate) fn send_all(guest: &mut Guest, ports: (u32, u32), content: &[u8]) {
+pub(crate) fn send_all(guest: &mut VsockGuest, ports: (u32, u32), content: &[u8]) {
     let deadline = Instant::now() + TIMEOUT;
     let mut sent = 0;
     while sent < content.len() {
@@ -190,7 +190,7 @@ pub(crate) fn send_all(guest: &mut Guest, ports: (u32, u32), content: &[u8]) {
 /// Sends packets of `packet_bytes` until the device accepts no more for a while, or all was sent. Returns the number of bytes
 /// sent.
 pub(crate) fn send_until_full(
-    guest: &mut Guest,
+    guest: &mut VsockGuest,
     ports: (u32, u32),
     content: &[u8],
     packet_bytes: usize,

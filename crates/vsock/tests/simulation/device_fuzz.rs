@@ -12,11 +12,11 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use towline_frontend::{Buffer, Memory as Shared, Queue, QueueOptions};
+use towline_frontend::{MemoryArena as Shared, Queue, QueueBuffer, QueueOptions};
 use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{RegionInfo, VringAddress};
-use towline_vhost_user::{Memory, Next, Region, Ring, RingSetup};
-use towline_vsock::packet::{HEADER_BYTES, Header, Operation, SocketType};
+use towline_vhost_user::{GuestMemory, Next, Region, Ring, RingSetup};
+use towline_vsock::packet::{HEADER_BYTES, Operation, PacketHeader, SocketType};
 use towline_vsock::{ConnectionKey, ConnectionLimits, Engine, PENDING_RESETS_MAX};
 
 use super::pipes::{CIDS, Net, World};
@@ -56,7 +56,7 @@ struct Driver {
 struct Guest {
     cid: u64,
     shared: Arc<Shared>,
-    memory: Arc<Memory>,
+    memory: Arc<GuestMemory>,
     driver: Driver,
     rx: Ring,
     tx: Ring,
@@ -65,7 +65,7 @@ struct Guest {
     epoch: u64,
 }
 
-fn map(shared: &Shared) -> Arc<Memory> {
+fn map(shared: &Shared) -> Arc<GuestMemory> {
     let regions = shared.regions().map(|region| {
         let info = RegionInfo {
             guest_address: region.guest_address,
@@ -75,10 +75,10 @@ fn map(shared: &Shared) -> Arc<Memory> {
         };
         Region::map(&info, shared.fd().try_clone_to_owned().expect("a descriptor")).expect("a valid region")
     });
-    Arc::new(Memory::new(regions.collect()).expect("its regions"))
+    Arc::new(GuestMemory::new(regions.collect()).expect("its regions"))
 }
 
-fn rings(shared: &Arc<Shared>, memory: &Arc<Memory>, size: u16, epoch: u64) -> (Driver, Ring, Ring) {
+fn rings(shared: &Arc<Shared>, memory: &Arc<GuestMemory>, size: u16, epoch: u64) -> (Driver, Ring, Ring) {
     let queue = |index| Queue::new(shared, index, QueueOptions { size, features: 1 << 32 }).expect("a queue");
     let ring = |queue: &Queue| {
         let addresses = queue.addresses();
@@ -135,7 +135,7 @@ impl Guest {
         let payload = if operation == 5 { len } else { 0 };
         let kind = if what >> 4 & 1 == 0 { SocketType::Stream } else { SocketType::Seqpacket };
         let taken = self.driver.received.get(&(port, peer, peer_port)).copied().unwrap_or(0);
-        let header = Header {
+        let header = PacketHeader {
             source_cid: if what == 0xff { 77 } else { self.cid },
             destination_cid: peer,
             source_port: port,
@@ -153,7 +153,7 @@ impl Guest {
         };
         self.shared.write(self.driver.payload, &header.to_bytes());
         let each = EACH[usize::from(shape & 7)];
-        let head = Buffer { guest: self.driver.payload, len: HEADER_BYTES as u32 };
+        let head = QueueBuffer { guest: self.driver.payload, len: HEADER_BYTES as u32 };
         let mut parts = parts(head, payload as usize, each, self.driver.tx.free_descriptors());
         if what == 0xfe {
             // Shorter than a header.
@@ -186,7 +186,7 @@ impl Guest {
         let bytes = sizes[usize::from(step[1] & 7)];
         for _ in 0..step[2] % 64 {
             let each = EACH[usize::from(step[3] & 7)];
-            let head = Buffer { guest: self.driver.buffers, len: 10 };
+            let head = QueueBuffer { guest: self.driver.buffers, len: 10 };
             let parts = parts(head, bytes - 10, each, self.driver.rx.free_descriptors());
             self.driver.tokens += 1;
             if parts.is_empty() || !self.driver.rx.add(&[], &parts, self.driver.tokens) {
@@ -205,7 +205,7 @@ impl Guest {
             assert!(used.len as usize >= HEADER_BYTES, "{} bytes are shorter than a header", used.len);
             // All buffers share their memory, so the header is that of the last packet.
             let bytes = self.shared.bytes(self.driver.buffers, HEADER_BYTES);
-            let header = Header::parse(bytes[..].try_into().expect("its length"));
+            let header = PacketHeader::parse(bytes[..].try_into().expect("its length"));
             let operation = Operation::from_number(header.operation).expect("a valid operation");
             assert_eq!(header.destination_cid, self.cid);
             if operation == Operation::ReadWrite {
@@ -240,7 +240,7 @@ impl Guest {
                 self.engine.writable(id);
             }
             if completed {
-                self.engine.zero_copy_completed(id);
+                self.engine.reap_zero_copy_completions(id);
             }
         }
         any
@@ -291,16 +291,16 @@ impl Guest {
 
 /// Returns a chain of a head and `bytes` after it, in segments of `each` bytes; the head is in the first one. Empty if there are
 /// not enough descriptors.
-fn parts(head: Buffer, bytes: usize, each: usize, room: usize) -> Vec<Buffer> {
+fn parts(head: QueueBuffer, bytes: usize, each: usize, room: usize) -> Vec<QueueBuffer> {
     let each = each.max(bytes.div_ceil(1024));
     if bytes.div_ceil(each).max(1) > room {
         return Vec::new();
     }
     let len = |len: usize| u32::try_from(len).expect("a short buffer");
-    let first = Buffer { len: head.len + len(each.min(bytes)), ..head };
+    let first = QueueBuffer { len: head.len + len(each.min(bytes)), ..head };
     let start = head.guest + u64::from(head.len);
     let rest = (0..bytes).step_by(each).skip(1);
-    let rest = rest.map(|at| Buffer { guest: start + at as u64, len: len(each.min(bytes - at)) });
+    let rest = rest.map(|at| QueueBuffer { guest: start + at as u64, len: len(each.min(bytes - at)) });
     std::iter::once(first).chain(rest).collect()
 }
 

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{RegionInfo, VringAddress};
-use towline_vhost_user::{Memory, Region, Ring, RingSetup, features};
-use towline_vsock::packet::{HEADER_BYTES, Header, Operation, SeqFlags, ShutdownFlags, SocketType};
+use towline_vhost_user::{GuestMemory, Region, Ring, RingSetup, features};
+use towline_vsock::packet::{HEADER_BYTES, Operation, PacketHeader, SeqFlags, ShutdownFlags, SocketType};
 
 use crate::plan::{Plan, byte};
 
@@ -39,12 +39,12 @@ pub(crate) struct DriverQueue {
 }
 
 /// The memory of a guest.
-pub(crate) struct GuestMemory {
+pub(crate) struct TestMemory {
     file: File,
-    memory: Arc<Memory>,
+    memory: Arc<GuestMemory>,
 }
 
-impl GuestMemory {
+impl TestMemory {
     pub(crate) fn new() -> Self {
         let fd = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&fd, 2 * RING_BYTES).unwrap();
@@ -52,7 +52,7 @@ impl GuestMemory {
         let info =
             RegionInfo { guest_address: GUEST, size: 2 * RING_BYTES, user_address: USER, mmap_offset: 0 };
         let region = Region::map(&info, file.as_fd().try_clone_to_owned().unwrap()).unwrap();
-        Self { memory: Arc::new(Memory::new(vec![region]).unwrap()), file }
+        Self { memory: Arc::new(GuestMemory::new(vec![region]).unwrap()), file }
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) {
@@ -99,7 +99,7 @@ impl DriverQueue {
     }
 
     /// Makes a chain of buffers available. `None` if there are too few descriptors.
-    fn add(&mut self, memory: &GuestMemory, lens: &[u32], write: bool) -> Option<Vec<u16>> {
+    fn add(&mut self, memory: &TestMemory, lens: &[u32], write: bool) -> Option<Vec<u16>> {
         if self.free.len() < lens.len() {
             return None;
         }
@@ -124,7 +124,7 @@ impl DriverQueue {
         Some(indices)
     }
 
-    fn pop_used(&mut self, memory: &GuestMemory) -> Option<(Vec<u16>, u32)> {
+    fn pop_used(&mut self, memory: &TestMemory) -> Option<(Vec<u16>, u32)> {
         if u16::from_le_bytes(memory.get(self.base + USED + 2)) == self.used {
             return None;
         }
@@ -176,7 +176,7 @@ pub(crate) type Ports = (u32, u32);
 
 /// A guest and its programs.
 pub(crate) struct Guest {
-    memory: GuestMemory,
+    memory: TestMemory,
     receive: DriverQueue,
     transmit: DriverQueue,
     pub(crate) connections: BTreeMap<Ports, GuestConnection>,
@@ -191,13 +191,13 @@ pub(crate) struct Guest {
 
 /// A packet, and the range of its connection's bytes that it has.
 struct Packet {
-    header: Header,
+    header: PacketHeader,
     payload: Vec<u8>,
     bytes: (Ports, Range<u32>),
 }
 
 impl Guest {
-    pub(crate) fn new(memory: GuestMemory, rng: &mut fastrand::Rng) -> (Self, Ring, Ring) {
+    pub(crate) fn new(memory: TestMemory, rng: &mut fastrand::Rng) -> (Self, Ring, Ring) {
         let (receive, rx) = memory.ring(0);
         let (transmit, tx) = memory.ring(1);
         let rx_bytes = [60, 300, 1500, 4096][rng.usize(..4)];
@@ -216,7 +216,7 @@ impl Guest {
         (guest, rx, tx)
     }
 
-    pub(crate) fn into_memory(self) -> GuestMemory {
+    pub(crate) fn into_memory(self) -> TestMemory {
         self.memory
     }
 
@@ -254,7 +254,7 @@ impl Guest {
     fn send(&mut self, ports: Ports, operation: Operation, flags: u32, payload: &[u8]) {
         let connection = self.connections.get_mut(&ports).unwrap();
         connection.advertised = connection.read;
-        let header = Header {
+        let header = PacketHeader {
             source_cid: CID,
             destination_cid: 2,
             source_port: ports.0,
@@ -395,14 +395,14 @@ impl Guest {
             let mut bytes = vec![0; len as usize];
             self.memory.file.read_exact_at(&mut bytes, self.receive.buffer(chain[0])).unwrap();
             let (header, payload) = bytes.split_first_chunk().unwrap();
-            let header = Header::parse(header);
+            let header = PacketHeader::parse(header);
             assert_eq!((header.source_cid, header.destination_cid), (2, CID));
             assert_eq!(header.len as usize, payload.len());
             self.packet(&header, payload);
         }
     }
 
-    fn packet(&mut self, header: &Header, payload: &[u8]) {
+    fn packet(&mut self, header: &PacketHeader, payload: &[u8]) {
         let ports = (header.destination_port, header.source_port);
         let operation = Operation::from_number(header.operation).expect("a valid operation");
         if operation == Operation::Request {
@@ -449,7 +449,7 @@ impl Guest {
 }
 
 impl GuestConnection {
-    fn payload(&mut self, header: &Header, payload: &[u8]) {
+    fn payload(&mut self, header: &PacketHeader, payload: &[u8]) {
         assert!(
             self.open && !self.host_shut.contains(ShutdownFlags::SEND),
             "data after the end of the stream"

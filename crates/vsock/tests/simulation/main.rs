@@ -20,7 +20,7 @@ use towline_vhost_user::Ring;
 use towline_vsock::packet::SocketType;
 use towline_vsock::{ConnectionLimits, Engine};
 
-use guest::{CID, Guest, GuestMemory, Ports};
+use guest::{CID, Guest, Ports, TestMemory};
 use host::{Shared, World, socket};
 use plan::Plan;
 
@@ -45,7 +45,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(seed: u64, memory: GuestMemory) -> Self {
+    fn new(seed: u64, memory: TestMemory) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
         let (guest, rx, tx) = Guest::new(memory, &mut rng);
         let world = World { rng: rng.fork(), listeners: BTreeMap::new(), connecting: Vec::new() };
@@ -115,7 +115,7 @@ impl Run {
                 (id, socket.events(), socket.complete_some(&mut self.rng))
             };
             if completed {
-                assert!(self.engine.zero_copy_completed(id), "the socket has made no zero-copy send");
+                assert!(self.engine.reap_zero_copy_completions(id), "the socket has made no zero-copy send");
             }
             if let Some(readiness) = readiness {
                 self.engine.readable(id, readiness);
@@ -244,7 +244,7 @@ impl Run {
     }
 }
 
-fn run(seed: u64, memory: GuestMemory) -> GuestMemory {
+fn run(seed: u64, memory: TestMemory) -> TestMemory {
     let mut run = Run::new(seed, memory);
     let connections = run.rng.usize(1..6);
     for step in 0..STEPS {
@@ -279,7 +279,7 @@ fn no_byte_is_lost_in_any_order() {
     std::thread::scope(|scope| {
         for thread in 0..threads {
             scope.spawn(move || {
-                let mut memory = GuestMemory::new();
+                let mut memory = TestMemory::new();
                 for seed in (first + thread..first + count).step_by(threads as usize) {
                     let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(seed, memory)));
                     match failed {

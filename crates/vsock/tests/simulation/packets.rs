@@ -1,8 +1,8 @@
 //! Body of the fuzz target `vsock_packet`: arbitrary packets and events of the host's side against the table.
 #![allow(dead_code, unreachable_pub, reason = "the fuzz target uses it")]
 
-use towline_vsock::packet::{Header, Operation, SeqFlags, ShutdownFlags};
-use towline_vsock::{ConnectionId, ConnectionLimits, Inbound, PENDING_RESETS_MAX, Table};
+use towline_vsock::packet::{Operation, PacketHeader, SeqFlags, ShutdownFlags};
+use towline_vsock::{ConnectionId, ConnectionLimits, ConnectionTable, Inbound, PENDING_RESETS_MAX};
 
 const CID: u64 = 3;
 const CONNECTIONS: usize = 8;
@@ -19,7 +19,7 @@ pub fn packets(data: &[u8]) {
         memory: MEMORY,
         ..ConnectionLimits::default()
     };
-    let mut table = Table::new(CID, limits, 0);
+    let mut table = ConnectionTable::new(CID, limits, 0);
     let mut ids: Vec<ConnectionId> = Vec::new();
     for step in data.chunks_exact(STEP) {
         let word = |at: usize| u32::from_le_bytes(step[at..at + 4].try_into().expect("four bytes"));
@@ -56,8 +56,8 @@ fn kind(byte: u8) -> towline_vsock::packet::SocketType {
     if byte & 1 == 0 { SocketType::Stream } else { SocketType::Seqpacket }
 }
 
-fn packet(table: &mut Table, step: &[u8], word: impl Fn(usize) -> u32) -> Option<ConnectionId> {
-    let header = Header {
+fn packet(table: &mut ConnectionTable, step: &[u8], word: impl Fn(usize) -> u32) -> Option<ConnectionId> {
+    let header = PacketHeader {
         source_cid: if step[0] & 0x80 == 0 { CID } else { u64::from(word(8)) },
         destination_cid: 2,
         source_port: u32::from(step[1] % 4),
@@ -85,7 +85,7 @@ fn packet(table: &mut Table, step: &[u8], word: impl Fn(usize) -> u32) -> Option
     }
 }
 
-fn host(table: &mut Table, id: ConnectionId, what: u8, amount: u32) {
+fn host(table: &mut ConnectionTable, id: ConnectionId, what: u8, amount: u32) {
     match what % 5 {
         0 => table.shutdown(id, ShutdownFlags::SEND),
         1 => table.shutdown(id, ShutdownFlags::RECEIVE),
@@ -101,7 +101,7 @@ fn host(table: &mut Table, id: ConnectionId, what: u8, amount: u32) {
     }
 }
 
-fn control(table: &mut Table, most: usize) {
+fn control(table: &mut ConnectionTable, most: usize) {
     for _ in 0..most {
         let Some(header) = table.next_control() else { return };
         assert!(Operation::from_number(header.operation).is_some());

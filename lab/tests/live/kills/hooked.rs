@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use towline_channel::Cancel;
 use towline_control::plan::{
-    CopyPhase, Destination, Error, GuestState, Observer, Request, Source, SourceCategory, Task,
+    CopyPhase, CopyRequest, Destination, Error, GuestState, Observer, Source, SourceCategory, Task,
     TransferOptions, copy,
 };
 use towline_lab::{Qemu, Towline};
@@ -69,7 +69,7 @@ fn hooked_towline() {
     } else {
         Task::Copy { transfer, run: None, resume: false, base: None }
     };
-    let request = Request { downtime_limit: DOWNTIME_LIMIT, ..Request::new(task) };
+    let request = CopyRequest { downtime_limit: DOWNTIME_LIMIT, ..CopyRequest::new(task) };
     let observer = Hook { hold: orders["hold"].as_str().map(str::to_owned), go: path("go") };
     let (source, destination) = (Source::Qmp(path("source")), Destination::Qmp(path("destination")));
     let result = copy(&source, &destination, &request, &Cancel::new().unwrap(), &observer);

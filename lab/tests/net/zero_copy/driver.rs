@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, eth, socket_with};
 use rustix::process::{Pid, Signal, kill_process};
 use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
-use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
+use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions};
 
 /// Set in the guest, to the card's socket.
 pub(crate) const SOCKET: &str = "TOWLINE_TEST_DRIVER";
@@ -87,7 +87,7 @@ enum Shape {
 
 struct Driver {
     frontend: Frontend,
-    memory: Arc<Memory>,
+    memory: Arc<MemoryArena>,
     /// The transmit ring of each pair.
     queues: Vec<Queue>,
     /// Position of each stopped ring.
@@ -111,7 +111,8 @@ impl Driver {
     fn start(socket: &Path) -> Self {
         let pairs: u32 = std::env::var(PAIRS).unwrap().parse().unwrap();
         let huge = std::env::var_os(HUGE_PAGES).is_some();
-        let memory = if huge { Memory::in_huge_pages(MEMORY_BYTES) } else { Memory::new(MEMORY_BYTES) };
+        let memory =
+            if huge { MemoryArena::in_huge_pages(MEMORY_BYTES) } else { MemoryArena::new(MEMORY_BYTES) };
         let memory = Arc::new(memory.unwrap());
         let (mut frontend, features) = connect(socket, &memory);
         let new = |pair| Queue::new(&memory, 2 * pair + 1, QueueOptions { size: RING, features }).unwrap();
@@ -273,10 +274,10 @@ impl Driver {
             };
             self.frames[usize::try_from(slot).unwrap()] = self.next;
             let parts = [(at, first), (at + u64::from(first), len - first)];
-            let buffers: Vec<Buffer> = parts
+            let buffers: Vec<QueueBuffer> = parts
                 .into_iter()
                 .filter(|(_, len)| *len > 0)
-                .map(|(guest, len)| Buffer { guest, len })
+                .map(|(guest, len)| QueueBuffer { guest, len })
                 .collect();
             assert!(self.queue().add(&buffers, &[], slot), "the ring has room for {SLOTS} chains");
             self.next += 1;
@@ -307,7 +308,7 @@ impl Driver {
 }
 
 /// Connects to a card and passes it the memory. Returns the negotiated features, too.
-fn connect(socket: &Path, memory: &Memory) -> (Frontend, u64) {
+fn connect(socket: &Path, memory: &MemoryArena) -> (Frontend, u64) {
     let mut frontend = Frontend::connect(socket, WITHIN).unwrap();
     let features = frontend.negotiate(0, EVENT_IDX | INDIRECT, 0).unwrap().features;
     frontend.set_mem_table(Some(memory)).unwrap();

@@ -16,7 +16,7 @@ use super::super::outcomes::{GuestLocation, GuestState};
 use super::super::preflight::GuestFacts;
 use super::super::progress::Observer;
 use super::super::report::DestinationState;
-use super::super::request::Request;
+use super::super::request::CopyRequest;
 use super::super::shared_switchover::SharedSwitchover;
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceEndpoint};
 use crate::switchover::{Directive, SourceKind};
@@ -24,7 +24,7 @@ use crate::switchover::{Directive, SourceKind};
 /// Opens the image at `path`, which any number of copies may read.
 pub(in super::super) fn open(
     path: &Path,
-    options: &Request,
+    options: &CopyRequest,
     observer: &dyn Observer,
 ) -> Result<Image, Error> {
     let image = Image::open(path)?;

@@ -31,7 +31,7 @@ use crate::moves::MoveEnd;
 use crate::qemu::{Process, Qemu};
 use crate::staging_names;
 use crate::switchover::{
-    DestinationKind, DestinationStatus, Directive, GuestMemory, GuestRunState, SourceKind, StartResult,
+    DestinationKind, DestinationStatus, Directive, GuestRunState, MemorySharing, SourceKind, StartResult,
 };
 
 /// Threads that compare an image with its manifest while QEMU loads it.
@@ -77,7 +77,7 @@ impl QemuSource {
         context: &Context<'_>,
     ) -> Result<Connections, Error> {
         to.check_vsocks(&self.qemu.vsocks)?;
-        self.qemu.detach(context.cancel)?;
+        self.qemu.detach_unmigratable_devices(context.cancel)?;
         context.observer.phase(CopyPhase::Connect);
         to.connect(session, context)?;
         self.qemu.start(context.lanes, context.options, context.cancel)
@@ -227,7 +227,7 @@ impl QemuDestination {
     /// Sets the memory of the source that this QEMU maps: pages of it are not sent.
     pub(in super::super) fn set_presence(&mut self, presence: Presence) {
         self.presence = Some(presence);
-        if self.memory() == GuestMemory::Shared {
+        if self.memory() == MemorySharing::Shared {
             self.qemu.lock_drives_with_cont();
         }
     }
@@ -312,10 +312,14 @@ impl DestinationEndpoint for QemuDestination {
         MoveEnd::qemu(self.qemu.qemu().socket(), self.qemu.qemu().process())
     }
 
-    fn memory(&self) -> GuestMemory {
+    fn memory(&self) -> MemorySharing {
         let is_running = |mapped: &Mapped| mapped.kind == MappingKind::Running;
         let is_shared = |presence: &Presence| presence.mapped().iter().any(is_running);
-        if self.presence.as_ref().is_some_and(is_shared) { GuestMemory::Shared } else { GuestMemory::Copied }
+        if self.presence.as_ref().is_some_and(is_shared) {
+            MemorySharing::Shared
+        } else {
+            MemorySharing::Copied
+        }
     }
 
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
@@ -393,8 +397,8 @@ impl DestinationEndpoint for QemuDestination {
 
     fn end_in_shared_memory(&mut self) -> Result<(), Error> {
         match self.memory() {
-            GuestMemory::Shared => self.qemu.end(),
-            GuestMemory::Copied => Ok(()),
+            MemorySharing::Shared => self.qemu.end(),
+            MemorySharing::Copied => Ok(()),
         }
     }
 

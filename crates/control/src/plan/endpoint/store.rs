@@ -14,7 +14,7 @@ use super::super::error::Error;
 use super::super::in_process;
 use super::super::progress::{CopyPhase, Observer, Progress};
 use super::super::report::DestinationState;
-use super::super::request::Request;
+use super::super::request::CopyRequest;
 use super::super::shared_switchover::SharedSwitchover;
 use super::image;
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback};
@@ -23,7 +23,7 @@ use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback}
 /// are not protected meanwhile.
 pub(in super::super) fn open(
     location: &Location,
-    options: &Request,
+    options: &CopyRequest,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<StoredImage, Error> {

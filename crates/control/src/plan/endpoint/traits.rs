@@ -23,7 +23,7 @@ use super::super::source::QmpSource;
 use super::super::vsock::DetachedVsocks;
 use crate::moves::MoveEnd;
 use crate::switchover::{
-    DestinationKind, DestinationStatus, Directive, GuestMemory, Input, SourceKind, StartResult,
+    DestinationKind, DestinationStatus, Directive, Input, MemorySharing, SourceKind, StartResult,
 };
 
 /// Source of a guest.
@@ -156,8 +156,8 @@ pub(in super::super) trait DestinationEndpoint {
     }
 
     /// Memory of the guest, compared with the source's.
-    fn memory(&self) -> GuestMemory {
-        GuestMemory::Copied
+    fn memory(&self) -> MemorySharing {
+        MemorySharing::Copied
     }
 
     /// Has the destination listen, and connects to it. `session` is that of the incoming migration.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use towline_qmp::commands::{Capability, MigrationParameters};
 
 use super::super::compression;
-use super::super::request::Request;
+use super::super::request::CopyRequest;
 use super::qmp_source::QmpSource;
 use crate::qemu::MigrationSettings;
 
@@ -36,7 +36,7 @@ const UNSUPPORTED_WITH_SNAPSHOT: [Capability; 5] = [
 ];
 
 impl QmpSource {
-    pub(super) fn migration_settings(&self, lanes: usize, options: &Request) -> MigrationSettings {
+    pub(super) fn migration_settings(&self, lanes: usize, options: &CopyRequest) -> MigrationSettings {
         let known = &self.qemu.facts().capabilities;
         let mut capabilities: BTreeMap<_, _> = UNSUPPORTED_CAPABILITIES
             .into_iter()

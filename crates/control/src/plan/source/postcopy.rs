@@ -5,7 +5,7 @@ use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, Migration
 
 use super::super::destination::is_live;
 use super::super::error::Error;
-use super::super::request::Request;
+use super::super::request::CopyRequest;
 use super::super::validate::check_multifd_with_postcopy;
 use super::configuration::BANDWIDTH_UNLIMITED;
 use super::qmp_source::QmpSource;
@@ -22,7 +22,7 @@ impl QmpSource {
         address: &Address,
         preempt: bool,
         lanes: usize,
-        options: &Request,
+        options: &CopyRequest,
     ) -> Result<(), Error> {
         let mut settings = self.migration_settings(lanes, options);
         settings.capabilities.insert(Capability::POSTCOPY_RAM, true);

@@ -14,7 +14,7 @@ use super::super::error_origin;
 use super::super::preflight::GuestFacts;
 use super::super::private_dir::PrivateDir;
 use super::super::progress::Progress;
-use super::super::request::Request;
+use super::super::request::CopyRequest;
 use super::super::vsock::{self, DetachedVsocks};
 use crate::moves::{self, MoveEnd};
 use crate::qemu::{AppliedSettings, Qemu};
@@ -53,7 +53,7 @@ pub(in super::super) struct QmpSource {
 
 impl QmpSource {
     /// Connects and checks that this guest can be copied.
-    pub(in super::super) fn prepare(path: &Path, options: &Request) -> Result<Self, Error> {
+    pub(in super::super) fn prepare(path: &Path, options: &CopyRequest) -> Result<Self, Error> {
         let mut qemu = Qemu::connect(path, &qmp::Options::default())?;
         let socket = qemu.socket().to_owned();
         let facts = qemu.facts();
@@ -111,7 +111,7 @@ impl QmpSource {
     }
 
     /// Detaches devices that QEMU does not migrate.
-    pub(in super::super) fn detach(&mut self, cancel: &Cancel) -> Result<(), Error> {
+    pub(in super::super) fn detach_unmigratable_devices(&mut self, cancel: &Cancel) -> Result<(), Error> {
         self.vsocks.detach(&mut self.qemu, cancel)
     }
 

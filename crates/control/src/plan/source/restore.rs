@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::super::error::Error;
 use super::super::report::SourceState;
-use super::super::request::Request;
+use super::super::request::CopyRequest;
 use super::qmp_source::QmpSource;
 use crate::switchover::GuestRunState;
 
@@ -81,7 +81,7 @@ impl QmpSource {
     /// State of the guest at the source when the copy is complete.
     pub(in super::super) fn state_after(
         &self,
-        options: &Request,
+        options: &CopyRequest,
         exited: bool,
         guest: GuestRunState,
     ) -> SourceState {

@@ -10,7 +10,7 @@ use towline_qmp::commands::{Migrate, MigrationStatus};
 use towline_qmp::{self as qmp, Client};
 
 use super::super::error::Error;
-use super::super::request::Request;
+use super::super::request::CopyRequest;
 use super::qmp_source::{QmpSource, STREAM_SOCKET};
 use crate::qemu::{self, AppliedSettings};
 
@@ -26,7 +26,7 @@ impl QmpSource {
     pub(in super::super) fn start(
         &mut self,
         lanes: usize,
-        options: &Request,
+        options: &CopyRequest,
         cancel: &Cancel,
     ) -> Result<Connections, Error> {
         let settings = self.migration_settings(lanes, options);
@@ -132,7 +132,7 @@ mod tests {
 
     use serde_json::{Map, Value, json};
     use tempfile::TempDir;
-    use towline_qmp::{Commands, Options, Refusal, Server};
+    use towline_qmp::{CommandError, Commands, Options, Server};
 
     use super::*;
 
@@ -147,7 +147,7 @@ mod tests {
             &["query-migrate"]
         }
 
-        fn execute(&self, _: &str, _: &Map<String, Value>) -> Result<Value, Refusal> {
+        fn execute(&self, _: &str, _: &Map<String, Value>) -> Result<Value, CommandError> {
             self.0.fetch_add(1, Ordering::Relaxed);
             Ok(json!({ "status": "failed" }))
         }

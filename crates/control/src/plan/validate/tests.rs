@@ -2,10 +2,10 @@ use super::super::ends::MemoryOptions;
 use super::super::request::{PostcopyStart, Task, TransferOptions};
 use super::*;
 
-fn postcopy() -> Request {
+fn postcopy() -> CopyRequest {
     let start = PostcopyStart::Copy { run: None };
     let transfer = TransferOptions::default();
-    Request::new(Task::Postcopy { transfer, start, preempt: false, record_working_set: true })
+    CopyRequest::new(Task::Postcopy { transfer, start, preempt: false, record_working_set: true })
 }
 
 fn qmp() -> Destination {
@@ -25,19 +25,19 @@ fn pairs_without_a_transfer_are_refused() {
         (
             &memory,
             &qmp(),
-            Request::default(),
+            CopyRequest::default(),
             "a synthetic guest (mem:) has no devices, so no QEMU can load it: copy it to mem:, an image or a stream",
         ),
         (
             &memory,
             &Destination::Null,
-            Request::default(),
+            CopyRequest::default(),
             "null: takes a stream; mem: receives a synthetic guest and verifies it",
         ),
         (
             &image,
             &Destination::Null,
-            Request::default(),
+            CopyRequest::default(),
             "null: takes a stream; to check an image, `inspect --verify` it",
         ),
         (&image, &file, postcopy(), no_guest),
@@ -51,16 +51,16 @@ fn pairs_without_a_transfer_are_refused() {
     for (source, destination) in [(&image, &qmp()), (&image, &tcp), (&running, &qmp())] {
         assert!(validate(source, destination, &postcopy()).is_ok());
     }
-    assert!(validate(&running, &Destination::Null, &Request::default()).is_ok());
+    assert!(validate(&running, &Destination::Null, &CopyRequest::default()).is_ok());
 }
 
 #[test]
 fn copy_of_a_resumed_source_stays_paused() {
     let task = |run| Task::Copy { transfer: TransferOptions::default(), run, resume: true, base: None };
     let source = Source::Qmp("a.qmp".into());
-    let (request, lanes) = validate(&source, &qmp(), &Request::new(task(None))).unwrap();
+    let (request, lanes) = validate(&source, &qmp(), &CopyRequest::new(task(None))).unwrap();
     assert_eq!((request.run(), lanes), (Some(false), LANES_DEFAULT));
-    let error = validate(&source, &qmp(), &Request::new(task(Some(true)))).unwrap_err();
+    let error = validate(&source, &qmp(), &CopyRequest::new(task(Some(true)))).unwrap_err();
     assert_eq!(error.to_string(), "--resume with --run: the same guest would run twice");
 }
 
@@ -68,7 +68,7 @@ fn copy_of_a_resumed_source_stays_paused() {
 fn move_to_a_destination_that_keeps_nothing_is_refused() {
     let (transfer, devices) = (TransferOptions::default(), Vec::new());
     let task = Task::Move { transfer, run: None, detach_vsock: true, devices };
-    let request = Request::new(task);
+    let request = CopyRequest::new(task);
     let source = Source::Qmp("a.qmp".into());
     for (destination, text) in [
         (Destination::Null, "null: keeps nothing, so its source is not ended: copy to it"),

@@ -1,7 +1,7 @@
 //! Invariants of every world, and the meaning of each outcome.
 
-use super::super::outcome::{Outcome, Placement, Unresolved};
-use super::super::{DestinationKind, GuestMemory, SourceAction, SourceKind};
+use super::super::outcome::{Placement, SwitchoverOutcome, Unresolved};
+use super::super::{DestinationKind, MemorySharing, SourceAction, SourceKind};
 use super::world::{Destination, Source, Towline, World};
 
 /// Checks a world; the error describes the violation.
@@ -10,7 +10,7 @@ pub(super) fn check(world: &World) -> Result<(), String> {
     if twice && !world.operator_ran && !world.window {
         return Err("the guest runs at both ends".into());
     }
-    let is_shared = world.towlines[0].is_some_and(|towline| towline.request.memory == GuestMemory::Shared);
+    let is_shared = world.towlines[0].is_some_and(|towline| towline.request.memory == MemorySharing::Shared);
     if is_shared && world.has_run_there && world.runs_at_source() && !world.operator_ran {
         return Err("the source runs the guest in memory that the destination's guest has changed".into());
     }
@@ -56,7 +56,10 @@ fn known_to_somebody(world: &World) -> Result<(), String> {
     let is_said = world.resumed
         || towlines().any(|towline| {
             towline.record.is_some()
-                || matches!(towline.outcome, Some(Outcome::Unresolved(_) | Outcome::Completed(_)))
+                || matches!(
+                    towline.outcome,
+                    Some(SwitchoverOutcome::Unresolved(_) | SwitchoverOutcome::Completed(_))
+                )
         });
     if moves && world.carried.is_live() && stands_still && !is_said {
         return Err("the guest is stopped, and nothing reports it".into());
@@ -65,35 +68,42 @@ fn known_to_somebody(world: &World) -> Result<(), String> {
 }
 
 /// Checks that an outcome describes the world.
-fn truthful(world: &World, index: usize, towline: &Towline, outcome: Outcome) -> Result<(), String> {
+fn truthful(
+    world: &World,
+    index: usize,
+    towline: &Towline,
+    outcome: SwitchoverOutcome,
+) -> Result<(), String> {
     let gone = world.destination == Destination::Exited;
     let right = match outcome {
-        Outcome::Completed(Placement::Running) => world.destination == Destination::Running || gone,
-        Outcome::Completed(Placement::Paused) => world.destination == Destination::Loaded || gone,
-        Outcome::Completed(Placement::Loaded) => {
+        SwitchoverOutcome::Completed(Placement::Running) => world.destination == Destination::Running || gone,
+        SwitchoverOutcome::Completed(Placement::Paused) => world.destination == Destination::Loaded || gone,
+        SwitchoverOutcome::Completed(Placement::Loaded) => {
             matches!(world.destination, Destination::Running | Destination::Loaded) || gone
         }
-        Outcome::Completed(Placement::Stored) => world.destination == Destination::Stored,
+        SwitchoverOutcome::Completed(Placement::Stored) => world.destination == Destination::Stored,
         // A later exit of the source is not a false report.
-        Outcome::Safe if towline.request.source == SourceKind::Qemu => {
+        SwitchoverOutcome::Safe if towline.request.source == SourceKind::Qemu => {
             matches!(world.source, Source::HasGuest | Source::RunAgain | Source::Exited)
         }
-        Outcome::Safe => world.destination != Destination::Running || world.operator_ran,
-        Outcome::Unresolved(Unresolved::BothExited) => world.source == Source::Exited && gone,
-        Outcome::Unresolved(Unresolved::UpgradedLost) => gone,
-        Outcome::Unresolved(Unresolved::SourceExited) => world.source == Source::Exited,
-        Outcome::Unresolved(Unresolved::StoredOnly) => {
+        SwitchoverOutcome::Safe => world.destination != Destination::Running || world.operator_ran,
+        SwitchoverOutcome::Unresolved(Unresolved::BothExited) => world.source == Source::Exited && gone,
+        SwitchoverOutcome::Unresolved(Unresolved::UpgradedLost) => gone,
+        SwitchoverOutcome::Unresolved(Unresolved::SourceExited) => world.source == Source::Exited,
+        SwitchoverOutcome::Unresolved(Unresolved::StoredOnly) => {
             world.source == Source::Exited && world.destination == Destination::Stored
         }
-        Outcome::Unresolved(Unresolved::DestinationOnly) => world.source == Source::Exited,
-        Outcome::Unresolved(Unresolved::DestinationHolds | Unresolved::Undecided) => {
+        SwitchoverOutcome::Unresolved(Unresolved::DestinationOnly) => world.source == Source::Exited,
+        SwitchoverOutcome::Unresolved(Unresolved::DestinationHolds | Unresolved::Undecided) => {
             matches!(world.destination, Destination::Loaded) || gone
         }
-        Outcome::Unresolved(Unresolved::PeerDidNotRun) => {
+        SwitchoverOutcome::Unresolved(Unresolved::PeerDidNotRun) => {
             !matches!(world.destination, Destination::Running) || world.operator_ran
         }
-        Outcome::Unresolved(Unresolved::BothPaused) => !matches!(world.destination, Destination::Running),
-        Outcome::Unresolved(_) => true,
+        SwitchoverOutcome::Unresolved(Unresolved::BothPaused) => {
+            !matches!(world.destination, Destination::Running)
+        }
+        SwitchoverOutcome::Unresolved(_) => true,
     };
     if !right {
         return Err(format!("source {:?}, destination {:?}", world.source, world.destination));
@@ -125,7 +135,7 @@ fn not_lost(world: &World) -> Result<(), String> {
         world.towlines[1].is_none() && only.alive && only.request.destination == DestinationKind::Qemu;
     let runs_here = only.request.run != super::super::RunRequest::Pause;
     let held = world.source == Source::Exited && world.destination == Destination::Loaded;
-    let gave_up = matches!(only.outcome, Some(Outcome::Unresolved(Unresolved::SourceExited)));
+    let gave_up = matches!(only.outcome, Some(SwitchoverOutcome::Unresolved(Unresolved::SourceExited)));
     if alone && held && runs_here && gave_up && only.request.source == SourceKind::Qemu {
         return Err("the destination holds the whole guest, and it was abandoned".into());
     }

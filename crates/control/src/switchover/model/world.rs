@@ -6,8 +6,8 @@ mod steps;
 
 use super::super::fault::FaultSwitch;
 use super::super::{
-    Decision, DestinationKind, Directive, GuestMemory, GuestRunState, Input, InterruptedMove, Outcome,
-    PeerMessage, Placement, ResumeAction, RunRequest, SourceAction, SourceKind, SourceLink, Switchover,
+    Decision, DestinationKind, Directive, GuestRunState, Input, InterruptedMove, MemorySharing, PeerMessage,
+    Placement, ResumeAction, RunRequest, SourceAction, SourceKind, SourceLink, Switchover, SwitchoverOutcome,
     SwitchoverRequest,
 };
 
@@ -75,7 +75,7 @@ pub(in super::super) struct Towline {
     engine: Engine,
     todo: Option<Directive>,
     pub(in super::super) alive: bool,
-    pub(in super::super) outcome: Option<Outcome>,
+    pub(in super::super) outcome: Option<SwitchoverOutcome>,
     cancelled: bool,
     /// Its record on disk.
     pub(in super::super) record: Option<Decision>,
@@ -166,7 +166,7 @@ impl World {
         mishaps: u8,
         fault: FaultSwitch,
     ) -> Self {
-        let (run, memory) = (RunRequest::AsItWas, GuestMemory::Copied);
+        let (run, memory) = (RunRequest::AsItWas, MemorySharing::Copied);
         let (source, destination) = (SourceKind::Qemu, DestinationKind::Towline);
         let here = Towline::new(SwitchoverRequest { source, destination, run, after, memory }, fault);
         let (source, destination) = (SourceKind::Towline, DestinationKind::Qemu);
@@ -395,7 +395,7 @@ impl World {
         match directive {
             Directive::End(outcome) => {
                 (towline.todo, towline.outcome) = (None, Some(outcome));
-                if !matches!(outcome, Outcome::Unresolved(held) if held.is_open()) {
+                if !matches!(outcome, SwitchoverOutcome::Unresolved(held) if held.is_open()) {
                     towline.record = None;
                 }
                 // It closes its connections when it ends.
@@ -443,7 +443,7 @@ impl World {
     /// The guest's placement, if this towline has reported that it is at its destination.
     pub(in super::super) fn placed(&self, index: usize) -> Option<Placement> {
         match self.towlines[index]?.outcome? {
-            Outcome::Completed(placed) => Some(placed),
+            SwitchoverOutcome::Completed(placed) => Some(placed),
             _ => None,
         }
     }

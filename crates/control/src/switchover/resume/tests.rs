@@ -63,7 +63,7 @@ fn guest_seen_at_the_other_end_is_never_started() {
 #[test]
 fn source_of_an_upgrade_never_runs_after_the_decision_to_run_its_destination() {
     for case in cases() {
-        let case = InterruptedMove { memory: GuestMemory::Shared, ..case };
+        let case = InterruptedMove { memory: MemorySharing::Shared, ..case };
         let left_behind = case.source == Some(SourceStatus::Completed) && case.decision == Decision::Run;
         if left_behind {
             assert_ne!(case.next_action(), ResumeAction::RunSource, "{case:?}");
@@ -71,7 +71,7 @@ fn source_of_an_upgrade_never_runs_after_the_decision_to_run_its_destination() {
         }
     }
     let lost = InterruptedMove {
-        memory: GuestMemory::Shared,
+        memory: MemorySharing::Shared,
         source: Some(SourceStatus::Completed),
         destination: Some(DestinationStatus::Exited),
         ..InterruptedMove::new(Decision::Run, true)

@@ -38,7 +38,7 @@ pub(super) enum Conditions {
 
 /// A request that has arrived at the store.
 #[derive(Debug, Clone)]
-pub(super) enum Request {
+pub(super) enum StoreRequest {
     Put {
         key: String,
         bytes: Bytes,
@@ -57,7 +57,7 @@ pub(super) enum Request {
     },
 }
 
-impl Request {
+impl StoreRequest {
     fn changes(&self) -> bool {
         matches!(self, Self::Put { .. } | Self::Delete { .. })
     }
@@ -90,7 +90,7 @@ impl Stored {
 
 /// Response of the store.
 #[derive(Debug)]
-pub(super) enum Reply {
+pub(super) enum StoreReply {
     Put(PutResult),
     Object(Stored),
     Page(Vec<ObjectMeta>),
@@ -136,7 +136,7 @@ impl fmt::Display for Model {
 }
 
 impl Model {
-    async fn request(&self, request: Request) -> Result<Reply> {
+    async fn request(&self, request: StoreRequest) -> Result<StoreReply> {
         // Requests over a network are checked at every attempt, after delays for credentials, name
         // resolution, connections and failed attempts. Requests to a directory are not retried, and not
         // checked.
@@ -158,9 +158,9 @@ impl Model {
 impl ObjectStore for Model {
     async fn put_opts(&self, location: &Path, payload: PutPayload, options: PutOptions) -> Result<PutResult> {
         let bytes = payload.iter().flatten().copied().collect();
-        let request = Request::Put { key: location.to_string(), bytes, mode: options.mode };
+        let request = StoreRequest::Put { key: location.to_string(), bytes, mode: options.mode };
         match self.request(request).await? {
-            Reply::Put(result) => Ok(result),
+            StoreReply::Put(result) => Ok(result),
             other => panic!("{other:?}"),
         }
     }
@@ -171,7 +171,7 @@ impl ObjectStore for Model {
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
         let key = location.to_string();
-        let Reply::Object(stored) = self.request(Request::Get { key: key.clone() }).await? else {
+        let StoreReply::Object(stored) = self.request(StoreRequest::Get { key: key.clone() }).await? else {
             panic!("not an object");
         };
         let meta = stored.meta(&key);
@@ -188,7 +188,7 @@ impl ObjectStore for Model {
                 let model = model.clone();
                 async move {
                     let location = location?;
-                    model.request(Request::Delete { key: location.to_string() }).await?;
+                    model.request(StoreRequest::Delete { key: location.to_string() }).await?;
                     Ok(location)
                 }
             })
@@ -201,8 +201,8 @@ impl ObjectStore for Model {
         let pages = futures_util::stream::unfold(Some(String::new()), move |after| {
             let (model, prefix) = (model.clone(), prefix.clone());
             async move {
-                let page = match model.request(Request::List { prefix, after: after? }).await {
-                    Ok(Reply::Page(page)) => page,
+                let page = match model.request(StoreRequest::List { prefix, after: after? }).await {
+                    Ok(StoreReply::Page(page)) => page,
                     Ok(other) => panic!("{other:?}"),
                     Err(error) => return Some((vec![Err(error)], None)),
                 };

@@ -11,7 +11,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock, device_state};
 
 use super::super::access::Store;
-use super::super::images::{InUse, remove_in};
+use super::super::images::{IfInUse, remove_in};
 use super::super::reader::StoredImage;
 use super::super::upload::Upload;
 use super::super::{CHUNK_BYTES, Error, Garbage, MissingChunkCause};
@@ -126,9 +126,11 @@ impl Task {
             Self::Remove { image, how } => {
                 let store = actor.world.store(actor);
                 let removed = match how {
-                    Removal::Refuse => remove_in(&store, NAMES[image], NAMES[image], InUse::Refuse).map(drop),
+                    Removal::Refuse => {
+                        remove_in(&store, NAMES[image], NAMES[image], IfInUse::Refuse).map(drop)
+                    }
                     Removal::Keep => {
-                        remove_in(&store, NAMES[image], NAMES[image], InUse::KeepChunks).map(drop)
+                        remove_in(&store, NAMES[image], NAMES[image], IfInUse::KeepChunks).map(drop)
                     }
                     Removal::Foreign => store.delete(NAMES[image]),
                 };

@@ -18,14 +18,14 @@ use super::super::lease_state::LeaseGuard;
 use super::super::objects::Objects;
 use super::super::{LEASE_AGE_MAX, Location, access::Store, chunk};
 use super::actor::Actor;
-use super::model::{self, Conditions, Model, Reply, Request, Stored};
+use super::model::{self, Conditions, Model, StoreReply, StoreRequest, Stored};
 use super::scenario::{Chaos, Scenario};
 use crate::index::Index;
 use crate::lock::lock;
 
 /// Slot for the result of an operation.
 pub(super) type Slot<T> = Arc<Mutex<Option<T>>>;
-type ReplyResult = object_store::Result<Reply>;
+type ReplyResult = object_store::Result<StoreReply>;
 /// Behaviour of a participant.
 pub(super) type Role = Box<dyn FnOnce(&Actor) + Send>;
 
@@ -145,7 +145,7 @@ struct ActorState {
 
 enum SimulationEvent {
     Start(usize),
-    Arrive { actor: usize, request: Request, slot: Slot<ReplyResult>, is_lost: bool },
+    Arrive { actor: usize, request: StoreRequest, slot: Slot<ReplyResult>, is_lost: bool },
     Reply { actor: usize, slot: Slot<ReplyResult>, reply: ReplyResult },
     Timer { actor: usize, slot: Slot<()> },
     Suspend { actor: usize, time: Duration },
@@ -255,7 +255,7 @@ impl World {
     }
 
     /// Sends a request.
-    pub(super) fn send(&self, actor: usize, request: Request) -> Slot<ReplyResult> {
+    pub(super) fn send(&self, actor: usize, request: StoreRequest) -> Slot<ReplyResult> {
         let (mut state, slot) = (self.lock(), Slot::default());
         state.count_request(actor);
         let (now, roll, failing) = (state.now, state.rng.f64(), state.chaos.failing);
@@ -491,9 +491,9 @@ impl State {
         }
     }
 
-    fn apply(&mut self, actor: usize, request: &Request) -> ReplyResult {
+    fn apply(&mut self, actor: usize, request: &StoreRequest) -> ReplyResult {
         match request {
-            Request::Put { key, bytes, mode } => {
+            StoreRequest::Put { key, bytes, mode } => {
                 self.may_put(key, mode)?;
                 let stored = Stored { bytes: bytes.clone(), modified: self.now };
                 let e_tag = Some(stored.e_tag());
@@ -509,21 +509,21 @@ impl State {
                     self.check(key);
                 }
                 let extensions = Default::default();
-                Ok(Reply::Put(object_store::PutResult { e_tag, version: None, extensions }))
+                Ok(StoreReply::Put(object_store::PutResult { e_tag, version: None, extensions }))
             }
-            Request::Get { key } => {
-                self.objects.get(key).cloned().map(Reply::Object).ok_or_else(|| model::not_found(key))
+            StoreRequest::Get { key } => {
+                self.objects.get(key).cloned().map(StoreReply::Object).ok_or_else(|| model::not_found(key))
             }
-            Request::Delete { key } => {
+            StoreRequest::Delete { key } => {
                 self.objects.remove(key);
                 self.names.remove(key);
                 if key.contains("/chunks/") {
                     self.check(key);
                 }
-                Ok(Reply::Done)
+                Ok(StoreReply::Done)
             }
-            Request::List { prefix, after } => {
-                Ok(Reply::Page(model::page(self.objects.iter(), prefix, after)))
+            StoreRequest::List { prefix, after } => {
+                Ok(StoreReply::Page(model::page(self.objects.iter(), prefix, after)))
             }
         }
     }
@@ -552,7 +552,7 @@ impl State {
     }
 }
 
-impl Request {
+impl StoreRequest {
     /// Returns true if the request publishes an image or removes chunks.
     fn is_decisive(&self) -> bool {
         match self {
@@ -571,19 +571,19 @@ fn put<T>(slot: &Slot<T>, value: T) {
     *lock(slot) = Some(value);
 }
 
-fn request_text(request: &Request) -> String {
+fn request_text(request: &StoreRequest) -> String {
     let short = |key: &str| key.get(..30).unwrap_or(key).to_owned();
     match request {
-        Request::Put { key, mode, .. } => format!("put {} {mode:?}", short(key)),
-        Request::Get { key } => format!("get {}", short(key)),
-        Request::Delete { key } => format!("delete {}", short(key)),
-        Request::List { prefix, .. } => format!("list {prefix}"),
+        StoreRequest::Put { key, mode, .. } => format!("put {} {mode:?}", short(key)),
+        StoreRequest::Get { key } => format!("get {}", short(key)),
+        StoreRequest::Delete { key } => format!("delete {}", short(key)),
+        StoreRequest::List { prefix, .. } => format!("list {prefix}"),
     }
 }
 
 fn reply_text(reply: &ReplyResult, is_lost: bool) -> String {
     let text = match reply {
-        Ok(Reply::Page(page)) => format!("{} objects", page.len()),
+        Ok(StoreReply::Page(page)) => format!("{} objects", page.len()),
         Ok(_) => "ok".into(),
         Err(error) => error.to_string(),
     };

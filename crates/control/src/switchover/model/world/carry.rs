@@ -1,7 +1,7 @@
 //! Carries out directives in a world.
 
 use super::super::super::{
-    Decision, DestinationStatus, Directive, GuestMemory, Input, PeerMessage, SourceKind, SourceStatus,
+    Decision, DestinationStatus, Directive, Input, MemorySharing, PeerMessage, SourceKind, SourceStatus,
     StartResult,
 };
 use super::{Destination, Reply, Source, World};
@@ -56,7 +56,7 @@ impl World {
                 }
             }
             Directive::ResumeSource if reply == Reply::True => {
-                if self.towline(index).request.memory == GuestMemory::Shared {
+                if self.towline(index).request.memory == MemorySharing::Shared {
                     self.end_destination(index, RESTORE_ACTIONS);
                 }
                 if self.source == Source::Completed {

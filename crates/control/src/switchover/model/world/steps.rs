@@ -1,6 +1,6 @@
 //! Steps that are possible in a world.
 
-use super::super::super::{DestinationKind, Directive, GuestMemory, SourceKind, SourceLink};
+use super::super::super::{DestinationKind, Directive, MemorySharing, SourceKind, SourceLink};
 use super::carry::RESTORE_ACTIONS;
 use super::{Destination, Engine, Reply, ResumeAction, Source, Step, World};
 
@@ -37,7 +37,7 @@ impl World {
             }
             add(self.mishaps > 0 && !towline.cancelled, Step::Cancel(index));
             add(self.mishaps > 0, Step::Kill(index));
-            let is_shared = towline.request.memory == GuestMemory::Shared;
+            let is_shared = towline.request.memory == MemorySharing::Shared;
             let restores = is_shared && towline.todo == Some(Directive::ResumeSource) && self.mishaps > 0;
             for actions in 1..=RESTORE_ACTIONS {
                 add(restores, Step::KillInRestore(index, actions));

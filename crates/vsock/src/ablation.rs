@@ -8,7 +8,7 @@ pub(crate) const RECEIVE_BATCH: usize = 256;
 
 /// See the module. The default is the device as it is meant to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Tuning {
+pub struct Ablation {
     /// Handling of small packets that a socket does not take.
     pub merging: Merging,
     /// Rate of credit updates to the guest.
@@ -37,7 +37,7 @@ pub enum CreditUpdates {
     Always,
 }
 
-impl Default for Tuning {
+impl Default for Ablation {
     fn default() -> Self {
         Self {
             merging: Merging::Chunks,
