@@ -184,7 +184,8 @@ impl Taps {
         Ok(taps)
     }
 
-    /// Adopts queues that another process opened, all of one interface, with the virtio header and without packet information.
+    /// Adopts queues that another process opened, all of one interface, with the virtio header and without packet information. That
+    /// IFF_NO_PI is missing cannot be seen: the bit means IFF_NOFILTER in `TUNGETIFF`.
     ///
     /// # Errors
     /// [`TapError::QueueCount`], [`TapError::NotTap`], [`TapError::Flags`], [`TapError::MixedInterfaces`], [`TapError::Set`].
@@ -366,9 +367,6 @@ fn check_flags(number: RawFd, name: &str, flags: i32, count: usize) -> Result<()
     }
     if flags & tap::VNET_HDR == 0 {
         return fault("without the virtio header", "with IFF_VNET_HDR");
-    }
-    if flags & tap::NO_PI == 0 {
-        return fault("with packet information", "with IFF_NO_PI");
     }
     if count > 1 && flags & tap::MULTI_QUEUE == 0 {
         return fault("for one queue", "with IFF_MULTI_QUEUE, or give it alone");

@@ -8,6 +8,7 @@
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod af_xdp;
+mod managers;
 mod moves;
 mod pairs;
 mod queues;

@@ -9,7 +9,6 @@ use super::{done, name_of, request};
 pub(crate) const TAP: i32 = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
 pub(crate) const MULTI_QUEUE: i32 = libc::IFF_MULTI_QUEUE;
 pub(crate) const IS_TAP: i32 = libc::IFF_TAP;
-pub(crate) const NO_PI: i32 = libc::IFF_NO_PI;
 pub(crate) const VNET_HDR: i32 = libc::IFF_VNET_HDR;
 
 /// Makes a newly opened `/dev/net/tun` or `/dev/tapN` a queue of this interface. A tap that does not exist is created.
