@@ -162,7 +162,7 @@ fn pending_sandbox(args: &NetArgs, taps: &Taps) -> PendingSandbox {
 
 /// Returns the policy of a card. The MTU of a tap that towline created follows the guest's (`NET_SET_MTU`).
 pub(crate) fn policy(taps: &Taps) -> Policy {
-    Policy { sets_mtu: taps.is_created(), ..Policy::default() }
+    Policy { sets_mtu: taps.is_created(), submits_to_rings: taps.uses_rings(), ..Policy::default() }
 }
 
 /// Returns the taps of the previous process, if they match the options.

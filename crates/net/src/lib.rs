@@ -1,7 +1,7 @@
 //! A virtio network card behind vhost-user, between a guest and a tap of this host; QEMU migrates a guest that has one.
 //!
 //! ```text
-//!   guest ── ring 1, 3, … ─► Transmitter ── one writev per frame ─► queue of the tap ─► the host's stack, a bridge
+//!   guest ── ring 1, 3, … ─► Transmitter ── a call per batch ──► queue of the tap ─► the host's stack, a bridge
 //!         ◄─ ring 0, 2, … ── Receiver ◄──── one readv per frame ───┘
 //!            (a QueuePair, a thread and a queue of the tap for each pair of rings)
 //! ```

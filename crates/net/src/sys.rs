@@ -1,7 +1,8 @@
-//! All unsafe code: ioctls of taps and interfaces, and memory that is shared with AF_XDP.
+//! All unsafe code: ioctls of taps and interfaces, batches of frames, and memory that is shared with AF_XDP.
 
 pub(crate) mod interface;
 pub(crate) mod tap;
+pub(crate) mod tap_ring;
 pub(crate) mod umem_mapping;
 pub(crate) mod xsk;
 

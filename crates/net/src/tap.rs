@@ -10,13 +10,17 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use towline_channel::{IoBuf, IoBufMut, readv, writev};
 
 use crate::PAIRS_MAX;
 use crate::features::Offloads;
+use crate::lock::lock;
+use crate::sys::tap_ring::TapRing;
 use crate::sys::{interface, tap};
 
 /// Maximum number of frames that are discarded when a tap is emptied: more than its queues hold.
@@ -112,6 +116,8 @@ pub struct TapQueue {
     fd: OwnedFd,
     multi_queue: bool,
     attached: AtomicBool,
+    /// Writes several frames in one call, if the kernel permits it.
+    ring: Mutex<Option<TapRing>>,
 }
 
 /// All queues of one interface.
@@ -219,7 +225,10 @@ impl Taps {
     }
 
     fn new(name: String, created: bool, multi_queue: bool, fds: Vec<OwnedFd>) -> Result<Self, TapError> {
-        let queue = |fd: OwnedFd| TapQueue { fd, multi_queue, attached: AtomicBool::new(true) };
+        let queue = |fd: OwnedFd| {
+            let ring = Mutex::new(ring_for(fd.as_fd()));
+            TapQueue { fd, multi_queue, attached: AtomicBool::new(true), ring }
+        };
         let queues: Vec<TapQueue> = fds.into_iter().map(queue).collect();
         let mut taps = Self { name, created, queues, offloads: Offloads::empty() };
         for queue in &taps.queues {
@@ -250,6 +259,11 @@ impl Taps {
     /// Name of the interface.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Returns true if frames are written by io_urings, which were created with the queues.
+    pub fn uses_rings(&self) -> bool {
+        self.queues.iter().any(|queue| lock(&queue.ring).is_some())
     }
 
     /// Returns true if this process created the interface.
@@ -335,6 +349,34 @@ impl TapQueue {
         writev(self.fd.as_fd(), bufs)
     }
 
+    /// Writes frames in their order, each of which consists of a range of `bufs`. Stores the length of each in `results`, or its
+    /// error: `WouldBlock` for one that was not written.
+    pub(crate) fn write_frames(&self, bufs: &[IoBuf<'_>], frames: &[Range<usize>], results: &mut Vec<i32>) {
+        results.clear();
+        results.resize(frames.len(), -libc::EAGAIN);
+        let mut slot = lock(&self.ring);
+        if frames.len() > 1
+            && let Some(ring) = slot.take()
+        {
+            match ring.write(self.fd.as_fd(), bufs, frames, results) {
+                // The order of frames is kept only by single calls if the tap has a limit.
+                Ok(_) if results.contains(&-libc::EAGAIN) => {}
+                Ok(ring) => *slot = Some(ring),
+                Err(error) => tracing::warn!(%error, "io_uring_enter; frames are written one by one"),
+            }
+            return;
+        }
+        for (frame, result) in frames.iter().zip(results) {
+            *result = match self.write(&bufs[frame.clone()]) {
+                Ok(length) => i32::try_from(length).unwrap_or(i32::MAX),
+                Err(error) => -error.raw_os_error().unwrap_or(libc::EIO),
+            };
+            if *result == -libc::EAGAIN {
+                break;
+            }
+        }
+    }
+
     /// Lets the kernel steer flows to this queue, or not.
     pub(crate) fn set_attached(&self, attached: bool) {
         if self.multi_queue && self.attached.swap(attached, Relaxed) != attached {
@@ -354,6 +396,14 @@ impl AsFd for TapQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
+}
+
+/// Creates a ring for a queue whose writes never wait for room: of a batch some would be written, and others not.
+fn ring_for(tap: BorrowedFd<'_>) -> Option<TapRing> {
+    if tap::send_buffer(tap).ok()? < i32::MAX {
+        return None;
+    }
+    TapRing::new().inspect_err(|error| tracing::debug!(%error, "no io_uring")).ok()
 }
 
 fn check_count(queues: usize) -> Result<(), TapError> {

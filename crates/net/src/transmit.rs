@@ -1,19 +1,22 @@
-//! From the guest to the tap: one `writev` per frame, straight from the guest's buffers, its own virtio header first.
+//! From the guest to the tap, straight from the guest's buffers: each frame is one write, its own virtio header first. Frames that
+//! are available together are written by one call ([`crate::sys::tap_ring`]).
 //!
 //! The kernel copies the frame once and validates the copied header, so a guest that changes the header meanwhile affects
 //! only itself.
 
 use std::io;
+use std::ops::Range;
 
-use towline_channel::{IOV_MAX, IoBuf};
+use towline_channel::IoBuf;
 use towline_vhost_user::{Batch, Chain, Next, Ring};
 
 use crate::statistics::{BatchCounters, DropReason};
+use crate::sys::tap_ring::FRAMES_MAX;
 use crate::tap::{CarrierState, TapContext};
 use crate::{FRAME_BYTES_MAX, PUBLISHED_BYTES};
 
 /// Frames that are popped and completed together.
-const FRAMES_PER_BATCH: usize = 64;
+const FRAMES_PER_BATCH: usize = FRAMES_MAX;
 /// Maximum number of batches in one run; then the other direction and the session have theirs.
 const BATCHES_PER_RUN: usize = 4;
 
@@ -22,6 +25,9 @@ pub(crate) struct Transmitter {
     batch: Batch,
     /// True while it waits for room in the tap, not for frames of the guest.
     pub(crate) blocked: bool,
+    /// Frames that are written together, as ranges of their buffers, and their results; kept for their allocations.
+    frames: Vec<Range<usize>>,
+    results: Vec<i32>,
 }
 
 /// Result of an attempt to send a frame.
@@ -41,7 +47,7 @@ enum WriteError {
 
 impl Transmitter {
     pub(crate) fn new() -> Self {
-        Self { batch: Batch::new(), blocked: false }
+        Self { batch: Batch::new(), blocked: false, frames: Vec::new(), results: Vec::new() }
     }
 
     /// Releases guest memory that is about to be unmapped.
@@ -72,19 +78,69 @@ impl Transmitter {
 
     /// Sends the batch until the tap has no room. Returns the number of frames sent.
     fn send_batch(&mut self, ring: &mut Ring, tap: TapContext<'_>, counted: &mut BatchCounters) -> usize {
-        let mut bufs = Vec::with_capacity(IOV_MAX.min(64));
-        let mut published_bytes = counted.bytes;
-        for (index, chain) in self.batch.chains().enumerate() {
-            if send_frame(chain, tap, &mut bufs, counted) == Sent::TapFull {
-                return index;
+        let mut bufs = Vec::with_capacity(FRAMES_PER_BATCH);
+        let mut sent = 0;
+        while sent < self.batch.len() {
+            let group = sent..self.group_end(sent);
+            bufs.clear();
+            self.frames.clear();
+            for chain in group.clone().map(|index| self.batch.chain(index)) {
+                if check(chain, tap).is_ok() {
+                    let start = bufs.len();
+                    bufs.extend(chain.readable());
+                    self.frames.push(start..bufs.len());
+                }
             }
-            ring.complete(chain, 0);
-            if counted.bytes - published_bytes >= PUBLISHED_BYTES {
+            tap.queue.write_frames(&bufs, &self.frames, &mut self.results);
+            let complete = self.complete_group(ring, tap, counted, group.clone());
+            if complete < group.len() {
+                return sent + complete;
+            }
+            sent = group.end;
+            // Earlier than the rest of the batch, so that the guest and the device work at the same time.
+            if sent < self.batch.len() {
                 ring.publish();
-                published_bytes = counted.bytes;
             }
         }
-        self.batch.len()
+        sent
+    }
+
+    /// Returns the end of the chains from `first` on that are written together.
+    fn group_end(&self, first: usize) -> usize {
+        let mut bytes = 0;
+        let chains = self.batch.chains().skip(first);
+        let together = chains.take_while(|chain| {
+            let more = bytes < PUBLISHED_BYTES;
+            bytes += u64::from(chain.readable_bytes());
+            more
+        });
+        first + together.count()
+    }
+
+    /// Completes the chains of a group whose frames were written or dropped, up to the first one for which the tap had no room.
+    /// Returns their number.
+    fn complete_group(
+        &self,
+        ring: &mut Ring,
+        tap: TapContext<'_>,
+        counted: &mut BatchCounters,
+        group: Range<usize>,
+    ) -> usize {
+        let (count, mut results) = (group.len(), self.results.iter().copied());
+        for (done, chain) in group.map(|index| self.batch.chain(index)).enumerate() {
+            match check(chain, tap).and_then(|bytes| written(results.next().unwrap_or(-libc::EAGAIN), bytes))
+            {
+                Ok(bytes) => counted.add_frame(bytes),
+                // A frame behind it was written already: that order is not changed, as this happens once (`write_frames`).
+                Err(WriteError::TapFull) if results.clone().any(|result| result >= 0) => {
+                    counted.add_drop(DropReason::NoRoom);
+                }
+                Err(WriteError::TapFull) => return done,
+                Err(WriteError::Dropped(reason)) => counted.add_drop(reason),
+            }
+            ring.complete(chain, 0);
+        }
+        count
     }
 }
 
@@ -109,6 +165,15 @@ fn write_frame<'b>(
     tap: TapContext<'_>,
     bufs: &mut Vec<IoBuf<'b>>,
 ) -> Result<usize, WriteError> {
+    let bytes = check(chain, tap)?;
+    bufs.clear();
+    bufs.extend(chain.readable());
+    tap.queue.write(bufs)?;
+    Ok(bytes)
+}
+
+/// Returns the length of a frame without the virtio header, or the reason for not writing it.
+fn check(chain: Chain<'_>, tap: TapContext<'_>) -> Result<usize, WriteError> {
     let (length, header_bytes) = (chain.readable_bytes() as usize, tap.format.header_bytes);
     if tap.link == CarrierState::Down {
         return Err(WriteError::Dropped(DropReason::LinkDown));
@@ -119,10 +184,12 @@ fn write_frame<'b>(
     if length > FRAME_BYTES_MAX {
         return Err(WriteError::Dropped(DropReason::TooLong));
     }
-    bufs.clear();
-    bufs.extend(chain.readable());
-    tap.queue.write(bufs)?;
     Ok(length - header_bytes)
+}
+
+/// Returns the length of a frame with this result of its write.
+fn written(result: i32, bytes: usize) -> Result<usize, WriteError> {
+    if result < 0 { Err(io::Error::from_raw_os_error(-result).into()) } else { Ok(bytes) }
 }
 
 impl From<io::Error> for WriteError {

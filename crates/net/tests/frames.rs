@@ -325,6 +325,39 @@ fn chains_that_are_available_when_a_frontend_connects_are_all_transmitted() {
 }
 
 #[test]
+fn frames_that_are_available_together_keep_their_order_around_dropped_ones() {
+    let name = "frames_that_are_available_together_keep_their_order_around_dropped_ones";
+    let Some(mut bench) = Bench::new(name, 1536, 256, feature::MRG_RXBUF) else { return };
+    let mut found = vec![0; 1 << 16];
+    let (rounds, count) = (20u8, 100u8);
+    for round in 0..rounds {
+        let pair = &mut bench.driver.1;
+        let datagram = |number: u8| [vec![round, number], vec![number; 5 * usize::from(number)]].concat();
+        let is_malformed = |number: u8| number % 7 == 3;
+        for number in 0..count {
+            let sent = match number % 14 {
+                // No frame behind the header, and a header that the kernel refuses.
+                3 => pair.transmit(&[0; HEADER_BYTES]),
+                10 => pair.transmit(&[0xff; HEADER_BYTES + 60]),
+                _ => pair.transmit(&frame([0xff; 6], &datagram(number))),
+            };
+            assert!(sent, "{number}");
+        }
+        pair.flush();
+        for number in (0..count).filter(|number| !is_malformed(*number)) {
+            let (length, _) = bench.socket.recv_from(&mut found).unwrap();
+            assert!(found[..length] == datagram(number), "round {round}: {number} is {:?}", &found[..2]);
+        }
+        wait_until_sent(&mut bench.driver.1);
+    }
+    let malformed = u64::from(rounds) * (0..count).filter(|number| number % 7 == 3).count() as u64;
+    bench.wait_for_statistics("all frames", |[_, transmit]| {
+        transmit.packets + malformed == u64::from(rounds) * u64::from(count)
+            && transmit.dropped(DropReason::Malformed) == malformed
+    });
+}
+
+#[test]
 fn a_transmit_ring_that_is_never_enabled_discards_its_frames() {
     let name = "a_transmit_ring_that_is_never_enabled_discards_its_frames";
     let Some(mut bench) = Bench::new(name, 1536, 256, feature::MRG_RXBUF) else { return };

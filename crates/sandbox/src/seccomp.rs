@@ -115,6 +115,9 @@ fn listed(policy: &Policy) -> Built<Rules> {
     if creates_files(policy) {
         rules.append(&mut always(CREATE));
     }
+    if policy.submits_to_rings {
+        rules.append(&mut always(&[Sysno::io_uring_enter]));
+    }
     if policy.opens && (listens_unix(policy) || !policy.bind.is_empty()) {
         rules.append(&mut always(&[Sysno::bind, Sysno::listen]));
     } else if policy.resolves_names {

@@ -41,6 +41,14 @@ pub(crate) fn set_offloads(fd: BorrowedFd<'_>, offloads: u32) -> io::Result<()> 
     done(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETOFFLOAD, libc::c_ulong::from(offloads)) })
 }
 
+/// Bytes of a queue that may be in the network stack at once. `INT_MAX` is no limit.
+pub(crate) fn send_buffer(fd: BorrowedFd<'_>) -> io::Result<i32> {
+    let mut bytes = 0;
+    // SAFETY: the kernel writes one `int`, which lives across the call.
+    done(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNGETSNDBUF, &raw mut bytes) })?;
+    Ok(bytes)
+}
+
 /// Attaches or detaches the queue; no flows are steered to a detached queue.
 pub(crate) fn set_queue(fd: BorrowedFd<'_>, attached: bool) -> io::Result<()> {
     let flag = if attached { libc::IFF_ATTACH_QUEUE } else { libc::IFF_DETACH_QUEUE };

@@ -67,6 +67,7 @@ fn policies() -> Vec<Policy> {
         Policy { connect: AllowedPorts::Any, ..device.clone() },
         Policy { resets_tcp: true, ..device.clone() },
         Policy { sets_mtu: true, ..device.clone() },
+        Policy { submits_to_rings: true, ..device.clone() },
         Policy { connect: AllowedPorts::Only(vec![22]), resolves_names: true, ..copy.clone() },
         Policy { connect: AllowedPorts::Any, ..copy.clone() },
         Policy { bind: AllowedPorts::Only(vec![22]), ..copy.clone() },
@@ -156,6 +157,17 @@ fn the_mtu_is_set_only_by_a_policy_that_says_so() {
     let sets = |policy: &Policy| permits(policy, Sysno::ioctl, [3, libc::SIOCSIFMTU, 0]);
     assert!(sets(&Policy { sets_mtu: true, ..Policy::default() }));
     assert!(!sets(&Policy::default()));
+}
+
+#[test]
+fn no_policy_creates_an_io_uring() {
+    let enters = |policy: &Policy| permits(policy, Sysno::io_uring_enter, [3, 0, 0]);
+    assert!(enters(&Policy { submits_to_rings: true, ..Policy::default() }));
+    assert!(!enters(&Policy::default()));
+    for policy in policies() {
+        let creates = [Sysno::io_uring_setup, Sysno::io_uring_register];
+        assert!(creates.into_iter().all(|call| !permits(&policy, call, [3, 0, 0])), "{policy:?}");
+    }
 }
 
 #[test]
