@@ -5,6 +5,7 @@
 //!            write/read on the tap in a loop                                        the limit of backends on a tap
 //!            driver ── rings ── towline ── xdp0 ── veth ── xdp1 ── kernel, which drops them (AF_XDP's copy mode)
 //!   TCP      applications ── kernel ── tap1 ── driver ── rings ── backend ── tap0 ── kernel ── applications
+//!            applications ── kernel ── tap1 ── a loop ── tap0 ── kernel ── applications          the limit of backends on a tap
 //!            applications ── kernel ── veth ── kernel ── applications               the limit
 //! ```
 //! The driver of `towline-frontend` replaces the guest, so that only the backend is measured. For TCP it connects its rings to a tap in
@@ -15,8 +16,10 @@
 
 pub mod af_xdp;
 mod card;
+mod contenders;
 mod frames;
 mod hosts;
+mod relay;
 mod sys;
 mod tables;
 mod tcp;
@@ -39,8 +42,9 @@ use crate::rounds::{self, Contender, Outcome};
 use crate::table::Table;
 use crate::vhost::backend::Backend;
 use crate::vhost::latency::Latencies;
-use crate::vhost::{Signals, Window, window};
-use card::Card;
+use crate::vhost::{Signals, Window, cpu, window};
+use card::{Card, Driver, Setup};
+use contenders::{Carrier, Entry, Work, entries};
 use frames::FrameKind;
 use hosts::{GUEST_TAP, Host, INSIDE, OUTSIDE, TAP};
 use tcp::{Applications, Traffic};
@@ -120,43 +124,14 @@ impl Parameters {
     pub fn multiqueue(towline: &Path, runs: usize, cancel: Cancel) -> Self {
         Self {
             multiqueue: true,
-            stream_sizes: vec![64, 256, 512, 1 << 10, 4 << 10, 16 << 10],
+            stream_sizes: vec![1, 64, 256, 512, 1 << 10, 4 << 10, 16 << 10],
             request_sizes: vec![1, 64, 256],
-            stream_sessions: vec![1, 2, 4],
-            request_sessions: vec![1, 20, 50, 100],
+            stream_sessions: vec![1, 2, 4, 8],
+            request_sessions: vec![1, 2, 4, 8, 20, 50, 100],
             queues: vec![1, 2, 4],
             ..Self::of(towline, runs, cancel)
         }
     }
-}
-
-/// Measured traffic.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Work {
-    Transmit(FrameKind),
-    Receive(FrameKind),
-    Tcp(Traffic),
-}
-
-/// Contender.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Carrier {
-    Towline,
-    /// towline without busy-polling.
-    Sleeping,
-    /// towline with AF_XDP on a veth pair, whose driver copies.
-    Xdp,
-    VhostUserNet,
-    Testpmd,
-    /// The tap itself, or a veth pair for TCP.
-    Limit,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Entry {
-    work: Work,
-    queues: usize,
-    carrier: Carrier,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -164,6 +139,8 @@ struct Figure {
     window: Window,
     p50_us: f64,
     p99_us: f64,
+    /// CPU time per frame of the thread that moves frames between rings and tap, in nanoseconds; 0 for TCP.
+    frame_ns: f64,
 }
 
 type Figures = Outcome<Figure>;
@@ -191,56 +168,13 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
 /// # Errors
 /// The backend fails, or the run was cancelled.
 pub(crate) fn sent_frames(parameters: &Parameters) -> Result<Window> {
-    let entry = Entry { work: Work::Transmit(FrameKind::Plain(1514)), queues: 1, carrier: Carrier::Towline };
-    run(parameters, entry).map(|figure| figure.window)
-}
-
-fn entries(parameters: &Parameters) -> Vec<Entry> {
-    let mut entries = Vec::new();
-    let mut add = |work, queues| {
-        let carriers = [
-            Carrier::Towline,
-            Carrier::Sleeping,
-            Carrier::Xdp,
-            Carrier::VhostUserNet,
-            Carrier::Testpmd,
-            Carrier::Limit,
-        ];
-        let entry = |carrier| Entry { work, queues, carrier };
-        // The limit has no queues, and is measured once. Busy-polling matters for requests only.
-        let wanted = |it: &Entry| match it.carrier {
-            Carrier::Limit => it.queues == 1,
-            Carrier::Sleeping => matches!(it.work, Work::Tcp(Traffic::Request { .. })),
-            Carrier::Xdp => matches!(it.work, Work::Transmit(_)),
-            _ => true,
-        };
-        entries.extend(carriers.map(entry).into_iter().filter(wanted));
+    let entry = Entry {
+        work: Work::Transmit(FrameKind::Plain(1514)),
+        queues: 1,
+        carrier: Carrier::Towline,
+        driver: Driver::Linux,
     };
-    if !parameters.multiqueue {
-        for kind in [FrameKind::Plain(64), FrameKind::Plain(1514), FrameKind::Super] {
-            add(Work::Transmit(kind), 1);
-            add(Work::Receive(kind), 1);
-        }
-    }
-    for to_guest in [true, false] {
-        for &sessions in &parameters.stream_sessions {
-            for &size in &parameters.stream_sizes {
-                for &queues in &parameters.queues {
-                    add(Work::Tcp(Traffic::Stream { size, sessions, to_guest }), queues);
-                }
-            }
-        }
-    }
-    for reconnects in [false, true] {
-        for &sessions in &parameters.request_sessions {
-            for &size in &parameters.request_sizes {
-                for &queues in &parameters.queues {
-                    add(Work::Tcp(Traffic::Request { size, sessions, reconnects }), queues);
-                }
-            }
-        }
-    }
-    entries
+    run(parameters, entry).map(|figure| figure.window)
 }
 
 fn run(parameters: &Parameters, entry: Entry) -> Result<Figure> {
@@ -279,12 +213,12 @@ impl Bench<'_> {
         let mut backend = self.backend(&socket, directory.path())?;
         let started = (|| match self.entry.work {
             Work::Receive(kind) => {
-                let card = Card::start(backend.connect(&socket)?, 1, kind.len())?;
+                let card = Card::start(backend.connect(&socket)?, Setup::of(self.entry.driver, kind.len()))?;
                 self.tap_is_up()?;
                 Ok((kind, card.receive(kind, &self.signals), Some(self.inject(kind)?)))
             }
             Work::Transmit(kind) => {
-                let card = Card::start(backend.connect(&socket)?, 1, kind.len())?;
+                let card = Card::start(backend.connect(&socket)?, Setup::of(self.entry.driver, kind.len()))?;
                 self.tap_is_up()?;
                 Ok((kind, card.transmit(kind, &self.signals)?, None))
             }
@@ -317,7 +251,12 @@ impl Bench<'_> {
             _ if kind == FrameKind::Super => window.units /= kind.len() as f64,
             _ => {}
         }
-        Ok(Figure { window, p50_us: 0.0, p99_us: 0.0 })
+        Ok(Figure {
+            frame_ns: 1e7 * window.backend_percent / window.rate(),
+            window,
+            p50_us: 0.0,
+            p99_us: 0.0,
+        })
     }
 
     /// Waits for the backend's tap, and configures it.
@@ -356,44 +295,36 @@ impl Bench<'_> {
         let mut tap = self.outside.within(|| sys::tap(TAP, false, true))?;
         self.tap_is_up()?;
         let signals = Arc::clone(&self.signals);
-        let (thread, injector) = match self.entry.work {
-            Work::Transmit(kind) => {
-                let thread = std::thread::spawn(move || -> Result<()> {
-                    let bytes = kind.bytes();
-                    while !signals.is_over() {
-                        tap.write_all(&bytes)?;
-                        signals.add(1);
-                    }
-                    Ok(())
-                });
-                (thread, None)
-            }
-            Work::Receive(kind) => {
-                let thread = std::thread::spawn(move || -> Result<()> {
-                    let mut bytes = vec![0; kind.bytes().len()];
-                    while !signals.is_over() {
-                        match tap.read(&mut bytes) {
-                            Ok(_) => signals.add(1),
-                            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                                towline_frontend::wait_any(&[tap.as_fd()], Duration::from_millis(20))?;
-                            }
-                            Err(error) => return Err(error.into()),
-                        }
-                    }
-                    Ok(())
-                });
-                (thread, Some(self.inject(kind)?))
-            }
+        let (kind, receives) = match self.entry.work {
+            Work::Transmit(kind) => (kind, false),
+            Work::Receive(kind) => (kind, true),
             Work::Tcp(_) => anyhow::bail!("TCP is measured elsewhere"),
         };
+        let injector = receives.then(|| self.inject(kind)).transpose()?;
+        let thread = std::thread::spawn(move || -> Result<f64> {
+            let (mut bytes, mut frames) = (kind.bytes(), 0.0);
+            while !signals.is_over() {
+                let moved = if receives { tap.read(&mut bytes).map(drop) } else { tap.write_all(&bytes) };
+                match moved {
+                    Ok(()) => {
+                        signals.add(1);
+                        frames += 1.0;
+                    }
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                        towline_frontend::wait_any(&[tap.as_fd()], Duration::from_millis(20))?;
+                    }
+                    Err(error) => return Err(error.into()),
+                }
+            }
+            Ok(cpu::of_thread() / frames)
+        });
         let measured = self.window(None);
         self.signals.stop.store(true, Ordering::Relaxed);
         let ended = thread.join().expect("the thread does not panic");
         if let Some(injector) = injector {
             injector.join().expect("the thread does not panic")?;
         }
-        ended?;
-        Ok(Figure { window: measured?, p50_us: 0.0, p99_us: 0.0 })
+        Ok(Figure { frame_ns: 1e9 * ended?, window: measured?, p50_us: 0.0, p99_us: 0.0 })
     }
 
     fn tcp(&self, traffic: Traffic) -> Result<Figure> {
@@ -402,25 +333,23 @@ impl Bench<'_> {
             inside.run(&["ip", "address", "add", &format!("{INSIDE}/24"), "dev", interface])?;
             inside.run(&["ip", "link", "set", interface, "up"])
         };
-        let (mut backend, pump) = if self.entry.carrier == Carrier::Limit {
-            let holder = inside.path()?;
-            let peer = holder.split('/').nth(2).context("the namespace has no process")?;
-            let line = ["ip", "link", "add", TAP, "type", "veth", "peer", "name", GUEST_TAP, "netns", peer];
-            self.outside.run(&line)?;
-            (None, None)
-        } else {
-            let socket = directory.path().join("net.sock");
-            let mut backend = self.backend(&socket, directory.path())?;
-            // The kernel's super-frames have any length: a frame that exceeds a buffer would be truncated, and resent.
-            let (queues, bytes) = (self.entry.queues, FRAME_BYTES_MAX);
-            let card = match Card::start(backend.connect(&socket)?, queues, bytes) {
-                Ok(card) => card,
-                Err(error) => return Err(backend.check().err().unwrap_or(error)),
-            };
-            let offloads = card.offloads();
-            let taps =
-                inside.within(|| (0..queues).map(|_| sys::tap(GUEST_TAP, queues > 1, offloads)).collect());
-            (Some(backend), Some(card.pump(taps?, &self.signals)))
+        let (mut backend, pump) = match self.entry.carrier {
+            Carrier::Limit => {
+                let holder = inside.path()?;
+                let peer = holder.split('/').nth(2).context("the namespace has no process")?;
+                let line =
+                    ["ip", "link", "add", TAP, "type", "veth", "peer", "name", GUEST_TAP, "netns", peer];
+                self.outside.run(&line)?;
+                (None, None)
+            }
+            Carrier::Loop => {
+                let outer = self.outside.within(|| sys::tap(TAP, false, true))?;
+                let inner = inside.within(|| sys::tap(GUEST_TAP, false, true))?;
+                (None, Some(relay::relay([outer, inner], &self.signals)))
+            }
+            _ => self
+                .connected(&inside, directory.path())
+                .map(|(backend, pump)| (Some(backend), Some(pump)))?,
         };
         let set_up = self.tap_is_up().and_then(|()| address(GUEST_TAP));
         let measured = set_up.and_then(|()| {
@@ -434,7 +363,24 @@ impl Bench<'_> {
         let (window, latencies) = measured?;
         let (window, mut latencies): (Window, Latencies) = (window?, latencies?);
         ended?;
-        Ok(Figure { window, p50_us: latencies.quantile(0.5), p99_us: latencies.quantile(0.99) })
+        let [p50_us, p99_us] = [0.5, 0.99].map(|part| latencies.quantile(part));
+        Ok(Figure { window, p50_us, p99_us, frame_ns: 0.0 })
+    }
+
+    /// Starts the backend, and connects its card to a tap of the inner namespace.
+    fn connected(&self, inside: &Host, directory: &Path) -> Result<(Backend, JoinHandle<Result<()>>)> {
+        let socket = directory.join("net.sock");
+        let mut backend = self.backend(&socket, directory)?;
+        // The kernel's super-frames have any length: a frame that exceeds a buffer would be truncated, and resent.
+        let queues = self.entry.queues;
+        let setup = Setup { queues, ..Setup::of(self.entry.driver, FRAME_BYTES_MAX) };
+        let card = match Card::start(backend.connect(&socket)?, setup) {
+            Ok(card) => card,
+            Err(error) => return Err(backend.check().err().unwrap_or(error)),
+        };
+        let offloads = card.offloads();
+        let taps = inside.within(|| (0..queues).map(|_| sys::tap(GUEST_TAP, queues > 1, offloads)).collect());
+        Ok((backend, card.pump(taps?, &self.signals)))
     }
 
     /// Starts the backend in the outer namespace.
@@ -449,7 +395,7 @@ impl Bench<'_> {
             Carrier::Testpmd => {
                 (self.parameters.testpmd.as_ref(), "dpdk-testpmd is missing; run `cargo xtask peers`")
             }
-            Carrier::Limit => (None, "the limit has no backend"),
+            Carrier::Loop | Carrier::Limit => (None, "the limit has no backend"),
         };
         let program = program.context(missing)?.display().to_string();
         let arguments: Vec<String> = match self.entry.carrier {
@@ -500,48 +446,4 @@ fn testpmd(socket: &str, queues: &str) -> Vec<String> {
         ["--forward-mode", "io", "--auto-start", "--stats-period", "3600", "--rxq", queues, "--txq", queues];
     let all = eal.into_iter().chain(["--vdev", &vhost, "--vdev", &tap, "--"]).chain(forward);
     all.map(str::to_owned).collect()
-}
-
-impl Entry {
-    fn contender(&self) -> Contender {
-        let queues = match self.queues {
-            1 => "1 queue".to_owned(),
-            many => format!("{many} queues"),
-        };
-        let sessions = |count: usize| match count {
-            1 => "1 session".to_owned(),
-            many => format!("{many} sessions"),
-        };
-        let group = match self.work {
-            Work::Transmit(kind) => format!("transmit, {}", kind.name()),
-            Work::Receive(kind) => format!("receive, {}", kind.name()),
-            Work::Tcp(Traffic::Stream { size, sessions: count, to_guest }) => {
-                let direction = if to_guest { "to the guest" } else { "from the guest" };
-                format!("TCP stream {direction}, {size} B, {}, {queues}", sessions(count))
-            }
-            Work::Tcp(Traffic::Request { size, sessions: count, reconnects }) => {
-                let what = if reconnects { "TCP_CRR" } else { "TCP_RR" };
-                format!("{what}, {size} B, {}, {queues}", sessions(count))
-            }
-        };
-        let label = match (self.carrier, self.work) {
-            (Carrier::Limit, Work::Tcp(_)) => "veth pair".to_owned(),
-            (Carrier::Limit, _) => "the tap itself".to_owned(),
-            (carrier, _) => carrier.name().to_owned(),
-        };
-        Contender { group, label }
-    }
-}
-
-impl Carrier {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Towline => "towline",
-            Self::Sleeping => "towline --poll-us 0",
-            Self::Xdp => "towline --af-xdp, copying",
-            Self::VhostUserNet => VHOST_USER_NET,
-            Self::Testpmd => TESTPMD,
-            Self::Limit => "limit",
-        }
-    }
 }

@@ -23,9 +23,38 @@ const RING_SIZE: u16 = 256;
 /// Frames per update of a ring.
 const BATCH: usize = 32;
 /// Maximum sleep between checks for the end.
-const SLEEP: Duration = Duration::from_millis(20);
+pub(super) const SLEEP: Duration = Duration::from_millis(20);
 /// Timeout of progress of the transmit ring.
 const ROOM_WITHIN: Duration = Duration::from_secs(10);
+
+/// Behaviour of the driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Driver {
+    /// As Linux: it negotiates every feature, and sleeps when it has nothing to do.
+    Linux,
+    /// It sleeps, but the event index is not negotiated: notifications are suppressed by flags.
+    Flags,
+    /// As DPDK: it never sleeps, and so wants no notifications. It occupies a processor.
+    Polling,
+}
+
+/// Driver and queues of a card.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Setup {
+    pub(super) driver: Driver,
+    pub(super) queues: usize,
+    /// Longest frame from the guest.
+    pub(super) transmit_bytes: usize,
+    /// Offloads to negotiate, as feature bits.
+    pub(super) offloads: u64,
+}
+
+impl Setup {
+    /// One queue with all offloads.
+    pub(super) fn of(driver: Driver, transmit_bytes: usize) -> Self {
+        Self { driver, queues: 1, transmit_bytes, offloads: net::OFFLOADS }
+    }
+}
 
 /// A card with running queues.
 pub(super) struct Card {
@@ -33,22 +62,15 @@ pub(super) struct Card {
     frontend: Frontend,
     features: u64,
     pairs: Vec<DriverPair>,
+    driver: Driver,
 }
 
 impl Card {
-    /// Negotiates every feature of the backend, and starts `queues` pairs. Receive buffers are those of Linux with these features.
-    pub(super) fn start(frontend: Frontend, queues: usize, transmit_bytes: usize) -> Result<Self> {
-        Self::with_offloads(frontend, queues, transmit_bytes, net::OFFLOADS)
-    }
-
-    /// Negotiates these offloads only.
-    pub(super) fn with_offloads(
-        mut frontend: Frontend,
-        queues: usize,
-        transmit_bytes: usize,
-        offloads: u64,
-    ) -> Result<Self> {
-        let wanted = feature::EVENT_IDX | feature::INDIRECT | net::MRG_RXBUF | offloads | net::MQ;
+    /// Negotiates the driver's features, and starts the queue pairs. Receive buffers are those of Linux with these features.
+    pub(super) fn start(mut frontend: Frontend, setup: Setup) -> Result<Self> {
+        let Setup { driver, queues, transmit_bytes, offloads } = setup;
+        let event_index = if driver == Driver::Flags { 0 } else { feature::EVENT_IDX };
+        let wanted = event_index | feature::INDIRECT | net::MRG_RXBUF | offloads | net::MQ;
         let features = frontend.negotiate(0, wanted, 0)?.features;
         let super_frames = features & (net::GUEST_TSO4 | net::GUEST_TSO6) != 0;
         let receive_bytes = match features & net::MRG_RXBUF {
@@ -69,7 +91,7 @@ impl Card {
                 DriverPair::start(&mut frontend, &memory, u32::try_from(index)?, options).map_err(Into::into)
             })
             .collect::<Result<_>>()?;
-        Ok(Self { frontend, features, pairs })
+        Ok(Self { frontend, features, pairs, driver })
     }
 
     /// Returns true if the guest's kernel leaves segmentation and checksums to the backend.
@@ -95,7 +117,7 @@ impl Card {
                 signals.add(back as u64);
                 let sent = (0..BATCH).take_while(|_| pair.transmit_any(bytes.len())).count();
                 pair.flush();
-                if sent == 0 && back == 0 {
+                if sent == 0 && back == 0 && self.driver != Driver::Polling {
                     pair.wait_room(ROOM_WITHIN)?;
                 }
             }
@@ -113,7 +135,7 @@ impl Card {
                 let mut bytes = 0;
                 let count = pair.receive(|frame| bytes += frame.len())?;
                 signals.add(if kind == FrameKind::Super { bytes } else { count } as u64);
-                if count == 0 && !pair.rx().enable_callback(1) {
+                if count == 0 && self.driver != Driver::Polling && !pair.rx().enable_callback(1) {
                     wait_any(&[pair.rx().call_fd()], SLEEP)?;
                     pair.rx().drain_call();
                 }
@@ -130,8 +152,8 @@ impl Card {
             let _frontend = &self.frontend;
             std::thread::scope(|scope| {
                 let pumps = self.pairs.into_iter().zip(taps).map(|(pair, tap)| {
-                    let signals = &signals;
-                    scope.spawn(move || pump(pair, &tap, signals))
+                    let (signals, driver) = (&signals, self.driver);
+                    scope.spawn(move || pump(pair, &tap, driver, signals))
                 });
                 let pumps: Vec<_> = pumps.collect();
                 pumps.into_iter().try_for_each(|pump| pump.join().expect("the thread does not panic"))
@@ -140,7 +162,7 @@ impl Card {
     }
 }
 
-fn pump(mut pair: DriverPair, mut tap: &File, signals: &Signals) -> Result<()> {
+fn pump(mut pair: DriverPair, mut tap: &File, driver: Driver, signals: &Signals) -> Result<()> {
     while !signals.power_off.load(Ordering::Relaxed) {
         let (mut moved, mut full) = (0, false);
         for _ in 0..BATCH {
@@ -158,7 +180,7 @@ fn pump(mut pair: DriverPair, mut tap: &File, signals: &Signals) -> Result<()> {
         // A full tap drops frames, as a card's ring does.
         moved += pair.receive(|frame| drop(frame.write(|parts| tap.write_vectored(parts))))?;
         moved += pair.reclaim()?;
-        if moved == 0 {
+        if moved == 0 && driver != Driver::Polling {
             let share = pair.tx().in_flight() / 4 * 3;
             let ready = pair.rx().enable_callback(1) || (full && pair.tx().enable_callback(share.max(1)));
             if !ready {

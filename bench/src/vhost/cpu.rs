@@ -25,10 +25,9 @@ impl Usage {
     /// # Errors
     /// The backend has exited.
     pub fn now(backend: Option<u32>) -> Result<Self> {
-        let own = clock_gettime(ClockId::ProcessCPUTime);
         Ok(Self {
             backend: backend.map(process).transpose()?.unwrap_or(0.0),
-            own: own.tv_sec as f64 + own.tv_nsec as f64 / 1e9,
+            own: seconds(ClockId::ProcessCPUTime),
             machine: machine()?,
         })
     }
@@ -41,6 +40,16 @@ impl Usage {
             machine: self.machine - before.machine,
         }
     }
+}
+
+/// Returns the CPU time of the calling thread in seconds.
+pub fn of_thread() -> f64 {
+    seconds(ClockId::ThreadCPUTime)
+}
+
+fn seconds(clock: ClockId) -> f64 {
+    let time = clock_gettime(clock);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 /// Returns the time of all threads of a process.

@@ -15,7 +15,7 @@ use towline_channel::Cancel;
 use towline_frontend::Frontend;
 use towline_frontend::net::{FRAME_BYTES_MAX, feature as net};
 
-use super::super::card::Card;
+use super::super::card::{Card, Driver, Setup};
 use super::super::hosts::GUEST_TAP;
 use super::super::sys;
 use super::{INSIDE, OUT, OUTSIDE, REQUEST_PORT, SOCKET, STREAM_PORT};
@@ -45,7 +45,7 @@ pub fn serve((role, card_pid): (&str, &str)) -> Result<()> {
     let signals: Arc<Signals> = Arc::default();
     let offloads = if role["offloads"] == "off" { 0 } else { net::OFFLOADS };
     let frontend = Frontend::connect(Path::new(SOCKET), WITHIN)?;
-    let card = Card::with_offloads(frontend, 1, FRAME_BYTES_MAX, offloads)?;
+    let card = Card::start(frontend, Setup { offloads, ..Setup::of(Driver::Linux, FRAME_BYTES_MAX) })?;
     let tap = sys::tap(GUEST_TAP, false, card.offloads())?;
     run(&format!("ip link set {GUEST_TAP} address {OUT} arp off up"))?;
     run(&format!("ip address add {INSIDE}/24 dev {GUEST_TAP}"))?;
