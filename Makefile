@@ -8,7 +8,7 @@ demo: linker
 test: linker
 	@env --default-signal=HUP cargo run --quiet --package xtask -- test
 
-# Rust needs a C linker before anything of ours can run; everything else is `cargo xtask setup`'s work.
+# Rust needs a C linker before any code of the project can run; everything else is `cargo xtask setup`'s work.
 .PHONY: linker
 linker:
 	@command -v cc >/dev/null || { \

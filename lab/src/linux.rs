@@ -61,7 +61,7 @@ impl LinuxGuest {
         loop {
             let id = self.send("\n", "sync", deadline)?;
             let until = deadline.min(Instant::now() + SYNC_INTERVAL);
-            // Any ID of ours will do: an early request may be answered late.
+            // Any ID will do: an early request may be answered late.
             while let Some(line) = self.line(until)? {
                 if let Some((found, _)) = answer(&line)
                     && (first..=id).contains(&found)

@@ -131,7 +131,7 @@ const SOAKS: &[Soak] = &[
     },
     Soak {
         name: "upgrades-cpr",
-        about: "20 times QEMU's own cpr-transfer, and 20 upgrades, of one small guest: how long it stands still (TOWLINE_UPGRADES)",
+        about: "20 times QEMU's own cpr-transfer, and 20 upgrades, of one small guest: their downtime (TOWLINE_UPGRADES)",
         run: || {
             lab_test("upgrade", "cpr::qemus_own_transfer_beside_an_upgrade", &[("TOWLINE_UPGRADES", "20")])
         },
@@ -317,7 +317,7 @@ const SOAKS: &[Soak] = &[
     Soak {
         name: "net-traffic",
         about: "through the network card: every kind of packet, 1 GiB each way (TOWLINE_SOAK_NET_MIB), 10,000 connections \
-            (TOWLINE_SOAK_NET_CONNECTIONS); streams for 120 s (TOWLINE_SOAK_NET_SECONDS), and while a capture stands still for \
+            (TOWLINE_SOAK_NET_CONNECTIONS); streams for 120 s (TOWLINE_SOAK_NET_SECONDS), and while a capture is suspended for \
             60 s (TOWLINE_SOAK_NET_SUSPENDED_S)",
         run: || {
             lab_test(
@@ -335,7 +335,7 @@ const SOAKS: &[Soak] = &[
     Soak {
         name: "net-zero-copy",
         about: "streams by AF_XDP with zero-copy for 120 s while scatter-gather, queues and rings change (TOWLINE_SOAK_XDP_SECONDS), \
-            and while a capture stands still for 60 s (TOWLINE_SOAK_XDP_SUSPENDED_S)",
+            and while a capture is suspended for 60 s (TOWLINE_SOAK_XDP_SUSPENDED_S)",
         run: || {
             lab_test(
                 "net",

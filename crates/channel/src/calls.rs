@@ -31,7 +31,7 @@ impl CallCounters {
         self.sent.read()
     }
 
-    /// Calls that received, or looked at what was to be received.
+    /// Calls that received data or peeked at it.
     pub fn received(&self) -> CallCount {
         self.received.read()
     }

@@ -340,7 +340,7 @@ pub(crate) fn check_recv(peer: &str, capabilities: Capabilities, flags: RecvFlag
 /// Refuses a timeout of zero, which some kinds would take for "never" and others for "at once".
 pub(crate) fn check_timeouts(peer: &str, timeouts: [Option<Duration>; 2]) -> Result<()> {
     if timeouts.contains(&Some(Duration::ZERO)) {
-        return Err(Error::unsupported(peer, "a timeout of zero; give None to wait for ever"));
+        return Err(Error::unsupported(peer, "a timeout of zero; give None to wait without a limit"));
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! Faults round a real channel, to see what the layers above do with them.
+//! Faults injected into a real channel, to test the layers above it.
 //!
-//! | layer | what it does to the channel inside |
+//! | layer | effect on the wrapped channel |
 //! |---|---|
-//! | [`Cut`] | ends the connection exactly behind byte N of one direction |
+//! | [`Cut`] | ends the connection exactly after byte N of one direction |
 //! | [`Delay`] | lets each transfer wait a random time first |
 //! | [`Throttle`] | limits each direction to a number of bytes per second |
 //! | [`Capture`] | records what passes |

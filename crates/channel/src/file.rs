@@ -1,4 +1,4 @@
-//! Files: a stream with a cursor of its own.
+//! Files: a stream with its own cursor.
 //!
 //! The stream's cursor is kept here, in bytes from the start of the file, and moves only with `send` and `recv`; it
 //! starts at the address's offset. The descriptor's own position is neither used nor moved.

@@ -1,4 +1,4 @@
-//! Channels that put what they send into packets of their own over another channel: TLS' records, WebSocket's frames.
+//! Channels that frame their data over another channel: TLS records, WebSocket frames.
 //!
 //! ```text
 //!   send ─▶ Outbox (its own lock) ──Pack──▶ ┐

@@ -33,7 +33,7 @@ pub struct SpliceCost {
 }
 
 impl Splice {
-    /// A pipe of its own.
+    /// Creates a pipe.
     ///
     /// # Errors
     /// [`Error::Io`] if the process has no descriptor left.

@@ -56,7 +56,7 @@ impl TcpChannel {
         Ok(Self { socket: Arc::new(Socket::new(fd, peer, STREAM)?), zero_copy: None })
     }
 
-    /// Makes zero-copy sends possible (`SO_ZEROCOPY`); from then on [`Capabilities::ZERO_COPY`] is there.
+    /// Enables zero-copy sends (`SO_ZEROCOPY`) and with them [`Capabilities::ZERO_COPY`].
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the kernel lacks it, or if a former owner of the socket used it: the numbering of

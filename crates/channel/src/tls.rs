@@ -159,9 +159,10 @@ fn is_gone(error: &Error) -> bool {
 fn can_carry(inner: &dyn Channel) -> Result<()> {
     let capabilities = inner.capabilities();
     let needed = Capabilities::BIDIRECTIONAL | Capabilities::SHUTDOWN;
-    match inner.as_fd().is_some() && capabilities.contains(needed) {
-        true => Ok(()),
-        false => Err(Error::unsupported(inner.peer(), "TLS; use a socket")),
+    if inner.as_fd().is_some() && capabilities.contains(needed) {
+        Ok(())
+    } else {
+        Err(Error::unsupported(inner.peer(), "TLS; use a socket"))
     }
 }
 

@@ -1,4 +1,4 @@
-//! WebSocket (RFC 6455) over TCP or TLS: a stream of bytes as binary messages, for ways that let nothing else through.
+//! WebSocket (RFC 6455) over TCP or TLS: a stream of bytes as binary messages, for paths that admit nothing else.
 //!
 //! ```text
 //!   connect ─▶ GET /PATH, Upgrade ─▶ 101 ─┐                       ┌─ FrameWriter: batches of frames, masked by the client

@@ -50,7 +50,7 @@ const SHORTEST: usize = 4096;
 /// Totals of a channel's zero-copy sends since it was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct ZeroCopyStatistics {
-    /// Calls that were taken.
+    /// Calls that the kernel accepted.
     pub sends: u64,
     /// Bytes in them.
     pub bytes: u64,
@@ -60,7 +60,7 @@ pub struct ZeroCopyStatistics {
     pub zero_copied: u64,
     /// Number of times that the kernel had no memory for a call (`ENOBUFS`) and we waited or sent less.
     pub no_memory: u64,
-    /// Entries of the error queue that were about something else, and were ignored.
+    /// Entries of the error queue of another kind, which were ignored.
     pub foreign: u64,
 }
 

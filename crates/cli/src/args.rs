@@ -1,4 +1,4 @@
-//! The command line: one file for each command, and what several commands share. Nothing here reads anything but its words.
+//! The command line: one file for each command, and what several commands share. This module reads its arguments only.
 
 /// Endpoints and exit status of `copy` and `move`, as a literal for `concat!`.
 macro_rules! endpoints {

@@ -352,9 +352,10 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
         "ram": crate::progress::ram(&moved),
     });
     reporter.event("inspected", events::with_exit(facts.clone(), Exit::Done));
-    let what = match crate::request::is_file(source) {
-        true => "a file of `virsh save`, with QEMU's migration stream",
-        false => "a migration stream; its source was informed of a failure and keeps its guest",
+    let what = if crate::request::is_file(source) {
+        "a file of `virsh save`, with QEMU's migration stream"
+    } else {
+        "a migration stream; its source was informed of a failure and keeps its guest"
     };
     reporter.line(&format!("{}: {what}", args.source));
     print_head(reporter, &facts);

@@ -92,12 +92,11 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     }
     // From here on they are the guests' disks, with what these have written.
     overlays.into_iter().flatten().for_each(CreatedOverlay::keep);
-    let exit = match args.detach {
-        true => {
-            guests.detach();
-            Exit::Done
-        }
-        false => supervise(guests, &cancel, reporter)?,
+    let exit = if args.detach {
+        guests.detach();
+        Exit::Done
+    } else {
+        supervise(guests, &cancel, reporter)?
     };
     Ok(Ok(finished(reporter, count, exit.max(restored.exit.min(Exit::Failed)))))
 }
@@ -105,9 +104,10 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
 fn signal_effects(args: &RunArgs) -> SignalEffects {
     SignalEffects {
         first: "stopping; the guests are ended, and the image is as it was",
-        second: Some(match args.detach {
-            true => "the QEMUs that it has started remain, see `towline ps`",
-            false => "its QEMUs are killed",
+        second: Some(if args.detach {
+            "the QEMUs that it has started remain, see `towline ps`"
+        } else {
+            "its QEMUs are killed"
         }),
     }
 }

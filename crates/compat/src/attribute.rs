@@ -9,7 +9,7 @@ use crate::facts::{AttributeFacts, Facts, Subject};
 use crate::limits;
 use crate::report::{Findings, Report};
 
-/// The id of what is found here.
+/// Id of this rule's findings.
 pub const RULE_ID: &str = "migration-version";
 /// Errno of a device that cannot be migrated (`errno.h`).
 const ENODEV: i32 = 19;
@@ -18,7 +18,7 @@ const ENODEV: i32 = 19;
 /// device, and is called only if the types match and the source has a string; its error is the device's reason for
 /// refusing it.
 ///
-/// Nothing is added unless both are attributes, or devices of ours.
+/// Nothing is added unless both are attributes, or towline devices.
 pub fn evaluate(
     report: &mut Report,
     source: &Facts,

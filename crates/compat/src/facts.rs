@@ -56,7 +56,7 @@ pub enum Subject {
     Binary(BinaryFacts),
     /// A stored guest.
     Image(ImageFacts),
-    /// A device of ours.
+    /// A towline device.
     Device(DeviceFacts),
     /// A device that offers a `migration_version` attribute.
     Attribute(AttributeFacts),

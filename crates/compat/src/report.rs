@@ -28,7 +28,7 @@ pub enum Severity {
     No,
 }
 
-/// Would the guest run there?
+/// Verdict on a guest and its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
@@ -64,7 +64,7 @@ pub struct Finding {
     /// Reading of the report for which it holds; `None`: both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub configured_by: Option<ConfiguredBy>,
-    /// The thing and both values.
+    /// Subject of the comparison, with both values.
     pub text: String,
     /// The remedy, or empty.
     #[serde(skip_serializing_if = "String::is_empty")]

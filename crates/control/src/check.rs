@@ -4,7 +4,7 @@
 //!   qmp:PATH    a QEMU is queried (nothing is changed)        exec:COMMAND   its output: facts, or a -dump-vmstate
 //!   an image    its head and device state are read          facts:FILE     the same from a file
 //!   attr:PATH   a migration_version attribute is read; as a destination, the source's string is written to it
-//!   ctl:SOCKET  a device of ours: the same, and its other facts
+//!   ctl:SOCKET  a towline device: the same, and its other facts
 //! ```
 //! Out of scope: the verdict, which the rules give.
 
@@ -38,7 +38,7 @@ pub enum CheckEnd {
     Command(String),
     /// A `migration_version` attribute.
     Attribute(PathBuf),
-    /// A device of ours, by its control socket.
+    /// A towline device, by its control socket.
     Control(PathBuf),
 }
 

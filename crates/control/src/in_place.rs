@@ -8,7 +8,7 @@
 //!
 //! A block is [`Mapped`] if the kernel shows that QEMU's memory at the block's address is the very range of the very file, with
 //! no page of its own in between; what QEMU says of its command line alone proves nothing, since a name may be another file's by
-//! now. Otherwise its pages are sent as ever, and a [`TransferReason`] says why. What would damage memory in use is an [`Error`].
+//! now. Otherwise its pages are sent, for a [`TransferReason`]. What would damage memory in use is an [`Error`].
 //!
 //! - [`of_image`]: QEMU maps an image copy-on-write; the guest's writes are its own.
 //! - [`of_reflink`]: QEMU maps a file that shares the image's storage ([`Reflink`]), for devices that need shared memory.
@@ -69,7 +69,7 @@ pub struct Mapped {
     pub block: String,
     /// Its length.
     pub bytes: u64,
-    /// The way it is mapped.
+    /// Kind of the mapping.
     pub kind: MappingKind,
 }
 
@@ -109,7 +109,7 @@ enum BackendPurpose {
 }
 
 impl Presence {
-    /// Blocks whose memory is there.
+    /// Blocks whose memory is present.
     #[must_use]
     pub fn mapped(&self) -> &[Mapped] {
         &self.mapped

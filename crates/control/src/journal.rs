@@ -319,7 +319,7 @@ fn remove_stale(directory: &RuntimeDirectory, name: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Text of a file of ours, up to [`BYTES_MAX`].
+/// Text of a journal or record, up to [`BYTES_MAX`].
 pub(crate) fn read(file: &mut File) -> io::Result<String> {
     let mut bytes = Vec::new();
     file.rewind()?;

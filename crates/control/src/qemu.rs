@@ -1,6 +1,6 @@
-//! One running or waiting QEMU: what it is, and how it is set for a migration.
+//! One running or waiting QEMU: its state, and its settings for a migration.
 //!
-//! [`Qemu`] is a connected [`Client`](towline_qmp::Client) with the [`QemuState`] asked for at the beginning; [`AppliedSettings`] changes
+//! [`Qemu`] is a connected [`Client`](towline_qmp::Client) with the [`QemuState`] queried at the beginning; [`AppliedSettings`] changes
 //! capabilities and parameters and puts them back. What to do with them, and in which order, is not decided here.
 
 mod compatibility;

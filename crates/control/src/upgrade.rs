@@ -101,7 +101,7 @@ struct Irreversible {
     names: Vec<StagingName>,
 }
 
-/// A guest that goes on in another QEMU.
+/// A guest that continues in another QEMU.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Upgraded {
@@ -212,7 +212,7 @@ impl Reversible {
         plan::check_upgrade(&self.request, cancel, observer).map_err(|failure| self.judge(failure))
     }
 
-    /// Has the guest go on in the new QEMU, and ends the old one.
+    /// Continues the guest in the new QEMU, and ends the old one.
     ///
     /// # Errors
     /// The reason, and the location of the guest. Unless the new QEMU may have the guest, it is ended.

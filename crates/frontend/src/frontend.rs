@@ -67,7 +67,7 @@ impl Frontend {
         Self::new(stream)
     }
 
-    /// On a connection that is there.
+    /// Uses an established connection.
     ///
     /// # Errors
     /// The kernel's.
@@ -279,7 +279,7 @@ impl Frontend {
         Err(Error::Reply { request: code.0, found: format!("{reply:?}"), expected })
     }
 
-    /// A request to which no answer is wanted.
+    /// Sends a request without requesting a reply.
     ///
     /// # Errors
     /// [`Error::System`], [`Error::Disconnected`].
@@ -287,7 +287,7 @@ impl Frontend {
         self.send(&wire::request(code, false, payload), code, fds)
     }
 
-    /// A request with an answer of its own; its payload.
+    /// Sends a request that has a reply of its own; returns the reply's payload.
     ///
     /// # Errors
     /// [`Error::System`], [`Error::Disconnected`], [`Error::Reply`].

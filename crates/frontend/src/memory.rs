@@ -25,7 +25,7 @@ const USER_STRIDE: u64 = 0x10_0000_0000;
 const PAGE: u64 = 4096;
 const HUGE_PAGE: u64 = 2 << 20;
 
-/// Shared memory of which parts are given out, and never taken back.
+/// Shared memory from which ranges are allocated, and never freed.
 #[derive(Debug)]
 pub struct MemoryArena {
     fd: OwnedFd,

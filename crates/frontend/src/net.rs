@@ -263,7 +263,7 @@ impl DriverPair {
         Ok(self.transmit_any(len).then_some(len))
     }
 
-    /// Shows the device what is to be transmitted.
+    /// Makes the queued frames available to the device.
     pub fn flush(&mut self) -> bool {
         self.tx.publish()
     }

@@ -35,7 +35,7 @@ const PAGE: u64 = 4096;
 pub struct QueueOptions {
     /// Entries, a power of two.
     pub size: u16,
-    /// The features that were negotiated: event index and indirect tables are used if they are there.
+    /// The features that were negotiated: event index and indirect tables are used if negotiated.
     pub features: u64,
 }
 
@@ -193,7 +193,7 @@ impl Queue {
         self.seen
     }
 
-    /// The available index, what is not published yet included.
+    /// The available index, including unpublished entries.
     pub fn avail_idx(&self) -> u16 {
         self.staged
     }

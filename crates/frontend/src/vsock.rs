@@ -368,7 +368,7 @@ impl VsockGuest {
         Ok(())
     }
 
-    fn header(&mut self, ports: PortPair, op: u16, (flags, len): (u32, u32)) -> PacketHeader {
+    fn header(&mut self, ports: PortPair, op: u16, flags: u32, len: u32) -> PacketHeader {
         let cid = self.options.cid;
         let stream =
             self.streams.entry(ports).or_insert(StreamCredit { kind: STREAM, ..StreamCredit::default() });
@@ -388,7 +388,7 @@ impl VsockGuest {
     }
 
     fn control(&mut self, ports: PortPair, op: u16, flags: u32) {
-        let header = self.header(ports, op, (flags, 0));
+        let header = self.header(ports, op, flags, 0);
         if op == op::RST {
             self.streams.remove(&ports);
         }
@@ -505,7 +505,7 @@ impl VsockGuest {
         }
         let Some(slot) = self.tx_free.last() else { return false };
         fill(&self.memory, self.slot(*slot) + 64);
-        let header = self.header(ports, op::RW, (flags, len));
+        let header = self.header(ports, op::RW, flags, len);
         if !self.put(&header, len as usize) {
             return false;
         }

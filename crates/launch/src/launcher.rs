@@ -1,4 +1,4 @@
-//! Starts a QEMU and waits until its monitor answers.
+//! Starts a QEMU and waits until its monitor responds.
 //!
 //! ```text
 //!   GuestDirectory ──── socket, bound and listened on here ─┐
@@ -81,7 +81,7 @@ pub struct Launcher {
     pub is_paused: bool,
     /// Restrictions on its process.
     pub sandbox: ProcessSandbox,
-    /// Time limit until its monitor answers.
+    /// Time limit until its monitor responds.
     pub start_timeout: Duration,
     /// The image that it is started from, for the list of guests.
     pub image: Option<PathBuf>,
@@ -400,7 +400,7 @@ pub(crate) fn command(host: &HostArguments) -> Command {
 }
 
 impl QemuVersion {
-    /// Asks a QEMU for its version.
+    /// Queries a QEMU binary for its version.
     ///
     /// # Errors
     /// [`LaunchError::Binary`], [`LaunchError::Version`].

@@ -1,4 +1,4 @@
-//! Tables of names, grouped by what they have in common.
+//! Tables of names, grouped by a common value.
 
 /// A value, and the names that have it, separated by blanks.
 pub(crate) type NameGroup<T> = (T, &'static str);

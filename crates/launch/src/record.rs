@@ -133,7 +133,7 @@ impl Recorded {
         &self.command_line
     }
 
-    /// Keys of the settings that give back what was left out, as `object.key0.data`.
+    /// Keys of the settings that supply what was left out, as `object.key0.data`.
     #[must_use]
     pub fn redacted_keys(&self) -> &[String] {
         &self.left_out

@@ -1,4 +1,4 @@
-//! The crate's unsafe code: what a child does between `fork` and `execve`.
+//! The crate's unsafe code: the calls of a child between `fork` and `execve`.
 
 #![allow(unsafe_code)]
 

@@ -1,10 +1,10 @@
 //! The buffers that a lane receives pages into: one, unless their reader is slow.
 //!
 //! ```text
-//!   Buffers   current ── filled, handed on ──► lease not done? ──► leased (oldest first) ── done ──► current again
+//!   Buffers   current ── filled, delivered ──► lease not done? ──► leased (oldest first) ── done ──► current again
 //! ```
 //!
-//! A sink that sends without a copy ([`crate::Sink::lease`]) reads a buffer after it was handed on. Then another one is
+//! A sink that sends without a copy ([`crate::Sink::lease`]) reads a buffer after it was delivered. Then another one is
 //! filled, and when there are as many as there may be, the oldest lease is waited for: that makes the source wait.
 
 use std::collections::VecDeque;

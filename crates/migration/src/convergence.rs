@@ -36,7 +36,7 @@ const PASS_TIME_MIN: Duration = Duration::from_micros(1);
 /// Limits of the decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// The time that the guest may stand still.
+    /// Maximum downtime.
     pub downtime: Duration,
     /// The part of it for everything but memory: device state, switchover.
     pub switchover_cost: Duration,
@@ -62,7 +62,7 @@ impl Default for MinWindow {
 /// Result of one pass, or of several since the last sample.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Observation {
-    /// The time that it took.
+    /// Duration of the pass.
     pub time: Duration,
     /// Bytes of page contents sent per second; 0 where no page had any, which yields no rate of the link.
     pub rate: f64,
@@ -155,7 +155,7 @@ pub struct CannotConverge {
     pub rate: f64,
     /// Bytes that were left at best.
     pub left: u64,
-    /// The time that the guest would stand still for these; `Duration::MAX` if nothing gets through.
+    /// Downtime that these would take; `Duration::MAX` if nothing can be sent.
     pub expected_downtime: Duration,
     /// The time that it may.
     pub downtime_limit: Duration,
@@ -212,7 +212,7 @@ impl ConvergencePolicy {
         self.limits.downtime = limit;
     }
 
-    /// Takes in what a pass showed.
+    /// Evaluates the observation of a pass.
     ///
     /// Terminates for any input: after a bounded number of passes, [`PassDecision::Continue`] is not returned any more
     /// unless the remaining downtime keeps falling by a tenth, which it can do a few hundred times.
@@ -229,7 +229,7 @@ impl ConvergencePolicy {
         if self.window.is_complete(self.limits.min_window) { self.judge() } else { PassDecision::Continue }
     }
 
-    /// The time that the guest would stand still if it were stopped now.
+    /// Downtime if the guest were stopped now.
     fn downtime(&self, observation: &Observation) -> Duration {
         let memory = match (observation.left, self.rate(observation)) {
             (0, _) => Duration::ZERO,
@@ -319,7 +319,7 @@ impl fmt::Display for CannotConverge {
             Duration::MAX => write!(f, ", and nothing gets through")?,
             downtime => write!(
                 f,
-                ", for which it would stand still for {} ms, with {} ms allowed",
+                ", for which it would be stopped for {} ms, with {} ms allowed",
                 downtime.as_millis(),
                 self.downtime_limit.as_millis()
             )?,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::convergence::CannotConverge;
 
-/// The first thing that went wrong in a migration; everything after it is its consequence.
+/// The first error of a migration; later ones are its consequences.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -173,9 +173,10 @@ impl Incoming {
             }
             Err(error) => {
                 let error = self.session.end(error);
-                match self.session.must_acknowledge_after(&error) {
-                    true => main.acknowledge_regardless(),
-                    false => connections.refuse(),
+                if self.session.must_acknowledge_after(&error) {
+                    main.acknowledge_regardless();
+                } else {
+                    connections.refuse();
                 }
                 Err(error)
             }

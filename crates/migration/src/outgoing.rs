@@ -47,9 +47,9 @@ pub(crate) use records::RecordSender;
 /// Options of an outgoing migration.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Open a return path, and succeed only if the destination acknowledges. Off for a pipe or a file, which cannot answer.
+    /// Open a return path, and succeed only if the destination acknowledges. Off for a pipe or a file, which have no return path.
     pub return_path: bool,
-    /// The time that the destination may take to answer the stream's head.
+    /// Time limit of the destination's reply to the head of the stream.
     pub answer_timeout: Duration,
     /// Bytes per second in all; `None`: as fast as it goes.
     pub max_bandwidth: Option<u64>,
@@ -229,13 +229,14 @@ impl Outgoing {
         self.statistics.set_total(Pass::full(shared.guest).bytes());
         let (configuration, lanes) = (shared.guest.configuration(), connections.lanes.len());
         shared.main().begin(configuration, self.options.return_path, lanes)?;
-        Ok(match self.options.return_path {
-            true => Some(ReturnPath::start(
+        Ok(if self.options.return_path {
+            Some(ReturnPath::start(
                 Arc::clone(&connections.main),
                 Arc::clone(&self.session),
                 Forwarding::Disabled,
-            )),
-            false => None,
+            ))
+        } else {
+            None
         })
     }
 
@@ -384,10 +385,10 @@ fn send_unit(
 ) -> Result<u64> {
     let (mut zeros, mut sent) = (Vec::new(), 0);
     for (offset, zero) in classify(shared.guest, page, length) {
-        match zero {
-            true if !shared.lanes_carry_zero => zeros.push(offset),
-            true => lane.zero(page.block, offset),
-            false => lane.page(page.block, offset),
+        match (zero, shared.lanes_carry_zero) {
+            (true, false) => zeros.push(offset),
+            (true, true) => lane.zero(page.block, offset),
+            (false, _) => lane.page(page.block, offset),
         }
         if lane.is_full() {
             sent += lane.send(shared.guest, blocks)?;

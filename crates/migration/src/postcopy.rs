@@ -63,7 +63,7 @@ const UNIT_BYTES_MIN: u64 = 64 << 10;
 pub struct Options {
     /// Maximum rate of background pages in bytes per second; `None`: unlimited.
     pub max_bandwidth: Option<u64>,
-    /// The time that the destination may take to answer where it must.
+    /// Time limit of each reply that the destination must send.
     pub answer_timeout: Duration,
     /// Memory that earlier restores of this guest requested, in order: it is sent first, with its neighbours.
     pub working_set: Vec<(PageRef, u64)>,

@@ -1,4 +1,4 @@
-//! A lane that fails ends the migration at once and by its name, also while the others stand still.
+//! A lane that fails ends the migration at once and by its name, also while the others are blocked.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;
@@ -55,7 +55,7 @@ enum Flush {
 }
 
 impl State {
-    fn stands_still(&self) -> bool {
+    fn is_blocked(&self) -> bool {
         // There is no reader, so a blocked call ends only with the connection.
         self.sent.load(Ordering::SeqCst) == CAPACITY && self.is_sending.load(Ordering::SeqCst)
     }
@@ -154,7 +154,7 @@ fn an_outgoing_lane_that_fails_while_all_stand_still() {
                 tell.send(engine.run(&source, &*guest)).unwrap();
             });
             answer_ping(&*main);
-            wait_until("lanes that stand still", || states.iter().all(|state| state.stands_still()));
+            wait_until("blocked lanes", || states.iter().all(|state| state.is_blocked()));
             let begun = Instant::now();
             drop(lanes.remove(FAILING));
             let result = told.recv_timeout(WATCHDOG).expect("the source hangs");
@@ -188,7 +188,7 @@ fn a_relays_lane_that_fails_while_all_stand_still() {
                 tell.send((true, result)).unwrap();
             });
             answer_ping(&*main);
-            wait_until("lanes that stand still", || states.iter().all(|state| state.stands_still()));
+            wait_until("blocked lanes", || states.iter().all(|state| state.is_blocked()));
             let begun = Instant::now();
             drop(lanes.remove(FAILING));
             let ended = || told.recv_timeout(WATCHDOG).expect("the relay or its source hangs");

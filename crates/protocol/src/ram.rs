@@ -80,7 +80,7 @@ pub struct PageRef {
     pub offset: u64,
 }
 
-/// One piece of a guest's memory.
+/// A RAM block of the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RamBlock {
     /// QEMU's idstr, e.g. `pc.ram` or `0000:00:02.0/vga.vram`.

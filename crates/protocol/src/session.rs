@@ -66,7 +66,7 @@ pub fn ping_version(value: u32) -> Option<u8> {
     (value & !VERSION_BITS == PING && version > 0).then_some(version)
 }
 
-/// The value of the PONG that answers a PING of this version.
+/// Value of the PONG in reply to a PING of this version.
 pub fn pong(version: u8, receiver: ReceiverMode) -> u32 {
     let bits = match receiver {
         ReceiverMode::Waits => 0,

@@ -1,6 +1,6 @@
 //! The writing end of a main channel.
 //!
-//! Each state appends its bytes to a buffer of the caller's and gives way to the next, so that a stream can only be written
+//! Each state appends its bytes to a buffer of the caller and is replaced by the next, so that a stream can only be written
 //! in its order: [`Setup`] → [`Iterating`] ⇄ [`Part`] → [`End`] → [`AwaitShut`]. A page's bytes are not written here:
 //! the caller sends them behind the record that names them.
 //!

@@ -9,7 +9,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// The longest message accepted. QEMU's largest answer, `query-qmp-schema`, is about 250 KB.
+/// The longest message accepted. QEMU's largest reply, `query-qmp-schema`, is about 250 KB.
 pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
 /// The deepest nesting accepted; what `serde_json` parses without risk to the stack.
 pub const DEPTH_MAX: usize = 127;
@@ -27,7 +27,7 @@ pub enum Message {
         id: Option<Value>,
         /// The return value.
         value: Value,
-        /// Keys that we do not know.
+        /// Unknown keys.
         other: Map<String, Value>,
     },
     /// A command failed.
@@ -50,7 +50,7 @@ pub enum Message {
 /// The greeting of a QMP server.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 pub struct Greeting {
-    /// QEMU's version, in the shape of `query-version`'s answer.
+    /// QEMU's version, in the form of `query-version`'s reply.
     #[serde(default)]
     pub version: Value,
     /// Optional abilities of the server, for example `oob`.

@@ -1,4 +1,4 @@
-//! Bytes to and from one Unix socket, with deadlines and file descriptors. Knows nothing of JSON.
+//! Bytes to and from one Unix socket, with deadlines and file descriptors. Independent of JSON.
 //!
 //! Each call is non-blocking by itself (`MSG_DONTWAIT`) and then waits in `poll`, so that a caller's stream keeps its
 //! mode.

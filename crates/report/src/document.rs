@@ -67,7 +67,7 @@ pub fn escape(text: &str) -> String {
     escaped
 }
 
-/// Adds the style to a chart, for a file of its own: text and lines have their colors, also in the dark.
+/// Adds the style to a chart, for a standalone file: text and lines have their colors, also in dark mode.
 pub fn standalone(svg: &str) -> String {
     // Elements outside of a chart have no rules that a chart could match.
     svg.replacen('>', &format!(">\n<style>\n{STYLE}svg {{ background: var(--paper); }}\n</style>\n"), 1)

@@ -1,4 +1,4 @@
-//! Lines over time, as SVG. Colors are those of the page's style, which has others in the dark.
+//! Lines over time, as SVG. Colors come from the page's style, which has a dark variant.
 
 use plotters::prelude::*;
 

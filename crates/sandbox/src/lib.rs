@@ -94,7 +94,7 @@ pub struct Policy {
     /// True if TCP connections are accepted that must be reset without closing their sockets, by `connect` with `AF_UNSPEC`.
     pub resets_tcp: bool,
     /// True if requests are submitted to io_urings that exist before, are restricted to operations on open descriptors
-    /// (`IORING_REGISTER_RESTRICTIONS`), and are not handed on. None can be created.
+    /// (`IORING_REGISTER_RESTRICTIONS`), and are not forwarded. None can be created.
     pub submits_to_rings: bool,
     /// True if the MTU of network interfaces is set, with the privilege for it.
     pub sets_mtu: bool,

@@ -229,7 +229,7 @@ pub enum Next {
     Again,
 }
 
-/// A request that a device refuses or cannot fulfil. The text names the thing, the value and the remedy.
+/// A request that a device refuses or cannot fulfil. The text names the subject, the value and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BackendError {
     reason: String,

@@ -6,7 +6,7 @@ use crate::packet::PAYLOAD_BYTES_MAX;
 /// Maximum number of the guest's buffers that are popped together.
 pub(crate) const RECEIVE_BATCH: usize = 256;
 
-/// See the module. The default is the device as it is meant to be.
+/// Design decisions that can be turned off, see the module. The default has all of them on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ablation {
     /// Handling of small packets that a socket does not take.

@@ -1,4 +1,4 @@
-//! A connection as the table knows it: its identity, its state by the packets that were exchanged, and limits.
+//! A connection in the table: its identity, its state by the packets that were exchanged, and limits.
 //!
 //! ```text
 //!   host connects    RequestSent ── RESPONSE ──┐                   ┌── both directions ended ──► Closing ── RST ──► removed

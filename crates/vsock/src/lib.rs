@@ -11,7 +11,7 @@
 //! Out of scope: datagrams, and the kernel's own vhost-vsock.
 //!
 //! Limits: [`ConnectionLimits`] of connections and memory for each guest; packets of [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX)
-//! bytes; [`PENDING_RESETS_MAX`] answers to packets of unknown connections. For users: `docs/vsock.md`.
+//! bytes; [`PENDING_RESETS_MAX`] resets for packets of unknown connections. For users: `docs/vsock.md`.
 
 mod ablation;
 mod connection;

@@ -183,7 +183,7 @@ impl PacketHeader {
         })
     }
 
-    /// Returns the RST that answers this packet.
+    /// Returns the RST in response to this packet.
     pub fn reset(&self) -> Self {
         Self {
             source_cid: self.destination_cid,

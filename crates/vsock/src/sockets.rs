@@ -120,7 +120,7 @@ pub enum Interest {
     ReadWrite,
 }
 
-/// Way in which a socket is closed.
+/// Graceful close or reset of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CloseMode {
     /// The peer receives the end of the stream.

@@ -9,7 +9,7 @@ use std::process::Command;
 pub(crate) fn die_with_parent(command: &mut Command) -> &mut Command {
     let parent = std::process::id();
     let ask = move || {
-        // SAFETY: prctl and getppid are async-signal-safe and touch no memory of ours.
+        // SAFETY: prctl and getppid are async-signal-safe and touch no memory of this process.
         let (outcome, parent_now) =
             unsafe { (libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL), libc::getppid()) };
         if outcome != 0 {

@@ -79,7 +79,7 @@ fn a_guest_runs_on_while_its_instant_is_stored() {
     })
     .unwrap();
     seen.dedup();
-    assert!(seen.len() > 2, "the guest stood still: {seen:?}");
+    assert!(seen.len() > 2, "the guest did not run: {seen:?}");
     let during = seen[seen.len() - 1];
     let finished = towline.wait(WITHIN).unwrap();
     assert_ended(&finished, 0, &[]);

@@ -68,7 +68,7 @@ fn guests_of_7_2_and_10_0_go_on_in_the_newest_and_back() {
     a_guest_goes_on(Memory::NamedFile, Version::V10_0, Version::Newest);
 }
 
-/// QEMU's locks change hands as in a migration, and nothing that the guest wrote is lost.
+/// QEMU's locks are released and acquired as in a migration, and nothing that the guest wrote is lost.
 #[test]
 fn drives_of_both_formats_go_on() {
     if !require_lab("drives_of_both_formats_go_on") {

@@ -59,6 +59,14 @@ const PHRASES: &[(&str, &str)] = &[
     ("exit code", "exit status"),
     ("exit codes", "exit statuses"),
     ("whose it is", "of its owner"),
+    ("stands still", "is stopped (guest), is blocked (thread), stalls (stream)"),
+    ("stand still", "be stopped (guest), be blocked (thread), stall (stream)"),
+    ("stood still", "was stopped (guest), was blocked (thread), stalled (stream)"),
+    ("as ever", "as usual; or the case: copied, sent"),
+    ("of ours", "of this process, of towline"),
+    ("change hands", "are transferred; of locks: released and acquired"),
+    ("in the moment in", "at the moment at"),
+    ("handed on", "delivered, forwarded"),
 ];
 /// Phrases that contain one of the above and are good English.
 const ALLOWED: &[&str] =

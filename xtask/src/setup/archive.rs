@@ -1,4 +1,4 @@
-//! Another release of Debian beside this machine's own: lists, keys and packages in a directory of ours.
+//! Another release of Debian beside this machine's own: lists, keys and packages in the lab's directory.
 //!
 //! ```text
 //! DIRECTORY/etc/       the machine's own entry for its Debian, with other suites     keyring: the machine's, or unpacked here

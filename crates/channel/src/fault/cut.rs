@@ -8,7 +8,7 @@ use std::net::Shutdown;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard};
 
-/// Ends the connection exactly behind byte N of one direction, whatever transfers it was made of.
+/// Ends the connection exactly after byte N of one direction, however the transfers are divided.
 ///
 /// As soon as byte N has passed, the channel inside is shut down both ways. Then `send` is [`Error::Fault`] if sending
 /// was counted (and the channel's own `EPIPE` if receiving was), and `recv` gives what had arrived and the end of the
@@ -23,7 +23,7 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// Ends `inner` behind `after` bytes in `direction`; at once if that is 0.
+    /// Ends `inner` after `after` bytes in `direction`; at once if that is 0.
     pub fn new(inner: Box<dyn Channel>, after: u64, direction: Direction) -> Self {
         let cut = Self { inner, after, direction, left: Mutex::new(after) };
         if after == 0 {

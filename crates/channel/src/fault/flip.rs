@@ -1,4 +1,4 @@
-//! A byte that is changed on its way.
+//! A byte that is changed in transit.
 
 use super::limit_mut;
 use crate::channel::forward_channel;

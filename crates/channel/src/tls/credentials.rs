@@ -3,11 +3,11 @@
 //! | file | needed |
 //! |---|---|
 //! | `ca-cert.pem` | always: the CA that signs the other end's certificate |
-//! | `ca-crl.pem` | what that CA has revoked, if the file is there |
+//! | `ca-crl.pem` | certificates that this CA has revoked; optional |
 //! | `server-cert.pem`, `server-key.pem` | to listen |
 //! | `client-cert.pem`, `client-key.pem` | to connect to a server that requires them, as QEMU does unless `verify-peer=off` |
 //!
-//! A server here takes no client without a certificate of this CA.
+//! A server accepts only clients with a certificate of this CA.
 
 use crate::{Error, Result};
 use rustls::client::{Resumption, WebPkiServerVerifier};

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 /// Room for the peer's flights. Longer ones (certificates) are refused; rustls' own limit for a message is as high.
 const INCOMING_BYTES_MAX: usize = 128 << 10;
-/// First room for a flight of ours.
+/// Initial size of the buffer for our handshake messages.
 const OUTGOING_BYTES: usize = 16 << 10;
 /// A handshake takes some dozen steps.
 const STEPS_MAX: usize = 1000;

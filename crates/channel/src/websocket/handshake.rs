@@ -1,4 +1,4 @@
-//! The handshake: an HTTP request and its answer, which tungstenite writes and reads.
+//! The handshake: an HTTP request and its response, which tungstenite encodes and decodes.
 
 use super::error;
 use crate::wait::Deadline;

@@ -15,7 +15,7 @@ use crate::Flushed;
 use crate::sys::error_queue::{CODE_COPIED, ExtendedError, ORIGIN_ZERO_COPY};
 use std::collections::BTreeMap;
 
-/// The books of one socket.
+/// Zero-copy sends of one socket: issued, finished, in flight.
 #[derive(Debug, Default)]
 pub(super) struct SendLedger {
     /// Calls that were taken.

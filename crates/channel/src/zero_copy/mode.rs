@@ -1,6 +1,6 @@
 use std::fmt;
 
-/// True if large sends to TCP go without a copy. QEMU's `zero-copy-send`, with a middle way.
+/// Use of zero-copy for large sends to TCP: QEMU's `zero-copy-send`, with an automatic choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ZeroCopySend {
     /// Where it pays: the sender measures whether the kernel copies all the same.

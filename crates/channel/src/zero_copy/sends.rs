@@ -36,7 +36,7 @@ impl ZeroCopySends {
         sent
     }
 
-    /// Number of sends that there were.
+    /// Number of sends so far.
     pub fn issued(&self) -> u64 {
         self.0.issued()
     }

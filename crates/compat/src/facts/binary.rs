@@ -51,7 +51,7 @@ pub struct Field {
     pub version: u32,
     /// Its bytes.
     pub size: u64,
-    /// True if the device decides whether it is there.
+    /// True if the device decides at run time about its presence.
     pub conditional: bool,
     /// Its fields, if it is a structure.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-/// A device of ours (a vhost-user backend).
+/// A towline device (a vhost-user backend).
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct DeviceFacts {
@@ -12,7 +12,7 @@ pub struct DeviceFacts {
     pub device_type: String,
     /// Features that it offers, by virtio's names.
     pub features: BTreeSet<String>,
-    /// Features that its driver took; empty before there is one, and for a destination.
+    /// Features that its driver accepted; empty without a driver, and for a destination.
     pub negotiated: BTreeSet<String>,
     /// Queue pairs, or queues where they come alone.
     pub queues: u16,

@@ -57,7 +57,7 @@ pub struct QemuFacts {
     pub memory_backends: Option<Vec<MemoryBackend>>,
 }
 
-/// True if a QEMU waits for a guest.
+/// State of a QEMU's incoming migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IncomingState {
@@ -110,9 +110,9 @@ pub struct FeatureWord {
     /// ECX of it, where that matters.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub subleaf: Option<u32>,
-    /// `EAX` to `EDX` of the answer.
+    /// `EAX` to `EDX` of the result.
     pub register: String,
-    /// The answer.
+    /// The register's bits.
     pub bits: u32,
 }
 
@@ -150,7 +150,7 @@ impl QemuDevice {
 pub struct Virtio {
     /// Features that the device offers.
     pub offered: BTreeSet<String>,
-    /// Features that the driver accepted. Empty before there is one.
+    /// Features that the driver accepted. Empty without a driver.
     pub negotiated: BTreeSet<String>,
 }
 

@@ -1,4 +1,4 @@
-//! KVM here, emulation there.
+//! KVM at the source, emulation at the destination.
 
 use super::{Pair, Rule};
 use crate::report::Findings;

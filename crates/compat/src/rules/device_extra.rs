@@ -1,4 +1,4 @@
-//! A device there that the guest does not have: QEMU does not miss its state, and the guest does not look for it.
+//! A device of the destination that the guest does not have: QEMU does not require its state, and the guest does not probe for it.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! A device of another type at the address of the guest's.
+//! A device of another type at the address of the guest's device.
 
 use super::{Pair, Rule};
 use crate::report::Findings;

@@ -1,4 +1,4 @@
-//! A device of ours and its counterpart.
+//! A towline device and its counterpart.
 
 use super::{Pair, Rule};
 use crate::facts::{DeviceFacts, Subject};

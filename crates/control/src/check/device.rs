@@ -1,4 +1,4 @@
-//! Devices of ours, queried over their control sockets.
+//! towline's devices, queried over their control sockets.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! Reasons why memory is sent as ever, and why a copy is refused.
+//! Reasons for which memory is sent, and for which a copy is refused.
 
 use std::path::PathBuf;
 

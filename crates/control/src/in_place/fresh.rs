@@ -4,7 +4,7 @@
 //! zero page of a lane alone when it comes for the first time. A backend whose file has content keeps that content there, and the
 //! guest gets it. Records of the main channel clear the page.
 //!
-//! Limit: where QEMU's process cannot be seen, a directory at an absolute path of ours is taken for QEMU's.
+//! Limit: where QEMU's process cannot be seen, a directory at an absolute path of this process is taken for QEMU's.
 
 use std::fmt;
 use std::fs::{self, File, Metadata};

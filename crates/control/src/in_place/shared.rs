@@ -10,7 +10,7 @@ use super::process::Mappings;
 use super::{Error, TransferReason};
 use crate::qemu::Qemu;
 
-/// A block of a guest's memory, and the way to map it in another process.
+/// A block of a guest's memory, and how another process can map it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SharedBlock {

@@ -205,7 +205,7 @@ pub struct GuestPlan {
     pub live: bool,
     /// It is to run at its destination.
     pub run: bool,
-    /// Its source is ended when it is there: a move.
+    /// True for a move: the source is ended when the guest is at its destination.
     pub quit: bool,
     /// Both QEMUs map the same memory: an upgrade.
     #[serde(default, skip_serializing_if = "is_false")]

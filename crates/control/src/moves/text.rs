@@ -1,4 +1,4 @@
-//! Texts about records: what is undecided, and what to do.
+//! Texts about records: the open decision, and the remedy.
 
 use super::{ListedMove, MoveEnd, MoveRecord, Role, Stage};
 use crate::switchover::{Choice, ResumeBlocker, Side, Unresolved};

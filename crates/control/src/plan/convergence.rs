@@ -1,6 +1,6 @@
 //! Detects guests that write faster than they can be sent, by QEMU's figures and the engine's policy.
 //!
-//! QEMU itself decides when to stop its guest, and goes on for ever if that moment does not come. So its
+//! QEMU itself decides when to stop its guest, and continues without end if that moment does not come. So its
 //! `query-migrate` is evaluated: [`Error::CannotConverge`] ends a copy whose passes do not become shorter. A
 //! QEMU that throttles its guest (auto-converge) is given time until it throttles it no further.
 

@@ -11,7 +11,7 @@ use towline_migration::synthetic;
 pub enum Source {
     /// A running QEMU, by its QMP socket.
     Qmp(PathBuf),
-    /// An address of ours, to which another party's QEMU or towline connects.
+    /// An address on which towline listens for another QEMU or towline.
     Stream(Address),
     /// An image.
     Image(PathBuf),

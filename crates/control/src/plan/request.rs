@@ -97,7 +97,7 @@ pub enum UpgradeMemory {
     Copied,
 }
 
-/// Devices of ours that serve the guest, by their control sockets: at the source and at the destination. The
+/// towline's devices that serve the guest, by their control sockets: at the source and at the destination. The
 /// move is refused if a destination's device could not continue with the source's state.
 pub type Devices = Vec<(PathBuf, PathBuf)>;
 

@@ -130,7 +130,7 @@ impl SharedSwitchover {
         directive
     }
 
-    /// Reports that a guest which no engine of ours transferred is loaded; returns the next directive.
+    /// Reports that a guest is loaded that towline's engine did not transfer; returns the next directive.
     pub(super) fn loaded(&self, guest: GuestRunState) -> Directive {
         // A stream has the same run state, if there was one.
         if self.pass(Input::CommitRequested(guest)) == Directive::Refuse {

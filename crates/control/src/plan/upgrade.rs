@@ -1,4 +1,4 @@
-//! A guest that goes on in another QEMU of this host, in the memory that it has.
+//! Continues a guest in another QEMU of this host, in the same memory.
 //!
 //! ```text
 //!   old QEMU ── block list, small blocks, device state ─► PresentSink ─► Relay ─► new QEMU, which waits
@@ -48,7 +48,7 @@ impl UpgradeRequest {
     }
 }
 
-/// Has the guest go on in the new QEMU, and ends the old one.
+/// Continues the guest in the new QEMU, and ends the old one.
 ///
 /// # Errors
 /// The reason and the location of the guest; see [`Failure`].

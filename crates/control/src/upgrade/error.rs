@@ -15,7 +15,7 @@ pub struct IncompatibleSetting {
     pub setting: String,
     /// Its value.
     pub found: String,
-    /// The reason, and the way out.
+    /// The reason, and the remedy.
     pub reason: String,
 }
 

@@ -85,7 +85,7 @@ impl Drop for FaultGuard {
 fn ranges() -> impl Iterator<Item = &'static Range> {
     let mut at = RANGES.load(Ordering::Acquire).cast_const();
     std::iter::from_fn(move || {
-        // SAFETY: entries are leaked boxes, so each pointer is null or valid for ever.
+        // SAFETY: entries are leaked boxes, so each pointer is null or always valid.
         let range = unsafe { at.as_ref() }?;
         at = range.next;
         Some(range)

@@ -103,9 +103,10 @@ impl<'a> Lane<'a> {
     /// A source that was informed that checksums are compared omits none, except in packets that it sent before.
     fn require_checksum(&self, packet: &Packet, check: HeaderChecksum) -> Result<()> {
         let missing = check.checksum.is_none() && packet.block.is_some();
-        match missing && self.shared.compares_checksums.load(Ordering::Acquire) {
-            true => Err(self.damaged(InvalidMessage::ChecksumMissing)),
-            false => Ok(()),
+        if missing && self.shared.compares_checksums.load(Ordering::Acquire) {
+            Err(self.damaged(InvalidMessage::ChecksumMissing))
+        } else {
+            Ok(())
         }
     }
 

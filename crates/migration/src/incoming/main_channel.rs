@@ -27,7 +27,7 @@ use crate::{ChannelId, Error, Pages, Result, Sink};
 const BUFFER_BYTES: usize = 1 << 20;
 /// Bytes received at once where runs of pages are spliced: pages in it are not.
 const BETWEEN_RUNS_BYTES: usize = 32 << 10;
-/// Pages handed on at once, so that a sink can write each batch with one vectored call (two buffers a page).
+/// Maximum number of pages delivered to a sink at once, so that a sink can write each batch with one vectored call (two buffers a page).
 const BATCH_PAGES_MAX: usize = 256;
 const PAGE: usize = PAGE_SIZE as usize;
 const RECORD_AND_PAGE_BYTES: u64 = CONTINUED_RECORD_BYTES as u64 + PAGE_SIZE;
@@ -59,7 +59,7 @@ struct Input<'a> {
     end: usize,
 }
 
-/// Pages of one block and kind, to be handed on together.
+/// Pages of one block and kind, to be delivered together.
 #[derive(Default)]
 struct PageBatch {
     block: Option<BlockIndex>,
@@ -120,9 +120,10 @@ impl<'a> MainChannel<'a> {
 
     /// Takes everything up to the device state; returns its first bytes.
     fn sections(&mut self) -> Result<Collector> {
-        let mut state = match self.options.is_snapshot {
-            true => StreamDecoder::of_snapshot(),
-            false => StreamDecoder::with_shared_memory(self.options.shared_memory),
+        let mut state = if self.options.is_snapshot {
+            StreamDecoder::of_snapshot()
+        } else {
+            StreamDecoder::with_shared_memory(self.options.shared_memory)
         };
         loop {
             let mut reader = Reader::new(&self.input.bytes[self.input.start..self.input.end]);
@@ -245,12 +246,11 @@ impl<'a> MainChannel<'a> {
                     return writer
                         .send(&ReturnPathMessage::Pong(session::pong(version, self.options.receiver)));
                 }
-                match *value == PING_CHECKSUMS {
-                    true => {
-                        self.shared.compares_checksums.store(true, Ordering::Release);
-                        writer.send(&ReturnPathMessage::Pong(PONG_CHECKSUMS))
-                    }
-                    false => writer.send(&ReturnPathMessage::Pong(*value)),
+                if *value == PING_CHECKSUMS {
+                    self.shared.compares_checksums.store(true, Ordering::Release);
+                    writer.send(&ReturnPathMessage::Pong(PONG_CHECKSUMS))
+                } else {
+                    writer.send(&ReturnPathMessage::Pong(*value))
                 }
             }
             VmCommand::Other { .. } => {
@@ -278,7 +278,7 @@ impl<'a> MainChannel<'a> {
         Ok(())
     }
 
-    /// Puts a page into the batch; the batch is handed on first if the page does not belong to it.
+    /// Puts a page into the batch; the batch is delivered first if the page does not belong to it.
     fn batch(&mut self, page: PageRef, content: Option<usize>) -> Result<()> {
         let fits = self.batch.block == Some(page.block) && self.batch.zero == content.is_none();
         if !fits || self.batch.offsets.len() == BATCH_PAGES_MAX {

@@ -2,7 +2,7 @@
 //!
 //! A QEMU (as of 10.0) that loses a lane while it waits for all of them, as it does at each barrier, may wait for
 //! ever (`multifd_send_sync_main`: a lane's thread that ends because another one failed does not signal it). At the
-//! last barrier it holds its big lock meanwhile: its guest stands still and its monitor does not respond. So its main
+//! last barrier it holds its big lock meanwhile: its guest is stopped and its monitor does not respond. So its main
 //! channel is shut down, which makes it give up, and its lanes are drained until it closes them.
 
 use std::net::Shutdown;

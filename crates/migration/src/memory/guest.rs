@@ -1,4 +1,4 @@
-//! Memory as what is migrated.
+//! Memory as the source of a migration.
 
 use std::sync::atomic::Ordering;
 

@@ -21,7 +21,7 @@ pub struct Populated {
     pub bytes: u64,
     /// The time it took.
     pub elapsed: Duration,
-    /// Huge pages were requested and not refused for every block. The kernel decides whether there were any.
+    /// Huge pages were requested and not refused for every block. The kernel decides about their use.
     pub is_huge_advised: bool,
     /// The kernel does not know the call (before Linux 5.14, or for this kind of file): pages were touched one by one.
     pub is_touched: bool,

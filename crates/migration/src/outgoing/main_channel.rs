@@ -135,10 +135,7 @@ impl MainWriter {
         offsets: &[u64],
     ) -> Result<Option<u64>> {
         let (records, writer) = self.section()?;
-        match records.continues(block) {
-            true => writer.splice(from, offsets.len()),
-            false => Ok(None),
-        }
+        if records.continues(block) { writer.splice(from, offsets.len()) } else { Ok(None) }
     }
 
     /// Sends a frame of a session between two towlines; between two sections.

@@ -16,7 +16,7 @@ use crate::{Error, Result, Session};
 
 /// Size of one receive.
 const INPUT_BYTES: usize = 64 << 10;
-/// Requests that wait to be served. A destination has one for each thread that stands still at most.
+/// Requests that wait to be served. A destination has at most one for each stopped thread.
 const REQUESTS_MAX: usize = 1 << 16;
 /// Interval at which a waiter checks for a failed connection.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);

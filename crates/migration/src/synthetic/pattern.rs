@@ -25,7 +25,7 @@ pub(super) struct Pattern {
     pub(super) zero_percent: u8,
 }
 
-/// A page that is not what it should be.
+/// A page with wrong content.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("page {page} (at {:#x}) of {block:?} {content}; expected generation {expected}", page * PAGE_BYTES as u64)]
 pub struct WrongPage {

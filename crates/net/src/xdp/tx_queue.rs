@@ -138,9 +138,10 @@ impl TxQueue {
             headroom: umem.metadata_bytes.into(),
             descriptors,
         };
-        let policy = match socket.zero_copy {
-            true => SendPolicy::new(options.zero_copy_send),
-            false => SendPolicy::of_copy_mode(),
+        let policy = if socket.zero_copy {
+            SendPolicy::new(options.zero_copy_send)
+        } else {
+            SendPolicy::of_copy_mode()
         };
         Ok(Self {
             socket,

@@ -55,7 +55,7 @@ pub enum Damage {
 }
 
 impl Sums {
-    /// Adds the next piece's hash. The header's comes first.
+    /// Adds the hash of the next part. The header is the first part.
     pub fn add(&mut self, hash: u64) {
         let hash = hash % MODULUS;
         self.pieces += 1;
@@ -63,7 +63,7 @@ impl Sums {
         self.weighted = (self.weighted + product(hash, self.pieces)) % MODULUS;
     }
 
-    /// Finds the damaged piece by the sums as they were sent; `None`: there is none.
+    /// Locates the damaged part by the sums that were sent; `None` if there is none.
     pub fn compare(&self, sent: &Self) -> Option<Damage> {
         let difference = |here: u64, there: u64| (here + MODULUS - there % MODULUS) % MODULUS;
         let plain = difference(self.plain, sent.plain);

@@ -14,7 +14,7 @@ macro_rules! open_enum {
                 pub const $konst: Self = Self(std::borrow::Cow::Borrowed($text));
             )*
 
-            /// Any value, also without a constant here.
+            /// Creates any value, also one without a constant.
             #[must_use]
             pub fn new(text: impl Into<String>) -> Self {
                 Self(std::borrow::Cow::Owned(text.into()))

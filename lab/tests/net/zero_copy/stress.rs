@@ -1,4 +1,4 @@
-//! Two pairs send all the time, while settings of the interface and of the rings change, a capture stands still, and the card's
+//! Two pairs send all the time, while settings of the interface and of the rings change, a capture stops reading, and the card's
 //! process is started again. Every frame arrives once, with the bytes that the driver wrote.
 
 use std::path::Path;

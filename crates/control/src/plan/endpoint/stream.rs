@@ -45,7 +45,7 @@ pub(in super::super) fn listen(
     Ok(gather(listener, context.lanes, deadline, LANES_TIMEOUT, context.cancel)?)
 }
 
-/// A source that sends its guest to an address of ours.
+/// A source that connects to an address on which towline listens.
 pub(in super::super) struct StreamSource {
     address: Address,
     incoming: IncomingStream,
@@ -64,10 +64,7 @@ impl StreamSource {
 
 impl SourceEndpoint for StreamSource {
     fn kind(&self) -> SourceKind {
-        match self.is_file() {
-            true => SourceKind::Stored,
-            false => SourceKind::Stream,
-        }
+        if self.is_file() { SourceKind::Stored } else { SourceKind::Stream }
     }
 
     fn describe_guest(

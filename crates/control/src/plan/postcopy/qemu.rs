@@ -97,10 +97,10 @@ impl PostcopyDestination for DrivenDestination {
 
     fn monitor_failure(&mut self, error: Error, had_loaded: bool) -> Failure {
         self.0.keep_settings();
-        match error_origin::is_monitor_lost(&error) {
-            true if !had_loaded => Failure::untouched(error),
-            true => needs_attention(error, GuestLocation::PostcopyEnded),
-            false => needs_attention(error, GuestLocation::PostcopyPaused),
+        match (error_origin::is_monitor_lost(&error), had_loaded) {
+            (true, false) => Failure::untouched(error),
+            (true, true) => needs_attention(error, GuestLocation::PostcopyEnded),
+            (false, _) => needs_attention(error, GuestLocation::PostcopyPaused),
         }
     }
 

@@ -1,4 +1,4 @@
-//! The stream of a source: QEMU is configured, migrates to a socket of ours, and its connections are accepted.
+//! The stream of a source: QEMU is configured, migrates to a socket of this process, and its connections are accepted.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;

@@ -171,9 +171,10 @@ impl SendPolicy {
                 self.compare();
             }
             Phase::Chosen(_, reason) if self.packets >= RECONSIDER_AFTER_PACKETS => {
-                match self.copies || *reason == SendReason::NoMemory {
-                    true => self.enter(Phase::Ask),
-                    false => self.begin_compare(),
+                if self.copies || *reason == SendReason::NoMemory {
+                    self.enter(Phase::Ask);
+                } else {
+                    self.begin_compare();
                 }
             }
             Phase::Chosen(..) => {}
@@ -196,9 +197,10 @@ impl SendPolicy {
 
     fn found_copies(&mut self) {
         self.copies = true;
-        match self.splices {
-            true => self.begin_compare(),
-            false => self.choose(SendMethod::Plain, SendReason::Copied),
+        if self.splices {
+            self.begin_compare();
+        } else {
+            self.choose(SendMethod::Plain, SendReason::Copied);
         }
     }
 

@@ -33,10 +33,8 @@ impl Kernel {
             SendMethod::Splice => self.splice,
             SendMethod::ZeroCopy => {
                 self.statistics.sends += 1;
-                let finished = match self.copies {
-                    true => &mut self.statistics.copied,
-                    false => &mut self.statistics.zero_copied,
-                };
+                let finished =
+                    if self.copies { &mut self.statistics.copied } else { &mut self.statistics.zero_copied };
                 *finished += 1;
                 let is_hungry = self.hungry.is_some_and(|every| self.statistics.sends.is_multiple_of(every));
                 self.statistics.no_memory += u64::from(is_hungry);
