@@ -219,6 +219,17 @@ impl Sockets {
     }
 }
 
+/// Waits for a connection to the guest, and accepts it.
+fn accept_request(guest: &mut VsockGuest) -> PortPair {
+    until(guest, |guest, event| match event {
+        VsockEvent::Request(ports) => {
+            guest.accept(ports);
+            Some(ports)
+        }
+        _ => None,
+    })
+}
+
 /// The end of standard input ends one direction, and the guest's response still arrives.
 #[test]
 fn standard_input_and_output_are_a_connection_whose_directions_end_independently() {
@@ -226,13 +237,7 @@ fn standard_input_and_output_are_a_connection_whose_directions_end_independently
     let _process = sockets.start(&["--socket", "s", "--cid", "33", "--uds", "v"]);
     let (_frontend, mut guest) = sockets.guest("s", CID);
     let mut client = sockets.connect("52");
-    let ports = until(&mut guest, |guest, event| match event {
-        VsockEvent::Request(ports) => {
-            guest.accept(ports);
-            Some(ports)
-        }
-        _ => None,
-    });
+    let ports = accept_request(&mut guest);
     assert_eq!(ports.0, 52);
     client.stdin.take().unwrap().write_all(b"a request").unwrap();
     let mut request = 0;
@@ -263,13 +268,7 @@ fn a_connection_that_the_guest_closes_ends_the_process() {
     let _process = sockets.start(&["--socket", "s", "--cid", "33", "--uds", "v"]);
     let (_frontend, mut guest) = sockets.guest("s", CID);
     let mut client = sockets.connect("52");
-    let ports = until(&mut guest, |guest, event| match event {
-        VsockEvent::Request(ports) => {
-            guest.accept(ports);
-            Some(ports)
-        }
-        _ => None,
-    });
+    let ports = accept_request(&mut guest);
     assert!(guest.send(ports, b"bye", 0));
     guest.shutdown(ports, SHUTDOWN_SEND | SHUTDOWN_RECEIVE);
     until(&mut guest, |_, event| matches!(event, VsockEvent::Reset(_)).then_some(()));
