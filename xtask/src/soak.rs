@@ -114,6 +114,11 @@ const SOAKS: &[Soak] = &[
                 "upgrade",
                 "series::upgrades_in_a_row_under_a_load_lose_nothing",
                 &[("TOWLINE_UPGRADES", "100")],
+            )?;
+            lab_test(
+                "upgrade",
+                "series::guests_in_memfds_of_7_2_stand_still_for_a_moment",
+                &[("TOWLINE_UPGRADES", "100")],
             )
         },
     },
@@ -175,6 +180,18 @@ const SOAKS: &[Soak] = &[
                 &[("TOWLINE_SOAK_RUN_CLONES", "100"), ("TOWLINE_SOAK_RUN_SECONDS", "600")],
             )?;
             lab_test("run", "many::clones_with_memory_of_their_own_run", &[("TOWLINE_SOAK_RUN_COPIES", "30")])
+        },
+    },
+    Soak {
+        name: "run-stores",
+        about: "20 times `towline run` of an image in a store behind a delay, at once, by a file of the host and by one that is there: \
+            times to the first tick (TOWLINE_SOAK_STORE_RUNS)",
+        run: || {
+            lab_test(
+                "run",
+                "stores::guests_of_a_slow_store_run_at_once_or_from_a_file_of_the_host",
+                &[("TOWLINE_SOAK_STORE_RUNS", "20")],
+            )
         },
     },
     Soak {

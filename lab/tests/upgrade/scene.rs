@@ -27,6 +27,8 @@ pub(crate) enum Backing {
     File,
     /// A memfd of QEMU 10.0, which sends its pages in any case.
     Memfd,
+    /// A memfd of QEMU 7.2, which does not.
+    MemfdOf7,
 }
 
 /// State of the guest in a QEMU.
@@ -41,9 +43,13 @@ pub(crate) enum State {
 
 /// A guest that counts, and does nothing else.
 pub(crate) fn small_guest() -> Builder {
+    small_guest_of(Version::V10_0)
+}
+
+fn small_guest_of(version: Version) -> Builder {
     let boot_sector =
         BootSector { fill_mib: 16, words_per_page: 4, sweep_pages: 256, seed: 1, uses_popcnt: false };
-    Qemu::builder(Version::V10_0).boot_sector(boot_sector)
+    Qemu::builder(version).boot_sector(boot_sector)
 }
 
 /// Its counter.
@@ -66,14 +72,15 @@ impl Scene {
     pub(crate) fn new(backing: Backing, has_drives: bool) -> Self {
         let place = directory();
         let drives = if has_drives { drives(place.path()) } else { Vec::new() };
-        let builder = small_guest().args(drives);
+        let version = if backing == Backing::MemfdOf7 { Version::V7_2 } else { Version::V10_0 };
+        let builder = small_guest_of(version).args(drives);
         match backing {
             Backing::File => {
                 let mut scene = Self::on(builder, place, MEMORY_MIB);
                 scene.has_drives = has_drives;
                 scene
             }
-            Backing::Memfd => {
+            Backing::Memfd | Backing::MemfdOf7 => {
                 let memfd = MemoryBackend::Memfd { prealloc: false };
                 let old = builder.memory_mib(MEMORY_MIB).memory_backend(memfd).start().unwrap();
                 let memory = memfd_of(old.pid());

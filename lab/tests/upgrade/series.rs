@@ -9,6 +9,7 @@ use towline_lab::expect::{completed, number};
 use towline_lab::standstill::{self, Times};
 use towline_lab::{Qemu, Qmp, Version, require_lab, wait_until};
 
+use crate::scene::{Backing, Scene};
 use crate::support::{Guest, MIB, WITHIN, named_file};
 
 const UPGRADES: u64 = 5;
@@ -20,8 +21,11 @@ const DIRTY_BYTES: u64 = 32 * MIB;
 /// Standstill, in milliseconds, from which on the log of an upgrade is printed.
 const OUTLIER_MS: f64 = 200.0;
 
-/// Upgrades of one guest.
-pub(crate) struct Series {
+/// Upgrades of one guest, one after the other.
+pub(crate) struct Series<'a> {
+    guest: &'a Guest,
+    /// Monitor of the QEMU that has the guest; `None`: the first one's.
+    monitor: Option<Qmp>,
     /// From STOP at the old QEMU to RESUME at the new one.
     pub(crate) standstill: Times,
     /// Of the whole command.
@@ -30,36 +34,36 @@ pub(crate) struct Series {
     pub(crate) sent_max: u64,
 }
 
-impl Series {
-    /// Upgrades the guest to these programs, one after the other.
-    pub(crate) fn run(guest: &Guest, programs: impl Iterator<Item = String>, options: &[&str]) -> Self {
-        let (mut standstill, mut whole, mut sent_max) = (Times::default(), Times::default(), 0);
+impl<'a> Series<'a> {
+    pub(crate) fn of(guest: &'a Guest) -> Self {
         guest.first.qmp().take_events();
-        let mut monitor: Option<Qmp> = None;
-        for program in programs {
-            let begun = Instant::now();
-            let mut towline = guest.upgrade(&[&["--qemu", &program], options].concat(), &[]);
-            let staged = wait_until("the new QEMU's monitor", WITHIN, || {
-                let runs = towline.runs()?;
-                let path = staged_monitor(guest.first.directory());
-                let monitor = path.and_then(|path| Qmp::connect(&path, WITHIN).ok());
-                assert!(monitor.is_some() || runs, "it ended: {}", towline.stderr());
-                Ok(monitor)
-            });
-            let finished = towline.wait(WITHIN).unwrap();
-            let event = completed(&finished);
-            let new = staged.unwrap();
-            whole.push(begun.elapsed().as_secs_f64() * 1e3);
-            let time = standstill::milliseconds(monitor.as_ref().unwrap_or(guest.first.qmp()), &new);
-            if time > OUTLIER_MS {
-                // With TOWLINE_LOG=debug it has the times of each step.
-                println!("{time:.1} ms: {}", finished.stderr);
-            }
-            standstill.push(time);
-            sent_max = sent_max.max(event["ram"]["transferred"].as_u64().unwrap());
-            monitor = Some(new);
+        let (standstill, whole) = (Times::default(), Times::default());
+        Self { guest, monitor: None, standstill, whole, sent_max: 0 }
+    }
+
+    /// Upgrades the guest to this program.
+    pub(crate) fn upgrade(&mut self, program: &str, options: &[&str]) {
+        let (guest, begun) = (self.guest, Instant::now());
+        let mut towline = guest.upgrade(&[&["--qemu", program], options].concat(), &[]);
+        let staged = wait_until("the new QEMU's monitor", WITHIN, || {
+            let runs = towline.runs()?;
+            let path = staged_monitor(guest.first.directory());
+            let monitor = path.and_then(|path| Qmp::connect(&path, WITHIN).ok());
+            assert!(monitor.is_some() || runs, "it ended: {}", towline.stderr());
+            Ok(monitor)
+        });
+        let finished = towline.wait(WITHIN).unwrap();
+        let event = completed(&finished);
+        let new = staged.unwrap();
+        self.whole.push(begun.elapsed().as_secs_f64() * 1e3);
+        let time = standstill::milliseconds(self.monitor.as_ref().unwrap_or(guest.first.qmp()), &new);
+        if time > OUTLIER_MS {
+            // With TOWLINE_LOG=debug it has the times of each step.
+            println!("{time:.1} ms: {}", finished.stderr);
         }
-        Self { standstill, whole, sent_max }
+        self.standstill.push(time);
+        self.sent_max = self.sent_max.max(event["ram"]["transferred"].as_u64().unwrap());
+        self.monitor = Some(new);
     }
 }
 
@@ -93,7 +97,8 @@ fn upgrades_in_a_row_under_a_load_lose_nothing() {
         });
         guest.linux().dirty(DIRTY_RATE, DIRTY_BYTES).unwrap();
         let program = crate::support::program(Version::V10_0);
-        let series = Series::run(&guest, std::iter::repeat_n(program, upgrades), &[]);
+        let mut series = Series::of(&guest);
+        (0..upgrades).for_each(|_| series.upgrade(&program, &[]));
         let mut linux = guest.linux();
         assert!(linux.stop_dirtying().unwrap() > 0);
         linux.check().unwrap();
@@ -107,4 +112,26 @@ fn upgrades_in_a_row_under_a_load_lose_nothing() {
         );
         assert!(series.sent_max <= MIB, "{} bytes were moved", series.sent_max);
     }
+}
+
+/// Each guest is another one, since its memory has a name after its first upgrade.
+#[test]
+fn guests_in_memfds_of_7_2_stand_still_for_a_moment() {
+    if !require_lab("guests_in_memfds_of_7_2_stand_still_for_a_moment") {
+        return;
+    }
+    let upgrades = number("TOWLINE_UPGRADES", 2);
+    let (mut gaps, mut sent_max) = (Times::default(), 0);
+    for _ in 0..upgrades {
+        let scene = Scene::new(Backing::MemfdOf7, false);
+        let gap = scene.watch();
+        let event = completed(&scene.upgrade().wait(WITHIN).unwrap());
+        gaps.push(gap.end().as_secs_f64() * 1e3);
+        sent_max = sent_max.max(event["ram"]["transferred"].as_u64().unwrap());
+        scene.has_its_monitor().unwrap();
+    }
+    println!(
+        "{upgrades} guests of 7.2 in memfds, longest interval of their counter: {gaps}; at most {sent_max} bytes moved"
+    );
+    assert!(sent_max <= MIB, "{sent_max} bytes were moved");
 }
