@@ -23,6 +23,7 @@ pub mod demo;
 mod drive_lock;
 pub mod expect;
 mod exposition;
+mod filesystem;
 mod guest_programs;
 mod linux;
 mod memory;
@@ -43,6 +44,7 @@ mod wait;
 
 pub use drive_lock::DriveLock;
 pub use exposition::{Exposition, scrape};
+pub use filesystem::Filesystem;
 pub use linux::LinuxGuest;
 pub use memory::RamBlock;
 pub use network::Network;

@@ -141,7 +141,12 @@ fn clones(
     let recipients: Vec<_> = destinations
         .iter()
         .zip(&reporters)
-        .map(|(destination, reporter)| CloneTarget { destination, observer: reporter, started: None })
+        .map(|(destination, reporter)| CloneTarget {
+            destination,
+            observer: reporter,
+            started: None,
+            reflink: None,
+        })
         .collect();
     // The worst result.
     let exit = Mutex::new(Exit::Done);

@@ -83,7 +83,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     let overlays = create_overlays(&starts)?;
     let guests = start(args, &image, claimed, &cancel, &report)?;
     let count = guests.started().len();
-    let restored = restore(args, &image, &guests, &cancel, &report);
+    let restored = restore(args, &image, &starts, &guests, &cancel, &report);
     if !restored.has_memory_to_come && restored.exit != Exit::Done {
         keep_overlays_of_run(overlays, &starts, &guests, reporter);
         drop(guests);
@@ -96,7 +96,8 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
         guests.detach();
         Exit::Done
     } else {
-        supervise(guests, &cancel, reporter)?
+        let mapped = Some(&image).filter(|_| memory == MemoryOrigin::Mapped);
+        supervise(guests, mapped, &cancel, reporter)?
     };
     Ok(Ok(finished(reporter, count, exit.max(restored.exit.min(Exit::Failed)))))
 }
@@ -192,12 +193,13 @@ fn may_have_run(guest: &plan::GuestState) -> bool {
 fn restore(
     args: &RunArgs,
     image: &RunImage,
+    starts: &[GuestStart],
     guests: &Guests,
     cancel: &Cancel,
     report: &RunReport<'_>,
 ) -> Restored {
     let request = CopyRequest { requires_mapped_memory: args.share, ..CopyRequest::new(task(args)) };
-    let (source, started) = (image.source(), guests.started());
+    let started = guests.started();
     let endpoints: Vec<Endpoint> = started.iter().map(|guest| Endpoint::Qmp(guest.qemu.qmp_path())).collect();
     let destinations: Vec<_> = started.iter().map(|guest| Destination::Qmp(guest.qemu.qmp_path())).collect();
     let (reporter, reporters) = Reporter::several(&args.output, &endpoints);
@@ -210,14 +212,21 @@ fn restore(
         .iter()
         .zip(&observers)
         .zip(started)
-        .map(|((destination, observer), guest)| CloneTarget {
+        .zip(starts)
+        .map(|(((destination, observer), guest), start)| CloneTarget {
             destination,
             observer: observer as &dyn Observer,
             started: guest.monitor.as_ref(),
+            reflink: start.reflink.as_ref(),
         })
         .collect();
     let ended = |index: usize, _: &plan::CopyResult| reporters[index].finish();
-    let copied = match plan::copy_to_all(&source, &targets, &request, cancel, &reporter, &ended) {
+    let copied = match image.file() {
+        // The image that was opened: its name may be another one's by now.
+        Some(image) => plan::copy_image_to_all(image, &targets, &request, cancel, &reporter, &ended),
+        None => plan::copy_to_all(&image.source(), &targets, &request, cancel, &reporter, &ended),
+    };
+    let copied = match copied {
         Ok(copied) => copied,
         Err(failure) => {
             return Restored { exit: results.refused(&failure), has_memory_to_come: false };

@@ -44,11 +44,11 @@ use unchanged::Unchanged;
 pub use error::{Error, TransferReason};
 pub use fresh::{OldMemory, old_memory};
 pub use maps::FileId;
-pub use reflink::Reflink;
+pub use reflink::{Reflink, UnusedReflink};
 pub use running::of_running;
 pub use shared::{GuestBackends, PrivateBlock, SharedBlock, guest_backends, shared_blocks};
 
-pub use stored::{IfUnmapped, Verify, find_mapped_memory, may_map, of_image, of_reflink};
+pub use stored::{IfUnmapped, MappedImage, Verify, find_mapped_memory, may_map, of_image, of_reflink};
 
 /// Relation of a block's memory to the file that it is mapped from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -56,7 +56,7 @@ pub use crate::location::{Location, LocationError, Scheme};
 pub use catalog::{Catalog, CatalogEntry, StoredImageSummary};
 pub use error::{ChunkPosition, Error, MissingChunkCause, Result};
 pub use garbage::{ChunkTotals, Garbage, Object};
-pub use images::{IfInUse, ImageReader, is_image, readers, remove_image};
+pub use images::{IfInUse, ImageReader, is_image, read_index, readers, remove_image};
 pub use lease::ConditionalWrites;
 pub use reader::{StoredImage, VerifiedChunks};
 pub use upload::store_image;

@@ -1,12 +1,17 @@
 //! `towline run`: guests from an image, in QEMUs that towline starts and supervises.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod changed;
 mod clones;
 mod detached;
 mod disks;
 mod faults;
 mod many;
 mod memory;
+#[allow(dead_code, unused_imports, reason = "helpers of the tests of cards, of which these use a part")]
+#[path = "../net/support.rs"]
+mod network;
+mod reflinks;
 #[allow(dead_code, unused_imports, reason = "helpers of the tests of stores, of which these use a part")]
 #[path = "../store/support.rs"]
 mod store;

@@ -176,7 +176,7 @@ fn clones_with_memory_of_their_own_run() {
     for memory in ["--postcopy", "--copy"] {
         let mut running = Running::start(&saved, memory, count);
         each(&running.names, ASKED_AT_ONCE, |name| {
-            assert!(saved.agent(name).wait_ticking(WITHIN * 5).unwrap() > 0)
+            assert!(saved.agent(name).wait_ticking(WITHIN * 5).unwrap() > 0);
         });
         let ticked = running.begun.elapsed();
         running.wait_for("completed", WITHIN * 5);

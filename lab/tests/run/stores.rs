@@ -1,16 +1,87 @@
 //! Guests of an image in an object store behind a delay: the times until they run.
 
-use std::time::Instant;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
+use towline_lab::expect::number;
+use towline_lab::standstill::Times;
 use towline_lab::{Version, require_lab, wait_until};
 
-use crate::store::{BUCKET, S3};
+use crate::store::{BUCKET, Fixture, S3};
 use crate::support::{Saved, WITHIN};
 
 /// Delay of each response in milliseconds.
 const DELAY_MS: u32 = 20;
 /// Delay with which a guest's memory takes long to arrive.
 const SLOW_MS: u32 = 300;
+/// Runs of each kind.
+const RUNS: u64 = 1;
+
+/// Way in which a guest gets its memory from a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// At once, on demand.
+    Postcopy,
+    /// By a file of the host that is made first.
+    File,
+    /// By the file that is there.
+    WarmFile,
+}
+
+/// An image in a store behind a delay.
+struct Stored<'a> {
+    s3: &'a S3,
+    fixture: Fixture,
+    saved: &'a Saved,
+    image: String,
+}
+
+impl<'a> Stored<'a> {
+    fn new(s3: &'a S3, saved: &'a Saved) -> Self {
+        let mut fixture = s3.fixture();
+        fixture.set("XDG_RUNTIME_DIR", saved.path("").to_str().unwrap());
+        let image = format!("s3://{BUCKET}/vm/web");
+        fixture.done(&["copy", &saved.image(), &image]);
+        Self { s3, fixture, saved, image }
+    }
+
+    /// Runs the guest to its first tick; returns the time until then, from the command and from the answer of its QEMU's monitor.
+    fn run(&self, way: Way, cache: &Path) -> [Duration; 2] {
+        let (binary, cache) = (self.saved.binary(), cache.display().to_string());
+        let memory = if way == Way::Postcopy { "--postcopy" } else { "--share" };
+        let options =
+            ["run", "--json", &self.image, "--name", "web", "--qemu", &binary, "--cache-dir", &cache];
+        let settings = self.saved.set();
+        let settings = settings.iter().map(String::as_str);
+        let words: Vec<&str> = options.into_iter().chain([memory]).chain(settings).collect();
+        self.s3.misbehave(0, 0, DELAY_MS);
+        let begun = Instant::now();
+        let mut run = self.fixture.start(&words);
+        let running = wait_until("a guest that runs", WITHIN, || {
+            assert!(run.runs()?, "towline has ended: {}{}", run.stdout(), run.stderr());
+            let events = run.stdout();
+            let event = events.lines().find(|line| line.contains(r#""event":"running""#));
+            Ok(event.map(|event| serde_json::from_str::<serde_json::Value>(event).unwrap()))
+        })
+        .unwrap();
+        let microseconds = |name: &str| Duration::from_micros(running[name].as_u64().unwrap());
+        let seen = begun.elapsed();
+        if way == Way::Postcopy {
+            // Its memory is not the file's: it is asked itself.
+            self.saved.agent("web").wait_ticking(WITHIN).unwrap();
+        } else {
+            self.saved.wait_first_tick_in(running["pid"].as_u64().unwrap(), ".img");
+        }
+        let ticked = begun.elapsed();
+        let tick = [ticked, microseconds("running-us") - microseconds("answered-us") + (ticked - seen)];
+        let requests = self.s3.state()["requests"].as_u64().unwrap();
+        self.saved.assert_is_saved_guest(&mut self.saved.agent("web"));
+        // A file that is there needs the index alone.
+        assert_eq!(requests == 1, way == Way::WarmFile, "{requests} requests, {way:?}");
+        self.saved.interrupt(run);
+        tick
+    }
+}
 
 #[test]
 fn guests_of_a_slow_store_run_at_once_or_from_a_file_of_the_host() {
@@ -20,34 +91,22 @@ fn guests_of_a_slow_store_run_at_once_or_from_a_file_of_the_host() {
     }
     let Some(s3) = S3::start(test) else { return };
     let saved = Saved::new(Version::V10_0);
-    let mut fixture = s3.fixture();
-    fixture.set("XDG_RUNTIME_DIR", saved.path("").to_str().unwrap());
-    let image = format!("s3://{BUCKET}/vm/web");
-    fixture.done(&["copy", &saved.image(), &image]);
-    let (cache, binary) = (saved.path("cache").display().to_string(), saved.binary());
-    let settings = saved.settings();
-    let settings: Vec<&str> = settings.iter().flat_map(|setting| ["--set", setting.as_str()]).collect();
-    s3.misbehave(0, 0, DELAY_MS);
-    for (memory, what) in [("--postcopy", "cold"), ("--share", "cold"), ("--share", "file of the host")] {
-        let options = ["run", &image, "--name", "web", "--qemu", &binary, "--cache-dir", &cache, memory];
-        let begun = Instant::now();
-        let mut run = fixture.start(&[&options[..], &settings].concat());
-        wait_until("a guest that runs", WITHIN, || {
-            assert!(run.runs()?, "towline has ended: {}{}", run.stdout(), run.stderr());
-            Ok(run.stdout().contains("web runs, qmp:").then_some(()))
-        })
-        .unwrap();
-        let ran = begun.elapsed();
-        let mut guest = saved.agent("web");
-        guest.wait_ticking(WITHIN).unwrap();
+    let stored = Stored::new(&s3, &saved);
+    let runs = number("TOWLINE_SOAK_STORE_RUNS", RUNS);
+    let ways = [Way::Postcopy, Way::File, Way::WarmFile];
+    let mut times = ways.map(|_| [Times::default(), Times::default()]);
+    for run in 0..runs {
+        let cache = saved.path(&format!("cache-{run}"));
+        for (way, times) in ways.into_iter().zip(&mut times) {
+            let found = stored.run(way, &cache);
+            times.iter_mut().zip(found).for_each(|(times, time)| times.push(time.as_secs_f64() * 1e3));
+        }
+        std::fs::remove_dir_all(&cache).unwrap();
+    }
+    for (way, [command, answer]) in ways.into_iter().zip(&times) {
         println!(
-            "{what}, {memory}, {DELAY_MS} ms for each response: {} ms from the command to RUNNING, {} ms to the first tick that is seen",
-            ran.as_millis(),
-            begun.elapsed().as_millis()
+            "{way:?}, {DELAY_MS} ms for each response, {runs} runs: first tick after the command {command}; after QEMU's answer {answer}"
         );
-        saved.assert_is_saved_guest(&mut guest);
-        assert_eq!(run.stdout().contains("is copied to"), (memory, what) == ("--share", "cold"), "{what}");
-        saved.interrupt(run);
     }
 }
 

@@ -115,6 +115,11 @@ impl Saved {
         towline(["inspect", "--verify", &self.image()]).unwrap().wait_done(WITHIN).unwrap();
     }
 
+    /// Its settings as words of a command.
+    pub(crate) fn set(&self) -> Vec<String> {
+        self.settings().into_iter().flat_map(|setting| ["--set".to_owned(), setting]).collect()
+    }
+
     /// Values of this host for the guest's command line.
     pub(crate) fn settings(&self) -> Vec<String> {
         self.settings_in("{name}.agent")
@@ -198,10 +203,22 @@ impl Saved {
 
     /// Starts a towline whose guests are those of this test.
     pub(crate) fn towline(&self, words: impl IntoIterator<Item = String>) -> Towline {
+        self.towline_within(&[], words)
+    }
+
+    /// As [`Saved::towline`], behind the words of a program that is replaced by it.
+    pub(crate) fn towline_within(
+        &self,
+        prefix: &[String],
+        words: impl IntoIterator<Item = String>,
+    ) -> Towline {
         let directory = format!("XDG_RUNTIME_DIR={}", self.place.path().display());
         let program = towline_binary().unwrap().display().to_string();
         // `env` is replaced by towline, under the same process id.
-        Towline::start("/usr/bin/env".as_ref(), [directory, program].into_iter().chain(words)).unwrap()
+        let env = ["/usr/bin/env".to_owned(), directory, program];
+        let mut line = prefix.iter().cloned().chain(env).chain(words);
+        let first = line.next().unwrap();
+        Towline::start(first.as_ref(), line).unwrap()
     }
 
     /// Runs `towline ctl` for a guest to its end; returns the reply.
@@ -266,8 +283,13 @@ impl Saved {
     /// Waits until the guest of this process steps its counter, which is read from its memory, mapped from the image: the guest has no
     /// work with it.
     pub(crate) fn wait_first_tick(&self, pid: u64) {
+        self.wait_first_tick_in(pid, &self.image());
+    }
+
+    /// As [`Saved::wait_first_tick`], with memory that is mapped from the file whose path ends like this.
+    pub(crate) fn wait_first_tick_in(&self, pid: u64, file: &str) {
         let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
-        let mapping = maps.lines().find(|line| line.ends_with(&self.image())).unwrap();
+        let mapping = maps.lines().find(|line| line.ends_with(file)).unwrap();
         let start = u64::from_str_radix(mapping.split_once('-').unwrap().0, 16).unwrap();
         let memory = fs::File::open(format!("/proc/{pid}/mem")).unwrap();
         wait_until("a guest that ticks", WITHIN * 5, || {

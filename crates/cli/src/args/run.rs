@@ -25,7 +25,8 @@ Examples:
   With its disk, which an image cannot name:
     towline run guest.img --set drive.disk0.file=/srv/a.qcow2 --set drive.disk0.format=qcow2
   Three clones, each with a serial port of its own:
-    towline run guest.img --count 3 --name web --set serial.0=unix:/run/vm/{name}.sock,server=on,wait=off
+    towline run guest.img --count 3 --name web \\
+      --set serial.0=unix:/run/vm/{name}.sock,server=on,wait=off
   An image without a command line needs all arguments:
     towline run guest.img -- -machine pc-q35-10.0 -cpu Nehalem -m 512M -nodefaults
   Four clones that outlive this command, each with a disk of its own on top of the given one:

@@ -1,7 +1,8 @@
 //! The image that guests run from: a file of this host, or an image in an object store.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::PathBuf;
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -37,10 +38,26 @@ enum OpenImage {
         image: Box<Image>,
         /// The file, locked as its readers do, so that no towline replaces it.
         lock: File,
+        /// State of the file when it was opened.
+        state: Option<FileVersion>,
     },
     /// Not in a file of this host: its guests get their memory from the store.
     #[cfg(feature = "store")]
     Store { image: Box<towline_image::store::StoredImage>, location: towline_image::Location },
+}
+
+/// Length and time of the last write of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct FileVersion {
+    length: u64,
+    modified: [i64; 2],
+}
+
+impl FileVersion {
+    fn of(file: &File) -> Option<Self> {
+        let found = file.metadata().ok()?;
+        Some(Self { length: found.len(), modified: [found.mtime(), found.mtime_nsec()] })
+    }
 }
 
 impl RunImage {
@@ -50,7 +67,8 @@ impl RunImage {
         match &args.image {
             Endpoint::Image(path) => {
                 let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-                Self::of_file(path, stem, OpenedFrom::File)
+                let image = Image::open(path).map_err(|error| Rejection::refused(&error))?;
+                Self::of_file(image, stem, OpenedFrom::File)
             }
             #[cfg(feature = "store")]
             Endpoint::Store(location) => Self::of_store(location, args, cancel, reporter),
@@ -64,16 +82,18 @@ impl RunImage {
         }
     }
 
-    fn of_file(path: &Path, stem: String, place: OpenedFrom) -> Result<Self, Rejection> {
-        let image = Image::open(path).map_err(|error| Rejection::refused(&error))?;
+    fn of_file(image: Image, stem: String, place: OpenedFrom) -> Result<Self, Rejection> {
         let lock = image.reopen().map_err(|error| Rejection::refused(&error))?;
         match flock(&lock, FlockOperation::NonBlockingLockShared) {
             Err(Errno::WOULDBLOCK) => Err(Rejection::refused(&format!(
                 "image {} is being replaced by another towline; try again",
-                path.display()
+                image.path().display()
             ))),
             // A filesystem without locks has none that would be violated.
-            _ => Ok(Self { stem, place, kind: OpenImage::File { image: Box::new(image), lock } }),
+            _ => {
+                let state = FileVersion::of(&lock);
+                Ok(Self { stem, place, kind: OpenImage::File { image: Box::new(image), lock, state } })
+            }
         }
     }
 
@@ -84,25 +104,25 @@ impl RunImage {
         cancel: &Cancel,
         reporter: &Reporter,
     ) -> Result<Self, Rejection> {
-        use super::materialised::{FileState, Materialised};
-        use towline_image::store::StoredImage;
+        use super::materialised::Materialised;
+        use towline_image::store::{StoredImage, read_index};
 
         let text = location.to_string();
         let stem = text.rsplit(['/', ':']).next().unwrap_or_default().to_owned();
+        // A file that is there already needs nothing else of the store.
+        let index = read_index(location, Some(cancel.clone())).map_err(|error| Rejection::refused(&error))?;
+        if let Some(file) = Materialised::of(&index, location, args.cache_dir.as_deref())?.find(reporter)? {
+            return Self::of_file(file, stem, OpenedFrom::Store);
+        }
         let image = StoredImage::open(location, Some(cancel.clone()));
         let image = image.map_err(|error| Rejection::refused(&error))?;
-        let materialised = Materialised::of(&image, location, args.cache_dir.as_deref())?;
-        match materialised.find()? {
-            FileState::Complete(path) => Self::of_file(&path, stem, OpenedFrom::Store),
-            FileState::Missing if args.postcopy => {
-                let kind = OpenImage::Store { image: Box::new(image), location: location.clone() };
-                Ok(Self { stem, place: OpenedFrom::Store, kind })
-            }
-            FileState::Missing => {
-                let path = materialised.make(&image, cancel, reporter)?;
-                Self::of_file(&path, stem, OpenedFrom::Store)
-            }
+        if args.postcopy {
+            let kind = OpenImage::Store { image: Box::new(image), location: location.clone() };
+            return Ok(Self { stem, place: OpenedFrom::Store, kind });
         }
+        // It may be another image by now.
+        let materialised = Materialised::of(image.index(), location, args.cache_dir.as_deref())?;
+        Self::of_file(materialised.make(&image, cancel, reporter)?, stem, OpenedFrom::Store)
     }
 
     /// Where its guest came from, if that was recorded.
@@ -121,6 +141,25 @@ impl RunImage {
             #[cfg(feature = "store")]
             OpenImage::Store { .. } => None,
         }
+    }
+
+    /// The difference of the file from what it was when it was opened: guests that map it have that difference too.
+    pub(crate) fn change(&self) -> Option<String> {
+        let (image, lock, opened) = match &self.kind {
+            OpenImage::File { image, lock, state } => (image, lock, (*state)?),
+            #[cfg(feature = "store")]
+            OpenImage::Store { .. } => return None,
+        };
+        let now = FileVersion::of(lock)?;
+        let what = match now {
+            now if now == opened => return None,
+            now if now.length == opened.length => "it was written".to_owned(),
+            now => format!("it has {} bytes, expected {}", now.length, opened.length),
+        };
+        let path = image.path().display();
+        Some(format!(
+            "image {path} was changed while its memory was in use: {what}; `towline inspect --verify {path}` names what differs"
+        ))
     }
 
     /// A descriptor whose lock keeps the image from being replaced, for a QEMU.

@@ -5,7 +5,7 @@
 //!                                            CACHE/HASH.lock  of the towline that makes it; the others wait
 //! ```
 //! The name is the hash of the index, which names every chunk by its hash, so that a replaced image has another file. Each chunk is
-//! compared with its hash on its way. Holes stay holes. The file appears by its rename once it is complete. Directory and file belong to this
+//! compared with its hash on its way, and a file is used only if its device state is that of the index. Holes stay holes. The file appears by its rename once it is complete. Directory and file belong to this
 //! user alone, since they are the memory of guests: those that others could write are refused.
 //!
 //! Out of scope: removal. A file may be removed at any time; guests keep what they have mapped.
@@ -22,36 +22,30 @@ use rustix::fs::{FlockOperation, flock, statvfs};
 use rustix::io::Errno;
 use rustix::process::geteuid;
 use towline_channel::Cancel;
-use towline_control::plan::{self, CopyRequest, Destination, Source};
-use towline_image::Location;
-use towline_image::manifest::{Digest, sidecar_path};
-use towline_image::store::StoredImage;
+use towline_control::plan::{self, CopyRequest, Destination, Observer as _, Source};
+use towline_image::index::Index;
+use towline_image::manifest::{Digest, StoredBlock, sidecar_path};
+use towline_image::store::{StoredImage, read_index};
+use towline_image::{Image, Location};
 use towline_migration::Guest as _;
-use towline_protocol::BlockIndex;
 use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, RamBlock};
 
 use super::rejection::Rejection;
 use crate::progress::Reporter;
 use crate::units::size;
 
 /// The file of one image.
-pub(super) struct Materialised {
+pub(super) struct Materialised<'a> {
+    index: &'a Index,
     location: Location,
     directory: PathBuf,
     path: PathBuf,
 }
 
-/// State of the file.
-pub(super) enum FileState {
-    /// It is there.
-    Complete(PathBuf),
-    /// It has to be made.
-    Missing,
-}
-
-impl Materialised {
+impl<'a> Materialised<'a> {
     pub(super) fn of(
-        image: &StoredImage,
+        index: &'a Index,
         location: &Location,
         directory: Option<&Path>,
     ) -> Result<Self, Rejection> {
@@ -63,29 +57,38 @@ impl Materialised {
                 )
             })?,
         };
-        let index = image.index().encode().map_err(|error| Rejection::refused(&error))?;
-        let path = directory.join(format!("{}.img", Digest::of(&index)));
-        Ok(Self { location: location.clone(), directory, path })
+        let encoded = index.encode().map_err(|error| Rejection::refused(&error))?;
+        let path = directory.join(format!("{}.img", Digest::of(&encoded)));
+        Ok(Self { index, location: location.clone(), directory, path })
     }
 
-    /// Finds the file.
+    /// Opens the file; `None` if there is none of this image. A file of its name that is another image's, or none any more, is reported,
+    /// and made again.
     ///
     /// # Errors
     /// A directory or a file that others could have written: the guests' memory would be theirs.
-    pub(super) fn find(&self) -> Result<FileState, Rejection> {
+    pub(super) fn find(&self, reporter: &Reporter) -> Result<Option<Image>, Rejection> {
         match fs::metadata(&self.directory) {
             Ok(found) => self.check_own(&self.directory, &found)?,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(FileState::Missing),
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(self.refused(&error)),
         }
         match fs::symlink_metadata(&self.path) {
-            Ok(found) if found.is_file() => {
-                self.check_own(&self.path, &found)?;
-                Ok(FileState::Complete(self.path.clone()))
+            Ok(found) if found.is_file() => self.check_own(&self.path, &found)?,
+            Ok(_) => return Err(self.refused(&format!("{} is not a file", self.path.display()))),
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(self.refused(&error)),
+        }
+        match open_if_of(&self.path, self.index) {
+            Ok(file) => Ok(Some(file)),
+            Err(reason) => {
+                let path = self.path.display();
+                reporter.notice(&format!(
+                    "{path} is not the file of {}: {reason}; it is not used",
+                    self.location
+                ));
+                Ok(None)
             }
-            Ok(_) => Err(self.refused(&format!("{} is not a file", self.path.display()))),
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(FileState::Missing),
-            Err(error) => Err(self.refused(&error)),
         }
     }
 
@@ -100,17 +103,17 @@ impl Materialised {
         )))
     }
 
-    /// Makes the file, or waits until another towline has made it.
+    /// Makes the file of `image`, whose index this is, or waits until another towline has made it.
     pub(super) fn make(
         &self,
         image: &StoredImage,
         cancel: &Cancel,
         reporter: &Reporter,
-    ) -> Result<PathBuf, Rejection> {
+    ) -> Result<Image, Rejection> {
         self.make_directory().map_err(|error| self.refused(&error))?;
         let _lock = self.lock(cancel, reporter)?;
-        if let FileState::Complete(path) = self.find()? {
-            return Ok(path);
+        if let Some(file) = self.find(reporter)? {
+            return Ok(file);
         }
         let bytes = self.check_room(image)?;
         reporter.line(&format!(
@@ -126,7 +129,7 @@ impl Materialised {
             return Err(self.refused(&error));
         }
         match plan::copy(&from, &to, &CopyRequest::default(), cancel, reporter) {
-            Ok(_) => self.publish(image),
+            Ok(_) => self.publish(),
             Err(failure) => Err(Rejection::refused(&failure)),
         }
     }
@@ -138,14 +141,14 @@ impl Materialised {
 
     /// Gives the file its name. It was read from the location by itself: if the image there was replaced meanwhile, it may be of the other
     /// one, and is removed.
-    fn publish(&self, image: &StoredImage) -> Result<PathBuf, Rejection> {
-        let now = StoredImage::open(&self.location, None).map_err(|error| Rejection::refused(&error));
-        if now.as_ref().is_ok_and(|now| now.index() == image.index()) {
+    fn publish(&self) -> Result<Image, Rejection> {
+        let now = read_index(&self.location, None).map_err(|error| Rejection::refused(&error));
+        if now.as_ref().is_ok_and(|now| now == self.index) {
             // The image last: its name says that all is there.
             fs::rename(sidecar_path(&self.unchecked()), sidecar_path(&self.path))
                 .and_then(|()| fs::rename(self.unchecked(), &self.path))
                 .map_err(|error| self.refused(&error))?;
-            return Ok(self.path.clone());
+            return open_if_of(&self.path, self.index).map_err(|reason| self.refused(&reason));
         }
         fs::remove_file(sidecar_path(&self.unchecked()))
             .and_then(|()| fs::remove_file(self.unchecked()))
@@ -199,6 +202,29 @@ impl Materialised {
             self.directory.display()
         ))
     }
+}
+
+/// Opens a file if it is of the image with this index: a whole image, which its seal binds to its manifest, with the same blocks of memory
+/// and the same device state, whose clocks differ between any two images of a guest. The memory itself is not read: its chunks have other
+/// sizes than those of the index, so that their hashes cannot be compared.
+fn open_if_of(path: &Path, index: &Index) -> Result<Image, String> {
+    let file = Image::open(path).map_err(|error| error.to_string())?;
+    let manifest = file.manifest().ok_or("it has no manifest")?;
+    if manifest.base().is_some() || !file.is_sealed() {
+        return Err("it is no whole image with a seal".into());
+    }
+    let state = manifest.device_state();
+    if (state.length, state.blake3) != index.device_state() {
+        return Err("it has another device state".into());
+    }
+    let blocks = index.blocks();
+    let is_same = |(block, stored): (&RamBlock, &StoredBlock)| {
+        block.name == stored.name && block.length == stored.length
+    };
+    if blocks.len() != manifest.blocks().len() || !blocks.iter().zip(manifest.blocks()).all(is_same) {
+        return Err("it has other blocks of memory".into());
+    }
+    Ok(file)
 }
 
 /// End of a wait for a lock.

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use towline_control::command_line;
+use towline_control::in_place::{Reflink, UnusedReflink};
 use towline_image::Image;
 use towline_launch::{
     AllowedCommandLine, CommandLine, GuestIdentity, GuestName, HostArguments, MappedBlock, MappedMemory,
@@ -23,6 +24,8 @@ pub(crate) struct GuestStart {
     pub(crate) command_line: AllowedCommandLine,
     /// Overlays that have to be made first.
     pub(crate) overlays: Vec<Overlay>,
+    /// The image's reflink that is its memory, if devices of other processes share that.
+    pub(crate) reflink: Option<UnusedReflink>,
 }
 
 /// Origin of the guests' memory.
@@ -30,6 +33,8 @@ pub(crate) struct GuestStart {
 pub(crate) enum MemoryOrigin {
     /// It is mapped from the image.
     Mapped,
+    /// It is mapped from a reflink of the image.
+    Reflink,
     /// It is copied, for this reason; `None`: as requested.
     Copied(Option<String>),
     /// It follows the guest, which runs at once.
@@ -41,6 +46,7 @@ impl MemoryOrigin {
     pub(crate) fn id(&self) -> &'static str {
         match self {
             Self::Mapped => "mapped",
+            Self::Reflink => "reflink",
             Self::Copied(_) => "copied",
             Self::Postcopy => "postcopy",
         }
@@ -68,7 +74,7 @@ pub(crate) fn guests(
         let host = host(args, recorded.as_ref(), n, &name)?;
         let command_line = allowed(args, recorded.as_ref(), &host);
         let command_line = command_line.map_err(|refused| Rejection::refused(&refused))?;
-        guests.push(GuestStart { name, host, command_line, overlays: Vec::new() });
+        guests.push(GuestStart { name, host, command_line, overlays: Vec::new(), reflink: None });
     }
     if args.overlay {
         use_overlays(args, image, &mut guests)?;
@@ -157,18 +163,15 @@ fn map_memory(
         return Ok(MemoryOrigin::Copied(None));
     }
     let Some(image) = image.file().filter(|_| !args.postcopy) else { return Ok(MemoryOrigin::Postcopy) };
-    let mapped = guests.iter().try_fold(Vec::new(), |mut mapped, guest| {
-        let mut command_line = guest.command_line.clone();
-        let blocks = blocks(image, &command_line)?;
-        let memory = MappedMemory { blocks, sharing: Sharing::CopyOnWrite };
-        memory.apply(&mut command_line, version).map_err(|error| error.to_string())?;
-        mapped.push(command_line);
-        Ok::<_, String>(mapped)
-    });
+    let mapped: Result<Vec<_>, String> =
+        guests.iter().map(|guest| mapped_guest(image, &guest.command_line, version)).collect();
     match mapped {
         Ok(mapped) => {
-            guests.iter_mut().zip(mapped).for_each(|(guest, mapped)| guest.command_line = mapped);
-            Ok(MemoryOrigin::Mapped)
+            for (guest, mapped) in guests.iter_mut().zip(mapped) {
+                (guest.command_line, guest.reflink) = (mapped.command_line, mapped.reflink);
+            }
+            let has_reflinks = guests.iter().any(|guest| guest.reflink.is_some());
+            Ok(if has_reflinks { MemoryOrigin::Reflink } else { MemoryOrigin::Mapped })
         }
         Err(reason) if args.share => Err(Rejection::refused(&format!(
             "memory cannot be mapped from {}: {reason}; leave --share out, and it is copied",
@@ -178,19 +181,45 @@ fn map_memory(
     }
 }
 
-/// The guest's memory, block by block, as ranges of the image.
-fn blocks(image: &Image, guest: &AllowedCommandLine) -> Result<Vec<MappedBlock>, String> {
+/// A guest whose memory is mapped.
+struct MappedGuest {
+    command_line: AllowedCommandLine,
+    reflink: Option<UnusedReflink>,
+}
+
+/// Has a guest map its memory: from the image, or from a reflink of it that its devices share.
+fn mapped_guest(
+    image: &Image,
+    guest: &AllowedCommandLine,
+    version: QemuVersion,
+) -> Result<MappedGuest, String> {
     if image.is_incremental() {
         return Err("the image is an increment; make a whole one with `towline copy IMAGE NEW`".into());
     }
     // The user's own arguments too: they may bring a backend or such a device.
     let whole = CommandLine::parse(guest.to_arguments()).map_err(|error| error.to_string())?;
-    if whole.options().iter().any(is_vhost_user) {
-        return Err("vhost-user devices need memory that is shared with their process".into());
-    }
-    let path = image.path().canonicalize().map_err(|error| error.to_string())?;
+    let reflink = match whole.options().iter().any(is_vhost_user) {
+        true => {
+            let made = Reflink::create(image);
+            let why = "vhost-user devices share the guest's memory, which needs a file of its own";
+            Some(made.map_err(|error| format!("{why}: {error}"))?)
+        }
+        false => None,
+    };
+    let (path, sharing) = match &reflink {
+        Some(reflink) => (reflink.path().to_owned(), Sharing::Shared),
+        None => (image.path().canonicalize().map_err(|error| error.to_string())?, Sharing::CopyOnWrite),
+    };
+    let mut command_line = guest.clone();
+    let memory = MappedMemory { blocks: blocks(image, &whole, &path)?, sharing };
+    memory.apply(&mut command_line, version).map_err(|error| error.to_string())?;
+    Ok(MappedGuest { command_line, reflink: reflink.map(UnusedReflink::new) })
+}
+
+/// The guest's memory, block by block, as ranges of `file`, which is the image or its reflink.
+fn blocks(image: &Image, whole: &CommandLine, file: &Path) -> Result<Vec<MappedBlock>, String> {
     let blocks = image.ram_blocks();
-    let backends = backends(&whole);
+    let backends = backends(whole);
     let mapped: Vec<_> = if backends.is_empty() {
         // The machine's own memory is the largest block by far; others are firmware and video memory.
         let main =
@@ -205,7 +234,7 @@ fn blocks(image: &Image, guest: &AllowedCommandLine) -> Result<Vec<MappedBlock>,
     };
     let range = |block: &RamBlock| {
         let position = block.mapped.ok_or("the image's blocks have no position")?;
-        let (id, path) = (block.name.clone(), path.clone());
+        let (id, path) = (block.name.clone(), file.to_owned());
         Ok(MappedBlock { id, path, offset: position.pages_offset, length: block.length })
     };
     mapped.into_iter().map(range).collect()

@@ -8,10 +8,12 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use serde_json::json;
 use towline_channel::Cancel;
+use towline_control::plan::Observer as _;
 use towline_launch::RunningQemu;
 use towline_qmp::commands::Quit;
 use towline_qmp::{Client, Options};
 
+use super::image::RunImage;
 use super::report::StartedGuest;
 use crate::console;
 use crate::exit::Exit;
@@ -51,8 +53,27 @@ impl Drop for Guests {
     }
 }
 
-/// Waits until all guests have ended, or ends them once `cancel` is cancelled.
-pub(crate) fn supervise(mut guests: Guests, cancel: &Cancel, reporter: &Reporter) -> Result<Exit> {
+/// Waits until all guests have ended, or ends them once `cancel` is cancelled. `mapped` is the image whose memory they map: a change of
+/// it is reported, as the reason of an end or once all have ended.
+pub(crate) fn supervise(
+    mut guests: Guests,
+    mapped: Option<&RunImage>,
+    cancel: &Cancel,
+    reporter: &Reporter,
+) -> Result<Exit> {
+    let exit = wait_for_all(&mut guests, mapped, cancel, reporter);
+    if let Some(change) = mapped.and_then(RunImage::change) {
+        reporter.notice(&change);
+    }
+    exit
+}
+
+fn wait_for_all(
+    guests: &mut Guests,
+    mapped: Option<&RunImage>,
+    cancel: &Cancel,
+    reporter: &Reporter,
+) -> Result<Exit> {
     let mut exit = Exit::Done;
     while !guests.started.is_empty() {
         wait(&guests.started, cancel)?;
@@ -60,7 +81,7 @@ pub(crate) fn supervise(mut guests: Guests, cancel: &Cancel, reporter: &Reporter
         while let Some(guest) = guests.started.get(index) {
             if has_ended(guest)? {
                 // Dropping it frees its name.
-                exit = exit.max(ended(&guests.started.swap_remove(index), reporter));
+                exit = exit.max(ended(&guests.started.swap_remove(index), mapped, reporter));
             } else {
                 index += 1;
             }
@@ -93,7 +114,7 @@ fn has_ended(guest: &StartedGuest) -> Result<bool> {
 }
 
 /// Reports the end of a guest.
-fn ended(guest: &StartedGuest, reporter: &Reporter) -> Exit {
+fn ended(guest: &StartedGuest, mapped: Option<&RunImage>, reporter: &Reporter) -> Exit {
     let name = guest.qemu.directory().name();
     let status = guest.qemu.wait(STATUS_TIMEOUT);
     let is_success = status.is_some_and(|status| status.success());
@@ -103,7 +124,8 @@ fn ended(guest: &StartedGuest, reporter: &Reporter) -> Exit {
         reporter.line(&format!("{name} has ended"));
         return Exit::Done;
     }
-    console::error(&format!("QEMU of {name} ended ({text}): {}", guest.qemu.log_tail()));
+    let reason = mapped.and_then(RunImage::change).unwrap_or_else(|| guest.qemu.log_tail());
+    console::error(&format!("QEMU of {name} ended ({text}): {reason}"));
     Exit::Failed
 }
 

@@ -318,14 +318,13 @@ pub enum Error {
     },
     /// A copy of the image that shares its storage could not be made.
     #[error(
-        "{} cannot be made as a reflink of {}: {source}; the filesystem needs FICLONE (XFS, btrfs), and both files on it",
-        path.display(), image.display()
+        "a reflink of {} cannot be made beside it: {source}; keep it on a filesystem with FICLONE (XFS, btrfs), in a directory in which \
+         you may write",
+        image.display()
     )]
     Reflink {
         /// The image.
         image: PathBuf,
-        /// The copy.
-        path: PathBuf,
         /// The error.
         source: std::io::Error,
     },

@@ -94,21 +94,35 @@ pub fn may_map(socket: &Path, image: &Path) -> bool {
     })
 }
 
-/// The memory of `image` that a waiting QEMU maps; `None`: all of it has to be sent. `notice` receives sentences for the user. With
-/// [`Verify::All`] mapped memory is read and compared here, until `cancel`; the image was opened for that
-/// ([`Image::verify_on_read`]).
+/// An image that a waiting QEMU may map.
+#[derive(Debug)]
+pub struct MappedImage<'a> {
+    /// The image. With [`Verify::All`] it was opened for that ([`Image::verify_on_read`]).
+    pub image: &'a Image,
+    /// Its reflink that QEMU was given; `None`: the image itself, copy-on-write.
+    pub reflink: Option<Reflink>,
+    /// Comparison of mapped memory before its guest runs.
+    pub verify: Verify,
+    /// Treatment if nothing of it is mapped.
+    pub if_unmapped: IfUnmapped,
+}
+
+/// The memory of an image that a waiting QEMU maps; `None`: all of it has to be sent. `notice` receives sentences for the user. With
+/// [`Verify::All`] mapped memory is read and compared here, until `cancel`.
 ///
 /// # Errors
 /// Those of [`of_image`]; [`Error::Damaged`]; with [`IfUnmapped::Refuse`] [`Error::NotMapped`].
 pub fn find_mapped_memory(
     qemu: &mut Qemu,
-    image: &Image,
-    verify: Verify,
-    if_unmapped: IfUnmapped,
+    mapped: MappedImage<'_>,
     cancel: &Cancel,
     notice: &dyn Fn(&str),
 ) -> Result<Option<Presence>, Error> {
-    let presence = of_image(qemu, image)?;
+    let MappedImage { image, reflink, verify, if_unmapped } = mapped;
+    let (presence, file) = match reflink {
+        Some(reflink) => (of_reflink(qemu, reflink)?, "a reflink of "),
+        None => (of_image(qemu, image)?, ""),
+    };
     if presence.is_empty() && if_unmapped == IfUnmapped::Refuse {
         return Err(not_mapped(qemu, image, &presence));
     }
@@ -121,7 +135,7 @@ pub fn find_mapped_memory(
     if verify == Verify::All {
         presence.names().try_for_each(|name| verify_block(image, name, cancel))?;
     }
-    notice(&format!("memory is mapped from {}: its pages are not sent", image.path().display()));
+    notice(&format!("memory is mapped from {file}{}: its pages are not sent", image.path().display()));
     Ok(Some(presence))
 }
 
@@ -326,9 +340,14 @@ fn is_overlay(file: &File) -> bool {
     rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type as u64 == OVERLAYFS)
 }
 
-/// Returns true if the backend's path leads to the image now.
+/// Returns true if the backend's path leads to the image now, or is the image's, which may lead to another file by now.
 fn is_file(backend: &BackendObject, image: &Image) -> bool {
-    image.file().metadata().is_ok_and(|metadata| is_same(backend, &metadata))
+    let resolved = |path: &Path| path.canonicalize().ok();
+    let has_path = || match (backend.path.as_ref().filter(|_| backend.maps_file()), resolved(image.path())) {
+        (Some(path), Some(image)) => resolved(Path::new(path)) == Some(image),
+        _ => false,
+    };
+    image.file().metadata().is_ok_and(|metadata| is_same(backend, &metadata)) || has_path()
 }
 
 fn is_same(backend: &BackendObject, file: &Metadata) -> bool {

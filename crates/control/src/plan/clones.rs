@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use towline_channel::Cancel;
-use towline_image::StoredGuest;
+use towline_image::{Image, StoredGuest};
 
 use super::context::Context;
 use super::copy::copy_stored;
@@ -30,6 +30,7 @@ use super::progress::{CopyPhase, Observer};
 use super::report::CopyReport;
 use super::request::CopyRequest;
 use super::validate::validate;
+use crate::in_place::UnusedReflink;
 use crate::qemu::StartedQemu;
 
 /// Maximum number of copies in progress. Each has about ten threads and a descriptor for each lane.
@@ -46,6 +47,15 @@ pub struct CloneTarget<'a> {
     pub observer: &'a dyn Observer,
     /// The destination's QEMU, if this process has started it for this copy and is connected to its monitor.
     pub started: Option<&'a StartedQemu>,
+    /// The reflink of the image that the destination's QEMU was given as its memory.
+    pub reflink: Option<&'a UnusedReflink>,
+}
+
+/// A copy that is possible.
+struct Planned<'a> {
+    target: CloneTarget<'a>,
+    options: CopyRequest,
+    lanes: usize,
 }
 
 /// Result of one copy.
@@ -71,12 +81,41 @@ pub fn copy_to_all(
                 .into(),
         )));
     }
-    let plans = validate_all(source, targets, options).map_err(Failure::untouched)?;
+    let planned = validate_all(source, targets, options).map_err(Failure::untouched)?;
     let image = endpoint::open(source, options, cancel, observer).map_err(Failure::untouched)?;
-    let monitors: Vec<_> = targets.iter().map(|target| target.destination.monitor()).collect();
+    Ok(copy_as_planned(image.as_ref(), &planned, cancel, observer, ended))
+}
+
+/// As [`copy_to_all`], of an image that is open: the guests are those of this file, whatever has its name by now.
+///
+/// # Errors
+/// Nothing was touched: one of the copies is not possible.
+pub fn copy_image_to_all(
+    image: &Image,
+    targets: &[CloneTarget<'_>],
+    options: &CopyRequest,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+    ended: &(dyn Fn(usize, &CopyResult) + Sync),
+) -> Result<Vec<CopyResult>, Failure> {
+    let source = Source::Image(image.path().to_owned());
+    let planned = validate_all(&source, targets, options).map_err(Failure::untouched)?;
+    endpoint::notice_missing_manifest(image, observer);
+    Ok(copy_as_planned(image, &planned, cancel, observer, ended))
+}
+
+/// Copies to all targets at once.
+fn copy_as_planned(
+    image: &(dyn StoredGuest + 'static),
+    planned: &[Planned<'_>],
+    cancel: &Cancel,
+    observer: &dyn Observer,
+    ended: &(dyn Fn(usize, &CopyResult) + Sync),
+) -> Vec<CopyResult> {
+    let monitors: Vec<_> = planned.iter().map(|copy| copy.target.destination.monitor()).collect();
     let found = conflicts::find(&monitors);
     found.notes.iter().for_each(|note| observer.notice(note));
-    let outcomes: Vec<OnceLock<CopyResult>> = targets.iter().map(|_| OnceLock::new()).collect();
+    let outcomes: Vec<OnceLock<CopyResult>> = planned.iter().map(|_| OnceLock::new()).collect();
     let end = |index: usize, outcome: CopyResult| {
         ended(index, &outcome);
         outcomes[index].get_or_init(|| outcome);
@@ -84,14 +123,14 @@ pub fn copy_to_all(
     for (index, error) in found.refused {
         end(index, Err(Failure::untouched(error)));
     }
-    let queue: Vec<_> = (0..targets.len()).filter(|&index| outcomes[index].get().is_none()).collect();
+    let queue: Vec<_> = (0..planned.len()).filter(|&index| outcomes[index].get().is_none()).collect();
     let next = AtomicUsize::new(0);
     let worker = || {
         while let Some(&index) = queue.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let ((options, lanes), target) = (&plans[index], &targets[index]);
+            let Planned { target, options, lanes } = &planned[index];
             let mut context = Context::new(options, *lanes, cancel, target.observer);
-            context.started = target.started;
-            end(index, copy_one(image.as_ref(), target, &context));
+            (context.started, context.reflink) = (target.started, target.reflink);
+            end(index, copy_one(image, target, &context));
         }
     };
     thread::scope(|scope| {
@@ -99,10 +138,7 @@ pub fn copy_to_all(
             scope.spawn(worker);
         }
     });
-    Ok(outcomes
-        .into_iter()
-        .map(|outcome| outcome.into_inner().expect("each was refused or copied"))
-        .collect())
+    outcomes.into_iter().map(|outcome| outcome.into_inner().expect("each was refused or copied")).collect()
 }
 
 fn copy_one(
@@ -117,11 +153,11 @@ fn copy_one(
 }
 
 /// Refuses impossible copies before anything is touched: all of them, since they are one command.
-fn validate_all(
+fn validate_all<'a>(
     source: &Source,
-    targets: &[CloneTarget<'_>],
+    targets: &[CloneTarget<'a>],
     options: &CopyRequest,
-) -> Result<Vec<(CopyRequest, usize)>, Error> {
+) -> Result<Vec<Planned<'a>>, Error> {
     if targets.len() > CLONES_MAX {
         let found = targets.len();
         return Err(Error::Usage(format!("{found} destinations, at most {CLONES_MAX} at once")));
@@ -131,5 +167,9 @@ fn validate_all(
     if let Some(CloneTarget { destination, .. }) = again {
         return Err(Error::Usage(format!("{destination} is named twice, and takes one guest")));
     }
-    targets.iter().map(|target| validate(source, target.destination, options)).collect()
+    let plan = |target: &CloneTarget<'a>| {
+        let (options, lanes) = validate(source, target.destination, options)?;
+        Ok(Planned { target: *target, options, lanes })
+    };
+    targets.iter().map(plan).collect()
 }

@@ -13,6 +13,7 @@ use super::progress::{Observer, Progress};
 use super::report::{CopyReport, DestinationState, SourceState};
 use super::request::CopyRequest;
 use super::{error_origin, tls, zero_copy};
+use crate::in_place::UnusedReflink;
 use crate::qemu::{Qemu, StartedQemu};
 
 /// Context of one copy.
@@ -23,6 +24,8 @@ pub(super) struct Context<'a> {
     pub(super) observer: &'a dyn Observer,
     /// The destination's QEMU, if this process has started it.
     pub(super) started: Option<&'a StartedQemu>,
+    /// The reflink of the image that the destination's QEMU maps, if it was given one.
+    pub(super) reflink: Option<&'a UnusedReflink>,
     begun: Instant,
     memory: OnceLock<synthetic::CheckOutcome>,
     uploaded: OnceLock<Uploaded>,
@@ -40,7 +43,20 @@ impl<'a> Context<'a> {
         let (memory, uploaded) = (OnceLock::new(), OnceLock::new());
         let (sending, increment) = (OnceLock::new(), OnceLock::new());
         let begun = Instant::now();
-        Self { options, lanes, cancel, observer, started: None, begun, memory, uploaded, sending, increment }
+        let (started, reflink) = (None, None);
+        Self {
+            options,
+            lanes,
+            cancel,
+            observer,
+            started,
+            reflink,
+            begun,
+            memory,
+            uploaded,
+            sending,
+            increment,
+        }
     }
 
     /// Starts to write the image `path`.

@@ -18,7 +18,7 @@ use super::error::{Error, Failure};
 use super::progress::Observer;
 use super::request::CopyRequest;
 
-pub(super) use image::{StoredSource, explain_truncation};
+pub(super) use image::{StoredSource, explain_truncation, notice_missing_manifest};
 pub(super) use qemu::{QemuDestination, QemuSource, query_failed};
 pub(super) use stream::listen;
 pub(super) use traits::{DestinationEndpoint, GuestDescription, Rollback, SourceControl, SourceEndpoint};

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use towline_channel::Cancel;
 use towline_control::in_place::{
-    Error, IfUnmapped, MappingKind, Reflink, TransferReason, Verify, find_mapped_memory, may_map, of_image,
-    of_reflink,
+    Error, IfUnmapped, MappedImage, MappingKind, Reflink, TransferReason, Verify, find_mapped_memory,
+    may_map, of_image, of_reflink,
 };
 use towline_control::qemu::{Process, Qemu};
 use towline_image::Image;
@@ -134,15 +134,13 @@ fn memory_of_no_image_is_not_expected_to_be_mapped() {
             let notices = std::cell::RefCell::new(Vec::new());
             let notice = |text: &str| notices.borrow_mut().push(text.to_owned());
             let cancel = Cancel::new().unwrap();
-            let offered = find_mapped_memory(
-                &mut qemu,
-                &stored.image,
-                Verify::Nothing,
-                IfUnmapped::Send,
-                &cancel,
-                &notice,
-            )
-            .unwrap();
+            let image = MappedImage {
+                image: &stored.image,
+                reflink: None,
+                verify: Verify::Nothing,
+                if_unmapped: IfUnmapped::Send,
+            };
+            let offered = find_mapped_memory(&mut qemu, image, &cancel, &notice).unwrap();
             assert!(offered.is_none() && notices.into_inner().is_empty());
             drop(qemu);
             // A new file is looked at, so that the guest is sent as fast as into any other memory.
@@ -224,41 +222,37 @@ fn damage_of_mapped_memory_is_found_before_it_is_used() {
     let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off");
     let cancel = Cancel::new().unwrap();
     let image = || Image::open(stored.image.path()).unwrap().verify_on_read().unwrap();
-    let offered =
-        find_mapped_memory(&mut qemu, &image(), Verify::All, IfUnmapped::Send, &cancel, &|_| {}).unwrap();
+    let find = |qemu: &mut Qemu, verify: Verify| {
+        let image = image();
+        let mapped = MappedImage { image: &image, reflink: None, verify, if_unmapped: IfUnmapped::Send };
+        find_mapped_memory(qemu, mapped, &cancel, &|_| {})
+    };
+    let offered = find(&mut qemu, Verify::All).unwrap();
     assert!(offered.is_some());
     file.write_all_at(&[0x55; 8], mapped.pages_offset + page.unwrap() + 64).unwrap();
-    let error =
-        find_mapped_memory(&mut qemu, &image(), Verify::All, IfUnmapped::Send, &cancel, &|_| {}).unwrap_err();
+    let error = find(&mut qemu, Verify::All).unwrap_err();
     assert!(matches!(error, Error::Damaged(_)) && error.to_string().contains("guest.img"), "{error}");
     // Without a comparison it is not looked for.
-    assert!(
-        find_mapped_memory(&mut qemu, &image(), Verify::Nothing, IfUnmapped::Send, &cancel, &|_| {})
-            .unwrap()
-            .is_some()
-    );
+    assert!(find(&mut qemu, Verify::Nothing).unwrap().is_some());
 }
 
 #[test]
 fn a_reflink_may_be_mapped_shared() {
     let name = "a_reflink_may_be_mapped_shared";
     let stored = Stored::new();
-    let path = stored.path("reflink.img");
     for binary in binaries(name).into_iter().filter(|binary| binary.expected_major != Some(7)) {
-        let reflink = match Reflink::create(&stored.image, &path) {
+        let reflink = match Reflink::create(&stored.image) {
             Ok(reflink) => reflink,
             Err(error) => {
                 assert!(matches!(&error, Error::Reflink { .. }), "{error}");
-                assert!(!path.exists(), "nothing is left");
                 return skipped(name, &error.to_string());
             }
         };
-        let offset = stored.mapped().pages_offset;
-        let properties = format!("mem-path={},offset={offset},share=on", path.display());
+        let (path, offset) = (reflink.path().display(), stored.mapped().pages_offset);
+        let properties = format!("mem-path={path},offset={offset},share=on");
         let (_process, mut qemu) = waiting(&binary, BLOCK_NAME, &properties);
         let presence = of_image(&mut qemu, &stored.image).unwrap();
         assert!(matches!(reason(&presence), TransferReason::OtherFile { .. }), "{presence:?}");
         assert_mapped(&of_reflink(&mut qemu, reflink).unwrap(), BLOCK_NAME, MappingKind::Reflink);
-        std::fs::remove_file(&path).unwrap();
     }
 }

@@ -23,7 +23,7 @@ use super::lease::{Lease, LeaseKind, leases};
 use super::objects::{WriteMode, version_of};
 use super::{Error, Result};
 use crate::Existing;
-use crate::index::INDEX_BYTES_MAX;
+use crate::index::{INDEX_BYTES_MAX, Index};
 use crate::location::Location;
 use crate::manifest::Digest;
 
@@ -221,6 +221,19 @@ pub(super) struct LeasedIndex {
     pub(super) bytes: Bytes,
     /// The lease, or the error of a store that is read-only for this process.
     pub(super) lease: Result<Lease, String>,
+}
+
+/// Reads the index of an image by one request. Its chunks are not protected: they may be removed at any time.
+///
+/// # Errors
+/// [`Error::NoImage`]; the index is damaged; the store is unreachable or refuses access.
+pub fn read_index(location: &Location, cancel: Option<Cancel>) -> Result<Index> {
+    let store = Store::open(&location.parent(), cancel)?;
+    let (image, key) = (location.to_string(), key(location)?);
+    let Some(bytes) = store.get(&key, INDEX_BYTES_MAX)? else {
+        return Err(Error::NoImage { image, object: store.object_name(&key) });
+    };
+    Index::parse(&bytes).map_err(|why| Error::Index { image, why })
 }
 
 /// Reads an index and protects its chunks by a lease.

@@ -28,11 +28,16 @@ pub(in super::super) fn open(
     observer: &dyn Observer,
 ) -> Result<Image, Error> {
     let image = Image::open(path)?;
+    notice_missing_manifest(&image, observer);
+    Ok(if options.verify { image.verify_on_read()? } else { image })
+}
+
+/// Reports an image without checksums.
+pub(in super::super) fn notice_missing_manifest(image: &Image, observer: &dyn Observer) {
     if image.manifest().is_none() {
         let text = "has no manifest (made by QEMU itself?): there are no checksums to verify it by";
-        observer.notice(&format!("{} {text}", path.display()));
+        observer.notice(&format!("{} {text}", image.path().display()));
     }
-    Ok(if options.verify { image.verify_on_read()? } else { image })
 }
 
 /// An open stored guest, which other copies may read at the same time. It stays as it is.

@@ -26,7 +26,7 @@ use super::traits::{
     DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint, receiver,
 };
 use crate::command_line::{self, CommandLineRecordError};
-use crate::in_place::{self, IfUnmapped, Mapped, MappingKind, Presence, Verify};
+use crate::in_place::{self, IfUnmapped, Mapped, MappedImage, MappingKind, Presence, UnusedReflink, Verify};
 use crate::moves::MoveEnd;
 use crate::qemu::{Process, Qemu};
 use crate::staging_names;
@@ -239,14 +239,9 @@ impl QemuDestination {
         let if_unmapped =
             if context.options.requires_mapped_memory { IfUnmapped::Refuse } else { IfUnmapped::Send };
         let notice = |text: &str| context.observer.notice(text);
-        let presence = in_place::find_mapped_memory(
-            self.qemu.qemu_mut(),
-            image,
-            verify,
-            if_unmapped,
-            context.cancel,
-            &notice,
-        )?;
+        let reflink = context.reflink.and_then(UnusedReflink::take);
+        let mapped = MappedImage { image, reflink, verify, if_unmapped };
+        let presence = in_place::find_mapped_memory(self.qemu.qemu_mut(), mapped, context.cancel, &notice)?;
         context.check_cancelled()?;
         Ok(presence)
     }
