@@ -102,7 +102,7 @@ fn a_file_of_another_image_is_not_used_for_that_of_a_store() {
     assert!(!run(&[]).contains(copied));
 }
 
-/// What was not promised is reported: guests run from what the file is.
+/// A change that breaks the promise is reported: guests run from what the file is.
 #[test]
 fn an_image_that_changes_under_its_guest_is_named() {
     if !require_lab("an_image_that_changes_under_its_guest_is_named") {
