@@ -183,11 +183,12 @@ impl<R: Rings> Session<R> {
         match request {
             // The second one resets the device.
             Request::SetOwner => self.owned,
+            // QEMU resets its machine when it starts: before the features this session has set nothing up that a reset would undo.
+            Request::ResetDevice => self.negotiated.features.is_some(),
             Request::SetFeatures(_)
             | Request::SetConfig { .. }
             | Request::SendRarp(_)
             | Request::NetSetMtu(_)
-            | Request::ResetDevice
             | Request::SetVringKick(_)
             | Request::SetDeviceStateFd(..) => true,
             _ => false,
@@ -418,7 +419,9 @@ impl<R: Rings> Session<R> {
         }
         self.enable_all(Enablement::Initial)?;
         self.status = 0;
-        self.device.reset();
+        if self.negotiated.features.is_some() {
+            self.device.reset();
+        }
         Ok(())
     }
 }

@@ -363,6 +363,19 @@ fn a_reset_stops_all_rings() {
     assert_eq!(card.calls.lock().unwrap().last().unwrap(), "reset");
 }
 
+/// A QEMU that starts beside the one that has the device resets its own machine.
+#[test]
+fn a_reset_before_the_features_leaves_the_device_as_it_is() {
+    let (mut session, card) = session();
+    session.handle(Request::SetProtocolFeatures(ProtocolFeatures::RESET_DEVICE.bits())).unwrap();
+    assert!(!session.concerns_device(&Request::ResetDevice));
+    session.handle(Request::ResetDevice).unwrap();
+    assert!(!card.calls.lock().unwrap().contains(&"reset".to_owned()));
+    let offered = number(session.handle(Request::GetFeatures).unwrap());
+    session.handle(Request::SetFeatures(offered)).unwrap();
+    assert!(session.concerns_device(&Request::ResetDevice));
+}
+
 #[test]
 fn the_configuration_space_reads_as_zeros_behind_its_end() {
     let (mut session, _) = negotiated();
