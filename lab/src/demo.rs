@@ -3,15 +3,16 @@
 //! ```text
 //!   br0 ── tap0, tap1, tap2 ── towline net, for each QEMU ── source ─► guest.img ─► restored ─► moved
 //! ```
-//! Without root the guest has no network card. All QEMUs are stock; towline is run as a user would, and each command is printed before it begins. The guest itself
-//! reports the hash of its memory and its counter before and after.
+//! Without root the guest has no network card. All QEMUs are stock; each command is printed before it is run, as it can be typed in the
+//! workspace's directory. The guest itself reports the hash of its memory and its counter before and after. The files stay.
 
 mod network;
+mod shown;
 
 use std::fs::File;
-use std::io::Write as _;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -21,6 +22,7 @@ use crate::paths;
 use crate::qemu::{Builder, MemoryBackend, Qemu, Version};
 use crate::towline::Towline;
 use network::{Card, Hub, Talk};
+use shown::{fact, heading, relative_path, step};
 
 const MEMORY_MIB: u64 = 512;
 const FILL_MIB: u64 = 256;
@@ -30,11 +32,13 @@ const SEED: u64 = 2024;
 const CONTENT_FROM: u64 = 128 * MIB;
 const BOOT_WITHIN: Duration = Duration::from_secs(120);
 const COPY_WITHIN: Duration = Duration::from_secs(300);
+/// Directory of the files, beside those of the build.
+const DIRECTORY: &str = "demo-files";
 
 /// A running demonstration.
 struct Demo<'a> {
     towline: &'a Path,
-    directory: tempfile::TempDir,
+    directory: PathBuf,
     builder: Builder,
     /// None: no network can be made here.
     hub: Option<Hub>,
@@ -57,30 +61,37 @@ struct State {
 /// # Errors
 /// A step failed, or the guest is not what it was.
 pub fn run(towline: &Path) -> Result<()> {
+    let started = Instant::now();
+    // Relative paths are short enough for sockets, wherever the workspace is.
+    std::env::set_current_dir(paths::workspace())?;
+    let (build, target) = (towline.parent().context("a build")?, towline.ancestors().nth(2));
+    let directory = PathBuf::from(relative_path(&target.context("a target directory")?.join(DIRECTORY)));
+    if directory.exists() {
+        std::fs::remove_dir_all(&directory).with_context(|| directory.display().to_string())?;
+    }
+    std::fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
+    heading(&format!("Files are in {}, and these commands are run in this directory", directory.display()));
+    println!("  $ export PATH=$PWD/{}:$PATH", relative_path(build));
     let builder = Qemu::builder(Version::V10_0).linux().memory_mib(MEMORY_MIB).processors(2);
     let builder = builder.memory_backend(MemoryBackend::Memfd { prealloc: false });
-    let directory = tempfile::Builder::new().prefix("towline-demo-").tempdir()?;
-    let shown = towline.strip_prefix(paths::workspace()).unwrap_or(towline).display();
-    println!("towline is {shown}; files are in {}", directory.path().display());
     let hub = match Hub::new() {
         Ok(hub) => Some(hub),
         Err(error) => {
-            println!("the guest has no network card: {error:#}");
+            fact(&format!("the guest has no network card: {error:#}"));
             None
         }
     };
     let mut demo = Demo { towline, directory, builder, hub };
 
-    heading("A guest: stock QEMU, Linux, and a network card by towline");
-    let source =
-        demo.start(&format!("start QEMU 10.0 with a Linux of {MEMORY_MIB} MiB"), demo.builder.clone())?;
-    let mut guest = step("wait until it has booted", || source.qemu.linux(BOOT_WITHIN))?;
+    heading("A guest: Linux in a stock QEMU, with a network card by towline");
+    let source = demo.start("a", demo.builder.clone())?;
+    let mut guest = step("it boots", || source.qemu.linux(BOOT_WITHIN))?;
     if demo.hub.is_some() {
         Hub::set_up(&mut guest, BOOT_WITHIN)?;
     }
-    step(&format!("have it fill {FILL_MIB} MiB with random data"), || guest.fill(FILL_MIB * MIB, SEED))?;
+    step(&format!("it fills {FILL_MIB} MiB with random data"), || guest.fill(FILL_MIB * MIB, SEED))?;
     let before = state(&mut guest)?;
-    println!("      its memory has the hash {}, and it counts: {}", before.hash, before.tick);
+    fact(&format!("its memory has the hash {}, and its clock ticks: {}", before.hash, before.tick));
 
     let image = demo.path("guest.img");
     heading("A save: the guest continues to run");
@@ -96,14 +107,16 @@ pub fn run(towline: &Path) -> Result<()> {
     // The agent has one connection.
     drop(guest);
     demo.live_move(&restored, &before)?;
-    println!("\nNext: README.md has recipes, `towline --help` the commands, docs/README.md the guides;");
-    println!("try `towline run`, which starts QEMU by itself, or `towline net` and `towline vsock`.");
+    println!("\nDone in {:.0} s. Next:", started.elapsed().as_secs_f64());
+    println!("  $ towline inspect {image}");
+    println!("  $ towline move --help");
+    println!("README.md has a block to paste and five recipes; docs/README.md lists the guides.");
     Ok(())
 }
 
 impl Demo<'_> {
     fn path(&self, name: &str) -> String {
-        self.directory.path().join(name).display().to_string()
+        self.directory.join(name).display().to_string()
     }
 
     /// Changes a byte of a copy of the image, which `inspect --verify` has to find.
@@ -111,73 +124,82 @@ impl Demo<'_> {
         heading("A damaged byte: it is found, and named");
         let copy = self.path("damaged.img");
         self.towline(&["copy", image, &copy])?;
-        let file = File::options().read(true).write(true).open(&copy)?;
+        let file = File::open(&copy)?;
         let offset = content(&file)?;
         let mut byte = [0];
         file.read_exact_at(&mut byte, offset)?;
-        step(&format!("change the byte at {offset:#x} of {copy}"), || {
-            Ok(file.write_all_at(&[byte[0] ^ 0x10], offset)?)
-        })?;
+        let line = format!(
+            "printf '\\{:03o}' | dd of={copy} bs=1 seek={offset} conv=notrunc status=none",
+            byte[0] ^ 0x10
+        );
+        println!("  $ {line}");
+        let status = Command::new("sh").args(["-c", &line]).status()?;
+        ensure!(status.success(), "{line}: {status}");
         let words = ["inspect", "--verify", copy.as_str()];
-        println!("  $ towline {}", words.join(" "));
+        shown::command(["towline"].into_iter().chain(words));
         let finished = Towline::start(self.towline, words)?.wait(COPY_WITHIN)?;
         ensure!(finished.status.code() == Some(1), "a damaged image was not found: {}", finished.stdout);
-        print!("{}", indented(&finished.stderr));
+        shown::output(&finished.stderr);
+        std::fs::remove_file(&copy)?;
         Ok(())
     }
 
     /// Starts a QEMU, with a card of its own.
-    fn start(&mut self, what: &str, builder: Builder) -> Result<Machine> {
-        let Some(hub) = &mut self.hub else {
-            return Ok(Machine { qemu: step(what, || builder.start())?, _card: None });
-        };
-        let command = hub.prepare_card(self.directory.path())?;
-        println!("  $ towline {} &", command.words.join(" "));
-        let card = hub.start_card(self.towline, command)?;
-        let builder = builder.args([
-            "-chardev".to_owned(),
-            format!("socket,id=net0,path={},reconnect=1", card.socket.display()),
-            "-netdev".to_owned(),
-            "vhost-user,id=n0,chardev=net0".to_owned(),
-            "-device".to_owned(),
-            "virtio-net-pci,id=card,netdev=n0,mac=52:54:00:07:00:02".to_owned(),
-        ]);
-        Ok(Machine { qemu: step(what, || builder.start())?, _card: Some(card) })
+    fn start(&mut self, name: &str, builder: Builder) -> Result<Machine> {
+        let mut builder = builder.directory(self.directory.join(name));
+        let mut card = None;
+        if let Some(hub) = &mut self.hub {
+            let started = hub.start_card(self.towline, &self.directory.join(format!("{name}-net.sock")))?;
+            builder = builder.args([
+                "-chardev".to_owned(),
+                format!("socket,id=net0,path={},reconnect=1", started.socket.display()),
+                "-netdev".to_owned(),
+                "vhost-user,id=n0,chardev=net0".to_owned(),
+                "-device".to_owned(),
+                "virtio-net-pci,id=card,netdev=n0,mac=52:54:00:07:00:02".to_owned(),
+            ]);
+            card = Some(started);
+        }
+        let prepared = builder.prepare()?;
+        shown::background(prepared.command());
+        Ok(Machine { qemu: prepared.start()?, _card: card })
     }
 
     fn instant_restore(&mut self, image: &str) -> Result<Machine> {
         heading("An instant restore: the guest runs at once, its memory follows");
-        let destination = self.waiting()?;
+        let destination = self.waiting("b")?;
         self.towline(&["copy", "--postcopy", image, &qmp(&destination.qemu)])?;
         Ok(destination)
     }
 
     /// Moves the guest, and shows its counter before and after, and what its connection noticed.
     fn live_move(&mut self, source: &Machine, before: &State) -> Result<()> {
-        heading("A live move: the guest counts, and keeps its connection, while it changes its QEMU");
-        let destination = self.waiting()?;
+        heading(
+            "A live move: the guest's clock ticks on, and its connection lasts, while it changes its QEMU",
+        );
+        let destination = self.waiting("c")?;
         let mut guest = source.qemu.linux(BOOT_WITHIN)?;
         let from = guest.wait_ticking(BOOT_WITHIN)?;
-        println!("      it counts: {from}");
+        fact(&format!("its clock ticks: {from}"));
         let talk = self.hub.as_ref().map(Hub::talk).transpose()?;
         self.towline(&["move", &qmp(&source.qemu), &qmp(&destination.qemu)])?;
         let mut guest = destination.qemu.linux(BOOT_WITHIN)?;
         let to = guest.wait_ticking(BOOT_WITHIN)?;
         ensure!(to > from, "the guest counts {to} after the move, and {from} before");
-        println!("      it counts: {to}");
+        fact(&format!("its clock ticks: {to}"));
         if let Some(talked) = talk.map(Talk::end).transpose()? {
-            println!(
-                "      one TCP connection, {} echoes: the slowest took {} ms",
+            fact(&format!(
+                "its TCP connection lasts: {} echoes, of which the slowest took {} ms",
                 talked.exchanges,
                 talked.longest.as_millis()
-            );
+            ));
         }
         self.compare(&mut guest, before)
     }
 
-    fn waiting(&mut self) -> Result<Machine> {
-        let builder = self.builder.clone().incoming_defer();
-        self.start("start a second QEMU with -incoming defer", builder)
+    /// Starts a QEMU that waits for a guest.
+    fn waiting(&mut self, name: &str) -> Result<Machine> {
+        self.start(name, self.builder.clone().incoming_defer())
     }
 
     /// The guest has the same memory, and has counted on.
@@ -185,16 +207,15 @@ impl Demo<'_> {
         let State { hash, tick } = state(guest)?;
         ensure!(hash == before.hash, "the guest's memory has the hash {hash}, expected {}", before.hash);
         ensure!(tick > before.tick, "the guest counts {tick}, expected more than {}", before.tick);
-        println!("      its memory has the same hash, and it counts: {tick}");
+        fact(&format!("its memory has the same hash, and its clock ticks: {tick}"));
         Ok(())
     }
 
     /// Prints and runs a command, and prints its report.
     fn towline(&self, words: &[&str]) -> Result<()> {
-        println!("  $ towline {}", words.join(" "));
-        std::io::stdout().flush()?;
+        shown::command(["towline"].into_iter().chain(words.iter().copied()));
         let finished = Towline::start(self.towline, words)?.wait_done(COPY_WITHIN)?;
-        print!("{}", indented(&finished.stdout));
+        shown::output(&finished.stdout);
         Ok(())
     }
 }
@@ -220,32 +241,13 @@ fn state(guest: &mut LinuxGuest) -> Result<State> {
     Ok(State { hash: guest.hash()?, tick })
 }
 
-fn heading(text: &str) {
-    println!("\n{text}");
-}
-
-/// Prints a step as it begins, runs it, and prints its duration.
-fn step<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
-    print!("  {what} … ");
-    std::io::stdout().flush()?;
-    let started = Instant::now();
-    let outcome = work();
-    let mark = if outcome.is_ok() { "" } else { " FAILED after" };
-    println!("{mark} {:.1} s", started.elapsed().as_secs_f64());
-    outcome
-}
-
 fn show_size(image: &str) -> Result<()> {
     let metadata = std::fs::metadata(PathBuf::from(image)).context("the image")?;
     let mib = |bytes: u64| bytes as f64 / MIB as f64;
-    println!(
-        "      the image is {:.0} MiB long and occupies {:.0} MiB: zero pages are holes",
+    fact(&format!(
+        "the image is {:.0} MiB long and occupies {:.0} MiB: zero pages are holes",
         mib(metadata.len()),
         mib(metadata.blocks() * 512)
-    );
+    ));
     Ok(())
-}
-
-fn indented(text: &str) -> String {
-    text.lines().map(|line| format!("      {line}\n")).collect()
 }

@@ -109,6 +109,23 @@ pub struct Builder {
     arguments: Vec<String>,
     /// Command prefix before the emulator's own command.
     prefix: Vec<String>,
+    /// Directory of its files; `None`: a temporary one.
+    directory: Option<PathBuf>,
+}
+
+/// A QEMU that is about to start.
+pub struct PreparedQemu {
+    command: Command,
+    version: Version,
+    guest: Guest,
+    files: Files,
+}
+
+/// Directory of a QEMU's sockets and files.
+struct Files {
+    path: PathBuf,
+    /// `None`: the directory is the caller's, and stays.
+    _temporary: Option<TempDir>,
 }
 
 /// A running QEMU. Dropping it kills the process and removes its files; it dies with this process as well.
@@ -119,7 +136,7 @@ pub struct Qemu {
     version: Version,
     guest: Guest,
     // Last, so that the process is gone when its directory goes.
-    directory: TempDir,
+    files: Files,
 }
 
 impl Version {
@@ -283,31 +300,31 @@ impl Builder {
         self
     }
 
+    /// Has its sockets and files in this directory, which is created if necessary and stays.
+    pub fn directory(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.directory = Some(directory.into());
+        self
+    }
+
     /// Starts it and waits until its monitor answers.
     pub fn start(self) -> Result<Qemu> {
-        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir()?;
-        let stderr = directory.path().join("stderr");
-        let mut command = self.command(directory.path())?;
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&stderr)?);
-        let program = command.get_program().to_owned();
-        let child = process::spawn(command);
-        let mut child = child.with_context(|| {
-            format!("{} cannot be started; run `cargo xtask setup`", program.to_string_lossy())
-        })?;
-        let socket = directory.path().join("lab.qmp");
-        let qmp = match connect(&mut child, &socket) {
-            Ok(qmp) => qmp.with_stderr(stderr),
-            Err(error) => {
-                // Whatever it is blocked in, it must not outlive this call.
-                let _ = child.kill();
-                let _ = child.wait();
-                let text = std::fs::read_to_string(&stderr).unwrap_or_default();
-                return Err(error.context(format!("QEMU did not start; it wrote: {}", text.trim())));
+        self.prepare()?.start()
+    }
+
+    /// Makes its files, and the command that [`PreparedQemu::start`] runs.
+    pub fn prepare(self) -> Result<PreparedQemu> {
+        let files = match &self.directory {
+            Some(path) => {
+                std::fs::create_dir_all(path).with_context(|| path.display().to_string())?;
+                Files { path: path.clone(), _temporary: None }
+            }
+            None => {
+                let temporary = tempfile::Builder::new().prefix("towline-lab-").tempdir()?;
+                Files { path: temporary.path().to_owned(), _temporary: Some(temporary) }
             }
         };
-        let pid = child.id();
-        let child = Mutex::new(child);
-        Ok(Qemu { qmp, child, pid, version: self.version, guest: self.guest, directory })
+        let command = self.command(&files.path)?;
+        Ok(PreparedQemu { command, version: self.version, guest: self.guest, files })
     }
 
     fn command(&self, directory: &Path) -> Result<Command> {
@@ -379,6 +396,39 @@ impl Builder {
     }
 }
 
+impl PreparedQemu {
+    /// The command that will be run.
+    pub fn command(&self) -> &Command {
+        &self.command
+    }
+
+    /// Starts it and waits until its monitor answers.
+    pub fn start(self) -> Result<Qemu> {
+        let Self { mut command, version, guest, files } = self;
+        let stderr = files.path.join("stderr");
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&stderr)?);
+        let program = command.get_program().to_owned();
+        let child = process::spawn(command);
+        let mut child = child.with_context(|| {
+            format!("{} cannot be started; run `cargo xtask setup`", program.to_string_lossy())
+        })?;
+        let socket = files.path.join("lab.qmp");
+        let qmp = match connect(&mut child, &socket) {
+            Ok(qmp) => qmp.with_stderr(stderr),
+            Err(error) => {
+                // Whatever it is blocked in, it must not outlive this call.
+                let _ = child.kill();
+                let _ = child.wait();
+                let text = std::fs::read_to_string(&stderr).unwrap_or_default();
+                return Err(error.context(format!("QEMU did not start; it wrote: {}", text.trim())));
+            }
+        };
+        let pid = child.id();
+        let child = Mutex::new(child);
+        Ok(Qemu { qmp, child, pid, version, guest, files })
+    }
+}
+
 impl Qemu {
     /// A QEMU of this version: q35, TCG, `-cpu max`, one processor, 128 MiB, no devices, no guest.
     pub fn builder(version: Version) -> Builder {
@@ -398,6 +448,7 @@ impl Qemu {
             kernel_arguments: String::new(),
             arguments: Vec::new(),
             prefix: Vec::new(),
+            directory: None,
         }
     }
 
@@ -408,17 +459,17 @@ impl Qemu {
 
     /// Path of a second QMP socket, free for towline or a test. QEMU serves one client at a time on it.
     pub fn qmp_path(&self) -> PathBuf {
-        self.directory.path().join("qmp")
+        self.files.path.join("qmp")
     }
 
     /// Path of the serial port that the agent listens on.
     pub fn serial_path(&self) -> PathBuf {
-        self.directory.path().join("serial")
+        self.files.path.join("serial")
     }
 
-    /// Directory that is removed with this QEMU.
+    /// Directory of its files, which is removed with this QEMU unless the builder named it.
     pub fn directory(&self) -> &Path {
-        self.directory.path()
+        &self.files.path
     }
 
     /// Process ID of the emulator.
@@ -441,12 +492,12 @@ impl Qemu {
 
     /// QEMU's standard error so far.
     pub fn stderr(&self) -> String {
-        std::fs::read_to_string(self.directory.path().join("stderr")).unwrap_or_default()
+        std::fs::read_to_string(self.files.path.join("stderr")).unwrap_or_default()
     }
 
     /// Console output of the guest's kernel so far.
     pub fn console(&self) -> String {
-        let console = std::fs::read(self.directory.path().join("console")).unwrap_or_default();
+        let console = std::fs::read(self.files.path.join("console")).unwrap_or_default();
         String::from_utf8_lossy(&console).into_owned()
     }
 

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 
+use super::shown::{self, heading};
 use crate::linux::LinuxGuest;
 use crate::network::Network;
 use crate::towline::Towline;
@@ -37,46 +38,43 @@ pub(super) struct Card {
     _process: Towline,
 }
 
-/// Command of a card, as it is printed and run.
-pub(super) struct CardCommand {
-    pub(super) socket: PathBuf,
-    pub(super) words: Vec<String>,
-}
-
 impl Hub {
     /// Creates the bridge; needs root.
     pub(super) fn new() -> Result<Self> {
         let network = Network::new()?;
-        network.run(&["ip", "link", "add", BRIDGE, "type", "bridge"])?;
-        network.run(&["ip", "address", "add", &format!("{HOST}/24"), "dev", BRIDGE])?;
-        network.run(&["ip", "link", "set", BRIDGE, "up"])?;
-        Ok(Self { network, cards: 0 })
+        heading("A bridge for the guest's network cards, in a network namespace that is removed at the end");
+        let hub = Self { network, cards: 0 };
+        hub.show(&["ip", "link", "add", BRIDGE, "type", "bridge"])?;
+        hub.show(&["ip", "address", "add", &format!("{HOST}/24"), "dev", BRIDGE])?;
+        hub.show(&["ip", "link", "set", BRIDGE, "up"])?;
+        Ok(hub)
     }
 
-    /// Creates a tap on the bridge, and returns the command of a card on it.
-    pub(super) fn prepare_card(&mut self, directory: &Path) -> Result<CardCommand> {
+    /// Prints and runs a command of the host.
+    fn show(&self, line: &[&str]) -> Result<()> {
+        shown::command(line.iter().copied());
+        self.network.run(line)
+    }
+
+    /// Creates a tap on the bridge, starts a card on it, and waits until it listens.
+    pub(super) fn start_card(&mut self, towline: &Path, socket: &Path) -> Result<Card> {
         let tap = format!("tap{}", self.cards);
-        let socket = directory.join(format!("net{}.sock", self.cards));
         self.cards += 1;
-        self.network.run(&["ip", "tuntap", "add", "dev", &tap, "mode", "tap", "vnet_hdr"])?;
-        self.network.run(&["ip", "link", "set", &tap, "master", BRIDGE, "up"])?;
-        let words = ["net", "--socket", &socket.display().to_string(), "--tap", &tap].map(String::from);
-        Ok(CardCommand { socket, words: words.to_vec() })
-    }
-
-    /// Starts the card, and waits until it listens.
-    pub(super) fn start_card(&self, towline: &Path, command: CardCommand) -> Result<Card> {
-        let CardCommand { socket, words } = command;
+        self.show(&["ip", "tuntap", "add", "dev", &tap, "mode", "tap", "vnet_hdr"])?;
+        self.show(&["ip", "link", "set", &tap, "master", BRIDGE, "up"])?;
+        let socket_text = socket.display().to_string();
+        let words = ["net", "--socket", &socket_text, "--tap", &tap];
+        shown::command(["towline"].into_iter().chain(words).chain(["&"]));
         let prefix = self.network.prefix();
         let (program, arguments) = prefix.split_first().context("a command")?;
         let towline = towline.display().to_string();
-        let line = arguments.iter().chain([&towline]).chain(&words);
+        let line = arguments.iter().map(String::as_str).chain([towline.as_str()]).chain(words);
         let mut process = Towline::start(Path::new(program), line)?;
         wait_until("the card's socket", LISTENS_WITHIN, || {
             ensure!(process.runs()?, "the card ended: {}", process.stderr());
             Ok(socket.exists().then_some(()))
         })?;
-        Ok(Card { socket, _process: process })
+        Ok(Card { socket: socket.to_owned(), _process: process })
     }
 
     /// Gives the guest its address and starts its echo.

@@ -25,7 +25,7 @@ const LINE_PIXELS: f64 = 18.0;
 const LETTER_PIXELS: f64 = 8.0;
 const MARGIN: f64 = 14.0;
 /// Line of the demonstration with which a recording begins: set-up and build are before it.
-const BEGIN: &str = "towline is ";
+const BEGIN: &str = "Files are in ";
 
 /// Text that appeared at a time in seconds.
 #[derive(Debug, Clone, PartialEq)]
@@ -226,17 +226,17 @@ mod tests {
     #[test]
     fn a_recording_begins_with_the_demonstration_and_is_a_cast() {
         let outputs =
-            vec![output(5.0, "built\ntowline is x\n"), output(7.5, "  start … "), output(8.0, " 0.5 s\n")];
+            vec![output(5.0, "built\nFiles are in x\n"), output(7.5, "  start … "), output(8.0, " 0.5 s\n")];
         let found = from_begin(outputs).unwrap();
         assert_eq!(
             found,
-            [output(0.0, "towline is x\n"), output(2.5, "  start … "), output(3.0, " 0.5 s\n")]
+            [output(0.0, "Files are in x\n"), output(2.5, "  start … "), output(3.0, " 0.5 s\n")]
         );
         let cast = cast(&found);
         let lines: Vec<serde_json::Value> =
             cast.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!((&lines[0]["version"], &lines[2]), (&json!(2), &json!([2.5, "o", "  start … "])));
-        assert!(from_begin(vec![output(0.0, "towline is x\u{1b}[1m")]).is_err());
+        assert!(from_begin(vec![output(0.0, "Files are in x\u{1b}[1m")]).is_err());
         assert!(from_begin(vec![output(0.0, "other")]).is_err());
     }
 
