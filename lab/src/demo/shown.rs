@@ -79,9 +79,25 @@ pub(super) fn relative_path(path: &Path) -> String {
 
 fn command_text(words: &[String]) -> String {
     let first = format!("{COMMAND_INDENT}$ ");
-    let mut lines = folded(words, &first, CONTINUED_INDENT, " \\").join("\n");
+    let mut lines = folded(&with_values(words), &first, CONTINUED_INDENT, " \\").join("\n");
     lines.push('\n');
     lines
+}
+
+/// Joins each option with its value, which stay in one line.
+fn with_values(words: &[String]) -> Vec<String> {
+    let is_option = |word: &str| word.starts_with('-');
+    let mut joined: Vec<String> = Vec::new();
+    for word in words {
+        match joined.last_mut() {
+            Some(last) if is_option(last) && !last.contains(' ') && !is_option(word) && word != "&" => {
+                last.push(' ');
+                last.push_str(word);
+            }
+            _ => joined.push(word.clone()),
+        }
+    }
+    joined
 }
 
 /// Folds words into lines; every line but the last ends with `continued`.
@@ -129,6 +145,8 @@ mod tests {
         let words = ["qemu", "-append", append, &"x".repeat(90), "-m", "512M"];
         let shown = text(&words);
         assert!(shown.lines().count() > 2 && shown.lines().all(|line| line.chars().count() <= COLUMNS + 2));
+        let options: Vec<String> = ["a", "-m", "1", "-s", "-x", "2", "&"].map(String::from).to_vec();
+        assert_eq!(with_values(&options), ["a", "-m 1", "-s", "-x 2", "&"]);
         let script = format!("printf '%s\\n' {}", shown.trim_start_matches("  $ "));
         let output = Command::new("sh").args(["-c", &script]).output().unwrap();
         assert_eq!(String::from_utf8_lossy(&output.stdout), words.join("\n") + "\n");
