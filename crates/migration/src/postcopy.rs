@@ -43,7 +43,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::{PING_SETUP, RamWriter, Setup};
 use towline_protocol::{PageRef, RamBlock, machine};
 
-pub use faults::FaultCounts;
+pub use faults::{FaultCounts, LatencyHistogram, LatencyRange};
 
 use crate::outgoing::RecordSender;
 use crate::{Error, Guest, Result, Session, Statistics, present};

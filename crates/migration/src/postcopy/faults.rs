@@ -11,6 +11,10 @@ use towline_protocol::PageRef;
 const STEPS: u32 = 8;
 /// Doublings, from 1 ns on: the last step ends beyond ten minutes.
 const DOUBLINGS: u32 = 40;
+/// Doubling of the first range of a [`LatencyHistogram`]: to 2 µs.
+const HISTOGRAM_FIRST: u32 = 10;
+/// Its ranges: the last one begins at 8.6 s.
+const HISTOGRAM_RANGES: usize = 24;
 /// Pages of a working set that are remembered.
 const DEMANDED_MAX: usize = 1 << 18;
 
@@ -37,6 +41,45 @@ pub struct FaultCounts {
     pub latency_p50: Option<Duration>,
     /// All but one in a hundred did.
     pub latency_p99: Option<Duration>,
+    /// All of these times.
+    pub latencies: LatencyHistogram,
+}
+
+/// Numbers of latencies, of which each range ends at twice the end of the one before.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LatencyHistogram {
+    counts: [u64; HISTOGRAM_RANGES],
+}
+
+/// Range of a [`LatencyHistogram`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LatencyRange {
+    /// Smallest latency of the range.
+    pub from: Duration,
+    /// End of the range, which is not part of it. The last range has all longer latencies too.
+    pub to: Duration,
+    /// Number of latencies.
+    pub count: u64,
+}
+
+impl LatencyHistogram {
+    /// Returns the ranges from the first to the last one that has a latency.
+    pub fn ranges(&self) -> Vec<LatencyRange> {
+        let has_latency = |count: &u64| *count > 0;
+        let Some(first) = self.counts.iter().position(has_latency) else { return Vec::new() };
+        let last = self.counts.iter().rposition(has_latency).unwrap_or(first);
+        let end = |index: usize| Duration::from_nanos(2 << (HISTOGRAM_FIRST as usize + index));
+        let range = |index: usize| {
+            let from = if index == 0 { Duration::ZERO } else { end(index - 1) };
+            LatencyRange { from, to: end(index), count: self.counts[index] }
+        };
+        (first..=last).map(range).collect()
+    }
+
+    fn add(&mut self, doubling: u32, count: u64) {
+        let index = doubling.saturating_sub(HISTOGRAM_FIRST) as usize;
+        self.counts[index.min(HISTOGRAM_RANGES - 1)] += count;
+    }
 }
 
 impl Default for Faults {
@@ -82,7 +125,16 @@ impl Faults {
             late: counter(&self.late),
             latency_p50: self.percentile(50),
             latency_p99: self.percentile(99),
+            latencies: self.histogram(),
         }
+    }
+
+    fn histogram(&self) -> LatencyHistogram {
+        let mut histogram = LatencyHistogram::default();
+        for (step, times) in (0..).zip(&self.times) {
+            histogram.add(step / STEPS, times.load(Ordering::Relaxed));
+        }
+        histogram
     }
 
     /// The end of the step that this many percent lie below.
@@ -127,6 +179,20 @@ mod tests {
             assert!((wanted..=wanted * 1.126).contains(&found), "{found} for {wanted}");
         }
         assert_eq!(counts.served, 1000);
+    }
+
+    #[test]
+    fn a_histogram_has_every_latency_in_its_range() {
+        assert_eq!(LatencyHistogram::default().ranges(), []);
+        let faults = Faults::default();
+        let times = [Duration::from_nanos(1), Duration::from_micros(3), Duration::from_micros(4)];
+        times.into_iter().chain([Duration::from_secs(1 << 40)]).for_each(|time| faults.served(time));
+        let ranges = faults.counts().latencies.ranges();
+        assert_eq!((ranges[0].from, ranges[0].count), (Duration::ZERO, 1));
+        assert!(ranges[1..].iter().all(|range| range.from < range.to && range.to == range.from * 2));
+        let of = |time: Duration| ranges.iter().find(|range| (range.from..range.to).contains(&time)).unwrap();
+        assert_eq!(of(times[1]).count, 2, "2.048 to 4.096 µs");
+        assert_eq!((ranges.last().unwrap().count, ranges.len()), (1, HISTOGRAM_RANGES));
     }
 
     #[test]
