@@ -1,12 +1,13 @@
 //! `--report FILE.html`: one page about a copy, move, run or upgrade, readable without a network, light and dark.
 //!
 //! ```text
-//!   Observer ─► Recorder: phases, samples of the estimates, lanes ─► Page ─► HTML with charts as SVG
+//!   Observer ─► ReportRecorder: phases, samples of the estimates, lanes ─► Page ─► HTML with charts as SVG
 //! ```
 //! The page has no scripts and loads nothing; `inspect --html` and the benches make theirs of the same parts (`towline_report`). Out
-//! of scope: pages about several copies.
+//! of scope: pages about clones of `copy`, which has one for each command.
 
 mod page;
+mod several;
 
 use std::fmt::Display;
 use std::io::Read as _;
@@ -161,10 +162,11 @@ impl ReportRecorder {
         Self { started: Instant::now(), recorded: Mutex::default() }
     }
 
-    /// Begins a phase that precedes the copy.
-    pub(crate) fn begin(&self, name: &'static str) {
-        let start = PhaseStart { at: self.started.elapsed(), name };
-        lock(&self.recorded).phases.push(start);
+    /// Creates the recorder of a guest that is started first: with a phase from the begin of the command on.
+    pub(crate) fn of_started(begun: Instant) -> Self {
+        let start = PhaseStart { at: Duration::ZERO, name: "start" };
+        let recorded = Recorded { phases: vec![start], ..Recorded::default() };
+        Self { started: begun, recorded: Mutex::new(recorded) }
     }
 
     /// Writes the page that was asked for. A failure does not change the result of the copy.
@@ -183,16 +185,48 @@ impl ReportRecorder {
             recorded: &recorded,
             copied,
         };
-        match page.html().and_then(|html| write_page(path, &html)) {
-            Ok(()) => tracing::info!(path = %path.display(), "wrote the report"),
-            Err(error) => console::error(&format!("--report {}", crate::errors::text(&error))),
-        }
+        write_or_warn(path, page.html());
+    }
+}
+
+/// Writes the page of several guests that were started from one image, if it was asked for.
+pub(crate) fn write_several(
+    args: &ReportArgs,
+    image: &dyn Display,
+    total: Duration,
+    guests: &[GuestReport<'_>],
+) {
+    let Some(path) = &args.report else { return };
+    write_or_warn(path, several::html(&image.to_string(), total, guests));
+}
+
+/// A guest of several, and what was recorded of it.
+pub(crate) struct GuestReport<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) recorder: &'a ReportRecorder,
+    pub(crate) copied: Result<&'a CopyReport, &'a Failure>,
+}
+
+/// A failure does not change the result of the command.
+fn write_or_warn(path: &Path, html: Result<String>) {
+    match html.and_then(|html| write_page(path, &html)) {
+        Ok(()) => tracing::info!(path = %path.display(), "wrote the report"),
+        Err(error) => console::error(&format!("--report {}", crate::errors::text(&error))),
+    }
+}
+
+impl Recorded {
+    /// Time at which a phase began.
+    fn begin_of(&self, phase: CopyPhase) -> Option<Duration> {
+        let name = events::phase(phase);
+        self.phases.iter().find(|start| start.name == name).map(|start| start.at)
     }
 }
 
 impl Observer for ReportRecorder {
     fn phase(&self, phase: CopyPhase) {
-        self.begin(events::phase(phase));
+        let start = PhaseStart { at: self.started.elapsed(), name: events::phase(phase) };
+        lock(&self.recorded).phases.push(start);
     }
 
     fn progress(&self, progress: &Progress) {

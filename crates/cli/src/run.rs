@@ -30,11 +30,11 @@ use crate::endpoint::Endpoint;
 use crate::exit::Exit;
 use crate::outcome::{Destinations, Results, Verb};
 use crate::progress::Reporter;
-use crate::report::ReportRecorder;
+use crate::report::{GuestReport, ReportRecorder, write_several};
 use crate::signals::{SignalEffects, cancel_on_signals};
 use image::RunImage;
 use rejection::Rejection;
-use report::{RunReport, RunningObserver, finished, rejected};
+use report::{RunReport, RunningObserver, StartedGuest, finished, rejected};
 use request::{GuestStart, MemoryOrigin};
 use start::{Claimed, start};
 use supervise::{Guests, supervise};
@@ -50,16 +50,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<Exit> {
 }
 
 fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection>> {
-    if args.count > 1 && args.report.report.is_some() {
-        return Ok(Err(Rejection::usage(
-            "--report is for one guest: leave out --count, or start one towline for each",
-        )));
-    }
     if let Err(text) = args.report.check(&[&args.image]) {
         return Ok(Err(Rejection::usage(&text)));
     }
-    let (begun, recorder) = (Instant::now(), ReportRecorder::new());
-    recorder.begin("start");
+    let begun = Instant::now();
     let cancel = cancel_on_signals(signal_effects(args))?;
     let image = match RunImage::open(args, &cancel, reporter) {
         Ok(image) => image,
@@ -77,7 +71,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     };
     notices(&starts, &memory, reporter);
     let name = image.name();
-    let report = RunReport { reporter, recorder: &recorder, begun, memory: &memory, image: &name };
+    let report = RunReport { reporter, begun, memory: &memory, image: &name };
     let claimed = Claimed::of(&starts)?;
     // Only the run that has a name makes the disks of that name.
     let overlays = create_overlays(&starts)?;
@@ -189,6 +183,27 @@ fn may_have_run(guest: &plan::GuestState) -> bool {
     matches!(guest, plan::GuestState::NeedsAttention(_))
 }
 
+/// Writes the page of `--report`.
+fn write_report(
+    args: &RunArgs,
+    started: &[StartedGuest],
+    recorders: &[ReportRecorder],
+    copied: &[plan::CopyResult],
+    report: &RunReport<'_>,
+) {
+    if let ([guest], [recorder], [copied]) = (started, recorders, copied) {
+        let to = Endpoint::Qmp(guest.qemu.qmp_path());
+        return recorder.write(&args.report, [&args.image, &to], copied.as_ref());
+    }
+    let guests = started.iter().zip(recorders).zip(copied).map(|((guest, recorder), copied)| GuestReport {
+        name: guest.qemu.directory().name().as_str(),
+        recorder,
+        copied: copied.as_ref(),
+    });
+    let guests: Vec<_> = guests.collect();
+    write_several(&args.report, &args.image, report.begun.elapsed(), &guests);
+}
+
 /// Restores the image into all QEMUs, and runs the guests.
 fn restore(
     args: &RunArgs,
@@ -207,7 +222,8 @@ fn restore(
     let results = Results { destinations: Destinations::Several, ..results };
     let running: Vec<_> = started.iter().map(|guest| RunningObserver { report, guest }).collect();
     let shown: Vec<_> = reporters.iter().zip(&running).collect();
-    let observers: Vec<_> = shown.iter().map(|shown| (shown, report.recorder)).collect();
+    let recorders: Vec<_> = started.iter().map(|_| ReportRecorder::of_started(report.begun)).collect();
+    let observers: Vec<_> = shown.iter().zip(&recorders).collect();
     let targets: Vec<_> = destinations
         .iter()
         .zip(&observers)
@@ -232,9 +248,7 @@ fn restore(
             return Restored { exit: results.refused(&failure), has_memory_to_come: false };
         }
     };
-    if let ([copied], [to]) = (copied.as_slice(), endpoints.as_slice()) {
-        report.recorder.write(&args.report, [&args.image, to], copied.as_ref());
-    }
+    write_report(args, started, &recorders, &copied, report);
     let mut exit = Exit::Done;
     let mut failures = copied.iter().filter_map(|copied| copied.as_ref().err()).peekable();
     let has_memory_to_come =

@@ -39,6 +39,43 @@ pub fn table(body: &mut String, title: &str, rows: &[Row]) {
     body.push_str("</table>\n");
 }
 
+/// A part of a whole.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Part {
+    /// Name.
+    pub name: String,
+    /// Share of the whole, in any unit.
+    pub share: f64,
+    /// Number of its color, of which there are [`PHASE_COLORS`].
+    pub color: usize,
+    /// Its cells of the table; the first one is also the tooltip of the bar.
+    pub cells: Vec<String>,
+}
+
+/// Adds a bar of the parts, as long as their shares, and a table of them under a heading, unless there are none.
+pub fn parts(body: &mut String, title: &str, parts: &[Part]) {
+    let whole: f64 = parts.iter().map(|part| part.share).sum();
+    if parts.is_empty() {
+        return;
+    }
+    let (mut bar, mut rows) = (String::new(), String::new());
+    for Part { name, share, color, cells } in parts {
+        let (class, name) = (color % PHASE_COLORS, escape(name));
+        let percent = share / whole.max(f64::MIN_POSITIVE) * 100.0;
+        let tooltip = cells.first().map(|cell| format!(": {}", escape(cell))).unwrap_or_default();
+        let _ = write!(
+            bar,
+            "<span class=\"p{class}\" style=\"width:{percent:.3}%\" title=\"{name}{tooltip}\"></span>"
+        );
+        let cells: String = cells.iter().map(|cell| format!("<td>{}</td>", escape(cell))).collect();
+        let _ = writeln!(rows, "<tr><th><i class=\"p{class}\"></i> {name}</th>{cells}</tr>");
+    }
+    let _ = writeln!(
+        body,
+        "<h2>{title}</h2>\n<div class=\"bar\">{bar}</div>\n<table class=\"parts\">\n{rows}</table>"
+    );
+}
+
 /// Adds a list under a heading, unless it is empty.
 pub fn list(body: &mut String, title: &str, items: &[String]) {
     if items.is_empty() {
@@ -84,6 +121,24 @@ mod tests {
         assert!(body.contains("&lt;a&gt; &amp; &quot;b&quot;\u{fffd}[1m"), "{body}");
         list(&mut body, "Nothing", &[]);
         assert!(!body.contains("Nothing"));
+    }
+
+    #[test]
+    fn parts_are_as_long_as_their_shares() {
+        let part =
+            |name: &str, share: f64| Part { name: name.into(), share, color: 9, cells: vec!["<x>".into()] };
+        let mut body = String::new();
+        parts(&mut body, "Nothing", &[]);
+        assert_eq!(body, "");
+        parts(&mut body, "Whole", &[part("a & b", 1.0), part("c", 3.0)]);
+        assert!(
+            body.contains("class=\"p1\" style=\"width:25.000%\" title=\"a &amp; b: &lt;x&gt;\""),
+            "{body}"
+        );
+        assert!(body.contains("width:75.000%") && body.contains("</i> c</th><td>&lt;x&gt;</td>"), "{body}");
+        // Nothing of a whole of nothing.
+        parts(&mut body, "Zero", &[part("z", 0.0)]);
+        assert!(body.contains("width:0.000%"), "{body}");
     }
 
     #[test]

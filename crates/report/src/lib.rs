@@ -3,6 +3,7 @@
 //! ```text
 //!   rows ─► table ──┐
 //!   items ─► list ──┤
+//!   parts ─► bar ───┤
 //!   lines, bars ────┴─► body ─► document: HTML with its style, light and dark, no script, nothing to load
 //!           └─► standalone: an SVG file for other documents
 //! ```
@@ -14,7 +15,7 @@ mod document;
 mod lines;
 
 pub use bars::{Bar, Emphasis, Group, bars};
-pub use document::{PHASE_COLORS, Row, document, escape, list, standalone, table};
+pub use document::{PHASE_COLORS, Part, Row, document, escape, list, parts, standalone, table};
 pub use lines::{ChartLine, Ink, lines};
 
 /// Failure to draw a chart.

@@ -77,7 +77,9 @@ fn a_guest_counts_while_most_of_its_memory_is_missing() {
     let count = store(&builder, &image);
     let destination = waiting(&builder);
     // Eight seconds for 16 MiB, if the guest requests none of it.
-    let line = format!("copy --postcopy --max-bandwidth 2M --json {image} {}", qmp(&destination));
+    let page = scratch.text("page.html");
+    let line =
+        format!("copy --postcopy --max-bandwidth 2M --report {page} --json {image} {}", qmp(&destination));
     let mut towline = start(&line);
     wait_running(&mut towline);
     wait_until("a guest that counts on", WITHIN, || Ok((destination.counter()? > count + 1).then_some(())))
@@ -89,6 +91,9 @@ fn a_guest_counts_while_most_of_its_memory_is_missing() {
     assert!(told[ran..].iter().any(left), "it ran when everything was there: {}", finished.stdout);
     let completed = completed(&finished);
     assert!(completed["postcopy"]["faults"]["requests"].as_u64().unwrap() > 0, "{completed}");
+    let page = std::fs::read_to_string(page).unwrap();
+    assert!(page.contains("Standstills of vCPUs") && page.contains(" µs to "), "{page}");
+    assert!(!page.contains("Downtime"), "the guest of an image was not stopped: {page}");
     assert_each_page_once(&completed);
     prove_alive(&destination, count);
 }

@@ -34,6 +34,9 @@ const PAGE: u64 = 4096;
 /// Interval of a guest's counter.
 const INTERVAL: Duration = Duration::from_millis(100);
 
+/// Page about the command.
+const REPORT: &str = "run.html";
+
 /// A `towline run` of several guests, all of which run.
 struct Running {
     run: Towline,
@@ -81,7 +84,9 @@ impl Running {
     fn start(saved: &Saved, memory: &str, count: u64) -> Self {
         let settings = [saved.settings(), vec!["accel.tb-size=32".into()]].concat();
         let (begun, text) = (Instant::now(), count.to_string());
-        let run = saved.run(&["--name", "web", memory, "--json", "--count", &text], &settings);
+        let page = saved.path(REPORT).display().to_string();
+        let options = ["--name", "web", memory, "--json", "--count", &text, "--report", &page];
+        let run = saved.run(&options, &settings);
         let names = (0..count).map(|n| format!("web-{n}")).collect();
         let mut running = Self { run, begun, names };
         running.wait_for("running", WITHIN * 5);
@@ -123,6 +128,21 @@ impl Running {
     }
 }
 
+/// The page has each guest, and the time until it ran.
+fn assert_page(saved: &Saved, names: &[String]) {
+    let page =
+        wait_until("the page", WITHIN, || Ok(std::fs::read_to_string(saved.path(REPORT)).ok())).unwrap();
+    let running = format!("{0} of {0} guests", names.len());
+    for part in [running.as_str(), "Time until a guest ran", "<svg"] {
+        assert!(page.contains(part), "{part}: {page}");
+    }
+    for name in names {
+        let (_, row) = page.split_once(&format!("<th>{name}</th><td>")).unwrap();
+        let ran = row.split_once(" s</td>").unwrap().0;
+        assert!(ran.parse::<f64>().is_ok_and(|seconds| seconds > 0.0), "{name}: {ran}");
+    }
+}
+
 #[test]
 fn clones_share_the_memory_of_their_image() {
     if !require_lab("clones_share_the_memory_of_their_image") {
@@ -136,6 +156,7 @@ fn clones_share_the_memory_of_their_image() {
     pids.iter().for_each(|&pid| saved.wait_first_tick(pid));
     let ticked = running.begun.elapsed();
     running.wait_for("completed", WITHIN);
+    assert_page(&saved, &running.names);
     let pss = || pids.iter().copied().map(ram_pss_of).sum::<u64>();
     let shared = pss();
     running.print("--share", ticked);

@@ -114,8 +114,14 @@ fn private_memory_is_copied_on_request() {
         return;
     }
     let guest = Guest::boot(|place| builder(Version::V10_0, Version::V10_0, Memory::Private, place));
-    let completed = guest.upgrade_with(Version::V10_0, &["--copy"]);
+    let page = guest.place.path().join("upgrade.html").display().to_string();
+    let completed = guest.upgrade_with(Version::V10_0, &["--copy", "--report", &page]);
     assert!(sent(&completed) > 64 * MIB, "{completed}");
+    let page = std::fs::read_to_string(page).unwrap();
+    let (_, downtime) = page.split_once("<h2>Downtime</h2>").unwrap();
+    for part in ["> switchover</th>", "> cut-over</th>", "QEMU reports a downtime of "] {
+        assert!(downtime.contains(part), "{part}: {page}");
+    }
     guest.assert_runs_in(Version::V10_0);
 }
 
@@ -132,6 +138,7 @@ fn a_paused_guest_stays_paused() {
     assert_eq!(completed["destination-state"], "paused");
     let page = std::fs::read_to_string(page).unwrap();
     assert!(page.contains("> switchover</th>") && page.contains("<td>done</td>"), "{page}");
+    assert!(!page.contains("Downtime"), "a guest that is paused has none: {page}");
     let monitor = guest.monitor();
     assert_eq!(monitor.status().unwrap(), "paused");
     monitor.execute("cont", serde_json::Value::Null).unwrap();

@@ -68,11 +68,12 @@ fn transfer(reporter: &Reporter, report: &CopyReport) {
         ));
     } else {
         let lanes = match report.multifd_channels {
-            1 => "1 lane".to_owned(),
-            lanes => format!("{lanes} lanes"),
+            0 => "without lanes".to_owned(),
+            1 => "over 1 lane".to_owned(),
+            lanes => format!("over {lanes} lanes"),
         };
         reporter.line(&format!(
-            "  moved        {} at {}/s over {lanes}",
+            "  moved        {} at {}/s {lanes}",
             size(moved.transferred),
             size((moved.transferred as f64 / seconds) as u64)
         ));

@@ -4,10 +4,14 @@ use std::fmt::Write as _;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Result;
-use towline_control::plan::{CopyReport, Failure, PostcopyReport};
-use towline_report::{ChartLine, Ink, PHASE_COLORS, Row, document, lines, list, table};
+use towline_control::plan::{CopyPhase, CopyReport, Failure, PostcopyReport, SourceState};
+use towline_migration::postcopy::LatencyRange;
+use towline_report::{
+    Bar, ChartLine, Emphasis, Group, Ink, Part, Row, bars, document, lines, list, parts, table,
+};
 
 use super::Recorded;
+use crate::events;
 use crate::progress::{Estimate, faults_text};
 use crate::sends;
 use crate::units::{count, size};
@@ -31,7 +35,9 @@ impl Page<'_> {
         let mut body = format!("<p>towline {}, {time}</p>\n", env!("CARGO_PKG_VERSION"));
         self.summary(&mut body);
         self.phases(&mut body);
+        self.downtime(&mut body);
         self.charts(&mut body)?;
+        self.faults(&mut body)?;
         self.lists(&mut body);
         Ok(document(&title, &body))
     }
@@ -62,32 +68,61 @@ impl Page<'_> {
         table(body, "Summary", &rows);
     }
 
-    /// A bar with the share of each phase, and a table.
     fn phases(&self, body: &mut String) {
         let phases = &self.recorded.phases;
-        let total = self.total.as_secs_f64().max(f64::MIN_POSITIVE);
         let ends = phases.iter().skip(1).map(|phase| phase.at).chain([self.total]);
-        let (mut bar, mut rows) = (String::new(), String::new());
-        for (number, (phase, end)) in phases.iter().zip(ends).enumerate() {
+        let phases = phases.iter().zip(ends).enumerate().map(|(color, (phase, end))| {
             let length = end.saturating_sub(phase.at);
-            let share = length.as_secs_f64() / total * 100.0;
-            let _ = write!(
-                bar,
-                "<span class=\"p{}\" style=\"width:{share:.3}%\" title=\"{}: {}\"></span>",
-                number % PHASE_COLORS,
-                phase.name,
-                seconds(length)
-            );
-            let _ = writeln!(
-                rows,
-                "<tr><th><i class=\"p{}\"></i> {}</th><td>{}</td><td>from {}</td></tr>",
-                number % PHASE_COLORS,
-                phase.name,
-                seconds(length),
-                seconds(phase.at)
-            );
+            let cells = vec![seconds(length), format!("from {}", seconds(phase.at))];
+            Part { name: phase.name.to_owned(), share: length.as_secs_f64(), color, cells }
+        });
+        parts(body, "Phases", &phases.collect::<Vec<_>>());
+    }
+
+    /// The time in which a guest that had run was stopped, by what it was needed for.
+    fn downtime(&self, body: &mut String) {
+        let Ok(report) = self.copied else { return };
+        let (recorded, begin) = (self.recorded, self.recorded.begin_of(CopyPhase::Switchover));
+        let end = match (report.source, recorded.begin_of(CopyPhase::Running)) {
+            // The guest of an image was not stopped.
+            (SourceState::Unchanged, _) => return,
+            (_, Some(end)) => end,
+            (SourceState::Running, None) => self.total,
+            _ => return,
+        };
+        let Some(begin) = begin.filter(|begin| *begin < end) else { return };
+        // Colors are those of the bar of all phases.
+        let starts = recorded.phases.iter().enumerate().filter(|(_, phase)| (begin..end).contains(&phase.at));
+        let ends = starts.clone().skip(1).map(|(_, phase)| phase.at).chain([end]);
+        let downtime = starts.zip(ends).map(|((color, phase), end)| {
+            let length = end.saturating_sub(phase.at);
+            let share = length.as_secs_f64();
+            let cells = vec![milliseconds(length), purpose(phase.name).to_owned()];
+            Part { name: phase.name.to_owned(), share, color, cells }
+        });
+        parts(body, "Downtime", &downtime.collect::<Vec<_>>());
+        let qemu = report.downtime_ms.map(|time| format!("; QEMU reports a downtime of {time} ms"));
+        let _ = writeln!(
+            body,
+            "<p>Together {} from the stop of the guest, as the stream shows it, until it ran again{}.</p>",
+            milliseconds(end.saturating_sub(begin)),
+            qemu.unwrap_or_default()
+        );
+    }
+
+    /// Histogram of the times that the guest's requests for pages took, each of which stops a vCPU.
+    fn faults(&self, body: &mut String) -> Result<()> {
+        let Ok(CopyReport { postcopy: Some(report), .. }) = self.copied else { return Ok(()) };
+        let range = |range: &LatencyRange| {
+            let label = format!("{} to {}", short(range.from), short(range.to));
+            Bar::new(&label, &range.count.to_string(), Emphasis::Own)
+        };
+        let bars_of = report.faults.latencies.ranges().iter().filter_map(range).collect();
+        let group = Group { name: String::new(), bars: bars_of };
+        if let Some(svg) = bars("faults, by the time from the request until its pages were sent", &[group])? {
+            let _ = writeln!(body, "<h2>Standstills of vCPUs</h2>\n<figure>{svg}</figure>");
         }
-        let _ = writeln!(body, "<h2>Phases</h2>\n<div class=\"bar\">{bar}</div>\n<table>\n{rows}</table>");
+        Ok(())
     }
 
     fn charts(&self, body: &mut String) -> Result<()> {
@@ -138,13 +173,44 @@ fn postcopy(report: &PostcopyReport) -> String {
     }
 }
 
-fn seconds(time: Duration) -> String {
+/// Purpose of a phase in which the guest is stopped.
+fn purpose(phase: &str) -> &'static str {
+    let is = |other| phase == events::phase(other);
+    if is(CopyPhase::Switchover) {
+        "the rest of the memory and the device state, until the destination has loaded them"
+    } else if is(CopyPhase::Loaded) {
+        "the acknowledgement to the source"
+    } else if is(CopyPhase::Release) {
+        "the source completes"
+    } else if is(CopyPhase::CutOver) {
+        "the start at the destination"
+    } else {
+        "the state that a postcopy needs before the start"
+    }
+}
+
+pub(super) fn seconds(time: Duration) -> String {
     format!("{:.3} s", time.as_secs_f64())
+}
+
+fn milliseconds(time: Duration) -> String {
+    format!("{:.1} ms", time.as_secs_f64() * 1e3)
+}
+
+/// Formats a latency with the unit that suits it.
+fn short(time: Duration) -> String {
+    match time.as_nanos() {
+        0 => "0".to_owned(),
+        1..1_000_000 => format!("{:.0} µs", time.as_secs_f64() * 1e6),
+        1_000_000..1_000_000_000 => format!("{:.1} ms", time.as_secs_f64() * 1e3),
+        _ => format!("{:.1} s", time.as_secs_f64()),
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use towline_control::plan::{CopyPhase, Error, GuestState, Observer as _, Progress};
+    use towline_control::plan::{Error, GuestState, Observer as _, Progress};
+    use towline_report::PHASE_COLORS;
 
     use super::super::ReportRecorder;
     use super::super::page::Page;

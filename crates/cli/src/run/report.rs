@@ -16,13 +16,10 @@ use crate::console;
 use crate::events;
 use crate::exit::Exit;
 use crate::progress::Reporter;
-use crate::report::ReportRecorder;
 
 /// Reports of one command.
 pub(crate) struct RunReport<'a> {
     pub(crate) reporter: &'a Reporter,
-    /// Facts for `--report`; of several guests those of all.
-    pub(crate) recorder: &'a ReportRecorder,
     /// Begin of the command.
     pub(crate) begun: Instant,
     pub(crate) memory: &'a MemoryOrigin,
