@@ -138,6 +138,48 @@ fn from_the_file_of_a_stock_migration() {
     }
 }
 
+/// Head of libvirt's file, before QEMU's stream: 92 bytes, and the domain's description.
+fn libvirt_head() -> Vec<u8> {
+    let description = b"<domain type='qemu'><name>a</name></domain>\0";
+    let mut head = b"LibvirtQemudSave".to_vec();
+    // Version, length of the description, the guest was running, uncompressed, offset of the cookie.
+    for number in [2, description.len() as u32, 1, 0, 0] {
+        head.extend(number.to_ne_bytes());
+    }
+    head.resize(92, 0);
+    [&head, &description[..]].concat()
+}
+
+/// As `virsh save` does it: the guest is paused, and QEMU appends its stream to libvirt's file.
+#[test]
+fn from_a_file_of_virsh_save_a_guest_counts_on() {
+    if !require_lab("from_a_file_of_virsh_save_a_guest_counts_on") {
+        return;
+    }
+    for row in ROWS {
+        let scratch = Scratch::new();
+        let (save, image) = (scratch.text("vm.save"), scratch.text("guest.img"));
+        std::fs::write(&save, libvirt_head()).unwrap();
+        let source = row.boot();
+        source.qmp().execute("stop", Value::Null).unwrap();
+        let count = source.counter().unwrap();
+        migrate_as_set(&source, &format!("exec:cat >> {save}"));
+        wait_migrated(&source);
+        wait_until("whole stream", WITHIN, || {
+            let finished = start_copy(&["--overwrite", &save, &image]).wait(WITHIN)?;
+            Ok(finished.status.success().then_some(()))
+        })
+        .unwrap();
+        prove_stored(row, &source, &image);
+        let destination = waiting(row.builder());
+        let direct = refused(2, &["--run", &save, &qmp(&destination)]);
+        assert!(direct.contains("goes by way of an image: `towline copy "), "{direct}");
+        copy(&["--run", "--verify", &image, &qmp(&destination)]);
+        let counted = || Ok((destination.counter()? > count).then_some(()));
+        wait_until("a guest that counts on", WITHIN, counted).unwrap();
+    }
+}
+
 #[test]
 fn a_command_cannot_have_lanes() {
     let output = refused(2, &["--multifd-channels", "4", "exec:cat", "null:"]);

@@ -205,6 +205,12 @@ fn check_return_path(source: &Source, destination: &Destination, options: &CopyR
         )),
         // An image is as safe afterwards as before, and so is the file behind a pipe.
         (_, Destination::Stream(_)) if !from_stream => Ok(()),
+        (Source::Stream(Address::File { path, .. }), Destination::Qmp(_) | Destination::Stream(_)) => {
+            let file = path.display();
+            Err(Error::Usage(format!(
+                "{file}: a file of `virsh save` goes by way of an image: `towline copy {file} IMAGE`, then `towline copy --run IMAGE {destination}`"
+            )))
+        }
         (_, Destination::Qmp(_) | Destination::Stream(_)) => Err(only_streams()),
         _ if from_stream => Ok(()),
         _ => Err(only_streams()),
