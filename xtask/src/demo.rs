@@ -10,9 +10,11 @@ use crate::setup::{self, Scope};
 /// Set-up, build, demonstration.
 pub(crate) fn run() -> Result<()> {
     let started = Instant::now();
-    println!("demo: on two idle processors the first time takes about 6 minutes and 3 GiB below target/,");
     println!(
-        "demo: of which the demonstration is the last minute. QEMU comes from Debian's packages (apt, as root)."
+        "demo: on two idle processors the first run takes 3 minutes and 2 GB below target/, besides downloads."
+    );
+    println!(
+        "demo: QEMU comes from Debian's packages (apt, as root). The demonstration itself takes 10 seconds."
     );
     setup::run(Scope::Demo)?;
     // Quicker to compile than a release; without object stores, which nothing here uses.

@@ -67,9 +67,9 @@ enum Task {
     Demo,
     /// Draw the charts of README.md and record its demonstration, below docs/pictures.
     Pictures {
-        /// Only the charts, from the published tables.
+        /// Draw again what was recorded, without a run of the demonstration.
         #[arg(long)]
-        charts: bool,
+        drawn: bool,
     },
     /// Generate docs/errors.md from the sources.
     Errors,
@@ -102,8 +102,8 @@ fn main() -> ExitCode {
         Task::Test => return test::run(),
         Task::Fuzz => test::fuzz(),
         Task::Demo => demo::run(),
-        Task::Pictures { charts: true } => pictures::run(pictures::Wanted::Charts),
-        Task::Pictures { charts: false } => pictures::run(pictures::Wanted::All),
+        Task::Pictures { drawn: true } => pictures::run(pictures::Wanted::Drawn),
+        Task::Pictures { drawn: false } => pictures::run(pictures::Wanted::All),
         Task::Errors => errors::write(),
         Task::Api => publish::api::write(),
         Task::Deb { debug } => deb::run(debug).map(drop),

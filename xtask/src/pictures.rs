@@ -3,8 +3,8 @@
 //! ```text
 //!   docs/benchmarks/*.txt ─► bars ─► move.svg, lanes.svg        cargo xtask demo ─► demo.cast ─► demo.svg
 //! ```
-//! Charts have the figures of the published tables, so that both agree. The recording is one of a real run, of which pauses are
-//! shortened; `demo.cast` is asciicast v2, for players of terminals.
+//! Charts have the figures of the published tables, so that both agree. The recording is one of a real run, of which the SVG has other
+//! pauses; `demo.cast` is asciicast v2, for players of terminals.
 
 mod charts;
 mod recording;
@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result};
 
 use crate::command::root;
 
-/// Draws the charts, and records the demonstration unless it is `charts` that are wanted alone.
+/// Draws the pictures, and records the demonstration before unless what was recorded is drawn.
 pub(crate) fn run(wanted: Wanted) -> Result<()> {
     let directory = root().join("docs/pictures");
     fs::create_dir_all(&directory)?;
@@ -24,6 +24,7 @@ pub(crate) fn run(wanted: Wanted) -> Result<()> {
     if wanted == Wanted::All {
         recording::record(&directory)?;
     }
+    recording::draw(&directory)?;
     println!("pictures: {}", directory.display());
     Ok(())
 }
@@ -32,7 +33,7 @@ pub(crate) fn run(wanted: Wanted) -> Result<()> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wanted {
     All,
-    Charts,
+    Drawn,
 }
 
 fn write(path: &Path, content: &str) -> Result<()> {

@@ -429,7 +429,7 @@ const SOAKS: &[Soak] = &[
     },
     Soak {
         name: "report-browser",
-        about: "the page of --report in a headless chromium, light and dark: pictures to look at in target/report-browser",
+        about: "pages of --report in a headless chromium, light, dark and narrow: pictures to look at in target/report-browser",
         run: browser::run,
     },
 ];

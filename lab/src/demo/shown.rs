@@ -1,4 +1,4 @@
-//! What the demonstration prints: headings, commands as they are run, steps with their durations, output.
+//! Output of the demonstration: headings, commands as they are run, steps with their durations, output.
 
 use std::io::Write as _;
 use std::path::Path;

@@ -15,10 +15,13 @@ use towline_report::escape;
 
 use super::write;
 
+const CAST: &str = "demo.cast";
 const COLUMNS: usize = 100;
 const ROWS: usize = 28;
 /// Maximum pause in the SVG, in seconds; the recording has the real one.
 const PAUSE_MAX: f64 = 1.2;
+/// Time for each line of the SVG, in which it can be read; the recording has the real one.
+const LINE_TIME: f64 = 0.22;
 /// Time for which the end is shown.
 const END: f64 = 6.0;
 const LINE_PIXELS: f64 = 18.0;
@@ -34,10 +37,17 @@ struct Output {
     text: String,
 }
 
-/// Runs the demonstration and writes `demo.cast` and `demo.svg`.
+/// Runs the demonstration and writes `demo.cast`.
 pub(super) fn record(directory: &Path) -> Result<()> {
     let outputs = from_begin(run_demo()?)?;
-    write(&directory.join("demo.cast"), &cast(&outputs))?;
+    write(&directory.join(CAST), &cast(&outputs))
+}
+
+/// Draws `demo.svg`, from `demo.cast`.
+pub(super) fn draw(directory: &Path) -> Result<()> {
+    let path = directory.join(CAST);
+    let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+    let outputs = outputs_of(&text).with_context(|| path.display().to_string())?;
     write(&directory.join("demo.svg"), &svg(&Screen::of(&outputs)))
 }
 
@@ -98,6 +108,16 @@ fn cast(outputs: &[Output]) -> String {
     text
 }
 
+/// Parses what [`cast`] has formatted.
+fn outputs_of(cast: &str) -> Result<Vec<Output>> {
+    let output = |line: &str| {
+        let (at, kind, text): (f64, String, String) = serde_json::from_str(line)?;
+        ensure!(kind == "o", "an event {kind:?}, expected output");
+        Ok(Output { at, text: text.replace("\r\n", "\n") })
+    };
+    cast.lines().skip(1).map(output).collect()
+}
+
 /// A line of the screen as it was for a time.
 #[derive(Debug, Clone, PartialEq)]
 struct Shown {
@@ -126,6 +146,7 @@ impl Screen {
             for (index, part) in text.split('\n').enumerate() {
                 if index > 0 {
                     row += 1;
+                    now += LINE_TIME;
                     line.clear();
                     if row >= ROWS {
                         screen.scrolls.push(now);
@@ -238,6 +259,20 @@ mod tests {
         assert_eq!((&lines[0]["version"], &lines[2]), (&json!(2), &json!([2.5, "o", "  start … "])));
         assert!(from_begin(vec![output(0.0, "Files are in x\u{1b}[1m")]).is_err());
         assert!(from_begin(vec![output(0.0, "other")]).is_err());
+        assert_eq!(outputs_of(&cast).unwrap(), found);
+        assert!(outputs_of("{}\n[1.0, \"i\", \"x\"]").is_err());
+    }
+
+    #[test]
+    fn the_published_picture_is_that_of_the_published_recording() {
+        let published = crate::command::root().join("docs/pictures");
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::copy(published.join(CAST), directory.path().join(CAST)).unwrap();
+        draw(directory.path()).unwrap();
+        let read = |directory: &Path| std::fs::read_to_string(directory.join("demo.svg")).unwrap();
+        let picture = read(directory.path());
+        assert!(picture == read(&published), "run `cargo xtask pictures --drawn`");
+        assert!(picture.len() <= 200_000 && picture.contains("inspect --verify"), "{}", picture.len());
     }
 
     #[test]
@@ -250,6 +285,7 @@ mod tests {
         outputs.push(output(61.0, &"x\n".repeat(ROWS)));
         let screen = Screen::of(&outputs);
         assert_eq!(screen.scrolls.len(), 2);
+        assert!((screen.scrolls[1] - screen.scrolls[0] - LINE_TIME).abs() < 1e-9, "lines that come at once");
         let long = Screen::of(&[output(0.0, &"é".repeat(COLUMNS + 3))]);
         assert_eq!(long.lines.iter().map(|line| line.row).collect::<Vec<_>>(), [0, 1]);
         let svg = svg(&screen);

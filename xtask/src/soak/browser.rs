@@ -1,12 +1,13 @@
-//! The page of `--report` in a browser: pictures of it, light and dark, below `target/report-browser`, to be looked at.
+//! Pages of `--report` in a browser: pictures of them, light, dark and narrow, below `target/report-browser`, to be looked at.
 //!
 //! ```text
-//!   a QEMU ── towline copy --report ──► another QEMU      page.html ─► headless chromium ─► light.png, dark.png
+//!   Linux in a QEMU ── towline move --report ──► another QEMU     move.html ─┐
+//!   an image ── towline run --count --report ──► clones           run.html ──┴► headless chromium ─► move-light.png, …
 //! ```
 
 use std::fs;
-use std::path::Path;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -16,9 +17,17 @@ use crate::command::{cargo, run as run_command, target_directory};
 use crate::setup::apt;
 
 const COPY_WITHIN: Duration = Duration::from_secs(120);
+const BOOT_WITHIN: Duration = Duration::from_secs(120);
 const MEMORY_MIB: u64 = 512;
-/// Slow enough for several samples.
-const RATE: &str = "2M";
+const MIB: u64 = 1 << 20;
+/// Content of the guest's memory, and the rate of the move, for several samples.
+const FILL: u64 = 192 * MIB;
+const SEED: u64 = 1;
+const RATE: &str = "48M";
+/// Load of the guest meanwhile, in bytes per second and in bytes.
+const DIRTY_RATE: u64 = 16 * MIB;
+const DIRTY: u64 = 32 * MIB;
+const CLONES: &str = "6";
 /// A picture of an empty page is smaller.
 const PICTURE_MIN: u64 = 20 << 10;
 /// The first line of every PNG.
@@ -26,8 +35,10 @@ const PNG: &[u8] = b"\x89PNG\r\n";
 /// Pictures, and what makes the browser prefer those colours.
 const SCHEMES: [(&str, &[&str]); 2] =
     [("light", &[]), ("dark", &["--force-dark-mode", "--blink-settings=preferredColorScheme=0"])];
+/// Width of a phone, in a frame: the browser's own windows are wider.
+const NARROW: u32 = 400;
 
-/// Makes a page and its pictures.
+/// Makes the pages and their pictures.
 pub(super) fn run() -> Result<()> {
     apt::require(&["chromium", "fonts-dejavu-core"])?;
     let is_debug = std::env::var_os("TOWLINE_SOAK_DEBUG").is_some();
@@ -36,26 +47,77 @@ pub(super) fn run() -> Result<()> {
     let target = target_directory()?;
     let directory = target.join("report-browser");
     fs::create_dir_all(&directory)?;
-    let page = directory.join("page.html");
-    report(&target.join(build).join("towline"), &page)?;
-    let mut pictures = Vec::new();
-    for (scheme, options) in SCHEMES {
-        pictures.push(picture(&page, &directory.join(format!("{scheme}.png")), options)?);
+    let towline = target.join(build).join("towline");
+    let pages = [("move", move_page as MakePage), ("run", run_page)];
+    for (name, make) in pages {
+        let page = directory.join(format!("{name}.html"));
+        make(&towline, &page)?;
+        let mut pictures = Vec::new();
+        for (scheme, options) in SCHEMES {
+            pictures.push(picture(&page, &directory.join(format!("{name}-{scheme}.png")), options)?);
+        }
+        ensure!(pictures[0] != pictures[1], "{name}: the page looks the same, light and dark");
+        let frame = directory.join(format!("{name}-narrow.html"));
+        let html = format!(
+            "<!doctype html><body style=\"margin:0\"><iframe src=\"{name}.html\" width=\"{NARROW}\" height=\"1500\" style=\"border:0\"></iframe>"
+        );
+        fs::write(&frame, html)?;
+        picture(&frame, &directory.join(format!("{name}-narrow.png")), &[])?;
     }
-    ensure!(pictures[0] != pictures[1], "the page looks the same, light and dark");
-    println!("report-browser: look at light.png and dark.png in {}", directory.display());
+    println!("report-browser: look at the pictures in {}", directory.display());
     Ok(())
 }
 
-/// Copies a guest from one QEMU to another, with a page about it.
-fn report(towline: &Path, page: &Path) -> Result<()> {
-    let builder = Qemu::builder(Version::V10_0).memory_mib(MEMORY_MIB);
+/// Makes a page by running this towline.
+type MakePage = fn(&Path, &Path) -> Result<()>;
+
+/// Moves a guest that writes its memory from one QEMU to another, with a page about it.
+fn move_page(towline: &Path, page: &Path) -> Result<()> {
+    let builder = Qemu::builder(Version::V10_0).linux().memory_mib(MEMORY_MIB).processors(2);
     let source = builder.clone().start()?;
     let destination = builder.incoming_defer().start()?;
+    let mut guest = source.linux(BOOT_WITHIN)?;
+    guest.fill(FILL, SEED)?;
+    guest.dirty(DIRTY_RATE, DIRTY)?;
     let page = page.display().to_string();
     let ends = [&source, &destination].map(|qemu| format!("qmp:{}", qemu.qmp_path().display()));
-    let words = ["copy", "--max-bandwidth", RATE, "--report", &page, &ends[0], &ends[1]];
+    let words = ["move", "--max-bandwidth", RATE, "--report", &page, &ends[0], &ends[1]];
     Towline::start(towline, words)?.wait_done(COPY_WITHIN)?;
+    Ok(())
+}
+
+/// A process that ends with this.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Runs clones of a guest without an operating system, with a page about them.
+fn run_page(towline: &Path, page: &Path) -> Result<()> {
+    let directory = tempfile::tempdir()?;
+    let path = |name: &str| directory.path().join(name);
+    let text = |path: PathBuf| path.display().to_string();
+    let (socket, image) = (text(path("a.qmp")), text(path("guest.img")));
+    let mut qemu = Version::V10_0.command();
+    qemu.args(["-machine", "q35", "-m", "256", "-display", "none"]);
+    qemu.args(["-qmp", &format!("unix:{socket},server=on,wait=off")]).stdin(Stdio::null());
+    let qemu = Killed(qemu.spawn().context("QEMU")?);
+    Towline::start(towline, ["copy", &format!("qmp:{socket}"), &image])?.wait_done(COPY_WITHIN)?;
+    drop(qemu);
+    let page_text = page.display().to_string();
+    let name = format!("report-{}", std::process::id());
+    let options = ["--name", &name, "--count", CLONES, "--report", &page_text];
+    // The page of before would be taken for the new one.
+    let _ = fs::remove_file(page);
+    let run = Towline::start(towline, ["run", image.as_str()].into_iter().chain(options))?;
+    towline_lab::wait_until("the page", COPY_WITHIN, || Ok(page.exists().then_some(())))?;
+    // With it the guests end.
+    drop(run);
     Ok(())
 }
 
