@@ -506,11 +506,11 @@ enum Awaited {
 impl Worker for VsockWorker {
     fn run(&mut self, queues: &mut Queues<'_>) -> Next {
         for _ in 0..POLLED_PASSES_MAX {
-            let packets = self.engine.awaited_packets();
+            let packets = self.engine.traffic().to_guest;
             if let AfterPass::Return(next) = self.pass(queues) {
                 return next;
             }
-            let awaited = if self.engine.awaited_packets() == packets { Awaited::No } else { Awaited::Yes };
+            let awaited = if self.engine.traffic().to_guest == packets { Awaited::No } else { Awaited::Yes };
             Self::publish(queues, awaited);
             // A call to epoll costs less than the thread's own wait for all descriptors.
             self.host_is_ready = true;

@@ -63,8 +63,6 @@ pub struct Engine<S: Sockets> {
     full_since: Option<u64>,
     /// Packets that carry no payload; data packets to the guest are counted in `statistics`.
     traffic: AnswerablePackets,
-    /// SHUTDOWN packets of both directions that were sent to the guest.
-    last_shutdowns: u64,
     ablation: Ablation,
     statistics: Statistics,
 }
@@ -88,7 +86,6 @@ impl<S: Sockets> Engine<S> {
             credit_timers: LiveQueue::default(),
             full_since: None,
             traffic: AnswerablePackets::default(),
-            last_shutdowns: 0,
             ablation: Ablation::default(),
             statistics: Statistics::default(),
         }
@@ -115,16 +112,11 @@ impl<S: Sockets> Engine<S> {
         &self.table
     }
 
-    /// Returns the number of packets in both directions, without credit updates.
+    /// Returns the number of packets in both directions that may be answered: all but credit updates and the ends of connections.
+    /// Those to the guest are also the ones for which one of its programs may wait.
     pub(crate) fn traffic(&self) -> AnswerablePackets {
         let to_guest = self.traffic.to_guest + self.statistics.totals.packets_to_guest;
         AnswerablePackets { to_guest, ..self.traffic }
-    }
-
-    /// Returns the number of packets to the guest for which one of its programs may wait: all but credit updates and the ends of
-    /// connections whose sockets are closed.
-    pub(crate) fn awaited_packets(&self) -> u64 {
-        self.traffic().to_guest - self.last_shutdowns
     }
 
     /// Returns the counters.

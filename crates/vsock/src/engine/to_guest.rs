@@ -11,7 +11,7 @@ use super::lifecycle::{LifecycleEvent, ReceiveState};
 use super::{CREDIT_TIMEOUT_MS, Engine};
 use crate::ablation::{Ablation, RECEIVE_BATCH as BATCH};
 use crate::connection::ConnectionId;
-use crate::packet::{HEADER_BYTES, Operation, SeqFlags, ShutdownFlags, SocketType};
+use crate::packet::{HEADER_BYTES, Operation, PacketHeader, SeqFlags, ShutdownFlags, SocketType};
 use crate::sockets::{CloseMode, Peeked, ReceiveOutcome, Sockets};
 
 /// Number of batches before other work has its turn.
@@ -80,11 +80,7 @@ impl<S: Sockets> Engine<S> {
                 ring.complete(chain, 0);
                 used += 1;
             } else if let Some(header) = self.table.next_control() {
-                let is_credit_update = header.operation == Operation::CreditUpdate.number();
-                self.traffic.to_guest += u64::from(!is_credit_update);
-                let is_last = header.operation == Operation::Shutdown.number()
-                    && ShutdownFlags::from_bits_truncate(header.flags).is_all();
-                self.last_shutdowns += u64::from(is_last);
+                self.traffic.to_guest += u64::from(may_be_awaited(&header));
                 chain.write_at(0, &header.to_bytes());
                 ring.complete(chain, HEADER_BYTES as u32);
                 used += 1;
@@ -368,6 +364,14 @@ impl<S: Sockets> Engine<S> {
         }
         next - space.first
     }
+}
+
+/// Returns true if a packet without a payload may be answered: neither a credit update, nor the end of a connection whose
+/// socket is closed.
+fn may_be_awaited(header: &PacketHeader) -> bool {
+    let is_end = header.operation == Operation::Shutdown.number()
+        && ShutdownFlags::from_bits_truncate(header.flags).is_all();
+    !is_end && header.operation != Operation::CreditUpdate.number()
 }
 
 /// Returns the capacity for payload of a chain with this number of writable bytes, of which a packet has at most `most`.

@@ -78,7 +78,8 @@ impl<S: Sockets> Engine<S> {
         let header = PacketHeader::parse(&bytes);
         let payload = packet.readable_bytes() - HEADER_BYTES as u32;
         let inbound = self.table.receive_from_guest(&header, payload);
-        self.traffic.from_guest += u64::from(!matches!(inbound, Inbound::Credit(_)));
+        // Neither a credit update nor the end of a connection has an answer.
+        self.traffic.from_guest += u64::from(!matches!(inbound, Inbound::Credit(_) | Inbound::Closed(..)));
         if let Inbound::Payload(id, flags) = inbound {
             self.statistics.totals.packets_from_guest += 1;
             let len = header.len;
