@@ -131,6 +131,7 @@ pub fn prepare(options: &UpgradeOptions) -> Result<Prepared, Error> {
     let memory = memory(&old.backends, options.memory, version)?;
     let number = fastrand::u32(..);
     let context = Context {
+        version,
         working_directory: &old.working_directory,
         machine: &old.machine,
         generation_id: old.generation_id.as_deref(),

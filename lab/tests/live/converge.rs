@@ -33,7 +33,7 @@ fn a_guest_that_writes_too_fast_gets_a_verdict_and_runs_on() {
         "the guest writes ",
         " MB/s of pages while ",
         " MB/s get through",
-        "would be stopped for  ",
+        "would be stopped for ",
         " ms, with 100 ms allowed",
         "--downtime-limit or --max-bandwidth, or slow the guest down with --throttle",
         "the guest: safe at its source",

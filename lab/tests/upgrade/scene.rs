@@ -72,8 +72,12 @@ impl Scene {
     pub(crate) fn new(backing: Backing, has_drives: bool) -> Self {
         let place = directory();
         let drives = if has_drives { drives(place.path()) } else { Vec::new() };
-        let version = if backing == Backing::MemfdOf7 { Version::V7_2 } else { Version::V10_0 };
-        let builder = small_guest_of(version).args(drives);
+        let builder = match backing {
+            // The default of 7.2 has features that are not in 10.0 any more.
+            Backing::MemfdOf7 => small_guest_of(Version::V7_2).cpu("Nehalem"),
+            _ => small_guest_of(Version::V10_0),
+        };
+        let builder = builder.args(drives);
         match backing {
             Backing::File => {
                 let mut scene = Self::on(builder, place, MEMORY_MIB);

@@ -12,7 +12,8 @@ use crate::units::{Unit, number, poll_us, whole};
 ///
 /// A missing tap is created, brought up, and removed at the end; create one that must stay, for instance on a bridge,
 /// first. SIGTERM and Ctrl-C end the card and print the statistics of its queues; SIGUSR1 prints them at any time. A card
-/// that is started again after a crash continues to serve its guest if QEMU's chardev has `reconnect=`.
+/// that is started again after a crash continues to serve its guest if QEMU's chardev has `reconnect=`
+/// (`reconnect-ms=` from QEMU 9.2 on, which 11.1 requires).
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:

@@ -5,6 +5,7 @@
 //!   files it writes its consoles to ─► appended to, not truncated
 //!   -incoming, -S, -daemonize, the launcher's own monitor, -run-with exit-with-parent ─► left out
 //!   machine type ─► the versioned one; vmgenid ─► the value that the guest has
+//!   reconnect of a chardev ─► reconnect-ms, or back, as the new QEMU has it
 //!   ports, taps, host devices, other processes' sockets, whatever is not listed ─► refused, with the setting that changes it
 //! ```
 //! An option that a setting of the user replaces is the user's: it is neither changed nor refused. One of which a setting changes a
@@ -14,7 +15,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use towline_launch::command_line::{OptionName, OptionValue, Properties, QemuOption};
-use towline_launch::{CommandLine, Setting, is_known_model};
+use towline_launch::{CommandLine, QemuVersion, Setting, is_known_model};
 
 use super::error::IncompatibleSetting;
 use super::ports::{Port, parse_port};
@@ -26,6 +27,11 @@ const SOCKET_PATH_BYTES_MAX: usize = 107;
 const LAUNCHERS_MONITOR: &str = "towline-qmp";
 /// Property of `-run-with`, of QEMU 10.2 and later.
 const EXIT_WITH_PARENT: &str = "exit-with-parent";
+/// Properties of chardevs: seconds, which QEMU 11 has no longer, and milliseconds.
+const RECONNECT: &str = "reconnect";
+const RECONNECT_MS: &str = "reconnect-ms";
+/// First version with [`RECONNECT_MS`].
+const RECONNECT_MS_SINCE: QemuVersion = QemuVersion { major: 9, minor: 2 };
 /// Prefix of ids of chardevs that are made here.
 const PORT_ID: &str = "towline-port";
 
@@ -73,6 +79,8 @@ const UNKNOWN_REASON: &str = "it is not known whether two QEMUs can have it; set
 #[derive(Debug)]
 pub(super) struct Context<'a> {
     pub(super) working_directory: &'a Path,
+    /// Version of the new QEMU.
+    pub(super) version: QemuVersion,
     /// Machine type, with its version.
     pub(super) machine: &'a str,
     /// The guest's vmgenid.
@@ -151,6 +159,11 @@ pub(super) fn rewrite(
     }
     rewritten.command_line.options_mut().append(&mut rewriter.added);
     set_machine(&mut rewritten.command_line, context.machine);
+    let chardevs =
+        rewritten.command_line.options_mut().iter_mut().filter(|option| option.name.as_str() == "chardev");
+    chardevs
+        .filter_map(QemuOption::properties_mut)
+        .for_each(|chardev| set_reconnect(chardev, context.version));
     rewritten.names = rewriter.names;
     rewritten.cards = rewriter.cards;
     if rewriter.refusals.is_empty() { Ok(rewritten) } else { Err(rewriter.refusals) }
@@ -165,6 +178,22 @@ fn set_machine(command_line: &mut CommandLine, machine: &str) {
         return;
     }
     command_line.options_mut().extend(option("machine", machine));
+}
+
+/// Sets the time until a chardev connects again by the property that this version of QEMU has.
+fn set_reconnect(chardev: &mut Properties, version: QemuVersion) {
+    let value = |name| chardev.value(name).and_then(|value| value.parse::<u64>().ok());
+    if version >= RECONNECT_MS_SINCE {
+        let Some(milliseconds) = value(RECONNECT).and_then(|seconds| seconds.checked_mul(1000)) else {
+            return;
+        };
+        chardev.remove(RECONNECT);
+        chardev.set(RECONNECT_MS, &milliseconds.to_string());
+    } else {
+        let Some(milliseconds) = value(RECONNECT_MS) else { return };
+        chardev.remove(RECONNECT_MS);
+        chardev.set(RECONNECT, &milliseconds.div_ceil(1000).to_string());
+    }
 }
 
 /// Chardevs of vhost-user-vsock devices.

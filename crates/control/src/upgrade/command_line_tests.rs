@@ -5,6 +5,7 @@ const MACHINE: &str = "pc-q35-7.2";
 fn context(settings: &[Setting], vsocks: Vsocks) -> Context<'_> {
     Context {
         working_directory: Path::new("/srv/vm"),
+        version: QemuVersion { major: 10, minor: 0 },
         machine: MACHINE,
         generation_id: Some("324e6eaf-d1d1-4bf6-bf41-b9bb6c91fb87"),
         settings,
@@ -186,7 +187,8 @@ fn a_vsock_that_is_detached_keeps_its_chardev() {
 
 #[test]
 fn cards_keep_their_sockets_on_request() {
-    let line = ["-chardev", "socket,id=c,path=net.sock,reconnect=1", "-netdev", "vhost-user,id=n0,chardev=c"];
+    let line =
+        ["-chardev", "socket,id=c,path=net.sock,reconnect-ms=1000", "-netdev", "vhost-user,id=n0,chardev=c"];
     assert_eq!(refused(&line, &[], Vsocks::Refused), ["netdev.n0"]);
     let shared = Context { cards: Cards::Shared, ..context(&[], Vsocks::Refused) };
     let made = rewrite(&CommandLine::parse(line).unwrap(), &shared).unwrap();
@@ -198,6 +200,26 @@ fn cards_keep_their_sockets_on_request() {
         let refusals = rewrite(&CommandLine::parse(line).unwrap(), &shared).unwrap_err();
         let keys: Vec<_> = refusals.into_iter().map(|refusal| refusal.setting).collect();
         assert_eq!(keys, ["chardev.c"]);
+    }
+}
+
+/// QEMU 9.2 has milliseconds, and QEMU 11 no seconds any more.
+#[test]
+fn a_chardev_connects_again_by_the_property_that_the_new_qemu_has() {
+    let rewritten_for = |version, chardev: &str| {
+        let old = CommandLine::parse(["-chardev", chardev, "-netdev", "vhost-user,id=n0,chardev=c"]).unwrap();
+        let context = Context { version, cards: Cards::Shared, ..context(&[], Vsocks::Refused) };
+        words(&rewrite(&old, &context).unwrap())[1].to_owned()
+    };
+    let [old, new] = [(9, 1), (9, 2)].map(|(major, minor)| QemuVersion { major, minor });
+    for (version, from, to) in [
+        (new, "reconnect=2", "reconnect-ms=2000"),
+        (new, "reconnect-ms=1500", "reconnect-ms=1500"),
+        (old, "reconnect-ms=1500", "reconnect=2"),
+        (old, "reconnect=2", "reconnect=2"),
+    ] {
+        let chardev = |reconnect| format!("socket,id=c,path=/run/c,{reconnect}");
+        assert_eq!(rewritten_for(version, &chardev(from)), chardev(to), "{version}");
     }
 }
 
