@@ -311,7 +311,7 @@ impl Builder {
         self.prepare()?.start()
     }
 
-    /// Makes its files, and the command that [`PreparedQemu::start`] runs.
+    /// Makes its files, and the command that starts it.
     pub fn prepare(self) -> Result<PreparedQemu> {
         let files = match &self.directory {
             Some(path) => {
