@@ -85,7 +85,7 @@ fn a_copy_is_queried_and_its_bandwidth_raised() {
     let scraped = scrape(fixture.metrics, WITHIN).unwrap();
     assert_eq!(scraped.get("towline_migration_running"), Some(1.0), "{scraped:?}");
     assert_eq!(scraped.get("towline_migration_ended"), Some(0.0), "{scraped:?}");
-    assert!(scraped.get("towline_migration_total_bytes") >= Some(f64::from(64 << 20)), "{scraped:?}");
+    assert!(scraped.get("towline_migration_ram_bytes") >= Some(f64::from(64 << 20)), "{scraped:?}");
     assert!(scraped.get("towline_migration_transferred_bytes_total") > Some(0.0), "{scraped:?}");
     let stats = fixture.ctl(&["query-stats", "target=migration"]);
     assert_eq!(stats[0]["qom-path"], "/migration", "{stats}");

@@ -86,7 +86,7 @@ impl State {
                 matches!(self.status, "failed" | "cancelled").into(),
             ),
             Metric::gauge("time", "since it was begun, until it ended", took).in_milliseconds(),
-            Metric::gauge("total-bytes", "the guest's RAM", moved.total).in_bytes(),
+            Metric::gauge("ram-bytes", "the guest's RAM", moved.total).in_bytes(),
             Metric::gauge("remaining-bytes", "what is still to be sent", remaining).in_bytes(),
             Metric::gauge(
                 "dirty-rate-bytes",
