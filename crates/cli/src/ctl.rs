@@ -59,7 +59,8 @@ fn socket<'a>(text: &'a Path, root: &RuntimeRoot) -> Result<Cow<'a, Path>> {
     let socket: Option<PathBuf> = guest.map(|guest| guest.qmp);
     socket.map(Cow::Owned).with_context(|| {
         format!(
-            "{name}: no guest of this user has this name, and no socket here; `towline ps` lists the guests"
+            "{name}: no guest of this user has this name (`towline ps` lists them), and no socket here; a towline \
+             removes the socket of its --qmp when it ends"
         )
     })
 }
@@ -163,6 +164,7 @@ mod tests {
         assert!(is_own_socket(&path) && !is_own_socket(directory.path()));
         let error = socket(Path::new("web-0"), &root).unwrap_err().to_string();
         assert!(error.starts_with("web-0: no guest of this user has this name"), "{error}");
+        assert!(error.ends_with("a towline removes the socket of its --qmp when it ends"), "{error}");
         assert_eq!(
             ["status", "powerdown", "quit"].map(full_name),
             ["query-status", "system_powerdown", "quit"]
