@@ -13,7 +13,7 @@ use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
 use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::store::Action;
-use crate::units::{count, size};
+use crate::units::{counted, size};
 
 /// Runs `inspect --garbage` and `--remove-garbage`.
 pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
@@ -76,28 +76,28 @@ struct Swept {
 fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: Swept) {
     let Swept { bytes, removes } = swept;
     reporter.line(&format!(
-        "{prefix}: {} images name {} chunks in {}",
-        count(found.images as u64),
-        count(found.used.chunks),
-        size(found.used.bytes)
+        "{prefix}: {} in {} of {}",
+        counted(found.used.chunks, "chunk"),
+        size(found.used.bytes),
+        counted(found.images as u64, "image")
     ));
     reporter.line(&format!(
-        "  garbage       {} objects in {}, {}",
-        count(found.objects.len() as u64),
+        "  garbage       {} in {}, {}",
+        counted(found.objects.len() as u64, "object"),
         size(bytes),
         if removes { "removed" } else { "not removed" }
     ));
     reporter.line(&format!(
-        "  too young     {} chunks in {} (minimum age); uploads in progress: {}, readers: {}",
-        count(found.young.chunks),
+        "  too young     {} in {} (minimum age); uploads in progress: {}, readers: {}",
+        counted(found.young.chunks, "chunk"),
         size(found.young.bytes),
         found.uploads,
         found.readers
     ));
     if found.kept.chunks > 0 {
         reporter.line(&format!(
-            "  kept          {} chunks in {}, of replaced or removed images that are still read by {}",
-            count(found.kept.chunks),
+            "  kept          {} in {}, of replaced or removed images that are still read by {}",
+            counted(found.kept.chunks, "chunk"),
             size(found.kept.bytes),
             found.kept_for.join(", ")
         ));

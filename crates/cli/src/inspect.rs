@@ -21,7 +21,7 @@ use crate::exit::{Exit, UsageError};
 use crate::progress::Reporter;
 use crate::sandbox::Policy;
 use crate::signals::{SignalEffects, cancel_on_signals};
-use crate::units::{count, size};
+use crate::units::{count, counted, size};
 use crate::{command_line, console, events, sandbox};
 
 /// Number of threads that compare an image with its checksums.
@@ -360,9 +360,9 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
     reporter.line(&format!("{}: {what}", args.source));
     print_head(reporter, &facts);
     reporter.line(&format!(
-        "  memory        {} plain pages, {} zero pages, {} in all",
-        count(moved.normal),
-        count(moved.duplicate),
+        "  memory        {}, {}, {} in all",
+        counted(moved.normal, "plain page"),
+        counted(moved.duplicate, "zero page"),
         size(moved.transferred)
     ));
     print_blocks(reporter, &blocks);

@@ -23,7 +23,7 @@ use crate::endpoint::Endpoint;
 use crate::events;
 use crate::lock::lock;
 use crate::log::RequestId;
-use crate::units::count;
+use crate::units::counted;
 
 /// Interval of progress events.
 const JSON_INTERVAL: Duration = Duration::from_millis(500);
@@ -281,7 +281,7 @@ pub(crate) fn faults(faults: &FaultCounts) -> Value {
 
 /// Formats postcopy faults for people.
 pub(crate) fn faults_text(faults: &FaultCounts) -> String {
-    let mut text = format!("{} faults", count(faults.requests));
+    let mut text = counted(faults.requests, "fault");
     if let (Some(p50), Some(p99)) = (faults.latency_p50, faults.latency_p99) {
         let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
         text += &format!(", p50 {:.2} ms, p99 {:.2} ms", milliseconds(p50), milliseconds(p99));

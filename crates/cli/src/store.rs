@@ -178,11 +178,6 @@ fn nothing_to_verify(reporter: &Reporter, place: &str) -> Exit {
     end(reporter, totals(place, 0, 0), 1)
 }
 
-/// Formats a number of images.
-fn images_text(images: usize) -> String {
-    if images == 1 { "1 image".into() } else { format!("{images} images") }
-}
-
 /// Reports a compared image.
 fn report_verified(reporter: &Reporter, image: &str, error: Option<&str>) {
     reporter.event("verified", json!({ "image": image, "error": error }));

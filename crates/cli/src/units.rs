@@ -128,6 +128,12 @@ pub(crate) fn size(bytes: u64) -> String {
     }
 }
 
+/// Formats a number of things: `1 chunk`, `1,234 chunks`.
+pub(crate) fn counted(number: u64, noun: &str) -> String {
+    let ending = if number == 1 { "" } else { "s" };
+    format!("{} {noun}{ending}", count(number))
+}
+
 /// Formats a number: `1,234,567`.
 pub(crate) fn count(number: u64) -> String {
     let digits = number.to_string();
@@ -201,6 +207,10 @@ mod tests {
     fn numbers_are_formatted_in_groups() {
         assert_eq!(count(1_234_567), "1,234,567");
         assert_eq!(count(999), "999");
+        assert_eq!(
+            [0, 1, 2345].map(|number| counted(number, "chunk")),
+            ["0 chunks", "1 chunk", "2,345 chunks"]
+        );
         assert_eq!(size(1536), "1.50 KiB");
         assert_eq!(size(12), "12 B");
     }

@@ -17,7 +17,7 @@ use towline_protocol::device_state::{DeviceSection, DeviceState};
 use towline_report::{Row, document, escape, list, table};
 
 use crate::report::write_page;
-use crate::units::{count, size};
+use crate::units::{count, counted, size};
 
 /// Cells in a row of a map.
 const COLUMNS: usize = 128;
@@ -123,10 +123,10 @@ fn block_map(body: &mut String, block: &StoredBlock, chunks: &[Chunk]) {
         counts.map(|chunk| format!("{} {}", count(number(chunk) as u64), chunk.class())).collect();
     let _ = writeln!(
         body,
-        "<h3>{}</h3>\n<p>{}: {} chunks of {} ({}); a cell is {}</p>\n<figure>{}</figure>",
+        "<h3>{}</h3>\n<p>{}: {} of {} ({}); a cell is {}</p>\n<figure>{}</figure>",
         escape(&block.name),
         size(block.length),
-        count(chunks.len() as u64),
+        counted(chunks.len() as u64, "chunk"),
         size(CHUNK_BYTES),
         counts.join(", "),
         size(per_cell as u64 * CHUNK_BYTES),

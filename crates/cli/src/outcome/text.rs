@@ -8,7 +8,7 @@ use super::{Verb, memory};
 use crate::endpoint::Endpoint;
 use crate::progress::{Reporter, faults_text};
 use crate::sends;
-use crate::units::{count, size};
+use crate::units::{count, counted, size};
 
 /// Prints the report.
 pub(super) fn completed(
@@ -35,7 +35,8 @@ pub(super) fn completed(
     if let Some(Increment { stored, in_base }) = report.increment {
         let (all, bytes) = (stored + in_base, stored as u64 * CHUNK_BYTES);
         reporter.line(&format!(
-            "  stored       {stored} of {all} chunks ({}); the base has the others",
+            "  stored       {stored} of {} ({}); the base has the others",
+            counted(all as u64, "chunk"),
             size(bytes)
         ));
     }
@@ -47,15 +48,15 @@ pub(super) fn completed(
 fn transfer(reporter: &Reporter, report: &CopyReport) {
     let (moved, seconds) = (&report.moved, report.total_time.as_secs_f64());
     reporter.line(&format!(
-        "  memory       {}: {} plain pages, {} zero pages",
+        "  memory       {}: {}, {}",
         size(moved.total),
-        count(moved.normal),
-        count(moved.duplicate)
+        counted(moved.normal, "plain page"),
+        counted(moved.duplicate, "zero page")
     ));
     if let Some(uploaded) = &report.uploaded {
         reporter.line(&format!(
-            "  uploaded     {} chunks in {}; {} were stored already, {} are zero",
-            count(uploaded.sent_chunks),
+            "  uploaded     {} in {}; {} were stored already, {} are zero",
+            counted(uploaded.sent_chunks, "chunk"),
             size(uploaded.sent_bytes),
             count(uploaded.known_chunks),
             count(uploaded.zero_chunks)
@@ -101,10 +102,10 @@ fn postcopy(reporter: &Reporter, report: &PostcopyReport) {
         None => reporter.line(&format!("  postcopy     {faults}")),
     }
     if report.working_set_pages > 0 {
-        let pages = count(report.working_set_pages);
-        reporter.line(&format!("  working set  {pages} pages of earlier restores were sent first"));
+        let pages = counted(report.working_set_pages, "page");
+        reporter.line(&format!("  working set  {pages} of earlier restores, sent first"));
     }
     if report.recoveries > 0 {
-        reporter.line(&format!("  recovered    from {} lost connections", count(report.recoveries)));
+        reporter.line(&format!("  recovered    from {}", counted(report.recoveries, "lost connection")));
     }
 }

@@ -14,7 +14,7 @@ use super::Recorded;
 use crate::events;
 use crate::progress::{Estimate, faults_text};
 use crate::sends;
-use crate::units::{count, size};
+use crate::units::{counted, size};
 
 const MIB: f64 = (1 << 20) as f64;
 
@@ -50,8 +50,11 @@ impl Page<'_> {
                 rows.push(Row::new("result", "done"));
                 rows.push(Row::new("source", report.source.text()));
                 rows.push(Row::new("destination", report.destination.text()));
-                let pages =
-                    format!("{} plain pages, {} zero pages", count(moved.normal), count(moved.duplicate));
+                let pages = format!(
+                    "{}, {}",
+                    counted(moved.normal, "plain page"),
+                    counted(moved.duplicate, "zero page")
+                );
                 rows.push(Row::new("memory", format!("{}: {pages}", size(moved.total))));
                 rows.push(Row::new("sent", size(moved.transferred)));
                 rows.push(Row::new("lanes", report.multifd_channels.to_string()));

@@ -9,10 +9,10 @@ use towline_image::directory::{self, ImageEntry};
 use towline_image::leftover::{self, Partial};
 
 use super::row::{Content, Row, print_heading};
-use super::{Action, Removed, View, end, images_text, totals};
+use super::{Action, Removed, View, end, totals};
 use crate::exit::Exit;
 use crate::progress::Reporter;
-use crate::units::size;
+use crate::units::{counted, size};
 use crate::{console, errors};
 
 /// Number of threads that compare an image with its checksums.
@@ -28,7 +28,8 @@ pub(super) fn show(reporter: &Reporter, path: &Path, view: View) -> Result<Exit>
     rows.iter().for_each(|row| row.report(reporter, view));
     let bad = rows.iter().filter(|row| !row.is_whole()).count();
     let allocated: u64 = entries.iter().map(|entry| entry.allocated).sum();
-    reporter.line(&format!("{}: {} in {}", path.display(), images_text(rows.len()), size(allocated)));
+    let images = counted(rows.len() as u64, "image");
+    reporter.line(&format!("{}: {images} in {}", path.display(), size(allocated)));
     let mut fields = totals(&path.display().to_string(), rows.len(), bad);
     fields["bytes"] = allocated.into();
     Ok(end(reporter, fields, bad))

@@ -8,12 +8,12 @@ use towline_image::store::{
 };
 
 use super::row::{Content, Row, print_heading};
-use super::{Removed, View, end, images_text, report_verified, totals};
+use super::{Removed, View, end, report_verified, totals};
 use crate::errors;
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::signals::{SignalEffects, cancel_on_signals};
-use crate::units::{count, size};
+use crate::units::{counted, size};
 
 /// Lists the images of a prefix.
 pub(super) fn show(reporter: &Reporter, prefix: &Location, view: View) -> Result<Exit> {
@@ -26,15 +26,15 @@ pub(super) fn show(reporter: &Reporter, prefix: &Location, view: View) -> Result
     rows.iter().for_each(|row| row.report(reporter, view));
     let Catalog { used, unreferenced, uploads, .. } = &catalog;
     reporter.line(&format!(
-        "{prefix}: {}, {} chunks in {}",
-        images_text(rows.len()),
-        count(used.chunks),
+        "{prefix}: {}, {} in {}",
+        counted(rows.len() as u64, "image"),
+        counted(used.chunks, "chunk"),
         size(used.bytes)
     ));
     if unreferenced.chunks > 0 {
         reporter.line(&format!(
-            "  unreferenced  {} chunks in {} (`towline store gc` removes old ones); uploads in progress: {uploads}",
-            count(unreferenced.chunks),
+            "  unreferenced  {} in {} (`towline store gc` removes old ones); uploads in progress: {uploads}",
+            counted(unreferenced.chunks, "chunk"),
             size(unreferenced.bytes)
         ));
     }
