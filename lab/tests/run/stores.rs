@@ -10,8 +10,8 @@ use towline_lab::{Version, require_lab, wait_until};
 use crate::store::{BUCKET, Fixture, S3};
 use crate::support::{Saved, WITHIN};
 
-/// Delay of each response in milliseconds.
-const DELAY_MS: u32 = 20;
+/// Delay of each response in milliseconds; `TOWLINE_SOAK_STORE_DELAY_MS` sets another.
+const DELAY_MS: u64 = 20;
 /// Delay with which a guest's memory takes long to arrive.
 const SLOW_MS: u32 = 300;
 /// Runs of each kind.
@@ -26,6 +26,19 @@ enum Way {
     File,
     /// By the file that is there.
     WarmFile,
+}
+
+fn delay_ms() -> u32 {
+    u32::try_from(number("TOWLINE_SOAK_STORE_DELAY_MS", DELAY_MS)).unwrap()
+}
+
+/// Times of a guest to its first tick, and what its store was asked for until then.
+struct Ticked {
+    /// From the command.
+    command: Duration,
+    /// From the answer of its QEMU's monitor.
+    answer: Duration,
+    requests: u64,
 }
 
 /// An image in a store behind a delay.
@@ -45,8 +58,8 @@ impl<'a> Stored<'a> {
         Self { s3, fixture, saved, image }
     }
 
-    /// Runs the guest to its first tick; returns the time until then, from the command and from the answer of its QEMU's monitor.
-    fn run(&self, way: Way, cache: &Path) -> [Duration; 2] {
+    /// Runs the guest to its first tick.
+    fn run(&self, way: Way, cache: &Path) -> Ticked {
         let (binary, cache) = (self.saved.binary(), cache.display().to_string());
         let memory = if way == Way::Postcopy { "--postcopy" } else { "--share" };
         let options =
@@ -54,7 +67,7 @@ impl<'a> Stored<'a> {
         let settings = self.saved.set();
         let settings = settings.iter().map(String::as_str);
         let words: Vec<&str> = options.into_iter().chain([memory]).chain(settings).collect();
-        self.s3.misbehave(0, 0, DELAY_MS);
+        self.s3.misbehave(0, 0, delay_ms());
         let begun = Instant::now();
         let mut run = self.fixture.start(&words);
         let running = wait_until("a guest that runs", WITHIN, || {
@@ -72,14 +85,14 @@ impl<'a> Stored<'a> {
         } else {
             self.saved.wait_first_tick_in(running["pid"].as_u64().unwrap(), ".img");
         }
-        let ticked = begun.elapsed();
-        let tick = [ticked, microseconds("running-us") - microseconds("answered-us") + (ticked - seen)];
+        let command = begun.elapsed();
+        let answer = microseconds("running-us") - microseconds("answered-us") + (command - seen);
         let requests = self.s3.state()["requests"].as_u64().unwrap();
         self.saved.assert_is_saved_guest(&mut self.saved.agent("web"));
         // A file that is there needs the index alone.
         assert_eq!(requests == 1, way == Way::WarmFile, "{requests} requests, {way:?}");
         self.saved.interrupt(run);
-        tick
+        Ticked { command, answer, requests }
     }
 }
 
@@ -95,17 +108,21 @@ fn guests_of_a_slow_store_run_at_once_or_from_a_file_of_the_host() {
     let runs = number("TOWLINE_SOAK_STORE_RUNS", RUNS);
     let ways = [Way::Postcopy, Way::File, Way::WarmFile];
     let mut times = ways.map(|_| [Times::default(), Times::default()]);
+    let mut requests = [0; 3];
     for run in 0..runs {
         let cache = saved.path(&format!("cache-{run}"));
-        for (way, times) in ways.into_iter().zip(&mut times) {
+        for ((way, [command, answer]), requests) in ways.into_iter().zip(&mut times).zip(&mut requests) {
             let found = stored.run(way, &cache);
-            times.iter_mut().zip(found).for_each(|(times, time)| times.push(time.as_secs_f64() * 1e3));
+            command.push(found.command.as_secs_f64() * 1e3);
+            answer.push(found.answer.as_secs_f64() * 1e3);
+            *requests = found.requests;
         }
         std::fs::remove_dir_all(&cache).unwrap();
     }
-    for (way, [command, answer]) in ways.into_iter().zip(&times) {
+    let delay = delay_ms();
+    for ((way, [command, answer]), requests) in ways.into_iter().zip(&times).zip(requests) {
         println!(
-            "{way:?}, {DELAY_MS} ms for each response, {runs} runs: first tick after the command {command}; after QEMU's answer {answer}"
+            "{way:?}, {delay} ms for each response, {runs} runs: first tick after the command {command}; after QEMU's answer {answer}; {requests} requests until then in the last run"
         );
     }
 }
