@@ -159,10 +159,8 @@ fn record(guest: &GuestSpec) -> Result<InFlightRecord> {
 
 /// Returns the guests of the command line and the file, with listening sockets.
 fn guests(args: &VsockArgs) -> Result<Vec<(GuestSpec, FrontendSource)>> {
-    let listen = |path: &PathBuf| -> Result<FrontendSource> {
-        let listener = args.access.listen(path);
-        Ok(FrontendSource::Listen(listener.with_context(|| format!("--socket {}", path.display()))?))
-    };
+    let listen =
+        |path: &PathBuf| -> Result<FrontendSource> { Ok(FrontendSource::Listen(args.access.listen(path)?)) };
     let mut many = args.guest.clone();
     if let Some(path) = &args.config {
         many.extend(read_guests(path)?);

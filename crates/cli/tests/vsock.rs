@@ -200,6 +200,18 @@ fn a_guest_at_its_limit_does_not_affect_another() {
 
 /// The option cannot raise a guest's share of the descriptors.
 #[test]
+fn a_socket_that_cannot_be_made_is_named_once() {
+    for command in [&["vsock", "--cid", "33"][..], &["net", "--tap", "towline-none"]] {
+        let output =
+            Command::new(TOWLINE).args(command).args(["--socket", "/no/directory/s"]).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{command:?}: {text}");
+        assert_eq!(text.matches("/no/directory/s").count(), 1, "{command:?}: {text}");
+        assert_eq!(text.matches("No such file or directory").count(), 1, "{command:?}: {text}");
+    }
+}
+
+#[test]
 fn a_limit_beyond_the_descriptors_is_logged() {
     let sockets = Sockets::new();
     let script = format!("ulimit -n 400; exec {TOWLINE} vsock --cid 33 --socket s --connections-limit 1000");
