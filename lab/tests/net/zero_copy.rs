@@ -184,10 +184,14 @@ impl Bench {
         self.wait_for_exit(pid);
     }
 
+    /// Waits until the process has closed its files. Until then its socket accepts connections.
     fn wait_for_exit(&mut self, pid: u32) {
+        // Its parent need not have waited for it: then one thread is left, a zombie.
+        let ended =
+            format!("test $(ls /proc/{pid}/task | wc -l) = 1 && grep -q '^State:.Z' /proc/{pid}/status");
+        let line = format!("if test -e /proc/{pid} && ! {{ {ended}; }} 2>/dev/null; then echo runs; fi");
         wait_until("the card's exit", WITHIN, || {
-            // Its parent need not have waited for it.
-            let left = self.guest.shell(&format!("test -e /proc/{pid}/exe && echo runs || true"), WITHIN)?;
+            let left = self.guest.shell(&line, WITHIN)?;
             Ok(left.trim().is_empty().then_some(()))
         })
         .unwrap();

@@ -50,8 +50,10 @@ fn kill_while_sending(bench: &mut Bench, used: u64) -> usize {
     counts.iter().filter(|count| **count == 0).count()
 }
 
-/// Starts the card again. Afterwards frames leave without a copy again.
+/// Starts the card again when its killed process is gone. Afterwards frames leave without a copy again.
 fn restart(bench: &mut Bench) {
+    let killed = bench.card_pid();
+    bench.wait_for_exit(killed);
     bench.start_card();
     bench.command("connect");
     assert_eq!(bench.command("finish"), 0);
