@@ -5,7 +5,7 @@
 //!
 //! Out of scope: durability, and direct I/O (for `O_DIRECT` the caller opens the file and keeps to its alignment). A file never waits for a peer, so timeouts have no effect.
 
-use crate::channel::{check_recv, check_send, check_timeouts};
+use crate::flags::{check_recv, check_send, check_timeouts};
 use crate::sys::io;
 use crate::{
     CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,

@@ -11,90 +11,24 @@
 
 mod inbox;
 mod outbox;
+mod packet;
 
-use crate::channel::{check_recv, check_send};
+use crate::flags::{check_recv, check_send};
 use crate::wait::{Woken, wait};
 use crate::{
-    CallCounters, Cancel, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, IoCursor, RecvFlags,
-    Result, SendFlags, total_len, total_len_mut,
+    CallCounters, Cancel, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result,
+    SendFlags, total_len, total_len_mut,
 };
 use inbox::Inbox;
 use outbox::Outbox;
+pub(crate) use packet::{Pack, Unpack, Unpacked, UnpackedInto};
 use rustix::event::PollFlags;
 use std::fmt::Debug;
 use std::net::Shutdown;
-use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-
-/// Makes packets.
-pub(crate) trait Pack: Debug + Send {
-    /// Encodes control packets that have to precede further data, if any; returns their range in `room`.
-    ///
-    /// # Errors
-    /// It cannot be made, so nothing more can be sent.
-    fn due(&mut self, room: &mut [u8], peer: &str) -> Result<Option<Range<usize>>>;
-
-    /// Fills `room` with packets of data; returns their range. At least one byte is consumed.
-    fn pack(&mut self, data: &mut IoCursor<'_, '_>, room: &mut [u8]) -> Range<usize>;
-
-    /// The packet that ends the stream.
-    fn end(&mut self, room: &mut [u8]) -> Range<usize>;
-}
-
-/// Takes packets apart.
-pub(crate) trait Unpack: Debug + Send {
-    /// Maximum number of bytes that must be received before a packet, or its next piece, can be decoded.
-    const PACKET_BYTES_MAX: usize;
-
-    /// Decodes the first packet received, or a piece of one.
-    ///
-    /// # Errors
-    /// The error; the stream ends there.
-    fn unpack(&mut self, bytes: &mut [u8], peer: &str) -> Result<Unpacked>;
-
-    /// Decodes the first packet received straight into `room`, if it is whole and has data for which there is room;
-    /// `None`: [`Self::unpack`] has to. In any case the room may be overwritten.
-    ///
-    /// # Errors
-    /// As [`Self::unpack`].
-    fn unpack_into(
-        &mut self,
-        bytes: &[u8],
-        room: &mut [IoBufMut<'_>],
-        peer: &str,
-    ) -> Result<Option<UnpackedInto>> {
-        let _ = (bytes, room, peer);
-        Ok(None)
-    }
-
-    /// The same error again, for later calls.
-    fn fault(peer: &str, why: String) -> Error;
-}
-
-/// The decoded packet.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Unpacked {
-    /// Not enough yet.
-    Incomplete,
-    /// Something without data, of this length.
-    Idle(usize),
-    /// Data in this range, and the number of bytes consumed.
-    Data(Range<usize>, usize),
-    /// The peer ends the stream.
-    End,
-}
-
-/// A packet whose data are at their destination.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct UnpackedInto {
-    /// Length of its data.
-    pub(crate) data: usize,
-    /// Number of bytes consumed.
-    pub(crate) taken: usize,
-}
 
 /// See the module.
 #[derive(Debug)]

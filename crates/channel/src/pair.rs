@@ -3,7 +3,7 @@
 //! For tests, and to join two halves of one program. Not fast: each byte is copied in and out, under a lock. Each
 //! direction holds at most `capacity` bytes; a sender blocks until the other end has read.
 
-use crate::channel::{check_recv, check_send, check_timeouts};
+use crate::flags::{check_recv, check_send, check_timeouts};
 use crate::{
     CallCounters, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
     gather, scatter, total_len, total_len_mut,

@@ -14,7 +14,7 @@
 //! Other files that can be polled and read or written (a terminal, `/dev/null`) work the same way.
 
 use crate::cancel::{event, raise};
-use crate::channel::{check_recv, check_send, check_timeouts};
+use crate::flags::{check_recv, check_send, check_timeouts};
 use crate::sys::{fd, io};
 use crate::wait::{Woken, wait};
 use crate::{

@@ -1,6 +1,7 @@
 //! Unix stream sockets, which also carry file descriptors.
 
-use crate::channel::{check_recv, check_send, forward_channel};
+use crate::channel::forward_channel;
+use crate::flags::{check_recv, check_send};
 use crate::socket::{STREAM, Socket};
 use crate::wait::Deadline;
 use crate::{Address, Capabilities, Channel, Error, FDS_MAX, RecvFlags, Result, SendFlags};

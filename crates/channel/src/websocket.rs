@@ -12,13 +12,14 @@
 //! Limits: no extensions (compression), no subprotocols, no redirects; text messages are refused. A frame has at most
 //! [`frame::PAYLOAD_BYTES_MAX`] bytes; messages are not put together, so they may be of any length.
 
+mod error;
 mod frame;
 mod handshake;
 
 use crate::channel::forward_channel;
 use crate::framed::Framed;
 use crate::wait::Deadline;
-use crate::{Cancel, Channel, Error, Result};
+use crate::{Cancel, Channel, Result};
 use frame::{FrameReader, FrameWriter, Pings, WebSocketRole};
 use std::sync::Arc;
 use std::time::Instant;
@@ -73,8 +74,4 @@ impl Drop for WebSocketChannel {
     fn drop(&mut self) {
         self.framed.close();
     }
-}
-
-fn error(peer: &str, why: impl Into<String>) -> Error {
-    Error::WebSocket { peer: peer.to_owned(), why: why.into() }
 }

@@ -19,6 +19,7 @@ mod ledger;
 mod mode;
 mod sends;
 
+pub use ledger::ZeroCopyStatistics;
 pub use mode::ZeroCopySend;
 pub use sends::ZeroCopySends;
 
@@ -26,7 +27,7 @@ use crate::socket::Socket;
 use crate::sys::error_queue;
 use crate::sys::iobuf::limit;
 use crate::wait::{Woken, wait};
-use crate::{Channel, Error, Flushed, IoBuf, Result, SendFlags, total_len};
+use crate::{Error, Flushed, IoBuf, Result, SendFlags, total_len};
 use ledger::SendLedger;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
@@ -47,24 +48,7 @@ const PAUSE: Duration = Duration::from_micros(100);
 /// A send this short is not shortened further for lack of memory: its charge no longer depends on its length.
 const SHORTEST: usize = 4096;
 
-/// Totals of a channel's zero-copy sends since it was created.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct ZeroCopyStatistics {
-    /// Calls that the kernel accepted.
-    pub sends: u64,
-    /// Bytes in them.
-    pub bytes: u64,
-    /// Calls, of those that are finished, whose bytes the kernel copied after all.
-    pub copied: u64,
-    /// Calls, of those that are finished, that were truly without a copy.
-    pub zero_copied: u64,
-    /// Number of times that the kernel had no memory for a call (`ENOBUFS`) and we waited or sent less.
-    pub no_memory: u64,
-    /// Entries of the error queue of another kind, which were ignored.
-    pub foreign: u64,
-}
-
-/// A ticket for the zero-copy sends of a channel up to now; see [`Channel::lease`]. While they are not finished, the
+/// A ticket for the zero-copy sends of a channel up to now; see [`Channel::lease`](crate::Channel::lease). While they are not finished, the
 /// memory may not be unmapped, resized or given other content. Keeps the socket, but not the connection, open.
 #[derive(Debug, Clone, Default)]
 pub struct ZeroCopyLease(Option<(Arc<ZeroCopy>, u64)>);

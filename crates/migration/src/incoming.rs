@@ -15,6 +15,7 @@ mod lane;
 mod main_channel;
 mod records_ahead;
 mod refuse;
+mod shared;
 mod wait;
 
 use std::net::Shutdown;
@@ -23,48 +24,15 @@ use std::sync::{Arc, OnceLock};
 use std::thread;
 
 use towline_channel::{Cancel, Capabilities, Channel, Error as ChannelError};
-use towline_protocol::RamBlock;
-use towline_protocol::destination::SharedMemory;
 use towline_protocol::multifd::INIT_BYTES;
-use towline_protocol::session::ReceiverMode;
 
 pub use connect::{Connections, gather};
+pub use shared::{IncomingStage, Options};
 
-use crate::{Compression, Error, Result, Session, Sink, Statistics};
+use crate::{Error, Result, Session, Sink, Statistics};
 use main_channel::MainChannel;
 use refuse::REFUSE_TIMEOUT;
-
-/// Options of an incoming migration.
-#[derive(Debug, Clone, Copy)]
-pub struct Options {
-    /// Refuse a stream without a return path: its source would not learn of a failure here, and end its guest.
-    pub require_return_path: bool,
-    /// Compression of the lanes' pages; the level has no effect here.
-    pub compression: Compression,
-    /// The stream is of QEMU's background-snapshot, whose memory has no end of its own.
-    pub is_snapshot: bool,
-    /// Memory that the source leaves out because it is shared.
-    pub shared_memory: SharedMemory,
-    /// Use of the guest here, as reported to a towline at the source.
-    pub receiver: ReceiverMode,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        let (receiver, shared_memory) = (ReceiverMode::RunsByItself, SharedMemory::Refused);
-        let compression = Compression::None;
-        Self { require_return_path: true, compression, is_snapshot: false, shared_memory, receiver }
-    }
-}
-
-/// A moment of a migration that comes in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum IncomingStage {
-    /// The memory's last section begins: the source has stopped its guest.
-    Switchover,
-    /// [`Sink::commit`] returned: the acknowledgement to the source follows.
-    Committed,
-}
+use shared::Shared;
 
 /// A migration that comes in.
 #[derive(Debug)]
@@ -72,30 +40,6 @@ pub struct Incoming {
     session: Arc<Session>,
     statistics: Arc<Statistics>,
     options: Options,
-}
-
-/// State shared by the threads of one incoming migration.
-struct Shared<'a> {
-    session: &'a Session,
-    statistics: &'a Statistics,
-    sink: &'a dyn Sink,
-    lanes: usize,
-    compression: Compression,
-    watch: &'a (dyn Fn(IncomingStage) + Sync),
-    blocks: OnceLock<Vec<RamBlock>>,
-    /// The guest's, when the main channel has it.
-    machine_type: OnceLock<String>,
-    /// Pulled when the main channel has everything: no lane waits for more.
-    complete: Cancel,
-    /// The source was informed, and omits no checksum from then on.
-    compares_checksums: AtomicBool,
-}
-
-impl Shared<'_> {
-    /// The block list; empty until the main channel has it.
-    fn blocks(&self) -> &[RamBlock] {
-        self.blocks.get().map_or(&[], Vec::as_slice)
-    }
 }
 
 impl Incoming {
@@ -202,9 +146,4 @@ fn end_lanes(lanes: &[Arc<dyn Channel>]) {
             tracing::debug!(peer = lane.peer(), %error, "shutdown");
         }
     }
-}
-
-/// The error of a stream that ends too early.
-fn ended(channel: &dyn Channel, awaiting: &'static str) -> Error {
-    Error::Ended { peer: channel.peer().to_owned(), awaiting }
 }

@@ -26,12 +26,12 @@ use std::time::{Duration, Instant};
 
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::machine::{self, BarrierForm};
-use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::session::{FromSource, ReceiverMode};
 use towline_protocol::source::RamOptions;
 use towline_protocol::{PageRef, RamBlock};
 
 pub use connect::{Connections, connect};
+pub use lane::LaneOptions;
 pub(crate) use lane::LaneWriter;
 pub(crate) use main_channel::MainWriter;
 pub(crate) use return_path::{Forwarding, ReturnPath};
@@ -39,10 +39,11 @@ pub(crate) use sends::check as check_zero_copy;
 pub use towline_channel::ZeroCopySend;
 
 use crate::convergence::{ConvergencePolicy, Limits, MinWindow, Observation, PassDecision};
-use crate::{Compression, Error, ExtentKind, Guest, Result, Session, Statistics};
+use crate::{Compression, Error, Guest, Result, Session, Statistics};
 pub(crate) use pass::Limiter;
 use pass::Pass;
 pub(crate) use records::RecordSender;
+use records::classify;
 
 /// Options of an outgoing migration.
 #[derive(Debug, Clone, Copy)]
@@ -64,15 +65,6 @@ pub struct Options {
     /// Compression of the pages on lanes. Pages are copied to be compressed, so it excludes zero-copy sends.
     pub compression: Compression,
     /// True if the kernel reads the pages on lanes where they are.
-    pub zero_copy_send: ZeroCopySend,
-}
-
-/// Send method of the lanes.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct LaneOptions {
-    /// See [`Options::compression`].
-    pub compression: Compression,
-    /// See [`Options::zero_copy_send`].
     pub zero_copy_send: ZeroCopySend,
 }
 
@@ -399,25 +391,4 @@ fn send_unit(
         shared.main().zero(page.block, &zeros)?;
     }
     Ok(sent)
-}
-
-/// Each page of a unit, and whether it is zero.
-fn classify(guest: &dyn Guest, page: PageRef, length: u64) -> impl Iterator<Item = (u64, bool)> + '_ {
-    let end = page.offset + length;
-    let mut extent_end = page.offset;
-    let mut kind = ExtentKind::Unknown;
-    (page.offset..end).step_by(PAGE_SIZE as usize).map(move |offset| {
-        let page = PageRef { block: page.block, offset };
-        if offset >= extent_end {
-            let extent = guest.extent(page);
-            extent_end = offset + extent.pages * PAGE_SIZE;
-            kind = extent.kind;
-        }
-        let zero = match kind {
-            ExtentKind::Data => false,
-            ExtentKind::Zero => true,
-            ExtentKind::Unknown => guest.is_zero(page),
-        };
-        (offset, zero)
-    })
 }

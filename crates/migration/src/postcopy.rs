@@ -24,6 +24,7 @@
 //! It drives no QMP and knows no image. Limits: the guest does not change (an image, not live memory); two channels
 //! carry pages, main and preempt, as no QEMU supports more.
 
+mod connection;
 mod faults;
 mod inbox;
 mod prefetch;
@@ -34,7 +35,6 @@ mod serve;
 mod units;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use towline_channel::Channel;
 use towline_protocol::device_state::DeviceState;
@@ -43,31 +43,20 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::{PING_SETUP, RamWriter, Setup};
 use towline_protocol::{PageRef, RamBlock, machine};
 
+pub use connection::{Options, Postcopy};
 pub use faults::{FaultCounts, LatencyHistogram, LatencyRange};
 
 use crate::outgoing::RecordSender;
 use crate::{Error, Guest, Result, Session, Statistics, present};
+use connection::{GuestRef, PostcopyConnection};
 use faults::Faults;
 use inbox::Inbox;
-use scheduler::SendScheduler;
+use scheduler::{RUN_BYTES, SendScheduler};
 use sent_map::SentMap;
 use units::Units;
 
-/// Maximum size of a prepared run, which never crosses a multiple of it; an image's chunks are of this size.
-const RUN_BYTES: u64 = 2 << 20;
 /// Minimum size that is prepared and released separately.
 const UNIT_BYTES_MIN: u64 = 64 << 10;
-
-/// Options of postcopy.
-#[derive(Debug, Clone)]
-pub struct Options {
-    /// Maximum rate of background pages in bytes per second; `None`: unlimited.
-    pub max_bandwidth: Option<u64>,
-    /// Time limit of each reply that the destination must send.
-    pub answer_timeout: Duration,
-    /// Memory that earlier restores of this guest requested, in order: it is sent first, with its neighbours.
-    pub working_set: Vec<(PageRef, u64)>,
-}
 
 /// A connection that is made.
 pub struct PostcopyChannels<'a> {
@@ -83,26 +72,6 @@ impl std::fmt::Debug for PostcopyChannels<'_> {
             .field("main", &self.main)
             .field("preempt", &self.preempt.is_some())
             .finish()
-    }
-}
-
-/// A guest on its way, over however many connections that takes.
-#[derive(Debug)]
-pub struct Postcopy<'g> {
-    guest: GuestRef<'g>,
-    blocks: Arc<[PostcopyBlock]>,
-    options: Options,
-    statistics: Arc<Statistics>,
-    map: SentMap,
-    units: Units,
-    faults: Faults,
-}
-
-struct GuestRef<'g>(&'g dyn Guest);
-
-impl std::fmt::Debug for GuestRef<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("dyn Guest")
     }
 }
 
@@ -133,17 +102,6 @@ pub struct ConnectionLost {
     pub error: Error,
     /// The destination had loaded all of the device state, so it ran the guest, or was about to. False: it did not.
     pub had_loaded: bool,
-}
-
-/// One connection's parts.
-#[derive(Debug)]
-struct PostcopyConnection<'p> {
-    of: &'p Postcopy<'p>,
-    session: Arc<Session>,
-    inbox: Arc<Inbox>,
-    preempt: Option<(RecordSender, Preempt)>,
-    /// It was had before this connection.
-    had_loaded: bool,
 }
 
 impl<'g> Postcopy<'g> {

@@ -16,6 +16,7 @@ mod checked;
 mod ledger;
 mod load;
 mod pattern;
+mod shape;
 
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -31,11 +32,12 @@ use towline_protocol::{BlockIndex, limits};
 pub use checked::{BlockHash, CheckOutcome, Checked};
 pub use ledger::{Ledger, LedgerError};
 pub use pattern::{WrongContent, WrongPage};
+pub use shape::{Backing, Shape};
 
 use crate::tracker::{DirtyLogTracker, DirtyTracker, WriteProtect};
 use crate::{LiveBlock, Memory, MemoryError, RamMapping, Result, SourceMemory, Span, memory};
 use load::Load;
-use pattern::{PAGE_BYTES, Pattern};
+use pattern::PAGE_BYTES;
 
 /// The RAM block's name.
 pub const BLOCK_NAME: &str = "mem.ram";
@@ -44,51 +46,6 @@ pub const MACHINE_TYPE: &str = "towline-mem";
 
 /// Pages that a thread fills at a time: 8 MiB.
 const FILL_PAGES: usize = 2048;
-
-/// Parameters of a synthetic guest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
-    /// Bytes of memory, a multiple of 4096.
-    pub length: u64,
-    /// Decides the content of all pages, and which are written.
-    pub seed: u64,
-    /// Number of of that 100 pages are zero, at any time.
-    pub zero_percent: u8,
-    /// Number of bytes that of memory are written in a second, in whole pages; 0: none, and nothing is tracked.
-    pub dirty_rate: u64,
-    /// Threads that write. A page is always written by the same one.
-    pub threads: NonZeroUsize,
-    /// Where the memory is.
-    pub backing: Backing,
-}
-
-/// Where a synthetic guest's memory is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Backing {
-    /// Private memory, in transparent huge pages where they are available.
-    #[default]
-    Private,
-    /// A shared memfd, as VMMs use it for vhost-user.
-    Memfd,
-    /// A shared memfd in reserved huge pages of 2 MiB.
-    HugeTlb,
-}
-
-impl Shape {
-    /// A guest of this size, a quarter of it zero, without load.
-    pub fn of_length(length: u64) -> Self {
-        let (threads, backing) = (NonZeroUsize::MIN, Backing::Private);
-        Self { length, seed: 1, zero_percent: 25, dirty_rate: 0, threads, backing }
-    }
-
-    fn pages(&self) -> usize {
-        usize::try_from(self.length / PAGE_SIZE).expect("within a block that is mapped here")
-    }
-
-    fn pattern(&self) -> Pattern {
-        Pattern { seed: self.seed, zero_percent: self.zero_percent }
-    }
-}
 
 /// A synthetic guest: memory with a checked pattern, and threads that write in it.
 pub struct Synthetic {
@@ -130,7 +87,8 @@ impl Synthetic {
             if self.shape.dirty_rate > 0 {
                 for thread in 0..self.shape.threads.get() {
                     let load = &load;
-                    scope.spawn(move || load.run(self, thread));
+                    let rewrite = |page, content: &mut _| self.rewrite(page, content);
+                    scope.spawn(move || load.run(&self.shape, thread, rewrite));
                 }
             }
             let block = LiveBlock { name: BLOCK_NAME, span: self.region.span() };

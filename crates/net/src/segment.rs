@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use virtio_bindings::virtio_net as virtio;
 
-use checksum::Sum;
+pub use checksum::PartialChecksum;
 use headers::{Layout, Network, Segment};
 
 /// Maximum length of the Ethernet, VLAN, IP and TCP headers.
@@ -43,16 +43,6 @@ pub struct OffloadRequest {
     kind: u8,
     segment_bytes: u16,
     partial: PartialChecksum,
-}
-
-/// A checksum that is to be completed: it covers the frame from `start` on, and is stored `offset` bytes further, where the
-/// guest has put the sum of the pseudo-header.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct PartialChecksum {
-    /// Offset of the first byte that is summed (`csum_start`).
-    pub start: u16,
-    /// Offset of the field from there (`csum_offset`).
-    pub offset: u16,
 }
 
 /// Work to be done on a frame before it is sent.
@@ -122,26 +112,6 @@ impl OffloadRequest {
             && segmenter.count() <= SEGMENTS_MAX
             && segmenter.packet_bytes_max() <= PACKET_BYTES_MAX;
         bounded.then_some(segmenter)
-    }
-}
-
-impl PartialChecksum {
-    /// Offset of the first byte after the field.
-    fn end(self) -> usize {
-        usize::from(self.start) + usize::from(self.offset) + 2
-    }
-
-    /// Computes the checksum in software. `headers` is the beginning of the packet, with the field in it; `add_rest` adds the
-    /// rest of the packet.
-    ///
-    /// # Panics
-    /// If the field is not within `headers`.
-    pub fn finish(self, headers: &mut [u8], add_rest: impl FnOnce(&mut Sum)) {
-        let mut sum = Sum::default();
-        sum.add(&headers[usize::from(self.start)..]);
-        add_rest(&mut sum);
-        let end = self.end();
-        headers[end - 2..end].copy_from_slice(&sum.finish());
     }
 }
 

@@ -17,6 +17,7 @@
 //! Rust's, because a frontend may send descriptors without a reader. The documentation is `docs/vhost-user.md`.
 
 mod adaptive_poll;
+mod backend_error;
 mod connection;
 #[cfg(test)]
 mod crash_point;

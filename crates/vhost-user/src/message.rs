@@ -9,25 +9,21 @@
 //! `docs/interop/vhost-user.rst`. Lengths of payloads and numbers of descriptors have to match their request; everything else is
 //! a [`MessageError`] before the request has any effect.
 
+mod code;
 mod error;
 mod reply;
 mod request;
 
-use std::fmt;
-
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+pub use code::{PAYLOAD_BYTES_MAX, RequestCode, TABLE_REGIONS_MAX};
 pub use error::MessageError;
 pub use reply::Reply;
 pub use request::{LogMemory, Request, TransferDirection, VringFd};
 
 /// Size of a header.
 pub const HEADER_BYTES: usize = 12;
-/// Maximum size of a payload. The largest known one is a configuration space of [`CONFIG_BYTES_MAX`].
-pub const PAYLOAD_BYTES_MAX: usize = 4096;
-/// Maximum number of regions in one `SET_MEM_TABLE` (`VHOST_MEMORY_BASELINE_NREGIONS`).
-pub const TABLE_REGIONS_MAX: usize = 8;
 /// Maximum size of the configuration space in one message (`VHOST_USER_MAX_CONFIG_SIZE`).
 pub const CONFIG_BYTES_MAX: usize = 256;
 
@@ -37,49 +33,6 @@ pub(crate) const FLAG_REPLY: u32 = 1 << 2;
 pub(crate) const FLAG_NEED_REPLY: u32 = 1 << 3;
 /// In the payload of requests with one descriptor: it is absent (`VHOST_USER_VRING_NOFD_MASK`).
 pub(crate) const NO_FD: u64 = 1 << 8;
-
-/// Code of a request. Unknown codes are preserved.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct RequestCode(pub u32);
-
-macro_rules! codes {
-    ($($name:ident = $number:literal,)*) => {
-        impl RequestCode {
-            $(#[doc = concat!("`VHOST_USER_", stringify!($name), "`.")] pub const $name: Self = Self($number);)*
-
-            /// Name in the specification; `None` for a code that this crate does not know.
-            pub fn name(self) -> Option<&'static str> {
-                match self { $(Self::$name => Some(stringify!($name)),)* _ => None }
-            }
-        }
-    };
-}
-
-codes! {
-    GET_FEATURES = 1, SET_FEATURES = 2, SET_OWNER = 3, RESET_OWNER = 4, SET_MEM_TABLE = 5, SET_LOG_BASE = 6,
-    SET_LOG_FD = 7, SET_VRING_NUM = 8, SET_VRING_ADDR = 9, SET_VRING_BASE = 10, GET_VRING_BASE = 11,
-    SET_VRING_KICK = 12, SET_VRING_CALL = 13, SET_VRING_ERR = 14, GET_PROTOCOL_FEATURES = 15,
-    SET_PROTOCOL_FEATURES = 16, GET_QUEUE_NUM = 17, SET_VRING_ENABLE = 18, SEND_RARP = 19, NET_SET_MTU = 20,
-    SET_BACKEND_REQ_FD = 21, IOTLB_MSG = 22, SET_VRING_ENDIAN = 23, GET_CONFIG = 24, SET_CONFIG = 25,
-    POSTCOPY_ADVISE = 28, POSTCOPY_LISTEN = 29, POSTCOPY_END = 30, GET_INFLIGHT_FD = 31, SET_INFLIGHT_FD = 32,
-    RESET_DEVICE = 34, GET_MAX_MEM_SLOTS = 36, ADD_MEM_REG = 37, REM_MEM_REG = 38, SET_STATUS = 39, GET_STATUS = 40,
-    SET_DEVICE_STATE_FD = 42, CHECK_DEVICE_STATE = 43,
-}
-
-impl fmt::Display for RequestCode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.name() {
-            Some(name) => f.write_str(name),
-            None => write!(f, "request {}", self.0),
-        }
-    }
-}
-
-impl fmt::Debug for RequestCode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
 
 /// Header of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

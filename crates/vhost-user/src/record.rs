@@ -22,6 +22,7 @@
 //! crate; a change increments [`VERSION`].
 
 mod error;
+mod layout;
 mod queue;
 
 use std::fs::File;
@@ -33,20 +34,17 @@ use rustix::fs::{FlockOperation, MemfdFlags, SealFlags, fcntl_add_seals, flock, 
 use rustix::io::Errno;
 
 pub use error::RecordError;
+use layout::{PAGE, VERSION};
 pub(crate) use queue::QueueRecord;
 
 use crate::QUEUES_MAX;
 use crate::ring::RING_SIZE_MAX;
 use crate::sys::{Area, Mapping, inherited};
 
-/// Version of the format.
-const VERSION: u32 = 1;
-
 /// Name of the record in the file descriptor store of a service manager.
 pub const RECORD_FD_NAME: &str = "towline-state";
 
 const MAGIC: u64 = u64::from_le_bytes(*b"TOWLINEQ");
-const PAGE: usize = 4096;
 /// Offsets in the header.
 const VERSION_AND_QUEUES: usize = 8;
 const HEADS: usize = 16;

@@ -15,8 +15,10 @@ mod batch;
 mod chain_walker;
 mod control;
 mod fault;
+mod limits;
 mod notify;
 mod recovery;
+mod recovery_state;
 #[cfg(test)]
 mod recovery_tests;
 mod setup;
@@ -29,6 +31,10 @@ use std::sync::atomic::Ordering;
 
 pub use batch::{Batch, Chain, ChainHead};
 pub use fault::RingFault;
+pub use limits::{
+    BATCH_SEGMENTS_MAX, CHAIN_BYTES_MAX, CHAIN_DESCRIPTORS_MAX, CHAIN_SEGMENTS_MAX, RING_SIZE_MAX,
+};
+use limits::{DESCRIPTOR_BYTES, ENTRIES, INDEX, USED_BYTES};
 pub(crate) use setup::RingExtent;
 pub use setup::{RingSetup, RingStatistics};
 
@@ -38,27 +44,10 @@ use crate::log::DirtyCache;
 use crate::memory::GuestMemory;
 use crate::message::VringAddress;
 use chain_walker::ChainWalker;
-use recovery::RingRecovery;
+use recovery_state::{Completion, RingRecovery};
 use setup::{RingParts, ring_size};
 use suppression::SuppressionWords;
 
-/// Maximum number of entries of a ring.
-pub const RING_SIZE_MAX: u16 = 32768;
-/// Maximum number of descriptors in one chain, as in QEMU's own devices (`VIRTQUEUE_MAX_SIZE`).
-pub const CHAIN_DESCRIPTORS_MAX: usize = 1024;
-/// Maximum number of memory segments in one chain, which is that of one system call.
-pub const CHAIN_SEGMENTS_MAX: usize = towline_channel::IOV_MAX;
-/// Number of memory segments from which on a batch takes no further chain. It bounds the memory that a driver makes the device
-/// allocate.
-pub const BATCH_SEGMENTS_MAX: usize = 16 << 10;
-/// Maximum number of bytes in one chain.
-pub const CHAIN_BYTES_MAX: u32 = 1 << 30;
-
-const DESCRIPTOR_BYTES: usize = 16;
-const USED_BYTES: usize = 8;
-/// Layout of available and used ring: flags, index, entries, event index of the other side.
-const INDEX: usize = 2;
-const ENTRIES: usize = 4;
 /// In [`VringAddress::flags`]: writes to the used ring are logged (`VHOST_VRING_F_LOG`).
 const LOG_USED: u32 = 1;
 
@@ -96,13 +85,6 @@ pub struct Ring {
     epoch: u64,
     fault: Option<RingFault>,
     statistics: RingStatistics,
-}
-
-/// A used entry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Completion {
-    head: u16,
-    written: u32,
 }
 
 impl Ring {

@@ -50,7 +50,7 @@ impl ServeError {
     pub(crate) fn is_out_of_resources(&self) -> bool {
         match self {
             Self::Channel(error) => towline_channel::is_out_of_resources(error),
-            Self::Descriptor(error) => crate::device::is_out_of_resources(error),
+            Self::Descriptor(error) => crate::backend_error::is_out_of_resources(error),
             Self::Session { source, .. } => source.is_out_of_resources(),
             _ => false,
         }

@@ -11,7 +11,11 @@
 
 mod error;
 mod postcopy;
+mod postcopy_requests;
+mod ring_requests;
+mod rings;
 mod saved;
+mod state_requests;
 mod state_transfer;
 mod vring;
 
@@ -19,6 +23,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 pub use error::SessionError;
+pub use rings::QUEUES_MAX;
+pub(crate) use rings::{CANCELLED_WITHIN, Enablement, RingFds, Rings, StoppedRing};
 pub(crate) use saved::{SavedRequest, SavedSession};
 use towline_channel::Cancel;
 
@@ -26,73 +32,15 @@ use crate::device::{ConfigSource, Device};
 use crate::features::{self, ProtocolFeatures};
 use crate::log::{DirtyLog, LogSwitch};
 use crate::memory::{GuestMemory, REGIONS_MAX, Region};
-use crate::message::{LogMemory, RegionInfo, Reply, Request, VringAddress};
+use crate::message::{LogMemory, RegionInfo, Reply, Request};
 use crate::orphaned_threads::OrphanedThreads;
-use crate::ring::{RingFault, RingSetup};
 use crate::sys::Userfaultfd;
 use postcopy::Postcopy;
 use state_transfer::StateTransfer;
 use vring::Vring;
 
-/// Maximum number of queues of a device: one byte on the wire.
-pub const QUEUES_MAX: usize = 256;
-
 /// In `SET_CONFIG`: the configuration comes from a migration (`VHOST_SET_CONFIG_TYPE_MIGRATION`).
 const CONFIG_OF_MIGRATION: u32 = 1;
-
-/// The running rings, as the session uses them. A call has taken effect when it returns.
-pub(crate) trait Rings {
-    /// Cancels waiting calls when `cancel` is cancelled.
-    fn set_cancel(&mut self, cancel: &Cancel) {
-        let _ = cancel;
-    }
-    /// Starts a ring. Returns its fault if it cannot be started, which is not an error of the session.
-    fn start(
-        &mut self,
-        ring: usize,
-        setup: RingSetup,
-        memory: &Arc<GuestMemory>,
-        fds: RingFds,
-    ) -> Result<Option<RingFault>, SessionError>;
-    /// Drains and stops a ring. Returns `None` if it was not started.
-    fn stop(&mut self, ring: usize) -> Result<Option<StoppedRing>, SessionError>;
-    fn enable(&mut self, ring: usize, enablement: Enablement) -> Result<(), SessionError>;
-    fn set_kick(&mut self, ring: usize, fd: OwnedFd) -> Result<(), SessionError>;
-    fn set_call(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError>;
-    fn set_err(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError>;
-    fn set_address(&mut self, ring: usize, address: VringAddress) -> Result<(), SessionError>;
-    fn set_memory(&mut self, memory: &Arc<GuestMemory>) -> Result<(), SessionError>;
-    fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) -> Result<(), SessionError>;
-    /// Waits until every batch that has begun is published.
-    fn quiesce(&mut self) -> Result<(), SessionError>;
-}
-
-/// State of a ring as set by `SET_VRING_ENABLE`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) enum Enablement {
-    /// The frontend has neither enabled nor disabled the ring so far. It may enable it right after its start.
-    #[default]
-    Initial,
-    Disabled,
-    Enabled,
-}
-
-/// Eventfds with which a ring starts.
-#[derive(Debug)]
-pub(crate) struct RingFds {
-    pub(crate) kick: OwnedFd,
-    pub(crate) err: Option<OwnedFd>,
-}
-
-/// A ring that was stopped.
-#[derive(Debug, Default)]
-pub(crate) struct StoppedRing {
-    /// Available index at which it resumes.
-    pub(crate) base: u16,
-    pub(crate) kick: Option<OwnedFd>,
-    pub(crate) call: Option<OwnedFd>,
-    pub(crate) err: Option<OwnedFd>,
-}
 
 /// State of the session with one frontend.
 pub(crate) struct Session<R> {

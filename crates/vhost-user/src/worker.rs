@@ -17,5 +17,5 @@ mod queues;
 mod slot;
 mod thread;
 
-pub(crate) use pool::{CANCELLED_WITHIN, WorkerPool};
+pub(crate) use pool::WorkerPool;
 pub use queues::Queues;

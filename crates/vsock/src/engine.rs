@@ -19,6 +19,7 @@ mod live_queue;
 mod to_guest;
 mod to_host;
 mod zero_copy;
+mod zero_copy_chains;
 
 use towline_vhost_user::{AnswerablePackets, Batch, Ring};
 
@@ -26,7 +27,7 @@ use self::batch_pool::BatchPool;
 use self::host_end::{HostEnd, HostEnds, Queues};
 use self::lifecycle::{Actions, LifecycleEvent, PeerState, ReceiveState, Transition};
 use self::live_queue::LiveQueue;
-use self::zero_copy::LingeringSocket;
+use self::zero_copy_chains::LingeringSocket;
 use crate::ablation::Ablation;
 use crate::connection::{ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState};
 use crate::packet::{ShutdownFlags, SocketType};

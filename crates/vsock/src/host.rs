@@ -8,6 +8,7 @@ mod connect;
 mod handshake;
 mod handshake_line;
 mod listener;
+mod pending_connect;
 pub(crate) mod socket;
 mod zero_copy;
 
@@ -22,10 +23,10 @@ use rustix::event::{Timespec, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 use towline_channel::{IoBuf, IoBufMut, ZeroCopySend};
 
-use self::connect::PendingConnect;
 use self::handshake::Handshakes;
 use self::handshake_line::{HandshakeLine, parse_connect};
 pub(crate) use self::listener::HostListener;
+use self::pending_connect::PendingConnect;
 pub(crate) use self::socket::HostSocket;
 use self::zero_copy::ZeroCopyPolicy;
 pub(crate) use self::zero_copy::{UnfinishedSends, wait_for_completions};

@@ -6,7 +6,7 @@
 //!                            ▲ plain                    ▲ start             ▲ end
 //! ```
 
-use super::{Unpack, Unpacked, UnpackedInto};
+use super::packet::{Unpack, Unpacked, UnpackedInto};
 use crate::{Channel, Error, IoBufMut, IoCursorMut, RecvFlags, Result, scatter, total_len_mut};
 use std::ops::Range;
 

@@ -3,7 +3,7 @@
 //! Bytes in a packet count as sent, like those in a socket's own buffer: what the channel below does not accept in
 //! time stays here and goes first in the next call.
 
-use super::Pack;
+use super::packet::Pack;
 use crate::{Channel, Error, IoBuf, IoCursor, Result, SendFlags};
 use std::ops::Range;
 

@@ -1,6 +1,6 @@
 //! Frames (RFC 6455, section 5): data into them and out of them.
 
-use super::error;
+use super::error::error;
 use crate::framed::{Pack, Unpack, Unpacked};
 use crate::{Error, IoCursor, Result, gather};
 use std::io::Cursor;

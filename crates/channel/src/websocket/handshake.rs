@@ -1,6 +1,6 @@
 //! The handshake: an HTTP request and its response, which tungstenite encodes and decodes.
 
-use super::error;
+use super::error::error;
 use crate::wait::Deadline;
 use crate::{Channel, ChannelExt, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use rustix::event::PollFlags;

@@ -10,7 +10,6 @@
 //!
 //! Reports of numbers outside `finished..issued` are counted and otherwise ignored.
 
-use super::ZeroCopyStatistics;
 use crate::Flushed;
 use crate::sys::error_queue::{CODE_COPIED, ExtendedError, ORIGIN_ZERO_COPY};
 use std::collections::BTreeMap;
@@ -110,6 +109,23 @@ impl SendLedger {
     fn overlaps(&self, start: u64, end: u64) -> bool {
         self.ahead.range(..end).next_back().is_some_and(|(_, other_end)| *other_end > start)
     }
+}
+
+/// Totals of a channel's zero-copy sends since it was created.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct ZeroCopyStatistics {
+    /// Calls that the kernel accepted.
+    pub sends: u64,
+    /// Bytes in them.
+    pub bytes: u64,
+    /// Calls, of those that are finished, whose bytes the kernel copied after all.
+    pub copied: u64,
+    /// Calls, of those that are finished, that were truly without a copy.
+    pub zero_copied: u64,
+    /// Number of times that the kernel had no memory for a call (`ENOBUFS`) and we waited or sent less.
+    pub no_memory: u64,
+    /// Entries of the error queue of another kind, which were ignored.
+    pub foreign: u64,
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use towline_protocol::{BlockIndex, InvalidMessage, PageRef, PeerMisbehaved};
 use towline_protocol::{limits, machine};
 
 use super::refuse::{REFUSE_TIMEOUT, drain};
-use super::{Shared, ended};
+use super::shared::{Shared, ended};
 use crate::buffer::Buffers;
 use crate::checksum;
 use crate::compression::Decompressor;

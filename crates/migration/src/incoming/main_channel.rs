@@ -18,7 +18,7 @@ use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, 
 
 use super::connect::{Connections, EXTRA_TIMEOUT};
 use super::records_ahead::RecordsAhead;
-use super::{IncomingStage, Options, Shared, ended};
+use super::shared::{IncomingStage, Options, Shared, ended};
 use crate::guest::ReturnPathWriter;
 use crate::statistics::Statistics;
 use crate::{ChannelId, Error, Pages, Result, Sink};

@@ -3,15 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use towline_channel::{Channel, IoBuf, total_len};
+use towline_channel::{Channel, IoBuf, ZeroCopySend, total_len};
 use towline_protocol::multifd::{Checksum, HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use super::LaneOptions;
 use super::sends::PacketSender;
 use crate::checksum;
-use crate::compression::Compressor;
+use crate::compression::{Compression, Compressor};
 use crate::statistics::Statistics;
 use crate::{Guest, Result};
 
@@ -253,4 +252,13 @@ impl PacketWriter {
         packet.zero.clear();
         (packet.block, packet.sync) = (None, false);
     }
+}
+
+/// Send method of the lanes.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LaneOptions {
+    /// See [`Options::compression`].
+    pub compression: Compression,
+    /// See [`Options::zero_copy_send`].
+    pub zero_copy_send: ZeroCopySend,
 }

@@ -10,9 +10,8 @@ use towline_protocol::ram::{CONTINUED_RECORD_BYTES, PAGE_SIZE};
 use towline_protocol::source::RamWriter;
 use towline_protocol::{BlockIndex, PageRef};
 
-use super::classify;
 use crate::statistics::Statistics;
-use crate::{Guest, Result};
+use crate::{ExtentKind, Guest, Result};
 
 /// Pages of one vectored call: two buffers each, within the kernel's 1024.
 const CALL_PAGES_MAX: usize = 256;
@@ -168,4 +167,29 @@ impl RecordSender {
         marks.clear();
         Ok(())
     }
+}
+
+/// Each page of a unit, and whether it is zero.
+pub(super) fn classify(
+    guest: &dyn Guest,
+    page: PageRef,
+    length: u64,
+) -> impl Iterator<Item = (u64, bool)> + '_ {
+    let end = page.offset + length;
+    let mut extent_end = page.offset;
+    let mut kind = ExtentKind::Unknown;
+    (page.offset..end).step_by(PAGE_SIZE as usize).map(move |offset| {
+        let page = PageRef { block: page.block, offset };
+        if offset >= extent_end {
+            let extent = guest.extent(page);
+            extent_end = offset + extent.pages * PAGE_SIZE;
+            kind = extent.kind;
+        }
+        let zero = match kind {
+            ExtentKind::Data => false,
+            ExtentKind::Zero => true,
+            ExtentKind::Unknown => guest.is_zero(page),
+        };
+        (offset, zero)
+    })
 }

@@ -14,7 +14,7 @@ use towline_protocol::postcopy::PostcopyBlock;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::RamWriter;
 
-use super::Postcopy;
+use super::connection::Postcopy;
 use super::scheduler::BlockRange;
 use super::serve::PREPARERS;
 use crate::outgoing::RecordSender;

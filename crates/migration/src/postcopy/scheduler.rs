@@ -14,9 +14,11 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use towline_protocol::postcopy::PostcopyBlock;
 use towline_protocol::{BlockIndex, PageRef};
 
-use super::RUN_BYTES;
 use super::sent_map::SentMap;
 use crate::lock::lock;
+
+/// Maximum size of a prepared run, which never crosses a multiple of it; an image's chunks are of this size.
+pub(super) const RUN_BYTES: u64 = 2 << 20;
 
 /// Runs that are prepared and not sent yet: what a sender of a gigabyte a second takes in 20 ms.
 const READY_MAX: usize = 10;

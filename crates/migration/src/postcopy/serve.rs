@@ -8,10 +8,10 @@ use towline_protocol::PageRef;
 use towline_protocol::postcopy::{PING_LOADED, Preempt, Serving};
 use towline_protocol::source::RamWriter;
 
+use super::connection::{Postcopy, PostcopyConnection};
 use super::inbox::PageRequest;
 use super::priority_lock::PriorityLock;
 use super::scheduler::{BlockRange, Item, SendScheduler};
-use super::{Postcopy, PostcopyConnection};
 use crate::outgoing::{Limiter, RecordSender};
 use crate::{Result, Session};
 

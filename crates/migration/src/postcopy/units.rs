@@ -12,7 +12,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use towline_protocol::postcopy::PostcopyBlock;
 use towline_protocol::{BlockIndex, PageRef};
 
-use super::RUN_BYTES;
+use super::scheduler::RUN_BYTES;
 use crate::lock::lock;
 use crate::{Guest, Result};
 

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::Synthetic;
 use super::pattern::{PAGE_BYTES, mix};
+use super::shape::Shape;
 use crate::lock::lock;
 
 /// Maximum lag that a thread makes up for; writes lost beyond that, on a busy machine, are lost.
@@ -63,9 +63,8 @@ impl Load {
         Over(self)
     }
 
-    /// Writes pages at `thread`'s part of the rate, those whose number is `thread` modulo the number of threads.
-    pub(super) fn run(&self, guest: &Synthetic, thread: usize) {
-        let shape = guest.shape();
+    /// Has `rewrite` write pages at `thread`'s part of the rate, those whose number is `thread` modulo the number of threads.
+    pub(super) fn run(&self, shape: &Shape, thread: usize, rewrite: impl Fn(usize, &mut [u8; PAGE_BYTES])) {
         let own = shape.pages().saturating_sub(thread).div_ceil(self.threads) as u64;
         if own == 0 {
             return;
@@ -84,7 +83,7 @@ impl Load {
                 due = due.max(now.checked_sub(BEHIND_MAX).unwrap_or(due)) + page_time;
                 written += 1;
                 let page = mix(base.wrapping_add(written)) % own;
-                guest.rewrite(page as usize * self.threads + thread, &mut content);
+                rewrite(page as usize * self.threads + thread, &mut content);
             }
         }
     }

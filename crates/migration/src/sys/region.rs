@@ -8,11 +8,10 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 
-use super::Span;
+use super::span::{PAGE_BYTES, Span};
 
 /// A huge page of x86 and most others, to whose multiple a region is aligned.
 pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
-pub(super) const PAGE_BYTES: usize = 4096;
 
 /// Memory for a guest, unmapped on drop. An embedder that maps its guest's memory itself has no need of it.
 #[derive(Debug)]

@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use towline_channel::{IoBuf, IoBufMut};
 
-use super::region::PAGE_BYTES;
 use super::zero;
 
+pub(super) const PAGE_BYTES: usize = 4096;
 const WORD_BYTES: usize = 8;
 
 /// A range of this process's memory that stays mapped for `'a`: a guest's RAM block, or a part of one.

@@ -10,7 +10,7 @@ use towline_vhost_user::{
     AdaptivePoller, AnswerablePackets, BackendError, Next, PollFlags, PollSet, Queues, Worker,
 };
 
-use super::Shared;
+use super::shared::Shared;
 use crate::features;
 use crate::lock::lock;
 use crate::receive::Receiver;

@@ -63,6 +63,36 @@ fn fold(sum: u64) -> u16 {
     u16::try_from(sum).expect("a folded sum has 16 bits")
 }
 
+/// A checksum that is to be completed: it covers the frame from `start` on, and is stored `offset` bytes further, where the
+/// guest has put the sum of the pseudo-header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct PartialChecksum {
+    /// Offset of the first byte that is summed (`csum_start`).
+    pub start: u16,
+    /// Offset of the field from there (`csum_offset`).
+    pub offset: u16,
+}
+
+impl PartialChecksum {
+    /// Offset of the first byte after the field.
+    pub(super) fn end(self) -> usize {
+        usize::from(self.start) + usize::from(self.offset) + 2
+    }
+
+    /// Computes the checksum in software. `headers` is the beginning of the packet, with the field in it; `add_rest` adds the
+    /// rest of the packet.
+    ///
+    /// # Panics
+    /// If the field is not within `headers`.
+    pub fn finish(self, headers: &mut [u8], add_rest: impl FnOnce(&mut Sum)) {
+        let mut sum = Sum::default();
+        sum.add(&headers[usize::from(self.start)..]);
+        add_rest(&mut sum);
+        let end = self.end();
+        headers[end - 2..end].copy_from_slice(&sum.finish());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,7 +1,6 @@
 //! Layout of a frame's headers, and the fields that differ between its segments.
 
-use super::PartialChecksum;
-use super::checksum::Sum;
+use super::checksum::{PartialChecksum, Sum};
 
 /// Ethernet without VLAN tags.
 pub(super) const ETHERNET_BYTES: usize = 14;

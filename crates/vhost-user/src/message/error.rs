@@ -1,6 +1,6 @@
 //! Errors of a message.
 
-use super::{PAYLOAD_BYTES_MAX, RequestCode, TABLE_REGIONS_MAX};
+use super::code::{PAYLOAD_BYTES_MAX, RequestCode, TABLE_REGIONS_MAX};
 
 /// An invalid request of the frontend.
 ///

@@ -30,7 +30,7 @@ pub enum RecordError {
     #[error(
         "the record of descriptors in flight {name} has version {found}, expected {expected}; start the version that \
          wrote it, or remove it while the guest is off",
-        expected = super::VERSION
+        expected = super::layout::VERSION
     )]
     Version {
         /// Name of the record.

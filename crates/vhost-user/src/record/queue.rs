@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Release};
 
-use super::PAGE;
+use super::layout::PAGE;
 use crate::message::VringAddress;
 use crate::ring::RING_SIZE_MAX;
 use crate::sys::Area;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::device::BackendError;
+use crate::backend_error::BackendError;
 use crate::features::ProtocolFeatures;
 use crate::memory::MemoryTableError;
 use crate::message::MessageError;
@@ -190,9 +190,10 @@ impl SessionError {
             Self::Worker { reason, .. } => reason.is_out_of_resources(),
             // EAGAIN: the limit of threads.
             Self::Thread { source, .. } => {
-                source.kind() == std::io::ErrorKind::WouldBlock || crate::device::is_out_of_resources(source)
+                source.kind() == std::io::ErrorKind::WouldBlock
+                    || crate::backend_error::is_out_of_resources(source)
             }
-            Self::Descriptor { source } => crate::device::is_out_of_resources(source),
+            Self::Descriptor { source } => crate::backend_error::is_out_of_resources(source),
             _ => false,
         }
     }

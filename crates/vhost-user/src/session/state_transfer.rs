@@ -15,11 +15,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use towline_channel::Cancel;
 
-use super::{Rings, Session};
+use super::rings::CANCELLED_WITHIN;
 use crate::device::{BackendError, Device};
 use crate::message::TransferDirection;
 use crate::orphaned_threads::OrphanedThreads;
-use crate::worker::CANCELLED_WITHIN;
 
 /// Maximum size of a state. A device's own state is small, because rings and memory travel with the guest.
 const DEVICE_STATE_BYTES_MAX: u64 = 64 << 20;
@@ -37,58 +36,6 @@ const READ_BYTES: usize = 64 << 10;
 /// Loaded state; `None` for a save.
 type Outcome = io::Result<Option<Vec<u8>>>;
 
-impl<R: Rings> Session<R> {
-    /// Begins a transfer of the device's state. Reply: bits 0–7 are 0 on success; bit 8 is set without a descriptor.
-    pub(super) fn begin_transfer(&mut self, direction: TransferDirection, fd: OwnedFd) -> u64 {
-        const NO_FD: u64 = 1 << 8;
-        if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
-            tracing::error!(ring, "SET_DEVICE_STATE_FD while a ring runs; stop it first");
-            return NO_FD | 1;
-        }
-        if self.transfer.as_ref().is_some_and(StateTransfer::is_under_way) {
-            tracing::error!(
-                "SET_DEVICE_STATE_FD during a transfer; close its descriptor and send CHECK_DEVICE_STATE first"
-            );
-            return NO_FD | 1;
-        }
-        // A finished transfer without CHECK_DEVICE_STATE is dropped.
-        self.transfer = None;
-        let orphans = self.orphans.count();
-        if orphans > 0 {
-            tracing::error!(
-                orphans,
-                "SET_DEVICE_STATE_FD while earlier transfers still block on their descriptors"
-            );
-            return NO_FD | 1;
-        }
-        match StateTransfer::begin(Arc::clone(&self.device), Arc::clone(&self.orphans), direction, fd) {
-            Ok(transfer) => {
-                self.transfer = Some(transfer);
-                NO_FD
-            }
-            Err(reason) => {
-                tracing::error!(%reason, "cannot begin the transfer of the device's state");
-                NO_FD | 1
-            }
-        }
-    }
-
-    /// Waits for the end of the transfer. Reply: 0 on success.
-    pub(super) fn check_transfer(&mut self) -> u64 {
-        let Some(transfer) = self.transfer.take() else {
-            tracing::error!("CHECK_DEVICE_STATE without SET_DEVICE_STATE_FD");
-            return 1;
-        };
-        match transfer.finish(self.cancel.as_ref()) {
-            Ok(()) => 0,
-            Err(reason) => {
-                tracing::error!(%reason, "the transfer of the device's state failed");
-                1
-            }
-        }
-    }
-}
-
 /// A transfer under way.
 pub(super) struct StateTransfer {
     device: Arc<dyn Device>,
@@ -101,7 +48,7 @@ pub(super) struct StateTransfer {
 
 impl StateTransfer {
     /// Begins a transfer in a thread: a pipe holds less than a state, and the frontend reads only after our reply.
-    fn begin(
+    pub(super) fn begin(
         device: Arc<dyn Device>,
         orphans: Arc<OrphanedThreads>,
         direction: TransferDirection,
@@ -130,7 +77,7 @@ impl StateTransfer {
     }
 
     /// Returns true while its descriptor is in use.
-    fn is_under_way(&self) -> bool {
+    pub(super) fn is_under_way(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
@@ -138,7 +85,7 @@ impl StateTransfer {
     ///
     /// # Errors
     /// If it failed, or does not end because the frontend keeps its end of the pipe open.
-    fn finish(self, cancel: Option<&Cancel>) -> Result<(), BackendError> {
+    pub(super) fn finish(self, cancel: Option<&Cancel>) -> Result<(), BackendError> {
         let began = Instant::now();
         let until = began + CHECK_WITHIN;
         let transferred = loop {

@@ -5,7 +5,9 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::*;
 use crate::device::{BackendError, Worker};
+use crate::message::VringAddress;
 use crate::message::{TransferDirection, VringFd, VringState};
+use crate::ring::{RingFault, RingSetup};
 
 /// Records the calls of the session.
 #[derive(Default)]

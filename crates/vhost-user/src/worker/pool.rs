@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
 
-use super::slot::QueueSlot;
+use super::slot::{QueuePolicy, QueueSlot};
 use super::thread::{Command, WorkerThread};
 use crate::device::{Device, Worker};
 use crate::eventfd::Eventfd;
@@ -22,14 +22,11 @@ use crate::message::VringAddress;
 use crate::orphaned_threads::OrphanedThreads;
 use crate::record::InFlightRecord;
 use crate::ring::{Batch, RingFault, RingSetup};
-use crate::session::{Enablement, RingFds, Rings, SessionError, StoppedRing};
+use crate::session::{CANCELLED_WITHIN, Enablement, RingFds, Rings, SessionError, StoppedRing};
 use crate::sys;
 
 /// Time limit for a thread to end. A thread that waits in the kernel for the frontend's pages may never end.
 const END_WITHIN: Duration = Duration::from_secs(5);
-/// Time that a thread has for a command once its session is cancelled, by a signal or a live upgrade. Draining a queue, the
-/// longest command, takes a second at most.
-pub(crate) const CANCELLED_WITHIN: Duration = Duration::from_secs(3);
 /// Interval at which a wait for a reply checks for cancellation.
 const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -73,7 +70,14 @@ impl WorkerPool {
         let start = |index: usize| {
             let worker = device.worker(index).map_err(|reason| SessionError::Worker { index, reason })?;
             let queues = index * each..count.min((index + 1) * each);
-            let slots = queues.map(|queue| QueueSlot::new(device, queue, record)).collect();
+            let slot = |queue| {
+                let policy = QueuePolicy {
+                    drops_while_disabled: device.drops_while_disabled(queue),
+                    completes_in_order: device.completes_in_order(),
+                };
+                QueueSlot::new(queue, policy, record)
+            };
+            let slots = queues.map(slot).collect();
             let (hangup, orphans) = (Arc::clone(hangup), Arc::clone(orphans));
             let setup = WorkerSetup { worker, slots, hangup, orphans };
             WorkerHandle::start(index, device.name(), setup)

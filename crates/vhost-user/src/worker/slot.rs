@@ -4,7 +4,6 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::device::Device;
 use crate::eventfd;
 use crate::kick::Kick;
 use crate::memory::GuestMemory;
@@ -26,6 +25,15 @@ pub(super) enum Backlog {
     Remains,
 }
 
+/// Properties of a queue that its device decides.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct QueuePolicy {
+    /// Chains are dropped while the queue is disabled.
+    pub(super) drops_while_disabled: bool,
+    /// Chains are completed in the order in which they became available.
+    pub(super) completes_in_order: bool,
+}
+
 /// A queue, with its ring while it is started.
 #[derive(Debug, Default)]
 pub(super) struct QueueSlot {
@@ -44,19 +52,12 @@ pub(super) struct QueueSlot {
     /// Number of times that the queue was started.
     starts: u64,
     record: Option<QueueRecord>,
-    drops_while_disabled: bool,
-    completes_in_order: bool,
+    policy: QueuePolicy,
 }
 
 impl QueueSlot {
-    pub(super) fn new(device: &dyn Device, number: usize, record: Option<&InFlightRecord>) -> Self {
-        Self {
-            number,
-            record: record.map(|record| record.queue(number)),
-            drops_while_disabled: device.drops_while_disabled(number),
-            completes_in_order: device.completes_in_order(),
-            ..Self::default()
-        }
+    pub(super) fn new(number: usize, policy: QueuePolicy, record: Option<&InFlightRecord>) -> Self {
+        Self { number, record: record.map(|record| record.queue(number)), policy, ..Self::default() }
     }
 
     /// Returns true if the worker processes the queue.
@@ -68,7 +69,7 @@ impl QueueSlot {
     pub(super) fn is_processed(&self) -> bool {
         let pops = match self.enablement {
             Enablement::Initial => false,
-            Enablement::Disabled => self.drops_while_disabled,
+            Enablement::Disabled => self.policy.drops_while_disabled,
             Enablement::Enabled => true,
         };
         self.ring.is_some() && pops && !self.faulted
@@ -79,7 +80,8 @@ impl QueueSlot {
     /// vhost-user requires that a transmit ring that is started and not enabled discards its packets. But QEMU sends
     /// `SET_VRING_KICK` first and then `SET_VRING_ENABLE`, also when it connects again, and the ring has chains by then.
     pub(super) fn expire_initial(&mut self, now: impl FnOnce() -> Instant) -> Option<Duration> {
-        if self.enablement != Enablement::Initial || !self.drops_while_disabled || self.ring.is_none() {
+        if self.enablement != Enablement::Initial || !self.policy.drops_while_disabled || self.ring.is_none()
+        {
             return None;
         }
         let left = self.initial_until?.saturating_duration_since(now());
@@ -111,7 +113,9 @@ impl QueueSlot {
         let epoch = self.number as u64 | self.starts << 16;
         let mut ring = Ring::new(setup, memory, epoch).inspect_err(|fault| self.report(fault))?;
         let record = self.record.clone();
-        if let Some(chains @ 1..) = record.and_then(|record| ring.resume(record, self.completes_in_order)) {
+        if let Some(chains @ 1..) =
+            record.and_then(|record| ring.resume(record, self.policy.completes_in_order))
+        {
             tracing::info!(
                 ring = self.number,
                 chains,

@@ -7,7 +7,7 @@ use towline_channel::{IOV_MAX, IoBuf};
 use super::batch_pool::{BatchPool, ChainRef, Pin};
 use super::chunk::PayloadChunk;
 use super::lifecycle::Lifecycle;
-use super::zero_copy::ZeroCopyChains;
+use super::zero_copy_chains::ZeroCopyChains;
 use crate::connection::ConnectionId;
 use crate::packet::{HEADER_BYTES, SeqFlags, SocketType};
 use crate::sockets::SendOutcome;

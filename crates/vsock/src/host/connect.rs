@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use super::handshake_line::{HandshakeLine, parse_ok};
+use super::pending_connect::PendingConnect;
 use super::socket::{HostSocket, Started};
 use super::{Host, SocketEvent};
 use crate::connection::{ConnectionId, ConnectionKey};
@@ -11,18 +12,6 @@ use crate::local_guests::IncomingConnection;
 use crate::packet::{HOST_CID, SocketType};
 use crate::rules::{ForwardingRule, HostAddress};
 use crate::sockets::{ConnectOutcome, Interest, Readiness};
-
-/// A connect in progress.
-pub(super) enum PendingConnect {
-    /// To an address.
-    Address(HostSocket),
-    /// To a listener whose backlog is full; it is retried.
-    Retry(HostAddress, SocketType),
-    /// To the device of another guest, which expects `CONNECT` with this port.
-    PeerGuest(HostSocket, u32),
-    /// To another guest, whose device sends `OK` when the guest accepts.
-    AwaitingOk(HostSocket),
-}
 
 /// Result of a step of a connect.
 enum Step {

@@ -1,0 +1,72 @@
+//! Options of an incoming migration, and the state that its threads share.
+
+use std::sync::OnceLock;
+use std::sync::atomic::AtomicBool;
+
+use towline_channel::{Cancel, Channel};
+use towline_protocol::RamBlock;
+use towline_protocol::destination::SharedMemory;
+use towline_protocol::session::ReceiverMode;
+
+use crate::{Compression, Error, Session, Sink, Statistics};
+
+/// Options of an incoming migration.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Refuse a stream without a return path: its source would not learn of a failure here, and end its guest.
+    pub require_return_path: bool,
+    /// Compression of the lanes' pages; the level has no effect here.
+    pub compression: Compression,
+    /// The stream is of QEMU's background-snapshot, whose memory has no end of its own.
+    pub is_snapshot: bool,
+    /// Memory that the source leaves out because it is shared.
+    pub shared_memory: SharedMemory,
+    /// Use of the guest here, as reported to a towline at the source.
+    pub receiver: ReceiverMode,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        let (receiver, shared_memory) = (ReceiverMode::RunsByItself, SharedMemory::Refused);
+        let compression = Compression::None;
+        Self { require_return_path: true, compression, is_snapshot: false, shared_memory, receiver }
+    }
+}
+
+/// A moment of a migration that comes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IncomingStage {
+    /// The memory's last section begins: the source has stopped its guest.
+    Switchover,
+    /// [`Sink::commit`] returned: the acknowledgement to the source follows.
+    Committed,
+}
+
+/// State shared by the threads of one incoming migration.
+pub(super) struct Shared<'a> {
+    pub(super) session: &'a Session,
+    pub(super) statistics: &'a Statistics,
+    pub(super) sink: &'a dyn Sink,
+    pub(super) lanes: usize,
+    pub(super) compression: Compression,
+    pub(super) watch: &'a (dyn Fn(IncomingStage) + Sync),
+    pub(super) blocks: OnceLock<Vec<RamBlock>>,
+    /// The guest's, when the main channel has it.
+    pub(super) machine_type: OnceLock<String>,
+    /// Pulled when the main channel has everything: no lane waits for more.
+    pub(super) complete: Cancel,
+    /// The source was informed, and omits no checksum from then on.
+    pub(super) compares_checksums: AtomicBool,
+}
+
+impl Shared<'_> {
+    /// The block list; empty until the main channel has it.
+    pub(super) fn blocks(&self) -> &[RamBlock] {
+        self.blocks.get().map_or(&[], Vec::as_slice)
+    }
+}
+
+/// The error of a stream that ends too early.
+pub(super) fn ended(channel: &dyn Channel, awaiting: &'static str) -> Error {
+    Error::Ended { peer: channel.peer().to_owned(), awaiting }
+}

@@ -1,0 +1,95 @@
+//! Settings of a card, and the state that its session and its workers share.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use towline_vhost_user::BackendError;
+
+use crate::statistics::Counters;
+use crate::tap::{CarrierState, Taps};
+use crate::xdp::Xdp;
+
+/// Time limit for the queue of a process that was killed.
+const PREVIOUS_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Settings of a card.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Processors of the threads, assigned round-robin; the kernel chooses if empty.
+    pub cpus: Vec<usize>,
+    /// Maximum time of busy-polling while requests and replies alternate; 0 disables it.
+    pub busy_poll: Duration,
+    /// Disables migration: no dirty log is offered.
+    pub unmigratable: bool,
+    /// Migrates the state of the link and the counters with the guest; the destination's card needs the same setting.
+    pub device_state: bool,
+}
+
+/// State that the session and the workers share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) taps: Taps,
+    pub(crate) xdp: Option<Xdp>,
+    pub(crate) options: Options,
+    /// Features that the driver negotiated.
+    pub(crate) features: AtomicU64,
+    pub(super) link_up: AtomicBool,
+    /// Counters of each pair: receiving, transmitting.
+    pub(crate) counters: Vec<[Counters; 2]>,
+    /// [`TransmitMode`] of each pair.
+    pub(crate) modes: Vec<AtomicU8>,
+    /// Worker of each pair whose receive ring runs.
+    pub(crate) receivers: Vec<Mutex<Option<u64>>>,
+    /// Number of the next worker.
+    pub(crate) next_worker: AtomicU64,
+    /// True for each pair that no connection of this process has used yet: a process that was killed may have left frames.
+    pub(super) unused: Vec<AtomicBool>,
+    /// True for each pair whose last connection ended with AF_XDP frames in flight, until its queue is known to be free.
+    pub(crate) orphaned: Vec<AtomicBool>,
+}
+
+impl Shared {
+    pub(crate) fn link(&self) -> CarrierState {
+        if self.link_up.load(Relaxed) { CarrierState::Up } else { CarrierState::Down }
+    }
+
+    /// Before the first connection, waits until the queue of a process that was killed is free, for [`PREVIOUS_TIMEOUT`] at most,
+    /// as a queue that another program uses looks the same.
+    pub(super) fn wait_for_previous_process(&self, pair: usize) {
+        let Some(xdp) = self.xdp.as_ref().filter(|_| self.unused[pair].swap(false, Relaxed)) else { return };
+        if let Err(error) = xdp.wait_until_free(pair, PREVIOUS_TIMEOUT) {
+            tracing::warn!(pair, interface = xdp.name(), %error, "the queue of AF_XDP is in use");
+        }
+    }
+
+    /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may contain their chains
+    /// again, which would be completed while the network card still reads them.
+    pub(super) fn check_orphaned(&self, pair: usize) -> Result<(), BackendError> {
+        let Some(xdp) = self.xdp.as_ref().filter(|_| self.orphaned[pair].load(Relaxed)) else {
+            return Ok(());
+        };
+        match xdp.is_free(pair) {
+            Ok(true) => {}
+            Ok(false) => {
+                let name = xdp.name();
+                return Err(BackendError::temporary(format!(
+                    "{name} may still send frames of the previous connection: its queue is busy; check the link and the driver \
+                     of {name}, and that no other program uses the queue"
+                )));
+            }
+            // Without the right to open a socket this is never known. Any other error may be over at the next attempt.
+            Err(error) if error.kind() != std::io::ErrorKind::PermissionDenied => {
+                let name = xdp.name();
+                return Err(BackendError::temporary(format!(
+                    "cannot determine if {name} still sends frames of the previous connection: {error}"
+                )));
+            }
+            Err(error) => {
+                tracing::warn!(pair, %error, "cannot determine if frames of the previous connection are still in flight");
+            }
+        }
+        self.orphaned[pair].store(false, Relaxed);
+        Ok(())
+    }
+}
