@@ -48,9 +48,12 @@ fn connect(socket: &Path, options: &Options) -> Result<Client> {
     })
 }
 
-/// Returns the socket: a path, or the monitor of the guest of that name. A socket of this user in the working directory precedes a guest;
+/// Returns the socket: that of an endpoint `qmp:` or `ctl:`, a path, or the monitor of the guest of that name. A socket of this user in the working directory precedes a guest;
 /// other files do not, nor do sockets of other users, which could be there to receive the commands.
 fn socket<'a>(text: &'a Path, root: &RuntimeRoot) -> Result<Cow<'a, Path>> {
+    if let Some(path) = ["qmp:", "ctl:"].iter().find_map(|scheme| text.to_str()?.strip_prefix(scheme)) {
+        return Ok(Path::new(path).into());
+    }
     let is_path = text.components().count() != 1 || text.starts_with(".") || is_own_socket(text);
     let name = text.to_str().and_then(|name| name.parse::<GuestName>().ok()).filter(|_| !is_path);
     let Some(name) = name else { return Ok(text.into()) };
@@ -154,6 +157,11 @@ mod tests {
         let root = RuntimeRoot::at(directory.path().join("guests"));
         for path in ["/run/a.qmp", "run/a.qmp", "./web", "a b"] {
             assert_eq!(socket(Path::new(path), &root).unwrap(), Path::new(path));
+        }
+        // As other commands name it.
+        for (endpoint, path) in [("qmp:a.qmp", "a.qmp"), ("qmp:/run/a.qmp", "/run/a.qmp"), ("ctl:web", "web")]
+        {
+            assert_eq!(socket(Path::new(endpoint), &root).unwrap(), Path::new(path));
         }
         // A file and a directory of the working directory, which is this crate's.
         for file in ["Cargo.toml", "src"] {

@@ -25,7 +25,8 @@ Examples:
     towline ctl /run/vm/a.qmp qom-get '{\"path\": \"/machine\", \"property\": \"type\"}'
 ")]
 pub(crate) struct CtlArgs {
-    /// Unix socket of the QMP server, or name of a guest of `towline run`; ./NAME is a socket in this directory
+    /// Unix socket of the QMP server (also as qmp:PATH), or name of a guest of `towline run`; ./NAME is a socket in this
+    /// directory
     #[arg(value_name = "SOCKET|NAME")]
     pub(crate) socket: PathBuf,
     /// Command to execute; omit it to list the commands
