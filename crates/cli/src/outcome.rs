@@ -4,6 +4,7 @@ mod memory;
 mod text;
 
 use serde_json::{Value, json};
+use towline_channel::Address;
 use towline_control::plan::{self, CopyReport, Error, Failure, PostcopyReport, SourceCategory};
 use towline_image::{Increment, Uploaded};
 
@@ -70,6 +71,7 @@ impl<'a> Results<'a> {
     pub(crate) fn failed(&self, destination: &Endpoint, failure: &Failure) -> Exit {
         let keeper = match self.source {
             Endpoint::Memory(_) => SourceCategory::Process,
+            Endpoint::Stream(Address::Exec(_)) => SourceCategory::Command,
             source if source.is_image() => SourceCategory::Image,
             _ => SourceCategory::Qemu,
         };

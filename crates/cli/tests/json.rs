@@ -123,6 +123,9 @@ fn copies(towline: &mut Events) {
     assert_eq!((&all["event"], &all["outcome"]), (&json!("all"), &json!("done")));
     let failed = towline.run(&["copy", "none.img", "d.img"], 1);
     assert_eq!((&failed["guest-state"], &failed["reason"]), (&json!("unopened"), &json!("image")));
+    // It reads a guest from somewhere, which need not be a QEMU.
+    let failed = towline.run(&["copy", "--return-path", "off", "exec:exit 3", "d.img"], 1);
+    assert_eq!(failed["guest-state"], "with-command", "{failed}");
     let usage = towline.run(&["copy", "null:", "d.img"], 2);
     assert_eq!((&usage["outcome"], &usage["reason"]), (&json!("usage"), &json!("usage")));
 

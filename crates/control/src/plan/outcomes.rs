@@ -28,6 +28,8 @@ pub(crate) enum GuestLocation {
     InImage,
     /// It was a synthetic guest.
     WithProcess,
+    /// Wherever the command of its stream reads it.
+    WithCommand,
     /// Unchanged by this copy; its QEMU could not be reached.
     Unreached,
     /// Unchanged by this copy; its image could not be opened.
@@ -65,6 +67,9 @@ impl GuestLocation {
             Self::AtSource => ("at-source", 1, "safe at its source"),
             Self::InImage => ("in-image", 1, "in its image, which is as it was"),
             Self::WithProcess => ("ended-with-process", 1, "gone: a synthetic guest ends with its process"),
+            Self::WithCommand => {
+                ("with-command", 1, "where the command of its stream reads it; this copy has not changed it")
+            }
             Self::Unreached => ("unreached", 1, "not touched; its QEMU could not be reached"),
             Self::Unopened => ("unopened", 1, "not touched; its image could not be opened"),
             Self::NoGuest => ("no-guest", 1, "none at this source; nothing was changed"),
@@ -277,6 +282,8 @@ pub enum SourceCategory {
     Image,
     /// This process.
     Process,
+    /// A command whose output is its stream.
+    Command,
 }
 
 impl GuestState {
@@ -305,6 +312,7 @@ impl GuestState {
             (Self::Safe, SourceCategory::Qemu) => GuestLocation::AtSource,
             (Self::Safe, SourceCategory::Image) => GuestLocation::InImage,
             (Self::Safe, SourceCategory::Process) => GuestLocation::WithProcess,
+            (Self::Safe, SourceCategory::Command) => GuestLocation::WithCommand,
             (Self::Unreached, _) => GuestLocation::Unreached,
             (Self::Unopened, _) => GuestLocation::Unopened,
             (Self::NoGuest, _) => GuestLocation::NoGuest,

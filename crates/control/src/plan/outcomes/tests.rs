@@ -26,6 +26,7 @@ rows! {
     at_source: GuestLocation::AtSource => "at-source", 1, "safe at its source";
     in_image: GuestLocation::InImage => "in-image", 1, "in its image, which is as it was";
     with_process: GuestLocation::WithProcess => "ended-with-process", 1, "gone: a synthetic guest ends with its process";
+    with_command: GuestLocation::WithCommand => "with-command", 1, "where the command of its stream reads it; this copy has not changed it";
     unreached: GuestLocation::Unreached => "unreached", 1, "not touched; its QEMU could not be reached";
     unopened: GuestLocation::Unopened => "unopened", 1, "not touched; its image could not be opened";
     no_guest: GuestLocation::NoGuest => "no-guest", 1, "none at this source; nothing was changed";
@@ -80,9 +81,9 @@ fn other_rows_of_an_image_are_those_of_a_qemu() {
 
 #[test]
 fn safe_guest_is_at_its_source() {
-    let ids = [SourceCategory::Qemu, SourceCategory::Image, SourceCategory::Process]
+    let ids = [SourceCategory::Qemu, SourceCategory::Image, SourceCategory::Process, SourceCategory::Command]
         .map(|keeper| GuestState::Safe.row(keeper).id);
-    assert_eq!(ids, ["at-source", "in-image", "ended-with-process"]);
+    assert_eq!(ids, ["at-source", "in-image", "ended-with-process", "with-command"]);
     for keeper in [SourceCategory::Qemu, SourceCategory::Image] {
         let ids = [GuestState::Unreached, GuestState::Unopened, GuestState::NoGuest]
             .map(|state| state.row(keeper).id);
