@@ -1,7 +1,8 @@
 //! `cargo xtask setup`: installs what the lab needs on a machine with Debian 12 or 13.
 //!
 //! ```text
-//! the machine   QEMU 10.0 (bookworm-backports, or trixie), iperf3, socat, ip, ethtool, tcpdump, xz, g++, venv: apt, as root
+//! the machine   QEMU 10.0 (bookworm-backports, or trixie), iperf3, socat, ip, ethtool, tcpdump, xz, g++, venv,
+//!               mkfs.xfs, mkfs.btrfs: apt, as root
 //! target/lab    qemu-7.2/   QEMU 7.2 of bookworm, unpacked                 never installed
 //!               qemu-stable/ QEMU 10.0 of Debian 13 (trixie), with its own C library      never installed
 //!               qemu-newest/ QEMU 11.1 of Debian 13's backports, likewise                 never installed
@@ -48,8 +49,19 @@ const QEMU_PACKAGES: [&str; 3] = ["qemu-system-x86", "ipxe-qemu", "qemu-utils"];
 /// Debian 12 and 13.
 pub(crate) const RELEASES: [&str; 2] = [CODENAME, STABLE];
 /// From the release.
-const TOOLS: [&str; 8] =
-    ["iperf3", "socat", "iproute2", "ethtool", "tcpdump", "xz-utils", "g++", "python3-venv"];
+const TOOLS: [&str; 10] = [
+    "iperf3",
+    "socat",
+    "iproute2",
+    "ethtool",
+    "tcpdump",
+    "xz-utils",
+    "g++",
+    "python3-venv",
+    // Filesystems with reflinks.
+    "xfsprogs",
+    "btrfs-progs",
+];
 
 /// For the network of the demonstration.
 const DEMO_TOOLS: [&str; 1] = ["iproute2"];
