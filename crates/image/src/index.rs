@@ -240,16 +240,6 @@ impl Index {
         &self.names[block.index()]
     }
 
-    /// Bytes of memory in stored chunks, which are not zero as a whole.
-    pub fn stored_bytes(&self) -> u64 {
-        let of_block = |(block, names): (&IndexBlock, &Vec<ChunkHash>)| -> u64 {
-            let length = |index: u64| self.head.chunk_size.min(block.length - index * self.head.chunk_size);
-            let stored = (0..).zip(names).filter(|(_, name)| **name != ChunkHash::Zero);
-            stored.map(|(index, _)| length(index)).sum()
-        };
-        self.head.blocks.iter().zip(&self.names).map(of_block).sum()
-    }
-
     /// Names of the device state's chunks.
     pub fn device_state_names(&self) -> &[ChunkHash] {
         self.names.last().map_or(&[], Vec::as_slice)

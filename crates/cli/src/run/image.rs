@@ -43,7 +43,7 @@ enum OpenImage {
     },
     /// Not in a file of this host: its guests get their memory from the store.
     #[cfg(feature = "store")]
-    Store { index: Box<towline_image::index::Index>, location: towline_image::Location },
+    Store { image: Box<towline_image::store::StoredImage>, location: towline_image::Location },
 }
 
 /// Length and time of the last write of a file.
@@ -105,22 +105,24 @@ impl RunImage {
         reporter: &Reporter,
     ) -> Result<Self, Rejection> {
         use super::materialised::Materialised;
-        use towline_image::store::read_index;
+        use towline_image::store::{StoredImage, read_index};
 
         let text = location.to_string();
         let stem = text.rsplit(['/', ':']).next().unwrap_or_default().to_owned();
-        // A file that is there already needs nothing else of the store, and the copy opens the image itself.
+        // A file that is there already needs nothing else of the store.
         let index = read_index(location, Some(cancel.clone())).map_err(|error| Rejection::refused(&error))?;
-        let materialised = Materialised::of(&index, location, args.cache_dir.as_deref())?;
-        let file = match materialised.find(reporter)? {
-            Some(file) => file,
-            None if args.postcopy => {
-                let kind = OpenImage::Store { index: Box::new(index), location: location.clone() };
-                return Ok(Self { stem, place: OpenedFrom::Store, kind });
-            }
-            None => materialised.make(cancel, reporter)?,
-        };
-        Self::of_file(file, stem, OpenedFrom::Store)
+        if let Some(file) = Materialised::of(&index, location, args.cache_dir.as_deref())?.find(reporter)? {
+            return Self::of_file(file, stem, OpenedFrom::Store);
+        }
+        let image = StoredImage::open(location, Some(cancel.clone()));
+        let image = image.map_err(|error| Rejection::refused(&error))?;
+        if args.postcopy {
+            let kind = OpenImage::Store { image: Box::new(image), location: location.clone() };
+            return Ok(Self { stem, place: OpenedFrom::Store, kind });
+        }
+        // It may be another image by now.
+        let materialised = Materialised::of(image.index(), location, args.cache_dir.as_deref())?;
+        Self::of_file(materialised.make(&image, cancel, reporter)?, stem, OpenedFrom::Store)
     }
 
     /// Where its guest came from, if that was recorded.
@@ -128,7 +130,7 @@ impl RunImage {
         match &self.kind {
             OpenImage::File { image, .. } => image.origin(),
             #[cfg(feature = "store")]
-            OpenImage::Store { index, .. } => Some(index.origin()),
+            OpenImage::Store { image, .. } => image.origin(),
         }
     }
 

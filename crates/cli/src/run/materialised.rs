@@ -25,9 +25,11 @@ use towline_channel::Cancel;
 use towline_control::plan::{self, CopyRequest, Destination, Observer as _, Source};
 use towline_image::index::Index;
 use towline_image::manifest::{Digest, StoredBlock, sidecar_path};
-use towline_image::store::read_index;
+use towline_image::store::{StoredImage, read_index};
 use towline_image::{Image, Location};
-use towline_protocol::RamBlock;
+use towline_migration::Guest as _;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, RamBlock};
 
 use super::rejection::Rejection;
 use crate::progress::Reporter;
@@ -101,14 +103,19 @@ impl<'a> Materialised<'a> {
         )))
     }
 
-    /// Makes the file, or waits until another towline has made it.
-    pub(super) fn make(&self, cancel: &Cancel, reporter: &Reporter) -> Result<Image, Rejection> {
+    /// Makes the file of `image`, whose index this is, or waits until another towline has made it.
+    pub(super) fn make(
+        &self,
+        image: &StoredImage,
+        cancel: &Cancel,
+        reporter: &Reporter,
+    ) -> Result<Image, Rejection> {
         self.make_directory().map_err(|error| self.refused(&error))?;
         let _lock = self.lock(cancel, reporter)?;
         if let Some(file) = self.find(reporter)? {
             return Ok(file);
         }
-        let bytes = self.check_room()?;
+        let bytes = self.check_room(image)?;
         reporter.line(&format!(
             "{} is copied to {} first, {} (--postcopy runs the guest meanwhile)",
             self.location,
@@ -173,8 +180,9 @@ impl<'a> Materialised<'a> {
     }
 
     /// Returns the bytes that will be written.
-    fn check_room(&self) -> Result<u64, Rejection> {
-        let needed = self.index.stored_bytes();
+    fn check_room(&self, image: &StoredImage) -> Result<u64, Rejection> {
+        let blocks = 0..u32::try_from(image.blocks().len()).unwrap_or(u32::MAX);
+        let needed: u64 = blocks.map(|block| image.count_pages(BlockIndex(block)).plain * PAGE_SIZE).sum();
         match statvfs(&self.directory) {
             Ok(free) if free.f_bavail * free.f_frsize < needed => Err(Rejection::refused(&format!(
                 "directory {} has {} free, expected {} for {}; choose another with --cache-dir, or use --postcopy",

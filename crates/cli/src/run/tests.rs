@@ -196,8 +196,7 @@ mod of_store {
 
     use towline_channel::Cancel;
     use towline_control::plan::{self, CopyRequest, Destination};
-    use towline_image::index::Index;
-    use towline_image::store::read_index;
+    use towline_image::store::StoredImage;
     use towline_image::{Image, Location};
 
     use super::super::super::materialised::Materialised;
@@ -210,19 +209,19 @@ mod of_store {
     }
 
     /// Stores a synthetic guest of this size, in the place of another one.
-    fn stored(directory: &Path, size: &str) -> (Location, Index) {
+    fn stored(directory: &Path, size: &str) -> (Location, StoredImage) {
         let text = format!("store:{}", directory.join("vm/web").display());
         let Endpoint::Store(location) = text.parse().unwrap() else { panic!("{text}") };
         let source = format!("mem:{size}").parse::<Endpoint>().unwrap().source().unwrap();
         let request = CopyRequest { overwrite: true, ..CopyRequest::default() };
         let (to, cancel) = (Destination::Store(location.clone()), Cancel::new().unwrap());
         plan::copy(&source, &to, &request, &cancel, &reporter()).unwrap();
-        let index = read_index(&location, None).unwrap();
-        (location, index)
+        let image = StoredImage::open(&location, None).unwrap();
+        (location, image)
     }
 
-    fn made(file: &Materialised<'_>) -> Result<std::path::PathBuf, Rejection> {
-        let made = file.make(&Cancel::new().unwrap(), &reporter())?;
+    fn made(file: &Materialised<'_>, image: &StoredImage) -> Result<std::path::PathBuf, Rejection> {
+        let made = file.make(image, &Cancel::new().unwrap(), &reporter())?;
         Ok(made.path().to_owned())
     }
 
@@ -233,16 +232,16 @@ mod of_store {
     #[test]
     fn a_file_that_others_could_write_is_refused() {
         let directory = tempfile::tempdir().unwrap();
-        let (location, index) = stored(directory.path(), "8M");
+        let (location, image) = stored(directory.path(), "8M");
         let cache = directory.path().join("cache");
-        let file = Materialised::of(&index, &location, Some(&cache)).unwrap();
+        let file = Materialised::of(image.index(), &location, Some(&cache)).unwrap();
         assert_eq!(found(&file).unwrap(), None);
-        let path = made(&file).unwrap();
+        let path = made(&file, &image).unwrap();
         assert_eq!(found(&file).unwrap(), Some(path.clone()));
         let refused = |mode: &str| {
             let text = found(&file).unwrap_err().text;
             assert!(text.contains(mode) && text.contains("--cache-dir"), "{text}");
-            assert!(made(&file).is_err());
+            assert!(made(&file, &image).is_err());
         };
         for (of, mode, before) in [(&cache, 0o1777, 0o700), (&cache, 0o770, 0o700), (&path, 0o620, 0o600)] {
             fs::set_permissions(of, Permissions::from_mode(mode)).unwrap();
@@ -258,15 +257,15 @@ mod of_store {
     #[test]
     fn an_image_that_is_replaced_while_it_is_read_has_no_file() {
         let directory = tempfile::tempdir().unwrap();
-        let (location, index) = stored(directory.path(), "8M");
+        let (location, image) = stored(directory.path(), "8M");
         let cache = directory.path().join("cache");
-        let file = Materialised::of(&index, &location, Some(&cache)).unwrap();
+        let file = Materialised::of(image.index(), &location, Some(&cache)).unwrap();
         let (_, other) = stored(directory.path(), "16M");
-        let error = made(&file).unwrap_err();
+        let error = made(&file, &image).unwrap_err();
         assert!(error.text.contains("was replaced while it was read; try again"), "{error:?}");
         assert_eq!(found(&file).unwrap(), None);
-        let file = Materialised::of(&other, &location, Some(&cache)).unwrap();
-        let path = made(&file).unwrap();
+        let file = Materialised::of(other.index(), &location, Some(&cache)).unwrap();
+        let path = made(&file, &other).unwrap();
         assert!(Image::open(&path).unwrap().manifest_path().is_some());
         let left = fs::read_dir(&cache).unwrap().flatten().map(|entry| entry.path());
         let left: Vec<_> = left.filter(|path| path.extension().is_none_or(|of| of != "lock")).collect();
