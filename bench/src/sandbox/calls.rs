@@ -9,6 +9,7 @@
 //! programs hardly influence. A ratio is taken turn by turn; the confidence interval of its median shows if one percent can be
 //! distinguished from zero.
 
+use std::collections::BTreeMap;
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -25,6 +26,7 @@ use rustix::net::{
 };
 use rustix::thread::{CpuSet, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_filter};
 use serde_json::json;
 use towline_channel::Cancel;
 use towline_sandbox::Policy;
@@ -42,6 +44,8 @@ const PROBE_CALLS: u32 = 200;
 const WARM_UP_TURNS: usize = 20;
 /// Name of the absent filter.
 const NOTHING: &str = "nothing";
+/// Name of the filter that permits every call.
+const EVERYTHING: &str = "everything";
 /// Goal of the ratio.
 const RATIO_MAX: f64 = 1.01;
 
@@ -55,15 +59,25 @@ struct Filter {
 }
 
 /// The filters that are compared with no filter. The first one filters nothing, in a thread of its own: its ratio is the method's
-/// own error, as each thread has its buffers elsewhere.
-const FILTERS: [Filter; 3] = [
+/// own error, as each thread has its buffers elsewhere. The second one is what any filter costs.
+const FILTERS: [Filter; 4] = [
     Filter { name: NOTHING, confine: || Ok(()) },
+    Filter { name: EVERYTHING, confine: || permit_everything().map_err(|error| error.to_string()) },
     Filter { name: "a device", confine: || Policy::default().filter_calls_of_thread() },
     Filter {
         name: "a copy",
         confine: || Policy { connects_unix: true, opens: true, ..Policy::default() }.filter_calls_of_thread(),
     },
 ];
+
+/// Applies a filter whose verdict the kernel knows without running it.
+fn permit_everything() -> Result<()> {
+    let (permitted, refused) = (SeccompAction::Allow, SeccompAction::KillProcess);
+    let architecture = TargetArch::try_from(std::env::consts::ARCH)?;
+    let filter = SeccompFilter::new(BTreeMap::new(), permitted, refused, architecture)?;
+    let program: BpfProgram = filter.try_into()?;
+    Ok(apply_filter(&program)?)
+}
 
 /// Parameters of the measurement.
 #[derive(Debug, Clone)]
@@ -150,6 +164,7 @@ fn row(name: &str, setting: Option<Filter>, base: &[Sample], of: &[Sample]) -> R
     let label = match setting {
         None => "no filter".to_owned(),
         Some(Filter { name: NOTHING, .. }) => "no filter, another thread".to_owned(),
+        Some(Filter { name: EVERYTHING, .. }) => "a filter that permits every call".to_owned(),
         Some(filter) => format!("the filter of {}", filter.name),
     };
     let times = |samples: &[Sample]| samples.iter().map(|sample| sample.nanoseconds).collect::<Vec<_>>();
