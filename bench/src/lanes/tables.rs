@@ -9,12 +9,12 @@ use crate::table::{Content, Row, Table};
 
 /// Goals, as ratios.
 const VECTORED_MIN: f64 = 1.2;
-const QEMU_WARM_MIN: f64 = 1.1;
+const QEMU_WARM_MIN: f64 = 1.3;
 const QEMU_COLD_MIN: f64 = 1.5;
 const QEMU_CPU_MAX: f64 = 0.8;
 const IPERF_MIN: f64 = 1.0;
-const AUTO_MIN: f64 = 0.97;
-const TLS_MIN: f64 = 0.6;
+const AUTO_MIN: f64 = 0.98;
+const TLS_MIN: f64 = 0.7;
 const QEMU: Method = Method::Qemu(Peer::Plain);
 const QEMU_TLS: Method = Method::Qemu(Peer::Tls);
 const VECTORED: Method = Method::Towline(Mode::Vectored);

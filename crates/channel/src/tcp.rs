@@ -3,6 +3,9 @@
 //! `TCP_NODELAY` is on (senders set [`SendFlags::MORE`](crate::SendFlags::MORE) when more follows), and keepalive
 //! detects a dead host in about two minutes. A host name is resolved in a thread of its own, because the system's
 //! resolver cannot be interrupted; after a timeout the thread ends when the resolver does.
+//!
+//! Between two processes of one host the send buffer has a fixed, small size: data in transit then stays in a
+//! processor's cache until it is received. To another host its size is the kernel's, which adapts it to the path.
 
 use crate::cancel::{event, raise};
 use crate::channel::forward_channel;
@@ -31,6 +34,10 @@ const KEEPALIVE_COUNT: u32 = 6;
 /// Number of connections that may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
 const BACKLOG: i32 = 1024;
 
+/// Send buffer of a connection within this host; the kernel doubles it, for its own bookkeeping. There is no delay that more
+/// data in transit would fill, and what is in transit is read again at once, from the cache if it is still there.
+const LOCAL_SEND_BUFFER_BYTES: usize = 128 << 10;
+
 /// Name of this end in messages about socket options.
 const KERNEL: &str = "this kernel";
 
@@ -47,12 +54,16 @@ impl TcpChannel {
     /// # Errors
     /// [`Error::Io`] if it is not a TCP socket.
     pub fn new(fd: OwnedFd) -> Result<Self> {
-        let peer = net::getpeername(&fd)
-            .ok()
-            .flatten()
-            .and_then(|address| SocketAddr::try_from(address).ok())
-            .map_or_else(|| "tcp:?".to_owned(), |address| format!("tcp:{address}"));
-        prepare(&fd).map_err(|errno| Error::io("setsockopt", &peer, errno))?;
+        let remote = net::getpeername(&fd).ok().flatten().and_then(|any| SocketAddr::try_from(any).ok());
+        let local = net::getsockname(&fd).ok().and_then(|any| SocketAddr::try_from(any).ok());
+        let peer = remote.map_or_else(|| "tcp:?".to_owned(), |address| format!("tcp:{address}"));
+        let failed = |errno| Error::io("setsockopt", &peer, errno);
+        prepare(&fd).map_err(failed)?;
+        if let (Some(local), Some(remote)) = (local, remote)
+            && is_within_host(local.ip(), remote.ip())
+        {
+            sockopt::set_socket_send_buffer_size(&fd, LOCAL_SEND_BUFFER_BYTES).map_err(failed)?;
+        }
         Ok(Self { socket: Arc::new(Socket::new(fd, peer, STREAM)?), zero_copy: None })
     }
 
@@ -205,6 +216,12 @@ fn prepare(fd: &OwnedFd) -> Result<(), Errno> {
     sockopt::set_tcp_keepcnt(fd, KEEPALIVE_COUNT)
 }
 
+/// Returns true if a connection between these addresses never leaves this host.
+fn is_within_host(local: IpAddr, remote: IpAddr) -> bool {
+    let (local, remote) = (local.to_canonical(), remote.to_canonical());
+    local == remote || (local.is_loopback() && remote.is_loopback())
+}
+
 fn connect_one(address: &SocketAddr, deadline: &Deadline<'_>) -> Result<OwnedFd> {
     let fd = socket(address).map_err(|errno| deadline.io(errno))?;
     match net::connect(&fd, address) {
@@ -275,4 +292,33 @@ fn addresses<const N: usize>(ips: [IpAddr; N], port: u16) -> Vec<SocketAddr> {
 fn nothing_found(host: &str) -> Error {
     let source = io::Error::new(io::ErrorKind::NotFound, "the resolver knows no address of it");
     Error::Resolve { host: host.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn connections_within_the_host_are_recognised() {
+        let is_local =
+            |local: &str, remote: &str| is_within_host(local.parse().unwrap(), remote.parse().unwrap());
+        assert!(is_local("127.0.0.1", "127.0.0.1") && is_local("127.0.0.1", "127.0.0.2"));
+        assert!(is_local("::1", "::1") && is_local("::ffff:127.0.0.1", "127.0.0.1"));
+        assert!(is_local("192.0.2.1", "192.0.2.1") && is_local("::ffff:192.0.2.1", "::ffff:192.0.2.1"));
+        assert!(!is_local("192.0.2.1", "192.0.2.2") && !is_local("127.0.0.1", "192.0.2.1"));
+        assert!(!is_local("2001:db8::1", "2001:db8::2"));
+    }
+
+    #[test]
+    fn a_connection_within_the_host_has_a_small_send_buffer_at_both_ends() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (far, _) = listener.accept().unwrap();
+        for stream in [near, far] {
+            let channel = TcpChannel::new(stream.into()).unwrap();
+            let found = sockopt::socket_send_buffer_size(channel.socket.fd()).unwrap();
+            assert_eq!(found, 2 * LOCAL_SEND_BUFFER_BYTES, "the kernel doubles it");
+        }
+    }
 }

@@ -109,6 +109,11 @@ fn without_notification_memory_it_waits_and_then_says_what_to_raise() {
     let options = ConnectOptions { zero_copy: true, ..Default::default() };
     let near = connect_with(listener.local_address(), soon(), &cancel(), &options).unwrap();
     let far = listener.accept(soon(), &cancel()).unwrap();
+    // Notification memory has to end before the send buffer does, which is small within a host.
+    let fd = near.as_fd().unwrap();
+    rustix::net::sockopt::set_socket_send_buffer_size_force(fd, 4 << 20)
+        .or_else(|_| rustix::net::sockopt::set_socket_send_buffer_size(fd, 4 << 20))
+        .unwrap();
     near.set_timeouts(None, Some(Duration::from_millis(300))).unwrap();
     let mut sent = 0;
     let error = loop {
