@@ -25,6 +25,6 @@ pub fn first_steps() -> Result<String> {
 /// As [`first_steps`].
 pub fn first_steps_script() -> Result<String> {
     let block = first_steps()?;
-    // A paste into an interactive shell would go on.
+    // A paste into an interactive shell would continue.
     Ok(format!("set -e\ntrap 'kill $(jobs -p) 2>/dev/null' EXIT\n{block}wait\ntrap - EXIT\n"))
 }

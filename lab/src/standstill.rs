@@ -1,4 +1,4 @@
-//! The time that a guest does not run when it goes on in another QEMU, by the events of both.
+//! The time that a guest does not run when it continues in another QEMU, by the events of both.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::fmt;

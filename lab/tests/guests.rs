@@ -179,8 +179,8 @@ fn kvm_falls_back_to_tcg() {
 }
 
 #[test]
-fn a_qemu_that_does_not_start_says_why() {
-    if !require_lab("a_qemu_that_does_not_start_says_why") {
+fn a_qemu_that_does_not_start_reports_the_reason() {
+    if !require_lab("a_qemu_that_does_not_start_reports_the_reason") {
         return;
     }
     let error = Qemu::builder(Version::V10_0).machine("no-such-machine").start().err().unwrap();

@@ -1,6 +1,6 @@
 //! `cargo xtask lint`: checks of the sources that do not run them.
 
-mod lexer;
+pub(crate) mod lexer;
 mod licences;
 mod prose;
 mod sources;

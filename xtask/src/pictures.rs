@@ -7,12 +7,12 @@
 //! pauses; `demo.cast` is asciicast v2, for players of terminals.
 
 mod charts;
+mod output;
 mod recording;
 
 use std::fs;
-use std::path::Path;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 
 use crate::command::root;
 
@@ -34,8 +34,4 @@ pub(crate) fn run(wanted: Wanted) -> Result<()> {
 pub(crate) enum Wanted {
     All,
     Drawn,
-}
-
-fn write(path: &Path, content: &str) -> Result<()> {
-    fs::write(path, content).with_context(|| path.display().to_string())
 }

@@ -28,15 +28,17 @@ mod initramfs;
 mod modules;
 pub(crate) mod peers;
 mod python;
+mod scope;
 mod sources;
 mod unpack;
 pub(crate) mod vsock_tests;
 
+pub(crate) use scope::Scope;
+
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use towline_lab::paths;
 
 use host::Host;
@@ -65,17 +67,6 @@ const TOOLS: [&str; 10] = [
 
 /// For the network of the demonstration.
 const DEMO_TOOLS: [&str; 1] = ["iproute2"];
-
-/// Parts to bring.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Scope {
-    /// Packages, which need root.
-    System,
-    /// Requirements of `make demo`: QEMU and a Linux guest.
-    Demo,
-    /// Everything.
-    Lab,
-}
 
 /// Brings what is missing.
 pub(crate) fn run(scope: Scope) -> Result<()> {
@@ -139,7 +130,7 @@ fn system(wanted: &[&'static str]) -> Result<bool> {
         missing.push("qemu-system-x86 (10.0), ipxe-qemu or qemu-utils");
     }
     let host = Host::detect(&missing)?;
-    require_root(&missing)?;
+    apt::require_root(&missing)?;
     let added = match host {
         Host::Debian12 if !qemu_here => apt::add_backports()?,
         Host::Debian12 | Host::Debian13 => false,
@@ -185,16 +176,4 @@ fn require_debian_12(wanted: &[&str]) -> Result<()> {
         wanted.join(", ")
     );
     Ok(())
-}
-
-fn require_root(missing: &[&str]) -> Result<()> {
-    let user = crate::command::output(Command::new("id").arg("-u"))?;
-    if user.trim() == "0" {
-        return Ok(());
-    }
-    bail!(
-        "{} missing, and installing needs root. Run:\n\n    sudo '{}' setup --system\n\nand then this task again",
-        missing.join(", "),
-        std::env::current_exe()?.display()
-    );
 }

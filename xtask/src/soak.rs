@@ -108,7 +108,7 @@ const SOAKS: &[Soak] = &[
     },
     Soak {
         name: "upgrades",
-        about: "100 upgrades in a row under a load: the guest's standstill, bytes moved (TOWLINE_UPGRADES, sizes: TOWLINE_UPGRADE_MIB=512,1024)",
+        about: "100 upgrades in a row under a load: the guest's downtime, bytes moved (TOWLINE_UPGRADES, sizes: TOWLINE_UPGRADE_MIB=512,1024)",
         run: || {
             lab_test(
                 "upgrade",
@@ -117,19 +117,19 @@ const SOAKS: &[Soak] = &[
             )?;
             lab_test(
                 "upgrade",
-                "series::guests_in_memfds_of_7_2_stand_still_for_a_moment",
+                "series::guests_in_memfds_of_7_2_have_a_short_downtime",
                 &[("TOWLINE_UPGRADES", "100")],
             )
         },
     },
     Soak {
         name: "upgrades-cards",
-        about: "100 upgrades in a row of a guest whose card is in traffic: its standstill, the longest gap of frames, every byte compared \
+        about: "100 upgrades in a row of a guest whose card is in traffic: its downtime, the longest gap of frames, every byte compared \
             (TOWLINE_UPGRADES, TOWLINE_UPGRADE_MIB)",
         run: || {
             lab_test(
                 "upgrade",
-                "cards::connections_of_a_card_go_on_in_another_qemu",
+                "cards::connections_of_a_card_survive_in_another_qemu",
                 &[("TOWLINE_UPGRADES", "100")],
             )
         },
@@ -164,7 +164,7 @@ const SOAKS: &[Soak] = &[
         run: || {
             lab_test(
                 "images",
-                "clones::eight_guests_come_of_one_image_at_once",
+                "clones::eight_guests_are_restored_from_one_image_at_once",
                 &[("TOWLINE_SOAK_CLONES_MIB", "512")],
             )
         },
@@ -213,7 +213,7 @@ const SOAKS: &[Soak] = &[
         run: || {
             lab_test(
                 "postcopy",
-                "cuts::cut_at_random_moments_it_is_recovered",
+                "cuts::a_postcopy_cut_at_random_moments_is_recovered",
                 &[("TOWLINE_SOAK_CUTS", "100")],
             )
         },
@@ -266,7 +266,7 @@ const SOAKS: &[Soak] = &[
         run: || {
             lab_test(
                 "control",
-                "latency::questions_are_answered_while_memory_moves",
+                "latency::queries_are_answered_while_memory_moves",
                 &[("TOWLINE_SOAK_LATENCY_MIB", "4096")],
             )
         },
@@ -277,7 +277,7 @@ const SOAKS: &[Soak] = &[
         run: || {
             lab_test(
                 "live",
-                "moves::a_busy_linux_goes_on_at_its_destination",
+                "moves::a_busy_linux_continues_at_its_destination",
                 &[("TOWLINE_SOAK_MOVES", "50")],
             )
         },
@@ -457,7 +457,7 @@ fn lab_test(target: &str, name: &str, variables: &[(&str, &str)]) -> Result<()> 
     run_command(command.envs(unset.copied()))
 }
 
-/// Faults at random, with a journal by which it goes on.
+/// Faults at random, with a journal from which it resumes.
 fn chaos() -> Result<()> {
     let journal = target_directory()?.join("chaos.journal");
     let variables = [("TOWLINE_CHAOS_RUNS", "2000"), ("TOWLINE_CHAOS_JOURNAL", &journal.to_string_lossy())];

@@ -10,20 +10,18 @@
 
 mod counts;
 pub(crate) mod fuzz;
+mod process;
 mod suites;
 
-use std::io::{BufRead, BufReader};
-use std::os::unix::process::CommandExt as _;
 use std::panic::resume_unwind;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::sync::OnceLock;
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::{JoinHandle, spawn};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail};
 
-use crate::command::{at_leisure, run as run_command, shown};
+use crate::command::{at_leisure, run as run_command};
 use crate::times::{self, Times, Usage};
 use crate::{lint, publish, setup};
 use counts::Counts;
@@ -103,11 +101,6 @@ fn compile_beside() -> Result<()> {
     documented.and(publish::check_packages()).and(publish::api::check())
 }
 
-/// Settings of the one build: nothing is kept for an incremental one.
-fn built(command: &mut Command) -> Result<&mut Command> {
-    lint::with_clippy(command.env("CARGO_INCREMENTAL", "0"))
-}
-
 /// Runs all tests, and `beside` them what is compiled at leisure: the lab often waits for its guests.
 fn tests(report: &mut TestReport, suites: &[Suite], beside: &OnceLock<JoinHandle<Result<()>>>) -> Result<()> {
     let deadline = Instant::now() + TESTS_WITHIN;
@@ -154,45 +147,4 @@ fn run_again(ended: &mut Ended, deadline: Instant) {
     ended.counts.failed = counts.failed;
     ended.counts.failures = counts.failures;
     ended.outcome = again.outcome;
-}
-
-/// Runs `command` and gives each line of its standard output to `look`. Past `within` it is killed with all that it started.
-/// Returns how it ended, and what it took.
-fn watched(
-    command: &mut Command,
-    within: Duration,
-    mut look: impl FnMut(&str),
-) -> Result<(Result<()>, Usage)> {
-    let started = Instant::now();
-    let deadline = started + within;
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).process_group(0);
-    let mut child = command.spawn().with_context(|| format!("{} cannot be started", shown(command)))?;
-    let output = child.stdout.take().context("the output was asked for")?;
-    let (sender, lines) = channel();
-    let reader = spawn(move || {
-        // Ends with the output; bytes that are not UTF-8 are replaced.
-        for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
-            if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
-                break;
-            }
-        }
-    });
-    let outcome = loop {
-        match lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(line) => look(&line),
-            Err(RecvTimeoutError::Disconnected) => break Ok(()),
-            Err(RecvTimeoutError::Timeout) => {
-                run_command(Command::new("kill").args(["-KILL", "--", &format!("-{}", child.id())]))?;
-                break Err(anyhow::anyhow!("{} killed after {} s", shown(command), within.as_secs()));
-            }
-        }
-    };
-    let usage = times::exited(&child, started)?;
-    let status = child.wait()?;
-    drop(lines);
-    reader.join().map_err(|_| anyhow::anyhow!("the reader of {} panicked", shown(command)))?;
-    let outcome = outcome.and_then(|()| {
-        if status.success() { Ok(()) } else { bail!("{} failed with {status}", shown(command)) }
-    });
-    Ok((outcome, usage))
 }

@@ -113,14 +113,14 @@ fn cut_never() -> Ends {
 macro_rules! conformance {
     ($($kind:ident),*) => { $( mod $kind {
         #[test] fn keeps_order_in_pieces_of_any_size() { super::keeps_order(&super::$kind()); }
-        #[test] fn takes_and_gives_thousands_of_buffers() { super::thousands_of_buffers(&super::$kind()); }
-        #[test] fn refuses_what_it_cannot_do() { super::refuses(&super::$kind()); }
+        #[test] fn thousands_of_buffers_are_sent_and_received() { super::thousands_of_buffers(&super::$kind()); }
+        #[test] fn unsupported_operations_are_refused() { super::refuses(&super::$kind()); }
         #[test] fn peeks() { super::peeks(&super::$kind()); }
         #[test] fn ends_one_half() { super::ends_one_half(&super::$kind()); }
         #[test] fn wakes_a_receiver() { super::wakes_a_receiver(&super::$kind()); }
         #[test] fn wakes_a_sender() { super::wakes_a_sender(&super::$kind()); }
         #[test] fn times_out() { super::times_out(&super::$kind()); }
-        #[test] fn tells_of_an_end_inside() { super::tells_of_an_end_inside(&super::$kind()); }
+        #[test] fn an_end_of_the_inner_channel_is_reported() { super::an_end_of_the_inner_channel_is_reported(&super::$kind()); }
         #[test] fn takes_empty_buffers() { super::takes_empty_buffers(&super::$kind()); }
     } )* };
 }
@@ -366,7 +366,7 @@ fn times_out(ends: &Ends) {
     assert!(matches!(full, Error::Timeout { op: "send", after, .. } if Some(after) == limit), "{full:?}");
 }
 
-fn tells_of_an_end_inside(ends: &Ends) {
+fn an_end_of_the_inner_channel_is_reported(ends: &Ends) {
     send_all(&*ends.tx, b"abcde").unwrap();
     ends.tx.shutdown(Shutdown::Write).unwrap();
     let error = recv_exact(&*ends.rx, 8).unwrap_err();

@@ -83,7 +83,7 @@ fn too_many_descriptors_from_a_peer_are_an_error_and_all_are_closed() {
 }
 
 #[test]
-fn a_number_becomes_what_it_is() {
+fn a_descriptor_number_becomes_its_kind_of_channel() {
     let (a, b) = UnixStream::pair().unwrap();
     let (a, b) = (open(&format!("fd:{}", a.into_raw_fd())), open(&format!("fd:{}", b.into_raw_fd())));
     assert!(a.capabilities().contains(Capabilities::FD_PASSING | Capabilities::BIDIRECTIONAL));

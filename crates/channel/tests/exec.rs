@@ -31,7 +31,7 @@ fn a_failing_command_is_no_short_stream() {
 }
 
 #[test]
-fn a_command_that_stops_reading_says_why() {
+fn a_command_that_stops_reading_reports_the_reason() {
     let command = "head -c 10 > /dev/null; exit 4";
     let channel = open(&format!("exec:{command}"));
     let data = pattern(1 << 20);
@@ -55,7 +55,7 @@ fn a_command_that_closes_its_output_early_is_awaited_by_finish() {
 }
 
 #[test]
-fn finish_has_a_deadline_and_wait_tells_signals() {
+fn finish_has_a_deadline_and_wait_reports_signals() {
     let channel = ExecChannel::spawn("kill -9 $$").unwrap();
     assert_eq!(channel.wait(soon()).unwrap().and_then(|status| status.signal()), Some(9));
     let channel = ExecChannel::spawn("exec sleep 60").unwrap();

@@ -166,7 +166,7 @@ fn a_seed_replays_and_directions_do_not_disturb_each_other() {
 }
 
 #[test]
-fn layers_say_what_the_channel_inside_can_do() {
+fn layers_report_the_capabilities_of_the_inner_channel() {
     let (a, _b) = UnixChannel::pair().unwrap();
     let inside = a.capabilities();
     let layered = Throttle::new(short(a, 0), NonZeroU64::MAX);

@@ -52,7 +52,7 @@ fn a_file_is_written_and_read_at_one_cursor() {
 }
 
 #[test]
-fn a_number_starts_where_its_descriptor_stands() {
+fn a_descriptor_number_starts_at_the_offset_of_its_file() {
     let (_directory, path) = scratch();
     std::fs::write(&path, "abcdef").unwrap();
     let mut file = std::fs::File::open(&path).unwrap();

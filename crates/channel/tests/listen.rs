@@ -32,7 +32,7 @@ fn assert_talk(near: &dyn Channel, far: &dyn Channel) {
 }
 
 #[test]
-fn tcp_says_the_port_it_chose_and_names_its_peers() {
+fn tcp_reports_the_chosen_port_and_names_its_peers() {
     let listener = bind("tcp:127.0.0.1:0");
     assert_ne!(port(&listener), 0);
     let (near, far) = through(&listener);
@@ -57,7 +57,7 @@ fn tcp_without_a_host_and_by_name() {
 }
 
 #[test]
-fn a_refused_connection_is_tried_again_only_when_asked() {
+fn a_refused_connection_is_retried_only_on_request() {
     let address = bind("tcp:127.0.0.1:0").local_address().clone();
     let error = connect(&address, soon(), &cancel()).unwrap_err();
     assert!(
@@ -156,7 +156,7 @@ fn a_stale_socket_file_is_replaced_and_ours_is_removed() {
 }
 
 #[test]
-fn a_socket_file_in_use_is_left_alone() {
+fn a_socket_file_in_use_is_not_replaced() {
     let directory = TempDir::new().unwrap();
     let path = directory.path().join("s");
     let address = Address::Unix(path.clone());
@@ -175,7 +175,7 @@ fn a_socket_file_in_use_is_left_alone() {
 }
 
 #[test]
-fn somebody_else_s_socket_file_is_not_removed() {
+fn the_socket_file_of_another_process_is_not_removed() {
     let directory = TempDir::new().unwrap();
     let path = directory.path().join("s");
     let ours = Listener::bind(&Address::Unix(path.clone())).unwrap();

@@ -90,7 +90,7 @@ fn memory_is_written_before_it_is_authenticated_only_with_permission() {
 }
 
 #[test]
-fn dropping_a_channel_tells_the_end_and_losing_it_does_not() {
+fn dropping_a_channel_signals_eof_and_losing_it_does_not() {
     let (client, server) = pair();
     send_all(&client, b"all").unwrap();
     drop(client);
@@ -326,7 +326,7 @@ fn an_untrusted_peer_is_refused_with_the_reason_at_both_ends() {
 }
 
 #[test]
-fn files_that_are_no_good_are_named() {
+fn invalid_files_are_named() {
     let load = |spoil: &dyn Fn(&Path)| {
         let d = Directories::new();
         spoil(d.far.path());

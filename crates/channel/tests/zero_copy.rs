@@ -38,7 +38,7 @@ fn is_timeout(error: &Error, wanted: &str) -> bool {
 }
 
 #[test]
-fn on_loopback_all_is_copied_and_flush_says_so() {
+fn on_loopback_flush_reports_that_all_was_copied() {
     for address in ["tcp:127.0.0.1:0", "tcp:[::1]:0"] {
         let options = ListenOptions { zero_copy: true, ..Default::default() };
         let listener = match Listener::bind_with(&address.parse().unwrap(), &options) {
@@ -102,7 +102,7 @@ fn one_thread_sends_another_flushes_a_third_waits_for_leases() {
 }
 
 #[test]
-fn without_notification_memory_it_waits_and_then_says_what_to_raise() {
+fn a_lack_of_notification_memory_is_reported_with_the_limit_to_raise() {
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap();
     // So small a window is soon closed, and then nothing finishes.
     rustix::net::sockopt::set_socket_recv_buffer_size(listener.as_fd().unwrap(), 1).unwrap();
@@ -177,7 +177,7 @@ fn a_lease_outlives_the_channel_and_the_peer_sees_the_end() {
 }
 
 #[test]
-fn a_reset_frees_the_memory_though_the_peer_reads_nothing() {
+fn a_reset_frees_the_memory_of_a_peer_that_does_not_read() {
     let (near, far) = stuck();
     let lease = near.lease();
     near.shutdown(Shutdown::Both).unwrap();
@@ -206,7 +206,7 @@ fn a_lease_is_for_what_was_sent_before_it() {
 }
 
 #[test]
-fn a_peer_that_is_gone_finishes_every_send() {
+fn every_send_completes_when_the_peer_disconnects() {
     let (near, far) = stuck();
     let lease = near.lease();
     drop(far);

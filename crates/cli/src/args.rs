@@ -38,6 +38,7 @@ Exit status:
 }
 
 mod check;
+mod common;
 mod copy;
 mod ctl;
 mod generate;
@@ -53,13 +54,14 @@ mod transfer;
 mod upgrade;
 mod vsock;
 
-use std::path::PathBuf;
-
-use clap::{Parser, Subcommand, ValueEnum, ValueHint};
-use towline_control::plan::Tls;
-use towline_migration::{Compression, ZeroCopySend};
+use clap::{Parser, Subcommand};
 
 pub(crate) use check::CheckArgs;
+pub(crate) use common::{
+    CompressionMethod, GUEST, IMAGES, LANES, LIMITS, OUTPUT, OnOff, OnOffAuto, Output, POSTCOPY, PROCESS,
+    TlsArgs,
+};
+use common::{MORE, key_and_value};
 pub(crate) use copy::{CopyArgs, StoredSourceArgs};
 pub(crate) use ctl::CtlArgs;
 pub(crate) use generate::{CompletionsArgs, ManArgs};
@@ -129,94 +131,4 @@ impl Command {
             Self::Ctl(_) | Self::Vsock(_) | Self::Completions(_) | Self::Man(_) => false,
         }
     }
-}
-
-/// Headings of options.
-pub(crate) const LANES: &str = "Lanes";
-pub(crate) const TLS: &str = "TLS";
-pub(crate) const LIMITS: &str = "Limits";
-pub(crate) const POSTCOPY: &str = "Postcopy";
-pub(crate) const IMAGES: &str = "Images";
-pub(crate) const GUEST: &str = "Guest";
-pub(crate) const PROCESS: &str = "Process";
-pub(crate) const OUTPUT: &str = "Output";
-/// Last line of `-h`.
-const MORE: &str = "More options, endpoints, exit status and examples: --help, or the manual page";
-
-/// TLS of streams.
-#[derive(Debug, clap::Args)]
-pub(crate) struct TlsArgs {
-    /// Directory of certificates with QEMU's file names (tls-creds-x509); encrypts tcp:, unix: and wss:// streams
-    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath, help_heading = TLS)]
-    pub(crate) tls_creds: Option<PathBuf>,
-    /// Host name in the certificate of DEST [default: the host of its address]
-    #[arg(long, value_name = "NAME", requires = "tls_creds", hide_short_help = true, help_heading = TLS)]
-    pub(crate) tls_hostname: Option<String>,
-}
-
-impl TlsArgs {
-    pub(crate) fn tls(&self) -> Option<Tls> {
-        let credentials = self.tls_creds.clone()?;
-        Some(Tls { credentials, hostname: self.tls_hostname.clone() })
-    }
-}
-
-/// Form of the output.
-#[derive(Debug, clap::Args)]
-pub(crate) struct Output {
-    /// One JSON object per event on standard output (docs/json.md)
-    #[arg(long, help_heading = OUTPUT)]
-    pub(crate) json: bool,
-    /// Errors only
-    #[arg(long, conflicts_with = "json", help_heading = OUTPUT)]
-    pub(crate) quiet: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OnOff {
-    On,
-    Off,
-}
-
-/// QEMU's `zero-copy-send`, with an automatic choice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OnOffAuto {
-    Auto,
-    On,
-    Off,
-}
-
-impl From<OnOffAuto> for ZeroCopySend {
-    fn from(value: OnOffAuto) -> Self {
-        match value {
-            OnOffAuto::Auto => Self::Auto,
-            OnOffAuto::On => Self::On,
-            OnOffAuto::Off => Self::Off,
-        }
-    }
-}
-
-/// QEMU's `multifd-compression` without its hardware methods.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum CompressionMethod {
-    None,
-    Zlib,
-    Zstd,
-}
-
-impl CompressionMethod {
-    /// Returns the compression with the given level, or the default one.
-    pub(crate) fn with_level(self, zlib_level: Option<u8>, zstd_level: Option<u8>) -> Compression {
-        let level = |level: Option<u8>| level.unwrap_or(Compression::LEVEL_DEFAULT);
-        match self {
-            Self::None => Compression::None,
-            Self::Zlib => Compression::Zlib { level: level(zlib_level) },
-            Self::Zstd => Compression::Zstd { level: level(zstd_level) },
-        }
-    }
-}
-
-/// Splits at the first `=`, unless a half is empty.
-fn key_and_value(text: &str) -> Option<(&str, &str)> {
-    text.split_once('=').filter(|(key, value)| !key.is_empty() && !value.is_empty())
 }

@@ -27,10 +27,8 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use queue::LineSink;
 pub(crate) use queue::OverflowPolicy;
-pub(crate) use queue::QueueHandle;
+pub(crate) use queue::{LIMITED_BYTES_MAX, QueueHandle};
 
-/// Maximum size of waiting notices, statistics and log lines.
-pub(crate) const LIMITED_BYTES_MAX: usize = 256 << 10;
 /// Time limit of the remaining output at the end of the process.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Interval of checks for a signal while the process waits for a reader.
@@ -47,12 +45,12 @@ struct Console {
 
 fn console() -> &'static Console {
     CONSOLE.get_or_init(|| {
-        let stderr = QueueHandle::new(LineSink::Stderr);
+        let stderr = QueueHandle::new(LineSink::Stderr, report_dropped);
         // A common file has a common queue, which keeps the lines' order and keeps them out of a progress bar.
         let stdout = if is_one_file() {
             stderr.with_sink(LineSink::Stdout)
         } else {
-            QueueHandle::new(LineSink::Stdout)
+            QueueHandle::new(LineSink::Stdout, report_dropped)
         };
         Console { stdout, stderr, is_ending: AtomicBool::new(false) }
     })
@@ -90,6 +88,10 @@ pub(crate) fn error(text: &str) {
 /// Queues a line for standard error if the queue has space.
 pub(crate) fn notice(text: &str) {
     console().stderr.push(OverflowPolicy::Limited, line(&format!("towline: {}", printable_lines(text))));
+}
+
+fn report_dropped(lines: u64) {
+    notice(&format!("{lines} lines of output were dropped, as they were not read in time"));
 }
 
 /// Returns the progress bars on standard error, which are hidden while a line is written there. Only functions passed to [`draw`]
@@ -181,7 +183,7 @@ impl io::Write for Log {
 
 /// Returns a queue for a datagram socket; each push is one datagram.
 pub(crate) fn datagrams(socket: std::os::unix::net::UnixDatagram) -> QueueHandle {
-    QueueHandle::new(LineSink::Descriptor(std::sync::Arc::new(socket.into())))
+    QueueHandle::new(LineSink::Descriptor(std::sync::Arc::new(socket.into())), report_dropped)
 }
 
 /// Replaces control characters, which names, images and servers may contain and a terminal would execute, by `?`; also those

@@ -156,7 +156,8 @@ fn clones(
         let mut exit = lock(&exit);
         *exit = (*exit).max(report(&results, &args.destinations[index], copied));
     };
-    match plan::copy_to_all(source, &recipients, options, cancel, &reporter, &ended) {
+    let clones = plan::Clones { targets: &recipients, options, cancel, observer: &reporter, ended: &ended };
+    match plan::copy_to_all(source, &clones) {
         Ok(outcomes) => {
             let exit = *lock(&exit);
             results.all(&outcomes, exit);

@@ -49,16 +49,17 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
         Some(policy) => args.sandbox.confine(&policy),
         None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),
     }
+    let checksums = if args.verify { Checksums::Compared } else { Checksums::NotCompared };
     match source {
         Source::Image(path) => {
             if let Some(page) = &args.html {
                 let base = args.base.as_deref().map(Image::open).transpose()?;
                 html::write(page, &Image::open(&path)?, base.as_ref())?;
             }
-            image(&reporter, &path, args.verify)
+            image(&reporter, &path, checksums)
         }
         #[cfg(feature = "store")]
-        Source::Store(location) => stored_image(&reporter, &location, args.verify),
+        Source::Store(location) => stored_image(&reporter, &location, checksums),
         #[cfg(not(feature = "store"))]
         Source::Store(location) => {
             Err(UsageError(format!("{location}: this towline was built without object stores")).into())
@@ -86,9 +87,16 @@ pub(crate) fn policy(args: &InspectArgs, source: &Source) -> Option<Policy> {
     Some(policy)
 }
 
-fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
+/// Treatment of the checksums of an image (`--verify`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Checksums {
+    Compared,
+    NotCompared,
+}
+
+fn image(reporter: &Reporter, path: &Path, checksums: Checksums) -> Result<Exit> {
     let image = Image::open(path)?;
-    if verify {
+    if checksums == Checksums::Compared {
         image.verify(VERIFY_THREADS, &|_| {})?;
     }
     let allocated = image.file().metadata().with_context(|| path.display().to_string())?.blocks() * 512;
@@ -115,7 +123,7 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
         "devices": devices_json(devices.devices()),
         "manifest": manifest(&image),
         "command-line": command_line::json(image.origin()),
-        "verified": verify,
+        "verified": checksums == Checksums::Compared,
         "loadable-by-qemu": !image.is_incremental(),
         "chain": chain.iter().map(Layer::json).collect::<Vec<_>>(),
     });
@@ -128,7 +136,7 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
     reporter.line(&format!("{}: {what}", path.display()));
     print_head(reporter, &facts);
     reporter.line(&format!("  file          {} long, {} allocated", size(image.length()), size(allocated)));
-    print_manifest(reporter, &image, verify);
+    print_manifest(reporter, &image, checksums);
     command_line::print(reporter, image.origin());
     if image.is_incremental() {
         reporter.line(&format!("  chain         {} images, the full one last", chain.len()));
@@ -151,7 +159,7 @@ fn manifest(image: &Image) -> Option<Value> {
     }))
 }
 
-fn print_manifest(reporter: &Reporter, image: &Image, verify: bool) {
+fn print_manifest(reporter: &Reporter, image: &Image, checksums: Checksums) {
     let Some(manifest) = image.manifest() else {
         reporter.line("  manifest      none, as in images of QEMU itself: no checksums; `towline copy IMAGE NEW` adds them");
         return;
@@ -161,7 +169,7 @@ fn print_manifest(reporter: &Reporter, image: &Image, verify: bool) {
         manifest.created(),
         manifest.origin().source,
         manifest.origin().qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default(),
-        if verify { "every checksum matches" } else { "not compared (--verify)" }
+        if checksums == Checksums::Compared { "every checksum matches" } else { "not compared (--verify)" }
     ));
     if !image.is_sealed() {
         reporter.line(
@@ -218,10 +226,14 @@ impl Layer {
 }
 
 #[cfg(feature = "store")]
-fn stored_image(reporter: &Reporter, location: &towline_image::Location, verify: bool) -> Result<Exit> {
+fn stored_image(
+    reporter: &Reporter,
+    location: &towline_image::Location,
+    checksums: Checksums,
+) -> Result<Exit> {
     let cancel = cancel_on_signals(SignalEffects::OF_READING)?;
     let image = towline_image::store::StoredImage::open(location, Some(cancel))?;
-    if verify {
+    if checksums == Checksums::Compared {
         image.verify(&|_| {})?;
     }
     let index = image.index();
@@ -251,7 +263,7 @@ fn stored_image(reporter: &Reporter, location: &towline_image::Location, verify:
         "source": index.origin().source,
         "qemu": index.origin().qemu,
         "command-line": command_line::json(image.origin()),
-        "verified": verify,
+        "verified": checksums == Checksums::Compared,
         "loadable-by-qemu": false,
     });
     reporter.event("inspected", events::with_exit(facts.clone(), Exit::Done));
@@ -262,7 +274,11 @@ fn stored_image(reporter: &Reporter, location: &towline_image::Location, verify:
         count(chunks as u64),
         size(index.chunk_bytes()),
         size(image.index_bytes()),
-        if verify { "complete, and every checksum matches" } else { "not compared (--verify)" }
+        if checksums == Checksums::Compared {
+            "complete, and every checksum matches"
+        } else {
+            "not compared (--verify)"
+        }
     ));
     let qemu = index.origin().qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default();
     reporter.line(&format!("  created       {}, from {}{qemu}", index.created(), index.origin().source));

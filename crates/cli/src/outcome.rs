@@ -2,6 +2,7 @@
 
 mod memory;
 mod text;
+mod verb;
 
 use serde_json::{Value, json};
 use towline_channel::Address;
@@ -12,6 +13,7 @@ use crate::endpoint::Endpoint;
 use crate::exit::Exit;
 use crate::progress::{Reporter, faults, ram};
 use crate::{console, errors, events, sandbox, sends};
+pub(crate) use verb::Verb;
 
 /// Reports the results of copies of one source.
 pub(crate) struct Results<'a> {
@@ -19,24 +21,6 @@ pub(crate) struct Results<'a> {
     pub(crate) source: &'a Endpoint,
     pub(crate) verb: Verb,
     pub(crate) destinations: Destinations,
-}
-
-/// Operation on the guest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verb {
-    Copied,
-    Moved,
-    Upgraded,
-}
-
-impl Verb {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Copied => "copied",
-            Self::Moved => "moved",
-            Self::Upgraded => "upgraded",
-        }
-    }
 }
 
 /// Number of destinations. With several, messages name theirs.

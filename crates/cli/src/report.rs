@@ -7,6 +7,7 @@
 //! of scope: pages about clones of `copy`, which has one for each command.
 
 mod page;
+mod recorded;
 mod several;
 
 use std::fmt::Display;
@@ -23,11 +24,10 @@ use towline_migration::LaneSends;
 
 use crate::endpoint::Endpoint;
 use crate::lock::lock;
-use crate::progress::{Estimate, Estimator};
 use crate::{console, events};
+pub(crate) use recorded::{GuestReport, ReportRecorder};
+use recorded::{PhaseStart, Recorded, Sample};
 
-/// Maximum number of samples: of a longer copy every second one is dropped, and half as many are kept from then on.
-const SAMPLES_MAX: usize = 2000;
 /// Beginning of every page, by which an existing file is recognised.
 const DOCTYPE: &[u8] = b"<!doctype html>";
 
@@ -91,72 +91,6 @@ pub(crate) fn write_page(path: &Path, html: &str) -> Result<()> {
     Ok(write_sidecar(path, html.as_bytes(), Existing::Replace)?)
 }
 
-/// Records what a report shows.
-#[derive(Debug)]
-pub(crate) struct ReportRecorder {
-    started: Instant,
-    recorded: Mutex<Recorded>,
-}
-
-#[derive(Debug, Default)]
-struct Recorded {
-    estimator: Estimator,
-    phases: Vec<PhaseStart>,
-    samples: Samples,
-    lanes: Vec<LaneSends>,
-    notices: Vec<String>,
-}
-
-/// Beginning of a phase.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct PhaseStart {
-    at: Duration,
-    name: &'static str,
-}
-
-/// Estimates at one moment.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Sample {
-    at: Duration,
-    estimate: Estimate,
-}
-
-/// Samples of a whole copy, about equally far apart.
-#[derive(Debug)]
-struct Samples {
-    kept: Vec<Sample>,
-    /// Of this number of samples one is kept.
-    stride: usize,
-    /// Number of samples since the last one that was kept.
-    skipped: usize,
-}
-
-impl Default for Samples {
-    fn default() -> Self {
-        Self { kept: Vec::new(), stride: 1, skipped: 0 }
-    }
-}
-
-impl Samples {
-    fn push(&mut self, sample: Sample) {
-        if !self.kept.is_empty() && self.skipped + 1 < self.stride {
-            self.skipped += 1;
-            return;
-        }
-        self.skipped = 0;
-        self.kept.push(sample);
-        if self.kept.len() > SAMPLES_MAX {
-            let mut index = 0;
-            // The first one is kept, and so is the last, from which the stride continues.
-            self.kept.retain(|_| {
-                index += 1;
-                index % 2 == 1
-            });
-            self.stride *= 2;
-        }
-    }
-}
-
 impl ReportRecorder {
     pub(crate) fn new() -> Self {
         Self { started: Instant::now(), recorded: Mutex::default() }
@@ -200,26 +134,11 @@ pub(crate) fn write_several(
     write_or_warn(path, several::html(&image.to_string(), total, guests));
 }
 
-/// A guest of several, and what was recorded of it.
-pub(crate) struct GuestReport<'a> {
-    pub(crate) name: &'a str,
-    pub(crate) recorder: &'a ReportRecorder,
-    pub(crate) copied: Result<&'a CopyReport, &'a Failure>,
-}
-
 /// A failure does not change the result of the command.
 fn write_or_warn(path: &Path, html: Result<String>) {
     match html.and_then(|html| write_page(path, &html)) {
         Ok(()) => tracing::info!(path = %path.display(), "wrote the report"),
         Err(error) => console::error(&format!("--report {}", crate::errors::text(&error))),
-    }
-}
-
-impl Recorded {
-    /// Time at which a phase began.
-    fn begin_of(&self, phase: CopyPhase) -> Option<Duration> {
-        let name = events::phase(phase);
-        self.phases.iter().find(|start| start.name == name).map(|start| start.at)
     }
 }
 
@@ -251,7 +170,9 @@ mod tests {
 
     use std::os::unix::fs::PermissionsExt as _;
 
+    use super::recorded::{SAMPLES_MAX, Samples};
     use super::*;
+    use crate::progress::Estimator;
 
     #[test]
     fn samples_of_a_long_copy_are_equally_far_apart() {

@@ -21,7 +21,7 @@ use std::time::Instant;
 use anyhow::Result;
 use towline_channel::Cancel;
 use towline_control::plan::{
-    self, CloneTarget, CopyRequest, Destination, Observer, PostcopyStart, Task, TransferOptions,
+    self, CloneTarget, Clones, CopyRequest, Destination, Observer, PostcopyStart, Task, TransferOptions,
 };
 use towline_launch::{CreatedOverlay, HostArguments, QemuVersion};
 
@@ -237,10 +237,11 @@ fn restore(
         })
         .collect();
     let ended = |index: usize, _: &plan::CopyResult| reporters[index].finish();
+    let clones = Clones { targets: &targets, options: &request, cancel, observer: &reporter, ended: &ended };
     let copied = match image.file() {
         // The image that was opened: its name may be another one's by now.
-        Some(image) => plan::copy_image_to_all(image, &targets, &request, cancel, &reporter, &ended),
-        None => plan::copy_to_all(&image.source(), &targets, &request, cancel, &reporter, &ended),
+        Some(image) => plan::copy_image_to_all(image, &clones),
+        None => plan::copy_to_all(&image.source(), &clones),
     };
     let copied = match copied {
         Ok(copied) => copied,

@@ -1,5 +1,6 @@
 //! `towline store`: the images of a store's prefix, or of a directory.
 
+mod common;
 mod files;
 #[cfg(feature = "store")]
 mod objects;
@@ -10,7 +11,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Result;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::args::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
 use crate::endpoint::Endpoint;
@@ -18,24 +19,12 @@ use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::sandbox::policy_of_images;
 use crate::{console, errors, events};
+pub(crate) use common::Action;
+use common::{Removed, View, end, totals};
 
 /// Minimum age of garbage in a store, without `--min-age`.
 #[cfg(feature = "store")]
 const GARBAGE_AGE: Duration = Duration::from_secs(24 * 3600);
-
-/// Columns to show.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum View {
-    List,
-    Usage,
-}
-
-/// Action on garbage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Action {
-    List,
-    Remove,
-}
 
 /// A place with images.
 enum ImageLocation {
@@ -146,14 +135,6 @@ fn remove(args: &RemoveArgs) -> Result<Exit> {
     Ok(end(&reporter, totals(&place, args.images.len(), failed), failed))
 }
 
-/// A removed image.
-struct Removed {
-    /// Bytes of disk space; `None`: its chunks are left to garbage collection.
-    freed: Option<u64>,
-    /// The same for people.
-    text: String,
-}
-
 fn collect(args: &CollectArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     let action = if args.dry_run { Action::List } else { Action::Remove };
@@ -170,31 +151,4 @@ fn collect(args: &CollectArgs) -> Result<Exit> {
             crate::garbage::collect(&reporter, &prefix, action, age)
         }
     }
-}
-
-/// Reports a verification that found no image.
-fn nothing_to_verify(reporter: &Reporter, place: &str) -> Exit {
-    console::error(&format!("{place}: there is no image of this name or below it; correct the name"));
-    end(reporter, totals(place, 0, 0), 1)
-}
-
-/// Reports a compared image.
-fn report_verified(reporter: &Reporter, image: &str, error: Option<&str>) {
-    reporter.event("verified", json!({ "image": image, "error": error }));
-    match error {
-        None => reporter.line(&format!("{image}: every checksum matches")),
-        Some(error) => console::error(error),
-    }
-}
-
-/// Returns the fields of the last event of a listing.
-fn totals(place: &str, images: usize, unreadable: usize) -> Value {
-    json!({ "place": place, "images": images, "unreadable": unreadable })
-}
-
-/// Reports the end of a listing or a verification, with the exit status.
-fn end(reporter: &Reporter, fields: Value, bad: usize) -> Exit {
-    let exit = if bad == 0 { Exit::Done } else { Exit::Failed };
-    reporter.event("images", events::with_exit(fields, exit));
-    exit
 }

@@ -291,7 +291,7 @@ fn a_connection_that_the_guest_closes_ends_the_process() {
 }
 
 #[test]
-fn a_connection_that_cannot_be_made_says_why() {
+fn a_connection_that_cannot_be_made_reports_the_reason() {
     let sockets = Sockets::new();
     let failure = |client: Child| {
         let output = client.wait_with_output().unwrap();

@@ -8,6 +8,8 @@
 
 mod binary;
 mod device;
+mod error;
+mod format;
 mod image;
 mod qemu;
 
@@ -18,18 +20,14 @@ use crate::limits;
 
 pub use binary::{BinaryFacts, Field, StateFormat};
 pub use device::{AttributeFacts, DeviceFacts};
+pub use error::Error;
+use error::at_most;
+pub use format::{FORMAT, VERSION};
 pub use image::{ImageFacts, Section};
 pub use qemu::{
     BlockFacts, Cpu, Drive, FeatureWord, IncomingState, Lock, MemoryBackend, Netdev, QemuDevice, QemuFacts,
     Virtio,
 };
-
-/// The format's name.
-pub const FORMAT: &str = "towline-facts";
-/// The version that is written; newer ones are refused.
-pub const VERSION: u32 = 1;
-/// The key by which a dump of a QEMU binary is known.
-const DUMP_KEY: &str = "vmschkmachine";
 
 /// Facts about one side.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -76,50 +74,6 @@ impl Subject {
     }
 }
 
-/// Invalid facts.
-///
-/// Remedy: write the facts again with `towline check --facts-out`.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Error {
-    /// Too long to be read.
-    /// Remedy: give a file that `towline check --facts-out FILE` wrote; those are shorter.
-    #[error("facts of {found} bytes, at most {} are read", limits::FACTS_BYTES_MAX)]
-    TooLong {
-        /// Its length.
-        found: usize,
-    },
-    /// No JSON, or with keys of another type.
-    #[error("not facts ({0}): expected what `towline check --facts-out` writes, or a QEMU's -dump-vmstate")]
-    Json(#[from] serde_json::Error),
-    /// Other JSON.
-    /// Remedy: give a file of `towline check --facts-out FILE`, or of a QEMU's `-dump-vmstate FILE`.
-    #[error("its format is {found:?}, expected {FORMAT:?}, as `towline check --facts-out` writes it")]
-    Format {
-        /// The format found.
-        found: String,
-    },
-    /// From a later towline.
-    #[error(
-        "facts of version {found}, this towline knows {VERSION}: use a newer one, or write them again with this one"
-    )]
-    Version {
-        /// The version found.
-        found: u32,
-    },
-    /// A list is longer than any real one.
-    /// Remedy: write the facts again with `towline check --facts-out FILE`: the file was changed.
-    #[error("{found} {what}, at most {limit} are read")]
-    TooMany {
-        /// The list.
-        what: &'static str,
-        /// Its length.
-        found: usize,
-        /// Maximum length.
-        limit: usize,
-    },
-}
-
 impl From<Subject> for Facts {
     fn from(subject: Subject) -> Self {
         let made_by = Some(format!("towline {}", env!("CARGO_PKG_VERSION")));
@@ -137,7 +91,7 @@ impl Facts {
             return Err(Error::TooLong { found: bytes.len() });
         }
         let value: Value = serde_json::from_slice(bytes)?;
-        if value.get(DUMP_KEY).is_some() {
+        if value.get(binary::DUMP_KEY).is_some() {
             return Ok(Subject::Binary(BinaryFacts::of_dump(&value)?).into());
         }
         let format = value.get("format").and_then(Value::as_str).unwrap_or_default();
@@ -173,10 +127,6 @@ impl Facts {
             Subject::Attribute(_) => Ok(()),
         }
     }
-}
-
-fn at_most(what: &'static str, found: usize, limit: usize) -> Result<(), Error> {
-    if found > limit { Err(Error::TooMany { what, found, limit }) } else { Ok(()) }
 }
 
 #[cfg(test)]

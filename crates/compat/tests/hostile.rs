@@ -30,7 +30,7 @@ pub fn facts(bytes: &[u8]) {
 }
 
 #[test]
-fn seeds_are_judged() {
+fn every_seed_is_evaluated() {
     let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/facts");
     let mut count = 0;
     for entry in std::fs::read_dir(directory).expect("the seeds are in the repository") {

@@ -14,130 +14,23 @@
 //! elsewhere, or that was paused before. A later `copy --resume` does not resume such a guest. The record is
 //! removed with its QEMU.
 
+mod error;
+mod listed;
 mod record;
 mod record_file;
 mod resume;
 mod text;
 
-use std::io;
-use std::path::PathBuf;
-
-use crate::journal::{RuntimeDirectory, RuntimeDirectoryError, has_leftover_changes};
-use crate::qemu::{self, Qemu};
+use crate::journal::{RuntimeDirectory, has_leftover_changes};
+use crate::qemu::Qemu;
 use record_file::{is_locked, names_of};
 
+pub use error::Error;
+pub use listed::ListedMove;
 pub use record::{GuestPlan, Id, MoveEnd, MoveRecord, Role, Stage};
-pub(crate) use record_file::RecordFile;
+pub(crate) use record_file::{RecordFile, record_left_source};
 pub use resume::{ResumeChoice, Resumed, resume};
 pub(crate) use text::notice;
-
-/// Error of a record, or of a move that cannot be finished.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Error {
-    /// No directory for records.
-    #[error(transparent)]
-    Directory(#[from] RuntimeDirectoryError),
-    /// The record cannot be read or written.
-    #[error("record {path}: {source}")]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// The file is not a record of this version.
-    #[error(
-        "record {path}: expected a record of version {} of this user, found another ({reason}): use the towline that wrote it; or look at both \
-         QEMUs, run the guest at one of them only (`cont`), and remove the file",
-        record::VERSION
-    )]
-    Format {
-        /// The file.
-        path: PathBuf,
-        /// The difference.
-        reason: String,
-    },
-    /// A towline works on the move.
-    #[error("another towline (process {pid}) works on move {id}: wait until it has ended, or end it first")]
-    InUse {
-        /// The move.
-        id: Id,
-        /// The process of that towline.
-        pid: i32,
-    },
-    /// No record has this id.
-    #[error("no move {id} is recorded on this host for this user; `towline moves` lists those that are")]
-    Unknown {
-        /// The id as given.
-        id: String,
-    },
-    /// Several records have this id.
-    #[error("{id} is the beginning of several moves: {}; give more of its digits", shown(.found))]
-    Ambiguous {
-        /// The id as given.
-        id: String,
-        /// Ids that it may mean.
-        found: Vec<Id>,
-    },
-    /// A QEMU failed.
-    #[error(transparent)]
-    Qemu(#[from] qemu::Error),
-    /// The guest was to be started, and does not run.
-    #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]
-    NotRunning {
-        /// The monitor's socket.
-        socket: String,
-        /// Its run state.
-        status: String,
-    },
-    /// The choice contradicts the state of the QEMUs.
-    /// Remedy: choose the other end, or look at the state of both QEMUs first.
-    #[error("refused: {text}")]
-    Refused {
-        /// That state, and what can be done.
-        text: String,
-    },
-    /// The guest of this source was sent elsewhere, or was paused, when it was copied.
-    /// Remedy: look at the guest in the place that the text names; `towline moves` lists the records.
-    #[error("{text}")]
-    Left {
-        /// The record, and what can be done.
-        text: String,
-    },
-}
-
-fn shown(ids: &[Id]) -> String {
-    ids.iter().map(Id::as_str).collect::<Vec<_>>().join(", ")
-}
-
-/// A record, with the state of its QEMUs.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct ListedMove {
-    /// The record.
-    pub record: MoveRecord,
-    /// Process of the towline that works on the move.
-    pub owner: Option<i32>,
-    /// Monitors of QEMUs of this host that are known to have exited.
-    pub exited: Vec<String>,
-    /// Monitors of QEMUs that a killed towline has left changed.
-    pub changed: Vec<String>,
-}
-
-impl ListedMove {
-    /// A sentence that describes what is undecided.
-    #[must_use]
-    pub fn undecided(&self) -> String {
-        text::undecided(&self.record)
-    }
-
-    /// Commands to run, and other advice.
-    #[must_use]
-    pub fn advice(&self) -> Vec<String> {
-        text::advice(self)
-    }
-}
 
 /// Records of this user on this host, the oldest first, and errors of those that cannot be read.
 ///
@@ -200,22 +93,6 @@ pub(crate) fn check_source(qemu: &Qemu, is_paused_since: bool) -> Result<(), Err
         Some(record) => Err(Error::Left { text: text::left(record) }),
         None => Ok(()),
     }
-}
-
-/// Records that the source of a completed copy holds a guest which a later copy must not resume.
-pub(crate) fn record_left_source(file: &mut RecordFile) -> Result<(), Error> {
-    let record = file.record().at_stage(Stage::Left);
-    // It replaces other records of this kind of the same QEMU.
-    let directory = RuntimeDirectory::open()?;
-    let (records, _) = record_file::list(&directory);
-    for older in records.iter().filter(|older| {
-        older.stage == Stage::Left && older.source.is_same_qemu(&record.source) && older.id != record.id
-    }) {
-        for name in names_of(&directory, &older.id) {
-            RecordFile::open(&directory, &name)?.remove()?;
-        }
-    }
-    file.write(record)
 }
 
 /// Removes records that are over: of left sources whose QEMUs have exited, or whose guest has been resumed,

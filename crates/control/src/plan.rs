@@ -46,7 +46,9 @@ mod validate;
 mod vsock;
 mod zero_copy;
 
-pub use clones::{CLONES_AT_ONCE, CLONES_MAX, CloneTarget, CopyResult, copy_image_to_all, copy_to_all};
+pub use clones::{
+    CLONES_AT_ONCE, CLONES_MAX, CloneTarget, Clones, CopyResult, copy_image_to_all, copy_to_all,
+};
 pub use copy::{copy, inspect_stream};
 pub use discard_sink::{DiscardSink, StreamSummary};
 pub use ends::{Destination, MemoryOptions, Source};

@@ -6,7 +6,7 @@
 //!   command line rewritten         its sockets under staging names   sockets get their names
 //!                                  └─ dropped: the new QEMU is killed, and nothing of it is left
 //! ```
-//! Until the decision to run the guest in the new QEMU is recorded, everything is undone after a failure, and the guest goes on in
+//! Until the decision to run the guest in the new QEMU is recorded, everything is undone after a failure, and the guest continues in
 //! the old QEMU: [`Reversible`] is that state as a type. `plan::upgrade` switches over, by the state machine of every move. From
 //! then on (`Irreversible`) the old QEMU never runs the guest again, because the new one writes to the memory that both map.
 //!

@@ -29,8 +29,6 @@ pub const HOST_CID: u64 = 2;
 const STREAM: u16 = 1;
 /// Stream sockets only.
 pub const FEATURE_STREAM: u64 = 1 << 0;
-/// Seqpacket sockets.
-pub const FEATURE_SEQPACKET: u64 = 1 << 1;
 
 /// Operations (`VIRTIO_VSOCK_OP_*`).
 pub mod op {

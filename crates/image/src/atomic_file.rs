@@ -32,21 +32,12 @@ use std::path::Path;
 use rustix::fs::{self, FallocateFlags};
 use rustix::io::{Errno, pwritev};
 
+pub use directory_entry::Existing;
 pub(crate) use directory_entry::{DirectoryEntry, FoundPartial};
 pub use error::{Error, Result};
 
 use crate::journal::{self, Node, Op};
 use error::failed;
-
-/// Action if the final name already exists.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Existing {
-    /// Keep the file and fail.
-    #[default]
-    Refuse,
-    /// Replace the file atomically.
-    Replace,
-}
 
 /// A file being written, under the name `.NAME.partial` until [`commit`](Self::commit).
 #[derive(Debug)]

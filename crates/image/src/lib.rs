@@ -56,6 +56,7 @@ mod stored;
 mod stream_items;
 #[allow(unsafe_code, reason = "mapping a file has no safe form")]
 mod sys;
+mod temporary;
 #[cfg(test)]
 mod testing;
 mod verified;

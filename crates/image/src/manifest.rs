@@ -44,11 +44,13 @@
 //! the protocol's limits.
 
 mod check;
+mod content;
 mod error;
 mod identity;
 #[cfg(test)]
 mod tests;
 mod text;
+mod truncated;
 
 use std::fs::File;
 use std::io::Read;
@@ -75,6 +77,8 @@ pub const VERSION: u32 = 2;
 /// Version of all other images.
 const VERSION_WHOLE: u32 = 1;
 
+/// Linux's limit for paths.
+const PATH_BYTES_MAX: usize = 4096;
 /// Maximum length of a recorded command line.
 pub const COMMAND_LINE_BYTES_MAX: usize = 512 << 10;
 /// Maximum length without the blocks: 65,536 devices with names of ordinary length.
@@ -187,7 +191,7 @@ impl Origin {
         let directory = process.working_directory.as_deref().unwrap_or_default();
         [
             ("origin.process.command_line", process.command_line.len(), COMMAND_LINE_BYTES_MAX),
-            ("origin.process.working_directory", directory.len(), check::PATH_BYTES_MAX),
+            ("origin.process.working_directory", directory.len(), PATH_BYTES_MAX),
         ]
         .into_iter()
         .map(|(name, found, limit)| OverlongField { name, found, limit })

@@ -8,6 +8,7 @@
 //! is [`Recorded::allow`](crate::Recorded::allow). An option with a name that is not known is an error, because it cannot be said if it takes a value.
 
 mod error;
+mod excerpt;
 mod options;
 mod properties;
 mod size;
@@ -16,6 +17,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 
 pub use error::{ParseError, ValueError};
+pub(crate) use excerpt::excerpt;
 pub(crate) use options::DISK_FILE;
 pub use options::{OptionName, Syntax};
 pub use properties::{Properties, Property};
@@ -150,12 +152,6 @@ impl CommandLine {
     #[must_use]
     pub fn options(&self) -> &[QemuOption] {
         &self.options
-    }
-
-    /// The key that addresses each option in a [`Setting`](crate::Setting), in the options' order.
-    #[must_use]
-    pub fn setting_keys(&self) -> Vec<String> {
-        crate::settings::addresses(self)
     }
 
     /// Its options, to be changed.
@@ -353,16 +349,6 @@ impl Global {
             escape(&self.value)
         )
     }
-}
-
-/// The beginning of a text of unknown length, for errors.
-pub(crate) fn excerpt(text: &str) -> String {
-    const CHARS_MAX: usize = 80;
-    let mut excerpt: String = text.chars().take(CHARS_MAX).flat_map(char::escape_debug).collect();
-    if text.chars().nth(CHARS_MAX).is_some() {
-        excerpt.push('…');
-    }
-    excerpt
 }
 
 fn text(word: &OsStr, position: usize) -> Result<&str, ParseError> {

@@ -23,14 +23,11 @@ use crate::command_line::{
 };
 use crate::host::HostArguments;
 use crate::limits::COMMAND_LINE_BYTES_MAX;
-use crate::names::{self, NameGroup};
+use crate::names;
 use crate::record::Recorded;
 use crate::settings::{self, Candidate, ValueOrigin};
-use form::Form;
+use form::{Form, Known};
 use options::{OptionRule, is_of_process, rule};
-
-/// A form, and the properties whose values have it.
-type Known = NameGroup<Form>;
 
 const USER_REASON: &str = "with another user the kernel would not end QEMU with the process that started it; run that process as the user";
 const ROOT_REASON: &str = "paths of this command line and of the guest's directory would mean other files; run towline in a container";

@@ -224,6 +224,14 @@ fn has_ids(name: OptionName) -> bool {
         .contains(&name.as_str())
 }
 
+impl CommandLine {
+    /// The key that addresses each option in a [`Setting`](crate::Setting), in the options' order.
+    #[must_use]
+    pub fn setting_keys(&self) -> Vec<String> {
+        addresses(self)
+    }
+}
+
 /// The key that addresses each option: with its id, with a number if several have none, or its name alone. Of options that are merged,
 /// the last has the name alone, because its values count.
 pub(crate) fn addresses(command_line: &CommandLine) -> Vec<String> {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   this process: vCPU threads count, and note each count in memory ──► SourceMemory ──► Outgoing ──┐
-//!   the same program, started again: goes on counting, in a memory that is right ◄── Memory ◄── Incoming
+//!   the same program, started again: continues to count, in a memory that is right ◄── Memory ◄── Incoming
 //! ```
 //!
 //! A real VMM has KVM's vCPUs (and may track by `tracker::KvmDirtyLog`), devices, and a destination started by

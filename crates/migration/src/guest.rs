@@ -50,7 +50,7 @@ pub trait Guest: Sync {
     /// Stops tracking. Called at the end of every migration, before a guest is started again.
     ///
     /// # Errors
-    /// The guest may go on being slowed down; the migration's result stays as it is.
+    /// The guest may still be slowed down; the migration's result stays as it is.
     fn stop_tracking(&self) -> Result<()> {
         Ok(())
     }

@@ -113,7 +113,7 @@ struct Shared<'a> {
     guest: &'a dyn Guest,
     main: Mutex<MainWriter>,
     limiter: Limiter,
-    /// Zero pages go on lanes; otherwise they are records of the main channel.
+    /// Zero pages are sent on lanes; otherwise they are records of the main channel.
     lanes_carry_zero: bool,
 }
 

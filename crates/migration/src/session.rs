@@ -1,7 +1,7 @@
 //! One migration's threads, tied together: the lanes' barrier, and the first error.
 //!
 //! ```text
-//!   lane threads   arrive() ──┐ wait …              ┌── go on
+//!   lane threads   arrive() ──┐ wait …              ┌── continue
 //!   main thread               lead(f): all here? f() ┘
 //!   any thread                fail(error): stored if first, every channel shut down, all threads woken
 //! ```
@@ -55,7 +55,7 @@ struct State {
 /// Result of waiting at a barrier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Released {
-    /// All were there: go on.
+    /// All have arrived: continue.
     GoOn,
     /// The stream is complete, so there are no further barriers: stop.
     Closed,
@@ -221,7 +221,7 @@ impl Session {
         SessionGuard(self)
     }
 
-    /// A lane is at its barrier: waits until the main thread lets all go on.
+    /// A lane is at its barrier: waits until the main thread releases all.
     pub(crate) fn arrive(&self) -> Result<Released> {
         let mut state = self.lock();
         let generation = state.generation;
@@ -237,7 +237,7 @@ impl Session {
         Ok(Released::GoOn)
     }
 
-    /// The main thread: waits until `lanes` lanes have arrived, does `work`, and lets them go on.
+    /// The main thread: waits until `lanes` lanes have arrived, does `work`, and releases them.
     pub(crate) fn lead(&self, lanes: usize, work: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut state = self.lock();
         while state.arrived < lanes {

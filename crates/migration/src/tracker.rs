@@ -46,7 +46,7 @@ pub trait DirtyTracker: Send + Sync {
     /// Ends; the guest is as fast again as before. Also called when nothing was started.
     ///
     /// # Errors
-    /// The guest may go on being slowed down.
+    /// The guest may still be slowed down.
     fn stop(&self, memory: &[Span<'_>]) -> Result<(), TrackerError>;
 }
 

@@ -63,7 +63,7 @@ fn one_changed_byte_names_its_page() {
 }
 
 #[test]
-fn a_changed_header_is_found_before_it_is_believed() {
+fn a_changed_header_is_found_before_it_is_used() {
     let header = (INIT_BYTES + HEADER_BYTES) as u64;
     let what = || InvalidMessage::Checksum { what: "the header of a packet".into() };
     // Magic, flags, counts, size, name, offsets, and the checksum's own word.
@@ -76,7 +76,7 @@ fn a_changed_header_is_found_before_it_is_believed() {
 }
 
 #[test]
-fn compressed_contents_are_compared_as_they_came() {
+fn compressed_contents_are_compared_as_received() {
     let contents = (INIT_BYTES + 2 * HEADER_BYTES) as u64;
     for compression in &METHODS[1..] {
         let message = flipped(contents + 500, *compression);

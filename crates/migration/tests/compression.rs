@@ -81,7 +81,7 @@ fn through_relays_that_decompress_and_compress_again() {
 }
 
 #[test]
-fn through_channels_that_take_and_give_little_at_once() {
+fn through_channels_with_short_transfers() {
     for compression in METHODS {
         let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 4);
         let sink = empty(MACHINES[0], &BLOCKS);

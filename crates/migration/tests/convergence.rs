@@ -89,7 +89,7 @@ proptest! {
     }
 
     #[test]
-    fn it_ends_whatever_is_repeated(cycle in vec(observation(), 1..40), downtime in 0..1_000_u64) {
+    fn repeated_observations_are_decided_within_a_bound(cycle in vec(observation(), 1..40), downtime in 0..1_000_u64) {
         let mut policy = ConvergencePolicy::new(limits(downtime));
         let mut passes = 0_u64;
         while policy.observe(&cycle[passes as usize % cycle.len()]) == PassDecision::Continue {
@@ -175,7 +175,7 @@ const HOT: Model = Model { memory: 4 << 30, hot: 1 << 30, dirty_rate: 200e6, rat
 const CALM: Model = Model { dirty_rate: 50e6, ..HOT };
 
 #[test]
-fn the_verdict_has_figures_and_ways_out() {
+fn the_verdict_has_figures_and_remedies() {
     let (decision, elapsed) = HOT.run(limits(300), |_, _| {});
     let verdict = verdict(decision);
     assert!((90e6..110e6).contains(&verdict.rate), "{verdict:?}");
@@ -203,7 +203,7 @@ fn a_link_that_stalls_for_a_while_costs_time_and_nothing_else() {
 }
 
 #[test]
-fn a_burst_of_writing_is_waited_for() {
+fn a_guest_is_not_stopped_during_a_burst_of_writes() {
     for seconds in [1, 5, 20] {
         let burst = Duration::from_secs(42)..Duration::from_secs(42 + seconds);
         let (decision, _) = CALM.run(limits(300), |model, now| {
@@ -214,7 +214,7 @@ fn a_burst_of_writing_is_waited_for() {
 }
 
 #[test]
-fn a_guest_that_goes_up_and_down_for_ever_is_not_waited_for_as_long() {
+fn a_guest_whose_dirty_rate_oscillates_is_not_observed_for_ever() {
     for period in [1, 3, 8, 20] {
         let mut passes = 0_u32;
         let (decision, _) = HOT.run(limits(300), |model, _| {
@@ -239,7 +239,7 @@ fn a_guest_that_is_slowed_down_in_steps_converges() {
 }
 
 #[test]
-fn a_burst_that_socket_buffers_swallow_is_no_rate() {
+fn a_burst_into_socket_buffers_is_not_measured_as_bandwidth() {
     let mut policy = ConvergencePolicy::new(limits(100));
     let slow = Observation::of_pass(Duration::from_secs(10), 100 * MIB, 20 * MIB);
     assert_eq!(policy.observe(&slow), PassDecision::Continue);

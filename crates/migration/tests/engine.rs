@@ -103,7 +103,7 @@ fn zero_pages_go_where_the_machine_type_has_them() {
 }
 
 #[test]
-fn relays_pass_everything_on() {
+fn relays_forward_everything() {
     for (seed, machine) in MACHINES.iter().enumerate() {
         for lanes in [0, 1, 4] {
             for (kind, hops) in [(Kind::Memory(10_000), 2), (Kind::Unix, 2), (Kind::Tcp, 3)] {
@@ -121,7 +121,7 @@ fn relays_pass_everything_on() {
 }
 
 #[test]
-fn a_guest_that_came_can_go_on() {
+fn a_received_guest_can_be_sent_again() {
     let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 3);
     let (second, third) = (Arc::new(Memory::adopting(16 << 20)), empty(MACHINES[0], &BLOCKS));
     migrate(link(Kind::Unix, 2), &guest, &second).expect_success();

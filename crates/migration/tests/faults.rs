@@ -194,7 +194,7 @@ fn a_lane_that_ends_wakes_those_that_block() {
 }
 
 #[test]
-fn a_destination_that_says_it_has_the_guest_too_early_is_not_believed() {
+fn an_acknowledgement_that_comes_too_early_is_refused() {
     use towline_channel::{ChannelExt, IoBuf, SendFlags};
     let (guest, writer) = Writer::guest(MACHINES[0], &[("pc.ram", 16 << 10)], 1);
     let Link { source, destination } = link(Kind::Unix, 0);

@@ -143,7 +143,7 @@ fn options_of(zero_copy_send: ZeroCopySend) -> outgoing::Options {
 }
 
 #[test]
-fn an_outgoing_lane_that_fails_while_all_stand_still() {
+fn an_outgoing_lane_that_fails_while_all_are_blocked() {
     for asked in [ZeroCopySend::Off, ZeroCopySend::On] {
         let times = (0..RUNS).map(|_| {
             let (guest, writer) = Writer::guest(MACHINES[0], &[("pc.ram", 4 << 10)], 1);
@@ -168,7 +168,7 @@ fn an_outgoing_lane_that_fails_while_all_stand_still() {
 }
 
 #[test]
-fn a_relays_lane_that_fails_while_all_stand_still() {
+fn a_relays_lane_that_fails_while_all_are_blocked() {
     for asked in [ZeroCopySend::Off, ZeroCopySend::On] {
         let times = (0..RUNS).map(|_| {
             let (guest, writer) = Writer::guest(MACHINES[0], &[("pc.ram", 4 << 10)], 1);

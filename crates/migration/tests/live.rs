@@ -188,7 +188,7 @@ impl DirtyLogReader for Shared {
 }
 
 #[test]
-fn a_dirty_log_does_as_well() {
+fn a_guest_is_tracked_by_a_dirty_log() {
     for lanes in [0, 2] {
         let spans: Vec<_> = BLOCKS.iter().map(|&(_, pages)| anonymous(pages)).collect();
         let (vcpus, log) = (Arc::<Vcpus>::default(), Log::new(&spans, u32::MAX));
@@ -227,7 +227,7 @@ fn a_tracker_that_fails_ends_the_migration() {
 }
 
 #[test]
-fn a_guest_that_cannot_converge_runs_on_at_its_source() {
+fn a_guest_that_cannot_converge_continues_at_its_source() {
     let spans: Vec<_> = BLOCKS.iter().map(|&(_, pages)| anonymous(pages)).collect();
     spans.iter().for_each(|span| span.write(0, b"not zero"));
     let (vcpus, log) = (Arc::<Vcpus>::default(), Log::new(&spans, u32::MAX));

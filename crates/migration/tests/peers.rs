@@ -162,7 +162,7 @@ fn a_guest_without_memory_is_compared_too() {
 }
 
 #[test]
-fn a_last_word_that_could_not_be_sent_is_an_error() {
+fn an_acknowledgement_that_cannot_be_sent_is_an_error() {
     let (source, main) = pair(1 << 20);
     send(&source, &stream(0, &ram_blocks()));
     // Within SHUT, which follows PONG.
@@ -247,7 +247,7 @@ fn a_sink_that_panics_on_a_lane_or_in_the_end_blocks_no_thread() {
 }
 
 #[test]
-fn a_cancel_during_the_commit_is_not_followed_by_the_last_word() {
+fn a_cancel_during_the_commit_sends_no_acknowledgement() {
     let (source, main) = pair(1 << 20);
     send(&source, &stream(0, &ram_blocks()));
     let session = Arc::default();
@@ -288,7 +288,7 @@ fn a_relay_refuses_pages_in_the_first_section() {
 }
 
 #[test]
-fn a_relay_with_fewer_lanes_says_so() {
+fn a_relay_with_fewer_lanes_is_reported() {
     let ((source, main), (lane, arriving)) = (pair(1 << 20), lane());
     packet(&lane, &Packet::sync(0));
     packet(&lane, &Packet { block: Some(BlockIndex(0)), zero: vec![0], ..Packet::empty() });

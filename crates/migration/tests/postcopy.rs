@@ -434,7 +434,7 @@ fn a_working_set_goes_ahead_and_is_not_sent_again() {
 }
 
 #[test]
-fn cut_at_any_moment_it_goes_on() {
+fn a_postcopy_cut_at_any_moment_resumes() {
     let seeds = std::env::var("TOWLINE_SEEDS").map_or(12, |text| text.parse().unwrap());
     for seed in 0..seeds {
         restore(seed % 2 == 0, 3, Vec::new(), seed);

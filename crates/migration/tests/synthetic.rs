@@ -89,7 +89,7 @@ fn a_guest_that_writes_is_verified_page_by_page() {
 }
 
 #[test]
-fn memory_that_was_made_ready_takes_a_guest_of_its_size_only() {
+fn preallocated_memory_accepts_only_a_guest_of_its_size() {
     let take = |length: u64| {
         let file = memfd(LENGTH, false).unwrap();
         let sink = Checked::new(Memory::adopting_into(file, LENGTH), NonZeroUsize::MIN);

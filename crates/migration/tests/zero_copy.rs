@@ -60,7 +60,7 @@ fn lanes_of(asked: ZeroCopySend, kind: Kind) -> Vec<LaneSends> {
 }
 
 #[test]
-fn each_lane_finds_out_that_the_kernel_copies() {
+fn each_lane_detects_that_the_kernel_copies() {
     for lane in lanes_of(ZeroCopySend::Auto, Kind::TcpZeroCopy) {
         assert_eq!((lane.method, lane.reason), (SendMethod::Plain, SendReason::Copied), "{lane:?}");
         assert_eq!((lane.zero_copy.packets, lane.zero_copied, lane.switches), (1, 0, 0), "{lane:?}");

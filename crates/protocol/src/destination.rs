@@ -23,77 +23,26 @@ use alloc::format;
 use crate::configuration::{self, Configuration};
 use crate::limits;
 use crate::machine::BarrierForm;
-use crate::ram::{self, PAGE_SIZE, PageRef, RamBlock};
+use crate::ram::{self, PAGE_SIZE, RamBlock};
 use crate::section::{CommandKind, SectionHeader, SectionType, VmCommand};
 use crate::session;
 use crate::wire::{Incomplete, Reader};
 use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
 
 mod memory;
+mod states;
 
-use memory::Ram;
-pub use memory::{AwaitBlock, AwaitFooter, AwaitRecord, Complete};
+pub use states::{
+    AwaitBlock, AwaitFooter, AwaitHeader, AwaitMachine, AwaitRecord, AwaitSection, AwaitSubsection, Barriers,
+    Complete, RamSection, SectionKind, SharedMemory, Step, StreamDecoder, StreamItem,
+};
+use states::{Ram, StreamKind};
 
 /// The most input bytes that one item needs to be decoded whole: a command with its data.
 pub const ITEM_BYTES_MAX: usize = limits::COMMAND_BYTES_MAX + 5;
 
 /// The capability with which a source leaves out shared memory.
 const IGNORE_SHARED: &str = "x-ignore-shared";
-
-/// One item of the stream.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum StreamItem<'a> {
-    /// The stream's beginning, complete.
-    Configuration(Configuration),
-    /// A command between sections.
-    Command(VmCommand),
-    /// A `ram` section begins.
-    SectionStart(RamSection),
-    /// The guest's RAM in all; its blocks follow.
-    Total(u64),
-    /// The next entry of the block list.
-    Block(RamBlock),
-    /// A page, whose [`PAGE_SIZE`] bytes follow and are not for this machine.
-    Page(PageRef),
-    /// A page of zeros.
-    ZeroPage(PageRef),
-    /// A page as what changed in it ([`crate::xbzrle`]).
-    Xbzrle {
-        /// The page.
-        page: PageRef,
-        /// The changes.
-        data: &'a [u8],
-    },
-    /// A `MULTIFD_FLUSH` record: wait for the SYNC of every lane.
-    Flush,
-    /// The payload of a `ram` section ends; its footer is checked next.
-    SectionEnd(RamSection),
-    /// All memory is named; device state follows up to the end.
-    DeviceState,
-}
-
-/// A `ram` section of the stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RamSection {
-    /// START, PART or END.
-    pub kind: SectionKind,
-    /// The source's number for `ram`.
-    pub id: u32,
-}
-
-/// The three kinds of section that `ram` consists of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs, reason = "QEMU's own names")]
-pub enum SectionKind {
-    Start,
-    Part,
-    End,
-}
-
-/// Position of the lanes' barriers, which the stream itself shows: a source of FLUSH records sends one in its first
-/// section; a source without them has one at the end of each section.
-#[derive(Debug, Default)]
-pub struct Barriers(Option<BarrierForm>);
 
 impl Barriers {
     /// Records a FLUSH record, which is a barrier. Returns true if it also ends a pass, as all do but that of START.
@@ -106,78 +55,6 @@ impl Barriers {
         *self.0.get_or_insert(BarrierForm::EachSection) == BarrierForm::EachSection
     }
 }
-
-/// State of the machine that reads a main channel.
-#[derive(Debug)]
-pub enum StreamDecoder {
-    /// Nothing was read.
-    Header(AwaitHeader),
-    /// The header was.
-    Machine(AwaitMachine),
-    /// The machine type was; subsections may follow.
-    Subsections(AwaitSubsection),
-    /// Between sections.
-    Sections(AwaitSection),
-    /// In the block list.
-    Blocks(AwaitBlock),
-    /// In a `ram` section.
-    Records(AwaitRecord),
-    /// Behind a `ram` section's payload.
-    Footer(AwaitFooter),
-    /// Behind `ram` END: nothing more for this machine.
-    DeviceState(Complete),
-}
-
-/// Memory that a source leaves out of its stream because another process can map it (`x-ignore-shared`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum SharedMemory {
-    /// Such a stream is refused: its guest would be without that memory.
-    #[default]
-    Refused,
-    /// The driver knows that the destination has it.
-    AtDestination,
-}
-
-/// Properties of a stream that the driver knows before it begins.
-#[derive(Debug, Clone, Copy, Default)]
-struct StreamKind {
-    is_snapshot: bool,
-    shared_memory: SharedMemory,
-}
-
-/// Waits for magic and version.
-#[derive(Debug, Default)]
-pub struct AwaitHeader {
-    kind: StreamKind,
-}
-
-/// Waits for the configuration section.
-#[derive(Debug)]
-pub struct AwaitMachine {
-    kind: StreamKind,
-}
-
-/// Waits for a configuration subsection, or for whatever ends them.
-#[derive(Debug)]
-pub struct AwaitSubsection {
-    configuration: Configuration,
-    /// Number of subsections read so far.
-    count: usize,
-    kind: StreamKind,
-}
-
-/// Waits for a section or command.
-#[derive(Debug)]
-pub struct AwaitSection {
-    ram: Option<Box<Ram>>,
-    mapped_ram: bool,
-    is_snapshot: bool,
-    /// The block list has the guest address of each block, as `x-ignore-shared` adds it.
-    has_addresses: bool,
-}
-
-/// A step's result: the next state, and what happened unless more bytes are needed.
-pub type Step<'a> = Result<(StreamDecoder, Option<StreamItem<'a>>)>;
 
 impl Default for StreamDecoder {
     fn default() -> Self {

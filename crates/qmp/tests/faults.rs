@@ -81,7 +81,7 @@ fn commands_are_sent_ahead_of_the_greeting() {
 }
 
 #[test]
-fn silence_means_that_another_client_holds_the_monitor() {
+fn no_greeting_means_that_another_client_uses_the_monitor() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
     let error = Client::from_stream(ours, "the peer", &options()).unwrap_err();
     assert!(matches!(&error, Error::NoGreeting { socket, waited } if socket == "the peer"
@@ -144,7 +144,7 @@ fn an_endless_message_ends_the_connection() {
 }
 
 #[test]
-fn a_late_answer_is_not_taken_for_another() {
+fn a_late_reply_is_not_mistaken_for_another() {
     let (mut client, handle) = peer(|mut stream, mut lines| {
         line(&mut lines);
         line(&mut lines);
@@ -160,7 +160,7 @@ fn a_late_answer_is_not_taken_for_another() {
 }
 
 #[test]
-fn an_error_without_an_id_is_the_answer() {
+fn an_error_without_an_id_is_the_reply() {
     let (mut client, handle) = peer(|mut stream, mut lines| {
         line(&mut lines);
         stream.write_all(br#"{"error": {"class": "GenericError", "desc": "JSON parse error"}}"#).unwrap();
@@ -171,7 +171,7 @@ fn an_error_without_an_id_is_the_answer() {
 }
 
 #[test]
-fn replies_to_several_commands_that_come_late_are_not_taken_for_others() {
+fn late_replies_to_several_commands_are_not_mistaken_for_others() {
     let (mut client, handle) = peer(|mut stream, mut lines| {
         (0..3).for_each(|_| drop(line(&mut lines)));
         // One reply in time, none to the others before the client asks again.
@@ -201,7 +201,7 @@ fn a_monitor_that_closes_between_several_replies_is_an_error() {
 }
 
 #[test]
-fn an_answer_of_another_shape_is_shown() {
+fn an_unexpected_reply_is_shown() {
     let (mut client, handle) = peer(|mut stream, mut lines| {
         line(&mut lines);
         stream.write_all(br#"{"return": {"status": 7, "running": true}, "id": 2}"#).unwrap();
@@ -239,7 +239,7 @@ fn unread_events_are_bounded_and_the_oldest_goes() {
 }
 
 #[test]
-fn a_peer_that_does_not_read_cannot_hold_us() {
+fn a_peer_that_does_not_read_cannot_block_the_sender() {
     let (mut client, handle) = peer(|mut stream, _| {
         // Never read, until the client is dropped.
         while stream.write_all(b"\n").is_ok() {

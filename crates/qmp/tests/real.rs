@@ -88,8 +88,8 @@ fn memory_backends_are_listed() {
 }
 
 #[test]
-fn refusals_carry_qemus_words() {
-    for binary in binaries("refusals_carry_qemus_words") {
+fn refusals_contain_qemus_message() {
+    for binary in binaries("refusals_contain_qemus_message") {
         let qemu = TestQemu::start(&binary, &["-machine", "none"]);
         let mut client = qemu.client();
         let error = client.execute_raw("teleport", None).unwrap_err();
@@ -139,8 +139,8 @@ fn several_commands_are_executed_in_order_whatever_one_is_refused() {
 }
 
 #[test]
-fn events_are_waited_for_and_others_kept() {
-    for binary in binaries("events_are_waited_for_and_others_kept") {
+fn an_awaited_event_is_returned_and_others_are_queued() {
+    for binary in binaries("an_awaited_event_is_returned_and_others_are_queued") {
         let qemu = TestQemu::q35(&binary, &[]);
         let mut client = qemu.client();
         let never = AtomicBool::new(false);
@@ -206,8 +206,8 @@ fn descriptors_are_added_to_sets() {
 }
 
 #[test]
-fn a_monitor_in_use_says_so() {
-    for binary in binaries("a_monitor_in_use_says_so") {
+fn a_monitor_in_use_is_named() {
+    for binary in binaries("a_monitor_in_use_is_named") {
         let qemu = TestQemu::start(&binary, &["-machine", "none"]);
         let holder = qemu.client();
         let error = Client::connect(qemu.path("qmp"), &short()).unwrap_err();

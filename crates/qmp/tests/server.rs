@@ -183,7 +183,7 @@ fn a_client_that_does_not_read_holds_up_no_other() {
 }
 
 #[test]
-fn garbage_ends_a_connection_with_a_word() {
+fn garbage_ends_a_connection_with_an_error() {
     let place = Place::new();
     let long = format!("{{\"execute\":\"{}", "a".repeat(REQUEST_BYTES_MAX));
     for (garbage, wanted) in [("]", "expected a QMP message"), (long.as_str(), "longer than 65536 bytes")] {

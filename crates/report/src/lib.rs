@@ -12,19 +12,10 @@
 
 mod bars;
 mod document;
+mod error;
 mod lines;
 
 pub use bars::{Bar, Emphasis, Group, bars};
 pub use document::{PHASE_COLORS, Part, Row, document, escape, list, parts, standalone, table};
+pub use error::Error;
 pub use lines::{ChartLine, Ink, lines};
-
-/// Failure to draw a chart.
-#[derive(Debug, thiserror::Error)]
-#[error("a chart cannot be drawn: {0}")]
-pub struct Error(String);
-
-impl Error {
-    fn of(error: impl std::fmt::Display) -> Self {
-        Self(error.to_string())
-    }
-}

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
-use super::{CONFINED, Policy, directory, sys};
+use super::policy::directory;
+use super::{CONFINED, Policy, sys};
 
 /// Beginning of errors that QEMU reports, which is not confined by this process.
 const QEMU_ERROR: &str = "QEMU on ";

@@ -7,7 +7,7 @@ use landlock::{
     RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope, path_beneath_rules,
 };
 
-use super::{AllowedPorts, Policy, directory};
+use super::policy::{AllowedPorts, Policy, directory};
 
 /// Linux 6.12: files, devices, TCP ports, signals and abstract sockets. An older kernel enforces the part that it supports.
 const VERSION: ABI = ABI::V6;

@@ -6,6 +6,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::Command;
 
+use super::policy::directory;
 use super::*;
 
 /// Set in the confined process, to the directory of its files.

@@ -13,7 +13,7 @@ const WITHIN: Duration = Duration::from_secs(60);
 const COPY_WITHIN: Duration = Duration::from_secs(300);
 
 #[test]
-fn questions_are_answered_while_memory_moves() {
+fn queries_are_answered_while_memory_moves() {
     let mib = number("TOWLINE_SOAK_LATENCY_MIB", 128);
     let directory = TempDir::with_prefix("towline-lab-").unwrap();
     let socket = directory.path().join("ctl.sock");

@@ -47,8 +47,8 @@ impl Layout {
 }
 
 #[test]
-fn an_image_that_is_cut_short_says_where_it_ends() {
-    if !require_lab("an_image_that_is_cut_short_says_where_it_ends") {
+fn a_truncated_image_is_reported_with_its_end() {
+    if !require_lab("a_truncated_image_is_reported_with_its_end") {
         return;
     }
     let fixture = Fixture::new();

@@ -151,8 +151,8 @@ fn a_guest_that_cannot_be_migrated_is_refused_with_qemus_reason() {
 }
 
 #[test]
-fn an_image_that_exists_or_is_being_written_is_left_alone() {
-    if !require_lab("an_image_that_exists_or_is_being_written_is_left_alone") {
+fn an_image_that_exists_or_is_being_written_is_not_replaced() {
+    if !require_lab("an_image_that_exists_or_is_being_written_is_not_replaced") {
         return;
     }
     let fixture = Fixture::new();
@@ -168,7 +168,7 @@ fn an_image_that_exists_or_is_being_written_is_left_alone() {
         );
         assert_runs(&other);
     }
-    assert!(first.runs().unwrap(), "the first goes on: {}", first.stderr());
+    assert!(first.runs().unwrap(), "the first continues: {}", first.stderr());
     signal(first.pid(), "-INT");
     assert_safe(&first.wait(WITHIN).unwrap(), &["cancelled"]);
     fixture.assert_holds(&[]);

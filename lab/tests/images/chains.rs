@@ -140,8 +140,8 @@ fn chain(fixture: &Fixture) -> Qemu {
 }
 
 #[test]
-fn no_qemu_takes_a_chain_for_a_whole_image() {
-    if !require_lab("no_qemu_takes_a_chain_for_a_whole_image") {
+fn no_qemu_mistakes_a_chain_for_a_whole_image() {
+    if !require_lab("no_qemu_mistakes_a_chain_for_a_whole_image") {
         return;
     }
     let fixture = Fixture::new();

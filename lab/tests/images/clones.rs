@@ -76,8 +76,8 @@ fn eight_at_once(name: &str, options: &str) {
 }
 
 #[test]
-fn eight_guests_come_of_one_image_at_once() {
-    eight_at_once("eight_guests_come_of_one_image_at_once", "--verify --stream");
+fn eight_guests_are_restored_from_one_image_at_once() {
+    eight_at_once("eight_guests_are_restored_from_one_image_at_once", "--verify --stream");
 }
 
 /// QEMUs that load the file themselves must not share one file position.

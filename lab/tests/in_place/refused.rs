@@ -53,8 +53,8 @@ fn pages_are_sent_where_memory_is_not_proven_to_be_mapped() {
 
 /// A zero page of the guest is zero in QEMU as well, and not what the wrong mapping has there.
 #[test]
-fn a_guest_has_nothing_of_a_wrong_mapping() {
-    if !require_lab("a_guest_has_nothing_of_a_wrong_mapping") {
+fn a_wrong_mapping_is_not_visible_to_the_guest() {
+    if !require_lab("a_wrong_mapping_is_not_visible_to_the_guest") {
         return;
     }
     let saved = Saved::new(Version::V10_0);

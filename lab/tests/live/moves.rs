@@ -20,8 +20,8 @@ fn assert_quit(qemu: &Qemu) {
 }
 
 #[test]
-fn a_busy_linux_goes_on_at_its_destination() {
-    if !require_lab("a_busy_linux_goes_on_at_its_destination") {
+fn a_busy_linux_continues_at_its_destination() {
+    if !require_lab("a_busy_linux_continues_at_its_destination") {
         return;
     }
     let builder = linux(256);

@@ -54,8 +54,8 @@ fn differing(source: &Qemu, destination: &Qemu) -> Vec<u64> {
 }
 
 #[test]
-fn a_running_guest_of_7_2_loses_nothing_but_what_qemu_loses() {
-    if !require_lab("a_running_guest_of_7_2_loses_nothing_but_what_qemu_loses") {
+fn a_running_guest_of_7_2_loses_only_pages_that_qemu_loses() {
+    if !require_lab("a_running_guest_of_7_2_loses_only_pages_that_qemu_loses") {
         return;
     }
     for lanes in [0, 4] {
@@ -74,8 +74,8 @@ fn a_running_guest_of_7_2_loses_nothing_but_what_qemu_loses() {
 }
 
 #[test]
-fn a_relay_leaves_both_as_they_were_set() {
-    if !require_lab("a_relay_leaves_both_as_they_were_set") {
+fn a_relay_does_not_change_the_settings_of_either_end() {
+    if !require_lab("a_relay_does_not_change_the_settings_of_either_end") {
         return;
     }
     let source = boot(Row::Qemu10_0.builder());

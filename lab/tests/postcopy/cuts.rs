@@ -50,8 +50,8 @@ fn restore_with_cuts(image: &str, count: u64, options: &str, cuts: u64, random: 
 }
 
 #[test]
-fn cut_at_random_moments_it_is_recovered() {
-    if !require_lab("cut_at_random_moments_it_is_recovered") {
+fn a_postcopy_cut_at_random_moments_is_recovered() {
+    if !require_lab("a_postcopy_cut_at_random_moments_is_recovered") {
         return;
     }
     let scratch = Scratch::new();
@@ -72,8 +72,8 @@ fn cut_at_random_moments_it_is_recovered() {
 }
 
 #[test]
-fn another_towline_goes_on_where_one_was_killed() {
-    if !require_lab("another_towline_goes_on_where_one_was_killed") {
+fn another_towline_resumes_after_one_was_killed() {
+    if !require_lab("another_towline_resumes_after_one_was_killed") {
         return;
     }
     let scratch = Scratch::new();

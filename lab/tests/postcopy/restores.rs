@@ -92,7 +92,7 @@ fn a_guest_counts_while_most_of_its_memory_is_missing() {
     let completed = completed(&finished);
     assert!(completed["postcopy"]["faults"]["requests"].as_u64().unwrap() > 0, "{completed}");
     let page = std::fs::read_to_string(page).unwrap();
-    assert!(page.contains("Standstills of vCPUs") && page.contains(" µs to "), "{page}");
+    assert!(page.contains("Block times of vCPUs") && page.contains(" µs to "), "{page}");
     assert!(!page.contains("Downtime"), "the guest of an image was not stopped: {page}");
     assert_each_page_once(&completed);
     prove_alive(&destination, count);

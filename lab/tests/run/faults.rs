@@ -23,8 +23,8 @@ fn wrapper(saved: &Saved, script: &str) -> String {
 }
 
 #[test]
-fn a_qemu_that_does_not_start_is_reported_with_its_words() {
-    if !require_lab("a_qemu_that_does_not_start_is_reported_with_its_words") {
+fn a_qemu_that_does_not_start_is_reported_with_its_message() {
+    if !require_lab("a_qemu_that_does_not_start_is_reported_with_its_message") {
         return;
     }
     let saved = Saved::new(Version::V10_0);
@@ -49,8 +49,8 @@ fn a_qemu_that_does_not_start_is_reported_with_its_words() {
 
 /// A QEMU whose memory is not what its command line said.
 #[test]
-fn memory_that_is_not_mapped_as_said_is_sent_or_refused() {
-    if !require_lab("memory_that_is_not_mapped_as_said_is_sent_or_refused") {
+fn memory_whose_mapping_differs_is_sent_or_refused() {
+    if !require_lab("memory_whose_mapping_differs_is_sent_or_refused") {
         return;
     }
     let saved = Saved::new(Version::V10_0);

@@ -53,7 +53,7 @@ fn an_upload_that_is_cancelled_leaves_no_index_and_is_resumed() {
     let finished = slow.wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);
     assert!(finished.stderr.contains("towline: cancelled"), "{}", finished.stderr);
-    assert!(cancelled.elapsed() < Duration::from_secs(60), "it went on to the end");
+    assert!(cancelled.elapsed() < Duration::from_secs(60), "it continued to the end");
     assert!(!fixture.path("vm/a.towline").exists());
     assert!(fixture.files("vm/uploads").is_empty());
     // Some chunks are there, and are not sent again.

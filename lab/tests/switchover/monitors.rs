@@ -85,8 +85,8 @@ fn a_proxy_that_exits_when_everything_is_sent_is_not_mistaken_for_qemus_exit() {
 
 /// The same, and the proxy is restarted: the source is queried, and the move completes.
 #[test]
-fn a_proxy_that_ends_and_is_started_again_costs_nothing() {
-    let name = "a_proxy_that_ends_and_is_started_again_costs_nothing";
+fn a_restarted_proxy_does_not_affect_the_copy() {
+    let name = "a_restarted_proxy_does_not_affect_the_copy";
     if !has_socat(name) {
         return;
     }

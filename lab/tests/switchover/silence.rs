@@ -49,8 +49,8 @@ fn silence(qemu: &Qemu) {
 }
 
 #[test]
-fn a_source_that_is_silent_in_mid_copy_goes_on() {
-    if !require_lab("a_source_that_is_silent_in_mid_copy_goes_on") {
+fn a_source_that_pauses_during_a_copy_resumes() {
+    if !require_lab("a_source_that_pauses_during_a_copy_resumes") {
         return;
     }
     let builder = small(Version::V10_0);
@@ -94,8 +94,8 @@ fn a_source_that_is_silent_at_the_end_leaves_the_guest_at_its_destination() {
 }
 
 #[test]
-fn a_source_that_is_silent_while_memory_follows_goes_on() {
-    if !require_lab("a_source_that_is_silent_while_memory_follows_goes_on") {
+fn a_source_that_pauses_during_postcopy_resumes() {
+    if !require_lab("a_source_that_pauses_during_postcopy_resumes") {
         return;
     }
     let (source, destination) = (counting(&large()), waiting(&large()));

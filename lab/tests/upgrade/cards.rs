@@ -1,4 +1,4 @@
-//! A guest with a card of `towline net` goes on in another QEMU while it talks (`--with-devices`).
+//! A guest with a card of `towline net` continues in another QEMU while it talks (`--with-devices`).
 //!
 //! ```text
 //!   client of the guest's echo ── tap0 ── towline net ─┬─ old QEMU ── eth0, the guest's echo
@@ -143,24 +143,24 @@ fn goes_on(name: &str, from: Version, to: &[Version], mib: u64, queues: usize) {
 }
 
 #[test]
-fn connections_of_a_card_go_on_in_another_qemu() {
-    let name = "connections_of_a_card_go_on_in_another_qemu";
+fn connections_of_a_card_survive_in_another_qemu() {
+    let name = "connections_of_a_card_survive_in_another_qemu";
     if require_lab(name) {
         sizes().into_iter().for_each(|mib| goes_on(name, Version::V10_0, &[Version::V10_0], mib, 1));
     }
 }
 
 #[test]
-fn connections_of_several_queues_go_on_in_another_qemu() {
-    let name = "connections_of_several_queues_go_on_in_another_qemu";
+fn connections_of_several_queues_survive_in_another_qemu() {
+    let name = "connections_of_several_queues_survive_in_another_qemu";
     if require_lab(name) {
         goes_on(name, Version::V10_0, &[Version::V10_0], 256, 2);
     }
 }
 
 #[test]
-fn connections_of_a_card_go_on_in_the_newest_qemu_and_back() {
-    let name = "connections_of_a_card_go_on_in_the_newest_qemu_and_back";
+fn connections_of_a_card_survive_in_the_newest_qemu_and_back() {
+    let name = "connections_of_a_card_survive_in_the_newest_qemu_and_back";
     if require_qemu(name, &[Version::Newest]) {
         goes_on(name, Version::V10_0, &[Version::Newest, Version::V10_0], 256, 1);
     }

@@ -83,6 +83,6 @@ fn qemus_own_transfer_beside_an_upgrade() {
         scene.has_its_monitor().unwrap();
     }
     println!(
-        "standstill of a guest of {MEMORY_MIB} MiB, {rounds} times: cpr-transfer {transfers}; towline upgrade {upgrades}"
+        "downtime of a guest of {MEMORY_MIB} MiB, {rounds} times: cpr-transfer {transfers}; towline upgrade {upgrades}"
     );
 }

@@ -1,4 +1,4 @@
-//! Upgrades that are refused, and new QEMUs that fail: the guest goes on in the old one.
+//! Upgrades that are refused, and new QEMUs that fail: the guest continues in the old one.
 
 use towline_lab::{DriveLock, Finished, Version, require_lab, towline};
 
@@ -55,8 +55,8 @@ fn events_named(finished: &Finished, name: &str) -> usize {
 }
 
 #[test]
-fn private_memory_is_refused_with_the_way_out() {
-    if !require_lab("private_memory_is_refused_with_the_way_out") {
+fn private_memory_is_refused_with_a_remedy() {
+    if !require_lab("private_memory_is_refused_with_a_remedy") {
         return;
     }
     let guest = Guest::boot(|place| builder(Version::V10_0, Version::V10_0, Memory::Private, place));

@@ -1,4 +1,4 @@
-//! Many upgrades in a row of a guest that writes to its memory: the guest's standstill, and the bytes that are moved.
+//! Many upgrades in a row of a guest that writes to its memory: the guest's downtime, and the bytes that are moved.
 //!
 //! `TOWLINE_UPGRADES` is the number of upgrades, `TOWLINE_UPGRADE_MIB` the sizes of the guest's memory (`512,1024`).
 
@@ -18,7 +18,7 @@ const MEMORY_MIB: u64 = 256;
 const DIRTY_RATE: u64 = 64 * MIB;
 const DIRTY_BYTES: u64 = 32 * MIB;
 
-/// Standstill, in milliseconds, from which on the log of an upgrade is printed.
+/// Downtime, in milliseconds, from which on the log of an upgrade is printed.
 const OUTLIER_MS: f64 = 200.0;
 
 /// Upgrades of one guest, one after the other.
@@ -116,8 +116,8 @@ fn upgrades_in_a_row_under_a_load_lose_nothing() {
 
 /// Each guest is another one, since its memory has a name after its first upgrade.
 #[test]
-fn guests_in_memfds_of_7_2_stand_still_for_a_moment() {
-    if !require_lab("guests_in_memfds_of_7_2_stand_still_for_a_moment") {
+fn guests_in_memfds_of_7_2_have_a_short_downtime() {
+    if !require_lab("guests_in_memfds_of_7_2_have_a_short_downtime") {
         return;
     }
     let upgrades = number("TOWLINE_UPGRADES", 2);

@@ -1,4 +1,4 @@
-//! Guests go on in another QEMU.
+//! Guests continue in another QEMU.
 
 use std::process::Command;
 
@@ -25,8 +25,8 @@ fn a_guest_goes_on(memory: Memory, from: Version, to: Version) -> Guest {
 }
 
 #[test]
-fn a_guest_of_7_2_goes_on_in_10_0_and_there_in_another_one() {
-    if !require_lab("a_guest_of_7_2_goes_on_in_10_0_and_there_in_another_one") {
+fn a_guest_of_7_2_continues_in_10_0_and_then_in_another_10_0() {
+    if !require_lab("a_guest_of_7_2_continues_in_10_0_and_then_in_another_10_0") {
         return;
     }
     let guest = a_guest_goes_on(Memory::Memfd, Version::V7_2, Version::V10_0);
@@ -38,8 +38,8 @@ fn a_guest_of_7_2_goes_on_in_10_0_and_there_in_another_one() {
 }
 
 #[test]
-fn a_guest_in_a_named_file_goes_on_and_its_pages_are_not_sent() {
-    if !require_lab("a_guest_in_a_named_file_goes_on_and_its_pages_are_not_sent") {
+fn a_guest_in_a_named_file_continues_and_its_pages_are_not_sent() {
+    if !require_lab("a_guest_in_a_named_file_continues_and_its_pages_are_not_sent") {
         return;
     }
     let guest = a_guest_goes_on(Memory::NamedFile, Version::V10_0, Version::V10_0);
@@ -50,15 +50,15 @@ fn a_guest_in_a_named_file_goes_on_and_its_pages_are_not_sent() {
 
 /// QEMU 10.0 sends the pages of a memfd whatever its capabilities are: they are received and dropped.
 #[test]
-fn a_guest_of_10_0_in_a_memfd_goes_on() {
-    if require_lab("a_guest_of_10_0_in_a_memfd_goes_on") {
+fn a_guest_of_10_0_in_a_memfd_continues() {
+    if require_lab("a_guest_of_10_0_in_a_memfd_continues") {
         a_guest_goes_on(Memory::Memfd, Version::V10_0, Version::V10_0);
     }
 }
 
 #[test]
-fn guests_of_7_2_and_10_0_go_on_in_the_newest_and_back() {
-    if !require_qemu("guests_of_7_2_and_10_0_go_on_in_the_newest_and_back", &[Version::Newest]) {
+fn guests_of_7_2_and_10_0_continue_in_the_newest_and_back() {
+    if !require_qemu("guests_of_7_2_and_10_0_continue_in_the_newest_and_back", &[Version::Newest]) {
         return;
     }
     let guest = a_guest_goes_on(Memory::Memfd, Version::V7_2, Version::Newest);
@@ -70,8 +70,8 @@ fn guests_of_7_2_and_10_0_go_on_in_the_newest_and_back() {
 
 /// QEMU's locks are released and acquired as in a migration, and nothing that the guest wrote is lost.
 #[test]
-fn drives_of_both_formats_go_on() {
-    if !require_lab("drives_of_both_formats_go_on") {
+fn drives_of_both_formats_keep_their_content() {
+    if !require_lab("drives_of_both_formats_keep_their_content") {
         return;
     }
     let guest = Guest::boot(|place| {

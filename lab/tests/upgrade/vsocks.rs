@@ -1,4 +1,4 @@
-//! A guest with a vhost-user-vsock goes on in another QEMU, which gets the device once it runs the guest.
+//! A guest with a vhost-user-vsock continues in another QEMU, which gets the device once it runs the guest.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;

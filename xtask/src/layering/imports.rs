@@ -1,8 +1,10 @@
-//! The files of a crate that import each other in a circle, by their `use super::…`, `use self::…`, `use crate::…` and
-//! `use child::…`.
+//! The files of a crate that depend on each other in a circle.
 //!
-//! Imports between a module and one below it are not counted: in idiomatic Rust a parent uses the items of its child, and the
-//! child the private types of its parent, so the two are one unit in several files. Tests are left out.
+//! A file depends on another one if a path of its code names an item that the other one declares. Re-exports are followed to
+//! the file of the declaration, so a parent that only declares its child and re-exports the child's items does not depend on
+//! it, and whoever imports them by way of the parent depends on the child alone. A private `use` counts as code, as traits
+//! are imported for their methods; `pub use` counts if the file names the item elsewhere. A parent whose code uses its child,
+//! while the child uses the parent's items, is a circle. Tests are left out. Methods are not seen: only paths are.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,36 +12,48 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use super::names::{Names, names_of};
+
 /// A module's path from the crate's root.
 type Module = Vec<String>;
+type Files = BTreeMap<Module, Names>;
 type Graph = BTreeMap<Module, BTreeSet<Module>>;
 
+/// Most re-exports that a name is followed through.
+const STEPS_MAX: usize = 16;
+
+/// Imports that count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Edges {
+    /// All between two files.
+    All,
+    /// All but those between a module and one below it.
+    BesideParents,
+}
+
 /// Names the modules of the crate at `sources` that are in a circle of imports; each circle once.
-pub(super) fn circles(sources: &Path) -> Result<Vec<String>> {
-    let mut files = BTreeMap::new();
+pub(super) fn circles(sources: &Path, edges: Edges) -> Result<Vec<String>> {
+    let mut files = Files::new();
     collect(sources, &mut Vec::new(), &mut files)?;
     remove_tests(&mut files);
-    Ok(circles_of(&graph(&files)))
+    Ok(circles_of(&graph(&files, edges)))
 }
 
 /// Removes the modules that are declared for tests only, with those below them.
-fn remove_tests(files: &mut BTreeMap<Module, String>) {
-    const MARK: &str = "#[cfg(test)]\nmod ";
-    let declared = |(module, text): (&Module, &String)| {
-        let names = text.split(MARK).skip(1).filter_map(|rest| rest.split_once(';'));
-        let names = names.map(|(name, _)| name.trim().to_owned()).filter(|name| name.chars().all(is_of_name));
-        names.map(|name| [&module[..], &[name]].concat()).collect::<Vec<_>>()
+fn remove_tests(files: &mut Files) {
+    let declared = |(module, names): (&Module, &Names)| {
+        names.test_modules.iter().map(|name| child(module, name)).collect::<Vec<_>>()
     };
     let tests: Vec<Module> = files.iter().flat_map(declared).collect();
     files.retain(|module, _| !tests.iter().any(|test| module.starts_with(test)));
 }
 
-fn is_of_name(character: char) -> bool {
-    character.is_alphanumeric() || character == '_'
+fn child(module: &[String], name: &str) -> Module {
+    [module, &[name.to_owned()]].concat()
 }
 
 /// Every file below `directory` but tests, by its module.
-fn collect(directory: &Path, above: &mut Module, files: &mut BTreeMap<Module, String>) -> Result<()> {
+fn collect(directory: &Path, above: &mut Module, files: &mut Files) -> Result<()> {
     for entry in fs::read_dir(directory).with_context(|| directory.display().to_string())? {
         let path = entry?.path();
         let Some(name) = path.file_stem().and_then(|name| name.to_str()).map(str::to_owned) else { continue };
@@ -48,90 +62,68 @@ fn collect(directory: &Path, above: &mut Module, files: &mut BTreeMap<Module, St
             collect(&path, above, files)?;
             above.pop();
         } else if path.extension().is_some_and(|extension| extension == "rs") && name != "tests" {
-            let mut module = above.clone();
-            if !matches!(name.as_str(), "lib" | "main" | "mod") {
-                module.push(name);
-            }
+            let module = match name.as_str() {
+                "lib" | "main" | "mod" => above.clone(),
+                name => child(above, name),
+            };
             let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-            files.insert(module, text);
+            files.insert(module, names_of(&text));
         }
     }
     Ok(())
 }
 
-fn graph(files: &BTreeMap<Module, String>) -> Graph {
-    let used = |(module, text): (&Module, &String)| {
-        let is_child = |name: &str| files.contains_key(&[&module[..], &[name.to_owned()]].concat());
-        let paths = imports(text, is_child).into_iter();
-        let used = paths.filter_map(|path| file_of(module, &path, files));
-        let used = used.filter(|used| !used.starts_with(module) && !module.starts_with(used));
+fn graph(files: &Files, edges: Edges) -> Graph {
+    let used = |(module, names): (&Module, &Names)| {
+        let private = names.imports.values().filter(|import| !import.re_exported).map(|import| &import.path);
+        let paths = names.paths.iter().chain(private).chain(&names.unnamed);
+        let used = paths.filter_map(|path| resolve(files, module, path, STEPS_MAX));
+        let counts = |used: &Module| {
+            let is_parent = used.starts_with(module) || module.starts_with(used);
+            used != module && !(is_parent && edges == Edges::BesideParents)
+        };
+        let used = used.filter(counts);
         (module.clone(), used.collect())
     };
     files.iter().map(used).collect()
 }
 
-/// The file in which what `path` names is declared, or by which it is passed on.
-fn file_of(module: &Module, path: &str, files: &BTreeMap<Module, String>) -> Option<Module> {
-    let mut at = module.clone();
-    let mut names = path.split("::").map(str::trim).peekable();
-    match names.next()? {
-        "crate" => at.clear(),
+/// Returns the file that declares the item to which a path in `module` leads. `None`: it is outside of the crate, of the file
+/// itself, or a module, whose items count where they are named.
+fn resolve(files: &Files, module: &Module, path: &[String], steps: usize) -> Option<Module> {
+    let (first, mut rest) = path.split_first()?;
+    let mut at = match first.as_str() {
+        "crate" => Vec::new(),
+        "self" => module.clone(),
         "super" => {
-            at.pop();
-            while names.next_if_eq(&"super").is_some() {
-                at.pop();
+            let mut at = module.clone();
+            at.pop()?;
+            while let Some((_, further)) = rest.split_first().filter(|(name, _)| *name == "super") {
+                at.pop()?;
+                rest = further;
             }
+            at
         }
-        _ => {}
-    }
-    for name in names {
-        at.push(name.to_owned());
-        if !files.contains_key(&at) {
-            at.pop();
-            break;
+        _ => {
+            rest = path;
+            module.clone()
         }
-    }
-    files.contains_key(&at).then_some(at)
-}
-
-/// The paths within the crate that its `use` declarations name, before the tests within the file.
-fn imports(text: &str, is_child: impl Fn(&str) -> bool) -> Vec<String> {
-    let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
-    let code: Vec<&str> = code.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
-    let mut paths = Vec::new();
-    for declaration in code.join(" ").split("use ").skip(1) {
-        let tree = declaration.split(';').next().unwrap_or_default().trim();
-        let first = tree.split("::").next().unwrap_or_default();
-        if ["super", "self", "crate"].contains(&first) || is_child(first) {
-            expand("", tree, &mut paths);
+    };
+    let is_relative = rest.len() == path.len();
+    while let Some((name, further)) = rest.split_first() {
+        if files.contains_key(&child(&at, name)) && !(is_relative && further.is_empty()) {
+            at.push(name.clone());
+        } else if let Some(import) = files.get(&at)?.imports.get(name).filter(|import| import.path != path) {
+            let path = [&import.path[..], further].concat();
+            return resolve(files, &at, &path, steps.checked_sub(1)?);
+        } else if is_relative && at == *module {
+            return None;
+        } else {
+            return files.contains_key(&at).then_some(at);
         }
+        rest = further;
     }
-    paths
-}
-
-/// Writes the branches of a use tree out.
-fn expand(before: &str, tree: &str, paths: &mut Vec<String>) {
-    let (mut depth, mut start) = (0, 0);
-    let ends = tree.char_indices().chain([(tree.len(), ',')]);
-    for (at, character) in ends {
-        match character {
-            '{' => depth += 1,
-            '}' => depth -= 1,
-            ',' if depth == 0 => {
-                let branch = tree[start..at].trim();
-                start = at + 1;
-                match branch.split_once('{') {
-                    Some((path, inner)) => {
-                        let inner = inner.strip_suffix('}').unwrap_or(inner);
-                        expand(&format!("{before}{path}"), inner, paths);
-                    }
-                    None if branch.is_empty() => {}
-                    None => paths.push(format!("{before}{}", branch.split(" as ").next().unwrap_or(branch))),
-                }
-            }
-            _ => {}
-        }
-    }
+    None
 }
 
 fn circles_of(graph: &Graph) -> Vec<String> {
@@ -166,12 +158,14 @@ fn reach(graph: &Graph, from: &Module) -> BTreeSet<Module> {
 mod tests {
     use super::*;
 
+    fn module(path: &str) -> Module {
+        path.split("::").filter(|name| !name.is_empty()).map(str::to_owned).collect()
+    }
+
     fn found(files: &[(&str, &str)]) -> Vec<String> {
-        let module =
-            |path: &str| path.split("::").filter(|name| !name.is_empty()).map(str::to_owned).collect();
-        let mut files = files.iter().map(|(path, text)| (module(path), (*text).to_owned())).collect();
+        let mut files = files.iter().map(|(path, text)| (module(path), names_of(text))).collect();
         remove_tests(&mut files);
-        circles_of(&graph(&files))
+        circles_of(&graph(&files, Edges::All))
     }
 
     #[test]
@@ -179,7 +173,7 @@ mod tests {
         let files = [
             ("", "mod a; mod b; mod c;"),
             ("a", "use std::fmt;\nuse super::b::{self, X};\n"),
-            ("b", "use crate::{\n    c::Y as Z, // passed on\n};\n"),
+            ("b", "use crate::{\n    c::Y as Z, // re-exported\n};\nmod d;"),
             ("b::d", "use super::super::a::W;"),
             ("c", "use super::b::d::V;"),
         ];
@@ -187,15 +181,51 @@ mod tests {
     }
 
     #[test]
-    fn an_import_by_the_name_of_a_child_counts() {
+    fn a_parent_and_its_child_are_a_circle_if_each_uses_the_other() {
+        let parent = "mod b;\nuse b::X;\npub struct Y(X);";
+        assert_eq!(found(&[("a", parent), ("a::b", "use super::Y;\npub struct X;")]), ["a, a::b"]);
+        assert_eq!(found(&[("a", parent), ("a::b", "pub struct X;")]), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_parent_and_its_child_are_no_circle_where_they_do_not_count() {
         let files = [
-            ("", ""),
-            ("a", "use b::X;\nuse std::fmt;"),
-            ("a::b", "use crate::c::Y;"),
-            ("c", "use crate::a::Z;"),
+            (module("a"), names_of("use b::X;\npub struct Y;")),
+            (module("a::b"), names_of("use super::Y;\npub struct X;")),
+        ];
+        assert_eq!(circles_of(&graph(&Files::from(files), Edges::BesideParents)), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_re_export_is_no_import_by_the_parent() {
+        let child = ("a::b", "use super::Y;\npub struct X;");
+        let declares = "mod b;\npub(crate) use b::X;\npub struct Y;";
+        assert_eq!(found(&[("a", declares), child]), Vec::<String>::new());
+        let uses = "mod b;\npub(crate) use b::X;\npub struct Y { x: Vec<X> }";
+        assert_eq!(found(&[("a", uses), child]), ["a, a::b"]);
+    }
+
+    #[test]
+    fn a_re_export_leads_to_the_file_of_the_declaration() {
+        let files = [
+            ("", "mod a; mod c;"),
+            ("a", "mod b;\npub use b::X;\nuse crate::c::Z;"),
+            ("a::b", "pub struct X;"),
+            ("c", "use crate::a::X;\npub struct Z;"),
         ];
         assert_eq!(found(&files), Vec::<String>::new());
-        let files = [("a", "use b::X;"), ("a::b", "use super::c::Y;"), ("a::c", "use super::b::Z;")];
+        let files =
+            [("a", "pub struct X; fn f() -> crate::c::Z {}"), ("c", "use super::a;\nfn g() -> a::X {}")];
+        assert_eq!(found(&[("", ""), files[0], files[1]]), ["a, c"]);
+    }
+
+    #[test]
+    fn siblings_that_name_each_other_in_a_path_are_a_circle() {
+        let files = [
+            ("a", "mod b; mod c;"),
+            ("a::b", "fn f() { super::c::g() }"),
+            ("a::c", "use super::b;\nfn g() { b::f() }"),
+        ];
         assert_eq!(found(&files), ["a::b, a::c"]);
     }
 

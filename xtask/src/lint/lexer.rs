@@ -2,7 +2,7 @@
 
 /// Kind of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum TokenKind {
+pub(crate) enum TokenKind {
     Code,
     /// With its slashes.
     Comment,
@@ -13,7 +13,7 @@ pub(super) enum TokenKind {
 }
 
 /// The tokens of `source`, in order; together they are `source`. Neighbouring code may come in several tokens.
-pub(super) fn tokens(source: &str) -> Vec<(TokenKind, &str)> {
+pub(crate) fn tokens(source: &str) -> Vec<(TokenKind, &str)> {
     let mut tokens = Vec::new();
     let (mut rest, mut in_word) = (source, false);
     while let Some(first) = rest.chars().next() {

@@ -59,6 +59,7 @@ const PHRASES: &[(&str, &str)] = &[
     ("exit code", "exit status"),
     ("exit codes", "exit statuses"),
     ("whose it is", "of its owner"),
+    ("goes on in", "continues in, resumes in"),
     ("stands still", "is stopped (guest), is blocked (thread), stalls (stream)"),
     ("stand still", "be stopped (guest), be blocked (thread), stall (stream)"),
     ("stood still", "was stopped (guest), was blocked (thread), stalled (stream)"),

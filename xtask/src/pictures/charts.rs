@@ -9,7 +9,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result, ensure};
 use towline_report::{Bar, Emphasis, Group, bars, standalone};
 
-use super::write;
+use super::output::write;
 
 /// A chart of a column of some groups.
 struct Chart {

@@ -13,7 +13,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::json;
 use towline_report::escape;
 
-use super::write;
+use super::output::write;
 
 const CAST: &str = "demo.cast";
 const COLUMNS: usize = 100;

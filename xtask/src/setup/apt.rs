@@ -105,7 +105,7 @@ pub(crate) fn require(packages: &[&str]) -> Result<()> {
     if missing.is_empty() {
         return Ok(());
     }
-    super::require_root(&missing)?;
+    require_root(&missing)?;
     install(&missing, None)
 }
 
@@ -201,4 +201,16 @@ pub(super) fn apt_get(arguments: &[&str], directory: Option<&Path>) -> Result<St
         }
         std::thread::sleep(Duration::from_secs(2));
     }
+}
+
+pub(super) fn require_root(missing: &[&str]) -> Result<()> {
+    let user = crate::command::output(Command::new("id").arg("-u"))?;
+    if user.trim() == "0" {
+        return Ok(());
+    }
+    bail!(
+        "{} missing, and installing needs root. Run:\n\n    sudo '{}' setup --system\n\nand then this task again",
+        missing.join(", "),
+        std::env::current_exe()?.display()
+    );
 }

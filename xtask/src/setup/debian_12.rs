@@ -8,9 +8,9 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use towline_lab::{Kernel, paths};
 
-use super::Scope;
 use super::archive::{Archive, Package};
 use super::debian_13;
+use super::scope::Scope;
 use super::sources::CODENAME;
 use super::unpack::{self, into_place, scratch};
 

@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use towline_lab::cpio::Archive;
+use towline_lab::cpio::{Archive, DeviceNumber};
 use towline_lab::{Kernel, paths};
 
 use super::modules;
@@ -100,7 +100,7 @@ fn assemble(lab: &Path, kernel: &Path, agent: &[u8]) -> Result<Vec<u8>> {
     for directory in ["bin", "dev", "etc", "modules", "proc", "run", "sys", "tmp"] {
         archive.directory(directory);
     }
-    archive.character_device("dev/console", (5, 1));
+    archive.character_device("dev/console", DeviceNumber { major: 5, minor: 1 });
     archive.file("init", 0o755, agent);
     let busybox = lab.join("busybox/bin/busybox");
     let busybox = std::fs::read(&busybox).with_context(|| format!("{} cannot be read", busybox.display()))?;

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
 use super::counts::Counts;
-use super::{built, watched};
+use super::process::{built, watched};
 use crate::command::{cargo, root, shown, target_directory};
 use crate::times::Usage;
 

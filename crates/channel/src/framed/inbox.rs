@@ -33,7 +33,7 @@ pub(super) struct Inbox<U> {
 enum Finished {
     /// The peer announced it.
     Closed,
-    /// It cannot go on; the text is for [`Unpack::fault`].
+    /// It cannot continue; the text is for [`Unpack::fault`].
     Failed(String),
 }
 

@@ -289,8 +289,8 @@ impl<'a> Flights<'a> {
     ) -> Result<Handshaken> {
         let unknown =
             || Error::tls(self.channel.peer(), "the cipher that both ends agreed on is unknown here");
-        let tx = Protection::new(&secrets.tx).ok_or_else(unknown)?;
-        let rx = Protection::new(&secrets.rx).ok_or_else(unknown)?;
+        let tx = Protection::new(secrets.tx.0, &secrets.tx.1).ok_or_else(unknown)?;
+        let rx = Protection::new(secrets.rx.0, &secrets.rx.1).ok_or_else(unknown)?;
         let keys = Keys::new(connection);
         Ok(Handshaken { tx, rx, keys, contents: self.contents, records: self.incoming, doubt })
     }

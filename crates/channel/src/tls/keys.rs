@@ -60,6 +60,6 @@ fn protection(
     next: Result<(u64, rustls::ConnectionTrafficSecrets), rustls::Error>,
     peer: &str,
 ) -> Result<Protection> {
-    let secrets = next.map_err(|error| Error::tls(peer, format!("no new key: {error}")))?;
-    Protection::new(&secrets).ok_or_else(|| Error::tls(peer, "no new key: its cipher is unknown"))
+    let (sequence, secrets) = next.map_err(|error| Error::tls(peer, format!("no new key: {error}")))?;
+    Protection::new(sequence, &secrets).ok_or_else(|| Error::tls(peer, "no new key: its cipher is unknown"))
 }

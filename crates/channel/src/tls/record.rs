@@ -95,7 +95,7 @@ impl std::fmt::Debug for Protection {
 
 impl Protection {
     /// `None` for a cipher that this module does not have; [`super::credentials`] offers no other.
-    pub(super) fn new((sequence, secrets): &(u64, ConnectionTrafficSecrets)) -> Option<Self> {
+    pub(super) fn new(sequence: u64, secrets: &ConnectionTrafficSecrets) -> Option<Self> {
         use ConnectionTrafficSecrets::{Aes128Gcm, Aes256Gcm, Chacha20Poly1305};
         let (algorithm, key, iv, records_max) = match secrets {
             Aes128Gcm { key, iv } => (&AES_128_GCM, key, iv, AES_GCM_RECORDS_MAX),
@@ -108,7 +108,7 @@ impl Protection {
             _ => Some(AesGcm::new(key.as_ref())?),
         };
         let key = LessSafeKey::new(UnboundKey::new(algorithm, key.as_ref()).ok()?);
-        Some(Self { key, direct, iv: iv.as_ref().try_into().ok()?, sequence: *sequence, records_max })
+        Some(Self { key, direct, iv: iv.as_ref().try_into().ok()?, sequence, records_max })
     }
 
     /// Makes the key expire after `records` records.
@@ -259,7 +259,7 @@ mod tests {
             0 => ConnectionTrafficSecrets::Aes256Gcm { key: key(), iv: iv() },
             _ => ConnectionTrafficSecrets::Chacha20Poly1305 { key: key(), iv: iv() },
         };
-        (Protection::new(&(0, secrets())).unwrap(), Protection::new(&(0, secrets())).unwrap())
+        (Protection::new(0, &secrets()).unwrap(), Protection::new(0, &secrets()).unwrap())
     }
 
     fn sealed(protection: &mut Protection, content: &[u8]) -> Vec<u8> {

@@ -11,8 +11,10 @@ use indicatif::{MultiProgress, ProgressDrawTarget};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
-use super::LIMITED_BYTES_MAX;
 use crate::lock::lock;
+
+/// Maximum size of waiting notices, statistics and log lines.
+pub(crate) const LIMITED_BYTES_MAX: usize = 256 << 10;
 
 /// Policy for an item while the queue is not written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,11 +48,12 @@ impl std::fmt::Debug for QueueHandle {
     }
 }
 
-#[derive(Default)]
 struct Shared {
     queue: Mutex<Queue>,
     changed: Condvar,
     bars: OnceLock<MultiProgress>,
+    /// Called when lines were dropped, with their number.
+    report_dropped: fn(u64),
 }
 
 #[derive(Default)]
@@ -85,8 +88,14 @@ impl Content {
 }
 
 impl QueueHandle {
-    pub(super) fn new(sink: LineSink) -> Self {
-        Self { sink, shared: Arc::default() }
+    pub(super) fn new(sink: LineSink, report_dropped: fn(u64)) -> Self {
+        let shared = Shared {
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+            bars: OnceLock::new(),
+            report_dropped,
+        };
+        Self { sink, shared: Arc::new(shared) }
     }
 
     /// Returns a handle of the same queue with another sink.
@@ -186,9 +195,7 @@ impl Shared {
                 Content::Text(sink, bytes) => self.text(&sink, &bytes),
             }
             if dropped > 0 {
-                super::notice(&format!(
-                    "{dropped} lines of output were dropped, as they were not read in time"
-                ));
+                (self.report_dropped)(dropped);
             }
             self.queue().is_writing = false;
             self.changed.notify_all();
@@ -241,7 +248,7 @@ mod tests {
 
     fn pipe() -> (std::io::PipeReader, QueueHandle) {
         let (reader, writer) = std::io::pipe().unwrap();
-        (reader, QueueHandle::new(LineSink::Descriptor(Arc::new(writer.into()))))
+        (reader, QueueHandle::new(LineSink::Descriptor(Arc::new(writer.into())), |_| {}))
     }
 
     fn read(mut reader: std::io::PipeReader, output: &QueueHandle) -> String {

@@ -4,7 +4,8 @@ use towline_control::plan::{CopyReport, PostcopyReport};
 use towline_image::Increment;
 use towline_image::checksum::CHUNK_BYTES;
 
-use super::{Verb, memory};
+use super::memory;
+use super::verb::Verb;
 use crate::endpoint::Endpoint;
 use crate::progress::{Reporter, faults_text};
 use crate::sends;

@@ -10,7 +10,7 @@ use towline_report::{
     Bar, ChartLine, Emphasis, Group, Ink, Part, Row, bars, document, lines, list, parts, table,
 };
 
-use super::Recorded;
+use super::recorded::Recorded;
 use crate::events;
 use crate::progress::{Estimate, faults_text};
 use crate::sends;
@@ -123,7 +123,7 @@ impl Page<'_> {
         let bars_of = report.faults.latencies.ranges().iter().filter_map(range).collect();
         let group = Group { name: String::new(), bars: bars_of };
         if let Some(svg) = bars("faults, by the time from the request until its pages were sent", &[group])? {
-            let _ = writeln!(body, "<h2>Standstills of vCPUs</h2>\n<figure>{svg}</figure>");
+            let _ = writeln!(body, "<h2>Block times of vCPUs</h2>\n<figure>{svg}</figure>");
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use towline_control::plan::CopyPhase;
 use towline_report::{Bar, Emphasis, Group, PHASE_COLORS, Row, bars, document, escape, table};
 
 use super::page::seconds;
-use super::{GuestReport, PhaseStart};
+use super::recorded::{GuestReport, PhaseStart};
 use crate::lock::lock;
 use crate::units::size;
 

@@ -8,8 +8,8 @@ use towline_image::Image;
 use towline_image::directory::{self, ImageEntry};
 use towline_image::leftover::{self, Partial};
 
+use super::common::{Action, Removed, View, end, totals};
 use super::row::{Content, Row, print_heading};
-use super::{Action, Removed, View, end, totals};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::units::{counted, size};
@@ -66,13 +66,13 @@ pub(super) fn verify(reporter: &Reporter, path: &Path) -> Result<Exit> {
         vec![path.to_owned()]
     };
     if paths.is_empty() {
-        return Ok(super::nothing_to_verify(reporter, &path.display().to_string()));
+        return Ok(super::common::nothing_to_verify(reporter, &path.display().to_string()));
     }
     let mut bad = 0;
     for image in &paths {
         let verified = Image::open(image).and_then(|image| image.verify(VERIFY_THREADS, &|_| {}));
         let error = verified.err().map(|error| errors::text(&error.into()));
-        super::report_verified(reporter, &image.display().to_string(), error.as_deref());
+        super::common::report_verified(reporter, &image.display().to_string(), error.as_deref());
         bad += usize::from(error.is_some());
     }
     Ok(end(reporter, totals(&path.display().to_string(), paths.len(), bad), bad))

@@ -7,8 +7,8 @@ use towline_image::store::{
     Catalog, CatalogEntry, Error, IfInUse, Location, StoredImage, VerifiedChunks, is_image, remove_image,
 };
 
+use super::common::{Removed, View, end, report_verified, totals};
 use super::row::{Content, Row, print_heading};
-use super::{Removed, View, end, report_verified, totals};
 use crate::errors;
 use crate::exit::Exit;
 use crate::progress::Reporter;
@@ -68,7 +68,7 @@ pub(super) fn verify(reporter: &Reporter, place: &Location) -> Result<Exit> {
     let cancel = cancel_on_signals(SignalEffects::OF_READING)?;
     let names = names(reporter, place, &cancel)?;
     if names.is_empty() {
-        return Ok(super::nothing_to_verify(reporter, &place.to_string()));
+        return Ok(super::common::nothing_to_verify(reporter, &place.to_string()));
     }
     let (known, mut bad) = (VerifiedChunks::default(), 0);
     for name in &names {

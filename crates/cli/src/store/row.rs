@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use serde_json::{Value, json};
 use towline_image::manifest::Timestamp;
 
-use super::View;
+use super::common::View;
 use crate::progress::Reporter;
 use crate::units::size;
 

@@ -12,8 +12,11 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{DUMP_KEY, Error, at_most};
+use super::error::{Error, at_most};
 use crate::limits;
+
+/// The key by which a dump of a QEMU binary is known.
+pub(super) const DUMP_KEY: &str = "vmschkmachine";
 
 /// A QEMU binary, for one machine type.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]

@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{BlockFacts, Error, at_most};
+use super::BlockFacts;
+use super::error::{Error, at_most};
 use crate::limits;
 
 /// An image.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Error, at_most};
+use super::error::{Error, at_most};
 use crate::limits;
 
 /// A QEMU, by its control socket.

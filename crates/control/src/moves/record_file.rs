@@ -21,7 +21,7 @@ use rustix::io::Errno;
 use rustix::process::{geteuid, getpid};
 use std::os::unix::fs::MetadataExt as _;
 
-use super::record::{self, MoveRecord};
+use super::record::{self, MoveRecord, Stage};
 use super::{Error, Id};
 use crate::journal::{RuntimeDirectory, is_named, read};
 
@@ -218,4 +218,20 @@ fn remove_unnamed(directory: &RuntimeDirectory, name: &str) {
 pub(super) fn names_of(directory: &RuntimeDirectory, id: &Id) -> Vec<String> {
     let (records, _) = list(directory);
     records.iter().filter(|record| record.id == *id).map(MoveRecord::name).collect()
+}
+
+/// Records that the source of a completed copy holds a guest which a later copy must not resume.
+pub(crate) fn record_left_source(file: &mut RecordFile) -> Result<(), Error> {
+    let record = file.record().at_stage(Stage::Left);
+    // It replaces other records of this kind of the same QEMU.
+    let directory = RuntimeDirectory::open()?;
+    let (records, _) = list(&directory);
+    for older in records.iter().filter(|older| {
+        older.stage == Stage::Left && older.source.is_same_qemu(&record.source) && older.id != record.id
+    }) {
+        for name in names_of(&directory, &older.id) {
+            RecordFile::open(&directory, &name)?.remove()?;
+        }
+    }
+    file.write(record)
 }

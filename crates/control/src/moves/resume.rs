@@ -288,7 +288,7 @@ impl Resume {
         }
         for file in &mut self.files {
             if matches!(file.record().source, MoveEnd::Qemu { .. }) {
-                super::record_left_source(file)?;
+                record_file::record_left_source(file)?;
             } else {
                 file.remove()?;
             }

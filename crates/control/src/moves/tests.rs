@@ -1,6 +1,7 @@
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
 use std::path::Path;
+use std::path::PathBuf;
 use std::process::{Child, Command};
 
 use rustix::process::{geteuid, getpid};

@@ -175,3 +175,17 @@ pub(super) fn only_side(record: &MoveRecord) -> Option<Side> {
         _ => Some(Side::Destination),
     }
 }
+
+impl ListedMove {
+    /// A sentence that describes what is undecided.
+    #[must_use]
+    pub fn undecided(&self) -> String {
+        undecided(&self.record)
+    }
+
+    /// Commands to run, and other advice.
+    #[must_use]
+    pub fn advice(&self) -> Vec<String> {
+        advice(self)
+    }
+}

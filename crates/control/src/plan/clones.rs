@@ -51,6 +51,21 @@ pub struct CloneTarget<'a> {
     pub reflink: Option<&'a UnusedReflink>,
 }
 
+/// Copies of one image to several destinations.
+#[derive(Clone, Copy)]
+pub struct Clones<'a> {
+    /// The destinations.
+    pub targets: &'a [CloneTarget<'a>],
+    /// Options of every copy.
+    pub options: &'a CopyRequest,
+    /// Cancels all of them.
+    pub cancel: &'a Cancel,
+    /// Receives notices that concern all of them.
+    pub observer: &'a dyn Observer,
+    /// Called for each copy as soon as it ends, from several threads.
+    pub ended: &'a (dyn Fn(usize, &CopyResult) + Sync),
+}
+
 /// A copy that is possible.
 struct Planned<'a> {
     target: CloneTarget<'a>,
@@ -61,63 +76,46 @@ struct Planned<'a> {
 /// Result of one copy.
 pub type CopyResult = Result<CopyReport, Failure>;
 
-/// Copies one image to all `targets` at once. `observer` receives notices that concern all of them; `ended` is
-/// called for each copy as soon as it ends, from several threads. Returns the results in the order of
-/// `targets`.
+/// Copies one image to all targets at once. Returns the results in the order of the targets.
 ///
 /// # Errors
 /// Nothing was touched: the source is not an image or cannot be opened, or one of the copies is not possible.
-pub fn copy_to_all(
-    source: &Source,
-    targets: &[CloneTarget<'_>],
-    options: &CopyRequest,
-    cancel: &Cancel,
-    observer: &dyn Observer,
-    ended: &(dyn Fn(usize, &CopyResult) + Sync),
-) -> Result<Vec<CopyResult>, Failure> {
+pub fn copy_to_all(source: &Source, clones: &Clones<'_>) -> Result<Vec<CopyResult>, Failure> {
     if !source.is_image() {
         return Err(Failure::untouched(Error::Usage(
             "several destinations, but only an image can be read several times: copy the guest to an image first, and the image to all of them"
                 .into(),
         )));
     }
-    let planned = validate_all(source, targets, options).map_err(Failure::untouched)?;
-    let image = endpoint::open(source, options, cancel, observer).map_err(Failure::untouched)?;
-    Ok(copy_as_planned(image.as_ref(), &planned, cancel, observer, ended))
+    let planned = validate_all(source, clones).map_err(Failure::untouched)?;
+    let image =
+        endpoint::open(source, clones.options, clones.cancel, clones.observer).map_err(Failure::untouched)?;
+    Ok(copy_as_planned(image.as_ref(), &planned, clones))
 }
 
 /// As [`copy_to_all`], of an image that is open: the guests are those of this file, whatever has its name by now.
 ///
 /// # Errors
 /// Nothing was touched: one of the copies is not possible.
-pub fn copy_image_to_all(
-    image: &Image,
-    targets: &[CloneTarget<'_>],
-    options: &CopyRequest,
-    cancel: &Cancel,
-    observer: &dyn Observer,
-    ended: &(dyn Fn(usize, &CopyResult) + Sync),
-) -> Result<Vec<CopyResult>, Failure> {
+pub fn copy_image_to_all(image: &Image, clones: &Clones<'_>) -> Result<Vec<CopyResult>, Failure> {
     let source = Source::Image(image.path().to_owned());
-    let planned = validate_all(&source, targets, options).map_err(Failure::untouched)?;
-    endpoint::notice_missing_manifest(image, observer);
-    Ok(copy_as_planned(image, &planned, cancel, observer, ended))
+    let planned = validate_all(&source, clones).map_err(Failure::untouched)?;
+    endpoint::notice_missing_manifest(image, clones.observer);
+    Ok(copy_as_planned(image, &planned, clones))
 }
 
 /// Copies to all targets at once.
 fn copy_as_planned(
     image: &(dyn StoredGuest + 'static),
     planned: &[Planned<'_>],
-    cancel: &Cancel,
-    observer: &dyn Observer,
-    ended: &(dyn Fn(usize, &CopyResult) + Sync),
+    clones: &Clones<'_>,
 ) -> Vec<CopyResult> {
     let monitors: Vec<_> = planned.iter().map(|copy| copy.target.destination.monitor()).collect();
     let found = conflicts::find(&monitors);
-    found.notes.iter().for_each(|note| observer.notice(note));
+    found.notes.iter().for_each(|note| clones.observer.notice(note));
     let outcomes: Vec<OnceLock<CopyResult>> = planned.iter().map(|_| OnceLock::new()).collect();
     let end = |index: usize, outcome: CopyResult| {
-        ended(index, &outcome);
+        (clones.ended)(index, &outcome);
         outcomes[index].get_or_init(|| outcome);
     };
     for (index, error) in found.refused {
@@ -128,7 +126,7 @@ fn copy_as_planned(
     let worker = || {
         while let Some(&index) = queue.get(next.fetch_add(1, Ordering::Relaxed)) {
             let Planned { target, options, lanes } = &planned[index];
-            let mut context = Context::new(options, *lanes, cancel, target.observer);
+            let mut context = Context::new(options, *lanes, clones.cancel, target.observer);
             (context.started, context.reflink) = (target.started, target.reflink);
             end(index, copy_one(image, target, &context));
         }
@@ -153,11 +151,8 @@ fn copy_one(
 }
 
 /// Refuses impossible copies before anything is touched: all of them, since they are one command.
-fn validate_all<'a>(
-    source: &Source,
-    targets: &[CloneTarget<'a>],
-    options: &CopyRequest,
-) -> Result<Vec<Planned<'a>>, Error> {
+fn validate_all<'a>(source: &Source, clones: &Clones<'a>) -> Result<Vec<Planned<'a>>, Error> {
+    let Clones { targets, options, .. } = clones;
     if targets.len() > CLONES_MAX {
         let found = targets.len();
         return Err(Error::Usage(format!("{found} destinations, at most {CLONES_MAX} at once")));

@@ -17,6 +17,15 @@ use super::vsock;
 use crate::check::{self, CheckEnd, PlannedTransfer};
 use crate::qemu::Qemu;
 
+/// Extent of the facts about a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FactsExtent {
+    /// Its identity.
+    Identity,
+    /// All that is compared with a QEMU at its destination.
+    Compared,
+}
+
 /// Facts about a guest that is to be sent.
 #[derive(Debug, Clone)]
 pub(super) struct GuestFacts {
@@ -44,11 +53,13 @@ impl GuestFacts {
         self
     }
 
-    /// `with_compat_facts`: its destination is a QEMU, too.
-    pub(super) fn of_qemu(qemu: &mut Qemu, with_compat_facts: bool) -> Result<Self, Error> {
+    /// Queries a QEMU for this extent of facts.
+    pub(super) fn of_qemu(qemu: &mut Qemu, extent: FactsExtent) -> Result<Self, Error> {
         let uuid = Some(qemu.facts().uuid.clone());
-        let facts =
-            if with_compat_facts { Some(Subject::Qemu(Box::new(qemu.compat_facts()?)).into()) } else { None };
+        let facts = match extent {
+            FactsExtent::Identity => None,
+            FactsExtent::Compared => Some(Subject::Qemu(Box::new(qemu.compat_facts()?)).into()),
+        };
         Ok(Self { facts, uuid })
     }
 

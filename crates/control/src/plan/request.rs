@@ -62,7 +62,7 @@ pub enum Task {
         /// Devices to compare first; see [`Devices`].
         devices: Devices,
     },
-    /// The guest goes on in another QEMU of this host, in the same memory, and the QEMU at its source is ended.
+    /// The guest continues in another QEMU of this host, in the same memory, and the QEMU at its source is ended.
     Upgrade {
         /// Detach a vhost-user-vsock before, and attach it again in the new QEMU.
         detach_vsock: bool,

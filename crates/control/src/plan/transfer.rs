@@ -6,6 +6,7 @@ use super::ends::Destination;
 use super::error::{Error, Failure};
 use super::executor::{Ends, SwitchoverReport, conclude};
 use super::outcomes::GuestState;
+use super::preflight::FactsExtent;
 use super::progress::CopyPhase;
 use super::report::{CopyReport, DestinationState};
 use super::shared_switchover::SharedSwitchover;
@@ -18,7 +19,8 @@ pub(super) fn transfer(
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
     let process = if destination.is_image() { source.record_process(context) } else { None };
-    let mut description = source.describe_guest(destination.monitor().is_some(), context)?;
+    let extent = if destination.monitor().is_some() { FactsExtent::Compared } else { FactsExtent::Identity };
+    let mut description = source.describe_guest(extent, context)?;
     if process.is_some() {
         description.origin.process = process;
     }

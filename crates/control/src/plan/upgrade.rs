@@ -19,7 +19,7 @@ use towline_compat::facts::Drive;
 use super::context::Context;
 use super::endpoint::{QemuDestination, QemuSource, SourceEndpoint as _};
 use super::error::{Error, Failure};
-use super::preflight;
+use super::preflight::{self, FactsExtent};
 use super::progress::{CopyPhase, Observer};
 use super::report::CopyReport;
 use super::request::{CopyRequest, Task, UpgradeMemory};
@@ -84,7 +84,7 @@ fn prepare(
     context.observer.phase(CopyPhase::Prepare);
     preflight::check_devices(context.options.devices(), context.observer).map_err(Failure::untouched)?;
     let mut source = QemuSource::new(&request.old, context)?;
-    let description = source.describe_guest(true, context)?;
+    let description = source.describe_guest(FactsExtent::Compared, context)?;
     let opened = QemuDestination::new(&request.new, &description, context);
     drop(description);
     let mut to = opened.map_err(Failure::untouched)?;

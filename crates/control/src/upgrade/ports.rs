@@ -45,7 +45,7 @@ pub(super) fn parse_port(text: &str) -> Port<'_> {
                 words.split(',').any(is_on)
             };
             match (has("server"), has("abstract")) {
-                // An escaped comma: the path goes on.
+                // An escaped comma: the path continues.
                 _ if value.contains(",,") => Port::Unknown,
                 (true, true) => Port::Network,
                 (true, false) => Port::Listening { prefix, path, words },

@@ -158,8 +158,8 @@ fn relay(presence: &Presence, old: &mut Qemu, new: &mut Qemu, directory: &Path) 
 
 /// The old QEMU knows nothing of it, and sends all pages.
 #[test]
-fn a_guest_goes_on_in_another_qemu_on_the_same_memory() {
-    let all = binaries("a_guest_goes_on_in_another_qemu_on_the_same_memory");
+fn a_guest_continues_in_another_qemu_on_the_same_memory() {
+    let all = binaries("a_guest_continues_in_another_qemu_on_the_same_memory");
     for binary in &all {
         let newer = if binary.expected_major == Some(7) { &all[0] } else { binary };
         let directory = tempfile::tempdir().unwrap();

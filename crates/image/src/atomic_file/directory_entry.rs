@@ -11,7 +11,7 @@ use rustix::fs::{self, AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFl
 use rustix::io::Errno;
 
 use super::error::failed;
-use super::{Error, Existing, Result};
+use super::{Error, Result};
 use crate::journal::{self, Node, Op};
 use crate::lock_holder::lock_holder;
 
@@ -22,6 +22,16 @@ const TAKE_OVER_ATTEMPTS_MAX: usize = 16;
 const LOCKED_ATTEMPTS_MAX: usize = 5;
 /// Pause before each of them; the release of a lock is not notified.
 const LOCKED_PAUSE: Duration = Duration::from_millis(5);
+
+/// Action if the final name already exists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Existing {
+    /// Keep the file and fail.
+    #[default]
+    Refuse,
+    /// Replace the file atomically.
+    Replace,
+}
 
 /// A file's directory, its final name and its partial's name.
 #[derive(Debug)]

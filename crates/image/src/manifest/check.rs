@@ -6,13 +6,12 @@ use std::path::Path;
 use towline_protocol::limits;
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::error::truncated;
-use super::{Digest, Error, ImageProperties, Manifest, Result, StoredBlock, VERSION, sidecar_path};
+use super::truncated::truncated;
+use super::{
+    Digest, Error, ImageProperties, Manifest, PATH_BYTES_MAX, Result, StoredBlock, VERSION, sidecar_path,
+};
 use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::journal::{self, PublicationBug};
-
-/// Linux's limit for paths.
-pub(super) const PATH_BYTES_MAX: usize = 4096;
 
 /// Hash and page count of a page bitmap.
 #[derive(Debug, Clone, Copy)]

@@ -10,7 +10,7 @@ use super::error::ValueError;
 /// # Errors
 /// [`ValueError::Size`].
 pub fn parse_size(text: &str, unit: u64) -> Result<u64, ValueError> {
-    parse(text, unit).ok_or_else(|| ValueError::Size { found: super::excerpt(text) })
+    parse(text, unit).ok_or_else(|| ValueError::Size { found: super::excerpt::excerpt(text) })
 }
 
 fn parse(text: &str, unit: u64) -> Option<u64> {

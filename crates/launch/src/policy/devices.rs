@@ -3,8 +3,7 @@
 //! Left out on purpose: what opens something of the host by its own property (`vfio-*`, `usb-host`, `vhost-scsi-*`, `loader`,
 //! `ivshmem-doorbell`, `virtio-9p-*`, …), and every property that names a file, a descriptor, a CID or another host's address.
 
-use super::Known;
-use super::form::Form;
+use super::form::{Form, Known};
 use crate::names::{self, NameGroup};
 use Form::{Empty, Host, Id, Label, Mac, Number, One, PciAddress, Size, Switch, Uuid, Word};
 

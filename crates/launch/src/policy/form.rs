@@ -2,6 +2,11 @@
 
 use std::net::IpAddr;
 
+use crate::names::NameGroup;
+
+/// A form, and the properties whose values have it.
+pub(super) type Known = NameGroup<Form>;
+
 /// Form of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {

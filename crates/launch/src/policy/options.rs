@@ -1,7 +1,6 @@
 //! Options that an image may have, with their types and properties.
 
-use super::Known;
-use super::form::Form;
+use super::form::{Form, Known};
 use crate::command_line::DISK_FILE;
 use crate::names::{self, NameGroup};
 use Form::{

@@ -333,7 +333,7 @@ fn malformed_manifests_are_errors() {
 }
 
 #[test]
-fn seeds_are_judged() {
+fn every_seed_is_evaluated() {
     let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/command_line");
     let mut count = 0;
     for entry in std::fs::read_dir(directory).expect("the seeds are in the repository") {

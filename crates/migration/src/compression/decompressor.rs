@@ -88,7 +88,7 @@ impl Decompressor {
 }
 
 impl Stream {
-    /// One step; returns how many bytes it took and gave. Nothing of both: it needs more to go on.
+    /// One step; returns the numbers of bytes consumed and produced. Both are 0 if it needs more input.
     fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<(usize, usize), String> {
         match self {
             Self::Zlib(stream) => {

@@ -23,7 +23,7 @@ use crate::guest::ReturnPathWriter;
 use crate::statistics::Statistics;
 use crate::{ChannelId, Error, Pages, Result, Sink};
 
-/// Bytes received ahead. Pages in it go on from where they lie.
+/// Bytes received ahead. Pages in it are forwarded from there.
 const BUFFER_BYTES: usize = 1 << 20;
 /// Bytes received at once where runs of pages are spliced: pages in it are not.
 const BETWEEN_RUNS_BYTES: usize = 32 << 10;

@@ -150,9 +150,9 @@ impl Service<'_> {
     /// The neighbours of a requested page are next: its unit, which is prepared, and, without pending faults, the one
     /// after it.
     fn queue_neighbours(&self, page: PageRef) {
-        let unit = self.of.units.of(page);
-        self.prepare_neighbours(unit);
-        if let Some(behind) = self.of.units.behind(unit)
+        let (unit, length) = self.of.units.of(page);
+        self.prepare_neighbours((unit, length));
+        if let Some(behind) = self.of.units.behind(unit, length)
             && !self.connection.inbox.has_requests()
         {
             self.prepare_neighbours(behind);

@@ -101,7 +101,7 @@ impl Units {
     }
 
     /// The unit behind this one, within its block.
-    pub(super) fn behind(&self, (unit, length): (PageRef, u64)) -> Option<(PageRef, u64)> {
+    pub(super) fn behind(&self, unit: PageRef, length: u64) -> Option<(PageRef, u64)> {
         let next = PageRef { offset: unit.offset + length, ..unit };
         (next.offset < self.blocks[unit.block.index()].length).then(|| self.of(next))
     }

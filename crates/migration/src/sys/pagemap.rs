@@ -11,6 +11,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 
 use linux_raw_sys::general::{
@@ -74,13 +75,13 @@ impl Pagemap {
     pub(crate) fn find(
         &self,
         span: &Span<'_>,
-        (offset, length): (usize, usize),
+        range: Range<usize>,
         which: PageSelection,
         report: &mut dyn FnMut(usize, usize),
     ) -> io::Result<()> {
-        assert!(offset.checked_add(length).is_some_and(|end| end <= span.length()), "not within the span");
+        assert!(range.start <= range.end && range.end <= span.length(), "not within the span");
         let base = span.address();
-        let (mut start, end) = (base + offset, base + offset + length);
+        let (mut start, end) = (base + range.start, base + range.end);
         let nothing = page_region { start: 0, end: 0, categories: 0 };
         let mut regions = vec![nothing; REGIONS_MAX];
         while start < end {

@@ -37,6 +37,13 @@ struct Watch {
     which: Vec<PageSelection>,
 }
 
+/// A block of the guest, by its number, and its memory.
+#[derive(Debug, Clone, Copy)]
+struct TrackedBlock<'a> {
+    number: usize,
+    span: &'a Span<'a>,
+}
+
 impl WriteProtect {
     /// A tracker for private memory. Checks that the kernel supports it.
     ///
@@ -65,7 +72,7 @@ impl WriteProtect {
         let page = crate::sys::RamMapping::anonymous(4096).map_err(refused("mmap"))?;
         let userfault = Userfault::open().map_err(refused("userfaultfd (UFFD_FEATURE_WP_ASYNC)"))?;
         userfault.register(&page.span()).map_err(refused("userfaultfd (UFFDIO_REGISTER)"))?;
-        let scanned = self.pagemap.find(&page.span(), (0, 4096), PageSelection::WrittenThere, &mut |_, _| {});
+        let scanned = self.pagemap.find(&page.span(), 0..4096, PageSelection::WrittenThere, &mut |_, _| {});
         scanned.map_err(refused("PAGEMAP_SCAN"))
     }
 
@@ -93,7 +100,7 @@ impl WriteProtect {
     fn find(
         &self,
         which: PageSelection,
-        (block, span): (usize, &Span<'_>),
+        block: TrackedBlock<'_>,
         report: &mut dyn FnMut(usize, usize),
     ) -> Result<(), TrackerError> {
         let mut reported = 0;
@@ -101,8 +108,8 @@ impl WriteProtect {
             reported = offset + length;
             report(offset, length);
         };
-        let found = self.pagemap.find(span, (0, span.length()), which, &mut note);
-        found.map_err(|source| TrackerError::Scan { block, offset: reported, source })
+        let found = self.pagemap.find(block.span, 0..block.span.length(), which, &mut note);
+        found.map_err(|source| TrackerError::Scan { block: block.number, offset: reported, source })
     }
 
     fn protect(&self, watch: &Watch, block: usize, span: &Span<'_>) -> Result<(), TrackerError> {
@@ -112,7 +119,7 @@ impl WriteProtect {
         match watch.which[block] {
             // Absent pages need no mark: they are unprotected when they are created.
             PageSelection::WrittenThere => {
-                self.find(PageSelection::WrittenThere, (block, span), &mut |_, _| {})
+                self.find(PageSelection::WrittenThere, TrackedBlock { number: block, span }, &mut |_, _| {})
             }
             _ => {
                 let protect = |offset| {
@@ -126,20 +133,20 @@ impl WriteProtect {
     /// Reports the absent pages of a block of private memory that is protected.
     fn gaps(
         &self,
-        (block, span): (usize, &Span<'_>),
+        block: TrackedBlock<'_>,
         untouched: &mut dyn FnMut(PageRef, u64),
     ) -> Result<(), TrackerError> {
         let mut next = 0;
         let mut gap = |next: usize, end: usize| {
             if next < end {
-                untouched(page(block, next), (end - next) as u64);
+                untouched(page(block.number, next), (end - next) as u64);
             }
         };
-        self.find(PageSelection::There, (block, span), &mut |offset, length| {
+        self.find(PageSelection::There, block, &mut |offset, length| {
             gap(next, offset);
             next = offset + length;
         })?;
-        gap(next, span.length());
+        gap(next, block.span.length());
         Ok(())
     }
 }
@@ -161,7 +168,7 @@ impl DirtyTracker for WriteProtect {
         }
         for (block, span) in memory.iter().enumerate() {
             if watch.which[block] == PageSelection::WrittenThere {
-                self.gaps((block, span), untouched)?;
+                self.gaps(TrackedBlock { number: block, span }, untouched)?;
             }
         }
         *slot = Some(watch);
@@ -173,7 +180,7 @@ impl DirtyTracker for WriteProtect {
         let watch = slot.as_ref().ok_or(TrackerError::NotStarted)?;
         for (block, span) in memory.iter().enumerate() {
             let mut report = |offset, length: usize| report(page(block, offset), length as u64);
-            self.find(watch.which[block], (block, span), &mut report)?;
+            self.find(watch.which[block], TrackedBlock { number: block, span }, &mut report)?;
         }
         Ok(())
     }

@@ -24,7 +24,7 @@ pub(crate) enum Deed {
     Page(PageRef, Vec<u8>),
     Zero(PageRef),
     Xbzrle(PageRef, Vec<u8>),
-    /// All lanes are there, and go on.
+    /// All lanes have arrived, and continue.
     Barrier,
     DeviceState(DeviceState),
     /// Nothing for anybody else.

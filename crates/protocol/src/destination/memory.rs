@@ -1,11 +1,12 @@
 //! The `ram` section's states: block list, records, footer.
 
-use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
-use alloc::string::String;
 use alloc::vec::Vec;
 
-use super::{AwaitSection, RamSection, SectionKind, Step, StreamDecoder, StreamItem};
+use super::states::{
+    AwaitBlock, AwaitFooter, AwaitRecord, AwaitSection, Complete, Ram, RamSection, SectionKind, Step,
+    StreamDecoder, StreamItem,
+};
 use crate::limits;
 use crate::mapped_ram::MappedRamHeader;
 use crate::multifd::check_offset;
@@ -13,54 +14,6 @@ use crate::ram::{BlockIndex, PAGE_SIZE, PageRef, RamBlock, RamFlags};
 use crate::section::SectionType;
 use crate::wire::{Incomplete, Reader, lossy};
 use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
-
-/// Waits for an entry of the block list, or for its total.
-#[derive(Debug)]
-pub struct AwaitBlock {
-    pub(super) ram: Box<Ram>,
-    pub(super) mapped_ram: bool,
-    /// Each entry ends with the block's guest address (`x-ignore-shared`).
-    pub(super) has_addresses: bool,
-    /// `None` until the total came.
-    pub(super) left: Option<u64>,
-    /// Where the next item begins in the stream, counted from the file's first byte; only mapped-ram needs it.
-    pub(super) file_offset: u64,
-}
-
-/// Waits for a record.
-#[derive(Debug)]
-pub struct AwaitRecord {
-    pub(super) ram: Box<Ram>,
-    pub(super) section: RamSection,
-}
-
-/// Waits for a section's footer.
-#[derive(Debug)]
-pub struct AwaitFooter {
-    pub(super) ram: Box<Ram>,
-    pub(super) section: RamSection,
-}
-
-/// Device state follows.
-#[derive(Debug)]
-pub struct Complete {
-    pub(super) ram: Box<Ram>,
-}
-
-/// State of the `ram` section.
-#[derive(Debug)]
-pub(super) struct Ram {
-    pub(super) id: u32,
-    /// Its pages lie elsewhere in the file, so that no record names one.
-    mapped: bool,
-    pub(super) blocks: Vec<RamBlock>,
-    by_name: BTreeMap<String, BlockIndex>,
-    last: Option<BlockIndex>,
-    /// The stream is of a background snapshot.
-    is_snapshot: bool,
-    /// A PART or END has begun.
-    pub(super) has_part: bool,
-}
 
 impl AwaitBlock {
     pub(super) fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {

@@ -103,7 +103,7 @@ fn text_that_a_guest_writes_into_a_device_does_not_end_the_state() {
 }
 
 #[test]
-fn a_whole_tail_inside_a_device_is_taken_only_where_a_piece_ends_with_it() {
+fn a_tail_inside_a_device_ends_the_state_only_at_the_end_of_a_read() {
     let first = section(1, "timer", b"");
     let fake = [section(2, "evil", b""), description(&["timer", "evil"])].concat();
     let tail = [first, section(2, "evil", &fake[12..]), description(&["timer", "evil"])].concat();
@@ -133,7 +133,7 @@ fn a_description_of_other_sections_is_named_when_nothing_follows() {
 }
 
 #[test]
-fn a_description_that_is_none_is_named_when_nothing_follows() {
+fn an_invalid_description_is_named_when_nothing_follows() {
     let long = "n".repeat(256);
     let many = vec!["a"; limits::DEVICES_MAX + 1];
     for (text, expected) in [

@@ -68,7 +68,7 @@ fn refused(bytes: &[u8]) -> Error {
 }
 
 #[test]
-fn bytes_that_no_stream_has() {
+fn bytes_that_are_in_no_stream_are_refused() {
     use InvalidMessage as Invalid;
     let section = |found, expected| Invalid::SectionType { found, expected };
     let text = |what, shown: &str| Invalid::Text { what, shown: shown.into() };
@@ -109,7 +109,7 @@ fn bytes_that_no_stream_has() {
 }
 
 #[test]
-fn memory_that_no_stream_has() {
+fn memory_that_is_in_no_stream_is_refused() {
     use InvalidMessage as Invalid;
     let flags = |flags, offset| Invalid::RecordFlags { flags, offset };
     let page = |offset| Invalid::PageOffset { block: "b".into(), offset, length: 0x2000 };
@@ -169,7 +169,7 @@ fn more_blocks_than_any_guest_has() {
 }
 
 #[test]
-fn headers_of_stored_guests_that_lie() {
+fn false_headers_of_stored_guests_are_refused() {
     let at = mapped(1, 0x1000, 0, 0).len() as u64;
     let bad = |what, found, expected| InvalidMessage::MappedRam { block: "b".into(), what, found, expected };
     let far = !0xfff;
@@ -294,7 +294,7 @@ fn the_memory_of_a_snapshot_ends_where_devices_begin() {
 }
 
 #[test]
-fn no_item_needs_more_than_the_limit_says() {
+fn no_item_exceeds_its_limit() {
     let command = [&[8, 0, 99, 0xff, 0xff][..], &vec![0; 0xffff]].concat();
     assert_eq!(command.len(), ITEM_BYTES_MAX);
     let mut driver = Driver::default();

@@ -61,7 +61,7 @@ fn summary(items: &[Item], lanes: &[Vec<u8>]) -> String {
 }
 
 #[test]
-fn each_recording_says_what_was_recorded() {
+fn each_recording_decodes_to_its_contents() {
     for name in STREAMS {
         let items = read_main(&golden(name, "main"));
         let lanes = if WITH_LANES.contains(&name) { golden_lanes(name) } else { Vec::new() };
@@ -230,7 +230,7 @@ fn each_return_path_is_read_and_written_again() {
 }
 
 #[test]
-fn barriers_are_where_the_machine_type_says() {
+fn barriers_follow_the_machine_type() {
     for name in WITH_LANES {
         let items = read_main(&golden(name, "main"));
         let (_, barriers) = load(&items, &golden_lanes(name));

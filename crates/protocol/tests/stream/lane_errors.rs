@@ -28,7 +28,7 @@ fn set(at: usize, bytes: &[u8]) -> impl Fn(&mut [u8]) {
 }
 
 #[test]
-fn packets_that_lie() {
+fn false_packets_are_refused() {
     use InvalidMessage as Invalid;
     let packet = |what, found, limit| Invalid::Packet { what, found, limit };
     let page = |offset| Invalid::PageOffset { block: "pc.bios".into(), offset, length: 0x10000 };

@@ -145,7 +145,7 @@ fn bitmap(block: &RamBlock, index: BlockIndex, memory: &Memory) -> Vec<u8> {
 }
 
 #[test]
-fn a_header_says_its_place() {
+fn a_header_error_names_its_offset() {
     let header = MappedRamHeader::place(100, 65 * PAGE_SIZE);
     assert_eq!((header.bitmap_offset, header.pages_offset), (128, 1 << 20));
     assert_eq!(header.end(65 * PAGE_SIZE), (1 << 20) + 65 * PAGE_SIZE);

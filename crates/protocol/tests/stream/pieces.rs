@@ -17,7 +17,7 @@ fn read_in(bytes: &[u8], mut length: impl FnMut() -> usize) -> Vec<Item> {
 }
 
 #[test]
-fn byte_by_byte_each_recording_says_the_same() {
+fn each_recording_decodes_equally_byte_by_byte() {
     for name in STREAMS {
         let bytes = golden(name, "main");
         assert!(read_in(&bytes, || 1) == read_main(&bytes), "{name}");
@@ -25,7 +25,7 @@ fn byte_by_byte_each_recording_says_the_same() {
 }
 
 #[test]
-fn in_random_pieces_each_recording_says_the_same() {
+fn each_recording_decodes_equally_in_random_pieces() {
     for name in STREAMS {
         let bytes = golden(name, "main");
         let whole = read_main(&bytes);

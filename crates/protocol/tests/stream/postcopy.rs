@@ -94,7 +94,7 @@ fn a_guest_runs_with_the_package_s_last_byte_and_its_pages_follow() {
 }
 
 #[test]
-fn a_recovery_asks_for_all_bitmaps_at_once() {
+fn a_recovery_requests_all_bitmaps_at_once() {
     let mut out = Vec::new();
     let recovery = Recovery::ask(2, &blocks(), &mut out);
     assert_eq!(out, [command(10, b"\x06pc.ram"), command(10, b"\x03rom")].concat());

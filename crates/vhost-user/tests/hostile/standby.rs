@@ -141,7 +141,7 @@ fn assert_refused(outcome: &Result<(), Error>) {
 }
 
 #[test]
-fn rings_change_hands_once_they_are_stopped_and_come_back() {
+fn a_second_frontend_starts_the_rings_once_they_are_stopped() {
     let mut scene = Scene::new();
     let mut old = connect(&scene.path());
     old.set_features(FEATURES | 1).unwrap();

@@ -187,7 +187,7 @@ fn loads_or_is_kicked(fences: bool) {
 }
 
 #[test]
-fn an_entry_is_found_or_kicked_for() {
+fn an_available_entry_is_polled_or_kicked() {
     loads_or_is_kicked(true);
 }
 

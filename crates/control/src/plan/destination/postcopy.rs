@@ -171,7 +171,7 @@ impl QmpDestination {
                 self.recoveries += 1;
                 return Ok(RecoveryState::Listening(Address::Unix(path)));
             }
-            // A QEMU that got `migrate-recover` and no connection since goes on listening at that address.
+            // A QEMU that got `migrate-recover` and no connection since continues to listen at that address.
             Err(qmp::Error::Refusal { desc, .. })
                 if desc.contains("triggered already") && self.recoveries > 0 =>
             {

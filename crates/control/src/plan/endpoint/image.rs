@@ -13,7 +13,7 @@ use super::super::context::Context;
 use super::super::error::{Error, Failure};
 use super::super::in_process;
 use super::super::outcomes::{GuestLocation, GuestState};
-use super::super::preflight::GuestFacts;
+use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::progress::Observer;
 use super::super::report::DestinationState;
 use super::super::request::CopyRequest;
@@ -59,7 +59,7 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
 
     fn describe_guest(
         &mut self,
-        with_compat_facts: bool,
+        extent: FactsExtent,
         context: &Context<'_>,
     ) -> Result<GuestDescription<'_>, Failure> {
         context.check_cancelled().map_err(Failure::untouched)?;
@@ -68,7 +68,7 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
         let Origin { qemu, process, .. } = recorded;
         let origin =
             Origin { source: format!("image {}", self.image.name()), qemu, process, ..Origin::default() };
-        let guest = with_compat_facts.then(|| GuestFacts::of_image(&*self.image));
+        let guest = (extent == FactsExtent::Compared).then(|| GuestFacts::of_image(&*self.image));
         Ok(GuestDescription { guest, origin, file: self.image.image() })
     }
 

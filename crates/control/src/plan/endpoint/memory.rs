@@ -18,6 +18,7 @@ use super::super::context::Context;
 use super::super::ends::MemoryOptions;
 use super::super::error::{Error, Failure};
 use super::super::in_process;
+use super::super::preflight::FactsExtent;
 use super::super::report::DestinationState;
 use super::super::shared_switchover::SharedSwitchover;
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, SourceEndpoint};
@@ -44,7 +45,7 @@ impl SourceEndpoint for MemorySource {
 
     fn describe_guest(
         &mut self,
-        _is_compared: bool,
+        _: FactsExtent,
         context: &Context<'_>,
     ) -> Result<GuestDescription<'_>, Failure> {
         context.check_cancelled().map_err(Failure::untouched)?;

@@ -16,6 +16,7 @@ use super::super::error::{Error, Failure};
 use super::super::error_origin;
 use super::super::incoming::IncomingStream;
 use super::super::outcomes::GuestState;
+use super::super::preflight::FactsExtent;
 use super::super::progress::CopyPhase;
 use super::super::report::{DestinationState, SourceState};
 use super::super::send::send;
@@ -91,11 +92,11 @@ impl SourceEndpoint for QemuSource {
 
     fn describe_guest(
         &mut self,
-        with_compat_facts: bool,
+        extent: FactsExtent,
         context: &Context<'_>,
     ) -> Result<GuestDescription<'_>, Failure> {
         // Before a device is detached nothing has changed, so that nothing has to be restored.
-        let guest = self.qemu.guest(with_compat_facts).map_err(query_failed)?;
+        let guest = self.qemu.guest(extent).map_err(query_failed)?;
         let guest = if context.options.detaches_vsock() { guest.without_vsocks() } else { guest };
         let how = if context.options.is_snapshot() { "qmp (background-snapshot)" } else { "qmp" };
         let qemu = Some(self.qemu.version_text());

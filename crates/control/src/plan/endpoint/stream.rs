@@ -11,7 +11,7 @@ use towline_migration::{Relay, Session, Sink, Snapshot, outgoing};
 use super::super::context::Context;
 use super::super::error::{Error, Failure};
 use super::super::incoming::IncomingStream;
-use super::super::preflight::uuid_bytes;
+use super::super::preflight::{FactsExtent, uuid_bytes};
 use super::super::progress::{CopyPhase, Progress};
 use super::super::report::DestinationState;
 use super::super::send::send;
@@ -69,7 +69,7 @@ impl SourceEndpoint for StreamSource {
 
     fn describe_guest(
         &mut self,
-        _is_compared: bool,
+        _: FactsExtent,
         _run: &Context<'_>,
     ) -> Result<GuestDescription<'_>, Failure> {
         let origin = ImageOrigin { source: format!("stream to {}", self.address), ..ImageOrigin::default() };

@@ -16,7 +16,7 @@ use towline_protocol::session::ReceiverMode;
 use super::super::context::Context;
 use super::super::destination::StartFailure;
 use super::super::error::{Error, Failure};
-use super::super::preflight;
+use super::super::preflight::{self, FactsExtent};
 use super::super::report::{DestinationState, SourceState};
 use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
@@ -31,10 +31,10 @@ pub(in super::super) trait SourceEndpoint {
     /// Kind of the source, for the switchover.
     fn kind(&self) -> SourceKind;
 
-    /// Describes the guest; nothing is changed. `with_compat_facts`: with the QEMU at the destination.
+    /// Describes the guest; nothing is changed.
     fn describe_guest(
         &mut self,
-        with_compat_facts: bool,
+        extent: FactsExtent,
         context: &Context<'_>,
     ) -> Result<GuestDescription<'_>, Failure>;
 

@@ -24,6 +24,7 @@ use super::super::error::{Error, Failure, needs_attention};
 use super::super::error_origin;
 use super::super::executor::{Ends, conclude};
 use super::super::outcomes::GuestLocation;
+use super::super::preflight::FactsExtent;
 use super::super::progress::CopyPhase;
 use super::super::report::PostcopyReport;
 use super::super::report::{CopyReport, DestinationState, SourceState};
@@ -80,7 +81,7 @@ fn prepare(path: &Path, source: &mut QmpSource, context: &Context<'_>) -> Result
         source.check_multifd_with_postcopy()?;
         target.check_multifd_with_postcopy()?;
     }
-    target.check(&source.guest(true)?, context)?;
+    target.check(&source.guest(FactsExtent::Compared)?, context)?;
     Ok(target)
 }
 

@@ -1,7 +1,7 @@
 //! A store that cannot be read for a time, while a guest waits for its pages.
 //!
 //! The guest is blocked wherever it needs a page, and perhaps its QEMU's main loop with it, which then accepts no new
-//! connection to its monitor: only this process, whose connection takes commands out of band, can go on. So it tries
+//! connection to its monitor: only this process, whose connection takes commands out of band, can continue. So it tries
 //! again for as long as there is hope, instead of leaving that to another one.
 
 use std::time::{Duration, Instant};

@@ -11,7 +11,7 @@ use towline_qmp::commands::{MigrationInfo, MigrationStatus, RunState};
 use super::super::convergence::Convergence;
 use super::super::error::Error;
 use super::super::error_origin;
-use super::super::preflight::GuestFacts;
+use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::private_dir::PrivateDir;
 use super::super::progress::Progress;
 use super::super::request::CopyRequest;
@@ -105,9 +105,9 @@ impl QmpSource {
         })
     }
 
-    /// Facts about its guest; all of them if it is compared with another QEMU.
-    pub(in super::super) fn guest(&mut self, with_compat_facts: bool) -> Result<GuestFacts, Error> {
-        GuestFacts::of_qemu(&mut self.qemu, with_compat_facts)
+    /// Facts about its guest.
+    pub(in super::super) fn guest(&mut self, extent: FactsExtent) -> Result<GuestFacts, Error> {
+        GuestFacts::of_qemu(&mut self.qemu, extent)
     }
 
     /// Detaches devices that QEMU does not migrate.

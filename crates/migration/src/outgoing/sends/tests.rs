@@ -178,7 +178,7 @@ fn unavailable_zero_copy_is_refused_with_the_reason() {
     check(ZeroCopySend::On, Compression::None, &both[..1]).unwrap();
 }
 
-/// Packets of a relay's lane: they come on a Unix socket, and go on over TCP.
+/// Packets of a relay's lane: they arrive on a Unix socket and are forwarded over TCP.
 #[test]
 fn packets_from_a_socket_are_received_or_spliced_whatever_costs_less() {
     const PACKETS: usize = 120;

@@ -1,0 +1,52 @@
+//! Error of invalid facts.
+
+use super::format::{FORMAT, VERSION};
+use crate::limits;
+
+/// Invalid facts.
+///
+/// Remedy: write the facts again with `towline check --facts-out`.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Too long to be read.
+    /// Remedy: give a file that `towline check --facts-out FILE` wrote; those are shorter.
+    #[error("facts of {found} bytes, at most {} are read", limits::FACTS_BYTES_MAX)]
+    TooLong {
+        /// Its length.
+        found: usize,
+    },
+    /// No JSON, or with keys of another type.
+    #[error("not facts ({0}): expected what `towline check --facts-out` writes, or a QEMU's -dump-vmstate")]
+    Json(#[from] serde_json::Error),
+    /// Other JSON.
+    /// Remedy: give a file of `towline check --facts-out FILE`, or of a QEMU's `-dump-vmstate FILE`.
+    #[error("its format is {found:?}, expected {FORMAT:?}, as `towline check --facts-out` writes it")]
+    Format {
+        /// The format found.
+        found: String,
+    },
+    /// From a later towline.
+    #[error(
+        "facts of version {found}, this towline knows {VERSION}: use a newer one, or write them again with this one"
+    )]
+    Version {
+        /// The version found.
+        found: u32,
+    },
+    /// A list is longer than any real one.
+    /// Remedy: write the facts again with `towline check --facts-out FILE`: the file was changed.
+    #[error("{found} {what}, at most {limit} are read")]
+    TooMany {
+        /// The list.
+        what: &'static str,
+        /// Its length.
+        found: usize,
+        /// Maximum length.
+        limit: usize,
+    },
+}
+
+pub(super) fn at_most(what: &'static str, found: usize, limit: usize) -> Result<(), Error> {
+    if found > limit { Err(Error::TooMany { what, found, limit }) } else { Ok(()) }
+}

@@ -1,0 +1,66 @@
+//! A rule, and what it compares.
+
+use crate::facts::{BlockFacts, Facts, QemuFacts, Subject};
+use crate::report::Findings;
+
+/// A rule.
+#[derive(Debug, Clone, Copy)]
+pub struct Rule {
+    /// Its name, which stays.
+    pub id: &'static str,
+    pub(super) run: fn(&Pair<'_>, &mut Findings<'_>),
+}
+
+/// Both sides, and how the guest would go from one to the other.
+#[derive(Debug, Clone, Copy)]
+pub struct Pair<'a> {
+    /// Where the guest is.
+    pub source: &'a Facts,
+    /// Where it would go.
+    pub destination: &'a Facts,
+    /// Lanes that towline would use; `None`: not known yet.
+    pub lanes: Option<usize>,
+    /// towline is to switch to postcopy, and sets `postcopy-ram` for that.
+    pub is_postcopy: bool,
+    /// The destination's facts are current, rather than recorded.
+    pub is_live: bool,
+    /// Both sides' facts are of this host, so that files can be compared by identity.
+    pub is_one_host: bool,
+}
+
+impl<'a> Pair<'a> {
+    /// Both sides, if both are QEMUs.
+    pub(super) fn qemus(&self) -> Option<(&'a QemuFacts, &'a QemuFacts)> {
+        match (&self.source.subject, &self.destination.subject) {
+            (Subject::Qemu(source), Subject::Qemu(destination)) => Some((source, destination)),
+            _ => None,
+        }
+    }
+
+    /// The QEMU that would take the guest.
+    pub(super) fn destination_qemu(&self) -> Option<&'a QemuFacts> {
+        match &self.destination.subject {
+            Subject::Qemu(qemu) => Some(qemu),
+            _ => None,
+        }
+    }
+
+    /// The guest's machine type, where the source has one.
+    pub(super) fn guest_machine(&self) -> Option<&'a str> {
+        match &self.source.subject {
+            Subject::Qemu(qemu) => Some(&qemu.machine),
+            Subject::Image(image) => Some(&image.machine),
+            Subject::Binary(binary) => Some(&binary.machine),
+            Subject::Device(_) | Subject::Attribute(_) => None,
+        }
+    }
+
+    /// The guest's memory.
+    pub(super) fn guest_blocks(&self) -> &'a [BlockFacts] {
+        match &self.source.subject {
+            Subject::Qemu(qemu) => &qemu.blocks,
+            Subject::Image(image) => &image.blocks,
+            Subject::Binary(_) | Subject::Device(_) | Subject::Attribute(_) => &[],
+        }
+    }
+}
