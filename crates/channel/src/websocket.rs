@@ -34,8 +34,8 @@ impl WebSocketChannel {
     /// Performs a client's handshake over a connected channel: requests `path` of `host` (with its port).
     ///
     /// # Errors
-    /// [`Error::WebSocket`] with the reason, [`Error::Cancelled`], [`Error::Timeout`], those of `inner`, and
-    /// [`Error::Unsupported`] for a channel that cannot be polled and peeked.
+    /// [`Error::WebSocket`](crate::Error::WebSocket) with the reason, [`Error::Cancelled`](crate::Error::Cancelled), [`Error::Timeout`](crate::Error::Timeout), those of `inner`, and
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for a channel that cannot be polled and peeked.
     pub fn client(
         inner: Box<dyn Channel>,
         host: &str,

@@ -225,7 +225,7 @@ fn has_ids(name: OptionName) -> bool {
 }
 
 impl CommandLine {
-    /// The key that addresses each option in a [`Setting`](crate::Setting), in the options' order.
+    /// The key that addresses each option in a [`Setting`], in the options' order.
     #[must_use]
     pub fn setting_keys(&self) -> Vec<String> {
         addresses(self)

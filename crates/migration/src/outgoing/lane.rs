@@ -257,8 +257,8 @@ impl PacketWriter {
 /// Send method of the lanes.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LaneOptions {
-    /// See [`Options::compression`].
+    /// See [`Options::compression`](super::Options::compression).
     pub compression: Compression,
-    /// See [`Options::zero_copy_send`].
+    /// See [`Options::zero_copy_send`](super::Options::zero_copy_send).
     pub zero_copy_send: ZeroCopySend,
 }

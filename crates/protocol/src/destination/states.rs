@@ -24,7 +24,7 @@ pub enum StreamItem<'a> {
     Total(u64),
     /// The next entry of the block list.
     Block(RamBlock),
-    /// A page, whose [`PAGE_SIZE`] bytes follow and are not for this machine.
+    /// A page, whose [`PAGE_SIZE`](crate::ram::PAGE_SIZE) bytes follow and are not for this machine.
     Page(PageRef),
     /// A page of zeros.
     ZeroPage(PageRef),
