@@ -25,6 +25,7 @@
 //! carry pages, main and preempt, as no QEMU supports more.
 
 mod connection;
+mod demand;
 mod faults;
 mod inbox;
 mod prefetch;
@@ -43,7 +44,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::{PING_SETUP, RamWriter, Setup};
 use towline_protocol::{PageRef, RamBlock, machine};
 
-pub use connection::{Options, Postcopy};
+pub use connection::{Background, Options, Postcopy};
 pub use faults::{FaultCounts, LatencyHistogram, LatencyRange};
 
 use crate::outgoing::RecordSender;
@@ -51,7 +52,7 @@ use crate::{Error, Guest, Result, Session, Statistics, present};
 use connection::{GuestRef, PostcopyConnection};
 use faults::Faults;
 use inbox::Inbox;
-use scheduler::{RUN_BYTES, SendScheduler};
+use scheduler::{BackgroundOrder, RUN_BYTES, SendScheduler};
 use sent_map::SentMap;
 use units::Units;
 
@@ -268,7 +269,9 @@ impl<'g> Postcopy<'g> {
     }
 
     fn scheduler(&self) -> SendScheduler {
-        SendScheduler::new(&self.blocks, &self.options.working_set, self.head().len())
+        let (working_set, needed) = (&self.options.working_set, self.head().len());
+        let background = self.options.background;
+        SendScheduler::new(&self.blocks, BackgroundOrder { working_set, needed, background })
     }
 }
 

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, pair};
-use towline_migration::postcopy::{Options, PostcopyChannels, Running};
+use towline_migration::postcopy::{Background, Options, PostcopyChannels, Running};
 use towline_migration::{Extent, ExtentKind, Guest, Postcopy, Result, Session, Statistics};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::postcopy::put_bitmap;
@@ -386,7 +386,7 @@ fn connection<'p>(
 }
 
 fn options(working_set: Vec<(PageRef, u64)>) -> Options {
-    Options { max_bandwidth: None, answer_timeout: WITHIN, working_set }
+    Options { max_bandwidth: None, answer_timeout: WITHIN, working_set, background: Background::AtOnce }
 }
 
 fn restore(preempt: bool, cuts: usize, working_set: Vec<(PageRef, u64)>, seed: u64) {

@@ -231,6 +231,7 @@ fn postcopy_refuses_present_memory() {
         max_bandwidth: None,
         answer_timeout: Duration::from_secs(5),
         working_set: Vec::new(),
+        background: postcopy::Background::AtOnce,
     };
     let postcopy = Postcopy::new(&guest, &[4096; 4], options, Arc::<Statistics>::default());
     let Link { source, destination } = link(Kind::Unix, 0);

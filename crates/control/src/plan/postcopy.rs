@@ -23,7 +23,9 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Channel, connect_with};
 use towline_image::{StoredGuest, WorkingSet};
-use towline_migration::postcopy::{ConnectionLost, Options as EngineOptions, PostcopyChannels, Running};
+use towline_migration::postcopy::{
+    Background, ConnectionLost, Options as EngineOptions, PostcopyChannels, Running,
+};
 use towline_migration::{Postcopy, Session, Statistics};
 
 use super::context::Context;
@@ -109,6 +111,8 @@ fn restore_stored(
         max_bandwidth: context.options.transfer_options().max_bandwidth,
         answer_timeout: context.options.connect_timeout,
         working_set: working_set.as_ref().map(|set| set.runs().to_vec()).unwrap_or_default(),
+        // An image without a path is in a store.
+        background: stored.path.map_or(Background::AfterFaults, |_| Background::AtOnce),
     };
     let page_bytes = destination.page_bytes(stored.guest.blocks());
     let engine = Postcopy::new(stored.guest, &page_bytes, engine_options, Arc::clone(&statistics));

@@ -22,6 +22,18 @@ pub struct Options {
     pub answer_timeout: Duration,
     /// Memory that earlier restores of this guest requested, in order: it is sent first, with its neighbours.
     pub working_set: Vec<(PageRef, u64)>,
+    /// The memory that no fault waits for.
+    pub background: Background,
+}
+
+/// Time at which memory is prepared that no fault waits for, and that no earlier restore needed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Background {
+    /// From the beginning, beside the guest's faults: its pages are near.
+    AtOnce,
+    /// While the guest starts, only when it has made no request for a time: its pages are far away, and all of them
+    /// come the same way.
+    AfterFaults,
 }
 
 /// A guest on its way, over however many connections that takes.

@@ -7,13 +7,18 @@
 //! Preparing may take long: an image's chunk is read and hashed, an object store's fetched. So several threads do it,
 //! a little ahead of the sender; neighbours are prepared by the thread that served the fault. Items from here are
 //! prepared and in use, until the sender releases them.
+//!
+//! With [`Background::AfterFaults`] preparers pause while the guest waits for pages (`demand`).
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use towline_protocol::postcopy::PostcopyBlock;
 use towline_protocol::{BlockIndex, PageRef};
 
+use super::connection::Background;
+use super::demand::Demand;
 use super::sent_map::SentMap;
 use crate::lock::lock;
 
@@ -52,15 +57,26 @@ struct State {
     neighbours: VecDeque<BlockRange>,
     ready: VecDeque<Item>,
     preparing: usize,
+    demand: Demand,
     closed: bool,
 }
 
+/// Order of the background, but for neighbours of faults.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BackgroundOrder<'a> {
+    /// The runs that an earlier restore needed, in their order.
+    pub(super) working_set: &'a [BlockRange],
+    /// Number of them that are needed at once.
+    pub(super) needed: usize,
+    pub(super) background: Background,
+}
+
 impl SendScheduler {
-    /// With the runs that an earlier restore needed, in their order, the first `needed` of them at once.
-    pub(super) fn new(blocks: &[PostcopyBlock], working_set: &[BlockRange], needed: usize) -> Self {
-        let plan = Plan::new(blocks, working_set, needed);
+    pub(super) fn new(blocks: &[PostcopyBlock], order: BackgroundOrder<'_>) -> Self {
+        let plan = Plan::new(blocks, order.working_set, order.needed);
         let (neighbours, ready) = (VecDeque::new(), VecDeque::new());
-        let state = State { plan, neighbours, ready, preparing: 0, closed: false };
+        let demand = Demand::new(order.background, Instant::now());
+        let state = State { plan, neighbours, ready, preparing: 0, demand, closed: false };
         Self { state: Mutex::new(state), filled: Condvar::new(), taken: Condvar::new() }
     }
 
@@ -73,6 +89,11 @@ impl SendScheduler {
             }
             if state.ready.len() + state.preparing >= READY_MAX {
                 state = self.taken.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            let pause = state.demand.pause(Instant::now()).filter(|_| !state.plan.is_next_needed());
+            if let Some(pause) = pause {
+                state = self.taken.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
             let Some(item) = state.plan.next() else {
@@ -90,8 +111,22 @@ impl SendScheduler {
     pub(super) fn prepared(&self, item: Item) {
         let mut state = self.state();
         state.preparing -= 1;
+        if item.is_needed {
+            state.demand.prepared_needed(Instant::now());
+        }
         state.ready.push_back(item);
         self.filled.notify_one();
+    }
+
+    /// A request of the guest is being served, until [`Self::request_served`].
+    pub(super) fn request_received(&self) {
+        self.state().demand.begin();
+    }
+
+    /// The request of [`Self::request_received`] was served.
+    pub(super) fn request_served(&self) {
+        // Preparers wait for a time without requests, which begins here: their waits are long enough.
+        self.state().demand.end(Instant::now());
     }
 
     /// Queues the prepared neighbourhood of a requested page first. Returns the one dropped for it.
@@ -185,8 +220,12 @@ impl Plan {
         self.run == self.runs.len()
     }
 
+    fn is_next_needed(&self) -> bool {
+        self.run < self.needed
+    }
+
     fn next(&mut self) -> Option<Item> {
-        let is_needed = self.run < self.needed;
+        let is_needed = self.is_next_needed();
         let &(page, length) = self.runs.get(self.run)?;
         let offset = page.offset + self.done;
         let bytes = (RUN_BYTES - offset % RUN_BYTES).min(length - self.done);
@@ -200,8 +239,11 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use towline_protocol::RamBlock;
 
+    use super::super::demand;
     use super::*;
 
     fn block(length: u64) -> PostcopyBlock {
@@ -212,11 +254,34 @@ mod tests {
         PageRef { block: BlockIndex(block), offset }
     }
 
+    fn order(working_set: &[BlockRange], needed: usize, background: Background) -> BackgroundOrder<'_> {
+        BackgroundOrder { working_set, needed, background }
+    }
+
+    #[test]
+    fn what_is_needed_is_prepared_beside_a_request_and_the_rest_behind_it() {
+        let blocks = [block(2 * RUN_BYTES)];
+        let needed = [(page(0, RUN_BYTES), 4096)];
+        let scheduler = SendScheduler::new(&blocks, order(&needed, 1, Background::AfterFaults));
+        let map = SentMap::new(&blocks);
+        scheduler.request_received();
+        assert_eq!(scheduler.next_to_prepare(&map), Some(Item { run: needed[0], is_needed: true }));
+        thread::scope(|scope| {
+            let rest = scope.spawn(|| scheduler.next_to_prepare(&map).map(|item| (item, Instant::now())));
+            // It cannot be seen that a thread waits, but that it was not finished before.
+            let served = Instant::now();
+            scheduler.request_served();
+            let (item, at) = rest.join().unwrap().unwrap();
+            assert_eq!(item, Item { run: (page(0, 0), RUN_BYTES), is_needed: false });
+            assert!(at - served >= demand::QUIET_TIME, "{:?}", at - served);
+        });
+    }
+
     #[test]
     fn the_working_set_comes_first_and_then_everything() {
         let blocks = [block(3 * RUN_BYTES + 4096), block(8192)];
-        let scheduler =
-            SendScheduler::new(&blocks, &[(page(0, RUN_BYTES - 4096), 8192), (page(1, 4096), 4096)], 1);
+        let working_set = [(page(0, RUN_BYTES - 4096), 8192), (page(1, 4096), 4096)];
+        let scheduler = SendScheduler::new(&blocks, order(&working_set, 1, Background::AtOnce));
         let map = SentMap::new(&blocks);
         let mut items = Vec::new();
         while let Some(item) = scheduler.next_to_prepare(&map) {
@@ -241,7 +306,8 @@ mod tests {
     #[test]
     fn neighbours_come_before_what_is_ready_and_the_newest_of_them_first() {
         let blocks = [block(2 * RUN_BYTES)];
-        let (scheduler, map) = (SendScheduler::new(&blocks, &[], 0), SentMap::new(&blocks));
+        let (scheduler, map) =
+            (SendScheduler::new(&blocks, order(&[], 0, Background::AtOnce)), SentMap::new(&blocks));
         let first = scheduler.next_to_prepare(&map).unwrap();
         scheduler.prepared(first);
         let neighbours = |index: u64| (page(0, RUN_BYTES + index * 4096), 4096);

@@ -108,6 +108,7 @@ impl Service<'_> {
         let map = &self.of.map;
         while let Some(request) = self.connection.inbox.next_request() {
             self.connection.session.check()?;
+            self.scheduler.request_received();
             let size = map.page_bytes(request.page.block);
             let end = request.page.offset + request.length;
             for offset in (request.page.offset..end).step_by(size as usize) {
@@ -119,6 +120,7 @@ impl Service<'_> {
                     self.serve_page(page, size.min(end - offset), &request)?;
                 }
             }
+            self.scheduler.request_served();
             self.scheduler.notify();
         }
         // The listener ended, or everything has gone.
