@@ -2,7 +2,7 @@
 //!
 //! A file depends on another one if a path of its code names an item that the other one declares. Re-exports are followed to
 //! the file of the declaration, so a parent that only declares its child and re-exports the child's items does not depend on
-//! it, and whoever imports them by way of the parent depends on the child alone. A private `use` counts as code, as traits
+//! it, and a file that imports them by way of the parent depends on the child alone. A private `use` counts as code, as traits
 //! are imported for their methods; `pub use` counts if the file names the item elsewhere. A parent whose code uses its child,
 //! while the child uses the parent's items, is a circle. Tests are left out. Methods are not seen: only paths are.
 

@@ -13,7 +13,7 @@ const ITEMS: [&str; 13] = [
 /// A path as it is written: `super::b::X`.
 pub(super) type Path = Vec<String>;
 
-/// What `use` binds to a name.
+/// Path that `use` binds to a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Import {
     pub(super) path: Path,

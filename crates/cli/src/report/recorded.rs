@@ -1,4 +1,4 @@
-//! What is recorded of a copy for its report.
+//! Record of a copy, for its report.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};

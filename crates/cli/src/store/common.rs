@@ -1,4 +1,4 @@
-//! What the commands on directories and on stores share.
+//! Types and output that the commands on directories and on stores share.
 
 use serde_json::{Value, json};
 
