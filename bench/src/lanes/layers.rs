@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 use towline_channel::{
     CallCounters, Capabilities, Channel, ChannelExt, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags,
-    ZeroCopyLease, ZeroCopyStatistics, gather, total_len,
+    ZeroCopyStatistics, ZeroCopyTicket, gather, total_len,
 };
 
 /// QEMU's linear buffer before its stream took vectors.
@@ -105,8 +105,8 @@ macro_rules! forward {
         fn flush(&self) -> Result<Flushed> {
             self.inner.flush()
         }
-        fn lease(&self) -> ZeroCopyLease {
-            self.inner.lease()
+        fn zero_copy_ticket(&self) -> ZeroCopyTicket {
+            self.inner.zero_copy_ticket()
         }
         fn zero_copy_statistics(&self) -> Option<ZeroCopyStatistics> {
             self.inner.zero_copy_statistics()

@@ -3,8 +3,8 @@
 use crate::flags::{Capabilities, Flushed, RecvFlags, SendFlags};
 use crate::wait::{Woken, wait};
 use crate::{
-    CallCounters, Cancel, Error, IoBuf, IoBufMut, IoCursor, IoCursorMut, Result, ZeroCopyLease,
-    ZeroCopyStatistics,
+    CallCounters, Cancel, Error, IoBuf, IoBufMut, IoCursor, IoCursorMut, Result, ZeroCopyStatistics,
+    ZeroCopyTicket,
 };
 use rustix::event::PollFlags;
 use std::fmt::Debug;
@@ -57,10 +57,10 @@ pub trait Channel: Debug + Send + Sync {
     /// and both halves are shut down; [`Error::Timeout`] if none finished within the send timeout.
     fn flush(&self) -> Result<Flushed>;
 
-    /// Returns a lease for the zero-copy sends so far, with which the owner of the memory learns when these have
+    /// Returns a ticket for the zero-copy sends so far, with which the owner of the memory learns when these have
     /// finished, independently of later sends. It is done from the beginning if there are none.
-    fn lease(&self) -> ZeroCopyLease {
-        ZeroCopyLease::default()
+    fn zero_copy_ticket(&self) -> ZeroCopyTicket {
+        ZeroCopyTicket::default()
     }
 
     /// Counters of the system calls that send and receive; `None` for a channel that does not count.
@@ -82,7 +82,7 @@ pub trait Channel: Debug + Send + Sync {
     fn shutdown(&self, how: Shutdown) -> Result<()>;
 
     /// Resets the connection and discards unsent data, so that the kernel releases the memory of zero-copy sends
-    /// ([`Channel::lease`]). To be called when both halves are shut down; the peer sees a reset. Does nothing without
+    /// ([`Channel::zero_copy_ticket`]). To be called when both halves are shut down; the peer sees a reset. Does nothing without
     /// zero-copy sends.
     ///
     /// # Errors
@@ -221,7 +221,7 @@ macro_rules! forward_channel {
     (@calls $i:ident) => {
         fn calls(&self) -> Option<std::sync::Arc<$crate::CallCounters>> { self.$i.calls() }
     };
-    (@lease $i:ident) => { fn lease(&self) -> $crate::ZeroCopyLease { self.$i.lease() } };
+    (@zero_copy_ticket $i:ident) => { fn zero_copy_ticket(&self) -> $crate::ZeroCopyTicket { self.$i.zero_copy_ticket() } };
     (@zero_copy_statistics $i:ident) => {
         fn zero_copy_statistics(&self) -> Option<$crate::ZeroCopyStatistics> { self.$i.zero_copy_statistics() }
     };

@@ -6,7 +6,7 @@
 //! | [`Delay`] | lets each transfer wait a random time first |
 //! | [`Throttle`] | limits each direction to a number of bytes per second |
 //! | [`Capture`] | records what passes |
-//! | [`Flip`] | changes one byte |
+//! | [`FlipReceived`] | changes one byte |
 //! | [`ShortIo`] | splits transfers at random places |
 //!
 //! Each wraps any `Box<dyn Channel>`, also another layer, and has the capabilities of the channel inside.
@@ -27,7 +27,7 @@ mod throttle;
 pub use capture::{Capture, Recording};
 pub use cut::Cut;
 pub use delay::Delay;
-pub use flip::Flip;
+pub use flip::FlipReceived;
 pub use short_io::ShortIo;
 pub use throttle::Throttle;
 

@@ -111,4 +111,4 @@ pub use tls::{TlsClient, TlsServer};
 pub use unix::UnixChannel;
 #[cfg(feature = "websocket")]
 pub use websocket::WebSocketChannel;
-pub use zero_copy::{ZeroCopyLease, ZeroCopySend, ZeroCopySends, ZeroCopyStatistics};
+pub use zero_copy::{ZeroCopySend, ZeroCopySends, ZeroCopyStatistics, ZeroCopyTicket};

@@ -14,7 +14,7 @@ use crate::sys::zero_copy::Enabled;
 use crate::wait::Deadline;
 use crate::zero_copy::ZeroCopy;
 use crate::{
-    Capabilities, Channel, Error, Flushed, IoBuf, Result, SendFlags, ZeroCopyLease, ZeroCopyStatistics, sys,
+    Capabilities, Channel, Error, Flushed, IoBuf, Result, SendFlags, ZeroCopyStatistics, ZeroCopyTicket, sys,
 };
 use rustix::event::PollFlags;
 use rustix::io::Errno;
@@ -128,8 +128,8 @@ impl Channel for TcpChannel {
         self.zero_copy.as_ref().map_or(Ok(Flushed::Done), |zero_copy| zero_copy.flush())
     }
 
-    fn lease(&self) -> ZeroCopyLease {
-        self.zero_copy.as_ref().map_or_else(ZeroCopyLease::default, ZeroCopy::lease)
+    fn zero_copy_ticket(&self) -> ZeroCopyTicket {
+        self.zero_copy.as_ref().map_or_else(ZeroCopyTicket::default, ZeroCopy::zero_copy_ticket)
     }
 
     fn zero_copy_statistics(&self) -> Option<ZeroCopyStatistics> {
@@ -147,7 +147,7 @@ impl Channel for TcpChannel {
         if self.zero_copy.is_none() {
             return Ok(());
         }
-        // Unlike a close, which would wait for the last lease.
+        // Unlike a close, which would wait for the last ticket.
         net::connect_unspec(self.socket.fd()).map_err(|errno| Error::io("reset", self.peer(), errno))
     }
 }

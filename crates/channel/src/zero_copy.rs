@@ -3,11 +3,11 @@
 //! ```text
 //!   send(.., ZERO_COPY) ──▶ sendmsg ── number n ──▶ Ledger ◀── completions n..=m ── the socket's error queue
 //!                              │ ENOBUFS: wait for completions, at last with a shorter send       ▲ read at each send,
-//!                              └──────────────────────────────────────────────────────────────────┘ flush and lease
+//!                              └──────────────────────────────────────────────────────────────────┘ flush and ticket
 //! ```
 //!
 //! Completions are taken as they come, because the kernel charges those that wait to `net.core.optmem_max`. Several
-//! threads may send, flush and wait for leases at once; zero-copy sends pass one after the other.
+//! threads may send, flush and wait for tickets at once; zero-copy sends pass one after the other.
 //!
 //! The kernel copies where it must: on the loopback interface, to a local tap or container, on network cards without
 //! scatter-gather or checksums. Then zero-copy costs more than it saves, which [`Flushed::AllCopied`] reports.
@@ -48,12 +48,12 @@ const PAUSE: Duration = Duration::from_micros(100);
 /// A send this short is not shortened further for lack of memory: its charge no longer depends on its length.
 const SHORTEST: usize = 4096;
 
-/// A ticket for the zero-copy sends of a channel up to now; see [`Channel::lease`](crate::Channel::lease). While they are not finished, the
+/// A ticket for the zero-copy sends of a channel up to now; see [`Channel::zero_copy_ticket`](crate::Channel::zero_copy_ticket). While they are not finished, the
 /// memory may not be unmapped, resized or given other content. Keeps the socket, but not the connection, open.
 #[derive(Debug, Clone, Default)]
-pub struct ZeroCopyLease(Option<(Arc<ZeroCopy>, u64)>);
+pub struct ZeroCopyTicket(Option<(Arc<ZeroCopy>, u64)>);
 
-impl ZeroCopyLease {
+impl ZeroCopyTicket {
     /// Returns true if the memory is free. Never waits.
     ///
     /// # Errors
@@ -81,7 +81,7 @@ pub(crate) struct ZeroCopy {
     /// Held during a call, so that it is known whether a number was given out.
     turn: Mutex<()>,
     ledger: Mutex<SendLedger>,
-    /// Both halves were shut down: only leases still wait.
+    /// Both halves were shut down: only tickets still wait.
     ended: AtomicBool,
 }
 
@@ -102,12 +102,12 @@ impl ZeroCopy {
         self.ledger().statistics
     }
 
-    pub(crate) fn lease(self: &Arc<Self>) -> ZeroCopyLease {
+    pub(crate) fn zero_copy_ticket(self: &Arc<Self>) -> ZeroCopyTicket {
         let (issued, finished) = {
             let ledger = self.ledger();
             (ledger.issued(), ledger.finished())
         };
-        ZeroCopyLease((finished < issued).then(|| (Arc::clone(self), issued)))
+        ZeroCopyTicket((finished < issued).then(|| (Arc::clone(self), issued)))
     }
 
     /// Wakes the threads that wait in `flush` or for memory.
@@ -198,7 +198,7 @@ impl ZeroCopy {
     fn time_left(&self, began: Instant, until: &Until) -> Result<Duration> {
         let (op, limit, left) = match until {
             Until::Deadline(deadline) => {
-                ("wait for a lease", began.elapsed(), deadline.saturating_duration_since(Instant::now()))
+                ("wait for a ticket", began.elapsed(), deadline.saturating_duration_since(Instant::now()))
             }
             Until::Idle(_) if self.ended.load(Ordering::Acquire) => {
                 return Err(Error::io("flush", self.socket.peer(), Errno::PIPE));

@@ -271,7 +271,7 @@ fn refuses(ends: &Ends) {
     if !ends.can(Capabilities::ZERO_COPY) {
         unsupported(ends.tx.send(&bufs, SendFlags::ZERO_COPY), Capabilities::ZERO_COPY);
         unsupported(ends.tx.send(&bufs, SendFlags::ZERO_COPY | SendFlags::MORE), Capabilities::ZERO_COPY);
-        assert!(ends.tx.lease().is_done().unwrap() && ends.tx.zero_copy_statistics().is_none());
+        assert!(ends.tx.zero_copy_ticket().is_done().unwrap() && ends.tx.zero_copy_statistics().is_none());
     }
     if !ends.can(Capabilities::FD_PASSING) {
         unsupported(ends.tx.send_fds(b"x", &[]), Capabilities::FD_PASSING);

@@ -7,7 +7,7 @@ use common::{pattern, recv_exact, recv_to_end, send_all, spawn_asleep, tcp};
 use std::net::Shutdown;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::time::Duration;
-use towline_channel::fault::{Capture, Cut, Delay, Direction, Flip, ShortIo, Throttle};
+use towline_channel::fault::{Capture, Cut, Delay, Direction, FlipReceived, ShortIo, Throttle};
 use towline_channel::{
     Capabilities, Channel, Error, IoBuf, IoBufMut, PairChannel, RecvFlags, SendFlags, UnixChannel, pair,
 };
@@ -49,7 +49,7 @@ fn a_flip_changes_one_byte_however_it_comes() {
         let (near, far) = memory();
         send_all(&far, &pattern(100)).unwrap();
         far.shutdown(Shutdown::Write).unwrap();
-        let flip = Flip::new(short(near, at), at, 0x81);
+        let flip = FlipReceived::new(short(near, at), at, 0x81);
         let mut seen = [0; 100];
         flip.recv(&mut [(&mut seen).into()], RecvFlags::PEEK).unwrap();
         let mut expected = pattern(100);

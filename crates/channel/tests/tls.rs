@@ -11,7 +11,7 @@ use std::net::{Shutdown, TcpStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use towline_channel::fault::{Cut, Direction, Flip};
+use towline_channel::fault::{Cut, Direction, FlipReceived};
 use towline_channel::{
     Address, Channel, ConnectOptions, Error, IoBuf, IoBufMut, ListenOptions, Listener, RecvFlags, SendFlags,
     TlsChannel, TlsClient, TlsServer, connect_with,
@@ -61,7 +61,7 @@ fn memory_is_written_before_it_is_authenticated_only_with_permission() {
         let (near, far) = tcp();
         // In the middle of a record: the handshake before them has less than 14,000 bytes.
         let at = 18 * (16_384 + 22) + 14_700;
-        let (client, server) = tls_over((near, Box::new(Flip::new(far, at, 0x40))));
+        let (client, server) = tls_over((near, Box::new(FlipReceived::new(far, at, 0x40))));
         let (client, server) = (client.unwrap(), server.unwrap());
         let mut memory = vec![0; data.len()];
         let error = std::thread::scope(|scope| {

@@ -68,7 +68,7 @@ fn on_loopback_flush_reports_that_all_was_copied() {
 }
 
 #[test]
-fn one_thread_sends_another_flushes_a_third_waits_for_leases() {
+fn one_thread_sends_another_flushes_a_third_waits_for_tickets() {
     let (near, far) = tcp_zero_copy();
     let data = pattern(200 * 4096);
     let pages: Vec<IoBuf<'_>> = data.chunks(4096).map(IoBuf::from).collect();
@@ -85,9 +85,9 @@ fn one_thread_sends_another_flushes_a_third_waits_for_leases() {
             scope.spawn(|| {
                 while sending.load(Ordering::Acquire) {
                     near.flush().unwrap();
-                    let lease = near.lease();
-                    lease.wait(soon()).unwrap();
-                    assert!(lease.is_done().unwrap());
+                    let ticket = near.zero_copy_ticket();
+                    ticket.wait(soon()).unwrap();
+                    assert!(ticket.is_done().unwrap());
                 }
             });
         }
@@ -163,28 +163,28 @@ fn flush_meets_the_send_timeout_and_is_woken() {
 }
 
 #[test]
-fn a_lease_outlives_the_channel_and_the_peer_sees_the_end() {
+fn a_ticket_outlives_the_channel_and_the_peer_sees_the_end() {
     let (near, far) = stuck();
-    let lease = near.lease();
-    assert!(!lease.is_done().unwrap());
+    let ticket = near.zero_copy_ticket();
+    assert!(!ticket.is_done().unwrap());
     let soon_over = Instant::now() + Duration::from_millis(30);
-    assert!(is_timeout(&lease.wait(soon_over).unwrap_err(), "wait for a lease"));
+    assert!(is_timeout(&ticket.wait(soon_over).unwrap_err(), "wait for a ticket"));
     let sent = near.zero_copy_statistics().unwrap().bytes;
     drop(near);
     assert_eq!(recv_to_end(&*far).unwrap().len() as u64, sent);
-    lease.wait(soon()).unwrap();
-    assert!(lease.is_done().unwrap());
+    ticket.wait(soon()).unwrap();
+    assert!(ticket.is_done().unwrap());
 }
 
 #[test]
 fn a_reset_frees_the_memory_of_a_peer_that_does_not_read() {
     let (near, far) = stuck();
-    let lease = near.lease();
+    let ticket = near.zero_copy_ticket();
     near.shutdown(Shutdown::Both).unwrap();
     let soon_over = Instant::now() + Duration::from_millis(30);
-    assert!(is_timeout(&lease.wait(soon_over).unwrap_err(), "wait for a lease"));
+    assert!(is_timeout(&ticket.wait(soon_over).unwrap_err(), "wait for a ticket"));
     near.reset().unwrap();
-    lease.wait(soon()).unwrap();
+    ticket.wait(soon()).unwrap();
     near.reset().unwrap();
     let error = recv_to_end(&*far).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(Errno::CONNRESET.raw_os_error()), "{error}");
@@ -192,25 +192,25 @@ fn a_reset_frees_the_memory_of_a_peer_that_does_not_read() {
 }
 
 #[test]
-fn a_lease_is_for_what_was_sent_before_it() {
+fn a_ticket_is_for_what_was_sent_before_it() {
     let (near, far) = tcp_zero_copy();
-    assert!(near.lease().is_done().unwrap());
+    assert!(near.zero_copy_ticket().is_done().unwrap());
     near.send_all(&[IoBuf::from(b"first")], SendFlags::ZERO_COPY).unwrap();
-    let lease = near.lease();
+    let ticket = near.zero_copy_ticket();
     recv_exact(&*far, 5).unwrap();
     near.set_timeouts(None, Some(Duration::from_millis(40))).unwrap();
     let data = pattern(1 << 20);
     while near.send(&[IoBuf::from(data.as_slice())], SendFlags::ZERO_COPY).is_ok() {}
-    lease.wait(soon()).unwrap();
-    assert!(!near.lease().is_done().unwrap());
+    ticket.wait(soon()).unwrap();
+    assert!(!near.zero_copy_ticket().is_done().unwrap());
 }
 
 #[test]
 fn every_send_completes_when_the_peer_disconnects() {
     let (near, far) = stuck();
-    let lease = near.lease();
+    let ticket = near.zero_copy_ticket();
     drop(far);
-    lease.wait(soon()).unwrap();
+    ticket.wait(soon()).unwrap();
     near.flush().unwrap();
     assert!(near.send(&[IoBuf::from(b"x")], SendFlags::ZERO_COPY).is_err());
 }

@@ -47,7 +47,7 @@ pub(crate) fn advice(text: &str) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
-    use towline_control::plan::GuestState;
+    use towline_control::plan::GuestAfterFailure;
 
     use super::*;
 
@@ -85,7 +85,7 @@ mod tests {
         let failure = |reasons: &[&str]| {
             let reasons = reasons.iter().map(ToString::to_string).collect();
             let error = Error::DoesNotFit { destination: "QEMU on b".into(), reasons };
-            Failure { error: Box::new(error), guest: GuestState::Safe, notes: Vec::new() }
+            Failure { error: Box::new(error), guest: GuestAfterFailure::Safe, notes: Vec::new() }
         };
         assert_eq!(failure_text(&failure(&["x"])), "the guest does not fit QEMU on b: x");
         assert_eq!(failure_text(&failure(&["x", "y"])), "the guest does not fit QEMU on b:\n  - x\n  - y");

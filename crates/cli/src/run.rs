@@ -179,8 +179,8 @@ struct Restored {
 }
 
 /// Returns true if a guest whose copy failed may have run.
-fn may_have_run(guest: &plan::GuestState) -> bool {
-    matches!(guest, plan::GuestState::NeedsAttention(_))
+fn may_have_run(guest: &plan::GuestAfterFailure) -> bool {
+    matches!(guest, plan::GuestAfterFailure::NeedsAttention(_))
 }
 
 /// Writes the page of `--report`.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Result;
 use serde_json::json;
 use towline_control::plan::{
-    Destination, Failure, GuestState, Observer, Source, SourceCategory, UpgradeMemory,
+    Destination, Failure, GuestAfterFailure, Observer, Source, SourceCategory, UpgradeMemory,
 };
 use towline_control::upgrade::{self, Cards, Prepared, Reversible, UpgradeOptions, Upgraded, Vsocks};
 use towline_launch::RuntimeRoot;
@@ -90,7 +90,7 @@ fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
     // Whatever fails because the old QEMU has ended meanwhile: its guest is not there any more.
     let has_ended = UnixStream::connect(old).is_err();
     let is_unreached = has_ended || matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });
-    let guest = if is_unreached { GuestState::Unreached } else { GuestState::Safe };
+    let guest = if is_unreached { GuestAfterFailure::Unreached } else { GuestAfterFailure::Safe };
     let (row, guest) = (guest.row(SourceCategory::Qemu), guest.sentence(SourceCategory::Qemu));
     let fields = json!({
         "error": text,

@@ -53,7 +53,7 @@ pub use copy::{copy, inspect_stream};
 pub use discard_sink::{DiscardSink, StreamSummary};
 pub use ends::{Destination, MemoryOptions, Source};
 pub use error::{Error, Failure};
-pub use outcomes::{GuestNeedingAttention, GuestState, OutcomeRow, SourceCategory};
+pub use outcomes::{GuestAfterFailure, GuestNeedingAttention, OutcomeRow, SourceCategory};
 pub use progress::{CopyPhase, Observer, Progress};
 pub use report::{CopyReport, DestinationState, PostcopyReport, SourceState};
 pub use request::UpgradeMemory;

@@ -35,7 +35,7 @@ use towline_launch::{
 };
 
 use crate::in_place::GuestBackends;
-use crate::plan::{self, CopyReport, Failure, GuestState, Observer, UpgradeMemory, UpgradeRequest};
+use crate::plan::{self, CopyReport, Failure, GuestAfterFailure, Observer, UpgradeMemory, UpgradeRequest};
 use crate::staging_names::StagingName;
 use command_line::{Context, Rewritten, refuse_end_with_parent, rewrite};
 use old::OldQemu;
@@ -231,8 +231,9 @@ impl Reversible {
 
     /// Whatever failed because the old QEMU has ended: its guest is not there any more.
     fn judge(&self, failure: Failure) -> Failure {
-        let has_ended = failure.guest == GuestState::Safe && UnixStream::connect(&self.request.old).is_err();
-        if has_ended { Failure { guest: GuestState::Unreached, ..failure } } else { failure }
+        let has_ended =
+            failure.guest == GuestAfterFailure::Safe && UnixStream::connect(&self.request.old).is_err();
+        if has_ended { Failure { guest: GuestAfterFailure::Unreached, ..failure } } else { failure }
     }
 
     /// From here on the new QEMU is left alone, whatever happens.

@@ -36,7 +36,7 @@ pub use directory_entry::Existing;
 pub(crate) use directory_entry::{DirectoryEntry, FoundPartial};
 pub use error::{Error, Result};
 
-use crate::journal::{self, Node, Op};
+use crate::journal::{self, FileNumber, Op};
 use error::failed;
 
 /// A file being written, under the name `.NAME.partial` until [`commit`](Self::commit).
@@ -48,7 +48,7 @@ pub struct AtomicFile {
     existing: Existing,
     /// The file to be replaced, locked.
     replaced: Option<File>,
-    node: Node,
+    node: FileNumber,
     /// True if the partial must be removed on drop.
     is_partial: bool,
 }
@@ -62,7 +62,7 @@ impl AtomicFile {
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
         let entry = DirectoryEntry::open(path)?;
         entry.check_final(existing)?;
-        let node = journal::node();
+        let node = journal::next_file_number();
         let file = entry.lock_partial(node)?;
         // From here on the partial is ours and removed on drop.
         let mut this = Self { entry, file, direct: None, existing, replaced: None, node, is_partial: true };
@@ -227,7 +227,7 @@ pub fn write_sidecar(path: &Path, bytes: &[u8], existing: Existing) -> Result<()
 #[cfg(test)]
 fn write_in_place(path: &Path, bytes: &[u8]) -> Result<()> {
     let entry = DirectoryEntry::open(path)?;
-    let (node, name) = (journal::node(), entry.name.to_string_lossy().into_owned());
+    let (node, name) = (journal::next_file_number(), entry.name.to_string_lossy().into_owned());
     let file = journal::step(
         || Op::Open { name, node },
         || {

@@ -6,31 +6,31 @@
 
 use rustix::io::Errno;
 
-/// A modification of a file, identified by its [`Node`], or of a name in the directory.
+/// A modification of a file, identified by its [`FileNumber`], or of a name in the directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(not(test), allow(dead_code, reason = "read by tests"))]
 pub(crate) enum Op {
     /// The file of that name is opened or created.
     Open {
         name: String,
-        node: Node,
+        node: FileNumber,
     },
     Write {
-        node: Node,
+        node: FileNumber,
         at: u64,
         bytes: Vec<u8>,
     },
     SetLength {
-        node: Node,
+        node: FileNumber,
         length: u64,
     },
     Punch {
-        node: Node,
+        node: FileNumber,
         at: u64,
         length: u64,
     },
     Sync {
-        node: Node,
+        node: FileNumber,
     },
     Rename {
         from: String,
@@ -69,7 +69,7 @@ pub(crate) enum PublicationBug {
 }
 
 /// Identifies a file, whatever its name.
-pub(crate) type Node = u32;
+pub(crate) type FileNumber = u32;
 
 #[cfg(not(test))]
 pub(crate) fn step<T>(_op: impl FnOnce() -> Op, run: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
@@ -84,18 +84,18 @@ pub(crate) const fn is_on(_fault: PublicationBug) -> bool {
 
 /// Number of a file that is opened.
 #[cfg(not(test))]
-pub(crate) fn node() -> Node {
+pub(crate) fn next_file_number() -> FileNumber {
     0
 }
 
 #[cfg(test)]
-pub(crate) use recording::{Plan, is_on, node, record, step};
+pub(crate) use recording::{Plan, is_on, next_file_number, record, step};
 
 #[cfg(test)]
 mod recording {
     use std::cell::RefCell;
 
-    use super::{Errno, Node, Op, PublicationBug};
+    use super::{Errno, FileNumber, Op, PublicationBug};
 
     /// Interventions while steps are recorded.
     #[derive(Default)]
@@ -112,7 +112,7 @@ mod recording {
     struct Recording {
         ops: Vec<Op>,
         steps: usize,
-        nodes: Node,
+        opened: FileNumber,
         plan: Plan,
     }
 
@@ -134,11 +134,11 @@ mod recording {
         })
     }
 
-    pub(crate) fn node() -> Node {
+    pub(crate) fn next_file_number() -> FileNumber {
         RECORDING.with_borrow_mut(|recording| {
             recording.as_mut().map_or(0, |recording| {
-                recording.nodes += 1;
-                recording.nodes
+                recording.opened += 1;
+                recording.opened
             })
         })
     }

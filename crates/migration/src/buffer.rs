@@ -1,16 +1,16 @@
 //! The buffers that a lane receives pages into: one, unless their reader is slow.
 //!
 //! ```text
-//!   Buffers   current ── filled, delivered ──► lease not done? ──► leased (oldest first) ── done ──► current again
+//!   Buffers   current ── filled, delivered ──► ticket not done? ──► leased (oldest first) ── done ──► current again
 //! ```
 //!
-//! A sink that sends without a copy ([`crate::Sink::lease`]) reads a buffer after it was delivered. Then another one is
-//! filled, and when there are as many as there may be, the oldest lease is waited for: that makes the source wait.
+//! A sink that sends without a copy ([`crate::Sink::zero_copy_ticket`]) reads a buffer after it was delivered. Then another one is
+//! filled, and when there are as many as there may be, the oldest ticket is waited for: that makes the source wait.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Error as ChannelError, IoBufMut, ZeroCopyLease};
+use towline_channel::{Error as ChannelError, IoBufMut, ZeroCopyTicket};
 
 use crate::sys::Mapping;
 use crate::{Result, Session};
@@ -19,7 +19,7 @@ use crate::{Result, Session};
 const BUFFER_BYTES_MAX: usize = 96 << 20;
 /// Buffers of one lane: more than a socket's own buffer holds is never on its way.
 const BUFFERS_MAX: usize = 16;
-/// Interval at which a wait for a lease checks whether the migration failed.
+/// Interval at which a wait for a ticket checks whether the migration failed.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Receive buffers of one lane.
@@ -27,7 +27,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 pub(crate) struct Buffers {
     /// The one to be filled.
     pub(crate) current: AlignedBuffer,
-    leased: VecDeque<(AlignedBuffer, ZeroCopyLease)>,
+    leased: VecDeque<(AlignedBuffer, ZeroCopyTicket)>,
     length: usize,
     most: usize,
 }
@@ -39,9 +39,9 @@ impl Buffers {
         Ok(Self { current: AlignedBuffer::new(length)?, leased: VecDeque::new(), length, most })
     }
 
-    /// Makes another buffer the current one if this one is read until `lease` is done.
-    pub(crate) fn rotate(&mut self, lease: ZeroCopyLease, session: &Session) -> Result<()> {
-        if lease.is_done()? {
+    /// Makes another buffer the current one if this one is read until `ticket` is done.
+    pub(crate) fn rotate(&mut self, ticket: ZeroCopyTicket, session: &Session) -> Result<()> {
+        if ticket.is_done()? {
             return Ok(());
         }
         let is_free = match self.leased.front() {
@@ -57,19 +57,19 @@ impl Buffers {
                     buffer
                 }
                 // There is but one.
-                None => return wait(&lease, session),
+                None => return wait(&ticket, session),
             }
         };
         let handed_on = std::mem::replace(&mut self.current, fresh);
-        self.leased.push_back((handed_on, lease));
+        self.leased.push_back((handed_on, ticket));
         Ok(())
     }
 }
 
-/// Waits for a lease, or for the failure of the migration, which resets its connection.
-fn wait(lease: &ZeroCopyLease, session: &Session) -> Result<()> {
+/// Waits for a ticket, or for the failure of the migration, which resets its connection.
+fn wait(ticket: &ZeroCopyTicket, session: &Session) -> Result<()> {
     loop {
-        match lease.wait(Instant::now() + POLL_INTERVAL) {
+        match ticket.wait(Instant::now() + POLL_INTERVAL) {
             Err(ChannelError::Timeout { .. }) => session.check()?,
             result => return Ok(result?),
         }

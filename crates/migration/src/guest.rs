@@ -4,7 +4,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, ZeroCopyLease};
+use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, ZeroCopyTicket};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
@@ -250,9 +250,9 @@ pub trait Sink: Sync {
 
     /// Until when the contents that were given to [`Self::pages`] on this stream are still read, without a copy having been
     /// made: the buffer that they lie in is not received into before. The default is done from the beginning.
-    fn lease(&self, stream: ChannelId) -> ZeroCopyLease {
+    fn zero_copy_ticket(&self, stream: ChannelId) -> ZeroCopyTicket {
         let _ = stream;
-        ZeroCopyLease::default()
+        ZeroCopyTicket::default()
     }
 
     /// Pages that are zero.

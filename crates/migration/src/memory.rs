@@ -235,7 +235,7 @@ impl Ram {
     }
 
     /// Returns true if a page is known to be zero without looking.
-    fn is_untouched(&self, page: PageRef) -> bool {
+    fn is_known_zero(&self, page: PageRef) -> bool {
         self.mapped[page.block.index()].is_ours && !self.touched.is_marked(page)
     }
 }

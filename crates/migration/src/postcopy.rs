@@ -44,7 +44,8 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::{PING_SETUP, RamWriter, Setup};
 use towline_protocol::{PageRef, RamBlock, machine};
 
-pub use connection::{Background, Options, Postcopy};
+pub use connection::{Options, Postcopy};
+pub use demand::Background;
 pub use faults::{FaultCounts, LatencyHistogram, LatencyRange};
 
 use crate::outgoing::RecordSender;

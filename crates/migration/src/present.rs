@@ -16,7 +16,7 @@ use std::ops::Deref;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use towline_channel::{Channel, IoBuf, IoBufMut, ZeroCopyLease};
+use towline_channel::{Channel, IoBuf, IoBufMut, ZeroCopyTicket};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
@@ -210,8 +210,8 @@ impl<P: Deref<Target: Sink> + Sync> Sink for PresentSink<P> {
         self.sink.pages(stream, pages)
     }
 
-    fn lease(&self, stream: ChannelId) -> ZeroCopyLease {
-        self.sink.lease(stream)
+    fn zero_copy_ticket(&self, stream: ChannelId) -> ZeroCopyTicket {
+        self.sink.zero_copy_ticket(stream)
     }
 
     fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<()> {

@@ -17,7 +17,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use towline_channel::{Channel, IoBuf, Splice, ZeroCopyLease};
+use towline_channel::{Channel, IoBuf, Splice, ZeroCopyTicket};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
@@ -177,12 +177,14 @@ impl Sink for Relay {
         }
     }
 
-    fn lease(&self, stream: ChannelId) -> ZeroCopyLease {
+    fn zero_copy_ticket(&self, stream: ChannelId) -> ZeroCopyTicket {
         match stream {
-            ChannelId::Lane(lane) => {
-                self.connections.lanes.get(lane).map_or_else(ZeroCopyLease::default, |lane| lane.lease())
-            }
-            ChannelId::Main => ZeroCopyLease::default(),
+            ChannelId::Lane(lane) => self
+                .connections
+                .lanes
+                .get(lane)
+                .map_or_else(ZeroCopyTicket::default, |lane| lane.zero_copy_ticket()),
+            ChannelId::Main => ZeroCopyTicket::default(),
         }
     }
 

@@ -32,7 +32,7 @@ fn full() -> Arc<Memory> {
 /// Over a relay, whose buffers are not changed; byte `at` of the last hop's only lane is changed. Returns the error.
 fn flipped(at: u64, compression: Compression) -> InvalidMessage {
     let (guest, sink) = (full(), empty(MACHINES[0], &BLOCKS));
-    let flip = Fault { side: Side::Destination, stream: ChannelId::Lane(0), layer: Layer::Flip(at) };
+    let flip = Fault { side: Side::Destination, stream: ChannelId::Lane(0), layer: Layer::FlipReceived(at) };
     let links = vec![link(Kind::Unix, 1), link_with(Kind::Unix, 1, &[flip])];
     let options = Options { compression, ..options() };
     let outcome = migrate_over(links, &guest, &sink, options, &Arc::default());

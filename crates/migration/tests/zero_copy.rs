@@ -132,13 +132,15 @@ fn after_a_failure_the_kernel_reads_nothing_any_more() {
         let (guest, source) = (&*guest, &source);
         let run = scope.spawn(move || engine.run(source, guest));
         answer_ping(&*main);
-        wait_until("lanes whose memory is read", || held.iter().all(|lane| !lane.lease().is_done().unwrap()));
+        wait_until("lanes whose memory is read", || {
+            held.iter().all(|lane| !lane.zero_copy_ticket().is_done().unwrap())
+        });
         drop(lanes.remove(1));
         run.join().unwrap()
     });
     assert!(matches!(result, Err(Error::Lane { lane: 1, .. })), "{result:?}");
     for lane in &held {
-        assert!(lane.lease().is_done().unwrap(), "{lane:?}");
+        assert!(lane.zero_copy_ticket().is_done().unwrap(), "{lane:?}");
     }
     assert_eq!(lanes.len(), 2, "they were there, and not read");
 }

@@ -15,7 +15,7 @@ mod batch_pool;
 mod chunk;
 mod host_end;
 mod lifecycle;
-mod live_queue;
+mod pruned_queue;
 mod to_guest;
 mod to_host;
 mod zero_copy;
@@ -26,7 +26,7 @@ use towline_vhost_user::{AnswerablePackets, Batch, Ring};
 use self::batch_pool::BatchPool;
 use self::host_end::{HostEnd, HostEnds, Queues};
 use self::lifecycle::{Actions, LifecycleEvent, PeerState, ReceiveState, Transition};
-use self::live_queue::LiveQueue;
+use self::pruned_queue::PrunedQueue;
 use self::zero_copy_chains::LingeringSocket;
 use crate::ablation::Ablation;
 use crate::connection::{ConnectionId, ConnectionKey, ConnectionLimits, ConnectionState};
@@ -46,9 +46,9 @@ pub struct Engine<S: Sockets> {
     sockets: S,
     host_ends: HostEnds<S::Socket>,
     /// Connections with data for the guest, round-robin.
-    ready: LiveQueue<ConnectionId>,
+    ready: PrunedQueue<ConnectionId>,
     /// Connections whose next message to the guest waits for memory.
-    waiting_for_memory: LiveQueue<ConnectionId>,
+    waiting_for_memory: PrunedQueue<ConnectionId>,
     /// Memory of messages in transit to the guest, in bytes.
     message_bytes: u64,
     /// Connections that packets of the present batch belong to.
@@ -58,8 +58,8 @@ pub struct Engine<S: Sockets> {
     rx_batch: Batch,
     now_ms: u64,
     /// Connections that are reset if they are still in a state with a timeout then.
-    timeouts: LiveQueue<(u64, ConnectionId)>,
-    credit_timers: LiveQueue<(u64, ConnectionId)>,
+    timeouts: PrunedQueue<(u64, ConnectionId)>,
+    credit_timers: PrunedQueue<(u64, ConnectionId)>,
     /// Time since when the queue of pending resets is full.
     full_since: Option<u64>,
     /// Packets that carry no payload; data packets to the guest are counted in `statistics`.
@@ -75,16 +75,16 @@ impl<S: Sockets> Engine<S> {
             table: ConnectionTable::new(cid, limits, seed),
             sockets,
             host_ends: HostEnds::default(),
-            ready: LiveQueue::default(),
-            waiting_for_memory: LiveQueue::default(),
+            ready: PrunedQueue::default(),
+            waiting_for_memory: PrunedQueue::default(),
             message_bytes: 0,
             flush_queue: Vec::new(),
             pool: BatchPool::default(),
             lingering: Vec::new(),
             rx_batch: Batch::new(),
             now_ms: 0,
-            timeouts: LiveQueue::default(),
-            credit_timers: LiveQueue::default(),
+            timeouts: PrunedQueue::default(),
+            credit_timers: PrunedQueue::default(),
             full_since: None,
             traffic: AnswerablePackets::default(),
             ablation: Ablation::default(),
@@ -291,10 +291,10 @@ impl<S: Sockets> Engine<S> {
             self.close_socket(id, CloseMode::Reset);
         }
         self.table.clear();
-        self.ready = LiveQueue::default();
-        self.waiting_for_memory = LiveQueue::default();
-        self.timeouts = LiveQueue::default();
-        self.credit_timers = LiveQueue::default();
+        self.ready = PrunedQueue::default();
+        self.waiting_for_memory = PrunedQueue::default();
+        self.timeouts = PrunedQueue::default();
+        self.credit_timers = PrunedQueue::default();
     }
 
     fn insert(&mut self, end: HostEnd<S::Socket>) {

@@ -47,7 +47,7 @@ impl Capture {
 }
 
 impl Channel for Capture {
-    forward_channel!(inner: peer, calls, capabilities, flush, lease, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
+    forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         let mut writer = self.sent.lock().unwrap_or_else(PoisonError::into_inner);

@@ -79,7 +79,7 @@ impl Cut {
 }
 
 impl Channel for Cut {
-    forward_channel!(inner: peer, calls, capabilities, flush, lease, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
+    forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         self.send_counted(total_len(bufs), |len| self.inner.send(&limit(bufs, len), flags))

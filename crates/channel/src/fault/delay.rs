@@ -36,7 +36,7 @@ impl Delay {
 }
 
 impl Channel for Delay {
-    forward_channel!(inner: peer, calls, capabilities, flush, lease, zero_copy_statistics, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
+    forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         self.wait(Direction::Send);

@@ -9,22 +9,22 @@ use std::sync::Mutex;
 /// Changes bits of one received byte, as a faulty network card does whose checksums are its own. Bytes that
 /// are received with descriptors do not count.
 #[derive(Debug)]
-pub struct Flip {
+pub struct FlipReceived {
     inner: Box<dyn Channel>,
     bits: u8,
     /// Number of bytes that come before it; `None` once it has passed. Held while bytes are received.
     before: Mutex<Option<u64>>,
 }
 
-impl Flip {
+impl FlipReceived {
     /// Changes `bits` of byte `at` that comes over `inner`, counted from 0.
     pub fn new(inner: Box<dyn Channel>, at: u64, bits: u8) -> Self {
         Self { inner, bits, before: Mutex::new(Some(at)) }
     }
 }
 
-impl Channel for Flip {
-    forward_channel!(inner: peer, calls, capabilities, flush, lease, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, finish);
+impl Channel for FlipReceived {
+    forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, finish);
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         self.inner.send(bufs, flags)

@@ -28,7 +28,7 @@ impl ShortIo {
 }
 
 impl Channel for ShortIo {
-    forward_channel!(inner: peer, calls, capabilities, flush, lease, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
+    forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         self.inner.send(&limit(bufs, self.size(Direction::Send)), flags)

@@ -63,7 +63,7 @@ impl Throttle {
 }
 
 impl Channel for Throttle {
-    forward_channel!(inner: peer, calls, capabilities, flush, lease, zero_copy_statistics, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
+    forward_channel!(inner: peer, calls, capabilities, flush, zero_copy_ticket, zero_copy_statistics, reset, set_timeouts, wait_recv, as_fd, has_buffered, finish);
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         self.pass(Direction::Send, total_len(bufs), |len| self.inner.send(&limit(bufs, len), flags))

@@ -212,7 +212,7 @@ fn short(time: Duration) -> String {
 
 #[cfg(test)]
 mod tests {
-    use towline_control::plan::{Error, GuestState, Observer as _, Progress};
+    use towline_control::plan::{Error, GuestAfterFailure, Observer as _, Progress};
     use towline_report::PHASE_COLORS;
 
     use super::super::ReportRecorder;
@@ -244,7 +244,7 @@ mod tests {
         }
         recorder.notice("<script>alert(1)</script>");
         let error = Box::new(Error::Usage("a & b".into()));
-        let failure = Failure { error, guest: GuestState::Safe, notes: Vec::new() };
+        let failure = Failure { error, guest: GuestAfterFailure::Safe, notes: Vec::new() };
         let recorded = lock(&recorder.recorded);
         let (source, destination) = ("qmp:<a>".into(), "file:b".into());
         let (total, copied) = (Duration::from_secs(2), Err(&failure));

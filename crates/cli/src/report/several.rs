@@ -133,7 +133,7 @@ fn bar(phases: &[PhaseStart], total: Duration, colors: &mut Vec<&'static str>) -
 mod tests {
     use std::time::Instant;
 
-    use towline_control::plan::{Error, Failure, GuestState, Observer as _};
+    use towline_control::plan::{Error, Failure, GuestAfterFailure, Observer as _};
 
     use super::super::ReportRecorder;
     use super::*;
@@ -157,7 +157,7 @@ mod tests {
         recorders[0].phase(CopyPhase::Transfer);
         recorders[0].phase(CopyPhase::Running);
         let error = Box::new(Error::Usage("<no>".into()));
-        let failure = Failure { error, guest: GuestState::Safe, notes: Vec::new() };
+        let failure = Failure { error, guest: GuestAfterFailure::Safe, notes: Vec::new() };
         let guest = |name, recorder| GuestReport { name, recorder, copied: Err(&failure) };
         let guests = [guest("web-0", &recorders[0]), guest("web-1", &recorders[1])];
         let html = html("a.img", Duration::from_secs(1), &guests).unwrap();

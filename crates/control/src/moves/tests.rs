@@ -26,7 +26,7 @@ impl TestDirectory {
         RuntimeDirectory::below(self.0.path()).unwrap()
     }
 
-    fn names(&self) -> Vec<String> {
+    fn file_names(&self) -> Vec<String> {
         let mut names = self.directory().names();
         names.retain(|name| name != "." && name != "..");
         names.sort();
@@ -78,9 +78,9 @@ fn record_exists_until_it_is_removed() {
     assert!(bad.is_empty(), "{bad:?}");
     assert_eq!(records, [file.record().clone()]);
     assert_eq!((records[0].role, records[0].stage), (Role::Destination, Stage::Run));
-    assert_eq!(place.names(), [format!("move-{}-destination.json", "ab".repeat(16))]);
+    assert_eq!(place.file_names(), [format!("move-{}-destination.json", "ab".repeat(16))]);
     file.remove().unwrap();
-    assert_eq!(place.names(), [""; 0]);
+    assert_eq!(place.file_names(), [""; 0]);
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn without_room(place: &TestDirectory) {
     assert_eq!(records[0].stage, Stage::Acknowledge);
     assert_eq!(file.record().stage, Stage::Acknowledge);
     // Nothing without a name is left, and it is locked as before.
-    assert_eq!(place.names(), ["filler".to_owned(), file.record().name()]);
+    assert_eq!(place.file_names(), ["filler".to_owned(), file.record().name()]);
     assert!(is_locked(&place.directory(), &file.record().name()));
     file.remove().unwrap();
 }
@@ -261,14 +261,14 @@ fn record_of_a_left_source_is_removed_with_its_qemu() {
     end(child);
     assert!(source.has_exited());
     sweep_all(&place, &other);
-    assert_eq!(place.names(), [""; 0]);
+    assert_eq!(place.file_names(), [""; 0]);
 }
 
 /// As [`sweep`], until no child that another test has just forked holds a lock.
 fn sweep_all(place: &TestDirectory, source: &MoveEnd) {
-    let before = place.names();
+    let before = place.file_names();
     let until = std::time::Instant::now() + std::time::Duration::from_millis(200);
-    while place.names() == before && std::time::Instant::now() < until {
+    while place.file_names() == before && std::time::Instant::now() < until {
         sweep(&place.directory(), source);
     }
 }
@@ -302,10 +302,10 @@ fn record_is_removed_when_both_local_qemus_have_exited() {
     let [source, destination] = children;
     end(source);
     sweep(&place.directory(), &peer());
-    assert_eq!(place.names().len(), 2, "the destination's QEMU runs");
+    assert_eq!(place.file_names().len(), 2, "the destination's QEMU runs");
     end(destination);
     sweep_all(&place, &peer());
-    assert_eq!(place.names(), [""; 0]);
+    assert_eq!(place.file_names(), [""; 0]);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use towline_qmp as qmp;
 
-use super::outcomes::{GuestLocation, GuestState};
+use super::outcomes::{GuestAfterFailure, GuestLocation};
 use crate::qemu;
 
 /// Reason for the failure of a copy.
@@ -164,7 +164,7 @@ pub struct Failure {
     /// The reason.
     pub error: Box<Error>,
     /// The state of the guest.
-    pub guest: GuestState,
+    pub guest: GuestAfterFailure,
     /// Changes that could not be undone, and other notices.
     pub notes: Vec<String>,
 }
@@ -174,8 +174,8 @@ impl Failure {
     pub(super) fn untouched(error: impl Into<Error>) -> Self {
         let error = error.into();
         let guest = match error {
-            Error::NoGuest { .. } => GuestState::NoGuest,
-            _ => GuestState::Safe,
+            Error::NoGuest { .. } => GuestAfterFailure::NoGuest,
+            _ => GuestAfterFailure::Safe,
         };
         Self { error: Box::new(error), guest, notes: Vec::new() }
     }
@@ -183,7 +183,7 @@ impl Failure {
     /// A failure to open the source's image.
     pub(super) fn unopened(error: impl Into<Error>) -> Self {
         let error = error.into();
-        let guest = if has_no_image(&error) { GuestState::Unopened } else { GuestState::Safe };
+        let guest = if has_no_image(&error) { GuestAfterFailure::Unopened } else { GuestAfterFailure::Safe };
         Self { error: Box::new(error), guest, notes: Vec::new() }
     }
 }
@@ -208,7 +208,7 @@ fn has_no_image(error: &Error) -> bool {
 
 /// A failure after which an operator must look at the guest.
 pub(crate) fn needs_attention(error: Error, location: GuestLocation) -> Failure {
-    Failure { error: Box::new(error), guest: GuestState::needs_attention(location), notes: Vec::new() }
+    Failure { error: Box::new(error), guest: GuestAfterFailure::needs_attention(location), notes: Vec::new() }
 }
 
 impl fmt::Display for Failure {

@@ -17,7 +17,7 @@ use super::context::Context;
 use super::destination::StartFailure;
 use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
 use super::error::{Error, Failure};
-use super::outcomes::{GuestLocation, GuestState, SourceCategory};
+use super::outcomes::{GuestAfterFailure, GuestLocation, SourceCategory};
 use super::peer::{PeerSession, Received};
 use super::progress::CopyPhase;
 use super::report::{DestinationState, SourceState};
@@ -215,7 +215,9 @@ impl Executor<'_> {
     fn await_peer(&mut self) -> Input {
         loop {
             let found = match (&mut self.source_peer, &mut self.destination_peer) {
-                (Some(peer), _) if self.ends.switchover.state().awaits_outcome() => peer.receive_outcome(),
+                (Some(peer), _) if self.ends.switchover.state().awaits_source_outcome() => {
+                    peer.receive_outcome()
+                }
                 (_, Some(peer)) => peer.receive_report(),
                 _ => return Input::PeerLost,
             };
@@ -404,7 +406,7 @@ impl Executor<'_> {
         self.notes.extend(self.ends.switchover.ended(outcome, &message));
         let placement = match outcome {
             SwitchoverOutcome::Completed(placement) => placement,
-            SwitchoverOutcome::Safe => return Err(self.failure(GuestState::Safe)),
+            SwitchoverOutcome::Safe => return Err(self.failure(GuestAfterFailure::Safe)),
             SwitchoverOutcome::Unresolved(unresolved) => {
                 let guest = self.unresolved_state(unresolved);
                 return Err(self.failure(guest));
@@ -420,7 +422,7 @@ impl Executor<'_> {
         };
         if let Some(error) = self.not_attached.take() {
             self.ends.error = Some(error);
-            return Err(self.failure(GuestState::needs_attention(GuestLocation::WithoutVsock)));
+            return Err(self.failure(GuestAfterFailure::needs_attention(GuestLocation::WithoutVsock)));
         }
         self.notes.iter().for_each(|note| self.ends.context.observer.notice(note));
         let destination = match placement {
@@ -433,27 +435,30 @@ impl Executor<'_> {
         Ok(SwitchoverReport { source, destination, downtime_ms: self.downtime_ms })
     }
 
-    fn unresolved_state(&self, unresolved: Unresolved) -> GuestState {
+    fn unresolved_state(&self, unresolved: Unresolved) -> GuestAfterFailure {
         match &self.ends.source {
             SourceControl::Stored => {
-                GuestState::needs_attention(GuestLocation::UnresolvedOfImage(unresolved))
+                GuestAfterFailure::needs_attention(GuestLocation::UnresolvedOfImage(unresolved))
             }
-            SourceControl::Qemu(source) => GuestState::unresolved_at(unresolved, source.socket()),
-            SourceControl::Stream(_) => GuestState::needs_attention(GuestLocation::Unresolved(unresolved)),
+            SourceControl::Qemu(source) => GuestAfterFailure::unresolved_at(unresolved, source.socket()),
+            SourceControl::Stream(_) => {
+                GuestAfterFailure::needs_attention(GuestLocation::Unresolved(unresolved))
+            }
         }
     }
 
-    fn failure(mut self, guest: GuestState) -> Failure {
+    fn failure(mut self, guest: GuestAfterFailure) -> Failure {
         let error =
             self.ends.switchover.not_recorded().or(self.ends.error.take()).unwrap_or(Error::Cancelled);
-        let holds = matches!(guest, GuestState::NeedsAttention(_));
+        let holds = matches!(guest, GuestAfterFailure::NeedsAttention(_));
         let (error, notes) = self.ends.destination.roll_back(
             error,
             self.ends.context,
             Rollback { is_cut_over: self.is_cut_over, holds },
         );
         self.notes.extend(notes);
-        if let (SourceControl::Qemu(source), GuestState::NeedsAttention(_)) = (&mut self.ends.source, &guest)
+        if let (SourceControl::Qemu(source), GuestAfterFailure::NeedsAttention(_)) =
+            (&mut self.ends.source, &guest)
         {
             source.keep_settings();
         }

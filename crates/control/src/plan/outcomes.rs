@@ -252,7 +252,7 @@ fn image_row(unresolved: Unresolved) -> OutcomeRow {
 
 /// State of a guest after a failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum GuestState {
+pub enum GuestAfterFailure {
     /// At its source, as it was.
     Safe,
     /// Unchanged by this copy: its QEMU could not be reached, so nothing is known of it.
@@ -286,7 +286,7 @@ pub enum SourceCategory {
     Command,
 }
 
-impl GuestState {
+impl GuestAfterFailure {
     /// An operator must look at it; its source is not driven, or not named.
     pub(crate) fn needs_attention(location: GuestLocation) -> Self {
         Self::NeedsAttention(GuestNeedingAttention { location, source: None })

@@ -33,7 +33,7 @@ use super::destination::RecoveryState;
 use super::endpoint;
 use super::ends::Destination;
 use super::error::{Error, Failure, needs_attention};
-use super::outcomes::{GuestLocation, GuestState};
+use super::outcomes::{GuestAfterFailure, GuestLocation};
 use super::progress::{CopyPhase, Progress};
 use super::report::PostcopyReport;
 use super::report::{CopyReport, SourceState};
@@ -172,7 +172,7 @@ impl<'a> Restore<'a> {
             left = self.engine.remaining();
             if error_origin::is_guest_error(&lost.error) && !lost.had_loaded {
                 let (error, notes) = (Box::new(lost.error.into()), self.destination.restore_unstarted());
-                return Err(Failure { error, guest: GuestState::Safe, notes });
+                return Err(Failure { error, guest: GuestAfterFailure::Safe, notes });
             }
             if attempts.wait(&lost.error, has_progressed, self.context) {
                 running = self.recover(Some(lost))?;
@@ -220,7 +220,7 @@ impl<'a> Restore<'a> {
             }
             Err(error) => {
                 let (error, notes) = self.destination.roll_back(error);
-                Err(Failure { error: Box::new(error), guest: GuestState::Safe, notes })
+                Err(Failure { error: Box::new(error), guest: GuestAfterFailure::Safe, notes })
             }
         }
     }

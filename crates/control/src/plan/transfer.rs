@@ -5,7 +5,7 @@ use super::endpoint::{self, DestinationEndpoint, SourceEndpoint};
 use super::ends::Destination;
 use super::error::{Error, Failure};
 use super::executor::{Ends, SwitchoverReport, conclude};
-use super::outcomes::GuestState;
+use super::outcomes::GuestAfterFailure;
 use super::preflight::FactsExtent;
 use super::progress::CopyPhase;
 use super::report::{CopyReport, DestinationState};
@@ -101,7 +101,7 @@ fn dropped(
     let ends = Ends { switchover, source: source.control(), destination: to, context, error: Some(error) };
     let failure = match conclude(ends, directive) {
         Ok(concluded) => return Ok(report(source, to, &concluded, context)),
-        Err(failure) if failure.guest != GuestState::Safe => return Err(failure),
+        Err(failure) if failure.guest != GuestAfterFailure::Safe => return Err(failure),
         Err(failure) => failure,
     };
     failure.notes.iter().for_each(|note| context.observer.notice(note));

@@ -110,7 +110,7 @@ impl Switchover {
     }
 
     /// Returns true if the outcome of the source's towline is awaited, not the report of the destination's.
-    pub(crate) fn awaits_outcome(&self) -> bool {
+    pub(crate) fn awaits_source_outcome(&self) -> bool {
         matches!(self.stage, SwitchoverState::Acknowledged | SwitchoverState::AcknowledgedUnconfirmed)
     }
 

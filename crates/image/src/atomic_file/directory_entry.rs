@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use super::error::failed;
 use super::{Error, Result};
-use crate::journal::{self, Node, Op};
+use crate::journal::{self, FileNumber, Op};
 use crate::lock_holder::lock_holder;
 
 /// Number of attempts if other writers rename the file between opening and locking it.
@@ -113,7 +113,7 @@ impl DirectoryEntry {
     }
 
     /// Opens or creates the partial and locks it.
-    pub(super) fn lock_partial(&self, node: Node) -> Result<File> {
+    pub(super) fn lock_partial(&self, node: FileNumber) -> Result<File> {
         let partial = self.partial_path();
         let busy = || Error::Busy { path: self.path.clone(), partial: partial.clone() };
         // Without NONBLOCK, opening a FIFO of that name would block.

@@ -13,7 +13,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use crate::journal::{Node, Op};
+use crate::journal::{FileNumber, Op};
 
 /// Maximum number of unsynced changes of names; all subsets are tried.
 const NAME_STEPS_MAX: usize = 10;
@@ -38,7 +38,7 @@ pub(super) struct State {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum DiskFile {
     Existing(String),
-    Opened(Node),
+    Opened(FileNumber),
 }
 
 impl Disk {
@@ -164,9 +164,10 @@ impl Disk {
         let mut all = vec![BTreeMap::new()];
         // Partial files are never read.
         for (_, id) in names.iter().filter(|(name, _)| !name.ends_with(".partial")) {
-            let nodes: Vec<Node> = opened.iter().filter(|(_, of)| *of == id).map(|(node, _)| *node).collect();
+            let numbers: Vec<FileNumber> =
+                opened.iter().filter(|(_, of)| *of == id).map(|(node, _)| *node).collect();
             let steps: Vec<usize> = (0..ops.len())
-                .filter(|&at| node_of(&ops[at]).is_some_and(|node| nodes.contains(&node)))
+                .filter(|&at| file_number_of(&ops[at]).is_some_and(|node| numbers.contains(&node)))
                 .collect();
             let is_sync = |at: usize| matches!(ops[at], Op::Sync { .. });
             let synced = steps.iter().rposition(|&at| is_sync(at)).map_or(0, |at| at + 1);
@@ -187,7 +188,7 @@ impl Disk {
     }
 
     /// File opened by each node.
-    fn opened(&self, ops: &[Op]) -> BTreeMap<Node, DiskFile> {
+    fn opened(&self, ops: &[Op]) -> BTreeMap<FileNumber, DiskFile> {
         let affected = self.affected(ops);
         let opened = |(at, op): (usize, &Op)| match op {
             Op::Open { node, .. } => Some((*node, affected[&at][0].clone())),
@@ -228,7 +229,7 @@ fn changes_names(op: &Op) -> bool {
     matches!(op, Op::Open { .. } | Op::Rename { .. } | Op::Exchange { .. } | Op::Unlink { .. })
 }
 
-fn node_of(op: &Op) -> Option<Node> {
+fn file_number_of(op: &Op) -> Option<FileNumber> {
     match op {
         Op::Write { node, .. } | Op::SetLength { node, .. } | Op::Punch { node, .. } | Op::Sync { node } => {
             Some(*node)

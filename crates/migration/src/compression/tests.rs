@@ -213,7 +213,7 @@ fn a_stream_may_remember_as_much_as_a_qemu_may_ask_for() {
 }
 
 #[test]
-fn a_stream_lives_as_long_as_its_lane() {
+fn a_packet_that_ends_the_stream_is_refused() {
     let contents = pages(&[2], &mut Rng::with_seed(5));
     let mut bytes = vec![0; 2 * PAGE];
     let mut stream = Compress::new(flate2::Compression::new(1), true);

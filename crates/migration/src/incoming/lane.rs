@@ -202,7 +202,7 @@ impl<'a> Lane<'a> {
         let (sink, stream) = (self.shared.sink, ChannelId::Lane(self.index));
         let contents = [self.buffers.current.bytes(length)];
         sink.pages(stream, &Pages { block, offsets, contents: &contents })?;
-        self.buffers.rotate(sink.lease(stream), self.shared.session)
+        self.buffers.rotate(sink.zero_copy_ticket(stream), self.shared.session)
     }
 
     /// Receives a compressed packet's pages into the buffer.

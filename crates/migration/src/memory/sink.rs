@@ -64,7 +64,7 @@ impl Sink for Memory {
         for &offset in offsets {
             let page = PageRef { block, offset };
             // Zero pages are not written again: the first write of a page costs more than its transfer.
-            if !ram.is_untouched(page) && !ram.span(page).is_zero(offset_in_block(page), PAGE) {
+            if !ram.is_known_zero(page) && !ram.span(page).is_zero(offset_in_block(page), PAGE) {
                 ram.span(page).write(offset_in_block(page), &[0; PAGE]);
             }
         }

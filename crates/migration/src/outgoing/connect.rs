@@ -46,11 +46,11 @@ impl Connections {
     pub(crate) fn drain_zero_copy(&self) {
         let deadline = Instant::now() + LEASE_PATIENCE;
         for lane in &self.lanes {
-            let lease = lane.lease();
-            if lease.wait(deadline).is_ok() {
+            let ticket = lane.zero_copy_ticket();
+            if ticket.wait(deadline).is_ok() {
                 continue;
             }
-            let freed = lane.reset().and_then(|()| lease.wait(Instant::now() + RESET_PATIENCE));
+            let freed = lane.reset().and_then(|()| ticket.wait(Instant::now() + RESET_PATIENCE));
             if let Err(error) = freed {
                 tracing::warn!(peer = lane.peer(), %error, "the kernel may still read the guest's memory");
             }

@@ -85,7 +85,7 @@ impl PacketSender {
         Ok(self.channel.send_all(&[IoBuf::from(bytes)], SendFlags::empty())?)
     }
 
-    /// Sends a packet. The contents' memory may be read until [`Self::flush`], or until the channel's lease is done.
+    /// Sends a packet. The contents' memory may be read until [`Self::flush`], or until the channel's ticket is done.
     pub(crate) fn send(&mut self, header: &[u8], contents: &[IoBuf<'_>]) -> Result<()> {
         if contents.is_empty() {
             return self.send_plain(header);
@@ -145,7 +145,7 @@ impl PacketSender {
     fn begin(&mut self, bytes: usize) -> Result<()> {
         if self.policy.needs_statistics() {
             // Also reads the completions that have arrived.
-            self.channel.lease().is_done()?;
+            self.channel.zero_copy_ticket().is_done()?;
             self.policy.evaluate(self.channel.zero_copy_statistics().unwrap_or_default());
         }
         (self.is_begun, self.begun) = (true, self.policy.measures(bytes).then(cpu_time));

@@ -6,6 +6,7 @@ use std::time::Duration;
 use towline_protocol::PageRef;
 use towline_protocol::postcopy::{PostcopyBlock, Preempt};
 
+use super::demand::Background;
 use super::faults::Faults;
 use super::inbox::Inbox;
 use super::sent_map::SentMap;
@@ -24,16 +25,6 @@ pub struct Options {
     pub working_set: Vec<(PageRef, u64)>,
     /// The memory that no fault waits for.
     pub background: Background,
-}
-
-/// Time at which memory is prepared that no fault waits for, and that no earlier restore needed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Background {
-    /// From the beginning, beside the guest's faults: its pages are near.
-    AtOnce,
-    /// While the guest starts, only when it has made no request for a time: its pages are far away, and all of them
-    /// come the same way.
-    AfterFaults,
 }
 
 /// A guest on its way, over however many connections that takes.

@@ -6,7 +6,15 @@
 
 use std::time::{Duration, Instant};
 
-use super::connection::Background;
+/// Time at which memory is prepared that no fault waits for, and that no earlier restore needed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Background {
+    /// From the beginning, beside the guest's faults: its pages are near.
+    AtOnce,
+    /// While the guest starts, only when it has made no request for a time: its pages are far away, and all of them
+    /// come the same way.
+    AfterFaults,
+}
 
 /// Time without requests after which the background is prepared: longer than a starting guest computes between two
 /// faults.

@@ -17,8 +17,7 @@ use std::time::Instant;
 use towline_protocol::postcopy::PostcopyBlock;
 use towline_protocol::{BlockIndex, PageRef};
 
-use super::connection::Background;
-use super::demand::Demand;
+use super::demand::{Background, Demand};
 use super::sent_map::SentMap;
 use crate::lock::lock;
 

@@ -4,7 +4,7 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_channel::fault::{Cut, Delay, Direction, Flip, ShortIo, Throttle};
+use towline_channel::fault::{Cut, Delay, Direction, FlipReceived, ShortIo, Throttle};
 use towline_channel::{Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with, pair};
 use towline_migration::{ChannelId, outgoing};
 
@@ -49,7 +49,7 @@ pub(crate) enum Layer {
     /// Bytes per second.
     Throttle(u64),
     /// Changes this byte of those received.
-    Flip(u64),
+    FlipReceived(u64),
 }
 
 /// Both ends of a main channel and its lanes.
@@ -87,7 +87,7 @@ fn wrap(channel: Box<dyn Channel>, side: Side, stream: ChannelId, faults: &[Faul
     ours.fold(channel, |channel, fault| match fault.layer {
         Layer::Cut(after, direction) => Box::new(Cut::new(channel, after, direction)),
         Layer::Short(most, seed) => Box::new(ShortIo::new(channel, NonZeroUsize::new(most).unwrap(), seed)),
-        Layer::Flip(at) => Box::new(Flip::new(channel, at, 0x10)),
+        Layer::FlipReceived(at) => Box::new(FlipReceived::new(channel, at, 0x10)),
         Layer::Throttle(rate) => Box::new(Throttle::new(channel, NonZeroU64::new(rate).unwrap())),
         Layer::Delay(longest, seed) => Box::new(Delay::new(channel, Duration::ZERO..=longest, seed)),
     })

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use towline_channel::Cancel;
 use towline_control::plan::{
-    CopyPhase, CopyRequest, Destination, Error, GuestState, Observer, Source, SourceCategory, Task,
+    CopyPhase, CopyRequest, Destination, Error, GuestAfterFailure, Observer, Source, SourceCategory, Task,
     TransferOptions, copy,
 };
 use towline_lab::{Qemu, Towline};
@@ -80,11 +80,14 @@ fn hooked_towline() {
             eprintln!("error: {}", failure.error);
             let (code, guest) = match (&*failure.error, &failure.guest) {
                 (Error::Usage(_), _) => (2, "untouched".into()),
-                (_, GuestState::Safe) => (1, "safe".into()),
-                (_, GuestState::Unreached | GuestState::Unopened | GuestState::NoGuest) => {
-                    (1, "unreached".into())
+                (_, GuestAfterFailure::Safe) => (1, "safe".into()),
+                (
+                    _,
+                    GuestAfterFailure::Unreached | GuestAfterFailure::Unopened | GuestAfterFailure::NoGuest,
+                ) => (1, "unreached".into()),
+                (_, guest @ GuestAfterFailure::NeedsAttention(_)) => {
+                    (3, guest.sentence(SourceCategory::Qemu))
                 }
-                (_, guest @ GuestState::NeedsAttention(_)) => (3, guest.sentence(SourceCategory::Qemu)),
             };
             eprintln!("guest: {guest}");
             failure.notes.iter().for_each(|note| eprintln!("note: {note}"));

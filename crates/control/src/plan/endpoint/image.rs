@@ -12,7 +12,7 @@ use towline_migration::{Sink, Snapshot};
 use super::super::context::Context;
 use super::super::error::{Error, Failure};
 use super::super::in_process;
-use super::super::outcomes::{GuestLocation, GuestState};
+use super::super::outcomes::{GuestAfterFailure, GuestLocation};
 use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::progress::Observer;
 use super::super::report::DestinationState;
@@ -101,8 +101,8 @@ pub(in super::super) fn explain_truncation(image: &dyn StoredGuest, failure: Fai
     match image.check_not_truncated() {
         Err(error) => {
             let guest = match failure.guest {
-                guest if guest == GuestState::needs_attention(GuestLocation::PostcopyPaused) => {
-                    GuestState::needs_attention(GuestLocation::PostcopyUnreadable)
+                guest if guest == GuestAfterFailure::needs_attention(GuestLocation::PostcopyPaused) => {
+                    GuestAfterFailure::needs_attention(GuestLocation::PostcopyUnreadable)
                 }
                 guest => guest,
             };

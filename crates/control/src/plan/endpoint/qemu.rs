@@ -15,7 +15,7 @@ use super::super::destination::{QmpDestination, StartFailure};
 use super::super::error::{Error, Failure};
 use super::super::error_origin;
 use super::super::incoming::IncomingStream;
-use super::super::outcomes::GuestState;
+use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::FactsExtent;
 use super::super::progress::CopyPhase;
 use super::super::report::{DestinationState, SourceState};
@@ -45,7 +45,7 @@ const SEND_INTERVAL: Duration = Duration::from_millis(250);
 /// Failure of a query; QEMU was not changed.
 pub(in super::super) fn query_failed(error: Error) -> Failure {
     if error_origin::is_monitor_unreachable(&error) {
-        return Failure { guest: GuestState::Unreached, ..Failure::untouched(error) };
+        return Failure { guest: GuestAfterFailure::Unreached, ..Failure::untouched(error) };
     }
     Failure::untouched(error)
 }

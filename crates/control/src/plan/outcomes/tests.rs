@@ -1,6 +1,6 @@
 //! One test for each row: sentence, exit status and identifier.
 
-use super::{GuestLocation, GuestState, OutcomeRow, SourceCategory};
+use super::{GuestAfterFailure, GuestLocation, OutcomeRow, SourceCategory};
 use crate::plan::report::{DestinationState, SourceState};
 use crate::switchover::Unresolved;
 
@@ -82,10 +82,10 @@ fn other_rows_of_an_image_are_those_of_a_qemu() {
 #[test]
 fn safe_guest_is_at_its_source() {
     let ids = [SourceCategory::Qemu, SourceCategory::Image, SourceCategory::Process, SourceCategory::Command]
-        .map(|keeper| GuestState::Safe.row(keeper).id);
+        .map(|keeper| GuestAfterFailure::Safe.row(keeper).id);
     assert_eq!(ids, ["at-source", "in-image", "ended-with-process", "with-command"]);
     for keeper in [SourceCategory::Qemu, SourceCategory::Image] {
-        let ids = [GuestState::Unreached, GuestState::Unopened, GuestState::NoGuest]
+        let ids = [GuestAfterFailure::Unreached, GuestAfterFailure::Unopened, GuestAfterFailure::NoGuest]
             .map(|state| state.row(keeper).id);
         assert_eq!(ids, ["unreached", "unopened", "no-guest"]);
     }
@@ -93,12 +93,12 @@ fn safe_guest_is_at_its_source() {
 
 #[test]
 fn driven_source_is_named() {
-    let state = GuestState::unresolved_at(Unresolved::SourceExited, "/run/a.qmp");
+    let state = GuestAfterFailure::unresolved_at(Unresolved::SourceExited, "/run/a.qmp");
     assert_eq!(
         state.sentence(SourceCategory::Qemu),
         "lost: its source, QEMU on /run/a.qmp, has ended, and the guest with it; the destination has only a part of it, which does not run"
     );
-    let unnamed = GuestState::needs_attention(GuestLocation::Unresolved(Unresolved::SourceExited));
+    let unnamed = GuestAfterFailure::needs_attention(GuestLocation::Unresolved(Unresolved::SourceExited));
     assert_eq!(
         unnamed.sentence(SourceCategory::Qemu),
         GuestLocation::Unresolved(Unresolved::SourceExited).row().text

@@ -95,22 +95,28 @@ pub(super) fn stopped(error: Error) -> Failure {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::outcomes::GuestState;
+    use super::super::super::outcomes::GuestAfterFailure;
     use super::*;
 
     #[test]
     fn lost_connection_and_damaged_image_have_different_outcomes() {
         let lost =
             || towline_migration::Error::Ended { peer: "unix:/run/vm/b.sock".into(), awaiting: "a request" };
-        assert_eq!(stopped(lost().into()).guest, GuestState::needs_attention(GuestLocation::PostcopyPaused));
+        assert_eq!(
+            stopped(lost().into()).guest,
+            GuestAfterFailure::needs_attention(GuestLocation::PostcopyPaused)
+        );
         let not_recovered =
             Error::NotRecovered { source: lost(), waited: std::time::Duration::from_secs(60) };
-        assert_eq!(stopped(not_recovered).guest, GuestState::needs_attention(GuestLocation::PostcopyPaused));
+        assert_eq!(
+            stopped(not_recovered).guest,
+            GuestAfterFailure::needs_attention(GuestLocation::PostcopyPaused)
+        );
         let damaged =
             towline_migration::Error::guest(std::io::Error::other("block pc.ram, chunk 7: damaged"));
         assert_eq!(
             stopped(damaged.into()).guest,
-            GuestState::needs_attention(GuestLocation::PostcopyUnreadable)
+            GuestAfterFailure::needs_attention(GuestLocation::PostcopyUnreadable)
         );
     }
 }

@@ -10,7 +10,7 @@ use super::super::context::Context;
 use super::super::destination::{QmpDestination, RecoveryState};
 use super::super::error::{Error, Failure, needs_attention};
 use super::super::error_origin;
-use super::super::outcomes::{GuestLocation, GuestState};
+use super::super::outcomes::{GuestAfterFailure, GuestLocation};
 use super::super::preflight::GuestFacts;
 use super::super::report::DestinationState;
 use super::super::request::PostcopyOptions;
@@ -91,7 +91,7 @@ impl PostcopyDestination for DrivenDestination {
         if had_loaded {
             needs_attention(error, GuestLocation::PostcopyEnded)
         } else {
-            Failure { error: Box::new(error), guest: GuestState::Safe, notes: self.0.roll_back(false) }
+            Failure { error: Box::new(error), guest: GuestAfterFailure::Safe, notes: self.0.roll_back(false) }
         }
     }
 

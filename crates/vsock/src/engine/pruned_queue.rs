@@ -8,18 +8,18 @@ const ENTRIES_MIN: usize = 64;
 /// A queue whose entries can outlive their connections. It is pruned when it is twice as long as after the last time, so
 /// connections that come and go leave nothing behind, and an entry costs constant time.
 #[derive(Debug)]
-pub(super) struct LiveQueue<T> {
+pub(super) struct PrunedQueue<T> {
     entries: VecDeque<T>,
     prune_at: usize,
 }
 
-impl<T> Default for LiveQueue<T> {
+impl<T> Default for PrunedQueue<T> {
     fn default() -> Self {
         Self { entries: VecDeque::new(), prune_at: ENTRIES_MIN }
     }
 }
 
-impl<T> LiveQueue<T> {
+impl<T> PrunedQueue<T> {
     /// Appends an entry. If there are many, it drops those that are not live.
     pub(super) fn push(&mut self, entry: T, is_live: impl Fn(&T) -> bool) {
         if self.entries.len() >= self.prune_at {
@@ -55,7 +55,7 @@ mod tests {
 
     #[test]
     fn entries_of_closed_connections_do_not_accumulate() {
-        let mut queue = LiveQueue::default();
+        let mut queue = PrunedQueue::default();
         for entry in 0..1_000_000 {
             // The last hundred are live.
             queue.push(entry, |other| *other + 100 > entry);
