@@ -20,6 +20,10 @@ const TOOLS: [&str; 1] = ["mmdebstrap"];
 const EXPECTED: &str = "ca-certificates,git,make";
 /// Place of the clone in the root.
 const CLONE: &str = "srv/towline";
+/// Certificate authorities of this machine, for instance a proxy's.
+const AUTHORITIES: &str = "/usr/local/share/ca-certificates";
+/// Settings of pip on this machine.
+const PIP: &str = "/etc/pip.conf";
 /// Runs `make "$2"` in the root `$1`, with Rust from `$3` (cargo) and `$4` (rustup). All mounts end with the namespace.
 const SCRIPT: &str = r#"
 set -eu
@@ -46,12 +50,26 @@ pub(super) fn run(target: &str) -> Result<()> {
     bootstrap.args(["--kill-after=30", "1800", "mmdebstrap", "--mode=root", "--variant=apt"]);
     bootstrap.arg(format!("--include={EXPECTED}")).arg(setup::RELEASES[1]).arg(&place).arg(&sources);
     run_command(&mut bootstrap)?;
-    fs::copy("/etc/resolv.conf", place.join("etc/resolv.conf")).context("/etc/resolv.conf")?;
+    connect(&place)?;
     run_command(Command::new("git").args(["clone", "--quiet"]).arg(root()).arg(place.join(CLONE)))?;
     let made = run_command(&mut in_root(&place, target)?);
     remove(&place)?;
     made?;
     println!("debian-13: make {target}: done");
+    Ok(())
+}
+
+/// Gives the root this machine's way to the network: name servers, its own certificate authorities, and pip's settings.
+fn connect(place: &Path) -> Result<()> {
+    fs::copy("/etc/resolv.conf", place.join("etc/resolv.conf")).context("/etc/resolv.conf")?;
+    if Path::new(AUTHORITIES).is_dir() {
+        let mut copy = Command::new("cp");
+        run_command(copy.args(["-rLT", AUTHORITIES]).arg(place.join(&AUTHORITIES[1..])))?;
+        run_command(Command::new("chroot").arg(place).arg("update-ca-certificates"))?;
+    }
+    if Path::new(PIP).is_file() {
+        fs::copy(PIP, place.join(&PIP[1..])).context(PIP)?;
+    }
     Ok(())
 }
 
