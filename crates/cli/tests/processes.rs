@@ -90,7 +90,10 @@ impl Drop for Process {
 }
 
 fn signal(process: &Child, name: &str) {
-    let sent = Command::new("kill").args([name, &process.id().to_string()]).status().unwrap();
+    let sent = Command::new("sh")
+        .args(["-c", "kill \"$@\"", "sh", name, &process.id().to_string()])
+        .status()
+        .unwrap();
     assert!(sent.success(), "kill {name}");
 }
 

@@ -223,7 +223,10 @@ pub(crate) fn wait_transferred(towline: &mut Towline, bytes: u64) {
 
 /// Sends a signal to a process that this test started.
 pub(crate) fn signal(pid: u32, name: &str) {
-    let status = std::process::Command::new("kill").args([name, &pid.to_string()]).status().unwrap();
+    let status = std::process::Command::new("sh")
+        .args(["-c", "kill \"$@\"", "sh", name, &pid.to_string()])
+        .status()
+        .unwrap();
     assert!(status.success(), "kill {name} {pid}");
 }
 

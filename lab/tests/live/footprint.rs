@@ -12,7 +12,10 @@ const OWN_BYTES_MAX: u64 = 96 * MIB;
 const RANGE: u64 = 16 * MIB;
 
 fn signal(pid: u32, name: &str) {
-    let status = std::process::Command::new("kill").args([name, &pid.to_string()]).status().unwrap();
+    let status = std::process::Command::new("sh")
+        .args(["-c", "kill \"$@\"", "sh", name, &pid.to_string()])
+        .status()
+        .unwrap();
     assert!(status.success(), "kill {name} {pid}");
 }
 

@@ -11,7 +11,10 @@ use towline_lab::{BootSector, Towline, Version, require_lab, require_qemu};
 use crate::support::{Stored, WITHIN, assert_ended, completed, prove_alive, qmp, run, small, waiting};
 
 fn interrupt(towline: &Towline) {
-    let killed = Command::new("kill").args(["-INT", &towline.pid().to_string()]).status().unwrap();
+    let killed = Command::new("sh")
+        .args(["-c", "kill \"$@\"", "sh", "-INT", &towline.pid().to_string()])
+        .status()
+        .unwrap();
     assert!(killed.success());
 }
 

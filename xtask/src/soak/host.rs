@@ -31,7 +31,7 @@ mkdir -p "$1/root/.cargo" "$1/root/.rustup"
 mount -t proc proc "$1/proc"
 mount --rbind /sys "$1/sys"
 mount --rbind /dev "$1/dev"
-mount -t tmpfs tmpfs "$1/run"
+mount -t tmpfs -o mode=755 tmpfs "$1/run"
 mount --bind "$3" "$1/root/.cargo"
 mount --bind "$4" "$1/root/.rustup"
 exec chroot "$1" env -i HOME=/root LANG=C.UTF-8 \

@@ -8,8 +8,9 @@ use std::thread::spawn;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
+use rustix::process::{Pid, Signal, kill_process_group};
 
-use crate::command::{run as run_command, shown};
+use crate::command::shown;
 use crate::lint;
 use crate::times::{self, Usage};
 
@@ -44,7 +45,8 @@ pub(super) fn watched(
             Ok(line) => look(&line),
             Err(RecvTimeoutError::Disconnected) => break Ok(()),
             Err(RecvTimeoutError::Timeout) => {
-                run_command(Command::new("kill").args(["-KILL", "--", &format!("-{}", child.id())]))?;
+                let group = Pid::from_child(&child);
+                kill_process_group(group, Signal::KILL).with_context(|| format!("kill group {group:?}"))?;
                 break Err(anyhow::anyhow!("{} killed after {} s", shown(command), within.as_secs()));
             }
         }

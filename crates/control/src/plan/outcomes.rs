@@ -91,7 +91,7 @@ impl GuestLocation {
             Self::PostcopyUnreadable => (
                 "postcopy-unreadable",
                 3,
-                "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot go on: end the destination, and restore another image of the guest",
+                "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot continue: end the destination, and restore another image of the guest",
             ),
             Self::PostcopyBlocked => (
                 "postcopy-blocked",

@@ -105,7 +105,10 @@ impl TestQemu {
     }
 
     pub(crate) fn signal(&self, signal: &str) {
-        let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap();
+        let status = Command::new("sh")
+            .args(["-c", "kill \"$@\"", "sh", signal, &self.child.id().to_string()])
+            .status()
+            .unwrap();
         assert!(status.success());
     }
 
