@@ -51,7 +51,7 @@ const QEMU_PACKAGES: [&str; 3] = ["qemu-system-x86", "ipxe-qemu", "qemu-utils"];
 /// Debian 12 and 13.
 pub(crate) const RELEASES: [&str; 2] = [CODENAME, STABLE];
 /// From the release.
-const TOOLS: [&str; 10] = [
+const TOOLS: [&str; 12] = [
     "iperf3",
     "socat",
     "iproute2",
@@ -60,6 +60,8 @@ const TOOLS: [&str; 10] = [
     "xz-utils",
     "g++",
     "python3-venv",
+    "procps",
+    "openssh-client",
     // Filesystems with reflinks.
     "xfsprogs",
     "btrfs-progs",

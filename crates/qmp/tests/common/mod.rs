@@ -19,6 +19,8 @@ pub(crate) const WAIT: Duration = Duration::from_secs(30);
 pub(crate) struct Binary {
     pub(crate) path: PathBuf,
     pub(crate) firmware: Vec<PathBuf>,
+    /// Its own libraries, where the system's are another release's.
+    pub(crate) libraries: Option<PathBuf>,
     /// Its version, if it lies where only that version lies.
     pub(crate) expected_major: Option<u32>,
 }
@@ -28,14 +30,17 @@ pub(crate) fn binaries(test: &str) -> Vec<Binary> {
     let mut found = Vec::new();
     let paths = std::env::var_os("PATH").unwrap_or_default();
     match std::env::split_paths(&paths).map(|dir| dir.join("qemu-system-x86_64")).find(|path| path.exists()) {
-        Some(path) => found.push(Binary { path, firmware: Vec::new(), expected_major: None }),
+        Some(path) => {
+            found.push(Binary { path, firmware: Vec::new(), libraries: None, expected_major: None })
+        }
         None => skipped(test, "no qemu-system-x86_64 on PATH"),
     }
     let lab = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/lab/qemu-7.2/usr");
     let path = lab.join("bin/qemu-system-x86_64");
     if path.exists() {
         let firmware = ["share/qemu", "share/seabios", "lib/ipxe/qemu"].map(|dir| lab.join(dir)).into();
-        found.push(Binary { path, firmware, expected_major: Some(7) });
+        let libraries = Some(lab.join("lib/x86_64-linux-gnu"));
+        found.push(Binary { path, firmware, libraries, expected_major: Some(7) });
     } else {
         skipped(&format!("{test} with QEMU 7.2"), "not in target/lab/qemu-7.2; run `cargo xtask setup`");
     }
@@ -45,7 +50,7 @@ pub(crate) fn binaries(test: &str) -> Vec<Binary> {
             Ok(version) => {
                 let expected_major = version.split('.').next().and_then(|major| major.parse().ok());
                 let path = directory.join("qemu-system-x86_64");
-                found.push(Binary { path, firmware: Vec::new(), expected_major });
+                found.push(Binary { path, firmware: Vec::new(), libraries: None, expected_major });
             }
             Err(_) => skipped(
                 &format!("{test} with {name}"),
@@ -77,6 +82,9 @@ impl TestQemu {
         let dir = tempfile::tempdir().unwrap();
         let here = dir.path().to_str().unwrap();
         let mut command = Command::new(&binary.path);
+        if let Some(libraries) = &binary.libraries {
+            command.env("LD_LIBRARY_PATH", libraries);
+        }
         for firmware in &binary.firmware {
             command.arg("-L").arg(firmware);
         }
