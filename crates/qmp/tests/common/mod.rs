@@ -31,7 +31,7 @@ pub(crate) fn binaries(test: &str) -> Vec<Binary> {
     let paths = std::env::var_os("PATH").unwrap_or_default();
     match std::env::split_paths(&paths).map(|dir| dir.join("qemu-system-x86_64")).find(|path| path.exists()) {
         Some(path) => {
-            found.push(Binary { path, firmware: Vec::new(), libraries: None, expected_major: None })
+            found.push(Binary { path, firmware: Vec::new(), libraries: None, expected_major: None });
         }
         None => skipped(test, "no qemu-system-x86_64 on PATH"),
     }
