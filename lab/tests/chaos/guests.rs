@@ -17,7 +17,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// State of the guest in a QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum GuestAfterFailure {
+pub(crate) enum GuestState {
     /// Its process has exited.
     Gone,
     /// It runs.
@@ -58,16 +58,16 @@ impl Guests {
     /// Number of QEMUs that run the guest. The destinations are queried first: from the moment one runs, the source
     /// must not.
     pub(crate) fn live(&self) -> usize {
-        self.all().filter(|qemu| guest_state(qemu) == GuestAfterFailure::Live).count()
+        self.all().filter(|qemu| guest_state(qemu) == GuestState::Live).count()
     }
 
     /// Waits until no state changes by itself any more; the source's is returned first.
-    pub(crate) fn wait_stable(&self) -> Result<(Option<GuestAfterFailure>, Vec<GuestAfterFailure>), String> {
+    pub(crate) fn wait_stable(&self) -> Result<(Option<GuestState>, Vec<GuestState>), String> {
         let deadline = Instant::now() + SETTLE_WITHIN;
         loop {
             let source = self.source.as_ref().map(guest_state);
             let destinations: Vec<_> = self.destinations.iter().map(guest_state).collect();
-            if source != Some(GuestAfterFailure::Busy) && !destinations.contains(&GuestAfterFailure::Busy) {
+            if source != Some(GuestState::Busy) && !destinations.contains(&GuestState::Busy) {
                 return Ok((source, destinations));
             }
             if Instant::now() >= deadline {
@@ -80,22 +80,22 @@ impl Guests {
 }
 
 /// Returns the current state of the guest in a QEMU.
-pub(crate) fn guest_state(qemu: &Qemu) -> GuestAfterFailure {
+pub(crate) fn guest_state(qemu: &Qemu) -> GuestState {
     let ask = |command: &str| qemu.qmp().execute_within(command, Value::Null, REPLY_TIMEOUT);
     let (Ok(status), Ok(migration)) = (ask("query-status"), ask("query-migrate")) else {
         return match qemu.wait_exit(Duration::from_secs(2)) {
-            Ok(_) => GuestAfterFailure::Gone,
-            Err(_) => GuestAfterFailure::Busy,
+            Ok(_) => GuestState::Gone,
+            Err(_) => GuestState::Busy,
         };
     };
     // A QEMU that waits for its first connection gets none once all towlines have exited.
     let moves = migration["status"] == "active";
     match status["status"].as_str() {
-        Some("running" | "suspended") => GuestAfterFailure::Live,
-        Some("paused" | "postmigrate") => GuestAfterFailure::Whole,
-        Some("inmigrate") if moves => GuestAfterFailure::Busy,
-        Some("inmigrate" | "prelaunch") => GuestAfterFailure::Part,
-        _ => GuestAfterFailure::Busy,
+        Some("running" | "suspended") => GuestState::Live,
+        Some("paused" | "postmigrate") => GuestState::Whole,
+        Some("inmigrate") if moves => GuestState::Busy,
+        Some("inmigrate" | "prelaunch") => GuestState::Part,
+        _ => GuestState::Busy,
     }
 }
 

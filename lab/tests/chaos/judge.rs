@@ -5,15 +5,15 @@ use std::os::unix::process::ExitStatusExt;
 use towline_lab::Finished;
 
 use crate::case::{Case, Fault, Kind, Victim};
-use crate::guests::GuestAfterFailure;
+use crate::guests::GuestState;
 
 /// State at the end of a run.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// Exit of each towline; with two, the destination's is the first.
     pub(crate) ends: Vec<Finished>,
-    pub(crate) source: Option<GuestAfterFailure>,
-    pub(crate) destinations: Vec<GuestAfterFailure>,
+    pub(crate) source: Option<GuestState>,
+    pub(crate) destinations: Vec<GuestState>,
     /// Files of the working directory.
     pub(crate) work: Vec<String>,
     /// Files in the directory for temporary files.
@@ -27,32 +27,29 @@ type Condition = fn(&Outcome) -> bool;
 
 /// Texts of reports with exit status 3, and the condition that makes each of them true.
 const REPORTS: &[(&str, Condition)] = &[
-    ("paused at its source", |outcome| outcome.source == Some(GuestAfterFailure::Whole)),
-    ("its source still holds it", |outcome| outcome.source == Some(GuestAfterFailure::Whole)),
-    ("stored; at its source it is still paused", |outcome| outcome.source == Some(GuestAfterFailure::Whole)),
-    ("running at its source", |outcome| outcome.source == Some(GuestAfterFailure::Live)),
-    ("whole at its destination, paused", |outcome| outcome.destinations.contains(&GuestAfterFailure::Whole)),
-    ("paused at the destination", |outcome| outcome.destinations.contains(&GuestAfterFailure::Whole)),
+    ("paused at its source", |outcome| outcome.source == Some(GuestState::Whole)),
+    ("its source still holds it", |outcome| outcome.source == Some(GuestState::Whole)),
+    ("stored; at its source it is still paused", |outcome| outcome.source == Some(GuestState::Whole)),
+    ("running at its source", |outcome| outcome.source == Some(GuestState::Live)),
+    ("whole at its destination, paused", |outcome| outcome.destinations.contains(&GuestState::Whole)),
+    ("paused at the destination", |outcome| outcome.destinations.contains(&GuestState::Whole)),
     ("paused at both ends", |outcome| {
-        outcome.source == Some(GuestAfterFailure::Whole)
-            && outcome.destinations.contains(&GuestAfterFailure::Whole)
+        outcome.source == Some(GuestState::Whole) && outcome.destinations.contains(&GuestState::Whole)
     }),
-    ("which was sent everything and may run it", |outcome| outcome.source != Some(GuestAfterFailure::Live)),
-    ("has ended, and the guest with it", |outcome| outcome.source == Some(GuestAfterFailure::Gone)),
+    ("which was sent everything and may run it", |outcome| outcome.source != Some(GuestState::Live)),
+    ("has ended, and the guest with it", |outcome| outcome.source == Some(GuestState::Gone)),
     ("both QEMUs have ended", |outcome| {
-        outcome.source == Some(GuestAfterFailure::Gone)
-            && outcome.destinations.iter().all(|guest_state| *guest_state == GuestAfterFailure::Gone)
+        outcome.source == Some(GuestState::Gone)
+            && outcome.destinations.iter().all(|guest_state| *guest_state == GuestState::Gone)
     }),
     ("stored, and nowhere else", |outcome| {
-        outcome.source == Some(GuestAfterFailure::Gone) && outcome.image_is_right == Some(true)
+        outcome.source == Some(GuestState::Gone) && outcome.image_is_right == Some(true)
     }),
-    ("its source has ended", |outcome| outcome.source == Some(GuestAfterFailure::Gone)),
-    ("at its source, if that still runs", |outcome| outcome.source != Some(GuestAfterFailure::Part)),
-    ("at its destination; its source could not be ended", |outcome| {
-        outcome.source != Some(GuestAfterFailure::Live)
-    }),
-    ("in its image;", |outcome| !outcome.destinations.contains(&GuestAfterFailure::Busy)),
-    ("the image is as it was", |outcome| !outcome.destinations.contains(&GuestAfterFailure::Busy)),
+    ("its source has ended", |outcome| outcome.source == Some(GuestState::Gone)),
+    ("at its source, if that still runs", |outcome| outcome.source != Some(GuestState::Part)),
+    ("at its destination; its source could not be ended", |outcome| outcome.source != Some(GuestState::Live)),
+    ("in its image;", |outcome| !outcome.destinations.contains(&GuestState::Busy)),
+    ("the image is as it was", |outcome| !outcome.destinations.contains(&GuestState::Busy)),
 ];
 
 /// Compares the two; returns a summary in one line.
@@ -85,7 +82,7 @@ fn runs_twice(case: &Case, outcome: &Outcome, operator_ran: bool) -> Option<Stri
         .destinations
         .iter()
         .chain(&outcome.source)
-        .filter(|guest_state| **guest_state == GuestAfterFailure::Live)
+        .filter(|guest_state| **guest_state == GuestState::Live)
         .count();
     let is_allowed = operator_ran || case.kind == Kind::Clones || is_outside_guarantee(case, outcome);
     (live > 1 && !is_allowed).then(|| TWO_GUESTS.into())
@@ -111,9 +108,7 @@ pub(crate) fn may_hit_excluded_moment(case: &Case) -> bool {
 
 /// A guest may be lost with a QEMU that was killed, unless another QEMU has all of it.
 fn is_lost(case: &Case, outcome: &Outcome) -> Option<String> {
-    let guest_state = |guest_state: &GuestAfterFailure| {
-        matches!(guest_state, GuestAfterFailure::Live | GuestAfterFailure::Whole)
-    };
+    let guest_state = |guest_state: &GuestState| matches!(guest_state, GuestState::Live | GuestState::Whole);
     let is_stored = !case.kind.has_source() || outcome.image_is_right == Some(true);
     let is_killed = case.kills(Victim::Source)
         || (0..outcome.destinations.len()).any(|at| case.kills(Victim::Destination(at)));
@@ -151,9 +146,8 @@ fn end_by_signal(case: &Case, index: usize, end: &Finished) -> Option<String> {
 
 fn done(case: &Case, outcome: &Outcome, has_source: bool) -> Option<&'static str> {
     if case.kind == Kind::Save {
-        let kept = case.may_be_paused()
-            || case.kills(Victim::Source)
-            || outcome.source == Some(GuestAfterFailure::Live);
+        let kept =
+            case.may_be_paused() || case.kills(Victim::Source) || outcome.source == Some(GuestState::Live);
         return match outcome.image_is_right {
             Some(true) if kept => None,
             Some(true) => Some("exit 0 with --resume, and the source does not run"),
@@ -162,35 +156,33 @@ fn done(case: &Case, outcome: &Outcome, has_source: bool) -> Option<&'static str
     }
     for (index, guest_state) in outcome.destinations.iter().enumerate() {
         match guest_state {
-            GuestAfterFailure::Live => {}
-            GuestAfterFailure::Whole if case.may_be_paused() => {}
-            GuestAfterFailure::Gone if case.kills(Victim::Destination(index)) => {}
+            GuestState::Live => {}
+            GuestState::Whole if case.may_be_paused() => {}
+            GuestState::Gone if case.kills(Victim::Destination(index)) => {}
             _ => return Some("exit 0, and the guest does not run at its destination"),
         }
     }
     let ends_source = matches!(case.kind, Kind::Move | Kind::Towlines | Kind::ToStock);
     match outcome.source {
-        Some(GuestAfterFailure::Gone) | None => None,
+        Some(GuestState::Gone) | None => None,
         Some(_) if ends_source && has_source => Some("exit 0 of a move, and its source lives"),
         _ => None,
     }
 }
 
 fn safe(case: &Case, outcome: &Outcome, has_source: bool, stderr: &str) -> Option<&'static str> {
-    if case.kind != Kind::Clones && outcome.destinations.contains(&GuestAfterFailure::Live) {
+    if case.kind != Kind::Clones && outcome.destinations.contains(&GuestState::Live) {
         return Some("exit 1, and the guest runs at its destination");
     }
     match outcome.source {
-        None | Some(GuestAfterFailure::Live) => None,
-        Some(GuestAfterFailure::Whole) if case.may_be_paused() => None,
-        Some(GuestAfterFailure::Gone) if case.kills(Victim::Source) && !has_source => None,
-        Some(GuestAfterFailure::Gone)
-            if case.kills(Victim::Source) && stderr.contains("could not be reached") =>
-        {
+        None | Some(GuestState::Live) => None,
+        Some(GuestState::Whole) if case.may_be_paused() => None,
+        Some(GuestState::Gone) if case.kills(Victim::Source) && !has_source => None,
+        Some(GuestState::Gone) if case.kills(Victim::Source) && stderr.contains("could not be reached") => {
             None
         }
         // The source's own towline was killed before it could resume the guest.
-        Some(GuestAfterFailure::Whole) if !has_source && outcome.ends.len() > 1 => None,
+        Some(GuestState::Whole) if !has_source && outcome.ends.len() > 1 => None,
         _ => Some("exit 1, and the guest does not run at its source"),
     }
 }

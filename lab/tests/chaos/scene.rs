@@ -17,7 +17,7 @@ use towline_lab::expect::{Scratch, Settings, events, qmp, settings};
 use towline_lab::{Finished, Flow, Incoming, Proxy, Qemu, Towline, towline_binary, wait_until};
 
 use crate::case::{Case, Fault, Kind, Moment, Victim};
-use crate::guests::{GuestAfterFailure, Guests, WITHIN, builder, counting};
+use crate::guests::{GuestState, Guests, WITHIN, builder, counting};
 use crate::judge::{self, Outcome};
 use crate::monitor::MonitorProxy;
 
@@ -312,8 +312,7 @@ impl Fixture {
 
     /// Settings that a towline has changed are restored when it exits with 0 or 1, and otherwise by `repair`.
     fn repair(&self, case: &Case, outcome: &Outcome) -> Result<(), String> {
-        let Some(before) = self.settings.as_ref().filter(|_| outcome.source != Some(GuestAfterFailure::Gone))
-        else {
+        let Some(before) = self.settings.as_ref().filter(|_| outcome.source != Some(GuestState::Gone)) else {
             return Ok(());
         };
         let source = self.guests.source.as_ref().unwrap();
