@@ -38,3 +38,13 @@ pub(crate) fn spawn(command: Command) -> io::Result<Child> {
     spawner.send(Request { command, answer }).map_err(|_| io::Error::other("the spawning thread is gone"))?;
     child.recv().map_err(|_| io::Error::other("the spawning thread is gone"))?
 }
+
+/// Sends a signal, such as `-INT`, to a process. By the shell, which every system has, unlike a program `kill`.
+///
+/// # Panics
+/// If it cannot be sent.
+pub fn signal(pid: u32, name: &str) {
+    let line = ["-c", "kill \"$@\"", "sh", name, &pid.to_string()];
+    let status = Command::new("sh").args(line).status().unwrap_or_else(|error| panic!("sh: {error}"));
+    assert!(status.success(), "kill {name} {pid}");
+}

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 pub(crate) use towline_lab::expect::qmp;
+pub(crate) use towline_lab::signal;
 use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline_binary, wait_until};
 
 /// Timeout of anything that must happen. Generous: two busy processors.
@@ -219,15 +220,6 @@ pub(crate) fn wait_transferred(towline: &mut Towline, bytes: u64) {
         Ok((moved >= Some(bytes)).then_some(()))
     })
     .unwrap();
-}
-
-/// Sends a signal to a process that this test started.
-pub(crate) fn signal(pid: u32, name: &str) {
-    let status = std::process::Command::new("sh")
-        .args(["-c", "kill \"$@\"", "sh", name, &pid.to_string()])
-        .status()
-        .unwrap();
-    assert!(status.success(), "kill {name} {pid}");
 }
 
 /// Waits until towline exits after a process was killed; fails if it took too long to notice.

@@ -3,21 +3,13 @@
 
 use std::time::Duration;
 
-use towline_lab::{Towline, require_lab, wait_until};
+use towline_lab::{Towline, require_lab, signal, wait_until};
 
 use crate::support::{MIB, WITHIN, completed, events, linux, prove_alive, qmp, start, waiting, writing};
 
 /// Maximum memory of a relay.
 const OWN_BYTES_MAX: u64 = 96 * MIB;
 const RANGE: u64 = 16 * MIB;
-
-fn signal(pid: u32, name: &str) {
-    let status = std::process::Command::new("sh")
-        .args(["-c", "kill \"$@\"", "sh", name, &pid.to_string()])
-        .status()
-        .unwrap();
-    assert!(status.success(), "kill {name} {pid}");
-}
 
 fn transferred(towline: &Towline) -> u64 {
     let events = events(&towline.stdout());

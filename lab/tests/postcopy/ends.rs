@@ -2,20 +2,15 @@
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixListener;
-use std::process::Command;
 use std::thread;
 
 use serde_json::Value;
-use towline_lab::{BootSector, Towline, Version, require_lab, require_qemu};
+use towline_lab::{BootSector, Towline, Version, require_lab, require_qemu, signal};
 
 use crate::support::{Stored, WITHIN, assert_ended, completed, prove_alive, qmp, run, small, waiting};
 
 fn interrupt(towline: &Towline) {
-    let killed = Command::new("sh")
-        .args(["-c", "kill \"$@\"", "sh", "-INT", &towline.pid().to_string()])
-        .status()
-        .unwrap();
-    assert!(killed.success());
+    signal(towline.pid(), "-INT");
 }
 
 /// State of a running guest whose image cannot be read any more.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tempfile::TempDir;
 use towline_lab::expect::qmp;
+pub(crate) use towline_lab::signal;
 use towline_lab::{Finished, Qemu, Towline, towline_binary, wait_until};
 
 /// Timeout of anything that must happen.
@@ -90,13 +91,4 @@ pub(crate) fn killed_copy(fixture: &Fixture, source: &Qemu) -> u32 {
 /// User ID of this test.
 pub(crate) fn user() -> u32 {
     std::fs::metadata("/proc/self").unwrap().uid()
-}
-
-/// Sends a signal to a process that this test started.
-pub(crate) fn signal(pid: u32, name: &str) {
-    let status = std::process::Command::new("sh")
-        .args(["-c", "kill \"$@\"", "sh", name, &pid.to_string()])
-        .status()
-        .unwrap();
-    assert!(status.success(), "kill {name} {pid}");
 }
