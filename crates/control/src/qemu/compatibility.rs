@@ -205,6 +205,9 @@ impl Qemu {
         for path in listed.iter().filter_map(|entry| entry["path"].as_str()) {
             let Some(place) = self.virtio_place(path)? else { continue };
             let Some(device) = devices.iter_mut().find(|device| device.place == place) else { continue };
+            if !virtio::may_be_queried(&device.kind) {
+                continue;
+            }
             let Value::Object(arguments) = json!({ "path": path }) else { continue };
             if let Some(status) = self.query_raw("x-query-virtio-status", Some(arguments))? {
                 let offered = virtio::names(&status["host-features"]);
