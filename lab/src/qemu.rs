@@ -2,6 +2,7 @@
 
 mod boot_sector;
 mod kvm_trial;
+mod virtqueues;
 
 use std::fs::File;
 use std::io::ErrorKind;

@@ -26,7 +26,7 @@ pub use format::{FORMAT, VERSION};
 pub use image::{ImageFacts, Section};
 pub use qemu::{
     BlockFacts, Cpu, Drive, FeatureWord, IncomingState, Lock, MemoryBackend, Netdev, QemuDevice, QemuFacts,
-    Virtio,
+    Virtio, Virtqueue,
 };
 
 /// Facts about one side.

@@ -8,6 +8,8 @@ pub const ENTRIES_MAX: usize = 4 << 10;
 pub const SECTIONS_MAX: usize = 32 << 10;
 /// Properties of one device.
 pub const PROPERTIES_MAX: usize = 4096;
+/// Virtqueues of one device, as many as QEMU has (`VIRTIO_QUEUE_MAX`).
+pub const VIRTQUEUES_MAX: usize = 1024;
 /// Maximum nesting of subsections.
 pub const DEPTH_MAX: usize = 16;
 /// Maximum number of findings reported.

@@ -30,6 +30,7 @@ mod state_versions;
 mod towline_device;
 mod uuid;
 mod virtio_features;
+mod virtqueue_sizes;
 mod waiting;
 
 use crate::report::{Findings, Report};
@@ -52,6 +53,7 @@ pub const RULES: &[Rule] = &[
     device_kind::RULE,
     device_properties::RULE,
     virtio_features::RULE,
+    virtqueue_sizes::RULE,
     net_header::RULE,
     netdev_user::RULE,
     device_extra::RULE,

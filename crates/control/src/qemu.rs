@@ -16,6 +16,7 @@ mod repaired;
 mod settings;
 mod started;
 mod virtio;
+mod virtqueues;
 
 pub use crate::process::{Process, ProcessState};
 pub use connection::Qemu;

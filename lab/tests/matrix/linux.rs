@@ -168,8 +168,8 @@ fn from_7_2_to_10_0() {
 }
 
 #[test]
-fn a_linux_7_moves_to_the_newest_qemu_and_back() {
-    let name = "a_linux_7_moves_to_the_newest_qemu_and_back";
+fn a_linux_7_moves_between_10_0_and_the_newest_qemu() {
+    let name = "a_linux_7_moves_between_10_0_and_the_newest_qemu";
     if !require_qemu(name, &[Version::Newest]) || !require_kernel(name, Kernel::Newest) {
         return;
     }
@@ -177,14 +177,20 @@ fn a_linux_7_moves_to_the_newest_qemu_and_back() {
         let builder = Qemu::builder(version).machine(Version::V10_0.machine()).cpu("Nehalem").linux();
         builder.kernel(Kernel::Newest).processors(2).args(["-device", "virtio-rng-pci"])
     };
-    let mut qemu = builder(Version::V10_0).start().unwrap();
+    // A guest that was started in a QEMU with enlarged virtqueues cannot go to the newest; one that was started there can return.
+    let (first, second) = if Version::V10_0.enlarges_virtqueues().unwrap() {
+        (Version::Newest, Version::V10_0)
+    } else {
+        (Version::V10_0, Version::Newest)
+    };
+    let mut qemu = builder(first).start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
     let kernel = guest.info().unwrap().into_iter().find(|(key, _)| key == "kernel").unwrap().1;
     assert!(kernel.split('.').next().unwrap().parse::<u32>().unwrap() >= 7, "{kernel}");
     let before = dirtying(&mut guest);
     let mut tick = guest.wait_ticking(WITHIN).unwrap();
     drop(guest);
-    for (version, lanes) in [(Version::Newest, "4"), (Version::V10_0, "0")] {
+    for (version, lanes) in [(second, "4"), (first, "0")] {
         let there = waiting(builder(version));
         let line = ["move", "--multifd-channels", lanes, &qmp(&qemu), &qmp(&there)];
         let moved = towline(line).unwrap().wait(WITHIN).unwrap();

@@ -1,7 +1,7 @@
 //! A guest whose driver uses the features that its device offers: a Linux with a virtio NIC.
 
 use serde_json::{Value, json};
-use towline_lab::{Builder, Finished, Qemu, Version, require_lab, towline};
+use towline_lab::{Builder, Finished, Qemu, Version, require_lab, require_qemu, towline};
 
 use crate::run::{WITHIN, check, endpoint, migrate};
 
@@ -60,4 +60,47 @@ fn a_negotiated_feature_must_be_offered_at_the_destination() {
     assert_eq!(moved.status.code(), Some(0), "{}", moved.stderr);
     drop(agent);
     alike.linux(WITHIN).unwrap().wait_ticking(WITHIN).unwrap();
+}
+
+#[test]
+fn virtqueues_of_a_driver_must_not_be_larger_than_at_the_destination() {
+    let name = "virtqueues_of_a_driver_must_not_be_larger_than_at_the_destination";
+    if !require_qemu(name, &[Version::Stable, Version::Newest]) {
+        return;
+    }
+    let guest = |version| {
+        let builder = Qemu::builder(version).machine("pc-q35-10.0").cpu("Nehalem").linux();
+        builder.args(["-device", "virtio-rng-pci", "-device", "virtio-net-pci,romfile="])
+    };
+    let waiting = |version| guest(version).incoming_defer().start().unwrap();
+    if Version::Stable.enlarges_virtqueues().unwrap() {
+        let (source, newest) = (guest(Version::Stable).start().unwrap(), waiting(Version::Newest));
+        let mut agent = source.linux(WITHIN).unwrap();
+        let report = check(&source, &newest);
+        assert_eq!((&report["verdict"], &report["by-hand"]), (&json!("no"), &json!("no")), "{report}");
+        let refused = move_it(&source, &newest);
+        assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
+        for (kind, size_max) in [("rng", 8), ("net", 256)] {
+            let expected = format!("has 1024 entries, there at most {size_max}");
+            assert!(refused.stderr.contains(&expected), "virtio-{kind}: {}", refused.stderr);
+        }
+        agent.wait_ticking(WITHIN).unwrap();
+        let died = migrate(&source, &newest, |_| Ok(true)).unwrap_err();
+        assert!(died.contains("dead") && died.contains("exceeds allocated max"), "{died}");
+        source.qmp().execute("cont", Value::Null).unwrap();
+        agent.wait_ticking(WITHIN).unwrap();
+    }
+    // The driver of a guest that was started in the newest keeps its sizes elsewhere.
+    let mut source = guest(Version::Newest).start().unwrap();
+    let mut tick = source.linux(WITHIN).unwrap().wait_ticking(WITHIN).unwrap();
+    for version in [Version::Stable, Version::Newest] {
+        let there = waiting(version);
+        let report = check(&source, &there);
+        assert_eq!(report["verdict"], "could-not-tell", "{report}");
+        let moved = move_it(&source, &there);
+        assert_eq!(moved.status.code(), Some(0), "{}", moved.stderr);
+        let now = there.linux(WITHIN).unwrap().wait_ticking(WITHIN).unwrap();
+        assert!(now > tick, "the counter is {now}, before it was {tick}");
+        (source, tick) = (there, now);
+    }
 }

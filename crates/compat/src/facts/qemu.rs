@@ -131,6 +131,9 @@ pub struct QemuDevice {
     /// Features of a virtio device and its driver; `None` for others, and where QEMU does not report them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub virtio: Option<Virtio>,
+    /// Virtqueues of a virtio device, from the first on; empty for others, and where QEMU does not report them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub virtqueues: Vec<Virtqueue>,
 }
 
 impl QemuDevice {
@@ -152,6 +155,17 @@ pub struct Virtio {
     pub offered: BTreeSet<String>,
     /// Features that the driver accepted. Empty without a driver.
     pub negotiated: BTreeSet<String>,
+}
+
+/// Size of a virtqueue, in entries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Virtqueue {
+    /// Its size now, which the stream carries: what a driver has set, else the maximum.
+    pub size: u32,
+    /// The largest that the device takes; `None` for a queue that a vhost-user backend processes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub size_max: Option<u32>,
 }
 
 /// A network backend.
@@ -246,6 +260,7 @@ impl QemuFacts {
         }
         for device in self.devices.iter().flatten() {
             at_most("properties of a device", device.properties.len(), limits::PROPERTIES_MAX)?;
+            at_most("virtqueues of a device", device.virtqueues.len(), limits::VIRTQUEUES_MAX)?;
         }
         Ok(())
     }

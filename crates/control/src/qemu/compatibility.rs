@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
-use towline_compat::facts::{self, BlockFacts, Cpu, FeatureWord, QemuDevice, Virtio};
+use towline_compat::facts::{self, BlockFacts, Cpu, FeatureWord, Netdev, QemuDevice, Virtio};
 use towline_qmp as qmp;
 use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
 
@@ -73,19 +73,19 @@ impl Qemu {
         self.refresh()?;
         let cpus = self.query(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
         let mut devices = self.human_command("info qtree")?.map(|text| device_tree::parse(&text));
+        let netdevs = self.human_command("info network")?.map(|text| netdevs(&text));
         if let Some(devices) = &mut devices {
-            self.virtio(devices)?;
+            self.virtio(devices, netdevs.as_deref().unwrap_or_default())?;
         }
         let cpu_features = match cpus.iter().flatten().next() {
             Some(cpu) => self.property(&cpu.qom_path, "feature-words")?.map(|words| feature_words(&words)),
             None => None,
         };
-        let mut known = facts::QemuFacts { devices, cpu_features, ..self.basic_facts() };
+        let mut known = facts::QemuFacts { devices, netdevs, cpu_features, ..self.basic_facts() };
         known.cpus = match cpus {
             Some(cpus) => Some(self.cpus(&cpus)?),
             None => None,
         };
-        known.netdevs = self.human_command("info network")?.map(|text| netdevs(&text));
         known.kvm = self.query_raw("query-kvm", None)?.and_then(|reply| reply["enabled"].as_bool());
         known.memory_backends = self.query_raw("query-memdev", None)?.map(|reply| memory_backends(&reply));
         known.drives = self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply));
@@ -137,7 +137,7 @@ impl Qemu {
         }
     }
 
-    fn query_raw(
+    pub(super) fn query_raw(
         &mut self,
         command: &str,
         arguments: Option<Map<String, Value>>,
@@ -193,14 +193,9 @@ impl Qemu {
         Ok(kind.strip_suffix(suffix.as_str()).unwrap_or(kind).to_owned())
     }
 
-    /// Adds the features that virtio devices and their drivers negotiated, if QEMU can be queried: 11.1.3
-    /// aborts, and its guest with it, in a query for any virtio device without vhost; 10.0.13 replies. Versions
-    /// between are not queried either.
-    fn virtio(&mut self, devices: &mut [QemuDevice]) -> Result<(), Error> {
-        let version = &self.facts.version.qemu;
-        if (version.major, version.minor) >= VIRTIO_STATUS_ABORTS_SINCE {
-            return Ok(());
-        }
+    /// Adds what QEMU reports of virtio devices: their virtqueues, and the features that they and their drivers
+    /// negotiated.
+    fn virtio(&mut self, devices: &mut [QemuDevice], netdevs: &[Netdev]) -> Result<(), Error> {
         let Some(Value::Array(listed)) = self.query_raw("x-query-virtio", None)? else { return Ok(()) };
         for path in listed.iter().filter_map(|entry| entry["path"].as_str()) {
             let Some(place) = self.virtio_place(path)? else { continue };
@@ -208,14 +203,25 @@ impl Qemu {
             if !virtio::may_be_queried(&device.kind) {
                 continue;
             }
-            let Value::Object(arguments) = json!({ "path": path }) else { continue };
-            if let Some(status) = self.query_raw("x-query-virtio-status", Some(arguments))? {
-                let offered = virtio::names(&status["host-features"]);
-                device.virtio =
-                    Some(Virtio { offered, negotiated: virtio::names(&status["guest-features"]) });
-            }
+            device.virtio = self.virtio_features(path)?;
+            device.virtqueues = self.virtqueues(path, device, netdevs)?;
         }
         Ok(())
+    }
+
+    /// Features of a virtio device, if QEMU can be queried for them: 11.1.3 aborts, and its guest with it, in this query for
+    /// any virtio device without vhost; 10.0.13 replies. Versions between are not queried either.
+    fn virtio_features(&mut self, path: &str) -> Result<Option<Virtio>, Error> {
+        let version = &self.facts.version.qemu;
+        if (version.major, version.minor) >= VIRTIO_STATUS_ABORTS_SINCE {
+            return Ok(None);
+        }
+        let Value::Object(arguments) = json!({ "path": path }) else { return Ok(None) };
+        let status = self.query_raw("x-query-virtio-status", Some(arguments))?;
+        Ok(status.map(|status| Virtio {
+            offered: virtio::names(&status["host-features"]),
+            negotiated: virtio::names(&status["guest-features"]),
+        }))
     }
 
     /// Address of a virtio device in the format of [`device_tree`]; `None` if it is not on PCI.
