@@ -55,7 +55,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     }
     let begun = Instant::now();
     let cancel = cancel_on_signals(signal_effects(args))?;
-    let image = match RunImage::open(args, &cancel, reporter) {
+    let image = match RunImage::open_or_download(args, &cancel, reporter) {
         Ok(image) => image,
         Err(rejection) => return Ok(Err(rejection)),
     };

@@ -194,7 +194,7 @@ impl Queue {
     }
 
     /// The available index, including unpublished entries.
-    pub fn avail_idx(&self) -> u16 {
+    pub fn staged_avail_idx(&self) -> u16 {
         self.staged
     }
 

@@ -249,7 +249,7 @@ impl Outgoing {
         }
         let barrier = (!lanes.is_empty()).then_some(form);
         let options = RamOptions { section_id: shared.guest.ram_section_id(), barrier };
-        shared.main().blocks(options, shared.guest.blocks())
+        shared.main().write_ram_start(options, shared.guest.blocks())
     }
 
     /// Passes until what is left fits into the downtime; returns that.

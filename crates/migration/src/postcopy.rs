@@ -169,7 +169,7 @@ impl<'g> Postcopy<'g> {
         if !self.preempts_at_once() {
             connection.connect_preempt(link)?;
         }
-        let loading = advised.blocks(self.guest.0.ram_section_id(), &self.blocks, writer.pending());
+        let loading = advised.write_ram_start(self.guest.0.ram_section_id(), &self.blocks, writer.pending());
         let mut discarded = loading.discard(&self.blocks, writer.pending());
         if !self.options.working_set.is_empty() {
             let mut part = discarded.open_part(writer.pending());

@@ -152,7 +152,7 @@ impl Sink for Relay {
         self.sync_lanes()?;
         let section_id = *self.section.get_or_init(|| crate::guest::RAM_SECTION_ID);
         let barrier = self.form.get().filter(|_| !self.lanes.is_empty()).copied();
-        self.main().blocks(RamOptions { section_id, barrier }, blocks)?;
+        self.main().write_ram_start(RamOptions { section_id, barrier }, blocks)?;
         let checks = self.answers.wait_pong(&self.session, ANSWER_TIMEOUT, self.lanes.len())?;
         greet(&self.session, &mut self.main(), &self.answers)?;
         if checks {

@@ -35,7 +35,7 @@ fn stream(lanes: usize, blocks: &[RamBlock]) -> Vec<u8> {
     let mut bytes = Vec::new();
     let setup = Setup::begin(&configuration(MACHINES[0]), true, &mut bytes);
     let barrier = (lanes > 0).then_some(BarrierForm::FlushRecord);
-    let iterating = setup.blocks(RamOptions { section_id: 2, barrier }, blocks, &mut bytes);
+    let iterating = setup.write_ram_start(RamOptions { section_id: 2, barrier }, blocks, &mut bytes);
     let mut end = iterating.end(&mut bytes);
     end.records().barrier(&mut bytes);
     end.close(&mut bytes);

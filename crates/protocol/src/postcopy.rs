@@ -85,7 +85,7 @@ pub struct Advised(());
 
 impl Advised {
     /// Writes `ram` START with the block list.
-    pub fn blocks(self, section_id: u32, blocks: &[PostcopyBlock], out: &mut Vec<u8>) -> Loading {
+    pub fn write_ram_start(self, section_id: u32, blocks: &[PostcopyBlock], out: &mut Vec<u8>) -> Loading {
         let (name, version) = (ram::SECTION_NAME.into(), ram::SECTION_VERSION);
         SectionHeader { id: section_id, name, instance: 0, version }.encode(SectionType::Start, out);
         ram::put_total(blocks.iter().map(|block| block.ram.length).sum(), out);

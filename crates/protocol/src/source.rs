@@ -66,7 +66,7 @@ impl Setup {
     }
 
     /// Writes the `ram` START section with the block list. With lanes, it holds the first barrier.
-    pub fn blocks(self, options: RamOptions, blocks: &[RamBlock], out: &mut Vec<u8>) -> Iterating {
+    pub fn write_ram_start(self, options: RamOptions, blocks: &[RamBlock], out: &mut Vec<u8>) -> Iterating {
         let (name, version) = (ram::SECTION_NAME.into(), ram::SECTION_VERSION);
         SectionHeader { id: options.section_id, name, instance: 0, version }.encode(SectionType::Start, out);
         ram::put_total(blocks.iter().map(|block| block.length).sum(), out);

@@ -63,7 +63,11 @@ impl FileVersion {
 impl RunImage {
     /// Opens the image of a command line. One in a store is copied to a file of this host first, unless there is such a file or its
     /// guests are to run at once.
-    pub(crate) fn open(args: &RunArgs, cancel: &Cancel, reporter: &Reporter) -> Result<Self, Rejection> {
+    pub(crate) fn open_or_download(
+        args: &RunArgs,
+        cancel: &Cancel,
+        reporter: &Reporter,
+    ) -> Result<Self, Rejection> {
         match &args.image {
             Endpoint::Image(path) => {
                 let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();

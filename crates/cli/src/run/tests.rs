@@ -129,7 +129,7 @@ fn opened(path: &Path) -> RunImage {
     let args = args(&[path.to_str().unwrap()]);
     let quiet = crate::args::Output { json: false, quiet: true };
     let cancel = towline_channel::Cancel::new().unwrap();
-    RunImage::open(&args, &cancel, &crate::progress::Reporter::new(&quiet)).unwrap()
+    RunImage::open_or_download(&args, &cancel, &crate::progress::Reporter::new(&quiet)).unwrap()
 }
 
 #[test]

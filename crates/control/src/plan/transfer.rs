@@ -55,7 +55,7 @@ pub(super) fn transfer_to(
     }
     let ends = Ends { switchover: &switchover, source: source.control(), destination: to, context, error };
     let concluded = conclude(ends, directive);
-    source.close();
+    source.close_after_switchover();
     match concluded {
         Ok(concluded) => Ok(report(source, to, &concluded, context)),
         Err(failure) => Err(source.explain(failure)),

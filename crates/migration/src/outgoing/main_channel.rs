@@ -63,10 +63,10 @@ impl MainWriter {
     }
 
     /// Sends START.
-    pub(crate) fn blocks(&mut self, options: RamOptions, blocks: &[RamBlock]) -> Result<()> {
+    pub(crate) fn write_ram_start(&mut self, options: RamOptions, blocks: &[RamBlock]) -> Result<()> {
         let blocks: Vec<_> = blocks.iter().map(|block| RamBlock { mapped: None, ..block.clone() }).collect();
         self.step(|state, out| match state {
-            State::Setup(setup) => State::Iterating(setup.blocks(options, &blocks, out)),
+            State::Setup(setup) => State::Iterating(setup.write_ram_start(options, &blocks, out)),
             state => state,
         });
         self.flush()

@@ -213,7 +213,7 @@ impl Relay {
                 let barrier = (!self.lanes.is_empty()).then_some(self.form);
                 let options = RamOptions { section_id: 2, barrier };
                 self.step_state(|state, out| match state {
-                    State::Setup(setup) => State::Iterating(setup.blocks(options, &blocks, out)),
+                    State::Setup(setup) => State::Iterating(setup.write_ram_start(options, &blocks, out)),
                     state => state,
                 });
                 self.awaits_pong = true;

@@ -205,7 +205,7 @@ impl Source {
         }
         let barrier = (!self.lanes.is_empty()).then(|| BarrierForm::of(self.scenario.machine));
         let options = RamOptions { section_id: 2, barrier };
-        self.state = State::Iterating(setup.blocks(options, &self.guest.layout.blocks, &mut bytes));
+        self.state = State::Iterating(setup.write_ram_start(options, &self.guest.layout.blocks, &mut bytes));
         self.out.bytes(bytes);
         self.phase = Phase::AwaitPong;
     }

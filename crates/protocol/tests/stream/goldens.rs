@@ -95,7 +95,7 @@ impl Writer {
     fn open(self, kind: SectionKind, options: RamOptions, items: &[Item], out: &mut Vec<u8>) -> Self {
         match (self, kind) {
             (Self::Setup(setup), SectionKind::Start) => {
-                Self::Iterating(setup.blocks(options, &blocks_of(items), out))
+                Self::Iterating(setup.write_ram_start(options, &blocks_of(items), out))
             }
             (Self::Iterating(iterating), SectionKind::Part) => Self::Part(iterating.open_part(out)),
             (Self::Iterating(iterating), SectionKind::End) => Self::End(iterating.end(out)),

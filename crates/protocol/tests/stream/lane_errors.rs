@@ -140,7 +140,10 @@ fn a_tls_record_on_the_return_path_is_recognized() {
 fn awaiting() -> AwaitShut {
     let mut out = Vec::new();
     let setup = Setup::begin(&Configuration::default(), true, &mut out);
-    setup.blocks(RamOptions { section_id: 1, barrier: None }, &[], &mut out).end(&mut out).close(&mut out)
+    setup
+        .write_ram_start(RamOptions { section_id: 1, barrier: None }, &[], &mut out)
+        .end(&mut out)
+        .close(&mut out)
 }
 
 #[test]

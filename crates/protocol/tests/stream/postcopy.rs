@@ -53,7 +53,7 @@ fn a_guest_runs_with_the_package_s_last_byte_and_its_pages_follow() {
     assert_eq!(out, [&head[..], &command(1, &[]), &command(2, &[0, 0, 0, 1]), &advise].concat());
 
     out.clear();
-    let loading = advised.blocks(2, &blocks, &mut out);
+    let loading = advised.write_ram_start(2, &blocks, &mut out);
     let start = [&section(1)[..], b"\x03ram", &[0; 4], &[0, 0, 0, 4]].concat();
     let total = be64s(&[(2 * HUGE + 3 * PAGE_SIZE) | 4]);
     // Only a block with pages other than target pages carries their size.

@@ -88,7 +88,7 @@ fn write(
 ) -> (Vec<u8>, Vec<Item>) {
     let (mut out, mut items) = (Vec::new(), vec![Item::Configuration(configuration.clone())]);
     let options = RamOptions { section_id: 7, barrier: Some(BarrierForm::FlushRecord) };
-    let mut state = Setup::begin(configuration, false, &mut out).blocks(options, blocks, &mut out);
+    let mut state = Setup::begin(configuration, false, &mut out).write_ram_start(options, blocks, &mut out);
     let section = |kind| RamSection { kind, id: 7 };
     items.push(Item::SectionStart(section(SectionKind::Start)));
     items.push(Item::Total(blocks.iter().map(|block| block.length).sum()));
@@ -216,7 +216,7 @@ proptest! {
         let list_offset = out.len() as u64 + 1 + 4 + 4 + 4 + 4;
         mapped_ram::place_all(&mut blocks, list_offset);
         let _: Iterating =
-            setup.blocks(RamOptions { section_id: 1, barrier: None }, &blocks, &mut out);
+            setup.write_ram_start(RamOptions { section_id: 1, barrier: None }, &blocks, &mut out);
         let (mut machine, mut input, mut file) = (StreamDecoder::default(), Reader::new(&out), 0);
         while machine.blocks().len() < blocks.len() {
             machine.at_file_offset(file);

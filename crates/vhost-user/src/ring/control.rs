@@ -16,7 +16,7 @@ impl Ring {
     }
 
     /// The driver's available index, not checked.
-    pub(crate) fn avail_idx(&self) -> u16 {
+    pub(crate) fn load_avail_idx(&self) -> u16 {
         self.parts.available.load_le16(INDEX, Ordering::Relaxed)
     }
 

@@ -18,7 +18,7 @@ pub(crate) trait NotificationWords {
     /// Returns true if `VIRTIO_RING_F_EVENT_IDX` was negotiated: event indices are used, otherwise flags.
     fn has_event_index(&self) -> bool;
     /// The driver's available index; acquire.
-    fn avail_idx(&self) -> u16;
+    fn load_avail_idx(&self) -> u16;
     /// The driver's event suppression: `used_event`, or the flags of the available ring.
     fn driver_suppression(&self) -> u16;
     /// The device's event suppression: `avail_event`, or the flags of the used ring.
@@ -46,7 +46,7 @@ pub(crate) fn enable_and_recheck(words: &impl NotificationWords, reported: &mut 
         words.set_device_suppression(value);
     }
     words.full_fence();
-    let found = words.avail_idx();
+    let found = words.load_avail_idx();
     Recheck { moved: std::mem::replace(reported, found) != found, stored }
 }
 

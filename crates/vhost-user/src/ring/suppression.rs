@@ -31,7 +31,7 @@ impl NotificationWords for SuppressionWords<'_> {
         self.event_index
     }
 
-    fn avail_idx(&self) -> u16 {
+    fn load_avail_idx(&self) -> u16 {
         self.available.load_le16(INDEX, Ordering::Acquire)
     }
 

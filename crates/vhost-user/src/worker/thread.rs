@@ -131,7 +131,7 @@ impl WorkerThread {
         for (queue, events) in kicks.into_iter().zip(&events[1..]) {
             let slot = &mut self.slots[queue];
             if let Some(ring) = &mut slot.ring {
-                kick::handle_events(&mut slot.kick, *events, ring.avail_idx(), slot.number);
+                kick::handle_events(&mut slot.kick, *events, ring.load_avail_idx(), slot.number);
                 ring.add_kicks(slot.kick.as_mut().map_or(0, Kick::take_count));
             }
         }

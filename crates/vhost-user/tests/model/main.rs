@@ -91,7 +91,7 @@ impl NotificationWords for Shared {
         self.event_index
     }
 
-    fn avail_idx(&self) -> u16 {
+    fn load_avail_idx(&self) -> u16 {
         self.available.load(Ordering::Acquire)
     }
 
@@ -143,7 +143,7 @@ fn kicks(event_index: bool, device: Device) {
                 if !event_index {
                     shared.set_device_suppression(1);
                 }
-                reported = shared.avail_idx();
+                reported = shared.load_avail_idx();
             }
             if reported != ENTRIES && !notify::enable_and_recheck(&*shared, &mut reported).moved {
                 shared.kick.wait();

@@ -168,7 +168,7 @@ impl SourceEndpoint for QemuSource {
         if self.qemu.was_running { SourceState::Running } else { SourceState::Paused }
     }
 
-    fn close(&mut self) {
+    fn close_after_switchover(&mut self) {
         self.incoming.disconnect();
     }
 }

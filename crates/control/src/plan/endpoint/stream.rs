@@ -123,7 +123,7 @@ impl SourceEndpoint for StreamSource {
         }
     }
 
-    fn close(&mut self) {
+    fn close_after_switchover(&mut self) {
         if let Some(connections) = self.incoming.disconnect() {
             connections.linger(LINGER);
         }

@@ -98,7 +98,7 @@ pub(in super::super) trait SourceEndpoint {
     }
 
     /// Closes the stream after the switchover.
-    fn close(&mut self) {}
+    fn close_after_switchover(&mut self) {}
 
     /// Replaces the reason of a failure by one that only the source knows.
     fn explain(&self, failure: Failure) -> Failure {

@@ -28,7 +28,7 @@ impl World {
             Directive::QuerySource => Input::Source(self.source_view()),
             Directive::ProbeSourceLink => Input::SourceLink(self.link()),
             Directive::QueryDestination => Input::Destination(self.destination_view()),
-            Directive::AwaitPeer => self.peer(index),
+            Directive::AwaitPeer => self.await_peer_message(index),
             Directive::RunDestination => self.run(reply),
             Directive::AcknowledgeUnconfirmed => {
                 self.wires[index].shut = self.wires[index].open;
@@ -133,7 +133,7 @@ impl World {
         self.wires[last].open = false;
     }
 
-    fn peer(&mut self, index: usize) -> Input {
+    fn await_peer_message(&mut self, index: usize) -> Input {
         let towline = *self.towline(index);
         let message = match towline.request.source {
             SourceKind::Towline => self.wires[index].down.take(),
