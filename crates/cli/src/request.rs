@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use towline_channel::Address;
-use towline_control::plan::{CopyRequest, Destination, PostcopyStart, Source, Task, TransferOptions};
+use towline_control::plan::{
+    CopyRequest, Destination, PostcopyStart, RequestedPages, Source, Task, TransferOptions,
+};
 use towline_migration::Tuning;
 
 use crate::args::{CompressionMethod, CopyArgs, MoveArgs, OnOff, StoredSourceArgs, TransferArgs};
@@ -91,7 +93,11 @@ fn postcopy(args: &TransferArgs, start: PostcopyStart, stored: &StoredSourceArgs
     Task::Postcopy {
         transfer: transfer(args),
         start,
-        preempt: args.postcopy.postcopy_preempt,
+        requested_pages: if args.postcopy.postcopy_preempt {
+            RequestedPages::PreemptChannel
+        } else {
+            RequestedPages::MainChannel
+        },
         record_working_set: stored.record_working_set == OnOff::On,
     }
 }
@@ -169,11 +175,20 @@ mod tests {
         ));
         assert!(matches!(
             task("towline copy --postcopy --recover a.img qmp:a"),
-            Task::Postcopy { start: PostcopyStart::Recover, preempt: false, record_working_set: true, .. }
+            Task::Postcopy {
+                start: PostcopyStart::Recover,
+                requested_pages: RequestedPages::MainChannel,
+                record_working_set: true,
+                ..
+            }
         ));
         assert!(matches!(
             task("towline move --postcopy --postcopy-preempt qmp:a qmp:b"),
-            Task::Postcopy { start: PostcopyStart::Move { .. }, preempt: true, .. }
+            Task::Postcopy {
+                start: PostcopyStart::Move { .. },
+                requested_pages: RequestedPages::PreemptChannel,
+                ..
+            }
         ));
     }
 

@@ -21,7 +21,8 @@ use std::time::Instant;
 use anyhow::Result;
 use towline_channel::Cancel;
 use towline_control::plan::{
-    self, CloneTarget, Clones, CopyRequest, Destination, Observer, PostcopyStart, Task, TransferOptions,
+    self, CloneTarget, Clones, CopyRequest, Destination, Observer, PostcopyStart, RequestedPages, Task,
+    TransferOptions,
 };
 use towline_launch::{CreatedOverlay, HostArguments, QemuVersion};
 
@@ -166,7 +167,12 @@ fn task(args: &RunArgs) -> Task {
     let (transfer, run) = (TransferOptions::default(), Some(true));
     if args.postcopy {
         let start = PostcopyStart::Copy { run };
-        return Task::Postcopy { transfer, start, preempt: false, record_working_set: true };
+        return Task::Postcopy {
+            transfer,
+            start,
+            requested_pages: RequestedPages::MainChannel,
+            record_working_set: true,
+        };
     }
     Task::Copy { transfer, run, resume: false, base: None }
 }

@@ -57,6 +57,6 @@ pub use outcomes::{GuestAfterFailure, GuestNeedingAttention, OutcomeRow, SourceC
 pub use progress::{CopyPhase, Observer, Progress};
 pub use report::{CopyReport, DestinationState, PostcopyReport, SourceState};
 pub use request::UpgradeMemory;
-pub use request::{CopyRequest, Devices, PostcopyStart, Task, Tls, TransferOptions};
+pub use request::{CopyRequest, Devices, PostcopyStart, RequestedPages, Task, Tls, TransferOptions};
 pub use upgrade::{UpgradeRequest, check_upgrade, upgrade};
 pub(crate) use vsock::chardevs as vsock_chardevs;

@@ -23,7 +23,7 @@ use towline_migration::{LaneSends, Tuning, ZeroCopySend};
 use towline_qmp::{CommandError, Commands, Emitter, Server};
 
 use crate::lock::lock;
-use crate::plan::{CopyPhase, CopyReport, CopyRequest, Failure, Observer, Progress};
+use crate::plan::{CopyPhase, CopyReport, CopyRequest, Failure, Observer, Progress, RequestedPages};
 use crate::statistics::{self, StatsObject, StatsSource};
 use state::{State, lane_metrics, milliseconds};
 
@@ -309,7 +309,7 @@ fn capabilities(options: &CopyRequest) -> Vec<Capability> {
         ),
         (
             "postcopy-preempt",
-            postcopy.is_some_and(|postcopy| postcopy.preempt),
+            postcopy.is_some_and(|postcopy| postcopy.requested_pages == RequestedPages::PreemptChannel),
             "start it again with or without --postcopy-preempt",
         ),
         ("postcopy-ram", postcopy.is_some(), "start it again with or without --postcopy"),

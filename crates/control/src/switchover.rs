@@ -43,8 +43,9 @@ mod model;
 
 pub(crate) use decision::Decision;
 pub(crate) use events::{
-    DestinationKind, DestinationStatus, Directive, GuestRunState, Input, MemorySharing, PeerMessage,
-    RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus, StartResult, SwitchoverRequest,
+    DestinationKind, DestinationStatus, Directive, FinalRunState, GuestRunState, Input, MemorySharing,
+    PeerMessage, RunRequest, SourceAction, SourceKind, SourceLink, SourceStatus, StartResult,
+    SwitchoverRequest,
 };
 pub(crate) use machine::Switchover;
 pub(crate) use outcome::{Placement, SwitchoverOutcome, Unresolved};

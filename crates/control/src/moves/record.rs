@@ -13,7 +13,7 @@ use crate::journal::{now_ms, pid_namespace};
 use crate::process::own_process;
 use crate::process::{Process, start_time};
 use crate::switchover::{
-    Decision, GuestRunState, MemorySharing, RunRequest, SourceAction, SwitchoverRequest,
+    Decision, FinalRunState, GuestRunState, MemorySharing, SourceAction, SwitchoverRequest,
 };
 
 /// Version of the format.
@@ -220,11 +220,7 @@ fn is_false(value: &bool) -> bool {
 impl GuestPlan {
     pub(crate) fn of(guest: GuestRunState, request: SwitchoverRequest) -> Self {
         let live = guest.is_live();
-        let run = match request.run {
-            RunRequest::AsItWas => live,
-            RunRequest::Run => true,
-            RunRequest::Pause => false,
-        };
+        let run = FinalRunState::requested(request.run, guest) == FinalRunState::Running;
         let (quit, shared_memory) =
             (request.after == SourceAction::Quit, request.memory == MemorySharing::Shared);
         Self { live, run, quit, shared_memory }

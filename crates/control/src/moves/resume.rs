@@ -13,8 +13,8 @@ use super::{Error, Id, RecordFile, record_file, text};
 use crate::journal::RuntimeDirectory;
 use crate::staging_names;
 use crate::switchover::{
-    Choice, Decision, InterruptedMove, MemorySharing, Placement, ResumeAction, ResumeBlocker, Side,
-    SourceStatus,
+    Choice, Decision, FinalRunState, InterruptedMove, MemorySharing, Placement, ResumeAction, ResumeBlocker,
+    Side, SourceStatus,
 };
 use recorded_qemu::{NotRun, RecordedQemu};
 
@@ -187,7 +187,7 @@ impl Resume {
 
     fn examine(&mut self) -> InterruptedMove {
         let decision = self.record.stage.decision().unwrap_or(Decision::Complete);
-        let mut case = InterruptedMove::new(decision, self.record.guest_plan.run);
+        let mut case = InterruptedMove::new(decision, FinalRunState::running_if(self.record.guest_plan.run));
         if self.record.guest_plan.shared_memory {
             case.memory = MemorySharing::Shared;
         }

@@ -167,9 +167,8 @@ impl Executor<'_> {
         } else {
             SOURCE_COMPLETION_TIMEOUT
         };
-        let live = self.ends.context.options.is_snapshot();
         let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Failed };
-        let view = source.query_status(live);
+        let view = source.query_status(self.ends.context.options);
         let is_over = self.wait.since.elapsed() >= limit;
         if matches!(view, SourceStatus::Migrating | SourceStatus::Unknown) && is_over {
             let error = source.not_completed(limit);

@@ -37,11 +37,11 @@ use super::outcomes::{GuestAfterFailure, GuestLocation};
 use super::progress::{CopyPhase, Progress};
 use super::report::PostcopyReport;
 use super::report::{CopyReport, SourceState};
-use super::request::PostcopyOptions;
+use super::request::{PostcopyOptions, RequestedPages};
 use super::shared_switchover::SharedSwitchover;
 use super::supervise::run_supervised;
 use super::{error_origin, tls};
-use crate::switchover::{DestinationKind, SourceKind};
+use crate::switchover::{DestinationKind, FinalRunState, SourceKind};
 use address::AddressDestination;
 use destination::PostcopyDestination;
 pub(super) use live::migrate;
@@ -105,6 +105,11 @@ fn restore_stored(
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
     let destination = open(destination, stored, options, context).map_err(Failure::untouched)?;
+    let run_state = FinalRunState::running_if(if options.recover {
+        destination.was_running()
+    } else {
+        context.options.run().unwrap_or(stored.was_running)
+    });
     let working_set = working_set(stored, options).map_err(Failure::untouched)?;
     let statistics = Arc::new(Statistics::default());
     let engine_options = EngineOptions {
@@ -125,10 +130,11 @@ fn restore_stored(
         options,
         context,
         destination,
+        run_state,
         report,
         late_cancel_reported: false,
     };
-    let restored = restore.run(stored.was_running);
+    let restored = restore.run();
     if let Some(mut set) = working_set
         && set.add(&engine.demanded())
         && let Err(error) = set.store()
@@ -150,23 +156,18 @@ struct Restore<'a> {
     options: PostcopyOptions,
     context: &'a Context<'a>,
     destination: Box<dyn PostcopyDestination>,
+    run_state: FinalRunState,
     report: PostcopyReport,
     /// The user was notified that it is too late to cancel.
     late_cancel_reported: bool,
 }
 
 impl<'a> Restore<'a> {
-    fn run(mut self, was_running: bool) -> Result<CopyReport, Failure> {
-        let runs = if self.options.recover {
-            self.destination.was_running()
-        } else {
-            self.context.options.run().unwrap_or(was_running)
-        };
-        let mut running =
-            if self.options.recover { self.recover(None)? } else { self.start(runs).map(Some)? };
+    fn run(mut self) -> Result<CopyReport, Failure> {
+        let mut running = if self.options.recover { self.recover(None)? } else { self.start().map(Some)? };
         let (mut idle, mut left, mut attempts) = (0, u64::MAX, Attempts::new());
         while let Some(connection) = running {
-            let Err(lost) = self.serve(connection, runs) else { break };
+            let Err(lost) = self.serve(connection) else { break };
             // A further connection does not help against a damaged image, or a failure of every connection.
             let has_progressed = self.engine.remaining() < left;
             left = self.engine.remaining();
@@ -184,20 +185,20 @@ impl<'a> Restore<'a> {
             }
             running = self.recover(Some(lost))?;
         }
-        self.finish(runs)
+        self.finish()
     }
 
     /// Offers the guest, and passes the point of no return.
-    fn start(&mut self, runs: bool) -> Result<Running<'a>, Failure> {
+    fn start(&mut self) -> Result<Running<'a>, Failure> {
         let (context, engine) = (self.context, self.engine);
         let session = Arc::new(Session::default());
         let offered = (|| {
             context.observer.phase(CopyPhase::Connect);
-            let address = self.destination.listen(self.options, runs)?;
+            let address = self.destination.listen(self.options, self.run_state)?;
             let (main, preempt) = self.connect(&address)?;
             context.check_cancelled()?;
             context.observer.phase(CopyPhase::Transfer);
-            let link = PostcopyChannels { main, preempt: self.options.preempt.then_some(&preempt) };
+            let link = PostcopyChannels { main, preempt: self.preempts().then_some(&preempt) };
             let mut look = || {
                 context.report_progress(self.statistics, Progress::default());
                 Ok(())
@@ -226,7 +227,7 @@ impl<'a> Restore<'a> {
     }
 
     /// Serves the guest over one connection, and watches it.
-    fn serve(&mut self, running: Running<'a>, runs: bool) -> Result<(), ConnectionLost> {
+    fn serve(&mut self, running: Running<'a>) -> Result<(), ConnectionLost> {
         let (watcher, done, started) = (thread::current(), AtomicBool::new(false), Instant::now());
         thread::scope(|scope| {
             let worker = scope.spawn(|| {
@@ -236,9 +237,9 @@ impl<'a> Restore<'a> {
                 served
             });
             while !done.load(Ordering::Acquire) && !worker.is_finished() {
-                self.poll(runs);
-                let starts = runs && self.destination.is_driven() && self.report.running_after.is_none();
-                let closely = starts && started.elapsed() < START_POLL_TIME;
+                self.poll();
+                let closely =
+                    self.is_starting() && self.destination.is_driven() && started.elapsed() < START_POLL_TIME;
                 thread::park_timeout(if closely { START_POLL_INTERVAL } else { POLL_INTERVAL });
             }
             match worker.join() {
@@ -248,10 +249,19 @@ impl<'a> Restore<'a> {
         })
     }
 
-    fn poll(&mut self, runs: bool) {
-        if runs && self.report.running_after.is_none() && self.destination.runs_now() {
-            self.report.running_after = Some(self.context.elapsed());
-            self.context.observer.phase(CopyPhase::Running);
+    /// Returns true if the guest is to run and was not seen to run yet.
+    fn is_starting(&self) -> bool {
+        self.run_state == FinalRunState::Running && self.report.running_after.is_none()
+    }
+
+    fn set_running(&mut self) {
+        self.report.running_after = Some(self.context.elapsed());
+        self.context.observer.phase(CopyPhase::Running);
+    }
+
+    fn poll(&mut self) {
+        if self.is_starting() && self.destination.runs_now() {
+            self.set_running();
         }
         self.report_progress();
         if self.context.cancel.is_cancelled() && !self.late_cancel_reported {
@@ -314,8 +324,12 @@ impl<'a> Restore<'a> {
         let session = Arc::new(Session::default());
         session.set_tuning(&self.context.options.tuning);
         let (main, preempt) = self.connect(address)?;
-        let link = PostcopyChannels { main, preempt: self.options.preempt.then_some(&preempt) };
+        let link = PostcopyChannels { main, preempt: self.preempts().then_some(&preempt) };
         Ok(self.engine.recover(&session, &link)?)
+    }
+
+    fn preempts(&self) -> bool {
+        self.options.requested_pages == RequestedPages::PreemptChannel
     }
 
     /// The main channel, and a function that connects the preempt channel.
@@ -338,15 +352,14 @@ impl<'a> Restore<'a> {
         Ok((connect()?, connect))
     }
 
-    fn finish(mut self, runs: bool) -> Result<CopyReport, Failure> {
+    fn finish(mut self) -> Result<CopyReport, Failure> {
         self.context.observer.phase(CopyPhase::Release);
         self.report.faults = self.engine.faults();
         self.report_progress();
-        let state = self.destination.state(runs);
-        let notes = self.destination.finish(runs)?;
-        if runs && self.report.running_after.is_none() && self.destination.is_driven() {
-            self.report.running_after = Some(self.context.elapsed());
-            self.context.observer.phase(CopyPhase::Running);
+        let state = self.destination.state(self.run_state);
+        let notes = self.destination.finish(self.run_state)?;
+        if self.is_starting() && self.destination.is_driven() {
+            self.set_running();
         }
         notes.iter().for_each(|note| self.context.observer.notice(note));
         let moved = self.statistics.snapshot();

@@ -6,6 +6,8 @@ use towline_image::{Increment, Uploaded};
 use towline_migration::postcopy::FaultCounts;
 use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend, synthetic};
 
+use crate::switchover::FinalRunState;
+
 /// Report of a completed copy.
 #[derive(Debug, Clone)]
 pub struct CopyReport {
@@ -80,6 +82,15 @@ pub enum DestinationState {
     Received,
     /// It was counted and discarded.
     Dropped,
+}
+
+impl From<FinalRunState> for DestinationState {
+    fn from(state: FinalRunState) -> Self {
+        match state {
+            FinalRunState::Running => Self::Running,
+            FinalRunState::Paused => Self::Paused,
+        }
+    }
 }
 
 /// Statistics of a postcopy.

@@ -81,8 +81,8 @@ pub enum Task {
         transfer: TransferOptions,
         /// Beginning of the postcopy.
         start: PostcopyStart,
-        /// Send requested pages over a preempt channel.
-        preempt: bool,
+        /// Channel of requested pages.
+        requested_pages: RequestedPages,
         /// Store the working set beside the image, for the next restore.
         record_working_set: bool,
     },
@@ -120,6 +120,15 @@ pub enum PostcopyStart {
     Recover,
 }
 
+/// Channel of the pages that the destination of a postcopy requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RequestedPages {
+    /// Among the other pages.
+    MainChannel,
+    /// A channel of their own (QEMU's postcopy-preempt).
+    PreemptChannel,
+}
+
 /// Options of the transfer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TransferOptions {
@@ -143,7 +152,7 @@ pub struct Tls {
 /// Options of a postcopy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PostcopyOptions {
-    pub(crate) preempt: bool,
+    pub(crate) requested_pages: RequestedPages,
     pub(crate) recover: bool,
     pub(crate) record_working_set: bool,
 }
@@ -266,8 +275,8 @@ impl CopyRequest {
     /// Options of a postcopy; `None` for other tasks.
     pub(crate) fn postcopy(&self) -> Option<PostcopyOptions> {
         match &self.task {
-            Task::Postcopy { start, preempt, record_working_set, .. } => Some(PostcopyOptions {
-                preempt: *preempt,
+            Task::Postcopy { start, requested_pages, record_working_set, .. } => Some(PostcopyOptions {
+                requested_pages: *requested_pages,
                 recover: *start == PostcopyStart::Recover,
                 record_working_set: *record_working_set,
             }),

@@ -2,7 +2,7 @@
 
 use super::decision::Decision;
 use super::events::{
-    DestinationKind, DestinationStatus, Directive, Input, MemorySharing, PeerMessage, RunRequest,
+    DestinationKind, DestinationStatus, Directive, FinalRunState, Input, MemorySharing, PeerMessage,
     SourceAction, SourceKind, SourceStatus, StartResult,
 };
 use super::fault::SwitchoverBug;
@@ -16,16 +16,10 @@ impl Switchover {
             DestinationKind::Stored => self.finalize(Placement::Stored),
             DestinationKind::Stream | DestinationKind::Relayed => self.finalize(Placement::Loaded),
             DestinationKind::Towline => self.decide(Decision::Complete),
-            DestinationKind::Qemu if self.runs() => self.decide(Decision::Run),
-            DestinationKind::Qemu => self.finalize(Placement::Paused),
-        }
-    }
-
-    pub(super) fn runs(&self) -> bool {
-        match self.request.run {
-            RunRequest::AsItWas => self.guest.is_live(),
-            RunRequest::Run => true,
-            RunRequest::Pause => false,
+            DestinationKind::Qemu => match FinalRunState::requested(self.request.run, self.guest) {
+                FinalRunState::Running => self.decide(Decision::Run),
+                FinalRunState::Paused => self.finalize(Placement::Paused),
+            },
         }
     }
 

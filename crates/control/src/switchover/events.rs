@@ -98,6 +98,29 @@ impl GuestRunState {
     }
 }
 
+/// Run state that a guest has at its destination in the end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum FinalRunState {
+    Running,
+    Paused,
+}
+
+impl FinalRunState {
+    /// `Running` if the condition is true.
+    pub(crate) fn running_if(runs: bool) -> Self {
+        if runs { Self::Running } else { Self::Paused }
+    }
+
+    /// State of a guest that was stopped in `guest`.
+    pub(crate) fn requested(request: RunRequest, guest: GuestRunState) -> Self {
+        Self::running_if(match request {
+            RunRequest::AsItWas => guest.is_live(),
+            RunRequest::Run => true,
+            RunRequest::Pause => false,
+        })
+    }
+}
+
 /// State of the source's QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum SourceStatus {

@@ -12,7 +12,7 @@
 //! from its older state without a choice: its disks are newer than its memory there.
 
 use super::decision::Decision;
-use super::events::{DestinationStatus, MemorySharing, SourceStatus};
+use super::events::{DestinationStatus, FinalRunState, MemorySharing, SourceStatus};
 use super::fault::{FaultSwitch, SwitchoverBug};
 use super::outcome::Placement;
 
@@ -28,8 +28,8 @@ pub(crate) enum Side {
 pub(crate) struct InterruptedMove {
     /// The last recorded decision, of either end.
     pub(crate) decision: Decision,
-    /// The guest is to run at its destination.
-    pub(crate) runs: bool,
+    /// Requested run state at its destination.
+    pub(crate) run_state: FinalRunState,
     /// Memory of the guest at the two ends.
     pub(crate) memory: MemorySharing,
     /// State of its source; `None` if that cannot be queried from here.
@@ -115,9 +115,9 @@ pub(crate) enum Choice {
 
 impl InterruptedMove {
     /// A move with this record and no end queried yet.
-    pub(crate) fn new(decision: Decision, runs: bool) -> Self {
+    pub(crate) fn new(decision: Decision, run_state: FinalRunState) -> Self {
         let (memory, fault) = (MemorySharing::Copied, FaultSwitch::default());
-        Self { decision, runs, memory, source: None, destination: None, fault }
+        Self { decision, run_state, memory, source: None, destination: None, fault }
     }
 
     /// Derives the next action from the evidence.
@@ -223,7 +223,10 @@ impl InterruptedMove {
     }
 
     fn start_or_finish(&self) -> ResumeAction {
-        if self.runs { ResumeAction::RunDestination } else { ResumeAction::AtDestination(Placement::Paused) }
+        match self.run_state {
+            FinalRunState::Running => ResumeAction::RunDestination,
+            FinalRunState::Paused => ResumeAction::AtDestination(Placement::Paused),
+        }
     }
 
     /// Returns true if the guest was to be started at the destination: its state there may be newer than the

@@ -16,9 +16,11 @@ use super::super::compression;
 use super::super::error::Error;
 use super::super::error_origin;
 use super::super::private_dir::PrivateDir;
+use super::super::request::RequestedPages;
 use super::super::validate::check_multifd_with_postcopy;
 use super::{DriveLocks, QmpDestination, RecoveryState};
 use crate::qemu::{self, AppliedSettings, MigrationSettings, Qemu};
+use crate::switchover::FinalRunState;
 
 /// Timeout for a destination that has everything to complete.
 const COMPLETED_TIMEOUT: Duration = Duration::from_secs(60);
@@ -60,9 +62,13 @@ impl QmpDestination {
         })
     }
 
-    /// Returns true if it takes urgent pages on a preempt channel.
-    pub(in super::super) fn preempts(&self) -> bool {
-        self.facts().capabilities.get(&Capability::POSTCOPY_PREEMPT) == Some(&true)
+    /// Channel on which it expects requested pages.
+    pub(in super::super) fn requested_pages(&self) -> RequestedPages {
+        if self.facts().capabilities.get(&Capability::POSTCOPY_PREEMPT) == Some(&true) {
+            RequestedPages::PreemptChannel
+        } else {
+            RequestedPages::MainChannel
+        }
     }
 
     /// Returns true if a guest ran here when it was connected to.
@@ -79,16 +85,17 @@ impl QmpDestination {
         blocks.iter().map(of).collect()
     }
 
-    /// Configures QEMU and has it listen. If `runs`, it runs the guest by itself when POSTCOPY_RUN arrives. Lanes
+    /// Configures QEMU and has it listen. A guest that is to run is started by QEMU itself when POSTCOPY_RUN arrives. Lanes
     /// are used until then.
     pub(in super::super) fn start_postcopy(
         &mut self,
-        preempt: bool,
-        runs: bool,
+        requested_pages: RequestedPages,
+        run_state: FinalRunState,
         lanes: usize,
         compression: Compression,
     ) -> Result<Address, Error> {
-        self.check_capabilities(preempt)?;
+        self.check_capabilities(requested_pages)?;
+        let preempt = requested_pages == RequestedPages::PreemptChannel;
         let known = &self.facts().capabilities;
         let mut settings = MigrationSettings {
             capabilities: super::disabled_capabilities(known).collect(),
@@ -112,11 +119,10 @@ impl QmpDestination {
             settings.capabilities.insert(Capability::POSTCOPY_PREEMPT, preempt);
         }
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
-        if runs {
+        match run_state {
             // Set while it waits: it runs even if it was started with -S.
-            self.qemu.cont()?;
-        } else {
-            self.qemu.stop()?;
+            FinalRunState::Running => self.qemu.cont()?,
+            FinalRunState::Paused => self.qemu.stop()?,
         }
         let path = self.stream_path();
         let version = &self.facts().version.qemu;
@@ -134,7 +140,7 @@ impl QmpDestination {
         check_multifd_with_postcopy(&self.qemu)
     }
 
-    fn check_capabilities(&self, preempt: bool) -> Result<(), Error> {
+    fn check_capabilities(&self, requested_pages: RequestedPages) -> Result<(), Error> {
         let (facts, socket) = (self.facts(), self.qemu.socket());
         let unknown = |capability| {
             let version = self.qemu.version_text();
@@ -143,7 +149,9 @@ impl QmpDestination {
         if !facts.capabilities.contains_key(&Capability::POSTCOPY_RAM) {
             return unknown(Capability::POSTCOPY_RAM);
         }
-        if preempt && !facts.capabilities.contains_key(&Capability::POSTCOPY_PREEMPT) {
+        if requested_pages == RequestedPages::PreemptChannel
+            && !facts.capabilities.contains_key(&Capability::POSTCOPY_PREEMPT)
+        {
             return unknown(Capability::POSTCOPY_PREEMPT);
         }
         Ok(())

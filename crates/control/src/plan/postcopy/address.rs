@@ -7,12 +7,13 @@ use super::super::destination::RecoveryState;
 use super::super::error::Error;
 use super::super::request::PostcopyOptions;
 use super::destination::PostcopyDestination;
+use crate::switchover::FinalRunState;
 
 /// See the module's text.
 pub(super) struct AddressDestination(pub(super) Address);
 
 impl PostcopyDestination for AddressDestination {
-    fn listen(&mut self, _: PostcopyOptions, _: bool) -> Result<Address, Error> {
+    fn listen(&mut self, _: PostcopyOptions, _: FinalRunState) -> Result<Address, Error> {
         Ok(self.0.clone())
     }
 

@@ -11,6 +11,7 @@ use super::super::error_origin;
 use super::super::outcomes::GuestLocation;
 use super::super::report::DestinationState;
 use super::super::request::PostcopyOptions;
+use crate::switchover::FinalRunState;
 
 /// A QEMU that takes the guest. The defaults are those of one whose monitor is not connected.
 pub(super) trait PostcopyDestination {
@@ -30,7 +31,7 @@ pub(super) trait PostcopyDestination {
     }
 
     /// Has it listen, if it is driven; returns its address.
-    fn listen(&mut self, options: PostcopyOptions, runs: bool) -> Result<Address, Error>;
+    fn listen(&mut self, options: PostcopyOptions, run_state: FinalRunState) -> Result<Address, Error>;
 
     /// Returns true if the guest is seen to run.
     fn runs_now(&mut self) -> bool {
@@ -72,14 +73,14 @@ pub(super) trait PostcopyDestination {
     }
 
     /// State of the guest when it has all of its memory.
-    fn state(&self, runs: bool) -> DestinationState {
-        let _ = runs;
+    fn state(&self, run_state: FinalRunState) -> DestinationState {
+        let _ = run_state;
         DestinationState::Loaded
     }
 
     /// Restores settings when all memory has arrived. Returns notices.
-    fn finish(&mut self, runs: bool) -> Result<Vec<String>, Failure> {
-        let _ = runs;
+    fn finish(&mut self, run_state: FinalRunState) -> Result<Vec<String>, Failure> {
+        let _ = run_state;
         Ok(Vec::new())
     }
 }

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::switchover::{DestinationKind, SourceKind, Unresolved};
+use crate::switchover::{DestinationKind, FinalRunState, SourceKind, Unresolved};
 use towline_migration::Snapshot;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus, RamStats};
 
@@ -27,7 +27,7 @@ use super::super::outcomes::GuestLocation;
 use super::super::preflight::FactsExtent;
 use super::super::progress::CopyPhase;
 use super::super::report::PostcopyReport;
-use super::super::report::{CopyReport, DestinationState, SourceState};
+use super::super::report::{CopyReport, SourceState};
 use super::super::request::PostcopyOptions;
 use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::{CopyEnd, GuestAction, QmpSource};
@@ -50,9 +50,15 @@ pub(in super::super) fn migrate(
     let switchover = SharedSwitchover::new(SourceKind::Qemu, DestinationKind::Qemu, context.options);
     context.observer.phase(CopyPhase::Connect);
     // It stays paused until the source has switched to postcopy, or completes without it.
-    let started = target.start_postcopy(options.preempt, false, context.lanes, context.options.compression);
-    let started = started
-        .and_then(|address| source.start_postcopy(&address, options.preempt, context.lanes, context.options));
+    let started = target.start_postcopy(
+        options.requested_pages,
+        FinalRunState::Paused,
+        context.lanes,
+        context.options.compression,
+    );
+    let started = started.and_then(|address| {
+        source.start_postcopy(&address, options.requested_pages, context.lanes, context.options)
+    });
     let switched = match started.and_then(|()| switch_over(&mut source, context)) {
         Ok(switched) => switched,
         Err(error) => {
@@ -64,10 +70,11 @@ pub(in super::super) fn migrate(
             return Ok(context.build_report(Snapshot::default(), concluded.source, concluded.destination));
         }
     };
-    let runs = context.options.run().unwrap_or(switched);
+    let run_state = FinalRunState::running_if(context.options.run().unwrap_or(switched));
     context.observer.phase(CopyPhase::Switchover);
     let (report, moved) = (PostcopyReport::default(), Snapshot::default());
-    let mut live = LivePostcopy { source, target, context, report, moved, runs, late_cancel_reported: false };
+    let mut live =
+        LivePostcopy { source, target, context, report, moved, run_state, late_cancel_reported: false };
     match live.wait_until_completed() {
         Ok(downtime_ms) => live.finish(downtime_ms),
         Err(failure) => Err(failure),
@@ -123,7 +130,7 @@ struct LivePostcopy<'a> {
     report: PostcopyReport,
     /// Counters of the source's QEMU.
     moved: Snapshot,
-    runs: bool,
+    run_state: FinalRunState,
     late_cancel_reported: bool,
 }
 
@@ -153,7 +160,11 @@ impl LivePostcopy<'_> {
     }
 
     fn observe_status(&mut self, migration: &MigrationInfo) {
-        if self.runs && self.report.running_after.is_none() && has_switched_over(migration) && self.starts() {
+        if self.run_state == FinalRunState::Running
+            && self.report.running_after.is_none()
+            && has_switched_over(migration)
+            && self.starts()
+        {
             self.report.running_after = Some(self.context.elapsed());
             self.context.observer.phase(CopyPhase::Running);
         }
@@ -230,7 +241,7 @@ impl LivePostcopy<'_> {
 
     fn finish(mut self, downtime_ms: Option<u64>) -> Result<CopyReport, Failure> {
         self.context.observer.phase(CopyPhase::Release);
-        let runs = self.runs;
+        let runs = self.run_state == FinalRunState::Running;
         let finished = self.target.wait_completed();
         let finished = finished.and_then(|()| if runs { self.target.ensure_running() } else { Ok(()) });
         let notes = match finished.and_then(|()| self.target.restore_settings()) {
@@ -247,8 +258,7 @@ impl LivePostcopy<'_> {
         }
         let (source, exact_ms) = release_source(&mut self.source, self.context)?;
         let downtime_ms = exact_ms.or(downtime_ms);
-        let state = if runs { DestinationState::Running } else { DestinationState::Paused };
-        let report = self.context.build_report(self.moved, source, state);
+        let report = self.context.build_report(self.moved, source, self.run_state.into());
         Ok(CopyReport { downtime_ms, postcopy: Some(self.report), ..report })
     }
 }

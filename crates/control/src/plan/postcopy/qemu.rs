@@ -13,9 +13,10 @@ use super::super::error_origin;
 use super::super::outcomes::{GuestAfterFailure, GuestLocation};
 use super::super::preflight::GuestFacts;
 use super::super::report::DestinationState;
-use super::super::request::PostcopyOptions;
+use super::super::request::{PostcopyOptions, RequestedPages};
 use super::destination::{PostcopyDestination, stopped};
 use super::stored::RestoreSource;
+use crate::switchover::FinalRunState;
 
 /// See the module's text.
 pub(super) struct DrivenDestination(QmpDestination);
@@ -36,11 +37,11 @@ impl DrivenDestination {
         context.report_repair(qemu.qemu());
         let machine_type = &stored.guest.configuration().machine_type;
         qemu.check(&GuestFacts::of_blocks(machine_type, stored.guest.blocks()), context)?;
-        if options.recover && qemu.preempts() != options.preempt {
-            let (has, option) = if qemu.preempts() {
-                ("a preempt channel", "pass --postcopy-preempt")
-            } else {
-                ("no preempt channel", "leave --postcopy-preempt out")
+        let expected = qemu.requested_pages();
+        if options.recover && expected != options.requested_pages {
+            let (has, option) = match expected {
+                RequestedPages::PreemptChannel => ("a preempt channel", "pass --postcopy-preempt"),
+                RequestedPages::MainChannel => ("no preempt channel", "leave --postcopy-preempt out"),
             };
             return Err(Error::Usage(format!("the guest was started with {has}: {option}")));
         }
@@ -61,8 +62,8 @@ impl PostcopyDestination for DrivenDestination {
         self.0.page_bytes(blocks)
     }
 
-    fn listen(&mut self, options: PostcopyOptions, runs: bool) -> Result<Address, Error> {
-        self.0.start_postcopy(options.preempt, runs, 0, Compression::None)
+    fn listen(&mut self, options: PostcopyOptions, run_state: FinalRunState) -> Result<Address, Error> {
+        self.0.start_postcopy(options.requested_pages, run_state, 0, Compression::None)
     }
 
     fn runs_now(&mut self) -> bool {
@@ -110,13 +111,16 @@ impl PostcopyDestination for DrivenDestination {
         if is_blocked { needs_attention(error, GuestLocation::PostcopyBlocked) } else { stopped(error) }
     }
 
-    fn state(&self, runs: bool) -> DestinationState {
-        if runs { DestinationState::Running } else { DestinationState::Paused }
+    fn state(&self, run_state: FinalRunState) -> DestinationState {
+        run_state.into()
     }
 
-    fn finish(&mut self, runs: bool) -> Result<Vec<String>, Failure> {
+    fn finish(&mut self, run_state: FinalRunState) -> Result<Vec<String>, Failure> {
         let qemu = &mut self.0;
-        let finished = qemu.wait_completed().and_then(|()| if runs { qemu.check_running() } else { Ok(()) });
+        let finished = qemu.wait_completed().and_then(|()| match run_state {
+            FinalRunState::Running => qemu.check_running(),
+            FinalRunState::Paused => Ok(()),
+        });
         finished.and_then(|()| qemu.restore_settings()).map_err(|error| {
             if error_origin::is_monitor_lost(&error) {
                 needs_attention(error, GuestLocation::PostcopyEnded)

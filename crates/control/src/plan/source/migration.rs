@@ -9,6 +9,7 @@ use towline_qmp::commands::{MigrateCancel, MigrationInfo, MigrationStatus, RunSt
 
 use super::super::error::Error;
 use super::super::progress::Progress;
+use super::super::request::CopyRequest;
 use super::qmp_source::QmpSource;
 use crate::switchover::SourceStatus;
 
@@ -37,12 +38,11 @@ impl QmpSource {
         Ok(self.progress)
     }
 
-    /// Queries the state of its migration. A missing reply is no evidence; an exited process is. `is_background_snapshot`: a
-    /// background snapshot, whose guest keeps running.
-    pub(in super::super) fn query_status(&mut self, is_background_snapshot: bool) -> SourceStatus {
+    /// Queries the state of its migration. A missing reply is no evidence; an exited process is.
+    pub(in super::super) fn query_status(&mut self, options: &CopyRequest) -> SourceStatus {
         match self.qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
             Ok(Some((migration, status))) => {
-                let view = self.status_of(&migration, &status, is_background_snapshot);
+                let view = self.status_of(&migration, &status, options);
                 self.last_migration = Some(migration);
                 view
             }
@@ -58,13 +58,14 @@ impl QmpSource {
         &self,
         migration: &MigrationInfo,
         status: &Status,
-        is_background_snapshot: bool,
+        options: &CopyRequest,
     ) -> SourceStatus {
         let of_migration = migration.status.as_ref().filter(|_| self.started);
         match of_migration {
             Some(status) if !status.is_idle() => SourceStatus::Migrating,
             Some(done) if *done == MigrationStatus::COMPLETED => {
-                if status.running && !is_background_snapshot {
+                // The guest of a background snapshot keeps running.
+                if status.running && !options.is_snapshot() {
                     SourceStatus::CompletedThenResumed
                 } else {
                     SourceStatus::Completed

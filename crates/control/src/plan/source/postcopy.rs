@@ -5,7 +5,7 @@ use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, Migration
 
 use super::super::destination::is_live;
 use super::super::error::Error;
-use super::super::request::CopyRequest;
+use super::super::request::{CopyRequest, RequestedPages};
 use super::super::validate::check_multifd_with_postcopy;
 use super::configuration::BANDWIDTH_UNLIMITED;
 use super::qmp_source::QmpSource;
@@ -20,13 +20,13 @@ impl QmpSource {
     pub(in super::super) fn start_postcopy(
         &mut self,
         address: &Address,
-        preempt: bool,
+        requested_pages: RequestedPages,
         lanes: usize,
         options: &CopyRequest,
     ) -> Result<(), Error> {
         let mut settings = self.migration_settings(lanes, options);
         settings.capabilities.insert(Capability::POSTCOPY_RAM, true);
-        if preempt {
+        if requested_pages == RequestedPages::PreemptChannel {
             settings.capabilities.insert(Capability::POSTCOPY_PREEMPT, true);
         }
         settings.parameters.max_bandwidth =

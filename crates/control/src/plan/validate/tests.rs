@@ -1,11 +1,16 @@
 use super::super::ends::MemoryOptions;
-use super::super::request::{PostcopyStart, Task, TransferOptions};
+use super::super::request::{PostcopyStart, RequestedPages, Task, TransferOptions};
 use super::*;
 
 fn postcopy() -> CopyRequest {
     let start = PostcopyStart::Copy { run: None };
     let transfer = TransferOptions::default();
-    CopyRequest::new(Task::Postcopy { transfer, start, preempt: false, record_working_set: true })
+    CopyRequest::new(Task::Postcopy {
+        transfer,
+        start,
+        requested_pages: RequestedPages::MainChannel,
+        record_working_set: true,
+    })
 }
 
 fn qmp() -> Destination {

@@ -24,11 +24,11 @@ fn cases() -> Vec<InterruptedMove> {
     for decision in DECISIONS {
         for source in SOURCES.map(Some).into_iter().chain([None]) {
             for destination in DESTINATIONS.map(Some).into_iter().chain([None]) {
-                for runs in [true, false] {
+                for run_state in [FinalRunState::Running, FinalRunState::Paused] {
                     cases.push(InterruptedMove {
                         source,
                         destination,
-                        ..InterruptedMove::new(decision, runs)
+                        ..InterruptedMove::new(decision, run_state)
                     });
                 }
             }
@@ -74,7 +74,7 @@ fn source_of_an_upgrade_never_runs_after_the_decision_to_run_its_destination() {
         memory: MemorySharing::Shared,
         source: Some(SourceStatus::Completed),
         destination: Some(DestinationStatus::Exited),
-        ..InterruptedMove::new(Decision::Run, true)
+        ..InterruptedMove::new(Decision::Run, FinalRunState::Running)
     };
     assert_eq!(lost.next_action(), ResumeAction::NeedsChoice(ResumeBlocker::MemoryChanged));
     assert_eq!(lost.apply(Choice::Run(Side::Source)), Err(ResumeBlocker::MemoryChanged));
@@ -114,14 +114,14 @@ fn guest_that_may_have_run_at_a_lost_destination_needs_a_choice() {
     let exited = InterruptedMove {
         source: Some(SourceStatus::Exited),
         destination: Some(DestinationStatus::Loaded),
-        ..InterruptedMove::new(Decision::Acknowledge, true)
+        ..InterruptedMove::new(Decision::Acknowledge, FinalRunState::Running)
     };
     assert_eq!(exited.next_action(), ResumeAction::NeedsChoice(ResumeBlocker::SourceLost));
     assert_eq!(exited.apply(Choice::Run(Side::Destination)), Ok(ResumeAction::RunDestination));
     let lost = InterruptedMove {
         source: Some(SourceStatus::Completed),
         destination: Some(DestinationStatus::Exited),
-        ..InterruptedMove::new(Decision::Acknowledge, true)
+        ..InterruptedMove::new(Decision::Acknowledge, FinalRunState::Running)
     };
     assert_eq!(lost.next_action(), ResumeAction::NeedsChoice(ResumeBlocker::DestinationLost));
     assert_eq!(lost.apply(Choice::Run(Side::Source)), Ok(ResumeAction::RunSource));

@@ -2,10 +2,9 @@
 
 use super::super::super::{Choice, RunFailure, Side};
 use super::{
-    Decision, Destination, InterruptedMove, Placement, Reply, ResumeAction, RunRequest, Source, SourceKind,
-    World,
+    Decision, Destination, InterruptedMove, Placement, Reply, ResumeAction, Source, SourceKind, World,
 };
-use crate::switchover::DestinationKind;
+use crate::switchover::{DestinationKind, FinalRunState};
 
 impl World {
     /// The record of this towline on disk.
@@ -26,7 +25,7 @@ impl World {
     /// Evidence available to a towline on the host of this one.
     pub(super) fn case(&self, index: usize) -> InterruptedMove {
         let towline = self.towlines[index].expect("it is there");
-        let case = InterruptedMove::new(towline.record.expect("there is one"), self.is_to_run());
+        let case = InterruptedMove::new(towline.record.expect("there is one"), self.final_run_state());
         let source = (towline.request.source == SourceKind::Qemu).then(|| self.source_view());
         let case = InterruptedMove { memory: towline.request.memory, ..case };
         let is_driven = towline.request.destination == DestinationKind::Qemu;
@@ -36,7 +35,7 @@ impl World {
 
     /// Evidence available at both ends together.
     pub(super) fn case_of_both(&self) -> InterruptedMove {
-        let case = InterruptedMove::new(self.decided().expect("there is one"), self.is_to_run());
+        let case = InterruptedMove::new(self.decided().expect("there is one"), self.final_run_state());
         InterruptedMove {
             source: Some(self.source_view()),
             destination: Some(self.destination_view()),
@@ -44,12 +43,9 @@ impl World {
         }
     }
 
-    fn is_to_run(&self) -> bool {
-        match self.towlines[0].expect("there is one").request.run {
-            RunRequest::AsItWas => self.carried.is_live(),
-            RunRequest::Run => true,
-            RunRequest::Pause => false,
-        }
+    fn final_run_state(&self) -> FinalRunState {
+        let request = self.towlines[0].expect("there is one").request.run;
+        FinalRunState::requested(request, self.carried)
     }
 
     pub(super) fn resume(&mut self, index: usize, case: InterruptedMove) {
