@@ -11,56 +11,28 @@
 //! Limits: one guest at a time, TCG. QEMU before 10.1 does not report the latency of faults at its source, so p50 and p99 are towline's;
 //! the destination's own measurement of its processors' waiting covers both.
 
+mod bench;
 mod guest;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
-use tempfile::TempDir;
-use towline_channel::Cancel;
-use towline_lab::{Qemu, Towline};
+use towline_lab::Towline;
 
 use crate::rounds::{self, Contender, Outcome};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
+pub use bench::Parameters;
+use bench::{Bench, DATA_PERCENT, KERNEL_MIB, MIB, WITHIN};
 use guest::{Stored, Waiting};
 
-const MIB: u64 = 1 << 20;
-/// Share of a guest's memory that is random.
-const DATA_PERCENT: u64 = 75;
-/// Memory of the guest's kernel in MiB.
-const KERNEL_MIB: u64 = 128;
-const WITHIN: Duration = Duration::from_secs(300);
 const POLL_INTERVAL: Duration = Duration::from_micros(500);
 /// Interval of queries for completion, long enough not to load the destination.
 const COMPLETE_INTERVAL: Duration = Duration::from_millis(2);
 /// Spare memory beside two guests in MiB.
 const SPARE_MIB: u64 = 1024;
-
-/// Parameters of the measurement.
-#[derive(Debug, Clone)]
-pub struct Parameters {
-    /// Memory of each guest in MiB.
-    pub sizes_mib: Vec<u64>,
-    /// Number of runs of each row.
-    pub runs: usize,
-    /// Binary under test.
-    pub towline: PathBuf,
-    /// Directory of temporary images.
-    pub directory: PathBuf,
-    /// Cancels the measurement.
-    pub cancel: Cancel,
-}
-
-impl Parameters {
-    /// Returns the published parameters: guests of 1, 4 and 8 GiB, images in `$TMPDIR`.
-    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
-        let (sizes_mib, directory) = (vec![1024, 4096, 8192], std::env::temp_dir());
-        Self { sizes_mib, runs, towline: towline.into(), directory, cancel }
-    }
-}
 
 /// Contender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -126,22 +98,7 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     Ok(vec![table])
 }
 
-/// Benchmark of one size.
-struct Bench<'a> {
-    parameters: &'a Parameters,
-    memory_mib: u64,
-    directory: TempDir,
-}
-
 impl Bench<'_> {
-    fn data_mib(&self) -> u64 {
-        (self.memory_mib * DATA_PERCENT / 100).min(self.memory_mib.saturating_sub(KERNEL_MIB))
-    }
-
-    fn image(&self) -> PathBuf {
-        self.directory.path().join("guest.img")
-    }
-
     fn rows(&self) -> Result<Vec<Row>> {
         let stored = Stored::make(self)?;
         let all: Vec<(bool, Method)> =
@@ -344,10 +301,6 @@ impl Bench<'_> {
             ensure!(Instant::now() < deadline, "{what}: not within {} s", WITHIN.as_secs());
             std::thread::sleep(POLL_INTERVAL);
         }
-    }
-
-    fn builder(&self) -> towline_lab::Builder {
-        Qemu::builder(towline_lab::Version::V10_0).cpu("Nehalem").linux().memory_mib(self.memory_mib)
     }
 }
 

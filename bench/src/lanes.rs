@@ -16,130 +16,26 @@
 
 mod calls;
 mod end;
+mod entry;
 mod iperf;
 mod layers;
 mod process;
 mod qemu;
 mod tables;
 
-use std::path::{Path, PathBuf};
-
 use anyhow::{Context, Result};
 use serde_json::json;
 use tempfile::TempDir;
-use towline_channel::Cancel;
 use towline_lab::certificates::Authority;
 
-use crate::rounds::{self, Contender, Outcome};
+use crate::rounds::{self, Contender};
 use crate::table::Table;
 pub use calls::measure as calls;
 use end::Mode;
 pub use end::{role, serve};
+use entry::{Entry, MIB, Method, Peer};
+pub use entry::{Load, Parameters};
 use process::{Cost, End, Job};
-
-const MIB: u64 = 1 << 20;
-
-/// Parameters of the measurement.
-#[derive(Debug, Clone)]
-pub struct Parameters {
-    /// Memory of the guest in MiB, which QEMU's fills.
-    pub memory_mib: u64,
-    /// Memory of the guest of `calls` in MiB.
-    pub calls_mib: u64,
-    /// Numbers of lanes.
-    pub lanes: Vec<usize>,
-    /// Number of runs of each row.
-    pub runs: usize,
-    /// Number of runs of each row of `calls`.
-    pub calls_runs: usize,
-    /// Duration of iperf3 in seconds.
-    pub iperf_seconds: u64,
-    /// True if QEMU is among the contenders.
-    pub has_qemu: bool,
-    /// The program that runs the ends: this one.
-    pub program: PathBuf,
-    /// Cancels the measurement.
-    pub cancel: Cancel,
-}
-
-impl Parameters {
-    /// Returns the parameters of the published tables: guests of 2 GiB, and 4 GiB for `calls`.
-    pub fn of(program: &Path, runs: usize, cancel: Cancel) -> Self {
-        Self {
-            memory_mib: 2048,
-            calls_mib: 4096,
-            lanes: vec![1, 2, 4, 8],
-            runs,
-            calls_runs: 2 * runs,
-            iperf_seconds: 2,
-            has_qemu: true,
-            program: program.into(),
-            cancel,
-        }
-    }
-}
-
-/// Other load on the machine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Load {
-    /// None.
-    Idle,
-    /// A computing thread on each CPU.
-    Stress,
-    /// None; the source's processes run on the first half of the CPUs, the destination's on the other.
-    Pinned,
-}
-
-/// Contender of a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Method {
-    Towline(Mode),
-    Qemu(Peer),
-    Iperf,
-}
-
-/// Settings of QEMU's multifd.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Peer {
-    Plain,
-    ZeroCopy,
-    Tls,
-}
-
-/// A row to measure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Entry {
-    load: Load,
-    is_cold: bool,
-    lanes: usize,
-    method: Method,
-}
-
-impl Entry {
-    fn contender(&self) -> Contender {
-        let lanes = if self.lanes == 1 { "lane" } else { "lanes" };
-        Contender { group: format!("{}, {} {lanes}", self.table(), self.lanes), label: self.label().into() }
-    }
-
-    fn table(&self) -> &'static str {
-        match (self.is_cold, self.load) {
-            (true, _) => "cold",
-            (false, Load::Idle) => "warm",
-            (false, Load::Stress) => "stress",
-            (false, Load::Pinned) => "pinned",
-        }
-    }
-
-    fn label(&self) -> &'static str {
-        match self.method {
-            Method::Towline(mode) => mode.name(),
-            Method::Qemu(Peer::Plain) => "QEMU's multifd",
-            Method::Qemu(Peer::ZeroCopy) => "QEMU's multifd, zero-copy-send",
-            Method::Qemu(Peer::Tls) => "QEMU's multifd, TLS",
-            Method::Iperf => "iperf3",
-        }
-    }
-}
 
 /// Measures under these loads.
 ///
@@ -237,11 +133,12 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// Results of a contender.
-type Costs = Outcome<Cost>;
-
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use towline_channel::Cancel;
+
     use super::*;
 
     #[test]

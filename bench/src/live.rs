@@ -12,66 +12,24 @@
 
 mod guest;
 mod moves;
+mod parameters;
 
-use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
-use towline_channel::Cancel;
 
 use crate::rounds::{self, Contender, Outcome};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 use guest::Guest;
 use moves::{Method, Moved};
+pub use parameters::Parameters;
 
-const MIB: u64 = 1 << 20;
 /// Goal of standstill and QEMU's downtime, as a ratio to a direct move.
 const DOWNTIME_MAX: f64 = 1.25;
 /// Goal of the total time, as a ratio to a direct move.
 const TOTAL_MAX: f64 = 1.15;
 const METHODS: [Method; 2] = [Method::Direct, Method::Towline];
-
-/// Parameters of the measurement.
-#[derive(Debug, Clone)]
-pub struct Parameters {
-    /// Memory of the guest in MiB.
-    pub memory_mib: u64,
-    /// Random data in it in MiB.
-    pub data_mib: u64,
-    /// Rate of its writes in bytes per second.
-    pub dirty_rate: u64,
-    /// Range of its writes in MiB.
-    pub dirty_mib: u64,
-    /// Downtime limit of both contenders.
-    pub downtime_limit: Duration,
-    /// Numbers of lanes of towline and channels of QEMU, a group each; 0: none.
-    pub lanes: Vec<usize>,
-    /// Number of runs of each row.
-    pub runs: usize,
-    /// Binary under test.
-    pub towline: PathBuf,
-    /// Cancels the measurement.
-    pub cancel: Cancel,
-}
-
-impl Parameters {
-    /// Returns the parameters of the published table: 1 GiB, half of it random, 20 MB/s written.
-    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
-        Self {
-            memory_mib: 1024,
-            data_mib: 512,
-            dirty_rate: 20_000_000,
-            dirty_mib: 64,
-            downtime_limit: Duration::from_millis(300),
-            lanes: vec![4, 0],
-            runs,
-            towline: towline.into(),
-            cancel,
-        }
-    }
-}
 
 /// Measures the tables; takes a few minutes with [`Parameters::of`].
 ///

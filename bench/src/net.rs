@@ -19,6 +19,7 @@ mod card;
 mod contenders;
 mod frames;
 mod hosts;
+mod parameters;
 mod relay;
 mod sys;
 mod tables;
@@ -26,7 +27,7 @@ mod tcp;
 
 use std::io::{Read as _, Write as _};
 use std::os::fd::AsFd as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
@@ -34,11 +35,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use tempfile::TempDir;
-use towline_channel::Cancel;
 use towline_frontend::net::FRAME_BYTES_MAX;
 use towline_lab::wait_until;
 
-use crate::rounds::{self, Contender, Outcome};
+use crate::rounds::{self, Contender};
 use crate::table::Table;
 use crate::vhost::backend::Backend;
 use crate::vhost::latency::Latencies;
@@ -47,12 +47,10 @@ use card::{Card, Driver, Setup};
 use contenders::{Carrier, Entry, Work, entries};
 use frames::FrameKind;
 use hosts::{GUEST_TAP, Host, INSIDE, OUTSIDE, TAP};
+use parameters::Figure;
+pub use parameters::{Parameters, TESTPMD, VHOST_USER_NET};
 use tcp::{Applications, Traffic};
 
-/// DPDK's test program.
-pub const TESTPMD: &str = "dpdk-testpmd";
-/// Cloud Hypervisor's backend.
-pub const VHOST_USER_NET: &str = "vhost_user_net";
 /// Interface of AF_XDP, and its peer.
 const XDP: &str = "xdp0";
 const XDP_PEER: &str = "xdp1";
@@ -62,88 +60,6 @@ const TAP_WITHIN: Duration = Duration::from_secs(30);
 const INJECT_BATCH: usize = 32;
 /// Memory for DPDK, in MiB.
 const DPDK_MIB: &str = "1024";
-
-/// Parameters of the measurement.
-#[derive(Debug, Clone)]
-pub struct Parameters {
-    /// True for `net-queues`; else frames and TCP on one queue.
-    pub multiqueue: bool,
-    /// Message sizes of streams, in bytes.
-    pub stream_sizes: Vec<usize>,
-    /// Message sizes of streams with several sessions.
-    pub session_sizes: Vec<usize>,
-    /// Sizes of requests in bytes.
-    pub request_sizes: Vec<usize>,
-    /// Numbers of concurrent streams.
-    pub stream_sessions: Vec<usize>,
-    /// Numbers of concurrent requests.
-    pub request_sessions: Vec<usize>,
-    /// Numbers of queue pairs.
-    pub queues: Vec<usize>,
-    /// Length of each window.
-    pub window: Duration,
-    /// Number of runs of each row.
-    pub runs: usize,
-    /// Binary under test.
-    pub towline: PathBuf,
-    /// Value of towline's `--sandbox`; `None`: its default.
-    pub sandbox: Option<&'static str>,
-    /// dpdk-testpmd, if available.
-    pub testpmd: Option<PathBuf>,
-    /// vhost_user_net, if available.
-    pub vhost_user_net: Option<PathBuf>,
-    /// Parts of the names of the rows to measure; empty: all.
-    pub rows: Vec<String>,
-    /// Cancels the measurement.
-    pub cancel: Cancel,
-}
-
-impl Parameters {
-    /// Returns the parameters of the published tables of one queue.
-    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
-        Self {
-            multiqueue: false,
-            stream_sizes: [32, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 512 << 10].into(),
-            session_sizes: Vec::new(),
-            request_sizes: vec![64],
-            stream_sessions: vec![1],
-            request_sessions: vec![1],
-            queues: vec![1],
-            window: Duration::from_secs(1),
-            runs,
-            towline: towline.into(),
-            sandbox: None,
-            testpmd: None,
-            vhost_user_net: None,
-            rows: Vec::new(),
-            cancel,
-        }
-    }
-
-    /// Returns the parameters of the published tables of several queues.
-    pub fn multiqueue(towline: &Path, runs: usize, cancel: Cancel) -> Self {
-        Self {
-            multiqueue: true,
-            stream_sizes: vec![1, 64, 256, 512, 1 << 10, 4 << 10, 16 << 10],
-            request_sizes: vec![1, 64, 256],
-            stream_sessions: vec![1, 2, 4, 8],
-            request_sessions: vec![1, 2, 4, 8, 20, 50, 100],
-            queues: vec![1, 2, 4],
-            ..Self::of(towline, runs, cancel)
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Figure {
-    window: Window,
-    p50_us: f64,
-    p99_us: f64,
-    /// CPU time per frame of the thread that moves frames between rings and tap, in nanoseconds; 0 for TCP.
-    frame_ns: f64,
-}
-
-type Figures = Outcome<Figure>;
 
 /// Measures the tables.
 ///

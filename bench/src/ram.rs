@@ -9,84 +9,25 @@
 //!
 //! Limits: one guest, mostly random pages, one virtual processor, TCG.
 
+mod bench;
 mod guest;
 mod limits;
+mod part;
 mod peer;
 mod restore;
 mod save;
 mod towline;
 
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, ensure};
 use serde_json::{Value, json};
-use tempfile::TempDir;
-use towline_channel::Cancel;
 
-pub(crate) use restore::{drop_cached, read_once};
-
-use crate::machine;
-use crate::rounds::Outcome;
-use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
-
-const MIB: u64 = 1 << 20;
-/// Free space that a run needs beyond two images.
-const SPACE_MARGIN: u64 = 1 << 30;
-/// Interval of checks of a process or counter.
-const POLL_INTERVAL: Duration = Duration::from_micros(500);
-
-/// Note on [`Bench::prefault`] below the tables.
-const PREFAULTED: &str = "just before each measurement, memory was touched and freed, so that the host backs it: see docs/benchmarks.md";
-
-/// Parameters of the measurement.
-#[derive(Debug, Clone)]
-pub struct Parameters {
-    /// Memory of the guest in MiB.
-    pub memory_mib: u64,
-    /// Random data in it in MiB; the rest is zero.
-    pub data_mib: u64,
-    /// Lanes of towline and channels of QEMU.
-    pub lanes: usize,
-    /// Number of runs of each row.
-    pub runs: usize,
-    /// Duration of the measurement of a TCP stream.
-    pub tcp_time: Duration,
-    /// Binary under test.
-    pub towline: PathBuf,
-    /// Directory of temporary images.
-    pub directory: PathBuf,
-    /// Cancels the measurement.
-    pub cancel: Cancel,
-}
-
-/// Shared by all parts of a run.
-struct Bench<'a> {
-    parameters: &'a Parameters,
-    /// Directory of the images, removed when this is dropped.
-    directory: TempDir,
-}
-
-impl Parameters {
-    /// Returns the published parameters: a guest of 3 GiB, half of it random; images in `$TMPDIR`.
-    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
-        Self {
-            memory_mib: 3072,
-            data_mib: 1536,
-            lanes: 4,
-            runs,
-            tcp_time: Duration::from_secs(3),
-            towline: towline.into(),
-            directory: std::env::temp_dir(),
-            cancel,
-        }
-    }
-
-    fn data_bytes(&self) -> u64 {
-        self.data_mib * MIB
-    }
-}
+pub use bench::Parameters;
+use bench::{Bench, MIB};
+use part::Counters;
+pub(crate) use restore::{drop_cached, read_once};
 
 /// Measures the tables; takes some minutes with [`Parameters::of`].
 ///
@@ -114,108 +55,6 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
         limits.table(&rates),
         counters,
     ])
-}
-
-impl<'a> Bench<'a> {
-    fn new(parameters: &'a Parameters) -> Result<Self> {
-        let directory = tempfile::Builder::new().prefix("towline-bench-").tempdir_in(&parameters.directory);
-        let directory = directory
-            .with_context(|| format!("directory for images in {}", parameters.directory.display()))?;
-        let space = rustix::fs::statvfs(directory.path())?;
-        let free = space.f_bavail * space.f_frsize;
-        let wanted = 2 * parameters.data_bytes() + SPACE_MARGIN;
-        ensure!(
-            free >= wanted,
-            "{}: {} MiB are free, two images and a margin need {}; free some space, or set TMPDIR",
-            parameters.directory.display(),
-            free / MIB,
-            wanted / MIB
-        );
-        Ok(Self { parameters, directory })
-    }
-
-    /// Describes the location of the images.
-    fn images(&self) -> String {
-        let kind = machine::filesystem(self.directory.path());
-        format!("images on {kind}; removed after every save, so that each save writes new blocks")
-    }
-
-    /// Calls [`machine::prefault`] for more memory than the guest's data need.
-    fn prefault(&self) -> Result<()> {
-        machine::prefault(self.parameters.data_bytes() / 4 * 5)
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.directory.path().join(name)
-    }
-
-    /// Waits until `condition` returns a value.
-    fn wait<T>(
-        &self,
-        what: &str,
-        within: Duration,
-        mut condition: impl FnMut() -> Result<Option<T>>,
-    ) -> Result<T> {
-        let deadline = Instant::now() + within;
-        loop {
-            self.parameters.cancel.check()?;
-            if let Some(value) = condition()? {
-                return Ok(value);
-            }
-            if Instant::now() >= deadline {
-                bail!("{what}: not within {} s", within.as_secs());
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        }
-    }
-}
-
-/// Summary of a contender, for the tables of several.
-#[derive(Debug, Clone)]
-struct Named {
-    group: String,
-    label: String,
-    value: Summary,
-}
-
-/// towline's counters of a contender's last round.
-#[derive(Debug, Clone)]
-struct Counters {
-    group: String,
-    label: String,
-    ram: Value,
-}
-
-/// A table, with figures for others.
-struct Part {
-    table: Table,
-    /// Ratios to QEMU's own of the same group.
-    ratios: Vec<Named>,
-    /// Rates in GB/s.
-    rates: Vec<Named>,
-    counters: Vec<Counters>,
-}
-
-/// Returns the row of an outcome, with `cells` if it has values.
-fn row<T>(
-    group: &str,
-    label: &str,
-    outcome: &Outcome<T>,
-    cells: impl FnOnce(&[T]) -> (Vec<String>, Value),
-) -> Row {
-    let content = match &outcome.failure {
-        Some(reason) => Content::Missing(reason.clone()),
-        None => {
-            let (cells, data) = cells(&outcome.values);
-            Content::Measured { cells, data }
-        }
-    };
-    Row { group: group.into(), label: label.into(), content }
-}
-
-/// Formats a summary; a dash without one.
-fn cell(summary: Option<Summary>) -> String {
-    summary.map_or_else(|| "–".into(), |summary| summary.to_string())
 }
 
 /// Returns the table of calls and pages.
@@ -250,7 +89,9 @@ fn counters(counted: &[Counters]) -> Table {
 
 #[cfg(test)]
 mod tests {
+    use super::part::row;
     use super::*;
+    use crate::rounds::Outcome;
 
     #[test]
     fn a_failed_contender_is_a_row_with_its_reason() {

@@ -11,46 +11,20 @@
 //! Limits: one guest at a time, TCG.
 
 mod guest;
+mod parameters;
 
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Result;
 use serde_json::json;
-use towline_channel::Cancel;
 use towline_lab::{Version, require_qemu};
 
 use crate::rounds::{self, Contender, Outcome};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 use guest::{Arrival, Stored};
-
-/// Share of a guest's memory that is random.
-const DATA_PERCENT: u64 = 50;
-const WITHIN: Duration = Duration::from_secs(300);
-
-/// Parameters of the measurement.
-#[derive(Debug, Clone)]
-pub struct Parameters {
-    /// Memory of each guest in MiB.
-    pub sizes_mib: Vec<u64>,
-    /// Number of runs of each row.
-    pub runs: usize,
-    /// Binary under test.
-    pub towline: PathBuf,
-    /// Directory of temporary images.
-    pub directory: PathBuf,
-    /// Cancels the measurement.
-    pub cancel: Cancel,
-}
-
-impl Parameters {
-    /// Returns the published parameters: guests of 512 MiB, 1, 4 and 8 GiB, images in `$TMPDIR`.
-    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
-        let (sizes_mib, directory) = (vec![512, 1024, 4096, 8192], std::env::temp_dir());
-        Self { sizes_mib, runs, towline: towline.into(), directory, cancel }
-    }
-}
+use parameters::DATA_PERCENT;
+pub use parameters::Parameters;
 
 /// State of the image before a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! A QEMU of the lab: its description, start and end.
 
 mod boot_sector;
-mod kvm_trial;
+mod small_guest;
 mod virtqueues;
 
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -29,6 +29,8 @@ const DEFAULT_MEMORY_MIB: u64 = 128;
 /// Kernel command line of a Linux guest.
 const KERNEL_COMMAND_LINE: &str =
     "console=ttyS0 quiet mitigations=off panic=-1 init_on_alloc=0 random.trust_cpu=on";
+/// Time limit of the guest that tries KVM, until it counts.
+const TRIAL_WITHIN: Duration = Duration::from_secs(5);
 /// Name of the guest's memory block in the stream, whatever backs it.
 pub(crate) const RAM_NAME: &str = "pc.ram";
 
@@ -341,7 +343,7 @@ impl Builder {
         }
         let accelerator = match self.accelerator {
             Accelerator::Kvm => "kvm",
-            Accelerator::KvmIfItWorks if kvm_trial::kvm_works(self.version) => "kvm",
+            Accelerator::KvmIfItWorks if kvm_works(self.version) => "kvm",
             _ => "tcg,thread=multi",
         };
         command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
@@ -545,4 +547,19 @@ fn connect(child: &mut Child, socket: &Path) -> Result<Qmp> {
         }
     })?;
     Qmp::over(stream, START_WITHIN)
+}
+
+/// Returns true if a guest starts to run under KVM; tried once, with the small guest. The existence of /dev/kvm is no proof: some
+/// hosts offer it and then fail at the first instruction.
+fn kvm_works(version: Version) -> bool {
+    static WORKS: OnceLock<bool> = OnceLock::new();
+    *WORKS.get_or_init(|| {
+        let trial = || -> Result<()> {
+            let guest = BootSector { fill_mib: 1, ..BootSector::default() };
+            let builder = Qemu::builder(version).accelerator(Accelerator::Kvm).boot_sector(guest);
+            builder.start()?.wait_counting(TRIAL_WITHIN)?;
+            Ok(())
+        };
+        Path::new("/dev/kvm").exists() && trial().is_ok()
+    })
 }

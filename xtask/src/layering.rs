@@ -12,7 +12,6 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
 use crate::command::{metadata, root};
-use imports::Edges;
 
 /// Crates of the workspace that a crate may depend on.
 enum May {
@@ -56,10 +55,6 @@ const TABLE: &[(&str, May)] = &[
 /// The crate without system calls, and the attributes that its root must have.
 const PURE_CRATE: &str = "crates/protocol/src/lib.rs";
 
-/// Crates in which a file and those below it may import each other: each benchmark and the lab's QEMU has its parameters in the
-/// parent. Neither is shipped.
-const PARENTS_MAY_CIRCLE: [&str; 2] = ["towline-bench", "towline-lab"];
-
 /// Fails on any edge that the table does not have, if `protocol` is not pure, and on a circle of imports in a crate: each
 /// change of one file of a circle touches all of them.
 pub(crate) fn run() -> Result<()> {
@@ -70,8 +65,7 @@ pub(crate) fn run() -> Result<()> {
     for package in metadata["packages"].as_array().into_iter().flatten() {
         let name = package["name"].as_str().unwrap_or_default();
         let manifest = Path::new(package["manifest_path"].as_str().unwrap_or_default());
-        let counted = if PARENTS_MAY_CIRCLE.contains(&name) { Edges::BesideParents } else { Edges::All };
-        let circles = imports::circles(&manifest.with_file_name("src"), counted)?;
+        let circles = imports::circles(&manifest.with_file_name("src"))?;
         faults.extend(circles.iter().map(|circle| format!("{name} has a circle of imports: {circle}")));
     }
     if faults.is_empty() {

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 use towline_lab::{Qemu, Towline};
 
-use super::{Bench, MIB, WITHIN};
+use super::bench::{Bench, MIB, WITHIN};
 use crate::counter::Counter;
 
 /// A Linux guest in an image.

@@ -5,8 +5,8 @@ use anyhow::Result;
 use serde_json::json;
 
 use super::end::Mode;
+use super::entry::{MIB, Parameters};
 use super::process::{self, Cost, End, Job};
-use super::{MIB, Parameters};
 use crate::rounds::{self, Contender, Outcome};
 use crate::table::{Content, Row, Table};
 

@@ -9,8 +9,8 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use serde_json::{Value, json};
 use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Version, wait_until};
 
+use super::entry::{MIB, Parameters, Peer};
 use super::process::Cost;
-use super::{MIB, Parameters, Peer};
 use crate::machine::{self, cpu_seconds};
 
 /// Timeout of filling the guest's memory.

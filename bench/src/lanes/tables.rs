@@ -3,7 +3,8 @@
 use serde_json::{Value, json};
 
 use super::end::Mode;
-use super::{Costs, Entry, Load, Method, Parameters, Peer};
+use super::entry::{Costs, Entry, Load, Method, Parameters, Peer};
+use super::process::Cost;
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 
@@ -204,11 +205,11 @@ impl Goal {
 }
 
 fn rates(outcome: &Costs) -> Vec<f64> {
-    outcome.values.iter().map(super::Cost::gigabytes_per_second).collect()
+    outcome.values.iter().map(Cost::gigabytes_per_second).collect()
 }
 
 fn cpu(outcome: &Costs) -> Vec<f64> {
-    outcome.values.iter().map(super::Cost::cpu_per_gigabyte).collect()
+    outcome.values.iter().map(Cost::cpu_per_gigabyte).collect()
 }
 
 fn data(outcome: &Costs) -> Value {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use towline_lab::{Builder, LinuxGuest, Qemu, Version};
 
-use super::{MIB, Parameters};
+use super::parameters::{MIB, Parameters};
 use crate::counter::Counter;
 
 /// Timeout of booting, replies, filling and checking.

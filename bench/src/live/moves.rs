@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use towline_lab::{Qemu, Towline, wait_until};
 
 use super::guest::{Guest, Waiting};
-use super::{MIB, Parameters};
+use super::parameters::{MIB, Parameters};
 use crate::machine;
 
 const MOVE_WITHIN: Duration = Duration::from_secs(120);

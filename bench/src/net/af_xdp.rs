@@ -11,111 +11,35 @@
 //!
 //! Limits: the guest is emulated, so figures are compared with each other only. Needs root and a kernel of Debian 13's backports.
 
+mod entry;
 mod guest;
 mod table;
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
-use towline_channel::Cancel;
 use towline_lab::{Kernel, LinuxGuest, Network, ProgramDisk, Qemu, Version, wait_until};
 
 use crate::rounds::{self, Contender, Outcome};
 use crate::table::Table;
 
+pub use entry::Parameters;
+use entry::{
+    Carrier, Entry, Figure, INSIDE, OUT, OUTSIDE, REQUEST_PORT, Received, SOCKET, STREAM_PORT, Work,
+};
 pub use guest::{role, serve};
 
 const WITHIN: Duration = Duration::from_secs(60);
 /// A receiver whose peer has gone ends after this time.
 const LOST_AFTER: Duration = Duration::from_secs(3);
-const OUTSIDE: &str = "10.99.0.1";
-const INSIDE: &str = "10.99.0.2";
-const STREAM_PORT: u16 = 5000;
-const REQUEST_PORT: u16 = 5001;
-/// Addresses of the interfaces on the way out, and on the way in.
-const OUT: &str = "52:54:00:63:00:01";
+/// Address of the interface on the way in.
 const IN: &str = "52:54:00:63:00:02";
-const SOCKET: &str = "/tmp/net.sock";
 const READ_BYTES: usize = 256 << 10;
-
-/// Parameters of the measurement.
-#[derive(Debug, Clone)]
-pub struct Parameters {
-    /// Message sizes of streams, in bytes.
-    pub stream_sizes: Vec<usize>,
-    /// Sizes of requests, in bytes.
-    pub request_sizes: Vec<usize>,
-    /// Length of each window.
-    pub window: Duration,
-    /// Number of runs of each row.
-    pub runs: usize,
-    /// Binary under test.
-    pub towline: PathBuf,
-    /// This program, which is also the driver in the guest.
-    pub own: PathBuf,
-    /// Parts of the names of the rows to measure; empty: all.
-    pub rows: Vec<String>,
-    /// Cancels the measurement.
-    pub cancel: Cancel,
-}
-
-/// Traffic of a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Work {
-    /// A stream from the guest.
-    Stream(usize),
-    /// Requests of the guest, one at a time, and replies of the same length.
-    Request(usize),
-}
-
-/// Path of the guest's frames.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Carrier {
-    Tap,
-    CopyMode,
-    References,
-    Copies,
-    Auto,
-    /// As `Tap` and `References`; the guest's kernel computes packets and checksums itself. This driver can read only such packets
-    /// from guest memory, as it accepts one descriptor per packet.
-    TapWithoutOffloads,
-    ReferencesWithoutOffloads,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Entry {
-    work: Work,
-    carrier: Carrier,
-}
-
-/// Result of a run.
-#[derive(Debug, Clone, Copy)]
-struct Figure {
-    /// Bytes or requests per second.
-    rate: f64,
-    p50_us: f64,
-    /// CPU seconds of the card, and of the receiving application, per unit.
-    card_seconds: f64,
-    receiver_seconds: f64,
-    /// Kicks, interrupts and frames per unit.
-    kicks: f64,
-    calls: f64,
-    /// Share of the frames that the network card read from guest memory.
-    zero_copy: f64,
-}
-
-/// Data that the applications of this machine have received.
-#[derive(Debug, Default)]
-struct Received {
-    bytes: u64,
-    cpu: Duration,
-}
 
 struct Bench<'p> {
     parameters: &'p Parameters,
@@ -246,90 +170,6 @@ impl<'p> Bench<'p> {
             Ok((kind == "request" || received.cpu > Duration::ZERO).then_some(()))
         })?;
         Ok((result, std::mem::take(&mut *self.received.lock().expect("no thread panics with it"))))
-    }
-}
-
-impl Entry {
-    /// Figures of a run. Whatever the card counts covers the whole connection.
-    fn figure(self, measured: &Value, received: &Received, transmit: &Value) -> Result<Figure> {
-        let number = |value: &Value| value.as_f64().with_context(|| format!("`{value}`, expected a number"));
-        let mode = transmit["mode"].as_str().unwrap_or_default();
-        ensure!(mode == self.carrier.mode(), "the mode of transmission was {mode}");
-        let [units, seconds, card, all, p50_us] =
-            ["units", "seconds", "card-seconds", "all-units", "p50-us"].map(|key| number(&measured[key]));
-        let (units, all) = (units?, all?);
-        let [kicks, calls, packets, zero_copy] =
-            ["kicks", "notifications", "packets", "zero-copy"].map(|key| number(&transmit[key]));
-        Ok(Figure {
-            rate: units / seconds?,
-            p50_us: p50_us?,
-            card_seconds: card? / units,
-            receiver_seconds: received.cpu.as_secs_f64() / received.bytes.max(1) as f64,
-            kicks: kicks? / all,
-            calls: calls? / all,
-            zero_copy: zero_copy? / packets?.max(1.0),
-        })
-    }
-
-    fn contender(&self) -> Contender {
-        let group = match self.work {
-            Work::Stream(size) => format!("TCP stream from the guest, {size} B"),
-            Work::Request(size) => format!("TCP requests, {size} B"),
-        };
-        Contender { group, label: self.carrier.name().into() }
-    }
-}
-
-impl Carrier {
-    const ALL: [Self; 7] = [
-        Self::Tap,
-        Self::CopyMode,
-        Self::References,
-        Self::Copies,
-        Self::Auto,
-        Self::TapWithoutOffloads,
-        Self::ReferencesWithoutOffloads,
-    ];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Tap => "tap",
-            Self::CopyMode => "AF_XDP, copy",
-            Self::References => "AF_XDP, zero-copy",
-            Self::Copies => "the same, off",
-            Self::Auto => "the same, auto",
-            Self::TapWithoutOffloads => "tap, no offloads",
-            Self::ReferencesWithoutOffloads => "zero-copy, no offloads",
-        }
-    }
-
-    fn arguments(self) -> &'static str {
-        match self {
-            Self::Tap | Self::TapWithoutOffloads => "",
-            Self::CopyMode => "--af-xdp eth0 --af-xdp-copy",
-            Self::References | Self::ReferencesWithoutOffloads => "--af-xdp eth0 --zero-copy-send on",
-            Self::Copies => "--af-xdp eth0 --zero-copy-send off",
-            Self::Auto => "--af-xdp eth0",
-        }
-    }
-
-    /// Offloads that the driver negotiates.
-    fn offloads(self) -> &'static str {
-        match self {
-            Self::TapWithoutOffloads | Self::ReferencesWithoutOffloads => "off",
-            _ => "on",
-        }
-    }
-
-    /// The mode that the card reports.
-    fn mode(self) -> &'static str {
-        match self {
-            Self::Tap | Self::TapWithoutOffloads => "tap",
-            Self::CopyMode => "af-xdp-copy",
-            Self::References | Self::Copies | Self::Auto | Self::ReferencesWithoutOffloads => {
-                "af-xdp-zero-copy"
-            }
-        }
     }
 }
 

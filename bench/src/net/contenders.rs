@@ -2,8 +2,8 @@
 
 use super::card::Driver;
 use super::frames::FrameKind;
+use super::parameters::{Parameters, TESTPMD, VHOST_USER_NET};
 use super::tcp::Traffic;
-use super::{Parameters, TESTPMD, VHOST_USER_NET};
 use crate::rounds::Contender;
 
 /// Measured traffic.

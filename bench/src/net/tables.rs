@@ -5,8 +5,8 @@ use serde_json::{Value, json};
 use super::card::Driver;
 use super::contenders::{Carrier, Entry, Work};
 use super::frames::FrameKind;
+use super::parameters::{Figure, Figures, Parameters, VHOST_USER_NET};
 use super::tcp::Traffic;
-use super::{Figure, Figures, Parameters, VHOST_USER_NET};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 

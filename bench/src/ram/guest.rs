@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Version};
 
-use super::Bench;
+use super::bench::Bench;
 use crate::counter::Counter;
 
 /// Timeout of filling the guest's memory.

@@ -8,7 +8,8 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use towline_lab::{Towline as Process, wait_until};
 
-use super::{Named, Parameters};
+use super::bench::Parameters;
+use super::part::Named;
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 

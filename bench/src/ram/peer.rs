@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use serde_json::{Value, json};
 use towline_lab::Qemu;
 
-use super::Bench;
+use super::bench::Bench;
 
 const MIGRATE_WITHIN: Duration = Duration::from_secs(120);
 /// Practically unlimited; QEMU's default is 128 MiB/s.

@@ -10,10 +10,11 @@ use rustix::fs::{Advice, SeekFrom, fadvise, seek};
 use rustix::io::Errno;
 use serde_json::{Value, json};
 
+use super::bench::{Bench, POLL_INTERVAL};
 use super::guest::{Destination, Memory, Source};
+use super::part::{Counters, Named, PREFAULTED, Part, cell, row};
 use super::peer::{self, Migration};
 use super::towline::{Copy, image_uri, qmp_uri};
-use super::{Bench, Counters, Named, PREFAULTED, Part, cell, row};
 use crate::rounds::{self, Contender};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
@@ -266,7 +267,7 @@ fn restore(
     // After a failure of towline the guest does not tick, and its error is returned.
     while copy.runs()? && !destination.ticks(image.counter)? {
         bench.parameters.cancel.check()?;
-        std::thread::sleep(super::POLL_INTERVAL);
+        std::thread::sleep(POLL_INTERVAL);
     }
     let started = copy.started;
     let seen = Instant::now();

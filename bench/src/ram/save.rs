@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use serde_json::{Value, json};
 
+use super::bench::Bench;
 use super::guest::{Memory, Source};
+use super::part::{Counters, Named, PREFAULTED, Part, cell, row};
 use super::peer::{self, Migration};
 use super::towline::{Copy, image_uri, qmp_uri};
-use super::{Bench, Counters, Named, PREFAULTED, Part, cell, row};
 use crate::rounds::{self, Contender};
 use crate::stats::Summary;
 use crate::table::Table;

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use towline_lab::{Qemu, Towline};
 
-use super::Bench;
+use super::bench::Bench;
 
 const COPY_WITHIN: Duration = Duration::from_secs(120);
 /// Timeout of reaping a process that has exited.

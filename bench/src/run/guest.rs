@@ -9,7 +9,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 use towline_lab::{Builder, Qemu, Towline, Version};
 
-use super::{Parameters, WITHIN};
+use super::parameters::{DATA_PERCENT, Parameters, WITHIN};
 use crate::counter::Counter;
 
 const MIB: u64 = 1 << 20;
@@ -52,8 +52,7 @@ impl Stored {
     pub(super) fn make(parameters: &Parameters, version: Version, memory_mib: u64) -> Result<Self> {
         let directory =
             tempfile::Builder::new().prefix("towline-bench-").tempdir_in(&parameters.directory)?;
-        let data_mib =
-            (memory_mib * super::DATA_PERCENT / 100).min(memory_mib.saturating_sub(KERNEL_MIB)).max(1);
+        let data_mib = (memory_mib * DATA_PERCENT / 100).min(memory_mib.saturating_sub(KERNEL_MIB)).max(1);
         eprintln!("run: booting {memory_mib} MiB, and filling {data_mib} MiB");
         let source = builder(version, memory_mib).start()?;
         let mut agent = source.linux(WITHIN)?;

@@ -14,62 +14,17 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use towline_channel::Cancel;
 use towline_vhost_user::{Address, Device, FrontendSource, Listener};
-use towline_vsock::{
-    Ablation, ConnectionLimits, CreditUpdates, LocalGuests, Merging, Settings, Vsock, ZeroCopySend,
-};
+use towline_vsock::{Ablation, ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
-use super::{Buffers, CID, Carrier, Direction, Entry, Figure, Figures, Parameters, Work, bytes, run};
+use super::entry::{Buffers, CID, Carrier, Direction, Entry, Figure, Figures, Parameters, Work, bytes};
+use super::runs::run;
+use super::variant::{ROLE_OPTION, Variant};
 use crate::rounds::{self, Contender};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 
-/// Option that has the program host a device; its value is the variant, and socket and path for clients follow.
-const ROLE_OPTION: &str = "--vsock-device";
-/// Maximum payload of a packet before the series.
-pub(super) const SMALL_PACKET_BYTES: u32 = 4096;
 /// Busy-polling of the program's default.
 const BUSY_POLL: Duration = Duration::from_micros(50);
-
-/// The device with all ideas, or without one of them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Variant {
-    All,
-    NoMerging,
-    EveryCreditUpdate,
-    OneBuffer,
-    SmallPackets,
-}
-
-impl Variant {
-    const ALL: [Self; 5] =
-        [Self::All, Self::NoMerging, Self::EveryCreditUpdate, Self::OneBuffer, Self::SmallPackets];
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::All => "all ideas",
-            Self::NoMerging => "without merging of small packets",
-            Self::EveryCreditUpdate => "a credit update whenever space is free",
-            Self::OneBuffer => "no data split over several buffers",
-            Self::SmallPackets => "packets of 4 KiB at most",
-        }
-    }
-
-    fn ablation(self) -> Ablation {
-        let all = Ablation::default();
-        match self {
-            Self::All => all,
-            Self::NoMerging => Ablation { merging: Merging::None, ..all },
-            Self::EveryCreditUpdate => Ablation { credit_updates: CreditUpdates::Always, ..all },
-            Self::OneBuffer => Ablation { buffers_per_receive: 1, ..all },
-            Self::SmallPackets => Ablation { payload_bytes_max: SMALL_PACKET_BYTES, ..all },
-        }
-    }
-}
-
-/// Returns the arguments of this program as the host of a device.
-pub(super) fn arguments(variant: Variant, socket: &str, uds: &str) -> [String; 4] {
-    [ROLE_OPTION, variant.name(), socket, uds].map(str::to_owned)
-}
 
 /// A device that this process hosts.
 #[derive(Debug)]
@@ -182,6 +137,7 @@ fn row(entry: Entry, figures: &Figures, all: &Figures) -> Row {
 
 #[cfg(test)]
 mod tests {
+    use super::super::variant::arguments;
     use super::*;
 
     #[test]

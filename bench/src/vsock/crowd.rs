@@ -20,9 +20,9 @@ use serde_json::json;
 use tempfile::TempDir;
 use towline_frontend::vsock::{HOST_CID, PacketHeader, VsockGuest, op};
 
+use super::entry::{Buffers, Direction, Parameters, Work};
 use super::guest::Machine;
 use super::host::{Host, Target};
-use super::{Buffers, Direction, Parameters, Work};
 use crate::rounds::{self, Contender, Outcome};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};

@@ -13,8 +13,8 @@ use towline_frontend::vsock::{
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, MemoryArena};
 
+use super::entry::{Buffers, Direction, Work};
 use super::host::PORT;
-use super::{Buffers, Direction, Work};
 use crate::vhost::Signals;
 
 /// Entries of each ring, as in QEMU.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::Direction;
+use super::entry::{Direction, Work};
 use crate::vhost::Signals;
 use crate::vhost::latency::Latencies;
 
@@ -255,15 +255,15 @@ pub(super) fn without_backend(
     host: &mut Host,
     signals: &Arc<Signals>,
     target: &Target,
-    work: super::Work,
+    work: Work,
 ) -> Result<()> {
     let path = target.listener();
     match work {
-        super::Work::Stream { size, connections, direction: Direction::ToGuest | Direction::FromGuest } => {
+        Work::Stream { size, connections, direction: Direction::ToGuest | Direction::FromGuest } => {
             host.read(signals, &path, connections)?;
             host.write(signals, target, (size, connections))
         }
-        super::Work::Request { size, connections, reconnects } => {
+        Work::Request { size, connections, reconnects } => {
             host.echo(signals, &path, connections)?;
             host.request(signals, target, (size, connections, reconnects))
         }

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Buffers, Carrier, Direction, Entry, Figure, Figures, PEER, Parameters, Work, bytes};
+use super::entry::{Buffers, Carrier, Direction, Entry, Figure, Figures, PEER, Parameters, Work, bytes};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 

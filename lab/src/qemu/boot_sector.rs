@@ -14,19 +14,12 @@
 //! As the sweep goes in order, at any moment its first bytes are n+1 up to some page and n behind it: anything else is a
 //! torn or stale page. Memory is used below 2 GiB only.
 
-use std::time::Duration;
-
 use anyhow::{Result, bail, ensure};
 
-use super::Qemu;
 use crate::sys::guest_image;
-use crate::wait::wait_until;
 
 const PARAMETERS: usize = 0x20;
-const READY_ADDRESS: u64 = 0x11_0000;
-const COUNTER_ADDRESS: u64 = 0x11_0008;
-const READY: u64 = u64::from_le_bytes(*b"EADYRAND");
-const PAGE_SIZE: u64 = 4096;
+pub(super) const PAGE_SIZE: u64 = 4096;
 const PAGES_PER_MIB: u64 = 256;
 /// MiB at the top that are left to the firmware.
 const RESERVED_TOP_MIB: u64 = 2;
@@ -114,44 +107,14 @@ impl BootSector {
         }
         Ok(image)
     }
-}
 
-impl Qemu {
-    /// Returns true if the small guest has filled its memory.
-    pub fn filled(&self) -> Result<bool> {
-        Ok(self.read_u64(READY_ADDRESS)? == READY)
-    }
-
-    /// Reads the small guest's counter.
-    pub fn counter(&self) -> Result<u64> {
-        self.read_u64(COUNTER_ADDRESS)
-    }
-
-    /// Waits until the small guest has filled its memory.
-    pub fn wait_filled(&self, within: Duration) -> Result<()> {
-        wait_until("guest that has filled its memory", within, || Ok(self.filled()?.then_some(())))
-    }
-
-    /// Waits until the small guest has filled its memory and its counter advances; returns the counter.
-    pub fn wait_counting(&self, within: Duration) -> Result<u64> {
-        self.wait_filled(within)?;
-        let before = self.counter()?;
-        wait_until(&format!("guest that counts on from {before}"), within, || {
-            let now = self.counter()?;
-            Ok((now > before).then_some(now))
-        })
-    }
-
-    /// Checks the small guest's filled range: every page as written, the sweep in order. The guest must be stopped.
-    /// The error names the first page that is torn or stale.
-    pub fn check_filled(&self) -> Result<Sweep> {
-        let guest = *self.boot_sector_guest()?;
-        let length = guest.pages() * PAGE_SIZE;
-        let memory = self.read_memory(BootSector::FILL_ADDRESS, length)?;
+    /// Checks the filled range in `memory`: every page as written, the sweep in order. The error names the first page that is
+    /// torn or stale.
+    pub(super) fn check(&self, memory: &[u8]) -> Result<Sweep> {
         let mut firsts = Vec::new();
         for (index, page) in memory.chunks_exact(PAGE_SIZE as usize).enumerate() {
-            let wanted = guest.page(index as u64);
-            let swept = index < guest.sweep_pages as usize;
+            let wanted = self.page(index as u64);
+            let swept = index < self.sweep_pages as usize;
             if swept {
                 firsts.push(page[0]);
             }

@@ -22,21 +22,12 @@ type Graph = BTreeMap<Module, BTreeSet<Module>>;
 /// Most re-exports that a name is followed through.
 const STEPS_MAX: usize = 16;
 
-/// Imports that count.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Edges {
-    /// All between two files.
-    All,
-    /// All but those between a module and one below it.
-    BesideParents,
-}
-
 /// Names the modules of the crate at `sources` that are in a circle of imports; each circle once.
-pub(super) fn circles(sources: &Path, edges: Edges) -> Result<Vec<String>> {
+pub(super) fn circles(sources: &Path) -> Result<Vec<String>> {
     let mut files = Files::new();
     collect(sources, &mut Vec::new(), &mut files)?;
     remove_tests(&mut files);
-    Ok(circles_of(&graph(&files, edges)))
+    Ok(circles_of(&graph(&files)))
 }
 
 /// Removes the modules that are declared for tests only, with those below them.
@@ -73,17 +64,12 @@ fn collect(directory: &Path, above: &mut Module, files: &mut Files) -> Result<()
     Ok(())
 }
 
-fn graph(files: &Files, edges: Edges) -> Graph {
+fn graph(files: &Files) -> Graph {
     let used = |(module, names): (&Module, &Names)| {
         let private = names.imports.values().filter(|import| !import.re_exported).map(|import| &import.path);
         let paths = names.paths.iter().chain(private).chain(&names.unnamed);
         let used = paths.filter_map(|path| resolve(files, module, path, STEPS_MAX));
-        let counts = |used: &Module| {
-            let is_parent = used.starts_with(module) || module.starts_with(used);
-            used != module && !(is_parent && edges == Edges::BesideParents)
-        };
-        let used = used.filter(counts);
-        (module.clone(), used.collect())
+        (module.clone(), used.filter(|used| used != module).collect())
     };
     files.iter().map(used).collect()
 }
@@ -165,7 +151,7 @@ mod tests {
     fn found(files: &[(&str, &str)]) -> Vec<String> {
         let mut files = files.iter().map(|(path, text)| (module(path), names_of(text))).collect();
         remove_tests(&mut files);
-        circles_of(&graph(&files, Edges::All))
+        circles_of(&graph(&files))
     }
 
     #[test]
@@ -185,15 +171,6 @@ mod tests {
         let parent = "mod b;\nuse b::X;\npub struct Y(X);";
         assert_eq!(found(&[("a", parent), ("a::b", "use super::Y;\npub struct X;")]), ["a, a::b"]);
         assert_eq!(found(&[("a", parent), ("a::b", "pub struct X;")]), Vec::<String>::new());
-    }
-
-    #[test]
-    fn a_parent_and_its_child_are_no_circle_where_they_do_not_count() {
-        let files = [
-            (module("a"), names_of("use b::X;\npub struct Y;")),
-            (module("a::b"), names_of("use super::Y;\npub struct X;")),
-        ];
-        assert_eq!(circles_of(&graph(&Files::from(files), Edges::BesideParents)), Vec::<String>::new());
     }
 
     #[test]

@@ -18,7 +18,7 @@ use towline_frontend::net::{FRAME_BYTES_MAX, feature as net};
 use super::super::card::{Card, Driver, Setup};
 use super::super::hosts::GUEST_TAP;
 use super::super::sys;
-use super::{INSIDE, OUT, OUTSIDE, REQUEST_PORT, SOCKET, STREAM_PORT};
+use super::entry::{INSIDE, OUT, OUTSIDE, REQUEST_PORT, SOCKET, STREAM_PORT};
 use crate::vhost::latency::Latencies;
 use crate::vhost::{Signals, window_of};
 

@@ -2,7 +2,7 @@
 
 use serde_json::json;
 
-use super::{Carrier, Entry, Figure, Parameters, Work};
+use super::entry::{Carrier, Entry, Figure, Parameters, Work};
 use crate::rounds::Outcome;
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
