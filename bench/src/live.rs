@@ -14,7 +14,6 @@ mod guest;
 mod moves;
 mod parameters;
 
-
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 

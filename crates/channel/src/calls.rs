@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// splice ([`SpliceCost`](crate::SpliceCost)). A pair in memory, which makes none, counts each send and receive.
 #[derive(Debug, Default)]
 pub struct CallCounters {
-    sent: Counters,
-    received: Counters,
+    sent: DirectionCounters,
+    received: DirectionCounters,
 }
 
 /// Calls in one direction.
@@ -20,7 +20,7 @@ pub struct CallCount {
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct DirectionCounters {
     vectored: AtomicU64,
     plain: AtomicU64,
 }
@@ -47,7 +47,7 @@ impl CallCounters {
     }
 }
 
-impl Counters {
+impl DirectionCounters {
     fn count(&self, buffers: usize) {
         let counter = if buffers > 1 { &self.vectored } else { &self.plain };
         counter.fetch_add(1, Ordering::Relaxed);

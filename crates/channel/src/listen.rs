@@ -3,7 +3,7 @@
 use crate::exec::ExecChannel;
 use crate::file::FileChannel;
 use crate::layers;
-use crate::pending_handshakes::{Handshake, PendingHandshakes};
+use crate::pending_handshakes::{HandshakeFunction, PendingHandshakes};
 use crate::tcp::{self, TcpChannel};
 use crate::tls::TlsServer;
 use crate::unix::UnixChannel;
@@ -212,7 +212,7 @@ impl ListenerKind {
 }
 
 /// The handshake of an accepted connection, if its kind has one.
-fn handshake_for(address: &Address, options: &ListenOptions) -> Option<Arc<Handshake>> {
+fn handshake_for(address: &Address, options: &ListenOptions) -> Option<Arc<HandshakeFunction>> {
     let tls = options.tls.clone();
     let path = match address {
         Address::WebSocket { path, .. } => Some(path.clone()),

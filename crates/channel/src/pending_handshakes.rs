@@ -23,27 +23,27 @@ const PENDING_HANDSHAKES_MAX: usize = 64;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The handshake that turns a connection into a channel.
-pub(crate) type Handshake =
+pub(crate) type HandshakeFunction =
     dyn Fn(Box<dyn Channel>, Instant, &Cancel) -> Result<Box<dyn Channel>> + Send + Sync;
 
 /// The handshakes of one listener. Dropping it ends them.
 pub(crate) struct PendingHandshakes {
     epoll: OwnedFd,
-    handshake: Arc<Handshake>,
+    handshake: Arc<HandshakeFunction>,
     running: Mutex<VecDeque<Cancel>>,
-    done: Arc<Finished>,
+    done: Arc<FinishedHandshake>,
 }
 
-struct Finished {
+struct FinishedHandshake {
     results: Mutex<VecDeque<Result<Box<dyn Channel>>>>,
     /// Eventfd; readable while there are results.
     ready: OwnedFd,
 }
 
 impl PendingHandshakes {
-    pub(crate) fn new(listener: BorrowedFd<'_>, handshake: Arc<Handshake>) -> Result<Self> {
+    pub(crate) fn new(listener: BorrowedFd<'_>, handshake: Arc<HandshakeFunction>) -> Result<Self> {
         let failed = |errno| Error::io("epoll", "this process", errno);
-        let done = Finished { results: Mutex::default(), ready: event()? };
+        let done = FinishedHandshake { results: Mutex::default(), ready: event()? };
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed)?;
         for fd in [listener, done.ready.as_fd()] {
             let data = epoll::EventData::new_u64(0);
@@ -101,7 +101,7 @@ impl std::fmt::Debug for PendingHandshakes {
     }
 }
 
-impl Finished {
+impl FinishedHandshake {
     fn push(&self, opened: Result<Box<dyn Channel>>) {
         let mut results = self.lock();
         results.push_back(opened);

@@ -32,15 +32,15 @@ use std::time::{Duration, Instant};
 /// A pipe, or two.
 #[derive(Debug)]
 pub(crate) struct PipeChannel {
-    input: Option<End>,
-    output: Option<End>,
+    input: Option<PipeEnd>,
+    output: Option<PipeEnd>,
     peer: String,
     calls: Arc<CallCounters>,
 }
 
 /// Our end of one pipe.
 #[derive(Debug)]
-struct End {
+struct PipeEnd {
     fd: OwnedFd,
     /// Readable once this end is shut down.
     stop: OwnedFd,
@@ -55,19 +55,19 @@ struct End {
 impl PipeChannel {
     /// Reads from `input` and writes to `output`; at least one is there.
     pub(crate) fn new(input: Option<OwnedFd>, output: Option<OwnedFd>, peer: String) -> Result<Self> {
-        let input = input.map(|fd| End::new(fd, PollFlags::IN)).transpose()?;
-        let output = output.map(|fd| End::new(fd, PollFlags::OUT)).transpose()?;
+        let input = input.map(|fd| PipeEnd::new(fd, PollFlags::IN)).transpose()?;
+        let output = output.map(|fd| PipeEnd::new(fd, PollFlags::OUT)).transpose()?;
         Ok(Self { input, output, peer, calls: Arc::default() })
     }
 
     /// Returns true if we ended the half that receives.
     pub(crate) fn is_input_closed(&self) -> bool {
-        self.input.as_ref().is_none_or(End::is_closed)
+        self.input.as_ref().is_none_or(PipeEnd::is_closed)
     }
 
     /// Returns true if we ended the half that sends.
     pub(crate) fn is_output_closed(&self) -> bool {
-        self.output.as_ref().is_none_or(End::is_closed)
+        self.output.as_ref().is_none_or(PipeEnd::is_closed)
     }
 }
 
@@ -139,7 +139,7 @@ impl Channel for PipeChannel {
     }
 }
 
-impl End {
+impl PipeEnd {
     fn new(fd: OwnedFd, direction: PollFlags) -> Result<Self> {
         let failed = |errno| Error::io("prepare pipe", "this process", errno);
         let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).map_err(failed)?;
@@ -197,7 +197,7 @@ impl End {
     }
 }
 
-impl Drop for End {
+impl Drop for PipeEnd {
     fn drop(&mut self) {
         if !self.is_closed() {
             self.restore_mode();

@@ -61,20 +61,20 @@ pub(crate) fn collect(reporter: &Reporter, prefix: &Location, action: Action, ag
             "removed": removes,
     });
     reporter.event("inspected", events::with_exit(fields, Exit::Done));
-    summarize(reporter, prefix, &found, Swept { bytes, removes });
+    summarize(reporter, prefix, &found, GarbageTotals { bytes, removes });
     Ok(Exit::Done)
 }
 
 /// Unreferenced objects of a collection.
 #[derive(Clone, Copy)]
-struct Swept {
+struct GarbageTotals {
     bytes: u64,
     removes: bool,
 }
 
 /// Prints the totals for people.
-fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: Swept) {
-    let Swept { bytes, removes } = swept;
+fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: GarbageTotals) {
+    let GarbageTotals { bytes, removes } = swept;
     reporter.line(&format!(
         "{prefix}: {} in {} of {}",
         counted(found.used.chunks, "chunk"),

@@ -138,7 +138,7 @@ fn accept(listener: &Listener, stop: &Cancel, shutdown: &ShutdownSignal) {
 }
 
 /// End of serving.
-pub(crate) enum Served {
+pub(crate) enum ServeEnd {
     /// Shut down, or the only possible connection has ended.
     ToTheEnd,
     /// Another process serves the device now.
@@ -159,25 +159,25 @@ pub(crate) struct DeviceServer<'a> {
 
 impl DeviceServer<'_> {
     /// Serves until shutdown or a live upgrade.
-    pub(crate) fn serve(self, mut service: Service) -> Result<Served, ServeError> {
+    pub(crate) fn serve(self, mut service: Service) -> Result<ServeEnd, ServeError> {
         let Self { device, record, shutdown, .. } = self;
         let own: Vec<_> =
             self.listener.iter().filter_map(UpgradeListener::fd).chain(self.descriptors).collect();
         loop {
-            let Ok(cancel) = shutdown.next_token() else { return Ok(Served::ToTheEnd) };
+            let Ok(cancel) = shutdown.next_token() else { return Ok(ServeEnd::ToTheEnd) };
             match service.serve(device, record, &cancel) {
                 Err(ServeError::Channel(_)) if cancel.is_cancelled() => {}
-                outcome => return outcome.map(|()| Served::ToTheEnd),
+                outcome => return outcome.map(|()| ServeEnd::ToTheEnd),
             }
             if shutdown.is_shutdown() {
-                return Ok(Served::ToTheEnd);
+                return Ok(ServeEnd::ToTheEnd);
             }
             let Some(channel) = lock(&shutdown.0.successor).take() else { continue };
             match live_upgrade(service, device, &own, record, channel.as_ref()) {
                 Ok(()) => {
                     // The socket's file belongs to the successor now.
                     let _ = ManuallyDrop::new(self.listener);
-                    return Ok(Served::Upgraded);
+                    return Ok(ServeEnd::Upgraded);
                 }
                 Err(left) => {
                     tracing::error!(error = %left.error, "live upgrade failed; continuing");

@@ -193,7 +193,7 @@ fn prometheus_text(open_metrics: &str) -> String {
 /// Formats the statistics.
 fn exposition(subjects: &[StatsObject]) -> String {
     let mut registry = Registry::with_prefix("towline");
-    registry.register_collector(Box::new(Snapshot(subjects.to_vec())));
+    registry.register_collector(Box::new(MetricsSnapshot(subjects.to_vec())));
     let mut body = String::new();
     // Writing to a string cannot fail.
     let _ = text::encode(&mut body, &registry);
@@ -202,9 +202,9 @@ fn exposition(subjects: &[StatsObject]) -> String {
 
 /// Statistics at one time.
 #[derive(Debug)]
-struct Snapshot(Vec<StatsObject>);
+struct MetricsSnapshot(Vec<StatsObject>);
 
-impl Collector for Snapshot {
+impl Collector for MetricsSnapshot {
     /// Encodes a metric family for each number, with a sample for each object of its kind.
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut kinds: Vec<&StatsObject> = Vec::new();
@@ -222,7 +222,7 @@ impl Collector for Snapshot {
     }
 }
 
-impl Snapshot {
+impl MetricsSnapshot {
     fn family(&self, encoder: &mut DescriptorEncoder<'_>, kind: &str, number: &Metric) -> fmt::Result {
         let metric = match number.stats_type {
             StatsType::Cumulative => MetricType::Counter,

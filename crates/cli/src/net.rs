@@ -16,7 +16,7 @@ use crate::args::{NetArgs, OnOff};
 use crate::backend::{NO_ACTIVATION, missing_socket};
 use crate::console::{self, OverflowPolicy};
 use crate::exit::{Exit, UsageError};
-use crate::live_upgrade::{self, DeviceServer, Served, ShutdownSignal, UpgradeListener};
+use crate::live_upgrade::{self, DeviceServer, ServeEnd, ShutdownSignal, UpgradeListener};
 use crate::notify::Notifier;
 use crate::observability::card;
 use crate::sandbox::{PendingSandbox, Policy};
@@ -74,7 +74,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
         }
         (_, json) => print_statistics(&net, json),
     }
-    if let Served::Upgraded = served? {
+    if let ServeEnd::Upgraded = served? {
         tracing::info!("another process serves the card now");
     }
     Ok(Exit::Done)

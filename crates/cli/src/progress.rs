@@ -59,12 +59,12 @@ struct TerminalBar {
 #[derive(Debug, Clone, Default)]
 struct Shown {
     prefix: String,
-    content: Content,
+    content: PhaseText,
 }
 
 /// Text behind the phase.
 #[derive(Debug, Clone, Default)]
-enum Content {
+enum PhaseText {
     #[default]
     Nothing,
     Estimate(Estimate),
@@ -75,9 +75,11 @@ enum Content {
 impl Shown {
     fn line(&self, width: usize) -> String {
         match &self.content {
-            Content::Nothing => truncate_str(&self.prefix, width, "").into_owned(),
-            Content::Estimate(estimate) => line::line(&self.prefix, estimate, width),
-            Content::Faults(text) => truncate_str(&format!("{} {text}", self.prefix), width, "").into_owned(),
+            PhaseText::Nothing => truncate_str(&self.prefix, width, "").into_owned(),
+            PhaseText::Estimate(estimate) => line::line(&self.prefix, estimate, width),
+            PhaseText::Faults(text) => {
+                truncate_str(&format!("{} {text}", self.prefix), width, "").into_owned()
+            }
         }
     }
 }
@@ -227,8 +229,8 @@ impl Observer for Reporter {
         let estimate = lock(&self.estimator).observe(self.started.elapsed(), progress);
         if let Some(bar) = &self.bar {
             bar.shown().content = match &progress.faults {
-                Some(faults) => Content::Faults(faults_text(faults)),
-                None => Content::Estimate(estimate),
+                Some(faults) => PhaseText::Faults(faults_text(faults)),
+                None => PhaseText::Estimate(estimate),
             };
             bar.draw(self.key);
         }

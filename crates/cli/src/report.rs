@@ -25,8 +25,8 @@ use towline_migration::LaneSends;
 use crate::endpoint::Endpoint;
 use crate::lock::lock;
 use crate::{console, events};
+use recorded::{CopyRecording, PhaseStart, TimedEstimate};
 pub(crate) use recorded::{GuestReport, ReportRecorder};
-use recorded::{PhaseStart, Recorded, Sample};
 
 /// Beginning of every page, by which an existing file is recognised.
 const DOCTYPE: &[u8] = b"<!doctype html>";
@@ -99,7 +99,7 @@ impl ReportRecorder {
     /// Creates the recorder of a guest that is started first: with a phase from the begin of the command on.
     pub(crate) fn of_started(begun: Instant) -> Self {
         let start = PhaseStart { at: Duration::ZERO, name: "start" };
-        let recorded = Recorded { phases: vec![start], ..Recorded::default() };
+        let recorded = CopyRecording { phases: vec![start], ..CopyRecording::default() };
         Self { started: begun, recorded: Mutex::new(recorded) }
     }
 
@@ -152,7 +152,7 @@ impl Observer for ReportRecorder {
         let at = self.started.elapsed();
         let mut recorded = lock(&self.recorded);
         let estimate = recorded.estimator.observe(at, progress);
-        recorded.samples.push(Sample { at, estimate });
+        recorded.samples.push(TimedEstimate { at, estimate });
     }
 
     fn lanes(&self, lanes: &[LaneSends]) {
@@ -181,7 +181,7 @@ mod tests {
         // Ten hours at 20 a second.
         let all = 36_000 * 20;
         for index in 0..all {
-            samples.push(Sample { at: Duration::from_millis(50 * index), estimate });
+            samples.push(TimedEstimate { at: Duration::from_millis(50 * index), estimate });
         }
         assert!((SAMPLES_MAX / 2..=SAMPLES_MAX).contains(&samples.kept.len()), "{}", samples.kept.len());
         let step = samples.kept[1].at - samples.kept[0].at;

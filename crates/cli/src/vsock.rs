@@ -28,7 +28,7 @@ use crate::signals::{SignalEffects, cancel_on_signals};
 use crate::state;
 
 /// A guest's device, and the origin of its frontends.
-struct Served {
+struct GuestService {
     cid: u64,
     device: Arc<Vsock>,
     frontends: FrontendSource,
@@ -79,7 +79,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             ablation: Ablation::default(),
         };
         let device = Arc::new(Vsock::new(settings, &local_guests)?);
-        served.push(Served { cid, device, frontends, record });
+        served.push(GuestService { cid, device, frontends, record });
     }
     args.observability.extend_policy(&mut policy);
     let mut sandbox = args.sandbox.begin(&policy);
@@ -200,7 +200,7 @@ fn take_over(fd: i32) -> Result<OwnedFd> {
 }
 
 /// Serves each guest on a thread of its own, until cancelled or until all have failed. Returns the first failure.
-fn serve_all(served: Vec<Served>, cancel: &Cancel) -> Result<()> {
+fn serve_all(served: Vec<GuestService>, cancel: &Cancel) -> Result<()> {
     let guests = served.into_iter().map(|served| {
         let (cid, cancel) = (served.cid, cancel.clone());
         (cid, move || serve(served, &cancel))
@@ -242,8 +242,8 @@ fn print(cid: u64, device: &Vsock) {
 }
 
 /// Serves one guest's frontends until cancelled. A lack of descriptors or memory is temporary.
-fn serve(served: Served, cancel: &Cancel) -> Result<()> {
-    let Served { cid, device, frontends, record } = served;
+fn serve(served: GuestService, cancel: &Cancel) -> Result<()> {
+    let GuestService { cid, device, frontends, record } = served;
     let device: Arc<dyn Device> = device;
     let mut service = Service::new(frontends);
     let mut is_logged = false;

@@ -34,7 +34,7 @@ use crate::lock::lock;
 use crate::process::{Process, ProcessState, start_time};
 
 pub use record::{ChangedValue, UndoRecord};
-use record::{Contents, JournalHeader, JournalLine, VERSION};
+use record::{JournalContents, JournalHeader, JournalLine, VERSION};
 pub(crate) use record::{now_ms, pid_namespace};
 pub use runtime_directory::{RuntimeDirectory, RuntimeDirectoryError};
 
@@ -145,7 +145,7 @@ impl Journal {
             if !is_named(&file, directory, &name) {
                 continue;
             }
-            let Contents { owner, records } = record::parse(&text).map_err(|bad| Error::Format {
+            let JournalContents { owner, records } = record::parse(&text).map_err(|bad| Error::Format {
                 path: path.clone(),
                 line: bad.line,
                 reason: bad.reason,
@@ -307,7 +307,7 @@ fn remove_stale(directory: &RuntimeDirectory, name: &str) -> io::Result<()> {
     let mut file = File::from(openat(directory.fd(), name, flags, Mode::empty())?);
     flock(&file, FlockOperation::NonBlockingLockExclusive)?;
     let text = read(&mut file)?;
-    let Ok(Contents { owner: Some(header), records }) = record::parse(&text) else { return Ok(()) };
+    let Ok(JournalContents { owner: Some(header), records }) = record::parse(&text) else { return Ok(()) };
     // That QEMU may live under this id in another pid namespace.
     if !header.is_of_our_namespace() || header.owner_lives() {
         return Ok(());

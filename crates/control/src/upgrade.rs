@@ -37,7 +37,7 @@ use towline_launch::{
 use crate::in_place::GuestBackends;
 use crate::plan::{self, CopyReport, Failure, GuestAfterFailure, Observer, UpgradeMemory, UpgradeRequest};
 use crate::staging_names::StagingName;
-use command_line::{Context, Rewritten, refuse_end_with_parent, rewrite};
+use command_line::{OldQemuFacts, Rewritten, refuse_end_with_parent, rewrite};
 use old::OldQemu;
 
 pub use command_line::{Cards, Vsocks};
@@ -130,7 +130,7 @@ pub fn prepare(options: &UpgradeOptions) -> Result<Prepared, Error> {
     let version = QemuVersion::of_binary(&host)?;
     let memory = memory(&old.backends, options.memory, version)?;
     let number = fastrand::u32(..);
-    let context = Context {
+    let context = OldQemuFacts {
         version,
         working_directory: &old.working_directory,
         machine: &old.machine,

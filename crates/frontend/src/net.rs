@@ -170,7 +170,7 @@ impl DriverPair {
 
     fn recycle(&mut self) {
         while let Some(guest) = self.held.pop() {
-            let pages = Pages::new(guest, self.options.receive_bytes);
+            let pages = PageDescriptors::new(guest, self.options.receive_bytes);
             if !self.rx.add(&[], pages.all(), guest) {
                 // The ring has fewer descriptors than buffers; this one waits.
                 self.held.push(guest);
@@ -231,7 +231,7 @@ impl DriverPair {
     /// free buffer. Published by [`DriverPair::flush`].
     pub fn transmit_any(&mut self, len: usize) -> bool {
         let Some(slot) = self.free.pop() else { return false };
-        if self.tx.add(Pages::new(self.slot(slot), len).all(), &[], slot.into()) {
+        if self.tx.add(PageDescriptors::new(self.slot(slot), len).all(), &[], slot.into()) {
             return true;
         }
         self.free.push(slot);
@@ -305,12 +305,12 @@ fn stride(bytes: usize) -> u64 {
 }
 
 /// A descriptor for each page; the first `count` are meant.
-struct Pages {
+struct PageDescriptors {
     buffers: [QueueBuffer; PAGES_MAX],
     count: usize,
 }
 
-impl Pages {
+impl PageDescriptors {
     fn new(guest: u64, len: usize) -> Self {
         let mut pages =
             Self { buffers: [QueueBuffer { guest, len: 0 }; PAGES_MAX], count: len.div_ceil(PAGE) };

@@ -16,7 +16,7 @@ use towline_protocol::{BlockIndex, PageRef};
 
 use self::disk::Disk;
 use self::races::races;
-use crate::journal::{Op, Plan, PublicationBug, record};
+use crate::journal::{Interventions, Op, PublicationBug, record};
 use crate::manifest::{Digest, Manifest, sidecar_path};
 use crate::sidecar::staged_path;
 use crate::testing::{PAGE, TestGuest, delivered, directory};
@@ -220,8 +220,8 @@ struct RunOptions {
     writer_every: Option<usize>,
 }
 
-fn plan(fault: Option<PublicationBug>) -> Plan {
-    Plan { fault, ..Plan::default() }
+fn plan(fault: Option<PublicationBug>) -> Interventions {
+    Interventions { fault, ..Interventions::default() }
 }
 
 fn copy_files(from: &Path, to: &Path) {
@@ -251,7 +251,7 @@ fn run(
     (scenario.write)(work.path()).map_err(|error| format!("{}: {error}", scenario.name))?;
     let after = inspect(work.path());
     copy_files(from, work.path());
-    let plan = Plan { fails: options.fails, fault: options.fault, ..Plan::default() };
+    let plan = Interventions { fails: options.fails, fault: options.fault, ..Interventions::default() };
     let (written, ops) = record(plan, || (scenario.write)(work.path()));
     let failure = |what: &str, found: &Outcome| {
         let (name, fails, fault) = (scenario.name, options.fails, options.fault);
@@ -356,7 +356,7 @@ fn a_failing_step_and_a_crash_leave_the_old_image_or_the_new_one() {
 fn steps(scenario: &Scenario, from: &Path) -> usize {
     let work = directory();
     copy_files(from, work.path());
-    let (written, ops) = record(Plan::default(), || (scenario.write)(work.path()));
+    let (written, ops) = record(Interventions::default(), || (scenario.write)(work.path()));
     written.unwrap();
     ops.len()
 }
@@ -423,7 +423,7 @@ fn after_crashes(scenario: &Scenario, from: &Path, random: &mut fastrand::Rng) -
     let (work, crashed) = (directory(), directory());
     copy_files(from, work.path());
     let disk = Disk::of(work.path());
-    let (written, ops) = record(Plan::default(), || (scenario.write)(work.path()));
+    let (written, ops) = record(Interventions::default(), || (scenario.write)(work.path()));
     written?;
     let mut states = BTreeSet::new();
     (0..=ops.len()).for_each(|done| states.extend(disk.states(&ops, done, random)));

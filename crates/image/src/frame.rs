@@ -30,7 +30,7 @@ pub(crate) struct ImageFrame {
 }
 
 /// Bytes and their offset in the file.
-pub(crate) type FilePart = (u64, Vec<u8>);
+pub(crate) type OffsetBytes = (u64, Vec<u8>);
 
 impl ImageFrame {
     /// Lays out the file of a guest whose stream has this header.
@@ -89,7 +89,7 @@ impl ImageFrame {
         &self,
         bitmaps: impl Iterator<Item = &'a [u8]>,
         device_state: &[u8],
-    ) -> Vec<FilePart> {
+    ) -> Vec<OffsetBytes> {
         let listed = |(block, bitmap): (&RamBlock, &[u8])| {
             let entry = entry(block);
             (mapped(block).bitmap_offset - entry.len() as u64, [&entry[..], bitmap].concat())
@@ -101,7 +101,7 @@ impl ImageFrame {
     }
 
     /// Position and bytes of the seal for a manifest with this text.
-    pub(crate) fn seal(&self, manifest: &[u8]) -> Option<FilePart> {
+    pub(crate) fn seal(&self, manifest: &[u8]) -> Option<OffsetBytes> {
         Some((self.seal_offset()?, seal::encode(Digest::of(manifest)).to_vec()))
     }
 

@@ -89,7 +89,7 @@ pub(crate) fn next_file_number() -> FileNumber {
 }
 
 #[cfg(test)]
-pub(crate) use recording::{Plan, is_on, next_file_number, record, step};
+pub(crate) use recording::{Interventions, is_on, next_file_number, record, step};
 
 #[cfg(test)]
 mod recording {
@@ -99,7 +99,7 @@ mod recording {
 
     /// Interventions while steps are recorded.
     #[derive(Default)]
-    pub(crate) struct Plan {
+    pub(crate) struct Interventions {
         /// Index of a step that fails, and its error.
         pub(crate) fails: Option<(usize, Errno)>,
         /// Functions to run before the steps with these indexes.
@@ -109,20 +109,20 @@ mod recording {
     }
 
     #[derive(Default)]
-    struct Recording {
+    struct StepRecording {
         ops: Vec<Op>,
         steps: usize,
         opened: FileNumber,
-        plan: Plan,
+        plan: Interventions,
     }
 
     thread_local! {
-        static RECORDING: RefCell<Option<Recording>> = const { RefCell::new(None) };
+        static RECORDING: RefCell<Option<StepRecording>> = const { RefCell::new(None) };
     }
 
     /// Runs `work`; returns its result and the steps of this thread.
-    pub(crate) fn record<T>(plan: Plan, work: impl FnOnce() -> T) -> (T, Vec<Op>) {
-        RECORDING.set(Some(Recording { plan, ..Recording::default() }));
+    pub(crate) fn record<T>(plan: Interventions, work: impl FnOnce() -> T) -> (T, Vec<Op>) {
+        RECORDING.set(Some(StepRecording { plan, ..StepRecording::default() }));
         let done = work();
         let recording = RECORDING.take();
         (done, recording.map(|recording| recording.ops).unwrap_or_default())

@@ -36,7 +36,7 @@ pub struct WorkingSet {
 
 /// Format of the file: a run is its block's index, its first page and its number of pages.
 #[derive(Debug, Serialize, Deserialize)]
-struct Stored {
+struct WorkingSetFile {
     format: String,
     version: u32,
     guest: Digest,
@@ -107,7 +107,7 @@ impl WorkingSet {
         })?;
         let (format, runs): (_, Vec<_>) = (FORMAT.into(), self.runs.iter().map(run).collect());
         let blake3 = Some(hash(&runs));
-        let stored = Stored { format, version: VERSION, guest: self.guest, runs, blake3 };
+        let stored = WorkingSetFile { format, version: VERSION, guest: self.guest, runs, blake3 };
         let text = serde_json::to_vec(&stored).expect("numbers and a hash");
         write_sidecar(&self.path, &text, Existing::Replace)
     }
@@ -120,14 +120,14 @@ fn guest(blocks: &[RamBlock], device_state: &[u8]) -> Digest {
 }
 
 /// Reads the file; an invalid one is ignored.
-fn read(path: &Path) -> Option<Stored> {
+fn read(path: &Path) -> Option<WorkingSetFile> {
     let file = File::open(path).ok()?;
     if !file.metadata().ok()?.is_file() {
         return None;
     }
     let mut text = Vec::new();
     file.take(BYTES_MAX).read_to_end(&mut text).ok()?;
-    let stored: Stored = serde_json::from_slice(&text).ok()?;
+    let stored: WorkingSetFile = serde_json::from_slice(&text).ok()?;
     let is_intact = stored.blake3.is_none_or(|blake3| blake3 == hash(&stored.runs));
     (stored.format == FORMAT && stored.version == VERSION && is_intact).then_some(stored)
 }

@@ -64,7 +64,7 @@ pub struct ImageWriter {
     file: RwLock<Option<AtomicFile>>,
     direct: AtomicBool,
     items: StreamItems,
-    layout: OnceLock<Layout>,
+    layout: OnceLock<ImageLayout>,
     hashers: RwLock<Vec<BlockHasher>>,
     /// The manifest under the final name when writing began.
     previous_manifest: Option<FileId>,
@@ -76,7 +76,7 @@ pub struct ImageWriter {
 
 /// Layout of the image file.
 #[derive(Debug)]
-struct Layout {
+struct ImageLayout {
     frame: ImageFrame,
     /// A bit for each page that has content.
     bitmaps: Vec<Bitmap>,
@@ -166,7 +166,7 @@ impl ImageWriter {
         self.order_error(what)
     }
 
-    fn layout(&self) -> Result<&Layout> {
+    fn layout(&self) -> Result<&ImageLayout> {
         self.layout.get().ok_or_else(|| self.order_error("pages arrived before the block list"))
     }
 
@@ -181,7 +181,7 @@ impl ImageWriter {
         self.items.configuration().map_err(|missing| self.missing(missing))
     }
 
-    fn plan_layout(&self, blocks: &[RamBlock]) -> Result<Layout> {
+    fn plan_layout(&self, blocks: &[RamBlock]) -> Result<ImageLayout> {
         let configuration = self.configuration()?;
         let kind = match &self.base {
             Some(base) => {
@@ -199,7 +199,7 @@ impl ImageWriter {
         // Fails on a filesystem with too little space before memory is allocated for it.
         self.with_file(|file| file.set_length(frame.end()))?;
         let bitmaps = frame.blocks().iter().map(|block| Bitmap::new(block.pages())).collect();
-        Ok(Layout { frame, bitmaps })
+        Ok(ImageLayout { frame, bitmaps })
     }
 
     /// Writes consecutive pages of a block.
@@ -237,7 +237,7 @@ impl ImageWriter {
     }
 
     /// Hashes of all chunks, after re-reading those whose pages were sent again.
-    fn hashes(&self, layout: &Layout) -> Result<Vec<Vec<ChunkHash>>> {
+    fn hashes(&self, layout: &ImageLayout) -> Result<Vec<Vec<ChunkHash>>> {
         let hashers = std::mem::take(&mut *lock_exclusive(&self.hashers));
         let finish = |(hasher, block): (BlockHasher, &RamBlock)| {
             let pages_offset = block.mapped.expect("laid out").pages_offset;
@@ -249,7 +249,12 @@ impl ImageWriter {
     }
 
     /// Deallocates the chunks that equal the base's. On a filesystem without holes they stay, unread.
-    fn punch_unchanged(&self, base: &BaseImage, layout: &Layout, hashes: &[Vec<ChunkHash>]) -> Result<()> {
+    fn punch_unchanged(
+        &self,
+        base: &BaseImage,
+        layout: &ImageLayout,
+        hashes: &[Vec<ChunkHash>],
+    ) -> Result<()> {
         let mut total = Increment { stored: 0, in_base: 0 };
         for (index, (block, hashes)) in layout.frame.blocks().iter().zip(hashes).enumerate() {
             let pages_offset = block.mapped.expect("laid out").pages_offset;

@@ -170,7 +170,7 @@ pub struct CannotConverge {
 pub struct ConvergencePolicy {
     limits: Limits,
     recent: [Option<Observation>; RATE_PASSES],
-    window: Window,
+    window: RateWindow,
     /// The lowest downtime of the window before.
     previous: Option<Duration>,
     /// The lowest of all complete windows.
@@ -182,7 +182,7 @@ pub struct ConvergencePolicy {
 }
 
 #[derive(Debug, Default)]
-struct Window {
+struct RateWindow {
     passes: u32,
     time: Duration,
     sent: f64,
@@ -197,7 +197,7 @@ impl ConvergencePolicy {
         Self {
             limits,
             recent: [None; RATE_PASSES],
-            window: Window::default(),
+            window: RateWindow::default(),
             previous: None,
             lowest: None,
             windows_stuck: 0,
@@ -285,7 +285,7 @@ impl ConvergencePolicy {
     }
 }
 
-impl Window {
+impl RateWindow {
     fn add(&mut self, observation: &Observation, downtime: Duration) {
         let seconds = observation.time.as_secs_f64();
         self.passes += 1;

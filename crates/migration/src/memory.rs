@@ -65,7 +65,7 @@ pub enum BlockBacking<'a> {
 /// A guest's memory with its dirty map: source or destination of a migration.
 pub struct Memory {
     configuration: OnceLock<Configuration>,
-    ram: OnceLock<Ram>,
+    ram: OnceLock<KnownBlocks>,
     /// If built to adopt: the most bytes that may be allocated.
     limit: Option<u64>,
     /// The file to adopt into, if any, of exactly the guest's size.
@@ -82,7 +82,7 @@ pub struct Memory {
 type Hook = Box<dyn Fn() -> crate::Result<()> + Send + Sync>;
 
 /// The blocks, once they are known.
-struct Ram {
+struct KnownBlocks {
     blocks: Vec<RamBlock>,
     mapped: Vec<MappedBlock>,
     dirty: DirtyMap,
@@ -104,7 +104,7 @@ impl Memory {
     pub fn new(configuration: Configuration, blocks: &[MemoryBlock<'_>]) -> Result<Self, MemoryError> {
         let memory = Self::empty(None);
         memory.configuration.get_or_init(|| configuration);
-        let ram = Ram::map(blocks)?;
+        let ram = KnownBlocks::map(blocks)?;
         memory.ram.get_or_init(|| ram);
         Ok(memory)
     }
@@ -204,12 +204,12 @@ impl Memory {
 
     /// # Panics
     /// If no guest was adopted: no method that names pages makes sense before.
-    fn ram(&self) -> &Ram {
+    fn ram(&self) -> &KnownBlocks {
         self.ram.get().expect("pages are named only when there are blocks")
     }
 }
 
-impl Ram {
+impl KnownBlocks {
     fn map(blocks: &[MemoryBlock<'_>]) -> Result<Self, MemoryError> {
         let mut names = BTreeSet::new();
         let mut mapped = Vec::new();

@@ -36,7 +36,7 @@ pub use shape::{Backing, Shape};
 
 use crate::tracker::{DirtyLogTracker, DirtyTracker, WriteProtect};
 use crate::{LiveBlock, Memory, MemoryError, RamMapping, Result, SourceMemory, Span, memory};
-use load::Load;
+use load::LoadThreads;
 use pattern::PAGE_BYTES;
 
 /// The RAM block's name.
@@ -81,7 +81,7 @@ impl Synthetic {
     /// Its writes cannot be tracked on this machine.
     pub fn run<T>(&self, work: impl FnOnce(&SourceMemory<'_>) -> T) -> Result<T> {
         let tracker = self.tracker()?;
-        let load = Load::new(self.shape.threads.get());
+        let load = LoadThreads::new(self.shape.threads.get());
         thread::scope(|scope| {
             let _over = load.ended_on_drop();
             if self.shape.dirty_rate > 0 {

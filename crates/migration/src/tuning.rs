@@ -13,16 +13,16 @@ const UNLIMITED: u64 = 0;
 ///
 /// A rate holds from the next unit that is sent, a downtime from the next pass.
 #[derive(Debug, Clone, Default)]
-pub struct Tuning(Arc<Limits>);
+pub struct Tuning(Arc<TuningLimits>);
 
 #[derive(Debug)]
-struct Limits {
+struct TuningLimits {
     max_bandwidth: AtomicU64,
     downtime_ms: AtomicU64,
     changes: AtomicU64,
 }
 
-impl Default for Limits {
+impl Default for TuningLimits {
     fn default() -> Self {
         let unchanged = || AtomicU64::new(UNCHANGED);
         Self { max_bandwidth: unchanged(), downtime_ms: unchanged(), changes: AtomicU64::new(0) }

@@ -36,7 +36,7 @@ pub use states::{
     AwaitBlock, AwaitFooter, AwaitHeader, AwaitMachine, AwaitRecord, AwaitSection, AwaitSubsection, Barriers,
     Complete, RamSection, SectionKind, SharedMemory, Step, StreamDecoder, StreamItem,
 };
-use states::{Ram, StreamKind};
+use states::{RamState, StreamKind};
 
 /// The most input bytes that one item needs to be decoded whole: a command with its data.
 pub const ITEM_BYTES_MAX: usize = limits::COMMAND_BYTES_MAX + 5;
@@ -233,7 +233,7 @@ impl AwaitSection {
             let (name, found) = (header.name, header.version);
             return Err(PeerIncompatible::SectionVersion { name, found, known: ram::SECTION_VERSION }.into());
         }
-        let ram = Box::new(Ram::new(header.id, self.mapped_ram, self.is_snapshot));
+        let ram = Box::new(RamState::new(header.id, self.mapped_ram, self.is_snapshot));
         let section = RamSection { kind: SectionKind::Start, id: header.id };
         let next = AwaitBlock {
             ram,
@@ -255,7 +255,7 @@ fn foreign_section(header: SectionHeader, kind: u8) -> PeerIncompatible {
     }
 }
 
-fn resume(mut ram: Box<Ram>, kind: u8, id: u32) -> Result<(RamSection, StreamDecoder)> {
+fn resume(mut ram: Box<RamState>, kind: u8, id: u32) -> Result<(RamSection, StreamDecoder)> {
     if id != ram.id {
         return Err(PeerMisbehaved::UnknownSection { id, expected: ram.id }.into());
     }

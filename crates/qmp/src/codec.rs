@@ -261,7 +261,7 @@ fn parse(bytes: &[u8]) -> Result<Message, CodecError> {
 
 fn classify(mut object: Map<String, Value>) -> Result<Message, serde_json::Error> {
     #[derive(Deserialize)]
-    struct Failure {
+    struct ErrorReply {
         class: String,
         desc: String,
     }
@@ -272,7 +272,7 @@ fn classify(mut object: Map<String, Value>) -> Result<Message, serde_json::Error
         return Ok(Message::Return { id: object.remove("id"), value, other: object });
     }
     if let Some(error) = object.remove("error") {
-        let Failure { class, desc } = serde_json::from_value(error)?;
+        let ErrorReply { class, desc } = serde_json::from_value(error)?;
         return Ok(Message::Error { id: object.remove("id"), class, desc, other: object });
     }
     if let Some(greeting) = object.remove("QMP") {

@@ -92,13 +92,13 @@ pub fn bars(unit: &str, groups: &[Group]) -> Result<Option<String>, Error> {
     let rows = all().count() as i32 + 1;
     let height = 2 * MARGIN + rows * ROW + names * (ROW + GROUP_GAP);
     let mut svg = String::new();
-    let layout = Layout { label, scale: f64::from(WIDTH - 2 * MARGIN - label - FIGURE) / top };
+    let layout = BarLayout { label, scale: f64::from(WIDTH - 2 * MARGIN - label - FIGURE) / top };
     let size = (WIDTH as u32, height as u32);
     draw(SVGBackend::with_string(&mut svg, size), unit, groups, &layout).map_err(Error::of)?;
     Ok(Some(svg))
 }
 
-struct Layout {
+struct BarLayout {
     /// Width of the labels.
     label: i32,
     /// Pixels for each unit.
@@ -107,7 +107,7 @@ struct Layout {
 
 type DrawResult<'a> = Result<(), DrawingAreaErrorKind<<SVGBackend<'a> as DrawingBackend>::ErrorType>>;
 
-fn draw<'a>(backend: SVGBackend<'a>, unit: &str, groups: &[Group], layout: &Layout) -> DrawResult<'a> {
+fn draw<'a>(backend: SVGBackend<'a>, unit: &str, groups: &[Group], layout: &BarLayout) -> DrawResult<'a> {
     let area = backend.into_drawing_area();
     let plain = TextStyle::from(("sans-serif", FONT).into_font()).pos(Pos::new(HPos::Left, VPos::Center));
     let right = plain.pos(Pos::new(HPos::Right, VPos::Center));

@@ -34,7 +34,7 @@ pub(crate) struct Kick {
 
 /// Result of [`Kick::drain`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Drained {
+pub(crate) enum KickState {
     /// It was a kick.
     Kick,
     /// From now on the descriptor is polled at intervals.
@@ -67,7 +67,7 @@ impl Kick {
     }
 
     /// Drains the descriptor after `poll` found it readable. `avail_idx` is the driver's available index.
-    pub(crate) fn drain(&mut self, avail_idx: u16) -> Drained {
+    pub(crate) fn drain(&mut self, avail_idx: u16) -> KickState {
         let mut count = [0; 8];
         match rustix::io::read(&self.fd, &mut count) {
             // Each kick adds 1 to an eventfd. Any process with the descriptor may add more.
@@ -76,19 +76,19 @@ impl Kick {
             }
             // Another ring may share the descriptor and have drained it first.
             Err(Errno::AGAIN | Errno::INTR) => {}
-            Ok(_) | Err(_) => return Drained::Unusable,
+            Ok(_) | Err(_) => return KickState::Unusable,
         }
         if std::mem::replace(&mut self.avail_idx, avail_idx) != avail_idx {
             self.spurious = 0;
             self.paused_until = None;
-            return Drained::Kick;
+            return KickState::Kick;
         }
         self.spurious = self.spurious.saturating_add(1);
         if self.spurious < SPURIOUS_KICKS_MAX {
-            return Drained::Kick;
+            return KickState::Kick;
         }
         self.paused_until = Some(Instant::now() + PAUSE);
-        if self.spurious == SPURIOUS_KICKS_MAX { Drained::Paused } else { Drained::Kick }
+        if self.spurious == SPURIOUS_KICKS_MAX { KickState::Paused } else { KickState::Kick }
     }
 }
 
@@ -96,18 +96,18 @@ impl Kick {
 pub(crate) fn handle_events(kick: &mut Option<Kick>, events: PollFlags, avail_idx: u16, ring: usize) {
     let Some(polled) = kick else { return };
     let drained = if events.intersects(PollFlags::ERR | PollFlags::NVAL | PollFlags::HUP) {
-        Drained::Unusable
+        KickState::Unusable
     } else if events.contains(PollFlags::IN) {
         polled.drain(avail_idx)
     } else {
         return;
     };
     match drained {
-        Drained::Kick => {}
-        Drained::Paused => {
+        KickState::Kick => {}
+        KickState::Paused => {
             tracing::warn!(ring, "spurious kicks without available descriptors; polling at intervals");
         }
-        Drained::Unusable => {
+        KickState::Unusable => {
             tracing::warn!(ring, "the kick descriptor is not a readable eventfd; no longer polling it");
             *kick = None;
         }
@@ -130,7 +130,10 @@ mod tests {
             let mut kick = Kick::new(file(path));
             let drained: Vec<_> = (0..2).map(|_| kick.drain(0)).collect();
             // The file in /proc has more than eight bytes, and any eight of them may be a count.
-            assert!(drained.contains(&Drained::Unusable) || path.starts_with("/proc"), "{path}: {drained:?}");
+            assert!(
+                drained.contains(&KickState::Unusable) || path.starts_with("/proc"),
+                "{path}: {drained:?}"
+            );
         }
     }
 
@@ -142,11 +145,11 @@ mod tests {
         let mut kick = Kick::new(fd);
         for kicks in [1u64, 5, u64::MAX - 1] {
             rustix::io::write(&driver, &kicks.to_ne_bytes()).unwrap();
-            assert_eq!(kick.drain(kicks as u16), Drained::Kick);
+            assert_eq!(kick.drain(kicks as u16), KickState::Kick);
             assert_eq!(kick.take_count(), kicks.min(KICKS_MAX));
         }
         // Drained by another ring that shares it.
-        assert_eq!((kick.drain(0), kick.take_count()), (Drained::Kick, 0));
+        assert_eq!((kick.drain(0), kick.take_count()), (KickState::Kick, 0));
     }
 
     #[test]
@@ -154,16 +157,16 @@ mod tests {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let mut kick = Kick::new(eventfd(u32::MAX, flags | EventfdFlags::SEMAPHORE).unwrap());
         let drained: Vec<_> = (1..SPURIOUS_KICKS_MAX).map(|_| kick.drain(0)).collect();
-        assert!(drained.iter().all(|drained| *drained == Drained::Kick));
+        assert!(drained.iter().all(|drained| *drained == KickState::Kick));
         assert!(kick.poll_fd(Instant::now).is_ok());
-        assert_eq!(kick.drain(0), Drained::Paused);
+        assert_eq!(kick.drain(0), KickState::Paused);
         let until = kick.paused_until.unwrap();
         assert_eq!(kick.poll_fd(|| until - Duration::from_millis(1)).unwrap_err(), Duration::from_millis(1));
         assert!(kick.poll_fd(|| until).is_ok(), "it is polled again at this instant");
-        assert_eq!(kick.drain(0), Drained::Kick, "the pause is reported once");
+        assert_eq!(kick.drain(0), KickState::Kick, "the pause is reported once");
         assert!(kick.paused_until.unwrap() >= until);
-        assert_eq!((kick.drain(1), kick.paused_until), (Drained::Kick, None));
+        assert_eq!((kick.drain(1), kick.paused_until), (KickState::Kick, None));
         let drained: Vec<_> = (2..2000).map(|index| kick.drain(index)).collect();
-        assert!(drained.iter().all(|drained| *drained == Drained::Kick));
+        assert!(drained.iter().all(|drained| *drained == KickState::Kick));
     }
 }

@@ -35,7 +35,7 @@ use crate::memory::{GuestMemory, REGIONS_MAX, Region};
 use crate::message::{LogMemory, RegionInfo, Reply, Request};
 use crate::orphaned_threads::OrphanedThreads;
 use crate::sys::Userfaultfd;
-use postcopy::Postcopy;
+use postcopy::PostcopyProgress;
 use state_transfer::StateTransfer;
 use vring::Vring;
 
@@ -47,7 +47,7 @@ pub(crate) struct Session<R> {
     device: Arc<dyn Device>,
     orphans: Arc<OrphanedThreads>,
     /// Dropped before the rings, whose workers may wait for its pages.
-    postcopy: Option<Postcopy>,
+    postcopy: Option<PostcopyProgress>,
     rings: R,
     vrings: Vec<Vring>,
     negotiated: Negotiated,

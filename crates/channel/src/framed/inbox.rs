@@ -25,12 +25,12 @@ pub(super) struct Inbox<U> {
     start: usize,
     end: usize,
     idle_packets: u32,
-    finished: Option<Finished>,
+    finished: Option<InboxEnd>,
 }
 
 /// State of the end of the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Finished {
+enum InboxEnd {
     /// The peer announced it.
     Closed,
     /// It cannot continue; the text is for [`Unpack::fault`].
@@ -110,7 +110,7 @@ impl<U: Unpack> Inbox<U> {
             if !self.plain.is_empty() || self.next(room.as_deref_mut(), channel.peer())? {
                 return Ok(true);
             }
-            if self.finished == Some(Finished::Closed) {
+            if self.finished == Some(InboxEnd::Closed) {
                 return Ok(false);
             }
             before_waiting();
@@ -127,12 +127,12 @@ impl<U: Unpack> Inbox<U> {
     fn next(&mut self, room: Option<&mut IoCursorMut<'_, '_>>, peer: &str) -> Result<bool> {
         match &self.finished {
             None => {}
-            Some(Finished::Closed) => return Ok(false),
-            Some(Finished::Failed(why)) => return Err(U::fault(peer, why.clone())),
+            Some(InboxEnd::Closed) => return Ok(false),
+            Some(InboxEnd::Failed(why)) => return Err(U::fault(peer, why.clone())),
         }
         let found = self.try_next(room, peer);
         if let Err(Error::Tls { why, .. } | Error::WebSocket { why, .. }) = &found {
-            self.finished = Some(Finished::Failed(why.clone()));
+            self.finished = Some(InboxEnd::Failed(why.clone()));
         }
         found
     }
@@ -147,7 +147,7 @@ impl<U: Unpack> Inbox<U> {
             match self.unpack.unpack(&mut self.buffer[self.start..self.end], peer)? {
                 Unpacked::Incomplete => return Ok(false),
                 Unpacked::End => {
-                    self.finished = Some(Finished::Closed);
+                    self.finished = Some(InboxEnd::Closed);
                     return Ok(false);
                 }
                 Unpacked::Data(data, taken) if !data.is_empty() => {

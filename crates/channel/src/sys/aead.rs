@@ -47,7 +47,7 @@ unsafe impl Send for AesGcm {}
 /// Direction of a record, as `EVP_CipherInit_ex` has it.
 #[derive(Clone, Copy)]
 #[repr(i32)]
-enum Direction {
+enum CipherDirection {
     Open = 0,
     Seal = 1,
 }
@@ -65,7 +65,7 @@ impl AesGcm {
         };
         // SAFETY: takes nothing; returns a context that `drop` frees, or null.
         let this = Self { context: NonNull::new(unsafe { EVP_CIPHER_CTX_new() })? };
-        let seal = Direction::Seal as c_int;
+        let seal = CipherDirection::Seal as c_int;
         // SAFETY: a valid context and cipher; `key` has as many bytes as the cipher reads. A null nonce is set later.
         let set = unsafe {
             EVP_CipherInit_ex(this.context.as_ptr(), cipher, null_mut(), key.as_ptr(), null(), seal)
@@ -87,7 +87,7 @@ impl AesGcm {
     ) {
         let (body, tag) = sealed.split_at_mut(sealed.len() - TAG_BYTES);
         let (mut room, end) = body.split_at_mut(body.len() - trailer.len());
-        self.begin(Direction::Seal, nonce, header);
+        self.begin(CipherDirection::Seal, nonce, header);
         while !room.is_empty() {
             let fragment = data.first().expect("as many bytes as the record has room for").prefix(room.len());
             let (ciphertext, rest) = room.split_at_mut(fragment.len());
@@ -118,7 +118,7 @@ impl AesGcm {
     ) -> Result<(), TagMismatch> {
         let (body, tag) = sealed.split_at(sealed.len() - TAG_BYTES);
         let (mut data, end) = body.split_at(body.len() - trailer.len());
-        self.begin(Direction::Open, nonce, header);
+        self.begin(CipherDirection::Open, nonce, header);
         for fragment in room {
             if data.is_empty() {
                 break;
@@ -134,7 +134,7 @@ impl AesGcm {
     }
 
     /// Starts a record with its nonce and its additional data.
-    fn begin(&mut self, direction: Direction, nonce: &[u8; NONCE_BYTES], header: &[u8]) {
+    fn begin(&mut self, direction: CipherDirection, nonce: &[u8; NONCE_BYTES], header: &[u8]) {
         let (context, direction) = (self.context.as_ptr(), direction as c_int);
         let (length, mut done) = (length(header.len()), 0);
         // SAFETY: a context with a key; `nonce` has as many bytes as AES-GCM reads, `header` as many as are named. An

@@ -75,7 +75,7 @@ pub(super) fn server(channel: &dyn Channel, tls: &TlsServer, deadline: &Deadline
 }
 
 /// The next step that rustls requests.
-enum Step {
+enum HandshakeStep {
     /// Written data is to be sent, if possible.
     Transmit,
     /// Nothing yet: try again.
@@ -92,7 +92,7 @@ trait Stepping {
         incoming: &mut [u8],
         outgoing: &mut Vec<u8>,
         contents: &mut Vec<u8>,
-    ) -> (usize, Result<Step, rustls::Error>);
+    ) -> (usize, Result<HandshakeStep, rustls::Error>);
 
     fn is_through(&self) -> bool;
 
@@ -107,7 +107,7 @@ macro_rules! stepping {
                 incoming: &mut [u8],
                 outgoing: &mut Vec<u8>,
                 contents: &mut Vec<u8>,
-            ) -> (usize, Result<Step, rustls::Error>) {
+            ) -> (usize, Result<HandshakeStep, rustls::Error>) {
                 let status = self.process_tls_records(incoming);
                 let mut discard = status.discard;
                 let step = match status.state {
@@ -118,14 +118,14 @@ macro_rules! stepping {
                             Err(EncodeError::InsufficientSize(need)) => Err(need.required_size),
                             Err(EncodeError::AlreadyEncoded) => Ok(0),
                         });
-                        Ok(Step::Again)
+                        Ok(HandshakeStep::Again)
                     }
                     Ok(ConnectionState::TransmitTlsData(transmit)) => {
                         transmit.done();
-                        Ok(Step::Transmit)
+                        Ok(HandshakeStep::Transmit)
                     }
                     Ok(ConnectionState::ReadTraffic(mut traffic)) => {
-                        let mut read = Ok(Step::Again);
+                        let mut read = Ok(HandshakeStep::Again);
                         while let Some(record) = traffic.next_record() {
                             match record {
                                 Ok(record) => {
@@ -141,7 +141,7 @@ macro_rules! stepping {
                         read
                     }
                     Ok(ConnectionState::BlockedHandshake | ConnectionState::WriteTraffic(_)) => {
-                        Ok(Step::Receive)
+                        Ok(HandshakeStep::Receive)
                     }
                     Ok(_) => Err(rustls::Error::HandshakeNotComplete),
                 };
@@ -215,9 +215,9 @@ impl<'a> Flights<'a> {
             let (discard, step) = connection.step(&mut self.incoming, &mut self.outgoing, &mut self.contents);
             self.incoming.drain(..discard);
             match step {
-                Ok(Step::Again) => {}
-                Ok(Step::Transmit) => self.transmit()?,
-                Ok(Step::Receive) => {
+                Ok(HandshakeStep::Again) => {}
+                Ok(HandshakeStep::Transmit) => self.transmit()?,
+                Ok(HandshakeStep::Receive) => {
                     self.transmit()?;
                     if connection.is_through() {
                         return Ok(());
@@ -239,7 +239,7 @@ impl<'a> Flights<'a> {
         while connection.has_outgoing() {
             let (discard, step) = connection.step(&mut self.incoming, &mut self.outgoing, &mut self.contents);
             self.incoming.drain(..discard);
-            if !matches!(step, Ok(Step::Again)) {
+            if !matches!(step, Ok(HandshakeStep::Again)) {
                 break;
             }
         }

@@ -36,13 +36,13 @@ const AES_GCM_RECORDS_MAX: u64 = 1 << 24;
 
 /// Decoded content of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Content {
+pub(super) enum RecordContent {
     Alert,
     Handshake,
     Data,
 }
 
-impl Content {
+impl RecordContent {
     fn byte(self) -> u8 {
         match self {
             Self::Alert => 21,
@@ -124,14 +124,14 @@ impl Protection {
     }
 
     /// Makes `record` of the next bytes of `data`, as many as it has room for between header and trailer.
-    pub(super) fn seal(&mut self, data: &mut IoCursor<'_, '_>, record: &mut [u8], content: Content) {
+    pub(super) fn seal(&mut self, data: &mut IoCursor<'_, '_>, record: &mut [u8], content: RecordContent) {
         self.seal_as(data, record, content.byte());
     }
 
     fn seal_as(&mut self, data: &mut IoCursor<'_, '_>, record: &mut [u8], content: u8) {
         let payload = record.len() - HEADER_BYTES;
         let length = u16::try_from(payload).expect("at most CONTENT_BYTES_MAX and a trailer").to_be_bytes();
-        let header = [Content::Data.byte(), 3, 3, length[0], length[1]];
+        let header = [RecordContent::Data.byte(), 3, 3, length[0], length[1]];
         let (head, body) = record.split_at_mut(HEADER_BYTES);
         head.copy_from_slice(&header);
         let nonce = self.take_nonce();
@@ -150,7 +150,10 @@ impl Protection {
     }
 
     /// Opens a whole record in place; returns the range of its content.
-    pub(super) fn open(&mut self, record: &mut [u8]) -> Result<(Content, Range<usize>), RecordRejection> {
+    pub(super) fn open(
+        &mut self,
+        record: &mut [u8],
+    ) -> Result<(RecordContent, Range<usize>), RecordRejection> {
         let (header, payload) = record.split_at_mut(HEADER_BYTES);
         let aad = Aad::from(<[u8; HEADER_BYTES]>::try_from(&*header).expect("split there"));
         let nonce = Nonce::assume_unique_for_key(self.take_nonce());
@@ -160,7 +163,7 @@ impl Protection {
         if end > CONTENT_BYTES_MAX {
             return Err(RecordRejection::TooLong { found: end });
         }
-        let content = Content::of(inner[end]).ok_or(RecordRejection::UnknownContent)?;
+        let content = RecordContent::of(inner[end]).ok_or(RecordRejection::UnknownContent)?;
         Ok((content, HEADER_BYTES..HEADER_BYTES + end))
     }
 
@@ -181,7 +184,7 @@ impl Protection {
         }
         let mut kind = [0];
         direct.open(&nonce, header, sealed, room, &mut kind).map_err(|_| RecordRejection::Forged)?;
-        if kind[0] != Content::Data.byte() {
+        if kind[0] != RecordContent::Data.byte() {
             return Ok(None);
         }
         self.take_nonce();
@@ -228,11 +231,13 @@ fn has_room(room: &[IoBufMut<'_>], length: usize) -> bool {
 pub(super) fn record_length(bytes: &[u8]) -> Result<Option<usize>, RecordRejection> {
     let Some(&[kind, _, _, high, low]) = bytes.first_chunk::<HEADER_BYTES>() else {
         return match bytes.first() {
-            Some(&kind) if kind != Content::Data.byte() => Err(RecordRejection::NoRecord { found: kind }),
+            Some(&kind) if kind != RecordContent::Data.byte() => {
+                Err(RecordRejection::NoRecord { found: kind })
+            }
             _ => Ok(None),
         };
     };
-    if kind != Content::Data.byte() {
+    if kind != RecordContent::Data.byte() {
         return Err(RecordRejection::NoRecord { found: kind });
     }
     match usize::from(u16::from_be_bytes([high, low])) {
@@ -263,7 +268,7 @@ mod tests {
     }
 
     fn sealed(protection: &mut Protection, content: &[u8]) -> Vec<u8> {
-        sealed_as(protection, content, Content::Data.byte())
+        sealed_as(protection, content, RecordContent::Data.byte())
     }
 
     fn sealed_as(protection: &mut Protection, content: &[u8], kind: u8) -> Vec<u8> {
@@ -283,7 +288,7 @@ mod tests {
                 let mut record = sealed(&mut there, &content);
                 prop_assert_eq!(record_length(&record).unwrap(), Some(record.len()));
                 let (kind, range) = here.open(&mut record).unwrap();
-                prop_assert_eq!((kind, &record[range]), (Content::Data, &content[..]));
+                prop_assert_eq!((kind, &record[range]), (RecordContent::Data, &content[..]));
             }
         }
 
@@ -360,7 +365,7 @@ mod tests {
             let mut opened = Vec::new();
             for (sequence, length) in (0..).zip(&lengths) {
                 let mut record = vec![0; HEADER_BYTES + length + TRAILER_BYTES];
-                here.seal(&mut cursor, &mut record, Content::Data);
+                here.seal(&mut cursor, &mut record, RecordContent::Data);
                 let (kind, version) = (ContentType::ApplicationData, ProtocolVersion::TLSv1_2);
                 let message = InboundOpaqueMessage::new(kind, version, &mut record[HEADER_BYTES..]);
                 let message = rustls.decrypt(message, sequence).unwrap();
@@ -441,17 +446,17 @@ mod tests {
         let (mut there, mut here) = pair(0);
         let ticket = bytes(DIRECT_BYTES_MIN);
         let mut padded = bytes(DIRECT_BYTES_MIN);
-        padded.extend([Content::Data.byte(), 0, 0]);
+        padded.extend([RecordContent::Data.byte(), 0, 0]);
         let mut memory = vec![0; 2 * DIRECT_BYTES_MIN];
         let mut records = [
-            sealed_as(&mut there, &ticket, Content::Handshake.byte()),
+            sealed_as(&mut there, &ticket, RecordContent::Handshake.byte()),
             sealed_as(&mut there, &padded, 0),
             sealed(&mut there, &bytes(2 * DIRECT_BYTES_MIN + 1)),
         ];
         let expected = [
-            (Content::Handshake, ticket.len()),
-            (Content::Data, DIRECT_BYTES_MIN),
-            (Content::Data, 2 * DIRECT_BYTES_MIN + 1),
+            (RecordContent::Handshake, ticket.len()),
+            (RecordContent::Data, DIRECT_BYTES_MIN),
+            (RecordContent::Data, 2 * DIRECT_BYTES_MIN + 1),
         ];
         for (record, (content, length)) in records.iter_mut().zip(expected) {
             assert_eq!(here.open_into(record, &mut [IoBufMut::from(&mut memory[..])]), Ok(None));
@@ -482,7 +487,7 @@ mod tests {
         };
         let (mut record, mut here) = seal_inner(b"abc\x17\0\0\0");
         let (kind, range) = here.open(&mut record).unwrap();
-        assert_eq!((kind, &record[range]), (Content::Data, &b"abc"[..]));
+        assert_eq!((kind, &record[range]), (RecordContent::Data, &b"abc"[..]));
         let (mut record, mut here) = seal_inner(b"\0\0\0\0");
         assert_eq!(here.open(&mut record), Err(RecordRejection::UnknownContent));
         let (mut record, mut here) = seal_inner(b"abc\x19");

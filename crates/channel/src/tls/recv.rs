@@ -2,7 +2,7 @@
 
 use super::alert;
 use super::keys::Keys;
-use super::record::{Content, INCOMING_BYTES_MAX, Protection, RecordRejection, record_length};
+use super::record::{INCOMING_BYTES_MAX, Protection, RecordContent, RecordRejection, record_length};
 use crate::framed::{Unpack, Unpacked, UnpackedInto};
 use crate::{Error, IoBufMut, Result};
 use std::sync::Arc;
@@ -50,11 +50,11 @@ impl Unpack for Opener {
         };
         let (content, range) = self.protection.open(&mut bytes[..length]).map_err(fault)?;
         match (content, &bytes[range.clone()]) {
-            (Content::Data, _) => return Ok(Unpacked::Data(range, length)),
-            (Content::Alert, [_, 0]) => return Ok(Unpacked::End),
-            (Content::Alert, &[_, alert]) => return Err(alert::alert(peer, alert.into())),
-            (Content::Alert, _) => return Err(Error::tls(peer, "it sent a malformed TLS alert")),
-            (Content::Handshake, message) => self.handshake(message, peer)?,
+            (RecordContent::Data, _) => return Ok(Unpacked::Data(range, length)),
+            (RecordContent::Alert, [_, 0]) => return Ok(Unpacked::End),
+            (RecordContent::Alert, &[_, alert]) => return Err(alert::alert(peer, alert.into())),
+            (RecordContent::Alert, _) => return Err(Error::tls(peer, "it sent a malformed TLS alert")),
+            (RecordContent::Handshake, message) => self.handshake(message, peer)?,
         }
         Ok(Unpacked::Idle(length))
     }

@@ -1,7 +1,9 @@
 //! The sending half: pages are sealed from their own memory into records.
 
 use super::keys::Keys;
-use super::record::{CONTENT_BYTES_MAX, Content, HEADER_BYTES, Protection, RECORD_BYTES_MAX, TRAILER_BYTES};
+use super::record::{
+    CONTENT_BYTES_MAX, HEADER_BYTES, Protection, RECORD_BYTES_MAX, RecordContent, TRAILER_BYTES,
+};
 use crate::framed::Pack;
 use crate::{IoBuf, IoCursor, Result};
 use std::ops::Range;
@@ -26,7 +28,7 @@ impl Sealer {
         Self { protection, keys }
     }
 
-    fn seal_one(&mut self, content: &[u8], kind: Content, room: &mut [u8]) -> Range<usize> {
+    fn seal_one(&mut self, content: &[u8], kind: RecordContent, room: &mut [u8]) -> Range<usize> {
         let record = &mut room[..HEADER_BYTES + content.len() + TRAILER_BYTES];
         self.protection.seal(&mut IoCursor::new(&[IoBuf::from(content)]), record, kind);
         0..record.len()
@@ -39,7 +41,7 @@ impl Pack for Sealer {
         if !self.keys.take_request() && !self.protection.is_worn() {
             return Ok(None);
         }
-        let record = self.seal_one(&KEY_UPDATE, Content::Handshake, room);
+        let record = self.seal_one(&KEY_UPDATE, RecordContent::Handshake, room);
         self.protection = self.keys.next_to_send(peer)?;
         Ok(Some(record))
     }
@@ -48,14 +50,14 @@ impl Pack for Sealer {
         let mut end = 0;
         while !data.is_empty() && end + RECORD_BYTES_MAX <= room.len() && !self.protection.is_worn() {
             let length = HEADER_BYTES + content_length(data) + TRAILER_BYTES;
-            self.protection.seal(data, &mut room[end..end + length], Content::Data);
+            self.protection.seal(data, &mut room[end..end + length], RecordContent::Data);
             end += length;
         }
         0..end
     }
 
     fn end(&mut self, room: &mut [u8]) -> Range<usize> {
-        self.seal_one(&CLOSE_NOTIFY, Content::Alert, room)
+        self.seal_one(&CLOSE_NOTIFY, RecordContent::Alert, room)
     }
 }
 

@@ -51,13 +51,13 @@ impl FromStr for GuestSpec {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    guest: Vec<Entry>,
+    guest: Vec<GuestEntry>,
 }
 
 /// A `[[guest]]`, with the keys of `--guest`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct Entry {
+struct GuestEntry {
     cid: u64,
     socket: PathBuf,
     uds: Option<PathBuf>,
@@ -78,10 +78,10 @@ pub(crate) fn read(path: &Path) -> Result<Vec<GuestSpec>> {
 fn parse(text: &str) -> Result<Vec<GuestSpec>> {
     let File { guest } = toml::from_str(text)?;
     ensure!(!guest.is_empty(), "no [[guest]] in the file");
-    guest.into_iter().map(Entry::into_guest).collect()
+    guest.into_iter().map(GuestEntry::into_guest).collect()
 }
 
-impl Entry {
+impl GuestEntry {
     fn into_guest(self) -> Result<GuestSpec> {
         let Self { cid, socket, uds, uds_seqpacket, forward, group, state } = self;
         let cid = guest_cid(&cid.to_string())?;

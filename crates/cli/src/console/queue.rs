@@ -49,7 +49,7 @@ impl std::fmt::Debug for QueueHandle {
 }
 
 struct Shared {
-    queue: Mutex<Queue>,
+    queue: Mutex<ConsoleQueue>,
     changed: Condvar,
     bars: OnceLock<MultiProgress>,
     /// Called when lines were dropped, with their number.
@@ -57,8 +57,8 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct Queue {
-    items: VecDeque<Item>,
+struct ConsoleQueue {
+    items: VecDeque<ConsoleItem>,
     /// Size of all items.
     bytes: usize,
     /// Number of lines dropped since the last write.
@@ -68,17 +68,17 @@ struct Queue {
     is_started: bool,
 }
 
-struct Item {
+struct ConsoleItem {
     keep: OverflowPolicy,
-    content: Content,
+    content: ConsoleText,
 }
 
-enum Content {
+enum ConsoleText {
     Text(LineSink, Vec<u8>),
     Draw(Box<dyn FnOnce() + Send>),
 }
 
-impl Content {
+impl ConsoleText {
     fn len(&self) -> usize {
         match self {
             Self::Text(_, bytes) => bytes.len(),
@@ -109,11 +109,11 @@ impl QueueHandle {
 
     /// Queues bytes, which are written together.
     pub(crate) fn push(&self, keep: OverflowPolicy, bytes: Vec<u8>) {
-        self.shared.push(Item { keep, content: Content::Text(self.sink.clone(), bytes) });
+        self.shared.push(ConsoleItem { keep, content: ConsoleText::Text(self.sink.clone(), bytes) });
     }
 
     pub(super) fn push_draw(&self, keep: OverflowPolicy, draw: Box<dyn FnOnce() + Send>) {
-        self.shared.push(Item { keep, content: Content::Draw(draw) });
+        self.shared.push(ConsoleItem { keep, content: ConsoleText::Draw(draw) });
     }
 
     /// Starts the thread, unless it is running. If it cannot be started, nothing is written.
@@ -138,11 +138,11 @@ impl QueueHandle {
 }
 
 impl Shared {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
+    fn queue(&self) -> MutexGuard<'_, ConsoleQueue> {
         lock(&self.queue)
     }
 
-    fn push(&self, item: Item) {
+    fn push(&self, item: ConsoleItem) {
         let mut queue = self.queue();
         match item.keep {
             OverflowPolicy::Limited if queue.bytes + item.content.len() > LIMITED_BYTES_MAX => {
@@ -162,7 +162,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    fn wait(&self, deadline: Instant, done: impl Fn(&Queue) -> bool) -> bool {
+    fn wait(&self, deadline: Instant, done: impl Fn(&ConsoleQueue) -> bool) -> bool {
         let mut queue = self.queue();
         while !done(&queue) {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -191,8 +191,8 @@ impl Shared {
             drop(queue);
             self.changed.notify_all();
             match item.content {
-                Content::Draw(draw) => draw(),
-                Content::Text(sink, bytes) => self.text(&sink, &bytes),
+                ConsoleText::Draw(draw) => draw(),
+                ConsoleText::Text(sink, bytes) => self.text(&sink, &bytes),
             }
             if dropped > 0 {
                 (self.report_dropped)(dropped);

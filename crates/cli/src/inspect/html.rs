@@ -28,7 +28,7 @@ const CELL: usize = 7;
 
 /// State of a chunk; of several in one cell, the greatest is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Chunk {
+enum CellState {
     Zero,
     /// As in the base.
     Shared,
@@ -37,7 +37,7 @@ enum Chunk {
     Changed,
 }
 
-impl Chunk {
+impl CellState {
     /// Classes of the style, with their names.
     const ALL: [Self; 4] = [Self::Zero, Self::Shared, Self::Plain, Self::Changed];
 
@@ -95,9 +95,9 @@ fn summary(body: &mut String, image: &Image, base: Option<&Image>) {
 /// A map of each block; blocks of one chunk are listed.
 fn maps(body: &mut String, manifest: &Manifest, base: Option<&Manifest>) {
     let _ = write!(body, "<h2>Memory</h2>\n<p class=\"legend\">");
-    let shown: &[Chunk] = match base {
-        Some(_) => &[Chunk::Zero, Chunk::Shared, Chunk::Changed],
-        None => &[Chunk::Zero, Chunk::Plain],
+    let shown: &[CellState] = match base {
+        Some(_) => &[CellState::Zero, CellState::Shared, CellState::Changed],
+        None => &[CellState::Zero, CellState::Plain],
     };
     for chunk in shown {
         let _ = write!(body, "<span class=\"{0}\"><i></i> {0}</span>", chunk.class());
@@ -115,10 +115,10 @@ fn maps(body: &mut String, manifest: &Manifest, base: Option<&Manifest>) {
     list(body, "Blocks of one chunk", &small);
 }
 
-fn block_map(body: &mut String, block: &StoredBlock, chunks: &[Chunk]) {
+fn block_map(body: &mut String, block: &StoredBlock, chunks: &[CellState]) {
     let per_cell = chunks.len().div_ceil(CELLS_MAX).max(1);
-    let number = |wanted: Chunk| chunks.iter().filter(|chunk| **chunk == wanted).count();
-    let counts = Chunk::ALL.into_iter().filter(|chunk| number(*chunk) > 0);
+    let number = |wanted: CellState| chunks.iter().filter(|chunk| **chunk == wanted).count();
+    let counts = CellState::ALL.into_iter().filter(|chunk| number(*chunk) > 0);
     let counts: Vec<_> =
         counts.map(|chunk| format!("{} {}", count(number(chunk) as u64), chunk.class())).collect();
     let _ = writeln!(
@@ -135,20 +135,21 @@ fn block_map(body: &mut String, block: &StoredBlock, chunks: &[Chunk]) {
 }
 
 /// States of a block's chunks, compared with those of the same block in the base, if there is a base.
-fn chunks(block: &StoredBlock, base: Option<&[ChunkHash]>) -> Vec<Chunk> {
+fn chunks(block: &StoredBlock, base: Option<&[ChunkHash]>) -> Vec<CellState> {
     let state = |(index, hash): (usize, &ChunkHash)| match base {
-        None if *hash == ChunkHash::Zero => Chunk::Zero,
-        None => Chunk::Plain,
-        Some(base) if base.get(index) != Some(hash) => Chunk::Changed,
-        Some(_) if *hash == ChunkHash::Zero => Chunk::Zero,
-        Some(_) => Chunk::Shared,
+        None if *hash == ChunkHash::Zero => CellState::Zero,
+        None => CellState::Plain,
+        Some(base) if base.get(index) != Some(hash) => CellState::Changed,
+        Some(_) if *hash == ChunkHash::Zero => CellState::Zero,
+        Some(_) => CellState::Shared,
     };
     block.chunks.iter().enumerate().map(state).collect()
 }
 
 /// Draws cells of `per_cell` chunks, row by row; neighbours of one state are one rectangle.
-fn map(chunks: &[Chunk], per_cell: usize) -> String {
-    let cells: Vec<Chunk> = chunks.chunks(per_cell).filter_map(|cell| cell.iter().max().copied()).collect();
+fn map(chunks: &[CellState], per_cell: usize) -> String {
+    let cells: Vec<CellState> =
+        chunks.chunks(per_cell).filter_map(|cell| cell.iter().max().copied()).collect();
     let (width, height) = (COLUMNS * CELL, cells.len().div_ceil(COLUMNS) * CELL);
     let mut svg =
         format!("<svg class=\"map\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\">");
@@ -251,16 +252,16 @@ mod tests {
         };
         let here = block(&[ChunkHash::Zero, data(1), data(2), ChunkHash::Zero, data(4)]);
         let base = [ChunkHash::Zero, data(1), data(3), data(9)];
-        let [zero, plain] = [Chunk::Zero, Chunk::Plain];
+        let [zero, plain] = [CellState::Zero, CellState::Plain];
         assert_eq!(chunks(&here, None), [zero, plain, plain, zero, plain]);
-        let [shared, changed] = [Chunk::Shared, Chunk::Changed];
+        let [shared, changed] = [CellState::Shared, CellState::Changed];
         assert_eq!(chunks(&here, Some(&base)), [zero, shared, changed, changed, changed]);
     }
 
     #[test]
     fn neighbours_are_drawn_as_one_and_a_cell_shows_its_greatest_chunk() {
-        let mut chunks = vec![Chunk::Zero; COLUMNS + 2];
-        chunks[COLUMNS + 1] = Chunk::Plain;
+        let mut chunks = vec![CellState::Zero; COLUMNS + 2];
+        chunks[COLUMNS + 1] = CellState::Plain;
         let svg = map(&chunks, 1);
         assert_eq!(svg.matches("<rect").count(), 3, "{svg}");
         assert!(

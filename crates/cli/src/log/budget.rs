@@ -15,11 +15,11 @@ const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Lines of each kind, which is the place in the code that writes them.
 #[derive(Debug, Default)]
-pub(super) struct LineBudget(Mutex<HashMap<Identifier, Window>>);
+pub(super) struct LineBudget(Mutex<HashMap<Identifier, LogWindow>>);
 
 /// Lines of one kind in the present interval.
 #[derive(Debug)]
-struct Window {
+struct LogWindow {
     since: Instant,
     lines: u64,
 }
@@ -38,11 +38,11 @@ impl LineBudget {
     /// Counts a line and decides whether it is written.
     pub(super) fn admit(&self, kind: Identifier, now: Instant) -> Admission {
         let mut windows = lock(&self.0);
-        let window = windows.entry(kind).or_insert(Window { since: now, lines: 0 });
+        let window = windows.entry(kind).or_insert(LogWindow { since: now, lines: 0 });
         let mut suppressed = 0;
         if now.saturating_duration_since(window.since) >= INTERVAL {
             suppressed = window.lines.saturating_sub(LINES_MAX);
-            *window = Window { since: now, lines: 0 };
+            *window = LogWindow { since: now, lines: 0 };
         }
         window.lines += 1;
         if window.lines <= LINES_MAX { Admission::Written { suppressed } } else { Admission::Suppressed }

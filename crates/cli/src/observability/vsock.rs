@@ -9,7 +9,7 @@ use towline_vhost_user::{Device, RING_SIZE_MAX};
 use towline_vsock::{ConnectionReport, ConnectionStatistics, STATE_VERSION, Vsock, VsockReport};
 
 /// The vsock device of a guest.
-struct Guest {
+struct GuestDevice {
     cid: u64,
     device: Arc<Vsock>,
     /// As of the start of the process.
@@ -19,10 +19,10 @@ struct Guest {
 /// Returns the device as an observed one.
 pub(crate) fn guest(cid: u64, device: &Arc<Vsock>) -> Box<dyn ManagedDevice> {
     let version = device.migration_version().map_err(|error| error.to_string());
-    Box::new(Guest { cid, device: Arc::clone(device), version })
+    Box::new(GuestDevice { cid, device: Arc::clone(device), version })
 }
 
-impl Guest {
+impl GuestDevice {
     fn connection(&self, connection: &ConnectionReport) -> StatsObject {
         let labels = vec![
             ("guest", self.cid.to_string()),
@@ -35,7 +35,7 @@ impl Guest {
     }
 }
 
-impl ManagedDevice for Guest {
+impl ManagedDevice for GuestDevice {
     fn name(&self) -> String {
         self.cid.to_string()
     }

@@ -67,7 +67,7 @@ pub(crate) struct Estimate {
 /// Collects samples of one copy.
 #[derive(Debug, Default)]
 pub(crate) struct Estimator {
-    samples: VecDeque<Sample>,
+    samples: VecDeque<ProgressSample>,
     pass_bytes: u64,
     /// The last estimate of the remaining time.
     last: Option<TimeLeft>,
@@ -80,7 +80,7 @@ struct TimeLeft {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Sample {
+struct ProgressSample {
     at: Duration,
     pass: u64,
     transferred: u64,
@@ -92,7 +92,7 @@ impl Estimator {
     pub(crate) fn observe(&mut self, at: Duration, progress: &Progress) -> Estimate {
         let moved = &progress.moved;
         let processed = moved.normal.saturating_add(moved.duplicate).saturating_mul(PAGE_SIZE);
-        let sample = Sample {
+        let sample = ProgressSample {
             at,
             pass: progress.pass.unwrap_or(moved.dirty_sync_count).max(1),
             transferred: moved.transferred,
@@ -116,7 +116,7 @@ impl Estimator {
         }
     }
 
-    fn push(&mut self, sample: Sample) {
+    fn push(&mut self, sample: ProgressSample) {
         if self.samples.back().is_none_or(|last| last.pass != sample.pass) {
             self.samples.clear();
             self.pass_bytes = sample.remaining;
@@ -130,7 +130,7 @@ impl Estimator {
     }
 
     /// Increase per second of a value over the window.
-    fn rate(&self, value: impl Fn(&Sample) -> u64) -> Option<u64> {
+    fn rate(&self, value: impl Fn(&ProgressSample) -> u64) -> Option<u64> {
         let (first, last) = (self.samples.front()?, self.samples.back()?);
         let time = last.at.saturating_sub(first.at);
         let grown = value(last).saturating_sub(value(first));
@@ -138,7 +138,7 @@ impl Estimator {
     }
 
     /// Time until the destination has everything, while the guest keeps writing.
-    fn time_left(&self, sample: Sample, rate: Option<u64>, dirty_rate: u64) -> Option<Duration> {
+    fn time_left(&self, sample: ProgressSample, rate: Option<u64>, dirty_rate: u64) -> Option<Duration> {
         let seconds = if sample.pass == 1 {
             let speed = self.rate(|sample| u64::MAX - sample.remaining).filter(|speed| *speed > 0)?;
             sample.remaining as f64 / speed as f64

@@ -17,7 +17,7 @@ use super::estimate::{Estimate, Outlook};
 const BAR_WIDTH: usize = 10;
 
 /// A part of the line. Of those that do not fit, the ones of the lowest rank are left out first.
-struct Part {
+struct LinePart {
     rank: u8,
     text: String,
 }
@@ -36,7 +36,7 @@ pub(super) fn line(prefix: &str, estimate: &Estimate, width: usize) -> String {
     truncate_str(&joined(&head, &parts), width, "").into_owned()
 }
 
-fn joined(head: &str, parts: &[Part]) -> String {
+fn joined(head: &str, parts: &[LinePart]) -> String {
     parts.iter().fold(head.to_owned(), |line, part| format!("{line}, {}", part.text))
 }
 
@@ -52,9 +52,9 @@ fn first_pass(estimate: &Estimate) -> String {
 }
 
 /// The parts behind the head, in their order.
-fn parts(estimate: &Estimate) -> Vec<Part> {
+fn parts(estimate: &Estimate) -> Vec<LinePart> {
     let mut parts = Vec::new();
-    let mut push = |rank, text| parts.push(Part { rank, text });
+    let mut push = |rank, text| parts.push(LinePart { rank, text });
     if let Some(rate) = estimate.rate {
         push(2, format!("{}/s", short_size(rate)));
     }

@@ -10,7 +10,7 @@ use towline_report::{
     Bar, ChartLine, Emphasis, Group, Ink, Part, Row, bars, document, lines, list, parts, table,
 };
 
-use super::recorded::Recorded;
+use super::recorded::CopyRecording;
 use crate::events;
 use crate::progress::{Estimate, faults_text};
 use crate::sends;
@@ -23,7 +23,7 @@ pub(super) struct Page<'a> {
     pub(super) source: String,
     pub(super) destination: String,
     pub(super) total: Duration,
-    pub(super) recorded: &'a Recorded,
+    pub(super) recorded: &'a CopyRecording,
     pub(super) copied: Result<&'a CopyReport, &'a Failure>,
 }
 

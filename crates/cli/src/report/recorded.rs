@@ -13,7 +13,7 @@ use crate::progress::{Estimate, Estimator};
 pub(super) const SAMPLES_MAX: usize = 2000;
 
 #[derive(Debug, Default)]
-pub(super) struct Recorded {
+pub(super) struct CopyRecording {
     pub(super) estimator: Estimator,
     pub(super) phases: Vec<PhaseStart>,
     pub(super) samples: Samples,
@@ -30,7 +30,7 @@ pub(super) struct PhaseStart {
 
 /// Estimates at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Sample {
+pub(super) struct TimedEstimate {
     pub(super) at: Duration,
     pub(super) estimate: Estimate,
 }
@@ -38,7 +38,7 @@ pub(super) struct Sample {
 /// Samples of a whole copy, about equally far apart.
 #[derive(Debug)]
 pub(super) struct Samples {
-    pub(super) kept: Vec<Sample>,
+    pub(super) kept: Vec<TimedEstimate>,
     /// Of this number of samples one is kept.
     pub(super) stride: usize,
     /// Number of samples since the last one that was kept.
@@ -52,7 +52,7 @@ impl Default for Samples {
 }
 
 impl Samples {
-    pub(super) fn push(&mut self, sample: Sample) {
+    pub(super) fn push(&mut self, sample: TimedEstimate) {
         if !self.kept.is_empty() && self.skipped + 1 < self.stride {
             self.skipped += 1;
             return;
@@ -71,7 +71,7 @@ impl Samples {
     }
 }
 
-impl Recorded {
+impl CopyRecording {
     /// Time at which a phase began.
     pub(super) fn begin_of(&self, phase: CopyPhase) -> Option<Duration> {
         let name = events::phase(phase);
@@ -83,7 +83,7 @@ impl Recorded {
 #[derive(Debug)]
 pub(crate) struct ReportRecorder {
     pub(super) started: Instant,
-    pub(super) recorded: Mutex<Recorded>,
+    pub(super) recorded: Mutex<CopyRecording>,
 }
 
 /// A guest of several, and what was recorded of it.

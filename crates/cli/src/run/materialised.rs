@@ -172,8 +172,8 @@ impl<'a> Materialised<'a> {
         }
         reporter.line(&format!("{} is made by another towline", self.path.display()));
         match lock_exclusively(&file, cancel).map_err(|error| self.refused(&error))? {
-            Wait::Locked => Ok(file),
-            Wait::Cancelled => {
+            LockWait::Locked => Ok(file),
+            LockWait::Cancelled => {
                 Err(Rejection::refused(&"cancelled while another towline copies the image from the store"))
             }
         }
@@ -229,14 +229,14 @@ fn open_if_of(path: &Path, index: &Index) -> Result<Image, String> {
 
 /// End of a wait for a lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Wait {
+enum LockWait {
     Locked,
     Cancelled,
 }
 
 /// Waits for the lock of a file, or until `cancel`. A lock cannot be polled, so a thread waits for it, which ends with the process if the
 /// command is cancelled first.
-fn lock_exclusively(file: &fs::File, cancel: &Cancel) -> std::io::Result<Wait> {
+fn lock_exclusively(file: &fs::File, cancel: &Cancel) -> std::io::Result<LockWait> {
     let (done, ended) = UnixStream::pair()?;
     let waiting = file.try_clone()?;
     let waiter = thread::Builder::new().name("lock".into()).spawn(move || {
@@ -257,10 +257,10 @@ fn lock_exclusively(file: &fs::File, cancel: &Cancel) -> std::io::Result<Wait> {
         }
     }
     if cancel.is_cancelled() {
-        return Ok(Wait::Cancelled);
+        return Ok(LockWait::Cancelled);
     }
     match waiter.join() {
-        Ok(result) => Ok(result.map(|()| Wait::Locked)?),
+        Ok(result) => Ok(result.map(|()| LockWait::Locked)?),
         Err(panic) => std::panic::resume_unwind(panic),
     }
 }
@@ -286,13 +286,13 @@ mod tests {
         flock(&holder, FlockOperation::LockExclusive).unwrap();
         let cancel = Cancel::new().unwrap();
         cancel.cancel();
-        assert_eq!(lock_exclusively(&named.reopen().unwrap(), &cancel).unwrap(), Wait::Cancelled);
+        assert_eq!(lock_exclusively(&named.reopen().unwrap(), &cancel).unwrap(), LockWait::Cancelled);
         let waiter = thread::spawn({
             let file = named.reopen().unwrap();
             move || lock_exclusively(&file, &Cancel::new().unwrap()).unwrap()
         });
         drop(holder);
         // The first waiter's thread has the lock now, or gets it, until it drops its file.
-        assert_eq!(waiter.join().unwrap(), Wait::Locked);
+        assert_eq!(waiter.join().unwrap(), LockWait::Locked);
     }
 }

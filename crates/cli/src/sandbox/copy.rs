@@ -79,7 +79,7 @@ pub(crate) fn policy_of_copy(
 fn permit_source(policy: &mut Policy, source: &Source) -> Option<()> {
     match source {
         Source::Image(path) => permit_image(policy, path),
-        Source::Stream(address) => permit_stream(policy, address, Direction::Listen)?,
+        Source::Stream(address) => permit_stream(policy, address, StreamDirection::Listen)?,
         Source::Store(location) => permit_store(policy, location),
         Source::Qmp(_) | Source::Memory(_) => {}
     }
@@ -115,7 +115,7 @@ pub(crate) fn policy_of_images(path: &Path) -> Policy {
 fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<()> {
     match destination {
         Destination::Image(path) => policy.write.push(directory(path)),
-        Destination::Stream(address) => permit_stream(policy, address, Direction::Connect)?,
+        Destination::Stream(address) => permit_stream(policy, address, StreamDirection::Connect)?,
         Destination::Store(location) => permit_store(policy, location),
         Destination::Qmp(_) | Destination::Memory(_) | Destination::Null => {}
     }
@@ -147,17 +147,17 @@ fn permit_directory(policy: &mut Policy, path: &Path) {
 
 /// Direction in which a stream is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Direction {
+enum StreamDirection {
     Listen,
     Connect,
 }
 
-fn permit_stream(policy: &mut Policy, address: &Address, direction: Direction) -> Option<()> {
+fn permit_stream(policy: &mut Policy, address: &Address, direction: StreamDirection) -> Option<()> {
     match address {
         Address::Tcp { host, port } | Address::WebSocket { host, port, .. } => {
             match direction {
-                Direction::Listen => policy.bind.add(*port),
-                Direction::Connect => policy.connect.add(*port),
+                StreamDirection::Listen => policy.bind.add(*port),
+                StreamDirection::Connect => policy.connect.add(*port),
             }
             if !host.is_empty() && host.parse::<IpAddr>().is_err() {
                 permit_name_service(policy);

@@ -9,7 +9,7 @@ use towline_image::directory::{self, ImageEntry};
 use towline_image::leftover::{self, Partial};
 
 use super::common::{Action, Removed, View, end, totals};
-use super::row::{Content, Row, print_heading};
+use super::row::{ImageContent, Row, print_heading};
 use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::units::{counted, size};
@@ -41,7 +41,7 @@ fn row(entry: &ImageEntry) -> Row {
         name: entry.path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
         bases: names(&entry.bases),
         readers: Vec::new(),
-        content: entry.summary.clone().map(|summary| Content {
+        content: entry.summary.clone().map(|summary| ImageContent {
             created: entry.modified,
             source: summary.source,
             qemu: summary.qemu,
@@ -92,11 +92,13 @@ pub(super) fn collect(reporter: &Reporter, path: &Path, action: Action) -> Resul
         let file = partial.path.display().to_string();
         let swept = match action {
             Action::Remove => remove_partial(partial),
-            Action::List => Ok(Swept::of(partial.writer.clone())),
+            Action::List => Ok(PartialFileState::of(partial.writer.clone())),
         };
         match swept {
-            Ok(Swept::Written(writer)) => reporter.line(&format!("  kept {file}: {writer} writes it")),
-            Ok(Swept::Garbage) => {
+            Ok(PartialFileState::Written(writer)) => {
+                reporter.line(&format!("  kept {file}: {writer} writes it"));
+            }
+            Ok(PartialFileState::Garbage) => {
                 (count, bytes) = (count + 1, bytes + partial.allocated);
                 let name = if action == Action::List { "garbage" } else { "removed" };
                 reporter.event(name, json!({ "object": file, "bytes": partial.allocated, "age": 0 }));
@@ -116,27 +118,27 @@ pub(super) fn collect(reporter: &Reporter, path: &Path, action: Action) -> Resul
 }
 
 /// State of a partial file.
-enum Swept {
+enum PartialFileState {
     /// It has no writer.
     Garbage,
     /// This process writes it.
     Written(String),
 }
 
-impl Swept {
+impl PartialFileState {
     fn of(writer: Option<String>) -> Self {
         writer.map_or(Self::Garbage, Self::Written)
     }
 }
 
 /// Removes a partial file, unless a writer has it now.
-fn remove_partial(partial: &Partial) -> Result<Swept> {
+fn remove_partial(partial: &Partial) -> Result<PartialFileState> {
     if let Some(writer) = &partial.writer {
-        return Ok(Swept::Written(writer.clone()));
+        return Ok(PartialFileState::Written(writer.clone()));
     }
     let found = leftover::remove(&image_of(&partial.path)?)?;
     let now = found.into_iter().find(|found| found.path == partial.path);
-    Ok(Swept::of(now.and_then(|found| found.writer)))
+    Ok(PartialFileState::of(now.and_then(|found| found.writer)))
 }
 
 /// Returns the path of the file that a partial file was to become.

@@ -8,7 +8,7 @@ use towline_image::store::{
 };
 
 use super::common::{Removed, View, end, report_verified, totals};
-use super::row::{Content, Row, print_heading};
+use super::row::{ImageContent, Row, print_heading};
 use crate::errors;
 use crate::exit::Exit;
 use crate::progress::Reporter;
@@ -51,7 +51,7 @@ fn row(entry: &CatalogEntry) -> Row {
         name: entry.name.clone(),
         bases: Vec::new(),
         readers: entry.readers.clone(),
-        content: entry.summary.clone().map(|summary| Content {
+        content: entry.summary.clone().map(|summary| ImageContent {
             created: summary.created,
             source: Some(summary.source),
             qemu: summary.qemu,

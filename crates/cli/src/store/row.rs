@@ -13,7 +13,7 @@ use crate::units::size;
 #[derive(Debug)]
 pub(super) struct Row {
     pub(super) name: String,
-    pub(super) content: Result<Content, String>,
+    pub(super) content: Result<ImageContent, String>,
     /// Base images, the whole one last.
     pub(super) bases: Vec<String>,
     /// Processes that read the image.
@@ -22,7 +22,7 @@ pub(super) struct Row {
 
 /// Content of an image.
 #[derive(Debug)]
-pub(super) struct Content {
+pub(super) struct ImageContent {
     pub(super) created: Timestamp,
     pub(super) source: Option<String>,
     pub(super) qemu: Option<String>,
@@ -91,7 +91,7 @@ impl Row {
             "memory": content.map(|content| content.memory),
             "alone": content.map(|content| content.alone),
             "own": content.map(|content| content.own),
-            "shared": content.map(Content::shared),
+            "shared": content.map(ImageContent::shared),
             "missing-chunks": content.map(|content| content.missing),
             "bases": self.bases,
             "readers": self.readers,
@@ -99,7 +99,7 @@ impl Row {
     }
 }
 
-impl Content {
+impl ImageContent {
     fn shared(&self) -> u64 {
         self.alone.saturating_sub(self.own)
     }

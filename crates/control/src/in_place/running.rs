@@ -13,7 +13,7 @@ use crate::qemu::Qemu;
 /// [`Error::DiscardsData`]; [`Error::ForeignMemory`]; [`Error::UndecidedMemory`]; [`Error::Qemu`].
 pub fn of_running(new: &mut Qemu, old: &mut Qemu) -> Result<Presence, Error> {
     let (there, here) = (Backends::of(new.client())?, Backends::of(old.client())?);
-    let ends = Ends {
+    let ends = QemuPair {
         new: MappedQemu { backends: &there, process: Mappings::of(new, Detail::Mappings), qemu: &*new },
         old: MappedQemu { backends: &here, process: Mappings::of(old, Detail::Mappings), qemu: &*old },
     };
@@ -62,12 +62,12 @@ impl MappedQemu<'_> {
 }
 
 /// The QEMU that waits, and the one that runs the guest.
-struct Ends<'a> {
+struct QemuPair<'a> {
     new: MappedQemu<'a>,
     old: MappedQemu<'a>,
 }
 
-impl Ends<'_> {
+impl QemuPair<'_> {
     fn block(&self, block: &str, bytes: u64) -> Result<Mapped, TransferReason> {
         let (backend, version) = (self.old.backend(block)?, &self.new.qemu.facts().version);
         check_backend(self.new.backend(block)?, bytes, version)?;

@@ -187,7 +187,7 @@ fn of_kernel(qemu: &Qemu, image: &Image) -> Option<Presence> {
     let mut presence = Presence::default();
     for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
         let kind = MappingKind::CopyOnWrite;
-        let stored = Stored { image, own: &own, index, block, kind };
+        let stored = ImageBlock { image, own: &own, index, block, kind };
         let address = qemu.facts().ram_blocks.iter().find(|found| found.name == block.name)?.address?;
         let found = range_at(process.get().ok()?, address, block.length);
         match found {
@@ -214,7 +214,7 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind)
     let unchanged = Unchanged::of(image);
     let mut presence = Presence::default();
     for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
-        let stored = Stored { image, own: &own, index, block, kind };
+        let stored = ImageBlock { image, own: &own, index, block, kind };
         let outcome = match backends.of_block(&block.name) {
             None => Err(TransferReason::NoBackend),
             Some(backend) => stored.prove(qemu, backend, backends.address_of(&block.name), &process),
@@ -250,7 +250,7 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: MappingKind)
 }
 
 /// A block of an image.
-struct Stored<'a> {
+struct ImageBlock<'a> {
     image: &'a Image,
     /// The mappings of this process, once they are needed.
     own: &'a OnceCell<Result<Vec<MapsEntry>, TransferReason>>,
@@ -259,7 +259,7 @@ struct Stored<'a> {
     kind: MappingKind,
 }
 
-impl Stored<'_> {
+impl ImageBlock<'_> {
     fn prove(
         &self,
         qemu: &Qemu,

@@ -13,18 +13,18 @@ use super::{Error, TransferReason};
 pub(super) struct Unchanged {
     path: PathBuf,
     file: File,
-    state: State,
+    state: FileVersion,
 }
 
 /// Length and times of a file, which each write changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct State {
+struct FileVersion {
     length: u64,
     modified: [i64; 2],
     changed: [i64; 2],
 }
 
-impl State {
+impl FileVersion {
     fn of(found: &Metadata) -> Self {
         let modified = [found.mtime(), found.mtime_nsec()];
         Self { length: found.len(), modified, changed: [found.ctime(), found.ctime_nsec()] }
@@ -35,7 +35,7 @@ impl Unchanged {
     /// The image as it is now.
     pub(super) fn of(image: &Image) -> Result<Self, TransferReason> {
         let path = image.path().to_owned();
-        let opened = image.file().try_clone().and_then(|file| Ok((State::of(&file.metadata()?), file)));
+        let opened = image.file().try_clone().and_then(|file| Ok((FileVersion::of(&file.metadata()?), file)));
         match opened {
             Ok((state, file)) => Ok(Self { path, file, state }),
             Err(error) => Err(TransferReason::File { path, text: error.to_string() }),
@@ -44,7 +44,7 @@ impl Unchanged {
 
     pub(super) fn check(&self) -> Result<(), Error> {
         match self.file.metadata() {
-            Ok(found) if State::of(&found) == self.state => Ok(()),
+            Ok(found) if FileVersion::of(&found) == self.state => Ok(()),
             _ => Err(Error::Changed { path: self.path.clone() }),
         }
     }

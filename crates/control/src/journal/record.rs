@@ -184,7 +184,7 @@ pub(super) enum JournalLine {
 
 /// Contents of a journal.
 #[derive(Debug, Default)]
-pub(super) struct Contents {
+pub(super) struct JournalContents {
     /// The last owner.
     pub(super) owner: Option<JournalHeader>,
     /// Records that are not done, by id.
@@ -200,8 +200,8 @@ pub(super) struct BadLine {
 }
 
 /// Parses the lines. A truncated line belongs to a change that was not made.
-pub(super) fn parse(text: &str) -> Result<Contents, BadLine> {
-    let mut contents = Contents::default();
+pub(super) fn parse(text: &str) -> Result<JournalContents, BadLine> {
+    let mut contents = JournalContents::default();
     for (index, line) in text.lines().enumerate() {
         let bad = |reason| Err(BadLine { line: index + 1, reason });
         match serde_json::from_str(line) {

@@ -18,7 +18,7 @@ use super::destination::StartFailure;
 use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
 use super::error::{Error, Failure};
 use super::outcomes::{GuestAfterFailure, GuestLocation, SourceCategory};
-use super::peer::{PeerSession, Received};
+use super::peer::{PeerReply, PeerSession};
 use super::progress::CopyPhase;
 use super::report::{DestinationState, SourceState};
 use super::shared_switchover::{SharedSwitchover, source_link};
@@ -41,7 +41,7 @@ const PEER_REPORT_TIMEOUT: Duration = Duration::from_secs(150);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Both ends, and the error so far.
-pub(super) struct Ends<'a> {
+pub(super) struct SwitchoverEnds<'a> {
     pub(super) switchover: &'a SharedSwitchover,
     pub(super) source: SourceControl<'a>,
     pub(super) destination: &'a mut dyn DestinationEndpoint,
@@ -60,14 +60,14 @@ pub(super) struct SwitchoverReport {
 }
 
 /// The current directive, and since when it has been repeated.
-struct Wait {
+struct DirectiveWait {
     directive: Directive,
     since: Instant,
 }
 
 struct Executor<'a> {
-    ends: Ends<'a>,
-    wait: Wait,
+    ends: SwitchoverEnds<'a>,
+    wait: DirectiveWait,
     notes: Vec<String>,
     downtime_ms: Option<u64>,
     /// Error because of which the vsocks could not be attached.
@@ -79,7 +79,7 @@ struct Executor<'a> {
 }
 
 /// Carries out directives from `first` until the end of the command.
-pub(super) fn conclude(ends: Ends<'_>, first: Directive) -> Result<SwitchoverReport, Failure> {
+pub(super) fn conclude(ends: SwitchoverEnds<'_>, first: Directive) -> Result<SwitchoverReport, Failure> {
     let source_peer = match &ends.source {
         SourceControl::Stream(channel) => Some(PeerSession::new(Arc::clone(channel))),
         _ => None,
@@ -87,7 +87,7 @@ pub(super) fn conclude(ends: Ends<'_>, first: Directive) -> Result<SwitchoverRep
     let destination_peer = ends.destination.channel().map(PeerSession::new);
     // A command that has failed does not report that it is too late to cancel.
     let cancel_handled = ends.error.is_some();
-    let wait = Wait { directive: first, since: Instant::now() };
+    let wait = DirectiveWait { directive: first, since: Instant::now() };
     let (notes, downtime_ms) = (Vec::new(), None);
     Executor {
         ends,
@@ -111,7 +111,7 @@ impl Executor<'_> {
                 return self.end(outcome);
             }
             if directive != self.wait.directive {
-                self.wait = Wait { directive, since: Instant::now() };
+                self.wait = DirectiveWait { directive, since: Instant::now() };
             }
             let input = self.carry_out(directive);
             if input == Input::TimedOut {
@@ -221,13 +221,13 @@ impl Executor<'_> {
                 _ => return Input::PeerLost,
             };
             match found {
-                Received::Frame(message) => return Input::Peer(message),
-                Received::Nothing if self.waited() >= PEER_REPORT_TIMEOUT => {
+                PeerReply::Frame(message) => return Input::Peer(message),
+                PeerReply::Nothing if self.waited() >= PEER_REPORT_TIMEOUT => {
                     self.ends.error.get_or_insert(Error::PeerSilent { waited: PEER_REPORT_TIMEOUT });
                     return Input::TimedOut;
                 }
-                Received::Nothing => self.handle_cancel(),
-                Received::Lost(error) => {
+                PeerReply::Nothing => self.handle_cancel(),
+                PeerReply::Lost(error) => {
                     self.ends.error.get_or_insert(error);
                     return Input::PeerLost;
                 }

@@ -67,9 +67,9 @@ pub(super) fn copy(
 
 type Shared = Arc<dyn Channel>;
 /// Connections to send over, and the main channel and lanes to receive from.
-type Ends = (outgoing::Connections, (Shared, Vec<Shared>));
+type InProcessConnections = (outgoing::Connections, (Shared, Vec<Shared>));
 
-fn connections(lanes: usize, context: &Context<'_>) -> Result<Ends, Error> {
+fn connections(lanes: usize, context: &Context<'_>) -> Result<InProcessConnections, Error> {
     if lanes == 0 {
         let (left, right) = pair(PAIR_BYTES);
         let out = outgoing::Connections {

@@ -18,12 +18,12 @@ use super::supervise::run_supervised;
 /// An incoming stream: its connections, and its statistics.
 #[derive(Debug, Default)]
 pub(super) struct IncomingStream {
-    stream: Option<Stream>,
+    stream: Option<ConnectedStream>,
     statistics: Arc<Statistics>,
 }
 
 #[derive(Debug)]
-struct Stream {
+struct ConnectedStream {
     session: Arc<Session>,
     connections: Connections,
 }
@@ -31,7 +31,7 @@ struct Stream {
 impl IncomingStream {
     /// Sets the connections to the source. `session` is that of the incoming migration.
     pub(super) fn connected(&mut self, session: Arc<Session>, connections: Connections) {
-        self.stream = Some(Stream { session, connections });
+        self.stream = Some(ConnectedStream { session, connections });
     }
 
     /// Receives the guest into a sink, and calls `poll` at intervals. `receiver` is reported to a towline at
@@ -47,7 +47,7 @@ impl IncomingStream {
         context: &Context<'_>,
         poll: &mut dyn FnMut() -> Result<Progress, Error>,
     ) -> Result<(), Error> {
-        let Stream { session, connections } = self.stream.as_ref().expect("connected before");
+        let ConnectedStream { session, connections } = self.stream.as_ref().expect("connected before");
         let statistics = &self.statistics;
         if let Err(cancelled) = context.check_cancelled() {
             connections.refuse();

@@ -29,7 +29,7 @@ pub(super) struct PeerSession {
 
 /// Result of receiving a frame.
 #[derive(Debug)]
-pub(super) enum Received<T> {
+pub(super) enum PeerReply<T> {
     Frame(T),
     /// No frame has arrived yet.
     Nothing,
@@ -81,12 +81,12 @@ impl PeerSession {
     }
 
     /// Receives a message from the source's towline.
-    pub(super) fn receive_outcome(&mut self) -> Received<PeerMessage> {
+    pub(super) fn receive_outcome(&mut self) -> PeerReply<PeerMessage> {
         self.receive(FromSource::decode).map(from_wire_outcome)
     }
 
     /// Receives a message from the destination's towline. Other frames, which a relay forwards, are skipped.
-    pub(super) fn receive_report(&mut self) -> Received<PeerMessage> {
+    pub(super) fn receive_report(&mut self) -> PeerReply<PeerMessage> {
         let frame = self.receive(|reader| {
             loop {
                 match ReturnPathMessage::decode(reader)? {
@@ -105,7 +105,7 @@ impl PeerSession {
     fn receive<T>(
         &mut self,
         decode: impl Fn(&mut Reader<'_>) -> towline_protocol::Result<Option<T>>,
-    ) -> Received<T> {
+    ) -> PeerReply<T> {
         let until = Instant::now() + RECEIVE_TIME;
         loop {
             let mut reader = Reader::new(&self.input);
@@ -113,23 +113,23 @@ impl PeerSession {
                 Ok(Some(frame)) => {
                     let taken = reader.position();
                     self.input.drain(..taken);
-                    return Received::Frame(frame);
+                    return PeerReply::Frame(frame);
                 }
                 Ok(None) if self.input.len() < INPUT_BYTES => {}
-                Ok(None) => return Received::Lost(self.closed()),
+                Ok(None) => return PeerReply::Lost(self.closed()),
                 Err(source) => {
                     let peer = self.channel.peer().to_owned();
-                    return Received::Lost(towline_migration::Error::Protocol { peer, source }.into());
+                    return PeerReply::Lost(towline_migration::Error::Protocol { peer, source }.into());
                 }
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Received::Nothing;
+                return PeerReply::Nothing;
             }
             match self.more(left) {
                 Ok(()) => {}
-                Err(ChannelError::Timeout { .. }) => return Received::Nothing,
-                Err(error) => return Received::Lost(error.into()),
+                Err(ChannelError::Timeout { .. }) => return PeerReply::Nothing,
+                Err(error) => return PeerReply::Lost(error.into()),
             }
         }
     }
@@ -151,12 +151,12 @@ impl PeerSession {
     }
 }
 
-impl<T> Received<T> {
-    fn map<U>(self, to: impl FnOnce(T) -> U) -> Received<U> {
+impl<T> PeerReply<T> {
+    fn map<U>(self, to: impl FnOnce(T) -> U) -> PeerReply<U> {
         match self {
-            Self::Frame(frame) => Received::Frame(to(frame)),
-            Self::Nothing => Received::Nothing,
-            Self::Lost(error) => Received::Lost(error),
+            Self::Frame(frame) => PeerReply::Frame(to(frame)),
+            Self::Nothing => PeerReply::Nothing,
+            Self::Lost(error) => PeerReply::Lost(error),
         }
     }
 }

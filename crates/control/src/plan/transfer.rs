@@ -4,7 +4,7 @@ use super::context::Context;
 use super::endpoint::{self, DestinationEndpoint, SourceEndpoint};
 use super::ends::Destination;
 use super::error::{Error, Failure};
-use super::executor::{Ends, SwitchoverReport, conclude};
+use super::executor::{SwitchoverEnds, SwitchoverReport, conclude};
 use super::outcomes::GuestAfterFailure;
 use super::preflight::FactsExtent;
 use super::progress::CopyPhase;
@@ -53,7 +53,8 @@ pub(super) fn transfer_to(
     if error.is_some() && directive != Directive::AcknowledgeUnconfirmed {
         source.disconnect(to);
     }
-    let ends = Ends { switchover: &switchover, source: source.control(), destination: to, context, error };
+    let ends =
+        SwitchoverEnds { switchover: &switchover, source: source.control(), destination: to, context, error };
     let concluded = conclude(ends, directive);
     source.close_after_switchover();
     match concluded {
@@ -98,7 +99,8 @@ fn dropped(
     source.disconnect(to);
     let error = Error::Cancelled;
     let directive = switchover.failed(&error);
-    let ends = Ends { switchover, source: source.control(), destination: to, context, error: Some(error) };
+    let ends =
+        SwitchoverEnds { switchover, source: source.control(), destination: to, context, error: Some(error) };
     let failure = match conclude(ends, directive) {
         Ok(concluded) => return Ok(report(source, to, &concluded, context)),
         Err(failure) if failure.guest != GuestAfterFailure::Safe => return Err(failure),

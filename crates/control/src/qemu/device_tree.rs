@@ -44,7 +44,7 @@ struct Bus {
     device: Option<usize>,
 }
 
-struct Entry {
+struct QomEntry {
     indent: usize,
     bus: Option<usize>,
     device: QemuDevice,
@@ -59,7 +59,7 @@ enum Open {
 
 /// Parses the text. Unknown lines are skipped.
 pub(super) fn parse(text: &str) -> Vec<QemuDevice> {
-    let (mut buses, mut entries): (Vec<Bus>, Vec<Entry>) = (Vec::new(), Vec::new());
+    let (mut buses, mut entries): (Vec<Bus>, Vec<QomEntry>) = (Vec::new(), Vec::new());
     let mut open: Vec<Open> = Vec::new();
     for line in text.lines() {
         let content = line.trim_start_matches(' ');
@@ -84,7 +84,7 @@ pub(super) fn parse(text: &str) -> Vec<QemuDevice> {
                     Open::Bus(bus) => Some(*bus),
                     Open::Device(_) => None,
                 });
-                entries.push(Entry { indent, bus, device: device(content), port: None });
+                entries.push(QomEntry { indent, bus, device: device(content), port: None });
                 open.push(Open::Device(entries.len() - 1));
             }
             (None, Some(Open::Bus(bus))) => {
@@ -100,7 +100,7 @@ pub(super) fn parse(text: &str) -> Vec<QemuDevice> {
     entries.into_iter().map(|entry| entry.device).collect()
 }
 
-fn indent_of(open: &Open, buses: &[Bus], entries: &[Entry]) -> usize {
+fn indent_of(open: &Open, buses: &[Bus], entries: &[QomEntry]) -> usize {
     match open {
         Open::Bus(bus) => buses[*bus].indent,
         Open::Device(device) => entries[*device].indent,
@@ -114,7 +114,7 @@ fn device(content: &str) -> QemuDevice {
     QemuDevice { kind: kind.into(), id: unquoted(id).into(), ..QemuDevice::default() }
 }
 
-impl Entry {
+impl QomEntry {
     fn detail(&mut self, content: &str) {
         if let Some((name, value)) = content.split_once(" = ") {
             self.device.properties.insert(name.into(), plain(value).into());
@@ -139,7 +139,7 @@ fn unquoted(text: &str) -> &str {
 }
 
 /// Sets the place of each device. Parents come before their children.
-fn places(buses: &[Bus], entries: &mut [Entry]) {
+fn places(buses: &[Bus], entries: &mut [QomEntry]) {
     // From the end, so that a device that is created later does not change the numbers of the others.
     let mut bus_numbers = vec![0; buses.len()];
     let mut counts: BTreeMap<Option<usize>, usize> = BTreeMap::new();
@@ -182,7 +182,7 @@ fn places(buses: &[Bus], entries: &mut [Entry]) {
     }
 }
 
-fn address(entry: &Entry, bus: &str) -> Option<String> {
+fn address(entry: &QomEntry, bus: &str) -> Option<String> {
     let (_, names) = ADDRESSES.iter().find(|(kind, _)| *kind == bus)?;
     let parts: Option<Vec<_>> =
         names.iter().map(|name| Some(format!("{name}{}", entry.device.properties.get(*name)?))).collect();

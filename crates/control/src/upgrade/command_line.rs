@@ -77,7 +77,7 @@ const UNKNOWN_REASON: &str = "it is not known whether two QEMUs can have it; set
 
 /// Facts of the old QEMU that its command line does not have.
 #[derive(Debug)]
-pub(super) struct Context<'a> {
+pub(super) struct OldQemuFacts<'a> {
     pub(super) working_directory: &'a Path,
     /// Version of the new QEMU.
     pub(super) version: QemuVersion,
@@ -131,7 +131,7 @@ pub(super) struct Rewritten {
 /// All options that are refused.
 pub(super) fn rewrite(
     old: &CommandLine,
-    context: &Context<'_>,
+    context: &OldQemuFacts<'_>,
 ) -> Result<Rewritten, Vec<IncompatibleSetting>> {
     let (mut vsock_chardevs, card_chardevs) = (vsock_chardevs(old), card_chardevs(old));
     vsock_chardevs.extend(context.vsock_chardevs.iter().cloned());
@@ -253,7 +253,7 @@ fn is_on(value: Option<String>) -> bool {
 }
 
 struct Rewriter<'a> {
-    context: &'a Context<'a>,
+    context: &'a OldQemuFacts<'a>,
     vsock_chardevs: BTreeSet<String>,
     card_chardevs: BTreeSet<String>,
     /// It has left the directory to which its relative paths belong.

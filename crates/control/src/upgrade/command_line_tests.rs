@@ -2,8 +2,8 @@ use super::*;
 
 const MACHINE: &str = "pc-q35-7.2";
 
-fn context(settings: &[Setting], vsocks: Vsocks) -> Context<'_> {
-    Context {
+fn context(settings: &[Setting], vsocks: Vsocks) -> OldQemuFacts<'_> {
+    OldQemuFacts {
         working_directory: Path::new("/srv/vm"),
         version: QemuVersion { major: 10, minor: 0 },
         machine: MACHINE,
@@ -180,7 +180,7 @@ fn a_vsock_that_is_detached_keeps_its_chardev() {
     assert_eq!(words(&made), ["-chardev", "socket,id=c,path=/run/v", "-machine", MACHINE]);
     // One that was plugged in since.
     let chardevs = ["c".to_owned()];
-    let context = Context { vsock_chardevs: &chardevs, ..context(&[], Vsocks::Detached) };
+    let context = OldQemuFacts { vsock_chardevs: &chardevs, ..context(&[], Vsocks::Detached) };
     let made = rewrite(&CommandLine::parse(&line[..2]).unwrap(), &context).unwrap();
     assert_eq!(words(&made), ["-chardev", "socket,id=c,path=/run/v", "-machine", MACHINE]);
 }
@@ -190,7 +190,7 @@ fn cards_keep_their_sockets_on_request() {
     let line =
         ["-chardev", "socket,id=c,path=net.sock,reconnect-ms=1000", "-netdev", "vhost-user,id=n0,chardev=c"];
     assert_eq!(refused(&line, &[], Vsocks::Refused), ["netdev.n0"]);
-    let shared = Context { cards: Cards::Shared, ..context(&[], Vsocks::Refused) };
+    let shared = OldQemuFacts { cards: Cards::Shared, ..context(&[], Vsocks::Refused) };
     let made = rewrite(&CommandLine::parse(line).unwrap(), &shared).unwrap();
     assert_eq!(words(&made), [&line[..], &["-machine", MACHINE]].concat());
     assert_eq!(made.cards, [Path::new("/srv/vm/net.sock")]);
@@ -208,7 +208,7 @@ fn cards_keep_their_sockets_on_request() {
 fn a_chardev_connects_again_by_the_property_that_the_new_qemu_has() {
     let rewritten_for = |version, chardev: &str| {
         let old = CommandLine::parse(["-chardev", chardev, "-netdev", "vhost-user,id=n0,chardev=c"]).unwrap();
-        let context = Context { version, cards: Cards::Shared, ..context(&[], Vsocks::Refused) };
+        let context = OldQemuFacts { version, cards: Cards::Shared, ..context(&[], Vsocks::Refused) };
         words(&rewrite(&old, &context).unwrap())[1].to_owned()
     };
     let [old, new] = [(9, 1), (9, 2)].map(|(major, minor)| QemuVersion { major, minor });

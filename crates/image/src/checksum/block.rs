@@ -67,12 +67,12 @@ impl Default for OpenBudget {
 #[derive(Debug)]
 pub struct BlockHasher {
     length: u64,
-    chunks: Vec<Mutex<Chunk>>,
+    chunks: Vec<Mutex<ChunkState>>,
     budget: OpenBudget,
 }
 
 #[derive(Debug)]
-enum Chunk {
+enum ChunkState {
     /// No page arrived: zero.
     Missing,
     Zero,
@@ -81,7 +81,7 @@ enum Chunk {
     Stale,
 }
 
-impl Chunk {
+impl ChunkState {
     fn done(hash: ChunkHash) -> Self {
         match hash {
             ChunkHash::Zero => Self::Zero,
@@ -102,7 +102,7 @@ impl BlockHasher {
     /// As [`new`](Self::new), with a budget that several blocks can share.
     pub fn with_budget(length: u64, budget: OpenBudget) -> Self {
         assert!(length.is_multiple_of(PAGE_SIZE), "a block of {length} bytes is not made of whole pages");
-        let chunks = (0..chunk_count(length)).map(|_| Mutex::new(Chunk::Missing)).collect();
+        let chunks = (0..chunk_count(length)).map(|_| Mutex::new(ChunkState::Missing)).collect();
         Self { length, chunks, budget }
     }
 
@@ -139,7 +139,7 @@ impl BlockHasher {
     /// Number of chunks that [`finish`](Self::finish) would read again.
     #[cfg(test)]
     pub(super) fn stale_chunks(&self) -> usize {
-        (0..self.chunks.len()).filter(|&index| matches!(*self.chunk(index), Chunk::Stale)).count()
+        (0..self.chunks.len()).filter(|&index| matches!(*self.chunk(index), ChunkState::Stale)).count()
     }
 
     /// Hashes of all chunks; a page that never arrived is zero.
@@ -159,13 +159,13 @@ impl BlockHasher {
         let mut hashes = Vec::with_capacity(self.chunks.len());
         for (index, chunk) in mem::take(&mut self.chunks).into_iter().enumerate() {
             hashes.push(match chunk.into_inner().unwrap_or_else(PoisonError::into_inner) {
-                Chunk::Missing | Chunk::Zero => ChunkHash::Zero,
-                Chunk::Data(hash) => ChunkHash::Data(hash),
-                Chunk::Open(open) => {
+                ChunkState::Missing | ChunkState::Zero => ChunkHash::Zero,
+                ChunkState::Data(hash) => ChunkHash::Data(hash),
+                ChunkState::Open(open) => {
                     self.budget.release(open.bytes());
                     open.close()
                 }
-                Chunk::Stale => {
+                ChunkState::Stale => {
                     stale.push(index);
                     ChunkHash::Zero
                 }
@@ -199,44 +199,44 @@ impl BlockHasher {
     /// Returns false if the run has no effect because its chunk will be read again.
     fn is_needed(&self, run: &ChunkPages) -> bool {
         let mut chunk = self.chunk(run.chunk);
-        if !run.is_whole() && matches!(*chunk, Chunk::Data(_)) {
-            *chunk = Chunk::Stale;
+        if !run.is_whole() && matches!(*chunk, ChunkState::Data(_)) {
+            *chunk = ChunkState::Stale;
         }
-        run.is_whole() || !matches!(*chunk, Chunk::Stale)
+        run.is_whole() || !matches!(*chunk, ChunkState::Stale)
     }
 
     fn put(&self, run: &ChunkPages, nodes: &[Node]) {
         let mut chunk = self.chunk(run.chunk);
         // Stale unless another state is found below.
-        let before = mem::replace(&mut *chunk, Chunk::Stale);
+        let before = mem::replace(&mut *chunk, ChunkState::Stale);
         let mut open = match before {
-            Chunk::Open(mut open) => {
+            ChunkState::Open(mut open) => {
                 self.budget.release(open.bytes());
                 if run.is_whole() {
                     open.clear();
                 }
                 open
             }
-            Chunk::Zero if nodes.iter().all(Node::is_zero) => {
-                *chunk = Chunk::Zero;
+            ChunkState::Zero if nodes.iter().all(Node::is_zero) => {
+                *chunk = ChunkState::Zero;
                 return;
             }
-            Chunk::Data(_) | Chunk::Stale if !run.is_whole() => return,
+            ChunkState::Data(_) | ChunkState::Stale if !run.is_whole() => return,
             _ => OpenChunk::new(run.pages),
         };
         if nodes.iter().try_for_each(|node| open.insert(*node)).is_err() {
             return;
         }
         if let Some(hash) = open.root() {
-            *chunk = Chunk::done(hash);
+            *chunk = ChunkState::done(hash);
         } else if self.budget.reserve(open.bytes()) {
-            *chunk = Chunk::Open(open);
+            *chunk = ChunkState::Open(open);
         } else if open.is_zero() {
-            *chunk = Chunk::Missing;
+            *chunk = ChunkState::Missing;
         }
     }
 
-    fn chunk(&self, index: usize) -> MutexGuard<'_, Chunk> {
+    fn chunk(&self, index: usize) -> MutexGuard<'_, ChunkState> {
         lock(&self.chunks[index])
     }
 }
@@ -244,7 +244,7 @@ impl BlockHasher {
 impl Drop for BlockHasher {
     fn drop(&mut self) {
         for chunk in &mut self.chunks {
-            if let Chunk::Open(open) = chunk.get_mut().unwrap_or_else(PoisonError::into_inner) {
+            if let ChunkState::Open(open) = chunk.get_mut().unwrap_or_else(PoisonError::into_inner) {
                 self.budget.release(open.bytes());
             }
         }
@@ -276,7 +276,7 @@ impl ChunkPages {
 /// For a test that compares the documentation with reality.
 #[cfg(test)]
 pub(super) fn memory_per_chunk() -> usize {
-    size_of::<Mutex<Chunk>>()
+    size_of::<Mutex<ChunkState>>()
 }
 
 fn pages(bytes: u64) -> u16 {

@@ -11,7 +11,7 @@ use super::{
     NAME, Outcome, SCENARIOS, Scenario, a_working_set, copy_files, image, new, old, prepared, steps, store,
 };
 use crate::atomic_file;
-use crate::journal::{Op, Plan, PublicationBug, record};
+use crate::journal::{Interventions, Op, PublicationBug, record};
 use crate::manifest::sidecar_path;
 use crate::sidecar::staged_path;
 use crate::testing::{TestGuest, directory};
@@ -66,7 +66,7 @@ pub(super) fn races(scenario: &Scenario, fault: Option<PublicationBug>) -> Resul
         let parts: [fn(&Path) -> PathBuf; 2] =
             if image_first { [Path::to_owned, sidecar_path] } else { [sidecar_path, Path::to_owned] };
         let comes = |index: usize| (moments[index], foreign.comes(directory, parts[index]));
-        let plan = Plan { before: vec![comes(0), comes(1)], fault, ..Plan::default() };
+        let plan = Interventions { before: vec![comes(0), comes(1)], fault, ..Interventions::default() };
         let (written, _) = record(plan, || (scenario.write)(directory));
         runs += 1;
         let found = image(directory);
@@ -127,7 +127,7 @@ fn without_base(event: BaseChange, fault: Option<PublicationBug>) -> [usize; 2] 
         let work = directory();
         copy_files(from.path(), work.path());
         let before = event.actions(work.path(), &other).into_iter().map(|event| (moment, event)).collect();
-        let plan = Plan { before, fault, ..Plan::default() };
+        let plan = Interventions { before, fault, ..Interventions::default() };
         let (written, ops) = record(plan, || (scenario.write)(work.path()));
         // After the rename the increment's base must stay, as for any other.
         let named = ops.iter().position(|op| matches!(op, Op::Rename { to, .. } if to == NAME));

@@ -52,7 +52,7 @@ pub struct Connections {
 struct NonLaneChannels {
     listener: Listener,
     /// Connections that have not identified themselves.
-    unknown: Mutex<Vec<Candidate>>,
+    unknown: Mutex<Vec<UnidentifiedConnection>>,
 }
 
 /// Accepts a main channel, for as long as `deadline`, and `lanes` lanes, within `lanes_timeout` of it.
@@ -170,7 +170,7 @@ impl Connections {
         loop {
             // The source has opened all its connections; only their first bytes are waited for.
             let until = if unknown.is_empty() { Instant::now() } else { deadline };
-            let watched = unknown.iter().map(Candidate::watched);
+            let watched = unknown.iter().map(UnidentifiedConnection::watched);
             let ready = wait(&others.listener, watched, until, &cancel)?;
             if ready.listener && left > 0 {
                 left -= 1;
@@ -198,9 +198,9 @@ impl Connections {
     }
 
     /// Handles a connection accepted after all were complete.
-    fn extra(&self, channel: Arc<dyn Channel>, unknown: &mut Vec<Candidate>) -> Result<()> {
+    fn extra(&self, channel: Arc<dyn Channel>, unknown: &mut Vec<UnidentifiedConnection>) -> Result<()> {
         if can_wait(channel.as_ref()) {
-            unknown.push(Candidate::new(channel));
+            unknown.push(UnidentifiedConnection::new(channel));
             return Ok(());
         }
         match receive_init(channel.as_ref(), EXTRA_TIMEOUT) {
@@ -223,13 +223,13 @@ struct Gathering {
     lanes: Vec<Option<Arc<dyn Channel>>>,
     registry: LaneRegistry,
     /// Connections that have not identified themselves, the oldest first.
-    candidates: Vec<Candidate>,
+    candidates: Vec<UnidentifiedConnection>,
     /// Lanes that were not registered.
     refused: Vec<Arc<dyn Channel>>,
 }
 
 #[derive(Debug)]
-struct Candidate {
+struct UnidentifiedConnection {
     channel: Arc<dyn Channel>,
     /// The part of its init packet that was read; empty before its magic was seen.
     init: Vec<u8>,
@@ -282,7 +282,7 @@ impl Gathering {
 
     /// The channels to wait for, with the time before which each is left alone.
     fn watched(&self) -> impl Iterator<Item = (&Arc<dyn Channel>, Instant)> {
-        self.candidates.iter().map(Candidate::watched)
+        self.candidates.iter().map(UnidentifiedConnection::watched)
     }
 
     fn accepted(&mut self, channel: Arc<dyn Channel>, single: bool, deadline: Instant) -> Result<()> {
@@ -290,7 +290,7 @@ impl Gathering {
             if self.candidates.len() == self.lanes.len() + UNRELATED_MAX {
                 self.candidates.remove(0).dropped();
             }
-            self.candidates.push(Candidate::new(channel));
+            self.candidates.push(UnidentifiedConnection::new(channel));
             return Ok(());
         }
         if self.main.is_none() {
@@ -341,7 +341,7 @@ impl Gathering {
     }
 }
 
-impl Candidate {
+impl UnidentifiedConnection {
     fn new(channel: Arc<dyn Channel>) -> Self {
         // A cipher gives nothing before a whole record has come.
         if let Err(error) = channel.set_timeouts(Some(PEEK_TIMEOUT), None) {

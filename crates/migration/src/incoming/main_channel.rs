@@ -39,7 +39,7 @@ pub(super) struct MainChannel<'a> {
     connections: &'a Connections,
     shared: &'a Shared<'a>,
     options: Options,
-    input: Input<'a>,
+    input: InputBuffer<'a>,
     batch: PageBatch,
     /// Where pages are spliced to the sink, or received into its memory.
     ahead: Option<RecordsAhead>,
@@ -52,7 +52,7 @@ pub(super) struct MainChannel<'a> {
 }
 
 /// Data received and not yet consumed: `bytes[start..end]`.
-struct Input<'a> {
+struct InputBuffer<'a> {
     channel: &'a Arc<dyn Channel>,
     bytes: Vec<u8>,
     start: usize,
@@ -75,7 +75,7 @@ impl<'a> MainChannel<'a> {
             connections,
             shared,
             options,
-            input: Input { channel: &connections.main, bytes: vec![0; BUFFER_BYTES], start: 0, end: 0 },
+            input: InputBuffer { channel: &connections.main, bytes: vec![0; BUFFER_BYTES], start: 0, end: 0 },
             batch: PageBatch::default(),
             ahead: takes_runs(connections.main.as_ref(), shared.sink).then(RecordsAhead::new),
             is_behind_page: false,
@@ -442,7 +442,7 @@ fn owned(event: StreamItem<'_>) -> StreamItem<'static> {
     }
 }
 
-impl Input<'_> {
+impl InputBuffer<'_> {
     fn is_empty(&self) -> bool {
         self.start == self.end
     }

@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Memory, MemoryError, Ram};
+use super::{KnownBlocks, Memory, MemoryError};
 use crate::lock::lock;
 use crate::sys::{HUGE_PAGE_BYTES, Span};
 
@@ -28,7 +28,7 @@ pub struct Populated {
 }
 
 /// A piece of a block.
-struct Chunk<'a> {
+struct PopulateRange<'a> {
     block: &'a str,
     span: Span<'a>,
     offset: usize,
@@ -72,20 +72,20 @@ impl Memory {
     }
 }
 
-fn chunks(ram: &Ram) -> Vec<Chunk<'_>> {
+fn chunks(ram: &KnownBlocks) -> Vec<PopulateRange<'_>> {
     let of = |(block, place)| {
         let (block, span): (&str, Span<'_>) = (block, place);
         let length = span.length();
         (0..length).step_by(CHUNK_BYTES).map(move |offset| {
             let length = CHUNK_BYTES.min(length - offset);
-            Chunk { block, span, offset, length }
+            PopulateRange { block, span, offset, length }
         })
     };
     let names = ram.blocks.iter().map(|block| block.name.as_str());
     names.zip(ram.mapped.iter().map(|mapped| mapped.region.span())).flat_map(of).collect()
 }
 
-impl Chunk<'_> {
+impl PopulateRange<'_> {
     fn populate(&self, is_touched: &AtomicBool) -> Result<(), MemoryError> {
         if !is_touched.load(Ordering::Relaxed) {
             match self.span.populate(self.offset, self.length) {

@@ -10,7 +10,7 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use super::{BlockBacking, Memory, MemoryBlock, MemoryError, Ram, lock, offset_in_block};
+use super::{BlockBacking, KnownBlocks, Memory, MemoryBlock, MemoryError, lock, offset_in_block};
 use crate::{ChannelId, Pages, Result, Sink};
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -96,7 +96,7 @@ impl Sink for Memory {
 
 impl Memory {
     /// Makes room for a guest that comes to a memory without blocks.
-    fn adopt(&self, blocks: &[RamBlock]) -> Result<Ram, MemoryError> {
+    fn adopt(&self, blocks: &[RamBlock]) -> Result<KnownBlocks, MemoryError> {
         let expected = self.limit.unwrap_or(0);
         let (mut found, mut places) = (0_u64, Vec::new());
         for RamBlock { name, length, .. } in blocks {
@@ -113,7 +113,7 @@ impl Memory {
         if self.file.is_some() && found != expected {
             return Err(MemoryError::TooSmall { found, expected });
         }
-        Ram::map(&places)
+        KnownBlocks::map(&places)
     }
 }
 

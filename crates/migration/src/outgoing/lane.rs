@@ -25,7 +25,7 @@ pub(crate) struct LaneWriter {
 
 /// True if contents can change while they are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Contents {
+enum PageStability {
     /// A running guest may write there. Its writes are sent again, but the hash would match neither content.
     Live,
     Still,
@@ -106,12 +106,12 @@ impl LaneWriter {
         match &mut self.compressor {
             Some(compressor) if !runs.is_empty() => {
                 let contents = compressor.compress_memory(guest, &runs)?;
-                self.out.send(&[IoBuf::from(contents)], Contents::Still, blocks)
+                self.out.send(&[IoBuf::from(contents)], PageStability::Still, blocks)
             }
             _ => {
                 let is_still = |&(page, length): &(PageRef, u64)| guest.immutable(page, length).is_some();
                 let still = self.memory_is_still || (self.out.checksums && runs.iter().all(is_still));
-                let kind = if still { Contents::Still } else { Contents::Live };
+                let kind = if still { PageStability::Still } else { PageStability::Live };
                 let contents = runs.iter().map(|&(page, length)| guest.memory(page, length));
                 self.out.send(&contents.collect::<Vec<_>>(), kind, blocks)
             }
@@ -131,11 +131,11 @@ impl LaneWriter {
         match &mut self.compressor {
             Some(compressor) => {
                 let contents = compressor.compress(contents)?;
-                self.out.send(&[IoBuf::from(contents)], Contents::Still, blocks)?;
+                self.out.send(&[IoBuf::from(contents)], PageStability::Still, blocks)?;
             }
             None => {
                 let contents = contents.iter().map(|&slice| IoBuf::from(slice));
-                self.out.send(&contents.collect::<Vec<_>>(), Contents::Still, blocks)?;
+                self.out.send(&contents.collect::<Vec<_>>(), PageStability::Still, blocks)?;
             }
         }
         Ok(())
@@ -173,14 +173,14 @@ impl LaneWriter {
     ) -> Result<()> {
         self.out.packet.block = Some(block);
         self.out.packet.zero.extend_from_slice(offsets);
-        self.out.send(&[], Contents::Still, blocks)?;
+        self.out.send(&[], PageStability::Still, blocks)?;
         Ok(())
     }
 
     /// Ends this lane's part of a pass.
     pub(crate) fn sync(&mut self, blocks: &[RamBlock]) -> Result<()> {
         self.out.packet.sync = true;
-        self.out.send(&[], Contents::Still, blocks)?;
+        self.out.send(&[], PageStability::Still, blocks)?;
         Ok(())
     }
 
@@ -198,7 +198,7 @@ pub(super) fn init(index: usize, uuid: [u8; 16]) -> [u8; INIT_BYTES] {
 
 impl PacketWriter {
     /// Sends the packet; returns the length of its contents in bytes.
-    fn send(&mut self, contents: &[IoBuf<'_>], kind: Contents, blocks: &[RamBlock]) -> Result<u64> {
+    fn send(&mut self, contents: &[IoBuf<'_>], kind: PageStability, blocks: &[RamBlock]) -> Result<u64> {
         let data_bytes = total_len(contents) as u64;
         self.encode(data_bytes, blocks);
         if self.checksums {
@@ -234,8 +234,8 @@ impl PacketWriter {
         packet.encode(blocks, &mut self.header);
     }
 
-    fn put_checksum(&mut self, contents: &[IoBuf<'_>], kind: Contents) {
-        let of_pages = kind == Contents::Still;
+    fn put_checksum(&mut self, contents: &[IoBuf<'_>], kind: PageStability) {
+        let of_pages = kind == PageStability::Still;
         let hashed = if of_pages { contents } else { &[] };
         let header = checksum::of_header(&self.header);
         let sums = checksum::sums(header, self.packet.method, hashed);

@@ -52,7 +52,7 @@ pub(super) struct SendScheduler {
 
 #[derive(Debug)]
 struct State {
-    plan: Plan,
+    plan: SendOrder,
     neighbours: VecDeque<BlockRange>,
     ready: VecDeque<Item>,
     preparing: usize,
@@ -72,7 +72,7 @@ pub(super) struct BackgroundOrder<'a> {
 
 impl SendScheduler {
     pub(super) fn new(blocks: &[PostcopyBlock], order: BackgroundOrder<'_>) -> Self {
-        let plan = Plan::new(blocks, order.working_set, order.needed);
+        let plan = SendOrder::new(blocks, order.working_set, order.needed);
         let (neighbours, ready) = (VecDeque::new(), VecDeque::new());
         let demand = Demand::new(order.background, Instant::now());
         let state = State { plan, neighbours, ready, preparing: 0, demand, closed: false };
@@ -197,7 +197,7 @@ impl SendScheduler {
 
 /// The order of everything, as runs that may be prepared at once each.
 #[derive(Debug)]
-struct Plan {
+struct SendOrder {
     runs: Vec<BlockRange>,
     /// Number of them that are needed soon.
     needed: usize,
@@ -205,7 +205,7 @@ struct Plan {
     done: u64,
 }
 
-impl Plan {
+impl SendOrder {
     fn new(blocks: &[PostcopyBlock], working_set: &[BlockRange], needed: usize) -> Self {
         let whole = blocks
             .iter()

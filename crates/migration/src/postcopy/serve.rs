@@ -25,7 +25,7 @@ const SEND_STEP_BYTES: u64 = 256 << 10;
 const SEND_STEP_BYTES_SHARED: u64 = 128 << 10;
 
 /// The parts that all threads share.
-struct Service<'a> {
+struct ServeState<'a> {
     of: &'a Postcopy<'a>,
     connection: &'a PostcopyConnection<'a>,
     scheduler: SendScheduler,
@@ -42,7 +42,7 @@ pub(super) fn serve(
     preempt: Option<(RecordSender, Preempt)>,
 ) -> Result<()> {
     let of = connection.of;
-    let service = Service {
+    let service = ServeState {
         of,
         connection,
         scheduler: of.scheduler(),
@@ -88,7 +88,7 @@ pub(super) fn serve(
     connection.inbox.wait_shut(session)
 }
 
-impl Service<'_> {
+impl ServeState<'_> {
     /// Runs a thread's work; its error, or its panic, is the connection's.
     fn guarded(&self, work: impl FnOnce() -> Result<()>) {
         let session: &Arc<Session> = &self.connection.session;

@@ -37,7 +37,7 @@ enum State {
 
 /// Result of [`Units::acquire_or_claim`].
 #[derive(Debug, Clone, Copy)]
-enum Acquired {
+enum AcquiredUnit {
     /// The unit is prepared, or it was sent as a whole.
     Ready,
     /// The caller prepares this number of bytes, from the unit's first one on.
@@ -113,8 +113,8 @@ impl Units {
         let mut at = self.of(page).0;
         while at.offset < end {
             at.offset += match self.acquire_or_claim(at, end) {
-                Acquired::Ready => self.unit_bytes,
-                Acquired::Prepare(bytes) => {
+                AcquiredUnit::Ready => self.unit_bytes,
+                AcquiredUnit::Prepare(bytes) => {
                     let result = guest.prepare(at, bytes);
                     let state = match result {
                         Ok(()) => State::Prepared { users: 1, idle: 0 },
@@ -195,18 +195,18 @@ impl Units {
 
     /// Acquires the unit if it is prepared. Otherwise claims it, and the absent ones after it up to `end`, for the
     /// caller to prepare.
-    fn acquire_or_claim(&self, unit: PageRef, end: u64) -> Acquired {
+    fn acquire_or_claim(&self, unit: PageRef, end: u64) -> AcquiredUnit {
         let length = self.length(unit.block, unit.offset);
         let mut table = self.table();
         loop {
             match *table.state(unit, self.unit_bytes) {
-                State::Done => return Acquired::Ready,
+                State::Done => return AcquiredUnit::Ready,
                 State::Prepared { users, idle } => {
                     *table.state(unit, self.unit_bytes) = State::Prepared { users: users + 1, idle };
                     if users == 0 {
                         table.idle_bytes -= length;
                     }
-                    return Acquired::Ready;
+                    return AcquiredUnit::Ready;
                 }
                 State::Absent => break,
                 State::Preparing => {
@@ -221,7 +221,7 @@ impl Units {
             *table.state(at, self.unit_bytes) = State::Preparing;
             at.offset += self.length(at.block, at.offset);
         }
-        Acquired::Prepare(at.offset - unit.offset)
+        AcquiredUnit::Prepare(at.offset - unit.offset)
     }
 
     fn set(&self, first: PageRef, length: u64, state: State) {

@@ -12,7 +12,7 @@ use crate::lock::lock;
 const BEHIND_MAX: Duration = Duration::from_millis(10);
 
 /// Stops and starts the threads.
-pub(super) struct Load {
+pub(super) struct LoadThreads {
     threads: usize,
     state: Mutex<State>,
     changed: Condvar,
@@ -33,7 +33,7 @@ enum Mode {
     Over,
 }
 
-impl Load {
+impl LoadThreads {
     pub(super) fn new(threads: usize) -> Self {
         let state = Mutex::new(State { mode: Mode::Runs, running: 0 });
         Self { threads, state, changed: Condvar::new(), is_wanted: AtomicBool::new(false) }
@@ -54,7 +54,7 @@ impl Load {
 
     /// Ends the threads when it is dropped.
     pub(super) fn ended_on_drop(&self) -> impl Drop + '_ {
-        struct Over<'a>(&'a Load);
+        struct Over<'a>(&'a LoadThreads);
         impl Drop for Over<'_> {
             fn drop(&mut self) {
                 drop(self.0.set(Mode::Over));
@@ -89,7 +89,7 @@ impl Load {
     }
 
     /// Waits until it may write; `None` when it is over.
-    fn may_run(&self) -> Option<Running<'_>> {
+    fn may_run(&self) -> Option<LoadThread<'_>> {
         let mut state = self.lock();
         while state.mode == Mode::Stopped {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -98,7 +98,7 @@ impl Load {
             return None;
         }
         state.running += 1;
-        Some(Running(self))
+        Some(LoadThread(self))
     }
 
     /// Waits until then, or until something is wanted.
@@ -124,9 +124,9 @@ impl Load {
 }
 
 /// A thread that writes or may begin to; unregisters also on a panic.
-struct Running<'a>(&'a Load);
+struct LoadThread<'a>(&'a LoadThreads);
 
-impl Drop for Running<'_> {
+impl Drop for LoadThread<'_> {
     fn drop(&mut self) {
         self.0.lock().running -= 1;
         self.0.changed.notify_all();

@@ -4,7 +4,7 @@ use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
 use super::states::{
-    AwaitBlock, AwaitFooter, AwaitRecord, AwaitSection, Complete, Ram, RamSection, SectionKind, Step,
+    AwaitBlock, AwaitFooter, AwaitRecord, AwaitSection, Complete, RamSection, RamState, SectionKind, Step,
     StreamDecoder, StreamItem,
 };
 use crate::limits;
@@ -93,7 +93,7 @@ fn check_block(name: &str, length: u64, left: u64) -> Result<()> {
     Ok(())
 }
 
-impl Ram {
+impl RamState {
     pub(super) fn new(id: u32, mapped: bool, is_snapshot: bool) -> Self {
         let (blocks, by_name) = (Vec::new(), BTreeMap::new());
         Self { id, mapped, blocks, by_name, last: None, is_snapshot, has_part: false }

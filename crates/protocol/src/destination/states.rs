@@ -128,7 +128,7 @@ pub struct AwaitSubsection {
 /// Waits for a section or command.
 #[derive(Debug)]
 pub struct AwaitSection {
-    pub(super) ram: Option<Box<Ram>>,
+    pub(super) ram: Option<Box<RamState>>,
     pub(super) mapped_ram: bool,
     pub(super) is_snapshot: bool,
     /// The block list has the guest address of each block, as `x-ignore-shared` adds it.
@@ -141,7 +141,7 @@ pub type Step<'a> = Result<(StreamDecoder, Option<StreamItem<'a>>)>;
 /// Waits for an entry of the block list, or for its total.
 #[derive(Debug)]
 pub struct AwaitBlock {
-    pub(super) ram: Box<Ram>,
+    pub(super) ram: Box<RamState>,
     pub(super) mapped_ram: bool,
     /// Each entry ends with the block's guest address (`x-ignore-shared`).
     pub(super) has_addresses: bool,
@@ -154,26 +154,26 @@ pub struct AwaitBlock {
 /// Waits for a record.
 #[derive(Debug)]
 pub struct AwaitRecord {
-    pub(super) ram: Box<Ram>,
+    pub(super) ram: Box<RamState>,
     pub(super) section: RamSection,
 }
 
 /// Waits for a section's footer.
 #[derive(Debug)]
 pub struct AwaitFooter {
-    pub(super) ram: Box<Ram>,
+    pub(super) ram: Box<RamState>,
     pub(super) section: RamSection,
 }
 
 /// Device state follows.
 #[derive(Debug)]
 pub struct Complete {
-    pub(super) ram: Box<Ram>,
+    pub(super) ram: Box<RamState>,
 }
 
 /// State of the `ram` section.
 #[derive(Debug)]
-pub(super) struct Ram {
+pub(super) struct RamState {
     pub(super) id: u32,
     /// Its pages lie elsewhere in the file, so that no record names one.
     pub(super) mapped: bool,

@@ -11,7 +11,7 @@
 
 use std::os::fd::OwnedFd;
 
-use super::postcopy::Postcopy;
+use super::postcopy::PostcopyProgress;
 use super::{Rings, Session, SessionError};
 use crate::device::BackendError;
 use crate::memory::{GuestMemory, Region};
@@ -28,7 +28,7 @@ impl<R: Rings> Session<R> {
         };
         let userfaultfd = Userfaultfd::new().map_err(failed)?;
         self.reply_fd = Some(userfaultfd.descriptor().map_err(failed)?);
-        self.postcopy = Some(Postcopy { userfaultfd, listening: false, unacknowledged: None });
+        self.postcopy = Some(PostcopyProgress { userfaultfd, listening: false, unacknowledged: None });
         Ok(Reply::Empty)
     }
 

@@ -19,9 +19,9 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering,
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// All entries, newest first.
-static ENTRIES: AtomicPtr<Entry> = AtomicPtr::new(null_mut());
+static ENTRIES: AtomicPtr<GuardedMapping> = AtomicPtr::new(null_mut());
 /// Entries that are not in use.
-static FREE: Mutex<Vec<&'static Entry>> = Mutex::new(Vec::new());
+static FREE: Mutex<Vec<&'static GuardedMapping>> = Mutex::new(Vec::new());
 /// Former action of SIGBUS; set before the handler is installed.
 static FORMER_ACTION: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
 static INSTALLED: OnceLock<bool> = OnceLock::new();
@@ -29,24 +29,24 @@ static FAULTS: AtomicU64 = AtomicU64::new(0);
 
 /// A mapping on the handler's list.
 #[derive(Debug)]
-struct Entry {
+struct GuardedMapping {
     /// Odd while the entry changes.
     sequence: AtomicUsize,
     start: AtomicUsize,
     /// 0: not in use.
     len: AtomicUsize,
     lost: AtomicBool,
-    next: *const Entry,
+    next: *const GuardedMapping,
 }
 
 // SAFETY: atomics, and a constant pointer to another entry, which is never freed.
-unsafe impl Send for Entry {}
+unsafe impl Send for GuardedMapping {}
 // SAFETY: as above.
-unsafe impl Sync for Entry {}
+unsafe impl Sync for GuardedMapping {}
 
 /// Keeps a mapping on the handler's list.
 #[derive(Debug)]
-pub(crate) struct MappingGuard(&'static Entry);
+pub(crate) struct MappingGuard(&'static GuardedMapping);
 
 /// Number of faults of guarded memory in this process.
 pub(crate) fn faults() -> u64 {
@@ -66,7 +66,7 @@ impl MappingGuard {
         if !*INSTALLED.get_or_init(|| install().is_ok()) {
             return Err(io::Error::other("cannot install a handler for SIGBUS"));
         }
-        let entry = free_entries().pop().unwrap_or_else(Entry::add);
+        let entry = free_entries().pop().unwrap_or_else(GuardedMapping::add);
         entry.change(start.addr(), len);
         Ok(Self(entry))
     }
@@ -84,7 +84,7 @@ impl Drop for MappingGuard {
     }
 }
 
-impl Entry {
+impl GuardedMapping {
     /// Adds an unused entry at the head of the list.
     fn add() -> &'static Self {
         let entry = Self {
@@ -127,7 +127,7 @@ impl Entry {
     }
 }
 
-fn free_entries() -> MutexGuard<'static, Vec<&'static Entry>> {
+fn free_entries() -> MutexGuard<'static, Vec<&'static GuardedMapping>> {
     FREE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -170,7 +170,7 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
 
 /// Replaces the guarded mapping that contains this address by zeros. Returns false if there is none.
 fn replace(address: usize) -> bool {
-    let mut next: *const Entry = ENTRIES.load(Ordering::Acquire);
+    let mut next: *const GuardedMapping = ENTRIES.load(Ordering::Acquire);
     // SAFETY: entries are never freed.
     while let Some(entry) = unsafe { next.as_ref() } {
         if let Some((start, len)) = entry.containing(address) {

@@ -21,7 +21,7 @@ const RUNS: u32 = 16;
 
 /// Relation of a worker to its budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Load {
+enum BudgetUse {
     Within,
     Above,
 }
@@ -46,14 +46,14 @@ impl Reading {
 #[derive(Debug)]
 pub(super) struct CpuBudget {
     since: Reading,
-    load: Load,
+    load: BudgetUse,
     runs: u32,
 }
 
 impl CpuBudget {
     /// Starts measuring, and gives the calling thread a short slice.
     pub(super) fn new() -> Self {
-        let budget = Self { since: Reading::now(), load: Load::Within, runs: 0 };
+        let budget = Self { since: Reading::now(), load: BudgetUse::Within, runs: 0 };
         budget.apply();
         budget
     }
@@ -73,13 +73,13 @@ impl CpuBudget {
     /// Ends an interval. Returns true if the load has changed.
     fn measure(&mut self, now: Reading) -> bool {
         let (elapsed, used) = (now.at - self.since.at, now.used.saturating_sub(self.since.used));
-        let load = if used * BUDGET_DIVISOR > elapsed { Load::Above } else { Load::Within };
+        let load = if used * BUDGET_DIVISOR > elapsed { BudgetUse::Above } else { BudgetUse::Within };
         self.since = now;
         std::mem::replace(&mut self.load, load) != load
     }
 
     fn apply(&self) {
-        let slice = if self.load == Load::Within { SHORT_SLICE } else { Duration::ZERO };
+        let slice = if self.load == BudgetUse::Within { SHORT_SLICE } else { Duration::ZERO };
         if let Err(error) = sys::set_time_slice(slice) {
             tracing::debug!(%error, ?slice, "cannot set a worker's time slice");
         }
@@ -93,25 +93,25 @@ mod tests {
     #[test]
     fn a_quarter_of_a_cpu_is_within_the_budget() {
         let mut now = Reading::now();
-        let mut budget = CpuBudget { since: now, load: Load::Within, runs: 0 };
+        let mut budget = CpuBudget { since: now, load: BudgetUse::Within, runs: 0 };
         let mut measure = |elapsed, used| {
             now.at += Duration::from_millis(elapsed);
             now.used += Duration::from_millis(used);
             let changed = budget.measure(now);
             (budget.load, changed)
         };
-        assert_eq!(measure(40, 10), (Load::Within, false));
-        assert_eq!(measure(40, 11), (Load::Above, true));
-        assert_eq!(measure(20, 20), (Load::Above, false));
+        assert_eq!(measure(40, 10), (BudgetUse::Within, false));
+        assert_eq!(measure(40, 11), (BudgetUse::Above, true));
+        assert_eq!(measure(20, 20), (BudgetUse::Above, false));
         // Only the last interval counts.
-        assert_eq!(measure(1000, 250), (Load::Within, true));
+        assert_eq!(measure(1000, 250), (BudgetUse::Within, true));
     }
 
     #[test]
     fn an_idle_thread_returns_to_its_budget() {
-        let mut budget = CpuBudget { load: Load::Above, ..CpuBudget::new() };
+        let mut budget = CpuBudget { load: BudgetUse::Above, ..CpuBudget::new() };
         let deadline = Instant::now() + Duration::from_secs(60);
-        while budget.load == Load::Above {
+        while budget.load == BudgetUse::Above {
             assert!(Instant::now() < deadline, "{budget:?}");
             std::thread::sleep(Duration::from_millis(2));
             budget.count_run();

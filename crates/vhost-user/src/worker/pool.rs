@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use towline_channel::Cancel;
 
 use super::slot::{QueuePolicy, QueueSlot};
-use super::thread::{Command, WorkerThread};
+use super::thread::{WorkerCommand, WorkerThread};
 use crate::device::{Device, Worker};
 use crate::eventfd::Eventfd;
 use crate::hangup::Hangup;
@@ -49,7 +49,7 @@ struct WorkerSetup {
 struct WorkerHandle {
     index: usize,
     /// `None` ends the thread.
-    commands: Option<Sender<Command>>,
+    commands: Option<Sender<WorkerCommand>>,
     wake: Arc<Eventfd>,
     /// Disconnected when the thread has ended.
     ended: Receiver<Infallible>,
@@ -212,7 +212,7 @@ impl WorkerHandle {
         command: impl FnOnce(&mut WorkerThread) -> T + Send + 'static,
     ) -> Result<Receiver<T>, SessionError> {
         let (sender, reply) = channel();
-        let command: Command = Box::new(move |thread| {
+        let command: WorkerCommand = Box::new(move |thread| {
             // A session that was cancelled does not receive it.
             let _ = sender.send(command(thread));
         });

@@ -29,7 +29,7 @@ use crate::sys;
 const DRAIN_WITHIN: Duration = Duration::from_secs(1);
 
 /// Executed by the thread between two batches. It sends its own reply.
-pub(super) type Command = Box<dyn FnOnce(&mut WorkerThread) + Send>;
+pub(super) type WorkerCommand = Box<dyn FnOnce(&mut WorkerThread) + Send>;
 
 /// State of the thread. Queues are counted within the worker.
 pub(super) struct WorkerThread {
@@ -37,7 +37,7 @@ pub(super) struct WorkerThread {
     pub(super) slots: Vec<QueueSlot>,
     /// Chains that a disabled queue drops.
     pub(super) discard_batch: Batch,
-    pub(super) commands: Receiver<Command>,
+    pub(super) commands: Receiver<WorkerCommand>,
     pub(super) wake: Arc<Eventfd>,
     /// Ends the connection when the guest's memory is lost.
     pub(super) hangup: Arc<Hangup>,
@@ -152,7 +152,7 @@ impl WorkerThread {
     }
 
     fn process_commands(&mut self, signalled: bool) -> Mailbox {
-        let mut commands: Vec<Command> = Vec::new();
+        let mut commands: Vec<WorkerCommand> = Vec::new();
         let wake = signalled.then_some(&*self.wake);
         let mailbox = mailbox::process(&self.commands, wake, |command| commands.push(command));
         commands.into_iter().for_each(|command| command(self));

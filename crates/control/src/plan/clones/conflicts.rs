@@ -38,7 +38,7 @@ struct CloneQemu {
     /// Index in the list of destinations.
     index: usize,
     socket: String,
-    drives: Vec<Drive>,
+    drives: Vec<WritableDrive>,
     /// MAC addresses of its network cards, from its command line.
     macs: Vec<String>,
     generation_id: Option<String>,
@@ -46,7 +46,7 @@ struct CloneQemu {
 
 /// A writable drive.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Drive {
+struct WritableDrive {
     name: String,
     file: String,
     medium: Medium,
@@ -151,11 +151,11 @@ fn query(index: usize, path: &Path) -> Result<CloneQemu, qmp::Error> {
     Ok(CloneQemu { index, socket: client.socket().to_owned(), drives, macs, generation_id })
 }
 
-fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<Drive> {
+fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<WritableDrive> {
     let medium = device.inserted.as_ref().filter(|medium| !medium.ro)?;
     let of = [Some(&device.device), device.qdev.as_ref(), medium.node_name.as_ref()];
     let name = of.into_iter().flatten().find(|name| !name.is_empty());
-    Some(Drive {
+    Some(WritableDrive {
         name: name.cloned().unwrap_or_default(),
         file: medium.file.clone(),
         medium: medium_of(&medium.file, pid),
@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     fn qemu(index: usize, files: &[&str]) -> CloneQemu {
-        let drive = |file: &&str| Drive {
+        let drive = |file: &&str| WritableDrive {
             name: "disk0".into(),
             file: (*file).into(),
             medium: Medium::Name((*file).into()),

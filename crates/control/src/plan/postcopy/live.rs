@@ -22,7 +22,7 @@ use super::super::destination::{QmpDestination, RecoveryState};
 use super::super::endpoint::{QemuDestination, SourceControl, query_failed};
 use super::super::error::{Error, Failure, needs_attention};
 use super::super::error_origin;
-use super::super::executor::{Ends, conclude};
+use super::super::executor::{SwitchoverEnds, conclude};
 use super::super::outcomes::GuestLocation;
 use super::super::preflight::FactsExtent;
 use super::super::progress::CopyPhase;
@@ -65,7 +65,8 @@ pub(in super::super) fn migrate(
             let error = target.explain(error);
             let directive = switchover.failed(&error);
             let (source, destination) = (SourceControl::Qemu(&mut source), &mut QemuDestination::of(target));
-            let ends = Ends { switchover: &switchover, source, destination, context, error: Some(error) };
+            let ends =
+                SwitchoverEnds { switchover: &switchover, source, destination, context, error: Some(error) };
             let concluded = conclude(ends, directive)?;
             return Ok(context.build_report(Snapshot::default(), concluded.source, concluded.destination));
         }

@@ -61,13 +61,13 @@ enum Setting {
 enum Phase {
     Ask,
     Answer,
-    Compare(Vec<Candidate>),
+    Compare(Vec<MethodTrial>),
     Chosen(SendMethod, SendReason),
 }
 
 /// A method that is measured.
 #[derive(Debug)]
-struct Candidate {
+struct MethodTrial {
     method: SendMethod,
     /// Nanoseconds for a MiB.
     samples: Vec<u64>,
@@ -208,7 +208,7 @@ impl SendPolicy {
         let zero_copy = (!self.copies).then_some(SendMethod::ZeroCopy);
         let splice = self.splices.then_some(SendMethod::Splice);
         let methods = [Some(SendMethod::Plain), zero_copy, splice].into_iter().flatten();
-        let candidate = |method| Candidate { method, samples: Vec::with_capacity(SAMPLES) };
+        let candidate = |method| MethodTrial { method, samples: Vec::with_capacity(SAMPLES) };
         self.enter(Phase::Compare(methods.map(candidate).collect()));
     }
 
