@@ -73,18 +73,19 @@ pub(super) fn measure(bench: &Bench<'_>, source: &Source) -> Result<Part> {
         for (offset, method) in METHODS.into_iter().enumerate() {
             let index = base + offset;
             let Contender { group, label } = contenders[index].clone();
-            let ratio_plain = Summary::of_ratios(&seconds(index), &seconds(base));
-            let ratio_to_disk = Summary::of_ratios(&to_disk(index), &to_disk(base));
-            let ratio_direct = Summary::of_ratios(&to_disk(index), &to_disk(base + 1));
-            part.table.rows.push(row(&group, &label, &outcomes[index], |saved| {
-                cells(bench, saved, [ratio_plain, ratio_to_disk, ratio_direct])
-            }));
+            let ratios = Ratios {
+                plain: Summary::of_ratios(&seconds(index), &seconds(base)),
+                to_disk: Summary::of_ratios(&to_disk(index), &to_disk(base)),
+                direct: Summary::of_ratios(&to_disk(index), &to_disk(base + 1)),
+            };
+            let cells = |saved: &[Saved]| cells(bench, saved, &ratios);
+            part.table.rows.push(row(&group, &label, &outcomes[index], cells));
             let bytes = bench.parameters.data_bytes() as f64;
             if let (Method::Towline, Some(last)) = (method, outcomes[index].values.last()) {
                 let ram = last.ram.clone().unwrap_or_default();
                 part.counters.push(Counters { group: group.clone(), label: label.clone(), ram });
                 let named = |value| Named { group: group.clone(), label: label.clone(), value };
-                part.ratios.extend(ratio_to_disk.map(named));
+                part.ratios.extend(ratios.to_disk.map(named));
                 part.rates
                     .extend(Summary::of(seconds(index).iter().map(|time| bytes / time / 1e9)).map(named));
             }
@@ -122,11 +123,17 @@ fn table(bench: &Bench<'_>) -> Table {
     }
 }
 
-fn cells(
-    bench: &Bench<'_>,
-    saved: &[Saved],
-    [ratio_plain, ratio_to_disk, ratio_direct]: [Option<Summary>; 3],
-) -> (Vec<String>, Value) {
+/// Ratios of a row.
+struct Ratios {
+    /// To QEMU's own save.
+    plain: Option<Summary>,
+    /// To QEMU's own save, until the data are on the disk.
+    to_disk: Option<Summary>,
+    /// To QEMU's own save with direct I/O, until the data are on the disk.
+    direct: Option<Summary>,
+}
+
+fn cells(bench: &Bench<'_>, saved: &[Saved], ratios: &Ratios) -> (Vec<String>, Value) {
     let done: Vec<f64> = saved.iter().map(|saved| saved.done.as_secs_f64()).collect();
     let synced: Vec<f64> = saved.iter().map(|saved| saved.synced.as_secs_f64()).collect();
     let bytes = bench.parameters.data_bytes() as f64;
@@ -134,10 +141,10 @@ fn cells(
     let cells = vec![
         cell(Summary::of(done.iter().copied())),
         rate.map_or_else(|| "–".into(), |rate| format!("{:.0}", rate.median)),
-        cell(ratio_plain),
+        cell(ratios.plain),
         cell(Summary::of(synced.iter().copied())),
-        cell(ratio_to_disk),
-        cell(ratio_direct),
+        cell(ratios.to_disk),
+        cell(ratios.direct),
     ];
     (cells, json!({ "seconds": done, "seconds-to-disk": synced }))
 }

@@ -14,9 +14,8 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 const BLOCKS: [(&str, u64); 3] = [("vga.rom", 1), ("vga.vram", 513), ("pc.ram", 1537)];
 
-/// Whatever parts the stream arrives in, the destination gets the same.
-#[test]
-fn every_split_of_a_main_channel_is_spliced_alike() {
+/// Migrates over links whose first one splits the main channel in many ways, and checks each outcome.
+fn migrate_in_splits(further_links: usize, check: impl Fn(&Outcome)) {
     for (seed, most) in [(1, 3_000), (2, 9_000), (3, 70_000), (4, 1 << 20)] {
         for kind in [Kind::Unix, Kind::Tcp] {
             let (guest, writer) = Writer::guest(MACHINES[0], &BLOCKS, seed);
@@ -24,38 +23,36 @@ fn every_split_of_a_main_channel_is_spliced_alike() {
             writer.run(&guest, seed, &writer);
             let short =
                 Fault { side: Side::Source, stream: ChannelId::Main, layer: Layer::Short(most, seed) };
-            let links = vec![link_with(kind, 0, &[short]), link(kind, 0)];
+            let further = (0..further_links).map(|_| link(kind, 0));
+            let links = std::iter::once(link_with(kind, 0, &[short])).chain(further).collect();
             let outcome = migrate_over(links, &guest, &sink, options(), &Arc::default());
             outcome.expect_success();
             assert_eq!(difference(&guest, &sink), None);
-            let (relay, source) = (&outcome.relays[0].statistics, &outcome.source.statistics);
-            assert!(relay.spliced_calls > 0, "{relay:?}");
-            assert_eq!((relay.normal, relay.duplicate), (source.normal, source.duplicate));
-            assert_eq!(relay.transferred, source.transferred);
+            check(&outcome);
         }
     }
+}
+
+/// Whatever parts the stream arrives in, the destination gets the same.
+#[test]
+fn every_split_of_a_main_channel_is_spliced_alike() {
+    migrate_in_splits(1, |outcome| {
+        let (relay, source) = (&outcome.relays[0].statistics, &outcome.source.statistics);
+        assert!(relay.spliced_calls > 0, "{relay:?}");
+        assert_eq!((relay.normal, relay.duplicate), (source.normal, source.duplicate));
+        assert_eq!(relay.transferred, source.transferred);
+    });
 }
 
 /// As before, into memory: most pages are received where they belong, whatever parts the stream arrives in.
 #[test]
 fn every_split_of_a_main_channel_arrives_in_place() {
-    for (seed, most) in [(1, 3_000), (2, 9_000), (3, 70_000), (4, 1 << 20)] {
-        for kind in [Kind::Unix, Kind::Tcp] {
-            let (guest, writer) = Writer::guest(MACHINES[0], &BLOCKS, seed);
-            let sink = empty(MACHINES[0], &BLOCKS);
-            writer.run(&guest, seed, &writer);
-            let short =
-                Fault { side: Side::Source, stream: ChannelId::Main, layer: Layer::Short(most, seed) };
-            let links = vec![link_with(kind, 0, &[short])];
-            let outcome = migrate_over(links, &guest, &sink, options(), &Arc::default());
-            outcome.expect_success();
-            assert_eq!(difference(&guest, &sink), None);
-            let (source, found) = (&outcome.source.statistics, &outcome.destination.statistics);
-            assert_eq!((found.normal, found.duplicate), (source.normal, source.duplicate));
-            assert_eq!(found.transferred, source.transferred);
-            assert!(found.vectored_calls > 0 && found.spliced_calls == 0, "{found:?}");
-        }
-    }
+    migrate_in_splits(0, |outcome| {
+        let (source, found) = (&outcome.source.statistics, &outcome.destination.statistics);
+        assert_eq!((found.normal, found.duplicate), (source.normal, source.duplicate));
+        assert_eq!(found.transferred, source.transferred);
+        assert!(found.vectored_calls > 0 && found.spliced_calls == 0, "{found:?}");
+    });
 }
 
 #[test]

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::net::{SendFlags, SocketAddrUnix};
-use towline_frontend::vsock::{BUF_ALLOC, HOST_CID, PacketHeader, VsockGuest, op};
+use towline_frontend::vsock::{BUF_ALLOC, HOST_CID, PacketHeader, PortPair, VsockGuest, op};
 use towline_frontend::{Frontend, QueueBuffer};
 use towline_vsock::{ConnectionLimits, LocalGuests};
 
@@ -131,7 +131,7 @@ fn yield_to_others() {
     let _ = rustix::process::nice(19);
 }
 
-fn header(cid: u64, peer: u64, ports: (u32, u32), kind: u16, op: u16) -> PacketHeader {
+fn header(cid: u64, peer: u64, ports: PortPair, kind: u16, op: u16) -> PacketHeader {
     PacketHeader {
         src_cid: cid,
         dst_cid: peer,

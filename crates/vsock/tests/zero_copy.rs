@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::sockopt;
 use towline_frontend::Frontend;
-use towline_frontend::vsock::{VsockEvent, VsockGuest};
+use towline_frontend::vsock::{PortPair, VsockEvent, VsockGuest};
 use towline_frontend::wire::{RegionInfo, RequestCode, encode_u64s, feature};
 use towline_lab::{Network, skip, wait_until};
 use towline_sandbox::Policy;
@@ -21,7 +21,7 @@ use towline_vsock::{ConnectionLimits, Statistics};
 
 use common::{CID, Served, TIMEOUT, bytes, poll_until, read_to_end, send_all, send_until_full};
 
-const PORTS: (u32, u32) = (1080, 80);
+const PORTS: PortPair = (1080, 80);
 /// Length of a packet that is sent without a copy.
 const PACKET: usize = 60_000;
 
@@ -30,7 +30,7 @@ struct ZeroCopyConnection {
     served: Served,
     frontend: Frontend,
     guest: VsockGuest,
-    ports: (u32, u32),
+    ports: PortPair,
     peer: TcpStream,
 }
 

@@ -18,8 +18,8 @@ use towline_frontend::{Frontend, MemoryArena};
 use towline_lab::{Network, Towline, Version, require_lab, skip, towline_binary, wait_until};
 
 use crate::support::{
-    EchoClient, GUEST, GUEST_6, HOST, MAC, WITHIN, builder, card, datagram, end, give_addresses,
-    guest_address, host_echo, network, path, scratch, set_up, sum, talk,
+    EchoClient, GUEST, GUEST_6, HOST, MAC, WITHIN, boot, builder, card, datagram, end, give_addresses,
+    guest_address, host_echo, network, path, scratch, sum, talk,
 };
 
 const MIB: usize = 1 << 20;
@@ -49,9 +49,7 @@ fn a_guest_sends_by_af_xdp() {
     let scratch = scratch();
     let socket = path(&scratch, "net.sock");
     let card = card(&near, &socket, &["--tap", "tap0", "--af-xdp", "out0", "--af-xdp-copy"]);
-    let qemu = builder(Version::V10_0, &socket, 1).start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
-    set_up(&mut guest);
+    let (qemu, mut guest) = boot(builder(Version::V10_0, &socket, 1));
     let echo = host_echo(&far);
     far.enter(|| {
         talk(guest_address(GUEST), 4 * MIB, 1);

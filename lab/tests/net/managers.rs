@@ -4,11 +4,11 @@
 use std::path::Path;
 
 use serde_json::json;
-use towline_lab::{Finished, Network, Towline, Version, paths, require_lab, towline_binary, wait_until};
+use towline_lab::{Finished, Network, Towline, Version, paths, towline_binary, wait_until};
 
 use crate::support::{
-    EchoClient, GUEST, WITHIN, add_tap, builder, card, end, guest_address, host_echo, network, path, scratch,
-    set_up, shell, sum, talk,
+    EchoClient, Fixture, GUEST, WITHIN, add_tap, boot, builder, card, end, guest_address, host_echo, path,
+    shell, sum, talk,
 };
 
 /// A manager: opens a descriptor for each `INTERFACE=FLAGS` (of `TUNSETIFF`), accepts a connection if a socket's path is given, and
@@ -69,19 +69,13 @@ fn processors(pid: u32) -> Vec<(String, String)> {
 #[test]
 fn taps_and_a_connection_that_a_manager_opened_serve_a_guest() {
     let name = "taps_and_a_connection_that_a_manager_opened_serve_a_guest";
-    if !require_lab(name) {
-        return;
-    }
-    let Some(network) = network(name) else { return };
-    let scratch = scratch();
+    let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
     add_tap(&network, 2);
     let socket = path(&scratch, "net.sock");
     let arguments = ["--fd", "CONNECTION", "--tap-fds", "TAPS", "--cpus", "1,0"];
     let card = managed(&network, socket.to_str().unwrap(), &[("tap0", GOOD); 2], &arguments);
     wait_until("the manager's socket", WITHIN, || Ok(socket.exists().then_some(()))).unwrap();
-    let qemu = builder(Version::V10_0, &socket, 2).start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
-    set_up(&mut guest);
+    let (_qemu, mut guest) = boot(builder(Version::V10_0, &socket, 2));
     network.enter(|| (0..16).for_each(|seed| talk(guest_address(GUEST), 64 << 10, seed))).unwrap();
     guest.talk(host_echo(&network), 1 << 20, 8).unwrap();
     let pinned = [("net-0", "1"), ("net-1", "0")].map(|(name, cpu)| (name.to_owned(), cpu.to_owned()));
@@ -97,11 +91,7 @@ fn taps_and_a_connection_that_a_manager_opened_serve_a_guest() {
 #[test]
 fn taps_of_a_manager_that_do_not_fit_together_are_refused() {
     let name = "taps_of_a_manager_that_do_not_fit_together_are_refused";
-    if !require_lab(name) {
-        return;
-    }
-    let Some(network) = network(name) else { return };
-    let scratch = scratch();
+    let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
     let socket = path(&scratch, "net.sock");
     let socket = socket.to_str().unwrap();
     let single = GOOD & !MULTI_QUEUE;
@@ -127,11 +117,7 @@ fn taps_of_a_manager_that_do_not_fit_together_are_refused() {
 #[test]
 fn a_legacy_guest_has_a_network_and_sees_the_link_that_qemu_sets() {
     let name = "a_legacy_guest_has_a_network_and_sees_the_link_that_qemu_sets";
-    if !require_lab(name) {
-        return;
-    }
-    let Some(network) = network(name) else { return };
-    let scratch = scratch();
+    let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
     add_tap(&network, 1);
     let (socket, control) = (path(&scratch, "net.sock"), path(&scratch, "net.qmp"));
     let card = card(&network, &socket, &["--tap", "tap0", "--qmp", control.to_str().unwrap()]);
@@ -139,9 +125,7 @@ fn a_legacy_guest_has_a_network_and_sees_the_link_that_qemu_sets() {
     let legacy = ["disable-modern=on", "disable-legacy=off", "mrg_rxbuf=off"];
     let legacy =
         legacy.into_iter().flat_map(|property| ["-set".to_owned(), format!("device.card.{property}")]);
-    let qemu = builder(Version::V10_0, &socket, 1).args(legacy).start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
-    set_up(&mut guest);
+    let (qemu, mut guest) = boot(builder(Version::V10_0, &socket, 1).args(legacy));
     let facts = towline_lab::Qmp::connect(&control, WITHIN).unwrap();
     let facts = facts.execute("query-device-facts", json!({})).unwrap();
     let negotiated = facts["subject"]["negotiated"].as_array().unwrap();

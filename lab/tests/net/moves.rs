@@ -13,8 +13,8 @@ use towline_lab::expect::qmp;
 use towline_lab::{Builder, Network, Qemu, Towline, Version, require_lab, towline};
 
 use crate::support::{
-    EchoClient, GUEST, WITHIN, add_tap, builder, builder_with, card, end, give_addresses, guest_address,
-    network, number, path, scratch, set_up, sum,
+    EchoClient, Fixture, GUEST, WITHIN, add_tap, builder, builder_with, card, end, give_addresses,
+    guest_address, network, number, path, scratch, set_up, sum,
 };
 
 /// A host of the picture, with its card's process.
@@ -121,12 +121,8 @@ fn a_guest_with_open_connections_moves_between_versions() {
 #[test]
 fn a_guest_with_open_connections_is_restored_by_postcopy() {
     let name = "a_guest_with_open_connections_is_restored_by_postcopy";
-    if !require_lab(name) {
-        return;
-    }
-    let Some(network) = network(name) else { return };
+    let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
     add_tap(&network, 1);
-    let scratch = scratch();
     let (socket, image) = (path(&scratch, "net.sock"), path(&scratch, "image"));
     let first = card(&network, &socket, &["--tap", "tap0"]);
     let source = builder(Version::V10_0, &socket, 1).start().unwrap();

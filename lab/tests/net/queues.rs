@@ -6,8 +6,8 @@ use serde_json::json;
 use towline_lab::{Finished, Network, Qemu, Towline, Version, require_lab, towline_binary};
 
 use crate::support::{
-    EchoClient, GUEST, MAC, VERSIONS, WITHIN, add_tap, builder, card, end, give_addresses, guest_address,
-    network, path, scratch, set_up, shell, sum, talk,
+    EchoClient, Fixture, GUEST, MAC, VERSIONS, WITHIN, add_tap, boot, builder, card, end, give_addresses,
+    guest_address, network, path, scratch, shell, sum, talk,
 };
 
 fn refused(network: &Network, arguments: &[&str]) -> Finished {
@@ -32,9 +32,7 @@ fn a_guest_with_one_queue_receives_all_flows_of_a_tap_with_four() {
         // This tap does not exist before.
         let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4", "--mtu", "1400"]);
         give_addresses(&network, "tap0");
-        let qemu = builder(version, &socket, 1).start().unwrap();
-        let mut guest = qemu.linux(WITHIN).unwrap();
-        set_up(&mut guest);
+        let (_qemu, _guest) = boot(builder(version, &socket, 1));
         // Enough connections that every queue would get one of them.
         network.enter(|| (0..16).for_each(|seed| talk(guest_address(GUEST), 64 << 10, seed))).unwrap();
         let statistics = end(card);
@@ -48,11 +46,7 @@ fn a_guest_with_one_queue_receives_all_flows_of_a_tap_with_four() {
 #[test]
 fn invalid_taps_and_queues_are_refused_with_a_remedy() {
     let name = "invalid_taps_and_queues_are_refused_with_a_remedy";
-    if !require_lab(name) {
-        return;
-    }
-    let Some(network) = network(name) else { return };
-    let scratch = scratch();
+    let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
     let socket = path(&scratch, "net.sock");
     let socket = socket.to_str().unwrap();
     network.run(&["ip", "tuntap", "add", "dev", "single", "mode", "tap", "vnet_hdr"]).unwrap();
@@ -83,11 +77,7 @@ fn invalid_taps_and_queues_are_refused_with_a_remedy() {
 #[test]
 fn a_card_comes_and_goes_while_another_one_talks() {
     let name = "a_card_comes_and_goes_while_another_one_talks";
-    if !require_lab(name) {
-        return;
-    }
-    let Some(network) = network(name) else { return };
-    let scratch = scratch();
+    let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
     add_tap(&network, 1);
     network.run(&["ip", "tuntap", "add", "dev", "tap1", "mode", "tap", "multi_queue", "vnet_hdr"]).unwrap();
     network.run(&["ip", "address", "add", "10.8.0.1/24", "dev", "tap1"]).unwrap();
@@ -96,9 +86,7 @@ fn a_card_comes_and_goes_while_another_one_talks() {
     let one = card(&network, &first, &["--tap", "tap0"]);
     let other = card(&network, &second, &["--tap", "tap1", "--queues", "2"]);
     let qemu = builder(Version::V10_0, &first, 1).args(["-device", "pcie-root-port,id=root-port,chassis=9"]);
-    let qemu = qemu.start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
-    set_up(&mut guest);
+    let (qemu, mut guest) = boot(qemu);
     let client = EchoClient::begin(&network, guest_address(GUEST));
     let qmp = qemu.qmp();
     for round in 0..crate::support::number("TOWLINE_SOAK_NET_PLUGS", 2) {

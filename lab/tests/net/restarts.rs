@@ -6,8 +6,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use towline_lab::{Version, require_lab};
 
 use crate::support::{
-    EchoClient, GUEST, VERSIONS, WITHIN, add_tap, builder, card, end, guest_address, host_echo, network,
-    number, path, scratch, set_up, start_card, sum,
+    EchoClient, Fixture, GUEST, VERSIONS, WITHIN, add_tap, boot, builder, card, end, guest_address,
+    host_echo, network, number, path, scratch, start_card, sum,
 };
 
 #[test]
@@ -25,9 +25,7 @@ fn connections_survive_the_death_of_the_cards_process() {
         let state = path(&scratch, "net.state");
         let arguments = ["--tap", "tap0", "--queues", "2", "--state", state.to_str().unwrap()];
         let mut process = card(&network, &socket, &arguments);
-        let qemu = builder(version, &socket, 2).start().unwrap();
-        let mut guest = qemu.linux(WITHIN).unwrap();
-        set_up(&mut guest);
+        let (_qemu, mut guest) = boot(builder(version, &socket, 2));
         let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
         clients.iter().for_each(|client| client.wait_blocks(5));
         for _ in 0..restarts {
@@ -47,19 +45,13 @@ fn connections_survive_the_death_of_the_cards_process() {
 #[test]
 fn another_process_takes_over_and_the_guest_notices_nothing() {
     let name = "another_process_takes_over_and_the_guest_notices_nothing";
-    if !require_lab(name) {
-        return;
-    }
-    let Some(network) = network(name) else { return };
+    let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
     add_tap(&network, 2);
-    let scratch = scratch();
     let (socket, upgrade_socket) = (path(&scratch, "net.sock"), path(&scratch, "upgrade.sock"));
     let arguments =
         |queues| ["--tap", "tap0", "--queues", queues, "--upgrade-socket", upgrade_socket.to_str().unwrap()];
     let mut process = card(&network, &socket, &arguments("2"));
-    let qemu = builder(Version::V10_0, &socket, 2).start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
-    set_up(&mut guest);
+    let (_qemu, mut guest) = boot(builder(Version::V10_0, &socket, 2));
     let mode = std::fs::metadata(&upgrade_socket).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600, "any process that can connect has the card");
     let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();

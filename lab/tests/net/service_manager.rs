@@ -12,8 +12,8 @@ use tempfile::TempDir;
 use towline_lab::{Network, Towline, Version, require_lab, skip, towline_binary, wait_until};
 
 use crate::support::{
-    EchoClient, GUEST, WITHIN, add_tap, builder, guest_address, host_echo, network, number, path, scratch,
-    set_up,
+    EchoClient, GUEST, WITHIN, add_tap, boot, builder, guest_address, host_echo, network, number, path,
+    scratch,
 };
 
 const SYSTEMD: &str = "/lib/systemd/systemd";
@@ -120,9 +120,7 @@ fn a_real_systemd_keeps_the_record() {
     );
     let mut manager = Manager::start(&network, &home, &unit);
     let mut card = manager.card(&socket, None);
-    let qemu = builder(Version::V10_0, &socket, 2).start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
-    set_up(&mut guest);
+    let (_qemu, mut guest) = boot(builder(Version::V10_0, &socket, 2));
     let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
     clients.iter().for_each(|client| client.wait_blocks(5));
     for _ in 0..number("TOWLINE_SOAK_NET_RESTARTS", 2) {

@@ -12,7 +12,8 @@ use serde_json::Value;
 use tempfile::TempDir;
 pub(crate) use towline_lab::expect::number;
 use towline_lab::{
-    Builder, LinuxGuest, MemoryBackend, Network, Qemu, Towline, Version, skip, towline_binary, wait_until,
+    Builder, LinuxGuest, MemoryBackend, Network, Qemu, Towline, Version, require_lab, skip, towline_binary,
+    wait_until,
 };
 
 /// Timeout of anything that must happen. Generous: emulated guests on two busy processors.
@@ -36,6 +37,27 @@ pub(crate) fn network(name: &str) -> Option<Network> {
             None
         }
     }
+}
+
+/// Network and directory of a test.
+pub(crate) struct Fixture {
+    pub(crate) network: Network,
+    pub(crate) scratch: TempDir,
+}
+
+impl Fixture {
+    /// Returns `None`, with the skip of `name` printed, if the test cannot run on this machine.
+    pub(crate) fn new(name: &str) -> Option<Self> {
+        require_lab(name).then(|| network(name))?.map(|network| Self { network, scratch: scratch() })
+    }
+}
+
+/// Starts a QEMU, and configures its guest.
+pub(crate) fn boot(builder: Builder) -> (Qemu, LinuxGuest) {
+    let qemu = builder.start().unwrap();
+    let mut guest = qemu.linux(WITHIN).unwrap();
+    set_up(&mut guest);
+    (qemu, guest)
 }
 
 pub(crate) fn scratch() -> TempDir {

@@ -6,8 +6,8 @@ use std::time::Duration;
 use towline_lab::{ProgramDisk, Version, require_lab, skip};
 
 use crate::support::{
-    EchoClient, GUEST, GUEST_6, HOST, WITHIN, add_tap, builder, card, datagram, end, guest_address,
-    host_echo, network, number, path, scratch, set_up, shell, sum, talk,
+    EchoClient, Fixture, GUEST, GUEST_6, HOST, WITHIN, add_tap, boot, builder, card, datagram, end,
+    guest_address, host_echo, network, number, path, scratch, set_up, shell, sum, talk,
 };
 
 const MIB: usize = 1 << 20;
@@ -27,17 +27,11 @@ fn own_kib(pid: u32) -> u64 {
 #[test]
 fn every_kind_of_packet_goes_both_ways() {
     let name = "every_kind_of_packet_goes_both_ways";
-    if !require_lab(name) {
-        return;
-    }
-    let Some(network) = network(name) else { return };
-    let scratch = scratch();
+    let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
     add_tap(&network, 4);
     let socket = path(&scratch, "net.sock");
     let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4"]);
-    let qemu = builder(Version::V10_0, &socket, 4).start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
-    set_up(&mut guest);
+    let (_qemu, mut guest) = boot(builder(Version::V10_0, &socket, 4));
     let ping = shell(&mut guest, &format!("ping -c 3 -W 60 {HOST}"));
     assert!(ping.contains(" 0% packet loss"), "{ping}");
 

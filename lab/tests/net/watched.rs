@@ -4,11 +4,10 @@
 use std::net::{SocketAddr, UdpSocket};
 
 use serde_json::{Value, json};
-use towline_lab::{Qmp, Version, require_lab, scrape, wait_until};
+use towline_lab::{Qmp, Version, scrape, wait_until};
 
 use crate::support::{
-    ECHO, EchoClient, GUEST, HOST, WITHIN, add_tap, builder, card, guest_address, network, path, scratch,
-    set_up, shell,
+    ECHO, EchoClient, Fixture, GUEST, HOST, WITHIN, add_tap, boot, builder, card, guest_address, path, shell,
 };
 
 /// Reads a number of a queue over the control socket.
@@ -25,18 +24,12 @@ fn number(qmp: &Qmp, queue: &str, name: &str) -> u64 {
 #[test]
 fn a_card_reports_its_queues_and_takes_its_link_down() {
     let name = "a_card_reports_its_queues_and_takes_its_link_down";
-    if !require_lab(name) {
-        return;
-    }
-    let Some(network) = network(name) else { return };
-    let scratch = scratch();
+    let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
     add_tap(&network, 1);
     let (socket, control) = (path(&scratch, "net.sock"), path(&scratch, "net.qmp"));
     let watched = ["--tap", "tap0", "--qmp", control.to_str().unwrap(), "--metrics", "127.0.0.1:9"];
     let _card = card(&network, &socket, &watched);
-    let qemu = builder(Version::V10_0, &socket, 1).start().unwrap();
-    let mut guest = qemu.linux(WITHIN).unwrap();
-    set_up(&mut guest);
+    let (_qemu, mut guest) = boot(builder(Version::V10_0, &socket, 1));
     let client = EchoClient::begin(&network, guest_address(GUEST));
     client.wait_blocks(4);
 

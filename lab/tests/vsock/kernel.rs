@@ -7,6 +7,7 @@
 //! Each case is run alone, so that one failure does not hide the others. `cargo xtask soak vsock-kernel` builds the
 //! programs and runs this; elsewhere it is skipped, since it takes minutes.
 
+use std::fmt;
 use std::process::Command;
 
 use tempfile::TempDir;
@@ -19,17 +20,34 @@ const NAME: &str = "the_kernels_own_tests_pass_between_two_guests";
 const CONTROL_PORT: u32 = 4000;
 /// Maximum buffer size of a socket in the guests.
 const SOCKET_BYTES: u64 = 256 << 10;
+/// Version of a guest's kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct KernelVersion {
+    major: u32,
+    minor: u32,
+}
+
+impl fmt::Display for KernelVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+const fn linux(major: u32, minor: u32) -> KernelVersion {
+    KernelVersion { major, minor }
+}
+
 /// Cases that older kernels cannot pass in any set-up: a part of the name, the first kernel that can, and the reason.
-const SINCE: [(&str, (u32, u32), &str); 9] = [
-    ("invalid receive buffer", (6, 2), "errors of a transport as they are"),
-    ("big message", (6, 2), "errors of a transport as they are"),
-    ("test invalid buffer", (6, 2), "errors of a transport as they are"),
-    ("SOCK_SEQPACKET MSG_PEEK", (6, 6), "a look at a message"),
-    ("SHUT_WR", (6, 7), "SIGPIPE for vsock"),
-    ("SHUT_RD", (6, 7), "SIGPIPE for vsock"),
-    ("credit update + SO_RCVLOWAT", (6, 8), "the credit that SO_RCVLOWAT tells"),
-    ("MSG_ZEROCOPY", (6, 7), "sends of vsock without a copy"),
-    ("SIOCOUTQ", (6, 12), "the count of bytes that are not sent"),
+const SINCE: [(&str, KernelVersion, &str); 9] = [
+    ("invalid receive buffer", linux(6, 2), "errors of a transport as they are"),
+    ("big message", linux(6, 2), "errors of a transport as they are"),
+    ("test invalid buffer", linux(6, 2), "errors of a transport as they are"),
+    ("SOCK_SEQPACKET MSG_PEEK", linux(6, 6), "a look at a message"),
+    ("SHUT_WR", linux(6, 7), "SIGPIPE for vsock"),
+    ("SHUT_RD", linux(6, 7), "SIGPIPE for vsock"),
+    ("credit update + SO_RCVLOWAT", linux(6, 8), "the credit that SO_RCVLOWAT tells"),
+    ("MSG_ZEROCOPY", linux(6, 7), "sends of vsock without a copy"),
+    ("SIOCOUTQ", linux(6, 12), "the count of bytes that are not sent"),
 ];
 
 /// Cases that cannot pass through sockets of the host, which are between the two guests too.
@@ -97,11 +115,11 @@ fn cases(directory: &str) -> Vec<String> {
     names.map(|(_, name)| name.to_owned()).collect()
 }
 
-fn kernel(guest: &mut LinuxGuest) -> (u32, u32) {
+fn kernel(guest: &mut LinuxGuest) -> KernelVersion {
     let info = guest.info().unwrap();
     let (_, version) = info.iter().find(|(key, _)| key == "kernel").unwrap();
     let mut numbers = version.split('.').map(|number| number.parse().unwrap());
-    (numbers.next().unwrap(), numbers.next().unwrap())
+    linux(numbers.next().unwrap(), numbers.next().unwrap())
 }
 
 #[test]
@@ -134,10 +152,10 @@ fn the_kernels_own_tests_pass_between_two_guests() {
 }
 
 /// Returns the reason if a case cannot pass.
-fn skip_reason(name: &str, kernel: (u32, u32)) -> Option<String> {
+fn skip_reason(name: &str, kernel: KernelVersion) -> Option<String> {
     let late = SINCE.iter().find(|(part, since, _)| name.contains(part) && kernel < *since);
-    if let Some((_, (major, minor), what)) = late {
-        return Some(format!("the guest's kernel is {}.{}; {what}: {major}.{minor}", kernel.0, kernel.1));
+    if let Some((_, since, what)) = late {
+        return Some(format!("the guest's kernel is {kernel}; {what}: {since}"));
     }
     NOT_HERE.iter().find(|(part, _)| name.contains(part)).map(|(_, reason)| (*reason).to_owned())
 }

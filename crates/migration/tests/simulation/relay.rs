@@ -54,17 +54,20 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    pub(crate) fn new(scenario: &Scenario, near: (Port, &[Port]), far: (Port, &[Port])) -> Self {
+    /// A relay with these ports to the source and to the destination: the main channel, then the lanes.
+    pub(crate) fn new(scenario: &Scenario, near: &[Port], far: &[Port]) -> Self {
+        let [near_main, near_lanes @ ..] = near else { panic!("no channel to the source") };
+        let [far_main, far_lanes @ ..] = far else { panic!("no channel to the destination") };
         Self {
             is_alive: true,
             is_sent: false,
             is_finished: false,
             outcome: None,
             scenario: scenario.clone(),
-            receiver: Receiver::new(near.0, near.1),
-            to_source: Out::new(near.0),
-            out: Out::new(far.0),
-            lanes: far.1.iter().map(|&port| LaneOut::new(Out::new(port))).collect(),
+            receiver: Receiver::new(*near_main, near_lanes),
+            to_source: Out::new(*near_main),
+            out: Out::new(*far_main),
+            lanes: far_lanes.iter().map(|&port| LaneOut::new(Out::new(port))).collect(),
             state: State::Start,
             form: BarrierForm::of(scenario.machine),
             answers: ReturnPathReader::default(),

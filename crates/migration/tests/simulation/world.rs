@@ -44,7 +44,7 @@ impl World {
         source.guest.running = !scenario.is_image;
         let (relay, last) = match second {
             Some((near, last)) => {
-                let relay = Relay::new(scenario, (far[0], &far[1..]), (near[0], &near[1..]));
+                let relay = Relay::new(scenario, &far, &near);
                 (Some(relay), last)
             }
             None => (None, far),

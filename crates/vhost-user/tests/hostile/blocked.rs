@@ -3,6 +3,7 @@
 use std::io::Write as _;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use towline_channel::UnixChannel;
@@ -11,6 +12,27 @@ use towline_frontend::{Error, Frontend, MemoryArena, Queue, QueueBuffer, QueueOp
 use towline_vhost_user::{Cancel, Device, FrontendSource, ServeError, serve};
 
 use crate::backend::{Log, WITHIN};
+
+/// A backend that serves one connection on a thread.
+struct OneSession {
+    near: UnixStream,
+    cancel: Cancel,
+    thread: JoinHandle<Result<(), ServeError>>,
+}
+
+impl OneSession {
+    fn start() -> Self {
+        let (near, far) = UnixStream::pair().unwrap();
+        let cancel = Cancel::new().unwrap();
+        let token = cancel.clone();
+        let channel = UnixChannel::new(far.into(), "a frontend").unwrap();
+        let thread = std::thread::spawn(move || {
+            let device: Arc<dyn Device> = Arc::new(crate::harness::Echo);
+            serve(&channel, &device, &token)
+        });
+        Self { near, cancel, thread }
+    }
+}
 
 /// Starts the ring of a session whose worker blocks: in a write to an eventfd that the frontend filled and made blocking again.
 fn block_worker(stream: UnixStream) -> (Frontend, Queue) {
@@ -40,14 +62,7 @@ fn block_worker(stream: UnixStream) -> (Frontend, Queue) {
 #[test]
 fn a_blocked_worker_does_not_keep_the_process_from_ending() {
     let _log = Log::new();
-    let (near, far) = UnixStream::pair().unwrap();
-    let cancel = Cancel::new().unwrap();
-    let token = cancel.clone();
-    let channel = UnixChannel::new(far.into(), "a frontend").unwrap();
-    let backend = std::thread::spawn(move || {
-        let device: Arc<dyn Device> = Arc::new(crate::harness::Echo);
-        serve(&channel, &device, &token)
-    });
+    let OneSession { near, cancel, thread: backend } = OneSession::start();
     let (mut frontend, queue) = block_worker(near);
     frontend.send_unacked(RequestCode::GET_VRING_BASE, &encode_u32_pair(0, 0), &[]).unwrap();
     cancel.cancel();
@@ -100,14 +115,7 @@ fn a_frontend_leaves_behind_the_threads_of_one_connection_only() {
 #[test]
 fn a_message_that_is_sent_byte_by_byte_does_not_keep_the_process_from_ending() {
     let _log = Log::new();
-    let (near, far) = UnixStream::pair().unwrap();
-    let cancel = Cancel::new().unwrap();
-    let token = cancel.clone();
-    let channel = UnixChannel::new(far.into(), "a frontend").unwrap();
-    let backend = std::thread::spawn(move || {
-        let device: Arc<dyn Device> = Arc::new(crate::harness::Echo);
-        serve(&channel, &device, &token)
-    });
+    let OneSession { near, cancel, thread: backend } = OneSession::start();
     // A table of memory whose payload comes slowly.
     let header = [5u32, 1, 8].map(u32::to_le_bytes).concat();
     for byte in header.iter().chain(&[0; 4]) {

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use towline_frontend::vsock::{Options, VsockEvent, VsockGuest};
+use towline_frontend::vsock::{Options, PortPair, VsockEvent, VsockGuest};
 use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, MemoryArena};
 use towline_sandbox::Policy;
@@ -171,7 +171,7 @@ pub(crate) fn connect_guest(served: &Served, guest: &mut VsockGuest, port: u32) 
 }
 
 /// Sends all of this, as fast as the guest has credit.
-pub(crate) fn send_all(guest: &mut VsockGuest, ports: (u32, u32), content: &[u8]) {
+pub(crate) fn send_all(guest: &mut VsockGuest, ports: PortPair, content: &[u8]) {
     let deadline = Instant::now() + TIMEOUT;
     let mut sent = 0;
     while sent < content.len() {
@@ -191,7 +191,7 @@ pub(crate) fn send_all(guest: &mut VsockGuest, ports: (u32, u32), content: &[u8]
 /// sent.
 pub(crate) fn send_until_full(
     guest: &mut VsockGuest,
-    ports: (u32, u32),
+    ports: PortPair,
     content: &[u8],
     packet_bytes: usize,
 ) -> usize {
