@@ -179,11 +179,9 @@ impl Sink for Relay {
 
     fn zero_copy_ticket(&self, stream: ChannelId) -> ZeroCopyTicket {
         match stream {
-            ChannelId::Lane(lane) => self
-                .connections
-                .lanes
-                .get(lane)
-                .map_or_else(ZeroCopyTicket::default, |lane| lane.zero_copy_ticket()),
+            ChannelId::Lane(lane) => {
+                self.connections.lanes.get(lane).map(|lane| lane.zero_copy_ticket()).unwrap_or_default()
+            }
             ChannelId::Main => ZeroCopyTicket::default(),
         }
     }

@@ -50,11 +50,7 @@ pub(super) enum DestinationKey {
 impl Source {
     /// Returns true if it is a stored guest.
     pub fn is_image(&self) -> bool {
-        match self {
-            Self::Image(_) => true,
-            Self::Store(_) => true,
-            Self::Qmp(_) | Self::Stream(_) | Self::Memory(_) => false,
-        }
+        matches!(self, Self::Image(_) | Self::Store(_))
     }
 
     /// The QMP socket, if it is a QEMU.
@@ -77,11 +73,7 @@ impl Source {
 impl Destination {
     /// Returns true if the guest is stored there.
     pub fn is_image(&self) -> bool {
-        match self {
-            Self::Image(_) => true,
-            Self::Store(_) => true,
-            Self::Qmp(_) | Self::Stream(_) | Self::Memory(_) | Self::Null => false,
-        }
+        matches!(self, Self::Image(_) | Self::Store(_))
     }
 
     /// The QMP socket, if it is a QEMU.

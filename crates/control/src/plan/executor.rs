@@ -12,6 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_migration::probe_link;
+use towline_protocol::session::{FromDestination, FromSource};
 
 use super::context::Context;
 use super::destination::StartFailure;
@@ -237,13 +238,18 @@ impl Executor<'_> {
 
     fn send(&mut self, message: PeerMessage) -> Input {
         let sent = match (message, &self.source_peer, &self.destination_peer) {
-            (PeerMessage::Completed(run), _, Some(peer)) => peer.send_completed(run),
-            (PeerMessage::Aborted, _, Some(peer)) => peer.send_aborted(),
-            (PeerMessage::Placed(placement), Some(peer), _) => peer.send_placement(placement),
+            (PeerMessage::Completed(run), _, Some(peer)) => peer.send_outcome(FromSource::Completed(run)),
+            (PeerMessage::Aborted, _, Some(peer)) => peer.send_outcome(FromSource::Aborted),
+            (PeerMessage::Placed(placement), Some(peer), _) => {
+                peer.send_report(&FromDestination::Placed(placement))
+            }
             (PeerMessage::NotRun, Some(peer), _) => {
                 let reason = self.ends.error.as_ref().map(Error::to_string).unwrap_or_default();
                 // The source's operator may start it there as soon as this arrives.
-                self.ends.switchover.retract().and_then(|()| peer.send_not_run(reason))
+                self.ends
+                    .switchover
+                    .retract()
+                    .and_then(|()| peer.send_report(&FromDestination::NotRun(reason)))
             }
             _ => Ok(()),
         };

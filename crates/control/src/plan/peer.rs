@@ -8,7 +8,7 @@ use towline_channel::{
 };
 use towline_protocol::Reader;
 use towline_protocol::return_path::ReturnPathMessage;
-use towline_protocol::session::{FromDestination, FromSource, Placement, RunRequest};
+use towline_protocol::session::{FromDestination, FromSource};
 
 use super::error::Error;
 use crate::switchover::PeerMessage;
@@ -43,33 +43,15 @@ impl PeerSession {
         Self { channel, input: Vec::new() }
     }
 
-    /// Sends the destination's towline that the source is done with the guest.
-    pub(super) fn send_completed(&self, run: RunRequest) -> Result<(), Error> {
-        self.send_outcome(FromSource::Completed(run))
-    }
-
-    /// Sends the destination's towline that the source has its guest back.
-    pub(super) fn send_aborted(&self) -> Result<(), Error> {
-        self.send_outcome(FromSource::Aborted)
-    }
-
-    /// Sends the source's towline that the guest is in its requested state.
-    pub(super) fn send_placement(&self, placement: Placement) -> Result<(), Error> {
-        self.send_report(&FromDestination::Placed(placement))
-    }
-
-    /// Sends the source's towline that the guest could not be started.
-    pub(super) fn send_not_run(&self, reason: String) -> Result<(), Error> {
-        self.send_report(&FromDestination::NotRun(reason))
-    }
-
-    fn send_outcome(&self, frame: FromSource) -> Result<(), Error> {
+    /// Sends a frame to the destination's towline.
+    pub(super) fn send_outcome(&self, frame: FromSource) -> Result<(), Error> {
         let mut bytes = Vec::new();
         frame.to_command().encode(&mut bytes);
         self.send(&bytes)
     }
 
-    fn send_report(&self, frame: &FromDestination) -> Result<(), Error> {
+    /// Sends a frame to the source's towline.
+    pub(super) fn send_report(&self, frame: &FromDestination) -> Result<(), Error> {
         let mut bytes = Vec::new();
         frame.to_message().encode(&mut bytes);
         self.send(&bytes)

@@ -17,7 +17,6 @@ use towline_migration::{Memory, MemoryError, Sink, Snapshot};
 use super::super::context::Context;
 use super::super::ends::MemoryOptions;
 use super::super::error::{Error, Failure};
-use super::super::in_process;
 use super::super::preflight::FactsExtent;
 use super::super::report::DestinationState;
 use super::super::shared_switchover::SharedSwitchover;
@@ -97,15 +96,6 @@ impl MemoryDestination {
 impl DestinationEndpoint for MemoryDestination {
     fn sink(&self) -> &dyn Sink {
         &self.0
-    }
-
-    fn receive_guest(
-        &mut self,
-        local: &LocalGuest<'_>,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<Snapshot, Error> {
-        in_process::copy(local.guest, &self.0, context.lanes, switchover, context)
     }
 
     fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {

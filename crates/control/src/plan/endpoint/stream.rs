@@ -191,10 +191,6 @@ impl DestinationEndpoint for StreamDestination {
         }
     }
 
-    fn finalize(&mut self, _: &Context<'_>) -> Result<Vec<String>, Error> {
-        Ok(Vec::new())
-    }
-
     /// A towline at the other end has stored it.
     fn stored_state(&self) -> DestinationState {
         DestinationState::Loaded

@@ -16,6 +16,7 @@ use towline_protocol::session::ReceiverMode;
 use super::super::context::Context;
 use super::super::destination::StartFailure;
 use super::super::error::{Error, Failure};
+use super::super::in_process;
 use super::super::preflight::{self, FactsExtent};
 use super::super::report::{DestinationState, SourceState};
 use super::super::shared_switchover::SharedSwitchover;
@@ -178,7 +179,9 @@ pub(in super::super) trait DestinationEndpoint {
         local: &LocalGuest<'_>,
         switchover: &Arc<SharedSwitchover>,
         context: &Context<'_>,
-    ) -> Result<Snapshot, Error>;
+    ) -> Result<Snapshot, Error> {
+        in_process::copy(local.guest, self.sink(), context.lanes, switchover, context)
+    }
 
     /// Reports to the switchover that a guest of this process, in this run state, has arrived; returns its
     /// directive.
@@ -233,7 +236,10 @@ pub(in super::super) trait DestinationEndpoint {
     fn publish_sockets(&self) {}
 
     /// Restores the settings of a destination whose guest is in its final state. Returns notices.
-    fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error>;
+    fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
+        let _ = context;
+        Ok(Vec::new())
+    }
 
     /// State of a guest that is stored here.
     fn stored_state(&self) -> DestinationState;
