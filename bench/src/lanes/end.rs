@@ -192,7 +192,7 @@ fn send(guest: &SourceMemory<'_>, request: &Value) -> Result<Value> {
 fn destination(shape: &Value) -> Result<()> {
     let length = shape["bytes"].as_u64().context("bytes")?;
     let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
-    let file = synthetic::memfd(length, false)?;
+    let file = synthetic::memfd(length, synthetic::MemfdPages::Base)?;
     let backing = BlockBacking::Shared { file: file.as_fd(), offset: 0 };
     let warm = Memory::new(configuration(), &[MemoryBlock { name: BLOCK_NAME, length, backing }])?;
     warm.populate(threads)?;

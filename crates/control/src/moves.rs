@@ -24,6 +24,7 @@ mod text;
 use crate::journal::{RuntimeDirectory, has_leftover_changes};
 use crate::qemu::Qemu;
 use record_file::{is_locked, names_of};
+use towline_qmp::commands::RunState;
 
 pub use error::Error;
 pub use listed::ListedMove;
@@ -79,7 +80,8 @@ pub fn undecided_of(qemu: &Qemu) -> Vec<Id> {
 ///
 /// # Errors
 /// [`Error::Left`], and those of records that cannot be read, since they may be of this QEMU.
-pub(crate) fn check_source(qemu: &Qemu, is_paused_since: bool) -> Result<(), Error> {
+pub(crate) fn check_source(qemu: &Qemu) -> Result<(), Error> {
+    let is_paused_since = qemu.facts().status.status == RunState::POSTMIGRATE;
     let Ok(directory) = RuntimeDirectory::open() else { return Ok(()) };
     let end = MoveEnd::qemu(qemu.socket(), qemu.process());
     let (records, bad) = record_file::list(&directory);

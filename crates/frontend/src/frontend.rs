@@ -270,7 +270,7 @@ impl Frontend {
         if self.negotiated.protocol & protocol::REPLY_ACK == 0 {
             return self.send_unacked(code, payload, fds);
         }
-        self.send(&wire::request(code, true, payload), code, fds)?;
+        self.send(&wire::acknowledged_request(code, payload), code, fds)?;
         let reply = self.reply(code)?;
         if reply == [0; 8] {
             return Ok(());
@@ -284,7 +284,7 @@ impl Frontend {
     /// # Errors
     /// [`Error::System`], [`Error::Disconnected`].
     pub fn send_unacked(&mut self, code: RequestCode, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
-        self.send(&wire::request(code, false, payload), code, fds)
+        self.send(&wire::request(code, payload), code, fds)
     }
 
     /// Sends a request that has a reply of its own; returns the reply's payload.

@@ -77,8 +77,16 @@ impl RegionInfo {
 }
 
 /// A whole request.
-pub fn request(code: RequestCode, need_reply: bool, payload: &[u8]) -> Vec<u8> {
-    let flags = VERSION | if need_reply { NEED_REPLY } else { 0 };
+pub fn request(code: RequestCode, payload: &[u8]) -> Vec<u8> {
+    with_flags(code, VERSION, payload)
+}
+
+/// A whole request, to be acknowledged by a reply (`REPLY_ACK`).
+pub fn acknowledged_request(code: RequestCode, payload: &[u8]) -> Vec<u8> {
+    with_flags(code, VERSION | NEED_REPLY, payload)
+}
+
+fn with_flags(code: RequestCode, flags: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).expect("a payload is short");
     let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
     [code.1, flags, length].iter().for_each(|word| bytes.extend(word.to_le_bytes()));

@@ -123,7 +123,7 @@ fn source() -> Result<()> {
 }
 
 fn destination(address: &Address) -> Result<()> {
-    let file = synthetic::memfd(BYTES as u64, false)?;
+    let file = synthetic::memfd(BYTES as u64, synthetic::MemfdPages::Base)?;
     let backing = BlockBacking::Shared { file: file.as_fd(), offset: 0 };
     let memory = Memory::new(configuration(), &[MemoryBlock { name: "ram", length: BYTES as u64, backing }])?;
     let (deadline, cancel) = (Instant::now() + WITHIN, Cancel::new()?);

@@ -172,20 +172,33 @@ fn map(shape: &Shape) -> Result<RamMapping, MemoryError> {
         return Err(MemoryError::Length { block, found });
     }
     let Ok(length) = usize::try_from(found) else { return Err(MemoryError::Length { block, found }) };
+    let shared = |pages| memfd(found, pages).and_then(|file| RamMapping::shared(file.as_fd(), 0, length));
     let mapped = match shape.backing {
         Backing::Private => RamMapping::anonymous(length),
-        Backing::Memfd => memfd(found, false).and_then(|file| RamMapping::shared(file.as_fd(), 0, length)),
-        Backing::HugeTlb => memfd(found, true).and_then(|file| RamMapping::shared(file.as_fd(), 0, length)),
+        Backing::Memfd => shared(MemfdPages::Base),
+        Backing::HugeTlb => shared(MemfdPages::Huge),
     };
     mapped.map_err(|source| MemoryError::Map { block, length: found, source })
 }
 
-/// A memfd of `length` bytes, in reserved huge pages or not.
+/// Pages of a memfd.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemfdPages {
+    /// Pages of 4 KiB, or transparent huge pages.
+    Base,
+    /// Reserved huge pages of 2 MiB.
+    Huge,
+}
+
+/// A memfd of `length` bytes.
 ///
 /// # Errors
 /// The kernel has none; for huge pages, the length is not a multiple of theirs.
-pub fn memfd(length: u64, is_huge: bool) -> std::io::Result<OwnedFd> {
-    let huge = if is_huge { MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB } else { MemfdFlags::empty() };
+pub fn memfd(length: u64, pages: MemfdPages) -> std::io::Result<OwnedFd> {
+    let huge = match pages {
+        MemfdPages::Base => MemfdFlags::empty(),
+        MemfdPages::Huge => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+    };
     let file = memfd_create("towline-mem", MemfdFlags::CLOEXEC | huge)?;
     ftruncate(&file, length)?;
     Ok(file)

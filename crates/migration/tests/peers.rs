@@ -33,7 +33,7 @@ fn ram_blocks() -> Vec<RamBlock> {
 /// A whole main channel with no pages on it.
 fn stream(lanes: usize, blocks: &[RamBlock]) -> Vec<u8> {
     let mut bytes = Vec::new();
-    let setup = Setup::begin(&configuration(MACHINES[0]), true, &mut bytes);
+    let setup = Setup::begin_with_return_path(&configuration(MACHINES[0]), &[], &mut bytes);
     let barrier = (lanes > 0).then_some(BarrierForm::FlushRecord);
     let iterating = setup.write_ram_start(RamOptions { section_id: 2, barrier }, blocks, &mut bytes);
     let mut end = iterating.end(&mut bytes);
@@ -267,7 +267,7 @@ fn a_cancel_during_the_commit_sends_no_acknowledgement() {
 #[test]
 fn a_relay_refuses_pages_in_the_first_section() {
     let mut bytes = Vec::new();
-    Setup::begin(&configuration(MACHINES[0]), true, &mut bytes);
+    Setup::begin_with_return_path(&configuration(MACHINES[0]), &[], &mut bytes);
     let header = SectionHeader { id: 2, name: "ram".into(), instance: 0, version: 4 };
     header.encode(SectionType::Start, &mut bytes);
     ram::put_total(32 * PAGE as u64, &mut bytes);

@@ -71,7 +71,7 @@ fn a_channel_without_a_descriptor_is_not_spliced() {
 fn stream_out_of_range(pages: u64) -> Vec<u8> {
     let blocks = [RamBlock { name: "pc.ram".into(), length: pages * PAGE as u64, mapped: None }];
     let mut bytes = Vec::new();
-    let setup = Setup::begin(&configuration(MACHINES[0]), true, &mut bytes);
+    let setup = Setup::begin_with_return_path(&configuration(MACHINES[0]), &[], &mut bytes);
     let iterating = setup.write_ram_start(RamOptions { section_id: 2, barrier: None }, &blocks, &mut bytes);
     let mut part = iterating.open_part(&mut bytes);
     for page in 0..=pages {

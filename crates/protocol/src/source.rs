@@ -44,19 +44,15 @@ pub struct RamOptions {
 }
 
 impl Setup {
-    /// Writes the header and the configuration, and opens a return path if `return_path`.
-    pub fn begin(configuration: &Configuration, return_path: bool, out: &mut Vec<u8>) -> Self {
+    /// Writes the header and the configuration.
+    pub fn begin(configuration: &Configuration, out: &mut Vec<u8>) -> Self {
         configuration.encode(out);
-        if return_path {
-            VmCommand::OpenReturnPath.encode(out);
-            VmCommand::Ping(PING_SETUP).encode(out);
-        }
         Self(())
     }
 
-    /// As [`Self::begin`] with a return path, and sends `pings`, each a value of a PING, before the first PING,
-    /// so that their replies precede its reply.
-    pub fn begin_with_pings(configuration: &Configuration, pings: &[u32], out: &mut Vec<u8>) -> Self {
+    /// As [`Self::begin`], and opens a return path. Sends `pings`, each a value of a PING, before the first PING of every
+    /// stream, so that their replies precede its reply.
+    pub fn begin_with_return_path(configuration: &Configuration, pings: &[u32], out: &mut Vec<u8>) -> Self {
         configuration.encode(out);
         VmCommand::OpenReturnPath.encode(out);
         for &value in pings.iter().chain(&[PING_SETUP]) {

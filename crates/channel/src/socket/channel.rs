@@ -32,8 +32,7 @@ impl Channel for Socket {
     fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
         check_recv(&self.peer, self.capabilities, flags)?;
         self.calls.count_receive(bufs.len());
-        io::recvmsg(self.fd(), bufs, flags.contains(RecvFlags::PEEK))
-            .map_err(|source| self.failed("recv", Timeout::Recv, source))
+        io::recvmsg(self.fd(), bufs, flags).map_err(|source| self.failed("recv", Timeout::Recv, source))
     }
 
     fn flush(&self) -> Result<Flushed> {

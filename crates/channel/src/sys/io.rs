@@ -2,7 +2,7 @@
 
 use super::cursor::{window, window_mut};
 use super::iobuf::{IoBuf, IoBufMut};
-use crate::SendFlags;
+use crate::{RecvFlags, SendFlags};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -23,13 +23,14 @@ pub(crate) fn sendmsg(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>], how: SendFlags) ->
     retry(|| unsafe { libc::sendmsg(fd.as_raw_fd(), &message, flags) })
 }
 
-/// `recvmsg(2)` without ancillary data. `peek` is `MSG_PEEK`.
-pub(crate) fn recvmsg(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>], peek: bool) -> io::Result<usize> {
+/// `recvmsg(2)` without ancillary data.
+pub(crate) fn recvmsg(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>], how: RecvFlags) -> io::Result<usize> {
     let bufs = window_mut(bufs);
     if bufs.is_empty() {
         return Ok(0);
     }
-    let flags = libc::MSG_CMSG_CLOEXEC | if peek { libc::MSG_PEEK } else { 0 };
+    let peek = if how.contains(RecvFlags::PEEK) { libc::MSG_PEEK } else { 0 };
+    let flags = libc::MSG_CMSG_CLOEXEC | peek;
     let mut message = header(bufs.as_mut_ptr().cast(), bufs.len());
     // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the call, each over
     // memory that is writable and not otherwise used, by its maker's promise.

@@ -93,6 +93,15 @@ pub(super) struct QmpDestination {
     drive_locks: DriveLocks,
 }
 
+/// Guest at a destination that is rolled back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum HeldGuest {
+    /// None, or an incomplete one.
+    Incomplete,
+    /// It may be complete, and the only copy.
+    MayBeOnlyCopy,
+}
+
 impl QmpDestination {
     /// Connects, or takes the connection to a QEMU of this process, and checks that it waits for `migrate-incoming`.
     pub(super) fn prepare(path: &Path, started: Option<&StartedQemu>) -> Result<Self, Error> {
@@ -419,7 +428,7 @@ impl QmpDestination {
     }
 
     /// Rolls back after a failure, when nothing runs here. Returns notices about changes that are left.
-    pub(super) fn roll_back(&mut self, holds: bool) -> Vec<String> {
+    pub(super) fn roll_back(&mut self, held: HeldGuest) -> Vec<String> {
         let status = self.qemu.status();
         match self.settings.take() {
             Some(settings) if !self.is_incoming_started && status.is_ok() => {
@@ -430,8 +439,9 @@ impl QmpDestination {
             None => {}
         }
         match status {
-            // A complete guest may be the only copy.
-            Ok(status) if holds && status.status != RunState::INMIGRATE => Vec::new(),
+            Ok(status) if held == HeldGuest::MayBeOnlyCopy && status.status != RunState::INMIGRATE => {
+                Vec::new()
+            }
             Ok(status) if self.is_incoming_started && !status.running => {
                 vec![format!(
                     "QEMU on {} may hold a part of the guest: end it and start it again before the next copy",

@@ -15,7 +15,7 @@ use towline_migration::probe_link;
 use towline_protocol::session::{FromDestination, FromSource};
 
 use super::context::Context;
-use super::destination::StartFailure;
+use super::destination::{HeldGuest, StartFailure};
 use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
 use super::error::{Error, Failure};
 use super::outcomes::{GuestAfterFailure, GuestLocation, SourceCategory};
@@ -455,11 +455,14 @@ impl Executor<'_> {
     fn failure(mut self, guest: GuestAfterFailure) -> Failure {
         let error =
             self.ends.switchover.not_recorded().or(self.ends.error.take()).unwrap_or(Error::Cancelled);
-        let holds = matches!(guest, GuestAfterFailure::NeedsAttention(_));
+        let held = match guest {
+            GuestAfterFailure::NeedsAttention(_) => HeldGuest::MayBeOnlyCopy,
+            _ => HeldGuest::Incomplete,
+        };
         let (error, notes) = self.ends.destination.roll_back(
             error,
             self.ends.context,
-            Rollback { is_cut_over: self.is_cut_over, holds },
+            Rollback { is_cut_over: self.is_cut_over, held },
         );
         self.notes.extend(notes);
         if let (SourceControl::Qemu(source), GuestAfterFailure::NeedsAttention(_)) =

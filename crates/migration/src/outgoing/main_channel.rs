@@ -55,9 +55,9 @@ impl MainWriter {
         let out = self.writer.pending();
         let pings = [session::ping(), PING_CHECKSUMS];
         self.state = State::Setup(match (return_path, lanes) {
-            (true, 0) => Setup::begin_with_pings(configuration, &pings[..1], out),
-            (true, _) => Setup::begin_with_pings(configuration, &pings, out),
-            (false, _) => Setup::begin(configuration, false, out),
+            (true, 0) => Setup::begin_with_return_path(configuration, &pings[..1], out),
+            (true, _) => Setup::begin_with_return_path(configuration, &pings, out),
+            (false, _) => Setup::begin(configuration, out),
         });
         self.flush()
     }

@@ -201,7 +201,7 @@ impl Relay {
         match deed {
             Deed::Configuration(configuration) => {
                 let mut bytes = Vec::new();
-                self.state = State::Setup(Setup::begin(&configuration, true, &mut bytes));
+                self.state = State::Setup(Setup::begin_with_return_path(&configuration, &[], &mut bytes));
                 self.out.bytes(bytes);
                 self.lanes.iter_mut().enumerate().for_each(|(index, lane)| lane.init(index));
             }

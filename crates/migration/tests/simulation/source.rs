@@ -198,7 +198,11 @@ impl Source {
         let mut bytes = Vec::new();
         let configuration =
             Configuration { machine_type: self.scenario.machine.into(), ..Configuration::default() };
-        let setup = Setup::begin(&configuration, self.scenario.return_path, &mut bytes);
+        let setup = if self.scenario.return_path {
+            Setup::begin_with_return_path(&configuration, &[], &mut bytes)
+        } else {
+            Setup::begin(&configuration, &mut bytes)
+        };
         for (index, lane) in self.lanes.iter_mut().enumerate() {
             lane.init(index);
             lane.sync(&self.guest.layout.blocks);

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::time::{ClockId, clock_gettime};
 use towline_frontend::wire::{
-    RegionInfo, RequestCode, encode_u32_pair, encode_u64s, feature, protocol, request,
+    RegionInfo, RequestCode, acknowledged_request, encode_u32_pair, encode_u64s, feature, protocol,
 };
 use towline_frontend::{Error, Frontend, GUEST_BASE, MemoryArena, USER_BASE};
 use towline_lab::Network;
@@ -386,7 +386,7 @@ impl<'r> Guest<'r> {
         let length = usize::from(input.byte() % 64);
         let payload: Vec<u8> = (0..length).map(|_| input.byte()).collect();
         let fds = vec![self.log.fd(); usize::from(input.byte() % 4)];
-        self.frontend.send(&request(code, true, &payload), code, &fds)?;
+        self.frontend.send(&acknowledged_request(code, &payload), code, &fds)?;
         // Discards the reply, if there is one.
         self.frontend.stream().set_read_timeout(Some(Duration::from_millis(20))).expect("a time");
         let _ = std::io::Read::read(&mut self.frontend.stream(), &mut [0; 4096]);

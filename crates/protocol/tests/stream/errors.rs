@@ -48,7 +48,7 @@ fn mapped(version: u32, page_size: u64, bitmap_offset: u64, pages_offset: u64) -
     let configuration = Configuration { machine_type: "x".into(), capabilities, ..Configuration::default() };
     let blocks = [RamBlock { name: "b".into(), length: PAGE_SIZE, mapped: None }];
     let options = RamOptions { section_id: 9, barrier: None };
-    let _ = Setup::begin(&configuration, false, &mut out).write_ram_start(options, &blocks, &mut out);
+    let _ = Setup::begin(&configuration, &mut out).write_ram_start(options, &blocks, &mut out);
     // Without EOS and the footer, which come where the header is wanted.
     out.truncate(out.len() - 13);
     out.extend_from_slice(&version.to_be_bytes());

@@ -118,7 +118,11 @@ pub(crate) fn write_main(items: &[Item], lanes: usize) -> Vec<u8> {
     let configuration = configuration_of(items);
     let return_path =
         items[1..3] == [Item::Command(VmCommand::OpenReturnPath), Item::Command(VmCommand::Ping(PING_SETUP))];
-    let mut writer = Writer::Setup(source::Setup::begin(configuration, return_path, &mut out));
+    let mut writer = Writer::Setup(if return_path {
+        source::Setup::begin_with_return_path(configuration, &[], &mut out)
+    } else {
+        source::Setup::begin(configuration, &mut out)
+    });
     let barrier = (lanes > 0).then(|| BarrierForm::of(&configuration.machine_type));
     let mut in_start = false;
     for item in &items[if return_path { 3 } else { 1 }..] {

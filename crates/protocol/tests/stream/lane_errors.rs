@@ -139,7 +139,7 @@ fn a_tls_record_on_the_return_path_is_recognized() {
 /// A source that has written everything.
 fn awaiting() -> AwaitShut {
     let mut out = Vec::new();
-    let setup = Setup::begin(&Configuration::default(), true, &mut out);
+    let setup = Setup::begin_with_return_path(&Configuration::default(), &[], &mut out);
     setup
         .write_ram_start(RamOptions { section_id: 1, barrier: None }, &[], &mut out)
         .end(&mut out)

@@ -88,7 +88,7 @@ fn write(
 ) -> (Vec<u8>, Vec<Item>) {
     let (mut out, mut items) = (Vec::new(), vec![Item::Configuration(configuration.clone())]);
     let options = RamOptions { section_id: 7, barrier: Some(BarrierForm::FlushRecord) };
-    let mut state = Setup::begin(configuration, false, &mut out).write_ram_start(options, blocks, &mut out);
+    let mut state = Setup::begin(configuration, &mut out).write_ram_start(options, blocks, &mut out);
     let section = |kind| RamSection { kind, id: 7 };
     items.push(Item::SectionStart(section(SectionKind::Start)));
     items.push(Item::Total(blocks.iter().map(|block| block.length).sum()));
@@ -212,7 +212,7 @@ proptest! {
             machine_type: "x".into(), capabilities: vec!["mapped-ram".into()], ..Configuration::default()
         };
         let mut out = Vec::new();
-        let setup = Setup::begin(&configuration, false, &mut out);
+        let setup = Setup::begin(&configuration, &mut out);
         let list_offset = out.len() as u64 + 1 + 4 + 4 + 4 + 4;
         mapped_ram::place_all(&mut blocks, list_offset);
         let _: Iterating =

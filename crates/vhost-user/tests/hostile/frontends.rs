@@ -247,7 +247,7 @@ proptest! {
                 24 | 25 => [first.to_le_bytes(), second.to_le_bytes(), [0; 4]].concat(),
                 _ => encode_u32_pair(first, second),
             };
-            let bytes = towline_frontend::wire::request(RequestCode("any", code), true, &payload);
+            let bytes = towline_frontend::wire::acknowledged_request(RequestCode("any", code), &payload);
             let sent = pair.frontend.send(&bytes, RequestCode("any", code), &fds);
             if sent.is_err() {
                 break;

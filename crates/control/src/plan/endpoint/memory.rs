@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::thread;
 
 use towline_image::Origin;
-use towline_migration::synthetic::{self, Checked, Shape, Synthetic};
+use towline_migration::synthetic::{self, Checked, MemfdPages, Shape, Synthetic};
 use towline_migration::{Memory, MemoryError, Sink, Snapshot};
 
 use super::super::context::Context;
@@ -83,7 +83,8 @@ impl MemoryDestination {
                     let block = synthetic::BLOCK_NAME.to_owned();
                     towline_migration::Error::from(MemoryError::Map { block, length, source })
                 };
-                let file = synthetic::memfd(length, room.is_huge).map_err(failed)?;
+                let pages = if room.is_huge { MemfdPages::Huge } else { MemfdPages::Base };
+                let file = synthetic::memfd(length, pages).map_err(failed)?;
                 // Its pages outlive this mapping.
                 synthetic::populate(&file, length, threads).map_err(towline_migration::Error::from)?;
                 Memory::adopting_into(file, length)

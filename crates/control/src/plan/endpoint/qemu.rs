@@ -427,7 +427,7 @@ impl DestinationEndpoint for QemuDestination {
 
     fn roll_back(&mut self, error: Error, context: &Context<'_>, undo: Rollback) -> (Error, Vec<String>) {
         let error = if undo.is_cut_over { error } else { self.qemu.explain(error) };
-        let notes = self.qemu.roll_back(undo.holds);
+        let notes = self.qemu.roll_back(undo.held);
         // A new QEMU that holds nothing is ended by the one who started it.
         (error, if context.options.is_upgrade() { Vec::new() } else { notes })
     }

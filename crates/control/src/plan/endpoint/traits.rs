@@ -14,7 +14,7 @@ use towline_migration::{Guest, Session, Sink, Snapshot};
 use towline_protocol::session::ReceiverMode;
 
 use super::super::context::Context;
-use super::super::destination::StartFailure;
+use super::super::destination::{HeldGuest, StartFailure};
 use super::super::error::{Error, Failure};
 use super::super::in_process;
 use super::super::preflight::{self, FactsExtent};
@@ -268,8 +268,8 @@ pub(in super::super) trait DestinationEndpoint {
 pub(in super::super) struct Rollback {
     /// The guest was to be started at the destination.
     pub(in super::super) is_cut_over: bool,
-    /// The destination may have the only copy of the guest.
-    pub(in super::super) holds: bool,
+    /// Guest at the destination.
+    pub(in super::super) held: HeldGuest,
 }
 
 /// Use of the guest at such a destination, as reported to a towline at the source.

@@ -7,7 +7,7 @@ use towline_migration::Compression;
 use towline_protocol::RamBlock;
 
 use super::super::context::Context;
-use super::super::destination::{QmpDestination, RecoveryState};
+use super::super::destination::{HeldGuest, QmpDestination, RecoveryState};
 use super::super::error::{Error, Failure, needs_attention};
 use super::super::error_origin;
 use super::super::outcomes::{GuestAfterFailure, GuestLocation};
@@ -79,11 +79,11 @@ impl PostcopyDestination for DrivenDestination {
     }
 
     fn roll_back(&mut self, error: Error) -> (Error, Vec<String>) {
-        (self.0.explain(error), self.0.roll_back(false))
+        (self.0.explain(error), self.0.roll_back(HeldGuest::Incomplete))
     }
 
     fn restore_unstarted(&mut self) -> Vec<String> {
-        self.0.roll_back(false)
+        self.0.roll_back(HeldGuest::Incomplete)
     }
 
     fn load_failure(&mut self, _: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
@@ -92,7 +92,11 @@ impl PostcopyDestination for DrivenDestination {
         if had_loaded {
             needs_attention(error, GuestLocation::PostcopyEnded)
         } else {
-            Failure { error: Box::new(error), guest: GuestAfterFailure::Safe, notes: self.0.roll_back(false) }
+            Failure {
+                error: Box::new(error),
+                guest: GuestAfterFailure::Safe,
+                notes: self.0.roll_back(HeldGuest::Incomplete),
+            }
         }
     }
 

@@ -73,7 +73,7 @@ impl QmpSource {
             return Err(Error::NoGuest { socket, status: status.as_str().into() });
         }
         let resumes = status == RunState::POSTMIGRATE;
-        moves::check_source(&qemu, resumes)?;
+        moves::check_source(&qemu)?;
         if resumes && !options.resumes() {
             return Err(Error::NeedsCont { socket });
         }
