@@ -20,6 +20,7 @@
 pub mod certificates;
 pub mod cpio;
 pub mod demo;
+pub mod downtime;
 mod drive_lock;
 pub mod expect;
 mod exposition;
@@ -36,7 +37,6 @@ mod qemu;
 mod qmp;
 pub mod readme;
 pub mod schema;
-pub mod standstill;
 mod sys;
 mod terminal;
 mod towline;

@@ -35,8 +35,8 @@ struct Times {
 /// Figures of a move.
 #[derive(Debug, Clone)]
 pub(super) struct Moved {
-    pub(super) standstill: Duration,
-    pub(super) downtime_ms: f64,
+    pub(super) downtime: Duration,
+    pub(super) qemu_downtime_ms: f64,
     pub(super) done: Duration,
     pub(super) total_ms: f64,
     /// CPU time of both QEMUs, without that of virtual processors.
@@ -71,8 +71,8 @@ pub(super) fn run(
     let over = AtomicBool::new(false);
     let qemus = [at.qemu.pid(), destination.qemu.pid()];
     let cpu_before = migration_seconds(qemus)?;
-    let (times, standstill) = std::thread::scope(|scope| {
-        let watch = scope.spawn(|| standstill(at, &destination, &over));
+    let (times, downtime) = std::thread::scope(|scope| {
+        let watch = scope.spawn(|| downtime(at, &destination, &over));
         let times = match &listens {
             Some(uri) => directly(&at.qemu, &destination.qemu, uri),
             None => through(parameters, &at.qemu, &destination.qemu, lanes),
@@ -87,9 +87,9 @@ pub(super) fn run(
     let info = at.qemu.qmp().execute("query-migrate", Value::Null)?;
     let number =
         |name: &str| info[name].as_f64().with_context(|| format!("query-migrate has no {name}: {info}"));
-    let (downtime_ms, total_ms) = (number("downtime")?, number("total-time")?);
+    let (qemu_downtime_ms, total_ms) = (number("downtime")?, number("total-time")?);
     let Times { done, towline_cpu } = times;
-    let moved = Moved { standstill, downtime_ms, done, total_ms, qemu_cpu, towline_cpu };
+    let moved = Moved { downtime, qemu_downtime_ms, done, total_ms, qemu_cpu, towline_cpu };
     let guest = at.arrive(destination, parameters)?;
     Ok((moved, guest))
 }
@@ -102,7 +102,7 @@ fn migration_seconds(qemus: [u32; 2]) -> Result<f64> {
 }
 
 /// Returns the time from the counter's last step at the source to its first at the destination.
-fn standstill(at: &Guest, destination: &Waiting, over: &AtomicBool) -> Result<Duration> {
+fn downtime(at: &Guest, destination: &Waiting, over: &AtomicBool) -> Result<Duration> {
     let deadline = Instant::now() + MOVE_WITHIN;
     let (mut last, mut stepped) = (at.counter.read()?, Instant::now());
     loop {

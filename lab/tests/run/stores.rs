@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use towline_lab::downtime::Times;
 use towline_lab::expect::number;
-use towline_lab::standstill::Times;
 use towline_lab::{Version, require_lab, wait_until};
 
 use crate::store::{BUCKET, Fixture, S3};

@@ -10,8 +10,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::time::Duration;
 
+use towline_lab::downtime::Times;
 use towline_lab::expect::number;
-use towline_lab::standstill::Times;
 use towline_lab::{Network, Qemu, Towline, Version, require_lab, require_qemu, skip};
 
 use crate::network::{
@@ -130,7 +130,7 @@ fn goes_on(name: &str, from: Version, to: &[Version], mib: u64, queues: usize) {
     println!(
         "{from:?} to {to:?}, {upgrades} upgrades of {mib} MiB with a card of {queues} pairs in traffic: STOP to RESUME {}; longest gap \
          of frames {gaps} (without upgrades {quiet:.1?}), longest block {longest:.1?}; host: {}; guest: {}; at most {} bytes moved",
-        series.standstill,
+        series.downtime,
         after.0.sent_again(&before.0),
         after.1.sent_again(&before.1),
         series.sent_max

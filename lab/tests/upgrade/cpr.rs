@@ -6,8 +6,8 @@
 use std::path::Path;
 
 use serde_json::json;
+use towline_lab::downtime::Times;
 use towline_lab::expect::number;
-use towline_lab::standstill::Times;
 use towline_lab::{Builder, Qemu, Version, require_lab, wait_until};
 
 use crate::scene::{Scene, counter, small_guest};

@@ -5,8 +5,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use towline_lab::downtime::{self, Times};
 use towline_lab::expect::{completed, number};
-use towline_lab::standstill::{self, Times};
 use towline_lab::{Qemu, Qmp, Version, require_lab, wait_until};
 
 use crate::scene::{Backing, Scene};
@@ -27,7 +27,7 @@ pub(crate) struct Series<'a> {
     /// Monitor of the QEMU that has the guest; `None`: the first one's.
     monitor: Option<Qmp>,
     /// From STOP at the old QEMU to RESUME at the new one.
-    pub(crate) standstill: Times,
+    pub(crate) downtime: Times,
     /// Of the whole command.
     pub(crate) whole: Times,
     /// Bytes that one upgrade moved at most.
@@ -37,8 +37,8 @@ pub(crate) struct Series<'a> {
 impl<'a> Series<'a> {
     pub(crate) fn of(guest: &'a Guest) -> Self {
         guest.first.qmp().take_events();
-        let (standstill, whole) = (Times::default(), Times::default());
-        Self { guest, monitor: None, standstill, whole, sent_max: 0 }
+        let (downtime, whole) = (Times::default(), Times::default());
+        Self { guest, monitor: None, downtime, whole, sent_max: 0 }
     }
 
     /// Upgrades the guest to this program.
@@ -56,12 +56,12 @@ impl<'a> Series<'a> {
         let event = completed(&finished);
         let new = staged.unwrap();
         self.whole.push(begun.elapsed().as_secs_f64() * 1e3);
-        let time = standstill::milliseconds(self.monitor.as_ref().unwrap_or(guest.first.qmp()), &new);
+        let time = downtime::milliseconds(self.monitor.as_ref().unwrap_or(guest.first.qmp()), &new);
         if time > OUTLIER_MS {
             // With TOWLINE_LOG=debug it has the times of each step.
             println!("{time:.1} ms: {}", finished.stderr);
         }
-        self.standstill.push(time);
+        self.downtime.push(time);
         self.sent_max = self.sent_max.max(event["ram"]["transferred"].as_u64().unwrap());
         self.monitor = Some(new);
     }
@@ -106,7 +106,7 @@ fn upgrades_in_a_row_under_a_load_lose_nothing() {
         println!(
             "{upgrades} upgrades of {mib} MiB under {} MiB/s: STOP to RESUME {}; whole command {}; at most {} bytes moved",
             DIRTY_RATE / MIB,
-            series.standstill,
+            series.downtime,
             series.whole,
             series.sent_max
         );

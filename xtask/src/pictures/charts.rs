@@ -38,13 +38,13 @@ const CHARTS: [Chart; 2] = [
     Chart {
         table: "live.txt",
         title: "Live: ",
-        column: "standstill, ms",
+        column: "downtime, ms",
         groups: &["4 channels", "without multifd"],
         rows: &[
             Row { label: "QEMU to QEMU directly", shown: "QEMU's own migrate", emphasis: Emphasis::Peer },
             Row { label: "through towline", shown: "towline move", emphasis: Emphasis::Own },
         ],
-        unit: "ms of standstill of a moved guest (median, smallest, largest)",
+        unit: "ms of downtime of a moved guest (median, smallest, largest)",
         picture: "move.svg",
     },
     Chart {
@@ -114,18 +114,18 @@ mod tests {
     use super::*;
 
     const TEXT: &str = "2 processors\n\nLive: a guest, 7 runs\n\
-        what                     standstill, ms  s to done\n\
+        what                       downtime, ms  s to done\n\
         ───────────────────────  ──────────────  ─────────\n\
         4 channels\n\
         \x20 QEMU to QEMU directly   177 (139–244)       0.28\n\
         \x20 through towline         142 (108–162)       0.33\n\
         without multifd\n\
         \x20 through towline           95 (44–153)       0.52\n\
-        \x20 standstill: a note\n\nGoals\nwhat  x\n";
+        \x20 downtime: a note\n\nGoals\nwhat  x\n";
 
     #[test]
     fn bars_are_those_of_the_column_and_the_groups() {
-        let chart = Chart { title: "Live: ", column: "standstill, ms", groups: &["4 channels"], ..CHARTS[0] };
+        let chart = Chart { title: "Live: ", column: "downtime, ms", groups: &["4 channels"], ..CHARTS[0] };
         let groups = chart.groups_of(TEXT).unwrap();
         let bar = |label, figure, emphasis| Bar::new(label, figure, emphasis).unwrap();
         let expected = vec![
