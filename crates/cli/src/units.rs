@@ -3,6 +3,8 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
+use indicatif::{HumanBytes, HumanCount};
+
 /// Unit of an option whose value is a plain number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Unit {
@@ -117,15 +119,7 @@ pub(crate) fn hours(text: &str) -> Result<Duration, String> {
 
 /// Formats a size: `1.50 GiB`.
 pub(crate) fn size(bytes: u64) -> String {
-    let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-    let (mut value, mut unit) = (bytes as f64, 0);
-    while value >= 1024.0 && unit + 1 < units.len() {
-        (value, unit) = (value / 1024.0, unit + 1);
-    }
-    match unit {
-        0 => format!("{bytes} B"),
-        _ => format!("{value:.2} {}", units[unit]),
-    }
+    HumanBytes(bytes).to_string()
 }
 
 /// Formats a number of things: `1 chunk`, `1,234 chunks`.
@@ -136,15 +130,7 @@ pub(crate) fn counted(number: u64, noun: &str) -> String {
 
 /// Formats a number: `1,234,567`.
 pub(crate) fn count(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+    HumanCount(number).to_string()
 }
 
 #[cfg(test)]

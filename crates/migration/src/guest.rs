@@ -2,7 +2,7 @@
 //!
 //! Both are the consumer's traits. A stored guest, live memory, a relay implement them; the engine knows none of these.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, ZeroCopyTicket};
 use towline_protocol::configuration::Configuration;
@@ -12,6 +12,7 @@ use towline_protocol::return_path::ReturnPathMessage;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::Result;
+use crate::lock::lock;
 
 /// The number of a QEMU's `ram` sections, unless other sections come before.
 pub(crate) const RAM_SECTION_ID: u32 = 2;
@@ -341,7 +342,7 @@ impl ReturnPathWriter {
     pub fn send(&self, message: &ReturnPathMessage) -> Result<()> {
         let mut bytes = Vec::new();
         message.encode(&mut bytes);
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = lock(&self.turn);
         self.channel.send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty())?;
         Ok(())
     }

@@ -5,9 +5,11 @@
 mod lanes;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use towline_channel::{CallCount, CallCounters, Channel};
+
+use crate::lock::lock;
 
 pub use lanes::{LaneSends, SendMethod, SendReason, SendTotals};
 
@@ -89,8 +91,8 @@ struct ChannelCalls {
 impl Statistics {
     /// Send method and totals of each lane, in order. Empty for an incoming migration.
     pub fn lane_sends(&self) -> Vec<LaneSends> {
-        let lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        lanes.iter().map(|lane| *lane.lock().unwrap_or_else(PoisonError::into_inner)).collect()
+        let lanes = lock(&self.lanes);
+        lanes.iter().map(|lane| *lock(lane)).collect()
     }
 
     /// Includes the calls that send on `channel`.
@@ -117,13 +119,13 @@ impl Statistics {
     }
 
     fn channels(&self) -> MutexGuard<'_, Vec<ChannelCalls>> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.calls)
     }
 
     /// The next lane.
     pub(crate) fn add_lane(&self, lane: LaneSends) -> Arc<Mutex<LaneSends>> {
         let lane = Arc::new(Mutex::new(lane));
-        self.lanes.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&lane));
+        lock(&self.lanes).push(Arc::clone(&lane));
         lane
     }
 

@@ -11,7 +11,7 @@
 mod policy;
 
 use std::io::ErrorKind;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
@@ -20,6 +20,7 @@ use towline_channel::{
     ZeroCopySend, total_len,
 };
 
+use crate::lock::lock;
 use crate::statistics::{LaneSends, SendMethod, SendReason, Statistics};
 use crate::{Compression, Error, Result};
 use policy::SendPolicy;
@@ -167,7 +168,7 @@ impl PacketSender {
             Statistics::add(&self.statistics.dirty_sync_missed_zero_copy, 1);
         }
         if let Some(now) = self.channel.zero_copy_statistics() {
-            let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut published = lock(&self.published);
             (published.copied, published.zero_copied) = (now.copied, now.zero_copied);
         }
         Ok(())
@@ -197,7 +198,7 @@ impl PacketSender {
     }
 
     fn publish_sends(&self, bytes: usize, method: SendMethod, cost: Option<Duration>) {
-        let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut published = lock(&self.published);
         let state = self.policy.state();
         published.switches += u64::from(published.method != state.0);
         (published.method, published.reason) = state;

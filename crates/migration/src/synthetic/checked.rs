@@ -18,6 +18,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use super::ledger::Ledger;
 use super::pattern::{PAGE_BYTES, WrongPage};
 use crate::guest::ReturnPathWriter;
+use crate::lock::lock;
 use crate::memory::Populated;
 use crate::{ChannelId, Error, Memory, Pages, Result, Sink};
 
@@ -236,9 +237,4 @@ impl fmt::Display for BlockHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({} bytes) {}", self.name, self.length, self.blake3)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Values are replaced whole, so a panic elsewhere leaves nothing half-done.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
