@@ -95,7 +95,7 @@ fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], o
     match sandbox::policy_of_copy(source, destinations, options, args.observability.qmp.as_deref()) {
         Some(mut policy) => {
             args.observability.metrics.iter().for_each(|address| policy.bind.add(address.port()));
-            policy.write.extend(args.report.report.as_deref().map(sandbox::directory));
+            policy.write.extend(args.report.report.as_deref().map(sandbox::parent_directory));
             args.sandbox.confine(&policy);
         }
         None => args.sandbox.log_unconfined(sandbox::EXEC_UNCONFINED),

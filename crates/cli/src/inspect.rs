@@ -83,7 +83,7 @@ pub(crate) fn policy(args: &InspectArgs, source: &Source) -> Option<Policy> {
         other => sandbox::policy_of_copy(other, &[], &request(args, other), None)?,
     };
     args.base.iter().for_each(|base| sandbox::permit_image(&mut policy, base));
-    policy.write.extend(args.html.as_deref().map(sandbox::directory));
+    policy.write.extend(args.html.as_deref().map(sandbox::parent_directory));
     Some(policy)
 }
 

@@ -6,11 +6,11 @@ mod tests;
 
 use clap::ValueEnum;
 use towline_sandbox::Mode;
-pub(crate) use towline_sandbox::{AllowedPorts, PendingSandbox, Policy, explain};
+pub(crate) use towline_sandbox::{AllowedPorts, PendingSandbox, Policy, explain, parent_directory};
 
 #[cfg(feature = "store")]
 pub(crate) use copy::policy_of_store;
-pub(crate) use copy::{EXEC_UNCONFINED, directory, permit_image, policy_of_copy, policy_of_images};
+pub(crate) use copy::{EXEC_UNCONFINED, permit_image, policy_of_copy, policy_of_images};
 
 /// Values of `--sandbox`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

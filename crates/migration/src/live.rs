@@ -23,6 +23,7 @@ use towline_protocol::{PageRef, RamBlock, limits};
 
 use crate::dirty::DirtyMap;
 use crate::lock::lock;
+use crate::memory::offset_in_block;
 use crate::sys::Span;
 use crate::tracker::DirtyTracker;
 use crate::{Extent, ExtentKind, Guest, MemoryError, Result};
@@ -214,9 +215,4 @@ impl fmt::Debug for SourceMemory<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SourceMemory").field("blocks", &self.blocks).finish_non_exhaustive()
     }
-}
-
-/// Offset of a page in its block. It was checked against the block, whose length fits.
-fn offset_in_block(page: PageRef) -> usize {
-    usize::try_from(page.offset).expect("within a block that is mapped here")
 }

@@ -281,6 +281,6 @@ impl fmt::Debug for Memory {
 }
 
 /// Offset of a page in its block. It was checked against the block, whose length fits.
-fn offset_in_block(page: PageRef) -> usize {
+pub(crate) fn offset_in_block(page: PageRef) -> usize {
     usize::try_from(page.offset).expect("within a block that is mapped here")
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
-use super::policy::directory;
+use super::policy::parent_directory;
 use super::{CONFINED, Policy, sys};
 
 /// Beginning of errors that QEMU reports, which is not confined by this process.
@@ -73,7 +73,7 @@ fn paths(error: &str) -> Vec<PathBuf> {
             let existing = candidates.rfind(|path| path.symlink_metadata().is_ok());
             let parent = rest.starts_with('/').then(|| {
                 let end = rest.find(AFTER).unwrap_or(rest.len());
-                directory(Path::new(&rest[..end]))
+                parent_directory(Path::new(&rest[..end]))
             });
             paths.extend(existing.map(Path::to_owned).or(parent));
         }

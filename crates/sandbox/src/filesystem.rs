@@ -7,7 +7,7 @@ use landlock::{
     RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope, path_beneath_rules,
 };
 
-use super::policy::{AllowedPorts, Policy, directory};
+use super::policy::{AllowedPorts, Policy, parent_directory};
 
 /// Linux 6.12: files, devices, TCP ports, signals and abstract sockets. An older kernel enforces the part that it supports.
 const VERSION: ABI = ABI::V6;
@@ -51,8 +51,8 @@ fn ruleset(policy: &Policy) -> Result<RulesetCreated, RulesetError> {
     let mut ruleset = ruleset.create()?;
     // The directory is opened for its lock, and a stale socket is replaced.
     let listen = AccessFs::MakeSock | AccessFs::RemoveFile | AccessFs::ReadDir;
-    let [remove, listening]: [Vec<PathBuf>; 2] =
-        [&policy.remove, &policy.listen].map(|paths| paths.iter().map(|path| directory(path)).collect());
+    let [remove, listening]: [Vec<PathBuf>; 2] = [&policy.remove, &policy.listen]
+        .map(|paths| paths.iter().map(|path| parent_directory(path)).collect());
     let paths: [(&[PathBuf], BitFlags<AccessFs>); 4] = [
         (&policy.read, read),
         (&policy.write, write),

@@ -32,7 +32,7 @@ use seccomp::Threads;
 use sockets::OwnSockets;
 
 pub use attribution::explain;
-pub use policy::{AllowedPorts, Policy};
+pub use policy::{AllowedPorts, Policy, parent_directory};
 
 /// Policy of this process, once it is confined. [`explain`] reads it wherever an error is reported.
 static CONFINED: OnceLock<Policy> = OnceLock::new();

@@ -45,8 +45,8 @@ pub struct Policy {
     pub resolves_names: bool,
 }
 
-/// Returns the directory of a file.
-pub(crate) fn directory(path: &Path) -> PathBuf {
+/// Returns the directory of a file; that of a bare name is `.`.
+pub fn parent_directory(path: &Path) -> PathBuf {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
         _ => PathBuf::from("."),

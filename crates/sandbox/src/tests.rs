@@ -6,7 +6,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::Command;
 
-use super::policy::directory;
+use super::policy::parent_directory;
 use super::*;
 
 /// Set in the confined process, to the directory of its files.
@@ -231,6 +231,6 @@ fn a_refused_call_does_not_block_on_standard_error() {
 
 #[test]
 fn the_directory_of_a_bare_name_is_the_current_one() {
-    assert_eq!(directory(Path::new("a.img")), Path::new("."));
-    assert_eq!(directory(Path::new("/a/b.img")), Path::new("/a"));
+    assert_eq!(parent_directory(Path::new("a.img")), Path::new("."));
+    assert_eq!(parent_directory(Path::new("/a/b.img")), Path::new("/a"));
 }

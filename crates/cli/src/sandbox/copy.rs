@@ -8,7 +8,7 @@ use towline_control::in_place;
 use towline_control::journal::RuntimeDirectory;
 use towline_control::plan::{CopyRequest, Destination, Source};
 
-use super::{AllowedPorts, Policy};
+use super::{AllowedPorts, Policy, parent_directory};
 
 /// Paths read by every copy: processors, memory, locks of drives, processes of QEMUs, the page map of this process.
 const SYSTEM: [&str; 3] = ["/proc", "/sys/devices/system", "/sys/fs/cgroup"];
@@ -64,7 +64,7 @@ pub(crate) fn policy_of_copy(
     }
     if let (Source::Image(path), true) = (source, request.is_postcopy()) {
         // The working set is stored beside the image.
-        policy.write.push(directory(path));
+        policy.write.push(parent_directory(path));
     }
     if let Some(base) = request.base() {
         permit_image(&mut policy, base);
@@ -72,7 +72,7 @@ pub(crate) fn policy_of_copy(
     if let Some(tls) = &request.tls {
         permit_directory(&mut policy, &tls.credentials);
     }
-    policy.write.extend(qmp.map(directory));
+    policy.write.extend(qmp.map(parent_directory));
     Some(policy)
 }
 
@@ -114,7 +114,7 @@ pub(crate) fn policy_of_images(path: &Path) -> Policy {
 
 fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<()> {
     match destination {
-        Destination::Image(path) => policy.write.push(directory(path)),
+        Destination::Image(path) => policy.write.push(parent_directory(path)),
         Destination::Stream(address) => permit_stream(policy, address, StreamDirection::Connect)?,
         Destination::Store(location) => permit_store(policy, location),
         Destination::Qmp(_) | Destination::Memory(_) | Destination::Null => {}
@@ -133,8 +133,8 @@ fn may_map(source: &Source, destinations: &[Destination], request: &CopyRequest)
 /// Permits an image, the target of its symbolic link, and its base images.
 pub(crate) fn permit_image(policy: &mut Policy, path: &Path) {
     for path in towline_image::base_paths(path).into_iter().chain([path.to_owned()]) {
-        policy.read.extend(path.canonicalize().ok().as_deref().map(directory));
-        policy.read.push(directory(&path));
+        policy.read.extend(path.canonicalize().ok().as_deref().map(parent_directory));
+        policy.read.push(parent_directory(&path));
     }
 }
 
@@ -163,9 +163,9 @@ fn permit_stream(policy: &mut Policy, address: &Address, direction: StreamDirect
                 permit_name_service(policy);
             }
         }
-        Address::Unix(path) => policy.write.push(directory(path)),
+        Address::Unix(path) => policy.write.push(parent_directory(path)),
         Address::Fd(_) => {}
-        Address::File { path, .. } => policy.write.push(directory(path)),
+        Address::File { path, .. } => policy.write.push(parent_directory(path)),
         Address::Exec(_) => return None,
     }
     Some(())
@@ -196,14 +196,6 @@ fn permit_store(policy: &mut Policy, location: &towline_image::Location) {
     policy.read.extend(CREDENTIALS.iter().filter_map(std::env::var_os).map(PathBuf::from));
     let home = std::env::var_os("HOME").map(PathBuf::from);
     policy.read.extend(home.iter().flat_map(|home| HOME_CREDENTIALS.map(|name| home.join(name))));
-}
-
-/// Returns the directory of a file.
-pub(crate) fn directory(path: &Path) -> PathBuf {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-        _ => PathBuf::from("."),
-    }
 }
 
 /// Returns true if both ends of lanes may be in this process: neither a stream nor a QEMU at one end.

@@ -124,6 +124,10 @@ impl QmpDestination {
                 return Err(Error::UsedUp { socket, status: status.as_str().into() });
             }
         }
+        Self::new(qemu)
+    }
+
+    fn new(qemu: Qemu) -> Result<Self, Error> {
         let dir = PrivateDir::for_qemu(&qemu)?;
         Ok(Self {
             qemu,

@@ -15,10 +15,9 @@ use towline_qmp::commands::{
 use super::super::compression;
 use super::super::error::Error;
 use super::super::error_origin;
-use super::super::private_dir::PrivateDir;
 use super::super::request::RequestedPages;
 use super::super::validate::check_multifd_with_postcopy;
-use super::{DriveLocks, QmpDestination, RecoveryState};
+use super::{QmpDestination, RecoveryState};
 use crate::qemu::{self, AppliedSettings, MigrationSettings, Qemu};
 use crate::switchover::FinalRunState;
 
@@ -49,17 +48,7 @@ impl QmpDestination {
             let status = facts.migration.status.as_ref().map_or("none", MigrationStatus::as_str).to_owned();
             return Err(Error::NothingToRecover { socket: qemu.socket().into(), status });
         }
-        let dir = PrivateDir::for_qemu(&qemu)?;
-        Ok(Self {
-            qemu,
-            settings: None,
-            dir,
-            fdset: None,
-            is_incoming_started: true,
-            is_loaded: false,
-            recoveries: 0,
-            drive_locks: DriveLocks::AsQemuDoes,
-        })
+        Ok(Self { is_incoming_started: true, ..Self::new(qemu)? })
     }
 
     /// Channel on which it expects requested pages.
