@@ -10,7 +10,7 @@ use towline_migration::{Guest, Incoming, Session, Sink, Snapshot, incoming, outg
 
 use super::context::Context;
 use super::error::Error;
-use super::shared_switchover::SharedSwitchover;
+use super::shared_switchover::TransferContext;
 use super::{error_origin, send, zero_copy};
 
 /// Size of the buffer between the two halves of a copy without lanes.
@@ -23,9 +23,9 @@ pub(super) fn copy(
     guest: &dyn Guest,
     sink: &dyn Sink,
     lanes: usize,
-    switchover: &Arc<SharedSwitchover>,
-    context: &Context<'_>,
+    run: TransferContext<'_>,
 ) -> Result<Snapshot, Error> {
+    let context = run.context;
     let (out, into) = connections(lanes, context)?;
     let options =
         incoming::Options { compression: context.options.compression, ..incoming::Options::default() };
@@ -37,7 +37,7 @@ pub(super) fn copy(
             let into = incoming::Connections::connected(main, &lanes, CONNECT_TIMEOUT)?;
             receiver.run(&into, sink)
         });
-        let sent = send::send(guest, &out, switchover, context, &mut || Ok(()));
+        let sent = send::send(guest, &out, run, &mut || Ok(()));
         // Nothing more is sent, whether it failed or not.
         drop(out);
         if sent.is_err() {

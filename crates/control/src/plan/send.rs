@@ -4,20 +4,19 @@ use std::sync::Arc;
 
 use towline_migration::{Guest, Outgoing, Snapshot, Statistics, outgoing};
 
-use super::context::Context;
 use super::error::Error;
 use super::progress::{CopyPhase, Progress};
-use super::shared_switchover::SharedSwitchover;
+use super::shared_switchover::TransferContext;
 use super::supervise::run_supervised;
 
 /// Sends a guest of this process, and calls `poll` at intervals.
 pub(super) fn send(
     guest: &dyn Guest,
     connections: &outgoing::Connections,
-    switchover: &Arc<SharedSwitchover>,
-    context: &Context<'_>,
+    run: TransferContext<'_>,
     poll: &mut dyn FnMut() -> Result<(), Error>,
 ) -> Result<Snapshot, Error> {
+    let TransferContext { switchover, context } = run;
     context.check_cancelled()?;
     context.observer.phase(CopyPhase::Transfer);
     let session = switchover.session();

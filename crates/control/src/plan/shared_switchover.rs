@@ -34,6 +34,13 @@ pub(super) struct SharedSwitchover {
     failed: OnceLock<Directive>,
 }
 
+/// Switchover and context of one transfer.
+#[derive(Clone, Copy)]
+pub(super) struct TransferContext<'a> {
+    pub(super) switchover: &'a Arc<SharedSwitchover>,
+    pub(super) context: &'a Context<'a>,
+}
+
 impl SharedSwitchover {
     /// The switchover of a command between these kinds of ends.
     pub(super) fn new(

@@ -9,7 +9,7 @@ use super::outcomes::GuestAfterFailure;
 use super::preflight::FactsExtent;
 use super::progress::CopyPhase;
 use super::report::{CopyReport, DestinationState};
-use super::shared_switchover::SharedSwitchover;
+use super::shared_switchover::{SharedSwitchover, TransferContext};
 use crate::switchover::Directive;
 
 /// Transfers the guest of `source` to `destination`.
@@ -36,9 +36,10 @@ pub(super) fn transfer_to(
 ) -> Result<CopyReport, Failure> {
     let (kinds, memory) = ((source.kind(), to.kind()), to.memory());
     let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, memory, context.options);
-    let moved = source.start(to, &switchover, context).and_then(|()| {
+    let run = TransferContext { switchover: &switchover, context };
+    let moved = source.start(to, run).and_then(|()| {
         record(source, to, &switchover, context);
-        source.transfer(to, &switchover, context)
+        source.transfer(to, run)
     });
     if moved.is_err() && to.has_discarded() {
         return dropped(source, to, &switchover, context);

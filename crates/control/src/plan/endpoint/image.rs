@@ -4,7 +4,6 @@
 use std::fmt::Display;
 use std::ops::Deref;
 use std::path::Path;
-use std::sync::Arc;
 
 use towline_image::{Image, ImageWriter, Origin, StoredGuest};
 use towline_migration::{Sink, Snapshot};
@@ -17,7 +16,7 @@ use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::progress::Observer;
 use super::super::report::DestinationState;
 use super::super::request::CopyRequest;
-use super::super::shared_switchover::SharedSwitchover;
+use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceEndpoint};
 use crate::switchover::{Directive, SourceKind};
 
@@ -72,14 +71,9 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
         Ok(GuestDescription { guest, origin, file: self.image.image() })
     }
 
-    fn transfer(
-        &mut self,
-        to: &mut dyn DestinationEndpoint,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<(), Error> {
+    fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
         let local = LocalGuest { guest: &*self.image, file: self.image.image(), is_stored: true };
-        self.moved = to.receive_guest(&local, switchover, context)?;
+        self.moved = to.receive_guest(&local, run)?;
         Ok(())
     }
 
@@ -127,13 +121,8 @@ impl DestinationEndpoint for ImageDestination {
         &self.0
     }
 
-    fn receive_guest(
-        &mut self,
-        local: &LocalGuest<'_>,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<Snapshot, Error> {
-        in_process::copy(local.guest, &self.0, local.lanes(context), switchover, context)
+    fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
+        in_process::copy(local.guest, &self.0, local.lanes(run.context), run)
     }
 
     fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {

@@ -7,7 +7,6 @@
 //! ```
 
 use std::num::NonZeroUsize;
-use std::sync::Arc;
 use std::thread;
 
 use towline_image::Origin;
@@ -19,7 +18,7 @@ use super::super::ends::MemoryOptions;
 use super::super::error::{Error, Failure};
 use super::super::preflight::FactsExtent;
 use super::super::report::DestinationState;
-use super::super::shared_switchover::SharedSwitchover;
+use super::super::shared_switchover::TransferContext;
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, SourceEndpoint};
 use crate::switchover::SourceKind;
 
@@ -52,15 +51,10 @@ impl SourceEndpoint for MemorySource {
         Ok(GuestDescription { guest: None, origin, file: None })
     }
 
-    fn transfer(
-        &mut self,
-        to: &mut dyn DestinationEndpoint,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<(), Error> {
-        self.moved = self.guest.run(|guest| {
-            to.receive_guest(&LocalGuest { guest, file: None, is_stored: false }, switchover, context)
-        })??;
+    fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
+        self.moved = self
+            .guest
+            .run(|guest| to.receive_guest(&LocalGuest { guest, file: None, is_stored: false }, run))??;
         Ok(())
     }
 

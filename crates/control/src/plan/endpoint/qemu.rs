@@ -20,7 +20,7 @@ use super::super::preflight::FactsExtent;
 use super::super::progress::CopyPhase;
 use super::super::report::{DestinationState, SourceState};
 use super::super::send::send;
-use super::super::shared_switchover::SharedSwitchover;
+use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::QmpSource;
 use super::super::vsock::DetachedVsocks;
 use super::traits::{
@@ -114,12 +114,8 @@ impl SourceEndpoint for QemuSource {
         recorded.inspect_err(notice).ok()
     }
 
-    fn start(
-        &mut self,
-        to: &mut dyn DestinationEndpoint,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<(), Error> {
+    fn start(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
+        let TransferContext { switchover, context } = run;
         let session = switchover.session();
         // A relay's destination waits for its first bytes.
         let connections = self.connect(to, &session, context).inspect_err(|_| {
@@ -129,12 +125,8 @@ impl SourceEndpoint for QemuSource {
         Ok(())
     }
 
-    fn transfer(
-        &mut self,
-        to: &mut dyn DestinationEndpoint,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<(), Error> {
+    fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
+        let TransferContext { switchover, context } = run;
         let Self { qemu, incoming } = self;
         let received =
             incoming.receive(to.sink(), receiver(to.kind()), switchover, context, &mut || qemu.poll());
@@ -258,12 +250,12 @@ impl QemuDestination {
         &mut self,
         guest: &dyn Guest,
         lanes: usize,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
+        run: TransferContext<'_>,
     ) -> Result<Snapshot, Error> {
+        let context = run.context;
         let connections = self.qemu.start(lanes, context.options, context.cancel)?;
         let mut queried_at = Instant::now();
-        send(guest, &connections, switchover, context, &mut || {
+        send(guest, &connections, run, &mut || {
             if queried_at.elapsed() > SEND_INTERVAL {
                 queried_at = Instant::now();
                 self.qemu.check_not_failed()?;
@@ -332,12 +324,8 @@ impl DestinationEndpoint for QemuDestination {
         self.relay.as_ref().expect("connected by `connect`").sink()
     }
 
-    fn receive_guest(
-        &mut self,
-        local: &LocalGuest<'_>,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<Snapshot, Error> {
+    fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
+        let context = run.context;
         // QEMU reads the file without a rate limit and uncompressed.
         let is_plain = context.options.transfer_options().max_bandwidth.is_none()
             && context.options.compression == Compression::None;
@@ -359,9 +347,9 @@ impl DestinationEndpoint for QemuDestination {
         tracing::debug!(lanes, reason, "way of the image into QEMU");
         context.observer.phase(CopyPhase::Connect);
         let moved = match (&presence, file) {
-            (Some(presence), _) => self.stream(&presence.guest(local.guest)?, lanes, switchover, context)?,
+            (Some(presence), _) => self.stream(&presence.guest(local.guest)?, lanes, run)?,
             (None, Some(file)) => self.load(file, context)?,
-            (None, None) => self.stream(local.guest, lanes, switchover, context)?,
+            (None, None) => self.stream(local.guest, lanes, run)?,
         };
         self.qemu.wait_loaded()?;
         // The guest is loaded and does not run yet.

@@ -1,6 +1,5 @@
 //! An image in an object store.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use towline_channel::Cancel;
@@ -15,7 +14,7 @@ use super::super::in_process;
 use super::super::progress::{CopyPhase, Observer, Progress};
 use super::super::report::DestinationState;
 use super::super::request::CopyRequest;
-use super::super::shared_switchover::SharedSwitchover;
+use super::super::shared_switchover::TransferContext;
 use super::image;
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, Rollback};
 
@@ -66,17 +65,10 @@ impl DestinationEndpoint for StoreDestination {
         }
     }
 
-    fn receive_guest(
-        &mut self,
-        local: &LocalGuest<'_>,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<Snapshot, Error> {
+    fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
         match (self, local.file) {
-            (Self::File(location), Some(file)) => upload(file, location, context),
-            (this, _) => {
-                in_process::copy(local.guest, this.sink(), local.lanes(context), switchover, context)
-            }
+            (Self::File(location), Some(file)) => upload(file, location, run.context),
+            (this, _) => in_process::copy(local.guest, this.sink(), local.lanes(run.context), run),
         }
     }
 

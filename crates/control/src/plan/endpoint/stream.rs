@@ -15,7 +15,7 @@ use super::super::preflight::{FactsExtent, uuid_bytes};
 use super::super::progress::{CopyPhase, Progress};
 use super::super::report::DestinationState;
 use super::super::send::send;
-use super::super::shared_switchover::SharedSwitchover;
+use super::super::shared_switchover::TransferContext;
 use super::super::source::LANES_TIMEOUT;
 use super::super::{error_origin, tls};
 use super::traits::{
@@ -76,12 +76,8 @@ impl SourceEndpoint for StreamSource {
         Ok(GuestDescription { guest: None, origin, file: None })
     }
 
-    fn start(
-        &mut self,
-        to: &mut dyn DestinationEndpoint,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<(), Error> {
+    fn start(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
+        let TransferContext { switchover, context } = run;
         let session = switchover.session();
         context.observer.phase(CopyPhase::Connect);
         // The destination is unchanged until a source connects.
@@ -94,12 +90,8 @@ impl SourceEndpoint for StreamSource {
         Ok(())
     }
 
-    fn transfer(
-        &mut self,
-        to: &mut dyn DestinationEndpoint,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<(), Error> {
+    fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
+        let TransferContext { switchover, context } = run;
         let look = &mut || Ok(Progress::default());
         self.incoming.receive(to.sink(), receiver(to.kind()), switchover, context, look)
     }
@@ -165,15 +157,11 @@ impl DestinationEndpoint for StreamDestination {
         self.relay.as_deref().expect("connected by `connect`")
     }
 
-    fn receive_guest(
-        &mut self,
-        local: &LocalGuest<'_>,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<Snapshot, Error> {
+    fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
+        let context = run.context;
         context.observer.phase(CopyPhase::Connect);
         let connections = self.sent.insert(context.connect(&self.address, self.uuid)?);
-        let sent = send(local.guest, connections, switchover, context, &mut || Ok(()));
+        let sent = send(local.guest, connections, run, &mut || Ok(()));
         sent.map_err(|error| {
             error_origin::explain_lane_loss(error, context.lanes, context.options.compression)
         })

@@ -19,7 +19,7 @@ use super::super::error::{Error, Failure};
 use super::super::in_process;
 use super::super::preflight::{self, FactsExtent};
 use super::super::report::{DestinationState, SourceState};
-use super::super::shared_switchover::SharedSwitchover;
+use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::QmpSource;
 use super::super::vsock::DetachedVsocks;
 use crate::moves::MoveEnd;
@@ -46,23 +46,13 @@ pub(in super::super) trait SourceEndpoint {
     }
 
     /// Connects the destination and starts the migration.
-    fn start(
-        &mut self,
-        to: &mut dyn DestinationEndpoint,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<(), Error> {
-        let _ = (to, switchover, context);
+    fn start(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
+        let _ = (to, run);
         Ok(())
     }
 
     /// Transfers all of the guest to the destination. The error is the best reason that either end has.
-    fn transfer(
-        &mut self,
-        to: &mut dyn DestinationEndpoint,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<(), Error>;
+    fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error>;
 
     /// Counters of the transfer so far.
     fn moved(&self) -> Snapshot;
@@ -174,13 +164,8 @@ pub(in super::super) trait DestinationEndpoint {
     fn sink(&self) -> &dyn Sink;
 
     /// Transfers a guest of this process.
-    fn receive_guest(
-        &mut self,
-        local: &LocalGuest<'_>,
-        switchover: &Arc<SharedSwitchover>,
-        context: &Context<'_>,
-    ) -> Result<Snapshot, Error> {
-        in_process::copy(local.guest, self.sink(), context.lanes, switchover, context)
+    fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
+        in_process::copy(local.guest, self.sink(), run.context.lanes, run)
     }
 
     /// Reports to the switchover that a guest of this process, in this run state, has arrived; returns its
