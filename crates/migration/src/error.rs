@@ -84,9 +84,9 @@ pub enum Error {
         peer: String,
     },
     /// The destination is silent.
-    /// Remedy: check the address, and give both ends the same number of lanes.
+    /// Remedy: check the address, and give both ends the same number of lanes; without one that replies, --return-path off.
     #[error(
-        "{peer} did not answer within {waited:?}: it is no QEMU that waits for this guest, or its multifd-channels is not {lanes}"
+        "{peer} did not answer within {waited:?}: it is no QEMU that waits for this guest, or its multifd-channels is not {lanes}; a file or filter that only takes the stream needs --return-path off"
     )]
     NoAnswer {
         /// The destination.

@@ -18,7 +18,11 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     };
     if guest.len() != there.len() {
         findings.no(
-            format!("the guest has {} virtual processors, there are {}", guest.len(), there.len()),
+            format!(
+                "the number of virtual processors is {} in the guest and {} there",
+                guest.len(),
+                there.len()
+            ),
             format!("start it with -smp {}", guest.len()),
         );
         return;

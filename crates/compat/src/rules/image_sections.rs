@@ -23,7 +23,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         && ![0, cpus].contains(&count(CPU))
     {
         findings.no(
-            format!("the guest has {} virtual processors, there are {cpus}", count(CPU)),
+            format!("the number of virtual processors is {} in the guest and {cpus} there", count(CPU)),
             format!("start it with -smp {}", count(CPU)),
         );
     }
