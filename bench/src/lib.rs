@@ -92,7 +92,7 @@ struct Benchmark {
     measure: fn(&Options) -> Result<Vec<Table>>,
 }
 
-const BENCHMARKS: [Benchmark; 15] = [
+const BENCHMARKS: [Benchmark; 16] = [
     Benchmark {
         name: "ram",
         measure: |options| {
@@ -151,6 +151,15 @@ const BENCHMARKS: [Benchmark; 15] = [
             let (runs, cancel, own) = (options.runs, options.cancel.clone(), options.own.clone());
             let parameters = vsock::Parameters::of(&options.towline, None, runs, cancel);
             vsock::ablation::measure(&vsock::Parameters { own, ..parameters })
+        },
+    },
+    Benchmark {
+        name: "vsock-linux",
+        measure: |options| {
+            let (runs, cancel, own) = (options.runs, options.cancel.clone(), options.own.clone());
+            let rows = options.rows.clone();
+            let parameters = vsock::Parameters::of(&options.towline, options.peer(vsock::PEER), runs, cancel);
+            vsock::linux::measure(&vsock::Parameters { own, rows, ..parameters })
         },
     },
     Benchmark {
@@ -252,7 +261,7 @@ mod tests {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "unknown table \"disk\": expected one of ram, live, instant, run, lanes, lanes-busy, calls, vsock, vsock-ablation, vsock-guests, net, net-queues, af-xdp, sandbox, sandbox-paths"
+            "unknown table \"disk\": expected one of ram, live, instant, run, lanes, lanes-busy, calls, vsock, vsock-ablation, vsock-linux, vsock-guests, net, net-queues, af-xdp, sandbox, sandbox-paths"
         );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }

@@ -8,6 +8,7 @@ use clap::Parser;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use towline_bench::net::af_xdp;
+use towline_bench::vsock::linux;
 use towline_bench::{Options, UnknownTable};
 use towline_channel::Cancel;
 
@@ -26,6 +27,7 @@ const EXIT_USAGE: u8 = 2;
 ///   calls          pages copied into a linear buffer, against vectors
 ///   vsock          streams and requests, against vhost-device-vsock and a plain Unix socket
 ///   vsock-ablation the same streams without one idea of the design each
+///   vsock-linux    streams, requests and connections of an emulated Linux guest, against vhost-device-vsock
 ///   vsock-guests   sixteen guests of one process, one of them hostile
 ///   net            frames and TCP, against vhost_user_net, dpdk-testpmd, a tap and a veth pair
 ///   net-queues     the same with several queues
@@ -60,7 +62,7 @@ struct Arguments {
     /// Memory sizes of the guests of `instant` and `run`, in bytes (suffixes M, G) [default: 1G,4G,8G; 512M too for `run`]
     #[arg(long, value_name = "BYTES", value_parser = mebibytes, value_delimiter = ',')]
     sizes: Vec<u64>,
-    /// Part of the names of the rows to measure, for `net`, `net-queues`, `af-xdp` and `vsock`; may be repeated
+    /// Part of the names of the rows to measure, for `net`, `net-queues`, `af-xdp`, `vsock` and `vsock-linux`; may be repeated
     #[arg(long, value_name = "TEXT")]
     rows: Vec<String>,
     /// Program of a peer that is not found by itself: vhost_user_net=PATH, vhost-device-vsock=PATH; may be repeated
@@ -78,6 +80,8 @@ fn main() -> ExitCode {
         towline_bench::lanes::serve(role)
     } else if let Some(hosted) = towline_bench::vsock::ablation::hosted(&words) {
         hosted.serve()
+    } else if linux::is_application(&words) {
+        linux::serve()
     } else if let Some(role) = af_xdp::role(&words) {
         af_xdp::serve(role)
     } else {

@@ -14,7 +14,9 @@ pub mod crowd;
 mod entry;
 mod guest;
 mod host;
+pub mod linux;
 mod runs;
+mod sys;
 mod tables;
 mod variant;
 

@@ -22,7 +22,7 @@ use towline_frontend::vsock::{HOST_CID, PacketHeader, VsockGuest, op};
 
 use super::entry::{Buffers, Direction, Parameters, Work};
 use super::guest::Machine;
-use super::host::{Host, Target};
+use super::host::{Host, PORT, Target};
 use crate::rounds::{self, Contender, Outcome};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
@@ -119,7 +119,7 @@ impl Parties {
             return Ok(());
         }
         let mut host = Host::default();
-        let listening = host.read(signals, &Target::Vsock(uds).listener(), 1);
+        let listening = host.read(signals, &Target::Vsock { path: uds, port: PORT }.listener(), 1);
         self.hosts.push(host);
         listening?;
         machine.connect()?;

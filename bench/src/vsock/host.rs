@@ -27,8 +27,8 @@ const WITHIN: Duration = Duration::from_secs(10);
 /// Other end of a stream.
 #[derive(Debug, Clone)]
 pub(super) enum Target {
-    /// A guest, by Firecracker's convention on a backend's socket.
-    Vsock(PathBuf),
+    /// A port of a guest, by Firecracker's convention on a backend's socket.
+    Vsock { path: PathBuf, port: u32 },
     /// An application at this socket.
     Socket(PathBuf),
 }
@@ -45,18 +45,18 @@ pub(super) struct Host {
 impl Target {
     /// Connects to the guest, or to the application in its place.
     fn connect(&self) -> Result<UnixStream> {
-        let (Self::Vsock(path) | Self::Socket(path)) = self;
+        let (Self::Vsock { path, .. } | Self::Socket(path)) = self;
         let mut stream = UnixStream::connect(path).with_context(|| format!("{}", path.display()))?;
         stream.set_read_timeout(Some(WITHIN))?;
         stream.set_write_timeout(Some(WITHIN))?;
-        if matches!(self, Self::Vsock(_)) {
+        if let Self::Vsock { port, .. } = self {
             // In one write: vhost-device-vsock refuses a request in several.
-            stream.write_all(format!("CONNECT {PORT}\n").as_bytes())?;
+            stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
             // Nothing follows it, as the guest sends only after a request.
             let (mut reply, mut len) = ([0; REPLY_BYTES_MAX], 0);
             while !reply[..len].ends_with(b"\n") {
                 let count = stream.read(&mut reply[len..])?;
-                ensure!(count > 0, "the backend refused a connection to port {PORT}");
+                ensure!(count > 0, "the backend refused a connection to port {port}");
                 len += count;
             }
             let reply = String::from_utf8_lossy(&reply[..len]);
@@ -68,7 +68,7 @@ impl Target {
     /// Returns the path of the socket that guests connect to.
     pub(super) fn listener(&self) -> PathBuf {
         match self {
-            Self::Vsock(path) => format!("{}_{PORT}", path.display()).into(),
+            Self::Vsock { path, .. } => format!("{}_{PORT}", path.display()).into(),
             Self::Socket(path) => path.clone(),
         }
     }
@@ -84,29 +84,57 @@ impl Host {
         Ok(())
     }
 
-    /// Writes messages of `size` bytes to new streams.
+    /// Writes messages of `size` bytes to new streams, whose receivers count them.
     pub(super) fn write(
         &mut self,
         signals: &Arc<Signals>,
         target: &Target,
         (size, connections): (usize, usize),
     ) -> Result<()> {
-        for _ in 0..connections {
-            let mut stream = target.connect()?;
-            self.keep(&stream)?;
-            let signals = Arc::clone(signals);
-            self.spawn(move || {
-                let message = vec![0x5a; size];
-                while !signals.is_over() {
-                    match stream.write_all(&message) {
-                        Ok(()) => {}
-                        Err(_) if signals.is_over() => break,
-                        Err(error) => return Err(error).context("writing to the guest"),
-                    }
+        (0..connections).try_for_each(|_| self.write_one(signals, target, size, |_, _| ()))
+    }
+
+    /// As [`Host::write`] on one stream, and counts the bytes itself.
+    pub(super) fn write_counted(
+        &mut self,
+        signals: &Arc<Signals>,
+        target: &Target,
+        size: usize,
+    ) -> Result<()> {
+        self.write_one(signals, target, size, Signals::add)
+    }
+
+    fn write_one(
+        &mut self,
+        signals: &Arc<Signals>,
+        target: &Target,
+        size: usize,
+        count: fn(&Signals, u64),
+    ) -> Result<()> {
+        let mut stream = target.connect()?;
+        self.keep(&stream)?;
+        let signals = Arc::clone(signals);
+        self.spawn(move || {
+            let message = vec![0x5a; size];
+            while !signals.is_over() {
+                match stream.write_all(&message) {
+                    Ok(()) => count(&signals, size as u64),
+                    Err(_) if signals.is_over() => break,
+                    Err(error) => return Err(error).context("writing to the guest"),
                 }
-                Ok(())
-            });
-        }
+            }
+            Ok(())
+        });
+        Ok(())
+    }
+
+    /// Has the guest send messages of `size` bytes on a new stream, and counts bytes.
+    pub(super) fn receive(&mut self, signals: &Arc<Signals>, target: &Target, size: usize) -> Result<()> {
+        let mut stream = target.connect()?;
+        self.keep(&stream)?;
+        stream.write_all(&u32::try_from(size)?.to_le_bytes())?;
+        let signals = Arc::clone(signals);
+        self.spawn(move || drain(stream, &signals));
         Ok(())
     }
 

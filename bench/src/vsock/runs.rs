@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::entry::{CID, Carrier, Direction, Entry, Figure, PEER, Parameters, Work};
 use super::guest::Machine;
-use super::host::{self, Host, Target};
+use super::host::{self, Host, PORT, Target};
 use super::variant;
 use crate::vhost::backend::Backend;
 use crate::vhost::latency::Latencies;
@@ -32,7 +32,7 @@ pub(super) fn run(parameters: &Parameters, entry: Entry) -> Result<Figure> {
         Ok(machine) => machine.with_payload_max(entry.carrier.payload_bytes_max()),
         Err(error) => return Err(backend.check().err().unwrap_or(error)),
     };
-    let target = Target::Vsock(uds);
+    let target = Target::Vsock { path: uds, port: PORT };
     let mut host = Host::default();
     let measured = (|| {
         if let Work::Stream { connections, direction: Direction::FromGuest, .. } = entry.work {
@@ -66,12 +66,14 @@ pub(super) fn run(parameters: &Parameters, entry: Entry) -> Result<Figure> {
     Ok(figure)
 }
 
-fn figure(window: Result<Window>, latencies: Result<Latencies>) -> Result<Figure> {
+/// Returns the figure of a window and the latencies in it.
+pub(super) fn figure(window: Result<Window>, latencies: Result<Latencies>) -> Result<Figure> {
     let (window, mut latencies) = (window?, latencies?);
     Ok(Figure { window, p50_us: latencies.quantile(0.5), p99_us: latencies.quantile(0.99) })
 }
 
-fn backend(
+/// Starts the process of a contender, with these paths of the frontend's socket and of the clients'.
+pub(super) fn backend(
     parameters: &Parameters,
     carrier: Carrier,
     (socket, uds): (&Path, &Path),

@@ -135,13 +135,15 @@ pub(super) struct Run<'a> {
 
 impl Run<'_> {
     pub(super) fn tables(&self) -> Vec<Table> {
-        vec![
+        let tables = vec![
             self.series(),
             self.streams("vsock-to-guest", "to the guest", Direction::ToGuest),
             self.streams("vsock-from-guest", "from the guest", Direction::FromGuest),
             self.requests(),
             self.goals(),
-        ]
+        ];
+        // `--rows` leaves some of them out.
+        tables.into_iter().filter(|table| !table.rows.is_empty()).collect()
     }
 
     fn find(&self, entry: Entry) -> Option<&Figures> {
@@ -245,6 +247,15 @@ impl Run<'_> {
                 (Direction::ToGuest, Buffers::Large, "host → guest, buffers of 64 KiB"),
                 (Direction::FromGuest, Buffers::Linux, "guest → host"),
             ] {
+                let is_measured = |entry: &Entry| match entry.work {
+                    Work::Stream { connections: count, direction: way, .. } => {
+                        (count, way, entry.buffers) == (connections, direction, buffers)
+                    }
+                    Work::Request { .. } => false,
+                };
+                if !self.entries.iter().any(is_measured) {
+                    continue;
+                }
                 for Unit { name: unit, figure, digits } in UNITS {
                     let group = format!("{what}{streams}, {unit}");
                     for carrier in [Carrier::Peer, Carrier::Towline, Carrier::Socket] {
