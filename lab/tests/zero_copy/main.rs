@@ -9,6 +9,7 @@
 //! CPU time is not asserted; its table is printed.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod stock;
 mod vsock;
 
 use std::path::Path;
@@ -64,22 +65,41 @@ fn report(guest: &mut LinuxGuest, arguments: &str) -> Value {
     last
 }
 
+/// A towline on this host's end of the network that receives.
+struct Receiver {
+    towline: Towline,
+    port: String,
+}
+
+impl Receiver {
+    /// Starts it, and waits until it listens.
+    fn start(network: &Network, destination: &str) -> Self {
+        let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
+        let receive = ["copy", "--json", "--multifd-channels", LANES, "tcp:10.0.2.2:0", destination];
+        let line = prefix[1..].iter().map(String::as_str).chain([towline.to_str().unwrap()]).chain(receive);
+        let mut towline = Towline::start(Path::new(&prefix[0]), line).unwrap();
+        let port = wait_until("towline that listens", WITHIN, || {
+            let stdout = towline.stdout();
+            let port = stdout.split_once("listening on tcp:10.0.2.2:").map(|(_, rest)| rest.to_owned());
+            assert!(port.is_some() || towline.runs()?, "it ended: {stdout}{}", towline.stderr());
+            Ok(port.and_then(|rest| Some(rest.split_once('"')?.0.to_owned())))
+        });
+        Self { towline, port: port.unwrap() }
+    }
+
+    /// Waits for its end. Returns its last event.
+    fn wait(self) -> Value {
+        let received = self.towline.wait_done(WITHIN).unwrap();
+        serde_json::from_str(received.stdout.lines().last().unwrap()).unwrap()
+    }
+}
+
 /// Sends to a towline on this host, which verifies every page.
 fn over_the_card(network: &Network, guest: &mut LinuxGuest, asked: &str) -> Value {
-    let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
-    let receive = ["copy", "--json", "--multifd-channels", LANES, "tcp:10.0.2.2:0", "mem:"];
-    let line = prefix[1..].iter().map(String::as_str).chain([towline.to_str().unwrap()]).chain(receive);
-    let mut receiver = Towline::start(Path::new(&prefix[0]), line).unwrap();
-    let port = wait_until("towline that listens", WITHIN, || {
-        let stdout = receiver.stdout();
-        let port = stdout.split_once("listening on tcp:10.0.2.2:").map(|(_, rest)| rest.to_owned());
-        assert!(port.is_some() || receiver.runs()?, "it ended: {stdout}{}", receiver.stderr());
-        Ok(port.and_then(|rest| Some(rest.split_once('"')?.0.to_owned())))
-    });
-    let to = format!("--zero-copy-send {asked} {GUEST} tcp:10.0.2.2:{}", port.unwrap());
+    let receiver = Receiver::start(network, "mem:");
+    let to = format!("--zero-copy-send {asked} {GUEST} tcp:10.0.2.2:{}", receiver.port);
     let report = report(guest, &to);
-    let received = receiver.wait_done(WITHIN).unwrap();
-    let last: Value = serde_json::from_str(received.stdout.lines().last().unwrap()).unwrap();
+    let last = receiver.wait();
     assert_eq!(last["memory"]["verified-pages"], PAGES, "{last}");
     report
 }
