@@ -66,6 +66,11 @@ impl AdaptivePoller {
         self.direction_changes = 0;
     }
 
+    /// Returns true while it polls for the guest's response to the packets that were sent last.
+    pub fn awaits_guest(&self) -> bool {
+        self.polling_since.is_some() && self.last == Some(PacketDirection::ToGuest)
+    }
+
     /// Returns true if the worker should run again at once. `traffic` is the total so far.
     pub fn should_poll(&mut self, traffic: AnswerablePackets, now: impl FnOnce() -> Instant) -> bool {
         let AnswerablePackets { from_guest, to_guest } = self.seen;
@@ -145,9 +150,12 @@ mod tests {
         let mut simulation = Simulation::new(LIMIT);
         assert!(!simulation.run(0, 1));
         assert!(!simulation.run(1, 0));
+        assert!(!simulation.poller.awaits_guest());
         assert!(simulation.run(0, 1));
+        assert!(simulation.poller.awaits_guest());
         assert!(simulation.run_after(LIMIT / 2));
         assert!(simulation.run(1, 0));
+        assert!(!simulation.poller.awaits_guest(), "it polls for the host");
         assert!(!simulation.run_after(LIMIT));
         assert!(!simulation.run_after(Duration::ZERO), "one timeout ends the poll");
     }
