@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use towline_frontend::vsock::{Options, VsockEvent, VsockGuest};
 use towline_frontend::wire::feature;
-use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions};
+use towline_frontend::{Frontend, MemoryArena, Queue, QueueBuffer, QueueOptions, wait_any};
 use towline_vhost_user::Device as _;
 use towline_vsock::{Ablation, ConnectionLimits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
@@ -91,6 +91,39 @@ fn a_guest_is_interrupted_for_the_end_of_a_connection_after_requests() {
         guest.reset(ports);
         guest.poll(|_, _| ()).unwrap();
     }
+}
+
+/// Data is read into several batches of buffers, and the guest is interrupted when no more follows at once.
+#[test]
+fn a_guest_is_interrupted_once_for_the_data_of_a_pass() {
+    let served = Served::new(ConnectionLimits::default());
+    // Without the event index each notification is counted, whether or not the driver has processed the last one.
+    let (_frontend, mut guest) = served.guest_with_features(128, 0);
+    let content = bytes(100_000);
+    let mut client = served.connect(22);
+    client.write_all(&content).unwrap();
+    let ports = poll_until(&mut guest, |_, event| match event {
+        VsockEvent::Request(ports) => Some(ports),
+        _ => None,
+    });
+    guest.rx().enable_callback(1);
+    guest.rx().drain_call();
+    guest.accept(ports);
+    let (mut received, deadline) = (0, Instant::now() + TIMEOUT);
+    while received < content.len() {
+        let mut add = |event| {
+            if let VsockEvent::Data { len, .. } = event {
+                received += len as usize;
+            }
+        };
+        guest.poll(|_, event| add(event)).unwrap();
+        assert!(Instant::now() < deadline, "{received} bytes");
+    }
+    let interrupts = guest.rx().call_fd();
+    assert!(wait_any(&[interrupts], TIMEOUT).unwrap(), "no interrupt");
+    let mut count = [0; 8];
+    rustix::io::read(interrupts, &mut count).unwrap();
+    assert_eq!(u64::from_ne_bytes(count), 1);
 }
 
 #[test]

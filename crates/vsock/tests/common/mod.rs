@@ -114,9 +114,14 @@ impl Served {
 
     /// Connects a guest whose rings have `size` entries.
     pub(crate) fn guest_with_rings(&self, size: u16) -> (Frontend, VsockGuest) {
+        self.guest_with_features(size, feature::EVENT_IDX)
+    }
+
+    /// As [`Served::guest_with_rings`], with these features if the device has them.
+    pub(crate) fn guest_with_features(&self, size: u16, features: u64) -> (Frontend, VsockGuest) {
         let options = Options { cid: self.cid, size, receive_bytes: 4096, features: 0, takes_at_once: true };
         let mut frontend = Frontend::connect(&self.path("d"), TIMEOUT).unwrap();
-        let agreed = frontend.negotiate(0, feature::EVENT_IDX, DEVICE_STATE | protocol::MEM_SLOTS).unwrap();
+        let agreed = frontend.negotiate(0, features, DEVICE_STATE | protocol::MEM_SLOTS).unwrap();
         let options = Options { features: agreed.features, ..options };
         let memory = Arc::new(MemoryArena::new(VsockGuest::memory_bytes(&options)).unwrap());
         frontend.set_mem_table(Some(&memory)).unwrap();
