@@ -143,7 +143,8 @@ impl Run<'_> {
             self.goals(),
         ];
         // `--rows` leaves some of them out.
-        tables.into_iter().filter(|table| !table.rows.is_empty()).collect()
+        let is_whole = self.parameters.rows.is_empty();
+        tables.into_iter().filter(|table| is_whole || !table.rows.is_empty()).collect()
     }
 
     fn find(&self, entry: Entry) -> Option<&Figures> {
