@@ -110,6 +110,17 @@ impl Bench {
         Some(Self { served, near, _far: far, net, frontend, memory, queues, receiver, random })
     }
 
+    /// Waits until each pair sends by AF_XDP. While one registers the memory, the frames of the others go by the tap, and each
+    /// tries again with its next kick.
+    pub(crate) fn wait_for_sockets(&mut self) {
+        wait_until("bound sockets", WITHIN, || {
+            self.queues.iter_mut().for_each(Queue::force_kick);
+            let modes = self.net.transmit_modes();
+            Ok(modes.iter().all(|mode| *mode == TransmitMode::Copy).then_some(()))
+        })
+        .unwrap();
+    }
+
     /// A random frame that AF_XDP supports, and the packets that arrive.
     pub(crate) fn packet(&mut self) -> (Vec<u8>, Vec<Vec<u8>>) {
         let random = &mut self.random;

@@ -49,6 +49,7 @@ fn checksums_can_be_computed_in_software() {
 fn pairs_share_a_umem() {
     let name = "pairs_share_a_umem";
     let Some(mut bench) = Bench::new(name, 2, |xdp| xdp) else { return };
+    bench.wait_for_sockets();
     for _ in 0..4 {
         bench.traffic(0, 32);
         bench.traffic(1, 32);

@@ -196,6 +196,7 @@ fn chains_of_a_closed_socket_are_not_polled_for() {
 fn a_queue_is_free_once_its_own_pair_has_closed_its_socket() {
     let name = "a_queue_is_free_once_its_own_pair_has_closed_its_socket";
     let Some(mut bench) = Bench::new(name, 2, |xdp| xdp) else { return };
+    bench.wait_for_sockets();
     bench.traffic(0, 32);
     bench.traffic(1, 32);
     assert_eq!(bench.net.transmit_modes(), [TransmitMode::Copy; 2]);
