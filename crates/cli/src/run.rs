@@ -56,7 +56,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     }
     let begun = Instant::now();
     let cancel = cancel_on_signals(signal_effects(args))?;
-    let image = match RunImage::open_or_download(args, &cancel, reporter) {
+    let mut image = match RunImage::open_or_download(args, &cancel, reporter) {
         Ok(image) => image,
         Err(rejection) => return Ok(Err(rejection)),
     };
@@ -65,7 +65,9 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
         working_directory: std::env::current_dir().ok(),
         ..HostArguments::default()
     };
-    let version = QemuVersion::of_binary(&host)?;
+    // Only memory that is mapped depends on it.
+    let maps = !args.copy && !args.postcopy;
+    let version = if maps { Some(QemuVersion::of_binary(&host)?) } else { None };
     let (starts, memory) = match request::guests(args, &image, version) {
         Ok(requested) => requested,
         Err(rejection) => return Ok(Err(rejection)),
@@ -78,7 +80,7 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     let overlays = create_overlays(&starts)?;
     let guests = start(args, &image, claimed, &cancel, &report)?;
     let count = guests.started().len();
-    let restored = restore(args, &image, &starts, &guests, &cancel, &report);
+    let restored = restore(args, &mut image, &starts, &guests, &cancel, &report);
     if !restored.has_memory_to_come && restored.exit != Exit::Done {
         keep_overlays_of_run(overlays, &starts, &guests, reporter);
         drop(guests);
@@ -213,7 +215,7 @@ fn write_report(
 /// Restores the image into all QEMUs, and runs the guests.
 fn restore(
     args: &RunArgs,
-    image: &RunImage,
+    image: &mut RunImage,
     starts: &[GuestStart],
     guests: &Guests,
     cancel: &Cancel,
@@ -244,12 +246,7 @@ fn restore(
         .collect();
     let ended = |index: usize, _: &plan::CopyResult| reporters[index].finish();
     let clones = Clones { targets: &targets, options: &request, cancel, observer: &reporter, ended: &ended };
-    let copied = match image.file() {
-        // The image that was opened: its name may be another one's by now.
-        Some(image) => plan::copy_image_to_all(image, &clones),
-        None => plan::copy_to_all(&image.source(), &clones),
-    };
-    let copied = match copied {
+    let copied = match image.copy_to_all(&clones) {
         Ok(copied) => copied,
         Err(failure) => {
             return Restored { exit: results.refused(&failure), has_memory_to_come: false };

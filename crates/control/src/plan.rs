@@ -46,6 +46,8 @@ mod validate;
 mod vsock;
 mod zero_copy;
 
+#[cfg(feature = "store")]
+pub use clones::copy_stored_image_to_all;
 pub use clones::{
     CLONES_AT_ONCE, CLONES_MAX, CloneTarget, Clones, CopyResult, copy_image_to_all, copy_to_all,
 };

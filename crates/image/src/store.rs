@@ -58,7 +58,7 @@ pub use error::{ChunkPosition, Error, MissingChunkCause, Result};
 pub use garbage::{ChunkTotals, Garbage, Object};
 pub use images::{IfInUse, ImageReader, is_image, read_index, readers, remove_image};
 pub use lease::ConditionalWrites;
-pub use reader::{StoredImage, VerifiedChunks};
+pub use reader::{StoredImage, UnopenedImage, VerifiedChunks};
 pub use upload::store_image;
 pub use writer::StoreWriter;
 

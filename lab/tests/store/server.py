@@ -26,7 +26,7 @@ class Faulty:
 
     def reset(self, fail, status, slow):
         self.fail, self.status, self.slow = fail, status, slow
-        self.requests, self.failed, self.put_bytes, self.under_way, self.most = 0, 0, 0, 0, 0
+        self.requests, self.indexes, self.failed, self.put_bytes, self.under_way, self.most = 0, 0, 0, 0, 0, 0
 
     def __call__(self, environ, start_response):
         path = environ["PATH_INFO"]
@@ -40,6 +40,7 @@ class Faulty:
             self.under_way += 1
             self.most = max(self.most, self.under_way)
             fails = self.fail and self.requests % self.fail == 0
+            self.indexes += path.endswith(".towline")
             self.failed += bool(fails)
             if environ["REQUEST_METHOD"] == "PUT":
                 self.put_bytes += len(body)
@@ -61,7 +62,7 @@ class Faulty:
             if path == "/lab/reset":
                 asked = dict(urllib.parse.parse_qsl(environ["QUERY_STRING"]))
                 self.reset(*(int(asked.get(key, default)) for key, default in [("fail", 0), ("status", 503), ("slow", 0)]))
-            state = {key: getattr(self, key) for key in ["requests", "failed", "put_bytes", "most"]}
+            state = {key: getattr(self, key) for key in ["requests", "indexes", "failed", "put_bytes", "most"]}
         answer = json.dumps(state).encode()
         start_response("200 OK", [("Content-Length", str(len(answer)))])
         return [answer]

@@ -3,13 +3,19 @@
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
+#[cfg(feature = "store")]
+use std::thread::{self, JoinHandle};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use towline_channel::Cancel;
-use towline_control::plan::Source;
+use towline_control::plan::{self, Clones, CopyResult, Failure};
+#[cfg(feature = "store")]
+use towline_image::store::{self, StoredImage, UnopenedImage};
 use towline_image::{Image, Origin, StoredGuest as _};
 
+#[cfg(feature = "store")]
+use super::materialised::Materialised;
 use super::rejection::Rejection;
 use crate::args::RunArgs;
 use crate::endpoint::Endpoint;
@@ -43,7 +49,39 @@ enum OpenImage {
     },
     /// Not in a file of this host: its guests get their memory from the store.
     #[cfg(feature = "store")]
-    Store { image: Box<towline_image::store::StoredImage>, location: towline_image::Location },
+    Store {
+        /// `None` once it was copied.
+        image: Option<OpeningImage>,
+        origin: Box<Origin>,
+        location: towline_image::Location,
+    },
+}
+
+/// An image in a store that is opened by a thread, while its guests' QEMUs start.
+#[cfg(feature = "store")]
+struct OpeningImage(Option<JoinHandle<store::Result<StoredImage>>>);
+
+#[cfg(feature = "store")]
+impl OpeningImage {
+    fn start(image: UnopenedImage) -> Self {
+        Self(Some(thread::spawn(|| image.open())))
+    }
+
+    fn wait(mut self) -> store::Result<StoredImage> {
+        let thread = self.0.take().expect("only this and drop take it");
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+}
+
+#[cfg(feature = "store")]
+impl Drop for OpeningImage {
+    /// Waits for the thread, so that its lease is removed: it would keep the image's chunks for an hour.
+    fn drop(&mut self) {
+        if let Some(thread) = self.0.take() {
+            // A panic has printed its own message.
+            let _ = thread.join();
+        }
+    }
 }
 
 /// Length and time of the last write of a file.
@@ -108,23 +146,22 @@ impl RunImage {
         cancel: &Cancel,
         reporter: &Reporter,
     ) -> Result<Self, Rejection> {
-        use super::materialised::Materialised;
-        use towline_image::store::{StoredImage, read_index};
-
         let text = location.to_string();
         let stem = text.rsplit(['/', ':']).next().unwrap_or_default().to_owned();
+        let image = UnopenedImage::read(location, Some(cancel.clone()));
+        let image = image.map_err(|error| Rejection::refused(&error))?;
+        let materialised = Materialised::of(image.index(), location, args.cache_dir.as_deref())?;
         // A file that is there already needs nothing else of the store.
-        let index = read_index(location, Some(cancel.clone())).map_err(|error| Rejection::refused(&error))?;
-        if let Some(file) = Materialised::of(&index, location, args.cache_dir.as_deref())?.find(reporter)? {
+        if let Some(file) = materialised.find(reporter)? {
             return Self::of_file(file, stem, OpenedFrom::Store);
         }
-        let image = StoredImage::open(location, Some(cancel.clone()));
-        let image = image.map_err(|error| Rejection::refused(&error))?;
         if args.postcopy {
-            let kind = OpenImage::Store { image: Box::new(image), location: location.clone() };
+            let origin = Box::new(image.index().origin().clone());
+            let image = Some(OpeningImage::start(image));
+            let kind = OpenImage::Store { image, origin, location: location.clone() };
             return Ok(Self { stem, place: OpenedFrom::Store, kind });
         }
-        // It may be another image by now.
+        let image = image.open().map_err(|error| Rejection::refused(&error))?;
         let materialised = Materialised::of(image.index(), location, args.cache_dir.as_deref())?;
         Self::of_file(materialised.make(&image, cancel, reporter)?, stem, OpenedFrom::Store)
     }
@@ -134,7 +171,7 @@ impl RunImage {
         match &self.kind {
             OpenImage::File { image, .. } => image.origin(),
             #[cfg(feature = "store")]
-            OpenImage::Store { image, .. } => image.origin(),
+            OpenImage::Store { origin, .. } => Some(origin),
         }
     }
 
@@ -175,12 +212,15 @@ impl RunImage {
         }
     }
 
-    /// The image as the source of a copy.
-    pub(crate) fn source(&self) -> Source {
-        match &self.kind {
-            OpenImage::File { image, .. } => Source::Image(image.path().to_owned()),
+    /// Copies it to all destinations, once: what was opened, though its name may be another one's by now.
+    pub(crate) fn copy_to_all(&mut self, clones: &Clones<'_>) -> Result<Vec<CopyResult>, Failure> {
+        match &mut self.kind {
+            OpenImage::File { image, .. } => plan::copy_image_to_all(image, clones),
             #[cfg(feature = "store")]
-            OpenImage::Store { location, .. } => Source::Store(location.clone()),
+            OpenImage::Store { image, location, .. } => {
+                let open = || image.take().expect("it is copied once").wait();
+                plan::copy_stored_image_to_all(location, open, clones)
+            }
         }
     }
 

@@ -53,11 +53,12 @@ impl MemoryOrigin {
     }
 }
 
-/// Returns the guests to start, and their memory's origin. They do not collide with each other or with this host.
+/// Returns the guests to start, and their memory's origin: it is not mapped without the QEMU's `version`. They do not collide with each
+/// other or with this host.
 pub(crate) fn guests(
     args: &RunArgs,
     image: &RunImage,
-    version: QemuVersion,
+    version: Option<QemuVersion>,
 ) -> Result<(Vec<GuestStart>, MemoryOrigin), Rejection> {
     let recorded = match image.origin().map(command_line::recorded) {
         Some(recorded) => recorded.map_err(|error| Rejection::refused(&error))?,
@@ -156,13 +157,14 @@ fn use_overlays(args: &RunArgs, image: &RunImage, guests: &mut [GuestStart]) -> 
 fn map_memory(
     args: &RunArgs,
     image: &RunImage,
-    version: QemuVersion,
+    version: Option<QemuVersion>,
     guests: &mut [GuestStart],
 ) -> Result<MemoryOrigin, Rejection> {
     if args.copy {
         return Ok(MemoryOrigin::Copied(None));
     }
-    let Some(image) = image.file().filter(|_| !args.postcopy) else { return Ok(MemoryOrigin::Postcopy) };
+    let mapped = image.file().zip(version).filter(|_| !args.postcopy);
+    let Some((image, version)) = mapped else { return Ok(MemoryOrigin::Postcopy) };
     let mapped: Result<Vec<_>, String> =
         guests.iter().map(|guest| mapped_guest(image, &guest.command_line, version)).collect();
     match mapped {

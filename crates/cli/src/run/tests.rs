@@ -92,7 +92,7 @@ fn each_guest_gets_a_generation_id_and_an_overlay_of_its_own() {
     let own = ["--", "-drive", &drive];
     let overlaid = |options: &[&str]| {
         let line = ["a.img", "--name", "web", "--count", "2", "--overlay"].iter().chain(options).chain(&own);
-        guests(&args(&line.copied().collect::<Vec<_>>()), &image, QemuVersion { major: 10, minor: 0 })
+        guests(&args(&line.copied().collect::<Vec<_>>()), &image, Some(QemuVersion { major: 10, minor: 0 }))
     };
     let (starts, _) = overlaid(&[]).unwrap();
     for start in &starts {
@@ -137,7 +137,7 @@ fn an_image_without_a_command_line_needs_arguments() {
     let directory = tempfile::tempdir().unwrap();
     let image = opened(&image(directory.path()));
     let version = QemuVersion { major: 10, minor: 0 };
-    let error = guests(&args(&["a.img"]), &image, version).unwrap_err();
+    let error = guests(&args(&["a.img"]), &image, Some(version)).unwrap_err();
     assert!(error.exit == Exit::Usage && error.text.contains("after --"), "{error:?}");
 }
 
@@ -152,7 +152,7 @@ fn memory_is_mapped_or_the_reason_is_said() {
     let run = |options: &[&str], version, more: &[&str]| {
         let own = ["--", "-machine", &machine, "-object", backend.as_str()];
         let line = ["a.img"].iter().chain(options).chain(&own).chain(more);
-        guests(&args(&line.copied().collect::<Vec<_>>()), &image, version)
+        guests(&args(&line.copied().collect::<Vec<_>>()), &image, Some(version))
     };
     let (starts, memory) = run(&["--count", "2"], new, &[]).unwrap();
     assert_eq!(memory, MemoryOrigin::Mapped);

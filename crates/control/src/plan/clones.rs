@@ -104,6 +104,22 @@ pub fn copy_image_to_all(image: &Image, clones: &Clones<'_>) -> Result<Vec<CopyR
     Ok(copy_as_planned(image, &planned, clones))
 }
 
+/// As [`copy_to_all`], of the image at `location`, which `open` returns: it was opened while the destinations were started.
+///
+/// # Errors
+/// Nothing was touched: one of the copies is not possible, or the image could not be opened.
+#[cfg(feature = "store")]
+pub fn copy_stored_image_to_all(
+    location: &towline_image::Location,
+    open: impl FnOnce() -> towline_image::store::Result<towline_image::store::StoredImage>,
+    clones: &Clones<'_>,
+) -> Result<Vec<CopyResult>, Failure> {
+    let planned = validate_all(&Source::Store(location.clone()), clones).map_err(Failure::untouched)?;
+    let image = open().map_err(|error| Failure::untouched(endpoint::store_failed(error)))?;
+    let image = endpoint::prepared(image, clones.options, clones.observer);
+    Ok(copy_as_planned(&image, &planned, clones))
+}
+
 /// Copies to all targets at once.
 fn copy_as_planned(
     image: &(dyn StoredGuest + 'static),

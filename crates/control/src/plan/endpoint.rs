@@ -20,6 +20,8 @@ use super::request::CopyRequest;
 
 pub(super) use image::{StoredSource, explain_truncation, notice_missing_manifest};
 pub(super) use qemu::{QemuDestination, QemuSource, query_failed};
+#[cfg(feature = "store")]
+pub(super) use store::{failed as store_failed, prepared};
 pub(super) use stream::listen;
 pub(super) use traits::{DestinationEndpoint, GuestDescription, Rollback, SourceControl, SourceEndpoint};
 

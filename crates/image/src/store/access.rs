@@ -2,6 +2,7 @@
 
 use std::ops::Deref;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt};
@@ -12,7 +13,7 @@ use towline_channel::Cancel;
 use super::clock::Clock;
 use super::lease_state::LeaseGuard;
 use super::objects::{Objects, WriteMode};
-use super::runtime::FILE_THREADS;
+use super::runtime::{FILE_THREADS, Started};
 use super::{Error, Result, Runtime, service};
 use crate::location::{Location, Scheme};
 
@@ -29,6 +30,8 @@ pub(super) struct Store {
     runtime: Runtime,
     guard: LeaseGuard,
     cancel: Option<Cancel>,
+    /// From now on nothing can be cancelled.
+    is_committed: AtomicBool,
 }
 
 impl Deref for Store {
@@ -45,13 +48,14 @@ impl Store {
         let runtime = Runtime::start().map_err(|why| Error::Host { what: "the store's thread", why })?;
         let guard = LeaseGuard::default();
         let objects = Objects::new(service::open(prefix, &guard)?, prefix, Clock::System)?;
-        Ok(Self { objects, runtime, guard, cancel })
+        Ok(Self { objects, runtime, guard, cancel, is_committed: AtomicBool::new(false) })
     }
 
     /// For a simulated participant.
     #[cfg(test)]
     pub(super) fn simulated(objects: Objects, guard: LeaseGuard, actor: super::simulation::Actor) -> Self {
-        Self { objects, runtime: Runtime::Simulated(actor), guard, cancel: None }
+        let runtime = Runtime::Simulated(actor);
+        Self { objects, runtime, guard, cancel: None, is_committed: AtomicBool::new(false) }
     }
 
     /// The objects, for requests in the background.
@@ -77,7 +81,16 @@ impl Store {
         {
             return Err(Error::Cancelled);
         }
-        if self.cancel.as_ref().is_some_and(Cancel::is_cancelled) { Err(Error::Cancelled) } else { Ok(()) }
+        if self.cancel().is_some_and(Cancel::is_cancelled) { Err(Error::Cancelled) } else { Ok(()) }
+    }
+
+    /// Waits that begin from now on cannot be cancelled.
+    pub(super) fn ignore_cancellation(&self) {
+        self.is_committed.store(true, Ordering::Relaxed);
+    }
+
+    fn cancel(&self) -> Option<&Cancel> {
+        self.cancel.as_ref().filter(|_| !self.is_committed.load(Ordering::Relaxed))
     }
 
     /// For a store in a directory: a slot per thread, for requests that would be queued for them and could
@@ -98,7 +111,12 @@ impl Store {
         &self,
         work: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Result<T> {
-        self.runtime.wait(self.cancel.as_ref(), work)?
+        self.runtime.wait(self.cancel(), work)?
+    }
+
+    /// Waits for the result of work that was started, or for cancellation.
+    pub(super) fn finish<T: Send + 'static>(&self, started: Started<Result<T>>) -> Result<T> {
+        self.runtime.finish(self.cancel(), started)?
     }
 
     /// As [`Self::wait`], ignoring cancellation: for requests at the very end of an operation.

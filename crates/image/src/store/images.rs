@@ -30,7 +30,7 @@ use crate::manifest::Digest;
 /// Directory of copies of indexes that were replaced or removed while they were read.
 pub(super) const RETIRED: &str = "retired";
 /// Maximum number of attempts to replace or read an index that other processes replace.
-const ATTEMPTS_MAX: usize = 8;
+pub(super) const ATTEMPTS_MAX: usize = 8;
 
 /// Action if an image to be removed has readers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -217,10 +217,20 @@ fn put_index(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: 
 /// An index, and the lease that protects its chunks.
 #[derive(Debug)]
 pub(super) struct LeasedIndex {
-    /// Object of the index.
-    pub(super) bytes: Bytes,
+    /// The index.
+    pub(super) index: Index,
+    /// Length of its object.
+    pub(super) bytes: u64,
     /// The lease, or the error of a store that is read-only for this process.
     pub(super) lease: Result<Lease, String>,
+}
+
+/// An index that was read, whose chunks nothing protects: they may be removed at any time.
+#[derive(Debug)]
+pub(super) struct UnleasedIndex {
+    pub(super) index: Index,
+    bytes: Bytes,
+    meta: ObjectMeta,
 }
 
 /// Reads the index of an image by one request. Its chunks are not protected: they may be removed at any time.
@@ -229,38 +239,46 @@ pub(super) struct LeasedIndex {
 /// [`Error::NoImage`]; the index is damaged; the store is unreachable or refuses access.
 pub fn read_index(location: &Location, cancel: Option<Cancel>) -> Result<Index> {
     let store = Store::open(&location.parent(), cancel)?;
-    let (image, key) = (location.to_string(), key(location)?);
-    let Some(bytes) = store.get(&key, INDEX_BYTES_MAX)? else {
-        return Err(Error::NoImage { image, object: store.object_name(&key) });
-    };
-    Index::parse(&bytes).map_err(|why| Error::Index { image, why })
+    Ok(UnleasedIndex::read(&store, &location.to_string(), &key(location)?)?.index)
 }
 
-/// Reads an index and protects its chunks by a lease.
-///
-/// # Errors
-/// [`Error::NoImage`], or the store is unreachable or refuses access.
-pub(super) fn read_leased(store: &Arc<Store>, image: &str, key: &str) -> Result<LeasedIndex> {
-    for _ in 0..ATTEMPTS_MAX {
+impl UnleasedIndex {
+    /// Reads the index with this key by one request.
+    ///
+    /// # Errors
+    /// [`Error::NoImage`]; it is damaged; the store is unreachable or refuses access.
+    pub(super) fn read(store: &Store, image: &str, key: &str) -> Result<Self> {
         let found = store.wait(store.get_with_meta_future(key, INDEX_BYTES_MAX))?;
         let none = || Error::NoImage { image: image.into(), object: store.object_name(key) };
         let (bytes, meta) = found.ok_or_else(none)?;
+        let index = Index::parse(&bytes).map_err(|why| Error::Index { image: image.into(), why })?;
+        Ok(Self { index, bytes, meta })
+    }
+
+    /// Protects its chunks by a lease.
+    ///
+    /// # Errors
+    /// [`Error::Changed`]: the image was replaced or removed meanwhile. Or the store is unreachable or refuses access.
+    pub(super) fn leased(self, store: &Arc<Store>, key: &str) -> Result<LeasedIndex> {
         if !store.location().scheme().is_writable() {
-            return Ok(LeasedIndex { bytes, lease: Err("http:// and https:// are read-only".into()) });
+            return Ok(self.with(Err("http:// and https:// are read-only".into())));
         }
-        let lease = match Lease::reader(store, key, Digest::of(&bytes)) {
+        let lease = match Lease::reader(store, key, Digest::of(&self.bytes)) {
             Ok(lease) => lease,
-            Err(error) if error.is_read_only() => {
-                return Ok(LeasedIndex { bytes, lease: Err(error.to_string()) });
-            }
+            Err(error) if error.is_read_only() => return Ok(self.with(Err(error.to_string()))),
             Err(error) => return Err(error),
         };
         // A process that replaced or removed the index before the lease existed did not see the lease.
-        if store.has_fault(StoreBug::ReaderUnconfirmed) || is_current(store, key, &meta, &bytes)? {
-            return Ok(LeasedIndex { bytes, lease: Ok(lease) });
+        if store.has_fault(StoreBug::ReaderUnconfirmed) || is_current(store, key, &self.meta, &self.bytes)? {
+            Ok(self.with(Ok(lease)))
+        } else {
+            Err(Error::Changed { object: store.object_name(key) })
         }
     }
-    Err(Error::Changed { object: store.object_name(key) })
+
+    fn with(self, lease: Result<Lease, String>) -> LeasedIndex {
+        LeasedIndex { index: self.index, bytes: self.bytes.len() as u64, lease }
+    }
 }
 
 /// Returns true if the object is still the one that was read.

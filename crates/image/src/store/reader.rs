@@ -26,8 +26,9 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::access::Store;
 use super::cache::{Acquired, Cache, FetchLimits};
-use super::images::{self, LeasedIndex};
+use super::images::{self, LeasedIndex, UnleasedIndex};
 use super::lease::Lease;
+use super::runtime::Started;
 use super::spool::ChunkNumber;
 use super::upload::{first_error, threads};
 use super::{
@@ -64,6 +65,56 @@ pub struct StoredImage {
     retains_until_release: bool,
 }
 
+/// An image whose index was read, and nothing else: what is not in it may be removed at any time.
+#[derive(Debug)]
+pub struct UnopenedImage {
+    store: Arc<Store>,
+    image: String,
+    key: String,
+    unleased: UnleasedIndex,
+}
+
+impl UnopenedImage {
+    /// Reads the index by one request. `cancel` ends every wait for the store.
+    ///
+    /// # Errors
+    /// The image does not exist, its index is damaged, or the store is unreachable or refuses access.
+    pub fn read(location: &Location, cancel: Option<Cancel>) -> Result<Self> {
+        let store = Arc::new(Store::open(&location.parent(), cancel)?);
+        Self::read_in(store, location.to_string(), images::key(location)?)
+    }
+
+    fn read_in(store: Arc<Store>, image: String, key: String) -> Result<Self> {
+        let unleased = UnleasedIndex::read(&store, &image, &key)?;
+        Ok(Self { store, image, key, unleased })
+    }
+
+    /// The index.
+    pub fn index(&self) -> &Index {
+        &self.unleased.index
+    }
+
+    /// Protects the chunks by a lease and fetches the device state, at the same time.
+    ///
+    /// # Errors
+    /// [`Error::Changed`]: the image was replaced or removed meanwhile. Or it is damaged, or the store is unreachable or refuses access.
+    pub fn open(self) -> Result<StoredImage> {
+        let Self { store, image, key, unleased } = self;
+        let requested = request_device_state(&store, &unleased.index);
+        let leased = unleased.leased(&store, &key)?;
+        let opened = OpenedImage { store, image, key };
+        let device_state = device_state(&opened, &leased, requested)?;
+        StoredImage::new(opened, leased, device_state)
+    }
+}
+
+/// Place of an image.
+struct OpenedImage {
+    store: Arc<Store>,
+    image: String,
+    key: String,
+}
+
 /// Chunks of a prefix that were fetched and compared with their names and lengths.
 #[derive(Debug, Default)]
 pub struct VerifiedChunks(Mutex<HashSet<([u8; 32], u64)>>);
@@ -85,14 +136,23 @@ impl StoredImage {
     /// The image does not exist or is damaged, or the store is unreachable or refuses access.
     pub fn open(location: &Location, cancel: Option<Cancel>) -> Result<Self> {
         let store = Arc::new(Store::open(&location.parent(), cancel)?);
-        Self::open_in(store, location.to_string(), &images::key(location)?)
+        Self::open_in(&store, &location.to_string(), &images::key(location)?)
     }
 
     /// As [`Self::open`], in an open store.
-    pub(super) fn open_in(store: Arc<Store>, image: String, key: &str) -> Result<Self> {
-        let LeasedIndex { bytes, lease } = images::read_leased(&store, &image, key)?;
-        let index = Index::parse(&bytes).map_err(|why| Error::Index { image: image.clone(), why })?;
-        let device_state = device_state(&store, &image, &index, &lease)?;
+    pub(super) fn open_in(store: &Arc<Store>, image: &str, key: &str) -> Result<Self> {
+        for _ in 0..images::ATTEMPTS_MAX {
+            match UnopenedImage::read_in(Arc::clone(store), image.into(), key.into())?.open() {
+                Err(Error::Changed { .. }) => {}
+                opened => return opened,
+            }
+        }
+        Err(Error::Changed { object: store.object_name(key) })
+    }
+
+    fn new(opened: OpenedImage, leased: LeasedIndex, device_state: DeviceState) -> Result<Self> {
+        let OpenedImage { store, image, key } = opened;
+        let LeasedIndex { index, bytes: index_bytes, lease } = leased;
         let blocks = index.blocks();
         let (mut first_chunks, mut next) = (Vec::with_capacity(blocks.len()), 0);
         let mut memory = Vec::with_capacity(blocks.len());
@@ -107,11 +167,11 @@ impl StoredImage {
                         .map_err(|why| Error::Host { what: "address space for the guest's memory", why })?,
                 ),
                 Err(_) => {
-                    return Err(Error::TooLong { object: store.object_name(key), limit: usize::MAX as u64 });
+                    return Err(Error::TooLong { object: store.object_name(&key), limit: usize::MAX as u64 });
                 }
             });
         }
-        let (configuration, index_bytes) = (index.configuration(), bytes.len() as u64);
+        let configuration = index.configuration();
         let cache = Arc::default();
         Ok(Self {
             image,
@@ -129,10 +189,12 @@ impl StoredImage {
         })
     }
 
-    /// Keeps prepared memory until [`Guest::release`], whichever thread prepared it.
+    /// For postcopy: keeps prepared memory until [`Guest::release`], whichever thread prepared it, and no wait for it can be cancelled,
+    /// since the guest that runs needs it.
     #[must_use]
     pub fn retained_until_release(mut self) -> Self {
         self.retains_until_release = true;
+        self.store.ignore_cancellation();
         self
     }
 
@@ -446,39 +508,73 @@ fn absence(lease: &Result<Lease, String>) -> MissingChunkCause {
     }
 }
 
-/// Fetches the device state.
+/// Requests for chunks, one after the other; `None` for a chunk of zeros or one that does not exist.
+type ChunkRequests = Started<Result<Vec<Option<Bytes>>>>;
+
+/// Requests the chunks of the device state, the n-th from the n-th of up to [`REQUESTS_MAX`] sequences.
+fn request_device_state(store: &Store, index: &Index) -> Vec<ChunkRequests> {
+    let (length, _) = index.device_state();
+    let names = index.device_state_names();
+    let count = names.len().min(REQUESTS_MAX);
+    let mut sequences: Vec<_> = (0..count).map(|_| Vec::new()).collect();
+    for (number, name) in names.iter().enumerate() {
+        let left = index.chunk_bytes().min(length - number as u64 * index.chunk_bytes());
+        sequences[number % count].push(match name {
+            ChunkHash::Zero => None,
+            ChunkHash::Data(name) => Some(store.get_future(&chunk::key(name), chunk::object_bytes_max(left))),
+        });
+    }
+    let fetches = sequences.into_iter().map(|requests| {
+        store.runtime().begin(async move {
+            let mut objects = Vec::with_capacity(requests.len());
+            for request in requests {
+                objects.push(match request {
+                    Some(request) => request.await?,
+                    None => None,
+                });
+            }
+            Ok::<_, Error>(objects)
+        })
+    });
+    fetches.collect()
+}
+
+/// Waits for the device state, and checks it.
 fn device_state(
-    store: &Store,
-    image: &str,
-    index: &Index,
-    lease: &Result<Lease, String>,
+    opened: &OpenedImage,
+    leased: &LeasedIndex,
+    requested: Vec<ChunkRequests>,
 ) -> Result<DeviceState> {
+    let (store, image, index) = (&opened.store, &opened.image, &leased.index);
     let (length, hash) = index.device_state();
+    let sequences = requested.into_iter().map(|requests| Ok(store.finish(requests)?.into_iter()));
+    let mut sequences = sequences.collect::<Result<Vec<_>>>()?;
+    let count = sequences.len();
     let mut bytes = Vec::with_capacity(length as usize);
-    for name in index.device_state_names() {
+    for (number, name) in index.device_state_names().iter().enumerate() {
+        let object = sequences[number % count].next().flatten();
         let left = index.chunk_bytes().min(length - bytes.len() as u64);
         let ChunkHash::Data(name) = name else {
             bytes.resize(bytes.len() + left as usize, 0);
             continue;
         };
         let position = || ChunkPosition { block: None, offset: bytes.len() as u64 };
-        let key = chunk::key(name);
-        let object = store.get(&key, chunk::object_bytes_max(left))?;
+        let chunk = || store.object_name(&chunk::key(name));
         let object = object.ok_or_else(|| Error::Missing {
-            image: image.into(),
+            image: image.clone(),
             position: position(),
-            chunk: store.object_name(&key),
-            absence: absence(lease),
+            chunk: chunk(),
+            absence: absence(&leased.lease),
         })?;
         let part = chunk::decompress(&object, name, left).map_err(|why| Error::Damaged {
-            image: image.into(),
+            image: image.clone(),
             position: position(),
-            chunk: store.object_name(&key),
+            chunk: chunk(),
             why,
         })?;
         bytes.extend_from_slice(&part);
     }
-    let wrong = |why: String| Error::DeviceState { image: image.into(), why };
+    let wrong = |why: String| Error::DeviceState { image: image.clone(), why };
     let found = crate::manifest::Digest::of(&bytes);
     if found != hash {
         return Err(wrong(format!("its BLAKE3 is {found}, the index says {hash}")));

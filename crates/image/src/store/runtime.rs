@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
 use towline_channel::Cancel;
 
 use super::Error;
@@ -64,6 +65,36 @@ impl Runtime {
         }
     }
 
+    /// Starts `work`, whose result [`Self::finish`] waits for.
+    pub(super) fn begin<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Started<T> {
+        match self {
+            Self::Thread(worker) => worker.begin(work),
+            #[cfg(test)]
+            Self::Simulated(_) => Started::Simulated(Box::pin(work)),
+        }
+    }
+
+    /// Waits for the result of work.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`]; the work is dropped.
+    pub(super) fn finish<T: Send + 'static>(
+        &self,
+        cancel: Option<&Cancel>,
+        started: Started<T>,
+    ) -> Result<T, Error> {
+        match (self, started) {
+            (_, Started::Task(task)) => task.finish(cancel),
+            #[cfg(test)]
+            (Self::Simulated(actor), Started::Simulated(work)) => actor.wait(work),
+            #[cfg(test)]
+            (Self::Thread(_), Started::Simulated(_)) => unreachable!("started by a simulated runtime"),
+        }
+    }
+
     /// Runs `work` and waits for its result.
     ///
     /// # Errors
@@ -73,11 +104,7 @@ impl Runtime {
         cancel: Option<&Cancel>,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<T, Error> {
-        match self {
-            Self::Thread(worker) => worker.wait(cancel, work),
-            #[cfg(test)]
-            Self::Simulated(actor) => actor.wait(Box::pin(work)),
-        }
+        self.finish(cancel, self.begin(work))
     }
 
     /// Waits until `changed` is notified, or for a short time.
@@ -103,27 +130,49 @@ impl Runtime {
 }
 
 impl RuntimeThread {
-    fn wait<T: Send + 'static>(
-        &self,
-        cancel: Option<&Cancel>,
-        work: impl Future<Output = T> + Send + 'static,
-    ) -> Result<T, Error> {
-        let (sender, receiver) = mpsc::sync_channel(1);
+    fn begin<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> Started<T> {
+        let (sender, result) = mpsc::sync_channel(1);
         let task = self.handle.spawn(async move {
             // The receiver is gone if the wait was cancelled.
             let _ = sender.send(work.await);
         });
+        Started::Task(Task { result, abort: task.abort_handle() })
+    }
+}
+
+/// Work that was started. It ends without a result if this is dropped.
+pub(super) enum Started<T> {
+    /// In the runtime's thread.
+    Task(Task<T>),
+    /// Not begun: a simulated participant does one thing at a time.
+    #[cfg(test)]
+    Simulated(std::pin::Pin<Box<dyn Future<Output = T> + Send>>),
+}
+
+/// A task of the runtime's thread.
+pub(super) struct Task<T> {
+    result: mpsc::Receiver<T>,
+    abort: AbortHandle,
+}
+
+impl<T> Task<T> {
+    fn finish(self, cancel: Option<&Cancel>) -> Result<T, Error> {
         loop {
-            match receiver.recv_timeout(CANCEL_CHECK_INTERVAL) {
+            match self.result.recv_timeout(CANCEL_CHECK_INTERVAL) {
                 Ok(value) => return Ok(value),
                 Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Error::Cancelled),
                 Err(mpsc::RecvTimeoutError::Timeout) if cancel.is_some_and(Cancel::is_cancelled) => {
-                    task.abort();
                     return Err(Error::Cancelled);
                 }
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
             }
         }
+    }
+}
+
+impl<T> Drop for Task<T> {
+    fn drop(&mut self) {
+        self.abort.abort();
     }
 }
 

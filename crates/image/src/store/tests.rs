@@ -13,7 +13,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::{
     CACHE_BYTES, CHUNK_BYTES, Catalog, Error, Garbage, IfInUse, Location, StoreWriter, StoredImage,
-    VerifiedChunks, readers, remove_image,
+    UnopenedImage, VerifiedChunks, readers, remove_image,
 };
 use crate::index::{INDEX_BYTES_MAX, Index, IndexContents};
 use crate::{Existing, Origin, StoredGuest as _};
@@ -287,6 +287,25 @@ fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
     Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
     assert!(objects(directory.path()).is_empty());
     assert!(matches!(remove_image(&location, IfInUse::KeepChunks, None), Err(Error::NoImage { .. })));
+}
+
+#[test]
+fn an_image_that_is_replaced_after_its_index_was_read_is_not_opened() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(12);
+    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    let (unopened, same) =
+        (UnopenedImage::read(&location, None).unwrap(), UnopenedImage::read(&location, None).unwrap());
+    assert_eq!(same.open().unwrap().index(), unopened.index());
+    std::fs::remove_file(directory.path().join("vm/a.towline")).unwrap();
+    let memory = filled(&[PAGE], &mut random);
+    store(&location, &memory, &mut random);
+    assert!(matches!(unopened.open(), Err(Error::Changed { .. })));
+    // Its lease is gone, and the image that has the name now can be read.
+    assert_eq!(readers(&location, None).unwrap(), []);
+    let image = StoredImage::open(&location, None).unwrap();
+    read(&image, PageRef { block: BlockIndex(0), offset: 0 }, PAGE_SIZE, &memory[0]);
 }
 
 #[test]

@@ -26,13 +26,22 @@ pub(in super::super) fn open(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<StoredImage, Error> {
-    let image = match options.postcopy() {
-        None => StoredImage::open(location, Some(cancel.clone())).map_err(failed)?,
-        // Once its guest runs it cannot be cancelled: the guest needs its memory.
-        Some(_) => StoredImage::open(location, None).map_err(failed)?.retained_until_release(),
-    };
+    let image = StoredImage::open(location, Some(cancel.clone())).map_err(failed)?;
+    Ok(prepared(image, options, observer))
+}
+
+/// An image that was opened, for a copy with these options.
+pub(in super::super) fn prepared(
+    image: StoredImage,
+    options: &CopyRequest,
+    observer: &dyn Observer,
+) -> StoredImage {
     image.notice().iter().for_each(|text| observer.notice(text));
-    Ok(image)
+    match options.postcopy() {
+        None => image,
+        // Once its guest runs it cannot be cancelled: the guest needs its memory.
+        Some(_) => image.retained_until_release(),
+    }
 }
 
 /// An image to be written to a store.
@@ -113,7 +122,7 @@ fn existing(context: &Context<'_>) -> Existing {
     if context.options.overwrite { Existing::Replace } else { Existing::Refuse }
 }
 
-fn failed(error: store::Error) -> Error {
+pub(in super::super) fn failed(error: store::Error) -> Error {
     match error {
         store::Error::Cancelled => Error::Cancelled,
         error => Error::Image(error.into()),

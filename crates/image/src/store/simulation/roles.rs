@@ -191,7 +191,7 @@ fn upload(actor: &Actor, key: &str, pages: &[u8], existing: Existing, pause: f64
 
 /// Reads an image block by block.
 fn read(actor: &Actor, key: &str, pause: f64) -> Result<(), Error> {
-    let image = StoredImage::open_in(actor.world.store(actor), key.into(), key)?;
+    let image = StoredImage::open_in(&actor.world.store(actor), key, key)?;
     for (number, block) in image.blocks().iter().enumerate() {
         idle(actor, pause);
         let at = PageRef { block: BlockIndex(number as u32), offset: 0 };
