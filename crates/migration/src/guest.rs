@@ -59,6 +59,11 @@ pub trait Guest: Sync {
     /// The state of the pages from `page` on, without touching them: at least one page, all alike.
     fn extent(&self, page: PageRef) -> Extent;
 
+    /// Begins what [`Self::prepare`] does, without waiting for it. In postcopy that call follows, for the same bytes.
+    fn request(&self, page: PageRef, length: u64) {
+        let _ = (page, length);
+    }
+
     /// Announces that `length` bytes from `page` on are about to be sent: a guest that has to fetch or verify them
     /// does it now. In precopy a unit: 2 MiB, or less at the block's end (a live guest's later passes: the dirty part
     /// of one). In postcopy whole [`Self::unit_bytes`], several of them within 2 MiB, by several threads at once;

@@ -4,14 +4,15 @@
 
 use std::collections::HashSet;
 use std::net::Shutdown;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, pair};
 use towline_migration::postcopy::{Background, Options, PostcopyChannels, Running};
-use towline_migration::{Extent, ExtentKind, Guest, Postcopy, Result, Session, Statistics};
+use towline_migration::{Error, Extent, ExtentKind, Guest, Postcopy, Result, Session, Statistics};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::postcopy::put_bitmap;
 use towline_protocol::return_path::ReturnPathMessage;
@@ -22,6 +23,8 @@ const HUGE: u64 = 2 << 20;
 /// Bytes that a guest prepares for a fault by default, and the maximum at once.
 const UNIT: u64 = 64 << 10;
 const RUN: u64 = 2 << 20;
+/// Units around a fault that are prepared at the same time.
+const PREFETCHERS: u64 = 8;
 /// Bytes on the way between the two ends: little, so that a cut leaves work undone.
 const PIPE_BYTES: usize = 64 << 10;
 const WITHIN: Duration = Duration::from_secs(60);
@@ -47,6 +50,47 @@ struct Stored {
     memory: Vec<Vec<u8>>,
     prepared: Mutex<HashSet<(u32, u64)>>,
     unprepared: AtomicBool,
+    outage: Outage,
+}
+
+/// Units of the first block that cannot be had for a time: to prepare one waits until `over`, and fails if it began before.
+#[derive(Default)]
+struct Outage {
+    units: Range<u64>,
+    /// Units that wait.
+    waiting: Mutex<HashSet<u64>>,
+    over: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Outage {
+    fn wait(&self, page: PageRef) -> Result<()> {
+        let unit = page.offset / UNIT;
+        let mut over = self.over.lock().unwrap();
+        if *over || page.block.0 > 0 || !self.units.contains(&unit) {
+            return Ok(());
+        }
+        self.waiting.lock().unwrap().insert(unit);
+        self.changed.notify_all();
+        while !*over {
+            over = self.changed.wait(over).unwrap();
+        }
+        Err(Error::guest(std::io::Error::other("an outage")))
+    }
+
+    /// Waits until every unit is waited for.
+    fn wait_complete(&self) {
+        let (mut over, deadline) = (self.over.lock().unwrap(), Instant::now() + WITHIN);
+        while self.waiting.lock().unwrap().len() as u64 != self.units.end - self.units.start {
+            assert!(Instant::now() < deadline, "only {:?} are waited for", self.waiting.lock().unwrap());
+            over = self.changed.wait_timeout(over, WITHIN).unwrap().0;
+        }
+    }
+
+    fn end(&self) {
+        *self.over.lock().unwrap() = true;
+        self.changed.notify_all();
+    }
 }
 
 impl Stored {
@@ -65,6 +109,7 @@ impl Stored {
             memory: SHAPE.iter().enumerate().map(memory).collect(),
             prepared: Mutex::default(),
             unprepared: AtomicBool::new(false),
+            outage: Outage::default(),
         }
     }
 }
@@ -90,6 +135,7 @@ impl Guest for Stored {
             page.offset.is_multiple_of(UNIT) && is_whole && page.offset / RUN == (end - 1) / RUN,
             "{page:?} {length}: whole units are prepared, within a run"
         );
+        self.outage.wait(page)?;
         thread::sleep(Duration::from_micros(200));
         for unit in page.offset / UNIT..end.div_ceil(UNIT) {
             assert!(self.prepared.lock().unwrap().insert((page.block.0, unit)), "{page:?} {length} twice");
@@ -158,6 +204,27 @@ impl Stream<'_> {
         message.encode(&mut bytes);
         bytes.extend_from_slice(behind);
         self.channel.send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty())
+    }
+
+    /// Requests a page. Returns false if the connection is lost.
+    fn request(&self, block: usize, page: u64) -> bool {
+        let (name, _, size) = SHAPE[block];
+        let start = page * PAGE as u64 / size * size;
+        let block = Some(name.into());
+        self.say(&ReturnPathMessage::RequestPages { start, length: size as u32, block }, &[]).is_ok()
+    }
+
+    /// Waits for a page. Returns false if it does not come.
+    fn wait_received(&self, block: usize, page: u64, is_over: &AtomicBool) -> bool {
+        let mut received = self.of.received.lock().unwrap();
+        while !received.contains(&(block, page)) {
+            let (guard, waited) = self.of.changed.wait_timeout(received, WITHIN).unwrap();
+            received = guard;
+            if waited.timed_out() || is_over.load(Ordering::Acquire) {
+                return false;
+            }
+        }
+        true
     }
 
     /// The main channel, to its end.
@@ -302,26 +369,11 @@ fn ask(destination: &Destination, channel: &Arc<dyn Channel>, is_over: &AtomicBo
         .collect();
     random.shuffle(&mut pages);
     for (block, page) in pages.into_iter().take(400) {
-        let (name, _, size) = SHAPE[block];
-        let start = page * PAGE as u64 / size * size;
-        let mut received = destination.received.lock().unwrap();
-        if received.contains(&(block, page)) {
+        let is_received = destination.received.lock().unwrap().contains(&(block, page));
+        if is_received || stream.request(block, page) && stream.wait_received(block, page, is_over) {
             continue;
         }
-        drop(received);
-        let request =
-            ReturnPathMessage::RequestPages { start, length: size as u32, block: Some(name.into()) };
-        if stream.say(&request, &[]).is_err() {
-            return;
-        }
-        received = destination.received.lock().unwrap();
-        while !received.contains(&(block, page)) {
-            let (guard, waited) = destination.changed.wait_timeout(received, WITHIN).unwrap();
-            received = guard;
-            if waited.timed_out() || is_over.load(Ordering::Acquire) {
-                return;
-            }
-        }
+        return;
     }
 }
 
@@ -329,10 +381,9 @@ fn ask(destination: &Destination, channel: &Arc<dyn Channel>, is_over: &AtomicBo
 fn connection<'p>(
     postcopy: &'p Postcopy<'p>,
     destination: &Destination,
-    is_new: bool,
-    preempt: bool,
+    [is_new, preempt]: [bool; 2],
     cut: Option<Duration>,
-    seed: u64,
+    ask: impl FnOnce(&Arc<dyn Channel>, &AtomicBool) + Send,
 ) -> bool {
     let (near, far) = pipe();
     let (near_urgent, far_urgent) = pipe();
@@ -358,7 +409,7 @@ fn connection<'p>(
         };
         let asker = scope.spawn({
             let channel = Arc::clone(&far);
-            move || ask(destination, &channel, is_over, seed)
+            move || ask(&channel, is_over)
         });
         let cutter = cut.map(|cut| {
             let ends = ends.clone();
@@ -385,20 +436,26 @@ fn connection<'p>(
     })
 }
 
-fn options(working_set: Vec<(PageRef, u64)>) -> Options {
-    Options { max_bandwidth: None, answer_timeout: WITHIN, working_set, background: Background::AtOnce }
+fn options(working_set: Vec<(PageRef, u64)>, background: Background) -> Options {
+    Options { max_bandwidth: None, answer_timeout: WITHIN, working_set, background }
 }
 
-fn restore(preempt: bool, cuts: usize, working_set: Vec<(PageRef, u64)>, seed: u64) {
-    let (guest, destination) = (Stored::new(), Destination::default());
+fn new_postcopy(guest: &Stored, options: Options) -> Postcopy<'_> {
     let page_bytes: Vec<u64> = SHAPE.iter().map(|(_, _, bytes)| *bytes).collect();
-    let postcopy = Postcopy::new(&guest, &page_bytes, options(working_set), Arc::new(Statistics::default()));
+    Postcopy::new(guest, &page_bytes, options, Arc::new(Statistics::default()))
+}
+
+fn restore(preempt: bool, cuts: usize, options: Options, seed: u64) {
+    let (guest, destination) = (Stored::new(), Destination::default());
+    let postcopy = new_postcopy(&guest, options);
     let mut random = fastrand::Rng::with_seed(seed);
     let mut connections = 0;
     loop {
         let cut = (connections < cuts).then(|| Duration::from_micros(random.u64(0..8000)));
         let is_new = !destination.runs.load(Ordering::Acquire);
-        let is_done = connection(&postcopy, &destination, is_new, preempt, cut, random.u64(..));
+        let seed = random.u64(..);
+        let ask = |channel: &_, is_over: &_| ask(&destination, channel, is_over, seed);
+        let is_done = connection(&postcopy, &destination, [is_new, preempt], cut, ask);
         connections += 1;
         if is_done {
             break;
@@ -408,35 +465,68 @@ fn restore(preempt: bool, cuts: usize, working_set: Vec<(PageRef, u64)>, seed: u
             return;
         }
     }
+    assert_complete(&postcopy, &guest, &destination, seed);
+    if cuts == 0 {
+        assert_eq!(*guest.prepared.lock().unwrap(), HashSet::new(), "all prepared units are released");
+    }
+}
+
+/// The destination has every page once, with its content.
+fn assert_complete(postcopy: &Postcopy<'_>, guest: &Stored, destination: &Destination, seed: u64) {
     assert!(destination.done.load(Ordering::Acquire));
     assert_eq!(*destination.wrong.lock().unwrap(), Vec::<String>::new(), "seed {seed}");
     let all: u64 = SHAPE.iter().map(|(_, pages, _)| pages).sum();
     assert_eq!(destination.received.lock().unwrap().len() as u64, all, "seed {seed}");
     assert!(!guest.unprepared.load(Ordering::Relaxed), "a page was read that was not prepared");
     assert_eq!(postcopy.remaining(), 0);
-    if cuts == 0 {
-        assert_eq!(*guest.prepared.lock().unwrap(), HashSet::new(), "all prepared units are released");
-    }
 }
 
 #[test]
 fn every_page_comes_once_with_its_content() {
-    for (seed, preempt) in [(1, false), (2, true)] {
-        restore(preempt, 0, Vec::new(), seed);
+    for (seed, preempt, background) in [
+        (1, false, Background::AtOnce),
+        (2, true, Background::AtOnce),
+        (3, false, Background::AfterFaults),
+        (4, true, Background::AfterFaults),
+    ] {
+        restore(preempt, 0, options(Vec::new(), background), seed);
     }
+}
+
+/// All threads that prepare units around faults wait, and then fail.
+#[test]
+fn memory_around_a_fault_neither_delays_other_faults_nor_ends_the_guest() {
+    let outage = Outage { units: 1..1 + PREFETCHERS, ..Outage::default() };
+    let (guest, destination) = (Stored { outage, ..Stored::new() }, Destination::default());
+    let postcopy = new_postcopy(&guest, options(Vec::new(), Background::AfterFaults));
+    let pages = UNIT / PAGE as u64;
+    let ask = |channel: &Arc<dyn Channel>, is_over: &AtomicBool| {
+        let stream = Stream { channel: Arc::clone(channel), of: &destination, last: None };
+        let fault = |page| stream.request(0, page) && stream.wait_received(0, page, is_over);
+        assert!(fault(0));
+        guest.outage.wait_complete();
+        assert!(fault(40 * pages), "a fault elsewhere");
+        assert!(stream.request(0, 2 * pages + 3));
+        assert!(fault(80 * pages), "another one, beside one that waits");
+        guest.outage.end();
+        assert!(stream.wait_received(0, 2 * pages + 3, is_over), "it is fetched for the fault");
+    };
+    assert!(connection(&postcopy, &destination, [true, false], None, ask));
+    assert_complete(&postcopy, &guest, &destination, 0);
 }
 
 #[test]
 fn a_working_set_goes_ahead_and_is_not_sent_again() {
     let page = |block, page: u64| PageRef { block: BlockIndex(block), offset: page * PAGE as u64 };
     let set = vec![(page(0, 0), 8 * PAGE as u64), (page(0, 700), PAGE as u64), (page(1, 600), PAGE as u64)];
-    restore(true, 0, set, 3);
+    restore(true, 0, options(set, Background::AtOnce), 3);
 }
 
 #[test]
 fn a_postcopy_cut_at_any_moment_resumes() {
     let seeds = std::env::var("TOWLINE_SEEDS").map_or(12, |text| text.parse().unwrap());
     for seed in 0..seeds {
-        restore(seed % 2 == 0, 3, Vec::new(), seed);
+        let background = if seed % 4 < 2 { Background::AtOnce } else { Background::AfterFaults };
+        restore(seed % 2 == 0, 3, options(Vec::new(), background), seed);
     }
 }

@@ -12,6 +12,7 @@
 //! of memory, some more with many lanes (2 MiB each), and [`PREFETCH_BYTES`] in flight.
 
 use std::collections::HashSet;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -314,7 +315,7 @@ impl StoredImage {
 
     /// Requests a chunk unless it is present or in flight, or a limit is reached. Returns true if it was
     /// requested.
-    fn request(&self, block: BlockIndex, index: usize, limits: FetchLimits) -> bool {
+    fn request_chunk(&self, block: BlockIndex, index: usize, limits: FetchLimits) -> bool {
         let (name, length, position) = self.chunk(block, index);
         let number = self.number(block, index);
         let Some(name) = name.filter(|_| self.cache.claim(number, limits)) else { return false };
@@ -339,7 +340,7 @@ impl StoredImage {
                     return;
                 }
             }
-            self.request(block, index, FetchLimits { chunks: limit, requests: REQUESTS_MAX });
+            self.request_chunk(block, index, FetchLimits { chunks: limit, requests: REQUESTS_MAX });
             index += 1;
         }
     }
@@ -351,7 +352,7 @@ impl StoredImage {
         let number = self.number(block, index);
         let check_cancelled = || self.store.check_cancelled();
         let object = loop {
-            self.request(block, index, UNLIMITED);
+            self.request_chunk(block, index, UNLIMITED);
             let acquired = self.cache.acquire(thread, number, self.store.runtime(), &check_cancelled);
             // The lease may have been lost since the request was sent.
             let is_missing = matches!(acquired, Err(Error::Missing { .. }));
@@ -392,16 +393,21 @@ impl StoredImage {
         if !self.retains_until_release {
             self.cache.release_thread(thread::current().id(), limit, |number| self.evict(number));
         }
-        let first = (page.offset / chunk_bytes) as usize;
-        let end = (page.offset + length).div_ceil(chunk_bytes) as usize;
-        for index in first..end {
-            self.request(page.block, index, UNLIMITED);
+        let mut chunks = self.chunks_of(page, length);
+        for index in chunks.clone() {
+            self.request_chunk(page.block, index, UNLIMITED);
         }
         // With explicit release the caller has prefetching threads of its own.
         if !self.retains_until_release {
-            self.prefetch(page.block, end);
+            self.prefetch(page.block, chunks.end);
         }
-        (first..end).try_for_each(|index| self.fetch(page.block, index))
+        chunks.try_for_each(|index| self.fetch(page.block, index))
+    }
+
+    /// Chunks that these bytes are in.
+    fn chunks_of(&self, page: PageRef, length: u64) -> Range<usize> {
+        let chunk_bytes = self.index.chunk_bytes();
+        (page.offset / chunk_bytes) as usize..(page.offset + length).div_ceil(chunk_bytes) as usize
     }
 
     /// Deallocates the memory of a chunk.
@@ -456,24 +462,25 @@ impl Guest for StoredImage {
         self.index.chunk_bytes()
     }
 
+    fn request(&self, page: PageRef, length: u64) {
+        for index in self.chunks_of(page, length) {
+            self.request_chunk(page.block, index, UNLIMITED);
+        }
+    }
+
     fn prepare(&self, page: PageRef, length: u64) -> towline_migration::Result<()> {
         self.prepare_chunks(page, length).map_err(Error::into_migration)
     }
 
     fn release(&self, page: PageRef, length: u64) {
         if self.retains_until_release {
-            let (block, chunk_bytes) = (page.block, self.index.chunk_bytes());
-            let chunks = page.offset / chunk_bytes..(page.offset + length).div_ceil(chunk_bytes);
-            let numbers = chunks.map(|index| self.number(block, index as usize));
+            let numbers = self.chunks_of(page, length).map(|index| self.number(page.block, index));
             self.cache.release(numbers, |number| self.evict(number));
         }
     }
 
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
-        let chunk_bytes = self.index.chunk_bytes();
-        let chunks = page.offset / chunk_bytes..(page.offset + length).div_ceil(chunk_bytes);
-        for index in chunks {
-            let index = index as usize;
+        for index in self.chunks_of(page, length) {
             let is_zero = self.index.chunk_names(page.block)[index] == ChunkHash::Zero;
             let here = is_zero || self.cache.is_resident(self.number(page.block, index));
             assert!(here, "pages must be prepared by the thread that sends them");

@@ -15,8 +15,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::RamWriter;
 
 use super::connection::Postcopy;
-use super::scheduler::BlockRange;
-use super::serve::PREPARERS;
+use super::scheduler::{BlockRange, PREPARERS};
 use crate::outgoing::RecordSender;
 use crate::{ExtentKind, Result};
 

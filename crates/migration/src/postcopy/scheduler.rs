@@ -8,6 +8,9 @@
 //! a little ahead of the sender; neighbours are prepared by the thread that served the fault. Items from here are
 //! prepared and in use, until the sender releases them.
 //!
+//! Where memory comes from far away ([`Background::AfterFaults`]), units around each fault are prepared next (fault-around): a guest that
+//! starts needs some of them soon, and would wait for one after the other. No fault waits for them, so they may fail.
+//!
 //! With [`Background::AfterFaults`] preparers pause while the guest waits for pages (`demand`).
 
 use std::collections::VecDeque;
@@ -24,10 +27,18 @@ use crate::lock::lock;
 /// Maximum size of a prepared run, which never crosses a multiple of it; an image's chunks are of this size.
 pub(super) const RUN_BYTES: u64 = 2 << 20;
 
+/// Threads that prepare for the background.
+pub(super) const PREPARERS: usize = 4;
+/// Threads that prepare units around faults, which include those: as many requests are under way beside those of faults. More would delay
+/// faults at a server with few processors; fewer leave most of these units to faults of their own.
+const FAULT_AROUND_PREPARERS: usize = 8;
 /// Runs that are prepared and not sent yet: what a sender of a gigabyte a second takes in 20 ms.
 const READY_MAX: usize = 10;
 /// Maximum number of queued neighbourhoods; the oldest is dropped, and sent with the rest.
 const NEIGHBOURS_MAX: usize = 64;
+
+/// Maximum number of units around faults that wait to be prepared; the oldest are dropped, and sent with the rest.
+const FAULT_AROUND_MAX: usize = 64;
 
 /// Bytes of one block.
 pub(super) type BlockRange = (PageRef, u64);
@@ -36,13 +47,24 @@ pub(super) type BlockRange = (PageRef, u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) run: BlockRange,
+    pub(super) kind: ItemKind,
+}
+
+/// Reason for which an item is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ItemKind {
     /// The guest is known to need it at once: no limit holds it up.
-    pub(super) is_needed: bool,
+    Needed,
+    /// It is beside a page that the guest requested.
+    Neighbour,
+    /// All memory is sent.
+    Rest,
 }
 
 /// Queues of the pages that the background sends.
 #[derive(Debug)]
 pub(super) struct SendScheduler {
+    background: Background,
     state: Mutex<State>,
     /// For the sender: there is something to be sent.
     filled: Condvar,
@@ -53,6 +75,8 @@ pub(super) struct SendScheduler {
 #[derive(Debug)]
 struct State {
     plan: SendOrder,
+    /// Units around faults, of which the newest comes first.
+    fault_around: VecDeque<BlockRange>,
     neighbours: VecDeque<BlockRange>,
     ready: VecDeque<Item>,
     preparing: usize,
@@ -73,10 +97,19 @@ pub(super) struct BackgroundOrder<'a> {
 impl SendScheduler {
     pub(super) fn new(blocks: &[PostcopyBlock], order: BackgroundOrder<'_>) -> Self {
         let plan = SendOrder::new(blocks, order.working_set, order.needed);
-        let (neighbours, ready) = (VecDeque::new(), VecDeque::new());
+        let (fault_around, neighbours, ready) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
         let demand = Demand::new(order.background, Instant::now());
-        let state = State { plan, neighbours, ready, preparing: 0, demand, closed: false };
-        Self { state: Mutex::new(state), filled: Condvar::new(), taken: Condvar::new() }
+        let state = State { plan, fault_around, neighbours, ready, preparing: 0, demand, closed: false };
+        let (filled, taken) = (Condvar::new(), Condvar::new());
+        Self { background: order.background, state: Mutex::new(state), filled, taken }
+    }
+
+    /// Number of threads that are to prepare.
+    pub(super) fn preparers(&self) -> usize {
+        match self.background {
+            Background::AtOnce => PREPARERS,
+            Background::AfterFaults => FAULT_AROUND_PREPARERS,
+        }
     }
 
     /// A preparer's next run; `None` when there is nothing left to prepare.
@@ -90,9 +123,20 @@ impl SendScheduler {
                 state = self.taken.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
+            if let Some(run) = state.fault_around.pop_front() {
+                if map.is_whole(run.0, run.1) {
+                    continue;
+                }
+                state.preparing += 1;
+                return Some(Item { run, kind: ItemKind::Neighbour });
+            }
             let pause = state.demand.pause(Instant::now()).filter(|_| !state.plan.is_next_needed());
             if let Some(pause) = pause {
                 state = self.taken.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+                continue;
+            }
+            if state.preparing >= PREPARERS {
+                state = self.taken.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
             let Some(item) = state.plan.next() else {
@@ -110,11 +154,27 @@ impl SendScheduler {
     pub(super) fn prepared(&self, item: Item) {
         let mut state = self.state();
         state.preparing -= 1;
-        if item.is_needed {
+        if item.kind == ItemKind::Needed {
             state.demand.prepared_needed(Instant::now());
         }
         state.ready.push_back(item);
         self.filled.notify_one();
+        self.taken.notify_all();
+    }
+
+    /// That one could not be prepared, and is sent with the rest, or for a request.
+    pub(super) fn not_prepared(&self) {
+        self.state().preparing -= 1;
+        self.filled.notify_one();
+        self.taken.notify_all();
+    }
+
+    /// Has these units around a fault prepared next, the first of them first.
+    pub(super) fn prepare_around(&self, units: impl DoubleEndedIterator<Item = BlockRange>) {
+        let mut state = self.state();
+        units.rev().for_each(|unit| state.fault_around.push_front(unit));
+        state.fault_around.truncate(FAULT_AROUND_MAX);
+        self.taken.notify_all();
     }
 
     /// A request of the guest is being served, until [`Self::request_served`].
@@ -152,7 +212,7 @@ impl SendScheduler {
                 return None;
             }
             if let Some(run) = state.neighbours.pop_front() {
-                return Some(Item { run, is_needed: false });
+                return Some(Item { run, kind: ItemKind::Neighbour });
             }
             if let Some(item) = state.ready.pop_front() {
                 self.taken.notify_one();
@@ -224,7 +284,7 @@ impl SendOrder {
     }
 
     fn next(&mut self) -> Option<Item> {
-        let is_needed = self.is_next_needed();
+        let kind = if self.is_next_needed() { ItemKind::Needed } else { ItemKind::Rest };
         let &(page, length) = self.runs.get(self.run)?;
         let offset = page.offset + self.done;
         let bytes = (RUN_BYTES - offset % RUN_BYTES).min(length - self.done);
@@ -232,7 +292,7 @@ impl SendOrder {
         if self.done == length {
             (self.run, self.done) = (self.run + 1, 0);
         }
-        Some(Item { run: (PageRef { offset, ..page }, bytes), is_needed })
+        Some(Item { run: (PageRef { offset, ..page }, bytes), kind })
     }
 }
 
@@ -264,16 +324,40 @@ mod tests {
         let scheduler = SendScheduler::new(&blocks, order(&needed, 1, Background::AfterFaults));
         let map = SentMap::new(&blocks);
         scheduler.request_received();
-        assert_eq!(scheduler.next_to_prepare(&map), Some(Item { run: needed[0], is_needed: true }));
+        assert_eq!(scheduler.next_to_prepare(&map), Some(Item { run: needed[0], kind: ItemKind::Needed }));
         thread::scope(|scope| {
             let rest = scope.spawn(|| scheduler.next_to_prepare(&map).map(|item| (item, Instant::now())));
             // It cannot be seen that a thread waits, but that it was not finished before.
             let served = Instant::now();
             scheduler.request_served();
             let (item, at) = rest.join().unwrap().unwrap();
-            assert_eq!(item, Item { run: (page(0, 0), RUN_BYTES), is_needed: false });
+            assert_eq!(item, Item { run: (page(0, 0), RUN_BYTES), kind: ItemKind::Rest });
             assert!(at - served >= demand::QUIET_TIME, "{:?}", at - served);
         });
+    }
+
+    #[test]
+    fn units_around_the_newest_fault_are_prepared_next_and_what_fails_comes_with_the_rest() {
+        let blocks = [block(RUN_BYTES)];
+        let (scheduler, map) =
+            (SendScheduler::new(&blocks, order(&[], 0, Background::AfterFaults)), SentMap::new(&blocks));
+        let unit = |index: u64| (page(0, index * 4096), 4096);
+        scheduler.request_received();
+        let many = FAULT_AROUND_MAX as u64;
+        scheduler.prepare_around((0..many).map(unit));
+        scheduler.prepare_around([many + 1, many].map(unit).into_iter());
+        assert_eq!(map.claim_run(unit(0).0, 4096, |_, _| {}), 4096);
+        for index in [many + 1, many].into_iter().chain(1..many - 2) {
+            let item = Item { run: unit(index), kind: ItemKind::Neighbour };
+            assert_eq!(scheduler.next_to_prepare(&map), Some(item));
+            if index % 2 == 0 {
+                scheduler.not_prepared();
+            } else {
+                scheduler.prepared(item);
+                assert_eq!(scheduler.next(), Some(item));
+            }
+        }
+        scheduler.request_served();
     }
 
     #[test]
@@ -297,7 +381,8 @@ mod tests {
             (page(0, 3 * RUN_BYTES), 4096),
             (page(1, 0), 8192),
         ];
-        let item = |(index, run)| Item { run, is_needed: index < 2 };
+        let kind = |index: usize| if index < 2 { ItemKind::Needed } else { ItemKind::Rest };
+        let item = |(index, run)| Item { run, kind: kind(index) };
         assert_eq!(items, expected.into_iter().enumerate().map(item).collect::<Vec<_>>());
         assert_eq!(scheduler.next(), None);
     }
@@ -315,7 +400,7 @@ mod tests {
         );
         assert_eq!(scheduler.queue_neighbours(neighbours(NEIGHBOURS_MAX as u64)), Some(neighbours(0)));
         for index in (1..=NEIGHBOURS_MAX as u64).rev() {
-            assert_eq!(scheduler.next(), Some(Item { run: neighbours(index), is_needed: false }));
+            assert_eq!(scheduler.next(), Some(Item { run: neighbours(index), kind: ItemKind::Neighbour }));
         }
         assert_eq!(scheduler.next(), Some(first));
     }

@@ -9,16 +9,17 @@ use towline_protocol::postcopy::{PING_LOADED, Preempt, Serving};
 use towline_protocol::source::RamWriter;
 
 use super::connection::{Postcopy, PostcopyConnection};
+use super::demand::Background;
 use super::inbox::PageRequest;
 use super::priority_lock::PriorityLock;
-use super::scheduler::{BlockRange, Item, SendScheduler};
+use super::scheduler::{BlockRange, Item, ItemKind, SendScheduler};
 use crate::outgoing::{Limiter, RecordSender};
 use crate::{Result, Session};
 
 /// Threads that serve requests: as many units may be prepared at once for guests that wait.
 const REQUEST_WORKERS: usize = 4;
-/// Threads that prepare for the background.
-pub(super) const PREPARERS: usize = 4;
+/// Units on each side of a fault that are prepared for the next ones.
+const FAULT_AROUND_UNITS: u64 = 8;
 /// Bytes that the background sends between checks for faults, with a preempt channel and without: a fault waits for
 /// them.
 const SEND_STEP_BYTES: u64 = 256 << 10;
@@ -55,7 +56,7 @@ pub(super) fn serve(
         for _ in 0..REQUEST_WORKERS {
             scope.spawn(|| service.guarded(|| service.serve_requests()));
         }
-        for _ in 0..PREPARERS {
+        for _ in 0..service.scheduler.preparers() {
             scope.spawn(|| service.guarded(|| service.run_preparer()));
         }
         let filled = {
@@ -128,7 +129,16 @@ impl ServeState<'_> {
     }
 
     fn serve_page(&self, page: PageRef, length: u64, request: &PageRequest) -> Result<()> {
-        self.of.units.prepare(self.of.guest.0, page, length)?;
+        let mut is_around_requested = false;
+        // While it waits for the page.
+        let mut requested = || {
+            is_around_requested = true;
+            self.prepare_around(page);
+        };
+        self.of.units.prepare_then(self.of.guest.0, page, length, &mut requested)?;
+        if !is_around_requested {
+            self.prepare_around(page);
+        }
         let send = |writer: &mut RecordSender, records: &mut RamWriter| -> Result<()> {
             // Claimed at the latest possible moment, with the channel locked: a claim is followed by its send at
             // once.
@@ -155,9 +165,18 @@ impl ServeState<'_> {
         let (unit, length) = self.of.units.of(page);
         self.prepare_neighbours((unit, length));
         if let Some(behind) = self.of.units.behind(unit, length)
+            && self.of.options.background == Background::AtOnce
             && !self.connection.inbox.has_requests()
         {
             self.prepare_neighbours(behind);
+        }
+    }
+
+    /// Has the units around a requested page prepared, if memory comes from far away.
+    fn prepare_around(&self, page: PageRef) {
+        if self.of.options.background == Background::AfterFaults {
+            let units = &self.of.units;
+            self.scheduler.prepare_around(units.around(units.of(page).0, FAULT_AROUND_UNITS).into_iter());
         }
     }
 
@@ -191,6 +210,12 @@ impl ServeState<'_> {
     fn run_preparer(&self) -> Result<()> {
         while let Some(item) = self.scheduler.next_to_prepare(&self.of.map) {
             if let Err(error) = self.of.units.prepare(self.of.guest.0, item.run.0, item.run.1) {
+                if item.kind == ItemKind::Neighbour {
+                    // No fault waits for it; a later one will report the error.
+                    tracing::debug!(%error, "memory around a requested page");
+                    self.scheduler.not_prepared();
+                    continue;
+                }
                 self.wait_loaded()?;
                 return Err(error);
             }
@@ -212,7 +237,7 @@ impl ServeState<'_> {
     }
 
     /// Sends a run step by step; neighbours of faults that come meanwhile go in between.
-    fn fill_run(&self, Item { run: (page, length), is_needed }: Item) -> Result<()> {
+    fn fill_run(&self, Item { run: (page, length), kind }: Item) -> Result<()> {
         let step_bytes = if self.preempt.is_some() { SEND_STEP_BYTES } else { SEND_STEP_BYTES_SHARED };
         let step_bytes = step_bytes.max(self.of.map.page_bytes(page.block));
         let end = page.offset + length;
@@ -220,11 +245,11 @@ impl ServeState<'_> {
         while offset < end {
             self.connection.session.check()?;
             let step = (step_bytes - offset % step_bytes).min(end - offset);
-            self.send_unsent(PageRef { offset, ..page }, step, is_needed)?;
+            self.send_unsent(PageRef { offset, ..page }, step, kind)?;
             offset += step;
             while let Some((near, length)) = self.scheduler.next_neighbours() {
                 // At most a step or two.
-                self.send_unsent(near, length, false)?;
+                self.send_unsent(near, length, ItemKind::Neighbour)?;
                 self.of.units.put(self.of.guest.0, near, length);
             }
         }
@@ -233,11 +258,11 @@ impl ServeState<'_> {
     }
 
     /// Sends the pages of this range that are not sent yet. Only pages that no fault waits for count towards the rate.
-    fn send_unsent(&self, page: PageRef, length: u64, is_needed: bool) -> Result<()> {
+    fn send_unsent(&self, page: PageRef, length: u64, kind: ItemKind) -> Result<()> {
         if self.of.map.is_whole(page, length) {
             return Ok(());
         }
-        if !is_needed {
+        if kind != ItemKind::Needed {
             self.limiter.reserve(length, &self.connection.session)?;
         }
         // A huge page reaches beyond what was prepared for it.
@@ -248,7 +273,7 @@ impl ServeState<'_> {
         };
         let sent = self.main.background(send)?;
         self.of.units.put(self.of.guest.0, first, whole);
-        if !is_needed {
+        if kind != ItemKind::Needed {
             self.limiter.refund(length.saturating_sub(sent));
         }
         Ok(())

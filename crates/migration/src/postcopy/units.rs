@@ -106,15 +106,37 @@ impl Units {
         (next.offset < self.blocks[unit.block.index()].length).then(|| self.of(next))
     }
 
+    /// The `count` units behind this one, within its block, and as many before it: the nearest first.
+    pub(super) fn around(&self, unit: PageRef, count: u64) -> Vec<(PageRef, u64)> {
+        let length = self.blocks[unit.block.index()].length;
+        let behind = |n: u64| Some(unit.offset + n * self.unit_bytes).filter(|&offset| offset < length);
+        let before = |n: u64| unit.offset.checked_sub(n * self.unit_bytes);
+        let offsets = (1..=count).flat_map(|n| [behind(n), before(n)]).flatten();
+        offsets.map(|offset| self.of(PageRef { offset, ..unit })).collect()
+    }
+
     /// Prepares every unit that these bytes touch, unless it is prepared, and uses them until [`Self::put`]:
     /// concurrent callers wait for the first.
     pub(super) fn prepare(&self, guest: &dyn Guest, page: PageRef, length: u64) -> Result<()> {
+        self.prepare_then(guest, page, length, &mut || {})
+    }
+
+    /// As [`Self::prepare`], calling `requested` whenever something was requested that is still to be waited for.
+    pub(super) fn prepare_then(
+        &self,
+        guest: &dyn Guest,
+        page: PageRef,
+        length: u64,
+        requested: &mut dyn FnMut(),
+    ) -> Result<()> {
         let end = page.offset + length;
         let mut at = self.of(page).0;
         while at.offset < end {
             at.offset += match self.acquire_or_claim(at, end) {
                 AcquiredUnit::Ready => self.unit_bytes,
                 AcquiredUnit::Prepare(bytes) => {
+                    guest.request(at, bytes);
+                    requested();
                     let result = guest.prepare(at, bytes);
                     let state = match result {
                         Ok(()) => State::Prepared { users: 1, idle: 0 },
@@ -353,6 +375,26 @@ mod tests {
         units.put(&guest, page(UNIT + 4096), 4096);
         assert_eq!(guest.held(), Vec::<u64>::new());
         assert!(units.is_all_sent());
+    }
+
+    #[test]
+    fn units_around_one_are_within_the_block_and_the_nearest_come_first() {
+        let units = units(4 * UNIT + 4096);
+        let unit = |index: u64| (page(index * UNIT), if index == 4 { 4096 } else { UNIT });
+        assert_eq!(units.around(page(UNIT), 3), [2, 0, 3, 4].map(unit));
+        assert_eq!(units.around(page(4 * UNIT), 1), [3].map(unit));
+    }
+
+    #[test]
+    fn a_caller_goes_on_while_it_waits_for_what_it_requested() {
+        let (guest, units) = (Counting::default(), units(2 * UNIT));
+        let mut requested = Vec::new();
+        let mut prepare = |length| {
+            let mut note = || requested.push(guest.calls.lock().unwrap().len());
+            units.prepare_then(&guest, page(0), length, &mut note).unwrap();
+        };
+        [4096, 4096, 2 * UNIT].into_iter().for_each(&mut prepare);
+        assert_eq!(requested, [0, 1], "before each call, and not for what is prepared");
     }
 
     #[test]
