@@ -13,6 +13,8 @@ bitflags::bitflags! {
         const ZERO_COPY = 1 << 0;
         /// File descriptors travel: [`Channel::send_fds`](crate::Channel::send_fds), [`Channel::recv_fds`](crate::Channel::recv_fds).
         const FD_PASSING = 1 << 1;
+        /// Bytes that were changed on the way are an error here, never data (TLS).
+        const AUTHENTICATED = 1 << 2;
         /// [`Channel::shutdown`](crate::Channel::shutdown) ends each half separately and wakes the threads blocked in it.
         const SHUTDOWN = 1 << 3;
         /// [`RecvFlags::PEEK`] is understood.

@@ -85,8 +85,11 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
     }
 
     pub(crate) fn capabilities(&self) -> Capabilities {
-        let through =
-            Capabilities::SEND | Capabilities::RECV | Capabilities::BIDIRECTIONAL | Capabilities::SHUTDOWN;
+        let through = Capabilities::SEND
+            | Capabilities::RECV
+            | Capabilities::BIDIRECTIONAL
+            | Capabilities::SHUTDOWN
+            | Capabilities::AUTHENTICATED;
         (self.inner.capabilities() & through) | Capabilities::PEEK
     }
 

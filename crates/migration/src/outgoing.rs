@@ -219,8 +219,8 @@ impl Outgoing {
     /// Header and configuration; opens the return path.
     fn begin(&self, connections: &Connections, shared: &Shared<'_>) -> Result<Option<ReturnPath>> {
         self.statistics.set_total(Pass::full(shared.guest).bytes());
-        let (configuration, lanes) = (shared.guest.configuration(), connections.lanes.len());
-        shared.main().begin(configuration, self.options.return_path, lanes)?;
+        let offer = self.options.return_path.then(|| connections.checksum_offer());
+        shared.main().begin(shared.guest.configuration(), offer)?;
         Ok(if self.options.return_path {
             Some(ReturnPath::start(
                 Arc::clone(&connections.main),

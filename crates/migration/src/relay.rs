@@ -138,7 +138,7 @@ impl Relay {
 impl Sink for Relay {
     fn configuration(&self, configuration: &Configuration) -> Result<()> {
         self.form.get_or_init(|| BarrierForm::of(&configuration.machine_type));
-        self.main().begin(configuration, true, self.lanes.len())?;
+        self.main().begin(configuration, Some(self.connections.checksum_offer()))?;
         for lane in 0..self.lanes.len() {
             self.lane(lane)?
                 .init(lane, self.connections.uuid, self.connections.introduced)

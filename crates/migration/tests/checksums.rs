@@ -129,3 +129,17 @@ fn without_lanes_no_checksums_are_requested() {
     outcome.expect_success();
     assert_eq!(outcome.source.statistics.checksums_written, 0);
 }
+
+#[test]
+fn lanes_with_tls_have_no_checksums_of_their_own() {
+    for (hops, verified) in [([Kind::Tls, Kind::Tls], false), ([Kind::Tls, Kind::Unix], true)] {
+        let (guest, sink) = (full(), empty(MACHINES[0], &BLOCKS));
+        let links = hops.map(|kind| link(kind, 2)).into();
+        let outcome = migrate_over(links, &guest, &sink, options(), &Arc::default());
+        outcome.expect_success();
+        assert_eq!(difference(&guest, &sink), None);
+        assert_eq!(outcome.source.statistics.checksums_written, 0, "{hops:?}");
+        // The hop without TLS has them, also behind one with it.
+        assert_eq!(outcome.destination.statistics.checksums_verified > 0, verified, "{hops:?}");
+    }
+}

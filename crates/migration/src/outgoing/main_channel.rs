@@ -13,6 +13,7 @@ use towline_protocol::source::{
 };
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
+use super::connect::ChecksumOffer;
 use super::records::RecordSender;
 use crate::statistics::Statistics;
 use crate::{Error, Guest, Result};
@@ -45,19 +46,18 @@ impl MainWriter {
         Self { writer: RecordSender::new(channel, statistics), state: State::Start }
     }
 
-    /// Sends header and configuration, and opens the return path if requested.
+    /// Sends header and configuration. With an offer it opens the return path and sends the PINGs of a towline.
     pub(crate) fn begin(
         &mut self,
         configuration: &Configuration,
-        return_path: bool,
-        lanes: usize,
+        offer: Option<ChecksumOffer>,
     ) -> Result<()> {
         let out = self.writer.pending();
         let pings = [session::ping(), PING_CHECKSUMS];
-        self.state = State::Setup(match (return_path, lanes) {
-            (true, 0) => Setup::begin_with_return_path(configuration, &pings[..1], out),
-            (true, _) => Setup::begin_with_return_path(configuration, &pings, out),
-            (false, _) => Setup::begin(configuration, out),
+        self.state = State::Setup(match offer {
+            Some(ChecksumOffer::Unneeded) => Setup::begin_with_return_path(configuration, &pings[..1], out),
+            Some(ChecksumOffer::Offered) => Setup::begin_with_return_path(configuration, &pings, out),
+            None => Setup::begin(configuration, out),
         });
         self.flush()
     }

@@ -4,8 +4,13 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tempfile::TempDir;
 use towline_channel::fault::{Cut, Delay, Direction, FlipReceived, ShortIo, Throttle};
-use towline_channel::{Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with, pair};
+use towline_channel::{
+    Cancel, Channel, ConnectOptions, Listener, TlsChannel, TlsClient, TlsServer, UnixChannel, connect_with,
+    pair,
+};
+use towline_lab::certificates::Authority;
 use towline_migration::{ChannelId, outgoing};
 
 use super::UUID;
@@ -24,6 +29,8 @@ pub(crate) enum Kind {
     Tcp,
     /// As well; the source can send without a copy, and its data stays long with it, as the window is small.
     TcpZeroCopy,
+    /// TLS over Unix stream sockets.
+    Tls,
 }
 
 /// An end of a channel.
@@ -96,6 +103,8 @@ fn wrap(channel: Box<dyn Channel>, side: Side, stream: ChannelId, faults: &[Faul
 struct Maker {
     kind: Kind,
     listener: Option<Listener>,
+    /// Certificates of both ends.
+    certificates: Option<TempDir>,
 }
 
 impl Maker {
@@ -106,7 +115,26 @@ impl Maker {
             let fd = listener.as_fd().unwrap();
             rustix::net::sockopt::set_socket_recv_buffer_size(fd, WINDOW_BYTES).unwrap();
         }
-        Self { kind, listener }
+        let certificates = (kind == Kind::Tls).then(|| {
+            let directory = TempDir::new().unwrap();
+            Authority::new("the test's CA").unwrap().furnish(directory.path()).unwrap();
+            directory
+        });
+        Self { kind, listener, certificates }
+    }
+
+    /// TLS over this connection.
+    fn tls(&self, ends: (UnixChannel, UnixChannel)) -> (Box<dyn Channel>, Box<dyn Channel>) {
+        let directory = self.certificates.as_ref().unwrap().path();
+        let (client, server) =
+            (TlsClient::load(directory, None).unwrap(), TlsServer::load(directory).unwrap());
+        let (deadline, cancel) = (Instant::now() + super::WATCHDOG, Cancel::new().unwrap());
+        std::thread::scope(|scope| {
+            let near =
+                scope.spawn(|| TlsChannel::client(Box::new(ends.0), &client, "localhost", deadline, &cancel));
+            let far = TlsChannel::server(Box::new(ends.1), &server, deadline, &cancel).unwrap();
+            (Box::new(near.join().unwrap().unwrap()) as Box<dyn Channel>, Box::new(far) as Box<dyn Channel>)
+        })
     }
 
     fn pair(&self) -> (Box<dyn Channel>, Box<dyn Channel>) {
@@ -121,6 +149,7 @@ impl Maker {
                 let one = connect_with(listener.local_address(), deadline, &cancel, &options).unwrap();
                 (one, listener.accept(deadline, &cancel).unwrap())
             }
+            (Kind::Tls, _) => self.tls(UnixChannel::pair().unwrap()),
             _ => {
                 let (one, other) = UnixChannel::pair().unwrap();
                 (Box::new(one), Box::new(other))
