@@ -65,7 +65,7 @@ pub(crate) fn source_state(state: SourceState) -> &'static str {
         SourceState::Paused => "postmigrate",
         SourceState::Ended => "ended",
         SourceState::Unchanged => "unchanged",
-        SourceState::Unknown => "unknown",
+        SourceState::UpToSender => "unknown",
     }
 }
 
@@ -83,7 +83,7 @@ pub(crate) fn destination_state(state: DestinationState) -> &'static str {
 }
 
 /// Returns the identifier of a lane's choice of sends.
-pub(crate) fn send_reason(reason: SendReason) -> &'static str {
+pub(crate) fn send_method_reason(reason: SendReason) -> &'static str {
     match reason {
         SendReason::Asked => "requested",
         SendReason::Undecided => "undecided",

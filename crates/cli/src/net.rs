@@ -142,7 +142,7 @@ impl Previous {
             }
             None => {
                 let service = Service::new(frontends(args)?);
-                Ok((service, state::record(args.state.as_deref(), device.queue_count())?))
+                Ok((service, state::open_in_flight_record(args.state.as_deref(), device.queue_count())?))
             }
         }
     }

@@ -24,7 +24,7 @@ pub(crate) fn json(lanes: &[LaneSends]) -> Value {
         json!({
             "lane": number,
             "mode": lane.method.to_string(),
-            "reason": events::send_reason(lane.reason),
+            "reason": events::send_method_reason(lane.reason),
             "reason-text": lane.reason.to_string(),
             "switches": lane.switches,
             "plain": totals(&lane.plain),

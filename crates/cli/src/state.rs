@@ -17,7 +17,7 @@ use crate::notify;
 pub(crate) const STORE: &str = "fd-store";
 
 /// Opens the record of a device with this number of queues.
-pub(crate) fn record(location: Option<&Path>, queues: usize) -> Result<InFlightRecord> {
+pub(crate) fn open_in_flight_record(location: Option<&Path>, queues: usize) -> Result<InFlightRecord> {
     match location {
         None => Ok(InFlightRecord::new(queues)?),
         Some(location) if location == Path::new(STORE) => stored(queues),

@@ -90,7 +90,7 @@ fn refused(reporter: &Reporter, error: &upgrade::Error, old: &Path) -> Exit {
     // Whatever fails because the old QEMU has ended meanwhile: its guest is not there any more.
     let has_ended = UnixStream::connect(old).is_err();
     let is_unreached = has_ended || matches!(error, upgrade::Error::Qemu(_) | upgrade::Error::Proc { .. });
-    let guest = if is_unreached { GuestAfterFailure::Unreached } else { GuestAfterFailure::Safe };
+    let guest = if is_unreached { GuestAfterFailure::QemuNotReached } else { GuestAfterFailure::Safe };
     let (row, guest) = (guest.row(SourceCategory::Qemu), guest.sentence(SourceCategory::Qemu));
     let fields = json!({
         "error": text,

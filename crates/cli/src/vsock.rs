@@ -153,7 +153,7 @@ fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> Result<Connectio
 
 /// Opens the record of descriptors in flight of a guest's device.
 fn record(guest: &GuestSpec) -> Result<InFlightRecord> {
-    state::record(guest.state.as_deref(), towline_vsock::QUEUES)
+    state::open_in_flight_record(guest.state.as_deref(), towline_vsock::QUEUES)
         .with_context(|| format!("guest {}", guest.cid))
 }
 

@@ -82,7 +82,7 @@ impl DeviceCommands {
     }
 
     /// The device that the argument names; without it, the only one.
-    fn device(
+    fn named_or_only_device(
         &self,
         arguments: &Map<String, Value>,
         argument: &str,
@@ -99,7 +99,7 @@ impl DeviceCommands {
 
     fn version(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         check_names(arguments, &["id"])?;
-        let device = self.device(arguments, "id")?;
+        let device = self.named_or_only_device(arguments, "id")?;
         let facts = device.facts();
         match (facts.unmigratable, facts.migration_version) {
             (None, Some(version)) => Ok(json!({ "type": facts.device_type, "version": version })),
@@ -109,7 +109,7 @@ impl DeviceCommands {
 
     fn check(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         check_names(arguments, &["id", "type", "version"])?;
-        let device = self.device(arguments, "id")?;
+        let device = self.named_or_only_device(arguments, "id")?;
         let missing = |name| CommandError::generic(format!("Parameter '{name}' is missing"));
         let kind = text_argument(arguments, "type")?.ok_or_else(|| missing("type"))?;
         let version = text_argument(arguments, "version")?.ok_or_else(|| missing("version"))?;
@@ -137,13 +137,13 @@ impl DeviceCommands {
 
     fn facts(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         check_names(arguments, &["id"])?;
-        let facts = Facts::from(FactsSubject::Device(self.device(arguments, "id")?.facts()));
+        let facts = Facts::from(FactsSubject::Device(self.named_or_only_device(arguments, "id")?.facts()));
         serde_json::from_slice(&facts.to_json()).map_err(|error| CommandError::generic(error.to_string()))
     }
 
     fn set_link(&self, arguments: &Map<String, Value>) -> Result<Value, CommandError> {
         check_names(arguments, &["name", "up"])?;
-        let device = self.device(arguments, "name")?;
+        let device = self.named_or_only_device(arguments, "name")?;
         let up = arguments.get("up").and_then(Value::as_bool);
         let up = up.ok_or_else(|| CommandError::generic("Parameter 'up' expects a boolean"))?;
         device.set_link(up).map(|()| json!({})).map_err(CommandError::Generic)

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   QMP    query-memdev, qom-get, info ramblock ─► Backends: type, size, share, address of each block ─┐
-//!   /proc  maps, smaps of QEMU ───────────────────► FileRange: device, inode, offset, private copies ──┼─► Presence ─► PresentGuest
+//!   /proc  maps, smaps of QEMU ───────────────────► FileRange: device, inode, offset, private copies ──┼─► Presence ─► GuestWithPresentBlocks
 //!   image  own mapping, page bitmaps, holes ──────► ExpectedMapping: the same of the block in the image ─────────┘      └─► reasons
 //! ```
 //!
@@ -38,7 +38,7 @@ mod unchanged;
 use std::fs::File;
 use std::ops::Deref;
 
-use towline_migration::{Guest, PresentGuest, PresentSink, Sink};
+use towline_migration::{Guest, GuestWithPresentBlocks, Sink, SinkWithPresentBlocks};
 use unchanged::Unchanged;
 
 pub use error::{Error, TransferReason};
@@ -131,8 +131,11 @@ impl Presence {
     ///
     /// # Errors
     /// It is another guest than that of the proof.
-    pub fn guest<P: Deref<Target: Guest>>(&self, guest: P) -> towline_migration::Result<PresentGuest<P>> {
-        PresentGuest::new(guest, self.names())
+    pub fn guest<P: Deref<Target: Guest>>(
+        &self,
+        guest: P,
+    ) -> towline_migration::Result<GuestWithPresentBlocks<P>> {
+        GuestWithPresentBlocks::new(guest, self.names())
     }
 
     /// Refuses an image that was written since the proof began, of which the guest would have a mixture.
@@ -144,8 +147,8 @@ impl Presence {
     }
 
     /// A sink that drops those pages on arrival.
-    pub fn sink<P: Deref<Target: Sink>>(&self, sink: P) -> PresentSink<P> {
-        PresentSink::new(sink, self.names())
+    pub fn sink<P: Deref<Target: Sink>>(&self, sink: P) -> SinkWithPresentBlocks<P> {
+        SinkWithPresentBlocks::new(sink, self.names())
     }
 
     fn names(&self) -> impl Iterator<Item = &str> {

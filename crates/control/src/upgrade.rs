@@ -233,7 +233,7 @@ impl Reversible {
     fn judge(&self, failure: Failure) -> Failure {
         let has_ended =
             failure.guest == GuestAfterFailure::Safe && UnixStream::connect(&self.request.old).is_err();
-        if has_ended { Failure { guest: GuestAfterFailure::Unreached, ..failure } } else { failure }
+        if has_ended { Failure { guest: GuestAfterFailure::QemuNotReached, ..failure } } else { failure }
     }
 
     /// From here on the new QEMU is left alone, whatever happens.

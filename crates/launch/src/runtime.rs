@@ -88,7 +88,7 @@ pub enum RuntimeError {
     },
     /// Not a directory that belongs to this user alone.
     #[error(
-        "runtime directory {} has owner {owner} and mode {mode:03o}, expected {expected} and 700; remove it or set XDG_RUNTIME_DIR",
+        "runtime directory {} has owner {owner} and mode {mode:03o}, expected {expected_owner} and 700; remove it or set XDG_RUNTIME_DIR",
         path.display()
     )]
     NotPrivate {
@@ -99,7 +99,7 @@ pub enum RuntimeError {
         /// Its permissions.
         mode: u32,
         /// This process's user id.
-        expected: u32,
+        expected_owner: u32,
     },
     /// A guest of this name runs.
     #[error("name {name} is taken by {holder}; choose another with --name")]
@@ -330,9 +330,14 @@ fn open_private(at: BorrowedFd<'_>, name: &Path, path: &Path) -> Result<OwnedFd,
     let directory =
         openat(at, name, flags, Mode::empty()).map_err(|errno| io_error(path, "open it", errno))?;
     let stat = fstat(&directory).map_err(|errno| io_error(path, "examine it", errno))?;
-    let (expected, mode) = (geteuid().as_raw(), stat.st_mode & 0o777);
-    if stat.st_uid != expected || mode != 0o700 {
-        return Err(RuntimeError::NotPrivate { path: path.to_owned(), owner: stat.st_uid, mode, expected });
+    let (expected_owner, mode) = (geteuid().as_raw(), stat.st_mode & 0o777);
+    if stat.st_uid != expected_owner || mode != 0o700 {
+        return Err(RuntimeError::NotPrivate {
+            path: path.to_owned(),
+            owner: stat.st_uid,
+            mode,
+            expected_owner,
+        });
     }
     Ok(directory)
 }

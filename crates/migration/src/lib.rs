@@ -10,7 +10,7 @@
 //! - [`Guest`] and [`Sink`] are the engine's interfaces to the owner of the guest; this crate supplies [`SourceMemory`]
 //!   (a VMM's memory with its guest running in it), [`Memory`] (private or shared memory, either end) and [`Relay`]
 //!   (a sink that forwards, so that two QEMUs meet).
-//! - [`PresentGuest`] and [`PresentSink`] leave out memory that the destination already has: a mapped image, memory that two
+//! - [`GuestWithPresentBlocks`] and [`SinkWithPresentBlocks`] leave out memory that the destination already has: a mapped image, memory that two
 //!   QEMUs share.
 //! - [`DirtyTracker`] tracks a live guest's writes: the kernel's write protection, or KVM's dirty log.
 //! - [`convergence`] decides when a guest that writes is stopped, and when it is reported not to converge.
@@ -57,7 +57,7 @@ pub use live::{LiveBlock, SourceMemory};
 pub use memory::{Memory, MemoryError};
 pub use outgoing::{Outgoing, ZeroCopySend};
 pub use postcopy::Postcopy;
-pub use present::{PresentGuest, PresentSink};
+pub use present::{GuestWithPresentBlocks, SinkWithPresentBlocks};
 pub use relay::Relay;
 pub use session::Session;
 pub use statistics::{LaneSends, SendMethod, SendReason, SendTotals, Snapshot, Statistics};

@@ -1,12 +1,12 @@
 //! Memory that the destination already has: its blocks are announced, and their pages are not sent.
 //!
 //! ```text
-//!   Guest ─► PresentGuest ─► Outgoing ─► block list, pages of the other blocks, device state ─► destination
-//!   source that sends all ─► Incoming ─► PresentSink ─► the same ─► Relay ─► destination
+//!   Guest ─► GuestWithPresentBlocks ─► Outgoing ─► block list, pages of the other blocks, device state ─► destination
+//!   source that sends all ─► Incoming ─► SinkWithPresentBlocks ─► the same ─► Relay ─► destination
 //! ```
 //!
 //! The memory of a block is present where the destination maps the image that the guest is stored in, or the memory of the QEMU
-//! that runs it. A source that knows nothing of that sends the block's pages all the same; [`PresentSink`] drops them on arrival.
+//! that runs it. A source that knows nothing of that sends the block's pages all the same; [`SinkWithPresentBlocks`] drops them on arrival.
 //!
 //! Out of scope: the proof that the memory is there and stays unchanged until the guest runs. It is the caller's; nothing in the
 //! stream would show that it is missing. Limits: not with postcopy, which discards the destination's memory.
@@ -30,14 +30,14 @@ type Flags = Vec<bool>;
 
 /// A guest with blocks whose memory the destination already has.
 #[derive(Debug)]
-pub struct PresentGuest<P> {
+pub struct GuestWithPresentBlocks<P> {
     guest: P,
     is_present: Flags,
 }
 
 /// A sink before which the pages of some blocks are dropped, because its destination already has their memory.
 #[derive(Debug)]
-pub struct PresentSink<P> {
+pub struct SinkWithPresentBlocks<P> {
     sink: P,
     names: BTreeSet<String>,
     /// Set with the block list.
@@ -65,7 +65,7 @@ fn is_set(flags: &[bool], block: BlockIndex) -> bool {
     flags.get(block.index()).copied().unwrap_or_default()
 }
 
-impl<P: Deref<Target: Guest>> PresentGuest<P> {
+impl<P: Deref<Target: Guest>> GuestWithPresentBlocks<P> {
     /// `guest`, of whose blocks those of these names are present at the destination.
     ///
     /// # Errors
@@ -77,7 +77,7 @@ impl<P: Deref<Target: Guest>> PresentGuest<P> {
     }
 }
 
-impl<P: Deref<Target: Guest> + Sync> Guest for PresentGuest<P> {
+impl<P: Deref<Target: Guest> + Sync> Guest for GuestWithPresentBlocks<P> {
     fn configuration(&self) -> &Configuration {
         self.guest.configuration()
     }
@@ -147,7 +147,7 @@ impl<P: Deref<Target: Guest> + Sync> Guest for PresentGuest<P> {
     }
 }
 
-impl<P: Deref<Target: Sink>> PresentSink<P> {
+impl<P: Deref<Target: Sink>> SinkWithPresentBlocks<P> {
     /// `sink`, which gets no pages of the blocks of these names: its destination has their memory.
     pub fn new(sink: P, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
         let names = names.into_iter().map(Into::into).collect();
@@ -168,7 +168,7 @@ impl<P: Deref<Target: Sink>> PresentSink<P> {
     }
 }
 
-impl<P: Deref<Target: Sink> + Sync> Sink for PresentSink<P> {
+impl<P: Deref<Target: Sink> + Sync> Sink for SinkWithPresentBlocks<P> {
     fn configuration(&self, configuration: &Configuration) -> Result<()> {
         self.sink.configuration(configuration)
     }

@@ -134,7 +134,7 @@ impl Statistics {
     }
 
     /// Counts pages that went with content, and their bytes on the channel.
-    pub(crate) fn count_pages(&self, pages: u64, bytes: u64) {
+    pub(crate) fn count_content_pages(&self, pages: u64, bytes: u64) {
         Self::add(&self.normal, pages);
         Self::add(&self.normal_bytes, pages * towline_protocol::ram::PAGE_SIZE);
         Self::add(&self.transferred, bytes);
@@ -142,7 +142,7 @@ impl Statistics {
 
     /// Counts pages with content that were spliced in `calls` calls.
     pub(crate) fn count_spliced(&self, pages: u64, bytes: u64, calls: u64) {
-        self.count_pages(pages, bytes);
+        self.count_content_pages(pages, bytes);
         Self::add(&self.spliced_calls, calls);
     }
 

@@ -12,8 +12,8 @@ use common::*;
 use fastrand::Rng;
 use proptest::prelude::*;
 use towline_migration::{
-    ChannelId, Compression, Error, Guest, Memory, Outgoing, Pages, Postcopy, PresentGuest, PresentSink,
-    Relay, Result, Session, Sink, Statistics, outgoing, postcopy,
+    ChannelId, Compression, Error, Guest, GuestWithPresentBlocks, Memory, Outgoing, Pages, Postcopy, Relay,
+    Result, Session, Sink, SinkWithPresentBlocks, Statistics, outgoing, postcopy,
 };
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
@@ -125,7 +125,7 @@ proptest! {
         let (machine, present) = (MACHINES[machine], chosen(mask));
         let (memory, writer) = Writer::guest(machine, &BLOCKS, seed);
         writer.run(&memory, seed, &writer);
-        let guest = Arc::new(PresentGuest::new(Arc::clone(&memory), present.clone()).unwrap());
+        let guest = Arc::new(GuestWithPresentBlocks::new(Arc::clone(&memory), present.clone()).unwrap());
         let sink = Recording::new(machine);
         let outcome = migrate_over(vec![link(Kind::Unix, lanes)], &guest, &sink, options(), &Arc::default());
         outcome.expect_success();
@@ -140,7 +140,7 @@ proptest! {
         let (guest, writer) = Writer::guest(machine, &BLOCKS, seed);
         writer.run(&guest, seed, &writer);
         let recording = Recording::new(machine);
-        let sink = Arc::new(PresentSink::new(Arc::clone(&recording), present.clone()));
+        let sink = Arc::new(SinkWithPresentBlocks::new(Arc::clone(&recording), present.clone()));
         migrate_over(vec![link(Kind::Unix, lanes)], &guest, &sink, options(), &Arc::default()).expect_success();
         recording.assert_got_all_but(&present, &guest);
         let all: u64 = BLOCKS.iter().map(|(_, pages)| pages).sum();
@@ -157,7 +157,7 @@ fn present_memory_is_not_received_into() {
         let mut rng = Rng::with_seed(9);
         let before: Vec<u8> = (0..1537 * PAGE).map(|_| rng.u8(..)).collect();
         memory.write(at(0, 0), &before);
-        let sink = Arc::new(PresentSink::new(Arc::clone(&memory), ["pc.ram"]));
+        let sink = Arc::new(SinkWithPresentBlocks::new(Arc::clone(&memory), ["pc.ram"]));
         migrate_over(vec![link(Kind::Unix, lanes)], &guest, &sink, options(), &Arc::default())
             .expect_success();
         let mut after = vec![0; before.len()];
@@ -178,7 +178,7 @@ fn a_relay_forwards_all_but_present_blocks() {
         let (first, second) = (link(Kind::Unix, lanes), link(Kind::Unix, lanes));
         let session = Arc::<Session>::default();
         let relay = Relay::new(Arc::clone(&session), second.source);
-        let sink = PresentSink::new(&relay, ["pc.ram"]);
+        let sink = SinkWithPresentBlocks::new(&relay, ["pc.ram"]);
         let (to, last) = (first.destination, second.destination);
         thread::scope(|scope| {
             let sent = scope.spawn(|| {
@@ -198,7 +198,7 @@ fn a_relay_forwards_all_but_present_blocks() {
 #[test]
 fn a_difference_to_a_dropped_page_can_be_decoded() {
     let memory = empty(MACHINES[0], &BLOCKS);
-    let sink = PresentSink::new(Arc::clone(&memory), ["pc.ram"]);
+    let sink = SinkWithPresentBlocks::new(Arc::clone(&memory), ["pc.ram"]);
     Sink::blocks(&sink, memory.blocks()).unwrap();
     memory.write(at(0, 0), &[7; PAGE]);
     memory.write(at(1, 0), &[8; PAGE]);
@@ -214,9 +214,9 @@ fn a_block_that_the_guest_does_not_have_is_refused() {
     let expected = "the guest has no RAM block \"mem\", whose memory is reported as present at the destination; its blocks are pc.ram, vga.vram, \
                     pc.bios, vga.rom";
     let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 1);
-    let error = PresentGuest::new(&*guest, ["pc.ram", "mem"]).unwrap_err();
+    let error = GuestWithPresentBlocks::new(&*guest, ["pc.ram", "mem"]).unwrap_err();
     assert_eq!(error.to_string(), expected);
-    let sink = Arc::new(PresentSink::new(Recording::new(MACHINES[0]), ["mem"]));
+    let sink = Arc::new(SinkWithPresentBlocks::new(Recording::new(MACHINES[0]), ["mem"]));
     let outcome =
         migrate_over(vec![link(Kind::Unix, 0)], &guest, &sink, outgoing::Options::default(), &Arc::default());
     assert_eq!(outcome.destination.result.unwrap_err().to_string(), expected);
@@ -226,7 +226,7 @@ fn a_block_that_the_guest_does_not_have_is_refused() {
 #[test]
 fn postcopy_refuses_present_memory() {
     let (memory, _) = Writer::guest(MACHINES[0], &BLOCKS, 1);
-    let guest = PresentGuest::new(&*memory, ["pc.bios"]).unwrap();
+    let guest = GuestWithPresentBlocks::new(&*memory, ["pc.bios"]).unwrap();
     let options = postcopy::Options {
         max_bandwidth: None,
         answer_timeout: Duration::from_secs(5),

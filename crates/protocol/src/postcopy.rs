@@ -6,7 +6,7 @@
 //!                                                                    its last byte ─┤ from here on the guest may run there
 //!   AwaitShut ◄── END · EOF ── Serving ◄── PING 4 · PART ──────────────────────────┘
 //!                                  ▲
-//!   another connection: RECV_BITMAP × blocks │ RESUME · RESUME_ACK │ PART       Recovery ──► Resuming ──► Serving
+//!   another connection: RECV_BITMAP × blocks │ RESUME · RESUME_ACK │ PART       Recovery ──► AwaitingResumeAck ──► Serving
 //! ```
 //!
 //! A destination reads a package completely before it does anything in it, so the package's last byte is the point of no
@@ -258,17 +258,17 @@ impl Recovery {
     }
 
     /// Sends RESUME after all bitmaps were received. The preempt channel, if there is one, is connected before.
-    pub fn resume(self, out: &mut Vec<u8>) -> Resuming {
+    pub fn resume(self, out: &mut Vec<u8>) -> AwaitingResumeAck {
         command(CommandKind::POSTCOPY_RESUME, Vec::new(), out);
-        Resuming(self.0)
+        AwaitingResumeAck(self.0)
     }
 }
 
 /// RESUME_ACK is awaited.
 #[derive(Debug)]
-pub struct Resuming(RamWriter);
+pub struct AwaitingResumeAck(RamWriter);
 
-impl Resuming {
+impl AwaitingResumeAck {
     /// It came: opens the section for the pages that are missing.
     pub fn acknowledged(self, out: &mut Vec<u8>) -> Serving {
         Serving::open(self.0, out)

@@ -147,7 +147,7 @@ pub(super) mod tests {
     }
 
     /// Returns true if this process cannot gain privileges by executing a program.
-    pub(crate) fn no_new_privileges() -> bool {
+    pub(crate) fn has_no_new_privileges() -> bool {
         // SAFETY: the call has no pointers.
         unsafe { libc::prctl(libc::PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) == 1 }
     }

@@ -73,7 +73,7 @@ fn a_device_opens_connects_and_executes_nothing() {
     assert_eq!(unix.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
     drop(confinement);
     assert!(!socket.exists(), "its own socket is removed");
-    let status = sys::tests::no_new_privileges();
+    let status = sys::tests::has_no_new_privileges();
     assert!(status, "no_new_privs");
 }
 

@@ -89,7 +89,7 @@ pub enum TransferReason {
     /// Remedy: none is needed: the memory of this block is copied. To map it, use one `memory-backend-file` for the
     /// whole block.
     #[error("it is mapped in parts that are not one range of one file")]
-    Split,
+    NotContiguous,
     /// QEMU maps another file.
     /// Remedy: none is needed: the memory of this block is copied. To map it, start QEMU again: it opens the file
     /// that has the name now.

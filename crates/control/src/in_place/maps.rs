@@ -77,7 +77,7 @@ pub(super) enum NotOneRange {
     /// A part of it is of no file.
     Anonymous,
     /// Its parts are of several files, or not in the file's order.
-    Split,
+    Scattered,
 }
 
 impl std::fmt::Display for FileId {
@@ -133,7 +133,9 @@ pub(super) fn range_at(mappings: &[MapsEntry], address: u64, length: u64) -> Res
         let offset = mapping.range.offset + (at - mapping.start);
         found = Some(match found {
             None => FileRange { offset, ..mapping.range.clone() },
-            Some(before) => before.joined(&mapping.range, offset, at - address).ok_or(NotOneRange::Split)?,
+            Some(before) => {
+                before.joined(&mapping.range, offset, at - address).ok_or(NotOneRange::Scattered)?
+            }
         });
         at = mapping.end;
     }
@@ -328,11 +330,11 @@ Anonymous:             0 kB
     #[test]
     fn parts_out_of_order_are_not_a_range() {
         let swapped = "1000-2000 rw-p 00001000 fe:00 5 /a\n2000-3000 rw-p 00000000 fe:00 5 /a\n";
-        assert_eq!(range_at(&parse(swapped), 0x1000, 0x2000), Err(NotOneRange::Split));
+        assert_eq!(range_at(&parse(swapped), 0x1000, 0x2000), Err(NotOneRange::Scattered));
         let mixed = "1000-2000 rw-p 00000000 fe:00 5 /a\n2000-3000 rw-s 00001000 fe:00 5 /a\n";
-        assert_eq!(range_at(&parse(mixed), 0x1000, 0x2000), Err(NotOneRange::Split));
+        assert_eq!(range_at(&parse(mixed), 0x1000, 0x2000), Err(NotOneRange::Scattered));
         let other = "1000-2000 rw-p 00000000 fe:00 5 /a\n2000-3000 rw-p 00001000 fe:00 6 /a\n";
-        assert_eq!(range_at(&parse(other), 0x1000, 0x2000), Err(NotOneRange::Split));
+        assert_eq!(range_at(&parse(other), 0x1000, 0x2000), Err(NotOneRange::Scattered));
     }
 
     #[test]

@@ -62,7 +62,7 @@ pub(super) fn prove(
     let found = found.map_err(|reason| match reason {
         NotOneRange::Hole => TransferReason::NotMapped,
         NotOneRange::Anonymous => TransferReason::Anonymous,
-        NotOneRange::Split => TransferReason::Split,
+        NotOneRange::Scattered => TransferReason::NotContiguous,
     })?;
     if found.file != wanted.file {
         let (path, found, expected) = (found.path, found.file, wanted.file);

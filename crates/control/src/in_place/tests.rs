@@ -112,7 +112,7 @@ fn shared_memory_of_a_reflink_or_a_running_qemu_is_proven() {
 #[test]
 fn wrong_mappings_are_not_proven() {
     use TransferReason::{
-        Anonymous, NotMapped, Offset, OtherFile, PrivateCopies, ReadOnly, Split, WritableImage,
+        Anonymous, NotContiguous, NotMapped, Offset, OtherFile, PrivateCopies, ReadOnly, WritableImage,
     };
     let file = format!("fe:00 4711 {PATH}");
     let at = |permissions: &str, offset: u64, file: &str| mapping(ADDRESS, BYTES, permissions, offset, file);
@@ -158,10 +158,14 @@ fn wrong_mappings_are_not_proven() {
             parts(first(), mapping(ADDRESS + half + 4096, half, "rw-p", OFFSET + half, &file)),
             NotMapped,
         ),
-        ("the first half twice", parts(first(), next("rw-p", OFFSET, &file)), Split),
-        ("halves a page apart", parts(first(), next("rw-p", OFFSET + half + 4096, &file)), Split),
-        ("halves of two files", parts(first(), next("rw-p", OFFSET + half, "fe:00 4712 /other")), Split),
-        ("a shared half", parts(first(), next("rw-s", OFFSET + half, &file)), Split),
+        ("the first half twice", parts(first(), next("rw-p", OFFSET, &file)), NotContiguous),
+        ("halves a page apart", parts(first(), next("rw-p", OFFSET + half + 4096, &file)), NotContiguous),
+        (
+            "halves of two files",
+            parts(first(), next("rw-p", OFFSET + half, "fe:00 4712 /other")),
+            NotContiguous,
+        ),
+        ("a shared half", parts(first(), next("rw-s", OFFSET + half, &file)), NotContiguous),
         ("a read-only half", parts(first(), next("r--p", OFFSET + half, &file)), ReadOnly),
         ("half a file", parts(first(), next("rw-p", 0, "00:00 0 ")), Anonymous),
         ("private pages", copies(2, "Anonymous:            12 kB"), PrivateCopies { bytes: 12 << 10 }),

@@ -125,8 +125,10 @@ pub fn inspect_stream(
     let switchover = SharedSwitchover::new(SourceKind::Stream, DestinationKind::Stored, options);
     observer.phase(CopyPhase::Connect);
     let mut incoming = IncomingStream::default();
-    incoming
-        .connected(switchover.session(), endpoint::listen(address, &context).map_err(Failure::untouched)?);
+    incoming.connected(
+        switchover.new_gated_session(),
+        endpoint::listen(address, &context).map_err(Failure::untouched)?,
+    );
     match incoming.receive(sink, ReceiverMode::Stores, &switchover, &context, &mut || Ok(Progress::default()))
     {
         Err(error) if !sink.is_complete() => Err(Failure::untouched(error)),

@@ -183,7 +183,8 @@ impl Failure {
     /// A failure to open the source's image.
     pub(super) fn unopened(error: impl Into<Error>) -> Self {
         let error = error.into();
-        let guest = if has_no_image(&error) { GuestAfterFailure::Unopened } else { GuestAfterFailure::Safe };
+        let guest =
+            if has_no_image(&error) { GuestAfterFailure::ImageNotReadable } else { GuestAfterFailure::Safe };
         Self { error: Box::new(error), guest, notes: Vec::new() }
     }
 }

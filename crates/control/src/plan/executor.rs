@@ -422,7 +422,7 @@ impl Executor<'_> {
             SourceControl::Qemu(source) => {
                 source.state_after(self.ends.context.options, exited, self.ends.switchover.state().guest())
             }
-            SourceControl::Stream(_) => SourceState::Unknown,
+            SourceControl::Stream(_) => SourceState::UpToSender,
             SourceControl::Stored => SourceState::Unchanged,
         };
         if let Some(error) = self.not_attached.take() {

@@ -26,7 +26,7 @@ pub(super) fn copy(
     run: TransferContext<'_>,
 ) -> Result<Snapshot, Error> {
     let context = run.context;
-    let (out, into) = connections(lanes, context)?;
+    let (out, into) = connect_to_self(lanes, context)?;
     let options =
         incoming::Options { compression: context.options.compression, ..incoming::Options::default() };
     let session = Arc::new(Session::default());
@@ -69,7 +69,7 @@ type Shared = Arc<dyn Channel>;
 /// Connections to send over, and the main channel and lanes to receive from.
 type InProcessConnections = (outgoing::Connections, (Shared, Vec<Shared>));
 
-fn connections(lanes: usize, context: &Context<'_>) -> Result<InProcessConnections, Error> {
+fn connect_to_self(lanes: usize, context: &Context<'_>) -> Result<InProcessConnections, Error> {
     if lanes == 0 {
         let (left, right) = pair(PAIR_BYTES);
         let out = outgoing::Connections {

@@ -31,9 +31,9 @@ pub(crate) enum GuestLocation {
     /// Wherever the command of its stream reads it.
     WithCommand,
     /// Unchanged by this copy; its QEMU could not be reached.
-    Unreached,
+    QemuNotReached,
     /// Unchanged by this copy; its image could not be opened.
-    Unopened,
+    ImageNotReadable,
     /// The source has none.
     NoGuest,
     /// At its destination, but its vsock could not be attached there.
@@ -70,8 +70,8 @@ impl GuestLocation {
             Self::WithCommand => {
                 ("with-command", 1, "where the command of its stream reads it; this copy has not changed it")
             }
-            Self::Unreached => ("unreached", 1, "not touched; its QEMU could not be reached"),
-            Self::Unopened => ("unopened", 1, "not touched; its image could not be opened"),
+            Self::QemuNotReached => ("unreached", 1, "not touched; its QEMU could not be reached"),
+            Self::ImageNotReadable => ("unopened", 1, "not touched; its image could not be opened"),
             Self::NoGuest => ("no-guest", 1, "none at this source; nothing was changed"),
             Self::WithoutVsock => (
                 "without-vsock",
@@ -256,9 +256,9 @@ pub enum GuestAfterFailure {
     /// At its source, as it was.
     Safe,
     /// Unchanged by this copy: its QEMU could not be reached, so nothing is known of it.
-    Unreached,
+    QemuNotReached,
     /// Unchanged by this copy: its image could not be opened.
-    Unopened,
+    ImageNotReadable,
     /// The source has no guest.
     NoGuest,
     /// An operator must look at it.
@@ -313,8 +313,8 @@ impl GuestAfterFailure {
             (Self::Safe, SourceCategory::Image) => GuestLocation::InImage,
             (Self::Safe, SourceCategory::Process) => GuestLocation::WithProcess,
             (Self::Safe, SourceCategory::Command) => GuestLocation::WithCommand,
-            (Self::Unreached, _) => GuestLocation::Unreached,
-            (Self::Unopened, _) => GuestLocation::Unopened,
+            (Self::QemuNotReached, _) => GuestLocation::QemuNotReached,
+            (Self::ImageNotReadable, _) => GuestLocation::ImageNotReadable,
             (Self::NoGuest, _) => GuestLocation::NoGuest,
             (Self::NeedsAttention(whereabouts), _) => whereabouts.location,
         };
@@ -357,7 +357,7 @@ impl SourceState {
             Self::Paused => "paused (postmigrate); `cont` resumes it",
             Self::Ended => "ended",
             Self::Unchanged => "as it was",
-            Self::Unknown => "not known: it has sent its guest; look there whether it still has one",
+            Self::UpToSender => "not known: it has sent its guest; look there whether it still has one",
         }
     }
 }

@@ -62,7 +62,7 @@ pub enum SourceState {
     /// An image, which is as it was, or a synthetic guest.
     Unchanged,
     /// It was received as a stream, whose sender decides whether it keeps the guest.
-    Unknown,
+    UpToSender,
 }
 
 /// State of the guest at its destination after a copy.

@@ -19,7 +19,7 @@ pub(super) fn send(
     let TransferContext { switchover, context } = run;
     context.check_cancelled()?;
     context.observer.phase(CopyPhase::Transfer);
-    let session = switchover.session();
+    let session = switchover.new_gated_session();
     let statistics = Arc::new(Statistics::default());
     let options = outgoing::Options {
         return_path: context.options.return_path,

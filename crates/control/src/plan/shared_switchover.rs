@@ -122,8 +122,8 @@ impl SharedSwitchover {
         self.link.get().is_none_or(|channel| probe_link(channel.as_ref()) == LinkState::Open)
     }
 
-    /// A session whose engine calls this at its points of no return.
-    pub(super) fn session(self: &Arc<Self>) -> Arc<Session> {
+    /// A new session, whose engine calls this switchover at its points of no return.
+    pub(super) fn new_gated_session(self: &Arc<Self>) -> Arc<Session> {
         let session = Arc::new(Session::default());
         let gate: Arc<dyn SwitchoverGate> = Arc::<Self>::clone(self);
         session.set_gate(gate);

@@ -1,7 +1,7 @@
 //! Continues a guest in another QEMU of this host, in the same memory.
 //!
 //! ```text
-//!   old QEMU ── block list, small blocks, device state ─► PresentSink ─► Relay ─► new QEMU, which waits
+//!   old QEMU ── block list, small blocks, device state ─► SinkWithPresentBlocks ─► Relay ─► new QEMU, which waits
 //!      └────────────── memory: proven to be one (`in_place`) ──────────────────────────┘
 //! ```
 //! As a move between two QEMUs, with the memory that both map left out. Until `cont` at the new QEMU nothing writes into that

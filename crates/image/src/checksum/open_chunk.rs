@@ -16,10 +16,10 @@ pub(super) enum Value {
 }
 
 impl Value {
-    fn of(subtree: Subtree, bytes: &[u8], pages: u16) -> Self {
+    fn of(subtree: Subtree, bytes: &[u8], chunk_pages: u16) -> Self {
         if is_zero(bytes) {
             Self::Zero
-        } else if pages == 1 {
+        } else if chunk_pages == 1 {
             Self::Data(*blake3::hash(bytes).as_bytes())
         } else {
             Self::Data(chaining_value(u64::from(subtree.first) * PAGE_SIZE, bytes))

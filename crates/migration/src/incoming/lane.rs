@@ -188,12 +188,12 @@ impl<'a> Lane<'a> {
             self.channel.recv_exact_unauthenticated(&mut rooms)?;
             let landed: Vec<_> = rooms.iter().map(IoBufMut::as_io_buf).collect();
             self.verify(packet, check, &landed)?;
-            self.shared.statistics.count_pages(pages, length as u64);
+            self.shared.statistics.count_content_pages(pages, length as u64);
             return sink.pages_received_in_place(stream, block, offsets);
         }
         self.channel.recv_exact_unauthenticated(&mut [self.buffers.current.receive(length)])?;
         self.verify(packet, check, &[IoBuf::from(self.buffers.current.bytes(length))])?;
-        self.shared.statistics.count_pages(pages, length as u64);
+        self.shared.statistics.count_content_pages(pages, length as u64);
         self.deliver(block, offsets, length)
     }
 
@@ -218,7 +218,7 @@ impl<'a> Lane<'a> {
             .decompress(compressed, contents)
             .map_err(|error| Error::protocol(self.channel.peer())(error))?;
         self.decompressor = Some(decompressor);
-        self.shared.statistics.count_pages(pages as u64, compressed as u64);
+        self.shared.statistics.count_content_pages(pages as u64, compressed as u64);
         Ok(())
     }
 }

@@ -377,7 +377,7 @@ impl<'a> MainChannel<'a> {
         let mut buffers: Vec<_> = records.zip(rooms).flat_map(|(record, room)| [record, room]).collect();
         self.input.channel.recv_exact(&mut buffers)?;
         let pages = offsets.len() as u64;
-        self.shared.statistics.count_pages(pages, pages * RECORD_AND_PAGE_BYTES);
+        self.shared.statistics.count_content_pages(pages, pages * RECORD_AND_PAGE_BYTES);
         sink.pages_received_in_place(ChannelId::Main, block, offsets)?;
         Ok(true)
     }

@@ -207,7 +207,7 @@ impl PacketWriter {
         self.sender.send(&self.header[..], contents)?;
         let normal = self.packet.normal.len() as u64;
         if normal > 0 {
-            self.statistics.count_pages(normal, data_bytes);
+            self.statistics.count_content_pages(normal, data_bytes);
         }
         self.sent(data_bytes);
         Ok(data_bytes)

@@ -162,7 +162,7 @@ impl RecordSender {
         }
         self.channel.send_all(&buffers, SendFlags::empty())?;
         let (pages, bytes) = (marks.len() as u64, self.pending.len() as u64);
-        self.statistics.count_pages(pages, bytes + pages * PAGE_SIZE);
+        self.statistics.count_content_pages(pages, bytes + pages * PAGE_SIZE);
         self.pending.clear();
         marks.clear();
         Ok(())

@@ -64,7 +64,7 @@ impl OrphanedChains {
     }
 
     /// Returns true if the next attempt to bind is to find out if the queue is free.
-    pub(super) fn are_inherited(&self) -> bool {
+    pub(super) fn is_checked_at_bind(&self) -> bool {
         self.inherited
     }
 

@@ -73,7 +73,7 @@ impl XdpTransmitter {
     ) -> Next {
         self.timer.clear();
         self.inherit(Some(ring), counted);
-        let orphans = if self.orphaned.are_inherited() {
+        let orphans = if self.orphaned.is_checked_at_bind() {
             // The first attempt to bind, which waits, finds out more than a check.
             self.orphaned.check(|| Err(io::ErrorKind::WouldBlock.into()))
         } else {

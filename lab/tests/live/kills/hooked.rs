@@ -83,7 +83,9 @@ fn hooked_towline() {
                 (_, GuestAfterFailure::Safe) => (1, "safe".into()),
                 (
                     _,
-                    GuestAfterFailure::Unreached | GuestAfterFailure::Unopened | GuestAfterFailure::NoGuest,
+                    GuestAfterFailure::QemuNotReached
+                    | GuestAfterFailure::ImageNotReadable
+                    | GuestAfterFailure::NoGuest,
                 ) => (1, "unreached".into()),
                 (_, guest @ GuestAfterFailure::NeedsAttention(_)) => {
                     (3, guest.sentence(SourceCategory::Qemu))

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use towline_channel::Channel;
 use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
 use towline_migration::incoming::Connections;
-use towline_migration::{Compression, Guest, PresentSink, Relay, Session, Sink, Snapshot};
+use towline_migration::{Compression, Guest, Relay, Session, Sink, SinkWithPresentBlocks, Snapshot};
 
 use super::super::context::Context;
 use super::super::destination::{QmpDestination, StartFailure};
@@ -45,7 +45,7 @@ const SEND_INTERVAL: Duration = Duration::from_millis(250);
 /// Failure of a query; QEMU was not changed.
 pub(in super::super) fn query_failed(error: Error) -> Failure {
     if error_origin::is_monitor_unreachable(&error) {
-        return Failure { guest: GuestAfterFailure::Unreached, ..Failure::untouched(error) };
+        return Failure { guest: GuestAfterFailure::QemuNotReached, ..Failure::untouched(error) };
     }
     Failure::untouched(error)
 }
@@ -116,7 +116,7 @@ impl SourceEndpoint for QemuSource {
 
     fn start(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
         let TransferContext { switchover, context } = run;
-        let session = switchover.session();
+        let session = switchover.new_gated_session();
         // A relay's destination waits for its first bytes.
         let connections = self.connect(to, &session, context).inspect_err(|_| {
             session.fail(towline_migration::Error::Cancelled);
@@ -180,7 +180,7 @@ enum RelaySink {
     /// It is sent everything.
     Whole(Box<Relay>),
     /// Pages of memory that it has are dropped.
-    Present(PresentSink<Box<Relay>>),
+    Present(SinkWithPresentBlocks<Box<Relay>>),
 }
 
 impl RelaySink {

@@ -78,7 +78,7 @@ impl SourceEndpoint for StreamSource {
 
     fn start(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
         let TransferContext { switchover, context } = run;
-        let session = switchover.session();
+        let session = switchover.new_gated_session();
         context.observer.phase(CopyPhase::Connect);
         // The destination is unchanged until a source connects.
         let connections = listen(&self.address, context)?;

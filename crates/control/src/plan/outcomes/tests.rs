@@ -27,8 +27,8 @@ rows! {
     in_image: GuestLocation::InImage => "in-image", 1, "in its image, which is as it was";
     with_process: GuestLocation::WithProcess => "ended-with-process", 1, "gone: a synthetic guest ends with its process";
     with_command: GuestLocation::WithCommand => "with-command", 1, "where the command of its stream reads it; this copy has not changed it";
-    unreached: GuestLocation::Unreached => "unreached", 1, "not touched; its QEMU could not be reached";
-    unopened: GuestLocation::Unopened => "unopened", 1, "not touched; its image could not be opened";
+    unreached: GuestLocation::QemuNotReached => "unreached", 1, "not touched; its QEMU could not be reached";
+    unopened: GuestLocation::ImageNotReadable => "unopened", 1, "not touched; its image could not be opened";
     no_guest: GuestLocation::NoGuest => "no-guest", 1, "none at this source; nothing was changed";
     without_vsock: GuestLocation::WithoutVsock => "without-vsock", 3, "at its destination, whole, except for its vsock, which could not be attached there (`device_add`)";
     image_cut_short: GuestLocation::ImageCutShort => "image-cut-short", 3, "it has its memory at its destination, but pages that were sent after the image was cut short may be zeros there: end it, and restore another copy of the image";
@@ -85,8 +85,12 @@ fn safe_guest_is_at_its_source() {
         .map(|keeper| GuestAfterFailure::Safe.row(keeper).id);
     assert_eq!(ids, ["at-source", "in-image", "ended-with-process", "with-command"]);
     for keeper in [SourceCategory::Qemu, SourceCategory::Image] {
-        let ids = [GuestAfterFailure::Unreached, GuestAfterFailure::Unopened, GuestAfterFailure::NoGuest]
-            .map(|state| state.row(keeper).id);
+        let ids = [
+            GuestAfterFailure::QemuNotReached,
+            GuestAfterFailure::ImageNotReadable,
+            GuestAfterFailure::NoGuest,
+        ]
+        .map(|state| state.row(keeper).id);
         assert_eq!(ids, ["unreached", "unopened", "no-guest"]);
     }
 }
@@ -110,7 +114,7 @@ fn success_texts_describe_both_ends() {
     use DestinationState as D;
     use SourceState as S;
     assert_eq!(
-        [S::Running, S::Paused, S::Ended, S::Unchanged, S::Unknown].map(S::text),
+        [S::Running, S::Paused, S::Ended, S::Unchanged, S::UpToSender].map(S::text),
         [
             "runs on",
             "paused (postmigrate); `cont` resumes it",
