@@ -25,7 +25,7 @@ pub struct Filesystem {
 }
 
 impl Filesystem {
-    /// Creates a filesystem of this kind (`xfs`, `btrfs`, `tmpfs`) with this capacity.
+    /// Creates a filesystem of this kind (`xfs`, `btrfs`, `ext4`, `tmpfs`) with this capacity.
     ///
     /// # Errors
     /// It cannot be made here: the reason for a test to be skipped.
