@@ -27,6 +27,8 @@ const PIP: &str = "/etc/pip.conf";
 /// Runs `make "$2"` in the root `$1`, with Rust from `$3` (cargo) and `$4` (rustup). All mounts end with the namespace.
 const SCRIPT: &str = r#"
 set -eu
+# Only a mount can be a root in which namespaces change the propagation of mounts.
+mount --bind "$1" "$1"
 mkdir -p "$1/root/.cargo" "$1/root/.rustup"
 mount -t proc proc "$1/proc"
 mount --rbind /sys "$1/sys"
