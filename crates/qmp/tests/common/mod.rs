@@ -19,8 +19,8 @@ pub(crate) const WAIT: Duration = Duration::from_secs(30);
 pub(crate) struct Binary {
     pub(crate) path: PathBuf,
     pub(crate) firmware: Vec<PathBuf>,
-    /// Its own libraries, where the system's are another release's.
-    pub(crate) libraries: Option<PathBuf>,
+    /// `LD_LIBRARY_PATH` of its own libraries, where the system's are another release's.
+    pub(crate) libraries: Option<OsString>,
     /// Its version, if it lies where only that version lies.
     pub(crate) expected_major: Option<u32>,
 }
@@ -39,7 +39,8 @@ pub(crate) fn binaries(test: &str) -> Vec<Binary> {
     let path = lab.join("bin/qemu-system-x86_64");
     if path.exists() {
         let firmware = ["share/qemu", "share/seabios", "lib/ipxe/qemu"].map(|dir| lab.join(dir)).into();
-        let libraries = Some(lab.join("lib/x86_64-linux-gnu"));
+        let libraries = ["lib/x86_64-linux-gnu", "../lib/x86_64-linux-gnu"].map(|dir| lab.join(dir));
+        let libraries = Some(std::env::join_paths(libraries).unwrap());
         found.push(Binary { path, firmware, libraries, expected_major: Some(7) });
     } else {
         skipped(&format!("{test} with QEMU 7.2"), "not in target/lab/qemu-7.2; run `cargo xtask setup`");
