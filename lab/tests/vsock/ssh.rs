@@ -13,6 +13,10 @@ use crate::support::{CID, WITHIN, device_arguments, linux_with, shell, start_dev
 const SSHD: &str = "HostKey /tmp/host_key\nPermitRootLogin prohibit-password\nUsePAM no\nStrictModes no\nUseDNS no\n\
     AuthorizedKeysFile /tmp/authorized_keys\nPidFile none\n";
 
+/// Programs that sshd starts since OpenSSH 9.8 and 10.0, below the directory that it was unpacked to, and the options for their paths.
+const STARTED_BY_SSHD: [(&str, &str); 2] =
+    [("usr/lib/openssh/sshd-session", "SshdSessionPath"), ("usr/lib/openssh/sshd-auth", "SshdAuthPath")];
+
 /// Returns the path of a Debian sshd whose libraries this machine has.
 fn sshd(name: &str) -> Option<PathBuf> {
     let sshd = paths::sshd(&paths::lab_directory());
@@ -34,6 +38,13 @@ fn sshd(name: &str) -> Option<PathBuf> {
     Some(sshd)
 }
 
+/// Returns the programs that this sshd starts, with the options for their paths.
+fn started_by(sshd: &Path) -> Vec<(PathBuf, &'static str)> {
+    let directory = sshd.ancestors().nth(3).expect("it is below usr/sbin");
+    let programs = STARTED_BY_SSHD.map(|(program, option)| (directory.join(program), option));
+    programs.into_iter().filter(|(program, _)| program.is_file()).collect()
+}
+
 /// Makes a key of the host or the client in `directory`. Returns its public part.
 fn key(directory: &Path, name: &str) -> String {
     let file = directory.join(name);
@@ -53,7 +64,9 @@ fn serve(guest: &mut LinuxGuest, sshd: &Path, scratch: &Path) {
     let user = key(scratch, "user_key");
     write(guest, "/tmp/host_key", &std::fs::read_to_string(scratch.join("host_key")).unwrap());
     write(guest, "/tmp/authorized_keys", &user);
-    write(guest, "/tmp/sshd_config", SSHD);
+    let paths =
+        started_by(sshd).into_iter().map(|(program, option)| format!("{option} {}\n", program.display()));
+    write(guest, "/tmp/sshd_config", &(SSHD.to_owned() + &paths.collect::<String>()));
     shell(guest, "mkdir -p /etc /run/sshd /root");
     shell(
         guest,
@@ -111,7 +124,9 @@ fn ssh_reaches_a_guest_as_its_users_expect() {
     let (socket_path, uds_path, cid) =
         (socket.display().to_string(), uds.display().to_string(), CID.to_string());
     let mut device = start_device(&["--socket", &socket_path, "--cid", &cid, "--uds", &uds_path], &socket);
-    let programs = [Path::new("/usr/bin/socat"), &sshd];
+    let started = started_by(&sshd);
+    let programs = [Path::new("/usr/bin/socat"), &sshd].into_iter();
+    let programs: Vec<&Path> = programs.chain(started.iter().map(|(program, _)| program.as_path())).collect();
     let qemu = linux_with(Version::V10_0, &programs).args(device_arguments(&socket)).start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
     serve(&mut guest, &sshd, scratch.path());
