@@ -24,6 +24,7 @@ pub use error::Error;
 use error::at_most;
 pub use format::{FORMAT, VERSION};
 pub use image::{ImageFacts, Section};
+pub(crate) use qemu::version_numbers;
 pub use qemu::{
     BlockFacts, Cpu, Drive, FeatureWord, IncomingState, Lock, MemoryBackend, Netdev, QemuDevice, QemuFacts,
     Virtio, Virtqueue,

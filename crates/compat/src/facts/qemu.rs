@@ -157,6 +157,11 @@ pub struct Virtio {
     pub negotiated: BTreeSet<String>,
 }
 
+/// A version of QEMU as numbers, up to the first part that is not a number.
+pub(crate) fn version_numbers(version: &str) -> Vec<u32> {
+    version.split('.').map_while(|part| part.parse().ok()).collect()
+}
+
 /// Size of a virtqueue, in entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
@@ -238,7 +243,7 @@ impl QemuFacts {
     /// Its version as numbers, for comparisons.
     #[must_use]
     pub fn version_numbers(&self) -> Vec<u32> {
-        self.version.split('.').map_while(|part| part.parse().ok()).collect()
+        version_numbers(&self.version)
     }
 
     pub(super) fn check(&self) -> Result<(), Error> {

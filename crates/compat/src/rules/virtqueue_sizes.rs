@@ -6,7 +6,7 @@
 //! without a check.
 
 use super::{Pair, Rule};
-use crate::facts::{ImageFacts, QemuDevice, QemuFacts, Subject};
+use crate::facts::{ImageFacts, QemuDevice, QemuFacts, Subject, version_numbers};
 use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule { id: "virtqueue-sizes", run };
@@ -72,7 +72,7 @@ fn refused_queue(guest: &QemuDevice, there: &QemuDevice) -> Option<String> {
 /// An image does not tell sizes; the QEMU that stored it tells whether they may be too large.
 fn of_image(image: &ImageFacts, destination: &QemuFacts, findings: &mut Findings<'_>) {
     let Some(qemu) = &image.qemu else { return };
-    let version: Vec<u32> = qemu.split('.').map_while(|part| part.parse().ok()).collect();
+    let version = version_numbers(qemu);
     let is_enlarged = version[..] >= ENLARGED_SINCE[..] && version.starts_with(&ENLARGED_SINCE[..2]);
     let has_virtio =
         image.sections.iter().any(|section| STATES.iter().any(|prefix| section.state().starts_with(prefix)));
