@@ -10,7 +10,9 @@ use crate::args::Args;
 /// Schemes of endpoints, as completed.
 const SCHEMES: &str = "qmp: tcp: unix: ws:// wss:// fd: exec: file: s3:// gs:// az:// store: mem: null:";
 /// Commands with endpoints.
-const ENDPOINT_COMMANDS: &str = "copy move check inspect store run repair";
+const ENDPOINT_COMMANDS: &str = "copy move check inspect store run repair upgrade";
+/// Commands of QMP that `ctl` completes: those of guests, and of a copy.
+const QMP_COMMANDS: &str = "status powerdown reset quit cont stop query-migrate migrate_cancel";
 
 /// Returns the script of a shell.
 pub(super) fn script(shell: Shell) -> String {
@@ -34,50 +36,72 @@ fn bash() -> String {
     let options: Vec<String> = options.into_iter().collect();
     BASH.replace("SCHEMES", SCHEMES)
         .replace("ENDPOINT_COMMANDS", &ENDPOINT_COMMANDS.replace(' ', "|"))
+        .replace("QMP_COMMANDS", QMP_COMMANDS)
         .replace("VALUE_OPTIONS", &options.join("|"))
 }
 
-/// Collects the options with values of a command and of all of its commands.
+/// Collects the options of a command and of all of its commands behind which a word is their value.
 fn value_options(command: &clap::Command, options: &mut BTreeSet<String>) {
-    let with_value = command.get_arguments().filter(|option| option.get_action().takes_values());
+    let with_value = command
+        .get_arguments()
+        .filter(|option| option.get_action().takes_values() && !option.is_require_equals_set());
     options.extend(with_value.filter_map(|option| Some(format!("--{}", option.get_long()?))));
     command.get_subcommands().for_each(|below| value_options(below, options));
 }
 
 const BASH: &str = r#"
+_towline_files() {
+    mapfile -t COMPREPLY < <(compgen -f -- "$1")
+    compopt -o filenames
+}
+
 _towline_sockets() {
     local path
+    COMPREPLY=()
     while IFS= read -r path; do
-        if [[ -S $path ]]; then
-            COMPREPLY+=("$path")
-        elif [[ -d $path ]]; then
-            COMPREPLY+=("$path/")
-        fi
+        [[ -S $path || -d $path ]] && COMPREPLY+=("$path")
     done < <(compgen -f -- "$1")
+    compopt -o filenames
+}
+
+# The words before the one at the cursor: `command`, and the number of its operands.
+_towline_words() {
+    local index
+    command=
+    operands=0
+    for (( index = 1; index < COMP_CWORD; index++ )); do
+        case "${COMP_WORDS[index]}" in
+            # The word behind belongs to the one before.
+            :|=) (( index += 1 )) ;;
+            VALUE_OPTIONS) [[ ${COMP_WORDS[index+1]} == = ]] || (( index += 1 )) ;;
+            -*) ;;
+            *)
+                if [[ $command ]]; then
+                    (( operands += 1 ))
+                else
+                    command="${COMP_WORDS[index]}"
+                fi
+                ;;
+        esac
+    done
 }
 
 _towline_endpoints() {
     local cur="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD-1]}"
-    local command="${COMP_WORDS[1]}"
+    local command operands
     if [[ $cur == : ]]; then
         previous=:
         cur=
     fi
     if [[ $previous == : ]]; then
         COMPREPLY=()
-        compopt -o nospace -o filenames
         case "${COMP_WORDS[COMP_CWORD-1]/:/${COMP_WORDS[COMP_CWORD-2]}}" in
             qmp|unix|ctl) _towline_sockets "$cur" ;;
-            *) mapfile -t COMPREPLY < <(compgen -f -- "$cur") ;;
+            file|store|exec) _towline_files "$cur" ;;
         esac
         return
     fi
-    if [[ $command == ctl && COMP_CWORD -eq 2 ]]; then
-        COMPREPLY=()
-        compopt -o nospace -o filenames
-        _towline_sockets "$cur"
-        return
-    fi
+    _towline_words
     _towline "$@"
     case "$previous" in
         VALUE_OPTIONS) return ;;
@@ -87,15 +111,25 @@ _towline_endpoints() {
         # Names of arguments.
         [[ ${COMPREPLY[index]} == [\<\[]* ]] && unset "COMPREPLY[index]"
     done
+    [[ $cur == -* ]] && return
     case "$command" in
+        ctl)
+            case "$operands" in
+                0) _towline_sockets "$cur" ;;
+                1) mapfile -t COMPREPLY < <(compgen -W "QMP_COMMANDS" -- "$cur") ;;
+                *) COMPREPLY=() ;;
+            esac
+            ;;
         ENDPOINT_COMMANDS)
-            if [[ $cur != -* && COMP_CWORD -gt 1 ]]; then
-                local words
-                mapfile -t words < <(compgen -W "SCHEMES" -- "$cur")
-                COMPREPLY+=("${words[@]}")
-                mapfile -t words < <(compgen -f -- "$cur")
-                COMPREPLY+=("${words[@]}")
-                compopt -o nospace -o filenames
+            local schemes files
+            mapfile -t schemes < <(compgen -W "SCHEMES" -- "$cur")
+            mapfile -t files < <(compgen -f -- "$cur")
+            COMPREPLY+=("${schemes[@]}" "${files[@]}")
+            if (( ${#schemes[@]} )); then
+                # As file names their colons would be quoted.
+                compopt -o nospace
+            elif (( ${#files[@]} )); then
+                compopt -o filenames
             fi
             ;;
     esac
@@ -117,10 +151,17 @@ fn fish() -> String {
 fn zsh(script: &str) -> String {
     let mut text = String::new();
     for line in script.lines() {
-        let is_endpoint =
-            ["source -- ", "destination -- ", "destinations -- ", "place -- ", "image -- ", "images -- "]
-                .iter()
-                .any(|name| line.contains(&format!(":{name}")));
+        let is_endpoint = [
+            "source -- ",
+            "destination -- ",
+            "destinations -- ",
+            "place -- ",
+            "image -- ",
+            "images -- ",
+            "old -- ",
+        ]
+        .iter()
+        .any(|name| line.contains(&format!(":{name}")));
         if is_endpoint {
             text += &line.replace(":_default'", ":_towline_endpoints'");
         } else {
@@ -142,60 +183,4 @@ fn zsh(script: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::unix::net::UnixListener;
-    use std::process::Command;
-
-    use super::*;
-
-    #[test]
-    fn scripts_contain_options_and_schemes() {
-        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
-            let text = script(shell);
-            for word in ["multifd-channels", "vsock", "s3://", "qmp:"] {
-                assert!(text.contains(word), "{shell}: {word}");
-            }
-        }
-        assert!(script(Shell::Zsh).contains(":_towline_endpoints'"));
-    }
-
-    /// Completes a line in bash, and returns the sorted replies.
-    fn completed(directory: &std::path::Path, words: &[&str]) -> Vec<String> {
-        std::fs::write(directory.join("completions"), script(Shell::Bash)).unwrap();
-        let quoted: Vec<String> = words.iter().map(|word| format!("'{word}'")).collect();
-        // `compopt` works only within a completion.
-        let line = format!(
-            "compopt() {{ :; }}; source ./completions; COMP_WORDS=({}); COMP_CWORD={}; \
-             _towline_endpoints towline '{}' '{}'; printf '%s\\n' \"${{COMPREPLY[@]}}\"",
-            quoted.join(" "),
-            words.len() - 1,
-            words[words.len() - 1],
-            words[words.len() - 2]
-        );
-        let output = Command::new("bash").args(["-c", &line]).current_dir(directory).output().unwrap();
-        assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
-        let mut replies: Vec<String> =
-            String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect();
-        replies.sort();
-        replies
-    }
-
-    #[test]
-    fn bash_completes_schemes_sockets_and_options() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path();
-        let _socket = UnixListener::bind(path.join("k.qmp")).unwrap();
-        std::fs::write(path.join("k.img"), "").unwrap();
-        assert_eq!(completed(path, &["towline", "copy", "qm"]), ["qmp:"]);
-        assert_eq!(completed(path, &["towline", "copy", "k"]), ["k.img", "k.qmp"]);
-        assert_eq!(completed(path, &["towline", "copy", "qmp", ":", "k"]), ["k.qmp"]);
-        assert_eq!(completed(path, &["towline", "copy", "file", ":", "k"]), ["k.img", "k.qmp"]);
-        assert_eq!(completed(path, &["towline", "ctl", "k"]), ["k.qmp"]);
-        assert_eq!(completed(path, &["towline", "copy", "--multifd-c"]), ["--multifd-channels"]);
-        assert_eq!(completed(path, &["towline", "copy", "--compression", "z"]), ["zlib", "zstd"]);
-        assert_eq!(completed(path, &["towline", "sto"]), ["store"]);
-        let after_flag = completed(path, &["towline", "copy", "--resume", ""]);
-        assert!(["qmp:", "k.img", "--live"].iter().all(|word| after_flag.contains(&(*word).to_owned())));
-        assert!(!after_flag.iter().any(|word| word.starts_with('<')), "{after_flag:?}");
-    }
-}
+mod tests;
