@@ -18,6 +18,10 @@ const WINDOW: Duration = Duration::from_secs(3);
 const WINDOW_MIN: Duration = Duration::from_millis(400);
 /// Part of the link's rate that a guest may write while its passes become shorter.
 const DIRTY_SHARE_MAX: f64 = 0.95;
+/// The same for a guest that has not converged so far; more than that counts only after [`CONVERGING_PASSES`].
+const DIRTY_SHARE_CLEAR: f64 = 0.8;
+/// Complete passes below [`DIRTY_SHARE_MAX`] after which a guest that has not converged does.
+const CONVERGING_PASSES: u64 = 2;
 /// Pass from which the outlook is known: the second one is the first to have a rate of writing.
 const OUTLOOK_PASS_MIN: u64 = 3;
 /// Deviation up to which a previous estimate of the remaining time is kept.
@@ -69,6 +73,11 @@ pub(crate) struct Estimate {
 pub(crate) struct Estimator {
     samples: VecDeque<ProgressSample>,
     pass_bytes: u64,
+    /// Rates of the link within the window, across passes.
+    rates: VecDeque<RateSample>,
+    outlook: Option<Outlook>,
+    /// Pass since which every sample was one of a guest that converges.
+    converging_since: Option<u64>,
     /// The last estimate of the remaining time.
     last: Option<TimeLeft>,
 }
@@ -77,6 +86,12 @@ pub(crate) struct Estimator {
 struct TimeLeft {
     at: Duration,
     left: Duration,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct RateSample {
+    at: Duration,
+    rate: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -100,7 +115,7 @@ impl Estimator {
         };
         self.push(sample);
         let rate = progress.rate.filter(|rate| *rate > 0).or_else(|| self.rate(|sample| sample.transferred));
-        let outlook = outlook(sample.pass, rate, progress);
+        let outlook = self.outlook(at, sample.pass, rate, progress);
         let time_left = self.time_left(sample, rate, progress.dirty_rate.unwrap_or(0));
         Estimate {
             pass: sample.pass,
@@ -127,6 +142,42 @@ impl Estimator {
         while self.samples.len() > 2 && self.samples[1].at + WINDOW < sample.at {
             self.samples.pop_front();
         }
+    }
+
+    /// Judges by the mean rate of the window, as QEMU's differs between samples by a factor of two with lanes. A guest that
+    /// did not converge must do so clearly, or for some passes.
+    fn outlook(&mut self, at: Duration, pass: u64, rate: Option<u64>, progress: &Progress) -> Outlook {
+        let (Some(rate), Some(dirty_rate)) = (rate, progress.dirty_rate) else { return Outlook::Unknown };
+        let rate = self.mean_rate(RateSample { at, rate });
+        if pass < OUTLOOK_PASS_MIN {
+            return Outlook::Unknown;
+        }
+        let fits = match (progress.expected_downtime, progress.downtime_limit) {
+            (Some(downtime), Some(limit)) => downtime <= limit,
+            _ => false,
+        };
+        let below = |share: f64| (dirty_rate as f64) < rate * share;
+        self.converging_since = match self.converging_since {
+            since if fits || below(DIRTY_SHARE_MAX) => since.or(Some(pass)),
+            _ => None,
+        };
+        let is_converging = self.converging_since.is_some_and(|since| {
+            self.outlook != Some(Outlook::NotConverging)
+                || below(DIRTY_SHARE_CLEAR)
+                // The first one may have begun before.
+                || pass > since + CONVERGING_PASSES
+        });
+        let outlook = if is_converging { Outlook::Converging } else { Outlook::NotConverging };
+        self.outlook = Some(outlook);
+        outlook
+    }
+
+    fn mean_rate(&mut self, sample: RateSample) -> f64 {
+        self.rates.push_back(sample);
+        while self.rates.len() > 1 && self.rates[0].at + WINDOW < sample.at {
+            self.rates.pop_front();
+        }
+        self.rates.iter().map(|sample| sample.rate as f64).sum::<f64>() / self.rates.len() as f64
     }
 
     /// Increase per second of a value over the window.
@@ -161,21 +212,6 @@ impl Estimator {
         };
         self.last = Some(TimeLeft { at, left });
         Some(left)
-    }
-}
-
-fn outlook(pass: u64, rate: Option<u64>, progress: &Progress) -> Outlook {
-    let (Some(rate), Some(dirty_rate)) = (rate, progress.dirty_rate) else { return Outlook::Unknown };
-    let fits = match (progress.expected_downtime, progress.downtime_limit) {
-        (Some(downtime), Some(limit)) => downtime <= limit,
-        _ => false,
-    };
-    if pass < OUTLOOK_PASS_MIN {
-        Outlook::Unknown
-    } else if fits || (dirty_rate as f64) < rate as f64 * DIRTY_SHARE_MAX {
-        Outlook::Converging
-    } else {
-        Outlook::NotConverging
     }
 }
 
