@@ -41,8 +41,9 @@ fn joined(head: &str, parts: &[LinePart]) -> String {
 }
 
 fn first_pass(estimate: &Estimate) -> String {
+    // Before the first reply nothing is known, and nothing is done.
     let total = estimate.pass_bytes.max(1);
-    let done = total - estimate.remaining.min(total);
+    let done = estimate.pass_bytes - estimate.remaining.min(estimate.pass_bytes);
     let filled = (done as f64 / total as f64 * BAR_WIDTH as f64) as usize;
     let mut bar = "=".repeat(filled);
     if filled < BAR_WIDTH {
@@ -160,6 +161,8 @@ mod tests {
         assert_eq!(line("transfer", &first, 60), "transfer [=====>    ] 54 %, 77.0 MiB/s, 3 s left");
         let done = Estimate { remaining: 0, time_left: Some(Duration::ZERO), ..first };
         assert_eq!(line("transfer", &done, 60), "transfer [==========] 100 %, 77.0 MiB/s, 0 s left");
+        let unknown = Estimate { pass_bytes: 0, remaining: 0, rate: None, time_left: None, ..first };
+        assert_eq!(line("transfer", &unknown, 60), "transfer [>         ] 0 %");
     }
 
     #[test]
