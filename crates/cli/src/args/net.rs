@@ -25,6 +25,7 @@ Examples:
       -machine q35,memory-backend=mem \\
       -chardev socket,id=net0,path=/run/vm/net0.sock,reconnect=1 \\
       -netdev vhost-user,id=n0,chardev=net0,queues=4 -device virtio-net-pci,netdev=n0,mq=on
+  QEMU 11.1 refuses reconnect=1: from 9.2 on it is reconnect-ms=1000.
   The same as the XML of a libvirt domain:
     <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>
     <interface type='vhostuser'>
