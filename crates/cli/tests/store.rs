@@ -32,6 +32,20 @@ fn directory_with_image() -> TempDir {
     directory
 }
 
+/// No stream moves: the file's chunks are uploaded.
+#[test]
+fn an_uploaded_file_is_reported_as_such() {
+    let directory = directory_with_image();
+    let output = towline(&directory, &["copy", "a.img", "store:vm/a"]);
+    assert!(output.status.success());
+    let report = String::from_utf8(output.stdout).unwrap();
+    assert!(report.contains("\n  uploaded  "), "{report}");
+    assert!(!report.contains("\n  moved  "), "{report}");
+    let output = towline(&directory, &["copy", "store:vm/a", "b.img"]);
+    let report = String::from_utf8(output.stdout).unwrap();
+    assert!(report.contains("\n  moved  ") && !report.contains("moved        0 B"), "{report}");
+}
+
 #[test]
 fn a_verification_without_an_image_fails() {
     let directory = tempfile::tempdir().unwrap();
