@@ -25,7 +25,16 @@ const COMPLETIONS: [(&str, &str); 3] = [
     ("zsh", "usr/share/zsh/vendor-completions/_towline"),
     ("fish", "usr/share/fish/vendor_completions.d/towline.fish"),
 ];
-const DOCUMENTS: [&str; 4] = ["README.md", "CHANGELOG.md", "LICENSE-APACHE", "LICENSE-MIT"];
+/// Beside `docs`. They refer to each other.
+const DOCUMENTS: [&str; 7] = [
+    "README.md",
+    "CHANGELOG.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "LICENSE-APACHE",
+    "LICENSE-MIT",
+];
 
 /// Builds the package, of the `debug` build if asked to, and installs and runs it below `target/`. Returns its path.
 pub(crate) fn run(debug: bool) -> Result<PathBuf> {
@@ -95,15 +104,20 @@ fn fill(tree: &Path, program: &Path) -> Result<()> {
         fs::write(&place, text)?;
     }
     let documents = tree.join("usr/share/doc/towline");
-    for name in DOCUMENTS {
-        put(&root.join(name), &documents.join(name), 0o644)?;
-    }
+    put_documents(&documents)?;
     fs::write(documents.join("copyright"), copyright()?)?;
     let changelog = documents.join("changelog");
     fs::write(&changelog, changelog_text()?)?;
     output(Command::new("gzip").args(["-9n"]).arg(&changelog))?;
-    for page in files(&root.join("docs"))?.iter().filter(|path| path.is_file()) {
-        put(page, &documents.join("docs").join(page.file_name().context("a file's name")?), 0o644)?;
+    Ok(())
+}
+
+/// The documents, with the pictures, figures and schemas that they refer to.
+fn put_documents(to: &Path) -> Result<()> {
+    let root = root();
+    let below_docs = below(&root.join("docs"))?;
+    for path in DOCUMENTS.iter().map(|name| root.join(name)).chain(below_docs) {
+        put(&path, &to.join(path.strip_prefix(&root)?), 0o644)?;
     }
     Ok(())
 }
@@ -286,5 +300,32 @@ mod tests {
             let binary = value["binary"].as_str().unwrap();
             assert!(BACKENDS.iter().any(|name| binary == format!("/usr/lib/towline/{name}")), "{binary}");
         }
+    }
+
+    /// Files that a page refers to; not what is elsewhere, or a directory of the sources.
+    fn links(text: &str) -> impl Iterator<Item = &str> {
+        let targets = text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next());
+        targets.filter(|target| {
+            !target.is_empty() && !["://", "crates/", "fuzz/"].iter().any(|part| target.contains(part))
+        })
+    }
+
+    #[test]
+    fn documents_refer_to_what_is_packed() {
+        let packed = tempfile::tempdir().unwrap();
+        put_documents(packed.path()).unwrap();
+        let (mut missing, mut count) = (Vec::new(), 0);
+        let mut pages = below(packed.path()).unwrap();
+        pages.retain(|page| page.extension().is_some_and(|kind| kind == "md"));
+        for page in pages {
+            for link in links(&fs::read_to_string(&page).unwrap()) {
+                count += 1;
+                if !page.parent().unwrap().join(link).exists() {
+                    missing.push(format!("{}: {link}", page.strip_prefix(packed.path()).unwrap().display()));
+                }
+            }
+        }
+        assert!(count > 100, "{count}");
+        assert!(missing.is_empty(), "{missing:#?}");
     }
 }
