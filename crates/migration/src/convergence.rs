@@ -305,15 +305,15 @@ impl RateWindow {
 
 impl fmt::Display for CannotConverge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mega = |bytes: f64| bytes / 1e6;
+        let mib = |bytes: f64| bytes / f64::from(1 << 20);
         write!(
             f,
-            "the guest writes {:.1} MB/s of pages while {:.1} MB/s get through: after {} passes in {:.1} s at best {:.1} MB were left",
-            mega(self.dirty_rate),
-            mega(self.rate),
+            "the guest writes {:.1} MiB/s of pages while {:.1} MiB/s get through: after {} passes in {:.1} s at best {:.1} MiB were left",
+            mib(self.dirty_rate),
+            mib(self.rate),
             self.passes,
             self.time.as_secs_f64(),
-            mega(self.left as f64),
+            mib(self.left as f64),
         )?;
         match self.expected_downtime {
             Duration::MAX => write!(f, ", and nothing gets through")?,

@@ -183,7 +183,8 @@ fn the_verdict_has_figures_and_remedies() {
     assert!(verdict.expected_downtime > verdict.downtime_limit, "{verdict:?}");
     assert_eq!(verdict.time, elapsed);
     let text = verdict.to_string();
-    for part in ["MB/s", "with 300 ms allowed", "--downtime-limit", "--max-bandwidth", "--throttle"] {
+    let rate = format!("while {:.1} MiB/s get through", verdict.rate / f64::from(1 << 20));
+    for part in [&rate, "with 300 ms allowed", "--downtime-limit", "--max-bandwidth", "--throttle"] {
         assert!(text.contains(part), "{text}");
     }
     // The reported remainder takes the reported time on this link.

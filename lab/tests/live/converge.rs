@@ -31,8 +31,8 @@ fn a_guest_that_writes_too_fast_gets_a_verdict_and_runs_on() {
     let finished = run(&format!("move --json {SLOW} {} {}", qmp(&source), qmp(&destination)));
     let texts = [
         "the guest writes ",
-        " MB/s of pages while ",
-        " MB/s get through",
+        " MiB/s of pages while ",
+        " MiB/s get through",
         "would be stopped for ",
         " ms, with 100 ms allowed",
         "--downtime-limit or --max-bandwidth, or slow the guest down with --throttle",
