@@ -217,11 +217,8 @@ impl Layer {
 
     fn print(&self, reporter: &Reporter) {
         let created = self.created.as_deref().unwrap_or("unknown");
-        let (chunks, allocated) = (count(self.chunks as u64), size(self.allocated));
-        reporter.line(&format!(
-            "    {:<38} {created}  {chunks:>7} own chunks  {allocated:>11} allocated",
-            self.path
-        ));
+        let (chunks, allocated) = (counted(self.chunks as u64, "own chunk"), size(self.allocated));
+        reporter.line(&format!("    {:<38} {created}  {chunks:>18}  {allocated:>11} allocated", self.path));
     }
 }
 

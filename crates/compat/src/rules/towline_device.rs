@@ -40,7 +40,10 @@ fn negotiated(guest: &DeviceFacts, there: &DeviceFacts, findings: &mut Findings<
 fn numbers(guest: &DeviceFacts, there: &DeviceFacts, findings: &mut Findings<'_>) {
     if guest.queues > there.queues {
         findings.no(
-            format!("the guest's device has {} queues, there it has {}", guest.queues, there.queues),
+            format!(
+                "the number of queues is {} in the guest's device and {} there",
+                guest.queues, there.queues
+            ),
             format!("start it there with --queues {}", guest.queues),
         );
     }
@@ -95,6 +98,13 @@ mod tests {
         change(&mut guest, &mut there);
         let found = of(&RULE, Subject::Device(guest), Subject::Device(there));
         found.iter().map(|found| found.severity).max()
+    }
+
+    #[test]
+    fn a_single_queue_is_no_plural() {
+        let there = DeviceFacts { queues: 1, ..net() };
+        let found = of(&RULE, Subject::Device(net()), Subject::Device(there));
+        assert_eq!(found[0].text, "the number of queues is 2 in the guest's device and 1 there");
     }
 
     #[test]
