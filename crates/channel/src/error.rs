@@ -37,7 +37,8 @@ pub enum Error {
     },
     /// The peer did not take or give a byte in time.
     #[error(
-        "{op} on {peer}: nothing happened within {after:.1?}; is the other end alive, or is the timeout too short?"
+        "{op} on {peer}: nothing happened within {:.1} s; is the other end alive, or is the timeout too short?",
+        after.as_secs_f64()
     )]
     Timeout {
         /// The operation.
@@ -153,9 +154,10 @@ pub enum Error {
     },
     /// The kernel had no memory to send without copying (`ENOBUFS`), though we waited for earlier sends and sent less.
     #[error(
-        "zero-copy send to {peer}: {source}, after {after:.1?} of waiting; net.core.optmem_max is {optmem_max} and \
+        "zero-copy send to {peer}: {source}, after {:.1} s of waiting; net.core.optmem_max is {optmem_max} and \
          RLIMIT_MEMLOCK (ulimit -l) {memlock}: raise the first to 1 MiB or more and the second to the guest's size, \
-         or send without zero-copy"
+         or send without zero-copy",
+        after.as_secs_f64()
     )]
     ZeroCopyMemory {
         /// The other end.

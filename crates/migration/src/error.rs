@@ -55,7 +55,8 @@ pub enum Error {
     /// Fewer lanes than expected connected.
     /// Remedy: give both ends the same number of lanes.
     #[error(
-        "{connected} of {expected} lanes connected within {waited:?}: the source must have multifd on, and multifd-channels {expected} as here (--multifd-channels)"
+        "{connected} of {expected} lanes connected within {:.1} s: the source must have multifd on, and multifd-channels {expected} as here (--multifd-channels)",
+        waited.as_secs_f64()
     )]
     LanesMissing {
         /// Number of connections.
@@ -86,7 +87,8 @@ pub enum Error {
     /// The destination is silent.
     /// Remedy: check the address, and give both ends the same number of lanes; without one that replies, --return-path off.
     #[error(
-        "{peer} did not answer within {waited:?}: it is no QEMU that waits for this guest, or its multifd-channels is not {lanes}; a file or filter that only takes the stream needs --return-path off"
+        "{peer} did not answer within {:.1} s: it is no QEMU that waits for this guest, or its multifd-channels is not {lanes}; a file or filter that only takes the stream needs --return-path off",
+        waited.as_secs_f64()
     )]
     NoAnswer {
         /// The destination.

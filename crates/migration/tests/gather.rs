@@ -114,6 +114,7 @@ fn too_few_lanes_are_counted() {
             matches!(error, Error::LanesMissing { connected: 2, expected: 3, waited: LANES_TIMEOUT }),
             "{error:?}"
         );
+        assert!(error.to_string().starts_with("2 of 3 lanes connected within 0.2 s: "), "{error}");
         assert!(source.join().unwrap().is_err());
     }
 }

@@ -35,8 +35,9 @@ pub enum Error {
     },
     /// The monitor's backlog is full.
     #[error(
-        "could not connect to QMP socket {socket} within {waited:.1?}: another client holds this monitor and more wait \
-         for it (QEMU serves one at a time); close them, or give QEMU a second -qmp"
+        "could not connect to QMP socket {socket} within {:.1} s: another client holds this monitor and more wait \
+         for it (QEMU serves one at a time); close them, or give QEMU a second -qmp",
+        waited.as_secs_f64()
     )]
     Busy {
         /// The path that was tried.
@@ -46,8 +47,9 @@ pub enum Error {
     },
     /// Connected, but no greeting arrived.
     #[error(
-        "no QMP greeting on {socket} within {waited:.1?}: another client holds this monitor (QEMU serves one at a \
-         time; close it, or give QEMU a second -qmp), or {socket} is not a QMP socket, or QEMU hangs"
+        "no QMP greeting on {socket} within {:.1} s: another client holds this monitor (QEMU serves one at a \
+         time; close it, or give QEMU a second -qmp), or {socket} is not a QMP socket, or QEMU hangs",
+        waited.as_secs_f64()
     )]
     NoGreeting {
         /// The socket.
@@ -67,7 +69,7 @@ pub enum Error {
     },
     /// No reply in time. The connection remains usable; a late reply is discarded.
     /// Remedy: look at the load of the host and the storage of the guest, and try again.
-    #[error("no answer to {command} on {socket} within {waited:.1?}: QEMU hangs or is busy")]
+    #[error("no answer to {command} on {socket} within {:.1} s: QEMU hangs or is busy", waited.as_secs_f64())]
     Timeout {
         /// The command's name.
         command: String,
@@ -113,7 +115,7 @@ pub enum Error {
     },
     /// The awaited event did not arrive.
     /// Remedy: look at the load of the host, and try again.
-    #[error("the awaited event did not come on {socket} within {waited:.1?}")]
+    #[error("the awaited event did not come on {socket} within {:.1} s", waited.as_secs_f64())]
     NoEvent {
         /// The socket.
         socket: String,

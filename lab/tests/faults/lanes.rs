@@ -41,8 +41,8 @@ fn a_source_with_another_number_of_lanes_is_refused() {
         return;
     }
     let fixture = Fixture::new();
-    disagree(&fixture, 2, 4, &["2 of 4 lanes connected within 5s", "multifd-channels 4 as here"]);
-    disagree(&fixture, 0, 4, &["0 of 4 lanes connected within 5s", "must have multifd on"]);
+    disagree(&fixture, 2, 4, &["2 of 4 lanes connected within 5.0 s", "multifd-channels 4 as here"]);
+    disagree(&fixture, 0, 4, &["0 of 4 lanes connected within 5.0 s", "must have multifd on"]);
     let same = "the same multifd-channels";
     disagree(&fixture, 8, 2, &["the source has a lane ", ", but the number of lanes here is 2", same]);
     disagree(&fixture, 3, 0, &["the source has a lane ", ", but the number of lanes here is 0", same]);

@@ -69,8 +69,9 @@ fn wait_for_socket(socket: &Path, context: &Context<'_>) -> Result<(), Error> {
     }
     let timeout = context.options.connect_timeout;
     context.observer.notice(&format!(
-        "no QMP socket at {} yet: waiting for up to {timeout:.0?} (--connect-timeout)",
-        socket.display()
+        "no QMP socket at {} yet: waiting for up to {:.1} s (--connect-timeout)",
+        socket.display(),
+        timeout.as_secs_f64()
     ));
     let deadline = Instant::now() + timeout;
     while !socket.exists() && Instant::now() < deadline {

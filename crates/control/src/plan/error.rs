@@ -66,7 +66,8 @@ pub enum Error {
     LaneLost { lanes: usize, compression: &'static str, source: towline_migration::Error },
     /// Remedy: give both ends the same `--multifd-channels`.
     #[error(
-        "{peer} did not take {lanes} lanes within {waited:.1?}: it hangs, or its multifd-channels is not {lanes} as here (--multifd-channels)"
+        "{peer} did not take all lanes within {:.1} s: it hangs, or its multifd-channels is not {lanes} as here (--multifd-channels)",
+        waited.as_secs_f64()
     )]
     LanesNotTaken { peer: String, lanes: usize, waited: Duration },
     /// Remedy: start a new transfer without --recover.
@@ -79,11 +80,12 @@ pub enum Error {
     )]
     BlockedMonitor { socket: String, source: Box<Error> },
     #[error(
-        "the connection to the running guest was lost ({source}), and could not be restored within {waited:?}"
+        "the connection to the running guest was lost ({source}), and could not be restored within {:.1} s",
+        waited.as_secs_f64()
     )]
     NotRecovered { source: towline_migration::Error, waited: Duration },
     /// Remedy: restore the network, and run the command again with --recover.
-    #[error("the QEMUs lost their connection, which could not be restored within {waited:?}")]
+    #[error("the QEMUs lost their connection, which could not be restored within {:.1} s", waited.as_secs_f64())]
     NotConnectedAgain { waited: Duration },
     /// Remedy: detach the device by hand (`device_del`), or move without it.
     #[error("{device} cannot be detached from the guest of QEMU on {socket}: {text}")]
@@ -100,11 +102,12 @@ pub enum Error {
     #[error("QEMU on {socket} could not load the guest: {text}")]
     DestinationFailed { socket: String, text: String },
     /// Remedy: look at the QEMU with `query-migrate`, and at the load of its host.
-    #[error("QEMU on {socket} did not complete within {waited:?}: its status is `{status}`")]
+    #[error("QEMU on {socket} did not complete within {:.1} s: its status is `{status}`", waited.as_secs_f64())]
     NotCompleted { socket: String, status: String, waited: Duration },
     /// Remedy: look at the source with `query-status`, and end it if it is `postmigrate`; `towline moves` lists it.
     #[error(
-        "{peer} was acknowledged and did not close its connection within {waited:?}, so it is not known whether it is done with the guest"
+        "{peer} was acknowledged and did not close its connection within {:.1} s, so it is not known whether it is done with the guest",
+        waited.as_secs_f64()
     )]
     SourceNotDone { peer: String, waited: Duration },
     /// Remedy: look at the source with `query-status`, and end it if it is `postmigrate`; `towline moves` lists it.
@@ -113,7 +116,7 @@ pub enum Error {
     )]
     SourceReset { peer: String },
     /// Remedy: look at the log of the other towline; `--log info` there has more.
-    #[error("the towline at the other end did not report within {waited:?}")]
+    #[error("the towline at the other end did not report within {:.1} s", waited.as_secs_f64())]
     PeerSilent { waited: Duration },
     #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]
     NotRunning { socket: String, status: String },

@@ -149,7 +149,8 @@ impl DetachedVsocks {
                 }
                 if Instant::now() >= deadline {
                     let text = format!(
-                        "its kernel has not released it within {UNPLUG_TIMEOUT:?}, and may still do so"
+                        "its kernel has not released it within {} s, and may still do so",
+                        UNPLUG_TIMEOUT.as_secs()
                     );
                     return Err(refused(text, qemu));
                 }

@@ -148,7 +148,7 @@ pub enum SessionError {
         index: usize,
     },
     /// The frontend has sent only a part of a message: for too long, or until the process is to end.
-    #[error("the rest of a message did not arrive within {after:.1?}")]
+    #[error("the rest of a message did not arrive within {:.1} s", after.as_secs_f64())]
     IncompleteMessage {
         /// Time since its first byte.
         after: Duration,
