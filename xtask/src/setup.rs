@@ -51,7 +51,7 @@ const QEMU_PACKAGES: [&str; 3] = ["qemu-system-x86", "ipxe-qemu", "qemu-utils"];
 /// Debian 12 and 13.
 pub(crate) const RELEASES: [&str; 2] = [CODENAME, STABLE];
 /// From the release.
-const TOOLS: [&str; 12] = [
+const TOOLS: [&str; 14] = [
     "iperf3",
     "socat",
     "iproute2",
@@ -62,7 +62,9 @@ const TOOLS: [&str; 12] = [
     "python3-venv",
     "procps",
     "openssh-client",
-    // Filesystems with reflinks.
+    "mount",
+    // Filesystems without reflinks, and with them.
+    "e2fsprogs",
     "xfsprogs",
     "btrfs-progs",
 ];

@@ -17,11 +17,9 @@ const SSHD: &str = "HostKey /tmp/host_key\nPermitRootLogin prohibit-password\nUs
 const STARTED_BY_SSHD: [(&str, &str); 2] =
     [("usr/lib/openssh/sshd-session", "SshdSessionPath"), ("usr/lib/openssh/sshd-auth", "SshdAuthPath")];
 
-/// Returns the path of a Debian sshd whose libraries this machine has.
+/// Returns the path of a Debian sshd whose libraries, and those of the programs that it starts, are here.
 fn sshd(name: &str) -> Option<PathBuf> {
     let sshd = paths::sshd(&paths::lab_directory());
-    let Ok(libraries) = Command::new("ldd").arg(&sshd).output() else { return None };
-    let libraries = String::from_utf8_lossy(&libraries.stdout).into_owned();
     if !sshd.is_file() {
         skip(name, &format!("{} is missing; run `cargo xtask setup`", sshd.display()));
         return None;
@@ -31,17 +29,32 @@ fn sshd(name: &str) -> Option<PathBuf> {
         skip(name, "the lab is below /tmp, which guests mount");
         return None;
     }
-    if let Some(line) = libraries.lines().find(|line| line.contains("not found")) {
-        skip(name, &format!("sshd lacks a library on this machine: {}", line.trim()));
-        return None;
+    let started = started_by(&sshd).into_iter().map(|(program, _)| program);
+    for program in started.chain([sshd.clone()]) {
+        let mut ldd = Command::new("ldd");
+        let libraries = ldd.arg(&program).env("LD_LIBRARY_PATH", libraries(&sshd)).output().ok()?;
+        let libraries = String::from_utf8_lossy(&libraries.stdout);
+        if let Some(line) = libraries.lines().find(|line| line.contains("not found")) {
+            skip(name, &format!("{} lacks a library on this machine: {}", program.display(), line.trim()));
+            return None;
+        }
     }
     Some(sshd)
 }
 
+/// Directory that this sshd was unpacked to.
+fn root_of(sshd: &Path) -> &Path {
+    sshd.ancestors().nth(3).expect("it is below usr/sbin")
+}
+
+/// Directory of the libraries that were unpacked with this sshd.
+fn libraries(sshd: &Path) -> PathBuf {
+    root_of(sshd).join("usr/lib/x86_64-linux-gnu")
+}
+
 /// Returns the programs that this sshd starts, with the options for their paths.
 fn started_by(sshd: &Path) -> Vec<(PathBuf, &'static str)> {
-    let directory = sshd.ancestors().nth(3).expect("it is below usr/sbin");
-    let programs = STARTED_BY_SSHD.map(|(program, option)| (directory.join(program), option));
+    let programs = STARTED_BY_SSHD.map(|(program, option)| (root_of(sshd).join(program), option));
     programs.into_iter().filter(|(program, _)| program.is_file()).collect()
 }
 
@@ -74,7 +87,14 @@ fn serve(guest: &mut LinuxGuest, sshd: &Path, scratch: &Path) {
     );
     shell(guest, "echo root:x:0: > /etc/group; echo sshd:x:100: >> /etc/group");
     let program = format!("{} -i -f /tmp/sshd_config -E /tmp/sshd_log", sshd.display());
-    shell(guest, &format!("socat VSOCK-LISTEN:22,fork EXEC:'{program}' > /tmp/socat_log 2>&1 & echo"));
+    let libraries = libraries(sshd);
+    shell(
+        guest,
+        &format!(
+            "LD_LIBRARY_PATH={} socat VSOCK-LISTEN:22,fork EXEC:'{program}' > /tmp/socat_log 2>&1 & echo",
+            libraries.display()
+        ),
+    );
 }
 
 /// Writes the configuration that docs/vsock.md shows, with the keys of this test.
