@@ -4,17 +4,20 @@
 //! detects a dead host in about two minutes. A host name is resolved in a thread of its own, because the system's
 //! resolver cannot be interrupted; after a timeout the thread ends when the resolver does.
 //!
-//! Between two processes of one host the send buffer has a fixed, small size: data in transit then stays in a
-//! processor's cache until it is received. To another host its size is the kernel's, which adapts it to the path.
+//! Between two processes of one host the send buffer has a fixed, small size, and a call receives a part of it: data in
+//! transit then stays in a processor's cache until it is received, and the sender continues meanwhile. To another host
+//! the size is the kernel's, which adapts it to the path.
 
 use crate::cancel::{event, raise};
 use crate::channel::forward_channel;
 use crate::socket::{STREAM, Socket};
+use crate::sys::iobuf::limit_mut;
 use crate::sys::zero_copy::Enabled;
 use crate::wait::Deadline;
 use crate::zero_copy::ZeroCopy;
 use crate::{
-    Capabilities, Channel, Error, Flushed, IoBuf, Result, SendFlags, ZeroCopyStatistics, ZeroCopyTicket, sys,
+    Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, ZeroCopyStatistics,
+    ZeroCopyTicket, sys, total_len_mut,
 };
 use rustix::event::PollFlags;
 use rustix::io::Errno;
@@ -37,6 +40,9 @@ const BACKLOG: i32 = 1024;
 /// Send buffer of a connection within this host; the kernel doubles it, for its own bookkeeping. There is no delay that more
 /// data in transit would fill, and what is in transit is read again at once, from the cache if it is still there.
 const LOCAL_SEND_BUFFER_BYTES: usize = 128 << 10;
+/// Bytes that one call receives at most from such a connection: the sender has room again when the call returns. Of longer
+/// calls, one connection waits for most of its time.
+const LOCAL_RECEIVE_BYTES: usize = 64 << 10;
 
 /// Name of this end in messages about socket options.
 const KERNEL: &str = "this kernel";
@@ -46,6 +52,8 @@ const KERNEL: &str = "this kernel";
 pub struct TcpChannel {
     socket: Arc<Socket>,
     zero_copy: Option<Arc<ZeroCopy>>,
+    /// Bytes that one call receives at most.
+    receive_bytes_max: usize,
 }
 
 impl TcpChannel {
@@ -59,12 +67,15 @@ impl TcpChannel {
         let peer = remote.map_or_else(|| "tcp:?".to_owned(), |address| format!("tcp:{address}"));
         let failed = |errno| Error::io("setsockopt", &peer, errno);
         prepare(&fd).map_err(failed)?;
-        if let (Some(local), Some(remote)) = (local, remote)
-            && is_within_host(local.ip(), remote.ip())
-        {
-            sockopt::set_socket_send_buffer_size(&fd, LOCAL_SEND_BUFFER_BYTES).map_err(failed)?;
-        }
-        Ok(Self { socket: Arc::new(Socket::new(fd, peer, STREAM)?), zero_copy: None })
+        let receive_bytes_max = match (local, remote) {
+            (Some(local), Some(remote)) if is_within_host(local.ip(), remote.ip()) => {
+                sockopt::set_socket_send_buffer_size(&fd, LOCAL_SEND_BUFFER_BYTES).map_err(failed)?;
+                LOCAL_RECEIVE_BYTES
+            }
+            _ => usize::MAX,
+        };
+        let socket = Arc::new(Socket::new(fd, peer, STREAM)?);
+        Ok(Self { socket, zero_copy: None, receive_bytes_max })
     }
 
     /// Enables zero-copy sends (`SO_ZEROCOPY`) and with them [`Capabilities::ZERO_COPY`].
@@ -106,7 +117,7 @@ impl TcpChannel {
 }
 
 impl Channel for TcpChannel {
-    forward_channel!(socket: peer, calls, recv, set_timeouts, as_fd);
+    forward_channel!(socket: peer, calls, set_timeouts, as_fd);
 
     fn splice_fd(&self) -> Option<BorrowedFd<'_>> {
         self.socket.as_fd()
@@ -122,6 +133,13 @@ impl Channel for TcpChannel {
             Some(zero_copy) if flags.contains(SendFlags::ZERO_COPY) => zero_copy.send(bufs, flags),
             _ => self.socket.send(bufs, flags),
         }
+    }
+
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        if total_len_mut(bufs) <= self.receive_bytes_max {
+            return self.socket.recv(bufs, flags);
+        }
+        self.socket.recv(&mut limit_mut(bufs, self.receive_bytes_max), flags)
     }
 
     fn flush(&self) -> Result<Flushed> {
@@ -297,6 +315,7 @@ fn nothing_found(host: &str) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ChannelExt;
     use std::net::{TcpListener, TcpStream};
 
     #[test]
@@ -320,5 +339,25 @@ mod tests {
             let found = sockopt::socket_send_buffer_size(channel.socket.fd()).unwrap();
             assert_eq!(found, 2 * LOCAL_SEND_BUFFER_BYTES, "the kernel doubles it");
         }
+    }
+
+    #[test]
+    fn a_call_within_the_host_receives_a_limited_part() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let far = TcpChannel::new(listener.accept().unwrap().0.into()).unwrap();
+        // Within the send buffer, so that the call returns.
+        let sent: Vec<u8> = (0..LOCAL_RECEIVE_BYTES + 4096).map(|i| (i % 251) as u8).collect();
+        let near = TcpChannel::new(near.into()).unwrap();
+        near.send_all(&[IoBuf::from(&sent[..])], SendFlags::empty()).unwrap();
+        let mut received = vec![0; sent.len()];
+        while far.recv(&mut [IoBufMut::from(&mut received[..])], RecvFlags::PEEK).unwrap()
+            < LOCAL_RECEIVE_BYTES
+        {}
+        let (first, second) = received.split_at_mut(1000);
+        let mut bufs = [IoBufMut::from(first), IoBufMut::from(second)];
+        assert_eq!(far.recv(&mut bufs, RecvFlags::empty()).unwrap(), LOCAL_RECEIVE_BYTES);
+        far.recv_exact(&mut [IoBufMut::from(&mut received[LOCAL_RECEIVE_BYTES..])]).unwrap();
+        assert_eq!(received, sent);
     }
 }

@@ -103,6 +103,12 @@ impl<'a> IoBufMut<'a> {
         Self { iov: skip(self.iov, len), ..self }
     }
 
+    /// Room for the first `len` bytes of it, or all if it has fewer, and for the others.
+    pub fn split_at(self, len: usize) -> (Self, Self) {
+        let behind = skip(self.iov, len);
+        (self.into_prefix(len), Self { iov: behind, memory: PhantomData })
+    }
+
     /// The same memory as bytes to send.
     pub fn as_io_buf(&self) -> IoBuf<'_> {
         IoBuf { iov: self.iov, memory: PhantomData }
@@ -221,6 +227,21 @@ pub(crate) fn limit<'a>(bufs: &[IoBuf<'a>], len: usize) -> Vec<IoBuf<'a>> {
     limited
 }
 
+/// Room for the first `len` bytes in the buffers.
+pub(crate) fn limit_mut<'a>(bufs: &'a mut [IoBufMut<'_>], len: usize) -> Vec<IoBufMut<'a>> {
+    let mut left = len;
+    let mut limited = Vec::new();
+    for buf in bufs {
+        if left == 0 {
+            break;
+        }
+        let buf = buf.prefix(left);
+        left -= buf.len();
+        limited.push(buf);
+    }
+    limited
+}
+
 /// The length in bytes of all the buffers together.
 pub fn total_len(bufs: &[IoBuf<'_>]) -> usize {
     bufs.iter().fold(0, |sum, buf| sum.saturating_add(buf.len()))
@@ -251,6 +272,16 @@ mod tests {
         assert_eq!((buf.prefix(9).len(), buf.skip(9).len()), (6, 0));
         assert_eq!(gather(&[buf.skip(4), buf.prefix(2)], &mut out), 4);
         assert_eq!(&out[..4], b"efab");
+    }
+
+    #[test]
+    fn halves_do_not_overlap() {
+        let mut bytes = *b"abcdef";
+        let (mut first, behind) = IoBufMut::from(&mut bytes).split_at(2);
+        let (second, nothing) = behind.split_at(9);
+        assert_eq!(nothing.len(), 0);
+        assert_eq!(scatter(b"123456", &mut [second, first.prefix(1)]), 5);
+        assert_eq!(&bytes, b"5b1234");
     }
 
     #[test]
