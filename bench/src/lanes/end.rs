@@ -33,6 +33,7 @@ use towline_migration::{
     Extent, Guest, Incoming, Memory, Outgoing, Session, Sink, SourceMemory, Statistics, incoming, outgoing,
 };
 use towline_protocol::configuration::Configuration;
+use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::layers::{Calls, Counted, Linear, OnePage};
@@ -175,7 +176,7 @@ fn source(shape: &Value) -> Result<()> {
         guest.run(|guest| {
             if mode.is_of_stopped_guest() {
                 let bytes = copy.get_or_init(|| copied(guest));
-                send(&StoppedGuest { guest, bytes }, mode, request)
+                send(&StoppedGuest { guest, bytes: bytes.as_slice() }, mode, request)
             } else {
                 send(guest, mode, request)
             }
@@ -183,15 +184,28 @@ fn source(shape: &Value) -> Result<()> {
     })
 }
 
-/// The guest's memory.
-fn copied(guest: &SourceMemory<'_>) -> Vec<u8> {
-    let length = guest.blocks()[0].length;
-    let mut bytes = vec![0; length as usize];
-    for (unit, place) in bytes.chunks_mut(COPY_BYTES).enumerate() {
+/// A copy of the guest's memory, which begins at a page as a guest's does.
+struct Copied {
+    bytes: Vec<u8>,
+    start: usize,
+}
+
+impl Copied {
+    fn as_slice(&self) -> &[u8] {
+        &self.bytes[self.start..]
+    }
+}
+
+fn copied(guest: &SourceMemory<'_>) -> Copied {
+    let length = guest.blocks()[0].length as usize;
+    let mut bytes = vec![0; length + PAGE_SIZE as usize];
+    let start = bytes.as_ptr().align_offset(PAGE_SIZE as usize);
+    bytes.truncate(start + length);
+    for (unit, place) in bytes[start..].chunks_mut(COPY_BYTES).enumerate() {
         let page = PageRef { block: BlockIndex(0), offset: (unit * COPY_BYTES) as u64 };
         gather(&[guest.memory(page, place.len() as u64)], place);
     }
-    bytes
+    Copied { bytes, start }
 }
 
 /// A guest with a copy of its memory that nothing writes, so that contents can be hashed.

@@ -8,6 +8,7 @@
 //! - [`error_queue`]: what the kernel reports of a socket behind its stream (`recvmsg` with `MSG_ERRQUEUE`);
 //! - [`fd`]: taking over a descriptor by number, and replacing what a number stands for (`dup3`);
 //! - [`file_owner`]: the owner of files that a thread creates (`setfsuid`);
+//! - [`xxh3`]: hashes of pages that need not be slices, by vectors of the processor (or none: then they are copied);
 //! - [`zero_copy`]: the socket option `SO_ZEROCOPY`.
 //!
 //! Everything else (sockets and their options, descriptor passing, `poll`, `eventfd`, `flock`, processes) comes from
@@ -21,4 +22,5 @@ pub(crate) mod fd;
 pub(crate) mod file_owner;
 pub(crate) mod io;
 pub(crate) mod iobuf;
+pub(crate) mod xxh3;
 pub(crate) mod zero_copy;

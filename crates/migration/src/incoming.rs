@@ -16,6 +16,7 @@ mod main_channel;
 mod records_ahead;
 mod refuse;
 mod shared;
+mod verify;
 mod wait;
 
 use std::net::Shutdown;

@@ -190,7 +190,11 @@ impl Outgoing {
             let checks = answers.wait_pong(&self.session, self.options.answer_timeout, lanes.len())?;
             greet(&self.session, &mut shared.main(), answers)?;
             if checks {
-                lanes.iter_mut().for_each(LaneWriter::write_checksums);
+                let count = lanes.len();
+                for lane in &mut lanes {
+                    lane.write_checksums();
+                    lane.fit_packets_to_cache(count);
+                }
             }
         }
         let left = self.iterate(&shared, &mut lanes)?;

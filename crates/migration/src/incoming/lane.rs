@@ -3,19 +3,18 @@
 //! A lane is not shut down at the stream's end: a QEMU before 9.0 may still have an empty packet to send after its
 //! last SYNC, and a source whose lane breaks then reports a failure.
 
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use towline_channel::{Channel, ChannelExt, Error as ChannelError, IoBuf, IoBufMut};
-use towline_protocol::multifd::{Checksum, Damage, HEADER_BYTES, Method, Packet};
+use towline_channel::{Channel, ChannelExt, Error as ChannelError, IoBufMut};
+use towline_protocol::multifd::{HEADER_BYTES, Method, Packet};
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::{BlockIndex, InvalidMessage, PageRef, PeerMisbehaved};
+use towline_protocol::{BlockIndex, PageRef, PeerMisbehaved};
 use towline_protocol::{limits, machine};
 
 use super::refuse::{REFUSE_TIMEOUT, drain};
 use super::shared::{Shared, ended};
+use super::verify::{HeaderChecksum, PacketVerifier};
 use crate::buffer::Buffers;
-use crate::checksum;
 use crate::compression::Decompressor;
 use crate::session::Released;
 use crate::statistics::Statistics;
@@ -34,17 +33,11 @@ pub(super) fn run(index: usize, channel: &dyn Channel, shared: &Shared<'_>) {
     }
 }
 
-/// The checksum of a packet, and the hash of its header as received.
-#[derive(Clone, Copy)]
-struct HeaderChecksum {
-    header: u64,
-    checksum: Option<Checksum>,
-}
-
 struct Lane<'a> {
     index: usize,
     channel: &'a dyn Channel,
     shared: &'a Shared<'a>,
+    verifier: PacketVerifier<'a>,
     buffers: Buffers,
     decompressor: Option<Decompressor>,
     /// Pages came since the last barrier.
@@ -55,7 +48,8 @@ impl<'a> Lane<'a> {
     fn new(index: usize, channel: &'a dyn Channel, shared: &'a Shared<'a>) -> Result<Self> {
         let buffers = Buffers::new(limits::PACKET_DATA_BYTES_MAX, shared.lanes)?;
         let decompressor = Decompressor::new(shared.compression)?;
-        Ok(Self { index, channel, shared, buffers, decompressor, outstanding: false })
+        let verifier = PacketVerifier { channel, shared };
+        Ok(Self { index, channel, shared, verifier, buffers, decompressor, outstanding: false })
     }
 
     fn run(&mut self) -> Result<()> {
@@ -75,10 +69,10 @@ impl<'a> Lane<'a> {
                 Err(ChannelError::Closed { .. }) => return Err(ended(self.channel, "a lane's next packet")),
                 Err(error) => return Err(error.into()),
             }
-            let check = self.take_header_checksum(&mut header)?;
+            let check = self.verifier.take_header_checksum(&mut header)?;
             let packet = Packet::decode(&header, self.shared.blocks());
             let packet = packet.map_err(Error::protocol(self.channel.peer()))?;
-            self.require_checksum(&packet, check)?;
+            self.verifier.require_checksum(&packet, check)?;
             if self.process_packet(&packet, check)? == Released::Closed {
                 return Ok(());
             }
@@ -88,43 +82,6 @@ impl<'a> Lane<'a> {
     /// Returns true if the source ends its lanes without close_notify. The next barrier detects what is missing.
     fn may_be_cut(&self) -> bool {
         self.shared.machine_type.get().is_some_and(|name| !machine::has_clean_tls_termination(name))
-    }
-
-    /// Takes the checksum out of a header, and compares the header with it before any field is used.
-    fn take_header_checksum(&self, header: &mut [u8; HEADER_BYTES]) -> Result<HeaderChecksum> {
-        let checksum = Checksum::take(header);
-        let header = checksum.map_or(0, |_| checksum::of_header(header));
-        if checksum.is_some_and(|checksum| checksum.header != Checksum::of_header(header)) {
-            return Err(self.damaged(checksum::damaged(Damage::Header, &Packet::empty(), &[])));
-        }
-        Ok(HeaderChecksum { header, checksum })
-    }
-
-    /// A source that was informed that checksums are compared omits none, except in packets that it sent before.
-    fn require_checksum(&self, packet: &Packet, check: HeaderChecksum) -> Result<()> {
-        let missing = check.checksum.is_none() && packet.block.is_some();
-        if missing && self.shared.compares_checksums.load(Ordering::Acquire) {
-            Err(self.damaged(InvalidMessage::ChecksumMissing))
-        } else {
-            Ok(())
-        }
-    }
-
-    /// Compares a packet, whose contents lie in these buffers, with what was sent.
-    fn verify(&self, packet: &Packet, check: HeaderChecksum, contents: &[IoBuf<'_>]) -> Result<()> {
-        let Some(checksum) = check.checksum else { return Ok(()) };
-        let hashed = if checksum.of_pages { contents } else { &[] };
-        let sums = checksum::sums(check.header, packet.method, hashed);
-        if let Some(damage) = sums.compare(&checksum.sums) {
-            return Err(self.damaged(checksum::damaged(damage, packet, self.shared.blocks())));
-        }
-        let is_whole = checksum.of_pages || packet.normal.is_empty();
-        Statistics::add(&self.shared.statistics.checksums_verified, is_whole.into());
-        Ok(())
-    }
-
-    fn damaged(&self, message: InvalidMessage) -> Error {
-        Error::protocol(self.channel.peer())(message.into())
     }
 
     fn process_packet(&mut self, packet: &Packet, check: HeaderChecksum) -> Result<Released> {
@@ -140,7 +97,7 @@ impl<'a> Lane<'a> {
                 self.shared.sink.zero(ChannelId::Lane(self.index), block, &packet.zero)?;
             }
         } else {
-            self.verify(packet, check, &[])?;
+            self.verifier.verify(packet, check, &[])?;
         }
         if packet.sync {
             let released = self.shared.session.arrive()?;
@@ -164,7 +121,7 @@ impl<'a> Lane<'a> {
     fn contents(&mut self, block: BlockIndex, packet: &Packet, check: HeaderChecksum) -> Result<()> {
         let offsets = &packet.normal[..];
         if offsets.is_empty() {
-            return self.verify(packet, check, &[]);
+            return self.verifier.verify(packet, check, &[]);
         }
         let (sink, stream) = (self.shared.sink, ChannelId::Lane(self.index));
         let length = offsets.len() * PAGE_SIZE as usize;
@@ -183,16 +140,13 @@ impl<'a> Lane<'a> {
             .map(|(offset, length)| sink.buffer_for(PageRef { block, offset }, length))
             .collect();
         let pages = offsets.len() as u64;
-        if let Some(mut rooms) = rooms {
+        if let Some(rooms) = rooms {
             // Memory that nothing uses before the migration has completed.
-            self.channel.recv_exact_unauthenticated(&mut rooms)?;
-            let landed: Vec<_> = rooms.iter().map(IoBufMut::as_io_buf).collect();
-            self.verify(packet, check, &landed)?;
+            self.verifier.receive(packet, check, rooms)?;
             self.shared.statistics.count_content_pages(pages, length as u64);
             return sink.pages_received_in_place(stream, block, offsets);
         }
-        self.channel.recv_exact_unauthenticated(&mut [self.buffers.current.receive(length)])?;
-        self.verify(packet, check, &[IoBuf::from(self.buffers.current.bytes(length))])?;
+        self.verifier.receive(packet, check, vec![self.buffers.current.receive(length)])?;
         self.shared.statistics.count_content_pages(pages, length as u64);
         self.deliver(block, offsets, length)
     }
@@ -212,7 +166,7 @@ impl<'a> Lane<'a> {
         let Some(mut decompressor) = self.decompressor.take() else { return Ok(()) };
         let mut input = [decompressor.receive(compressed)];
         self.channel.recv_exact_unauthenticated(&mut input)?;
-        self.verify(packet, check, &[input[0].as_io_buf()])?;
+        self.verifier.verify(packet, check, &[input[0].as_io_buf()])?;
         let contents = self.buffers.current.bytes_mut(pages * PAGE_SIZE as usize);
         decompressor
             .decompress(compressed, contents)

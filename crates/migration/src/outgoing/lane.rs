@@ -21,7 +21,14 @@ pub(crate) struct LaneWriter {
     compressor: Option<Compressor>,
     /// The guest is stopped.
     memory_is_still: bool,
+    /// Pages of a packet at most.
+    packet_pages: usize,
 }
+
+/// Number of lanes from which on their packets of [`PACKET_PAGES`] fill a cache of 2 MiB.
+const LANES_OF_SMALL_PACKETS: usize = 4;
+/// Pages of a packet then: 128 KiB.
+const SMALL_PACKET_PAGES: usize = 32;
 
 /// True if contents can change while they are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,7 +64,8 @@ impl LaneWriter {
         let (packet, header) = (Packet::empty(), Box::new([0; HEADER_BYTES]));
         let method = compression.method();
         let out = PacketWriter { sender, packets, statistics, method, packet, header, checksums: false };
-        Ok(Self { out, compressor: Compressor::new(compression)?, memory_is_still: false })
+        let compressor = Compressor::new(compression)?;
+        Ok(Self { out, compressor, memory_is_still: false, packet_pages: PACKET_PAGES })
     }
 
     /// Sends the lane's init packet, unless it was sent on connecting.
@@ -73,6 +81,13 @@ impl LaneWriter {
     /// From here on packets have checksums.
     pub(crate) fn write_checksums(&mut self) {
         self.out.checksums = true;
+    }
+
+    /// Makes packets so small that what is hashed is in a processor's cache until it is sent, with this number of lanes.
+    pub(crate) fn fit_packets_to_cache(&mut self, lanes: usize) {
+        if lanes >= LANES_OF_SMALL_PACKETS {
+            self.packet_pages = SMALL_PACKET_PAGES;
+        }
     }
 
     /// The guest's memory no longer changes, so that the hashed content is the sent one.
@@ -93,7 +108,7 @@ impl LaneWriter {
     }
 
     pub(crate) fn is_full(&self) -> bool {
-        self.out.packet.normal.len() + self.out.packet.zero.len() == PACKET_PAGES
+        self.out.packet.normal.len() + self.out.packet.zero.len() >= self.packet_pages
     }
 
     /// Sends the named pages, if any, with their contents from the guest's memory. Returns the bytes of the contents.

@@ -35,11 +35,11 @@ pub struct Checksum {
     pub sums: Sums,
 }
 
-/// Sums of hashes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+/// Sums of hashes, not reduced yet: they stay far below 2¹²⁸, as a packet has few pieces.
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Sums {
-    plain: u64,
-    weighted: u64,
+    plain: u128,
+    weighted: u128,
     pieces: u64,
 }
 
@@ -54,20 +54,32 @@ pub enum Damage {
     Several,
 }
 
+impl PartialEq for Sums {
+    fn eq(&self, other: &Self) -> bool {
+        self.reduced() == other.reduced()
+    }
+}
+
+impl Eq for Sums {}
+
 impl Sums {
     /// Adds the hash of the next part. The header is the first part.
     pub fn add(&mut self, hash: u64) {
-        let hash = hash % MODULUS;
         self.pieces += 1;
-        self.plain = (self.plain + hash) % MODULUS;
-        self.weighted = (self.weighted + product(hash, self.pieces)) % MODULUS;
+        self.plain += u128::from(hash);
+        self.weighted += u128::from(hash) * u128::from(self.pieces);
+    }
+
+    /// The sums modulo 2⁶¹ − 1.
+    fn reduced(&self) -> [u64; 2] {
+        [reduce(self.plain), reduce(self.weighted)]
     }
 
     /// Locates the damaged part by the sums that were sent; `None` if there is none.
     pub fn compare(&self, sent: &Self) -> Option<Damage> {
-        let difference = |here: u64, there: u64| (here + MODULUS - there % MODULUS) % MODULUS;
-        let plain = difference(self.plain, sent.plain);
-        let weighted = difference(self.weighted, sent.weighted);
+        let ([plain, weighted], [sent_plain, sent_weighted]) = (self.reduced(), sent.reduced());
+        let difference = |here: u64, there: u64| (here + MODULUS - there) % MODULUS;
+        let (plain, weighted) = (difference(plain, sent_plain), difference(weighted, sent_weighted));
         if (plain, weighted) == (0, 0) {
             return None;
         }
@@ -95,8 +107,9 @@ impl Checksum {
         out[..4].copy_from_slice(&MARK);
         let word = self.header | if self.of_pages { OF_PAGES } else { 0 };
         out[4..8].copy_from_slice(&word.to_be_bytes());
-        out[8..16].copy_from_slice(&self.sums.plain.to_be_bytes());
-        out[16..].copy_from_slice(&self.sums.weighted.to_be_bytes());
+        let [plain, weighted] = self.sums.reduced();
+        out[8..16].copy_from_slice(&plain.to_be_bytes());
+        out[16..].copy_from_slice(&weighted.to_be_bytes());
     }
 
     /// Removes it from a header, restoring the header as it was before. `None`: it has none.
@@ -106,18 +119,21 @@ impl Checksum {
         header[AT..AT + BYTES].fill(0);
         let mut input = Reader::new(rest);
         let word = super::field(input.be32());
-        let (plain, weighted) = (super::field(input.be64()), super::field(input.be64()));
+        let (plain, weighted): (u64, u64) = (super::field(input.be64()), super::field(input.be64()));
         Some(Self {
             of_pages: word & OF_PAGES != 0,
             header: word & !OF_PAGES,
-            sums: Sums { plain, weighted, pieces: 0 },
+            sums: Sums { plain: plain.into(), weighted: weighted.into(), pieces: 0 },
         })
     }
 }
 
+fn reduce(sum: u128) -> u64 {
+    u64::try_from(sum % u128::from(MODULUS)).expect("less than the modulus")
+}
+
 fn product(a: u64, b: u64) -> u64 {
-    let product = u128::from(a) * u128::from(b) % u128::from(MODULUS);
-    u64::try_from(product).expect("less than the modulus")
+    reduce(u128::from(a) * u128::from(b))
 }
 
 fn power(base: u64, mut exponent: u64) -> u64 {
@@ -176,11 +192,8 @@ mod tests {
         header[AT..AT + BYTES].fill(0);
         let before = header;
         assert_eq!(Checksum::take(&mut header), None);
-        let checksum = Checksum {
-            of_pages: true,
-            header: Checksum::of_header(u64::MAX),
-            sums: Sums { pieces: 0, ..sums(&[1, 2, 3]) },
-        };
+        let checksum =
+            Checksum { of_pages: true, header: Checksum::of_header(u64::MAX), sums: sums(&[1, 2, 3]) };
         checksum.put(&mut header);
         assert_ne!(header, before);
         assert_eq!(Checksum::take(&mut header), Some(checksum));
