@@ -97,13 +97,6 @@ impl RuntimeDirectory {
         Ok(Self { fd: Arc::new(fd), path })
     }
 
-    /// The same directory by a descriptor that cannot be synced: fsync refuses `O_PATH`.
-    #[cfg(test)]
-    pub(crate) fn unsyncable(&self) -> Self {
-        let fd = openat(&self.fd, ".", PASS, Mode::empty()).expect("the directory is there");
-        Self { fd: Arc::new(fd), path: self.path.clone() }
-    }
-
     /// Its path.
     #[must_use]
     pub fn path(&self) -> &Path {

@@ -228,23 +228,6 @@ fn without_room(place: &TestDirectory) {
     file.remove().unwrap();
 }
 
-/// Later decisions must go by the record that a towline on this host would find.
-#[test]
-fn record_that_is_renamed_and_not_synced_is_the_current_one() {
-    let place = TestDirectory::new();
-    let mut file = RecordFile::new(place.directory().unsyncable(), record(peer(), running()));
-    for stage in [Stage::Acknowledge, Stage::Run] {
-        let error = file.write(file.record().at_stage(stage)).unwrap_err();
-        let errno = Some(rustix::io::Errno::BADF.raw_os_error());
-        assert!(matches!(&error, Error::Io { source, .. } if source.raw_os_error() == errno), "{error}");
-        assert_eq!(file.record().stage, stage);
-        let (records, bad) = list(&place.directory());
-        assert!(bad.is_empty(), "{bad:?}");
-        assert_eq!(records, [file.record().clone()]);
-        assert!(is_locked(&place.directory(), &file.record().name()));
-    }
-}
-
 #[test]
 fn record_of_a_left_source_is_removed_with_its_qemu() {
     let place = TestDirectory::new();

@@ -102,9 +102,12 @@ impl Wire {
 
     /// Waits until each of these frames has come.
     pub(super) fn wait_for(&self, sequences: std::ops::Range<u32>) {
-        for sequence in sequences {
+        for sequence in sequences.clone() {
             wait_until(&format!("frame {sequence}"), WITHIN, || Ok((self.count(sequence) > 0).then_some(())))
-                .unwrap();
+                .unwrap_or_else(|error| {
+                    let missing = sequences.clone().filter(|sequence| self.count(*sequence) == 0).count();
+                    panic!("{missing} of the frames {sequences:?} have not come: {error:#}")
+                });
         }
     }
 }
