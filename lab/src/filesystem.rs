@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   unshare --mount sh -c 'mount …; sleep'     holds the mount; dies with this process, and the mount with its last user
-//!   nsenter --mount PROGRAM                    a towline inside it
+//!   nsenter --mount --root PROGRAM             a towline inside it
 //! ```
 //! All other paths are those of the host. Limits: needs root, the kernel's driver and its `mkfs`.
 
@@ -67,7 +67,7 @@ impl Filesystem {
     /// Command that runs a program in this namespace; the program and its arguments follow.
     pub fn prefix(&self) -> Vec<String> {
         let holder = self.holder.id().to_string();
-        ["/usr/bin/nsenter", "--target", &holder, "--mount", "--"].map(str::to_owned).to_vec()
+        ["/usr/bin/nsenter", "--target", &holder, "--mount", "--root", "--"].map(str::to_owned).to_vec()
     }
 
     /// Copies a file of the host into it.

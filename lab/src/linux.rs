@@ -34,7 +34,15 @@ impl Qemu {
     /// been moved here.
     pub fn linux(&self, within: Duration) -> Result<LinuxGuest> {
         let mut guest = LinuxGuest::connect(self)?;
-        guest.wait_ready(within).with_context(|| format!("the console says: {}", self.console().trim()))?;
+        guest.wait_ready(within).with_context(|| {
+            let exited = self.exited().ok().flatten();
+            let state = exited.map_or("runs".to_owned(), |status| format!("has exited with {status}"));
+            format!(
+                "QEMU {state}; it wrote: {}; the console says: {}",
+                self.stderr().trim(),
+                self.console().trim()
+            )
+        })?;
         Ok(guest)
     }
 }
