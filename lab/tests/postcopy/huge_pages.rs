@@ -1,6 +1,7 @@
 //! A destination whose memory consists of huge pages receives them whole.
 
 use std::fs;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use towline_lab::{BootSector, Builder, Qemu, Version, require_lab, skip};
 
@@ -14,9 +15,13 @@ const FREE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
 /// 64 MiB of 2 MiB each, and a few.
 const PAGES: u64 = 36;
 
+/// The machine has one pool: a test that finds enough free pages would not see that another one is about to take them.
+static POOL_USER: Mutex<()> = Mutex::new(());
+
 /// Huge pages, some of them allocated for the test.
 struct HugePages {
     before: u64,
+    _user: MutexGuard<'static, ()>,
 }
 
 fn read(path: &str) -> u64 {
@@ -30,8 +35,9 @@ impl HugePages {
         if !require_lab(test) {
             return None;
         }
+        let user = POOL_USER.lock().unwrap_or_else(PoisonError::into_inner);
         let before = read(POOL);
-        let pages = Self { before };
+        let pages = Self { before, _user: user };
         if read(FREE) < PAGES {
             let _ = fs::write(POOL, (before + PAGES).to_string());
         }
