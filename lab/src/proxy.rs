@@ -240,12 +240,17 @@ impl Direction {
         *trigger = None;
     }
 
-    /// Sends what may be sent. False if nothing could be sent.
-    fn forward(&mut self, shared: &Shared, mut to: &TcpStream) -> Result<bool> {
+    /// Acts if all bytes before the action have been forwarded.
+    fn act_when_due(&mut self, shared: &Shared) {
         if let Some((0, action)) = self.action {
             self.action = None;
             shared.act(action);
         }
+    }
+
+    /// Sends what may be sent. False if nothing could be sent.
+    fn forward(&mut self, shared: &Shared, mut to: &TcpStream) -> Result<bool> {
+        self.act_when_due(shared);
         if shared.is_cut() || shared.held[self.flow as usize].load(Ordering::Acquire) {
             return Ok(false);
         }
@@ -271,6 +276,8 @@ impl Direction {
             *left -= sent;
         }
         shared.forwarded[self.flow as usize].fetch_add(sent as u64, Ordering::AcqRel);
+        // At once: the other direction must not forward an answer to these bytes before it is held.
+        self.act_when_due(shared);
         let rate = shared.rate.load(Ordering::Acquire);
         if rate > 0 {
             self.next = Instant::now() + Duration::from_secs_f64(sent as f64 / rate as f64);

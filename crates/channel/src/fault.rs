@@ -31,7 +31,7 @@ pub use flip::FlipReceived;
 pub use short_io::ShortIo;
 pub use throttle::Throttle;
 
-use crate::IoBufMut;
+use crate::sys::iobuf::limit_mut;
 use fastrand::Rng;
 use std::sync::Mutex;
 
@@ -64,19 +64,4 @@ impl FaultRng {
         };
         draw(&mut rng.lock().expect("drawing a number does not panic"))
     }
-}
-
-/// Room for the first `len` bytes.
-fn limit_mut<'s>(bufs: &'s mut [IoBufMut<'_>], len: usize) -> Vec<IoBufMut<'s>> {
-    let mut left = len;
-    let mut limited = Vec::new();
-    for buf in bufs {
-        if left == 0 {
-            break;
-        }
-        let buf = buf.prefix(left);
-        left -= buf.len();
-        limited.push(buf);
-    }
-    limited
 }

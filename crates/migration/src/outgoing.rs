@@ -190,10 +190,9 @@ impl Outgoing {
             let checks = answers.wait_pong(&self.session, self.options.answer_timeout, lanes.len())?;
             greet(&self.session, &mut shared.main(), answers)?;
             if checks {
-                let count = lanes.len();
-                for lane in &mut lanes {
-                    lane.write_checksums();
-                    lane.fit_packets_to_cache(count);
+                lanes.iter_mut().for_each(LaneWriter::write_checksums);
+                if lane::is_immutable(guest) {
+                    lane::contents_are_hashed(&mut lanes);
                 }
             }
         }
@@ -291,6 +290,7 @@ impl Outgoing {
         pass.merge(Pass::harvested(shared.guest)?);
         shared.main().open_end();
         lanes.iter_mut().for_each(LaneWriter::memory_is_still);
+        lane::contents_are_hashed(lanes);
         self.pass(shared, lanes, &pass)?;
         shared.guest.device_state()
     }

@@ -1,4 +1,4 @@
-//! Buffers that the kernel reads and writes and that Rust never looks into.
+//! Buffers that the kernel reads and writes and that never become slices.
 //!
 //! Live guest memory changes while we hold it, so a `&[u8]` over it would be a lie to the compiler. [`IoBuf`] and
 //! [`IoBufMut`] carry an address and a length to a system call and have no way back to a slice. They have the layout
@@ -23,7 +23,7 @@ pub struct IoBufMut<'a> {
     memory: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: an address and a length; they are used only by system calls and by the copies below, under the promise of
+// SAFETY: an address and a length; they are used only by system calls, by the copies below and by `xxh3`, under the promise of
 // `from_raw_parts` (or of the borrowed slice, which is `Sync`) that the memory is valid for the lifetime.
 unsafe impl Send for IoBuf<'_> {}
 // SAFETY: as above; nothing changes through a shared reference.

@@ -78,14 +78,13 @@ impl RecordFile {
     /// Replaces the record durably.
     ///
     /// # Errors
-    /// [`Error::Io`]. [`Self::record`] is then the previous one, which is in the file.
+    /// [`Error::Io`]. [`Self::record`] is then the previous one, which is in the file if there was one.
     pub(crate) fn write(&mut self, record: MoveRecord) -> Result<(), Error> {
         let name = record.name();
         let path = self.directory.path().join(&name);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let unnamed = format!(".{name}.{}-{number}", getpid().as_raw_pid());
         self.replace(record, &unnamed, &name).map_err(|source| {
-            // This fails if the file was renamed.
             let _ = unlinkat(self.directory.fd(), &unnamed, AtFlags::empty());
             Error::Io { path, source }
         })
@@ -152,6 +151,9 @@ pub(super) fn list(directory: &RuntimeDirectory) -> (Vec<MoveRecord>, Vec<Error>
             remove_unnamed(directory, &name);
             continue;
         }
+        if remove_empty(directory, &name) {
+            continue;
+        }
         match load_record(directory, &name) {
             Ok(record) => records.push(record),
             // It was removed meanwhile.
@@ -206,6 +208,18 @@ fn remove_unnamed(directory: &RuntimeDirectory, name: &str) {
     if is_old && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
         let _ = unlinkat(directory.fd(), name, AtFlags::empty());
     }
+}
+
+/// Removes a record without content, which a host that lost its power may leave on a disk, as records are not synced. No process
+/// leaves one: a record is written and locked before it is named.
+fn remove_empty(directory: &RuntimeDirectory, name: &str) -> bool {
+    let Ok(file) = open(directory, name) else { return false };
+    let is_empty = file
+        .metadata()
+        .is_ok_and(|found| found.is_file() && found.len() == 0 && found.uid() == geteuid().as_raw());
+    is_empty
+        && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+        && unlinkat(directory.fd(), name, AtFlags::empty()).is_ok()
 }
 
 /// Names of the records of a move.

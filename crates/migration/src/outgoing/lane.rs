@@ -21,7 +21,7 @@ pub(crate) struct LaneWriter {
     compressor: Option<Compressor>,
     /// The guest is stopped.
     memory_is_still: bool,
-    /// Pages of a packet at most.
+    /// Pages with content of a packet at most.
     packet_pages: usize,
 }
 
@@ -83,9 +83,11 @@ impl LaneWriter {
         self.out.checksums = true;
     }
 
-    /// Makes packets so small that what is hashed is in a processor's cache until it is sent, with this number of lanes.
-    pub(crate) fn fit_packets_to_cache(&mut self, lanes: usize) {
-        if lanes >= LANES_OF_SMALL_PACKETS {
+    /// The contents of the packets that follow are hashed, if packets have checksums: with so many lanes that those of full packets
+    /// would leave a processor's cache before they are sent, the packets are smaller from here on.
+    pub(crate) fn contents_are_hashed(&mut self, lanes: usize) {
+        let is_copied = self.compressor.is_none() && !self.out.sender.requires_zero_copy();
+        if self.out.checksums && is_copied && lanes >= LANES_OF_SMALL_PACKETS {
             self.packet_pages = SMALL_PACKET_PAGES;
         }
     }
@@ -108,7 +110,8 @@ impl LaneWriter {
     }
 
     pub(crate) fn is_full(&self) -> bool {
-        self.out.packet.normal.len() + self.out.packet.zero.len() >= self.packet_pages
+        let (normal, zero) = (self.out.packet.normal.len(), self.out.packet.zero.len());
+        normal >= self.packet_pages || normal + zero == PACKET_PAGES
     }
 
     /// Sends the named pages, if any, with their contents from the guest's memory. Returns the bytes of the contents.
@@ -203,6 +206,18 @@ impl LaneWriter {
     pub(crate) fn flush(&self) -> Result<()> {
         self.out.sender.flush()
     }
+}
+
+/// Returns true if the guest's memory never changes, as that of an image.
+pub(super) fn is_immutable(guest: &dyn Guest) -> bool {
+    let first = PageRef { block: BlockIndex(0), offset: 0 };
+    !guest.blocks().is_empty() && guest.immutable(first, PAGE_SIZE).is_some()
+}
+
+/// Makes packets small whose contents are hashed, where that pays.
+pub(super) fn contents_are_hashed(lanes: &mut [LaneWriter]) {
+    let count = lanes.len();
+    lanes.iter_mut().for_each(|lane| lane.contents_are_hashed(count));
 }
 
 /// A lane's first bytes.
