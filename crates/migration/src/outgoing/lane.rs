@@ -83,8 +83,8 @@ impl LaneWriter {
         self.out.checksums = true;
     }
 
-    /// The contents of the packets that follow are hashed, if packets have checksums: with so many lanes that those of full packets
-    /// would leave a processor's cache before they are sent, the packets are smaller from here on.
+    /// The contents of the packets that follow are hashed, if packets have checksums. From [`LANES_OF_SMALL_PACKETS`] lanes on,
+    /// full packets would leave a processor's cache before they are sent, so they are smaller from here on.
     pub(crate) fn contents_are_hashed(&mut self, lanes: usize) {
         let is_copied = self.compressor.is_none() && !self.out.sender.requires_zero_copy();
         if self.out.checksums && is_copied && lanes >= LANES_OF_SMALL_PACKETS {
