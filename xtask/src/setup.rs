@@ -69,6 +69,9 @@ const TOOLS: [&str; 14] = [
     "btrfs-progs",
 ];
 
+/// Library of the OpenSSH server that is unpacked for guests, which has it from this machine.
+const SSHD_LIBRARY_OF_DEBIAN_13: &str = "libwtmpdb0";
+
 /// For the network of the demonstration.
 const DEMO_TOOLS: [&str; 1] = ["iproute2"];
 
@@ -77,7 +80,11 @@ pub(crate) fn run(scope: Scope) -> Result<()> {
     let started = Instant::now();
     let changed = match scope {
         Scope::Demo => system(&DEMO_TOOLS)?,
-        Scope::System | Scope::Lab => system(&TOOLS)?,
+        Scope::System | Scope::Lab => {
+            let is_debian_13 = matches!(Host::detect(&[]), Ok(Host::Debian13));
+            let library = is_debian_13.then_some(SSHD_LIBRARY_OF_DEBIAN_13);
+            system(&TOOLS.into_iter().chain(library).collect::<Vec<_>>())?
+        }
     };
     if scope == Scope::System {
         return Ok(());

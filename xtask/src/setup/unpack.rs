@@ -8,7 +8,6 @@ use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
 use super::apt;
-use super::host::Host;
 use crate::command::{output, run};
 
 /// Version that bookworm's QEMU begins with, epoch included.
@@ -81,7 +80,7 @@ pub(crate) fn busybox(lab: &Path) -> Result<bool> {
     Ok(true)
 }
 
-/// The server of OpenSSH, for guests, with the library that only it has on Debian 13. True if it was made now.
+/// The server of OpenSSH, for guests. True if it was made now.
 pub(crate) fn openssh_server(lab: &Path) -> Result<bool> {
     let place = lab.join("openssh-server");
     if place.is_dir() {
@@ -89,12 +88,7 @@ pub(crate) fn openssh_server(lab: &Path) -> Result<bool> {
     }
     let scratch = scratch(lab)?;
     let tree = scratch.path().join("tree");
-    let names: &[&str] = match Host::detect(&["openssh-server"])? {
-        Host::Debian12 => &["openssh-server"],
-        Host::Debian13 => &["openssh-server", "libwtmpdb0"],
-    };
-    let packages = names.iter().map(|name| versioned(name, |version| !version.contains("~bpo")));
-    unpack(&packages.collect::<Result<Vec<_>>>()?, scratch.path(), &tree)?;
+    unpack(&[versioned("openssh-server", |version| !version.contains("~bpo"))?], scratch.path(), &tree)?;
     into_place(&tree, &place)?;
     Ok(true)
 }
