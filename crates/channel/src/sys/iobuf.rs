@@ -215,31 +215,20 @@ pub fn with_gaps<'a, const N: usize>(headers: &'a mut [[u8; N]], gap: &'a mut [u
 /// The first `len` bytes of the buffers.
 pub(crate) fn limit<'a>(bufs: &[IoBuf<'a>], len: usize) -> Vec<IoBuf<'a>> {
     let mut left = len;
-    let mut limited = Vec::new();
-    for buf in bufs {
-        if left == 0 {
-            break;
-        }
-        let buf = buf.prefix(left);
-        left -= buf.len();
-        limited.push(buf);
-    }
-    limited
+    bufs.iter().map_while(|buf| take(&mut left, buf.len()).map(|share| buf.prefix(share))).collect()
 }
 
 /// Room for the first `len` bytes in the buffers.
 pub(crate) fn limit_mut<'a>(bufs: &'a mut [IoBufMut<'_>], len: usize) -> Vec<IoBufMut<'a>> {
     let mut left = len;
-    let mut limited = Vec::new();
-    for buf in bufs {
-        if left == 0 {
-            break;
-        }
-        let buf = buf.prefix(left);
-        left -= buf.len();
-        limited.push(buf);
-    }
-    limited
+    bufs.iter_mut().map_while(|buf| take(&mut left, buf.len()).map(|share| buf.prefix(share))).collect()
+}
+
+/// Takes a buffer's share of what is left. `None`: nothing is left.
+fn take(left: &mut usize, len: usize) -> Option<usize> {
+    let share = (*left > 0).then(|| len.min(*left))?;
+    *left -= share;
+    Some(share)
 }
 
 /// The length in bytes of all the buffers together.

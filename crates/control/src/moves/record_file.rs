@@ -205,8 +205,8 @@ fn remove_unnamed(directory: &RuntimeDirectory, name: &str) {
     let age = age.and_then(|at| SystemTime::now().duration_since(at).ok());
     // A newer file is about to be locked by its owner.
     let is_old = age.is_some_and(|age| age > UNNAMED_MAX);
-    if is_old && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
-        let _ = unlinkat(directory.fd(), name, AtFlags::empty());
+    if is_old {
+        remove_unlocked(directory, name, &file);
     }
 }
 
@@ -217,8 +217,12 @@ fn remove_empty(directory: &RuntimeDirectory, name: &str) -> bool {
     let is_empty = file
         .metadata()
         .is_ok_and(|found| found.is_file() && found.len() == 0 && found.uid() == geteuid().as_raw());
-    is_empty
-        && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+    is_empty && remove_unlocked(directory, name, &file)
+}
+
+/// Removes an open file that no other process works on; `false` if it is still there.
+fn remove_unlocked(directory: &RuntimeDirectory, name: &str, file: &File) -> bool {
+    flock(file, FlockOperation::NonBlockingLockExclusive).is_ok()
         && unlinkat(directory.fd(), name, AtFlags::empty()).is_ok()
 }
 

@@ -37,7 +37,6 @@ struct Lane<'a> {
     index: usize,
     channel: &'a dyn Channel,
     shared: &'a Shared<'a>,
-    verifier: PacketVerifier<'a>,
     buffers: Buffers,
     decompressor: Option<Decompressor>,
     /// Pages came since the last barrier.
@@ -48,8 +47,11 @@ impl<'a> Lane<'a> {
     fn new(index: usize, channel: &'a dyn Channel, shared: &'a Shared<'a>) -> Result<Self> {
         let buffers = Buffers::new(limits::PACKET_DATA_BYTES_MAX, shared.lanes)?;
         let decompressor = Decompressor::new(shared.compression)?;
-        let verifier = PacketVerifier { channel, shared };
-        Ok(Self { index, channel, shared, verifier, buffers, decompressor, outstanding: false })
+        Ok(Self { index, channel, shared, buffers, decompressor, outstanding: false })
+    }
+
+    fn verifier(&self) -> PacketVerifier<'a> {
+        PacketVerifier { channel: self.channel, shared: self.shared }
     }
 
     fn run(&mut self) -> Result<()> {
@@ -69,10 +71,10 @@ impl<'a> Lane<'a> {
                 Err(ChannelError::Closed { .. }) => return Err(ended(self.channel, "a lane's next packet")),
                 Err(error) => return Err(error.into()),
             }
-            let check = self.verifier.take_header_checksum(&mut header)?;
+            let check = self.verifier().take_header_checksum(&mut header)?;
             let packet = Packet::decode(&header, self.shared.blocks());
             let packet = packet.map_err(Error::protocol(self.channel.peer()))?;
-            self.verifier.require_checksum(&packet, check)?;
+            self.verifier().require_checksum(&packet, check)?;
             if self.process_packet(&packet, check)? == Released::Closed {
                 return Ok(());
             }
@@ -97,7 +99,7 @@ impl<'a> Lane<'a> {
                 self.shared.sink.zero(ChannelId::Lane(self.index), block, &packet.zero)?;
             }
         } else {
-            self.verifier.verify(packet, check, &[])?;
+            self.verifier().verify(packet, check, &[])?;
         }
         if packet.sync {
             let released = self.shared.session.arrive()?;
@@ -121,7 +123,7 @@ impl<'a> Lane<'a> {
     fn contents(&mut self, block: BlockIndex, packet: &Packet, check: HeaderChecksum) -> Result<()> {
         let offsets = &packet.normal[..];
         if offsets.is_empty() {
-            return self.verifier.verify(packet, check, &[]);
+            return self.verifier().verify(packet, check, &[]);
         }
         let (sink, stream) = (self.shared.sink, ChannelId::Lane(self.index));
         let length = offsets.len() * PAGE_SIZE as usize;
@@ -142,11 +144,11 @@ impl<'a> Lane<'a> {
         let pages = offsets.len() as u64;
         if let Some(rooms) = rooms {
             // Memory that nothing uses before the migration has completed.
-            self.verifier.receive(packet, check, rooms)?;
+            self.verifier().receive(packet, check, rooms)?;
             self.shared.statistics.count_content_pages(pages, length as u64);
             return sink.pages_received_in_place(stream, block, offsets);
         }
-        self.verifier.receive(packet, check, vec![self.buffers.current.receive(length)])?;
+        self.verifier().receive(packet, check, vec![self.buffers.current.receive(length)])?;
         self.shared.statistics.count_content_pages(pages, length as u64);
         self.deliver(block, offsets, length)
     }
@@ -166,7 +168,7 @@ impl<'a> Lane<'a> {
         let Some(mut decompressor) = self.decompressor.take() else { return Ok(()) };
         let mut input = [decompressor.receive(compressed)];
         self.channel.recv_exact_unauthenticated(&mut input)?;
-        self.verifier.verify(packet, check, &[input[0].as_io_buf()])?;
+        self.verifier().verify(packet, check, &[input[0].as_io_buf()])?;
         let contents = self.buffers.current.bytes_mut(pages * PAGE_SIZE as usize);
         decompressor
             .decompress(compressed, contents)

@@ -76,15 +76,13 @@ impl PacketVerifier<'_> {
         &self,
         packet: &Packet,
         check: HeaderChecksum,
-        rooms: Vec<IoBufMut<'_>>,
+        mut rooms: Vec<IoBufMut<'_>>,
     ) -> Result<()> {
-        let mut rooms = rooms;
         let Some(checksum) = check.checksum.filter(|checksum| checksum.of_pages) else {
             self.channel.recv_exact_unauthenticated(&mut rooms)?;
             return self.verify(packet, check, &[]);
         };
-        let mut sums = Sums::default();
-        sums.add(check.header);
+        let mut sums = checksum::sums(check.header, packet.method, &[]);
         let mut pieces = pieces(rooms);
         let mut rest = &mut pieces[..];
         while !rest.is_empty() {
