@@ -98,7 +98,8 @@ fn a_restarted_proxy_does_not_affect_the_copy() {
     // The file of a listener that has exited is in the way of the next one.
     std::fs::remove_file(&socket).ok();
     drop(suspended);
-    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+    let done = source.qmp().wait_status("postmigrate", WITHIN);
+    done.unwrap_or_else(|error| panic!("{error:#}: {}", towline.stderr()));
     let _again = Socat::start(&socket, &source);
     assert_ended(&end(towline), 0, &[]);
     assert_runs_only_in(&destination, &source);

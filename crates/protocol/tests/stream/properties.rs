@@ -41,9 +41,14 @@ fn message() -> impl Strategy<Value = ReturnPathMessage> {
         Just(ReturnPathMessage::SwitchoverAck),
         name().prop_map(ReturnPathMessage::ReceivedBitmap),
         request.prop_map(|(start, length, block)| ReturnPathMessage::RequestPages { start, length, block }),
-        (8..=u16::MAX, proptest::collection::vec(any::<u8>(), 0..=512))
+        (other_kind(), proptest::collection::vec(any::<u8>(), 0..=512))
             .prop_map(|(kind, data)| ReturnPathMessage::Other { kind, data }),
     ]
+}
+
+/// A kind that no QEMU has, and that is not the beginning of a TLS record, which is refused.
+fn other_kind() -> impl Strategy<Value = u16> {
+    (8..=u16::MAX).prop_filter("a TLS record", |kind| !matches!(kind, 0x1503 | 0x1603))
 }
 
 fn configuration() -> impl Strategy<Value = Configuration> {
