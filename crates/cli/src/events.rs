@@ -142,6 +142,7 @@ pub(crate) fn reason(error: &Error) -> &'static str {
         Error::SharedDrive { .. } => "shared-drive",
         Error::NotInPlace { .. } => "memory-not-in-place",
         Error::OtherDrive { .. } => "other-drive",
+        Error::CardDisconnected { .. } => "card-disconnected",
         Error::CannotConverge { .. } => "not-converging",
         Error::PrivateDir { .. } => "private-directory",
         Error::Cancelled => "cancelled",

@@ -158,12 +158,13 @@ pub fn prepare(options: &UpgradeOptions) -> Result<Prepared, Error> {
         return Err(Error::Refused(vec![refusal]));
     }
     leftover::end(&options.root, &base, &old);
-    cards.iter().try_for_each(|socket| cards::check_second_frontend(socket))?;
+    cards.iter().try_for_each(|card| cards::check_second_frontend(&card.socket))?;
     let directory = claim(&options.root, &base)?;
     let request = UpgradeRequest {
         old: options.old.clone(),
         new: directory.qmp_path(),
         detach_vsock: options.vsocks == Vsocks::Detached,
+        card_chardevs: cards.into_iter().map(|card| card.chardev).collect(),
         memory: options.memory,
         downtime_limit: options.downtime_limit,
     };

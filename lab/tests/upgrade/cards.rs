@@ -8,10 +8,11 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use towline_lab::downtime::Times;
-use towline_lab::expect::number;
+use towline_lab::expect::{completed, number};
 use towline_lab::{Network, Qemu, Towline, Version, require_lab, require_qemu, skip};
 
 use crate::network::{
@@ -230,4 +231,46 @@ fn a_card_stays_with_its_guest_when_the_upgrade_is_refused() {
     clients.into_iter().for_each(|client| assert!(client.end() < WITHIN));
     scene.guest.assert_untouched();
     scene.end();
+}
+
+/// The card's process is killed at a share of an upgrade's duration, and started again as a service manager does: the guest runs in one
+/// QEMU, and its connections continue there.
+#[test]
+fn a_card_that_is_killed_at_any_moment_returns_to_the_one_guest() {
+    let name = "a_card_that_is_killed_at_any_moment_returns_to_the_one_guest";
+    if !require_lab(name) {
+        return;
+    }
+    let (kills, first) = (number("TOWLINE_UPGRADE_CARD_KILLS", 5), number("TOWLINE_UPGRADE_SEED", 1));
+    for seed in first..first + kills {
+        let share = Rng::with_seed(seed).f64();
+        let Some(mut scene) = Scene::new(name, Version::V10_0, 256, 1) else { return };
+        let clients = scene.talk();
+        let begun = Instant::now();
+        let options = ["--with-devices"];
+        completed(&scene.guest.upgrade(&options, &[]).wait(WITHIN).unwrap());
+        let undisturbed = begun.elapsed();
+        clients.iter().for_each(|client| client.wait_blocks(5));
+        let before = scene.guest.qemus();
+        let towline = scene.guest.upgrade(&options, &[]);
+        std::thread::sleep(undisturbed.mul_f64(share));
+        scene.card.take().unwrap().kill().unwrap();
+        scene.card = Some(card(&scene.network, &path(&scene.scratch, "net.sock"), &["--tap", "tap0"]));
+        let finished = towline.wait(WITHIN).unwrap();
+        println!(
+            "{seed}: killed at {share:.2} of {undisturbed:.1?}: {:?} {}",
+            finished.status.code(),
+            finished.stderr.trim()
+        );
+        assert!(matches!(finished.status.code(), Some(0 | 1)), "{}", finished.stderr);
+        clients.iter().for_each(|client| client.wait_blocks(5));
+        clients.into_iter().for_each(|client| assert!(client.end() < WITHIN));
+        scene.guest.assert_ticks();
+        assert_eq!(scene.guest.monitor().status().unwrap(), "running");
+        // That of the second upgrade has another process than that of the first.
+        let after = scene.guest.qemus();
+        assert_eq!(after.len(), 1, "one QEMU has the guest");
+        assert_eq!(after == before, finished.status.code() == Some(1), "{before:?}, {after:?}");
+        scene.end();
+    }
 }

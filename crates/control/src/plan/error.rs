@@ -137,6 +137,10 @@ pub enum Error {
         "drive {device:?} of the new QEMU on {socket} is {found}, expected {expected}, which the guest uses now: it was changed since its          QEMU was started (a snapshot, another medium); set the drive's file to it (--set drive.ID.file=)"
     )]
     OtherDrive { socket: String, device: String, found: String, expected: String },
+    #[error(
+        "QEMU on {socket} is not connected to the process of a network card (chardev {chardev:?}), so that the guest would be without its link in the new QEMU; upgrade again when it is (`reconnect-ms=` has QEMU connect again)"
+    )]
+    CardDisconnected { socket: String, chardev: String },
     /// Remedy: none: the user or the caller ended it.
     #[error("cancelled")]
     Cancelled,

@@ -263,6 +263,10 @@ impl Executor<'_> {
     }
 
     fn start_destination(&mut self) -> Input {
+        if let Err(error) = self.check_cards() {
+            self.ends.error = Some(error);
+            return Input::Started(StartResult::NotSent);
+        }
         self.cut_over();
         let started = match self.ends.destination.start_guest() {
             Ok(started) => started,
@@ -275,6 +279,19 @@ impl Executor<'_> {
             self.ends.context.observer.phase(CopyPhase::Running);
         }
         Input::Started(started)
+    }
+
+    /// Refuses to run a guest without a link that the source can still run with one. With copied memory the source may not run it any more.
+    fn check_cards(&mut self) -> Result<(), Error> {
+        let state = self.ends.switchover.state();
+        let SourceControl::Qemu(source) = &mut self.ends.source else { return Ok(()) };
+        match source.check_cards() {
+            Err(error) if state.has_source_exited() || state.request().memory == MemorySharing::Copied => {
+                self.notes.push(format!("{error}; it runs there: raise its link with `set_link`"));
+                Ok(())
+            }
+            checked => checked,
+        }
     }
 
     /// Reports that the source is done with the guest.

@@ -35,6 +35,9 @@ pub struct UpgradeRequest {
     pub new: PathBuf,
     /// Detach a vhost-user-vsock before, and attach it again in the new QEMU.
     pub detach_vsock: bool,
+    /// Chardevs of network cards in other processes, which both QEMUs have. The old one has to be connected to them until the end: a
+    /// guest without a link at that time would be without it in the new QEMU.
+    pub card_chardevs: Vec<String>,
     /// Memory that both QEMUs cannot map.
     pub memory: UpgradeMemory,
     /// Maximum downtime, where memory is sent.
@@ -90,6 +93,7 @@ fn prepare(
     let mut to = opened.map_err(Failure::untouched)?;
     let presence = prove(&mut source, &mut to, request.memory).map_err(Failure::untouched)?;
     to.set_presence(presence);
+    source.require_cards(request.card_chardevs.clone()).map_err(Failure::untouched)?;
     check_drives(&mut source, &mut to).map_err(Failure::untouched)?;
     Ok((source, to))
 }

@@ -114,6 +114,15 @@ pub enum Cards {
     Shared,
 }
 
+/// A network card whose process serves both QEMUs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct SharedCard {
+    /// The chardev by which QEMU is connected to it.
+    pub(super) chardev: String,
+    /// The process's socket.
+    pub(super) socket: PathBuf,
+}
+
 /// See the module's text.
 #[derive(Debug, Default)]
 pub(super) struct Rewritten {
@@ -121,8 +130,8 @@ pub(super) struct Rewritten {
     /// The value of `-name`, which the launcher's own precedes.
     pub(super) name: Option<String>,
     pub(super) names: Vec<StagingName>,
-    /// Sockets of cards that serve both QEMUs.
-    pub(super) cards: Vec<PathBuf>,
+    /// Cards whose processes serve both QEMUs.
+    pub(super) cards: Vec<SharedCard>,
 }
 
 /// Rewrites the command line of the old QEMU.
@@ -261,7 +270,7 @@ struct Rewriter<'a> {
     /// Keys of the settings of all options.
     keys: Vec<String>,
     names: Vec<StagingName>,
-    cards: Vec<PathBuf>,
+    cards: Vec<SharedCard>,
     added: Vec<QemuOption>,
     refusals: Vec<IncompatibleSetting>,
 }
@@ -457,7 +466,8 @@ impl Rewriter<'_> {
         let is_plain = |name: &str| !is_on(properties.value(name));
         match properties.value("path").filter(|_| is_plain("server") && is_plain("abstract")) {
             Some(path) if self.has_known_path(&path, key) => {
-                self.cards.push(self.context.working_directory.join(path));
+                let chardev = properties.value("id").unwrap_or_default();
+                self.cards.push(SharedCard { chardev, socket: self.context.working_directory.join(path) });
                 Some(option.clone())
             }
             Some(_) => None,

@@ -193,7 +193,8 @@ fn cards_keep_their_sockets_on_request() {
     let shared = OldQemuFacts { cards: Cards::Shared, ..context(&[], Vsocks::Refused) };
     let made = rewrite(&CommandLine::parse(line).unwrap(), &shared).unwrap();
     assert_eq!(words(&made), [&line[..], &["-machine", MACHINE]].concat());
-    assert_eq!(made.cards, [Path::new("/srv/vm/net.sock")]);
+    let card = SharedCard { chardev: "c".into(), socket: "/srv/vm/net.sock".into() };
+    assert_eq!(made.cards, [card]);
     // QEMU listens for its card, or does not know its path.
     for chardev in ["socket,id=c,path=/run/n,server=on,wait=off", "socket,id=c,host=::1,port=1"] {
         let line = ["-chardev", chardev, "-netdev", "vhost-user,id=n0,chardev=c"];

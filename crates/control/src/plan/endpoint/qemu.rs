@@ -69,6 +69,12 @@ impl QemuSource {
         self.qemu.qemu_mut()
     }
 
+    /// Checks that the cards of these chardevs are connected, now and before the guest runs elsewhere.
+    pub(in super::super) fn require_cards(&mut self, chardevs: Vec<String>) -> Result<(), Error> {
+        self.qemu.card_chardevs = chardevs;
+        self.qemu.check_cards()
+    }
+
     /// Detaches devices that cannot be migrated, and connects both ends: the source last, because a destination
     /// that was set to load and is not needed can be started again.
     fn connect(

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
 use towline_channel::Cancel;
 use towline_migration::Tuning;
 use towline_qmp as qmp;
@@ -49,6 +50,8 @@ pub(in super::super) struct QmpSource {
     pub(super) applied_changes: u64,
     /// Devices that are detached for the move.
     pub(in super::super) vsocks: DetachedVsocks,
+    /// Chardevs of network cards in other processes, which have to be connected when the guest has stopped.
+    pub(in super::super) card_chardevs: Vec<String>,
 }
 
 impl QmpSource {
@@ -102,7 +105,38 @@ impl QmpSource {
             tuning,
             applied_changes: 0,
             vsocks,
+            card_chardevs: Vec::new(),
         })
+    }
+
+    /// Checks that its network cards are connected, as far as it replies: a QEMU that does not, or has exited, is no reason to keep its guest
+    /// from running elsewhere.
+    ///
+    /// # Errors
+    /// [`Error::CardDisconnected`]: QEMU has taken the guest's link down, which the device state has, and nothing would raise it elsewhere.
+    pub(in super::super) fn check_cards(&mut self) -> Result<(), Error> {
+        if self.card_chardevs.is_empty() {
+            return Ok(());
+        }
+        let query = |qemu: &mut Qemu| Ok(qemu.client().execute_raw("query-chardev", None)?);
+        let chardevs = match self.qemu.try_query(query) {
+            Ok(chardevs) => chardevs.unwrap_or_default(),
+            Err(error) => {
+                tracing::debug!(%error, "the connections of its cards are not known");
+                return Ok(());
+            }
+        };
+        let is_lost = |chardev: &&Value| {
+            let is_card = self.card_chardevs.iter().any(|label| chardev["label"] == label.as_str());
+            is_card && chardev["filename"].as_str().is_some_and(|name| name.starts_with("disconnected:"))
+        };
+        match chardevs.as_array().into_iter().flatten().find(is_lost) {
+            None => Ok(()),
+            Some(lost) => Err(Error::CardDisconnected {
+                socket: self.qemu.socket().to_owned(),
+                chardev: lost["label"].as_str().unwrap_or_default().to_owned(),
+            }),
+        }
     }
 
     /// Facts about its guest.
