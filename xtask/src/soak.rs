@@ -97,12 +97,18 @@ const SOAKS: &[Soak] = &[
     },
     Soak {
         name: "upgrade-kills",
-        about: "200 upgrades in which a QEMU or towline is killed (TOWLINE_UPGRADE_KILLS, TOWLINE_UPGRADE_SEED)",
+        about: "200 upgrades in which a QEMU or towline is killed, and 20 in which the process of the guest's card is \
+            (TOWLINE_UPGRADE_KILLS, TOWLINE_UPGRADE_CARD_KILLS, TOWLINE_UPGRADE_SEED)",
         run: || {
             lab_test(
                 "upgrade",
                 "kills::a_kill_at_any_moment_leaves_one_guest",
                 &[("TOWLINE_UPGRADE_KILLS", "200")],
+            )?;
+            lab_test(
+                "upgrade",
+                "cards::a_card_that_is_killed_at_any_moment_returns_to_the_one_guest",
+                &[("TOWLINE_UPGRADE_CARD_KILLS", "20")],
             )
         },
     },
@@ -115,11 +121,11 @@ const SOAKS: &[Soak] = &[
                 "series::upgrades_in_a_row_under_a_load_lose_nothing",
                 &[("TOWLINE_UPGRADES", "100")],
             )?;
-            lab_test(
-                "upgrade",
-                "series::guests_in_memfds_of_7_2_have_a_short_downtime",
-                &[("TOWLINE_UPGRADES", "100")],
-            )
+            for test in ["guests_in_memfds_of_7_2_have_a_short_downtime", "guests_in_memfds_of_10_0_continue"]
+            {
+                lab_test("upgrade", &format!("series::{test}"), &[("TOWLINE_UPGRADES", "100")])?;
+            }
+            Ok(())
         },
     },
     Soak {

@@ -1,61 +1,14 @@
 //! A destination whose memory consists of huge pages receives them whole.
 
-use std::fs;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-use towline_lab::{BootSector, Builder, Qemu, Version, require_lab, skip};
+use towline_lab::{BootSector, Builder, HugePages, Qemu, Version, require_lab};
 
 use crate::support::{
     Scratch, WITHIN, assert_each_page_once, assert_ended, completed, prove_alive, qmp, run, small, statuses,
     store, waiting,
 };
 
-const POOL: &str = "/proc/sys/vm/nr_hugepages";
-const FREE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
 /// 64 MiB of 2 MiB each, and a few.
 const PAGES: u64 = 36;
-
-/// The machine has one pool: a test that finds enough free pages would not see that another one is about to take them.
-static POOL_USER: Mutex<()> = Mutex::new(());
-
-/// Huge pages, some of them allocated for the test.
-struct HugePages {
-    before: u64,
-    _user: MutexGuard<'static, ()>,
-}
-
-fn read(path: &str) -> u64 {
-    fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
-}
-
-impl HugePages {
-    /// Reserves them. `None`, with the printed skip of `test`, without the lab or if there are too few and no more can be
-    /// allocated.
-    fn reserve(test: &str) -> Option<Self> {
-        if !require_lab(test) {
-            return None;
-        }
-        let user = POOL_USER.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = read(POOL);
-        let pages = Self { before, _user: user };
-        if read(FREE) < PAGES {
-            let _ = fs::write(POOL, (before + PAGES).to_string());
-        }
-        if read(FREE) >= PAGES {
-            return Some(pages);
-        }
-        skip(test, &format!("{PAGES} huge pages of 2 MiB cannot be allocated ({POOL})"));
-        None
-    }
-}
-
-impl Drop for HugePages {
-    fn drop(&mut self) {
-        if read(POOL) != self.before {
-            let _ = fs::write(POOL, self.before.to_string());
-        }
-    }
-}
 
 fn huge() -> Builder {
     let memory = "memory-backend-memfd,id=pc.ram,size=64M,share=on,hugetlb=on,hugetlbsize=2M";
@@ -67,7 +20,10 @@ fn huge() -> Builder {
 #[test]
 fn memory_of_huge_pages_comes_a_huge_page_at_a_time() {
     let name = "memory_of_huge_pages_comes_a_huge_page_at_a_time";
-    let Some(_pages) = HugePages::reserve(name) else { return };
+    if !require_lab(name) {
+        return;
+    }
+    let Some(_pages) = HugePages::reserve(name, PAGES) else { return };
     let scratch = Scratch::new();
     let image = scratch.text("guest.img");
     let count = store(&small(Version::V10_0), &image);
@@ -84,7 +40,10 @@ fn memory_of_huge_pages_comes_a_huge_page_at_a_time() {
 #[test]
 fn a_move_between_different_pages_is_refused_before_anything_is_sent() {
     let name = "a_move_between_different_pages_is_refused_before_anything_is_sent";
-    let Some(_pages) = HugePages::reserve(name) else { return };
+    if !require_lab(name) {
+        return;
+    }
+    let Some(_pages) = HugePages::reserve(name, PAGES) else { return };
     let (source, destination) = (small(Version::V10_0).start().unwrap(), waiting(&huge()));
     let count = source.wait_counting(WITHIN).unwrap();
     let finished = run(&format!("move --postcopy {} {}", qmp(&source), qmp(&destination)));

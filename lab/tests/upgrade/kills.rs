@@ -16,8 +16,6 @@ use crate::scene::{Backing, POLL_INTERVAL, Scene, State};
 use crate::support::{WITHIN, kill};
 
 const RUNS: u64 = 10;
-/// Approximate duration of an undisturbed upgrade, in milliseconds.
-const RUN_MS: u64 = 700;
 /// Maximum delay after the guest's stop, in microseconds.
 const STOPPED_US: u64 = 30_000;
 
@@ -30,13 +28,13 @@ enum Victim {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Moment {
-    /// This long after towline's start.
-    After(Duration),
+    /// This many percent of an undisturbed upgrade after towline's start.
+    AfterPercent(u32),
     /// This long after the old QEMU stopped its guest.
     Stopped(Duration),
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 struct Case {
     victim: Victim,
     moment: Moment,
@@ -51,7 +49,7 @@ impl Case {
         let victims = [Victim::Old, Victim::New, Victim::Towline];
         let victim = victims[rng.usize(..victims.len())];
         let moment = match rng.u8(..3) {
-            0 => Moment::After(Duration::from_millis(rng.u64(..RUN_MS))),
+            0 => Moment::AfterPercent(rng.u32(..100)),
             _ => Moment::Stopped(Duration::from_micros(rng.u64(..STOPPED_US))),
         };
         let backing = if rng.u8(..3) == 0 { Backing::Memfd } else { Backing::File };
@@ -65,11 +63,14 @@ fn a_kill_at_any_moment_leaves_one_guest() {
         return;
     }
     let (runs, first) = (number("TOWLINE_UPGRADE_KILLS", RUNS), number("TOWLINE_UPGRADE_SEED", 1));
+    let undisturbed =
+        BTreeMap::from([Backing::File, Backing::Memfd].map(|backing| (backing, undisturbed(backing))));
+    println!("an undisturbed upgrade takes {undisturbed:.1?}");
     let (mut failures, mut ends) = (Vec::new(), BTreeMap::<String, u64>::new());
     for seed in first..first + runs {
         let case = Case::of(seed);
         let begun = Instant::now();
-        let outcome = run(&case);
+        let outcome = run(&case, undisturbed[&case.backing]);
         println!("{seed} {case:?}: {outcome:?} in {:.1} s", begun.elapsed().as_secs_f64());
         let end = outcome.as_ref().map_or_else(|_| "FAILED".to_owned(), |found| kind(&case, found));
         *ends.entry(end).or_default() += 1;
@@ -100,11 +101,19 @@ fn kind(case: &Case, found: &str) -> String {
     format!("killed {victim}: {end}")
 }
 
-fn run(case: &Case) -> Result<String, String> {
+/// Duration of an upgrade of such a guest on this machine, so that kills are not after its end.
+fn undisturbed(backing: Backing) -> Duration {
+    let scene = Scene::new(backing, true);
+    let begun = Instant::now();
+    towline_lab::expect::completed(&scene.upgrade().wait(WITHIN).unwrap());
+    begun.elapsed()
+}
+
+fn run(case: &Case, undisturbed: Duration) -> Result<String, String> {
     let scene = Scene::new(case.backing, case.has_drives);
     let mut towline = scene.upgrade();
     match case.moment {
-        Moment::After(time) => std::thread::sleep(time),
+        Moment::AfterPercent(percent) => std::thread::sleep(undisturbed * percent / 100),
         Moment::Stopped(time) => {
             while scene.old.qmp().wait_event("STOP", POLL_INTERVAL).is_err() && towline.runs().unwrap() {}
             std::thread::sleep(time);

@@ -1,8 +1,8 @@
 //! Upgrades that are refused, and new QEMUs that fail: the guest continues in the old one.
 
-use towline_lab::{DriveLock, Finished, Version, require_lab, towline};
+use towline_lab::{DriveLock, Finished, Qemu, Version, require_lab, towline};
 
-use crate::support::{Guest, Memory, WITHIN, builder, events, program};
+use crate::support::{Guest, Memory, WITHIN, builder, events, named_file, program};
 
 fn failed(guest: &Guest, options: &[&str], arguments: &[&str], expected: &str) -> Finished {
     let finished = guest.upgrade(options, arguments).wait(WITHIN).unwrap();
@@ -48,6 +48,27 @@ fn a_guest_that_would_not_fit_is_refused_before_it_stops() {
     let dry = guest.upgrade(&["--dry-run"], &[]).wait_done(WITHIN).unwrap();
     assert_eq!(events_named(&dry, "failed"), 0);
     guest.assert_untouched();
+}
+
+/// A difference that no query shows: a field of the device state depends on a property that is not compared.
+#[test]
+fn a_new_qemu_that_fails_to_load_leaves_the_guest_where_it_is() {
+    if !require_lab("a_new_qemu_that_fails_to_load_leaves_the_guest_where_it_is") {
+        return;
+    }
+    let guest = Guest::boot(|place| {
+        let builder = Qemu::builder(Version::V10_0).cpu("Nehalem").linux().processors(2);
+        named_file(builder, "pc-i440fx-10.0", place, 256)
+    });
+    guest.first.qmp().take_events();
+    let other = ["-global", "PIIX4_PM.acpi-pci-hotplug-with-bridge-support=off"];
+    failed(&guest, &[], &other, "could not load the guest");
+    guest.first.qmp().status().unwrap();
+    let events = guest.first.qmp().take_events();
+    assert!(events.iter().any(|event| event["event"] == "STOP"), "it was not stopped: {events:?}");
+    guest.assert_untouched();
+    guest.upgrade(&[], &[]).wait_done(WITHIN).unwrap();
+    guest.assert_ticks();
 }
 
 fn events_named(finished: &Finished, name: &str) -> usize {

@@ -22,7 +22,7 @@ const MEMORY_MIB: u64 = 32;
 const COUNTER_ADDRESS: u64 = 0x11_0008;
 
 /// The guest's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Backing {
     File,
     /// A memfd of QEMU 10.0, which sends its pages in any case.

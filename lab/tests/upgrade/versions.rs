@@ -2,12 +2,15 @@
 
 use std::process::Command;
 
-use towline_lab::{Version, require_lab, require_qemu, wait_until};
+use towline_lab::{HugePages, Version, require_lab, require_qemu, wait_until};
 
-use crate::support::{Guest, MIB, Memory, WITHIN, builder};
+use crate::support::{Guest, MIB, Memory, WITHIN, builder, events, program};
 
 /// Bytes that an upgrade sends: everything but the guest's RAM.
 const SENT_MAX: u64 = MIB;
+
+/// Of 2 MiB each: a guest of 256 MiB, and a few.
+const HUGE_PAGES: u64 = 132;
 
 fn sent(completed: &serde_json::Value) -> u64 {
     completed["ram"]["transferred"].as_u64().unwrap()
@@ -43,8 +46,18 @@ fn a_guest_in_a_named_file_continues_and_its_pages_are_not_sent() {
         return;
     }
     let guest = a_guest_goes_on(Memory::NamedFile, Version::V10_0, Version::V10_0);
-    let completed = guest.upgrade_to(Version::V10_0);
+    let finished = guest.upgrade(&["--qemu", &program(Version::V10_0)], &[]).wait(WITHIN).unwrap();
+    let completed = towline_lab::expect::completed(&finished);
     assert!(sent(&completed) <= SENT_MAX, "{completed}");
+    // Clients of each socket have to connect again.
+    for socket in [guest.first.directory().join("lab.qmp"), guest.first.serial_path()] {
+        let text = format!("{} is the new QEMU's; its clients were disconnected", socket.display());
+        assert!(
+            events(&finished, "notice").iter().any(|event| event["text"] == text),
+            "{text}: {}",
+            finished.stdout
+        );
+    }
     guest.assert_runs_in(Version::V10_0);
 }
 
@@ -68,6 +81,44 @@ fn guests_of_7_2_and_10_0_continue_in_the_newest_and_back() {
     a_guest_goes_on(Memory::NamedFile, Version::V10_0, Version::Newest);
 }
 
+/// The blocks of several NUMA nodes are each mapped from a file of their own.
+#[test]
+fn memory_of_several_numa_nodes_is_not_sent() {
+    if !require_lab("memory_of_several_numa_nodes_is_not_sent") {
+        return;
+    }
+    let guest = Guest::boot(|place| {
+        let nodes = ["m0", "m1"].into_iter().zip(0..).flat_map(|(id, cpu)| {
+            let path = place.join(id).display().to_string();
+            let object = format!("memory-backend-file,id={id},size=128M,mem-path={path},share=on");
+            ["-object".to_owned(), object, "-numa".to_owned(), format!("node,memdev={id},cpus={cpu}")]
+        });
+        builder(Version::V10_0, Version::V10_0, Memory::Private, place).memory_mib(256).args(nodes)
+    });
+    let completed = guest.upgrade_to(Version::V10_0);
+    assert!(sent(&completed) <= SENT_MAX, "{completed}");
+    guest.assert_runs_in(Version::V10_0);
+}
+
+/// The new QEMU maps the same huge pages.
+#[test]
+fn huge_pages_are_not_sent() {
+    let name = "huge_pages_are_not_sent";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(_pages) = HugePages::reserve(name, HUGE_PAGES) else { return };
+    let guest = Guest::boot(|place| {
+        let object = "memory-backend-memfd,id=pc.ram,size=256M,share=on,hugetlb=on,hugetlbsize=2M";
+        let machine = format!("{},memory-backend=pc.ram", Version::V7_2.machine());
+        let builder = builder(Version::V7_2, Version::V7_2, Memory::Private, place).memory_mib(256);
+        builder.machine(&machine).args(["-object", object])
+    });
+    let completed = guest.upgrade_to(Version::V10_0);
+    assert!(sent(&completed) <= SENT_MAX, "{completed}");
+    guest.assert_runs_in(Version::V10_0);
+}
+
 /// QEMU's locks are released and acquired as in a migration, and nothing that the guest wrote is lost.
 #[test]
 fn drives_of_both_formats_keep_their_content() {
@@ -86,20 +137,19 @@ fn drives_of_both_formats_keep_their_content() {
         builder(Version::V10_0, Version::V10_0, Memory::NamedFile, place).args(arguments)
     });
     let mut linux = guest.linux();
-    let _ = linux.shell("modprobe virtio_pci; modprobe virtio_blk", WITHIN);
-    let has_disks = linux.shell("ls /dev/vda /dev/vdb", WITHIN).is_ok();
-    println!("the guest's kernel has a driver for the disks: {has_disks}");
-    if has_disks {
-        linux.shell("for d in vda vdb; do head -c 8388608 /dev/urandom >/dev/$d; sync; md5sum /dev/$d; done >/sums", WITHIN).unwrap();
-    }
+    linux.shell("test -b /dev/vda && test -b /dev/vdb", WITHIN).unwrap();
+    linux
+        .shell(
+            "for d in vda vdb; do head -c 8388608 /dev/urandom >/dev/$d; sync; md5sum /dev/$d; done >/sums",
+            WITHIN,
+        )
+        .unwrap();
     drop(linux);
     guest.upgrade_to(Version::V10_0);
     guest.assert_runs_in(Version::V10_0);
-    if has_disks {
-        let mut linux = guest.linux();
-        linux.shell("echo 3 >/proc/sys/vm/drop_caches; md5sum -c /sums", WITHIN).unwrap();
-        linux.shell("echo again >/dev/vda && sync", WITHIN).unwrap();
-    }
+    let mut linux = guest.linux();
+    linux.shell("echo 3 >/proc/sys/vm/drop_caches; md5sum -c /sums", WITHIN).unwrap();
+    linux.shell("echo again >/dev/vda && sync", WITHIN).unwrap();
     // The new QEMU has the locks.
     let path = guest.place.path().join("two").display().to_string();
     let second = Command::new("qemu-io").args(["-f", "qcow2", "-c", "quit", &path]).output().unwrap();

@@ -34,8 +34,13 @@ const FIRST: [&str; 13] = [
     "lab/zero_copy",
 ];
 /// Suites that allocate huge pages, or expect a number of them: only one of these runs at a time.
-const HUGE_PAGES: [&str; 4] =
-    ["lab/postcopy", "crates/migration (lib)", "crates/vhost-user (lib)", "crates/vhost-user/hostile"];
+const HUGE_PAGES: [&str; 5] = [
+    "lab/postcopy",
+    "lab/upgrade",
+    "crates/migration (lib)",
+    "crates/vhost-user (lib)",
+    "crates/vhost-user/hostile",
+];
 /// The examples in the documentation of all crates, which cargo compiles and runs.
 const DOCUMENTATION: &str = "documentation's examples";
 
