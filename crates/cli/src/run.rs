@@ -15,7 +15,9 @@ mod request;
 mod start;
 mod supervise;
 
+use std::panic::resume_unwind;
 use std::sync::atomic::Ordering;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::Instant;
 
 use anyhow::Result;
@@ -56,10 +58,6 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     }
     let begun = Instant::now();
     let cancel = cancel_on_signals(signal_effects(args))?;
-    let mut image = match RunImage::open_or_download(args, &cancel, reporter) {
-        Ok(image) => image,
-        Err(rejection) => return Ok(Err(rejection)),
-    };
     let host = HostArguments {
         binary: args.qemu.clone(),
         working_directory: std::env::current_dir().ok(),
@@ -67,7 +65,17 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
     };
     // Only memory that is mapped depends on it.
     let maps = !args.copy && !args.postcopy;
-    let version = if maps { Some(QemuVersion::of_binary(&host)?) } else { None };
+    let (image, version) = thread::scope(|scope| {
+        // The binary runs for its version while a store is waited for.
+        let version = maps.then(|| scope.spawn(|| QemuVersion::of_binary(&host)));
+        let image = RunImage::open_or_download(args, &cancel, reporter);
+        (image, version.map(join))
+    });
+    let mut image = match image {
+        Ok(image) => image,
+        Err(rejection) => return Ok(Err(rejection)),
+    };
+    let version = version.transpose()?;
     let (starts, memory) = match request::guests(args, &image, version) {
         Ok(requested) => requested,
         Err(rejection) => return Ok(Err(rejection)),
@@ -97,6 +105,10 @@ fn attempt(args: &RunArgs, reporter: &Reporter) -> Result<Result<Exit, Rejection
         supervise(guests, mapped, &cancel, reporter)?
     };
     Ok(Ok(finished(reporter, count, exit.max(restored.exit.min(Exit::Failed)))))
+}
+
+fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
+    thread.join().unwrap_or_else(|panic| resume_unwind(panic))
 }
 
 fn signal_effects(args: &RunArgs) -> SignalEffects {
