@@ -17,6 +17,7 @@ mod reflinks;
 mod store;
 mod stores;
 mod support;
+mod user;
 
 use towline_lab::{Version, require_lab, require_qemu};
 
