@@ -19,6 +19,7 @@ mod kinds;
 mod machine_properties;
 mod machine_type;
 mod net_header;
+mod netdev_link;
 mod netdev_user;
 mod page_size;
 mod parameters;
@@ -56,6 +57,7 @@ pub const RULES: &[Rule] = &[
     virtqueue_sizes::RULE,
     net_header::RULE,
     netdev_user::RULE,
+    netdev_link::RULE,
     device_extra::RULE,
     machine_properties::RULE,
     image_sections::RULE,

@@ -48,7 +48,8 @@ fn check_statistics(outcome: &Outcome, guest: &Memory, lanes: usize) {
     assert_eq!(source.multifd_bytes > 0, lanes > 0);
     assert!(source.multifd_bytes <= source.transferred);
     let calls = source.vectored_calls + source.plain_calls;
-    assert!(calls > 0 && calls <= source.normal, "{source:?}");
+    // A call that finds little room sends less than a packet, and zero pages are packets of their own in a relay.
+    assert!(calls > 0 && calls <= source.normal + source.duplicate, "{source:?}");
 }
 
 #[test]

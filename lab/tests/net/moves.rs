@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use towline_lab::expect::qmp;
-use towline_lab::{Builder, Network, Qemu, Towline, Version, require_lab, towline};
+use towline_lab::{Builder, Network, Qemu, Towline, Version, require_lab, towline, wait_until};
 
 use crate::support::{
     EchoClient, Fixture, GUEST, WITHIN, add_tap, builder, builder_with, card, end, give_addresses,
@@ -145,4 +145,34 @@ fn a_guest_with_open_connections_is_restored_by_postcopy() {
     let longest = client.end();
     assert!(sum(&end(second), "rx", "packets") > 0);
     println!("the longest block took {longest:?}");
+}
+
+/// QEMU has taken the guest's link down, and nothing raises it at a destination that is connected to its card.
+#[test]
+fn a_card_whose_process_has_ended_is_noted_before_a_move() {
+    let name = "a_card_whose_process_has_ended_is_noted_before_a_move";
+    let Some(Fixture { network, scratch }) = Fixture::new(name) else { return };
+    add_tap(&network, 1);
+    let (here, there) = (path(&scratch, "here.sock"), path(&scratch, "there.sock"));
+    let mut first = card(&network, &here, &["--tap", "tap0"]);
+    let source = builder(Version::V10_0, &here, 1).start().unwrap();
+    first.kill().unwrap();
+    let second = card(&network, &there, &["--tap", "tap0"]);
+    let destination = builder(Version::V10_0, &there, 1).incoming_defer().start().unwrap();
+    let noted = "is not connected to the process of network backend n0";
+    wait_until("the note", WITHIN, || {
+        let checked = towline(["check", &qmp(&source), &qmp(&destination)]).unwrap().wait(WITHIN)?;
+        assert_eq!(checked.status.code(), Some(0), "{}", checked.stdout);
+        Ok(checked.stdout.contains(noted).then_some(()))
+    })
+    .unwrap();
+    // A process that is there again raises the link. The tap has one user at a time.
+    drop(second);
+    let third = card(&network, &here, &["--tap", "tap0"]);
+    wait_until("no note", WITHIN, || {
+        let checked = towline(["check", &qmp(&source), &qmp(&destination)]).unwrap().wait(WITHIN)?;
+        Ok((!checked.stdout.contains(noted)).then_some(()))
+    })
+    .unwrap();
+    end(third);
 }

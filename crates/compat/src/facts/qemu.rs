@@ -181,6 +181,9 @@ pub struct Netdev {
     pub id: String,
     /// `tap`, `user`, `vhost-user`, …
     pub kind: String,
+    /// QEMU is not connected to the process that serves it, and has taken the guest's link down.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub is_disconnected: bool,
 }
 
 /// A drive with its medium.

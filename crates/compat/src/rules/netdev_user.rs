@@ -26,7 +26,7 @@ mod tests {
 
     #[test]
     fn one_less_is_a_no() {
-        let netdev = |kind: &str| vec![Netdev { id: "n".into(), kind: kind.into() }];
+        let netdev = |kind: &str| vec![Netdev { id: "n".into(), kind: kind.into(), ..Netdev::default() }];
         let found = |guest, there| {
             between(&RULE, |source, destination| {
                 (source.netdevs, destination.netdevs) = (Some(netdev(guest)), Some(netdev(there)));

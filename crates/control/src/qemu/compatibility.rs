@@ -13,7 +13,9 @@ use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
 use super::connection::Qemu;
 use super::error::Error;
 use super::facts::IncomingState;
-use super::image_facts::{image_facts, image_requests, memory_backends, netdevs};
+use super::image_facts::{
+    VHOST_USER, image_facts, image_requests, mark_disconnected, memory_backends, netdevs,
+};
 use super::ram_block::RamBlockInfo;
 use super::{device_tree, drives, virtio};
 
@@ -73,7 +75,12 @@ impl Qemu {
         self.refresh()?;
         let cpus = self.query(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
         let mut devices = self.human_command("info qtree")?.map(|text| device_tree::parse(&text));
-        let netdevs = self.human_command("info network")?.map(|text| netdevs(&text));
+        let network = self.human_command("info network")?;
+        let mut netdevs = network.as_deref().map(netdevs);
+        self.mark_disconnected(
+            netdevs.as_deref_mut().unwrap_or_default(),
+            network.as_deref().unwrap_or_default(),
+        )?;
         if let Some(devices) = &mut devices {
             self.virtio(devices, netdevs.as_deref().unwrap_or_default())?;
         }
@@ -91,6 +98,15 @@ impl Qemu {
         known.drives = self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply));
         known.machine_properties = Some(self.machine_properties()?);
         Ok(known)
+    }
+
+    fn mark_disconnected(&mut self, netdevs: &mut [Netdev], network: &str) -> Result<(), Error> {
+        if netdevs.iter().any(|netdev| netdev.kind == VHOST_USER)
+            && let Some(chardevs) = self.query_raw("query-chardev", None)?
+        {
+            mark_disconnected(netdevs, network, &chardevs);
+        }
+        Ok(())
     }
 
     /// As [`Qemu::compat_facts`], of a QEMU that was just connected to: only what rules compare with an image, which has no other facts.

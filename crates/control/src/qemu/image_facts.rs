@@ -8,6 +8,8 @@ use towline_qmp::{self as qmp, CommandReply, CommandRequest};
 use super::error::Error;
 use super::{device_tree, drives};
 
+/// The network backends that processes serve by a chardev.
+pub(super) const VHOST_USER: &str = "vhost-user";
 /// Number of [`image_requests`].
 pub(super) const IMAGE_REQUESTS: usize = 4;
 
@@ -67,13 +69,35 @@ pub(super) fn netdevs(text: &str) -> Vec<Netdev> {
     let netdev = |line: &str| {
         let (id, rest) = line.trim_start_matches([' ', '\\']).split_once(": ")?;
         let kind = rest.split(',').find_map(|part| part.strip_prefix("type="))?;
-        (kind != "nic").then(|| Netdev { id: id.into(), kind: kind.trim().into() })
+        (kind != "nic").then(|| Netdev { id: id.into(), kind: kind.trim().into(), ..Netdev::default() })
     };
     text.lines().filter_map(netdev).collect()
 }
 
+/// Marks the backends to whose process QEMU is not connected, by `info network` and the reply to `query-chardev`.
+pub(super) fn mark_disconnected(netdevs: &mut [Netdev], text: &str, chardevs: &Value) {
+    let is_lost = |label: &str| {
+        let mut chardevs = chardevs.as_array().into_iter().flatten();
+        chardevs.any(|chardev| {
+            let name = chardev["filename"].as_str().unwrap_or_default();
+            chardev["label"] == label && name.starts_with("disconnected:")
+        })
+    };
+    // ` \ n0: index=0,type=vhost-user,vhost-user0 to net0`
+    let label = |netdev: &Netdev| {
+        let mut lines = text.lines().map(|line| line.trim_start_matches([' ', '\\']));
+        let own = lines.find_map(|line| line.strip_prefix(netdev.id.as_str())?.strip_prefix(": "))?;
+        Some(own.rsplit_once(" to ")?.1.trim())
+    };
+    for netdev in netdevs.iter_mut().filter(|netdev| netdev.kind == VHOST_USER) {
+        netdev.is_disconnected = label(netdev).is_some_and(is_lost);
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
@@ -82,5 +106,19 @@ mod tests {
              alone: index=0,type=tap,ifname=t0\n";
         let found: Vec<_> = netdevs(text).into_iter().map(|netdev| (netdev.id, netdev.kind)).collect();
         assert_eq!(found, [("n0".into(), "user".into()), ("alone".into(), "tap".into())]);
+    }
+
+    #[test]
+    fn a_backend_without_its_process_is_marked() {
+        let text = "card: index=0,type=nic,model=virtio-net-pci\n \\ n0: index=0,type=vhost-user,vhost-user0 to net0\n \
+            n00: index=0,type=vhost-user,vhost-user0 to net1\n";
+        let chardevs = json!([
+            { "label": "net0", "filename": "disconnected:unix:/run/a" },
+            { "label": "net1", "filename": "unix:/run/b" },
+        ]);
+        let mut found = netdevs(text);
+        mark_disconnected(&mut found, text, &chardevs);
+        let found: Vec<_> = found.iter().map(|netdev| (netdev.id.as_str(), netdev.is_disconnected)).collect();
+        assert_eq!(found, [("n0", true), ("n00", false)]);
     }
 }

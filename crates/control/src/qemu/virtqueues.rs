@@ -93,8 +93,11 @@ mod tests {
             properties: [("netdev".to_owned(), netdev.to_owned())].into(),
             ..QemuDevice::default()
         };
-        let netdevs = [("a", "tap"), ("b", "vhost-user"), ("c", "passt")]
-            .map(|(id, kind)| Netdev { id: id.into(), kind: kind.into() });
+        let netdevs = [("a", "tap"), ("b", "vhost-user"), ("c", "passt")].map(|(id, kind)| Netdev {
+            id: id.into(),
+            kind: kind.into(),
+            ..Netdev::default()
+        });
         let nic = |netdev| may_be_vhost_user(&device("virtio-net-device", netdev), &netdevs);
         assert_eq!(["a", "b", "c", "unlisted", ""].map(nic), [false, true, true, true, false]);
         let others = ["vhost-user-fs-device", "vhost-user-blk", "virtio-rng-device", "virtio-crypto-device"]
