@@ -28,6 +28,8 @@ pub const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 const NEGOTIATE: &str = "qmp_capabilities";
 /// Commands that are sent before the first of their replies is read: their lines fit into any socket's buffer.
 const IN_FLIGHT_MAX: usize = 32;
+/// Maximum number of replies to a former client that may precede the greeting.
+const STALE_REPLIES_MAX: usize = IN_FLIGHT_MAX;
 
 /// Deadlines and limits of a client.
 #[derive(Clone, Debug)]
@@ -161,22 +163,30 @@ impl Client {
         Ok(client)
     }
 
+    /// Waits for the greeting. A QEMU whose client was killed may send that client's last replies to the next one before.
     fn await_greeting(&mut self, within: Duration) -> Result<Greeting, Error> {
         let started = Instant::now();
-        let socket = self.socket.clone();
-        match self.message("the greeting", after(started, within)) {
-            Ok(Some(Message::Greeting(greeting))) => Ok(greeting),
-            Ok(Some(other)) => Err(not_qmp(socket, excerpt(format!("{other:?}").as_bytes()))),
-            Ok(None) => Err(Error::NoGreeting { socket, waited: started.elapsed() }),
-            Err(Error::Disconnected { by: DisconnectReason::InvalidData(error), .. }) => {
-                let found = match error {
-                    crate::codec::CodecError::NotJson { excerpt } => excerpt,
-                    other => other.to_string(),
-                };
-                Err(not_qmp(socket, found))
-            }
-            Err(other) => Err(other),
+        for _ in 0..=STALE_REPLIES_MAX {
+            let socket = self.socket.clone();
+            return match self.message("the greeting", after(started, within)) {
+                Ok(Some(Message::Greeting(greeting))) => Ok(greeting),
+                Ok(Some(Message::Return { id: Some(id), .. } | Message::Error { id: Some(id), .. })) => {
+                    tracing::debug!(socket, ?id, "QMP reply to a former client is discarded");
+                    continue;
+                }
+                Ok(Some(other)) => Err(not_qmp(socket, excerpt(format!("{other:?}").as_bytes()))),
+                Ok(None) => Err(Error::NoGreeting { socket, waited: started.elapsed() }),
+                Err(Error::Disconnected { by: DisconnectReason::InvalidData(error), .. }) => {
+                    let found = match error {
+                        crate::codec::CodecError::NotJson { excerpt } => excerpt,
+                        other => other.to_string(),
+                    };
+                    Err(not_qmp(socket, found))
+                }
+                Err(other) => Err(other),
+            };
         }
+        Err(not_qmp(self.socket.clone(), "replies without a command".into()))
     }
 
     /// Runs a command within the client's deadline.

@@ -89,6 +89,22 @@ fn no_greeting_means_that_another_client_uses_the_monitor() {
     assert!(error.to_string().contains("another client holds this monitor"), "{error}");
 }
 
+/// As QEMU sends them to the next client after the one that it executed them for was killed.
+#[test]
+fn replies_to_a_former_client_precede_the_greeting() {
+    let connect = |replies: usize| {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        for _ in 0..replies {
+            theirs.write_all(b"{\"return\": {}, \"id\": 6}\r\n").unwrap();
+        }
+        write!(theirs, "{GREETING}{{\"return\": {{}}, \"id\": 1}}\r\n").unwrap();
+        Client::from_stream(ours, "the peer", &options())
+    };
+    assert_eq!(connect(2).unwrap().greeting().capabilities, ["oob"]);
+    let error = connect(100).unwrap_err();
+    assert!(error.to_string().contains("is not a QMP socket"), "{error}");
+}
+
 #[test]
 fn another_protocol_is_named() {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
