@@ -22,6 +22,7 @@ pub use crate::process::{Process, ProcessState};
 pub use connection::Qemu;
 pub use error::Error;
 pub use facts::{IncomingState, QemuState};
+pub(crate) use image_facts::is_disconnected;
 pub use ram_block::{RamBlockError, RamBlockInfo};
 pub use repaired::RepairReport;
 pub use settings::{AppliedSettings, ApplyError, MigrationSettings, RestoreError};

@@ -48,8 +48,9 @@ fn check_statistics(outcome: &Outcome, guest: &Memory, lanes: usize) {
     assert_eq!(source.multifd_bytes > 0, lanes > 0);
     assert!(source.multifd_bytes <= source.transferred);
     let calls = source.vectored_calls + source.plain_calls;
-    // A call that finds little room sends less than a packet, and zero pages are packets of their own in a relay.
-    assert!(calls > 0 && calls <= source.normal + source.duplicate, "{source:?}");
+    // Towards a relay, which may have little room, a packet may take several calls.
+    let calls_max = if outcome.relays.is_empty() { source.normal } else { source.normal + source.duplicate };
+    assert!(calls > 0 && calls <= calls_max, "{source:?}");
 }
 
 #[test]

@@ -166,27 +166,35 @@ impl Client {
     /// Waits for the greeting. A QEMU whose client was killed may send that client's last replies to the next one before.
     fn await_greeting(&mut self, within: Duration) -> Result<Greeting, Error> {
         let started = Instant::now();
-        for _ in 0..=STALE_REPLIES_MAX {
-            let socket = self.socket.clone();
-            return match self.message("the greeting", after(started, within)) {
-                Ok(Some(Message::Greeting(greeting))) => Ok(greeting),
-                Ok(Some(Message::Return { id: Some(id), .. } | Message::Error { id: Some(id), .. })) => {
-                    tracing::debug!(socket, ?id, "QMP reply to a former client is discarded");
-                    continue;
+        let mut stale = 0;
+        loop {
+            match self.message_before_commands(started, within)? {
+                Message::Greeting(greeting) => return Ok(greeting),
+                Message::Return { id: Some(id), .. } | Message::Error { id: Some(id), .. }
+                    if stale < STALE_REPLIES_MAX =>
+                {
+                    stale += 1;
+                    tracing::debug!(self.socket, ?id, "QMP reply to a former client is discarded");
                 }
-                Ok(Some(other)) => Err(not_qmp(socket, excerpt(format!("{other:?}").as_bytes()))),
-                Ok(None) => Err(Error::NoGreeting { socket, waited: started.elapsed() }),
-                Err(Error::Disconnected { by: DisconnectReason::InvalidData(error), .. }) => {
-                    let found = match error {
-                        crate::codec::CodecError::NotJson { excerpt } => excerpt,
-                        other => other.to_string(),
-                    };
-                    Err(not_qmp(socket, found))
-                }
-                Err(other) => Err(other),
-            };
+                other => return Err(not_qmp(self.socket.clone(), excerpt(format!("{other:?}").as_bytes()))),
+            }
         }
-        Err(not_qmp(self.socket.clone(), "replies without a command".into()))
+    }
+
+    fn message_before_commands(&mut self, started: Instant, within: Duration) -> Result<Message, Error> {
+        let socket = self.socket.clone();
+        match self.message("the greeting", after(started, within)) {
+            Ok(Some(message)) => Ok(message),
+            Ok(None) => Err(Error::NoGreeting { socket, waited: started.elapsed() }),
+            Err(Error::Disconnected { by: DisconnectReason::InvalidData(error), .. }) => {
+                let found = match error {
+                    crate::codec::CodecError::NotJson { excerpt } => excerpt,
+                    other => other.to_string(),
+                };
+                Err(not_qmp(socket, found))
+            }
+            Err(other) => Err(other),
+        }
     }
 
     /// Runs a command within the client's deadline.

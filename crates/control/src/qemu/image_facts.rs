@@ -74,15 +74,16 @@ pub(super) fn netdevs(text: &str) -> Vec<Netdev> {
     text.lines().filter_map(netdev).collect()
 }
 
+/// Returns true if the chardev with this label is not connected, by the reply to `query-chardev`.
+pub(crate) fn is_disconnected(chardevs: &Value, label: &str) -> bool {
+    chardevs.as_array().into_iter().flatten().any(|chardev| {
+        let name = chardev["filename"].as_str().unwrap_or_default();
+        chardev["label"] == label && name.starts_with("disconnected:")
+    })
+}
+
 /// Marks the backends to whose process QEMU is not connected, by `info network` and the reply to `query-chardev`.
 pub(super) fn mark_disconnected(netdevs: &mut [Netdev], text: &str, chardevs: &Value) {
-    let is_lost = |label: &str| {
-        let mut chardevs = chardevs.as_array().into_iter().flatten();
-        chardevs.any(|chardev| {
-            let name = chardev["filename"].as_str().unwrap_or_default();
-            chardev["label"] == label && name.starts_with("disconnected:")
-        })
-    };
     // ` \ n0: index=0,type=vhost-user,vhost-user0 to net0`
     let label = |netdev: &Netdev| {
         let mut lines = text.lines().map(|line| line.trim_start_matches([' ', '\\']));
@@ -90,7 +91,7 @@ pub(super) fn mark_disconnected(netdevs: &mut [Netdev], text: &str, chardevs: &V
         Some(own.rsplit_once(" to ")?.1.trim())
     };
     for netdev in netdevs.iter_mut().filter(|netdev| netdev.kind == VHOST_USER) {
-        netdev.is_disconnected = label(netdev).is_some_and(is_lost);
+        netdev.is_disconnected = label(netdev).is_some_and(|label| is_disconnected(chardevs, label));
     }
 }
 

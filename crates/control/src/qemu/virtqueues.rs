@@ -12,9 +12,10 @@ use towline_compat::limits::VIRTQUEUES_MAX;
 
 use super::connection::Qemu;
 use super::error::Error;
+use super::image_facts::VHOST_USER;
 
 /// Network backends that run as vhost-user.
-const VHOST_USER_NETDEVS: [&str; 2] = ["vhost-user", "passt"];
+const VHOST_USER_NETDEVS: [&str; 2] = [VHOST_USER, "passt"];
 
 impl Qemu {
     /// Virtqueues of the virtio device at a QOM path; none if a query might stop one.

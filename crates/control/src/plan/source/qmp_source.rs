@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
 use towline_channel::Cancel;
 use towline_migration::Tuning;
 use towline_qmp as qmp;
@@ -18,7 +17,7 @@ use super::super::progress::Progress;
 use super::super::request::CopyRequest;
 use super::super::vsock::{self, DetachedVsocks};
 use crate::moves::{self, MoveEnd};
-use crate::qemu::{AppliedSettings, Qemu};
+use crate::qemu::{AppliedSettings, Qemu, is_disconnected};
 
 /// Timeout for the exit of a QEMU whose monitor is disconnected.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -126,15 +125,11 @@ impl QmpSource {
                 return Ok(());
             }
         };
-        let is_lost = |chardev: &&Value| {
-            let is_card = self.card_chardevs.iter().any(|label| chardev["label"] == label.as_str());
-            is_card && chardev["filename"].as_str().is_some_and(|name| name.starts_with("disconnected:"))
-        };
-        match chardevs.as_array().into_iter().flatten().find(is_lost) {
+        match self.card_chardevs.iter().find(|chardev| is_disconnected(&chardevs, chardev)) {
             None => Ok(()),
-            Some(lost) => Err(Error::CardDisconnected {
+            Some(chardev) => Err(Error::CardDisconnected {
                 socket: self.qemu.socket().to_owned(),
-                chardev: lost["label"].as_str().unwrap_or_default().to_owned(),
+                chardev: chardev.clone(),
             }),
         }
     }
