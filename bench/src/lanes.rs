@@ -3,7 +3,7 @@
 //! ```text
 //!   warm   source process ═ 1, 2, 4, 8 lanes ═ destination process     linear buffer · a page a call · vectored · zero-copy · auto
 //!          QEMU ═ multifd ═ QEMU, with and without zero-copy-send      memory: a preallocated memfd at both ends
-//!   tls    both with TLS
+//!   tls    both with TLS; the cipher alone
 //!          iperf3 -P 1, 2, 4, 8
 //!   cold   the same into untouched memory
 //!   calls  one main channel: calls, pages and seconds of a 4 GiB guest, linear buffer and vectored
@@ -15,6 +15,7 @@
 //! Limits: the synthetic guest does not write, and QEMU's is stopped; both are filled with random data.
 
 mod calls;
+mod cipher;
 mod end;
 mod entry;
 mod iperf;
@@ -55,7 +56,8 @@ fn entries(parameters: &Parameters, loads: &[Load]) -> Vec<Entry> {
     let peers = [Method::Qemu(Peer::Plain), Method::Qemu(Peer::ZeroCopy), Method::Iperf];
     let warm: Vec<_> = Mode::PLAIN.map(Method::Towline).into_iter().chain(peers).filter(takes_part).collect();
     let others = [Mode::Hashed, Mode::Unhashed, Mode::Tls].map(Method::Towline);
-    let idle_only: Vec<_> = others.into_iter().chain([Method::Qemu(Peer::Tls)]).filter(takes_part).collect();
+    let idle_only: Vec<_> =
+        others.into_iter().chain([Method::Qemu(Peer::Tls), Method::Cipher]).filter(takes_part).collect();
     let cold = [Method::Towline(Mode::Vectored), Method::Qemu(Peer::Plain)];
     let cold: Vec<_> = cold.into_iter().filter(takes_part).collect();
     // In the same round as the rows that they are compared with.
@@ -128,6 +130,7 @@ impl<'a> Bench<'a> {
                 )
             }
             Method::Iperf => iperf::run(entry.lanes, self.parameters.iperf_seconds, halves),
+            Method::Cipher => cipher::run(entry.lanes, self.parameters.memory_mib * MIB),
         };
         drop(stress);
         cost
@@ -146,7 +149,7 @@ mod tests {
     fn every_number_of_lanes_has_every_contender() {
         let parameters = Parameters::of(Path::new("towline"), 1, Cancel::new().unwrap());
         let warm = entries(&parameters, &[Load::Idle]);
-        assert_eq!(warm.len(), 4 * (Mode::PLAIN.len() + 3 + 4) + 4 * 2);
+        assert_eq!(warm.len(), 4 * (Mode::PLAIN.len() + 3 + 5) + 4 * 2);
         assert_eq!(warm[0].contender().group, "warm, 1 lane");
         assert_eq!(warm.last().unwrap().contender().group, "cold, 8 lanes");
         let busy = entries(&Parameters { has_qemu: false, ..parameters }, &[Load::Stress, Load::Pinned]);

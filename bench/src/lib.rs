@@ -71,8 +71,9 @@ impl Options {
     }
 
     fn net(&self, parameters: net::Parameters) -> net::Parameters {
-        let [testpmd, vhost_user_net] = [net::TESTPMD, net::VHOST_USER_NET].map(|name| self.peer(name));
-        net::Parameters { testpmd, vhost_user_net, rows: self.rows.clone(), ..parameters }
+        let names = [net::TESTPMD, net::VHOST_USER_NET, net::PASST];
+        let [testpmd, vhost_user_net, passt] = names.map(|name| self.peer(name));
+        net::Parameters { testpmd, vhost_user_net, passt, rows: self.rows.clone(), ..parameters }
     }
 }
 

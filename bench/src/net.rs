@@ -26,6 +26,7 @@ mod tables;
 mod tcp;
 
 use std::io::{Read as _, Write as _};
+use std::net::UdpSocket;
 use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::Arc;
@@ -48,7 +49,7 @@ use contenders::{Carrier, Entry, Work, entries};
 use frames::FrameKind;
 use hosts::{GUEST_TAP, Host, INSIDE, OUTSIDE, TAP};
 use parameters::Figure;
-pub use parameters::{Parameters, TESTPMD, VHOST_USER_NET};
+pub use parameters::{PASST, Parameters, TESTPMD, VHOST_USER_NET};
 use tcp::{Applications, Traffic};
 
 /// Interface of AF_XDP, and its peer.
@@ -58,6 +59,8 @@ const XDP_PEER: &str = "xdp1";
 const TAP_WITHIN: Duration = Duration::from_secs(30);
 /// Frames per call into the tap.
 const INJECT_BATCH: usize = 32;
+/// Passt's default.
+const PASST_MTU: &str = "65520";
 /// Memory for DPDK, in MiB.
 const DPDK_MIB: &str = "1024";
 
@@ -263,11 +266,20 @@ impl Bench<'_> {
                 let inner = inside.within(|| sys::tap(GUEST_TAP, false, true))?;
                 (None, Some(relay::relay([outer, inner], &self.signals)))
             }
-            _ => self
-                .connected(&inside, directory.path())
-                .map(|(backend, pump)| (Some(backend), Some(pump)))?,
+            carrier => {
+                if carrier == Carrier::Passt {
+                    self.without_tap()?;
+                }
+                let (backend, pump) = self.connected(&inside, directory.path())?;
+                (Some(backend), Some(pump))
+            }
         };
-        let set_up = self.tap_is_up().and_then(|()| address(GUEST_TAP));
+        let mut set_up = self.tap_is_up().and_then(|()| address(GUEST_TAP));
+        if self.entry.carrier == Carrier::Passt {
+            // The MTU that its DHCP gives a guest: without super-frames long frames are its way to few system calls.
+            set_up = set_up.and_then(|()| inside.run(&["ip", "link", "set", GUEST_TAP, "mtu", PASST_MTU]));
+            set_up = set_up.and_then(|()| inside.within(announce));
+        }
         let measured = set_up.and_then(|()| {
             let hosts = (self.outside.path()?, inside.path()?);
             let applications = Applications::start(traffic, (&hosts.0, &hosts.1), &self.signals)?;
@@ -281,6 +293,15 @@ impl Bench<'_> {
         ended?;
         let [p50_us, p99_us] = [0.5, 0.99].map(|part| latencies.quantile(part));
         Ok(Figure { window, p50_us, p99_us, frame_ns: 0.0 })
+    }
+
+    /// Creates what takes the tap's place: passt opens no interface, and listens at the guest's address.
+    fn without_tap(&self) -> Result<()> {
+        self.outside.run(&["ip", "link", "add", TAP, "type", "bridge"])?;
+        self.tap_is_up()?;
+        self.outside.run(&["ip", "link", "set", "lo", "up"])?;
+        self.outside.run(&["ip", "address", "add", &format!("{INSIDE}/32"), "dev", "lo"])?;
+        self.outside.run(&["ip", "route", "add", "default", "dev", TAP])
     }
 
     /// Starts the backend, and connects its card to a tap of the inner namespace.
@@ -311,6 +332,7 @@ impl Bench<'_> {
             Carrier::Testpmd => {
                 (self.parameters.testpmd.as_ref(), "dpdk-testpmd is missing; run `cargo xtask peers`")
             }
+            Carrier::Passt => (self.parameters.passt.as_ref(), "passt is missing; run `cargo xtask peers`"),
             Carrier::Loop | Carrier::Limit => (None, "the limit has no backend"),
         };
         let program = program.context(missing)?.display().to_string();
@@ -323,6 +345,7 @@ impl Bench<'_> {
                 vec!["--net-backend".into(), options]
             }
             Carrier::Testpmd => testpmd(&socket, &queues),
+            Carrier::Passt => passt(&socket),
             carrier => {
                 let line = ["net", "--socket", &socket, "--tap", TAP, "--queues", &queues];
                 let own: &[&str] = match carrier {
@@ -340,6 +363,24 @@ impl Bench<'_> {
         let line = prefix[1..].iter().cloned().chain([program]).chain(arguments);
         Backend::start(directory, Path::new(&prefix[0]), line)
     }
+}
+
+/// Sends a packet from the guest, of which passt learns its address: until then its frames are broadcasts, which carry no TCP.
+fn announce() -> Result<()> {
+    let socket = UdpSocket::bind((INSIDE, 0))?;
+    // Port 9 discards what it receives (RFC 863).
+    socket.send_to(&[0], (OUTSIDE, 9))?;
+    Ok(())
+}
+
+/// Returns the arguments of passt for a guest at [`INSIDE`], which reaches [`OUTSIDE`] as it is.
+fn passt(socket: &str) -> Vec<String> {
+    let port = tcp::PORT.to_string();
+    let line = format!(
+        "--vhost-user --socket {socket} --foreground --quiet --ipv4-only --interface {TAP} --address {INSIDE} --netmask 24 \
+         --gateway {OUTSIDE} --map-host-loopback none --no-dhcp --udp-ports none --tcp-ports {INSIDE}/{port}"
+    );
+    line.split(' ').map(str::to_owned).collect()
 }
 
 /// Returns the arguments of DPDK without huge pages, between its vhost and its tap driver.

@@ -67,6 +67,8 @@ pub(super) enum Method {
     Towline(Mode),
     Qemu(Peer),
     Iperf,
+    /// The cipher of TLS lanes alone.
+    Cipher,
 }
 
 /// Settings of QEMU's multifd.
@@ -108,6 +110,7 @@ impl Entry {
             Method::Qemu(Peer::ZeroCopy) => "QEMU's multifd, zero-copy-send",
             Method::Qemu(Peer::Tls) => "QEMU's multifd, TLS",
             Method::Iperf => "iperf3",
+            Method::Cipher => "the cipher alone",
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Drivers of the guest's card: they send and receive frames at the backend's full rate, or connect it to a tap.
 
 use std::fs::File;
-use std::io::{ErrorKind, Read as _, Write as _};
+use std::io::{self, ErrorKind, IoSlice, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,6 +22,14 @@ use crate::vhost::Signals;
 const RING_SIZE: u16 = 256;
 /// Frames per update of a ring.
 const BATCH: usize = 32;
+/// Flags of a frame's header.
+const NEEDS_CSUM: u8 = 1;
+const DATA_VALID: u8 = 2;
+/// Offset of the checksum in a TCP header.
+const TCP_CHECKSUM_AT: u16 = 16;
+const ETHERNET_BYTES: usize = 14;
+const IPV4: [u8; 2] = [0x08, 0x00];
+const TCP: u8 = 6;
 /// Maximum sleep between checks for the end.
 pub(super) const SLEEP: Duration = Duration::from_millis(20);
 /// Timeout of progress of the transmit ring.
@@ -178,7 +186,7 @@ fn pump(mut pair: DriverPair, mut tap: &File, driver: Driver, signals: &Signals)
         }
         pair.flush();
         // A full tap drops frames, as a card's ring does.
-        moved += pair.receive(|frame| drop(frame.write(|parts| tap.write_vectored(parts))))?;
+        moved += pair.receive(|frame| drop(frame.write(|parts| pass_on(tap, parts))))?;
         moved += pair.reclaim()?;
         if moved == 0 && driver != Driver::Polling {
             let share = pair.tx().in_flight() / 4 * 3;
@@ -195,4 +203,48 @@ fn pump(mut pair: DriverPair, mut tap: &File, driver: Driver, signals: &Signals)
         }
     }
     Ok(())
+}
+
+/// Writes a frame with its header to the tap. A frame whose checksum the backend vouches for (`VIRTIO_NET_HDR_F_DATA_VALID`), and may
+/// have left out, is marked as one whose checksum is partial: Linux's driver trusts both, a tap only the latter.
+fn pass_on(mut tap: &File, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+    let [first, rest @ ..] = parts else { return Ok(0) };
+    if first.first().is_none_or(|flags| flags & DATA_VALID == 0) {
+        return tap.write_vectored(parts);
+    }
+    let Some((header, frame)) = first.split_first_chunk::<HEADER_BYTES>() else {
+        return tap.write_vectored(parts);
+    };
+    let mut header = *header;
+    if let Some(start) = tcp_at(frame) {
+        header[0] = NEEDS_CSUM;
+        header[6..8].copy_from_slice(&start.to_le_bytes());
+        header[8..10].copy_from_slice(&TCP_CHECKSUM_AT.to_le_bytes());
+    }
+    let mut all = vec![IoSlice::new(&header), IoSlice::new(frame)];
+    all.extend(rest.iter().map(|part| IoSlice::new(part)));
+    tap.write_vectored(&all)
+}
+
+/// Returns the offset of the TCP header of an IPv4 frame.
+fn tcp_at(frame: &[u8]) -> Option<u16> {
+    let (kind, packet) = (frame.get(12..14)?, frame.get(ETHERNET_BYTES..)?);
+    let is_tcp = kind == IPV4 && packet.get(9) == Some(&TCP);
+    is_tcp.then(|| u16::from(packet[0] & 0xf) * 4 + ETHERNET_BYTES as u16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tcp_header_follows_the_options_of_ip() {
+        let frame = FrameKind::Super.bytes().split_off(HEADER_BYTES);
+        assert_eq!(tcp_at(&frame), Some(34));
+        let mut long = frame.clone();
+        long[14] = 0x46;
+        assert_eq!(tcp_at(&long), Some(38));
+        assert_eq!(tcp_at(&FrameKind::Plain(64).bytes()[HEADER_BYTES..]), None);
+        assert_eq!(tcp_at(&frame[..20]), None);
+    }
 }

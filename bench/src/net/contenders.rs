@@ -2,7 +2,7 @@
 
 use super::card::Driver;
 use super::frames::FrameKind;
-use super::parameters::{Parameters, TESTPMD, VHOST_USER_NET};
+use super::parameters::{PASST, Parameters, TESTPMD, VHOST_USER_NET};
 use super::tcp::Traffic;
 use crate::rounds::Contender;
 
@@ -24,6 +24,7 @@ pub(super) enum Carrier {
     Xdp,
     VhostUserNet,
     Testpmd,
+    Passt,
     /// A loop that reads from one tap and writes to the other, for TCP.
     Loop,
     /// The tap itself, or a veth pair for TCP.
@@ -79,6 +80,7 @@ fn contenders(work: Work, queues: usize) -> impl Iterator<Item = Entry> {
         Carrier::Xdp,
         Carrier::VhostUserNet,
         Carrier::Testpmd,
+        Carrier::Passt,
         Carrier::Loop,
         Carrier::Limit,
     ];
@@ -89,6 +91,8 @@ fn contenders(work: Work, queues: usize) -> impl Iterator<Item = Entry> {
         Carrier::Loop => queues == 1 && matches!(work, Work::Tcp(_)),
         Carrier::Sleeping => queues == 1 && matches!(work, Work::Tcp(Traffic::Request { .. })),
         Carrier::Xdp => matches!(work, Work::Transmit(_)),
+        // It has one queue, and no interface that could carry other frames.
+        Carrier::Passt => queues == 1 && matches!(work, Work::Tcp(_)),
         _ => true,
     };
     let carriers = carriers.into_iter().filter(wanted);
@@ -155,6 +159,7 @@ impl Carrier {
             Self::Xdp => "towline --af-xdp, copying",
             Self::VhostUserNet => VHOST_USER_NET,
             Self::Testpmd => TESTPMD,
+            Self::Passt => PASST,
             Self::Loop => "loop between taps",
             Self::Limit => "limit",
         }

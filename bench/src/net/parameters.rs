@@ -13,6 +13,9 @@ pub const TESTPMD: &str = "dpdk-testpmd";
 /// Cloud Hypervisor's backend.
 pub const VHOST_USER_NET: &str = "vhost_user_net";
 
+/// User-mode networking without a tap: it ends the guest's connections, and opens sockets for them.
+pub const PASST: &str = "passt";
+
 /// Parameters of the measurement.
 #[derive(Debug, Clone)]
 pub struct Parameters {
@@ -42,6 +45,8 @@ pub struct Parameters {
     pub testpmd: Option<PathBuf>,
     /// vhost_user_net, if available.
     pub vhost_user_net: Option<PathBuf>,
+    /// passt, if available.
+    pub passt: Option<PathBuf>,
     /// Parts of the names of the rows to measure; empty: all.
     pub rows: Vec<String>,
     /// Cancels the measurement.
@@ -65,6 +70,7 @@ impl Parameters {
             sandbox: None,
             testpmd: None,
             vhost_user_net: None,
+            passt: None,
             rows: Vec::new(),
             cancel,
         }

@@ -14,7 +14,7 @@ use super::hosts::{INSIDE, OUTSIDE, enter};
 use crate::vhost::Signals;
 use crate::vhost::latency::Latencies;
 
-const PORT: u16 = 5000;
+pub(super) const PORT: u16 = 5000;
 const READ_BYTES: usize = 256 << 10;
 const WITHIN: Duration = Duration::from_secs(15);
 /// Read timeout of a server, after which it checks for the end.

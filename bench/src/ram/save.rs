@@ -1,6 +1,8 @@
 //! Saves of a guest's memory to a file.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -17,12 +19,20 @@ use crate::table::Table;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Method {
-    Qemu { direct_io: bool },
+    Qemu {
+        direct_io: bool,
+    },
     Towline,
+    /// As many bytes by direct I/O from one buffer, without a guest: the limit.
+    Disk,
 }
 
-const METHODS: [Method; 3] =
-    [Method::Qemu { direct_io: false }, Method::Qemu { direct_io: true }, Method::Towline];
+const METHODS: [Method; 4] =
+    [Method::Qemu { direct_io: false }, Method::Qemu { direct_io: true }, Method::Towline, Method::Disk];
+/// Bytes of each write of [`Method::Disk`].
+const BLOCK_BYTES: usize = 512 << 10;
+/// Alignment of its buffer.
+const PAGE_BYTES: usize = 4096;
 const MEMORY: [Memory; 2] = [Memory::Cold, Memory::Preallocated];
 
 /// One save.
@@ -41,6 +51,7 @@ impl Method {
             Self::Qemu { direct_io: false } => "QEMU's own",
             Self::Qemu { direct_io: true } => "QEMU's own, direct-io on",
             Self::Towline => "towline",
+            Self::Disk => "the disk itself, direct I/O",
         }
     }
 }
@@ -164,12 +175,39 @@ fn save(bench: &Bench<'_>, source: &Source, method: Method) -> Result<Saved> {
         Method::Towline => Copy::start(bench, &qmp_uri(&source.qemu), &image_uri(&path), &[])
             .and_then(|copy| copy.wait(bench))
             .map(|copied| Saved { done: copied.time, synced: copied.time, ram: Some(copied.ram) }),
+        Method::Disk => write(&path, bench.parameters.data_bytes(), bench.parameters.lanes),
     };
     remove(bench)?;
-    let stopped = source.stop();
+    // The guest of a save that failed runs again, too.
+    let stopped = if method == Method::Disk { Ok(()) } else { source.stop() };
     let saved = saved?;
     stopped?;
     Ok(saved)
+}
+
+/// Writes `bytes` to a new file by as many threads as the contenders have, and syncs it.
+fn write(path: &Path, bytes: u64, threads: usize) -> Result<Saved> {
+    let started = Instant::now();
+    let file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_DIRECT).open(path)?;
+    let part = bytes / threads as u64;
+    std::thread::scope(|scope| {
+        let writers = (0..threads as u64).map(|thread| {
+            let file = &file;
+            scope.spawn(move || -> Result<()> {
+                let buffer = vec![0x5a_u8; BLOCK_BYTES + PAGE_BYTES];
+                let block = &buffer[buffer.as_ptr().align_offset(PAGE_BYTES)..][..BLOCK_BYTES];
+                for at in (thread * part..(thread + 1) * part).step_by(BLOCK_BYTES) {
+                    file.write_all_at(block, at)?;
+                }
+                Ok(())
+            })
+        });
+        let writers: Vec<_> = writers.collect();
+        writers.into_iter().try_for_each(|writer| writer.join().expect("the thread does not panic"))
+    })?;
+    let done = started.elapsed();
+    file.sync_all()?;
+    Ok(Saved { done, synced: started.elapsed(), ram: None })
 }
 
 /// The image and what stands beside it.

@@ -231,7 +231,11 @@ impl DriverPair {
     /// free buffer. Published by [`DriverPair::flush`].
     pub fn transmit_any(&mut self, len: usize) -> bool {
         let Some(slot) = self.free.pop() else { return false };
-        if self.tx.add(PageDescriptors::new(self.slot(slot), len).all(), &[], slot.into()) {
+        let (guest, pages) = (self.slot(slot), PageDescriptors::new(self.slot(slot), len));
+        let whole = [QueueBuffer { guest, len: u32::try_from(len).expect("a frame's length") }];
+        // Without checksum offload Linux has no frames of several parts.
+        let is_linear = self.options.features & feature::CSUM == 0;
+        if self.tx.add(if is_linear { &whole } else { pages.all() }, &[], slot.into()) {
             return true;
         }
         self.free.push(slot);
