@@ -181,8 +181,11 @@ fn of_kernel(qemu: &Qemu, image: &Image) -> Option<Presence> {
         return None;
     }
     let (process, own) = (Mappings::of(qemu, Detail::PrivateCopies), OnceCell::new());
+    let file = image.file().metadata().ok()?;
+    // A block is mapped only from a file that is open, and the kernel counts private copies by a walk through all page tables.
+    process.check_open(image.path(), &file).ok()?;
     // Neither writes of a guest nor holes of its balloon get into a file that is open for reading only.
-    let is_writable = process.has_open_for_writing(&image.file().metadata().ok()?);
+    let is_writable = process.has_open_for_writing(&file);
     let unchanged = Unchanged::of(image).ok().filter(|_| is_writable == Ok(false))?;
     let mut presence = Presence::default();
     for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
