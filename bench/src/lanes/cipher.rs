@@ -4,10 +4,10 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 use aws_lc_rs::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
-use rustix::time::{ClockId, clock_gettime};
 use serde_json::Value;
 
 use super::process::Cost;
+use crate::vhost::cpu;
 
 /// Contents of a TLS record.
 const RECORD_BYTES: usize = 16 << 10;
@@ -15,7 +15,7 @@ const RECORD_BYTES: usize = 16 << 10;
 /// Seals and opens `bytes` in records, with a thread of each kind for each lane. Records stay in the caches, and none is sent.
 pub(super) fn run(lanes: usize, bytes: u64) -> Result<Cost> {
     let records = bytes / RECORD_BYTES as u64 / lanes as u64;
-    let (started, cpu_before) = (Instant::now(), cpu_seconds());
+    let (started, cpu_before) = (Instant::now(), cpu::of_process());
     std::thread::scope(|scope| {
         let threads =
             (0..lanes).flat_map(|_| [scope.spawn(move || seal(records)), scope.spawn(move || open(records))]);
@@ -24,7 +24,7 @@ pub(super) fn run(lanes: usize, bytes: u64) -> Result<Cost> {
     })?;
     Ok(Cost {
         seconds: started.elapsed().as_secs_f64(),
-        cpu_seconds: cpu_seconds() - cpu_before,
+        cpu_seconds: cpu::of_process() - cpu_before,
         bytes: (records * lanes as u64) as f64 * RECORD_BYTES as f64,
         source: Value::Null,
     })
@@ -60,11 +60,6 @@ fn nonce() -> Nonce {
 
 fn failed(_: aws_lc_rs::error::Unspecified) -> anyhow::Error {
     anyhow!("AES-128-GCM of aws-lc failed")
-}
-
-fn cpu_seconds() -> f64 {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
 #[cfg(test)]

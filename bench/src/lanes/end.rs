@@ -20,7 +20,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use rustix::thread::{CpuSet, sched_setaffinity};
-use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 use towline_channel::{
     Address, Cancel, Channel, ConnectOptions, IoBuf, ListenOptions, Listener, TlsClient, TlsServer,
@@ -38,6 +37,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::layers::{Calls, Counted, Linear, OnePage};
 use crate::machine;
+use crate::vhost::cpu;
 
 /// Option that has the program run an end; its value is the role as JSON.
 pub(super) const ROLE_OPTION: &str = "--end";
@@ -254,7 +254,7 @@ fn send(guest: &dyn Guest, mode: Mode, request: &Value) -> Result<Value> {
     let address: Address = request["address"].as_str().unwrap_or_default().parse()?;
     let lanes = request["lanes"].as_u64().unwrap_or_default();
     let (calls, statistics) = (Arc::<Calls>::default(), Arc::<Statistics>::default());
-    let (cancel, begun, cpu) = (Cancel::new()?, Instant::now(), cpu_seconds());
+    let (cancel, begun, cpu) = (Cancel::new()?, Instant::now(), cpu::of_process());
     let tls =
         request["tls"].as_str().map(|directory| TlsClient::load(Path::new(directory), None)).transpose()?;
     let one = |zero_copy| -> Result<Arc<dyn Channel>> {
@@ -269,7 +269,7 @@ fn send(guest: &dyn Guest, mode: Mode, request: &Value) -> Result<Value> {
     let connections = outgoing::Connections { main, lanes, uuid: [0; 16], introduced: false };
     let engine = Outgoing::new(Arc::<Session>::default(), Arc::clone(&statistics), mode.options());
     engine.run(&connections, guest)?;
-    let (seconds, cpu) = (begun.elapsed().as_secs_f64(), cpu_seconds() - cpu);
+    let (seconds, cpu) = (begun.elapsed().as_secs_f64(), cpu::of_process() - cpu);
     let moved = statistics.snapshot();
     Ok(json!({
         "seconds": seconds,
@@ -317,17 +317,11 @@ fn receive(sink: &dyn Sink, lanes: usize, tls: Option<TlsServer>) -> Result<Valu
     let listener = Listener::bind_with(&Address::Tcp { host: "127.0.0.1".into(), port: 0 }, &options)?;
     write_line(&json!({ "address": listener.local_address().to_string() }))?;
     let connections = incoming::gather(listener, lanes, Instant::now() + WITHIN, WITHIN, &cancel)?;
-    let (begun, cpu) = (Instant::now(), cpu_seconds());
+    let (begun, cpu) = (Instant::now(), cpu::of_process());
     let engine =
         Incoming::new(Arc::<Session>::default(), Arc::<Statistics>::default(), incoming::Options::default());
     engine.run(&connections, sink)?;
-    Ok(json!({ "seconds": begun.elapsed().as_secs_f64(), "cpu": cpu_seconds() - cpu }))
-}
-
-/// Returns the CPU time of this process, user and system.
-fn cpu_seconds() -> f64 {
-    let now = clock_gettime(ClockId::ProcessCPUTime);
-    now.tv_sec as f64 + now.tv_nsec as f64 / 1e9
+    Ok(json!({ "seconds": begun.elapsed().as_secs_f64(), "cpu": cpu::of_process() - cpu }))
 }
 
 fn spin(threads: u64) -> Result<()> {

@@ -15,20 +15,18 @@ use towline_frontend::net::{
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, MemoryArena, wait_any};
 
-use super::frames::FrameKind;
+use super::frames::{ETHERNET_BYTES, FrameKind, IPV4, NEEDS_CSUM};
 use crate::vhost::Signals;
 
 /// Entries of each ring: QEMU's default.
 const RING_SIZE: u16 = 256;
 /// Frames per update of a ring.
 const BATCH: usize = 32;
-/// Flags of a frame's header.
-const NEEDS_CSUM: u8 = 1;
+/// Flag of a frame's header.
 const DATA_VALID: u8 = 2;
 /// Offset of the checksum in a TCP header.
 const TCP_CHECKSUM_AT: u16 = 16;
-const ETHERNET_BYTES: usize = 14;
-const IPV4: [u8; 2] = [0x08, 0x00];
+/// IP's number of TCP.
 const TCP: u8 = 6;
 /// Maximum sleep between checks for the end.
 pub(super) const SLEEP: Duration = Duration::from_millis(20);

@@ -7,11 +7,11 @@ const UNKNOWN: [u8; 6] = [0x02, 0, 0, 0, 0, 0x99];
 const SOURCE: [u8; 6] = [0x02, 0, 0, 0, 0, 0x98];
 /// "Local experimental" EtherType (IEEE 802), without a protocol.
 const EXPERIMENTAL: [u8; 2] = [0x88, 0xb5];
-const IPV4: [u8; 2] = [0x08, 0x00];
-const ETHERNET_BYTES: usize = 14;
+pub(super) const IPV4: [u8; 2] = [0x08, 0x00];
+pub(super) const ETHERNET_BYTES: usize = 14;
 const HEADERS_BYTES: usize = ETHERNET_BYTES + 40;
 /// virtio-net: a partial checksum; TCP segmentation over IPv4.
-const NEEDS_CSUM: u8 = 1;
+pub(super) const NEEDS_CSUM: u8 = 1;
 const GSO_TCPV4: u8 = 1;
 /// Bytes of TCP in each segment of a super-frame.
 const SEGMENT_BYTES: u16 = 1448;

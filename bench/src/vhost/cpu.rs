@@ -27,7 +27,7 @@ impl Usage {
     pub fn now(backend: Option<u32>) -> Result<Self> {
         Ok(Self {
             backend: backend.map(process).transpose()?.unwrap_or(0.0),
-            own: seconds(ClockId::ProcessCPUTime),
+            own: of_process(),
             machine: machine()?,
         })
     }
@@ -40,6 +40,11 @@ impl Usage {
             machine: self.machine - before.machine,
         }
     }
+}
+
+/// Returns the CPU time of this process in seconds.
+pub fn of_process() -> f64 {
+    seconds(ClockId::ProcessCPUTime)
 }
 
 /// Returns the CPU time of the calling thread in seconds.

@@ -231,11 +231,15 @@ impl DriverPair {
     /// free buffer. Published by [`DriverPair::flush`].
     pub fn transmit_any(&mut self, len: usize) -> bool {
         let Some(slot) = self.free.pop() else { return false };
-        let (guest, pages) = (self.slot(slot), PageDescriptors::new(self.slot(slot), len));
-        let whole = [QueueBuffer { guest, len: u32::try_from(len).expect("a frame's length") }];
+        let guest = self.slot(slot);
         // Without checksum offload Linux has no frames of several parts.
-        let is_linear = self.options.features & feature::CSUM == 0;
-        if self.tx.add(if is_linear { &whole } else { pages.all() }, &[], slot.into()) {
+        let added = if self.options.features & feature::CSUM == 0 {
+            let len = u32::try_from(len).expect("a frame's length");
+            self.tx.add(&[QueueBuffer { guest, len }], &[], slot.into())
+        } else {
+            self.tx.add(PageDescriptors::new(guest, len).all(), &[], slot.into())
+        };
+        if added {
             return true;
         }
         self.free.push(slot);

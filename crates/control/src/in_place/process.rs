@@ -73,12 +73,14 @@ impl Mappings {
         fs::read_link(Proc::default().directory(&self.process.as_ref().ok()?.to_string()).join("cwd")).ok()
     }
 
-    /// Returns true if the process has this file open for writing.
-    pub(super) fn has_open_for_writing(&self, file: &Metadata) -> Result<bool, TransferReason> {
+    /// Returns how the process has this file open, by all of its descriptors; `None` if it does not have it open.
+    pub(super) fn open_mode(&self, file: &Metadata) -> Result<Option<OpenMode>, TransferReason> {
         // The kernel shows the access mode as the permissions of the link.
         let is_writable = |path: &Path| fs::symlink_metadata(path).is_ok_and(|link| link.mode() & 0o200 != 0);
+        let mode = |path: &Path| if is_writable(path) { OpenMode::Writable } else { OpenMode::ReadOnly };
         let is_file = |found: &Metadata| Numbers::of(found) == Numbers::of(file);
-        Ok(self.descriptors()?.iter().any(|(path, found)| is_file(found) && is_writable(path)))
+        let descriptors = self.descriptors()?;
+        Ok(descriptors.iter().filter(|(_, found)| is_file(found)).map(|(path, _)| mode(path)).max())
     }
 
     /// The descriptors of the process, as files of `/proc`, and what they refer to.
@@ -93,6 +95,13 @@ impl Mappings {
         // One that was closed meanwhile is left out.
         Ok(paths.filter_map(|path| fs::metadata(&path).ok().map(|metadata| (path, metadata))).collect())
     }
+}
+
+/// Access of a process to a file that it has open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum OpenMode {
+    ReadOnly,
+    Writable,
 }
 
 /// A file, as stat(2) identifies it.

@@ -20,7 +20,7 @@ use towline_qmp::{self as qmp, Client};
 use super::backend::{BackendObject, Backends};
 use super::fresh::may_be_new_file;
 use super::maps::{Detail, FileRange, MapsEntry, NotOneRange, range_at};
-use super::process::{Mappings, own_mappings};
+use super::process::{Mappings, OpenMode, own_mappings};
 use super::proof::{ExpectedMapping, check_backend, may_change_file, prove};
 use super::unchanged::Unchanged;
 use super::{
@@ -181,12 +181,10 @@ fn of_kernel(qemu: &Qemu, image: &Image) -> Option<Presence> {
         return None;
     }
     let (process, own) = (Mappings::of(qemu, Detail::PrivateCopies), OnceCell::new());
-    let file = image.file().metadata().ok()?;
     // A block is mapped only from a file that is open, and the kernel counts private copies by a walk through all page tables.
-    process.check_open(image.path(), &file).ok()?;
     // Neither writes of a guest nor holes of its balloon get into a file that is open for reading only.
-    let is_writable = process.has_open_for_writing(&file);
-    let unchanged = Unchanged::of(image).ok().filter(|_| is_writable == Ok(false))?;
+    let mode = process.open_mode(&image.file().metadata().ok()?).ok()?;
+    let unchanged = Unchanged::of(image).ok().filter(|_| mode == Some(OpenMode::ReadOnly))?;
     let mut presence = Presence::default();
     for (index, block) in (0..).map(BlockIndex).zip(image.ram_blocks()) {
         let kind = MappingKind::CopyOnWrite;
@@ -374,7 +372,7 @@ fn check_unchanging(qemu: &Qemu, backends: &Backends, image: &Image) -> Result<(
     }
     // By another name of the file, perhaps one that is gone.
     let process = Mappings::of(qemu, Detail::PrivateCopies);
-    let is_open = |file: &Metadata| process.has_open_for_writing(file);
+    let is_open = |file: &Metadata| process.open_mode(file).map(|mode| mode == Some(OpenMode::Writable));
     let found = files.iter().map(is_open).find(|open| !matches!(open, Ok(false)));
     match (found, writable.iter().find(|backend| may_share_file(backend))) {
         (Some(Ok(_)), _) => {
