@@ -12,7 +12,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::command::{cargo, root, run as run_command};
-use crate::{errors, layering, publish};
+use crate::{layering, publish};
 
 type Check = (&'static str, fn() -> Result<()>);
 
@@ -20,11 +20,10 @@ type Check = (&'static str, fn() -> Result<()>);
 const AGENT: [&str; 2] = ["--manifest-path", "lab/agent/Cargo.toml"];
 
 /// Checks that compile next to nothing.
-const QUICK: [Check; 8] = [
+const QUICK: [Check; 7] = [
     ("formatting", || run_command(&mut cargo(["fmt", "--all", "--check"]))),
     ("layering", layering::run),
     ("sources", sources),
-    ("the table of errors", errors::check),
     ("dependencies of a device", publish::check_device_dependencies),
     ("features of the program", publish::check_program_features),
     ("licences and advisories", licences::check),

@@ -8,7 +8,6 @@ mod bench;
 mod command;
 mod deb;
 mod demo;
-mod errors;
 mod layering;
 mod lint;
 mod pictures;
@@ -71,8 +70,6 @@ enum Task {
         #[arg(long)]
         drawn: bool,
     },
-    /// Generate docs/errors.md from the sources.
-    Errors,
     /// Write the public API of each published library beside its manifest.
     Api,
     /// A Debian package below target/deb, installed into an empty root and run there.
@@ -104,7 +101,6 @@ fn main() -> ExitCode {
         Task::Demo => demo::run(),
         Task::Pictures { drawn: true } => pictures::run(pictures::Wanted::Drawn),
         Task::Pictures { drawn: false } => pictures::run(pictures::Wanted::All),
-        Task::Errors => errors::write(),
         Task::Api => publish::api::write(),
         Task::Deb { debug } => deb::run(debug).map(drop),
         Task::Soak { name } => soak::run(name.as_deref()),
