@@ -7,10 +7,20 @@
 //! A page is marked after it is written and before its batch ends, so a frontend that clears the log and then reads the page
 //! either reads the new contents or finds the mark later. The session changes switch and log between batches only, and replies
 //! to the frontend when every ring has the change.
+//!
+//! QEMU releases its log when it stops a device's rings. It starts them again with logging on, and only then sends the new log:
+//!
+//! ```text
+//!   SET_FEATURES(LOG_ALL) ─► SET_VRING_KICK … ─► SET_LOG_BASE
+//!                            └ the log is awaited ┘
+//! ```
+//! A ring that starts in between is not processed before the log arrives. A frontend may also keep its log, so this wait has a
+//! limit. Marks of a ring that is processed while the log is awaited go to the former log, are kept, and go to the next log too.
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::memory::MemoryTableError;
 use crate::message::LogMemory;
@@ -22,6 +32,8 @@ pub const LOG_PAGE: u64 = 4096;
 const CACHE_WORDS: usize = 32;
 /// Maximum size of a log, for 2^48 bytes of guest addresses.
 const LOG_BYTES_MAX: u64 = 1 << 33;
+/// Maximum number of words that are kept for the next log: those of 256 GiB of memory.
+const KEPT_WORDS_MAX: usize = 1 << 20;
 
 /// The shared log.
 #[derive(Debug)]
@@ -30,9 +42,28 @@ pub struct DirtyLog {
     pages: u64,
 }
 
-/// State of logging, on or off. Shared by the session, which sets it, and the rings.
+/// State of logging. Shared by the session, which sets it, and the rings.
 #[derive(Debug, Clone, Default)]
-pub struct LogSwitch(Arc<AtomicBool>);
+pub struct LogSwitch(Arc<LogState>);
+
+#[derive(Debug, Default)]
+struct LogState {
+    /// [`LogMode`].
+    mode: AtomicU8,
+    /// Marks for the next log: number of a word, and its bits.
+    kept: Mutex<BTreeMap<u64, u64>>,
+}
+
+/// Where marks go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LogMode {
+    /// Nowhere: the log is off.
+    Off,
+    /// To the log.
+    On,
+    /// To the log, if there is one, and to the next one: the frontend may have released this one.
+    Awaited,
+}
 
 /// Marks of a ring that are not in the log yet.
 #[derive(Debug, Default)]
@@ -70,14 +101,50 @@ impl DirtyLog {
     }
 }
 
+impl DirtyLog {
+    /// Sets bits of a word. Returns false if it is outside the log.
+    fn set(&self, word: u64, bits: u64) -> bool {
+        let inside = word < self.pages / 64;
+        if inside {
+            self.words.or_64(usize::try_from(word * 8).expect("the log is mapped"), bits);
+        }
+        inside
+    }
+}
+
 impl LogSwitch {
-    pub(crate) fn set(&self, on: bool) {
-        self.0.store(on, Ordering::Release);
+    /// Sets the mode. Marks that were kept are dropped with the log off.
+    pub(crate) fn set(&self, mode: LogMode) {
+        self.0.mode.store(mode as u8, Ordering::Release);
+        if mode == LogMode::Off {
+            self.kept().clear();
+        }
     }
 
     /// Returns true while writes are logged.
     pub fn is_on(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.0.mode.load(Ordering::Acquire) != LogMode::Off as u8
+    }
+
+    /// Returns true while the frontend has to send a log.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.0.mode.load(Ordering::Acquire) == LogMode::Awaited as u8
+    }
+
+    /// Keeps marks for the next log. Returns false if there are too many.
+    fn keep(&self, words: &[(u64, u64)]) -> bool {
+        let mut kept = self.kept();
+        words.iter().for_each(|(word, bits)| *kept.entry(*word).or_default() |= bits);
+        kept.len() <= KEPT_WORDS_MAX
+    }
+
+    /// Moves the marks that were kept to the log. Those outside it wait for a longer one.
+    pub(crate) fn write_kept(&self, log: &DirtyLog) {
+        self.kept().retain(|word, bits| !log.set(*word, *bits));
+    }
+
+    fn kept(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
+        self.0.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -89,6 +156,11 @@ impl DirtyCache {
     /// Returns true if the log's memory was replaced by zeros after a fault.
     pub(crate) fn is_lost(&self) -> bool {
         self.log.as_ref().is_some_and(|log| log.words.mapping().is_lost())
+    }
+
+    /// Returns true while the frontend has to send a log.
+    pub(crate) fn is_log_awaited(&self) -> bool {
+        self.switch.is_awaited()
     }
 
     /// Replaces the log, after writing the gathered marks to the former one.
@@ -109,7 +181,7 @@ impl DirtyCache {
     }
 
     fn mark_page(&mut self, page: u64) {
-        if self.log.as_ref().is_none_or(|log| page >= log.pages) {
+        if self.log.as_ref().is_none_or(|log| page >= log.pages) && !self.switch.is_awaited() {
             self.outside_page.get_or_insert(page);
             return;
         }
@@ -135,10 +207,16 @@ impl DirtyCache {
     /// Sets the gathered bits in the log, where the frontend can read and clear them. A page outside the log stays recorded for
     /// [`Self::flush`].
     fn write_to_log(&mut self) {
-        let Some(log) = &self.log else { return };
+        if let Some((word, _)) = self.words.first()
+            && self.switch.is_awaited()
+            && !self.switch.keep(&self.words)
+        {
+            self.outside_page.get_or_insert(word * 64);
+        }
         for (word, bits) in self.words.drain(..) {
-            let offset = usize::try_from(word * 8).expect("the log is mapped");
-            log.words.or_64(offset, bits);
+            if let Some(log) = &self.log {
+                log.set(word, bits);
+            }
         }
         #[cfg(feature = "testing")]
         crate::testing::log_flushed();
@@ -159,7 +237,7 @@ mod tests {
         ftruncate(&fd, pages / 8).unwrap();
         let log = DirtyLog::map(fd.try_clone().unwrap(), 0, pages / 8).unwrap();
         let switch = LogSwitch::default();
-        switch.set(true);
+        switch.set(LogMode::On);
         (DirtyCache::new(switch, Some(Arc::new(log))), fd.into())
     }
 
@@ -195,7 +273,7 @@ mod tests {
     #[test]
     fn no_page_is_marked_while_the_log_is_off() {
         let (mut cache, mut file) = cache(64);
-        cache.switch.set(false);
+        cache.switch.set(LogMode::Off);
         cache.mark(0, 1);
         cache.flush();
         assert_eq!(marked(&mut file), [0u64; 0]);

@@ -210,13 +210,19 @@ impl Ring {
     /// [`Ring::publish`].
     pub fn complete(&mut self, chain: Chain<'_>, written: u32) {
         let written = written.min(chain.writable_bytes());
+        self.mark_written(chain, written);
+        self.stage(chain.head(), written);
+    }
+
+    /// Marks the first `written` bytes of the writable part as dirty, without completing the chain: for a device that has
+    /// written to a chain and rewinds it.
+    pub fn mark_written(&mut self, chain: Chain<'_>, written: u32) {
         let mut left = written;
         for segment in chain.writable_segments() {
             let here = left.min(segment.len);
             self.dirty.mark(chain.batch.memory.guest_address(segment), here.into());
             left -= here;
         }
-        self.stage(chain.head(), written);
     }
 
     /// Completes a chain to which nothing was written: as [`Ring::complete`], but later and in any order.
@@ -256,6 +262,8 @@ impl Ring {
         if self.staged.is_empty() {
             return;
         }
+        // Before the driver can see them: this process may be killed at any time, and QEMU then logs the used ring itself.
+        self.flush_log();
         let (mut index, count) = (self.used_idx, self.staged.len());
         self.recovery.begin_publish(count);
         for Completion { head, written } in &self.staged {

@@ -30,7 +30,7 @@ use towline_channel::Cancel;
 
 use crate::device::{ConfigSource, Device};
 use crate::features::{self, ProtocolFeatures};
-use crate::log::{DirtyLog, LogSwitch};
+use crate::log::{DirtyLog, LogMode, LogSwitch};
 use crate::memory::{GuestMemory, REGIONS_MAX, Region};
 use crate::message::{LogMemory, RegionInfo, Reply, Request};
 use crate::orphaned_threads::OrphanedThreads;
@@ -54,6 +54,8 @@ pub(crate) struct Session<R> {
     memory: Arc<GuestMemory>,
     switch: LogSwitch,
     log: Option<Arc<DirtyLog>>,
+    /// The log arrived after the last of the former rings stopped, and after the log was last turned off.
+    log_is_current: bool,
     status: u64,
     transfer: Option<StateTransfer>,
     /// `SET_OWNER` was received.
@@ -96,6 +98,7 @@ impl<R: Rings> Session<R> {
             memory: Arc::default(),
             switch: LogSwitch::default(),
             log: None,
+            log_is_current: false,
             status: 0,
             transfer: None,
             postcopy: None,
@@ -255,11 +258,24 @@ impl<R: Rings> Session<R> {
             acknowledged.map_err(|reason| SessionError::refused("SET_FEATURES", reason))?;
         }
         self.negotiated.features = Some(accepted);
-        self.switch.set(accepted & features::LOG_ALL != 0);
-        if before.unwrap_or(0) & features::LOG_ALL != accepted & features::LOG_ALL {
+        let log_changes = before.unwrap_or(0) & features::LOG_ALL != accepted & features::LOG_ALL;
+        if log_changes && accepted & features::LOG_ALL == 0 {
+            self.log_is_current = false;
+        }
+        self.set_log_mode();
+        if log_changes {
             self.rings.quiesce()?;
         }
         Ok(())
+    }
+
+    fn set_log_mode(&self) {
+        let logs = self.negotiated.features.is_some_and(|features| features & features::LOG_ALL != 0);
+        self.switch.set(match (logs, self.log_is_current) {
+            (false, _) => LogMode::Off,
+            (true, true) => LogMode::On,
+            (true, false) => LogMode::Awaited,
+        });
     }
 
     fn set_protocol_features(&mut self, bits: u64) -> Result<(), SessionError> {
@@ -319,6 +335,9 @@ impl<R: Rings> Session<R> {
     fn set_log(&mut self, LogMemory { size, offset, fd }: LogMemory) -> Result<Reply, SessionError> {
         let log = Arc::new(DirtyLog::map(fd, offset, size)?);
         self.rings.set_log(Some(&log))?;
+        self.log_is_current = true;
+        self.set_log_mode();
+        self.switch.write_kept(&log);
         self.log = Some(log);
         Ok(Reply::Number(0))
     }
@@ -356,7 +375,8 @@ impl<R: Rings> Session<R> {
         self.transfer = None;
         self.postcopy = None;
         self.log = None;
-        self.switch.set(false);
+        self.log_is_current = false;
+        self.set_log_mode();
         self.rings.set_log(None)?;
         self.set_memory(GuestMemory::default())
     }

@@ -25,6 +25,11 @@ impl Ring {
         self.last_avail_idx == 0 && self.used_idx == 0
     }
 
+    /// Returns true while the frontend has to send a dirty log.
+    pub(crate) fn is_log_awaited(&self) -> bool {
+        self.dirty.is_log_awaited()
+    }
+
     /// Returns true if a part of the memory or of the log was replaced by zeros after a fault.
     pub(crate) fn has_lost_memory(&self) -> bool {
         self.memory.is_lost() || self.dirty.is_lost()

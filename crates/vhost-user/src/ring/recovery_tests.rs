@@ -1,13 +1,17 @@
-//! A device that is killed before any of its stores, and its successor: every head is returned exactly once.
+//! A device that is killed before any of its stores, and its successor: every head is returned exactly once, and what the driver
+//! finds in a buffer is marked in the dirty log by then.
 
 use std::fs::File;
 use std::os::fd::AsFd as _;
+use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::{Batch, ChainHead, Ring};
+use crate::log::{DirtyLog, LOG_PAGE, LogMode};
 use crate::record::InFlightRecord;
 use crate::{crash_point, features};
 
@@ -35,9 +39,13 @@ enum Step {
     Stop,
 }
 
+/// A bit for each page up to the end of the driver's memory.
+const LOG_BYTES: u64 = 64;
+
 struct Bench {
     driver: Driver,
     record: File,
+    log: File,
     durable: bool,
     ring: Option<Ring>,
     kept: Vec<ChainHead>,
@@ -47,8 +55,10 @@ struct Bench {
 impl Bench {
     fn new(size: u16, durable: bool) -> Self {
         let record = memfd_create("record", MemfdFlags::CLOEXEC).unwrap().into();
-        let mut bench =
-            Self { driver: Driver::new(size), record, durable, ring: None, kept: Vec::new(), crashes: 0 };
+        let log = memfd_create("log", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&log, LOG_BYTES).unwrap();
+        let (driver, log) = (Driver::new(size), log.into());
+        let mut bench = Self { driver, record, log, durable, ring: None, kept: Vec::new(), crashes: 0 };
         bench.start();
         bench
     }
@@ -56,7 +66,10 @@ impl Bench {
     /// Starts the ring as QEMU does: with the used index as the base, because the previous process has died.
     fn start(&mut self) {
         let base = self.driver.word(driver::USED + 2);
-        let setup = crate::RingSetup { base, ..self.driver.setup(features::EVENT_IDX) };
+        let log = DirtyLog::map(self.log.as_fd().try_clone_to_owned().unwrap(), 0, LOG_BYTES).unwrap();
+        let log = Some(Arc::new(log));
+        let setup = crate::RingSetup { base, log, ..self.driver.setup(features::EVENT_IDX) };
+        setup.switch.set(LogMode::On);
         let mut ring = Ring::new(setup, self.driver.memory(), 1).unwrap();
         let record = if self.durable {
             InFlightRecord::open(self.record.as_fd().try_clone_to_owned().unwrap(), 1, "record")
@@ -110,7 +123,13 @@ impl Bench {
 
     /// The driver reads the used ring, and makes all its descriptors available again.
     fn drive(&mut self) {
-        while self.driver.pop_used().is_some() {}
+        while let Some((head, written)) = self.driver.pop_used() {
+            let page = (driver::GUEST + Driver::buffer(head)) / LOG_PAGE;
+            let mut byte = [0];
+            self.log.read_exact_at(&mut byte, page / 8).unwrap();
+            let marked = byte[0] & 1 << (page % 8) != 0;
+            assert!(written == 0 || marked, "page {page} was returned before its mark");
+        }
         assert_eq!(
             self.driver.unexpected_heads, 0,
             "a head was returned twice after {} crashes",

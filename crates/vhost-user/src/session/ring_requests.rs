@@ -184,11 +184,16 @@ impl<R: Rings> Session<R> {
     pub(super) fn stop(&mut self, index: usize) -> Result<u16, SessionError> {
         let stopped = self.rings.stop(index)?;
         let vring = &mut self.vrings[index];
-        vring.running = false;
+        let ran = std::mem::take(&mut vring.running);
         vring.call = None;
         vring.err = None;
         vring.base = stopped.map_or(vring.base, |stopped| stopped.base);
-        Ok(vring.base)
+        let base = vring.base;
+        if ran && !self.is_running() {
+            self.log_is_current = false;
+            self.set_log_mode();
+        }
+        Ok(base)
     }
 }
 

@@ -190,7 +190,7 @@ impl WorkerHandle {
             commands: received,
             wake: Arc::clone(&wake),
             hangup: setup.hangup,
-            initial_left: None,
+            state_left: None,
             memory_faults: sys::memory_faults(),
             _alive: alive,
         };

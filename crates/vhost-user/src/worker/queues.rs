@@ -29,7 +29,8 @@ impl<'a> Queues<'a> {
         self.slots.is_empty()
     }
 
-    /// The ring of a queue, counted from 0. `None` if it is not to be processed: stopped, disabled, faulted, or absent.
+    /// The ring of a queue, counted from 0. `None` if it is not to be processed: stopped, disabled, faulted,
+    /// absent, or waiting for its dirty log.
     pub fn ring(&mut self, index: usize) -> Option<&mut Ring> {
         self.slots.get_mut(index).filter(|slot| slot.is_running())?.ring.as_mut()
     }

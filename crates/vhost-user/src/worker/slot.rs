@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::eventfd;
 use crate::kick::Kick;
+use crate::log::DirtyLog;
 use crate::memory::GuestMemory;
 use crate::message::VringAddress;
 use crate::record::{InFlightRecord, QueueRecord};
@@ -16,6 +17,8 @@ use crate::session::{Enablement, RingFds};
 const DROPPED_PER_RUN: usize = 256;
 /// Time within which a frontend enables a ring that it has started. Until then the ring keeps its chains.
 const ENABLED_WITHIN: Duration = Duration::from_secs(1);
+/// Time within which a frontend sends the dirty log of rings that it has started.
+const LOGGED_WITHIN: Duration = Duration::from_secs(1);
 
 /// Outcome of [`QueueSlot::drop_chains`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,6 +48,8 @@ pub(super) struct QueueSlot {
     pub(super) enablement: Enablement,
     /// When a started ring that is still in its initial state counts as disabled.
     initial_until: Option<Instant>,
+    /// Until when the ring waits for its dirty log.
+    log_until: Option<Instant>,
     /// A fault was reported; the ring is not processed until it is started again.
     pub(super) faulted: bool,
     /// `last_avail_idx` of a ring that was abandoned.
@@ -62,7 +67,7 @@ impl QueueSlot {
 
     /// Returns true if the worker processes the queue.
     pub(super) fn is_running(&self) -> bool {
-        self.ring.is_some() && self.enablement == Enablement::Enabled && !self.faulted
+        self.is_processed() && self.enablement == Enablement::Enabled
     }
 
     /// Returns true if chains are popped, by the worker or to be dropped.
@@ -72,7 +77,7 @@ impl QueueSlot {
             Enablement::Disabled => self.policy.drops_while_disabled,
             Enablement::Enabled => true,
         };
-        self.ring.is_some() && pops && !self.faulted
+        self.ring.is_some() && pops && !self.faulted && self.log_until.is_none()
     }
 
     /// Returns the time until a ring in its initial state counts as disabled, and disables one whose time is over.
@@ -92,6 +97,32 @@ impl QueueSlot {
         None
     }
 
+    /// Returns the time until a ring is processed without the dirty log that its frontend has to send: a process that is killed
+    /// before would take the marks with it.
+    pub(super) fn expire_log_wait(&mut self, now: impl FnOnce() -> Instant) -> Option<Duration> {
+        let left = self.log_until?.saturating_duration_since(now());
+        let awaited = self.ring.as_ref().is_some_and(Ring::is_log_awaited);
+        if awaited && !left.is_zero() {
+            return Some(left);
+        }
+        if awaited {
+            tracing::warn!(
+                ring = self.number,
+                "logging is on and the frontend has sent no log; keeping the marks for it"
+            );
+        }
+        self.log_until = None;
+        None
+    }
+
+    /// Replaces the dirty log, for which the ring waits no longer.
+    pub(super) fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) {
+        self.log_until = None;
+        if let Some(ring) = &mut self.ring {
+            ring.set_log(log.cloned());
+        }
+    }
+
     /// The ring, if its chains are popped.
     pub(super) fn processed_ring(&mut self) -> Option<&mut Ring> {
         if self.is_processed() { self.ring.as_mut() } else { None }
@@ -106,6 +137,7 @@ impl QueueSlot {
     ) -> Result<bool, RingFault> {
         self.starts += 1;
         self.initial_until = Some(Instant::now() + ENABLED_WITHIN);
+        self.log_until = setup.switch.is_awaited().then(|| Instant::now() + LOGGED_WITHIN);
         self.kick = Some(Kick::new(fds.kick));
         self.err = fds.err;
         self.faulted = false;

@@ -41,8 +41,8 @@ pub(super) struct WorkerThread {
     pub(super) wake: Arc<Eventfd>,
     /// Ends the connection when the guest's memory is lost.
     pub(super) hangup: Arc<Hangup>,
-    /// Shortest time until a ring leaves its initial state by itself.
-    pub(super) initial_left: Option<Duration>,
+    /// Shortest time until a ring leaves its initial state by itself, or waits no more for its log.
+    pub(super) state_left: Option<Duration>,
     /// Faults of guest memory in this process up to the last check.
     pub(super) memory_faults: u64,
     /// Last field, so that the pool's end disconnects when all else of the thread is dropped.
@@ -67,8 +67,9 @@ impl WorkerThread {
 
     /// Runs the worker once and publishes what it completed.
     fn run_once(&mut self) -> Next {
-        let initial = self.slots.iter_mut().filter_map(|slot| slot.expire_initial(Instant::now));
-        self.initial_left = initial.min();
+        let left =
+            |slot: &mut QueueSlot| [slot.expire_initial(Instant::now), slot.expire_log_wait(Instant::now)];
+        self.state_left = self.slots.iter_mut().flat_map(left).flatten().min();
         let rings = self.slots.iter_mut().filter_map(QueueSlot::processed_ring);
         rings.for_each(Ring::suppress_notification);
         let mut next = self.worker.run(&mut Queues::new(&mut self.slots));
@@ -105,8 +106,8 @@ impl WorkerThread {
         let mut fds = PollSet::new();
         fds.add(&*self.wake, PollFlags::IN);
         let mut kicks = Vec::new();
-        // Until a paused kick descriptor is polled again, or a ring leaves its initial state.
-        let mut longest = self.initial_left;
+        // Until a paused kick descriptor is polled again, or a ring's state changes by itself.
+        let mut longest = self.state_left;
         for (queue, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.is_processed()) {
             match slot.kick.as_ref().map(|kick| kick.poll_fd(Instant::now)) {
                 Some(Ok(kick)) => {
@@ -216,8 +217,7 @@ impl WorkerThread {
     }
 
     pub(super) fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) {
-        let rings = self.slots.iter_mut().filter_map(|slot| slot.ring.as_mut());
-        rings.for_each(|ring| ring.set_log(log.cloned()));
+        self.slots.iter_mut().for_each(|slot| slot.set_log(log));
     }
 
     /// Drops the rings without stopping them, because chains may still be accessed: none returns to the guest, and records
