@@ -6,11 +6,11 @@
 
 use std::borrow::Cow;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Map, Value, json};
 
@@ -22,14 +22,12 @@ use crate::request::{Command, CommandReply, CommandRequest, typed};
 
 /// Default deadline of a command.
 pub const DEADLINE: Duration = Duration::from_secs(10);
-/// Interval at which a wait checks its `cancel` flag.
-pub const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// The command that ends the negotiation.
 const NEGOTIATE: &str = "qmp_capabilities";
 /// Commands that are sent before the first of their replies is read: their lines fit into any socket's buffer.
 const IN_FLIGHT_MAX: usize = 32;
-/// Maximum number of replies to a former client that may precede the greeting.
-const STALE_REPLIES_MAX: usize = IN_FLIGHT_MAX;
+/// Maximum number of events, and of replies to a former client, that may precede the greeting.
+const BEFORE_GREETING_MAX: usize = 1024;
 
 /// Deadlines and limits of a client.
 #[derive(Clone, Debug)]
@@ -42,11 +40,20 @@ pub struct Options {
     pub events_max: usize,
     /// Negotiate out-of-band execution ([`Client::execute_out_of_band`]) where the monitor offers it.
     pub out_of_band: bool,
+    /// Descriptor that becomes readable when the caller wants to wait no longer, and stays so: connecting, the greeting, a reply
+    /// and an event then end with [`Error::Cancelled`].
+    pub interrupt: Option<Arc<OwnedFd>>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { deadline: DEADLINE, greeting_deadline: DEADLINE, events_max: EVENTS_MAX, out_of_band: false }
+        Self {
+            deadline: DEADLINE,
+            greeting_deadline: DEADLINE,
+            events_max: EVENTS_MAX,
+            out_of_band: false,
+            interrupt: None,
+        }
     }
 }
 
@@ -80,7 +87,8 @@ impl Client {
     /// then those of [`Client::from_stream`].
     pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
         let path = path.as_ref();
-        let connection = MonitorConnection::connect(path, options.greeting_deadline)?;
+        let connection =
+            MonitorConnection::connect(path, options.greeting_deadline, options.interrupt.clone())?;
         Self::negotiate(connection, path.display().to_string(), options)
     }
 
@@ -94,7 +102,7 @@ impl Client {
         name: impl Into<String>,
         options: &Options,
     ) -> Result<Self, Error> {
-        Self::negotiate(MonitorConnection::new(stream), name.into(), options)
+        Self::negotiate(MonitorConnection::new(stream, options.interrupt.clone()), name.into(), options)
     }
 
     /// Connects to the monitor of a QEMU that is being started, and sends it these commands before its greeting, so that QEMU reads them
@@ -112,8 +120,11 @@ impl Client {
     ) -> Result<(Self, Submitted), Error> {
         let path = path.as_ref();
         let started = Instant::now();
-        let connection = MonitorConnection::connect(path, options.greeting_deadline)?;
+        let connection =
+            MonitorConnection::connect(path, options.greeting_deadline, options.interrupt.clone())?;
         let mut client = Self::new(connection, path.display().to_string(), options);
+        // It is the first client of this QEMU, which reads byte by byte.
+        client.next_id = 1;
         let negotiate = CommandRequest::raw(NEGOTIATE, None);
         let negotiated = client.submit("execute", &negotiate, &[], started)?;
         let submitted = client.submit_all(requests)?;
@@ -147,7 +158,7 @@ impl Client {
             events: Events::new(options.events_max),
             greeting: Greeting::default(),
             deadline: options.deadline,
-            next_id: 1,
+            next_id: first_id(),
             disconnected: None,
             out_of_band: false,
         }
@@ -163,22 +174,21 @@ impl Client {
         Ok(client)
     }
 
-    /// Waits for the greeting. A QEMU whose client was killed may send that client's last replies to the next one before.
+    /// Waits for the greeting. Before it QEMU may send an event, and the last replies to a former client that was killed.
     fn await_greeting(&mut self, within: Duration) -> Result<Greeting, Error> {
         let started = Instant::now();
-        let mut stale = 0;
-        loop {
+        for _ in 0..=BEFORE_GREETING_MAX {
             match self.message_before_commands(started, within)? {
                 Message::Greeting(greeting) => return Ok(greeting),
-                Message::Return { id: Some(id), .. } | Message::Error { id: Some(id), .. }
-                    if stale < STALE_REPLIES_MAX =>
-                {
-                    stale += 1;
-                    tracing::debug!(self.socket, ?id, "QMP reply to a former client is discarded");
-                }
-                other => return Err(not_qmp(self.socket.clone(), excerpt(format!("{other:?}").as_bytes()))),
+                other @ Message::Other(_) => return Err(self.no_qmp(&other)),
+                early => self.queue(early),
             }
         }
+        Err(not_qmp(self.socket.clone(), format!("{BEFORE_GREETING_MAX} other messages")))
+    }
+
+    fn no_qmp(&self, found: &Message) -> Error {
+        not_qmp(self.socket.clone(), excerpt(format!("{found:?}").as_bytes()))
     }
 
     fn message_before_commands(&mut self, started: Instant, within: Duration) -> Result<Message, Error> {
@@ -341,6 +351,7 @@ impl Client {
         match self.connection.send(&line, fds, after(started, self.deadline)) {
             Ok(()) => Ok(()),
             Err(Interruption::Deadline { sent_bytes: 0 }) => Err(self.timeout(name, started)),
+            Err(Interruption::Cancelled) => Err(Error::Cancelled { socket: self.socket.clone() }),
             Err(Interruption::Deadline { .. }) => {
                 self.disconnected = Some(DisconnectReason::PartialSend);
                 Err(self.timeout(name, started))
@@ -385,12 +396,11 @@ impl Client {
     /// Waits for an event that `wanted` accepts; others stay unread, in order.
     ///
     /// # Errors
-    /// [`Error::NoEvent`] after `within`, [`Error::Cancelled`] soon after `cancel` becomes true, [`Error::Disconnected`].
+    /// [`Error::NoEvent`] after `within`, [`Error::Cancelled`], [`Error::Disconnected`].
     pub fn wait_event(
         &mut self,
         mut wanted: impl FnMut(&Event) -> bool,
         within: Duration,
-        cancel: &AtomicBool,
     ) -> Result<Event, Error> {
         let started = Instant::now();
         let until = after(started, within);
@@ -398,11 +408,8 @@ impl Client {
             return Ok(event);
         }
         loop {
-            if cancel.load(Ordering::Relaxed) {
-                return Err(Error::Cancelled { socket: self.socket.clone() });
-            }
             let now = Instant::now();
-            match self.message("waiting for an event", until.min(now + CANCEL_CHECK_INTERVAL))? {
+            match self.message("waiting for an event", until)? {
                 Some(Message::Event(event)) if wanted(&event) => return Ok(event),
                 Some(other) => self.queue(other),
                 None => {}
@@ -438,6 +445,9 @@ impl Client {
                         continue;
                     }
                     Err(Interruption::Deadline { .. }) => return Ok(None),
+                    Err(Interruption::Cancelled) => {
+                        return Err(Error::Cancelled { socket: self.socket.clone() });
+                    }
                     Err(Interruption::Disconnected(by)) => by,
                 },
                 Err(error) => DisconnectReason::InvalidData(error),
@@ -487,6 +497,11 @@ impl Client {
         self.deadline = deadline;
     }
 
+    /// Sets the descriptor that ends waits ([`Options::interrupt`]) from now on.
+    pub fn set_interrupt(&mut self, interrupt: Option<Arc<OwnedFd>>) {
+        self.connection.set_interrupt(interrupt);
+    }
+
     /// The process at the other end.
     ///
     /// # Errors
@@ -502,6 +517,12 @@ impl Client {
     fn disconnected_during(&self, during: &str, by: DisconnectReason) -> Error {
         Error::Disconnected { socket: self.socket.clone(), during: during.into(), by }
     }
+}
+
+/// Id of a client's first command. QEMU may send it the reply to a command of a former client, also after the greeting: their ids differ.
+fn first_id() -> u64 {
+    let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since_1970.map_or(1, |since| since.subsec_nanos().into())
 }
 
 /// A deadline; if the clock cannot represent it, a day from now.

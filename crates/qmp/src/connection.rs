@@ -8,7 +8,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::thread;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -43,6 +43,8 @@ pub struct PeerCredentials {
 #[derive(Debug)]
 pub(crate) struct MonitorConnection {
     stream: UnixStream,
+    /// Readable once waits are to end.
+    interrupt: Option<Arc<OwnedFd>>,
     scratch: Box<[u8]>,
 }
 
@@ -53,28 +55,43 @@ pub(crate) enum Interruption {
     Deadline {
         sent_bytes: usize,
     },
+    /// The caller's descriptor became readable.
+    Cancelled,
     Disconnected(DisconnectReason),
 }
 
 impl MonitorConnection {
-    pub(crate) fn new(stream: UnixStream) -> Self {
-        Self { stream, scratch: vec![0; READ_BYTES_MAX].into_boxed_slice() }
+    pub(crate) fn new(stream: UnixStream, interrupt: Option<Arc<OwnedFd>>) -> Self {
+        Self { stream, interrupt, scratch: vec![0; READ_BYTES_MAX].into_boxed_slice() }
+    }
+
+    pub(crate) fn set_interrupt(&mut self, interrupt: Option<Arc<OwnedFd>>) {
+        self.interrupt = interrupt;
     }
 
     /// Connects without ever blocking in `connect`, which for a Unix socket waits for as long as its queue is full.
-    pub(crate) fn connect(path: &Path, within: Duration) -> Result<Self, Error> {
+    pub(crate) fn connect(
+        path: &Path,
+        within: Duration,
+        interrupt: Option<Arc<OwnedFd>>,
+    ) -> Result<Self, Error> {
         let socket = path.display().to_string();
         let fail = |errno: Errno| Error::Connect { socket: socket.clone(), source: errno.into() };
         let address = SocketAddrUnix::new(path).map_err(fail)?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd: OwnedFd =
             rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(fail)?;
+        let connection = Self::new(UnixStream::from(fd), interrupt);
         let started = Instant::now();
         loop {
-            match rustix::net::connect(&fd, &address) {
-                Ok(()) => return Ok(Self::new(UnixStream::from(fd))),
+            match rustix::net::connect(&connection.stream, &address) {
+                Ok(()) => return Ok(connection),
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) if started.elapsed() < within => thread::sleep(CONNECT_RETRY_INTERVAL),
+                Err(Errno::AGAIN) if started.elapsed() < within => {
+                    if connection.is_cancelled_within(CONNECT_RETRY_INTERVAL) {
+                        return Err(Error::Cancelled { socket });
+                    }
+                }
                 Err(Errno::AGAIN) => return Err(Error::Busy { socket, waited: started.elapsed() }),
                 Err(Errno::NOENT) => return Err(Error::Missing { socket }),
                 Err(Errno::CONNREFUSED) => return Err(Error::Refused { socket }),
@@ -104,7 +121,9 @@ impl MonitorConnection {
                 Ok(count) => sent += count,
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
-                    if !self.wait(PollFlags::OUT, until)? {
+                    // Half a command would make the next one unreadable.
+                    let interrupt = self.interrupt.as_deref().filter(|_| sent == 0);
+                    if !self.wait(PollFlags::OUT, interrupt, until)? {
                         return Err(Interruption::Deadline { sent_bytes: sent });
                     }
                 }
@@ -122,7 +141,7 @@ impl MonitorConnection {
                 Ok((count, _)) => return Ok(&self.scratch[..count]),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
-                    if !self.wait(PollFlags::IN, until)? {
+                    if !self.wait(PollFlags::IN, self.interrupt.as_deref(), until)? {
                         return Err(Interruption::Deadline { sent_bytes: 0 });
                     }
                 }
@@ -136,8 +155,24 @@ impl MonitorConnection {
         Ok(PeerCredentials { pid: peer.pid, uid: peer.uid, gid: peer.gid })
     }
 
-    /// Returns true if the socket became ready before the deadline.
-    fn wait(&self, what: PollFlags, until: Instant) -> Result<bool, Interruption> {
+    /// Waits between two attempts to connect: an unconnected socket cannot be waited for.
+    fn is_cancelled_within(&self, within: Duration) -> bool {
+        let Some(interrupt) = &self.interrupt else {
+            std::thread::sleep(within);
+            return false;
+        };
+        let timeout = Timespec::try_from(within).ok();
+        let mut fds = [PollFd::from_borrowed_fd(interrupt.as_fd(), PollFlags::IN)];
+        rustix::event::poll(&mut fds, timeout.as_ref()).is_ok_and(|ready| ready > 0)
+    }
+
+    /// The one wait of a connected client. Returns true if the socket became ready before the deadline.
+    fn wait(
+        &self,
+        what: PollFlags,
+        interrupt: Option<&OwnedFd>,
+        until: Instant,
+    ) -> Result<bool, Interruption> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -146,9 +181,16 @@ impl MonitorConnection {
             // A wait too long for the kernel's clock is cut into shorter ones.
             let left = Timespec::try_from(left.min(Duration::from_secs(3600)))
                 .map_err(|_| disconnected(Errno::INVAL))?;
-            match rustix::event::poll(&mut [PollFd::from_borrowed_fd(self.stream.as_fd(), what)], Some(&left))
-            {
+            let socket = PollFd::from_borrowed_fd(self.stream.as_fd(), what);
+            // Without an interrupt the socket is its placeholder, with no events requested.
+            let interrupt = interrupt
+                .map_or(PollFd::from_borrowed_fd(self.stream.as_fd(), PollFlags::empty()), |interrupt| {
+                    PollFd::from_borrowed_fd(interrupt.as_fd(), PollFlags::IN)
+                });
+            let mut fds = [socket, interrupt];
+            match rustix::event::poll(&mut fds, Some(&left)) {
                 Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) if fds[1].revents().contains(PollFlags::IN) => return Err(Interruption::Cancelled),
                 Ok(_) => return Ok(true),
                 Err(errno) => return Err(disconnected(errno)),
             }

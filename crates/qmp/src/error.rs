@@ -122,9 +122,8 @@ pub enum Error {
         /// The time waited.
         waited: Duration,
     },
-    /// The caller's flag ended the wait.
-    /// Remedy: none: the user or the caller ended it.
-    #[error("waiting for an event on {socket} was cancelled")]
+    /// The caller ended the wait ([`Options::interrupt`](crate::Options::interrupt)).
+    #[error("waiting for QEMU on {socket} was cancelled")]
     Cancelled {
         /// The socket.
         socket: String,

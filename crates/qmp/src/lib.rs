@@ -28,7 +28,7 @@ mod request;
 mod server;
 mod sys;
 
-pub use client::{CANCEL_CHECK_INTERVAL, Client, DEADLINE, Options, Submitted};
+pub use client::{Client, DEADLINE, Options, Submitted};
 pub use codec::{Event, Greeting, Message};
 pub use connection::PeerCredentials;
 pub use error::{DisconnectReason, Error};

@@ -5,7 +5,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use towline_qmp::codec::{CodecError, MESSAGE_BYTES_MAX};
 use towline_qmp::commands::{QueryStatus, RunState};
@@ -19,15 +19,46 @@ fn options() -> Options {
     Options { deadline: short, greeting_deadline: short, ..Options::default() }
 }
 
+/// Sends messages whose ids count a client's commands from 1.
+struct Replies {
+    stream: UnixStream,
+    first_id: u64,
+}
+
+impl Replies {
+    /// Greets a client that begins to negotiate, and replies to that.
+    fn greet(mut stream: UnixStream, lines: &mut BufReader<UnixStream>) -> Self {
+        writeln!(stream, "{GREETING}").unwrap();
+        Self::negotiate(stream, lines)
+    }
+
+    fn negotiate(stream: UnixStream, lines: &mut BufReader<UnixStream>) -> Self {
+        let negotiate: serde_json::Value = serde_json::from_str(&line(lines)).unwrap();
+        assert_eq!(negotiate["execute"], "qmp_capabilities");
+        let mut replies = Self { stream, first_id: negotiate["id"].as_u64().unwrap() };
+        replies.send("{\"return\": {}, \"id\": 1}");
+        replies
+    }
+
+    fn send(&mut self, messages: &str) {
+        let mut parts = messages.split("\"id\": ");
+        let mut sent = parts.next().unwrap().to_owned();
+        for part in parts {
+            let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap();
+            let id = self.first_id - 1 + part[..digits].parse::<u64>().unwrap();
+            sent.push_str(&format!("\"id\": {id}{}", &part[digits..]));
+        }
+        self.stream.write_all(sent.as_bytes()).unwrap();
+    }
+}
+
 /// A peer that runs `script` after the negotiation.
-fn peer(script: impl FnOnce(UnixStream, BufReader<UnixStream>) + Send + 'static) -> (Client, JoinHandle<()>) {
-    let (ours, mut theirs) = UnixStream::pair().unwrap();
+fn peer(script: impl FnOnce(Replies, BufReader<UnixStream>) + Send + 'static) -> (Client, JoinHandle<()>) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
     let handle = thread::spawn(move || {
         let mut lines = BufReader::new(theirs.try_clone().unwrap());
-        writeln!(theirs, "{GREETING}").unwrap();
-        assert_eq!(line(&mut lines), "{\"execute\":\"qmp_capabilities\",\"id\":1}\r\n");
-        writeln!(theirs, "{{\"return\": {{}}, \"id\": 1}}").unwrap();
-        script(theirs, lines);
+        let replies = Replies::greet(theirs, &mut lines);
+        script(replies, lines);
     });
     (Client::from_stream(ours, "the peer", &options()).unwrap(), handle)
 }
@@ -46,8 +77,8 @@ fn a_greeting_may_come_in_pieces() {
             theirs.write_all(&[byte]).unwrap();
             thread::yield_now();
         }
-        line(&mut BufReader::new(theirs.try_clone().unwrap()));
-        write!(theirs, "{{\"return\": {{}}, \"id\": 1}}").unwrap();
+        let mut lines = BufReader::new(theirs.try_clone().unwrap());
+        Replies::negotiate(theirs, &mut lines);
     });
     let client = Client::from_stream(ours, "the peer", &Options::default()).unwrap();
     assert_eq!(client.greeting().capabilities, ["oob"]);
@@ -89,20 +120,141 @@ fn no_greeting_means_that_another_client_uses_the_monitor() {
     assert!(error.to_string().contains("another client holds this monitor"), "{error}");
 }
 
+/// A client of a peer that sends `early` before it greets.
+fn connect_after(early: &str) -> Result<Client, Error> {
+    let (ours, mut theirs) = UnixStream::pair().unwrap();
+    theirs.write_all(early.as_bytes()).unwrap();
+    let handle = thread::spawn(move || {
+        let mut lines = BufReader::new(theirs.try_clone().unwrap());
+        if writeln!(theirs, "{GREETING}").is_ok() && lines.fill_buf().is_ok_and(|sent| !sent.is_empty()) {
+            Replies::negotiate(theirs, &mut lines);
+        }
+    });
+    let connected = Client::from_stream(ours, "the peer", &options());
+    handle.join().unwrap();
+    connected
+}
+
 /// As QEMU sends them to the next client after the one that it executed them for was killed.
 #[test]
 fn replies_to_a_former_client_precede_the_greeting() {
-    let connect = |replies: usize| {
-        let (ours, mut theirs) = UnixStream::pair().unwrap();
-        for _ in 0..replies {
-            theirs.write_all(b"{\"return\": {}, \"id\": 6}\r\n").unwrap();
-        }
-        write!(theirs, "{GREETING}{{\"return\": {{}}, \"id\": 1}}\r\n").unwrap();
-        Client::from_stream(ours, "the peer", &options())
-    };
-    assert_eq!(connect(2).unwrap().greeting().capabilities, ["oob"]);
-    let error = connect(100).unwrap_err();
+    for reply in [
+        "{\"return\": {}, \"id\": 6}\r\n",
+        "{\"return\": {}}",
+        "{\"error\": {\"class\": \"X\", \"desc\": \"\"}}",
+    ] {
+        assert_eq!(connect_after(&reply.repeat(2)).unwrap().greeting().capabilities, ["oob"]);
+    }
+    let error = connect_after("{\"answer\": 42}").unwrap_err();
     assert!(error.to_string().contains("is not a QMP socket"), "{error}");
+}
+
+/// QEMU sends events to a monitor as soon as it has a client, and the greeting from another thread.
+#[test]
+fn events_before_the_greeting_are_kept() {
+    let mut client = connect_after("{\"event\": \"STOP\"}{\"event\": \"RESUME\"}\r\n").unwrap();
+    let mut next = || client.next_event(Duration::ZERO).unwrap().unwrap().name;
+    assert_eq!([next(), next()], ["STOP", "RESUME"]);
+    let error = connect_after(&"{\"event\": \"STOP\"}".repeat(5000)).unwrap_err();
+    assert!(matches!(&error, Error::NotQmp { found, .. } if found.contains("1024")), "{error}");
+}
+
+/// As QEMU sends it if it executes a command for longer than the client lives that sent it.
+#[test]
+fn a_reply_to_a_former_client_after_the_greeting_is_not_mistaken_for_ours() {
+    let (mut client, handle) = peer(|mut replies, mut lines| {
+        line(&mut lines);
+        for id in 1..100 {
+            let stale =
+                format!("{{\"return\": {{\"status\": \"paused\", \"running\": false}}, \"id\": {id}}}");
+            replies.stream.write_all(stale.as_bytes()).unwrap();
+        }
+        replies.send(STATUS);
+    });
+    assert_eq!(client.execute(&QueryStatus).unwrap().status, RunState::RUNNING);
+    handle.join().unwrap();
+}
+
+/// Runs `wait`, whose options' interrupt is raised while this thread sleeps in it.
+fn interrupted(what: &str, wait: impl FnOnce(&Options) -> Error) {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let minute = Duration::from_secs(60);
+    let interrupt = Some(std::sync::Arc::new(reader.into()));
+    let options = Options { deadline: minute, greeting_deadline: minute, interrupt, ..options() };
+    let stat = std::fs::read_link("/proc/thread-self").unwrap();
+    let raiser = thread::spawn(move || {
+        let stat = std::path::Path::new("/proc").join(stat).join("stat");
+        while !std::fs::read_to_string(&stat).unwrap().contains(") S ") {
+            thread::yield_now();
+        }
+        writer.write_all(b"x").unwrap();
+        (Instant::now(), writer)
+    });
+    let error = wait(&options);
+    let returned = Instant::now();
+    assert!(matches!(error, Error::Cancelled { .. }), "{what}: {error}");
+    let after = returned.saturating_duration_since(raiser.join().unwrap().0);
+    assert!(after <= Duration::from_millis(200), "{what}: {after:?}");
+}
+
+/// Each wait of a client: for the greeting, the backlog, a reply, an event, and room for a command.
+#[test]
+fn every_wait_is_interrupted() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    interrupted("the greeting", |options| Client::connect(&path, options).unwrap_err());
+    rustix::net::listen(&listener, 0).unwrap();
+    let address = rustix::net::SocketAddrUnix::new(&path).unwrap();
+    let mut queue = Vec::new();
+    loop {
+        let (family, kind) = (rustix::net::AddressFamily::UNIX, rustix::net::SocketType::STREAM);
+        let flags = rustix::net::SocketFlags::NONBLOCK;
+        let socket = rustix::net::socket_with(family, kind, flags, None).unwrap();
+        if rustix::net::connect(&socket, &address).is_err() {
+            break;
+        }
+        queue.push(socket);
+    }
+    interrupted("the backlog", |options| Client::connect(&path, options).unwrap_err());
+
+    let negotiated = || {
+        let (mut client, handle) = peer(|replies, _| {
+            // Reads nothing, until the client is dropped.
+            let _ = rustix::event::poll(
+                &mut [rustix::event::PollFd::new(&replies.stream, rustix::event::PollFlags::RDHUP)],
+                None,
+            );
+        });
+        client.set_deadline(Duration::from_secs(60));
+        (client, handle)
+    };
+    let (mut client, handle) = negotiated();
+    interrupted("a reply", |options| {
+        client.set_interrupt(options.interrupt.clone());
+        client.execute(&QueryStatus).unwrap_err()
+    });
+    interrupted("an event", |options| {
+        client.set_interrupt(options.interrupt.clone());
+        client.wait_event(|_| true, Duration::from_secs(60)).unwrap_err()
+    });
+    interrupted("the next event", |options| {
+        client.set_interrupt(options.interrupt.clone());
+        client.next_event(Duration::from_secs(60)).unwrap_err()
+    });
+    client.set_interrupt(None);
+    client.set_deadline(Duration::ZERO);
+    // More than any socket's buffer holds.
+    for _ in 0..5000 {
+        client.execute(&QueryStatus).unwrap_err();
+    }
+    client.set_deadline(Duration::from_secs(60));
+    interrupted("room for a command", |options| {
+        client.set_interrupt(options.interrupt.clone());
+        client.execute(&QueryStatus).unwrap_err()
+    });
+    drop(client);
+    handle.join().unwrap();
 }
 
 #[test]
@@ -117,9 +269,9 @@ fn another_protocol_is_named() {
 
 #[test]
 fn garbage_ends_the_connection() {
-    let (mut client, handle) = peer(|mut stream, mut lines| {
+    let (mut client, handle) = peer(|mut replies, mut lines| {
         line(&mut lines);
-        stream.write_all(b"{\"event\": \"LAST\"}\nSegmentation fault\n").unwrap();
+        replies.stream.write_all(b"{\"event\": \"LAST\"}\nSegmentation fault\n").unwrap();
     });
     let garbage = |error: &Error| {
         matches!(error, Error::Disconnected { by: DisconnectReason::InvalidData(CodecError::NotJson { excerpt }), .. }
@@ -136,12 +288,12 @@ fn garbage_ends_the_connection() {
 
 #[test]
 fn an_endless_message_ends_the_connection() {
-    let (mut client, handle) = peer(|mut stream, mut lines| {
+    let (mut client, handle) = peer(|mut replies, mut lines| {
         line(&mut lines);
-        stream.write_all(b"{\"return\": \"").unwrap();
+        replies.send("{\"return\": \"");
         let zeroes = vec![b'0'; 64 << 10];
         for _ in 0..=MESSAGE_BYTES_MAX / zeroes.len() {
-            if stream.write_all(&zeroes).is_err() {
+            if replies.stream.write_all(&zeroes).is_err() {
                 break;
             }
         }
@@ -161,12 +313,11 @@ fn an_endless_message_ends_the_connection() {
 
 #[test]
 fn a_late_reply_is_not_mistaken_for_another() {
-    let (mut client, handle) = peer(|mut stream, mut lines| {
+    let (mut client, handle) = peer(|mut replies, mut lines| {
         line(&mut lines);
         line(&mut lines);
-        writeln!(stream, "{STATUS}").unwrap();
-        writeln!(stream, "{}", STATUS.replace("running\", ", "paused\", ").replace("\"id\": 2", "\"id\": 3"))
-            .unwrap();
+        replies.send(STATUS);
+        replies.send(&STATUS.replace("running\", ", "paused\", ").replace("\"id\": 2", "\"id\": 3"));
     });
     let error = client.execute(&QueryStatus).unwrap_err();
     assert!(matches!(&error, Error::Timeout { command, socket, .. }
@@ -177,9 +328,9 @@ fn a_late_reply_is_not_mistaken_for_another() {
 
 #[test]
 fn an_error_without_an_id_is_the_reply() {
-    let (mut client, handle) = peer(|mut stream, mut lines| {
+    let (mut client, handle) = peer(|mut replies, mut lines| {
         line(&mut lines);
-        stream.write_all(br#"{"error": {"class": "GenericError", "desc": "JSON parse error"}}"#).unwrap();
+        replies.send(r#"{"error": {"class": "GenericError", "desc": "JSON parse error"}}"#);
     });
     let error = client.execute(&QueryStatus).unwrap_err();
     assert_eq!(error.to_string(), "QEMU on the peer refuses query-status: JSON parse error");
@@ -188,15 +339,15 @@ fn an_error_without_an_id_is_the_reply() {
 
 #[test]
 fn late_replies_to_several_commands_are_not_mistaken_for_others() {
-    let (mut client, handle) = peer(|mut stream, mut lines| {
+    let (mut client, handle) = peer(|mut replies, mut lines| {
         (0..3).for_each(|_| drop(line(&mut lines)));
         // One reply in time, none to the others before the client asks again.
-        write!(stream, "{STATUS}").unwrap();
+        replies.send(STATUS);
         line(&mut lines);
         for id in 3..5 {
-            write!(stream, r#"{{"return": {{"status": "paused", "running": false}}, "id": {id}}}"#).unwrap();
+            replies.send(&format!(r#"{{"return": {{"status": "paused", "running": false}}, "id": {id}}}"#));
         }
-        write!(stream, r#"{{"return": {{"status": "running", "running": true}}, "id": 5}}"#).unwrap();
+        replies.send(r#"{"return": {"status": "running", "running": true}, "id": 5}"#);
     });
     let requests = vec![CommandRequest::new(&QueryStatus).unwrap(); 3];
     let error = client.execute_all(&requests).unwrap_err();
@@ -207,9 +358,9 @@ fn late_replies_to_several_commands_are_not_mistaken_for_others() {
 
 #[test]
 fn a_monitor_that_closes_between_several_replies_is_an_error() {
-    let (mut client, handle) = peer(|mut stream, mut lines| {
+    let (mut client, handle) = peer(|mut replies, mut lines| {
         (0..3).for_each(|_| drop(line(&mut lines)));
-        write!(stream, "{STATUS}").unwrap();
+        replies.send(STATUS);
     });
     let error = client.execute_all(&vec![CommandRequest::new(&QueryStatus).unwrap(); 3]).unwrap_err();
     assert!(matches!(&error, Error::Disconnected { by: DisconnectReason::PeerClosed, .. }), "{error}");
@@ -218,9 +369,9 @@ fn a_monitor_that_closes_between_several_replies_is_an_error() {
 
 #[test]
 fn an_unexpected_reply_is_shown() {
-    let (mut client, handle) = peer(|mut stream, mut lines| {
+    let (mut client, handle) = peer(|mut replies, mut lines| {
         line(&mut lines);
-        stream.write_all(br#"{"return": {"status": 7, "running": true}, "id": 2}"#).unwrap();
+        replies.send(r#"{"return": {"status": 7, "running": true}, "id": 2}"#);
     });
     let error = client.execute(&QueryStatus).unwrap_err();
     assert!(
@@ -239,8 +390,8 @@ fn unread_events_are_bounded_and_the_oldest_goes() {
         for number in 0..5 {
             writeln!(theirs, "{{\"event\": \"E{number}\", \"data\": {{}}}}").unwrap();
         }
-        line(&mut BufReader::new(theirs.try_clone().unwrap()));
-        writeln!(theirs, "{{\"return\": {{}}, \"id\": 1}}").unwrap();
+        let mut lines = BufReader::new(theirs.try_clone().unwrap());
+        Replies::negotiate(theirs, &mut lines);
     });
     let options = Options { events_max: 2, ..options() };
     let mut client = Client::from_stream(ours, "the peer", &options).unwrap();
@@ -256,9 +407,9 @@ fn unread_events_are_bounded_and_the_oldest_goes() {
 
 #[test]
 fn a_peer_that_does_not_read_cannot_block_the_sender() {
-    let (mut client, handle) = peer(|mut stream, _| {
+    let (mut client, handle) = peer(|mut replies, _| {
         // Never read, until the client is dropped.
-        while stream.write_all(b"\n").is_ok() {
+        while replies.stream.write_all(b"\n").is_ok() {
             thread::sleep(Duration::from_millis(5));
         }
     });

@@ -1,6 +1,5 @@
 //! The migration of a source while it runs: progress, result, cancellation.
 
-use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -105,8 +104,7 @@ impl QmpSource {
     /// Waits for an event with a new migration status.
     pub(in super::super) fn await_event(&mut self, at_most: Duration) {
         let is_migration = |event: &Event| MigrationStatus::of_event(event).is_some();
-        let never = AtomicBool::new(false);
-        if let Err(error) = self.qemu.client().wait_event(is_migration, at_most, &never) {
+        if let Err(error) = self.qemu.client().wait_event(is_migration, at_most) {
             // The next query finds a lost monitor.
             tracing::trace!(%error, "no event");
         }
