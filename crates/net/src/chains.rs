@@ -85,6 +85,13 @@ pub(crate) fn complete(
     used
 }
 
+/// Marks chains that a frame was read into and that return to the ring.
+pub(crate) fn mark_written(ring: &mut Ring, batch: &Batch, gathered: Gathered) {
+    for chain in batch.chains().skip(gathered.first).take(gathered.chains) {
+        ring.mark_written(chain, chain.writable_bytes());
+    }
+}
+
 /// Clears a list of buffers and keeps its allocation, for buffers of another lifetime.
 pub(crate) fn recycled<'b>(mut bufs: Vec<IoBufMut<'_>>) -> Vec<IoBufMut<'b>> {
     bufs.clear();

@@ -16,7 +16,7 @@ use std::io;
 use towline_channel::{IoBufMut, gather};
 use towline_vhost_user::{Batch, Next, Ring};
 
-use crate::chains::{Gathered, complete, gather_chains, recycled, write_chains};
+use crate::chains::{Gathered, complete, gather_chains, mark_written, recycled, write_chains};
 use crate::statistics::{BatchCounters, DropReason};
 use crate::tap::{CarrierState, FrameFormat, TapContext};
 use crate::{FRAME_BYTES_MAX, PUBLISHED_BYTES};
@@ -284,6 +284,7 @@ impl Receiver {
         let overflow = length.saturating_sub(gathered.bytes);
         let too_long = overflow >= self.overflow.len() || (overflow > 0 && !format.mergeable);
         if length < format.header_bytes || too_long {
+            mark_written(ring, &self.batch, gathered);
             counted.add_drop(DropReason::TooLong);
             return Received::Dropped;
         }
@@ -291,6 +292,7 @@ impl Receiver {
             counted.copied += 1;
             let next = gathered.first + gathered.chains;
             if !write_chains(&self.batch, next, &self.overflow[..overflow]) {
+                mark_written(ring, &self.batch, gathered);
                 self.defer(gathered, overflow);
                 return Received::Deferred;
             }

@@ -15,8 +15,8 @@ use std::time::Duration;
 use common::Served;
 use towline_frontend::net::{DriverPair, HEADER_BYTES, Options as DriverOptions, feature};
 use towline_frontend::wire::RequestCode;
-use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
-use towline_frontend::{Frontend, MemoryArena};
+use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT, LOG_ALL};
+use towline_frontend::{Frontend, GUEST_BASE, MemoryArena};
 use towline_lab::{Network, skip};
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps};
 use towline_vhost_user::Device;
@@ -24,6 +24,7 @@ use towline_vhost_user::Device;
 const WITHIN: Duration = Duration::from_secs(60);
 const GUEST_MAC: &str = "02:00:00:09:00:02";
 const PORT: u16 = 9;
+const PAGE: u64 = 4096;
 /// Protocol features.
 const RARP: u64 = 1 << 2;
 const NET_MTU: u64 = 1 << 4;
@@ -464,6 +465,61 @@ fn the_migration_version_decides_which_guests_are_accepted() {
     assert!(reason.starts_with("the tap of this host lacks features 0x8"), "{reason}");
     let reason = accepts("towline-vsock-1").unwrap_err().to_string();
     assert!(reason.starts_with("the source is not a towline-net-1"), "{reason}");
+}
+
+/// QEMU releases its log when it stops the rings, and sends the next one after it has started them.
+#[test]
+fn frames_that_wait_in_the_tap_are_in_the_log_that_comes_after_the_start() {
+    let name = "frames_that_wait_in_the_tap_are_in_the_log_that_comes_after_the_start";
+    let Some(mut bench) = Bench::new(name, 1536, 64, feature::MRG_RXBUF) else { return };
+    let sent = datagrams(40, 3000);
+    let (frontend, pair) = &mut bench.driver;
+    let features = frontend.negotiated().features;
+    let memory = Arc::clone(pair.rx().memory());
+    let bytes = memory.regions().map(|region| region.size).sum::<u64>();
+    let log = || MemoryArena::new((GUEST_BASE + bytes) / PAGE / 8).unwrap();
+    let former = log();
+    frontend.set_log(&former).unwrap();
+    frontend.set_features(features | LOG_ALL).unwrap();
+    let bases = [0, 1].map(|ring| frontend.stop(ring).unwrap());
+    drop(former);
+    bench.send(&sent);
+    let before = memory.bytes(GUEST_BASE, bytes as usize);
+    let (frontend, pair) = &mut bench.driver;
+    let (rx, tx) = pair.rings();
+    for (ring, base) in [(&*rx, bases[0]), (&*tx, bases[1])] {
+        frontend.start_only(ring, base).unwrap();
+        frontend.set_vring_addr(ring, true).unwrap();
+    }
+    // A card that does not wait for the log receives the frames now.
+    rx.drain_call();
+    let _ = towline_frontend::wait_any(&[rx.call_fd()], Duration::from_millis(100)).unwrap();
+    let log = log();
+    frontend.set_log(&log).unwrap();
+    let of_driver =
+        [rx.addresses(), tx.addresses()].map(|ring| [ring.table, ring.available].map(|at| at / PAGE));
+    bench.expect(&sent);
+    // The second one is read into the buffers that are left, which stay in the ring.
+    let copied = bench.net.statistics()[0][0].copied;
+    bench.send(&[vec![7; 60_000], vec![8; 60_000]]);
+    bench.wait_for_statistics("a frame that waits for buffers", |[receive, _]| receive.copied == copied + 2);
+    let frontend = &mut bench.driver.0;
+    (0..2).for_each(|ring| assert!(frontend.stop(ring).is_ok()));
+    let marked = log.take_dirty_pages();
+    let after = memory.bytes(GUEST_BASE, bytes as usize);
+    let pages = before.chunks(PAGE as usize).zip(after.chunks(PAGE as usize));
+    let written: Vec<u64> = (GUEST_BASE / PAGE..)
+        .zip(pages)
+        .filter(|(page, (before, after))| before != after && !of_driver.as_flattened().contains(page))
+        .map(|(page, _)| page)
+        .collect();
+    let lost: Vec<_> = written.iter().filter(|page| !marked.contains(page)).collect();
+    assert!(
+        written.len() > 20 && lost.is_empty(),
+        "{} of {} pages are not marked: {lost:?}",
+        lost.len(),
+        written.len()
+    );
 }
 
 /// Number of mappings of this file in this process: the driver's, and the card's.
