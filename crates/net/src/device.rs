@@ -244,8 +244,15 @@ impl Device for Net {
         };
         let ours =
             Version::parse(&destination).ok_or(BackendError::new("the card's own version is invalid"))?;
+        if let (Some(theirs), Some(ours)) = (theirs.pairs, ours.pairs)
+            && ours < theirs
+        {
+            return refused(format!(
+                "the source has {theirs} queue pairs and this card only {ours}; start it with --queues {theirs}"
+            ));
+        }
         let missing = theirs.features & !ours.features;
-        // MQ depends on the number of pairs, which QEMU compares itself.
+        // MQ depends on the number of pairs.
         if missing & !features::MQ != 0 {
             return refused(format!("the tap of this host lacks features {missing:#x} of the source"));
         }
@@ -266,6 +273,7 @@ impl Device for Net {
 /// Contents of [`Device::migration_version`].
 struct Version {
     features: u64,
+    pairs: Option<u32>,
     mtu: Option<u32>,
     /// True if the card's state migrates.
     state: bool,
@@ -280,6 +288,7 @@ impl Version {
         let pairs: Vec<(&str, &str)> = words.filter_map(|word| word.split_once('=')).collect();
         let value = |key: &str| pairs.iter().find(|(known, _)| *known == key).map(|(_, value)| *value);
         let features = u64::from_str_radix(value("features")?.strip_prefix("0x")?, 16).ok()?;
-        Some(Self { features, mtu: value("mtu")?.parse().ok(), state: value("state").is_some() })
+        let pairs = value("pairs").and_then(|pairs| pairs.parse().ok());
+        Some(Self { features, pairs, mtu: value("mtu")?.parse().ok(), state: value("state").is_some() })
     }
 }
