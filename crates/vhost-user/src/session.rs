@@ -9,6 +9,7 @@
 //! rings. The error of an invalid request names it. A frontend that requested an acknowledgement receives the refusal; any
 //! other would assume success, so its connection ends.
 
+mod descriptors;
 mod error;
 mod postcopy;
 mod postcopy_requests;
@@ -156,6 +157,7 @@ impl<R: Rings> Session<R> {
     /// Handles a request. Returns its reply if it has one besides an acknowledgement.
     pub(crate) fn handle(&mut self, request: Request) -> Result<Option<Reply>, SessionError> {
         self.check_negotiated(&request)?;
+        let request = self.check_descriptors(request)?;
         match request {
             Request::GetFeatures => number(self.offered()),
             Request::SetFeatures(features) => no_reply(self.set_features(features)),

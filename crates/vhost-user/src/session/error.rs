@@ -20,6 +20,12 @@ pub enum SessionError {
     /// Memory or log cannot be mapped.
     #[error(transparent)]
     Memory(#[from] MemoryTableError),
+    /// A descriptor of a file on FUSE or a network file system.
+    #[error(
+        "a descriptor is of a file that another process or host serves (FUSE, NFS), which may never answer; back the guest's \
+         memory with a memfd, hugetlbfs, /dev/shm or a local disk"
+    )]
+    RemoteFile,
     /// Features that were not offered.
     #[error("SET_FEATURES accepts {unknown:#x}, which was not offered (offered: {offered:#x})")]
     Features {
@@ -209,7 +215,13 @@ impl SessionError {
 
     /// Returns true if the connection ends even if the frontend requested an acknowledgement.
     pub(crate) fn is_fatal(&self) -> bool {
-        matches!(self, Self::WorkerPanicked { .. } | Self::Cancelled { .. } | Self::ChainsInUse { .. })
+        matches!(
+            self,
+            Self::WorkerPanicked { .. }
+                | Self::Cancelled { .. }
+                | Self::ChainsInUse { .. }
+                | Self::RemoteFile
+        )
     }
 
     pub(crate) fn refused(request: &'static str, reason: BackendError) -> Self {

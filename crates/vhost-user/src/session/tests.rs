@@ -548,3 +548,63 @@ fn a_saved_session_is_restored() {
     }
     assert_eq!(other.rings.calls[3..], ["start 0 size 256 base 9 log false", "enable 0 Enabled"]);
 }
+
+/// A file of /proc has what is_local knows of a file on FUSE.
+#[test]
+fn a_file_that_another_process_serves_ends_the_connection() {
+    let (mut session, _) = negotiated();
+    let served = || OwnedFd::from(std::fs::File::open("/proc/self/status").unwrap());
+    let info = RegionInfo { guest_address: 0, size: 4096, user_address: 0, mmap_offset: 0 };
+    let eventfd = || VringFd { index: 0, fd: Some(served()) };
+    let requests = [
+        Request::SetMemTable(vec![(info, shared(4096)), (info, served())]),
+        Request::AddMemReg(info, served()),
+        Request::SetLogBase(LogMemory { size: 4096, offset: 0, fd: served() }),
+        Request::SetLogFd(Some(served())),
+        Request::SetVringKick(eventfd()),
+        Request::SetVringCall(eventfd()),
+        Request::SetVringErr(eventfd()),
+        Request::SetDeviceStateFd(TransferDirection::Load, served()),
+    ];
+    for request in requests {
+        let error = session.handle(request).unwrap_err();
+        assert!(
+            error.is_fatal() && error.to_string().starts_with("a descriptor is of a file that another"),
+            "{error}"
+        );
+    }
+    assert_eq!(session.rings.calls, [""; 0]);
+}
+
+#[test]
+fn a_log_is_awaited_after_the_last_ring_stopped_and_after_logging_was_off() {
+    let (mut session, _) = negotiated();
+    let log = || Request::SetLogBase(LogMemory { size: 4096, offset: 0, fd: shared(4096) });
+    let logging = features::COMMON;
+    assert!(!session.switch.is_on());
+    // A migration begins before the rings start, and while they run.
+    session.handle(Request::SetFeatures(logging)).unwrap();
+    assert!(session.switch.is_on() && session.switch.is_awaited());
+    start(&mut session);
+    assert!(session.switch.is_awaited());
+    session.handle(log()).unwrap();
+    assert!(session.switch.is_on() && !session.switch.is_awaited());
+    session.handle(log()).unwrap();
+    assert!(!session.switch.is_awaited(), "a log of another size");
+    session.handle(Request::SetFeatures(logging & !features::LOG_ALL)).unwrap();
+    assert!(!session.switch.is_on());
+    session.handle(log()).unwrap();
+    session.handle(Request::SetFeatures(logging)).unwrap();
+    assert!(session.switch.is_on() && !session.switch.is_awaited());
+    // A ring that does not run has no log to be released.
+    session.handle(Request::GetVringBase(state(1, 0))).unwrap();
+    assert!(!session.switch.is_awaited());
+    session.handle(Request::GetVringBase(state(0, 0))).unwrap();
+    assert!(session.switch.is_awaited());
+    session.handle(log()).unwrap();
+    session.handle(Request::SetOwner).unwrap();
+    session.handle(Request::SetOwner).unwrap();
+    assert!(!session.switch.is_on());
+    session.handle(Request::SetFeatures(logging)).unwrap();
+    assert!(session.switch.is_awaited());
+}
