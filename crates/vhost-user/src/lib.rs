@@ -47,7 +47,7 @@ pub use adaptive_poll::{AdaptivePoller, AnswerablePackets};
 pub use device::{BackendError, ConfigSource, Device, Next, Worker};
 pub use features::ProtocolFeatures;
 pub use live_upgrade::{AbortedUpgrade, UpgradeError, UpgradeOffer, live_upgrade};
-pub use memory::{GuestMemory, GuestRange, MemoryTableError, REGIONS_MAX, Region};
+pub use memory::{GUEST_BYTES_MAX, GuestMemory, GuestRange, MemoryTableError, REGIONS_MAX, Region};
 pub use poll::{PollFlags, PollSet};
 pub use record::{InFlightRecord, RECORD_FD_NAME, RecordError};
 pub use ring::{Batch, Chain, ChainHead, RING_SIZE_MAX, Ring, RingFault, RingSetup, RingStatistics};

@@ -7,7 +7,7 @@
 //! A [`GuestMemory`] is immutable. A new table is a new `GuestMemory` that shares the unchanged regions. The rings use it from the next
 //! batch on, and the former one is unmapped with its last reference.
 //!
-//! Limits: [`REGIONS_MAX`] regions. A file that the frontend truncates after it was mapped ends the session of that frontend
+//! Limits: [`REGIONS_MAX`] regions, [`GUEST_BYTES_MAX`] bytes. A file that the frontend truncates after it was mapped ends the session of that frontend
 //! only: an access behind its end reads zeros, and the connection is closed ([ADR 11](../../../docs/adr/0011-a-sigbus-ends-one-session.md)).
 
 mod error;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use towline_channel::{IoBuf, IoBufMut};
 
-pub use error::{MemoryTableError, REGIONS_MAX};
+pub use error::{GUEST_BYTES_MAX, MemoryTableError, REGIONS_MAX};
 
 use crate::message::RegionInfo;
 use crate::sys::{Area, Mapping};
@@ -108,8 +108,9 @@ impl GuestMemory {
     /// Memory of these regions.
     ///
     /// # Errors
-    /// [`MemoryTableError::TooMany`], [`MemoryTableError::Overlap`].
+    /// [`MemoryTableError::TooMany`], [`MemoryTableError::TooMuch`], [`MemoryTableError::Overlap`].
     pub fn new(mut regions: Vec<Region>) -> Result<Self, MemoryTableError> {
+        check_size(regions.iter().map(|region| region.size))?;
         if regions.len() > REGIONS_MAX {
             return Err(MemoryTableError::TooMany { found: regions.len() });
         }
@@ -120,6 +121,19 @@ impl GuestMemory {
             }
         }
         Ok(Self { regions })
+    }
+
+    /// Maps a table.
+    pub(crate) fn map(table: Vec<(RegionInfo, OwnedFd)>) -> Result<Self, MemoryTableError> {
+        check_size(table.iter().map(|(info, _)| info.size))?;
+        let regions = table.into_iter().map(|(info, fd)| Region::map(&info, fd));
+        Self::new(regions.collect::<Result<_, _>>()?)
+    }
+
+    /// This memory with another region, which is mapped.
+    pub(crate) fn with_mapped(&self, info: &RegionInfo, fd: OwnedFd) -> Result<Self, MemoryTableError> {
+        check_size(self.regions.iter().map(|region| region.size).chain([info.size]))?;
+        self.with(Region::map(info, fd)?)
     }
 
     /// This memory with another region.
@@ -248,6 +262,12 @@ impl GuestMemory {
     }
 }
 
+/// Compares the sum of the sizes with [`GUEST_BYTES_MAX`], before anything is mapped.
+fn check_size(sizes: impl Iterator<Item = u64>) -> Result<(), MemoryTableError> {
+    let found = sizes.fold(0, u64::saturating_add);
+    if found > GUEST_BYTES_MAX { Err(MemoryTableError::TooMuch { found }) } else { Ok(()) }
+}
+
 #[cfg(test)]
 mod tests {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -313,6 +333,32 @@ mod tests {
         assert!(refused(&info(0, 0, 4096, u64::MAX), 4096).contains("larger than any address space"));
         let overlap = GuestMemory::new(vec![region(0, 0, 0x2000), region(0x1000, 0, 0x1000)]).unwrap_err();
         assert_eq!(overlap.to_string(), "the regions at guest addresses 0x0 and 0x1000 overlap");
+    }
+
+    #[test]
+    fn a_guest_has_at_most_its_share_of_the_address_space() {
+        // A sparse file; nothing of it is mapped but the region itself.
+        let end = 1 << 45;
+        let sparse = file(end);
+        let last = Region::map(&info(0, 0, 0x2000, end - 0x2000), sparse.try_clone().unwrap()).unwrap();
+        assert_eq!(last.file().1, end - 0x2000);
+        assert_eq!(last.mapping.mapped_bytes(), 0x10000);
+        let more = |size| {
+            GuestMemory::map(vec![(info(0, 0, size, 0), sparse.try_clone().unwrap())])
+                .map(|memory| memory.size())
+        };
+        assert_eq!(more(GUEST_BYTES_MAX).unwrap(), GUEST_BYTES_MAX);
+        let refused = more(GUEST_BYTES_MAX + 4096).unwrap_err().to_string();
+        assert_eq!(
+            refused,
+            "the guest's memory has 0x100000001000 bytes, at most 0x100000000000 are supported"
+        );
+        let memory = GuestMemory::new(vec![last]).unwrap();
+        let added = memory.with_mapped(&info(1 << 45, 1 << 45, GUEST_BYTES_MAX, 0), sparse).unwrap_err();
+        assert!(
+            matches!(added, MemoryTableError::TooMuch { found } if found == GUEST_BYTES_MAX + 0x2000),
+            "{added}"
+        );
     }
 
     #[test]

@@ -32,7 +32,7 @@ use towline_channel::Cancel;
 use crate::device::{ConfigSource, Device};
 use crate::features::{self, ProtocolFeatures};
 use crate::log::{DirtyLog, LogMode, LogSwitch};
-use crate::memory::{GuestMemory, REGIONS_MAX, Region};
+use crate::memory::{GuestMemory, REGIONS_MAX};
 use crate::message::{LogMemory, RegionInfo, Reply, Request};
 use crate::orphaned_threads::OrphanedThreads;
 use crate::sys::Userfaultfd;
@@ -302,9 +302,7 @@ impl<R: Rings> Session<R> {
         if self.is_postcopy_listening() {
             return self.map_postcopy_table(regions).map(Some);
         }
-        let regions = regions.into_iter().map(|(info, fd)| Region::map(&info, fd));
-        let memory = GuestMemory::new(regions.collect::<Result<_, _>>()?)?;
-        no_reply(self.set_memory(memory))
+        no_reply(self.set_memory(GuestMemory::map(regions)?))
     }
 
     fn add_region(&mut self, info: &RegionInfo, fd: OwnedFd) -> Result<Option<Reply>, SessionError> {
@@ -315,7 +313,7 @@ impl<R: Rings> Session<R> {
         if self.memory.has(info) {
             return Ok(None);
         }
-        let memory = self.memory.with(Region::map(info, fd)?)?;
+        let memory = self.memory.with_mapped(info, fd)?;
         no_reply(self.set_memory(memory))
     }
 

@@ -2,6 +2,9 @@
 
 /// Maximum number of regions of a guest's memory.
 pub const REGIONS_MAX: usize = 256;
+/// Maximum size of a guest's memory in bytes, 16 TiB. During a change of the table the former memory is mapped too, and a standby has
+/// memory of its own: so one guest occupies at most half of an address space of 128 TiB, and others of the process get their devices.
+pub const GUEST_BYTES_MAX: u64 = 1 << 44;
 
 /// Error of mapping guest memory or a dirty log.
 ///
@@ -49,6 +52,12 @@ pub enum MemoryTableError {
     TooMany {
         /// Number of regions.
         found: usize,
+    },
+    /// More than [`GUEST_BYTES_MAX`].
+    #[error("the guest's memory has {found:#x} bytes, at most {GUEST_BYTES_MAX:#x} are supported")]
+    TooMuch {
+        /// Number of bytes.
+        found: u64,
     },
     /// A region to be removed that does not exist.
     #[error("no region of {size:#x} bytes at guest address {guest:#x} to remove")]

@@ -14,7 +14,7 @@ use std::os::fd::OwnedFd;
 use super::postcopy::PostcopyProgress;
 use super::{Rings, Session, SessionError};
 use crate::device::BackendError;
-use crate::memory::{GuestMemory, Region};
+use crate::memory::GuestMemory;
 use crate::message::{RegionInfo, Reply};
 use crate::sys::Userfaultfd;
 
@@ -56,8 +56,7 @@ impl<R: Rings> Session<R> {
         regions: Vec<(RegionInfo, OwnedFd)>,
     ) -> Result<Reply, SessionError> {
         let infos: Vec<RegionInfo> = regions.iter().map(|(info, _)| *info).collect();
-        let mapped = regions.into_iter().map(|(info, fd)| Region::map(&info, fd));
-        let memory = GuestMemory::new(mapped.collect::<Result<_, _>>()?)?;
+        let memory = GuestMemory::map(regions)?;
         let mapped = infos.iter().map(|info| with_backend_address(&memory, info)).collect();
         self.set_unacknowledged(memory);
         Ok(Reply::Table(mapped))
@@ -73,7 +72,7 @@ impl<R: Rings> Session<R> {
         if before.has(info) {
             return Ok(Reply::Region(with_backend_address(before, info)));
         }
-        let memory = before.with(Region::map(info, fd)?)?;
+        let memory = before.with_mapped(info, fd)?;
         let mapped = with_backend_address(&memory, info);
         self.set_unacknowledged(memory);
         Ok(Reply::Region(mapped))

@@ -16,6 +16,9 @@ use vm_memory::{FileOffset, MmapRegion};
 use super::guard::MappingGuard;
 use crate::memory::MemoryTableError;
 
+/// The largest page size of Linux, without huge pages.
+const PAGE_BYTES_MAX: u64 = 64 << 10;
+
 /// A mapped part of a file. Unmapped with the last of its [`Area`]s.
 #[derive(Debug)]
 pub(crate) struct Mapping {
@@ -23,7 +26,9 @@ pub(crate) struct Mapping {
     guard: Option<MappingGuard>,
     region: MmapRegion<()>,
     file_id: FileId,
-    /// Offset of the part in the mapping, which begins with the file, because huge pages require aligned offsets.
+    /// Offset of the mapping in its file: a multiple of the page size.
+    start: usize,
+    /// Offset of the part in the mapping.
     lead: usize,
     len: usize,
 }
@@ -84,13 +89,22 @@ impl Mapping {
         }
         let len_of = |bytes: u64| usize::try_from(bytes).expect("at most isize::MAX");
         // The kernel maps, unmaps and replaces whole huge pages only.
-        let mapped = end.next_multiple_of(huge_page_bytes(&file));
-        let region = MmapRegion::from_file(FileOffset::new(file, 0), len_of(mapped));
+        let huge = huge_page_bytes(&file);
+        let start = offset - offset % huge.max(PAGE_BYTES_MAX);
+        let mapped = (end - start).next_multiple_of(huge);
+        let region = MmapRegion::from_file(FileOffset::new(file, start), len_of(mapped));
         let region = region.map_err(|error| {
             tracing::debug!(%error, "mmap failed");
             MemoryTableError::Map(std::io::Error::other(error.to_string()))
         })?;
-        Ok(Self { guard: None, region, file_id, lead: len_of(offset), len: len_of(len) })
+        let (start, lead) = (len_of(start), len_of(offset - start));
+        Ok(Self { guard: None, region, file_id, start, lead, len: len_of(len) })
+    }
+
+    /// Length of the mapping.
+    #[cfg(test)]
+    pub(crate) fn mapped_bytes(&self) -> usize {
+        self.region.size()
     }
 
     /// Address and length of the mapped part. All accesses go through this value.
@@ -101,7 +115,7 @@ impl Mapping {
     /// The file, and the offset of the part there.
     pub(crate) fn file(&self) -> (&File, u64) {
         let mapped = self.region.file_offset().expect("the mapping is of a file");
-        (mapped.file(), self.lead as u64)
+        (mapped.file(), (self.start + self.lead) as u64)
     }
 
     /// A duplicate of [`Self::file`], to share it with another process.
@@ -188,7 +202,7 @@ impl Area {
 
     /// Its position in the mapped file.
     pub(crate) fn file_range(&self) -> FileRange {
-        let start = self.mapping.lead + self.start;
+        let start = self.mapping.start + self.mapping.lead + self.start;
         FileRange { file: self.mapping.file_id, start, end: start + self.len }
     }
 
