@@ -154,7 +154,7 @@ pub(crate) fn catch_panics() {
         let backtrace = std::backtrace::Backtrace::capture();
         let is_captured = backtrace.status() == std::backtrace::BacktraceStatus::Captured;
         let backtrace = if is_captured { format!("\n{backtrace}") } else { String::new() };
-        notice(&format!("thread '{}' {panic}{backtrace}", thread.name().unwrap_or("unnamed")));
+        error(&format!("thread '{}' {panic}{backtrace}", thread.name().unwrap_or("unnamed")));
     }));
 }
 

@@ -53,13 +53,25 @@ use clap::Parser;
 
 use args::{Args, Command};
 use console::{Flush, OverflowPolicy};
-use exit::Exit;
+use exit::{Exit, UsageError};
 use log::RequestId;
 
 const INTERNAL_ERROR: &str = "internal error, please report it: if a guest was being moved, check its state at both ends before you run it";
 
 fn main() -> ExitCode {
+    reporting_panics(start)
+}
+
+/// Runs the program. A panic outside a command, such as one of the parser, is printed before the process ends.
+fn reporting_panics(program: fn() -> ExitCode) -> ExitCode {
     console::catch_panics();
+    catch_unwind(program).unwrap_or_else(|_| {
+        console::error(INTERNAL_ERROR);
+        end(Exit::NeedsAttention, Flush::All)
+    })
+}
+
+fn start() -> ExitCode {
     let words = backend::with_command(std::env::args_os());
     if let Some(backend) = backend::capabilities_request(&words) {
         console::print(OverflowPolicy::Always, &backend.capabilities().to_string());
@@ -71,12 +83,6 @@ fn main() -> ExitCode {
     };
     let request = matches!(args.command, Command::Copy(_) | Command::Move(_) | Command::Upgrade(_))
         .then(RequestId::new);
-    if let Err(error) = log::init(args.log.as_deref(), request) {
-        let text = errors::text(&error);
-        console::error(&text);
-        failed_event(&args.command, &text, Exit::Usage);
-        return end(Exit::Usage, Flush::All);
-    }
     let flush = match &args.command {
         // A guest or a service manager may wait for the end of the process.
         Command::Copy(_)
@@ -87,7 +93,10 @@ fn main() -> ExitCode {
         | Command::Vsock(_) => Flush::Limited,
         _ => Flush::All,
     };
-    let run = AssertUnwindSafe(|| run(&args.command, request));
+    let run = AssertUnwindSafe(|| {
+        log::init(args.log.as_deref(), request).map_err(|error| UsageError(errors::text(&error)))?;
+        run(&args.command, request)
+    });
     let exit = catch_unwind(run).unwrap_or_else(|_| {
         console::error(INTERNAL_ERROR);
         failed_event(&args.command, INTERNAL_ERROR, Exit::NeedsAttention);
@@ -151,5 +160,26 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Vsock(args) => vsock::run(args),
         Command::Completions(args) => generate::completions(args),
         Command::Man(args) => generate::man(args),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Set in the process that panics.
+    const PANICS: &str = "TOWLINE_TEST_PANICS";
+
+    #[test]
+    fn a_panic_outside_a_command_is_printed() {
+        if std::env::var_os(PANICS).is_some() {
+            reporting_panics(|| panic!("an early one"));
+            return;
+        }
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        let name = "tests::a_panic_outside_a_command_is_printed";
+        let output = command.args(["--exact", name, "--nocapture"]).env(PANICS, "1").output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(text.contains("an early one") && text.contains(INTERNAL_ERROR), "{text}");
     }
 }
