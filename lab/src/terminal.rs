@@ -1,7 +1,7 @@
 //! A pseudoterminal that stands for a user's terminal.
 
 use std::fs::File;
-use std::io::{self, Write as _};
+use std::io::{self, Read as _, Write as _};
 use std::process::Stdio;
 
 use crate::sys;
@@ -9,7 +9,7 @@ use crate::sys;
 /// The byte that Ctrl-S sends, which stops output.
 const XOFF: &[u8] = b"\x13";
 
-/// A terminal with the usual settings. Its output is not read.
+/// A terminal with the usual settings. Its output is read by [`Terminal::into_output`] only.
 #[derive(Debug)]
 pub struct Terminal {
     watcher: File,
@@ -26,6 +26,21 @@ impl Terminal {
     /// Handle for a program's output.
     pub fn output(&self) -> io::Result<Stdio> {
         self.program.try_clone().map(Stdio::from)
+    }
+
+    /// Returns what programs wrote to it, once the last of them has exited.
+    pub fn into_output(self) -> io::Result<String> {
+        let Self { mut watcher, program } = self;
+        drop(program);
+        let (mut text, mut buffer) = (Vec::new(), [0; 4096]);
+        loop {
+            match watcher.read(&mut buffer) {
+                Ok(count) if count > 0 => text.extend_from_slice(&buffer[..count]),
+                // How Linux reports a terminal without programs.
+                Err(error) if error.raw_os_error() != Some(libc::EIO) => return Err(error),
+                _ => return Ok(String::from_utf8_lossy(&text).into_owned()),
+            }
+        }
     }
 
     /// Presses Ctrl-S.

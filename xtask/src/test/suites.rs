@@ -3,6 +3,7 @@
 //! `cargo test` runs one after another. What a program writes is kept until it has ended and is then printed as one piece.
 
 use std::collections::VecDeque;
+use std::fs::{copy, create_dir_all};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -41,6 +42,8 @@ const HUGE_PAGES: [&str; 5] = [
     "crates/vhost-user (lib)",
     "crates/vhost-user/hostile",
 ];
+/// Has cargo report what it built.
+const MESSAGES: &str = "--message-format=json-render-diagnostics";
 /// The examples in the documentation of all crates, which cargo compiles and runs.
 const DOCUMENTATION: &str = "documentation's examples";
 
@@ -62,23 +65,39 @@ pub(super) struct Ended {
     pub(super) usage: Usage,
 }
 
-/// Builds all tests and returns them, those that take longest first.
+/// Builds all tests, and the program that they drive, and returns the tests, those that take longest first.
 pub(super) fn build() -> Result<Vec<Suite>> {
-    let mut command = cargo(["test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"]);
+    let documentation = Suite { name: DOCUMENTATION.into(), program: None, package: root() };
+    let mut suites = vec![documentation];
+    let messages = compile(cargo(["test", "--workspace", "--no-run", MESSAGES]))?;
+    suites.extend(messages.iter().filter_map(|message| suite(message, &root())));
+    let rank = |suite: &Suite| FIRST.iter().position(|name| *name == suite.name).unwrap_or(FIRST.len());
+    suites.sort_by_key(rank);
+    let messages = compile(cargo(["build", "--package", "towline-cli", MESSAGES]))?;
+    let program = messages.iter().find_map(|message| message["executable"].as_str());
+    let shipped = shipped_program()?;
+    create_dir_all(shipped.with_file_name(""))?;
+    copy(program.context("cargo built no program")?, &shipped)
+        .with_context(|| format!("{} cannot be written", shipped.display()))?;
+    Ok(suites)
+}
+
+/// The program as packages have it, with the features that it asks for itself: a build of the whole workspace adds those that
+/// other members ask for, and puts its program where this one was.
+fn shipped_program() -> Result<PathBuf> {
+    Ok(target_directory()?.join("debug/shipped/towline"))
+}
+
+/// Runs this build and returns cargo's messages.
+fn compile(mut command: Command) -> Result<Vec<Value>> {
     let output = built(command.stderr(Stdio::inherit()))?.output()?;
     if !output.status.success() {
         bail!("{} failed with {}", shown(&command), output.status);
     }
     let text = String::from_utf8(output.stdout).context("cargo wrote invalid UTF-8")?;
-    let documentation = Suite { name: DOCUMENTATION.into(), program: None, package: root() };
-    let mut suites = vec![documentation];
-    for line in text.lines() {
-        let message = serde_json::from_str(line).with_context(|| format!("a message of cargo's: {line}"))?;
-        suites.extend(suite(&message, &root()));
-    }
-    let rank = |suite: &Suite| FIRST.iter().position(|name| *name == suite.name).unwrap_or(FIRST.len());
-    suites.sort_by_key(rank);
-    Ok(suites)
+    let message =
+        |line: &str| serde_json::from_str(line).with_context(|| format!("a message of cargo's: {line}"));
+    text.lines().map(message).collect()
 }
 
 /// The test program that this message of cargo's reports.
@@ -109,7 +128,7 @@ impl Suite {
         if !names.is_empty() {
             command.arg("--exact").args(names);
         }
-        command.env("TOWLINE_BIN", target_directory()?.join("debug/towline"));
+        command.env("TOWLINE_BIN", shipped_program()?);
         // As cargo does.
         command.current_dir(&self.package).env("CARGO_MANIFEST_DIR", &self.package);
         built(&mut command)?;
