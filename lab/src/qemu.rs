@@ -344,6 +344,7 @@ impl Builder {
         let accelerator = match self.accelerator {
             Accelerator::Kvm => "kvm",
             Accelerator::KvmIfItWorks if kvm_works(self.version) => "kvm",
+            _ if self.arguments.iter().any(|argument| argument == "-icount") => "tcg,thread=single",
             _ => "tcg,thread=multi",
         };
         command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);

@@ -120,7 +120,7 @@ pub(crate) fn reason(error: &Error) -> &'static str {
         Error::NeedsCont { .. } => "source-postmigrate",
         Error::NoGuest { .. } => "source-without-guest",
         Error::Migrating { .. } => "source-migrating",
-        Error::Blocked { .. } => "source-blocked",
+        Error::Blocked { .. } | Error::Asleep { .. } => "source-blocked",
         Error::NotWaiting { .. } | Error::WaitsElsewhere { .. } | Error::UsedUp { .. } => {
             "destination-not-waiting"
         }

@@ -29,7 +29,7 @@ type Condition = fn(&Outcome) -> bool;
 const REPORTS: &[(&str, Condition)] = &[
     ("paused at its source", |outcome| outcome.source == Some(GuestState::Whole)),
     ("its source still holds it", |outcome| outcome.source == Some(GuestState::Whole)),
-    ("stored; at its source it is still paused", |outcome| outcome.source == Some(GuestState::Whole)),
+    ("stored; paused at its source", |outcome| outcome.source == Some(GuestState::Whole)),
     ("running at its source", |outcome| outcome.source == Some(GuestState::Live)),
     ("whole at its destination, paused", |outcome| outcome.destinations.contains(&GuestState::Whole)),
     ("paused at the destination", |outcome| outcome.destinations.contains(&GuestState::Whole)),

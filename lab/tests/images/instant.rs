@@ -1,7 +1,7 @@
 //! Background snapshots: an image of one instant of a running guest.
 
 use serde_json::{Value, json};
-use towline_lab::{BootSector, Builder, Qemu, Towline, require_lab, skip, wait_until};
+use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Towline, require_lab, skip, wait_until};
 
 use crate::support::{
     Fixture, WITHIN, assert_ended, assert_runs, assert_safe, counting, guest, qmp, set, signal, waiting,
@@ -127,6 +127,29 @@ fn the_instant_of_a_paused_guest_is_its_memory() {
     assert_eq!(restored(&fixture, "guest.img").memory_hash().unwrap(), source.memory_hash().unwrap());
     source.qmp().execute("cont", Value::Null).unwrap();
     assert_runs(&source);
+}
+
+/// Pages of a shared memfd are write-protected in QEMU's own mapping, by which its guest writes.
+#[test]
+fn an_instant_of_a_shared_memfd_is_whole() {
+    if !can_watch("an_instant_of_a_shared_memfd_is_whole") {
+        return;
+    }
+    let fixture = Fixture::new();
+    let source = counting(builder().memory_backend(MemoryBackend::Memfd { prealloc: false }));
+    let before = source.counter().unwrap();
+    assert_ended(
+        &fixture.run(&format!("copy --live {} {}", qmp(&source), fixture.name("guest.img"))),
+        0,
+        &[],
+    );
+    let after = source.counter().unwrap();
+    assert_runs(&source);
+    let destination = restored(&fixture, "guest.img");
+    // The sweep is in order: no page is of a later round.
+    destination.check_filled().unwrap();
+    let stored = destination.counter().unwrap();
+    assert!(before <= stored && stored < after, "{before} … {stored} … {after}");
 }
 
 #[test]

@@ -7,4 +7,5 @@ mod footprint;
 mod hosts;
 mod kills;
 mod moves;
+mod run_states;
 mod support;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde_json::Value;
-pub(crate) use towline_lab::expect::{Scratch, assert_ended, completed, events, number, qmp};
+pub(crate) use towline_lab::expect::{Scratch, assert_ended, completed, events, number, qmp, settings};
 use towline_lab::{BootSector, Builder, Finished, LinuxGuest, Qemu, Towline, Version, expect, towline};
 
 /// Timeout of anything that must happen. Generous: two busy processors.

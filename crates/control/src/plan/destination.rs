@@ -242,6 +242,7 @@ impl QmpDestination {
         let parameters = MigrationParameters {
             multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
             tls_creds: Some(String::new()),
+            mode: self.facts().normal_mode(),
             ..compression::parameters(compression, lanes)
         };
         self.settings =

@@ -93,6 +93,11 @@ pub enum Error {
     /// Remedy: attach the device by hand (`device_add`).
     #[error("{device} is not attached to the guest of QEMU on {socket} again: {text}")]
     NotAttached { socket: String, device: String, text: String },
+    #[error(
+        "the guest of QEMU on {socket} fell asleep before it was stopped, and {}: restore it from what was stored, and end this QEMU",
+        super::source::ABORTS_ASLEEP
+    )]
+    Asleep { socket: String },
     #[error("QEMU on {socket} ended while its guest was copied; its own log says why")]
     SourceEnded { socket: String },
     /// Remedy: correct what QEMU names (`error-desc` of `query-migrate`), and run the command again.
@@ -134,7 +139,7 @@ pub enum Error {
     )]
     NotInPlace { socket: String, block: String, reason: crate::in_place::TransferReason },
     #[error(
-        "drive {device:?} of the new QEMU on {socket} is {found}, expected {expected}, which the guest uses now: it was changed since its          QEMU was started (a snapshot, another medium); set the drive's file to it (--set drive.ID.file=)"
+        "drive {device:?} of the new QEMU on {socket} is {found}, expected {expected}, which the guest uses now: it was changed since its QEMU was started (a snapshot, another medium); set the drive's file to it (--set drive.ID.file=)"
     )]
     OtherDrive { socket: String, device: String, found: String, expected: String },
     #[error(

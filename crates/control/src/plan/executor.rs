@@ -23,10 +23,10 @@ use super::peer::{PeerReply, PeerSession};
 use super::progress::CopyPhase;
 use super::report::{DestinationState, SourceState};
 use super::shared_switchover::{SharedSwitchover, source_link};
-use super::source::{CopyEnd, GuestAction, QmpSource};
+use super::source::{ABORTS_ASLEEP, CopyEnd, GuestAction, QmpSource};
 use crate::switchover::{
-    Decision, DestinationStatus, Directive, Input, MemorySharing, PeerMessage, Placement, SourceLink,
-    SourceStatus, StartResult, SwitchoverOutcome, Unresolved,
+    Decision, DestinationStatus, Directive, GuestRunState, Input, MemorySharing, PeerMessage, Placement,
+    SourceLink, SourceStatus, StartResult, SwitchoverOutcome, Unresolved,
 };
 
 /// Timeout for a source to notice its closed stream, before its migration is cancelled.
@@ -341,8 +341,10 @@ impl Executor<'_> {
         }
     }
 
-    fn restore(&mut self, action: GuestAction) -> Input {
+    fn restore(&mut self, requested: GuestAction) -> Input {
         let end = if self.ends.error.is_some() { CopyEnd::Failed } else { CopyEnd::Complete };
+        let is_asleep = self.ends.switchover.state().guest() == GuestRunState::Suspended;
+        let action = if is_asleep { GuestAction::Leave } else { requested };
         if action == GuestAction::Resume
             && let Err(error) = self.end_in_shared_memory()
         {
@@ -354,7 +356,12 @@ impl Executor<'_> {
             Ok(released) => {
                 self.downtime_ms = released.downtime_ms.or(self.downtime_ms);
                 self.notes.extend(released.notes);
-                Input::Done
+                let is_done = action == requested;
+                if !is_done {
+                    let socket = source.socket().to_owned();
+                    self.ends.error.get_or_insert(Error::Asleep { socket });
+                }
+                if is_done { Input::Done } else { Input::NotDone }
             }
             Err(error) => {
                 let exited = source.has_exited();
@@ -435,13 +442,16 @@ impl Executor<'_> {
             }
         };
         let exited = self.ends.switchover.state().has_source_exited();
-        let source = match &self.ends.source {
+        let source = match &mut self.ends.source {
             SourceControl::Qemu(source) => {
                 source.state_after(self.ends.context.options, exited, self.ends.switchover.state().guest())
             }
             SourceControl::Stream(_) => SourceState::UpToSender,
             SourceControl::Stored => SourceState::Unchanged,
         };
+        if source == SourceState::Paused && self.ends.switchover.state().guest() == GuestRunState::Suspended {
+            self.notes.push(format!("the guest sleeps, and {ABORTS_ASLEEP}: run it at its destination only"));
+        }
         if let Some(error) = self.not_attached.take() {
             self.ends.error = Some(error);
             return Err(self.failure(GuestAfterFailure::needs_attention(GuestLocation::WithoutVsock)));

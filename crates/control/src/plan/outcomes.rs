@@ -30,7 +30,7 @@ pub(crate) enum GuestLocation {
     WithProcess,
     /// Wherever the command of its stream reads it.
     WithCommand,
-    /// Unchanged by this copy; its QEMU could not be reached.
+    /// Unchanged by this copy; its QEMU was not reached.
     QemuNotReached,
     /// Unchanged by this copy; its image could not be opened.
     ImageNotReadable,
@@ -70,7 +70,7 @@ impl GuestLocation {
             Self::WithCommand => {
                 ("with-command", 1, "where the command of its stream reads it; this copy has not changed it")
             }
-            Self::QemuNotReached => ("unreached", 1, "not touched; its QEMU could not be reached"),
+            Self::QemuNotReached => ("unreached", 1, "not touched; its QEMU was not reached"),
             Self::ImageNotReadable => ("unopened", 1, "not touched; its image could not be opened"),
             Self::NoGuest => ("no-guest", 1, "none at this source; nothing was changed"),
             Self::WithoutVsock => (
@@ -182,7 +182,7 @@ fn unresolved_row(unresolved: Unresolved) -> OutcomeRow {
         Unresolved::SourceNotEnded => {
             "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not resume it there"
         }
-        Unresolved::SourceNotResumed => "stored; at its source it is still paused: resume it (`cont`)",
+        Unresolved::SourceNotResumed => "stored; paused at its source: see above, else resume it (`cont`)",
         Unresolved::StoredOnly => "stored, and nowhere else: its source's QEMU has ended",
         Unresolved::PeerWaits => {
             "paused at both ends: the outcome could not be sent to the destination's towline"
@@ -255,7 +255,7 @@ fn image_row(unresolved: Unresolved) -> OutcomeRow {
 pub enum GuestAfterFailure {
     /// At its source, as it was.
     Safe,
-    /// Unchanged by this copy: its QEMU could not be reached, so nothing is known of it.
+    /// Unchanged by this copy: its QEMU was not reached, so nothing is known of it.
     QemuNotReached,
     /// Unchanged by this copy: its image could not be opened.
     ImageNotReadable,

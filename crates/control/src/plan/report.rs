@@ -59,7 +59,7 @@ pub enum SourceState {
     Paused,
     /// Its QEMU was ended.
     Ended,
-    /// An image, which is as it was, or a synthetic guest.
+    /// An image, which is as it was, or a synthetic guest; or a guest that did not run, and was stored as it was.
     Unchanged,
     /// It was received as a stream, whose sender decides whether it keeps the guest.
     UpToSender,

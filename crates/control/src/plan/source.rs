@@ -4,9 +4,11 @@ mod configuration;
 mod migration;
 mod postcopy;
 mod qmp_source;
+mod refusals;
 mod restore;
 mod stream;
 
 pub(super) use qmp_source::QmpSource;
+pub(super) use refusals::ABORTS_ASLEEP;
 pub(super) use restore::{CopyEnd, GuestAction};
 pub(super) use stream::LANES_TIMEOUT;

@@ -153,7 +153,7 @@ impl Qemu {
         }
     }
 
-    pub(super) fn query_raw(
+    pub(crate) fn query_raw(
         &mut self,
         command: &str,
         arguments: Option<Map<String, Value>>,

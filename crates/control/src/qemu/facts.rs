@@ -55,6 +55,12 @@ impl QemuState {
         self.incoming == IncomingState::Deferred
     }
 
+    /// The parameter `mode` of a plain migration, of a QEMU that has it: in another one, such as `cpr-reboot`, the guest is stopped from the
+    /// beginning.
+    pub(crate) fn normal_mode(&self) -> Option<String> {
+        self.parameters.mode.as_ref().map(|_| "normal".to_owned())
+    }
+
     /// The blocks that the stream carries.
     pub fn migrated_blocks(&self) -> impl Iterator<Item = &RamBlockInfo> {
         self.ram_blocks.iter().filter(|block| block.is_migrated())

@@ -27,7 +27,7 @@ rows! {
     in_image: GuestLocation::InImage => "in-image", 1, "in its image, which is as it was";
     with_process: GuestLocation::WithProcess => "ended-with-process", 1, "gone: a synthetic guest ends with its process";
     with_command: GuestLocation::WithCommand => "with-command", 1, "where the command of its stream reads it; this copy has not changed it";
-    unreached: GuestLocation::QemuNotReached => "unreached", 1, "not touched; its QEMU could not be reached";
+    unreached: GuestLocation::QemuNotReached => "unreached", 1, "not touched; its QEMU was not reached";
     unopened: GuestLocation::ImageNotReadable => "unopened", 1, "not touched; its image could not be opened";
     no_guest: GuestLocation::NoGuest => "no-guest", 1, "none at this source; nothing was changed";
     without_vsock: GuestLocation::WithoutVsock => "without-vsock", 3, "at its destination, whole, except for its vsock, which could not be attached there (`device_add`)";
@@ -59,7 +59,7 @@ rows! {
     source_exited_since: GuestLocation::Unresolved(Unresolved::SourceExitedSince) => "source-exited-since", 3, "lost: its source's QEMU has ended, and the guest with it, after it ran on there; the destination's state of it is older";
     source_unknown: GuestLocation::Unresolved(Unresolved::SourceUnknown) => "source-unknown", 3, "at its source, if that still runs: the guest is resumed there as soon as QEMU sees that the copy failed (if not: `cont`)";
     source_not_ended: GuestLocation::Unresolved(Unresolved::SourceNotEnded) => "source-not-ended", 3, "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not resume it there";
-    source_not_resumed: GuestLocation::Unresolved(Unresolved::SourceNotResumed) => "source-not-resumed", 3, "stored; at its source it is still paused: resume it (`cont`)";
+    source_not_resumed: GuestLocation::Unresolved(Unresolved::SourceNotResumed) => "source-not-resumed", 3, "stored; paused at its source: see above, else resume it (`cont`)";
     stored_only: GuestLocation::Unresolved(Unresolved::StoredOnly) => "stored-only", 3, "stored, and nowhere else: its source's QEMU has ended";
     peer_waits: GuestLocation::Unresolved(Unresolved::PeerWaits) => "peer-waits", 3, "paused at both ends: the outcome could not be sent to the destination's towline";
     peer_unknown: GuestLocation::Unresolved(Unresolved::PeerUnknown) => "peer-unknown", 3, "paused at its source (postmigrate); the destination's towline was to run it, and did not report that it did: look there, and run only one of them";

@@ -63,6 +63,7 @@ impl QmpSource {
             max_bandwidth: Some(options.transfer_options().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED)),
             downtime_limit: Some(u64::try_from(options.downtime_limit.as_millis()).unwrap_or(u64::MAX)),
             tls_creds: Some(String::new()),
+            mode: self.qemu.facts().normal_mode(),
             ..compression::parameters(options.compression, lanes)
         };
         MigrationSettings { capabilities, parameters }

@@ -16,6 +16,7 @@ use super::super::private_dir::PrivateDir;
 use super::super::progress::Progress;
 use super::super::request::CopyRequest;
 use super::super::vsock::{self, DetachedVsocks};
+use super::refusals;
 use crate::moves::{self, MoveEnd};
 use crate::qemu::{AppliedSettings, Qemu, is_disconnected};
 
@@ -76,9 +77,11 @@ impl QmpSource {
         }
         let resumes = status == RunState::POSTMIGRATE;
         moves::check_source(&qemu)?;
-        if resumes && !options.resumes() {
+        if resumes && !options.resumes() && !options.is_snapshot() {
             return Err(Error::NeedsCont { socket });
         }
+        refusals::check_run_state(&mut qemu, options)?;
+        refusals::check_known_faults(&mut qemu)?;
         let was_running = qemu.facts().status.running || resumes;
         let dir = PrivateDir::for_qemu(&qemu)?;
         let (queried_at, progress) = (Instant::now(), Progress::default());

@@ -80,7 +80,7 @@ impl QmpSource {
 
     /// State of the guest at the source when the copy is complete.
     pub(in super::super) fn state_after(
-        &self,
+        &mut self,
         options: &CopyRequest,
         exited: bool,
         guest: GuestRunState,
@@ -88,8 +88,11 @@ impl QmpSource {
         if exited || options.ends_source() {
             return SourceState::Ended;
         }
-        let live = options.is_snapshot() && self.was_running;
-        if live || options.resumes() && guest.is_live() { SourceState::Running } else { SourceState::Paused }
+        if options.is_snapshot() {
+            let runs = self.qemu.status().map_or(self.was_running, |status| status.running);
+            return if runs { SourceState::Running } else { SourceState::Unchanged };
+        }
+        if options.resumes() && guest.is_live() { SourceState::Running } else { SourceState::Paused }
     }
 
     /// Waits until QEMU has cleaned up a migration, some time after it reported `completed` or `failed`. A

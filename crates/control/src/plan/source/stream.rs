@@ -12,6 +12,7 @@ use towline_qmp::{self as qmp, Client};
 use super::super::error::Error;
 use super::super::request::CopyRequest;
 use super::qmp_source::{QmpSource, STREAM_SOCKET};
+use super::refusals;
 use crate::qemu::{self, AppliedSettings};
 
 /// Timeout for lanes to connect after the main channel.
@@ -34,6 +35,7 @@ impl QmpSource {
         let path = self.stream_path();
         let listener = self.dir.listen(STREAM_SOCKET)?;
         self.wait_migration_cleanup()?;
+        refusals::check_run_state(&mut self.qemu, options)?;
         if cancel.is_cancelled() {
             return Err(Error::Cancelled);
         }

@@ -1,0 +1,56 @@
+//! Guests that QEMU would lose or change by sending them, which it does not refuse itself.
+
+use towline_qmp::commands::RunState;
+
+use super::super::error::Error;
+use super::super::request::CopyRequest;
+use crate::qemu::Qemu;
+
+/// Fate of a guest that is resumed in the QEMU that has sent it.
+pub(in super::super) const ABORTS_ASLEEP: &str =
+    "QEMU aborts when it resumes a guest that it has sent asleep";
+/// The first QEMU whose background snapshot leaves a guest that does not run as it is: 7.2 runs it.
+const SNAPSHOTS_PAUSED_SINCE: u32 = 10;
+
+/// Refuses a guest whose present run state this copy would not survive: queried before anything is changed, and again right before
+/// `migrate`, as a guest stops whenever it likes.
+pub(super) fn check_run_state(qemu: &mut Qemu, options: &CopyRequest) -> Result<(), Error> {
+    let status = qemu.status()?.status;
+    let is_quiet = [RunState::PAUSED, RunState::SUSPENDED].contains(&status);
+    let snapshots_quiet = qemu.facts().version.qemu.major >= SNAPSHOTS_PAUSED_SINCE;
+    let reason = if options.is_snapshot() && status != RunState::RUNNING && !(is_quiet && snapshots_quiet) {
+        format!(
+            "with --live and a guest that is `{status}`, QEMU {} aborts, or runs the guest afterwards: resume it first (`cont`), or leave \
+             --live out",
+            qemu.version_text()
+        )
+    } else if options.resumes() && status == RunState::SUSPENDED {
+        format!("it is `{status}`, and {ABORTS_ASLEEP}: wake it up first (`system_wakeup`)")
+    } else if options.is_postcopy() && status != RunState::RUNNING && !is_quiet {
+        format!("with --postcopy a guest that is `{status}` arrives as `paused`: leave --postcopy out")
+    } else {
+        return Ok(());
+    };
+    Err(blocked(qemu, reason))
+}
+
+/// Refuses a guest that QEMU loses whenever it sends it.
+pub(super) fn check_known_faults(qemu: &mut Qemu) -> Result<(), Error> {
+    let replay = qemu.query_raw("query-replay", None)?.unwrap_or_default();
+    if let Some(mode) = replay["mode"].as_str().filter(|mode| *mode != "none") {
+        let reason =
+            format!("its execution is under `-icount rr={mode}`, with which QEMU aborts at `migrate`");
+        return Err(blocked(qemu, reason));
+    }
+    let devices = qemu.query_raw("query-memory-devices", None)?.unwrap_or_default();
+    let has_pmem = devices.as_array().into_iter().flatten().any(|device| device["type"] == "virtio-pmem");
+    if has_pmem && qemu.facts().status.running && !qemu.is_kvm()? {
+        let reason = "it is emulated (TCG) and has a virtio-pmem, whose content QEMU may lose on the way: pause it first (`stop`)";
+        return Err(blocked(qemu, reason.into()));
+    }
+    Ok(())
+}
+
+fn blocked(qemu: &Qemu, reason: String) -> Error {
+    Error::Blocked { socket: qemu.socket().to_owned(), reasons: vec![reason] }
+}
