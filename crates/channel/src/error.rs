@@ -35,6 +35,12 @@ pub enum Error {
         /// The operating system's answer.
         source: std::io::Error,
     },
+    /// A socket was to be made in a directory that does not exist.
+    #[error("unix:{}: {} is no directory; create it, or correct the path", path.display(), path.parent().unwrap_or(path).display())]
+    NoDirectory {
+        /// Path of the socket.
+        path: std::path::PathBuf,
+    },
     /// The peer did not take or give a byte in time.
     #[error(
         "{op} on {peer}: nothing happened within {:.1} s; is the other end alive, or is the timeout too short?",

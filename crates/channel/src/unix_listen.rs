@@ -42,7 +42,10 @@ impl UnixListener {
         let address = socket_address(path)?;
         let io = |op, errno: Errno| Error::io(op, &format!("unix:{}", path.display()), errno);
         let fd = socket().map_err(|errno| io("socket", errno))?;
-        let _lock = lock_directory(path).map_err(|errno| io("listen", errno))?;
+        let _lock = lock_directory(path).map_err(|errno| match errno {
+            Errno::NOENT | Errno::NOTDIR => Error::NoDirectory { path: path.to_owned() },
+            errno => io("listen", errno),
+        })?;
         match net::bind(&fd, &address) {
             Err(Errno::ADDRINUSE) => {
                 remove_stale(path, &address)?;

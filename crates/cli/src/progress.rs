@@ -3,6 +3,7 @@
 mod estimate;
 mod line;
 
+use std::fmt::Display;
 use std::io::IsTerminal;
 use std::mem::ManuallyDrop;
 use std::sync::{Mutex, MutexGuard};
@@ -19,7 +20,6 @@ use towline_migration::postcopy::FaultCounts;
 
 use crate::args::Output;
 use crate::console::{self, OverflowPolicy};
-use crate::endpoint::Endpoint;
 use crate::events;
 use crate::lock::lock;
 use crate::log::RequestId;
@@ -91,9 +91,9 @@ impl Reporter {
     }
 
     /// Returns a reporter for all of several destinations, and one for each, with bars below each other.
-    pub(crate) fn several(output: &Output, destinations: &[Endpoint]) -> (Self, Vec<Self>) {
+    pub(crate) fn several<T: Display>(output: &Output, destinations: &[T]) -> (Self, Vec<Self>) {
         let bars = bars(output);
-        let one = |(index, destination): (usize, &Endpoint)| {
+        let one = |(index, destination): (usize, &T)| {
             Self::with_bar(output, index + 1, bars, Some(destination.to_string()))
         };
         let each = destinations.iter().enumerate().map(one).collect();
@@ -123,6 +123,11 @@ impl Reporter {
     /// Has lines and events wait for space in the queue: for commands that may print much, and do not hold a guest.
     pub(crate) fn blocking(self) -> Self {
         Self { is_blocking: true, ..self }
+    }
+
+    /// Returns true with `--quiet`, with which a list is its names.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.quiet
     }
 
     /// Writes the first event of a copy, with the id that its log lines begin with.

@@ -48,7 +48,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<Exit> {
     match attempt(args, &reporter) {
         Ok(Ok(exit)) => Ok(exit),
         Ok(Err(rejection)) => Ok(rejected(&reporter, &rejection)),
-        Err(error) => Ok(rejected(&reporter, &Rejection::refused(&format!("{error:#}")))),
+        Err(error) => Ok(rejected(&reporter, &Rejection::refused(&crate::errors::text(&error)))),
     }
 }
 
@@ -236,8 +236,9 @@ fn restore(
     let request = CopyRequest { requires_mapped_memory: args.share, ..CopyRequest::new(task(args)) };
     let started = guests.started();
     let endpoints: Vec<Endpoint> = started.iter().map(|guest| Endpoint::Qmp(guest.qemu.qmp_path())).collect();
+    let names: Vec<_> = starts.iter().map(|start| &start.name).collect();
     let destinations: Vec<_> = started.iter().map(|guest| Destination::Qmp(guest.qemu.qmp_path())).collect();
-    let (reporter, reporters) = Reporter::several(&args.output, &endpoints);
+    let (reporter, reporters) = Reporter::several(&args.output, &names);
     let results = Results::of(Verb::Copied, &reporter, &args.image);
     let results = Results { destinations: Destinations::Several, ..results };
     let running: Vec<_> = started.iter().map(|guest| RunningObserver { report, guest }).collect();

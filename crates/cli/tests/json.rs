@@ -207,7 +207,7 @@ fn other_commands(towline: &mut Events) {
     assert_eq!(checked["verdict"], "yes", "{checked}");
     towline.run(&["check", "--facts-out", "here.facts", "attr:here"], 0);
     towline.run(&["moves"], 0);
-    assert_eq!(towline.run(&["run", "none.img"], 1)["reason"], "other");
+    assert_eq!(towline.run(&["run", "none.img"], 1)["reason"], "image");
     assert_eq!(towline.run(&["run", "null:"], 2)["reason"], "usage");
     assert_eq!(towline.run(&["ps"], 0)["guests"], 0);
     assert_eq!(towline.run(&["resume", "zzzz"], 2)["reason"], "unknown-id");

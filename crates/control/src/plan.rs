@@ -51,7 +51,7 @@ pub use clones::copy_stored_image_to_all;
 pub use clones::{
     CLONES_AT_ONCE, CLONES_MAX, CloneTarget, Clones, CopyResult, copy_image_to_all, copy_to_all,
 };
-pub use copy::{copy, inspect_stream};
+pub use copy::{copy, inspect_stream, wait_for_socket};
 pub use discard_sink::{DiscardSink, StreamSummary};
 pub use ends::{Destination, MemoryOptions, Source};
 pub use error::{Error, Failure};

@@ -246,12 +246,15 @@ impl Head {
     fn read(path: &Path, map: &[u8]) -> Result<Self> {
         check_magic(path, map)?;
         let truncated = |awaiting| Error::Truncated { path: path.into(), length: map.len() as u64, awaiting };
+        // Pages lie between the headers of blocks.
+        let after_pages =
+            |at: usize, awaiting| truncated(if at > map.len() { "the pages" } else { awaiting });
         let mut state = StreamDecoder::default();
         let mut configuration = Configuration::default();
         let (mut at, mut section_id) = (0, 0);
         loop {
             state.at_file_offset(at as u64);
-            let window = map.get(at..).ok_or_else(|| truncated(state.awaits()))?;
+            let window = map.get(at..).ok_or_else(|| after_pages(at, state.awaits()))?;
             let mut reader = Reader::new(&window[..window.len().min(WINDOW_BYTES)]);
             let (next, event) = state.handle(&mut reader).map_err(|source| Error::Format {
                 path: path.into(),

@@ -409,7 +409,10 @@ impl QemuVersion {
         let output = command(host).arg("--version").output();
         let output = output.map_err(|source| LaunchError::Binary { binary: binary(), source })?;
         let text = String::from_utf8_lossy(&output.stdout);
-        parse_version(&text).ok_or_else(|| LaunchError::Version { binary: binary(), found: excerpt(&text) })
+        parse_version(&text).ok_or_else(|| LaunchError::Version {
+            binary: binary(),
+            found: excerpt(text.lines().next().unwrap_or_default()),
+        })
     }
 }
 

@@ -6,6 +6,7 @@
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -25,6 +26,11 @@ pub(crate) const FDS_MAX: usize = 16;
 /// Interval between attempts to connect while the socket's backlog is full.
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 const READ_BYTES_MAX: usize = 64 << 10;
+
+/// Returns true for a file to which the kernel refuses connections because it is no socket.
+fn is_other_file(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|metadata| !metadata.file_type().is_socket())
+}
 
 /// The process that last called `listen` on a socket (`SO_PEERCRED`).
 ///
@@ -94,6 +100,9 @@ impl MonitorConnection {
                 }
                 Err(Errno::AGAIN) => return Err(Error::Busy { socket, waited: started.elapsed() }),
                 Err(Errno::NOENT) => return Err(Error::Missing { socket }),
+                Err(Errno::CONNREFUSED) if is_other_file(path) => {
+                    return Err(Error::Connect { socket, source: io::Error::other("it is not a socket") });
+                }
                 Err(Errno::CONNREFUSED) => return Err(Error::Refused { socket }),
                 Err(errno) => return Err(fail(errno)),
             }

@@ -75,9 +75,7 @@ pub struct Settings {
 #[non_exhaustive]
 pub enum DeviceError {
     /// An address of a listener is not available.
-    #[error(
-        "cannot listen on {address}: {source}; stop the process that listens there, or choose another address"
-    )]
+    #[error("cannot listen on {address}: {source}; {}", listen_remedy(source))]
     Listen {
         /// The address.
         address: String,
@@ -93,6 +91,14 @@ pub enum DeviceError {
     /// A resource of the system is exhausted, such as descriptors.
     #[error("cannot create the device: {0}")]
     Io(#[from] io::Error),
+}
+
+fn listen_remedy(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::NotFound => "create its directory, or correct the path",
+        io::ErrorKind::PermissionDenied => "choose an address that this user may listen on",
+        _ => "stop the process that listens there, or choose another address",
+    }
 }
 
 /// A vsock device.

@@ -178,9 +178,7 @@ fn safe(case: &Case, outcome: &Outcome, has_source: bool, stderr: &str) -> Optio
         None | Some(GuestState::Live) => None,
         Some(GuestState::Whole) if case.may_be_paused() => None,
         Some(GuestState::Gone) if case.kills(Victim::Source) && !has_source => None,
-        Some(GuestState::Gone) if case.kills(Victim::Source) && stderr.contains("could not be reached") => {
-            None
-        }
+        Some(GuestState::Gone) if case.kills(Victim::Source) && stderr.contains("was not reached") => None,
         // The source's own towline was killed before it could resume the guest.
         Some(GuestState::Whole) if !has_source && outcome.ends.len() > 1 => None,
         _ => Some("exit 1, and the guest does not run at its source"),

@@ -48,7 +48,7 @@ fn a_qmp_socket_that_is_missing_wrong_or_busy_is_named() {
     let both = |bad: &str, texts: &[&str]| {
         let image = fixture.name("guest.img");
         for (line, guest) in [
-            (format!("copy qmp:{bad} {image}"), "the guest: not touched; its QEMU could not be reached"),
+            (format!("copy qmp:{bad} {image}"), "the guest: not touched; its QEMU was not reached"),
             (format!("copy {} qmp:{bad}", qmp(&source)), "the guest: safe at its source"),
             (format!("copy qmp:{bad} {}", qmp(&destination)), "the guest: not touched"),
         ] {

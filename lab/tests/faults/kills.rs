@@ -207,7 +207,7 @@ fn a_source_that_dies_at_any_moment_is_reported_correctly() {
                 assert_runs_nothing(&destination);
             }
             _ => {
-                assert_safe(&finished, &["the guest: not touched; its QEMU could not be reached"]);
+                assert_safe(&finished, &["the guest: not touched; its QEMU was not reached"]);
                 assert_runs_nothing(&destination);
             }
         }

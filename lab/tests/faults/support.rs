@@ -111,7 +111,7 @@ pub(crate) fn assert_safe(finished: &Finished, texts: &[&str]) {
     let words = [
         "safe at its source",
         "in its image, which is as it was",
-        "not touched; its QEMU could not be reached",
+        "not touched; its QEMU was not reached",
         "not touched; its image could not be opened",
         "none at this source; nothing was changed",
     ];

@@ -187,7 +187,7 @@ fn judge(scene: &Scene, case: &Case, finished: Option<&Finished>) -> Result<Stri
         // Killed with the only QEMU that had it: the old one before the new one had everything, or the new one after `cont`.
         _ if case.victim == Victim::Old
             && new != State::Paused
-            && ["has ended, and the guest with it", "could not be reached"]
+            && ["has ended, and the guest with it", "was not reached"]
                 .iter()
                 .any(|text| stderr.contains(text)) =>
         {

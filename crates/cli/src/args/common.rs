@@ -17,7 +17,7 @@ pub(crate) const PROCESS: &str = "Process";
 pub(crate) const OUTPUT: &str = "Output";
 
 /// Last line of `-h`.
-pub(super) const MORE: &str = "More options, endpoints, exit status and examples: --help, or the manual page";
+pub(super) const MORE: &str = "More options, exit status and examples: --help, or the manual page";
 
 /// TLS of streams.
 #[derive(Debug, clap::Args)]
@@ -43,8 +43,8 @@ pub(crate) struct Output {
     /// One JSON object per event on standard output (docs/json.md)
     #[arg(long, help_heading = OUTPUT)]
     pub(crate) json: bool,
-    /// Errors only
-    #[arg(long, conflicts_with = "json", help_heading = OUTPUT)]
+    /// Errors only; of a list, the names only
+    #[arg(short, long, conflicts_with = "json", help_heading = OUTPUT)]
     pub(crate) quiet: bool,
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::{OnOff, OnOffAuto};
+use super::{MORE, OnOff, OnOffAuto};
 use crate::observability::ObservabilityArgs;
 use crate::sandbox::SandboxArgs;
 use crate::sockets::SocketArgs;
@@ -15,6 +15,7 @@ use crate::units::{Unit, number, poll_us, whole};
 /// that is started again after a crash continues to serve its guest if QEMU's chardev has `reconnect=`
 /// (`reconnect-ms=` from QEMU 9.2 on, which 11.1 requires).
 #[derive(Debug, clap::Args)]
+#[command(after_help = MORE)]
 #[command(after_long_help = "\
 Examples:
   A tap with four queues on a bridge, and its QEMU, with shared memory:
@@ -49,70 +50,88 @@ pub(crate) struct NetArgs {
     #[arg(long, value_name = "PATH", visible_alias = "socket-path", conflicts_with = "fd")]
     pub(crate) socket: Option<PathBuf>,
     /// Inherited socket, listening or connected
-    #[arg(long, value_name = "N", value_parser = number::<i32>)]
+    #[arg(long, hide_short_help = true, value_name = "N", value_parser = number::<i32>)]
     pub(crate) fd: Option<i32>,
     #[command(flatten)]
     pub(crate) access: SocketArgs,
     /// Tap or macvtap; created if it does not exist
-    #[arg(long, value_name = "NAME", required_unless_present = "tap_fds", conflicts_with = "tap_fds")]
+    #[arg(long, value_name = "NAME", value_parser = interface, required_unless_present = "tap_fds", conflicts_with = "tap_fds")]
     pub(crate) tap: Option<String>,
     /// Inherited queues of one tap, opened with IFF_VNET_HDR
-    #[arg(long, value_name = "A:B:..", value_parser = number::<i32>, value_delimiter = ':')]
+    #[arg(long, hide_short_help = true, value_name = "A:B:..", value_parser = number::<i32>, value_delimiter = ':')]
     pub(crate) tap_fds: Vec<i32>,
     /// Number of queue pairs, 1 to 128, each with a thread; QEMU's `queues=` may be lower [default: 1]
-    #[arg(long, value_name = "N", value_parser = number::<usize>, conflicts_with = "tap_fds")]
+    #[arg(long, value_name = "N", value_parser = queues, conflicts_with = "tap_fds")]
     pub(crate) queues: Option<usize>,
     /// MTU of the tap in bytes
-    #[arg(long, value_name = "BYTES", value_parser = mtu, conflicts_with = "tap_fds")]
+    #[arg(long, hide_short_help = true, value_name = "BYTES", value_parser = mtu, conflicts_with = "tap_fds")]
     pub(crate) mtu: Option<u16>,
     /// Interface that transmits from guest memory by AF_XDP; the tap only receives
-    #[arg(long, value_name = "IF")]
+    #[arg(long, value_name = "IF", value_parser = interface)]
     pub(crate) af_xdp: Option<String>,
     /// AF_XDP's copy mode, for tests and comparisons; without it, frames of an interface without zero-copy go by the tap,
     /// which is faster
-    #[arg(long, requires = "af_xdp")]
+    #[arg(long, hide_short_help = true, requires = "af_xdp")]
     pub(crate) af_xdp_copy: bool,
     /// References to guest memory in frames of more than 256 bytes: auto, where they save CPU time; on, where possible; off
-    #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto", requires = "af_xdp")]
+    #[arg(
+        long,
+        hide_short_help = true,
+        value_name = "AUTO|ON|OFF",
+        default_value = "auto",
+        requires = "af_xdp"
+    )]
     pub(crate) zero_copy_send: OnOffAuto,
     /// Inherited AF_XDP sockets, not bound, one for each queue pair
-    #[arg(long, value_name = "A:B:..", value_parser = number::<i32>, value_delimiter = ':', requires = "af_xdp")]
+    #[arg(long, hide_short_help = true, value_name = "A:B:..", value_parser = number::<i32>, value_delimiter = ':', requires = "af_xdp")]
     pub(crate) xsk_fds: Vec<i32>,
     /// First queue of the AF_XDP interface; the queue pairs use consecutive ones
-    #[arg(long, value_name = "N", value_parser = number::<u32>, default_value_t = 0, requires = "af_xdp")]
+    #[arg(long, hide_short_help = true, value_name = "N", value_parser = number::<u32>, default_value_t = 0, requires = "af_xdp")]
     pub(crate) xsk_queue: u32,
     /// Processors of the worker threads, in the order of the queues
-    #[arg(long, value_name = "N,N,..", value_parser = number::<usize>, value_delimiter = ',')]
+    #[arg(long, hide_short_help = true, value_name = "N,N,..", value_parser = number::<usize>, value_delimiter = ',')]
     pub(crate) cpus: Vec<usize>,
     /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0 disables
-    #[arg(long, value_name = "US", default_value_t = 50, value_parser = poll_us)]
+    #[arg(long, hide_short_help = true, value_name = "US", default_value_t = 50, value_parser = poll_us)]
     pub(crate) poll_us: u64,
     /// Record of descriptors in flight, with which a restarted card loses no buffers: a file (on a tmpfs), or `fd-store`,
     /// the service manager's store (`FileDescriptorStoreMax=1`)
-    #[arg(long, value_name = "FILE|fd-store")]
+    #[arg(long, hide_short_help = true, value_name = "FILE|fd-store")]
     pub(crate) state: Option<PathBuf>,
     /// Socket for live upgrade: a new process with the same options takes over the device, its connection to QEMU and its
     /// taps, and this one ends; after a failure this one continues. Only for processes of the same user or root. With
     /// --xsk-fds, the new process gets sockets of its own
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, hide_short_help = true, value_name = "SOCKET")]
     pub(crate) upgrade_socket: Option<PathBuf>,
     /// Block the guest's migration; disables the dirty log
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub(crate) unmigratable: bool,
     /// Migration of the link state and counters (vhost-user's DEVICE_STATE, which stock QEMU does not use for network
     /// cards); the same at both hosts
-    #[arg(long, value_name = "ON|OFF", default_value = "off")]
+    #[arg(long, hide_short_help = true, value_name = "ON|OFF", default_value = "off")]
     pub(crate) device_state: OnOff,
     #[command(flatten)]
     pub(crate) observability: ObservabilityArgs,
     /// Statistics as JSON objects on standard output (docs/json.md)
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub(crate) json: bool,
     /// Print the capabilities of this vhost-user backend, as in QEMU's vhost-user.json, and exit
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub(crate) print_capabilities: bool,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
+}
+
+fn queues(text: &str) -> Result<usize, String> {
+    whole(text, Unit::None, 1..=128)
+}
+
+/// Parses the name of an interface, as the kernel limits it (`IFNAMSIZ`).
+fn interface(text: &str) -> Result<String, String> {
+    let is_valid = (1..=15).contains(&text.len()) && !text.contains(['/', ':', ' ']);
+    is_valid
+        .then(|| text.to_owned())
+        .ok_or_else(|| "expected the name of an interface, of at most 15 bytes".into())
 }
 
 /// Parses an MTU; IPv4 needs 68 bytes.

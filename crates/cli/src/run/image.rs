@@ -109,7 +109,7 @@ impl RunImage {
         match &args.image {
             Endpoint::Image(path) => {
                 let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-                let image = Image::open(path).map_err(|error| Rejection::refused(&error))?;
+                let image = Image::open(path).map_err(|error| Rejection::of_image(&error))?;
                 Self::of_file(image, stem, OpenedFrom::File)
             }
             #[cfg(feature = "store")]
@@ -125,7 +125,7 @@ impl RunImage {
     }
 
     fn of_file(image: Image, stem: String, place: OpenedFrom) -> Result<Self, Rejection> {
-        let lock = image.reopen().map_err(|error| Rejection::refused(&error))?;
+        let lock = image.reopen().map_err(|error| Rejection::of_image(&error))?;
         match flock(&lock, FlockOperation::NonBlockingLockShared) {
             Err(Errno::WOULDBLOCK) => Err(Rejection::refused(&format!(
                 "image {} is being replaced by another towline; try again",
@@ -149,7 +149,7 @@ impl RunImage {
         let text = location.to_string();
         let stem = text.rsplit(['/', ':']).next().unwrap_or_default().to_owned();
         let image = UnopenedImage::read(location, Some(cancel.clone()));
-        let image = image.map_err(|error| Rejection::refused(&error))?;
+        let image = image.map_err(|error| Rejection::of_image(&error))?;
         let materialised = Materialised::of(image.index(), location, args.cache_dir.as_deref())?;
         // A file that is there already needs nothing else of the store.
         if let Some(file) = materialised.find(reporter)? {
@@ -161,7 +161,7 @@ impl RunImage {
             let kind = OpenImage::Store { image, origin, location: location.clone() };
             return Ok(Self { stem, place: OpenedFrom::Store, kind });
         }
-        let image = image.open().map_err(|error| Rejection::refused(&error))?;
+        let image = image.open().map_err(|error| Rejection::of_image(&error))?;
         let materialised = Materialised::of(image.index(), location, args.cache_dir.as_deref())?;
         Self::of_file(materialised.make(&image, cancel, reporter)?, stem, OpenedFrom::Store)
     }

@@ -96,7 +96,7 @@ pub(crate) fn finished(reporter: &Reporter, guests: usize, exit: Exit) -> Exit {
 /// Reports that no guest was started.
 pub(crate) fn rejected(reporter: &Reporter, rejection: &Rejection) -> Exit {
     let mut fields = events::error(&rejection.text);
-    fields["reason"] = if rejection.exit == Exit::Usage { "usage" } else { "other" }.into();
+    fields["reason"] = rejection.reason.into();
     reporter.event("failed", events::with_exit(fields, rejection.exit));
     console::error(&rejection.text);
     rejection.exit

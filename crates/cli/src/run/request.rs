@@ -61,7 +61,7 @@ pub(crate) fn guests(
     version: Option<QemuVersion>,
 ) -> Result<(Vec<GuestStart>, MemoryOrigin), Rejection> {
     let recorded = match image.origin().map(command_line::recorded) {
-        Some(recorded) => recorded.map_err(|error| Rejection::refused(&error))?,
+        Some(recorded) => recorded.map_err(|error| Rejection::of_command_line(&error))?,
         None => None,
     };
     if recorded.is_none() && args.arguments.is_empty() {
@@ -74,7 +74,7 @@ pub(crate) fn guests(
     for (n, name) in (0..).zip(names(args, &image.stem)?) {
         let host = host(args, recorded.as_ref(), n, &name)?;
         let command_line = allowed(args, recorded.as_ref(), &host);
-        let command_line = command_line.map_err(|refused| Rejection::refused(&refused))?;
+        let command_line = command_line.map_err(|refused| Rejection::of_command_line(&refused))?;
         guests.push(GuestStart { name, host, command_line, overlays: Vec::new(), reflink: None });
     }
     if args.overlay {

@@ -88,7 +88,12 @@ fn connect_device(path: &Path, port: u32) -> Result<UnixStream> {
     })?;
     stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
     let asked = stream.write_all(format!("CONNECT {port}\n").as_bytes());
-    let reply = asked.and_then(|()| read_reply(&mut stream)).map_err(|error| match error.kind() {
+    let reply = match asked {
+        // As a socket that is closed after the request.
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(None),
+        asked => asked.and_then(|()| read_reply(&mut stream)),
+    };
+    let reply = reply.map_err(|error| match error.kind() {
         ErrorKind::WouldBlock => {
             io::Error::new(ErrorKind::TimedOut, "no reply in 30 s; is the guest running?")
         }
@@ -98,7 +103,7 @@ fn connect_device(path: &Path, port: u32) -> Result<UnixStream> {
     match reply.as_deref() {
         None => bail!(
             "port {port} of the guest at {place} refused the connection; start the guest, and a program that listens on \
-             that vsock port"
+             that vsock port, or name the socket of its vsock device (`--uds`), if this is another one"
         ),
         Some(line) if line.starts_with("OK ") => {}
         Some(line) => bail!(

@@ -26,7 +26,12 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         let model = source.cpus.iter().flatten().next().map_or("the guest's", |cpu| cpu.model.as_str());
         findings.no(
             format!("the guest has processor features that are not there: {}", named(&lost)),
-            format!("start it with -cpu {model}, or both with a model that both hosts have"),
+            // What these are depends on the version of QEMU and on the host.
+            if ["host", "max"].contains(&model) {
+                format!("-cpu {model} is another processor there: start both with a model that both have, such as Nehalem")
+            } else {
+                format!("start it with -cpu {model}, or both with a model that both hosts have")
+            },
         );
     } else if !gained.is_empty() {
         findings.note(

@@ -15,6 +15,7 @@ use super::endpoint::{self, StoredSource};
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::incoming::IncomingStream;
+use super::outcomes::GuestAfterFailure;
 use super::progress::{CopyPhase, Observer, Progress};
 use super::report::CopyReport;
 use super::request::{CopyRequest, PostcopyOptions};
@@ -52,7 +53,10 @@ pub fn copy(
     );
     observer.phase(CopyPhase::Prepare);
     for socket in [source.monitor(), destination.monitor()].into_iter().flatten() {
-        wait_for_socket(socket, &context).map_err(Failure::untouched)?;
+        // No QEMU has been asked for its guest yet.
+        wait_for_socket(socket, options.connect_timeout, cancel, &|text| observer.notice(text)).map_err(
+            |error| Failure { guest: GuestAfterFailure::QemuNotReached, ..Failure::untouched(error) },
+        )?;
     }
     preflight::check_devices(options.devices(), observer).map_err(Failure::untouched)?;
     match options.postcopy() {
@@ -62,20 +66,29 @@ pub fn copy(
 }
 
 /// Waits for the socket of a QEMU that is being started. A missing directory is a wrong path, which connecting reports.
-fn wait_for_socket(socket: &Path, context: &Context<'_>) -> Result<(), Error> {
+///
+/// # Errors
+/// [`Error::Cancelled`].
+pub fn wait_for_socket(
+    socket: &Path,
+    timeout: Duration,
+    cancel: &Cancel,
+    notice: &dyn Fn(&str),
+) -> Result<(), Error> {
     let parent = socket.parent().filter(|parent| !parent.as_os_str().is_empty());
     if socket.exists() || !parent.unwrap_or(Path::new(".")).is_dir() {
         return Ok(());
     }
-    let timeout = context.options.connect_timeout;
-    context.observer.notice(&format!(
-        "no QMP socket at {} yet: waiting for up to {:.1} s (--connect-timeout)",
+    notice(&format!(
+        "no QMP socket at {} yet: waiting for up to {:.1} s",
         socket.display(),
         timeout.as_secs_f64()
     ));
     let deadline = Instant::now() + timeout;
     while !socket.exists() && Instant::now() < deadline {
-        context.check_cancelled()?;
+        if cancel.is_cancelled() {
+            return Err(Error::Cancelled);
+        }
         thread::park_timeout(SOCKET_INTERVAL);
     }
     Ok(())

@@ -1,5 +1,8 @@
 //! Refuses, before anything is touched, options that exclude each other or do not fit the two ends.
 
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
 use towline_channel::{Address, check_zero_copy};
 use towline_migration::{Compression, ZeroCopySend};
 
@@ -91,6 +94,12 @@ pub(super) fn check_multifd_with_postcopy(qemu: &Qemu) -> Result<(), Error> {
 /// Refuses a source and a destination between which no transfer is possible.
 fn check_pair(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Error> {
     let text = match (source, destination) {
+        (Source::Qmp(from), Destination::Qmp(to)) if is_same_file(from, to) => {
+            return Err(Error::Usage(format!(
+                "qmp:{}: SOURCE and DEST are the same QEMU; DEST is another one, started with `-incoming defer`",
+                to.display()
+            )));
+        }
         (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
         (Source::Qmp(_), _) if options.is_postcopy() => {
             "--postcopy of a running guest is between two qmp: QEMUs, which do it themselves; an image goes to tcp: and unix: too"
@@ -115,6 +124,12 @@ fn check_pair(source: &Source, destination: &Destination, options: &CopyRequest)
         _ => return Ok(()),
     };
     Err(Error::Usage(text.into()))
+}
+
+fn is_same_file(a: &Path, b: &Path) -> bool {
+    let identity =
+        |path: &Path| std::fs::metadata(path).map(|metadata| (metadata.dev(), metadata.ino())).ok();
+    identity(a).is_some_and(|found| identity(b) == Some(found))
 }
 
 /// Prevents a copy that would end with two running guests.

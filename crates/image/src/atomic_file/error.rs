@@ -20,7 +20,7 @@ pub enum Error {
         partial: PathBuf,
     },
     /// Another process needs the file under the final name to stay there.
-    #[error("{} is in use: {holder} stores an increment on it; wait until it has finished, or choose another name", path.display())]
+    #[error("{} is in use: {holder} runs a guest from it, reads it, or stores an increment on it; wait until it has finished, or choose another name", path.display())]
     InUse {
         /// The final name.
         path: PathBuf,

@@ -103,8 +103,7 @@ pub(super) fn judge(watch: &Watch<'_>, outcome: &Outcome) -> Result<String, Stri
             Victim::Destination => is_reported("CutOver"),
             Victim::Towline | Victim::Connection => false,
         };
-        let names =
-            stderr.contains("has ended, and the guest with it") || stderr.contains("could not be reached");
+        let names = stderr.contains("has ended, and the guest with it") || stderr.contains("was not reached");
         let is_consistent = match (outcome.victim, code) {
             (Victim::Source, Some(3)) => names,
             // The kill came too early for it, or the connection did not exist.

@@ -11,6 +11,7 @@ use towline_migration::{Relay, Session, Sink, Snapshot, outgoing};
 use super::super::context::Context;
 use super::super::error::{Error, Failure};
 use super::super::incoming::IncomingStream;
+use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::{FactsExtent, uuid_bytes};
 use super::super::progress::{CopyPhase, Progress};
 use super::super::report::DestinationState;
@@ -35,14 +36,15 @@ pub(in super::super) fn listen(
     context: &Context<'_>,
 ) -> Result<incoming::Connections, Error> {
     let listener = Listener::bind_with(address, &tls::listening(context.options)?)?;
-    let verb = match address {
-        Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { .. } => "listening on",
-        _ => "reading from",
-    };
+    let verb = if is_listened_on(address) { "listening on" } else { "reading from" };
     context.observer.notice(&format!("{verb} {}", listener.local_address()));
     context.observer.listening(listener.local_address());
     let deadline = Instant::now() + LISTEN_TIMEOUT;
     Ok(gather(listener, context.lanes, deadline, LANES_TIMEOUT, context.cancel)?)
+}
+
+fn is_listened_on(address: &Address) -> bool {
+    matches!(address, Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { .. })
 }
 
 /// A source that connects to an address on which towline listens.
@@ -118,6 +120,15 @@ impl SourceEndpoint for StreamSource {
     fn close_after_switchover(&mut self) {
         if let Some(connections) = self.incoming.disconnect() {
             connections.linger(LINGER);
+        }
+    }
+
+    fn explain(&self, failure: Failure) -> Failure {
+        match failure.guest {
+            GuestAfterFailure::Safe if self.main_channel().is_none() && is_listened_on(&self.address) => {
+                Failure { guest: GuestAfterFailure::QemuNotReached, ..failure }
+            }
+            _ => failure,
         }
     }
 }
