@@ -13,7 +13,8 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     }
     let text = format!("the guest's uuid is {guest}, there it is {there}");
     let same = format!("start it with -uuid {guest}");
-    let lanes = pair.lanes.is_none_or(|lanes| lanes > 0);
+    // A lane through towline gets the destination's, and only the QEMUs of a postcopy are connected directly.
+    let lanes = pair.is_postcopy && pair.lanes.is_none_or(|lanes| lanes > 0);
     let is_on = |name: &str| source.capabilities.get(name) == Some(&true);
     let by_hand = is_on("multifd") || is_on("validate-uuid");
     for (way, compared) in [(ConfiguredBy::Towline, lanes), (ConfiguredBy::ByHand, by_hand)] {
@@ -33,26 +34,32 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::between;
+    use super::super::testing::{between, of, of_postcopy};
     use super::*;
+    use crate::facts::{QemuFacts, Subject};
 
     #[test]
-    fn lanes_carry_it() {
-        let other = |multifd| {
-            between(&RULE, |source, destination| {
-                source.capabilities.insert("multifd".into(), multifd);
-                (source.uuid, destination.uuid) = (Some("1".into()), Some("2".into()));
-            })
+    fn lanes_between_two_qemus_carry_it() {
+        let qemu = |uuid: &str| {
+            let facts = QemuFacts { uuid: Some(uuid.into()), ..QemuFacts::default() };
+            Subject::Qemu(Box::new(facts))
         };
         let ways = |found: &[crate::Finding]| {
             found.iter().map(|f| (f.configured_by, f.severity)).collect::<Vec<_>>()
         };
         let (towline, by_hand) = (Some(ConfiguredBy::Towline), Some(ConfiguredBy::ByHand));
-        assert_eq!(ways(&other(false)), [(towline, Severity::No), (by_hand, Severity::Note)]);
-        assert_eq!(ways(&other(true)), [(towline, Severity::No), (by_hand, Severity::No)]);
+        let notes = [(towline, Severity::Note), (by_hand, Severity::Note)];
+        assert_eq!(ways(&of(&RULE, qemu("1"), qemu("2"))), notes);
+        let postcopy = of_postcopy(&RULE, qemu("1"), qemu("2"));
+        assert_eq!(ways(&postcopy), [(towline, Severity::No), (by_hand, Severity::Note)]);
         assert_eq!(
-            other(true)[0].to_string(),
+            postcopy[0].to_string(),
             "the guest's uuid is 1, there it is 2 (start it with -uuid 1, or do without lanes: --multifd-channels 0)"
         );
+        let multifd = between(&RULE, |source, destination| {
+            source.capabilities.insert("multifd".into(), true);
+            (source.uuid, destination.uuid) = (Some("1".into()), Some("2".into()));
+        });
+        assert_eq!(ways(&multifd), [(towline, Severity::Note), (by_hand, Severity::No)]);
     }
 }
