@@ -10,8 +10,8 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use crate::Error;
+use crate::document::for_any_width;
 
-const WIDTH: i32 = 880;
 const MARGIN: i32 = 12;
 /// Height of a line of text and of a bar with the space around it.
 const ROW: i32 = 26;
@@ -21,7 +21,6 @@ const GROUP_GAP: i32 = 10;
 const FONT: i32 = 15;
 /// Width of a letter; SVG does not tell how wide text is.
 const LETTER: f64 = 7.4;
-const LABEL_MAX: i32 = 420;
 /// Space for the figure at the end of a bar.
 const FIGURE: i32 = 80;
 const OWN: RGBColor = RGBColor(37, 99, 235);
@@ -86,16 +85,22 @@ pub fn bars(unit: &str, groups: &[Group]) -> Result<Option<String>, Error> {
     if top <= 0.0 {
         return Ok(None);
     }
+    for_any_width(|width| chart(unit, groups, top, width as i32)).map(Some)
+}
+
+/// Draws them in this width, of which labels have less than half.
+fn chart(unit: &str, groups: &[Group], top: f64, width: i32) -> Result<String, Error> {
+    let all = || groups.iter().flat_map(|group| &group.bars);
     let longest = all().map(|bar| bar.label.chars().count()).max().unwrap_or(0);
-    let label = ((longest as f64 * LETTER) as i32 + MARGIN).min(LABEL_MAX);
+    let label = ((longest as f64 * LETTER) as i32 + MARGIN).min(width * 12 / 25);
     let names = groups.iter().filter(|group| !group.name.is_empty()).count() as i32;
     let rows = all().count() as i32 + 1;
     let height = 2 * MARGIN + rows * ROW + names * (ROW + GROUP_GAP);
     let mut svg = String::new();
-    let layout = BarLayout { label, scale: f64::from(WIDTH - 2 * MARGIN - label - FIGURE) / top };
-    let size = (WIDTH as u32, height as u32);
+    let layout = BarLayout { label, scale: f64::from(width - 2 * MARGIN - label - FIGURE) / top };
+    let size = (width as u32, height as u32);
     draw(SVGBackend::with_string(&mut svg, size), unit, groups, &layout).map_err(Error::of)?;
-    Ok(Some(svg))
+    Ok(svg)
 }
 
 struct BarLayout {
@@ -186,7 +191,7 @@ mod tests {
             .filter(|line| line.starts_with("<rect"))
             .filter_map(|line| line.split_once("width=\"")?.1.split_once('"')?.0.parse().ok())
             .collect();
-        assert_eq!(widths.len(), 2, "{svg}");
+        assert_eq!(widths.len(), 4, "{svg}");
         assert!((widths[0] / widths[1] - 2.0).abs() < 0.05, "{widths:?}");
         assert!(
             svg.contains("save") && svg.contains("seconds") && svg.contains("towline &lt;1&gt;"),
@@ -203,8 +208,8 @@ mod tests {
     #[test]
     fn a_long_label_is_cut() {
         let label = "x".repeat(200);
-        let cut = shortened(&label, LABEL_MAX);
+        let cut = shortened(&label, 420);
         assert!(cut.ends_with('…') && cut.chars().count() < 60, "{cut}");
-        assert_eq!(shortened("short", LABEL_MAX), "short");
+        assert_eq!(shortened("short", 420), "short");
     }
 }

@@ -2,6 +2,8 @@
 
 use std::fmt::Write as _;
 
+use crate::Error;
+
 const STYLE: &str = include_str!("style.css");
 /// Number of classes of the style sheet for parts of a bar: `p0` and so on.
 pub const PHASE_COLORS: usize = 8;
@@ -104,8 +106,18 @@ pub fn escape(text: &str) -> String {
     escaped
 }
 
-/// Adds the style to a chart, for a standalone file: text and lines have their colors, also in dark mode.
+/// Widths of a chart in pixels, of which the style shows the one that fits the screen with letters of the text's size.
+const WIDTHS: [(&str, u32); 2] = [("wide", 880), ("narrow", 360)];
+
+/// Draws a chart in all widths.
+pub(crate) fn for_any_width(draw: impl Fn(u32) -> Result<String, Error>) -> Result<String, Error> {
+    let one = |(class, width)| Ok(draw(width)?.replacen("<svg", &format!("<svg class=\"{class}\""), 1));
+    WIDTHS.into_iter().map(one).collect()
+}
+
+/// Adds the style to the widest chart, for a standalone file: text and lines have their colors, also in dark mode.
 pub fn standalone(svg: &str) -> String {
+    let svg = svg.split_inclusive("</svg>").next().unwrap_or(svg);
     // Elements outside of a chart have no rules that a chart could match.
     svg.replacen('>', &format!(">\n<style>\n{STYLE}svg {{ background: var(--paper); }}\n</style>\n"), 1)
 }

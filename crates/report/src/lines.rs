@@ -3,8 +3,8 @@
 use plotters::prelude::*;
 
 use crate::Error;
+use crate::document::for_any_width;
 
-const WIDTH: u32 = 880;
 const HEIGHT: u32 = 260;
 const MARGIN: u32 = 10;
 const X_LABELS: u32 = 36;
@@ -53,18 +53,23 @@ pub fn lines(unit: &str, lines: &[ChartLine]) -> Result<Option<String>, Error> {
     if end <= 0.0 || top <= 0.0 {
         return Ok(None);
     }
-    let mut svg = String::new();
-    draw(&mut svg, unit, lines, [end, top * (1.0 + HEADROOM)]).map_err(Error::of)?;
-    Ok(Some(svg))
+    let top = top * (1.0 + HEADROOM);
+    for_any_width(|width| {
+        let mut svg = String::new();
+        draw(&mut svg, width, unit, lines, [end, top]).map_err(Error::of)?;
+        Ok(svg)
+    })
+    .map(Some)
 }
 
 fn draw(
     svg: &mut String,
+    width: u32,
     unit: &str,
     lines: &[ChartLine],
     [end, top]: [f64; 2],
 ) -> Result<(), Box<dyn std::error::Error>> {
-    let area = SVGBackend::with_string(svg, (WIDTH, HEIGHT)).into_drawing_area();
+    let area = SVGBackend::with_string(svg, (width, HEIGHT)).into_drawing_area();
     let mut chart = ChartBuilder::on(&area)
         .margin(MARGIN)
         .x_label_area_size(X_LABELS)
@@ -96,6 +101,11 @@ mod tests {
         let svg = lines("MiB/s", &[line(&[(0.0, 1.0), (1.0, 80.0), (2.0, 77.0)])]).unwrap().unwrap();
         assert!(svg.starts_with("<svg") && svg.contains("<polyline") && svg.contains("sent"), "{svg}");
         assert!(svg.contains("seconds") && svg.contains("MiB/s"), "{svg}");
+        // On a screen of 400 pixels the other one is shown.
+        assert!(
+            svg.contains("class=\"narrow\" width=\"360\"") && svg.contains("class=\"wide\" width=\"880\""),
+            "{svg}"
+        );
         assert_eq!(lines("MiB/s", &[line(&[])]).unwrap(), None);
         assert_eq!(lines("MiB/s", &[line(&[(0.0, 0.0), (1.0, 0.0)])]).unwrap(), None);
     }
