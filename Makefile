@@ -2,6 +2,7 @@
 .PHONY: demo test
 
 demo: linker
+	@echo "demo: compiling its own tool first, about a minute on two idle processors"
 	@cargo run --quiet --package xtask -- demo
 
 # A caller that ignores SIGHUP, as nohup does, would have every towline under test ignore it too.
