@@ -1,10 +1,13 @@
 //! `towline check`.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result};
 use serde_json::json;
-use towline_channel::Address;
+use towline_channel::{Address, Cancel};
 use towline_compat::{ConfiguredBy, Finding, Report, Severity, Verdict};
 use towline_control::check::{self, CheckEnd, PlannedTransfer};
+use towline_control::plan;
 
 use crate::args::CheckArgs;
 use crate::endpoint::Endpoint;
@@ -12,9 +15,18 @@ use crate::exit::Exit;
 use crate::progress::Reporter;
 use crate::{console, events};
 
+/// Time limit of a QEMU that is being started, as `copy` has it.
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Runs the command.
 pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
+    let (cancel, notice) = (Cancel::new()?, |text: &str| console::notice(text));
+    for end in [Some(&args.source), args.destination.as_ref()].into_iter().flatten() {
+        if let Endpoint::Qmp(socket) = end {
+            plan::wait_for_socket(socket, SOCKET_TIMEOUT, &cancel, &notice)?;
+        }
+    }
     let source = match end(&args.source) {
         Ok(source) => source,
         Err(error) => return Ok(error.report(&reporter)),

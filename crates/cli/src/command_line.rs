@@ -44,7 +44,7 @@ pub(crate) fn print(reporter: &Reporter, origin: Option<&Origin>) {
     );
     for option in recorded.command_line().options() {
         let value = option.value_text().map(|value| format!(" {}", quoted(value.as_ref())));
-        reporter.line(&format!("    -{}{}", option.name, value.unwrap_or_default()));
+        reporter.line(&format!("    {}{}", option.name, value.unwrap_or_default()));
     }
     for key in recorded.redacted_keys() {
         reporter.line(&format!(

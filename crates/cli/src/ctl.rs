@@ -34,7 +34,14 @@ pub(crate) fn run(args: &CtlArgs) -> Result<Exit> {
         }
         return Ok(Exit::Done);
     };
-    let value = client.execute_raw(full_name(command), arguments)?;
+    let value = client.execute_raw(full_name(command), arguments).map_err(|error| {
+        let is_unknown = error.is_command_not_found();
+        let known = is_unknown.then(|| client.execute_raw("query-commands", None).ok()).flatten();
+        match known.and_then(|known| nearest(command, names(&known))) {
+            Some(name) => anyhow!("{error}; did you mean {name}?"),
+            None => error.into(),
+        }
+    })?;
     print(&serde_json::to_string_pretty(&value).context("formatting the reply")?)?;
     Ok(Exit::Done)
 }
@@ -90,6 +97,12 @@ fn names(commands: &Value) -> Vec<String> {
         names.filter_map(|command| Some(command["name"].as_str()?.to_owned())).collect();
     names.sort();
     names
+}
+
+/// Returns the name that a mistyped one is most like, if it is like any.
+fn nearest(typed: &str, names: Vec<String>) -> Option<String> {
+    let near = names.into_iter().map(|name| (strsim::jaro(typed, &name), name));
+    near.filter(|(likeness, _)| *likeness > 0.8).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
 }
 
 /// Parses one JSON object, or arguments `key=value`, where a value is JSON if it can be, else text. Dots in a key address nested
@@ -149,6 +162,13 @@ mod tests {
         assert_eq!(of(&words).unwrap().map(Value::Object), Some(wanted.clone()));
         assert_eq!(of(&[&wanted.to_string()]).unwrap().map(Value::Object), Some(wanted));
         assert_eq!(of(&[]).unwrap(), None);
+    }
+
+    #[test]
+    fn a_mistyped_command_has_its_nearest_name() {
+        let names = || ["query-status", "query-stats", "quit", "cont"].map(str::to_owned).to_vec();
+        assert_eq!(nearest("query-staus", names()).as_deref(), Some("query-status"));
+        assert_eq!(nearest("system_reset", names()), None);
     }
 
     #[test]

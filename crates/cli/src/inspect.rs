@@ -55,6 +55,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
             if let Some(page) = &args.html {
                 let base = args.base.as_deref().map(Image::open).transpose()?;
                 html::write(page, &Image::open(&path)?, base.as_ref())?;
+                reporter.line(&format!("{}: page about {}", page.display(), path.display()));
             }
             image(&reporter, &path, checksums)
         }

@@ -59,7 +59,9 @@ pub(crate) fn init(filter: Option<&str>, request: Option<RequestId>) -> Result<(
     let has_colors = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let format =
         tracing_subscriber::fmt::format().without_time().with_target(shows_targets).with_ansi(has_colors);
-    let lines = Lines { request, format, budget: LineBudget::default() };
+    // By default warnings look like the other messages of a command.
+    let style = if shows_targets { LineStyle::Log { request } } else { LineStyle::Message };
+    let lines = Lines { style, format, budget: LineBudget::default() };
     let subscriber = tracing_subscriber::fmt().with_env_filter(directives).with_ansi(has_colors);
     subscriber.with_writer(console::Log).event_format(lines).init();
     Ok(())
@@ -82,8 +84,16 @@ fn parse(text: &str) -> Result<EnvFilter> {
     EnvFilter::try_new(text).context(EXPECTED)
 }
 
+/// Beginning of a line.
+enum LineStyle {
+    /// `towline: `.
+    Message,
+    /// The request, if there is one, the level, and the target.
+    Log { request: Option<RequestId> },
+}
+
 struct Lines {
-    request: Option<RequestId>,
+    style: LineStyle,
     format: Format<Full, ()>,
     budget: LineBudget,
 }
@@ -108,11 +118,17 @@ where
                 Admission::Suppressed => return Ok(()),
             }
         }
-        if let Some(request) = self.request {
-            write!(writer, "{request} ")?;
+        match self.style {
+            LineStyle::Message => write!(writer, "towline: ")?,
+            LineStyle::Log { request: Some(request) } => write!(writer, "{request} ")?,
+            LineStyle::Log { request: None } => {}
         }
         if suppressed > 0 {
             write!(writer, "[{suppressed} lines like this one were suppressed] ")?;
+        }
+        if matches!(self.style, LineStyle::Message) {
+            context.field_format().format_fields(writer.by_ref(), event)?;
+            return writeln!(writer);
         }
         self.format.format_event(context, writer, event)
     }
@@ -142,7 +158,7 @@ mod tests {
     fn warnings_of_one_kind_are_limited() {
         let written = Written::default();
         let (writer, format) = (written.clone(), tracing_subscriber::fmt::format().without_time());
-        let lines = Lines { request: None, format, budget: LineBudget::default() };
+        let lines = Lines { style: LineStyle::Log { request: None }, format, budget: LineBudget::default() };
         let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone()).with_ansi(false);
         tracing::subscriber::with_default(subscriber.event_format(lines).finish(), || {
             for number in 0..10_000 {

@@ -1,36 +1,82 @@
 //! `towline ps`.
 
+use std::time::Duration;
+
 use anyhow::Result;
 use serde_json::json;
-use towline_launch::RuntimeRoot;
+use towline_launch::{RunningGuest, RuntimeRoot};
+use towline_qmp::commands::QueryStatus;
+use towline_qmp::{Client, Options};
 
 use crate::args::PsArgs;
-use crate::events;
 use crate::exit::Exit;
 use crate::progress::Reporter;
+use crate::units::{age, size};
+use crate::{console, events};
+
+/// Time limit of a guest's QEMU for its state.
+const STATE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Runs the command.
 pub(crate) fn run(args: &PsArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output).blocking();
     let guests = RuntimeRoot::of_user().list()?;
-    for guest in &guests {
-        let fields = json!({
-            "name": guest.name,
-            "pid": guest.pid,
-            "owner-pid": guest.owner_pid,
-            "qmp": guest.qmp,
-            "image": guest.image,
-            "detached": guest.is_detached,
-        });
-        reporter.event("guest", fields);
-        let image = guest.image.as_ref().map(|image| format!("  {}", image.display()));
-        let detached = if guest.is_detached { "  detached" } else { "" };
-        let (name, pid, qmp) = (&guest.name, guest.pid, guest.qmp.display());
-        reporter.line(&format!("{name:<20} {pid:>8}  qmp:{qmp}{}{detached}", image.unwrap_or_default()));
+    if !guests.is_empty() {
+        let heading = ["NAME", "PID", "STATE", "AGE", "MEMORY", "IMAGE"];
+        let [name, pid, state, age, memory, image] = heading;
+        reporter.line(&format!("{name:<20} {pid:>8}  {state:<14} {age:>7} {memory:>11}  {image}"));
     }
+    guests.iter().for_each(|guest| report(guest, &reporter));
     reporter.event("guests", events::with_exit(json!({ "guests": guests.len() }), Exit::Done));
     if guests.is_empty() {
         reporter.line("no guests of this user on this host");
     }
     Ok(Exit::Done)
+}
+
+fn report(guest: &RunningGuest, reporter: &Reporter) {
+    let (name, pid) = (&guest.name, guest.pid);
+    if reporter.is_quiet() {
+        return console::print_blocking(name);
+    }
+    let (state, since, resident) = (state(guest), since(guest), resident(pid));
+    let fields = json!({
+        "name": name,
+        "pid": pid,
+        "owner-pid": guest.owner_pid,
+        "qmp": guest.qmp,
+        "image": guest.image,
+        "detached": guest.is_detached,
+        "state": state,
+        "age": since.map(|since| since.as_secs()),
+        "memory": resident,
+    });
+    reporter.event("guest", fields);
+    let image = guest.image.as_ref().map(|image| image.display().to_string()).unwrap_or_default();
+    let detached = if guest.is_detached { "  detached" } else { "" };
+    let (state, age) = (state.as_deref().unwrap_or("busy"), since.map(age).unwrap_or_default());
+    let memory = resident.map(size).unwrap_or_default();
+    reporter.line(&format!("{name:<20} {pid:>8}  {state:<14} {age:>7} {memory:>11}  {image}{detached}"));
+}
+
+/// Its run state; `None` if another client holds its monitor, or QEMU is busy.
+fn state(guest: &RunningGuest) -> Option<String> {
+    let options = Options { deadline: STATE_TIMEOUT, greeting_deadline: STATE_TIMEOUT, ..Options::default() };
+    let status = Client::connect(&guest.qmp, &options).and_then(|mut client| client.execute(&QueryStatus));
+    status.ok().map(|status| status.status.to_string())
+}
+
+/// Time since its QEMU was started.
+fn since(guest: &RunningGuest) -> Option<Duration> {
+    let uptime = std::fs::read_to_string("/proc/uptime").ok()?;
+    let uptime = Duration::from_secs_f64(uptime.split(' ').next()?.parse().ok()?);
+    let hertz = rustix::param::clock_ticks_per_second().max(1);
+    Some(uptime.saturating_sub(Duration::from_millis(guest.start_time * 1000 / hertz)))
+}
+
+/// Resident memory of a process in bytes, with the pages of its image that it has touched.
+fn resident(pid: u32) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let text = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    text.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib * 1024)
 }

@@ -19,7 +19,7 @@ use towline_vsock::{Ablation, ConnectionLimits, ForwardingRule, HostAddress, Loc
 
 use crate::args::{GuestSpec, VsockArgs, VsockCommand, read_guests};
 use crate::backend::{NO_ACTIVATION, missing_socket};
-use crate::console::{self, OverflowPolicy};
+use crate::console;
 use crate::exit::Exit;
 use crate::notify::Notifier;
 use crate::observability::guest;
@@ -238,7 +238,7 @@ fn run_all(guests: Vec<(u64, impl FnOnce() -> Result<()> + Send + 'static)>, can
 
 /// Prints the statistics of a guest's device.
 fn print(cid: u64, device: &Vsock) {
-    console::print(OverflowPolicy::Limited, &format!("cid={cid} {}", device.report()));
+    console::notice(&format!("cid={cid} {}", device.report()));
 }
 
 /// Serves one guest's frontends until cancelled. A lack of descriptors or memory is temporary.

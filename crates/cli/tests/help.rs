@@ -70,7 +70,7 @@ fn the_help_of_every_command_is_as_recorded() {
 }
 
 #[test]
-fn a_number_with_a_suffix_is_refused_with_the_unit_of_its_option() {
+fn an_invalid_number_is_refused_with_the_unit_of_its_option() {
     let copy = ["copy", "a.img", "null:"];
     let vsock = ["vsock", "--cid", "3", "--socket", "v.sock"];
     let net = ["net", "--tap", "tap0", "--socket", "n.sock"];
@@ -78,21 +78,26 @@ fn a_number_with_a_suffix_is_refused_with_the_unit_of_its_option() {
         (
             &copy[..],
             "--downtime-limit",
-            "300ms",
-            "a whole number of milliseconds without a suffix, such as 300",
+            "300x",
+            "a whole number of milliseconds or a time such as 300ms or 2s, such as 300",
         ),
-        (&copy, "--max-bandwidth", "1Gb", "unknown suffix \"Gb\": expected bytes, or K, M, G or T"),
+        (&copy, "--max-bandwidth", "1X", "unknown suffix \"X\": expected bytes, or K, M, G or T"),
         (&copy, "--multifd-channels", "4x", "a whole number without a suffix, such as 4"),
         (&copy, "--multifd-zlib-level", "10", "a whole number from 0 to 9"),
-        (&copy, "--connect-timeout", "10s", "a number of seconds without a suffix"),
-        (&["ctl", "c.sock"], "--timeout", "10s", "a whole number of seconds without a suffix, such as 10"),
+        (&copy, "--connect-timeout", "10x", "a number of seconds, or a time such as 300ms or 2min"),
+        (&["ctl", "c.sock"], "--timeout", "1.5s", "a whole number of seconds or a time such as 300ms or 2s"),
         (
             &["upgrade", "qmp:a"],
             "--downtime-limit",
-            "1s",
-            "a whole number of milliseconds without a suffix, such as 1",
+            "1u",
+            "a whole number of milliseconds or a time such as 300ms or 2s, such as 1",
         ),
-        (&vsock, "--poll-us", "50us", "a whole number of microseconds without a suffix, such as 50"),
+        (
+            &vsock,
+            "--poll-us",
+            "1ns",
+            "a whole number of microseconds or a time such as 300ms or 2s, such as 1",
+        ),
         (&net, "--poll-us", "1000001", "a whole number of microseconds from 0 to 1000000"),
         (&net, "--mtu", "1500B", "a whole number of bytes without a suffix, such as 1500"),
         (&net, "--cpus", "0-3", "a whole number without a suffix"),

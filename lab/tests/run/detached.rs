@@ -43,6 +43,18 @@ fn detached_guests_outlive_the_command_and_are_controlled_by_name() {
     let listed = saved.listed();
     assert_eq!(listed.len(), 2);
     assert!(listed.iter().all(|guest| guest["detached"] == true), "{listed:?}");
+    assert!(listed.iter().all(|guest| guest["state"] == "running"), "{listed:?}");
+    let ps = |options: &[&str]| {
+        let words = ["ps"].iter().chain(options).map(|word| (*word).to_owned());
+        saved.towline(words).wait_done(WITHIN).unwrap().stdout
+    };
+    assert_eq!(ps(&["-q"]), "web-0\nweb-1\n");
+    let (heading, rows) = ps(&[]).split_once('\n').map(|(a, b)| (a.to_owned(), b.to_owned())).unwrap();
+    assert_eq!(
+        heading.split_whitespace().collect::<Vec<_>>(),
+        ["NAME", "PID", "STATE", "AGE", "MEMORY", "IMAGE"]
+    );
+    assert!(rows.lines().all(|row| row.contains(" running ") && row.ends_with("  detached")), "{rows}");
     let owner = listed[0]["owner-pid"].as_u64().unwrap();
     assert!(!Path::new(&format!("/proc/{owner}")).exists(), "towline has ended");
     assert!(is_locked(&saved.image()), "its guests still need the image");

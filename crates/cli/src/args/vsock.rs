@@ -7,7 +7,7 @@ use std::str::FromStr;
 use clap::Subcommand;
 use towline_vsock::{ForwardingRule, guest_cid};
 
-use super::{GuestSpec, OnOffAuto};
+use super::{GuestSpec, MORE, OnOffAuto};
 use crate::observability::ObservabilityArgs;
 use crate::sandbox::SandboxArgs;
 use crate::sockets::SocketArgs;
@@ -19,6 +19,7 @@ use crate::units::{bytes, number, poll_us};
 /// receives `OK PORT\n` once the guest has accepted; a guest's connection to PORT of the host (CID 2) goes to the socket
 /// `UDS_PORT`. The directions of a connection close independently. Connections without a rule are refused.
 #[derive(Debug, clap::Args)]
+#[command(after_help = MORE)]
 #[command(after_long_help = "\
 Rules (--forward), with numeric addresses:
   guest:PORT=tcp:ADDRESS:PORT    from the guest to PORT of the host: connect to a TCP port
@@ -66,7 +67,7 @@ pub(crate) struct VsockArgs {
     #[command(flatten)]
     pub(crate) access: SocketArgs,
     /// Inherited socket, listening or connected
-    #[arg(long, value_name = "N", value_parser = number::<i32>, conflicts_with_all = ["guest", "config"])]
+    #[arg(long, hide_short_help = true, value_name = "N", value_parser = number::<i32>, conflicts_with_all = ["guest", "config"])]
     pub(crate) fd: Option<i32>,
     /// Guest CID, 3 or higher, unique on this host
     #[arg(long, value_name = "N", value_parser = guest_cid, required_unless_present_any = ["guest", "config"],
@@ -76,48 +77,48 @@ pub(crate) struct VsockArgs {
     #[arg(long, value_name = "PATH", conflicts_with_all = ["guest", "config"])]
     pub(crate) uds: Option<PathBuf>,
     /// The same for sockets that preserve message boundaries (SOCK_SEQPACKET)
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["guest", "config"])]
+    #[arg(long, hide_short_help = true, value_name = "PATH", conflicts_with_all = ["guest", "config"])]
     pub(crate) uds_seqpacket: Option<PathBuf>,
-    /// Forwarding rule, see below; may be repeated
+    /// Forwarding rule, such as tcp:127.0.0.1:2222=guest:22; may be repeated (all: --help)
     #[arg(long, value_name = "RULE", conflicts_with_all = ["guest", "config"])]
     pub(crate) forward: Vec<ForwardingRule>,
     /// Record of descriptors in flight, with which a restarted device completes each of them once: a file (on a tmpfs), or
     /// `fd-store`, the service manager's store (`FileDescriptorStoreMax=1`)
-    #[arg(long, value_name = "FILE|fd-store", conflicts_with_all = ["guest", "config"])]
+    #[arg(long, hide_short_help = true, value_name = "FILE|fd-store", conflicts_with_all = ["guest", "config"])]
     pub(crate) state: Option<PathBuf>,
     /// One of several guests: cid=N,socket=PATH and optionally uds=, uds-seqpacket=, forward=, group=NAME, state=, as the
     /// options; may be repeated
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub(crate) guest: Vec<GuestSpec>,
-    /// TOML file of guests, in addition to those of --guest; see below
+    /// TOML file of guests, in addition to those of --guest (an example: --help)
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// Receive buffer of a connection in bytes (virtio's buf_alloc; suffixes K, M, G)
-    #[arg(long, value_name = "BYTES", value_parser = bytes, default_value = "1M")]
+    #[arg(long, hide_short_help = true, value_name = "BYTES", value_parser = bytes, default_value = "1M")]
     pub(crate) buf_alloc: u64,
     /// Maximum memory of all connections of a guest in bytes, bookkeeping included (suffixes K, M, G)
-    #[arg(long, value_name = "BYTES", value_parser = bytes, default_value = "512M")]
+    #[arg(long, hide_short_help = true, value_name = "BYTES", value_parser = bytes, default_value = "512M")]
     pub(crate) memory_limit: u64,
     /// Maximum number of connections of a guest [default: 16384, or its share of the process's descriptors]
-    #[arg(long, value_name = "N", value_parser = number::<usize>)]
+    #[arg(long, hide_short_help = true, value_name = "N", value_parser = number::<usize>)]
     pub(crate) connections_limit: Option<usize>,
     /// Zero-copy sends (MSG_ZEROCOPY) of packets of 16 KiB and more to TCP; auto: except to addresses where the kernel
     /// copies anyway
-    #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto")]
+    #[arg(long, hide_short_help = true, value_name = "AUTO|ON|OFF", default_value = "auto")]
     pub(crate) zero_copy_send: OnOffAuto,
     /// Maximum time of busy-polling before a sleep when traffic is request/response, in microseconds; 0 disables
-    #[arg(long, value_name = "US", default_value_t = 50, value_parser = poll_us)]
+    #[arg(long, hide_short_help = true, value_name = "US", default_value_t = 50, value_parser = poll_us)]
     pub(crate) poll_us: u64,
     /// Block the guest's migration
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub(crate) unmigratable: bool,
     #[command(flatten)]
     pub(crate) observability: ObservabilityArgs,
     /// No statistics at the end
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub(crate) quiet: bool,
     /// Print the capabilities of this vhost-user backend, as in QEMU's vhost-user.json, and exit
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub(crate) print_capabilities: bool,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,

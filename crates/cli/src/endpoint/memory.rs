@@ -163,6 +163,7 @@ mod tests {
         assert!(error("1G,rate=5").contains("unknown option \"rate=5\": expected dirty=BYTES"));
         assert!(error("1G,zero=101").contains("zero=101: expected a number up to 100"));
         assert!(error("1G,threads=0").contains("expected at least 1"));
-        assert_eq!(error("many"), "mem:many: unknown suffix \"many\": expected bytes, or K, M, G or T");
+        let text = "mem:many: unknown suffix \"many\": expected bytes, or K, M, G or T, or KB, MB, GB or TB";
+        assert_eq!(error("many"), text);
     }
 }

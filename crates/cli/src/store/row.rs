@@ -6,8 +6,9 @@ use serde_json::{Value, json};
 use towline_image::manifest::Timestamp;
 
 use super::common::View;
+use crate::console;
 use crate::progress::Reporter;
-use crate::units::size;
+use crate::units::{self, size};
 
 /// An image of a listing.
 #[derive(Debug)]
@@ -54,6 +55,9 @@ impl Row {
     pub(super) fn report(&self, reporter: &Reporter, view: View) {
         reporter.event("image", self.fields());
         let name = &self.name;
+        if view == View::List && reporter.is_quiet() {
+            return console::print_blocking(&console::printable(name));
+        }
         let content = match &self.content {
             Ok(content) => content,
             Err(error) => return reporter.line(&format!("{name:<28} cannot be read: {error}")),
@@ -62,7 +66,7 @@ impl Row {
             View::List => {
                 let qemu = content.qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default();
                 let source = content.source.as_deref().unwrap_or("unknown");
-                let (memory, age) = (size(content.memory), age_text(age(content.created)));
+                let (memory, age) = (size(content.memory), units::age(age(content.created)));
                 format!("{name:<28} {memory:>11} {age:>8}  {source}{qemu}")
             }
             View::Usage => {
@@ -107,26 +111,4 @@ impl ImageContent {
 
 fn age(created: Timestamp) -> Duration {
     SystemTime::now().duration_since(created.into()).unwrap_or_default()
-}
-
-/// Formats an age in its largest unit: `5 min`.
-fn age_text(age: Duration) -> String {
-    let seconds = age.as_secs();
-    match seconds {
-        0..60 => format!("{seconds} s"),
-        60..3600 => format!("{} min", seconds / 60),
-        3600..172_800 => format!("{} h", seconds / 3600),
-        _ => format!("{} d", seconds / 86_400),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ages_are_in_their_largest_unit() {
-        let shown = [0, 59, 60, 3599, 3600, 172_799, 172_800].map(|age| age_text(Duration::from_secs(age)));
-        assert_eq!(shown, ["0 s", "59 s", "1 min", "59 min", "1 h", "47 h", "2 d"]);
-    }
 }
