@@ -210,7 +210,7 @@ impl Outgoing {
     /// A state that is not QEMU's is sent as it is.
     fn send_state(&self, main: &mut MainWriter, answers: Option<&ReturnPath>, state: &[u8]) -> Result<()> {
         if let Ok(state) = DeviceState::parse(state) {
-            return send_device_state(&self.session, main, answers, &state);
+            return send_device_state(&self.session, main, answers, &state, state.run_state());
         }
         self.session.commit(None)?;
         if let Some(answers) = answers {
@@ -333,16 +333,17 @@ pub(crate) fn greet(session: &Session, main: &mut MainWriter, answers: &ReturnPa
 }
 
 /// Sends the device state, and its last bytes only if the session's gate permits: to a QEMU that runs the guest by itself
-/// when it has loaded everything before them.
+/// when it has loaded everything before them. `run_state`: that of the guest at its source.
 pub(crate) fn send_device_state(
     session: &Session,
     main: &mut MainWriter,
     answers: Option<&ReturnPath>,
     state: &DeviceState,
+    run_state: Option<&str>,
 ) -> Result<()> {
     let confirming = answers.filter(|_| session.confirms_loading());
     let Some(answers) = confirming else {
-        session.commit(state.run_state())?;
+        session.commit(run_state)?;
         if let Some(answers) = answers {
             answers.expect_shut();
         }
@@ -350,7 +351,7 @@ pub(crate) fn send_device_state(
     };
     main.devices(state.sections())?;
     answers.wait_loaded(session)?;
-    session.commit(state.run_state())?;
+    session.commit(run_state)?;
     answers.expect_shut();
     main.tail(&state.bytes()[state.sections().len()..])
 }

@@ -49,6 +49,7 @@ pub struct Relay {
     sent: OnceLock<()>,
     answers: ReturnPath,
     statistics: Arc<Statistics>,
+    pauses: bool,
 }
 
 impl Relay {
@@ -90,7 +91,16 @@ impl Relay {
             session,
             connections,
             statistics,
+            pauses: false,
         })
+    }
+
+    /// Has a guest that ran arrive paused at a QEMU whose monitor starts it: a `cont` of another client while it loads would run it
+    /// there before its source is done.
+    #[must_use]
+    pub fn arriving_paused(mut self) -> Self {
+        self.pauses = true;
+        self
     }
 
     /// Statistics of the sending side; the incoming migration counts the receiving side.
@@ -246,8 +256,13 @@ impl Sink for Relay {
         }
     }
 
-    fn device_state(&self, state: DeviceState) -> Result<()> {
-        send_device_state(&self.session, &mut self.main(), Some(&self.answers), &state)?;
+    fn device_state(&self, mut state: DeviceState) -> Result<()> {
+        let run_state = state.run_state().map(str::to_owned);
+        if self.pauses {
+            state.pause();
+        }
+        let (mut main, answers) = (self.main(), Some(&self.answers));
+        send_device_state(&self.session, &mut main, answers, &state, run_state.as_deref())?;
         self.sent.get_or_init(|| ());
         Ok(())
     }

@@ -35,6 +35,8 @@ const TAIL_HEAD_BYTES: usize = TAIL_HEAD.len() + 4;
 const SECTION_HEAD_BYTES: usize = 5;
 /// The id of the first section that is written here; 2 is the memory's.
 const FIRST_SECTION_ID: u32 = 3;
+/// The text of a run state, padded with NUL.
+const RUN_STATE_BYTES: usize = 100;
 /// FOOTER and the section's id.
 const FOOTER_BYTES: usize = 5;
 
@@ -93,11 +95,24 @@ impl DeviceState {
     /// The guest's run state when it was stopped, in QEMU's words (`running`, `paused`), from the section
     /// `globalstate`: be32 size, then 100 bytes of text. `None` without such a section.
     pub fn run_state(&self) -> Option<&str> {
-        let device = self.devices.iter().find(|device| device.name == "globalstate")?;
-        let text = device.offset + SECTION_HEAD_BYTES + 1 + device.name.len() + 8 + 4;
-        let text = self.bytes.get(text..text + 100)?;
+        let text = self.bytes.get(self.run_state_at()?..)?.get(..RUN_STATE_BYTES)?;
         let end = text.iter().position(|&byte| byte == 0)?;
         core::str::from_utf8(&text[..end]).ok()
+    }
+
+    /// Replaces the run state `running` by `paused`: a QEMU that loads this does not run the guest before it gets `cont` afterwards,
+    /// whatever commands it gets meanwhile. Other run states stay.
+    pub fn pause(&mut self) {
+        if let (Some("running"), Some(at)) = (self.run_state(), self.run_state_at()) {
+            // With its length, which counts the final NUL.
+            self.bytes[at - 4..at + 8].copy_from_slice(b"\0\0\0\x07paused\0\0");
+        }
+    }
+
+    /// Where the text of the run state begins.
+    fn run_state_at(&self) -> Option<usize> {
+        let device = self.devices.iter().find(|device| device.name == "globalstate")?;
+        Some(device.offset + SECTION_HEAD_BYTES + 1 + device.name.len() + 8 + 4)
     }
 
     /// The device whose section holds byte `offset`; `None` behind the sections.

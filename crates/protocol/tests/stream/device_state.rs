@@ -76,6 +76,29 @@ fn each_byte_belongs_to_the_device_whose_section_holds_it() {
     assert_eq!((state.device_at(end), state.device_at(state.bytes().len())), (None, None));
 }
 
+/// Twelve bytes of the section change, and nothing around them.
+#[test]
+fn a_paused_state_differs_in_its_run_state_only() {
+    for name in ["precopy-7.2", "precopy-10.0"] {
+        let before = recorded(name);
+        let mut state = before.clone();
+        assert_eq!(state.run_state(), Some("running"));
+        state.pause();
+        let changed: Vec<_> =
+            (0..before.bytes().len()).filter(|&at| before.bytes()[at] != state.bytes()[at]).collect();
+        let global = before.devices().iter().find(|device| device.name == "globalstate").unwrap();
+        assert!(changed.iter().all(|&at| before.device_at(at) == Some(global)), "{changed:?}");
+        let content = state.content(global);
+        assert_eq!(content[..11], *b"\0\0\0\x07paused\0");
+        assert_eq!(content.len(), before.content(global).len());
+        assert!(content[11..36].iter().all(|&byte| byte == 0), "{content:?}");
+        assert_eq!(DeviceState::parse(state.bytes()).unwrap(), state);
+        let paused = state.clone();
+        state.pause();
+        assert_eq!(state, paused);
+    }
+}
+
 #[test]
 fn text_that_a_guest_writes_into_a_device_does_not_end_the_state() {
     let fakes = [
