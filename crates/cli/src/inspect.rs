@@ -394,7 +394,7 @@ fn devices_json(devices: &[DeviceSection]) -> Value {
 }
 
 fn print_head(reporter: &Reporter, facts: &Value) {
-    let text = |key: &str| facts[key].as_str().unwrap_or("unknown").to_owned();
+    let text = |key: &str| facts[key].as_str().unwrap_or("unknown").escape_debug().to_string();
     reporter.line(&format!("  machine type  {}", text("machine-type")));
     reporter.line(&format!("  run state     {}", text("run-state")));
 }
@@ -407,7 +407,9 @@ fn print_blocks(reporter: &Reporter, blocks: &[Value]) {
             (Some(plain), Some(zero)) => format!("  {:>11} plain  {:>11} zero", count(plain), count(zero)),
             _ => String::new(),
         };
-        reporter.line(&format!("    {:<38} {length:>11}{pages}", block["name"].as_str().unwrap_or_default()));
+        // A stream may name it as it likes.
+        let name = block["name"].as_str().unwrap_or_default().escape_debug().to_string();
+        reporter.line(&format!("    {name:<38} {length:>11}{pages}"));
     }
 }
 
@@ -415,6 +417,7 @@ fn print_devices(reporter: &Reporter, devices: &[DeviceSection], bytes: usize) {
     reporter.line(&format!("  devices       {} in {}", devices.len(), size(bytes as u64)));
     for device in devices {
         let DeviceSection { name, instance, version, .. } = device;
+        let name = name.escape_debug().to_string();
         reporter.line(&format!("    {name:<38} instance {instance:<3} version {version}"));
     }
 }
