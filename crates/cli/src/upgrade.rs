@@ -1,5 +1,6 @@
 //! `towline upgrade`: another QEMU under a running guest.
 
+use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
@@ -123,10 +124,13 @@ fn report(results: &Results<'_>, args: &UpgradeArgs, upgraded: Result<Upgraded, 
     };
     let observer: &dyn Observer = results.reporter;
     for path in &upgraded.published {
-        observer.notice(&format!("{} is the new QEMU's; its clients were disconnected", path.display()));
+        // A pidfile has none.
+        let is_socket = path.metadata().is_ok_and(|found| found.file_type().is_socket());
+        let clients = if is_socket { "; its clients were disconnected" } else { "" };
+        observer.notice(&format!("{} is the new QEMU's{clients}", path.display()));
     }
     for text in &upgraded.not_published {
-        observer.notice(&format!("a socket of the new QEMU could not be renamed: {text}"));
+        observer.notice(&format!("a socket or pidfile of the new QEMU could not be renamed: {text}"));
     }
     let monitor = Destination::Qmp(upgraded.monitor.clone());
     let endpoint = Endpoint::Qmp(upgraded.monitor);
