@@ -35,7 +35,7 @@ use crate::process::{Process, ProcessState, start_time};
 
 pub use record::{ChangedValue, UndoRecord};
 use record::{JournalContents, JournalHeader, JournalLine, VERSION};
-pub(crate) use record::{now_ms, pid_namespace};
+pub(crate) use record::{monotonic_ms, now_ms, pid_namespace};
 pub use runtime_directory::{RuntimeDirectory, RuntimeDirectoryError};
 
 /// Maximum size of a journal that is read.
@@ -190,9 +190,26 @@ impl Journal {
 
     /// Removes the records of migrations, which are over.
     pub(crate) fn end_migrations(&self) {
-        let records = self.records().into_iter();
-        let migrations = records.filter(|(_, record)| matches!(record, UndoRecord::Migration { .. }));
-        migrations.for_each(|(entry, _)| entry.done());
+        self.migrations().for_each(|(entry, _)| entry.done());
+    }
+
+    /// Records that a recorded migration was still in progress at this time.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; the former record is there.
+    pub(crate) fn migration_seen(&self, at_ms: u64) -> Result<(), Error> {
+        for (entry, mut record) in self.migrations() {
+            if let UndoRecord::Migration { seen_ms, .. } = &mut record {
+                *seen_ms = Some(at_ms);
+            }
+            self.write(&record)?;
+            entry.done();
+        }
+        Ok(())
+    }
+
+    fn migrations(&self) -> impl Iterator<Item = (JournalEntry, UndoRecord)> + use<> {
+        self.records().into_iter().filter(|(_, record)| matches!(record, UndoRecord::Migration { .. }))
     }
 
     /// Removes all records: nothing is left to undo.

@@ -33,6 +33,7 @@ pub mod statistics;
 pub mod status_server;
 mod switchover;
 pub mod upgrade;
+mod vcpu_threads;
 
 /// The example of the README, as a test.
 #[cfg(doctest)]

@@ -24,6 +24,8 @@ mod ends;
 mod error;
 mod error_origin;
 mod executor;
+#[cfg(test)]
+pub(crate) mod fake_qemu;
 mod in_process;
 mod incoming;
 mod outcomes;

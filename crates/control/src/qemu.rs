@@ -3,6 +3,7 @@
 //! [`Qemu`] is a connected [`Client`](towline_qmp::Client) with the [`QemuState`] queried at the beginning; [`AppliedSettings`] changes
 //! capabilities and parameters and puts them back. What to do with them, and in which order, is not decided here.
 
+mod activation;
 mod compatibility;
 mod connection;
 mod device_tree;

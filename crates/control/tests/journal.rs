@@ -126,7 +126,7 @@ fn unplugged_devices_are_plugged_again() {
         qemu.record(&device("odd0", "no-such-device")).unwrap();
         drop(qemu);
         let repaired = repair(&process).unwrap();
-        assert_eq!(repaired.done, ["device rp1 was not unplugged", "device rng9 plugged again"]);
+        assert_eq!(repaired.done, ["device rp1 is plugged in", "device rng9 plugged again"]);
         assert!(repaired.left[0].starts_with("device odd0 is unplugged: "), "{repaired:?}");
         let again = repair(&process).unwrap();
         assert_eq!((again.done.len(), &again.left), (0, &repaired.left), "what failed is kept");
@@ -148,7 +148,12 @@ fn own_migration_is_cancelled_and_others_are_not() {
             let listener = UnixListener::bind(&path).unwrap();
             let command = Migrate::to_uri(format!("unix:{}", path.display()));
             if begun_by == Begun::OthersLater {
-                qemu.record(&UndoRecord::Migration { to: "unix:a".into(), begun_ms: 1 }).unwrap();
+                let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+                let now_ms = u64::try_from(now.tv_sec * 1000 + now.tv_nsec / 1_000_000).unwrap();
+                let UndoRecord::Migration { to, begun_ms, .. } = UndoRecord::migration("unix:a") else {
+                    unreachable!()
+                };
+                qemu.record(&UndoRecord::Migration { to, begun_ms, seen_ms: Some(now_ms) }).unwrap();
             }
             match begun_by {
                 Begun::Us => qemu.migrate(&command).unwrap(),
@@ -156,7 +161,8 @@ fn own_migration_is_cancelled_and_others_are_not() {
             }
             let (_stream, _) = listener.accept().unwrap();
             until("a migration under way", || {
-                (qemu.migration().unwrap().status == Some(MigrationStatus::ACTIVE)).then_some(())
+                let found = qemu.watch_migration().unwrap()?;
+                (found.status == Some(MigrationStatus::ACTIVE)).then_some(())
             });
             drop(settings);
             drop(qemu);
@@ -183,7 +189,7 @@ fn own_migration_is_cancelled_and_others_are_not() {
 enum Begun {
     Us,
     Others,
-    /// After ours, which is recorded.
+    /// Right after ours, which was in progress a moment ago.
     OthersLater,
 }
 

@@ -7,6 +7,8 @@
 
 mod cancelled;
 mod cuts;
+mod drives;
+mod evidence;
 mod monitors;
 mod operators;
 mod records;

@@ -9,7 +9,8 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use towline_lab::expect::events;
 use towline_lab::{
-    Action, Finished, Flow, Proxy, Qemu, Towline, Trigger, Version, require_lab, skip, towline_binary,
+    Action, Builder, Finished, Flow, Proxy, Qemu, Towline, Trigger, Version, require_lab, skip,
+    towline_binary,
 };
 
 use crate::support::{
@@ -19,16 +20,16 @@ use crate::support::{
 };
 
 /// A host as far as records are concerned: it has its own runtime directory.
-struct Host(Scratch);
+pub(crate) struct Host(Scratch);
 
 impl Host {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let scratch = Scratch::new();
         std::fs::create_dir(scratch.path("run")).unwrap();
         Self(scratch)
     }
 
-    fn start(&self, arguments: &str) -> Towline {
+    pub(crate) fn start(&self, arguments: &str) -> Towline {
         // Root's records are in /run, those of other users in XDG_RUNTIME_DIR.
         let script =
             "if [ $(id -u) = 0 ]; then mount --bind \"$0\" /run; fi; XDG_RUNTIME_DIR=\"$0\" exec \"$@\"";
@@ -39,12 +40,12 @@ impl Host {
             .unwrap()
     }
 
-    fn run(&self, arguments: &str) -> Finished {
+    pub(crate) fn run(&self, arguments: &str) -> Finished {
         end(self.start(arguments))
     }
 
     /// Moves that are listed on this host.
-    fn moves(&self) -> Vec<Value> {
+    pub(crate) fn moves(&self) -> Vec<Value> {
         let finished = self.run("moves --json");
         assert_ended(&finished, 0, &[]);
         let mut listed = events(&finished.stdout);
@@ -53,19 +54,19 @@ impl Host {
     }
 
     /// The only recorded move.
-    fn only(&self) -> Value {
+    pub(crate) fn only(&self) -> Value {
         let mut moves = self.moves();
         assert_eq!(moves.len(), 1, "{moves:?}");
         moves.remove(0)
     }
 }
 
-fn id(recorded: &Value) -> String {
+pub(crate) fn id(recorded: &Value) -> String {
     recorded["id"].as_str().unwrap().to_owned()
 }
 
 /// Returns true if this user may have a separate /run; if not, prints the skip of `name`.
-fn has_hosts(name: &str) -> bool {
+pub(crate) fn has_hosts(name: &str) -> bool {
     let can = Command::new("unshare").args(["--mount", "true"]).status();
     let can = can.is_ok_and(|status| status.success());
     if !can {
@@ -75,35 +76,59 @@ fn has_hosts(name: &str) -> bool {
 }
 
 /// Two hosts that moved a guest over a link, which was cut or held at a given moment.
-struct Cut {
+pub(crate) struct Cut {
     hosts: (Host, Host),
-    source: Qemu,
-    destination: Qemu,
+    pub(crate) source: Qemu,
+    pub(crate) destination: Qemu,
 }
 
 /// Towline that is killed when the link is held; `None`: the link is cut.
 #[derive(Clone, Copy, PartialEq)]
-enum Killed {
+pub(crate) enum Killed {
     Nobody,
     Here,
     There,
+    /// That of the source gets a SIGINT.
+    Interrupted,
 }
 
 fn cut(command: &str, flow: Flow, bytes: &[u8], forwards: bool, dies: Killed) -> Cut {
-    let hosts = (Host::new(), Host::new());
     let builder = small(Version::V10_0);
-    let (source, destination) = (counting(&builder), waiting(&builder));
+    cut_at(
+        command,
+        &[builder.clone(), builder],
+        Trigger { flow, bytes: bytes.to_vec(), forwards, action: Action::Cut },
+        dies,
+    )
+}
+
+/// As [`cut`], between these QEMUs, at bytes that are not forwarded.
+pub(crate) fn cut_between(
+    command: &str,
+    builders: &[Builder; 2],
+    flow: Flow,
+    bytes: &[u8],
+    dies: Killed,
+) -> Cut {
+    let trigger = Trigger { flow, bytes: bytes.to_vec(), forwards: false, action: Action::Cut };
+    cut_at(command, builders, trigger, dies)
+}
+
+fn cut_at(command: &str, builders: &[Builder; 2], trigger: Trigger, dies: Killed) -> Cut {
+    let hosts = (Host::new(), Host::new());
+    let (source, destination) = (counting(&builders[0]), waiting(&builders[1]));
     let options = "--json --multifd-channels 0";
     let mut there = hosts.1.start(&format!("copy {options} tcp:127.0.0.1:0 {}", qmp(&destination)));
     let proxy = Proxy::start(listens_at(&mut there)).unwrap();
-    let action = if dies == Killed::Nobody { Action::Cut } else { Action::Hold(flow) };
-    proxy.set_trigger(Trigger { flow, bytes: bytes.to_vec(), forwards, action });
+    let action = if dies == Killed::Nobody { Action::Cut } else { Action::Hold(trigger.flow) };
+    proxy.set_trigger(Trigger { action, ..trigger });
     let mut here = hosts.0.start(&format!("{command} {options} {} tcp:{}", qmp(&source), proxy.address()));
     wait_fired(&proxy);
     match dies {
         Killed::Nobody => {}
         Killed::Here => here.kill().unwrap(),
         Killed::There => there.kill().unwrap(),
+        Killed::Interrupted => signal(here.pid(), Signal::INT),
     }
     if dies != Killed::Nobody {
         proxy.cut();

@@ -158,7 +158,7 @@ fn a_drive_that_another_process_has_locked_leaves_the_guest_in_the_old_qemu() {
     assert!(refused.to_string().contains("lock"), "{refused}");
     drop(held);
     // A towline that is killed between these leaves a record with which the old QEMU may run the guest.
-    let withdrawn = finished.stderr.find("withdrew the decision to run the guest in the new QEMU").unwrap();
+    let withdrawn = finished.stderr.find("withdrew the decision to run the guest").unwrap();
     let ended = finished.stderr.find("ended the new QEMU").unwrap();
     assert!(withdrawn < ended, "{}", finished.stderr);
     // A new QEMU that has ended proves nothing by itself: it is the operator who says that it never ran the guest.

@@ -19,7 +19,7 @@ pub(super) const VERSION: u32 = 1;
 const SUFFIX: &str = ".journal";
 
 /// A changed setting.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChangedValue<T> {
     /// Value before; `None` if QEMU did not report it.
     pub before: Option<T>,
@@ -28,7 +28,7 @@ pub struct ChangedValue<T> {
 }
 
 /// A change, with what undoes it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum UndoRecord {
@@ -52,6 +52,9 @@ pub enum UndoRecord {
         to: String,
         /// Start time, in milliseconds since 1970.
         begun_ms: u64,
+        /// A time at which it was still in progress, in milliseconds of the monotonic clock, which QEMU's ages are of too.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        seen_ms: Option<u64>,
     },
     /// A temporary directory.
     Directory {
@@ -68,7 +71,7 @@ impl UndoRecord {
     /// A migration that starts now.
     #[must_use]
     pub fn migration(to: impl Into<String>) -> Self {
-        Self::Migration { to: to.into(), begun_ms: now_ms() }
+        Self::Migration { to: to.into(), begun_ms: now_ms(), seen_ms: None }
     }
 
     /// An existing directory.
@@ -155,6 +158,12 @@ impl JournalHeader {
 pub(crate) fn now_ms() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Milliseconds of the monotonic clock.
+pub(crate) fn monotonic_ms() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec.cast_unsigned() * 1000 + now.tv_nsec.cast_unsigned() / 1_000_000
 }
 
 /// The pid namespace of this process; `None` where it cannot be read.

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{CWD, Dir, Mode, OFlags, fchmod, fstat, mkdirat, openat};
+use rustix::fs::{CWD, Dir, Mode, OFlags, fchmod, fstat, mkdirat, openat, stat};
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
@@ -101,6 +101,14 @@ impl RuntimeDirectory {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Returns true if its path still leads to it: files in one that was removed or mounted over are not found.
+    pub(crate) fn is_in_place(&self) -> bool {
+        match (fstat(&self.fd), stat(&self.path)) {
+            (Ok(open), Ok(named)) => (open.st_dev, open.st_ino) == (named.st_dev, named.st_ino),
+            _ => false,
+        }
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {

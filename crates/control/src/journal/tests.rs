@@ -76,7 +76,9 @@ fn records_stay_until_they_are_done() {
         let (journal, owner) = place.open(&process).unwrap();
         assert_eq!(owner, None);
         let first = journal.write(&record()).unwrap();
-        let second = journal.write(&UndoRecord::Migration { to: "unix:a".into(), begun_ms: 1 }).unwrap();
+        let second = journal
+            .write(&UndoRecord::Migration { to: "unix:a".into(), begun_ms: 1, seen_ms: None })
+            .unwrap();
         first.done();
         drop((first, second, journal));
         // As after a kill, which drops the lock as well.
@@ -84,7 +86,7 @@ fn records_stay_until_they_are_done() {
         assert_eq!(owner, Some(getpid().as_raw_pid()));
         let records = journal.records();
         assert_eq!(records.len(), 1);
-        assert_eq!(records[0].1, UndoRecord::Migration { to: "unix:a".into(), begun_ms: 1 });
+        assert_eq!(records[0].1, UndoRecord::Migration { to: "unix:a".into(), begun_ms: 1, seen_ms: None });
         let third = journal.write(&record()).unwrap();
         assert_eq!(journal.records()[0].1, record(), "the newest first");
         third.done();
@@ -138,7 +140,8 @@ fn truncated_last_line_is_ignored() {
     let place = TestDirectory::new();
     let (journal, _) = place.open(&running()).unwrap();
     let _ = journal.write(&record()).unwrap();
-    let _ = journal.write(&UndoRecord::Migration { to: "unix:ä".into(), begun_ms: 1 }).unwrap();
+    let _ =
+        journal.write(&UndoRecord::Migration { to: "unix:ä".into(), begun_ms: 1, seen_ms: None }).unwrap();
     drop(journal);
     let path = place.only_file();
     let text = fs::read_to_string(&path).unwrap();

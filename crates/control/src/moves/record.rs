@@ -9,7 +9,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 use towline_protocol::session::MoveId;
 
-use crate::journal::{now_ms, pid_namespace};
+use crate::journal::{UndoRecord, now_ms, pid_namespace};
 use crate::process::own_process;
 use crate::process::{Process, start_time};
 use crate::switchover::{
@@ -182,17 +182,18 @@ impl Stage {
             Decision::Acknowledge => Self::Acknowledge,
             Decision::Complete => Self::Complete,
             Decision::Run => Self::Run,
+            Decision::Left => Self::Left,
         }
     }
 
-    /// The decision of this stage; `None` if nothing is undecided.
-    pub(crate) fn decision(self) -> Option<Decision> {
+    /// The decision of this stage.
+    pub(crate) fn decision(self) -> Decision {
         match self {
-            Self::Commit => Some(Decision::Commit),
-            Self::Acknowledge => Some(Decision::Acknowledge),
-            Self::Complete => Some(Decision::Complete),
-            Self::Run => Some(Decision::Run),
-            Self::Left => None,
+            Self::Commit => Decision::Commit,
+            Self::Acknowledge => Decision::Acknowledge,
+            Self::Complete => Decision::Complete,
+            Self::Run => Decision::Run,
+            Self::Left => Decision::Left,
         }
     }
 }
@@ -264,6 +265,13 @@ pub struct MoveRecord {
     pub source: MoveEnd,
     /// Destination of the guest.
     pub destination: MoveEnd,
+    /// How often the vCPU threads of the source had been scheduled at the last decision, of a guest that ran until it was sent: a
+    /// source that is done with it keeps this number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) source_vcpu_switches: Option<u64>,
+    /// Devices that were detached at the source.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) devices: Vec<UndoRecord>,
     /// Time of the first decision, in milliseconds since 1970.
     pub begun_ms: u64,
     /// Time of the last decision, in milliseconds since 1970.
@@ -296,6 +304,8 @@ impl MoveRecord {
             guest_plan,
             source,
             destination,
+            source_vcpu_switches: None,
+            devices: Vec::new(),
             begun_ms,
             changed_ms,
             owner,

@@ -104,7 +104,11 @@ impl RecordFile {
             None => renameat_with(directory, unnamed, directory, name, RenameFlags::NOREPLACE)?,
         }
         (self.file, self.record) = (Some(file), record);
-        Ok(())
+        if self.directory.is_in_place() {
+            Ok(())
+        } else {
+            Err(io::Error::new(io::ErrorKind::NotFound, "its directory is not at this path any more"))
+        }
     }
 
     /// Removes the record: nothing is undecided.

@@ -13,8 +13,8 @@ use super::{Error, Id, RecordFile, record_file, text};
 use crate::journal::RuntimeDirectory;
 use crate::staging_names;
 use crate::switchover::{
-    Choice, Decision, FinalRunState, InterruptedMove, MemorySharing, Placement, ResumeAction, ResumeBlocker,
-    Side, SourceStatus,
+    Choice, FinalRunState, InterruptedMove, MemorySharing, Placement, ResumeAction, ResumeBlocker, Side,
+    SourceStatus,
 };
 use recorded_qemu::{NotRun, RecordedQemu};
 
@@ -51,11 +51,22 @@ pub struct Resumed {
 /// # Errors
 /// Nothing was done, or an action failed; the record still exists then.
 pub fn resume(digits: &str, chosen: Option<ResumeChoice>) -> Result<Resumed, Error> {
-    let directory = RuntimeDirectory::open()?;
-    let id = find(&directory, digits)?;
+    resume_in(&RuntimeDirectory::open()?, digits, chosen)
+}
+
+fn resume_in(
+    directory: &RuntimeDirectory,
+    digits: &str,
+    chosen: Option<ResumeChoice>,
+) -> Result<Resumed, Error> {
+    let id = find(directory, digits)?;
     let mut files = Vec::new();
-    for name in super::names_of(&directory, &id) {
-        files.push(RecordFile::open(&directory, &name)?);
+    for name in super::names_of(directory, &id) {
+        match RecordFile::open(directory, &name) {
+            // Another towline has just finished it.
+            Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {}
+            opened => files.push(opened?),
+        }
     }
     let Some(record) = merge(&files) else { return Err(Error::Unknown { id: digits.to_owned() }) };
     if chosen == Some(ResumeChoice::Forget) {
@@ -107,6 +118,7 @@ fn merge(files: &[RecordFile]) -> Option<MoveRecord> {
         if matches!(record.source, MoveEnd::Qemu { .. }) {
             joined.source = record.source.clone();
             joined.guest_plan.quit = record.guest_plan.quit;
+            joined.source_vcpu_switches = record.source_vcpu_switches;
         }
         if matches!(record.destination, MoveEnd::Qemu { .. }) {
             joined.destination = record.destination.clone();
@@ -163,7 +175,7 @@ impl Resume {
                         return Err(Error::Refused { text: text::refusal(chosen, reason, &self.record) });
                     }
                 },
-                None => self.next_action(&case),
+                None => case.next_action(),
             };
             match action {
                 ResumeAction::Wait(_) if started.elapsed() < EXAMINE_TIMEOUT => {
@@ -186,27 +198,27 @@ impl Resume {
     }
 
     fn examine(&mut self) -> InterruptedMove {
-        let decision = self.record.stage.decision().unwrap_or(Decision::Complete);
-        let mut case = InterruptedMove::new(decision, FinalRunState::running_if(self.record.guest_plan.run));
+        let run_state = FinalRunState::running_if(self.record.guest_plan.run);
+        let mut case = InterruptedMove::new(self.record.stage.decision(), run_state);
         if self.record.guest_plan.shared_memory {
             case.memory = MemorySharing::Shared;
         }
         case.source = self.source.source_view();
+        if case.source == Some(SourceStatus::Completed) && !self.is_completion_ours() {
+            case.source = Some(SourceStatus::CompletedByOthers);
+        }
         case.destination = self.destination.destination_view();
         case
     }
 
-    fn next_action(&self, case: &InterruptedMove) -> ResumeAction {
-        if self.record.stage != Stage::Left {
-            return case.next_action();
-        }
-        // The move is over except for its source, which must not run without a request.
-        match case.source {
-            Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => ResumeAction::AtSource,
-            _ => {
-                let mut alone = *case;
-                alone.destination = None;
-                alone.next_action()
+    /// Returns true if the source's completed migration is known to be that of this move, or if no guest is run because of it.
+    fn is_completion_ours(&self) -> bool {
+        let MoveRecord { stage, guest_plan, source_vcpu_switches, .. } = &self.record;
+        match (*stage, guest_plan.live) {
+            (Stage::Left, _) => true,
+            (_, false) => !guest_plan.run,
+            (_, true) => {
+                source_vcpu_switches.is_some() && *source_vcpu_switches == self.source.vcpu_switches()
             }
         }
     }
@@ -235,6 +247,7 @@ impl Resume {
         self.end_destination_in_shared_memory()?;
         self.source.run().map_err(|not_run| not_run.error)?;
         self.done.push(format!("{} runs the guest", self.record.source));
+        self.plug_in_devices(Side::Source)?;
         if self.destination.is_open() {
             self.done.push(format!(
                 "{} holds an older state of it, paused: end it (`quit`)",
@@ -267,19 +280,23 @@ impl Resume {
         } else {
             "holds the guest, paused, as requested"
         };
+        if placement == Placement::Paused {
+            self.destination.activate_drives()?;
+        }
         let text = format!("{} {state}", self.record.destination);
         if self.done.last() != Some(&text) {
             self.done.push(text);
         }
-        if case.source != Some(SourceStatus::Completed) {
-            if case.source == Some(SourceStatus::Exited) {
-                self.publish_sockets();
-            }
-            return self.finish();
-        }
-        if self.record.guest_plan.quit {
+        let has_source = case.source == Some(SourceStatus::Completed);
+        let quits = has_source && self.record.guest_plan.quit;
+        if quits {
             self.quit(Side::Source)?;
+        }
+        if quits || case.source == Some(SourceStatus::Exited) {
             self.publish_sockets();
+        }
+        self.plug_in_devices(Side::Destination)?;
+        if quits || !has_source {
             return self.finish();
         }
         self.done.push(format!("{} is paused (postmigrate), with an older state of it", self.record.source));
@@ -294,6 +311,15 @@ impl Resume {
             }
         }
         Ok(Resumed { id: self.record.id, done: self.done, undecided: None })
+    }
+
+    /// Plugs in the devices that were detached for the move, in the QEMU that has the guest.
+    fn plug_in_devices(&mut self, side: Side) -> Result<(), Error> {
+        let opened = if side == Side::Source { &mut self.source } else { &mut self.destination };
+        for device in &self.record.devices {
+            self.done.extend(opened.plug_in(device)?);
+        }
+        Ok(())
     }
 
     /// Gives the sockets of an upgraded guest's QEMU the names of those of the old one, which has exited.
@@ -343,3 +369,6 @@ impl Resume {
         Resumed { id: self.record.id, done: self.done, undecided: Some(text) }
     }
 }
+
+#[cfg(test)]
+mod tests;

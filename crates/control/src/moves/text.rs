@@ -125,6 +125,12 @@ pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
             "{source} HAS THE GUEST, and {destination}, which was given everything, MAY RUN IT TOO. Look there now (`query-status`): if it runs there, \
              end one of the two; if not, end that QEMU. Then `towline resume {id} --forget`. TWO GUESTS ON ONE DISK DESTROY IT"
         ),
+        ResumeBlocker::SourceRanOn => format!(
+            "{source} is postmigrate, but not provably by this move: its guest may have run there after {since} and have been sent elsewhere, and would \
+             then be newer than what {destination} holds. Look where it went. If it was: `towline resume {id} --discard{at}`. Only if it neither ran on \
+             nor was sent elsewhere: `towline resume {id} --run-here{at}`. TWO GUESTS ON ONE DISK DESTROY IT",
+            at = at_destination(record)
+        ),
         ResumeBlocker::SourceUnknown => format!(
             "{source} does not reply, or is still migrating: its state is not known. Try again when it replies, or when it has exited"
         ),
@@ -151,6 +157,15 @@ pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
         }
         ResumeBlocker::NotOnThisHost => "that end is on another host, or its QEMU has exited".into(),
         ResumeBlocker::OnlyCopy => "no other QEMU is known to hold the guest".into(),
+    }
+}
+
+/// How a choice names the destination: on its host, or by its end.
+fn at_destination(record: &MoveRecord) -> &'static str {
+    match record.role {
+        Role::Both => "=destination",
+        Role::Source => " on its host",
+        Role::Destination => "",
     }
 }
 

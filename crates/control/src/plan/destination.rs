@@ -68,15 +68,6 @@ pub(super) enum RecoveryState {
     Failed(String),
 }
 
-/// When a QEMU takes the locks of its drives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum DriveLocks {
-    /// As QEMU does by itself: 10.0 and later at `cont`, older ones when they have loaded the guest.
-    AsQemuDoes,
-    /// At `cont`, so that the source can still run the guest from them.
-    WithCont,
-}
-
 /// A QEMU that waits for a guest.
 #[derive(Debug)]
 pub(super) struct QmpDestination {
@@ -86,11 +77,10 @@ pub(super) struct QmpDestination {
     fdset: Option<i64>,
     /// It got `migrate-incoming`, which QEMU accepts once.
     is_incoming_started: bool,
-    /// It has reported that it has loaded the guest.
-    is_loaded: bool,
+    /// Run state of the guest that it has reported to be loaded.
+    loaded: Option<RunState>,
     /// Number of times that `migrate-recover` succeeded.
     recoveries: u32,
-    drive_locks: DriveLocks,
 }
 
 /// Guest at a destination that is rolled back.
@@ -135,9 +125,8 @@ impl QmpDestination {
             dir,
             fdset: None,
             is_incoming_started: false,
-            is_loaded: false,
+            loaded: None,
             recoveries: 0,
-            drive_locks: DriveLocks::AsQemuDoes,
         })
     }
 
@@ -169,11 +158,6 @@ impl QmpDestination {
     /// Attaches the devices.
     pub(super) fn attach_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
         vsocks.attach(&mut self.qemu)
-    }
-
-    /// Has QEMU lock its drives when the guest is started, and not before.
-    pub(super) fn lock_drives_with_cont(&mut self) {
-        self.drive_locks = DriveLocks::WithCont;
     }
 
     /// Ends QEMU, which does not run its guest: it is killed if it does not end by itself.
@@ -231,11 +215,8 @@ impl QmpDestination {
         compression: Compression,
     ) -> Result<(), Error> {
         let known = &self.facts().capabilities;
-        let mut capabilities: BTreeMap<_, _> = disabled_capabilities(known).collect();
+        let mut capabilities: BTreeMap<_, _> = basic_capabilities(known).collect();
         capabilities.insert(Capability::MULTIFD, lanes > 0);
-        if known.contains_key(&Capability::LATE_BLOCK_ACTIVATE) && self.drive_locks == DriveLocks::WithCont {
-            capabilities.insert(Capability::LATE_BLOCK_ACTIVATE, true);
-        }
         if known.contains_key(&Capability::MAPPED_RAM) {
             capabilities.insert(Capability::MAPPED_RAM, mapped_ram);
         }
@@ -276,8 +257,8 @@ impl QmpDestination {
                 Err(Error::DestinationFailed { socket: self.qemu.socket().into(), text })
             }
             _ => {
-                self.is_loaded = status.status != RunState::INMIGRATE;
-                Ok(self.is_loaded)
+                self.loaded = Some(status.status).filter(|state| *state != RunState::INMIGRATE);
+                Ok(self.loaded.is_some())
             }
         }
     }
@@ -325,7 +306,7 @@ impl QmpDestination {
     /// Waits until the guest, all of which was sent, is loaded.
     pub(super) fn wait_loaded(&mut self) -> Result<(), Error> {
         // A loaded guest stays loaded.
-        if self.is_loaded {
+        if self.loaded.is_some() {
             return Ok(());
         }
         let deadline = Instant::now() + LOADED_TIMEOUT;
@@ -346,6 +327,10 @@ impl QmpDestination {
     /// Starts the guest and checks that it runs.
     pub(super) fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
         self.wait_loaded().map_err(|error| self.not_sent(error))?;
+        // `cont` leaves it suspended, and its drives as they are.
+        if self.loaded == Some(RunState::SUSPENDED) {
+            self.qemu.activate_drives().map_err(|error| self.not_sent(error.into()))?;
+        }
         let (mut first, error) = match self.qemu.cont_and_status().map_err(Error::from) {
             Ok(status) => (Some(status), None),
             Err(error) if error_origin::is_timeout(&error) => (None, Some(error)),
@@ -417,6 +402,7 @@ impl QmpDestination {
     /// # Errors
     /// QEMU has exited meanwhile.
     pub(super) fn restore_settings(&mut self) -> Result<Vec<String>, Error> {
+        self.qemu.activate_drives()?;
         let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
         let mut notes: Vec<_> =
             restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect();
@@ -487,7 +473,12 @@ pub(super) fn is_live(status: &Status) -> bool {
     status.running || status.status == RunState::SUSPENDED
 }
 
-/// Unsupported capabilities that this QEMU knows, disabled.
-fn disabled_capabilities(known: &BTreeMap<Capability, bool>) -> impl Iterator<Item = (Capability, bool)> {
-    UNSUPPORTED_CAPABILITIES.into_iter().filter(|name| known.contains_key(name)).map(|name| (name, false))
+/// Capabilities that a destination has whatever it receives, as far as this QEMU knows them.
+fn basic_capabilities(known: &BTreeMap<Capability, bool>) -> impl Iterator<Item = (Capability, bool)> {
+    let off = UNSUPPORTED_CAPABILITIES.into_iter().map(|name| (name, false));
+    // Drives are locked at `cont`, as 10.0 does by itself: before, the source must be able to run the guest from them.
+    off.chain([(Capability::LATE_BLOCK_ACTIVATE, true)]).filter(|(name, _)| known.contains_key(name))
 }
+
+#[cfg(test)]
+mod tests;

@@ -123,6 +123,8 @@ pub enum Error {
     /// Remedy: look at the log of the other towline; `--log info` there has more.
     #[error("the towline at the other end did not report within {:.1} s", waited.as_secs_f64())]
     PeerSilent { waited: Duration },
+    #[error("the towline at the destination could not run the guest: {reason}")]
+    PeerDidNotRun { reason: String },
     #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]
     NotRunning { socket: String, status: String },
     #[error(

@@ -148,9 +148,18 @@ impl Executor<'_> {
             Directive::FinalizeDestination => self.finalize(),
             Directive::CancelMigration => self.with_source(|source| source.cancel_migration()),
             Directive::RestoreSource => self.restore(GuestAction::Leave),
-            Directive::ResumeSource => self.restore(GuestAction::Resume),
+            Directive::ResumeSource => match self.end_in_shared_memory() {
+                Ok(()) => self.restore(GuestAction::Resume),
+                Err(error) => {
+                    self.ends.error.get_or_insert(error);
+                    Input::NotDone
+                }
+            },
+            Directive::ResumeSourceFirst => self.restore(GuestAction::Resume),
             Directive::QuitSource => self.quit(),
             Directive::Record(decision) => self.record(decision),
+            Directive::Retract => self.retract(),
+            Directive::LookAtDestination => Input::Destination(self.ends.destination.query_status()),
             // Directives of the engine. A source that is to be acknowledged unconfirmed has been acknowledged
             // by it.
             Directive::AcknowledgeUnconfirmed
@@ -218,7 +227,12 @@ impl Executor<'_> {
                 (Some(peer), _) if self.ends.switchover.state().awaits_source_outcome() => {
                     peer.receive_outcome()
                 }
-                (_, Some(peer)) => peer.receive_report(),
+                (_, Some(peer)) => {
+                    let report = peer.receive_report();
+                    let reason = peer.not_run.take().map(|reason| Error::PeerDidNotRun { reason });
+                    self.ends.error = self.ends.error.take().or(reason);
+                    report
+                }
                 _ => return Input::PeerLost,
             };
             match found {
@@ -245,11 +259,7 @@ impl Executor<'_> {
             }
             (PeerMessage::NotRun, Some(peer), _) => {
                 let reason = self.ends.error.as_ref().map(Error::to_string).unwrap_or_default();
-                // The source's operator may start it there as soon as this arrives.
-                self.ends
-                    .switchover
-                    .retract()
-                    .and_then(|()| peer.send_report(&FromDestination::NotRun(reason)))
+                peer.send_report(&FromDestination::NotRun(reason))
             }
             _ => Ok(()),
         };
@@ -345,12 +355,6 @@ impl Executor<'_> {
         let end = if self.ends.error.is_some() { CopyEnd::Failed } else { CopyEnd::Complete };
         let is_asleep = self.ends.switchover.state().guest() == GuestRunState::Suspended;
         let action = if is_asleep { GuestAction::Leave } else { requested };
-        if action == GuestAction::Resume
-            && let Err(error) = self.end_in_shared_memory()
-        {
-            self.ends.error.get_or_insert(error);
-            return Input::NotDone;
-        }
         let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
         match source.restore(action, end) {
             Ok(released) => {
@@ -372,18 +376,11 @@ impl Executor<'_> {
     }
 
     /// Ends a destination in the source's memory before that runs the guest: it may have locks of the drives, and running it would
-    /// change the memory. The decision that it is to run the guest is withdrawn first: with it and without this QEMU a later `resume`
+    /// change the memory. The decision that it is to run the guest is withdrawn by then: with it and without this QEMU a later `resume`
     /// would have to assume that the guest has run there.
     fn end_in_shared_memory(&mut self) -> Result<(), Error> {
         if self.ends.switchover.state().request().memory == MemorySharing::Copied {
             return Ok(());
-        }
-        match self.ends.switchover.retract() {
-            Ok(()) => tracing::debug!("withdrew the decision to run the guest in the new QEMU"),
-            // `resume` still finds a guest that runs at its source.
-            Err(error) => {
-                tracing::warn!(%error, "the record of the move still has the guest running in the new QEMU");
-            }
         }
         self.ends.destination.end_in_shared_memory()?;
         tracing::debug!("ended the new QEMU");
@@ -420,6 +417,19 @@ impl Executor<'_> {
             Ok(()) => Input::Recorded,
             Err(error) => {
                 self.ends.error.get_or_insert(error);
+                Input::NotRecorded
+            }
+        }
+    }
+
+    fn retract(&mut self) -> Input {
+        match self.ends.switchover.retract() {
+            Ok(()) => {
+                tracing::debug!("withdrew the decision to run the guest");
+                Input::Recorded
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the record of the move still has the guest running at its destination");
                 Input::NotRecorded
             }
         }
@@ -500,3 +510,6 @@ impl Executor<'_> {
         Failure { error: Box::new(error), guest, notes: self.notes }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -142,6 +142,9 @@ fn unresolved_row(unresolved: Unresolved) -> OutcomeRow {
             "running at its source, where another party resumed it after the copy was complete; the destination holds a copy of it, paused: run only one of them"
         }
         Unresolved::BothPaused => "paused at both ends: resume it (`cont`) at one of them only",
+        Unresolved::NotRetracted => {
+            "paused at both ends, and its record, which could not be changed, has it running at the destination: run it there (`towline resume`), or remove the record first (`towline resume ID --forget`) and resume it at one of them only (`cont`)"
+        }
         Unresolved::StoppedAgain => {
             "at its destination, where it was run and stopped again; its source still holds it as it was before that, paused (postmigrate): run only one of them"
         }
@@ -205,6 +208,7 @@ fn id_of(unresolved: Unresolved) -> &'static str {
         Unresolved::BothMayRun => "both-may-run",
         Unresolved::SourceRunByOthers => "source-run-by-others",
         Unresolved::BothPaused => "both-paused",
+        Unresolved::NotRetracted => "not-retracted",
         Unresolved::StoppedAgain => "stopped-again",
         Unresolved::DestinationLost => "destination-lost",
         Unresolved::DestinationUnknown => "destination-unknown",

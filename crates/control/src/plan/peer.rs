@@ -25,6 +25,8 @@ const INPUT_BYTES: usize = 1024;
 pub(super) struct PeerSession {
     channel: Arc<dyn Channel>,
     input: Vec<u8>,
+    /// Why the destination's towline could not run the guest.
+    pub(super) not_run: Option<String>,
 }
 
 /// Result of receiving a frame.
@@ -40,7 +42,7 @@ pub(super) enum PeerReply<T> {
 impl PeerSession {
     /// A session over this channel, the main one of a migration that has ended.
     pub(super) fn new(channel: Arc<dyn Channel>) -> Self {
-        Self { channel, input: Vec::new() }
+        Self { channel, input: Vec::new(), not_run: None }
     }
 
     /// Sends a frame to the destination's towline.
@@ -81,6 +83,9 @@ impl PeerSession {
                 }
             }
         });
+        if let PeerReply::Frame(FromDestination::NotRun(reason)) = &frame {
+            self.not_run = Some(reason.clone());
+        }
         frame.map(from_wire_report)
     }
 
@@ -154,9 +159,6 @@ fn from_wire_outcome(frame: FromSource) -> PeerMessage {
 fn from_wire_report(frame: FromDestination) -> PeerMessage {
     match frame {
         FromDestination::Placed(placement) => PeerMessage::Placed(placement),
-        FromDestination::NotRun(reason) => {
-            tracing::warn!(reason, "the destination's towline could not run the guest");
-            PeerMessage::NotRun
-        }
+        FromDestination::NotRun(_) => PeerMessage::NotRun,
     }
 }

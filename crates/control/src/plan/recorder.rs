@@ -6,12 +6,11 @@ use towline_protocol::session::MoveId;
 
 use super::context::Context;
 use super::error::Error;
-use crate::journal::RuntimeDirectory;
+use crate::journal::{RuntimeDirectory, UndoRecord};
 use crate::lock::lock;
 use crate::moves::{self, GuestPlan, Id, MoveEnd, MoveRecord, RecordFile, Stage};
-use crate::switchover::{
-    Decision, GuestRunState, Placement, RunRequest, SourceAction, Switchover, SwitchoverOutcome, Unresolved,
-};
+use crate::switchover::{Decision, GuestRunState, Switchover, SwitchoverOutcome, Unresolved};
+use crate::vcpu_threads::VcpuThreads;
 
 /// See the module's text.
 #[derive(Debug, Default)]
@@ -21,23 +20,34 @@ pub(super) struct Recorder(Mutex<State>);
 struct State {
     /// Directory of the records; `None`: nothing is recorded.
     directory: Option<RuntimeDirectory>,
-    ends: Option<(MoveEnd, MoveEnd)>,
+    ends: Option<RecordedEnds>,
     file: Option<RecordFile>,
+}
+
+/// The source in a record of a move.
+#[derive(Clone, Debug)]
+pub(super) struct RecordedSource {
+    pub(super) end: MoveEnd,
+    /// Threads of its vCPUs, if it is driven.
+    pub(super) vcpus: VcpuThreads,
+    /// Devices that were detached from it.
+    pub(super) devices: Vec<UndoRecord>,
+}
+
+/// Both ends of a move.
+#[derive(Clone, Debug)]
+pub(super) struct RecordedEnds {
+    pub(super) source: RecordedSource,
+    pub(super) destination: MoveEnd,
 }
 
 impl Recorder {
     /// Sets the ends of the move. Without a directory nothing is recorded, and the user gets a notice if it
     /// would have been.
-    pub(super) fn begin(
-        &self,
-        source: MoveEnd,
-        destination: MoveEnd,
-        machine: &Switchover,
-        context: &Context<'_>,
-    ) {
+    pub(super) fn begin(&self, ends: RecordedEnds, machine: &Switchover, context: &Context<'_>) {
         let directory = match RuntimeDirectory::open() {
             Ok(directory) => {
-                moves::sweep(&directory, &source);
+                moves::sweep(&directory, &ends.source.end);
                 Some(directory)
             }
             Err(error) if machine.keeps_record() => {
@@ -48,20 +58,25 @@ impl Recorder {
             }
             Err(_) => None,
         };
-        *self.state() = State { directory, ends: Some((source, destination)), file: None };
+        *self.state() = State { directory, ends: Some(ends), file: None };
     }
 
     /// Makes a decision durable.
     pub(super) fn record(&self, id: MoveId, decision: Decision, machine: &Switchover) -> Result<(), Error> {
         let mut state = self.state();
         let stage = Stage::of(decision);
+        // A guest that sleeps may wake up by itself, and one that is stopped does not run after a failed migration either.
+        let runs = machine.guest() == GuestRunState::Running;
+        let switches = state.ends.as_ref().filter(|_| runs).and_then(|ends| ends.source.vcpus.switches());
         if let Some(file) = &mut state.file {
             let mut record = file.record().at_stage(stage);
             record.guest_plan = guest_plan(machine);
+            record.source_vcpu_switches = switches;
             return Ok(file.write(record)?);
         }
         let Some(mut file) = state.file(id, stage, machine) else { return Ok(()) };
-        let record = file.record().clone();
+        let mut record = file.record().clone();
+        record.source_vcpu_switches = switches;
         let written = file.write(record);
         // A record that may exist is removed like any other.
         state.file = Some(file);
@@ -78,18 +93,10 @@ impl Recorder {
     ) -> Option<String> {
         let mut state = self.state();
         let ended = match outcome {
-            SwitchoverOutcome::Unresolved(
-                unresolved @ (Unresolved::BothPaused | Unresolved::UpgradeNotUndone),
-            ) => {
-                if let Err(error) = state.retract() {
-                    tracing::warn!(%error, "the record of the move still has the guest running at its destination");
-                }
-                return state.keep(unresolved, message);
-            }
             SwitchoverOutcome::Unresolved(unresolved) if unresolved.is_open() => {
                 return state.keep(unresolved, message);
             }
-            SwitchoverOutcome::Completed(placement) if leaves_paused_guest(placement, machine) => {
+            SwitchoverOutcome::Completed(placement) if machine.leaves_paused_guest(placement) => {
                 state.leave(id, machine)
             }
             _ => state.file.as_mut().map_or(Ok(()), RecordFile::remove),
@@ -110,18 +117,23 @@ impl Recorder {
 
 impl State {
     fn retract(&mut self) -> Result<(), moves::Error> {
-        match &mut self.file {
-            Some(file) if file.record().stage > Stage::Acknowledge => {
-                let record = file.record().at_stage(Stage::Acknowledge);
-                file.write(record)
-            }
-            _ => Ok(()),
+        let Some(file) = self.file.as_mut().filter(|file| file.record().stage > Stage::Acknowledge) else {
+            return Ok(());
+        };
+        let written = file.write(file.record().at_stage(Stage::Acknowledge));
+        // A full disk still removes it. Without a record nothing is run by it.
+        if let Err(error) = written {
+            file.remove().map_err(|_| error)?;
+            self.file = None;
         }
+        Ok(())
     }
 
     fn file(&self, id: MoveId, stage: Stage, machine: &Switchover) -> Option<RecordFile> {
-        let ((source, destination), directory) = (self.ends.clone()?, self.directory.clone()?);
-        let record = MoveRecord::new(Id::of(id), source, destination, stage, guest_plan(machine));
+        let (ends, directory) = (self.ends.clone()?, self.directory.clone()?);
+        let RecordedEnds { source, destination } = ends;
+        let mut record = MoveRecord::new(Id::of(id), source.end, destination, stage, guest_plan(machine));
+        record.devices = source.devices;
         Some(RecordFile::new(directory, record))
     }
 
@@ -151,12 +163,5 @@ fn guest_plan(machine: &Switchover) -> GuestPlan {
     GuestPlan::of(machine.guest(), request)
 }
 
-/// Returns true if the source stays paused with a guest that was paused before, or that runs elsewhere now.
-fn leaves_paused_guest(placement: Placement, machine: &Switchover) -> bool {
-    let request = machine.request();
-    let is_live = machine.guest() != GuestRunState::Stopped;
-    let runs_there = matches!(placement, Placement::Running | Placement::Loaded)
-        && (is_live || request.run == RunRequest::Run);
-    let stays = request.after != SourceAction::Quit && !machine.has_source_exited();
-    machine.drives_source() && stays && (runs_there || !is_live)
-}
+#[cfg(test)]
+mod tests;

@@ -9,7 +9,6 @@ use towline_protocol::session::{MoveId, ReceiverMode};
 use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
 
 use crate::lock::lock;
-use crate::moves::MoveEnd;
 use crate::switchover::{
     Decision, DestinationKind, Directive, GuestRunState, Input, MemorySharing, RunRequest, SourceAction,
     SourceKind, SourceLink, Switchover, SwitchoverOutcome, SwitchoverRequest,
@@ -17,7 +16,7 @@ use crate::switchover::{
 
 use super::context::Context;
 use super::error::Error;
-use super::recorder::Recorder;
+use super::recorder::{RecordedEnds, Recorder};
 use super::request;
 
 /// See the module's text.
@@ -76,8 +75,8 @@ impl SharedSwitchover {
     }
 
     /// Starts to record the decisions of a move between these ends.
-    pub(super) fn keep_record(&self, source: MoveEnd, destination: MoveEnd, context: &Context<'_>) {
-        self.recorder.begin(source, destination, &self.state(), context);
+    pub(super) fn keep_record(&self, ends: RecordedEnds, context: &Context<'_>) {
+        self.recorder.begin(ends, &self.state(), context);
     }
 
     /// Sets the connection to the source.
@@ -239,3 +238,6 @@ pub(super) fn source_link(state: LinkState) -> SourceLink {
         LinkState::Reset => SourceLink::Reset,
     }
 }
+
+#[cfg(test)]
+mod tests;

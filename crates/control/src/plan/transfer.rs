@@ -8,6 +8,7 @@ use super::executor::{SwitchoverEnds, SwitchoverReport, conclude};
 use super::outcomes::GuestAfterFailure;
 use super::preflight::FactsExtent;
 use super::progress::CopyPhase;
+use super::recorder::RecordedEnds;
 use super::report::{CopyReport, DestinationState};
 use super::shared_switchover::{SharedSwitchover, TransferContext};
 use crate::switchover::Directive;
@@ -71,8 +72,8 @@ fn record(
     switchover: &SharedSwitchover,
     context: &Context<'_>,
 ) {
-    if let Some(end) = source.move_end() {
-        switchover.keep_record(end, to.move_end(), context);
+    if let Some(source) = source.recorded() {
+        switchover.keep_record(RecordedEnds { source, destination: to.move_end() }, context);
     }
     if let Some(link) = source.main_channel() {
         switchover.connected(link);

@@ -160,6 +160,11 @@ impl DetachedVsocks {
         Ok(())
     }
 
+    /// Records of the detached devices.
+    pub(super) fn records(&self) -> Vec<UndoRecord> {
+        self.all[..self.unplugged].iter().map(VsockDevice::record).collect()
+    }
+
     /// Attaches the detached devices, at either end.
     pub(super) fn attach(&self, qemu: &mut Qemu) -> Result<(), Error> {
         for vsock in &self.all[..self.unplugged] {

@@ -17,6 +17,7 @@ use super::image_facts::QemuHardware;
 use super::repaired::RepairReport;
 use crate::journal::{self, Journal, JournalEntry, UndoRecord};
 use crate::process::{Process, ProcessState};
+use crate::vcpu_threads::VcpuThreads;
 
 /// Timeout of a query to which QEMU may not reply for a while.
 const QUERY_TIMEOUT: Duration = Duration::from_millis(500);
@@ -34,6 +35,8 @@ pub struct Qemu {
     /// The facts' settings are current: this process started QEMU and has had its monitor ever since.
     pub(super) has_current_settings: bool,
     pub(super) journal: Option<Journal>,
+    /// The journal has a time at which the migration was in progress.
+    pub(super) has_seen_migration: bool,
     pub(super) repaired: Option<RepairReport>,
 }
 
@@ -107,6 +110,7 @@ impl Qemu {
             image_facts: None,
             has_current_settings: false,
             journal: None,
+            has_seen_migration: false,
             repaired: None,
         })
     }
@@ -247,6 +251,11 @@ impl Qemu {
     #[must_use]
     pub fn process(&self) -> &Process {
         &self.process
+    }
+
+    /// The threads of its vCPUs.
+    pub(crate) fn vcpu_threads(&self) -> VcpuThreads {
+        VcpuThreads::of(&self.process, self.cpus.as_deref().unwrap_or_default())
     }
 
     /// Connects to the monitor's socket again, where another listener may have replaced a proxy that has

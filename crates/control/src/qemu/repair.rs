@@ -20,7 +20,7 @@ use super::facts::IncomingState;
 use super::repaired::RepairReport;
 use super::settings::Change;
 use crate::journal::{
-    ChangedValue, Error as JournalError, Journal, RuntimeDirectory, UndoRecord, now_ms, sweep,
+    ChangedValue, Error as JournalError, Journal, RuntimeDirectory, UndoRecord, monotonic_ms, sweep,
 };
 use crate::private_dirs;
 
@@ -32,8 +32,6 @@ const END_TIMEOUT: Duration = Duration::from_secs(3);
 /// States in which a migration can be cancelled without a doubt about the location of the guest.
 const CANCELLABLE: [MigrationStatus; 3] =
     [MigrationStatus::SETUP, MigrationStatus::ACTIVE, MigrationStatus::PRE_SWITCHOVER];
-/// Maximum difference between the recorded start of a migration and the one that its age implies.
-const START_TOLERANCE_MS: u64 = 5000;
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Result of undoing one change.
@@ -70,6 +68,7 @@ impl Qemu {
     /// [`Error::Qmp`].
     pub fn migrate(&mut self, command: &Migrate) -> Result<(), Error> {
         let entry = self.record(&UndoRecord::migration(&command.uri));
+        self.has_seen_migration = false;
         let accepted = self.client.execute(command);
         if matches!(accepted, Err(qmp::Error::Refusal { .. }))
             && let Some(entry) = entry
@@ -78,6 +77,25 @@ impl Qemu {
         }
         accepted?;
         Ok(())
+    }
+
+    /// Queries the migration; `None` if QEMU does not reply now. Records once that a migration which this process has started was in
+    /// progress after that time: a later towline takes only one that began before for it.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn watch_migration(&mut self) -> Result<Option<MigrationInfo>, Error> {
+        let asked_ms = monotonic_ms();
+        let migration = self.try_query(Self::migration)?;
+        let is_active = migration.as_ref().is_some_and(|found| found.status == Some(MigrationStatus::ACTIVE));
+        if is_active
+            && !std::mem::replace(&mut self.has_seen_migration, true)
+            && let Some(journal) = &self.journal
+            && let Err(error) = journal.migration_seen(asked_ms)
+        {
+            tracing::debug!(%error, "a later towline does not know this migration");
+        }
+        Ok(migration)
     }
 
     /// Removes the records of migrations: QEMU accepts settings only when no migration is in progress.
@@ -101,12 +119,11 @@ impl Qemu {
 
     fn put_back(&mut self, journal: &Journal, owner: i32) -> Result<RepairReport, Error> {
         let records = journal.records();
-        let started = records.iter().filter_map(|(_, record)| match record {
-            UndoRecord::Migration { begun_ms, .. } => Some(*begun_ms),
+        let seen = records.iter().find_map(|(_, record)| match record {
+            UndoRecord::Migration { seen_ms, .. } => *seen_ms,
             _ => None,
         });
-        let started: Vec<u64> = started.collect();
-        let busy = self.wait_until_idle(&started)?;
+        let busy = self.wait_until_idle(seen)?;
         let mut repaired =
             RepairReport { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };
         for (entry, record) in records {
@@ -127,9 +144,9 @@ impl Qemu {
         Ok(repaired)
     }
 
-    /// Waits until no migration is in progress, and cancels one that was started at one of these times. Returns
+    /// Waits until no migration is in progress, and cancels the one that was seen in progress at this time. Returns
     /// the reason if one still is.
-    fn wait_until_idle(&mut self, started: &[u64]) -> Result<Option<String>, Error> {
+    fn wait_until_idle(&mut self, seen_ms: Option<u64>) -> Result<Option<String>, Error> {
         let start = Instant::now();
         let mut cancelled = false;
         loop {
@@ -144,8 +161,8 @@ impl Qemu {
             if self.facts.incoming == IncomingState::Listening {
                 return Ok(Some("it waits for a guest".into()));
             }
-            let is_ours = || started.iter().any(|started| was_started_at(&migration, *started));
-            if !cancelled && CANCELLABLE.contains(&status) && is_ours() && !self.is_completing()? {
+            let is_ours = seen_ms.is_some_and(|seen| began_before(&migration, monotonic_ms(), seen));
+            if !cancelled && CANCELLABLE.contains(&status) && is_ours && !self.is_completing()? {
                 self.client.execute(&MigrateCancel)?;
                 cancelled = true;
             }
@@ -175,6 +192,18 @@ impl Qemu {
             Err(error) if error.is_command_not_found() => Ok(false),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Plugs in a device that a move has detached, in the QEMU that has the guest now; returns what was done, or what is left to do.
+    pub(crate) fn plug_in(&mut self, device: &UndoRecord) -> Result<Vec<String>, Error> {
+        Ok(match (self.undo(device)?, device) {
+            (RecordOutcome::Done(done), _) => done,
+            (RecordOutcome::Left(left), UndoRecord::Device { add, .. }) => {
+                let socket = self.socket();
+                vec![format!("{left}; plug it in at {socket}: `device_add` {}", Value::from(add.clone()))]
+            }
+            (RecordOutcome::Left(left), _) => vec![left],
+        })
     }
 
     /// Undoes one change.
@@ -239,7 +268,7 @@ impl Qemu {
             Err(error) => return Err(error.into()),
         };
         if listed.as_array().into_iter().flatten().any(|entry| entry["name"] == device) {
-            return Ok(RecordOutcome::done(format!("device {device} was not unplugged")));
+            return Ok(RecordOutcome::done(format!("device {device} is plugged in")));
         }
         if self.status()?.status == RunState::POSTMIGRATE {
             return Ok(RecordOutcome::done(format!(
@@ -256,12 +285,12 @@ impl Qemu {
     }
 }
 
-/// Returns true if this migration, which is in progress, is the one that was started then, and not a later one
-/// of another party.
-fn was_started_at(migration: &MigrationInfo, begun_ms: u64) -> bool {
+/// Returns true if this migration, which is in progress and was reported by `now_ms`, began before the other time. A QEMU has one
+/// migration at a time, so that one of another party began after the recorded one had ended.
+fn began_before(migration: &MigrationInfo, now_ms: u64, seen_ms: u64) -> bool {
     // QEMU reports its age once it is set up.
-    let age_ms = migration.total_time.and_then(|age| u64::try_from(age).ok()).unwrap_or_default();
-    now_ms().saturating_sub(age_ms).abs_diff(begun_ms) <= START_TOLERANCE_MS
+    let age_ms = migration.total_time.and_then(|age| u64::try_from(age).ok());
+    age_ms.is_some_and(|age| now_ms + 1 <= seen_ms.saturating_add(age))
 }
 
 impl<T: Clone + PartialEq + fmt::Display> ChangedValue<T> {
@@ -292,5 +321,21 @@ fn name(record: &UndoRecord) -> String {
         UndoRecord::Device { path, .. } => format!("device {path}"),
         UndoRecord::Migration { to, .. } => format!("migration to {to}"),
         UndoRecord::Directory { path, .. } => path.display().to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whole milliseconds of both clocks: a migration may have begun up to one later than its age says.
+    #[test]
+    fn only_a_migration_that_began_before_the_recorded_one_was_seen_is_that_one() {
+        let of_age = |age| MigrationInfo { total_time: age, ..MigrationInfo::default() };
+        let is_ours = |age| began_before(&of_age(Some(age)), 10_000, 9_000);
+        assert!(is_ours(5_000) && is_ours(1_001));
+        assert!(!is_ours(1_000) && !is_ours(999) && !is_ours(0));
+        assert!(!began_before(&of_age(None), 10_000, 9_000), "it is being set up");
+        assert!(!began_before(&of_age(Some(-1)), 10_000, 9_000));
     }
 }

@@ -6,7 +6,7 @@ use super::events::{
     SourceAction, SourceKind, SourceStatus, StartResult,
 };
 use super::fault::SwitchoverBug;
-use super::machine::{Switchover, SwitchoverState};
+use super::machine::{AfterRetraction, Switchover, SwitchoverState};
 use super::outcome::{Placement, SwitchoverOutcome, Unresolved};
 
 impl Switchover {
@@ -31,9 +31,8 @@ impl Switchover {
                 Directive::Send(PeerMessage::Placed(placement))
             }
             Input::Peer(PeerMessage::Placed(placement)) => self.release(placement),
-            Input::Peer(PeerMessage::NotRun) => {
-                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::PeerDidNotRun))
-            }
+            // Its operator may run it at the source now, whose record must not prove that the source is done.
+            Input::Peer(PeerMessage::NotRun) => self.retract(AfterRetraction::EndAsReported),
             _ => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::PeerUnknown)),
         }
     }
@@ -43,7 +42,7 @@ impl Switchover {
             return self.end_unresolved(self.not_known_to_run());
         };
         if self.is_memory_shared() && !self.is_source_gone() && self.has_not_run(started) {
-            return self.restore(true);
+            return self.retract(AfterRetraction::Resume);
         }
         let is_shared = self.is_memory_shared();
         let unresolved = match started {

@@ -130,6 +130,9 @@ pub(crate) enum SourceStatus {
     Completed,
     /// Its migration was complete and the guest has been resumed there since.
     CompletedThenResumed,
+    /// A migration is complete, perhaps a later one of another party: the guest may have run there since. Only a later towline
+    /// finds this.
+    CompletedByOthers,
     /// Its migration failed, was cancelled or never started: it has its guest in the state from before.
     HasGuest,
     /// Its process has exited and cannot run the guest any more.
@@ -252,6 +255,8 @@ pub(crate) enum Directive {
     Abort,
     /// Make this decision durable and report that; do not act on it before.
     Record(Decision),
+    /// Withdraw the decision to run the guest at its destination from the record, and report whether it is.
+    Retract,
     /// Report that it is too late to cancel.
     TooLate,
     /// Acknowledge the source although its destination has not confirmed the guest, so that the source stops
@@ -265,6 +270,8 @@ pub(crate) enum Directive {
     ProbeSourceLink,
     /// Query the destination again.
     QueryDestination,
+    /// Query the destination once, before the guest counts as its source's.
+    LookAtDestination,
     /// Wait for a message of the other towline.
     AwaitPeer,
     /// Start the guest at the destination and check that it runs.
@@ -277,6 +284,8 @@ pub(crate) enum Directive {
     RestoreSource,
     /// Restore the source's settings and resume its guest, which this migration stopped.
     ResumeSource,
+    /// As `ResumeSource`, of a destination in the same memory that is not ended before: the record has it running the guest.
+    ResumeSourceFirst,
     /// End the source's QEMU.
     QuitSource,
     /// End the command.

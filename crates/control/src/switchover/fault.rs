@@ -27,10 +27,22 @@ pub(super) enum SwitchoverBug {
     RevivesSharedSource,
     /// The destination in shared memory is ended before the decision that it runs the guest is withdrawn.
     EndsBeforeRetract,
-    /// A later towline that fails to start the guest in shared memory withdraws the decision, although the guest may have run.
+    /// A later towline that fails to start the guest withdraws the decision, although the guest may have run.
     ResumeTakesRunBack,
     /// The source's towline is sent that the guest does not run, although that was not seen.
     ReportsNotRunUnseen,
+    /// A guest is reported to be paused at both ends although the record still has it running at its destination.
+    ReportsPausedUnretracted,
+    /// The guest counts as its source's without a look at the destination, where another party may run it.
+    OverlooksRunningDestination,
+    /// A destination takes the locks of its drives when it has loaded the guest.
+    LocksWhenLoaded,
+    /// A destination that gets `cont` from another party while it loads runs the guest by itself.
+    RunsAfterLoading,
+    /// A later towline takes any completed migration of the source for that of this move.
+    TakesAnyCompletion,
+    /// A guest that was left paused at its source counts as one that has not run at its destination.
+    LeftHasNotRun,
 }
 
 /// The injected fault, if any.

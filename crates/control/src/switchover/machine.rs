@@ -2,8 +2,8 @@
 
 use super::decision::Decision;
 use super::events::{
-    DestinationKind, Directive, GuestRunState, Input, PeerMessage, RunRequest, SourceKind, SourceLink,
-    SourceStatus, SwitchoverRequest,
+    DestinationKind, Directive, GuestRunState, Input, PeerMessage, RunRequest, SourceAction, SourceKind,
+    SourceLink, SourceStatus, SwitchoverRequest,
 };
 use super::fault::{FaultSwitch, SwitchoverBug};
 use super::outcome::{Placement, SwitchoverOutcome, Unresolved};
@@ -36,15 +36,41 @@ pub(super) enum SwitchoverState {
     Finalizing(Placement),
     /// The source is being restored, resumed or ended.
     Releasing(Placement),
+    /// The destination is looked at, before the source resumes the guest.
+    Looking,
+    /// The decision to run the guest at its destination is withdrawn from the record, before this.
+    Retracting(AfterRetraction),
     /// The source has its guest back; its settings are being restored, and its guest is resumed if this migration stopped it.
-    Restoring {
-        resumes: bool,
-    },
+    Restoring(Restoration),
+    /// The source has its guest; the destination, which was sent everything, is looked at.
+    Confirming,
     /// The other towline is sent that the source has its guest back.
     Withdrawing,
     /// The other towline is sent that the guest does not run here.
     ReportingNotRun(Unresolved),
     Ended(SwitchoverOutcome),
+}
+
+/// What a source gets back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Restoration {
+    /// Its settings: its guest is as it was.
+    Settings,
+    /// Its guest too, which this migration stopped.
+    Guest,
+    /// As `Guest`, with a record that still has the guest running at its destination.
+    GuestUnretracted,
+}
+
+/// What follows a withdrawn decision.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum AfterRetraction {
+    /// The guest stays paused at both ends.
+    End,
+    /// The same, as the destination's towline has reported.
+    EndAsReported,
+    /// The source, which shares its memory, resumes the guest.
+    Resume,
 }
 
 /// The state machine. It is copyable and comparable, so that the model can explore it.
@@ -147,7 +173,10 @@ impl Switchover {
             SwitchoverState::Starting => self.starting(input),
             SwitchoverState::Finalizing(placement) => self.finalizing(input, placement),
             SwitchoverState::Releasing(placement) => self.releasing(input, placement),
-            SwitchoverState::Restoring { resumes } => self.restoring(input, resumes),
+            SwitchoverState::Looking => self.looking(input),
+            SwitchoverState::Retracting(then) => self.retracting(input, then),
+            SwitchoverState::Restoring(restoration) => self.restoring(input, restoration),
+            SwitchoverState::Confirming => self.confirming(input),
             SwitchoverState::Withdrawing => self.withdrawing(),
             SwitchoverState::ReportingNotRun(unresolved) => {
                 Directive::End(SwitchoverOutcome::Unresolved(unresolved))
@@ -161,7 +190,17 @@ impl Switchover {
     }
 
     pub(super) fn is_recording(&self) -> bool {
-        matches!(self.stage, SwitchoverState::Recording(_))
+        matches!(self.stage, SwitchoverState::Recording(_) | SwitchoverState::Retracting(_))
+    }
+
+    /// Returns true if the source of a move that ended like this stays paused with a guest that was paused before, or that runs
+    /// elsewhere now.
+    pub(crate) fn leaves_paused_guest(&self, placement: Placement) -> bool {
+        let is_live = self.guest.is_live();
+        let runs_there = matches!(placement, Placement::Running | Placement::Loaded)
+            && (is_live || self.request.run == RunRequest::Run);
+        let stays = self.request.after != SourceAction::Quit && !self.source_exited;
+        self.drives_source() && stays && (runs_there || !is_live)
     }
 
     /// Returns true if the model has injected this fault; never outside of tests.

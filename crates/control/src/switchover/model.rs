@@ -17,7 +17,9 @@
 //! and, with a destination that runs the guest by itself, an operator who cancels at the source or a towline
 //! that is killed between the last byte and the acknowledgement.
 //!
-//! A towline can be killed at any point, also between a record and the action on it, and its disk can be full.
+//! A towline can be killed at any point, also between a record and the action on it, and its disk can be full, become read-only or lose
+//! the records at any point as well. Another party can send `cont` to the destination, while it loads and later, pause it again, and
+//! send a source's guest elsewhere when no towline watches it.
 //! A later towline then queries each end alone or both, and finishes the move as
 //! [`InterruptedMove`](super::InterruptedMove) decides: by evidence, never by a choice, which is an operator's.
 //!
@@ -186,6 +188,12 @@ fn injected_faults_are_found() {
         SwitchoverBug::RevivesSharedSource,
         SwitchoverBug::EndsBeforeRetract,
         SwitchoverBug::ResumeTakesRunBack,
+        SwitchoverBug::ReportsPausedUnretracted,
+        SwitchoverBug::OverlooksRunningDestination,
+        SwitchoverBug::LocksWhenLoaded,
+        SwitchoverBug::RunsAfterLoading,
+        SwitchoverBug::TakesAnyCompletion,
+        SwitchoverBug::LeftHasNotRun,
     ];
     for fault in faults {
         let one = pairs().into_iter().chain([upgrade()]).map(|request| {

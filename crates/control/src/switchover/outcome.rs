@@ -29,6 +29,8 @@ pub(crate) enum Unresolved {
     SourceRunByOthers,
     /// Paused at both ends: the destination refused to run it.
     BothPaused,
+    /// As `BothPaused`, and the record, which cannot be changed, still has it running at its destination.
+    NotRetracted,
     /// The destination ran it and stopped it again.
     StoppedAgain,
     /// The destination was lost while it was starting the guest. The source holds it, paused.

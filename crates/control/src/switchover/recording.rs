@@ -10,7 +10,7 @@
 use super::decision::Decision;
 use super::events::{DestinationKind, Directive, Input, PeerMessage, SourceKind};
 use super::fault::SwitchoverBug;
-use super::machine::{Switchover, SwitchoverState};
+use super::machine::{AfterRetraction, Restoration, Switchover, SwitchoverState};
 use super::outcome::{SwitchoverOutcome, Unresolved};
 
 impl Switchover {
@@ -39,7 +39,9 @@ impl Switchover {
                 self.stage = SwitchoverState::Transfer;
                 self.undo()
             }
-            (Decision::Complete, _) => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::PeerWaits)),
+            (Decision::Complete | Decision::Left, _) => {
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::PeerWaits))
+            }
             (Decision::Run, _) => self.not_run(),
         }
     }
@@ -59,7 +61,7 @@ impl Switchover {
                 self.stage = SwitchoverState::Reporting;
                 Directive::Send(PeerMessage::Completed(self.request.run))
             }
-            Decision::Run => {
+            Decision::Run | Decision::Left => {
                 self.stage = SwitchoverState::Starting;
                 Directive::RunDestination
             }
@@ -75,7 +77,7 @@ impl Switchover {
     /// The guest is not started at its destination, which holds it. A source that shares its memory gets its guest back.
     fn not_run(&mut self) -> Directive {
         if self.is_memory_shared() && !self.is_source_gone() {
-            return self.restore(true);
+            return self.retract(AfterRetraction::Resume);
         }
         self.end_unresolved(if self.is_source_gone() {
             Unresolved::DestinationOnly
@@ -84,12 +86,47 @@ impl Switchover {
         })
     }
 
-    /// The guest is not in order at its destination. The source's towline is sent a message only if it is
-    /// certain that the guest does not run here; without one it reports that the destination may run it.
+    /// The guest is not in order at its destination. If it is certain that it does not run there, an operator may run it at its source,
+    /// so that the record must not have it running at its destination any more.
     pub(super) fn end_unresolved(&mut self, unresolved: Unresolved) -> Directive {
-        let is_certain =
-            unresolved == Unresolved::BothPaused || self.has_fault(SwitchoverBug::ReportsNotRunUnseen);
-        if self.request.source == SourceKind::Towline && is_certain {
+        match unresolved {
+            Unresolved::BothPaused => self.retract(AfterRetraction::End),
+            _ if self.has_fault(SwitchoverBug::ReportsNotRunUnseen) => self.report_not_run(unresolved),
+            _ => Directive::End(SwitchoverOutcome::Unresolved(unresolved)),
+        }
+    }
+
+    /// Directs the withdrawal of the decision to run the guest at its destination.
+    pub(super) fn retract(&mut self, then: AfterRetraction) -> Directive {
+        if then == AfterRetraction::Resume && self.has_fault(SwitchoverBug::EndsBeforeRetract) {
+            return self.restore(true);
+        }
+        self.stage = SwitchoverState::Retracting(then);
+        if self.keeps_record() { Directive::Retract } else { self.retracting(Input::Recorded, then) }
+    }
+
+    pub(super) fn retracting(&mut self, input: Input, then: AfterRetraction) -> Directive {
+        let is_retracted =
+            input == Input::Recorded || self.has_fault(SwitchoverBug::ReportsPausedUnretracted);
+        match then {
+            AfterRetraction::Resume if input == Input::Recorded || !self.guest.is_live() => {
+                self.restore(true)
+            }
+            AfterRetraction::Resume => self.begin_restoring(Restoration::GuestUnretracted),
+            AfterRetraction::End if is_retracted => self.report_not_run(Unresolved::BothPaused),
+            AfterRetraction::EndAsReported if is_retracted => {
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::PeerDidNotRun))
+            }
+            AfterRetraction::End | AfterRetraction::EndAsReported => {
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::NotRetracted))
+            }
+        }
+    }
+
+    /// The source's towline is sent a message only if it is certain that the guest does not run here; without one it reports that the
+    /// destination may run it.
+    fn report_not_run(&mut self, unresolved: Unresolved) -> Directive {
+        if self.request.source == SourceKind::Towline {
             self.stage = SwitchoverState::ReportingNotRun(unresolved);
             return Directive::Send(PeerMessage::NotRun);
         }

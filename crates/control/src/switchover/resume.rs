@@ -71,6 +71,8 @@ pub(crate) enum ResumeBlocker {
     SourceElsewhere,
     /// The source has exited, and it is not known whether it was done with the guest before.
     SourceLost,
+    /// The source has completed a migration, and may have run the guest, and sent it elsewhere, since the record.
+    SourceRanOn,
     /// The source does not reply or is still migrating.
     SourceUnknown,
     /// The destination does not reply or is still loading.
@@ -123,6 +125,16 @@ impl InterruptedMove {
     /// Derives the next action from the evidence.
     pub(crate) fn next_action(&self) -> ResumeAction {
         match (self.source, self.destination) {
+            // The move is over except for its source, which must not run without a request.
+            (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), destination)
+                if self.decision == Decision::Left =>
+            {
+                match destination {
+                    Some(DestinationStatus::Running) => ResumeAction::NeedsChoice(ResumeBlocker::RunsTwice),
+                    _ => ResumeAction::AtSource,
+                }
+            }
+            (Some(source), _) if self.decision == Decision::Left => self.at_source(source),
             (Some(source), Some(destination)) => self.with_both(source, destination),
             (Some(source), None) => self.at_source(source),
             (None, Some(destination)) => self.at_destination(destination),
@@ -130,16 +142,15 @@ impl InterruptedMove {
         }
     }
 
-    /// The decision that stays recorded after the guest could not be started at its destination. With copied memory an operator
-    /// may start it elsewhere then, so that the record is no longer evidence. A guest that may have run in shared memory has
-    /// changed it: that is never taken back.
+    /// The decision that stays recorded after the guest could not be started at its destination. If that was refused, it is the one of
+    /// before: an operator may start the guest elsewhere, unless it may have run then. What may have run is never taken back.
     pub(crate) fn decision_after(&self, failure: RunFailure) -> Decision {
-        let before = self.decision.min(Decision::Acknowledge);
-        match (self.memory, failure) {
-            (MemorySharing::Shared, _) if self.fault.has(SwitchoverBug::ResumeTakesRunBack) => before,
-            (MemorySharing::Shared, RunFailure::Refused) => self.decision,
-            (MemorySharing::Shared, RunFailure::Unknown) => Decision::Run,
-            (MemorySharing::Copied, _) => before,
+        match failure {
+            _ if self.fault.has(SwitchoverBug::ResumeTakesRunBack) => {
+                self.decision.min(Decision::Acknowledge)
+            }
+            RunFailure::Refused => self.decision,
+            RunFailure::Unknown => Decision::Run,
         }
     }
 
@@ -162,20 +173,21 @@ impl InterruptedMove {
             (SourceStatus::Exited, DestinationStatus::Loaded) => {
                 ResumeAction::NeedsChoice(ResumeBlocker::SourceLost)
             }
-            (SourceStatus::Completed | SourceStatus::Exited, DestinationStatus::Stopped) => {
-                ResumeAction::NeedsChoice(ResumeBlocker::DestinationStopped)
-            }
+            (
+                SourceStatus::Completed | SourceStatus::CompletedByOthers | SourceStatus::Exited,
+                DestinationStatus::Stopped,
+            ) => ResumeAction::NeedsChoice(ResumeBlocker::DestinationStopped),
             (_, DestinationStatus::Unknown | DestinationStatus::Loading) => {
                 ResumeAction::Wait(ResumeBlocker::DestinationUnknown)
             }
-            (SourceStatus::Completed, DestinationStatus::Exited | DestinationStatus::Failed)
-                if self.is_memory_changed() =>
-            {
-                ResumeAction::NeedsChoice(ResumeBlocker::MemoryChanged)
-            }
+            (
+                SourceStatus::Completed | SourceStatus::CompletedByOthers,
+                DestinationStatus::Exited | DestinationStatus::Failed,
+            ) if self.is_memory_changed() => ResumeAction::NeedsChoice(ResumeBlocker::MemoryChanged),
             (SourceStatus::Completed, DestinationStatus::Exited | DestinationStatus::Failed) => {
                 ResumeAction::NeedsChoice(ResumeBlocker::DestinationLost)
             }
+            (SourceStatus::CompletedByOthers, _) => ResumeAction::NeedsChoice(ResumeBlocker::SourceRanOn),
             (SourceStatus::Exited, DestinationStatus::Exited | DestinationStatus::Failed) => {
                 ResumeAction::Gone
             }
@@ -196,6 +208,7 @@ impl InterruptedMove {
             }
             SourceStatus::Completed if waits => ResumeAction::NeedsChoice(ResumeBlocker::DestinationWaits),
             SourceStatus::Completed => ResumeAction::NeedsChoice(ResumeBlocker::DestinationMayRun),
+            SourceStatus::CompletedByOthers => ResumeAction::NeedsChoice(ResumeBlocker::SourceRanOn),
             SourceStatus::Exited => ResumeAction::Gone,
             SourceStatus::Migrating | SourceStatus::Unknown => {
                 ResumeAction::Wait(ResumeBlocker::SourceUnknown)
@@ -232,7 +245,8 @@ impl InterruptedMove {
     /// Returns true if the guest was to be started at the destination: its state there may be newer than the
     /// source's.
     fn may_have_run(&self) -> bool {
-        self.decision == Decision::Run
+        let ran_since = self.decision == Decision::Left && !self.fault.has(SwitchoverBug::LeftHasNotRun);
+        (self.decision == Decision::Run || ran_since)
             && !matches!(self.source, Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed))
     }
 
@@ -264,10 +278,14 @@ impl InterruptedMove {
                 Err(ResumeBlocker::DestinationHasGuest)
             }
             (_, Some(DestinationStatus::Unknown)) => Err(ResumeBlocker::DestinationUnknown),
-            (Some(SourceStatus::Completed), _) if self.is_memory_changed() => {
+            (Some(SourceStatus::Completed | SourceStatus::CompletedByOthers), _)
+                if self.is_memory_changed() =>
+            {
                 Err(ResumeBlocker::MemoryChanged)
             }
-            (Some(SourceStatus::Completed), _) => Ok(ResumeAction::RunSource),
+            (Some(SourceStatus::Completed | SourceStatus::CompletedByOthers), _) => {
+                Ok(ResumeAction::RunSource)
+            }
             (Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed), _) => {
                 Ok(ResumeAction::AtSource)
             }
@@ -302,15 +320,17 @@ impl InterruptedMove {
             (Some(SourceStatus::Unknown | SourceStatus::Migrating), _) => Err(ResumeBlocker::SourceUnknown),
             (_, Some(DestinationStatus::Unknown)) => Err(ResumeBlocker::DestinationUnknown),
             // Nothing can run from it any more.
-            (Some(SourceStatus::Completed), Some(DestinationStatus::Exited | DestinationStatus::Failed))
-                if self.is_memory_changed() =>
-            {
+            (_, Some(DestinationStatus::Exited | DestinationStatus::Failed)) if self.is_memory_changed() => {
                 Ok(ResumeAction::Quit(Side::Source))
             }
             (_, Some(DestinationStatus::Exited | DestinationStatus::Failed | DestinationStatus::Loading)) => {
                 Err(ResumeBlocker::OnlyCopy)
             }
-            (Some(SourceStatus::Completed), _) => Ok(ResumeAction::Quit(Side::Source)),
+            (Some(SourceStatus::Completed), _)
+            | (Some(SourceStatus::CompletedByOthers), Some(DestinationStatus::Running)) => {
+                Ok(ResumeAction::Quit(Side::Source))
+            }
+            (Some(SourceStatus::CompletedByOthers), _) => Err(ResumeBlocker::SourceRanOn),
         }
     }
 

@@ -2,14 +2,14 @@
 
 use super::events::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, SourceStatus};
 use super::fault::SwitchoverBug;
-use super::machine::{Switchover, SwitchoverState};
+use super::machine::{Restoration, Switchover, SwitchoverState};
 use super::outcome::{SwitchoverOutcome, Unresolved};
 
 impl Switchover {
     /// The stream failed before the source was acknowledged: the source has its guest or gets it back.
     pub(super) fn undo(&mut self) -> Directive {
         if self.request.source != SourceKind::Qemu {
-            return Directive::End(SwitchoverOutcome::Safe);
+            return self.confirm();
         }
         self.stage = SwitchoverState::Undoing { cancelled: false };
         Directive::QuerySource
@@ -69,23 +69,73 @@ impl Switchover {
     /// The source keeps its guest. `stopped`: this migration stopped it.
     pub(super) fn restore(&mut self, stopped: bool) -> Directive {
         if self.request.source != SourceKind::Qemu {
-            return Directive::End(SwitchoverOutcome::Safe);
+            return self.confirm();
+        }
+        if stopped && self.guest.is_live() && self.may_be_run_by_others() {
+            self.stage = SwitchoverState::Looking;
+            return Directive::LookAtDestination;
         }
         let resumes = stopped && self.guest.is_live();
-        self.stage = SwitchoverState::Restoring { resumes };
-        if resumes { Directive::ResumeSource } else { Directive::RestoreSource }
+        self.begin_restoring(if resumes { Restoration::Guest } else { Restoration::Settings })
     }
 
-    pub(super) fn restoring(&mut self, input: Input, resumes: bool) -> Directive {
+    pub(super) fn begin_restoring(&mut self, restoration: Restoration) -> Directive {
+        self.stage = SwitchoverState::Restoring(restoration);
+        match restoration {
+            Restoration::Settings => Directive::RestoreSource,
+            Restoration::Guest => Directive::ResumeSource,
+            // Its destination is left: what the record says of it stays true.
+            Restoration::GuestUnretracted => Directive::ResumeSourceFirst,
+        }
+    }
+
+    /// The source is complete and would resume the guest, which another party may have started at its destination.
+    pub(super) fn looking(&mut self, input: Input) -> Directive {
         match input {
-            Input::NotDone if resumes && self.is_memory_shared() => {
+            Input::Destination(DestinationStatus::Running) => self.complete(),
+            _ => self.begin_restoring(Restoration::Guest),
+        }
+    }
+
+    /// Returns true if the destination may hold the whole guest, which another party's `cont` would run. One that shares the source's
+    /// memory is ended first.
+    fn may_be_run_by_others(&self) -> bool {
+        let holds = self.sent && self.request.destination == DestinationKind::Qemu;
+        holds && !self.is_memory_shared() && !self.has_fault(SwitchoverBug::OverlooksRunningDestination)
+    }
+
+    /// The source has its guest. That is the end, unless another party runs it at its destination.
+    fn confirm(&mut self) -> Directive {
+        if !self.may_be_run_by_others() {
+            return Directive::End(SwitchoverOutcome::Safe);
+        }
+        self.stage = SwitchoverState::Confirming;
+        Directive::LookAtDestination
+    }
+
+    pub(super) fn confirming(&mut self, input: Input) -> Directive {
+        Directive::End(match input {
+            Input::Destination(DestinationStatus::Running) => {
+                SwitchoverOutcome::Unresolved(Unresolved::BothMayRun)
+            }
+            _ => SwitchoverOutcome::Safe,
+        })
+    }
+
+    pub(super) fn restoring(&mut self, input: Input, restoration: Restoration) -> Directive {
+        match input {
+            Input::NotDone if restoration == Restoration::GuestUnretracted => {
+                Directive::End(SwitchoverOutcome::Unresolved(Unresolved::NotRetracted))
+            }
+            Input::NotDone if restoration == Restoration::Guest && self.is_memory_shared() => {
                 Directive::End(SwitchoverOutcome::Unresolved(Unresolved::UpgradeNotUndone))
             }
             Input::NotDone => Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceUnknown)),
             Input::Source(SourceStatus::Exited) => {
                 Directive::End(SwitchoverOutcome::Unresolved(Unresolved::SourceExitedSince))
             }
-            _ => Directive::End(SwitchoverOutcome::Safe),
+            _ if restoration != Restoration::Settings => Directive::End(SwitchoverOutcome::Safe),
+            _ => self.confirm(),
         }
     }
 

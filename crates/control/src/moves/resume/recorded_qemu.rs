@@ -7,6 +7,7 @@ use towline_qmp as qmp;
 use towline_qmp::commands::{MigrationStatus, RunState, Status};
 
 use super::super::{Error, MoveEnd, MoveRecord};
+use crate::journal::UndoRecord;
 use crate::qemu::{self, Qemu};
 use crate::switchover::{DestinationStatus, RunFailure, SourceStatus};
 
@@ -117,6 +118,14 @@ impl RecordedQemu {
         Some(view)
     }
 
+    /// How often the threads of its vCPUs have been scheduled, if that is known.
+    pub(super) fn vcpu_switches(&self) -> Option<u64> {
+        match self {
+            Self::Qemu(qemu) => qemu.vcpu_threads().switches(),
+            _ => None,
+        }
+    }
+
     pub(super) fn destination_view(&mut self) -> Option<DestinationStatus> {
         let qemu = match self {
             Self::Qemu(qemu) => qemu,
@@ -172,6 +181,16 @@ impl RecordedQemu {
                 _ => thread::sleep(POLL_INTERVAL),
             }
         }
+    }
+
+    /// Activates the drives of a guest that stays paused here.
+    pub(super) fn activate_drives(&mut self) -> Result<(), Error> {
+        Ok(self.qemu()?.activate_drives()?)
+    }
+
+    /// Plugs in a device that was detached for the move; returns what was done, or what is left to do.
+    pub(super) fn plug_in(&mut self, device: &UndoRecord) -> Result<Vec<String>, Error> {
+        Ok(self.qemu()?.plug_in(device)?)
     }
 
     /// Ends QEMU.

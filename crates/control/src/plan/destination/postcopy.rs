@@ -87,7 +87,7 @@ impl QmpDestination {
         let preempt = requested_pages == RequestedPages::PreemptChannel;
         let known = &self.facts().capabilities;
         let mut settings = MigrationSettings {
-            capabilities: super::disabled_capabilities(known).collect(),
+            capabilities: super::basic_capabilities(known).collect(),
             parameters: MigrationParameters {
                 multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
                 tls_creds: Some(String::new()),

@@ -18,6 +18,7 @@ use super::super::incoming::IncomingStream;
 use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::FactsExtent;
 use super::super::progress::CopyPhase;
+use super::super::recorder::RecordedSource;
 use super::super::report::{DestinationState, SourceState};
 use super::super::send::send;
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
@@ -144,8 +145,8 @@ impl SourceEndpoint for QemuSource {
         self.incoming.moved()
     }
 
-    fn move_end(&self) -> Option<MoveEnd> {
-        Some(self.qemu.move_end())
+    fn recorded(&self) -> Option<RecordedSource> {
+        Some(self.qemu.recorded())
     }
 
     fn main_channel(&self) -> Option<Arc<dyn Channel>> {
@@ -226,9 +227,6 @@ impl QemuDestination {
     /// Sets the memory of the source that this QEMU maps: pages of it are not sent.
     pub(in super::super) fn set_presence(&mut self, presence: Presence) {
         self.presence = Some(presence);
-        if self.memory() == MemorySharing::Shared {
-            self.qemu.lock_drives_with_cont();
-        }
     }
 
     /// The memory that this QEMU already has, because it maps the image.
@@ -318,7 +316,7 @@ impl DestinationEndpoint for QemuDestination {
 
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
         let connections = self.qemu.start(context.lanes, context.options, context.cancel)?;
-        let relay = context.relay(session, connections)?;
+        let relay = Box::new(context.relay(session, connections)?.arriving_paused());
         self.relay = Some(match self.presence.as_ref().filter(|presence| !presence.is_empty()) {
             Some(presence) => RelaySink::Present(presence.sink(relay)),
             None => RelaySink::Whole(relay),

@@ -14,6 +14,7 @@ use super::super::incoming::IncomingStream;
 use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::{FactsExtent, uuid_bytes};
 use super::super::progress::{CopyPhase, Progress};
+use super::super::recorder::RecordedSource;
 use super::super::report::DestinationState;
 use super::super::send::send;
 use super::super::shared_switchover::TransferContext;
@@ -24,6 +25,7 @@ use super::traits::{
 };
 use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, SourceKind};
+use crate::vcpu_threads::VcpuThreads;
 
 /// Timeout of a listener: until a peer connects or the user cancels.
 const LISTEN_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -102,8 +104,9 @@ impl SourceEndpoint for StreamSource {
         self.incoming.moved()
     }
 
-    fn move_end(&self) -> Option<MoveEnd> {
-        self.main_channel().map(|channel| MoveEnd::Peer { address: channel.peer().to_owned() })
+    fn recorded(&self) -> Option<RecordedSource> {
+        let end = MoveEnd::Peer { address: self.main_channel()?.peer().to_owned() };
+        Some(RecordedSource { end, vcpus: VcpuThreads::default(), devices: Vec::new() })
     }
 
     fn main_channel(&self) -> Option<Arc<dyn Channel>> {

@@ -18,6 +18,7 @@ use super::super::destination::{HeldGuest, StartFailure};
 use super::super::error::{Error, Failure};
 use super::super::in_process;
 use super::super::preflight::{self, FactsExtent};
+use super::super::recorder::RecordedSource;
 use super::super::report::{DestinationState, SourceState};
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::super::source::QmpSource;
@@ -58,7 +59,7 @@ pub(in super::super) trait SourceEndpoint {
     fn moved(&self) -> Snapshot;
 
     /// The source in a record of the move; `None` if no record is needed, as for a stored guest.
-    fn move_end(&self) -> Option<MoveEnd> {
+    fn recorded(&self) -> Option<RecordedSource> {
         None
     }
 

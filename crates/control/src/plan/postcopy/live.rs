@@ -10,10 +10,14 @@
 //! ```
 
 use std::path::Path;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::switchover::{DestinationKind, FinalRunState, SourceKind, Unresolved};
+use crate::moves::MoveEnd;
+use crate::switchover::{
+    Decision, DestinationKind, FinalRunState, Placement, SourceKind, SwitchoverOutcome, Unresolved,
+};
 use towline_migration::Snapshot;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus, RamStats};
 
@@ -26,6 +30,7 @@ use super::super::executor::{SwitchoverEnds, conclude};
 use super::super::outcomes::GuestLocation;
 use super::super::preflight::FactsExtent;
 use super::super::progress::CopyPhase;
+use super::super::recorder::RecordedEnds;
 use super::super::report::PostcopyReport;
 use super::super::report::{CopyReport, SourceState};
 use super::super::request::PostcopyOptions;
@@ -33,6 +38,8 @@ use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::{CopyEnd, GuestAction, QmpSource};
 use super::stored::{BREAK_AFTER, RECOVER_TIMEOUT};
 
+/// Time for which a lost monitor of the source is connected to again.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of queries to the QEMUs.
 const QUERY_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -48,6 +55,8 @@ pub(in super::super) fn migrate(
     let mut target = prepare(to, &mut source, context).map_err(Failure::untouched)?;
     context.report_repair(target.qemu());
     let switchover = SharedSwitchover::new(SourceKind::Qemu, DestinationKind::Qemu, context.options);
+    let destination = MoveEnd::qemu(target.qemu().socket(), target.qemu().process());
+    switchover.keep_record(RecordedEnds { source: source.recorded(), destination }, context);
     context.observer.phase(CopyPhase::Connect);
     // It stays paused until the source has switched to postcopy, or completes without it.
     let started = target.start_postcopy(
@@ -59,7 +68,7 @@ pub(in super::super) fn migrate(
     let started = started.and_then(|address| {
         source.start_postcopy(&address, options.requested_pages, context.lanes, context.options)
     });
-    let switched = match started.and_then(|()| switch_over(&mut source, context)) {
+    let switched = match started.and_then(|()| switch_over(&mut source, &switchover, context)) {
         Ok(switched) => switched,
         Err(error) => {
             let error = target.explain(error);
@@ -74,8 +83,17 @@ pub(in super::super) fn migrate(
     let run_state = FinalRunState::running_if(context.options.run().unwrap_or(switched));
     context.observer.phase(CopyPhase::Switchover);
     let (report, moved) = (PostcopyReport::default(), Snapshot::default());
-    let mut live =
-        LivePostcopy { source, target, context, report, moved, run_state, late_cancel_reported: false };
+    let mut live = LivePostcopy {
+        source,
+        target,
+        switchover,
+        context,
+        report,
+        moved,
+        run_state,
+        late_cancel_reported: false,
+        has_switched_over: false,
+    };
     match live.wait_until_completed() {
         Ok(downtime_ms) => live.finish(downtime_ms),
         Err(failure) => Err(failure),
@@ -94,7 +112,11 @@ fn prepare(path: &Path, source: &mut QmpSource, context: &Context<'_>) -> Result
 }
 
 /// Waits for the end of the first pass, and switches to postcopy. Returns true if the guest was live then.
-fn switch_over(source: &mut QmpSource, context: &Context<'_>) -> Result<bool, Error> {
+fn switch_over(
+    source: &mut QmpSource,
+    switchover: &SharedSwitchover,
+    context: &Context<'_>,
+) -> Result<bool, Error> {
     context.observer.phase(CopyPhase::Transfer);
     let (mut cancelled, mut live) = (false, source.was_running);
     loop {
@@ -109,8 +131,12 @@ fn switch_over(source: &mut QmpSource, context: &Context<'_>) -> Result<bool, Er
                 let passed = migration.ram.as_ref().is_some_and(|ram| source.has_passed_once(ram));
                 // A paused guest writes nothing: its first pass is its last, and there is no need to switch.
                 if live && passed && !cancelled && !context.cancel.is_cancelled() {
-                    source.switch_to_postcopy()?;
-                    return Ok(live);
+                    switchover.record(Decision::Run)?;
+                    return match source.switch_to_postcopy() {
+                        Err(error) if error_origin::is_refusal(&error) => Err(error),
+                        // Without a reply it may have been carried out: from here on the guest is the destination's.
+                        Ok(()) | Err(_) => Ok(live),
+                    };
                 }
             }
             _ => {}
@@ -127,12 +153,15 @@ fn switch_over(source: &mut QmpSource, context: &Context<'_>) -> Result<bool, Er
 struct LivePostcopy<'a> {
     source: QmpSource,
     target: QmpDestination,
+    switchover: Arc<SharedSwitchover>,
     context: &'a Context<'a>,
     report: PostcopyReport,
     /// Counters of the source's QEMU.
     moved: Snapshot,
     run_state: FinalRunState,
     late_cancel_reported: bool,
+    /// The source was seen to be done with the guest.
+    has_switched_over: bool,
 }
 
 impl LivePostcopy<'_> {
@@ -140,8 +169,13 @@ impl LivePostcopy<'_> {
     fn wait_until_completed(&mut self) -> Result<Option<u64>, Failure> {
         loop {
             // A missing reply is no evidence about the guest.
-            let Some(migration) = self.source.migration().map_err(|error| self.lost(error))? else {
-                continue;
+            let migration = match self.source.migration() {
+                Ok(Some(migration)) => migration,
+                Ok(None) => continue,
+                Err(error) => {
+                    self.find_source(error)?;
+                    continue;
+                }
             };
             self.context.observer.progress(&self.source.progress);
             self.observe_status(&migration);
@@ -160,7 +194,25 @@ impl LivePostcopy<'_> {
         }
     }
 
+    /// Connects to the source's monitor again: a proxy in front of it may have ended.
+    fn find_source(&mut self, error: Error) -> Result<(), Failure> {
+        let started = Instant::now();
+        while self.source.qemu_mut().reconnect().is_err() {
+            if self.source.has_exited() || started.elapsed() >= RECONNECT_TIMEOUT {
+                return Err(self.lost(error));
+            }
+            thread::sleep(QUERY_INTERVAL);
+        }
+        Ok(())
+    }
+
     fn observe_status(&mut self, migration: &MigrationInfo) {
+        if has_switched_over(migration) && !std::mem::replace(&mut self.has_switched_over, true) {
+            // The guest has stopped there, which the record proves from now on.
+            if let Err(error) = self.switchover.record(Decision::Run) {
+                tracing::warn!(%error, "a later towline cannot prove that the source is done with the guest");
+            }
+        }
         if self.run_state == FinalRunState::Running
             && self.report.running_after.is_none()
             && has_switched_over(migration)
@@ -228,16 +280,20 @@ impl LivePostcopy<'_> {
 
     /// The source reported a failure. It keeps its guest until the destination has all device state.
     fn failed(&mut self, error: Error) -> Failure {
-        self.source.keep_settings();
-        self.target.keep_settings();
-        needs_attention(error, GuestLocation::PostcopyRefused)
+        self.undecided(error, GuestLocation::PostcopyRefused)
     }
 
     /// A monitor, or the connection between the QEMUs, is lost.
     fn lost(&mut self, error: Error) -> Failure {
+        self.undecided(error, GuestLocation::PostcopySplit)
+    }
+
+    fn undecided(&mut self, error: Error, location: GuestLocation) -> Failure {
         self.source.keep_settings();
         self.target.keep_settings();
-        needs_attention(error, GuestLocation::PostcopySplit)
+        let outcome = SwitchoverOutcome::Unresolved(Unresolved::DestinationUnknown);
+        let notes = self.switchover.ended(outcome, location.row().text).into_iter().collect();
+        Failure { notes, ..needs_attention(error, location) }
     }
 
     fn finish(mut self, downtime_ms: Option<u64>) -> Result<CopyReport, Failure> {
@@ -247,10 +303,7 @@ impl LivePostcopy<'_> {
         let finished = finished.and_then(|()| if runs { self.target.ensure_running() } else { Ok(()) });
         let notes = match finished.and_then(|()| self.target.restore_settings()) {
             Ok(notes) => notes,
-            Err(error) => {
-                self.source.keep_settings();
-                return Err(needs_attention(error, GuestLocation::PostcopyArrived));
-            }
+            Err(error) => return Err(self.undecided(error, GuestLocation::PostcopyArrived)),
         };
         notes.iter().for_each(|note| self.context.observer.notice(note));
         if runs && self.report.running_after.is_none() {
@@ -258,6 +311,9 @@ impl LivePostcopy<'_> {
             self.context.observer.phase(CopyPhase::Running);
         }
         let (source, exact_ms) = release_source(&mut self.source, self.context)?;
+        let placement = if runs { Placement::Running } else { Placement::Paused };
+        let notice = self.switchover.ended(SwitchoverOutcome::Completed(placement), "");
+        notice.iter().for_each(|notice| self.context.observer.notice(notice));
         let downtime_ms = exact_ms.or(downtime_ms);
         let report = self.context.build_report(self.moved, source, self.run_state.into());
         Ok(CopyReport { downtime_ms, postcopy: Some(self.report), ..report })

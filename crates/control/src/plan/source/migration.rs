@@ -24,9 +24,7 @@ impl QmpSource {
         if self.queried_at.elapsed() >= QUERY_INTERVAL {
             self.queried_at = Instant::now();
             // A QEMU that is completing does not reply for as long as that takes.
-            let Some(migration) = self.qemu.try_query(|qemu| qemu.migration())? else {
-                return Ok(self.progress);
-            };
+            let Some(migration) = self.qemu.watch_migration()? else { return Ok(self.progress) };
             if migration.status == Some(MigrationStatus::FAILED) {
                 let text = migration.error_desc.unwrap_or_else(|| "QEMU reports no reason".into());
                 return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
@@ -63,11 +61,14 @@ impl QmpSource {
         match of_migration {
             Some(status) if !status.is_idle() => SourceStatus::Migrating,
             Some(done) if *done == MigrationStatus::COMPLETED => {
-                // The guest of a background snapshot keeps running.
-                if status.running && !options.is_snapshot() {
-                    SourceStatus::CompletedThenResumed
-                } else {
+                // The guest of a background snapshot keeps running. Any other has been resumed if it is not as the migration left it,
+                // even if it was stopped again, or sleeps.
+                if status.status == RunState::POSTMIGRATE || options.is_snapshot() {
                     SourceStatus::Completed
+                } else if status.status == RunState::FINISH_MIGRATE {
+                    SourceStatus::Migrating
+                } else {
+                    SourceStatus::CompletedThenResumed
                 }
             }
             // A source that fails late is stopped for a moment before it resumes its guest by itself.

@@ -14,6 +14,7 @@ use super::super::error_origin;
 use super::super::preflight::{FactsExtent, GuestFacts};
 use super::super::private_dir::PrivateDir;
 use super::super::progress::Progress;
+use super::super::recorder::RecordedSource;
 use super::super::request::CopyRequest;
 use super::super::vsock::{self, DetachedVsocks};
 use super::refusals;
@@ -158,8 +159,12 @@ impl QmpSource {
     }
 
     /// The source in a record of the move.
-    pub(in super::super) fn move_end(&self) -> MoveEnd {
-        MoveEnd::qemu(self.qemu.socket(), self.qemu.process())
+    pub(in super::super) fn recorded(&self) -> RecordedSource {
+        RecordedSource {
+            end: MoveEnd::qemu(self.qemu.socket(), self.qemu.process()),
+            vcpus: self.qemu.vcpu_threads(),
+            devices: self.vsocks.records(),
+        }
     }
 
     /// The monitor's socket.

@@ -2,13 +2,32 @@
 
 use super::super::outcome::{Placement, SwitchoverOutcome, Unresolved};
 use super::super::{DestinationKind, MemorySharing, SourceAction, SourceKind};
-use super::world::{Destination, Source, Towline, World};
+use super::world::{Destination, Disk, Source, Towline, World};
 
 /// Checks a world; the error describes the violation.
 pub(super) fn check(world: &World) -> Result<(), String> {
-    let twice = world.runs_at_source() && world.destination == Destination::Running;
+    let runs_elsewhere = world.runs_at_source() || world.source == Source::MovedOn;
+    let twice = runs_elsewhere && world.destination == Destination::Running;
     if twice && !world.operator_ran && !world.window {
         return Err("the guest runs at both ends".into());
+    }
+    if world.aborted {
+        return Err("the source aborted: its destination has the locks of its drives".into());
+    }
+    if world.stale {
+        return Err(
+            "a later towline ran the guest at its destination after it had been reported not to".into()
+        );
+    }
+    // An operator has paused it: it is the newest.
+    let has_newest = world.destination == Destination::Loaded && world.has_run_there;
+    let throws_away = |index: usize| {
+        let drives =
+            world.towlines[index].is_some_and(|towline| towline.request.destination == DestinationKind::Qemu);
+        drives && (world.can_choose_source(index) || world.can_discard_destination(index))
+    };
+    if has_newest && !world.runs_at_source() && (0..world.towlines.len()).any(throws_away) {
+        return Err("a choice throws away the guest that ran at its destination".into());
     }
     let is_shared = world.towlines[0].is_some_and(|towline| towline.request.memory == MemorySharing::Shared);
     if is_shared && world.has_run_there && world.runs_at_source() && !world.operator_ran {
@@ -54,6 +73,7 @@ fn known_to_somebody(world: &World) -> Result<(), String> {
     });
     let stands_still = world.source == Source::Completed && world.destination != Destination::Running;
     let is_said = world.resumed
+        || matches!(world.disk, Disk::Full | Disk::Vanished)
         || towlines().any(|towline| {
             towline.record.is_some()
                 || matches!(
@@ -77,14 +97,28 @@ fn truthful(
     let gone = world.destination == Destination::Exited;
     let right = match outcome {
         SwitchoverOutcome::Completed(Placement::Running) => world.destination == Destination::Running || gone,
-        SwitchoverOutcome::Completed(Placement::Paused) => world.destination == Destination::Loaded || gone,
+        SwitchoverOutcome::Completed(Placement::Paused) => {
+            world.destination == Destination::Loaded || gone || world.operator_ran
+        }
         SwitchoverOutcome::Completed(Placement::Loaded) => {
             matches!(world.destination, Destination::Running | Destination::Loaded) || gone
         }
         SwitchoverOutcome::Completed(Placement::Stored) => world.destination == Destination::Stored,
         // A later exit of the source is not a false report.
         SwitchoverOutcome::Safe if towline.request.source == SourceKind::Qemu => {
-            matches!(world.source, Source::HasGuest | Source::RunAgain | Source::Exited)
+            let has_guest = matches!(
+                world.source,
+                Source::HasGuest | Source::RunAgain | Source::MovedOn | Source::Exited
+            );
+            // It was looked at last, unless the source was resumed after that.
+            let request = towline.request;
+            let is_seen = request.destination == DestinationKind::Qemu
+                && request.memory == MemorySharing::Copied
+                && world.source == Source::HasGuest;
+            has_guest && !(is_seen && world.destination == Destination::Running)
+        }
+        SwitchoverOutcome::Safe if towline.request.destination == DestinationKind::Qemu => {
+            world.destination != Destination::Running
         }
         SwitchoverOutcome::Safe => world.destination != Destination::Running || world.operator_ran,
         SwitchoverOutcome::Unresolved(Unresolved::BothExited) => world.source == Source::Exited && gone,
@@ -95,13 +129,13 @@ fn truthful(
         }
         SwitchoverOutcome::Unresolved(Unresolved::DestinationOnly) => world.source == Source::Exited,
         SwitchoverOutcome::Unresolved(Unresolved::DestinationHolds | Unresolved::Undecided) => {
-            matches!(world.destination, Destination::Loaded) || gone
+            matches!(world.destination, Destination::Loaded) || gone || world.operator_ran
         }
         SwitchoverOutcome::Unresolved(Unresolved::PeerDidNotRun) => {
             !matches!(world.destination, Destination::Running) || world.operator_ran
         }
-        SwitchoverOutcome::Unresolved(Unresolved::BothPaused) => {
-            !matches!(world.destination, Destination::Running)
+        SwitchoverOutcome::Unresolved(Unresolved::BothPaused | Unresolved::NotRetracted) => {
+            !matches!(world.destination, Destination::Running) || world.operator_ran
         }
         SwitchoverOutcome::Unresolved(_) => true,
     };
@@ -120,8 +154,7 @@ fn not_lost(world: &World) -> Result<(), String> {
     if !world.carried.is_live() || world.source == Source::Stored {
         return Ok(());
     }
-    let at_source =
-        matches!(world.source, Source::HasGuest | Source::Completed | Source::RunAgain | Source::Waiting);
+    let at_source = !matches!(world.source, Source::Migrating | Source::Exited | Source::Stored);
     let at_destination =
         matches!(world.destination, Destination::Loaded | Destination::Running | Destination::Stored);
     let dead = world.source == Source::Exited

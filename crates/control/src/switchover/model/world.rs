@@ -4,11 +4,11 @@ mod carry;
 mod resumed;
 mod steps;
 
-use super::super::fault::FaultSwitch;
+use super::super::fault::{FaultSwitch, SwitchoverBug};
 use super::super::{
     Decision, DestinationKind, Directive, GuestRunState, Input, InterruptedMove, MemorySharing, PeerMessage,
     Placement, ResumeAction, RunRequest, SourceAction, SourceKind, SourceLink, Switchover, SwitchoverOutcome,
-    SwitchoverRequest,
+    SwitchoverRequest, Unresolved,
 };
 
 /// The source's QEMU.
@@ -24,6 +24,8 @@ pub(in super::super) enum Source {
     HasGuest,
     /// It had completed, and its guest was resumed.
     RunAgain,
+    /// Its guest ran on, and another party has sent it elsewhere, where it runs.
+    MovedOn,
     Exited,
     /// An image.
     Stored,
@@ -38,6 +40,17 @@ pub(in super::super) enum Destination {
     Stored,
     Failed,
     Exited,
+}
+
+/// The disk with the records.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(in super::super) enum Disk {
+    Writable,
+    /// Nothing can be written; files can be removed.
+    Full,
+    ReadOnly,
+    /// As `Full`, and the records that it had are gone.
+    Vanished,
 }
 
 /// A connection and the messages in flight on it.
@@ -94,8 +107,19 @@ pub(in super::super) struct World {
     pub(in super::super) towlines: [Option<Towline>; 2],
     wires: [Wire; 3],
     mishaps: u8,
-    /// An operator resumed the guest at a completed source.
+    pub(in super::super) disk: Disk,
+    /// Another party sent `cont` to the destination while that loaded.
+    cont_while_loading: bool,
+    /// The destination has the locks of the drives.
+    locks: bool,
+    /// The source aborted, because it got its guest back while the destination had the locks of the drives.
+    pub(in super::super) aborted: bool,
+    /// An operator resumed the guest at a completed source, or at a destination that held it.
     pub(in super::super) operator_ran: bool,
+    /// The former, after a towline had reported that the guest does not run at its destination.
+    may_run_at_source: bool,
+    /// After that a later towline has run the guest at its destination.
+    pub(in super::super) stale: bool,
     /// An operator cancelled at the source, or a towline was killed, after a destination that runs the guest by
     /// itself was sent everything.
     pub(in super::super) window: bool,
@@ -125,6 +149,13 @@ pub(in super::super) enum Step {
     /// A later towline fails to start the guest at its destination.
     ResumeFails(usize, Reply),
     // Mishaps.
+    DiskFails(Disk),
+    /// The directory of the records is gone, and with it the records.
+    DirectoryVanishes,
+    ContWhileLoading,
+    DestinationRunByOperator,
+    DestinationPausedByOperator,
+    SourceMovedOn,
     Cut(usize),
     SourceCancelled,
     SourceStopped,
@@ -133,8 +164,8 @@ pub(in super::super) enum Step {
     DestinationExits,
     Cancel(usize),
     Kill(usize),
-    /// A towline that gives the source its guest back is killed after this many of its actions.
-    KillInRestore(usize, u8),
+    /// A towline that gives the source its guest back is killed when it has ended the destination in the same memory.
+    KillInRestore(usize),
 }
 
 /// Result of carrying out a directive.
@@ -188,7 +219,13 @@ impl World {
             towlines,
             wires: [Wire { all: stored, ..FRESH }, FRESH, FRESH],
             mishaps,
+            disk: Disk::Writable,
+            cont_while_loading: false,
+            locks: false,
+            aborted: false,
             operator_ran: false,
+            may_run_at_source: false,
+            stale: false,
             window: false,
             resumed: false,
             has_run_there: false,
@@ -214,7 +251,7 @@ impl World {
         let wire = self.wires[0];
         match self.source {
             Source::Completed | Source::RunAgain if wire.shut_read => SourceLink::Closed,
-            Source::HasGuest | Source::Exited => SourceLink::Reset,
+            Source::HasGuest | Source::MovedOn | Source::Exited => SourceLink::Reset,
             _ if !wire.open => SourceLink::Reset,
             _ => SourceLink::Open,
         }
@@ -265,17 +302,50 @@ impl World {
         self.destination = match self.last_kind() {
             DestinationKind::Stored => Destination::Stored,
             DestinationKind::Stream if self.carried.is_live() => Destination::Running,
+            DestinationKind::Qemu
+                if self.cont_while_loading && self.has_fault(SwitchoverBug::RunsAfterLoading) =>
+            {
+                Destination::Running
+            }
             _ => Destination::Loaded,
         };
+        self.locks = self.has_fault(SwitchoverBug::LocksWhenLoaded);
+    }
+
+    pub(super) fn has_fault(&self, fault: SwitchoverBug) -> bool {
+        self.towlines[0].is_some_and(|towline| towline.fault.has(fault))
+    }
+
+    /// The source fails to migrate, and has its guest back, with its drives.
+    pub(super) fn regain_guest(&mut self) {
+        let is_held = matches!(self.destination, Destination::Loaded | Destination::Running);
+        self.aborted |= self.locks && is_held && self.source == Source::Waiting;
+        self.source = Source::HasGuest;
     }
 
     fn mishap(&mut self, step: Step) {
         self.spend();
         match step {
             Step::Cut(wire) => self.cut(wire),
+            Step::DiskFails(disk) => self.disk = disk,
+            Step::DirectoryVanishes => {
+                self.disk = Disk::Vanished;
+                self.towlines.iter_mut().flatten().for_each(|towline| towline.record = None);
+            }
+            Step::ContWhileLoading => self.cont_while_loading = true,
+            Step::DestinationRunByOperator => {
+                self.destination = Destination::Running;
+                self.operator_ran = true;
+                self.resumed |= self.has_ended();
+            }
+            Step::DestinationPausedByOperator => {
+                self.destination = Destination::Loaded;
+                self.resumed |= self.has_ended();
+            }
+            Step::SourceMovedOn => self.source = Source::MovedOn,
             Step::SourceCancelled => {
                 self.window |= self.may_run_by_itself();
-                self.source = Source::HasGuest;
+                self.regain_guest();
                 self.wires[0].open = false;
             }
             Step::SourceStopped => self.guest = GuestRunState::Stopped,
@@ -286,6 +356,7 @@ impl World {
             Step::SourceRunAgain => {
                 self.source = Source::RunAgain;
                 self.operator_ran = true;
+                self.may_run_at_source |= self.is_reported_paused() && !self.has_run_there;
             }
             Step::DestinationExits => {
                 self.destination = Destination::Exited;
@@ -294,8 +365,8 @@ impl World {
             }
             Step::Cancel(index) => self.cancel(index),
             Step::Kill(index) => self.kill(index),
-            Step::KillInRestore(index, actions) => {
-                self.end_destination(index, actions);
+            Step::KillInRestore(index) => {
+                self.end_for_source();
                 self.kill(index);
             }
             _ => unreachable!("no mishap"),
@@ -318,8 +389,19 @@ impl World {
         self.wires[wire].open = false;
         if wire == 0 && matches!(self.source, Source::Migrating | Source::Waiting) {
             self.window |= self.may_run_by_itself();
-            self.source = Source::HasGuest;
+            self.regain_guest();
         }
+    }
+
+    /// Returns true if a towline has ended.
+    fn has_ended(&self) -> bool {
+        self.towlines.iter().flatten().any(|towline| towline.outcome.is_some())
+    }
+
+    /// Returns true if a towline has reported that the guest does not run at its destination, so that it may be run at its source.
+    fn is_reported_paused(&self) -> bool {
+        let paused = [Unresolved::BothPaused, Unresolved::PeerDidNotRun].map(SwitchoverOutcome::Unresolved);
+        self.towlines.iter().flatten().any(|towline| towline.outcome.is_some_and(|end| paused.contains(&end)))
     }
 
     fn towline(&mut self, index: usize) -> &mut Towline {
@@ -395,13 +477,24 @@ impl World {
         match directive {
             Directive::End(outcome) => {
                 (towline.todo, towline.outcome) = (None, Some(outcome));
-                if !matches!(outcome, SwitchoverOutcome::Unresolved(held) if held.is_open()) {
-                    towline.record = None;
-                }
+                self.end_record(index, outcome);
                 // It closes its connections when it ends.
                 self.cut_behind(index);
             }
             directive => towline.todo = Some(directive),
+        }
+    }
+
+    /// The record at the end of the command.
+    fn end_record(&mut self, index: usize, outcome: SwitchoverOutcome) {
+        let disk = self.disk;
+        let towline = self.towline(index);
+        let leaves = matches!(outcome, SwitchoverOutcome::Completed(placement) if towline.machine.leaves_paused_guest(placement));
+        match outcome {
+            SwitchoverOutcome::Unresolved(held) if held.is_open() => {}
+            _ if leaves && disk == Disk::Writable => towline.record = Some(Decision::Left),
+            _ if leaves || disk == Disk::ReadOnly => {}
+            _ => towline.record = None,
         }
     }
 
@@ -436,7 +529,7 @@ impl World {
         match self.source {
             Source::Migrating | Source::HasGuest => self.guest.is_live(),
             Source::RunAgain => true,
-            Source::Waiting | Source::Completed | Source::Exited | Source::Stored => false,
+            Source::Waiting | Source::Completed | Source::MovedOn | Source::Exited | Source::Stored => false,
         }
     }
 

@@ -4,11 +4,8 @@ use super::super::super::{
     Decision, DestinationStatus, Directive, Input, MemorySharing, PeerMessage, SourceKind, SourceStatus,
     StartResult,
 };
-use super::{Destination, Reply, Source, World};
+use super::{Destination, Disk, Reply, Source, World};
 use crate::switchover::fault::SwitchoverBug;
-
-/// Actions before a source gets its guest back in shared memory.
-pub(super) const RESTORE_ACTIONS: u8 = 2;
 
 impl World {
     pub(super) fn carried_out(&mut self, index: usize, directive: Directive, reply: Reply) -> Input {
@@ -18,16 +15,20 @@ impl World {
         let done = if reply == Reply::True { Input::Done } else { Input::NotDone };
         match directive {
             Directive::Record(decision) => {
-                if reply != Reply::Refused {
-                    self.towline(index).record = Some(decision);
+                if self.disk != Disk::Writable {
+                    return Input::NotRecorded;
                 }
+                self.towline(index).record = Some(decision);
                 // The source's connection is probed once more before the last bytes are sent.
                 let is_open = decision != Decision::Commit || self.wires[index].open;
                 if reply == Reply::True && is_open { Input::Recorded } else { Input::NotRecorded }
             }
             Directive::QuerySource => Input::Source(self.source_view()),
             Directive::ProbeSourceLink => Input::SourceLink(self.link()),
-            Directive::QueryDestination => Input::Destination(self.destination_view()),
+            Directive::Retract => self.retract(index),
+            Directive::QueryDestination | Directive::LookAtDestination => {
+                Input::Destination(self.destination_view())
+            }
             Directive::AwaitPeer => self.await_peer_message(index),
             Directive::RunDestination => self.run(reply),
             Directive::AcknowledgeUnconfirmed => {
@@ -37,7 +38,7 @@ impl World {
             Directive::Send(message) => self.send(index, message),
             Directive::CancelMigration => {
                 if matches!(self.source, Source::Migrating | Source::Waiting) && reply == Reply::True {
-                    self.source = Source::HasGuest;
+                    self.regain_guest();
                 }
                 Input::Done
             }
@@ -46,7 +47,10 @@ impl World {
             {
                 Input::Destination(DestinationStatus::Exited)
             }
-            Directive::RestoreSource | Directive::ResumeSource | Directive::QuitSource
+            Directive::RestoreSource
+            | Directive::ResumeSource
+            | Directive::ResumeSourceFirst
+            | Directive::QuitSource
                 if self.source == Source::Exited =>
             {
                 match (directive, reply) {
@@ -55,9 +59,11 @@ impl World {
                     _ => Input::NotDone,
                 }
             }
-            Directive::ResumeSource if reply == Reply::True => {
-                if self.towline(index).request.memory == MemorySharing::Shared {
-                    self.end_destination(index, RESTORE_ACTIONS);
+            Directive::ResumeSource | Directive::ResumeSourceFirst if reply == Reply::True => {
+                if self.towline(index).request.memory == MemorySharing::Shared
+                    && directive == Directive::ResumeSource
+                {
+                    self.end_for_source();
                 }
                 if self.source == Source::Completed {
                     self.source = Source::RunAgain;
@@ -93,6 +99,8 @@ impl World {
         match self.source {
             Source::Migrating | Source::Waiting => SourceStatus::Migrating,
             Source::Completed => SourceStatus::Completed,
+            Source::MovedOn if self.has_fault(SwitchoverBug::TakesAnyCompletion) => SourceStatus::Completed,
+            Source::MovedOn => SourceStatus::CompletedByOthers,
             Source::RunAgain => SourceStatus::CompletedThenResumed,
             Source::HasGuest => SourceStatus::HasGuest,
             Source::Exited => SourceStatus::Exited,
@@ -110,23 +118,23 @@ impl World {
         }
     }
 
-    /// Before a source is resumed, its destination in the same memory was not to run the guest, and is ended: the first `actions` of
-    /// these.
-    pub(super) fn end_destination(&mut self, index: usize, actions: u8) {
-        let ends_first = self.towline(index).fault.has(SwitchoverBug::EndsBeforeRetract);
-        let mut steps = [Self::retract, Self::end_for_source];
-        if ends_first {
-            steps.reverse();
-        }
-        steps.iter().take(usize::from(actions)).for_each(|step| step(self, index));
-    }
-
-    fn retract(&mut self, index: usize) {
+    /// Without room for another record the former one is removed.
+    fn retract(&mut self, index: usize) -> Input {
+        let disk = self.disk;
         let towline = self.towline(index);
-        towline.record = towline.record.map(|decision| decision.min(Decision::Acknowledge));
+        if towline.record <= Some(Decision::Acknowledge) {
+            return Input::Recorded;
+        }
+        match disk {
+            Disk::Writable => towline.record = Some(Decision::Acknowledge),
+            Disk::Full | Disk::Vanished => towline.record = None,
+            Disk::ReadOnly => return Input::NotRecorded,
+        }
+        Input::Recorded
     }
 
-    fn end_for_source(&mut self, _index: usize) {
+    /// Before a source is resumed, its destination in the same memory is ended.
+    pub(super) fn end_for_source(&mut self) {
         self.ended_for_source = true;
         self.destination = Destination::Exited;
         let last = self.last_wire();
@@ -143,10 +151,6 @@ impl World {
     }
 
     fn send(&mut self, index: usize, message: PeerMessage) -> Input {
-        if message == PeerMessage::NotRun {
-            // The source's operator may act on this message, so the record is no longer evidence for this end.
-            self.retract(index);
-        }
         let (wire, is_down) = match message {
             PeerMessage::Completed(_) | PeerMessage::Aborted => (index + 1, true),
             PeerMessage::Placed(_) | PeerMessage::NotRun => (index, false),

@@ -2,7 +2,7 @@
 
 use super::super::super::{Choice, RunFailure, Side};
 use super::{
-    Decision, Destination, InterruptedMove, Placement, Reply, ResumeAction, Source, SourceKind, World,
+    Decision, Destination, Disk, InterruptedMove, Placement, Reply, ResumeAction, Source, SourceKind, World,
 };
 use crate::switchover::{DestinationKind, FinalRunState};
 
@@ -52,8 +52,16 @@ impl World {
         let finish = case.next_action();
         self.resumed |= !matches!(finish, ResumeAction::Wait(_) | ResumeAction::NeedsChoice(_));
         match finish {
+            // Recorded before it is done.
+            ResumeAction::RunDestination if self.disk != Disk::Writable => {}
             ResumeAction::RunDestination => {
-                self.towline(index).record = Some(Decision::Run);
+                self.stale |= self.may_run_at_source;
+                let both = case.source.is_some() && case.destination.is_some();
+                for (at, towline) in self.towlines.iter_mut().flatten().enumerate() {
+                    if towline.record.is_some() && (both || at == index) {
+                        towline.record = Some(Decision::Run);
+                    }
+                }
                 self.has_run_there = true;
                 self.destination = Destination::Running;
             }
@@ -97,13 +105,23 @@ impl World {
 
     /// Returns true if a later towline would start the guest at its source if an operator chose that.
     pub(in super::super) fn can_choose_source(&self, index: usize) -> bool {
-        self.is_left(index)
-            && self.record(index).is_some()
-            && self.case(index).apply(Choice::Run(Side::Source)) == Ok(ResumeAction::RunSource)
+        self.follows(index, Choice::Run(Side::Source), ResumeAction::RunSource)
+    }
+
+    /// Returns true if a later towline would end the destination's QEMU if an operator chose that.
+    pub(in super::super) fn can_discard_destination(&self, index: usize) -> bool {
+        self.follows(index, Choice::Discard(Side::Destination), ResumeAction::Quit(Side::Destination))
+    }
+
+    fn follows(&self, index: usize, choice: Choice, action: ResumeAction) -> bool {
+        self.is_left(index) && self.record(index).is_some() && self.case(index).apply(choice) == Ok(action)
     }
 
     /// The move is finished as far as this towline sees it; with both ends, for both.
     fn forget(&mut self, index: usize, case: InterruptedMove) {
+        if self.disk == Disk::ReadOnly {
+            return;
+        }
         let both = case.source.is_some() && case.destination.is_some();
         for (at, towline) in self.towlines.iter_mut().enumerate() {
             if let Some(towline) = towline

@@ -1,8 +1,7 @@
 //! Steps that are possible in a world.
 
 use super::super::super::{DestinationKind, Directive, MemorySharing, SourceKind, SourceLink};
-use super::carry::RESTORE_ACTIONS;
-use super::{Destination, Engine, Reply, ResumeAction, Source, Step, World};
+use super::{Destination, Disk, Engine, Reply, ResumeAction, Source, Step, World};
 
 impl World {
     /// All steps that are possible now.
@@ -39,14 +38,13 @@ impl World {
             add(self.mishaps > 0, Step::Kill(index));
             let is_shared = towline.request.memory == MemorySharing::Shared;
             let restores = is_shared && towline.todo == Some(Directive::ResumeSource) && self.mishaps > 0;
-            for actions in 1..=RESTORE_ACTIONS {
-                add(restores, Step::KillInRestore(index, actions));
-            }
+            add(restores, Step::KillInRestore(index));
         }
         for index in 0..self.count() {
             add(self.is_left(index) && self.record(index).is_some(), Step::Resume(index));
         }
-        for index in (0..self.count()).filter(|&index| self.mishaps > 0 && self.is_left(index)) {
+        let can_record = self.mishaps > 0 && self.disk == Disk::Writable;
+        for index in (0..self.count()).filter(|&index| can_record && self.is_left(index)) {
             let is_started = |_| self.case(index).next_action() == ResumeAction::RunDestination;
             if self.record(index).is_some_and(is_started) {
                 for reply in [Reply::Refused, Reply::Silent, Reply::Unanswered, Reply::Crashed] {
@@ -65,6 +63,21 @@ impl World {
             add(self.source == Source::Migrating && self.guest.is_live(), Step::SourceStopped);
             add(!matches!(self.source, Source::Exited | Source::Stored), Step::SourceExits);
             add(self.source == Source::Completed, Step::SourceRunAgain);
+            // While its towline watches it, its migration is that of the move.
+            let is_left = self.is_over() && matches!(self.source, Source::HasGuest | Source::RunAgain);
+            add(is_left && self.runs_at_source(), Step::SourceMovedOn);
+            let is_held = self.last_kind() == DestinationKind::Qemu;
+            let may_loop = is_held && self.destination == Destination::Loading && !self.cont_while_loading;
+            add(may_loop, Step::ContWhileLoading);
+            add(is_held && self.destination == Destination::Loaded, Step::DestinationRunByOperator);
+            let runs = self.destination == Destination::Running && self.is_over();
+            add(is_held && runs, Step::DestinationPausedByOperator);
+            // Later only a towline that resumes the move would write.
+            let writes = self.disk == Disk::Writable && !self.is_over();
+            add(writes, Step::DiskFails(Disk::Full));
+            add(writes, Step::DiskFails(Disk::ReadOnly));
+            let has_record = self.towlines.iter().flatten().any(|towline| towline.record.is_some());
+            add(has_record, Step::DirectoryVanishes);
             let qemu = self.last_kind() != DestinationKind::Stored;
             add(qemu && self.destination != Destination::Exited, Step::DestinationExits);
         }
@@ -109,13 +122,12 @@ impl World {
                 (mishap, Reply::Unanswered),
                 (mishap, Reply::Crashed),
             ]),
-            // A full disk; and a record that exists but is not known to.
-            Directive::Record(_) => {
-                with(&[(true, Reply::True), (mishap, Reply::Refused), (mishap, Reply::Unanswered)])
-            }
+            // A record that exists but is not known to. `World::disk` decides whether it can exist.
+            Directive::Record(_) => with(&[(true, Reply::True), (mishap, Reply::Unanswered)]),
             Directive::FinalizeDestination
             | Directive::RestoreSource
             | Directive::ResumeSource
+            | Directive::ResumeSourceFirst
             | Directive::QuitSource
             | Directive::CancelMigration => with(&[(true, Reply::True), (mishap, Reply::Silent)]),
             _ => vec![Reply::True],

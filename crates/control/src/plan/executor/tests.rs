@@ -1,0 +1,175 @@
+use towline_channel::{Address, Cancel};
+use towline_migration::Sink;
+
+use super::super::endpoint::DestinationEndpoint;
+use super::super::fake_qemu::FakeQemu;
+use super::super::progress::Observer;
+use super::super::request::{CopyRequest, RequestedPages, Task, TransferOptions};
+use super::*;
+use crate::moves::MoveEnd;
+use crate::switchover::{DestinationKind, GuestRunState, SourceKind};
+
+struct Silent;
+
+impl Observer for Silent {}
+
+/// A destination that replies as it was told, and keeps what was done.
+struct Destination {
+    status: DestinationStatus,
+    started: Option<StartResult>,
+    done: Vec<&'static str>,
+}
+
+impl DestinationEndpoint for Destination {
+    fn kind(&self) -> DestinationKind {
+        DestinationKind::Qemu
+    }
+
+    fn move_end(&self) -> MoveEnd {
+        MoveEnd::Stored
+    }
+
+    fn sink(&self) -> &dyn Sink {
+        unreachable!("nothing is sent")
+    }
+
+    fn query_status(&mut self) -> DestinationStatus {
+        self.status
+    }
+
+    fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
+        self.done.push("cont");
+        match self.started.expect("it is not to be started") {
+            StartResult::Live => Ok(StartResult::Live),
+            started => Err(StartFailure { started, error: Box::new(Error::Cancelled) }),
+        }
+    }
+
+    fn end_in_shared_memory(&mut self) -> Result<(), Error> {
+        self.done.push("end");
+        Ok(())
+    }
+
+    fn stored_state(&self) -> DestinationState {
+        unreachable!("it is not stored")
+    }
+}
+
+/// A source in these states, which has sent its guest, and the end of the command from there.
+struct Case {
+    source: FakeQemu,
+    destination: Destination,
+    memory: MemorySharing,
+}
+
+impl Case {
+    fn new(status: DestinationStatus, started: Option<StartResult>) -> Self {
+        let source = FakeQemu::start("running");
+        let destination = Destination { status, started, done: Vec::new() };
+        Self { source, destination, memory: MemorySharing::Copied }
+    }
+
+    fn conclude(
+        &mut self,
+        source: (&'static str, &'static str),
+        is_delivered: bool,
+    ) -> Result<SwitchoverReport, Failure> {
+        let transfer = TransferOptions::default();
+        let options = CopyRequest::new(Task::Copy { transfer, run: None, resume: false, base: None });
+        let mut qemu = QmpSource::prepare(&self.source.path(), &options).unwrap();
+        let nowhere = Address::Unix("/nowhere".into());
+        qemu.start_postcopy(&nowhere, RequestedPages::MainChannel, 0, &options).unwrap();
+        (self.source.script().status, self.source.script().migration) = (source.0, Some(source.1));
+        let (kinds, cancel) = ((SourceKind::Qemu, DestinationKind::Qemu), Cancel::new().unwrap());
+        let switchover = SharedSwitchover::with_memory(kinds.0, kinds.1, self.memory, &options);
+        let guest = GuestRunState::Running;
+        assert_eq!(switchover.handle(Input::CommitRequested(guest)), Directive::Proceed);
+        let (first, error) = if is_delivered {
+            let input = Input::AcknowledgeRequested { guest, source: SourceLink::Open };
+            assert_eq!(switchover.handle(input), Directive::Record(Decision::Acknowledge));
+            assert_eq!(switchover.handle(Input::Recorded), Directive::Proceed);
+            (switchover.handle(Input::Delivered), None)
+        } else {
+            (switchover.failed(&Error::Cancelled), Some(Error::Cancelled))
+        };
+        let context = &Context::new(&options, 0, &cancel, &Silent);
+        let (source, destination) = (SourceControl::Qemu(&mut qemu), &mut self.destination);
+        conclude(SwitchoverEnds { switchover: &switchover, source, destination, context, error }, first)
+    }
+
+    fn outcome(&mut self, source: (&'static str, &'static str), is_delivered: bool) -> &'static str {
+        let failure = self.conclude(source, is_delivered).unwrap_err();
+        failure.guest.row(SourceCategory::Qemu).id
+    }
+
+    /// Commands to the source after its migration.
+    fn source_commands(&self) -> Vec<String> {
+        let commands = self.source.commands();
+        let at = commands.iter().position(|command| command == "migrate").unwrap();
+        commands[at + 1..].iter().filter(|command| !command.starts_with("migrate-set")).cloned().collect()
+    }
+}
+
+#[test]
+fn a_guest_runs_at_its_destination_when_its_source_is_complete() {
+    let mut case = Case::new(DestinationStatus::Loaded, Some(StartResult::Live));
+    let report = case.conclude(("postmigrate", "completed"), true).unwrap();
+    assert_eq!((report.destination, report.source), (DestinationState::Running, SourceState::Paused));
+    assert_eq!(case.destination.done, ["cont"]);
+    assert_eq!(case.source_commands(), [""; 0]);
+}
+
+/// An operator resumed it there: as it runs, is stopped again, or sleeps.
+#[test]
+fn a_guest_that_was_resumed_at_its_source_is_not_started_elsewhere() {
+    for status in ["running", "paused", "suspended"] {
+        let mut case = Case::new(DestinationStatus::Loaded, None);
+        assert_eq!(case.outcome((status, "completed"), true), "source-run-by-others", "{status}");
+        assert_eq!(case.destination.done, [""; 0]);
+    }
+}
+
+#[test]
+fn a_failed_copy_leaves_the_guest_at_its_source_unless_another_party_runs_it_elsewhere() {
+    for (status, expected) in [
+        (DestinationStatus::Loaded, "at-source"),
+        (DestinationStatus::Failed, "at-source"),
+        (DestinationStatus::Exited, "at-source"),
+        (DestinationStatus::Unknown, "at-source"),
+        (DestinationStatus::Running, "both-may-run"),
+    ] {
+        let mut case = Case::new(status, None);
+        assert_eq!(case.outcome(("running", "failed"), false), expected, "{status:?}");
+        assert_eq!((case.destination.done.len(), case.source_commands().len()), (0, 0));
+    }
+}
+
+#[test]
+fn a_source_that_does_not_fail_by_itself_is_cancelled() {
+    let mut case = Case::new(DestinationStatus::Loaded, None);
+    assert_eq!(case.outcome(("running", "active"), false), "at-source");
+    assert_eq!(case.source_commands(), ["migrate_cancel"]);
+}
+
+#[test]
+fn a_refused_start_is_undone_only_in_shared_memory() {
+    let mut case = Case::new(DestinationStatus::Loaded, Some(StartResult::Refused));
+    assert_eq!(case.outcome(("postmigrate", "completed"), true), "both-paused");
+    assert_eq!((&case.destination.done[..], case.source_commands().len()), (&["cont"][..], 0));
+    let mut case = Case::new(DestinationStatus::Loaded, Some(StartResult::Refused));
+    case.memory = MemorySharing::Shared;
+    assert_eq!(case.outcome(("postmigrate", "completed"), true), "at-source");
+    // It is ended before.
+    assert_eq!(
+        (&case.destination.done[..], case.source_commands()),
+        (&["cont", "end"][..], vec!["cont".to_owned()])
+    );
+    for (started, expected) in
+        [(StartResult::Unknown, "upgraded-unknown"), (StartResult::StoppedAgain, "upgraded-stopped")]
+    {
+        let mut case = Case::new(DestinationStatus::Loaded, Some(started));
+        case.memory = MemorySharing::Shared;
+        assert_eq!(case.outcome(("postmigrate", "completed"), true), expected);
+        assert_eq!((&case.destination.done[..], case.source_commands().len()), (&["cont"][..], 0));
+    }
+}

@@ -1,0 +1,61 @@
+use towline_channel::UnixChannel;
+
+use super::super::request::{CopyRequest, Task, TransferOptions};
+use super::*;
+
+fn switchover(destination: DestinationKind) -> (Arc<SharedSwitchover>, UnixChannel) {
+    let transfer = TransferOptions::default();
+    let options = CopyRequest::new(Task::Copy { transfer, run: None, resume: false, base: None });
+    let switchover = SharedSwitchover::new(SourceKind::Qemu, destination, &options);
+    let (here, there) = UnixChannel::pair().unwrap();
+    switchover.connected(Arc::new(here));
+    (switchover, there)
+}
+
+/// It has its guest back, so that a destination that runs the guest by itself must not get the rest.
+#[test]
+fn a_source_that_has_disconnected_ends_the_stream_before_the_last_bytes() {
+    let (switchover, source) = switchover(DestinationKind::Stream);
+    assert!(switchover.confirms_loading());
+    drop(source);
+    assert_eq!(switchover.commit(Some("running")), Commit::Refused);
+    let (switchover, _source) = super::tests::switchover(DestinationKind::Stream);
+    assert_eq!(switchover.commit(Some("running")), Commit::Final);
+    assert!(!switchover.cancel(), "it is too late");
+    assert!(switchover.must_acknowledge_after(&EngineError::Cancelled));
+}
+
+#[test]
+fn a_destination_that_waits_can_be_given_up_until_its_source_is_acknowledged() {
+    let (switchover, _source) = switchover(DestinationKind::Qemu);
+    assert!(!switchover.confirms_loading());
+    assert_eq!(switchover.commit(Some("suspended")), Commit::Reversible);
+    assert_eq!(switchover.state().guest(), GuestRunState::Suspended);
+    assert!(switchover.cancel());
+    assert!(!switchover.acknowledge(Some("running"), LinkState::Open), "it is cancelled");
+    let (switchover, _source) = super::tests::switchover(DestinationKind::Qemu);
+    assert_eq!(switchover.commit(Some("running")), Commit::Reversible);
+    assert!(switchover.acknowledge(Some("running"), LinkState::Open));
+    assert!(!switchover.cancel(), "it is too late");
+}
+
+/// Its towline reports the outcome: until then a connection that is gone is a source that runs its guest.
+#[test]
+fn a_source_whose_connection_is_gone_is_not_acknowledged() {
+    for link in [LinkState::Closed, LinkState::Reset] {
+        let options = CopyRequest::default();
+        let switchover = SharedSwitchover::new(SourceKind::Stream, DestinationKind::Qemu, &options);
+        switchover.source_reports([3; 16]);
+        assert_eq!(switchover.move_id(), [3; 16]);
+        assert_eq!(switchover.commit(None), Commit::Reversible);
+        assert!(!switchover.acknowledge(None, link));
+    }
+}
+
+#[test]
+fn the_first_failure_decides() {
+    let (switchover, _source) = switchover(DestinationKind::Qemu);
+    assert_eq!(switchover.failed(&Error::Cancelled), Directive::QuerySource);
+    assert_eq!(switchover.failed(&Error::Cancelled), Directive::QuerySource);
+    assert!(switchover.state().cancels_next(), "the second report is not another input");
+}
