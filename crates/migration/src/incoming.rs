@@ -30,6 +30,7 @@ use towline_protocol::multifd::INIT_BYTES;
 pub use connect::{Connections, gather};
 pub use shared::{IncomingStage, Options};
 
+use crate::limiter::Limiter;
 use crate::{Error, Result, Session, Sink, Statistics};
 use main_channel::MainChannel;
 use refuse::REFUSE_TIMEOUT;
@@ -82,6 +83,7 @@ impl Incoming {
             machine_type: OnceLock::new(),
             complete: Cancel::new()?,
             compares_checksums: AtomicBool::new(false),
+            limiter: Limiter::new(self.options.max_bandwidth),
         };
         self.session.watch_upstream(&connections.main);
         self.statistics.count_receives_of(connections.main.as_ref());

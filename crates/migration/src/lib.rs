@@ -33,6 +33,7 @@ mod error;
 mod gate;
 mod guest;
 pub mod incoming;
+mod limiter;
 mod live;
 mod lock;
 pub mod memory;

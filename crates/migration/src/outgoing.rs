@@ -39,8 +39,8 @@ pub(crate) use sends::check as check_zero_copy;
 pub use towline_channel::ZeroCopySend;
 
 use crate::convergence::{ConvergencePolicy, Limits, MinWindow, Observation, PassDecision};
+use crate::limiter::Limiter;
 use crate::{Compression, Error, Guest, Result, Session, Statistics};
-pub(crate) use pass::Limiter;
 use pass::Pass;
 pub(crate) use records::RecordSender;
 use records::classify;

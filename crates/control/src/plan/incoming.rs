@@ -64,6 +64,7 @@ impl IncomingStream {
             } else {
                 SharedMemory::Refused
             },
+            max_bandwidth: context.options.transfer_options().max_bandwidth,
             receiver,
         };
         let engine = Incoming::new(Arc::clone(session), Arc::clone(statistics), options);

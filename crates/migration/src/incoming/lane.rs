@@ -91,6 +91,7 @@ impl<'a> Lane<'a> {
         statistics.count_lane(HEADER_BYTES);
         Statistics::add(&statistics.multifd_bytes, packet.data_bytes.into());
         self.check_method(packet)?;
+        self.shared.reserve(HEADER_BYTES as u64 + u64::from(packet.data_bytes))?;
         if let Some(block) = packet.block {
             self.outstanding = true;
             self.contents(block, packet, check)?;

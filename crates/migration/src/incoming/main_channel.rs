@@ -46,6 +46,8 @@ pub(super) struct MainChannel<'a> {
     /// The last item was a page with content.
     is_behind_page: bool,
     return_path: Option<ReturnPathWriter>,
+    /// Memory comes, which the bandwidth limit is for.
+    is_iterating: bool,
     /// The announced RAM in bytes.
     total: u64,
     barriers: Barriers,
@@ -80,6 +82,7 @@ impl<'a> MainChannel<'a> {
             ahead: takes_runs(connections.main.as_ref(), shared.sink).then(RecordsAhead::new),
             is_behind_page: false,
             return_path: None,
+            is_iterating: false,
             total: 0,
             barriers: Barriers::default(),
         }
@@ -190,8 +193,14 @@ impl<'a> MainChannel<'a> {
                     let error = PeerIncompatible::NoReturnPath;
                     return Err(Error::protocol(self.input.channel.peer())(error.into()));
                 }
-                if section.kind == SectionKind::End {
-                    (self.shared.watch)(IncomingStage::Switchover);
+                match section.kind {
+                    SectionKind::Start => {}
+                    SectionKind::Part => self.is_iterating = true,
+                    SectionKind::End => {
+                        // As QEMU does: the guest is stopped.
+                        self.shared.limiter.lift();
+                        (self.shared.watch)(IncomingStage::Switchover);
+                    }
                 }
                 sink.section_start(*section)
             }
@@ -360,10 +369,14 @@ impl<'a> MainChannel<'a> {
 
     /// Returns false if the sink does not splice these pages.
     fn splice_run(&self, block: BlockIndex, offsets: &[u64]) -> Result<bool> {
+        let bytes = offsets.len() as u64 * RECORD_AND_PAGE_BYTES;
+        self.shared.reserve(bytes)?;
         let spliced = self.shared.sink.splice_records(self.input.channel.as_ref(), block, offsets);
-        let Some(calls) = spliced.transpose()? else { return Ok(false) };
-        let pages = offsets.len() as u64;
-        self.shared.statistics.count_spliced(pages, pages * RECORD_AND_PAGE_BYTES, calls);
+        let Some(calls) = spliced.transpose()? else {
+            self.shared.limiter.refund(bytes);
+            return Ok(false);
+        };
+        self.shared.statistics.count_spliced(offsets.len() as u64, bytes, calls);
         Ok(true)
     }
 
@@ -372,6 +385,7 @@ impl<'a> MainChannel<'a> {
         let sink = self.shared.sink;
         let room = |&offset: &u64| sink.buffer_for(PageRef { block, offset }, PAGE_SIZE);
         let Some(rooms) = offsets.iter().map(room).collect::<Option<Vec<_>>>() else { return Ok(false) };
+        self.shared.reserve(offsets.len() as u64 * RECORD_AND_PAGE_BYTES)?;
         let mut records = vec![[0; CONTINUED_RECORD_BYTES]; offsets.len()];
         let records = records.iter_mut().map(|record| IoBufMut::from(&mut record[..]));
         let mut buffers: Vec<_> = records.zip(rooms).flat_map(|(record, room)| [record, room]).collect();
@@ -384,6 +398,9 @@ impl<'a> MainChannel<'a> {
 
     fn receive_more(&mut self, awaiting: &'static str, most: usize) -> Result<()> {
         let received = self.input.receive(most)?;
+        if self.is_iterating {
+            self.shared.reserve(received as u64)?;
+        }
         if received == 0 {
             return Err(ended(self.input.channel.as_ref(), awaiting));
         }

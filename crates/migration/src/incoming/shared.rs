@@ -8,7 +8,8 @@ use towline_protocol::RamBlock;
 use towline_protocol::destination::SharedMemory;
 use towline_protocol::session::ReceiverMode;
 
-use crate::{Compression, Error, Session, Sink, Statistics};
+use crate::limiter::Limiter;
+use crate::{Compression, Error, Result, Session, Sink, Statistics};
 
 /// Options of an incoming migration.
 #[derive(Debug, Clone, Copy)]
@@ -21,6 +22,9 @@ pub struct Options {
     pub is_snapshot: bool,
     /// Memory that the source leaves out because it is shared.
     pub shared_memory: SharedMemory,
+    /// Bytes per second that are received in all, until the source has stopped its guest: the source is slowed down by its sockets,
+    /// and sees that rate. `None`: as fast as it goes.
+    pub max_bandwidth: Option<u64>,
     /// Use of the guest here, as reported to a towline at the source.
     pub receiver: ReceiverMode,
 }
@@ -29,7 +33,14 @@ impl Default for Options {
     fn default() -> Self {
         let (receiver, shared_memory) = (ReceiverMode::RunsByItself, SharedMemory::Refused);
         let compression = Compression::None;
-        Self { require_return_path: true, compression, is_snapshot: false, shared_memory, receiver }
+        Self {
+            require_return_path: true,
+            compression,
+            is_snapshot: false,
+            shared_memory,
+            max_bandwidth: None,
+            receiver,
+        }
     }
 }
 
@@ -57,9 +68,15 @@ pub(super) struct Shared<'a> {
     pub(super) complete: Cancel,
     /// The source was informed, and omits no checksum from then on.
     pub(super) compares_checksums: AtomicBool,
+    pub(super) limiter: Limiter,
 }
 
 impl Shared<'_> {
+    /// Waits until the limit of the bandwidth permits to receive this much more.
+    pub(super) fn reserve(&self, bytes: u64) -> Result<()> {
+        self.limiter.reserve(bytes, self.session)
+    }
+
     /// The block list; empty until the main channel has it.
     pub(super) fn blocks(&self) -> &[RamBlock] {
         self.blocks.get().map_or(&[], Vec::as_slice)

@@ -1,17 +1,14 @@
 //! One pass over the memory, in units that lanes take one by one.
 
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
 
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::lock::lock;
-use crate::{Guest, Result, Session, Tuning};
+use crate::{Guest, Result};
 
 /// A unit's size and alignment: an image's checksums and a host's huge pages are of this size.
 const UNIT_BYTES: u64 = 2 << 20;
-/// Interval at which a throttled sender checks whether the migration failed.
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Runs of memory to be sent.
 #[derive(Debug, Default)]
@@ -80,93 +77,9 @@ impl Pass {
     }
 }
 
-/// Limits the rate of all lanes together.
-#[derive(Debug)]
-pub(crate) struct Limiter {
-    bytes_per_second: Option<u64>,
-    reserved: Mutex<Reservation>,
-}
-
-#[derive(Debug)]
-struct Reservation {
-    /// Time at which the bytes reserved so far are sent.
-    free: Instant,
-    /// Rate of the reservation.
-    rate: Option<u64>,
-    /// Number of changes of the rate up to the reservation.
-    changes: u64,
-}
-
-impl Limiter {
-    pub(crate) fn new(bytes_per_second: Option<u64>) -> Self {
-        let reserved = Reservation { free: Instant::now(), rate: bytes_per_second, changes: 0 };
-        Self { bytes_per_second, reserved: Mutex::new(reserved) }
-    }
-
-    /// Waits until `bytes` more may be sent. A rate that changes meanwhile holds from that moment.
-    pub(crate) fn reserve(&self, bytes: u64, session: &Session) -> Result<()> {
-        loop {
-            let Some((due, changes)) = self.due(bytes, session.tuning()) else { return Ok(()) };
-            loop {
-                let left = due.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    return Ok(());
-                }
-                session.check()?;
-                std::thread::sleep(left.min(POLL_INTERVAL));
-                if session.tuning().changes() != changes {
-                    break;
-                }
-            }
-        }
-    }
-
-    /// When `bytes` more may be sent, and at which rate that is; `None`: at once.
-    fn due(&self, bytes: u64, tuning: &Tuning) -> Option<(Instant, u64)> {
-        let mut reserved = lock(&self.reserved);
-        let (now, changes) = (Instant::now(), tuning.changes());
-        if std::mem::replace(&mut reserved.changes, changes) != changes {
-            // Bytes reserved at another rate do not count in this one.
-            reserved.free = now;
-        }
-        reserved.rate = tuning.max_bandwidth().unwrap_or(self.bytes_per_second);
-        let rate = reserved.rate?;
-        // Time that passed unused is not made up for.
-        let due = reserved.free.max(now);
-        reserved.free = due + time_of(bytes, rate);
-        Some((due, changes))
-    }
-
-    /// Returns `bytes` that were taken and not sent: those of zero pages, and savings of compression.
-    pub(crate) fn refund(&self, bytes: u64) {
-        let mut reserved = lock(&self.reserved);
-        let Some(rate) = reserved.rate else { return };
-        reserved.free = reserved.free.checked_sub(time_of(bytes, rate)).unwrap_or(reserved.free);
-    }
-}
-
-fn time_of(bytes: u64, rate: u64) -> Duration {
-    Duration::from_secs_f64(bytes as f64 / rate.max(1) as f64)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// At a byte a second the second one would wait for an hour.
-    #[test]
-    fn raising_the_rate_wakes_a_throttled_sender() {
-        let (limiter, session, tuning) = (Limiter::new(Some(1)), Session::default(), Tuning::default());
-        session.set_tuning(&tuning);
-        limiter.reserve(3600, &session).unwrap();
-        std::thread::scope(|scope| {
-            let waits = scope.spawn(|| limiter.reserve(3600, &session));
-            tuning.set_max_bandwidth(Some(1 << 40));
-            waits.join().unwrap().unwrap();
-        });
-        tuning.set_max_bandwidth(None);
-        limiter.reserve(u64::MAX, &session).unwrap();
-    }
 
     #[test]
     fn units_cover_every_run_and_respect_their_alignment() {
@@ -193,17 +106,5 @@ mod tests {
         ]));
         let expected = [(page(0, 0x1000), 0x5000), (page(1, 0), 0x1000), (page(1, 0x2000), 0x1000)];
         assert_eq!(left.runs, expected);
-    }
-
-    #[test]
-    fn zero_pages_do_not_count_against_the_rate() {
-        let (limiter, session) = (Limiter::new(Some(1)), Session::default());
-        for _ in 0..1000 {
-            limiter.reserve(3600, &session).unwrap();
-            limiter.refund(3600);
-        }
-        session.fail(crate::Error::LaneEnded);
-        limiter.reserve(3600, &session).unwrap();
-        assert!(matches!(limiter.reserve(1, &session), Err(crate::Error::Cancelled)));
     }
 }

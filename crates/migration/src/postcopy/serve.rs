@@ -13,7 +13,8 @@ use super::demand::Background;
 use super::inbox::PageRequest;
 use super::priority_lock::PriorityLock;
 use super::scheduler::{BlockRange, Item, ItemKind, SendScheduler};
-use crate::outgoing::{Limiter, RecordSender};
+use crate::limiter::Limiter;
+use crate::outgoing::RecordSender;
 use crate::{Result, Session};
 
 /// Threads that serve requests: as many units may be prepared at once for guests that wait.
