@@ -1,5 +1,4 @@
-//! Response times of commands while memory is sent at full speed. Printed, and asserted nowhere: this machine may be
-//! busy.
+//! Response times of commands while memory is sent at full speed.
 
 use std::time::{Duration, Instant};
 
@@ -8,6 +7,8 @@ use tempfile::TempDir;
 use towline_lab::expect::number;
 use towline_lab::{Qmp, towline, wait_until};
 
+/// 99 of 100 replies come within this time, also on two busy processors.
+const P99_MAX: Duration = Duration::from_millis(50);
 const WITHIN: Duration = Duration::from_secs(60);
 /// Time limit of the copy in the soak.
 const COPY_WITHIN: Duration = Duration::from_secs(300);
@@ -46,4 +47,5 @@ fn queries_are_answered_while_memory_moves() {
         at(99),
         at(100)
     );
+    assert!(at(99) <= P99_MAX, "p99 {:?}, at most {P99_MAX:?} is allowed", at(99));
 }
