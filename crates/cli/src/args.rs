@@ -49,6 +49,7 @@ mod moves;
 mod net;
 mod repair;
 mod run;
+mod status;
 mod store;
 mod transfer;
 mod upgrade;
@@ -72,6 +73,7 @@ pub(crate) use moves::{EndArg, MovesArgs, ResumeArgs};
 pub(crate) use net::NetArgs;
 pub(crate) use repair::RepairArgs;
 pub(crate) use run::{PsArgs, RunArgs};
+pub(crate) use status::StatusArgs;
 pub(crate) use store::{CollectArgs, PlaceArgs, RemoveArgs, StoreArgs, StoreCommand};
 pub(crate) use transfer::TransferArgs;
 pub(crate) use upgrade::UpgradeArgs;
@@ -98,6 +100,7 @@ pub(crate) enum Command {
     Move(MoveArgs),
     Run(RunArgs),
     Ps(PsArgs),
+    Status(StatusArgs),
     Upgrade(UpgradeArgs),
     Check(CheckArgs),
     Inspect(InspectArgs),
@@ -120,6 +123,7 @@ impl Command {
             Self::Move(args) => args.output.json,
             Self::Run(args) => args.output.json,
             Self::Ps(args) => args.output.json,
+            Self::Status(args) => args.output.json,
             Self::Upgrade(args) => args.output.json,
             Self::Check(args) => args.output.json,
             Self::Inspect(args) => args.output.json,

@@ -57,7 +57,7 @@ fn connect(socket: &Path, options: &Options) -> Result<Client> {
 
 /// Returns the socket: that of an endpoint `qmp:` or `ctl:`, a path, or the monitor of the guest of that name. A socket of this user in the working directory precedes a guest;
 /// other files do not, nor do sockets of other users, which could be there to receive the commands.
-fn socket<'a>(text: &'a Path, root: &RuntimeRoot) -> Result<Cow<'a, Path>> {
+pub(crate) fn socket<'a>(text: &'a Path, root: &RuntimeRoot) -> Result<Cow<'a, Path>> {
     if let Some(path) = ["qmp:", "ctl:"].iter().find_map(|scheme| text.to_str()?.strip_prefix(scheme)) {
         return Ok(Path::new(path).into());
     }

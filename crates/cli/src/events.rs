@@ -41,6 +41,10 @@ pub(crate) fn outcome(exit: Exit) -> &'static str {
         Exit::Usage => "usage",
         Exit::NeedsAttention => "needs-attention",
         Exit::CouldNotTell => "could-not-tell",
+        Exit::Paused => "paused",
+        Exit::Waiting => "waiting",
+        Exit::Ended => "ended",
+        Exit::NoGuest => "no-guest",
     }
 }
 

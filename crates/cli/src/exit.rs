@@ -14,6 +14,14 @@ pub(crate) enum Exit {
     /// Failed; the state of a guest must be checked.
     NeedsAttention,
     CouldNotTell,
+    /// The guest is paused.
+    Paused,
+    /// The QEMU waits for a guest.
+    Waiting,
+    /// The QEMU has ended.
+    Ended,
+    /// There is no such guest.
+    NoGuest,
 }
 
 /// An unusable command line: its text, for [`Exit::Usage`].
@@ -48,6 +56,10 @@ impl Exit {
             Self::Usage => 2,
             Self::NeedsAttention => 3,
             Self::CouldNotTell => 4,
+            Self::Paused => 5,
+            Self::Waiting => 6,
+            Self::Ended => 7,
+            Self::NoGuest => 8,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The command `towline`: parsing, dispatch, exit status. The work is done by the library crates.
 //!
 //! Exit status: 0 done; 1 refused or failed, with the guest safe at its source; 2 usage; 3 failed, and the guest needs attention
-//! (the message says where it is); 4 (`check` only) could not tell.
+//! (the message says where it is); 4 (`check` and `status`) could not tell; 5 to 8 (`status`) the guest does not run.
 
 mod args;
 mod backend;
@@ -39,6 +39,7 @@ mod sends;
 mod signals;
 mod sockets;
 mod state;
+mod status;
 mod store;
 mod units;
 mod upgrade;
@@ -148,6 +149,7 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Move(args) => copy::run_move(args, request),
         Command::Run(args) => run::run(args),
         Command::Ps(args) => ps::run(args),
+        Command::Status(args) => status::run(args),
         Command::Upgrade(args) => upgrade::run(args, request),
         Command::Check(args) => check::run(args),
         Command::Inspect(args) => inspect::run(args),

@@ -131,7 +131,7 @@ fn report(reporter: &Reporter, resumed: &Resumed) -> Exit {
     let Resumed { id, done, undecided, .. } = resumed;
     let exit = if undecided.is_none() { Exit::Done } else { Exit::NeedsAttention };
     let name = if undecided.is_none() { "resumed" } else { "undecided" };
-    let fields = json!({ "id": id, "done": done, "undecided": undecided });
+    let fields = json!({ "id": id, "done": done, "undecided": undecided, "finding": resumed.finding });
     reporter.event(name, events::with_exit(fields, exit));
     let state = if undecided.is_none() { "finished" } else { "still undecided" };
     reporter.line(&format!("move {id}: {state}"));

@@ -210,6 +210,7 @@ fn other_commands(towline: &mut Events) {
     assert_eq!(towline.run(&["run", "none.img"], 1)["reason"], "image");
     assert_eq!(towline.run(&["run", "null:"], 2)["reason"], "usage");
     assert_eq!(towline.run(&["ps"], 0)["guests"], 0);
+    assert_eq!(towline.run(&["status", "none"], 8)["state"], "none");
     assert_eq!(towline.run(&["resume", "zzzz"], 2)["reason"], "unknown-id");
     towline.write(".guest.img.partial", "p");
     let repaired = towline.run(&["repair", "."], 0);

@@ -1,10 +1,12 @@
 //! A QEMU that is busy, not broken.
 
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use serde_json::Value;
 use towline_lab::{BootSector, Qemu, Version, require_lab};
 
-use crate::support::{Fixture, WITHIN, qmp, save, signal, waiting};
+use crate::support::{Fixture, WITHIN, assert_ended, counting, qmp, save, signal, small_guest, waiting};
 
 /// A QEMU that loads an image itself does not answer until the load is done: a large guest, or a slow disk, is no
 /// failure.
@@ -35,4 +37,32 @@ fn a_slow_load_at_the_destination_is_no_failure() {
     signal(destination.pid(), "-CONT");
     towline.wait_done(WITHIN).unwrap();
     destination.wait_counting(WITHIN).unwrap();
+}
+
+#[test]
+fn status_tells_states_apart_by_its_exit_status() {
+    if !require_lab("status_tells_states_apart_by_its_exit_status") {
+        return;
+    }
+    let fixture = Fixture::new();
+    let (guest, destination) = (counting(small_guest()), waiting(&small_guest()));
+    let status = |endpoint: &str, exit: i32, state: &str, run_state: Option<&str>| {
+        let finished = fixture.run(&format!("status --json {endpoint}"));
+        assert_ended(&finished, exit, &[]);
+        let event: Value = serde_json::from_str(finished.stdout.trim()).unwrap();
+        let found = (event["state"].as_str(), event["run-state"].as_str());
+        assert_eq!(found, (Some(state), run_state), "{event}");
+    };
+    status(&qmp(&guest), 0, "running", Some("running"));
+    guest.qmp().execute("stop", Value::Null).unwrap();
+    status(&qmp(&guest), 5, "paused", Some("paused"));
+    status(&qmp(&destination), 6, "waiting", Some("inmigrate"));
+    // Another client, and then one more that waits behind it.
+    let held = [(); 2].map(|()| UnixStream::connect(guest.qmp_path()).unwrap());
+    status(&qmp(&guest), 4, "held", None);
+    drop(held);
+    guest.kill().unwrap();
+    status(&qmp(&guest), 7, "ended", None);
+    status("qmp:/nonexistent/a.qmp", 8, "none", None);
+    status("no-such-guest", 8, "none", None);
 }

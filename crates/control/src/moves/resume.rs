@@ -34,6 +34,9 @@ pub enum ResumeChoice {
     Forget,
 }
 
+/// [`Resumed::finding`] of a guest that is at its destination.
+const AT_DESTINATION: &str = "at-destination";
+
 /// Result of resuming a move.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -44,6 +47,9 @@ pub struct Resumed {
     pub done: Vec<String>,
     /// The reason for which it is still undecided, and what to look at; `None` if it is finished.
     pub undecided: Option<String>,
+    /// Identifier of what was found: where the guest is (`at-destination`, `at-source`, `ended`), `forgotten`, or why it is still
+    /// undecided.
+    pub finding: &'static str,
 }
 
 /// Finishes the move whose id begins with these digits, as far as the evidence or the choice allows.
@@ -72,7 +78,7 @@ fn resume_in(
     if chosen == Some(ResumeChoice::Forget) {
         forget(&mut files)?;
         let done = vec!["its record is removed; nothing else was touched".into()];
-        return Ok(Resumed { id, done, undecided: None });
+        return Ok(Resumed { id, done, undecided: None, finding: "forgotten" });
     }
     let choice = chosen.map(|chosen| choice(chosen, &record)).transpose()?;
     Resume {
@@ -254,7 +260,7 @@ impl Resume {
                 self.record.destination
             ));
         }
-        self.finish()
+        self.finish("at-source")
     }
 
     /// Ends the new QEMU of an upgrade whose guest is in the old one: running it, it would write into the guest's memory.
@@ -297,11 +303,11 @@ impl Resume {
         }
         self.plug_in_devices(Side::Destination)?;
         if quits || !has_source {
-            return self.finish();
+            return self.finish(AT_DESTINATION);
         }
         self.done.push(format!("{} is paused (postmigrate), with an older state of it", self.record.source));
         if placement != Placement::Running {
-            return self.finish();
+            return self.finish(AT_DESTINATION);
         }
         for file in &mut self.files {
             if matches!(file.record().source, MoveEnd::Qemu { .. }) {
@@ -310,7 +316,7 @@ impl Resume {
                 file.remove()?;
             }
         }
-        Ok(Resumed { id: self.record.id, done: self.done, undecided: None })
+        Ok(Resumed { id: self.record.id, done: self.done, undecided: None, finding: AT_DESTINATION })
     }
 
     /// Plugs in the devices that were detached for the move, in the QEMU that has the guest.
@@ -341,7 +347,7 @@ impl Resume {
         if self.record.stage != Stage::Left {
             self.done.push(older);
         }
-        self.finish()
+        self.finish("at-source")
     }
 
     fn finish_without_guest(mut self) -> Result<Resumed, Error> {
@@ -352,12 +358,12 @@ impl Resume {
                 self.done.push(format!("{end} has exited, or holds nothing of the guest"));
             }
         }
-        self.finish()
+        self.finish("ended")
     }
 
-    fn finish(mut self) -> Result<Resumed, Error> {
+    fn finish(mut self, finding: &'static str) -> Result<Resumed, Error> {
         forget(&mut self.files)?;
-        Ok(Resumed { id: self.record.id, done: self.done, undecided: None })
+        Ok(Resumed { id: self.record.id, done: self.done, undecided: None, finding })
     }
 
     fn undecided(self, blocker: ResumeBlocker) -> Resumed {
@@ -366,7 +372,7 @@ impl Resume {
         for reason in reasons {
             text = format!("{text} ({reason})");
         }
-        Resumed { id: self.record.id, done: self.done, undecided: Some(text) }
+        Resumed { id: self.record.id, done: self.done, undecided: Some(text), finding: blocker.id() }
     }
 }
 

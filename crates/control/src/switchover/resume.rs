@@ -97,6 +97,29 @@ pub(crate) enum ResumeBlocker {
     OnlyCopy,
 }
 
+impl ResumeBlocker {
+    /// Its identifier.
+    pub(crate) fn id(self) -> &'static str {
+        match self {
+            Self::DestinationWaits => "destination-waits",
+            Self::DestinationMayRun => "destination-may-run",
+            Self::SourceElsewhere => "source-elsewhere",
+            Self::SourceLost => "source-lost",
+            Self::SourceUnknown => "source-unknown",
+            Self::DestinationUnknown => "destination-unknown",
+            Self::DestinationLost => "destination-lost",
+            Self::MemoryChanged => "memory-changed",
+            Self::DestinationStopped => "destination-stopped",
+            Self::BothMayRun => "both-may-run",
+            Self::RunsTwice => "runs-twice",
+            Self::SourceHasGuest => "source-has-guest",
+            Self::DestinationHasGuest => "destination-has-guest",
+            Self::NotOnThisHost => "not-on-this-host",
+            Self::OnlyCopy => "only-copy",
+        }
+    }
+}
+
 /// Failure to start the guest at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum RunFailure {
