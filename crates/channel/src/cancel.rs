@@ -17,7 +17,7 @@ pub struct Cancel(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     cancelled: AtomicBool,
-    event: OwnedFd,
+    event: Arc<OwnedFd>,
 }
 
 impl Cancel {
@@ -26,7 +26,7 @@ impl Cancel {
     /// # Errors
     /// [`Error::Io`] if the process has no descriptor left.
     pub fn new() -> Result<Self> {
-        Ok(Self(Arc::new(Shared { cancelled: AtomicBool::new(false), event: event()? })))
+        Ok(Self(Arc::new(Shared { cancelled: AtomicBool::new(false), event: Arc::new(event()?) })))
     }
 
     /// Wakes every waiter, now and later. Async-signal-safe: it is one atomic store and one `write(2)`.
@@ -38,6 +38,11 @@ impl Cancel {
     /// Returns true if it was pulled.
     pub fn is_cancelled(&self) -> bool {
         self.0.cancelled.load(Ordering::Acquire)
+    }
+
+    /// Its descriptor, for a loop that holds it for longer than a borrow.
+    pub fn descriptor(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.0.event)
     }
 
     /// Returns true if another clone of the token exists.

@@ -52,7 +52,7 @@ pub(crate) fn run(args: &UpgradeArgs, request: Option<RequestId>) -> Result<Exit
         downtime_limit: Duration::from_millis(args.downtime_limit),
         root: RuntimeRoot::of_user(),
     };
-    let prepared = upgrade::prepare(&options);
+    let prepared = upgrade::prepare(&options, &cancel);
     let new = match prepared.and_then(|prepared| start(prepared, &reporter)) {
         Ok(new) => new,
         Err(error) => return Ok(refused(&reporter, &error, &options.old)),

@@ -28,6 +28,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_signal};
 use serde_json::Value;
+use towline_channel::FileOwner;
 use towline_qmp::commands::{CpuFast, QueryCpusFast, QueryUuid};
 use towline_qmp::{self as qmp, Client};
 
@@ -174,6 +175,18 @@ impl Process {
         }
     }
 
+    /// User and group of the files that it opens now, which it may have changed since it listened (`-run-with user=`, `-runas`).
+    pub(crate) fn file_owner(&self) -> Option<FileOwner> {
+        let Self::Known { pid, .. } = self else { return None };
+        parse_file_owner(&fs::read_to_string(format!("/proc/{pid}/status")).ok()?)
+    }
+
+    /// Returns true if its command line gives it another root directory, from which it finds no socket of ours.
+    pub(crate) fn has_own_root(&self) -> bool {
+        let Self::Known { pid, .. } = self else { return false };
+        fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|bytes| has_chroot(&bytes))
+    }
+
     /// Returns true if the process is identified.
     #[must_use]
     pub fn is_known(&self) -> bool {
@@ -315,6 +328,33 @@ impl ProcStatus {
     }
 }
 
+/// The last of four ids each: real, effective, saved, and that of files.
+fn parse_file_owner(status: &str) -> Option<FileOwner> {
+    let of_files = |name: &str| {
+        let ids = status.lines().find_map(|line| line.strip_prefix(name))?;
+        ids.split_whitespace().last()?.parse().ok()
+    };
+    Some(FileOwner { uid: of_files("Uid:")?, gid: of_files("Gid:")? })
+}
+
+/// Returns true for `-chroot DIR` and `-run-with chroot=DIR`.
+fn has_chroot(command_line: &[u8]) -> bool {
+    let mut words = command_line.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word));
+    while let Some(word) = words.next() {
+        match word.trim_start_matches('-') {
+            "chroot" if word.starts_with('-') => return true,
+            "run-with" if word.starts_with('-') => {
+                let value = words.next().unwrap_or_default();
+                if value.split(',').any(|option| option.starts_with("chroot=")) {
+                    return true;
+                }
+            }
+            _ => {}
+        }
+    }
+    false
+}
+
 /// Id and start time of our own process; the time is 0 without a readable `/proc`.
 pub(crate) fn own_process() -> (i32, u64) {
     let pid = getpid().as_raw_pid();
@@ -347,6 +387,24 @@ mod tests {
         let old = "Name:\tqemu\nTgid:\t70\nPid:\t72\n";
         assert_eq!(ProcStatus::parse(old), Some(ProcStatus { tgid: 70, ids: vec![72] }));
         assert_eq!(ProcStatus::parse("Name:\tNSpid: 1\n"), None);
+    }
+
+    #[test]
+    fn files_belong_to_the_user_of_now() {
+        let text = "Name:\tqemu\nUid:\t0\t0\t0\t65534\nGid:\t0\t0\t0\t65533\nGroups:\t1\n";
+        assert_eq!(parse_file_owner(text), Some(FileOwner { uid: 65534, gid: 65533 }));
+        assert_eq!(parse_file_owner("Name:\tUid:\n"), None);
+    }
+
+    #[test]
+    fn a_root_directory_is_found_in_a_command_line() {
+        let has = |line: &str| has_chroot(line.replace(' ', "\0").as_bytes());
+        assert!(
+            has("qemu -chroot /x -m 1") && has("qemu --chroot /x") && has("qemu -run-with user=a,chroot=/x")
+        );
+        assert!(
+            !has("qemu -name chroot") && !has("qemu -run-with user=chroot") && !has("qemu -m 1 chroot=/x")
+        );
     }
 
     #[test]

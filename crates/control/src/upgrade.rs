@@ -124,8 +124,8 @@ pub struct Upgraded {
 ///
 /// # Errors
 /// Everything of the old QEMU's command line, process or memory that excludes an upgrade.
-pub fn prepare(options: &UpgradeOptions) -> Result<Prepared, Error> {
-    let old = OldQemu::examine(&options.old)?;
+pub fn prepare(options: &UpgradeOptions, cancel: &Cancel) -> Result<Prepared, Error> {
+    let old = OldQemu::examine(&options.old, cancel)?;
     let host = host_arguments(options, &old)?;
     let version = QemuVersion::of_binary(&host)?;
     let memory = memory(&old.backends, options.memory, version)?;

@@ -13,7 +13,7 @@ mod state;
 
 use serde::{Deserialize, Serialize};
 
-pub use fds::{AddFd, AddedFd, RemoveFd};
+pub use fds::{AddFd, AddedFd, GetFd, RemoveFd};
 pub use migrate::{
     Migrate, MigrateCancel, MigrateIncoming, MigratePause, MigrateRecover, MigrateStartPostcopy,
 };

@@ -15,3 +15,4 @@ mod outputs;
 mod signals;
 mod streams;
 mod support;
+mod users;

@@ -1,10 +1,12 @@
 //! Ctrl-C, SIGTERM and SIGHUP: the copy ends in order, and the source runs on.
 
+use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::ExitStatusExt;
 use std::time::{Duration, Instant};
 
-use towline_lab::{Towline, require_lab};
+use towline_lab::{Towline, require_lab, wait_until};
 
 use crate::support::{
     Fixture, SLOW, WITHIN, assert_ended, assert_runs, assert_safe, assert_waits, counting, guest, listens_at,
@@ -154,4 +156,89 @@ fn a_second_signal_ends_at_once() {
     signal(source.pid(), "-CONT");
     source.qmp().wait_migration("failed", WITHIN).unwrap();
     assert_runs(&source);
+}
+
+/// Time limit of towline to end, from the signal on.
+const HEARD_WITHIN: Duration = Duration::from_millis(200);
+
+#[track_caller]
+fn assert_heard(what: &str, towline: Towline) {
+    let since = Instant::now();
+    signal(towline.pid(), "-INT");
+    let finished = towline.wait(WITHIN).unwrap();
+    let after = since.elapsed();
+    println!("{what}: ended {after:?} after the signal");
+    assert_ended(&finished, 1, &["towline: SIGINT: ", "towline: cancelled"]);
+    assert!(after <= HEARD_WITHIN, "{what}: {after:?}");
+}
+
+/// The monitor of a QEMU that is held by another client, or hangs after its greeting.
+#[test]
+fn a_wait_for_a_monitor_is_interrupted() {
+    const GREETING: &[u8] = b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n";
+    let fixture = Fixture::new();
+    let listener = UnixListener::bind(fixture.path("silent.sock")).unwrap();
+    let monitor = format!("qmp:{}", fixture.name("silent.sock"));
+    let image = fixture.name("new.img");
+    for line in [
+        format!("copy {monitor} {image}"),
+        format!("copy tcp:127.0.0.1:0 {monitor}"),
+        format!("move --postcopy {monitor} {monitor}"),
+        format!("upgrade {monitor}"),
+    ] {
+        let towline = fixture.towline(&line);
+        let held = listener.accept().unwrap();
+        assert_heard(&format!("a greeting, {line}"), towline);
+        drop(held);
+
+        let towline = fixture.towline(&line);
+        let (mut hanging, _) = listener.accept().unwrap();
+        hanging.write_all(GREETING).unwrap();
+        hanging.read_exact(&mut [0]).unwrap();
+        assert_heard(&format!("a reply, {line}"), towline);
+    }
+    fixture.assert_holds(&["silent.sock"]);
+}
+
+/// Peers and stores that take a connection, or not even that, and are silent.
+#[test]
+fn a_wait_for_a_peer_is_interrupted() {
+    let fixture = Fixture::new();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let image = fixture.name("new.img");
+    let mut towline = fixture.towline(&format!("copy tcp:127.0.0.1:0 {image}"));
+    listens_at(&mut towline);
+    assert_heard("a source that connects", towline);
+
+    let store = [format!("AWS_ENDPOINT_URL=http://127.0.0.1:{port}")];
+    let fixed = ["AWS_ALLOW_HTTP=true", "AWS_ACCESS_KEY_ID=a", "AWS_SECRET_ACCESS_KEY=b"];
+    let store: Vec<&str> = store.iter().map(String::as_str).chain(fixed).collect();
+    for (by, line) in [
+        (&[][..], format!("copy --multifd-channels 0 mem:1M tcp:127.0.0.1:{port}")),
+        (&[][..], format!("copy --multifd-channels 0 mem:1M ws://127.0.0.1:{port}")),
+        (&store, format!("copy s3://guests/a.img {image}")),
+        (&store, "copy mem:1M s3://guests/a.img".to_owned()),
+    ] {
+        let towline = fixture.start(by, &line);
+        let (mut silent, _) = listener.accept().unwrap();
+        // It has sent something, and waits for the answer.
+        silent.read_exact(&mut [0]).unwrap();
+        assert_heard(&format!("an answer, {line}"), towline);
+    }
+
+    // A host that drops what it is sent: here, the queue of a listener that accepts nothing.
+    rustix::net::listen(&listener, 0).unwrap();
+    let full = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let towline = fixture.towline(&format!("copy --multifd-channels 0 mem:1M tcp:127.0.0.1:{port}"));
+    wait_until("a connection that is being made", WITHIN, || {
+        let connections = std::fs::read_to_string("/proc/net/tcp")?;
+        // In state SYN_SENT.
+        let to = format!(":{port:04X} 02 ");
+        Ok(connections.contains(&to).then_some(()))
+    })
+    .unwrap();
+    assert_heard("a connection", towline);
+    drop(full);
+    fixture.assert_holds(&[]);
 }

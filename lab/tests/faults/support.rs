@@ -1,5 +1,6 @@
 //! Helpers of these tests: directories whose remaining files can be checked, and guests that count.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,15 @@ impl Fixture {
             std::fs::create_dir(directory.path().join(name)).unwrap();
         }
         Self { directory }
+    }
+
+    /// Lets QEMUs of other users reach sockets in the directory of temporary files, as in `/tmp`.
+    pub(crate) fn admit_all_users(&self) {
+        for (path, mode) in
+            [(self.directory.path().to_owned(), 0o711), (self.directory.path().join("tmp"), 0o1777)]
+        {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+        }
     }
 
     /// Path of a file in the working directory.
@@ -125,8 +135,13 @@ pub(crate) fn guest() -> Builder {
 
 /// A guest that is moved fast: a single MiB is filled.
 pub(crate) fn small_guest() -> Builder {
+    small_guest_of(Version::V10_0)
+}
+
+/// The same, of another QEMU.
+pub(crate) fn small_guest_of(version: Version) -> Builder {
     let boot_sector = BootSector { fill_mib: 1, sweep_pages: 16, ..BootSector::default() };
-    Qemu::builder(Version::V10_0).memory_mib(16).boot_sector(boot_sector)
+    Qemu::builder(version).memory_mib(16).boot_sector(boot_sector)
 }
 
 /// Starts a guest and waits until it counts.

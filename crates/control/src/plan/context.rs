@@ -1,12 +1,14 @@
 //! State that all parts of one copy share.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use towline_channel::{Address, Cancel};
 use towline_image::{Existing, ImageWriter, Increment, Origin, Uploaded};
 use towline_migration::{Relay, Session, Snapshot, Statistics, outgoing, synthetic};
+use towline_qmp as qmp;
 
 use super::error::Error;
 use super::progress::{Observer, Progress};
@@ -19,7 +21,7 @@ use crate::qemu::{Qemu, StartedQemu};
 /// Context of one copy.
 pub(super) struct Context<'a> {
     pub(super) options: &'a CopyRequest,
-    pub(super) lanes: usize,
+    lanes: AtomicUsize,
     pub(super) cancel: &'a Cancel,
     pub(super) observer: &'a dyn Observer,
     /// The destination's QEMU, if this process has started it.
@@ -46,7 +48,7 @@ impl<'a> Context<'a> {
         let (started, reflink) = (None, None);
         Self {
             options,
-            lanes,
+            lanes: AtomicUsize::new(lanes),
             cancel,
             observer,
             started,
@@ -57,6 +59,37 @@ impl<'a> Context<'a> {
             sending,
             increment,
         }
+    }
+
+    /// Number of lanes.
+    pub(super) fn lanes(&self) -> usize {
+        self.lanes.load(Ordering::Relaxed)
+    }
+
+    /// Goes without lanes if this QEMU is to be passed its connection: QEMU makes those of lanes itself, by a path.
+    pub(super) fn adapt_lanes(&self, qemu: &Qemu) {
+        if qemu.process().has_own_root() && self.lanes.swap(0, Ordering::Relaxed) > 0 {
+            self.observer.notice(&format!(
+                "no lanes: QEMU on {} has another root directory, and is passed one connection",
+                qemu.socket()
+            ));
+        }
+    }
+
+    /// Refuses a QEMU that finds no socket of this process, where it has to connect to one by a path.
+    pub(super) fn require_paths(&self, qemu: &Qemu) -> Result<(), Error> {
+        if !qemu.process().has_own_root() {
+            return Ok(());
+        }
+        let socket = qemu.socket();
+        Err(Error::Usage(format!(
+            "--postcopy with QEMU on {socket}, which has another root directory (chroot) and connects by paths in it: leave --postcopy out"
+        )))
+    }
+
+    /// Options of a connection to a monitor: a cancellation ends each wait for it, until a QEMU is changed.
+    pub(super) fn monitor(&self) -> qmp::Options {
+        qmp::Options { interrupt: Some(self.cancel.descriptor()), ..qmp::Options::default() }
     }
 
     /// Starts to write the image `path`.
@@ -98,9 +131,9 @@ impl<'a> Context<'a> {
     pub(super) fn connect(&self, address: &Address, uuid: [u8; 16]) -> Result<outgoing::Connections, Error> {
         let deadline = Instant::now() + self.options.connect_timeout;
         let options = tls::connecting(self.options)?;
-        let connected = outgoing::connect(address, self.lanes, uuid, &options, deadline, self.cancel);
+        let connected = outgoing::connect(address, self.lanes(), uuid, &options, deadline, self.cancel);
         connected.map_err(|error| {
-            error_origin::explain_lane_loss(error.into(), self.lanes, self.options.compression)
+            error_origin::explain_lane_loss(error.into(), self.lanes(), self.options.compression)
         })
     }
 
@@ -152,7 +185,7 @@ impl<'a> Context<'a> {
             moved,
             total_time: self.begun.elapsed(),
             downtime_ms: None,
-            multifd_channels: self.lanes,
+            multifd_channels: self.lanes(),
             compression: self.options.compression,
             zero_copy_send: self.options.zero_copy_send,
             lane_sends: self.sending.get().map(|sending| sending.lane_sends()).unwrap_or_default(),

@@ -5,7 +5,7 @@ mod postcopy;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Cancel, ConnectOptions};
@@ -13,24 +13,22 @@ use towline_migration::Compression;
 use towline_migration::outgoing::{Connections, connect};
 use towline_qmp as qmp;
 use towline_qmp::commands::{
-    AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState, Status,
-    Stop,
+    AddFd, Capability, MigrateIncoming, MigrationInfo, MigrationParameters, MigrationStatus, RemoveFd,
+    RunState, Status, Stop,
 };
 
 use super::context::Context;
 use super::error::Error;
 use super::preflight::{GuestFacts, uuid_bytes};
-use super::private_dir::PrivateDir;
+use super::private_dir::{PrivateDir, QemuLink};
 use super::request::CopyRequest;
 use super::vsock::DetachedVsocks;
 use super::{compression, error_origin};
-use crate::qemu::{self, AppliedSettings, IncomingState, MigrationSettings, Qemu, QemuState, StartedQemu};
+use crate::qemu::{AppliedSettings, IncomingState, MigrationSettings, Qemu, QemuState, StartedQemu};
 use crate::switchover::{DestinationStatus, StartResult};
 
 /// Timeout for a QEMU that has everything to leave `inmigrate`.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
-/// Timeout of one query to a QEMU that loads a file; a cancellation is checked after each.
-const LOAD_QUERY_TIMEOUT: Duration = Duration::from_millis(500);
 /// Interval of queries to a QEMU that loads, and of one whose guest starts.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Timeout for the exit of a QEMU whose monitor is disconnected.
@@ -74,6 +72,8 @@ pub(super) struct QmpDestination {
     qemu: Qemu,
     settings: Option<AppliedSettings>,
     dir: PrivateDir,
+    /// The way of the stream to it.
+    link: QemuLink,
     fdset: Option<i64>,
     /// It got `migrate-incoming`, which QEMU accepts once.
     is_incoming_started: bool,
@@ -94,11 +94,13 @@ pub(super) enum HeldGuest {
 
 impl QmpDestination {
     /// Connects, or takes the connection to a QEMU of this process, and checks that it waits for `migrate-incoming`.
-    pub(super) fn prepare(path: &Path, started: Option<&StartedQemu>) -> Result<Self, Error> {
-        Self::of(match started.and_then(StartedQemu::take) {
+    pub(super) fn prepare(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
+        let prepared = Self::of(match context.started.and_then(StartedQemu::take) {
             Some(started) => started?,
-            None => Qemu::connect(path, &qmp::Options::default())?,
-        })
+            None => Qemu::connect(path, &context.monitor())?,
+        })?;
+        context.adapt_lanes(&prepared.qemu);
+        Ok(prepared)
     }
 
     fn of(qemu: Qemu) -> Result<Self, Error> {
@@ -122,6 +124,7 @@ impl QmpDestination {
         Ok(Self {
             qemu,
             settings: None,
+            link: QemuLink::socket(&dir, "destination.sock"),
             dir,
             fdset: None,
             is_incoming_started: false,
@@ -181,16 +184,14 @@ impl QmpDestination {
         cancel: &Cancel,
     ) -> Result<Connections, Error> {
         self.apply_settings(lanes, false, options.compression)?;
-        let path = self.stream_path();
-        self.listen(format!("unix:{}", path.display()))?;
+        if self.qemu.process().has_own_root() {
+            self.link = QemuLink::pass(&mut self.qemu)?;
+        }
+        self.listen(self.link.uri.clone())?;
         let uuid = uuid_bytes(&self.facts().uuid);
         let deadline = Instant::now() + options.connect_timeout;
         let plain = ConnectOptions::default();
-        Ok(connect(&Address::Unix(path), lanes, uuid, &plain, deadline, cancel)?)
-    }
-
-    fn stream_path(&self) -> PathBuf {
-        self.dir.join("destination.sock")
+        Ok(connect(&self.link.address, lanes, uuid, &plain, deadline, cancel)?)
     }
 
     /// Returns true if this QEMU can load the file of an image itself.
@@ -251,6 +252,10 @@ impl QmpDestination {
     /// It failed to.
     pub(super) fn is_loaded(&mut self) -> Result<bool, Error> {
         let (migration, status) = self.qemu.migration_and_status()?;
+        self.see_loaded(migration, &status)
+    }
+
+    fn see_loaded(&mut self, migration: MigrationInfo, status: &Status) -> Result<bool, Error> {
         match migration.status {
             Some(status) if status == MigrationStatus::FAILED => {
                 let text = migration.error_desc.unwrap_or_else(|| "its own log says why".into());
@@ -274,15 +279,9 @@ impl QmpDestination {
     /// As [`is_loaded`](Self::is_loaded), of a QEMU that loads a file itself. Meanwhile its monitor does not
     /// reply, for as long as the guest is large and the disk is slow, so a timeout means "not yet"; a QEMU that
     /// exits closes its socket.
-    pub(super) fn has_loaded_file(&mut self) -> Result<bool, Error> {
-        let deadline = self.qemu.client().deadline();
-        self.qemu.client().set_deadline(LOAD_QUERY_TIMEOUT);
-        let loaded = self.is_loaded();
-        self.qemu.client().set_deadline(deadline);
-        match loaded {
-            Err(Error::Qemu(qemu::Error::Qmp(qmp::Error::Timeout { .. }))) => Ok(false),
-            loaded => loaded,
-        }
+    pub(super) fn has_loaded_file(&mut self, cancel: &Cancel) -> Result<bool, Error> {
+        let loaded = self.qemu.try_query_until(cancel, Qemu::migration_and_status)?;
+        loaded.map_or(Ok(false), |(migration, status)| self.see_loaded(migration, &status))
     }
 
     /// Queries the state of the guest. A missing reply is no evidence; an exited process is.
@@ -445,7 +444,7 @@ impl QmpDestination {
 
     /// Returns true if the error comes from this QEMU.
     pub(super) fn is_error_origin(&self, error: &Error) -> bool {
-        error_origin::is_from(error, self.qemu.socket(), &self.stream_path())
+        error_origin::is_from(error, self.qemu.socket(), &self.link.address)
     }
 
     /// Replaces an error of the stream to QEMU by QEMU's own reason, if it has one.

@@ -21,7 +21,7 @@ pub enum Error {
     #[error(transparent)]
     Migration(#[from] towline_migration::Error),
     #[error(transparent)]
-    Qemu(#[from] qemu::Error),
+    Qemu(qemu::Error),
     #[error(transparent)]
     Settings(#[from] qemu::ApplyError),
     #[error(transparent)]
@@ -166,9 +166,18 @@ fn slowed(throttle: Option<u64>) -> String {
     throttle.map(|percent| format!(" (it is throttled by {percent} % already)")).unwrap_or_default()
 }
 
+impl From<qemu::Error> for Error {
+    fn from(error: qemu::Error) -> Self {
+        match error {
+            qemu::Error::Qmp(qmp::Error::Cancelled { .. }) => Self::Cancelled,
+            error => Self::Qemu(error),
+        }
+    }
+}
+
 impl From<qmp::Error> for Error {
     fn from(error: qmp::Error) -> Self {
-        Self::Qemu(error.into())
+        qemu::Error::from(error).into()
     }
 }
 

@@ -1,9 +1,7 @@
 //! Origin of an error that ended a stream: the first error names a connection, and the connection one of the
 //! two QEMUs. What the other QEMU then reports is a consequence, and would only hide the reason.
 
-use std::path::Path;
-
-use towline_channel::Error as ChannelError;
+use towline_channel::{Address, Error as ChannelError};
 use towline_migration::Compression;
 use towline_migration::Error as MigrationError;
 use towline_qmp as qmp;
@@ -11,11 +9,12 @@ use towline_qmp as qmp;
 use super::error::Error;
 use crate::qemu;
 
-/// Returns true if `error` comes from the monitor at `monitor`, or from the stream over the socket at `stream`.
-pub(super) fn is_from(error: &Error, monitor: &str, stream: &Path) -> bool {
+/// Returns true if `error` comes from the monitor at `monitor`, or from the stream by the address `stream`.
+pub(super) fn is_from(error: &Error, monitor: &str, stream: &Address) -> bool {
+    let stream = stream.to_string();
     match error {
-        Error::Channel(error) => peer(error).is_some_and(|peer| is_socket(peer, stream)),
-        Error::Migration(error) => stream_peer(error).is_some_and(|peer| is_socket(peer, stream)),
+        Error::Channel(error) => peer(error) == Some(&stream),
+        Error::Migration(error) => stream_peer(error) == Some(&stream),
         Error::Qemu(qemu::Error::Qmp(qmp::Error::Disconnected { socket, .. })) => socket == monitor,
         _ => false,
     }
@@ -99,10 +98,6 @@ pub(super) fn is_from_peer(error: &Error, peer: &str) -> bool {
 /// Returns true if the monitor could not be reached, rather than refused a command.
 pub(super) fn is_monitor_unreachable(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if !matches!(error, qmp::Error::Refusal { .. }))
-}
-
-fn is_socket(peer: &str, stream: &Path) -> bool {
-    peer.strip_prefix("unix:").is_some_and(|path| Path::new(path) == stream)
 }
 
 fn stream_peer(error: &MigrationError) -> Option<&str> {

@@ -78,7 +78,7 @@ impl GuestFacts {
         let report = evaluate(&Pair {
             source,
             destination: &destination,
-            lanes: Some(context.lanes),
+            lanes: Some(context.lanes()),
             is_postcopy: context.options.is_postcopy(),
             is_live,
             is_one_host: true,

@@ -1,10 +1,13 @@
 //! A directory for the sockets between a QEMU and this process, which only those two can enter.
 
 use std::fs;
+use std::os::fd::{AsFd as _, IntoRawFd as _};
 use std::path::PathBuf;
 use std::sync::Once;
 
-use towline_channel::{Address, FileOwner, Listener, with_file_owner};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use towline_channel::{Address, Error as ChannelError, FileOwner, Listener, with_file_owner};
+use towline_qmp::commands::GetFd;
 
 use super::error::Error;
 use crate::journal::{JournalEntry, UndoRecord};
@@ -27,9 +30,10 @@ impl PrivateDir {
         let place = place.map_err(|source| Error::PrivateDir { path: std::env::temp_dir(), source })?;
         static SWEPT: Once = Once::new();
         SWEPT.call_once(|| drop(private_dirs::remove_abandoned(&place)));
-        let peer = qemu.facts().peer.as_ref();
-        let peer = peer.filter(|peer| peer.uid != rustix::process::getuid().as_raw());
-        let mut dir = Self::create(place, peer.map(|peer| FileOwner { uid: peer.uid, gid: peer.gid }))?;
+        let listener = qemu.facts().peer.as_ref().map(|peer| FileOwner { uid: peer.uid, gid: peer.gid });
+        let owner = qemu.process().file_owner().or(listener);
+        let owner = owner.filter(|owner| owner.uid != rustix::process::getuid().as_raw());
+        let mut dir = Self::create(place, owner)?;
         let path = &dir.made.path;
         let failed = |source| Error::PrivateDir { path: path.clone(), source };
         dir.entry = qemu.record(&UndoRecord::directory(path).map_err(failed)?);
@@ -56,6 +60,37 @@ impl PrivateDir {
     /// A path in the directory.
     pub(super) fn join(&self, name: &str) -> PathBuf {
         self.made.path.join(name)
+    }
+}
+
+/// Name of a passed connection in QEMU.
+const PASSED: &str = "towline";
+
+/// A QEMU's way to this process.
+#[derive(Debug)]
+pub(super) struct QemuLink {
+    /// Our end.
+    pub(super) address: Address,
+    /// QEMU's end, for `migrate` and `migrate-incoming`.
+    pub(super) uri: String,
+}
+
+impl QemuLink {
+    /// A socket in the directory.
+    pub(super) fn socket(dir: &PrivateDir, name: &str) -> Self {
+        let address = Address::Unix(dir.join(name));
+        Self { uri: address.to_string(), address }
+    }
+
+    /// One end of a connection, passed to QEMU, which needs no path and no permission for it.
+    pub(super) fn pass(qemu: &mut Qemu) -> Result<Self, Error> {
+        let flags = SocketFlags::CLOEXEC;
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(|errno| {
+                ChannelError::Io { op: "socketpair", peer: "this process".into(), source: errno.into() }
+            })?;
+        qemu.client().execute_with_fds(&GetFd { fdname: PASSED }, &[theirs.as_fd()])?;
+        Ok(Self { address: Address::Fd(ours.into_raw_fd()), uri: format!("fd:{PASSED}") })
     }
 }
 

@@ -121,6 +121,9 @@ impl DetachedVsocks {
 
     /// Unplugs them from the guest.
     pub(super) fn detach(&mut self, qemu: &mut Qemu, cancel: &Cancel) -> Result<(), Error> {
+        if !self.all.is_empty() {
+            qemu.wait_for_replies();
+        }
         while let Some(vsock) = self.all.get(self.unplugged) {
             let refused = |text: String, qemu: &Qemu| Error::NotDetached {
                 socket: qemu.socket().to_owned(),

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use towline_channel::Cancel;
 use towline_qmp::commands::{
     Capability, Cont, CpuFast, MigrationInfo, MigrationParameters, QueryCpusFast, QueryMigrate,
     QueryMigrateParameters, QueryStatus, Quit, Status, Stop,
@@ -194,6 +195,29 @@ impl Qemu {
             Err(Error::Qmp(qmp::Error::Timeout { .. })) => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// As [`Self::try_query`]; a cancellation ends the wait for the reply, too.
+    ///
+    /// # Errors
+    /// As [`Self::try_query`].
+    pub(crate) fn try_query_until<T>(
+        &mut self,
+        cancel: &Cancel,
+        query: impl FnOnce(&mut Self) -> Result<T, Error>,
+    ) -> Result<Option<T>, Error> {
+        self.client.set_interrupt((!cancel.is_cancelled()).then(|| cancel.descriptor()));
+        let reply = self.try_query(query);
+        self.client.set_interrupt(None);
+        match reply {
+            Err(Error::Qmp(qmp::Error::Cancelled { .. })) => Ok(None),
+            reply => reply,
+        }
+    }
+
+    /// Waits for replies also after a cancellation ([`Options::interrupt`]): a QEMU that is changed is put back.
+    pub(crate) fn wait_for_replies(&mut self) {
+        self.client.set_interrupt(None);
     }
 
     /// Queries the migration.

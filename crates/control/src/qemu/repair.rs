@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value};
+use towline_channel::Cancel;
 use towline_qmp as qmp;
 use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrationInfo, MigrationStatus, RunState};
 
@@ -80,13 +81,16 @@ impl Qemu {
     }
 
     /// Queries the migration; `None` if QEMU does not reply now. Records once that a migration which this process has started was in
-    /// progress after that time: a later towline takes only one that began before for it.
+    /// progress after that time: a later towline takes only one that began before for it. A cancellation ends the wait for the reply.
     ///
     /// # Errors
     /// [`Error::Qmp`].
-    pub fn watch_migration(&mut self) -> Result<Option<MigrationInfo>, Error> {
+    pub fn watch_migration(&mut self, cancel: Option<&Cancel>) -> Result<Option<MigrationInfo>, Error> {
         let asked_ms = monotonic_ms();
-        let migration = self.try_query(Self::migration)?;
+        let migration = match cancel {
+            Some(cancel) => self.try_query_until(cancel, Self::migration)?,
+            None => self.try_query(Self::migration)?,
+        };
         let is_active = migration.as_ref().is_some_and(|found| found.status == Some(MigrationStatus::ACTIVE));
         if is_active
             && !std::mem::replace(&mut self.has_seen_migration, true)

@@ -90,6 +90,7 @@ impl AppliedSettings {
     /// [`Error::UnknownCapability`] before anything was changed, [`Error::UnknownParameter`], and QEMU's
     /// refusals.
     pub fn apply(qemu: &mut Qemu, wanted: &MigrationSettings) -> Result<Self, ApplyError> {
+        qemu.wait_for_replies();
         let parameters = wanted.parameters.to_map();
         let change = Change::between(qemu, &wanted.capabilities, &parameters)
             .map_err(|cause| ApplyError { cause, left: None })?;

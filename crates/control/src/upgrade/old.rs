@@ -7,6 +7,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use rustix::process::geteuid;
+use towline_channel::Cancel;
 use towline_launch::CommandLine;
 use towline_qmp::commands::{MigrationStatus, RunState};
 use towline_qmp::{self as qmp, Options};
@@ -49,8 +50,9 @@ pub(super) struct OldQemu {
 
 impl OldQemu {
     /// Examines the QEMU whose monitor is at `path`.
-    pub(super) fn examine(path: &Path) -> Result<Self, Error> {
-        let mut qemu = Qemu::inspect(path, &Options::default())?;
+    pub(super) fn examine(path: &Path, cancel: &Cancel) -> Result<Self, Error> {
+        let interrupt = Some(cancel.descriptor());
+        let mut qemu = Qemu::inspect(path, &Options { interrupt, ..Options::default() })?;
         let socket = qemu.socket().to_owned();
         let pid = match qemu.process() {
             Process::Known { pid, .. } => *pid,

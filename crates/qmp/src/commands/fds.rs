@@ -4,6 +4,15 @@ use serde::{Deserialize, Serialize};
 
 use super::{Empty, command};
 
+/// `getfd`: names the descriptor that is sent with it, for `fd:NAME`; an earlier one of this name is closed.
+/// Send it by [`Client::execute_with_fds`](crate::Client::execute_with_fds).
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct GetFd {
+    /// The name, which does not begin with a digit.
+    pub fdname: &'static str,
+}
+command!(GetFd, "getfd", Empty);
+
 /// `add-fd`: adds the descriptor that is sent with it to a set, which QEMU opens as `/dev/fdset/ID`.
 /// Send it by [`Client::execute_with_fds`](crate::Client::execute_with_fds).
 #[derive(Clone, Debug, Default, Serialize)]

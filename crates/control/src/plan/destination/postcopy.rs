@@ -13,6 +13,7 @@ use towline_qmp::commands::{
 };
 
 use super::super::compression;
+use super::super::context::Context;
 use super::super::error::Error;
 use super::super::error_origin;
 use super::super::request::RequestedPages;
@@ -29,14 +30,16 @@ const BLOCKED_QUERIES: usize = 6;
 
 impl QmpDestination {
     /// As [`QmpDestination::prepare`], for postcopy.
-    pub(in super::super) fn prepare_postcopy(path: &Path) -> Result<Self, Error> {
-        let options = qmp::Options { out_of_band: true, ..qmp::Options::default() };
-        Self::of(Qemu::connect(path, &options)?)
+    pub(in super::super) fn prepare_postcopy(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
+        let options = qmp::Options { out_of_band: true, ..context.monitor() };
+        let qemu = Qemu::connect(path, &options)?;
+        context.require_paths(&qemu)?;
+        Self::of(qemu)
     }
 
     /// Connects to a QEMU that runs a guest whose postcopy was interrupted.
-    pub(in super::super) fn prepare_recovery(path: &Path) -> Result<Self, Error> {
-        let options = qmp::Options { out_of_band: true, ..qmp::Options::default() };
+    pub(in super::super) fn prepare_recovery(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
+        let options = qmp::Options { out_of_band: true, ..context.monitor() };
         let qemu = Qemu::connect(path, &options).map_err(|error| match error.into() {
             error if error_origin::is_timeout(&error) => {
                 Error::BlockedMonitor { socket: path.display().to_string(), source: Box::new(error) }
@@ -48,7 +51,9 @@ impl QmpDestination {
             let status = facts.migration.status.as_ref().map_or("none", MigrationStatus::as_str).to_owned();
             return Err(Error::NothingToRecover { socket: qemu.socket().into(), status });
         }
-        Ok(Self { is_incoming_started: true, ..Self::new(qemu)? })
+        let mut recovered = Self { is_incoming_started: true, ..Self::new(qemu)? };
+        recovered.qemu.wait_for_replies();
+        Ok(recovered)
     }
 
     /// Channel on which it expects requested pages.
@@ -114,15 +119,14 @@ impl QmpDestination {
             FinalRunState::Running => self.qemu.cont()?,
             FinalRunState::Paused => self.qemu.stop()?,
         }
-        let path = self.stream_path();
         let version = &self.facts().version.qemu;
         let stays = (version.major, version.minor) >= (9, 1);
-        let uri = format!("unix:{}", path.display());
+        let uri = self.link.uri.clone();
         let command =
             MigrateIncoming { exit_on_error: stays.then_some(false), ..MigrateIncoming::on_uri(uri) };
         self.is_incoming_started = true;
         self.qemu.client().execute(&command)?;
-        Ok(Address::Unix(path))
+        Ok(self.link.address.clone())
     }
 
     /// Refuses a QEMU that has no lanes in a migration that may become postcopy.

@@ -60,7 +60,7 @@ pub(in super::super) struct QemuSource {
 impl QemuSource {
     /// Connects to it, and checks that its guest can be copied.
     pub(in super::super) fn new(path: &Path, context: &Context<'_>) -> Result<Self, Failure> {
-        let qemu = QmpSource::prepare(path, context.options).map_err(query_failed)?;
+        let qemu = QmpSource::prepare(path, context).map_err(query_failed)?;
         context.report_repair(qemu.qemu());
         Ok(Self { qemu, incoming: IncomingStream::default() })
     }
@@ -88,7 +88,7 @@ impl QemuSource {
         self.qemu.detach_unmigratable_devices(context.cancel)?;
         context.observer.phase(CopyPhase::Connect);
         to.connect(session, context)?;
-        self.qemu.start(context.lanes, context.options, context.cancel)
+        self.qemu.start(context.lanes(), context.options, context.cancel)
     }
 }
 
@@ -135,8 +135,8 @@ impl SourceEndpoint for QemuSource {
     fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
         let TransferContext { switchover, context } = run;
         let Self { qemu, incoming } = self;
-        let received =
-            incoming.receive(to.sink(), receiver(to.kind()), switchover, context, &mut || qemu.poll());
+        let received = incoming
+            .receive(to.sink(), receiver(to.kind()), switchover, context, &mut || qemu.poll(context.cancel));
         // Queried before anything is closed, while the failed end still has the best reason.
         received.map_err(|error| if to.is_error_origin(&error) { error } else { self.qemu.explain(error) })
     }
@@ -206,7 +206,7 @@ impl QemuDestination {
         description: &GuestDescription<'_>,
         context: &Context<'_>,
     ) -> Result<Self, Error> {
-        let mut qemu = QmpDestination::prepare(path, context.started)?;
+        let mut qemu = QmpDestination::prepare(path, context)?;
         context.report_repair(qemu.qemu());
         if let Some(guest) = &description.guest {
             qemu.check(guest, context)?;
@@ -274,7 +274,7 @@ impl QemuDestination {
         // An open file description of its own: QEMU reads the stream at the file's position, which duplicates
         // share.
         let file = image.reopen()?;
-        self.qemu.load(&file, context.lanes)?;
+        self.qemu.load(&file, context.lanes())?;
         context.observer.phase(CopyPhase::Transfer);
         thread::scope(|scope| {
             let verify = || image.verify(VERIFY_THREADS, &|_| {});
@@ -282,7 +282,7 @@ impl QemuDestination {
             let mut loaded = false;
             while !loaded || verifier.as_ref().is_some_and(|verifier| !verifier.is_finished()) {
                 context.check_cancelled()?;
-                loaded = loaded || self.qemu.has_loaded_file()?;
+                loaded = loaded || self.qemu.has_loaded_file(context.cancel)?;
                 thread::park_timeout(LOAD_INTERVAL);
             }
             match verifier.map(thread::ScopedJoinHandle::join) {
@@ -315,7 +315,7 @@ impl DestinationEndpoint for QemuDestination {
     }
 
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
-        let connections = self.qemu.start(context.lanes, context.options, context.cancel)?;
+        let connections = self.qemu.start(context.lanes(), context.options, context.cancel)?;
         let relay = Box::new(context.relay(session, connections)?.arriving_paused());
         self.relay = Some(match self.presence.as_ref().filter(|presence| !presence.is_empty()) {
             Some(presence) => RelaySink::Present(presence.sink(relay)),
@@ -339,7 +339,7 @@ impl DestinationEndpoint for QemuDestination {
         // Few bytes are left: no lanes.
         let lanes = if presence.is_some() { Some(0) } else { self.lanes_into_old_memory(context)? };
         let file = file.filter(|_| lanes.is_none());
-        let lanes = lanes.unwrap_or(context.lanes);
+        let lanes = lanes.unwrap_or(context.lanes());
         self.is_loaded_by_qemu = file.is_some();
         let reason = match (&presence, file) {
             (Some(_), _) => "its memory is mapped from the image already: only the rest is sent",

@@ -42,7 +42,7 @@ pub(in super::super) fn listen(
     context.observer.notice(&format!("{verb} {}", listener.local_address()));
     context.observer.listening(listener.local_address());
     let deadline = Instant::now() + LISTEN_TIMEOUT;
-    Ok(gather(listener, context.lanes, deadline, LANES_TIMEOUT, context.cancel)?)
+    Ok(gather(listener, context.lanes(), deadline, LANES_TIMEOUT, context.cancel)?)
 }
 
 fn is_listened_on(address: &Address) -> bool {
@@ -177,7 +177,7 @@ impl DestinationEndpoint for StreamDestination {
         let connections = self.sent.insert(context.connect(&self.address, self.uuid)?);
         let sent = send(local.guest, connections, run, &mut || Ok(()));
         sent.map_err(|error| {
-            error_origin::explain_lane_loss(error, context.lanes, context.options.compression)
+            error_origin::explain_lane_loss(error, context.lanes(), context.options.compression)
         })
     }
 
@@ -200,7 +200,7 @@ impl DestinationEndpoint for StreamDestination {
 
     fn roll_back(&mut self, error: Error, context: &Context<'_>, _: Rollback) -> (Error, Vec<String>) {
         if error_origin::is_from_peer(&error, &self.address.to_string()) {
-            (error_origin::explain_lane_loss(error, context.lanes, context.options.compression), Vec::new())
+            (error_origin::explain_lane_loss(error, context.lanes(), context.options.compression), Vec::new())
         } else {
             (error, Vec::new())
         }

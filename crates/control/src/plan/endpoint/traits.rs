@@ -131,7 +131,7 @@ pub(in super::super) struct LocalGuest<'a> {
 impl LocalGuest<'_> {
     /// Number of lanes into an image: none from a stored guest, which has no stream.
     pub(in super::super) fn lanes(&self, context: &Context<'_>) -> usize {
-        if self.is_stored { 0 } else { context.lanes }
+        if self.is_stored { 0 } else { context.lanes() }
     }
 }
 
@@ -166,7 +166,7 @@ pub(in super::super) trait DestinationEndpoint {
 
     /// Transfers a guest of this process.
     fn receive_guest(&mut self, local: &LocalGuest<'_>, run: TransferContext<'_>) -> Result<Snapshot, Error> {
-        in_process::copy(local.guest, self.sink(), run.context.lanes, run)
+        in_process::copy(local.guest, self.sink(), run.context.lanes(), run)
     }
 
     /// Reports to the switchover that a guest of this process, in this run state, has arrived; returns its

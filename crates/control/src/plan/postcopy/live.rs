@@ -50,7 +50,7 @@ pub(in super::super) fn migrate(
     options: PostcopyOptions,
     context: &Context<'_>,
 ) -> Result<CopyReport, Failure> {
-    let mut source = QmpSource::prepare(from, context.options).map_err(query_failed)?;
+    let mut source = QmpSource::prepare(from, context).map_err(query_failed)?;
     context.report_repair(source.qemu());
     let mut target = prepare(to, &mut source, context).map_err(Failure::untouched)?;
     context.report_repair(target.qemu());
@@ -62,11 +62,11 @@ pub(in super::super) fn migrate(
     let started = target.start_postcopy(
         options.requested_pages,
         FinalRunState::Paused,
-        context.lanes,
+        context.lanes(),
         context.options.compression,
     );
     let started = started.and_then(|address| {
-        source.start_postcopy(&address, options.requested_pages, context.lanes, context.options)
+        source.start_postcopy(&address, options.requested_pages, context.lanes(), context.options)
     });
     let switched = match started.and_then(|()| switch_over(&mut source, &switchover, context)) {
         Ok(switched) => switched,
@@ -102,8 +102,9 @@ pub(in super::super) fn migrate(
 
 fn prepare(path: &Path, source: &mut QmpSource, context: &Context<'_>) -> Result<QmpDestination, Error> {
     source.check_postcopy()?;
-    let mut target = QmpDestination::prepare_postcopy(path)?;
-    if context.lanes > 0 {
+    context.require_paths(source.qemu())?;
+    let mut target = QmpDestination::prepare_postcopy(path, context)?;
+    if context.lanes() > 0 {
         source.check_multifd_with_postcopy()?;
         target.check_multifd_with_postcopy()?;
     }

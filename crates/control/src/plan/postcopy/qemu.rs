@@ -30,9 +30,9 @@ impl DrivenDestination {
         context: &Context<'_>,
     ) -> Result<Self, Error> {
         let mut qemu = if options.recover {
-            QmpDestination::prepare_recovery(path)?
+            QmpDestination::prepare_recovery(path, context)?
         } else {
-            QmpDestination::prepare_postcopy(path)?
+            QmpDestination::prepare_postcopy(path, context)?
         };
         context.report_repair(qemu.qemu());
         let machine_type = &stored.guest.configuration().machine_type;

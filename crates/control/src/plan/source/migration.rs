@@ -3,6 +3,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use towline_channel::Cancel;
 use towline_qmp::Event;
 use towline_qmp::commands::{MigrateCancel, MigrationInfo, MigrationStatus, RunState, Status};
 
@@ -19,12 +20,12 @@ const RECONNECT_INTERVAL: Duration = Duration::from_millis(10);
 
 impl QmpSource {
     /// Queries the progress at intervals.
-    pub(in super::super) fn poll(&mut self) -> Result<Progress, Error> {
+    pub(in super::super) fn poll(&mut self, cancel: &Cancel) -> Result<Progress, Error> {
         self.apply_tuning();
         if self.queried_at.elapsed() >= QUERY_INTERVAL {
             self.queried_at = Instant::now();
             // A QEMU that is completing does not reply for as long as that takes.
-            let Some(migration) = self.qemu.watch_migration()? else { return Ok(self.progress) };
+            let Some(migration) = self.qemu.watch_migration(Some(cancel))? else { return Ok(self.progress) };
             if migration.status == Some(MigrationStatus::FAILED) {
                 let text = migration.error_desc.unwrap_or_else(|| "QEMU reports no reason".into());
                 return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });

@@ -79,7 +79,7 @@ impl QmpSource {
 
     /// Queries the migration; `None` if QEMU does not reply now.
     pub(in super::super) fn migration(&mut self) -> Result<Option<MigrationInfo>, Error> {
-        let migration = self.qemu.watch_migration()?;
+        let migration = self.qemu.watch_migration(None)?;
         if let Some(migration) = &migration {
             self.progress = self.convergence.progress(migration);
         }

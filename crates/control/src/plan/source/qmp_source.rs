@@ -1,21 +1,20 @@
 //! A QEMU whose guest is to be copied: its state, and the checks before it is copied.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
 use towline_migration::Tuning;
-use towline_qmp as qmp;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus, RunState};
 
+use super::super::context::Context;
 use super::super::convergence::Convergence;
 use super::super::error::Error;
 use super::super::error_origin;
 use super::super::preflight::{FactsExtent, GuestFacts};
-use super::super::private_dir::PrivateDir;
+use super::super::private_dir::{PrivateDir, QemuLink};
 use super::super::progress::Progress;
 use super::super::recorder::RecordedSource;
-use super::super::request::CopyRequest;
 use super::super::vsock::{self, DetachedVsocks};
 use super::refusals;
 use crate::moves::{self, MoveEnd};
@@ -43,6 +42,8 @@ pub(in super::super) struct QmpSource {
     /// Last reply to `query-migrate`.
     pub(super) last_migration: Option<MigrationInfo>,
     pub(super) dir: PrivateDir,
+    /// The way of its stream.
+    pub(super) link: QemuLink,
     pub(super) queried_at: Instant,
     pub(in super::super) progress: Progress,
     pub(super) convergence: Convergence,
@@ -57,8 +58,9 @@ pub(in super::super) struct QmpSource {
 
 impl QmpSource {
     /// Connects and checks that this guest can be copied.
-    pub(in super::super) fn prepare(path: &Path, options: &CopyRequest) -> Result<Self, Error> {
-        let mut qemu = Qemu::connect(path, &qmp::Options::default())?;
+    pub(in super::super) fn prepare(path: &Path, context: &Context<'_>) -> Result<Self, Error> {
+        let options = context.options;
+        let mut qemu = Qemu::connect(path, &context.monitor())?;
         let socket = qemu.socket().to_owned();
         let facts = qemu.facts();
         if let Some(status) = &facts.migration.status
@@ -84,6 +86,7 @@ impl QmpSource {
         refusals::check_run_state(&mut qemu, options)?;
         refusals::check_known_faults(&mut qemu)?;
         let was_running = qemu.facts().status.running || resumes;
+        context.adapt_lanes(&qemu);
         let dir = PrivateDir::for_qemu(&qemu)?;
         let (queried_at, progress) = (Instant::now(), Progress::default());
         let convergence = Convergence::new(options, qemu.facts());
@@ -101,6 +104,7 @@ impl QmpSource {
             resumed: false,
             started: false,
             last_migration: None,
+            link: QemuLink::socket(&dir, STREAM_SOCKET),
             dir,
             queried_at,
             progress,
@@ -177,10 +181,6 @@ impl QmpSource {
         self.qemu.version_text()
     }
 
-    pub(super) fn stream_path(&self) -> PathBuf {
-        self.dir.join(STREAM_SOCKET)
-    }
-
     /// Returns true if QEMU is known to have exited, and the guest with it.
     pub(in super::super) fn has_exited(&self) -> bool {
         self.qemu.has_exited(EXIT_TIMEOUT)
@@ -198,7 +198,7 @@ impl QmpSource {
     pub(in super::super) fn explain(&mut self, error: Error) -> Error {
         let socket = self.qemu.socket().to_owned();
         let is_protocol = matches!(error, Error::Migration(towline_migration::Error::Protocol { .. }));
-        if is_protocol || !error_origin::is_from(&error, &socket, &self.stream_path()) {
+        if is_protocol || !error_origin::is_from(&error, &socket, &self.link.address) {
             return error;
         }
         match self.qemu.migration().map_err(Error::from) {

@@ -10,6 +10,7 @@ use towline_qmp::commands::{Migrate, MigrationStatus};
 use towline_qmp::{self as qmp, Client};
 
 use super::super::error::Error;
+use super::super::private_dir::QemuLink;
 use super::super::request::CopyRequest;
 use super::qmp_source::{QmpSource, STREAM_SOCKET};
 use super::refusals;
@@ -32,14 +33,18 @@ impl QmpSource {
     ) -> Result<Connections, Error> {
         let settings = self.migration_settings(lanes, options);
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
-        let path = self.stream_path();
-        let listener = self.dir.listen(STREAM_SOCKET)?;
+        let listener = if self.qemu.process().has_own_root() {
+            self.link = QemuLink::pass(&mut self.qemu)?;
+            Listener::bind(&self.link.address)?
+        } else {
+            self.dir.listen(STREAM_SOCKET)?
+        };
         self.wait_migration_cleanup()?;
         refusals::check_run_state(&mut self.qemu, options)?;
         if cancel.is_cancelled() {
             return Err(Error::Cancelled);
         }
-        self.start_migration(&Migrate::to_uri(format!("unix:{}", path.display())))?;
+        self.start_migration(&Migrate::to_uri(&self.link.uri))?;
         let deadline = Instant::now() + options.connect_timeout;
         self.accept_connections(listener, lanes, deadline, cancel).map_err(|error| self.explain(error))
     }
