@@ -19,6 +19,8 @@ pub struct ConnectOptions {
     /// True if zero-copy sends are wanted. Where they are unavailable (another kind, an old kernel), the channel
     /// opens without [`Capabilities::ZERO_COPY`](crate::Capabilities::ZERO_COPY).
     pub zero_copy: bool,
+    /// Silence of a `tcp:` peer after which the connection ends; `None`: [`PEER_TIMEOUT`](crate::PEER_TIMEOUT).
+    pub peer_timeout: Option<Duration>,
     /// TLS credentials; the server has to present a certificate. Without the feature `tls` there are none.
     pub tls: Option<TlsClient>,
 }
@@ -86,9 +88,12 @@ fn secured(
 fn once(address: &Address, until: &Deadline<'_>, options: &ConnectOptions) -> Result<Box<dyn Channel>> {
     Ok(match address {
         Address::Tcp { host, port } => {
-            Box::new(tcp::connect(host, *port, until)?.with_zero_copy(options.zero_copy)?)
+            let channel = tcp::connect(host, *port, until)?.with_peer_timeout(options.peer_timeout)?;
+            Box::new(channel.with_zero_copy(options.zero_copy)?)
         }
-        Address::WebSocket { host, port, .. } => Box::new(tcp::connect(host, *port, until)?),
+        Address::WebSocket { host, port, .. } => {
+            Box::new(tcp::connect(host, *port, until)?.with_peer_timeout(options.peer_timeout)?)
+        }
         Address::Unix(path) => Box::new(unix::connect(path, until)?),
         Address::Fd(number) => fd::open(*number)?,
         Address::Exec(command) => Box::new(ExecChannel::spawn(command)?),

@@ -16,7 +16,7 @@ use rustix::net::{SocketFlags, accept_with};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Maximum number of connections accepted before completed handshakes are checked.
 const ACCEPTED_AT_ONCE_MAX: usize = 64;
@@ -26,6 +26,8 @@ const ACCEPTED_AT_ONCE_MAX: usize = 64;
 pub struct ListenOptions {
     /// True if zero-copy sends are wanted on the channels, as in [`ConnectOptions`](crate::ConnectOptions).
     pub zero_copy: bool,
+    /// Silence of a `tcp:` peer after which its connection ends, as in [`ConnectOptions`](crate::ConnectOptions).
+    pub peer_timeout: Option<Duration>,
     /// TLS credentials; a client has to present a certificate.
     pub tls: Option<TlsServer>,
 }
@@ -195,7 +197,10 @@ impl Listener {
             Err(errno) => return Err(Error::io(until.op(), until.peer(), errno)),
         };
         Ok(Some(match &self.kind {
-            ListenerKind::Tcp(_) => Box::new(TcpChannel::new(fd)?.with_zero_copy(self.options.zero_copy)?),
+            ListenerKind::Tcp(_) => {
+                let channel = TcpChannel::new(fd)?.with_peer_timeout(self.options.peer_timeout)?;
+                Box::new(channel.with_zero_copy(self.options.zero_copy)?)
+            }
             _ => Box::new(UnixChannel::new(fd, until.peer())?),
         }))
     }

@@ -1,7 +1,8 @@
 //! TCP channels.
 //!
-//! `TCP_NODELAY` is on (senders set [`SendFlags::MORE`](crate::SendFlags::MORE) when more follows), and keepalive
-//! detects a dead host in about two minutes. A host name is resolved in a thread of its own, because the system's
+//! `TCP_NODELAY` is on (senders set [`SendFlags::MORE`](crate::SendFlags::MORE) when more follows). A connection whose
+//! peer is silent for [`PEER_TIMEOUT`] ends (`ETIMEDOUT`): it acknowledges nothing, takes nothing, or does not answer
+//! keepalive probes, which find a dead host while nothing is sent. A host name is resolved in a thread of its own, because the system's
 //! resolver cannot be interrupted; after a timeout the thread ends when the resolver does.
 //!
 //! Between two processes of one host the send buffer has a fixed, small size, and a call receives a part of it: data in
@@ -28,11 +29,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-/// Idle time before the first keepalive probe.
-const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
-/// The time that between two questions.
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// Number of unanswered that questions end the connection.
+/// Silence of a peer after which its connection ends, unless another one is set.
+pub const PEER_TIMEOUT: Duration = Duration::from_secs(30);
+/// The shortest time that the kernel takes for keepalive.
+const KEEPALIVE_MIN: Duration = Duration::from_secs(1);
+/// Maximum number of unanswered keepalive probes; the peer's timeout ends the connection before.
 const KEEPALIVE_COUNT: u32 = 6;
 /// Number of connections that may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
 const BACKLOG: i32 = 1024;
@@ -67,6 +68,7 @@ impl TcpChannel {
         let peer = remote.map_or_else(|| "tcp:?".to_owned(), |address| format!("tcp:{address}"));
         let failed = |errno| Error::io("setsockopt", &peer, errno);
         prepare(&fd).map_err(failed)?;
+        set_peer_timeout(&fd, PEER_TIMEOUT).map_err(failed)?;
         let receive_bytes_max = match (local, remote) {
             (Some(local), Some(remote)) if is_within_host(local.ip(), remote.ip()) => {
                 sockopt::set_socket_send_buffer_size(&fd, LOCAL_SEND_BUFFER_BYTES).map_err(failed)?;
@@ -105,6 +107,15 @@ impl TcpChannel {
         }
         self.zero_copy = Some(Arc::new(ZeroCopy::new(Arc::clone(&self.socket))));
         Ok(())
+    }
+
+    /// Sets the silence of the peer after which the connection ends.
+    pub(crate) fn with_peer_timeout(self, timeout: Option<Duration>) -> Result<Self> {
+        if let Some(timeout) = timeout {
+            let set = set_peer_timeout(self.socket.fd(), timeout);
+            set.map_err(|errno| Error::io("setsockopt", self.peer(), errno))?;
+        }
+        Ok(self)
     }
 
     /// Enables zero-copy if requested; without support the channel lacks the capability.
@@ -229,10 +240,17 @@ pub(crate) fn bind(host: &str, port: u16, peer: &str) -> Result<(OwnedFd, Socket
 
 fn prepare(fd: &OwnedFd) -> Result<(), Errno> {
     sockopt::set_tcp_nodelay(fd, true)?;
-    sockopt::set_socket_keepalive(fd, true)?;
-    sockopt::set_tcp_keepidle(fd, KEEPALIVE_IDLE)?;
-    sockopt::set_tcp_keepintvl(fd, KEEPALIVE_INTERVAL)?;
-    sockopt::set_tcp_keepcnt(fd, KEEPALIVE_COUNT)
+    sockopt::set_socket_keepalive(fd, true)
+}
+
+/// The kernel ends the connection with the first timer after that time without an acknowledgement, a taken byte, or an answered
+/// probe.
+fn set_peer_timeout(fd: impl AsFd, timeout: Duration) -> Result<(), Errno> {
+    let milliseconds = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
+    sockopt::set_tcp_user_timeout(&fd, milliseconds)?;
+    sockopt::set_tcp_keepidle(&fd, (timeout / 3).max(KEEPALIVE_MIN))?;
+    sockopt::set_tcp_keepintvl(&fd, (timeout / 6).max(KEEPALIVE_MIN))?;
+    sockopt::set_tcp_keepcnt(&fd, KEEPALIVE_COUNT)
 }
 
 /// Returns true if a connection between these addresses never leaves this host.
@@ -340,6 +358,21 @@ mod tests {
             let found = sockopt::socket_send_buffer_size(channel.socket.fd()).unwrap();
             assert_eq!(found, 2 * LOCAL_SEND_BUFFER_BYTES, "the kernel doubles it");
         }
+    }
+
+    #[test]
+    fn a_silent_peer_has_a_limit_from_the_beginning() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let channel = TcpChannel::new(near.into()).unwrap();
+        let found = |channel: &TcpChannel| {
+            let fd = channel.socket.fd();
+            let idle = sockopt::tcp_keepidle(fd).unwrap();
+            (sockopt::tcp_user_timeout(fd).unwrap(), idle + 3 * sockopt::tcp_keepintvl(fd).unwrap())
+        };
+        assert_eq!(found(&channel), (30_000, Duration::from_secs(25)));
+        let channel = channel.with_peer_timeout(Some(Duration::from_secs(2))).unwrap();
+        assert_eq!(found(&channel), (2000, Duration::from_secs(4)));
     }
 
     #[test]

@@ -127,6 +127,8 @@ fn request(args: &TransferArgs, task: Task) -> Result<CopyRequest, String> {
         requires_mapped_memory: false,
         overwrite: args.overwrite,
         connect_timeout: args.connect_timeout,
+        accept_timeout: args.accept_timeout,
+        peer_timeout: args.peer_timeout,
         tuning: Tuning::default(),
     })
 }

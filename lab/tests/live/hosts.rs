@@ -1,12 +1,18 @@
 //! Two hosts, each a network namespace with a towline: all traffic between them goes over their one link.
 
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-use towline_lab::{LinuxGuest, Qemu, Towline, require_lab, skip, towline_binary, wait_until};
+use towline_lab::{
+    BootSector, Builder, LinuxGuest, Qemu, Towline, Version, require_lab, signal, skip, towline_binary,
+    wait_until,
+};
 
-use crate::support::{MIB, WITHIN, assert_ended, linux, prove_alive, qmp, waiting, writing};
+use crate::support::{
+    MIB, WITHIN, assert_ended, linux, prove_alive, qmp, run, small, wait_event, waiting, writing,
+};
 
 const RATE: u64 = 20_000_000;
 const RANGE: u64 = 24 * MIB;
@@ -35,6 +41,15 @@ impl Hosts {
             ip(&["-n", name, "link", "set", "link0", "up"])?;
         }
         Ok(hosts)
+    }
+
+    /// Cuts the link: what is sent is lost, and neither end notices.
+    fn cut(&self) {
+        for (host, address) in [(0, ADDRESSES[1]), (1, ADDRESSES[0])] {
+            let absent = ["lladdr", "02:00:00:00:00:01", "dev", "link0", "nud", "permanent"];
+            let line = ["-n", &self.names[host], "neighbor", "replace", address];
+            ip(&[&line[..], &absent].concat()).unwrap();
+        }
     }
 
     /// Starts a towline on one of them, with space-separated arguments.
@@ -107,4 +122,124 @@ fn from_host_to_host_by_a_towline_on_each() {
         destination.kill().unwrap();
         source.qmp().execute("cont", Value::Null).unwrap();
     }
+}
+
+/// Silence after which the ends of these tests give up.
+const PEER_TIMEOUT: Duration = Duration::from_secs(3);
+/// Attempts at the moment between the last byte and the acknowledgement.
+const TRIES: usize = 10;
+/// A source that has sent nothing for this time has sent everything.
+const QUIET: Duration = Duration::from_millis(300);
+/// The kernel looks at its timers, and the ends undo what they did.
+const ENDS_WITHIN: Duration = Duration::from_secs(20);
+
+/// A copy from host to host.
+struct Copying {
+    hosts: Hosts,
+    source: Qemu,
+    destination: Qemu,
+    here: Towline,
+    there: Towline,
+}
+
+impl Copying {
+    fn start(builder: &Builder, options: &str) -> Result<Self> {
+        let hosts = Hosts::new()?;
+        let (source, destination) = (builder.clone().start()?, waiting(builder));
+        source.wait_counting(WITHIN)?;
+        let options = format!("copy --json --peer-timeout {} {options}", PEER_TIMEOUT.as_secs());
+        let mut there = hosts.towline(1, &format!("{options} tcp:0.0.0.0:{PORT} {}", qmp(&destination)))?;
+        wait_event(&mut there, "a towline that listens", |event| {
+            event["text"].as_str().is_some_and(|text| text.contains("listening on"))
+        });
+        let here = hosts.towline(0, &format!("{options} {} tcp:{}:{PORT}", qmp(&source), ADDRESSES[1]))?;
+        Ok(Self { hosts, source, destination, here, there })
+    }
+
+    /// Both ends notice the cut, and the guest runs on at its source only.
+    fn assert_undone(self, cut_at: Instant, exit_there: i32) {
+        let (here, there) = (self.here.wait(WITHIN).unwrap(), self.there.wait(WITHIN).unwrap());
+        let took = cut_at.elapsed();
+        println!("both ends ended {took:?} after the cut: {} / {}", here.stderr.trim(), there.stderr.trim());
+        assert!(took >= PEER_TIMEOUT && took <= ENDS_WITHIN, "{took:?}: {} {}", here.stderr, there.stderr);
+        let exits = (here.status.code(), there.status.code());
+        assert_eq!(exits, (Some(1), Some(exit_there)), "{} / {}", here.stderr, there.stderr);
+        self.source.qmp().wait_status("running", WITHIN).unwrap();
+        self.source.wait_counting(WITHIN).unwrap();
+        assert_ne!(self.destination.qmp().status().unwrap(), "running");
+    }
+}
+
+#[test]
+fn a_link_that_is_cut_in_mid_transfer_ends_both_ends() {
+    let name = "a_link_that_is_cut_in_mid_transfer_ends_both_ends";
+    if !require_lab(name) {
+        return;
+    }
+    for lanes in [0, 4] {
+        let options = format!("--multifd-channels {lanes} --max-bandwidth 2M");
+        let mut copying = match Copying::start(&small(), &options) {
+            Ok(copying) => copying,
+            Err(error) => return skip(name, &format!("no network namespaces can be made here: {error:#}")),
+        };
+        wait_event(&mut copying.here, "a MiB that moved", |event| {
+            event["ram"]["transferred"].as_u64() >= Some(MIB)
+        });
+        copying.hosts.cut();
+        copying.assert_undone(Instant::now(), 1);
+    }
+}
+
+/// The acknowledgement is sent and lost: the destination holds a whole guest, and does not know whether the source has it too.
+#[test]
+fn a_link_that_is_cut_at_the_acknowledgement_leaves_the_guest_at_its_source() {
+    let name = "a_link_that_is_cut_at_the_acknowledgement_leaves_the_guest_at_its_source";
+    if !require_lab(name) {
+        return;
+    }
+    let boot_sector = BootSector { fill_mib: 1, sweep_pages: 8, ..BootSector::default() };
+    let builder = Qemu::builder(Version::V10_0).memory_mib(32).boot_sector(boot_sector);
+    for _ in 0..TRIES {
+        let copying = match Copying::start(&builder, "--multifd-channels 0") {
+            Ok(copying) => copying,
+            Err(error) => return skip(name, &format!("no network namespaces can be made here: {error:#}")),
+        };
+        copying.source.qmp().wait_event("STOP", WITHIN).unwrap();
+        signal(copying.destination.pid(), "-STOP");
+        if !is_sent(&copying.source) {
+            signal(copying.destination.pid(), "-CONT");
+            continue;
+        }
+        copying.hosts.cut();
+        let cut_at = Instant::now();
+        signal(copying.destination.pid(), "-CONT");
+        return copying.assert_undone(cut_at, 3);
+    }
+    panic!("the destination was quicker {TRIES} times");
+}
+
+/// Waits until the source has sent all. False if it was acknowledged.
+fn is_sent(source: &Qemu) -> bool {
+    let mut last = (None, Instant::now());
+    wait_until("a source that has sent everything", WITHIN, || {
+        let sent = source.qmp().execute("query-migrate", Value::Null)?["ram"]["transferred"].as_u64();
+        if sent != last.0 {
+            last = (sent, Instant::now());
+        }
+        let status = source.qmp().status()?;
+        let is_quiet = last.1.elapsed() >= QUIET && status == "finish-migrate";
+        Ok(if status == "postmigrate" { Some(false) } else { is_quiet.then_some(true) })
+    })
+    .unwrap()
+}
+
+#[test]
+fn a_listener_gives_up_after_its_time() {
+    if !require_lab("a_listener_gives_up_after_its_time") {
+        return;
+    }
+    let destination = waiting(&small());
+    let finished = run(&format!("copy --accept-timeout 0.5 tcp:127.0.0.1:0 {}", qmp(&destination)));
+    assert_ended(&finished, 1, &["accept a main channel on tcp:127.0.0.1:", "nothing happened within 0."]);
+    assert_eq!(destination.qmp().status().unwrap(), "inmigrate");
 }

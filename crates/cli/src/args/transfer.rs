@@ -54,6 +54,12 @@ pub(crate) struct TransferArgs {
     /// Timeout in seconds for connecting to the other end, and for its first reply
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds, hide_short_help = true, help_heading = LIMITS)]
     pub(crate) connect_timeout: std::time::Duration,
+    /// Timeout in seconds for a SOURCE to connect where towline listens
+    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = seconds, hide_short_help = true, help_heading = LIMITS)]
+    pub(crate) accept_timeout: std::time::Duration,
+    /// Silence in seconds after which the other end of a tcp: stream is taken for lost
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds, hide_short_help = true, help_heading = LIMITS)]
+    pub(crate) peer_timeout: std::time::Duration,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
     #[command(flatten)]

@@ -33,6 +33,10 @@ pub struct CopyRequest {
     pub overwrite: bool,
     /// Timeout for the other end to connect, or to be connected to.
     pub connect_timeout: Duration,
+    /// Timeout for a source to connect where this process listens.
+    pub accept_timeout: Duration,
+    /// Silence of the other end of a `tcp:` stream after which it is taken for lost.
+    pub peer_timeout: Duration,
     /// Changes of rate and downtime while the copy runs.
     pub tuning: Tuning,
 }
@@ -184,6 +188,8 @@ impl CopyRequest {
             requires_mapped_memory: false,
             overwrite: false,
             connect_timeout: Duration::from_secs(10),
+            accept_timeout: Duration::from_secs(600),
+            peer_timeout: towline_channel::PEER_TIMEOUT,
             tuning: Tuning::default(),
         }
     }

@@ -27,8 +27,6 @@ use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, SourceKind};
 use crate::vcpu_threads::VcpuThreads;
 
-/// Timeout of a listener: until a peer connects or the user cancels.
-const LISTEN_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 /// Timeout for an acknowledged source to close its connections.
 const LINGER: Duration = Duration::from_secs(1);
 
@@ -41,7 +39,7 @@ pub(in super::super) fn listen(
     let verb = if is_listened_on(address) { "listening on" } else { "reading from" };
     context.observer.notice(&format!("{verb} {}", listener.local_address()));
     context.observer.listening(listener.local_address());
-    let deadline = Instant::now() + LISTEN_TIMEOUT;
+    let deadline = Instant::now() + context.options.accept_timeout;
     Ok(gather(listener, context.lanes(), deadline, LANES_TIMEOUT, context.cancel)?)
 }
 
