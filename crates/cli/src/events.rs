@@ -59,6 +59,7 @@ pub(crate) fn phase(phase: CopyPhase) -> &'static str {
         CopyPhase::Release => "release",
         CopyPhase::CutOver => "cut-over",
         CopyPhase::Running => "running",
+        CopyPhase::Upload => "upload",
     }
 }
 

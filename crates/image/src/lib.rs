@@ -61,6 +61,7 @@ mod temporary;
 mod testing;
 mod verified;
 pub mod working_set;
+mod write_back;
 mod writer;
 
 pub use atomic_file::Existing;

@@ -3,9 +3,14 @@
 //! ```text
 //!   pages ──► the file                        each run with one call, past the page cache if it is long enough
 //!         └─► BlockHasher                     on the lane's own thread, while the bytes are in its cache
-//!   commit    re-read pages that were sent again · punch holes for chunks of the base · bitmaps, block list, device state, seal · sync
-//!   publish   stage the manifest · rename the image · rename the manifest ([`crate::sidecar`])
+//!   commit    bitmaps, block list, device state · sync
+//!   publish   re-read pages that were sent again · punch holes for chunks of the base · seal · sync
+//!             stage the manifest · rename the image · rename the manifest ([`crate::sidecar`])
 //! ```
+//!
+//! After the commit the guest is durable, and may run on at its source while the image is published: the time
+//! that takes depends on how often pages were sent again. What goes through the page cache is synced as it comes
+//! ([`crate::write_back`]), so that the commit's sync is short.
 //!
 //! No guest memory is buffered. Until [`Sink::publish`] renames it, the file has a temporary name; after a
 //! failure it is removed, and the source, which only learns of success after that, keeps its guest.
@@ -39,6 +44,7 @@ use crate::page_runs::page_runs;
 use crate::reader::write_error;
 use crate::sidecar::{self, FileId, ManifestName, StagedManifest};
 use crate::stream_items::{Missing, StreamItems};
+use crate::write_back::WriteBack;
 use crate::{Error, Result};
 
 /// Minimum length of runs that are written past the page cache: below it, a device's latency costs more than
@@ -60,7 +66,7 @@ pub struct ImageWriter {
     /// `None` for a whole image.
     base: Option<BaseImage>,
     increment: OnceLock<Increment>,
-    /// `None` after the commit.
+    /// `None` once it is published.
     file: RwLock<Option<AtomicFile>>,
     direct: AtomicBool,
     items: StreamItems,
@@ -68,8 +74,9 @@ pub struct ImageWriter {
     hashers: RwLock<Vec<BlockHasher>>,
     /// The manifest under the final name when writing began.
     previous_manifest: Option<FileId>,
-    /// The complete and synced image, not renamed yet.
-    complete: Mutex<Option<CompleteImage>>,
+    write_back: WriteBack,
+    /// Device state of a committed image that is not published yet.
+    complete: Mutex<Option<DeviceState>>,
     published: AtomicBool,
     notices: Mutex<Vec<String>>,
 }
@@ -82,9 +89,9 @@ struct ImageLayout {
     bitmaps: Vec<Bitmap>,
 }
 
-/// A complete image without its final name.
+/// A complete and synced image without its final name.
 #[derive(Debug)]
-struct CompleteImage {
+struct FinishedImage {
     file: AtomicFile,
     /// Text of the manifest.
     manifest: Vec<u8>,
@@ -118,6 +125,7 @@ impl ImageWriter {
             layout: OnceLock::new(),
             hashers: RwLock::default(),
             previous_manifest,
+            write_back: WriteBack::default(),
             complete: Mutex::default(),
             published: AtomicBool::new(false),
             notices: Mutex::default(),
@@ -142,6 +150,11 @@ impl ImageWriter {
     /// Path of the image.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Bytes of the guest's memory; 0 before its block list.
+    pub fn memory_bytes(&self) -> u64 {
+        self.layout.get().map_or(0, |layout| layout.frame.total())
     }
 
     /// Returns true once the complete image has its name: a failure after that leaves it there.
@@ -205,6 +218,7 @@ impl ImageWriter {
     /// Writes consecutive pages of a block.
     fn write_run(&self, block: &RamBlock, offset: u64, contents: &[&[u8]]) -> Result<()> {
         let at = block.mapped.expect("laid out").pages_offset + offset;
+        let length: usize = contents.iter().map(|slice| slice.len()).sum();
         self.with_file(|file| {
             if let ([bytes], true) = (contents, self.direct.load(Ordering::Relaxed))
                 && bytes.len() >= DIRECT_BYTES_MIN
@@ -220,7 +234,8 @@ impl ImageWriter {
                     result => return result,
                 }
             }
-            file.write_all_vectored_at(contents, at)
+            file.write_all_vectored_at(contents, at)?;
+            self.write_back.written(file.file(), length as u64)
         })
     }
 
@@ -310,9 +325,32 @@ impl ImageWriter {
         None
     }
 
+    /// Makes memory and device state durable, without what only readers of the image need: the guest may stand still.
     fn complete(&self) -> Result<()> {
         let layout = self.layout()?;
         let device_state = self.items.take_device_state().map_err(|missing| self.missing(missing))?;
+        self.write_parts(&layout.frame, layout, &device_state)?;
+        self.with_file(AtomicFile::sync)?;
+        *lock(&self.complete) = Some(device_state);
+        Ok(())
+    }
+
+    /// Writes everything but pages.
+    fn write_parts(&self, frame: &ImageFrame, layout: &ImageLayout, devices: &DeviceState) -> Result<()> {
+        let bitmaps: Vec<_> = layout.bitmaps.iter().map(Bitmap::to_bytes).collect();
+        let parts = frame.parts(bitmaps.iter().map(Vec::as_slice), devices.bytes());
+        self.with_file(|file| {
+            parts.iter().try_for_each(|(at, bytes)| file.write_all_at(bytes, *at))?;
+            let end = parts.last().map_or(0, |(at, bytes)| at + bytes.len() as u64);
+            file.set_length(end)
+        })
+    }
+
+    /// Adds checksums and seal to the committed image, and syncs it.
+    fn finish(&self) -> Result<FinishedImage> {
+        let layout = self.layout()?;
+        let device_state = lock(&self.complete).take();
+        let device_state = device_state.ok_or_else(|| self.order_error("the image was not committed"))?;
         let hashes = self.hashes(layout)?;
         let base = self.unchanged_base();
         let (frame, kind) = match (base, &self.base) {
@@ -320,32 +358,26 @@ impl ImageWriter {
                 self.punch_unchanged(base, layout, &hashes)?;
                 (layout.frame.clone(), ImageKind::Incremental)
             }
-            (None, Some(_)) => (layout.frame.whole(self.configuration()?), ImageKind::Whole),
+            (None, Some(_)) => {
+                let whole = layout.frame.whole(self.configuration()?);
+                self.write_parts(&whole, layout, &device_state)?;
+                (whole, ImageKind::Whole)
+            }
             (None, None) => (layout.frame.clone(), ImageKind::Whole),
         };
-        let bitmaps: Vec<_> = layout.bitmaps.iter().map(Bitmap::to_bytes).collect();
-        let parts = frame.parts(bitmaps.iter().map(Vec::as_slice), device_state.bytes());
-        self.with_file(|file| {
-            parts.iter().try_for_each(|(at, bytes)| file.write_all_at(bytes, *at))?;
-            let end = parts.last().map_or(0, |(at, bytes)| at + bytes.len() as u64);
-            file.set_length(end)
-        })?;
         let manifest = self.manifest(&frame, &layout.bitmaps, hashes, &device_state, base)?;
         let manifest = manifest.to_json(&sidecar_path(&self.path))?;
         if let Some((at, seal)) = frame.seal(&manifest) {
             self.with_file(|file| file.write_all_at(&seal, at))?;
         }
+        self.with_file(AtomicFile::sync)?;
         let file = lock_exclusive(&self.file).take();
-        let file = file.ok_or_else(|| self.order_error("the image was committed twice"))?;
-        file.sync().map_err(write_error(&self.path))?;
-        *lock(&self.complete) = Some(CompleteImage { file, manifest, kind });
-        Ok(())
+        let file = file.ok_or_else(|| self.order_error("the image was published twice"))?;
+        Ok(FinishedImage { file, manifest, kind })
     }
 
     fn rename(&self) -> Result<()> {
-        let complete = lock(&self.complete).take();
-        let CompleteImage { file, manifest, kind } =
-            complete.ok_or_else(|| self.order_error("the image was not committed"))?;
+        let FinishedImage { file, manifest, kind } = self.finish()?;
         #[cfg(test)]
         if crate::journal::is_on(crate::journal::PublicationBug::ManifestFirst) {
             crate::atomic_file::write_sidecar(&sidecar_path(&self.path), &manifest, Existing::Replace)?;

@@ -311,8 +311,9 @@ pub trait Sink: Sync {
     /// The guest is not safe here; its source keeps it.
     fn commit(&self) -> Result<()>;
 
-    /// The last step, and a short one: makes the committed guest visible. Called when the migration can no longer be
-    /// cancelled, so that a cancelled one leaves nothing.
+    /// The last step: makes the committed guest visible. Called when the migration can no longer be cancelled, so that a
+    /// cancelled one leaves nothing; or later by the caller
+    /// ([`Publication::ByCaller`](crate::incoming::Publication::ByCaller)).
     ///
     /// # Errors
     /// The guest is not here; its source keeps it.

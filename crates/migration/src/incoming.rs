@@ -28,7 +28,7 @@ use towline_channel::{Cancel, Capabilities, Channel, Error as ChannelError};
 use towline_protocol::multifd::INIT_BYTES;
 
 pub use connect::{Connections, gather};
-pub use shared::{IncomingStage, Options};
+pub use shared::{IncomingStage, Options, Publication};
 
 use crate::limiter::Limiter;
 use crate::{Error, Result, Session, Sink, Statistics};

@@ -8,6 +8,7 @@ mod guests;
 mod kills;
 mod s3;
 mod secrets;
+mod standstill;
 mod support;
 mod unleased;
 mod verbs;

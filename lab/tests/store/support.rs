@@ -52,6 +52,7 @@ impl Fixture {
         // The user's own environment does not affect the tests.
         let mut line: Vec<OsString> = ["-u", "AWS_PROFILE", "-u", "AWS_ENDPOINT_URL"].map(Into::into).into();
         line.push(format!("HOME={}", self.directory.path().display()).into());
+        line.push(format!("TMPDIR={}", self.directory.path().display()).into());
         line.extend(self.environment.iter().map(|(name, value)| format!("{name}={value}").into()));
         line.push(towline_binary().unwrap().into());
         line.extend(arguments.iter().map(Into::into));
@@ -75,6 +76,11 @@ impl Fixture {
         let finished = self.start(arguments).wait(WITHIN).unwrap();
         assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);
         finished.stderr
+    }
+
+    /// Image files of guests that wait for their upload, and what is left of them.
+    pub(crate) fn waiting(&self) -> Vec<PathBuf> {
+        self.files(&format!("towline-{}", rustix::process::geteuid().as_raw()))
     }
 
     /// Sorted paths of all files whose path below this directory begins with `name`.
@@ -144,6 +150,11 @@ impl S3 {
     /// Makes every `nth` request from now on fail with `status`, and delays each by `slow` milliseconds.
     pub(crate) fn misbehave(&self, nth: u32, status: u32, slow: u32) {
         self.request("GET", &format!("/lab/reset?fail={nth}&status={status}&slow={slow}"));
+    }
+
+    /// Changes the server from now on; see its text.
+    pub(crate) fn set(&self, options: &str) {
+        self.request("GET", &format!("/lab/reset?{options}"));
     }
 
     /// Counters since then.

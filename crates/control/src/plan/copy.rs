@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use towline_channel::Cancel;
 use towline_image::StoredGuest;
 use towline_migration::Snapshot;
+use towline_migration::incoming::Publication;
 use towline_protocol::session::ReceiverMode;
 
 use super::context::Context;
@@ -19,7 +20,7 @@ use super::outcomes::GuestAfterFailure;
 use super::progress::{CopyPhase, Observer, Progress};
 use super::report::CopyReport;
 use super::request::{CopyRequest, PostcopyOptions};
-use super::shared_switchover::SharedSwitchover;
+use super::shared_switchover::{SharedSwitchover, TransferContext};
 use super::transfer::transfer;
 use super::validate::{validate, validate_stream};
 use super::{postcopy, preflight};
@@ -143,8 +144,9 @@ pub fn inspect_stream(
         switchover.new_gated_session(),
         endpoint::listen(address, &context).map_err(Failure::untouched)?,
     );
-    match incoming.receive(sink, ReceiverMode::Stores, &switchover, &context, &mut || Ok(Progress::default()))
-    {
+    let run = TransferContext { switchover: &switchover, context: &context };
+    let (receiver, publication) = (ReceiverMode::Stores, Publication::default());
+    match incoming.receive(sink, receiver, publication, run, &mut || Ok(Progress::default())) {
         Err(error) if !sink.is_complete() => Err(Failure::untouched(error)),
         _ => Ok(incoming.moved()),
     }

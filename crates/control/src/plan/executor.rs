@@ -26,7 +26,7 @@ use super::shared_switchover::{SharedSwitchover, source_link};
 use super::source::{ABORTS_ASLEEP, CopyEnd, GuestAction, QmpSource};
 use crate::switchover::{
     Decision, DestinationStatus, Directive, GuestRunState, Input, MemorySharing, PeerMessage, Placement,
-    SourceLink, SourceStatus, StartResult, SwitchoverOutcome, Unresolved,
+    SourceAction, SourceLink, SourceStatus, StartResult, SwitchoverOutcome, Unresolved,
 };
 
 /// Timeout for a source to notice its closed stream, before its migration is cancelled.
@@ -331,7 +331,9 @@ impl Executor<'_> {
                 Input::Done
             }
             Err(error) => {
-                self.ends.error = Some(error);
+                // Of an upload, which can be cancelled when the switchover cannot.
+                self.cancel_handled |= matches!(error, Error::Cancelled);
+                self.ends.error.get_or_insert(error);
                 match self.ends.destination.query_status() {
                     DestinationStatus::Exited => Input::Destination(DestinationStatus::Exited),
                     _ => Input::NotDone,
@@ -435,6 +437,18 @@ impl Executor<'_> {
         }
     }
 
+    /// Says that a guest that runs on stood still for longer than it was to.
+    fn note_downtime(&mut self) {
+        let limit = self.ends.context.options.tuning.downtime_limit();
+        let limit = limit.unwrap_or(self.ends.context.options.downtime_limit).as_millis();
+        let resumes = self.ends.switchover.state().request().after == SourceAction::Resume;
+        if let Some(found) = self.downtime_ms.filter(|&found| resumes && u128::from(found) > limit) {
+            self.notes.push(format!(
+                "the guest stood still for {found} ms, longer than its downtime limit of {limit} ms"
+            ));
+        }
+    }
+
     fn end(mut self, outcome: SwitchoverOutcome) -> Result<SwitchoverReport, Failure> {
         let message = match outcome {
             SwitchoverOutcome::Unresolved(unresolved) => {
@@ -466,6 +480,7 @@ impl Executor<'_> {
             self.ends.error = Some(error);
             return Err(self.failure(GuestAfterFailure::needs_attention(GuestLocation::WithoutVsock)));
         }
+        self.note_downtime();
         self.notes.iter().for_each(|note| self.ends.context.observer.notice(note));
         let destination = match placement {
             Placement::Running => DestinationState::Running,

@@ -4,15 +4,14 @@
 use std::sync::Arc;
 
 use towline_channel::Channel;
-use towline_migration::incoming::{self, Connections, IncomingStage};
+use towline_migration::incoming::{self, Connections, IncomingStage, Publication};
 use towline_migration::{Incoming, Session, Sink, Snapshot, Statistics};
 use towline_protocol::destination::SharedMemory;
 use towline_protocol::session::ReceiverMode;
 
-use super::context::Context;
 use super::error::Error;
 use super::progress::{CopyPhase, Progress};
-use super::shared_switchover::SharedSwitchover;
+use super::shared_switchover::TransferContext;
 use super::supervise::run_supervised;
 
 /// An incoming stream: its connections, and its statistics.
@@ -43,10 +42,11 @@ impl IncomingStream {
         &self,
         sink: &dyn Sink,
         receiver: ReceiverMode,
-        switchover: &SharedSwitchover,
-        context: &Context<'_>,
+        publication: Publication,
+        run: TransferContext<'_>,
         poll: &mut dyn FnMut() -> Result<Progress, Error>,
     ) -> Result<(), Error> {
+        let TransferContext { switchover, context } = run;
         let ConnectedStream { session, connections } = self.stream.as_ref().expect("connected before");
         let statistics = &self.statistics;
         if let Err(cancelled) = context.check_cancelled() {
@@ -66,6 +66,7 @@ impl IncomingStream {
             },
             max_bandwidth: context.options.transfer_options().max_bandwidth,
             receiver,
+            publication,
         };
         let engine = Incoming::new(Arc::clone(session), Arc::clone(statistics), options);
         let result = run_supervised(

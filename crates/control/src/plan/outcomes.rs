@@ -187,6 +187,9 @@ fn unresolved_row(unresolved: Unresolved) -> OutcomeRow {
         }
         Unresolved::SourceNotResumed => "stored; paused at its source: see above, else resume it (`cont`)",
         Unresolved::StoredOnly => "stored, and nowhere else: its source's QEMU has ended",
+        Unresolved::Unpublished => {
+            "nowhere but in the file that a notice names, if there is one: its source's QEMU has ended, and the image could not be completed"
+        }
         Unresolved::PeerWaits => {
             "paused at both ends: the outcome could not be sent to the destination's towline"
         }
@@ -225,6 +228,7 @@ fn id_of(unresolved: Unresolved) -> &'static str {
         Unresolved::SourceNotEnded => "source-not-ended",
         Unresolved::SourceNotResumed => "source-not-resumed",
         Unresolved::StoredOnly => "stored-only",
+        Unresolved::Unpublished => "unpublished",
         Unresolved::PeerWaits => "peer-waits",
         Unresolved::PeerUnknown => "peer-unknown",
         Unresolved::PeerDidNotRun => "peer-did-not-run",

@@ -24,6 +24,8 @@ pub enum CopyPhase {
     CutOver,
     /// The guest runs at the destination.
     Running,
+    /// The guest is durable on this host, where its source may run it on, and is being uploaded to a store.
+    Upload,
 }
 
 /// Receives the progress of a copy. Called from the plan's thread and, during the transfer, from the engine's,

@@ -203,7 +203,7 @@ fn check_base(destination: &Destination, options: &CopyRequest) -> Result<(), Er
 /// QEMU's background-snapshot goes from a QEMU to an image.
 fn check_snapshot(source: &Source, destination: &Destination, options: &CopyRequest) -> Result<(), Error> {
     match (source, destination) {
-        (Source::Qmp(_), Destination::Image(_)) => Ok(()),
+        (Source::Qmp(_), Destination::Image(_) | Destination::Store(_)) => Ok(()),
         _ if !options.is_snapshot() => Ok(()),
         _ => Err(Error::Usage("--live takes an image of a guest that runs on: from qmp: to an image".into())),
     }

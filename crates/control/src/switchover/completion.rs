@@ -13,6 +13,8 @@ impl Switchover {
     /// The source cannot run the guest any more.
     pub(super) fn complete(&mut self) -> Directive {
         match self.request.destination {
+            // Its guest does not wait until the image is published.
+            DestinationKind::Stored if self.resumes_first() => self.release(Placement::Stored),
             DestinationKind::Stored => self.finalize(Placement::Stored),
             DestinationKind::Stream | DestinationKind::Relayed => self.finalize(Placement::Loaded),
             DestinationKind::Towline => self.decide(Decision::Complete),
@@ -21,6 +23,13 @@ impl Switchover {
                 FinalRunState::Paused => self.finalize(Placement::Paused),
             },
         }
+    }
+
+    /// Returns true if the source is resumed before its image is published.
+    fn resumes_first(&self) -> bool {
+        self.request.after == SourceAction::Resume
+            && self.request.source == SourceKind::Qemu
+            && self.request.destination == DestinationKind::Stored
     }
 
     pub(super) fn reporting(&mut self, input: Input) -> Directive {
@@ -120,8 +129,11 @@ impl Switchover {
     }
 
     pub(super) fn release(&mut self, placement: Placement) -> Directive {
-        if self.request.source != SourceKind::Qemu || self.source_exited {
+        if self.request.source != SourceKind::Qemu {
             return Directive::End(SwitchoverOutcome::Completed(placement));
+        }
+        if self.source_exited {
+            return self.released(SwitchoverOutcome::Completed(placement));
         }
         self.stage = SwitchoverState::Releasing(placement);
         match self.request.after {
@@ -140,11 +152,33 @@ impl Switchover {
             (Input::NotDone, SourceKind::Qemu, SourceAction::Quit) => Unresolved::SourceNotEnded,
             (Input::NotDone, SourceKind::Qemu, SourceAction::Resume) => Unresolved::SourceNotResumed,
             (Input::Source(SourceStatus::Exited), _, SourceAction::Resume) => Unresolved::StoredOnly,
-            (Input::NotDone, SourceKind::Qemu, SourceAction::KeepPaused) => {
-                return Directive::End(SwitchoverOutcome::Completed(placement));
-            }
-            _ => return Directive::End(SwitchoverOutcome::Completed(placement)),
+            _ => return self.released(SwitchoverOutcome::Completed(placement)),
         };
-        Directive::End(SwitchoverOutcome::Unresolved(unresolved))
+        self.released(SwitchoverOutcome::Unresolved(unresolved))
+    }
+
+    /// The source is in its final state.
+    fn released(&mut self, outcome: SwitchoverOutcome) -> Directive {
+        if !self.resumes_first() {
+            return Directive::End(outcome);
+        }
+        self.stage = SwitchoverState::Publishing(outcome);
+        Directive::FinalizeDestination
+    }
+
+    pub(super) fn publishing(&mut self, input: Input, outcome: SwitchoverOutcome) -> Directive {
+        Directive::End(match (input, outcome) {
+            (Input::NotDone, SwitchoverOutcome::Unresolved(Unresolved::StoredOnly)) => {
+                SwitchoverOutcome::Unresolved(Unresolved::Unpublished)
+            }
+            (Input::NotDone, SwitchoverOutcome::Completed(_)) if self.is_source_gone() => {
+                SwitchoverOutcome::Unresolved(Unresolved::Unpublished)
+            }
+            (Input::NotDone, SwitchoverOutcome::Completed(_)) => SwitchoverOutcome::Safe,
+            (Input::NotDone, SwitchoverOutcome::Unresolved(Unresolved::SourceNotResumed)) => {
+                SwitchoverOutcome::Unresolved(Unresolved::SourceUnknown)
+            }
+            (_, outcome) => outcome,
+        })
     }
 }

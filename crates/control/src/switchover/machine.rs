@@ -36,6 +36,8 @@ pub(super) enum SwitchoverState {
     Finalizing(Placement),
     /// The source is being restored, resumed or ended.
     Releasing(Placement),
+    /// The source has been resumed, or could not be, and the guest that it stored is being published.
+    Publishing(SwitchoverOutcome),
     /// The destination is looked at, before the source resumes the guest.
     Looking,
     /// The decision to run the guest at its destination is withdrawn from the record, before this.
@@ -173,6 +175,7 @@ impl Switchover {
             SwitchoverState::Starting => self.starting(input),
             SwitchoverState::Finalizing(placement) => self.finalizing(input, placement),
             SwitchoverState::Releasing(placement) => self.releasing(input, placement),
+            SwitchoverState::Publishing(outcome) => self.publishing(input, outcome),
             SwitchoverState::Looking => self.looking(input),
             SwitchoverState::Retracting(then) => self.retracting(input, then),
             SwitchoverState::Restoring(restoration) => self.restoring(input, restoration),

@@ -65,6 +65,8 @@ pub(crate) enum Unresolved {
     SourceNotResumed,
     /// Stored; the source's QEMU exited before its guest was resumed.
     StoredOnly,
+    /// The image could not be completed, and the source's QEMU has exited.
+    Unpublished,
     /// The other towline waits for an outcome that could not be sent.
     PeerWaits,
     /// The other towline was sent the outcome and has not reported.
@@ -76,6 +78,13 @@ pub(crate) enum Unresolved {
 impl Unresolved {
     /// Returns true if a guest can still come to run, or a QEMU is left to be restored.
     pub(crate) fn is_open(self) -> bool {
-        !matches!(self, Self::BothExited | Self::SourceExited | Self::SourceExitedSince | Self::StoredOnly)
+        !matches!(
+            self,
+            Self::BothExited
+                | Self::SourceExited
+                | Self::SourceExitedSince
+                | Self::StoredOnly
+                | Self::Unpublished
+        )
     }
 }

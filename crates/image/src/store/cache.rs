@@ -13,9 +13,11 @@ use std::thread::ThreadId;
 
 use bytes::Bytes;
 
-use super::spool::ChunkNumber;
 use super::{Error, Result, Runtime};
 use crate::lock::lock;
+
+/// Index of a chunk among those of all blocks.
+pub(super) type ChunkNumber = usize;
 
 /// State of all chunks that are not absent.
 #[derive(Debug, Default)]

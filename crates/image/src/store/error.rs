@@ -169,7 +169,7 @@ pub enum Error {
     },
     /// The spool cannot be created or written.
     #[error(
-        "{path}: {why}: pages are stored there until they are sent; set TMPDIR to a directory with enough space for the guest's memory"
+        "{path}: {why}: the guest is stored there before it is uploaded; set TMPDIR to a directory on a disk with space for the guest's memory"
     )]
     Spool {
         /// The directory.
@@ -269,6 +269,17 @@ impl Error {
         match self {
             Self::Cancelled => towline_migration::Error::Cancelled,
             error => towline_migration::Error::guest(crate::Error::from(error)),
+        }
+    }
+
+    /// An error of a sink of this crate.
+    pub(super) fn from_migration(error: towline_migration::Error) -> Self {
+        match error {
+            towline_migration::Error::Guest(error) => match error.downcast::<crate::Error>() {
+                Ok(error) => Self::Image(error),
+                Err(error) => Self::Host { what: "the image file", why: io::Error::other(error) },
+            },
+            _ => Self::Cancelled,
         }
     }
 

@@ -26,11 +26,10 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::access::Store;
-use super::cache::{Acquired, Cache, FetchLimits};
+use super::cache::{Acquired, Cache, ChunkNumber, FetchLimits};
 use super::images::{self, LeasedIndex, UnleasedIndex};
 use super::lease::Lease;
 use super::runtime::Started;
-use super::spool::ChunkNumber;
 use super::upload::{first_error, threads};
 use super::{
     CACHE_BYTES, ChunkPosition, Error, MissingChunkCause, PREFETCH_BYTES, REQUESTS_MAX, Result, chunk,

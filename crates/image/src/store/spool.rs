@@ -1,215 +1,79 @@
-//! Temporary storage of pages until their chunk is sent: an unnamed file, and the state of each chunk.
+//! The image file of a guest that is being uploaded, on a disk of this host.
 //!
-//! A running guest sends some pages again, so a chunk may be sent before its content is final. Its *version*
-//! is incremented after each page is written: if the version at which a chunk was read is still the same
-//! later, its content is final.
+//! ```text
+//!   TMPDIR or /var/tmp / towline-UID /      of this user alone (0700)
+//!                          NAME-HASH.img    an image as any other: HASH is of the whole location, for equal names
+//! ```
+//! A file that is left over, by a failed upload or a killed process, is replaced by the next image of the same location.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
 
-use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::{BlockIndex, RamBlock};
+use rustix::fs::{statfs, statvfs};
+use towline_protocol::RamBlock;
 
-use super::{CHUNK_BYTES, Error, Result};
-use crate::ChunkHash;
-use crate::bitmap::Bitmap;
-use crate::lock::lock;
-
-/// Pages per chunk.
-const CHUNK_PAGES: u64 = CHUNK_BYTES / PAGE_SIZE;
+use super::{Error, Result};
+use crate::manifest::sidecar_path;
+use crate::{Existing, ImageWriter, Origin};
 
 /// Default without TMPDIR; /tmp is a tmpfs on many hosts.
 const DIRECTORY: &str = "/var/tmp";
+/// Filesystems in memory (`linux/magic.h`): tmpfs, ramfs.
+const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
+/// Digits of the location's hash in the file's name.
+const HASH_DIGITS: usize = 12;
 
-/// Index of a chunk among those of all blocks.
-pub(super) type ChunkNumber = usize;
-
-/// Memory of a guest that is being stored.
-#[derive(Debug)]
-pub(super) struct Spool {
-    file: File,
-    directory: PathBuf,
-    blocks: Vec<SpoolBlock>,
-    chunks: Vec<Chunk>,
+/// Starts to write the image file of a guest that is stored as `image` in a store.
+pub(super) fn create(image: &str, origin: Origin) -> Result<ImageWriter> {
+    let directory = std::env::var_os("TMPDIR").map_or_else(|| DIRECTORY.into(), PathBuf::from);
+    let failed = |why| Error::Spool { path: directory.display().to_string(), why };
+    let found = statfs(&directory).map_err(|errno| failed(errno.into()))?;
+    if IN_MEMORY.contains(&(found.f_type as i64)) {
+        let text = "it is in memory (tmpfs), where a guest would fill it";
+        return Err(failed(io::Error::other(text)));
+    }
+    let own = directory.join(format!("towline-{}", rustix::process::geteuid().as_raw()));
+    create_private(&own).map_err(failed)?;
+    let hash = blake3::hash(image.as_bytes()).to_hex();
+    let name = image.rsplit('/').next().unwrap_or_default();
+    let path = own.join(format!("{name}-{}.img", &hash[..HASH_DIGITS]));
+    ImageWriter::create(&path, Existing::Replace, origin).map_err(|error| Error::Image(Box::new(error)))
 }
 
-#[derive(Debug)]
-struct SpoolBlock {
-    length: u64,
-    /// Offset in the file.
-    start: u64,
-    /// Index of its first chunk.
-    first: ChunkNumber,
-    /// A bit for each page whose bytes in the file are not zero.
-    bitmap: Bitmap,
+/// Refuses a guest for which the disk may have no room.
+pub(super) fn check_room(path: &Path, blocks: &[RamBlock]) -> Result<()> {
+    let directory = path.parent().unwrap_or(path);
+    let failed = |why| Error::Spool { path: directory.display().to_string(), why };
+    let found = statvfs(directory).map_err(|errno| failed(errno.into()))?;
+    let needed: u64 = blocks.iter().map(|block| block.length).sum();
+    let free = found.f_bavail.saturating_mul(found.f_frsize);
+    if free < needed {
+        let text = format!("{free} bytes are free, and the guest has {needed} bytes of memory");
+        return Err(failed(io::Error::other(text)));
+    }
+    Ok(())
 }
 
-#[derive(Debug, Default)]
-struct Chunk {
-    /// Number of pages received.
-    received: AtomicU32,
-    version: AtomicU32,
-    /// True if a page with content was received.
-    has_data: AtomicBool,
-    /// Version at which the chunk was stored, and its name.
-    stored: Mutex<Option<(u32, ChunkHash)>>,
+/// Removes the file and its manifest.
+pub(super) fn remove(path: &Path) -> io::Result<()> {
+    std::fs::remove_file(path)?;
+    std::fs::remove_file(sidecar_path(path))
 }
 
-impl Spool {
-    /// Creates a sparse file for these blocks.
-    pub(super) fn new(blocks: &[RamBlock]) -> Result<Self> {
-        let directory = std::env::var_os("TMPDIR").map_or_else(|| DIRECTORY.into(), PathBuf::from);
-        let failed = |why| Error::Spool { path: directory.display().to_string(), why };
-        let file = tempfile::tempfile_in(&directory).map_err(failed)?;
-        let (mut start, mut first) = (0, 0);
-        let mut spooled = Vec::with_capacity(blocks.len());
-        for block in blocks {
-            spooled.push(SpoolBlock {
-                length: block.length,
-                start,
-                first,
-                bitmap: Bitmap::new(block.pages()),
-            });
-            let chunks = block.length.div_ceil(CHUNK_BYTES);
-            start += chunks * CHUNK_BYTES;
-            first += chunks as usize;
-        }
-        file.set_len(start).map_err(failed)?;
-        let chunks = (0..first).map(|_| Chunk::default()).collect();
-        Ok(Self { file, directory, blocks: spooled, chunks })
+/// Creates the directory of this user, unless it exists. Another user's would give that one the guest's memory.
+fn create_private(path: &Path) -> io::Result<()> {
+    match std::fs::DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        done => return done,
     }
-
-    /// Writes consecutive pages; calls `complete` for each chunk that has all of its pages for the first
-    /// time.
-    pub(super) fn write(
-        &self,
-        block: BlockIndex,
-        offset: u64,
-        bytes: &[u8],
-        complete: &mut dyn FnMut(ChunkNumber),
-    ) -> Result<()> {
-        let spooled = &self.blocks[block.index()];
-        self.file.write_all_at(bytes, spooled.start + offset).map_err(self.failed())?;
-        for page in 0..bytes.len() as u64 / PAGE_SIZE {
-            spooled.bitmap.set(offset / PAGE_SIZE + page);
-        }
-        self.count_pages(spooled, offset, bytes.len() as u64 / PAGE_SIZE, true, complete);
-        Ok(())
+    let found = std::fs::symlink_metadata(path)?;
+    let is_own = found.is_dir() && found.uid() == rustix::process::geteuid().as_raw();
+    if is_own && found.mode() & 0o077 == 0 {
+        return Ok(());
     }
-
-    /// Writes a page of zeros; as [`Self::write`].
-    pub(super) fn zero(
-        &self,
-        block: BlockIndex,
-        offset: u64,
-        complete: &mut dyn FnMut(ChunkNumber),
-    ) -> Result<()> {
-        let spooled = &self.blocks[block.index()];
-        if spooled.bitmap.clear(offset / PAGE_SIZE) {
-            let zeros = [0; PAGE_SIZE as usize];
-            self.file.write_all_at(&zeros, spooled.start + offset).map_err(self.failed())?;
-        }
-        self.count_pages(spooled, offset, 1, false, complete);
-        Ok(())
-    }
-
-    /// Reads the current content of pages.
-    pub(super) fn current(&self, block: BlockIndex, offset: u64, content: &mut [u8]) -> Result<()> {
-        self.file.read_exact_at(content, self.blocks[block.index()].start + offset).map_err(self.failed())
-    }
-
-    /// Passes a chunk's current content (`None`: zeros) to `store`, and records the resulting name with the
-    /// chunk's version.
-    pub(super) fn store_chunk(
-        &self,
-        number: ChunkNumber,
-        buffer: &mut Vec<u8>,
-        store: impl FnOnce(Option<&[u8]>) -> Result<ChunkHash>,
-    ) -> Result<()> {
-        let chunk = &self.chunks[number];
-        // Before the bytes are read: a page that arrives meanwhile makes the result stale.
-        let version = chunk.version.load(Ordering::Acquire);
-        let hash = if chunk.has_data.load(Ordering::Acquire) {
-            let (block, offset) = self.block_of(number);
-            buffer.resize(CHUNK_BYTES.min(block.length - offset) as usize, 0);
-            self.file.read_exact_at(buffer, block.start + offset).map_err(self.failed())?;
-            store(Some(buffer))?
-        } else {
-            store(None)?
-        };
-        *lock(&chunk.stored) = Some((version, hash));
-        Ok(())
-    }
-
-    /// Chunks that were not stored yet, or have changed since.
-    pub(super) fn stale(&self) -> Vec<ChunkNumber> {
-        let is_stale = |chunk: &Chunk| {
-            let stored = lock(&chunk.stored);
-            stored.is_none_or(|(version, _)| version != chunk.version.load(Ordering::Acquire))
-        };
-        (0..self.chunks.len()).filter(|&number| is_stale(&self.chunks[number])).collect()
-    }
-
-    /// Names of the stored chunks, by block.
-    pub(super) fn names(&self) -> Vec<Vec<ChunkHash>> {
-        let name = |chunk: &Chunk| {
-            let stored = lock(&chunk.stored);
-            stored.map_or(ChunkHash::Zero, |(_, hash)| hash)
-        };
-        let of_block = |block: &SpoolBlock| {
-            let count = block.length.div_ceil(CHUNK_BYTES) as usize;
-            self.chunks[block.first..block.first + count].iter().map(name).collect()
-        };
-        self.blocks.iter().map(of_block).collect()
-    }
-
-    fn block_of(&self, number: ChunkNumber) -> (&SpoolBlock, u64) {
-        let index = self.blocks.partition_point(|block| block.first <= number) - 1;
-        // Blocks without pages have no chunks, and the same first chunk as the next block.
-        let block = &self.blocks[index];
-        (block, (number - block.first) as u64 * CHUNK_BYTES)
-    }
-
-    /// Counts pages that were written.
-    fn count_pages(
-        &self,
-        block: &SpoolBlock,
-        offset: u64,
-        pages: u64,
-        has_data: bool,
-        complete: &mut dyn FnMut(ChunkNumber),
-    ) {
-        let (mut page, end) = (offset / PAGE_SIZE, offset / PAGE_SIZE + pages);
-        while page < end {
-            let index = page / CHUNK_PAGES;
-            let until = end.min((index + 1) * CHUNK_PAGES);
-            let number = block.first + index as usize;
-            let chunk = &self.chunks[number];
-            if has_data {
-                chunk.has_data.store(true, Ordering::Release);
-            }
-            chunk.version.fetch_add(1, Ordering::AcqRel);
-            let (arrived, all) = ((until - page) as u32, self.pages_of(block, index));
-            let before = chunk.received.fetch_add(arrived, Ordering::AcqRel);
-            if before < all && before + arrived >= all {
-                complete(number);
-            }
-            page = until;
-        }
-    }
-
-    fn pages_of(&self, block: &SpoolBlock, index: u64) -> u32 {
-        (block.length / PAGE_SIZE - index * CHUNK_PAGES).min(CHUNK_PAGES) as u32
-    }
-
-    fn failed(&self) -> impl FnOnce(io::Error) -> Error + use<> {
-        let path = self.directory.display().to_string();
-        move |why| Error::Spool { path, why }
-    }
+    let text = format!("{} is not a directory of this user alone (mode 0700); remove it", path.display());
+    Err(io::Error::other(text))
 }
 
 #[cfg(test)]
@@ -218,60 +82,27 @@ mod tests {
 
     use super::*;
 
-    const PAGE: usize = PAGE_SIZE as usize;
-
-    fn spool() -> Spool {
-        let block = |name: &str, length| RamBlock { name: name.into(), length, mapped: None };
-        Spool::new(&[block("none", 0), block("a", CHUNK_BYTES + PAGE_SIZE), block("b", CHUNK_BYTES)]).unwrap()
-    }
-
-    fn stored(spool: &Spool, number: ChunkNumber) -> ChunkHash {
-        let mut hash = None;
-        let store = |bytes: Option<&[u8]>| {
-            hash = Some(bytes.map_or(ChunkHash::Zero, crate::checksum::hash_chunk));
-            Ok(hash.unwrap())
-        };
-        spool.store_chunk(number, &mut Vec::new(), store).unwrap();
-        hash.unwrap()
+    #[test]
+    fn a_directory_that_others_can_use_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("towline-0");
+        create_private(&path).unwrap();
+        create_private(&path).unwrap();
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o700);
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o711)).unwrap();
+        assert!(create_private(&path).unwrap_err().to_string().contains("of this user alone"));
+        std::fs::remove_dir(&path).unwrap();
+        std::os::unix::fs::symlink(directory.path(), &path).unwrap();
+        assert!(create_private(&path).unwrap_err().to_string().contains("of this user alone"));
     }
 
     #[test]
-    fn a_chunk_is_complete_once_and_stale_when_a_page_arrives_again() {
-        let spool = spool();
-        let mut complete = Vec::new();
-        let a = BlockIndex(1);
-        // The last page of the first chunk and the only one of the second.
-        spool.write(a, CHUNK_BYTES - PAGE_SIZE, &[1; 2 * PAGE], &mut |number| complete.push(number)).unwrap();
-        assert_eq!(complete, [1]);
-        for page in 0..CHUNK_PAGES - 1 {
-            spool.zero(a, page * PAGE_SIZE, &mut |number| complete.push(number)).unwrap();
-        }
-        assert_eq!(complete, [1, 0]);
-        assert_eq!(spool.stale(), [0, 1, 2]);
-        let mut expected = vec![0; CHUNK_BYTES as usize];
-        expected[CHUNK_BYTES as usize - PAGE..].fill(1);
-        assert_eq!(stored(&spool, 0), crate::checksum::hash_chunk(&expected));
-        assert_eq!(stored(&spool, 1), crate::checksum::hash_chunk(&[1; PAGE]));
-        assert_eq!(stored(&spool, 2), ChunkHash::Zero);
-        assert!(spool.stale().is_empty());
-        // The page becomes zero again.
-        spool.zero(a, CHUNK_BYTES, &mut |_| panic!("complete already")).unwrap();
-        assert_eq!(spool.stale(), [1]);
-        assert_eq!(stored(&spool, 1), ChunkHash::Zero);
-        assert_eq!(spool.names()[1][1], ChunkHash::Zero);
-        assert_eq!(spool.names().iter().map(Vec::len).collect::<Vec<_>>(), [0, 2, 1]);
-    }
-
-    #[test]
-    fn a_page_that_arrives_while_its_chunk_is_read_makes_it_stale() {
-        let spool = spool();
-        let b = BlockIndex(2);
-        spool.write(b, 0, &[3; CHUNK_BYTES as usize], &mut |_| {}).unwrap();
-        let store = |_: Option<&[u8]>| {
-            spool.write(b, 0, &[4; PAGE], &mut |_| {}).unwrap();
-            Ok(ChunkHash::Data([3; 32]))
-        };
-        spool.store_chunk(2, &mut Vec::new(), store).unwrap();
-        assert!(spool.stale().contains(&2));
+    fn a_guest_that_may_not_fit_is_refused_with_both_numbers() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.img");
+        let block = |length| [RamBlock { name: "a".into(), length, mapped: None }];
+        check_room(&path, &block(4096)).unwrap();
+        let error = check_room(&path, &block(1 << 60)).unwrap_err().to_string();
+        assert!(error.contains("1152921504606846976 bytes of memory") && error.contains("TMPDIR"), "{error}");
     }
 }

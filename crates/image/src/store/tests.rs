@@ -85,7 +85,7 @@ fn pages_stored_in_any_order_are_read_in_any_order() {
     let location = location(&directory);
     let mut random = fastrand::Rng::with_seed(5);
     let chunk = CHUNK_BYTES as usize;
-    let memory = memory(&[5 * chunk + PAGE, 0, PAGE, 40 * chunk], &mut random);
+    let memory = memory(&[5 * chunk + PAGE, PAGE, 40 * chunk], &mut random);
     store(&location, &memory, &mut random);
     let image = StoredImage::open(&location, None).unwrap();
     assert_eq!(image.device_state().unwrap(), device_state::encode(&[("device", 1, &[1, 2, 3])]));

@@ -261,6 +261,13 @@ pub fn store_image(
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(Snapshot, Uploaded)> {
     let upload = Upload::begin(to, existing, cancel.clone())?;
+    let index = upload_image(&upload, image, progress)?;
+    upload.publish(&index)?;
+    Ok((image.qemu_load_statistics(), upload.uploaded()))
+}
+
+/// Uploads the chunks of an image file; returns its index, which is not published.
+pub(super) fn upload_image(upload: &Upload, image: &Image, progress: &(dyn Fn(u64) + Sync)) -> Result<Index> {
     let blocks = image.ram_blocks();
     let counts: Vec<usize> = blocks.iter().map(|block| block.length.div_ceil(CHUNK_BYTES) as usize).collect();
     let places: Vec<(usize, usize)> = counts
@@ -298,7 +305,7 @@ pub fn store_image(
     upload.flush()?;
     let from = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
     let origin = image.manifest().map_or(from, |manifest| manifest.origin().clone());
-    let index = Index::new(IndexContents {
+    Ok(Index::new(IndexContents {
         configuration: image.configuration(),
         section_id: image.ram_section_id(),
         origin: &origin.with_run_state(image.devices()),
@@ -307,9 +314,7 @@ pub fn store_image(
         names,
         device_state,
         device_state_names,
-    });
-    upload.publish(&index)?;
-    Ok((image.qemu_load_statistics(), upload.uploaded()))
+    }))
 }
 
 /// All values, or the first error that is not a cancellation.

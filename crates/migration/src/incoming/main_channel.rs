@@ -18,7 +18,7 @@ use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, 
 
 use super::connect::{Connections, EXTRA_TIMEOUT};
 use super::records_ahead::RecordsAhead;
-use super::shared::{IncomingStage, Options, Shared, ended};
+use super::shared::{IncomingStage, Options, Publication, Shared, ended};
 use crate::guest::ReturnPathWriter;
 use crate::statistics::Statistics;
 use crate::{ChannelId, Error, Pages, Result, Sink};
@@ -104,7 +104,9 @@ impl<'a> MainChannel<'a> {
         self.shared.sink.commit()?;
         (self.shared.watch)(IncomingStage::Committed);
         self.shared.session.acknowledge(run_state.as_deref(), self.input.channel.as_ref())?;
-        self.shared.sink.publish()?;
+        if self.options.publication == Publication::BeforeAcknowledgement {
+            self.shared.sink.publish()?;
+        }
         match &self.return_path {
             Some(writer) => writer.send(&ReturnPathMessage::Shut(0)),
             None => Ok(()),

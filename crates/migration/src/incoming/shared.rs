@@ -27,12 +27,25 @@ pub struct Options {
     pub max_bandwidth: Option<u64>,
     /// Use of the guest here, as reported to a towline at the source.
     pub receiver: ReceiverMode,
+    /// Moment of [`Sink::publish`].
+    pub publication: Publication,
+}
+
+/// Moment at which a committed guest is published.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Publication {
+    /// Before the source is acknowledged: it keeps its guest if that fails.
+    #[default]
+    BeforeAcknowledgement,
+    /// The caller calls [`Sink::publish`] later, and gives a guest that it can resume back to the source if that fails. Meanwhile
+    /// the source need not wait, nor its guest stand still.
+    ByCaller,
 }
 
 impl Default for Options {
     fn default() -> Self {
         let (receiver, shared_memory) = (ReceiverMode::RunsByItself, SharedMemory::Refused);
-        let compression = Compression::None;
+        let (compression, publication) = (Compression::None, Publication::default());
         Self {
             require_return_path: true,
             compression,
@@ -40,6 +53,7 @@ impl Default for Options {
             shared_memory,
             max_bandwidth: None,
             receiver,
+            publication,
         }
     }
 }

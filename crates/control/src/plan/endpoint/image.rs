@@ -6,6 +6,7 @@ use std::ops::Deref;
 use std::path::Path;
 
 use towline_image::{Image, ImageWriter, Origin, StoredGuest};
+use towline_migration::incoming::Publication;
 use towline_migration::{Sink, Snapshot};
 
 use super::super::context::Context;
@@ -125,7 +126,14 @@ impl DestinationEndpoint for ImageDestination {
         in_process::copy(local.guest, &self.0, local.lanes(run.context), run)
     }
 
+    fn defer_publication(&self) -> Publication {
+        Publication::ByCaller
+    }
+
     fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
+        if !self.0.is_published() {
+            self.0.publish()?;
+        }
         context.set_increment(&self.0);
         Ok(Vec::new())
     }

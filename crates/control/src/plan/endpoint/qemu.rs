@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::Channel;
 use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
-use towline_migration::incoming::Connections;
+use towline_migration::incoming::{Connections, Publication};
 use towline_migration::{Compression, Guest, Relay, Session, Sink, SinkWithPresentBlocks, Snapshot};
 
 use super::super::context::Context;
@@ -133,10 +133,15 @@ impl SourceEndpoint for QemuSource {
     }
 
     fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
-        let TransferContext { switchover, context } = run;
+        let to: &dyn DestinationEndpoint = to;
         let Self { qemu, incoming } = self;
-        let received = incoming
-            .receive(to.sink(), receiver(to.kind()), switchover, context, &mut || qemu.poll(context.cancel));
+        let resumes = run.context.options.resumes() && !run.context.options.is_snapshot();
+        let publication = if resumes { to.defer_publication() } else { Publication::default() };
+        let poll = &mut || {
+            let progress = qemu.poll(run.context.cancel)?;
+            Ok(to.upload_progress(run.context).unwrap_or(progress))
+        };
+        let received = incoming.receive(to.sink(), receiver(to.kind()), publication, run, poll);
         // Queried before anything is closed, while the failed end still has the best reason.
         received.map_err(|error| if to.is_error_origin(&error) { error } else { self.qemu.explain(error) })
     }

@@ -1,10 +1,12 @@
 //! An image in an object store.
 
+use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use towline_channel::Cancel;
 use towline_image::store::{self, Location, StoreWriter, StoredImage};
 use towline_image::{Existing, Image};
+use towline_migration::incoming::Publication;
 use towline_migration::{Guest as _, Sink, Snapshot};
 use towline_protocol::ram::PAGE_SIZE;
 
@@ -47,7 +49,12 @@ pub(in super::super) fn prepared(
 /// An image to be written to a store.
 pub(in super::super) enum StoreDestination {
     /// From a stream.
-    Writer(Box<StoreWriter>),
+    Writer {
+        /// The image.
+        writer: Box<StoreWriter>,
+        /// The phase of its upload was reported.
+        phase: Once,
+    },
     /// From the mapping of a file.
     File(Location),
 }
@@ -62,14 +69,14 @@ impl StoreDestination {
             return Ok(Self::File(location.clone()));
         }
         let writer = StoreWriter::create(location, existing(context), description.origin, context.cancel);
-        Ok(Self::Writer(Box::new(writer.map_err(failed)?)))
+        Ok(Self::Writer { writer: Box::new(writer.map_err(failed)?), phase: Once::new() })
     }
 }
 
 impl DestinationEndpoint for StoreDestination {
     fn sink(&self) -> &dyn Sink {
         match self {
-            Self::Writer(writer) => writer.as_ref(),
+            Self::Writer { writer, .. } => writer.as_ref(),
             Self::File(_) => unreachable!("a file is uploaded from its mapping"),
         }
     }
@@ -82,10 +89,30 @@ impl DestinationEndpoint for StoreDestination {
     }
 
     fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
-        if let Self::Writer(writer) = self {
+        if let Self::Writer { writer, .. } = self {
+            if !writer.is_published() {
+                context.check_cancelled()?;
+                context.observer.phase(CopyPhase::Upload);
+                let total = writer.memory_bytes();
+                writer.publish_with(&report_upload(total, context)).map_err(failed)?;
+            }
             context.set_uploaded(writer.uploaded());
         }
         Ok(Vec::new())
+    }
+
+    fn defer_publication(&self) -> Publication {
+        if let Self::Writer { writer, .. } = self {
+            writer.defer_upload();
+        }
+        Publication::ByCaller
+    }
+
+    fn upload_progress(&self, context: &Context<'_>) -> Option<Progress> {
+        let Self::Writer { writer, phase } = self else { return None };
+        let remaining = Some(writer.upload_remaining()?);
+        phase.call_once(|| context.observer.phase(CopyPhase::Upload));
+        Some(Progress { remaining, ..Progress::default() })
     }
 
     fn stored_state(&self) -> DestinationState {
@@ -94,7 +121,13 @@ impl DestinationEndpoint for StoreDestination {
 
     fn roll_back(&mut self, error: Error, _: &Context<'_>, _: Rollback) -> (Error, Vec<String>) {
         let notice = match self {
-            Self::Writer(writer) => writer.is_published().then(|| image::kept(&writer.image())),
+            Self::Writer { writer, .. } if writer.is_published() => Some(image::kept(&writer.image())),
+            Self::Writer { writer, .. } => writer.kept_file().map(|file| {
+                let (file, image) = (file.display(), writer.image());
+                format!(
+                    "{file} is complete: it has the guest as it was when it was stopped; store it with `towline copy {file} {image}`, or remove it"
+                )
+            }),
             Self::File(_) => None,
         };
         (error, notice.into_iter().collect())
@@ -106,16 +139,22 @@ fn upload(image: &Image, location: &Location, context: &Context<'_>) -> Result<S
     context.check_cancelled()?;
     context.observer.phase(CopyPhase::Transfer);
     let total = image.blocks().iter().map(|block| block.length).sum();
-    let done = AtomicU64::new(0);
-    let progress = |bytes: u64| {
-        let pages = (done.fetch_add(bytes, Ordering::Relaxed) + bytes) / PAGE_SIZE;
-        let moved = Snapshot { total, normal: pages, ..Snapshot::default() };
-        context.observer.progress(&Progress { moved, ..Progress::default() });
-    };
+    let progress = report_upload(total, context);
     let stored = store::store_image(image, location, existing(context), context.cancel, &progress);
     let (moved, uploaded) = stored.map_err(failed)?;
     context.set_uploaded(uploaded);
     Ok(moved)
+}
+
+/// Reports the bytes of `total` that are uploaded.
+fn report_upload<'a>(total: u64, context: &'a Context<'_>) -> impl Fn(u64) + Sync + use<'a> {
+    let (observer, done) = (context.observer, AtomicU64::new(0));
+    move |bytes| {
+        let uploaded = done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        let normal = uploaded / PAGE_SIZE;
+        let moved = Snapshot { total, normal, transferred: uploaded, ..Snapshot::default() };
+        observer.progress(&Progress { moved, ..Progress::default() });
+    }
 }
 
 fn existing(context: &Context<'_>) -> Existing {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Channel, Listener};
 use towline_image::Origin as ImageOrigin;
-use towline_migration::incoming::{self, gather};
+use towline_migration::incoming::{self, Publication, gather};
 use towline_migration::{Relay, Session, Sink, Snapshot, outgoing};
 
 use super::super::context::Context;
@@ -13,7 +13,7 @@ use super::super::error::{Error, Failure};
 use super::super::incoming::IncomingStream;
 use super::super::outcomes::GuestAfterFailure;
 use super::super::preflight::{FactsExtent, uuid_bytes};
-use super::super::progress::{CopyPhase, Progress};
+use super::super::progress::CopyPhase;
 use super::super::recorder::RecordedSource;
 use super::super::report::DestinationState;
 use super::super::send::send;
@@ -93,9 +93,9 @@ impl SourceEndpoint for StreamSource {
     }
 
     fn transfer(&mut self, to: &mut dyn DestinationEndpoint, run: TransferContext<'_>) -> Result<(), Error> {
-        let TransferContext { switchover, context } = run;
-        let look = &mut || Ok(Progress::default());
-        self.incoming.receive(to.sink(), receiver(to.kind()), switchover, context, look)
+        let to: &dyn DestinationEndpoint = to;
+        let look = &mut || Ok(to.upload_progress(run.context).unwrap_or_default());
+        self.incoming.receive(to.sink(), receiver(to.kind()), Publication::default(), run, look)
     }
 
     fn moved(&self) -> Snapshot {

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use towline_channel::Channel;
 use towline_image::{Image, Origin as ImageOrigin, QemuProcess};
+use towline_migration::incoming::Publication;
 use towline_migration::{Guest, Session, Sink, Snapshot};
 use towline_protocol::session::ReceiverMode;
 
@@ -18,6 +19,7 @@ use super::super::destination::{HeldGuest, StartFailure};
 use super::super::error::{Error, Failure};
 use super::super::in_process;
 use super::super::preflight::{self, FactsExtent};
+use super::super::progress::Progress;
 use super::super::recorder::RecordedSource;
 use super::super::report::{DestinationState, SourceState};
 use super::super::shared_switchover::{SharedSwitchover, TransferContext};
@@ -169,6 +171,17 @@ pub(in super::super) trait DestinationEndpoint {
         in_process::copy(local.guest, self.sink(), run.context.lanes(), run)
     }
 
+    /// Leaves the publication of an image to [`Self::finalize`]: the source is to be resumed before it.
+    fn defer_publication(&self) -> Publication {
+        Publication::BeforeAcknowledgement
+    }
+
+    /// Progress of an upload that the source waits for.
+    fn upload_progress(&self, context: &Context<'_>) -> Option<Progress> {
+        let _ = context;
+        None
+    }
+
     /// Reports to the switchover that a guest of this process, in this run state, has arrived; returns its
     /// directive.
     fn delivered(&self, run_state: Option<&str>, switchover: &SharedSwitchover) -> Directive {
@@ -221,7 +234,8 @@ pub(in super::super) trait DestinationEndpoint {
     /// Gives the sockets of the new QEMU of an upgrade their final names: the old one has exited.
     fn publish_sockets(&self) {}
 
-    /// Restores the settings of a destination whose guest is in its final state. Returns notices.
+    /// Restores the settings of a destination whose guest is in its final state; publishes an image whose publication was
+    /// deferred. Returns notices.
     fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
         let _ = context;
         Ok(Vec::new())

@@ -62,6 +62,7 @@ rows! {
     source_not_ended: GuestLocation::Unresolved(Unresolved::SourceNotEnded) => "source-not-ended", 3, "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not resume it there";
     source_not_resumed: GuestLocation::Unresolved(Unresolved::SourceNotResumed) => "source-not-resumed", 3, "stored; paused at its source: see above, else resume it (`cont`)";
     stored_only: GuestLocation::Unresolved(Unresolved::StoredOnly) => "stored-only", 3, "stored, and nowhere else: its source's QEMU has ended";
+    unpublished: GuestLocation::Unresolved(Unresolved::Unpublished) => "unpublished", 3, "nowhere but in the file that a notice names, if there is one: its source's QEMU has ended, and the image could not be completed";
     peer_waits: GuestLocation::Unresolved(Unresolved::PeerWaits) => "peer-waits", 3, "paused at both ends: the outcome could not be sent to the destination's towline";
     peer_unknown: GuestLocation::Unresolved(Unresolved::PeerUnknown) => "peer-unknown", 3, "paused at its source (postmigrate); the destination's towline was to run it, and did not report that it did: look there, and run only one of them";
     peer_did_not_run: GuestLocation::Unresolved(Unresolved::PeerDidNotRun) => "peer-did-not-run", 3, "paused at both ends: the destination's towline could not run it; resume it (`cont`) at one of them only";

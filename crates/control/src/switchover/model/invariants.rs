@@ -108,8 +108,8 @@ fn truthful(
         SwitchoverOutcome::Safe if towline.request.source == SourceKind::Qemu => {
             let has_guest = matches!(
                 world.source,
-                Source::HasGuest | Source::RunAgain | Source::MovedOn | Source::Exited
-            );
+                Source::HasGuest | Source::RunAgain | Source::MovedOn | Source::Exited // A guest that was not live is as it was, in `postmigrate`.
+            ) || world.source == Source::Completed && !world.carried.is_live();
             // It was looked at last, unless the source was resumed after that.
             let request = towline.request;
             let is_seen = request.destination == DestinationKind::Qemu
@@ -126,6 +126,12 @@ fn truthful(
         SwitchoverOutcome::Unresolved(Unresolved::SourceExited) => world.source == Source::Exited,
         SwitchoverOutcome::Unresolved(Unresolved::StoredOnly) => {
             world.source == Source::Exited && world.destination == Destination::Stored
+        }
+        SwitchoverOutcome::Unresolved(Unresolved::Unpublished) => {
+            world.source == Source::Exited && world.destination != Destination::Stored
+        }
+        SwitchoverOutcome::Unresolved(Unresolved::SourceNotResumed) => {
+            world.destination == Destination::Stored
         }
         SwitchoverOutcome::Unresolved(Unresolved::DestinationOnly) => world.source == Source::Exited,
         SwitchoverOutcome::Unresolved(Unresolved::DestinationHolds | Unresolved::Undecided) => {

@@ -300,6 +300,10 @@ impl World {
         self.wires[last].shut = self.wires[last].open;
         self.has_run_there |= self.last_kind() == DestinationKind::Stream && self.carried.is_live();
         self.destination = match self.last_kind() {
+            // Others are published before the source is acknowledged.
+            DestinationKind::Stored if self.towlines[0].is_some_and(|first| first.publishes_last()) => {
+                Destination::Loaded
+            }
             DestinationKind::Stored => Destination::Stored,
             DestinationKind::Stream if self.carried.is_live() => Destination::Running,
             DestinationKind::Qemu
@@ -543,6 +547,11 @@ impl World {
 }
 
 impl Towline {
+    /// The image is published when the source has been resumed.
+    fn publishes_last(&self) -> bool {
+        self.request.source == SourceKind::Qemu && self.request.after == SourceAction::Resume
+    }
+
     fn new(request: SwitchoverRequest, fault: FaultSwitch) -> Self {
         let mut machine = Switchover::new(request);
         machine.fault = fault;

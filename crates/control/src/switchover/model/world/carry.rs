@@ -1,8 +1,8 @@
 //! Carries out directives in a world.
 
 use super::super::super::{
-    Decision, DestinationStatus, Directive, Input, MemorySharing, PeerMessage, SourceKind, SourceStatus,
-    StartResult,
+    Decision, DestinationKind, DestinationStatus, Directive, Input, MemorySharing, PeerMessage, SourceKind,
+    SourceStatus, StartResult,
 };
 use super::{Destination, Disk, Reply, Source, World};
 use crate::switchover::fault::SwitchoverBug;
@@ -46,6 +46,12 @@ impl World {
                 if self.destination == Destination::Exited && reply == Reply::True =>
             {
                 Input::Destination(DestinationStatus::Exited)
+            }
+            Directive::FinalizeDestination if reply == Reply::True => {
+                if self.last_kind() == DestinationKind::Stored {
+                    self.destination = Destination::Stored;
+                }
+                Input::Done
             }
             Directive::RestoreSource
             | Directive::ResumeSource

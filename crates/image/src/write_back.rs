@@ -1,0 +1,86 @@
+//! Syncs a file while it is written, so that its last sync is short.
+//!
+//! The source of a guest learns the rate at which its memory is stored by being held up. Through the page cache it
+//! is not: it would see the rate of memory, stop its guest, and let it stand still until everything is on the disk.
+//! So no more stays unsynced than the disk takes in [`SYNC_TIME`], by the rate that was measured last: one thread
+//! syncs, the others go on until there is as much again.
+
+use std::fs::File;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, TryLockError};
+use std::time::{Duration, Instant};
+
+use crate::lock::lock;
+
+/// Time that one sync is to take.
+const SYNC_TIME: Duration = Duration::from_millis(50);
+/// Least and most bytes that are synced together.
+const STEP_BYTES_MIN: u64 = 256 << 10;
+const STEP_BYTES_MAX: u64 = 64 << 20;
+
+/// What a file has in the page cache only.
+#[derive(Debug, Default)]
+pub(crate) struct WriteBack {
+    unsynced: AtomicU64,
+    /// Bytes that are synced together, by the last measurement.
+    step: AtomicU64,
+    syncing: Mutex<()>,
+}
+
+impl WriteBack {
+    /// Counts bytes that were written through the page cache; syncs them if there are many.
+    pub(crate) fn written(&self, file: &File, bytes: u64) -> io::Result<()> {
+        let unsynced = self.unsynced.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        let step = self.step.load(Ordering::Relaxed).max(STEP_BYTES_MIN);
+        if unsynced < step {
+            return Ok(());
+        }
+        let _syncing = match self.syncing.try_lock() {
+            Err(TryLockError::WouldBlock) if unsynced < 2 * step => return Ok(()),
+            Err(_) => lock(&self.syncing),
+            Ok(guard) => guard,
+        };
+        // Another thread may have synced them meanwhile.
+        if self.unsynced.load(Ordering::Relaxed) < step {
+            return Ok(());
+        }
+        let (bytes, begun) = (self.unsynced.swap(0, Ordering::Relaxed), Instant::now());
+        file.sync_data()?;
+        self.step.store(next_step(step, bytes, begun.elapsed()), Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// The bytes that take [`SYNC_TIME`] at the measured rate, at most twice as many as before: a cache of the disk may
+/// have taken the last ones.
+fn next_step(step: u64, bytes: u64, took: Duration) -> u64 {
+    let fits = bytes as f64 * SYNC_TIME.as_secs_f64() / took.as_secs_f64().max(1e-9);
+    (fits as u64).min(2 * step).clamp(STEP_BYTES_MIN, STEP_BYTES_MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_takes_the_sync_time_at_the_measured_rate() {
+        const MIB: u64 = 1 << 20;
+        // 40 MiB/s.
+        assert_eq!(next_step(8 * MIB, 8 * MIB, Duration::from_millis(200)), 2 * MIB);
+        // A fast disk, which is believed by and by.
+        assert_eq!(next_step(MIB, MIB, Duration::from_micros(1)), 2 * MIB);
+        assert_eq!(next_step(STEP_BYTES_MAX, STEP_BYTES_MAX, Duration::ZERO), STEP_BYTES_MAX);
+        assert_eq!(next_step(MIB, MIB, Duration::from_secs(10)), STEP_BYTES_MIN);
+    }
+
+    #[test]
+    fn at_most_a_step_stays_unsynced_by_one_thread() {
+        let (file, write_back) = (tempfile::tempfile().unwrap(), WriteBack::default());
+        for _ in 0..100 {
+            write_back.written(&file, STEP_BYTES_MIN / 3).unwrap();
+            let step = write_back.step.load(Ordering::Relaxed).max(STEP_BYTES_MIN);
+            assert!(write_back.unsynced.load(Ordering::Relaxed) < step);
+        }
+    }
+}
