@@ -60,3 +60,45 @@ fn a_refusal_of_the_server_is_reported_before_a_guest_is_touched() {
     assert!(error.contains("credentials come from the environment"), "{error}");
     assert!(!error.contains(SECRET));
 }
+
+#[test]
+fn nothing_is_removed_by_a_listing_that_may_be_cut_off() {
+    let Some(s3) = S3::start("nothing_is_removed_by_a_listing_that_may_be_cut_off") else { return };
+    let fixture = s3.fixture();
+    let prefix = format!("s3://{BUCKET}/vm");
+    for name in ["a", "b", "c"] {
+        let seed = format!("mem:4M,seed={}", name.as_bytes()[0]);
+        fixture.done(&["copy", &seed, &format!("{prefix}/{name}")]);
+    }
+    let keys = s3.keys();
+    for form in ["token", "marker", "v1"] {
+        s3.set(&format!("cut={form}"));
+        for command in [
+            &["store", "gc", "--min-age", "0", &prefix][..],
+            &["store", "ls", &prefix],
+            &["store", "du", &prefix],
+            &["store", "verify", &prefix],
+            &["copy", "mem:4M", &format!("{prefix}/d")],
+        ] {
+            let error = fixture.refused(command);
+            assert!(error.contains("list of objects is cut off"), "{form}, {command:?}: {error}");
+        }
+        s3.set("");
+        let left: Vec<_> = s3.keys().into_iter().filter(|key| !key.contains("/uploads/")).collect();
+        assert_eq!(left, keys, "{form}");
+    }
+    fixture.done(&["store", "verify", &prefix]);
+}
+
+#[test]
+fn a_write_that_conflicts_with_another_request_is_tried_again() {
+    let Some(s3) = S3::start("a_write_that_conflicts_with_another_request_is_tried_again") else { return };
+    let fixture = s3.fixture();
+    let image = format!("s3://{BUCKET}/vm/a");
+    s3.set("conflicts=2");
+    fixture.done(&["copy", "mem:4M", &image]);
+    fixture.done(&["inspect", "--verify", &image]);
+    s3.set("conflicts=100");
+    let error = fixture.refused(&["copy", "mem:4M", &format!("s3://{BUCKET}/vm/b")]);
+    assert!(error.contains("vm/b.towline: the store reports a conflict with another request"), "{error}");
+}

@@ -22,6 +22,8 @@ use super::lease_state::LeaseGuard;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout of a response after its request was sent.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Parameter of the requests that list objects.
+const LISTING: &str = "list-type=2";
 /// Time for which an idle connection is kept.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -49,6 +51,23 @@ struct Service {
 /// Remedy: check the network and the endpoint; the request is repeated several times before this is reported.
 #[error("no response within {} s", RESPONSE_TIMEOUT.as_secs())]
 struct ResponseTimeout;
+
+/// Error of a listing that ends although there are more objects, or may.
+#[derive(Debug, thiserror::Error)]
+#[error("the listing is cut off")]
+pub(super) struct CutListing;
+
+/// Returns true if a response of S3's ListObjectsV2, which Google's stores have too, is the last one and says so, or names the next one.
+///
+/// Some servers ignore `list-type=2`, or have no token: their list ends after a thousand objects, and looks like a whole one.
+fn is_whole(response: &str) -> bool {
+    let field = |name: &str| {
+        let (_, rest) = response.split_once(&format!("<{name}>"))?;
+        rest.split_once("</").map(|(value, _)| value.trim()).filter(|value| !value.is_empty())
+    };
+    let is_last = field("IsTruncated") == Some("false") && field("NextMarker").is_none();
+    field("NextContinuationToken").is_some() || is_last
+}
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
@@ -85,6 +104,7 @@ impl HttpService for Service {
             // An error of this kind is not retried.
             self.guard.check().map_err(|lost| HttpError::new(HttpErrorKind::Unknown, lost))?;
         }
+        let is_listing = request.uri().query().is_some_and(|query| query.contains(LISTING));
         let response = tokio::time::timeout(RESPONSE_TIMEOUT, self.client.request(request)).await;
         let response = response.map_err(|_| HttpError::new(HttpErrorKind::Timeout, ResponseTimeout))?;
         let response = response.map_err(|error| {
@@ -93,7 +113,16 @@ impl HttpService for Service {
         })?;
         let (parts, body) = response.into_parts();
         let body = http_body_util::BodyExt::map_err(body, |error| HttpError::new(kind(&error), error));
-        Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body)))
+        let body = HttpResponseBody::new(body);
+        if !is_listing || !parts.status.is_success() {
+            return Ok(HttpResponse::from_parts(parts, body));
+        }
+        let bytes = body.bytes().await?;
+        if !is_whole(&String::from_utf8_lossy(&bytes)) {
+            // As above.
+            return Err(HttpError::new(HttpErrorKind::Unknown, CutListing));
+        }
+        Ok(HttpResponse::from_parts(parts, bytes.into()))
     }
 }
 
@@ -124,6 +153,22 @@ mod tests {
     use super::super::clock::Clock;
     use super::super::lease_state::LeaseState;
     use super::*;
+
+    #[test]
+    fn only_a_listing_that_says_so_is_whole() {
+        let whole = "<ListBucketResult><IsTruncated>false</IsTruncated><Contents/></ListBucketResult>";
+        let next = "<IsTruncated>true</IsTruncated><NextContinuationToken>abc</NextContinuationToken>";
+        assert!(is_whole(whole) && is_whole(next));
+        for cut in [
+            "<IsTruncated>true</IsTruncated>",
+            "<IsTruncated>true</IsTruncated><NextContinuationToken></NextContinuationToken>",
+            "<IsTruncated>true</IsTruncated><NextMarker>vm/b</NextMarker>",
+            "<IsTruncated>false</IsTruncated><NextMarker>vm/b</NextMarker>",
+            "<ListBucketResult><Contents/></ListBucketResult>",
+        ] {
+            assert!(!is_whole(cut), "{cut}");
+        }
+    }
 
     /// The error of a request to a port without a listener.
     async fn error_of(client: &HttpClient, method: hyper::Method) -> String {

@@ -2,11 +2,17 @@
 
 use std::io;
 
+use super::connector::CutListing;
 use crate::index;
 use crate::location::LocationError;
 
 /// S3's code of a missing bucket.
 const NO_BUCKET: &str = "NoSuchBucket";
+
+/// S3's code of a request whose time is not the server's.
+const SKEWED: &str = "RequestTimeTooSkewed";
+/// `object_store`'s name of a directory.
+const DIRECTORY: &str = "LocalFileSystem";
 
 /// Failure to store an image or to read it from a store.
 #[derive(Debug, thiserror::Error)]
@@ -107,6 +113,20 @@ pub enum Error {
         object: String,
         /// The limit.
         limit: u64,
+    },
+    /// The store lists only a part of its objects.
+    #[error(
+        "{object}: the store's list of objects is cut off: it has more, or does not say that it has none, and no token to ask for them, so that images, readers and uploads could be overlooked; nothing was removed; use a store with ListObjectsV2"
+    )]
+    CutListing {
+        /// The prefix or the directory in it.
+        object: String,
+    },
+    /// Other requests for the object keep preceding this one.
+    #[error("{object}: the store reports a conflict with another request each time; repeat the command")]
+    Conflict {
+        /// The object.
+        object: String,
     },
     /// Another process is collecting garbage.
     #[error(
@@ -261,7 +281,12 @@ impl Error {
         object: impl Into<String>,
     ) -> impl FnOnce(object_store::Error) -> Self {
         let object = object.into();
-        move |error| Self::Store { op, object, error: Box::new(error) }
+        move |error| {
+            if has_cause::<CutListing>(&error, |_| true) {
+                return Self::CutListing { object };
+            }
+            Self::Store { op, object, error: Box::new(error) }
+        }
     }
 
     /// The same error as one of the engine.
@@ -297,7 +322,7 @@ impl Error {
                     | Cause::InvalidPath { .. }
                     | Cause::UnknownConfigurationKey { .. }
             ),
-            Self::Lost { .. } | Self::Exists { .. } | Self::Changed { .. } => true,
+            Self::Lost { .. } | Self::Exists { .. } | Self::Changed { .. } | Self::Conflict { .. } => true,
             _ => false,
         }
     }
@@ -324,16 +349,18 @@ impl Error {
             return true;
         }
         // The error of a directory contains the kernel's.
-        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&**error);
-        while let Some(error) = cause {
-            let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
-            if let Some(io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem) = kind {
-                return true;
-            }
-            cause = error.source();
-        }
-        self.is_unsupported()
+        let kinds = [io::ErrorKind::PermissionDenied, io::ErrorKind::ReadOnlyFilesystem];
+        has_cause::<io::Error>(&**error, |found| kinds.contains(&found.kind())) || self.is_unsupported()
     }
+}
+
+/// Returns true if the error or one of its causes is such an error.
+fn has_cause<E: std::error::Error + 'static>(
+    error: &(dyn std::error::Error + 'static),
+    is: impl Fn(&E) -> bool,
+) -> bool {
+    std::iter::successors(Some(error), |error| error.source())
+        .any(|error| error.downcast_ref::<E>().is_some_and(&is))
 }
 
 fn position_text(position: &ChunkPosition) -> String {
@@ -358,6 +385,9 @@ fn cause_text(error: &object_store::Error) -> String {
     match (error, field("Code")) {
         (_, Some(NO_BUCKET)) => "there is no such bucket; create it, or correct the name".into(),
         (Cause::NotFound { .. }, _) => "it does not exist; correct the name".into(),
+        (_, Some(SKEWED)) => {
+            format!("this host's clock differs too much from the store's ({SKEWED}); set it")
+        }
         (Cause::PermissionDenied { .. }, code) => format!("access is refused ({})", code.unwrap_or("403")),
         (Cause::Unauthenticated { .. }, code) => {
             format!("the credentials are not accepted ({})", code.unwrap_or("401"))
@@ -381,7 +411,14 @@ fn names_no_bucket(error: &object_store::Error) -> bool {
 
 /// Remedy, where there is one.
 fn advice(error: &object_store::Error) -> &'static str {
+    let is_full =
+        |found: &io::Error| matches!(found.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
     match error {
+        _ if error.to_string().contains(&format!("<Code>{SKEWED}</Code>")) => "",
+        object_store::Error::Generic { .. } if has_cause::<io::Error>(error, is_full) => {
+            "; free some space there, or choose another directory"
+        }
+        object_store::Error::Generic { store: DIRECTORY, .. } => "",
         object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
             "; credentials come from the environment or the usual files (docs/store.md)"
         }
@@ -413,6 +450,27 @@ mod tests {
     #[test]
     fn responses_are_in_words_and_without_xml() {
         let shown = |error| Error::store("cannot be listed", "s3://b/vm")(error).to_string();
+        let skewed = object_store::Error::PermissionDenied {
+            path: "a".into(),
+            source: Box::new(Response(
+                "Server returned non-2xx status code: 403: <Error><Code>RequestTimeTooSkewed</Code></Error>"
+                    .into(),
+            )),
+        };
+        assert_eq!(
+            shown(skewed),
+            "s3://b/vm: cannot be listed: this host's clock differs too much from the store's (RequestTimeTooSkewed); set it"
+        );
+        let full = object_store::Error::Generic {
+            store: DIRECTORY,
+            source: Box::new(io::Error::from_raw_os_error(28)),
+        };
+        assert_eq!(
+            shown(full),
+            "s3://b/vm: cannot be listed: Generic LocalFileSystem error: No space left on device (os error 28); free some space there, or choose another directory"
+        );
+        let cut = object_store::Error::Generic { store: "S3", source: Box::new(CutListing) };
+        assert!(matches!(Error::store("cannot be listed", "s3://b")(cut), Error::CutListing { .. }));
         assert_eq!(
             shown(not_found("NoSuchBucket")),
             "s3://b/vm: cannot be listed: there is no such bucket; create it, or correct the name"

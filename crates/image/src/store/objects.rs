@@ -1,6 +1,7 @@
 //! The objects of a prefix, and requests for them.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures_util::StreamExt;
@@ -15,6 +16,10 @@ use super::fault::StoreBug;
 use super::lease_state::LeaseState;
 use super::{Error, Result};
 use crate::location::Location;
+
+/// Attempts of a write that the store reports as a conflict, and the pause before the second; it doubles each time.
+const CONFLICTS_MAX: u32 = 6;
+const CONFLICT_PAUSE: Duration = Duration::from_millis(50);
 
 /// The objects of a prefix. Clones refer to the same.
 #[derive(Debug, Clone)]
@@ -123,43 +128,52 @@ impl Objects {
     /// Puts an object and returns its version.
     ///
     /// # Errors
-    /// [`Error::Exists`] and [`Error::Changed`] if the condition of `mode` was not met, else
-    /// [`Error::Store`]; the object may have been written unless [`Error::is_final`].
+    /// [`Error::Exists`] and [`Error::Changed`] if the condition of `mode` was not met, [`Error::Conflict`] if the store
+    /// reports other requests again and again, else [`Error::Store`]; the object may have been written unless
+    /// [`Error::is_final`].
     pub(super) async fn put(&self, key: &str, bytes: Bytes, mode: WriteMode) -> Result<UpdateVersion> {
+        let mut pause = CONFLICT_PAUSE;
+        for _ in 0..CONFLICTS_MAX {
+            if let Some(version) = self.try_put(key, bytes.clone(), &mode).await? {
+                return Ok(version);
+            }
+            self.clock.sleep(pause).await;
+            pause *= 2;
+        }
+        Err(Error::Conflict { object: self.object_name(key) })
+    }
+
+    /// As [`Self::put`]; `None` after a conflict with another request (409), which `object_store` takes for an object that exists.
+    async fn try_put(&self, key: &str, bytes: Bytes, mode: &WriteMode) -> Result<Option<UpdateVersion>> {
+        use object_store::Error as Cause;
+
         let failed = Error::store("cannot be written", self.object_name(key));
         let path = self.path(key)?;
-        let refused = match mode {
-            WriteMode::Replace => {
-                return self.request(&path, bytes, PutMode::Overwrite).await.map(Into::into).map_err(failed);
+        let condition = match mode {
+            WriteMode::Replace => PutMode::Overwrite,
+            WriteMode::Create => PutMode::Create,
+            WriteMode::Update(version) => PutMode::Update(version.clone()),
+        };
+        let refused = match (self.request(&path, bytes.clone(), condition).await, mode) {
+            // The store has no conditional writes: the caller's earlier check has to suffice.
+            (Err(Cause::NotImplemented { .. } | Cause::NotSupported { .. }), WriteMode::Create) => {
+                let done = self.request(&path, bytes, PutMode::Overwrite).await;
+                return done.map(|done| Some(done.into())).map_err(failed);
             }
-            WriteMode::Create => match self.request(&path, bytes.clone(), PutMode::Create).await {
-                // The store has no conditional writes: the caller's earlier check has to suffice.
-                Err(
-                    object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. },
-                ) => {
-                    let done = self.request(&path, bytes, PutMode::Overwrite).await;
-                    return done.map(Into::into).map_err(failed);
-                }
-                Err(object_store::Error::AlreadyExists { .. }) => {
-                    let object = self.object_name(key);
-                    Error::Exists {
-                        image: object.strip_suffix(Location::SUFFIX).unwrap_or(&object).to_owned(),
-                    }
-                }
-                done => return done.map(Into::into).map_err(failed),
-            },
-            WriteMode::Update(version) => {
-                match self.request(&path, bytes.clone(), PutMode::Update(version)).await {
-                    Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => {
-                        Error::Changed { object: self.object_name(key) }
-                    }
-                    done => return done.map(Into::into).map_err(failed),
-                }
+            (Err(Cause::AlreadyExists { .. }), WriteMode::Create) => {
+                let object = self.object_name(key);
+                Error::Exists { image: object.strip_suffix(Location::SUFFIX).unwrap_or(&object).to_owned() }
             }
+            (Err(Cause::AlreadyExists { .. }), _) => return Ok(None),
+            (Err(Cause::Precondition { .. } | Cause::NotFound { .. }), WriteMode::Update(_)) => {
+                Error::Changed { object: self.object_name(key) }
+            }
+            (done, _) => return done.map(|done| Some(done.into())).map_err(failed),
         };
         // After an attempt that arrived but whose response was lost, the next one finds its own object.
         match self.get(key, bytes.len() as u64).await {
-            Ok(Some((found, meta))) if found == bytes => Ok(version_of(&meta)),
+            Ok(Some((found, meta))) if found == bytes => Ok(Some(version_of(&meta))),
+            Ok(None) if *mode == WriteMode::Create => Ok(None),
             _ => Err(refused),
         }
     }
