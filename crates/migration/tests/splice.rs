@@ -4,11 +4,14 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use common::*;
 use towline_channel::{ChannelExt, IoBuf, SendFlags};
-use towline_migration::{ChannelId, Compression, Error, Memory, Relay, Session};
+use towline_migration::{ChannelId, Compression, Error, Memory, Pages, Relay, Session, Sink};
+use towline_protocol::configuration::Configuration;
+use towline_protocol::device_state::DeviceState;
 use towline_protocol::source::{RamOptions, Setup};
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
@@ -53,6 +56,70 @@ fn every_split_of_a_main_channel_arrives_in_place() {
         assert_eq!(found.transferred, source.transferred);
         assert!(found.vectored_calls > 0 && found.spliced_calls == 0, "{found:?}");
     });
+}
+
+/// A sink that takes pages from where they were received, as an image does.
+struct Taker {
+    memory: Arc<Memory>,
+    pages: AtomicU64,
+    /// Pages that came in runs of whole, aligned ones.
+    in_runs: AtomicU64,
+}
+
+impl Sink for Taker {
+    fn configuration(&self, configuration: &Configuration) -> Result<(), Error> {
+        self.memory.configuration(configuration)
+    }
+
+    fn blocks(&self, blocks: &[RamBlock]) -> Result<(), Error> {
+        Sink::blocks(&*self.memory, blocks)
+    }
+
+    fn pages(&self, stream: ChannelId, pages: &Pages<'_>) -> Result<(), Error> {
+        let is_run = |slice: &&[u8]| slice.as_ptr().addr() % PAGE == 0 && slice.len() % PAGE == 0;
+        let count = pages.offsets.len() as u64;
+        self.pages.fetch_add(count, Ordering::Relaxed);
+        if let [run] = pages.contents
+            && is_run(run)
+        {
+            self.in_runs.fetch_add(count, Ordering::Relaxed);
+        }
+        self.memory.pages(stream, pages)
+    }
+
+    fn zero(&self, stream: ChannelId, block: BlockIndex, offsets: &[u64]) -> Result<(), Error> {
+        self.memory.zero(stream, block, offsets)
+    }
+
+    fn current(&self, page: PageRef, content: &mut [u8]) -> Result<(), Error> {
+        self.memory.current(page, content)
+    }
+
+    fn device_state(&self, state: DeviceState) -> Result<(), Error> {
+        Sink::device_state(&*self.memory, state)
+    }
+
+    fn commit(&self) -> Result<(), Error> {
+        self.memory.commit()
+    }
+}
+
+/// As before, into a sink without memory for pages: most come in runs of whole pages, each by one call.
+#[test]
+fn a_main_channel_arrives_in_runs_of_whole_pages() {
+    for seed in 1..4 {
+        let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, seed);
+        // Without pages of zeros, whose records end a run.
+        (0..BLOCKS[2].1).for_each(|page| guest.write(at(2, page * PAGE as u64), &[7; PAGE]));
+        let memory = empty(MACHINES[0], &BLOCKS);
+        let sink = Arc::new(Taker { memory, pages: 0.into(), in_runs: 0.into() });
+        let outcome = migrate_over(vec![link(Kind::Unix, 0)], &guest, &sink, options(), &Arc::default());
+        outcome.expect_success();
+        assert_eq!(difference(&guest, &sink.memory), None);
+        let [pages, in_runs] = [&sink.pages, &sink.in_runs].map(|count| count.load(Ordering::Relaxed));
+        println!("{in_runs} of {pages} pages in runs");
+        assert!(in_runs * 2 > pages, "{in_runs} of {pages} pages");
+    }
 }
 
 #[test]

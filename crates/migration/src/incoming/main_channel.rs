@@ -17,15 +17,16 @@ use towline_protocol::source::PING_CHECKSUMS;
 use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, xbzrle};
 
 use super::connect::{Connections, EXTRA_TIMEOUT};
-use super::records_ahead::RecordsAhead;
+use super::records_ahead::{LOOK_MAX, RecordsAhead};
 use super::shared::{IncomingStage, Options, Publication, Shared, ended};
+use crate::buffer::AlignedBuffer;
 use crate::guest::ReturnPathWriter;
 use crate::statistics::Statistics;
 use crate::{ChannelId, Error, Pages, Result, Sink};
 
 /// Bytes received ahead. Pages in it are forwarded from there.
 const BUFFER_BYTES: usize = 1 << 20;
-/// Bytes received at once where runs of pages are spliced: pages in it are not.
+/// Bytes received at once where runs of pages are looked for: pages in it are not taken in runs.
 const BETWEEN_RUNS_BYTES: usize = 32 << 10;
 /// Maximum number of pages delivered to a sink at once, so that a sink can write each batch with one vectored call (two buffers a page).
 const BATCH_PAGES_MAX: usize = 256;
@@ -41,8 +42,10 @@ pub(super) struct MainChannel<'a> {
     options: Options,
     input: InputBuffer<'a>,
     batch: PageBatch,
-    /// Where pages are spliced to the sink, or received into its memory.
+    /// Where runs of pages are looked for; see [`Self::receive_run`].
     ahead: Option<RecordsAhead>,
+    /// A run of pages for a sink without memory for them.
+    run: Option<AlignedBuffer>,
     /// The last item was a page with content.
     is_behind_page: bool,
     return_path: Option<ReturnPathWriter>,
@@ -80,6 +83,7 @@ impl<'a> MainChannel<'a> {
             input: InputBuffer { channel: &connections.main, bytes: vec![0; BUFFER_BYTES], start: 0, end: 0 },
             batch: PageBatch::default(),
             ahead: takes_runs(connections.main.as_ref(), shared.sink).then(RecordsAhead::new),
+            run: None,
             is_behind_page: false,
             return_path: None,
             is_iterating: false,
@@ -332,16 +336,17 @@ impl<'a> MainChannel<'a> {
             .pages(ChannelId::Main, &Pages { block: page.block, offsets: &offsets, contents: &contents })
     }
 
-    /// Takes the run of pages that comes next, where the sink splices them or has memory to receive them into; otherwise receives
-    /// into the buffer.
+    /// Takes the run of pages that comes next, where runs are looked for; otherwise receives into the buffer.
     fn receive_run_or_more(&mut self, mut state: StreamDecoder) -> Result<StreamDecoder> {
         let most = if self.ahead.is_some() { BETWEEN_RUNS_BYTES } else { BUFFER_BYTES };
         if let Some(mut ahead) = self.ahead.take_if(|_| self.is_behind_page && self.input.is_empty()) {
             let run = self.next_run(&mut state, &mut ahead)?;
             self.ahead = Some(ahead);
-            if let Some((block, offsets)) = run
-                && (self.splice_run(block, &offsets)? || self.receive_run(block, &offsets)?)
-            {
+            if let Some((block, offsets)) = run {
+                let splices = self.shared.sink.splices_records(self.input.channel.as_ref());
+                if !(splices && self.splice_run(block, &offsets)?) {
+                    self.receive_run(block, &offsets)?;
+                }
                 return Ok(state);
             }
         }
@@ -382,20 +387,29 @@ impl<'a> MainChannel<'a> {
         Ok(true)
     }
 
-    /// Receives these pages, and their records again; returns false if the sink has no memory for them.
-    fn receive_run(&self, block: BlockIndex, offsets: &[u64]) -> Result<bool> {
-        let sink = self.shared.sink;
-        let room = |&offset: &u64| sink.buffer_for(PageRef { block, offset }, PAGE_SIZE);
-        let Some(rooms) = offsets.iter().map(room).collect::<Option<Vec<_>>>() else { return Ok(false) };
+    /// Receives these pages, and their records again, by one call: into the sink's memory, or else into whole pages of a buffer,
+    /// which a file takes as they are.
+    fn receive_run(&mut self, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+        let (sink, channel) = (self.shared.sink, self.input.channel.as_ref());
         self.shared.reserve(offsets.len() as u64 * RECORD_AND_PAGE_BYTES)?;
         let mut records = vec![[0; CONTINUED_RECORD_BYTES]; offsets.len()];
-        let records = records.iter_mut().map(|record| IoBufMut::from(&mut record[..]));
-        let mut buffers: Vec<_> = records.zip(rooms).flat_map(|(record, room)| [record, room]).collect();
-        self.input.channel.recv_exact(&mut buffers)?;
         let pages = offsets.len() as u64;
+        let room = |&offset: &u64| sink.buffer_for(PageRef { block, offset }, PAGE_SIZE);
+        let rooms: Option<Vec<_>> = offsets.iter().map(room).collect();
+        if let Some(rooms) = rooms {
+            receive_between(channel, &mut records, rooms)?;
+            self.shared.statistics.count_content_pages(pages, pages * RECORD_AND_PAGE_BYTES);
+            return sink.pages_received_in_place(ChannelId::Main, block, offsets);
+        }
+        let buffer = match &mut self.run {
+            Some(buffer) => buffer,
+            none => none.insert(AlignedBuffer::new(LOOK_MAX * PAGE)?),
+        };
+        let length = offsets.len() * PAGE;
+        let rooms = buffer.bytes_mut(length).chunks_exact_mut(PAGE).map(IoBufMut::from).collect();
+        receive_between(channel, &mut records, rooms)?;
         self.shared.statistics.count_content_pages(pages, pages * RECORD_AND_PAGE_BYTES);
-        sink.pages_received_in_place(ChannelId::Main, block, offsets)?;
-        Ok(true)
+        sink.pages(ChannelId::Main, &Pages { block, offsets, contents: &[buffer.bytes(length)] })
     }
 
     fn receive_more(&mut self, awaiting: &'static str, most: usize) -> Result<()> {
@@ -439,9 +453,20 @@ impl<'a> MainChannel<'a> {
     }
 }
 
+/// Receives records and the page after each.
+fn receive_between(
+    channel: &dyn Channel,
+    records: &mut [[u8; CONTINUED_RECORD_BYTES]],
+    rooms: Vec<IoBufMut<'_>>,
+) -> Result<()> {
+    let records = records.iter_mut().map(|record| IoBufMut::from(&mut record[..]));
+    let mut buffers: Vec<_> = records.zip(rooms).flat_map(|(record, room)| [record, room]).collect();
+    Ok(channel.recv_exact(&mut buffers)?)
+}
+
 /// Returns true if runs of pages are looked for. On a channel that wraps another, looking ahead would copy once more.
 fn takes_runs(main: &dyn Channel, sink: &dyn Sink) -> bool {
-    sink.splices_records(main) || (main.splice_fd().is_some() && sink.receives_in_place())
+    sink.splices_records(main) || main.splice_fd().is_some()
 }
 
 /// Makes an event independent of the input it was read from.

@@ -1,5 +1,5 @@
-//! Records of pages that a main channel holds, seen before they are received: a relay splices the pages to its destination, and
-//! memory receives them in place.
+//! Records of pages that a main channel holds, seen before they are received: a relay splices the pages to its destination,
+//! memory receives them in place, and an image receives them in whole pages.
 //!
 //! ```text
 //!   channel   record page │ record page │ record page │ …      stays there
@@ -20,7 +20,7 @@ const PAGE: usize = PAGE_SIZE as usize;
 /// Records looked for first.
 const LOOK_MIN: usize = 4;
 /// Records looked for at most: a Unix socket with its usual buffer holds 51.
-const LOOK_MAX: usize = 64;
+pub(super) const LOOK_MAX: usize = 64;
 
 /// A record that continues the block of the record before.
 pub(super) type Record = [u8; CONTINUED_RECORD_BYTES];
