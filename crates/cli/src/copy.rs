@@ -30,6 +30,8 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let results = Results::of(Verb::Copied, &reporter, &args.source);
     let source = match args.source.source() {
         Ok(source) => source,
+        // A file of `virsh save`.
+        Err(text) if args.source.is_image() => return Ok(results.unreadable(&text)),
         Err(text) => return Ok(results.usage(&text)),
     };
     if args.destinations.len() > 1 && !source.is_image() {

@@ -3,8 +3,8 @@
 //! ```text
 //!   "LibvirtQemudSave"  version  length  was running  compression  …   0x5c: XML, cookie   0x5c + length: QEMU's stream
 //! ```
-//! Numbers have the byte order of their host. The format is that of libvirt's `src/qemu/qemu_saveimage.h`; version 3 exists for
-//! files of several channels, which are another layout. Out of scope: the description, of which QEMU's part is in the stream too,
+//! Numbers have the byte order of their host. The format is that of libvirt's `src/qemu/qemu_saveimage.h`; version 3 is the
+//! format `sparse`, which QEMU writes with mapped-ram behind the description, and which is refused. Out of scope: the description, of which QEMU's part is in the stream too,
 //! and decompression, for which there are programs.
 
 use std::fs::File;
@@ -20,6 +20,8 @@ const PARTIAL: &[u8; 16] = b"LibvirtQemudPart";
 const HEADER_BYTES: usize = 92;
 /// The version with one stream.
 const VERSION: u32 = 2;
+/// The version of files that QEMU has written with mapped-ram, at an offset.
+const SPARSE_VERSION: u32 = 3;
 /// Maximum length of the description: libvirt limits XML of domains to 10 MiB.
 const DESCRIPTION_MAX: u32 = 16 << 20;
 /// Programs by libvirt's numbers; 0 stands for uncompressed.
@@ -67,6 +69,13 @@ fn offset(header: &[u8], path: &Path) -> Result<Option<u64>, String> {
         u32::from_ne_bytes(bytes)
     };
     let [version, length, _was_running, compression] = [0, 1, 2, 3].map(number);
+    if version == SPARSE_VERSION {
+        return Err(
+            "it is in libvirt's format `sparse` (version 3), whose pages are at offsets of their own, not in a stream; save the domain \
+             again with `virsh save --image-format raw`, or restore it with `virsh restore` and copy the guest from its QEMU"
+                .into(),
+        );
+    }
     if version != VERSION {
         return Err(format!(
             "its version is {version}, expected {VERSION} (a host of this byte order, and one stream); restore it with `virsh \
@@ -123,7 +132,8 @@ pub(crate) mod tests {
         assert!(zstd.contains("exec:'tail -c +68054 a.save | zstd -dc' DEST"), "{zstd}");
         for (result, text) in [
             (changed(28, 9), "its compression has the unknown number 9"),
-            (changed(16, 3), "its version is 3, expected 2"),
+            (changed(16, 3), "libvirt's format `sparse` (version 3)"),
+            (changed(16, 4), "its version is 4, expected 2"),
             (changed(23, 0xff), "it is damaged"),
             (offset(&WRITTEN, Path::new("a")), "it ends in its header"),
             (offset(PARTIAL, Path::new("a")), "not written it to its end"),

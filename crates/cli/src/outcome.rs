@@ -37,11 +37,20 @@ impl<'a> Results<'a> {
 
     /// Reports an unusable command line.
     pub(crate) fn usage(&self, text: &str) -> Exit {
+        self.not_started(text, "usage", Exit::Usage)
+    }
+
+    /// Reports a file that is no source for what it contains.
+    pub(crate) fn unreadable(&self, text: &str) -> Exit {
+        self.not_started(text, "image", Exit::Failed)
+    }
+
+    fn not_started(&self, text: &str, reason: &str, exit: Exit) -> Exit {
         let mut fields = events::error(text);
-        fields["reason"] = "usage".into();
-        self.reporter.event("failed", events::with_exit(fields, Exit::Usage));
+        fields["reason"] = reason.into();
+        self.reporter.event("failed", events::with_exit(fields, exit));
         console::error(text);
-        Exit::Usage
+        exit
     }
 
     /// Reports a success.

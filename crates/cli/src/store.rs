@@ -6,7 +6,7 @@ mod files;
 mod objects;
 mod row;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 #[cfg(feature = "store")]
 use std::time::Duration;
 
@@ -47,6 +47,10 @@ pub(crate) fn run(args: &StoreArgs) -> Result<Exit> {
 /// Returns the place that an endpoint names, or the error text.
 fn place(endpoint: &Endpoint) -> Result<ImageLocation, String> {
     match endpoint {
+        Endpoint::Image(path) if is_store(path) => {
+            let path = path.display();
+            Err(format!("{path} is a store, not a directory of image files: name it store:{path}"))
+        }
         Endpoint::Image(path) => Ok(ImageLocation::Directory(path.clone())),
         #[cfg(feature = "store")]
         Endpoint::Store(location) => Ok(ImageLocation::Prefix(location.clone())),
@@ -56,6 +60,16 @@ fn place(endpoint: &Endpoint) -> Result<ImageLocation, String> {
             "{other}: expected the prefix of a store, such as s3://BUCKET/PREFIX, or a directory"
         )),
     }
+}
+
+/// Returns true for a directory with the objects of a store: indexes, or directories of chunks.
+fn is_store(path: &Path) -> bool {
+    let has = |directory: &Path, is: &dyn Fn(&str) -> bool| {
+        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+        entries.map(|entry| entry.file_name()).any(|name| name.to_str().is_some_and(is))
+    };
+    has(path, &|name| name.ends_with(".towline"))
+        || has(&path.join("chunks"), &|name| name.len() == 2 && u8::from_str_radix(name, 16).is_ok())
 }
 
 fn usage(reporter: &Reporter, text: &str) -> Result<Exit> {

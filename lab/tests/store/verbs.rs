@@ -142,3 +142,15 @@ fn an_unencrypted_endpoint_and_a_missing_bucket_are_explained_at_once() {
     assert!(error.contains("set AWS_ALLOW_HTTP=true"), "{error}");
     assert_eq!(s3.state()["requests"], 0, "it is refused before any request");
 }
+
+#[test]
+fn a_store_that_is_named_as_a_directory_is_said_to_be_one() {
+    let fixture = Fixture::new();
+    fixture.done(&["copy", "mem:4M", &fixture.store("vm/a")]);
+    for command in ["ls", "du", "verify", "gc"] {
+        let finished = fixture.start(&["store", command, &fixture.name("vm")]).wait(WITHIN).unwrap();
+        assert_eq!(finished.status.code(), Some(2), "{}{}", finished.stdout, finished.stderr);
+        let named = format!("name it store:{}", fixture.name("vm"));
+        assert!(finished.stderr.contains(&named), "{}", finished.stderr);
+    }
+}
