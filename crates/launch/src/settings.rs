@@ -1,7 +1,7 @@
 //! Values of this host for a command line's options: `--set KEY=VALUE`.
 //!
-//! `KEY` is `OPTION`, `OPTION.ID` or `OPTION.N` (the N-th of those without an id, from 0), each with `.PROPERTY` or without:
-//! `machine.type`, `drive.disk0.file`, `serial.0`. A value for a property replaces that property; a value for an option replaces the
+//! `KEY` is `OPTION`, `OPTION.ID` or `OPTION.N` (the N-th of those without an id, from 0; of a sole one as well), each with `.PROPERTY`
+//! or without: `machine.type`, `drive.disk0.file`, `serial.0`. A value for a property replaces that property; a value for an option replaces the
 //! whole option, and an empty one removes it.
 
 use std::collections::BTreeSet;
@@ -118,8 +118,8 @@ pub(crate) fn apply(
             Some(Candidate { option: option.clone(), address: address.clone(), origin })
         })
         .collect();
-    for setting in settings {
-        apply_one(&mut candidates, setting)?;
+    for setting in command_line.canonical(settings) {
+        apply_one(&mut candidates, &setting)?;
     }
     Ok(candidates.into_iter().flatten().collect())
 }
@@ -230,6 +230,23 @@ impl CommandLine {
     pub fn setting_keys(&self) -> Vec<String> {
         addresses(self)
     }
+
+    /// The settings by the keys that this command line has: the number of a sole option (`serial.0`) is left out.
+    #[must_use]
+    pub fn canonical(&self, settings: &[Setting]) -> Vec<Setting> {
+        let addresses = addresses(self);
+        let key = |key: &str| {
+            let (name, rest) = key.split_once('.')?;
+            let rest = rest.strip_prefix('0').filter(|rest| rest.is_empty() || rest.starts_with('.'))?;
+            let is_numbered = addresses.contains(&format!("{name}.0"));
+            (!is_numbered && addresses.iter().any(|address| address == name)).then(|| format!("{name}{rest}"))
+        };
+        let canonical = |setting: &Setting| Setting {
+            key: key(&setting.key).unwrap_or_else(|| setting.key.clone()),
+            value: setting.value.clone(),
+        };
+        settings.iter().map(canonical).collect()
+    }
 }
 
 /// The key that addresses each option: with its id, with a number if several have none, or its name alone. Of options that are merged,
@@ -294,6 +311,17 @@ mod tests {
         let wanted = ["machine.0", "machine", "device.pci.1", "device", "serial.0", "serial.1", "S"]
             .map(str::to_owned);
         assert_eq!(addresses(&line), wanted);
+    }
+
+    #[test]
+    fn a_sole_option_has_a_number_too() {
+        assert_eq!(set("-serial none -S", &["serial.0=null"]).unwrap(), "-serial null -S");
+        assert_eq!(set("-device e1000", &["device.0.addr=3"]).unwrap(), "-device e1000,addr=3");
+        assert_eq!(
+            set("-machine q35 -machine smm=off", &["machine.0.type=pc"]).unwrap(),
+            "-machine pc -machine smm=off"
+        );
+        assert!(set("-serial none", &["serial.1=null"]).is_err());
     }
 
     #[test]
